@@ -1,0 +1,54 @@
+# Two commands matter: `make train` and `make test`. Both make the environment first if it is not there.
+PYTHON ?= python3
+VENV ?= .venv
+RECIPE ?= examples/grpo_arithmetic.yaml
+ARGS ?=
+TORCH_ARGS ?=
+WORKERS ?= 2
+
+BIN := $(VENV)/bin
+INSTALLED := $(VENV)/.installed
+MODEL := models/SmolLM2-135M-Instruct
+# One OpenMP pool a process, and no test reaches for a model hub.
+TEST_ENV := OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 TOKENIZERS_PARALLELISM=false
+PYTEST := $(TEST_ENV) $(BIN)/python -m pytest -n $(WORKERS)
+
+.PHONY: help install model train test test-all lint clean
+
+help: ## say what there is
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-10s %s\n", $$1, $$2 }' $(firstword $(MAKEFILE_LIST))
+	@echo
+	@echo "  Settings: PYTHON=python3.12  ARGS='trainer.seed=1'  RECIPE=file.yaml  WORKERS=4 (test processes)"
+	@echo "            TORCH_ARGS='--index-url URL'  (where pip takes torch from, such as PyTorch's CPU index)"
+
+# torch goes first and alone: whichever build it is, nothing that follows replaces it.
+$(INSTALLED): pyproject.toml constraints.txt
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10))' || \
+		{ echo "Python 3.10 or newer is needed: make PYTHON=/path/to/python3.x"; exit 1; }
+	test -x $(BIN)/pip || $(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt $(TORCH_ARGS) torch
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[dev,gguf,task]'
+	@touch $@
+
+install: $(INSTALLED) ## make the environment in .venv
+
+model: $(INSTALLED) ## get SmolLM2-135M-Instruct into models/
+	@$(BIN)/python scripts/get_model.py --out $(MODEL)
+
+train: model ## train SmolLM2-135M-Instruct on a procedural task, and report
+	$(BIN)/verl train $(RECIPE) $(ARGS)
+
+lint: $(INSTALLED) ## style and types
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+test: lint ## style, types and the fast tests
+	$(PYTEST) -m "not slow and not gpu"
+
+test-all: lint model ## the slow tests too
+	$(PYTEST) -m "not gpu"
+
+clean: ## remove everything that was made, runs and models excepted
+	rm -rf $(VENV) .bench build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -1,0 +1,67 @@
+"""The work of the GRPO-step benchmark, the same for every contender: four prompts, eight samples each.
+
+A contender takes one optimizer step on `PROMPTS * SAMPLES` completions of exactly `NEW_TOKENS` tokens,
+sampled at temperature 1 from the whole vocabulary. This module needs nothing but a tokenizer, so that it
+can be imported in any contender's environment.
+"""
+
+from __future__ import annotations
+
+import resource
+import sys
+from pathlib import Path
+from typing import Any
+
+MODEL = Path(__file__).resolve().parent.parent / "models" / "SmolLM2-135M-Instruct"
+SAMPLES = 8
+NEW_TOKENS = 64
+LEARNING_RATE = 1e-6
+
+# The most tokens that each prompt may have; whole words are dropped until it fits.
+_TOKENS = (82, 83, 83, 84)
+PROMPTS = len(_TOKENS)
+_OPENINGS = (
+    "A baker has four trays of bread rolls and each tray holds nine rolls.",
+    "The school library lends every pupil three books at a time for two weeks.",
+    "On Monday morning the harbour master counts all the boats at the pier.",
+    "Two friends walk from their village to the market town across the hills.",
+)
+_STORY = (
+    "Before noon some of them are gone, and nobody has written down how many were there at first. "
+    "An old man says that he saw twelve, his neighbour is sure that it was half as many again, and a "
+    "child who stood close by has kept a careful list on the back of an envelope since the early morning. "
+    "Tell the story to its end, and explain step by step how the right number can be found."
+)
+
+
+def prompts(tokenizer: Any) -> list[str]:
+    """Four different texts of 80 to 86 tokens each under `tokenizer`, to be encoded as they are.
+
+    Raises:
+        ValueError: the tokenizer cuts words into so many pieces that a text misses that range.
+    """
+    texts = [
+        _cut(tokenizer, f"{opening} {_STORY}", most) for opening, most in zip(_OPENINGS, _TOKENS, strict=True)
+    ]
+    lengths = [len(tokenizer(text)["input_ids"]) for text in texts]
+    if not all(80 <= length <= 86 for length in lengths):
+        raise ValueError(f"prompts of {lengths} tokens: this tokenizer does not fit the benchmark's texts")
+    return texts
+
+
+def _cut(tokenizer: Any, text: str, most: int) -> str:
+    words = text.split(" ")
+    while len(tokenizer(" ".join(words))["input_ids"]) > most:
+        words.pop()
+    return " ".join(words)
+
+
+def reward(completion: str) -> float:
+    """How often the letter e occurs: free of charge, and different from sample to sample."""
+    return float(completion.count("e"))
+
+
+def peak_memory_gb() -> float:
+    """The largest resident set this process has had, in 10**9 bytes."""
+    unit = 1 if sys.platform == "darwin" else 1024
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit / 1e9

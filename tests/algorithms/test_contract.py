@@ -1,0 +1,182 @@
+"""Registry, options, and what a wrong algorithm is told."""
+
+from __future__ import annotations
+
+import json
+import pickle
+from typing import ClassVar
+
+import pytest
+import torch
+
+from tests.algorithms.support import OFFLINE, ONLINE, experience, loss_input
+from verl.algorithms import (
+    BaseAlgorithm,
+    Loss,
+    LossInput,
+    algorithm_names,
+    default_algorithm,
+    make_algorithm,
+    register_algorithm,
+)
+from verl.algorithms.grpo import GRPO
+from verl.errors import ConfigError, DataError
+
+
+class Mine(BaseAlgorithm):
+    """A user's algorithm: the loss alone, and one option."""
+
+    scale: float = 1.0
+
+    def compute_loss(self, x: LossInput) -> Loss:
+        assert x.log_probs is not None
+        return Loss(total=-self.scale * (x.weights * x.columns["advantages"] * x.log_probs).sum())
+
+
+def test_all_names() -> None:
+    assert algorithm_names() == sorted((*ONLINE, *OFFLINE))
+
+
+@pytest.mark.parametrize("name", [*ONLINE, *OFFLINE])
+def test_every_algorithm_by_name(name: str) -> None:
+    algorithm = make_algorithm(name)
+    assert algorithm.name == name
+    assert algorithm.online == (name in ONLINE)
+    assert "actor" in algorithm.roles
+    assert algorithm.__doc__
+    again = make_algorithm(name)
+    again.load_state_dict(json.loads(json.dumps(algorithm.state_dict())))
+    assert again.state_dict() == algorithm.state_dict()
+    assert pickle.loads(pickle.dumps(algorithm)).loss_columns == algorithm.loss_columns
+
+
+def test_a_class_with_a_loss_is_enough() -> None:
+    algorithm = make_algorithm(Mine, scale=2)
+    assert algorithm.scale == 2.0  # type: ignore[attr-defined]
+    batch, metrics = algorithm.prepare(experience([2, 3, 1], ["a", "a", "b"], [1.0, 0.0, None]))
+    assert metrics == {"abstained": 1.0}
+    assert batch.tensor("advantages").tolist() == [0.5, 0.5, -0.5, -0.5, -0.5]
+    leaf = torch.zeros(5, dtype=torch.float64, requires_grad=True)
+    loss = algorithm.compute_loss(loss_input(algorithm, batch, log_probs=leaf))
+    gradient = torch.autograd.grad(loss.total, leaf)[0]
+    assert torch.equal(gradient, -2 * algorithm.token_weights(batch) * batch.tensor("advantages"))
+
+
+def test_an_instance_stays_as_it_is() -> None:
+    algorithm = Mine(scale=3.0)
+    assert make_algorithm(algorithm) is algorithm
+    with pytest.raises(ConfigError, match="finished Mine"):
+        make_algorithm(algorithm, scale=1.0)
+
+
+def test_wrong_names_options_and_values() -> None:
+    with pytest.raises(ConfigError, match="did you mean 'grpo'"):
+        make_algorithm("gprо".replace("о", "o"))
+    with pytest.raises(ConfigError, match="'grpo' has no option 'clip_ration': did you mean 'clip_ratio'"):
+        make_algorithm("grpo", clip_ration=0.1)
+    with pytest.raises(ConfigError, match="option 'clip_ratio': .*number"):
+        make_algorithm("grpo", clip_ratio="wide")
+    with pytest.raises(ConfigError, match="option 'loss_agg_mode': .*'token-mean'"):
+        make_algorithm("grpo", loss_agg_mode="mean")
+    with pytest.raises(ConfigError, match="unknown KL estimator 'k9'"):
+        make_algorithm("ppo", kl_estimator="k9")
+    with pytest.raises(ConfigError, match="clip_ratio_c.*above 1"):
+        make_algorithm("ppo", clip_ratio_c=0.5)
+    with pytest.raises(ConfigError, match="beta"):
+        make_algorithm("dpo", beta=0.0)
+    with pytest.raises(ConfigError, match="lambda_min <= lambda_init"):
+        make_algorithm("safe_rlhf", lambda_init=1e4)
+    with pytest.raises(ConfigError, match="overlong_buffer"):
+        make_algorithm("dapo", overlong_length=100)
+    assert make_algorithm("ppo", clip_ratio="0.3").clip_ratio == 0.3  # type: ignore[attr-defined]
+
+
+def test_a_wrong_class_is_told_what_is_wrong() -> None:
+    class NoLoss(BaseAlgorithm):
+        pass
+
+    class BadRole(Mine):
+        roles = frozenset({"actor", "critc"})
+
+    class NoActor(Mine):
+        roles = frozenset({"reward"})
+
+    class BadHead(Mine):
+        head: ClassVar[str] = "rm"
+
+    with pytest.raises(ConfigError, match=r"NoLoss must implement compute_loss\(\)"):
+        register_algorithm("no_loss")(NoLoss)
+    with pytest.raises(ConfigError, match="NoLoss"):
+        make_algorithm(NoLoss)
+    with pytest.raises(ConfigError, match="unknown role 'critc': did you mean 'critic'"):
+        make_algorithm(BadRole)
+    with pytest.raises(ConfigError, match="roles must name 'actor'"):
+        make_algorithm(NoActor)
+    with pytest.raises(ConfigError, match="head must be"):
+        make_algorithm(BadHead)
+    with pytest.raises(ConfigError, match="subclass of"):
+        make_algorithm(dict)  # type: ignore[arg-type]
+    with pytest.raises(ConfigError, match="'grpo' is taken by verl.algorithms.grpo.GRPO"):
+        register_algorithm("grpo")(Mine)
+
+
+def test_registering_twice_from_one_place_replaces() -> None:
+    def define(base: type[BaseAlgorithm]) -> type[BaseAlgorithm]:
+        class Again(base):  # type: ignore[misc, valid-type]
+            pass
+
+        return register_algorithm("again_and_again")(Again)
+
+    define(GRPO)
+    second = define(GRPO)
+    try:
+        assert type(make_algorithm("again_and_again")) is second
+    finally:
+        from verl.algorithms import registry
+
+        del registry._ALGORITHMS["again_and_again"]
+
+
+def test_objectives_of_trained_roles() -> None:
+    ppo = make_algorithm("ppo", entropy_coeff=0.1)
+    assert ppo.objective("critic").loss_columns == ("values", "returns")
+    assert ppo.objective("actor").needs_entropy
+    assert not ppo.objective("critic").needs_entropy
+    with pytest.raises(ConfigError, match="does not train a 'reward'"):
+        ppo.objective("reward")
+    with pytest.raises(ConfigError, match="does not train a 'critic'"):
+        make_algorithm("grpo").objective("critic")
+    safe = make_algorithm("safe_rlhf", baseline="critics")
+    assert safe.objective("cost_critic").loss_columns == ("cost_values", "cost_returns")
+
+
+def test_roles_follow_options() -> None:
+    assert make_algorithm("grpo").roles == {"actor", "reward"}
+    assert make_algorithm("grpo", kl_in="loss").roles == {"actor", "reward", "reference"}
+    assert make_algorithm("ppo", kl_in="none").roles == {"actor", "reward", "critic"}
+    assert make_algorithm("safe_rlhf").roles == {"actor", "reward", "cost"}
+    assert "cost_critic" in make_algorithm("safe_rlhf", baseline="critics").roles
+    assert make_algorithm("simpo").roles == {"actor"}
+    assert not make_algorithm("gpg").needs_old_log_probs
+    assert make_algorithm("grpo").needs_old_log_probs
+
+
+def test_the_default_depends_on_what_the_batch_has() -> None:
+    batch = experience([1, 2, 1], ["a", "a", "b"], [1.0, 0.0, 1.0])
+    assert default_algorithm(batch).name == "ppo"
+    assert default_algorithm(batch.drop(["values"])).name == "reinforce_plus_plus"
+    assert default_algorithm(batch.drop(["values"]).slice(0, 2)).name == "grpo"
+    assert "reference" not in default_algorithm(batch).roles
+
+
+def test_a_missing_column_is_named() -> None:
+    batch = experience([1, 2], ["a", "a"], [1.0, 0.0])
+    with pytest.raises(DataError, match="no column 'values'"):
+        make_algorithm("ppo", kl_in="none").prepare(batch.drop(["values", "cost_values"]))
+    with pytest.raises(DataError, match="no column 'reward'"):
+        make_algorithm("grpo").prepare(batch.drop(["reward"]))
+    short = batch.drop(["values"]).add({"values": [[1.0], [1.0]]})
+    with pytest.raises(DataError, match="row 1 has 1 values for 2 tokens"):
+        make_algorithm("ppo", kl_in="none").prepare(short)
+    with pytest.raises(DataError, match="head"):
+        make_algorithm("dpo").compute_loss(loss_input(make_algorithm("grpo"), batch))

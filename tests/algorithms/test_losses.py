@@ -1,0 +1,187 @@
+"""Aggregation, KL and per-token losses against loops, and their clipping."""
+
+from __future__ import annotations
+
+import math
+import random
+
+import pytest
+import torch
+
+from verl.algorithms.aggregation import AggregationMode, aggregation_weights
+from verl.algorithms.kl import KLController, kl_estimate
+from verl.algorithms.losses import (
+    PolicyTerms,
+    cispo_loss,
+    clipped_loss,
+    gmpo_loss,
+    gspo_loss,
+    reinforce_loss,
+    value_loss,
+)
+from verl.errors import ConfigError
+
+LENGTHS = [3, 0, 2, 4]
+SEQUENCE = torch.tensor([0, 0, 0, 2, 2, 3, 3, 3, 3])
+MASK = torch.tensor([1, 0, 1, 0, 0, 1, 1, 1, 0]) != 0
+
+
+@pytest.mark.parametrize("mode", AggregationMode.__args__)  # type: ignore[attr-defined]
+def test_aggregation_modes(mode: str) -> None:
+    losses = [0.5, 9.0, -1.0, 9.0, 9.0, 2.0, 3.0, 4.0, 9.0]
+    rows = [
+        [x for x, m, s in zip(losses, MASK.tolist(), SEQUENCE.tolist(), strict=True) if m and s == row]
+        for row in range(4)
+    ]
+    rows = [row for row in rows if row]
+    expected = {
+        "token-mean": sum(map(sum, rows)) / sum(map(len, rows)),
+        "token-sum": sum(map(sum, rows)),
+        "seq-mean-token-sum": sum(map(sum, rows)) / len(rows),
+        "seq-mean-token-mean": sum(sum(row) / len(row) for row in rows) / len(rows),
+        "seq-mean-token-sum-norm": sum(map(sum, rows)) / len(rows) / max(LENGTHS),
+    }
+    weights = aggregation_weights(MASK, SEQUENCE, 4, mode)
+    got = (weights * torch.tensor(losses, dtype=torch.float64)).sum()
+    assert got == pytest.approx(expected[mode], abs=1e-12)
+    assert not weights[~MASK].any()
+
+
+def test_aggregation_of_nothing_is_zero_and_an_unknown_mode_is_named() -> None:
+    for mode in AggregationMode.__args__:  # type: ignore[attr-defined]
+        assert not aggregation_weights(torch.zeros(9, dtype=torch.bool), SEQUENCE, 4, mode).any()
+        assert aggregation_weights(torch.zeros(0) != 0, SEQUENCE[:0], 0, mode).shape == (0,)
+    assert aggregation_weights(MASK, SEQUENCE, 4, "seq-mean-token-sum-norm", 10.0).max() == pytest.approx(1 / 20)
+    with pytest.raises(ConfigError, match="did you mean 'token-mean'"):
+        aggregation_weights(MASK, SEQUENCE, 4, "token-maen")
+
+
+def test_kl_estimates_and_their_gradients() -> None:
+    p = torch.tensor([-1.0, -2.0, -0.5], dtype=torch.float64, requires_grad=True)
+    q = torch.tensor([-1.5, -1.0, -0.5], dtype=torch.float64)
+    d = [float(a - b) for a, b in zip(p.detach(), q, strict=True)]
+    formulas = {
+        "k1": ([x for x in d], [1.0] * 3),
+        "k2": ([x * x / 2 for x in d], d),
+        "k3": ([math.exp(-x) - 1 + x for x in d], [1 - math.exp(-x) for x in d]),
+        "abs": ([abs(x) for x in d], [1.0, -1.0, 0.0]),
+    }
+    for name, alias in (("k1", "kl"), ("k2", "mse"), ("k3", "low_var_kl"), ("abs", "abs")):
+        value, gradient = formulas[name]
+        for spelling in (name, alias, name + "+", alias + "+"):
+            got = kl_estimate(p, q, spelling)
+            assert got.tolist() == pytest.approx(value)
+            slope = torch.autograd.grad(got.sum(), p)[0]
+            # Straight-through: the value of the estimator, the gradient of k2.
+            assert slope.tolist() == pytest.approx(d if spelling.endswith("+") else gradient)
+    with pytest.raises(ConfigError, match="k3"):
+        kl_estimate(p, q, "k4")
+
+
+def test_k3_is_bounded() -> None:
+    far = kl_estimate(torch.tensor([-100.0]), torch.tensor([0.0]), "k3")
+    assert far.tolist() == [10.0]
+
+
+def test_the_controller_moves_towards_its_target() -> None:
+    controller = KLController(0.01, target=0.1, horizon=100)
+    controller.update(0.5, samples=50)
+    assert controller.value == pytest.approx(0.01 * 1.1)
+    controller.update(0.1, samples=50)
+    assert controller.value == pytest.approx(0.01 * 1.1)
+    controller.update(0.0, samples=50)
+    assert controller.value == pytest.approx(0.01 * 1.1 * 0.9)
+    before = controller.value
+    controller.update(float("nan"), samples=50)
+    controller.update(float("inf"), samples=50)
+    assert controller.value == before
+    fixed = KLController(0.01)
+    fixed.update(9.0, samples=50)
+    assert fixed.value == 0.01
+
+
+def terms(seed: int = 0) -> PolicyTerms:
+    rng = random.Random(seed)
+
+    def draw() -> torch.Tensor:
+        values = torch.tensor([rng.uniform(-1, 1) for _ in range(9)], dtype=torch.float64)
+        return torch.where(MASK, values, 0.0)
+
+    log_probs = draw().requires_grad_()
+    return PolicyTerms(log_probs, log_probs - draw(), draw(), MASK, SEQUENCE, 4)
+
+
+@pytest.mark.parametrize("dual", [None, 1.5])
+def test_clipped_loss(dual: float | None) -> None:
+    t = terms()
+    got = clipped_loss(t, 0.1, 0.3, dual)
+    for i in range(9):
+        a, ratio = float(t.advantages[i]), math.exp(float(t.log_ratio[i]))
+        expected = -min(a * ratio, a * min(max(ratio, 0.9), 1.3))
+        if dual is not None and a < 0:
+            expected = min(expected, -a * dual)
+        assert float(got.per_token[i]) == pytest.approx(expected)
+
+
+def test_a_clipped_token_has_no_gradient() -> None:
+    t = terms(3)
+    loss = clipped_loss(t, 0.05, 0.05, 1.2)
+    gradient = torch.autograd.grad(loss.per_token.sum(), t.log_probs)[0]
+    assert loss.clipped is not None
+    assert loss.clipped_lower is not None
+    assert loss.clipped[MASK].any()
+    assert not gradient[loss.clipped | loss.clipped_lower].any()
+
+
+def rows_of(t: PolicyTerms) -> list[list[int]]:
+    return [[i for i in range(9) if t.active[i] and t.sequence[i] == row] for row in range(4)]
+
+
+def test_gspo_uses_the_ratio_of_the_row() -> None:
+    t = terms()
+    loss = gspo_loss(t, 0.05, 0.1)
+    gradient = torch.autograd.grad(loss.per_token.sum(), t.log_probs)[0]
+    for tokens in rows_of(t):
+        for i in tokens:
+            ratio = math.exp(sum(float(t.log_ratio[j]) for j in tokens) / len(tokens))
+            a = float(t.advantages[i])
+            free, bounded = a * ratio, a * min(max(ratio, 0.95), 1.1)
+            assert float(loss.per_token[i]) == pytest.approx(-min(free, bounded))
+            assert float(gradient[i]) == pytest.approx(-free if free <= bounded else 0.0)
+
+
+def test_cispo_keeps_a_gradient_on_clipped_tokens() -> None:
+    t = terms()
+    gradient = torch.autograd.grad(cispo_loss(t, 0.1, 0.1).per_token.sum(), t.log_probs)[0]
+    for i in range(9):
+        weight = min(max(math.exp(float(t.log_ratio[i])), 0.9), 1.1)
+        assert float(gradient[i]) == pytest.approx(-weight * float(t.advantages[i]))
+
+
+def test_gmpo_is_a_geometric_mean() -> None:
+    t = terms()
+    loss = gmpo_loss(t, 0.2, 0.2)
+    for tokens in rows_of(t):
+        if not tokens:
+            continue
+        logs = []
+        for i in tokens:
+            d, a = float(t.log_ratio[i]), float(t.advantages[i])
+            bounded = min(max(d, -0.2), 0.2)
+            logs.append(min(d, bounded) if a > 0 else max(d, bounded))
+        mean = sum(float(t.advantages[i]) for i in tokens) / len(tokens)
+        expected = -mean * math.exp(sum(logs) / len(tokens))
+        assert [float(loss.per_token[i]) for i in tokens] == pytest.approx([expected] * len(tokens))
+
+
+def test_reinforce_loss() -> None:
+    t = terms()
+    assert torch.equal(reinforce_loss(t).per_token, -t.advantages * t.log_probs)
+
+
+def test_value_loss_takes_the_worse_of_clipped_and_free() -> None:
+    values = torch.tensor([0.0, 2.0, -1.0])
+    loss, clipped = value_loss(values, torch.zeros(3), torch.tensor([1.0, 2.0, 1.0]), 0.5)
+    assert loss.tolist() == pytest.approx([0.5, 0.5 * 1.5**2, 0.5 * 4.0])
+    assert clipped.tolist() == [False, True, False]
+    assert value_loss(values, torch.zeros(3), torch.ones(3), None)[0].tolist() == pytest.approx([0.5, 0.5, 2.0])

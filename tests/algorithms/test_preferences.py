@@ -1,0 +1,187 @@
+"""SFT, reward models, the preference losses and KTO against loops over the formulas."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+
+from tests.algorithms.support import experience, loss_input, preferences
+from verl.algorithms import make_algorithm
+from verl.batch import Batch
+from verl.errors import ConfigError, DataError
+
+LENGTHS = [3, 2, 1, 4, 2, 2]
+
+
+def sigmoid(x: float) -> float:
+    return 1 / (1 + math.exp(-x))
+
+
+def policy(batch: Batch, seed: int = 0) -> torch.Tensor:
+    torch.manual_seed(seed)
+    return -torch.rand(sum(batch.lengths("response_tokens")), dtype=torch.float64) - 0.1
+
+
+def sequence_sums(batch: Batch, flat: torch.Tensor) -> list[float]:
+    parts = flat.split(batch.lengths("response_tokens"))
+    masks = batch.tensor("response_mask").split(batch.lengths("response_tokens"))
+    return [float((part * mask).sum()) for part, mask in zip(parts, masks, strict=True)]
+
+
+def pairs_of(batch: Batch, scores: list[float]) -> list[tuple[float, float]]:
+    found = []
+    for rows in batch.group_indices():
+        chosen = next(row for row in rows if batch["label"][row] == 1.0)
+        rejected = next(row for row in rows if batch["label"][row] == 0.0)
+        found.append((scores[chosen], scores[rejected]))
+    return found
+
+
+def loss_of(name: str, batch: Batch, flat: torch.Tensor, **options: object) -> float:
+    algorithm = make_algorithm(name, **options)
+    done, _ = algorithm.prepare(batch)
+    return float(algorithm.compute_loss(loss_input(algorithm, done, log_probs=flat)).total)
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_dpo_family(seed: int) -> None:
+    batch = preferences(LENGTHS, seed)
+    flat = policy(batch, seed)
+    ratios = sequence_sums(batch, flat - batch.tensor("ref_log_probs"))
+    tokens = [max(sum(mask), 1) for mask in batch["response_mask"]]
+    margins = [0.3 * (c - r) for c, r in pairs_of(batch, ratios)]
+    mean = sum(-math.log(sigmoid(m)) for m in margins) / 3
+    assert loss_of("dpo", batch, flat, beta=0.3) == pytest.approx(mean)
+    hinge = sum(max(0.0, 1 - m) for m in margins) / 3
+    assert loss_of("dpo", batch, flat, beta=0.3, loss_type="hinge") == pytest.approx(hinge)
+    robust = sum((-0.8 * math.log(sigmoid(m)) + 0.2 * math.log(sigmoid(-m))) / 0.6 for m in margins) / 3
+    assert loss_of("dpo", batch, flat, beta=0.3, label_smoothing=0.2) == pytest.approx(robust)
+    averaged = pairs_of(batch, [x / n for x, n in zip(ratios, tokens, strict=True)])
+    ipo = sum((c - r - 1 / 0.6) ** 2 for c, r in averaged) / 3
+    assert loss_of("ipo", batch, flat, beta=0.3) == pytest.approx(ipo)
+
+    means = pairs_of(batch, [x / n for x, n in zip(sequence_sums(batch, flat), tokens, strict=True)])
+    simpo = sum(-math.log(sigmoid(2.0 * (c - r) - 0.5)) for c, r in means) / 3
+    assert loss_of("simpo", batch, flat) == pytest.approx(simpo)
+
+
+def test_orpo() -> None:
+    # Without masks: a row without written tokens has probability 1 and no odds.
+    batch = preferences(LENGTHS).drop(["response_mask"]).add({"response_mask": [[1] * n for n in LENGTHS]})
+    flat = policy(batch)
+    sums = sequence_sums(batch, flat)
+    pairs = pairs_of(batch, [x / n for x, n in zip(sums, LENGTHS, strict=True)])
+    odds = [math.log(math.exp(c) / (1 - math.exp(c))) - math.log(math.exp(r) / (1 - math.exp(r))) for c, r in pairs]
+    chosen = [row for row in range(6) if batch["label"][row] == 1.0]
+    likelihood = -sum(sums[row] for row in chosen) / sum(LENGTHS[row] for row in chosen)
+    expected = likelihood - 0.1 * sum(math.log(sigmoid(x)) for x in odds) / 3
+    assert loss_of("orpo", batch, flat) == pytest.approx(expected)
+
+
+def test_a_pair_without_tokens_is_finite() -> None:
+    batch = preferences([0, 2, 3, 0])
+    for name in ("dpo", "ipo", "simpo", "orpo"):
+        algorithm = make_algorithm(name)
+        done, _ = algorithm.prepare(batch)
+        leaf = policy(batch).requires_grad_()
+        loss = algorithm.compute_loss(loss_input(algorithm, done, log_probs=leaf)).total
+        assert loss.isfinite()
+        assert torch.autograd.grad(loss, leaf)[0].isfinite().all()
+
+
+def test_rows_that_are_no_pair_are_left_out() -> None:
+    batch = experience([1] * 9, ["a", "a", "b", "c", "c", "d", "d", "d", "e"], [None] * 9).add(
+        {"label": [1.0, 0.0, 1.0, 1.0, 1.0, 1.0, 0.0, 0.0, None]}
+    )
+    done, metrics = make_algorithm("dpo").prepare(batch)
+    assert done["group"] == ["a", "a"]
+    assert metrics["pairs/dropped_rows"] == 7
+    with pytest.raises(DataError, match="none of 7 rows belongs to a preference pair"):
+        make_algorithm("dpo").prepare(batch.slice(2))
+    with pytest.raises(DataError, match="no column 'label'"):
+        make_algorithm("dpo").prepare(batch.drop(["label"]))
+    with pytest.raises(ConfigError, match="label_smoothing"):
+        make_algorithm("dpo", label_smoothing=0.1, loss_type="hinge")
+
+
+def test_metrics_count_pairs() -> None:
+    batch = preferences(LENGTHS)
+    algorithm = make_algorithm("simpo")
+    done, _ = algorithm.prepare(batch)
+    metrics = algorithm.compute_loss(loss_input(algorithm, done, log_probs=policy(batch))).metrics
+    tokens = [max(sum(mask), 1) for mask in batch["response_mask"]]
+    means = [x / n for x, n in zip(sequence_sums(batch, policy(batch)), tokens, strict=True)]
+    assert float(metrics["pairs/accuracy"]) == pytest.approx(sum(c > r for c, r in pairs_of(batch, means)) / 3)
+
+
+def test_reward_model() -> None:
+    batch = preferences(LENGTHS)
+    algorithm = make_algorithm("reward_model", center_rewards_coefficient=0.1)
+    assert algorithm.head == "score"
+    scores = torch.tensor([0.1, -2.0, 0.7, 1.0, 0.0, 3.0], dtype=torch.float64)
+    done, _ = algorithm.prepare(batch)
+    got = algorithm.compute_loss(loss_input(algorithm, done, scores=scores))
+    found = pairs_of(batch, scores.tolist())
+    expected = sum(-math.log(sigmoid(c - r)) + 0.1 * (c + r) ** 2 for c, r in found) / 3
+    assert float(got.total) == pytest.approx(expected)
+    assert float(got.metrics["pairs/accuracy"]) == pytest.approx(sum(c > r for c, r in found) / 3)
+
+
+def test_sft() -> None:
+    batch = preferences(LENGTHS)
+    flat, mask = policy(batch), batch.tensor("response_mask") != 0
+    assert loss_of("sft", batch, flat) == pytest.approx(-float(flat[mask].mean()))
+    assert loss_of("sft", batch, flat, loss_agg_mode="token-sum") == pytest.approx(-float(flat[mask].sum()))
+
+
+def extended(batch: Batch, shift: float) -> Batch:
+    """KTO's rows as the models would fill them in; `shift` is the policy's distance on mismatched rows."""
+    wide = make_algorithm("kto").extend(batch.drop(["log_probs", "ref_log_probs"]))
+    lengths = wide.lengths("response_tokens")
+    reference = -torch.ones(sum(lengths), dtype=torch.float64)
+    distance = torch.where(torch.arange(sum(lengths)) < sum(lengths) // 2, 0.0, shift).double()
+    return wide.add({"log_probs": (reference + distance, lengths), "ref_log_probs": (reference, lengths)})
+
+
+def test_kto_pairs_each_prompt_with_the_response_before() -> None:
+    batch = experience([1, 2, 3], ["a", "b", "c"], [None] * 3, label=[1.0, 0.0, 1.0])
+    batch = batch.drop(["prompt_tokens"]).add({"prompt_tokens": [[10], [20], [30]]})
+    wide = make_algorithm("kto").extend(batch)
+    assert wide["mismatched"] == [False] * 3 + [True] * 3
+    assert wide["prompt_tokens"] == [[10], [20], [30]] * 2
+    assert wide.lengths("response_tokens") == [1, 2, 3, 3, 1, 2]
+    assert len(set(wide["id"])) == 6
+    with pytest.raises(DataError, match="two rows"):
+        make_algorithm("kto").extend(batch.slice(0, 1))
+
+
+@pytest.mark.parametrize("shift", [0.4, -0.4])
+def test_kto(shift: float) -> None:
+    batch = experience(LENGTHS, [f"g{i}" for i in range(6)], [None] * 6, label=[1.0, 0.0, 1.0, 1.0, 0.0, 0.0])
+    algorithm = make_algorithm("kto", beta=0.3, desirable_weight=1.5, undesirable_weight=0.5)
+    done, metrics = algorithm.prepare(extended(batch, shift))
+    assert len(done) == 6
+    written = batch.tensor("response_mask").sum()  # the mismatched rows hold the same responses
+    kl = max(shift * float(written) / 6, 0.0)
+    assert metrics["kl"] == pytest.approx(kl)
+    flat = policy(batch)
+    got = algorithm.compute_loss(loss_input(algorithm, done, log_probs=flat))
+    expected = 0.0
+    for ratio, label in zip(sequence_sums(batch, flat + 1), batch["label"], strict=True):
+        weight, sign = (1.5, 1) if label else (0.5, -1)
+        expected += weight * (1 - sigmoid(0.3 * sign * (ratio - kl)))
+    assert float(got.total) == pytest.approx(expected / 6)
+
+
+def test_kto_without_its_rows_or_labels() -> None:
+    batch = experience([1, 2], ["a", "b"], [None] * 2, label=[1.0, None])
+    with pytest.raises(DataError, match="extend"):
+        make_algorithm("kto").prepare(batch)
+    done, metrics = make_algorithm("kto").prepare(extended(batch, 0.1))
+    assert len(done) == 1
+    assert metrics["kto/unlabelled"] == 1
+    unlabelled = batch.drop(["label"]).add({"label": [None, None]})
+    with pytest.raises(DataError, match="no row with a label"):
+        make_algorithm("kto").prepare(extended(unlabelled, 0.1))

@@ -1,0 +1,127 @@
+"""The command line as its user meets it: in a process of its own."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+RECIPE = ROOT / "examples" / "grpo_arithmetic.yaml"
+COMMANDS = ("train", "config", "report", "check", "verify")
+
+
+def verl(*args, cwd=ROOT, **environment):
+    return subprocess.run(
+        [sys.executable, "-m", "verl", *map(str, args)],
+        cwd=cwd,
+        capture_output=True,
+        text=True,
+        timeout=120,
+        env={**os.environ, "NO_COLOR": "1", "COLUMNS": "100", "PYTHONPATH": str(ROOT), **environment},
+    )
+
+
+def test_version():
+    import verl as package
+
+    result = verl("--version")
+    assert (result.returncode, result.stdout) == (0, package.__version__ + "\n")
+
+
+def test_help_names_every_command():
+    result = verl("--help")
+    assert result.returncode == 0
+    assert all(command in result.stdout for command in COMMANDS)
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_every_help_teaches_by_example(command):
+    result = verl(command, "--help")
+    assert result.returncode == 0
+    assert "Examples" in result.stdout
+    assert f"$ verl {command}" in result.stdout
+
+
+def test_dry_run_prints_settings_and_plan_without_torch(tmp_path):
+    code = (
+        "import sys\nfrom verl.cli.main import app\n"
+        f"app(['train', {str(RECIPE)!r}, 'trainer.seed=41', '--dry-run'], standalone_mode=False)\n"
+        "print('heavy:', sorted({'torch', 'transformers'} & set(sys.modules)))"
+    )
+    result = subprocess.run(
+        [sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True, timeout=120, env=os.environ
+    )
+    assert result.returncode == 0, result.stderr
+    assert "  seed: 41" in result.stdout
+    assert "run directory  runs/grpo-smollm2-135m-instruct-chain_sum-" in result.stdout
+    assert "heavy: []" in result.stdout
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_config_error_is_one_message_and_exit_code_2():
+    result = verl("train", RECIPE, "trainer.sed=3")
+    assert result.returncode == 2
+    assert result.stdout == ""
+    assert "trainer.sed: unknown key; did you mean 'trainer.seed'? (override 'trainer.sed=3')" in result.stderr
+    assert "Traceback" not in result.stderr
+
+
+def test_debug_shows_the_traceback():
+    result = verl("train", "nowhere.yaml", LOG_LEVEL="DEBUG")
+    assert result.returncode == 2
+    assert "Traceback" in result.stderr
+    assert result.stderr.rstrip().endswith("nowhere.yaml: no such file")
+
+
+def test_other_errors_end_with_exit_code_1(tmp_path):
+    result = verl("report", tmp_path)
+    assert result.returncode == 1
+    assert "no run directory" in result.stderr
+    assert "Traceback" not in result.stderr
+
+
+def test_report_prints_the_path(tmp_path):
+    (tmp_path / "metrics.jsonl").write_text(json.dumps({"step": 1, "reward/mean": 0.5}) + "\n")
+    result = verl("report", tmp_path)
+    assert result.returncode == 0, result.stderr
+    assert result.stdout.strip() == str(tmp_path / "report.html")
+    assert (tmp_path / "report.html").is_file()
+
+
+def test_config_prints_the_documented_settings():
+    text = verl("config")
+    assert "total_steps: 100" in text.stdout
+    assert "# steps; a longer run" in text.stdout
+    table = verl("config", "--markdown")
+    assert table.stdout.startswith("| key |")
+
+
+def test_ctrl_c_ends_with_130(tmp_path):
+    pipe = tmp_path / "recipe.yaml"
+    os.mkfifo(pipe)  # reading it blocks until someone writes: the command is caught in the middle
+    process = subprocess.Popen(
+        [sys.executable, "-m", "verl", "train", str(pipe)], cwd=ROOT, stderr=subprocess.PIPE, text=True
+    )
+    with pipe.open("w"):  # opens once the command has opened it for reading
+        process.send_signal(signal.SIGINT)
+        _, stderr = process.communicate(timeout=60)
+    assert process.returncode == 130
+    assert "Traceback" not in stderr
+
+
+def test_verify_tells_a_whole_checkpoint_from_a_damaged_one(tmp_path):
+    from verl.trainer.checkpoint import save_checkpoint
+
+    checkpoint = tmp_path / "step-000003"
+    assert save_checkpoint(checkpoint, 3, {"trainer.json": {"step": 3}})
+    whole = verl("verify", checkpoint)
+    assert (whole.returncode, whole.stderr) == (0, "")
+    assert "step 3" in whole.stdout
+    (checkpoint / "trainer.json").write_bytes(b'{"step": 4}')
+    damaged = verl("verify", checkpoint)
+    assert damaged.returncode == 1
+    assert "trainer.json" in damaged.stderr

@@ -1,0 +1,217 @@
+"""Reading settings: overrides, references, and errors that name key, place and remedy."""
+
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from verl.config import build_config, describe, load_config, to_yaml
+from verl.errors import ConfigError
+
+EXAMPLES = sorted((Path(__file__).parents[2] / "examples").rglob("*.yaml"))
+RECIPE = """\
+actor_rollout_ref:
+  model:
+    path: models/tiny
+  rollout:
+    n: 4
+data:
+  train: {task: chain_sum, size: 10}
+trainer:
+  total_steps: 3
+"""
+
+
+@pytest.fixture
+def recipe(tmp_path):
+    file = tmp_path / "recipe.yaml"
+    file.write_text(RECIPE)
+    return file
+
+
+def message(file, *overrides):
+    with pytest.raises(ConfigError) as error:
+        load_config(file, overrides)
+    return str(error.value).removeprefix(f"{file}: ")
+
+
+def edited(recipe, old, new):
+    assert old in RECIPE
+    recipe.write_text(RECIPE.replace(old, new))
+    return recipe
+
+
+@pytest.mark.parametrize("file", EXAMPLES, ids=lambda file: file.name)
+def test_examples_load(file):
+    assert load_config(file).actor_rollout_ref.model.path
+
+
+def test_overrides_replace_what_the_file_says(recipe):
+    config = load_config(
+        recipe,
+        [
+            "trainer.seed=3",
+            "actor_rollout_ref.actor.optim.lr=1e-6",
+            "actor_rollout_ref.rollout.stop=['</answer>', end]",
+            "data.train.size=20",
+            "reward.path=my_rewards.py:score",
+            "trainer.loggers=[]",
+            "algorithm.kl_coef=0.1",
+            "actor_rollout_ref.actor.max_tokens_per_micro_batch=null",
+        ],
+    )
+    assert config.trainer.seed == 3
+    assert config.actor_rollout_ref.actor.optim.lr == 1e-6
+    assert config.actor_rollout_ref.rollout.stop == ("</answer>", "end")
+    assert config.data.train == {"task": "chain_sum", "size": 20}
+    assert config.reward.path == "my_rewards.py:score"
+    assert config.trainer.loggers == ()
+    assert config.algorithm.options == {"kl_coef": 0.1}
+    assert config.actor_rollout_ref.actor.max_tokens_per_micro_batch is None
+    assert config.trainer.total_steps == 3
+    assert load_config(recipe, ["data.train=other.jsonl"]).data.train == "other.jsonl"
+
+
+def test_references_to_other_keys(recipe):
+    edited(recipe, "total_steps: 3", "total_steps: 3\n  eval_n: ${trainer.total_steps}")
+    assert load_config(recipe).trainer.eval_n == 3
+    assert "nowhere" in message(recipe, "trainer.seed=${nowhere}")
+
+
+GOLDEN = [
+    (
+        ["trainer.total_step=3"],
+        "trainer.total_step: unknown key; did you mean 'trainer.total_steps'? (override 'trainer.total_step=3')",
+    ),
+    (["data.seed=3"], "data.seed: unknown key; did you mean 'trainer.seed'? (override 'data.seed=3')"),
+    (
+        ["actor_rollout_ref.max_new_token=3"],
+        "actor_rollout_ref.max_new_token: unknown key; did you mean 'actor_rollout_ref.rollout.max_new_tokens'? "
+        "(override 'actor_rollout_ref.max_new_token=3')",
+    ),
+    (
+        ["qqq=1"],
+        "qqq: unknown key; known: actor_rollout_ref, algorithm, critic, data, reward, trainer (override 'qqq=1')",
+    ),
+    (["trainer.seed=abc"], "trainer.seed: must be a whole number, not 'abc' (override 'trainer.seed=abc')"),
+    (["trainer.seed=1.5"], "trainer.seed: must be a whole number, not 1.5 (override 'trainer.seed=1.5')"),
+    (["trainer.seed=true"], "trainer.seed: must be a whole number, not true (override 'trainer.seed=true')"),
+    (["data.shuffle=3"], "data.shuffle: must be true or false, not 3 (override 'data.shuffle=3')"),
+    (["data.eval=3"], "data.eval: must be text or a mapping or null, not 3 (override 'data.eval=3')"),
+    (
+        ["data.truncation=cut"],
+        "data.truncation: must be one of left, right, drop, error, not 'cut' (override 'data.truncation=cut')",
+    ),
+    (["data.batch_size=0"], "data.batch_size: must be at least 1, not 0 (override 'data.batch_size=0')"),
+    (["trainer=3"], "trainer: must be a group of settings, not 3 (override 'trainer=3')"),
+    (
+        ["actor_rollout_ref.model={path: 1}"],
+        "actor_rollout_ref.model.path: must be text or null, not 1 (override 'actor_rollout_ref.model={path: 1}')",
+    ),
+    (
+        ["actor_rollout_ref.actor.strategy=fsdp"],
+        "actor_rollout_ref.actor.strategy: this build trains in one process, so only single is possible here "
+        "(override 'actor_rollout_ref.actor.strategy=fsdp')",
+    ),
+]
+
+
+@pytest.mark.parametrize(("overrides", "expected"), GOLDEN, ids=[overrides[0] for overrides, _ in GOLDEN])
+def test_messages(recipe, overrides, expected):
+    assert message(recipe, *overrides) == expected
+
+
+def test_a_wrong_key_in_the_file_is_found_by_its_line(recipe):
+    edited(recipe, "    n: 4", "    n: 4\n    temprature: 1.0")
+    assert message(recipe) == (
+        "actor_rollout_ref.rollout.temprature: unknown key; did you mean 'actor_rollout_ref.rollout.temperature'? "
+        "(recipe.yaml line 6)"
+    )
+
+
+def test_all_problems_are_told_at_once(recipe):
+    text = message(recipe, "trainer.seed=x", "data.bach_size=2")
+    assert text.startswith("2 problems")
+    assert "trainer.seed: must be" in text
+    assert "'data.batch_size'?" in text
+
+
+def test_no_model(recipe):
+    edited(recipe, "    path: models/tiny", "    dtype: float32")
+    assert "actor_rollout_ref.model.path: is missing" in message(recipe)
+    recipe.write_text("trainer: {seed: 1}")
+    assert message(recipe) == "actor_rollout_ref: is missing"
+    recipe.write_text("")
+    assert message(recipe) == "actor_rollout_ref: is missing"
+
+
+@pytest.mark.parametrize("override", ["foo", "=3", "--trainer.seed=3", "a..b=1", "a b=2", "trainer.=1"])
+def test_what_is_no_override(recipe, override):
+    with pytest.raises(ConfigError, match="is no override: write key=value"):
+        load_config(recipe, [override])
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("a: [1\n", "not valid YAML: line 2"),
+        ("a: 1\na: 2\n", "duplicate key a"),
+        ("- 1\n", "must hold settings"),
+        ("just text", "must hold settings"),
+        ("a: !!python/object/apply:os.system [echo]\n", "not valid YAML: line 1"),
+    ],
+)
+def test_files_that_hold_no_settings(recipe, text, expected):
+    recipe.write_text(text)
+    with pytest.raises(ConfigError, match=expected):
+        load_config(recipe)
+
+
+def test_files_that_are_not_there(recipe):
+    with pytest.raises(ConfigError, match=r"recip\.yaml: no such file; did you mean '.*recipe\.yaml'"):
+        load_config(recipe.with_name("recip.yaml"))
+    with pytest.raises(ConfigError, match="cannot be read"):
+        load_config(recipe.parent)
+    recipe.write_bytes(b"\xff\xfe\x00")
+    with pytest.raises(ConfigError, match="cannot be read as text"):
+        load_config(recipe)
+
+
+def test_what_is_printed_reads_back_to_the_same(recipe, tmp_path):
+    config = load_config(recipe, ["algorithm.kl_coef=0.1", "reward.components={a: {path: 'r.py:f', weight: 0.5}}"])
+    again = tmp_path / "again.yaml"
+    again.write_text(to_yaml(config), encoding="utf-8")
+    assert load_config(again) == config
+
+
+@settings(max_examples=60, deadline=None)
+@given(text=st.text(st.sampled_from("\\${}:.# '\"\n\téab"), max_size=12))
+def test_any_text_survives_printing_and_reading(text, tmp_path_factory):
+    content = {"actor_rollout_ref": {"model": {"path": "m"}}, "data": {"system_prompt": text}}
+    config = build_config(content)
+    file = tmp_path_factory.mktemp("config") / "c.yaml"
+    file.write_text(to_yaml(config), encoding="utf-8")
+    assert load_config(file).data.system_prompt == text
+
+
+KEYS = [key.path for key in describe() if not key.path.startswith("algorithm.")]
+
+
+@settings(max_examples=80, deadline=None)
+@given(st.sampled_from(KEYS), st.integers(0, 40), st.sampled_from("abcxyz_"))
+def test_a_misspelt_key_is_always_named_with_a_valid_one(key, place, letter):
+    section, _, name = key.rpartition(".")
+    place %= len(name) + 1
+    wrong = name[:place] + letter + name[place:]
+    if f"{section}.{wrong}" in KEYS:
+        return
+    content = {wrong: 1}
+    for part in reversed(section.split(".")):
+        content = {part: content}
+    content.setdefault("actor_rollout_ref", {}).setdefault("model", {}).setdefault("path", "m")
+    with pytest.raises(ConfigError) as error:
+        build_config(content)
+    text = str(error.value)
+    assert f"{section}.{wrong}: unknown key; did you mean '" in text
+    assert text.split("did you mean '")[1].split("'")[0] in KEYS + [k.rpartition(".")[0] for k in KEYS]

@@ -1,0 +1,165 @@
+"""The schema: small, documented, frozen; what is not built yet is refused; what identifies a run."""
+
+import subprocess
+import sys
+
+import pytest
+from pydantic import ValidationError
+
+from verl.config import Config, build_config, commented_yaml, config_hash, describe, markdown, run_id
+from verl.errors import ConfigError
+
+MODEL = {"actor_rollout_ref": {"model": {"path": "models/tiny"}}}
+
+
+def config(**sections):
+    return build_config({**MODEL, **sections})
+
+
+def problem(**sections):
+    with pytest.raises(ConfigError) as error:
+        config(**sections)
+    return str(error.value)
+
+
+def policy(**parts):
+    return {"actor_rollout_ref": {"model": {"path": "models/tiny"}, **parts}}
+
+
+def test_there_are_fewer_than_150_keys():
+    keys = [key.path for key in describe()]
+    assert len(keys) == len(set(keys))
+    assert 50 < len(keys) < 150
+
+
+def test_every_key_says_what_it_is_for():
+    assert [key.path for key in describe() if len(key.description) < 8] == []
+
+
+def test_importing_the_schema_imports_no_heavy_library():
+    code = "import sys, verl.config; print(sorted({'torch', 'transformers', 'ray', 'vllm'} & set(sys.modules)))"
+    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout == "[]\n"
+
+
+def test_the_documented_tree_is_the_schema():
+    import yaml
+
+    tree = yaml.safe_load(commented_yaml())
+    tree["actor_rollout_ref"]["model"]["path"] = "models/tiny"
+    for optim in (tree["actor_rollout_ref"]["actor"]["optim"], tree["critic"]["optim"]):
+        optim.update({name: float(optim[name]) for name in ("lr", "adam_eps")})  # PyYAML reads 1e-06 as text
+    assert build_config(tree) == config()
+
+
+def test_markdown_has_a_row_for_each_key():
+    rows = markdown().splitlines()[2:]
+    assert [row.split("`")[1] for row in rows] == [key.path for key in describe()]
+
+
+def test_a_config_cannot_be_changed():
+    with pytest.raises(ValidationError, match="frozen"):
+        config().trainer.seed = 1
+
+
+NOT_YET = [key for key in describe() if key.later]
+
+
+@pytest.mark.parametrize("key", NOT_YET, ids=[key.path for key in NOT_YET])
+def test_what_is_not_built_is_accepted_at_its_default_and_else_refused(key):
+    other = {bool: not key.default, int: 2, str: "fsdp", type(None): 2 if "number" in key.type else "bf16"}
+
+    def tree(value):
+        for part in reversed(key.path.split(".")):
+            value = {part: value}
+        value.setdefault("actor_rollout_ref", {}).setdefault("model", {})["path"] = "models/tiny"
+        return value
+
+    assert isinstance(build_config(tree(key.default)), Config)
+    with pytest.raises(ConfigError) as error:
+        build_config(tree(other[type(key.default)]))
+    assert key.path in str(error.value)
+    assert key.later in str(error.value)
+
+
+def test_the_layouts_that_do_not_exist_are_marked():
+    marked = {key.path.removeprefix("actor_rollout_ref.") for key in NOT_YET}
+    assert {
+        "actor.fsdp_config.fsdp_size",
+        "actor.fsdp_config.param_offload",
+        "actor.fsdp_config.wrap_policy.transformer_layer_cls_to_wrap",
+        "actor.fsdp_config.mixed_precision.param_dtype",
+        "actor.ulysses_sequence_parallel_size",
+        "rollout.tensor_model_parallel_size",
+    } <= marked
+
+
+def test_vllm_is_refused_with_what_there_is():
+    assert "embedded and hf" in problem(**policy(rollout={"name": "vllm"}))
+
+
+def test_settings_that_contradict_each_other():
+    assert "rollout.min_new_tokens: must be at most max_new_tokens (4)" in problem(
+        **policy(rollout={"min_new_tokens": 5, "max_new_tokens": 4})
+    )
+    assert "critic.mini_batch_size: must be at most the 16 samples" in problem(
+        **policy(rollout={"n": 8}), data={"batch_size": 2}, critic={"mini_batch_size": 17}
+    )
+    assert "trainer.eval_every: is set, but data.eval" in problem(trainer={"eval_every": 5})
+    assert "data.train: must name either a task" in problem(data={"train": {"size": 3}})
+    assert "data.prompt_template: must contain {prompt}" in problem(data={"prompt_template": "Q:"})
+    assert "reward: give one of" in problem(reward={"name": "task", "path": "r.py:f"})
+    assert "reward.components.length: needs exactly one" in problem(reward={"components": {"length": {"weight": 2.0}}})
+
+
+@pytest.mark.parametrize("name", ["../up", "a/b", "", "a b", ".hidden"])
+def test_a_run_name_is_no_path(name):
+    assert "trainer.run_name: must be letters" in problem(trainer={"run_name": name})
+
+
+@pytest.mark.parametrize("path", ["reward.py", "reward.py:", "reward:score", ":score", "reward.py:2x"])
+def test_a_function_is_given_by_file_and_name(path):
+    assert "reward.path: must be FILE.py:FUNCTION" in problem(reward={"path": path})
+
+
+def test_numbers_that_are_none_are_refused():
+    assert "reward.on_failure" in problem(reward={"on_failure": float("nan")})
+    assert "rollout.temperature" in problem(**policy(rollout={"temperature": float("inf")}))
+
+
+def test_options_of_the_algorithm_pass_through():
+    given = config(algorithm={"name": "grpo", "kl_coef": 0.01, "loss_agg_mode": "token-mean"})
+    assert given.algorithm.options == {"kl_coef": 0.01, "loss_agg_mode": "token-mean"}
+
+
+def test_the_hash_is_over_what_changes_the_numbers():
+    base = config_hash(config())
+    free = {"output_dir": "x", "run_name": "y", "loggers": [], "total_steps": 7, "save_every": 3, "keep_checkpoints": 9}
+    assert config_hash(config(trainer=free)) == base
+    assert config_hash(config(critic={"epochs": 1})) == base, "a default written out is the same run"
+    changed = [
+        config(trainer={"seed": 1}),
+        config(algorithm={"name": "grpo", "kl_coef": 0.1}),
+        config(trainer={"control": "zero_lr"}),
+        config(data={"train": "a.jsonl"}),
+        config(**policy(actor={"optim": {"lr": 0.5}})),
+        config(critic={"epochs": 2}),
+    ]
+    assert len({base, *map(config_hash, changed)}) == len(changed) + 1
+
+
+def test_the_length_counts_where_the_learning_rate_depends_on_it():
+    def length(steps, **optim):
+        return config_hash(config(**policy(actor={"optim": optim}), trainer={"total_steps": steps}))
+
+    assert length(10, schedule="cosine") != length(20, schedule="cosine")
+    assert length(10, schedule="cosine", total_steps=50) == length(20, schedule="cosine", total_steps=50)
+
+
+def test_the_run_directory_is_named_by_what_it_is_and_the_hash():
+    given = config(data={"train": {"task": "chain_sum"}})
+    assert run_id(given) == f"grpo-tiny-chain_sum-{config_hash(given)}"
+    named = config(trainer={"run_name": "first"})
+    assert run_id(named) == f"first-{config_hash(named)}"
+    nasty = build_config({"actor_rollout_ref": {"model": {"path": "/x/Ünï M/.."}}, "data": {"train": "/a/b c.jsonl"}})
+    assert "/" not in run_id(nasty)
+    assert ".." not in run_id(nasty)

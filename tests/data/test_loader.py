@@ -1,0 +1,118 @@
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from itertools import pairwise
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from verl.data.loader import PromptLoader, permutation
+from verl.data.prompts import load_prompts, stream_prompts
+from verl.errors import ConfigError, DataError
+
+
+@given(size=st.integers(0, 200), seed=st.integers(-(2**70), 2**70), epoch=st.integers(0, 10**6))
+def test_an_epoch_is_a_permutation_and_a_function_of_seed_and_epoch(size: int, seed: int, epoch: int) -> None:
+    order = permutation(size, seed, epoch).tolist()
+    assert sorted(order) == list(range(size))
+    assert order == permutation(size, seed, epoch).tolist()
+
+
+def test_orders_differ_between_epochs_and_seeds() -> None:
+    orders = {tuple(permutation(50, seed, epoch)) for seed in range(10) for epoch in range(10)}
+    assert len(orders) == 100
+    firsts = [int(permutation(10, 0, epoch)[0]) for epoch in range(2000)]
+    assert all(150 < firsts.count(row) < 250 for row in range(10))  # uniform: 200 +- 13.4
+
+
+def test_every_row_once_an_epoch_with_unique_ids() -> None:
+    loader = PromptLoader(load_prompts([f"p{i}" for i in range(7)]), 3, seed=4)
+    batches = [next(loader) for _ in range(14)]
+    ids = [name for batch in batches for name in batch["id"]]
+    assert len(set(ids)) == 42
+    for epoch in range(6):
+        assert {f"e{epoch}.{row}" for row in range(7)} == {name for name in ids if name.startswith(f"e{epoch}.")}
+    for batch in batches:
+        assert batch["group"] == batch["id"]
+        assert [f"p{name.split('.')[1]}" for name in batch["id"]] == batch["prompt"]
+
+
+class Stream:
+    """Rows that depend on the epoch, as a shuffled stream's do."""
+
+    def __init__(self, size: int) -> None:
+        self.size, self.epoch = size, 0
+
+    def set_epoch(self, epoch: int) -> None:
+        self.epoch = epoch
+
+    def __iter__(self) -> Iterator[dict[str, Any]]:
+        return ({"prompt": f"{self.epoch}/{i}"} for i in range(self.size))
+
+
+@pytest.mark.parametrize("kind", ["shuffled", "in order", "stream"])
+@pytest.mark.parametrize("taken", [0, 1, 5, 7, 8])
+def test_resume_is_exact(kind: str, taken: int) -> None:
+    def make() -> PromptLoader:
+        if kind == "stream":
+            return PromptLoader(stream_prompts(Stream(11)), 4)
+        return PromptLoader(load_prompts([f"p{i}" for i in range(11)]), 4, seed=3, shuffle=kind == "shuffled")
+
+    straight = make()
+    expected = [next(straight) for _ in range(taken + 9)][taken:]
+    first = make()
+    for _ in range(taken):
+        next(first)
+    state = json.loads(json.dumps(first.state_dict()))
+    second = make()
+    second.load_state_dict(state)
+    assert [next(second) for _ in range(9)] == expected
+    assert second.state_dict() == straight.state_dict()
+
+
+def test_uneven_takes_do_not_change_the_order() -> None:
+    data = load_prompts([f"p{i}" for i in range(10)])
+    one, other = PromptLoader(data, 4, seed=1), PromptLoader(data, 5, seed=1)
+    steady = [name for _ in range(5) for name in next(one)["id"]]
+    uneven = [name for count in (1, 9, 3, 7) for name in other.take(count)["id"]]
+    assert steady == uneven
+
+
+@pytest.mark.parametrize(
+    ("other", "message"),
+    [
+        (lambda: PromptLoader(load_prompts(["a", "b", "x"]), 2), "fingerprint"),
+        (lambda: PromptLoader(load_prompts(["a", "b"]), 2), "rows was 3, is 2"),
+        (lambda: PromptLoader(load_prompts(["a", "b", "c"]), 2, seed=1), "seed was 0, is 1"),
+        (lambda: PromptLoader(load_prompts(["a", "b", "c"]), 2, shuffle=False), "shuffle"),
+        (lambda: PromptLoader(stream_prompts(iter("abc")), 2), "is a stream"),
+    ],
+)
+def test_a_place_in_other_data_is_refused(other: Any, message: str) -> None:
+    state = PromptLoader(load_prompts(["a", "b", "c"]), 2).state_dict()
+    with pytest.raises(DataError, match=message):
+        other().load_state_dict(state)
+
+
+def test_a_stream_that_ends_for_good_is_an_error_not_a_hang() -> None:
+    loader = PromptLoader(stream_prompts(text for text in "abc"), 2)
+    assert next(loader)["prompt"] == ["a", "b"]
+    with pytest.raises(DataError, match="can be read only once"):
+        next(loader)
+
+
+def test_wrong_settings() -> None:
+    with pytest.raises(ConfigError, match="batch_size"):
+        PromptLoader(load_prompts(["a"]), 0)
+    with pytest.raises(ConfigError, match="shuffle it at its source"):
+        PromptLoader(stream_prompts(iter("ab")), 1, shuffle=True)
+
+
+def test_batches_are_views_of_one_schema() -> None:
+    data = load_prompts([{"prompt": "a", "extra_info": {"x": 1}}, {"prompt": "b", "extra_info": {"y": "z"}}])
+    loader = PromptLoader(data, 1, seed=0)
+    schemas = [next(loader).table.schema for _ in range(4)]
+    assert all(one == other for one, other in pairwise(schemas))

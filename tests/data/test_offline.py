@@ -1,0 +1,115 @@
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from verl.batch import Batch
+from verl.data.offline import OfflineDatasetLoader
+from verl.errors import DataError
+
+ASK = [{"role": "user", "content": "Sky?"}]
+GOOD, BAD = [{"role": "assistant", "content": "Blue."}], [{"role": "assistant", "content": "Red."}]
+PAIRS = {
+    "strings": {"prompt": "The sky is", "chosen": " blue.", "rejected": " red."},
+    "implicit strings": {"chosen": "The sky is blue.", "rejected": "The sky is red."},
+    "chats": {"prompt": ASK, "chosen": GOOD, "rejected": BAD},
+    "implicit chats": {"chosen": ASK + GOOD, "rejected": ASK + BAD},
+    "chats beside a prompt's text": {"prompt": "Sky?", "chosen": ASK + GOOD, "rejected": ASK + BAD},
+}
+
+
+@pytest.mark.parametrize("kind", PAIRS)
+def test_a_pair_is_a_group_of_two_rows(kind: str, tokenizer: Any) -> None:
+    loader = OfflineDatasetLoader([{**PAIRS[kind], "score": 3}] * 2, tokenizer)
+    batch = loader.batch
+    assert (loader.kind, len(loader), len(batch)) == ("pairs", 2, 4)
+    assert batch.group_indices() == [[0, 1], [2, 3]]
+    assert batch["label"] == [1.0, 0.0, 1.0, 0.0]
+    assert len(set(batch["id"])) == 4
+    assert batch["score"] == [3] * 4
+    assert batch["prompt_tokens"][0] == batch["prompt_tokens"][1]
+    whole = [tokenizer.decode(p + r) for p, r in zip(batch["prompt_tokens"], batch["response_tokens"], strict=True)]
+    if "strings" in kind:
+        assert whole[:2] == ["The sky is blue.<|end|>", "The sky is red.<|end|>"]
+    else:
+        start = "<|user|>Sky?<|end|>\n<|assistant|>"
+        assert whole[:2] == [f"{start}Blue.<|end|>", f"{start}Red.<|end|>"]
+    assert batch.lengths("response_mask") == batch.lengths("response_tokens")
+    assert {bit for row in batch["response_mask"] for bit in row} == {1}
+
+
+@pytest.mark.parametrize("name", ["completion", "response"])
+def test_labels_and_demonstrations(name: str, tokenizer: Any) -> None:
+    rows = [{"prompt": "1+1=", name: "2", "label": True}, {"prompt": "1+1=", name: "3", "label": False}]
+    loader = OfflineDatasetLoader(rows, tokenizer)
+    assert (loader.kind, loader.batch["label"], len(loader)) == ("labels", [1.0, 0.0], 2)
+    loader = OfflineDatasetLoader([{"prompt": "1+1=", name: "2"}], tokenizer)
+    assert loader.kind == "demonstrations"
+    assert tokenizer.decode(loader.batch["response_tokens"][0]) == "2<|end|>"
+    loader = OfflineDatasetLoader([{"messages": ASK + GOOD}], tokenizer)
+    assert tokenizer.decode(loader.batch["response_tokens"][0]) == "Blue.<|end|>"
+
+
+def test_recorded_experience_keeps_everything(tmp_path: Path) -> None:
+    batch = Batch.from_rows(
+        [
+            {"id": f"e0.1/{i}", "group": "e0.1", "prompt_tokens": [1, 2], "response_tokens": [3] * i}
+            | {"rollout_log_probs": [-0.5] * i, "reward": None if i == 2 else 1.0}
+            for i in range(1, 4)
+        ]
+    )
+    batch.to_parquet(tmp_path / "step-1.parquet")
+    batch.to_parquet(tmp_path / "step-2.parquet")
+    loader = OfflineDatasetLoader(tmp_path / "step-1.parquet")
+    assert loader.kind == "experience"
+    assert loader.batch == batch
+    assert len(OfflineDatasetLoader(tmp_path).batch) == 6
+
+
+def test_lengths_are_bounded(tokenizer: Any) -> None:
+    rows = [{"prompt": "ab", "completion": "12345"}, {"prompt": "abcdef", "completion": "1"}]
+    loader = OfflineDatasetLoader(rows, tokenizer, max_prompt_length=4, max_response_length=3, truncation="drop")
+    assert [tokenizer.decode(tokens) for tokens in loader.batch["response_tokens"]] == ["123"]
+    assert loader.counts["dropped"] == loader.counts["responses_truncated"] == 1
+
+
+def test_batches_are_whole_groups_and_resume_exactly() -> None:
+    rows = [{"prompt": f"p{i} ", "chosen": "a", "rejected": "b"} for i in range(5)]
+
+    def make() -> OfflineDatasetLoader:
+        return OfflineDatasetLoader(rows, batch_size=3, seed=2)
+
+    straight = make()
+    expected = [next(straight) for _ in range(7)]
+    for batch in expected:
+        assert [len(group) for group in batch.group_indices()] == [2, 2, 2]
+    second = make()
+    second.load_state_dict(json.loads(json.dumps(make().state_dict())))
+    assert next(second) == expected[0]
+    state = json.loads(json.dumps(second.state_dict()))
+    third = make()
+    third.load_state_dict(state)
+    assert [next(third) for _ in range(6)] == expected[1:]
+    with pytest.raises(DataError, match="groups was 5, is 4"):
+        OfflineDatasetLoader(rows[:4], batch_size=3, seed=2).load_state_dict(state)
+
+
+@pytest.mark.parametrize(
+    ("rows", "message"),
+    [
+        ([], "empty"),
+        ([{"text": "x"}], r"columns \['text'\] are none of pairs"),
+        ([{"prompt": "a", "completion": "b"}, {"prompt": "a"}], "row 1 is no row of demonstrations"),
+        ([{"prompt": "a", "completion": "b", "label": "good"}], "row 0: label is true or false"),
+        ([{"chosen": "x", "rejected": "y"}], "row 0: column 'prompt' is an empty prompt"),
+        ([{"prompt": "a", "chosen": "x", "rejected": GOOD}], "row 0: chosen and rejected must both"),
+        ([{"chosen": GOOD, "rejected": BAD}], "row 0 has no prompt"),
+        ([{"prompt": ASK, "completion": GOOD + ASK}], "row 0: the response must be one message"),
+    ],
+)
+def test_bad_rows_are_named(rows: list[Any], message: str) -> None:
+    with pytest.raises(DataError, match=message):
+        OfflineDatasetLoader(rows)

@@ -1,0 +1,207 @@
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+import torch
+
+from verl.data.prompts import check_disjoint, load_prompts, stream_prompts
+from verl.errors import ConfigError, DataError
+
+CHAT = [{"role": "user", "content": "Name a colour."}]
+# As verl's preprocessing scripts write it, and as TRL's documents show it.
+VERL_ROW = {
+    "data_source": "openai/gsm8k",
+    "prompt": [{"role": "user", "content": "What is 2 + 3?"}],
+    "ability": "math",
+    "reward_model": {"style": "rule", "ground_truth": "5"},
+    "extra_info": {"split": "train", "index": 0, "answer": "2+3=5 #### 5"},
+}
+TRL_ROW = {"prompt": "The sky is", "ground_truth": "blue", "id": 7}
+
+
+def write(path: Path, rows: list[Any]) -> Path:
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
+
+
+def rows_of(source: Any, **options: Any) -> list[dict[str, Any]]:
+    data = load_prompts(source, **options)
+    return list(data.batch.rows())
+
+
+@pytest.mark.parametrize("suffix", ["jsonl", "json", "parquet"])
+def test_columns_travel_untouched_from_every_file_kind(tmp_path: Path, suffix: str) -> None:
+    path = tmp_path / f"train.{suffix}"
+    if suffix == "jsonl":
+        write(path, [VERL_ROW, VERL_ROW])
+    elif suffix == "json":
+        path.write_text(json.dumps([VERL_ROW, VERL_ROW]))
+    else:
+        pq.write_table(pa.Table.from_pylist([VERL_ROW, VERL_ROW]), path)
+    rows = rows_of(path)
+    assert len(rows) == 2
+    assert json.loads(rows[0].pop("messages")) == VERL_ROW["prompt"]
+    assert rows[0] == {key: value for key, value in VERL_ROW.items() if key != "prompt"}
+
+
+def test_a_string_stays_a_string_and_a_clashing_column_steps_aside() -> None:
+    assert rows_of([TRL_ROW]) == [{"prompt": "The sky is", "ground_truth": "blue", "user.id": 7}]
+
+
+class TorchSet(torch.utils.data.Dataset[Any]):
+    def __len__(self) -> int:
+        return 2
+
+    def __getitem__(self, index: int) -> Any:
+        return {"prompt": f"p{index}", "weight": torch.tensor([index, 1])}
+
+
+@pytest.mark.parametrize(
+    ("source", "expected"),
+    [
+        (["a", "b"], ["a", "b"]),
+        ([CHAT, CHAT], [CHAT, CHAT]),
+        (CHAT, [CHAT]),
+        ([[1, 2], torch.tensor([3])], [[1, 2], [3]]),
+        (TorchSet(), ["p0", "p1"]),
+        ([{"question": "why?", "answer": "so"}], ["why?"]),
+        ([{"messages": CHAT}], [CHAT]),
+        ([{"prompt_tokens": [4, 5]}], [[4, 5]]),
+        ([{"text": "no", "body": "yes"}], None),
+    ],
+)
+def test_shapes_are_recognised(source: Any, expected: list[Any] | None) -> None:
+    if expected is None:
+        with pytest.raises(DataError, match=r"row 0 has no prompt.*'body', 'text'"):
+            load_prompts(source)
+        assert rows_of(source, prompt_column="body")[0]["prompt"] == "yes"
+        return
+    found = [
+        row.get("prompt") or row.get("prompt_tokens") or json.loads(row.get("messages") or "null")
+        for row in rows_of(source)
+    ]
+    assert found == expected
+
+
+def test_template_and_system_prompt() -> None:
+    row = {"prompt": "2+3", "hint": "add"}
+    assert rows_of([row], template="Q: {prompt} ({hint}) A:")[0]["prompt"] == "Q: 2+3 (add) A:"
+    messages = json.loads(rows_of([row], system_prompt="Be short.", template="{prompt}?")[0]["messages"])
+    assert messages == [{"role": "system", "content": "Be short."}, {"role": "user", "content": "2+3?"}]
+    own = [{"role": "system", "content": "mine"}, *CHAT]
+    assert json.loads(rows_of([own], system_prompt="other")[0]["messages"]) == own
+    with pytest.raises(DataError, match=r"row 0.*'hont'.*did you mean 'hint'"):
+        load_prompts([row], template="{prompt} {hont}")
+
+
+def test_a_broken_line_is_named(tmp_path: Path) -> None:
+    path = tmp_path / "x.jsonl"
+    path.write_bytes(b'{"prompt": "a"}\n\n{"prompt": "b"\n')
+    with pytest.raises(DataError, match=r"x\.jsonl, line 3 is not valid JSON"):
+        load_prompts(path)
+    path.write_bytes(b'{"prompt": "a"}\n{"prompt": "\xff"}\n')
+    with pytest.raises(DataError, match=r"x\.jsonl, line 2"):
+        load_prompts(path)
+
+
+@pytest.mark.parametrize(
+    ("rows", "message"),
+    [
+        ([], "empty"),
+        ([{"prompt": "a"}, {"prompt": ""}], "row 1: column 'prompt' is an empty prompt"),
+        ([{"prompt": "a"}, {"prompt": []}], "row 1: column 'prompt' is an empty prompt"),
+        ([{"prompt": "a"}, {"prompt": 3}], "row 1: column 'prompt' is neither"),
+        ([{"prompt": "a"}, 3.5], "row 1 is a float"),
+        ([{"prompt": "a", "x": 1}, {"prompt": "b", "x": "one"}], "column 'x' mixes types: row 1"),
+    ],
+)
+def test_bad_rows_are_named(tmp_path: Path, rows: list[Any], message: str) -> None:
+    with pytest.raises(DataError, match=message):
+        load_prompts(write(tmp_path / "x.jsonl", rows))
+
+
+@pytest.mark.parametrize("name", ["../secret.jsonl", "/etc/passwd", "link.jsonl", "sub/../../secret.jsonl"])
+def test_no_file_outside_the_directory_is_read(tmp_path: Path, name: str) -> None:
+    write(tmp_path / "secret.jsonl", ["secret"])
+    inner = tmp_path / "data"
+    inner.mkdir()
+    (inner / "link.jsonl").symlink_to(tmp_path / "secret.jsonl")
+    write(inner / "good.jsonl", ["good"])
+    index = inner / "index.json"
+    index.write_text(json.dumps({"files": ["good.jsonl", name]}))
+    with pytest.raises(DataError, match="leaves the data set's directory"):
+        load_prompts(index)
+    index.write_text(json.dumps({"files": ["good.jsonl"]}))
+    assert rows_of(index) == [{"prompt": "good"}]
+    with pytest.raises(DataError, match="leaves the data set's directory"):
+        load_prompts(inner)  # link.jsonl lies in it
+
+
+def test_a_directory_is_its_files_in_order(tmp_path: Path) -> None:
+    write(tmp_path / "b.jsonl", ["2"])
+    write(tmp_path / "a.jsonl", ["0", "1"])
+    assert [row["prompt"] for row in rows_of(tmp_path)] == ["0", "1", "2"]
+    with pytest.raises(DataError, match="does not exist"):
+        load_prompts(tmp_path / "none.jsonl")
+
+
+def test_limit_and_streams() -> None:
+    assert len(rows_of(["a", "b", "c"], limit=2)) == 2
+    stream = stream_prompts(text for text in "ab")
+    assert [row["prompt"] for _, row in stream.rows(0)] == ["a", "b"]
+    with pytest.raises(DataError, match="a generator has no length: read it with stream_prompts"):
+        load_prompts(text for text in "ab")
+
+
+def test_disjoint_sets() -> None:
+    train = load_prompts(["a", "b ", CHAT])
+    held_out = load_prompts(["b", "c", [{"role": "system", "content": "new"}, *CHAT]])
+    kept, dropped = check_disjoint(train, held_out)
+    assert (kept.texts(), dropped) == (["c"], 2)
+    with pytest.raises(DataError, match="2 of 3 held-out prompts"):
+        check_disjoint(train, held_out, on_overlap="error")
+    with pytest.raises(DataError, match="nothing is left"):
+        check_disjoint(train, train)
+
+
+SUMS = {"task": "chain_sum", "min_terms": 2, "max_terms": 2, "min_digits": 1, "max_digits": 2}
+
+
+def test_splits_of_a_task_are_disjoint_whatever_their_seeds() -> None:
+    train = load_prompts({**SUMS, "size": 400, "seed": 1, "split": "train"})
+    held_out = load_prompts({**SUMS, "size": 300, "seed": 2, "split": "eval"})
+    assert (len(train), len(set(held_out.texts()))) == (400, 300)
+    assert check_disjoint(train, held_out)[1] == 0
+    again = load_prompts({**SUMS, "size": 300, "seed": 2, "split": "eval"})
+    assert again.batch == held_out.batch
+
+
+def test_a_task_without_split_is_the_tasks_own_sequence() -> None:
+    import reasoning_gym
+
+    spec = {"min_terms": 2, "max_terms": 3, "seed": 5, "size": 4}
+    mine = load_prompts({"task": "chain_sum", **spec}, chat=False)
+    theirs = reasoning_gym.create_dataset("chain_sum", **spec)
+    assert mine.batch["prompt"] == [theirs[i]["question"] for i in range(4)]
+    assert [row["ground_truth"] for row in mine.batch["reward_model"]] == [theirs[i]["answer"] for i in range(4)]
+
+
+@pytest.mark.parametrize(
+    ("spec", "error", "message"),
+    [
+        ({"task": "chain_som"}, ConfigError, "did you mean 'chain_sum'"),
+        ({"task": "chain_sum", "min_term": 2}, ConfigError, "no option 'min_term': did you mean 'min_terms'"),
+        ({"task": "chain_sum", "min_terms": 9, "max_terms": 2}, ConfigError, "max_terms"),
+        ({"task": "chain_sum", "split": "test"}, ConfigError, "split is train or eval"),
+        ({"task": "chain_sum", "max_terms": 2, "max_digits": 1, "size": 300, "split": "eval"}, DataError, "gave only"),
+        ({"tusk": "chain_sum"}, DataError, "needs a task or a path"),
+    ],
+)
+def test_wrong_tasks_are_refused_in_plain_words(spec: dict[str, Any], error: type[Exception], message: str) -> None:
+    with pytest.raises(error, match=message):
+        load_prompts(spec)

@@ -1,0 +1,96 @@
+from collections.abc import Iterator
+
+import pytest
+
+from verl.batch import Batch
+from verl.dataflow.graph import ANY, Graph, Node
+from verl.dataflow.pipeline import RLDataPipeline
+from verl.errors import ConfigError
+
+
+class Echo:
+    """A policy that answers with its prompt's length."""
+
+    def prompts(self, prompts: list[str]) -> Batch:
+        return Batch.from_columns({"group": [f"p{i}" for i in range(len(prompts))], "prompt": prompts})
+
+    def as_node(self, name: str) -> Node:
+        def generate(prompts: Batch) -> Iterator[Batch]:
+            for row in reversed(list(prompts.rows())):
+                yield Batch.from_rows(
+                    [{"id": f"{row['group']}/{k}", "response": f"{len(row['prompt'])}.{k}"} for k in range(2)]
+                )
+
+        return Node(
+            name=name,
+            run=generate,
+            kind="source",
+            inputs=("group", "prompt"),
+            outputs=("id", "response"),
+            slot="cpu:0",
+            samples=lambda prompts: [[f"{group}/{k}" for k in range(2)] for group in prompts["group"]],
+        )
+
+
+class Learner:
+    """An updater of two nodes."""
+
+    def __init__(self) -> None:
+        self.seen: list[float] = []
+
+    def as_node(self, name: str) -> list[Node]:
+        def prepare(batch: Batch) -> Batch:
+            mean = sum(batch["reward"]) / len(batch)
+            return Batch.from_columns({"centred": [reward - mean for reward in batch["reward"]]})
+
+        def update(batch: Batch) -> tuple[None, dict[str, float]]:
+            self.seen += batch["centred"]
+            return None, {"loss/actor": sum(batch["centred"])}
+
+        return [
+            Node(name=f"{name}/prepare", run=prepare, kind="batch", inputs=("reward",), outputs=("centred",)),
+            Node(name=name, run=update, kind="batch", inputs=("centred",), slot="cpu:0"),
+        ]
+
+
+def reward_fn(texts: list[str]) -> list[float]:
+    return [float(text) for text in texts]
+
+
+def test_stages_run_as_one_graph() -> None:
+    learner = Learner()
+    pipeline = RLDataPipeline()
+    pipeline.add_stage("rollout", Echo()).add_stage("reward", reward_fn)
+    pipeline.add_stage("shout", lambda batch: {"loud": [text + "!" for text in batch["response"]]})
+    pipeline.add_stage("update", learner)
+    result = pipeline.run(["a", "bbb"])
+    assert result.batch["reward"] == [1.0, 1.1, 3.0, 3.1]
+    assert result.batch["loud"] == ["1.0!", "1.1!", "3.0!", "3.1!"]
+    assert result.batch["prompt"] == ["a", "a", "bbb", "bbb"]
+    assert learner.seen == pytest.approx([-1.05, -0.95, 0.95, 1.05])
+    assert list(result.metrics) == ["loss/actor"]
+    assert pipeline.graph.order == ["rollout", "reward", "shout", "update/prepare", "update"]
+
+
+def test_same_graph_as_one_written_by_hand() -> None:
+    learner = Learner()
+    pipeline = RLDataPipeline().add_stage("rollout", Echo()).add_stage("reward", reward_fn).add_stage("update", learner)
+    score = Node(name="reward", run=lambda b: None, inputs=(ANY,), outputs=("reward", "abstain_reason", ANY))
+    assert pipeline.graph == Graph([Echo().as_node("rollout"), score, *learner.as_node("update")])
+
+
+def test_a_node_gets_the_name_of_its_stage() -> None:
+    node = Node(name="anything", run=lambda b: None, inputs=("group",))
+    graph = RLDataPipeline().add_stage("mine", node).graph
+    assert graph.order == ["mine"]
+    assert graph.nodes["mine"].slot == "mine"
+
+
+def test_wrong_stages_are_refused() -> None:
+    pipeline = RLDataPipeline().add_stage("reward", reward_fn)
+    with pytest.raises(ConfigError, match="'reward' already"):
+        pipeline.add_stage("reward", reward_fn)
+    with pytest.raises(ConfigError, match="stage 'x' is a int"):
+        pipeline.add_stage("x", 3)
+    with pytest.raises(ConfigError, match="takes plain prompts"):
+        pipeline.run(["a"])

@@ -1,0 +1,326 @@
+"""Rewards that fail: each abstains, with a reason, and stalls nothing."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import os
+import re
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from decimal import Decimal
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from verl.batch import Batch
+from verl.errors import RewardError
+from verl.rewards.calls import MAX_HUNG
+from verl.rewards.source import RewardResult, make_reward, run_reward
+
+SAMPLES = Batch.from_rows([{"prompt": "p", "response": text, "reward_model": {"ground_truth": "1"}} for text in "abc"])
+
+
+class UnprintableError(Exception):
+    def __str__(self) -> str:
+        raise ValueError("no text")
+
+
+def raises(error: BaseException) -> Any:
+    def function(texts: list[str]) -> list[float]:
+        raise error
+
+    return function
+
+
+def endless(texts: list[str]) -> Iterator[float]:
+    while True:
+        yield 1.0
+
+
+def hangs(texts: list[str]) -> list[float]:
+    time.sleep(30)
+    return [1.0] * len(texts)
+
+
+async def hangs_async(texts: list[str]) -> list[float]:
+    await asyncio.sleep(30)
+    return [1.0] * len(texts)
+
+
+async def blocks_its_loop(texts: list[str]) -> list[float]:
+    time.sleep(30)
+    return [1.0] * len(texts)
+
+
+def spins(texts: list[str]) -> list[float]:
+    end = time.monotonic() + 5
+    while time.monotonic() < end:
+        pass
+    return [1.0] * len(texts)
+
+
+WHOLE_BATCH = {
+    "raises": (raises(KeyError("x")), "raised KeyError"),
+    "raises without text": (raises(UnprintableError()), "raised UnprintableError"),
+    "exits": (raises(SystemExit(0)), "raised SystemExit"),
+    "interrupts": (raises(KeyboardInterrupt()), "raised KeyboardInterrupt"),
+    "says much": (raises(ValueError("x" * 10**7)), "raised ValueError"),
+    "sys.exit": (lambda texts: sys.exit("done"), "raised SystemExit"),
+    "hangs": (hangs, "no answer within 0.3 s"),
+    "hangs async": (hangs_async, "no answer within 0.3 s"),
+    "blocks its loop": (blocks_its_loop, "no answer within 0.3 s"),
+    "spins": (spins, "no answer within 0.3 s"),
+    "too few": (lambda texts: [1.0], "returned 1 results for 3 samples"),
+    "too many": (lambda texts: [1.0] * 4, "returned 4 results for 3 samples"),
+    "endless": (endless, "returned more results for 3 samples"),
+    "one number": (lambda texts: 1.0, "instead of 3 results"),
+    "None": (lambda texts: None, "instead of 3 results"),
+    "a text": (lambda texts: "1.0", "instead of 3 results"),
+    "a huge text": (lambda texts: "9" * 10**8, "instead of 3 results"),
+    "a mapping": (lambda texts: {"value": [1, 2, 3]}, "value|results"),
+    "a set of a size": (lambda texts: torch.zeros(3, 2), "no number"),
+}
+
+
+@pytest.mark.parametrize("name", WHOLE_BATCH)
+def test_a_bad_call_abstains_for_its_samples(name: str) -> None:
+    function, reason = WHOLE_BATCH[name]
+    start = time.monotonic()
+    result = run_reward(make_reward(function, timeout=0.3), SAMPLES, timeout=20)
+    assert time.monotonic() - start < 3
+    assert result.reward == [None] * 3
+    for text in result.reasons:
+        assert text is not None
+        assert re.search(reason, text)
+        assert len(text) <= 300
+
+
+@pytest.mark.parametrize(
+    "bad",
+    [
+        math.nan, math.inf, -math.inf, "1", b"1", "9" * 10**7, 10**400, 1j, [], [1, 2], {}, {"value": 1},
+        {"score": None},        {"score": math.nan}, {"score": "1"},
+        object(), np.nan, np.array([1, 2]), torch.tensor(math.inf), Decimal("1"),
+    ],
+    ids=lambda bad: f"{type(bad).__name__} {str(bad)[:12]}",
+)  # fmt: skip
+def test_a_bad_result_abstains_alone(bad: Any) -> None:
+    result = run_reward(make_reward(lambda texts: [1.0, bad, 2.0]), SAMPLES, timeout=20)
+    assert result.reward == [1.0, None, 2.0]
+    assert result.reasons[0] is result.reasons[2] is None
+    assert result.reasons[1]
+
+
+def test_by_row_only_the_bad_row_abstains() -> None:
+    def f(solution_str: str, ground_truth: str) -> float:
+        if solution_str == "b":
+            raise ValueError("b")
+        if solution_str == "c":
+            time.sleep(30)
+        return 1.0
+
+    start = time.monotonic()
+    result = run_reward(make_reward(f, timeout=0.3), Batch.concat([SAMPLES, SAMPLES.slice(0, 2)]), timeout=20)
+    assert time.monotonic() - start < 3
+    assert result.reward == [1.0, None, None, 1.0, None]
+    assert "no answer" in str(result.reasons[2])
+
+
+def test_async_rows_wait_side_by_side() -> None:
+    async def f(solution_str: str, ground_truth: str) -> float:
+        await asyncio.sleep(30 if solution_str == "b" else 0.2)
+        return 1.0
+
+    start = time.monotonic()
+    result = run_reward(make_reward(f, timeout=1.0), Batch.concat([SAMPLES] * 10), timeout=20)
+    assert time.monotonic() - start < 4
+    assert result.reward == [1.0, None, 1.0] * 10
+
+
+def test_many_hanging_rows_cost_three_deadlines() -> None:
+    def f(solution_str: str, ground_truth: str) -> float:
+        time.sleep(5)
+        return 1.0
+
+    start = time.monotonic()
+    result = run_reward(make_reward(f, timeout=0.2), Batch.concat([SAMPLES] * 10), timeout=20)
+    assert time.monotonic() - start < 2
+    assert result.reward == [None] * 30
+    assert "not tried" in str(result.reasons[-1])
+
+
+def test_none_is_an_abstention_not_a_failure() -> None:
+    result = run_reward(make_reward(lambda texts: [1.0, None, 2.0], default_reward=-1.0), SAMPLES)
+    assert result.reward == [1.0, None, 2.0]
+    source = make_reward(lambda texts: [None] * len(texts))
+    for _ in range(60):
+        assert run_reward(source, SAMPLES).reward == [None] * 3
+
+
+def test_default_reward_is_given_for_failures_and_counted() -> None:
+    result = run_reward(make_reward(lambda texts: [1.0, math.nan, 2.0], default_reward=-1.0), SAMPLES)
+    assert result.reward == [1.0, -1.0, 2.0]
+    assert result.reasons[1] == "returned nan"
+
+
+def test_retries() -> None:
+    calls: list[int] = []
+
+    def flaky(texts: list[str]) -> list[float]:
+        calls.append(len(texts))
+        if len(calls) < 3:
+            raise ConnectionError("try again")
+        return [1.0] * len(texts)
+
+    assert run_reward(make_reward(flaky, retries=1), SAMPLES).reward == [None] * 3
+    assert run_reward(make_reward(flaky, retries=1), SAMPLES).reward == [1.0] * 3
+    assert calls == [3, 3, 3]
+
+
+def test_failing_too_often_ends_with_the_functions_name() -> None:
+    def broken_verifier(texts: list[str]) -> list[float]:
+        raise OSError("no such file")
+
+    source = make_reward(broken_verifier)
+    for _ in range(21):
+        assert run_reward(source, SAMPLES).reward == [None] * 3
+    with pytest.raises(RewardError, match=r"'broken_verifier' failed on 66 of the latest 66.*OSError: no such file"):
+        run_reward(source, SAMPLES)
+    tolerant = make_reward(broken_verifier, max_failure_rate=1.0)
+    for _ in range(40):
+        run_reward(tolerant, SAMPLES)
+    often = make_reward(lambda texts: [1.0, math.nan, 1.0])
+    for _ in range(100):  # a third fails, which is below the limit
+        assert run_reward(often, SAMPLES).reward == [1.0, None, 1.0]
+
+
+def test_too_many_hanging_threads_end_with_the_functions_name() -> None:
+    release = threading.Event()
+
+    def stuck(texts: list[str]) -> list[float]:
+        release.wait(60)
+        return [1.0] * len(texts)
+
+    source = make_reward(stuck, timeout=0.02, max_failure_rate=1.0)
+    for _ in range(MAX_HUNG - 1):
+        assert run_reward(source, SAMPLES).reward == [None] * 3
+    with pytest.raises(RewardError, match=f"'stuck' hangs: {MAX_HUNG} calls"):
+        run_reward(source, SAMPLES)
+    release.set()
+    time.sleep(0.2)
+    assert run_reward(source, SAMPLES).reward == [1.0] * 3  # the threads came back, and so does the reward
+
+
+def test_a_function_may_change_what_it_is_given() -> None:
+    def f(texts: list[str], reward_model: list[dict[str, Any]]) -> list[float]:
+        if len(texts) < 3:
+            return [0.0] * 3
+        texts.clear()
+        reward_model.clear()
+        raise ValueError("now try again")
+
+    before = SAMPLES.to_ipc()
+    assert run_reward(make_reward(f, retries=1), SAMPLES).reward == [None] * 3
+    assert SAMPLES.to_ipc() == before
+
+
+def test_from_within_a_running_loop_and_many_at_once() -> None:
+    active, most = [0], [0]
+
+    def f(texts: list[str]) -> list[float]:
+        active[0] += 1
+        most[0] = max(most[0], active[0])
+        time.sleep(0.02)
+        active[0] -= 1
+        return [1.0] * len(texts)
+
+    source = make_reward(f, timeout=0.5)
+
+    async def main() -> list[RewardResult]:
+        inner = run_reward(source, SAMPLES)  # as in a notebook cell
+        return [inner, *await asyncio.gather(*(source.score(SAMPLES) for _ in range(40)))]
+
+    results = asyncio.run(main())
+    # 40 calls of 20 ms wait for each other: waiting for its turn is no part of a call's deadline.
+    assert [result.reward for result in results] == [[1.0] * 3] * 41
+    assert most == [1]
+
+
+PROCESS = """
+import os, signal, subprocess, sys, time
+import numpy as np
+
+def f(solution_str, ground_truth):
+    print("noise on stdout", solution_str)
+    if solution_str == "sleep": time.sleep(60)
+    if solution_str == "ignore":
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        while True: pass
+    if solution_str == "exit": os._exit(3)
+    if solution_str == "segv": os.kill(os.getpid(), signal.SIGSEGV)
+    if solution_str == "stdin": return float(len(sys.stdin.read()))
+    if solution_str == "child":
+        child = subprocess.Popen(["sleep", "60"])
+        open(ground_truth, "w").write(str(child.pid))
+        time.sleep(60)
+    if solution_str == "pid": return os.getpid()
+    return np.float32(len(solution_str))
+"""
+
+
+def process_samples(path: Path, *responses: str) -> Batch:
+    return Batch.from_rows(
+        [{"prompt": "p", "response": r, "reward_model": {"ground_truth": str(path / "pid")}} for r in responses]
+    )
+
+
+def alive(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    return Path(f"/proc/{pid}/stat").read_text().split()[2] != "Z"
+
+
+def test_processes_are_killed_and_replaced(tmp_path: Path) -> None:
+    (tmp_path / "heavy.py").write_text(PROCESS)
+    source = make_reward(f"{tmp_path / 'heavy.py'}:f", processes=1, timeout=1.0)
+    batch = process_samples(tmp_path, "ok", "sleep", "okay", "exit", "child", "stdin", "segv", "good!")
+    result = run_reward(source, batch, timeout=100)
+    assert result.reward == [2.0, None, 4.0, None, None, 0.0, None, 5.0]
+    assert "no answer within 1 s" in str(result.reasons[1])
+    assert "exit status 3" in str(result.reasons[3])
+    assert "exit status -11" in str(result.reasons[6])
+    child = int((tmp_path / "pid").read_text())
+    end = time.monotonic() + 5
+    while alive(child) and time.monotonic() < end:
+        time.sleep(0.05)
+    assert not alive(child)  # the whole group is killed
+
+
+def test_processes_stay_for_the_next_call_and_go_with_the_reward(tmp_path: Path) -> None:
+    (tmp_path / "heavy.py").write_text(PROCESS)
+    source: Any = make_reward(f"{tmp_path / 'heavy.py'}:f", processes=2, timeout=5.0)
+    batch = process_samples(tmp_path, *["pid"] * 6)
+    pids = {*run_reward(source, batch, timeout=60).reward, *run_reward(source, batch, timeout=60).reward}
+    assert len(pids) <= 2
+    del source
+    end = time.monotonic() + 5
+    while any(alive(int(pid or 0)) for pid in pids) and time.monotonic() < end:
+        time.sleep(0.05)
+    assert not any(alive(int(pid or 0)) for pid in pids)
+
+
+def test_a_file_that_does_not_start_in_a_process_is_named(tmp_path: Path) -> None:
+    (tmp_path / "once.py").write_text(
+        "import __main__\nassert not hasattr(__main__, 'load_function'), 'not here'\ndef f(texts): return [1]\n"
+    )
+    source = make_reward(f"{tmp_path / 'once.py'}:f", processes=1)
+    with pytest.raises(RewardError, match=r"'f' does not start in a process.*not here"):
+        run_reward(source, SAMPLES, timeout=60)

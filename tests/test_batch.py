@@ -1,0 +1,109 @@
+import pickle
+
+import pyarrow as pa
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from verl.batch import Batch
+from verl.errors import DataError
+
+ROWS = [
+    {"id": "a", "response_tokens": [1, 2], "reward": 1.0, "mine": "x"},
+    {"id": "b", "response_tokens": [], "reward": None, "mine": "y"},
+    {"id": "c", "response_tokens": [3], "reward": 2.0, "mine": None},
+]
+
+
+def test_known_columns_have_their_types_and_null_is_not_zero() -> None:
+    batch = Batch.from_rows(ROWS)
+    assert batch.arrow("response_tokens").type == pa.large_list(pa.int32())
+    assert batch["reward"] == [1.0, None, 2.0]
+    assert torch.isnan(batch.tensor("reward")[1])
+    assert batch.lengths("response_tokens") == [2, 0, 1]
+    assert batch.tensor("response_tokens", torch.int64).tolist() == [1, 2, 3]
+
+
+def test_tensor_is_a_writable_copy() -> None:
+    batch = Batch.from_rows(ROWS)
+    tensor = batch.tensor("response_tokens")
+    tensor += 100
+    assert batch["response_tokens"] == [[1, 2], [], [3]]
+
+
+def test_a_slice_gives_the_tensor_of_its_own_rows() -> None:
+    batch = Batch.from_rows(ROWS).slice(2)
+    assert batch.tensor("response_tokens").tolist() == [3]
+    assert batch.lengths("response_tokens") == [1]
+
+
+def test_pickle_of_a_slice_ships_only_its_rows() -> None:
+    whole = Batch.from_columns({"response_tokens": [[7] * 1000] * 1000, "id": [str(i) for i in range(1000)]})
+    part = whole.slice(500, 2)
+    assert len(pickle.dumps(part)) < 10_000 + 2 * 1000 * 4
+    assert pickle.loads(pickle.dumps(part)) == part
+
+
+def test_columns_are_added_never_overwritten() -> None:
+    batch = Batch.from_rows(ROWS)
+    with pytest.raises(DataError, match="never overwritten"):
+        batch.add({"reward": [0.0, 0.0, 0.0]})
+    with pytest.raises(DataError, match="has 1 rows, the batch has 3"):
+        batch.add({"cost": [0.0]})
+
+
+def test_errors_name_the_column_and_the_nearest_one() -> None:
+    batch = Batch.from_rows(ROWS)
+    with pytest.raises(DataError, match="did you mean 'reward'"):
+        batch["rewards"]
+    with pytest.raises(DataError, match="'mine'.*cannot become a tensor"):
+        batch.tensor("mine")
+    with pytest.raises(DataError, match="one length"):
+        Batch.from_columns({"id": ["a"], "reward": [1.0, 2.0]})
+    with pytest.raises(DataError, match="response_tokens"):
+        Batch.from_columns({"response_tokens": [["a"]]})
+
+
+def test_flat_tensors_become_ragged_columns_and_fp64_stays() -> None:
+    flat = torch.tensor([0.1, 0.2, 0.3], dtype=torch.float64)
+    batch = Batch.from_rows(ROWS).add({"log_probs": (flat, [2, 0, 1]), "values": (flat.bfloat16(), [2, 0, 1])})
+    assert torch.equal(batch.tensor("log_probs"), flat)
+    assert batch.tensor("values").dtype == torch.float32
+    with pytest.raises(DataError, match="lengths sum to 2"):
+        batch.add({"returns": (flat, [1, 0, 1])})
+
+
+def test_concat_fills_missing_columns_with_null() -> None:
+    joined = Batch.concat([Batch.from_rows(ROWS), Batch.from_rows([{"id": "d"}])])
+    assert joined["response_tokens"] == [[1, 2], [], [3], None]
+    assert len(Batch.concat([])) == 0
+
+
+def test_group_indices_keep_order_and_null_groups_stand_alone() -> None:
+    batch = Batch.from_columns({"group": ["x", "y", "x", None, None]})
+    assert batch.group_indices() == [[0, 2], [1], [3], [4]]
+
+
+def test_parquet_round_trip_keeps_types(tmp_path: object) -> None:
+    batch = Batch.from_rows(ROWS)
+    path = f"{tmp_path}/batch.parquet"
+    batch.to_parquet(path)
+    assert Batch.from_parquet(path) == batch
+    with pytest.raises(DataError, match="not a readable Parquet file"):
+        with open(path, "r+b") as file:
+            file.truncate(20)
+        Batch.from_parquet(path)
+
+
+@settings(max_examples=50, deadline=None)
+@given(st.lists(st.lists(st.integers(0, 2**31 - 1), max_size=5), max_size=8), st.data())
+def test_slice_take_concat_agree_with_lists(rows: list[list[int]], data: st.DataObject) -> None:
+    batch = Batch.from_columns({"response_tokens": rows})
+    start = data.draw(st.integers(0, len(rows)))
+    order = data.draw(st.permutations(range(len(rows))))
+    assert batch.slice(start)["response_tokens"] == rows[start:]
+    assert batch.take(order)["response_tokens"] == [rows[i] for i in order]
+    assert Batch.concat([batch.slice(0, start), batch.slice(start)])["response_tokens"] == rows
+    assert Batch.from_ipc(batch.slice(start).to_ipc())["response_tokens"] == rows[start:]
+    assert batch.slice(start).tensor("response_tokens").tolist() == [t for r in rows[start:] for t in r]

@@ -1,0 +1,270 @@
+import io
+import json
+import logging
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from rich.console import Console
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+from verl.errors import ConfigError
+from verl.trainer.logging import JsonlSink, Logger, TensorBoardSink, default_logger, open_logger, setup_logging
+from verl.trainer.progress import ConsoleSink, describe, duration
+
+RECORD = {"reward/mean": 0.25, "kl": 0.001, "loss/actor": -0.5, "updated": True, "note": "fine"}
+
+
+def scalars(directory: Path) -> dict[str, list[tuple[int, float]]]:
+    events = EventAccumulator(str(directory))
+    events.Reload()
+    return {tag: [(e.step, e.value) for e in events.Scalars(tag)] for tag in events.Tags()["scalars"]}
+
+
+def test_one_record_reaches_every_sink(tmp_path: Path) -> None:
+    seen: list[tuple[int, dict[str, Any]]] = []
+    log = open_logger(tmp_path, total_steps=3)
+    log.on_log_hook(lambda step, record: seen.append((step, record)))
+    for step in (1, 2):
+        log.log(step, {**RECORD, "reward/mean": step / 4})
+    log.close()
+    rows = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    assert rows == [{"step": step, **RECORD, "reward/mean": step / 4} for step in (1, 2)]
+    assert [(step, record["reward/mean"]) for step, record in seen] == [(1, 0.25), (2, 0.5)]
+    found = scalars(tmp_path / "tensorboard")
+    assert found["reward/mean"] == [(1, 0.25), (2, 0.5)]
+    assert {"kl", "loss/actor", "updated"} <= found.keys()
+    assert "note" not in found
+
+
+def test_console_shows_each_step(capsys: pytest.CaptureFixture[str]) -> None:
+    log = open_logger(None, ["console"], total_steps=8)
+    log.log(2, {**RECORD, "rollout/tokens_per_s": 1234.0, "loss/critic": 0.3})
+    log.phase("evaluating")
+    log.close()
+    lines = capsys.readouterr().out.splitlines()
+    for part in (
+        "step 2/8",
+        "reward 0.250",
+        "kl 0.0010",
+        "loss/actor -0.5000",
+        "loss/critic 0.3000",
+        "1,234",
+        "left 0:0",
+    ):
+        assert part in lines[0]
+    assert lines[1] == "evaluating"
+
+
+def test_terminal_gets_a_bar_with_the_numbers() -> None:
+    out = io.StringIO()
+    sink = ConsoleSink(4, console=Console(file=out, force_terminal=True, width=200, highlight=False))
+    sink.phase("rollout")
+    sink.write(1, {"reward/mean": 0.5, "train/tokens_per_s": 99.0})
+    sink.close()
+    text = out.getvalue()
+    assert "starting" in text
+    assert "━" in text
+    assert "train tok/s 99" in text
+    assert "step 1/4" in text
+
+
+def test_descriptions() -> None:
+    assert describe({"kl": float("nan"), "reward/mean": None}) == "kl nan"
+    assert [duration(s) for s in (0.4, 61, 3725)] == ["0:00", "1:01", "1:02:05"]
+
+
+def test_any_value_finds_its_place_in_json(tmp_path: Path) -> None:
+    sink = JsonlSink(tmp_path / "m.jsonl")
+    values = {
+        "nan": float("nan"),
+        "inf": float("-inf"),
+        "np": np.float32(0.5),
+        "tensor": torch.tensor(2.0),
+        "many": torch.zeros(2),
+        "none": None,
+        "int": 3,
+    }
+    sink.write(1, values)
+    row = json.loads((tmp_path / "m.jsonl").read_text())
+    assert row == {
+        "step": 1,
+        "nan": None,
+        "inf": None,
+        "np": 0.5,
+        "tensor": 2.0,
+        "many": "tensor([0., 0.])",
+        "none": None,
+        "int": 3,
+    }
+    sink.close()
+
+
+def test_failing_sink_and_hook_are_left_out_with_a_warning(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    class Broken:
+        name = "broken"
+        calls = 0
+
+        def write(self, step: int, record: object) -> None:
+            self.calls += 1
+            raise OSError("no space left")
+
+        def close(self) -> None:
+            raise AssertionError("is off already")
+
+    def bad_hook(step: int, record: dict[str, Any]) -> None:
+        record.clear()
+        raise ValueError("mine")
+
+    broken = Broken()
+    log = Logger([broken, JsonlSink(tmp_path / "m.jsonl")])
+    log.on_log_hook(bad_hook)
+    for step in (1, 2):
+        log.log(step, {"x": step})
+    log.close()
+    assert broken.calls == 1
+    assert [json.loads(line) for line in (tmp_path / "m.jsonl").read_text().splitlines()] == [
+        {"step": 1, "x": 1},
+        {"step": 2, "x": 2},
+    ]
+    assert "log sink 'broken' failed and is off from now on: OSError: no space left" in caplog.text
+    assert "bad_hook" in caplog.text
+
+
+def test_stop_by_the_user_passes_through_a_hook() -> None:
+    def stop(step: int, record: dict[str, Any]) -> None:
+        raise KeyboardInterrupt
+
+    log = Logger()
+    log.on_log_hook(stop)
+    with pytest.raises(KeyboardInterrupt):
+        log.log(1, {})
+
+
+def test_resumed_tensorboard_shows_each_step_once(tmp_path: Path) -> None:
+    first = TensorBoardSink(tmp_path)
+    for step in (1, 2, 3):
+        first.write(step, {"loss": float(step)})
+    first.close()
+    second = TensorBoardSink(tmp_path, resume_step=1)
+    for step in (2, 3):
+        second.write(step, {"loss": 10.0 * step})
+    second.close()
+    assert scalars(tmp_path)["loss"] == [(1, 1.0), (2, 20.0), (3, 30.0)]
+
+
+def test_unknown_and_missing_loggers_are_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(ConfigError, match="unknown logger 'tensorbord', did you mean 'tensorboard'"):
+        open_logger(tmp_path, ["tensorbord"])
+    monkeypatch.setitem(sys.modules, "wandb", None)  # what an import of a package that is absent meets
+    with pytest.raises(ConfigError, match=r"pip install 'verl\[wandb\]'"):
+        open_logger(tmp_path, ["wandb"])
+
+
+def test_sink_that_cannot_be_opened_does_not_stop_the_run(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    (tmp_path / "tensorboard").write_text("in the way")
+    log = open_logger(tmp_path, ["tensorboard"])
+    assert [sink.name for sink in log.sinks] == ["metrics.jsonl"]
+    assert "'tensorboard' cannot be opened and is off" in caplog.text
+    log.close()
+
+
+def test_trackers_get_the_same_numbers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Against stand-ins with the trackers' signatures, as the trackers themselves are optional."""
+    calls: list[Any] = []
+
+    class WandbRun:
+        def log(self, data: dict[str, Any], step: int) -> None:
+            calls.append(("wandb", step, data))
+
+        def finish(self) -> None:
+            calls.append("wandb finished")
+
+    wandb = ModuleType("wandb")
+    wandb.init = lambda **options: calls.append(options) or WandbRun()  # type: ignore[attr-defined]
+
+    class Client:
+        def create_run(self, experiment_id: str, tags: dict[str, str]) -> Any:
+            calls.append((experiment_id, tags["mlflow.runName"]))
+            return type("R", (), {"info": type("I", (), {"run_id": "r1"})})
+
+        def log_param(self, run_id: str, key: str, value: Any) -> None:
+            calls.append(("param", key, value))
+
+        def log_metric(self, run_id: str, key: str, value: float, step: int) -> None:
+            calls.append(("mlflow", step, key, value))
+
+        def set_terminated(self, run_id: str) -> None:
+            calls.append("mlflow finished")
+
+    mlflow = ModuleType("mlflow")
+    mlflow.MlflowClient = Client  # type: ignore[attr-defined]
+    mlflow.set_experiment = lambda name: type("E", (), {"experiment_id": name + "-id"})  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "wandb", wandb)
+    monkeypatch.setitem(sys.modules, "mlflow", mlflow)
+    log = open_logger(tmp_path, ["wandb", "mlflow"], run_id="run-1", project="p", config={"lr": 0.1})
+    log.log(1, {"loss": 0.5, "note": "x"})
+    log.close()
+    assert (calls[0]["project"], calls[0]["id"], calls[0]["resume"], calls[0]["config"]) == (
+        "p",
+        "run-1",
+        "allow",
+        {"lr": 0.1},
+    )
+    assert ("p-id", "run-1") in calls
+    assert ("wandb", 1, {"loss": 0.5, "note": "x"}) in calls
+    assert ("mlflow", 1, "loss", 0.5) in calls
+    assert calls[-2:] == ["wandb finished", "mlflow finished"]
+
+
+def test_default_logger_of_a_trainer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    log = default_logger(None, "ppo")
+    log.log(1, {"x": 1})
+    log.close()
+    (run,) = (tmp_path / "runs").iterdir()
+    assert run.name.startswith("ppo-")
+    assert (run / "metrics.jsonl").read_text() == '{"step": 1, "x": 1}\n'
+    default_logger(tmp_path / "mine", "ppo").close()
+    assert (tmp_path / "mine" / "tensorboard").is_dir()
+    default_logger(False, "ppo").close()
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["mine", "runs"]
+
+
+@pytest.fixture
+def clean_logging() -> Iterator[logging.Logger]:
+    root = logging.getLogger("verl")
+    state = (root.level, root.propagate, list(root.handlers))
+    yield root
+    for handler in root.handlers:
+        handler.close()
+    root.setLevel(state[0])
+    root.propagate, root.handlers = state[1], state[2]
+
+
+def test_log_level_sets_the_detail(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], clean_logging: logging.Logger
+) -> None:
+    monkeypatch.setenv("LOG_LEVEL", "warning")
+    setup_logging(tmp_path / "logs" / "001.log")
+    logging.getLogger("verl.somewhere").info("quiet")
+    logging.getLogger("verl.somewhere").warning("loud")
+    err = capsys.readouterr().err
+    assert "loud" in err
+    assert "quiet" not in err
+    text = (tmp_path / "logs" / "001.log").read_text()
+    assert "quiet" in text
+    assert "loud" in text
+    monkeypatch.setenv("LOG_LEVEL", "DEBUG")
+    setup_logging()
+    logging.getLogger("verl.somewhere").debug("detail")
+    assert capsys.readouterr().err.count("detail") == 1
+    assert "detail" not in (tmp_path / "logs" / "001.log").read_text()
+    monkeypatch.setenv("LOG_LEVEL", "DEBG")
+    with pytest.raises(ConfigError, match="LOG_LEVEL is 'DEBG': did you mean 'DEBUG'"):
+        setup_logging()

@@ -1,0 +1,205 @@
+"""The report: self-contained, safe with hostile texts, and made from whatever a run left behind."""
+
+import base64
+import hashlib
+import html.parser
+import json
+import re
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from verl.errors import DataError
+from verl.trainer import report
+from verl.trainer.report import write_report
+
+HOSTILE = '</script><script>alert(1)</script><img src=x onerror="alert(2)">{{config}}\u2028'
+
+
+class Page(html.parser.HTMLParser):
+    """Tags with their attributes, text, and the content of scripts."""
+
+    def __init__(self, text):
+        super().__init__()
+        self.tags, self.scripts, self.text, self.inside = [], [], "", None
+        self.feed(text)
+        self.data = json.loads(self.scripts[0])
+
+    def handle_starttag(self, tag, attrs):
+        self.tags.append((tag, dict(attrs)))
+        self.inside = tag
+        if tag == "script":
+            self.scripts.append("")
+
+    def handle_data(self, data):
+        if self.inside == "script":
+            self.scripts[-1] += data
+        elif self.inside != "style":
+            self.text += data
+
+    def handle_endtag(self, tag):
+        self.inside = None
+
+
+def write_samples(run, step, responses, rewards, prompts=None):
+    (run / "completions").mkdir(exist_ok=True)
+    count = len(responses)
+    table = {
+        "id": [f"eval/{i}" for i in range(count)],
+        "prompt": prompts or ["1 + 1 ="] * count,
+        "response": responses,
+        "reward": rewards,
+    }
+    pq.write_table(pa.table(table), run / "completions" / f"step-{step:06d}.parquet")
+
+
+@pytest.fixture
+def run(tmp_path):
+    run = tmp_path / "grpo-tiny-abc"
+    (run / "logs").mkdir(parents=True)
+    rows = [{"step": s, "time": s * 2.0, "reward/mean": s / 10, "kl": 0.1} for s in range(1, 6)]
+    (run / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    evals = [
+        {"step": 0, "accuracy": 0.25, "low": 0.2, "high": 0.3},
+        {"step": 5, "accuracy": 0.5, "low": 0.4, "high": 0.6},
+    ]
+    (run / "eval.jsonl").write_text("".join(json.dumps(row) + "\n" for row in evals))
+    write_samples(run, 0, ["3", "2"], [0.0, None])
+    write_samples(run, 5, ["2", "2"], [1.0, 1.0])
+    (run / "config.yaml").write_text("algorithm:\n  name: grpo\ntrainer:\n  seed: 7\n")
+    summary = {"accuracy_before": 0.25, "accuracy_after": 0.5, "gain_low": 0.11, "gain_high": 0.38}
+    summary |= {"rollout_tokens_per_second": 2101.4, "peak_memory_bytes": 3.1e9, "seconds": 548, "eval_problems": 400}
+    (run / "summary.json").write_text(json.dumps(summary))
+    (run / "environment.json").write_text(json.dumps({"torch": "2.13"}))
+    (run / "logs" / "attempt-001.log").write_text("killed at step 3\n")
+    return run
+
+
+def page(run):
+    return Page(write_report(run).read_text(encoding="utf-8"))
+
+
+def test_headline_numbers(run):
+    text = page(run).text
+    for expected in (
+        "25.0 %",
+        "50.0 %",
+        "+25.0 points",
+        "+11.0 to +38.0",
+        "400 held-out",
+        "2,101",
+        "3.10 GB",
+        "9 min 8 s",
+    ):
+        assert expected in text
+    for expected in ("grpo-tiny-abc", "seed 7", "name: grpo", "2.13", "killed at step 3"):
+        assert expected in text
+
+
+def test_curves_and_samples_are_those_of_the_files(run):
+    data = page(run).data
+    assert data["curves"]["reward/mean"] == [[s, s / 10] for s in range(1, 6)]
+    assert data["curves"]["eval/accuracy"] == [[0, 0.25], [5, 0.5]]
+    assert "time" not in data["curves"]
+    assert [sample["step"] for sample in data["samples"]] == [0, 5]
+    assert data["samples"][0]["rows"] == [["eval/0", "1 + 1 =", "3", 0.0], ["eval/1", "1 + 1 =", "2", None]]
+
+
+def test_the_page_needs_nothing_from_outside(run):
+    tags = page(run).tags
+    assert not {"link", "iframe", "object", "embed", "img"} & {tag for tag, _ in tags}
+    for _, attributes in tags:
+        assert "src" not in attributes
+        assert attributes.get("href", "#").startswith("#")
+    text = (run / "report.html").read_text(encoding="utf-8")
+    assert set(re.findall(r"https?://[^\"' )]+", text)) == {"http://www.w3.org/2000/svg"}  # a name, not a fetch
+
+
+def test_only_its_own_script_may_run(run):
+    found = page(run)
+    (policy,) = (a["content"] for tag, a in found.tags if a.get("http-equiv") == "Content-Security-Policy")
+    digest = base64.b64encode(hashlib.sha256(found.scripts[1].encode()).digest()).decode()
+    assert f"script-src 'sha256-{digest}'" in policy
+    assert "default-src 'none'" in policy
+
+
+def test_hostile_texts_stay_texts(run):
+    (run / "config.yaml").write_text("algorithm:\n  name: harmless\n")
+    clean = [tag for tag, _ in page(run).tags]
+    write_samples(run, 5, [HOSTILE, "2"], [1.0, 1.0], [HOSTILE, "x"])
+    (run / "config.yaml").write_text(f"algorithm:\n  name: {HOSTILE}\n")
+    (run / "environment.json").write_text(json.dumps({HOSTILE: HOSTILE}))
+    (run / "logs" / "attempt-001.log").write_text(HOSTILE)
+    with (run / "metrics.jsonl").open("a") as file:
+        file.write(json.dumps({"step": 6, "reward/mean": 0.5, HOSTILE: 1.0}) + "\n")
+    found = page(run)
+    assert [tag for tag, _ in found.tags] == clean
+    assert found.data["samples"][1]["rows"][0][1:3] == [HOSTILE, HOSTILE]
+    assert found.data["curves"][HOSTILE] == [[6, 1.0]]
+
+
+def test_the_script_builds_no_markup_from_text():
+    script = (report._ASSETS / "report.js").read_text(encoding="utf-8")
+    for unsafe in ("innerHTML", "outerHTML", "insertAdjacentHTML", "document.write", "eval(", "Function("):
+        assert unsafe not in script
+
+
+def test_damaged_files_are_left_out(run):
+    with (run / "metrics.jsonl").open("ab") as file:
+        file.write(b'{"step": 6, "reward/mean": NaN, "kl": 0.5}\n\xff\xfe\n[1]\n{"step": "x"}\n{"step": 7, "rewa')
+    (run / "eval.jsonl").write_text('{"step": 0, "accuracy": NaN, "low": Infinity}\n')
+    (run / "summary.json").write_text('{"accuracy_bef')
+    (run / "environment.json").write_text("[]")
+    (run / "completions" / "step-000005.parquet").write_bytes(b"PAR1 torn")
+    found = page(run)
+    assert found.data["curves"]["kl"][-1] == [6, 0.5]
+    assert len(found.data["curves"]["reward/mean"]) == 5
+    assert found.data["evals"] == [{"step": 0, "accuracy": None, "low": None}]
+    assert [sample["step"] for sample in found.data["samples"]] == [0]
+    assert "No evaluation yet" in found.text
+    assert "not finished" in found.text
+
+
+def test_a_step_done_again_after_a_resume_counts_once(run):
+    with (run / "metrics.jsonl").open("a") as file:
+        file.write(json.dumps({"step": 4, "reward/mean": 9.0}) + "\n")
+    curve = page(run).data["curves"]["reward/mean"]
+    assert [step for step, _ in curve] == [1, 2, 3, 4, 5]
+    assert curve[3] == [4, 9.0]
+
+
+def test_one_file_is_enough(tmp_path):
+    (tmp_path / "metrics.jsonl").write_text("")
+    found = page(tmp_path)
+    assert found.data == {"curves": {}, "evals": [], "samples": []}
+
+
+def test_a_directory_of_no_run_is_refused(tmp_path):
+    for directory in (tmp_path, tmp_path / "missing"):
+        with pytest.raises(DataError, match="is no run directory"):
+            write_report(directory)
+
+
+def test_large_runs_stay_small_pages(run):
+    steps = report.MAX_POINTS * 5 + 3
+    (run / "metrics.jsonl").write_text("".join(f'{{"step": {s}, "kl": {s % 2}}}\n' for s in range(steps)))
+    write_samples(run, 0, ["a" * 100_000] * 1000, [1.0] * 1000)
+    for step in range(10, 40):
+        write_samples(run, step, ["a"], [1.0])
+    data = page(run).data
+    curve = data["curves"]["kl"]
+    assert len(curve) <= report.MAX_POINTS
+    assert curve[-1][0] == steps - 1
+    assert all(0.3 < value < 0.7 for _, value in curve[:-1])
+    assert len(data["samples"]) <= report.MAX_EVALS
+    assert (data["samples"][0]["step"], data["samples"][-1]["step"]) == (0, 39)
+    assert len(data["samples"][0]["rows"]) == report.MAX_SAMPLES
+    assert len(data["samples"][0]["rows"][0][2]) < report.MAX_TEXT + 100
+
+
+def test_an_older_report_is_replaced_whole(run):
+    (run / "report.html").write_text("old")
+    page(run)
+    assert (run / "report.html").read_text(encoding="utf-8") != "old"
+    assert [file.name for file in run.glob("*report*")] == ["report.html"]

@@ -1,0 +1,66 @@
+"""The learning-rate schedule and the limits of `OptimConfig`."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+from pydantic import ValidationError
+
+from verl.errors import ConfigError
+from verl.training.options import OptimConfig
+
+
+def _factors(steps: int, **options: object) -> list[float]:
+    config = OptimConfig(**options)
+    return [config.lr_factor(step) for step in range(steps)]
+
+
+def test_constant_is_one_from_the_first_step() -> None:
+    assert _factors(3) == [1.0, 1.0, 1.0]
+
+
+def test_warm_up_rises_to_one_and_does_not_waste_the_first_step() -> None:
+    assert _factors(6, warmup_steps=4) == [0.25, 0.5, 0.75, 1.0, 1.0, 1.0]
+
+
+def test_linear_falls_to_zero_at_total_steps_and_stays_there() -> None:
+    factors = _factors(8, warmup_steps=2, schedule="linear", total_steps=6)
+    assert factors == pytest.approx([0.5, 1.0, 1.0, 0.75, 0.5, 0.25, 0.0, 0.0])
+
+
+def test_cosine_passes_the_middle_at_one_half() -> None:
+    factors = _factors(10, warmup_steps=1, schedule="cosine", total_steps=9)
+    assert factors[:2] == [1.0, 1.0]
+    assert factors[5] == pytest.approx(0.5)
+    assert factors[3] == pytest.approx(0.853553, abs=1e-6)
+    assert factors[9] == pytest.approx(0.0)
+
+
+def test_a_decay_without_an_end_is_refused() -> None:
+    with pytest.raises(ConfigError, match="total_steps"):
+        OptimConfig(schedule="cosine").lr_factor(0)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"learning_rate": 1e-5},
+        {"lr": -1e-5},
+        {"lr": float("nan")},
+        {"betas": (0.9, 1.0)},
+        {"adam_eps": 0.0},
+        {"max_grad_norm": 0.0},
+        {"schedule": "polynomial"},
+        {"schedule": "linear", "warmup_steps": 10, "total_steps": 10},
+    ],
+)
+def test_nonsense_is_refused(options: dict[str, object]) -> None:
+    with pytest.raises(ValidationError):
+        OptimConfig(**options)
+
+
+def test_options_import_without_torch() -> None:
+    code = "import sys, verl.training.options; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], timeout=60, check=False).returncode == 0

@@ -1,0 +1,64 @@
+"""Reinforcement-learning post-training of large language models.
+
+The algorithm is plain Python over verbs:
+
+    import verl
+
+    actor = verl.Actor.from_pretrained("gpt2")
+    trainer = verl.PPOTrainer(actor=actor, reward_fn=lambda texts: [len(text) for text in texts])
+    logs = trainer.step(["Once upon a time"] * 4)
+
+Nothing heavy is imported before it is used.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+__version__ = "0.1.0"
+
+#: Public name -> the module that defines it.
+_HOMES = {
+    "Actor": "verl.roles.actor",
+    "BaseAlgorithm": "verl.algorithms",
+    "Batch": "verl.batch",
+    "Critic": "verl.roles.critic",
+    "Loss": "verl.training.loss",
+    "LossInput": "verl.training.loss",
+    "OfflineDatasetLoader": "verl.data.offline",
+    "PPOTrainer": "verl.trainer.trainer",
+    "RLDataPipeline": "verl.dataflow.pipeline",
+    "Reward": "verl.roles.reward",
+    "Shard": "verl.shard",
+    "Trainer": "verl.trainer.trainer",
+    "Updater": "verl.roles.updater",
+    "register_algorithm": "verl.algorithms",
+}
+
+__all__ = ["__version__", *sorted(_HOMES)]
+
+if TYPE_CHECKING:
+    from verl.algorithms import BaseAlgorithm, register_algorithm
+    from verl.batch import Batch
+    from verl.data.offline import OfflineDatasetLoader
+    from verl.dataflow.pipeline import RLDataPipeline
+    from verl.roles.actor import Actor
+    from verl.roles.critic import Critic
+    from verl.roles.reward import Reward
+    from verl.roles.updater import Updater
+    from verl.shard import Shard
+    from verl.trainer.trainer import PPOTrainer, Trainer
+    from verl.training.loss import Loss, LossInput
+
+
+def __getattr__(name: str) -> Any:
+    if name in _HOMES:
+        value = getattr(import_module(_HOMES[name]), name)
+        globals()[name] = value
+        return value
+    raise AttributeError(f"module 'verl' has no attribute '{name}'")
+
+
+def __dir__() -> list[str]:
+    return __all__

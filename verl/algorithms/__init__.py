@@ -1,0 +1,40 @@
+"""Algorithms: what is optimised, each in one small file behind `BaseAlgorithm`; see `docs/algorithms.md`."""
+
+from verl.algorithms import (  # noqa: F401 - importing an algorithm's module registers it
+    cispo,
+    dapo,
+    dpo,
+    dr_grpo,
+    gmpo,
+    gpg,
+    grpo,
+    grpo_passk,
+    gspo,
+    kto,
+    opo,
+    ppo,
+    reinforce_pp,
+    remax,
+    reward_model,
+    rloo,
+    safe_rlhf,
+    sft,
+)
+from verl.algorithms.base import BaseAlgorithm, Loss, LossInput, RoleObjective
+from verl.algorithms.default import default_algorithm, value_algorithm
+from verl.algorithms.policy import Experience, PolicyGradient
+from verl.algorithms.registry import algorithm_names, make_algorithm, register_algorithm
+
+__all__ = [
+    "BaseAlgorithm",
+    "Experience",
+    "Loss",
+    "LossInput",
+    "PolicyGradient",
+    "RoleObjective",
+    "algorithm_names",
+    "default_algorithm",
+    "make_algorithm",
+    "register_algorithm",
+    "value_algorithm",
+]

@@ -1,0 +1,139 @@
+"""Advantage estimators: pure functions on whole-batch tensors (fp64, detached).
+
+Shapes: R response tokens, S rows. `rewards` `[S]` is one outcome a row, `groups` `[S]` the number of its group
+(its prompt). Defined for every input: a group of one has baseline 0, so its advantage is its reward
+(plain REINFORCE); a group whose rewards are all equal has advantage exactly 0; no rows, or rows without
+tokens, are fine. Rows that abstained never come here.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from verl.algorithms.responses import Responses
+
+#: Added to a group's standard deviation.
+_STD_EPSILON = 1e-6
+_VARIANCE_EPSILON = 1e-8
+
+
+def group_sums(values: Tensor, groups: Tensor) -> Tensor:
+    """`[S]` -> `[S]`: for each row the sum over its group."""
+    totals = values.new_zeros(int(groups.max()) + 1 if len(groups) else 0)
+    return totals.index_add(0, groups, values)[groups]
+
+
+def group_sizes(groups: Tensor) -> Tensor:
+    """`[S]` fp64: for each row the rows of its group."""
+    return group_sums(torch.ones(len(groups), dtype=torch.float64), groups)
+
+
+def group_equal(values: Tensor, groups: Tensor) -> Tensor:
+    """`[S]` bool: the row's group has more than one row, and the same value in all of them."""
+    if not len(groups):
+        return torch.zeros(0, dtype=torch.bool)
+    number = int(groups.max()) + 1
+    highest = values.new_full((number,), -torch.inf).scatter_reduce(0, groups, values, "amax")
+    lowest = values.new_full((number,), torch.inf).scatter_reduce(0, groups, values, "amin")
+    return (highest == lowest)[groups] & (group_sizes(groups) > 1)
+
+
+def group_centred(rewards: Tensor, groups: Tensor) -> Tensor:
+    """`[S]`: reward minus the mean of its group; in a group of one, the reward."""
+    sizes = group_sizes(groups)
+    mean = torch.where(sizes > 1, group_sums(rewards, groups) / sizes, 0.0)
+    # Equal rewards must give exactly zero: a rounding error divided by a tiny deviation is no signal.
+    return torch.where(group_equal(rewards, groups), 0.0, rewards - mean)
+
+
+def grpo(rewards: Tensor, groups: Tensor, norm_adv_by_std: bool = True) -> Tensor:
+    """GRPO (arXiv:2402.03300, section 4.1.2): centred in the group, over the group's (sample) standard deviation."""
+    centred = group_centred(rewards, groups)
+    return centred / (_group_std(rewards, groups) + _STD_EPSILON) if norm_adv_by_std else centred
+
+
+def rloo(rewards: Tensor, groups: Tensor) -> Tensor:
+    """RLOO (arXiv:2402.14740, equation 8): reward minus the mean of the group's other rows."""
+    sizes = group_sizes(groups)
+    return group_centred(rewards, groups) * torch.where(sizes > 1, sizes / (sizes - 1).clamp(min=1), 1.0)
+
+
+def opo(rewards: Tensor, groups: Tensor, lengths: Tensor) -> Tensor:
+    """OPO (arXiv:2505.23585, equation 8): reward minus the group's length-weighted mean; `lengths` `[S]` in tokens."""
+    weight = group_sums(lengths, groups)
+    baseline = group_sums(lengths * rewards, groups) / weight.clamp(min=1)
+    baseline = torch.where(group_sizes(groups) > 1, baseline, 0.0)
+    return torch.where(group_equal(rewards, groups), 0.0, rewards - baseline)
+
+
+def passk(rewards: Tensor, groups: Tensor, norm_adv_by_std: bool = True) -> Tensor:
+    """Pass@k (arXiv:2503.19595): the best row of each group gets its lead over the second best, the others 0.
+
+    A group of one has no second best: its advantage is 0.
+    """
+    advantages = torch.zeros_like(rewards)
+    for number in range(int(groups.max()) + 1 if len(groups) else 0):
+        rows = (groups == number).nonzero().flatten()
+        if len(rows) > 1:
+            best, second = rewards[rows].topk(2).values
+            advantages[rows[rewards[rows].argmax()]] = best - second
+    return advantages / (_group_std(rewards, groups) + _STD_EPSILON) if norm_adv_by_std else advantages
+
+
+def gpg(rewards: Tensor, groups: Tensor, f_norm: float = 1.0) -> Tensor:
+    """GPG (arXiv:2504.02546, equation 8): centred in the group, times rows / rows with a reward other than 0."""
+    scale = len(rewards) / rewards.count_nonzero().clamp(min=1)
+    return scale * group_centred(rewards, groups) / f_norm
+
+
+def gae(token_rewards: Tensor, values: Tensor, responses: Responses, gamma: float, lam: float) -> tuple[Tensor, Tensor]:
+    """Generalised advantage estimation (arXiv:1506.02438, equation 16), not whitened.
+
+    Tokens that the policy did not write are skipped: they pass the recursion on to the token before them.
+
+    Args:
+        token_rewards, values: `[R]`; `values` of the state before each token.
+
+    Returns:
+        advantages, returns: `[R]`; on tokens not written they are those of the next written token.
+    """
+    rewards_SL, values_SL = responses.pad(token_rewards), responses.pad(values)
+    written_SL = responses.pad(responses.written)
+    advantages_SL = torch.zeros_like(values_SL)
+    next_value = advantage = values_SL.new_zeros(responses.rows)
+    for t in reversed(range(values_SL.shape[1])):
+        delta = rewards_SL[:, t] + gamma * next_value - values_SL[:, t]
+        advantage = torch.where(written_SL[:, t], delta + gamma * lam * advantage, advantage)
+        next_value = torch.where(written_SL[:, t], values_SL[:, t], next_value)
+        advantages_SL[:, t] = advantage
+    advantages = responses.unpad(advantages_SL)
+    return advantages, advantages + values
+
+
+def discounted_returns(token_rewards: Tensor, responses: Responses, gamma: float = 1.0) -> Tensor:
+    """`[R]`: rewards to go; 0 on tokens that the policy did not write, which the discount skips."""
+    rewards_SL, written_SL = responses.pad(token_rewards), responses.pad(responses.written)
+    returns_SL = torch.zeros_like(rewards_SL)
+    running = rewards_SL.new_zeros(responses.rows)
+    for t in reversed(range(rewards_SL.shape[1])):
+        running = torch.where(written_SL[:, t], rewards_SL[:, t] + gamma * running, running)
+        returns_SL[:, t] = torch.where(written_SL[:, t], running, 0.0)
+    return responses.unpad(returns_SL)
+
+
+def whiten(values: Tensor, mask: Tensor) -> Tensor:
+    """`[R]`: to mean 0 and variance 1 over the tokens in `mask`; with one token 0, with none the input."""
+    chosen = values[mask]
+    if not len(chosen):
+        return values
+    variance = chosen.var(correction=1) if len(chosen) > 1 else chosen.new_zeros(())
+    return (values - chosen.mean()) * (variance + _VARIANCE_EPSILON).rsqrt()
+
+
+def _group_std(rewards: Tensor, groups: Tensor) -> Tensor:
+    """`[S]`: sample standard deviation of the row's group; 1 in a group of one."""
+    sizes = group_sizes(groups)
+    squares = (rewards - group_sums(rewards, groups) / sizes).square()
+    variance = group_sums(squares, groups) / (sizes - 1).clamp(min=1)
+    return torch.where(sizes > 1, variance.sqrt(), 1.0)

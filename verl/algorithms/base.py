@@ -1,0 +1,227 @@
+"""The contract of an algorithm: what is computed from a batch, and the loss. Nothing else knows an algorithm.
+
+A trainer asks it which models it needs (`roles`), hands it the whole batch once (`prepare`), cuts the result
+into mini-batches, asks for their aggregation weights (`token_weights`), and hands micro-batches of those to the
+loss. Whatever couples rows - baselines, whitening, KTO's KL - belongs into `prepare`; a loss is then additive
+over micro-batches and ranks, and no split can change a gradient.
+
+Losses may run in other processes than `prepare`: what they need travels in the batch, never in `self`
+(options are fixed and may be read).
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from dataclasses import dataclass, fields
+from typing import Any, ClassVar, get_type_hints
+
+import torch
+from pydantic import TypeAdapter, ValidationError
+from torch import Tensor
+from typing_extensions import dataclass_transform
+
+from verl.algorithms.advantages import group_centred
+from verl.algorithms.aggregation import AggregationMode, aggregation_weights
+from verl.algorithms.responses import Responses
+from verl.batch import Batch
+from verl.errors import ConfigError, nearest
+from verl.training.loss import Loss, LossFn, LossInput
+
+__all__ = ["ROLES", "BaseAlgorithm", "Loss", "LossInput", "RoleObjective", "drop_abstained", "old_log_probs"]
+
+#: Models an algorithm may ask for. Trained ones: actor, critic, cost_critic.
+ROLES = frozenset({"actor", "critic", "reference", "reward", "cost", "cost_critic"})
+_CRITICS = {"critic": ("values", "returns"), "cost_critic": ("cost_values", "cost_returns")}
+
+
+@dataclass_transform(kw_only_default=True, eq_default=False)
+@dataclass(kw_only=True, eq=False)
+class BaseAlgorithm(ABC):
+    """Subclass, implement `compute_loss`, and choose the class by itself or by a registered name.
+
+    Annotated attributes of a subclass are its options: keyword arguments, checked by their type. (Subclasses
+    become dataclasses by themselves.) As it stands, `prepare` drops rows whose reward abstained and adds the
+    columns `advantages` (reward minus the mean of its group) and `old_log_probs`; override it for more.
+
+    Class attributes:
+        online: samples come from a rollout of the current policy (False: from a data set).
+        coupled: rows of one group meet in the loss, so a group is never cut.
+        head: "lm", or "score" to train a model with one score a row.
+        samples_per_prompt: what suits it, unless the user says otherwise.
+        greedy_baseline: each prompt gets one greedy sample beside the others in the same rollout, marked by the
+            row column `baseline`; `prepare` takes it out.
+        needs_log_probs: the trainer's own `log_probs` must be a column before `prepare`, whoever sampled.
+    """
+
+    name: ClassVar[str] = ""
+    online: ClassVar[bool] = True
+    coupled: ClassVar[bool] = False
+    head: ClassVar[str] = "lm"
+    samples_per_prompt: ClassVar[int] = 8
+    greedy_baseline: ClassVar[bool] = False
+    needs_log_probs: ClassVar[bool] = False
+
+    loss_agg_mode: AggregationMode = "token-mean"
+    loss_scale_factor: float | None = None
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        dataclass(kw_only=True, eq=False)(cls)
+
+    def __post_init__(self) -> None:
+        label = self.name or type(self).__name__
+        for option, hint in _option_types(type(self)).items():
+            try:
+                setattr(self, option, TypeAdapter(hint).validate_python(getattr(self, option)))
+            except ValidationError as error:
+                raise ConfigError(f"algorithm '{label}', option '{option}': {error.errors()[0]['msg']}") from None
+        for role in self.roles:
+            if role not in ROLES:
+                raise ConfigError(f"algorithm '{label}' asks for an unknown role '{role}': {nearest(role, ROLES)}")
+        if "actor" not in self.roles:
+            raise ConfigError(f"algorithm '{label}': roles must name 'actor', the model it trains")
+        if self.head not in ("lm", "score"):
+            raise ConfigError(f"algorithm '{label}': head must be 'lm' or 'score', got '{self.head}'")
+
+    @property
+    def roles(self) -> frozenset[str]:
+        """Models it needs, out of `ROLES`."""
+        return frozenset({"actor", "reward"})
+
+    @property
+    def loss_columns(self) -> tuple[str, ...]:
+        """Columns that `compute_loss` reads; those the batch lacks are left out of `x.columns`."""
+        return ("old_log_probs", "advantages")
+
+    @property
+    def needs_entropy(self) -> bool:
+        """Whether `compute_loss` reads `x.entropy`."""
+        return False
+
+    @property
+    def needs_old_log_probs(self) -> bool:
+        """Whether the loss has a ratio to the policy that the batch came from, so that a batch used for more than
+        one optimizer step needs `log_probs` or `rollout_log_probs`."""
+        return "old_log_probs" in self.loss_columns
+
+    def extend(self, batch: Batch) -> Batch:
+        """The batch with rows added that only statistics need, before any model reads it (KTO's mismatched pairs)."""
+        return batch
+
+    def keep(self, batch: Batch) -> list[bool] | None:
+        """Rows worth training on, once rewards are there; None: all. The trainer samples more in their place."""
+        return None
+
+    def prepare(self, batch: Batch) -> tuple[Batch, dict[str, float]]:
+        """All detached statistics of the whole batch, as new columns, and metrics.
+
+        Rows that do not train (abstained, greedy baselines) are gone from the result, which may have no rows.
+
+        Raises:
+            DataError: a column that the algorithm reads is missing.
+        """
+        if "reward" not in self.roles:
+            return batch, {}
+        batch, metrics = drop_abstained(batch)
+        responses = Responses(batch)
+        rewards = batch.tensor("reward", torch.float64)
+        advantages = responses.spread(group_centred(rewards, responses.groups))
+        return old_log_probs(responses.store({"advantages": advantages})), metrics
+
+    def token_weights(self, batch: Batch) -> Tensor:
+        """`[R]`: aggregation weight of each response token of a mini-batch (all ranks together), see `aggregation`."""
+        responses = Responses(batch)
+        return aggregation_weights(
+            responses.trained, responses.sequence, responses.rows, self.loss_agg_mode, self.loss_scale_factor
+        )
+
+    @abstractmethod
+    def compute_loss(self, x: LossInput) -> Loss:
+        """Loss of one micro-batch, additive: a sum over what is in `x` over counts of the whole mini-batch."""
+
+    def compute_critic_loss(self, x: LossInput) -> Loss:
+        """Loss of the critic from `x.values` and the columns `values` and `returns`; for algorithms with that role."""
+        raise NotImplementedError(f"{type(self).__name__} has no critic")
+
+    def compute_cost_critic_loss(self, x: LossInput) -> Loss:
+        """The same for the cost critic; its columns are `cost_values` and `cost_returns`."""
+        raise NotImplementedError(f"{type(self).__name__} has no cost critic")
+
+    def objective(self, role: str) -> RoleObjective:
+        """What a trained role ("actor", "critic", "cost_critic") minimises.
+
+        Raises:
+            ConfigError: the algorithm does not train that role.
+        """
+        if role not in self.roles or role not in ("actor", *_CRITICS):
+            raise ConfigError(f"algorithm '{self.name or type(self).__name__}' does not train a '{role}'")
+        return RoleObjective(self, role)
+
+    def state_dict(self) -> dict[str, Any]:
+        """What changes from batch to batch (KL coefficient, lambda), as JSON."""
+        return {}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:  # noqa: B027 - most have no state
+        """Restores `state_dict()`."""
+
+
+@dataclass(frozen=True)
+class RoleObjective:
+    """What an update of one role needs to know of an algorithm."""
+
+    algorithm: BaseAlgorithm
+    role: str
+
+    @property
+    def coupled(self) -> bool:
+        return self.algorithm.coupled and self.role == "actor"
+
+    @property
+    def loss_columns(self) -> tuple[str, ...]:
+        return self.algorithm.loss_columns if self.role == "actor" else _CRITICS[self.role]
+
+    @property
+    def needs_entropy(self) -> bool:
+        return self.algorithm.needs_entropy and self.role == "actor"
+
+    def token_weights(self, batch: Batch) -> Tensor:
+        return self.algorithm.token_weights(batch)
+
+    def compute_loss(self, x: LossInput) -> Loss:
+        losses: dict[str, LossFn] = {
+            "actor": self.algorithm.compute_loss,
+            "critic": self.algorithm.compute_critic_loss,
+            "cost_critic": self.algorithm.compute_cost_critic_loss,
+        }
+        return losses[self.role](x)
+
+
+def drop_abstained(batch: Batch, columns: tuple[str, ...] = ("reward",)) -> tuple[Batch, dict[str, float]]:
+    """Rows whose reward (all of these row columns) is a finite number, and how many were dropped.
+
+    A group whose rows all abstained is gone; groups that lost some rows go on with the others.
+
+    Raises:
+        DataError: there is no such column.
+    """
+    good = torch.ones(len(batch), dtype=torch.bool)
+    for column in columns:
+        good &= batch.tensor(column, torch.float64).isfinite()
+    dropped = int((~good).sum())
+    return (batch.filter(good.tolist()) if dropped else batch), {"abstained": float(dropped)}
+
+
+def old_log_probs(batch: Batch) -> Batch:
+    """The batch with column `old_log_probs`: the trainer's `log_probs`, else the engine's, else nothing is added."""
+    for name in ("log_probs", "rollout_log_probs"):
+        if name in batch and "old_log_probs" not in batch:
+            return batch.add({"old_log_probs": batch.arrow(name)})
+    return batch
+
+
+def _option_types(cls: type[BaseAlgorithm]) -> dict[str, Any]:
+    try:
+        hints = get_type_hints(cls)
+    except NameError:  # an annotation that only its own scope can resolve is not checked
+        return {}
+    return {field.name: hints[field.name] for field in fields(cls) if field.init}

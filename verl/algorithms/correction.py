@@ -1,0 +1,132 @@
+"""Off-policy correction: the engine that sampled and the trainer do not compute the same log-probs.
+
+With r = pi_trainer(token) / pi_engine(token), gradients of samples from the engine are weighted by r, bounded from
+above (truncated importance sampling, TIS), or set to 0 outside bounds (masked; IcePop), on tokens or on whole
+rows; or tokens and rows that are too far off are left out of the loss (rejection). All are statistics of whole
+rows, detached, computed once for the whole batch.
+
+A token whose log-ratio is not finite (an engine that reported NaN or -inf) counts as out of bounds: its weight
+is 0, it is left out of the measures, and `mismatch/nonfinite` counts it.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from verl.algorithms.responses import Responses
+from verl.errors import ConfigError
+
+# Bounds against overflow in exp; weights this large are cut by any sensible threshold anyway.
+_MAX_LOG_RATIO = 20.0
+
+Level = Literal["token", "sequence"]
+Rejection = Literal[
+    "token_k1", "token_k2", "token_k3", "seq_sum_k1", "seq_sum_k2", "seq_sum_k3",
+    "seq_mean_k1", "seq_mean_k2", "seq_mean_k3", "seq_max_k2", "seq_max_k3",
+]  # fmt: skip
+
+
+@dataclass(frozen=True)
+class LogRatio:
+    """log pi_trainer - log pi_engine of the tokens `[R]`, 0 where it is not usable, and which are usable."""
+
+    values: Tensor
+    usable: Tensor
+    responses: Responses
+
+    @classmethod
+    def of(cls, responses: Responses, trainer: Tensor, engine: Tensor) -> LogRatio:
+        difference = trainer - engine
+        usable = responses.written & difference.isfinite()
+        return cls(torch.where(usable, difference, 0.0), usable, responses)
+
+
+def importance_weights(
+    log_ratio: LogRatio,
+    level: Level = "token",
+    threshold: float = 2.0,
+    lower: float | None = None,
+    normalize: bool = False,
+) -> Tensor:
+    """Weight of each token, `[R]`; 0 on tokens that are not usable.
+
+    Args:
+        level: "token": the token's ratio; "sequence": the product of the row's ratios, at each of its tokens.
+        threshold: without `lower`, larger weights are cut to it.
+        lower: with it, weights outside [lower, threshold] become 0 instead.
+        normalize: divide by the mean weight of the tokens ("sequence": of the rows), so that it is 1.
+    """
+    responses = log_ratio.responses
+    raw = log_ratio.values
+    if level == "sequence":
+        raw = responses.sum(raw)[responses.sequence]
+    raw = torch.where(log_ratio.usable, raw.clamp(-_MAX_LOG_RATIO, _MAX_LOG_RATIO).exp(), 0.0)
+    if lower is None:
+        weights = raw.clamp(max=threshold)
+    else:
+        weights = torch.where((raw >= lower) & (raw <= threshold), raw, 0.0)
+    if not normalize:
+        return weights
+    share = log_ratio.usable.double()
+    if level == "sequence":
+        share = share / responses.count(log_ratio.usable).clamp(min=1)[responses.sequence]
+    mean = (weights * share).sum() / share.sum().clamp(min=1e-8)
+    return weights / mean if mean > 1e-8 else weights
+
+
+def accepted(log_ratio: LogRatio, rule: Rejection, upper: float, lower: float | None = None) -> Tensor:
+    """`[R]` bool: tokens that stay in the loss.
+
+    A rule is a level and a statistic of the log-ratio d: k1 = -d, k2 = d^2 / 2, k3 = exp(d) - 1 - d (see `kl`),
+    at the token, or its sum, mean or maximum over the row. k1 stays within [log lower, log upper] (`lower` is
+    1 / upper if not given); k2 and k3 stay at or below `upper`.
+
+    Raises:
+        ConfigError: a bound is not positive, or `lower` is given to k2 or k3, or above `upper`.
+    """
+    level, kind = rule.rsplit("_", 1)
+    least = 1 / upper if lower is None and upper > 0 else lower
+    if upper <= 0 or least is None or least <= 0 or (kind == "k1" and least > upper):
+        raise ConfigError(f"rejection '{rule}' needs bounds 0 < lower <= upper, got {lower} and {upper}")
+    if kind != "k1" and lower is not None:
+        raise ConfigError(f"rejection '{rule}' has an upper bound only, got a lower bound of {lower}")
+    responses = log_ratio.responses
+    d = log_ratio.values.clamp(-_MAX_LOG_RATIO, _MAX_LOG_RATIO)
+    statistic = {"k1": -d, "k2": 0.5 * d.square(), "k3": d.exp() - 1 - d}[kind]
+    statistic = torch.where(log_ratio.usable, statistic, 0.0)
+    if level == "seq_max":
+        highest = statistic.new_zeros(responses.rows)
+        statistic = highest.scatter_reduce(0, responses.sequence, statistic, "amax")[responses.sequence]
+    elif level != "token":
+        counts = responses.count(log_ratio.usable).clamp(min=1) if level == "seq_mean" else 1.0
+        statistic = (responses.sum(statistic) / counts)[responses.sequence]
+    if kind == "k1":
+        return log_ratio.usable & (statistic >= math.log(least)) & (statistic <= math.log(upper))
+    return log_ratio.usable & (statistic <= upper)
+
+
+def mismatch(log_ratio: LogRatio, weights: Tensor | None = None) -> dict[str, float]:
+    """How far the engine is from the trainer, over usable tokens.
+
+    kl: KL(engine || trainer), k1, in nats a token; k3: its estimate of low variance; log_ratio/max: the largest
+    absolute log-ratio; ess: effective sample size of the weights as a fraction, (sum w)^2 / (n sum w^2);
+    nonfinite: written tokens whose log-ratio is not finite. No usable token: kl 0, ess 1.
+    """
+    d = log_ratio.values[log_ratio.usable].clamp(-_MAX_LOG_RATIO, _MAX_LOG_RATIO)
+    bad = float((log_ratio.responses.written & ~log_ratio.usable).sum())
+    if not len(d):
+        return {"mismatch/kl": 0.0, "mismatch/k3": 0.0, "mismatch/log_ratio/max": 0.0, "mismatch/ess": 1.0,
+                "mismatch/nonfinite": bad}  # fmt: skip
+    w = d.exp() if weights is None else weights[log_ratio.usable]
+    return {
+        "mismatch/kl": float(-d.mean()),
+        "mismatch/k3": float((d.exp() - 1 - d).mean()),
+        "mismatch/log_ratio/max": float(log_ratio.values.abs().max()),
+        "mismatch/ess": float(w.sum().square() / (len(w) * w.square().sum()).clamp(min=1e-300)),
+        "mismatch/nonfinite": bad,
+    }

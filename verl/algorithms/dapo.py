@@ -1,0 +1,60 @@
+"""DAPO: Yu et al., "DAPO: An Open-Source LLM Reinforcement Learning System at Scale" (arXiv:2503.14476).
+
+Clip-higher, token-level loss, dynamic sampling (groups without a signal are sampled anew, within the trainer's
+bound) and soft overlong punishment (equation 13). Responses longer than the limit are punished like those at it.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from verl.algorithms.advantages import group_equal, group_sizes
+from verl.algorithms.grpo import GRPO
+from verl.algorithms.registry import register_algorithm
+from verl.algorithms.responses import Responses
+from verl.batch import Batch
+from verl.errors import ConfigError
+
+
+@register_algorithm("dapo")
+class DAPO(GRPO):
+    """GRPO with DAPO's four changes.
+
+    Options:
+        filter_groups: dynamic sampling; filter_metric: the row column whose equality makes a group useless.
+        overlong_length: limit of the response in tokens (None: no punishment); overlong_buffer: tokens before the
+            limit over which the punishment grows from 0 to overlong_penalty.
+    """
+
+    clip_ratio_low: float | None = 0.2
+    clip_ratio_high: float | None = 0.28
+    filter_groups: bool = True
+    filter_metric: str = "reward"
+    overlong_length: int | None = None
+    overlong_buffer: int = 0
+    overlong_penalty: float = 1.0
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.overlong_length is not None and not 0 < self.overlong_buffer <= self.overlong_length:
+            raise ConfigError("dapo: overlong_length needs 0 < overlong_buffer <= overlong_length")
+
+    def keep(self, batch: Batch) -> list[bool] | None:
+        """Rows that did not abstain, of groups in which at least two differ in `filter_metric`."""
+        if not self.filter_groups:
+            return None
+        values = batch.tensor(self.filter_metric, torch.float64)
+        good = values.isfinite()
+        groups = Responses(batch).groups[good]
+        useful = ~group_equal(values[good], groups) & (group_sizes(groups) > 1)
+        good[good.clone()] = useful
+        return good.tolist()
+
+    def outcome_rewards(self, batch: Batch) -> Tensor:
+        rewards = super().outcome_rewards(batch)
+        if self.overlong_length is None:
+            return rewards
+        lengths = torch.tensor(batch.lengths("response_tokens"), dtype=torch.float64)
+        excess = lengths - (self.overlong_length - self.overlong_buffer)
+        return rewards - self.overlong_penalty * (excess / self.overlong_buffer).clamp(0, 1)

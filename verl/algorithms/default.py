@@ -1,0 +1,23 @@
+"""What `Actor.update` and `Critic.update` optimise when nobody said."""
+
+from __future__ import annotations
+
+from verl.algorithms.base import BaseAlgorithm
+from verl.algorithms.registry import make_algorithm
+from verl.batch import Batch
+
+
+def default_algorithm(batch: Batch) -> BaseAlgorithm:
+    """PPO where the batch has values; else GRPO where every group has several samples, else REINFORCE++.
+
+    Without KL: an algorithm made anew for each call has no adaptive coefficient, and needs no reference model.
+    """
+    if "values" in batch:
+        return value_algorithm()
+    several = all(len(rows) > 1 for rows in batch.group_indices())
+    return make_algorithm("grpo" if several else "reinforce_plus_plus")
+
+
+def value_algorithm() -> BaseAlgorithm:
+    """PPO without a reference model: its returns and its value loss."""
+    return make_algorithm("ppo", kl_in="none", kl_target=None)

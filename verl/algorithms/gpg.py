@@ -1,0 +1,30 @@
+"""GPG: Chu et al., "GPG: A Simple and Strong Reinforcement Learning Baseline" (arXiv:2504.02546).
+
+As in verl, the correction factor counts rows whose reward is not 0.
+"""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from verl.algorithms.advantages import gpg
+from verl.algorithms.losses import PolicyLoss, PolicyTerms, reinforce_loss
+from verl.algorithms.policy import Experience, PolicyGradient
+from verl.algorithms.registry import register_algorithm
+
+
+@register_algorithm("gpg")
+class GPG(PolicyGradient):
+    """Plain policy gradient, no ratio: centred rewards, scaled up for rows that carry no signal."""
+
+    f_norm: float = 1.0
+
+    @property
+    def needs_old_log_probs(self) -> bool:
+        return False
+
+    def estimate(self, e: Experience) -> dict[str, Tensor]:
+        return {"advantages": e.responses.spread(gpg(e.outcome, e.responses.groups, self.f_norm))}
+
+    def policy_loss(self, t: PolicyTerms) -> PolicyLoss:
+        return reinforce_loss(t)

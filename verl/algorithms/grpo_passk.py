@@ -1,0 +1,21 @@
+"""GRPO for pass@k: Tang et al., "Optimizing Language Models for Inference Time Objectives" (arXiv:2503.19595).
+
+Deviation from verl: a group of one has advantage 0 instead of being an error.
+"""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from verl.algorithms.advantages import passk
+from verl.algorithms.grpo import GRPO
+from verl.algorithms.policy import Experience
+from verl.algorithms.registry import register_algorithm
+
+
+@register_algorithm("grpo_passk")
+class GRPOPassK(GRPO):
+    """Only the best sample of a group learns, by its lead over the second best."""
+
+    def estimate(self, e: Experience) -> dict[str, Tensor]:
+        return {"advantages": e.responses.spread(passk(e.outcome, e.responses.groups, self.norm_adv_by_std))}

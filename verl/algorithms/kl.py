@@ -1,0 +1,75 @@
+"""Estimates of the KL divergence between two policies from the log-probs of sampled tokens, and its controller.
+
+Estimators: Schulman, "Approximating KL divergence" (2020), with d = log p - log q for tokens drawn from p:
+k1 = d; k2 = d^2 / 2; k3 = exp(-d) - 1 + d; abs = |d|. Other systems' names are accepted: kl (k1), mse (k2),
+low_var_kl (k3). A name with a `+` has the value of that estimator and the gradient of k2: of these, k2 alone
+has the gradient of the KL divergence as its expectation (straight-through).
+
+Controller: Ziegler et al., "Fine-Tuning Language Models from Human Preferences" (arXiv:1909.08593), section 2.2.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from verl.errors import ConfigError, nearest
+
+_ALIASES = {"kl": "k1", "mse": "k2", "low_var_kl": "k3"}
+KL_ESTIMATORS = ("k1", "k2", "k3", "abs", *_ALIASES)
+
+# Bounds against overflow: a single token off by e^20 says that something is wrong, not how wrong.
+_MAX_LOG_RATIO = 20.0
+_MAX_K3 = 10.0
+
+
+def check_estimator(name: str) -> None:
+    """Raises ConfigError for a name that `kl_estimate` does not know."""
+    if name.removesuffix("+") not in KL_ESTIMATORS:
+        raise ConfigError(f"unknown KL estimator '{name}': {nearest(name, KL_ESTIMATORS)} (each also with a '+')")
+
+
+def kl_estimate(log_probs: Tensor, ref_log_probs: Tensor, estimator: str = "k3") -> Tensor:
+    """KL(policy || reference) at each token, the shape of the inputs; differentiable in `log_probs`."""
+    check_estimator(estimator)
+    base = estimator.removesuffix("+")
+    value = _value(log_probs - ref_log_probs, _ALIASES.get(base, base))
+    if base == estimator:
+        return value
+    k2 = 0.5 * (log_probs - ref_log_probs).square()
+    return k2 - k2.detach() + value.detach()
+
+
+def _value(difference: Tensor, estimator: str) -> Tensor:
+    if estimator == "k1":
+        return difference
+    if estimator == "abs":
+        return difference.abs()
+    if estimator == "k2":
+        return 0.5 * difference.square()
+    bounded = difference.clamp(-_MAX_LOG_RATIO, _MAX_LOG_RATIO)
+    return ((-bounded).exp() - 1 + bounded).clamp(-_MAX_K3, _MAX_K3)
+
+
+@dataclass
+class KLController:
+    """The KL coefficient; with a target, adapted so that the measured KL stays near it.
+
+    Attributes:
+        value: the coefficient now.
+        target: KL in nats a token; None keeps the coefficient fixed.
+        horizon: samples over which an error of 20 % or more changes the coefficient by about 20 %.
+    """
+
+    value: float
+    target: float | None = None
+    horizon: int = 10_000
+
+    def update(self, kl: float, samples: int) -> None:
+        """Take note of the mean KL of so many samples. A KL that is not finite changes nothing."""
+        if self.target is None or not math.isfinite(kl):
+            return
+        error = min(max(kl / self.target - 1, -0.2), 0.2)
+        self.value *= max(1 + error * samples / self.horizon, 0.0)

@@ -1,0 +1,89 @@
+"""KTO: Ethayarajh et al., "KTO: Model Alignment as Prospect Theoretic Optimization" (arXiv:2402.01306), equation 7.
+
+The reference point, KL of policy and reference, is estimated as in the paper from mismatched pairs: the prompt of
+each row with the response of the row before it (the first with the last one's), one estimate for the whole batch,
+clamped at 0. These rows are added by `extend`, read by both models like any others, and gone after `prepare`.
+TRL's estimate is of a micro-batch on each rank; with one of each the losses agree.
+"""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from verl.algorithms.base import BaseAlgorithm, Loss, LossInput
+from verl.algorithms.pairs import sequence_log_probs
+from verl.algorithms.registry import register_algorithm
+from verl.algorithms.responses import Responses
+from verl.batch import Batch
+from verl.errors import DataError
+
+_OF_THE_RESPONSE = ("response_tokens", "response_mask")
+
+
+@register_algorithm("kto")
+class KTO(BaseAlgorithm):
+    """Rows with label 1 (desirable) or 0 (undesirable); no pairs are needed.
+
+    Options:
+        beta: scale of the implicit reward. desirable_weight, undesirable_weight: of the two kinds of rows.
+    """
+
+    roles = frozenset({"actor", "reference"})
+    loss_columns = ("label", "ref_log_probs", "kto_kl")
+    online: ClassVar[bool] = False
+    needs_log_probs: ClassVar[bool] = True
+
+    beta: float = 0.1
+    desirable_weight: float = 1.0
+    undesirable_weight: float = 1.0
+
+    def extend(self, batch: Batch) -> Batch:
+        if len(batch) < 2:
+            raise DataError("kto needs at least two rows a batch: its KL is of prompts with other rows' responses")
+        names = [name for name in ("id", "group", "prompt_tokens", *_OF_THE_RESPONSE) if name in batch]
+        shifted = batch.take([len(batch) - 1, *range(len(batch) - 1)]).select(_OF_THE_RESPONSE)
+        mismatched = batch.select(names).drop(_OF_THE_RESPONSE).add(shifted)
+        if "id" in batch:
+            mismatched = mismatched.drop(["id"]).add({"id": [f"{id_}/mismatched" for id_ in batch["id"]]})
+        rows = len(batch)
+        return Batch.concat([batch.add({"mismatched": [False] * rows}), mismatched.add({"mismatched": [True] * rows})])
+
+    def prepare(self, batch: Batch) -> tuple[Batch, dict[str, float]]:
+        """The rows with a label, and column `kto_kl`.
+
+        Raises:
+            DataError: there are no mismatched rows, or no labelled ones.
+        """
+        if "mismatched" not in batch:
+            raise DataError("kto needs mismatched rows for its KL: pass the batch through `extend` before the models")
+        mismatched = batch.tensor("mismatched") != 0
+        responses = Responses(batch)
+        difference = responses.tokens("log_probs") - responses.tokens("ref_log_probs")
+        ratios = responses.sum(torch.where(responses.written, difference, 0.0))
+        kl = max(float(ratios[mismatched].mean()), 0.0)
+        labels = batch.tensor("label", torch.float64)
+        train = ~mismatched & labels.isfinite()
+        dropped = int((~mismatched & ~labels.isfinite()).sum())
+        if not train.any():
+            raise DataError("kto found no row with a label (column 'label': 1 desirable, 0 undesirable)")
+        prepared = batch.add({"kto_kl": [kl] * len(batch)}).filter(train.tolist())
+        return prepared, {"kl": kl, "kto/unlabelled": float(dropped)}
+
+    def compute_loss(self, x: LossInput) -> Loss:
+        if x.log_probs is None:
+            raise DataError("kto needs log-probs: train it with a language-model head")
+        ratio = sequence_log_probs(x, x.log_probs - x.columns["ref_log_probs"])
+        good = x.columns["label"] > 0.5
+        sign = torch.where(good, 1.0, -1.0).to(ratio.dtype)
+        weight = torch.where(good, self.desirable_weight, self.undesirable_weight).to(ratio.dtype)
+        losses = weight * (1 - torch.sigmoid(self.beta * sign * (ratio - x.columns["kto_kl"])))
+        return Loss(total=losses.sum() / max(x.total_sequences, 1), metrics=_rewards(self.beta * ratio, good, x))
+
+
+def _rewards(implicit: Tensor, good: Tensor, x: LossInput) -> dict[str, Tensor | float]:
+    """Shares of the mean implicit reward, signed by the label."""
+    signed = torch.where(good, implicit, -implicit).detach()
+    return {"kto/margin": signed.sum() / max(x.total_sequences, 1)}

@@ -1,0 +1,237 @@
+"""What the online policy-gradient algorithms share: token rewards, KL, off-policy correction, and the actor's loss.
+
+A subclass says how advantages come from rewards (`estimate`) and, where it is not PPO's, what the loss of a
+token is (`policy_loss`).
+
+Deviations: rejected tokens leave the loss and the whitening, not the recursions of the estimators (a rejected
+last token would take the reward with it). The adaptive coefficient works with KL in the loss, too.
+"""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from verl.algorithms.base import BaseAlgorithm, Loss, LossInput, drop_abstained, old_log_probs
+from verl.algorithms.correction import Level, LogRatio, Rejection, accepted, importance_weights, mismatch
+from verl.algorithms.kl import KLController, check_estimator, kl_estimate
+from verl.algorithms.losses import PolicyLoss, PolicyTerms, clipped_loss
+from verl.algorithms.responses import Responses
+from verl.batch import Batch
+from verl.errors import ConfigError, DataError
+
+
+@dataclass(frozen=True)
+class Experience:
+    """What advantages are estimated from; fp64, detached.
+
+    Attributes:
+        batch: without rows that abstained.
+        responses: its lengths, masks and groups.
+        token_rewards: `[R]`, KL penalty subtracted.
+        kl_penalty: `[R]`, what was subtracted (zeros if KL is not in the reward).
+    """
+
+    batch: Batch
+    responses: Responses
+    token_rewards: Tensor
+    kl_penalty: Tensor
+
+    @property
+    def outcome(self) -> Tensor:
+        """`[S]`: the sum of each row's token rewards."""
+        return self.responses.sum(self.token_rewards)
+
+
+class PolicyGradient(BaseAlgorithm):
+    """Base of the online algorithms.
+
+    Options:
+        clip_ratio, clip_ratio_low, clip_ratio_high: bounds of the ratio, 1 - low and 1 + high; low and high are
+            `clip_ratio` where not given.
+        clip_ratio_c: dual clip for negative advantages; None: off.
+        entropy_coeff: weight of the entropy bonus.
+        kl_in: where KL to the reference counts: "none" (no reference model), "reward" or "loss".
+        kl_estimator: see `kl`; None: k1 in the reward (its policy gradient is the KL's), k3 in the loss (GRPO's).
+        kl_coef: weight of the KL; with kl_target (nats a token) it starts there and adapts over kl_horizon samples.
+        rollout_is, rollout_is_threshold, rollout_is_lower, rollout_is_normalize: importance weights between the
+            engine's and the trainer's log-probs, applied when the batch has both; see `correction`.
+        rollout_rs, rollout_rs_threshold, rollout_rs_lower: rejection between them.
+    """
+
+    clip_ratio: float = 0.2
+    clip_ratio_low: float | None = None
+    clip_ratio_high: float | None = None
+    clip_ratio_c: float | None = 3.0
+    entropy_coeff: float = 0.0
+    kl_in: Literal["none", "reward", "loss"] = "none"
+    kl_estimator: str | None = None
+    kl_coef: float = 0.01
+    kl_target: float | None = None
+    kl_horizon: int = 10_000
+    rollout_is: Level | None = "token"
+    rollout_is_threshold: float = 2.0
+    rollout_is_lower: float | None = None
+    rollout_is_normalize: bool = False
+    rollout_rs: Rejection | None = None
+    rollout_rs_threshold: float = 2.0
+    rollout_rs_lower: float | None = None
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_estimator(self.kl_name)
+        for option in ("clip_ratio_c", "kl_target", "rollout_is_threshold", "kl_horizon"):
+            value = getattr(self, option)
+            least = 1.0 if option == "clip_ratio_c" else 0.0
+            if value is not None and not value > least:
+                raise ConfigError(f"algorithm '{self.name}', option '{option}' must be above {least:g}, got {value}")
+        self._kl = KLController(self.kl_coef, self.kl_target, self.kl_horizon)
+
+    @property
+    def roles(self) -> frozenset[str]:
+        return frozenset({"actor", "reward"} | ({"reference"} if self.kl_in != "none" else set()))
+
+    @property
+    def loss_columns(self) -> tuple[str, ...]:
+        kl = ("ref_log_probs", "kl_coef") if self.kl_in == "loss" else ()
+        return ("old_log_probs", "advantages", "rollout_is_weights", *kl)
+
+    @property
+    def needs_entropy(self) -> bool:
+        return self.entropy_coeff != 0
+
+    @property
+    def clip_bounds(self) -> tuple[float, float]:
+        """(low, high)."""
+        low, high = self.clip_ratio_low, self.clip_ratio_high
+        return self.clip_ratio if low is None else low, self.clip_ratio if high is None else high
+
+    @property
+    def kl_name(self) -> str:
+        """The KL estimator in use."""
+        return self.kl_estimator or ("k3" if self.kl_in == "loss" else "k1")
+
+    @abstractmethod
+    def estimate(self, e: Experience) -> dict[str, Tensor]:
+        """Columns, each `[R]`: `advantages`, and others that a loss reads (`returns` for a critic)."""
+
+    def outcome_rewards(self, batch: Batch) -> Tensor:
+        """`[S]`: the reward of each row."""
+        return batch.tensor("reward", torch.float64)
+
+    def policy_loss(self, t: PolicyTerms) -> PolicyLoss:
+        """Loss per token of the actor."""
+        return clipped_loss(t, *self.clip_bounds, self.clip_ratio_c)
+
+    def importance(self, t: PolicyTerms, weights: Tensor) -> Tensor:
+        """Factor of each token's loss from the importance weights `[R]` of the off-policy correction."""
+        return weights
+
+    def prepare(self, batch: Batch) -> tuple[Batch, dict[str, float]]:
+        batch, metrics = drop_abstained(batch)
+        batch, measured = self._correct(old_log_probs(batch))
+        responses = Responses(batch)
+        penalty, kl_metrics = self._kl_penalty(responses)
+        rewards = self._token_rewards(responses) - penalty
+        columns = self.estimate(Experience(batch, responses, rewards, penalty))
+        columns["advantages"] = torch.where(responses.trained, columns["advantages"], 0.0)
+        advantages = columns["advantages"][responses.trained]
+        metrics |= measured | kl_metrics
+        metrics["advantages/mean"] = float(advantages.mean()) if len(advantages) else 0.0
+        metrics["advantages/abs_mean"] = float(advantages.abs().mean()) if len(advantages) else 0.0
+        if self.kl_in == "loss":
+            batch = batch.add({"kl_coef": [self._kl.value] * len(batch)})
+            responses = Responses(batch)
+        return responses.store(columns), metrics
+
+    def compute_loss(self, x: LossInput) -> Loss:
+        if x.log_probs is None:
+            raise DataError(f"the loss of '{self.name}' needs log-probs: train it with a language-model head")
+        active = x.weights != 0
+        log_probs = torch.where(active, x.log_probs, 0.0)
+        old = x.columns.get("old_log_probs", x.log_probs.detach())
+        terms = PolicyTerms(
+            log_probs,
+            torch.where(active, x.log_probs - old, 0.0),
+            torch.where(active, x.columns["advantages"], 0.0),
+            active,
+            x.sequence,
+            x.num_sequences,
+        )
+        loss = self.policy_loss(terms)
+        per_token = loss.per_token
+        if "rollout_is_weights" in x.columns:
+            per_token = per_token * self.importance(terms, x.columns["rollout_is_weights"])
+        total = policy = (x.weights * per_token).sum()
+        metrics: dict[str, Tensor | float] = {"loss/policy": policy.detach(), **_policy_metrics(x, terms, loss)}
+        if self.kl_in == "loss":
+            kl = kl_estimate(log_probs, torch.where(active, x.columns["ref_log_probs"], 0.0), self.kl_name)
+            penalty = (x.weights * x.columns["kl_coef"][x.sequence] * kl).sum()
+            total = total + penalty
+            metrics["loss/kl"] = penalty.detach()
+        if self.entropy_coeff and x.entropy is not None:
+            bonus = self.entropy_coeff * (x.weights * torch.where(active, x.entropy, 0.0)).sum()
+            total = total - bonus
+            metrics["loss/entropy"] = -bonus.detach()
+        return Loss(total=total, metrics=metrics)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"kl_coef": self._kl.value}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self._kl.value = float(state["kl_coef"])
+
+    def _token_rewards(self, responses: Responses) -> Tensor:
+        """`token_rewards` where given (their sum is the row's reward), else the reward at the last token."""
+        if "token_rewards" in responses.batch:
+            return torch.where(responses.written, responses.tokens("token_rewards"), 0.0)
+        return responses.at_last_token(self.outcome_rewards(responses.batch))
+
+    def _kl_penalty(self, responses: Responses) -> tuple[Tensor, dict[str, float]]:
+        """`[R]` what the reward loses, and the measured KL; moves the adaptive coefficient."""
+        nothing = torch.zeros(len(responses.sequence), dtype=torch.float64)
+        if self.kl_in == "none" or not responses.rows:
+            return nothing, {}
+        if "old_log_probs" not in responses.batch:
+            raise DataError("KL to the reference needs 'log_probs' or 'rollout_log_probs' of the policy in the batch")
+        estimate = kl_estimate(responses.tokens("old_log_probs"), responses.tokens("ref_log_probs"), self.kl_name)
+        estimate = torch.where(responses.written, estimate, 0.0)
+        kl = float((responses.sum(estimate) / responses.count(responses.written).clamp(min=1)).mean())
+        coefficient = self._kl.value
+        self._kl.update(kl, responses.rows)
+        return (coefficient * estimate if self.kl_in == "reward" else nothing), {"kl": kl, "kl_coef": coefficient}
+
+    def _correct(self, batch: Batch) -> tuple[Batch, dict[str, float]]:
+        """Off-policy correction between `rollout_log_probs` and `log_probs`, where the batch has both."""
+        if "log_probs" not in batch or "rollout_log_probs" not in batch:
+            return batch, {}
+        responses = Responses(batch)
+        log_ratio = LogRatio.of(responses, responses.tokens("log_probs"), responses.tokens("rollout_log_probs"))
+        columns, weights = {}, None
+        if self.rollout_is is not None:
+            weights = columns["rollout_is_weights"] = importance_weights(
+                log_ratio, self.rollout_is, self.rollout_is_threshold, self.rollout_is_lower, self.rollout_is_normalize
+            )
+        metrics = mismatch(log_ratio, weights)
+        if self.rollout_rs is not None:
+            stay = accepted(log_ratio, self.rollout_rs, self.rollout_rs_threshold, self.rollout_rs_lower)
+            columns["loss_mask"] = (stay & responses.written).to(torch.uint8)
+            rejected = (responses.written & ~stay).sum() / responses.written.sum().clamp(min=1)
+            metrics["mismatch/rejected"] = float(rejected)
+        return (responses.store(columns) if columns else batch), metrics
+
+
+def _policy_metrics(x: LossInput, terms: PolicyTerms, loss: PolicyLoss) -> dict[str, Tensor | float]:
+    """Means over the mini-batch's tokens, as additive shares."""
+    tokens = max(x.total_tokens, 1)
+    metrics: dict[str, Tensor | float] = {"policy/kl": -terms.log_ratio.detach().sum() / tokens}
+    for name, where in (("policy/clip_fraction", loss.clipped), ("policy/clip_fraction_lower", loss.clipped_lower)):
+        if where is not None:
+            metrics[name] = (where & terms.active).sum() / tokens
+    if x.entropy is not None:
+        metrics["policy/entropy"] = torch.where(terms.active, x.entropy.detach(), 0.0).sum() / tokens
+    return metrics

@@ -1,0 +1,64 @@
+"""PPO: Schulman et al. (arXiv:1707.06347), in the form that RLHF uses: a token is an action, a critic values states.
+
+Value clipping, dual clip and adaptive KL in the reward are on by default; advantages are whitened over the batch.
+"""
+
+from __future__ import annotations
+
+from typing import ClassVar, Literal
+
+import torch
+from torch import Tensor
+
+from verl.algorithms.advantages import gae, whiten
+from verl.algorithms.base import Loss, LossInput
+from verl.algorithms.losses import value_loss
+from verl.algorithms.policy import Experience, PolicyGradient
+from verl.algorithms.registry import register_algorithm
+from verl.errors import DataError
+
+
+def critic_loss(x: LossInput, prefix: str, clip: float | None) -> Loss:
+    """Clipped value loss from `x.values` and the columns `<prefix>values` and `<prefix>returns`."""
+    if x.values is None:
+        raise DataError("the critic's loss needs values: train it with a value head")
+    active = x.weights != 0
+    values, old, returns = (
+        torch.where(active, v, 0.0) for v in (x.values, x.columns[f"{prefix}values"], x.columns[f"{prefix}returns"])
+    )
+    per_token, clipped = value_loss(values, old, returns, clip)
+    tokens = max(x.total_tokens, 1)
+    metrics: dict[str, Tensor | float] = {
+        f"{prefix}critic/clip_fraction": (clipped & active).sum() / tokens,
+        f"{prefix}critic/value_mean": values.detach().sum() / tokens,
+    }
+    return Loss(total=(x.weights * per_token).sum(), metrics=metrics)
+
+
+@register_algorithm("ppo")
+class PPO(PolicyGradient):
+    """Advantages by GAE from a critic's values.
+
+    Options:
+        gamma, lam: of GAE. cliprange_value: value clip; None: off.
+    """
+
+    samples_per_prompt: ClassVar[int] = 1
+
+    gamma: float = 1.0
+    lam: float = 1.0
+    cliprange_value: float | None = 0.5
+    kl_in: Literal["none", "reward", "loss"] = "reward"
+    kl_target: float | None = 0.1
+
+    @property
+    def roles(self) -> frozenset[str]:
+        return super().roles | {"critic"}
+
+    def estimate(self, e: Experience) -> dict[str, Tensor]:
+        values = e.responses.tokens("values")
+        advantages, returns = gae(e.token_rewards, values, e.responses, self.gamma, self.lam)
+        return {"advantages": whiten(advantages, e.responses.trained), "returns": returns}
+
+    def compute_critic_loss(self, x: LossInput) -> Loss:
+        return critic_loss(x, "", self.cliprange_value)

@@ -1,0 +1,79 @@
+"""Algorithms by name."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from dataclasses import fields
+from typing import Any, TypeVar
+
+from verl.algorithms.base import BaseAlgorithm
+from verl.errors import ConfigError, nearest
+
+_ALGORITHMS: dict[str, type[BaseAlgorithm]] = {}
+
+AlgorithmT = TypeVar("AlgorithmT", bound=type[BaseAlgorithm])
+
+
+def register_algorithm(name: str) -> Callable[[AlgorithmT], AlgorithmT]:
+    """Class decorator: the algorithm can be chosen by this name. A class of the same name and module replaces
+    its earlier definition (a notebook cell run twice).
+
+    Raises:
+        ConfigError: not a `BaseAlgorithm`, `compute_loss` is missing, or the name belongs to another class.
+    """
+
+    def register(cls: AlgorithmT) -> AlgorithmT:
+        check_class(cls)
+        known = _ALGORITHMS.get(name)
+        if known is not None and (known.__module__, known.__qualname__) != (cls.__module__, cls.__qualname__):
+            raise ConfigError(
+                f"algorithm name '{name}' is taken by {known.__module__}.{known.__qualname__}: choose another"
+            )
+        cls.name = name
+        _ALGORITHMS[name] = cls
+        return cls
+
+    return register
+
+
+def check_class(cls: Any) -> None:
+    """Raises ConfigError unless `cls` is an algorithm class that can be instantiated."""
+    if not (inspect.isclass(cls) and issubclass(cls, BaseAlgorithm)):
+        raise ConfigError(f"an algorithm is a subclass of verl.BaseAlgorithm, got {cls!r}")
+    missing = sorted(cls.__abstractmethods__)
+    if missing:
+        methods = " and ".join(f"{name}()" for name in missing)
+        raise ConfigError(f"algorithm {cls.__qualname__} must implement {methods}")
+
+
+def algorithm_names() -> list[str]:
+    """All registered names, sorted."""
+    return sorted(_ALGORITHMS)
+
+
+def make_algorithm(algorithm: str | BaseAlgorithm | type[BaseAlgorithm], **options: Any) -> BaseAlgorithm:
+    """An algorithm by name or class with its options, or an instance as it is.
+
+    Raises:
+        ConfigError: an unknown name or option (the nearest is named), an option's value is of the wrong type,
+            or options are given beside an instance.
+    """
+    if isinstance(algorithm, BaseAlgorithm):
+        if options:
+            raise ConfigError(
+                f"options {sorted(options)} were given beside a finished {type(algorithm).__name__}: set them in it"
+            )
+        return algorithm
+    if isinstance(algorithm, str):
+        if algorithm not in _ALGORITHMS:
+            raise ConfigError(f"no algorithm is called '{algorithm}': {nearest(algorithm, _ALGORITHMS)}")
+        algorithm = _ALGORITHMS[algorithm]
+    check_class(algorithm)
+    known = {field.name for field in fields(algorithm) if field.init}
+    for option in options:
+        if option not in known:
+            raise ConfigError(
+                f"algorithm '{algorithm.name or algorithm.__name__}' has no option '{option}': {nearest(option, known)}"
+            )
+    return algorithm(**options)

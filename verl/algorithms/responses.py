@@ -1,0 +1,121 @@
+"""The response tokens of a whole batch as flat tensors: the form that all whole-batch statistics are computed in.
+
+Shapes: R response tokens of S rows, flat, row after row. Everything is fp64 on the CPU, whatever the batch
+holds; `store` rounds results to fp32 unless the batch itself carries fp64 columns.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from functools import cached_property
+
+import pyarrow as pa
+import torch
+from torch import Tensor
+
+from verl.batch import Batch
+from verl.errors import DataError
+
+
+class Responses:
+    """Lengths, masks and groups of a batch, and the way between row and token shapes."""
+
+    def __init__(self, batch: Batch) -> None:
+        self.batch = batch
+        self.lengths: list[int] = batch.lengths("response_tokens")
+
+    @property
+    def rows(self) -> int:
+        """S."""
+        return len(self.lengths)
+
+    @cached_property
+    def sequence(self) -> Tensor:
+        """`[R]` int64: the row of each token."""
+        return torch.repeat_interleave(torch.arange(self.rows), torch.tensor(self.lengths, dtype=torch.int64))
+
+    @cached_property
+    def position(self) -> Tensor:
+        """`[R]` int64: the place of each token in its own response."""
+        lengths = torch.tensor(self.lengths, dtype=torch.int64)
+        starts = lengths.cumsum(0) - lengths
+        return torch.arange(len(self.sequence)) - starts[self.sequence]
+
+    @cached_property
+    def written(self) -> Tensor:
+        """`[R]` bool: tokens that the policy wrote (`response_mask`; without that column, all)."""
+        return self._mask("response_mask")
+
+    @cached_property
+    def trained(self) -> Tensor:
+        """`[R]` bool: written tokens that the loss counts (`loss_mask`; without that column, all written ones)."""
+        return self.written & self._mask("loss_mask")
+
+    @cached_property
+    def groups(self) -> Tensor:
+        """`[S]` int64: number of each row's group, in order of appearance."""
+        numbers = torch.zeros(self.rows, dtype=torch.int64)
+        for number, members in enumerate(self.batch.group_indices()):
+            numbers[members] = number
+        return numbers
+
+    def tokens(self, name: str) -> Tensor:
+        """A token-aligned column, `[R]` fp64.
+
+        Raises:
+            DataError: there is no such column, or a row of it is not as long as its response.
+        """
+        if self.batch.lengths(name) != self.lengths:
+            pairs = zip(self.batch.lengths(name), self.lengths, strict=True)
+            row = next(i for i, (have, want) in enumerate(pairs) if have != want)
+            raise DataError(
+                f"column '{name}' must be aligned with 'response_tokens': row {row} has "
+                f"{self.batch.lengths(name)[row]} values for {self.lengths[row]} tokens"
+            )
+        return self.batch.tensor(name, torch.float64)
+
+    def sum(self, values: Tensor) -> Tensor:
+        """`[R]` -> `[S]`: the sum over each row's tokens."""
+        return values.new_zeros(self.rows).index_add(0, self.sequence, values)
+
+    def spread(self, values: Tensor) -> Tensor:
+        """`[S]` -> `[R]`: each row's number at each of its tokens."""
+        return values[self.sequence]
+
+    def count(self, mask: Tensor) -> Tensor:
+        """`[R]` bool -> `[S]` fp64: how many of each row's tokens are set."""
+        return self.sum(mask.double())
+
+    def at_last_token(self, outcome: Tensor) -> Tensor:
+        """`[S]` -> `[R]`: each row's number at the last token that the policy wrote, 0 elsewhere."""
+        places = torch.where(self.written, self.position, -1)
+        last = torch.full((self.rows,), -1, dtype=torch.int64).scatter_reduce(0, self.sequence, places, "amax")
+        here = self.written & (self.position == last[self.sequence])
+        return torch.where(here, outcome[self.sequence], 0.0)
+
+    def pad(self, values: Tensor) -> Tensor:
+        """`[R]` -> `[S, L]` with zeros behind each response, for recursions over time."""
+        padded = values.new_zeros(self.rows, max(self.lengths, default=0))
+        padded[self.sequence, self.position] = values
+        return padded
+
+    def unpad(self, values: Tensor) -> Tensor:
+        """`[S, L]` -> `[R]`."""
+        return values[self.sequence, self.position]
+
+    def store(self, columns: Mapping[str, Tensor]) -> Batch:
+        """The batch with token-aligned columns `[R]` added."""
+        wide = any(_holds_doubles(self.batch.arrow(name).type) for name in self.batch.columns)
+        floats = torch.float64 if wide else torch.float32
+        return self.batch.add(
+            {name: (v.to(floats) if v.is_floating_point() else v, self.lengths) for name, v in columns.items()}
+        )
+
+    def _mask(self, name: str) -> Tensor:
+        if name not in self.batch:
+            return torch.ones(len(self.sequence), dtype=torch.bool)
+        return self.tokens(name) != 0
+
+
+def _holds_doubles(kind: pa.DataType) -> bool:
+    return bool(pa.types.is_large_list(kind) and kind.value_type == pa.float64())

@@ -1,0 +1,46 @@
+"""Reward-model training: the Bradley-Terry likelihood of preference pairs (arXiv:2203.02155, equation 1)."""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+from torch.nn.functional import logsigmoid
+
+from verl.algorithms.base import BaseAlgorithm, Loss, LossInput
+from verl.algorithms.pairs import only_pairs, split_pairs
+from verl.algorithms.registry import register_algorithm
+from verl.batch import Batch
+from verl.errors import DataError
+
+
+@register_algorithm("reward_model")
+class RewardModel(BaseAlgorithm):
+    """-log sigmoid(chosen - rejected), averaged over pairs.
+
+    Options:
+        center_rewards_coefficient: weight of (chosen + rejected)^2, which keeps scores near 0 (arXiv:2312.09244).
+    """
+
+    roles = frozenset({"actor"})
+    loss_columns = ("group", "label")
+    online: ClassVar[bool] = False
+    coupled: ClassVar[bool] = True
+    head: ClassVar[str] = "score"
+
+    center_rewards_coefficient: float = 0.0
+
+    def prepare(self, batch: Batch) -> tuple[Batch, dict[str, float]]:
+        return only_pairs(batch)
+
+    def compute_loss(self, x: LossInput) -> Loss:
+        if x.scores is None:
+            raise DataError("reward_model needs scores: train it with a score head")
+        chosen, rejected = split_pairs(x, x.scores)
+        pairs = max(x.total_groups, 1)
+        total = -logsigmoid(chosen - rejected).sum() / pairs
+        total = total + self.center_rewards_coefficient * (chosen + rejected).square().sum() / pairs
+        metrics = {
+            "pairs/accuracy": (chosen > rejected).sum() / pairs,
+            "pairs/margin": (chosen - rejected).detach().sum() / pairs,
+        }
+        return Loss(total=total, metrics={**metrics})

@@ -1,0 +1,25 @@
+"""Supervised fine-tuning: the likelihood of the response tokens that `response_mask` marks."""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+import torch
+
+from verl.algorithms.base import BaseAlgorithm, Loss, LossInput
+from verl.algorithms.registry import register_algorithm
+from verl.errors import DataError
+
+
+@register_algorithm("sft")
+class SFT(BaseAlgorithm):
+    """Cross-entropy of the responses given their prompts, by default a mean over all tokens of the mini-batch."""
+
+    roles = frozenset({"actor"})
+    loss_columns = ()
+    online: ClassVar[bool] = False
+
+    def compute_loss(self, x: LossInput) -> Loss:
+        if x.log_probs is None:
+            raise DataError("sft needs log-probs: train it with a language-model head")
+        return Loss(total=-(x.weights * torch.where(x.weights != 0, x.log_probs, 0.0)).sum())

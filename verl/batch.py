@@ -1,0 +1,319 @@
+"""The table of experience: what flows between all parts of the system.
+
+A `Batch` is a typed Arrow table with one row a sample and ragged columns as Arrow lists, never padded.
+
+Columns the system knows (others are the user's and travel along untouched):
+
+    id                 string   names the sample for ever: "<prompt id>/<number>"
+    group              string   which prompt (a preference pair is a group of two rows)
+    task               string   which task
+    prompt             string   a plain prompt, tokenised as it is
+    messages           string   a chat as JSON, rendered by the chat template
+    prompt_tokens      [int32]  P tokens
+    response_tokens    [int32]  R tokens; the columns below are aligned with it
+    response_mask      [uint8]  0 on tokens that the policy did not write
+    rollout_log_probs  [float]  by the engine that sampled
+    log_probs          [float]  by the trainer, before the update
+    ref_log_probs      [float]  by the reference policy
+    values, advantages, returns, token_rewards   [float]
+    response           string   the decoded response, for rewards and readers
+    reward             double   null: the reward abstained (null is not zero)
+    abstain_reason     string   why
+    cost, label        double   Safe-RLHF's cost; KTO's or a preference's label (1 good, 0 bad)
+    finish             string   "stop", "length", "abort" or "reject"
+    policy_version     int64    version of the weights that wrote the response
+
+House rules: columns are added, never overwritten; nulls stand at row level only; exactly one function,
+`Batch.tensor`, turns a column into a tensor, and it copies (Arrow memory is read-only).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import pyarrow as pa
+import pyarrow.compute as pc
+import pyarrow.parquet as pq
+
+from verl.errors import DataError, nearest
+
+if TYPE_CHECKING:
+    import torch
+
+_TOKENS = pa.large_list(pa.int32())
+_MASK = pa.large_list(pa.uint8())
+_FLOATS = pa.large_list(pa.float32())
+#: Arrow types of the columns the system knows. fp64 runs keep fp64: see `_list_type`.
+SCHEMA: dict[str, pa.DataType] = {
+    "id": pa.string(),
+    "group": pa.string(),
+    "task": pa.string(),
+    "prompt": pa.string(),
+    "messages": pa.string(),
+    "prompt_tokens": _TOKENS,
+    "response_tokens": _TOKENS,
+    "response_mask": _MASK,
+    "rollout_log_probs": _FLOATS,
+    "log_probs": _FLOATS,
+    "ref_log_probs": _FLOATS,
+    "values": _FLOATS,
+    "advantages": _FLOATS,
+    "returns": _FLOATS,
+    "token_rewards": _FLOATS,
+    "response": pa.string(),
+    "reward": pa.float64(),
+    "abstain_reason": pa.string(),
+    "cost": pa.float64(),
+    "label": pa.float64(),
+    "finish": pa.string(),
+    "policy_version": pa.int64(),
+}
+
+
+class Batch:
+    """An immutable table of samples. Slices and concatenations share memory; every verb returns a new one."""
+
+    __slots__ = ("table",)
+
+    def __init__(self, table: pa.Table) -> None:
+        self.table = table
+
+    @classmethod
+    def from_columns(cls, columns: Mapping[str, Any]) -> Batch:
+        """Columns by name: lists, lists of lists, Arrow arrays, or pairs `(flat tensor, lengths)` for ragged ones.
+
+        Raises:
+            DataError: columns differ in length, or a known column holds the wrong type.
+        """
+        arrays = {name: _to_arrow(name, values) for name, values in columns.items()}
+        lengths = {name: len(array) for name, array in arrays.items()}
+        if len(set(lengths.values())) > 1:
+            raise DataError(f"columns of one batch must have one length, got {lengths}")
+        return cls(pa.table(arrays))
+
+    @classmethod
+    def from_rows(cls, rows: Sequence[Mapping[str, Any]]) -> Batch:
+        """One mapping a row; a key that a row lacks is null there."""
+        names = dict.fromkeys(name for row in rows for name in row)
+        return cls.from_columns({name: [row.get(name) for row in rows] for name in names})
+
+    @classmethod
+    def concat(cls, batches: Iterable[Batch]) -> Batch:
+        """Rows of all batches in order; a column that one of them lacks is null there."""
+        tables = [b.table for b in batches if len(b) or b.columns]
+        if not tables:
+            return cls(pa.table({}))
+        return cls(pa.concat_tables(tables, promote_options="permissive").combine_chunks())
+
+    def __len__(self) -> int:
+        return int(self.table.num_rows)
+
+    def __contains__(self, name: object) -> bool:
+        return name in self.table.column_names
+
+    def __repr__(self) -> str:
+        return f"Batch({len(self)} rows: {', '.join(self.columns)})"
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Batch) and bool(self.table.equals(other.table))
+
+    __hash__ = None  # type: ignore[assignment]
+
+    def __iter__(self) -> Iterator[dict[str, Any]]:
+        return self.rows()
+
+    def __getitem__(self, name: str) -> list[Any]:
+        """The column as plain Python values; a ragged column as a list of lists."""
+        return self.arrow(name).to_pylist()  # type: ignore[no-any-return]
+
+    def __reduce__(self) -> tuple[Callable[[bytes], Batch], tuple[bytes]]:
+        # Pickling a slice would ship its whole parent: write Arrow IPC of just these rows.
+        return Batch.from_ipc, (self.to_ipc(),)
+
+    @property
+    def columns(self) -> list[str]:
+        return list(self.table.column_names)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of these rows alone."""
+        return int(self.table.nbytes)
+
+    def arrow(self, name: str) -> pa.Array:
+        """The column as one Arrow array.
+
+        Raises:
+            DataError: there is no such column.
+        """
+        if name not in self.table.column_names:
+            raise DataError(f"the batch has no column '{name}': {nearest(name, self.columns)}")
+        return _single(self.table.column(name))
+
+    def rows(self) -> Iterator[dict[str, Any]]:
+        """Rows as dictionaries, in order."""
+        for chunk in self.table.to_batches(max_chunksize=256):
+            yield from chunk.to_pylist()
+
+    def row(self, index: int) -> dict[str, Any]:
+        return self.table.slice(index, 1).to_pylist()[0]  # type: ignore[no-any-return]
+
+    def add(self, columns: Mapping[str, Any] | Batch) -> Batch:
+        """This batch with more columns, aligned row for row. A `Batch` adds the columns this one lacks.
+
+        Raises:
+            DataError: a column exists already, or the lengths differ.
+        """
+        if isinstance(columns, Batch):
+            columns = {name: columns.arrow(name) for name in columns.columns if name not in self}
+        table = self.table
+        for name, values in columns.items():
+            array = _to_arrow(name, values)
+            if name in table.column_names:
+                raise DataError(f"column '{name}' is there already: columns are added, never overwritten")
+            if len(array) != len(self) and table.column_names:
+                raise DataError(f"column '{name}' has {len(array)} rows, the batch has {len(self)}")
+            table = table.append_column(name, array) if table.column_names else pa.table({name: array})
+        return Batch(table)
+
+    def select(self, names: Iterable[str]) -> Batch:
+        return Batch(self.table.select([name for name in names if name in self]))
+
+    def drop(self, names: Iterable[str]) -> Batch:
+        dropped = set(names)
+        return Batch(self.table.select([name for name in self.columns if name not in dropped]))
+
+    def slice(self, start: int, length: int | None = None) -> Batch:
+        return Batch(self.table.slice(start, length))
+
+    def take(self, indices: Sequence[int]) -> Batch:
+        return Batch(self.table.take(pa.array(indices, pa.int64())))
+
+    def filter(self, keep: Sequence[bool]) -> Batch:
+        return Batch(self.table.filter(pa.array(keep, pa.bool_())))
+
+    def lengths(self, name: str) -> list[int]:
+        """Items of a ragged column, by row (null counts 0)."""
+        return pc.fill_null(pc.list_value_length(self.arrow(name)), 0).to_pylist()  # type: ignore[no-any-return]
+
+    def group_indices(self) -> list[list[int]]:
+        """Row numbers of each group, groups in order of appearance; without a column `group` each row is one."""
+        if "group" not in self:
+            return [[i] for i in range(len(self))]
+        groups: dict[Any, list[int]] = {}
+        for index, group in enumerate(self["group"]):
+            groups.setdefault(("null", index) if group is None else group, []).append(index)
+        return list(groups.values())
+
+    def tensor(self, name: str, dtype: torch.dtype | None = None, device: Any = "cpu") -> torch.Tensor:
+        """A copy of a column as a tensor: `[N]` for a plain column, the flat values `[T]` of a ragged one.
+
+        Nulls of a plain number column become NaN; a null row of a ragged column is empty.
+
+        Raises:
+            DataError: the column holds text, or integers with nulls.
+        """
+        import numpy as np
+        import torch
+
+        array = self.arrow(name)
+        if _is_list(array.type):
+            array = array.flatten()
+        if not (pa.types.is_integer(array.type) or pa.types.is_floating(array.type) or pa.types.is_boolean(array.type)):
+            raise DataError(f"column '{name}' of type {array.type} cannot become a tensor")
+        if array.null_count and not pa.types.is_floating(array.type):
+            raise DataError(f"column '{name}' has nulls; an integer tensor cannot hold them")
+        values = np.array(array.to_numpy(zero_copy_only=False), copy=True)
+        return torch.from_numpy(values).to(device=device, dtype=dtype)
+
+    def to_ipc(self) -> bytes:
+        """Arrow IPC stream of just these rows."""
+        table = pa.table({name: _compact(self.arrow(name)) for name in self.columns})
+        sink = pa.BufferOutputStream()
+        with pa.ipc.new_stream(sink, table.schema) as writer:
+            writer.write_table(table)
+        return sink.getvalue().to_pybytes()  # type: ignore[no-any-return]
+
+    @classmethod
+    def from_ipc(cls, data: bytes) -> Batch:
+        with pa.ipc.open_stream(pa.py_buffer(data)) as reader:
+            return cls(reader.read_all())
+
+    def to_parquet(self, path: str | Path) -> None:
+        pq.write_table(self.table, path, compression="zstd")
+
+    @classmethod
+    def from_parquet(cls, path: str | Path) -> Batch:
+        try:
+            return cls(_canonical(pq.read_table(path)))
+        except (pa.ArrowInvalid, OSError) as error:
+            raise DataError(f"{path} is not a readable Parquet file: {error}") from error
+
+
+def _is_list(kind: pa.DataType) -> bool:
+    return pa.types.is_list(kind) or pa.types.is_large_list(kind)
+
+
+def _single(column: pa.ChunkedArray) -> pa.Array:
+    if column.num_chunks == 1:
+        return column.chunk(0)
+    return column.combine_chunks() if column.num_chunks else pa.array([], column.type)
+
+
+def _compact(array: pa.Array) -> pa.Array:
+    # A slice keeps its parent's buffers; taking the rows by index copies just them.
+    return array.take(pa.array(range(len(array)), pa.int64())) if array.offset or _is_list(array.type) else array
+
+
+def _list_type(name: str, values: pa.DataType) -> pa.DataType:
+    """Known float columns are fp32, except that fp64 stays fp64: exactness checks compare in it."""
+    known = SCHEMA.get(name)
+    if known == _FLOATS and values == pa.float64():
+        return pa.large_list(pa.float64())
+    return known if known is not None and _is_list(known) else pa.large_list(values)
+
+
+def _to_arrow(name: str, values: Any) -> pa.Array:
+    known = SCHEMA.get(name)
+    try:
+        if isinstance(values, pa.ChunkedArray):
+            values = _single(values)
+        if isinstance(values, pa.Array):
+            kind = _list_type(name, values.type.value_type) if _is_list(values.type) else known or values.type
+            return values if values.type == kind else values.cast(kind)
+        if isinstance(values, tuple) and len(values) == 2 and hasattr(values[0], "detach"):
+            return _ragged(name, values[0], values[1])
+        if hasattr(values, "detach"):
+            values = values.detach().cpu().double().tolist() if values.is_floating_point() else values.tolist()
+        values = list(values)
+        array = pa.array(values, known) if known is not None else pa.array(values)
+        if known is None and _is_list(array.type):
+            array = array.cast(_list_type(name, array.type.value_type))
+        return array
+    except (pa.ArrowInvalid, pa.ArrowTypeError, pa.ArrowNotImplementedError, TypeError) as error:
+        raise DataError(f"column '{name}' cannot be stored{f' as {known}' if known else ''}: {error}") from error
+
+
+def _ragged(name: str, flat: torch.Tensor, lengths: Sequence[int]) -> pa.Array:
+    """Rows of the given lengths out of flat values `[T]`; bf16 and fp16 are stored as fp32."""
+    import torch
+
+    flat = flat.detach().cpu()
+    if flat.dtype in (torch.bfloat16, torch.float16):
+        flat = flat.float()
+    if flat.dtype == torch.bool:
+        flat = flat.to(torch.uint8)
+    offsets = [0]
+    for length in lengths:
+        offsets.append(offsets[-1] + int(length))
+    if offsets[-1] != flat.numel():
+        raise DataError(f"column '{name}': lengths sum to {offsets[-1]}, the flat tensor has {flat.numel()} values")
+    values = pa.array(flat.contiguous().numpy())
+    kind = _list_type(name, values.type)
+    return pa.LargeListArray.from_arrays(pa.array(offsets, pa.int64()), values.cast(kind.value_type))
+
+
+def _canonical(table: pa.Table) -> pa.Table:
+    """Known columns in their own types (a file may hold `list` where we keep `large_list`)."""
+    return pa.table({name: _to_arrow(name, table.column(name)) for name in table.column_names})

@@ -1,0 +1,173 @@
+"""The `verl` command. A command imports what it needs when it runs, so that help comes at once."""
+
+from __future__ import annotations
+
+import os
+import sys
+import traceback
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from typer.core import TyperGroup
+
+from verl import __version__
+from verl.errors import ConfigError, VerlError
+
+CONFIG_ERROR, OTHER_ERROR, INTERRUPTED = 2, 1, 130
+
+
+class _Commands(TyperGroup):
+    """Commands whose expected failures are one message and an exit code, not a traceback."""
+
+    def invoke(self, ctx: Any) -> Any:
+        try:
+            return super().invoke(ctx)
+        except VerlError as error:
+            if os.environ.get("LOG_LEVEL", "").upper() == "DEBUG":
+                traceback.print_exc()
+            typer.secho(f"error: {error}", fg="red", err=True)
+            raise typer.Exit(CONFIG_ERROR if isinstance(error, ConfigError) else OTHER_ERROR) from None
+        except KeyboardInterrupt:
+            typer.secho("interrupted", fg="yellow", err=True)
+            raise typer.Exit(INTERRUPTED) from None
+
+
+app = typer.Typer(
+    cls=_Commands,
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    rich_markup_mode="rich",
+    context_settings={"help_option_names": ["-h", "--help"]},
+    epilog="Start with: [bold]verl train examples/grpo_arithmetic.yaml[/bold]",
+)
+
+
+def _version(wanted: bool) -> None:
+    if wanted:
+        typer.echo(__version__)
+        raise typer.Exit
+
+
+@app.callback()
+def main(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_version, is_eager=True, help="Print the version.")
+    ] = False,
+) -> None:
+    """Reinforcement-learning post-training of language models.
+
+    LOG_LEVEL=DEBUG in the environment shows the detail, and the traceback of an error.
+    """
+
+
+@app.command()
+def train(
+    file: Annotated[Path, typer.Argument(metavar="FILE", help="Settings in YAML.", show_default=False)],
+    overrides: Annotated[
+        list[str] | None,
+        typer.Argument(metavar="KEY=VALUE", help="Settings that replace those of the file."),
+    ] = None,
+    fresh: Annotated[bool, typer.Option("--fresh", help="Start anew, even if this run is unfinished.")] = False,
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="Print all settings and what would run; run nothing.")
+    ] = False,
+) -> None:
+    """Train a model, or go on with a run that was interrupted.
+
+    The same command continues an unfinished run from its last checkpoint.
+    When the last run is finished, it starts a new one.
+
+    [bold]Examples[/bold]
+    $ verl train examples/grpo_arithmetic.yaml
+    $ verl train examples/grpo_arithmetic.yaml trainer.seed=1 algorithm.name=remax
+    $ verl train examples/grpo_arithmetic.yaml 'data.train={task: chain_sum, size: 1000}' --dry-run
+    $ verl train examples/grpo_arithmetic.yaml reward.path=my_rewards.py:score --fresh
+    """
+    from verl.config import load_config, to_yaml
+
+    config = load_config(file, overrides or ())
+    if dry_run:
+        from verl.cli.plan import plan
+
+        typer.echo(to_yaml(config))
+        for label, text in plan(config).items():
+            typer.echo(f"{typer.style(f'{label:>14}', bold=True)}  {text}")
+        return
+    from verl.trainer.run import train as run
+
+    run(config, fresh=fresh)
+
+
+@app.command()
+def config(
+    markdown: Annotated[bool, typer.Option("--markdown", help="As a Markdown table.")] = False,
+) -> None:
+    """Print every setting with its default and meaning.
+
+    [bold]Examples[/bold]
+    $ verl config > all-settings.yaml
+    $ verl config | grep rollout -A 15
+    $ verl config --markdown > docs/config.md
+    """
+    from verl.config import commented_yaml
+    from verl.config import markdown as as_markdown
+
+    typer.echo(as_markdown() if markdown else commented_yaml(), nl=False)
+
+
+@app.command()
+def report(
+    run_dir: Annotated[Path, typer.Argument(metavar="RUN_DIR", help="Directory of a run.", show_default=False)],
+) -> None:
+    """Write report.html of a run, finished or not: curves, completions before and after, settings.
+
+    [bold]Examples[/bold]
+    $ verl report runs/latest
+    """
+    from verl.trainer.report import write_report
+
+    typer.echo(write_report(run_dir))
+
+
+@app.command()
+def check(
+    model: Annotated[str, typer.Argument(metavar="MODEL", help="Model directory or hub name.", show_default=False)],
+    dtype: Annotated[str, typer.Option(help="auto, float32, bfloat16 or float16.")] = "auto",
+    as_json: Annotated[bool, typer.Option("--json", help="As JSON.")] = False,
+) -> None:
+    """Check a model before training: size, precision, tokenizer, packed against plain forward.
+
+    [bold]Examples[/bold]
+    $ verl check models/SmolLM2-135M-Instruct
+    $ verl check Qwen/Qwen2.5-0.5B-Instruct --dtype float32 --json
+    """
+    from verl.models.check import check_model
+    from verl.models.loading import load_model, load_tokenizer
+
+    found = check_model(load_model(model, dtype=dtype), load_tokenizer(model))
+    typer.echo(found)
+
+
+@app.command()
+def verify(
+    checkpoint: Annotated[
+        Path, typer.Argument(metavar="CHECKPOINT", help="Directory of a checkpoint.", show_default=False)
+    ],
+) -> None:
+    """Check that a checkpoint is whole: every file against its checksum, every tensor loaded and finite.
+
+    [bold]Examples[/bold]
+    $ verl verify runs/latest/checkpoints/step-000060
+    """
+    from verl.trainer.checkpoint import verify as verify_checkpoint
+
+    found = verify_checkpoint(checkpoint)
+    typer.secho(str(found), fg="green" if found.ok else "red", err=not found.ok)
+    if not found.ok:
+        raise typer.Exit(OTHER_ERROR)
+
+
+if __name__ == "__main__":
+    sys.exit(app())

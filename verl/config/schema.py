@@ -1,0 +1,416 @@
+"""The schema of a run's settings: frozen, without unknown keys, checked when built, imported without torch.
+
+Two marks in the fields' extra information carry meaning. ``later`` says why only the default is accepted so
+far: a setting that would be read and then ignored is refused instead. ``identity: False`` marks what does not
+change the numbers of a run and so stays out of its hash.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, model_validator
+from pydantic_core import PydanticCustomError
+
+from verl.training.options import OptimConfig
+
+ONE_PROCESS = "this build trains in one process"
+
+
+def _tuple(value: object) -> object:
+    if isinstance(value, str):
+        return (value,)
+    return tuple(value) if isinstance(value, list) else value
+
+
+def _function_path(value: str) -> str:
+    file, _, function = value.rpartition(":")
+    if not file.endswith(".py") or not function.isidentifier():
+        raise ValueError(f"must be FILE.py:FUNCTION, such as rewards.py:score, not '{value}'")
+    return value
+
+
+def _directory_name(value: str) -> str:
+    if not re.fullmatch(r"\w[\w.-]*", value):
+        raise ValueError(f"must be letters, digits and . _ - with no / or space, not '{value}'")
+    return value
+
+
+FunctionPath = Annotated[str, AfterValidator(_function_path)]
+DirectoryName = Annotated[str, AfterValidator(_directory_name)]
+Strings = Annotated[tuple[str, ...], BeforeValidator(_tuple)]
+Count = Annotated[int, Field(ge=1)]
+Seconds = Annotated[float, Field(gt=0)]
+Logger = Literal["console", "tensorboard", "wandb", "mlflow"]
+#: A parquet or JSONL file (or several), or a procedural task with its options.
+Source = str | dict[str, Any]
+
+
+def _later(default: Any, reason: str, description: str) -> Any:
+    """A field of which only the default is accepted in this release."""
+    return Field(default, description=description, json_schema_extra={"later": reason})
+
+
+def _free(default: Any, description: str) -> Any:
+    """A field that does not change the numbers of a run."""
+    return Field(default, description=description, json_schema_extra={"identity": False})
+
+
+class Section(BaseModel):
+    """A group of settings."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, strict=True, allow_inf_nan=False)
+
+    @model_validator(mode="after")
+    def _refuse_what_is_not_there_yet(self) -> Section:
+        for name, field in type(self).model_fields.items():
+            extra = field.json_schema_extra
+            if isinstance(extra, dict) and "later" in extra and getattr(self, name) != field.default:
+                value = json.dumps(field.default).strip('"')
+                raise _wrong(name, f"{extra['later']}, so only {value} is possible here")
+        return self
+
+
+def _wrong(key: str, message: str) -> PydanticCustomError:
+    """The error about `key`, seen from the section whose validator raises it."""
+    return PydanticCustomError("key", "{key}: {message}", {"key": key, "message": message})
+
+
+class FusedKernelOptions(Section):
+    impl_backend: str | None = _later(
+        None, "this build has no fused kernels", "which fused kernels to use (null: none)"
+    )
+
+
+class ModelConfig(Section):
+    path: str | None = Field(
+        default=None, description="model directory or hub name (for a critic, null: the actor's model)"
+    )
+    tokenizer: str | None = Field(
+        default=None, description="tokenizer directory or hub name (null: the one beside the model)"
+    )
+    dtype: Literal["auto", "float32", "bfloat16", "float16"] = Field(
+        default="auto", description="precision of the live weights (auto: that of the files)"
+    )
+    trust_remote_code: bool = Field(default=False, description="run Python code that comes with the model")
+    enable_gradient_checkpointing: bool = Field(
+        default=False,
+        description="recompute activations in the backward pass: less memory, about a third slower",
+    )
+    use_remove_padding: bool = _later(True, "sequences are always packed, without padding", "train on packed sequences")
+    use_fused_kernels: bool = _later(
+        False, "this build has no fused kernels", "replace parts of the model by fused kernels"
+    )
+    fused_kernel_options: FusedKernelOptions = Field(
+        default=FusedKernelOptions(), description="options of the fused kernels"
+    )
+
+
+class WrapPolicy(Section):
+    transformer_layer_cls_to_wrap: str | None = _later(None, ONE_PROCESS, "class of the layers to shard one by one")
+
+
+class MixedPrecision(Section):
+    param_dtype: str | None = _later(
+        None, f"{ONE_PROCESS}: set model.dtype", "dtype of gathered parameters (null: the model's)"
+    )
+    reduce_dtype: str | None = _later(
+        None, f"{ONE_PROCESS}: gradients always accumulate in float32", "dtype of gradient reduction"
+    )
+    buffer_dtype: str | None = _later(None, f"{ONE_PROCESS}: set model.dtype", "dtype of buffers (null: the model's)")
+
+
+class FSDPConfig(Section):
+    fsdp_size: int = _later(-1, ONE_PROCESS, "ranks in a sharding group (-1: all)")
+    param_offload: bool = _later(False, ONE_PROCESS, "keep sharded parameters in host memory")
+    optimizer_offload: bool = _later(False, ONE_PROCESS, "keep the optimizer's state in host memory")
+    reshard_after_forward: bool = _later(True, ONE_PROCESS, "free gathered parameters after the forward pass")
+    forward_prefetch: bool = _later(False, ONE_PROCESS, "gather the next layer during the present one")
+    wrap_policy: WrapPolicy = Field(default=WrapPolicy(), description="what is sharded as one unit")
+    mixed_precision: MixedPrecision = Field(default=MixedPrecision(), description="precision under FSDP")
+
+
+class UpdateConfig(Section):
+    """How one model is trained; the same for actor and critic."""
+
+    optim: OptimConfig = Field(default=OptimConfig(), description="optimizer, learning rate and its schedule")
+    mini_batch_size: Count | None = Field(
+        default=None, description="samples per optimizer step (null: all of the rollout batch)"
+    )
+    epochs: Count = Field(default=1, description="passes over each rollout batch")
+    train_micro_batch_size_per_gpu: Count | None = Field(
+        default=None, description="most samples in one forward and backward pass (null: as max_tokens allows)"
+    )
+    max_tokens_per_micro_batch: Count | None = Field(
+        default=16384, description="most tokens in one forward and backward pass; a longer sample goes alone"
+    )
+    strategy: str = _later("single", ONE_PROCESS, "training back end")
+    ulysses_sequence_parallel_size: int = _later(1, ONE_PROCESS, "ranks that share one sequence")
+    fsdp_config: FSDPConfig = Field(default=FSDPConfig(), description="fully sharded data parallelism")
+
+
+class ActorConfig(UpdateConfig):
+    """How the policy is trained."""
+
+
+class RolloutConfig(Section):
+    name: Literal["embedded", "hf", "vllm"] = Field(
+        default="embedded",
+        description="engine: embedded (on the trained weights themselves) or hf (plain generate)",
+    )
+    n: Count = Field(default=8, description="samples per prompt")
+    max_new_tokens: Count = Field(default=128, description="longest response, in tokens")
+    min_new_tokens: Annotated[int, Field(ge=0)] = Field(
+        default=0, description="no end of sequence before this many tokens"
+    )
+    temperature: Annotated[float, Field(gt=0)] = Field(
+        default=1.0, description="softmax temperature, in generation and in training alike"
+    )
+    top_k: Annotated[int, Field(ge=0)] = Field(
+        default=0, description="sample among the k likeliest tokens only (0: off); biases the gradient"
+    )
+    top_p: Annotated[float, Field(gt=0, le=1)] = Field(
+        default=1.0, description="sample within this probability mass only (1: off); biases the gradient"
+    )
+    min_p: Annotated[float, Field(ge=0, lt=1)] = Field(
+        default=0.0,
+        description="drop tokens below this share of the likeliest one (0: off); biases the gradient",
+    )
+    stop: Strings = Field(default=(), description="texts that end a response")
+    max_num_seqs: Count = Field(default=256, description="sequences that are generated at the same time")
+    kv_cache_gb: Annotated[float, Field(gt=0)] | None = Field(
+        default=None, description="memory for keys and values, in GB (null: from the memory that is free)"
+    )
+    tensor_model_parallel_size: int = _later(1, ONE_PROCESS, "ranks that share one copy of the model")
+    num_rollout_workers: int = _later(1, ONE_PROCESS, "copies of the rollout engine")
+    gpus_per_rollout_worker: int | None = _later(
+        None, ONE_PROCESS, "accelerators of one rollout worker (null: the one the model is on)"
+    )
+
+    @model_validator(mode="after")
+    def _check(self) -> RolloutConfig:
+        if self.name == "vllm":
+            raise _wrong("name", "this build has no vllm engine, only embedded and hf")
+        if self.min_new_tokens > self.max_new_tokens:
+            raise _wrong("min_new_tokens", f"must be at most max_new_tokens ({self.max_new_tokens})")
+        return self
+
+
+class RefConfig(Section):
+    path: str | None = Field(
+        default=None, description="model of the reference policy (null: the actor as it is at the start)"
+    )
+
+
+class ActorRolloutRefConfig(Section):
+    model: ModelConfig = Field(default=ModelConfig(), description="the policy")
+    actor: ActorConfig = Field(default=ActorConfig(), description="training of the policy")
+    rollout: RolloutConfig = Field(default=RolloutConfig(), description="generation")
+    ref: RefConfig = Field(default=RefConfig(), description="the reference policy, for algorithms that use one")
+
+    @model_validator(mode="after")
+    def _check(self) -> ActorRolloutRefConfig:
+        if self.model.path is None:
+            raise _wrong("model.path", "is missing: give a model directory or a hub name")
+        return self
+
+
+class CriticConfig(UpdateConfig):
+    """The value model, for algorithms that use one, and how it is trained."""
+
+    model: ModelConfig = Field(default=ModelConfig(), description="the value model")
+
+
+class AlgorithmConfig(BaseModel):
+    """The algorithm and its own options, which the algorithm checks by its own fields."""
+
+    model_config = ConfigDict(extra="allow", frozen=True, strict=True)
+    name: str = Field(default="grpo", description="the algorithm; its options stand beside its name")
+
+    @property
+    def options(self) -> dict[str, Any]:
+        """The options as given, without the name."""
+        return dict(self.model_extra or {})
+
+
+class DataConfig(Section):
+    train: Source | None = Field(
+        default=None,
+        description="training prompts: a parquet or JSONL file, or {task: NAME, size: N, seed: S, ...}",
+    )
+    eval: Source | None = Field(
+        default=None, description="held-out problems, in the same form; none of them may occur in training"
+    )
+    prompt_column: str | None = Field(
+        default=None, description="column that holds the prompt (null: prompt, messages, question, ...)"
+    )
+    prompt_template: str | None = Field(
+        default=None, description="text with {prompt} in the prompt's place, and other columns by name"
+    )
+    system_prompt: str | None = Field(default=None, description="system message that starts each chat")
+    chat: bool | None = Field(
+        default=None,
+        description="put plain prompts in the chat template (null: a task's questions are, others not)",
+    )
+    batch_size: Count = Field(default=32, description="prompts per step")
+    shuffle: bool = Field(default=True, description="a new order of the prompts each epoch")
+    max_prompt_length: Count | None = Field(
+        default=None, description="longest prompt, in tokens (null: what the model can take)"
+    )
+    truncation: Literal["left", "right", "drop", "error"] = Field(
+        default="error", description="what becomes of a longer prompt: cut at that side, dropped, or refused"
+    )
+
+    @model_validator(mode="after")
+    def _check(self) -> DataConfig:
+        if self.prompt_template is not None and "{prompt}" not in self.prompt_template:
+            raise _wrong("prompt_template", "must contain {prompt}, where the prompt goes")
+        for name in ("train", "eval"):
+            source = getattr(self, name)
+            if isinstance(source, dict) and bool(source.get("task")) == bool(source.get("path")):
+                raise _wrong(name, "must name either a task (task: NAME) or a file (path: FILE)")
+        return self
+
+
+class RewardPart(Section):
+    """Where a reward comes from: exactly one of a function, a built-in, a model."""
+
+    path: FunctionPath | None = Field(default=None, description="a function of your own, as FILE.py:FUNCTION")
+    name: str | None = Field(default=None, description="a built-in reward, such as the task's own verifier: task")
+    model: str | None = Field(default=None, description="a reward model: directory or hub name")
+    answer: Literal["last_number", "whole", "tag"] = Field(
+        default="whole",
+        description="what a verifier reads: the last number, all, or what <answer> encloses",
+    )
+    weight: float = Field(default=1.0, description="factor in the sum of several rewards")
+
+    def given(self) -> list[str]:
+        """Which of the three origins are set."""
+        return [name for name in ("path", "name", "model") if getattr(self, name) is not None]
+
+
+class RewardConfig(RewardPart):
+    components: dict[str, RewardPart] = Field(
+        default={},
+        description="several rewards by name, each with path, name or model, answer and weight; summed",
+    )
+    timeout: Seconds = Field(default=30.0, description="seconds that scoring one batch may take")
+    retries: Annotated[int, Field(ge=0)] = Field(default=1, description="further tries after a failure")
+    on_failure: Literal["abstain"] | float = Field(
+        default="abstain", description="a sample without a score abstains, or gets this number"
+    )
+    max_failure_rate: Annotated[float, Field(gt=0, le=1)] = Field(
+        default=0.5, description="share of failures in one batch that ends the run"
+    )
+
+    @model_validator(mode="after")
+    def _check(self) -> RewardConfig:
+        if len(self.given()) + bool(self.components) > 1:
+            raise ValueError("give one of path, name, model and components, not several")
+        for name, part in self.components.items():
+            if len(part.given()) != 1:
+                raise _wrong(f"components.{name}", "needs exactly one of path, name and model")
+        return self
+
+
+class TrainerConfig(Section):
+    total_steps: Annotated[int, Field(ge=0)] = _free(100, "steps; a longer run goes on from a shorter one")
+    seed: int = Field(default=0, description="seed of everything random")
+    project: str = _free("verl", "the project's name in W&B and MLflow")
+    run_name: DirectoryName | None = _free(None, "begins the run directory's name (null: algorithm, model and data)")
+    output_dir: str = _free("runs", "where run directories are made")
+    eval_every: Count | None = Field(
+        default=None,
+        description="steps between evaluations (null: only before the first and after the last step)",
+    )
+    eval_n: Count = Field(default=1, description="samples per held-out problem")
+    eval_temperature: Annotated[float, Field(ge=0)] = Field(
+        default=0.0, description="temperature of evaluation (0: greedy)"
+    )
+    eval_metrics: Annotated[tuple[FunctionPath, ...], BeforeValidator(_tuple)] = Field(
+        default=(), description="metric functions of your own over evaluated samples, as FILE.py:FUNCTION"
+    )
+    save_every: Count | None = _free(10, "steps between checkpoints (null: only at the end)")
+    keep_checkpoints: Count = _free(2, "how many checkpoints to keep")
+    loggers: Annotated[tuple[Logger, ...], BeforeValidator(_tuple)] = _free(
+        ("console", "tensorboard"), "where metrics go besides metrics.jsonl"
+    )
+    log_completions: Annotated[int, Field(ge=0)] = _free(64, "samples kept of each evaluation, to be read")
+    control: Literal["permute_rewards", "zero_lr"] | None = Field(
+        default=None,
+        description="a run that should learn nothing: rewards dealt out at random, or learning rate 0",
+    )
+    max_resamples: Annotated[int, Field(ge=0)] = Field(
+        default=4, description="further rollouts in one step when an algorithm rejects samples"
+    )
+    max_skipped_updates: Count = Field(
+        default=5, description="updates in a row that may be skipped for a non-finite loss or gradient"
+    )
+    deadline: Seconds = _free(1800.0, "seconds after which a phase without progress ends the run")
+    threads: Count | None = Field(default=None, description="CPU threads (null: as torch chooses)")
+
+
+class Config(Section):
+    """All settings of a run."""
+
+    actor_rollout_ref: ActorRolloutRefConfig = Field(description="the policy: its model, training, generation")
+    critic: CriticConfig = Field(default=CriticConfig(), description="value model, for algorithms that use one")
+    algorithm: AlgorithmConfig = Field(default=AlgorithmConfig(), description="what is optimised")
+    data: DataConfig = Field(default=DataConfig(), description="prompts")
+    reward: RewardConfig = Field(default=RewardConfig(), description="what is good")
+    trainer: TrainerConfig = Field(default=TrainerConfig(), description="length, evaluation, checkpoints, logs")
+
+    @model_validator(mode="after")
+    def _check(self) -> Config:
+        prompts, n = self.data.batch_size, self.actor_rollout_ref.rollout.n
+        updates = {"actor_rollout_ref.actor": self.actor_rollout_ref.actor, "critic": self.critic}
+        for role, update in updates.items():
+            if update.mini_batch_size is not None and update.mini_batch_size > prompts * n:
+                step = f"{prompts * n} samples of a step (data.batch_size {prompts} x rollout.n {n})"
+                message = f"must be at most the {step}, not {update.mini_batch_size}"
+                raise _wrong(f"{role}.mini_batch_size", message)
+        if self.trainer.eval_every is not None and self.data.eval is None:
+            raise _wrong("trainer.eval_every", "is set, but data.eval names no problems to evaluate on")
+        return self
+
+
+def config_hash(config: Config) -> str:
+    """Eight hex digits over all settings that change a run's numbers.
+
+    Left out are the settings marked so in the schema: where the run directory is and how it is called, what
+    is logged and kept, how often it is saved, and its length, unless a learning rate depends on that.
+    """
+    content = _identity(config)
+    optims = (config.actor_rollout_ref.actor.optim, config.critic.optim)
+    if any(optim.schedule != "constant" and optim.total_steps is None for optim in optims):
+        content["trainer"]["total_steps"] = config.trainer.total_steps
+    text = json.dumps(content, sort_keys=True, ensure_ascii=True)
+    return hashlib.sha256(text.encode()).hexdigest()[:8]
+
+
+def _identity(section: BaseModel) -> dict[str, Any]:
+    content = section.model_dump(mode="json")
+    for name, field in type(section).model_fields.items():
+        extra, value = field.json_schema_extra, getattr(section, name)
+        if isinstance(extra, dict) and extra.get("identity") is False:
+            del content[name]
+        elif isinstance(value, Section):
+            content[name] = _identity(value)
+    return content
+
+
+def run_id(config: Config) -> str:
+    """The name of the run's directory: a readable part and `config_hash`."""
+    name = config.trainer.run_name
+    if name is None:
+        source = config.data.train
+        data = source.get("task") or source.get("path") if isinstance(source, dict) else source
+        model = config.actor_rollout_ref.model.path or ""
+        words = [config.algorithm.name, Path(model).name, Path(str(data or "")).stem]
+        slugs = (re.sub(r"[^a-z0-9._]+", "-", word.lower()).strip("-.") for word in words)
+        name = "-".join(filter(None, slugs))
+    return f"{name}-{config_hash(config)}"

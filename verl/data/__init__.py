@@ -1,0 +1,1 @@
+"""Data: prompts, offline data, buffers, and cursors that resume exactly."""

@@ -1,0 +1,278 @@
+"""Where samples wait between the one who makes them and the one who trains on them.
+
+The contract of every buffer: a sample that `add` took is given out by `drain` exactly once, oldest first; nothing
+is dropped to make room. `disk` keeps it over a restart, however sudden: what `add` returned from is there, what
+`drain` returned is not given again. (Exactly once from the view of training, across a crash, is the checkpoint's
+affair: it stores `state()`, and `load_state` puts the buffer back to it.)
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+from collections import deque
+from pathlib import Path
+from typing import Protocol, runtime_checkable
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from verl.batch import Batch
+from verl.errors import ConfigError, DataError, nearest
+
+logger = logging.getLogger(__name__)
+
+
+@runtime_checkable
+class Buffer(Protocol):
+    """Samples on their way. `capacity` and `len` are in samples; `room` is how many more `add` takes."""
+
+    capacity: int
+
+    @property
+    def room(self) -> int: ...
+
+    def __len__(self) -> int: ...
+
+    def add(self, batch: Batch) -> None:
+        """Take the samples in. Raises DataError if there is no room for all of them; then none is taken."""
+
+    def drain(self, count: int | None = None) -> Batch:
+        """Give out the `count` oldest samples (all of them if there are fewer, or if `count` is None)."""
+
+    def state(self) -> Batch:
+        """The samples that wait, in order."""
+
+    def load_state(self, batch: Batch) -> None:
+        """Let exactly these samples wait."""
+
+
+def make_buffer(kind: str | Buffer, capacity: int, path: str | Path | None = None) -> Buffer:
+    """The buffer `kind`: "memory", "disk" (in the directory `path`), or an instance, which is passed through.
+
+    Raises:
+        ConfigError: no such kind, or "disk" without a path.
+    """
+    if not isinstance(kind, str):
+        return kind
+    if kind == "memory":
+        return MemoryBuffer(capacity)
+    if kind == "disk":
+        if path is None:
+            raise ConfigError("a disk buffer needs a directory: give its path")
+        return DiskBuffer(path, capacity)
+    raise ConfigError(f"there is no buffer '{kind}': {nearest(kind, ('memory', 'disk'))}")
+
+
+class MemoryBuffer:
+    """A queue of batches in this process."""
+
+    def __init__(self, capacity: int) -> None:
+        self.capacity = _positive(capacity)
+        self._batches: deque[Batch] = deque()
+        self._size = 0
+
+    @property
+    def room(self) -> int:
+        return self.capacity - self._size
+
+    def __len__(self) -> int:
+        return self._size
+
+    def add(self, batch: Batch) -> None:
+        _check_room(self, batch)
+        if len(batch):
+            self._batches.append(batch)
+            self._size += len(batch)
+
+    def drain(self, count: int | None = None) -> Batch:
+        want = _wanted(count, self._size)
+        taken: list[Batch] = []
+        while want:
+            first = self._batches.popleft()
+            if len(first) > want:
+                self._batches.appendleft(first.slice(want))
+                first = first.slice(0, want)
+            taken.append(first)
+            want -= len(first)
+            self._size -= len(first)
+        return Batch.concat(taken)
+
+    def state(self) -> Batch:
+        return Batch.concat(self._batches)
+
+    def load_state(self, batch: Batch) -> None:
+        self._batches.clear()
+        self._size = 0
+        self.add(batch)
+
+
+class DiskBuffer:
+    """A directory of Parquet segments, one an `add`, and a cursor file that tells how far they were given out.
+
+    A segment appears whole or not at all (written aside, synced, renamed, the directory synced). The cursor moves,
+    in the same way, before `drain` returns. One process at a time; a second one is refused. A segment that cannot
+    be read when the buffer is opened is left where it is and skipped with a warning.
+    """
+
+    def __init__(self, path: str | Path, capacity: int) -> None:
+        self.path, self.capacity = Path(path), _positive(capacity)
+        self.path.mkdir(parents=True, exist_ok=True)
+        self._lock = _lock(self.path)
+        for stray in self.path.glob("*.tmp"):
+            stray.unlink()
+        self._first, self._offset = self._read_cursor()
+        self._sizes: dict[int, int] = {}
+        numbers = sorted(int(file.stem) for file in self.path.glob("[0-9]*.parquet"))
+        for number in numbers:
+            if number < self._first:
+                self._file(number).unlink()
+                continue
+            size = _rows_of(self._file(number))
+            if size is not None:
+                self._sizes[number] = size
+        if self._first not in self._sizes:
+            self._offset = 0
+        self._next = max([self._first, *(number + 1 for number in numbers)])
+
+    @property
+    def room(self) -> int:
+        return self.capacity - len(self)
+
+    def __len__(self) -> int:
+        return sum(self._sizes.values()) - self._offset
+
+    def add(self, batch: Batch) -> None:
+        _check_room(self, batch)
+        self._append(batch)
+
+    def drain(self, count: int | None = None) -> Batch:
+        want = _wanted(count, len(self))
+        taken: list[Batch] = []
+        finished: list[int] = []
+        cursor, offset = self._first, self._offset
+        for number, size in self._sizes.items():
+            if not want:
+                break
+            part = Batch.from_parquet(self._file(number)).slice(offset, want)
+            taken.append(part)
+            want -= len(part)
+            cursor, offset = number, offset + len(part)
+            if offset == size:
+                finished.append(number)
+                cursor, offset = number + 1, 0
+        if taken:
+            self._move_cursor(cursor, offset)
+            self._forget(finished)
+        return Batch.concat(taken)
+
+    def state(self) -> Batch:
+        parts = [Batch.from_parquet(self._file(number)) for number in self._sizes]
+        return Batch.concat(parts).slice(self._offset)
+
+    def load_state(self, batch: Batch) -> None:
+        if len(batch) > self.capacity:
+            raise DataError(f"{len(batch)} saved samples do not fit a buffer of {self.capacity}: raise buffer_size")
+        old = list(self._sizes)
+        start = self._next
+        self._append(batch)
+        self._move_cursor(start, 0)
+        self._forget(old)
+
+    def close(self) -> None:
+        """Let another process open the buffer."""
+        os.close(self._lock)
+
+    def _append(self, batch: Batch) -> None:
+        if not len(batch):
+            return
+        number = self._next
+        _write_durably(self._file(number), _parquet_bytes(batch))
+        self._sizes[number] = len(batch)
+        self._next = number + 1
+
+    def _file(self, number: int) -> Path:
+        return self.path / f"{number:012d}.parquet"
+
+    def _read_cursor(self) -> tuple[int, int]:
+        file = self.path / "cursor.json"
+        if not file.exists():
+            return 0, 0
+        try:
+            content = json.loads(file.read_bytes())
+            return int(content["segment"]), int(content["row"])
+        except (ValueError, KeyError, TypeError) as error:
+            raise DataError(f"{file} is damaged: {error}. Remove the directory to start an empty buffer") from error
+
+    def _move_cursor(self, segment: int, row: int) -> None:
+        _write_durably(self.path / "cursor.json", json.dumps({"segment": segment, "row": row}).encode())
+        self._first, self._offset = segment, row
+
+    def _forget(self, numbers: list[int]) -> None:
+        for number in numbers:
+            del self._sizes[number]
+            self._file(number).unlink(missing_ok=True)
+
+
+def _positive(capacity: int) -> int:
+    if capacity < 1:
+        raise ConfigError(f"a buffer's capacity is at least one sample, not {capacity}")
+    return capacity
+
+
+def _check_room(buffer: Buffer, batch: Batch) -> None:
+    if len(batch) > buffer.room:
+        raise DataError(
+            f"{len(batch)} samples do not fit: {len(buffer)} of {buffer.capacity} places are taken. "
+            "Drain first, or raise buffer_size"
+        )
+
+
+def _wanted(count: int | None, size: int) -> int:
+    if count is not None and count < 0:
+        raise DataError(f"a buffer cannot give out {count} samples")
+    return size if count is None else min(count, size)
+
+
+def _rows_of(file: Path) -> int | None:
+    # Reading it all is the only check that finds a damaged page.
+    try:
+        return len(Batch.from_parquet(file))
+    except DataError as error:
+        logger.warning("segment skipped: %s", error)
+        return None
+
+
+def _parquet_bytes(batch: Batch) -> bytes:
+    sink = pa.BufferOutputStream()
+    pq.write_table(batch.table, sink, compression="zstd", write_page_checksum=True)
+    return sink.getvalue().to_pybytes()  # type: ignore[no-any-return]
+
+
+def _write_durably(file: Path, content: bytes) -> None:
+    staged = file.with_suffix(".tmp")
+    with staged.open("wb") as stream:
+        stream.write(content)
+        stream.flush()
+        os.fsync(stream.fileno())
+    os.replace(staged, file)
+    directory = os.open(file.parent, os.O_RDONLY)
+    try:
+        os.fsync(directory)
+    finally:
+        os.close(directory)
+
+
+def _lock(path: Path) -> int:
+    import fcntl  # not on Windows, where only this buffer is missing
+
+    handle = os.open(path / "lock", os.O_CREAT | os.O_RDWR, 0o644)
+    try:
+        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError as error:
+        os.close(handle)
+        raise DataError(
+            f"the buffer in {path} is open in another process: end that one, or use another path"
+        ) from error
+    return handle

@@ -1,0 +1,101 @@
+"""Rows out of files: JSONL, JSON and Parquet, a directory of them, or an index that names them.
+
+Nothing is unpickled, and no file that a data set names may lie outside the data set's directory.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from verl.errors import DataError
+
+SUFFIXES = (".jsonl", ".ndjson", ".json", ".parquet")
+
+
+def read_rows(path: str | Path) -> Iterator[Any]:
+    """The rows of a data set on disk, in order: mappings, or whatever a JSON line holds.
+
+    A directory means its data files in the order of their names; a JSON file holds a list of rows, or
+    `{"files": [...]}`, an index of files beside it.
+
+    Raises:
+        DataError: missing, of an unknown kind, damaged (with file and line), or reaching out of its directory.
+    """
+    path = Path(path)
+    if path.is_dir():
+        names = sorted(entry.name for entry in path.iterdir() if entry.suffix in SUFFIXES)
+        if not names:
+            raise DataError(f"{path} holds no data files ({', '.join(SUFFIXES)})")
+        for name in names:
+            yield from _read_file(inside(path, name))
+    elif path.is_file():
+        yield from _read_file(path)
+    else:
+        raise DataError(f"{path} does not exist: give a JSONL, JSON or Parquet file, or a directory of them")
+
+
+def inside(root: str | Path, name: str) -> Path:
+    """The file `name`, given by a data set that lies in `root`.
+
+    Raises:
+        DataError: the name is absolute, climbs out with `..`, or follows a link out of `root`.
+    """
+    base = Path(root).resolve()
+    target = (base / name).resolve()
+    if Path(name).is_absolute() or not target.is_relative_to(base):
+        raise DataError(f"'{name}' leaves the data set's directory {base}: only files inside it are read")
+    return target
+
+
+def _read_file(path: Path) -> Iterator[Any]:
+    match path.suffix:
+        case ".jsonl" | ".ndjson":
+            return _read_lines(path)
+        case ".json":
+            return _read_json(path)
+        case ".parquet":
+            return _read_parquet(path)
+    raise DataError(f"{path} is of an unknown kind: known are {', '.join(SUFFIXES)}")
+
+
+def _read_lines(path: Path) -> Iterator[Any]:
+    with path.open("rb") as file:
+        for number, line in enumerate(file, start=1):
+            if line.strip():
+                yield _decode(line, f"{path}, line {number}")
+
+
+def _read_json(path: Path) -> Iterator[Any]:
+    content = _decode(path.read_bytes(), str(path))
+    if isinstance(content, dict) and isinstance(content.get("files"), list):
+        for name in content["files"]:
+            file = inside(path.parent, str(name))
+            if not file.is_file() or file == path.resolve():
+                raise DataError(f"{path} names '{name}', which is no data file beside it")
+            yield from _read_file(file)
+    elif isinstance(content, list):
+        yield from content
+    else:
+        raise DataError(f'{path} holds neither a list of rows nor {{"files": [...]}}')
+
+
+def _read_parquet(path: Path) -> Iterator[Any]:
+    try:
+        with pq.ParquetFile(path) as file:
+            for chunk in file.iter_batches(batch_size=1024):
+                yield from chunk.to_pylist()
+    except (pa.ArrowInvalid, OSError) as error:
+        raise DataError(f"{path} is not a readable Parquet file: {error}") from error
+
+
+def _decode(text: bytes, where: str) -> Any:
+    try:
+        return json.loads(text)
+    except (json.JSONDecodeError, UnicodeDecodeError, RecursionError) as error:
+        raise DataError(f"{where} is not valid JSON: {error}. Mend or remove it") from error

@@ -1,0 +1,160 @@
+"""Batches of prompts without end, in an order that is a function of seed and epoch, from an exact cursor."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+
+from verl.batch import Batch
+from verl.data.prompts import PromptDataset, PromptStream
+from verl.errors import ConfigError, DataError
+
+
+def permutation(size: int, seed: int, epoch: int) -> np.ndarray[Any, np.dtype[np.int64]]:
+    """The order of `[size]` rows in an epoch: sorted by a hash (SplitMix64) of seed, epoch and row, ties by row."""
+    start = _mix(_mix(np.array([seed & (2**64 - 1)], np.uint64)) ^ np.uint64(epoch))
+    return np.argsort(_mix(start + np.arange(size, dtype=np.uint64)), kind="stable")
+
+
+def _mix(x: Any) -> Any:
+    x = x + np.uint64(0x9E3779B97F4A7C15)
+    x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return x ^ (x >> np.uint64(31))
+
+
+class Cursor:
+    """A place in an endless walk over `size` rows, epoch after epoch. Its whole state is (epoch, position)."""
+
+    def __init__(self, size: int, *, seed: int, shuffle: bool) -> None:
+        self.size, self.seed, self.shuffle = size, seed, shuffle
+        self.epoch = self.position = 0
+        self._order: tuple[int, list[int]] | None = None
+
+    def take(self, count: int) -> list[tuple[int, int]]:
+        """The next `count` visits as (epoch, row); every row once an epoch."""
+        visits: list[tuple[int, int]] = []
+        while len(visits) < count:
+            rows = self._rows()[self.position : self.position + count - len(visits)]
+            visits += [(self.epoch, row) for row in rows]
+            self.position += len(rows)
+            if self.position == self.size:
+                self.epoch, self.position = self.epoch + 1, 0
+        return visits
+
+    def _rows(self) -> list[int]:
+        if self._order is None or self._order[0] != self.epoch:
+            rows = permutation(self.size, self.seed, self.epoch).tolist() if self.shuffle else list(range(self.size))
+            self._order = (self.epoch, rows)
+        return self._order[1]
+
+
+class PromptLoader:
+    """Batches of `batch_size` prompts without end; `id` and `group` are "e{epoch}.{row}", unique for each visit.
+
+    A batch may reach over the end of an epoch. A stream is read in its own order (`shuffle` must not be True) and
+    is resumed by skipping.
+    """
+
+    def __init__(
+        self, data: PromptDataset | PromptStream, batch_size: int, *, seed: int = 0, shuffle: bool | None = None
+    ) -> None:
+        if batch_size < 1:
+            raise ConfigError(f"batch_size must be at least 1, not {batch_size}")
+        if isinstance(data, PromptStream) and shuffle:
+            raise ConfigError(f"{data.name} is a stream, which is not shuffled here: shuffle it at its source")
+        self.data, self.batch_size = data, batch_size
+        self._walk = (
+            _StreamWalk(data)
+            if isinstance(data, PromptStream)
+            else _DatasetWalk(data, Cursor(len(data), seed=seed, shuffle=shuffle is not False))
+        )
+
+    def __iter__(self) -> Iterator[Batch]:
+        return self
+
+    def __next__(self) -> Batch:
+        return self.take(self.batch_size)
+
+    def take(self, count: int) -> Batch:
+        """The next `count` prompts, as `next` would give them."""
+        visits, batch = self._walk.take(count)
+        ids = [f"e{epoch}.{row}" for epoch, row in visits]
+        return batch.add({"id": ids, "group": ids})
+
+    def state_dict(self) -> dict[str, Any]:
+        """The place of the next prompt, for JSON."""
+        return self._walk.state_dict()
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go to the place that `state_dict` told.
+
+        Raises:
+            DataError: the state belongs to other prompts, or to another seed or order.
+        """
+        self._walk.load_state_dict(state)
+
+
+class _DatasetWalk:
+    def __init__(self, data: PromptDataset, cursor: Cursor) -> None:
+        self.data, self.cursor = data, cursor
+        self.identity = {
+            "rows": len(data),
+            "fingerprint": data.fingerprint(),
+            "seed": cursor.seed,
+            "shuffle": cursor.shuffle,
+        }
+
+    def take(self, count: int) -> tuple[list[tuple[int, int]], Batch]:
+        visits = self.cursor.take(count)
+        return visits, self.data.take([row for _, row in visits])
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"epoch": self.cursor.epoch, "position": self.cursor.position, **self.identity}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        for key, mine in self.identity.items():
+            if state.get(key) != mine:
+                raise DataError(
+                    f"the saved place in the data belongs to other prompts than {self.data.name}: {key} was "
+                    f"{state.get(key)}, is {mine}. Give the same data and seed, or start anew"
+                )
+        self.cursor.epoch, self.cursor.position = int(state["epoch"]), int(state["position"])
+
+
+class _StreamWalk:
+    def __init__(self, data: PromptStream) -> None:
+        self.data = data
+        self.epoch = self.position = 0
+        self._rows: Iterator[tuple[int, dict[str, Any]]] | None = None
+
+    def take(self, count: int) -> tuple[list[tuple[int, int]], Batch]:
+        visits: list[tuple[int, int]] = []
+        rows: list[dict[str, Any]] = []
+        barren = 0
+        while len(rows) < count:
+            if self._rows is None:
+                self._rows = self.data.rows(self.epoch, self.position)
+            number, row = next(self._rows, (-1, {}))
+            if row:
+                visits.append((self.epoch, number))
+                rows.append(row)
+                self.position, barren = number + 1, 0
+                continue
+            barren += 1
+            if barren == 2:
+                raise DataError(
+                    f"{self.data.name} gives no prompts: it is empty, can be read only once, or all are dropped"
+                )
+            self.epoch, self.position, self._rows = self.epoch + 1, 0, None
+        return visits, Batch.from_rows(rows)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"epoch": self.epoch, "position": self.position, "stream": True}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        if not state.get("stream"):
+            raise DataError(f"the saved place belongs to a data set with a length, {self.data.name} is a stream")
+        self.epoch, self.position, self._rows = int(state["epoch"]), int(state["position"]), None

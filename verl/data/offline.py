@@ -1,0 +1,286 @@
+"""Recorded data for offline training: preference pairs, labelled responses, demonstrations, past experience.
+
+Recognised by their columns (TRL's and verl's names; a response is a text or messages):
+
+    pairs           `chosen` and `rejected`, with `prompt` or with a common beginning
+    labels          `prompt`, `completion` or `response`, and `label`
+    demonstrations  `prompt` and `completion` or `response`; or `messages` that end with the assistant
+    experience      `prompt_tokens` and `response_tokens`, as a run records it
+
+All become one `Batch`; a pair is a group of two rows, the chosen one (label 1) before the rejected one (label 0).
+"""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pyarrow.parquet as pq
+
+from verl.batch import Batch
+from verl.data.files import SUFFIXES, inside, read_rows
+from verl.data.loader import Cursor
+from verl.data.prompts import PromptForm, content_text, is_messages, plain, to_batch
+from verl.data.tokenize import PromptTokenizer, Truncation, render
+from verl.errors import ConfigError, DataError
+
+_RESPONSES = ("completion", "response")
+
+
+class OfflineDatasetLoader:
+    """Offline data as a whole (`batch`) and in batches of whole groups without end, resumable exactly.
+
+    Args:
+        source: a path (`read_rows`), or a list or data set of mappings.
+        tokenizer: adds `prompt_tokens`, `response_tokens` and `response_mask`; `tokenize` does that later.
+        batch_size: groups in a batch that iteration gives (a pair is one group).
+        system_prompt: starts each chat that has none.
+        max_prompt_length, truncation: as for prompts; a dropped prompt takes its whole group along.
+        max_response_length: longer responses lose their end, and are counted in `counts`.
+
+    `kind` is "pairs", "labels", "demonstrations" or "experience".
+
+    Raises:
+        DataError: no rows, or a row is not of the kind of the first; the message has its number.
+    """
+
+    def __init__(
+        self,
+        source: Any,
+        tokenizer: Any = None,
+        *,
+        batch_size: int = 32,
+        seed: int = 0,
+        shuffle: bool = True,
+        system_prompt: str | None = None,
+        max_prompt_length: int | None = None,
+        max_response_length: int | None = None,
+        truncation: Truncation = "error",
+    ) -> None:
+        if batch_size < 1:
+            raise ConfigError(f"batch_size must be at least 1, not {batch_size}")
+        self.batch_size, self.seed, self.shuffle = batch_size, seed, shuffle
+        self.max_prompt_length, self.max_response_length = max_prompt_length, max_response_length
+        self.truncation: Truncation = truncation
+        self.counts: Counter[str] = Counter()
+        name = str(source) if isinstance(source, str | Path) else type(source).__name__
+        self.kind, self.batch = _read(source, name, PromptForm(system_prompt=system_prompt))
+        self._begin()
+        if tokenizer is not None:
+            self.tokenize(tokenizer)
+
+    def tokenize(self, tokenizer: Any) -> None:
+        """Add the token columns, except to experience, which has them. Iteration starts anew."""
+        if self.kind == "experience":
+            return
+        encode = PromptTokenizer(tokenizer, max_prompt_length=self.max_prompt_length, truncation=self.truncation)
+        bare = self.batch.drop(["response_tokens", "response_mask"])
+        kept = encode(bare)
+        if not len(kept):
+            raise DataError(f"every prompt is longer than {self.max_prompt_length} tokens; none is left")
+        responses = [_encode_response(tokenizer, row) for row in kept.rows()]
+        limit = self.max_response_length
+        self.counts = encode.counts
+        self.counts["responses_truncated"] = sum(limit is not None and len(tokens) > limit for tokens in responses)
+        responses = [tokens[:limit] for tokens in responses]
+        masks = [[1] * len(tokens) for tokens in responses]
+        self.batch = kept.add({"response_tokens": responses, "response_mask": masks})
+        self._begin()
+
+    def __len__(self) -> int:
+        """Groups in an epoch."""
+        return len(self._groups)
+
+    def __iter__(self) -> Iterator[Batch]:
+        return self
+
+    def __next__(self) -> Batch:
+        visits = self._cursor.take(self.batch_size)
+        rows = [(epoch, row) for epoch, group in visits for row in self._groups[group]]
+        batch = self.batch.take([row for _, row in rows])
+        ids, groups = batch["id"], batch["group"]
+        # A group that two epochs bring into one batch must not become a group of four.
+        names = {
+            "id": [f"e{epoch}.{name}" for (epoch, _), name in zip(rows, ids, strict=True)],
+            "group": [f"e{epoch}.{name}" for (epoch, _), name in zip(rows, groups, strict=True)],
+        }
+        return batch.drop(names).add(names)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"epoch": self._cursor.epoch, "position": self._cursor.position, **self._identity()}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on where `state_dict` was taken.
+
+        Raises:
+            DataError: the state belongs to other data, or to another seed or order.
+        """
+        for key, mine in self._identity().items():
+            if state.get(key) != mine:
+                raise DataError(f"the saved place belongs to other data: {key} was {state.get(key)}, is {mine}")
+        self._cursor.epoch, self._cursor.position = int(state["epoch"]), int(state["position"])
+
+    def _identity(self) -> dict[str, Any]:
+        return {"groups": len(self), "kind": self.kind, "seed": self.seed, "shuffle": self.shuffle}
+
+    def _begin(self) -> None:
+        self._groups = self.batch.group_indices()
+        self._cursor = Cursor(len(self._groups), seed=self.seed, shuffle=self.shuffle)
+
+
+@dataclass(frozen=True, slots=True)
+class _Reader:
+    kind: str
+    form: PromptForm
+    name: str
+
+    def rows(self, number: int, value: Any) -> list[dict[str, Any]]:
+        where = f"{self.name}, row {number}"
+        fields = _fields(value, where)
+        if _kind(fields) != self.kind:
+            raise DataError(f"{where} is no row of {self.kind} like those before it: its columns are {sorted(fields)}")
+        if self.kind == "experience":
+            return [{"id": str(number), "group": str(number), **{k: v for k, v in fields.items() if v is not None}}]
+        if self.kind == "pairs":
+            chosen, rejected = fields.pop("chosen"), fields.pop("rejected")
+            prompt = fields.pop("prompt", None)
+            prompt, (chosen, rejected) = _split_pair(prompt, chosen, rejected, where)
+            shared = self.form.row({"prompt": prompt, **fields}, where)
+            return [
+                {"id": f"{number}/{i}", "group": f"{number}", **shared, **_response(text, where), "label": label}
+                for i, (text, label) in enumerate(((chosen, 1.0), (rejected, 0.0)))
+            ]
+        row: dict[str, Any] = {"id": str(number), "group": str(number)}
+        if self.kind == "labels":
+            row["label"] = _label(fields.pop("label"), where)
+        if fields.get("prompt") is None:
+            messages = fields.pop("messages")
+            fields["prompt"], response = messages[:-1], messages[-1:]
+        else:
+            name = next(name for name in _RESPONSES if fields.get(name) is not None)
+            response = fields.pop(name)
+        return [{**row, **self.form.row(fields, where), **_response(response, where)}]
+
+
+def _read(source: Any, name: str, form: PromptForm) -> tuple[str, Batch]:
+    if isinstance(source, str | Path):
+        recorded = _recorded(Path(source))
+        if recorded is not None:
+            return "experience", recorded
+        values = read_rows(source)
+    else:
+        values = (source[index] for index in range(len(source)))
+    reader, rows = None, []
+    for number, value in enumerate(values):
+        if reader is None:
+            kind = _kind(_fields(value, f"{name}, row {number}"))
+            if kind is None:
+                raise DataError(
+                    f"{name}: columns {sorted(value)} are none of pairs, labels, demonstrations, experience"
+                )
+            reader = _Reader(kind, form, name)
+        rows += reader.rows(number, value)
+    if reader is None:
+        raise DataError(f"{name}: the data set is empty")
+    return reader.kind, to_batch(rows, name)
+
+
+def _recorded(path: Path) -> Batch | None:
+    """Experience in Parquet keeps its Arrow types."""
+    if path.is_dir():
+        files = [inside(path, entry.name) for entry in sorted(path.iterdir()) if entry.suffix in SUFFIXES]
+    else:
+        files = [path]
+    if not files or any(file.suffix != ".parquet" or not file.is_file() for file in files):
+        return None
+    try:
+        columns = pq.read_schema(files[0]).names
+    except (OSError, ValueError):
+        return None  # the reader of rows says what is wrong
+    if not {"prompt_tokens", "response_tokens"} <= set(columns):
+        return None
+    batch = Batch.concat(Batch.from_parquet(file) for file in files)
+    numbers = [str(number) for number in range(len(batch))]
+    return batch.add({name: numbers for name in ("id", "group") if name not in batch})
+
+
+def _kind(fields: Mapping[str, Any]) -> str | None:
+    has = {name for name, value in fields.items() if value is not None}
+    if {"prompt_tokens", "response_tokens"} <= has:
+        return "experience"
+    if {"chosen", "rejected"} <= has:
+        return "pairs"
+    if "prompt" in has and has.intersection(_RESPONSES):
+        return "labels" if "label" in has else "demonstrations"
+    messages = fields.get("messages")
+    if is_messages(messages) and len(messages or ()) > 1 and messages[-1]["role"] == "assistant":  # type: ignore[index]
+        return "labels" if "label" in has else "demonstrations"
+    return None
+
+
+def _fields(value: Any, where: str) -> dict[str, Any]:
+    if not isinstance(value, Mapping):
+        raise DataError(f"{where} is a {type(value).__name__}, not a mapping of columns")
+    return {str(key): plain(item) for key, item in value.items()}
+
+
+def _split_pair(prompt: Any, chosen: Any, rejected: Any, where: str) -> tuple[Any, tuple[Any, Any]]:
+    """Prompt and responses of a pair that may repeat the prompt in both, or have it only there."""
+    if is_messages(chosen) and is_messages(rejected):
+        if chosen[0]["role"] == "assistant":
+            if prompt is None:
+                raise DataError(f"{where} has no prompt: neither a column of that name nor messages before the reply")
+            return prompt, (chosen, rejected)
+        shared = 0
+        while shared < min(len(chosen), len(rejected)) - 1 and chosen[shared] == rejected[shared]:
+            shared += 1
+        return chosen[:shared], (chosen[shared:], rejected[shared:])
+    if isinstance(chosen, str) and isinstance(rejected, str):
+        if prompt is not None:
+            return prompt, (chosen, rejected)
+        # A word is not divided: the prompt ends before the last space of what both begin with.
+        end = 0
+        for place, (mine, other) in enumerate(zip(chosen, rejected, strict=False)):
+            if mine != other:
+                break
+            end = place if mine.isspace() else end
+        return chosen[:end], (chosen[end:], rejected[end:])
+    raise DataError(f"{where}: chosen and rejected must both be texts or both be messages")
+
+
+def _response(value: Any, where: str) -> dict[str, Any]:
+    """The reply's text."""
+    if isinstance(value, str):
+        return {"response": value}
+    if not is_messages(value):
+        raise DataError(f"{where}: the response is neither a text nor messages")
+    if len(value) == 1 and value[0]["role"] == "assistant":
+        return {"response": content_text(value[0])}
+    raise DataError(
+        f"{where}: the response must be one message of the assistant; put what comes before it into the prompt"
+    )
+
+
+def _label(value: Any, where: str) -> float:
+    if isinstance(value, bool) or value in (0, 1):
+        return float(value)
+    raise DataError(f"{where}: label is true or false (1 or 0), not {value!r}")
+
+
+def _encode_response(tokenizer: Any, row: Mapping[str, Any]) -> list[int]:
+    """Tokens of the reply and its end: as the chat template writes it after a chat, else the text and EOS."""
+    eos = tokenizer.eos_token_id
+    if row.get("messages") is not None:
+        messages = json.loads(row["messages"])
+        before = render(tokenizer, messages)
+        whole = render(tokenizer, [*messages, {"role": "assistant", "content": row["response"]}], reply=False)
+        if whole.startswith(before):
+            tokens = list(tokenizer(whole[len(before) :], add_special_tokens=False)["input_ids"])
+            # What the template writes after the end of the turn is never generated.
+            return tokens[: len(tokens) - tokens[::-1].index(eos)] if eos in tokens else tokens
+    tokens = list(tokenizer(row["response"], add_special_tokens=False)["input_ids"])
+    return tokens if eos is None or tokens[-1:] == [eos] else [*tokens, eos]

@@ -1,0 +1,327 @@
+"""Prompts from wherever they are: a path, a data set object, a list, a stream, a procedural task.
+
+Columns are recognised by shape. The prompt is a string (tokenised as it is), a list of messages (goes through
+the chat template) or a list of token ids (passes through). All other columns travel along untouched, for
+rewards: verl's (`data_source`, `reward_model`, `extra_info`), TRL's (anything), yours. A column whose name
+the system needs for itself is kept as `user.<name>`; rewards see it under its own name again.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+
+from verl.batch import SCHEMA, Batch
+from verl.data.files import read_rows
+from verl.data.tasks import task_rows
+from verl.errors import DataError, nearest
+
+PROMPT_COLUMNS = ("prompt", "messages", "prompt_tokens", "question", "problem")
+USER_PREFIX = "user."
+#: Names that the system fills in itself, so that a user's column of that name has to step aside.
+_RESERVED = frozenset(SCHEMA) - {"task"}
+
+
+class PromptDataset:
+    """Prompts in memory: a `Batch` with `prompt`, `messages` (JSON) or `prompt_tokens`, and the user's columns."""
+
+    def __init__(self, batch: Batch, name: str = "prompts") -> None:
+        if not len(batch):
+            raise DataError(f"{name}: the set of prompts is empty")
+        self.batch = batch
+        self.name = name
+
+    def __len__(self) -> int:
+        return len(self.batch)
+
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        return self.batch.row(range(len(self))[index])
+
+    def take(self, rows: Sequence[int]) -> Batch:
+        return self.batch.take(rows)
+
+    def head(self, count: int) -> PromptDataset:
+        return PromptDataset(self.batch.slice(0, count), self.name)
+
+    def texts(self) -> list[str]:
+        """What is asked, row by row, without system messages and surrounding space: what makes prompts equal."""
+        return [prompt_text(row) for row in self.batch.select(("prompt", "messages", "prompt_tokens")).rows()]
+
+    def fingerprint(self) -> str:
+        """Sixteen hex digits over all prompts in order: a cursor belongs to one data set."""
+        digest = hashlib.sha256()
+        for text in self.texts():
+            digest.update(text.encode("utf-8", "surrogatepass") + b"\0")
+        return digest.hexdigest()[:16]
+
+
+class PromptStream:
+    """Prompts read one after another from an iterable that has no length and is not shuffled here.
+
+    The source is iterated anew each epoch (after `set_epoch(epoch)`, where it has that) and must repeat itself:
+    resuming skips the rows that were consumed.
+    """
+
+    def __init__(
+        self,
+        source: Iterable[Any],
+        form: PromptForm,
+        name: str = "stream",
+        prepare: Callable[[Batch, int], Batch] | None = None,
+    ) -> None:
+        self.source = source
+        self.form = form
+        self.name = name
+        self.prepare = prepare
+
+    def rows(self, epoch: int, start: int = 0) -> Iterator[tuple[int, dict[str, Any]]]:
+        """Row numbers and rows from number `start` on; a row that `prepare` drops is left out."""
+        if hasattr(self.source, "set_epoch"):
+            self.source.set_epoch(epoch)
+        for number, value in enumerate(self.source):
+            if number < start:
+                continue
+            row = self.form.row(value, f"{self.name}, row {number}")
+            if self.prepare is None:
+                yield number, row
+            else:
+                for prepared in self.prepare(Batch.from_rows([row]), number).rows():
+                    yield number, prepared
+
+
+@dataclass(frozen=True, slots=True)
+class PromptForm:
+    """How a row of a data set becomes a prompt.
+
+    `template` is a text with `{prompt}` in the prompt's place; other columns may stand in it by name. It is applied
+    to a string, or to the last message of a chat. `system_prompt` starts each chat; a string becomes a chat's
+    user message if `chat` is set or there is a system prompt, and else stays as it is.
+    """
+
+    prompt_column: str | None = None
+    template: str | None = None
+    system_prompt: str | None = None
+    chat: bool = False
+
+    def row(self, value: Any, where: str) -> dict[str, Any]:
+        """The row as the system keeps it. `where` begins an error's message."""
+        fields = _as_mapping(value, where)
+        name = self._column(fields, where)
+        prompt = fields.pop(name)
+        kept = {(USER_PREFIX + key if key in _RESERVED else key): plain(item) for key, item in fields.items()}
+        return {**self._prompt(plain(prompt), fields, f"{where}: column '{name}'"), **kept}
+
+    def _column(self, fields: Mapping[str, Any], where: str) -> str:
+        names = (self.prompt_column,) if self.prompt_column else PROMPT_COLUMNS
+        for name in names:
+            if fields.get(name) is not None:
+                return name
+        if self.prompt_column:
+            raise DataError(f"{where} has no prompt in '{self.prompt_column}': {nearest(self.prompt_column, fields)}")
+        raise DataError(f"{where} has no prompt: none of {', '.join(names)} among its columns {sorted(fields)}")
+
+    def _prompt(self, prompt: Any, fields: Mapping[str, Any], where: str) -> dict[str, Any]:
+        if isinstance(prompt, str):
+            text = self._fill(prompt, fields, where)
+            if not text:
+                raise DataError(f"{where} is an empty prompt")
+            if not self.chat and self.system_prompt is None:
+                return {"prompt": text}
+            return {"messages": self._dump([{"role": "user", "content": text}], where)}
+        if is_messages(prompt):
+            last = prompt[-1]
+            if self.template is not None:
+                prompt = [*prompt[:-1], {**last, "content": self._fill(content_text(last), fields, where)}]
+            return {"messages": self._dump(prompt, where)}
+        if isinstance(prompt, list) and all(type(token) is int for token in prompt):
+            if not prompt:
+                raise DataError(f"{where} is an empty prompt")
+            return {"prompt_tokens": prompt}
+        raise DataError(f"{where} is neither a text, nor messages with role and content, nor token ids")
+
+    def _fill(self, prompt: str, fields: Mapping[str, Any], where: str) -> str:
+        if self.template is None:
+            return prompt
+        try:
+            return self.template.format_map({**fields, "prompt": prompt})
+        except KeyError as error:
+            hint = nearest(str(error.args[0]), fields)
+            raise DataError(f"{where}: the prompt template names {error}, which the row lacks: {hint}") from error
+
+    def _dump(self, messages: list[dict[str, Any]], where: str) -> str:
+        # Arrow fills in null for a key that only other messages have.
+        messages = [{key: item for key, item in message.items() if item is not None} for message in messages]
+        if self.system_prompt is not None and messages[0]["role"] != "system":
+            messages = [{"role": "system", "content": self.system_prompt}, *messages]
+        try:
+            return json.dumps(messages, ensure_ascii=False)
+        except TypeError as error:
+            raise DataError(f"{where} is a chat with content that is no text: {error}") from error
+
+
+def load_prompts(
+    source: Any,
+    *,
+    prompt_column: str | None = None,
+    template: str | None = None,
+    system_prompt: str | None = None,
+    chat: bool | None = None,
+    limit: int | None = None,
+) -> PromptDataset:
+    """Prompts from `source`, in memory. (Data without a length: `stream_prompts`.)
+
+    Args:
+        source: a JSONL, JSON or Parquet path, or a directory (`read_rows`); `{"path": PATH}`; a procedural task
+            `{"task": NAME, "size": N, "seed": S, ...}` (`task_rows`); a torch or Hugging Face data set; a list of
+            strings, chats, token ids or mappings.
+        prompt_column: where the prompt is; found by itself among `PROMPT_COLUMNS` if not given.
+        template, system_prompt, chat: see `PromptForm`. A task's question is a chat unless `chat` is False.
+        limit: take only the first rows.
+
+    Raises:
+        DataError: no such file, a broken line, no or an empty prompt (by row), columns of mixed types, or no rows.
+    """
+    is_task = isinstance(source, Mapping) and "task" in source
+    form = PromptForm(prompt_column, template, system_prompt, is_task if chat is None else chat)
+    if isinstance(source, Mapping) and not is_task:
+        if "path" not in source:
+            raise DataError(f"a mapping as data needs a task or a path; it has {sorted(map(str, source))}")
+        source = source["path"]
+    name = str(source) if isinstance(source, str | Path) else type(source).__name__
+    if is_task:
+        name, values = f"task {source['task']}", iter(task_rows(source))
+    elif isinstance(source, str | Path):
+        values = read_rows(source)
+    elif is_messages(source):
+        values = iter([source])
+    elif hasattr(source, "__len__") and hasattr(source, "__getitem__"):
+        values = (source[index] for index in range(len(source)))
+    elif isinstance(source, Iterable):
+        raise DataError(f"a {name} has no length: read it with stream_prompts, or make a list of it")
+    else:
+        raise DataError(f"prompts cannot be read from a {name}: give a path, a data set, a list or a task")
+    rows = []
+    for number, value in enumerate(values):
+        if number == limit:
+            break
+        rows.append(form.row(value, f"{name}, row {number}"))
+    return PromptDataset(to_batch(rows, name), name)
+
+
+def stream_prompts(
+    source: Iterable[Any],
+    *,
+    prompt_column: str | None = None,
+    template: str | None = None,
+    system_prompt: str | None = None,
+    chat: bool = False,
+) -> PromptStream:
+    """Prompts of an iterable that may have no end: a torch or Hugging Face `IterableDataset`, a MosaicML
+    `StreamingDataset`. Rows and options are those of `load_prompts`."""
+    return PromptStream(source, PromptForm(prompt_column, template, system_prompt, chat), type(source).__name__)
+
+
+def check_disjoint(
+    train: PromptDataset, held_out: PromptDataset, *, on_overlap: str = "drop"
+) -> tuple[PromptDataset, int]:
+    """The held-out prompts that do not occur in training, and how many did. Compared are `PromptDataset.texts`.
+
+    Raises:
+        DataError: prompts occur in both and `on_overlap` is "error", or none is left.
+    """
+    if on_overlap not in ("drop", "error"):
+        raise DataError(f"on_overlap is 'drop' or 'error', not '{on_overlap}'")
+    seen = set(train.texts())
+    keep = [text not in seen for text in held_out.texts()]
+    overlap = keep.count(False)
+    if not overlap:
+        return held_out, 0
+    first = keep.index(False)
+    found = f"{overlap} of {len(keep)} held-out prompts of {held_out.name} occur in training ({train.name})"
+    if on_overlap == "error":
+        raise DataError(f"{found}, the first in row {first}: {held_out.texts()[first][:200]!r}")
+    if not any(keep):
+        raise DataError(f"{found}: nothing is left to evaluate on. Give other held-out problems")
+    return PromptDataset(held_out.batch.filter(keep), held_out.name), overlap
+
+
+def to_batch(rows: Sequence[Mapping[str, Any]], name: str) -> Batch:
+    """Rows as a table; an error names the column that mixes types, and where."""
+    try:
+        return Batch.from_rows(rows)
+    except DataError as error:
+        for column in dict.fromkeys(key for row in rows for key in row):
+            _check_column(column, rows, name)
+        raise DataError(f"{name}: {error}") from error
+
+
+def _check_column(column: str, rows: Sequence[Mapping[str, Any]], name: str) -> None:
+    values = [row.get(column) for row in rows]
+    try:
+        pa.array(values)
+    except (pa.ArrowInvalid, pa.ArrowTypeError, pa.ArrowNotImplementedError):
+        first = next(value for value in values if value is not None)
+        for number, value in enumerate(values):
+            try:
+                pa.array([first, value])
+            except (pa.ArrowInvalid, pa.ArrowTypeError, pa.ArrowNotImplementedError) as error:
+                raise DataError(
+                    f"{name}: column '{column}' mixes types: row {number} does not fit the rows before it "
+                    f"({str(error)[:200]}). Make them one type, such as text"
+                ) from error
+
+
+def prompt_text(row: Mapping[str, Any]) -> str:
+    """The text of a row's prompt, system messages left out; of token ids, the ids."""
+    if row.get("prompt") is not None:
+        return str(row["prompt"]).strip()
+    if row.get("messages") is not None:
+        messages = json.loads(row["messages"])
+        return "\n".join(content_text(m).strip() for m in messages if m["role"] != "system")
+    return " ".join(map(str, row["prompt_tokens"]))
+
+
+def content_text(message: Mapping[str, Any]) -> str:
+    """A message's text; of content in parts, its text parts."""
+    content = message.get("content")
+    if isinstance(content, list):
+        return "".join(str(part.get("text", "")) for part in content if isinstance(part, Mapping))
+    return "" if content is None else str(content)
+
+
+def is_messages(value: Any) -> bool:
+    """Whether this is a chat: a list of mappings that have a role and a content."""
+    return (
+        isinstance(value, Sequence)
+        and not isinstance(value, str)
+        and len(value) > 0
+        and all(isinstance(message, Mapping) and {"role", "content"} <= message.keys() for message in value)
+    )
+
+
+def plain(value: Any) -> Any:
+    """Tensors and arrays as lists, sequences and mappings as lists and dictionaries, all through."""
+    if hasattr(value, "tolist"):
+        value = value.tolist()
+    if isinstance(value, Mapping):
+        return {str(key): plain(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [plain(item) for item in value]
+    return value
+
+
+def _as_mapping(value: Any, where: str) -> dict[str, Any]:
+    if isinstance(value, Mapping):
+        return {str(key): item for key, item in value.items()}
+    value = plain(value)
+    if isinstance(value, str) or is_messages(value):
+        return {"prompt": value}
+    if isinstance(value, list):
+        return {"prompt_tokens": value}
+    raise DataError(f"{where} is a {type(value).__name__}: a row is a mapping, a text, a chat or token ids")

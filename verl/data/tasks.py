@@ -1,0 +1,118 @@
+"""Problems of `reasoning-gym` as rows, each with all that its verifier needs.
+
+Some tasks' problems depend on Python's hash seed; to see the same ones again, fix PYTHONHASHSEED for those.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import itertools
+import json
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from verl.errors import ConfigError, DataError, nearest
+
+#: The column that carries a problem to its verifier.
+TASK_COLUMN = "reasoning_gym"
+_DRAWS_PER_ROW = 50
+
+
+def task_rows(spec: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
+    """Rows of `{"task": NAME, "size": N, "seed": S, "split": "train" | "eval", "holdout": 0.2, **task options}`.
+
+    Problem `i` is the task's own number `i` under this seed. (The tasks draw problem `i` of seed `s` from `s + i`:
+    neighbouring seeds share nearly all problems.) With a split, a problem belongs to "eval" if the hash of its
+    question falls in the held-out share: the two splits are disjoint whatever sizes and seeds, and problems are
+    drawn until `size` of the split are there. Held-out problems never repeat.
+
+    Raises:
+        ConfigError: reasoning-gym is not installed, or the task, an option or the split is unknown.
+        DataError: the task has too few distinct problems for the split.
+    """
+    settings = dict(spec)
+    task, size, seed = str(settings.pop("task")), int(settings.pop("size", 500)), int(settings.pop("seed", 0))
+    split, holdout = settings.pop("split", None), float(settings.pop("holdout", 0.2))
+    if split not in (None, "train", "eval") or not 0 < holdout < 1 or size < 1:
+        raise ConfigError(f"task {task}: split is train or eval, holdout within 0 and 1, size at least 1")
+    problems = make_task(task, seed=seed, size=size, **settings)
+    draws = range(size) if split is None else range(size * _DRAWS_PER_ROW)
+    entries: Iterator[Any] = (problems[index] for index in draws)
+    if split is not None:
+        entries = (entry for entry in entries if _held_out(entry["question"], holdout) == (split == "eval"))
+    if split == "eval":
+        entries = _distinct(entries)
+    count = 0
+    for entry in itertools.islice(entries, size):
+        yield _row(task, settings, entry)
+        count += 1
+    if count < size:
+        raise DataError(
+            f"task {task} gave only {count} {'distinct ' if split == 'eval' else ''}problems for split '{split}' in "
+            f"{len(draws)} draws, not {size}: ask for fewer, or widen the task's options"
+        )
+
+
+def make_task(task: str, *, seed: int = 0, size: int = 1, **options: Any) -> Any:
+    """The procedural data set `task` of reasoning-gym, imported only now."""
+    try:
+        import reasoning_gym
+        from reasoning_gym.factory import DATASETS
+    except ImportError as error:
+        raise ConfigError(f"task '{task}' needs reasoning-gym: pip install 'verl[task]'") from error
+    if task not in DATASETS:
+        raise ConfigError(f"there is no task '{task}': {nearest(task, DATASETS)}")
+    try:
+        return reasoning_gym.create_dataset(task, seed=seed, size=size, **options)
+    except (TypeError, AssertionError, ValueError) as error:
+        known = vars(DATASETS[task][1]())
+        wrong = next((name for name in options if name not in known), None)
+        hint = f"no option '{wrong}': {nearest(wrong, known)}" if wrong else str(error)
+        raise ConfigError(f"task {task}: {hint}") from error
+
+
+def decode_problem(text: str) -> tuple[str, dict[str, Any], dict[str, Any]]:
+    """Name, options and entry out of a row's `TASK_COLUMN`."""
+    content = _untag(json.loads(text))
+    return content["task"], content["options"], content["entry"]
+
+
+def _row(task: str, options: Mapping[str, Any], entry: Mapping[str, Any]) -> dict[str, Any]:
+    content = _tag({"task": task, "options": dict(options), "entry": dict(entry)})
+    return {
+        "question": entry["question"],
+        "data_source": f"reasoning_gym/{task}",
+        "reward_model": {"style": "rule", "ground_truth": str(entry["answer"])},
+        TASK_COLUMN: json.dumps(content, default=str),
+    }
+
+
+def _tag(value: Any) -> Any:
+    """JSON has no tuples, and some verifiers compare with them."""
+    if isinstance(value, dict):
+        return {key: _tag(item) for key, item in value.items()}
+    if isinstance(value, tuple):
+        return {"__tuple__": [_tag(item) for item in value]}
+    return [_tag(item) for item in value] if isinstance(value, list) else value
+
+
+def _untag(value: Any) -> Any:
+    if isinstance(value, dict):
+        if value.keys() == {"__tuple__"}:
+            return tuple(_untag(item) for item in value["__tuple__"])
+        return {key: _untag(item) for key, item in value.items()}
+    return [_untag(item) for item in value] if isinstance(value, list) else value
+
+
+def _held_out(question: str, share: float) -> bool:
+    digest = hashlib.sha256(question.strip().encode()).digest()
+    return int.from_bytes(digest[:8], "big") < share * 2**64
+
+
+def _distinct(entries: Iterator[Any]) -> Iterator[Any]:
+    seen: set[str] = set()
+    for entry in entries:
+        text = entry["question"].strip()
+        if text not in seen:
+            seen.add(text)
+            yield entry

@@ -1,0 +1,151 @@
+"""Prompts to token ids: a string as it is, messages through the chat template, ids as they are."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from collections.abc import Sequence
+from typing import Any, Literal, get_args, overload
+
+from verl.batch import Batch
+from verl.data.prompts import PromptDataset, PromptStream
+from verl.errors import ConfigError, DataError
+
+Truncation = Literal["left", "right", "drop", "error"]
+
+
+class PromptTokenizer:
+    """Adds `prompt_tokens` to rows and applies a policy to prompts of more than `max_prompt_length` tokens.
+
+    Args:
+        truncation: "left" cuts the beginning off and keeps the end, "right" cuts the end off, "drop" leaves the row
+            out, "error" refuses the data.
+
+    `counts` sums up what was done: "rows", "truncated", "dropped", and "longest" (tokens, before the policy).
+    """
+
+    def __init__(
+        self, tokenizer: Any, *, max_prompt_length: int | None = None, truncation: Truncation = "error"
+    ) -> None:
+        if truncation not in get_args(Truncation):
+            raise ConfigError(f"truncation is one of {', '.join(get_args(Truncation))}, not '{truncation}'")
+        if max_prompt_length is not None and max_prompt_length < 1:
+            raise ConfigError(f"max_prompt_length must be at least 1, not {max_prompt_length}")
+        self.tokenizer = tokenizer
+        self.max_prompt_length = max_prompt_length
+        self.truncation = truncation
+        self.counts: Counter[str] = Counter(rows=0, truncated=0, dropped=0, longest=0)
+
+    def __call__(self, batch: Batch, first_row: int = 0) -> Batch:
+        """The rows with `prompt_tokens`; those that the policy drops are gone. Rows are named from `first_row` on.
+
+        Raises:
+            DataError: a prompt is empty, over-long under the policy "error", or there is no chat template.
+        """
+        tokens = encode_prompts(self.tokenizer, batch, first_row)
+        limit = self.max_prompt_length
+        self.counts["rows"] += len(tokens)
+        self.counts["longest"] = max([self.counts["longest"], *map(len, tokens)])
+        long = [row for row, ids in enumerate(tokens) if limit is not None and len(ids) > limit]
+        keep = range(len(tokens))
+        if long and limit is not None:
+            if self.truncation == "error":
+                raise DataError(
+                    f"{len(long)} of {len(tokens)} prompts are longer than {limit} tokens, the first in row "
+                    f"{first_row + long[0]} with {len(tokens[long[0]])}: raise max_prompt_length, or set truncation "
+                    "to left, right or drop"
+                )
+            if self.truncation == "drop":
+                self.counts["dropped"] += len(long)
+                keep = sorted(set(keep).difference(long))  # type: ignore[assignment]
+            else:
+                self.counts["truncated"] += len(long)
+                cut = slice(-limit, None) if self.truncation == "left" else slice(limit)
+                for row in long:
+                    tokens[row] = tokens[row][cut]
+        bare = batch.drop(["prompt_tokens"]).take(keep)
+        return bare.add({"prompt_tokens": [tokens[row] for row in keep]})
+
+
+@overload
+def tokenize_prompts(
+    data: PromptDataset, tokenizer: Any, *, max_prompt_length: int | None = None, truncation: Truncation = "error"
+) -> tuple[PromptDataset, Counter[str]]: ...
+
+
+@overload
+def tokenize_prompts(
+    data: PromptStream, tokenizer: Any, *, max_prompt_length: int | None = None, truncation: Truncation = "error"
+) -> tuple[PromptStream, Counter[str]]: ...
+
+
+def tokenize_prompts(
+    data: PromptDataset | PromptStream,
+    tokenizer: Any,
+    *,
+    max_prompt_length: int | None = None,
+    truncation: Truncation = "error",
+) -> tuple[PromptDataset | PromptStream, Counter[str]]:
+    """The prompts with `prompt_tokens`, and the counts of `PromptTokenizer` (of a stream: they grow as it is read).
+
+    Raises:
+        DataError: see `PromptTokenizer`; or no prompt is left.
+    """
+    encode = PromptTokenizer(tokenizer, max_prompt_length=max_prompt_length, truncation=truncation)
+    if isinstance(data, PromptStream):
+        return PromptStream(data.source, data.form, data.name, encode), encode.counts
+    try:
+        batch = encode(data.batch)
+    except DataError as error:
+        raise DataError(f"{data.name}: {error}") from error
+    if not len(batch):
+        raise DataError(f"{data.name}: every prompt is longer than {max_prompt_length} tokens; none is left")
+    return PromptDataset(batch, data.name), encode.counts
+
+
+def encode_prompts(tokenizer: Any, batch: Batch, first_row: int = 0) -> list[list[int]]:
+    """Token ids of each row's prompt.
+
+    Raises:
+        DataError: a prompt is empty (by row), or there is no chat template.
+    """
+    rows = batch.select(("prompt_tokens", "prompt", "messages")).rows()
+    tokens: list[list[int]] = []
+    plain: dict[int, str] = {}
+    rendered: dict[int, str] = {}
+    for row, fields in enumerate(rows):
+        tokens.append(fields.get("prompt_tokens") or [])
+        if fields.get("prompt_tokens") is None and fields.get("prompt") is not None:
+            plain[row] = fields["prompt"]
+        elif fields.get("prompt_tokens") is None and fields.get("messages") is not None:
+            rendered[row] = render(tokenizer, json.loads(fields["messages"]))
+    for texts, special_tokens in ((plain, True), (rendered, False)):
+        if texts:
+            encoded = tokenizer(list(texts.values()), add_special_tokens=special_tokens)["input_ids"]
+            for row, ids in zip(texts, encoded, strict=True):
+                tokens[row] = list(ids)
+    for row, ids in enumerate(tokens):
+        if not ids or plain.get(row) == "":
+            raise DataError(f"row {first_row + row} has an empty prompt: remove the row")
+    return tokens
+
+
+def render(tokenizer: Any, messages: Sequence[Any], *, reply: bool = True) -> str:
+    """A chat as the template writes it, up to where the reply begins; a last message that the assistant has begun
+    goes on. With `reply` false: the finished chat, nothing added.
+
+    Raises:
+        DataError: the tokenizer has no chat template, or the template refuses the chat.
+    """
+    if not getattr(tokenizer, "chat_template", None):
+        raise DataError(
+            "the prompts are chats, but the tokenizer has no chat template: give plain text, or another tokenizer"
+        )
+    begun = reply and messages[-1]["role"] == "assistant"
+    try:
+        text = tokenizer.apply_chat_template(
+            messages, tokenize=False, add_generation_prompt=reply and not begun, continue_final_message=begun
+        )
+    except Exception as error:  # a template is a program of its own: it raises what its author chose
+        raise DataError(f"the chat template cannot render {str(messages)[:200]}: {error}") from error
+    return str(text)

@@ -1,0 +1,458 @@
+"""The executor of graphs: every way of training runs through `run`.
+
+A row-wise node works on the groups that are finished while the source is still at slow ones. How rows are cut into
+calls is fixed by the graph and the order of the sample ids, and what comes back is put together in that order: the
+clock decides when a node runs, never what it computes on.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+import math
+import time
+from collections import defaultdict
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Iterator, Sequence
+from contextlib import aclosing, contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+from verl.batch import Batch
+from verl.dataflow import loop
+from verl.dataflow.graph import ANY, Graph, Node
+from verl.dataflow.pieces import Pieces
+from verl.errors import ClusterError, DataError, RolloutError, TrainingError, VerlError
+
+#: Seconds that one call of a node, or the wait for the next sample, may take when nobody says otherwise.
+DEADLINE = 1800.0
+_END = object()
+
+
+@dataclass
+class Timing:
+    """When a node worked, in seconds since the run began; `busy`: while at least one of its calls was running."""
+
+    start: float = 0.0
+    end: float = 0.0
+    busy: float = 0.0
+    calls: int = 0
+    rows: int = 0
+
+
+@dataclass(frozen=True)
+class Result:
+    """What a run gave.
+
+    batch: all rows, in the order of the ids, with all columns; null where a node dropped the row.
+    metrics: of all nodes. Over the calls of one node, names ending in "/max" combine by maximum, in "/count" by sum,
+        others by the mean over rows.
+    timings: by node.
+    """
+
+    batch: Batch
+    metrics: dict[str, float]
+    timings: dict[str, Timing]
+
+
+def run_graph(graph: Graph, batch: Batch, *, deadline: float = DEADLINE) -> Result:
+    """`run` for synchronous code, notebooks included."""
+    return loop.run_sync(run(graph, batch, deadline=deadline))
+
+
+async def run(graph: Graph, batch: Batch, *, deadline: float = DEADLINE) -> Result:
+    """Run a graph on a batch (of prompts, where the graph has a source).
+
+    Args:
+        deadline: seconds for one call of a node that has none of its own.
+
+    Raises:
+        ClusterError: a deadline passed; names the node waited for, stacks of all threads are in the log.
+        VerlError: a node's own, with the node's name; other exceptions of a node become `TrainingError`.
+        DataError: the batch lacks columns, or a node returned other columns or rows than it declares.
+    """
+    return await _Run(graph, batch, deadline).execute()
+
+
+class _Slot:
+    """Held by one node at a time; calls of the node that holds it may overlap (they wait for different things)."""
+
+    def __init__(self) -> None:
+        self._holder = ""
+        self._calls = 0
+        self._changed = asyncio.Condition()
+
+    async def acquire(self, name: str) -> None:
+        async with self._changed:
+            await self._changed.wait_for(lambda: self._calls == 0 or self._holder == name)
+            self._holder = name
+            self._calls += 1
+
+    async def release(self) -> None:
+        async with self._changed:
+            self._calls -= 1
+            self._changed.notify_all()
+
+
+class _Clock:
+    """The timings of the nodes of one run."""
+
+    def __init__(self) -> None:
+        self.began = time.perf_counter()
+        self.timings: dict[str, Timing] = {}
+        self._active: dict[str, int] = defaultdict(int)
+        self._since: dict[str, float] = {}
+
+    @contextmanager
+    def call(self, name: str, rows: int) -> Iterator[None]:
+        now = time.perf_counter() - self.began
+        timing = self.timings.setdefault(name, Timing(start=now))
+        timing.calls += 1
+        timing.rows += rows
+        if self._active[name] == 0:
+            self._since[name] = now
+        self._active[name] += 1
+        try:
+            yield
+        finally:
+            self._active[name] -= 1
+            timing.end = time.perf_counter() - self.began
+            if self._active[name] == 0:
+                timing.busy += timing.end - self._since[name]
+
+
+class _Run:
+    """One run of a graph: a task a node, a task a call of it."""
+
+    def __init__(self, graph: Graph, batch: Batch, deadline: float) -> None:
+        self.graph = graph
+        self.batch = batch
+        self.deadline = deadline
+        self.base = graph.source.name if graph.source else ""
+        _check_inputs(graph, batch)
+        #: for each group its samples to come: id and row of the run's batch
+        self.groups = _plan(graph.source, batch)
+        self.slots: dict[str, _Slot] = defaultdict(_Slot)
+        self.metrics: dict[str, list[tuple[int, dict[str, float]]]] = defaultdict(list)
+        self.jobs: set[loop.Job] = set()
+        self.closing: list[loop.Job] = []
+        self.clock = _Clock()
+
+    async def execute(self) -> Result:
+        producers = dict.fromkeys([self.base, *self.graph.nodes])
+        self.pieces = Pieces(producers, [len(group) for group in self.groups])
+        self.ended = {name: asyncio.get_running_loop().create_future() for name in producers}
+        if self.graph.source is None:
+            self.pieces.deliver("", range(len(self.groups)), range(len(self.batch)), self.batch)
+        tasks = [asyncio.create_task(self._node(self.graph.nodes[name])) for name in self.graph.order]
+        try:
+            await _all(tasks)
+        finally:
+            await self._settle()
+        return Result(self.pieces.everything(), self._metrics(), self.clock.timings)
+
+    async def _settle(self) -> None:
+        """Sources are closed, and after a failure a running call comes to its end, before anybody hears of it."""
+        running = [job for job in self.jobs if not job.result.cancel()]
+        waits = [asyncio.wrap_future(job.result) for job in [*running, *self.closing]]
+        if waits:
+            done, _ = await asyncio.wait(waits, timeout=self.deadline)
+            for future in done:
+                future.exception()
+
+    def _metrics(self) -> dict[str, float]:
+        out: dict[str, float] = {}
+        for name in self.graph.order:
+            for key, value in _combined(self.metrics[name]).items():
+                if key in out:
+                    raise DataError(f"metric '{key}' of node '{name}' has been given by an earlier node already")
+                out[key] = value
+        return out
+
+    async def _node(self, node: Node) -> None:
+        if node.kind == "batch":
+            await asyncio.gather(*(asyncio.shield(self.ended[name]) for name in self.graph.needs[node.name]))
+        if node.kind == "source":
+            await self._source(node)
+        else:
+            total = max(len(self.groups), 1)
+            step = node.groups if node.kind == "rows" and node.groups else total
+            cuts = [range(start, min(start + step, len(self.groups))) for start in range(0, total, step)]
+            await _all([asyncio.create_task(self._chunk(node, groups)) for groups in cuts])
+        self.ended[node.name].set_result(None)
+
+    async def _chunk(self, node: Node, groups: range) -> None:
+        """One call of a node: wait for what it reads, run it, deliver what it wrote."""
+        rows, given = await self._given(node, groups)
+        if not rows and node.inputs:
+            if node.kind == "batch":
+                raise DataError(f"no row is left for node '{node.name}'")
+            self.pieces.deliver(node.name, groups, [], Batch.from_columns({}))
+            return
+        slot = self.slots[node.slot]
+        await slot.acquire(node.name)
+        try:
+            value = await self._call(node, given, len(rows))
+        finally:
+            await slot.release()
+        kept, columns = _written(node, given, self._accept(node, value, len(rows)))
+        self.pieces.deliver(node.name, groups, [rows[at] for at in kept], columns)
+
+    async def _given(self, node: Node, groups: range) -> tuple[list[int], Batch]:
+        """The rows a call works on, and the columns it reads. `id` goes along, to tell the rows of its result."""
+        writers = {column: self.graph.writers.get(column, self.base) for column in node.inputs if column != ANY}
+        whole = {self.base, *self.graph.before[node.name]} if ANY in node.inputs else set()
+        sources = {*writers.values(), *whole} - {self.base}
+        names = [self.base, *(name for name in self.graph.order if name in sources)]
+        rows, written = await self.pieces.gather(names, groups)
+        given: dict[str, Any] = {}
+        for name, columns in written.items():
+            reads = [column for column, writer in writers.items() if writer == name]
+            if rows and (lacking := [column for column in reads if column not in columns]):
+                raise DataError(f"node '{node.name}' reads {lacking}, which the samples lack: {columns!r}")
+            tag = ["id"] if name == self.base else []
+            reads = columns.columns if name in whole else [c for c in (*reads, *tag) if c in columns]
+            given.update({column: columns.arrow(column) for column in reads})
+        return rows, Batch.from_columns(given)
+
+    async def _call(self, node: Node, given: Batch, rows: int) -> Any:
+        if not _is_async(node.run):
+            return await self._compute(node, rows, node.run, given)
+        with self.clock.call(node.name, rows):
+            return await self._bounded(node, node.run(given))
+
+    async def _compute(self, node: Node, rows: int, function: Any, *args: Any) -> Any:
+        """A call in the compute thread; its deadline begins when the thread gets to it."""
+        job = loop.submit(function, *args)
+        self.jobs.add(job)
+        await asyncio.shield(asyncio.wrap_future(job.started))
+        with self.clock.call(node.name, rows):
+            value = await self._bounded(node, asyncio.shield(asyncio.wrap_future(job.result)), job)
+        self.jobs.discard(job)
+        return value
+
+    async def _bounded(self, node: Node, work: Awaitable[Any], job: loop.Job | None = None) -> Any:
+        limit = node.deadline or self.deadline
+        task = asyncio.ensure_future(work)
+        try:
+            done, _ = await asyncio.wait({task}, timeout=limit)
+            if task.cancelled():
+                raise TrainingError("it was cancelled from within")
+            if done:
+                return task.result()
+        except VerlError as error:
+            raise type(error)(f"node '{node.name}': {error}") from error
+        except Exception as error:
+            raise TrainingError(f"node '{node.name}' failed: {type(error).__name__}: {error}") from error
+        finally:
+            task.cancel()
+        if job is not None:
+            self.jobs.discard(job)
+            loop.abandon(job)
+        raise self._stall(node, limit)
+
+    def _stall(self, node: Node, limit: float) -> ClusterError:
+        waiting = [name for name, needs in self.graph.needs.items() if node.name in needs]
+        what = "gave no sample" if node.kind == "source" else "did not return"
+        reason = f"node '{node.name}' (slot '{node.slot}') {what} within {limit:g} s"
+        loop.dump_stacks(reason)
+        return ClusterError(
+            f"{reason}; waiting for it: {', '.join(waiting) or 'the end of the run'}. "
+            "The stacks of all threads are in the log; a longer deadline may be set"
+        )
+
+    def _accept(self, node: Node, value: Any, rows: int | None = None) -> Batch:
+        """The columns a node returned; its metrics are put aside."""
+        columns, metrics = value if isinstance(value, tuple) and len(value) == 2 else (value, {})
+        columns = Batch.from_columns({}) if columns is None else columns
+        if not isinstance(columns, Batch) or not isinstance(metrics, dict):
+            raise DataError(
+                f"node '{node.name}' returned {type(value).__name__}: return a Batch or None, or a pair of that and a "
+                "dictionary of metrics"
+            )
+        if metrics:
+            self.metrics[node.name].append((len(columns) if rows is None else rows, metrics))
+        return columns
+
+    async def _source(self, node: Node) -> None:
+        """Take samples as they finish; a group goes on when its last one is there."""
+        place = {id_: (group, at) for group, ids in enumerate(self.groups) for at, (id_, _) in enumerate(ids)}
+        waiting: dict[int, dict[int, Batch]] = {group: {} for group in range(len(self.groups))}
+        slot = self.slots[node.slot]
+        await slot.acquire(node.name)
+        try:
+            async with aclosing(self._stream(node)) as stream:
+                async for value in stream:
+                    samples = self._accept(node, value)
+                    _check_samples(node, samples)
+                    self.clock.timings[node.name].rows += len(samples)
+                    for row, id_ in enumerate(samples["id"] if len(samples) else []):
+                        group, at = place.pop(id_, (-1, 0))
+                        if group < 0:
+                            raise RolloutError(f"source '{node.name}' gave sample '{id_}' twice, or unasked for")
+                        waiting[group][at] = samples.slice(row, 1)
+                        if len(waiting[group]) == len(self.groups[group]):
+                            self._deliver_samples(node, group, waiting.pop(group))
+        finally:
+            await slot.release()
+        if place:
+            self.metrics[node.name].append((0, {f"{node.name}/missing/count": float(len(place))}))
+        for group, have in waiting.items():
+            self._deliver_samples(node, group, have)
+
+    def _deliver_samples(self, node: Node, group: int, have: dict[int, Batch]) -> None:
+        """The samples of a group in their order, with the columns of their prompts."""
+        order = sorted(have)
+        samples = Batch.concat(have[at] for at in order)
+        if order:
+            samples = samples.add(self.batch.take([self.groups[group][at][1] for at in order]))
+        first = sum(len(ids) for ids in self.groups[:group])
+        self.pieces.deliver(node.name, range(group, group + 1), [first + at for at in order], samples)
+
+    async def _stream(self, node: Node) -> AsyncGenerator[Any, None]:
+        """What a source yields, each wait bounded. However it ends, the source is closed and frees its engine."""
+        prompts = self.batch if ANY in node.inputs else self.batch.select(node.inputs)
+        stream = await self._compute(node, 0, node.run, prompts)
+        if not isinstance(stream, AsyncIterator | Iterator):
+            raise DataError(f"source '{node.name}' returned {type(stream).__name__}: return an iterator of batches")
+        try:
+            while True:
+                if isinstance(stream, AsyncIterator):
+                    with self.clock.call(node.name, 0):
+                        value = await self._bounded(node, _next(stream))
+                else:
+                    value = await self._compute(node, 0, next, stream, _END)
+                if value is _END:
+                    return
+                yield value
+        finally:
+            if isinstance(stream, AsyncIterator):
+                await asyncio.wait({asyncio.ensure_future(_close(stream))}, timeout=self.deadline)
+            elif hasattr(stream, "close"):
+                self.closing.append(loop.submit(stream.close))
+
+
+async def _all(tasks: Sequence[asyncio.Task[None]]) -> None:
+    """Wait for tasks; the first failure, in their order, cancels the rest and is raised."""
+    try:
+        if tasks:
+            await asyncio.wait(tasks, return_when=asyncio.FIRST_EXCEPTION)
+    finally:
+        for task in tasks:
+            task.cancel()
+        results = await asyncio.gather(*tasks, return_exceptions=True)
+    for result in results:
+        if isinstance(result, BaseException) and not isinstance(result, asyncio.CancelledError):
+            raise result
+
+
+async def _next(stream: AsyncIterator[Any]) -> Any:
+    return await anext(stream, _END)
+
+
+async def _close(stream: AsyncIterator[Any]) -> None:
+    if hasattr(stream, "aclose"):
+        await stream.aclose()
+
+
+def _is_async(function: Any) -> bool:
+    call = getattr(function, "__call__", None)  # noqa: B004 - an object with an async __call__ is async too
+    return inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(call)
+
+
+def _check_inputs(graph: Graph, batch: Batch) -> None:
+    for node in graph.nodes.values():
+        if graph.source is not None and node is not graph.source:
+            continue  # works on samples, which bring columns of their own: checked when they are there
+        for column in graph.external(node):
+            if column not in batch:
+                raise DataError(f"node '{node.name}' reads column '{column}', which the batch lacks: {batch!r}")
+
+
+def _plan(source: Node | None, batch: Batch) -> list[list[tuple[str, int]]]:
+    if source is not None and source.samples is not None:
+        planned = source.samples(batch)
+        if len(planned) != len(batch):
+            raise DataError(f"source '{source.name}' plans samples of {len(planned)} prompts, got {len(batch)}")
+        groups = [[(id_, row) for id_ in ids] for row, ids in enumerate(planned)]
+    else:
+        if source is not None and "id" not in batch:
+            raise DataError(f"source '{source.name}' does not say which samples will come, nor has the batch ids")
+        ids = batch["id"] if "id" in batch else [str(row) for row in range(len(batch))]
+        names = batch["group"] if "group" in batch else [None] * len(batch)
+        groups = []
+        for row, (id_, name) in enumerate(zip(ids, names, strict=True)):
+            if row and name is not None and name == names[row - 1]:
+                groups[-1].append((id_, row))
+            else:
+                groups.append([(id_, row)])
+    if source is not None and (twice := _twice([id_ for group in groups for id_, _ in group])) is not None:
+        raise DataError(f"two samples of source '{source.name}' would have the id '{twice}'")
+    return groups
+
+
+def _check_samples(node: Node, samples: Batch) -> None:
+    lacking = [c for c in ("id", *node.outputs) if c != ANY and c not in samples]
+    if len(samples) and lacking:
+        raise DataError(f"samples of source '{node.name}' lack {lacking}: {samples!r}")
+
+
+def _written(node: Node, given: Batch, result: Batch) -> tuple[list[int], Batch]:
+    """Which of the given rows a result has, ascending, and its new columns in that order.
+
+    A result may repeat the columns it was given; those are as before and are left out.
+    """
+    new = result.drop(given.columns)
+    missing = [column for column in node.outputs if column != ANY and column not in result]
+    extra = [column for column in new.columns if column not in node.outputs and ANY not in node.outputs]
+    if missing or extra:
+        faults = ([f"lacks {missing}"] if missing else []) + ([f"has undeclared {extra}"] if extra else [])
+        raise DataError(f"what node '{node.name}' returned {' and '.join(faults)}; it declares {list(node.outputs)}")
+    kept = _matched(node, given, result) if new.columns else list(range(len(given)))
+    if node.kind == "rows" and len(kept) < len(given):
+        raise DataError(f"row-wise node '{node.name}' returned {len(kept)} rows for {len(given)}")
+    order = sorted(range(len(kept)), key=kept.__getitem__)
+    return sorted(kept), new if order == list(range(len(kept))) else new.take(order)
+
+
+def _matched(node: Node, given: Batch, result: Batch) -> list[int]:
+    """For each row of a result, which of the given rows it is: by `id` where both have one, else by place."""
+    if "id" in given and "id" in result and result["id"] != given["id"]:
+        if (twice := _twice(result["id"])) is not None:
+            raise DataError(f"node '{node.name}' returned the row '{twice}' twice")
+        place = {id_: row for row, id_ in enumerate(given["id"])}
+        if strange := [id_ for id_ in result["id"] if id_ not in place]:
+            raise DataError(f"node '{node.name}' returned rows that it was not given: {strange[:3]}")
+        return [place[id_] for id_ in result["id"]]
+    if len(result) != len(given):
+        raise DataError(
+            f"node '{node.name}' returned {len(result)} rows for {len(given)}; to drop rows, return the ids of the rest"
+        )
+    return list(range(len(given)))
+
+
+def _twice(ids: Sequence[str]) -> str | None:
+    seen: set[str] = set()
+    return next((id_ for id_ in ids if id_ in seen or seen.add(id_)), None)  # type: ignore[func-returns-value]
+
+
+def _combined(calls: Sequence[tuple[int, dict[str, float]]]) -> dict[str, float]:
+    """Metrics of all calls of a node. Sums are exactly rounded, so that the order of the calls does not show."""
+    values: dict[str, list[tuple[int, float]]] = defaultdict(list)
+    for rows, metrics in calls:
+        for name, value in metrics.items():
+            values[name].append((max(rows, 1), value))
+    out = {}
+    for name, pairs in values.items():
+        if name.endswith("/max"):
+            out[name] = max(value for _, value in pairs)
+        elif name.endswith("/count"):
+            out[name] = _sum([value for _, value in pairs])
+        elif len(pairs) == 1:
+            out[name] = pairs[0][1]
+        else:
+            out[name] = _sum([rows * value for rows, value in pairs]) / sum(rows for rows, _ in pairs)
+    return out
+
+
+def _sum(values: Sequence[float]) -> float:
+    return math.fsum(values) if all(map(math.isfinite, values)) else sum(values)

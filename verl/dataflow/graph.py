@@ -1,0 +1,202 @@
+"""A training step as a graph of nodes that read and add columns of one batch.
+
+An edge is a column: a node that reads a column comes after the node that writes it. Nothing here runs
+anything; `executor.run` does. Every way of writing a step down (the trainer's roles, `RLDataPipeline`,
+an expression, a task file) makes a `Graph`, so that two of them can be compared with `==`.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal, get_args
+
+from verl.batch import SCHEMA, Batch
+from verl.errors import ConfigError, nearest
+
+Kind = Literal["source", "rows", "batch"]
+#: As an input: every column of the samples and of all nodes that come before by other columns or `after`.
+#: As an output: columns besides those named, known when they come.
+ANY = "*"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Node:
+    """One piece of work on the batch.
+
+    `kind` says what it works on:
+        "source"  `run(prompts)` returns an iterator or async iterator of batches of finished samples, each
+                  sample with a unique `id`, in whatever order they finish
+        "rows"    `run(rows)` treats rows one by one, so it may be called on parts of the batch
+        "batch"   `run(batch)` needs the whole batch; it may drop rows (its result then has a column `id`)
+
+    `run` gets the columns `inputs` and returns its new columns as a `Batch` aligned with the rows it got, or
+    `None`, or either in a pair with a dictionary of metrics. A plain function runs in the compute thread of
+    the process, an async function on the event loop, where it must not block.
+
+    slot: a slot runs one node at a time; empty: a slot of its own. A source holds its slot to the end.
+    groups: for "rows", how many groups (the samples of one prompt) a call gets at a time; None: all.
+    samples: for "source", the ids of the samples to come, one list for each row of the run's batch; they are
+        one group. None: each row of the batch is a sample to be drawn and has its `id` already. The order is thus
+        fixed before the first sample, and what comes after works on the same rows in every run.
+    after: nodes that must have ended although no column of theirs is read. A "batch" node that reads "*" and has
+        none of these comes after all nodes declared before it.
+    deadline: seconds for one call, or between two finished samples of a source; None: the executor's.
+    """
+
+    name: str
+    run: Callable[[Batch], Any] = field(compare=False, repr=False)
+    kind: Kind = "rows"
+    inputs: tuple[str, ...] = ()
+    outputs: tuple[str, ...] = ()
+    slot: str = ""
+    after: tuple[str, ...] = ()
+    groups: int | None = field(default=1, compare=False)
+    samples: Callable[[Batch], Sequence[Sequence[str]]] | None = field(default=None, compare=False, repr=False)
+    deadline: float | None = field(default=None, compare=False)
+
+    def __post_init__(self) -> None:
+        # Order of columns carries no meaning; sorted, two nodes of the same structure are equal.
+        for name in ("inputs", "outputs", "after"):
+            value = getattr(self, name)
+            if isinstance(value, str):
+                raise ConfigError(f"node '{self.name}': {name} must be a list of names, got the string '{value}'")
+            object.__setattr__(self, name, tuple(sorted(set(value))))
+        object.__setattr__(self, "slot", self.slot or self.name)
+        if self.kind not in get_args(Kind):
+            raise ConfigError(f"node '{self.name}': unknown kind '{self.kind}', {nearest(self.kind, get_args(Kind))}")
+        if self.groups is not None and self.groups < 1:
+            raise ConfigError(f"node '{self.name}': groups must be at least 1 or None, got {self.groups}")
+        if self.deadline is not None and self.deadline <= 0:
+            raise ConfigError(f"node '{self.name}': the deadline must be positive, got {self.deadline}")
+
+
+class Graph:
+    """A checked set of nodes: acyclic, each column written once, each column read there.
+
+    inputs: columns that the batch given to a run has. Columns the system knows (`verl.batch.SCHEMA`) and no
+        node writes may be left out: a run says which of them its batch lacks. User columns must be named.
+
+    Raises:
+        ConfigError: a cycle, two writers of a column, a column that nothing provides, an unknown node in
+            `after`, two nodes of one name, more than one source.
+    """
+
+    def __init__(self, nodes: Iterable[Node], inputs: Iterable[str] = ()) -> None:
+        given = list(nodes)
+        self.nodes: dict[str, Node] = {node.name: node for node in given}
+        if len(self.nodes) < len(given):
+            names = [node.name for node in given]
+            twice = next(name for name in names if names.count(name) > 1)
+            raise ConfigError(f"two nodes of the graph have the name '{twice}'")
+        self.inputs = frozenset(inputs)
+        self.source = self._find_source()
+        self.writers = self._find_writers()
+        #: node -> the nodes it waits for, in order of declaration
+        self.needs: Mapping[str, tuple[str, ...]] = {node.name: self._needs(node) for node in given}
+        self.order = self._sort()
+        #: node -> all nodes before it
+        self.before: dict[str, frozenset[str]] = {}
+        for name in self.order:
+            needs = self.needs[name]
+            self.before[name] = frozenset(needs).union(*(self.before[need] for need in needs))
+
+    def _find_source(self) -> Node | None:
+        sources = [node for node in self.nodes.values() if node.kind == "source"]
+        if len(sources) > 1:
+            raise ConfigError("a graph has one source, got " + " and ".join(f"'{node.name}'" for node in sources))
+        return sources[0] if sources else None
+
+    def _find_writers(self) -> dict[str, str]:
+        writers: dict[str, str] = {}
+        for node in self.nodes.values():
+            for column in node.outputs:
+                if column == ANY:
+                    continue
+                if column in writers:
+                    raise ConfigError(f"column '{column}' is written by '{writers[column]}' and by '{node.name}'")
+                # A source makes new rows, so it writes its own `id` and `group`.
+                if column in self.inputs and node.kind != "source":
+                    raise ConfigError(f"column '{column}' is an input of the graph and is written by '{node.name}'")
+                writers[column] = node.name
+        return writers
+
+    def _needs(self, node: Node) -> tuple[str, ...]:
+        needs = dict.fromkeys(node.after)
+        if node.kind == "batch" and ANY in node.inputs and not node.after:
+            needs = dict.fromkeys(itertools.takewhile(lambda name: name != node.name, self.nodes))
+        for name in node.after:
+            if name not in self.nodes:
+                raise ConfigError(f"node '{node.name}' comes after '{name}', {nearest(name, self.nodes)}")
+        for column in node.inputs:
+            writer = self.writers.get(column)
+            if writer is not None and node.kind != "source":
+                needs[writer] = None
+            elif writer not in (None, node.name):
+                raise ConfigError(
+                    f"source '{node.name}' reads '{column}', which '{writer}' writes: a source reads only the input"
+                )
+            elif column not in self.inputs and column not in SCHEMA and column != ANY:
+                known = {*self.writers, *self.inputs, *SCHEMA}
+                raise ConfigError(
+                    f"node '{node.name}' reads column '{column}', which no node writes and which is not among the "
+                    f"inputs of the graph: {nearest(column, known)}"
+                )
+        # All but the source itself work on its samples.
+        if self.source is not None and node is not self.source:
+            needs[self.source.name] = None
+        return tuple(name for name in self.nodes if name in needs)
+
+    def _sort(self) -> list[str]:
+        """Names so that each comes after what it needs; ties in order of declaration."""
+        order: list[str] = []
+        waiting = dict(self.needs)
+        while waiting:
+            free = [name for name, needs in waiting.items() if all(n in order for n in needs)]
+            if not free:
+                raise ConfigError("the graph has a cycle: " + " -> ".join(self._cycle(waiting)))
+            order.extend(free)
+            for name in free:
+                del waiting[name]
+        return order
+
+    @staticmethod
+    def _cycle(waiting: Mapping[str, tuple[str, ...]]) -> list[str]:
+        path = [next(iter(waiting))]
+        while path.count(path[-1]) < 2:
+            path.append(next(need for need in waiting[path[-1]] if need in waiting))
+        return path[path.index(path[-1]) :][::-1]
+
+    def external(self, node: Node) -> list[str]:
+        """Columns that `node` reads and no other node writes: the run's batch has to bring them."""
+        return [c for c in node.inputs if c != ANY and (c not in self.writers or node.kind == "source")]
+
+    def __eq__(self, other: object) -> bool:
+        """Same structure: nodes by name, kind, columns and slot, and what each comes after. Functions, tuning and the
+        order in which nodes were written down are left out."""
+        if not isinstance(other, Graph):
+            return NotImplemented
+        mine, others = ({n: set(needs) for n, needs in g.needs.items()} for g in (self, other))
+        return self.nodes == other.nodes and self.inputs == other.inputs and mine == others
+
+    __hash__ = None  # type: ignore[assignment]
+
+    def __repr__(self) -> str:
+        return f"Graph({' -> '.join(self.order)})"
+
+    def __str__(self) -> str:
+        """A drawing: one line a node, indented by the longest way to it, with its columns."""
+        depth: dict[str, int] = {}
+        for name in self.order:
+            depth[name] = max((depth[need] + 1 for need in self.needs[name]), default=0)
+        labels = {name: "   " * depth[name] + ("└▶ " if depth[name] else "") + name for name in self.order}
+        wide = max((len(label) for label in labels.values()), default=0)
+        places = {name: f"{node.kind} on {node.slot}" for name, node in self.nodes.items()}
+        side = max((len(place) for place in places.values()), default=0)
+        lines = []
+        for name in self.order:
+            node = self.nodes[name]
+            columns = f"{', '.join(node.inputs) or '-'} ─▶ {', '.join(node.outputs) or '-'}"
+            lines.append(f"{labels[name]:<{wide}}  {places[name]:<{side}}  {columns}")
+        return "\n".join(lines)

@@ -1,0 +1,193 @@
+"""One event loop in a background thread and one compute thread a process.
+
+Waiting (rewards, servers) happens on the loop; whatever computes runs in the compute thread, one call at a
+time, since two OpenMP pools on the same cores are slower than one. Both threads are daemons: a call that
+never returns cannot keep the process from ending.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import concurrent.futures
+import faulthandler
+import logging
+import os
+import queue
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Coroutine
+from dataclasses import dataclass, field
+from typing import Any, ParamSpec, TypeVar
+
+from verl.errors import ClusterError, ConfigError
+
+T = TypeVar("T")
+P = ParamSpec("P")
+logger = logging.getLogger(__name__)
+
+#: Seconds without a sign of life from the event loop after which `run_sync` gives up on it.
+LOOP_DEADLINE = 60.0
+
+
+def dump_stacks(reason: str) -> None:
+    """Log the stacks of all threads of this process."""
+    with tempfile.TemporaryFile("w+") as file:
+        faulthandler.dump_traceback(file, all_threads=True)
+        file.seek(0)
+        logger.error("%s; stacks of all threads:\n%s", reason, file.read())
+
+
+@dataclass(eq=False)
+class Job:
+    """A call for the compute thread; `started` ends when the call begins, `result` when it is over."""
+
+    call: Callable[[], Any]
+    started: concurrent.futures.Future[None] = field(default_factory=concurrent.futures.Future)
+    result: concurrent.futures.Future[Any] = field(default_factory=concurrent.futures.Future)
+
+
+class _Threads:
+    """The two threads of this process, made at the first use."""
+
+    def __init__(self) -> None:
+        self.lock = threading.Lock()
+        self.jobs: queue.SimpleQueue[Job] = queue.SimpleQueue()
+        self.compute: threading.Thread | None = None
+        self.running: Job | None = None
+        self.loop: asyncio.AbstractEventLoop | None = None
+
+    def submit(self, call: Callable[[], Any]) -> Job:
+        job = Job(call)
+        self.jobs.put(job)
+        with self.lock:
+            if self.compute is None:
+                self._start_compute()
+        return job
+
+    def _start_compute(self) -> None:
+        self.compute = threading.Thread(target=self._work, name="verl-compute", daemon=True)
+        self.compute.start()
+
+    def _work(self) -> None:
+        while threading.current_thread() is self.compute:
+            job = self.jobs.get()
+            if not job.result.set_running_or_notify_cancel():
+                continue
+            self.running = job
+            job.started.set_result(None)
+            try:
+                job.result.set_result(job.call())
+            except BaseException as error:  # the caller gets it, whatever it is
+                job.result.set_exception(error)
+            finally:
+                if self.running is job:
+                    self.running = None
+            del job
+
+    def abandon(self, job: Job) -> None:
+        """Give up on a call that does not return: waiting calls go to a new thread."""
+        with self.lock:
+            if self.running is job:
+                self.running = None
+                self._start_compute()
+
+    def event_loop(self) -> asyncio.AbstractEventLoop:
+        with self.lock:
+            if self.loop is None:
+                self.loop = asyncio.new_event_loop()
+                threading.Thread(target=self.loop.run_forever, name="verl-loop", daemon=True).start()
+            return self.loop
+
+
+_threads = _Threads()
+
+
+def _after_fork() -> None:
+    # A forked child has none of the parent's threads.
+    global _threads
+    _threads = _Threads()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_after_fork)
+
+
+def on_compute_thread() -> bool:
+    return threading.current_thread() is _threads.compute
+
+
+def submit(function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> Job:
+    """Queue a call for the compute thread. From the compute thread itself the call is made at once."""
+    if on_compute_thread():
+        job = Job(lambda: None)
+        job.started.set_result(None)
+        try:
+            job.result.set_result(function(*args, **kwargs))
+        except Exception as error:
+            job.result.set_exception(error)
+        return job
+    return _threads.submit(lambda: function(*args, **kwargs))
+
+
+def abandon(job: Job) -> None:
+    """Give up on a started call that does not return; the compute thread is replaced."""
+    _threads.abandon(job)
+
+
+def run_sync(coroutine: Coroutine[Any, Any, T], timeout: float | None = None) -> T:
+    """Run a coroutine on the shared loop from synchronous code, notebooks included, and return its result.
+
+    Called from the compute thread (a node that runs a graph of its own), it uses a loop of that thread instead.
+
+    Args:
+        timeout: seconds; None: as long as the loop shows signs of life (what it waits for has its own deadlines).
+
+    Raises:
+        ClusterError: the time is over, or an async function blocks the loop; all stacks are logged.
+        ConfigError: called from the loop itself, where the coroutine must be awaited.
+    """
+    if on_compute_thread():
+        return asyncio.run(_within(coroutine, timeout))
+    loop = _threads.event_loop()
+    try:
+        if asyncio.get_running_loop() is loop:
+            coroutine.close()
+            raise ConfigError("a synchronous verb was called from an async node: make that function a plain one")
+    except RuntimeError:
+        pass
+    future = asyncio.run_coroutine_threadsafe(_within(coroutine, timeout), loop)
+    try:
+        return _wait(future, loop)
+    except BaseException:
+        future.cancel()
+        raise
+
+
+def _wait(future: concurrent.futures.Future[T], loop: asyncio.AbstractEventLoop) -> T:
+    beat = [time.monotonic()]
+    while True:
+        done, _ = concurrent.futures.wait([future], timeout=min(1.0, LOOP_DEADLINE / 4))
+        if done:
+            return future.result()
+        if time.monotonic() - beat[0] > LOOP_DEADLINE:
+            reason = f"the event loop has not moved for {LOOP_DEADLINE:g} s: an async function blocks it"
+            dump_stacks(reason)
+            _threads.loop = None
+            raise ClusterError(f"{reason} (let it await, or make it a plain function); all stacks are in the log")
+        loop.call_soon_threadsafe(lambda: beat.__setitem__(0, time.monotonic()))
+
+
+async def _within(coroutine: Coroutine[Any, Any, T], timeout: float | None) -> T:
+    task = asyncio.ensure_future(coroutine)
+    try:
+        done, _ = await asyncio.wait({task}, timeout=timeout)
+    except asyncio.CancelledError:
+        task.cancel()
+        raise
+    if done:
+        return task.result()
+    reason = f"the call has not ended within {timeout:g} s"
+    dump_stacks(reason)
+    task.cancel()
+    raise ClusterError(f"{reason}; all stacks are in the log")

@@ -1,0 +1,93 @@
+"""`RLDataPipeline`: a graph written as a list of stages."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+from verl.batch import Batch
+from verl.dataflow.executor import DEADLINE, Result, run_graph
+from verl.dataflow.graph import ANY, Graph, Node
+from verl.errors import ConfigError
+
+
+class RLDataPipeline:
+    """Stages by name, run as one graph; what does not depend on each other overlaps.
+
+    >>> pipeline = RLDataPipeline()
+    >>> pipeline.add_stage("rollout", actor).add_stage("reward", reward_fn).add_stage("update", updater)
+    >>> result = pipeline.run(["Once upon a time"] * 4)
+
+    A stage is one of
+        an object with `as_node(name)`, which returns a `Node` or several: `Actor`, `Reward`, `Updater`, ...
+        a `Node`, which gets the stage's name
+        a function of one parameter `batch`: it gets all columns of some samples and returns new ones, as a `Batch`
+            or a mapping of lists
+        any other function: a reward function, in one of the forms of `Reward`.
+    """
+
+    def __init__(self, *, deadline: float = DEADLINE) -> None:
+        self.deadline = deadline
+        self.stages: dict[str, Any] = {}
+
+    def add_stage(self, name: str, stage: Any) -> RLDataPipeline:
+        """Append a stage and return the pipeline.
+
+        Raises:
+            ConfigError: the name is taken, or the object cannot be a stage.
+        """
+        if name in self.stages:
+            raise ConfigError(f"the pipeline has a stage '{name}' already")
+        if not (hasattr(stage, "as_node") or isinstance(stage, Node) or callable(stage)):
+            raise ConfigError(
+                f"stage '{name}' is a {type(stage).__name__}: give an Actor, Reward, Updater, Node or function"
+            )
+        self.stages[name] = stage
+        return self
+
+    @property
+    def graph(self) -> Graph:
+        """The graph that `run` runs."""
+        return Graph([node for name, stage in self.stages.items() for node in _nodes(name, stage)])
+
+    def run(self, prompts: Any) -> Result:
+        """One pass of the prompts through all stages.
+
+        Args:
+            prompts: a `Batch`, or what the first stage with a method `prompts` takes (`Actor`: strings, chats, ids).
+        """
+        if not isinstance(prompts, Batch):
+            encoder = next((stage for stage in self.stages.values() if hasattr(stage, "prompts")), None)
+            if encoder is None:
+                raise ConfigError("no stage of the pipeline takes plain prompts: add an Actor, or run a Batch")
+            prompts = encoder.prompts(prompts)
+        return run_graph(self.graph, prompts, deadline=self.deadline)
+
+
+def _nodes(name: str, stage: Any) -> Iterable[Node]:
+    if hasattr(stage, "as_node"):
+        nodes = stage.as_node(name)
+        return [nodes] if isinstance(nodes, Node) else nodes
+    if isinstance(stage, Node):
+        values = {key: getattr(stage, key) for key in stage.__dataclass_fields__}
+        slot = "" if stage.slot == stage.name else stage.slot
+        return [Node(**{**values, "name": name, "slot": slot})]
+    if list(inspect.signature(stage).parameters) == ["batch"]:
+        return [Node(name=name, run=_columns(stage), inputs=(ANY,), outputs=(ANY,))]
+    from verl.dataflow.nodes import reward_node
+    from verl.roles.reward import Reward
+
+    return [reward_node(name, Reward(reward_fn=stage))]
+
+
+def _columns(function: Callable[[Batch], Any]) -> Callable[[Batch], Any]:
+    """The function, with a mapping of columns that it returns made a batch."""
+
+    def as_batch(value: Any) -> Any:
+        return Batch.from_columns(value) if isinstance(value, Mapping) else value
+
+    async def awaiting(batch: Batch) -> Any:
+        return as_batch(await function(batch))
+
+    return awaiting if inspect.iscoroutinefunction(function) else lambda batch: as_batch(function(batch))

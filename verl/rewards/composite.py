@@ -1,0 +1,130 @@
+"""Several rewards as one number: a weighted sum, each part logged under its name."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from verl.batch import Batch
+from verl.errors import ConfigError
+from verl.rewards.source import RewardResult, RewardSource, make_reward
+
+
+class CompositeReward:
+    """The sum of `weight * reward` over its parts; a penalty is a part with a negative weight.
+
+    If one part abstains on a sample, the sum does too: a sum without one term would look like a worse sample. With
+    `partial=True` (TRL's rule, for parts that each judge only some tasks) it is the sum of those that did not.
+
+    Args:
+        parts: a mapping of names to sources, to `(source, weight)`, or to `{"source": ..., "weight": ...,
+            **options}`; or a list of sources, named after themselves.
+        weights: by name, or in order; these go before the weights in `parts`.
+        **options: of `make_reward`, for each part that is not made already.
+    """
+
+    whole_batch = True
+
+    def __init__(
+        self,
+        parts: Mapping[str, Any] | Sequence[Any],
+        *,
+        weights: Mapping[str, float] | Sequence[float] | None = None,
+        partial: bool = False,
+        name: str = "sum",
+        **options: Any,
+    ) -> None:
+        given = dict(parts) if isinstance(parts, Mapping) else {str(i): part for i, part in enumerate(parts)}
+        if not given:
+            raise ConfigError("a composition needs at least one reward")
+        made = {key: _part(part, options) for key, part in given.items()}
+        if not isinstance(parts, Mapping):
+            made = _name_parts(list(made.values()))
+        self.name, self.partial = name, partial
+        self.parts: dict[str, RewardSource] = {key: source for key, (source, _) in made.items()}
+        self.weights = {key: weight for key, (_, weight) in made.items()}
+        if weights is not None:
+            self._set_weights(weights)
+        self.whole_batch = any(getattr(source, "whole_batch", True) for source in self.parts.values())
+
+    async def score(self, batch: Batch) -> RewardResult:
+        results = await asyncio.gather(*(source.score(batch) for source in self.parts.values()))
+        components: dict[str, list[float | None]] = {}
+        for name, result in zip(self.parts, results, strict=True):
+            components[name] = result.reward
+            components.update({f"{name}/{inner}": values for inner, values in result.components.items()})
+        reasons: list[str | None] = []
+        for row in range(len(batch)):
+            said = [f"{name}: {r.reasons[row]}" for name, r in zip(self.parts, results, strict=True) if r.reasons[row]]
+            reasons.append("; ".join(said) or None)
+        return RewardResult(
+            [self._sum([r.reward[row] for r in results]) for row in range(len(batch))], components, reasons
+        )
+
+    def _sum(self, rewards: list[float | None]) -> float | None:
+        terms = [w * r for w, r in zip(self.weights.values(), rewards, strict=True) if r is not None]
+        if not terms or (len(terms) < len(rewards) and not self.partial):
+            return None
+        return sum(terms)
+
+    def _set_weights(self, weights: Mapping[str, float] | Sequence[float]) -> None:
+        if not isinstance(weights, Mapping):
+            if len(weights) != len(self.parts):
+                raise ConfigError(f"{len(weights)} weights for {len(self.parts)} rewards")
+            weights = dict(zip(self.parts, weights, strict=True))
+        unknown = set(weights) - set(self.parts)
+        if unknown:
+            raise ConfigError(f"weights name {sorted(unknown)}, the rewards are {sorted(self.parts)}")
+        self.weights.update({name: float(weight) for name, weight in weights.items()})
+
+    def state_dict(self) -> dict[str, Any]:
+        return {
+            name: part.state_dict()
+            for name, part in self.parts.items()
+            if hasattr(part, "state_dict") and hasattr(part, "score")
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        for name, content in state.items():
+            self.parts[name].load_state_dict(content)  # type: ignore[attr-defined]
+
+
+class LengthPenalty:
+    """DAPO's soft punishment of over-long responses (arXiv 2503.14476, equation 13), by tokens of the response.
+
+    0 up to `max_length - buffer` tokens, then linearly down to -1 at `max_length`, and -1 beyond.
+    """
+
+    name = "length_penalty"
+    whole_batch = False
+
+    def __init__(self, max_length: int, buffer: int) -> None:
+        if not 0 < buffer <= max_length:
+            raise ConfigError(f"0 < buffer <= max_length must hold, not buffer {buffer}, max_length {max_length}")
+        self.max_length, self.buffer = max_length, buffer
+
+    async def score(self, batch: Batch) -> RewardResult:
+        start = self.max_length - self.buffer
+        return RewardResult([-min(1.0, max(0.0, (n - start) / self.buffer)) for n in batch.lengths("response_tokens")])
+
+
+def _part(part: Any, options: dict[str, Any]) -> tuple[RewardSource, float]:
+    weight = 1.0
+    if isinstance(part, tuple | list) and len(part) == 2 and isinstance(part[1], int | float):
+        part, weight = part
+    elif isinstance(part, Mapping) and "source" in part:
+        weight = part.get("weight", 1.0)
+        part = {key: value for key, value in part.items() if key != "weight"}
+    made = isinstance(part, RewardSource)
+    return make_reward(part, **({} if made else options)), float(weight)
+
+
+def _name_parts(parts: list[tuple[RewardSource, float]]) -> dict[str, tuple[RewardSource, float]]:
+    named: dict[str, tuple[RewardSource, float]] = {}
+    for source, weight in parts:
+        name, number = source.name, 2
+        while name in named:
+            name, number = f"{source.name}_{number}", number + 1
+        named[name] = (source, weight)
+    return named

@@ -1,0 +1,145 @@
+"""The forms in which reward functions are written, recognised by parameter names.
+
+    f(texts)                            the response texts (the one parameter may have any name)
+    f(responses, prompts)               texts; a prompt that is a chat is a list of messages
+    f(prompts, completions, **columns)  TRL's: for chats, a completion is a list with the assistant's message; what
+                                        `**columns` takes are the data set's own columns and `completion_ids`
+    f(data_source, solution_str, ground_truth, extra_info=None)   verl's, called sample by sample
+
+The first three are called on several samples at once and return as many results. Each parameter beyond the form's
+own is filled from the data set's column of that name.
+"""
+
+from __future__ import annotations
+
+import inspect
+import json
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from verl.batch import SCHEMA
+from verl.errors import ConfigError, RewardError, nearest
+
+Row = dict[str, Any]
+#: A column that a data set called by one of the system's names is kept under "user.<name>".
+_USER = "user."
+_OWN = {
+    "texts": frozenset({"texts"}),
+    "pairs": frozenset({"responses", "prompts"}),
+    "trl": frozenset({"prompts", "completions", "completion_ids"}),
+    "verl": frozenset({"solution_str"}),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Form:
+    """How to call a function: `positional` values of the form's own, `named` parameters (`required` ones among them),
+    and whether `**columns` takes the rest."""
+
+    kind: Literal["texts", "pairs", "trl", "verl"]
+    positional: tuple[str, ...] = ()
+    named: tuple[str, ...] = ()
+    required: frozenset[str] = frozenset()
+    rest: bool = False
+
+    @property
+    def by_row(self) -> bool:
+        """Called on one sample at a time."""
+        return self.kind == "verl"
+
+    def check(self, name: str, row: Row) -> None:
+        """Raises RewardError if the data lack a column that the function `name` needs."""
+        if "response" not in row:
+            raise RewardError(f"reward '{name}': the samples have no column 'response', the decoded text")
+        for column in sorted(self.required - _OWN[self.kind]):
+            if not _has(row, column):
+                hint = nearest(column, user_columns(row))
+                raise RewardError(f"reward '{name}' needs a column '{column}', which the data lack: {hint}")
+
+    def arguments(self, rows: Sequence[Row]) -> tuple[list[Any], dict[str, Any]]:
+        """Positional and named arguments for a call on these samples."""
+        if self.by_row:
+            row = rows[0]
+            own: dict[str, Any] = {"solution_str": row["response"] or "", "extra_info": _value(row, "extra_info") or {}}
+            return [], {k: own[k] if k in own else _value(row, k) for k in self.named if k in own or _has(row, k)}
+        own = _own_values(self.kind, rows)
+        names = [name for name in self.named if name in own or _has(rows[0], name)]
+        if self.rest:
+            names += [name for name in (*own, *user_columns(rows[0])) if name not in names and self.kind == "trl"]
+        columns = {name: own[name] if name in own else [_value(row, name) for row in rows] for name in names}
+        return [own[role] for role in self.positional], columns
+
+
+def recognise(function: Callable[..., Any]) -> Form:
+    """The form of a function.
+
+    Raises:
+        ConfigError: it is none of the four.
+    """
+    try:
+        parameters = list(inspect.signature(function).parameters.values())
+    except (TypeError, ValueError):  # compiled code may have no signature
+        return Form("texts", ("texts",))
+    rest = any(p.kind is p.VAR_KEYWORD for p in parameters)
+    listed = [p for p in parameters if p.kind not in (p.VAR_KEYWORD, p.VAR_POSITIONAL)]
+    names = [p.name for p in listed]
+    named = tuple(p.name for p in listed if p.kind is not p.POSITIONAL_ONLY)
+    needed = frozenset(p.name for p in listed if p.default is p.empty)
+    if "completions" in names:
+        return Form("trl", (), named, needed, rest)
+    if "solution_str" in names:
+        return Form("verl", (), named, needed)
+    first = next((name for name in names if name in needed and name != "prompts"), None)
+    if first is not None and "prompts" in names and set(names[:2]) == {first, "prompts"}:
+        roles = tuple("prompts" if name == "prompts" else "responses" for name in names[:2])
+        return Form("pairs", roles, tuple(n for n in named if n not in names[:2]), needed - set(names[:2]))
+    if first is not None and first == names[0]:
+        return Form("texts", ("texts",), tuple(n for n in named if n != first), needed - {first})
+    raise ConfigError(
+        f"the reward function {name_of(function)}({', '.join(names)}) has none of the known forms: f(texts); "
+        "f(responses, prompts); f(prompts, completions, **columns); "
+        "f(data_source, solution_str, ground_truth, extra_info)"
+    )
+
+
+def user_columns(row: Row) -> list[str]:
+    """The data set's own columns, under their own names."""
+    own = [name for name in row if name not in SCHEMA and not name.startswith("reward/")]
+    return [name.removeprefix(_USER) for name in own]
+
+
+def name_of(function: Callable[..., Any]) -> str:
+    while hasattr(function, "func"):
+        function = function.func
+    return str(getattr(function, "__name__", type(function).__name__))
+
+
+def _own_values(kind: str, rows: Sequence[Row]) -> dict[str, Any]:
+    texts = [row["response"] or "" for row in rows]
+    if kind == "texts":
+        return {"texts": texts}
+    chats = [json.loads(row["messages"]) if row.get("messages") is not None else None for row in rows]
+    prompts = [row.get("prompt") if chat is None else chat for chat, row in zip(chats, rows, strict=True)]
+    if kind == "pairs":
+        return {"responses": texts, "prompts": prompts}
+    completions = [
+        text if chat is None else [{"role": "assistant", "content": text}]
+        for chat, text in zip(chats, texts, strict=True)
+    ]
+    ids = [row.get("response_tokens") for row in rows]
+    return {"prompts": prompts, "completions": completions, "completion_ids": ids}
+
+
+def _has(row: Row, name: str) -> bool:
+    if _USER + name in row or (name in row and (name not in SCHEMA or name == "task")):
+        return True
+    return name == "extra_info" or (name == "ground_truth" and name in (row.get("reward_model") or {}))
+
+
+def _value(row: Row, name: str) -> Any:
+    if _USER + name in row:
+        return row[_USER + name]
+    if name == "ground_truth" and name not in row:
+        return (row.get("reward_model") or {}).get(name)
+    return row.get(name)

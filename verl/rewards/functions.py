@@ -1,0 +1,139 @@
+"""A user's function as a reward: called under a deadline, its failures counted."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import threading
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from os import PathLike
+from typing import Any
+
+from verl.batch import Batch
+from verl.errors import ConfigError, RewardError
+from verl.rewards.calls import Caller, ProcessCaller, ThreadCaller, enter
+from verl.rewards.forms import name_of, recognise
+from verl.rewards.loading import load_function, split_spec
+from verl.rewards.scores import Score, failure
+from verl.rewards.source import RewardResult
+
+logger = logging.getLogger(__name__)
+
+_WINDOW, _ENOUGH = 256, 64
+_LATE_CALLS = 3
+
+
+class FunctionReward:
+    """A function as a reward, with a deadline for each call and a limit to how often it may fail.
+
+    Args:
+        source: the function, plain or async, or "FILE.py:FUNCTION".
+        name: for messages and columns; the function's own if not given.
+        timeout: seconds for one call (verl's form: one sample; the others: all samples of a `score`). A plain call
+            that is late is abandoned in its thread. After three late calls in one `score` the rest abstains.
+        retries: further calls after one that raised or was late.
+        default_reward: what a sample gets whose scoring failed. None: it abstains. (A function that returns None for
+            a sample has not failed: the sample abstains in any case.)
+        max_failure_rate: share of failures among the latest 256 samples, once there are 64, that ends the run.
+        processes: run "FILE.py:FUNCTION" in so many processes, which are killed when late; 0: in a thread.
+
+    Raises:
+        ConfigError: the function has no known form, or processes are asked for a function that is not in a file.
+    """
+
+    def __init__(
+        self,
+        source: Callable[..., Any] | str | PathLike[str],
+        *,
+        name: str | None = None,
+        timeout: float = 30.0,
+        retries: int = 0,
+        default_reward: float | None = None,
+        max_failure_rate: float = 0.5,
+        processes: int = 0,
+    ) -> None:
+        spec = None if callable(source) else str(source)
+        function = source if callable(source) else load_function(str(source))
+        self.form = recognise(function)
+        self.name = name or (split_spec(spec)[1] if spec else name_of(function))
+        if timeout <= 0 or retries < 0 or not 0 < max_failure_rate <= 1:
+            raise ConfigError(
+                f"reward '{self.name}': timeout > 0, retries >= 0 and 0 < max_failure_rate <= 1 must hold"
+            )
+        if processes and spec is None:
+            raise ConfigError(f"reward '{self.name}' can run in processes only when it is given as FILE.py:FUNCTION")
+        self.timeout, self.retries = timeout, retries
+        self.default_reward, self.max_failure_rate = default_reward, max_failure_rate
+        self.whole_batch = not self.form.by_row
+        self._caller: Caller = (
+            ProcessCaller(spec, self.name, processes) if processes and spec else ThreadCaller(function, self.name)
+        )
+        self._recent: deque[bool] = deque(maxlen=_WINDOW)
+        self._lock = threading.Lock()
+
+    async def score(self, batch: Batch) -> RewardResult:
+        """Raises RewardError if the data lack a column that the function needs, or it fails too often."""
+        rows = list(batch.rows())
+        if not rows:
+            return RewardResult([])
+        self.form.check(self.name, rows[0])
+        groups = [[row] for row in rows] if self.form.by_row else [rows]
+        scores: list[list[Score]] = [[] for _ in groups]
+        calls = iter(enumerate(groups))
+        late = [0]
+        width = min(self._caller.width, len(groups))
+        await asyncio.gather(*(self._serve(calls, scores, late) for _ in range(width)))
+        return self._result([score for group in scores for score in group])
+
+    async def _serve(
+        self, calls: Iterator[tuple[int, list[dict[str, Any]]]], scores: list[list[Score]], late: list[int]
+    ) -> None:
+        """One place at the caller: makes one call after the other until none is left."""
+        await enter(self._caller.slots)
+        try:
+            for index, rows in calls:
+                scores[index] = await self._attempts(rows, late)
+        finally:
+            self._caller.slots.release()
+
+    async def _attempts(self, rows: list[dict[str, Any]], late: list[int]) -> list[Score]:
+        scores: list[Score] = []
+        for _ in range(1 + self.retries):
+            if late[0] >= _LATE_CALLS:
+                return [
+                    failure(f"not tried: {_LATE_CALLS} calls before gave no answer within {self.timeout:g} s")
+                ] * len(rows)
+            args, kwargs = self.form.arguments(rows)
+            answer = await self._caller.call(args, kwargs, len(rows), self.timeout)
+            if answer is None:
+                late[0] += 1
+                answer = [failure(f"gave no answer within {self.timeout:g} s")] * len(rows)
+            # A further try is for what failed; what has its number keeps it.
+            tried = zip(scores, answer, strict=True) if scores else ((new, new) for new in answer)
+            scores = [new if old.failed else old for old, new in tried]
+            if not any(score.failed for score in scores):
+                break
+        return scores
+
+    def _result(self, scores: Sequence[Score]) -> RewardResult:
+        with self._lock:
+            self._recent.extend(score.failed for score in scores)
+            failed, seen = sum(self._recent), len(self._recent)
+        reasons = [score.reason for score in scores]
+        latest = next((reason for score, reason in zip(scores, reasons, strict=True) if score.failed), None)
+        if latest is not None:
+            logger.warning(
+                "reward %s: %d of %d failed: %s", self.name, sum(s.failed for s in scores), len(scores), latest
+            )
+        if seen >= _ENOUGH and failed / seen > self.max_failure_rate:
+            raise RewardError(
+                f"reward function '{self.name}' failed on {failed} of the latest {seen} samples (latest: {latest}). "
+                "Mend it, raise its timeout, or raise max_failure_rate"
+            )
+        names = dict.fromkeys(name for score in scores for name in score.components)
+        return RewardResult(
+            [self.default_reward if score.failed else score.value for score in scores],
+            {name: [score.components.get(name) for score in scores] for name in names},
+            reasons,
+        )

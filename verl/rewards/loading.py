@@ -1,0 +1,64 @@
+"""A user's function out of a user's file, imported once as a module of its own."""
+
+from __future__ import annotations
+
+import hashlib
+import importlib.util
+import inspect
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from verl.errors import ConfigError, RewardError, nearest
+
+DEFAULT_FUNCTION = "compute_score"
+
+
+def split_spec(spec: str) -> tuple[Path, str]:
+    """File and function of "file.py:function"; without a function, verl's `compute_score`."""
+    path, colon, name = spec.rpartition(":")
+    if not colon or path == "" or name.endswith(".py"):
+        path, name = spec, DEFAULT_FUNCTION
+    return Path(path), name
+
+
+def load_function(spec: str) -> Callable[..., Any]:
+    """The function that "file.py:function" names. It is the user's own code and runs as such.
+
+    Raises:
+        ConfigError: no such file, or no such function in it.
+        RewardError: the file cannot be imported; its own error is the cause.
+    """
+    path, name = split_spec(spec)
+    if not path.is_file():
+        raise ConfigError(f"{path} does not exist: give a reward function as FILE.py:FUNCTION")
+    module = _import(path.resolve())
+    function = getattr(module, name, None)
+    if not callable(function):
+        own = [
+            key
+            for key, value in vars(module).items()
+            if inspect.isfunction(value) and value.__module__ == module.__name__
+        ]
+        raise ConfigError(f"{path} has no function '{name}': {nearest(name, own)}")
+    return function  # type: ignore[no-any-return]
+
+
+def _import(path: Path) -> Any:
+    name = f"verl_user_{path.stem}_{hashlib.sha256(str(path).encode()).hexdigest()[:8]}"
+    if name in sys.modules:
+        return sys.modules[name]
+    spec = importlib.util.spec_from_file_location(name, path)
+    if spec is None or spec.loader is None:
+        raise ConfigError(f"{path} is no Python file")
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[name] = module
+    try:
+        spec.loader.exec_module(module)
+    except BaseException as error:  # a user's file may raise anything, exit included
+        del sys.modules[name]
+        if isinstance(error, KeyboardInterrupt):
+            raise
+        raise RewardError(f"{path} cannot be imported: {type(error).__name__}: {error}") from error
+    return module

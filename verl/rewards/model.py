@@ -1,0 +1,121 @@
+"""A reward model: a sequence classifier with one output, under its own tokenizer."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from verl.errors import ConfigError, DataError, ModelError
+from verl.rewards.functions import FunctionReward
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+
+class RewardModel(FunctionReward):
+    """Scores text: prompt and response one after the other, or a chat through the reward model's own template.
+
+    Args:
+        source: an `AutoModelForSequenceClassification` with one label, a `ValueModel`, or a directory or hub name.
+        tokenizer: the reward model's, as an object or a name; found by the model's name if not given.
+        batch_size: texts in one forward pass; they are sorted by length, so that little is padded.
+        max_length: longest text, in tokens; of a longer one the end is kept. None: what the model can take.
+        dtype: for loading, "auto" or a dtype's name.
+        device: where it runs; where it is, if not given.
+        timeout: seconds for all samples of one `score`.
+        **options: see `FunctionReward`.
+
+    Raises:
+        ModelError: the model has more than one label, no head, or no tokenizer.
+    """
+
+    def __init__(
+        self,
+        source: Any,
+        *,
+        tokenizer: Any = None,
+        batch_size: int = 8,
+        max_length: int | None = None,
+        dtype: str = "auto",
+        device: Any = None,
+        name: str = "reward_model",
+        timeout: float = 600.0,
+        retries: int = 0,
+        default_reward: float | None = None,
+        max_failure_rate: float = 0.5,
+    ) -> None:
+        from verl.models.loading import find_tokenizer, load_model, load_tokenizer
+
+        if batch_size < 1:
+            raise ConfigError(f"batch_size must be at least 1, not {batch_size}")
+        self.model = source if hasattr(source, "forward") else load_model(source, dtype=dtype, kind="classifier")
+        if getattr(self.model.config, "num_labels", 1) != 1 and not hasattr(self.model, "predict"):
+            raise ModelError(f"a reward model has one label, this one has {self.model.config.num_labels}")
+        if tokenizer is None:
+            tokenizer = find_tokenizer(self.model)
+        self.tokenizer = load_tokenizer(tokenizer) if isinstance(tokenizer, str) else tokenizer
+        if device is not None:
+            self.model.to(device)
+        self.batch_size = batch_size
+        self.max_length = max_length or getattr(self.model.config, "max_position_embeddings", None)
+        super().__init__(
+            self.scores,
+            name=name,
+            timeout=timeout,
+            retries=retries,
+            default_reward=default_reward,
+            max_failure_rate=max_failure_rate,
+        )
+
+    def scores(self, responses: list[str], prompts: list[Any]) -> list[float]:
+        """One number for each response to its prompt (a text or a list of messages)."""
+        tokens = [self._encode(prompt, response) for prompt, response in zip(prompts, responses, strict=True)]
+        order = sorted(range(len(tokens)), key=lambda row: len(tokens[row]))
+        scores = [0.0] * len(tokens)
+        for start in range(0, len(order), self.batch_size):
+            rows = order[start : start + self.batch_size]
+            for row, number in zip(rows, self._forward([tokens[row] for row in rows]), strict=True):
+                scores[row] = number
+        return scores
+
+    def _encode(self, prompt: Any, response: str) -> list[int]:
+        from verl.data.tokenize import render
+
+        if isinstance(prompt, list):
+            text = render(self.tokenizer, [*prompt, {"role": "assistant", "content": response}], reply=False)
+            tokens = self.tokenizer(text, add_special_tokens=False)["input_ids"]
+        else:
+            tokens = self.tokenizer((prompt or "") + response)["input_ids"]
+        if not tokens:
+            raise DataError("a prompt and a response that are both empty cannot be scored")
+        return list(tokens if self.max_length is None else tokens[-self.max_length :])
+
+    def _forward(self, tokens: list[list[int]]) -> list[float]:
+        import torch
+
+        config, parameter = self.model.config, next(self.model.parameters())
+        own_pad, was_training = config.pad_token_id, self.model.training
+        # Transformers takes the last token that is not padding for the end of a text. A model that names no padding
+        # gets an id that ends none of these texts; one that does is used as it is meant.
+        ends = {row[-1] for row in tokens}
+        pad = next(i for i in range(len(ends) + 1) if i not in ends) if own_pad is None or own_pad < 0 else own_pad
+        longest = max(map(len, tokens))
+        ids = torch.tensor([row + [pad] * (longest - len(row)) for row in tokens])
+        mask = torch.tensor([[1] * len(row) + [0] * (longest - len(row)) for row in tokens])
+        try:
+            config.pad_token_id = pad
+            self.model.eval()
+            with torch.inference_mode():
+                return self._heads(ids.to(parameter.device), mask.to(parameter.device)).double().tolist()
+        finally:
+            config.pad_token_id = own_pad
+            self.model.train(was_training)
+
+    def _heads(self, ids: Tensor, mask: Tensor) -> Tensor:
+        """Scores `[B]` of right-padded ids `[B, T]`."""
+        import torch
+
+        if not hasattr(self.model, "predict"):
+            return self.model(input_ids=ids, attention_mask=mask).logits[:, 0]  # type: ignore[no-any-return]
+        hidden = self.model.backbone(input_ids=ids, attention_mask=mask).last_hidden_state
+        rows = torch.arange(len(ids), device=ids.device)
+        return self.model.predict(hidden[rows, mask.sum(-1) - 1])  # type: ignore[no-any-return]

@@ -1,0 +1,73 @@
+"""The verifier of a procedural task's own problems."""
+
+from __future__ import annotations
+
+import json
+import re
+from typing import Any, Literal, get_args
+
+from verl.data.tasks import decode_problem, make_task
+from verl.errors import ConfigError
+from verl.rewards.functions import FunctionReward
+
+Answer = Literal["last_number", "whole", "tag"]
+# A minus belongs to the number unless it stands between two operands.
+_NUMBER = re.compile(r"(?:(?<![\w)])-)?\d+(?:,\d{3})*(?:\.\d+)?")
+_TAG = re.compile(r"<answer>(.*?)</answer>", re.DOTALL | re.IGNORECASE)
+
+
+class TaskReward(FunctionReward):
+    """`score_answer` of the task, on the answer within the response; for rows that `load_prompts` made of a task.
+
+    The component `accuracy` is 1 where the verifier gives exactly 1 and 0 elsewhere: no credit for a format or for a
+    part. With `exact` it is the reward too.
+
+    Args:
+        answer: what the verifier reads: the last number in the response, the whole response (stripped), or what
+            stands between the last <answer> and </answer>. A response without that has no answer.
+        **options: see `FunctionReward`.
+    """
+
+    def __init__(
+        self,
+        *,
+        answer: Answer = "whole",
+        exact: bool = False,
+        name: str = "task",
+        timeout: float = 30.0,
+        retries: int = 0,
+        default_reward: float | None = None,
+        max_failure_rate: float = 0.5,
+    ) -> None:
+        if answer not in get_args(Answer):
+            raise ConfigError(f"answer is one of {', '.join(get_args(Answer))}, not '{answer}'")
+        verifiers: dict[str, Any] = {}
+
+        def verify(solution_str: str, reasoning_gym: str) -> dict[str, float]:
+            task, options, entry = decode_problem(reasoning_gym)
+            key = f"{task} {json.dumps(options, sort_keys=True, default=str)}"
+            if key not in verifiers:
+                verifiers[key] = make_task(task, **options)
+            score = float(verifiers[key].score_answer(extract_answer(solution_str, answer), entry))
+            accuracy = float(score == 1.0)
+            return {"score": accuracy if exact else score, "accuracy": accuracy}
+
+        super().__init__(
+            verify,
+            name=name,
+            timeout=timeout,
+            retries=retries,
+            default_reward=default_reward,
+            max_failure_rate=max_failure_rate,
+        )
+
+
+def extract_answer(response: str, how: Answer) -> str | None:
+    """The answer in a response, or None. A number loses its thousands commas."""
+    if how == "whole":
+        return response.strip()
+    if how == "tag":
+        tags = _TAG.findall(response)
+        return tags[-1].strip() if tags else None
+    numbers = _NUMBER.findall(response.replace("−", "-"))
+    return numbers[-1].replace(",", "") if numbers else None

@@ -1,0 +1,140 @@
+"""What a user's reward function returned, read as one optional number a sample. Imports nothing heavy."""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+import math
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sized
+from dataclasses import asdict, dataclass, field
+from itertools import islice
+from numbers import Real
+from typing import Any
+
+_REASON_LENGTH = 300
+
+
+@dataclass(frozen=True, slots=True)
+class Score:
+    """A number, or a reason for there being none; `failed` tells a failure from a function that returned None."""
+
+    value: float | None
+    reason: str | None = None
+    failed: bool = False
+    components: dict[str, float] = field(default_factory=dict)
+
+    as_json = asdict
+
+
+def failure(reason: str) -> Score:
+    return Score(None, reason[:_REASON_LENGTH], True)
+
+
+def call_plain(
+    function: Callable[..., Any], args: list[Any], kwargs: dict[str, Any], rows: int, loop: asyncio.AbstractEventLoop
+) -> list[Score]:
+    """Call a function on `rows` samples; whatever it does becomes scores. What it may return: see `read_scores`.
+
+    No event loop runs meanwhile (the function may run one of its own); `loop` awaits what it returns, if need be.
+    """
+    try:
+        result = function(*args, **kwargs)
+        return read_scores(loop.run_until_complete(_wait_for(result)) if inspect.isawaitable(result) else result, rows)
+    except BaseException as error:  # sys.exit() in a user's function fails this call, it does not end the run
+        return [failure(_describe(error))] * rows
+
+
+async def call_async(function: Callable[..., Any], args: list[Any], kwargs: dict[str, Any], rows: int) -> list[Score]:
+    """The same for an async function, on the loop that runs."""
+    try:
+        return read_scores(await function(*args, **kwargs), rows)
+    except BaseException as error:  # as above
+        return [failure(_describe(error))] * rows
+
+
+async def _wait_for(result: Awaitable[Any]) -> Any:
+    return await result
+
+
+def read_scores(result: Any, rows: int) -> list[Score]:
+    """A call on several samples returns a sequence, an array or a tensor of results, or a mapping of such columns. A
+    result is a number, None, or a mapping with `score` (or `reward`) and further numbers, which become components.
+    """
+    if rows == 1 and (isinstance(result, Mapping | Real) or result is None):
+        return [_score(result)]
+    if isinstance(result, Mapping) and _number_key(result) is not None:
+        result = _transpose(result)
+    if hasattr(result, "tolist"):
+        result = result.tolist()
+    if isinstance(result, str | bytes) or not isinstance(result, Iterable):
+        if rows == 1:
+            return [_score(result)]
+        return [failure(f"returned {_show(result)} instead of {rows} results")] * rows
+    values = list(islice(result, rows + 1))
+    if len(values) != rows:
+        count = len(result) if isinstance(result, Sized) else "more" if len(values) > rows else len(values)
+        return [failure(f"returned {count} results for {rows} samples")] * rows
+    return [_score(value) for value in values]
+
+
+def _score(value: Any) -> Score:
+    components: dict[str, float] = {}
+    if isinstance(value, Mapping):
+        key = _number_key(value)
+        if key is None:
+            return failure(f"returned a mapping without 'score': its keys are {_show(list(value))}")
+        for name, item in value.items():
+            number = None if name == key else _number(item)
+            if number is not None and math.isfinite(number):
+                components[str(name)] = number
+        value = value[key]
+    if value is None:
+        return Score(None, "the function abstained (None)", False, components)
+    number = _number(value)
+    if number is None:
+        return failure(f"returned {_show(value)}, which is no number")
+    if not math.isfinite(number):
+        return failure(f"returned {number}")
+    return Score(number, None, False, components)
+
+
+def _number(value: Any) -> float | None:
+    if hasattr(value, "tolist"):
+        value = value.tolist()
+    if isinstance(value, list) and len(value) == 1:
+        value = value[0]
+    if not isinstance(value, Real):
+        return None
+    try:
+        return float(value)
+    except OverflowError:
+        return math.inf
+
+
+def _number_key(value: Mapping[Any, Any]) -> str | None:
+    return next((key for key in ("score", "reward") if key in value), None)
+
+
+def _transpose(columns: Mapping[str, Any]) -> list[Any]:
+    """A mapping of columns as one mapping a sample; columns of another length than the scores' are left out."""
+    lists = {name: item.tolist() if hasattr(item, "tolist") else item for name, item in columns.items()}
+    scores = lists[_number_key(columns)]  # type: ignore[index]
+    if not isinstance(scores, list | tuple):
+        return [dict(columns)]
+    aligned = {k: v for k, v in lists.items() if isinstance(v, list | tuple) and len(v) == len(scores)}
+    return [dict(zip(aligned, values, strict=True)) for values in zip(*aligned.values(), strict=True)]
+
+
+def _describe(error: BaseException) -> str:
+    try:
+        return f"raised {type(error).__name__}: {str(error)[:_REASON_LENGTH]}"
+    except Exception:  # an exception whose text raises is still only a failed call
+        return f"raised {type(error).__name__}"
+
+
+def _show(value: Any) -> str:
+    text = value[:60] if isinstance(value, str | bytes) else value
+    try:
+        return f"{type(value).__name__} {str(text)[:60]!r}"
+    except Exception:  # as above
+        return type(value).__name__

@@ -1,0 +1,42 @@
+"""Rewards drawn towards their running mean."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from verl.batch import Batch
+from verl.errors import ConfigError
+from verl.rewards.source import RewardResult, RewardSource
+
+
+class Smoothed:
+    """`(1 - decay) * reward + decay * mean`, where `mean` is the exponential moving average of the means of all
+    batches up to and with this one (it starts at the first batch's mean).
+
+    The order of samples within a batch stays, jumps between batches shrink. A sample that abstains still does, and
+    counts for nothing. What the source itself said is the component `raw`.
+    """
+
+    whole_batch = True
+
+    def __init__(self, source: RewardSource, decay: float) -> None:
+        if not 0 <= decay < 1:
+            raise ConfigError(f"smoothing is a decay of at least 0 and below 1, not {decay}")
+        self.source, self.decay, self.name = source, decay, source.name
+        self.mean: float | None = None
+
+    async def score(self, batch: Batch) -> RewardResult:
+        result = await self.source.score(batch)
+        given = [reward for reward in result.reward if reward is not None]
+        if given:
+            mean = sum(given) / len(given)
+            self.mean = mean if self.mean is None else self.decay * self.mean + (1 - self.decay) * mean
+        mean = self.mean or 0.0
+        smooth = [None if r is None else (1 - self.decay) * r + self.decay * mean for r in result.reward]
+        return RewardResult(smooth, {**result.components, "raw": result.reward}, result.reasons)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"mean": self.mean}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.mean = state["mean"]

@@ -1,0 +1,291 @@
+"""`Actor`: the policy, as a user holds it."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from verl.algorithms import BaseAlgorithm, default_algorithm, make_algorithm
+from verl.batch import Batch
+from verl.controller.local import LocalGroup
+from verl.data.prompts import load_prompts
+from verl.data.tokenize import PromptTokenizer
+from verl.errors import ConfigError, ModelError
+from verl.models.loading import eos_token_ids, find_tokenizer, load_model, load_tokenizer
+from verl.roles.columns import add_rewards, aligned
+from verl.rollout.base import SamplingParams
+from verl.shard import Shard
+from verl.training.options import OptimConfig
+from verl.workers.actor import ActorWorker, EngineFactory, ReferenceWorker, RolloutOptions, TrainOptions
+from verl.workers.update import UpdatePlan
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+
+class Actor:
+    """A policy: generates, scores and learns.
+
+    Args:
+        model: a causal language model of transformers, or the name or directory of one.
+        tokenizer: a tokenizer, or its name or directory; left out, the one beside the model.
+        strategy: the training layout; None and "single" train in this process.
+        algorithm: what `update` optimises: a name or an instance of an algorithm. None: PPO when `update` is given
+            values, else GRPO where every prompt has several samples, else REINFORCE++ (a whitened batch baseline).
+        optim: `OptimConfig`, a mapping of its fields, or your own `torch.optim.Optimizer` over the model's parameters.
+        rollout: the engine that generates: "embedded" (on the very tensors that are trained), "hf", or a function
+            that makes a `RolloutEngine`.
+        sampling: how responses are drawn; keywords of `generate_sequences` override it call by call.
+        dtype: "auto" (as stored), "float32", "bfloat16", "float16"; for a model given by name.
+        mini_batch_size: samples an optimizer step; None: the whole batch.
+        epochs: passes over each batch.
+        micro_batch_size, max_tokens_per_micro_batch: bounds of one forward and backward; results do not depend on them.
+        use_amp: compute in bfloat16 under autocast while the weights stay as they are.
+        seed: with a sample's id it fixes the sample's randomness.
+
+    Raises:
+        ModelError: the model or its tokenizer cannot be found or used.
+    """
+
+    def __init__(
+        self,
+        model: PreTrainedModel | str,
+        tokenizer: PreTrainedTokenizerBase | str | None = None,
+        strategy: str | None = None,
+        *,
+        algorithm: str | BaseAlgorithm | None = None,
+        optim: OptimConfig | Mapping[str, Any] | Any = None,
+        rollout: str | EngineFactory = "embedded",
+        sampling: SamplingParams | None = None,
+        dtype: str = "auto",
+        mini_batch_size: int | None = None,
+        epochs: int = 1,
+        micro_batch_size: int | None = None,
+        max_tokens_per_micro_batch: int | None = 16384,
+        gradient_checkpointing: bool = False,
+        share_prompts: bool = True,
+        use_amp: bool = False,
+        max_num_seqs: int = 256,
+        kv_cache_gb: float | None = None,
+        trust_remote_code: bool = False,
+        seed: int = 0,
+    ) -> None:
+        if strategy not in (None, "single"):
+            raise ConfigError(
+                f"strategy='{strategy}' needs several ranks; this process is one: leave strategy out"
+            )
+        self.sampling = sampling or SamplingParams()
+        self.algorithm = None if algorithm is None else make_algorithm(algorithm)
+        self.plan = UpdatePlan(mini_batch_size, epochs, self.sampling.temperature or 1.0, seed)
+        self.train_options = TrainOptions(
+            **as_optim(optim),
+            max_tokens_per_micro_batch=max_tokens_per_micro_batch,
+            micro_batch_size=micro_batch_size,
+            gradient_checkpointing=gradient_checkpointing,
+            share_prompts=share_prompts,
+            autocast=use_amp,
+        )
+        self.model = (
+            load_model(model, dtype=dtype, trust_remote_code=trust_remote_code)
+            if isinstance(model, str)
+            else _unwrapped(model)
+        )
+        self.tokenizer = _tokenizer(tokenizer, self.model, model)
+        options = RolloutOptions(rollout, max_num_seqs, kv_cache_gb, seed)
+        self.group: LocalGroup[ActorWorker] = LocalGroup(
+            "actor",
+            lambda: ActorWorker(
+                self.model,
+                self.tokenizer,
+                eos_token_ids(self.model, self.tokenizer),
+                self.train_options,
+                options,
+            ),
+        )
+        self.reference_model: PreTrainedModel | None = None
+        self._reference: LocalGroup[ReferenceWorker] | None = None
+        self._calls = 0
+
+    @classmethod
+    def from_pretrained(cls, name: str, **options: Any) -> Actor:
+        """The actor over a model of transformers by name or directory; options are those of `Actor`."""
+        return cls(name, **options)
+
+    @property
+    def policy_version(self) -> int:
+        """Updates so far."""
+        return self.group.worker.policy_version
+
+    def prompts(self, prompts: Any, key: str | None = None) -> Batch:
+        """Prompts as a batch with `prompt_tokens`, `group` and `id`.
+
+        Args:
+            prompts: strings (encoded as they are), chats (lists of messages, through the chat template), lists of
+                token ids, mappings with a column `prompt`, or a `Batch`.
+            key: begins the ids, and so fixes the randomness; None: the number of this call.
+        """
+        if key is None:
+            key = f"c{self._calls}"
+            self._calls += 1
+        if isinstance(prompts, str):
+            prompts = [prompts]  # a lone text is a prompt, not the path of a file
+        batch = prompts if isinstance(prompts, Batch) else load_prompts(prompts).batch
+        if "prompt_tokens" not in batch:
+            batch = PromptTokenizer(self.tokenizer)(batch)
+        if "group" not in batch:
+            batch = batch.add({"group": [f"{key}.{row}" for row in range(len(batch))]})
+        return batch
+
+    def generate_sequences(
+        self, prompts: Any, *, n: int = 1, key: str | None = None, **sampling: Any
+    ) -> Batch:
+        """Sample `n` responses to each prompt.
+
+        Args:
+            prompts: see `prompts`.
+            n: samples a prompt.
+            key: begins the samples' ids, and so fixes their randomness.
+            **sampling: fields of `SamplingParams` (max_new_tokens, temperature, top_p, stop, ...).
+
+        Returns:
+            One row a sample, samples of a prompt adjacent: the prompts' columns and `response_tokens`,
+            `response_mask`, `rollout_log_probs`, `response`, `finish`, `policy_version`.
+        """
+        rows = expand(self.prompts(prompts, key), n)
+        params = replace(self.sampling, **sampling)
+        chunks = list(self.rollout(rows, params))
+        done = Batch.concat(chunks)
+        place = {id_: index for index, id_ in enumerate(done["id"])}
+        return done.take([place[id_] for id_ in rows["id"]])
+
+    def rollout(self, rows: Batch, params: SamplingParams) -> Iterator[Batch]:
+        """Samples for rows that `expand` made, as groups finish, with their decoded text."""
+        for chunk in self.group.call("generate", rows, params):
+            texts = self.tokenizer.batch_decode(chunk["response_tokens"], skip_special_tokens=True)
+            yield chunk.add({"response": texts})
+
+    def compute_log_probs(self, sequences: Batch) -> Batch:
+        """Column `log_probs`: log-probs of the response tokens under the policy as it is now."""
+        return self.group.call("log_probs", sequences, self.plan.temperature)  # type: ignore[no-any-return]
+
+    def compute_ref_log_probs(self, sequences: Batch) -> Batch:
+        """Column `ref_log_probs`: the same under the reference policy, the actor as it was when
+        `make_reference` was called, or at the first call of this verb."""
+        self.make_reference()
+        assert self._reference is not None
+        return self._reference.call("log_probs", sequences, self.plan.temperature)  # type: ignore[no-any-return]
+
+    def make_reference(self, model: PreTrainedModel | None = None) -> None:
+        """Freeze a reference policy: a copy of the actor as it is now, or another model. A second call does nothing.
+
+        Raises:
+            ModelError: the actor has been trained already, so its first weights are gone.
+        """
+        if self._reference is not None:
+            return
+        if model is None and self.policy_version > 0:
+            raise ModelError(
+                "the actor has been updated already, so its reference weights are gone: "
+                "call make_reference() before the first update"
+            )
+        frozen = model if model is not None else copy.deepcopy(self.model)
+        self.reference_model = frozen
+        self._reference = LocalGroup("reference", lambda: ReferenceWorker(frozen, self.train_options))
+
+    def update(self, sequences: Batch, rewards: Any, values: Any = None) -> dict[str, float]:
+        """One update from scored sequences.
+
+        Args:
+            sequences: from `generate_sequences`.
+            rewards: from `get_reward`, or a number (None: abstained) a row.
+            values: from `compute_values`; for algorithms with a critic.
+
+        Returns:
+            Metrics: `loss`, `grad_norm`, `lr`, `kl` and those of the algorithm.
+        """
+        batch = add_rewards(sequences, rewards)
+        if values is not None:
+            batch = aligned(batch, values, "values")
+        algorithm = self.algorithm or default_algorithm(batch)
+        for column, verb in (
+            ("ref_log_probs", self.compute_ref_log_probs if "reference" in algorithm.roles else None),
+            ("log_probs", self.compute_log_probs if self.needs_old_log_probs(algorithm, batch) else None),
+        ):
+            if verb is not None and column not in batch:
+                batch = batch.add(verb(batch))
+        prepared, metrics = algorithm.prepare(batch)
+        return {**metrics, **self.train(prepared, algorithm)}
+
+    def needs_old_log_probs(self, algorithm: BaseAlgorithm, batch: Batch) -> bool:
+        """Whether the log-probs before the update must be computed: not for one step on the policy's own samples,
+        where they are the detached log-probs of that step."""
+        return algorithm.needs_log_probs or (algorithm.needs_old_log_probs and not self._is_one_step(batch))
+
+    def _is_one_step(self, batch: Batch) -> bool:
+        versions = set(batch["policy_version"]) if "policy_version" in batch else {None}
+        return versions == {self.policy_version} and self.plan.updates(len(batch)) == 1
+
+    def train(self, prepared: Batch, algorithm: BaseAlgorithm) -> dict[str, float]:
+        """Optimizer steps on a batch that `algorithm.prepare` made."""
+        if self._is_one_step(prepared) and not algorithm.needs_log_probs:
+            # The engine's rounding is not a step of the policy: the ratio of a first step is 1.
+            prepared = prepared.drop(["old_log_probs"])
+        objective = algorithm.objective("actor")
+        return self.group.call("update", prepared, objective, self.plan)  # type: ignore[no-any-return]
+
+    def shards(self) -> Iterator[Shard]:
+        """The weights as a stream of named shards."""
+        return self.group.call("shards")  # type: ignore[no-any-return]
+
+    def load_shards(self, shards: Iterable[Shard]) -> None:
+        self.group.call("load_shards", shards)
+
+    def save_pretrained(self, path: str) -> None:
+        """Write a plain Hugging Face directory: weights, config and tokenizer."""
+        from verl.models.shards import save_pretrained_dir
+
+        save_pretrained_dir(self.model, self.tokenizer, path)
+
+
+def expand(prompts: Batch, n: int, greedy_baseline: bool = False) -> Batch:
+    """One row a sample to be drawn: `n` for each prompt, and a greedy one (`baseline` true) if asked for."""
+    numbers: Sequence[int | str] = [*range(n), *(["greedy"] if greedy_baseline else [])]
+    rows = prompts.take([row for row in range(len(prompts)) for _ in numbers])
+    ids = [f"{group}/{number}" for group in prompts["group"] for number in numbers]
+    columns: dict[str, Any] = {"id": ids}
+    if greedy_baseline:
+        columns["baseline"] = [number == "greedy" for _ in range(len(prompts)) for number in numbers]
+    return rows.drop(["id"]).add(columns)
+
+
+def as_optim(optim: Any) -> dict[str, Any]:
+    """`optim` for an `OptimConfig`, a mapping of its fields or None; `optimizer` for an optimizer instance."""
+    if optim is None:
+        return {"optim": OptimConfig()}
+    if isinstance(optim, torch.optim.Optimizer):
+        return {"optimizer": optim}
+    return {"optim": OptimConfig(**optim) if isinstance(optim, Mapping) else optim}
+
+
+def _tokenizer(tokenizer: Any, model: PreTrainedModel, name: Any) -> PreTrainedTokenizerBase:
+    if tokenizer is None:
+        return load_tokenizer(name) if isinstance(name, str) else find_tokenizer(model)
+    return load_tokenizer(tokenizer) if isinstance(tokenizer, str) else tokenizer
+
+
+def _unwrapped(model: Any) -> PreTrainedModel:
+    """The model itself, if it is one that can be trained here.
+
+    Raises:
+        ModelError: it is wrapped for a layout of several ranks, or no model of transformers.
+    """
+    kind = type(model).__name__
+    if kind.startswith("FSDP") or kind in ("FullyShardedDataParallel", "DistributedDataParallel"):
+        raise ModelError(f"the model is wrapped as {kind}; in one process give the model itself")
+    if not hasattr(model, "config") or not hasattr(model, "get_output_embeddings"):
+        raise ModelError(f"{kind} is no language model of transformers: give an AutoModelForCausalLM")
+    return model  # type: ignore[no-any-return]

@@ -1,0 +1,121 @@
+"""`Critic`: the value model, as a user holds it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from typing import TYPE_CHECKING, Any
+
+from verl.algorithms import BaseAlgorithm, make_algorithm, value_algorithm
+from verl.batch import Batch
+from verl.controller.local import LocalGroup
+from verl.data.alignment import CharacterAlignment
+from verl.models.loading import load_model, load_tokenizer
+from verl.roles.actor import as_optim
+from verl.roles.columns import add_rewards
+from verl.shard import Shard
+from verl.training.options import OptimConfig
+from verl.workers.actor import TrainOptions
+from verl.workers.critic import CriticWorker
+from verl.workers.update import UpdatePlan
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+
+class Critic:
+    """A value model: predicts the value of the state before each response token, and learns it.
+
+    It may be smaller than the actor, of another architecture, or read another vocabulary. In the last case give
+    both tokenizers: the text is re-encoded for the critic, and the value of an actor's token is the critic's value
+    at the position of the token's first character (the returns travel the other way likewise).
+
+    Args:
+        model: a model of transformers, whose backbone gets a value head, or the name or directory of one.
+        tokenizer: the critic's own; None: it reads the actor's token ids.
+        actor_tokenizer: the actor's, needed only when `tokenizer` differs from it.
+        algorithm: supplies the value loss and the returns of `update`; None: PPO's.
+        optim, mini_batch_size, epochs, micro_batch_size, max_tokens_per_micro_batch, use_amp, seed: as of `Actor`.
+
+    Raises:
+        ModelError: the model cannot be found or used.
+    """
+
+    def __init__(
+        self,
+        model: PreTrainedModel | str,
+        tokenizer: PreTrainedTokenizerBase | str | None = None,
+        *,
+        actor_tokenizer: PreTrainedTokenizerBase | None = None,
+        algorithm: str | BaseAlgorithm | None = None,
+        optim: OptimConfig | Mapping[str, Any] | Any = None,
+        dtype: str = "auto",
+        mini_batch_size: int | None = None,
+        epochs: int = 1,
+        micro_batch_size: int | None = None,
+        max_tokens_per_micro_batch: int | None = 16384,
+        gradient_checkpointing: bool = False,
+        use_amp: bool = False,
+        trust_remote_code: bool = False,
+        seed: int = 0,
+    ) -> None:
+        from verl.models.heads import ValueModel
+
+        if isinstance(model, str):
+            self.model = load_model(model, dtype=dtype, kind="value", trust_remote_code=trust_remote_code)
+        else:
+            self.model = model if isinstance(model, ValueModel) else ValueModel.from_model(model)
+        self.algorithm = value_algorithm() if algorithm is None else make_algorithm(algorithm)
+        self.plan = UpdatePlan(mini_batch_size, epochs, seed=seed)
+        self.tokenizer = load_tokenizer(tokenizer) if isinstance(tokenizer, str) else tokenizer
+        self.read_with(actor_tokenizer)
+        train = TrainOptions(
+            **as_optim(optim),
+            max_tokens_per_micro_batch=max_tokens_per_micro_batch,
+            micro_batch_size=micro_batch_size,
+            gradient_checkpointing=gradient_checkpointing,
+            autocast=use_amp,
+        )
+        self.group: LocalGroup[CriticWorker] = LocalGroup("critic", lambda: CriticWorker(self.model, train))
+
+    @classmethod
+    def from_pretrained(cls, name: str, **options: Any) -> Critic:
+        """The critic over a model by name or directory, with that model's own tokenizer."""
+        options.setdefault("tokenizer", name)
+        return cls(name, **options)
+
+    def read_with(self, actor_tokenizer: PreTrainedTokenizerBase | None) -> None:
+        """Say how the actor's tokens are spelt; trainers do this by themselves."""
+        self._alignment: CharacterAlignment | None = None
+        if self.tokenizer is not None and actor_tokenizer is not None:
+            if self.tokenizer.get_vocab() != actor_tokenizer.get_vocab():
+                self._alignment = CharacterAlignment(actor_tokenizer, self.tokenizer)
+
+    def compute_values(self, sequences: Batch) -> Batch:
+        """Column `values`, aligned with `response_tokens`: the value of the state before each token."""
+        if self._alignment is None:
+            return self.group.call("values", sequences)  # type: ignore[no-any-return]
+        there = self._alignment.batch(sequences)
+        values = self.group.call("values", there)["values"]
+        return Batch.from_columns({"values": self._alignment.to_actor(sequences, there, values)})
+
+    def update(self, sequences: Batch, rewards: Any) -> dict[str, float]:
+        """Learn the returns of scored sequences; values that `sequences` lacks are computed first."""
+        batch = add_rewards(sequences, rewards)
+        if "values" not in batch:
+            batch = batch.add(self.compute_values(batch))
+        prepared, _ = self.algorithm.prepare(batch)
+        return self.train(prepared, self.algorithm)
+
+    def train(self, prepared: Batch, algorithm: BaseAlgorithm, role: str = "critic") -> dict[str, float]:
+        """Optimizer steps on a batch that `algorithm.prepare` made."""
+        objective = algorithm.objective(role)
+        if self._alignment is not None:
+            prepared = self._alignment.to_critic(prepared, objective.loss_columns)
+        return self.group.call("update", prepared, objective, self.plan)  # type: ignore[no-any-return]
+
+    def shards(self) -> Iterator[Shard]:
+        """The weights, value head included, as a stream of named shards."""
+        return self.group.call("shards")  # type: ignore[no-any-return]
+
+    def load_shards(self, shards: Iterable[Shard]) -> None:
+        self.group.call("load_shards", shards)

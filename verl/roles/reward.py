@@ -1,0 +1,49 @@
+"""`Reward`: where the numbers come from, as a user holds it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from verl.batch import Batch
+from verl.errors import ConfigError
+from verl.rewards.source import RewardSource, make_reward, run_reward
+
+
+class Reward:
+    """Scores samples. Give exactly one of:
+
+    Args:
+        reward_fn: a function, recognised by its parameter names: `f(texts)`, `f(responses, prompts)`, verl's
+            `f(data_source, solution_str, ground_truth, extra_info)`, TRL's `f(prompts, completions, **columns)`,
+            each plain or async; "file.py:function"; any `RewardSource`; or a mapping of names to
+            `(reward, weight)` pairs, summed.
+        model: a reward model (`AutoModelForSequenceClassification` with one label), or its name or directory.
+        **options: `timeout` in seconds, `retries`, `default_reward` (instead of abstaining), `max_failure_rate`,
+            `smoothing` (EMA).
+
+    A sample whose reward fails, is late, or is not a finite number abstains: its reward is null, and
+    `abstain_reason` says why.
+    """
+
+    def __init__(self, reward_fn: Any = None, *, model: Any = None, **options: Any) -> None:
+        if (reward_fn is None) == (model is None):
+            raise ConfigError("a Reward is made of one thing: give reward_fn=... or model=...")
+        self.source: RewardSource = make_reward(reward_fn if model is None else model, **options)
+
+    @classmethod
+    def from_pretrained(cls, name: str, **options: Any) -> Reward:
+        """A reward model by name or directory."""
+        return cls(model=name, **options)
+
+    @property
+    def whole_batch(self) -> bool:
+        """Whether a sample's reward may depend on the samples beside it."""
+        return self.source.whole_batch
+
+    async def score(self, sequences: Batch) -> Batch:
+        """Columns `reward`, `abstain_reason` and `reward/<component>`, one number a sample."""
+        return (await self.source.score(sequences)).as_batch()
+
+    def get_reward(self, sequences: Batch) -> Batch:
+        """The same, waited for."""
+        return run_reward(self.source, sequences).as_batch()

@@ -1,0 +1,97 @@
+"""`Updater`: an algorithm bound to the models it trains, by name."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+from verl.algorithms import BaseAlgorithm, make_algorithm
+from verl.batch import Batch
+from verl.roles.actor import Actor
+from verl.roles.columns import add_rewards
+from verl.roles.critic import Critic
+
+_VALUES = {"critic": "values", "cost_critic": "cost_values"}
+
+
+class Updater:
+    """`Updater("ppo", actor=actor, critic=critic)`: one call prepares a scored batch and updates every model.
+
+    Args:
+        algorithm: a name, class or instance.
+        actor: the policy.
+        critic, cost_critic: value models; where the algorithm has one and None is given, it is made from the actor's.
+        **options: the algorithm's own.
+
+    Raises:
+        ConfigError: no such algorithm or option.
+    """
+
+    def __init__(
+        self,
+        algorithm: str | BaseAlgorithm,
+        *,
+        actor: Actor,
+        critic: Critic | None = None,
+        cost_critic: Critic | None = None,
+        **options: Any,
+    ) -> None:
+        self.algorithm = make_algorithm(algorithm, **options)
+        self.actor = actor
+        given = {"critic": critic, "cost_critic": cost_critic}
+        #: Role -> its value model, for the value models that the algorithm has.
+        self.critics = {
+            role: handle or make_critic(actor) for role, handle in given.items() if role in self.algorithm.roles
+        }
+        for handle in self.critics.values():
+            handle.read_with(actor.tokenizer)
+        if "reference" in self.algorithm.roles:
+            actor.make_reference()
+
+    def experience(self, sequences: Batch) -> Batch:
+        """What the algorithm reads of other models: reference log-probs and values, where it needs them."""
+        if "reference" in self.algorithm.roles and "ref_log_probs" not in sequences:
+            sequences = sequences.add(self.actor.compute_ref_log_probs(sequences))
+        for role, critic in self.critics.items():
+            if _VALUES[role] not in sequences:
+                sequences = sequences.add({_VALUES[role]: critic.compute_values(sequences).arrow("values")})
+        return sequences
+
+    def prepare(self, samples: Batch) -> tuple[Batch, dict[str, float]]:
+        """`BaseAlgorithm.prepare`, with the log-probs before the update computed first where they are needed."""
+        if self.actor.needs_old_log_probs(self.algorithm, samples) and "log_probs" not in samples:
+            samples = samples.add(self.actor.compute_log_probs(samples))
+        return self.algorithm.prepare(samples)
+
+    def update(self, sequences: Batch, rewards: Any = None) -> dict[str, float]:
+        """Update every model from scored sequences; `rewards` as in `Actor.update`, or already a column."""
+        batch = sequences if rewards is None else add_rewards(sequences, rewards)
+        prepared, metrics = self.prepare(self.experience(batch))
+        metrics.update(role_metrics("actor", self.actor.train(prepared, self.algorithm)))
+        for role, critic in self.critics.items():
+            metrics.update(role_metrics(role, critic.train(prepared, self.algorithm, role)))
+        return metrics
+
+    __call__ = update
+
+
+def role_metrics(role: str, metrics: dict[str, float]) -> dict[str, float]:
+    """Metrics of one role's update under its name: `loss` becomes `loss/<role>`, `update/skipped` likewise."""
+    own = ("loss", "grad_norm", "lr", "update/skipped")
+    return {f"{name}/{role}" if name in own else name: value for name, value in metrics.items()}
+
+
+def make_critic(actor: Actor) -> Critic:
+    """A critic of the actor's own architecture: a copy of its backbone under a new value head."""
+    options = actor.train_options
+    return Critic(
+        copy.deepcopy(actor.model),
+        optim=options.optim,
+        mini_batch_size=actor.plan.mini_batch_size,
+        epochs=actor.plan.epochs,
+        micro_batch_size=options.micro_batch_size,
+        max_tokens_per_micro_batch=options.max_tokens_per_micro_batch,
+        gradient_checkpointing=options.gradient_checkpointing,
+        use_amp=options.autocast,
+        seed=actor.plan.seed,
+    )

@@ -1,0 +1,1 @@
+"""Rollout: prompts in, finished samples out, whichever engine."""

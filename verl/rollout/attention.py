@@ -1,0 +1,285 @@
+"""Attention of one step of generation: which keys each token sees (`Plan`), and computing it (`PagedAttention`).
+
+A tile is a run of tokens that see the same prompt blocks: samples of one prompt, or neighbours in a prompt being
+read. A token sees the keys of its tile's prompt blocks, then those of its own blocks: the key at index i of its own
+blocks stands at position `prefix + i`. The plan is made once a step and serves every layer.
+
+Legend: T tokens of the step, H query heads, K key/value heads, G = H / K, D head size, S keys.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from verl.rollout.kernel import kernels
+from verl.rollout.kv_cache import BLOCK, KVCache, blocks_for
+
+# Query rows of a tile that share a key/value head: enough to use a block well, few enough to divide the work.
+_TILE_ROWS = 32
+# The torch code gathers keys and values; of this many bytes at a time.
+_GATHER_BYTES = 64 << 20
+_NO_PREFIX = 2**31 - 1
+
+
+class Plan:
+    """The flat tokens of a step and what they see."""
+
+    def __init__(self, group: int) -> None:
+        self._tile_tokens = max(1, _TILE_ROWS // group)
+        self._last_prompt: Sequence[int] | None = None
+        self.tokens: list[int] = []
+        self.positions: list[int] = []
+        self.prefix: list[int] = []
+        self.slots: list[int] = []
+        self.own_begin: list[int] = []
+        self.own_count: list[int] = []
+        self.tile_start: list[int] = []
+        self.shared_begin: list[int] = []
+        self.shared_count: list[int] = []
+        self.blocks: list[int] = []
+
+    def add_prompt(self, tokens: Sequence[int], start: int, blocks: Sequence[int]) -> int:
+        """Prompt tokens `start, start + 1, ...`, kept in the prompt's `blocks`; the last one's flat index."""
+        begin = len(self.blocks)
+        self.blocks.extend(blocks[: blocks_for(start + len(tokens))])
+        for offset, token in enumerate(tokens):
+            position = start + offset
+            if offset % self._tile_tokens == 0:
+                self._tile(begin, blocks_for(min(start + len(tokens), position + self._tile_tokens)))
+            self._token(token, position, _NO_PREFIX, blocks, position, -1, 0)
+        self._last_prompt = None
+        return len(self.tokens) - 1
+
+    def add_own(
+        self, tokens: Sequence[int], start: int, prefix: int, prompt: Sequence[int], blocks: Sequence[int]
+    ) -> int:
+        """Tokens `start, ...` of a response after a prompt of `prefix` tokens in blocks `prompt`, kept in `blocks`."""
+        if prompt is not self._last_prompt:
+            self._last_prompt = prompt
+            self._prompt_begin = len(self.blocks)
+            self.blocks.extend(prompt)
+            self._room = 0
+        begin = len(self.blocks)
+        self.blocks.extend(blocks[: blocks_for(start + len(tokens))])
+        for offset, token in enumerate(tokens):
+            if self._room == 0:
+                self._tile(self._prompt_begin, len(prompt))
+                self._room = self._tile_tokens
+            self._room -= 1
+            index = start + offset
+            self._token(token, prefix + index, prefix, blocks, index, begin, blocks_for(index + 1))
+        return len(self.tokens) - 1
+
+    def _tile(self, begin: int, count: int) -> None:
+        self.tile_start.append(len(self.tokens))
+        self.shared_begin.append(begin)
+        self.shared_count.append(count)
+
+    def _token(
+        self, token: int, position: int, prefix: int, blocks: Sequence[int], index: int, own_begin: int, own_count: int
+    ) -> None:
+        self.tokens.append(token)
+        self.positions.append(position)
+        self.prefix.append(prefix)
+        self.slots.append(blocks[index // BLOCK] * BLOCK + index % BLOCK)
+        self.own_begin.append(own_begin)
+        self.own_count.append(own_count)
+
+
+class PagedAttention:
+    """The `AttentionContext` of one step: writes the new keys and values, attends to the cache.
+
+    `compiled=False` keeps to torch code (the reference, and the way of every device but the CPU).
+    """
+
+    def __init__(self, cache: KVCache, plan: Plan, compiled: bool = True) -> None:
+        self.cache = cache
+        device, dtype = cache.values.device, cache.values.dtype
+        self._kernels = kernels(dtype, device) if compiled else None
+        self.attend: Callable[[int, Tensor, Tensor, Tensor, float, int | None], Tensor]
+        if self._kernels is not None:
+            self._compiled_plan = _CompiledPlan.of(plan)
+            self.attend = self._attend_compiled
+        else:
+            self._slots = torch.tensor(plan.slots, device=device)
+            self._pieces = _pieces(plan, cache)
+            self.attend = self._attend_torch
+
+    def _attend_compiled(
+        self, layer: int, query: Tensor, key: Tensor, value: Tensor, scale: float, window: int | None
+    ) -> Tensor:
+        assert self._kernels is not None
+        query, key, value = (x if x.stride(-1) == 1 else x.contiguous() for x in (query, key, value))
+        out = torch.empty(query.shape, dtype=query.dtype)
+        call = _Call(
+            query.data_ptr(),
+            key.data_ptr(),
+            value.data_ptr(),
+            out.data_ptr(),
+            self.cache.keys[layer].data_ptr(),
+            self.cache.values[layer].data_ptr(),
+            *query.stride()[:2],
+            *key.stride()[:2],
+            *value.stride()[:2],
+            query.shape[1],
+            key.shape[1],
+            key.shape[2],
+            window or 0,
+            torch.get_num_threads(),
+            scale,
+        )
+        self._kernels.attend(self._compiled_plan.address, ctypes.byref(call))
+        return out
+
+    def _attend_torch(
+        self, layer: int, query: Tensor, key: Tensor, value: Tensor, scale: float, window: int | None
+    ) -> Tensor:
+        keys, values = self.cache.keys[layer], self.cache.values[layer]
+        block, place = self._slots // BLOCK, self._slots % BLOCK
+        keys[block, :, :, place] = key
+        values[block, :, place] = value
+        accumulate = torch.float64 if query.dtype == torch.float64 else torch.float32
+        tokens, heads, size = query.shape
+        query = (query.to(accumulate) * scale).unflatten(1, (key.shape[1], -1))
+        total = query.new_zeros(tokens, heads)
+        peak = query.new_full((tokens, heads), torch.finfo(accumulate).min)
+        out = query.new_zeros(tokens, heads, size)
+        for piece in self._pieces:
+            _attend_piece(piece, query, keys, values, window, out, total, peak)
+        return (out / total[..., None]).to(key.dtype)
+
+
+@dataclass(frozen=True)
+class _Piece:
+    """Some tiles (n of R tokens at most) and their keys; `index` `[n, R]`, `real` `[n, R]`, `table` `[n, blocks]`."""
+
+    index: Tensor
+    real: Tensor
+    table: Tensor
+    first_key: Tensor
+    last_key: Tensor
+    positions: Tensor
+
+
+def _pieces(plan: Plan, cache: KVCache) -> list[_Piece]:
+    """The prompt part of all tiles and the own part of all tokens, cut so that what is gathered stays small."""
+    ends = [*plan.tile_start[1:], len(plan.tokens)]
+    parts = [
+        (range(start, end), plan.blocks[begin : begin + count], 0)
+        for start, end, begin, count in zip(plan.tile_start, ends, plan.shared_begin, plan.shared_count, strict=True)
+    ]
+    own = [
+        (range(t, t + 1), plan.blocks[begin : begin + count], plan.prefix[t])
+        for t, (begin, count) in enumerate(zip(plan.own_begin, plan.own_count, strict=True))
+        if begin >= 0
+    ]
+    width = cache.values[0, 0].numel() * 4
+    pieces = []
+    for part in (parts, own):
+        part.sort(key=lambda item: len(item[1]))
+        start = 0
+        while start < len(part):
+            end = start + 1
+            while end < len(part) and (end + 1 - start) * len(part[end][1]) * width <= _GATHER_BYTES:
+                end += 1
+            pieces.append(_piece(plan, part[start:end], cache.values.device))
+            start = end
+    return pieces
+
+
+def _piece(plan: Plan, part: list[tuple[range, list[int], int]], device: torch.device) -> _Piece:
+    rows = max(len(tokens) for tokens, _, _ in part)
+    blocks = max(len(table) for _, table, _ in part)
+    index = [[*tokens, *[tokens[0]] * (rows - len(tokens))] for tokens, _, _ in part]
+    positions = torch.tensor([[plan.positions[t] for t in row] for row in index], device=device)
+    prefix = torch.tensor([[plan.prefix[t] for t in row] for row in index], device=device)
+    first = torch.tensor([first for _, _, first in part], device=device)[:, None]
+    real = torch.tensor([[i < len(tokens) for i in range(rows)] for tokens, _, _ in part], device=device)
+    return _Piece(
+        index=torch.tensor(index, device=device),
+        real=real,
+        table=torch.tensor([[*table, *[0] * (blocks - len(table))] for _, table, _ in part], device=device),
+        first_key=first,
+        # A token's prompt part ends before its prefix, both parts at itself.
+        last_key=torch.where(first > 0, positions, torch.minimum(positions, prefix - 1)),
+        positions=positions,
+    )
+
+
+def _attend_piece(
+    piece: _Piece,
+    query: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    window: int | None,
+    out: Tensor,
+    total: Tensor,
+    peak: Tensor,
+) -> None:
+    """Go on with the softmax of this piece's tokens: `out` `[T, H, D]`, `total` and `peak` `[T, H]` are updated."""
+    n, blocks = piece.table.shape
+    k = keys[piece.table.flatten()].unflatten(0, (n, blocks)).permute(0, 2, 3, 1, 4).flatten(3).to(query.dtype)
+    v = values[piece.table.flatten()].unflatten(0, (n, blocks)).transpose(1, 2).flatten(2, 3).to(query.dtype)
+    q = query[piece.index].permute(0, 2, 1, 3, 4)
+    at = piece.first_key[..., None] + torch.arange(blocks * BLOCK, device=q.device)
+    seen = at <= piece.last_key[..., None]
+    if window is not None:
+        seen &= at > piece.positions[..., None] - window
+    scores = (q.flatten(2, 3) @ k).unflatten(2, q.shape[2:4])
+    scores = scores.masked_fill(~seen[:, None, :, None], -torch.inf)
+    top = scores.amax(-1).clamp(min=torch.finfo(q.dtype).min)
+    weights = (scores - top[..., None]).exp()
+    # Where no token looks the cache may hold anything, and 0 x NaN is NaN.
+    v = v.masked_fill(~seen.any(1)[:, None, :, None], 0)
+    mixed = (weights.flatten(2, 3) @ v).unflatten(2, q.shape[2:4])
+    tokens = piece.index[piece.real]
+    new_top, new_total, new_out = (
+        x.transpose(1, 2)[piece.real].flatten(1, 2) for x in (top, weights.sum(-1), mixed)
+    )
+    peak_after = torch.maximum(peak[tokens], new_top)
+    before, now = (peak[tokens] - peak_after).exp(), (new_top - peak_after).exp()
+    total[tokens] = total[tokens] * before + new_total * now
+    out[tokens] = out[tokens] * before[..., None] + new_out * now[..., None]
+    peak[tokens] = peak_after
+
+
+class _CPlan(ctypes.Structure):
+    _fields_ = [  # noqa: RUF012
+        ("tokens", ctypes.c_int32),
+        ("tiles", ctypes.c_int32),
+        *((name, ctypes.c_void_p) for name in ("positions", "prefix", "slots", "own_begin")),
+        *((name, ctypes.c_void_p) for name in ("tile_start", "shared_begin", "blocks")),
+    ]
+
+
+class _Call(ctypes.Structure):
+    _fields_ = [  # noqa: RUF012
+        *((name, ctypes.c_void_p) for name in ("query", "key", "value", "out", "keys", "values")),
+        *((f"{x}_{y}", ctypes.c_int64) for x in ("query", "key", "value") for y in ("token", "head")),
+        *((name, ctypes.c_int32) for name in ("heads", "kv_heads", "head_dim", "window", "threads")),
+        ("scale", ctypes.c_double),
+    ]
+
+
+@dataclass(frozen=True)
+class _CompiledPlan:
+    """The plan as the arrays that `kernels.cpp` reads; holds the memory they lie in."""
+
+    address: Any
+    arrays: dict[str, Tensor]
+
+    @classmethod
+    def of(cls, plan: Plan) -> _CompiledPlan:
+        lists = {name: getattr(plan, name) for name in ("positions", "prefix", "slots", "own_begin", "blocks")}
+        lists["tile_start"] = [*plan.tile_start, len(plan.tokens)]
+        lists["shared_begin"] = plan.shared_begin
+        arrays = {name: torch.tensor(values, dtype=torch.int32) for name, values in lists.items()}
+        pointers = {name: array.data_ptr() for name, array in arrays.items()}
+        struct = _CPlan(tokens=len(plan.tokens), tiles=len(plan.tile_start), **pointers)
+        return cls(ctypes.byref(struct), arrays)

@@ -1,0 +1,123 @@
+"""What a rollout engine is: requests in, finished samples out as they finish.
+
+Log-probs are those of the temperature-scaled logits over the whole vocabulary, before top-k, top-p,
+min-p and `min_new_tokens` (greedy decoding: at temperature 1): what the trainer computes for the same
+tokens. The uniform number behind token t of a sample is a hash of (run seed, sample id, t).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Literal, Protocol
+
+from verl.errors import ConfigError
+from verl.shard import Shard
+
+Finish = Literal["stop", "length", "abort", "reject"]
+
+
+@dataclass(frozen=True, slots=True)
+class SamplingParams:
+    """How one response is sampled.
+
+    `temperature` 0 is greedy; `top_k` 0, `top_p` 1 and `min_p` 0 are off, and apply in this order after the
+    temperature. Before `min_new_tokens` tokens no end-of-sequence or stop token is sampled. `stop` strings and
+    `stop_token_ids` end a response, their tokens included; `ignore_eos` goes on to `max_new_tokens`.
+
+    Raises:
+        ConfigError: a value is out of range.
+    """
+
+    max_new_tokens: int = 128
+    min_new_tokens: int = 0
+    temperature: float = 1.0
+    top_k: int = 0
+    top_p: float = 1.0
+    min_p: float = 0.0
+    stop: tuple[str, ...] = ()
+    stop_token_ids: tuple[int, ...] = ()
+    ignore_eos: bool = False
+
+    def __post_init__(self) -> None:
+        checks = {
+            "max_new_tokens must be at least 0": self.max_new_tokens >= 0,
+            "min_new_tokens must lie between 0 and max_new_tokens": 0 <= self.min_new_tokens <= self.max_new_tokens,
+            "temperature must be finite and at least 0": 0 <= self.temperature < float("inf"),
+            "top_k must be at least 0 (0 is off)": self.top_k >= 0,
+            "top_p must lie in (0, 1] (1 is off)": 0 < self.top_p <= 1,
+            "min_p must lie in [0, 1] (0 is off)": 0 <= self.min_p <= 1,
+            "stop must be a tuple of non-empty strings": not isinstance(self.stop, str) and all(self.stop),
+        }
+        for message, holds in checks.items():
+            if not holds:
+                raise ConfigError(f"sampling: {message}, got {self}")
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """One response to be sampled. `id` names the sample and, with the run's seed, its random numbers.
+
+    Requests whose `prompt_tokens` are equal share one prefill and one copy of the prompt's KV cache.
+    """
+
+    id: str
+    prompt_tokens: Sequence[int]
+    params: SamplingParams = field(default_factory=SamplingParams)
+
+
+@dataclass(slots=True)
+class Sample:
+    """A finished response.
+
+    `tokens` holds the end-of-sequence token, stop token or stop string that ended it. `log_probs` is aligned
+    with `tokens`. `policy_version` is that of the weights which wrote the first token. `text` is set when the
+    request has stop strings: the response up to the one that ended it.
+    """
+
+    id: str
+    tokens: list[int]
+    log_probs: list[float]
+    finish: Finish
+    policy_version: int
+    text: str | None = None
+
+
+class RolloutEngine(Protocol):
+    """Any source of samples. Not thread-safe: one thread adds and steps."""
+
+    policy_version: int
+
+    @property
+    def unfinished(self) -> int:
+        """Requests added that have not come back as samples."""
+
+    def add(self, request: Request) -> None:
+        """Queue a request.
+
+        Raises:
+            RolloutError: it can never be answered (empty or over-long prompt, unknown token, id in use).
+        """
+
+    def step(self) -> list[Sample]:
+        """Do a bounded piece of work; the samples that finished in it."""
+
+    def abort(self, ids: Iterable[str]) -> None:
+        """End these requests: they come back from the next `step` with what they have, `finish="abort"`."""
+
+    def load_shards(self, shards: Iterable[Shard], version: int) -> None:
+        """Take new weights; what is cached of the old ones is forgotten."""
+
+    def sleep(self) -> None:
+        """Give back the memory of the KV cache; unfinished requests are kept."""
+
+    def wake(self) -> None:
+        """Be ready again after `sleep`."""
+
+
+def generate(engine: RolloutEngine, requests: Iterable[Request]) -> Iterator[Sample]:
+    """Samples of these requests as they finish, in no particular order."""
+    for request in requests:
+        engine.add(request)
+    while engine.unfinished:
+        yield from engine.step()

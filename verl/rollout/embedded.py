@@ -1,0 +1,395 @@
+"""The embedded engine: generation on the very tensors that are trained, in the trainer's own process.
+
+Each step feeds one token of every running response and a chunk of the prompts that are still being read. A
+finished response gives its place to the next one at once. Responses whose prompts are equal share one prefill and
+one copy of the prompt's keys and values; prompts share those of a common beginning. When the cache is full the
+response that came last is put back and later recomputed: its random numbers do not change, so nor do its tokens.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from verl.errors import ConfigError, ModelError, RolloutError
+from verl.models.packed import PackedModel
+from verl.rollout.attention import PagedAttention, Plan
+from verl.rollout.base import Request, Sample
+from verl.rollout.fused import fused_forward
+from verl.rollout.kv_cache import BLOCK, KVCache, blocks_for
+from verl.rollout.response import Response, draw
+from verl.shard import Shard
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+# Rotary embeddings of these kinds change with the longest position in the batch, beyond the original length.
+_BATCH_DEPENDENT_ROPE = ("dynamic", "longrope")
+
+
+@dataclass
+class EngineStats:
+    """What the engine did since it was made; seconds are wall-clock."""
+
+    steps: int = 0
+    prompt_tokens: int = 0
+    generated_tokens: int = 0
+    recomputed_tokens: int = 0
+    preemptions: int = 0
+    forward_seconds: float = 0.0
+    sampling_seconds: float = 0.0
+
+
+@dataclass(eq=False)
+class _Prompt:
+    """A prompt with running responses; `hidden` `[d]` is the final state of its last token once it is read."""
+
+    tokens: list[int]
+    blocks: list[int]
+    computed: int = 0
+    hidden: Tensor | None = None
+    running: list[_Sequence] = field(default_factory=list)
+
+
+@dataclass(eq=False)
+class _Sequence:
+    """A response with its own blocks; its first `computed` tokens are in the cache."""
+
+    response: Response
+    prompt_key: tuple[int, ...]
+    prompt: _Prompt | None = None
+    blocks: list[int] = field(default_factory=list)
+    computed: int = 0
+
+    @property
+    def needed(self) -> int:
+        """Blocks for what it has and its next token."""
+        return blocks_for(len(self.response.tokens) + 1)
+
+
+class EmbeddedEngine:
+    """Continuous batching over a `PackedModel`. See `RolloutEngine` for the verbs.
+
+    Args:
+        packed: the model; its weights are read where they are, never copied.
+        eos_token_ids: tokens that end a response.
+        seed: the run's seed.
+        tokenizer: needed for stop strings alone.
+        max_batch: responses that run at a time.
+        kv_memory: bytes of the KV cache; None: as much as `max_batch` responses of `max_length` need, half of the
+            free memory at most.
+        max_length: prompt and response together; None: what the model allows.
+        step_tokens: tokens that one step reads of prompts, the running responses' own come on top.
+        compiled: on CPU use the compiled attention where it can be built.
+
+    Raises:
+        ModelError: the model has no packed forward.
+        ConfigError: the memory does not hold one block, or a number is not positive.
+    """
+
+    def __init__(
+        self,
+        packed: PackedModel,
+        *,
+        eos_token_ids: Sequence[int],
+        seed: int,
+        tokenizer: PreTrainedTokenizerBase | None = None,
+        max_batch: int = 256,
+        kv_memory: int | None = None,
+        max_length: int | None = None,
+        step_tokens: int = 2048,
+        compiled: bool = True,
+    ) -> None:
+        if not packed.supports_packed:
+            raise ModelError(
+                f"{type(packed.model).__name__} has no packed forward: generate with the 'hf' rollout engine"
+            )
+        if max_batch < 1 or step_tokens < 1:
+            raise ConfigError(f"rollout: max_batch ({max_batch}) and step_tokens ({step_tokens}) must be positive")
+        self.packed = packed
+        self.seed = seed
+        self.tokenizer = tokenizer
+        self.eos_token_ids = tuple(eos_token_ids)
+        self.max_batch = max_batch
+        self.max_length = _max_length(packed, max_length)
+        self.step_tokens = step_tokens
+        self.compiled = compiled
+        fused = fused_forward(packed) if compiled else None
+        self._hidden = packed.hidden if fused is None else fused.hidden
+        self.policy_version = 0
+        self.stats = EngineStats()
+        self.cache = self._make_cache(kv_memory)
+        self._waiting: deque[_Sequence] = deque()
+        self._running: list[_Sequence] = []
+        self._prompts: dict[tuple[int, ...], _Prompt] = {}
+        self._by_id: dict[str, _Sequence] = {}
+        self._finished: list[_Sequence] = []
+
+    @property
+    def unfinished(self) -> int:
+        return len(self._by_id)
+
+    def add(self, request: Request) -> None:
+        """Queue a request.
+
+        Raises:
+            RolloutError: it can never be answered (empty or over-long prompt, unknown token, more than the cache
+                holds, stop strings without a tokenizer), or its id is in use.
+        """
+        if request.id in self._by_id:
+            raise RolloutError(f"request '{request.id}' is already being answered: ids must differ")
+        response = Response(
+            request,
+            seed=self.seed,
+            vocab_size=self.packed.vocab_size,
+            max_length=self.max_length,
+            eos_token_ids=self.eos_token_ids,
+            tokenizer=self.tokenizer,
+        )
+        needed = blocks_for(len(response.prompt)) + blocks_for(response.max_new_tokens)
+        if needed > self.cache.num_blocks:
+            raise RolloutError(
+                f"request '{request.id}' may need {needed * BLOCK} tokens of KV cache, there is room for "
+                f"{self.cache.num_blocks * BLOCK}: give the rollout more memory or shorten prompts or responses"
+            )
+        sequence = _Sequence(response, tuple(response.prompt))
+        self._by_id[request.id] = sequence
+        (self._waiting if response.finish is None else self._finished).append(sequence)
+
+    @torch.no_grad()
+    def step(self) -> list[Sample]:
+        """Read a chunk of prompts, give every running response its next token; the samples that finished.
+
+        Raises:
+            RolloutError: the logits are not finite.
+        """
+        self._admit()
+        self._make_room()
+        plan = Plan(self.packed.num_heads // self.packed.num_kv_heads)
+        read = self._plan_prompts(plan)
+        rows = self._plan_responses(plan)
+        try:
+            hidden = self._forward(plan, read)
+            self._draw(rows, hidden)
+        except BaseException:
+            # What was planned is not in the cache: nothing of it may be believed.
+            self._put_all_back()
+            self.cache.clear()
+            raise
+        done, self._finished = self._finished, []
+        for sequence in done:
+            del self._by_id[sequence.response.id]
+        return [sequence.response.sample(self.policy_version) for sequence in done]
+
+    def abort(self, ids: Iterable[str]) -> None:
+        """End these requests; the next `step` returns them. Ids that are not in work are passed over."""
+        for name in ids:
+            sequence = self._by_id.get(name)
+            if sequence is None or sequence.response.finish is not None:
+                continue
+            sequence.response.finish = "abort"
+            if sequence.prompt is None:
+                self._waiting.remove(sequence)
+            else:
+                self._leave(sequence)
+            self._finished.append(sequence)
+
+    def load_shards(self, shards: Iterable[Shard], version: int) -> None:
+        """Take new weights in place; tensors that are the model's own (trained in place) are only noted.
+
+        Running responses go on under the new weights, their keys and values recomputed.
+
+        Raises:
+            CheckpointError: a shard does not fit the model.
+        """
+        from verl.models.shards import load_model_shards
+
+        own = {parameter.data_ptr() for parameter in self.packed.model.parameters()}
+        foreign = [shard for shard in shards if shard.tensor.data_ptr() not in own]
+        if foreign:
+            load_model_shards(self.packed.model, foreign)
+        self._put_all_back()
+        self.cache.clear()
+        self.policy_version = version
+
+    def sleep(self) -> None:
+        self._put_all_back()
+        self.cache.release()
+
+    def wake(self) -> None:
+        self.cache.allocate()
+
+    def _make_cache(self, kv_memory: int | None) -> KVCache:
+        packed = self.packed
+        size = KVCache.block_bytes(packed.num_layers, packed.num_kv_heads, packed.head_dim, packed.dtype)
+        if kv_memory is None:
+            from verl.models.memory import available_memory
+
+            wanted = 2 * self.max_batch * blocks_for(self.max_length) * size
+            kv_memory = min(wanted, available_memory() // 2)
+        if kv_memory < 2 * size:
+            raise ConfigError(f"rollout: a KV cache of {kv_memory} bytes holds no prompt and response of {size} bytes each")
+        return KVCache(
+            kv_memory // size, packed.num_layers, packed.num_kv_heads, packed.head_dim, packed.dtype, packed.device
+        )
+
+    def _admit(self) -> None:
+        """Let waiting responses run while there is a place and room for their prompt and next block."""
+        while self._waiting and len(self._running) < self.max_batch:
+            sequence = self._waiting[0]
+            prompt = self._prompts.get(sequence.prompt_key)
+            blocks = None if prompt else self.cache.take_prompt(sequence.prompt_key)
+            if prompt is None and blocks is None:
+                return
+            own = self.cache.take(sequence.needed)
+            if own is None:
+                self.cache.drop(blocks or [])
+                return
+            if prompt is None:
+                assert blocks is not None
+                prompt = self._prompts[sequence.prompt_key] = _Prompt(sequence.response.prompt, blocks)
+            self._waiting.popleft()
+            sequence.prompt, sequence.blocks, sequence.computed = prompt, own, 0
+            prompt.running.append(sequence)
+            self._running.append(sequence)
+
+    def _make_room(self) -> None:
+        """A block for each response whose next token begins one; when none is left the last to come gives way."""
+        for sequence in list(self._running):
+            while sequence.prompt is not None and sequence.needed > len(sequence.blocks):
+                block = self.cache.take(1)
+                if block is not None:
+                    sequence.blocks += block
+                else:
+                    self.stats.preemptions += 1
+                    self._put_back(self._running[-1])
+
+    def _plan_prompts(self, plan: Plan) -> list[tuple[_Prompt, int]]:
+        """Chunks of the prompts in their order of arrival; those read to the end, with their last token's index."""
+        budget, read = self.step_tokens, []
+        for prompt in self._prompts.values():
+            if prompt.hidden is not None:
+                continue
+            if budget == 0:
+                break
+            # What another prompt has put, or puts in this step, into a shared block need not be computed again.
+            while prompt.computed % BLOCK == 0 and prompt.computed + BLOCK < len(prompt.tokens):
+                if not self.cache.is_filled(prompt.blocks[prompt.computed // BLOCK]):
+                    break
+                prompt.computed += BLOCK
+            end = min(prompt.computed + budget, len(prompt.tokens))
+            index = plan.add_prompt(prompt.tokens[prompt.computed : end], prompt.computed, prompt.blocks)
+            budget -= end - prompt.computed
+            for block in prompt.blocks[prompt.computed // BLOCK : end // BLOCK]:
+                self.cache.mark_filled(block)
+            prompt.computed = end
+            if end == len(prompt.tokens):
+                read.append((prompt, index))
+        self.stats.prompt_tokens += self.step_tokens - budget
+        return read
+
+    def _plan_responses(self, plan: Plan) -> list[tuple[_Sequence, int]]:
+        """Feed the responses of prompts that are read; rows to draw from: a response and its last token's index.
+
+        Index -1: the response is empty, its first token follows from the prompt's last state.
+        """
+        rows, budget = [], self.step_tokens
+        for prompt in self._prompts.values():
+            if prompt.computed < len(prompt.tokens):
+                continue
+            for sequence in prompt.running:
+                tokens = sequence.response.tokens
+                chunk = tokens[sequence.computed : sequence.computed + max(1, budget)]
+                index = -1
+                if chunk:
+                    prefix = len(prompt.tokens)
+                    index = plan.add_own(chunk, sequence.computed, prefix, prompt.blocks, sequence.blocks)
+                    sequence.computed += len(chunk)
+                    budget -= len(chunk) - 1
+                    self.stats.recomputed_tokens += len(chunk) - 1
+                if sequence.computed == len(tokens):
+                    rows.append((sequence, index))
+        return rows
+
+    def _forward(self, plan: Plan, read: list[tuple[_Prompt, int]]) -> Tensor:
+        """Final hidden states `[T, d]` of the planned tokens; prompts that are read to the end keep their last."""
+        started = time.perf_counter()
+        device, model = self.packed.device, self.packed.model
+        if not plan.tokens:
+            return torch.empty(0, self.packed.hidden_size, dtype=self.packed.dtype, device=device)
+        context = PagedAttention(self.cache, plan, self.compiled)
+        training = model.training
+        if training:
+            model.eval()
+        try:
+            hidden = self._hidden(
+                torch.tensor(plan.tokens, device=device), torch.tensor(plan.positions, device=device), context
+            )
+        finally:
+            if training:
+                model.train()
+        for prompt, index in read:
+            prompt.hidden = hidden[index].clone()
+        self.stats.steps += 1
+        self.stats.forward_seconds += time.perf_counter() - started
+        return hidden
+
+    def _draw(self, rows: list[tuple[_Sequence, int]], hidden: Tensor) -> None:
+        """Sample from the rows, and let go of the responses that are finished."""
+        if not rows:
+            return
+        started = time.perf_counter()
+        first = [s.prompt.hidden for s, index in rows if index < 0 and s.prompt and s.prompt.hidden is not None]
+        # Rows of empty responses stand after the states of this step.
+        states = torch.cat([hidden, torch.stack(first)]) if first else hidden
+        fresh = iter(range(len(hidden), len(states)))
+        index = [next(fresh) if index < 0 else index for _, index in rows]
+        logits = self.packed.logits(states.index_select(0, torch.tensor(index, device=hidden.device)))
+        draw([sequence.response for sequence, _ in rows], logits, self.policy_version)
+        for sequence, _ in rows:
+            if sequence.response.finish is not None:
+                self._leave(sequence)
+                self._finished.append(sequence)
+        self.stats.generated_tokens += len(rows)
+        self.stats.sampling_seconds += time.perf_counter() - started
+
+    def _leave(self, sequence: _Sequence) -> None:
+        """Take a response out of the running ones; its prompt goes with the last of them."""
+        prompt = sequence.prompt
+        assert prompt is not None
+        self._running.remove(sequence)
+        prompt.running.remove(sequence)
+        self.cache.drop(sequence.blocks)
+        sequence.prompt, sequence.blocks, sequence.computed = None, [], 0
+        if not prompt.running:
+            del self._prompts[sequence.prompt_key]
+            self.cache.drop(prompt.blocks)
+
+    def _put_back(self, sequence: _Sequence) -> None:
+        self._leave(sequence)
+        self._waiting.appendleft(sequence)
+
+    def _put_all_back(self) -> None:
+        for sequence in reversed(self._running.copy()):
+            self._put_back(sequence)
+
+
+def _max_length(packed: PackedModel, wanted: int | None) -> int:
+    limits = [limit for limit in (wanted, packed.max_positions) if limit is not None]
+    rope = getattr(packed.config, "rope_parameters", None) or getattr(packed.config, "rope_scaling", None) or {}
+    if rope.get("rope_type", rope.get("type")) in _BATCH_DEPENDENT_ROPE:
+        original = rope.get("original_max_position_embeddings") or getattr(
+            packed.config, "original_max_position_embeddings", None
+        )
+        limits += [int(original)] if original else []
+    if not limits:
+        raise ConfigError("rollout: the model states no longest position: set max_length")
+    if min(limits) < 2:
+        raise ConfigError(f"rollout: max_length must be at least 2, got {min(limits)}")
+    return min(limits)

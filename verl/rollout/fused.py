@@ -1,0 +1,169 @@
+"""A faster forward on CPU for Llama-shaped models: the same weights, without transformers' elementwise passes.
+
+In bf16 on CPU the norms, rotations and activations of a step cost as much as its matrix products when each is a chain
+of torch operations. Here each is one kernel, rounding where the operations of the model round. Nothing is copied:
+the model's own parameters are read at every call. A model is taken for Llama-shaped by its modules' names, and
+only if this forward then agrees with its own.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from verl.models.packed import AttentionContext, PackedModel
+from verl.rollout.attention import PagedAttention, Plan
+from verl.rollout.kernel import VECTOR, Kernels, kernels
+from verl.rollout.kv_cache import KVCache
+
+_PROBE = [3, 14, 15, 92, 65, 35, 89, 79, 32, 38]
+_AGREEMENT = {torch.bfloat16: 0.02, torch.float32: 1e-4}
+_LINEARS = (
+    *(("self_attn", name) for name in ("q_proj", "k_proj", "v_proj", "o_proj")),
+    *(("mlp", name) for name in ("gate_proj", "up_proj", "down_proj")),
+)
+
+
+def fused_forward(packed: PackedModel) -> FusedForward | None:
+    """The fused forward of this model, or None where it has none."""
+    compiled = kernels(packed.dtype, packed.device)
+    if compiled is None or not compiled.elementwise or not _is_llama_shaped(packed):
+        return None
+    tokens = torch.tensor([token % packed.vocab_size for token in _PROBE])
+    with torch.no_grad():
+        recorder = _Recorder(packed)
+        expected = packed.hidden(tokens, torch.arange(len(tokens)), recorder).double()
+        if len(recorder.calls) != packed.num_layers:
+            return None
+        forward = FusedForward(packed, compiled, recorder.calls)
+        got = forward.hidden(tokens, torch.arange(len(tokens)), _Recorder(packed)).double()
+    agrees = (got - expected).norm() <= _AGREEMENT[packed.dtype] * expected.norm()
+    return forward if bool(agrees) else None
+
+
+class FusedForward:
+    """`hidden` is `PackedModel.hidden`; `calls[layer]` holds the scale and window of a layer's attention."""
+
+    def __init__(self, packed: PackedModel, compiled: Kernels, calls: dict[int, tuple[float, int | None]]) -> None:
+        self._packed = packed
+        self._kernels = compiled
+        self._calls = calls
+
+    def hidden(self, tokens: Tensor, positions: Tensor, context: AttentionContext) -> Tensor:
+        """Final hidden states `[T, d]` of flat tokens `[T]` at `positions` `[T]`."""
+        packed, backbone = self._packed, _parts(self._packed.backbone)
+        x = backbone.embed_tokens(tokens)
+        cos, sin = (part[0].contiguous() for part in backbone.rotary_emb(x[None], positions[None]))
+        space = _Space.of(len(tokens), packed, backbone.layers[0].mlp.gate_proj.out_features)
+        delta = None
+        for index, layer in enumerate(backbone.layers):
+            delta = self._layer(index, layer, x, delta, cos, sin, space, context)
+        out = torch.empty_like(x)
+        self._kernels.rms_norm(x, delta, backbone.norm.weight, backbone.norm.variance_epsilon, out)
+        return out
+
+    def _layer(
+        self,
+        index: int,
+        layer: Any,
+        x: Tensor,
+        delta: Tensor | None,
+        cos: Tensor,
+        sin: Tensor,
+        space: _Space,
+        context: AttentionContext,
+    ) -> Tensor:
+        """Adds `delta` and the attention to `x`; what the feed-forward part adds is returned, for the next norm."""
+        attention, mlp, norm = layer.self_attn, layer.mlp, layer.input_layernorm
+        self._kernels.rms_norm(x, delta, norm.weight, norm.variance_epsilon, space.normed)
+        heads = []
+        for projection, out in ((attention.q_proj, space.q), (attention.k_proj, space.k), (attention.v_proj, space.v)):
+            heads.append(_linear(projection, space.normed, out).unflatten(1, (-1, self._packed.head_dim)))
+        self._kernels.rotate(heads[0], cos, sin)
+        self._kernels.rotate(heads[1], cos, sin)
+        mixed = context.attend(index, *heads, *self._calls[index])
+        _linear(attention.o_proj, mixed.flatten(1), space.delta)
+        norm = layer.post_attention_layernorm
+        self._kernels.rms_norm(x, space.delta, norm.weight, norm.variance_epsilon, space.normed)
+        _linear(mlp.gate_proj, space.normed, space.gate)
+        _linear(mlp.up_proj, space.normed, space.up)
+        self._kernels.silu_mul(space.gate, space.up)
+        return _linear(mlp.down_proj, space.gate, space.delta)
+
+
+@dataclass(frozen=True)
+class _Space:
+    """Where the results of a layer go; one set serves all layers. Each is `[T, its width]`."""
+
+    normed: Tensor
+    delta: Tensor
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    gate: Tensor
+    up: Tensor
+
+    @classmethod
+    def of(cls, tokens: int, packed: PackedModel, intermediate: int) -> _Space:
+        hidden, query, key = (
+            packed.hidden_size,
+            packed.num_heads * packed.head_dim,
+            packed.num_kv_heads * packed.head_dim,
+        )
+        widths = (hidden, hidden, query, key, key, intermediate, intermediate)
+        return cls(*(torch.empty(tokens, width, dtype=packed.dtype) for width in widths))
+
+
+def _linear(module: nn.Linear, x: Tensor, out: Tensor) -> Tensor:
+    if module.bias is None:
+        return torch.mm(x, module.weight.t(), out=out)
+    return torch.addmm(module.bias, x, module.weight.t(), out=out)
+
+
+class _Recorder:
+    """A context over one fresh sequence that notes the scale and window of each layer."""
+
+    def __init__(self, packed: PackedModel) -> None:
+        cache = KVCache(
+            1, packed.num_layers, packed.num_kv_heads, packed.head_dim, packed.dtype, packed.device
+        )
+        plan = Plan(packed.num_heads // packed.num_kv_heads)
+        plan.add_prompt(_PROBE, 0, [0])
+        self._attention = PagedAttention(cache, plan)
+        self.calls: dict[int, tuple[float, int | None]] = {}
+
+    def attend(
+        self, layer: int, query: Tensor, key: Tensor, value: Tensor, scale: float, window: int | None
+    ) -> Tensor:
+        self.calls[layer] = (scale, window)
+        return self._attention.attend(layer, query, key, value, scale, window)
+
+
+def _parts(backbone: nn.Module) -> Any:
+    """The backbone, for reading its parts by name (`nn.Module` types them as tensors or modules)."""
+    return backbone
+
+
+def _is_llama_shaped(packed: PackedModel) -> bool:
+    """Pre-norm layers of plain linear maps with SiLU gates and RMS norms, sizes as the kernels need them."""
+    backbone = _parts(packed.backbone)
+    names = ("embed_tokens", "layers", "norm", "rotary_emb")
+    if not all(hasattr(backbone, name) for name in names) or len(backbone.layers) != packed.num_layers:
+        return False
+    sizes = [packed.hidden_size, packed.head_dim // 2]
+    for layer in backbone.layers:
+        for part, name in _LINEARS:
+            # Adapters, quantised and sharded layers are other classes.
+            if type(getattr(getattr(layer, part, None), name, None)) is not nn.Linear:
+                return False
+        norms = [getattr(layer, name, None) for name in ("input_layernorm", "post_attention_layernorm")]
+        if not all(hasattr(norm, "variance_epsilon") for norm in norms):
+            return False
+        if type(layer.mlp.act_fn).__name__ not in ("SiLU", "SiLUActivation"):
+            return False
+        sizes.append(layer.mlp.gate_proj.out_features)
+    hooked = any(module._forward_hooks or module._forward_pre_hooks for module in backbone.modules())
+    return not hooked and all(size % VECTOR == 0 for size in sizes) and hasattr(backbone.norm, "variance_epsilon")

@@ -1,0 +1,120 @@
+"""Compiled kernels of generation on CPU: built from `kernels.cpp` by the machine's own C++ compiler at first use.
+
+The library is kept in the user's cache directory, by the hash of source, command and processor. Without a compiler,
+or on another device or dtype, torch code computes the same.
+
+It is linked without an OpenMP runtime of its own and finds the one that torch has loaded: two runtimes would
+mean two pools of threads on the same cores.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import hashlib
+import logging
+import os
+import platform
+import shutil
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+logger = logging.getLogger(__name__)
+
+_SOURCE = Path(__file__).with_name("kernels.cpp")
+_FLAGS = ("-std=c++17", "-O3", "-march=native", "-fPIC", "-fopenmp", "-ffp-contract=fast", "-fno-math-errno")
+_BUILD_SECONDS = 120
+_SUFFIXES = {torch.bfloat16: "bf16", torch.float32: "fp32", torch.float64: "fp64"}
+#: Sizes that the elementwise kernels take are multiples of this.
+VECTOR = 16
+
+
+class Kernels:
+    """The kernels for one dtype. Tensors given to the elementwise ones are contiguous and of that dtype."""
+
+    def __init__(self, library: ctypes.CDLL, dtype: torch.dtype) -> None:
+        suffix = _SUFFIXES[dtype]
+        self.attend: Callable[..., Any] = library[f"verl_attend_{suffix}"]
+        self.choose: Callable[..., Any] = library[f"verl_choose_{suffix}"]
+        self.elementwise = dtype != torch.float64
+        if self.elementwise:
+            pointer, long, number = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int
+            self._rms_norm = library[f"verl_rms_norm_{suffix}"]
+            self._rms_norm.argtypes = [pointer] * 4 + [long, long, ctypes.c_double, number]
+            self._rotate = library[f"verl_rotate_{suffix}"]
+            self._rotate.argtypes = [pointer] * 3 + [long] * 4 + [number]
+            self._silu_mul = library[f"verl_silu_mul_{suffix}"]
+            self._silu_mul.argtypes = [pointer] * 2 + [long, number]
+
+    def rms_norm(self, x: Tensor, delta: Tensor | None, weight: Tensor, eps: float, out: Tensor) -> None:
+        """`x += delta`, then `out = weight * x / rms(x)`; `[T, d]`, weight `[d]`."""
+        added = None if delta is None else delta.data_ptr()
+        threads = torch.get_num_threads()
+        self._rms_norm(x.data_ptr(), added, weight.data_ptr(), out.data_ptr(), *x.shape, eps, threads)
+
+    def rotate(self, x: Tensor, cos: Tensor, sin: Tensor) -> None:
+        """Rotary embedding in place: `x` `[T, H, D]`, halves rotated against each other; cos, sin `[T, R]`, R <= D."""
+        threads = torch.get_num_threads()
+        self._rotate(x.data_ptr(), cos.data_ptr(), sin.data_ptr(), *x.shape, cos.shape[1], threads)
+
+    def silu_mul(self, gate: Tensor, up: Tensor) -> None:
+        """`gate = silu(gate) * up` in place."""
+        self._silu_mul(gate.data_ptr(), up.data_ptr(), gate.numel(), torch.get_num_threads())
+
+
+@lru_cache(maxsize=8)
+def kernels(dtype: torch.dtype, device: torch.device) -> Kernels | None:
+    """The kernels for this dtype on this device, or None where there are none."""
+    if device.type != "cpu" or dtype not in _SUFFIXES:
+        return None
+    library = _library()
+    return None if library is None else Kernels(library, dtype)
+
+
+@lru_cache(maxsize=1)
+def _library() -> ctypes.CDLL | None:
+    compiler = next(filter(None, map(shutil.which, ("g++", "c++", "clang++"))), None)
+    if compiler is None or not sys.platform.startswith("linux"):
+        logger.warning("no C++ compiler here: generation on CPU takes the slower torch code")
+        return None
+    try:
+        return ctypes.CDLL(str(_build(compiler)))
+    except (OSError, subprocess.SubprocessError) as error:
+        detail = getattr(error, "stderr", "") or error
+        logger.warning("the rollout's kernels cannot be compiled, slower torch code is used: %s", detail)
+        return None
+
+
+def _build(compiler: str) -> Path:
+    key = hashlib.sha256(repr((_SOURCE.read_bytes(), compiler, _FLAGS, platform.machine(), _processor())).encode())
+    directory = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "verl"
+    target = directory / f"kernels-{key.hexdigest()[:20]}.so"
+    if target.exists():
+        return target
+    directory.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=directory) as scratch:
+        item, linked = Path(scratch) / "kernels.o", Path(scratch) / "kernels.so"
+        for command in (
+            [compiler, *_FLAGS, "-c", str(_SOURCE), "-o", str(item)],
+            [compiler, "-shared", str(item), "-o", str(linked)],
+        ):
+            subprocess.run(command, check=True, capture_output=True, text=True, timeout=_BUILD_SECONDS)
+        # Another process may have built the same meanwhile: the rename is atomic.
+        os.replace(linked, target)
+    return target
+
+
+def _processor() -> str:
+    """What `-march=native` depends on: a cache directory may be shared by different machines."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        return platform.processor()
+    return next((line for line in lines if line.startswith(("flags", "Features"))), "")

@@ -1,0 +1,152 @@
+"""The paged KV cache: where keys and values lie, who uses which block, and what is freed first.
+
+A block holds `BLOCK` tokens of all layers. Blocks are counted by reference: samples of a prompt share its blocks,
+prompts share the blocks of a common beginning. A full prompt block that nobody uses stays, found by the hash of
+all tokens up to its end, until its room is needed (least recently used first) or the weights change.
+
+Keys lie transposed within a block, so that a product of queries with a block, like one of probabilities with its
+values, runs along memory.
+
+Legend: L layers, N blocks, K key/value heads, D head size.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from array import array
+from collections import OrderedDict
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from verl.errors import RolloutError
+
+BLOCK = 32
+
+
+def blocks_for(tokens: int) -> int:
+    """Blocks that hold this many tokens."""
+    return -(-tokens // BLOCK)
+
+
+class KVCache:
+    """Storage and book-keeping of N blocks.
+
+    Attributes:
+        keys: `[L, N, K, D, BLOCK]`; values: `[L, N, K, BLOCK, D]`; both absent while asleep.
+    """
+
+    def __init__(
+        self, num_blocks: int, num_layers: int, num_heads: int, head_dim: int, dtype: torch.dtype, device: torch.device
+    ) -> None:
+        self.num_blocks = num_blocks
+        self._shape = (num_layers, num_blocks, num_heads)
+        self._head_dim = head_dim
+        self._options = {"dtype": dtype, "device": device}
+        self.clear()
+        self.allocate()
+
+    @staticmethod
+    def block_bytes(num_layers: int, num_heads: int, head_dim: int, dtype: torch.dtype) -> int:
+        return 2 * num_layers * num_heads * head_dim * BLOCK * dtype.itemsize
+
+    def allocate(self) -> None:
+        """Take the memory. On CPU pages become real when first written, low block numbers first."""
+        self.keys = torch.empty(*self._shape, self._head_dim, BLOCK, **self._options)  # type: ignore[call-overload]
+        self.values = torch.empty(*self._shape, BLOCK, self._head_dim, **self._options)  # type: ignore[call-overload]
+
+    def release(self) -> None:
+        """Give the memory back; everything cached is forgotten."""
+        self.clear()
+        self.keys = self.values = torch.empty(0)
+
+    def clear(self) -> None:
+        """Forget all contents and all users."""
+        self._free = list(range(self.num_blocks - 1, -1, -1))
+        self._users = [0] * self.num_blocks
+        self._filled = bytearray(self.num_blocks)
+        self._by_hash: dict[bytes, int] = {}
+        self._hash_of: dict[int, bytes] = {}
+        self._idle: OrderedDict[int, None] = OrderedDict()
+
+    @property
+    def available(self) -> int:
+        """Blocks that an allocation can have, idle cached ones included."""
+        return len(self._free) + len(self._idle)
+
+    def take(self, count: int) -> list[int] | None:
+        """`count` blocks for one user, or None, and nothing taken, if there are too few."""
+        if count > self.available:
+            return None
+        return [self._take_one() for _ in range(count)]
+
+    def take_prompt(self, tokens: Sequence[int]) -> list[int] | None:
+        """Blocks for a prompt, those of a common beginning shared; None, and nothing taken, if there are too few."""
+        hashes = _prefix_hashes(tokens)
+        shared: list[int] = []
+        for digest in hashes:
+            block = self._by_hash.get(digest)
+            if block is None:
+                break
+            shared.append(block)
+        idle = sum(block in self._idle for block in shared)
+        needed = blocks_for(len(tokens)) - len(shared)
+        if needed > self.available - idle:
+            return None
+        for block in shared:
+            self._users[block] += 1
+            self._idle.pop(block, None)
+        fresh = [self._take_one() for _ in range(needed)]
+        for digest, block in zip(hashes[len(shared) :], fresh, strict=False):
+            # A later block of the chain may still be known where an earlier one was evicted.
+            if digest not in self._by_hash:
+                self._by_hash[digest] = block
+                self._hash_of[block] = digest
+        return shared + fresh
+
+    def drop(self, blocks: Sequence[int]) -> None:
+        """One user lets go of these blocks."""
+        for block in reversed(blocks):
+            self._users[block] -= 1
+            if self._users[block] < 0:
+                raise RolloutError(f"KV block {block} was given back twice")
+            if self._users[block]:
+                continue
+            if self._filled[block] and block in self._hash_of:
+                self._idle[block] = None
+            else:
+                self._forget(block)
+                self._free.append(block)
+
+    def is_filled(self, block: int) -> bool:
+        """Whether a prompt block holds its keys and values."""
+        return bool(self._filled[block])
+
+    def mark_filled(self, block: int) -> None:
+        self._filled[block] = 1
+
+    def _take_one(self) -> int:
+        if self._free:
+            block = self._free.pop()
+        else:
+            block, _ = self._idle.popitem(last=False)
+            self._forget(block)
+        self._users[block] = 1
+        self._filled[block] = 0
+        return block
+
+    def _forget(self, block: int) -> None:
+        digest = self._hash_of.pop(block, None)
+        if digest is not None:
+            del self._by_hash[digest]
+
+
+def _prefix_hashes(tokens: Sequence[int]) -> list[bytes]:
+    """For each full block the hash of all tokens up to its end."""
+    running = hashlib.blake2b(digest_size=16)
+    hashes = []
+    for start in range(0, len(tokens) - BLOCK + 1, BLOCK):
+        running.update(array("q", tokens[start : start + BLOCK]).tobytes())
+        hashes.append(running.digest())
+    return hashes

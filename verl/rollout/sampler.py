@@ -1,0 +1,180 @@
+"""Sampling a token from each row of logits by inverse CDF, in two levels.
+
+Given its uniform u a row's token is fixed: the first in vocabulary order whose cumulative weight passes
+u x total. The weights are summed over blocks of the vocabulary; the block is found among the block sums, the
+token within its block. So one pass over the logits serves the choice and the log-prob, and nothing of
+the size of the logits is sorted, scanned or allocated.
+
+Legend: N rows, V vocabulary, B = ceil(V / BLOCK) blocks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from verl.rollout.base import SamplingParams
+
+BLOCK = 256
+# Rows are worked on in pieces of about this size, which stay in the cache between the passes.
+_PIECE_BYTES = 4 << 20
+# Top-p looks at this many largest weights before it sorts a whole row.
+_CANDIDATES = 1024
+
+
+@dataclass(frozen=True)
+class SamplingTable:
+    """The parameters of N rows as tensors `[N]`; `filtered` are the rows that do not use the full distribution."""
+
+    temperature: Tensor
+    top_k: Tensor
+    top_p: Tensor
+    min_p: Tensor
+    greedy: list[int]
+    filtered: list[int]
+    banned: dict[int, Sequence[int]]
+
+    @classmethod
+    def of(
+        cls, params: Sequence[SamplingParams], banned: dict[int, Sequence[int]] | None = None, device: str = "cpu"
+    ) -> SamplingTable:
+        """`banned[row]`: tokens which that row must not sample."""
+        banned = banned or {}
+        return cls(
+            temperature=torch.tensor([p.temperature or 1.0 for p in params], dtype=torch.float64, device=device),
+            top_k=torch.tensor([p.top_k for p in params], device=device),
+            top_p=torch.tensor([p.top_p for p in params], dtype=torch.float64, device=device),
+            min_p=torch.tensor([p.min_p for p in params], dtype=torch.float64, device=device),
+            greedy=[i for i, p in enumerate(params) if p.temperature == 0],
+            filtered=[
+                i
+                for i, p in enumerate(params)
+                if i in banned or (p.temperature > 0 and (p.top_k or p.top_p < 1 or p.min_p))
+            ],
+            banned=banned,
+        )
+
+
+def sample(logits: Tensor, uniforms: Tensor, table: SamplingTable) -> tuple[Tensor, Tensor]:
+    """One token a row, and its log-prob under the temperature-scaled full distribution.
+
+    Args:
+        logits: `[N, V]` fp32 or fp64; overwritten.
+        uniforms: `[N]` fp64 in [0, 1).
+        table: parameters of the N rows.
+
+    Returns:
+        Tokens `[N]` int64, and log-probs `[N]` in the dtype of the logits (NaN where a row's logits are not finite).
+
+    Deviation: where weights tie at the boundary of top-k or top-p all of them are kept, so that the outcome
+    does not depend on an order of sorting.
+    """
+    weights, sums, greedy = _weights(logits, table)
+    log_total = sums.sum(-1).log()
+    if table.filtered:
+        _filter(weights, sums, greedy, table)
+    tokens = _inverse_cdf(weights, sums, uniforms)
+    if table.greedy:
+        tokens[table.greedy] = greedy[table.greedy]
+    log_probs = weights.gather(1, tokens[:, None])[:, 0].log() - log_total
+    return tokens, log_probs
+
+
+def _weights(logits: Tensor, table: SamplingTable) -> tuple[Tensor, Tensor, Tensor]:
+    """exp((x - max) / T) in the place of the logits `[N, V]`, its block sums `[N, B]`, greedy choices `[N]`."""
+    rows, vocab = logits.shape
+    sums = logits.new_empty(rows, -(-vocab // BLOCK))
+    greedy = torch.zeros(rows, dtype=torch.int64, device=logits.device)
+    inverse = (1.0 / table.temperature).to(logits.dtype)[:, None]
+    scaled = bool((table.temperature != 1).any())
+    piece = max(1, _PIECE_BYTES // (vocab * logits.element_size())) if logits.is_cpu else rows
+    for start in range(0, rows, piece):
+        x = logits[start : start + piece]
+        if table.greedy:
+            peak, greedy[start : start + piece] = x.max(-1)
+        else:
+            peak = x.amax(-1)
+        x.sub_(peak[:, None])
+        if scaled:
+            x.mul_(inverse[start : start + piece])
+        x.exp_()
+        _block_sums(x, sums[start : start + piece])
+    return logits, sums, greedy
+
+
+def _block_sums(weights: Tensor, out: Tensor) -> None:
+    whole = weights.shape[1] // BLOCK * BLOCK
+    torch.sum(weights[:, :whole].unflatten(1, (-1, BLOCK)), -1, out=out[:, : whole // BLOCK])
+    if whole < weights.shape[1]:
+        torch.sum(weights[:, whole:], -1, out=out[:, -1])
+
+
+def _filter(weights: Tensor, sums: Tensor, greedy: Tensor, table: SamplingTable) -> None:
+    """Set the weights of tokens that may not be sampled to 0; order as in transformers: top-k, top-p, min-p."""
+    rows = table.filtered
+    kept = weights[rows]
+    for i, row in enumerate(rows):
+        if row in table.banned:
+            kept[i, list(table.banned[row])] = 0
+    peak, greedy[rows] = kept.max(-1)
+    kept *= kept >= _smallest_top_k(kept, table.top_k[rows])[:, None]
+    kept *= kept >= _smallest_top_p(kept, table.top_p[rows])[:, None]
+    kept *= kept >= (table.min_p[rows] * peak)[:, None].to(kept.dtype)
+    filtered_sums = sums[rows]
+    _block_sums(kept, filtered_sums)
+    sums[rows] = filtered_sums
+    weights[rows] = kept
+
+
+def _smallest_top_k(weights: Tensor, top_k: Tensor) -> Tensor:
+    """The smallest weight `[N]` that top-k keeps (0 where it is off)."""
+    smallest = weights.new_zeros(len(weights))
+    on = ((top_k > 0) & (top_k < weights.shape[1])).nonzero()[:, 0]
+    if len(on):
+        k = top_k[on]
+        largest = weights[on].topk(int(k.max()), -1).values
+        smallest[on] = largest.gather(1, k[:, None] - 1)[:, 0]
+    return smallest
+
+
+def _smallest_top_p(weights: Tensor, top_p: Tensor) -> Tensor:
+    """The smallest weight `[N]` of the nucleus (0 where top-p is off): kept while the weights before sum to < p."""
+    smallest = weights.new_zeros(len(weights))
+    on = (top_p < 1).nonzero()[:, 0]
+    count = min(_CANDIDATES, weights.shape[1])
+    while len(on):
+        largest = weights[on].topk(count, -1).values.double()
+        reached = largest.cumsum(-1)
+        needed = (top_p[on] * weights[on].sum(-1, dtype=torch.float64))[:, None]
+        last = (reached - largest < needed).sum(-1, keepdim=True) - 1
+        smallest[on] = largest.gather(1, last)[:, 0].to(weights.dtype)
+        if count == weights.shape[1]:
+            break
+        on = on[reached[:, -1] < needed[:, 0]]
+        count = weights.shape[1]
+    return smallest
+
+
+def _inverse_cdf(weights: Tensor, sums: Tensor, uniforms: Tensor) -> Tensor:
+    """The first token whose cumulative weight passes u x total; sums in fp64."""
+    rest, block = _first_above(sums.double(), uniforms)
+    columns = block[:, None] * BLOCK + torch.arange(BLOCK, device=weights.device)
+    inside = columns < weights.shape[1]
+    candidates = weights.gather(1, columns.clamp(max=weights.shape[1] - 1)).double() * inside
+    # The rounding of a block's own sum moves the boundary between two of its tokens by a part in 10^7.
+    _, offset = _first_above(candidates, rest)
+    return (block * BLOCK + offset).clamp(max=weights.shape[1] - 1)
+
+
+def _first_above(values: Tensor, fraction: Tensor) -> tuple[Tensor, Tensor]:
+    """The first index `[N]` whose cumulative sum exceeds `fraction` of the total; how far into that value, 0 to 1."""
+    cumulative = values.cumsum(-1)
+    total = cumulative[:, -1]
+    target = torch.minimum(fraction * total, torch.nextafter(total, torch.zeros_like(total)))[:, None]
+    index = torch.searchsorted(cumulative, target, right=True).clamp(max=values.shape[1] - 1)
+    value = values.gather(1, index)
+    before = cumulative.gather(1, index) - value
+    return ((target - before) / value)[:, 0].clamp(0, 1), index[:, 0]

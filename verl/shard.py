@@ -1,0 +1,57 @@
+"""A piece of a weight under its Hugging Face checkpoint name: the one currency of weights.
+
+One stream of shards feeds every sink: checkpoint, export, engine sync, resharding, checksum, byte counts.
+Tied weights occur once in a stream; a sink that needs the alias (an engine's `lm_head.weight`) expands it.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    import torch
+
+
+@dataclass(frozen=True, slots=True)
+class Shard:
+    """`tensor` is the block of the weight `name` (of `global_shape`) that begins at `offset`, one index a dimension."""
+
+    name: str
+    global_shape: tuple[int, ...]
+    offset: tuple[int, ...]
+    tensor: torch.Tensor
+
+    @classmethod
+    def whole(cls, name: str, tensor: torch.Tensor) -> Shard:
+        return cls(name, tuple(tensor.shape), (0,) * tensor.dim(), tensor)
+
+    @property
+    def is_whole(self) -> bool:
+        return tuple(self.tensor.shape) == self.global_shape
+
+    @property
+    def nbytes(self) -> int:
+        return self.tensor.numel() * self.tensor.element_size()
+
+
+def checksum(shards: Iterable[Shard]) -> str:
+    """SHA-256 over names, places and bytes, the same in whatever order the stream comes."""
+    digests = sorted(f"{s.name}{s.offset}:{_digest(s.tensor)}" for s in shards)
+    return hashlib.sha256("\n".join(digests).encode()).hexdigest()
+
+
+def counted(shards: Iterable[Shard], total: list[int]) -> Iterator[Shard]:
+    """Pass shards on, adding their bytes to `total[0]`."""
+    for shard in shards:
+        total[0] += shard.nbytes
+        yield shard
+
+
+def _digest(tensor: torch.Tensor) -> str:
+    import torch
+
+    raw = tensor.detach().cpu().contiguous().view(-1).view(torch.uint8)
+    return hashlib.sha256(raw.numpy()).hexdigest()

@@ -1,0 +1,187 @@
+"""From a run's settings to its parts: actor, critic, reward, data, trainer."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from verl.algorithms import BaseAlgorithm, make_algorithm
+from verl.config import Config, RewardPart, UpdateConfig
+from verl.data.loader import PromptLoader
+from verl.data.prompts import PromptDataset, PromptStream, check_disjoint, load_prompts
+from verl.data.tokenize import tokenize_prompts
+from verl.errors import ConfigError, DataError
+from verl.models.loading import load_model
+from verl.roles.actor import Actor
+from verl.roles.critic import Critic
+from verl.roles.reward import Reward
+from verl.rollout.base import SamplingParams
+from verl.trainer.logging import Logger
+from verl.trainer.trainer import Trainer
+from verl.workers.update import UpdatePlan
+
+
+@dataclass
+class Prompts:
+    """The data of a run: endless training batches, held-out problems, and what was done to them, in words."""
+
+    train: PromptLoader
+    held_out: PromptDataset | None
+    notes: list[str]
+
+
+def build_algorithm(config: Config) -> BaseAlgorithm:
+    return make_algorithm(config.algorithm.name, **config.algorithm.options)
+
+
+def build_actor(config: Config) -> Actor:
+    """The policy, loaded; its reference policy too where one is given."""
+    policy, rollout = config.actor_rollout_ref, config.actor_rollout_ref.rollout
+    actor = Actor(
+        policy.model.path or "",
+        policy.model.tokenizer,
+        dtype=policy.model.dtype,
+        rollout=rollout.name,
+        sampling=SamplingParams(
+            max_new_tokens=rollout.max_new_tokens,
+            min_new_tokens=rollout.min_new_tokens,
+            temperature=rollout.temperature,
+            top_k=rollout.top_k,
+            top_p=rollout.top_p,
+            min_p=rollout.min_p,
+            stop=rollout.stop,
+        ),
+        max_num_seqs=rollout.max_num_seqs,
+        kv_cache_gb=rollout.kv_cache_gb,
+        trust_remote_code=policy.model.trust_remote_code,
+        gradient_checkpointing=policy.model.enable_gradient_checkpointing,
+        seed=config.trainer.seed,
+        **_training(config, policy.actor),
+    )
+    if policy.ref.path is not None:
+        actor.make_reference(load_model(policy.ref.path, dtype=policy.model.dtype))
+    return actor
+
+
+def build_critic(config: Config) -> Critic:
+    """The value model of the settings; the actor's own model where they name none."""
+    model = config.critic.model
+    path = model.path or config.actor_rollout_ref.model.path or ""
+    tokenizer = model.tokenizer or (path if model.path else None)
+    return Critic(
+        path,
+        tokenizer,
+        dtype=model.dtype,
+        gradient_checkpointing=model.enable_gradient_checkpointing,
+        trust_remote_code=model.trust_remote_code,
+        seed=config.trainer.seed,
+        **_training(config, config.critic),
+    )
+
+
+def build_reward(config: Config) -> Reward:
+    """The reward, or the weighted sum of several.
+
+    Raises:
+        ConfigError: the settings name no reward.
+    """
+    given = config.reward
+    options: dict[str, Any] = {
+        "timeout": given.timeout,
+        "retries": given.retries,
+        "max_failure_rate": given.max_failure_rate,
+        "default_reward": None if given.on_failure == "abstain" else given.on_failure,
+    }
+    if given.components:
+        parts = {name: {**_part(part), "weight": part.weight} for name, part in given.components.items()}
+        return Reward(parts, **options)
+    if not given.given():
+        raise ConfigError("reward: no reward is given: set reward.path=FILE.py:FUNCTION, reward.name=task or reward.model")
+    part = _part(given)
+    return Reward(part.pop("source"), **part, **options)
+
+
+def build_prompts(config: Config, tokenizer: Any) -> Prompts:
+    """Training and held-out prompts, tokenised; held-out ones that occur in training are left out.
+
+    Raises:
+        ConfigError: no training data are named.
+        DataError: the data are unusable; see `load_prompts` and `tokenize_prompts`.
+    """
+    data = config.data
+    if data.train is None:
+        raise ConfigError("data.train is missing: give a JSONL or Parquet file, or {task: NAME, ...}")
+    train, notes = _load(config, data.train, tokenizer)
+    loader = PromptLoader(train, data.batch_size, seed=config.trainer.seed, shuffle=data.shuffle or None)
+    if data.eval is None:
+        return Prompts(loader, None, notes)
+    held_out, more = _load(config, data.eval, tokenizer)
+    notes += more
+    if isinstance(held_out, PromptStream):
+        raise DataError("data.eval is a stream: held-out problems must have a number")
+    if isinstance(train, PromptDataset):
+        held_out, overlap = check_disjoint(train, held_out)
+        if overlap:
+            notes.append(f"{overlap} held-out prompts occur in training and were left out")
+    return Prompts(loader, held_out, notes)
+
+
+def check_memory(config: Config, algorithm: BaseAlgorithm, actor: Actor) -> None:
+    """Refuse a run that will not fit in memory, before it starts.
+
+    Raises:
+        ConfigError: with what is needed, what there is, and the setting to change.
+    """
+    del config, algorithm, actor
+
+
+def build_trainer(config: Config, algorithm: BaseAlgorithm, actor: Actor, logger: Logger) -> Trainer:
+    """The trainer over all of it."""
+    settings = config.trainer
+    return Trainer(
+        actor,
+        build_critic(config) if "critic" in algorithm.roles else None,
+        build_reward(config),
+        algorithm=algorithm,
+        n=config.actor_rollout_ref.rollout.n,
+        max_resamples=settings.max_resamples,
+        max_skipped_updates=settings.max_skipped_updates,
+        permute_rewards=settings.control == "permute_rewards",
+        deadline=settings.deadline,
+        logger=logger,
+    )
+
+
+def _training(config: Config, update: UpdateConfig) -> dict[str, Any]:
+    optim = update.optim
+    if config.trainer.control == "zero_lr":
+        optim = optim.model_copy(update={"lr": 0.0})
+    if optim.total_steps is None and optim.schedule != "constant":
+        samples = config.data.batch_size * config.actor_rollout_ref.rollout.n
+        updates = UpdatePlan(update.mini_batch_size, update.epochs).updates(samples)
+        optim = optim.model_copy(update={"total_steps": max(1, config.trainer.total_steps * updates)})
+    return {
+        "optim": optim,
+        "mini_batch_size": update.mini_batch_size,
+        "epochs": update.epochs,
+        "micro_batch_size": update.train_micro_batch_size_per_gpu,
+        "max_tokens_per_micro_batch": update.max_tokens_per_micro_batch,
+    }
+
+
+def _part(part: RewardPart) -> dict[str, Any]:
+    (origin,) = part.given()
+    if origin == "name":
+        return {"source": part.name, "answer": part.answer}
+    return {"source": getattr(part, origin)}
+
+
+def _load(config: Config, source: Any, tokenizer: Any) -> tuple[PromptDataset | PromptStream, list[str]]:
+    data = config.data
+    chat = None if data.chat else False
+    prompts = load_prompts(source, template=data.prompt_template, system_prompt=data.system_prompt, chat=chat)
+    limit = data.max_prompt_length
+    tokens, counts = tokenize_prompts(prompts, tokenizer, max_prompt_length=limit, truncation=data.truncation)
+    notes = [f"{counts[what]} prompts of {prompts.name} are longer than {limit} tokens and were {what}"
+             for what in ("dropped", "truncated") if counts[what]]  # fmt: skip
+    return tokens, notes

@@ -1,0 +1,450 @@
+"""Checkpoints: a directory that is whole or invisible.
+
+    step-000010/
+        manifest.json                      format, step, identity, SHA-256 and size of every other file, own digest
+        actor/weights-00001.safetensors    tensors, in files of bounded size
+        trainer.json                       JSON state
+        buffer.parquet                     a table of samples
+
+A save writes into `.staging-<pid>-<name>` beside its place, makes every file and directory durable, and then renames.
+Loading believes no byte: digests are compared first, no path may leave the directory, nothing is unpickled.
+"""
+
+from __future__ import annotations
+
+import errno
+import hashlib
+import json
+import logging
+import os
+import re
+import stat
+import time
+from collections.abc import Iterable, Iterator, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, field
+from pathlib import Path, PurePosixPath
+from typing import TYPE_CHECKING, Any
+
+from verl.batch import Batch
+from verl.errors import CheckpointError, DataError
+from verl.shard import Shard
+from verl.trainer.durable import alive, digest, link_atomic, publish, recover, remove, seal, sync_directory
+
+if TYPE_CHECKING:
+    import torch
+
+logger = logging.getLogger(__name__)
+
+FORMAT = 1
+MANIFEST = "manifest.json"
+_STEP = re.compile(r"step-(\d{6,})")
+_STAGING = re.compile(r"\.staging-(\d+)-.*")
+_NAME = re.compile(r"[\w-][\w.-]*(/[\w-][\w.-]*)*", re.ASCII)
+
+
+class DamagedCheckpointError(CheckpointError):
+    """A checkpoint is incomplete or its bytes have changed; an older one may be whole."""
+
+
+@dataclass(frozen=True)
+class SaveResult:
+    """How a save went: `path`, or `error` in plain words when the disk did not take it."""
+
+    path: Path | None = None
+    error: str | None = None
+    nbytes: int = 0
+    seconds: float = 0.0
+
+    def __bool__(self) -> bool:
+        return self.error is None
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """A checkpoint whose digests were right when it was loaded. `skipped`: newer ones that were not, and why."""
+
+    path: Path
+    step: int
+    identity: dict[str, str]
+    files: tuple[str, ...]
+    skipped: tuple[str, ...] = ()
+
+    def __contains__(self, name: object) -> bool:
+        return name in self.files or bool(self._tensor_files(str(name)))
+
+    def json(self, name: str) -> Any:
+        """The value stored under `name` (which ends in ".json")."""
+        try:
+            return json.loads(self._file(name).read_text(encoding="utf-8"))
+        except (OSError, ValueError) as error:
+            raise DamagedCheckpointError(f"{self.path / name} cannot be read: {error}") from error
+
+    def batch(self, name: str) -> Batch:
+        """The table stored under `name` (which ends in ".parquet")."""
+        try:
+            return Batch.from_parquet(self._file(name))
+        except DataError as error:
+            raise DamagedCheckpointError(str(error)) from error
+
+    def shards(self, name: str) -> Iterator[Shard]:
+        """The tensors stored under `name` as a stream; views of the files, to be copied from."""
+        from verl.trainer.tensor_files import read_shards
+
+        files = self._tensor_files(name)
+        if not files:
+            raise self._absent(name)
+        return read_shards(self.path / file for file in files)
+
+    def tensors(self, name: str) -> dict[str, torch.Tensor]:
+        """The tensors stored under `name`, all at once; copies."""
+        return {shard.name: shard.tensor.clone() for shard in self.shards(name)}
+
+    def _tensor_files(self, name: str) -> list[str]:
+        pattern = re.compile(re.escape(name) + r"-\d{5}\.safetensors")
+        return sorted(file for file in self.files if pattern.fullmatch(file))
+
+    def _file(self, name: str) -> Path:
+        if name not in self.files:
+            raise self._absent(name)
+        return self.path / name
+
+    def _absent(self, name: str) -> CheckpointError:
+        return CheckpointError(f"checkpoint {self.path} holds no '{name}'; it holds {', '.join(self.files)}")
+
+
+class CheckpointStore:
+    """The checkpoints of a run: `step-<number>` directories and a link `latest`, the newest `keep` of them kept.
+
+    Not for two processes at a time (`run_dir` locks the run). What a crash left half done is cleared when the store
+    is made.
+    """
+
+    def __init__(self, directory: str | Path, keep: int = 2) -> None:
+        if keep < 1:
+            raise CheckpointError(f"at least one checkpoint must be kept, not {keep}")
+        self.directory = Path(directory)
+        self.keep = keep
+        #: saves that the disk did not take
+        self.failures = 0
+        if self.directory.is_dir():
+            _clear(self.directory)
+
+    def path(self, step: int) -> Path:
+        return self.directory / f"step-{step:06d}"
+
+    def steps(self) -> list[int]:
+        """Steps with a checkpoint, damaged ones included, ascending."""
+        if not self.directory.is_dir():
+            return []
+        found = ((_STEP.fullmatch(entry.name), entry) for entry in self.directory.iterdir())
+        return sorted(int(match[1]) for match, entry in found if match and entry.is_dir())
+
+    def latest(self) -> Path | None:
+        """The newest checkpoint, not looked into."""
+        steps = self.steps()
+        return self.path(steps[-1]) if steps else None
+
+    def save(self, step: int, files: Mapping[str, Any], identity: Mapping[str, str] | None = None) -> SaveResult:
+        """`save_checkpoint` under the step's name; older checkpoints go once this one is safe."""
+        result = save_checkpoint(self.path(step), step, files, identity)
+        if not result:
+            self.failures += 1
+            return result
+        link_atomic(self.directory / "latest", self.path(step).name)
+        try:
+            for old in self.steps()[: -self.keep]:
+                if old != step:
+                    self._discard(self.path(old))
+        except OSError as error:
+            logger.warning("old checkpoints in %s cannot be removed: %s", self.directory, error)
+        return result
+
+    def load(
+        self, which: int | str | Path | None = None, identity: Mapping[str, str] | None = None
+    ) -> Checkpoint | None:
+        """A step's checkpoint, one at a path, or the newest whole one (None: there is no checkpoint at all).
+
+        Raises:
+            CheckpointError: it belongs to another model or configuration; the one asked for is damaged; none is whole.
+        """
+        if which is not None:
+            return load_checkpoint(self.path(which) if isinstance(which, int) else which, identity)
+        skipped: list[str] = []
+        for step in reversed(self.steps()):
+            try:
+                found = load_checkpoint(self.path(step), identity)
+            except DamagedCheckpointError as error:
+                skipped.append(str(error))
+                logger.warning("%s; taking the one before it", error)
+                continue
+            return Checkpoint(found.path, found.step, found.identity, found.files, tuple(skipped))
+        if skipped:
+            raise DamagedCheckpointError("no checkpoint is whole: " + "; ".join(skipped))
+        return None
+
+    def _discard(self, path: Path) -> None:
+        # Renamed first: a crash amid the deletion leaves no half checkpoint under a real name.
+        doomed = path.with_name(f".staging-{os.getpid()}-{path.name}-old")
+        os.rename(path, doomed)
+        remove(doomed)
+
+
+def save_checkpoint(
+    path: str | Path, step: int, files: Mapping[str, Any], identity: Mapping[str, str] | None = None
+) -> SaveResult:
+    """Write a checkpoint directory, replacing one that is there. A disk that is full or read-only is no exception:
+    the result says what happened, a warning is logged, and what was there before is untouched.
+
+    Args:
+        files: content by name. "x.json": a JSON value; "x.parquet": a `Batch`; a name without an ending: tensors by
+            name, or a stream of shards. A function is called for its content when its turn comes.
+        identity: what a reader must have in common with this run; see `model_identity`.
+
+    Raises:
+        CheckpointError: a name or a content that a checkpoint cannot hold.
+    """
+    path = Path(path).absolute()
+    staging = path.with_name(f".staging-{os.getpid()}-{path.name}")
+    began = time.perf_counter()
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        _clear(path.parent)
+        staging.mkdir()
+        nbytes = _fill(staging, step, files, identity or {})
+        publish(staging, path)
+    except OSError as error:
+        error_text = f"checkpoint {path} was not saved: {_reason(error)}"
+        logger.warning("%s; training goes on, earlier checkpoints are untouched", error_text)
+        return SaveResult(error=error_text, seconds=time.perf_counter() - began)
+    finally:
+        _try_remove(staging)
+    return SaveResult(path=path, nbytes=nbytes, seconds=time.perf_counter() - began)
+
+
+def load_checkpoint(path: str | Path, identity: Mapping[str, str] | None = None) -> Checkpoint:
+    """Check a checkpoint and open it.
+
+    Args:
+        identity: what the checkpoint must have been saved with; None: not compared.
+
+    Raises:
+        DamagedCheckpointError: it is missing, incomplete or changed; says which file and how.
+        CheckpointError: it belongs to another model or configuration; names the differences.
+    """
+    root = Path(path).absolute()
+    recover(root)
+    manifest = _read_manifest(root)
+    if manifest["format"] != FORMAT:
+        raise CheckpointError(f"checkpoint {root} has format {manifest['format']}; this version reads {FORMAT}")
+    for name, entry in manifest["files"].items():
+        if fault := _file_fault(root, name, entry["size"], entry["sha256"]):
+            raise DamagedCheckpointError(f"checkpoint {root} is damaged: {fault}")
+    if identity is not None:
+        _check_identity(root, manifest["identity"], identity)
+    return Checkpoint(root, manifest["step"], dict(manifest["identity"]), tuple(manifest["files"]))
+
+
+def model_identity(role: str, architecture: str, shards: Iterable[Shard]) -> dict[str, str]:
+    """What tells a role's model from another: its architecture, the names and shapes of its weights, their number."""
+    shapes = sorted((shard.name, shard.global_shape) for shard in shards)
+    total = sum(_product(shape) for _, shape in shapes)
+    sha = hashlib.sha256(json.dumps(shapes).encode()).hexdigest()
+    return {f"{role}.architecture": architecture, f"{role}.parameters": str(total), f"{role}.shapes": sha[:16]}
+
+
+@dataclass
+class VerifyReport:
+    """What `verify` found; `problems` is empty for a good checkpoint."""
+
+    path: Path
+    step: int | None = None
+    files: int = 0
+    nbytes: int = 0
+    tensors: int = 0
+    problems: list[str] = field(default_factory=list)
+
+    @property
+    def ok(self) -> bool:
+        return not self.problems
+
+    def __str__(self) -> str:
+        if not self.ok:
+            return f"{self.path}: " + "; ".join(self.problems)
+        size = f"{self.nbytes / 1e6:.1f} MB"
+        return f"{self.path}: whole (step {self.step}, {self.files} files, {size}, {self.tensors} tensors, all finite)"
+
+
+def verify(path: str | Path) -> VerifyReport:
+    """Check a checkpoint through: digests, every tensor loaded and finite, JSON and tables readable."""
+    report = VerifyReport(Path(path))
+    try:
+        checkpoint = load_checkpoint(path)
+        report.step, report.files = checkpoint.step, len(checkpoint.files)
+        report.nbytes = sum((checkpoint.path / name).stat().st_size for name in checkpoint.files)
+        for name in checkpoint.files:
+            if name.endswith(".json"):
+                checkpoint.json(name)
+            elif name.endswith(".parquet"):
+                checkpoint.batch(name)
+        for stem in sorted({name.rpartition("-")[0] for name in checkpoint.files if name.endswith(".safetensors")}):
+            for shard in checkpoint.shards(stem):
+                report.tensors += 1
+                if shard.tensor.is_floating_point() and not bool(shard.tensor.isfinite().all()):
+                    report.problems.append(f"tensor '{shard.name}' of {stem} has values that are not finite")
+    except CheckpointError as error:
+        report.problems.append(str(error))
+    return report
+
+
+def _fill(staging: Path, step: int, files: Mapping[str, Any], identity: Mapping[str, str]) -> int:
+    """Write all contents and the manifest durably; returns the bytes."""
+    seals: dict[Path, Future[str]] = {}
+    folders = {staging}
+    # Hashing and syncing a file takes as long as writing it, so it goes on beside the writing of the next.
+    with ThreadPoolExecutor(1, thread_name_prefix="verl-seal") as sealer:
+        for name, content in files.items():
+            if not _NAME.fullmatch(name) or name == MANIFEST:
+                raise CheckpointError(f"'{name}' cannot be the name of a checkpoint's content")
+            target = staging / name
+            target.parent.mkdir(parents=True, exist_ok=True)
+            folders.update(folder for folder in target.parents if folder.is_relative_to(staging))
+            for written in _write_content(target, content() if callable(content) else content):
+                seals[written] = sealer.submit(seal, written)
+    entries = {
+        path.relative_to(staging).as_posix(): {"sha256": sealed.result(), "size": path.stat().st_size}
+        for path, sealed in seals.items()
+    }
+    manifest = {"files": entries, "format": FORMAT, "identity": dict(identity), "step": step}
+    text = _dump({**manifest, "digest": _manifest_digest(manifest)})
+    (staging / MANIFEST).write_text(text, encoding="utf-8")
+    seal(staging / MANIFEST)
+    for folder in sorted(folders, reverse=True):
+        sync_directory(folder)
+    return sum(entry["size"] for entry in entries.values())
+
+
+def _write_content(target: Path, content: Any) -> Iterable[Path]:
+    if target.suffix == ".json":
+        target.write_text(json.dumps(content), encoding="utf-8")
+    elif target.suffix == ".parquet":
+        content.to_parquet(target)
+    elif target.suffix:
+        raise CheckpointError(f"'{target.name}': contents end in .json, .parquet or, for tensors, in nothing")
+    else:
+        from verl.trainer.tensor_files import write_shards
+
+        return write_shards(target, content)
+    return [target]
+
+
+def _read_manifest(root: Path) -> dict[str, Any]:
+    file = root / MANIFEST
+    if not root.is_dir():
+        raise DamagedCheckpointError(f"there is no checkpoint at {root}")
+    if file.is_symlink() or not file.is_file():
+        raise DamagedCheckpointError(f"checkpoint {root} is damaged: it has no {MANIFEST}")
+    try:
+        text = file.read_text(encoding="utf-8")
+        manifest = json.loads(text)
+        saved = manifest.pop("digest")
+        whole = saved == _manifest_digest(manifest) and text == _dump({**manifest, "digest": saved})
+        kinds: dict[str, type] = {"files": dict, "format": int, "identity": dict, "step": int}
+        whole = whole and all(isinstance(manifest[key], kind) for key, kind in kinds.items())
+        whole = whole and all({"sha256", "size"} == set(entry) for entry in manifest["files"].values())
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+        whole = False
+    if not whole:
+        raise DamagedCheckpointError(f"checkpoint {root} is damaged: {MANIFEST} has been cut or changed")
+    return manifest  # type: ignore[no-any-return]
+
+
+def _file_fault(root: Path, name: str, size: int, sha256: str) -> str | None:
+    """What is wrong with a file of a manifest, if anything."""
+    if not _NAME.fullmatch(name):
+        return f"its manifest names '{name}', which is outside of the checkpoint"
+    path = root
+    for part in PurePosixPath(name).parts:
+        path = path / part
+        if path.is_symlink():
+            return f"'{name}' is or passes through a symbolic link"
+    try:
+        # Neither a link put there meanwhile nor a pipe without a writer may hold us up.
+        descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
+    except OSError as error:
+        return f"'{name}' cannot be opened: {error.strerror}"
+    try:
+        found = os.fstat(descriptor)
+        if not stat.S_ISREG(found.st_mode):
+            return f"'{name}' is no regular file"
+        if found.st_size != size:
+            return f"'{name}' has {found.st_size} bytes instead of {size}"
+        if digest(descriptor) != sha256:
+            return f"the content of '{name}' has changed (its SHA-256 differs)"
+    finally:
+        os.close(descriptor)
+    return None
+
+
+def _check_identity(root: Path, saved: Mapping[str, str], wanted: Mapping[str, str]) -> None:
+    differences = [
+        f"{key} is {_quoted(saved.get(key))} there and {_quoted(wanted.get(key))} here"
+        for key in sorted({*saved, *wanted})
+        if saved.get(key) != wanted.get(key)
+    ]
+    if differences:
+        raise CheckpointError(
+            f"checkpoint {root} belongs to another model or configuration: {'; '.join(differences)}. Use the model and "
+            "configuration it was made with, or start anew"
+        )
+
+
+def _clear(directory: Path) -> None:
+    """Remove the staging directories of processes that are gone; undo half a replacement."""
+    for entry in directory.iterdir():
+        match = _STAGING.fullmatch(entry.name)
+        if match and (int(match[1]) == os.getpid() or not alive(int(match[1]))):
+            _try_remove(entry)
+        elif entry.name.startswith(".replaced-"):
+            path = entry.with_name(entry.name.removeprefix(".replaced-"))
+            recover(path)
+            if path.exists():
+                _try_remove(entry)
+
+
+def _try_remove(path: Path) -> None:
+    try:
+        remove(path)
+    except OSError as error:
+        logger.debug("%s cannot be removed: %s", path, error)
+
+
+def _reason(error: OSError) -> str:
+    plain = {
+        errno.ENOSPC: "the disk is full",
+        errno.EDQUOT: "the disk quota is used up",
+        errno.EFBIG: "the file would be larger than this process may write",
+        errno.EROFS: "the file system is read-only",
+        errno.EACCES: "no permission to write there",
+    }
+    text = plain.get(error.errno or 0) or error.strerror or str(error)
+    return f"{text} ({error.filename})" if error.filename else text
+
+
+def _manifest_digest(manifest: Mapping[str, Any]) -> str:
+    return hashlib.sha256(json.dumps(manifest, sort_keys=True).encode()).hexdigest()
+
+
+def _dump(manifest: Mapping[str, Any]) -> str:
+    return json.dumps(manifest, indent=1, sort_keys=True) + "\n"
+
+
+def _quoted(value: str | None) -> str:
+    return "not given" if value is None else f"'{value}'"
+
+
+def _product(shape: tuple[int, ...]) -> int:
+    total = 1
+    for size in shape:
+        total *= size
+    return total

@@ -1,0 +1,106 @@
+"""Files that survive a power cut, and staging directories that a crash cannot turn into results."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import shutil
+from pathlib import Path
+
+
+def write_atomic(path: Path, text: str) -> None:
+    """Replace a text file whole: a reader, or a crash, sees the old content or the new."""
+    staging = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    try:
+        with staging.open("w", encoding="utf-8") as file:
+            file.write(text)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(staging, path)
+    finally:
+        staging.unlink(missing_ok=True)
+    sync_directory(path.parent)
+
+
+def link_atomic(link: Path, target: str) -> None:
+    """Let a symbolic link point elsewhere, never missing in between. A convenience: failing is no error."""
+    staging = link.with_name(f".{link.name}.{os.getpid()}.tmp")
+    try:
+        staging.unlink(missing_ok=True)
+        staging.symlink_to(target)
+        os.replace(staging, link)
+    except OSError:
+        staging.unlink(missing_ok=True)
+
+
+def seal(path: Path) -> str:
+    """Make a file durable; returns the SHA-256 of what can be read back."""
+    with path.open("rb") as file:
+        os.fsync(file.fileno())
+        return digest(file.fileno())
+
+
+def digest(descriptor: int) -> str:
+    """SHA-256 of a file from its beginning."""
+    sha = hashlib.sha256()
+    at = 0
+    while block := os.pread(descriptor, 1 << 20, at):
+        sha.update(block)
+        at += len(block)
+    return sha.hexdigest()
+
+
+def sync_directory(path: Path) -> None:
+    """Make the names in a directory durable (on Windows a directory cannot be opened for that)."""
+    if os.name == "nt":
+        return
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def publish(staging: Path, path: Path) -> None:
+    """Give a finished directory its name, in place of what has it now.
+
+    A directory cannot be replaced by one rename. Between the two that it takes, the old one is called
+    `.replaced-<name>`, and `recover` puts it back.
+    """
+    old = _replaced(path)
+    if path.exists() or path.is_symlink():
+        remove(old)
+        os.rename(path, old)
+    os.rename(staging, path)
+    sync_directory(path.parent)
+    remove(old)
+
+
+def recover(path: Path) -> None:
+    """Undo a replacement that a crash left half done."""
+    old = _replaced(path)
+    if old.exists() and not path.exists():
+        os.rename(old, path)
+
+
+def remove(path: Path) -> None:
+    """Delete a file, a link or a whole directory; none there is fine."""
+    if path.is_symlink() or path.is_file():
+        path.unlink()
+    elif path.exists():
+        shutil.rmtree(path)
+
+
+def alive(pid: int) -> bool:
+    """Whether a process of this machine has that id."""
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    except PermissionError:
+        return True
+    return True
+
+
+def _replaced(path: Path) -> Path:
+    return path.with_name(f".replaced-{path.name}")

@@ -1,0 +1,187 @@
+"""Evaluation on held-out problems, and how sure its numbers are."""
+
+from __future__ import annotations
+
+import logging
+import math
+import os
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import NormalDist
+from typing import Any
+
+import numpy as np
+
+from verl.batch import Batch
+from verl.errors import ConfigError, DataError
+
+logger = logging.getLogger(__name__)
+
+#: From scored samples to one number a row (None: none), or to one number for all of them.
+MetricFn = Callable[[Batch], "float | Sequence[float | None]"]
+
+
+@dataclass(frozen=True)
+class Interval:
+    """An estimate and the ends of its confidence interval."""
+
+    value: float
+    low: float
+    high: float
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    """What an evaluation found.
+
+    samples: rows of all problems with their responses and scores.
+    rows: by metric, one number a row (None: the row has none). "reward" is always there.
+    metrics: by metric, the mean over its rows or the metric's own number; and "abstained", rows without a reward.
+    """
+
+    samples: Batch
+    rows: dict[str, list[float | None]]
+    metrics: dict[str, float]
+
+    def by_problem(self, metric: str) -> list[float | None]:
+        """The metric of each problem, its samples averaged; problems in order of appearance."""
+        values = self.rows[metric]
+        means = (mean([values[row] for row in rows]) for rows in self.samples.group_indices())
+        return [None if math.isnan(value) else value for value in means]
+
+
+def evaluate(
+    problems: Batch,
+    generate: Callable[[Batch], Batch],
+    score: Callable[[Batch], Batch],
+    metrics: Mapping[str, MetricFn] | None = None,
+    *,
+    batch_size: int | None = None,
+) -> Evaluation:
+    """Generate and score held-out problems; nothing is learned.
+
+    Args:
+        generate: from problems to samples, in order.
+        score: from samples to new columns, `reward` among them, aligned with the samples.
+        metrics: the user's own, by name.
+        batch_size: problems at a time; None: all.
+
+    Raises:
+        DataError: there is no problem, or a metric returns another number of values than there are rows.
+        ConfigError: a metric is called "reward" or "abstained".
+    """
+    if not len(problems):
+        raise DataError("the evaluation set has no problems")
+    step = batch_size or len(problems)
+    parts = []
+    for start in range(0, len(problems), step):
+        samples = generate(problems.slice(start, min(step, len(problems) - start)))
+        parts.append(samples.add(score(samples)))
+    samples = Batch.concat(parts)
+    rows: dict[str, list[float | None]] = {"reward": samples["reward"]}
+    found = {"reward": mean(rows["reward"]), "abstained": float(rows["reward"].count(None))}
+    for name, fn in (metrics or {}).items():
+        if name in found:
+            raise ConfigError(f"a metric cannot be called '{name}': that one is there already")
+        value: Any = fn(samples)
+        value = value.tolist() if hasattr(value, "tolist") else value
+        if isinstance(value, Sequence):
+            if len(value) != len(samples):
+                raise DataError(f"metric '{name}' returned {len(value)} values for {len(samples)} samples")
+            rows[name] = list(value)
+            found[name] = mean(rows[name])
+        else:
+            found[name] = float(value)
+    return Evaluation(samples, rows, found)
+
+
+def mean(values: Sequence[float | None]) -> float:
+    """Mean of the values that are there; NaN if none is."""
+    present = [float(value) for value in values if value is not None]
+    return math.fsum(present) / len(present) if present else math.nan
+
+
+def paired_bootstrap(
+    before: Sequence[float | None],
+    after: Sequence[float | None],
+    n: int = 10_000,
+    seed: int = 0,
+    confidence: float = 0.95,
+) -> Interval:
+    """Mean of `after - before` over the same problems, with its percentile bootstrap interval (Efron 1979).
+
+    Problems are resampled whole, so what both share of a problem's difficulty cancels. A problem that lacks a value
+    on either side is left out.
+
+    Raises:
+        DataError: the lengths differ, or no problem has both values.
+    """
+    if len(before) != len(after):
+        raise DataError(f"paired samples must have one length, got {len(before)} and {len(after)}")
+    pairs = [(b, a) for b, a in zip(before, after, strict=True) if b is not None and a is not None]
+    if not pairs:
+        raise DataError("no problem has a value before and after")
+    differences = np.array([float(a) - float(b) for b, a in pairs])
+    rng = np.random.default_rng(seed)
+    count = len(differences)
+    block = max(1, 4_000_000 // count)  # bounds the memory of the drawn indices
+    means = np.concatenate(
+        [
+            differences[rng.integers(0, count, (min(block, n - start), count))].mean(axis=1)
+            for start in range(0, n, block)
+        ]
+    )
+    tail = (1 - confidence) / 2
+    low, high = np.quantile(means, [tail, 1 - tail])
+    return Interval(float(differences.mean()), float(low), float(high))
+
+
+def binomial_interval(successes: float, total: int, confidence: float = 0.95) -> Interval:
+    """A share of successes with its Wilson score interval (Wilson 1927); stays within 0 and 1, and is of use for
+    shares near them.
+
+    Raises:
+        DataError: there is nothing to take a share of.
+    """
+    if not 0 <= successes <= total or total < 1:
+        raise DataError(f"{successes} successes of {total} are no share")
+    z = NormalDist().inv_cdf(1 - (1 - confidence) / 2)
+    share = successes / total
+    centre = (share + z * z / (2 * total)) / (1 + z * z / total)
+    half = z / (1 + z * z / total) * math.sqrt(share * (1 - share) / total + z * z / (4 * total * total))
+    return Interval(share, max(0.0, centre - half), min(1.0, centre + half))
+
+
+def save_completions(
+    samples: Batch, path: str | Path, limit: int | None = None, columns: Sequence[str] | None = None
+) -> str | None:
+    """Write samples to a Parquet file, whole or not at all; a disk that does not take it is a warning.
+
+    Args:
+        limit: rows to keep, from the first; None: all.
+        columns: which to keep, where they are there; None: all.
+
+    Returns:
+        What went wrong, or None.
+    """
+    path = Path(path)
+    staging = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    samples = samples if limit is None else samples.slice(0, limit)
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        (samples if columns is None else samples.select(columns)).to_parquet(staging)
+        os.replace(staging, path)
+    except OSError as error:
+        logger.warning("completions were not saved to %s: %s", path, error)
+        return str(error)
+    finally:
+        _discard(staging)
+    return None
+
+
+def _discard(staging: Path) -> None:
+    try:
+        staging.unlink(missing_ok=True)
+    except OSError as error:
+        logger.debug("%s cannot be removed: %s", staging, error)

@@ -1,0 +1,299 @@
+"""Logging: a record of a step goes to every sink.
+
+A record is a flat mapping of names such as "reward/mean" to numbers, booleans or text.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import math
+import os
+import sys
+import time
+from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
+from typing import Any, Protocol, runtime_checkable
+
+from verl.errors import ConfigError, nearest
+
+logger = logging.getLogger(__name__)
+
+Record = Mapping[str, Any]
+Hook = Callable[[int, dict[str, Any]], None]
+_LEVELS = ("DEBUG", "INFO", "WARNING", "ERROR", "CRITICAL")
+SINKS = ("console", "tensorboard", "wandb", "mlflow")
+
+
+class Sink(Protocol):
+    """Takes log records."""
+
+    name: str
+
+    def write(self, step: int, record: Record) -> None: ...
+
+    def close(self) -> None: ...
+
+
+@runtime_checkable
+class Watched(Sink, Protocol):
+    """A sink that a person looks at while the run goes on."""
+
+    def phase(self, text: str) -> None: ...
+
+
+class Logger:
+    """Sends records to sinks and hooks. One that raises is left out from then on, with a warning: logging never stops
+    training."""
+
+    def __init__(self, sinks: Iterable[Sink] = ()) -> None:
+        self.sinks: list[Sink] = list(sinks)
+
+    def on_log_hook(self, fn: Hook) -> None:
+        """`fn(step, record)` gets every record from now on; the record is a copy, its own to change."""
+        self.sinks.append(_HookSink(fn))
+
+    def log(self, step: int, record: Record) -> None:
+        for sink in list(self.sinks):
+            self._guarded(sink, lambda sink=sink: sink.write(step, record))  # type: ignore[misc]
+
+    def phase(self, text: str) -> None:
+        """Tell those who watch what is going on between steps."""
+        for sink in list(self.sinks):
+            if isinstance(sink, Watched):
+                self._guarded(sink, lambda sink=sink: sink.phase(text))  # type: ignore[misc]
+
+    def close(self) -> None:
+        for sink in list(self.sinks):
+            self._guarded(sink, sink.close)
+        self.sinks.clear()
+
+    def _guarded(self, sink: Sink, call: Callable[[], None]) -> None:
+        try:
+            call()
+        except Exception as error:  # of whatever library or user function the sink is made
+            self.sinks.remove(sink)
+            logger.warning(
+                "log sink '%s' failed and is off from now on: %s: %s", sink.name, type(error).__name__, error
+            )
+
+
+class JsonlSink:
+    """Appends one JSON object a line: `step` and the record. Numbers that are not finite become null, as JSON has
+    none. A line is in the file when `write` returns."""
+
+    name = "metrics.jsonl"
+
+    def __init__(self, path: str | Path) -> None:
+        Path(path).parent.mkdir(parents=True, exist_ok=True)
+        self._file = Path(path).open("a", encoding="utf-8")  # noqa: SIM115 - open as long as the sink
+
+    def write(self, step: int, record: Record) -> None:
+        row = {"step": step, **{name: _plain(value) for name, value in record.items()}}
+        self._file.write(json.dumps(row, allow_nan=False) + "\n")
+        self._file.flush()
+
+    def close(self) -> None:
+        self._file.close()
+
+
+class TensorBoardSink:
+    """Scalars as TensorBoard events.
+
+    Args:
+        resume_step: the last committed step when a run is resumed; what TensorBoard saw after it is purged.
+    """
+
+    name = "tensorboard"
+
+    def __init__(self, directory: str | Path, resume_step: int | None = None) -> None:
+        from tensorboard.compat.proto import event_pb2, summary_pb2
+        from tensorboard.summary.writer.event_file_writer import EventFileWriter
+
+        self._event, self._session = event_pb2.Event, event_pb2.SessionLog
+        self._summary = summary_pb2.Summary
+        self._writer = EventFileWriter(str(directory))
+        if resume_step is not None:
+            at = {"wall_time": time.time(), "step": resume_step + 1}
+            self._writer.add_event(self._event(file_version="brain.Event:2", **at))
+            start = self._session(status=self._session.START)
+            self._writer.add_event(self._event(session_log=start, **at))
+
+    def write(self, step: int, record: Record) -> None:
+        values = [self._summary.Value(tag=name, simple_value=value) for name, value in _numbers(record).items()]
+        self._writer.add_event(self._event(wall_time=time.time(), step=step, summary=self._summary(value=values)))
+        self._writer.flush()
+
+    def close(self) -> None:
+        self._writer.close()
+
+
+class WandbSink:
+    """Weights & Biases. The run id makes a resumed run go on in the same W&B run."""
+
+    name = "wandb"
+
+    def __init__(
+        self, project: str, run_id: str, directory: str | Path, config: Mapping[str, Any] | None = None
+    ) -> None:
+        wandb = _optional("wandb", "wandb")
+        self._run = wandb.init(
+            project=project, id=run_id, name=run_id, dir=str(directory), config=dict(config or {}), resume="allow"
+        )
+
+    def write(self, step: int, record: Record) -> None:
+        self._run.log({name: _plain(value) for name, value in record.items()}, step=step)
+
+    def close(self) -> None:
+        self._run.finish()
+
+
+class MlflowSink:
+    """MLflow, at `MLFLOW_TRACKING_URI`; each attempt is an MLflow run of its own, tagged with the run id."""
+
+    name = "mlflow"
+
+    def __init__(self, project: str, run_id: str, config: Mapping[str, Any] | None = None) -> None:
+        mlflow = _optional("mlflow", "mlflow")
+        self._client = mlflow.MlflowClient()
+        experiment = mlflow.set_experiment(project)
+        tags = {"verl.run_id": run_id, "mlflow.runName": run_id}
+        self._id = self._client.create_run(experiment.experiment_id, tags=tags).info.run_id
+        for name, value in (config or {}).items():
+            self._client.log_param(self._id, name, value)
+
+    def write(self, step: int, record: Record) -> None:
+        for name, value in _numbers(record).items():
+            self._client.log_metric(self._id, name, value, step=step)
+
+    def close(self) -> None:
+        self._client.set_terminated(self._id)
+
+
+class _HookSink:
+    def __init__(self, fn: Hook) -> None:
+        self.name = f"hook {getattr(fn, '__qualname__', type(fn).__name__)}"
+        self._fn = fn
+
+    def write(self, step: int, record: Record) -> None:
+        self._fn(step, dict(record))
+
+    def close(self) -> None:
+        pass
+
+
+def open_logger(
+    directory: str | Path | None,
+    sinks: Iterable[str] = ("console", "tensorboard"),
+    *,
+    run_id: str = "run",
+    project: str = "verl",
+    config: Mapping[str, Any] | None = None,
+    total_steps: int | None = None,
+    resume_step: int | None = None,
+) -> Logger:
+    """A logger that writes `metrics.jsonl` and TensorBoard events under `directory` (None: no files), and what else
+    `sinks` names.
+
+    Args:
+        config: flat settings for W&B and MLflow.
+        total_steps, resume_step: the length of the run, and the step it goes on from.
+
+    Raises:
+        ConfigError: an unknown sink, or one whose package is not installed.
+    """
+    from verl.trainer.progress import ConsoleSink
+
+    makers: dict[str, Callable[[], Sink]] = {
+        "console": lambda: ConsoleSink(total_steps, start=resume_step or 0),
+        "wandb": lambda: WandbSink(project, run_id, directory or ".", config),
+        "mlflow": lambda: MlflowSink(project, run_id, config),
+    }
+    wanted = list(sinks)
+    if unknown := [name for name in wanted if name not in SINKS]:
+        raise ConfigError(f"trainer.loggers: unknown logger '{unknown[0]}', {nearest(unknown[0], SINKS)}")
+    if directory is None:
+        wanted = [name for name in wanted if name != "tensorboard"]
+    else:
+        makers["metrics.jsonl"] = lambda: JsonlSink(Path(directory) / "metrics.jsonl")
+        makers["tensorboard"] = lambda: TensorBoardSink(Path(directory) / "tensorboard", resume_step)
+        wanted.insert(0, "metrics.jsonl")
+    made = []
+    for name in wanted:
+        try:
+            made.append(makers[name]())
+        except ConfigError:
+            raise
+        except Exception as error:  # a tracker that cannot be reached, a disk that is full
+            logger.warning("log sink '%s' cannot be opened and is off: %s: %s", name, type(error).__name__, error)
+    return Logger(made)
+
+
+def default_logger(log_dir: str | Path | bool | None, name: str) -> Logger:
+    """The logger of a trainer that was given none: console, and files in `log_dir` (None: `runs/<name>-<time>`;
+    False: no files)."""
+    if log_dir is False:
+        return open_logger(None)
+    if log_dir is None or log_dir is True:
+        log_dir = Path("runs") / f"{name}-{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}"
+    return open_logger(log_dir, run_id=Path(log_dir).name)
+
+
+def setup_logging(log_file: str | Path | None = None) -> None:
+    """Send the package's log messages to standard error and, all of them, to a file. `LOG_LEVEL` sets what standard
+    error shows (INFO); the file gets that too, and at least INFO.
+
+    Raises:
+        ConfigError: `LOG_LEVEL` is no level.
+    """
+    level = os.environ.get("LOG_LEVEL", "INFO").upper()
+    if level not in _LEVELS:
+        raise ConfigError(f"LOG_LEVEL is '{level}': {nearest(level, _LEVELS)}")
+    root = logging.getLogger("verl")
+    for handler in [h for h in root.handlers if getattr(h, "of_verl", False)]:
+        root.removeHandler(handler)
+        handler.close()
+    handlers: list[logging.Handler] = [logging.StreamHandler(sys.stderr)]
+    handlers[0].setLevel(level)
+    if log_file is not None:
+        Path(log_file).parent.mkdir(parents=True, exist_ok=True)
+        handlers.append(logging.FileHandler(log_file, encoding="utf-8"))
+    for handler in handlers:
+        handler.of_verl = True  # type: ignore[attr-defined]
+        handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
+        root.addHandler(handler)
+    root.setLevel(min(logging.INFO, logging.getLevelName(level)))
+    root.propagate = False
+
+
+def _optional(module: str, extra: str) -> Any:
+    import importlib
+
+    try:
+        return importlib.import_module(module)
+    except ImportError as error:
+        raise ConfigError(
+            f"trainer.loggers names {module}, which is not installed: pip install 'verl[{extra}]'"
+        ) from error
+
+
+def _numbers(record: Record) -> dict[str, float]:
+    numbers = {name: _number(value) for name, value in record.items()}
+    return {name: number for name, number in numbers.items() if number is not None}
+
+
+def _number(value: Any) -> float | None:
+    try:
+        return float(value) if hasattr(value, "__float__") else None
+    except (TypeError, ValueError, RuntimeError):  # a tensor or array of several numbers
+        return None
+
+
+def _plain(value: Any) -> Any:
+    """A value as JSON has it; what is neither a number nor text becomes its text."""
+    if isinstance(value, bool | int | str) or value is None:
+        return value
+    number = _number(value)
+    if number is None:
+        return str(value)
+    return number if math.isfinite(number) else None

@@ -1,0 +1,91 @@
+"""What a person sees of a run: a line for each step and, on a terminal, a bar below them."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Mapping
+from typing import Any
+
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TaskID, TextColumn
+
+#: What a line shows: label, name in the record, format.
+COLUMNS = (
+    ("reward", "reward/mean", "{:.3f}"),
+    ("kl", "kl", "{:.4f}"),
+    ("loss/actor", "loss/actor", "{:+.4f}"),
+    ("loss/critic", "loss/critic", "{:.4f}"),
+    ("accuracy", "accuracy", "{:.1%}"),
+    ("rollout tok/s", "rollout/tokens_per_s", "{:,.0f}"),
+    ("train tok/s", "train/tokens_per_s", "{:,.0f}"),
+)
+
+
+class ConsoleSink:
+    """A log sink that prints; with a length and on a terminal it keeps a progress bar at the bottom.
+
+    Args:
+        total_steps: the length of the run; None: no bar and no time left.
+        start: the step a resumed run goes on from.
+    """
+
+    name = "console"
+
+    def __init__(self, total_steps: int | None = None, *, start: int = 0, console: Console | None = None) -> None:
+        self.console = console or Console(soft_wrap=True, highlight=False)
+        self.total_steps = total_steps
+        self._start = start
+        self._began = time.monotonic()
+        self._bar: Progress | None = None
+        self._task = TaskID(0)
+        if total_steps is not None and self.console.is_terminal:
+            columns = (TextColumn("{task.description}"), BarColumn(), TextColumn("{task.fields[text]}"))
+            self._bar = Progress(*columns, console=self.console, transient=True)
+            self._task = self._bar.add_task("starting", total=total_steps, completed=start, text="")
+            self._bar.start()
+
+    def phase(self, text: str) -> None:
+        """Say what is going on between steps."""
+        if self._bar is not None:
+            self._bar.update(self._task, description=text)
+        else:
+            self.console.print(text, markup=False)
+
+    def write(self, step: int, record: Mapping[str, Any]) -> None:
+        left = self._left(step)
+        total = f"/{self.total_steps}" if self.total_steps is not None else ""
+        values = describe(record)
+        self.console.print(f"step {step}{total}  {values}{f'  left {left}' if left else ''}", markup=False)
+        if self._bar is not None:
+            text = f"{step}{total}  {values}  left {left}"
+            self._bar.update(self._task, description="training", completed=step, text=text)
+
+    def close(self) -> None:
+        if self._bar is not None:
+            self._bar.stop()
+
+    def _left(self, step: int) -> str:
+        if self.total_steps is None or step <= self._start:
+            return ""
+        elapsed = time.monotonic() - self._began
+        return duration(elapsed / (step - self._start) * max(self.total_steps - step, 0))
+
+
+def describe(record: Mapping[str, Any]) -> str:
+    """The numbers that matter of a record, as one line; those it lacks are left out."""
+    parts = []
+    for label, name, form in COLUMNS:
+        value = record.get(name)
+        if isinstance(value, int | float) and math.isfinite(value):
+            parts.append(f"{label} {form.format(value)}")
+        elif value is not None:
+            parts.append(f"{label} {value}")
+    return "  ".join(parts)
+
+
+def duration(seconds: float) -> str:
+    """Seconds as h:mm:ss or m:ss."""
+    minutes, rest = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02d}:{rest:02d}" if hours else f"{minutes}:{rest:02d}"

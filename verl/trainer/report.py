@@ -1,0 +1,261 @@
+"""`report.html` of a run: one file without external parts, made from what the run directory holds.
+
+Read are, each only if it is there:
+
+    metrics.jsonl             one JSON object a line: step, time, and metrics named "group/name"
+    eval.jsonl                likewise: step, accuracy (0 to 1), low and high (its 95 % interval), other metrics
+    completions/step-N.parquet   id, prompt, response, reward (null: no score) of an evaluation's samples
+    summary.json              accuracy_before, accuracy_after, gain_low, gain_high, eval_problems, seconds, state,
+                              rollout_tokens_per_second, train_tokens_per_second, peak_memory_bytes
+    config.yaml, environment.json, logs/*.log   shown as they are; one log an attempt
+
+A torn line or a damaged file is left out, not an error: the report is most
+wanted when a run has failed. Texts of prompts and completions are untrusted; they reach the page as data,
+never as markup, and the page's content policy lets no script run but its own.
+"""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import html
+import json
+import math
+import os
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, TypeGuard
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from verl.errors import DataError
+
+_ASSETS = Path(__file__).parent / "assets"
+#: Bounds that keep the page quick: points of a curve, evaluations and samples to compare, characters of a text.
+MAX_POINTS, MAX_EVALS, MAX_SAMPLES, MAX_TEXT = 2000, 8, 300, 4000
+_SAMPLE_COLUMNS = ("id", "prompt", "response", "reward")
+_LOG_TAIL = 4000
+_NO_CURVES = frozenset({"step", "time", "n", "low", "high"})
+
+
+def write_report(run_dir: str | Path) -> Path:
+    """Write `report.html` into the run directory, replacing an older one whole; returns its path.
+
+    Raises:
+        DataError: there is no such directory, or it holds nothing of a run.
+    """
+    run = Path(run_dir)
+    known = ("metrics.jsonl", "eval.jsonl", "summary.json", "config.yaml")
+    if not any((run / name).is_file() for name in known):
+        raise DataError(f"{run} is no run directory: none of {', '.join(known)} is in it")
+    page = run / "report.html"
+    staging = page.with_name(".report.html.tmp")
+    staging.write_text(render(run), encoding="utf-8", errors="replace")
+    os.replace(staging, page)
+    return page
+
+
+def render(run: Path) -> str:
+    """The page as text."""
+    summary, metrics, evals = _json(run / "summary.json"), _rows(run / "metrics.jsonl"), _rows(run / "eval.jsonl")
+    data = {"curves": _curves(metrics, evals), "evals": _finite(evals), "samples": _samples(run / "completions")}
+    config = _text(run / "config.yaml")
+    script = (_ASSETS / "report.js").read_text(encoding="utf-8")
+    digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
+    parts = {
+        "title": html.escape(run.resolve().name),
+        "script_hash": digest,
+        "style": (_ASSETS / "report.css").read_text(encoding="utf-8"),
+        "script": script,
+        "data": json.dumps(data, ensure_ascii=True, allow_nan=False).replace("<", "\\u003c"),
+        "chips": "".join(f"<span class=chip>{html.escape(text)}</span>" for text in _chips(summary, config)),
+        "hero": _hero(summary, evals),
+        "tiles": "".join(_tile(*tile) for tile in _tiles(summary, metrics)),
+        "config": html.escape(config or "config.yaml is missing"),
+        "environment": _table(_json(run / "environment.json")),
+        "attempts": _attempts(run / "logs"),
+    }
+    template = (_ASSETS / "report.html").read_text(encoding="utf-8")
+    return re.sub(r"\{\{(\w+)\}\}", lambda match: parts[match[1]], template)
+
+
+def _text(file: Path) -> str:
+    try:
+        return file.read_text(encoding="utf-8", errors="replace")
+    except OSError:
+        return ""
+
+
+def _json(file: Path) -> dict[str, Any]:
+    try:
+        content = json.loads(_text(file))
+    except ValueError:
+        return {}
+    return content if isinstance(content, dict) else {}
+
+
+def _rows(file: Path) -> list[dict[str, Any]]:
+    """The rows of a JSONL file by step. A step that a resumed run did again counts once, as it went last."""
+    by_step: dict[float, dict[str, Any]] = {}
+    for line in _text(file).split("\n"):
+        try:
+            row = json.loads(line)
+        except ValueError:
+            continue
+        if isinstance(row, dict) and _is_number(row.get("step")):
+            by_step[row["step"]] = row
+    return [by_step[step] for step in sorted(by_step)]
+
+
+def _is_number(value: object) -> TypeGuard[float]:
+    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+
+
+def _finite(value: Any) -> Any:
+    """`value` as strict JSON can hold it: NaN and infinities become null."""
+    if isinstance(value, dict):
+        return {str(key): _finite(item) for key, item in value.items()}
+    if isinstance(value, list):
+        return [_finite(item) for item in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def _curves(metrics: list[dict[str, Any]], evals: list[dict[str, Any]]) -> dict[str, list[list[float]]]:
+    """Points (step, value) of each metric; those of evaluations are named "eval/..."."""
+    curves = {f"eval/{name}": points for name, points in _points(evals).items()} | _points(metrics)
+    return {name: _thinned(points) for name, points in curves.items()}
+
+
+def _points(rows: list[dict[str, Any]]) -> dict[str, list[list[float]]]:
+    curves: dict[str, list[list[float]]] = {}
+    for row in rows:
+        for name, value in row.items():
+            if name not in _NO_CURVES and _is_number(value):
+                curves.setdefault(name, []).append([row["step"], value])
+    return curves
+
+
+def _thinned(points: list[list[float]]) -> list[list[float]]:
+    """At most `MAX_POINTS` points: each stretch of a longer curve gives its last step and its mean."""
+    stride = math.ceil(len(points) / MAX_POINTS)
+    if stride == 1:
+        return points
+    stretches = (points[i : i + stride] for i in range(0, len(points), stride))
+    return [[part[-1][0], math.fsum(value for _, value in part) / len(part)] for part in stretches]
+
+
+def _samples(directory: Path) -> list[dict[str, Any]]:
+    """Samples of some evaluations, first and last among them: `{"step", "rows": [[id, prompt, response, reward]]}`."""
+    files = {
+        int(match[1]): file
+        for file in directory.glob("step-*.parquet")
+        if (match := re.fullmatch(r"step-(\d+)", file.stem))
+    }
+    steps = sorted(files)
+    if len(steps) > MAX_EVALS:
+        steps = sorted({steps[round(i * (len(steps) - 1) / (MAX_EVALS - 1))] for i in range(MAX_EVALS)})
+    return [{"step": step, "rows": rows} for step in steps if (rows := _sample_rows(files[step]))]
+
+
+def _sample_rows(file: Path) -> list[list[Any]]:
+    try:
+        table = pq.read_table(file)
+    except (OSError, pa.ArrowException):
+        return []
+    table = table.slice(0, MAX_SAMPLES)
+    columns = [
+        table.column(name).to_pylist() if name in table.column_names else [None] * table.num_rows
+        for name in _SAMPLE_COLUMNS
+    ]
+    rows = []
+    for number, (id_, prompt, response, reward) in enumerate(zip(*columns, strict=True)):
+        name = str(number if id_ is None else id_)
+        rows.append([name, _cut(prompt), _cut(response), reward if _is_number(reward) else None])
+    return rows
+
+
+def _cut(text: object) -> str:
+    text = "" if text is None else str(text)
+    return text if len(text) <= MAX_TEXT else text[:MAX_TEXT] + f" ... ({len(text) - MAX_TEXT} more characters)"
+
+
+def _chips(summary: dict[str, Any], config: str) -> Iterator[str]:
+    state = summary.get("state")
+    yield str(state) if state else ("finished" if summary else "not finished")
+    for pattern in (r"^algorithm:\n  name: (.+)$", r"^  model:\n    path: (.+)$", r"^  seed: (\d+)$"):
+        if match := re.search(pattern, config, re.MULTILINE):
+            yield f"seed {match[1]}" if "seed" in pattern else match[1].rsplit("/", 1)[-1]
+
+
+def _hero(summary: dict[str, Any], evals: list[dict[str, Any]]) -> str:
+    """Accuracy before and after, in large."""
+    scored = [row["accuracy"] for row in evals if _is_number(row.get("accuracy"))]
+    before = summary.get("accuracy_before", scored[0] if scored else None)
+    after = summary.get("accuracy_after", scored[-1] if len(scored) > 1 else None)
+    if not _is_number(before):
+        return "<p class=none>No evaluation yet.</p>"
+    if not _is_number(after):
+        return f"<div class=big><span>{_percent(before)}</span></div><p>accuracy before training</p>"
+    count = summary.get("eval_problems")
+    problems = f"{count:,} held-out problems" if _is_number(count) else "held-out problems"
+    return (
+        f"<div class=big><span class=before>{_percent(before)}</span><span class=arrow>→</span>"
+        f"<span class=after>{_percent(after)}</span></div><p>accuracy on {problems}, before and after</p>"
+        + _gain(after - before, summary.get("gain_low"), summary.get("gain_high"))
+    )
+
+
+def _gain(gain: float, low: object, high: object) -> str:
+    interval = ""
+    if _is_number(low) and _is_number(high):
+        interval = f"<small>95 % interval {low * 100:+.1f} to {high * 100:+.1f}</small>"
+    return f"<p class='gain {'up' if gain > 0 else 'down'}'>{gain * 100:+.1f} points {interval}</p>"
+
+
+def _tiles(summary: dict[str, Any], metrics: list[dict[str, Any]]) -> Iterator[tuple[str, str]]:
+    """The headline numbers that are known, as (value, label)."""
+    for key, label in (
+        ("rollout_tokens_per_second", "tokens/s generated"),
+        ("train_tokens_per_second", "tokens/s trained"),
+    ):
+        if _is_number(value := summary.get(key)):
+            yield f"{value:,.0f}", label
+    if _is_number(value := summary.get("peak_memory_bytes")):
+        yield f"{value / 1e9:.2f} GB", "peak memory"
+    if metrics:
+        yield f"{metrics[-1]['step']:,}", "steps"
+        if _is_number(value := metrics[-1].get("reward/mean")):
+            yield f"{value:.3f}", "mean reward, last step"
+    if _is_number(value := summary.get("seconds")):
+        yield _duration(value), "duration"
+
+
+def _tile(value: str, label: str) -> str:
+    return f"<div class=tile><b>{html.escape(value)}</b><span>{html.escape(label)}</span></div>"
+
+
+def _percent(share: float) -> str:
+    return f"{share * 100:.1f} %"
+
+
+def _duration(seconds: float) -> str:
+    minutes, rest = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours} h {minutes} min" if hours else f"{minutes} min {rest} s" if minutes else f"{rest} s"
+
+
+def _table(content: dict[str, Any]) -> str:
+    texts = {str(key): value if isinstance(value, str) else json.dumps(value) for key, value in content.items()}
+    rows = (f"<tr><th>{html.escape(key)}</th><td>{html.escape(text)}</td></tr>" for key, text in texts.items())
+    return f"<table>{''.join(rows)}</table>" if texts else "<p class=none>Not recorded.</p>"
+
+
+def _attempts(logs: Path) -> str:
+    """Each attempt's log with the end of its text; a run that was resumed has several."""
+    blocks = []
+    for file in sorted(logs.glob("*.log")):
+        tail = _text(file)[-_LOG_TAIL:]
+        blocks.append(f"<details><summary>{html.escape(file.name)}</summary><pre>{html.escape(tail)}</pre></details>")
+    return "".join(blocks) or "<p class=none>No logs.</p>"

@@ -1,0 +1,49 @@
+"""The states of the process-wide random generators, as tensors and JSON."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+import torch
+
+from verl.errors import CheckpointError
+
+
+def rng_state() -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
+    """State of torch (CPU and every CUDA device), NumPy's global generator and `random`."""
+    version, words, gauss = random.getstate()
+    kind, keys, pos, has_gauss, cached = np.random.get_state(legacy=True)
+    tensors = {
+        "torch": torch.get_rng_state(),
+        "python": torch.tensor(words, dtype=torch.int64),
+        "numpy": torch.from_numpy(np.asarray(keys).astype(np.int64)),
+    }
+    if torch.cuda.is_available():
+        tensors |= {f"cuda:{i}": state for i, state in enumerate(torch.cuda.get_rng_state_all())}
+    meta = {
+        "python": [version, gauss],
+        "numpy": [str(kind), int(pos), int(has_gauss), float(cached)],
+    }
+    return tensors, meta
+
+
+def set_rng_state(tensors: Mapping[str, torch.Tensor], meta: Mapping[str, Any]) -> None:
+    """Set what `rng_state` gave. States of CUDA devices that this process lacks are left out.
+
+    Raises:
+        CheckpointError: the state is incomplete or of another kind of generator.
+    """
+    try:
+        version, gauss = meta["python"]
+        random.setstate((version, tuple(tensors["python"].tolist()), gauss))
+        kind, pos, has_gauss, cached = meta["numpy"]
+        np.random.set_state((kind, tensors["numpy"].numpy().astype(np.uint32), pos, has_gauss, cached))
+        torch.set_rng_state(tensors["torch"].clone())
+        for index in range(torch.cuda.device_count()):
+            if f"cuda:{index}" in tensors:
+                torch.cuda.set_rng_state(tensors[f"cuda:{index}"].clone(), index)
+    except (KeyError, ValueError, TypeError, RuntimeError) as error:
+        raise CheckpointError(f"the state of the random generators cannot be restored: {error}") from error

@@ -1,0 +1,295 @@
+"""`verl train`: a run from settings to report, which the same command continues wherever it was cut off."""
+
+from __future__ import annotations
+
+import json
+import logging
+import math
+import platform
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from verl.batch import Batch
+from verl.config import Config, config_hash, run_id, to_yaml
+from verl.errors import CheckpointError, DataError
+from verl.models.memory import peak_memory
+from verl.trainer import build, state
+from verl.trainer.checkpoint import CheckpointStore
+from verl.trainer.durable import write_atomic
+from verl.trainer.evaluation import MetricFn, binomial_interval, paired_bootstrap, save_completions
+from verl.trainer.logging import open_logger, setup_logging
+from verl.trainer.report import write_report
+from verl.trainer.run_dir import Run, open_run
+from verl.trainer.signals import StopSignal
+
+logger = logging.getLogger(__name__)
+
+_COMPLETION_COLUMNS = ("id", "prompt", "response", "reward", "finish")
+_TOTALS = ("rollout/tokens", "time/rollout", "train/tokens", "time/update")
+
+
+def train(config: Config, *, fresh: bool = False) -> dict[str, Any]:
+    """Run to the end, or on to the end if it was interrupted; prints a table and returns the summary.
+
+    Args:
+        fresh: start anew even if the run is unfinished.
+
+    Raises:
+        VerlError: what stops a run, by the boundary where it arose.
+        SystemExit: a signal asked for the end; a checkpoint has been written.
+    """
+    if config.trainer.threads is not None:
+        import torch
+
+        torch.set_num_threads(config.trainer.threads)
+    trainer = config.trainer
+    with open_run(
+        trainer.output_dir, run_id(config), config=to_yaml(config), total_steps=trainer.total_steps, fresh=fresh
+    ) as run:
+        setup_logging(run.log)
+        logger.info("run directory %s (%s, attempt %d)", run.path, run.status, run.attempt)
+        try:
+            return _Job(config, run).execute()
+        except Exception:
+            logger.debug("the run ended with an error", exc_info=True)
+            raise
+        finally:
+            _report(run)
+
+
+class _Job:
+    """One attempt at a run."""
+
+    def __init__(self, config: Config, run: Run) -> None:
+        self.config = config
+        self.run = run
+        algorithm = build.build_algorithm(config)
+        metrics = {spec: _load_metric(spec) for spec in config.trainer.eval_metrics}
+        self.eval_metrics: dict[str, MetricFn] = {"accuracy": _accuracy, **metrics}
+        actor = build.build_actor(config)
+        build.check_memory(config, algorithm, actor)
+        self.prompts = build.build_prompts(config, actor.tokenizer)
+        for note in self.prompts.notes:
+            logger.warning("%s", note)
+        self.store = CheckpointStore(run.checkpoints, config.trainer.keep_checkpoints)
+        self.trainer = build.build_trainer(config, algorithm, actor, open_logger(None, ()))
+        self.totals = dict.fromkeys(_TOTALS, 0.0)
+        self.seconds = 0.0
+        self.before: dict[str, Any] | None = None
+        self.committed = self._resume()
+        self.trainer.use_logger(
+            open_logger(
+                run.path,
+                config.trainer.loggers,
+                run_id=run.path.name,
+                project=config.trainer.project,
+                config=_flat(config.model_dump(mode="json")),
+                total_steps=config.trainer.total_steps,
+                resume_step=self.committed,
+            )
+        )
+        write_atomic(run.path / "environment.json", json.dumps(_environment(), indent=1) + "\n")
+
+    def execute(self) -> dict[str, Any]:
+        """Evaluate, train, evaluate; with a checkpoint wherever it may have to stop."""
+        settings, trainer = self.config.trainer, self.trainer
+        try:
+            with StopSignal() as stop:
+                if self.before is None and self.prompts.held_out is not None:
+                    self.before = self._evaluate()
+                while trainer.steps < settings.total_steps and not stop.requested:
+                    self._step()
+                    last = trainer.steps == settings.total_steps
+                    if last or stop.requested or trainer.steps % (settings.save_every or math.inf) == 0:
+                        self._save()
+                if stop.requested:
+                    if self.committed != trainer.steps:
+                        self._save()
+                    logger.info("stopped by %s after step %d; the same command goes on", stop.received, trainer.steps)
+                    raise SystemExit(stop.exit_code)
+                after = self._evaluate() if self.prompts.held_out is not None else None
+        finally:
+            trainer.logger.close()
+        summary = self._summary(after)
+        self.run.finish(summary, steps=trainer.steps)
+        page = _report(self.run)
+        _print_table(summary, page)
+        return summary
+
+    def _resume(self) -> int | None:
+        """The step of the checkpoint that the run goes on from; None: it starts at the beginning."""
+        identity = {**state.identity(self.trainer), "settings": config_hash(self.config)}
+        checkpoint = self.store.load(identity=identity)
+        if checkpoint is None:
+            self.run.rewind(-1)
+            return None
+        extra = state.restore(self.trainer, checkpoint)
+        self.prompts.train.load_state_dict(extra["loader"])
+        self.totals, self.seconds, self.before = extra["totals"], extra["seconds"], extra["before"]
+        self.run.rewind(checkpoint.step)
+        logger.info("going on from step %d", checkpoint.step)
+        return checkpoint.step
+
+    def _step(self) -> None:
+        began = time.perf_counter()
+        record = self.trainer.step(next(self.prompts.train))
+        for name in _TOTALS:
+            self.totals[name] += float(record.get(name, 0.0))
+        self.seconds += time.perf_counter() - began
+        every = self.config.trainer.eval_every
+        if every and self.prompts.held_out is not None and self.trainer.steps < self.config.trainer.total_steps:
+            if self.trainer.steps % every == 0:
+                self._evaluate()
+
+    def _save(self) -> None:
+        extra = {
+            "loader": self.prompts.train.state_dict(),
+            "totals": self.totals,
+            "seconds": self.seconds,
+            "before": self.before,
+        }
+        identity = {**state.identity(self.trainer), "settings": config_hash(self.config)}
+        result = self.store.save(self.trainer.steps, state.contents(self.trainer, extra), identity)
+        if result:
+            self.committed = self.trainer.steps
+        elif self.trainer.steps >= self.config.trainer.total_steps:
+            raise CheckpointError(f"{result.error}; the run is trained but not saved: free space and run it again")
+
+    def _evaluate(self) -> dict[str, Any]:
+        """Metrics of the held-out problems now; noted in eval.jsonl, with completions to read."""
+        held_out, settings = self.prompts.held_out, self.config.trainer
+        assert held_out is not None
+        step = self.trainer.steps
+        self.trainer.logger.phase(f"evaluating {len(held_out)} held-out problems")
+        began = time.perf_counter()
+        found = self.trainer.evaluate(
+            held_out.batch, self.eval_metrics, n=settings.eval_n, temperature=settings.eval_temperature
+        )
+        self.seconds += time.perf_counter() - began
+        headline = "accuracy" if any(value is not None for value in found.rows["accuracy"]) else "reward"
+        by_problem = found.by_problem(headline)
+        row: dict[str, Any] = {"step": step, "headline": headline, **_finite(found.metrics)}
+        if headline == "accuracy":
+            scored = [value for value in by_problem if value is not None]
+            share = binomial_interval(sum(scored), len(scored))
+            row |= {"low": share.low, "high": share.high}
+        row["problems"] = len(by_problem)
+        with self.run.evals.open("a", encoding="utf-8") as file:
+            file.write(json.dumps(row) + "\n")
+        save_completions(
+            _readable(found.samples, held_out, self.trainer.actor.tokenizer),
+            self.run.completions / f"step-{step:06d}.parquet",
+            limit=settings.log_completions,
+            columns=_COMPLETION_COLUMNS,
+        )
+        self.trainer.logger.log(step, {f"eval/{name}": value for name, value in _finite(found.metrics).items()})
+        return {"headline": headline, "metrics": _finite(found.metrics), "by_problem": by_problem}
+
+    def _summary(self, after: Mapping[str, Any] | None) -> dict[str, Any]:
+        totals = self.totals
+        summary: dict[str, Any] = {
+            "seconds": self.seconds,
+            "rollout_tokens_per_second": totals["rollout/tokens"] / max(totals["time/rollout"], 1e-9),
+            "train_tokens_per_second": totals["train/tokens"] / max(totals["time/update"], 1e-9),
+            "peak_memory_bytes": peak_memory(),
+            "control": self.config.trainer.control,
+        }
+        if after is None or self.before is None:
+            return summary
+        name = after["headline"]
+        gain = paired_bootstrap(self.before["by_problem"], after["by_problem"], seed=self.config.trainer.seed)
+        return summary | {
+            "headline": name,
+            f"{name}_before": self.before["metrics"][name],
+            f"{name}_after": after["metrics"][name],
+            "gain": gain.value,
+            "gain_low": gain.low,
+            "gain_high": gain.high,
+            "eval_problems": len(after["by_problem"]),
+        }
+
+
+def _accuracy(samples: Batch) -> list[float | None]:
+    """Exact match by the task's own verifier, for rewards that tell it; no credit for a format."""
+    if "reward/accuracy" in samples:
+        return samples["reward/accuracy"]
+    return [None] * len(samples)
+
+
+def _load_metric(spec: str) -> Callable[[Batch], Any]:
+    from verl.rewards.loading import load_function
+
+    return load_function(spec)
+
+
+def _readable(samples: Batch, held_out: Any, tokenizer: Any) -> Batch:
+    """Samples with their prompts as text."""
+    texts = held_out.texts()
+    prompts = [texts[int(group.rpartition(".")[2])] for group in samples["group"]]
+    return samples.drop(["prompt"]).add({"prompt": prompts})
+
+
+def _finite(metrics: Mapping[str, float]) -> dict[str, float | None]:
+    return {name: value if math.isfinite(value) else None for name, value in metrics.items()}
+
+
+def _flat(settings: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    flat: dict[str, Any] = {}
+    for name, value in settings.items():
+        key = f"{prefix}{name}"
+        flat.update(_flat(value, f"{key}.") if isinstance(value, dict) else {key: value})
+    return flat
+
+
+def _environment() -> dict[str, Any]:
+    import torch
+    import transformers
+
+    import verl
+
+    return {
+        "verl": verl.__version__,
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "transformers": transformers.__version__,
+        "platform": platform.platform(),
+        "threads": torch.get_num_threads(),
+    }
+
+
+def _report(run: Run) -> Path | None:
+    """Write the report, as far as the run has come; a failed run's report is the one that is wanted most."""
+    try:
+        return write_report(run.path)
+    except (DataError, OSError) as error:
+        logger.warning("no report was written: %s", error)
+        return None
+
+
+def _print_table(summary: Mapping[str, Any], page: Path | None) -> None:
+    table = Table(title="result", show_header=False)
+    if "headline" in summary:
+        name = summary["headline"]
+        form = "{:.1%}" if name == "accuracy" else "{:.4f}"
+        unit = 100 if name == "accuracy" else 1
+        before, after = summary[f"{name}_before"], summary[f"{name}_after"]
+        gain, low, high = (unit * summary[key] for key in ("gain", "gain_low", "gain_high"))
+        points = " points" if name == "accuracy" else ""
+        table.add_row(f"{name} before", form.format(before))
+        table.add_row(f"{name} after", form.format(after))
+        table.add_row("gain", f"{gain:+.1f}{points}  (95 % interval {low:+.1f} to {high:+.1f})")
+        table.add_row("held-out problems", str(summary["eval_problems"]))
+    table.add_row("generated", f"{summary['rollout_tokens_per_second']:,.0f} tokens/s")
+    table.add_row("trained", f"{summary['train_tokens_per_second']:,.0f} tokens/s")
+    table.add_row("peak memory", f"{summary['peak_memory_bytes'] / 1e9:.2f} GB")
+    table.add_row("time", f"{summary['seconds'] / 60:.1f} minutes")
+    if summary["control"]:
+        table.add_row("control", str(summary["control"]))
+    if page is not None:
+        table.add_row("report", str(page))
+    Console(soft_wrap=True).print(table)

@@ -1,0 +1,224 @@
+"""A run is a directory, named by its run id (a name and a hash of the configuration).
+
+    runs/
+        latest -> grpo-tiny-1a2b3c4d
+        grpo-tiny-1a2b3c4d/
+            config.yaml, metrics.jsonl, eval.jsonl, summary.json
+            logs/001.log          one for each attempt
+            checkpoints/, completions/, tensorboard/
+        grpo-tiny-1a2b3c4d.1/     an earlier run of the same configuration, finished or set aside
+
+The same command goes on with an unfinished run and starts anew after a finished one.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import socket
+import sys
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal, TextIO
+
+from verl.errors import ConfigError
+from verl.trainer.durable import alive, link_atomic, write_atomic
+
+if sys.platform != "win32":
+    import fcntl
+
+Status = Literal["new", "resumed", "anew"]
+_COMPLETIONS = re.compile(r"step-(\d+)\.parquet")
+
+
+@dataclass(frozen=True)
+class Run:
+    """An open run, locked for this process until `close`.
+
+    status: "new", "resumed" (an unfinished one was there), "anew" (a finished one was there, or `fresh` set one aside).
+    attempt: 1 for the first process that worked on it.
+    """
+
+    path: Path
+    status: Status
+    attempt: int
+
+    @property
+    def checkpoints(self) -> Path:
+        return self.path / "checkpoints"
+
+    @property
+    def completions(self) -> Path:
+        return self.path / "completions"
+
+    @property
+    def metrics(self) -> Path:
+        return self.path / "metrics.jsonl"
+
+    @property
+    def evals(self) -> Path:
+        return self.path / "eval.jsonl"
+
+    @property
+    def log(self) -> Path:
+        """The log of this attempt."""
+        return self.path / "logs" / f"{self.attempt:03d}.log"
+
+    def rewind(self, step: int) -> None:
+        """Forget what was recorded after `step`, the last committed one, so that no row is there twice."""
+        for file in (self.metrics, self.evals):
+            if file.exists():
+                rewind_jsonl(file, step)
+        for file in self.completions.glob("step-*.parquet"):
+            match = _COMPLETIONS.fullmatch(file.name)
+            if match and int(match[1]) > step:
+                file.unlink()
+
+    def finish(self, summary: Mapping[str, Any], *, steps: int) -> None:
+        """Write `summary.json` and mark the run as finished after `steps` steps."""
+        self.summarize({**summary, "state": "finished", "steps": steps})
+
+    def summarize(self, summary: Mapping[str, Any]) -> None:
+        """Write `summary.json`; unless its `state` is "finished", the same command goes on with the run."""
+        write_atomic(self.path / "summary.json", json.dumps(summary, indent=1) + "\n")
+
+    def close(self) -> None:
+        """Let go of the lock."""
+        with _lock_file(self.path) as file:
+            if _holder(file) == _myself():
+                file.truncate(0)
+
+    def __enter__(self) -> Run:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.close()
+
+
+def open_run(
+    output_dir: str | Path,
+    run_id: str,
+    *,
+    config: str = "",
+    total_steps: int | None = None,
+    fresh: bool = False,
+) -> Run:
+    """Open, resume or start the run `run_id` and lock it.
+
+    Args:
+        config: text of `config.yaml`.
+        total_steps: the length asked for; a run that finished before it is resumed, not started anew.
+        fresh: set an unfinished run aside too.
+
+    Raises:
+        ConfigError: another process works on the run, or the directory cannot be made.
+    """
+    path = Path(output_dir).absolute() / run_id
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        _lock(path)
+        status: Status = "new"
+        if path.exists():
+            status = "anew" if fresh or _finished(path, total_steps) else "resumed"
+        if status == "anew":
+            os.rename(path, _aside(path))
+        for folder in ("checkpoints", "completions", "logs"):
+            (path / folder).mkdir(parents=True, exist_ok=True)
+        attempts = [int(file.stem) for file in (path / "logs").glob("*.log") if file.stem.isdigit()]
+        run = Run(path, status, max(attempts, default=0) + 1)
+        run.log.touch()
+        if config:
+            write_atomic(path / "config.yaml", config)
+        link_atomic(path.parent / "latest", path.name)
+    except OSError as error:
+        raise ConfigError(
+            f"the run directory {path} cannot be used: {error.strerror or error}; set trainer.output_dir elsewhere"
+        ) from error
+    return run
+
+
+def rewind_jsonl(file: Path, step: int) -> None:
+    """Keep the rows of a JSONL file up to `step`; a torn last line goes too."""
+    kept = []
+    for line in file.read_text(encoding="utf-8", errors="replace").splitlines():
+        try:
+            row = json.loads(line)
+        except ValueError:
+            continue
+        if isinstance(row, dict) and row.get("step", step + 1) <= step:
+            kept.append(line + "\n")
+    write_atomic(file, "".join(kept))
+
+
+def _finished(path: Path, total_steps: int | None) -> bool:
+    try:
+        summary = json.loads((path / "summary.json").read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return False
+    if not isinstance(summary, dict) or summary.get("state") != "finished":
+        return False
+    return total_steps is None or int(summary.get("steps", total_steps)) >= total_steps
+
+
+def _aside(path: Path) -> Path:
+    """The first free name for a run that makes room."""
+    number = 1
+    while (aside := path.with_name(f"{path.name}.{number}")).exists():
+        number += 1
+    return aside
+
+
+# The lock names its holder rather than being held by the system: a child process that outlives a killed trainer
+# would go on holding an inherited `flock`. The flock guards just the moment of looking and taking.
+
+
+def _lock(path: Path) -> None:
+    with _lock_file(path) as file:
+        holder = _holder(file)
+        if holder and holder != _myself() and _lives(holder):
+            raise ConfigError(
+                f"process {holder['pid']} on {holder['host']} works on the run {path}: wait for it or stop it, or "
+                f"choose another trainer.run_name (if that process is gone for sure, delete {file.name})"
+            )
+        file.truncate(0)
+        file.write(json.dumps(_myself()))
+
+
+@contextmanager
+def _lock_file(path: Path) -> Iterator[TextIO]:
+    with path.with_name(f".{path.name}.lock").open("a+", encoding="utf-8") as file:
+        if sys.platform != "win32":
+            fcntl.flock(file, fcntl.LOCK_EX)
+        yield file
+
+
+def _holder(file: TextIO) -> dict[str, Any] | None:
+    file.seek(0)
+    try:
+        holder = json.loads(file.read())
+    except ValueError:
+        return None
+    return holder if isinstance(holder, dict) and holder.keys() == _myself().keys() else None
+
+
+def _myself() -> dict[str, Any]:
+    return {"pid": os.getpid(), "host": socket.gethostname(), "started": _started(os.getpid())}
+
+
+def _lives(holder: Mapping[str, Any]) -> bool:
+    if holder["host"] != socket.gethostname():
+        return True  # cannot be known from here
+    return alive(holder["pid"]) and holder["started"] in (None, _started(holder["pid"]))
+
+
+def _started(pid: int) -> str | None:
+    """When a process began, in clock ticks since boot, so that a reused id is not taken for its former owner."""
+    try:
+        stat = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace")
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
+    except OSError:
+        return None
+    return f"{boot}:{stat.rpartition(')')[2].split()[19]}"

@@ -1,0 +1,83 @@
+"""Ctrl-C and SIGTERM: the first asks for a checkpoint and an orderly end, the second ends the process at once."""
+
+from __future__ import annotations
+
+import logging
+import multiprocessing
+import os
+import signal
+import threading
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+logger = logging.getLogger(__name__)
+
+
+class StopSignal:
+    """Watches for signals while it is entered.
+
+    >>> with StopSignal() as stop:
+    ...     while not stop.requested:
+    ...         step()
+    ...     save()
+
+    Only the main thread can receive signals; entered elsewhere it watches nothing and `requested` stays False.
+    """
+
+    SIGNALS = (signal.SIGINT, signal.SIGTERM)
+
+    def __init__(self) -> None:
+        #: the signal that asked for the end
+        self.received: signal.Signals | None = None
+        self._before: dict[signal.Signals, Any] = {}
+
+    @property
+    def requested(self) -> bool:
+        return self.received is not None
+
+    @property
+    def exit_code(self) -> int:
+        """What a shell expects of a process that a signal has ended; 0 without one."""
+        return 128 + self.received if self.received is not None else 0
+
+    def __enter__(self) -> StopSignal:
+        if threading.current_thread() is threading.main_thread():
+            self._before = {number: signal.signal(number, self._handle) for number in self.SIGNALS}
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        for number, handler in self._before.items():
+            signal.signal(number, handler)
+        self._before = {}
+
+    def _handle(self, number: int, frame: FrameType | None) -> None:
+        if self.received is not None:
+            kill_children()
+            os._exit(128 + number)
+        self.received = signal.Signals(number)
+        # The log's lock may be held by the very code that the signal interrupts; `write` takes none.
+        text = f"\n{self.received.name}: finishing this step and saving a checkpoint; once more to end at once\n"
+        os.write(2, text.encode())
+
+
+def kill_children() -> None:
+    """SIGKILL to all processes that descend from this one (without /proc: to those of `multiprocessing`)."""
+    for child in multiprocessing.active_children():
+        child.kill()
+    parents: dict[int, int] = {}
+    for entry in Path("/proc").glob("[0-9]*/stat"):
+        try:
+            fields = entry.read_text(encoding="utf-8", errors="replace").rpartition(")")[2].split()
+        except OSError:
+            continue
+        parents[int(entry.parent.name)] = int(fields[1])
+    for pid in parents:
+        ancestor = parents.get(pid)
+        while ancestor and ancestor != os.getpid():
+            ancestor = parents.get(ancestor)
+        if ancestor:
+            try:
+                os.kill(pid, signal.SIGKILL)
+            except OSError as error:
+                logger.debug("process %d cannot be ended: %s", pid, error)

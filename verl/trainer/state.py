@@ -1,0 +1,148 @@
+"""A trainer's whole state as a checkpoint's contents, and back.
+
+    actor/weights, critic/weights, ...        live weights under their Hugging Face names
+    actor/optimizer, critic/optimizer, ...    masters and moments
+    actor/config.json, actor/probe.json       the architecture, and log-probs of a few tokens to verify a reload by
+    buffer.parquet                            samples that wait for an update
+    random                                    process-wide random generators
+    trainer.json                              steps, the algorithm's state, optimizer counters, the caller's own
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from verl.batch import Batch
+from verl.errors import CheckpointError
+from verl.roles.actor import Actor
+from verl.roles.critic import Critic
+from verl.shard import checksum
+from verl.trainer.checkpoint import (
+    Checkpoint,
+    VerifyReport,
+    load_checkpoint,
+    model_identity,
+    save_checkpoint,
+)
+from verl.trainer.checkpoint import verify as verify_files
+from verl.trainer.rng import rng_state, set_rng_state
+
+if TYPE_CHECKING:
+    from verl.trainer.trainer import Trainer
+
+_PROBE_TOKENS = [1, 5, 3, 8, 2, 13, 7, 21]
+
+
+def save(trainer: Trainer, path: Path) -> None:
+    """Write a checkpoint.
+
+    Raises:
+        CheckpointError: the disk did not take it; what was there before is untouched.
+    """
+    result = save_checkpoint(path, trainer.steps, contents(trainer), identity(trainer))
+    if not result:
+        raise CheckpointError(result.error or f"checkpoint {path} was not saved")
+
+
+def load(trainer: Trainer, path: Path) -> None:
+    restore(trainer, load_checkpoint(path, identity(trainer)))
+
+
+def identity(trainer: Trainer) -> dict[str, str]:
+    """What a checkpoint must have in common with the trainer that loads it."""
+    found = {"algorithm": trainer.algorithm.name or type(trainer.algorithm).__name__}
+    for role, handle in _roles(trainer).items():
+        found |= model_identity(role, _architecture(handle), handle.shards())
+    if reference := trainer.actor.reference_model:
+        from verl.models.shards import model_shards
+
+        found["reference.sha256"] = checksum(model_shards(reference))
+    return found
+
+
+def contents(trainer: Trainer, extra: Mapping[str, Any] | None = None) -> dict[str, Any]:
+    """What `save_checkpoint` writes; `extra` is the caller's own JSON."""
+    random_tensors, random_meta = rng_state()
+    counters: dict[str, Any] = {}
+    files: dict[str, Any] = {}
+    for role, handle in _roles(trainer).items():
+        tensors, counters[role] = handle.group.call("state")
+        files[f"{role}/weights"] = handle.shards()
+        files[f"{role}/optimizer"] = tensors
+    state = {
+        "steps": trainer.steps,
+        "skipped": trainer.skipped,
+        "algorithm": trainer.algorithm.state_dict(),
+        "roles": counters,
+        "random": random_meta,
+        "extra": dict(extra or {}),
+    }
+    return {
+        **files,
+        "actor/config.json": trainer.actor.model.config.to_dict(),
+        "actor/probe.json": _probe(trainer.actor.group.worker.engine),
+        "buffer.parquet": trainer.buffer.state(),
+        "random": random_tensors,
+        "trainer.json": state,
+    }
+
+
+def restore(trainer: Trainer, checkpoint: Checkpoint) -> dict[str, Any]:
+    """Put the trainer where the checkpoint was written; returns `extra`."""
+    state = checkpoint.json("trainer.json")
+    for role, handle in _roles(trainer).items():
+        handle.load_shards(checkpoint.shards(f"{role}/weights"))
+        handle.group.call("load_state", checkpoint.tensors(f"{role}/optimizer"), state["roles"][role])
+    trainer.steps, trainer.skipped = state["steps"], state["skipped"]
+    trainer.algorithm.load_state_dict(state["algorithm"])
+    trainer.buffer.load_state(checkpoint.batch("buffer.parquet"))
+    set_rng_state(checkpoint.tensors("random"), state["random"])
+    extra: dict[str, Any] = state["extra"]
+    return extra
+
+
+def verify(path: str | Path) -> VerifyReport:
+    """Check a checkpoint through: digests, tensors, and the reloaded actor's forward pass against the one noted when
+    it was saved."""
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    from verl.models.shards import load_model_shards
+    from verl.workers.actor import TrainOptions
+
+    report = verify_files(path)
+    if not report.ok:
+        return report
+    checkpoint = load_checkpoint(path)
+    noted = checkpoint.json("actor/probe.json")
+    settings = checkpoint.json("actor/config.json")
+    config = AutoConfig.for_model(**settings)
+    model = AutoModelForCausalLM.from_config(config, dtype=getattr(torch, noted["dtype"]))
+    load_model_shards(model, checkpoint.shards("actor/weights"))
+    found = _probe(TrainOptions().engine(model, head="lm"))
+    gap = max(abs(a - b) for a, b in zip(found["log_probs"], noted["log_probs"], strict=True))
+    if not gap <= noted["tolerance"]:
+        report.problems.append(f"the reloaded actor's log-probs differ by {gap:.3g} from those noted at the save")
+    return report
+
+
+def _probe(engine: Any) -> dict[str, Any]:
+    """Log-probs of a few fixed tokens under the live weights."""
+    vocabulary = engine.packed.vocab_size
+    tokens = [token % vocabulary for token in _PROBE_TOKENS]
+    batch = Batch.from_columns({"prompt_tokens": [tokens[:2]], "response_tokens": [tokens[2:]]})
+    dtype = str(engine.packed.dtype).removeprefix("torch.")
+    tolerance = {"float64": 1e-9, "float32": 1e-4}.get(dtype, 0.1)
+    return {"dtype": dtype, "tolerance": tolerance, "log_probs": engine.log_probs(batch)["log_probs"].tolist()}
+
+
+def _roles(trainer: Trainer) -> dict[str, Actor | Critic]:
+    return {"actor": trainer.actor, **trainer.updater.critics}
+
+
+def _architecture(handle: Actor | Critic) -> str:
+    kind = getattr(handle.model, "backbone", handle.model)
+    return type(kind).__name__

@@ -1,0 +1,330 @@
+"""The trainer: the one-step graph of an algorithm, run again and again, watched, logged and saved.
+
+A step is two runs of one graph: experience (rollout, rewards, reference log-probs, values), then learning
+(prepare, update of every model). Between them stands the buffer, and the choice of samples by algorithms that reject
+some. The trainer never asks which algorithm it runs; what it must know stands on the algorithm's contract.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from verl.algorithms import BaseAlgorithm, make_algorithm
+from verl.batch import Batch
+from verl.data.buffers import Buffer, make_buffer
+from verl.dataflow.executor import Result, run_graph
+from verl.dataflow.graph import Graph
+from verl.dataflow.nodes import experience_nodes, reward_node, rollout_node, update_nodes
+from verl.errors import ConfigError, TrainingError
+from verl.models.memory import peak_memory
+from verl.roles.actor import Actor
+from verl.roles.critic import Critic
+from verl.roles.reward import Reward
+from verl.roles.updater import Updater
+from verl.rollout.base import SamplingParams
+from verl.trainer import state
+from verl.trainer.evaluation import Evaluation, MetricFn, evaluate
+from verl.trainer.logging import Logger, default_logger
+
+_UNBOUNDED = 2**62
+
+
+class Trainer:
+    """Trains an actor on prompts by any algorithm.
+
+    Args:
+        actor: the policy, or the name or directory of one.
+        critic: the value model; None: made from the actor's where the algorithm has one.
+        reward: a `Reward`, or anything `Reward` takes. `reward_fn=` is the same.
+        algorithm: a name, class or instance.
+        n: samples a prompt; None: what suits the algorithm (`BaseAlgorithm.samples_per_prompt`).
+        buffer: "memory", "disk", or an instance.
+        buffer_size: its capacity in samples; None: unbounded.
+        buffer_dir: where a disk buffer lies.
+        update_freq: an update each time so many new samples have arrived; None: every step.
+        max_resamples: further rollouts in one step for prompts whose samples the algorithm rejects.
+        max_skipped_updates: updates in a row that may be skipped for non-finite numbers before the run ends.
+        log_dir: where TensorBoard events and `metrics.jsonl` go; None: `runs/<algorithm>-<time>`; False: nowhere.
+        on_log_hook: `fn(step, record)` gets every log record.
+        checkpoint_dir, save_every: automatic checkpoints.
+        permute_rewards: a control: rewards are dealt out at random among the samples, so nothing can be learned.
+        **options: of the algorithm, such as `kl_coef`.
+
+    Raises:
+        ConfigError: an unknown algorithm or option, no reward.
+    """
+
+    algorithm_name = "grpo"
+
+    def __init__(
+        self,
+        actor: Actor | str,
+        critic: Critic | None = None,
+        reward: Any = None,
+        *,
+        reward_fn: Any = None,
+        algorithm: str | BaseAlgorithm | None = None,
+        n: int | None = None,
+        sampling: SamplingParams | None = None,
+        buffer: str | Buffer = "memory",
+        buffer_size: int | None = None,
+        buffer_dir: str | Path = "buffer",
+        update_freq: int | None = None,
+        use_amp: bool | None = None,
+        max_resamples: int = 4,
+        max_skipped_updates: int = 5,
+        log_dir: str | Path | bool | None = None,
+        logger: Logger | None = None,
+        on_log_hook: Callable[[int, dict[str, Any]], None] | None = None,
+        checkpoint_dir: str | Path | None = None,
+        save_every: int | None = None,
+        permute_rewards: bool = False,
+        deadline: float = 1800.0,
+        **options: Any,
+    ) -> None:
+        if (reward is None) == (reward_fn is None):
+            raise ConfigError("give the trainer one reward: reward=... or reward_fn=...")
+        amp = {} if use_amp is None else {"use_amp": use_amp}
+        self.actor = Actor.from_pretrained(actor, **amp) if isinstance(actor, str) else actor
+        if use_amp is not None:
+            self.actor.train_options = replace(self.actor.train_options, autocast=use_amp)
+        self.updater = Updater(
+            make_algorithm(algorithm or self.algorithm_name, **options), actor=self.actor, critic=critic
+        )
+        self.algorithm = self.updater.algorithm
+        self.critic = self.updater.critics.get("critic")
+        source = reward if reward is not None else reward_fn
+        self.reward = source if isinstance(source, Reward) else Reward(source)
+        self.n = n or self.algorithm.samples_per_prompt
+        self.sampling = sampling or self.actor.sampling
+        self.update_freq = update_freq
+        self.buffer = make_buffer(buffer, buffer_size or _UNBOUNDED, buffer_dir)
+        self.max_resamples = max_resamples
+        self.max_skipped_updates = max_skipped_updates
+        self.permute_rewards = permute_rewards
+        self.deadline = deadline
+        self.checkpoint_dir = checkpoint_dir
+        self.save_every = save_every
+        self.steps = 0
+        self.skipped = 0
+        self.metric_fns: dict[str, Callable[[Batch], float]] = {}
+        self._log_dir = log_dir
+        self._logger: Logger | None = None
+        self._hooks = [on_log_hook] if on_log_hook else []
+        if logger is not None:
+            self.use_logger(logger)
+        self.experience_graph, self.learning_graph = self._graphs()
+
+    @property
+    def graph(self) -> Graph:
+        """The whole step as one graph, to look at or compare."""
+        nodes = [*self.experience_graph.nodes.values(), *self.learning_graph.nodes.values()]
+        return Graph(nodes, self.experience_graph.inputs)
+
+    @property
+    def logger(self) -> Logger:
+        if self._logger is None:
+            self.use_logger(default_logger(self._log_dir, self.algorithm.name))
+        assert self._logger is not None
+        return self._logger
+
+    def use_logger(self, logger: Logger) -> None:
+        """Log to `logger` from now on, hooks included."""
+        for hook in self._hooks:
+            logger.on_log_hook(hook)
+        self._logger = logger
+
+    def on_log_hook(self, fn: Callable[[int, dict[str, Any]], None]) -> None:
+        """`fn(step, record)` gets every log record from now on."""
+        self._hooks.append(fn)
+        if self._logger is not None:
+            self._logger.on_log_hook(fn)
+
+    def add_metric(self, name: str, fn: Callable[[Batch], float]) -> None:
+        """Log `fn(samples)` of each step's samples under `name`."""
+        self.metric_fns[name] = fn
+
+    def step(self, prompts: Any) -> dict[str, Any]:
+        """One step: sample, score, and (unless `update_freq` says to wait) update every model.
+
+        Args:
+            prompts: strings, chats, token ids, mappings or a `Batch`; see `Actor.prompts`.
+
+        Returns:
+            The log record: `reward` (mean of the step's samples, a float; NaN if all abstained), `reward/mean`,
+            `loss/actor`, `loss/critic`, `kl`, `updated`, and more.
+
+        Raises:
+            TrainingError: too many updates in a row were not finite.
+        """
+        began = time.perf_counter()
+        samples, record = self.collect(self.actor.prompts(prompts, key=f"s{self.steps}"))
+        self.buffer.add(samples)
+        due = len(self.buffer) >= (self.update_freq or 1)
+        record["updated"] = due
+        if due:
+            record.update(self.learn(self.buffer.drain()))
+        record["time/step"] = time.perf_counter() - began
+        record["memory/peak_gb"] = peak_memory() / 1e9
+        self.steps += 1
+        self.logger.log(self.steps, record)
+        if self.save_every and self.checkpoint_dir and self.steps % self.save_every == 0:
+            self.save_checkpoint(Path(self.checkpoint_dir) / f"step-{self.steps:06d}")
+        return record
+
+    def fit(self, prompts: Iterator[Any], steps: int) -> dict[str, Any]:
+        """`steps` steps over batches of prompts; the last record."""
+        record: dict[str, Any] = {}
+        for _ in range(steps):
+            record = self.step(next(prompts))
+        return record
+
+    def collect(self, prompts: Batch) -> tuple[Batch, dict[str, Any]]:
+        """Experience for a batch of prompts, and what it measured.
+
+        Prompts whose samples the algorithm rejects are sampled again, at most `max_resamples` times; after that
+        the step goes on with what there is.
+        """
+        result = run_graph(self.experience_graph, prompts, deadline=self.deadline)
+        record = self._rollout_metrics(result)
+        keep = self.algorithm.keep(result.batch)
+        if keep is None:
+            return result.batch, record
+        kept, rounds = [result.batch.filter(keep)], 0
+        while (again := _rejected(prompts, kept)) and rounds < self.max_resamples:
+            rounds += 1
+            retry = prompts.take(again)
+            renamed = retry.drop(["group", "id"]).add({"group": [f"{g}~{rounds}" for g in retry["group"]]})
+            more = run_graph(self.experience_graph, renamed, deadline=self.deadline).batch
+            kept.append(more.filter(self.algorithm.keep(more) or [True] * len(more)))
+        record["rollout/resamples"] = rounds
+        record["rollout/rejected_prompts"] = len(again)
+        return Batch.concat(kept), record
+
+    def learn(self, samples: Batch) -> dict[str, Any]:
+        """Update every model from scored samples."""
+        if self.permute_rewards:
+            samples = _permuted(samples, seed=self.steps)
+        if not any(reward is not None for reward in samples["reward"]):
+            # Nothing to learn from is no failure of the run; a reward that keeps failing ends it by itself.
+            return {"update/empty": 1.0}
+        result = run_graph(self.learning_graph, samples, deadline=self.deadline)
+        metrics: dict[str, Any] = dict(result.metrics)
+        seconds = sum(result.timings[name].busy for name in result.timings if name != "prepare")
+        trained = sum(len(t) for t in samples["response_tokens"])
+        metrics["train/tokens"] = trained
+        metrics["train/tokens_per_s"] = trained / max(seconds, 1e-9)
+        metrics["time/update"] = seconds
+        self._watch(metrics)
+        return metrics
+
+    def evaluate(
+        self,
+        prompts: Any,
+        metrics: Mapping[str, MetricFn] | None = None,
+        *,
+        n: int = 1,
+        temperature: float = 0.0,
+    ) -> Evaluation:
+        """Sample and score held-out prompts; nothing is learned.
+
+        Args:
+            metrics: your own, by name: from scored samples to one number a row, or one for all.
+            n: samples a prompt.
+            temperature: 0 is greedy.
+        """
+        problems = self.actor.prompts(prompts, key="eval")
+        if "id" in problems:  # a loader names visits, not problems
+            problems = problems.drop(["id", "group"]).add({"group": [f"eval.{i}" for i in range(len(problems))]})
+        params = replace(self.sampling, temperature=temperature)
+        graph = Graph([rollout_node("rollout", self.actor, n=n, params=params)])
+        return evaluate(
+            problems,
+            lambda rows: run_graph(graph, rows, deadline=self.deadline).batch,
+            self.reward.get_reward,
+            metrics,
+        )
+
+    def save_checkpoint(self, path: str | Path) -> None:
+        """Write everything an exact resume needs to a directory, whole or not at all."""
+        state.save(self, Path(path))
+
+    def load_checkpoint(self, path: str | Path) -> None:
+        """Go on exactly from what `save_checkpoint` wrote.
+
+        Raises:
+            CheckpointError: the checkpoint is damaged, or belongs to another model or algorithm.
+        """
+        state.load(self, Path(path))
+
+    def _graphs(self) -> tuple[Graph, Graph]:
+        baseline = self.algorithm.greedy_baseline
+        rollout = rollout_node("rollout", self.actor, n=self.n, params=self.sampling, greedy_baseline=baseline)
+        experience = [rollout, reward_node("reward", self.reward), *experience_nodes(self.updater)]
+        return Graph(experience), Graph(update_nodes("update", self.updater))
+
+    def _rollout_metrics(self, result: Result) -> dict[str, Any]:
+        batch = result.batch
+        rewards = [reward for reward in batch["reward"] if reward is not None]
+        mean = sum(rewards) / len(rewards) if rewards else float("nan")
+        lengths = batch.lengths("response_tokens")
+        busy = result.timings["rollout"].busy
+        record: dict[str, Any] = {
+            "reward": mean,
+            "reward/mean": mean,
+            "reward/std": (sum((r - mean) ** 2 for r in rewards) / len(rewards)) ** 0.5 if rewards else float("nan"),
+            "reward/abstained": len(batch) - len(rewards),
+            "response/length": sum(lengths) / max(len(lengths), 1),
+            "response/cut": sum(f == "length" for f in batch["finish"]) / max(len(batch), 1),
+            "rollout/tokens": sum(lengths),
+            "rollout/tokens_per_s": sum(lengths) / max(busy, 1e-9),
+            "time/rollout": busy,
+            "kl": _kl_to_reference(batch) if "ref_log_probs" in batch else float("nan"),
+            **result.metrics,
+        }
+        for name in (c for c in batch.columns if c.startswith("reward/")):
+            values = [v for v in batch[name] if v is not None]
+            record[f"{name}/mean"] = sum(values) / len(values) if values else float("nan")
+        for name, fn in self.metric_fns.items():
+            record[name] = float(fn(batch))
+        return record
+
+    def _watch(self, metrics: Mapping[str, Any]) -> None:
+        skipped = sum(value for name, value in metrics.items() if name.startswith("update/skipped"))
+        self.skipped = self.skipped + 1 if skipped else 0
+        if self.skipped >= self.max_skipped_updates:
+            raise TrainingError(
+                f"{self.skipped} updates in a row had a loss or gradient that is not finite (step {self.steps + 1}): "
+                "lower the learning rate, look at the rewards, or train in float32"
+            )
+
+
+class PPOTrainer(Trainer):
+    """`Trainer` with PPO: `PPOTrainer(actor=actor, reward_fn=f)` makes its own critic."""
+
+    algorithm_name = "ppo"
+
+
+def _rejected(prompts: Batch, kept: list[Batch]) -> list[int]:
+    """Rows of prompts of which no sample was kept."""
+    have = {group.split("~")[0] for batch in kept for group in batch["group"]}
+    return [row for row, group in enumerate(prompts["group"]) if group not in have]
+
+
+def _permuted(samples: Batch, seed: int) -> Batch:
+    """The rewards of the samples, dealt out at random."""
+    order = torch.randperm(len(samples), generator=torch.Generator().manual_seed(seed)).tolist()
+    rewards = samples["reward"]
+    return samples.drop(["reward"]).add({"reward": [rewards[i] for i in order]})
+
+
+def _kl_to_reference(batch: Batch) -> float:
+    """Mean over tokens of k3 = exp(-d) - 1 + d, d = log p - log p_ref (Schulman, "Approximating KL divergence")."""
+    delta = batch.tensor("rollout_log_probs", torch.float64) - batch.tensor("ref_log_probs", torch.float64)
+    return float((torch.exp(-delta) - 1 + delta).mean()) if delta.numel() else float("nan")

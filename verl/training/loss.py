@@ -1,0 +1,82 @@
+"""What a loss function reads and what it returns.
+
+Shapes: R response tokens and S rows (sequences) of one micro-batch; tokens are flat, row after row.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import TypeAlias
+
+from torch import Tensor
+
+
+@dataclass(frozen=True, kw_only=True)
+class LossInput:
+    """The response tokens of one micro-batch, with the counts of the whole mini-batch that it was cut from.
+
+    A loss is additive over micro-batches and ranks: a sum over what is here, divided by counts of the whole
+    mini-batch on all ranks (`weights` has the division done). Then no split can change the gradient.
+    """
+
+    log_probs: Tensor | None = None
+    """`[R]`, with gradient: log-probs of the response tokens, of temperature-scaled logits (an LM head)."""
+    entropy: Tensor | None = None
+    """`[R]`, with gradient: entropy, in nats, of what each token was drawn from; None unless asked for."""
+    values: Tensor | None = None
+    """`[R]`, with gradient: value of the state before each response token (a critic's head)."""
+    scores: Tensor | None = None
+    """`[S]`, with gradient: one number a row (a reward model's head)."""
+    weights: Tensor
+    """`[R]`: aggregation weights over the mini-batch on all ranks: `loss = (weights * per_token).sum()`."""
+    mask: Tensor
+    """`[R]` bool: the `response_mask`; False on tokens the policy did not write."""
+    sequence: Tensor
+    """`[R]` int64: the row, 0..S-1, of each token."""
+    num_sequences: int
+    """S."""
+    total_sequences: int
+    """Rows of the whole mini-batch on all ranks."""
+    total_tokens: int
+    """Tokens with `mask` set in the whole mini-batch on all ranks."""
+    total_groups: int
+    """Groups of the whole mini-batch on all ranks."""
+    columns: Mapping[str, Tensor] = field(default_factory=dict)
+    """Number columns of the batch: token-aligned `[R]`, one a row `[S]`; `group` as an int64 index `[S]`."""
+
+    def sum_by_sequence(self, values: Tensor) -> Tensor:
+        """`[R]` -> `[S]`: the sum over each row's tokens (0 for an empty response). Differentiable."""
+        return values.new_zeros(self.num_sequences).index_add(0, self.sequence, values)
+
+
+@dataclass(kw_only=True)
+class Loss:
+    """What a loss function returns for one micro-batch.
+
+    `metrics` are additive like `total` (divided by the mini-batch's counts); those whose key ends in `/max`
+    combine by maximum instead.
+    """
+
+    total: Tensor
+    metrics: dict[str, Tensor | float] = field(default_factory=dict)
+
+    def detached(self) -> Loss:
+        metrics = {name: v.detach() if isinstance(v, Tensor) else v for name, v in self.metrics.items()}
+        return Loss(total=self.total.detach(), metrics=metrics)
+
+
+LossFn: TypeAlias = Callable[[LossInput], Loss]
+
+
+def combine_metrics(parts: list[Mapping[str, Tensor | float]]) -> dict[str, float]:
+    """Metrics of a mini-batch from those of its micro-batches: sums; maxima where the key ends in `/max`."""
+    combined: dict[str, float] = {}
+    for part in parts:
+        for name, value in part.items():
+            number = float(value)
+            if name in combined:
+                known = combined[name]
+                number = max(known, number) if name.endswith("/max") else known + number
+            combined[name] = number
+    return combined

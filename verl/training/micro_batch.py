@@ -1,0 +1,122 @@
+"""Cutting a mini-batch into micro-batches that fit, without changing what is computed.
+
+A micro-batch costs its flat tokens: a prompt that several of its rows share counts once, and the last token
+of a response does not count, because nothing is predicted from it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+
+from verl.batch import Batch
+
+
+@dataclass(frozen=True)
+class _Unit:
+    """Rows that stay together, and the tokens they cost in one forward."""
+
+    rows: list[int]
+    tokens: int
+
+
+def split(
+    batch: Batch,
+    max_tokens: int | None = None,
+    max_rows: int | None = None,
+    coupled: bool = False,
+    share_prompts: bool = True,
+) -> list[list[int]]:
+    """Row numbers of each micro-batch; together they are every row exactly once.
+
+    Rows with an equal prompt stand side by side in one micro-batch where they fit, and are cut apart only
+    where they do not. Units of similar length go together (their attention wastes least), and micro-batches
+    cost about the same: no other cut of the sorted units into as few parts has a smaller largest part.
+
+    Args:
+        batch: with `prompt_tokens` and `response_tokens`.
+        max_tokens: most flat tokens of a micro-batch; a single row (or coupled group) above it goes alone.
+        max_rows: most rows of a micro-batch; a coupled group above it goes alone.
+        coupled: rows of one `group` are never cut apart.
+        share_prompts: whether the forward computes a shared prompt once.
+    """
+    costs = _Costs(batch, share_prompts)
+    if coupled:
+        units = [costs.unit(costs.by_prompt(rows)) for rows in batch.group_indices()]
+    else:
+        units = [
+            costs.unit(part)
+            for rows in costs.prompt_sets(range(len(batch)))
+            for part in _fair_cut(rows, lambda rows: costs.fits(rows, max_tokens, max_rows))
+        ]
+    units.sort(key=lambda unit: (-unit.tokens / len(unit.rows), unit.rows[0]))
+    parts = _pack(units, max_tokens, max_rows)
+    return sorted(([row for unit in part for row in unit.rows] for part in parts), key=min)
+
+
+class _Costs:
+    """Prompts and lengths of a batch, and what a set of its rows costs."""
+
+    def __init__(self, batch: Batch, share_prompts: bool) -> None:
+        self.responses = batch.lengths("response_tokens")
+        self.prompts = batch.lengths("prompt_tokens")
+        numbers: dict[object, int] = {}
+        keys = map(tuple, batch["prompt_tokens"]) if share_prompts else range(len(batch))
+        self.prompt_ids = [numbers.setdefault(key, len(numbers)) for key in keys]
+
+    def prompt_sets(self, rows: Sequence[int]) -> list[list[int]]:
+        sets: dict[int, list[int]] = {}
+        for row in rows:
+            sets.setdefault(self.prompt_ids[row], []).append(row)
+        return list(sets.values())
+
+    def by_prompt(self, rows: Sequence[int]) -> list[int]:
+        return [row for same in self.prompt_sets(rows) for row in same]
+
+    def tokens(self, rows: Sequence[int]) -> int:
+        prompts = {self.prompt_ids[row]: self.prompts[row] for row in rows}
+        return sum(prompts.values()) + sum(max(self.responses[row] - 1, 0) for row in rows)
+
+    def unit(self, rows: list[int]) -> _Unit:
+        return _Unit(rows, self.tokens(rows))
+
+    def fits(self, rows: Sequence[int], max_tokens: int | None, max_rows: int | None) -> bool:
+        return (max_rows is None or len(rows) <= max_rows) and (max_tokens is None or self.tokens(rows) <= max_tokens)
+
+
+def _fair_cut(rows: list[int], fits: Callable[[list[int]], bool]) -> list[list[int]]:
+    """Rows in as few even runs as fit; a row that does not fit alone is a run of its own."""
+    for count in range(1, len(rows)):
+        bounds = [len(rows) * i // count for i in range(count + 1)]
+        runs = [rows[start:end] for start, end in pairwise(bounds)]
+        if all(len(run) == 1 or fits(run) for run in runs):
+            return runs
+    return [[row] for row in rows]
+
+
+def _pack(units: list[_Unit], max_tokens: int | None, max_rows: int | None) -> list[list[_Unit]]:
+    """Consecutive units in as few parts as the caps allow, then with the smallest largest part."""
+    total = sum(unit.tokens for unit in units)
+    low, high = 0, total if max_tokens is None else min(max_tokens, total)
+    best = _fill(units, high, max_rows)
+    while low < high:
+        middle = (low + high) // 2
+        parts = _fill(units, middle, max_rows)
+        if len(parts) <= len(best):
+            best, high = parts, middle
+        else:
+            low = middle + 1
+    return best
+
+
+def _fill(units: list[_Unit], max_tokens: int, max_rows: int | None) -> list[list[_Unit]]:
+    parts: list[list[_Unit]] = []
+    tokens = rows = 0
+    for unit in units:
+        tokens, rows = tokens + unit.tokens, rows + len(unit.rows)
+        if not parts or tokens > max_tokens or (max_rows is not None and rows > max_rows):
+            parts.append([])
+            tokens, rows = unit.tokens, len(unit.rows)
+        parts[-1].append(unit)
+    return parts

@@ -1,0 +1,52 @@
+"""Settings of the optimizer. Imported without torch."""
+
+from __future__ import annotations
+
+import math
+from typing import Annotated, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, model_validator
+
+from verl.errors import ConfigError
+
+_Beta = Annotated[float, Field(ge=0, lt=1)]
+
+
+class OptimConfig(BaseModel):
+    """AdamW (Loshchilov and Hutter, 2019) with a learning-rate schedule. A step here is an optimizer step."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
+
+    lr: float = Field(default=1e-6, ge=0, description="highest learning rate")
+    betas: tuple[_Beta, _Beta] = Field(default=(0.9, 0.999), description="decay rates of the two moments")
+    adam_eps: float = Field(default=1e-6, gt=0, description="added to the root of the second moment")
+    weight_decay: float = Field(default=0.0, ge=0, description="decoupled; acts on every trained weight")
+    max_grad_norm: float | None = Field(default=1.0, gt=0, description="global norm to clip to; null: none")
+    warmup_steps: int = Field(default=0, ge=0, description="steps of linear warm-up; the first is not zero")
+    schedule: Literal["constant", "linear", "cosine"] = Field(
+        default="constant", description="course of the learning rate after the warm-up"
+    )
+    total_steps: int | None = Field(default=None, ge=1, description="where linear and cosine reach zero")
+
+    @model_validator(mode="after")
+    def _warmup_ends_in_time(self) -> OptimConfig:
+        if self.schedule != "constant" and self.total_steps is not None and self.warmup_steps >= self.total_steps:
+            raise ValueError(
+                f"warmup_steps={self.warmup_steps} leaves nothing of total_steps={self.total_steps}: lower it"
+            )
+        return self
+
+    def lr_factor(self, step: int) -> float:
+        """What `lr` is multiplied by in optimizer step number `step`, counted from 0.
+
+        Raises:
+            ConfigError: the schedule decays and `total_steps` is not known.
+        """
+        if step < self.warmup_steps:
+            return (step + 1) / self.warmup_steps
+        if self.schedule == "constant":
+            return 1.0
+        if self.total_steps is None:
+            raise ConfigError(f"optim.schedule={self.schedule} decays to zero: set optim.total_steps")
+        progress = min(1.0, (step - self.warmup_steps) / (self.total_steps - self.warmup_steps))
+        return 1.0 - progress if self.schedule == "linear" else 0.5 * (1.0 + math.cos(math.pi * progress))

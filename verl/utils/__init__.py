@@ -1,0 +1,1 @@
+"""Helpers that are useful beside training."""

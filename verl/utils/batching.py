@@ -1,0 +1,149 @@
+"""Batches of rows of like length, bounded by padded tokens."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from verl.data.loader import permutation
+from verl.errors import ConfigError, DataError
+
+if TYPE_CHECKING:
+    import torch
+
+
+class DynamicBatchSampler:
+    """A `DataLoader` batch sampler: lists of row numbers, each row once an epoch.
+
+    Rows of like length go together. Rows x longest row never passes `max_tokens_per_batch` (a longer row goes alone),
+    and no batch is padded by `max_padding` of its places or more. Rows of one length meet others each epoch, and the
+    batches come in another order: a function of seed and epoch. Each iteration is the next epoch; `set_epoch` says
+    which.
+
+        sampler = DynamicBatchSampler(dataset, max_tokens_per_batch=4096)
+        loader = DataLoader(dataset, batch_sampler=sampler, collate_fn=sampler.collate_fn)
+
+    Args:
+        dataset: rows that are token ids, or mappings with `input_ids` or `prompt_tokens`, or a `length`.
+        lengths: tokens of each row, instead of looking.
+        length_fn: tokens of a row, for rows of another kind.
+        pad_token_id: what `collate_fn` pads `input_ids` with.
+
+    Raises:
+        DataError: a row's length cannot be seen.
+    """
+
+    def __init__(
+        self,
+        dataset: Any,
+        max_tokens_per_batch: int = 4096,
+        *,
+        lengths: Sequence[int] | None = None,
+        length_fn: Callable[[Any], int] | None = None,
+        max_padding: float = 0.1,
+        shuffle: bool = True,
+        seed: int = 0,
+        pad_token_id: int = 0,
+    ) -> None:
+        if max_tokens_per_batch < 1 or not 0 < max_padding <= 1:
+            raise ConfigError("max_tokens_per_batch is at least 1, max_padding above 0 and at most 1")
+        if lengths is None:
+            look = length_fn or _row_length
+            lengths = [int(look(dataset[row])) for row in range(len(dataset))]
+        if len(lengths) != len(dataset):
+            raise DataError(f"{len(lengths)} lengths were given for {len(dataset)} rows")
+        self.lengths = list(lengths)
+        self.max_tokens_per_batch, self.max_padding = max_tokens_per_batch, max_padding
+        self.shuffle, self.seed, self.pad_token_id = shuffle, seed, pad_token_id
+        self.epoch = 0
+        # Which lengths share a batch depends on the sorted lengths alone, so every epoch has as many batches.
+        self._bounds = self._cut(sorted(self.lengths, reverse=True))
+
+    def __len__(self) -> int:
+        return len(self._bounds)
+
+    def set_epoch(self, epoch: int) -> None:
+        """Make the next iteration that of `epoch`."""
+        self.epoch = epoch
+
+    def __iter__(self) -> Iterator[list[int]]:
+        rows, batches = list(range(len(self.lengths))), list(range(len(self)))
+        if self.shuffle:
+            rows = permutation(len(rows), self.seed, 2 * self.epoch).tolist()
+            batches = permutation(len(batches), self.seed, 2 * self.epoch + 1).tolist()
+        rows.sort(key=lambda row: -self.lengths[row])
+        self.epoch += 1
+        for batch in batches:
+            yield rows[slice(*self._bounds[batch])]
+
+    def collate_fn(self, rows: Sequence[Any]) -> dict[str, Any]:
+        """`collate_fn` with this sampler's padding id."""
+        return collate_fn(rows, self.pad_token_id)
+
+    def _cut(self, lengths: list[int]) -> list[tuple[int, int]]:
+        """Bounds of batches over descending lengths."""
+        bounds: list[tuple[int, int]] = []
+        start = total = 0
+        for end, length in enumerate(lengths):
+            size = (end + 1 - start) * lengths[start]
+            if end > start and (size > self.max_tokens_per_batch or total + length <= (1 - self.max_padding) * size):
+                bounds.append((start, end))
+                start, total = end, 0
+            total += length
+        return [*bounds, (start, len(lengths))] if lengths else []
+
+
+def collate_fn(rows: Sequence[Any], pad_token_id: int = 0) -> dict[str, Any]:
+    """Rows as one padded batch of tensors `[B, T]`, T the longest row.
+
+    `input_ids` (also of rows that are bare token ids) is padded with `pad_token_id`, `labels` with -100, other integer
+    sequences as long as `input_ids` with 0, and `attention_mask` is made. Numbers become `[B]`; the rest stays a list.
+    """
+    import torch
+
+    fields = [dict(row) if isinstance(row, Mapping) else {"input_ids": row} for row in rows]
+    for row in fields:
+        if "input_ids" not in row and "prompt_tokens" in row:
+            row["input_ids"] = row.pop("prompt_tokens")
+        row.setdefault("attention_mask", [1] * len(row["input_ids"]))
+    batch: dict[str, Any] = {}
+    for name in fields[0]:
+        values = [row[name] for row in fields]
+        values = [value.tolist() if hasattr(value, "tolist") else value for value in values]
+        if all(_is_aligned(value, row) for value, row in zip(values, fields, strict=True)):
+            batch[name] = _pad(values, {"input_ids": pad_token_id, "labels": -100}.get(name, 0))
+        elif all(isinstance(value, int | float) for value in values):
+            batch[name] = torch.tensor(values)
+        else:
+            batch[name] = values
+    return batch
+
+
+def _pad(values: Sequence[Sequence[Any]], filler: int) -> torch.Tensor:
+    import torch
+
+    longest = max(map(len, values))
+    return torch.tensor([[*value, *[filler] * (longest - len(value))] for value in values])
+
+
+def _is_aligned(value: Any, row: Mapping[str, Any]) -> bool:
+    return (
+        isinstance(value, list | tuple)
+        and len(value) == len(row["input_ids"])
+        and all(isinstance(item, int | float) for item in value)
+    )
+
+
+def _row_length(row: Any) -> int:
+    if isinstance(row, Mapping):
+        for name in ("input_ids", "prompt_tokens"):
+            if row.get(name) is not None:
+                return len(row[name])
+        if isinstance(row.get("length"), int):
+            return int(row["length"])
+    elif hasattr(row, "__len__") and not isinstance(row, str):
+        return len(row)
+    raise DataError(
+        f"the tokens of a row ({type(row).__name__}) cannot be counted: pass lengths=, or length_fn= such as "
+        "lambda row: len(tokenizer(row['text'])['input_ids'])"
+    )

@@ -1,0 +1,224 @@
+"""The actor on one rank: it generates, scores and learns on one set of live tensors."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Literal
+
+import torch
+
+from verl.batch import Batch
+from verl.errors import ConfigError, nearest
+from verl.models.packed import PackedModel
+from verl.rollout.base import Request, RolloutEngine, Sample, SamplingParams
+from verl.shard import Shard
+from verl.training.options import OptimConfig
+from verl.training.single import SingleEngine
+from verl.workers.update import Objective, UpdatePlan, run_updates
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+#: Makes a rollout engine: (model, tokenizer, eos ids, seed, options) -> engine. A user's own engine is one more entry.
+EngineFactory = Callable[["PackedModel", "PreTrainedTokenizerBase", tuple[int, ...], "RolloutOptions"], RolloutEngine]
+
+
+Head = Literal["lm", "value", "score"]
+
+
+@dataclass(frozen=True)
+class RolloutOptions:
+    """The engine that generates.
+
+    Attributes:
+        name: "embedded", "hf", or a function that makes a `RolloutEngine`.
+        max_num_seqs: sequences decoded at once.
+        kv_cache_gb: memory of the KV cache, in GiB; None: as much as the running sequences need.
+        seed: of the run; with a sample's id it fixes the sample's randomness.
+    """
+
+    name: str | EngineFactory = "embedded"
+    max_num_seqs: int = 256
+    kv_cache_gb: float | None = None
+    seed: int = 0
+
+
+@dataclass(frozen=True)
+class TrainOptions:
+    """How a model is trained on one rank; see `SingleEngine`."""
+
+    optim: OptimConfig | None = None
+    optimizer: torch.optim.Optimizer | None = None
+    max_tokens_per_micro_batch: int | None = None
+    micro_batch_size: int | None = None
+    gradient_checkpointing: bool = False
+    share_prompts: bool = True
+    autocast: bool = False
+
+    def engine(self, model: Any, head: Head) -> SingleEngine:
+        options = {name: getattr(self, name) for name in self.__dataclass_fields__}
+        return SingleEngine(model, head=head, **options)
+
+
+def _embedded(
+    packed: PackedModel, tokenizer: PreTrainedTokenizerBase, eos: tuple[int, ...], options: RolloutOptions
+) -> RolloutEngine:
+    from verl.rollout.embedded import EmbeddedEngine
+
+    memory = None if options.kv_cache_gb is None else int(options.kv_cache_gb * 2**30)
+    return EmbeddedEngine(
+        packed,
+        eos_token_ids=eos,
+        seed=options.seed,
+        tokenizer=tokenizer,
+        max_batch=options.max_num_seqs,
+        kv_memory=memory,
+    )
+
+
+def _hf(
+    packed: PackedModel, tokenizer: PreTrainedTokenizerBase, eos: tuple[int, ...], options: RolloutOptions
+) -> RolloutEngine:
+    from verl.rollout.hf import HFEngine
+
+    return HFEngine(
+        packed.model, tokenizer, eos_token_ids=eos, seed=options.seed, max_batch=options.max_num_seqs
+    )
+
+
+ENGINES: dict[str, EngineFactory] = {"embedded": _embedded, "hf": _hf}
+
+
+@dataclass
+class ActorWorker:
+    """Generation and training of a policy on the same live tensors.
+
+    `policy_version` counts updates; every sample carries the version that wrote it.
+    """
+
+    model: PreTrainedModel
+    tokenizer: PreTrainedTokenizerBase
+    eos_token_ids: tuple[int, ...]
+    train: TrainOptions = field(default_factory=TrainOptions)
+    rollout: RolloutOptions = field(default_factory=RolloutOptions)
+    policy_version: int = 0
+
+    def __post_init__(self) -> None:
+        self.engine = self.train.engine(self.model, head="lm")
+        self._rollout_engine: RolloutEngine | None = None
+
+    @property
+    def rollout_engine(self) -> RolloutEngine:
+        if self._rollout_engine is None:
+            name = self.rollout.name
+            if isinstance(name, str) and name not in ENGINES:
+                raise ConfigError(f"no rollout engine is called '{name}': {nearest(name, ENGINES)}")
+            factory = ENGINES[name] if isinstance(name, str) else name
+            packed = self.engine.packed
+            if name == "embedded" and not packed.supports_packed:
+                factory = _hf
+            self._rollout_engine = factory(packed, self.tokenizer, self.eos_token_ids, self.rollout)
+            self._rollout_engine.policy_version = self.policy_version
+        return self._rollout_engine
+
+    def generate(self, prompts: Batch, params: SamplingParams) -> Iterator[Batch]:
+        """Samples as groups finish. Rows carry `id`, `group` and `prompt_tokens`; a row whose column
+        `baseline` is true is decoded greedily. Yields the rows with the response columns added."""
+        engine = self.rollout_engine
+        greedy = SamplingParams(**{**_fields(params), "temperature": 0.0})
+        baseline = prompts["baseline"] if "baseline" in prompts else [False] * len(prompts)
+        engine.wake()
+        for id_, tokens, is_baseline in zip(prompts["id"], prompts["prompt_tokens"], baseline, strict=True):
+            engine.add(Request(id_, tokens, greedy if is_baseline else params))
+        try:
+            yield from _finished_groups(engine, prompts)
+        finally:
+            if engine.unfinished:
+                engine.abort(prompts["id"])
+            engine.sleep()
+
+    def log_probs(self, batch: Batch, temperature: float = 1.0, entropy: bool = False) -> Batch:
+        """Column `log_probs` (and `entropy`), aligned with `response_tokens`."""
+        flat = self.engine.log_probs(batch, temperature=temperature, entropy=entropy)
+        lengths = batch.lengths("response_tokens")
+        return Batch.from_columns({name: (values, lengths) for name, values in flat.items()})
+
+    def update(self, batch: Batch, objective: Objective, plan: UpdatePlan) -> dict[str, float]:
+        metrics = run_updates(self.engine, batch, objective, plan, self.policy_version)
+        self.policy_version += 1
+        if self._rollout_engine is not None:
+            # The embedded engine reads the live tensors; an engine with its own copy takes the stream.
+            self._rollout_engine.load_shards(self.engine.shards(), self.policy_version)
+        return metrics
+
+    def shards(self) -> Iterator[Shard]:
+        return self.engine.shards()
+
+    def load_shards(self, shards: Iterable[Shard]) -> None:
+        self.engine.load_shards(shards)
+
+    def state(self) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
+        tensors, meta = self.engine.state()
+        return tensors, {**meta, "policy_version": self.policy_version}
+
+    def load_state(self, tensors: Mapping[str, torch.Tensor], meta: Mapping[str, Any]) -> None:
+        rest = dict(meta)
+        self.policy_version = int(rest.pop("policy_version"))
+        self.engine.load_state(tensors, rest)
+        if self._rollout_engine is not None:
+            self._rollout_engine.load_shards(self.engine.shards(), self.policy_version)
+
+
+class ReferenceWorker:
+    """The frozen policy that KL is measured against: a copy of the weights as they were when it was made."""
+
+    def __init__(self, model: PreTrainedModel, train: TrainOptions) -> None:
+        model.requires_grad_(False)
+        self.engine = TrainOptions(
+            max_tokens_per_micro_batch=train.max_tokens_per_micro_batch,
+            micro_batch_size=train.micro_batch_size,
+            share_prompts=train.share_prompts,
+            autocast=train.autocast,
+        ).engine(model, head="lm")
+
+    def log_probs(self, batch: Batch, temperature: float = 1.0) -> Batch:
+        """Column `ref_log_probs`, aligned with `response_tokens`."""
+        flat = self.engine.log_probs(batch, temperature=temperature)["log_probs"]
+        return Batch.from_columns({"ref_log_probs": (flat, batch.lengths("response_tokens"))})
+
+
+def _fields(params: SamplingParams) -> dict[str, Any]:
+    return {name: getattr(params, name) for name in params.__dataclass_fields__}
+
+
+def _finished_groups(engine: RolloutEngine, prompts: Batch) -> Iterator[Batch]:
+    """Rows of each group once its last sample is done; the rows of a group keep their order."""
+    index = {id_: row for row, id_ in enumerate(prompts["id"])}
+    waiting = {rows[0]: set(rows) for rows in prompts.group_indices()}
+    first = {row: rows[0] for rows in prompts.group_indices() for row in rows}
+    done: dict[int, Sample] = {}
+    while engine.unfinished:
+        ready: list[int] = []
+        for sample in engine.step():
+            row = index[sample.id]
+            done[row] = sample
+            rows = waiting[first[row]]
+            rows.discard(row)
+            if not rows:
+                ready.append(first[row])
+        if ready:
+            members = [row for row in range(len(prompts)) if first[row] in set(ready)]
+            yield _with_samples(prompts.take(members), [done.pop(row) for row in members])
+
+
+def _with_samples(rows: Batch, samples: list[Sample]) -> Batch:
+    return rows.add(
+        {
+            "response_tokens": [s.tokens for s in samples],
+            "response_mask": [[1] * len(s.tokens) for s in samples],
+            "rollout_log_probs": [s.log_probs for s in samples],
+            "finish": [s.finish for s in samples],
+            "policy_version": [s.policy_version for s in samples],
+        }
+    )

@@ -1,0 +1,109 @@
+"""From a prepared batch to optimizer steps: mini-batches and epochs, for any model and any loss."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+
+from verl.batch import Batch
+from verl.errors import DataError
+from verl.training.engine import TrainEngine
+from verl.training.loss import Loss, LossInput
+
+
+class Objective(Protocol):
+    """What an update needs to know of an algorithm. It travels by value: workers never look one up by name."""
+
+    @property
+    def coupled(self) -> bool: ...
+    @property
+    def loss_columns(self) -> Sequence[str]: ...
+    @property
+    def needs_entropy(self) -> bool: ...
+    def token_weights(self, batch: Batch) -> torch.Tensor: ...
+    def compute_loss(self, x: LossInput) -> Loss: ...
+
+
+@dataclass(frozen=True)
+class UpdatePlan:
+    """How a rollout batch becomes optimizer steps.
+
+    Attributes:
+        mini_batch_size: samples an optimizer step (groups stay whole); None: the whole batch at once.
+        epochs: passes over the batch.
+        temperature: of the rollout; log-probs are of logits divided by it.
+        seed: of the order in which groups are visited.
+    """
+
+    mini_batch_size: int | None = None
+    epochs: int = 1
+    temperature: float = 1.0
+    seed: int = 0
+
+    def updates(self, samples: int) -> int:
+        """Optimizer steps for so many samples, if groups divide evenly."""
+        size = self.mini_batch_size or samples
+        return self.epochs * max(1, -(-samples // max(size, 1)))
+
+
+def mini_batches(batch: Batch, plan: UpdatePlan, round_: int) -> Iterator[Batch]:
+    """Mini-batches of all epochs. A plan of one step keeps the batch as it is; else groups are shuffled,
+    by a permutation that depends on `(plan.seed, round_, epoch)` alone, so that a resumed run repeats it."""
+    for epoch in range(plan.epochs):
+        if plan.mini_batch_size is None or plan.mini_batch_size >= len(batch):
+            yield batch
+            continue
+        groups = batch.group_indices()
+        generator = torch.Generator().manual_seed(hash((plan.seed, round_, epoch)) & 0x7FFF_FFFF_FFFF_FFFF)
+        rows: list[int] = []
+        for index in torch.randperm(len(groups), generator=generator).tolist():
+            rows += groups[index]
+            if len(rows) >= plan.mini_batch_size:
+                yield batch.take(rows)
+                rows = []
+        if rows:
+            yield batch.take(rows)
+
+
+def run_updates(
+    engine: TrainEngine, batch: Batch, objective: Objective, plan: UpdatePlan, round_: int
+) -> dict[str, float]:
+    """All optimizer steps of one update; metrics are means over the steps (`/max` keys: maxima).
+
+    Raises:
+        DataError: nothing is left to train on.
+    """
+    if len(batch) == 0:
+        raise DataError("the update got no samples: every reward abstained, or every group was filtered out")
+    steps = []
+    for mini_batch in mini_batches(batch, plan, round_):
+        steps.append(
+            engine.update(
+                mini_batch,
+                objective.compute_loss,
+                weights=objective.token_weights(mini_batch),
+                columns=objective.loss_columns,
+                temperature=plan.temperature,
+                entropy=objective.needs_entropy,
+                coupled=objective.coupled,
+            )
+        )
+    return mean_metrics(steps)
+
+
+def mean_metrics(parts: Sequence[dict[str, float]]) -> dict[str, float]:
+    """Mean over the parts that have a key; the maximum where the key ends in `/max`; skipped steps are summed."""
+    merged: dict[str, list[float]] = {}
+    for part in parts:
+        for name, value in part.items():
+            merged.setdefault(name, []).append(value)
+    result = {}
+    for name, values in merged.items():
+        if name.endswith("/max"):
+            result[name] = max(values)
+        else:
+            result[name] = sum(values) if name.endswith("/skipped") else sum(values) / len(values)
+    return result
