@@ -70,17 +70,17 @@ def test_an_instance_stays_as_it_is() -> None:
 
 
 def test_wrong_names_options_and_values() -> None:
-    with pytest.raises(ConfigError, match="did you mean 'grpo'"):
-        make_algorithm("gprо".replace("о", "o"))
+    with pytest.raises(ConfigError, match=r"did you mean 'rloo'\?"):
+        make_algorithm("rlo")
     with pytest.raises(ConfigError, match="'grpo' has no option 'clip_ration': did you mean 'clip_ratio'"):
         make_algorithm("grpo", clip_ration=0.1)
-    with pytest.raises(ConfigError, match="option 'clip_ratio': .*number"):
+    with pytest.raises(ConfigError, match=r"option 'clip_ratio': .*number"):
         make_algorithm("grpo", clip_ratio="wide")
-    with pytest.raises(ConfigError, match="option 'loss_agg_mode': .*'token-mean'"):
+    with pytest.raises(ConfigError, match=r"option 'loss_agg_mode': .*'token-mean'"):
         make_algorithm("grpo", loss_agg_mode="mean")
     with pytest.raises(ConfigError, match="unknown KL estimator 'k9'"):
         make_algorithm("ppo", kl_estimator="k9")
-    with pytest.raises(ConfigError, match="clip_ratio_c.*above 1"):
+    with pytest.raises(ConfigError, match=r"clip_ratio_c.*above 1"):
         make_algorithm("ppo", clip_ratio_c=0.5)
     with pytest.raises(ConfigError, match="beta"):
         make_algorithm("dpo", beta=0.0)
@@ -116,7 +116,7 @@ def test_a_wrong_class_is_told_what_is_wrong() -> None:
         make_algorithm(BadHead)
     with pytest.raises(ConfigError, match="subclass of"):
         make_algorithm(dict)  # type: ignore[arg-type]
-    with pytest.raises(ConfigError, match="'grpo' is taken by verl.algorithms.grpo.GRPO"):
+    with pytest.raises(ConfigError, match=r"'grpo' is taken by verl\.algorithms\.grpo\.GRPO"):
         register_algorithm("grpo")(Mine)
 
 

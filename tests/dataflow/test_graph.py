@@ -32,6 +32,17 @@ def test_order_follows_columns_and_after() -> None:
     assert graph.needs["prepare"] == ("ref", "reward", "rollout")
 
 
+def test_batch_node_that_reads_everything_comes_after_what_is_declared_before_it() -> None:
+    nodes = [*step()[:3], node("prepare", "*", "*", kind="batch"), node("shout", "response_tokens", "loud")]
+    graph = Graph(nodes)
+    assert graph.needs["prepare"] == ("rollout", "reward", "ref")
+    assert graph != Graph([nodes[0], nodes[4], *nodes[1:4]])
+    assert Graph([nodes[0], node("reward", "*", "reward"), *nodes[2:]]).needs["reward"] == ("rollout",)
+    update = node("update", "*", kind="batch", after=("prepare",))
+    assert Graph([*nodes, update]).needs["update"] == ("rollout", "prepare")
+    assert Graph([*nodes, update]).before["update"] == {"rollout", "reward", "ref", "prepare"}
+
+
 def test_equality_is_of_structure() -> None:
     graph = Graph(step())
     other = [node("reward", "response_tokens", "reward") if n.name == "reward" else n for n in reversed(step())]

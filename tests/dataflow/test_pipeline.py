@@ -1,11 +1,18 @@
 from collections.abc import Iterator
 
 import pytest
+import torch
+from tokenizers import Tokenizer, models, pre_tokenizers
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from verl.batch import Batch
 from verl.dataflow.graph import ANY, Graph, Node
 from verl.dataflow.pipeline import RLDataPipeline
 from verl.errors import ConfigError
+from verl.roles.actor import Actor
+from verl.roles.updater import Updater
+from verl.rollout.base import SamplingParams
+from verl.trainer.trainer import Trainer
 
 
 class Echo:
@@ -77,6 +84,43 @@ def test_same_graph_as_one_written_by_hand() -> None:
     pipeline = RLDataPipeline().add_stage("rollout", Echo()).add_stage("reward", reward_fn).add_stage("update", learner)
     score = Node(name="reward", run=lambda b: None, inputs=(ANY,), outputs=("reward", "abstain_reason", ANY))
     assert pipeline.graph == Graph([Echo().as_node("rollout"), score, *learner.as_node("update")])
+
+
+def tiny_actor() -> Actor:
+    letters = ["<pad>", "<eos>", *"abcdefghijklmnopqrstuvwxyz "]
+    core = Tokenizer(models.WordLevel({letter: i for i, letter in enumerate(letters)}, unk_token="<pad>"))
+    core.pre_tokenizer = pre_tokenizers.Split("", "isolated")
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=core, pad_token="<pad>", eos_token="<eos>")
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=len(letters),
+        hidden_size=16,
+        intermediate_size=32,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        eos_token_id=1,
+        pad_token_id=0,
+    )
+    return Actor(LlamaForCausalLM(config), tokenizer, sampling=SamplingParams(max_new_tokens=6))
+
+
+def text_lengths(texts: list[str]) -> list[float]:
+    return [float(len(text)) for text in texts]
+
+
+@pytest.mark.parametrize(("algorithm", "samples"), [("ppo", 1), ("grpo", 8), ("remax", 2)])
+def test_three_stages_are_a_training_step_and_the_same_graph_as_the_trainers(algorithm: str, samples: int) -> None:
+    actor = tiny_actor()
+    pipeline = RLDataPipeline().add_stage("rollout", actor).add_stage("reward", text_lengths)
+    pipeline.add_stage("update", Updater(algorithm, actor=actor))
+    before = [shard.tensor.clone() for shard in actor.shards()]
+    result = pipeline.run(["once upon a time"] * 4)
+    assert len(result.batch) == 4 * samples
+    assert result.batch["reward"] == [float(len(text)) for text in result.batch["response"]]
+    assert "loss/actor" in result.metrics
+    assert any(not torch.equal(old, shard.tensor) for old, shard in zip(before, actor.shards(), strict=True))
+    assert Trainer(tiny_actor(), reward_fn=text_lengths, algorithm=algorithm, log_dir=False).graph == pipeline.graph
 
 
 def test_a_node_gets_the_name_of_its_stage() -> None:

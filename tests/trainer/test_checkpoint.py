@@ -336,48 +336,66 @@ def test_directory_without_permission(tmp_path: Path, caplog: pytest.LogCaptureF
 # A crash at any moment.
 
 SAVER = """
-    import sys, torch
-    from pathlib import Path
+    import os, sys, torch
     from verl.trainer.checkpoint import CheckpointStore
-    store = CheckpointStore(sys.argv[1], keep=2)
-    first = store.load()
-    step = first.step if first else 0
-    print("ready", flush=True)
-    while True:
-        step += 1
-        tensors = {f"w{i}": torch.full((50_000,), float(step)) for i in range(4)}
-        assert store.save(step % 7 + 1, {"actor/weights": tensors, "trainer.json": {"step": step}}, {"model": "tiny"})
+    for line in sys.stdin:
+        child = os.fork()
+        if child:
+            print(child, flush=True)
+            os.waitpid(child, 0)
+            print("gone", flush=True)
+            continue
+        store = CheckpointStore(sys.argv[1], keep=2)
+        first = store.load()
+        value = first.json("trainer.json")["value"] if first else 0
+        while True:
+            value += 1
+            tensors = {f"w{i}": torch.full((50_000,), float(value)) for i in range(4)}
+            files = {"actor/weights": tensors, "trainer.json": {"value": value}}
+            assert store.save(value % 7 + 1, files, {"model": "tiny"})
 """
 
 
 def test_kill_at_any_moment_of_a_save_leaves_a_whole_checkpoint(tmp_path: Path) -> None:
     rng = random.Random(7)
-    leftovers = 0
-    for trial in range(8):
-        environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-        child = subprocess.Popen(
-            [sys.executable, "-c", textwrap.dedent(SAVER), str(tmp_path)], stdout=subprocess.PIPE, env=environment
-        )
-        assert child.stdout is not None
-        assert child.stdout.readline() == b"ready\n"
-        if trial == 0:
+    half_done = 0
+    saver = subprocess.Popen(
+        [sys.executable, "-c", textwrap.dedent(SAVER), str(tmp_path)],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+        text=True,
+        bufsize=1,
+    )
+    assert saver.stdin is not None
+    assert saver.stdout is not None
+    try:
+        for trial in range(24):
+            saver.stdin.write("next\n")
+            child = int(saver.stdout.readline())
             deadline = time.monotonic() + 20
-            while not (tmp_path / "latest").is_symlink() and time.monotonic() < deadline:
+            while trial == 0 and not (tmp_path / "latest").is_symlink() and time.monotonic() < deadline:
                 time.sleep(0.01)
-        time.sleep(0.02 + 0.2 * rng.random())
-        child.send_signal(signal.SIGKILL)
-        child.wait()
-        child.stdout.close()
-        leftovers += any(p.name.startswith(".") for p in tmp_path.iterdir())
-        store = CheckpointStore(tmp_path, keep=2)
-        found = store.load()
-        assert found is not None
-        assert found.skipped == ()
-        step = found.json("trainer.json")["step"]
-        assert all(torch.equal(t, torch.full((50_000,), float(step))) for t in found.tensors("actor/weights").values())
-        assert not [p for p in tmp_path.iterdir() if p.name.startswith(".")]
-        assert all(verify(store.path(s)).ok for s in store.steps())
-    assert leftovers, "no trial hit a save half done: the test shows nothing"
+            time.sleep(0.15 * rng.random())
+            os.kill(child, signal.SIGKILL)
+            assert saver.stdout.readline() == "gone\n"
+            half_done += any(p.name.startswith(".") for p in tmp_path.iterdir())
+            assert_whole(CheckpointStore(tmp_path, keep=2))
+            assert not [p for p in tmp_path.iterdir() if p.name.startswith(".")]
+    finally:
+        saver.stdin.close()
+        saver.wait()
+        saver.stdout.close()
+    assert half_done >= 3, "too few trials hit a save half done: the test shows nothing"
+
+
+def assert_whole(store: CheckpointStore) -> None:
+    found = store.load(identity={"model": "tiny"})
+    assert found is not None
+    assert found.skipped == ()
+    value = found.json("trainer.json")["value"]
+    assert all(torch.equal(t, torch.full((50_000,), float(value))) for t in found.tensors("actor/weights").values())
+    assert all(verify(store.path(step)).ok for step in store.steps())
 
 
 def test_half_a_replacement_is_undone(tmp_path: Path) -> None:

@@ -192,6 +192,10 @@ def test_log_probs_are_those_of_the_plain_forward_in_the_order_of_the_rows(kind:
     torch.testing.assert_close(found["entropy"], entropies.detach(), rtol=1e-10, atol=1e-10)
     assert not found["log_probs"].requires_grad
     assert engine.log_probs(batch).keys() == {"log_probs"}
+    assert {k: v.shape for k, v in engine.log_probs(batch.slice(0, 0), entropy=True).items()} == {
+        "log_probs": (0,),
+        "entropy": (0,),
+    }
 
 
 @settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.too_slow])
@@ -273,6 +277,25 @@ def test_the_record_of_a_micro_batch_is_what_it_says() -> None:
             assert x.columns["advantages"][x.sequence == row].tolist() == advantages[reward]
         assert x.columns["group"].shape == (x.num_sequences,)
         assert x.mask.dtype == torch.bool
+
+
+def test_old_log_probs_are_the_present_ones_unless_the_batch_has_them() -> None:
+    batch = ragged_batch(ROWS)
+    engine = shared_engine("llama", torch.float64)
+    engine.max_tokens = engine.max_rows = None
+    seen: list[LossInput] = []
+
+    def loss_fn(x: LossInput) -> Loss:
+        seen.append(x)
+        return policy_loss(x)
+
+    columns = ["advantages", "reward", "old_log_probs"]
+    gradients(engine, batch, loss_fn=loss_fn, columns=columns)
+    gradients(engine, batch.add({"old_log_probs": batch["advantages"]}), loss_fn=loss_fn, columns=columns)
+    assert seen[0].log_probs is not None
+    assert torch.equal(seen[0].columns["old_log_probs"], seen[0].log_probs)
+    assert not seen[0].columns["old_log_probs"].requires_grad
+    assert torch.equal(seen[1].columns["old_log_probs"], seen[1].columns["advantages"])
 
 
 def test_rows_of_a_coupled_group_meet_in_one_micro_batch() -> None:

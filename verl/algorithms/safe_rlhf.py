@@ -63,13 +63,12 @@ class SafeRLHF(PolicyGradient):
         return super().roles | {"cost"} | ({"critic", "cost_critic"} if self.baseline == "critics" else set())
 
     def prepare(self, batch: Batch) -> tuple[Batch, dict[str, float]]:
-        costs = batch.tensor("cost", torch.float64)
-        self._update_lambda(costs[costs.isfinite()].tolist())
-        total = len(batch)
-        batch, _ = drop_abstained(batch, ("reward", "cost"))
+        batch, abstained = drop_abstained(batch, ("reward", "cost"))
+        costs = batch.tensor("cost", torch.float64).tolist()
+        self._update_lambda(costs)
         prepared, metrics = super().prepare(batch)
-        mean = float(batch.tensor("cost", torch.float64).mean()) if len(batch) else 0.0
-        return prepared, {**metrics, "abstained": float(total - len(batch)), "cost/mean": mean, "lambda": self._lambda}
+        mean = sum(costs) / max(len(costs), 1)
+        return prepared, {**metrics, **abstained, "cost/mean": mean, "lambda": self._lambda}
 
     def estimate(self, e: Experience) -> dict[str, Tensor]:
         costs = e.responses.at_last_token(e.batch.tensor("cost", torch.float64)) + e.kl_penalty
@@ -101,7 +100,7 @@ class SafeRLHF(PolicyGradient):
         return (reward - self._lambda * cost) / (1 + self._lambda)
 
     def _update_lambda(self, costs: list[float]) -> None:
-        """One ascent step, by the finite costs of this batch and the window; none if the batch brought no cost."""
+        """One ascent step, by the costs of this batch and the window; none if the batch brought no cost."""
         self._batches += 1
         self._costs.extend(costs)
         if not costs or not self.lambda_lr or self._batches <= self.lambda_delay:

@@ -169,8 +169,8 @@ class _Run:
         return out
 
     async def _node(self, node: Node) -> None:
-        if node.kind == "batch":
-            await asyncio.gather(*(asyncio.shield(self.ended[name]) for name in self.graph.needs[node.name]))
+        first = self.graph.needs[node.name] if node.kind == "batch" else node.after
+        await asyncio.gather(*(asyncio.shield(self.ended[name]) for name in first))
         if node.kind == "source":
             await self._source(node)
         else:

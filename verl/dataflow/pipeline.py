@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Iterable, Mapping
+from dataclasses import replace
 from typing import Any
 
 from verl.batch import Batch
@@ -20,14 +21,20 @@ class RLDataPipeline:
     >>> result = pipeline.run(["Once upon a time"] * 4)
 
     A stage is one of
-        an object with `as_node(name)`, which returns a `Node` or several: `Actor`, `Reward`, `Updater`, ...
+        an `Actor`, a `Reward`, an `Updater`
+        an object with `as_node(name)`, which returns a `Node` or several
         a `Node`, which gets the stage's name
         a function of one parameter `batch`: it gets all columns of some samples and returns new ones, as a `Batch`
             or a mapping of lists
         any other function: a reward function, in one of the forms of `Reward`.
+
+    Args:
+        n: samples a prompt; None: what suits the updater's algorithm.
+        deadline: seconds for one call of a stage.
     """
 
-    def __init__(self, *, deadline: float = DEADLINE) -> None:
+    def __init__(self, *, n: int | None = None, deadline: float = DEADLINE) -> None:
+        self.n = n
         self.deadline = deadline
         self.stages: dict[str, Any] = {}
 
@@ -39,7 +46,10 @@ class RLDataPipeline:
         """
         if name in self.stages:
             raise ConfigError(f"the pipeline has a stage '{name}' already")
-        if not (hasattr(stage, "as_node") or isinstance(stage, Node) or callable(stage)):
+        from verl.roles.actor import Actor
+        from verl.roles.reward import Reward
+
+        if not (isinstance(stage, Actor | Reward | Node) or hasattr(stage, "as_node") or callable(stage)):
             raise ConfigError(
                 f"stage '{name}' is a {type(stage).__name__}: give an Actor, Reward, Updater, Node or function"
             )
@@ -49,7 +59,7 @@ class RLDataPipeline:
     @property
     def graph(self) -> Graph:
         """The graph that `run` runs."""
-        return Graph([node for name, stage in self.stages.items() for node in _nodes(name, stage)])
+        return Graph([node for name, stage in self.stages.items() for node in self._nodes(name, stage)])
 
     def run(self, prompts: Any) -> Result:
         """One pass of the prompts through all stages.
@@ -64,21 +74,31 @@ class RLDataPipeline:
             prompts = encoder.prompts(prompts)
         return run_graph(self.graph, prompts, deadline=self.deadline)
 
+    def _nodes(self, name: str, stage: Any) -> Iterable[Node]:
+        from verl.dataflow import nodes
+        from verl.roles.actor import Actor
+        from verl.roles.reward import Reward
+        from verl.roles.updater import Updater
 
-def _nodes(name: str, stage: Any) -> Iterable[Node]:
-    if hasattr(stage, "as_node"):
-        nodes = stage.as_node(name)
-        return [nodes] if isinstance(nodes, Node) else nodes
-    if isinstance(stage, Node):
-        values = {key: getattr(stage, key) for key in stage.__dataclass_fields__}
-        slot = "" if stage.slot == stage.name else stage.slot
-        return [Node(**{**values, "name": name, "slot": slot})]
-    if list(inspect.signature(stage).parameters) == ["batch"]:
-        return [Node(name=name, run=_columns(stage), inputs=(ANY,), outputs=(ANY,))]
-    from verl.dataflow.nodes import reward_node
-    from verl.roles.reward import Reward
-
-    return [reward_node(name, Reward(reward_fn=stage))]
+        if isinstance(stage, Actor):
+            # What is learned decides how many samples of a prompt it takes.
+            learned = next((s.algorithm for s in self.stages.values() if isinstance(s, Updater)), None)
+            baseline = learned is not None and learned.greedy_baseline
+            n = 1 if learned is None else learned.samples_per_prompt
+            return [nodes.rollout_node(name, stage, n=self.n or n, greedy_baseline=baseline)]
+        if isinstance(stage, Reward):
+            return [nodes.reward_node(name, stage)]
+        if isinstance(stage, Updater):
+            return [*nodes.experience_nodes(stage), *nodes.update_nodes(name, stage)]
+        if isinstance(stage, Node):
+            slot = "" if stage.slot == stage.name else stage.slot
+            return [replace(stage, name=name, slot=slot)]
+        if hasattr(stage, "as_node"):
+            made = stage.as_node(name)
+            return [made] if isinstance(made, Node) else made
+        if list(inspect.signature(stage).parameters) == ["batch"]:
+            return [Node(name=name, run=_columns(stage), inputs=(ANY,), outputs=(ANY,))]
+        return [nodes.reward_node(name, Reward(reward_fn=stage))]
 
 
 def _columns(function: Callable[[Batch], Any]) -> Callable[[Batch], Any]:

@@ -47,3 +47,12 @@ class Reward:
     def get_reward(self, sequences: Batch) -> Batch:
         """The same, waited for."""
         return run_reward(self.source, sequences).as_batch()
+
+    def state_dict(self) -> dict[str, Any]:
+        """What changes from batch to batch (a running average), as JSON."""
+        return self.source.state_dict() if hasattr(self.source, "state_dict") else {}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Restores `state_dict()`."""
+        if hasattr(self.source, "load_state_dict"):
+            self.source.load_state_dict(state)

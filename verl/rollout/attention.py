@@ -239,9 +239,7 @@ def _attend_piece(
     v = v.masked_fill(~seen.any(1)[:, None, :, None], 0)
     mixed = (weights.flatten(2, 3) @ v).unflatten(2, q.shape[2:4])
     tokens = piece.index[piece.real]
-    new_top, new_total, new_out = (
-        x.transpose(1, 2)[piece.real].flatten(1, 2) for x in (top, weights.sum(-1), mixed)
-    )
+    new_top, new_total, new_out = (x.transpose(1, 2)[piece.real].flatten(1, 2) for x in (top, weights.sum(-1), mixed))
     peak_after = torch.maximum(peak[tokens], new_top)
     before, now = (peak[tokens] - peak_after).exp(), (new_top - peak_after).exp()
     total[tokens] = total[tokens] * before + new_total * now
@@ -250,7 +248,7 @@ def _attend_piece(
 
 
 class _CPlan(ctypes.Structure):
-    _fields_ = [  # noqa: RUF012
+    _fields_ = [
         ("tokens", ctypes.c_int32),
         ("tiles", ctypes.c_int32),
         *((name, ctypes.c_void_p) for name in ("positions", "prefix", "slots", "own_begin")),
@@ -259,7 +257,7 @@ class _CPlan(ctypes.Structure):
 
 
 class _Call(ctypes.Structure):
-    _fields_ = [  # noqa: RUF012
+    _fields_ = [
         *((name, ctypes.c_void_p) for name in ("query", "key", "value", "out", "keys", "values")),
         *((f"{x}_{y}", ctypes.c_int64) for x in ("query", "key", "value") for y in ("token", "head")),
         *((name, ctypes.c_int32) for name in ("heads", "kv_heads", "head_dim", "window", "threads")),

@@ -22,6 +22,7 @@ from verl.models.packed import PackedModel
 from verl.rollout.attention import PagedAttention, Plan
 from verl.rollout.base import Request, Sample
 from verl.rollout.fused import fused_forward
+from verl.rollout.kernel import kernels
 from verl.rollout.kv_cache import BLOCK, KVCache, blocks_for
 from verl.rollout.response import Response, draw
 from verl.shard import Shard
@@ -122,6 +123,8 @@ class EmbeddedEngine:
         self.compiled = compiled
         fused = fused_forward(packed) if compiled else None
         self._hidden = packed.hidden if fused is None else fused.hidden
+        self._plain_head = compiled and kernels(packed.dtype, packed.device) is not None and _head_is_plain(packed)
+        self._logit_space = torch.empty(0, dtype=packed.dtype)
         self.policy_version = 0
         self.stats = EngineStats()
         self.cache = self._make_cache(kv_memory)
@@ -221,6 +224,7 @@ class EmbeddedEngine:
     def sleep(self) -> None:
         self._put_all_back()
         self.cache.release()
+        self._logit_space = torch.empty(0, dtype=self.packed.dtype)
 
     def wake(self) -> None:
         self.cache.allocate()
@@ -234,7 +238,9 @@ class EmbeddedEngine:
             wanted = 2 * self.max_batch * blocks_for(self.max_length) * size
             kv_memory = min(wanted, available_memory() // 2)
         if kv_memory < 2 * size:
-            raise ConfigError(f"rollout: a KV cache of {kv_memory} bytes holds no prompt and response of {size} bytes each")
+            raise ConfigError(
+                f"rollout: a KV cache of {kv_memory} bytes holds no prompt and response of {size} bytes each"
+            )
         return KVCache(
             kv_memory // size, packed.num_layers, packed.num_kv_heads, packed.head_dim, packed.dtype, packed.device
         )
@@ -350,14 +356,26 @@ class EmbeddedEngine:
         states = torch.cat([hidden, torch.stack(first)]) if first else hidden
         fresh = iter(range(len(hidden), len(states)))
         index = [next(fresh) if index < 0 else index for _, index in rows]
-        logits = self.packed.logits(states.index_select(0, torch.tensor(index, device=hidden.device)))
-        draw([sequence.response for sequence, _ in rows], logits, self.policy_version)
+        logits = self._logits(states.index_select(0, torch.tensor(index, device=hidden.device)))
+        draw([sequence.response for sequence, _ in rows], logits, self.policy_version, self.compiled)
         for sequence, _ in rows:
             if sequence.response.finish is not None:
                 self._leave(sequence)
                 self._finished.append(sequence)
         self.stats.generated_tokens += len(rows)
         self.stats.sampling_seconds += time.perf_counter() - started
+
+    def _logits(self, states: Tensor) -> Tensor:
+        """Logits `[N, V]`; without a copy in fp32 where the head is plain and the kernel reads its own dtype."""
+        if not self._plain_head:
+            return self.packed.logits(states)
+        weight, bias = self.packed.head()
+        if len(self._logit_space) < len(states):
+            self._logit_space = states.new_empty(self.max_batch, len(weight))
+        out = self._logit_space[: len(states)]
+        if bias is None:
+            return torch.mm(states, weight.t(), out=out)
+        return torch.addmm(bias, states, weight.t(), out=out)
 
     def _leave(self, sequence: _Sequence) -> None:
         """Take a response out of the running ones; its prompt goes with the last of them."""
@@ -378,6 +396,14 @@ class EmbeddedEngine:
     def _put_all_back(self) -> None:
         for sequence in reversed(self._running.copy()):
             self._put_back(sequence)
+
+
+@torch.no_grad()
+def _head_is_plain(packed: PackedModel) -> bool:
+    """Whether logits are the head's linear map and nothing else (no scale, no soft cap)."""
+    states = torch.linspace(-3, 3, 2 * packed.hidden_size, dtype=packed.dtype).view(2, -1)
+    plain = torch.nn.functional.linear(states, *packed.head())
+    return torch.equal(packed.logits(states), plain.to(torch.promote_types(plain.dtype, torch.float32)))
 
 
 def _max_length(packed: PackedModel, wanted: int | None) -> int:

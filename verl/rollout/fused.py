@@ -127,17 +127,13 @@ class _Recorder:
     """A context over one fresh sequence that notes the scale and window of each layer."""
 
     def __init__(self, packed: PackedModel) -> None:
-        cache = KVCache(
-            1, packed.num_layers, packed.num_kv_heads, packed.head_dim, packed.dtype, packed.device
-        )
+        cache = KVCache(1, packed.num_layers, packed.num_kv_heads, packed.head_dim, packed.dtype, packed.device)
         plan = Plan(packed.num_heads // packed.num_kv_heads)
         plan.add_prompt(_PROBE, 0, [0])
         self._attention = PagedAttention(cache, plan)
         self.calls: dict[int, tuple[float, int | None]] = {}
 
-    def attend(
-        self, layer: int, query: Tensor, key: Tensor, value: Tensor, scale: float, window: int | None
-    ) -> Tensor:
+    def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, scale: float, window: int | None) -> Tensor:
         self.calls[layer] = (scale, window)
         return self._attention.attend(layer, query, key, value, scale, window)
 

@@ -18,7 +18,6 @@ from collections import OrderedDict
 from collections.abc import Sequence
 
 import torch
-from torch import Tensor
 
 from verl.errors import RolloutError
 

@@ -75,8 +75,8 @@ class Response:
         return Sample(self.id, self.tokens, self.log_probs, self.finish or "abort", version, text)
 
 
-def draw(responses: Sequence[Response], logits: Tensor, policy_version: int) -> None:
-    """The next token of each response from its row of `logits` `[N, V]`, which are overwritten.
+def draw(responses: Sequence[Response], logits: Tensor, policy_version: int, compiled: bool = True) -> None:
+    """The next token of each response from its row of `logits` `[N, V]`, which may be overwritten.
 
     Raises:
         RolloutError: logits that are not finite.
@@ -88,7 +88,7 @@ def draw(responses: Sequence[Response], logits: Tensor, policy_version: int) -> 
     }
     numbers = torch.from_numpy(uniforms([r.stream for r in responses], [len(r.tokens) for r in responses]))
     table = SamplingTable.of([r.params for r in responses], banned, logits.device)
-    tokens, log_probs = sample(logits, numbers.to(logits.device), table)
+    tokens, log_probs = sample(logits, numbers.to(logits.device), table, compiled)
     if not bool(log_probs.isfinite().all()):
         row = int((~log_probs.isfinite()).nonzero()[0])
         raise RolloutError(

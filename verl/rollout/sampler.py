@@ -5,11 +5,14 @@ u x total. The weights are summed over blocks of the vocabulary; the block is fo
 token within its block. So one pass over the logits serves the choice and the log-prob, and nothing of
 the size of the logits is sorted, scanned or allocated.
 
+On CPU a kernel does it; the torch code here is its reference, and serves other devices and banned tokens.
+
 Legend: N rows, V vocabulary, B = ceil(V / BLOCK) blocks.
 """
 
 from __future__ import annotations
 
+import ctypes
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -17,6 +20,7 @@ import torch
 from torch import Tensor
 
 from verl.rollout.base import SamplingParams
+from verl.rollout.kernel import Kernels, kernels
 
 BLOCK = 256
 # Rows are worked on in pieces of about this size, which stay in the cache between the passes.
@@ -27,82 +31,114 @@ _CANDIDATES = 1024
 
 @dataclass(frozen=True)
 class SamplingTable:
-    """The parameters of N rows as tensors `[N]`; `filtered` are the rows that do not use the full distribution."""
+    """The parameters of N rows as tensors `[N]`, fp64 or int64; `inverse_temperature` 0 is greedy."""
 
-    temperature: Tensor
+    inverse_temperature: Tensor
     top_k: Tensor
     top_p: Tensor
     min_p: Tensor
-    greedy: list[int]
-    filtered: list[int]
     banned: dict[int, Sequence[int]]
 
     @classmethod
     def of(
-        cls, params: Sequence[SamplingParams], banned: dict[int, Sequence[int]] | None = None, device: str = "cpu"
+        cls,
+        params: Sequence[SamplingParams],
+        banned: dict[int, Sequence[int]] | None = None,
+        device: torch.device | str = "cpu",
     ) -> SamplingTable:
         """`banned[row]`: tokens which that row must not sample."""
-        banned = banned or {}
+        inverse = [1 / p.temperature if p.temperature else 0.0 for p in params]
         return cls(
-            temperature=torch.tensor([p.temperature or 1.0 for p in params], dtype=torch.float64, device=device),
-            top_k=torch.tensor([p.top_k for p in params], device=device),
+            inverse_temperature=torch.tensor(inverse, dtype=torch.float64, device=device),
+            top_k=torch.tensor([p.top_k for p in params], dtype=torch.int64, device=device),
             top_p=torch.tensor([p.top_p for p in params], dtype=torch.float64, device=device),
             min_p=torch.tensor([p.min_p for p in params], dtype=torch.float64, device=device),
-            greedy=[i for i, p in enumerate(params) if p.temperature == 0],
-            filtered=[
-                i
-                for i, p in enumerate(params)
-                if i in banned or (p.temperature > 0 and (p.top_k or p.top_p < 1 or p.min_p))
-            ],
-            banned=banned,
+            banned=banned or {},
+        )
+
+    def rows(self, index: list[int]) -> SamplingTable:
+        banned = {i: self.banned[row] for i, row in enumerate(index) if row in self.banned}
+        return SamplingTable(
+            self.inverse_temperature[index], self.top_k[index], self.top_p[index], self.min_p[index], banned
         )
 
 
-def sample(logits: Tensor, uniforms: Tensor, table: SamplingTable) -> tuple[Tensor, Tensor]:
+def sample(logits: Tensor, uniforms: Tensor, table: SamplingTable, compiled: bool = True) -> tuple[Tensor, Tensor]:
     """One token a row, and its log-prob under the temperature-scaled full distribution.
 
     Args:
-        logits: `[N, V]` fp32 or fp64; overwritten.
+        logits: `[N, V]`; computed in fp64 if they are fp64, else in fp32. May be overwritten.
         uniforms: `[N]` fp64 in [0, 1).
         table: parameters of the N rows.
+        compiled: on CPU use the compiled kernel where it can be built.
 
     Returns:
-        Tokens `[N]` int64, and log-probs `[N]` in the dtype of the logits (NaN where a row's logits are not finite).
+        Tokens `[N]` int64, and log-probs `[N]` fp64 (NaN where a row's logits are not finite).
 
     Deviation: where weights tie at the boundary of top-k or top-p all of them are kept, so that the outcome
     does not depend on an order of sorting.
     """
-    weights, sums, greedy = _weights(logits, table)
-    log_total = sums.sum(-1).log()
-    if table.filtered:
-        _filter(weights, sums, greedy, table)
-    tokens = _inverse_cdf(weights, sums, uniforms)
-    if table.greedy:
-        tokens[table.greedy] = greedy[table.greedy]
-    log_probs = weights.gather(1, tokens[:, None])[:, 0].log() - log_total
+    kernel = kernels(logits.dtype, logits.device) if compiled else None
+    if kernel is None:
+        return _sample(logits if logits.dtype == torch.float64 else logits.float(), uniforms, table)
+    rows = list(table.banned)
+    special = logits[rows].to(torch.float64 if logits.dtype == torch.float64 else torch.float32)
+    tokens, log_probs = _choose(kernel, logits, uniforms, table)
+    if rows:
+        tokens[rows], log_probs[rows] = _sample(special, uniforms[rows], table.rows(rows))
     return tokens, log_probs
 
 
-def _weights(logits: Tensor, table: SamplingTable) -> tuple[Tensor, Tensor, Tensor]:
+class _Rows(ctypes.Structure):
+    _fields_ = [
+        *((name, ctypes.c_void_p) for name in ("logits", "uniforms", "inverse_temperature", "top_k", "top_p")),
+        *((name, ctypes.c_void_p) for name in ("min_p", "tokens", "log_probs")),
+        *((name, ctypes.c_int64) for name in ("rows", "vocabulary", "row_stride", "threads")),
+    ]
+
+
+def _choose(kernel: Kernels, logits: Tensor, uniforms: Tensor, table: SamplingTable) -> tuple[Tensor, Tensor]:
+    logits = logits if logits.stride(1) == 1 else logits.contiguous()
+    tokens = torch.empty(len(logits), dtype=torch.int64)
+    log_probs = torch.empty(len(logits), dtype=torch.float64)
+    columns = (logits, uniforms, table.inverse_temperature, table.top_k, table.top_p, table.min_p, tokens, log_probs)
+    rows = _Rows(*(x.data_ptr() for x in columns), *logits.shape, logits.stride(0), torch.get_num_threads())
+    kernel.choose(ctypes.byref(rows))
+    return tokens, log_probs
+
+
+def _sample(logits: Tensor, uniforms: Tensor, table: SamplingTable) -> tuple[Tensor, Tensor]:
+    """The same in torch operations; fp32 or fp64 logits are overwritten."""
+    greedy = table.inverse_temperature == 0
+    weights, sums, best = _weights(logits, torch.where(greedy, 1.0, table.inverse_temperature), bool(greedy.any()))
+    log_total = sums.double().sum(-1).log()
+    filtered = (~greedy & ((table.top_k > 0) | (table.top_p < 1) | (table.min_p > 0))).nonzero()[:, 0].tolist()
+    if filtered or table.banned:
+        _filter(weights, sums, best, table, sorted({*filtered, *table.banned}))
+    tokens = torch.where(greedy, best, _inverse_cdf(weights, sums, uniforms))
+    log_probs = weights.gather(1, tokens[:, None])[:, 0].double().log() - log_total
+    return tokens, log_probs
+
+
+def _weights(logits: Tensor, inverse: Tensor, greedy: bool) -> tuple[Tensor, Tensor, Tensor]:
     """exp((x - max) / T) in the place of the logits `[N, V]`, its block sums `[N, B]`, greedy choices `[N]`."""
     rows, vocab = logits.shape
     sums = logits.new_empty(rows, -(-vocab // BLOCK))
-    greedy = torch.zeros(rows, dtype=torch.int64, device=logits.device)
-    inverse = (1.0 / table.temperature).to(logits.dtype)[:, None]
-    scaled = bool((table.temperature != 1).any())
+    best = torch.zeros(rows, dtype=torch.int64, device=logits.device)
+    scaled = bool((inverse != 1).any())
+    inverse = inverse.to(logits.dtype)[:, None]
     piece = max(1, _PIECE_BYTES // (vocab * logits.element_size())) if logits.is_cpu else rows
     for start in range(0, rows, piece):
         x = logits[start : start + piece]
-        if table.greedy:
-            peak, greedy[start : start + piece] = x.max(-1)
-        else:
-            peak = x.amax(-1)
+        peak = x.amax(-1)
+        if greedy:
+            best[start : start + piece] = x.argmax(-1)
         x.sub_(peak[:, None])
         if scaled:
             x.mul_(inverse[start : start + piece])
         x.exp_()
         _block_sums(x, sums[start : start + piece])
-    return logits, sums, greedy
+    return logits, sums, best
 
 
 def _block_sums(weights: Tensor, out: Tensor) -> None:
@@ -112,14 +148,13 @@ def _block_sums(weights: Tensor, out: Tensor) -> None:
         torch.sum(weights[:, whole:], -1, out=out[:, -1])
 
 
-def _filter(weights: Tensor, sums: Tensor, greedy: Tensor, table: SamplingTable) -> None:
+def _filter(weights: Tensor, sums: Tensor, best: Tensor, table: SamplingTable, rows: list[int]) -> None:
     """Set the weights of tokens that may not be sampled to 0; order as in transformers: top-k, top-p, min-p."""
-    rows = table.filtered
     kept = weights[rows]
     for i, row in enumerate(rows):
         if row in table.banned:
             kept[i, list(table.banned[row])] = 0
-    peak, greedy[rows] = kept.max(-1)
+    peak, best[rows] = kept.max(-1)
     kept *= kept >= _smallest_top_k(kept, table.top_k[rows])[:, None]
     kept *= kept >= _smallest_top_p(kept, table.top_p[rows])[:, None]
     kept *= kept >= (table.min_p[rows] * peak)[:, None].to(kept.dtype)

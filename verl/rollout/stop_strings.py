@@ -40,7 +40,5 @@ class StopWatch:
         return bool(found)
 
     def _decode(self, tokens: Sequence[int]) -> str:
-        text = self._tokenizer.decode(
-            list(tokens), skip_special_tokens=True, clean_up_tokenization_spaces=False
-        )
+        text = self._tokenizer.decode(list(tokens), skip_special_tokens=True, clean_up_tokenization_spaces=False)
         return str(text)

@@ -29,7 +29,18 @@ from typing import TYPE_CHECKING, Any
 from verl.batch import Batch
 from verl.errors import CheckpointError, DataError
 from verl.shard import Shard
-from verl.trainer.durable import alive, digest, link_atomic, publish, recover, remove, seal, sync_directory
+from verl.trainer.durable import (
+    clear_staging,
+    digest,
+    link_atomic,
+    publish,
+    recover,
+    remove,
+    seal,
+    staging_of,
+    sync_directory,
+    try_remove,
+)
 
 if TYPE_CHECKING:
     import torch
@@ -39,7 +50,6 @@ logger = logging.getLogger(__name__)
 FORMAT = 1
 MANIFEST = "manifest.json"
 _STEP = re.compile(r"step-(\d{6,})")
-_STAGING = re.compile(r"\.staging-(\d+)-.*")
 _NAME = re.compile(r"[\w-][\w.-]*(/[\w-][\w.-]*)*", re.ASCII)
 
 
@@ -128,7 +138,7 @@ class CheckpointStore:
         #: saves that the disk did not take
         self.failures = 0
         if self.directory.is_dir():
-            _clear(self.directory)
+            clear_staging(self.directory)
 
     def path(self, step: int) -> Path:
         return self.directory / f"step-{step:06d}"
@@ -185,7 +195,7 @@ class CheckpointStore:
 
     def _discard(self, path: Path) -> None:
         # Renamed first: a crash amid the deletion leaves no half checkpoint under a real name.
-        doomed = path.with_name(f".staging-{os.getpid()}-{path.name}-old")
+        doomed = staging_of(path)
         os.rename(path, doomed)
         remove(doomed)
 
@@ -205,11 +215,11 @@ def save_checkpoint(
         CheckpointError: a name or a content that a checkpoint cannot hold.
     """
     path = Path(path).absolute()
-    staging = path.with_name(f".staging-{os.getpid()}-{path.name}")
+    staging = staging_of(path)
     began = time.perf_counter()
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        _clear(path.parent)
+        clear_staging(path.parent)
         staging.mkdir()
         nbytes = _fill(staging, step, files, identity or {})
         publish(staging, path)
@@ -218,7 +228,7 @@ def save_checkpoint(
         logger.warning("%s; training goes on, earlier checkpoints are untouched", error_text)
         return SaveResult(error=error_text, seconds=time.perf_counter() - began)
     finally:
-        _try_remove(staging)
+        try_remove(staging)
     return SaveResult(path=path, nbytes=nbytes, seconds=time.perf_counter() - began)
 
 
@@ -311,7 +321,7 @@ def _fill(staging: Path, step: int, files: Mapping[str, Any], identity: Mapping[
             folders.update(folder for folder in target.parents if folder.is_relative_to(staging))
             for written in _write_content(target, content() if callable(content) else content):
                 seals[written] = sealer.submit(seal, written)
-    entries = {
+    entries: dict[str, dict[str, Any]] = {
         path.relative_to(staging).as_posix(): {"sha256": sealed.result(), "size": path.stat().st_size}
         for path, sealed in seals.items()
     }
@@ -397,26 +407,6 @@ def _check_identity(root: Path, saved: Mapping[str, str], wanted: Mapping[str, s
             f"checkpoint {root} belongs to another model or configuration: {'; '.join(differences)}. Use the model and "
             "configuration it was made with, or start anew"
         )
-
-
-def _clear(directory: Path) -> None:
-    """Remove the staging directories of processes that are gone; undo half a replacement."""
-    for entry in directory.iterdir():
-        match = _STAGING.fullmatch(entry.name)
-        if match and (int(match[1]) == os.getpid() or not alive(int(match[1]))):
-            _try_remove(entry)
-        elif entry.name.startswith(".replaced-"):
-            path = entry.with_name(entry.name.removeprefix(".replaced-"))
-            recover(path)
-            if path.exists():
-                _try_remove(entry)
-
-
-def _try_remove(path: Path) -> None:
-    try:
-        remove(path)
-    except OSError as error:
-        logger.debug("%s cannot be removed: %s", path, error)
 
 
 def _reason(error: OSError) -> str:

@@ -3,14 +3,39 @@
 from __future__ import annotations
 
 import hashlib
+import logging
 import os
+import re
 import shutil
 from pathlib import Path
+
+logger = logging.getLogger(__name__)
+
+_STAGING = re.compile(r"\.staging-(\d+)-.*")
+_REPLACED = ".replaced-"
+
+
+def staging_of(path: Path) -> Path:
+    """Where something is made that is then renamed to `path`."""
+    return path.with_name(f".staging-{os.getpid()}-{path.name}")
+
+
+def clear_staging(directory: Path) -> None:
+    """Remove what processes that are gone left half made in a directory, and undo half a replacement."""
+    for entry in directory.iterdir():
+        match = _STAGING.fullmatch(entry.name)
+        if match and (int(match[1]) == os.getpid() or not alive(int(match[1]))):
+            try_remove(entry)
+        elif entry.name.startswith(_REPLACED):
+            path = entry.with_name(entry.name.removeprefix(_REPLACED))
+            recover(path)
+            if path.exists():
+                try_remove(entry)
 
 
 def write_atomic(path: Path, text: str) -> None:
     """Replace a text file whole: a reader, or a crash, sees the old content or the new."""
-    staging = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    staging = staging_of(path)
     try:
         with staging.open("w", encoding="utf-8") as file:
             file.write(text)
@@ -24,7 +49,7 @@ def write_atomic(path: Path, text: str) -> None:
 
 def link_atomic(link: Path, target: str) -> None:
     """Let a symbolic link point elsewhere, never missing in between. A convenience: failing is no error."""
-    staging = link.with_name(f".{link.name}.{os.getpid()}.tmp")
+    staging = staging_of(link)
     try:
         staging.unlink(missing_ok=True)
         staging.symlink_to(target)
@@ -91,6 +116,14 @@ def remove(path: Path) -> None:
         shutil.rmtree(path)
 
 
+def try_remove(path: Path) -> None:
+    """`remove`; on a disk that refuses, what should go stays."""
+    try:
+        remove(path)
+    except OSError as error:
+        logger.debug("%s cannot be removed: %s", path, error)
+
+
 def alive(pid: int) -> bool:
     """Whether a process of this machine has that id."""
     try:
@@ -103,4 +136,4 @@ def alive(pid: int) -> bool:
 
 
 def _replaced(path: Path) -> Path:
-    return path.with_name(f".replaced-{path.name}")
+    return path.with_name(f"{_REPLACED}{path.name}")

@@ -15,6 +15,7 @@ import numpy as np
 
 from verl.batch import Batch
 from verl.errors import ConfigError, DataError
+from verl.trainer.durable import staging_of, try_remove
 
 logger = logging.getLogger(__name__)
 
@@ -166,7 +167,7 @@ def save_completions(
         What went wrong, or None.
     """
     path = Path(path)
-    staging = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    staging = staging_of(path)
     samples = samples if limit is None else samples.slice(0, limit)
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -176,12 +177,5 @@ def save_completions(
         logger.warning("completions were not saved to %s: %s", path, error)
         return str(error)
     finally:
-        _discard(staging)
+        try_remove(staging)
     return None
-
-
-def _discard(staging: Path) -> None:
-    try:
-        staging.unlink(missing_ok=True)
-    except OSError as error:
-        logger.debug("%s cannot be removed: %s", staging, error)

@@ -12,6 +12,13 @@ import torch
 from verl.errors import CheckpointError
 
 
+def seed_everything(seed: int) -> None:
+    """Seed the process-wide generators, for user code that draws from them; the system's own numbers do not."""
+    random.seed(seed)
+    np.random.seed(seed % 2**32)
+    torch.manual_seed(seed)
+
+
 def rng_state() -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
     """State of torch (CPU and every CUDA device), NumPy's global generator and `random`."""
     version, words, gauss = random.getstate()

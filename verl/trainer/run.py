@@ -11,6 +11,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+import torch
 from rich.console import Console
 from rich.table import Table
 
@@ -24,6 +25,7 @@ from verl.trainer.durable import write_atomic
 from verl.trainer.evaluation import MetricFn, binomial_interval, paired_bootstrap, save_completions
 from verl.trainer.logging import open_logger, setup_logging
 from verl.trainer.report import write_report
+from verl.trainer.rng import seed_everything
 from verl.trainer.run_dir import Run, open_run
 from verl.trainer.signals import StopSignal
 
@@ -43,11 +45,10 @@ def train(config: Config, *, fresh: bool = False) -> dict[str, Any]:
         VerlError: what stops a run, by the boundary where it arose.
         SystemExit: a signal asked for the end; a checkpoint has been written.
     """
-    if config.trainer.threads is not None:
-        import torch
-
-        torch.set_num_threads(config.trainer.threads)
     trainer = config.trainer
+    if trainer.threads is not None:
+        torch.set_num_threads(trainer.threads)
+    seed_everything(trainer.seed)
     with open_run(
         trainer.output_dir, run_id(config), config=to_yaml(config), total_steps=trainer.total_steps, fresh=fresh
     ) as run:
@@ -247,7 +248,6 @@ def _flat(settings: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
 
 
 def _environment() -> dict[str, Any]:
-    import torch
     import transformers
 
     import verl

@@ -25,7 +25,7 @@ from pathlib import Path
 from typing import Any, Literal, TextIO
 
 from verl.errors import ConfigError
-from verl.trainer.durable import alive, link_atomic, write_atomic
+from verl.trainer.durable import alive, clear_staging, link_atomic, write_atomic
 
 if sys.platform != "win32":
     import fcntl
@@ -127,6 +127,8 @@ def open_run(
             os.rename(path, _aside(path))
         for folder in ("checkpoints", "completions", "logs"):
             (path / folder).mkdir(parents=True, exist_ok=True)
+        for folder in (path.parent, path, path / "completions"):
+            clear_staging(folder)
         attempts = [int(file.stem) for file in (path / "logs").glob("*.log") if file.stem.isdigit()]
         run = Run(path, status, max(attempts, default=0) + 1)
         run.log.touch()

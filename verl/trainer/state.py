@@ -77,6 +77,7 @@ def contents(trainer: Trainer, extra: Mapping[str, Any] | None = None) -> dict[s
         "steps": trainer.steps,
         "skipped": trainer.skipped,
         "algorithm": trainer.algorithm.state_dict(),
+        "reward": trainer.reward.state_dict(),
         "roles": counters,
         "random": random_meta,
         "extra": dict(extra or {}),
@@ -99,6 +100,7 @@ def restore(trainer: Trainer, checkpoint: Checkpoint) -> dict[str, Any]:
         handle.group.call("load_state", checkpoint.tensors(f"{role}/optimizer"), state["roles"][role])
     trainer.steps, trainer.skipped = state["steps"], state["skipped"]
     trainer.algorithm.load_state_dict(state["algorithm"])
+    trainer.reward.load_state_dict(state["reward"])
     trainer.buffer.load_state(checkpoint.batch("buffer.parquet"))
     set_rng_state(checkpoint.tensors("random"), state["random"])
     extra: dict[str, Any] = state["extra"]

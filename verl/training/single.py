@@ -188,13 +188,15 @@ class SingleEngine:
     def _predict_all(self, batch: Batch, temperature: float = 1.0, entropy: bool = False) -> dict[str, Tensor]:
         """Predictions of any number of rows, put back into their order."""
         lengths = [1] * len(batch) if self.head == "score" else batch.lengths("response_tokens")
-        pieces: dict[str, dict[int, Tensor]] = {}
+        names = {"lm": ["log_probs", *["entropy"] * entropy], "value": ["values"], "score": ["scores"]}[self.head]
+        pieces: dict[str, dict[int, Tensor]] = {name: {} for name in names}
         with self._precision():
             for rows in self._split(batch):
                 for name, flat in self._predict(batch.take(rows), temperature, entropy).items():
                     parts = flat.cpu().split([lengths[row] for row in rows])
-                    pieces.setdefault(name, {}).update(zip(rows, parts, strict=True))
-        return {name: torch.cat([parts[row] for row in range(len(batch))]) for name, parts in pieces.items()}
+                    pieces[name].update(zip(rows, parts, strict=True))
+        none = torch.empty(0, dtype=self.exact)
+        return {name: torch.cat([none, *(by_row[row] for row in sorted(by_row))]) for name, by_row in pieces.items()}
 
     @contextmanager
     def _updating(self) -> Iterator[None]:

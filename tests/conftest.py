@@ -1,0 +1,72 @@
+"""A tiny model directory with a byte-level tokenizer: real files, loaded as any model is."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from transformers import (
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    GPT2Config,
+    LlamaConfig,
+    PreTrainedTokenizerFast,
+    Qwen2Config,
+)
+
+os.environ["HF_HUB_OFFLINE"] = "1"
+torch.set_num_threads(1)
+
+SPECIAL = ["<|end|>", "<|user|>", "<|assistant|>", "<|system|>"]
+CHAT = (
+    "{% for m in messages %}<|{{ m.role }}|>{{ m.content }}<|end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|assistant|>{% endif %}"
+)
+IDS = {"vocab_size": 260, "bos_token_id": 0, "eos_token_id": 0, "pad_token_id": 0}
+SIZES = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
+CONFIGS = {
+    "llama": lambda: LlamaConfig(**IDS, **SIZES, num_key_value_heads=2, tie_word_embeddings=True),
+    "qwen2": lambda: Qwen2Config(**IDS, **SIZES, num_key_value_heads=2),
+    "gpt2": lambda: GPT2Config(**IDS, n_embd=32, n_layer=2, n_head=4, n_positions=256),
+}
+
+
+def byte_tokenizer(merges: tuple[tuple[str, str], ...] = ()) -> PreTrainedTokenizerFast:
+    """One token a byte, and one for each merge."""
+    letters = sorted(pre_tokenizers.ByteLevel.alphabet())
+    tokens = [*SPECIAL, *letters, *(a + b for a, b in merges)]
+    core = Tokenizer(models.BPE(vocab={token: i for i, token in enumerate(tokens)}, merges=list(merges)))
+    core.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    core.decoder = decoders.ByteLevel()
+    core.add_special_tokens(SPECIAL)
+    return PreTrainedTokenizerFast(
+        tokenizer_object=core, eos_token="<|end|>", pad_token="<|end|>", chat_template=CHAT
+    )
+
+
+def save_tiny(path: Path, kind: str = "llama", dtype: torch.dtype = torch.float32, seed: int = 0) -> Path:
+    """A tiny random model and its tokenizer, as a Hugging Face directory."""
+    torch.manual_seed(seed)
+    model = AutoModelForCausalLM.from_config(CONFIGS[kind](), dtype=dtype)
+    model.save_pretrained(path)
+    byte_tokenizer().save_pretrained(path)
+    assert AutoTokenizer.from_pretrained(path).eos_token_id == 0
+    return path
+
+
+@pytest.fixture(scope="session")
+def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A tiny Llama directory in fp32."""
+    return save_tiny(tmp_path_factory.mktemp("models") / "tiny-llama")
+
+
+@pytest.fixture(scope="session")
+def make_tiny(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
+    """Tiny model directories: `make_tiny(kind, dtype, seed)`."""
+    return lambda kind="llama", dtype=torch.float32, seed=0: save_tiny(
+        tmp_path_factory.mktemp("models") / f"tiny-{kind}", kind, dtype, seed
+    )

@@ -1,0 +1,257 @@
+"""Whole runs of `verl train` on a tiny real model: resume after any end, what is left behind, what is refused."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from verl.config import build_config
+from verl.errors import CheckpointError, ConfigError, DataError
+from verl.trainer.checkpoint import load_checkpoint
+from verl.trainer.run import train
+from verl.trainer.state import verify
+
+REWARD = '''
+import os
+import signal
+
+
+def low(responses, prompts):
+    return [sum(ord(c) < 100 for c in r) / max(len(r), 1) for r in responses]
+
+
+def killing(responses, prompts):
+    """Dies without a word when the file that KILL_FILE names has a number of calls left of 0."""
+    path = os.environ["KILL_FILE"]
+    left = int(open(path).read())
+    open(path, "w").write(str(left - 1))
+    if left == 0:
+        os.kill(os.getpid(), signal.SIGKILL)
+    return low(responses, prompts)
+'''
+TIMED = ("time/", "tokens_per_s", "memory/")
+
+
+def settings(tmp_path: Path, model: Path, **changes: Any) -> dict[str, Any]:
+    """Settings of a small run, with dotted keys changed."""
+    reward = tmp_path / "reward.py"
+    reward.write_text(REWARD)
+    lines = [{"prompt": f"Tell me about the number {i}"} for i in range(12)]
+    (tmp_path / "train.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    (tmp_path / "eval.jsonl").write_text("".join(json.dumps({"prompt": f"And about {i}?"}) + "\n" for i in range(6)))
+    flat = {
+        "actor_rollout_ref.model.path": str(model),
+        "actor_rollout_ref.actor.optim.lr": 1e-3,
+        "actor_rollout_ref.rollout.n": 4,
+        "actor_rollout_ref.rollout.max_new_tokens": 6,
+        "data.train": str(tmp_path / "train.jsonl"),
+        "data.eval": str(tmp_path / "eval.jsonl"),
+        "data.batch_size": 3,
+        "reward.path": f"{reward}:low",
+        "trainer.total_steps": 6,
+        "trainer.save_every": 2,
+        "trainer.eval_every": 3,
+        "trainer.output_dir": str(tmp_path / "runs"),
+        "trainer.loggers": ["tensorboard"],
+        "trainer.run_name": "test",
+        **changes,
+    }
+    nested: dict[str, Any] = {}
+    for key, value in flat.items():
+        *parents, last = key.split(".")
+        node = nested
+        for name in parents:
+            node = node.setdefault(name, {})
+        node[last] = value
+    return nested
+
+
+def run_dir(tmp_path: Path) -> Path:
+    return (tmp_path / "runs" / "latest").resolve()
+
+
+def rows(directory: Path) -> list[dict[str, Any]]:
+    """Metric rows without what a clock measured."""
+    lines = (directory / "metrics.jsonl").read_text().splitlines()
+    return [{k: v for k, v in json.loads(line).items() if not any(t in k for t in TIMED)} for line in lines]
+
+
+def final_state(directory: Path) -> dict[str, torch.Tensor]:
+    checkpoint = load_checkpoint(directory / "checkpoints" / "latest")
+    names = [name for name in ("actor/weights", "actor/optimizer", "critic/weights", "critic/optimizer", "random")]
+    return {f"{n}:{k}": v for n in names if n in checkpoint for k, v in checkpoint.tensors(n).items()}
+
+
+def assert_same_run(a: Path, b: Path) -> None:
+    first, second = final_state(a), final_state(b)
+    assert first.keys() == second.keys() and len(first) > 10
+    assert [name for name in first if not torch.equal(first[name], second[name])] == []
+    assert rows(a) == rows(b)
+
+
+PPO = {"algorithm.name": "ppo", "actor_rollout_ref.rollout.n": 2, "actor_rollout_ref.actor.mini_batch_size": 2}
+
+
+@pytest.mark.parametrize("algorithm", [{}, PPO], ids=["grpo", "ppo"])
+def test_steps_equal_steps_before_and_after_a_resume(
+    tmp_path: Path, tiny: Path, algorithm: dict[str, Any]
+) -> None:
+    (tmp_path / "a").mkdir()
+    (tmp_path / "b").mkdir()
+    summary = train(build_config(settings(tmp_path / "a", tiny, **algorithm)))
+    train(build_config(settings(tmp_path / "b", tiny, **algorithm, **{"trainer.total_steps": 4})))
+    train(build_config(settings(tmp_path / "b", tiny, **algorithm)))
+    a, b = run_dir(tmp_path / "a"), run_dir(tmp_path / "b")
+    first, second = final_state(a), final_state(b)
+    assert [name for name in first if not torch.equal(first[name], second[name])] == []
+    # The shorter run ended with an evaluation of its own; all other rows are the same.
+    assert [r for r in rows(a) if "reward" in r] == [r for r in rows(b) if "reward" in r]
+    assert summary["eval_problems"] == 6 and summary["headline"] == "reward"
+    assert verify(a / "checkpoints" / "latest").ok
+    for name in ("report.html", "summary.json", "config.yaml", "completions/step-000000.parquet"):
+        assert (a / name).exists(), name
+
+
+def run_process(tmp_path: Path, configuration: dict[str, Any], **env: str) -> subprocess.Popen[str]:
+    file = tmp_path / "run.yaml"
+    file.write_text(json.dumps(configuration))
+    return subprocess.Popen(
+        [sys.executable, "-m", "verl", "train", str(file)],
+        env={**os.environ, "OMP_NUM_THREADS": "1", **env},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
+
+
+def test_a_killed_run_goes_on_from_its_last_commit(tmp_path: Path, tiny: Path) -> None:
+    for name in ("a", "b"):
+        (tmp_path / name).mkdir()
+    train(build_config(settings(tmp_path / "a", tiny)))
+    calls = tmp_path / "calls"
+    # The kill switch is another function, so the run that is compared with has it too, switched off.
+    killing = {"reward.path": f"{tmp_path / 'b' / 'reward.py'}:killing"}
+    configuration = settings(tmp_path / "b", tiny, **killing)
+    # One call an evaluation and three a step: in the last step, after the commit of step 4.
+    calls.write_text("18")
+    first = run_process(tmp_path, configuration, KILL_FILE=str(calls))
+    assert first.wait(timeout=200) == -signal.SIGKILL, first.stdout and first.stdout.read()[-2000:]
+    assert (run_dir(tmp_path / "b") / "checkpoints" / "latest").exists()
+    calls.write_text("1000000")
+    second = run_process(tmp_path, configuration, KILL_FILE=str(calls))
+    output, _ = second.communicate(timeout=200)
+    assert second.returncode == 0, output[-3000:]
+    assert "going on from step" in output
+    assert_same_run(run_dir(tmp_path / "a"), run_dir(tmp_path / "b"))
+    assert len(list((run_dir(tmp_path / "b") / "logs").glob("*.log"))) == 2
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1200)
+def test_sigkill_at_random_moments(tmp_path: Path, tiny: Path) -> None:
+    for name in ("a", "b"):
+        (tmp_path / name).mkdir()
+    longer = {"trainer.total_steps": 12, "trainer.save_every": 1, **PPO}
+    train(build_config(settings(tmp_path / "a", tiny, **longer)))
+    configuration = settings(tmp_path / "b", tiny, **longer)
+    kills, rng = 0, random.Random(0)
+    for _ in range(40):
+        process = run_process(tmp_path, configuration)
+        try:
+            process.communicate(timeout=rng.uniform(6, 14))
+            assert process.returncode == 0
+            break
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.communicate()
+            kills += 1
+    assert process.returncode == 0
+    assert kills >= 1
+    assert_same_run(run_dir(tmp_path / "a"), run_dir(tmp_path / "b"))
+
+
+def test_sigterm_saves_and_ends(tmp_path: Path, tiny: Path) -> None:
+    configuration = settings(tmp_path, tiny, **{"trainer.total_steps": 100000, "trainer.save_every": 100000})
+    process = run_process(tmp_path, configuration)
+    deadline = time.monotonic() + 120
+    metrics = tmp_path / "runs" / "latest" / "metrics.jsonl"
+    while time.monotonic() < deadline and not (metrics.exists() and len(metrics.read_text().splitlines()) > 2):
+        time.sleep(0.1)
+    process.send_signal(signal.SIGTERM)
+    output, _ = process.communicate(timeout=60)
+    assert process.returncode == 128 + signal.SIGTERM, output[-2000:]
+    last = json.loads((tmp_path / "runs" / "latest" / "metrics.jsonl").read_text().splitlines()[-1])["step"]
+    assert load_checkpoint(run_dir(tmp_path) / "checkpoints" / "latest").step == last
+
+
+def test_a_finished_run_is_followed_by_a_new_one(tmp_path: Path, tiny: Path) -> None:
+    short = {"trainer.total_steps": 1, "trainer.eval_every": None}
+    train(build_config(settings(tmp_path, tiny, **short)))
+    first = run_dir(tmp_path)
+    train(build_config(settings(tmp_path, tiny, **short)))
+    assert len(rows(run_dir(tmp_path))) == len(rows(first.with_name(first.name + ".1")))
+
+
+@pytest.mark.parametrize("control", ["zero_lr", "permute_rewards"])
+def test_controls(tmp_path: Path, tiny: Path, control: str) -> None:
+    train(build_config(settings(tmp_path, tiny, **{"trainer.control": control, "trainer.total_steps": 2})))
+    found = load_checkpoint(run_dir(tmp_path) / "checkpoints" / "latest").tensors("actor/weights")
+    from verl.models.loading import load_model
+    from verl.models.shards import model_shards
+
+    start = {shard.name: shard.tensor for shard in model_shards(load_model(str(tiny)))}
+    same = all(torch.equal(start[name], found[name]) for name in start)
+    assert same == (control == "zero_lr")
+
+
+def test_a_damaged_checkpoint_gives_way_to_the_one_before(tmp_path: Path, tiny: Path) -> None:
+    train(build_config(settings(tmp_path, tiny, **{"trainer.total_steps": 4})))
+    newest = run_dir(tmp_path) / "checkpoints" / "step-000004"
+    weights = next(newest.glob("actor/weights-*.safetensors"))
+    content = bytearray(weights.read_bytes())
+    content[-7] ^= 1
+    weights.write_bytes(content)
+    (tmp_path / "b").mkdir()
+    train(build_config(settings(tmp_path / "b", tiny)))
+    train(build_config(settings(tmp_path, tiny)))
+    first, second = final_state(run_dir(tmp_path)), final_state(run_dir(tmp_path / "b"))
+    assert all(torch.equal(first[name], second[name]) for name in first)
+
+
+def test_a_checkpoint_of_another_model_is_refused(tmp_path: Path, tiny: Path, make_tiny: Any) -> None:
+    train(build_config(settings(tmp_path, tiny, **{"trainer.total_steps": 2})))
+    checkpoint = run_dir(tmp_path) / "checkpoints" / "latest"
+    import verl
+
+    other = verl.Trainer(str(make_tiny("qwen2")), reward_fn=len, algorithm="grpo", log_dir=False)
+    with pytest.raises(CheckpointError, match="Llama"):
+        other.load_checkpoint(checkpoint)
+
+
+@pytest.mark.parametrize(
+    ("changes", "error", "words"),
+    [
+        ({"actor_rollout_ref.model.path": "/nowhere/at/all"}, Exception, "/nowhere/at/all"),
+        ({"data.train": "absent.jsonl"}, DataError, "absent.jsonl"),
+        ({"algorithm.name": "grppo"}, ConfigError, "grpo"),
+        ({"algorithm.clip_ratoi": 0.2}, ConfigError, "clip_ratio"),
+        ({"data.max_prompt_length": 5}, DataError, "longer than 5 tokens"),
+        ({"reward.path": "absent.py:f"}, ConfigError, "absent.py"),
+        ({"data.train": None}, ConfigError, "data.train"),
+    ],
+)
+def test_bad_input_is_refused_in_plain_words(
+    tmp_path: Path, tiny: Path, changes: dict[str, Any], error: type[Exception], words: str
+) -> None:
+    with pytest.raises(error, match=words):
+        train(build_config(settings(tmp_path, tiny, **changes)))
