@@ -116,9 +116,9 @@ def test_online_algorithms_raise_the_reward(name: str) -> None:
 @pytest.mark.parametrize("options", [{}, {"baseline": "critics"}], ids=["group", "critics"])
 def test_safe_rlhf_keeps_the_cost_below_its_limit(options: dict[str, Any]) -> None:
     free_rewards, free_costs = train_online("safe_rlhf", 0.1, 120, lambda_init=0.0, lambda_lr=0.0, **options)
-    rewards, costs = train_online("safe_rlhf", 0.1, 120, cost_limit=0.3, lambda_lr=0.3, lambda_window=64, **options)
+    rewards, costs = train_online("safe_rlhf", 0.1, 120, cost_limit=0.3, **options)
     tail = torch.tensor(costs[-24:])
-    assert tail.mean() <= 0.3 + tail.std() / len(tail) ** 0.5
+    assert 0.1 < tail.mean() <= 0.3 + tail.std() / len(tail) ** 0.5
     assert sum(free_costs[-24:]) / 24 > 0.5
     assert sum(rewards[-24:]) / 24 > 0.5
     assert sum(free_rewards[-24:]) / 24 > sum(rewards[-24:]) / 24

@@ -204,20 +204,20 @@ def safe(costs: list[float | None], **options: float) -> tuple[Batch, dict[str, 
 
 
 def test_safe_rlhf_combines_reward_and_cost() -> None:
-    done, metrics, _ = safe([1.0, 0.0], lambda_lr=0.0, lambda_init=3.0, norm_adv_by_std=False)
+    done, metrics, _ = safe([1.0, 0.0], lambda_lr=0.0, lambda_init=3.0)
     # reward advantages are 0.5 and -0.5, cost advantages too: (0.5 - 3 * 0.5) / 4
     assert done.tensor("advantages").tolist() == [-0.25, 0.25]
     assert metrics["cost/mean"] == 0.5
-    free, metrics, _ = safe([1.0, 0.0], lambda_lr=0.0, lambda_init=0.0, norm_adv_by_std=False)
+    free, metrics, _ = safe([1.0, 0.0], lambda_lr=0.0, lambda_init=0.0)
     assert free.tensor("advantages").tolist() == [0.5, -0.5]
     assert metrics["lambda"] == 0.0
 
 
 def test_safe_rlhf_raises_lambda_above_the_limit() -> None:
-    _, metrics, _ = safe([1.0, 0.0], cost_limit=0.1, lambda_lr=0.5)
+    _, metrics, _ = safe([1.0, 0.0], cost_limit=0.1, lambda_lr=0.5, lambda_kp=0.0)
     assert metrics["lambda"] == pytest.approx(math.exp(0.5 * 0.4))
-    _, metrics, _ = safe([1.0, 0.0], cost_limit=0.9, lambda_lr=0.5)
-    assert metrics["lambda"] == pytest.approx(math.exp(-0.5 * 0.4))
+    _, metrics, _ = safe([1.0, 0.0], cost_limit=0.9, lambda_lr=0.5, lambda_kp=2.0)
+    assert metrics["lambda"] == pytest.approx(math.exp(-2.5 * 0.4))
     _, metrics, _ = safe([1.0, 0.0], cost_limit=0.1, lambda_delay=1)
     assert metrics["lambda"] == 1.0
 

@@ -142,8 +142,8 @@ def test_a_killed_run_goes_on_from_its_last_commit(tmp_path: Path, tiny: Path) -
     # The kill switch is another function, so the run that is compared with has it too, switched off.
     killing = {"reward.path": f"{tmp_path / 'b' / 'reward.py'}:killing"}
     configuration = settings(tmp_path / "b", tiny, **killing)
-    # One call an evaluation and three a step: in the last step, after the commit of step 4.
-    calls.write_text("18")
+    # One call an evaluation and a step: in the last step, after the commit of step 4.
+    calls.write_text("7")
     first = run_process(tmp_path, configuration, KILL_FILE=str(calls))
     assert first.wait(timeout=200) == -signal.SIGKILL, first.stdout and first.stdout.read()[-2000:]
     assert (run_dir(tmp_path / "b") / "checkpoints" / "latest").exists()

@@ -4,9 +4,11 @@ The policy maximises reward subject to mean cost <= `cost_limit`, by advantages
 (A_reward - lambda A_cost) / (1 + lambda) and dual ascent on lambda (equations 9 and 31).
 
 Deviations. The ascent is log lambda += lr * (mean cost - limit), without the paper's factor lambda: with it a small
-lambda hardly grows back, and a large one jumps. Lambda stays in [lambda_min, lambda_max]. KL is added to the cost
-with the full coefficient, where the paper has half of it in each: after the division the penalty is `kl_coef`
-for every lambda. With `baseline="group"` advantages of reward and of cost are GRPO's, and no critic is trained.
+lambda hardly grows back, and a large one jumps. To it comes a proportional term (PID Lagrangian, arXiv:2007.03964):
+with ascent alone policy and lambda chase each other round the limit instead of settling on it; `lambda_kp=0` is
+ascent alone. Lambda stays in [lambda_min, lambda_max]. KL is added to the cost with the full coefficient, where the
+paper has half of it in each: after the division the penalty is `kl_coef` for every lambda. With
+`baseline="group"` rewards and costs are centred in their group, and no critic is trained.
 """
 
 from __future__ import annotations
@@ -32,18 +34,22 @@ class SafeRLHF(PolicyGradient):
     """Options:
     baseline: "group" baselines, or two "critics" (reward and cost) with gamma, lam and cliprange_value.
     cost_limit: bound of the mean cost a sample.
-    lambda_init, lambda_lr, lambda_min, lambda_max: lambda_lr 0 holds lambda at lambda_init, be it 0.
+    norm_adv_by_std: with group baselines, divide each by the group's standard deviation, as GRPO does; lambda is
+        then no longer the price of a unit of cost in units of reward.
+    lambda_init, lambda_min, lambda_max: lambda_lr 0 holds lambda at lambda_init, be it 0.
+    lambda_lr, lambda_kp: change of log lambda for a unit of cost above the limit, kept and passing.
     lambda_delay: batches before the first update; lambda_window: samples whose costs are averaged.
     """
 
     baseline: Literal["group", "critics"] = "group"
-    norm_adv_by_std: bool = True
+    norm_adv_by_std: bool = False
     gamma: float = 1.0
     lam: float = 1.0
     cliprange_value: float | None = 0.5
     cost_limit: float = 0.0
     lambda_init: float = 1.0
     lambda_lr: float = 0.1
+    lambda_kp: float = 10.0
     lambda_min: float = 1e-3
     lambda_max: float = 100.0
     lambda_delay: int = 0
@@ -53,9 +59,11 @@ class SafeRLHF(PolicyGradient):
         super().__post_init__()
         if self.lambda_lr and not 0 < self.lambda_min <= self.lambda_init <= self.lambda_max < math.inf:
             raise ConfigError("safe_rlhf needs 0 < lambda_min <= lambda_init <= lambda_max (or lambda_lr=0)")
-        if self.lambda_init < 0 or self.lambda_lr < 0 or self.lambda_window < 1:
-            raise ConfigError("safe_rlhf needs lambda_init >= 0, lambda_lr >= 0 and lambda_window >= 1")
-        self._lambda, self._batches = self.lambda_init, 0
+        if min(self.lambda_init, self.lambda_lr, self.lambda_kp) < 0 or self.lambda_window < 1:
+            raise ConfigError("safe_rlhf needs lambda_init, lambda_lr, lambda_kp >= 0 and lambda_window >= 1")
+        # The price in use, and the part of it that the ascent has accumulated.
+        self._lambda = self._accumulated = self.lambda_init
+        self._batches = 0
         self._costs: deque[float] = deque(maxlen=self.lambda_window)
 
     @property
@@ -89,11 +97,13 @@ class SafeRLHF(PolicyGradient):
         return critic_loss(x, "cost_", self.cliprange_value)
 
     def state_dict(self) -> dict[str, Any]:
-        return {**super().state_dict(), "lambda": self._lambda, "batches": self._batches, "costs": list(self._costs)}
+        own = {"lambda": self._lambda, "accumulated": self._accumulated, "batches": self._batches}
+        return {**super().state_dict(), **own, "costs": list(self._costs)}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         super().load_state_dict(state)
-        self._lambda, self._batches = float(state["lambda"]), int(state["batches"])
+        self._lambda, self._accumulated = float(state["lambda"]), float(state["accumulated"])
+        self._batches = int(state["batches"])
         self._costs = deque(state["costs"], maxlen=self.lambda_window)
 
     def _combine(self, reward: Tensor, cost: Tensor) -> Tensor:
@@ -106,6 +116,11 @@ class SafeRLHF(PolicyGradient):
         if not costs or not self.lambda_lr or self._batches <= self.lambda_delay:
             return
         violation = sum(self._costs) / len(self._costs) - self.cost_limit
-        log_lambda = math.log(self._lambda) + self.lambda_lr * violation
+        self._accumulated = self._raised(self._accumulated, self.lambda_lr * violation)
+        self._lambda = self._raised(self._accumulated, self.lambda_kp * violation)
+
+    def _raised(self, value: float, exponent: float) -> float:
+        """value * e^exponent within the bounds, whatever the exponent."""
         low, high = math.log(self.lambda_min), math.log(self.lambda_max)
-        self._lambda = min(max(math.exp(min(max(log_lambda, low), high)), self.lambda_min), self.lambda_max)
+        bounded = min(max(math.log(value) + exponent, low), high)
+        return min(max(math.exp(bounded), self.lambda_min), self.lambda_max)

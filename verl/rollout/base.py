@@ -47,7 +47,7 @@ class SamplingParams:
             "top_k must be at least 0 (0 is off)": self.top_k >= 0,
             "top_p must lie in (0, 1] (1 is off)": 0 < self.top_p <= 1,
             "min_p must lie in [0, 1] (0 is off)": 0 <= self.min_p <= 1,
-            "stop must be a tuple of non-empty strings": not isinstance(self.stop, str) and all(self.stop),
+            "stop must be a tuple of non-empty strings": tuple(self.stop) == self.stop and all(self.stop),
         }
         for message, holds in checks.items():
             if not holds:

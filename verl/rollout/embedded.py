@@ -170,8 +170,10 @@ class EmbeddedEngine:
         """Read a chunk of prompts, give every running response its next token; the samples that finished.
 
         Raises:
-            RolloutError: the logits are not finite.
+            RolloutError: the logits are not finite, or the engine sleeps while requests wait.
         """
+        if self.cache.asleep and self._waiting:
+            raise RolloutError("the rollout engine sleeps while requests wait: call wake() first")
         self._admit()
         self._make_room()
         plan = Plan(self.packed.num_heads // self.packed.num_kv_heads)
@@ -213,21 +215,25 @@ class EmbeddedEngine:
         """
         from verl.models.shards import load_model_shards
 
-        own = {parameter.data_ptr() for parameter in self.packed.model.parameters()}
-        foreign = [shard for shard in shards if shard.tensor.data_ptr() not in own]
-        if foreign:
-            load_model_shards(self.packed.model, foreign)
+        model = self.packed.model
+        own = {tensor.data_ptr() for tensor in (*model.parameters(), *model.buffers())}
+        shards = list(shards)
+        if not all(shard.tensor.data_ptr() in own for shard in shards):
+            load_model_shards(model, shards)
         self._put_all_back()
         self.cache.clear()
         self.policy_version = version
 
     def sleep(self) -> None:
+        """Give back the memory of the KV cache; unfinished requests are kept."""
         self._put_all_back()
         self.cache.release()
         self._logit_space = torch.empty(0, dtype=self.packed.dtype)
 
     def wake(self) -> None:
-        self.cache.allocate()
+        """Be ready again after `sleep`; nothing happens when awake."""
+        if self.cache.asleep:
+            self.cache.allocate()
 
     def _make_cache(self, kv_memory: int | None) -> KVCache:
         packed = self.packed
@@ -239,7 +245,8 @@ class EmbeddedEngine:
             kv_memory = min(wanted, available_memory() // 2)
         if kv_memory < 2 * size:
             raise ConfigError(
-                f"rollout: a KV cache of {kv_memory} bytes holds no prompt and response of {size} bytes each"
+                f"rollout: a KV cache of {kv_memory} bytes is too small: a prompt and its response take at least "
+                f"{2 * size} bytes with this model"
             )
         return KVCache(
             kv_memory // size, packed.num_layers, packed.num_kv_heads, packed.head_dim, packed.dtype, packed.device

@@ -84,7 +84,7 @@ class FusedForward:
             heads.append(_linear(projection, space.normed, out).unflatten(1, (-1, self._packed.head_dim)))
         self._kernels.rotate(heads[0], cos, sin)
         self._kernels.rotate(heads[1], cos, sin)
-        mixed = context.attend(index, *heads, *self._calls[index])
+        mixed = context.attend(index, heads[0], heads[1], heads[2], *self._calls[index])
         _linear(attention.o_proj, mixed.flatten(1), space.delta)
         norm = layer.post_attention_layernorm
         self._kernels.rms_norm(x, space.delta, norm.weight, norm.variance_epsilon, space.normed)
@@ -118,9 +118,10 @@ class _Space:
 
 
 def _linear(module: nn.Linear, x: Tensor, out: Tensor) -> Tensor:
-    if module.bias is None:
+    bias: Tensor | None = module.bias
+    if bias is None:
         return torch.mm(x, module.weight.t(), out=out)
-    return torch.addmm(module.bias, x, module.weight.t(), out=out)
+    return torch.addmm(bias, x, module.weight.t(), out=out)
 
 
 class _Recorder:

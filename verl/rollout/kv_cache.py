@@ -53,12 +53,14 @@ class KVCache:
     def allocate(self) -> None:
         """Take the memory. On CPU pages become real when first written, low block numbers first."""
         self.keys = torch.empty(*self._shape, self._head_dim, BLOCK, **self._options)  # type: ignore[call-overload]
+        self.asleep = False
         self.values = torch.empty(*self._shape, BLOCK, self._head_dim, **self._options)  # type: ignore[call-overload]
 
     def release(self) -> None:
         """Give the memory back; everything cached is forgotten."""
         self.clear()
         self.keys = self.values = torch.empty(0)
+        self.asleep = True
 
     def clear(self) -> None:
         """Forget all contents and all users."""

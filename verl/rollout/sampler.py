@@ -13,7 +13,7 @@ Legend: N rows, V vocabulary, B = ceil(V / BLOCK) blocks.
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -37,13 +37,13 @@ class SamplingTable:
     top_k: Tensor
     top_p: Tensor
     min_p: Tensor
-    banned: dict[int, Sequence[int]]
+    banned: Mapping[int, Sequence[int]]
 
     @classmethod
     def of(
         cls,
         params: Sequence[SamplingParams],
-        banned: dict[int, Sequence[int]] | None = None,
+        banned: Mapping[int, Sequence[int]] | None = None,
         device: torch.device | str = "cpu",
     ) -> SamplingTable:
         """`banned[row]`: tokens which that row must not sample."""

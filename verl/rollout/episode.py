@@ -1,0 +1,205 @@
+"""Episodes: what happens between a row of prompts and the engine. `async episode(client, row) -> responses`.
+
+An episode asks the engine by `await client.generate(tokens)`, as often as it likes, and meanwhile other
+episodes go on: one thread steps the engine over everything that is asked for. A single turn is the default:
+
+    async def single_turn(client, row):
+        return [Turns().wrote(await client.generate(row["prompt_tokens"]))]
+
+Several turns write into one response; what the policy did not write (a tool's output) is masked, and no token is
+ever decoded and encoded again.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from dataclasses import dataclass, field
+from typing import Any
+
+from verl.errors import RolloutError
+from verl.rollout.base import Finish, Request, RolloutEngine, Sample, SamplingParams
+
+
+@dataclass
+class Turns:
+    """One response that grows by turns; the columns of a finished row, aligned."""
+
+    response_tokens: list[int] = field(default_factory=list)
+    response_mask: list[int] = field(default_factory=list)
+    rollout_log_probs: list[float] = field(default_factory=list)
+    finish: Finish = "stop"
+    policy_version: int = 0
+
+    def wrote(self, sample: Sample) -> Turns:
+        """What the policy wrote comes next; the version is the oldest of all its turns."""
+        first = not any(self.response_mask)
+        self.policy_version = sample.policy_version if first else min(self.policy_version, sample.policy_version)
+        self.response_tokens += sample.tokens
+        self.response_mask += [1] * len(sample.tokens)
+        self.rollout_log_probs += sample.log_probs
+        self.finish = sample.finish
+        return self
+
+    def read(self, tokens: Sequence[int]) -> Turns:
+        """Tokens that the policy did not write come next."""
+        self.response_tokens += tokens
+        self.response_mask += [0] * len(tokens)
+        self.rollout_log_probs += [0.0] * len(tokens)
+        return self
+
+
+Episode = Callable[["Client", Mapping[str, Any]], Awaitable[Sequence[Turns]]]
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What became of the row `index`: its responses, or why there are none."""
+
+    index: int
+    responses: Sequence[Turns]
+    error: str | None = None
+
+
+async def single_turn(client: Client, row: Mapping[str, Any]) -> list[Turns]:
+    """One response to the row's `prompt_tokens`."""
+    return [Turns().wrote(await client.generate(row["prompt_tokens"]))]
+
+
+class Client:
+    """An episode's way to the engine. Its requests are named by the row's id and their number in the episode."""
+
+    def __init__(self, pump: _Pump, row_id: str, params: SamplingParams) -> None:
+        self._pump = pump
+        self._row_id = row_id
+        self._params = params
+        self._asked = 0
+
+    async def generate(self, prompt_tokens: Sequence[int], params: SamplingParams | None = None) -> Sample:
+        """A sample after these tokens, by the episode's parameters unless others are given.
+
+        Raises:
+            RolloutError: the engine refuses the request.
+        """
+        name = self._row_id if self._asked == 0 else f"{self._row_id}#{self._asked}"
+        self._asked += 1
+        return await self._pump.ask(Request(name, prompt_tokens, params or self._params))
+
+
+class _Pump:
+    """Steps the engine in one thread as long as anybody waits for a sample."""
+
+    def __init__(self, engine: RolloutEngine) -> None:
+        self._engine = engine
+        self._waiting: dict[str, asyncio.Future[Sample]] = {}
+        self._new: list[Request] = []
+        self._dropped: list[str] = []
+        self._asked = asyncio.Event()
+
+    async def ask(self, request: Request) -> Sample:
+        future: asyncio.Future[Sample] = asyncio.get_running_loop().create_future()
+        if request.id in self._waiting:
+            raise RolloutError(f"request '{request.id}' is already being answered: ids must differ")
+        self._waiting[request.id] = future
+        self._new.append(request)
+        self._asked.set()
+        try:
+            return await future
+        except asyncio.CancelledError:
+            self._dropped.append(request.id)
+            self._asked.set()
+            raise
+
+    async def run(self) -> None:
+        """Serve until cancelled; an engine that fails ends everybody's waiting."""
+        loop = asyncio.get_running_loop()
+        with ThreadPoolExecutor(1, thread_name_prefix="rollout") as thread:
+            while True:
+                if not (self._new or self._dropped or self._engine.unfinished):
+                    self._asked.clear()
+                    await self._asked.wait()
+                new, self._new, dropped, self._dropped = self._new, [], self._dropped, []
+                try:
+                    samples, refused = await loop.run_in_executor(thread, self._step, new, dropped)
+                except Exception as error:
+                    self._fail(error)
+                    raise
+                for name, refusal in refused.items():
+                    self._answer(name, refusal)
+                for sample in samples:
+                    self._answer(sample.id, sample)
+
+    def drain(self) -> None:
+        """Take back what nobody waits for any more, so that the engine is left without our requests."""
+        if self._waiting:
+            self._engine.abort(list(self._waiting))
+            self._engine.step()
+
+    def _step(self, new: list[Request], dropped: list[str]) -> tuple[list[Sample], dict[str, RolloutError]]:
+        refused: dict[str, RolloutError] = {}
+        for request in new:
+            try:
+                self._engine.add(request)
+            except RolloutError as error:
+                refused[request.id] = error
+        self._engine.abort(dropped)
+        return self._engine.step(), refused
+
+    def _answer(self, name: str, result: Sample | RolloutError) -> None:
+        future = self._waiting.pop(name, None)
+        if future is None or future.done():
+            return
+        if isinstance(result, RolloutError):
+            future.set_exception(result)
+        else:
+            future.set_result(result)
+
+    def _fail(self, error: Exception) -> None:
+        for name in list(self._waiting):
+            self._answer(name, RolloutError(f"the rollout engine failed: {error}"))
+
+
+async def run_episodes(
+    engine: RolloutEngine,
+    rows: Sequence[Mapping[str, Any]],
+    params: SamplingParams,
+    episode: Episode = single_turn,
+    *,
+    deadline: float = 600.0,
+) -> AsyncIterator[Outcome]:
+    """Outcomes of one episode for each row (which has `id` and whatever the episode reads), as they finish.
+
+    An episode that raises, or takes longer than `deadline` seconds, is an outcome with an error: what it asked for
+    is aborted and the others go on.
+
+    Raises:
+        RolloutError: the engine failed.
+    """
+    pump = _Pump(engine)
+    pumping = asyncio.create_task(pump.run())
+
+    async def one(index: int) -> Outcome:
+        row = rows[index]
+        client = Client(pump, str(row["id"]), params)
+        try:
+            return Outcome(index, await asyncio.wait_for(episode(client, row), deadline))
+        except asyncio.TimeoutError:
+            return Outcome(index, [], f"episode of row '{row['id']}' took longer than {deadline:g} s")
+        except Exception as error:  # a user's code: whatever it raises is this row's affair
+            return Outcome(index, [], f"episode of row '{row['id']}': {type(error).__name__}: {error}")
+
+    tasks = [asyncio.create_task(one(index)) for index in range(len(rows))]
+    try:
+        for done in asyncio.as_completed(tasks):
+            outcome = await done
+            if pumping.done():
+                pumping.result()
+            yield outcome
+    finally:
+        for task in [*tasks, pumping]:
+            task.cancel()
+        with suppress(asyncio.CancelledError):
+            await pumping
+        pump.drain()
