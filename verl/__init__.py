@@ -30,6 +30,7 @@ _HOMES = {
     "PPOTrainer": "verl.trainer.trainer",
     "RLDataPipeline": "verl.dataflow.pipeline",
     "Reward": "verl.roles.reward",
+    "SamplingParams": "verl.rollout.base",
     "Shard": "verl.shard",
     "Trainer": "verl.trainer.trainer",
     "Updater": "verl.roles.updater",
@@ -47,6 +48,7 @@ if TYPE_CHECKING:
     from verl.roles.critic import Critic
     from verl.roles.reward import Reward
     from verl.roles.updater import Updater
+    from verl.rollout.base import SamplingParams
     from verl.shard import Shard
     from verl.trainer.trainer import PPOTrainer, Trainer
     from verl.training.loss import Loss, LossInput

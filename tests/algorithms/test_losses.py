@@ -143,10 +143,10 @@ def test_gspo_uses_the_ratio_of_the_row() -> None:
     gradient = torch.autograd.grad(loss.per_token.sum(), t.log_probs)[0]
     for tokens in rows_of(t):
         for i in tokens:
-            ratio = math.exp(sum(float(t.log_ratio[j]) for j in tokens) / len(tokens))
+            ratio = math.exp(sum(float(t.log_ratio[j].detach()) for j in tokens) / len(tokens))
             a = float(t.advantages[i])
             free, bounded = a * ratio, a * min(max(ratio, 0.95), 1.1)
-            assert float(loss.per_token[i]) == pytest.approx(-min(free, bounded))
+            assert float(loss.per_token[i].detach()) == pytest.approx(-min(free, bounded))
             assert float(gradient[i]) == pytest.approx(-free if free <= bounded else 0.0)
 
 
@@ -154,7 +154,7 @@ def test_cispo_keeps_a_gradient_on_clipped_tokens() -> None:
     t = terms()
     gradient = torch.autograd.grad(cispo_loss(t, 0.1, 0.1).per_token.sum(), t.log_probs)[0]
     for i in range(9):
-        weight = min(max(math.exp(float(t.log_ratio[i])), 0.9), 1.1)
+        weight = min(max(math.exp(float(t.log_ratio[i].detach())), 0.9), 1.1)
         assert float(gradient[i]) == pytest.approx(-weight * float(t.advantages[i]))
 
 
@@ -166,12 +166,12 @@ def test_gmpo_is_a_geometric_mean() -> None:
             continue
         logs = []
         for i in tokens:
-            d, a = float(t.log_ratio[i]), float(t.advantages[i])
+            d, a = float(t.log_ratio[i].detach()), float(t.advantages[i])
             bounded = min(max(d, -0.2), 0.2)
             logs.append(min(d, bounded) if a > 0 else max(d, bounded))
         mean = sum(float(t.advantages[i]) for i in tokens) / len(tokens)
         expected = -mean * math.exp(sum(logs) / len(tokens))
-        assert [float(loss.per_token[i]) for i in tokens] == pytest.approx([expected] * len(tokens))
+        assert [float(loss.per_token[i].detach()) for i in tokens] == pytest.approx([expected] * len(tokens))
 
 
 def test_reinforce_loss() -> None:

@@ -119,7 +119,7 @@ def test_kl_in_the_loss_travels_with_its_coefficient() -> None:
     other = make_algorithm("grpo", kl_in="loss", kl_coef=99.0, kl_estimator="k2")  # a worker's copy may be stale
     loss = other.compute_loss(loss_input(other, done, log_probs=leaf))
     distance = leaf.detach() - batch.tensor("ref_log_probs")
-    assert float(loss.total) == pytest.approx(float(0.5 * (0.5 * distance**2).mean()))
+    assert float(loss.total.detach()) == pytest.approx(float(0.5 * (0.5 * distance**2).mean()))
     assert torch.allclose(torch.autograd.grad(loss.total, leaf)[0], 0.5 * distance / 3)
 
 
@@ -129,7 +129,7 @@ def test_entropy_bonus() -> None:
     entropy = torch.tensor([1.0, 2.0, 3.0], dtype=torch.float64, requires_grad=True)
     leaf = torch.zeros(3, dtype=torch.float64, requires_grad=True)
     loss = algorithm.compute_loss(loss_input(algorithm, batch, log_probs=leaf, entropy=entropy))
-    assert float(loss.total) == pytest.approx(-0.2)
+    assert float(loss.total.detach()) == pytest.approx(-0.2)
     assert torch.autograd.grad(loss.total, entropy)[0].tolist() == pytest.approx([-0.1 / 3] * 3)
 
 
@@ -249,10 +249,15 @@ def test_safe_rlhf_two_critics() -> None:
         max_size=12,
     ),
     lr=st.floats(1e-3, 10),
+    kp=st.sampled_from([0.0, 10.0]),
     window=st.integers(1, 5),
 )
-def test_lambda_stays_in_its_bounds_for_any_costs(stream: list[list[float | None]], lr: float, window: int) -> None:
-    algorithm = make_algorithm("safe_rlhf", lambda_lr=lr, lambda_window=window, lambda_min=0.01, lambda_max=10.0)
+def test_lambda_stays_in_its_bounds_for_any_costs(
+    stream: list[list[float | None]], lr: float, kp: float, window: int
+) -> None:
+    algorithm = make_algorithm(
+        "safe_rlhf", lambda_lr=lr, lambda_kp=kp, lambda_window=window, lambda_min=0.01, lambda_max=10.0
+    )
     for costs in stream:
         before = algorithm.state_dict()
         batch = experience([1, 1], ["a", "a"], [1.0, 0.0]).drop(["cost"]).add({"cost": costs})

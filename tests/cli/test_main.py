@@ -125,3 +125,13 @@ def test_verify_tells_a_whole_checkpoint_from_a_damaged_one(tmp_path):
     damaged = verl("verify", checkpoint)
     assert damaged.returncode == 1
     assert "trainer.json" in damaged.stderr
+
+
+def test_check_describes_a_model_and_refuses_what_is_none(tiny, tmp_path):
+    result = verl("check", tiny, "--json")
+    assert result.returncode == 0, result.stderr
+    found = json.loads(result.stdout)
+    assert (found["architecture"], found["dtype"], found["problems"]) == ("LlamaForCausalLM", "float32", [])
+    none = verl("check", tmp_path)
+    assert none.returncode == 1
+    assert "is not a model directory" in none.stderr

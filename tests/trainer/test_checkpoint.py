@@ -398,6 +398,64 @@ def assert_whole(store: CheckpointStore) -> None:
     assert all(verify(store.path(step)).ok for step in store.steps())
 
 
+CRASHER = """
+    import os, sys, torch
+    from verl.trainer.checkpoint import CheckpointStore
+    EVENTS = ("open", "os.rename", "os.mkdir", "os.remove", "os.rmdir", "os.symlink", "shutil.copyfile")
+    def save(step, value):
+        tensors = {f"w{i}": torch.full((50_000,), float(value)) for i in range(4)}
+        files = {"actor/weights": tensors, "trainer.json": {"value": value}}
+        assert CheckpointStore(sys.argv[1], keep=1).save(step, files, {"model": "tiny"})
+    save(1, 1)
+    print("ready", flush=True)
+    for line in sys.stdin:
+        child = os.fork()
+        if child:
+            print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), flush=True)
+            continue
+        left = [int(line)]
+        def crash(event, arguments):
+            if event in EVENTS and sys.argv[1] in str(arguments):
+                left[0] -= 1
+                if left[0] == 0:
+                    os._exit(9)
+        sys.addaudithook(crash)
+        found = CheckpointStore(sys.argv[1], keep=1).load()
+        save(found.step, found.step + 1)
+        save(found.step + 1, found.step + 2)
+        os._exit(0)
+"""
+
+
+def test_crash_before_each_single_file_operation_of_a_save(tmp_path: Path) -> None:
+    """Ends the process before the k-th operation on the store's files, for every k, over a replacement of a checkpoint
+    and a new one that drives out the old."""
+    saver = subprocess.Popen(
+        [sys.executable, "-c", textwrap.dedent(CRASHER), str(tmp_path)],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+        text=True,
+        bufsize=1,
+    )
+    assert saver.stdin is not None
+    assert saver.stdout is not None
+    codes = []
+    try:
+        assert saver.stdout.readline() == "ready\n"
+        while not codes or codes[-1]:
+            saver.stdin.write(f"{len(codes) + 1}\n")
+            codes.append(int(saver.stdout.readline()))
+            assert_whole(CheckpointStore(tmp_path, keep=2))
+            assert not [p for p in tmp_path.iterdir() if p.name.startswith(".")]
+    finally:
+        saver.stdin.close()
+        saver.wait()
+        saver.stdout.close()
+    assert len(codes) > 40
+    assert set(codes) == {0, 9}
+
+
 def test_half_a_replacement_is_undone(tmp_path: Path) -> None:
     save_checkpoint(tmp_path / "mine", 3, contents(3))
     (tmp_path / "mine").rename(tmp_path / ".replaced-mine")

@@ -161,6 +161,24 @@ def test_damaged_files_are_left_out(run):
     assert "not finished" in found.text
 
 
+def test_training_and_evaluation_of_one_step_are_both_kept(run):
+    with (run / "metrics.jsonl").open("a") as file:
+        file.write(json.dumps({"step": 5, "eval/reward": 0.75}) + "\n")
+    curves = page(run).data["curves"]
+    assert curves["reward/mean"][-1] == [5, 0.5]
+    assert curves["eval/reward"] == [[5, 0.75]]
+
+
+def test_a_run_without_accuracy_is_headed_by_its_reward(run):
+    rows = [{"step": s, "headline": "reward", "reward": s / 10, "accuracy": None} for s in (0, 5)]
+    (run / "eval.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    summary = {"headline": "reward", "reward_before": 0.0, "reward_after": 0.5, "gain_low": 0.25, "gain_high": 0.75}
+    (run / "summary.json").write_text(json.dumps(summary))
+    text = page(run).text
+    for expected in ("0.000", "0.500", "reward on held-out problems", "+0.500", "+0.250 to +0.750"):
+        assert expected in text
+
+
 def test_a_step_done_again_after_a_resume_counts_once(run):
     with (run / "metrics.jsonl").open("a") as file:
         file.write(json.dumps({"step": 4, "reward/mean": 9.0}) + "\n")

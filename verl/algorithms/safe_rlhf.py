@@ -115,7 +115,8 @@ class SafeRLHF(PolicyGradient):
         self._costs.extend(costs)
         if not costs or not self.lambda_lr or self._batches <= self.lambda_delay:
             return
-        violation = sum(self._costs) / len(self._costs) - self.cost_limit
+        # Divided first: a sum of finite costs may overflow, their mean cannot.
+        violation = sum(cost / len(self._costs) for cost in self._costs) - self.cost_limit
         self._accumulated = self._raised(self._accumulated, self.lambda_lr * violation)
         self._lambda = self._raised(self._accumulated, self.lambda_kp * violation)
 

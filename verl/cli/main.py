@@ -83,7 +83,7 @@ def train(
     $ verl train examples/grpo_arithmetic.yaml
     $ verl train examples/grpo_arithmetic.yaml trainer.seed=1 algorithm.name=remax
     $ verl train examples/grpo_arithmetic.yaml 'data.train={task: chain_sum, size: 1000}' --dry-run
-    $ verl train examples/grpo_arithmetic.yaml reward.path=my_rewards.py:score --fresh
+    $ verl train recipe.yaml data.train=prompts.jsonl reward.path=my_rewards.py:score --fresh
     """
     from verl.config import load_config, to_yaml
 
@@ -143,11 +143,18 @@ def check(
     $ verl check models/SmolLM2-135M-Instruct
     $ verl check Qwen/Qwen2.5-0.5B-Instruct --dtype float32 --json
     """
+    from rich.console import Console
+
     from verl.models.check import check_model
     from verl.models.loading import load_model, load_tokenizer
 
     found = check_model(load_model(model, dtype=dtype), load_tokenizer(model))
-    typer.echo(found)
+    if as_json:
+        typer.echo(found.to_json())
+    else:
+        Console().print(found)
+    if not found.ok:
+        raise typer.Exit(OTHER_ERROR)
 
 
 @app.command()

@@ -6,7 +6,7 @@ from math import ceil
 from pathlib import Path
 from typing import Any
 
-from verl.config import Config, run_id
+from verl.config import Config, RewardPart, run_id
 
 
 def plan(config: Config) -> dict[str, str]:
@@ -50,12 +50,13 @@ def _details(source: dict[str, Any]) -> list[tuple[str, Any]]:
 
 
 def _reward(config: Config) -> str:
-    parts = config.reward.components or {"": config.reward}
-    texts = []
-    for name, part in parts.items():
-        origin = next((getattr(part, field) for field in part.given()), "that of the task or data")
-        texts.append(f"{name}: {part.weight:g} x {origin}" if name else str(origin))
-    return "; ".join(texts)
+    if config.reward.components:
+        return " + ".join(f"{p.weight:g} x {name} ({_origin(p)})" for name, p in config.reward.components.items())
+    return _origin(config.reward)
+
+
+def _origin(part: RewardPart) -> str:
+    return next((str(getattr(part, field)) for field in part.given()), "none")
 
 
 def _option(item: tuple[str, Any]) -> str:

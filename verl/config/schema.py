@@ -286,15 +286,26 @@ class RewardPart(Section):
         default="whole",
         description="what a verifier reads: the last number, all, or what <answer> encloses",
     )
-    weight: float = Field(default=1.0, description="factor in the sum of several rewards")
+
+    @model_validator(mode="after")
+    def _check_answer(self) -> RewardPart:
+        if self.answer != "whole" and self.name is None:
+            raise _wrong("answer", "is for built-in rewards (name); a function or model reads the whole response")
+        return self
 
     def given(self) -> list[str]:
         """Which of the three origins are set."""
         return [name for name in ("path", "name", "model") if getattr(self, name) is not None]
 
 
+class RewardComponent(RewardPart):
+    """One of several rewards."""
+
+    weight: float = Field(default=1.0, description="factor in the sum of rewards")
+
+
 class RewardConfig(RewardPart):
-    components: dict[str, RewardPart] = Field(
+    components: dict[str, RewardComponent] = Field(
         default={},
         description="several rewards by name, each with path, name or model, answer and weight; summed",
     )

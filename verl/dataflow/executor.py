@@ -280,11 +280,16 @@ class _Run:
         slot = self.slots[node.slot]
         await slot.acquire(node.name)
         try:
+            progress = time.monotonic()
             async with aclosing(self._stream(node)) as stream:
                 async for value in stream:
                     samples = self._accept(node, value)
                     _check_samples(node, samples)
                     self.clock.timings[node.name].rows += len(samples)
+                    if len(samples):
+                        progress = time.monotonic()
+                    elif time.monotonic() - progress > (limit := node.deadline or self.deadline):
+                        raise self._stall(node, limit)
                     for row, id_ in enumerate(samples["id"] if len(samples) else []):
                         group, at = place.pop(id_, (-1, 0))
                         if group < 0:

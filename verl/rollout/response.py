@@ -42,6 +42,11 @@ class Response:
         self.max_new_tokens = min(self.params.max_new_tokens, max_length - len(self.prompt))
         ends = () if self.params.ignore_eos else eos_token_ids
         self.end_tokens = frozenset(t for t in (*ends, *self.params.stop_token_ids) if 0 <= t < vocab_size)
+        if len(self.end_tokens) == vocab_size and self.params.min_new_tokens:
+            raise RolloutError(
+                f"request '{request.id}': every token of the vocabulary ends the response, so it cannot have "
+                f"min_new_tokens={self.params.min_new_tokens}"
+            )
         self.watch: StopWatch | None = None
         if self.params.stop:
             if tokenizer is None:

@@ -5,7 +5,7 @@ u x total. The weights are summed over blocks of the vocabulary; the block is fo
 token within its block. So one pass over the logits serves the choice and the log-prob, and nothing of
 the size of the logits is sorted, scanned or allocated.
 
-On CPU a kernel does it; the torch code here is its reference, and serves other devices and banned tokens.
+On CPU a kernel does it; the torch code here is its reference, and serves other devices.
 
 Legend: N rows, V vocabulary, B = ceil(V / BLOCK) blocks.
 """
@@ -57,9 +57,9 @@ class SamplingTable:
         )
 
     def rows(self, index: list[int]) -> SamplingTable:
-        banned = {i: self.banned[row] for i, row in enumerate(index) if row in self.banned}
+        """Some of the rows, nothing banned."""
         return SamplingTable(
-            self.inverse_temperature[index], self.top_k[index], self.top_p[index], self.min_p[index], banned
+            self.inverse_temperature[index], self.top_k[index], self.top_p[index], self.min_p[index], {}
         )
 
 
@@ -78,15 +78,33 @@ def sample(logits: Tensor, uniforms: Tensor, table: SamplingTable, compiled: boo
     Deviation: where weights tie at the boundary of top-k or top-p all of them are kept, so that the outcome
     does not depend on an order of sorting.
     """
+    rows = list(table.banned)
+    if not rows:
+        return _sample(logits, uniforms, table, compiled)
+    full = logits[rows].to(_accumulate(logits.dtype))
+    allowed = full.clone()
+    for i, row in enumerate(rows):
+        allowed[i, list(table.banned[row])] = -torch.inf
+    tokens, log_probs = _sample(logits, uniforms, table, compiled)
+    special = table.rows(rows)
+    chosen, _ = _sample(allowed, uniforms[rows], special, compiled)
+    # The banned tokens belong to the distribution that the log-prob is of.
+    inverse = special.inverse_temperature.masked_fill(special.inverse_temperature == 0, 1.0)
+    full_log_probs = (full.double() * inverse[:, None]).log_softmax(-1)
+    tokens[rows], log_probs[rows] = chosen, full_log_probs.gather(1, chosen[:, None])[:, 0]
+    return tokens, log_probs
+
+
+def _accumulate(dtype: torch.dtype) -> torch.dtype:
+    return torch.float64 if dtype == torch.float64 else torch.float32
+
+
+def _sample(logits: Tensor, uniforms: Tensor, table: SamplingTable, compiled: bool) -> tuple[Tensor, Tensor]:
+    """`sample` without regard to banned tokens."""
     kernel = kernels(logits.dtype, logits.device) if compiled else None
     if kernel is None:
-        return _sample(logits if logits.dtype == torch.float64 else logits.float(), uniforms, table)
-    rows = list(table.banned)
-    special = logits[rows].to(torch.float64 if logits.dtype == torch.float64 else torch.float32)
-    tokens, log_probs = _choose(kernel, logits, uniforms, table)
-    if rows:
-        tokens[rows], log_probs[rows] = _sample(special, uniforms[rows], table.rows(rows))
-    return tokens, log_probs
+        return _sample_torch(logits.to(_accumulate(logits.dtype)), uniforms, table)
+    return _sample_kernel(kernel, logits, uniforms, table)
 
 
 class _Rows(ctypes.Structure):
@@ -97,7 +115,7 @@ class _Rows(ctypes.Structure):
     ]
 
 
-def _choose(kernel: Kernels, logits: Tensor, uniforms: Tensor, table: SamplingTable) -> tuple[Tensor, Tensor]:
+def _sample_kernel(kernel: Kernels, logits: Tensor, uniforms: Tensor, table: SamplingTable) -> tuple[Tensor, Tensor]:
     logits = logits if logits.stride(1) == 1 else logits.contiguous()
     tokens = torch.empty(len(logits), dtype=torch.int64)
     log_probs = torch.empty(len(logits), dtype=torch.float64)
@@ -107,14 +125,14 @@ def _choose(kernel: Kernels, logits: Tensor, uniforms: Tensor, table: SamplingTa
     return tokens, log_probs
 
 
-def _sample(logits: Tensor, uniforms: Tensor, table: SamplingTable) -> tuple[Tensor, Tensor]:
+def _sample_torch(logits: Tensor, uniforms: Tensor, table: SamplingTable) -> tuple[Tensor, Tensor]:
     """The same in torch operations; fp32 or fp64 logits are overwritten."""
     greedy = table.inverse_temperature == 0
     weights, sums, best = _weights(logits, torch.where(greedy, 1.0, table.inverse_temperature), bool(greedy.any()))
     log_total = sums.double().sum(-1).log()
     filtered = (~greedy & ((table.top_k > 0) | (table.top_p < 1) | (table.min_p > 0))).nonzero()[:, 0].tolist()
-    if filtered or table.banned:
-        _filter(weights, sums, best, table, sorted({*filtered, *table.banned}))
+    if filtered:
+        _filter(weights, sums, table, filtered)
     tokens = torch.where(greedy, best, _inverse_cdf(weights, sums, uniforms))
     log_probs = weights.gather(1, tokens[:, None])[:, 0].double().log() - log_total
     return tokens, log_probs
@@ -148,16 +166,12 @@ def _block_sums(weights: Tensor, out: Tensor) -> None:
         torch.sum(weights[:, whole:], -1, out=out[:, -1])
 
 
-def _filter(weights: Tensor, sums: Tensor, best: Tensor, table: SamplingTable, rows: list[int]) -> None:
+def _filter(weights: Tensor, sums: Tensor, table: SamplingTable, rows: list[int]) -> None:
     """Set the weights of tokens that may not be sampled to 0; order as in transformers: top-k, top-p, min-p."""
     kept = weights[rows]
-    for i, row in enumerate(rows):
-        if row in table.banned:
-            kept[i, list(table.banned[row])] = 0
-    peak, best[rows] = kept.max(-1)
     kept *= kept >= _smallest_top_k(kept, table.top_k[rows])[:, None]
     kept *= kept >= _smallest_top_p(kept, table.top_p[rows])[:, None]
-    kept *= kept >= (table.min_p[rows] * peak)[:, None].to(kept.dtype)
+    kept *= kept >= table.min_p[rows, None].to(kept.dtype)
     filtered_sums = sums[rows]
     _block_sums(kept, filtered_sums)
     sums[rows] = filtered_sums

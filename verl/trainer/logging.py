@@ -101,7 +101,8 @@ class TensorBoardSink:
     """Scalars as TensorBoard events.
 
     Args:
-        resume_step: the last committed step when a run is resumed; what TensorBoard saw after it is purged.
+        resume_step: the last committed step when a run is resumed (-1: none was); what TensorBoard saw after it is
+            purged.
     """
 
     name = "tensorboard"
@@ -197,7 +198,8 @@ def open_logger(
 
     Args:
         config: flat settings for W&B and MLflow.
-        total_steps, resume_step: the length of the run, and the step it goes on from.
+        total_steps: the length of the run.
+        resume_step: the last committed step of a run that is resumed; -1: none was; None: nothing was logged before.
 
     Raises:
         ConfigError: an unknown sink, or one whose package is not installed.
@@ -205,7 +207,7 @@ def open_logger(
     from verl.trainer.progress import ConsoleSink
 
     makers: dict[str, Callable[[], Sink]] = {
-        "console": lambda: ConsoleSink(total_steps, start=resume_step or 0),
+        "console": lambda: ConsoleSink(total_steps, start=max(resume_step or 0, 0)),
         "wandb": lambda: WandbSink(project, run_id, directory or ".", config),
         "mlflow": lambda: MlflowSink(project, run_id, config),
     }

@@ -3,9 +3,11 @@
 Read are, each only if it is there:
 
     metrics.jsonl             one JSON object a line: step, time, and metrics named "group/name"
-    eval.jsonl                likewise: step, accuracy (0 to 1), low and high (its 95 % interval), other metrics
+    eval.jsonl                likewise: step, metrics, headline (which of them matters: accuracy, from 0 to 1, if not
+                              given), low and high (its 95 % interval)
     completions/step-N.parquet   id, prompt, response, reward (null: no score) of an evaluation's samples
-    summary.json              accuracy_before, accuracy_after, gain_low, gain_high, eval_problems, seconds, state,
+    summary.json              headline, accuracy_before, accuracy_after (or of another headline), gain_low, gain_high,
+                              eval_problems, seconds, state, control,
                               rollout_tokens_per_second, train_tokens_per_second, peak_memory_bytes
     config.yaml, environment.json, logs/*.log   shown as they are; one log an attempt
 
@@ -37,7 +39,7 @@ _ASSETS = Path(__file__).parent / "assets"
 MAX_POINTS, MAX_EVALS, MAX_SAMPLES, MAX_TEXT = 2000, 8, 300, 4000
 _SAMPLE_COLUMNS = ("id", "prompt", "response", "reward")
 _LOG_TAIL = 4000
-_NO_CURVES = frozenset({"step", "time", "n", "low", "high"})
+_NO_CURVES = frozenset({"step", "time", "problems", "low", "high"})
 
 
 def write_report(run_dir: str | Path) -> Path:
@@ -97,7 +99,7 @@ def _json(file: Path) -> dict[str, Any]:
 
 
 def _rows(file: Path) -> list[dict[str, Any]]:
-    """The rows of a JSONL file by step. A step that a resumed run did again counts once, as it went last."""
+    """The rows of a JSONL file by step. Rows of one step are one; what stands in several counts as it went last."""
     by_step: dict[float, dict[str, Any]] = {}
     for line in _text(file).split("\n"):
         try:
@@ -105,7 +107,7 @@ def _rows(file: Path) -> list[dict[str, Any]]:
         except ValueError:
             continue
         if isinstance(row, dict) and _is_number(row.get("step")):
-            by_step[row["step"]] = row
+            by_step.setdefault(row["step"], {}).update(row)
     return [by_step[step] for step in sorted(by_step)]
 
 
@@ -182,36 +184,44 @@ def _cut(text: object) -> str:
 
 
 def _chips(summary: dict[str, Any], config: str) -> Iterator[str]:
-    state = summary.get("state")
-    yield str(state) if state else ("finished" if summary else "not finished")
+    yield str(summary.get("state", "not finished"))
+    if summary.get("control"):
+        yield f"control: {summary['control']}"
     for pattern in (r"^algorithm:\n  name: (.+)$", r"^  model:\n    path: (.+)$", r"^  seed: (\d+)$"):
         if match := re.search(pattern, config, re.MULTILINE):
             yield f"seed {match[1]}" if "seed" in pattern else match[1].rsplit("/", 1)[-1]
 
 
 def _hero(summary: dict[str, Any], evals: list[dict[str, Any]]) -> str:
-    """Accuracy before and after, in large."""
-    scored = [row["accuracy"] for row in evals if _is_number(row.get("accuracy"))]
-    before = summary.get("accuracy_before", scored[0] if scored else None)
-    after = summary.get("accuracy_after", scored[-1] if len(scored) > 1 else None)
+    """The headline metric before and after, in large: accuracy, or the reward where there is no accuracy."""
+    name = str(summary.get("headline") or (evals[0].get("headline") if evals else None) or "accuracy")
+    scored = [row[name] for row in evals if _is_number(row.get(name))]
+    before = summary.get(f"{name}_before", scored[0] if scored else None)
+    after = summary.get(f"{name}_after", scored[-1] if len(scored) > 1 else None)
+    label = html.escape(name)
     if not _is_number(before):
         return "<p class=none>No evaluation yet.</p>"
     if not _is_number(after):
-        return f"<div class=big><span>{_percent(before)}</span></div><p>accuracy before training</p>"
+        return f"<div class=big><span>{_headline(name, before)}</span></div><p>{label} before training</p>"
     count = summary.get("eval_problems")
     problems = f"{count:,} held-out problems" if _is_number(count) else "held-out problems"
     return (
-        f"<div class=big><span class=before>{_percent(before)}</span><span class=arrow>→</span>"
-        f"<span class=after>{_percent(after)}</span></div><p>accuracy on {problems}, before and after</p>"
-        + _gain(after - before, summary.get("gain_low"), summary.get("gain_high"))
+        f"<div class=big><span class=before>{_headline(name, before)}</span><span class=arrow>→</span>"
+        f"<span class=after>{_headline(name, after)}</span></div><p>{label} on {problems}, before and after</p>"
+        + _gain(name, after - before, summary.get("gain_low"), summary.get("gain_high"))
     )
 
 
-def _gain(gain: float, low: object, high: object) -> str:
+def _gain(name: str, gain: float, low: object, high: object) -> str:
+    factor, unit, form = (100, " points", "+.1f") if name == "accuracy" else (1, "", "+.3f")
     interval = ""
     if _is_number(low) and _is_number(high):
-        interval = f"<small>95 % interval {low * 100:+.1f} to {high * 100:+.1f}</small>"
-    return f"<p class='gain {'up' if gain > 0 else 'down'}'>{gain * 100:+.1f} points {interval}</p>"
+        interval = f"<small>95 % interval {low * factor:{form}} to {high * factor:{form}}</small>"
+    return f"<p class='gain {'up' if gain > 0 else 'down'}'>{gain * factor:{form}}{unit} {interval}</p>"
+
+
+def _headline(name: str, value: float) -> str:
+    return f"{value * 100:.1f} %" if name == "accuracy" else f"{value:.3f}"
 
 
 def _tiles(summary: dict[str, Any], metrics: list[dict[str, Any]]) -> Iterator[tuple[str, str]]:
@@ -226,18 +236,15 @@ def _tiles(summary: dict[str, Any], metrics: list[dict[str, Any]]) -> Iterator[t
         yield f"{value / 1e9:.2f} GB", "peak memory"
     if metrics:
         yield f"{metrics[-1]['step']:,}", "steps"
-        if _is_number(value := metrics[-1].get("reward/mean")):
-            yield f"{value:.3f}", "mean reward, last step"
+    rewards = [row["reward/mean"] for row in metrics if _is_number(row.get("reward/mean"))]
+    if rewards:
+        yield f"{rewards[-1]:.3f}", "mean reward, last step"
     if _is_number(value := summary.get("seconds")):
         yield _duration(value), "duration"
 
 
 def _tile(value: str, label: str) -> str:
     return f"<div class=tile><b>{html.escape(value)}</b><span>{html.escape(label)}</span></div>"
-
-
-def _percent(share: float) -> str:
-    return f"{share * 100:.1f} %"
 
 
 def _duration(seconds: float) -> str:

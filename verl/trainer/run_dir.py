@@ -127,8 +127,8 @@ def open_run(
             os.rename(path, _aside(path))
         for folder in ("checkpoints", "completions", "logs"):
             (path / folder).mkdir(parents=True, exist_ok=True)
-        for folder in (path.parent, path, path / "completions"):
-            clear_staging(folder)
+        for place in (path.parent, path, path / "completions"):
+            clear_staging(place)
         attempts = [int(file.stem) for file in (path / "logs").glob("*.log") if file.stem.isdigit()]
         run = Run(path, status, max(attempts, default=0) + 1)
         run.log.touch()

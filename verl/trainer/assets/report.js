@@ -134,20 +134,22 @@ class Chart {
 const pointAt = (step) => charts.forEach((chart) => chart.panel.offsetParent && chart.point(step));
 const drawAll = () => charts.forEach((chart) => chart.panel.offsetParent && chart.draw());
 
-function drawAccuracy() {
-  const rows = data.evals.filter((row) => typeof row.accuracy === "number");
-  const panel = byId("accuracy");
+function drawHeadline() {
+  const name = data.evals.length && data.evals[0].headline || "accuracy";
+  const show = (value) => (name === "accuracy" ? `${format(value * 100)} %` : format(value));
+  const rows = data.evals.filter((row) => typeof row[name] === "number");
+  const panel = byId("headline");
   if (rows.length < 2) return;
   panel.hidden = false;
-  const svg = shape("svg", { role: "img", "aria-label": "accuracy by step" });
-  panel.replaceChildren(element("div", { class: "none" }, "accuracy by step" + (rows.some((row) => "low" in row) ? ", with 95 % intervals" : "")), svg);
+  const svg = shape("svg", { role: "img", "aria-label": `${name} by step` });
+  panel.replaceChildren(element("div", { class: "none" }, `${name} by step` + (rows.some((row) => "low" in row) ? ", with 95 % intervals" : "")), svg);
   const width = svg.clientWidth || 600, height = 190;
-  const points = rows.map((row) => [row.step, row.accuracy]);
+  const points = rows.map((row) => [row.step, row[name]]);
   const bounds = rows.flatMap((row) => [row.low, row.high]).filter((value) => typeof value === "number");
   const s = scale(points, height, width, bounds);
   svg.setAttribute("viewBox", `0 0 ${width} ${height}`);
   svg.style.height = `${height}px`;
-  axes(svg, s, (value) => `${format(value * 100)} %`);
+  axes(svg, s, show);
   const banded = rows.filter((row) => typeof row.low === "number" && typeof row.high === "number");
   if (banded.length > 1) {
     const edge = [...banded.map((row) => [row.step, row.high]), ...banded.map((row) => [row.step, row.low]).reverse()];
@@ -155,8 +157,8 @@ function drawAccuracy() {
   }
   svg.append(shape("path", { class: "line", d: path(points, s) }));
   for (const row of rows) {
-    const dot = shape("circle", { class: "dot", r: 5, cx: s.x(row.step), cy: s.y(row.accuracy) });
-    dot.append(shape("title", {}, `step ${row.step}: ${(row.accuracy * 100).toFixed(1)} %`));
+    const dot = shape("circle", { class: "dot", r: 5, cx: s.x(row.step), cy: s.y(row[name]) });
+    dot.append(shape("title", {}, `step ${row.step}: ${show(row[name])}`));
     svg.append(dot);
   }
 }
@@ -248,9 +250,9 @@ byId("theme").addEventListener("click", () => {
 });
 byId("smoothing").addEventListener("input", () => { showSmoothing(); drawAll(); });
 byId("filter").addEventListener("input", filterCurves);
-addEventListener("resize", () => { drawAll(); drawAccuracy(); });
+addEventListener("resize", () => { drawAll(); drawHeadline(); });
 showSmoothing();
 buildCurves();
 drawAll();
-drawAccuracy();
+drawHeadline();
 buildCompletions();

@@ -1,0 +1,311 @@
+from __future__ import annotations
+
+import logging
+import random
+from collections.abc import Callable
+
+import pytest
+import torch
+from transformers import PreTrainedModel, PreTrainedTokenizerFast
+
+import verl.rollout.kernel
+from verl.errors import ConfigError, ModelError, RolloutError
+from verl.models.packed import PackedModel
+from verl.models.shards import model_shards
+from verl.rollout.base import Request, SamplingParams, generate
+from verl.rollout.embedded import EmbeddedEngine
+from verl.rollout.hf import HFEngine
+from verl.shard import Shard
+
+MakeModel = Callable[..., PreTrainedModel]
+
+
+@pytest.fixture
+def engine(packed64: PackedModel, tokenizer: PreTrainedTokenizerFast) -> EmbeddedEngine:
+    return EmbeddedEngine(packed64, eos_token_ids=(2,), seed=0, tokenizer=tokenizer, kv_memory=8 << 20)
+
+
+def test_samples_of_a_prompt_share_one_prefill_and_prompts_their_beginning(engine: EmbeddedEngine) -> None:
+    common = list(range(10, 74))
+    params = SamplingParams(max_new_tokens=4, ignore_eos=True)
+    for i in range(3):
+        for j in range(8):
+            engine.add(Request(f"{i}/{j}", [*common, 200 + i], params))
+    engine.step()
+    assert engine.stats.prompt_tokens == 65 + 1 + 1
+    # Two shared blocks, one more block a prompt, one a response.
+    assert engine.cache.num_blocks - engine.cache.available == 2 + 3 + 24
+    list(generate(engine, []))
+    assert engine.cache.available == engine.cache.num_blocks
+    list(generate(engine, [Request("later", [*common, 1], params)]))
+    assert engine.stats.prompt_tokens == 67 + 1
+
+
+def test_a_finished_response_gives_its_place_at_once(packed64: PackedModel) -> None:
+    engine = EmbeddedEngine(packed64, eos_token_ids=(), seed=0, max_batch=2, kv_memory=8 << 20)
+    lengths = {"long": 20, "a": 5, "b": 5, "c": 5}
+    requests = [Request(name, [5, 6], SamplingParams(max_new_tokens=n)) for name, n in lengths.items()]
+    finished = [sample.id for sample in generate(engine, requests)]
+    assert finished == ["a", "b", "c", "long"]
+    assert engine.stats.steps <= 21
+
+
+def test_stop_tokens_and_lengths(engine: EmbeddedEngine) -> None:
+    free = next(generate(engine, [Request("x", [7, 8, 9], SamplingParams(max_new_tokens=30, ignore_eos=True))]))
+    stop = free.tokens[11]
+    first = free.tokens.index(stop)
+    params = SamplingParams(max_new_tokens=30, ignore_eos=True, stop_token_ids=(stop, 10**9))
+    stopped = next(generate(engine, [Request("x", [7, 8, 9], params)]))
+    assert (stopped.tokens, stopped.finish) == (free.tokens[: first + 1], "stop")
+    params = SamplingParams(max_new_tokens=30, min_new_tokens=25, ignore_eos=True, stop_token_ids=(stop,))
+    kept = next(generate(engine, [Request("x", [7, 8, 9], params)]))
+    assert len(kept.tokens) >= 25
+    assert stop not in kept.tokens[:25]
+    nothing = next(generate(engine, [Request("x", [7, 8, 9], SamplingParams(max_new_tokens=0))]))
+    assert (nothing.tokens, nothing.log_probs, nothing.finish) == ([], [], "length")
+
+
+def test_prompt_and_response_end_at_max_length(packed64: PackedModel) -> None:
+    engine = EmbeddedEngine(packed64, eos_token_ids=(), seed=0, max_length=20, kv_memory=8 << 20)
+    sample = next(generate(engine, [Request("x", [5] * 13, SamplingParams(max_new_tokens=100))]))
+    assert (len(sample.tokens), sample.finish) == (7, "length")
+    with pytest.raises(RolloutError, match="20"):
+        engine.add(Request("y", [5] * 20))
+
+
+def test_stop_strings_end_a_response_across_tokens(engine: EmbeddedEngine, tokenizer: PreTrainedTokenizerFast) -> None:
+    request = Request("x", [7, 8, 9], SamplingParams(max_new_tokens=60, ignore_eos=True))
+    free = next(generate(engine, [request]))
+    text = tokenizer.decode(free.tokens)
+    stop = next(text[i : i + 3] for i in range(15, 60) if "\ufffd" not in text[i : i + 3])
+    params = SamplingParams(max_new_tokens=60, ignore_eos=True, stop=("never there", stop))
+    sample = next(generate(engine, [Request("x", [7, 8, 9], params)]))
+    assert sample.finish == "stop"
+    assert sample.text == text[: text.index(stop)]
+    assert sample.tokens == free.tokens[: len(sample.tokens)]
+    assert stop in tokenizer.decode(sample.tokens)
+    assert stop not in tokenizer.decode(sample.tokens[:-1])
+
+
+def test_stop_strings_need_a_tokenizer(packed64: PackedModel) -> None:
+    engine = EmbeddedEngine(packed64, eos_token_ids=(2,), seed=0, kv_memory=8 << 20)
+    with pytest.raises(RolloutError, match="tokenizer"):
+        engine.add(Request("x", [5], SamplingParams(stop=("a",))))
+    assert engine.unfinished == 0
+
+
+@pytest.mark.parametrize(
+    ("prompt", "message"),
+    [([], "empty"), ([5, 300], "300"), ([-1], "-1"), ([5] * 512, "512")],
+    ids=["empty", "unknown", "negative", "too long"],
+)
+def test_requests_that_cannot_be_answered_are_refused(engine: EmbeddedEngine, prompt: list[int], message: str) -> None:
+    with pytest.raises(RolloutError, match=message):
+        engine.add(Request("x", prompt))
+    assert engine.unfinished == 0
+
+
+def test_ids_in_use_and_requests_larger_than_the_cache_are_refused(packed64: PackedModel) -> None:
+    engine = EmbeddedEngine(packed64, eos_token_ids=(2,), seed=0, kv_memory=300_000)
+    engine.add(Request("x", [5], SamplingParams(max_new_tokens=8)))
+    with pytest.raises(RolloutError, match="'x' is already"):
+        engine.add(Request("x", [6]))
+    with pytest.raises(RolloutError, match="KV cache"):
+        engine.add(Request("y", [5] * 200, SamplingParams(max_new_tokens=300)))
+    with pytest.raises(ConfigError, match="too small"):
+        EmbeddedEngine(packed64, eos_token_ids=(2,), seed=0, kv_memory=1000)
+    with pytest.raises(ConfigError, match="max_batch"):
+        EmbeddedEngine(packed64, eos_token_ids=(2,), seed=0, max_batch=0)
+
+
+def test_models_without_a_packed_forward_are_refused(make_model: MakeModel) -> None:
+    with pytest.raises(ModelError, match="hf"):
+        EmbeddedEngine(PackedModel(make_model("bloom")), eos_token_ids=(2,), seed=0)
+
+
+@pytest.mark.parametrize("hf", [False, True], ids=["embedded", "hf"])
+def test_abort_returns_what_there_is(packed64: PackedModel, hf: bool) -> None:
+    if hf:
+        engine: EmbeddedEngine | HFEngine = HFEngine(packed64.model, eos_token_ids=(), seed=0, max_batch=2)
+    else:
+        engine = EmbeddedEngine(packed64, eos_token_ids=(), seed=0, max_batch=2, kv_memory=8 << 20)
+    for name in ("a", "b", "waiting"):
+        engine.add(Request(name, [5, 6], SamplingParams(max_new_tokens=9)))
+    for _ in range(3):
+        assert engine.step() == []
+    engine.abort(["a", "waiting", "unknown"])
+    engine.abort(["a"])
+    aborted = {sample.id: sample for sample in engine.step()}
+    assert {name: (len(s.tokens), s.finish) for name, s in aborted.items()} == {
+        "a": (3, "abort"),
+        "waiting": (0, "abort"),
+    }
+    rest = list(generate(engine, []))
+    assert [(s.id, len(s.tokens), s.finish) for s in rest] == [("b", 9, "length")]
+
+
+@pytest.mark.parametrize("hf", [False, True], ids=["embedded", "hf"])
+def test_new_weights_serve_from_the_next_token_on(make_model: MakeModel, hf: bool) -> None:
+    old, new = make_model("llama"), make_model("llama", seed=1)
+
+    def engine(model: PreTrainedModel) -> EmbeddedEngine | HFEngine:
+        if hf:
+            return HFEngine(model, eos_token_ids=(), seed=0)
+        return EmbeddedEngine(PackedModel(model), eos_token_ids=(), seed=0, kv_memory=8 << 20)
+
+    params = SamplingParams(max_new_tokens=40)
+    served = engine(old)
+    served.add(Request("x", [5, 6, 7], params))
+    for _ in range(10):
+        served.step()
+    # A tied weight may come under its other name too.
+    shards = [Shard.whole(s.name, s.tensor.clone()) for s in model_shards(new)]
+    embedding = next(s.tensor for s in shards if "embed" in s.name)
+    served.load_shards([*shards, Shard.whole("lm_head.weight", embedding)], version=7)
+    sample = next(generate(served, []))
+    assert served.policy_version == 7
+    assert sample.policy_version == 0
+
+    with torch.no_grad():
+        logits = new(torch.tensor([[5, 6, 7, *sample.tokens]])).logits[0, 12:-1]
+    expected = logits.log_softmax(-1).gather(1, torch.tensor(sample.tokens[10:])[:, None])[:, 0]
+    torch.testing.assert_close(torch.tensor(sample.log_probs[10:], dtype=torch.float64), expected, atol=1e-6, rtol=0)
+    again = next(generate(served, [Request("z", [5, 6, 7], params)]))
+    fresh = next(generate(engine(new), [Request("z", [5, 6, 7], params)]))
+    assert (again.tokens, again.policy_version) == (fresh.tokens, 7)
+
+
+def test_weights_trained_in_place_are_only_noted(make_model: MakeModel) -> None:
+    model = make_model("llama")
+    engine = EmbeddedEngine(PackedModel(model), eos_token_ids=(), seed=0, kv_memory=8 << 20)
+    request = Request("x", list(range(10, 80)), SamplingParams(max_new_tokens=12))
+    before = next(generate(engine, [request]))
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(torch.randn_like(parameter) * 0.05)
+    versions = [parameter._version for parameter in model.parameters()]
+    engine.load_shards(model_shards(model), 1)
+    assert [parameter._version for parameter in model.parameters()] == versions
+    after = next(generate(engine, [request]))
+    # The prompt cached under the old weights must not be used.
+    fresh = EmbeddedEngine(PackedModel(model), eos_token_ids=(), seed=0, kv_memory=8 << 20)
+    assert after.tokens == next(generate(fresh, [request])).tokens
+    assert after.log_probs != before.log_probs
+
+
+def test_sleep_gives_the_cache_back_and_keeps_the_requests(engine: EmbeddedEngine) -> None:
+    request = Request("x", list(range(10, 50)), SamplingParams(max_new_tokens=20))
+    expected = next(generate(engine, [request]))
+    engine.add(request)
+    for _ in range(5):
+        engine.step()
+    engine.sleep()
+    assert engine.cache.values.numel() == 0
+    with pytest.raises(RolloutError, match="wake"):
+        engine.step()
+    engine.abort(["x"])
+    assert [sample.finish for sample in engine.step()] == ["abort"]
+    engine.wake()
+    engine.wake()
+    assert next(generate(engine, [request])).tokens == expected.tokens
+
+
+def test_broken_weights_are_named_and_leave_no_trace(make_model: MakeModel) -> None:
+    model = make_model("llama")
+    engine = EmbeddedEngine(PackedModel(model), eos_token_ids=(), seed=0, kv_memory=8 << 20)
+    request = Request("x", list(range(10, 80)), SamplingParams(max_new_tokens=5))
+    good = model.model.norm.weight.detach().clone()
+    model.model.norm.weight.data.fill_(torch.nan)
+    engine.add(request)
+    with pytest.raises(RolloutError, match="'x' at token 0 are not finite"):
+        engine.step()
+    assert engine.cache.available == engine.cache.num_blocks
+    model.model.norm.weight.data.copy_(good)
+    sample = next(generate(engine, []))
+    fresh = EmbeddedEngine(PackedModel(model), eos_token_ids=(), seed=0, kv_memory=8 << 20)
+    assert sample.tokens == next(generate(fresh, [request])).tokens
+
+
+def test_the_model_is_left_in_training_mode_and_without_gradients(make_model: MakeModel) -> None:
+    model = make_model("llama").train()
+    engine = EmbeddedEngine(PackedModel(model), eos_token_ids=(), seed=0, kv_memory=8 << 20)
+    list(generate(engine, [Request("x", [5, 6], SamplingParams(max_new_tokens=3))]))
+    assert model.training
+    assert all(parameter.grad is None for parameter in model.parameters())
+
+
+def test_without_a_compiler_generation_goes_on_with_torch(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, packed64: PackedModel
+) -> None:
+    request = Request("x", list(range(10, 50)), SamplingParams(max_new_tokens=10))
+    expected = next(generate(EmbeddedEngine(packed64, eos_token_ids=(), seed=0, kv_memory=8 << 20), [request]))
+    monkeypatch.setattr(verl.rollout.kernel.shutil, "which", lambda name: None)
+    for cached in (verl.rollout.kernel.kernels, verl.rollout.kernel._library):
+        cached.cache_clear()
+    try:
+        with caplog.at_level(logging.WARNING):
+            engine = EmbeddedEngine(packed64, eos_token_ids=(), seed=0, kv_memory=8 << 20)
+            sample = next(generate(engine, [request]))
+    finally:
+        for cached in (verl.rollout.kernel.kernels, verl.rollout.kernel._library):
+            cached.cache_clear()
+    assert "compiler" in caplog.text
+    assert sample.tokens == expected.tokens
+
+
+@pytest.mark.parametrize("blocks", [14, 200], ids=["tight", "roomy"])
+def test_two_thousand_random_requests(packed64: PackedModel, tokenizer: PreTrainedTokenizerFast, blocks: int) -> None:
+    rng = random.Random(blocks)
+    engine = EmbeddedEngine(
+        packed64,
+        eos_token_ids=(2,),
+        seed=0,
+        tokenizer=tokenizer,
+        max_batch=24,
+        kv_memory=blocks * 2 * 2 * 2 * 32 * 32 * 8,
+        max_length=160,
+        step_tokens=64,
+    )
+    assert engine.cache.num_blocks == blocks
+    beginnings = [[rng.randrange(300) for _ in range(rng.randrange(100))] for _ in range(6)]
+    accepted: dict[str, Request] = {}
+    answered = refused = 0
+    for i in range(1000):
+        prompt = rng.choice(beginnings)[: rng.randrange(101)] + [rng.randrange(303) for _ in range(rng.randrange(3))]
+        length = rng.choice([0, 1, 2, 7, 40, 150])
+        params = SamplingParams(
+            max_new_tokens=length,
+            min_new_tokens=rng.randrange(length + 1) if rng.random() < 0.1 else 0,
+            temperature=rng.choice([0, 0.3, 1.0, 5.0]),
+            top_k=rng.choice([0, 0, 1, 20]),
+            top_p=rng.choice([1.0, 1.0, 0.5]),
+            min_p=rng.choice([0.0, 0.1]),
+            stop=rng.choice([(), (), ("a",), ("é\n", "\ufffd", "xyz" * 30)]),
+            stop_token_ids=rng.choice([(), (5, 6), (-1, 10**12), tuple(range(300))]),
+            ignore_eos=rng.random() < 0.5,
+        )
+        request = Request(rng.choice(["", "ü/", "\U0001f600"]) + str(i), prompt, params)
+        try:
+            engine.add(request)
+            accepted[request.id] = request
+        except RolloutError as error:
+            refused += request.id in str(error)
+        if rng.random() < 0.05 and accepted:
+            engine.abort(rng.sample(sorted(accepted), min(3, len(accepted))))
+        if rng.random() < 0.01:
+            engine.load_shards(model_shards(packed64.model), engine.policy_version + 1)
+        while engine.unfinished > 40 or (i == 999 and engine.unfinished):
+            for sample in engine.step():
+                request = accepted.pop(sample.id)
+                answered += 1
+                assert len(sample.tokens) == len(sample.log_probs) <= request.params.max_new_tokens
+                assert sample.finish in ("stop", "length", "abort")
+                assert 0 <= sample.policy_version <= engine.policy_version
+                assert (sample.text is not None) == bool(request.params.stop)
+    assert not accepted
+    assert answered + refused == 1000
+    assert refused > 15
+    assert engine.cache.available == engine.cache.num_blocks
+    assert not engine._prompts
+    if blocks == 14:
+        assert engine.stats.preemptions > 0

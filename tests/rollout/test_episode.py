@@ -1,0 +1,109 @@
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import pytest
+
+from verl.errors import RolloutError
+from verl.models.packed import PackedModel
+from verl.rollout.base import Request, SamplingParams, generate
+from verl.rollout.embedded import EmbeddedEngine
+from verl.rollout.episode import Client, Outcome, Turns, run_episodes, single_turn
+
+PARAMS = SamplingParams(max_new_tokens=12, ignore_eos=True)
+ROWS = [{"id": f"row {i}", "prompt_tokens": [10 + i, 11, 12]} for i in range(6)]
+
+
+@pytest.fixture
+def engine(packed64: PackedModel) -> EmbeddedEngine:
+    return EmbeddedEngine(packed64, eos_token_ids=(2,), seed=0, kv_memory=8 << 20)
+
+
+def outcomes(engine: EmbeddedEngine, *args: Any, **options: Any) -> dict[int, Outcome]:
+    async def collect() -> dict[int, Outcome]:
+        return {outcome.index: outcome async for outcome in run_episodes(engine, ROWS, PARAMS, *args, **options)}
+
+    return asyncio.run(asyncio.wait_for(collect(), 60))
+
+
+def test_a_single_turn_is_a_request_under_the_id_of_the_row(engine: EmbeddedEngine) -> None:
+    direct = {s.id: s for s in generate(engine, [Request(r["id"], r["prompt_tokens"], PARAMS) for r in ROWS])}
+    result = outcomes(engine, single_turn)
+    assert sorted(result) == list(range(len(ROWS)))
+    for index, outcome in result.items():
+        (turns,) = outcome.responses
+        sample = direct[ROWS[index]["id"]]
+        assert turns.response_tokens == sample.tokens
+        assert turns.rollout_log_probs == sample.log_probs
+        assert turns.response_mask == [1] * 12
+
+
+def test_turns_mask_what_the_policy_did_not_write(engine: EmbeddedEngine) -> None:
+    async def with_tool(client: Client, row: Mapping[str, Any]) -> Sequence[Turns]:
+        turns = Turns()
+        for turn in range(3):
+            turns.wrote(await client.generate([*row["prompt_tokens"], *turns.response_tokens]))
+            await asyncio.sleep(0.001 * turn)
+            turns.read([40 + turn, 41])
+        return [turns]
+
+    for outcome in outcomes(engine, with_tool).values():
+        (turns,) = outcome.responses
+        assert turns.response_mask == ([1] * 12 + [0] * 2) * 3
+        assert turns.response_tokens[12:14] == [40, 41]
+        assert [lp == 0 for lp in turns.rollout_log_probs] == [m == 0 for m in turns.response_mask]
+    # Six episodes of 36 steps each went side by side.
+    assert engine.stats.steps < 100
+
+
+def test_an_episode_that_raises_or_hangs_is_an_outcome_and_the_others_go_on(engine: EmbeddedEngine) -> None:
+    async def odd(client: Client, row: Mapping[str, Any]) -> Sequence[Turns]:
+        if row["id"] == "row 1":
+            raise KeyError("tool")
+        if row["id"] == "row 2":
+            await client.generate([])
+        if row["id"] == "row 3":
+            await client.generate(row["prompt_tokens"], SamplingParams(max_new_tokens=400, ignore_eos=True))
+            await asyncio.sleep(60)
+        return await single_turn(client, row)
+
+    result = outcomes(engine, odd, deadline=1.5)
+    errors = {index: outcome.error for index, outcome in result.items() if outcome.error}
+    assert sorted(errors) == [1, 2, 3]
+    assert "KeyError: 'tool'" in str(errors[1])
+    assert "prompt is empty" in str(errors[2])
+    assert "longer than 1.5 s" in str(errors[3])
+    assert all(len(result[i].responses[0].response_tokens) == 12 for i in (0, 4, 5))
+    assert engine.unfinished == 0
+
+
+def test_an_engine_that_fails_ends_the_run(engine: EmbeddedEngine, monkeypatch: pytest.MonkeyPatch) -> None:
+    steps = iter(range(4))
+
+    def step() -> list[Any]:
+        if next(steps, None) is None:
+            raise RolloutError("the server is gone")
+        return EmbeddedEngine.step(engine)
+
+    monkeypatch.setattr(engine, "step", step)
+    with pytest.raises(RolloutError, match="the server is gone"):
+        outcomes(engine)
+
+
+def test_leaving_early_takes_the_requests_back(engine: EmbeddedEngine) -> None:
+    async def first() -> Outcome:
+        episodes = run_episodes(engine, ROWS, SamplingParams(max_new_tokens=400, ignore_eos=True), deadline=60)
+        task = asyncio.ensure_future(anext(episodes))
+        await asyncio.sleep(0.2)
+        assert engine.unfinished == len(ROWS)
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+        await episodes.aclose()
+        return Outcome(0, [])
+
+    asyncio.run(asyncio.wait_for(first(), 60))
+    assert engine.unfinished == 0
+    assert engine.cache.available == engine.cache.num_blocks

@@ -1,0 +1,158 @@
+"""What the engines say of their samples, against transformers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+
+import pytest
+import torch
+from transformers import PreTrainedModel
+
+from verl.models.packed import PackedModel
+from verl.rollout.base import Request, RolloutEngine, Sample, SamplingParams, generate
+from verl.rollout.embedded import EmbeddedEngine
+from verl.rollout.fused import fused_forward
+from verl.rollout.hf import HFEngine
+
+MakeModel = Callable[..., PreTrainedModel]
+KINDS = ["llama", "qwen2", "gpt2", "phi3", "mistral", "granite"]
+
+
+def prompts(count: int, samples: int, params: SamplingParams) -> list[Request]:
+    """Prompts of 3 to 80 tokens, the second half of them beginning alike."""
+    generator = torch.Generator().manual_seed(5)
+    requests = []
+    for i in range(count):
+        tokens = torch.randint(3, 300, (3 + 77 * i // max(1, count - 1),), generator=generator).tolist()
+        if i >= count // 2:
+            tokens[:35] = range(100, 135)
+        requests += [Request(f"{i}/{j}", tokens, params) for j in range(samples)]
+    return requests
+
+
+def run(engine: RolloutEngine, requests: Iterable[Request]) -> dict[str, Sample]:
+    return {sample.id: sample for sample in generate(engine, requests)}
+
+
+@torch.no_grad()
+def plain_log_probs(model: PreTrainedModel, request: Request, sample: Sample) -> torch.Tensor:
+    tokens = torch.tensor([[*request.prompt_tokens, *sample.tokens]])
+    logits = model(tokens).logits[0, len(request.prompt_tokens) - 1 : -1]
+    logits = logits.to(torch.promote_types(logits.dtype, torch.float32)) / (request.params.temperature or 1.0)
+    return logits.log_softmax(-1).gather(1, tokens[0, len(request.prompt_tokens) :, None])[:, 0]
+
+
+@pytest.mark.parametrize("compiled", [True, False], ids=["kernel", "torch"])
+@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float64, 1e-9), (torch.float32, 1e-4)], ids=["fp64", "fp32"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_log_probs_are_those_of_a_plain_forward(
+    make_model: MakeModel, kind: str, dtype: torch.dtype, tolerance: float, compiled: bool
+) -> None:
+    model = make_model(kind, dtype)
+    engine = EmbeddedEngine(
+        PackedModel(model), eos_token_ids=(2,), seed=1, kv_memory=4 << 20, step_tokens=33, compiled=compiled
+    )
+    requests = prompts(6, 3, SamplingParams(max_new_tokens=45, temperature=0.8))
+    samples = run(engine, requests)
+    lengths = set()
+    for request in requests:
+        sample = samples[request.id]
+        expected = plain_log_probs(model, request, sample)
+        torch.testing.assert_close(torch.tensor(sample.log_probs, dtype=dtype), expected, atol=tolerance, rtol=0)
+        assert sample.finish == ("stop" if sample.tokens[-1] == 2 else "length")
+        assert 2 not in sample.tokens[:-1]
+        lengths.add(len(sample.tokens))
+    assert len({tuple(s.tokens) for s in samples.values()}) == len(samples)
+    assert max(lengths) == 45
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_greedy_tokens_are_those_of_generate(make_model: MakeModel, kind: str) -> None:
+    model = make_model(kind, torch.float32)
+    engine = EmbeddedEngine(PackedModel(model), eos_token_ids=(2,), seed=1, kv_memory=4 << 20)
+    requests = prompts(8, 1, SamplingParams(max_new_tokens=40, temperature=0))
+    samples = run(engine, requests)
+    for request in requests:
+        prompt = torch.tensor([list(request.prompt_tokens)])
+        expected = model.generate(
+            prompt,
+            attention_mask=torch.ones_like(prompt),
+            do_sample=False,
+            max_new_tokens=40,
+            return_dict_in_generate=True,
+            output_scores=True,
+        )
+        tokens = expected.sequences[0, prompt.shape[1] :].tolist()
+        for step, (ours, theirs) in enumerate(zip(samples[request.id].tokens, tokens, strict=True)):
+            best = expected.scores[step][0].topk(2).values
+            if float(best[0] - best[1]) < 1e-5:
+                print(f"exempt: {kind} {request.id} token {step}")
+                break
+            assert ours == theirs
+
+
+@pytest.mark.parametrize("kind", ["llama", "mistral", "gpt2"])
+def test_a_sample_is_the_same_alone_in_a_batch_and_under_preemption(make_model: MakeModel, kind: str) -> None:
+    packed = PackedModel(make_model(kind))
+    params = SamplingParams(max_new_tokens=70, temperature=1.1, top_p=0.95)
+    requests = prompts(6, 8, params)
+    batch = run(EmbeddedEngine(packed, eos_token_ids=(2,), seed=3, kv_memory=32 << 20), requests)
+    block = EmbeddedEngine(packed, eos_token_ids=(2,), seed=3, kv_memory=32 << 20).cache
+    block_bytes = 2 * block.values[:, 0].numel() * 8
+    tight = EmbeddedEngine(packed, eos_token_ids=(2,), seed=3, kv_memory=12 * block_bytes, step_tokens=29)
+    squeezed = run(tight, requests)
+    assert tight.stats.preemptions > 10
+    assert tight.cache.available == tight.cache.num_blocks == 12
+    for request in requests:
+        alone = run(EmbeddedEngine(packed, eos_token_ids=(2,), seed=3, kv_memory=4 << 20), [request])[request.id]
+        for other in (batch[request.id], squeezed[request.id]):
+            assert other.tokens == alone.tokens
+            assert other.finish == alone.finish
+            assert other.log_probs == pytest.approx(alone.log_probs, abs=1e-11)
+
+
+@pytest.mark.parametrize("kind", ["llama", "gpt2", "mistral", "bloom"])
+def test_the_hf_engine_gives_the_same_samples(make_model: MakeModel, kind: str) -> None:
+    # transformers' bloom takes its softmax in fp32, and overflows there in an fp64 model.
+    model = make_model(kind, torch.float32 if kind == "bloom" else torch.float64)
+    requests = prompts(5, 2, SamplingParams(max_new_tokens=30, temperature=0.9, top_k=100))
+    samples = run(HFEngine(model, eos_token_ids=(2,), seed=9, max_batch=4), requests)
+    for request in requests:
+        sample = samples[request.id]
+        expected = plain_log_probs(model, request, sample)
+        torch.testing.assert_close(
+            torch.tensor(sample.log_probs, dtype=expected.dtype),
+            expected,
+            atol=1e-4 if kind == "bloom" else 1e-6,
+            rtol=0,
+        )
+    if kind != "bloom":  # has no packed forward
+        embedded = run(EmbeddedEngine(PackedModel(model), eos_token_ids=(2,), seed=9, kv_memory=4 << 20), requests)
+        assert {name: s.tokens for name, s in samples.items()} == {name: s.tokens for name, s in embedded.items()}
+
+
+@pytest.mark.parametrize("kind", ["llama", "qwen2", "mistral"])
+def test_the_fused_forward_is_the_model(make_model: MakeModel, kind: str) -> None:
+    for dtype in (torch.float32, torch.bfloat16):
+        packed = PackedModel(make_model(kind, dtype))
+        assert fused_forward(packed) is not None
+
+
+@pytest.mark.parametrize("kind", ["gpt2", "phi3", "granite"])
+def test_models_of_another_shape_are_not_fused(make_model: MakeModel, kind: str) -> None:
+    assert fused_forward(PackedModel(make_model(kind, torch.float32))) is None
+
+
+def test_bf16_differs_from_the_plain_bf16_forward_by_rounding_only(make_model: MakeModel) -> None:
+    model = make_model("llama", torch.bfloat16)
+    requests = prompts(6, 4, SamplingParams(max_new_tokens=40))
+    mean = {}
+    for compiled in (True, False):
+        engine = EmbeddedEngine(PackedModel(model), eos_token_ids=(2,), seed=1, kv_memory=4 << 20, compiled=compiled)
+        samples = run(engine, requests)
+        differences = [
+            (torch.tensor(samples[r.id].log_probs) - plain_log_probs(model, r, samples[r.id])).abs() for r in requests
+        ]
+        mean[compiled] = float(torch.cat(differences).mean())
+    assert mean[True] < 0.05
+    assert mean[True] < 1.2 * mean[False]

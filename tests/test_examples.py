@@ -1,0 +1,56 @@
+"""The examples run, as they stand, from any directory."""
+
+from __future__ import annotations
+
+import importlib.util
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+EXAMPLES = Path(__file__).resolve().parent.parent / "examples"
+
+
+def load(name: str) -> ModuleType:
+    spec = importlib.util.spec_from_file_location(name, EXAMPLES / f"{name}.py")
+    assert spec is not None and spec.loader is not None
+    module = sys.modules[name] = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_ppo_simple_as_a_script(tmp_path: Path, make_tiny: Callable[..., Path], tiny: Path) -> None:
+    command = [sys.executable, str(EXAMPLES / "ppo_simple.py"), "--num-rollout-workers", "2", "--num_update_workers=1"]
+    command += ["--actor_model", str(make_tiny("gpt2")), "--critic-model", str(tiny), "--steps", "2"]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=240)
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert "step 1  reward" in done.stdout
+
+
+def test_shares_of_workers_do_not_change_the_gradient(tiny: Path) -> None:
+    example = load("ppo_simple")
+    common = ["--actor_model", str(tiny), "--steps", "3", "--batch_size", "8", "--lr", "0.01"]
+    once = example.main(common)
+    shared = example.main([*common, "--num_update_workers", "3"])
+    assert once == pytest.approx(shared, abs=1e-6)
+
+
+def test_an_algorithm_of_the_users_own_learns(tiny: Path) -> None:
+    example = load("custom_algorithm")
+    learned = example.main(["--model", str(tiny), "--steps", "60", "--lr", "0.01"])
+    control = example.main(["--model", str(tiny), "--steps", "60", "--lr", "0"])
+    assert sum(learned[-6:]) / 6 > sum(control[-6:]) / 6 + 0.1, (learned[-6:], control[-6:])
+
+
+def test_rewards_of_every_form() -> None:
+    import verl
+
+    rows = {"id": ["a"], "prompt": ["What?"], "response": ["please"], "response_tokens": [[1]]}
+    rows |= {"data_source": ["mine"], "reward_model": [{"ground_truth": "please"}]}
+    batch = verl.Batch.from_columns(rows)
+    for name, value in (("exact", 1.0), ("polite", 1.0), ("brevity", 0.0)):
+        found = verl.Reward(f"{EXAMPLES / 'custom_reward.py'}:{name}").get_reward(batch)
+        assert found["reward"] == [value], name
