@@ -22,13 +22,14 @@ HERE = Path(__file__).resolve().parent
 def run(python: str, script: str, *options: str) -> dict[str, Any]:
     """One measurement in a process of its own."""
     command = [python, str(HERE / script), *options]
-    done = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, timeout=1800)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=1800)
     if done.returncode:
         raise SystemExit(f"{' '.join(command)} failed:\n{done.stderr[-3000:]}")
     result: dict[str, Any] = json.loads(done.stdout.strip().splitlines()[-1])
     print(
         f"{result['name']:5} {result['dtype']}{' autocast' if result.get('autocast') else '':9} micro-batch "
-        f"{result['micro_batch']:2}  step {result['step_seconds']:6.2f} s = generation {result['generation_seconds']:5.2f} "
+        f"{result['micro_batch']:2}  step {result['step_seconds']:6.2f} s = "
+        f"generation {result['generation_seconds']:5.2f} "
         f"+ training {result['training_seconds']:5.2f}   peak {result['peak_memory_gb']:.2f} GB",
         flush=True,
     )

@@ -118,14 +118,10 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
         trainer.train()
     logs = [entry for entry in trainer.state.log_history if "completions/min_length" in entry]
     if any(entry["completions/min_length"] != workload.NEW_TOKENS for entry in logs) or not logs:
-        raise SystemExit(
-            f"completions are not {workload.NEW_TOKENS} tokens long: this is not the agreed work"
-        )
+        raise SystemExit(f"completions are not {workload.NEW_TOKENS} tokens long: this is not the agreed work")
     steps, generation = clock.seconds[1:], trainer.generation_seconds[1:]
     if not len(steps) == len(generation) == args.steps:
-        raise SystemExit(
-            f"{len(steps)} steps, {len(generation)} generations: one of each was expected a step"
-        )
+        raise SystemExit(f"{len(steps)} steps, {len(generation)} generations: one of each was expected a step")
     training = [step - generate for step, generate in zip(steps, generation, strict=True)]
     return {
         "name": "trl",
@@ -153,9 +149,7 @@ def main() -> None:
     """Measure, with everything that TRL prints sent to standard error."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
     parser.add_argument("--dtype", choices=["bf16", "fp32"], default="bf16")
-    parser.add_argument(
-        "--autocast", action="store_true", help="TRL's bf16=True: autocast around the forward"
-    )
+    parser.add_argument("--autocast", action="store_true", help="TRL's bf16=True: autocast around the forward")
     parser.add_argument("--micro-batch", type=int, choices=[1, 2, 4, 8, 16, 32], default=16)
     parser.add_argument("--steps", type=int, default=3, help="timed steps, after one that warms up")
     parser.add_argument("--threads", type=int, default=2)

@@ -40,9 +40,7 @@ def prompts(tokenizer: Any) -> list[str]:
     Raises:
         ValueError: the tokenizer cuts words into so many pieces that a text misses that range.
     """
-    texts = [
-        _cut(tokenizer, f"{opening} {_STORY}", most) for opening, most in zip(_OPENINGS, _TOKENS, strict=True)
-    ]
+    texts = [_cut(tokenizer, f"{opening} {_STORY}", most) for opening, most in zip(_OPENINGS, _TOKENS, strict=True)]
     lengths = [len(tokenizer(text)["input_ids"]) for text in texts]
     if not all(80 <= length <= 86 for length in lengths):
         raise ValueError(f"prompts of {lengths} tokens: this tokenizer does not fit the benchmark's texts")

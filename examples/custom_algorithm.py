@@ -1,6 +1,6 @@
 """An algorithm of your own, in your own script: REINFORCE with the group's mean as baseline.
 
-    python examples/custom_algorithm.py --model gpt2
+python examples/custom_algorithm.py --model gpt2
 """
 
 from __future__ import annotations

@@ -1,6 +1,7 @@
-"""Rewards of your own, in the forms that verl and TRL know; name one in YAML or on the command line:
+"""Rewards of your own, in the forms that verl and TRL know. In YAML:
 
-verl train examples/grpo_arithmetic.yaml reward.path=examples/custom_reward.py:brevity
+reward:
+  path: examples/custom_reward.py:brevity
 """
 
 from __future__ import annotations

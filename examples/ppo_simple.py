@@ -69,7 +69,9 @@ def main(argv: Sequence[str] | None = None) -> list[float]:
         policy = actor.update(sequences, rewards, values)
         value = critic.update(sequences.add(values), rewards)
         history.append(sum(rewards["reward"]) / len(rewards))
-        print(f"step {step}  reward {history[-1]:.4f}  loss/actor {policy['loss']:+.4f}  loss/critic {value['loss']:.4f}")
+        print(
+            f"step {step}  reward {history[-1]:.4f}  loss/actor {policy['loss']:+.4f}  loss/critic {value['loss']:.4f}"
+        )
     return history
 
 

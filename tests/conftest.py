@@ -43,9 +43,7 @@ def byte_tokenizer(merges: tuple[tuple[str, str], ...] = ()) -> PreTrainedTokeni
     core.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     core.decoder = decoders.ByteLevel()
     core.add_special_tokens(SPECIAL)
-    return PreTrainedTokenizerFast(
-        tokenizer_object=core, eos_token="<|end|>", pad_token="<|end|>", chat_template=CHAT
-    )
+    return PreTrainedTokenizerFast(tokenizer_object=core, eos_token="<|end|>", pad_token="<|end|>", chat_template=CHAT)
 
 
 def save_tiny(path: Path, kind: str = "llama", dtype: torch.dtype = torch.float32, seed: int = 0) -> Path:

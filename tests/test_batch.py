@@ -57,7 +57,7 @@ def test_errors_name_the_column_and_the_nearest_one() -> None:
     batch = Batch.from_rows(ROWS)
     with pytest.raises(DataError, match="did you mean 'reward'"):
         batch["rewards"]
-    with pytest.raises(DataError, match="'mine'.*cannot become a tensor"):
+    with pytest.raises(DataError, match=r"'mine'.*cannot become a tensor"):
         batch.tensor("mine")
     with pytest.raises(DataError, match="one length"):
         Batch.from_columns({"id": ["a"], "reward": [1.0, 2.0]})
@@ -90,9 +90,9 @@ def test_parquet_round_trip_keeps_types(tmp_path: object) -> None:
     path = f"{tmp_path}/batch.parquet"
     batch.to_parquet(path)
     assert Batch.from_parquet(path) == batch
+    with open(path, "r+b") as file:
+        file.truncate(20)
     with pytest.raises(DataError, match="not a readable Parquet file"):
-        with open(path, "r+b") as file:
-            file.truncate(20)
         Batch.from_parquet(path)
 
 

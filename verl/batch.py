@@ -172,8 +172,8 @@ class Batch:
             array = _to_arrow(name, values)
             if name in table.column_names:
                 raise DataError(f"column '{name}' is there already: columns are added, never overwritten")
-            if len(array) != len(self) and table.column_names:
-                raise DataError(f"column '{name}' has {len(array)} rows, the batch has {len(self)}")
+            if table.column_names and len(array) != table.num_rows:
+                raise DataError(f"column '{name}' has {len(array)} rows, the batch has {table.num_rows}")
             table = table.append_column(name, array) if table.column_names else pa.table({name: array})
         return Batch(table)
 
@@ -252,7 +252,7 @@ class Batch:
 
 
 def _is_list(kind: pa.DataType) -> bool:
-    return pa.types.is_list(kind) or pa.types.is_large_list(kind)
+    return bool(pa.types.is_list(kind) or pa.types.is_large_list(kind))
 
 
 def _single(column: pa.ChunkedArray) -> pa.Array:

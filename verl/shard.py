@@ -54,4 +54,4 @@ def _digest(tensor: torch.Tensor) -> str:
     import torch
 
     raw = tensor.detach().cpu().contiguous().view(-1).view(torch.uint8)
-    return hashlib.sha256(raw.numpy()).hexdigest()
+    return hashlib.sha256(raw.numpy().data).hexdigest()

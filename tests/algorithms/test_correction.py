@@ -115,8 +115,12 @@ def test_rejected_tokens_leave_the_loss_but_not_the_reward() -> None:
     batch = experience([3, 2, 4], ["g", "g", "g"], [1.0, 0.0, 0.0])
     algorithm = make_algorithm("ppo", kl_in="none", rollout_rs="token_k1", rollout_rs_threshold=1.5)
     done, metrics = algorithm.prepare(batch)
-    assert 0 < metrics["mismatch/rejected"] < 1
-    dropped = done.tensor("loss_mask") == 0
+    distance = (batch.tensor("log_probs") - batch.tensor("rollout_log_probs")).abs()
+    written = batch.tensor("response_mask") != 0
+    dropped = ~written | (distance > math.log(1.5))
+    assert metrics["mismatch/rejected"] == pytest.approx(float((written & dropped).sum() / written.sum()))
+    assert written[dropped].any()
+    assert torch.equal(done.tensor("loss_mask") == 0, dropped)
     assert not algorithm.token_weights(done)[dropped].any()
     free, _ = make_algorithm("ppo", kl_in="none").prepare(batch)
     assert torch.equal(free.tensor("returns"), done.tensor("returns"))

@@ -163,12 +163,13 @@ def verify(
         Path, typer.Argument(metavar="CHECKPOINT", help="Directory of a checkpoint.", show_default=False)
     ],
 ) -> None:
-    """Check that a checkpoint is whole: every file against its checksum, every tensor loaded and finite.
+    """Check a checkpoint: every file's checksum, every tensor, and the reloaded model's forward pass against the
+    one noted when it was saved.
 
     [bold]Examples[/bold]
     $ verl verify runs/latest/checkpoints/step-000060
     """
-    from verl.trainer.checkpoint import verify as verify_checkpoint
+    from verl.trainer.state import verify as verify_checkpoint
 
     found = verify_checkpoint(checkpoint)
     typer.secho(str(found), fg="green" if found.ok else "red", err=not found.ok)

@@ -75,9 +75,7 @@ class Actor:
         seed: int = 0,
     ) -> None:
         if strategy not in (None, "single"):
-            raise ConfigError(
-                f"strategy='{strategy}' needs several ranks; this process is one: leave strategy out"
-            )
+            raise ConfigError(f"strategy='{strategy}' needs several ranks; this process is one: leave strategy out")
         self.sampling = sampling or SamplingParams()
         self.algorithm = None if algorithm is None else make_algorithm(algorithm)
         self.plan = UpdatePlan(mini_batch_size, epochs, self.sampling.temperature or 1.0, seed)
@@ -140,9 +138,7 @@ class Actor:
             batch = batch.add({"group": [f"{key}.{row}" for row in range(len(batch))]})
         return batch
 
-    def generate_sequences(
-        self, prompts: Any, *, n: int = 1, key: str | None = None, **sampling: Any
-    ) -> Batch:
+    def generate_sequences(self, prompts: Any, *, n: int = 1, key: str | None = None, **sampling: Any) -> Batch:
         """Sample `n` responses to each prompt.
 
         Args:

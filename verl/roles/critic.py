@@ -9,6 +9,7 @@ from verl.algorithms import BaseAlgorithm, make_algorithm, value_algorithm
 from verl.batch import Batch
 from verl.controller.local import LocalGroup
 from verl.data.alignment import CharacterAlignment
+from verl.models.heads import ValueModel
 from verl.models.loading import load_model, load_tokenizer
 from verl.roles.actor import as_optim
 from verl.roles.columns import add_rewards
@@ -42,7 +43,7 @@ class Critic:
 
     def __init__(
         self,
-        model: PreTrainedModel | str,
+        model: PreTrainedModel | ValueModel | str,
         tokenizer: PreTrainedTokenizerBase | str | None = None,
         *,
         actor_tokenizer: PreTrainedTokenizerBase | None = None,
@@ -58,8 +59,7 @@ class Critic:
         trust_remote_code: bool = False,
         seed: int = 0,
     ) -> None:
-        from verl.models.heads import ValueModel
-
+        self.model: ValueModel
         if isinstance(model, str):
             self.model = load_model(model, dtype=dtype, kind="value", trust_remote_code=trust_remote_code)
         else:
@@ -86,9 +86,10 @@ class Critic:
     def read_with(self, actor_tokenizer: PreTrainedTokenizerBase | None) -> None:
         """Say how the actor's tokens are spelt; trainers do this by themselves."""
         self._alignment: CharacterAlignment | None = None
-        if self.tokenizer is not None and actor_tokenizer is not None:
-            if self.tokenizer.get_vocab() != actor_tokenizer.get_vocab():
-                self._alignment = CharacterAlignment(actor_tokenizer, self.tokenizer)
+        if self.tokenizer is None or actor_tokenizer is None:
+            return
+        if self.tokenizer.get_vocab() != actor_tokenizer.get_vocab():
+            self._alignment = CharacterAlignment(actor_tokenizer, self.tokenizer)
 
     def compute_values(self, sequences: Batch) -> Batch:
         """Column `values`, aligned with `response_tokens`: the value of the state before each token."""

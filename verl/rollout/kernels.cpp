@@ -349,11 +349,14 @@ void attend(const Plan& plan, const Call& c) {
     }
 }
 
+// A team of threads costs some microseconds: not more of them than there is work for.
+inline int team(int64_t elements, int threads) { return int(std::min<int64_t>(threads, 1 + elements / (1 << 15))); }
+
 // x += delta (if there is one), then out = weight * x / rms(x); all [rows, d], d a multiple of the vector length.
 template <class T>
 void rms_norm(T* x, const T* delta, const T* weight, T* out, int64_t rows, int64_t d, double eps, int threads) {
     constexpr int W = Lanes<float>::count;
-#pragma omp parallel for schedule(static) num_threads(threads)
+#pragma omp parallel for schedule(static) num_threads(team(rows * d, threads))
     for (int64_t r = 0; r < rows; r++) {
         T* row = x + r * d;
         F squares{};
@@ -375,7 +378,7 @@ void rms_norm(T* x, const T* delta, const T* weight, T* out, int64_t rows, int64
 template <class T>
 void rotate(T* x, const T* cos, const T* sin, int64_t tokens, int64_t heads, int64_t D, int64_t rotary, int threads) {
     const int64_t half = rotary / 2;
-#pragma omp parallel for schedule(static) num_threads(threads)
+#pragma omp parallel for schedule(static) num_threads(team(tokens * heads * D, threads))
     for (int64_t t = 0; t < tokens; t++)
         for (int64_t h = 0; h < heads; h++) {
             T* head = x + (t * heads + h) * D;
@@ -391,7 +394,7 @@ void rotate(T* x, const T* cos, const T* sin, int64_t tokens, int64_t heads, int
 // gate = silu(gate) * up, count a multiple of the vector length.
 template <class T>
 void silu_mul(T* gate, const T* up, int64_t count, int threads) {
-#pragma omp parallel for schedule(static) num_threads(threads)
+#pragma omp parallel for schedule(static) num_threads(team(count, threads))
     for (int64_t i = 0; i < count; i += Lanes<float>::count) {
         F x = load(gate + i), e = exp_vector(x > 0 ? -x : x);
         F silu = (x > 0 ? x : x * e) / (e + 1.0f);

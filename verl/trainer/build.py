@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,6 +13,7 @@ from verl.data.prompts import PromptDataset, PromptStream, check_disjoint, load_
 from verl.data.tokenize import tokenize_prompts
 from verl.errors import ConfigError, DataError
 from verl.models.loading import load_model
+from verl.models.memory import ModelSize, available_memory, estimate_memory, preflight
 from verl.roles.actor import Actor
 from verl.roles.critic import Critic
 from verl.roles.reward import Reward
@@ -19,6 +21,8 @@ from verl.rollout.base import SamplingParams
 from verl.trainer.logging import Logger
 from verl.trainer.trainer import Trainer
 from verl.workers.update import UpdatePlan
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass
@@ -96,7 +100,7 @@ def build_reward(config: Config) -> Reward:
         parts = {name: {**_part(part), "weight": part.weight} for name, part in given.components.items()}
         return Reward(parts, **options)
     if not given.given():
-        raise ConfigError("reward: no reward is given: set reward.path=FILE.py:FUNCTION, reward.name=task or reward.model")
+        raise ConfigError("no reward is given: set reward.path=FILE.py:FUNCTION, reward.name=task or reward.model")
     part = _part(given)
     return Reward(part.pop("source"), **part, **options)
 
@@ -132,7 +136,17 @@ def check_memory(config: Config, algorithm: BaseAlgorithm, actor: Actor) -> None
     Raises:
         ConfigError: with what is needed, what there is, and the setting to change.
     """
-    del config, algorithm, actor
+    size = ModelSize.from_model(actor.model)
+    update, rollout = config.actor_rollout_ref.actor, config.actor_rollout_ref.rollout
+    estimate = preflight(
+        size,
+        key="actor_rollout_ref.actor",
+        max_tokens_per_micro_batch=update.max_tokens_per_micro_batch or 16384,
+        kv_tokens=int((rollout.kv_cache_gb or 0.0) * 2**30 / max(size.kv_bytes_per_token, 1)),
+        gradient_checkpointing=config.actor_rollout_ref.model.enable_gradient_checkpointing,
+        available=available_memory() - _others(algorithm, size),
+    )
+    logger.info("memory of training the actor: about %s", estimate)
 
 
 def build_trainer(config: Config, algorithm: BaseAlgorithm, actor: Actor, logger: Logger) -> Trainer:
@@ -150,6 +164,13 @@ def build_trainer(config: Config, algorithm: BaseAlgorithm, actor: Actor, logger
         deadline=settings.deadline,
         logger=logger,
     )
+
+
+def _others(algorithm: BaseAlgorithm, size: ModelSize) -> int:
+    """Bytes of the models beside the actor, taken to be of its size."""
+    reference = estimate_memory(size, trained=False).total if "reference" in algorithm.roles else 0
+    critics = len(algorithm.roles & {"critic", "cost_critic"})
+    return reference + critics * estimate_memory(size).total
 
 
 def _training(config: Config, update: UpdateConfig) -> dict[str, Any]:
@@ -178,8 +199,13 @@ def _part(part: RewardPart) -> dict[str, Any]:
 
 def _load(config: Config, source: Any, tokenizer: Any) -> tuple[PromptDataset | PromptStream, list[str]]:
     data = config.data
-    chat = None if data.chat else False
-    prompts = load_prompts(source, template=data.prompt_template, system_prompt=data.system_prompt, chat=chat)
+    prompts = load_prompts(
+        source,
+        prompt_column=data.prompt_column,
+        template=data.prompt_template,
+        system_prompt=data.system_prompt,
+        chat=data.chat,
+    )
     limit = data.max_prompt_length
     tokens, counts = tokenize_prompts(prompts, tokenizer, max_prompt_length=limit, truncation=data.truncation)
     notes = [f"{counts[what]} prompts of {prompts.name} are longer than {limit} tokens and were {what}"

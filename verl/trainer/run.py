@@ -91,7 +91,7 @@ class _Job:
                 project=config.trainer.project,
                 config=_flat(config.model_dump(mode="json")),
                 total_steps=config.trainer.total_steps,
-                resume_step=self.committed,
+                resume_step=-1 if self.committed is None and run.status == "resumed" else self.committed,
             )
         )
         write_atomic(run.path / "environment.json", json.dumps(_environment(), indent=1) + "\n")
@@ -105,12 +105,11 @@ class _Job:
                     self.before = self._evaluate()
                 while trainer.steps < settings.total_steps and not stop.requested:
                     self._step()
-                    last = trainer.steps == settings.total_steps
-                    if last or stop.requested or trainer.steps % (settings.save_every or math.inf) == 0:
+                    if trainer.steps % (settings.save_every or math.inf) == 0:
                         self._save()
+                if self.committed != trainer.steps:
+                    self._save()
                 if stop.requested:
-                    if self.committed != trainer.steps:
-                        self._save()
                     logger.info("stopped by %s after step %d; the same command goes on", stop.received, trainer.steps)
                     raise SystemExit(stop.exit_code)
                 after = self._evaluate() if self.prompts.held_out is not None else None
@@ -142,10 +141,10 @@ class _Job:
         for name in _TOTALS:
             self.totals[name] += float(record.get(name, 0.0))
         self.seconds += time.perf_counter() - began
-        every = self.config.trainer.eval_every
-        if every and self.prompts.held_out is not None and self.trainer.steps < self.config.trainer.total_steps:
-            if self.trainer.steps % every == 0:
-                self._evaluate()
+        settings = self.config.trainer
+        is_due = settings.eval_every and self.trainer.steps % settings.eval_every == 0
+        if is_due and self.prompts.held_out is not None and self.trainer.steps < settings.total_steps:
+            self._evaluate()
 
     def _save(self) -> None:
         extra = {

@@ -1,11 +1,11 @@
 """A trainer's whole state as a checkpoint's contents, and back.
 
-    actor/weights, critic/weights, ...        live weights under their Hugging Face names
-    actor/optimizer, critic/optimizer, ...    masters and moments
-    actor/config.json, actor/probe.json       the architecture, and log-probs of a few tokens to verify a reload by
-    buffer.parquet                            samples that wait for an update
-    random                                    process-wide random generators
-    trainer.json                              steps, the algorithm's state, optimizer counters, the caller's own
+actor/weights, critic/weights, ...        live weights under their Hugging Face names
+actor/optimizer, critic/optimizer, ...    masters and moments
+actor/config.json, actor/probe.json       the architecture, and log-probs of a few tokens to verify a reload by
+buffer.parquet                            samples that wait for an update
+random                                    process-wide random generators
+trainer.json                              steps, the algorithm's state, optimizer counters, the caller's own
 """
 
 from __future__ import annotations

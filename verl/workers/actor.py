@@ -82,9 +82,7 @@ def _hf(
 ) -> RolloutEngine:
     from verl.rollout.hf import HFEngine
 
-    return HFEngine(
-        packed.model, tokenizer, eos_token_ids=eos, seed=options.seed, max_batch=options.max_num_seqs
-    )
+    return HFEngine(packed.model, tokenizer, eos_token_ids=eos, seed=options.seed, max_batch=options.max_num_seqs)
 
 
 ENGINES: dict[str, EngineFactory] = {"embedded": _embedded, "hf": _hf}
