@@ -49,9 +49,7 @@ def is_complete(directory: Path) -> bool:
                 tensors.keys()
     except (SafetensorError, OSError):
         return False
-    tokenizer = any(
-        (directory / name).is_file() for name in ("tokenizer.json", "tokenizer.model", "vocab.json")
-    )
+    tokenizer = any((directory / name).is_file() for name in ("tokenizer.json", "tokenizer.model", "vocab.json"))
     return bool(weights) and tokenizer and (directory / "config.json").is_file()
 
 
@@ -76,9 +74,7 @@ def verified(gguf: Path) -> Path:
         while block := file.read(1 << 20):
             digest.update(block)
     if digest.hexdigest() != GGUF_SHA256:
-        raise SystemExit(
-            f"{gguf}: SHA-256 is {digest.hexdigest()}, not that of {PACKAGE} {VERSION}: install it anew"
-        )
+        raise SystemExit(f"{gguf}: SHA-256 is {digest.hexdigest()}, not that of {PACKAGE} {VERSION}: install it anew")
     return gguf
 
 
@@ -98,9 +94,7 @@ def weight_name(gguf_name: str) -> str:
     if gguf_name.startswith("blk."):
         _, layer, part, suffix = gguf_name.split(".")
         return f"model.layers.{layer}.{parts[part]}.{suffix}"
-    return {"token_embd.weight": "model.embed_tokens.weight", "output_norm.weight": "model.norm.weight"}[
-        gguf_name
-    ]
+    return {"token_embd.weight": "model.embed_tokens.weight", "output_norm.weight": "model.norm.weight"}[gguf_name]
 
 
 def read_weights(reader: Any, heads: dict[str, int]) -> dict[str, Any]:
@@ -215,9 +209,7 @@ def check(directory: Path) -> None:
 def download(name: str, out: Path) -> None:
     """Copy the model `name` of the Hugging Face hub into the directory `out`."""
     if os.environ.get("HF_HUB_OFFLINE", "").lower() in {"1", "on", "true", "yes"}:
-        raise SystemExit(
-            f"HF_HUB_OFFLINE is set, so {name} cannot be downloaded: unset it, or leave out --hub"
-        )
+        raise SystemExit(f"HF_HUB_OFFLINE is set, so {name} cannot be downloaded: unset it, or leave out --hub")
     from huggingface_hub import snapshot_download
 
     snapshot_download(name, local_dir=out, allow_patterns=HUB_FILES)
@@ -241,9 +233,7 @@ def get_model(out: Path, hub: str | None) -> None:
             convert(find_gguf(Path(scratch)), staging)
             check(staging)
         if not is_complete(staging):
-            raise SystemExit(
-                f"{hub or NAME} has no safetensors weights or no tokenizer: choose another model"
-            )
+            raise SystemExit(f"{hub or NAME} has no safetensors weights or no tokenizer: choose another model")
         staging.rename(out)
     print(f"{out}: made")
 
@@ -252,9 +242,7 @@ def main() -> None:
     """Parse the command line and make the directory."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
     parser.add_argument("--hub", metavar="NAME", help="download this model from the Hugging Face hub instead")
-    parser.add_argument(
-        "--out", type=Path, help="the directory to make (default: models/ and the model's name)"
-    )
+    parser.add_argument("--out", type=Path, help="the directory to make (default: models/ and the model's name)")
     args = parser.parse_args()
     name = args.hub.rsplit("/", 1)[-1] if args.hub else NAME
     get_model((args.out or MODELS / name).resolve(), args.hub)

@@ -184,13 +184,15 @@ def test_weights_trained_in_place_are_only_noted(make_model: MakeModel) -> None:
         for parameter in model.parameters():
             parameter.add_(torch.randn_like(parameter) * 0.05)
     versions = [parameter._version for parameter in model.parameters()]
+    unannounced = next(generate(engine, [request]))
     engine.load_shards(model_shards(model), 1)
     assert [parameter._version for parameter in model.parameters()] == versions
     after = next(generate(engine, [request]))
     # The prompt cached under the old weights must not be used.
     fresh = EmbeddedEngine(PackedModel(model), eos_token_ids=(), seed=0, kv_memory=8 << 20)
     assert after.tokens == next(generate(fresh, [request])).tokens
-    assert after.log_probs != before.log_probs
+    assert after.log_probs == unannounced.log_probs != before.log_probs
+    assert (unannounced.policy_version, after.policy_version) == (0, 1)
 
 
 def test_sleep_gives_the_cache_back_and_keeps_the_requests(engine: EmbeddedEngine) -> None:
@@ -232,6 +234,27 @@ def test_the_model_is_left_in_training_mode_and_without_gradients(make_model: Ma
     list(generate(engine, [Request("x", [5, 6], SamplingParams(max_new_tokens=3))]))
     assert model.training
     assert all(parameter.grad is None for parameter in model.parameters())
+
+
+def test_a_model_that_changes_between_rollouts_is_looked_at_again(make_model: MakeModel) -> None:
+    model = make_model("llama", torch.float32)
+    engine = EmbeddedEngine(PackedModel(model), eos_token_ids=(), seed=0, kv_memory=8 << 20)
+    request = Request("x", list(range(10, 50)), SamplingParams(max_new_tokens=8))
+    before = next(generate(engine, [request]))
+
+    class Doubled(torch.nn.Linear):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return 2 * super().forward(x)
+
+    model.model.layers[0].mlp.down_proj.__class__ = Doubled
+    engine.load_shards(model_shards(model), 1)
+    doubled = next(generate(engine, [request]))
+    fresh = EmbeddedEngine(PackedModel(model), eos_token_ids=(), seed=0, kv_memory=8 << 20, compiled=False)
+    assert doubled.log_probs == pytest.approx(next(generate(fresh, [request])).log_probs, abs=1e-4)
+    assert doubled.log_probs != pytest.approx(before.log_probs, abs=1e-3)
+    model.to(torch.bfloat16)
+    with pytest.raises(RolloutError, match="bfloat16"):
+        engine.add(request)
 
 
 def test_without_a_compiler_generation_goes_on_with_torch(

@@ -21,7 +21,7 @@ from verl.errors import ConfigError, ModelError, RolloutError
 from verl.models.packed import PackedModel
 from verl.rollout.attention import PagedAttention, Plan
 from verl.rollout.base import Request, Sample
-from verl.rollout.fused import fused_forward
+from verl.rollout.fused import fused_forward, is_llama_shaped
 from verl.rollout.kernel import kernels
 from verl.rollout.kv_cache import BLOCK, KVCache, blocks_for
 from verl.rollout.response import Response, draw
@@ -121,10 +121,11 @@ class EmbeddedEngine:
         self.max_length = _max_length(packed, max_length)
         self.step_tokens = step_tokens
         self.compiled = compiled
-        fused = fused_forward(packed) if compiled else None
-        self._hidden = packed.hidden if fused is None else fused.hidden
+        self._fused = fused_forward(packed) if compiled else None
         self._plain_head = compiled and kernels(packed.dtype, packed.device) is not None and _head_is_plain(packed)
         self._logit_space = torch.empty(0, dtype=packed.dtype)
+        self._hidden = packed.hidden
+        self._model_state: list[tuple[int, int]] = []
         self.policy_version = 0
         self.stats = EngineStats()
         self.cache = self._make_cache(kv_memory)
@@ -161,6 +162,8 @@ class EmbeddedEngine:
                 f"request '{request.id}' may need {needed * BLOCK} tokens of KV cache, there is room for "
                 f"{self.cache.num_blocks * BLOCK}: give the rollout more memory or shorten prompts or responses"
             )
+        if not self._by_id:
+            self._look_at_model()
         sequence = _Sequence(response, tuple(response.prompt))
         self._by_id[request.id] = sequence
         (self._waiting if response.finish is None else self._finished).append(sequence)
@@ -234,6 +237,20 @@ class EmbeddedEngine:
         """Be ready again after `sleep`; nothing happens when awake."""
         if self.cache.asleep:
             self.cache.allocate()
+
+    def _look_at_model(self) -> None:
+        """The model is its user's: between two rollouts it may have been trained, moved, or given adapters."""
+        if (self.packed.dtype, self.packed.device) != (self.cache.dtype, self.cache.device):
+            raise RolloutError(
+                f"the model is now {self.packed.dtype} on {self.packed.device}, the rollout engine was made for "
+                f"{self.cache.dtype} on {self.cache.device}: make a new engine"
+            )
+        state = [(parameter.data_ptr(), parameter._version) for parameter in self.packed.model.parameters()]
+        if state != self._model_state:
+            self._model_state = state
+            self.cache.clear()
+        fused = self._fused
+        self._hidden = fused.hidden if fused is not None and is_llama_shaped(self.packed) else self.packed.hidden
 
     def _make_cache(self, kv_memory: int | None) -> KVCache:
         packed = self.packed

@@ -30,7 +30,7 @@ _LINEARS = (
 def fused_forward(packed: PackedModel) -> FusedForward | None:
     """The fused forward of this model, or None where it has none."""
     compiled = kernels(packed.dtype, packed.device)
-    if compiled is None or not compiled.elementwise or not _is_llama_shaped(packed):
+    if compiled is None or not compiled.elementwise or not is_llama_shaped(packed):
         return None
     tokens = torch.tensor([token % packed.vocab_size for token in _PROBE])
     with torch.no_grad():
@@ -144,7 +144,7 @@ def _parts(backbone: nn.Module) -> Any:
     return backbone
 
 
-def _is_llama_shaped(packed: PackedModel) -> bool:
+def is_llama_shaped(packed: PackedModel) -> bool:
     """Pre-norm layers of plain linear maps with SiLU gates and RMS norms, sizes as the kernels need them."""
     backbone = _parts(packed.backbone)
     names = ("embed_tokens", "layers", "norm", "rotary_emb")

@@ -16,6 +16,7 @@ import hashlib
 from array import array
 from collections import OrderedDict
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 
@@ -42,7 +43,8 @@ class KVCache:
         self.num_blocks = num_blocks
         self._shape = (num_layers, num_blocks, num_heads)
         self._head_dim = head_dim
-        self._options = {"dtype": dtype, "device": device}
+        self.dtype = dtype
+        self.device = device
         self.clear()
         self.allocate()
 
@@ -52,9 +54,10 @@ class KVCache:
 
     def allocate(self) -> None:
         """Take the memory. On CPU pages become real when first written, low block numbers first."""
-        self.keys = torch.empty(*self._shape, self._head_dim, BLOCK, **self._options)  # type: ignore[call-overload]
+        options: dict[str, Any] = {"dtype": self.dtype, "device": self.device}
+        self.keys = torch.empty(*self._shape, self._head_dim, BLOCK, **options)
+        self.values = torch.empty(*self._shape, BLOCK, self._head_dim, **options)
         self.asleep = False
-        self.values = torch.empty(*self._shape, BLOCK, self._head_dim, **self._options)  # type: ignore[call-overload]
 
     def release(self) -> None:
         """Give the memory back; everything cached is forgotten."""

@@ -119,6 +119,8 @@ def verify(path: str | Path) -> VerifyReport:
     if not report.ok:
         return report
     checkpoint = load_checkpoint(path)
+    if "actor/probe.json" not in checkpoint:
+        return report
     noted = checkpoint.json("actor/probe.json")
     settings = checkpoint.json("actor/config.json")
     config = AutoConfig.for_model(**settings)
