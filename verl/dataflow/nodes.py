@@ -38,11 +38,22 @@ def rollout_node(
     )
 
 
-def reward_node(name: str, reward: Reward) -> Node:
-    """Scores finished groups while others are still being sampled."""
-    outputs = ("reward", "abstain_reason", ANY)
+def reward_node(name: str, reward: Reward, column: str = "reward") -> Node:
+    """Scores finished groups while others are still being sampled, into `column`."""
     groups = None if reward.whole_batch else 1
-    return Node(name=name, run=reward.score, inputs=(ANY,), outputs=outputs, groups=groups)
+    if column == "reward":
+        outputs = (column, "abstain_reason", ANY)
+        return Node(name=name, run=reward.score, inputs=(ANY,), outputs=outputs, groups=groups)
+
+    async def score(samples: Batch) -> Batch:
+        scores = await reward.score(samples)
+        return Batch.from_columns({_named(c, column): scores.arrow(c) for c in scores.columns})
+
+    return Node(name=name, run=score, inputs=(ANY,), outputs=(column, ANY), groups=groups)
+
+
+def _named(scored: str, column: str) -> str:
+    return column + scored.removeprefix("reward") if scored.startswith("reward") else f"{column}/{scored}"
 
 
 def experience_nodes(updater: Updater) -> list[Node]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 
@@ -15,6 +15,7 @@ from verl.controller.local import LocalGroup
 from verl.data.prompts import load_prompts
 from verl.data.tokenize import PromptTokenizer
 from verl.errors import ConfigError, ModelError
+from verl.models.heads import ValueModel
 from verl.models.loading import eos_token_ids, find_tokenizer, load_model, load_tokenizer
 from verl.roles.columns import add_rewards, aligned
 from verl.rollout.base import SamplingParams
@@ -31,7 +32,8 @@ class Actor:
     """A policy: generates, scores and learns.
 
     Args:
-        model: a causal language model of transformers, or the name or directory of one.
+        model: a causal language model of transformers (or a `ValueModel`, to go on with a score head), or the name or
+            directory of one.
         tokenizer: a tokenizer, or its name or directory; left out, the one beside the model.
         strategy: the training layout; None and "single" train in this process.
         algorithm: what `update` optimises: a name or an instance of an algorithm. None: PPO when `update` is given
@@ -44,6 +46,7 @@ class Actor:
         mini_batch_size: samples an optimizer step; None: the whole batch.
         epochs: passes over each batch.
         micro_batch_size, max_tokens_per_micro_batch: bounds of one forward and backward; results do not depend on them.
+        head: "score" trains a reward model, one number a row, in the place of a language model.
         use_amp: compute in bfloat16 under autocast while the weights stay as they are.
         seed: with a sample's id it fixes the sample's randomness.
 
@@ -53,7 +56,7 @@ class Actor:
 
     def __init__(
         self,
-        model: PreTrainedModel | str,
+        model: PreTrainedModel | ValueModel | str,
         tokenizer: PreTrainedTokenizerBase | str | None = None,
         strategy: str | None = None,
         *,
@@ -72,6 +75,7 @@ class Actor:
         max_num_seqs: int = 256,
         kv_cache_gb: float | None = None,
         trust_remote_code: bool = False,
+        head: Literal["lm", "score"] = "lm",
         seed: int = 0,
     ) -> None:
         if strategy not in (None, "single"):
@@ -87,11 +91,14 @@ class Actor:
             share_prompts=share_prompts,
             autocast=use_amp,
         )
-        self.model = (
-            load_model(model, dtype=dtype, trust_remote_code=trust_remote_code)
-            if isinstance(model, str)
-            else _unwrapped(model)
-        )
+        self.head = head
+        if isinstance(model, str):
+            kind: Literal["causal", "score"] = "causal" if head == "lm" else "score"
+            loaded: Any = load_model(model, dtype=dtype, kind=kind, trust_remote_code=trust_remote_code)
+        else:
+            loaded = model if isinstance(model, ValueModel) else _unwrapped(model)
+        # A score model stands in a language model's place: all but its engine read only what both have.
+        self.model: PreTrainedModel = loaded if head == "lm" else _score_model(loaded)
         self.tokenizer = _tokenizer(tokenizer, self.model, model)
         options = RolloutOptions(rollout, max_num_seqs, kv_cache_gb, seed)
         self.group: LocalGroup[ActorWorker] = LocalGroup(
@@ -102,6 +109,7 @@ class Actor:
                 eos_token_ids(self.model, self.tokenizer),
                 self.train_options,
                 options,
+                head=head,
             ),
         )
         self.reference_model: PreTrainedModel | None = None
@@ -218,8 +226,10 @@ class Actor:
 
     def needs_old_log_probs(self, algorithm: BaseAlgorithm, batch: Batch) -> bool:
         """Whether the log-probs before the update must be computed: not for one step on the policy's own samples,
-        where they are the detached log-probs of that step."""
-        return algorithm.needs_log_probs or (algorithm.needs_old_log_probs and not self._is_one_step(batch))
+        where they are the detached log-probs of that step, unless the engine that sampled has other numbers."""
+        return algorithm.needs_log_probs or (
+            algorithm.needs_old_log_probs and not (self._is_one_step(batch) and self.group.worker.exact_rollout)
+        )
 
     def _is_one_step(self, batch: Batch) -> bool:
         versions = set(batch["policy_version"]) if "policy_version" in batch else {None}
@@ -232,6 +242,10 @@ class Actor:
             prepared = prepared.drop(["old_log_probs"])
         objective = algorithm.objective("actor")
         return self.group.call("update", prepared, objective, self.plan)  # type: ignore[no-any-return]
+
+    def compute_loss(self, prepared: Batch, algorithm: BaseAlgorithm) -> dict[str, float]:
+        """`loss` and the metrics of an update on a prepared batch, without the update."""
+        return self.group.call("loss", prepared, algorithm.objective("actor"), self.plan)  # type: ignore[no-any-return]
 
     def shards(self) -> Iterator[Shard]:
         """The weights as a stream of named shards."""
@@ -271,6 +285,14 @@ def _tokenizer(tokenizer: Any, model: PreTrainedModel, name: Any) -> PreTrainedT
     if tokenizer is None:
         return load_tokenizer(name) if isinstance(name, str) else find_tokenizer(model)
     return load_tokenizer(tokenizer) if isinstance(tokenizer, str) else tokenizer
+
+
+def _score_model(model: Any) -> Any:
+    """The model under a score head: its own, or a new one, without a bias as a sequence classifier has it."""
+    scored = model if isinstance(model, ValueModel) else ValueModel.from_model(model)
+    if not scored.new_head:
+        return scored
+    return ValueModel(scored.backbone, (torch.zeros_like(scored.score.weight), None))
 
 
 def _unwrapped(model: Any) -> PreTrainedModel:

@@ -7,6 +7,7 @@ from typing import Any
 
 from verl.algorithms import BaseAlgorithm, make_algorithm
 from verl.batch import Batch
+from verl.errors import ConfigError
 from verl.roles.actor import Actor
 from verl.roles.columns import add_rewards
 from verl.roles.critic import Critic
@@ -38,6 +39,11 @@ class Updater:
     ) -> None:
         self.algorithm = make_algorithm(algorithm, **options)
         self.actor = actor
+        if actor.head != self.algorithm.head:
+            raise ConfigError(
+                f"algorithm '{self.algorithm.name}' trains a model with a head of kind '{self.algorithm.head}', this "
+                f"actor's is '{actor.head}': make it with Actor(..., head='{self.algorithm.head}')"
+            )
         given = {"critic": critic, "cost_critic": cost_critic}
         #: Role -> its value model, for the value models that the algorithm has.
         self.critics = {

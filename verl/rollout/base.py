@@ -84,7 +84,11 @@ class Sample:
 
 
 class RolloutEngine(Protocol):
-    """Any source of samples. Not thread-safe: one thread adds and steps."""
+    """Any source of samples. Not thread-safe: one thread adds and steps.
+
+    An engine whose log-probs are the trainer's own numbers says so by an attribute `exact = True`; after any other
+    the trainer computes its own, measures the mismatch and corrects for it.
+    """
 
     policy_version: int
 

@@ -94,6 +94,9 @@ class EmbeddedEngine:
         ConfigError: the memory does not hold one block, or a number is not positive.
     """
 
+    #: Its log-probs come from the trainer's own kernels on the live weights.
+    exact = True
+
     def __init__(
         self,
         packed: PackedModel,

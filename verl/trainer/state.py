@@ -77,7 +77,7 @@ def contents(trainer: Trainer, extra: Mapping[str, Any] | None = None) -> dict[s
         "steps": trainer.steps,
         "skipped": trainer.skipped,
         "algorithm": trainer.algorithm.state_dict(),
-        "reward": trainer.reward.state_dict(),
+        "sources": {role: source.state_dict() for role, source in trainer.sources.items()},
         "roles": counters,
         "random": random_meta,
         "extra": dict(extra or {}),
@@ -100,7 +100,8 @@ def restore(trainer: Trainer, checkpoint: Checkpoint) -> dict[str, Any]:
         handle.group.call("load_state", checkpoint.tensors(f"{role}/optimizer"), state["roles"][role])
     trainer.steps, trainer.skipped = state["steps"], state["skipped"]
     trainer.algorithm.load_state_dict(state["algorithm"])
-    trainer.reward.load_state_dict(state["reward"])
+    for role, source in trainer.sources.items():
+        source.load_state_dict(state["sources"][role])
     trainer.buffer.load_state(checkpoint.batch("buffer.parquet"))
     set_rng_state(checkpoint.tensors("random"), state["random"])
     extra: dict[str, Any] = state["extra"]
@@ -112,6 +113,7 @@ def verify(path: str | Path) -> VerifyReport:
     it was saved."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
+    from verl.models.heads import ValueModel
     from verl.models.shards import load_model_shards
     from verl.workers.actor import TrainOptions
 
@@ -125,22 +127,26 @@ def verify(path: str | Path) -> VerifyReport:
     settings = checkpoint.json("actor/config.json")
     config = AutoConfig.for_model(**settings)
     model = AutoModelForCausalLM.from_config(config, dtype=getattr(torch, noted["dtype"]))
+    head = noted["head"]
+    if head == "score":
+        model = ValueModel(model.base_model, (torch.zeros(1, config.get_text_config().hidden_size), None)).eval()
     load_model_shards(model, checkpoint.shards("actor/weights"))
-    found = _probe(TrainOptions().engine(model, head="lm"))
-    gap = max(abs(a - b) for a, b in zip(found["log_probs"], noted["log_probs"], strict=True))
+    found = _probe(TrainOptions().engine(model, head=head))
+    gap = max(abs(a - b) for a, b in zip(found["outputs"], noted["outputs"], strict=True))
     if not gap <= noted["tolerance"]:
-        report.problems.append(f"the reloaded actor's log-probs differ by {gap:.3g} from those noted at the save")
+        report.problems.append(f"the reloaded actor's outputs differ by {gap:.3g} from those noted at the save")
     return report
 
 
 def _probe(engine: Any) -> dict[str, Any]:
-    """Log-probs of a few fixed tokens under the live weights."""
+    """Log-probs (or the score) of a few fixed tokens under the live weights."""
     vocabulary = engine.packed.vocab_size
     tokens = [token % vocabulary for token in _PROBE_TOKENS]
     batch = Batch.from_columns({"prompt_tokens": [tokens[:2]], "response_tokens": [tokens[2:]]})
     dtype = str(engine.packed.dtype).removeprefix("torch.")
     tolerance = {"float64": 1e-9, "float32": 1e-4}.get(dtype, 0.1)
-    return {"dtype": dtype, "tolerance": tolerance, "log_probs": engine.log_probs(batch)["log_probs"].tolist()}
+    outputs = engine.scores(batch) if engine.head == "score" else engine.log_probs(batch)["log_probs"]
+    return {"dtype": dtype, "tolerance": tolerance, "head": engine.head, "outputs": outputs.tolist()}
 
 
 def _roles(trainer: Trainer) -> dict[str, Actor | Critic]:

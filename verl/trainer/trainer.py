@@ -19,9 +19,9 @@ from verl.algorithms import BaseAlgorithm, make_algorithm
 from verl.batch import Batch
 from verl.data.buffers import Buffer, make_buffer
 from verl.dataflow.executor import Result, run_graph
-from verl.dataflow.graph import Graph
+from verl.dataflow.graph import Graph, Node
 from verl.dataflow.nodes import experience_nodes, reward_node, rollout_node, update_nodes
-from verl.errors import ConfigError, TrainingError
+from verl.errors import ConfigError, DataError, TrainingError
 from verl.models.memory import peak_memory
 from verl.roles.actor import Actor
 from verl.roles.critic import Critic
@@ -41,7 +41,8 @@ class Trainer:
     Args:
         actor: the policy, or the name or directory of one.
         critic: the value model; None: made from the actor's where the algorithm has one.
-        reward: a `Reward`, or anything `Reward` takes. `reward_fn=` is the same.
+        reward: a `Reward`, or anything `Reward` takes. `reward_fn=` is the same. None for algorithms without one.
+        cost: likewise, what the algorithm keeps below a limit; for algorithms with that role.
         algorithm: a name, class or instance.
         n: samples a prompt; None: what suits the algorithm (`BaseAlgorithm.samples_per_prompt`).
         buffer: "memory", "disk", or an instance.
@@ -57,7 +58,7 @@ class Trainer:
         **options: of the algorithm, such as `kl_coef`.
 
     Raises:
-        ConfigError: an unknown algorithm or option, no reward.
+        ConfigError: an unknown algorithm or option; a reward or cost that is missing, or that the algorithm has not.
     """
 
     algorithm_name = "grpo"
@@ -69,6 +70,7 @@ class Trainer:
         reward: Any = None,
         *,
         reward_fn: Any = None,
+        cost: Any = None,
         algorithm: str | BaseAlgorithm | None = None,
         n: int | None = None,
         sampling: SamplingParams | None = None,
@@ -88,19 +90,25 @@ class Trainer:
         deadline: float = 1800.0,
         **options: Any,
     ) -> None:
-        if (reward is None) == (reward_fn is None):
+        self.algorithm = make_algorithm(algorithm or self.algorithm_name, **options)
+        if reward is not None and reward_fn is not None:
             raise ConfigError("give the trainer one reward: reward=... or reward_fn=...")
+        given = {"reward": reward_fn if reward is None else reward, "cost": cost}
+        #: Role -> where its numbers come from, for those of reward and cost that the algorithm has.
+        self.sources = {role: _source(role, source, self.algorithm) for role, source in given.items() if source}
+        if self.algorithm.online and (lacking := {"reward", "cost"} & self.algorithm.roles - self.sources.keys()):
+            role = max(lacking)
+            raise ConfigError(f"algorithm '{self.algorithm.name}' needs a {role}: give the trainer {role}=...")
+        if permute_rewards and "reward" not in self.algorithm.roles:
+            raise ConfigError(f"algorithm '{self.algorithm.name}' has no rewards to permute: use a zero learning rate")
         amp = {} if use_amp is None else {"use_amp": use_amp}
-        self.actor = Actor.from_pretrained(actor, **amp) if isinstance(actor, str) else actor
+        if isinstance(actor, str):
+            actor = Actor.from_pretrained(actor, head=self.algorithm.head, **amp)
+        self.actor = actor
         if use_amp is not None:
             self.actor.train_options = replace(self.actor.train_options, autocast=use_amp)
-        self.updater = Updater(
-            make_algorithm(algorithm or self.algorithm_name, **options), actor=self.actor, critic=critic
-        )
-        self.algorithm = self.updater.algorithm
+        self.updater = Updater(self.algorithm, actor=self.actor, critic=critic)
         self.critic = self.updater.critics.get("critic")
-        source = reward if reward is not None else reward_fn
-        self.reward = source if isinstance(source, Reward) else Reward(source)
         self.n = n or self.algorithm.samples_per_prompt
         self.sampling = sampling or self.actor.sampling
         self.update_freq = update_freq
@@ -119,7 +127,8 @@ class Trainer:
         self._hooks = [on_log_hook] if on_log_hook else []
         if logger is not None:
             self.use_logger(logger)
-        self.experience_graph, self.learning_graph = self._graphs()
+        self.experience_graph = Graph(self._experience())
+        self.learning_graph = Graph(update_nodes("update", self.updater))
 
     @property
     def graph(self) -> Graph:
@@ -154,7 +163,8 @@ class Trainer:
         """One step: sample, score, and (unless `update_freq` says to wait) update every model.
 
         Args:
-            prompts: strings, chats, token ids, mappings or a `Batch`; see `Actor.prompts`.
+            prompts: strings, chats, token ids, mappings or a `Batch`; see `Actor.prompts`. A batch that has
+                `response_tokens` (of an `OfflineDatasetLoader`) is learned from as it is: nothing is sampled.
 
         Returns:
             The log record: `reward` (mean of the step's samples, a float; NaN if all abstained), `reward/mean`,
@@ -164,7 +174,8 @@ class Trainer:
             TrainingError: too many updates in a row were not finite.
         """
         began = time.perf_counter()
-        samples, record = self.collect(self.actor.prompts(prompts, key=f"s{self.steps}"))
+        batch = self.actor.prompts(prompts, key=f"s{self.steps}")
+        samples, record = self.recall(batch) if "response_tokens" in batch else self.collect(batch)
         self.buffer.add(samples)
         due = len(self.buffer) >= (self.update_freq or 1)
         record["updated"] = due
@@ -191,6 +202,11 @@ class Trainer:
         Prompts whose samples the algorithm rejects are sampled again, at most `max_resamples` times; after that
         the step goes on with what there is.
         """
+        if not self.algorithm.online:
+            raise DataError(
+                f"algorithm '{self.algorithm.name}' learns from recorded responses and this batch has none: "
+                "give batches of an OfflineDatasetLoader made with the actor's tokenizer"
+            )
         result = run_graph(self.experience_graph, prompts, deadline=self.deadline)
         record = self._rollout_metrics(result)
         keep = self.algorithm.keep(result.batch)
@@ -207,11 +223,21 @@ class Trainer:
         record["rollout/rejected_prompts"] = len(again)
         return Batch.concat(kept), record
 
+    def recall(self, batch: Batch) -> tuple[Batch, dict[str, Any]]:
+        """Experience from recorded responses: the graph of `collect` without a rollout, and without the nodes whose
+        column has been recorded."""
+        batch = self.algorithm.extend(batch)
+        if "id" not in batch:
+            batch = batch.add({"id": [f"s{self.steps}.{row}" for row in range(len(batch))]})
+        nodes = [n for n in self._experience() if n.kind != "source" and not set(n.outputs) & set(batch.columns)]
+        result = run_graph(Graph(nodes, batch.columns), batch, deadline=self.deadline)
+        return result.batch, {**_score_metrics(result.batch), **result.metrics}
+
     def learn(self, samples: Batch) -> dict[str, Any]:
         """Update every model from scored samples."""
         if self.permute_rewards:
             samples = _permuted(samples, seed=self.steps)
-        if not any(reward is not None for reward in samples["reward"]):
+        if "reward" in self.algorithm.roles and not any(reward is not None for reward in samples["reward"]):
             # Nothing to learn from is no failure of the run; a reward that keeps failing ends it by itself.
             return {"update/empty": 1.0}
         result = run_graph(self.learning_graph, samples, deadline=self.deadline)
@@ -239,6 +265,8 @@ class Trainer:
             n: samples a prompt.
             temperature: 0 is greedy.
         """
+        if "reward" not in self.sources:
+            raise ConfigError("samples are scored by a reward, and this trainer has none: see evaluate_loss")
         problems = self.actor.prompts(prompts, key="eval")
         if "id" in problems:  # a loader names visits, not problems
             problems = problems.drop(["id", "group"]).add({"group": [f"eval.{i}" for i in range(len(problems))]})
@@ -247,9 +275,18 @@ class Trainer:
         return evaluate(
             problems,
             lambda rows: run_graph(graph, rows, deadline=self.deadline).batch,
-            self.reward.get_reward,
+            self.sources["reward"].get_reward,
             metrics,
         )
+
+    def evaluate_loss(self, batch: Batch) -> dict[str, float]:
+        """Loss and metrics of an update (such as preference accuracy) on recorded rows; nothing is learned."""
+        state_before = self.algorithm.state_dict()
+        try:
+            prepared, metrics = self.updater.prepare(self.recall(batch)[0])
+        finally:
+            self.algorithm.load_state_dict(state_before)
+        return {**metrics, **self.actor.compute_loss(prepared, self.algorithm)}
 
     def save_checkpoint(self, path: str | Path) -> None:
         """Write everything an exact resume needs to a directory, whole or not at all."""
@@ -263,23 +300,20 @@ class Trainer:
         """
         state.load(self, Path(path))
 
-    def _graphs(self) -> tuple[Graph, Graph]:
+    def _experience(self) -> list[Node]:
+        nodes = [reward_node(role, source, role) for role, source in self.sources.items()]
+        nodes += experience_nodes(self.updater)
+        if not self.algorithm.online:
+            return nodes
         baseline = self.algorithm.greedy_baseline
-        rollout = rollout_node("rollout", self.actor, n=self.n, params=self.sampling, greedy_baseline=baseline)
-        experience = [rollout, reward_node("reward", self.reward), *experience_nodes(self.updater)]
-        return Graph(experience), Graph(update_nodes("update", self.updater))
+        return [rollout_node("rollout", self.actor, n=self.n, params=self.sampling, greedy_baseline=baseline), *nodes]
 
     def _rollout_metrics(self, result: Result) -> dict[str, Any]:
         batch = result.batch
-        rewards = [reward for reward in batch["reward"] if reward is not None]
-        mean = sum(rewards) / len(rewards) if rewards else float("nan")
         lengths = batch.lengths("response_tokens")
         busy = result.timings["rollout"].busy
         record: dict[str, Any] = {
-            "reward": mean,
-            "reward/mean": mean,
-            "reward/std": (sum((r - mean) ** 2 for r in rewards) / len(rewards)) ** 0.5 if rewards else float("nan"),
-            "reward/abstained": len(batch) - len(rewards),
+            **_score_metrics(batch),
             "response/length": sum(lengths) / max(len(lengths), 1),
             "response/cut": sum(f == "length" for f in batch["finish"]) / max(len(batch), 1),
             "rollout/tokens": sum(lengths),
@@ -288,9 +322,6 @@ class Trainer:
             "kl": _kl_to_reference(batch) if "ref_log_probs" in batch else float("nan"),
             **result.metrics,
         }
-        for name in (c for c in batch.columns if c.startswith("reward/")):
-            values = [v for v in batch[name] if v is not None]
-            record[f"{name}/mean"] = sum(values) / len(values) if values else float("nan")
         for name, fn in self.metric_fns.items():
             record[name] = float(fn(batch))
         return record
@@ -309,6 +340,30 @@ class PPOTrainer(Trainer):
     """`Trainer` with PPO: `PPOTrainer(actor=actor, reward_fn=f)` makes its own critic."""
 
     algorithm_name = "ppo"
+
+
+def _source(role: str, source: Any, algorithm: BaseAlgorithm) -> Reward:
+    if role not in algorithm.roles:
+        raise ConfigError(f"algorithm '{algorithm.name}' has no {role}: leave {role}=... out")
+    return source if isinstance(source, Reward) else Reward(source)
+
+
+def _score_metrics(batch: Batch) -> dict[str, Any]:
+    """Mean, spread and gaps of the rewards, where there are any, and means of their components."""
+    if "reward" not in batch:
+        return {}
+    rewards = [reward for reward in batch["reward"] if reward is not None]
+    mean = sum(rewards) / len(rewards) if rewards else float("nan")
+    record: dict[str, Any] = {
+        "reward": mean,
+        "reward/mean": mean,
+        "reward/std": (sum((r - mean) ** 2 for r in rewards) / len(rewards)) ** 0.5 if rewards else float("nan"),
+        "reward/abstained": len(batch) - len(rewards),
+    }
+    for name in (c for c in batch.columns if c.startswith("reward/")):
+        values = [v for v in batch[name] if v is not None]
+        record[f"{name}/mean"] = sum(values) / len(values) if values else float("nan")
+    return record
 
 
 def _rejected(prompts: Batch, kept: list[Batch]) -> list[int]:

@@ -60,6 +60,20 @@ class TrainEngine(Protocol):
         """
         ...
 
+    def loss(
+        self,
+        batch: Batch,
+        loss_fn: LossFn,
+        *,
+        weights: Tensor,
+        columns: Sequence[str] = (),
+        temperature: float = 1.0,
+        entropy: bool = False,
+        coupled: bool = False,
+    ) -> dict[str, float]:
+        """`loss` and the loss's own metrics, as `update` has them, of the weights as they are; nothing is learned."""
+        ...
+
     def shards(self) -> Iterator[Shard]:
         """The live weights under their checkpoint names."""
         ...

@@ -99,18 +99,11 @@ class SingleEngine:
         coupled: bool = False,
     ) -> dict[str, float]:
         optimizer = self._trained()
-        if len(batch) == 0:
-            raise DataError("the mini-batch has no rows: there is nothing to train on")
-        mini = _MiniBatch(batch, weights, columns, self._totals(batch))
         losses: list[Loss] = []
         optimizer.onload()
         try:
             with self._updating():
-                for rows in self._split(batch, coupled):
-                    part = batch.take(rows)
-                    with self._precision():
-                        outputs = self._predict(part, temperature, entropy)
-                    loss = _checked(loss_fn(mini.loss_input(rows, part, outputs, self.exact)))
+                for loss in self._losses(batch, loss_fn, weights, columns, temperature, entropy, coupled):
                     if loss.total.requires_grad:
                         # Inside autocast too: the head computes its logits again, in the same precision.
                         with self._precision():
@@ -119,6 +112,21 @@ class SingleEngine:
             return self._step(optimizer, losses)
         finally:
             optimizer.clear()
+
+    @torch.no_grad()
+    def loss(
+        self,
+        batch: Batch,
+        loss_fn: LossFn,
+        *,
+        weights: Tensor,
+        columns: Sequence[str] = (),
+        temperature: float = 1.0,
+        entropy: bool = False,
+        coupled: bool = False,
+    ) -> dict[str, float]:
+        losses = [*self._losses(batch, loss_fn, weights, columns, temperature, entropy, coupled)]
+        return {**combine_metrics([part.metrics for part in losses]), "loss": sum(float(p.total) for p in losses)}
 
     def shards(self) -> Iterator[Shard]:
         return model_shards(self.model)
@@ -141,6 +149,26 @@ class SingleEngine:
     def onload(self) -> None:
         if self._optimizer is not None:
             self._optimizer.onload()
+
+    def _losses(
+        self,
+        batch: Batch,
+        loss_fn: LossFn,
+        weights: Tensor,
+        columns: Sequence[str],
+        temperature: float,
+        entropy: bool,
+        coupled: bool,
+    ) -> Iterator[Loss]:
+        """The loss of each micro-batch of a mini-batch."""
+        if len(batch) == 0:
+            raise DataError("the mini-batch has no rows: there is nothing to train on")
+        mini = _MiniBatch(batch, weights, columns, self._totals(batch))
+        for rows in self._split(batch, coupled):
+            part = batch.take(rows)
+            with self._precision():
+                outputs = self._predict(part, temperature, entropy)
+            yield _checked(loss_fn(mini.loss_input(rows, part, outputs, self.exact)))
 
     def _totals(self, batch: Batch) -> _Totals:
         """Counts of the mini-batch on all ranks."""

@@ -15,7 +15,7 @@ from verl.rollout.base import Request, RolloutEngine, Sample, SamplingParams
 from verl.shard import Shard
 from verl.training.options import OptimConfig
 from verl.training.single import SingleEngine
-from verl.workers.update import Objective, UpdatePlan, run_updates
+from verl.workers.update import Objective, UpdatePlan, compute_loss, run_updates
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -101,13 +101,16 @@ class ActorWorker:
     train: TrainOptions = field(default_factory=TrainOptions)
     rollout: RolloutOptions = field(default_factory=RolloutOptions)
     policy_version: int = 0
+    head: Head = "lm"
 
     def __post_init__(self) -> None:
-        self.engine = self.train.engine(self.model, head="lm")
+        self.engine = self.train.engine(self.model, head=self.head)
         self._rollout_engine: RolloutEngine | None = None
 
     @property
     def rollout_engine(self) -> RolloutEngine:
+        if self.head != "lm":
+            raise ConfigError(f"a model with a '{self.head}' head writes no responses")
         if self._rollout_engine is None:
             name = self.rollout.name
             if isinstance(name, str) and name not in ENGINES:
@@ -119,6 +122,11 @@ class ActorWorker:
             self._rollout_engine = factory(packed, self.tokenizer, self.eos_token_ids, self.rollout)
             self._rollout_engine.policy_version = self.policy_version
         return self._rollout_engine
+
+    @property
+    def exact_rollout(self) -> bool:
+        """Whether the rollout engine's log-probs are the trainer's own numbers (`RolloutEngine.exact`)."""
+        return bool(getattr(self.rollout_engine, "exact", False))
 
     def generate(self, prompts: Batch, params: SamplingParams) -> Iterator[Batch]:
         """Samples as groups finish. Rows carry `id`, `group` and `prompt_tokens`; a row whose column
@@ -141,6 +149,10 @@ class ActorWorker:
         flat = self.engine.log_probs(batch, temperature=temperature, entropy=entropy)
         lengths = batch.lengths("response_tokens")
         return Batch.from_columns({name: (values, lengths) for name, values in flat.items()})
+
+    def loss(self, batch: Batch, objective: Objective, plan: UpdatePlan) -> dict[str, float]:
+        """`loss` and metrics, as an update has them, without one."""
+        return compute_loss(self.engine, batch, objective, plan)
 
     def update(self, batch: Batch, objective: Objective, plan: UpdatePlan) -> dict[str, float]:
         metrics = run_updates(self.engine, batch, objective, plan, self.policy_version)

@@ -94,6 +94,19 @@ def run_updates(
     return mean_metrics(steps)
 
 
+def compute_loss(engine: TrainEngine, batch: Batch, objective: Objective, plan: UpdatePlan) -> dict[str, float]:
+    """`loss` and metrics of a whole batch under the weights as they are."""
+    return engine.loss(
+        batch,
+        objective.compute_loss,
+        weights=objective.token_weights(batch),
+        columns=objective.loss_columns,
+        temperature=plan.temperature,
+        entropy=objective.needs_entropy,
+        coupled=objective.coupled,
+    )
+
+
 def mean_metrics(parts: Sequence[dict[str, float]]) -> dict[str, float]:
     """Mean over the parts that have a key; the maximum where the key ends in `/max`; skipped steps are summed."""
     merged: dict[str, list[float]] = {}
