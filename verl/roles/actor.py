@@ -16,7 +16,6 @@ from verl.data.prompts import load_prompts
 from verl.data.tokenize import PromptTokenizer
 from verl.errors import ConfigError, ModelError, nearest
 from verl.models.loading import eos_token_ids, find_tokenizer, load_model, load_tokenizer
-from verl.models.memory import use_one_arena
 from verl.roles.columns import add_rewards, aligned
 from verl.rollout.base import SamplingParams
 from verl.shard import Shard
@@ -78,7 +77,6 @@ class Actor:
         trust_remote_code: bool = False,
         seed: int = 0,
     ) -> None:
-        use_one_arena()
         if strategy not in _LAYOUTS:
             raise ConfigError(f"there is no strategy '{strategy}': {nearest(str(strategy), ('single', 'fsdp', 'ddp'))}")
         self.sampling = sampling or SamplingParams()
