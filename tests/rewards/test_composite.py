@@ -8,7 +8,8 @@ import pytest
 from verl.batch import Batch
 from verl.errors import ConfigError
 from verl.rewards.composite import CompositeReward, LengthPenalty
-from verl.rewards.source import RewardResult, RewardSource, make_reward, run_reward
+from verl.rewards.make import make_reward
+from verl.rewards.source import RewardResult, RewardSource, run_reward
 
 SAMPLES = Batch.from_rows([{"prompt": "p", "response": "x" * n, "response_tokens": [0] * n} for n in (1, 2, 3)])
 

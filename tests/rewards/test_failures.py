@@ -21,7 +21,8 @@ import torch
 from verl.batch import Batch
 from verl.errors import RewardError
 from verl.rewards.calls import MAX_HUNG
-from verl.rewards.source import RewardResult, make_reward, run_reward
+from verl.rewards.make import make_reward
+from verl.rewards.source import RewardResult, run_reward
 
 SAMPLES = Batch.from_rows([{"prompt": "p", "response": text, "reward_model": {"ground_truth": "1"}} for text in "abc"])
 

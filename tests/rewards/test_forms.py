@@ -16,7 +16,8 @@ from verl.batch import Batch
 from verl.data.prompts import load_prompts
 from verl.errors import ConfigError, RewardError
 from verl.rewards.forms import recognise
-from verl.rewards.source import make_reward, run_reward
+from verl.rewards.make import make_reward
+from verl.rewards.source import run_reward
 
 TEXTS = Batch.from_rows([{"prompt": "p0", "response": "a"}, {"prompt": "p1", "response": "bbb"}])
 

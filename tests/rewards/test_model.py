@@ -21,7 +21,8 @@ from transformers import (
 from verl.batch import Batch
 from verl.errors import ModelError
 from verl.models.heads import ValueModel
-from verl.rewards.source import make_reward, run_reward
+from verl.rewards.make import make_reward
+from verl.rewards.source import run_reward
 
 CHAT = "{% for m in messages %}[{{ m.role }}]{{ m.content }}</s>{% endfor %}"
 SAMPLES = Batch.from_rows(

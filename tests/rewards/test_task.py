@@ -7,8 +7,9 @@ import pytest
 from verl.batch import Batch
 from verl.data.prompts import load_prompts
 from verl.errors import ConfigError
+from verl.rewards.make import make_reward
 from verl.rewards.reasoning_gym import extract_answer
-from verl.rewards.source import make_reward, run_reward
+from verl.rewards.source import run_reward
 
 
 @pytest.mark.parametrize(

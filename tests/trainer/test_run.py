@@ -257,3 +257,24 @@ def test_bad_input_is_refused_in_plain_words(
 ) -> None:
     with pytest.raises(error, match=words):
         train(build_config(settings(tmp_path, tiny, **changes)))
+
+
+def test_a_full_disk_stops_neither_training_nor_the_last_checkpoint(tmp_path: Path, tiny: Path) -> None:
+    short = {"trainer.total_steps": 2, "trainer.eval_every": None}
+    train(build_config(settings(tmp_path, tiny, **short)))
+    good = run_dir(tmp_path) / "checkpoints" / "step-000002"
+    # From now on no file may grow over some tens of kilobytes: logs fit, weights do not.
+    limit = "import resource, sys; resource.setrlimit(resource.RLIMIT_FSIZE, (60_000, 60_000));"
+    limit += "import signal; signal.signal(signal.SIGXFSZ, signal.SIG_IGN);"
+    limit += "from verl.cli.main import app; app(['train', sys.argv[1]])"
+    file = tmp_path / "run.yaml"
+    longer = {"trainer.total_steps": 5, "trainer.save_every": 1, "trainer.eval_every": None}
+    file.write_text(json.dumps(settings(tmp_path, tiny, **longer)))
+    command = [sys.executable, "-c", limit, str(file)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=200, check=False)
+    assert [row["step"] for row in rows(run_dir(tmp_path)) if "reward" in row] == [1, 2, 3, 4, 5]
+    assert done.returncode == 1
+    assert "trained but not saved" in done.stderr
+    assert load_checkpoint(good).step == 2
+    train(build_config(settings(tmp_path, tiny, **longer)))
+    assert load_checkpoint(run_dir(tmp_path) / "checkpoints" / "latest").step == 5

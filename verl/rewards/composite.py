@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from verl.batch import Batch
 from verl.errors import ConfigError
-from verl.rewards.source import RewardResult, RewardSource, make_reward
+from verl.rewards.source import RewardResult, RewardSource
 
 
 class CompositeReward:
@@ -21,7 +21,8 @@ class CompositeReward:
         parts: a mapping of names to sources, to `(source, weight)`, or to `{"source": ..., "weight": ...,
             **options}`; or a list of sources, named after themselves.
         weights: by name, or in order; these go before the weights in `parts`.
-        **options: of `make_reward`, for each part that is not made already.
+        make: makes a source of a part that is not one (`make_reward`).
+        **options: of `make`, for each part that is not made already.
     """
 
     whole_batch = True
@@ -29,6 +30,7 @@ class CompositeReward:
     def __init__(
         self,
         parts: Mapping[str, Any] | Sequence[Any],
+        make: Callable[..., RewardSource],
         *,
         weights: Mapping[str, float] | Sequence[float] | None = None,
         partial: bool = False,
@@ -38,7 +40,7 @@ class CompositeReward:
         given = dict(parts) if isinstance(parts, Mapping) else {str(i): part for i, part in enumerate(parts)}
         if not given:
             raise ConfigError("a composition needs at least one reward")
-        made = {key: _part(part, options) for key, part in given.items()}
+        made = {key: _part(part, make, options) for key, part in given.items()}
         if not isinstance(parts, Mapping):
             made = _name_parts(list(made.values()))
         self.name, self.partial = name, partial
@@ -109,7 +111,7 @@ class LengthPenalty:
         return RewardResult([-min(1.0, max(0.0, (n - start) / self.buffer)) for n in batch.lengths("response_tokens")])
 
 
-def _part(part: Any, options: dict[str, Any]) -> tuple[RewardSource, float]:
+def _part(part: Any, make: Callable[..., RewardSource], options: dict[str, Any]) -> tuple[RewardSource, float]:
     weight = 1.0
     if isinstance(part, tuple | list) and len(part) == 2 and isinstance(part[1], int | float):
         part, weight = part
@@ -117,7 +119,7 @@ def _part(part: Any, options: dict[str, Any]) -> tuple[RewardSource, float]:
         weight = part.get("weight", 1.0)
         part = {key: value for key, value in part.items() if key != "weight"}
     made = isinstance(part, RewardSource)
-    return make_reward(part, **({} if made else options)), float(weight)
+    return make(part, **({} if made else options)), float(weight)
 
 
 def _name_parts(parts: list[tuple[RewardSource, float]]) -> dict[str, tuple[RewardSource, float]]:

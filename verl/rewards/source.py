@@ -6,17 +6,14 @@ A reward that cannot be had is null, with a reason: the sample abstains. It neve
 from __future__ import annotations
 
 import asyncio
-import os
 import threading
-from collections.abc import Mapping
 from dataclasses import dataclass, field
-from pathlib import Path
-from typing import Any, Protocol, runtime_checkable
+from typing import Protocol, runtime_checkable
 
 import pyarrow as pa
 
 from verl.batch import Batch
-from verl.errors import ConfigError, RewardError
+from verl.errors import RewardError
 
 
 @dataclass
@@ -49,28 +46,6 @@ class RewardSource(Protocol):
     async def score(self, batch: Batch) -> RewardResult: ...
 
 
-def make_reward(source: Any, **options: Any) -> RewardSource:
-    """A `RewardSource` out of what users have.
-
-    Args:
-        source: one of: a `RewardSource`; a function (`FunctionReward`); "FILE.py:FUNCTION"; "task", the verifier of
-            a procedural task's own problems; a reward model or its directory or name (`RewardModel`); or a list, or
-            a mapping of names to any of these, alone, with a weight `(source, weight)`, or with options
-            `{"source": ..., "weight": ..., ...}`: their weighted sum (`CompositeReward`).
-        **options: of the source; for several, of each. `smoothing` (`Smoothed`) is for all kinds.
-
-    Raises:
-        ConfigError: it is none of these, or has no such option.
-    """
-    smoothing = options.pop("smoothing", None)
-    reward = _make(source, options)
-    if smoothing is not None:
-        from verl.rewards.smoothing import Smoothed
-
-        reward = Smoothed(reward, smoothing)
-    return reward
-
-
 def run_reward(source: RewardSource, batch: Batch, timeout: float | None = None) -> RewardResult:
     """`source.score(batch)` from synchronous code, a running event loop or not.
 
@@ -95,49 +70,3 @@ def run_reward(source: RewardSource, batch: Batch, timeout: float | None = None)
     if isinstance(done[0], BaseException):
         raise done[0]
     return done[0]
-
-
-def _make(source: Any, options: dict[str, Any]) -> RewardSource:
-    from verl.rewards.composite import CompositeReward
-
-    if isinstance(source, RewardSource):
-        if options:
-            raise ConfigError(f"reward '{source.name}' is made already: it takes no options {sorted(options)}")
-        return source
-    if isinstance(source, Mapping) and "source" in source:
-        given = {**options, **{key: value for key, value in source.items() if key != "source"}}
-        return _make(source["source"], given)
-    if isinstance(source, Mapping | list | tuple):
-        return CompositeReward(source, **options)
-    if isinstance(source, str | os.PathLike) and _is_function_spec(str(source)):
-        return _build("functions", "FunctionReward", str(source), options)
-    if isinstance(source, str) and source == "task":
-        return _build("reasoning_gym", "TaskReward", None, options)
-    if isinstance(source, str | os.PathLike) or hasattr(source, "forward"):
-        return _build("model", "RewardModel", source, options)
-    if callable(source):
-        return _build("functions", "FunctionReward", source, options)
-    raise ConfigError(
-        f"a reward cannot be made of a {type(source).__name__}: give a function, FILE.py:FUNCTION, a reward model, "
-        "or a mapping of names to these"
-    )
-
-
-def _build(module: str, name: str, source: Any, options: dict[str, Any]) -> RewardSource:
-    import importlib
-    import inspect
-
-    from verl.errors import nearest
-
-    kind = getattr(importlib.import_module(f"verl.rewards.{module}"), name)
-    known = [option for option in inspect.signature(kind).parameters if option != "source"]
-    for option in options:
-        if option not in known:
-            raise ConfigError(f"{name} has no option '{option}': {nearest(option, known)}")
-    return kind(**options) if source is None else kind(source, **options)  # type: ignore[no-any-return]
-
-
-def _is_function_spec(text: str) -> bool:
-    from verl.rewards.loading import split_spec
-
-    return split_spec(text)[0].suffix == ".py" and not Path(text).is_dir()

@@ -14,7 +14,7 @@ from verl.batch import Batch
 from verl.controller.local import LocalGroup
 from verl.data.prompts import load_prompts
 from verl.data.tokenize import PromptTokenizer
-from verl.errors import ConfigError, ModelError
+from verl.errors import ConfigError, ModelError, nearest
 from verl.models.heads import ValueModel
 from verl.models.loading import eos_token_ids, find_tokenizer, load_model, load_tokenizer
 from verl.roles.columns import add_rewards, aligned
@@ -27,6 +27,8 @@ from verl.workers.update import UpdatePlan
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+_LAYOUTS = (None, "single", "fsdp", "ddp")
+
 
 class Actor:
     """A policy: generates, scores and learns.
@@ -35,7 +37,8 @@ class Actor:
         model: a causal language model of transformers (or a `ValueModel`, to go on with a score head), or the name or
             directory of one.
         tokenizer: a tokenizer, or its name or directory; left out, the one beside the model.
-        strategy: the training layout; None and "single" train in this process.
+        strategy: the training layout: "single", "fsdp" or "ddp". One process is one rank, which all of them give the
+            whole model.
         algorithm: what `update` optimises: a name or an instance of an algorithm. None: PPO when `update` is given
             values, else GRPO where every prompt has several samples, else REINFORCE++ (a whitened batch baseline).
         optim: `OptimConfig`, a mapping of its fields, or your own `torch.optim.Optimizer` over the model's parameters.
@@ -78,8 +81,8 @@ class Actor:
         head: Literal["lm", "score"] = "lm",
         seed: int = 0,
     ) -> None:
-        if strategy not in (None, "single"):
-            raise ConfigError(f"strategy='{strategy}' needs several ranks; this process is one: leave strategy out")
+        if strategy not in _LAYOUTS:
+            raise ConfigError(f"there is no strategy '{strategy}': {nearest(str(strategy), ('single', 'fsdp', 'ddp'))}")
         self.sampling = sampling or SamplingParams()
         self.algorithm = None if algorithm is None else make_algorithm(algorithm)
         self.plan = UpdatePlan(mini_batch_size, epochs, self.sampling.temperature or 1.0, seed)

@@ -6,7 +6,8 @@ from typing import Any
 
 from verl.batch import Batch
 from verl.errors import ConfigError
-from verl.rewards.source import RewardSource, make_reward, run_reward
+from verl.rewards.make import make_reward
+from verl.rewards.source import RewardSource, run_reward
 
 
 class Reward:

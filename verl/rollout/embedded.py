@@ -18,7 +18,9 @@ import torch
 from torch import Tensor
 
 from verl.errors import ConfigError, ModelError, RolloutError
+from verl.models.memory import available_memory
 from verl.models.packed import PackedModel
+from verl.models.shards import load_model_shards
 from verl.rollout.attention import PagedAttention, Plan
 from verl.rollout.base import Request, Sample
 from verl.rollout.fused import fused_forward, is_llama_shaped
@@ -219,8 +221,6 @@ class EmbeddedEngine:
         Raises:
             CheckpointError: a shard does not fit the model.
         """
-        from verl.models.shards import load_model_shards
-
         model = self.packed.model
         own = {tensor.data_ptr() for tensor in (*model.parameters(), *model.buffers())}
         shards = list(shards)
@@ -259,10 +259,8 @@ class EmbeddedEngine:
         packed = self.packed
         size = KVCache.block_bytes(packed.num_layers, packed.num_kv_heads, packed.head_dim, packed.dtype)
         if kv_memory is None:
-            from verl.models.memory import available_memory
-
             wanted = 2 * self.max_batch * blocks_for(self.max_length) * size
-            kv_memory = min(wanted, available_memory() // 2)
+            kv_memory = min(wanted, _free_memory(packed.device) // 2)
         if kv_memory < 2 * size:
             raise ConfigError(
                 f"rollout: a KV cache of {kv_memory} bytes is too small: a prompt and its response take at least "
@@ -423,6 +421,10 @@ class EmbeddedEngine:
     def _put_all_back(self) -> None:
         for sequence in reversed(self._running.copy()):
             self._put_back(sequence)
+
+
+def _free_memory(device: torch.device) -> int:
+    return torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else available_memory()
 
 
 @torch.no_grad()

@@ -209,6 +209,11 @@ void weigh(int rows, const A* p, int ld, const T* values, int count, int D, A* o
     }
 }
 
+// Ask for memory ahead of its use: a block is too short for the processor to see where the reading goes.
+inline void prefetch(const void* start, size_t bytes) {
+    for (size_t i = 0; i < bytes; i += 64) __builtin_prefetch(static_cast<const char*>(start) + i, 0, 3);
+}
+
 template <class A> struct Workspace {
     std::vector<A> q, scores, out, peak, total;
     std::vector<int> low, high;
@@ -240,6 +245,8 @@ void accumulate(Workspace<A>& w, int first_token, int tokens, int group, const i
     A* const scores = w.scores.data();
     for (int start = begin / BLOCK * BLOCK; start < end; start += CHUNK) {
         const int stop = std::min(start + CHUNK, (end + BLOCK - 1) / BLOCK * BLOCK), count = stop - start;
+        for (int j = start; j < stop; j += BLOCK)
+            prefetch(values + blocks[j / BLOCK] * block_stride, std::min(BLOCK, end - j) * D * sizeof(T));
         for (int j = start; j < stop; j += BLOCK)
             score(rows, q, keys + blocks[j / BLOCK] * block_stride, D, scores + (j - start), CHUNK);
         for (int r = 0; r < rows; r++) {
@@ -323,6 +330,9 @@ void attend_tile(const Plan& plan, const Call& c, int tile, int h) {
     accumulate(w, 0, tokens, group, plan.blocks + plan.shared_begin[tile], keys, values, stride, D);
     for (int t = 0; t < tokens; t++) {
         if (plan.own_begin[first + t] < 0) continue;
+        if (t + 1 < tokens && plan.own_begin[first + t + 1] >= 0)
+            for (int j = 0; j <= plan.positions[first + t + 1] - plan.prefix[first + t + 1] && j < CHUNK; j += BLOCK)
+                prefetch(keys + plan.blocks[plan.own_begin[first + t + 1] + j / BLOCK] * stride, D * BLOCK * sizeof(T));
         const int prefix = plan.prefix[first + t];
         w.low[t] = std::max(0, w.low[t] - prefix);
         w.high[t] = plan.positions[first + t] + 1 - prefix;

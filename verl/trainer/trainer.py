@@ -181,6 +181,8 @@ class Trainer:
         record["updated"] = due
         if due:
             record.update(self.learn(self.buffer.drain()))
+            if "ref_log_probs" not in samples:  # then the KL is that of the update's policy to the one that sampled
+                record["kl"] = record.get("policy/kl", record["kl"])
         record["time/step"] = time.perf_counter() - began
         record["memory/peak_gb"] = peak_memory() / 1e9
         self.steps += 1

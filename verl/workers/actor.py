@@ -142,6 +142,7 @@ class ActorWorker:
         finally:
             if engine.unfinished:
                 engine.abort(prompts["id"])
+                engine.step()  # hands out the aborted samples, so that no later rollout meets them
             engine.sleep()
 
     def log_probs(self, batch: Batch, temperature: float = 1.0, entropy: bool = False) -> Batch:

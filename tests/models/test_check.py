@@ -1,0 +1,38 @@
+"""The model check."""
+
+from __future__ import annotations
+
+import json
+
+from tokenizers import Tokenizer, models, pre_tokenizers
+from transformers import PreTrainedModel, PreTrainedTokenizerFast
+
+from verl.models.check import check_model
+
+
+def make_tokenizer(size: int = 61) -> PreTrainedTokenizerFast:
+    core = Tokenizer(models.WordLevel({"</s>": 0, **{f"w{i}": i for i in range(1, size)}}, unk_token="w3"))
+    core.pre_tokenizer = pre_tokenizers.Whitespace()
+    return PreTrainedTokenizerFast(tokenizer_object=core, eos_token="</s>")
+
+
+def test_a_sound_model(model: PreTrainedModel) -> None:
+    report = check_model(model, make_tokenizer())
+    assert report.ok, report.problems
+    assert report.max_difference < 1e-9
+    assert report.packed_forward == (model.config.model_type not in ("gemma2", "bloom"))
+    assert report.tied_head == (model.lm_head.weight is model.get_input_embeddings().weight)
+    assert report.eos_token_ids == [0, 2]
+    assert json.loads(report.to_json())["parameters"] == sum(p.numel() for p in model.parameters())
+    assert "packed forward" in str(report)
+
+
+def test_problems_are_told(llama: PreTrainedModel) -> None:
+    tokenizer = make_tokenizer(70)
+    tokenizer.eos_token = None
+    llama.generation_config.eos_token_id = llama.config.eos_token_id = None
+    report = check_model(llama, tokenizer)
+    text = " ".join(report.problems)
+    assert not report.ok
+    assert "70 tokens" in text
+    assert "end-of-sequence" in text

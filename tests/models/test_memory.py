@@ -1,0 +1,104 @@
+"""Memory: what there is, what a model needs, and errors before it is too late."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedModel
+
+from verl.errors import ConfigError
+from verl.models import memory
+from verl.models.memory import ModelSize, available_memory, estimate_memory, peak_memory, preflight
+from verl.models.packed import PackedModel
+from verl.models.segments import pack_rows
+
+
+def test_the_machine_is_asked() -> None:
+    assert 10e6 < available_memory() < 1e15
+    before = peak_memory()
+    block = torch.ones(50_000_000)
+    assert peak_memory() >= before + 0.5 * block.nbytes or peak_memory() > 2 * block.nbytes
+
+
+def test_cgroup_files(tmp_path: Path) -> None:
+    (tmp_path / "memory.max").write_text("1000000\n")
+    (tmp_path / "memory.current").write_text("300000\n")
+    (tmp_path / "memory.stat").write_text("anon 100000\ninactive_file 50000\n")
+    names = ("memory.max", "memory.current", "inactive_file")
+    assert list(memory._limit(tmp_path, *names)) == [(1000000, 250000)]
+    (tmp_path / "memory.max").write_text("max\n")
+    assert list(memory._limit(tmp_path, *names)) == []
+    assert list(memory._limit(tmp_path / "nowhere", *names)) == []
+
+
+def test_import_without_torch() -> None:
+    code = "import sys, verl.models.memory; sys.exit('torch' in sys.modules or 'transformers' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], timeout=60).returncode == 0
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_activations_are_what_the_backward_keeps(dtype: torch.dtype) -> None:
+    config = LlamaConfig(
+        vocab_size=64,
+        hidden_size=96,
+        intermediate_size=256,
+        num_hidden_layers=6,
+        num_attention_heads=6,
+        num_key_value_heads=2,
+    )
+    model = AutoModelForCausalLM.from_config(config, dtype=dtype)
+    packed = PackedModel(model)
+    flat = pack_rows([[5] * 100] * 4, [[7] * 101] * 4)
+    weights = {parameter.untyped_storage().data_ptr() for parameter in model.parameters()}
+    kept: dict[int, torch.Tensor] = {}
+
+    def keep(tensor: torch.Tensor) -> torch.Tensor:
+        if tensor.untyped_storage().data_ptr() not in weights:
+            kept[tensor.untyped_storage().data_ptr()] = tensor
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+        packed.hidden(flat.tokens, flat.positions, flat.context)
+    measured = sum(tensor.untyped_storage().nbytes() for tensor in kept.values())
+    reckoned = estimate_memory(ModelSize.from_model(model), micro_batch_tokens=len(flat.tokens)).activations
+    assert reckoned == pytest.approx(measured, rel=0.1)
+
+
+def test_parts_of_the_estimate(llama: PreTrainedModel) -> None:
+    size = ModelSize.from_model(llama.bfloat16())
+    count = sum(parameter.numel() for parameter in llama.parameters())
+    estimate = estimate_memory(size, micro_batch_tokens=100, kv_tokens=10)
+    assert (estimate.weights, estimate.masters, estimate.moments, estimate.gradients) == (
+        2 * count, 4 * count, 8 * count, 4 * count
+    )  # fmt: skip
+    assert estimate.kv_cache == 10 * 2 * 2 * 2 * 8 * 2
+    assert estimate_memory(ModelSize.from_model(llama.float())).masters == 0
+    frozen = estimate_memory(size, trained=False, micro_batch_tokens=100)
+    assert frozen.total == frozen.weights
+    saved = estimate_memory(size, micro_batch_tokens=100, gradient_checkpointing=True).activations
+    assert saved < 0.7 * estimate.activations
+    assert "weights" in str(estimate)
+
+
+def test_a_model_without_memory_is_measured() -> None:
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(LlamaConfig(num_hidden_layers=2, tie_word_embeddings=True))
+    assert ModelSize.from_model(model).parameters == sum(parameter.numel() for parameter in model.parameters())
+
+
+def test_preflight_names_the_setting_that_helps(llama: PreTrainedModel) -> None:
+    size = ModelSize.from_model(llama)
+    options = {"key": "actor_rollout_ref.actor", "max_tokens_per_micro_batch": 1 << 20}
+    estimate = preflight(size, **options, available=1 << 50)
+    fixed = estimate.total - estimate.activations
+    with pytest.raises(ConfigError, match=r"actor\.max_tokens_per_micro_batch=262144 \(now 1048576\)$"):
+        preflight(size, **options, available=fixed + estimate.activations // 3)
+    least = estimate_memory(size, micro_batch_tokens=256, gradient_checkpointing=True)
+    with pytest.raises(ConfigError, match=r"and actor_rollout_ref\.model\.enable_gradient_checkpointing=true"):
+        preflight(size, **options, available=least.total - least.weights)
+    with pytest.raises(ConfigError, match="smaller model"):
+        preflight(size, **options, available=1000)

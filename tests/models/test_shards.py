@@ -1,0 +1,70 @@
+"""Weights out as shards and back in."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+
+import pytest
+import torch
+from transformers import PreTrainedModel
+
+from verl.errors import CheckpointError
+from verl.models.heads import ValueModel
+from verl.models.shards import load_model_shards, model_shards
+from verl.shard import Shard, checksum
+
+Make = Callable[..., PreTrainedModel]
+
+
+@pytest.mark.parametrize("kind", ["llama", "qwen2", "gpt2"])
+def test_round_trip_in_place(make_model: Make, kind: str) -> None:
+    source, target = make_model(kind), make_model(kind)
+    for parameter in target.parameters():
+        parameter.data.zero_()
+    places = [parameter.data_ptr() for parameter in target.parameters()]
+    load_model_shards(target, model_shards(source))
+    assert [parameter.data_ptr() for parameter in target.parameters()] == places
+    assert checksum(model_shards(target)) == checksum(model_shards(source))
+
+
+def test_tied_weights_occur_once_and_their_alias_is_accepted(make_model: Make) -> None:
+    model = make_model("qwen2")
+    shards = list(model_shards(model))
+    names = [shard.name for shard in shards]
+    assert "model.embed_tokens.weight" in names
+    assert "lm_head.weight" not in names
+    alias = Shard.whole("lm_head.weight", shards[names.index("model.embed_tokens.weight")].tensor)
+    load_model_shards(make_model("qwen2"), [*shards, alias])
+
+
+def test_pieces_and_other_dtypes(llama: PreTrainedModel) -> None:
+    target = copy.deepcopy(llama).bfloat16()
+    pieces = []
+    for shard in model_shards(llama):
+        for row, piece in enumerate(shard.tensor.split(5)):
+            pieces.append(Shard(shard.name, shard.global_shape, (5 * row, *shard.offset[1:]), piece))
+    load_model_shards(target, pieces)
+    for name, tensor in target.state_dict().items():
+        assert torch.equal(tensor, llama.state_dict()[name].bfloat16())
+
+
+def test_a_value_model_has_checkpoint_names(llama: PreTrainedModel) -> None:
+    names = [shard.name for shard in model_shards(ValueModel.from_model(llama))]
+    assert names[-2:] == ["score.weight", "score.bias"]
+    assert "model.layers.0.self_attn.q_proj.weight" in names
+
+
+def test_mismatches_are_named(llama: PreTrainedModel) -> None:
+    shards = list(model_shards(llama))
+    with pytest.raises(CheckpointError, match=r"1 weights .* model.norm.weight"):
+        load_model_shards(llama, [shard for shard in shards if shard.name != "model.norm.weight"])
+    with pytest.raises(CheckpointError, match=r"did you mean 'model.norm.weight'"):
+        load_model_shards(llama, [Shard.whole("model.norm.weights", torch.zeros(32))])
+    with pytest.raises(CheckpointError, match=r"has shape \[16\], the model's has \[32\]"):
+        load_model_shards(llama, [Shard.whole("model.norm.weight", torch.zeros(16))])
+    with pytest.raises(CheckpointError, match="reaches outside"):
+        load_model_shards(llama, [Shard("model.norm.weight", (32,), (20,), torch.zeros(16))])
+    half = Shard("model.norm.weight", (32,), (0,), torch.zeros(16))
+    with pytest.raises(CheckpointError, match="came in part"):
+        load_model_shards(llama, [*(shard for shard in shards if shard.name != "model.norm.weight"), half])

@@ -1,0 +1,185 @@
+"""The actor's verbs on a tiny real model."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer, Gemma2Config, Gemma2ForCausalLM
+
+import verl
+from tests.conftest import CONFIGS
+from verl.errors import ConfigError, DataError, ModelError
+from verl.models.shards import model_shards
+from verl.shard import checksum
+
+PROMPTS = ["Once upon a time", "In the beginning"]
+
+
+@pytest.fixture
+def actor(tiny: Path) -> verl.Actor:
+    return verl.Actor.from_pretrained(
+        str(tiny), optim={"lr": 1e-2}, sampling=verl.SamplingParams(max_new_tokens=8, ignore_eos=True)
+    )
+
+
+def plain_log_probs(model: Any, row: dict[str, Any]) -> torch.Tensor:
+    ids = torch.tensor([row["prompt_tokens"] + row["response_tokens"]])
+    logits = model(ids).logits[0, len(row["prompt_tokens"]) - 1 : -1].float()
+    return logits.log_softmax(-1).gather(1, ids[0, len(row["prompt_tokens"]) :, None])[:, 0]
+
+
+def test_prompts_in_every_form(actor: verl.Actor) -> None:
+    tokenizer = actor.tokenizer
+    chat = [{"role": "user", "content": "Hi"}]
+    rendered = tokenizer.apply_chat_template(chat, tokenize=False, add_generation_prompt=True)
+    forms: list[tuple[Any, list[int]]] = [
+        ("Hi", tokenizer("Hi")["input_ids"]),
+        (["Hi"], tokenizer("Hi")["input_ids"]),
+        ([chat], tokenizer(rendered)["input_ids"]),
+        ([[5, 6, 7]], [5, 6, 7]),
+        ([{"prompt": "Hi", "answer": 3}], tokenizer("Hi")["input_ids"]),
+        (verl.Batch.from_columns({"prompt": ["Hi"]}), tokenizer("Hi")["input_ids"]),
+    ]
+    for given, tokens in forms:
+        assert actor.prompts(given)["prompt_tokens"] == [tokens], given
+    with pytest.raises(DataError, match="empty"):
+        actor.prompts([])
+    with pytest.raises(DataError, match="empty"):
+        actor.prompts([""])
+
+
+def test_samples_carry_their_log_probs_and_texts(actor: verl.Actor) -> None:
+    sequences = actor.generate_sequences(PROMPTS, n=3)
+    assert len(sequences) == 6
+    assert sequences["group"] == [sequences["group"][0]] * 3 + [sequences["group"][3]] * 3
+    again = actor.compute_log_probs(sequences)["log_probs"]
+    for row, log_probs in zip(sequences.rows(), again, strict=True):
+        expected = plain_log_probs(actor.model, row)
+        torch.testing.assert_close(torch.tensor(row["rollout_log_probs"]), expected, atol=1e-4, rtol=0)
+        torch.testing.assert_close(torch.tensor(log_probs), expected, atol=1e-4, rtol=0)
+        assert row["response"] == actor.tokenizer.decode(row["response_tokens"], skip_special_tokens=True)
+
+
+def test_the_key_fixes_the_samples(actor: verl.Actor) -> None:
+    first = actor.generate_sequences(PROMPTS, n=2, key="a")
+    assert actor.generate_sequences(PROMPTS, n=2, key="a") == first
+    assert actor.generate_sequences(PROMPTS, n=2)["response_tokens"] != first["response_tokens"]
+    one = actor.generate_sequences(PROMPTS[:1], n=2, key="a")
+    assert one["response_tokens"] == first["response_tokens"][:2]
+
+
+@pytest.mark.parametrize("engine", ["embedded", "hf"])
+def test_engines_serve_the_weights_that_are_trained(tiny: Path, engine: str) -> None:
+    actor = verl.Actor(str(tiny), rollout=engine, optim={"lr": 1e-2}, sampling=verl.SamplingParams(max_new_tokens=8))
+    for step in range(3):
+        sequences = actor.generate_sequences(PROMPTS, n=4)
+        now = actor.compute_log_probs(sequences).tensor("log_probs")
+        assert float((now - sequences.tensor("rollout_log_probs")).abs().max()) < 1e-4
+        assert set(sequences["policy_version"]) == {step}
+        actor.update(sequences, [float(i % 2) for i in range(8)])
+
+
+def test_a_live_model_and_its_tokenizer(tiny: Path) -> None:
+    model, tokenizer = AutoModelForCausalLM.from_pretrained(tiny), AutoTokenizer.from_pretrained(tiny)
+    for given in (tokenizer, str(tiny), None):
+        actor = verl.Actor(model=model, tokenizer=given, strategy="fsdp")
+        assert actor.tokenizer.get_vocab() == tokenizer.get_vocab()
+        assert actor.model is model
+    fresh = AutoModelForCausalLM.from_config(CONFIGS["llama"]())
+    with pytest.raises(ModelError, match="tokenizer="):
+        verl.Actor(model=fresh)
+    with pytest.raises(ConfigError, match="did you mean 'fsdp'"):
+        verl.Actor(model=model, strategy="fsdpp")
+    with pytest.raises(ModelError, match="no language model"):
+        verl.Actor(model=torch.nn.Linear(2, 2))  # type: ignore[arg-type]
+
+
+def test_a_users_own_optimizer(tiny: Path) -> None:
+    model = AutoModelForCausalLM.from_pretrained(tiny)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    actor = verl.Actor(model=model, optim=optimizer)
+    before = checksum(model_shards(model))
+    metrics = actor.update(actor.generate_sequences(PROMPTS, n=2, max_new_tokens=4), [1.0, 0.0, 0.0, 1.0])
+    assert metrics["lr"] == 0.1
+    assert checksum(model_shards(model)) != before
+
+
+def test_rewards_in_every_form_give_one_update(tiny: Path) -> None:
+    results = []
+    values = [1.0, 0.0, None, 2.0]
+    for form in ("list", "tensor", "batch"):
+        actor = verl.Actor(str(tiny), optim={"lr": 1e-2}, sampling=verl.SamplingParams(max_new_tokens=4))
+        sequences = actor.generate_sequences(PROMPTS, n=2, key="k")
+        rewards: Any = values
+        if form == "tensor":
+            rewards = torch.tensor([float("nan") if v is None else v for v in values])
+        if form == "batch":
+            rewards = verl.Batch.from_columns({"id": sequences["id"], "reward": values})
+        metrics = actor.update(sequences, rewards)
+        assert metrics["abstained"] == 1
+        results.append(checksum(actor.shards()))
+    assert len(set(results)) == 1
+    with pytest.raises(DataError, match="other samples"):
+        actor.update(sequences, verl.Batch.from_columns({"id": ["x"] * 4, "reward": values}))
+
+
+def test_the_reference_stays_as_it_was(actor: verl.Actor) -> None:
+    actor.make_reference()
+    sequences = actor.generate_sequences(PROMPTS, n=2)
+    start = actor.compute_ref_log_probs(sequences)["ref_log_probs"]
+    actor.update(sequences, [1.0, 0.0, 0.0, 1.0])
+    assert actor.compute_ref_log_probs(sequences)["ref_log_probs"] == start
+    assert actor.compute_log_probs(sequences)["log_probs"] != start
+
+
+def test_a_reference_after_an_update_is_refused(actor: verl.Actor) -> None:
+    sequences = actor.generate_sequences(PROMPTS, n=2)
+    actor.update(sequences, [1.0, 0.0, 0.0, 1.0])
+    with pytest.raises(ModelError, match="before the first update"):
+        actor.compute_ref_log_probs(sequences)
+
+
+def test_several_steps_of_one_batch_have_ratios(tiny: Path) -> None:
+    actor = verl.Actor(
+        str(tiny),
+        optim={"lr": 1e-1},
+        mini_batch_size=4,
+        epochs=2,
+        sampling=verl.SamplingParams(max_new_tokens=4),
+    )
+    sequences = actor.generate_sequences(PROMPTS, n=4)
+    metrics = actor.update(sequences, [float(i % 2) for i in range(8)])
+    assert metrics["policy/clip_fraction"] > 0
+
+
+def test_a_model_without_a_packed_forward(make_tiny: Callable[..., Path], tiny: Path) -> None:
+    torch.manual_seed(0)
+    config = Gemma2Config(
+        vocab_size=260,
+        hidden_size=32,
+        intermediate_size=64,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=8,
+        eos_token_id=0,
+        pad_token_id=0,
+    )
+    model = Gemma2ForCausalLM(config).eval()
+    actor = verl.Actor(model=model, tokenizer=str(tiny), optim={"lr": 1e-2})
+    sequences = actor.generate_sequences(PROMPTS, n=2, max_new_tokens=6)
+    now = actor.compute_log_probs(sequences).tensor("log_probs")
+    assert float((now - sequences.tensor("rollout_log_probs")).abs().max()) < 1e-3
+    assert actor.update(sequences, [1.0, 0.0, 0.0, 1.0])["grad_norm"] > 0
+
+
+def test_save_pretrained_loads_in_transformers(actor: verl.Actor, tmp_path: Path) -> None:
+    actor.update(actor.generate_sequences(PROMPTS, n=2), [1.0, 0.0, 0.0, 1.0])
+    actor.save_pretrained(str(tmp_path / "out"))
+    ids = torch.tensor([[5, 6, 7]])
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "out")
+    assert torch.equal(loaded(ids).logits, actor.model(ids).logits)

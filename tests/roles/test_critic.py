@@ -1,0 +1,88 @@
+"""The critic's verbs, and values across tokenizers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+
+import verl
+from tests.conftest import byte_tokenizer
+from verl.data.alignment import CharacterAlignment
+
+TEXTS = ["Once upon a time", "naïve café – déjà vu", "日本語と😀 emoji", "", "a"]
+
+
+def sequences_of(texts: list[str]) -> verl.Batch:
+    tokenizer = byte_tokenizer()
+    return verl.Batch.from_columns(
+        {
+            "id": [str(i) for i in range(len(texts))],
+            "prompt_tokens": [tokenizer("Say: ")["input_ids"]] * len(texts),
+            "response_tokens": [tokenizer(text)["input_ids"] + [0] for text in texts],
+        }
+    )
+
+
+def test_the_same_tokenizer_on_both_sides_changes_nothing() -> None:
+    sequences = sequences_of(TEXTS)
+    alignment = CharacterAlignment(byte_tokenizer(), byte_tokenizer())
+    there = alignment.batch(sequences)
+    assert there["prompt_tokens"] == sequences["prompt_tokens"]
+    ascii_rows = [i for i, text in enumerate(TEXTS) if text.isascii()]
+    numbers = [[float(j) for j in range(len(row))] for row in there["response_tokens"]]
+    back = alignment.to_actor(sequences, there, numbers)
+    for row in ascii_rows:
+        assert back[row] == numbers[row]
+
+
+def test_values_are_carried_by_character() -> None:
+    # The critic reads "ab" as one token: both of the actor's tokens have its value.
+    critic = byte_tokenizer((("a", "b"),))
+    sequences = sequences_of(["abcab"])
+    alignment = CharacterAlignment(byte_tokenizer(), critic)
+    there = alignment.batch(sequences)
+    assert len(there["response_tokens"][0]) == 4  # ab c ab <|end|>
+    assert alignment.to_actor(sequences, there, [[1.0, 2.0, 3.0, 4.0]]) == [[1.0, 1.0, 2.0, 3.0, 3.0, 4.0]]
+    marked = sequences.add({"returns": [[10.0, 11.0, 12.0, 13.0, 14.0, 15.0]], "response_mask": [[1] * 6]})
+    carried = alignment.to_critic(marked, ("returns",))
+    assert carried["returns"] == [[10.0, 12.0, 13.0, 15.0]]
+    assert carried["response_mask"] == [[1, 1, 1, 1]]
+
+
+def test_every_token_gets_a_value_whatever_the_text() -> None:
+    sequences = sequences_of(TEXTS)
+    alignment = CharacterAlignment(byte_tokenizer(), byte_tokenizer((("a", "b"), ("o", "n"))))
+    there = alignment.batch(sequences)
+    values = [[1.0] * len(row) for row in there["response_tokens"]]
+    found = alignment.to_actor(sequences, there, values)
+    assert [len(row) for row in found] == sequences.lengths("response_tokens")
+
+
+@pytest.mark.parametrize("kind", ["qwen2", "gpt2"])
+def test_a_critic_of_another_architecture_and_tokenizer_learns(
+    tiny: Path, make_tiny: Callable[..., Path], kind: str, tmp_path: Path
+) -> None:
+    path = make_tiny(kind)
+    byte_tokenizer((("a", "b"), ("t", "h"))).save_pretrained(path)
+    actor = verl.Actor(str(tiny), sampling=verl.SamplingParams(max_new_tokens=6))
+    critic = verl.Critic.from_pretrained(str(path), actor_tokenizer=actor.tokenizer, optim={"lr": 1e-2})
+    sequences = actor.generate_sequences(["Once upon"], n=4)
+    assert critic.compute_values(sequences).lengths("values") == sequences.lengths("response_tokens")
+    losses = [critic.update(sequences, [2.0, 2.0, 2.0, 2.0])["loss"] for _ in range(30)]
+    assert losses[-1] < losses[0] / 2
+    values = critic.compute_values(sequences).tensor("values")
+    assert float((values - 2.0).abs().mean()) < 1.0
+
+
+def test_values_start_at_zero_and_only_the_critic_moves(tiny: Path) -> None:
+    actor = verl.Actor(str(tiny), sampling=verl.SamplingParams(max_new_tokens=4))
+    critic = verl.Critic(str(tiny), optim={"lr": 1e-2})
+    sequences = actor.generate_sequences(["Once upon"], n=2)
+    assert torch.count_nonzero(critic.compute_values(sequences).tensor("values")) == 0
+    before = actor.compute_log_probs(sequences)["log_probs"]
+    critic.update(sequences, [1.0, 0.0])
+    assert torch.count_nonzero(critic.compute_values(sequences).tensor("values")) > 0
+    assert actor.compute_log_probs(sequences)["log_probs"] == before

@@ -1,0 +1,174 @@
+"""The trainer: algorithms end to end beside a control, the plain loop, buffers, hooks, what goes wrong."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import verl
+from verl.errors import ConfigError, TrainingError
+from verl.shard import checksum
+
+PROMPTS = ["Once upon a time", "In the beginning"]
+SHORT = verl.SamplingParams(max_new_tokens=6, ignore_eos=True)
+
+
+def low_bytes(texts: list[str]) -> list[float]:
+    return [sum(ord(c) < 100 for c in text) / max(len(text), 1) for text in texts]
+
+
+def make(path: Path, algorithm: str, lr: float = 1e-2, **options: Any) -> verl.Trainer:
+    actor = verl.Actor(str(path), optim={"lr": lr}, sampling=SHORT)
+    return verl.Trainer(actor, reward_fn=low_bytes, algorithm=algorithm, log_dir=False, **options)
+
+
+@pytest.mark.parametrize(("algorithm", "n"), [("grpo", 8), ("ppo", 8), ("remax", 15)])
+def test_algorithms_learn_and_their_control_does_not(tiny: Path, algorithm: str, n: int) -> None:
+    curves = {}
+    for lr in (1e-2, 0.0):
+        trainer = make(tiny, algorithm, lr, n=n)
+        curves[lr] = [trainer.step(PROMPTS)["reward"] for _ in range(40)]
+    learned, control = (sum(curves[lr][-5:]) / 5 for lr in (1e-2, 0.0))
+    assert learned > sum(curves[1e-2][:3]) / 3 + 0.2
+    assert learned > control + 0.2
+    assert abs(control - sum(curves[0.0][:5]) / 5) < 0.15
+
+
+def test_a_plain_loop_is_the_trainer(tiny: Path) -> None:
+    trainer = make(tiny, "grpo", n=4)
+    for _ in range(3):
+        trainer.step(PROMPTS)
+    actor = verl.Actor(str(tiny), optim={"lr": 1e-2}, sampling=SHORT, algorithm="grpo")
+    reward = verl.Reward(reward_fn=low_bytes)
+    for step in range(3):
+        sequences = actor.generate_sequences(PROMPTS, n=4, key=f"s{step}")
+        actor.update(sequences, reward.get_reward(sequences))
+    assert checksum(actor.shards()) == checksum(trainer.actor.shards())
+
+
+def test_update_freq_waits_for_samples(tiny: Path) -> None:
+    trainer = make(tiny, "grpo", n=2, buffer_size=64, update_freq=8)
+    records = [trainer.step(PROMPTS) for _ in range(4)]
+    assert [record["updated"] for record in records] == [False, True, False, True]
+    assert "loss/actor" not in records[0] and isinstance(records[0]["reward"], float)
+
+
+def test_hooks_metrics_and_records(tiny: Path, tmp_path: Path) -> None:
+    seen: list[tuple[int, dict[str, Any]]] = []
+    actor = verl.Actor(str(tiny), sampling=SHORT)
+    trainer = verl.PPOTrainer(actor=actor, reward_fn=low_bytes, log_dir=tmp_path, n=2)
+    trainer.on_log_hook(lambda step, record: seen.append((step, record)))
+    trainer.add_metric("longest", lambda batch: float(max(batch.lengths("response_tokens"))))
+    trainer.step(PROMPTS)
+    step, record = seen[0]
+    assert step == 1 and record["longest"] == 6.0
+    for name in ("reward", "reward/mean", "loss/actor", "loss/critic", "kl", "rollout/tokens_per_s"):
+        assert isinstance(record[name], float), name
+    assert (tmp_path / "metrics.jsonl").read_text().count("\n") == 1
+    assert list((tmp_path / "tensorboard").glob("events*"))
+
+
+def test_a_reward_that_abstains_leaves_the_step(tiny: Path) -> None:
+    def sometimes(texts: list[str]) -> list[float | None]:
+        return [None if i % 2 else value for i, value in enumerate(low_bytes(texts))]
+
+    actor = verl.Actor(str(tiny), optim={"lr": 1e-2}, sampling=SHORT)
+    trainer = verl.Trainer(actor, reward_fn=sometimes, algorithm="grpo", n=4, log_dir=False)
+    record = trainer.step(PROMPTS)
+    assert record["reward/abstained"] == 4
+    assert record["grad_norm/actor"] > 0
+
+
+def test_a_step_without_any_reward_changes_nothing(tiny: Path) -> None:
+    actor = verl.Actor(str(tiny), optim={"lr": 1e-2}, sampling=SHORT)
+    trainer = verl.Trainer(actor, reward_fn=lambda texts: [None] * len(texts), algorithm="grpo", n=4, log_dir=False)
+    before = checksum(actor.shards())
+    record = trainer.step(PROMPTS)
+    assert record["update/empty"] == 1.0
+    assert checksum(actor.shards()) == before
+
+
+def test_updates_that_are_not_finite_are_skipped_and_end_the_run(tiny: Path) -> None:
+    class Poisoned(verl.BaseAlgorithm):
+        def compute_loss(self, x: verl.LossInput) -> verl.Loss:
+            assert x.log_probs is not None
+            return verl.Loss(total=(x.log_probs * float("nan")).sum())
+
+    actor = verl.Actor(str(tiny), optim={"lr": 1e-2}, sampling=SHORT)
+    trainer = verl.Trainer(actor, reward_fn=low_bytes, algorithm=Poisoned(), n=4, log_dir=False, max_skipped_updates=3)
+    before = checksum(actor.shards())
+    assert trainer.step(PROMPTS)["update/skipped/actor"] == 1.0
+    trainer.step(PROMPTS)
+    with pytest.raises(TrainingError, match="3 updates in a row"):
+        trainer.step(PROMPTS)
+    assert checksum(actor.shards()) == before
+
+
+def test_a_reward_that_hangs_abstains_within_its_deadline(tiny: Path) -> None:
+    def hanging(texts: list[str]) -> list[float]:
+        time.sleep(600)
+        return [0.0]
+
+    actor = verl.Actor(str(tiny), sampling=SHORT)
+    reward = verl.Reward(hanging, timeout=0.5, retries=0, max_failure_rate=1.0)
+    trainer = verl.Trainer(actor, reward=reward, algorithm="grpo", n=2, log_dir=False)
+    began = time.perf_counter()
+    record = trainer.step(PROMPTS)
+    assert time.perf_counter() - began < 30
+    assert record["reward/abstained"] == 4
+
+
+def test_the_mismatch_of_engine_and_trainer_stays_flat_without_learning(tiny: Path) -> None:
+    trainer = make(tiny, "grpo", 0.0, n=4)
+    gaps = []
+    for step in range(3):
+        batch, _ = trainer.collect(trainer.actor.prompts(PROMPTS, key=str(step)))
+        now = trainer.actor.compute_log_probs(batch).tensor("log_probs")
+        gaps.append(float((now - batch.tensor("rollout_log_probs")).abs().max()))
+        trainer.learn(batch)
+    assert max(gaps) < 1e-4
+
+
+def test_checkpoints_resume_exactly(tiny: Path, tmp_path: Path) -> None:
+    once = make(tiny, "ppo", n=4)
+    for _ in range(4):
+        once.step(PROMPTS)
+    first = make(tiny, "ppo", n=4)
+    for _ in range(2):
+        first.step(PROMPTS)
+    first.save_checkpoint(tmp_path / "ckpt")
+    second = make(tiny, "ppo", n=4)
+    second.load_checkpoint(tmp_path / "ckpt")
+    for _ in range(2):
+        second.step(PROMPTS)
+    assert checksum(second.actor.shards()) == checksum(once.actor.shards())
+    assert second.critic is not None and once.critic is not None
+    assert checksum(second.critic.shards()) == checksum(once.critic.shards())
+
+
+def test_automatic_checkpoints(tiny: Path, tmp_path: Path) -> None:
+    trainer = make(tiny, "grpo", n=2, checkpoint_dir=tmp_path, save_every=2)
+    for _ in range(4):
+        trainer.step(PROMPTS)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["step-000002", "step-000004"]
+
+
+def test_bad_arguments(tiny: Path, make_tiny: Callable[..., Path]) -> None:
+    actor = verl.Actor(str(tiny))
+    with pytest.raises(ConfigError, match="one reward"):
+        verl.Trainer(actor)
+    with pytest.raises(ConfigError, match="kl_coef"):
+        verl.PPOTrainer(actor=actor, reward_fn=len, kl_coeff=0.1)
+    with pytest.raises(ConfigError, match="did you mean"):
+        verl.Trainer(actor, reward_fn=len, algorithm="gpro")
+
+
+def test_amp_trains(tiny: Path) -> None:
+    trainer = make(tiny, "ppo", n=2, use_amp=True)
+    assert trainer.step(PROMPTS)["grad_norm/actor"] > 0
+    assert next(trainer.actor.model.parameters()).dtype == torch.float32

@@ -1,0 +1,1 @@
+"""Transformers models: the packed forward, log-probs, value heads, loading, weights as shards, memory."""

@@ -1,0 +1,123 @@
+"""A look at a model before training: what it is, whether it computes what transformers does, what it lacks."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict, dataclass
+from typing import TYPE_CHECKING
+
+import torch
+from rich.console import Console
+from rich.table import Table
+
+from verl.models.loading import eos_token_ids
+from verl.models.packed import PackedModel
+from verl.models.segments import pack_rows
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+_TEXT = "The quick brown fox jumps over the lazy dog, and 17 + 25 = 42; then all of them rest until the morning."
+
+
+@dataclass(frozen=True)
+class ModelReport:
+    """What `check_model` found. Differences are of log-probs of tokens, packed against plain forward."""
+
+    name: str
+    architecture: str
+    parameters: int
+    dtype: str
+    devices: list[str]
+    tied_head: bool
+    max_positions: int | None
+    packed_forward: bool
+    mean_difference: float
+    max_difference: float
+    vocabulary: int
+    tokenizer_size: int
+    eos_token_ids: list[int]
+    pad_token_id: int | None
+    chat_template: bool
+    problems: list[str]
+
+    @property
+    def ok(self) -> bool:
+        return not self.problems
+
+    def to_json(self) -> str:
+        return json.dumps(asdict(self), indent=2)
+
+    def __rich__(self) -> Table:
+        table = Table(title=self.name, show_header=False)
+        for name, value in asdict(self).items():
+            if name not in ("name", "problems"):
+                table.add_row(name.replace("_", " "), f"{value:.2e}" if isinstance(value, float) else f"{value}")
+        for problem in self.problems:
+            table.add_row("[red]problem[/red]", problem)
+        return table
+
+    def __str__(self) -> str:
+        console = Console(width=100, no_color=True)
+        with console.capture() as capture:
+            console.print(self)
+        return capture.get()
+
+
+def check_model(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> ModelReport:
+    """Run a few tokens through both forwards, and look at what training and generation depend on.
+
+    Raises:
+        ModelError: the model cannot be used at all.
+    """
+    packed = PackedModel(model)
+    mean, highest = _difference(packed, tokenizer)
+    head = model.get_output_embeddings()
+    eos = eos_token_ids(model, tokenizer)
+    # Rounding grows with depth; half precision is compared with half precision.
+    allowed = {torch.float64: 1e-6, torch.float32: 1e-3}.get(packed.dtype, 0.2)
+    problems = []
+    if not mean <= allowed:
+        problems.append(f"packed and plain log-probs differ by {mean:.2e} on average, more than {allowed:.0e}")
+    if len(tokenizer) > packed.vocab_size:
+        problems.append(f"the tokenizer has {len(tokenizer)} tokens, the model {packed.vocab_size} embeddings")
+    if not eos:
+        problems.append("no end-of-sequence token is known: responses end only at their longest length")
+    return ModelReport(
+        name=str(getattr(model, "name_or_path", "")) or type(model).__name__,
+        architecture=type(model).__name__,
+        parameters=sum(parameter.numel() for parameter in model.parameters()),
+        dtype=str(packed.dtype).removeprefix("torch."),
+        devices=sorted({str(parameter.device) for parameter in model.parameters()}),
+        tied_head=head is not None and head.weight is model.get_input_embeddings().weight,
+        max_positions=packed.max_positions,
+        packed_forward=packed.supports_packed,
+        mean_difference=mean,
+        max_difference=highest,
+        vocabulary=packed.vocab_size,
+        tokenizer_size=len(tokenizer),
+        eos_token_ids=list(eos),
+        pad_token_id=tokenizer.pad_token_id,
+        chat_template=bool(getattr(tokenizer, "chat_template", None)),
+        problems=problems,
+    )
+
+
+@torch.no_grad()
+def _difference(packed: PackedModel, tokenizer: PreTrainedTokenizerBase) -> tuple[float, float]:
+    """Mean and largest difference of log-probs between the packed forward of two rows with one prompt and
+    plain forwards of each."""
+    ids = [int(token) % packed.vocab_size for token in tokenizer(_TEXT)["input_ids"]]
+    ids = (ids * 8)[: max(8, min(len(ids), packed.max_positions or len(ids)))]
+    third = len(ids) // 3
+    prompt, responses = ids[:third], [ids[third:], ids[2 * third :]]
+    flat = pack_rows([prompt, prompt], responses, packed.device)
+    hidden = packed.hidden(flat.tokens, flat.positions, flat.context)
+    found, _ = packed.log_probs(hidden.index_select(0, flat.predict), flat.targets)
+    plain = []
+    for response in responses:
+        row = torch.tensor([prompt + response], device=packed.device)
+        logits = packed.model(input_ids=row, use_cache=False).logits[0, third - 1 : -1].to(found.dtype)
+        plain.append(logits.log_softmax(-1).gather(1, row[0, third:, None])[:, 0])
+    difference = (found - torch.cat(plain)).abs()
+    return float(difference.mean()), float(difference.max())

@@ -1,0 +1,117 @@
+"""Models with one number for each token or sequence: critics and reward models.
+
+Shapes: N positions, d hidden size.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from typing import TYPE_CHECKING, Any, cast
+
+import torch
+from safetensors import safe_open
+from torch import Tensor, nn
+from transformers.utils.hub import cached_file
+
+from verl.errors import ModelError
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+# Names that scalar heads have in checkpoints: sequence and token classifiers, and common value models.
+_HEADS = ("score", "classifier", "value_head", "v_head.summary", "v_head")
+
+
+class ValueModel(nn.Module):
+    """A backbone and a linear head: a value a position, or a score a sequence (the number at its last token).
+
+    The head is fp32 (fp64 over an fp64 backbone), whatever the dtype of the backbone. A new head is zero:
+    the first values are 0 and nothing random is drawn. Weight names are those of a transformers token
+    classifier with one label (`model.layers...`, `score.weight`, `score.bias`), so what is saved loads
+    there too.
+
+    Args:
+        backbone: a transformers model without a head; its tensors are used as they are, not copied.
+        head: weight `[1, d]` and bias `[1]`, if there are any.
+    """
+
+    def __init__(self, backbone: PreTrainedModel, head: tuple[Tensor, Tensor | None] | None = None) -> None:
+        super().__init__()
+        self.prefix = backbone.base_model_prefix
+        # Under the name that the architecture gives its backbone: it begins the names of all weights.
+        self.add_module(self.prefix, backbone)
+        size = int(backbone.config.get_text_config().hidden_size)
+        dtype = torch.float64 if backbone.dtype == torch.float64 else torch.float32
+        self.score = nn.Linear(size, 1, bias=head is None or head[1] is not None, dtype=dtype, device=backbone.device)
+        self.new_head = head is None
+        if head is not None and tuple(head[0].shape) != (1, size):
+            raise ModelError(
+                f"the head of this checkpoint has shape {list(head[0].shape)}, one number a position needs "
+                f"[1, {size}]: a classifier with several labels is no value or reward model"
+            )
+        with torch.no_grad():
+            for parameter, given in zip((self.score.weight, self.score.bias), head or (None, None), strict=True):
+                if parameter is not None:
+                    parameter.copy_(given) if given is not None else parameter.zero_()
+
+    @classmethod
+    def from_model(cls, model: PreTrainedModel) -> ValueModel:
+        """Over the live backbone of a causal LM, of a bare backbone, or of a classifier with one label (and
+        its head)."""
+        backbone = cast("PreTrainedModel", model.base_model)
+        for name in _HEADS[:2]:
+            head = getattr(model, name, None)
+            if isinstance(head, nn.Linear) and head.out_features == 1:
+                return cls(backbone, (head.weight.detach(), getattr(head.bias, "data", None)))
+        return cls(backbone)
+
+    @property
+    def backbone(self) -> PreTrainedModel:
+        return cast("PreTrainedModel", self.get_submodule(self.prefix))
+
+    @property
+    def config(self) -> Any:
+        return self.backbone.config
+
+    @property
+    def name_or_path(self) -> str:
+        return str(self.backbone.name_or_path)
+
+    def predict(self, hidden: Tensor) -> Tensor:
+        """The head's numbers `[N]` for final hidden states `[N, d]`, in the dtype of the head."""
+        # A sum of products instead of a matrix product: autocast leaves it in full precision.
+        values = (hidden.to(self.score.weight.dtype) * self.score.weight[0]).sum(-1)
+        bias = cast("Tensor | None", self.score.bias)
+        return values if bias is None else values + bias
+
+
+def read_head(name: str) -> tuple[Tensor, Tensor | None] | None:
+    """The scalar head stored in a checkpoint directory or hub model: weight and bias, or None.
+
+    Raises:
+        OSError: the checkpoint has no safetensors weights.
+    """
+    files = _weight_files(name)
+    for head in _HEADS:
+        if (file := files.get(f"{head}.weight")) is not None:
+            with safe_open(file, framework="pt") as weights:
+                weight = weights.get_tensor(f"{head}.weight")
+            if (file := files.get(f"{head}.bias")) is None:
+                return weight, None
+            with safe_open(file, framework="pt") as weights:
+                return weight, weights.get_tensor(f"{head}.bias")
+    return None
+
+
+def _weight_files(name: str) -> dict[str, str]:
+    """The file that holds each weight of a checkpoint."""
+    index = cached_file(name, "model.safetensors.index.json", _raise_exceptions_for_missing_entries=False)
+    if index is not None:
+        with open(index, encoding="utf-8") as file:
+            places = json.load(file)["weight_map"]
+        heads = {weight: place for weight, place in places.items() if weight.startswith(_HEADS)}
+        return {weight: str(cached_file(name, place)) for weight, place in heads.items()}
+    single = cached_file(name, "model.safetensors")
+    with safe_open(single, framework="pt") as weights:
+        return dict.fromkeys(weights.keys(), os.fspath(cast(str, single)))

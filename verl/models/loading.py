@@ -1,0 +1,179 @@
+"""The one place that reads models and tokenizers from files.
+
+Weights come from safetensors alone: a checkpoint that has only pickled weights is refused, since reading a
+pickle runs the code in it. Python code that comes with a model runs only with `trust_remote_code=True`.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal, cast
+
+import torch
+from safetensors import SafetensorError
+from transformers import AutoModel, AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
+from transformers.utils import logging
+
+from verl.errors import ModelError, nearest
+from verl.models.heads import ValueModel, read_head
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+_DTYPES: dict[str, Any] = {
+    "auto": "auto",
+    "float64": torch.float64,
+    "float32": torch.float32,
+    "bfloat16": torch.bfloat16,
+    "float16": torch.float16,
+}
+_TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "spiece.model")
+# What transformers, huggingface_hub and safetensors raise for a bad name, a bad file or an unknown
+# architecture.
+_LOAD_ERRORS = (OSError, ValueError, KeyError, ImportError, RuntimeError, SafetensorError)
+
+
+def load_model(
+    path_or_name: str | Path,
+    *,
+    dtype: str = "auto",
+    kind: Literal["causal", "value", "score", "classifier"] = "causal",
+    trust_remote_code: bool = False,
+) -> Any:
+    """A model in evaluation mode, on CPU, from a directory or a hub name.
+
+    Args:
+        dtype: "auto" (as stored), "float32", "bfloat16", "float16" or "float64".
+        kind: "causal": a `PreTrainedModel` with its language-model head. "value" (one value a position) and
+            "score" (one number a sequence): a `ValueModel` over the same backbone, with the head that the
+            checkpoint brings, else a new one (`ValueModel.new_head` tells). "classifier": a transformers
+            sequence classifier with one label, as a reward model; its head must be in the checkpoint.
+        trust_remote_code: run Python code that comes with the model.
+
+    Raises:
+        ModelError: nothing is there, it is no model, it has no safetensors weights, or it is not loadable.
+    """
+    if dtype not in _DTYPES:
+        raise ModelError(f"dtype '{dtype}' is not one that a model can be loaded in: {nearest(dtype, _DTYPES)}")
+    name = _located(path_or_name, "model")
+    options = {"dtype": _DTYPES[dtype], "use_safetensors": True, "trust_remote_code": trust_remote_code}
+    with _explained(name, "model"), _quiet():
+        if kind == "causal":
+            return AutoModelForCausalLM.from_pretrained(name, **options).eval()
+        if kind == "classifier":
+            return _load_classifier(name, options)
+        backbone = AutoModel.from_pretrained(name, **options)
+        return ValueModel(backbone, read_head(name)).eval()
+
+
+def _load_classifier(name: str, options: dict[str, Any]) -> Any:
+    load = AutoModelForSequenceClassification.from_pretrained
+    model, report = load(name, num_labels=1, output_loading_info=True, **options)
+    if report["missing_keys"]:
+        missing = ", ".join(sorted(report["missing_keys"])[:3])
+        raise ModelError(f"{name} is no reward model: its checkpoint has no {missing}, which would be random")
+    return model.eval()
+
+
+def load_tokenizer(path_or_name: str | Path, *, trust_remote_code: bool = False) -> PreTrainedTokenizerBase:
+    """The tokenizer beside a model. One without a padding token pads with its end-of-sequence token.
+
+    Raises:
+        ModelError: there is none, or it is not loadable.
+    """
+    name = _located(path_or_name, "tokenizer")
+    if os.path.isdir(name) and not any((Path(name) / file).is_file() for file in _TOKENIZER_FILES):
+        raise ModelError(f"{name} has no tokenizer ({', '.join(_TOKENIZER_FILES)}): pass tokenizer=")
+    with _explained(name, "tokenizer"), _quiet():
+        tokenizer = AutoTokenizer.from_pretrained(name, trust_remote_code=trust_remote_code)
+    if tokenizer.pad_token_id is None:
+        tokenizer.pad_token = tokenizer.eos_token
+    return cast("PreTrainedTokenizerBase", tokenizer)
+
+
+def find_tokenizer(model: PreTrainedModel) -> PreTrainedTokenizerBase:
+    """The tokenizer of a live model, by the name or path it was loaded from.
+
+    Raises:
+        ModelError: the model was not loaded from anywhere, or no tokenizer is there.
+    """
+    name = getattr(model, "name_or_path", "") or getattr(model.config, "_name_or_path", "")
+    if not name:
+        raise ModelError(f"this {type(model).__name__} was not loaded from a name or path: pass tokenizer=")
+    try:
+        return load_tokenizer(name)
+    except ModelError as error:
+        raise ModelError(f"no tokenizer was found by the model's name '{name}': pass tokenizer= ({error})") from error
+
+
+def eos_token_ids(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None = None) -> tuple[int, ...]:
+    """Every token that ends a response: those of the generation config and the tokenizer's, sorted."""
+    found: set[int] = set()
+    for owner in (getattr(model, "generation_config", None), model.config.get_text_config(), tokenizer):
+        ids = getattr(owner, "eos_token_id", None)
+        found.update([ids] if isinstance(ids, int) else ids or [])
+    # Default configurations of small models name tokens beyond their vocabulary.
+    return tuple(sorted(token for token in found if 0 <= token < model.config.get_text_config().vocab_size))
+
+
+def _located(path_or_name: str | Path, what: str) -> str:
+    """The name as transformers wants it; directories are looked into first, for errors in plain words."""
+    name = os.path.expanduser(os.fspath(path_or_name))
+    directory = Path(name)
+    if directory.is_dir():
+        if what == "model":
+            _check_directory(directory)
+        return name
+    if directory.is_file():
+        raise ModelError(f"{name} is a file: pass the directory that holds config.json and the weights")
+    if not name or name.startswith((".", os.sep)) or len(directory.parts) > 2:
+        raise ModelError(f"there is no {what} at '{name}': no such directory (working directory {os.getcwd()})")
+    return name
+
+
+def _check_directory(directory: Path) -> None:
+    if not (directory / "config.json").is_file():
+        raise ModelError(f"{directory} is not a model directory: it has no config.json")
+    if any(directory.glob("*.safetensors")):
+        return
+    if pickled := sorted([*directory.glob("*.bin"), *directory.glob("*.pt"), *directory.glob("*.pth")]):
+        raise ModelError(
+            f"{directory} has only pickled weights ({pickled[0].name}), which can run code when read: "
+            "where you trust them, load them with transformers and save_pretrained() them as safetensors"
+        )
+    raise ModelError(f"{directory} has a config.json but no weights (*.safetensors)")
+
+
+@contextmanager
+def _explained(name: str, what: str) -> Iterator[None]:
+    try:
+        yield
+    except ModelError:
+        raise
+    except _LOAD_ERRORS as error:
+        reason = str(error).strip().split("\n")[0]
+        if os.path.isdir(name):
+            raise ModelError(f"the {what} in {name} cannot be loaded: {reason}") from error
+        offline = os.environ.get("HF_HUB_OFFLINE", "").upper() in ("1", "ON", "YES", "TRUE")
+        state = "the hub is switched off by HF_HUB_OFFLINE" if offline else "the hub did not give it"
+        raise ModelError(
+            f"{what} '{name}' is neither a directory here nor loadable from the hub or its cache ({state}): {reason}"
+        ) from error
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """Without the reports of unused heads, which are meant here."""
+    level = logging.get_verbosity()
+    bars = logging.is_progress_bar_enabled()
+    logging.set_verbosity_error()
+    logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        logging.set_verbosity(level)
+        if bars:
+            logging.enable_progress_bar()

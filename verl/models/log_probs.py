@@ -1,0 +1,198 @@
+"""Log-probs and entropies of tokens without a tokens x vocabulary matrix.
+
+`token_log_probs` computes logits in chunks of tokens and forgets them; the backward computes them again,
+chunk by chunk. What is kept for it is two numbers a token. Log-probs are of temperature-scaled logits,
+before top-k and top-p.
+
+With z the logits after scale, soft cap and temperature, p = softmax(z) and H the entropy, the gradient is
+d log p_t / d z = onehot_t - p and d H / d z = -p * (log p + H).
+
+Shapes: N tokens, d hidden size, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+from torch.nn.functional import linear
+
+# Elements of one chunk of logits: 32 MB in bf16. Smaller ones starve the matrix products.
+_CHUNK_ELEMENTS = 1 << 24
+# Elements that are worked on in full precision at a time: 4 MB, which stays in the caches.
+_BLOCK_ELEMENTS = 1 << 20
+
+
+def token_log_probs(
+    hidden: Tensor,
+    weight: Tensor,
+    targets: Tensor,
+    *,
+    bias: Tensor | None = None,
+    temperature: float = 1.0,
+    entropy: bool = False,
+    scale: float = 1.0,
+    softcap: float | None = None,
+    chunk: int | None = None,
+) -> tuple[Tensor, Tensor | None]:
+    """Log-probs `[N]` of `targets` `[N]` under softmax(logits / temperature), and the entropy `[N]` if
+    asked for.
+
+    The logits are `hidden @ weight.T + bias` for hidden states `[N, d]`, weight `[V, d]` and bias `[V]`,
+    multiplied by `scale`, then soft-capped: `softcap * tanh(logits / softcap)`. The product runs in the
+    dtype of `hidden`; all that follows, and the results, are fp32 (fp64 for fp64 inputs). Both results are
+    differentiable once, with respect to hidden, weight and bias.
+
+    Args:
+        temperature: > 0. A greedy rollout (temperature 0) is scored at 1.
+        chunk: tokens at a time; by default as many as give 2^24 logits.
+    """
+    if temperature <= 0:
+        raise ValueError(f"temperature must be positive, got {temperature}: score greedy samples at 1")
+    chunk = chunk or max(1, _CHUNK_ELEMENTS // weight.shape[0])
+    formula = _Formula(scale, softcap, temperature)
+    log_probs, entropies = _TokenLogProbs.apply(  # type: ignore[no-untyped-call]
+        hidden, weight, bias, targets, formula, entropy, chunk
+    )
+    return log_probs, entropies if entropy else None
+
+
+class _Formula:
+    """What stands between the product of the head and the softmax."""
+
+    def __init__(self, scale: float, softcap: float | None, temperature: float) -> None:
+        self.scale = scale
+        self.softcap = softcap
+        self.temperature = temperature
+
+    def forward(self, logits: Tensor) -> Tensor | None:
+        """Turn products into logits in place; with a soft cap return the tanh that the gradient needs."""
+        if self.softcap is None:
+            if self.scale != self.temperature:
+                logits.mul_(self.scale / self.temperature)
+            return None
+        tanh = logits.mul_(self.scale / self.softcap).tanh_().clone()
+        logits.mul_(self.softcap / self.temperature)
+        return tanh
+
+    def backward(self, grad: Tensor, tanh: Tensor | None) -> None:
+        """Turn the gradient of the logits into that of the products, in place."""
+        if tanh is not None:
+            grad.mul_(tanh.square_().neg_().add_(1.0))
+        if self.scale != self.temperature:
+            grad.mul_(self.scale / self.temperature)
+
+
+class _TokenLogProbs(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        hidden: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        targets: Tensor,
+        formula: _Formula,
+        entropy: bool,
+        chunk: int,
+    ) -> tuple[Tensor, Tensor]:
+        exact = torch.float64 if hidden.dtype == torch.float64 else torch.float32
+        log_probs, norms, entropies = hidden.new_empty((3, hidden.shape[0]), dtype=exact)
+        for part, product in _products(hidden, weight, bias, chunk):
+            for block, logits in _blocks(part, product, exact):
+                formula.forward(logits)
+                picked = logits.gather(1, targets[block, None])[:, 0]
+                highest = logits.amax(1, keepdim=True)
+                shifted = logits.sub_(highest)
+                if entropy:
+                    p = shifted.exp()
+                    total = p.sum(1)
+                    entropies[block] = total.log() - p.mul_(shifted).sum(1) / total
+                else:
+                    total = shifted.exp_().sum(1)
+                norms[block] = highest[:, 0] + total.log()
+                log_probs[block] = picked - norms[block]
+        ctx.save_for_backward(hidden, weight, bias, targets, norms, entropies if entropy else None)
+        ctx.formula, ctx.chunk = formula, chunk
+        if not entropy:
+            ctx.mark_non_differentiable(entropies)
+        return log_probs, entropies
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        hidden, weight, bias, targets, norms, entropies = ctx.saved_tensors
+        grad_hidden = torch.empty_like(hidden) if ctx.needs_input_grad[0] else None
+        grad_weight = _Sum(weight, norms.dtype) if ctx.needs_input_grad[1] else None
+        grad_bias = torch.zeros_like(bias, dtype=norms.dtype) if ctx.needs_input_grad[2] else None
+        for part, product in _products(hidden, weight, bias, ctx.chunk):
+            for block, logits in _blocks(part, product, norms.dtype):
+                tanh = ctx.formula.forward(logits)
+                log_p = logits.sub_(norms[block, None])
+                by_log_prob = grads[0][block, None]
+                if entropies is None:
+                    grad = log_p.exp_().mul_(-by_log_prob)
+                else:
+                    p = log_p.exp()
+                    grad = log_p.add_(entropies[block, None]).mul_(-grads[1][block, None]).sub_(by_log_prob)
+                    grad.mul_(p)
+                grad.scatter_add_(1, targets[block, None], by_log_prob)
+                ctx.formula.backward(grad, tanh)
+                if grad_bias is not None:
+                    grad_bias += grad.sum(0)
+                # The products are not needed again: the gradient takes their place.
+                product[block.start - part.start : block.stop - part.start] = grad
+            if grad_hidden is not None:
+                grad_hidden[part] = product @ weight
+            if grad_weight is not None:
+                grad_weight.add(product.t() @ hidden[part])
+        return (
+            grad_hidden,
+            None if grad_weight is None else grad_weight.result(),
+            None if grad_bias is None else grad_bias.to(bias.dtype),
+            None,
+            None,
+            None,
+            None,
+        )
+
+
+def _products(hidden: Tensor, weight: Tensor, bias: Tensor | None, chunk: int) -> Iterator[tuple[slice, Tensor]]:
+    """Chunks of `hidden @ weight.T + bias`."""
+    for start in range(0, hidden.shape[0], chunk):
+        part = slice(start, min(start + chunk, hidden.shape[0]))
+        yield part, linear(hidden[part], weight, bias)
+
+
+def _blocks(part: slice, product: Tensor, dtype: torch.dtype) -> Iterator[tuple[slice, Tensor]]:
+    """Copies in full precision of a few rows at a time, so that the passes over them stay in the cache."""
+    rows = max(1, _BLOCK_ELEMENTS // product.shape[1])
+    for start in range(0, product.shape[0], rows):
+        piece = product[start : start + rows]
+        block = slice(part.start + start, part.start + start + piece.shape[0])
+        yield block, piece.to(dtype, copy=True)
+
+
+class _Sum:
+    """Sum of the gradients that chunks of tokens give a weight, in full precision."""
+
+    def __init__(self, weight: Tensor, dtype: torch.dtype) -> None:
+        self.weight = weight
+        self.dtype = dtype
+        self.total: Tensor | None = None
+
+    def add(self, grad: Tensor) -> None:
+        if self.total is None:
+            self.total = grad
+            return
+        if self.total.dtype != self.dtype:
+            self.total = self.total.to(self.dtype)
+        # Adding across dtypes casts the whole right side first: keep that to blocks.
+        rows = max(1, _BLOCK_ELEMENTS // grad.shape[1])
+        for target, piece in zip(self.total.split(rows), grad.split(rows), strict=True):
+            target += piece
+
+    def result(self) -> Tensor:
+        return torch.zeros_like(self.weight) if self.total is None else self.total.to(self.weight.dtype)

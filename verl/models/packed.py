@@ -1,0 +1,330 @@
+"""A transformers causal LM seen as a function: flat tokens in, final hidden states out.
+
+Every token of a micro-batch (training) or of a step of generation (rollout) stands in one flat row `[T]`.
+What a token may attend to is the affair of an `AttentionContext`, which reaches the attention function
+through the keyword arguments that transformers passes down to it. Models that cannot be called so
+(soft-capped attention scores, sinks, chunked windows, no attention interface) are found by comparing with
+the model's own forward; they take a padded path below the same interface, at the price of the padding.
+
+Rotary embeddings whose frequencies depend on the longest position of the call ("dynamic", "longrope") see the
+longest row of the micro-batch, exactly as in a padded batch.
+
+Shapes: T flat tokens, d hidden size, V vocabulary, H query heads, K key/value heads, D head size.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any, Protocol, cast, runtime_checkable
+
+import torch
+from torch import Tensor
+from transformers import AttentionInterface, AttentionMaskInterface
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+from transformers.masking_utils import sdpa_mask
+
+from verl.errors import ModelError
+from verl.models.log_probs import token_log_probs
+from verl.models.segments import Packed, PaddedRows, pack_rows
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+_IMPLEMENTATION = "verl"
+# What model code passes to its attention function without asking for another formula.
+_HARMLESS = frozenset(
+    {
+        "cache_position",
+        "is_causal",
+        "output_attentions",
+        "output_hidden_states",
+        "position_embeddings",
+        "position_ids",
+        "return_dict",
+        "use_cache",
+    }
+)
+
+
+class AttentionContext(Protocol):
+    """Knows, for one forward, what each flat token attends to."""
+
+    def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, scale: float, window: int | None) -> Tensor:
+        """query `[T, H, D]`, key and value `[T, K, D]` of this forward's flat tokens; returns `[T, H, D]`.
+
+        `window`: a token sees itself and the `window - 1` before it; None: all before it.
+        """
+
+
+@runtime_checkable
+class PaddedContext(Protocol):
+    """A context that can also lay its tokens out as padded rows, for models without a packed forward."""
+
+    def padded_rows(self) -> PaddedRows: ...
+
+
+class _UnsupportedError(ModelError):
+    """The model asks its attention function for something that a packed forward does not compute."""
+
+
+class PackedModel:
+    """A transformers causal LM (or a bare backbone) as flat tokens in, final hidden states out.
+
+    The model stays usable as before: outside a packed call its attention is SDPA. Nothing is copied.
+
+    Raises:
+        ModelError: it is no transformers model with a text configuration, or its head is not a linear map
+            (with the known scales and soft caps) of the final hidden states.
+    """
+
+    def __init__(self, model: PreTrainedModel) -> None:
+        self.model = model
+        # peft wraps the transformers model; its adapters live inside the wrapped layers.
+        unwrap = getattr(model, "get_base_model", None)
+        inner = unwrap() if callable(unwrap) else model
+        if not hasattr(inner, "base_model") or not hasattr(inner, "config"):
+            raise ModelError(f"{type(model).__name__} is not a transformers model: it has no config or no backbone")
+        self._inner = cast("PreTrainedModel", inner)
+        self.backbone: torch.nn.Module = self._inner.base_model
+        self.config = self._inner.config.get_text_config()
+        self.num_layers = int(self.config.num_hidden_layers)
+        self.num_heads = int(getattr(self.config, "num_attention_heads", None) or 1)  # state-space models have none
+        self.num_kv_heads = int(getattr(self.config, "num_key_value_heads", None) or self.num_heads)
+        self.hidden_size = int(self.config.hidden_size)
+        self.head_dim = int(getattr(self.config, "head_dim", None) or self.hidden_size // self.num_heads)
+        self.vocab_size = int(self.config.vocab_size)
+        limit = getattr(self.config, "max_position_embeddings", None)
+        self.max_positions = int(limit) if limit else None
+        self._softcap, self._scale = _logit_formula(self._inner)
+        self.supports_packed = self._enable()
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self._inner.dtype
+
+    @property
+    def device(self) -> torch.device:
+        return self._inner.device
+
+    def hidden(self, tokens: Tensor, positions: Tensor, context: AttentionContext) -> Tensor:
+        """Final hidden states (after the last norm) `[T, d]` of flat tokens `[T]` at `positions` `[T]`.
+
+        Raises:
+            ModelError: the model has no packed forward and the context cannot lay its tokens out as rows.
+        """
+        if not self.supports_packed:
+            return self._padded_hidden(tokens, context)
+        return self._packed_hidden(tokens, positions, context)
+
+    def head(self) -> tuple[Tensor, Tensor | None]:
+        """The output weight `[V, d]` and its bias `[V]`, if any.
+
+        Raises:
+            ModelError: the model is a backbone without an output head.
+        """
+        head = self._inner.get_output_embeddings()
+        if head is None:
+            raise ModelError(f"{type(self._inner).__name__} has no language-model head: load it as a causal LM")
+        return cast(Tensor, head.weight), cast("Tensor | None", getattr(head, "bias", None))
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """Logits `[N, V]` of hidden states `[N, d]`, in fp32 (fp64 for an fp64 model)."""
+        weight, bias = self.head()
+        logits = torch.nn.functional.linear(hidden, weight, bias)
+        logits = logits if logits.dtype == torch.float64 else logits.float()
+        if self._scale != 1.0:
+            logits = logits * self._scale
+        return logits if self._softcap is None else self._softcap * torch.tanh(logits / self._softcap)
+
+    def log_probs(
+        self, hidden: Tensor, targets: Tensor, *, temperature: float = 1.0, entropy: bool = False
+    ) -> tuple[Tensor, Tensor | None]:
+        """`token_log_probs` of `targets` `[N]` under this model's head, given hidden states `[N, d]`."""
+        weight, bias = self.head()
+        return token_log_probs(
+            hidden,
+            weight,
+            targets,
+            bias=bias,
+            temperature=temperature,
+            entropy=entropy,
+            scale=self._scale,
+            softcap=self._softcap,
+        )
+
+    def _packed_hidden(self, tokens: Tensor, positions: Tensor, context: AttentionContext) -> Tensor:
+        # Model code leaves a 4-D mask as it is, so none of its own is built.
+        no_mask = torch.empty((1, 1, 1, 1), dtype=torch.bool, device=tokens.device)
+        output = self.backbone(
+            input_ids=tokens[None],
+            position_ids=positions[None],
+            attention_mask=no_mask,
+            use_cache=False,
+            packed=context,
+        )
+        return cast(Tensor, output[0][0])
+
+    def _padded_hidden(self, tokens: Tensor, context: AttentionContext) -> Tensor:
+        if not isinstance(context, PaddedContext):
+            raise ModelError(
+                f"{type(self._inner).__name__} has no packed forward (its attention is not one of ours): "
+                "generate with the 'hf' rollout engine"
+            )
+        rows = context.padded_rows()
+        ids = tokens[rows.source]
+        # Padding stands on the right, where causality hides it. Masking it too would leave rows without any
+        # visible key under a sliding window, and these are NaN.
+        output = self.backbone(input_ids=ids, attention_mask=torch.ones_like(ids), use_cache=False)
+        return cast(Tensor, output[0].flatten(0, 1).index_select(0, rows.place))
+
+    def _enable(self) -> bool:
+        """Switch the model to our attention; keep it if the packed forward agrees with the model's own."""
+        if self.device.type == "meta":
+            raise ModelError("the model is on the meta device: load its weights first")
+        with _evaluating(self._inner):
+            flat = pack_rows(*_PROBE, device=self.device, keep_last=True)
+            tokens = flat.tokens % self.vocab_size
+            rows = flat.context.padded_rows()
+            reference = self._plain_hidden()
+            if self._inner._can_set_attn_implementation() and _known_layers(self.config):
+                previous = self._inner.config._attn_implementation
+                AttentionInterface.register(_IMPLEMENTATION, _attention)
+                AttentionMaskInterface.register(_IMPLEMENTATION, sdpa_mask)
+                self._inner.set_attn_implementation(_IMPLEMENTATION)
+                hidden = self._probed_hidden(tokens, flat)
+                if hidden is not None and _close(hidden[rows.source][rows.mask], reference):
+                    return True
+                self._inner.set_attn_implementation(previous)
+            with torch.no_grad():
+                hidden = self._padded_hidden(tokens, flat.context)
+            if not _close(hidden[rows.source][rows.mask], reference):
+                raise ModelError(
+                    f"{type(self._inner).__name__} is not causal: hidden states depend on later tokens or on other "
+                    "rows, so no log-prob or value of a token is defined"
+                )
+            return False
+
+    @torch.no_grad()
+    def _plain_hidden(self) -> Tensor:
+        """Hidden states of the probe by the model's own forward; its logits check our head."""
+        hidden = []
+        for prompt, response in zip(*_PROBE, strict=True):
+            ids = torch.tensor([prompt + response], device=self.device) % self.vocab_size
+            hidden.append(self.backbone(input_ids=ids, use_cache=False)[0][0])
+        if not torch.cat(hidden).isfinite().all():
+            raise ModelError(f"the hidden states of {type(self._inner).__name__} are not finite: weights are damaged")
+        if self._inner.get_output_embeddings() is not None:
+            logits = self._inner(input_ids=ids, use_cache=False).logits[0]
+            if not _close(self.logits(hidden[-1]), logits):
+                raise ModelError(
+                    f"the logits of {type(self._inner).__name__} are not a linear map of its final hidden "
+                    "states (scale and soft cap considered): this architecture is not supported"
+                )
+        return torch.cat(hidden)
+
+    @torch.no_grad()
+    def _probed_hidden(self, tokens: Tensor, flat: Packed) -> Tensor | None:
+        """Hidden states of a packed call, or None if a layer asks for attention that we do not compute."""
+        probe = _Probe(flat.context)
+        try:
+            hidden = self._packed_hidden(tokens, flat.positions, probe)
+        except _UnsupportedError:
+            return None
+        windows = sum(window is not None for window in probe.windows.values())
+        every = sorted(probe.windows) == list(range(self.num_layers))
+        return hidden if every and windows == _window_layers(self.config) else None
+
+
+# Two rows that share a prompt, and one of its own: prompts, responses.
+_PROBE = (
+    [[5, 17, 3, 29, 11], [5, 17, 3, 29, 11], [23, 2, 13]],
+    [[19, 7, 31], [43, 37], [41, 47, 53, 6]],
+)
+
+
+class _Probe:
+    """A context that remembers which layers asked, and with which window."""
+
+    def __init__(self, context: AttentionContext) -> None:
+        self.context = context
+        self.windows: dict[int, int | None] = {}
+
+    def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, scale: float, window: int | None) -> Tensor:
+        self.windows[layer] = window
+        return self.context.attend(layer, query, key, value, scale, window)
+
+
+def _attention(
+    module: torch.nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    scaling: float | None = None,
+    dropout: float = 0.0,
+    sliding_window: int | None = None,
+    packed: AttentionContext | None = None,
+    **kwargs: Any,
+) -> tuple[Tensor, Tensor | None]:
+    """The attention function given to transformers: `[1, H, T, D]` of a packed call; SDPA for any other call.
+
+    Stays valid when gradient checkpointing runs a layer again in the backward, since nothing is switched on
+    and off.
+    """
+    if packed is None:
+        return cast(
+            "tuple[Tensor, Tensor | None]",
+            sdpa_attention_forward(
+                module, query, key, value, attention_mask, dropout=dropout, scaling=scaling, **kwargs
+            ),
+        )
+    unknown = [name for name, value in kwargs.items() if value is not None and name not in _HARMLESS]
+    if unknown or dropout or kwargs.get("is_causal") is False or query.shape[-1] != value.shape[-1]:
+        raise _UnsupportedError(
+            f"layer {module.layer_idx} asks for attention that a packed forward does not compute "
+            f"({', '.join(unknown) or 'dropout, no causality, or values of another size than keys'}): "
+            "set its dropout to 0, or wrap the model in PackedModel again after changing it"
+        )
+    scale = query.shape[-1] ** -0.5 if scaling is None else float(scaling)
+    q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))
+    return packed.attend(int(cast(int, module.layer_idx)), q, k, v, scale, sliding_window)[None], None
+
+
+@contextmanager
+def _evaluating(model: torch.nn.Module) -> Iterator[None]:
+    """Every module in evaluation mode inside, in its own mode after."""
+    training = [module for module in model.modules() if module.training]
+    model.eval()
+    try:
+        yield
+    finally:
+        for module in training:
+            module.training = True
+
+
+def _logit_formula(model: PreTrainedModel) -> tuple[float | None, float]:
+    """Soft cap and factor between output layer and logits, under the names that architectures use."""
+    config = model.config.get_text_config()
+    softcap = getattr(config, "final_logit_softcapping", None)
+    scale = float(getattr(config, "logit_scale", None) or 1.0) / float(getattr(config, "logits_scaling", None) or 1.0)
+    return (None if softcap is None else float(softcap)), scale
+
+
+def _known_layers(config: Any) -> bool:
+    kinds = getattr(config, "layer_types", None) or []
+    return set(kinds) <= {"full_attention", "sliding_attention"}
+
+
+def _window_layers(config: Any) -> int:
+    """How many layers must ask for a sliding window, by the configuration."""
+    kinds = getattr(config, "layer_types", None)
+    if kinds:
+        return list(kinds).count("sliding_attention")
+    return int(config.num_hidden_layers) if getattr(config, "sliding_window", None) else 0
+
+
+def _close(a: Tensor, b: Tensor) -> bool:
+    """Equal up to the rounding of the dtype, accumulated over layers."""
+    tolerance = {torch.float64: 1e-8, torch.float32: 1e-3}.get(b.dtype, 0.1)
+    return bool((a.double() - b.double()).norm() <= tolerance * b.double().norm())

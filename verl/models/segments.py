@@ -1,0 +1,210 @@
+"""A micro-batch as flat tokens, and what each of them attends to.
+
+Rows of one group share one forward of their prompt: the tokens of a prompt stand in the flat row once. The
+layout is chosen so that each attention call reads contiguous slices: first the rows that share nothing and
+the shared prompts, sorted by length and cut into buckets of nearly equal length, then the responses behind
+each shared prompt. A T x T mask never exists.
+
+Shapes: T flat tokens, S rows, R response tokens of all rows, L longest row, H query heads, K key/value heads,
+D head size.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from verl.batch import Batch
+from verl.errors import DataError
+from verl.models.attention import PIECE, Bucket, attend
+
+# A bucket may hold this many padded positions for each real one before a new bucket is opened.
+_WASTE = 1.25
+
+
+@dataclass(frozen=True)
+class Packed:
+    """One training micro-batch as flat tokens."""
+
+    tokens: Tensor  # [T] int64
+    positions: Tensor  # [T] int64
+    context: Segments
+    predict: Tensor  # [R] index into [T] of the hidden state that predicts each response token, rows in order
+    targets: Tensor  # [R] the response tokens
+    lengths: list[int]  # response length of each row
+    last: Tensor  # [S] index into [T] of the last token of each row that was fed
+
+    def sequence(self) -> Tensor:
+        """The row `[R]` that each response token belongs to."""
+        rows = torch.arange(len(self.lengths), device=self.tokens.device)
+        return rows.repeat_interleave(torch.tensor(self.lengths, device=self.tokens.device))
+
+
+@dataclass(frozen=True)
+class PaddedRows:
+    """The same tokens as one right-padded row a sample, shared prompts repeated."""
+
+    source: Tensor  # [S, L] index into [T]; padding repeats the row's first token
+    mask: Tensor  # [S, L] True on real tokens
+    place: Tensor  # [T] index into [S * L] of one copy of each flat token
+
+
+def pack(
+    batch: Batch, device: torch.device | str = "cpu", share_prompts: bool = True, keep_last: bool = False
+) -> Packed:
+    """Lay the columns `prompt_tokens` and `response_tokens` of a batch out as flat tokens.
+
+    Args:
+        share_prompts: adjacent rows with equal prompts share one forward of it. The numbers do not change.
+        keep_last: feed the last response token too. Nothing is predicted from it, so it is left out by
+            default; scores at the last token need it.
+
+    Raises:
+        DataError: a row has an empty prompt (no state would predict its first token), or the batch has no
+            rows.
+    """
+    return pack_rows(batch["prompt_tokens"], batch["response_tokens"], device, share_prompts, keep_last)
+
+
+def pack_rows(
+    prompts: Sequence[Sequence[int] | None],
+    responses: Sequence[Sequence[int] | None],
+    device: torch.device | str = "cpu",
+    share_prompts: bool = True,
+    keep_last: bool = False,
+) -> Packed:
+    """`pack` for plain lists of token ids, one a row."""
+    rows = [
+        _Row(i, list(p or ()), list(r or ()), keep_last)
+        for i, (p, r) in enumerate(zip(prompts, responses, strict=True))
+    ]
+    if not rows:
+        raise DataError("a batch without rows cannot be packed: drop empty micro-batches before the forward")
+    if empty := [row.index for row in rows if not row.prompt]:
+        raise DataError(f"row {empty[0]} has an empty prompt_tokens: give every prompt at least one token (a BOS)")
+    device = torch.device(device)
+    buckets, tokens, positions = _layout(rows, share_prompts, device)
+    predict = [np.concatenate([[row.start + len(row.prompt) - 1], row.own()])[: len(row.response)] for row in rows]
+    targets = [token for row in rows for token in row.response]
+
+    def ints(values: Any) -> Tensor:
+        return torch.from_numpy(np.asarray(values, dtype=np.int64)).to(device)
+
+    return Packed(
+        tokens=ints(tokens),
+        positions=ints(positions),
+        context=Segments(buckets, rows, device),
+        predict=ints(np.concatenate(predict)),
+        targets=ints(targets),
+        lengths=[len(row.response) for row in rows],
+        last=ints([row.indices()[-1] for row in rows]),
+    )
+
+
+class Segments:
+    """The attention context of a packed micro-batch: causal within a row, shared prompts computed once."""
+
+    def __init__(self, buckets: list[Bucket], rows: list[_Row], device: torch.device) -> None:
+        self._buckets = buckets
+        self._rows = rows
+        self._device = device
+
+    def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, scale: float, window: int | None) -> Tensor:
+        """query `[T, H, D]`, key and value `[T, K, D]` -> `[T, H, D]`. The same for every layer."""
+        return attend(query, key, value, self._buckets, scale, window)
+
+    def padded_rows(self) -> PaddedRows:
+        """The layout for models that have no packed forward."""
+        indices = [row.indices() for row in self._rows]
+        longest = max(len(index) for index in indices)
+        source = np.stack([np.pad(index, (0, longest - len(index)), constant_values=index[0]) for index in indices])
+        place = np.empty(sum(bucket.size for bucket in self._buckets), dtype=np.int64)
+        for number, index in enumerate(indices):
+            place[index] = number * longest + np.arange(len(index))
+        mask = np.arange(longest) < np.array([[len(index)] for index in indices])
+        device = self._device
+        return PaddedRows(*(torch.from_numpy(array).to(device) for array in (source, mask, place)))
+
+
+class _Row:
+    """A sample on its way into the flat row."""
+
+    def __init__(self, index: int, prompt: list[int], response: list[int], keep_last: bool) -> None:
+        self.index = index
+        self.prompt = prompt
+        self.response = response
+        self.fed = response if keep_last else response[:-1]
+        self.start = 0  # of the prompt in the flat row
+        self.own_start = 0  # of the response
+
+    def own(self) -> np.ndarray[Any, Any]:
+        return np.arange(self.own_start, self.own_start + len(self.fed))
+
+    def indices(self) -> np.ndarray[Any, Any]:
+        return np.concatenate([np.arange(self.start, self.start + len(self.prompt)), self.own()])
+
+
+def _layout(rows: list[_Row], share_prompts: bool, device: torch.device) -> tuple[list[Bucket], list[int], list[int]]:
+    """Buckets, tokens and positions of the flat row; tells each row where it stands.
+
+    First come the trunks, then the branches of each trunk: a trunk is a row of its own, or a prompt that
+    several rows share, whose responses are its branches.
+    """
+    families: list[list[_Row]] = []
+    for row in rows:
+        if share_prompts and families and families[-1][0].prompt == row.prompt:
+            families[-1].append(row)
+        else:
+            families.append([row])
+    buckets: list[Bucket] = []
+    tokens: list[int] = []
+    positions: list[int] = []
+
+    def put(items: list[tuple[list[int], list[_Row]]], first: int, prefix: tuple[int, int]) -> None:
+        buckets.append(Bucket(len(tokens), [len(item) for item, _ in items], prefix, device))
+        for item, readers in items:
+            for row in readers:
+                row.own_start = len(tokens) + (0 if prefix[1] else len(row.prompt))
+                row.start = prefix[0] if prefix[1] else len(tokens)
+            tokens.extend(item)
+            positions.extend(range(first, first + len(item)))
+
+    trunks, branches = [], []
+    for family in families:
+        fed = [row for row in family if row.fed]
+        # With one response to feed, or none, the whole family reads from a single plain row.
+        trunks.append((family[0].prompt + (fed[0].fed if len(fed) == 1 else []), family))
+        branches.append([(row.fed, [row]) for row in fed] if len(fed) > 1 else [])
+    for bucket in _buckets(trunks, 0, device):
+        put(bucket, 0, (0, 0))
+    for family, items in zip(families, branches, strict=True):
+        prefix = (family[0].start, len(family[0].prompt))
+        for bucket in _buckets(items, prefix[1], device):
+            put(bucket, prefix[1], prefix)
+    return buckets, tokens, positions
+
+
+def _buckets(
+    items: list[tuple[list[int], list[_Row]]], before: int, device: torch.device
+) -> list[list[tuple[list[int], list[_Row]]]]:
+    """Items sorted by length, longest first, cut where padding would waste too much or scores would take
+    too much."""
+    buckets: list[list[tuple[list[int], list[_Row]]]] = []
+    total = 0
+    for item in sorted(items, key=lambda item: len(item[0]), reverse=True):
+        size = len(item[0])
+        if buckets:
+            longest, count = len(buckets[-1][0][0]), len(buckets[-1]) + 1
+            fits = device.type != "cpu" or count * longest * (before + longest) <= PIECE
+            if fits and longest * count <= _WASTE * (total + size):
+                buckets[-1].append(item)
+                total += size
+                continue
+        buckets.append([item])
+        total = size
+    return buckets
