@@ -182,7 +182,7 @@ class Trainer:
         if due:
             record.update(self.learn(self.buffer.drain()))
             if "ref_log_probs" not in samples:  # then the KL is that of the update's policy to the one that sampled
-                record["kl"] = record.get("policy/kl", record["kl"])
+                record["kl"] = record.get("policy/kl", float("nan"))
         record["time/step"] = time.perf_counter() - began
         record["memory/peak_gb"] = peak_memory() / 1e9
         self.steps += 1
