@@ -16,7 +16,8 @@ COLUMNS = (
     ("kl", "kl", "{:.4f}"),
     ("loss/actor", "loss/actor", "{:+.4f}"),
     ("loss/critic", "loss/critic", "{:.4f}"),
-    ("accuracy", "accuracy", "{:.1%}"),
+    ("accuracy", "eval/accuracy", "{:.1%}"),
+    ("held-out reward", "eval/reward", "{:.3f}"),
     ("rollout tok/s", "rollout/tokens_per_s", "{:,.0f}"),
     ("train tok/s", "train/tokens_per_s", "{:,.0f}"),
 )
