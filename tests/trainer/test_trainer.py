@@ -160,7 +160,7 @@ def test_automatic_checkpoints(tiny: Path, tmp_path: Path) -> None:
 
 def test_bad_arguments(tiny: Path, make_tiny: Callable[..., Path]) -> None:
     actor = verl.Actor(str(tiny))
-    with pytest.raises(ConfigError, match="one reward"):
+    with pytest.raises(ConfigError, match="needs a reward"):
         verl.Trainer(actor)
     with pytest.raises(ConfigError, match="kl_coef"):
         verl.PPOTrainer(actor=actor, reward_fn=len, kl_coeff=0.1)
