@@ -183,3 +183,16 @@ def test_save_pretrained_loads_in_transformers(actor: verl.Actor, tmp_path: Path
     ids = torch.tensor([[5, 6, 7]])
     loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "out")
     assert torch.equal(loaded(ids).logits, actor.model(ids).logits)
+
+
+def test_wrong_settings_are_named(tiny: Path, actor: verl.Actor) -> None:
+    with pytest.raises(ConfigError, match="did you mean 'lr'"):
+        verl.Actor(str(tiny), optim={"lrr": 1.0})
+    with pytest.raises(ConfigError, match=r"optim\.lr"):
+        verl.Actor(str(tiny), optim={"lr": -1.0})
+    with pytest.raises(ConfigError, match="OptimConfig"):
+        verl.Actor(str(tiny), optim=5)
+    with pytest.raises(ConfigError, match="max_new_tokens"):
+        actor.generate_sequences(PROMPTS, max_tokens=3)
+    with pytest.raises(ConfigError, match="at least 1"):
+        actor.generate_sequences(PROMPTS, n=0)

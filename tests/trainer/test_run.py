@@ -278,3 +278,11 @@ def test_a_full_disk_stops_neither_training_nor_the_last_checkpoint(tmp_path: Pa
     assert load_checkpoint(good).step == 2
     train(build_config(settings(tmp_path, tiny, **longer)))
     assert load_checkpoint(run_dir(tmp_path) / "checkpoints" / "latest").step == 5
+
+
+def test_a_prompt_beyond_the_models_positions_is_refused_before_the_start(tmp_path: Path, make_tiny: Any) -> None:
+    configuration = settings(tmp_path, make_tiny("gpt2"))
+    with (tmp_path / "train.jsonl").open("a") as file:
+        file.write(json.dumps({"prompt": "long " * 80}) + "\n")
+    with pytest.raises(DataError, match="row 12 with 400"):
+        train(build_config(configuration))

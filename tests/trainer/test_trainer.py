@@ -89,7 +89,7 @@ def test_a_step_without_any_reward_changes_nothing(tiny: Path) -> None:
     trainer = verl.Trainer(actor, reward_fn=lambda texts: [None] * len(texts), algorithm="grpo", n=4, log_dir=False)
     before = checksum(actor.shards())
     record = trainer.step(PROMPTS)
-    assert record["update/empty"] == 1.0
+    assert record["update/empty"] == 1.0 and record["updated"] is False
     assert checksum(actor.shards()) == before
 
 

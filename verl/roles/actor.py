@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import copy
+import logging
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
+from pydantic import ValidationError
 
 from verl.algorithms import BaseAlgorithm, default_algorithm, make_algorithm
 from verl.batch import Batch
@@ -26,6 +28,8 @@ from verl.workers.update import UpdatePlan
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+logger = logging.getLogger(__name__)
 
 _LAYOUTS = (None, "single", "fsdp", "ddp")
 
@@ -103,6 +107,7 @@ class Actor:
         # A score model stands in a language model's place: all but its engine read only what both have.
         self.model: PreTrainedModel = loaded if head == "lm" else _score_model(loaded)
         self.tokenizer = _tokenizer(tokenizer, self.model, model)
+        _check_vocabulary(self.model, self.tokenizer)
         options = RolloutOptions(rollout, max_num_seqs, kv_cache_gb, seed)
         self.group: LocalGroup[ActorWorker] = LocalGroup(
             "actor",
@@ -162,6 +167,11 @@ class Actor:
             One row a sample, samples of a prompt adjacent: the prompts' columns and `response_tokens`,
             `response_mask`, `rollout_log_probs`, `response`, `finish`, `policy_version`.
         """
+        known = SamplingParams.__dataclass_fields__
+        if unknown := next((name for name in sampling if name not in known), None):
+            raise ConfigError(f"there is no sampling setting '{unknown}': {nearest(unknown, known)}")
+        if n < 1:
+            raise ConfigError(f"n is the number of samples a prompt, at least 1, not {n}")
         rows = expand(self.prompts(prompts, key), n)
         params = replace(self.sampling, **sampling)
         chunks = list(self.rollout(rows, params))
@@ -281,7 +291,28 @@ def as_optim(optim: Any) -> dict[str, Any]:
         return {"optim": OptimConfig()}
     if isinstance(optim, torch.optim.Optimizer):
         return {"optimizer": optim}
-    return {"optim": OptimConfig(**optim) if isinstance(optim, Mapping) else optim}
+    if isinstance(optim, OptimConfig):
+        return {"optim": optim}
+    if not isinstance(optim, Mapping):
+        raise ConfigError(f"optim is an OptimConfig, a mapping of its fields or a torch optimizer, not {optim!r}")
+    if unknown := next((name for name in optim if name not in OptimConfig.model_fields), None):
+        raise ConfigError(f"optim has no setting '{unknown}': {nearest(unknown, OptimConfig.model_fields)}")
+    try:
+        return {"optim": OptimConfig(**optim)}
+    except ValidationError as error:
+        first = error.errors()[0]
+        raise ConfigError(f"optim.{'.'.join(map(str, first['loc']))}: {first['msg']}, got {first['input']!r}") from None
+
+
+def _check_vocabulary(model: Any, tokenizer: PreTrainedTokenizerBase) -> None:
+    size, highest = model.config.get_text_config().vocab_size, max(tokenizer.get_vocab().values(), default=0)
+    if highest >= size:
+        # No error: many tokenizers carry a special token that no text contains.
+        logger.warning(
+            "the tokenizer has token ids up to %d, the model embeds %d: a text with one of the others will be refused",
+            highest,
+            size,
+        )
 
 
 def _tokenizer(tokenizer: Any, model: PreTrainedModel, name: Any) -> PreTrainedTokenizerBase:

@@ -105,7 +105,7 @@ def build_reward(config: Config) -> Reward:
     return Reward(part.pop("source"), **part, **options)
 
 
-def build_prompts(config: Config, tokenizer: Any) -> Prompts:
+def build_prompts(config: Config, actor: Actor) -> Prompts:
     """Training and held-out prompts, tokenised; held-out ones that occur in training are left out.
 
     Raises:
@@ -115,11 +115,11 @@ def build_prompts(config: Config, tokenizer: Any) -> Prompts:
     data = config.data
     if data.train is None:
         raise ConfigError("data.train is missing: give a JSONL or Parquet file, or {task: NAME, ...}")
-    train, notes = _load(config, data.train, tokenizer)
+    train, notes = _load(config, data.train, actor)
     loader = PromptLoader(train, data.batch_size, seed=config.trainer.seed, shuffle=data.shuffle or None)
     if data.eval is None:
         return Prompts(loader, None, notes)
-    held_out, more = _load(config, data.eval, tokenizer)
+    held_out, more = _load(config, data.eval, actor)
     notes += more
     if isinstance(held_out, PromptStream):
         raise DataError("data.eval is a stream: held-out problems must have a number")
@@ -197,7 +197,7 @@ def _part(part: RewardPart) -> dict[str, Any]:
     return {"source": getattr(part, origin)}
 
 
-def _load(config: Config, source: Any, tokenizer: Any) -> tuple[PromptDataset | PromptStream, list[str]]:
+def _load(config: Config, source: Any, actor: Actor) -> tuple[PromptDataset | PromptStream, list[str]]:
     data = config.data
     prompts = load_prompts(
         source,
@@ -206,8 +206,10 @@ def _load(config: Config, source: Any, tokenizer: Any) -> tuple[PromptDataset | 
         system_prompt=data.system_prompt,
         chat=data.chat,
     )
-    limit = data.max_prompt_length
-    tokens, counts = tokenize_prompts(prompts, tokenizer, max_prompt_length=limit, truncation=data.truncation)
+    positions = getattr(actor.model.config.get_text_config(), "max_position_embeddings", None)
+    # One position is left for a response at least.
+    limit = min(data.max_prompt_length or positions or 2**31, (positions or 2**31) - 1)
+    tokens, counts = tokenize_prompts(prompts, actor.tokenizer, max_prompt_length=limit, truncation=data.truncation)
     notes = [f"{counts[what]} prompts of {prompts.name} are longer than {limit} tokens and were {what}"
              for what in ("dropped", "truncated") if counts[what]]  # fmt: skip
     return tokens, notes

@@ -74,7 +74,7 @@ class _Job:
         self.eval_metrics: dict[str, MetricFn] = {"accuracy": _accuracy, **metrics}
         actor = build.build_actor(config)
         build.check_memory(config, algorithm, actor)
-        self.prompts = build.build_prompts(config, actor.tokenizer)
+        self.prompts = build.build_prompts(config, actor)
         for note in self.prompts.notes:
             logger.warning("%s", note)
         self.store = CheckpointStore(run.checkpoints, config.trainer.keep_checkpoints)

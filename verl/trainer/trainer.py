@@ -181,6 +181,7 @@ class Trainer:
         record["updated"] = due
         if due:
             record.update(self.learn(self.buffer.drain()))
+            record["updated"] = "update/empty" not in record
             if "ref_log_probs" not in samples:  # then the KL is that of the update's policy to the one that sampled
                 record["kl"] = record.get("policy/kl", float("nan"))
         record["time/step"] = time.perf_counter() - began
