@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Callable, Mapping
 
 import pytest
 import torch
@@ -99,6 +100,14 @@ def test_the_tokens_that_can_come_are_those_of_transformers(params: SamplingPara
     torch.testing.assert_close(log_probs, full[kept], atol=1e-12, rtol=0)
 
 
+def without(banned: Mapping[int, tuple[int, ...]]) -> dict[int, Callable[[torch.Tensor], torch.Tensor]]:
+    """The edits that rule these tokens out, by row."""
+    return {
+        row: lambda logits, tokens=tokens: logits.index_fill(0, torch.tensor(tokens), -torch.inf)
+        for row, tokens in banned.items()
+    }
+
+
 @both
 def test_rows_do_not_influence_each_other(compiled: bool) -> None:
     torch.manual_seed(3)
@@ -107,9 +116,9 @@ def test_rows_do_not_influence_each_other(compiled: bool) -> None:
     params = [kinds[i % len(kinds)] for i in range(40)]
     banned = {i: (int(logits[i].argmax()), 5) for i in range(0, 40, 3)}
     uniforms = torch.rand(40, dtype=torch.float64)
-    tokens, log_probs = sample(logits.clone(), uniforms, SamplingTable.of(params, banned), compiled)
+    tokens, log_probs = sample(logits.clone(), uniforms, SamplingTable.of(params, without(banned)), compiled)
     for i in range(40):
-        table = SamplingTable.of([params[i]], {0: banned[i]} if i in banned else None)
+        table = SamplingTable.of([params[i]], without({0: banned[i]} if i in banned else {}))
         token, log_prob = sample(logits[i : i + 1].clone(), uniforms[i : i + 1], table, compiled)
         assert (token.item(), log_prob.item()) == (tokens[i].item(), log_probs[i].item())
         assert i not in banned or token.item() not in banned[i]
@@ -171,8 +180,17 @@ def test_parameters_out_of_range_are_refused(wrong: dict[str, object]) -> None:
 def test_a_banned_token_that_had_all_the_probability_leaves_a_proper_choice(compiled: bool) -> None:
     logits = torch.zeros(2, 300)
     logits[:, 7] = 500.0
-    table = SamplingTable.of([SamplingParams(), SamplingParams(temperature=0)], {0: (7,), 1: (7,)})
+    table = SamplingTable.of([SamplingParams(), SamplingParams(temperature=0)], without({0: (7,), 1: (7,)}))
     tokens, log_probs = sample(logits, torch.tensor([0.5, 0.5], dtype=torch.float64), table, compiled)
     # Uniform over the 299 others; its log-prob is that of the full distribution.
     assert tokens.tolist() == [150, 0]
     torch.testing.assert_close(log_probs, torch.full((2,), -500.0, dtype=torch.float64))
+
+
+@both
+def test_an_edit_that_leaves_nothing_is_told_by_the_log_prob(compiled: bool) -> None:
+    table = SamplingTable.of([SamplingParams()] * 2, {1: lambda logits: logits - torch.inf})
+    tokens, log_probs = sample(torch.zeros(2, 300), torch.tensor([0.5, 0.5], dtype=torch.float64), table, compiled)
+    assert tokens[0] == 150
+    assert log_probs.isfinite().tolist() == [True, False]
+    assert log_probs[1] == -torch.inf

@@ -9,12 +9,46 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Literal, Protocol
+from typing import TYPE_CHECKING, Literal, Protocol
 
 from verl.errors import ConfigError
 from verl.shard import Shard
 
+if TYPE_CHECKING:
+    from torch import Tensor
+
 Finish = Literal["stop", "length", "abort", "reject"]
+#: What a guard says of a response so far: None lets it go on.
+Verdict = Literal["stop", "reject"] | None
+
+
+class LogitsProcessor(Protocol):
+    """Changes what may be sampled next, for one request: so it may keep a state of its own."""
+
+    def __call__(self, tokens: Sequence[int], logits: Tensor) -> Tensor:
+        """Called once for each token of the response, in order.
+
+        Args:
+            tokens: the response so far; not to be changed.
+            logits: `[V]`, fp32 or fp64, before temperature; may be changed in place.
+
+        Returns:
+            The logits `[V]` to sample from, minus infinity for what must not come. If nothing may come, the
+            response ends with `finish="reject"`. Log-probs stay those of the unchanged logits.
+        """
+
+
+class Guard(Protocol):
+    """Looks at the text of responses while they are written. Requests that share a guard are asked for together.
+
+    Attributes:
+        every: tokens between two looks at a response; it is looked at when it ends, too.
+    """
+
+    every: int
+
+    def __call__(self, texts: Sequence[str]) -> Sequence[Verdict]:
+        """A verdict for each text: "stop" ends it as it is, "reject" ends it with `finish="reject"`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,12 +92,15 @@ class SamplingParams:
 class Request:
     """One response to be sampled. `id` names the sample and, with the run's seed, its random numbers.
 
-    Requests whose `prompt_tokens` are equal share one prefill and one copy of the prompt's KV cache.
+    Requests whose `prompt_tokens` are equal share one prefill and one copy of the prompt's KV cache. `processors`
+    change the logits, one after the other; a `guard` needs an engine with a tokenizer.
     """
 
     id: str
     prompt_tokens: Sequence[int]
     params: SamplingParams = field(default_factory=SamplingParams)
+    processors: tuple[LogitsProcessor, ...] = ()
+    guard: Guard | None = None
 
 
 @dataclass(slots=True)
@@ -72,7 +109,7 @@ class Sample:
 
     `tokens` holds the end-of-sequence token, stop token or stop string that ended it. `log_probs` is aligned
     with `tokens`. `policy_version` is that of the weights which wrote the first token. `text` is set when the
-    request has stop strings: the response up to the one that ended it.
+    request has stop strings or a guard: the response up to the stop string that ended it.
     """
 
     id: str

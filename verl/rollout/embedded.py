@@ -382,11 +382,13 @@ class EmbeddedEngine:
         fresh = iter(range(len(hidden), len(states)))
         index = [next(fresh) if index < 0 else index for _, index in rows]
         logits = self._logits(states.index_select(0, torch.tensor(index, device=hidden.device)))
-        draw([sequence.response for sequence, _ in rows], logits, self.policy_version, self.compiled)
-        for sequence, _ in rows:
-            if sequence.response.finish is not None:
-                self._leave(sequence)
-                self._finished.append(sequence)
+        try:
+            draw([sequence.response for sequence, _ in rows], logits, self.policy_version, self.compiled)
+        finally:
+            for sequence, _ in rows:
+                if sequence.response.finish is not None:
+                    self._leave(sequence)
+                    self._finished.append(sequence)
         self.stats.generated_tokens += len(rows)
         self.stats.sampling_seconds += time.perf_counter() - started
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from verl.errors import RolloutError
-from verl.rollout.base import Finish, Request, Sample
+from verl.rollout.base import Finish, Guard, Request, Sample
 from verl.rollout.randomness import stream_key, uniforms
 from verl.rollout.sampler import SamplingTable, sample
 from verl.rollout.stop_strings import StopWatch
@@ -48,10 +48,18 @@ class Response:
                 f"min_new_tokens={self.params.min_new_tokens}"
             )
         self.watch: StopWatch | None = None
-        if self.params.stop:
+        if self.params.stop or request.guard is not None:
             if tokenizer is None:
-                raise RolloutError(f"request '{request.id}' has stop strings; the engine was given no tokenizer")
+                raise RolloutError(
+                    f"request '{request.id}' has stop strings or a guard; the engine was given no tokenizer"
+                )
             self.watch = StopWatch(tokenizer, self.params.stop)
+        if request.guard is not None and request.guard.every < 1:
+            raise RolloutError(
+                f"request '{request.id}': its guard looks every {request.guard.every} tokens, not 1 or more"
+            )
+        self.processors = request.processors
+        self.guard = request.guard
         self.stream = stream_key(seed, request.id)
         self.tokens: list[int] = []
         self.log_probs: list[float] = []
@@ -66,42 +74,94 @@ class Response:
         self.log_probs.append(log_prob)
         ended = token in self.end_tokens
         last = ended or len(self.tokens) >= self.max_new_tokens
-        if self.watch is not None and (last or len(self.tokens) >= self.params.min_new_tokens):
+        if self.watch is not None and self.params.stop and (last or len(self.tokens) >= self.params.min_new_tokens):
             ended |= self.watch.saw_stop(self.tokens, final=last)
         if ended:
             self.finish = "stop"
         elif last:
             self.finish = "length"
 
+    @property
+    def edited(self) -> bool:
+        """Whether its next token is not sampled from the model's logits as they are."""
+        return bool(self.processors) or (bool(self.end_tokens) and len(self.tokens) < self.params.min_new_tokens)
+
+    def edit(self, logits: Tensor) -> Tensor:
+        """The logits `[V]` to sample the next token from, made of its own, which are overwritten.
+
+        Raises:
+            RolloutError: a processor gives back something else.
+        """
+        shape = logits.shape
+        for processor in self.processors:
+            logits = processor(self.tokens, logits)
+            got = tuple(getattr(logits, "shape", ()))
+            if got != tuple(shape):
+                raise RolloutError(f"a logits processor of sample '{self.id}' must return {tuple(shape)}, gave {got}")
+        if self.end_tokens and len(self.tokens) < self.params.min_new_tokens:
+            logits[list(self.end_tokens)] = -torch.inf
+        return logits
+
+    @property
+    def guard_due(self) -> bool:
+        """Whether its guard looks at it now."""
+        return self.guard is not None and (self.finish is not None or len(self.tokens) % self.guard.every == 0)
+
+    def text(self) -> str | None:
+        """The text so far, if stop strings or a guard need it."""
+        return None if self.watch is None else self.watch.read(self.tokens, final=self.finish is not None)
+
     def sample(self, policy_version: int) -> Sample:
         """The finished sample; a response that ended before its first token carries the version of now."""
         version = self.policy_version if self.tokens else policy_version
-        text = None if self.watch is None else self.watch.text
-        return Sample(self.id, self.tokens, self.log_probs, self.finish or "abort", version, text)
+        return Sample(self.id, self.tokens, self.log_probs, self.finish or "abort", version, self.text())
 
 
 def draw(responses: Sequence[Response], logits: Tensor, policy_version: int, compiled: bool = True) -> None:
     """The next token of each response from its row of `logits` `[N, V]`, which may be overwritten.
 
     Raises:
-        RolloutError: logits that are not finite.
+        RolloutError: logits that are not finite, or a processor or guard that breaks its contract.
     """
-    banned = {
-        row: tuple(r.end_tokens)
-        for row, r in enumerate(responses)
-        if r.end_tokens and len(r.tokens) < r.params.min_new_tokens
-    }
+    edits = {row: response.edit for row, response in enumerate(responses) if response.edited}
     numbers = torch.from_numpy(uniforms([r.stream for r in responses], [len(r.tokens) for r in responses]))
-    table = SamplingTable.of([r.params for r in responses], banned, logits.device)
+    table = SamplingTable.of([r.params for r in responses], edits, logits.device)
     tokens, log_probs = sample(logits, numbers.to(logits.device), table, compiled)
-    if not bool(log_probs.isfinite().all()):
-        row = int((~log_probs.isfinite()).nonzero()[0])
+    rejected = {row for row in edits if log_probs[row] == -torch.inf}
+    broken = [row for row in (~log_probs.isfinite()).nonzero()[:, 0].tolist() if row not in rejected]
+    if broken:
+        row = broken[0]
         raise RolloutError(
             f"the logits of sample '{responses[row].id}' at token {len(responses[row].tokens)} are not finite: "
             f"the weights of policy version {policy_version} are broken, or overflow in {logits.dtype}"
         )
-    for response, token, log_prob in zip(responses, tokens.tolist(), log_probs.tolist(), strict=True):
-        response.append(token, log_prob, policy_version)
+    for row, (response, token, log_prob) in enumerate(zip(responses, tokens.tolist(), log_probs.tolist(), strict=True)):
+        if row in rejected:
+            response.finish = "reject"
+        else:
+            response.append(token, log_prob, policy_version)
+    _ask_guards(responses)
+
+
+def _ask_guards(responses: Sequence[Response]) -> None:
+    """Each guard sees at once all texts that it is to look at now.
+
+    Raises:
+        RolloutError: a guard does not give one verdict a text.
+    """
+    due: dict[int, tuple[Guard, list[Response]]] = {}
+    for response in responses:
+        if response.guard is not None and response.guard_due:
+            due.setdefault(id(response.guard), (response.guard, []))[1].append(response)
+    for guard, asked in due.values():
+        verdicts = list(guard([response.text() or "" for response in asked]))
+        if len(verdicts) != len(asked) or not set(verdicts) <= {None, "stop", "reject"}:
+            raise RolloutError(
+                f"the guard {guard!r} must say None, 'stop' or 'reject' of each of {len(asked)} texts, said {verdicts}"
+            )
+        for response, verdict in zip(asked, verdicts, strict=True):
+            if verdict is not None and (verdict == "reject" or response.finish is None):
+                response.finish = verdict
 
 
 def _check_prompt(name: str, prompt: list[int], vocab_size: int, max_length: int) -> None:

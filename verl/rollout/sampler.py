@@ -13,7 +13,7 @@ Legend: N rows, V vocabulary, B = ceil(V / BLOCK) blocks.
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -37,27 +37,27 @@ class SamplingTable:
     top_k: Tensor
     top_p: Tensor
     min_p: Tensor
-    banned: Mapping[int, Sequence[int]]
+    edits: Mapping[int, Callable[[Tensor], Tensor]]
 
     @classmethod
     def of(
         cls,
         params: Sequence[SamplingParams],
-        banned: Mapping[int, Sequence[int]] | None = None,
+        edits: Mapping[int, Callable[[Tensor], Tensor]] | None = None,
         device: torch.device | str = "cpu",
     ) -> SamplingTable:
-        """`banned[row]`: tokens which that row must not sample."""
+        """`edits[row]` makes the logits `[V]` that the row is sampled from of its own, which it may overwrite."""
         inverse = [1 / p.temperature if p.temperature else 0.0 for p in params]
         return cls(
             inverse_temperature=torch.tensor(inverse, dtype=torch.float64, device=device),
             top_k=torch.tensor([p.top_k for p in params], dtype=torch.int64, device=device),
             top_p=torch.tensor([p.top_p for p in params], dtype=torch.float64, device=device),
             min_p=torch.tensor([p.min_p for p in params], dtype=torch.float64, device=device),
-            banned=banned or {},
+            edits=edits or {},
         )
 
     def rows(self, index: list[int]) -> SamplingTable:
-        """Some of the rows, nothing banned."""
+        """Some of the rows, not edited."""
         return SamplingTable(
             self.inverse_temperature[index], self.top_k[index], self.top_p[index], self.min_p[index], {}
         )
@@ -73,25 +73,25 @@ def sample(logits: Tensor, uniforms: Tensor, table: SamplingTable, compiled: boo
         compiled: on CPU use the compiled kernel where it can be built.
 
     Returns:
-        Tokens `[N]` int64, and log-probs `[N]` fp64 (NaN where a row's logits are not finite).
+        Tokens `[N]` int64, and log-probs `[N]` fp64 of the logits before any edit (NaN where a row's logits are
+        not finite, minus infinity where its edit leaves no token).
 
     Deviation: where weights tie at the boundary of top-k or top-p all of them are kept, so that the outcome
     does not depend on an order of sorting.
     """
-    rows = list(table.banned)
+    rows = list(table.edits)
     if not rows:
         return _sample(logits, uniforms, table, compiled)
     full = logits[rows].to(_accumulate(logits.dtype))
-    allowed = full.clone()
-    for i, row in enumerate(rows):
-        allowed[i, list(table.banned[row])] = -torch.inf
+    edited = torch.stack([table.edits[row](own.clone()) for row, own in zip(rows, full, strict=True)]).to(full)
+    possible = edited.amax(-1) > -torch.inf
     tokens, log_probs = _sample(logits, uniforms, table, compiled)
     special = table.rows(rows)
-    chosen, _ = _sample(allowed, uniforms[rows], special, compiled)
-    # The banned tokens belong to the distribution that the log-prob is of.
+    chosen, _ = _sample(edited, uniforms[rows], special, compiled)
+    # What an edit rules out belongs to the distribution that the log-prob is of.
     inverse = special.inverse_temperature.masked_fill(special.inverse_temperature == 0, 1.0)
-    full_log_probs = (full.double() * inverse[:, None]).log_softmax(-1)
-    tokens[rows], log_probs[rows] = chosen, full_log_probs.gather(1, chosen[:, None])[:, 0]
+    chosen_log_probs = (full.double() * inverse[:, None]).log_softmax(-1).gather(1, chosen[:, None])[:, 0]
+    tokens[rows], log_probs[rows] = chosen, chosen_log_probs.masked_fill(~possible, -torch.inf)
     return tokens, log_probs
 
 
@@ -100,7 +100,7 @@ def _accumulate(dtype: torch.dtype) -> torch.dtype:
 
 
 def _sample(logits: Tensor, uniforms: Tensor, table: SamplingTable, compiled: bool) -> tuple[Tensor, Tensor]:
-    """`sample` without regard to banned tokens."""
+    """`sample` without regard to edits."""
     kernel = kernels(logits.dtype, logits.device) if compiled else None
     if kernel is None:
         return _sample_torch(logits.to(_accumulate(logits.dtype)), uniforms, table)

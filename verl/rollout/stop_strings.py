@@ -22,21 +22,29 @@ class StopWatch:
         self.text = ""
         self._tokenizer = tokenizer
         self._stops = tuple(stops)
-        self._overlap = max(map(len, self._stops)) - 1
-        self._start = self._read = 0
+        self._overlap = max(map(len, self._stops), default=1) - 1
+        self._start = self._read = self._searched = 0
+        self._cut = False
+
+    def read(self, tokens: Sequence[int], final: bool = False) -> str:
+        """The text of `tokens`, the newest of which may be held back unless they are `final`; once a stop string was
+        seen, what came before it."""
+        if self._cut:
+            return self.text
+        before = self._decode(tokens[self._start : self._read])
+        after = self._decode(tokens[self._start :])
+        if final or not after.endswith(_UNFINISHED):
+            self.text += after[len(before) :]
+            self._start, self._read = self._read, len(tokens)
+        return self.text
 
     def saw_stop(self, tokens: Sequence[int], final: bool = False) -> bool:
         """Whether a stop string ends in what is new of `tokens`; `text` is then cut before the first one."""
-        before = self._decode(tokens[self._start : self._read])
-        after = self._decode(tokens[self._start :])
-        if after.endswith(_UNFINISHED) and not final:
-            return False
-        searched = max(0, len(self.text) - self._overlap)
-        self.text += after[len(before) :]
-        self._start, self._read = self._read, len(tokens)
-        found = [at for stop in self._stops if (at := self.text.find(stop, searched)) >= 0]
+        text = self.read(tokens, final)
+        found = [at for stop in self._stops if (at := text.find(stop, self._searched)) >= 0]
+        self._searched = max(0, len(text) - self._overlap)
         if found:
-            self.text = self.text[: min(found)]
+            self.text, self._cut = text[: min(found)], True
         return bool(found)
 
     def _decode(self, tokens: Sequence[int]) -> str:
