@@ -42,6 +42,10 @@ class CheckpointError(VerlError, RuntimeError):
     """A checkpoint cannot be written, is damaged, or belongs to another model or configuration."""
 
 
+class SandboxError(VerlError, RuntimeError):
+    """Generated code cannot be run in isolation here, so it is not run."""
+
+
 class ClusterError(VerlError, RuntimeError):
     """Placement, start-up or communication of workers failed; a deadline passed."""
 

@@ -280,7 +280,9 @@ class RewardPart(Section):
     """Where a reward comes from: exactly one of a function, a built-in, a model."""
 
     path: FunctionPath | None = Field(default=None, description="a function of your own, as FILE.py:FUNCTION")
-    name: str | None = Field(default=None, description="a built-in reward, such as the task's own verifier: task")
+    name: str | None = Field(
+        default=None, description="a built-in reward: task (its own verifier) or code (tests in a sandbox)"
+    )
     model: str | None = Field(default=None, description="a reward model: directory or hub name")
     answer: Literal["last_number", "whole", "tag"] = Field(
         default="whole",

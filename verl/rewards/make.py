@@ -21,9 +21,10 @@ def make_reward(source: Any, **options: Any) -> RewardSource:
 
     Args:
         source: one of: a `RewardSource`; a function (`FunctionReward`); "FILE.py:FUNCTION"; "task", the verifier of
-            a procedural task's own problems; a reward model or its directory or name (`RewardModel`); or a list, or
-            a mapping of names to any of these, alone, with a weight `(source, weight)`, or with options
-            `{"source": ..., "weight": ..., ...}`: their weighted sum (`CompositeReward`).
+            a procedural task's own problems; "code" (or "code_evaluator"), tests run in a sandbox (`CodeReward`); a
+            reward model or its directory or name (`RewardModel`); or a list, or a mapping of names to any of these,
+            alone, with a weight `(source, weight)`, or with options `{"source": ..., "weight": ..., ...}`: their
+            weighted sum (`CompositeReward`).
         **options: of the source; for several, of each. `smoothing` (`Smoothed`) is for all kinds.
 
     Raises:
@@ -50,6 +51,8 @@ def _make(source: Any, options: dict[str, Any]) -> RewardSource:
         return _build("functions", "FunctionReward", str(source), options)
     if isinstance(source, str) and source == "task":
         return _build("reasoning_gym", "TaskReward", None, options)
+    if isinstance(source, str) and source in ("code", "code_evaluator"):
+        return _build("code", "CodeReward", None, options)
     if isinstance(source, str | os.PathLike) or hasattr(source, "forward"):
         return _build("model", "RewardModel", source, options)
     if callable(source):

@@ -193,7 +193,7 @@ def _training(config: Config, update: UpdateConfig) -> dict[str, Any]:
 def _part(part: RewardPart) -> dict[str, Any]:
     (origin,) = part.given()
     if origin == "name":
-        return {"source": part.name, "answer": part.answer}
+        return {"source": part.name, **({} if part.answer == "whole" else {"answer": part.answer})}
     return {"source": getattr(part, origin)}
 
 

@@ -1,0 +1,163 @@
+"""Programs that try to get out of the sandbox, to stay, or to use more than they may."""
+
+from __future__ import annotations
+
+import os
+import time
+from pathlib import Path
+
+import pytest
+
+from verl import sandbox
+from verl.errors import ConfigError, SandboxError
+from verl.sandbox import Limits, run_python
+
+SHORT = Limits(seconds=2.0)
+
+
+def inside() -> set[str]:
+    """Processes of this machine that live in another process namespace than we do."""
+    ours, found = os.readlink("/proc/self/ns/pid"), set()
+    for pid in filter(str.isdigit, os.listdir("/proc")):
+        try:
+            if os.readlink(f"/proc/{pid}/ns/pid") != ours:
+                found.add(pid)
+        except OSError:
+            continue
+    return found
+
+
+def test_a_program_reads_writes_and_ends() -> None:
+    run = run_python("print(input() + word)", stdin="a\n", inputs={"word": "b"})
+    assert (run.status, run.exit_code, run.stdout) == ("ok", 0, "ab\n")
+    run = run_python("import sys\nprint('out'); print('err', file=sys.stderr); sys.exit(3)")
+    assert (run.status, run.exit_code, run.stdout, run.stderr) == ("error", 3, "out\n", "err\n")
+    run = run_python("x = 0\n1 / x")
+    assert run.status == "error"
+    assert "line 2, in <module>\n    1 / x" in run.stderr and "jail" not in run.stderr
+    assert run_python("import os; os.kill(os.getpid(), 9)").exit_code == -9
+    assert (
+        run_python("import hashlib, zlib, json, sqlite3, ctypes, asyncio; asyncio.run(asyncio.sleep(0))").status == "ok"
+    )
+
+
+def test_the_host_is_out_of_sight(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    secret = tmp_path / "answer"
+    secret.write_text("42")
+    os.chmod(secret, 0o644)
+    monkeypatch.setenv("SECRET", "42")
+    program = f"""
+import os
+for path in ({str(secret)!r}, "/etc/passwd", "/proc/self/environ", "/proc/1/cmdline", "/old", "/sys", "/home"):
+    assert not os.path.exists(path), path
+os.symlink("/proc/1/root{secret}", "/tmp/link")
+os.symlink("../../../..{secret}", "/tmp/up")
+assert not os.path.exists("/tmp/link") and not os.path.exists("/tmp/up")
+assert "SECRET" not in os.environ
+assert os.getuid() != 0 and os.getppid() == 1
+print(sorted(os.listdir("/tmp")), os.uname().nodename)
+"""
+    run = run_python(program)
+    assert run.stdout == "['link', 'up'] sandbox\n", run
+
+
+def test_libraries_cannot_be_written() -> None:
+    program = """
+import os
+open("/tmp/mine", "w").write("x")
+try:
+    open(os.path.join(os.path.dirname(os.__file__), "mine.py"), "w")
+except OSError as error:
+    print(error.errno)
+"""
+    run = run_python(program)
+    assert run.stdout in ("30\n", "13\n"), run  # read-only file system, or another's directory
+
+
+@pytest.mark.parametrize(
+    "attempt",
+    [
+        "import socket; socket.socket(socket.AF_INET)",
+        "import socket; socket.socket(40)",  # to a virtual machine's host: knows no network namespace
+        "import socket; socket.create_connection(('127.0.0.1', 80), 1)",
+        "import os; os.chroot('/tmp')",
+        "import ctypes; assert ctypes.CDLL(None).unshare(0x10000000) == 0",
+        "import ctypes; assert ctypes.CDLL(None).mount(b'tmpfs', b'/tmp', b'tmpfs', 0, None) == 0",
+        "import ctypes; assert ctypes.CDLL(None).ptrace(16, 1, 0, 0) == 0",
+        "import os; os.memfd_create('unbounded')",
+        "import ctypes; assert ctypes.CDLL(None).shmget(0, 1 << 30, 0o1600) >= 0",
+        "import os; os.setuid(0)",
+        "import resource; resource.setrlimit(resource.RLIMIT_AS, (-1, -1))",
+    ],
+)
+def test_ways_out_are_closed(attempt: str) -> None:
+    run = run_python(attempt, limits=SHORT)
+    assert run.status == "error", run
+    assert any(name in run.stderr for name in ("PermissionError", "AssertionError", "ValueError", "OSError")), run
+
+
+def test_init_cannot_be_killed_and_the_program_takes_nobody_along() -> None:
+    kill = (
+        "import os\ntry:\n    os.kill({}, 9)\nexcept OSError as error:\n    print(type(error).__name__)\nprint('here')"
+    )
+    for target in (1, -1):
+        assert run_python(kill.format(target)).stdout.endswith("here\n")
+
+
+@pytest.mark.parametrize(
+    ("program", "status"),
+    [
+        ("import os\nwhile True:\n    try:\n        os.fork()\n    except OSError:\n        pass", "time"),
+        ("import signal\nfor s in range(1, 65):\n    try:\n        signal.signal(s, signal.SIG_IGN)\n"
+         "    except (OSError, ValueError):\n        pass\nwhile True: pass", "time"),
+        ("import time; time.sleep(600)", "time"),
+        ("import os, time\nif os.fork() == 0:\n    os.setsid()\n    if os.fork() == 0:\n        time.sleep(600)\n"
+         "    os._exit(0)", "ok"),
+        ("while True: print('x' * 1000000)", "output"),
+        ("import os\nwhile True: os.write(2, b'x' * 1000000)", "output"),
+        ("x = bytearray(2 << 30)", "error"),
+        ("import threading, time\nfor _ in range(100): threading.Thread(target=time.sleep, args=(600,)).start()",
+         "time"),
+        ("while True: open('/tmp/big', 'ab').write(b'x' * 1000000)", "error"),
+        ("for i in range(100000): open(f'/tmp/{i}', 'w').close()", "error"),
+    ],
+    ids=["fork bomb", "ignored signals", "sleep", "daemon", "output", "errors", "memory", "threads", "disk", "inodes"],
+)  # fmt: skip
+def test_bounds_hold_and_nothing_stays(program: str, status: str) -> None:
+    before, start = inside(), time.monotonic()
+    run = run_python(program, limits=SHORT)
+    assert run.status == status, run
+    assert len(run.stdout) + len(run.stderr) <= SHORT.output
+    assert time.monotonic() - start < 60
+    stayed = inside() - before
+    while stayed and time.monotonic() - start < 60:  # sandboxes of other tests come and go
+        time.sleep(0.5)
+        stayed &= inside()
+    assert not stayed
+
+
+def test_an_unread_standard_input_does_not_stall() -> None:
+    assert run_python("print(1)", stdin="x" * (1 << 22)).stdout == "1\n"
+    assert run_python("print(len(input()))", stdin="x" * (1 << 22) + "\n").stdout == f"{1 << 22}\n"
+
+
+def test_packages_are_what_is_given(tmp_path: Path) -> None:
+    tmp_path.chmod(0o755)
+    (tmp_path / "mine.py").write_text("value = 7")
+    assert run_python("import mine; print(mine.value)", packages=[tmp_path]).stdout == "7\n"
+    assert run_python("import mine").status == "error"
+    assert run_python("import torch").status == "error"
+
+
+def test_where_isolation_is_missing_nothing_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    # A library that is not there cannot be mounted: the sandbox cannot be built.
+    monkeypatch.setattr(sandbox.run, "_library_paths", lambda: ("/lib", str(tmp_path / "gone")))
+    marker = tmp_path / "ran"
+    with pytest.raises(SandboxError, match=r"not run here: mount .*gone: No such file"):
+        run_python(f"open({str(marker)!r}, 'w')")
+    assert not marker.exists()
+
+
+def test_limits_must_be_positive() -> None:
+    with pytest.raises(ConfigError, match="seconds must be positive"):
+        Limits(seconds=0)

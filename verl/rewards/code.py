@@ -1,0 +1,165 @@
+"""Programs as responses, judged by what they do: tests run in a sandbox.
+
+A solution never sees what is expected of it. A program's output is compared out here; tests that call its functions run
+in a sandbox of their own and reach the solution, in another, over two pipes that carry plain values.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import re
+import threading
+import time
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from verl import sandbox
+from verl.errors import RewardError
+from verl.rewards.functions import FunctionReward
+
+_FENCE = re.compile(r"```(?:python|py)?[ \t]*\n(.*?)(?:\n```|\Z)", re.DOTALL)
+#: Seconds beyond a sample's own for its processes to start and to be taken down.
+_GRACE = 60.0
+_HERE = Path(__file__).parent
+
+
+class CodeReward(FunctionReward):
+    """1 if the response's program passes every test of its row, else 0; component `passed` is the share it passes.
+
+    The program is the last fenced block of the response, or all of it. A row tells what is expected in one of two
+    columns; without either it abstains:
+
+    - `tests`: a test in Python, or a list of them, which call the program's functions by name, such as
+      `assert add(1, 2) == 3`; or inputs and outputs of the whole program: `{"input": ..., "output": ...}`, a list of
+      these, or `{"inputs": [...], "outputs": [...]}`. Mappings and lists may also be JSON text.
+    - `reference`: a program; the response must print what it prints.
+
+    Functions get and return plain values (finite numbers, texts, lists, dicts, ...); other objects stay with the
+    solution, where the tests can call them and read their attributes. Outputs are compared line by line, without
+    trailing blanks.
+
+    Args:
+        timeout: seconds for all tests of a sample. What has not passed by then has failed.
+        partial: the reward is the share of tests that pass.
+        packages: directories that the programs may import from.
+        memory: bytes of each process.
+        parallel: samples judged at a time; None: one a core.
+        **options: see `FunctionReward`.
+
+    Raises:
+        SandboxError: programs cannot be isolated on this machine.
+    """
+
+    def __init__(
+        self,
+        *,
+        timeout: float = 30.0,
+        partial: bool = False,
+        packages: Sequence[str | Path] = (),
+        memory: int = 512 << 20,
+        parallel: int | None = None,
+        name: str = "code",
+        retries: int = 0,
+        default_reward: float | None = None,
+        max_failure_rate: float = 0.5,
+    ) -> None:
+        limits = sandbox.Limits(seconds=timeout, memory=memory)
+        sandbox.require()
+
+        async def judge(solution_str: str, tests: Any = None, reference: Any = None) -> dict[str, float] | None:
+            passed = await asyncio.to_thread(_judge, extract_code(solution_str), tests, reference, limits, packages)
+            share = sum(passed) / len(passed) if passed else None
+            return None if share is None else {"score": share if partial else float(share == 1), "passed": share}
+
+        super().__init__(
+            judge,
+            name=name,
+            timeout=timeout + _GRACE,
+            retries=retries,
+            default_reward=default_reward,
+            max_failure_rate=max_failure_rate,
+        )
+        self._caller.width = parallel or os.cpu_count() or 1
+        self._caller.slots = threading.Semaphore(self._caller.width)
+
+
+def _judge(
+    program: str, tests: Any, reference: str | None, limits: sandbox.Limits, packages: Sequence[str | Path]
+) -> list[bool]:
+    """Which tests pass; empty where nothing is expected."""
+    deadline = time.monotonic() + limits.seconds
+
+    def run(code: str, given: str = "") -> sandbox.Run:
+        left = replace(limits, seconds=max(0.01, deadline - time.monotonic()))
+        return sandbox.run_python(code, stdin=given, limits=left, packages=packages)
+
+    if tests is None and reference is None:
+        return []
+    if tests is None:
+        wanted = run(str(reference))
+        if wanted.status != "ok":
+            raise RewardError(f"the reference does not run: {wanted.status} {wanted.stderr[-200:]}")
+        return [_same(run(program), wanted.stdout)]
+    programs, cases = _parse(tests)
+    if programs:
+        return run_tests(program, programs, limits, packages)
+    return [_same(run(program, given), output) for given, output in cases]
+
+
+def extract_code(response: str) -> str:
+    """The last fenced block of a response, or all of it where there is none."""
+    blocks = _FENCE.findall(response)
+    return str(blocks[-1]) if blocks else response
+
+
+def run_tests(
+    solution: str, tests: Sequence[str], limits: sandbox.Limits, packages: Sequence[str | Path] = ()
+) -> list[bool]:
+    """Which of the tests, programs that call the solution's functions, end without an error; none if time runs out.
+
+    Raises:
+        SandboxError: see `run_python`.
+    """
+    asked, ask = os.pipe()
+    answered, reply = os.pipe()
+    serve = {"solution": solution, "requests": asked, "replies": reply}
+    check = {"tests": list(tests), "requests": ask, "replies": answered}
+    with ThreadPoolExecutor(1) as thread:
+        # The solution ends when its tests do: then nobody asks any more.
+        serving = thread.submit(_run_file, "serve_solution.py", serve, (asked, reply), limits, packages)
+        run = _run_file("run_tests.py", check, (ask, answered), limits, packages)
+        serving.result()
+    if run.status != "ok":
+        return [False] * len(tests)
+    return [reason is None for reason in json.loads(run.stdout.splitlines()[-1])]
+
+
+def _run_file(
+    name: str, inputs: Mapping[str, Any], fds: Sequence[int], limits: sandbox.Limits, packages: Sequence[str | Path]
+) -> sandbox.Run:
+    return sandbox.run_python((_HERE / name).read_text(), inputs=inputs, fds=fds, limits=limits, packages=packages)
+
+
+def _parse(tests: Any) -> tuple[list[str], list[tuple[str, str]]]:
+    """Tests as programs, and as pairs of input and output; one of the lists is empty."""
+    if isinstance(tests, str) and tests.lstrip()[:1] in ("[", "{"):
+        tests = json.loads(tests)
+    if isinstance(tests, Mapping) and "inputs" in tests:
+        return [], [(str(i), str(o)) for i, o in zip(tests["inputs"], tests["outputs"], strict=True)]
+    cases: list[Any] = [tests] if isinstance(tests, str | Mapping) else list(tests)
+    if all(isinstance(case, str) for case in cases):
+        return cases, []
+    return [], [(str(case["input"]), str(case["output"])) for case in cases]
+
+
+def _same(run: sandbox.Run, wanted: str) -> bool:
+    return run.status == "ok" and _lines(run.stdout) == _lines(wanted)
+
+
+def _lines(text: str) -> list[str]:
+    return [line.rstrip() for line in text.rstrip().splitlines()]

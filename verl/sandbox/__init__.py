@@ -1,0 +1,5 @@
+"""A sandbox for programs that nobody has read."""
+
+from verl.sandbox.run import Limits, Run, require, run_python
+
+__all__ = ["Limits", "Run", "require", "run_python"]
