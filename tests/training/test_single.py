@@ -156,7 +156,7 @@ def gradients(engine: SingleEngine, batch: Batch, **options: Any) -> dict[str, T
 
         def step(self, grad_norm: float) -> None:
             assert math.isfinite(grad_norm)
-            found.update({w.name: w.gradient.clone() for w in self.optimizer._weights if w.has_gradient})
+            found.update({w.name: w.gradient.clone() for w in self.optimizer.gradients.weights if w.has_gradient})
 
     optimizer = engine._optimizer
     engine._optimizer = Spy(optimizer)  # type: ignore[assignment]

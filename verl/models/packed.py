@@ -25,6 +25,7 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
 from verl.errors import ModelError
+from verl.models.llama import FusedLayers
 from verl.models.log_probs import token_log_probs
 from verl.models.segments import Packed, PaddedRows, pack_rows
 
@@ -97,6 +98,7 @@ class PackedModel:
         limit = getattr(self.config, "max_position_embeddings", None)
         self.max_positions = int(limit) if limit else None
         self._softcap, self._scale = _logit_formula(self._inner)
+        self._fused: FusedLayers | None = None
         self.supports_packed = self._enable()
 
     @property
@@ -115,6 +117,8 @@ class PackedModel:
         """
         if not self.supports_packed:
             return self._padded_hidden(tokens, context)
+        if self._fused is not None and not torch.is_autocast_enabled(tokens.device.type) and self._fused.is_valid():
+            return self._fused.hidden(tokens, positions, context)
         return self._packed_hidden(tokens, positions, context)
 
     def head(self) -> tuple[Tensor, Tensor | None]:
@@ -192,8 +196,10 @@ class PackedModel:
                 AttentionInterface.register(_IMPLEMENTATION, _attention)
                 AttentionMaskInterface.register(_IMPLEMENTATION, sdpa_mask)
                 self._inner.set_attn_implementation(_IMPLEMENTATION)
-                hidden = self._probed_hidden(tokens, flat)
+                probe = _Probe(flat.context)
+                hidden = self._probed_hidden(tokens, flat, probe)
                 if hidden is not None and _close(hidden[rows.source][rows.mask], reference):
+                    self._fused = self._probed_fused(tokens, flat, probe.calls, hidden)
                     return True
                 self._inner.set_attn_implementation(previous)
             with torch.no_grad():
@@ -224,16 +230,24 @@ class PackedModel:
         return torch.cat(hidden)
 
     @torch.no_grad()
-    def _probed_hidden(self, tokens: Tensor, flat: Packed) -> Tensor | None:
+    def _probed_hidden(self, tokens: Tensor, flat: Packed, probe: _Probe) -> Tensor | None:
         """Hidden states of a packed call, or None if a layer asks for attention that we do not compute."""
-        probe = _Probe(flat.context)
         try:
             hidden = self._packed_hidden(tokens, flat.positions, probe)
         except _UnsupportedError:
             return None
-        windows = sum(window is not None for window in probe.windows.values())
-        every = sorted(probe.windows) == list(range(self.num_layers))
+        windows = sum(window is not None for _, window in probe.calls.values())
+        every = sorted(probe.calls) == list(range(self.num_layers))
         return hidden if every and windows == _window_layers(self.config) else None
+
+    @torch.no_grad()
+    def _probed_fused(
+        self, tokens: Tensor, flat: Packed, calls: dict[int, tuple[float, int | None]], expected: Tensor
+    ) -> FusedLayers | None:
+        """The fused forward of this model, if it has one and that agrees."""
+        fused = FusedLayers.of(self, calls)
+        agrees = fused is not None and _close(fused.hidden(tokens, flat.positions, flat.context), expected)
+        return fused if agrees else None
 
 
 # Two rows that share a prompt, and one of its own: prompts, responses.
@@ -244,14 +258,14 @@ _PROBE = (
 
 
 class _Probe:
-    """A context that remembers which layers asked, and with which window."""
+    """A context that remembers which layers asked, and with which scale and window."""
 
     def __init__(self, context: AttentionContext) -> None:
         self.context = context
-        self.windows: dict[int, int | None] = {}
+        self.calls: dict[int, tuple[float, int | None]] = {}
 
     def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, scale: float, window: int | None) -> Tensor:
-        self.windows[layer] = window
+        self.calls[layer] = (scale, window)
         return self.context.attend(layer, query, key, value, scale, window)
 
 

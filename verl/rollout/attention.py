@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from verl.rollout.kernel import kernels
+from verl.models.kernels import kernels
 from verl.rollout.kv_cache import BLOCK, KVCache, blocks_for
 
 # Query rows of a tile that share a key/value head: enough to use a block well, few enough to divide the work.
@@ -267,7 +267,7 @@ class _Call(ctypes.Structure):
 
 @dataclass(frozen=True)
 class _CompiledPlan:
-    """The plan as the arrays that `kernels.cpp` reads; holds the memory they lie in."""
+    """The plan as the arrays that `rollout.cpp` reads; holds the memory they lie in."""
 
     address: Any
     arrays: dict[str, Tensor]

@@ -18,13 +18,14 @@ import torch
 from torch import Tensor
 
 from verl.errors import ConfigError, ModelError, RolloutError
+from verl.models.kernels import kernels
+from verl.models.llama import is_llama_shaped
 from verl.models.memory import available_memory
 from verl.models.packed import PackedModel
 from verl.models.shards import load_model_shards
 from verl.rollout.attention import PagedAttention, Plan
 from verl.rollout.base import Request, Sample
-from verl.rollout.fused import fused_forward, is_llama_shaped
-from verl.rollout.kernel import kernels
+from verl.rollout.fused import fused_forward
 from verl.rollout.kv_cache import BLOCK, KVCache, blocks_for
 from verl.rollout.response import Response, draw
 from verl.shard import Shard

@@ -14,17 +14,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from verl.models.kernels import Kernels, kernels
+from verl.models.llama import is_llama_shaped, parts
 from verl.models.packed import AttentionContext, PackedModel
 from verl.rollout.attention import PagedAttention, Plan
-from verl.rollout.kernel import VECTOR, Kernels, kernels
 from verl.rollout.kv_cache import KVCache
 
 _PROBE = [3, 14, 15, 92, 65, 35, 89, 79, 32, 38]
 _AGREEMENT = {torch.bfloat16: 0.02, torch.float32: 1e-4}
-_LINEARS = (
-    *(("self_attn", name) for name in ("q_proj", "k_proj", "v_proj", "o_proj")),
-    *(("mlp", name) for name in ("gate_proj", "up_proj", "down_proj")),
-)
 
 
 def fused_forward(packed: PackedModel) -> FusedForward | None:
@@ -54,7 +51,7 @@ class FusedForward:
 
     def hidden(self, tokens: Tensor, positions: Tensor, context: AttentionContext) -> Tensor:
         """Final hidden states `[T, d]` of flat tokens `[T]` at `positions` `[T]`."""
-        packed, backbone = self._packed, _parts(self._packed.backbone)
+        packed, backbone = self._packed, parts(self._packed.backbone)
         x = backbone.embed_tokens(tokens)
         cos, sin = (part[0].contiguous() for part in backbone.rotary_emb(x[None], positions[None]))
         space = _Space.of(len(tokens), packed, backbone.layers[0].mlp.gate_proj.out_features)
@@ -90,7 +87,7 @@ class FusedForward:
         self._kernels.rms_norm(x, space.delta, norm.weight, norm.variance_epsilon, space.normed)
         _linear(mlp.gate_proj, space.normed, space.gate)
         _linear(mlp.up_proj, space.normed, space.up)
-        self._kernels.silu_mul(space.gate, space.up)
+        self._kernels.silu_mul(space.gate, space.up, space.gate)
         return _linear(mlp.down_proj, space.gate, space.delta)
 
 
@@ -137,30 +134,3 @@ class _Recorder:
     def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, scale: float, window: int | None) -> Tensor:
         self.calls[layer] = (scale, window)
         return self._attention.attend(layer, query, key, value, scale, window)
-
-
-def _parts(backbone: nn.Module) -> Any:
-    """The backbone, for reading its parts by name (`nn.Module` types them as tensors or modules)."""
-    return backbone
-
-
-def is_llama_shaped(packed: PackedModel) -> bool:
-    """Pre-norm layers of plain linear maps with SiLU gates and RMS norms, sizes as the kernels need them."""
-    backbone = _parts(packed.backbone)
-    names = ("embed_tokens", "layers", "norm", "rotary_emb")
-    if not all(hasattr(backbone, name) for name in names) or len(backbone.layers) != packed.num_layers:
-        return False
-    sizes = [packed.hidden_size, packed.head_dim // 2]
-    for layer in backbone.layers:
-        for part, name in _LINEARS:
-            # Adapters, quantised and sharded layers are other classes.
-            if type(getattr(getattr(layer, part, None), name, None)) is not nn.Linear:
-                return False
-        norms = [getattr(layer, name, None) for name in ("input_layernorm", "post_attention_layernorm")]
-        if not all(hasattr(norm, "variance_epsilon") for norm in norms):
-            return False
-        if type(layer.mlp.act_fn).__name__ not in ("SiLU", "SiLUActivation"):
-            return False
-        sizes.append(layer.mlp.gate_proj.out_features)
-    hooked = any(module._forward_hooks or module._forward_pre_hooks for module in backbone.modules())
-    return not hooked and all(size % VECTOR == 0 for size in sizes) and hasattr(backbone.norm, "variance_epsilon")

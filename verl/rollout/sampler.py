@@ -19,8 +19,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from verl.models.kernels import Kernels, kernels
 from verl.rollout.base import SamplingParams
-from verl.rollout.kernel import Kernels, kernels
 
 BLOCK = 256
 # Rows are worked on in pieces of about this size, which stay in the cache between the passes.

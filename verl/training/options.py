@@ -21,6 +21,9 @@ class OptimConfig(BaseModel):
     betas: tuple[_Beta, _Beta] = Field(default=(0.9, 0.999), description="decay rates of the two moments")
     adam_eps: float = Field(default=1e-6, gt=0, description="added to the root of the second moment")
     weight_decay: float = Field(default=0.0, ge=0, description="decoupled; acts on every trained weight")
+    moments: Literal["bfloat16", "float32"] | None = Field(
+        default=None, description="dtype of the moments of bf16 weights (null: bfloat16, rounded at random)"
+    )
     max_grad_norm: float | None = Field(default=1.0, gt=0, description="global norm to clip to; null: none")
     warmup_steps: int = Field(default=0, ge=0, description="steps of linear warm-up; the first is not zero")
     schedule: Literal["constant", "linear", "cosine"] = Field(

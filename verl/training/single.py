@@ -107,11 +107,11 @@ class SingleEngine:
                     if loss.total.requires_grad:
                         # Inside autocast too: the head computes its logits again, in the same precision.
                         with self._precision():
-                            (loss.total * optimizer.loss_scale).backward()
+                            (loss.total * optimizer.gradients.loss_scale).backward()
                     losses.append(loss.detached())
             return self._step(optimizer, losses)
         finally:
-            optimizer.clear()
+            optimizer.gradients.clear()
 
     @torch.no_grad()
     def loss(
@@ -180,16 +180,16 @@ class SingleEngine:
         return split(batch, self.max_tokens, self.max_rows, coupled, self.share_prompts)
 
     def _step(self, optimizer: MixedPrecisionOptimizer, losses: list[Loss]) -> dict[str, float]:
-        if not optimizer.has_gradient:
+        if not optimizer.gradients.any():
             raise TrainingError(
                 "the loss does not depend on what the model predicts: compute it from log_probs, values or "
                 "scores, without detach or no_grad"
             )
         loss = sum(float(part.total) for part in losses)
-        grad_norm, lr = optimizer.grad_norm(), optimizer.lr
+        grad_norm, lr = optimizer.gradients.norm(), optimizer.lr
         skipped = not (math.isfinite(loss) and math.isfinite(grad_norm))
         if skipped:
-            optimizer.reject()
+            optimizer.gradients.rejected()
         else:
             optimizer.step(grad_norm)
         return {

@@ -1,4 +1,4 @@
-"""Compiled kernels of generation on CPU: built from `kernels.cpp` by the machine's own C++ compiler at first use.
+"""Compiled kernels for CPU: built from the C++ files of this folder by the machine's own compiler at first use.
 
 The library is kept in the user's cache directory, by the hash of source, command and processor. Without a compiler,
 or on another device or dtype, torch code computes the same.
@@ -28,7 +28,7 @@ from torch import Tensor
 
 logger = logging.getLogger(__name__)
 
-_SOURCE = Path(__file__).with_name("kernels.cpp")
+_FOLDER = Path(__file__).parent
 _FLAGS = ("-std=c++17", "-O3", "-march=native", "-fPIC", "-fopenmp", "-ffp-contract=fast", "-fno-math-errno")
 _BUILD_SECONDS = 120
 _SUFFIXES = {torch.bfloat16: "bf16", torch.float32: "fp32", torch.float64: "fp64"}
@@ -48,10 +48,14 @@ class Kernels:
             pointer, long, number = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int
             self._rms_norm = library[f"verl_rms_norm_{suffix}"]
             self._rms_norm.argtypes = [pointer] * 4 + [long, long, ctypes.c_double, number]
+            self._rms_norm_backward = library[f"verl_rms_norm_backward_{suffix}"]
+            self._rms_norm_backward.argtypes = [pointer] * 6 + [long, long, ctypes.c_double, number]
             self._rotate = library[f"verl_rotate_{suffix}"]
             self._rotate.argtypes = [pointer] * 3 + [long] * 4 + [number]
             self._silu_mul = library[f"verl_silu_mul_{suffix}"]
-            self._silu_mul.argtypes = [pointer] * 2 + [long, number]
+            self._silu_mul.argtypes = [pointer] * 3 + [long, number]
+            self._silu_mul_backward = library[f"verl_silu_mul_backward_{suffix}"]
+            self._silu_mul_backward.argtypes = [pointer] * 5 + [long, number]
 
     def rms_norm(self, x: Tensor, delta: Tensor | None, weight: Tensor, eps: float, out: Tensor) -> None:
         """`x += delta`, then `out = weight * x / rms(x)`; `[T, d]`, weight `[d]`."""
@@ -59,14 +63,29 @@ class Kernels:
         threads = torch.get_num_threads()
         self._rms_norm(x.data_ptr(), added, weight.data_ptr(), out.data_ptr(), *x.shape, eps, threads)
 
+    def rms_norm_backward(
+        self, x: Tensor, weight: Tensor, eps: float, grad: Tensor, to_x: Tensor, to_weight: Tensor, out: Tensor
+    ) -> None:
+        """For the gradient `grad` of the norm's output: `to_x` and `to_weight` (`[d]`, fp32) grow by the gradients of
+        input and weight, and `out` becomes the norm's output again."""
+        threads = torch.get_num_threads()
+        pointers = (t.data_ptr() for t in (x, weight, grad, to_x, out, to_weight))
+        self._rms_norm_backward(*pointers, *x.shape, eps, threads)
+
     def rotate(self, x: Tensor, cos: Tensor, sin: Tensor) -> None:
         """Rotary embedding in place: `x` `[T, H, D]`, halves rotated against each other; cos, sin `[T, R]`, R <= D."""
         threads = torch.get_num_threads()
         self._rotate(x.data_ptr(), cos.data_ptr(), sin.data_ptr(), *x.shape, cos.shape[1], threads)
 
-    def silu_mul(self, gate: Tensor, up: Tensor) -> None:
-        """`gate = silu(gate) * up` in place."""
-        self._silu_mul(gate.data_ptr(), up.data_ptr(), gate.numel(), torch.get_num_threads())
+    def silu_mul(self, gate: Tensor, up: Tensor, out: Tensor) -> None:
+        """`out = silu(gate) * up`; `out` may be `gate`."""
+        threads = torch.get_num_threads()
+        self._silu_mul(gate.data_ptr(), up.data_ptr(), out.data_ptr(), gate.numel(), threads)
+
+    def silu_mul_backward(self, gate: Tensor, up: Tensor, grad: Tensor, to_gate: Tensor, to_up: Tensor) -> None:
+        """For the gradient `grad` of the output: those of `gate` and `up`; `grad` becomes the output again."""
+        pointers = (t.data_ptr() for t in (gate, up, grad, to_gate, to_up))
+        self._silu_mul_backward(*pointers, gate.numel(), torch.get_num_threads())
 
 
 @lru_cache(maxsize=8)
@@ -74,36 +93,39 @@ def kernels(dtype: torch.dtype, device: torch.device) -> Kernels | None:
     """The kernels for this dtype on this device, or None where there are none."""
     if device.type != "cpu" or dtype not in _SUFFIXES:
         return None
-    library = _library()
-    return None if library is None else Kernels(library, dtype)
+    compiled = library()
+    return None if compiled is None else Kernels(compiled, dtype)
 
 
 @lru_cache(maxsize=1)
-def _library() -> ctypes.CDLL | None:
+def library() -> ctypes.CDLL | None:
+    """The compiled kernels, or None where they cannot be built."""
     compiler = next(filter(None, map(shutil.which, ("g++", "c++", "clang++"))), None)
     if compiler is None or not sys.platform.startswith("linux"):
-        logger.warning("no C++ compiler here: generation on CPU takes the slower torch code")
+        logger.warning("no C++ compiler here: work on CPU takes the slower torch code")
         return None
     try:
         return ctypes.CDLL(str(_build(compiler)))
     except (OSError, subprocess.SubprocessError) as error:
         detail = getattr(error, "stderr", "") or error
-        logger.warning("the rollout's kernels cannot be compiled, slower torch code is used: %s", detail)
+        logger.warning("the kernels for CPU cannot be compiled, slower torch code is used: %s", detail)
         return None
 
 
 def _build(compiler: str) -> Path:
-    key = hashlib.sha256(repr((_SOURCE.read_bytes(), compiler, _FLAGS, platform.machine(), _processor())).encode())
+    texts = [path.read_bytes() for path in sorted(_FOLDER.glob("*.[ch]*"))]
+    key = hashlib.sha256(repr((texts, compiler, _FLAGS, platform.machine(), _processor())).encode())
     directory = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "verl"
     target = directory / f"kernels-{key.hexdigest()[:20]}.so"
     if target.exists():
         return target
     directory.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=directory) as scratch:
-        item, linked = Path(scratch) / "kernels.o", Path(scratch) / "kernels.so"
+        sources = {path: Path(scratch) / f"{path.stem}.o" for path in sorted(_FOLDER.glob("*.cpp"))}
+        linked = Path(scratch) / "kernels.so"
         for command in (
-            [compiler, *_FLAGS, "-c", str(_SOURCE), "-o", str(item)],
-            [compiler, "-shared", str(item), "-o", str(linked)],
+            *([compiler, *_FLAGS, "-c", str(path), "-o", str(item)] for path, item in sources.items()),
+            [compiler, "-shared", *map(str, sources.values()), "-o", str(linked)],
         ):
             subprocess.run(command, check=True, capture_output=True, text=True, timeout=_BUILD_SECONDS)
         # Another process may have built the same meanwhile: the rename is atomic.

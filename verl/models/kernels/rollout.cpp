@@ -1,126 +1,16 @@
-// What generation on the CPU spends its time on besides matrix products: attention over the paged KV cache, the
-// elementwise parts of a Llama-shaped layer, and the choice of the next token. Each has a torch counterpart that
-// gives the same result: attention.py, the model's own modules, sampler.py.
-//
-// Vectors are the compiler's, so any processor will do. bf16 is computed in fp32; the elementwise parts round to
-// bf16 where the torch operations of the model do, so that rollout and training agree.
+// What generation on the CPU spends its time on besides matrix products and layers.cpp: attention over the paged KV
+// cache, and the choice of the next token. Each has a torch counterpart that gives the same result: attention.py and
+// sampler.py of the rollout.
 
-#include <algorithm>
-#include <cmath>
-#include <cstdint>
-#include <cstring>
+#include "vectors.h"
+
 #include <limits>
-#include <omp.h>
 #include <vector>
 
 namespace {
 
 constexpr int BLOCK = 32;
 constexpr int CHUNK = 8 * BLOCK;  // keys between two rescalings of the online softmax
-constexpr int VECTOR_BYTES = 64;
-
-struct bf16 { uint16_t bits; };
-
-template <class T> struct Accumulate { using type = T; };
-template <> struct Accumulate<bf16> { using type = float; };
-
-template <class A> struct Lanes {
-    static constexpr int count = VECTOR_BYTES / sizeof(A);
-    typedef A type __attribute__((vector_size(VECTOR_BYTES), aligned(4)));
-};
-using F = Lanes<float>::type;
-typedef uint32_t U __attribute__((vector_size(VECTOR_BYTES), aligned(4)));
-typedef int32_t I __attribute__((vector_size(VECTOR_BYTES), aligned(4)));
-typedef uint16_t H __attribute__((vector_size(VECTOR_BYTES / 2), aligned(2)));
-
-inline F load(const bf16* p) {
-    H half;
-    std::memcpy(&half, p, sizeof half);
-    U wide = __builtin_convertvector(half, U) << 16;
-    return (F)wide;
-}
-inline F load(const float* p) {
-    F v;
-    std::memcpy(&v, p, sizeof v);
-    return v;
-}
-inline Lanes<double>::type load(const double* p) {
-    Lanes<double>::type v;
-    std::memcpy(&v, p, sizeof v);
-    return v;
-}
-template <class V, class A> inline void store(A* p, V v) { std::memcpy(p, &v, sizeof v); }
-inline void store(bf16* p, F v) {
-    U bits = (U)v;
-    bits = (bits + 0x7fff + ((bits >> 16) & 1)) >> 16;
-    H half = __builtin_convertvector(bits, H);
-    std::memcpy(p, &half, sizeof half);
-}
-
-// x rounded to the precision of T.
-template <class T> inline F rounded(F x) { return x; }
-template <> inline F rounded<bf16>(F x) {
-    U bits = (U)x;
-    return (F)((bits + 0x7fff + ((bits >> 16) & 1)) & 0xffff0000u);
-}
-
-inline float widen(bf16 x) {
-    uint32_t bits = uint32_t(x.bits) << 16;
-    float f;
-    std::memcpy(&f, &bits, 4);
-    return f;
-}
-inline float widen(float x) { return x; }
-inline double widen(double x) { return x; }
-
-inline void narrow(float x, bf16* out) {
-    uint32_t bits;
-    std::memcpy(&bits, &x, 4);
-    out->bits = x != x ? 0x7fc0 : uint16_t((bits + 0x7fff + ((bits >> 16) & 1)) >> 16);
-}
-inline void narrow(float x, float* out) { *out = x; }
-inline void narrow(double x, double* out) { *out = x; }
-
-// The largest of x[0:count], count a multiple of the vector length.
-template <class T, class V>
-V largest(const T* x, int64_t count, V top) {
-    for (int64_t i = 0; i < count; i += sizeof(V) / sizeof(top[0])) {
-        V v = load(x + i);
-        top = v > top ? v : top;
-    }
-    return top;
-}
-template <class V> auto reduce_max(V v) {
-    auto top = v[0];
-    for (size_t i = 1; i < sizeof(V) / sizeof(v[0]); i++) top = v[i] > top ? v[i] : top;
-    return top;
-}
-template <class V> auto reduce_sum(V v) {
-    auto sum = v[0];
-    for (size_t i = 1; i < sizeof(V) / sizeof(v[0]); i++) sum += v[i];
-    return sum;
-}
-
-// exp(x) for x <= 0: 2^n times a polynomial of the rest (relative error 2e-7), 0 below the smallest normal number.
-inline F exp_vector(F x) {
-    const F lowest = F{} - 87.0f;
-    I tiny = x < lowest;
-    x = tiny ? lowest : x;
-    F rounded = x * 1.44269504f - 0.5f;
-    I n = __builtin_convertvector(rounded, I);  // towards zero: nearest, as x <= 0
-    F whole = __builtin_convertvector(n, F);
-    F r = x - whole * 0.693359375f;
-    r = r + whole * 2.12194440e-4f;
-    F p = F{} + 1.9875691500e-4f;
-    p = p * r + 1.3981999507e-3f;
-    p = p * r + 8.3334519073e-3f;
-    p = p * r + 4.1665795894e-2f;
-    p = p * r + 1.6666665459e-1f;
-    p = p * r + 5.0000001201e-1f;
-    p = p * r * r + r + 1.0f;
-    F result = p * (F)((n + 127) << 23);
-    return tiny ? F{} : result;
-}
 
 // Turn scores [count] into exp(score - peak), in place; returns their sum. count is a multiple of BLOCK.
 inline float exponentials(float* s, int count, float peak) {
@@ -359,59 +249,6 @@ void attend(const Plan& plan, const Call& c) {
     }
 }
 
-// A team of threads costs some microseconds: not more of them than there is work for.
-inline int team(int64_t elements, int threads) { return int(std::min<int64_t>(threads, 1 + elements / (1 << 15))); }
-
-// x += delta (if there is one), then out = weight * x / rms(x); all [rows, d], d a multiple of the vector length.
-template <class T>
-void rms_norm(T* x, const T* delta, const T* weight, T* out, int64_t rows, int64_t d, double eps, int threads) {
-    constexpr int W = Lanes<float>::count;
-#pragma omp parallel for schedule(static) num_threads(team(rows * d, threads))
-    for (int64_t r = 0; r < rows; r++) {
-        T* row = x + r * d;
-        F squares{};
-        for (int64_t i = 0; i < d; i += W) {
-            F v = load(row + i);
-            if (delta) {
-                v = rounded<T>(v + load(delta + r * d + i));
-                store(row + i, v);
-            }
-            squares += v * v;
-        }
-        const float scale = 1.0f / std::sqrt(reduce_sum(squares) / float(d) + float(eps));
-        for (int64_t i = 0; i < d; i += W)
-            store(out + r * d + i, rounded<T>(load(row + i) * scale) * load(weight + i));
-    }
-}
-
-// Rotate heads in place: x [tokens, heads, D], cos and sin [tokens, rotary], rotary / 2 a multiple of the vector length.
-template <class T>
-void rotate(T* x, const T* cos, const T* sin, int64_t tokens, int64_t heads, int64_t D, int64_t rotary, int threads) {
-    const int64_t half = rotary / 2;
-#pragma omp parallel for schedule(static) num_threads(team(tokens * heads * D, threads))
-    for (int64_t t = 0; t < tokens; t++)
-        for (int64_t h = 0; h < heads; h++) {
-            T* head = x + (t * heads + h) * D;
-            const T *c = cos + t * rotary, *s = sin + t * rotary;
-            for (int64_t i = 0; i < half; i += Lanes<float>::count) {
-                F a = load(head + i), b = load(head + half + i);
-                store(head + i, rounded<T>(a * load(c + i)) - rounded<T>(b * load(s + i)));
-                store(head + half + i, rounded<T>(b * load(c + half + i)) + rounded<T>(a * load(s + half + i)));
-            }
-        }
-}
-
-// gate = silu(gate) * up, count a multiple of the vector length.
-template <class T>
-void silu_mul(T* gate, const T* up, int64_t count, int threads) {
-#pragma omp parallel for schedule(static) num_threads(team(count, threads))
-    for (int64_t i = 0; i < count; i += Lanes<float>::count) {
-        F x = load(gate + i), e = exp_vector(x > 0 ? -x : x);
-        F silu = (x > 0 ? x : x * e) / (e + 1.0f);
-        store(gate + i, rounded<T>(silu) * load(up + i));
-    }
-}
-
 // The choice of tokens: see sampler.py, whose blocks these are.
 
 constexpr int64_t VOCABULARY_BLOCK = 256;
@@ -536,23 +373,9 @@ void choose(const Rows& rows) {
 #define ENTRIES(NAME, T)                                                                                       \
     void verl_attend_##NAME(const Plan* plan, const Call* call) { attend<T>(*plan, *call); }                   \
     void verl_choose_##NAME(const Rows* rows) { choose<T>(*rows); }
-#define ELEMENTWISE(NAME, T)                                                                                   \
-    void verl_rms_norm_##NAME(void* x, const void* delta, const void* weight, void* out, int64_t rows, int64_t d, \
-                              double eps, int threads) {                                                       \
-        rms_norm((T*)x, (const T*)delta, (const T*)weight, (T*)out, rows, d, eps, threads);                    \
-    }                                                                                                          \
-    void verl_rotate_##NAME(void* x, const void* cos, const void* sin, int64_t tokens, int64_t heads, int64_t D,  \
-                            int64_t rotary, int threads) {                                                     \
-        rotate((T*)x, (const T*)cos, (const T*)sin, tokens, heads, D, rotary, threads);                        \
-    }                                                                                                          \
-    void verl_silu_mul_##NAME(void* gate, const void* up, int64_t count, int threads) {                        \
-        silu_mul((T*)gate, (const T*)up, count, threads);                                                      \
-    }
 
 extern "C" {
 ENTRIES(bf16, bf16)
 ENTRIES(fp32, float)
 ENTRIES(fp64, double)
-ELEMENTWISE(bf16, bf16)
-ELEMENTWISE(fp32, float)
 }

@@ -1,0 +1,147 @@
+"""`SplitAdamW`: the arithmetic of fp32 masters in fewer bytes; compiled and in torch."""
+
+from __future__ import annotations
+
+import gc
+
+import pytest
+import torch
+from torch import Tensor
+
+from verl.training import adamw
+from verl.training.gradients import Weight
+from verl.training.optimizer import MixedPrecisionOptimizer
+from verl.training.options import OptimConfig
+
+in_both_codes = pytest.mark.parametrize("code", ["compiled", "torch"])
+
+
+@pytest.fixture(autouse=True)
+def _code(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    chosen = request.node.callspec.params.get("code") if hasattr(request.node, "callspec") else None
+    if chosen == "torch":
+        monkeypatch.setattr(adamw, "library", lambda: None)
+    elif chosen == "compiled":
+        assert adamw.library() is not None, "the kernels must build where the tests run"
+
+
+def _weight(shape: tuple[int, ...] = (24, 16), seed: int = 0) -> Weight:
+    generator = torch.Generator().manual_seed(seed)
+    return Weight("w", torch.nn.Parameter(torch.randn(shape, generator=generator).bfloat16()))
+
+
+def _give(weight: Weight, gradient: Tensor) -> None:
+    weight.gradient, weight.has_gradient = gradient.clone(), True
+
+
+def _gradient(weight: Weight, seed: int) -> Tensor:
+    return torch.randn(weight.live.shape, generator=torch.Generator().manual_seed(seed))
+
+
+def _state(optimizer: adamw.SplitAdamW) -> dict[str, Tensor]:
+    return {name: value.clone() for _, name, value in optimizer.state()}
+
+
+@in_both_codes
+@pytest.mark.parametrize("shape", [(24, 16), (7, 5)], ids=["vectors", "odd"])
+def test_with_fp32_moments_it_is_torch_adamw_on_fp32_masters(code: str, shape: tuple[int, ...]) -> None:
+    config = OptimConfig(betas=(0.8, 0.95), adam_eps=1e-7, weight_decay=0.1, moments="float32")
+    weight = _weight(shape)
+    master = torch.nn.Parameter(weight.live.detach().float())
+    ours = adamw.SplitAdamW([weight], config)
+    theirs = torch.optim.AdamW([master], lr=1e-2, betas=(0.8, 0.95), eps=1e-7, weight_decay=0.1)
+    for seed in range(6):
+        gradient = _gradient(weight, seed)
+        _give(weight, 4 * gradient)
+        ours.step(1e-2, 0.25)
+        master.grad = gradient
+        theirs.step()
+    state = _state(ours)
+    torch.testing.assert_close(state["master"], master.detach(), rtol=2e-6, atol=1e-7)
+    torch.testing.assert_close(state["exp_avg_sq"], theirs.state[master]["exp_avg_sq"], rtol=2e-6, atol=1e-9)
+    # The live weight is its master rounded to nearest.
+    assert ((weight.live.float() - state["master"]).abs() <= state["master"].abs() * 2**-8).all()
+
+
+@in_both_codes
+def test_bf16_moments_are_right_on_average_and_to_their_precision(code: str) -> None:
+    weight, exact = _weight((64, 64)), _weight((64, 64))
+    rounded = adamw.SplitAdamW([weight], OptimConfig(moments="bfloat16"))
+    reference = adamw.SplitAdamW([exact], OptimConfig(moments="float32"))
+    for seed in range(200):
+        _give(weight, _gradient(weight, seed))
+        _give(exact, _gradient(weight, seed))
+        rounded.step(1e-3, 1.0)
+        reference.step(1e-3, 1.0)
+    got, want = _state(rounded), _state(reference)
+    assert got["exp_avg"].dtype == got["exp_avg_sq"].dtype == torch.bfloat16
+    ratio = got["exp_avg_sq"].double() / want["exp_avg_sq"].double()
+    # 200 roundings of at most 2^-8 each, of random sign: no drift over 4096 elements, and no large error in one.
+    assert abs(float(ratio.mean()) - 1) < 2e-3
+    assert float((ratio - 1).abs().max()) < 0.15
+    moved = (want["master"] - _weight((64, 64)).live.detach().float()).norm()
+    assert (got["master"] - want["master"]).norm() < 0.05 * moved
+
+
+def test_rounding_to_nearest_would_stand_still_where_random_rounding_moves() -> None:
+    weight = _weight((64, 64))
+    optimizer = adamw.SplitAdamW([weight], OptimConfig(betas=(0.9, 0.999), moments="bfloat16"))
+    for scale in (1.0, *([2.0] * 300)):  # v moves by a thousandth of its distance a step: below bf16's resolution
+        _give(weight, torch.full(weight.live.shape, scale))
+        optimizer.step(0.0, 1.0)
+    expected = 4 + (0.001 - 4) * 0.999**300
+    assert float(_state(optimizer)["exp_avg_sq"].double().mean()) == pytest.approx(expected, rel=0.01)
+
+
+def test_compiled_and_torch_code_round_alike(monkeypatch: pytest.MonkeyPatch) -> None:
+    found = []
+    for library in (adamw.library, lambda: None):
+        monkeypatch.setattr(adamw, "library", library)
+        weight = _weight((64, 48))
+        optimizer = adamw.SplitAdamW([weight], OptimConfig())
+        for seed in range(3):
+            _give(weight, _gradient(weight, seed))
+            optimizer.step(1e-3, 1.0)
+        found.append(_state(optimizer))
+    a, b = found
+    # The same random bits: only where the last bit of the arithmetic differs may a rounding differ.
+    assert (a["exp_avg"] != b["exp_avg"]).float().mean() < 0.01
+    torch.testing.assert_close(a["master"], b["master"], rtol=1e-4, atol=1e-6)
+
+
+def test_splitting_a_master_loses_nothing() -> None:
+    bits = torch.randint(-(2**31), 2**31 - 1, (100_000,), generator=torch.Generator().manual_seed(0)).to(torch.int32)
+    bits[:4] = torch.tensor([0x3F808000, 0x3F818000, 0x00000000, -(2**31)])  # halfway cases and both zeros
+    master = bits.view(torch.float32)
+    master = master[master.isfinite() & (master.abs() < 3e38)]
+    live, remainder = torch.empty_like(master, dtype=torch.bfloat16), torch.empty_like(master, dtype=torch.int16)
+    adamw._split(master, live, remainder)
+    assert torch.equal(adamw._master(live, remainder), master)
+    assert (live != master.bfloat16()).float().mean() < 1e-3  # they differ where the master is halfway
+
+
+@pytest.mark.parametrize(("moments", "expected"), [(None, 10), ("float32", 14)])
+def test_a_bf16_weight_costs_ten_bytes_beside_itself(moments: str | None, expected: int) -> None:
+    gc.collect()
+    before = {id(t) for t in gc.get_objects() if isinstance(t, torch.Tensor)}
+    model = torch.nn.Linear(64, 64, bias=False).bfloat16()
+    optimizer = MixedPrecisionOptimizer({"w": model.weight}, OptimConfig(moments=moments))
+    for _ in range(2):
+        model(torch.ones(2, 64, dtype=torch.bfloat16)).sum().backward()
+        optimizer.step(optimizer.gradients.norm())
+    model(torch.ones(2, 64, dtype=torch.bfloat16)).sum().backward()
+    gc.collect()
+    held = [t for t in gc.get_objects() if isinstance(t, torch.Tensor) and id(t) not in before]
+    storages = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in held}
+    assert sum(storages.values()) == (2 + expected) * model.weight.numel()
+
+
+def test_a_weight_without_gradient_does_not_count_the_step() -> None:
+    weight, other = _weight(), _weight(seed=1)
+    optimizer = adamw.SplitAdamW([weight, other], OptimConfig(weight_decay=0.1))
+    _give(weight, _gradient(weight, 0))
+    before = other.live.detach().clone()
+    optimizer.step(1e-2, 1.0)
+    assert torch.equal(other.live, before)
+    assert [name for _, name, _ in optimizer.state()].count("step") == 1
+    assert not torch.equal(weight.live, _weight().live)

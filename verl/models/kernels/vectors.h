@@ -1,0 +1,120 @@
+// Vectors of the compiler's, so any processor will do, in fp32 for bf16 values in memory.
+#pragma once
+
+#include <algorithm>
+#include <cmath>
+#include <cstdint>
+#include <cstring>
+#include <omp.h>
+
+namespace {
+
+constexpr int VECTOR_BYTES = 64;
+
+struct bf16 { uint16_t bits; };
+
+template <class T> struct Accumulate { using type = T; };
+template <> struct Accumulate<bf16> { using type = float; };
+
+template <class A> struct Lanes {
+    static constexpr int count = VECTOR_BYTES / sizeof(A);
+    typedef A type __attribute__((vector_size(VECTOR_BYTES), aligned(4)));
+};
+using F = Lanes<float>::type;
+typedef uint32_t U __attribute__((vector_size(VECTOR_BYTES), aligned(4)));
+typedef int32_t I __attribute__((vector_size(VECTOR_BYTES), aligned(4)));
+typedef uint16_t H __attribute__((vector_size(VECTOR_BYTES / 2), aligned(2)));
+
+inline F load(const bf16* p) {
+    H half;
+    std::memcpy(&half, p, sizeof half);
+    U wide = __builtin_convertvector(half, U) << 16;
+    return (F)wide;
+}
+inline F load(const float* p) {
+    F v;
+    std::memcpy(&v, p, sizeof v);
+    return v;
+}
+inline Lanes<double>::type load(const double* p) {
+    Lanes<double>::type v;
+    std::memcpy(&v, p, sizeof v);
+    return v;
+}
+template <class V, class A> inline void store(A* p, V v) { std::memcpy(p, &v, sizeof v); }
+inline void store(bf16* p, F v) {
+    U bits = (U)v;
+    bits = (bits + 0x7fff + ((bits >> 16) & 1)) >> 16;
+    H half = __builtin_convertvector(bits, H);
+    std::memcpy(p, &half, sizeof half);
+}
+
+// x rounded to the precision of T.
+template <class T> inline F rounded(F x) { return x; }
+template <> inline F rounded<bf16>(F x) {
+    U bits = (U)x;
+    return (F)((bits + 0x7fff + ((bits >> 16) & 1)) & 0xffff0000u);
+}
+
+inline float widen(bf16 x) {
+    uint32_t bits = uint32_t(x.bits) << 16;
+    float f;
+    std::memcpy(&f, &bits, 4);
+    return f;
+}
+inline float widen(float x) { return x; }
+inline double widen(double x) { return x; }
+
+inline void narrow(float x, bf16* out) {
+    uint32_t bits;
+    std::memcpy(&bits, &x, 4);
+    out->bits = x != x ? 0x7fc0 : uint16_t((bits + 0x7fff + ((bits >> 16) & 1)) >> 16);
+}
+inline void narrow(float x, float* out) { *out = x; }
+inline void narrow(double x, double* out) { *out = x; }
+
+// The largest of x[0:count], count a multiple of the vector length.
+template <class T, class V>
+V largest(const T* x, int64_t count, V top) {
+    for (int64_t i = 0; i < count; i += sizeof(V) / sizeof(top[0])) {
+        V v = load(x + i);
+        top = v > top ? v : top;
+    }
+    return top;
+}
+template <class V> auto reduce_max(V v) {
+    auto top = v[0];
+    for (size_t i = 1; i < sizeof(V) / sizeof(v[0]); i++) top = v[i] > top ? v[i] : top;
+    return top;
+}
+template <class V> auto reduce_sum(V v) {
+    auto sum = v[0];
+    for (size_t i = 1; i < sizeof(V) / sizeof(v[0]); i++) sum += v[i];
+    return sum;
+}
+
+// exp(x) for x <= 0: 2^n times a polynomial of the rest (relative error 2e-7), 0 below the smallest normal number.
+inline F exp_vector(F x) {
+    const F lowest = F{} - 87.0f;
+    I tiny = x < lowest;
+    x = tiny ? lowest : x;
+    F rounded = x * 1.44269504f - 0.5f;
+    I n = __builtin_convertvector(rounded, I);  // towards zero: nearest, as x <= 0
+    F whole = __builtin_convertvector(n, F);
+    F r = x - whole * 0.693359375f;
+    r = r + whole * 2.12194440e-4f;
+    F p = F{} + 1.9875691500e-4f;
+    p = p * r + 1.3981999507e-3f;
+    p = p * r + 8.3334519073e-3f;
+    p = p * r + 4.1665795894e-2f;
+    p = p * r + 1.6666665459e-1f;
+    p = p * r + 5.0000001201e-1f;
+    p = p * r * r + r + 1.0f;
+    F result = p * (F)((n + 127) << 23);
+    return tiny ? F{} : result;
+}
+
+// A team of threads costs some microseconds: not more of them than there is work for.
+inline int team(int64_t elements, int threads) { return int(std::min<int64_t>(threads, 1 + elements / (1 << 15))); }
+
+}  // namespace

@@ -1,0 +1,246 @@
+"""Llama-shaped models with compiled elementwise parts: the same weights and formulas, in fewer passes over memory.
+
+In bf16 on CPU the norms, rotations and activations of a layer cost as much as its matrix products when each is a chain
+of torch operations, and autograd keeps the result of every link. Here a layer is two functions around its attention.
+What they keep for the backward is, in numbers a token, 2 d (the layer's two residual states), the heads of query,
+key, value and attention output, and 2 I (gate and up projection); norms and the gated product are computed again.
+
+A model is taken for Llama-shaped by its modules' names and sizes, and only if this forward then agrees with its own.
+
+Shapes: T flat tokens, d hidden size, I intermediate size, H query heads, K key/value heads, D head size.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+from torch.nn.functional import linear
+from torch.utils.checkpoint import checkpoint
+
+from verl.models.kernels import VECTOR, Kernels, kernels
+
+if TYPE_CHECKING:
+    from verl.models.packed import AttentionContext, PackedModel
+
+_LINEARS = (
+    *(("self_attn", name) for name in ("q_proj", "k_proj", "v_proj", "o_proj")),
+    *(("mlp", name) for name in ("gate_proj", "up_proj", "down_proj")),
+)
+
+
+class FusedLayers:
+    """The forward of a Llama-shaped backbone, differentiable once.
+
+    Args:
+        calls: scale and window of each layer's attention.
+    """
+
+    def __init__(self, packed: PackedModel, compiled: Kernels, calls: dict[int, tuple[float, int | None]]) -> None:
+        self._packed = packed
+        self._kernels = compiled
+        self._calls = calls
+
+    @classmethod
+    def of(cls, packed: PackedModel, calls: dict[int, tuple[float, int | None]]) -> FusedLayers | None:
+        """The fused forward of this model, or None if it has another shape, device or dtype."""
+        compiled = kernels(packed.dtype, packed.device)
+        if compiled is None or not compiled.elementwise or not is_llama_shaped(packed):
+            return None
+        return cls(packed, compiled, calls)
+
+    def is_valid(self) -> bool:
+        """Whether the layers are still called plainly: sharding and offloading hook into the call of a layer."""
+        return not any(layer._forward_pre_hooks for layer in parts(self._packed.backbone).layers)
+
+    def hidden(self, tokens: Tensor, positions: Tensor, context: AttentionContext) -> Tensor:
+        """Final hidden states `[T, d]` of flat tokens `[T]` at `positions` `[T]`."""
+        backbone = parts(self._packed.backbone)
+        x = backbone.embed_tokens(tokens)
+        cos, sin = (part[0].contiguous() for part in backbone.rotary_emb(x[None], positions[None]))
+        keeps_little = backbone.training and getattr(backbone.layers[0], "gradient_checkpointing", False)
+        for index, layer in enumerate(backbone.layers):
+            arguments = (index, layer, x, cos, sin, context)
+            x = (
+                checkpoint(self._layer, *arguments, use_reentrant=False, preserve_rng_state=False)
+                if keeps_little
+                else self._layer(*arguments)
+            )
+        return _Norm.apply(x, backbone.norm.weight, backbone.norm.variance_epsilon, self._kernels)  # type: ignore[no-untyped-call, no-any-return]
+
+    def _layer(
+        self, index: int, layer: Any, x: Tensor, cos: Tensor, sin: Tensor, context: AttentionContext
+    ) -> Tensor:
+        attention, mlp, norm = layer.self_attn, layer.mlp, layer.input_layernorm
+        q, k, v = _BeforeAttention.apply(  # type: ignore[no-untyped-call]
+            self._kernels,
+            (norm.variance_epsilon, self._packed.head_dim),
+            x,
+            cos,
+            sin,
+            norm.weight,
+            *_weights(attention.q_proj, attention.k_proj, attention.v_proj),
+        )
+        mixed = context.attend(index, q, k, v, *self._calls[index]).flatten(1)
+        norm = layer.post_attention_layernorm
+        return _AfterAttention.apply(  # type: ignore[no-untyped-call, no-any-return]
+            self._kernels,
+            norm.variance_epsilon,
+            x,
+            mixed,
+            norm.weight,
+            *_weights(attention.o_proj, mlp.gate_proj, mlp.up_proj, mlp.down_proj),
+        )
+
+
+class _Norm(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float, compiled: Kernels) -> Tensor:
+        out = torch.empty_like(x)
+        compiled.rms_norm(x, None, weight, eps, out)
+        ctx.save_for_backward(x, weight)
+        ctx.eps, ctx.kernels = eps, compiled
+        return out
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        x, weight = ctx.saved_tensors
+        to_x, _, to_weight = _norm_backward(ctx.kernels, x, weight, ctx.eps, grads[0].contiguous(), torch.zeros_like(x))
+        return to_x, to_weight, None, None
+
+
+class _BeforeAttention(torch.autograd.Function):
+    """Norm, projections and rotation: `x` `[T, d]` to query `[T, H, D]`, key and value `[T, K, D]`."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        compiled: Kernels,
+        sizes: tuple[float, int],
+        x: Tensor,
+        cos: Tensor,
+        sin: Tensor,
+        norm: Tensor,
+        *projections: Tensor | None,
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        eps, head_dim = sizes
+        normed = torch.empty_like(x)
+        compiled.rms_norm(x, None, norm, eps, normed)
+        q, k, v = (
+            linear(normed, weight, bias).unflatten(1, (-1, head_dim))  # type: ignore[arg-type]
+            for weight, bias in zip(projections[::2], projections[1::2], strict=True)
+        )
+        compiled.rotate(q, cos, sin)
+        compiled.rotate(k, cos, sin)
+        ctx.save_for_backward(x, cos, sin, norm, *projections)
+        ctx.kernels, ctx.eps = compiled, eps
+        return q, k, v
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        x, cos, sin, norm, *projections = ctx.saved_tensors
+        # The transpose of a rotation is the rotation back.
+        to_q, to_k = (grad.clone(memory_format=torch.contiguous_format) for grad in grads[:2])
+        ctx.kernels.rotate(to_q, cos, -sin)
+        ctx.kernels.rotate(to_k, cos, -sin)
+        flat = [grad.flatten(1) for grad in (to_q, to_k, grads[2])]
+        to_normed = flat[0] @ projections[0]
+        for grad, weight in zip(flat[1:], projections[2::2], strict=True):
+            to_normed.addmm_(grad, weight)
+        to_x, normed, to_norm = _norm_backward(ctx.kernels, x, norm, ctx.eps, to_normed, torch.zeros_like(x))
+        to_weights = _weight_gradients(flat, [normed] * 3, ctx.needs_input_grad[6:])
+        return None, None, to_x, None, None, to_norm, *to_weights
+
+
+class _AfterAttention(torch.autograd.Function):
+    """Output projection and feed-forward part with their residuals: the layer's input `x` `[T, d]` and its attention
+    `[T, H * D]` to its output `[T, d]`."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        compiled: Kernels,
+        eps: float,
+        x: Tensor,
+        mixed: Tensor,
+        norm: Tensor,
+        *projections: Tensor | None,
+    ) -> Tensor:
+        o, gate_of, up_of, down = zip(projections[::2], projections[1::2], strict=True)
+        middle, normed = x.clone(), torch.empty_like(x)
+        compiled.rms_norm(middle, linear(mixed, *o), norm, eps, normed)  # type: ignore[arg-type]
+        gate, up = linear(normed, *gate_of), linear(normed, *up_of)  # type: ignore[arg-type]
+        product = torch.empty_like(gate)
+        compiled.silu_mul(gate, up, product)
+        ctx.save_for_backward(mixed, middle, gate, up, norm, *projections)
+        ctx.kernels, ctx.eps = compiled, eps
+        return linear(product, *down).add_(middle)  # type: ignore[arg-type]
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        mixed, middle, gate, up, norm, *projections = ctx.saved_tensors
+        out = grads[0].contiguous()
+        o, gate_of, up_of, down = projections[::2]
+        product = out @ down  # its gradient, until silu_mul_backward puts the product itself in this place
+        to_gate, to_up = torch.empty_like(gate), torch.empty_like(up)
+        ctx.kernels.silu_mul_backward(gate, up, product, to_gate, to_up)
+        to_normed = (to_gate @ gate_of).addmm_(to_up, up_of)
+        to_middle, normed, to_norm = _norm_backward(ctx.kernels, middle, norm, ctx.eps, to_normed, out.clone())
+        to_weights = _weight_gradients(
+            [to_middle, to_gate, to_up, out], [mixed, normed, normed, product], ctx.needs_input_grad[5:]
+        )
+        return None, None, to_middle, to_middle @ o, to_norm, *to_weights
+
+
+def _norm_backward(
+    compiled: Kernels, x: Tensor, weight: Tensor, eps: float, grad: Tensor, to_x: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
+    """`to_x` with the gradient of the norm's input added, the norm's output, and the gradient of its weight."""
+    normed, to_weight = torch.empty_like(x), torch.zeros(weight.shape, dtype=torch.float32)
+    compiled.rms_norm_backward(x, weight, eps, grad, to_x, to_weight, normed)
+    return to_x, normed, to_weight.to(weight.dtype)
+
+
+def _weight_gradients(grads: list[Tensor], inputs: list[Tensor], needed: tuple[bool, ...]) -> list[Tensor | None]:
+    """Of weight and bias of each projection, given the gradients of the outputs and the inputs."""
+    found: list[Tensor | None] = []
+    for grad, x, weight, bias in zip(grads, inputs, needed[::2], needed[1::2], strict=True):
+        found.append(grad.t() @ x if weight else None)
+        found.append(grad.sum(0) if bias else None)
+    return found
+
+
+def _weights(*modules: nn.Linear) -> list[Tensor | None]:
+    return [part for module in modules for part in (module.weight, module.bias)]
+
+
+def parts(backbone: nn.Module) -> Any:
+    """The backbone, for reading its parts by name (`nn.Module` types them as tensors or modules)."""
+    return backbone
+
+
+def is_llama_shaped(packed: PackedModel) -> bool:
+    """Pre-norm layers of plain linear maps with SiLU gates and RMS norms, sizes as the kernels need them."""
+    backbone = parts(packed.backbone)
+    names = ("embed_tokens", "layers", "norm", "rotary_emb")
+    if not all(hasattr(backbone, name) for name in names) or len(backbone.layers) != packed.num_layers:
+        return False
+    sizes = [packed.hidden_size, packed.head_dim // 2]
+    for layer in backbone.layers:
+        for part, name in _LINEARS:
+            # Adapters, quantised and sharded layers are other classes.
+            if type(getattr(getattr(layer, part, None), name, None)) is not nn.Linear:
+                return False
+        norms = [getattr(layer, name, None) for name in ("input_layernorm", "post_attention_layernorm")]
+        if not all(hasattr(norm, "variance_epsilon") for norm in norms):
+            return False
+        if type(layer.mlp.act_fn).__name__ not in ("SiLU", "SiLUActivation"):
+            return False
+        sizes.append(layer.mlp.gate_proj.out_features)
+    hooked = any(module._forward_hooks or module._forward_pre_hooks for module in backbone.modules())
+    return not hooked and all(size % VECTOR == 0 for size in sizes) and hasattr(backbone.norm, "variance_epsilon")

@@ -1,0 +1,198 @@
+"""AdamW on bf16 weights in 12 or 8 bytes a weight beside the live tensor and its gradient sum, 8 of fp32 moments or 4.
+
+The fp32 master of a weight is not kept beside the live bf16 tensor but as what the live tensor lacks: the live weight
+is the master rounded to its nearest bf16 (halves away from zero), and the difference of the two bit patterns fits
+into 16 bits. Nothing is lost: the arithmetic is that of an fp32 master.
+
+Moments in bf16 halve the rest (as in the training of DeepSeek-V3, arXiv 2412.19437, section 3.3.1). Unlike there
+they are rounded at random, up with the probability of the distance from below: the second moment moves by a
+thousandth a step, less than half a unit of bf16, and would stand still under rounding to nearest. The
+rounding's random bits are a hash of the step and the element, so that runs repeat.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from verl.models.kernels import VECTOR, library
+from verl.training.gradients import Weight
+from verl.training.options import OptimConfig
+
+# Elements that the torch code works on at a time: its fp32 copies stay small.
+_BLOCK = 1 << 20
+_MASK = 0xFFFFFFFF
+
+
+@dataclass(eq=False)
+class _State:
+    remainder: Tensor
+    """int16, in the shape of the weight: bits of the master less those of the live weight."""
+    first: Tensor
+    second: Tensor
+    steps: int = field(default=0, kw_only=True)
+
+
+class SplitAdamW:
+    """AdamW over bf16 `weights`; moments in `config.moments` (bf16 if that is None).
+
+    A weight's bias correction counts the steps in which it had a gradient, as torch does.
+    """
+
+    def __init__(self, weights: list[Weight], config: OptimConfig) -> None:
+        self.weights = weights
+        self._config = config
+        dtype = torch.float32 if config.moments == "float32" else torch.bfloat16
+        self._states = [
+            _State(*(torch.zeros_like(w.live, dtype=d, requires_grad=False) for d in (torch.int16, dtype, dtype)))
+            for w in weights
+        ]
+
+    @torch.no_grad()
+    def step(self, lr: float, gradient_scale: float) -> None:
+        """One step with the gradient sums, multiplied by `gradient_scale`."""
+        for number, (weight, state) in enumerate(zip(self.weights, self._states, strict=True)):
+            if not weight.has_gradient or weight.gradient is None:
+                continue
+            state.steps += 1
+            formula = _Formula.of(self._config, lr, gradient_scale, state.steps, seed=_hash(number, state.steps))
+            if not _step_compiled(weight.live, weight.gradient, state, formula):
+                _step_in_torch(weight.live, weight.gradient, state, formula)
+
+    def state(self) -> Iterator[tuple[str, str, Tensor]]:
+        """(weight, name, tensor) of all there is to save: masters are put together for it."""
+        for weight, state in zip(self.weights, self._states, strict=True):
+            yield weight.name, "master", _master(weight.live.detach(), state.remainder)
+            if state.steps:
+                yield weight.name, "exp_avg", state.first
+                yield weight.name, "exp_avg_sq", state.second
+                yield weight.name, "step", torch.tensor(float(state.steps))
+
+    @torch.no_grad()
+    def load(self, saved: Mapping[str, Mapping[str, Tensor]]) -> None:
+        """Take over what `state` gave, by weight and name."""
+        for weight, state in zip(self.weights, self._states, strict=True):
+            found = saved[weight.name]
+            _split(found["master"].to(weight.live.device), weight.live, state.remainder)
+            state.steps = int(found["step"]) if "step" in found else 0
+            for moment, name in ((state.first, "exp_avg"), (state.second, "exp_avg_sq")):
+                moment.copy_(found[name]) if name in found else moment.zero_()
+
+    def refresh(self) -> None:
+        """Masters anew from the live weights, after these have been replaced from outside."""
+        for state in self._states:
+            state.remainder.zero_()
+
+    def move(self, to_host: bool) -> None:
+        """Everything but the live weights to host memory, or back to where these are."""
+        for weight, state in zip(self.weights, self._states, strict=True):
+            device = torch.device("cpu") if to_host else weight.live.device
+            state.remainder, state.first, state.second = (
+                t.to(device) for t in (state.remainder, state.first, state.second)
+            )
+
+
+class _Formula(ctypes.Structure):
+    """The numbers of a step; begins like `AdamW` in adamw.cpp, whose layout the whole of it is."""
+
+    _fields_ = [
+        *((name, ctypes.c_void_p) for name in ("live", "remainder", "first", "second", "gradient")),
+        ("count", ctypes.c_int64),
+        ("seed", ctypes.c_uint32),
+        *(
+            (name, ctypes.c_float)
+            for name in ("gradient_scale", "beta1", "beta2", "step_size", "second_scale", "eps", "decay")
+        ),
+        ("bf16_moments", ctypes.c_int32),
+        ("threads", ctypes.c_int32),
+    ]
+
+    @classmethod
+    def of(cls, config: OptimConfig, lr: float, gradient_scale: float, steps: int, seed: int) -> _Formula:
+        beta1, beta2 = config.betas
+        return cls(
+            seed=seed,
+            gradient_scale=gradient_scale,
+            beta1=beta1,
+            beta2=beta2,
+            step_size=lr / (1 - beta1**steps),
+            second_scale=1 / math.sqrt(1 - beta2**steps),
+            eps=config.adam_eps,
+            decay=1 - lr * config.weight_decay,
+        )
+
+
+def _step_compiled(live: Tensor, gradient: Tensor, state: _State, formula: _Formula) -> bool:
+    """Whether the compiled kernel could do it."""
+    tensors = (live, state.remainder, state.first, state.second, gradient)
+    suits = live.device.type == "cpu" and live.numel() % VECTOR == 0 and all(t.is_contiguous() for t in tensors)
+    compiled = library() if suits else None
+    if compiled is None:
+        return False
+    for name, tensor in zip(("live", "remainder", "first", "second", "gradient"), tensors, strict=True):
+        setattr(formula, name, tensor.data_ptr())
+    formula.count = live.numel()
+    formula.bf16_moments = state.first.dtype == torch.bfloat16
+    formula.threads = torch.get_num_threads()
+    compiled.verl_adamw(ctypes.byref(formula))
+    return True
+
+
+def _step_in_torch(live: Tensor, gradient: Tensor, state: _State, formula: _Formula) -> None:
+    # A view where the memory allows it; otherwise the results are copied back.
+    flat = [t.reshape(-1) for t in (live.detach(), state.remainder, state.first, state.second, gradient)]
+    index = torch.arange(min(_BLOCK, live.numel()), device=live.device)
+    for start in range(0, live.numel(), _BLOCK):
+        w, remainder, first, second, g = (t[start : start + _BLOCK] for t in flat)
+        g = g * formula.gradient_scale
+        m = first.float() * formula.beta1 + g * (1 - formula.beta1)
+        v = second.float() * formula.beta2 + g * g * (1 - formula.beta2)
+        master = _master(w, remainder) * formula.decay
+        master -= formula.step_size * m / (v.sqrt() * formula.second_scale + formula.eps)
+        noise = _mixed((index[: len(w)] + start).bitwise_and_(_MASK) ^ formula.seed)
+        _store_moment(first, m, noise & 0xFFFF)
+        _store_moment(second, v, noise >> 16)
+        _split(master, w, remainder)
+    for tensor, values in zip((live.detach(), state.remainder, state.first, state.second), flat, strict=False):
+        if tensor.data_ptr() != values.data_ptr():
+            tensor.copy_(values.view(tensor.shape))
+
+
+def _master(live: Tensor, remainder: Tensor) -> Tensor:
+    """The fp32 master of a live bf16 tensor and what it lacks."""
+    return ((live.view(torch.int16).to(torch.int32) << 16) + remainder).view(torch.float32)
+
+
+def _split(master: Tensor, live: Tensor, remainder: Tensor) -> None:
+    """The inverse of `_master`, into `live` and `remainder`."""
+    bits = master.contiguous().view(torch.int32)
+    nearest = (bits + 0x8000) >> 16
+    live.copy_((nearest << 16).view(torch.float32))
+    remainder.copy_(bits - (nearest << 16))
+
+
+def _store_moment(moment: Tensor, value: Tensor, noise: Tensor) -> None:
+    if moment.dtype == torch.float32:
+        moment.copy_(value)
+    else:
+        bits = value.view(torch.int32) + noise.to(torch.int32)
+        moment.copy_((bits & -0x10000).view(torch.float32))
+
+
+def _mixed(x: Tensor) -> Tensor:
+    """The finaliser of MurmurHash3 of 32-bit numbers, in int64."""
+    x = x ^ (x >> 16)
+    x = (x * 0x85EBCA6B) & _MASK
+    x = x ^ (x >> 13)
+    x = (x * 0xC2B2AE35) & _MASK
+    return x ^ (x >> 16)
+
+
+def _hash(number: int, steps: int) -> int:
+    """A seed for a weight's step."""
+    return int(_mixed(_mixed(torch.tensor(number + 1)) ^ steps))

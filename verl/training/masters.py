@@ -1,0 +1,160 @@
+"""A torch optimizer on fp32 masters of low-precision weights; an fp32 or fp64 weight is its own master."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from verl.errors import ConfigError
+from verl.training.gradients import Weight
+from verl.training.options import OptimConfig
+
+
+class MasterOptimizer:
+    """`optimizer`, or AdamW, over the masters of `weights`.
+
+    From here on a caller's optimizer holds the masters in its groups, and what it knows of a parameter belongs to the
+    master. Its learning rate stays its own.
+    """
+
+    def __init__(
+        self, weights: list[Weight], config: OptimConfig, optimizer: torch.optim.Optimizer | None = None
+    ) -> None:
+        self.weights = weights
+        self._masters = [_master(weight.live) for weight in weights]
+        self._has_own_lr = optimizer is None
+        if optimizer is None:
+            self._optimizer = _adamw(self._masters, config)
+        else:
+            self._optimizer = optimizer
+            self._take_over()
+
+    @property
+    def lr(self) -> float:
+        """Learning rate of the optimizer's first group."""
+        return float(self._optimizer.param_groups[0]["lr"])
+
+    @torch.no_grad()
+    def step(self, lr: float, gradient_scale: float) -> None:
+        """One step with the gradient sums, multiplied by `gradient_scale`."""
+        if self._has_own_lr:
+            for group in self._optimizer.param_groups:
+                group["lr"] = lr
+        for weight, master in self._pairs():
+            present = weight.has_gradient and weight.gradient is not None
+            master.grad = weight.gradient if present else None
+            if present and gradient_scale != 1.0:
+                weight.gradient.mul_(gradient_scale)  # type: ignore[union-attr]
+        self._optimizer.step()
+        for weight, master in self._pairs():
+            if master is not weight.live and master.grad is not None:
+                weight.live.copy_(master)
+            master.grad = None
+
+    def state(self) -> Iterator[tuple[str, str, Any]]:
+        """(weight, name, value) of all there is to save; tensors are references to the live state."""
+        for weight, master in self._pairs():
+            if master is not weight.live:
+                yield weight.name, "master", master.detach()
+            for name, value in self._optimizer.state.get(master, {}).items():
+                if value is not None:
+                    yield weight.name, name, value
+
+    def groups(self) -> list[dict[str, Any]]:
+        """The settings of a caller's optimizer; AdamW's own come from the configuration."""
+        if self._has_own_lr:
+            return []
+        return [{k: v for k, v in g.items() if k != "params"} for g in self._optimizer.param_groups]
+
+    @torch.no_grad()
+    def load(self, saved: Mapping[str, Mapping[str, Any]], groups: list[dict[str, Any]]) -> None:
+        """Take over what `state` and `groups` gave; live weights become the masters, rounded."""
+        own = self._optimizer.state_dict()["param_groups"]
+        for group, before in zip(own, groups, strict=False):
+            group.update(before)
+        index = {id(p): i for i, p in enumerate(p for g in self._optimizer.param_groups for p in g["params"])}
+        numbered = {}
+        for weight, master in self._pairs():
+            values = dict(saved[weight.name])
+            if master is not weight.live:
+                master.copy_(values.pop("master"))
+                weight.live.copy_(master)
+            if values:
+                numbered[index[id(master)]] = values
+        self._optimizer.load_state_dict({"state": numbered, "param_groups": own})
+
+    @torch.no_grad()
+    def refresh(self) -> None:
+        """Masters anew from the live weights, after these have been replaced from outside."""
+        for weight, master in self._pairs():
+            if master is not weight.live:
+                master.copy_(weight.live)
+
+    def move(self, to_host: bool) -> None:
+        """Masters and state to host memory, or back to where the weights are."""
+        for weight, master in self._pairs():
+            device = torch.device("cpu") if to_host else weight.live.device
+            if master is not weight.live:
+                master.data = master.data.to(device)
+            state = self._optimizer.state.get(master, {})
+            for key, value in state.items():
+                # AdamW's step counter lives where the kernel wants it, not where the weight is.
+                if isinstance(value, Tensor) and value.dim() > 0:
+                    state[key] = value.to(device)
+
+    def _pairs(self) -> Iterator[tuple[Weight, Tensor]]:
+        return zip(self.weights, self._masters, strict=True)
+
+    @torch.no_grad()
+    def _take_over(self) -> None:
+        masters = {weight.live: master for weight, master in self._pairs()}
+        for group in self._optimizer.param_groups:
+            group["params"] = [masters[p] for p in group["params"]]
+        for live, master in masters.items():
+            if master is not live and live in self._optimizer.state:
+                state = self._optimizer.state.pop(live)
+                self._optimizer.state[master] = {key: _widened(value) for key, value in state.items()}
+
+
+def held(trained: Mapping[str, torch.nn.Parameter], optimizer: torch.optim.Optimizer) -> dict[str, torch.nn.Parameter]:
+    """Those of the `trained` weights that the caller's optimizer holds.
+
+    Raises:
+        ConfigError: it holds a tensor that is none of them.
+    """
+    ours = {id(p) for group in optimizer.param_groups for p in group["params"]}
+    strangers = ours - {id(live) for live in trained.values()}
+    if strangers:
+        raise ConfigError(
+            f"the optimizer holds {len(strangers)} tensors that are no trainable parameters of this model: "
+            "make it from model.parameters() of the model that is trained"
+        )
+    return {name: live for name, live in trained.items() if id(live) in ours}
+
+
+def _master(live: torch.nn.Parameter) -> Tensor:
+    if live.dtype in (torch.float32, torch.float64):
+        return live
+    if live.dtype in (torch.bfloat16, torch.float16):
+        return live.detach().to(torch.float32, copy=True)
+    raise ConfigError(f"weights of dtype {live.dtype} cannot be trained: load the model in bf16 or fp32")
+
+
+def _adamw(masters: list[Tensor], config: OptimConfig) -> torch.optim.Optimizer:
+    options: dict[str, Any] = {
+        "lr": config.lr,
+        "betas": config.betas,
+        "eps": config.adam_eps,
+        "weight_decay": config.weight_decay,
+    }
+    try:
+        return torch.optim.AdamW(masters, fused=True, **options)
+    except RuntimeError:  # no fused kernel for this device
+        return torch.optim.AdamW(masters, foreach=True, **options)
+
+
+def _widened(value: Any) -> Any:
+    return value.float() if isinstance(value, Tensor) and value.is_floating_point() else value
