@@ -20,6 +20,7 @@ from torch.autograd.function import once_differentiable
 from torch.nn.functional import linear
 from torch.utils.checkpoint import checkpoint
 
+from verl.models.grad_sums import Embedding, give
 from verl.models.kernels import VECTOR, Kernels, kernels
 
 if TYPE_CHECKING:
@@ -58,7 +59,7 @@ class FusedLayers:
     def hidden(self, tokens: Tensor, positions: Tensor, context: AttentionContext) -> Tensor:
         """Final hidden states `[T, d]` of flat tokens `[T]` at `positions` `[T]`."""
         backbone = parts(self._packed.backbone)
-        x = backbone.embed_tokens(tokens)
+        x = Embedding.apply(backbone.embed_tokens.weight, tokens)  # type: ignore[no-untyped-call]
         cos, sin = (part[0].contiguous() for part in backbone.rotary_emb(x[None], positions[None]))
         keeps_little = backbone.training and getattr(backbone.layers[0], "gradient_checkpointing", False)
         for index, layer in enumerate(backbone.layers):
@@ -109,7 +110,7 @@ class _Norm(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         x, weight = ctx.saved_tensors
         to_x, _, to_weight = _norm_backward(ctx.kernels, x, weight, ctx.eps, grads[0].contiguous(), torch.zeros_like(x))
-        return to_x, to_weight, None, None
+        return to_x, give(weight, to_weight), None, None
 
 
 class _BeforeAttention(torch.autograd.Function):
@@ -152,8 +153,8 @@ class _BeforeAttention(torch.autograd.Function):
         for grad, weight in zip(flat[1:], projections[2::2], strict=True):
             to_normed.addmm_(grad, weight)
         to_x, normed, to_norm = _norm_backward(ctx.kernels, x, norm, ctx.eps, to_normed, torch.zeros_like(x))
-        to_weights = _weight_gradients(flat, [normed] * 3, ctx.needs_input_grad[6:])
-        return None, None, to_x, None, None, to_norm, *to_weights
+        to_weights = _weight_gradients(projections, flat, [normed] * 3, ctx.needs_input_grad[6:])
+        return None, None, to_x, None, None, give(norm, to_norm), *to_weights
 
 
 class _AfterAttention(torch.autograd.Function):
@@ -192,9 +193,12 @@ class _AfterAttention(torch.autograd.Function):
         to_normed = (to_gate @ gate_of).addmm_(to_up, up_of)
         to_middle, normed, to_norm = _norm_backward(ctx.kernels, middle, norm, ctx.eps, to_normed, out.clone())
         to_weights = _weight_gradients(
-            [to_middle, to_gate, to_up, out], [mixed, normed, normed, product], ctx.needs_input_grad[5:]
+            projections,
+            [to_middle, to_gate, to_up, out],
+            [mixed, normed, normed, product],
+            ctx.needs_input_grad[5:],
         )
-        return None, None, to_middle, to_middle @ o, to_norm, *to_weights
+        return None, None, to_middle, to_middle @ o, give(norm, to_norm), *to_weights
 
 
 def _norm_backward(
@@ -206,12 +210,15 @@ def _norm_backward(
     return to_x, normed, to_weight.to(weight.dtype)
 
 
-def _weight_gradients(grads: list[Tensor], inputs: list[Tensor], needed: tuple[bool, ...]) -> list[Tensor | None]:
-    """Of weight and bias of each projection, given the gradients of the outputs and the inputs."""
+def _weight_gradients(
+    projections: list[Tensor | None], grads: list[Tensor], inputs: list[Tensor], needed: tuple[bool, ...]
+) -> list[Tensor | None]:
+    """Of weight and bias of each projection, given the gradients of its output and its input."""
     found: list[Tensor | None] = []
-    for grad, x, weight, bias in zip(grads, inputs, needed[::2], needed[1::2], strict=True):
-        found.append(grad.t() @ x if weight else None)
-        found.append(grad.sum(0) if bias else None)
+    for index, (grad, x) in enumerate(zip(grads, inputs, strict=True)):
+        weight, bias = projections[2 * index : 2 * index + 2]
+        found.append(give(weight, grad.t() @ x) if needed[2 * index] else None)
+        found.append(give(bias, grad.sum(0)) if needed[2 * index + 1] else None)
     return found
 
 

@@ -20,8 +20,12 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.nn.functional import linear
 
-# Elements of one chunk of logits: 32 MB in bf16. Smaller ones starve the matrix products.
-_CHUNK_ELEMENTS = 1 << 24
+from verl.models.grad_sums import grad_sum
+from verl.models.kernels import accumulate, kernels
+
+# Elements of one chunk of logits: 64 MB in bf16. Smaller ones starve the matrix products, and need a sum of the
+# gradients of the weight.
+_CHUNK_ELEMENTS = 1 << 25
 # Elements that are worked on in full precision at a time: 4 MB, which stays in the caches.
 _BLOCK_ELEMENTS = 1 << 20
 
@@ -48,7 +52,7 @@ def token_log_probs(
 
     Args:
         temperature: > 0. A greedy rollout (temperature 0) is scored at 1.
-        chunk: tokens at a time; by default as many as give 2^24 logits.
+        chunk: tokens at a time; by default as many as give 2^25 logits.
     """
     if temperature <= 0:
         raise ValueError(f"temperature must be positive, got {temperature}: score greedy samples at 1")
@@ -67,6 +71,11 @@ class _Formula:
         self.scale = scale
         self.softcap = softcap
         self.temperature = temperature
+
+    @property
+    def alpha(self) -> float | None:
+        """The factor that is all there is between product and softmax, or None."""
+        return self.scale / self.temperature if self.softcap is None else None
 
     def forward(self, logits: Tensor) -> Tensor | None:
         """Turn products into logits in place; with a soft cap return the tanh that the gradient needs."""
@@ -100,20 +109,14 @@ class _TokenLogProbs(torch.autograd.Function):
     ) -> tuple[Tensor, Tensor]:
         exact = torch.float64 if hidden.dtype == torch.float64 else torch.float32
         log_probs, norms, entropies = hidden.new_empty((3, hidden.shape[0]), dtype=exact)
+        alpha = formula.alpha
         for part, product in _products(hidden, weight, bias, chunk):
-            for block, logits in _blocks(part, product, exact):
-                formula.forward(logits)
-                picked = logits.gather(1, targets[block, None])[:, 0]
-                highest = logits.amax(1, keepdim=True)
-                shifted = logits.sub_(highest)
-                if entropy:
-                    p = shifted.exp()
-                    total = p.sum(1)
-                    entropies[block] = total.log() - p.mul_(shifted).sum(1) / total
-                else:
-                    total = shifted.exp_().sum(1)
-                norms[block] = highest[:, 0] + total.log()
-                log_probs[block] = picked - norms[block]
+            compiled = kernels(product.dtype, product.device)
+            results = log_probs[part], norms[part], entropies[part] if entropy else None
+            if compiled is not None and compiled.elementwise and alpha is not None:
+                compiled.softmax_rows(product, targets[part], alpha, *results)
+            else:
+                _softmax_rows(product, targets[part], formula, *results)
         ctx.save_for_backward(hidden, weight, bias, targets, norms, entropies if entropy else None)
         ctx.formula, ctx.chunk = formula, chunk
         if not entropy:
@@ -127,23 +130,23 @@ class _TokenLogProbs(torch.autograd.Function):
         grad_hidden = torch.empty_like(hidden) if ctx.needs_input_grad[0] else None
         grad_weight = _Sum(weight, norms.dtype) if ctx.needs_input_grad[1] else None
         grad_bias = torch.zeros_like(bias, dtype=norms.dtype) if ctx.needs_input_grad[2] else None
+        alpha = ctx.formula.alpha
+        to_log_probs, to_entropies = (grad.contiguous() for grad in grads)
         for part, product in _products(hidden, weight, bias, ctx.chunk):
-            for block, logits in _blocks(part, product, norms.dtype):
-                tanh = ctx.formula.forward(logits)
-                log_p = logits.sub_(norms[block, None])
-                by_log_prob = grads[0][block, None]
-                if entropies is None:
-                    grad = log_p.exp_().mul_(-by_log_prob)
-                else:
-                    p = log_p.exp()
-                    grad = log_p.add_(entropies[block, None]).mul_(-grads[1][block, None]).sub_(by_log_prob)
-                    grad.mul_(p)
-                grad.scatter_add_(1, targets[block, None], by_log_prob)
-                ctx.formula.backward(grad, tanh)
-                if grad_bias is not None:
-                    grad_bias += grad.sum(0)
-                # The products are not needed again: the gradient takes their place.
-                product[block.start - part.start : block.stop - part.start] = grad
+            compiled = kernels(product.dtype, product.device)
+            given = (
+                norms[part],
+                None if entropies is None else entropies[part],
+                to_log_probs[part],
+                None if entropies is None else to_entropies[part],
+            )
+            if compiled is not None and compiled.elementwise and alpha is not None:
+                compiled.softmax_rows_backward(product, targets[part], alpha, *given)
+            else:
+                _softmax_rows_backward(product, targets[part], ctx.formula, *given)
+            # From here on `product` is the gradient of the products.
+            if grad_bias is not None:
+                grad_bias += product.sum(0, dtype=norms.dtype)
             if grad_hidden is not None:
                 grad_hidden[part] = product @ weight
             if grad_weight is not None:
@@ -159,6 +162,55 @@ class _TokenLogProbs(torch.autograd.Function):
         )
 
 
+def _softmax_rows(
+    product: Tensor,
+    targets: Tensor,
+    formula: _Formula,
+    log_probs: Tensor,
+    norms: Tensor,
+    entropies: Tensor | None,
+) -> None:
+    """Fill log-probs of `targets` `[N]`, logs of the softmax's sums, and entropies, given products `[N, V]`."""
+    for block, logits in _blocks(product, norms.dtype):
+        formula.forward(logits)
+        picked = logits.gather(1, targets[block, None])[:, 0]
+        highest = logits.amax(1, keepdim=True)
+        shifted = logits.sub_(highest)
+        if entropies is not None:
+            p = shifted.exp()
+            total = p.sum(1)
+            entropies[block] = total.log() - p.mul_(shifted).sum(1) / total
+        else:
+            total = shifted.exp_().sum(1)
+        norms[block] = highest[:, 0] + total.log()
+        log_probs[block] = picked - norms[block]
+
+
+def _softmax_rows_backward(
+    product: Tensor,
+    targets: Tensor,
+    formula: _Formula,
+    norms: Tensor,
+    entropies: Tensor | None,
+    to_log_probs: Tensor,
+    to_entropies: Tensor | None,
+) -> None:
+    """Put the gradient of the products in their place, given those of log-probs and entropies `[N]`."""
+    for block, logits in _blocks(product, norms.dtype):
+        tanh = formula.forward(logits)
+        log_p = logits.sub_(norms[block, None])
+        by_log_prob = to_log_probs[block, None]
+        if entropies is None or to_entropies is None:
+            grad = log_p.exp_().mul_(-by_log_prob)
+        else:
+            p = log_p.exp()
+            grad = log_p.add_(entropies[block, None]).mul_(-to_entropies[block, None]).sub_(by_log_prob)
+            grad.mul_(p)
+        grad.scatter_add_(1, targets[block, None], by_log_prob)
+        formula.backward(grad, tanh)
+        product[block] = grad
+
+
 def _products(hidden: Tensor, weight: Tensor, bias: Tensor | None, chunk: int) -> Iterator[tuple[slice, Tensor]]:
     """Chunks of `hidden @ weight.T + bias`."""
     for start in range(0, hidden.shape[0], chunk):
@@ -166,33 +218,33 @@ def _products(hidden: Tensor, weight: Tensor, bias: Tensor | None, chunk: int) -
         yield part, linear(hidden[part], weight, bias)
 
 
-def _blocks(part: slice, product: Tensor, dtype: torch.dtype) -> Iterator[tuple[slice, Tensor]]:
+def _blocks(product: Tensor, dtype: torch.dtype) -> Iterator[tuple[slice, Tensor]]:
     """Copies in full precision of a few rows at a time, so that the passes over them stay in the cache."""
     rows = max(1, _BLOCK_ELEMENTS // product.shape[1])
     for start in range(0, product.shape[0], rows):
-        piece = product[start : start + rows]
-        block = slice(part.start + start, part.start + start + piece.shape[0])
-        yield block, piece.to(dtype, copy=True)
+        block = slice(start, start + rows)
+        yield block, product[block].to(dtype, copy=True)
 
 
 class _Sum:
-    """Sum of the gradients that chunks of tokens give a weight, in full precision."""
+    """Sum of the gradients that chunks of tokens give a weight, in full precision; its own `grad_sum` if it has one."""
 
     def __init__(self, weight: Tensor, dtype: torch.dtype) -> None:
         self.weight = weight
         self.dtype = dtype
+        self.given = grad_sum(weight)
         self.total: Tensor | None = None
 
     def add(self, grad: Tensor) -> None:
-        if self.total is None:
+        if self.given is not None:
+            self.given.add(grad)
+        elif self.total is None:
             self.total = grad
-            return
-        if self.total.dtype != self.dtype:
+        else:
             self.total = self.total.to(self.dtype)
-        # Adding across dtypes casts the whole right side first: keep that to blocks.
-        rows = max(1, _BLOCK_ELEMENTS // grad.shape[1])
-        for target, piece in zip(self.total.split(rows), grad.split(rows), strict=True):
-            target += piece
+            accumulate(self.total, grad, 1.0, add=True)
 
-    def result(self) -> Tensor:
+    def result(self) -> Tensor | None:
+        if self.given is not None:
+            return None
         return torch.zeros_like(self.weight) if self.total is None else self.total.to(self.weight.dtype)

@@ -1,15 +1,19 @@
 """Gradient sums in full precision, as backward passes fill them.
 
-The live gradient of a micro-batch exists for one weight at a time: a hook adds it to the sum and frees it.
+The live gradient of a micro-batch exists for one weight at a time: it goes straight into the sum where our own
+functions compute it (see models/grad_sums.py), and by a hook that frees it where autograd does.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+
+from verl.models.kernels import accumulate
 
 # fp16 gradients below 6e-8 are lost, so the loss is multiplied before the backward pass.
 _FP16_SCALE = 4096.0
@@ -25,6 +29,26 @@ class Weight:
     gradient: Tensor | None = None
     """fp32 (fp64 for an fp64 weight); allocated once."""
     has_gradient: bool = False
+    loss_scale: float = 1.0
+
+    def add(self, gradient: Tensor) -> None:
+        """Add the gradient of a scaled loss."""
+        accumulate(self._sum(), gradient, 1.0 / self.loss_scale, add=self.has_gradient)
+        self.has_gradient = True
+
+    def add_rows(self, rows: Tensor, gradient: Tensor) -> None:
+        """Add to row `rows[i]` the row i of `gradient`."""
+        total = self._sum()
+        if not self.has_gradient:
+            total.zero_()
+        total.index_add_(0, rows, gradient.to(total.dtype), alpha=1.0 / self.loss_scale)
+        self.has_gradient = True
+
+    def _sum(self) -> Tensor:
+        if self.gradient is None:
+            dtype = torch.float64 if self.live.dtype == torch.float64 else torch.float32
+            self.gradient = torch.empty_like(self.live, dtype=dtype, requires_grad=False)
+        return self.gradient
 
 
 class Gradients:
@@ -91,19 +115,22 @@ class Gradients:
         self._steps_at_scale = int(state.get("steps_at_scale", 0))
         self.clear()
 
+    @contextmanager
+    def collecting(self) -> Iterator[None]:
+        """Inside, gradients of trained weights go straight into their sums where that is known how."""
+        for weight in self.weights:
+            weight.loss_scale = self.loss_scale
+            weight.live.grad_sum = weight  # type: ignore[attr-defined]
+        try:
+            yield
+        finally:
+            for weight in self.weights:
+                del weight.live.grad_sum  # type: ignore[attr-defined]
+
     @torch.no_grad()
     def _collect(self, live: Tensor) -> None:
         weight = self._by_live.get(live)
         gradient, live.grad = live.grad, None
-        if weight is None or gradient is None:
-            return
-        if weight.gradient is None:
-            dtype = torch.float64 if live.dtype == torch.float64 else torch.float32
-            weight.gradient = torch.empty_like(live, dtype=dtype)
-        if weight.has_gradient:
-            weight.gradient.add_(gradient, alpha=1.0 / self.loss_scale)
-        else:
-            weight.gradient.copy_(gradient)
-            if self.loss_scale != 1.0:
-                weight.gradient.mul_(1.0 / self.loss_scale)
-        weight.has_gradient = True
+        if weight is not None and gradient is not None:
+            weight.loss_scale = self.loss_scale
+            weight.add(gradient)

@@ -102,7 +102,7 @@ class SingleEngine:
         losses: list[Loss] = []
         optimizer.onload()
         try:
-            with self._updating():
+            with self._updating(), optimizer.gradients.collecting():
                 for loss in self._losses(batch, loss_fn, weights, columns, temperature, entropy, coupled):
                     if loss.total.requires_grad:
                         # Inside autocast too: the head computes its logits again, in the same precision.

@@ -45,7 +45,8 @@ class Kernels:
         self.choose: Callable[..., Any] = library[f"verl_choose_{suffix}"]
         self.elementwise = dtype != torch.float64
         if self.elementwise:
-            pointer, long, number = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int
+            pointer: Any = ctypes.c_void_p
+            long, number = ctypes.c_int64, ctypes.c_int
             self._rms_norm = library[f"verl_rms_norm_{suffix}"]
             self._rms_norm.argtypes = [pointer] * 4 + [long, long, ctypes.c_double, number]
             self._rms_norm_backward = library[f"verl_rms_norm_backward_{suffix}"]
@@ -56,12 +57,15 @@ class Kernels:
             self._silu_mul.argtypes = [pointer] * 3 + [long, number]
             self._silu_mul_backward = library[f"verl_silu_mul_backward_{suffix}"]
             self._silu_mul_backward.argtypes = [pointer] * 5 + [long, number]
+            self._softmax_rows = library[f"verl_softmax_rows_{suffix}"]
+            self._softmax_rows.argtypes = [pointer] * 2 + [long, long, ctypes.c_float] + [pointer] * 3 + [number]
+            self._softmax_rows_backward = library[f"verl_softmax_rows_backward_{suffix}"]
+            self._softmax_rows_backward.argtypes = [*[pointer] * 2, long, long, ctypes.c_float, *[pointer] * 4, number]
 
     def rms_norm(self, x: Tensor, delta: Tensor | None, weight: Tensor, eps: float, out: Tensor) -> None:
         """`x += delta`, then `out = weight * x / rms(x)`; `[T, d]`, weight `[d]`."""
-        added = None if delta is None else delta.data_ptr()
         threads = torch.get_num_threads()
-        self._rms_norm(x.data_ptr(), added, weight.data_ptr(), out.data_ptr(), *x.shape, eps, threads)
+        self._rms_norm(x.data_ptr(), _pointer(delta), weight.data_ptr(), out.data_ptr(), *x.shape, eps, threads)
 
     def rms_norm_backward(
         self, x: Tensor, weight: Tensor, eps: float, grad: Tensor, to_x: Tensor, to_weight: Tensor, out: Tensor
@@ -86,6 +90,47 @@ class Kernels:
         """For the gradient `grad` of the output: those of `gate` and `up`; `grad` becomes the output again."""
         pointers = (t.data_ptr() for t in (gate, up, grad, to_gate, to_up))
         self._silu_mul_backward(*pointers, gate.numel(), torch.get_num_threads())
+
+    def softmax_rows(
+        self, logits: Tensor, targets: Tensor, alpha: float, log_probs: Tensor, norms: Tensor, entropies: Tensor | None
+    ) -> None:
+        """Of softmax(alpha * logits), `[N, V]`: log-probs of targets `[N]`, logs of the sums, entropies; all fp32."""
+        self._softmax_rows(
+            *(logits.data_ptr(), targets.data_ptr(), *logits.shape, alpha),
+            *(log_probs.data_ptr(), norms.data_ptr(), _pointer(entropies), torch.get_num_threads()),
+        )
+
+    def softmax_rows_backward(
+        self,
+        logits: Tensor,
+        targets: Tensor,
+        alpha: float,
+        norms: Tensor,
+        entropies: Tensor | None,
+        to_log_probs: Tensor,
+        to_entropies: Tensor | None,
+    ) -> None:
+        """`logits` become their gradient, given those of log-probs and entropies `[N]`."""
+        self._softmax_rows_backward(
+            *(logits.data_ptr(), targets.data_ptr(), *logits.shape, alpha, norms.data_ptr(), _pointer(entropies)),
+            *(to_log_probs.data_ptr(), _pointer(to_entropies), torch.get_num_threads()),
+        )
+
+
+def accumulate(total: Tensor, x: Tensor, scale: float, add: bool) -> None:
+    """`total += scale * x`, or without `add` `total = scale * x`; of one shape."""
+    compiled = library() if x.dtype == torch.bfloat16 and total.dtype == torch.float32 else None
+    suits = x.device.type == "cpu" and x.numel() % VECTOR == 0 and x.is_contiguous() and total.is_contiguous()
+    if compiled is None or not suits:
+        total.add_(x, alpha=scale) if add else total.copy_(x).mul_(scale)
+        return
+    count, factor = ctypes.c_int64(x.numel()), ctypes.c_float(scale)
+    pointers = (ctypes.c_void_p(t.data_ptr()) for t in (total, x))
+    compiled.verl_accumulate_bf16(*pointers, count, factor, int(add), torch.get_num_threads())
+
+
+def _pointer(tensor: Tensor | None) -> int | None:
+    return None if tensor is None else tensor.data_ptr()
 
 
 @lru_cache(maxsize=8)
