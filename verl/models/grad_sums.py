@@ -16,8 +16,8 @@ from torch.autograd.function import once_differentiable
 class GradientSum(Protocol):
     """The sum of a weight's gradients."""
 
-    def add(self, gradient: Tensor) -> None:
-        """`gradient` in the weight's shape."""
+    def add(self, gradient: Tensor, start: int = 0) -> None:
+        """The gradient of as many of the weight's rows as it has, from row `start`."""
 
     def add_rows(self, rows: Tensor, gradient: Tensor) -> None:
         """Row i of `gradient` `[N, d]` is added to row `rows[i]`, of `rows` `[N]`."""

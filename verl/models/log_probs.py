@@ -23,9 +23,10 @@ from torch.nn.functional import linear
 from verl.models.grad_sums import grad_sum
 from verl.models.kernels import accumulate, kernels
 
-# Elements of one chunk of logits: 64 MB in bf16. Smaller ones starve the matrix products, and need a sum of the
-# gradients of the weight.
+# Elements of one chunk of logits: 64 MB in bf16. Smaller ones starve the matrix products.
 _CHUNK_ELEMENTS = 1 << 25
+# Elements of the head's gradient that are computed at a time: whole, it takes longer and is of the head's own size.
+_GRADIENT_ELEMENTS = 1 << 22
 # Elements that are worked on in full precision at a time: 4 MB, which stays in the caches.
 _BLOCK_ELEMENTS = 1 << 20
 
@@ -150,7 +151,7 @@ class _TokenLogProbs(torch.autograd.Function):
             if grad_hidden is not None:
                 grad_hidden[part] = product @ weight
             if grad_weight is not None:
-                grad_weight.add(product.t() @ hidden[part])
+                grad_weight.add(product, hidden[part])
         return (
             grad_hidden,
             None if grad_weight is None else grad_weight.result(),
@@ -227,24 +228,22 @@ def _blocks(product: Tensor, dtype: torch.dtype) -> Iterator[tuple[slice, Tensor
 
 
 class _Sum:
-    """Sum of the gradients that chunks of tokens give a weight, in full precision; its own `grad_sum` if it has one."""
+    """Sum of the gradients that chunks of tokens give the weight `[V, d]`; its own `grad_sum` if it has one."""
 
     def __init__(self, weight: Tensor, dtype: torch.dtype) -> None:
         self.weight = weight
-        self.dtype = dtype
         self.given = grad_sum(weight)
-        self.total: Tensor | None = None
+        self.total = None if self.given is not None else torch.zeros_like(weight, dtype=dtype)
 
-    def add(self, grad: Tensor) -> None:
-        if self.given is not None:
-            self.given.add(grad)
-        elif self.total is None:
-            self.total = grad
-        else:
-            self.total = self.total.to(self.dtype)
-            accumulate(self.total, grad, 1.0, add=True)
+    def add(self, product: Tensor, hidden: Tensor) -> None:
+        """Of a chunk: the gradient of its products `[N, V]`, and its hidden states `[N, d]`."""
+        rows = max(1, _GRADIENT_ELEMENTS // hidden.shape[1])
+        for start in range(0, product.shape[1], rows):
+            gradient = product[:, start : start + rows].t() @ hidden
+            if self.given is not None:
+                self.given.add(gradient, start)
+            elif self.total is not None:
+                accumulate(self.total[start : start + rows], gradient, 1.0, add=True)
 
     def result(self) -> Tensor | None:
-        if self.given is not None:
-            return None
-        return torch.zeros_like(self.weight) if self.total is None else self.total.to(self.weight.dtype)
+        return None if self.total is None else self.total.to(self.weight.dtype)

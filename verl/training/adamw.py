@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from verl.models.kernels import VECTOR, library
-from verl.training.gradients import Weight
+from verl.training.gradients import Weight, zeros_like
 from verl.training.options import OptimConfig
 
 # Elements that the torch code works on at a time: its fp32 copies stay small.
@@ -48,10 +48,9 @@ class SplitAdamW:
         self.weights = weights
         self._config = config
         dtype = torch.float32 if config.moments == "float32" else torch.bfloat16
-        self._states = [
-            _State(*(torch.zeros_like(w.live, dtype=d, requires_grad=False) for d in (torch.int16, dtype, dtype)))
-            for w in weights
-        ]
+        lives = [weight.live.detach() for weight in weights]
+        parts = (zeros_like(lives, kind) for kind in (torch.int16, dtype, dtype))
+        self._states = [_State(*tensors) for tensors in zip(*parts, strict=True)]
 
     @torch.no_grad()
     def step(self, lr: float, gradient_scale: float) -> None:

@@ -6,13 +6,14 @@ functions compute it (see models/grad_sums.py), and by a hook that frees it wher
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
+from verl.errors import TrainingError
 from verl.models.kernels import accumulate
 
 # fp16 gradients below 6e-8 are lost, so the loss is multiplied before the backward pass.
@@ -27,13 +28,19 @@ class Weight:
     name: str
     live: torch.nn.Parameter
     gradient: Tensor | None = None
-    """fp32 (fp64 for an fp64 weight); allocated once."""
+    """fp32 (fp64 for an fp64 weight); there while gradients are being collected."""
     has_gradient: bool = False
     loss_scale: float = 1.0
 
-    def add(self, gradient: Tensor) -> None:
-        """Add the gradient of a scaled loss."""
-        accumulate(self._sum(), gradient, 1.0 / self.loss_scale, add=self.has_gradient)
+    def add(self, gradient: Tensor, start: int = 0) -> None:
+        """Add the gradient of a scaled loss, of all rows or of some from row `start`."""
+        total = self._sum()
+        if gradient.shape != total.shape:
+            if not self.has_gradient:
+                total.zero_()
+                self.has_gradient = True
+            total = total[start : start + len(gradient)]
+        accumulate(total, gradient, 1.0 / self.loss_scale, add=self.has_gradient)
         self.has_gradient = True
 
     def add_rows(self, rows: Tensor, gradient: Tensor) -> None:
@@ -46,9 +53,26 @@ class Weight:
 
     def _sum(self) -> Tensor:
         if self.gradient is None:
-            dtype = torch.float64 if self.live.dtype == torch.float64 else torch.float32
-            self.gradient = torch.empty_like(self.live, dtype=dtype, requires_grad=False)
+            raise TrainingError(f"a gradient of '{self.name}' arrived while none are collected")
         return self.gradient
+
+
+def zeros_like(weights: Sequence[Tensor], dtype: torch.dtype) -> list[Tensor]:
+    """A zero tensor of `dtype` in the shape and place of each weight, all of a device cut from one block of memory.
+
+    One block is mapped and given back as a whole; a tensor here and there would lie between the activations of a
+    backward pass and keep the allocator from ever returning their memory.
+    """
+    places: dict[torch.device, list[int]] = {}
+    for index, weight in enumerate(weights):
+        places.setdefault(weight.device, []).append(index)
+    found: dict[int, Tensor] = {}
+    for device, indices in places.items():
+        sizes = [weights[index].numel() for index in indices]
+        block = torch.zeros(sum(sizes), dtype=dtype, device=device)
+        for index, piece in zip(indices, block.split(sizes), strict=True):
+            found[index] = piece.view(weights[index].shape)
+    return [found[index] for index in range(len(weights))]
 
 
 class Gradients:
@@ -118,6 +142,7 @@ class Gradients:
     @contextmanager
     def collecting(self) -> Iterator[None]:
         """Inside, gradients of trained weights go straight into their sums where that is known how."""
+        self._allocate()
         for weight in self.weights:
             weight.loss_scale = self.loss_scale
             weight.live.grad_sum = weight  # type: ignore[attr-defined]
@@ -132,5 +157,17 @@ class Gradients:
         weight = self._by_live.get(live)
         gradient, live.grad = live.grad, None
         if weight is not None and gradient is not None:
+            self._allocate()
             weight.loss_scale = self.loss_scale
             weight.add(gradient)
+
+    def _allocate(self) -> None:
+        lacking = [weight for weight in self.weights if weight.gradient is None]
+        for exact in {_exact(weight.live) for weight in lacking}:
+            chosen = [weight for weight in lacking if _exact(weight.live) == exact]
+            for weight, total in zip(chosen, zeros_like([w.live for w in chosen], exact), strict=True):
+                weight.gradient = total
+
+
+def _exact(live: Tensor) -> torch.dtype:
+    return torch.float64 if live.dtype == torch.float64 else torch.float32
