@@ -53,8 +53,8 @@ class FusedLayers:
         return cls(packed, compiled, calls)
 
     def is_valid(self) -> bool:
-        """Whether the layers are still called plainly: sharding and offloading hook into the call of a layer."""
-        return not any(layer._forward_pre_hooks for layer in parts(self._packed.backbone).layers)
+        """Whether the model still has this shape: adapters, sharding and offloading change its modules or hook them."""
+        return is_llama_shaped(self._packed)
 
     def hidden(self, tokens: Tensor, positions: Tensor, context: AttentionContext) -> Tensor:
         """Final hidden states `[T, d]` of flat tokens `[T]` at `positions` `[T]`."""
@@ -249,5 +249,7 @@ def is_llama_shaped(packed: PackedModel) -> bool:
         if type(layer.mlp.act_fn).__name__ not in ("SiLU", "SiLUActivation"):
             return False
         sizes.append(layer.mlp.gate_proj.out_features)
-    hooked = any(module._forward_hooks or module._forward_pre_hooks for module in backbone.modules())
+    # Not those of the embedding: gradient checkpointing hooks it only to make its output require a gradient.
+    plain = [backbone, backbone.norm, *backbone.layers.modules()]
+    hooked = any(module._forward_hooks or module._forward_pre_hooks for module in plain)
     return not hooked and all(size % VECTOR == 0 for size in sizes) and hasattr(backbone.norm, "variance_epsilon")
