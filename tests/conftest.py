@@ -31,6 +31,8 @@ SIZES = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "nu
 CONFIGS = {
     "llama": lambda: LlamaConfig(**IDS, **SIZES, num_key_value_heads=2, tie_word_embeddings=True),
     "qwen2": lambda: Qwen2Config(**IDS, **SIZES, num_key_value_heads=2),
+    # Heads as wide as vLLM's CPU kernels want them.
+    "wide": lambda: LlamaConfig(**IDS, **SIZES | {"hidden_size": 128}, num_key_value_heads=2, tie_word_embeddings=True),
     "gpt2": lambda: GPT2Config(**IDS, n_embd=32, n_layer=2, n_head=4, n_positions=256),
 }
 

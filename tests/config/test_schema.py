@@ -89,12 +89,16 @@ def test_the_layouts_that_do_not_exist_are_marked():
         "actor.fsdp_config.wrap_policy.transformer_layer_cls_to_wrap",
         "actor.fsdp_config.mixed_precision.param_dtype",
         "actor.ulysses_sequence_parallel_size",
-        "rollout.tensor_model_parallel_size",
+        "rollout.num_rollout_workers",
     } <= marked
 
 
-def test_vllm_is_refused_with_what_there_is():
-    assert "embedded and hf" in problem(**policy(rollout={"name": "vllm"}))
+def test_the_engine_is_one_of_ours_or_of_a_file():
+    assert "did you mean 'vllm'?" in problem(**policy(rollout={"name": "vlm"}))
+    assert "FILE.py:FUNCTION" in problem(**policy(rollout={"name": "engine.txt:Mine"}))
+    assert "'embedded' does not split a model" in problem(**policy(rollout={"tensor_model_parallel_size": 2}))
+    for name in ("vllm", "engines/mine.py:Mine"):
+        Config(**policy(rollout={"name": name, "tensor_model_parallel_size": 2}))
 
 
 def test_settings_that_contradict_each_other():

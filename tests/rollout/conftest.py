@@ -46,7 +46,7 @@ def make_model(kind: str, dtype: torch.dtype = torch.float64, seed: int = 0) -> 
     return model.to(dtype).eval()
 
 
-@pytest.fixture(name="make_model")
+@pytest.fixture(scope="session", name="make_model")
 def _make_model() -> Callable[..., PreTrainedModel]:
     return make_model
 

@@ -16,9 +16,11 @@ from typing import Annotated, Any, Literal
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 from pydantic_core import PydanticCustomError
 
+from verl.errors import nearest
 from verl.training.options import OptimConfig
 
 ONE_PROCESS = "this build trains in one process"
+ENGINES = ("embedded", "hf", "vllm")
 
 
 def _tuple(value: object) -> object:
@@ -32,6 +34,12 @@ def _function_path(value: str) -> str:
     if not file.endswith(".py") or not function.isidentifier():
         raise ValueError(f"must be FILE.py:FUNCTION, such as rewards.py:score, not '{value}'")
     return value
+
+
+def _engine_name(value: str) -> str:
+    if value not in ENGINES and ":" not in value:
+        raise ValueError(f"no engine is called '{value}': {nearest(value, ENGINES)}; or give FILE.py:CLASS")
+    return value if value in ENGINES else _function_path(value)
 
 
 def _directory_name(value: str) -> str:
@@ -158,9 +166,10 @@ class ActorConfig(UpdateConfig):
 
 
 class RolloutConfig(Section):
-    name: Literal["embedded", "hf", "vllm"] = Field(
+    name: Annotated[str, AfterValidator(_engine_name)] = Field(
         default="embedded",
-        description="engine: embedded (on the trained weights themselves) or hf (plain generate)",
+        description="engine: embedded (on the trained weights themselves), hf (plain generate), vllm, or your own, "
+        "as FILE.py:CLASS",
     )
     n: Count = Field(default=8, description="samples per prompt")
     max_new_tokens: Count = Field(default=128, description="longest response, in tokens")
@@ -185,7 +194,9 @@ class RolloutConfig(Section):
     kv_cache_gb: Annotated[float, Field(gt=0)] | None = Field(
         default=None, description="memory for keys and values, in GB (null: from the memory that is free)"
     )
-    tensor_model_parallel_size: int = _later(1, ONE_PROCESS, "ranks that share one copy of the model")
+    tensor_model_parallel_size: Count = Field(
+        default=1, description="ranks that share one copy of the model in generation (vllm)"
+    )
     num_rollout_workers: int = _later(1, ONE_PROCESS, "copies of the rollout engine")
     gpus_per_rollout_worker: int | None = _later(
         None, ONE_PROCESS, "accelerators of one rollout worker (null: the one the model is on)"
@@ -193,8 +204,8 @@ class RolloutConfig(Section):
 
     @model_validator(mode="after")
     def _check(self) -> RolloutConfig:
-        if self.name == "vllm":
-            raise _wrong("name", "this build has no vllm engine, only embedded and hf")
+        if self.tensor_model_parallel_size > 1 and self.name in ("embedded", "hf"):
+            raise _wrong("tensor_model_parallel_size", f"the engine '{self.name}' does not split a model; vllm does")
         if self.min_new_tokens > self.max_new_tokens:
             raise _wrong("min_new_tokens", f"must be at most max_new_tokens ({self.max_new_tokens})")
         return self

@@ -31,6 +31,14 @@ def model_shards(model: nn.Module) -> Iterator[Shard]:
             yield Shard.whole(name, tensor.detach())
 
 
+def tied_names(model: nn.Module) -> dict[str, list[str]]:
+    """The name under which a tied weight is in the stream -> its other names, for a sink that keeps copies."""
+    names: dict[int, list[str]] = {}
+    for name, tensor in model.state_dict(keep_vars=True).items():
+        names.setdefault(id(tensor), []).append(name)
+    return {first: others for first, *others in names.values() if others}
+
+
 @torch.no_grad()
 def load_model_shards(model: nn.Module, shards: Iterable[Shard]) -> None:
     """Copy a stream of shards into the live tensors, in their dtype and on their device. Aliases of tied

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import importlib.util
-import inspect
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -24,7 +23,7 @@ def split_spec(spec: str) -> tuple[Path, str]:
 
 
 def load_function(spec: str) -> Callable[..., Any]:
-    """The function that "file.py:function" names. It is the user's own code and runs as such.
+    """The function or class that "file.py:name" names. It is the user's own code and runs as such.
 
     Raises:
         ConfigError: no such file, or no such function in it.
@@ -32,16 +31,16 @@ def load_function(spec: str) -> Callable[..., Any]:
     """
     path, name = split_spec(spec)
     if not path.is_file():
-        raise ConfigError(f"{path} does not exist: give a reward function as FILE.py:FUNCTION")
+        raise ConfigError(f"{path} does not exist: give FILE.py:NAME")
     module = _import(path.resolve())
     function = getattr(module, name, None)
     if not callable(function):
         own = [
             key
             for key, value in vars(module).items()
-            if inspect.isfunction(value) and value.__module__ == module.__name__
+            if callable(value) and getattr(value, "__module__", None) == module.__name__
         ]
-        raise ConfigError(f"{path} has no function '{name}': {nearest(name, own)}")
+        raise ConfigError(f"{path} has no function or class '{name}': {nearest(name, own)}")
     return function  # type: ignore[no-any-return]
 
 

@@ -46,14 +46,15 @@ class Actor:
         algorithm: what `update` optimises: a name or an instance of an algorithm. None: PPO when `update` is given
             values, else GRPO where every prompt has several samples, else REINFORCE++ (a whitened batch baseline).
         optim: `OptimConfig`, a mapping of its fields, or your own `torch.optim.Optimizer` over the model's parameters.
-        rollout: the engine that generates: "embedded" (on the very tensors that are trained), "hf", or a function
-            that makes a `RolloutEngine`.
+        rollout: the engine that generates: "embedded" (on the very tensors that are trained), "hf", "vllm", a function
+            or class that makes a `RolloutEngine`, or "FILE.py:NAME" of one.
         sampling: how responses are drawn; keywords of `generate_sequences` override it call by call.
         dtype: "auto" (as stored), "float32", "bfloat16", "float16"; for a model given by name.
         mini_batch_size: samples an optimizer step; None: the whole batch.
         epochs: passes over each batch.
         micro_batch_size, max_tokens_per_micro_batch: bounds of one forward and backward; results do not depend on them.
         head: "score" trains a reward model, one number a row, in the place of a language model.
+        tensor_parallel_size: ranks that share one copy of the model in generation, for an engine that can (vllm).
         use_amp: compute in bfloat16 under autocast while the weights stay as they are.
         seed: with a sample's id it fixes the sample's randomness.
 
@@ -81,6 +82,7 @@ class Actor:
         use_amp: bool = False,
         max_num_seqs: int = 256,
         kv_cache_gb: float | None = None,
+        tensor_parallel_size: int = 1,
         trust_remote_code: bool = False,
         head: Literal["lm", "score"] = "lm",
         seed: int = 0,
@@ -108,7 +110,7 @@ class Actor:
         self.model: PreTrainedModel = loaded if head == "lm" else _score_model(loaded)
         self.tokenizer = _tokenizer(tokenizer, self.model, model)
         _check_vocabulary(self.model, self.tokenizer)
-        options = RolloutOptions(rollout, max_num_seqs, kv_cache_gb, seed)
+        options = RolloutOptions(rollout, max_num_seqs, kv_cache_gb, seed, tensor_parallel_size)
         self.group: LocalGroup[ActorWorker] = LocalGroup(
             "actor",
             lambda: ActorWorker(

@@ -38,7 +38,7 @@ class Response:
         self.id = request.id
         self.params = request.params
         self.prompt = list(request.prompt_tokens)
-        _check_prompt(request.id, self.prompt, vocab_size, max_length)
+        check_prompt(request.id, self.prompt, vocab_size, max_length)
         self.max_new_tokens = min(self.params.max_new_tokens, max_length - len(self.prompt))
         ends = () if self.params.ignore_eos else eos_token_ids
         self.end_tokens = frozenset(t for t in (*ends, *self.params.stop_token_ids) if 0 <= t < vocab_size)
@@ -164,7 +164,8 @@ def _ask_guards(responses: Sequence[Response]) -> None:
                 response.finish = verdict
 
 
-def _check_prompt(name: str, prompt: list[int], vocab_size: int, max_length: int) -> None:
+def check_prompt(name: str, prompt: list[int], vocab_size: int, max_length: int) -> None:
+    """Raises RolloutError for a prompt that no engine can go on from."""
     if not prompt:
         raise RolloutError(f"request '{name}': the prompt is empty; begin it with the tokenizer's first token at least")
     if not all(0 <= token < vocab_size for token in prompt):

@@ -57,6 +57,7 @@ def build_actor(config: Config) -> Actor:
         ),
         max_num_seqs=rollout.max_num_seqs,
         kv_cache_gb=rollout.kv_cache_gb,
+        tensor_parallel_size=rollout.tensor_model_parallel_size,
         trust_remote_code=policy.model.trust_remote_code,
         gradient_checkpointing=policy.model.enable_gradient_checkpointing,
         seed=config.trainer.seed,

@@ -111,6 +111,8 @@ class Trainer:
         self.critic = self.updater.critics.get("critic")
         self.n = n or self.algorithm.samples_per_prompt
         self.sampling = sampling or self.actor.sampling
+        # Log-probs are of logits at the temperature that samples are drawn at.
+        self.actor.plan = replace(self.actor.plan, temperature=self.sampling.temperature or 1.0)
         self.update_freq = update_freq
         self.buffer = make_buffer(buffer, buffer_size or _UNBOUNDED, buffer_dir)
         self.max_resamples = max_resamples

@@ -11,16 +11,18 @@ import torch
 from verl.batch import Batch
 from verl.errors import ConfigError, nearest
 from verl.models.packed import PackedModel
+from verl.rewards.loading import load_function
 from verl.rollout.base import Request, RolloutEngine, Sample, SamplingParams
 from verl.shard import Shard
 from verl.training.options import OptimConfig
 from verl.training.single import SingleEngine
+from verl.workers.sync import ROWS, SyncCheck
 from verl.workers.update import Objective, UpdatePlan, compute_loss, run_updates
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-#: Makes a rollout engine: (model, tokenizer, eos ids, seed, options) -> engine. A user's own engine is one more entry.
+#: Makes a rollout engine: (model, tokenizer, eos ids, options) -> engine. A class that is made so is one, too.
 EngineFactory = Callable[["PackedModel", "PreTrainedTokenizerBase", tuple[int, ...], "RolloutOptions"], RolloutEngine]
 
 
@@ -32,9 +34,10 @@ class RolloutOptions:
     """The engine that generates.
 
     Attributes:
-        name: "embedded", "hf", or a function that makes a `RolloutEngine`.
+        name: "embedded", "hf", "vllm", "FILE.py:NAME" of an `EngineFactory`, or such a factory.
         max_num_seqs: sequences decoded at once.
         kv_cache_gb: memory of the KV cache, in GiB; None: as much as the running sequences need.
+        tensor_parallel_size: ranks that share the model, for an engine that can split it (vllm).
         seed: of the run; with a sample's id it fixes the sample's randomness.
     """
 
@@ -42,6 +45,12 @@ class RolloutOptions:
     max_num_seqs: int = 256
     kv_cache_gb: float | None = None
     seed: int = 0
+    tensor_parallel_size: int = 1
+
+    @property
+    def kv_memory(self) -> int | None:
+        """Bytes of the KV cache."""
+        return None if self.kv_cache_gb is None else int(self.kv_cache_gb * 2**30)
 
 
 @dataclass(frozen=True)
@@ -66,14 +75,13 @@ def _embedded(
 ) -> RolloutEngine:
     from verl.rollout.embedded import EmbeddedEngine
 
-    memory = None if options.kv_cache_gb is None else int(options.kv_cache_gb * 2**30)
     return EmbeddedEngine(
         packed,
         eos_token_ids=eos,
         seed=options.seed,
         tokenizer=tokenizer,
         max_batch=options.max_num_seqs,
-        kv_memory=memory,
+        kv_memory=options.kv_memory,
     )
 
 
@@ -85,7 +93,23 @@ def _hf(
     return HFEngine(packed.model, tokenizer, eos_token_ids=eos, seed=options.seed, max_batch=options.max_num_seqs)
 
 
-ENGINES: dict[str, EngineFactory] = {"embedded": _embedded, "hf": _hf}
+def _vllm(
+    packed: PackedModel, tokenizer: PreTrainedTokenizerBase, eos: tuple[int, ...], options: RolloutOptions
+) -> RolloutEngine:
+    from verl.rollout.vllm import VLLMEngine
+
+    return VLLMEngine(
+        packed.model,
+        tokenizer,
+        eos_token_ids=eos,
+        seed=options.seed,
+        max_num_seqs=options.max_num_seqs,
+        kv_memory=options.kv_memory,
+        tensor_parallel_size=options.tensor_parallel_size,
+    )
+
+
+ENGINES: dict[str, EngineFactory] = {"embedded": _embedded, "hf": _hf, "vllm": _vllm}
 
 
 @dataclass
@@ -106,21 +130,19 @@ class ActorWorker:
     def __post_init__(self) -> None:
         self.engine = self.train.engine(self.model, head=self.head)
         self._rollout_engine: RolloutEngine | None = None
+        self._sync = SyncCheck()
 
     @property
     def rollout_engine(self) -> RolloutEngine:
         if self.head != "lm":
             raise ConfigError(f"a model with a '{self.head}' head writes no responses")
         if self._rollout_engine is None:
-            name = self.rollout.name
-            if isinstance(name, str) and name not in ENGINES:
-                raise ConfigError(f"no rollout engine is called '{name}': {nearest(name, ENGINES)}")
-            factory = ENGINES[name] if isinstance(name, str) else name
             packed = self.engine.packed
-            if name == "embedded" and not packed.supports_packed:
+            factory = engine_factory(self.rollout.name)
+            if factory is _embedded and not packed.supports_packed:
                 factory = _hf
             self._rollout_engine = factory(packed, self.tokenizer, self.eos_token_ids, self.rollout)
-            self._rollout_engine.policy_version = self.policy_version
+            self._rollout_engine.load_shards(self.engine.shards(), self.policy_version)
         return self._rollout_engine
 
     @property
@@ -137,8 +159,11 @@ class ActorWorker:
         engine.wake()
         for id_, tokens, is_baseline in zip(prompts["id"], prompts["prompt_tokens"], baseline, strict=True):
             engine.add(Request(id_, tokens, greedy if is_baseline else params))
+        self._sync.probe = None
         try:
-            yield from _finished_groups(engine, prompts)
+            for group in _finished_groups(engine, prompts):
+                self._sync.probe = self._sync.probe or group.take(range(min(ROWS, len(group))))
+                yield group
         finally:
             if engine.unfinished:
                 engine.abort(prompts["id"])
@@ -156,12 +181,11 @@ class ActorWorker:
         return compute_loss(self.engine, batch, objective, plan)
 
     def update(self, batch: Batch, objective: Objective, plan: UpdatePlan) -> dict[str, float]:
+        if self.policy_version == 0:
+            self._sync.measure(self._rollout_engine, self.engine)  # how far a fresh engine is
         metrics = run_updates(self.engine, batch, objective, plan, self.policy_version)
         self.policy_version += 1
-        if self._rollout_engine is not None:
-            # The embedded engine reads the live tensors; an engine with its own copy takes the stream.
-            self._rollout_engine.load_shards(self.engine.shards(), self.policy_version)
-        return metrics
+        return metrics | self._serve()
 
     def shards(self) -> Iterator[Shard]:
         return self.engine.shards()
@@ -177,8 +201,15 @@ class ActorWorker:
         rest = dict(meta)
         self.policy_version = int(rest.pop("policy_version"))
         self.engine.load_state(tensors, rest)
-        if self._rollout_engine is not None:
-            self._rollout_engine.load_shards(self.engine.shards(), self.policy_version)
+        self._serve()
+
+    def _serve(self) -> dict[str, float]:
+        """Give the rollout engine the weights as they are; how far its log-probs are from the trainer's then."""
+        if self._rollout_engine is None:
+            return {}
+        # The embedded engine reads the live tensors; an engine with its own copy takes the stream.
+        self._rollout_engine.load_shards(self.engine.shards(), self.policy_version)
+        return self._sync.measure(self._rollout_engine, self.engine)
 
 
 class ReferenceWorker:
@@ -197,6 +228,21 @@ class ReferenceWorker:
         """Column `ref_log_probs`, aligned with `response_tokens`."""
         flat = self.engine.log_probs(batch, temperature=temperature)["log_probs"]
         return Batch.from_columns({"ref_log_probs": (flat, batch.lengths("response_tokens"))})
+
+
+def engine_factory(name: str | EngineFactory) -> EngineFactory:
+    """The factory of that name, or in that file.
+
+    Raises:
+        ConfigError: there is none.
+    """
+    if not isinstance(name, str):
+        return name
+    if ".py:" in name:
+        return load_function(name)
+    if name not in ENGINES:
+        raise ConfigError(f"no rollout engine is called '{name}': {nearest(name, ENGINES)}, or give FILE.py:CLASS")
+    return ENGINES[name]
 
 
 def _fields(params: SamplingParams) -> dict[str, Any]:

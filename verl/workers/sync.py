@@ -1,0 +1,53 @@
+"""After each transfer of weights: does the rollout engine compute with those that were trained?
+
+Engines with a copy of the weights acknowledge the version they took. Beyond that, where an engine can `score`, a few
+samples of the latest rollout are scored by it and by the trainer. The mean |difference| of their log-probs, in nats a
+token, may be twice what it was when the engine was fresh (a few hundredths in half precision), or `SLACK`.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from verl.batch import Batch
+from verl.errors import RolloutError
+from verl.training.engine import TrainEngine
+
+ROWS = 4
+SLACK = 1e-3
+FRESH_LIMIT = 0.1
+
+
+class SyncCheck:
+    """Compares an engine's scores with the trainer's; `probe` is what they score."""
+
+    def __init__(self) -> None:
+        self.probe: Batch | None = None
+        self._fresh: float | None = None
+
+    def measure(self, engine: Any, trainer: TrainEngine) -> dict[str, float]:
+        """`sync/mismatch` and `sync/mismatch/max`, where the engine can score and there is a probe.
+
+        Raises:
+            RolloutError: the engine computes with other weights than the trainer.
+        """
+        probe = self.probe
+        if probe is None or not hasattr(engine, "score") or not sum(probe.lengths("response_tokens")):
+            return {}
+        ours = trainer.log_probs(probe)["log_probs"].double().cpu()
+        rows = zip(probe["prompt_tokens"], probe["response_tokens"], strict=True)
+        theirs = torch.tensor([score for prompt, response in rows for score in engine.score(prompt, response)])
+        difference = (ours - theirs.double()).abs()
+        mean = float(difference.mean())
+        limit = FRESH_LIMIT if self._fresh is None else max(SLACK, 2 * self._fresh)
+        if not mean <= limit:
+            raise RolloutError(
+                f"the rollout engine computes with other weights than the trainer: log-probs of the same samples "
+                f"differ by {mean:.2g} nats a token, at most {limit:.2g} is expected. An update of its weights was "
+                "lost or is incomplete (tied weights?)"
+            )
+        if self._fresh is None:
+            self._fresh = mean
+        return {"sync/mismatch": mean, "sync/mismatch/max": float(difference.max())}
