@@ -11,9 +11,10 @@ INSTALLED := $(VENV)/.installed
 MODEL := models/SmolLM2-135M-Instruct
 # One OpenMP pool a process, and no test reaches for a model hub.
 TEST_ENV := OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 TOKENIZERS_PARALLELISM=false
+VLLM_TESTS := $(wildcard tests/rollout/test_vllm*.py)
 PYTEST := $(TEST_ENV) $(BIN)/python -m pytest -n $(WORKERS)
 
-.PHONY: help install model train test test-all lint clean
+.PHONY: help install model train test test-all vllm test-vllm lint clean
 
 help: ## say what there is
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-10s %s\n", $$1, $$2 }' $(firstword $(MAKEFILE_LIST))
@@ -49,6 +50,12 @@ test: lint ## style, types and the fast tests
 test-all: lint model ## the slow tests too
 	$(PYTEST) -m "not gpu"
 
+vllm: ## make an environment with vLLM's CPU build in .venv-vllm
+	@PYTHON="$(PYTHON)" TORCH_ARGS="$(TORCH_ARGS)" scripts/vllm_env.sh
+
+test-vllm: vllm ## the tests of vLLM itself, in that environment
+	$(TEST_ENV) .venv-vllm/bin/python -m pytest $(VLLM_TESTS)
+
 clean: ## remove everything that was made, runs and models excepted
-	rm -rf $(VENV) .bench build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) .venv-vllm .bench build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

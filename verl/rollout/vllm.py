@@ -124,6 +124,10 @@ class VLLMEngine:
         self._check_alive()
         if request.id in self._versions or any(sample.id == request.id for sample in self._ready):
             raise RolloutError(f"request '{request.id}' is already being answered: ids must differ")
+        if request.processors or request.guard is not None:
+            raise RolloutError(
+                f"request '{request.id}': vLLM runs no logits processors or guards, the engines embedded and hf do"
+            )
         prompt = list(request.prompt_tokens)
         check_prompt(request.id, prompt, self._vocab_size, self.max_length)
         if request.params.temperature not in (0, 1) and not self._scaled:
