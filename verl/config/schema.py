@@ -171,6 +171,9 @@ class RolloutConfig(Section):
         description="engine: embedded (on the trained weights themselves), hf (plain generate), vllm, or your own, "
         "as FILE.py:CLASS",
     )
+    episode: FunctionPath | None = Field(
+        default=None, description="turns, tools or constraints of your own, as FILE.py:NAME (null: a single turn)"
+    )
     n: Count = Field(default=8, description="samples per prompt")
     max_new_tokens: Count = Field(default=128, description="longest response, in tokens")
     min_new_tokens: Annotated[int, Field(ge=0)] = Field(

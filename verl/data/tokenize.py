@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, Literal, get_args, overload
 
 from verl.batch import Batch
@@ -20,12 +20,18 @@ class PromptTokenizer:
     Args:
         truncation: "left" cuts the beginning off and keeps the end, "right" cuts the end off, "drop" leaves the row
             out, "error" refuses the data.
+        tools: JSON schemas that the chat template shows.
 
     `counts` sums up what was done: "rows", "truncated", "dropped", and "longest" (tokens, before the policy).
     """
 
     def __init__(
-        self, tokenizer: Any, *, max_prompt_length: int | None = None, truncation: Truncation = "error"
+        self,
+        tokenizer: Any,
+        *,
+        max_prompt_length: int | None = None,
+        truncation: Truncation = "error",
+        tools: Sequence[Mapping[str, Any]] = (),
     ) -> None:
         if truncation not in get_args(Truncation):
             raise ConfigError(f"truncation is one of {', '.join(get_args(Truncation))}, not '{truncation}'")
@@ -34,6 +40,7 @@ class PromptTokenizer:
         self.tokenizer = tokenizer
         self.max_prompt_length = max_prompt_length
         self.truncation = truncation
+        self.tools = tools
         self.counts: Counter[str] = Counter(rows=0, truncated=0, dropped=0, longest=0)
 
     def __call__(self, batch: Batch, first_row: int = 0) -> Batch:
@@ -42,7 +49,7 @@ class PromptTokenizer:
         Raises:
             DataError: a prompt is empty, over-long under the policy "error", or there is no chat template.
         """
-        tokens = encode_prompts(self.tokenizer, batch, first_row)
+        tokens = encode_prompts(self.tokenizer, batch, first_row, self.tools)
         limit = self.max_prompt_length
         self.counts["rows"] += len(tokens)
         self.counts["longest"] = max([self.counts["longest"], *map(len, tokens)])
@@ -68,30 +75,23 @@ class PromptTokenizer:
 
 
 @overload
-def tokenize_prompts(
-    data: PromptDataset, tokenizer: Any, *, max_prompt_length: int | None = None, truncation: Truncation = "error"
-) -> tuple[PromptDataset, Counter[str]]: ...
+def tokenize_prompts(data: PromptDataset, tokenizer: Any, **options: Any) -> tuple[PromptDataset, Counter[str]]: ...
 
 
 @overload
-def tokenize_prompts(
-    data: PromptStream, tokenizer: Any, *, max_prompt_length: int | None = None, truncation: Truncation = "error"
-) -> tuple[PromptStream, Counter[str]]: ...
+def tokenize_prompts(data: PromptStream, tokenizer: Any, **options: Any) -> tuple[PromptStream, Counter[str]]: ...
 
 
 def tokenize_prompts(
-    data: PromptDataset | PromptStream,
-    tokenizer: Any,
-    *,
-    max_prompt_length: int | None = None,
-    truncation: Truncation = "error",
+    data: PromptDataset | PromptStream, tokenizer: Any, **options: Any
 ) -> tuple[PromptDataset | PromptStream, Counter[str]]:
-    """The prompts with `prompt_tokens`, and the counts of `PromptTokenizer` (of a stream: they grow as it is read).
+    """The prompts with `prompt_tokens`, and the counts of `PromptTokenizer` (of a stream: they grow as it is read),
+    which the options are those of.
 
     Raises:
         DataError: see `PromptTokenizer`; or no prompt is left.
     """
-    encode = PromptTokenizer(tokenizer, max_prompt_length=max_prompt_length, truncation=truncation)
+    encode = PromptTokenizer(tokenizer, **options)
     if isinstance(data, PromptStream):
         return PromptStream(data.source, data.form, data.name, encode), encode.counts
     try:
@@ -99,11 +99,13 @@ def tokenize_prompts(
     except DataError as error:
         raise DataError(f"{data.name}: {error}") from error
     if not len(batch):
-        raise DataError(f"{data.name}: every prompt is longer than {max_prompt_length} tokens; none is left")
+        raise DataError(f"{data.name}: every prompt is longer than {encode.max_prompt_length} tokens; none is left")
     return PromptDataset(batch, data.name), encode.counts
 
 
-def encode_prompts(tokenizer: Any, batch: Batch, first_row: int = 0) -> list[list[int]]:
+def encode_prompts(
+    tokenizer: Any, batch: Batch, first_row: int = 0, tools: Sequence[Mapping[str, Any]] = ()
+) -> list[list[int]]:
     """Token ids of each row's prompt.
 
     Raises:
@@ -118,7 +120,7 @@ def encode_prompts(tokenizer: Any, batch: Batch, first_row: int = 0) -> list[lis
         if fields.get("prompt_tokens") is None and fields.get("prompt") is not None:
             plain[row] = fields["prompt"]
         elif fields.get("prompt_tokens") is None and fields.get("messages") is not None:
-            rendered[row] = render(tokenizer, json.loads(fields["messages"]))
+            rendered[row] = render(tokenizer, json.loads(fields["messages"]), tools=tools)
     for texts, special_tokens in ((plain, True), (rendered, False)):
         if texts:
             encoded = tokenizer(list(texts.values()), add_special_tokens=special_tokens)["input_ids"]
@@ -130,7 +132,9 @@ def encode_prompts(tokenizer: Any, batch: Batch, first_row: int = 0) -> list[lis
     return tokens
 
 
-def render(tokenizer: Any, messages: Sequence[Any], *, reply: bool = True) -> str:
+def render(
+    tokenizer: Any, messages: Sequence[Any], *, reply: bool = True, tools: Sequence[Mapping[str, Any]] = ()
+) -> str:
     """A chat as the template writes it, up to where the reply begins; a last message that the assistant has begun
     goes on. With `reply` false: the finished chat, nothing added.
 
@@ -144,7 +148,11 @@ def render(tokenizer: Any, messages: Sequence[Any], *, reply: bool = True) -> st
     begun = reply and messages[-1]["role"] == "assistant"
     try:
         text = tokenizer.apply_chat_template(
-            messages, tokenize=False, add_generation_prompt=reply and not begun, continue_final_message=begun
+            messages,
+            tools=list(tools) or None,
+            tokenize=False,
+            add_generation_prompt=reply and not begun,
+            continue_final_message=begun,
         )
     except Exception as error:  # a template is a program of its own: it raises what its author chose
         raise DataError(f"the chat template cannot render {str(messages)[:200]}: {error}") from error

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Protocol, runtime_checkable
 
@@ -46,8 +47,29 @@ class RewardSource(Protocol):
     async def score(self, batch: Batch) -> RewardResult: ...
 
 
+async def score_finished(source: RewardSource, batch: Batch) -> RewardResult:
+    """`source.score` of the responses that were finished; those aborted or rejected abstain."""
+    ends = batch["finish"] if "finish" in batch else [None] * len(batch)
+    rows = [row for row, end in enumerate(ends) if end not in ("abort", "reject")]
+    if len(rows) == len(batch):
+        return await source.score(batch)
+    errors = batch["episode_error"] if "episode_error" in batch else [None] * len(batch)
+    reasons = [error or f"the response ended by {end}" for error, end in zip(errors, ends, strict=True)]
+    scored = await source.score(batch.take(rows)) if rows else RewardResult([])
+    place = {row: index for index, row in enumerate(rows)}
+
+    def spread(values: Sequence[float | None]) -> list[float | None]:
+        return [values[place[row]] if row in place else None for row in range(len(batch))]
+
+    return RewardResult(
+        spread(scored.reward),
+        {name: spread(values) for name, values in scored.components.items()},
+        [scored.reasons[place[row]] if row in place else reason for row, reason in enumerate(reasons)],
+    )
+
+
 def run_reward(source: RewardSource, batch: Batch, timeout: float | None = None) -> RewardResult:
-    """`source.score(batch)` from synchronous code, a running event loop or not.
+    """`score_finished` from synchronous code, a running event loop or not.
 
     Raises:
         RewardError: no result within `timeout` seconds (None: the source's own deadlines hold).
@@ -56,7 +78,7 @@ def run_reward(source: RewardSource, batch: Batch, timeout: float | None = None)
 
     def run() -> None:
         try:
-            done.append(asyncio.run(source.score(batch)))
+            done.append(asyncio.run(score_finished(source, batch)))
         except BaseException as error:  # handed to the caller, whatever it is
             done.append(error)
 

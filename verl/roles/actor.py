@@ -21,9 +21,10 @@ from verl.models.heads import ValueModel
 from verl.models.loading import eos_token_ids, find_tokenizer, load_model, load_tokenizer
 from verl.roles.columns import add_rewards, aligned
 from verl.rollout.base import SamplingParams
+from verl.rollout.episode import Episode
 from verl.shard import Shard
 from verl.training.options import OptimConfig
-from verl.workers.actor import ActorWorker, EngineFactory, ReferenceWorker, RolloutOptions, TrainOptions
+from verl.workers.actor import ActorWorker, EngineFactory, ReferenceWorker, RolloutOptions, TrainOptions, load_episode
 from verl.workers.update import UpdatePlan
 
 if TYPE_CHECKING:
@@ -48,6 +49,8 @@ class Actor:
         optim: `OptimConfig`, a mapping of its fields, or your own `torch.optim.Optimizer` over the model's parameters.
         rollout: the engine that generates: "embedded" (on the very tensors that are trained), "hf", "vllm", a function
             or class that makes a `RolloutEngine`, or "FILE.py:NAME" of one.
+        episode: `async episode(client, row)`, what happens between a prompt and its response (several turns, tools,
+            constraints), or "FILE.py:NAME" of one; None: a single turn.
         sampling: how responses are drawn; keywords of `generate_sequences` override it call by call.
         dtype: "auto" (as stored), "float32", "bfloat16", "float16"; for a model given by name.
         mini_batch_size: samples an optimizer step; None: the whole batch.
@@ -71,6 +74,7 @@ class Actor:
         algorithm: str | BaseAlgorithm | None = None,
         optim: OptimConfig | Mapping[str, Any] | Any = None,
         rollout: str | EngineFactory = "embedded",
+        episode: Episode | str | None = None,
         sampling: SamplingParams | None = None,
         dtype: str = "auto",
         mini_batch_size: int | None = None,
@@ -110,7 +114,9 @@ class Actor:
         self.model: PreTrainedModel = loaded if head == "lm" else _score_model(loaded)
         self.tokenizer = _tokenizer(tokenizer, self.model, model)
         _check_vocabulary(self.model, self.tokenizer)
-        options = RolloutOptions(rollout, max_num_seqs, kv_cache_gb, seed, tensor_parallel_size)
+        options = RolloutOptions(rollout, max_num_seqs, kv_cache_gb, seed, tensor_parallel_size, episode)
+        #: The episode's tools, as chat templates show them.
+        self.tools: list[dict[str, Any]] = list(getattr(load_episode(episode), "schemas", ()))
         self.group: LocalGroup[ActorWorker] = LocalGroup(
             "actor",
             lambda: ActorWorker(
@@ -151,7 +157,7 @@ class Actor:
             prompts = [prompts]  # a lone text is a prompt, not the path of a file
         batch = prompts if isinstance(prompts, Batch) else load_prompts(prompts).batch
         if "prompt_tokens" not in batch:
-            batch = PromptTokenizer(self.tokenizer)(batch)
+            batch = PromptTokenizer(self.tokenizer, tools=self.tools)(batch)
         if "group" not in batch:
             batch = batch.add({"group": [f"{key}.{row}" for row in range(len(batch))]})
         return batch

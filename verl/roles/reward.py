@@ -7,7 +7,7 @@ from typing import Any
 from verl.batch import Batch
 from verl.errors import ConfigError
 from verl.rewards.make import make_reward
-from verl.rewards.source import RewardSource, run_reward
+from verl.rewards.source import RewardSource, run_reward, score_finished
 
 
 class Reward:
@@ -23,7 +23,7 @@ class Reward:
             `smoothing` (EMA).
 
     A sample whose reward fails, is late, or is not a finite number abstains: its reward is null, and
-    `abstain_reason` says why.
+    `abstain_reason` says why. So does one whose response was aborted or rejected: it is not scored at all.
     """
 
     def __init__(self, reward_fn: Any = None, *, model: Any = None, **options: Any) -> None:
@@ -43,7 +43,7 @@ class Reward:
 
     async def score(self, sequences: Batch) -> Batch:
         """Columns `reward`, `abstain_reason` and `reward/<component>`, one number a sample."""
-        return (await self.source.score(sequences)).as_batch()
+        return (await score_finished(self.source, sequences)).as_batch()
 
     def get_reward(self, sequences: Batch) -> Batch:
         """The same, waited for."""

@@ -7,31 +7,43 @@ episodes go on: one thread steps the engine over everything that is asked for. A
         return [Turns().wrote(await client.generate(row["prompt_tokens"]))]
 
 Several turns write into one response; what the policy did not write (a tool's output) is masked, and no token is
-ever decoded and encoded again.
+ever decoded and encoded again. An episode may have an attribute `deadline`, the seconds that one may take.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
+import queue
+import threading
+from collections.abc import AsyncGenerator, Awaitable, Callable, Generator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
+from contextlib import aclosing, suppress
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from verl.errors import RolloutError
-from verl.rollout.base import Finish, Request, RolloutEngine, Sample, SamplingParams
+from verl.rollout.base import Finish, Guard, LogitsProcessor, Request, RolloutEngine, Sample, SamplingParams
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+#: Seconds that an episode may take that does not say otherwise.
+DEADLINE = 600.0
 
 
 @dataclass
 class Turns:
-    """One response that grows by turns; the columns of a finished row, aligned."""
+    """One response that grows by turns; the columns of a finished row, aligned.
+
+    `rejected` counts responses that were thrown away before this one.
+    """
 
     response_tokens: list[int] = field(default_factory=list)
     response_mask: list[int] = field(default_factory=list)
     rollout_log_probs: list[float] = field(default_factory=list)
     finish: Finish = "stop"
     policy_version: int = 0
+    rejected: int = 0
 
     def wrote(self, sample: Sample) -> Turns:
         """What the policy wrote comes next; the version is the oldest of all its turns."""
@@ -69,23 +81,38 @@ async def single_turn(client: Client, row: Mapping[str, Any]) -> list[Turns]:
 
 
 class Client:
-    """An episode's way to the engine. Its requests are named by the row's id and their number in the episode."""
+    """An episode's way to the engine. Its requests are named by the row's id and their number in the episode.
 
-    def __init__(self, pump: _Pump, row_id: str, params: SamplingParams) -> None:
+    Attributes:
+        params: how the row's response is to be sampled.
+        tokenizer: the policy's.
+    """
+
+    def __init__(
+        self, pump: _Pump, row_id: str, params: SamplingParams, tokenizer: PreTrainedTokenizerBase | None
+    ) -> None:
+        self.params = params
+        self.tokenizer = tokenizer
         self._pump = pump
         self._row_id = row_id
-        self._params = params
         self._asked = 0
 
-    async def generate(self, prompt_tokens: Sequence[int], params: SamplingParams | None = None) -> Sample:
-        """A sample after these tokens, by the episode's parameters unless others are given.
+    async def generate(
+        self,
+        prompt_tokens: Sequence[int],
+        params: SamplingParams | None = None,
+        *,
+        processors: tuple[LogitsProcessor, ...] = (),
+        guard: Guard | None = None,
+    ) -> Sample:
+        """A sample after these tokens, by `self.params` unless others are given; see `Request`.
 
         Raises:
             RolloutError: the engine refuses the request.
         """
         name = self._row_id if self._asked == 0 else f"{self._row_id}#{self._asked}"
         self._asked += 1
-        return await self._pump.ask(Request(name, prompt_tokens, params or self._params))
+        return await self._pump.ask(Request(name, prompt_tokens, params or self.params, processors, guard))
 
 
 class _Pump:
@@ -164,29 +191,32 @@ class _Pump:
 async def run_episodes(
     engine: RolloutEngine,
     rows: Sequence[Mapping[str, Any]],
-    params: SamplingParams,
+    params: SamplingParams | Sequence[SamplingParams],
     episode: Episode = single_turn,
     *,
-    deadline: float = 600.0,
-) -> AsyncIterator[Outcome]:
+    tokenizer: PreTrainedTokenizerBase | None = None,
+    deadline: float | None = None,
+) -> AsyncGenerator[Outcome, None]:
     """Outcomes of one episode for each row (which has `id` and whatever the episode reads), as they finish.
 
-    An episode that raises, or takes longer than `deadline` seconds, is an outcome with an error: what it asked for
-    is aborted and the others go on.
+    An episode that raises, or takes longer than `deadline` seconds (None: its own, or 600), is an outcome with an
+    error: what it asked for is aborted and the others go on. `params` are those of all rows, or one for each.
 
     Raises:
         RolloutError: the engine failed.
     """
     pump = _Pump(engine)
     pumping = asyncio.create_task(pump.run())
+    seconds = float(getattr(episode, "deadline", DEADLINE)) if deadline is None else deadline
 
     async def one(index: int) -> Outcome:
         row = rows[index]
-        client = Client(pump, str(row["id"]), params)
+        own = params if isinstance(params, SamplingParams) else params[index]
+        client = Client(pump, str(row["id"]), own, tokenizer)
         try:
-            return Outcome(index, await asyncio.wait_for(episode(client, row), deadline))
+            return Outcome(index, await asyncio.wait_for(episode(client, row), seconds))
         except asyncio.TimeoutError:
-            return Outcome(index, [], f"episode of row '{row['id']}' took longer than {deadline:g} s")
+            return Outcome(index, [], f"episode of row '{row['id']}' took longer than {seconds:g} s")
         except Exception as error:  # a user's code: whatever it raises is this row's affair
             return Outcome(index, [], f"episode of row '{row['id']}': {type(error).__name__}: {error}")
 
@@ -203,3 +233,43 @@ async def run_episodes(
         with suppress(asyncio.CancelledError):
             await pumping
         pump.drain()
+
+
+def outcomes(
+    engine: RolloutEngine,
+    rows: Sequence[Mapping[str, Any]],
+    params: Sequence[SamplingParams],
+    episode: Episode,
+    tokenizer: PreTrainedTokenizerBase,
+) -> Generator[Outcome, None, None]:
+    """`run_episodes` from synchronous code, an event loop running in this thread or not."""
+    done: queue.SimpleQueue[Outcome | BaseException | None] = queue.SimpleQueue()
+    loop = asyncio.new_event_loop()
+
+    async def collect() -> None:
+        async with aclosing(run_episodes(engine, rows, params, episode, tokenizer=tokenizer)) as episodes:
+            async for outcome in episodes:
+                done.put(outcome)
+
+    task = loop.create_task(collect())
+
+    def run() -> None:
+        try:
+            loop.run_until_complete(task)
+            done.put(None)
+        except BaseException as error:  # handed to the caller, whatever it is
+            done.put(error)
+        finally:
+            loop.close()
+
+    thread = threading.Thread(target=run, name="episodes", daemon=True)
+    thread.start()
+    try:
+        while (outcome := done.get()) is not None:
+            if isinstance(outcome, BaseException):
+                raise outcome
+            yield outcome
+    finally:
+        with suppress(RuntimeError):  # the loop is closed: it has ended by itself
+            loop.call_soon_threadsafe(task.cancel)
+        thread.join()

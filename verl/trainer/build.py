@@ -46,6 +46,7 @@ def build_actor(config: Config) -> Actor:
         policy.model.tokenizer,
         dtype=policy.model.dtype,
         rollout=rollout.name,
+        episode=rollout.episode,
         sampling=SamplingParams(
             max_new_tokens=rollout.max_new_tokens,
             min_new_tokens=rollout.min_new_tokens,
@@ -210,7 +211,9 @@ def _load(config: Config, source: Any, actor: Actor) -> tuple[PromptDataset | Pr
     positions = getattr(actor.model.config.get_text_config(), "max_position_embeddings", None)
     # One position is left for a response at least.
     limit = min(data.max_prompt_length or positions or 2**31, (positions or 2**31) - 1)
-    tokens, counts = tokenize_prompts(prompts, actor.tokenizer, max_prompt_length=limit, truncation=data.truncation)
+    tokens, counts = tokenize_prompts(
+        prompts, actor.tokenizer, max_prompt_length=limit, truncation=data.truncation, tools=actor.tools
+    )
     notes = [f"{counts[what]} prompts of {prompts.name} are longer than {limit} tokens and were {what}"
              for what in ("dropped", "truncated") if counts[what]]  # fmt: skip
     return tokens, notes

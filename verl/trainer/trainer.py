@@ -327,6 +327,10 @@ class Trainer:
             "kl": _kl_to_reference(batch) if "ref_log_probs" in batch else float("nan"),
             **result.metrics,
         }
+        if "rejected" in batch:
+            rejected, failed = sum(batch["rejected"]), sum(error is not None for error in batch["episode_error"])
+            record["rollout/rejection_rate"] = rejected / max(rejected + len(batch) - failed, 1)
+            record["rollout/failed_episodes"] = failed
         for name, fn in self.metric_fns.items():
             record[name] = float(fn(batch))
         return record
@@ -385,6 +389,8 @@ def _permuted(samples: Batch, seed: int) -> Batch:
 
 
 def _kl_to_reference(batch: Batch) -> float:
-    """Mean over tokens of k3 = exp(-d) - 1 + d, d = log p - log p_ref (Schulman, "Approximating KL divergence")."""
+    """Mean over the policy's tokens of k3 = exp(-d) - 1 + d, d = log p - log p_ref (Schulman, "Approximating KL
+    divergence")."""
     delta = batch.tensor("rollout_log_probs", torch.float64) - batch.tensor("ref_log_probs", torch.float64)
+    delta = delta[batch.tensor("response_mask").bool()]
     return float((torch.exp(-delta) - 1 + delta).mean()) if delta.numel() else float("nan")

@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+import logging
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
+from contextlib import closing
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal
 
+import pyarrow as pa
 import torch
 
 from verl.batch import Batch
 from verl.errors import ConfigError, nearest
 from verl.models.packed import PackedModel
 from verl.rewards.loading import load_function
-from verl.rollout.base import Request, RolloutEngine, Sample, SamplingParams
+from verl.rollout.base import Request, RolloutEngine, SamplingParams
+from verl.rollout.episode import Episode, Outcome, Turns, outcomes
 from verl.shard import Shard
 from verl.training.options import OptimConfig
 from verl.training.single import SingleEngine
@@ -21,6 +25,8 @@ from verl.workers.update import Objective, UpdatePlan, compute_loss, run_updates
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+logger = logging.getLogger(__name__)
 
 #: Makes a rollout engine: (model, tokenizer, eos ids, options) -> engine. A class that is made so is one, too.
 EngineFactory = Callable[["PackedModel", "PreTrainedTokenizerBase", tuple[int, ...], "RolloutOptions"], RolloutEngine]
@@ -39,6 +45,7 @@ class RolloutOptions:
         kv_cache_gb: memory of the KV cache, in GiB; None: as much as the running sequences need.
         tensor_parallel_size: ranks that share the model, for an engine that can split it (vllm).
         seed: of the run; with a sample's id it fixes the sample's randomness.
+        episode: what happens between a row and the engine, or "FILE.py:NAME" of it; None: a single turn.
     """
 
     name: str | EngineFactory = "embedded"
@@ -46,6 +53,7 @@ class RolloutOptions:
     kv_cache_gb: float | None = None
     seed: int = 0
     tensor_parallel_size: int = 1
+    episode: Episode | str | None = None
 
     @property
     def kv_memory(self) -> int | None:
@@ -152,18 +160,23 @@ class ActorWorker:
 
     def generate(self, prompts: Batch, params: SamplingParams) -> Iterator[Batch]:
         """Samples as groups finish. Rows carry `id`, `group` and `prompt_tokens`; a row whose column
-        `baseline` is true is decoded greedily. Yields the rows with the response columns added."""
-        engine = self.rollout_engine
+        `baseline` is true is decoded greedily. Yields the rows with the response columns added; under an episode
+        also `rejected` (responses thrown away before this one) and `episode_error` (why there is none, or null)."""
+        engine, episode = self.rollout_engine, load_episode(self.rollout.episode)
         greedy = SamplingParams(**{**_fields(params), "temperature": 0.0})
         baseline = prompts["baseline"] if "baseline" in prompts else [False] * len(prompts)
+        rows = [greedy if is_baseline else params for is_baseline in baseline]
         engine.wake()
-        for id_, tokens, is_baseline in zip(prompts["id"], prompts["prompt_tokens"], baseline, strict=True):
-            engine.add(Request(id_, tokens, greedy if is_baseline else params))
         self._sync.probe = None
+        if episode is None:
+            ended = _single_turns(engine, prompts, rows)
+        else:
+            ended = outcomes(engine, list(prompts.rows()), rows, episode, self.tokenizer)
         try:
-            for group in _finished_groups(engine, prompts):
-                self._sync.probe = self._sync.probe or group.take(range(min(ROWS, len(group))))
-                yield group
+            with closing(ended):  # whatever it has running ends before the engine is touched again
+                for group in _finished_groups(ended, prompts, None if episode is None else engine.policy_version):
+                    self._sync.probe = self._sync.probe or group.take(range(min(ROWS, len(group))))
+                    yield group
         finally:
             if engine.unfinished:
                 engine.abort(prompts["id"])
@@ -249,33 +262,51 @@ def _fields(params: SamplingParams) -> dict[str, Any]:
     return {name: getattr(params, name) for name in params.__dataclass_fields__}
 
 
-def _finished_groups(engine: RolloutEngine, prompts: Batch) -> Iterator[Batch]:
-    """Rows of each group once its last sample is done; the rows of a group keep their order."""
+def load_episode(episode: Episode | str | None) -> Episode | None:
+    """The episode, out of its file if it is in one."""
+    return load_function(episode) if isinstance(episode, str) else episode
+
+
+def _single_turns(
+    engine: RolloutEngine, prompts: Batch, params: Sequence[SamplingParams]
+) -> Generator[Outcome, None, None]:
+    """One response a row, in whatever order they finish."""
     index = {id_: row for row, id_ in enumerate(prompts["id"])}
-    waiting = {rows[0]: set(rows) for rows in prompts.group_indices()}
-    first = {row: rows[0] for rows in prompts.group_indices() for row in rows}
-    done: dict[int, Sample] = {}
+    for id_, tokens, own in zip(prompts["id"], prompts["prompt_tokens"], params, strict=True):
+        engine.add(Request(id_, tokens, own))
     while engine.unfinished:
-        ready: list[int] = []
         for sample in engine.step():
-            row = index[sample.id]
-            done[row] = sample
-            rows = waiting[first[row]]
-            rows.discard(row)
-            if not rows:
-                ready.append(first[row])
-        if ready:
-            members = [row for row in range(len(prompts)) if first[row] in set(ready)]
-            yield _with_samples(prompts.take(members), [done.pop(row) for row in members])
+            yield Outcome(index[sample.id], [Turns().wrote(sample)])
 
 
-def _with_samples(rows: Batch, samples: list[Sample]) -> Batch:
-    return rows.add(
-        {
-            "response_tokens": [s.tokens for s in samples],
-            "response_mask": [[1] * len(s.tokens) for s in samples],
-            "rollout_log_probs": [s.log_probs for s in samples],
-            "finish": [s.finish for s in samples],
-            "policy_version": [s.policy_version for s in samples],
-        }
-    )
+def _finished_groups(ended: Iterable[Outcome], prompts: Batch, version: int | None = None) -> Iterator[Batch]:
+    """Rows of each group once its last response is there; the rows of a group keep their order.
+
+    `version`: that of the engine, where these are episodes.
+    """
+    groups = {row: rows for rows in prompts.group_indices() for row in rows}
+    done: dict[int, Outcome] = {}
+    for outcome in ended:
+        done[outcome.index] = outcome
+        rows = groups[outcome.index]
+        if all(row in done for row in rows):
+            yield _with_responses(prompts.take(rows), [done.pop(row) for row in rows], version)
+
+
+def _with_responses(rows: Batch, ended: list[Outcome], version: int | None) -> Batch:
+    errors = [outcome.error or _count_error(outcome) for outcome in ended]
+    for error in filter(None, errors):
+        logger.warning("%s", error)
+    none = Turns(finish="abort", policy_version=version or 0)
+    turns = [none if error else outcome.responses[0] for outcome, error in zip(ended, errors, strict=True)]
+    names = ("response_tokens", "response_mask", "rollout_log_probs", "finish", "policy_version")
+    columns: dict[str, Any] = {name: [getattr(turn, name) for turn in turns] for name in names}
+    if version is not None:
+        columns["rejected"] = [turn.rejected for turn in turns]
+        columns["episode_error"] = pa.array(errors, pa.string())
+    return rows.add(columns)
+
+
+def _count_error(outcome: Outcome) -> str | None:
+    count = len(outcome.responses)
+    return None if count == 1 else f"the episode gave {count} responses: a row wants exactly one"

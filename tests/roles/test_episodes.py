@@ -1,0 +1,140 @@
+"""Episodes under an actor and a trainer: real engine, real updates, tiny model."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import verl
+from verl.batch import Batch
+from verl.rollout.base import SamplingParams
+from verl.rollout.episode import Client, Turns
+
+TOOL = [70, 71, 72]
+
+
+async def interrupted(client: Client, row: Mapping[str, Any]) -> Sequence[Turns]:
+    """Three turns of four tokens with a tool's tokens between them; some rows go wrong."""
+    if row["id"].endswith("/1") and row["group"].endswith(".1"):
+        raise KeyError("no tool")
+    turns = Turns(rejected=1)
+    for turn in range(3):
+        if turn:
+            turns.read(TOOL)
+        turns.wrote(await client.generate([*row["prompt_tokens"], *turns.response_tokens], _short(client.params)))
+    return [turns]
+
+
+def _short(params: SamplingParams) -> SamplingParams:
+    return SamplingParams(max_new_tokens=4, temperature=params.temperature, ignore_eos=True)
+
+
+def actor_of(path: Path, **options: Any) -> verl.Actor:
+    return verl.Actor.from_pretrained(str(path), optim={"lr": 1e-2}, dtype="float32", **options)
+
+
+def test_what_the_policy_wrote_is_scored_as_one_sequence(tiny: Path) -> None:
+    actor = actor_of(tiny, episode=interrupted)
+    rows = actor.generate_sequences(["Once", "In the beginning"], n=3)
+    assert [len(tokens) for tokens in rows["response_tokens"]] == [18, 18, 18, 18, 0, 18]
+    assert rows["finish"] == ["length"] * 4 + ["abort", "length"]
+    assert [error is None for error in rows["episode_error"]] == [True] * 4 + [False, True]
+    assert "KeyError: 'no tool'" in rows["episode_error"][4]
+    assert rows["rejected"] == [1, 1, 1, 1, 0, 1]
+    # The engine's log-probs, over several requests, are the trainer's over the whole, where the policy wrote.
+    again = actor.compute_log_probs(rows)["log_probs"]
+    for row, log_probs in zip(rows.rows(), again, strict=True):
+        assert row["response_mask"] == ([1] * 4 + [0] * 3) * 2 + [1] * 4 or not row["response_mask"]
+        assert row["response_tokens"][4:7] == TOOL or not row["response_tokens"]
+        for mask, engine, trainer in zip(row["response_mask"], row["rollout_log_probs"], log_probs, strict=True):
+            assert math.isclose(engine, trainer, abs_tol=1e-4) if mask else engine == 0
+
+
+def test_an_episode_repeats_itself(tiny: Path) -> None:
+    def once() -> Batch:
+        return actor_of(tiny, episode=interrupted).generate_sequences(["Once", "Then"], n=4, key="k")
+
+    assert once() == once()
+
+
+def test_what_a_tool_wrote_teaches_nothing(tiny: Path) -> None:
+    rows = actor_of(tiny, episode=interrupted).generate_sequences(["Once"], n=4, key="k")
+    rewards = [0.0, 1.0, 0.5, 2.0]
+    weights = []
+    everything = [[1] * len(mask) for mask in rows["response_mask"]]
+    for masked, mask in ((0.0, rows["response_mask"]), (-9.0, rows["response_mask"]), (0.0, everything)):
+        actor = actor_of(tiny, algorithm="grpo", mini_batch_size=2)
+        log_probs = [
+            [lp if m else masked for lp, m in zip(lps, own, strict=True)]
+            for lps, own in zip(rows["rollout_log_probs"], rows["response_mask"], strict=True)
+        ]
+        bare = rows.drop(["rollout_log_probs", "response_mask"])
+        metrics = actor.update(bare.add({"rollout_log_probs": log_probs, "response_mask": mask}), rewards)
+        assert metrics["grad_norm"] > 0
+        weights.append(torch.cat([p.detach().flatten() for p in actor.model.parameters()]))
+    assert torch.equal(weights[0], weights[1]) and not torch.equal(weights[0], weights[2])
+
+
+def test_a_trainer_steps_through_episodes_and_failures_abstain(tiny: Path) -> None:
+    trainer = verl.Trainer(
+        actor_of(tiny, episode=interrupted),
+        reward_fn=lambda texts: [float(len(text)) for text in texts],
+        algorithm="grpo",
+        n=3,
+    )
+    log = trainer.step(["Once", "In the beginning"])
+    assert log["updated"] and log["reward/abstained"] == 1
+    assert log["rollout/failed_episodes"] == 1
+    assert log["rollout/rejection_rate"] == 0.5
+
+
+def test_an_episode_may_run_where_a_loop_runs(tiny: Path) -> None:
+    async def inside() -> Batch:
+        return actor_of(tiny, episode=interrupted).generate_sequences(["Once"], n=2)
+
+    assert len(asyncio.run(inside())) == 2
+
+
+def test_an_episode_has_its_own_deadline_and_one_response_a_row(tiny: Path) -> None:
+    class Slow:
+        deadline = 0.3
+
+        async def __call__(self, client: Client, row: Mapping[str, Any]) -> list[Turns]:
+            if row["id"].endswith("/0"):
+                await asyncio.sleep(60)
+            return []
+
+    rows = actor_of(tiny, episode=Slow()).generate_sequences(["Once"], n=2)
+    assert "took longer than 0.3 s" in rows["episode_error"][0]
+    assert "gave 0 responses" in rows["episode_error"][1]
+
+
+def test_an_engine_that_refuses_is_a_failed_episode_and_leaving_early_is_clean(tiny: Path) -> None:
+    actor = actor_of(tiny, episode=interrupted)
+    rows = verl.roles.actor.expand(actor.prompts(["Once", "Then"], "k"), 2)
+    samples = actor.rollout(rows, actor.sampling)
+    next(samples)
+    samples.close()  # type: ignore[attr-defined]
+    assert actor.group.worker.rollout_engine.unfinished == 0
+    assert len(actor.generate_sequences(["Once"], n=2)) == 2
+
+
+@pytest.mark.parametrize("end", ["abort", "reject"])
+def test_what_was_not_finished_is_not_scored(end: str) -> None:
+    seen: list[str] = []
+
+    def score(texts: list[str]) -> list[dict[str, float]]:
+        seen.extend(texts)
+        return [{"score": 1.0, "part": 2.0} for _ in texts]
+
+    rows = Batch.from_columns({"id": ["a", "b", "c"], "response": ["A", "B", "C"], "finish": ["stop", end, "length"]})
+    scored = verl.Reward(score).get_reward(rows)
+    assert seen == ["A", "C"]
+    assert scored["reward"] == [1.0, None, 1.0] and scored["reward/part"] == [2.0, None, 2.0]
+    assert scored["abstain_reason"] == [None, f"the response ended by {end}", None]

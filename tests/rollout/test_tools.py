@@ -1,0 +1,277 @@
+"""Tools in the hands of a policy whose turns are given, so that what follows them can be told exactly."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import threading
+import time
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+from transformers import AutoTokenizer, PreTrainedTokenizerBase
+
+from verl.errors import ConfigError
+from verl.rollout.base import Request, Sample, SamplingParams
+from verl.rollout.episode import Outcome, run_episodes
+from verl.rollout.tools import MAX_HUNG, ToolEpisode, calculator, interpreter, tool
+from verl.sandbox import Limits
+from verl.shard import Shard
+
+
+class Scripted:
+    """An engine that says what it is told to, turn by turn, within what the request allows."""
+
+    policy_version = 3
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, turns: Sequence[str]) -> None:
+        self.tokenizer, self.turns = tokenizer, list(turns)
+        self.requests: list[Request] = []
+        self._new: list[Request] = []
+
+    @property
+    def unfinished(self) -> int:
+        return len(self._new)
+
+    def add(self, request: Request) -> None:
+        self.requests.append(request)
+        self._new.append(request)
+
+    def step(self) -> list[Sample]:
+        done, self._new = self._new, []
+        samples = []
+        for request in done:
+            tokens = self.tokenizer(self.turns.pop(0), add_special_tokens=False)["input_ids"]
+            kept = tokens[: request.params.max_new_tokens]
+            finish = "stop" if kept == tokens else "length"
+            samples.append(Sample(request.id, kept, [-0.5] * len(kept), finish, self.policy_version))  # type: ignore[arg-type]
+        return samples
+
+    def abort(self, ids: Iterable[str]) -> None: ...
+    def load_shards(self, shards: Iterable[Shard], version: int) -> None: ...
+    def sleep(self) -> None: ...
+    def wake(self) -> None: ...
+
+
+@pytest.fixture(scope="module")
+def chat(tiny: Path) -> PreTrainedTokenizerBase:
+    return AutoTokenizer.from_pretrained(tiny)  # type: ignore[no-any-return]
+
+
+def play(
+    episode: ToolEpisode, tokenizer: PreTrainedTokenizerBase, turns: Sequence[str], prompt: str = "Q", **params: Any
+) -> tuple[Outcome, Scripted]:
+    engine = Scripted(tokenizer, turns)
+    row = {"id": "a", "prompt_tokens": tokenizer(prompt)["input_ids"]}
+    options = SamplingParams(**{"max_new_tokens": 400, **params})
+
+    async def one() -> Outcome:
+        episodes = run_episodes(engine, [row], options, episode, tokenizer=tokenizer)
+        (outcome,) = [outcome async for outcome in episodes]
+        return outcome
+
+    return asyncio.run(asyncio.wait_for(one(), 60)), engine
+
+
+def call(name: str, **arguments: Any) -> str:
+    return f"<tool_call>\n{json.dumps({'name': name, 'arguments': arguments})}\n</tool_call><|end|>"
+
+
+def text_of(outcome: Outcome, tokenizer: PreTrainedTokenizerBase, mask: int) -> str:
+    (turns,) = outcome.responses
+    return str(
+        tokenizer.decode([t for t, m in zip(turns.response_tokens, turns.response_mask, strict=True) if m == mask])
+    )
+
+
+def test_chat_calls_are_answered_as_the_template_does(chat: PreTrainedTokenizerBase) -> None:
+    turns = ["Let me see. " + call("calculator", expression="(2 + 3) * 4"), "It is 20.<|end|>"]
+    outcome, engine = play(ToolEpisode([calculator]), chat, turns)
+    (response,) = outcome.responses
+    # The whole is what the template would have written for this chat.
+    chat_so_far = [
+        {"role": "assistant", "content": turns[0].removesuffix("<|end|>")},
+        {"role": "tool", "content": "20"},
+        {"role": "assistant", "content": "It is 20."},
+    ]
+    written = chat.apply_chat_template(chat_so_far, tokenize=False).removeprefix("<|assistant|>").removesuffix("\n")
+    assert chat.decode(response.response_tokens) == written
+    assert text_of(outcome, chat, 0) == "\n<|tool|>20<|end|>\n<|assistant|>"
+    assert text_of(outcome, chat, 1) == "".join(turns)
+    assert [lp != 0 for lp in response.rollout_log_probs] == [m == 1 for m in response.response_mask]
+    assert (response.finish, response.policy_version) == ("stop", 3)
+    # The second request goes on from the very tokens of the first.
+    first, second = engine.requests
+    assert second.id == "a#1"
+    length = len(first.prompt_tokens) + len(chat(turns[0])["input_ids"])
+    assert list(second.prompt_tokens[:length]) == [*first.prompt_tokens, *chat(turns[0])["input_ids"]]
+
+
+def test_a_turn_that_does_not_end_itself_is_ended(chat: PreTrainedTokenizerBase) -> None:
+    turns = [call("calculator", expression="1+1").removesuffix("<|end|>"), "2<|end|>"]
+    outcome, _ = play(ToolEpisode([calculator]), chat, turns)
+    assert text_of(outcome, chat, 0) == "<|end|>\n<|tool|>2<|end|>\n<|assistant|>"
+
+
+def test_several_calls_of_one_turn_are_answered_in_order(chat: PreTrainedTokenizerBase) -> None:
+    both = call("calculator", expression="1+1").removesuffix("<|end|>") + call("calculator", expression="2+2")
+    outcome, _ = play(ToolEpisode([calculator]), chat, [both, "ok<|end|>"])
+    assert text_of(outcome, chat, 0) == "\n<|tool|>2<|end|>\n<|tool|>4<|end|>\n<|assistant|>"
+
+
+@pytest.mark.parametrize(
+    ("written", "answer"),
+    [
+        ("<tool_call>{broken</tool_call>", 'error: a call is {"name": ..., "arguments": {...}} in JSON'),
+        ("<tool_call>[1]</tool_call>", 'error: a call is {"name": ..., "arguments": {...}} in JSON'),
+        ('<tool_call>{"name": "calculator", "arguments": 3}</tool_call>', "error: name must be text"),
+        (call("calculater"), "error: there is no tool 'calculater': did you mean 'calculator'?"),
+        (call("calculator", wrong=1), "error: calculator: missing a required argument: 'expression'"),
+        (call("calculator", expression="__import__('os')"), "error: ValueError: only numbers"),
+        (call("calculator", expression="1/0"), "error: ZeroDivisionError"),
+        (call("calculator", expression="9" * 500), "error: ValueError: the expression is longer"),
+        (call("fails"), "error: RuntimeError: SystemExit(3)"),
+        (call("late"), "error: late took longer than 0.2 s"),
+        (call("waits"), "error: waits took longer than 0.2 s"),
+        (call("table"), '{"a": [1, 2]}'),
+        (call("long"), "x" * 16 + " [cut]"),
+    ],
+)
+def test_what_goes_wrong_is_told_to_the_policy(chat: PreTrainedTokenizerBase, written: str, answer: str) -> None:
+    def fails() -> str:
+        """Fails."""
+        raise SystemExit(3)
+
+    def late() -> str:
+        """Hangs."""
+        time.sleep(2)
+        return "never"
+
+    async def waits() -> str:
+        """Hangs without a thread."""
+        await asyncio.sleep(30)
+        return "never"
+
+    def table() -> dict[str, Any]:
+        """Returns a mapping."""
+        return {"a": [1, 2]}
+
+    def long() -> str:
+        """Returns much."""
+        return "x" * 1000
+
+    tools = [calculator, fails, tool(late, timeout=0.2), tool(waits, timeout=0.2), table, long]
+    limit = 16 if "long" in written else 200
+    outcome, _ = play(ToolEpisode(tools, max_result_tokens=limit), chat, [written, "ok<|end|>"], max_new_tokens=900)
+    assert f"<|tool|>{answer}" in text_of(outcome, chat, 0)
+    assert outcome.responses[0].finish == "stop"
+
+
+def test_a_tool_that_hangs_again_and_again_is_not_called_any_more() -> None:
+    done = threading.Event()
+
+    def hangs() -> str:
+        """Hangs."""
+        done.wait(60)
+        return ""
+
+    stuck = tool(hangs, timeout=0.05)
+
+    async def ask() -> list[str]:
+        return [await stuck.call({}) for _ in range(MAX_HUNG + 1)]
+
+    answers = asyncio.run(ask())
+    done.set()
+    assert answers == ["error: hangs took longer than 0.05 s"] * MAX_HUNG + ["error: hangs is out of order"]
+
+
+def test_turns_and_tokens_are_bounded(chat: PreTrainedTokenizerBase) -> None:
+    again = call("calculator", expression="1+1")
+    outcome, engine = play(ToolEpisode([calculator], max_turns=3), chat, [again] * 9, max_new_tokens=2000)
+    (response,) = outcome.responses
+    assert (len(engine.requests), response.finish) == (3, "length")
+    assert response.response_mask[-1] == 1
+    for limit in range(1, 220, 7):
+        outcome, _ = play(ToolEpisode([calculator], max_turns=99), chat, [again] * 99, max_new_tokens=limit)
+        (response,) = outcome.responses
+        assert len(response.response_tokens) <= limit
+        assert response.finish == "length" and response.response_mask[-1] == 1
+
+
+def test_the_plain_form(tokenizer: PreTrainedTokenizerBase) -> None:
+    one = ToolEpisode([calculator], form="plain", max_turns=3)
+    outcome, engine = play(one, tokenizer, ["= <<12 + 7>>", " so 19. <<19*2>>", " 38"])
+    assert tokenizer.decode(outcome.responses[0].response_tokens) == "= <<12 + 7>> [19] so 19. <<19*2>> [38] 38"
+    assert text_of(outcome, tokenizer, 0) == " [19] [38]"
+    assert engine.requests[0].params.stop == (">>",)
+    assert one.schemas == []
+
+    def echo(text: str) -> str:
+        """Says it again.
+
+        Args:
+            text: what
+        """
+        return text
+
+    two = ToolEpisode([calculator, echo], form="plain", max_turns=4)
+    turns = ["<<calculator: 1>>", "<<echo: a: b>>", "<<3>>", "done"]
+    outcome, _ = play(two, tokenizer, turns)
+    assert text_of(outcome, tokenizer, 0) == " [1] [a: b] [error: a call is <<name: argument>>]"
+
+
+def test_the_interpreter_is_sandboxed() -> None:
+    python = interpreter(Limits(seconds=1.0, output=200))
+
+    async def ask(code: str) -> str:
+        return await python.call({"code": code})
+
+    for code, answer in {
+        "print(6 * 7)": "42",
+        "pass": "[no output]",
+        "while True: pass": "[stopped after 1 s]",
+        "print('x' * 300)": "x" * 200 + "\n[stopped: too much output]",
+    }.items():
+        assert asyncio.run(ask(code)) == answer
+    assert "FileNotFoundError" in asyncio.run(ask("open('/etc/passwd')"))
+
+
+def test_schemas_come_from_signature_and_docstring() -> None:
+    (schema,) = ToolEpisode([calculator]).schemas
+    assert schema["function"]["name"] == "calculator"
+    assert schema["function"]["parameters"]["properties"]["expression"]["type"] == "string"
+    assert schema["function"]["parameters"]["required"] == ["expression"]
+
+    def bare(x: int) -> int:
+        return x
+
+    for problem, make in {
+        "tool bare": lambda: tool(bare),
+        "different names": lambda: ToolEpisode([calculator, calculator]),
+        "chat or plain": lambda: ToolEpisode([calculator], form="xml"),  # type: ignore[arg-type]
+        "the plain form gives one": lambda: ToolEpisode([tool(_two)], form="plain"),
+    }.items():
+        with pytest.raises(ConfigError, match=problem):
+            make()
+
+
+def _two(a: str, b: str) -> str:
+    """Takes two.
+
+    Args:
+        a: one
+        b: other
+    """
+    return a + b
+
+
+def test_the_template_shows_the_tools(chat: PreTrainedTokenizerBase) -> None:
+    from verl.batch import Batch
+    from verl.data.tokenize import PromptTokenizer
+
+    chat.chat_template = "{% for t in tools or [] %}[{{ t.function.name }}]{% endfor %}" + chat.chat_template
+    rows = Batch.from_rows([{"messages": json.dumps([{"role": "user", "content": "2+2?"}])}])
+    ids: list[list[int]] = PromptTokenizer(chat, tools=ToolEpisode([calculator]).schemas)(rows)["prompt_tokens"]
+    assert chat.decode(ids[0]) == "[calculator]<|user|>2+2?<|end|>\n<|assistant|>"

@@ -1,0 +1,315 @@
+"""Tools: what a policy may call between its turns, and how a call is written.
+
+Two forms of a call. In a chat template's own (Hermes style), for tokenizers whose template knows the role `tool`:
+
+    <tool_call>{"name": "calculator", "arguments": {"expression": "12 + 7"}}</tool_call>
+
+and a plain one for models without a chat template, for tools of one argument, which is text; the policy goes on behind
+the result:
+
+    <<12 + 7>> [19]          of the one tool, or of several: <<calculator: 12 + 7>> [19]
+"""
+
+from __future__ import annotations
+
+import ast
+import asyncio
+import concurrent.futures
+import inspect
+import json
+import logging
+import math
+import operator
+import os
+import re
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Any, Literal
+
+from verl import sandbox
+from verl.data.tokenize import render
+from verl.errors import ConfigError, nearest
+from verl.rollout.base import Sample
+from verl.rollout.episode import Client, Turns
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from transformers import PreTrainedTokenizerBase
+
+logger = logging.getLogger(__name__)
+
+#: Calls of one tool that have not come back and cannot be stopped; from then on it answers that it is out of order.
+MAX_HUNG = 16
+_CALL = re.compile(r"<tool_call>(.*?)</tool_call>", re.DOTALL)
+_OPERATORS: dict[type[ast.AST], Callable[..., Any]] = {
+    ast.Add: operator.add,
+    ast.Sub: operator.sub,
+    ast.Mult: operator.mul,
+    ast.Div: operator.truediv,
+    ast.FloorDiv: operator.floordiv,
+    ast.Mod: operator.mod,
+    ast.USub: operator.neg,
+    ast.UAdd: operator.pos,
+}
+
+
+@dataclass
+class Tool:
+    """A function that a policy may call by name; `schema` as chat templates want it.
+
+    Attributes:
+        timeout: seconds for a call; one that is late is left alone in its thread.
+    """
+
+    name: str
+    schema: dict[str, Any]
+    function: Callable[..., Any]
+    timeout: float = 10.0
+    _hung: list[threading.Thread] = field(default_factory=list)
+
+    async def call(self, arguments: Mapping[str, Any]) -> str:
+        """What the function returned, as text; or its error. Never raises, never takes longer than `timeout`."""
+        try:
+            inspect.signature(self.function).bind(**arguments)
+        except TypeError as error:
+            return f"error: {self.name}: {error}"
+        try:
+            result = await asyncio.wait_for(self._start(arguments), self.timeout)
+        except asyncio.TimeoutError:
+            return f"error: {self.name} took longer than {self.timeout:g} s"
+        except Exception as error:  # a user's code: whatever it raises is an answer to the model
+            return f"error: {type(error).__name__}: {error}"
+        return result if isinstance(result, str) else json.dumps(result, default=str, ensure_ascii=False)
+
+    async def _start(self, arguments: Mapping[str, Any]) -> Any:
+        if inspect.iscoroutinefunction(self.function):
+            return await self.function(**arguments)
+        self._hung = [thread for thread in self._hung if thread.is_alive()]
+        if len(self._hung) >= MAX_HUNG:
+            logger.warning("tool %s: %d calls hang, it is not called any more", self.name, len(self._hung))
+            return f"error: {self.name} is out of order"
+        future: concurrent.futures.Future[Any] = concurrent.futures.Future()
+        thread = threading.Thread(target=_run, args=(self.function, arguments, future), daemon=True)
+        thread.start()
+        try:
+            return await asyncio.wrap_future(future)
+        except asyncio.CancelledError:
+            self._hung.append(thread)
+            raise
+
+
+def _run(function: Callable[..., Any], arguments: Mapping[str, Any], future: concurrent.futures.Future[Any]) -> None:
+    if not future.set_running_or_notify_cancel():
+        return
+    try:
+        future.set_result(function(**arguments))
+    except BaseException as error:  # an exit in a tool is an answer like any other error
+        future.set_exception(error if isinstance(error, Exception) else RuntimeError(repr(error)))
+
+
+def tool(function: Callable[..., Any], *, timeout: float = 10.0) -> Tool:
+    """A function, plain or async, as a tool; its schema comes from its annotations and its docstring.
+
+    Raises:
+        ConfigError: an annotation, the docstring or an argument's description in it (`Args:`) is missing.
+    """
+    from transformers.utils.chat_template_utils import (
+        DocstringParsingException,
+        TypeHintParsingException,
+        get_json_schema,
+    )
+
+    try:
+        schema = get_json_schema(function)
+    except (DocstringParsingException, TypeHintParsingException) as error:
+        name = getattr(function, "__name__", function)
+        raise ConfigError(f"tool {name}: {error}; write annotations and a docstring with Args") from error
+    return Tool(str(schema["function"]["name"]), schema, function, timeout)
+
+
+def calculator(expression: str) -> str:
+    """Evaluates an arithmetic expression.
+
+    Args:
+        expression: numbers, + - * / // % and parentheses, such as "(2 + 3) * 4"
+    """
+    if len(expression) > 200:
+        raise ValueError("the expression is longer than 200 characters")
+    value = _evaluate(ast.parse(expression.strip(), mode="eval").body)
+    return str(int(value) if value == int(value) else value)
+
+
+def _evaluate(node: ast.AST) -> float:
+    if isinstance(node, ast.Constant) and isinstance(node.value, int | float) and math.isfinite(node.value):
+        return node.value
+    if isinstance(node, ast.BinOp) and type(node.op) in _OPERATORS:
+        return _OPERATORS[type(node.op)](_evaluate(node.left), _evaluate(node.right))  # type: ignore[no-any-return]
+    if isinstance(node, ast.UnaryOp) and type(node.op) in _OPERATORS:
+        return _OPERATORS[type(node.op)](_evaluate(node.operand))  # type: ignore[no-any-return]
+    raise ValueError("only numbers, + - * / // % and parentheses are known")
+
+
+def interpreter(
+    limits: sandbox.Limits | None = None, *, packages: Sequence[str | Path] = (), parallel: int | None = None
+) -> Tool:
+    """A tool `python` that runs a program in the sandbox, `parallel` at a time (None: one a core).
+
+    Raises:
+        SandboxError: programs cannot be isolated on this machine.
+    """
+    limits = limits or sandbox.Limits()
+    sandbox.require()
+    places = threading.Semaphore(parallel or os.cpu_count() or 1)
+
+    def python(code: str) -> str:
+        """Runs a Python program and returns what it prints.
+
+        Args:
+            code: the program
+        """
+        with places:
+            run = sandbox.run_python(code, limits=limits, packages=packages)
+        stopped = {"time": f"\n[stopped after {limits.seconds:g} s]", "output": "\n[stopped: too much output]"}
+        return (run.stdout + run.stderr + stopped.get(run.status, "")).strip() or "[no output]"
+
+    # The deadline covers the wait for a place behind others.
+    return tool(python, timeout=60 + 8 * limits.seconds)
+
+
+class ToolEpisode:
+    """An episode in which the policy may call tools, in turns, until it answers without a call.
+
+    Args:
+        tools: `Tool`s, or functions for `tool`.
+        form: how calls are written: "chat" or "plain", see above.
+        max_turns: of the policy.
+        max_result_tokens: of one result; a longer one is cut.
+        deadline: seconds for an episode.
+
+    The response, results included, has at most `max_new_tokens` tokens. Results are masked: no loss, no log-prob. A
+    call that cannot be read, of an unknown tool, or that fails is answered by its error.
+
+    Raises:
+        ConfigError: tools of one name, none at all, or tools that the plain form cannot call.
+    """
+
+    def __init__(
+        self,
+        tools: Sequence[Tool | Callable[..., Any]],
+        *,
+        form: Literal["chat", "plain"] = "chat",
+        max_turns: int = 4,
+        max_result_tokens: int = 256,
+        deadline: float = 600.0,
+    ) -> None:
+        made = [given if isinstance(given, Tool) else tool(given) for given in tools]
+        self.tools = {one.name: one for one in made}
+        if not made or len(self.tools) < len(made) or max_turns < 1 or max_result_tokens < 1:
+            raise ConfigError(
+                "an episode wants tools of different names, max_turns and max_result_tokens of at least 1"
+            )
+        if form not in ("chat", "plain"):
+            raise ConfigError(f"the form of tool calls is chat or plain, not '{form}'")
+        self.form: _Form = _PlainForm(self.tools) if form == "plain" else _ChatForm()
+        self.schemas = [] if form == "plain" else [one.schema for one in made]
+        self.max_turns, self.max_result_tokens, self.deadline = max_turns, max_result_tokens, deadline
+
+    async def __call__(self, client: Client, row: Mapping[str, Any]) -> list[Turns]:
+        assert client.tokenizer is not None
+        turns, limit = Turns(), client.params.max_new_tokens
+        for turn in range(self.max_turns):
+            room = limit - len(turns.response_tokens)
+            params = replace(
+                client.params,
+                max_new_tokens=room,
+                min_new_tokens=min(client.params.min_new_tokens, room) if turn == 0 else 0,
+                stop=(*client.params.stop, *self.form.stop),
+            )
+            sample = await client.generate([*row["prompt_tokens"], *turns.response_tokens], params)
+            turns.wrote(sample)
+            calls = self.form.calls(str(client.tokenizer.decode(sample.tokens))) if sample.finish == "stop" else []
+            if not calls:
+                return [turns]
+            results = await asyncio.gather(*(self._answer(call, client.tokenizer) for call in calls))
+            tokens = self.form.reply(client.tokenizer, sample, results)
+            if turn + 1 == self.max_turns or len(turns.response_tokens) + len(tokens) >= limit:
+                break
+            turns.read(tokens)
+        turns.finish = "length"  # cut off in front of a result
+        return [turns]
+
+    async def _answer(self, call: _Call, tokenizer: PreTrainedTokenizerBase) -> str:
+        if isinstance(call, str):
+            return call
+        name, arguments = call
+        if name not in self.tools:
+            return f"error: there is no tool '{name}': {nearest(name, self.tools)}"
+        text = await self.tools[name].call(arguments)
+        tokens = tokenizer(text, add_special_tokens=False)["input_ids"]
+        if len(tokens) <= self.max_result_tokens:
+            return text
+        return str(tokenizer.decode(tokens[: self.max_result_tokens])) + " [cut]"
+
+
+#: A tool's name and arguments; or what is wrong with the call.
+_Call = tuple[str, dict[str, Any]] | str
+
+
+class _ChatForm:
+    stop: tuple[str, ...] = ()
+
+    def calls(self, text: str) -> list[_Call]:
+        return [self._read(call) for call in _CALL.findall(text)]
+
+    def _read(self, text: str) -> _Call:
+        try:
+            call = json.loads(text)
+            name, arguments = call["name"], call.get("arguments", {})
+        except (ValueError, TypeError, KeyError, AttributeError):
+            return 'error: a call is {"name": ..., "arguments": {...}} in JSON'
+        if not isinstance(name, str) or not isinstance(arguments, dict):
+            return "error: name must be text, arguments a mapping"
+        return name, arguments
+
+    def reply(self, tokenizer: PreTrainedTokenizerBase, sample: Sample, results: Sequence[str]) -> list[int]:
+        """What the template writes behind the policy's turn: the rest of that turn's end, the results, a new turn."""
+        spoken = [{"role": "user", "content": "?"}, {"role": "assistant", "content": "!"}]
+        before = render(tokenizer, spoken, reply=False)
+        messages = [*spoken, *({"role": "tool", "content": result} for result in results)]
+        text = render(tokenizer, messages)
+        end = str(tokenizer.eos_token)
+        ended = bool(sample.tokens) and sample.tokens[-1] == tokenizer.eos_token_id
+        # A template ends a turn by the token that ends a response, then goes on: what the policy wrote is not repeated.
+        start = before.rfind(end) + len(end) * ended if end in before[before.rfind("!") :] else len(before)
+        return list(tokenizer(text[start:], add_special_tokens=False)["input_ids"])
+
+
+class _PlainForm:
+    stop: tuple[str, ...] = (">>",)
+
+    def __init__(self, tools: Mapping[str, Tool]) -> None:
+        self.arguments = {name: list(inspect.signature(one.function).parameters) for name, one in tools.items()}
+        if wrong := next((name for name, names in self.arguments.items() if len(names) != 1), None):
+            raise ConfigError(f"tool {wrong} takes {len(self.arguments[wrong])} arguments: the plain form gives one")
+
+    def calls(self, text: str) -> list[_Call]:
+        opened, closed = text.rfind("<<"), text.rfind(">>")
+        if opened < 0 or closed < opened:
+            return []
+        inside = text[opened + 2 : closed]
+        name, colon, argument = inside.partition(":")
+        if len(self.arguments) == 1:
+            (only,) = self.arguments
+            name, argument = (only, argument) if colon and name.strip() == only else (only, inside)
+        elif not colon:
+            return ["error: a call is <<name: argument>>"]
+        names = self.arguments.get(name.strip(), [""])
+        return [(name.strip(), {names[0]: argument.strip()})]
+
+    def reply(self, tokenizer: PreTrainedTokenizerBase, sample: Sample, results: Sequence[str]) -> list[int]:
+        return list(tokenizer(f" [{results[0]}]", add_special_tokens=False)["input_ids"])
+
+
+_Form = _ChatForm | _PlainForm
