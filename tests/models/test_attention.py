@@ -7,31 +7,31 @@ import torch
 from torch import Tensor
 
 from verl.models import attention
-from verl.models.attention import Bucket, attend, sdpa_attend
+from verl.models.attention import Bucket, Row, attend, sdpa_attend
 
 SCALE = 0.3
-# A ragged bucket of plain rows, the first two of which are prefixes of ragged and of equal branches.
-BUCKETS = [([6, 5, 3], (0, 0)), ([4, 2, 1], (0, 6)), ([3, 3], (6, 5))]
-TOTAL = 14 + 7 + 6
+# Three plain rows; the first two are prefixes of rows that stand in one bucket, and of another bucket.
+BUCKETS = [
+    [Row(0, 6), Row(6, 5), Row(11, 3)],
+    [Row(14, 4, (0, 6)), Row(18, 2, (0, 6)), Row(20, 1, (6, 5)), Row(21, 3, (6, 5))],
+    [Row(24, 3, (0, 6))],
+]
+TOTAL = 27
 
 
 def make_buckets() -> list[Bucket]:
-    starts = [0, 14, 21]
-    return [Bucket(start, lengths, prefix) for start, (lengths, prefix) in zip(starts, BUCKETS, strict=True)]
+    return [Bucket(rows) for rows in BUCKETS]
 
 
 def visible(window: int | None) -> Tensor:
-    """Token x token, written out from the description of the buckets."""
+    """Token x token, written out from the description of the rows."""
     mask = torch.zeros(TOTAL, TOTAL, dtype=torch.bool)
-    for bucket in make_buckets():
-        start = bucket.start
-        for length in bucket.lengths:
-            before, size = bucket.prefix
-            seen = [*range(before, before + size), *range(start, start + length)]
-            for i in range(length):
-                row = seen[: size + i + 1]
-                mask[start + i, row if window is None else row[-window:]] = True
-            start += length
+    for row in (row for rows in BUCKETS for row in rows):
+        before, size = row.prefix
+        seen = [*range(before, before + size), *range(row.start, row.start + row.length)]
+        for i in range(row.length):
+            keys = seen[: size + i + 1]
+            mask[row.start + i, keys if window is None else keys[-window:]] = True
     return mask
 
 
@@ -69,3 +69,24 @@ def test_transposed_inputs_and_mixed_precision() -> None:
     output = attend(query, key, value.bfloat16(), make_buckets(), SCALE, None)
     assert output.dtype == torch.bfloat16
     assert (output - expected).abs().max() < 0.05
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
+@pytest.mark.parametrize("piece", [30, attention.PIECE])
+@pytest.mark.parametrize("window", [None, 1, 3, 100])
+def test_compiled_steps_equal_a_dense_mask(
+    monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype, piece: int, window: int | None
+) -> None:
+    monkeypatch.setattr(attention, "PIECE", piece)
+    torch.manual_seed(0)
+    inputs = [torch.randn(TOTAL, n, 32).to(dtype).requires_grad_() for n in (6, 2, 2)]
+    outer = torch.randn(TOTAL, 6, 32).to(dtype)
+    assert isinstance(attention._steps(make_buckets()[0], SCALE, 1, inputs[0]), attention._CompiledSteps)
+    wide = [x.detach().double().requires_grad_() for x in inputs]
+    expected = dense(*wide, window)
+    gradients = torch.autograd.grad(expected, wide, outer.double())
+    output = attend(*inputs, make_buckets(), SCALE, window)
+    tolerance = 2e-5 if dtype == torch.float32 else 0.1
+    torch.testing.assert_close(output.double(), expected, atol=tolerance, rtol=tolerance)
+    for found, wanted in zip(torch.autograd.grad(output, inputs, outer), gradients, strict=True):
+        torch.testing.assert_close(found.double(), wanted, atol=tolerance, rtol=tolerance)

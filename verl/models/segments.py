@@ -1,9 +1,8 @@
 """A micro-batch as flat tokens, and what each of them attends to.
 
-Rows of one group share one forward of their prompt: the tokens of a prompt stand in the flat row once. The
-layout is chosen so that each attention call reads contiguous slices: first the rows that share nothing and
-the shared prompts, sorted by length and cut into buckets of nearly equal length, then the responses behind
-each shared prompt. A T x T mask never exists.
+Rows of one group share one forward of their prompt: the tokens of a prompt stand in the flat row once, the responses
+behind it. For attention, rows of nearly equal size are put into buckets, whatever prompts they belong to. A T x T
+mask never exists.
 
 Shapes: T flat tokens, S rows, R response tokens of all rows, L longest row, H query heads, K key/value heads,
 D head size.
@@ -21,10 +20,11 @@ from torch import Tensor
 
 from verl.batch import Batch
 from verl.errors import DataError
-from verl.models.attention import PIECE, Bucket, attend
+from verl.models import attention
+from verl.models.attention import Bucket, attend
 
-# A bucket may hold this many padded positions for each real one before a new bucket is opened.
-_WASTE = 1.25
+# A bucket may hold this many padded scores for each real one before a new bucket is opened.
+_WASTE = 1.5
 
 
 @dataclass(frozen=True)
@@ -98,7 +98,7 @@ def pack_rows(
     return Packed(
         tokens=ints(tokens),
         positions=ints(positions),
-        context=Segments(buckets, rows, device),
+        context=Segments(buckets, rows, len(tokens), device),
         predict=ints(np.concatenate(predict)),
         targets=ints(targets),
         lengths=[len(row.response) for row in rows],
@@ -109,9 +109,10 @@ def pack_rows(
 class Segments:
     """The attention context of a packed micro-batch: causal within a row, shared prompts computed once."""
 
-    def __init__(self, buckets: list[Bucket], rows: list[_Row], device: torch.device) -> None:
+    def __init__(self, buckets: list[Bucket], rows: list[_Row], size: int, device: torch.device) -> None:
         self._buckets = buckets
         self._rows = rows
+        self._size = size
         self._device = device
 
     def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, scale: float, window: int | None) -> Tensor:
@@ -123,7 +124,7 @@ class Segments:
         indices = [row.indices() for row in self._rows]
         longest = max(len(index) for index in indices)
         source = np.stack([np.pad(index, (0, longest - len(index)), constant_values=index[0]) for index in indices])
-        place = np.empty(sum(bucket.size for bucket in self._buckets), dtype=np.int64)
+        place = np.empty(self._size, dtype=np.int64)
         for number, index in enumerate(indices):
             place[index] = number * longest + np.arange(len(index))
         mask = np.arange(longest) < np.array([[len(index)] for index in indices])
@@ -150,61 +151,49 @@ class _Row:
 
 
 def _layout(rows: list[_Row], share_prompts: bool, device: torch.device) -> tuple[list[Bucket], list[int], list[int]]:
-    """Buckets, tokens and positions of the flat row; tells each row where it stands.
-
-    First come the trunks, then the branches of each trunk: a trunk is a row of its own, or a prompt that
-    several rows share, whose responses are its branches.
-    """
+    """Buckets, tokens and positions of the flat row; tells each row where it stands."""
     families: list[list[_Row]] = []
     for row in rows:
         if share_prompts and families and families[-1][0].prompt == row.prompt:
             families[-1].append(row)
         else:
             families.append([row])
-    buckets: list[Bucket] = []
     tokens: list[int] = []
     positions: list[int] = []
+    pieces: list[attention.Row] = []
 
-    def put(items: list[tuple[list[int], list[_Row]]], first: int, prefix: tuple[int, int]) -> None:
-        buckets.append(Bucket(len(tokens), [len(item) for item, _ in items], prefix, device))
-        for item, readers in items:
-            for row in readers:
-                row.own_start = len(tokens) + (0 if prefix[1] else len(row.prompt))
-                row.start = prefix[0] if prefix[1] else len(tokens)
-            tokens.extend(item)
-            positions.extend(range(first, first + len(item)))
+    def put(piece: list[int], prefix: tuple[int, int] = (0, 0)) -> int:
+        start = len(tokens)
+        pieces.append(attention.Row(start, len(piece), prefix))
+        tokens.extend(piece)
+        positions.extend(range(prefix[1], prefix[1] + len(piece)))
+        return start
 
-    trunks, branches = [], []
     for family in families:
-        fed = [row for row in family if row.fed]
+        prompt, fed = family[0].prompt, [row for row in family if row.fed]
         # With one response to feed, or none, the whole family reads from a single plain row.
-        trunks.append((family[0].prompt + (fed[0].fed if len(fed) == 1 else []), family))
-        branches.append([(row.fed, [row]) for row in fed] if len(fed) > 1 else [])
-    for bucket in _buckets(trunks, 0, device):
-        put(bucket, 0, (0, 0))
-    for family, items in zip(families, branches, strict=True):
-        prefix = (family[0].start, len(family[0].prompt))
-        for bucket in _buckets(items, prefix[1], device):
-            put(bucket, prefix[1], prefix)
-    return buckets, tokens, positions
+        start = put(prompt + (fed[0].fed if len(fed) == 1 else []))
+        for row in family:
+            row.start, row.own_start = start, start + len(prompt)
+            if len(fed) > 1 and row.fed:
+                row.own_start = put(row.fed, (start, len(prompt)))
+    return _buckets(pieces, device), tokens, positions
 
 
-def _buckets(
-    items: list[tuple[list[int], list[_Row]]], before: int, device: torch.device
-) -> list[list[tuple[list[int], list[_Row]]]]:
-    """Items sorted by length, longest first, cut where padding would waste too much or scores would take
-    too much."""
-    buckets: list[list[tuple[list[int], list[_Row]]]] = []
-    total = 0
-    for item in sorted(items, key=lambda item: len(item[0]), reverse=True):
-        size = len(item[0])
+def _buckets(rows: list[attention.Row], device: torch.device) -> list[Bucket]:
+    """Rows sorted by size, largest first, cut where padding would waste too much or scores would take too much."""
+    buckets: list[list[attention.Row]] = []
+    real = before = longest = 0
+    # Prefixes of nearly equal length stand together, and among them rows of nearly equal length.
+    for row in sorted(rows, key=lambda row: (row.prefix[1] // 32, row.length), reverse=True):
+        size = row.length * (row.prefix[1] + row.length)
         if buckets:
-            longest, count = len(buckets[-1][0][0]), len(buckets[-1]) + 1
-            fits = device.type != "cpu" or count * longest * (before + longest) <= PIECE
-            if fits and longest * count <= _WASTE * (total + size):
-                buckets[-1].append(item)
-                total += size
+            before, longest = max(before, row.prefix[1]), max(longest, row.length)
+            padded = (len(buckets[-1]) + 1) * longest * (before + longest)
+            if padded <= _WASTE * (real + size) and (device.type != "cpu" or padded <= attention.PIECE):
+                buckets[-1].append(row)
+                real += size
                 continue
-        buckets.append([item])
-        total = size
-    return buckets
+        buckets.append([row])
+        real, before, longest = size, row.prefix[1], row.length
+    return [Bucket(bucket, device) for bucket in buckets]

@@ -36,6 +36,17 @@ _SUFFIXES = {torch.bfloat16: "bf16", torch.float32: "fp32", torch.float64: "fp64
 VECTOR = 16
 
 
+class _Scores(ctypes.Structure):
+    """As in attention.cpp."""
+
+    _fields_ = [
+        *((name, ctypes.c_void_p) for name in ("scores", "gradients", "before")),
+        *((name, ctypes.c_int64) for name in ("rows", "heads", "length", "keys", "own", "first", "window")),
+        ("scale", ctypes.c_float),
+        ("threads", ctypes.c_int32),
+    ]
+
+
 class Kernels:
     """The kernels for one dtype. Tensors given to the elementwise ones are contiguous and of that dtype."""
 
@@ -57,6 +68,14 @@ class Kernels:
             self._silu_mul.argtypes = [pointer] * 3 + [long, number]
             self._silu_mul_backward = library[f"verl_silu_mul_backward_{suffix}"]
             self._silu_mul_backward.argtypes = [pointer] * 5 + [long, number]
+            self._gather = library[f"verl_gather_{suffix}"]
+            self._gather.argtypes = [*[pointer] * 3, *[long] * 4, number]
+            self._scatter = library[f"verl_scatter_{suffix}"]
+            self._scatter.argtypes = [*[pointer] * 3, *[long] * 5, number]
+            self._scatter_add = library[f"verl_scatter_add_{suffix}"]
+            self._scatter_add.argtypes = [*[pointer] * 3, *[long] * 4, number]
+            self._softmax = library[f"verl_softmax_{suffix}"]
+            self._softmax_backward = library[f"verl_softmax_backward_{suffix}"]
             self._softmax_rows = library[f"verl_softmax_rows_{suffix}"]
             self._softmax_rows.argtypes = [pointer] * 2 + [long, long, ctypes.c_float] + [pointer] * 3 + [number]
             self._softmax_rows_backward = library[f"verl_softmax_rows_backward_{suffix}"]
@@ -115,6 +134,39 @@ class Kernels:
             *(logits.data_ptr(), targets.data_ptr(), *logits.shape, alpha, norms.data_ptr(), _pointer(entropies)),
             *(to_log_probs.data_ptr(), _pointer(to_entropies), torch.get_num_threads()),
         )
+
+    def gather(self, x: Tensor, index: Tensor) -> Tensor:
+        """`[B, H, L, D]`: the heads of `x` `[T, H, D]` at `index` `[B, L]`; zeros where that is -1."""
+        (rows, length), (_, heads, size) = index.shape, x.shape
+        out = x.new_empty((rows, heads, length, size))
+        pointers = (x.data_ptr(), index.data_ptr(), out.data_ptr())
+        self._gather(*pointers, rows, length, heads, size, torch.get_num_threads())
+        return out
+
+    def scatter(self, x: Tensor, index: Tensor, out: Tensor, start: int) -> None:
+        """`out` `[T, H, D]` at `index[:, start : start + L]` becomes `x` `[B, H, L, D]`; no index stands twice."""
+        rows, heads, length, size = x.shape
+        pointers = (x.data_ptr(), index.data_ptr() + 8 * start, out.data_ptr())
+        self._scatter(*pointers, rows, length, index.shape[1], heads, size, torch.get_num_threads())
+
+    def scatter_add(self, x: Tensor, index: Tensor, total: Tensor) -> None:
+        """`total` `[T, H, D]`, fp32, grows at `index` `[B, L]` by `x` `[B, H, L, D]`, row after row."""
+        rows, heads, length, size = x.shape
+        pointers = (x.data_ptr(), index.data_ptr(), total.data_ptr())
+        self._scatter_add(*pointers, rows, length, heads, size, torch.get_num_threads())
+
+    def softmax(
+        self, scores: Tensor, before: Tensor, own: int, first: int, window: int, scale: float, gradients: Tensor | None
+    ) -> None:
+        """`scores` `[B, H, L, M]` become probabilities, and `gradients` of probabilities, if given, those of scores.
+
+        Query i, the `first + i`-th of its row b, sees the keys up to `before[b]` and those from `own` up to its own
+        place; of these the last `window`.
+        """
+        call = _Scores(scores.data_ptr(), _pointer(gradients), before.data_ptr(), *scores.shape)
+        call.own, call.first, call.window, call.scale = own, first, window, scale
+        call.threads = torch.get_num_threads()
+        (self._softmax if gradients is None else self._softmax_backward)(ctypes.byref(call))
 
 
 def accumulate(total: Tensor, x: Tensor, scale: float, add: bool) -> None:
