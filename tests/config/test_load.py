@@ -92,7 +92,7 @@ GOLDEN = [
     ),
     (
         ["qqq=1"],
-        "qqq: unknown key; known: actor_rollout_ref, algorithm, critic, data, reward, trainer (override 'qqq=1')",
+        "qqq: unknown key; known: actor_rollout_ref, algorithm, cost, critic, data, reward, trainer (override 'qqq=1')",
     ),
     (["trainer.seed=abc"], "trainer.seed: must be a whole number, not 'abc' (override 'trainer.seed=abc')"),
     (["trainer.seed=1.5"], "trainer.seed: must be a whole number, not 1.5 (override 'trainer.seed=1.5')"),

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from dataclasses import dataclass, fields
-from typing import Any, ClassVar, get_type_hints
+from typing import Any, ClassVar, Literal, get_type_hints
 
 import torch
 from pydantic import TypeAdapter, ValidationError
@@ -56,7 +56,7 @@ class BaseAlgorithm(ABC):
     name: ClassVar[str] = ""
     online: ClassVar[bool] = True
     coupled: ClassVar[bool] = False
-    head: ClassVar[str] = "lm"
+    head: ClassVar[Literal["lm", "score"]] = "lm"
     samples_per_prompt: ClassVar[int] = 8
     greedy_baseline: ClassVar[bool] = False
     needs_log_probs: ClassVar[bool] = False
@@ -97,6 +97,20 @@ class BaseAlgorithm(ABC):
     def needs_entropy(self) -> bool:
         """Whether `compute_loss` reads `x.entropy`."""
         return False
+
+    @property
+    def needs_groups(self) -> bool:
+        """Whether it learns from comparing the samples of one prompt, so that one sample alone says nothing."""
+        return False
+
+    def check_samples(self, n: int) -> None:
+        """Raises ConfigError where `n` samples a prompt leave the algorithm nothing to compare."""
+        if self.online and self.needs_groups and n < 2:
+            raise ConfigError(
+                f"algorithm '{self.name or type(self).__name__}' compares the samples of one prompt and n={n} leaves "
+                "nothing to compare: set n to 2 or more (in settings actor_rollout_ref.rollout.n), or choose an "
+                "algorithm with another baseline"
+            )
 
     @property
     def needs_old_log_probs(self) -> bool:

@@ -17,6 +17,8 @@ from verl.algorithms.registry import register_algorithm
 class GPG(PolicyGradient):
     """Plain policy gradient, no ratio: centred rewards, scaled up for rows that carry no signal."""
 
+    needs_groups = True
+
     f_norm: float = 1.0
 
     @property

@@ -17,6 +17,8 @@ from verl.algorithms.registry import register_algorithm
 class GRPO(PolicyGradient):
     """Advantage: the reward, centred and scaled (`norm_adv_by_std`) within the group of samples of one prompt."""
 
+    needs_groups = True
+
     norm_adv_by_std: bool = True
 
     def estimate(self, e: Experience) -> dict[str, Tensor]:

@@ -13,6 +13,8 @@ from verl.algorithms.registry import register_algorithm
 class OPO(PolicyGradient):
     """Advantage: the reward minus the group's length-weighted mean, the baseline of least variance."""
 
+    needs_groups = True
+
     def estimate(self, e: Experience) -> dict[str, Tensor]:
         lengths = e.responses.count(e.responses.written)
         return {"advantages": e.responses.spread(opo(e.outcome, e.responses.groups, lengths))}

@@ -10,6 +10,9 @@ from typing import Any, TypeVar
 from verl.algorithms.base import BaseAlgorithm
 from verl.errors import ConfigError, nearest
 
+#: What a trainer or a run uses when nobody said.
+DEFAULT_ALGORITHM = "grpo"
+
 _ALGORITHMS: dict[str, type[BaseAlgorithm]] = {}
 
 AlgorithmT = TypeVar("AlgorithmT", bound=type[BaseAlgorithm])
@@ -52,13 +55,14 @@ def algorithm_names() -> list[str]:
     return sorted(_ALGORITHMS)
 
 
-def make_algorithm(algorithm: str | BaseAlgorithm | type[BaseAlgorithm], **options: Any) -> BaseAlgorithm:
-    """An algorithm by name or class with its options, or an instance as it is.
+def make_algorithm(algorithm: str | BaseAlgorithm | type[BaseAlgorithm] | None, **options: Any) -> BaseAlgorithm:
+    """An algorithm by name or class with its options, or an instance as it is; None: `DEFAULT_ALGORITHM`.
 
     Raises:
         ConfigError: an unknown name or option (the nearest is named), an option's value is of the wrong type,
             or options are given beside an instance.
     """
+    algorithm = DEFAULT_ALGORITHM if algorithm is None else algorithm
     if isinstance(algorithm, BaseAlgorithm):
         if options:
             raise ConfigError(

@@ -28,6 +28,8 @@ class ReinforcePlusPlus(PolicyGradient):
 class ReinforcePlusPlusBaseline(PolicyGradient):
     """Advantage: the reward minus the group's mean, whitened over all tokens of the batch."""
 
+    needs_groups = True
+
     def estimate(self, e: Experience) -> dict[str, Tensor]:
         centred = e.responses.spread(group_centred(e.outcome, e.responses.groups))
         return {"advantages": whiten(centred, e.responses.trained)}

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import ClassVar
+from typing import ClassVar, Literal
 
 from torch.nn.functional import logsigmoid
 
@@ -25,7 +25,7 @@ class RewardModel(BaseAlgorithm):
     loss_columns = ("group", "label")
     online: ClassVar[bool] = False
     coupled: ClassVar[bool] = True
-    head: ClassVar[str] = "score"
+    head: ClassVar[Literal["lm", "score"]] = "score"
 
     center_rewards_coefficient: float = 0.0
 

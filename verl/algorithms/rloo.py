@@ -16,5 +16,7 @@ from verl.algorithms.registry import register_algorithm
 class RLOO(PolicyGradient):
     """Advantage: the reward minus the mean reward of the group's other samples."""
 
+    needs_groups = True
+
     def estimate(self, e: Experience) -> dict[str, Tensor]:
         return {"advantages": e.responses.spread(rloo(e.outcome, e.responses.groups))}

@@ -70,6 +70,10 @@ class SafeRLHF(PolicyGradient):
     def roles(self) -> frozenset[str]:
         return super().roles | {"cost"} | ({"critic", "cost_critic"} if self.baseline == "critics" else set())
 
+    @property
+    def needs_groups(self) -> bool:
+        return self.baseline == "group"
+
     def prepare(self, batch: Batch) -> tuple[Batch, dict[str, float]]:
         batch, abstained = drop_abstained(batch, ("reward", "cost"))
         costs = batch.tensor("cost", torch.float64).tolist()

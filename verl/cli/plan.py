@@ -6,22 +6,22 @@ from math import ceil
 from pathlib import Path
 from typing import Any
 
-from verl.config import Config, RewardPart, run_id
+from verl.config import Config, RewardConfig, RewardPart, run_id
 
 
 def plan(config: Config) -> dict[str, str]:
     """The run that `config` describes, as labelled lines; reads no weights and imports no torch."""
     policy, trainer = config.actor_rollout_ref, config.trainer
-    rollout, samples = policy.rollout, config.data.batch_size * policy.rollout.n
-    updates = policy.actor.epochs * ceil(samples / (policy.actor.mini_batch_size or samples))
     lines = {
         "run directory": str(Path(trainer.output_dir, run_id(config))),
         "model": _model(policy.model.path or ""),
-        "algorithm": " ".join([config.algorithm.name, *map(_option, config.algorithm.options.items())]),
+        "algorithm": " ".join(
+            [config.algorithm.name or "the default", *map(_option, config.algorithm.options.items())]
+        ),
         "data": f"{_source(config.data.train)}; held out: {_source(config.data.eval)}",
-        "reward": _reward(config),
-        "a step": f"{config.data.batch_size} prompts x {rollout.n} samples = {samples} responses "
-        f"of at most {rollout.max_new_tokens} tokens, then {_count(updates, 'optimizer step')}",
+        "reward": _reward(config.reward),
+        **({"cost": _reward(config.cost)} if config.cost.is_given else {}),
+        "a step": _step(config),
         "steps": f"{trainer.total_steps}, evaluated {_every(trainer.eval_every)}, saved {_every(trainer.save_every)}",
     }
     if trainer.control is not None:
@@ -49,10 +49,23 @@ def _details(source: dict[str, Any]) -> list[tuple[str, Any]]:
     return [(key, value) for key, value in source.items() if key not in ("task", "path")]
 
 
-def _reward(config: Config) -> str:
-    if config.reward.components:
-        return " + ".join(f"{p.weight:g} x {name} ({_origin(p)})" for name, p in config.reward.components.items())
-    return _origin(config.reward)
+def _step(config: Config) -> str:
+    """A run without a reward has nothing to sample for: it learns from recorded responses."""
+    rollout, update, prompts = config.actor_rollout_ref.rollout, config.actor_rollout_ref.actor, config.data.batch_size
+    if not config.reward.is_given:
+        return f"{prompts} recorded groups (a pair is one), each learned from {_count(update.epochs, 'time')}"
+    samples = prompts * rollout.n
+    updates = update.epochs * ceil(samples / (update.mini_batch_size or samples))
+    return (
+        f"{prompts} prompts x {rollout.n} samples = {samples} responses of at most {rollout.max_new_tokens} tokens, "
+        f"then {_count(updates, 'optimizer step')}"
+    )
+
+
+def _reward(given: RewardConfig) -> str:
+    if given.components:
+        return " + ".join(f"{p.weight:g} x {name} ({_origin(p)})" for name, p in given.components.items())
+    return _origin(given)
 
 
 def _origin(part: RewardPart) -> str:

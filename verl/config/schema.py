@@ -243,7 +243,9 @@ class AlgorithmConfig(BaseModel):
     """The algorithm and its own options, which the algorithm checks by its own fields."""
 
     model_config = ConfigDict(extra="allow", frozen=True, strict=True)
-    name: str = Field(default="grpo", description="the algorithm; its options stand beside its name")
+    name: str | None = Field(
+        default=None, description="the algorithm (null: the default one); its options stand beside its name"
+    )
 
     @property
     def options(self) -> dict[str, Any]:
@@ -254,10 +256,10 @@ class AlgorithmConfig(BaseModel):
 class DataConfig(Section):
     train: Source | None = Field(
         default=None,
-        description="training prompts: a parquet or JSONL file, or {task: NAME, size: N, seed: S, ...}",
+        description="training prompts or recorded responses: a parquet or JSONL file; or {task: NAME, size: N, ...}",
     )
     eval: Source | None = Field(
-        default=None, description="held-out problems, in the same form; none of them may occur in training"
+        default=None, description="held-out problems or rows, in the same form; prompts of training are left out"
     )
     prompt_column: str | None = Field(
         default=None, description="column that holds the prompt (null: prompt, messages, question, ...)"
@@ -270,10 +272,13 @@ class DataConfig(Section):
         default=None,
         description="put plain prompts in the chat template (null: a task's questions are, others not)",
     )
-    batch_size: Count = Field(default=32, description="prompts per step")
+    batch_size: Count = Field(default=32, description="prompts (of recorded data: groups, such as pairs) per step")
     shuffle: bool = Field(default=True, description="a new order of the prompts each epoch")
     max_prompt_length: Count | None = Field(
         default=None, description="longest prompt, in tokens (null: what the model can take)"
+    )
+    max_response_length: Count | None = Field(
+        default=None, description="recorded responses lose their end after so many tokens (null: never)"
     )
     truncation: Literal["left", "right", "drop", "error"] = Field(
         default="error", description="what becomes of a longer prompt: cut at that side, dropped, or refused"
@@ -334,6 +339,11 @@ class RewardConfig(RewardPart):
         default=0.5, description="share of failures in one batch that ends the run"
     )
 
+    @property
+    def is_given(self) -> bool:
+        """Whether it names any origin."""
+        return bool(self.components or self.given())
+
     @model_validator(mode="after")
     def _check(self) -> RewardConfig:
         if len(self.given()) + bool(self.components) > 1:
@@ -387,8 +397,11 @@ class Config(Section):
     actor_rollout_ref: ActorRolloutRefConfig = Field(description="the policy: its model, training, generation")
     critic: CriticConfig = Field(default=CriticConfig(), description="value model, for algorithms that use one")
     algorithm: AlgorithmConfig = Field(default=AlgorithmConfig(), description="what is optimised")
-    data: DataConfig = Field(default=DataConfig(), description="prompts")
+    data: DataConfig = Field(default=DataConfig(), description="prompts or recorded responses")
     reward: RewardConfig = Field(default=RewardConfig(), description="what is good")
+    cost: RewardConfig = Field(
+        default=RewardConfig(), description="what is kept below a limit, for algorithms that have a cost"
+    )
     trainer: TrainerConfig = Field(default=TrainerConfig(), description="length, evaluation, checkpoints, logs")
 
     @model_validator(mode="after")
@@ -402,6 +415,8 @@ class Config(Section):
                 raise _wrong(f"{role}.mini_batch_size", message)
         if self.trainer.eval_every is not None and self.data.eval is None:
             raise _wrong("trainer.eval_every", "is set, but data.eval names no problems to evaluate on")
+        if self.trainer.total_steps == 0 and self.data.eval is None:
+            raise _wrong("trainer.total_steps", "is 0 and data.eval names nothing to evaluate on: nothing would run")
         return self
 
 
@@ -437,7 +452,7 @@ def run_id(config: Config) -> str:
         source = config.data.train
         data = source.get("task") or source.get("path") if isinstance(source, dict) else source
         model = config.actor_rollout_ref.model.path or ""
-        words = [config.algorithm.name, Path(model).name, Path(str(data or "")).stem]
+        words = [config.algorithm.name or "", Path(model).name, Path(str(data or "")).stem]
         slugs = (re.sub(r"[^a-z0-9._]+", "-", word.lower()).strip("-.") for word in words)
         name = "-".join(filter(None, slugs))
     return f"{name}-{config_hash(config)}"

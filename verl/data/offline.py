@@ -189,23 +189,33 @@ def _read(source: Any, name: str, form: PromptForm) -> tuple[str, Batch]:
     return reader.kind, to_batch(rows, name)
 
 
+def is_recorded(path: str | Path) -> bool:
+    """Whether these files hold experience: Parquet with `prompt_tokens` and `response_tokens`."""
+    return bool(_recorded_files(Path(path)))
+
+
 def _recorded(path: Path) -> Batch | None:
     """Experience in Parquet keeps its Arrow types."""
+    files = _recorded_files(path)
+    if not files:
+        return None
+    batch = Batch.concat(Batch.from_parquet(file) for file in files)
+    numbers = [str(number) for number in range(len(batch))]
+    return batch.add({name: numbers for name in ("id", "group") if name not in batch})
+
+
+def _recorded_files(path: Path) -> list[Path]:
     if path.is_dir():
         files = [inside(path, entry.name) for entry in sorted(path.iterdir()) if entry.suffix in SUFFIXES]
     else:
         files = [path]
     if not files or any(file.suffix != ".parquet" or not file.is_file() for file in files):
-        return None
+        return []
     try:
         columns = pq.read_schema(files[0]).names
     except (OSError, ValueError):
-        return None  # the reader of rows says what is wrong
-    if not {"prompt_tokens", "response_tokens"} <= set(columns):
-        return None
-    batch = Batch.concat(Batch.from_parquet(file) for file in files)
-    numbers = [str(number) for number in range(len(batch))]
-    return batch.add({name: numbers for name in ("id", "group") if name not in batch})
+        return []  # the reader of rows says what is wrong
+    return files if {"prompt_tokens", "response_tokens"} <= set(columns) else []
 
 
 def _kind(fields: Mapping[str, Any]) -> str | None:

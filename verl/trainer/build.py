@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import logging
 from dataclasses import dataclass
+from math import ceil
 from typing import Any
 
 from verl.algorithms import BaseAlgorithm, make_algorithm
-from verl.config import Config, RewardPart, UpdateConfig
+from verl.batch import Batch
+from verl.config import Config, RewardConfig, RewardPart, UpdateConfig
 from verl.data.loader import PromptLoader
+from verl.data.offline import OfflineDatasetLoader, is_recorded
 from verl.data.prompts import PromptDataset, PromptStream, check_disjoint, load_prompts
 from verl.data.tokenize import tokenize_prompts
 from verl.errors import ConfigError, DataError
@@ -26,20 +29,80 @@ logger = logging.getLogger(__name__)
 
 
 @dataclass
-class Prompts:
-    """The data of a run: endless training batches, held-out problems, and what was done to them, in words."""
+class RunData:
+    """The data of a run: endless training batches, what is held out, and what was done to them, in words.
 
-    train: PromptLoader
-    held_out: PromptDataset | None
+    `held_out` is problems to sample and score, or recorded rows whose loss is measured; None: no evaluation.
+    """
+
+    train: PromptLoader | OfflineDatasetLoader
+    held_out: PromptDataset | Batch | None
     notes: list[str]
 
 
 def build_algorithm(config: Config) -> BaseAlgorithm:
-    return make_algorithm(config.algorithm.name, **config.algorithm.options)
+    """The algorithm, once its demands and the other settings are found to agree.
+
+    Raises:
+        ConfigError: they contradict each other.
+    """
+    algorithm = make_algorithm(config.algorithm.name, **config.algorithm.options)
+    algorithm.check_samples(config.actor_rollout_ref.rollout.n)
+    for role in ("reward", "cost"):
+        section: RewardConfig = getattr(config, role)
+        if section.is_given and role not in algorithm.roles:
+            raise ConfigError(f"algorithm '{algorithm.name}' has no {role}: leave the section '{role}' out")
+        if not section.is_given and role in algorithm.roles:
+            raise ConfigError(f"no {role} is given: set {role}.path=FILE.py:FUNCTION, {role}.name=task or {role}.model")
+    data = config.data
+    if is_offline(config, algorithm):
+        for key in ("prompt_column", "prompt_template", "chat"):
+            if getattr(data, key) is not None:
+                raise ConfigError(f"data.{key} is for prompts; recorded responses are read by their own columns")
+    elif data.max_response_length is not None:
+        raise ConfigError(
+            "data.max_response_length is for recorded responses: set actor_rollout_ref.rollout.max_new_tokens"
+        )
+    if not algorithm.online and config.trainer.eval_metrics:
+        raise ConfigError(f"trainer.eval_metrics are for sampled responses; '{algorithm.name}' samples none")
+    return algorithm
 
 
-def build_actor(config: Config) -> Actor:
-    """The policy, loaded; its reference policy too where one is given."""
+def is_offline(config: Config, algorithm: BaseAlgorithm) -> bool:
+    """Whether the run learns from recorded responses: the algorithm always does, or the data are experience."""
+    return not algorithm.online or is_recorded(_file(config.data.train) or "")
+
+
+def read_recorded(config: Config, algorithm: BaseAlgorithm) -> OfflineDatasetLoader | None:
+    """The recorded training data, not tokenised yet; None for a run that samples.
+
+    Raises:
+        ConfigError: no file of them is named, or a mini-batch is larger than a step.
+        DataError: the data are unusable; see `OfflineDatasetLoader`.
+    """
+    if not is_offline(config, algorithm):
+        return None
+    loader = _recorded(config, "train")
+    rows = step_rows(config, loader)
+    for key, update in (("actor_rollout_ref.actor", config.actor_rollout_ref.actor), ("critic", config.critic)):
+        if (update.mini_batch_size or 0) > rows:
+            raise ConfigError(
+                f"{key}.mini_batch_size must be at most the {rows} rows of a step (data.batch_size "
+                f"{config.data.batch_size} of {loader.kind}), not {update.mini_batch_size}"
+            )
+    return loader
+
+
+def step_rows(config: Config, recorded: OfflineDatasetLoader | None) -> int:
+    """Rows that one step learns from; groups of recorded data may differ in size, then about."""
+    if recorded is None:
+        return config.data.batch_size * config.actor_rollout_ref.rollout.n
+    return ceil(config.data.batch_size * len(recorded.batch) / len(recorded))
+
+
+def build_actor(config: Config, algorithm: BaseAlgorithm, rows: int) -> Actor:
+    """The model that is trained, loaded under the head that the algorithm asks for; its reference policy too where
+    one is given. `rows` are those of a step."""
     policy, rollout = config.actor_rollout_ref, config.actor_rollout_ref.rollout
     actor = Actor(
         policy.model.path or "",
@@ -61,15 +124,16 @@ def build_actor(config: Config) -> Actor:
         tensor_parallel_size=rollout.tensor_model_parallel_size,
         trust_remote_code=policy.model.trust_remote_code,
         gradient_checkpointing=policy.model.enable_gradient_checkpointing,
+        head=algorithm.head,
         seed=config.trainer.seed,
-        **_training(config, policy.actor),
+        **_training(config, policy.actor, rows),
     )
     if policy.ref.path is not None:
         actor.make_reference(load_model(policy.ref.path, dtype=policy.model.dtype))
     return actor
 
 
-def build_critic(config: Config) -> Critic:
+def build_critic(config: Config, rows: int) -> Critic:
     """The value model of the settings; the actor's own model where they name none."""
     model = config.critic.model
     path = model.path or config.actor_rollout_ref.model.path or ""
@@ -81,17 +145,14 @@ def build_critic(config: Config) -> Critic:
         gradient_checkpointing=model.enable_gradient_checkpointing,
         trust_remote_code=model.trust_remote_code,
         seed=config.trainer.seed,
-        **_training(config, config.critic),
+        **_training(config, config.critic, rows),
     )
 
 
-def build_reward(config: Config) -> Reward:
-    """The reward, or the weighted sum of several.
-
-    Raises:
-        ConfigError: the settings name no reward.
-    """
-    given = config.reward
+def build_source(given: RewardConfig) -> Reward | None:
+    """The reward or cost of a section, or the weighted sum of several; None where it names none."""
+    if not given.is_given:
+        return None
     options: dict[str, Any] = {
         "timeout": given.timeout,
         "retries": given.retries,
@@ -101,26 +162,30 @@ def build_reward(config: Config) -> Reward:
     if given.components:
         parts = {name: {**_part(part), "weight": part.weight} for name, part in given.components.items()}
         return Reward(parts, **options)
-    if not given.given():
-        raise ConfigError("no reward is given: set reward.path=FILE.py:FUNCTION, reward.name=task or reward.model")
     part = _part(given)
     return Reward(part.pop("source"), **part, **options)
 
 
-def build_prompts(config: Config, actor: Actor) -> Prompts:
-    """Training and held-out prompts, tokenised; held-out ones that occur in training are left out.
+def build_data(
+    config: Config, algorithm: BaseAlgorithm, actor: Actor, recorded: OfflineDatasetLoader | None
+) -> RunData:
+    """Training and held-out data, tokenised; what is held out and has a prompt of the training data is left out.
 
     Raises:
         ConfigError: no training data are named.
-        DataError: the data are unusable; see `load_prompts` and `tokenize_prompts`.
+        DataError: the data are unusable; see `load_prompts`, `tokenize_prompts` and `OfflineDatasetLoader`.
     """
+    return _prompt_data(config, actor) if recorded is None else _recorded_data(config, algorithm, actor, recorded)
+
+
+def _prompt_data(config: Config, actor: Actor) -> RunData:
     data = config.data
     if data.train is None:
         raise ConfigError("data.train is missing: give a JSONL or Parquet file, or {task: NAME, ...}")
     train, notes = _load(config, data.train, actor)
     loader = PromptLoader(train, data.batch_size, seed=config.trainer.seed, shuffle=data.shuffle or None)
     if data.eval is None:
-        return Prompts(loader, None, notes)
+        return RunData(loader, None, notes)
     held_out, more = _load(config, data.eval, actor)
     notes += more
     if isinstance(held_out, PromptStream):
@@ -129,7 +194,31 @@ def build_prompts(config: Config, actor: Actor) -> Prompts:
         held_out, overlap = check_disjoint(train, held_out)
         if overlap:
             notes.append(f"{overlap} held-out prompts occur in training and were left out")
-    return Prompts(loader, held_out, notes)
+    return RunData(loader, held_out, notes)
+
+
+def _recorded_data(config: Config, algorithm: BaseAlgorithm, actor: Actor, train: OfflineDatasetLoader) -> RunData:
+    notes = _tokenize(config, train, actor, "train")
+    if config.data.eval is None:
+        return RunData(train, None, notes)
+    problems: PromptDataset | PromptStream | None = None
+    if algorithm.online:  # it learns from recorded responses, and is judged by its own
+        problems, more = _load(config, config.data.eval, actor)
+        if isinstance(problems, PromptStream):
+            raise DataError("data.eval is a stream: held-out problems must have a number")
+        rows = problems.batch
+    else:
+        held_out = _recorded(config, "eval")
+        more = _tokenize(config, held_out, actor, "eval")
+        rows = held_out.batch
+    seen = set(map(tuple, train.batch["prompt_tokens"]))
+    keep = [tuple(prompt) not in seen for prompt in rows["prompt_tokens"]]
+    if not any(keep):
+        raise DataError("all held-out prompts occur in training (data.train): give other data.eval")
+    if not all(keep):
+        more.append(f"{keep.count(False)} held-out rows have a prompt of the training data and were left out")
+    rows = rows.filter(keep)
+    return RunData(train, PromptDataset(rows, problems.name) if problems else rows, notes + more)
 
 
 def check_memory(config: Config, algorithm: BaseAlgorithm, actor: Actor) -> None:
@@ -151,13 +240,14 @@ def check_memory(config: Config, algorithm: BaseAlgorithm, actor: Actor) -> None
     logger.info("memory of training the actor: about %s", estimate)
 
 
-def build_trainer(config: Config, algorithm: BaseAlgorithm, actor: Actor, logger: Logger) -> Trainer:
+def build_trainer(config: Config, algorithm: BaseAlgorithm, actor: Actor, rows: int, logger: Logger) -> Trainer:
     """The trainer over all of it."""
     settings = config.trainer
     return Trainer(
         actor,
-        build_critic(config) if "critic" in algorithm.roles else None,
-        build_reward(config),
+        build_critic(config, rows) if "critic" in algorithm.roles else None,
+        build_source(config.reward),
+        cost=build_source(config.cost),
         algorithm=algorithm,
         n=config.actor_rollout_ref.rollout.n,
         max_resamples=settings.max_resamples,
@@ -175,13 +265,12 @@ def _others(algorithm: BaseAlgorithm, size: ModelSize) -> int:
     return reference + critics * estimate_memory(size).total
 
 
-def _training(config: Config, update: UpdateConfig) -> dict[str, Any]:
+def _training(config: Config, update: UpdateConfig, rows: int) -> dict[str, Any]:
     optim = update.optim
     if config.trainer.control == "zero_lr":
         optim = optim.model_copy(update={"lr": 0.0})
     if optim.total_steps is None and optim.schedule != "constant":
-        samples = config.data.batch_size * config.actor_rollout_ref.rollout.n
-        updates = UpdatePlan(update.mini_batch_size, update.epochs).updates(samples)
+        updates = UpdatePlan(update.mini_batch_size, update.epochs).updates(rows)
         optim = optim.model_copy(update={"total_steps": max(1, config.trainer.total_steps * updates)})
     return {
         "optim": optim,
@@ -208,12 +297,57 @@ def _load(config: Config, source: Any, actor: Actor) -> tuple[PromptDataset | Pr
         system_prompt=data.system_prompt,
         chat=data.chat,
     )
-    positions = getattr(actor.model.config.get_text_config(), "max_position_embeddings", None)
-    # One position is left for a response at least.
-    limit = min(data.max_prompt_length or positions or 2**31, (positions or 2**31) - 1)
+    limit = _prompt_limit(config, actor)
     tokens, counts = tokenize_prompts(
         prompts, actor.tokenizer, max_prompt_length=limit, truncation=data.truncation, tools=actor.tools
     )
     notes = [f"{counts[what]} prompts of {prompts.name} are longer than {limit} tokens and were {what}"
              for what in ("dropped", "truncated") if counts[what]]  # fmt: skip
     return tokens, notes
+
+
+def _positions(actor: Actor) -> int:
+    """The longest sequence the model takes; without bound where it states none."""
+    return getattr(actor.model.config.get_text_config(), "max_position_embeddings", None) or 2**31
+
+
+def _prompt_limit(config: Config, actor: Actor) -> int:
+    # One position is left for a response at least.
+    return min(config.data.max_prompt_length or 2**31, _positions(actor) - 1)
+
+
+def _file(source: Any) -> str | None:
+    """The file that a source names, if it names one and nothing else."""
+    if isinstance(source, dict):
+        return source["path"] if list(source) == ["path"] else None
+    return source  # type: ignore[no-any-return]
+
+
+def _recorded(config: Config, split: str) -> OfflineDatasetLoader:
+    data = config.data
+    file = _file(getattr(data, split))
+    if file is None:
+        raise ConfigError(f"data.{split} must be a JSONL or Parquet file of recorded responses")
+    return OfflineDatasetLoader(
+        file,
+        batch_size=data.batch_size,
+        seed=config.trainer.seed,
+        shuffle=data.shuffle,
+        system_prompt=data.system_prompt,
+        max_response_length=data.max_response_length,
+        truncation=data.truncation,
+    )
+
+
+def _tokenize(config: Config, loader: OfflineDatasetLoader, actor: Actor, split: str) -> list[str]:
+    """Tokenise recorded rows; returns what became of the long ones, in words."""
+    loader.max_prompt_length = _prompt_limit(config, actor)
+    loader.tokenize(actor.tokenizer)
+    lengths = (loader.batch.lengths(name) for name in ("prompt_tokens", "response_tokens"))
+    longest = max(map(sum, zip(*lengths, strict=True)))
+    if longest > _positions(actor):
+        raise DataError(
+            f"data.{split} has a row of {longest} tokens and the model takes {_positions(actor)}: set "
+            "data.max_response_length, or data.max_prompt_length with data.truncation"
+        )
+    return [f"{count} rows of data.{split}: {what}" for what, count in loader.counts.items() if count]

@@ -37,6 +37,8 @@ from verl.errors import DataError
 _ASSETS = Path(__file__).parent / "assets"
 #: Bounds that keep the page quick: points of a curve, evaluations and samples to compare, characters of a text.
 MAX_POINTS, MAX_EVALS, MAX_SAMPLES, MAX_TEXT = 2000, 8, 300, 4000
+#: Headline metrics that are shares, shown in per cent.
+SHARES = ("accuracy", "pairs/accuracy")
 _SAMPLE_COLUMNS = ("id", "prompt", "response", "reward")
 _LOG_TAIL = 4000
 _NO_CURVES = frozenset({"step", "time", "problems", "low", "high"})
@@ -213,15 +215,16 @@ def _hero(summary: dict[str, Any], evals: list[dict[str, Any]]) -> str:
 
 
 def _gain(name: str, gain: float, low: object, high: object) -> str:
-    factor, unit, form = (100, " points", "+.1f") if name == "accuracy" else (1, "", "+.3f")
+    factor, unit, form = (100, " points", "+.1f") if name in SHARES else (1, "", "+.3f")
     interval = ""
     if _is_number(low) and _is_number(high):
         interval = f"<small>95 % interval {low * factor:{form}} to {high * factor:{form}}</small>"
-    return f"<p class='gain {'up' if gain > 0 else 'down'}'>{gain * factor:{form}}{unit} {interval}</p>"
+    better = gain < 0 if name == "loss" else gain > 0
+    return f"<p class='gain {'up' if better else 'down'}'>{gain * factor:{form}}{unit} {interval}</p>"
 
 
 def _headline(name: str, value: float) -> str:
-    return f"{value * 100:.1f} %" if name == "accuracy" else f"{value:.3f}"
+    return f"{value * 100:.1f} %" if name in SHARES else f"{value:.3f}"
 
 
 def _tiles(summary: dict[str, Any], metrics: list[dict[str, Any]]) -> Iterator[tuple[str, str]]:

@@ -17,6 +17,7 @@ from rich.table import Table
 
 from verl.batch import Batch
 from verl.config import Config, config_hash, run_id, to_yaml
+from verl.data.prompts import PromptDataset
 from verl.errors import CheckpointError, DataError
 from verl.models.memory import peak_memory
 from verl.trainer import build, state
@@ -24,7 +25,7 @@ from verl.trainer.checkpoint import CheckpointStore
 from verl.trainer.durable import write_atomic
 from verl.trainer.evaluation import MetricFn, binomial_interval, paired_bootstrap, save_completions
 from verl.trainer.logging import open_logger, setup_logging
-from verl.trainer.report import write_report
+from verl.trainer.report import SHARES, write_report
 from verl.trainer.rng import seed_everything
 from verl.trainer.run_dir import Run, open_run
 from verl.trainer.signals import StopSignal
@@ -72,13 +73,17 @@ class _Job:
         algorithm = build.build_algorithm(config)
         metrics = {spec: _load_metric(spec) for spec in config.trainer.eval_metrics}
         self.eval_metrics: dict[str, MetricFn] = {"accuracy": _accuracy, **metrics}
-        actor = build.build_actor(config)
+        recorded = build.read_recorded(config, algorithm)
+        rows = build.step_rows(config, recorded)
+        actor = build.build_actor(config, algorithm, rows)
         build.check_memory(config, algorithm, actor)
-        self.prompts = build.build_prompts(config, actor)
-        for note in self.prompts.notes:
+        self.data = build.build_data(config, algorithm, actor, recorded)
+        for note in self.data.notes:
             logger.warning("%s", note)
+        if config.trainer.total_steps == 0:
+            logger.warning("trainer.total_steps is 0: this run evaluates and trains nothing")
         self.store = CheckpointStore(run.checkpoints, config.trainer.keep_checkpoints)
-        self.trainer = build.build_trainer(config, algorithm, actor, open_logger(None, ()))
+        self.trainer = build.build_trainer(config, algorithm, actor, rows, open_logger(None, ()))
         self.totals = dict.fromkeys(_TOTALS, 0.0)
         self.seconds = 0.0
         self.before: dict[str, Any] | None = None
@@ -101,7 +106,7 @@ class _Job:
         settings, trainer = self.config.trainer, self.trainer
         try:
             with StopSignal() as stop:
-                if self.before is None and self.prompts.held_out is not None:
+                if self.before is None and self.data.held_out is not None:
                     self.before = self._evaluate()
                 while trainer.steps < settings.total_steps and not stop.requested:
                     self._step()
@@ -112,7 +117,7 @@ class _Job:
                 if stop.requested:
                     logger.info("stopped by %s after step %d; the same command goes on", stop.received, trainer.steps)
                     raise SystemExit(stop.exit_code)
-                after = self._evaluate() if self.prompts.held_out is not None else None
+                after = self._evaluate() if self.data.held_out is not None else None
         finally:
             trainer.logger.close()
         summary = self._summary(after)
@@ -129,7 +134,7 @@ class _Job:
             self.run.rewind(-1)
             return None
         extra = state.restore(self.trainer, checkpoint)
-        self.prompts.train.load_state_dict(extra["loader"])
+        self.data.train.load_state_dict(extra["loader"])
         self.totals, self.seconds, self.before = extra["totals"], extra["seconds"], extra["before"]
         self.run.rewind(checkpoint.step)
         logger.info("going on from step %d", checkpoint.step)
@@ -137,18 +142,18 @@ class _Job:
 
     def _step(self) -> None:
         began = time.perf_counter()
-        record = self.trainer.step(next(self.prompts.train))
+        record = self.trainer.step(next(self.data.train))
         for name in _TOTALS:
             self.totals[name] += float(record.get(name, 0.0))
         self.seconds += time.perf_counter() - began
         settings = self.config.trainer
         is_due = settings.eval_every and self.trainer.steps % settings.eval_every == 0
-        if is_due and self.prompts.held_out is not None and self.trainer.steps < settings.total_steps:
+        if is_due and self.data.held_out is not None and self.trainer.steps < settings.total_steps:
             self._evaluate()
 
     def _save(self) -> None:
         extra = {
-            "loader": self.prompts.train.state_dict(),
+            "loader": self.data.train.state_dict(),
             "totals": self.totals,
             "seconds": self.seconds,
             "before": self.before,
@@ -161,57 +166,68 @@ class _Job:
             raise CheckpointError(f"{result.error}; the run is trained but not saved: free space and run it again")
 
     def _evaluate(self) -> dict[str, Any]:
-        """Metrics of the held-out problems now; noted in eval.jsonl, with completions to read."""
-        held_out, settings = self.prompts.held_out, self.config.trainer
+        """Metrics of what is held out, now; noted in eval.jsonl."""
+        held_out, step = self.data.held_out, self.trainer.steps
         assert held_out is not None
-        step = self.trainer.steps
-        self.trainer.logger.phase(f"evaluating {len(held_out)} held-out problems")
+        self.trainer.logger.phase(f"evaluating {len(held_out)} held-out rows")
         began = time.perf_counter()
+        found = self._evaluate_loss(held_out) if isinstance(held_out, Batch) else self._evaluate_samples(held_out)
+        self.seconds += time.perf_counter() - began
+        headline, metrics = found["headline"], found["metrics"]
+        row: dict[str, Any] = {"step": step, "headline": headline, **metrics, "problems": found["problems"]}
+        if headline in SHARES:
+            scored = [value for value in found.get("by_problem", ()) if value is not None]
+            count = len(scored) or found["problems"]
+            share = binomial_interval(metrics[headline] * count, count)
+            row |= {"low": share.low, "high": share.high}
+        with self.run.evals.open("a", encoding="utf-8") as file:
+            file.write(json.dumps(row) + "\n")
+        self.trainer.logger.log(step, {f"eval/{name}": value for name, value in metrics.items()})
+        return found
+
+    def _evaluate_samples(self, held_out: PromptDataset) -> dict[str, Any]:
+        """By samples that are scored, and kept to be read."""
+        settings = self.config.trainer
         found = self.trainer.evaluate(
             held_out.batch, self.eval_metrics, n=settings.eval_n, temperature=settings.eval_temperature
         )
-        self.seconds += time.perf_counter() - began
-        headline = "accuracy" if any(value is not None for value in found.rows["accuracy"]) else "reward"
-        by_problem = found.by_problem(headline)
-        row: dict[str, Any] = {"step": step, "headline": headline, **_finite(found.metrics)}
-        if headline == "accuracy":
-            scored = [value for value in by_problem if value is not None]
-            share = binomial_interval(sum(scored), len(scored))
-            row |= {"low": share.low, "high": share.high}
-        row["problems"] = len(by_problem)
-        with self.run.evals.open("a", encoding="utf-8") as file:
-            file.write(json.dumps(row) + "\n")
         save_completions(
             _readable(found.samples, held_out, self.trainer.actor.tokenizer),
-            self.run.completions / f"step-{step:06d}.parquet",
+            self.run.completions / f"step-{self.trainer.steps:06d}.parquet",
             limit=settings.log_completions,
             columns=_COMPLETION_COLUMNS,
         )
-        self.trainer.logger.log(step, {f"eval/{name}": value for name, value in _finite(found.metrics).items()})
-        return {"headline": headline, "metrics": _finite(found.metrics), "by_problem": by_problem}
+        headline = "accuracy" if any(value is not None for value in found.rows["accuracy"]) else "reward"
+        by_problem = found.by_problem(headline)
+        metrics = _finite(found.metrics)
+        return {"headline": headline, "metrics": metrics, "problems": len(by_problem), "by_problem": by_problem}
+
+    def _evaluate_loss(self, held_out: Batch) -> dict[str, Any]:
+        """By the loss of recorded rows, and how often a chosen response beats a rejected one."""
+        metrics = _finite(self.trainer.evaluate_loss(held_out))
+        headline = next(name for name in ("pairs/accuracy", "loss") if metrics.get(name) is not None)
+        return {"headline": headline, "metrics": metrics, "problems": len(held_out.group_indices())}
 
     def _summary(self, after: Mapping[str, Any] | None) -> dict[str, Any]:
         totals = self.totals
         summary: dict[str, Any] = {
             "seconds": self.seconds,
-            "rollout_tokens_per_second": totals["rollout/tokens"] / max(totals["time/rollout"], 1e-9),
             "train_tokens_per_second": totals["train/tokens"] / max(totals["time/update"], 1e-9),
             "peak_memory_bytes": peak_memory(),
             "control": self.config.trainer.control,
         }
+        if totals["time/rollout"]:
+            summary["rollout_tokens_per_second"] = totals["rollout/tokens"] / totals["time/rollout"]
         if after is None or self.before is None:
             return summary
         name = after["headline"]
-        gain = paired_bootstrap(self.before["by_problem"], after["by_problem"], seed=self.config.trainer.seed)
-        return summary | {
-            "headline": name,
-            f"{name}_before": self.before["metrics"][name],
-            f"{name}_after": after["metrics"][name],
-            "gain": gain.value,
-            "gain_low": gain.low,
-            "gain_high": gain.high,
-            "eval_problems": len(after["by_problem"]),
-        }
+        before_value, after_value = self.before["metrics"][name], after["metrics"][name]
+        summary |= {"headline": name, f"{name}_before": before_value, f"{name}_after": after_value}
+        summary |= {"eval_problems": after["problems"]}
+        if "by_problem" in after:
+            gain = paired_bootstrap(self.before["by_problem"], after["by_problem"], seed=self.config.trainer.seed)
+            summary |= {"gain": gain.value, "gain_low": gain.low, "gain_high": gain.high}
+        return summary
 
 
 def _accuracy(samples: Batch) -> list[float | None]:
@@ -274,16 +290,16 @@ def _print_table(summary: Mapping[str, Any], page: Path | None) -> None:
     table = Table(title="result", show_header=False)
     if "headline" in summary:
         name = summary["headline"]
-        form = "{:.1%}" if name == "accuracy" else "{:.4f}"
-        unit = 100 if name == "accuracy" else 1
-        before, after = summary[f"{name}_before"], summary[f"{name}_after"]
-        gain, low, high = (unit * summary[key] for key in ("gain", "gain_low", "gain_high"))
-        points = " points" if name == "accuracy" else ""
-        table.add_row(f"{name} before", form.format(before))
-        table.add_row(f"{name} after", form.format(after))
-        table.add_row("gain", f"{gain:+.1f}{points}  (95 % interval {low:+.1f} to {high:+.1f})")
+        form = "{:.1%}" if name in SHARES else "{:.4f}"
+        unit, points = (100, " points") if name in SHARES else (1, "")
+        for when in ("before", "after"):
+            table.add_row(f"{name} {when}", form.format(summary[f"{name}_{when}"]))
+        if "gain" in summary:
+            gain, low, high = (unit * summary[key] for key in ("gain", "gain_low", "gain_high"))
+            table.add_row("gain", f"{gain:+.1f}{points}  (95 % interval {low:+.1f} to {high:+.1f})")
         table.add_row("held-out problems", str(summary["eval_problems"]))
-    table.add_row("generated", f"{summary['rollout_tokens_per_second']:,.0f} tokens/s")
+    if "rollout_tokens_per_second" in summary:
+        table.add_row("generated", f"{summary['rollout_tokens_per_second']:,.0f} tokens/s")
     table.add_row("trained", f"{summary['train_tokens_per_second']:,.0f} tokens/s")
     table.add_row("peak memory", f"{summary['peak_memory_bytes'] / 1e9:.2f} GB")
     table.add_row("time", f"{summary['seconds'] / 60:.1f} minutes")

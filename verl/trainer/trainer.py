@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 
@@ -43,7 +43,7 @@ class Trainer:
         critic: the value model; None: made from the actor's where the algorithm has one.
         reward: a `Reward`, or anything `Reward` takes. `reward_fn=` is the same. None for algorithms without one.
         cost: likewise, what the algorithm keeps below a limit; for algorithms with that role.
-        algorithm: a name, class or instance.
+        algorithm: a name, class or instance; None: the default of `make_algorithm`.
         n: samples a prompt; None: what suits the algorithm (`BaseAlgorithm.samples_per_prompt`).
         buffer: "memory", "disk", or an instance.
         buffer_size: its capacity in samples; None: unbounded.
@@ -61,7 +61,7 @@ class Trainer:
         ConfigError: an unknown algorithm or option; a reward or cost that is missing, or that the algorithm has not.
     """
 
-    algorithm_name = "grpo"
+    algorithm_name: ClassVar[str | None] = None
 
     def __init__(
         self,
@@ -110,6 +110,7 @@ class Trainer:
         self.updater = Updater(self.algorithm, actor=self.actor, critic=critic)
         self.critic = self.updater.critics.get("critic")
         self.n = n or self.algorithm.samples_per_prompt
+        self.algorithm.check_samples(self.n)
         self.sampling = sampling or self.actor.sampling
         # Log-probs are of logits at the temperature that samples are drawn at.
         self.actor.plan = replace(self.actor.plan, temperature=self.sampling.temperature or 1.0)

@@ -1,0 +1,54 @@
+"""Outside `verl/algorithms/`, no code names an algorithm; prose may, and the alias `PPOTrainer` does."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+from pathlib import Path
+
+import verl
+from verl.algorithms import algorithm_names, make_algorithm
+
+PACKAGE = Path(verl.__file__).parent
+#: verl's data sets have a column `reward_model`, and a reward that is a model is called so.
+OTHER_MEANING = {
+    ("data/tasks.py", "reward_model"),
+    ("rewards/forms.py", "reward_model"),
+    ("rewards/model.py", "reward_model"),
+}
+
+
+def mentions(tree: ast.AST) -> Iterator[str]:
+    """String constants that are a whole name, and identifiers, of a module."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Constant) and isinstance(node.value, str):
+            yield node.value
+        elif isinstance(node, ast.Name):
+            yield node.id
+        elif isinstance(node, ast.Attribute):
+            yield node.attr
+        elif isinstance(node, ast.alias):
+            yield from node.name.split(".")
+
+
+def found(source: str) -> set[str]:
+    names = {name for name in algorithm_names() if type(make_algorithm(name)).__module__.startswith("verl.")}
+    classes = {type(make_algorithm(name)).__name__ for name in names} - {"RewardModel"}
+    return (names | classes) & set(mentions(ast.parse(source)))
+
+
+def test_the_search_finds_names() -> None:
+    assert found("if a.name == 'dpo': pass") == {"dpo"}
+    assert found("from verl.algorithms import PPO") == {"PPO"} and found("x = algorithms.gspo.y") == {"gspo"}
+    assert found("'''ppo is an algorithm'''") == set()
+
+
+def test_no_code_outside_names_an_algorithm() -> None:
+    offenders = set()
+    for file in PACKAGE.rglob("*.py"):
+        place = file.relative_to(PACKAGE).as_posix()
+        if not place.startswith("algorithms/"):
+            offenders |= {(place, name) for name in found(file.read_text(encoding="utf-8"))}
+    assert offenders - OTHER_MEANING == {("trainer/trainer.py", "ppo")}
+    trainer = (PACKAGE / "trainer" / "trainer.py").read_text(encoding="utf-8")
+    assert trainer.count('"ppo"') == 1 and verl.PPOTrainer.algorithm_name == "ppo"
