@@ -161,7 +161,7 @@ def test_the_length_counts_where_the_learning_rate_depends_on_it():
 
 
 def test_the_run_directory_is_named_by_what_it_is_and_the_hash():
-    given = config(data={"train": {"task": "chain_sum"}})
+    given = config(data={"train": {"task": "chain_sum"}}, algorithm={"name": "grpo"})
     assert run_id(given) == f"grpo-tiny-chain_sum-{config_hash(given)}"
     named = config(trainer={"run_name": "first"})
     assert run_id(named) == f"first-{config_hash(named)}"
