@@ -196,3 +196,42 @@ def test_wrong_settings_are_named(tiny: Path, actor: verl.Actor) -> None:
         actor.generate_sequences(PROMPTS, max_tokens=3)
     with pytest.raises(ConfigError, match="at least 1"):
         actor.generate_sequences(PROMPTS, n=0)
+
+
+def test_what_is_no_reward_or_no_batch_is_told_by_row(actor: verl.Actor) -> None:
+    sequences = actor.generate_sequences(["One", "Two"], max_new_tokens=2)
+    for verb in (actor.update, verl.Updater("gpg", actor=actor).update):
+        with pytest.raises(DataError, match=r"reward of row 1 is 'a': give a number, or None"):
+            verb(sequences, [1.0, "a"])
+        with pytest.raises(DataError, match=r"list or tensor of 2 numbers, not 5"):
+            verb(sequences, 5)
+        with pytest.raises(DataError, match="sequences are a Batch of generate_sequences, not a int"):
+            verb(5, [1.0])
+
+
+def test_texts_and_token_ids_may_be_mixed(actor: verl.Actor) -> None:
+    one = actor.tokenizer("One")["input_ids"]
+    assert actor.prompts(["One", one])["prompt_tokens"] == [one, one]
+
+
+def test_an_actor_of_nonsense_is_refused_when_it_is_made(tiny: Path) -> None:
+    with pytest.raises(ConfigError, match="no rollout engine is called 'embeded': did you mean 'embedded'"):
+        verl.Actor(str(tiny), rollout="embeded")
+    with pytest.raises(ConfigError, match="mini_batch_size must be at least 1"):
+        verl.Actor(str(tiny), mini_batch_size=0)
+    with pytest.raises(ConfigError, match="epochs must be at least 1"):
+        verl.Actor(str(tiny), epochs=0)
+    with pytest.raises(ModelError, match="tokenizer is a tokenizer of transformers, or its name or directory, not 5"):
+        verl.Actor(str(tiny), tokenizer=5)  # type: ignore[arg-type]
+
+
+def test_responses_that_the_model_cannot_finish_are_mentioned(
+    actor: verl.Actor, caplog: pytest.LogCaptureFixture
+) -> None:
+    actor.generate_sequences(["One"], max_new_tokens=2)
+    assert not caplog.records
+    positions = actor.model.config.max_position_embeddings
+    prompt = [5] * (positions - 2)
+    done = actor.generate_sequences([prompt], max_new_tokens=4)
+    assert len(done["response_tokens"][0]) <= 2
+    assert f"end before max_new_tokens=4: the model has {positions} positions" in caplog.text

@@ -86,3 +86,14 @@ def test_values_start_at_zero_and_only_the_critic_moves(tiny: Path) -> None:
     critic.update(sequences, [1.0, 0.0])
     assert torch.count_nonzero(critic.compute_values(sequences).tensor("values")) > 0
     assert actor.compute_log_probs(sequences)["log_probs"] == before
+
+
+def test_starts_in_pieces_are_those_of_the_whole_text() -> None:
+    tokenizer = byte_tokenizer((("a", "b"), ("o", "n")))
+    alignment = CharacterAlignment(tokenizer, tokenizer)
+    tokens = tokenizer("naïve 日本語😀 ab on \ufffd " * 12)["input_ids"]
+    whole, latest = [], 0
+    for index in range(len(tokens)):
+        latest = max(latest, len(tokenizer.decode(tokens[:index])) if index else 0)
+        whole.append(latest)
+    assert alignment._starts(tokens) == whole

@@ -12,6 +12,9 @@ from verl.errors import ModelError
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
+#: Tokens between two anchors of a text that is decoded piece by piece.
+_WINDOW = 16
+
 
 class CharacterAlignment:
     """Between an actor's tokens and a critic's over the same text.
@@ -71,10 +74,17 @@ class CharacterAlignment:
     def _starts(self, tokens: Sequence[int]) -> list[int]:
         """The character at which each of the actor's tokens begins. A token that ends inside a character decodes
         to a replacement sign, so starts are kept from running backwards."""
-        starts, latest = [], 0
+        starts: list[int] = []
+        # Only a window is decoded for each token: from the last anchor but one, for a tokenizer may write the first
+        # token of a text in another way. An anchor never stands inside a character.
+        begin = anchor = passed = known = 0  # characters of tokens[:anchor], and of tokens[begin:anchor]
         for index in range(len(tokens)):
-            latest = max(latest, len(self._text(tokens[:index])) if index else 0)
-            starts.append(latest)
+            text = self._text(tokens[begin:index]) if index > begin else ""
+            length = passed + len(text) - known
+            starts.append(max(length, starts[-1] if starts else 0))
+            if index - anchor >= _WINDOW and not text.endswith("\N{REPLACEMENT CHARACTER}"):
+                begin, anchor, passed = anchor, index, length
+                known = len(self._text(tokens[begin:anchor]))
         return starts
 
 

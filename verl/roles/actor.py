@@ -24,7 +24,15 @@ from verl.rollout.base import SamplingParams
 from verl.rollout.episode import Episode
 from verl.shard import Shard
 from verl.training.options import OptimConfig
-from verl.workers.actor import ActorWorker, EngineFactory, ReferenceWorker, RolloutOptions, TrainOptions, load_episode
+from verl.workers.actor import (
+    ActorWorker,
+    EngineFactory,
+    ReferenceWorker,
+    RolloutOptions,
+    TrainOptions,
+    engine_factory,
+    load_episode,
+)
 from verl.workers.update import UpdatePlan
 
 if TYPE_CHECKING:
@@ -93,6 +101,7 @@ class Actor:
     ) -> None:
         if strategy not in _LAYOUTS:
             raise ConfigError(f"there is no strategy '{strategy}': {nearest(str(strategy), ('single', 'fsdp', 'ddp'))}")
+        engine_factory(rollout)  # a misspelt engine is told before a model is read
         self.sampling = sampling or SamplingParams()
         self.algorithm = None if algorithm is None else make_algorithm(algorithm)
         self.plan = UpdatePlan(mini_batch_size, epochs, self.sampling.temperature or 1.0, seed)
@@ -156,7 +165,7 @@ class Actor:
         if isinstance(prompts, str):
             prompts = [prompts]  # a lone text is a prompt, not the path of a file
         batch = prompts if isinstance(prompts, Batch) else load_prompts(prompts).batch
-        if "prompt_tokens" not in batch:
+        if "prompt_tokens" not in batch or None in batch["prompt_tokens"]:
             batch = PromptTokenizer(self.tokenizer, tools=self.tools)(batch)
         if "group" not in batch:
             batch = batch.add({"group": [f"{key}.{row}" for row in range(len(batch))]})
@@ -189,6 +198,15 @@ class Actor:
 
     def rollout(self, rows: Batch, params: SamplingParams) -> Iterator[Batch]:
         """Samples for rows that `expand` made, as groups finish, with their decoded text."""
+        positions = getattr(self.model.config.get_text_config(), "max_position_embeddings", None)
+        longest = max(rows.lengths("prompt_tokens"), default=0)
+        if positions and longest + params.max_new_tokens > positions:
+            logger.warning(
+                "responses to prompts of up to %d tokens end before max_new_tokens=%d: the model has %d positions",
+                longest,
+                params.max_new_tokens,
+                positions,
+            )
         for chunk in self.group.call("generate", rows, params):
             texts = self.tokenizer.batch_decode(chunk["response_tokens"], skip_special_tokens=True)
             yield chunk.add({"response": texts})
@@ -326,7 +344,11 @@ def _check_vocabulary(model: Any, tokenizer: PreTrainedTokenizerBase) -> None:
 def _tokenizer(tokenizer: Any, model: PreTrainedModel, name: Any) -> PreTrainedTokenizerBase:
     if tokenizer is None:
         return load_tokenizer(name) if isinstance(name, str) else find_tokenizer(model)
-    return load_tokenizer(tokenizer) if isinstance(tokenizer, str) else tokenizer
+    if isinstance(tokenizer, str):
+        return load_tokenizer(tokenizer)
+    if not hasattr(tokenizer, "get_vocab"):
+        raise ModelError(f"tokenizer is a tokenizer of transformers, or its name or directory, not {tokenizer!r}")
+    return tokenizer  # type: ignore[no-any-return]
 
 
 def _score_model(model: Any) -> Any:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Sequence
 from typing import Any
 
 from verl.batch import Batch
@@ -23,10 +25,27 @@ def aligned(sequences: Batch, given: Any, name: str) -> Batch:
 
 
 def add_rewards(sequences: Batch, rewards: Any) -> Batch:
-    """`sequences` with `reward` (and its components). Numbers that are not finite abstain."""
+    """`sequences` with `reward` (and its components). Numbers that are not finite abstain.
+
+    Raises:
+        DataError: sequences are no batch, or rewards no numbers.
+    """
+    if not isinstance(sequences, Batch):
+        raise DataError(f"sequences are a Batch of generate_sequences, not a {type(sequences).__name__}")
     if isinstance(rewards, Batch):
         return aligned(sequences, rewards, "reward")
     if hasattr(rewards, "tolist"):
         rewards = rewards.tolist()
-    numbers = [None if r is None or r != r or r in (float("inf"), float("-inf")) else float(r) for r in rewards]
-    return aligned(sequences, numbers, "reward")
+    if not isinstance(rewards, Sequence) or isinstance(rewards, str):
+        raise DataError(
+            f"rewards are what get_reward gives, or a list or tensor of {len(sequences)} numbers, not {rewards!r}"
+        )
+    return aligned(sequences, [_number(reward, row) for row, reward in enumerate(rewards)], "reward")
+
+
+def _number(reward: Any, row: int) -> float | None:
+    try:
+        number = math.nan if reward is None else float(reward)
+    except (TypeError, ValueError):
+        raise DataError(f"the reward of row {row} is {reward!r}: give a number, or None to abstain") from None
+    return number if math.isfinite(number) else None

@@ -9,7 +9,7 @@ from typing import Protocol
 import torch
 
 from verl.batch import Batch
-from verl.errors import DataError
+from verl.errors import ConfigError, DataError
 from verl.training.engine import TrainEngine
 from verl.training.loss import Loss, LossInput
 
@@ -42,6 +42,14 @@ class UpdatePlan:
     epochs: int = 1
     temperature: float = 1.0
     seed: int = 0
+
+    def __post_init__(self) -> None:
+        if self.mini_batch_size is not None and self.mini_batch_size < 1:
+            raise ConfigError(
+                f"mini_batch_size must be at least 1, or None for the whole batch, not {self.mini_batch_size}"
+            )
+        if self.epochs < 1:
+            raise ConfigError(f"epochs must be at least 1, not {self.epochs}")
 
     def updates(self, samples: int) -> int:
         """Optimizer steps for so many samples, if groups divide evenly."""
