@@ -40,18 +40,20 @@ def test_import_without_torch() -> None:
     assert subprocess.run([sys.executable, "-c", code], timeout=60).returncode == 0
 
 
+@pytest.mark.parametrize("heads", [6, 3], ids=["plain", "fused"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_activations_are_what_the_backward_keeps(dtype: torch.dtype) -> None:
+def test_activations_are_what_the_backward_keeps(dtype: torch.dtype, heads: int) -> None:
     config = LlamaConfig(
         vocab_size=64,
         hidden_size=96,
         intermediate_size=256,
         num_hidden_layers=6,
-        num_attention_heads=6,
-        num_key_value_heads=2,
+        num_attention_heads=heads,
+        num_key_value_heads=heads // 3,
     )
     model = AutoModelForCausalLM.from_config(config, dtype=dtype)
     packed = PackedModel(model)
+    assert ModelSize.from_model(model).fused == (heads == 3) == (packed._fused is not None)
     flat = pack_rows([[5] * 100] * 4, [[7] * 101] * 4)
     weights = {parameter.untyped_storage().data_ptr() for parameter in model.parameters()}
     kept: dict[int, torch.Tensor] = {}
@@ -73,9 +75,10 @@ def test_parts_of_the_estimate(llama: PreTrainedModel) -> None:
     count = sum(parameter.numel() for parameter in llama.parameters())
     estimate = estimate_memory(size, micro_batch_tokens=100, kv_tokens=10)
     assert (estimate.weights, estimate.masters, estimate.moments, estimate.gradients) == (
-        2 * count, 4 * count, 8 * count, 4 * count
+        2 * count, 2 * count, 4 * count, 4 * count
     )  # fmt: skip
     assert estimate.kv_cache == 10 * 2 * 2 * 2 * 8 * 2
+    assert estimate_memory(size, moments="float32").moments == 8 * count
     assert estimate_memory(ModelSize.from_model(llama.float())).masters == 0
     frozen = estimate_memory(size, trained=False, micro_batch_tokens=100)
     assert frozen.total == frozen.weights

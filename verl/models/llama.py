@@ -232,12 +232,16 @@ def parts(backbone: nn.Module) -> Any:
 
 
 def is_llama_shaped(packed: PackedModel) -> bool:
+    """Whether the model's backbone has this shape."""
+    return has_llama_shape(packed.backbone, packed.head_dim)
+
+
+def has_llama_shape(module: nn.Module, head_dim: int) -> bool:
     """Pre-norm layers of plain linear maps with SiLU gates and RMS norms, sizes as the kernels need them."""
-    backbone = parts(packed.backbone)
-    names = ("embed_tokens", "layers", "norm", "rotary_emb")
-    if not all(hasattr(backbone, name) for name in names) or len(backbone.layers) != packed.num_layers:
+    backbone = parts(module)
+    if not all(hasattr(backbone, name) for name in ("embed_tokens", "layers", "norm", "rotary_emb")):
         return False
-    sizes = [packed.hidden_size, packed.head_dim // 2]
+    sizes = [backbone.embed_tokens.weight.shape[1], head_dim // 2]
     for layer in backbone.layers:
         for part, name in _LINEARS:
             # Adapters, quantised and sharded layers are other classes.

@@ -2,8 +2,8 @@
 
 The machine is asked through `/proc`, the cgroup files (v1 and v2) and `resource`; nothing else is needed.
 The need of a model is reckoned from its shape: what the optimizer owns exactly, activations by counting
-what the backward of a layer with gated MLP and rotary attention keeps (measured on a 135M Llama: within 2
-%; other layers keep less).
+what the backward of a layer with gated MLP and rotary attention keeps (other layers keep less), or of a fused
+layer of a Llama-shaped model on CPU.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _NO_LIMIT = 1 << 60
 
 @dataclass(frozen=True)
 class ModelSize:
-    """What the memory of a model depends on. `itemsize`: bytes of a live weight."""
+    """What the memory of a model depends on. `itemsize`: bytes of a live weight; `fused`: see models/llama.py."""
 
     parameters: int
     layers: int
@@ -38,14 +38,21 @@ class ModelSize:
     head_dim: int
     vocab: int
     itemsize: int
+    fused: bool = False
 
     @classmethod
     def from_model(cls, model: nn.Module) -> ModelSize:
         """Of a live transformers model, or of one on the meta device (which holds no memory)."""
+        from verl.models.kernels import kernels
+        from verl.models.llama import has_llama_shape
+
         config = model.config.get_text_config()  # type: ignore[union-attr,operator]
         parameters = list(model.parameters())
         heads = config.num_attention_heads
         intermediate = getattr(config, "intermediate_size", None) or getattr(config, "n_inner", None)
+        head_dim = getattr(config, "head_dim", None) or config.hidden_size // heads
+        compiled = kernels(parameters[0].dtype, parameters[0].device)
+        backbone = getattr(model, "base_model", model)
         return cls(
             parameters=sum(parameter.numel() for parameter in parameters),
             layers=config.num_hidden_layers,
@@ -53,9 +60,10 @@ class ModelSize:
             intermediate=intermediate or 4 * config.hidden_size,
             heads=heads,
             kv_heads=getattr(config, "num_key_value_heads", None) or heads,
-            head_dim=getattr(config, "head_dim", None) or config.hidden_size // heads,
+            head_dim=head_dim,
             vocab=config.vocab_size,
             itemsize=max(parameter.element_size() for parameter in parameters if parameter.dim() > 1),
+            fused=compiled is not None and compiled.elementwise and has_llama_shape(backbone, head_dim),
         )
 
     @property
@@ -66,6 +74,8 @@ class ModelSize:
     def activation_bytes_per_token(self) -> int:
         """What one layer keeps of one token for its backward."""
         attention = 2 * (self.heads + self.kv_heads) * self.head_dim
+        if self.fused:
+            return (attention + 2 * self.hidden + 2 * self.intermediate) * self.itemsize
         # A norm keeps its input in fp32, its normalised input and its output.
         norms = 2 * (4 * self.hidden + 2 * self.hidden * self.itemsize)
         return norms + (attention + 4 * self.intermediate) * self.itemsize
@@ -99,30 +109,33 @@ def estimate_memory(
     kv_tokens: int = 0,
     trained: bool = True,
     gradient_checkpointing: bool = False,
+    moments: str | None = None,
 ) -> MemoryEstimate:
     """Bytes that a model needs at its peak.
 
     Args:
         micro_batch_tokens: tokens of the largest forward with a backward (a shared prompt counts once).
         kv_tokens: tokens that the KV cache of generation holds.
-        trained: with AdamW: two moments, an accumulated gradient and, for weights under fp32, a master, all
-            fp32.
+        trained: with AdamW: two moments, an fp32 sum of gradients and, for weights under fp32, what they lack of an
+            fp32 master.
+        moments: dtype of the moments of weights under fp32; by default that of the weights.
     """
     weights = size.parameters * size.itemsize
     cache = kv_tokens * size.kv_bytes_per_token
     if not trained:
         return MemoryEstimate(weights, kv_cache=cache)
     full = size.parameters * max(4, size.itemsize)
+    moment = full if moments == "float32" else weights
     layer = micro_batch_tokens * size.activation_bytes_per_token
     inputs = micro_batch_tokens * size.hidden * size.itemsize
     return MemoryEstimate(
         weights,
-        masters=full if size.itemsize < 4 else 0,
-        moments=2 * full,
+        masters=full - weights if size.itemsize < 4 else 0,
+        moments=2 * moment,
         gradients=full,
         activations=size.layers * inputs + layer if gradient_checkpointing else size.layers * layer,
-        # A chunk of 2^24 logits, and the gradient of the head in both precisions.
-        head=(1 << 24) * size.itemsize + size.vocab * size.hidden * (4 + size.itemsize),
+        # A chunk of at most 2^25 logits.
+        head=min(1 << 25, micro_batch_tokens * size.vocab) * size.itemsize,
         kv_cache=cache,
     )
 
@@ -134,6 +147,7 @@ def preflight(
     max_tokens_per_micro_batch: int,
     kv_tokens: int = 0,
     gradient_checkpointing: bool = False,
+    moments: str | None = None,
     loaded: bool = True,
     available: int | None = None,
 ) -> MemoryEstimate:
@@ -150,7 +164,11 @@ def preflight(
 
     def need(tokens: int, checkpointing: bool) -> MemoryEstimate:
         return estimate_memory(
-            size, micro_batch_tokens=tokens, kv_tokens=kv_tokens, gradient_checkpointing=checkpointing
+            size,
+            micro_batch_tokens=tokens,
+            kv_tokens=kv_tokens,
+            gradient_checkpointing=checkpointing,
+            moments=moments,
         )
 
     estimate = need(max_tokens_per_micro_batch, gradient_checkpointing)

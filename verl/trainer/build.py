@@ -235,6 +235,7 @@ def check_memory(config: Config, algorithm: BaseAlgorithm, actor: Actor) -> None
         max_tokens_per_micro_batch=update.max_tokens_per_micro_batch or 16384,
         kv_tokens=int((rollout.kv_cache_gb or 0.0) * 2**30 / max(size.kv_bytes_per_token, 1)),
         gradient_checkpointing=config.actor_rollout_ref.model.enable_gradient_checkpointing,
+        moments=update.optim.moments,
         available=available_memory() - _others(algorithm, size),
     )
     logger.info("memory of training the actor: about %s", estimate)
