@@ -2,6 +2,7 @@
 
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 from pydantic import ValidationError
@@ -54,6 +55,11 @@ def test_the_documented_tree_is_the_schema():
 def test_markdown_has_a_row_for_each_key():
     rows = markdown().splitlines()[2:]
     assert [row.split("`")[1] for row in rows] == [key.path for key in describe()]
+
+
+def test_the_page_of_the_settings_is_up_to_date():
+    page = Path(__file__).parents[2] / "docs" / "config.md"
+    assert page.read_text() == markdown(), "run: verl config --markdown > docs/config.md"
 
 
 def test_a_config_cannot_be_changed():
