@@ -1,0 +1,366 @@
+"""Does each algorithm learn its own objective? Small runs beside controls that must not learn; a Markdown table.
+
+    .venv/bin/python benchmarks/learning.py --out learning            # all algorithms, seeds 0 1 2, two runs at a time
+    .venv/bin/python benchmarks/learning.py --algorithms grpo dpo --seeds 0
+
+The task: three digits are given and the largest is to be named. A two-layer Llama with a vocabulary of 13 words is
+first taught to name any of the three, so that it is right one time in three; every run starts from it. After each
+step the objective is measured on held-out problems:
+
+    reward        a sampled answer is right (algorithms that sample)
+    preference    the right answer is more probable than a wrong one, or scores higher (pairs, labels, reward models)
+    likelihood    log-probability of the right answer (demonstrations)
+    safety        minus the cost of a sampled answer, which is 1 if it names 7, 8 or 9 (algorithms with a constraint)
+
+An algorithm has learned if in every seed the mean over the last tenth of the steps is at least three standard errors
+above that of the first tenth, and above the last tenth of the same run with learning rate 0. Of an algorithm with a
+constraint two more things are asked: its mean cost over the last fifth is at most one standard error above the limit,
+and without the constraint (the multiplier held at 0) it is above the limit.
+
+A run takes some seconds on one thread. Its result is a JSON file in the output folder, which is not made again.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import random
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+os.environ["HF_HUB_OFFLINE"] = "1"
+
+import torch
+from tokenizers import Tokenizer, models, pre_tokenizers, processors
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+
+import verl
+from verl.algorithms import algorithm_names, make_algorithm
+
+WORDS = ["<end>", "<unknown>", "=", *map(str, range(10))]
+COST_LIMIT = 0.1
+HELD_OUT = 96
+CONTROL, UNCONSTRAINED = "control", "unconstrained"
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What a run of one algorithm uses, chosen by hand; the rest is the same for all."""
+
+    lr: float = 1e-3
+    steps: int = 40
+    options: dict[str, Any] = field(default_factory=dict)
+
+
+#: Where the common settings do not suit: a constraint needs time to settle.
+SETTINGS: dict[str, Settings] = {"safe_rlhf": Settings(steps=120, options={"cost_limit": COST_LIMIT})}
+OFFLINE = Settings(lr=3e-4)
+
+
+@dataclass
+class Curve:
+    """The objective on each held-out problem, after each step."""
+
+    objective: str
+    values: list[list[float]]
+    seconds: float
+
+    def part(self, begin: float, end: float) -> list[float]:
+        """All values between two fractions of the steps."""
+        count = len(self.values)
+        first, last = int(begin * count), max(int(end * count), int(begin * count) + 1)
+        return [value for step in self.values[first:last] for value in step]
+
+
+def problem(rng: random.Random) -> tuple[list[int], int]:
+    digits = rng.sample(range(10), 3)
+    return digits, max(digits)
+
+
+def prompt(digits: list[int]) -> str:
+    return " ".join(map(str, digits)) + " ="
+
+
+def is_held_out(digits: list[int]) -> bool:
+    """A fifth of the problems, never trained on."""
+    return (100 * digits[0] + 10 * digits[1] + digits[2]) % 5 == 0
+
+
+def problems(seed: int, held_out: bool, count: int) -> list[tuple[list[int], int]]:
+    rng, found = random.Random(seed), []
+    while len(found) < count:
+        one = problem(rng)
+        if is_held_out(one[0]) == held_out:
+            found.append(one)
+    return found
+
+
+def tokenizer() -> PreTrainedTokenizerFast:
+    core = Tokenizer(models.WordLevel({word: i for i, word in enumerate(WORDS)}, unk_token="<unknown>"))
+    core.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    core.post_processor = processors.ByteLevel(trim_offsets=False)
+    return PreTrainedTokenizerFast(tokenizer_object=core, eos_token="<end>", pad_token="<end>", unk_token="<unknown>")
+
+
+def make_base(path: Path) -> None:
+    """A model that names one of the three digits, any of them; saved to `path`."""
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=len(WORDS),
+        hidden_size=64,
+        intermediate_size=128,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        max_position_embeddings=16,
+        bos_token_id=0,
+        eos_token_id=0,
+        pad_token_id=0,
+        tie_word_embeddings=False,
+    )
+    model = LlamaForCausalLM(config)
+    tokens, rng = tokenizer(), random.Random(0)
+    rows = []
+    for digits, _ in problems(1, held_out=False, count=4000):
+        rows.append({"prompt": prompt(digits), "completion": str(rng.choice(digits))})
+    actor = verl.Actor(model, tokens, optim={"lr": 3e-3})
+    trainer = verl.Trainer(actor, algorithm="sft", log_dir=False)
+    loader = verl.OfflineDatasetLoader(rows, tokens, batch_size=128)
+    for _ in range(150):
+        trainer.step(next(loader))
+    actor.save_pretrained(str(path))
+
+
+def right(responses: list[str], prompts: list[str]) -> list[float]:
+    """The reward: 1 for the largest digit."""
+    return [float(r.strip() == max(p.split()[:3])) for r, p in zip(responses, prompts, strict=True)]
+
+
+def large(responses: list[str]) -> list[float]:
+    """The cost: 1 for a digit from 7."""
+    return [float(r.strip() in ("7", "8", "9")) for r in responses]
+
+
+def recorded(kind: str, seed: int, held_out: bool, count: int) -> list[dict[str, Any]]:
+    """Rows of recorded answers: pairs of a right and a wrong one, labelled ones, or right ones alone."""
+    rng, rows = random.Random(seed), []
+    for digits, best in problems(seed, held_out, count):
+        wrong = rng.choice([d for d in digits if d != best])
+        if kind == "pairs":
+            rows.append({"prompt": prompt(digits), "chosen": str(best), "rejected": str(wrong)})
+        elif kind == "labels":
+            good = rng.random() < 0.5
+            rows.append({"prompt": prompt(digits), "completion": str(best if good else wrong), "label": good})
+        else:
+            rows.append({"prompt": prompt(digits), "completion": str(best)})
+    return rows
+
+
+def kind_of(algorithm: verl.BaseAlgorithm) -> str:
+    """What an offline algorithm learns from, tried out: the first kind of rows that it takes."""
+    for kind in ("pairs", "labels", "demonstrations"):
+        rows = verl.OfflineDatasetLoader(recorded(kind, 0, False, 4), tokenizer(), batch_size=4)
+        wants_pairs, wants_labels = algorithm.coupled, "label" in algorithm.loss_columns
+        if (kind == "pairs") == wants_pairs and (kind == "labels") == (wants_labels and not wants_pairs):
+            return rows.kind
+    raise SystemExit(f"{algorithm.name}: no rows suit it")
+
+
+def run(name: str, seed: int, control: str, base: Path) -> Curve:
+    """One run: the objective after each step."""
+    settings = SETTINGS.get(name, Settings() if make_algorithm(name).online else OFFLINE)
+    algorithm = make_algorithm(name, **settings.options, **_without_constraint(control))
+    lr = 0.0 if control == CONTROL else settings.lr
+    torch.manual_seed(seed)
+    sampling = verl.SamplingParams(max_new_tokens=2)
+    actor = verl.Actor.from_pretrained(
+        str(base), optim={"lr": lr}, head=algorithm.head, sampling=sampling, seed=seed, dtype="float32"
+    )
+    given: dict[str, Any] = {"reward_fn": right} if "reward" in algorithm.roles else {}
+    if "cost" in algorithm.roles:
+        given["cost"] = large
+    trainer = verl.Trainer(actor, algorithm=algorithm, log_dir=False, **given)
+    objective, measure = _objective(trainer, seed)
+    batches: Callable[[], Any]
+    if algorithm.online:
+        training = iter(problems(1000 + seed, held_out=False, count=16 * settings.steps))
+        batches = lambda: [prompt(next(training)[0]) for _ in range(16)]  # noqa: E731
+    else:
+        rows = recorded(kind_of(algorithm), 1000 + seed, held_out=False, count=32 * settings.steps)
+        loader = verl.OfflineDatasetLoader(rows, actor.tokenizer, batch_size=32, seed=seed)
+        batches = lambda: next(loader)  # noqa: E731
+    began, values = time.perf_counter(), []
+    for step in range(settings.steps):
+        trainer.step(batches())
+        values.append(measure(step))
+    return Curve(objective, values, time.perf_counter() - began)
+
+
+def _without_constraint(control: str) -> dict[str, Any]:
+    return {"lambda_init": 0.0, "lambda_lr": 0.0} if control == UNCONSTRAINED else {}
+
+
+def _objective(trainer: verl.Trainer, seed: int) -> tuple[str, Callable[[int], list[float]]]:
+    """The objective of the trainer's algorithm, and how it is measured after a step."""
+    algorithm, actor = trainer.algorithm, trainer.actor
+    tests = [prompt(digits) for digits, _ in problems(2000, held_out=True, count=HELD_OUT)]
+
+    def sampled(step: int) -> list[str]:
+        return list(actor.generate_sequences(tests, key=f"test{seed}.{step}")["response"])
+
+    if "cost" in algorithm.roles:
+        return "safety", lambda step: [-cost for cost in large(sampled(step))]
+    if algorithm.online:
+        return "reward", lambda step: right(sampled(step), tests)
+    kind = kind_of(algorithm)
+    rows = recorded("demonstrations" if kind == "demonstrations" else "pairs", 2000, held_out=True, count=HELD_OUT)
+    batch = verl.OfflineDatasetLoader(rows, actor.tokenizer, batch_size=HELD_OUT).batch
+    if algorithm.head == "score":
+        return "preference", lambda step: _counted(trainer.evaluate_loss(batch)["pairs/accuracy"])
+
+    def log_probs() -> list[float]:
+        return [sum(row) for row in actor.compute_log_probs(batch)["log_probs"]]
+
+    if kind == "demonstrations":
+        return "likelihood", lambda step: log_probs()
+
+    def preferred(step: int) -> list[float]:
+        found = log_probs()
+        return [float(good > bad) for good, bad in zip(found[::2], found[1::2], strict=True)]
+
+    return "preference", preferred
+
+
+def _counted(accuracy: float) -> list[float]:
+    successes = round(accuracy * HELD_OUT)
+    return [1.0] * successes + [0.0] * (HELD_OUT - successes)
+
+
+def distance(a: list[float], b: list[float]) -> float:
+    """How many standard errors the mean of `a` is above that of `b`."""
+    error = sum(statistics.pvariance(x) / len(x) for x in (a, b)) ** 0.5
+    difference = statistics.fmean(a) - statistics.fmean(b)
+    return difference / error if error else (0.0 if not difference else float("inf") * (1 if difference > 0 else -1))
+
+
+@dataclass
+class Verdict:
+    """One algorithm in one seed."""
+
+    first: float
+    last: float
+    control: float
+    above_first: float
+    above_control: float
+    seconds: float
+    constraint: str = ""
+    learned: bool = False
+
+
+def judge(curve: Curve, control: Curve, unconstrained: Curve | None = None) -> Verdict:
+    first, last, still = curve.part(0, 0.1), curve.part(0.9, 1), control.part(0.9, 1)
+    verdict = Verdict(
+        *(statistics.fmean(part) for part in (first, last, still)),
+        above_first=distance(last, first),
+        above_control=distance(last, still),
+        seconds=curve.seconds,
+    )
+    verdict.learned = min(verdict.above_first, verdict.above_control) >= 3
+    if unconstrained is not None:
+        costs, free = ([-value for value in c.part(0.8, 1)] for c in (curve, unconstrained))
+        error = (statistics.pvariance(costs) / len(costs)) ** 0.5
+        kept = statistics.fmean(costs) <= COST_LIMIT + error
+        verdict.constraint = f"cost {statistics.fmean(costs):.3f}, without constraint {statistics.fmean(free):.3f}"
+        verdict.learned &= kept and statistics.fmean(free) > COST_LIMIT
+    return verdict
+
+
+def load(path: Path) -> Curve:
+    return Curve(**json.loads(path.read_text()))
+
+
+def runs_of(name: str) -> list[str]:
+    return ["run", CONTROL, *([UNCONSTRAINED] if "cost" in make_algorithm(name).roles else [])]
+
+
+def make_runs(name: str, seed: int, out: Path) -> None:
+    """The runs of an algorithm and seed that are not there yet, in this process, each into its file."""
+    torch.set_num_threads(1)
+    for control in runs_of(name):
+        path = out / f"{name}-{seed}-{control}.json"
+        if not path.exists():
+            curve = run(name, seed, control, out / "base")
+            path.with_suffix(".part").write_text(json.dumps(asdict(curve)))
+            path.with_suffix(".part").rename(path)
+
+
+def table(names: list[str], seeds: list[int], out: Path) -> tuple[str, bool]:
+    """The Markdown table, and whether every algorithm has learned in every seed."""
+    lines = [
+        "| algorithm | objective | first tenth | last tenth | lr 0 | s.e. above first, lr 0 | seconds | learned |",
+        "|---|---|---|---|---|---|---|---|",
+    ]
+    learned = True
+    for name in names:
+        verdicts = []
+        for seed in seeds:
+            parts = [load(out / f"{name}-{seed}-{part}.json") for part in runs_of(name)]
+            verdicts.append(judge(*parts))
+        learned &= all(v.learned for v in verdicts)
+        means = [[f"{getattr(v, key):.2f}" for v in verdicts] for key in ("first", "last", "control")]
+        errors = ", ".join(f"{v.above_first:.0f} {v.above_control:.0f}" for v in verdicts)
+        note = "; ".join(v.constraint for v in verdicts if v.constraint)
+        lines.append(
+            f"| `{name}` | {parts[0].objective} | {' '.join(means[0])} | {' '.join(means[1])} | {' '.join(means[2])} | "
+            f"{errors} | {max(v.seconds for v in verdicts):.0f} | "
+            f"{'yes' if all(v.learned for v in verdicts) else 'NO'}{f' ({note})' if note else ''} |"
+        )
+    return "\n".join(lines), learned
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    names = [name for name in algorithm_names() if type(make_algorithm(name)).__module__.startswith("verl.")]
+    parser.add_argument("--algorithms", nargs="+", default=names, choices=names, metavar="NAME")
+    parser.add_argument("--seeds", nargs="+", type=int, default=[0, 1, 2])
+    parser.add_argument("--jobs", type=int, default=2, help="runs at a time, of one thread each")
+    parser.add_argument(
+        "--out", type=Path, default=Path("learning"), help="folder of the results; those that are there are kept"
+    )
+    parser.add_argument("--one", nargs=2, metavar=("NAME", "SEED"), help="just make the runs of one, in this process")
+    args = parser.parse_args()
+    if args.one:
+        make_runs(args.one[0], int(args.one[1]), args.out)
+        return 0
+    args.out.mkdir(parents=True, exist_ok=True)
+    if not (args.out / "base" / "config.json").exists():
+        make_base(args.out / "base")
+
+    def start(item: tuple[str, int]) -> str:
+        name, seed = item
+        command = [sys.executable, __file__, "--out", str(args.out), "--one", name, str(seed)]
+        environment = {**os.environ, "OMP_NUM_THREADS": "1", "LOG_LEVEL": "ERROR"}
+        done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=1200)
+        line, learned = table([name], [seed], args.out) if not done.returncode else (done.stderr[-2000:], False)
+        print(f"{name} seed {seed}: {'learned' if learned else 'NOT LEARNED'}\n  {line.splitlines()[-1]}", flush=True)
+        return "" if not done.returncode else f"{' '.join(command)} failed"
+
+    with ThreadPoolExecutor(args.jobs) as pool:
+        failed = [text for text in pool.map(start, [(n, s) for s in args.seeds for n in args.algorithms]) if text]
+    if failed:
+        raise SystemExit("\n".join(failed))
+    text, learned = table(args.algorithms, args.seeds, args.out)
+    (args.out / "table.md").write_text(text + "\n")
+    print("\n" + text)
+    return 0 if learned else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())
