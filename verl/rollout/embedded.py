@@ -34,8 +34,11 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 # Matrix products treat rows by fours or so and a remainder otherwise, in another order of summation. With the rows of
-# a step filled up to a multiple of this, a token's numbers do not depend on how many others there are.
-_ROWS = 8
+# a step filled up to a multiple of 8, a token's numbers do not depend on how many others there are. Multiples of a
+# sixteenth are taken, as a library keeps code for every shape that it has met (oneDNN: half a megabyte).
+_ROWS, _SIZES = 8, 16
+# What oneDNN keeps in all, measured on a rollout with preemptions.
+_KEPT_FOR_PRODUCTS = 48 << 20
 # Where that shall hold by construction, every product has this many rows.
 _FIXED_ROWS = 64
 # Rotary embeddings of these kinds change with the longest position in the batch, beyond the original length.
@@ -151,6 +154,23 @@ class EmbeddedEngine:
         self._finished: list[_Sequence] = []
 
     @property
+    def workspace(self) -> int:
+        """Bytes that generation takes beside weights and KV cache: what the tokens of a step go through, its logits,
+        and on CPU what oneDNN keeps for products in half precision.
+
+        Logits processors and top-p come on top, with some copies of a row of logits for each response that has them.
+        """
+        packed = self.packed
+        tokens, rows = self._filled(self.step_tokens + self.max_batch), self._filled(self.max_batch)
+        if self.batch_invariant:
+            tokens = rows = _FIXED_ROWS
+        width = getattr(packed.config, "intermediate_size", None) or 4 * packed.hidden_size
+        heads = (packed.num_heads + packed.num_kv_heads) * packed.head_dim
+        layer = 4 * packed.hidden_size + 2 * heads + 2 * width
+        kept = _KEPT_FOR_PRODUCTS if packed.device.type == "cpu" and packed.dtype.itemsize == 2 else 0
+        return (tokens * layer + rows * packed.vocab_size) * packed.dtype.itemsize + kept
+
+    @property
     def unfinished(self) -> int:
         return len(self._by_id)
 
@@ -244,6 +264,8 @@ class EmbeddedEngine:
         """Give back the memory of the KV cache; unfinished requests are kept."""
         self._put_all_back()
         self.cache.release()
+        if self._fused is not None:
+            self._fused.release()
         self._logit_space = torch.empty(0, dtype=self.packed.dtype)
 
     def wake(self) -> None:
@@ -340,7 +362,7 @@ class EmbeddedEngine:
 
         Index -1: the response is empty, its first token follows from the prompt's last state.
         """
-        rows, budget = [], self.step_tokens
+        rows, budget = [], max(0, self.step_tokens - len(plan.tokens))
         for prompt in self._prompts.values():
             if prompt.computed < len(prompt.tokens):
                 continue
@@ -393,7 +415,10 @@ class EmbeddedEngine:
 
     def _filled(self, rows: int) -> int:
         """Rows that a product of so many is computed with."""
-        return _FIXED_ROWS if self.batch_invariant else -(-rows // _ROWS) * _ROWS
+        if self.batch_invariant:
+            return _FIXED_ROWS
+        step = max(_ROWS, (1 << (rows - 1).bit_length()) // _SIZES)
+        return -(-rows // step) * step
 
     def _draw(self, rows: list[tuple[_Sequence, int]], hidden: Tensor) -> None:
         """Sample from the rows, and let go of the responses that are finished."""
