@@ -111,6 +111,9 @@ def test_settings_that_contradict_each_other():
     assert "rollout.min_new_tokens: must be at most max_new_tokens (4)" in problem(
         **policy(rollout={"min_new_tokens": 5, "max_new_tokens": 4})
     )
+    assert "rollout.batch_invariant: is for the embedded engine" in problem(
+        **policy(rollout={"name": "hf", "batch_invariant": True})
+    )
     assert "critic.mini_batch_size: must be at most the 16 samples" in problem(
         **policy(rollout={"n": 8}), data={"batch_size": 2}, critic={"mini_batch_size": 17}
     )

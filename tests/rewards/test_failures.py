@@ -83,7 +83,7 @@ WHOLE_BATCH = {
     "one number": (lambda texts: 1.0, "instead of 3 results"),
     "None": (lambda texts: None, "instead of 3 results"),
     "a text": (lambda texts: "1.0", "instead of 3 results"),
-    "a huge text": (lambda texts: "9" * 10**8, "instead of 3 results"),
+    "a huge text": (lambda texts: "9" * 10**6, "instead of 3 results"),
     "a mapping": (lambda texts: {"value": [1, 2, 3]}, "value|results"),
     "a set of a size": (lambda texts: torch.zeros(3, 2), "no number"),
 }

@@ -1,7 +1,6 @@
 from __future__ import annotations
 
 import logging
-import random
 from collections.abc import Callable
 
 import pytest
@@ -274,61 +273,3 @@ def test_without_a_compiler_generation_goes_on_with_torch(
             cached.cache_clear()
     assert "compiler" in caplog.text
     assert sample.tokens == expected.tokens
-
-
-@pytest.mark.parametrize("blocks", [14, 200], ids=["tight", "roomy"])
-def test_two_thousand_random_requests(packed64: PackedModel, tokenizer: PreTrainedTokenizerFast, blocks: int) -> None:
-    rng = random.Random(blocks)
-    engine = EmbeddedEngine(
-        packed64,
-        eos_token_ids=(2,),
-        seed=0,
-        tokenizer=tokenizer,
-        max_batch=24,
-        kv_memory=blocks * 2 * 2 * 2 * 32 * 32 * 8,
-        max_length=160,
-        step_tokens=64,
-    )
-    assert engine.cache.num_blocks == blocks
-    beginnings = [[rng.randrange(300) for _ in range(rng.randrange(100))] for _ in range(6)]
-    accepted: dict[str, Request] = {}
-    answered = refused = 0
-    for i in range(1000):
-        prompt = rng.choice(beginnings)[: rng.randrange(101)] + [rng.randrange(303) for _ in range(rng.randrange(3))]
-        length = rng.choice([0, 1, 2, 7, 40, 150])
-        params = SamplingParams(
-            max_new_tokens=length,
-            min_new_tokens=rng.randrange(length + 1) if rng.random() < 0.1 else 0,
-            temperature=rng.choice([0, 0.3, 1.0, 5.0]),
-            top_k=rng.choice([0, 0, 1, 20]),
-            top_p=rng.choice([1.0, 1.0, 0.5]),
-            min_p=rng.choice([0.0, 0.1]),
-            stop=rng.choice([(), (), ("a",), ("é\n", "\ufffd", "xyz" * 30)]),
-            stop_token_ids=rng.choice([(), (5, 6), (-1, 10**12), tuple(range(300))]),
-            ignore_eos=rng.random() < 0.5,
-        )
-        request = Request(rng.choice(["", "ü/", "\U0001f600"]) + str(i), prompt, params)
-        try:
-            engine.add(request)
-            accepted[request.id] = request
-        except RolloutError as error:
-            refused += request.id in str(error)
-        if rng.random() < 0.05 and accepted:
-            engine.abort(rng.sample(sorted(accepted), min(3, len(accepted))))
-        if rng.random() < 0.01:
-            engine.load_shards(model_shards(packed64.model), engine.policy_version + 1)
-        while engine.unfinished > 40 or (i == 999 and engine.unfinished):
-            for sample in engine.step():
-                request = accepted.pop(sample.id)
-                answered += 1
-                assert len(sample.tokens) == len(sample.log_probs) <= request.params.max_new_tokens
-                assert sample.finish in ("stop", "length", "abort")
-                assert 0 <= sample.policy_version <= engine.policy_version
-                assert (sample.text is not None) == bool(request.params.stop)
-    assert not accepted
-    assert answered + refused == 1000
-    assert refused > 15
-    assert engine.cache.available == engine.cache.num_blocks
-    assert not engine._prompts
-    if blocks == 14:
-        assert engine.stats.preemptions > 0

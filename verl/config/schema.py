@@ -197,6 +197,10 @@ class RolloutConfig(Section):
     kv_cache_gb: Annotated[float, Field(gt=0)] | None = Field(
         default=None, description="memory for keys and values, in GB (null: from the memory that is free)"
     )
+    batch_invariant: bool = Field(
+        default=False,
+        description="a response is the same bit for bit in any batch, at the price of speed (embedded)",
+    )
     tensor_model_parallel_size: Count = Field(
         default=1, description="ranks that share one copy of the model in generation (vllm)"
     )
@@ -209,6 +213,8 @@ class RolloutConfig(Section):
     def _check(self) -> RolloutConfig:
         if self.tensor_model_parallel_size > 1 and self.name in ("embedded", "hf"):
             raise _wrong("tensor_model_parallel_size", f"the engine '{self.name}' does not split a model; vllm does")
+        if self.batch_invariant and self.name != "embedded":
+            raise _wrong("batch_invariant", f"is for the embedded engine, not '{self.name}'")
         if self.min_new_tokens > self.max_new_tokens:
             raise _wrong("min_new_tokens", f"must be at most max_new_tokens ({self.max_new_tokens})")
         return self

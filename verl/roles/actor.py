@@ -66,6 +66,7 @@ class Actor:
         micro_batch_size, max_tokens_per_micro_batch: bounds of one forward and backward; results do not depend on them.
         head: "score" trains a reward model, one number a row, in the place of a language model.
         tensor_parallel_size: ranks that share one copy of the model in generation, for an engine that can (vllm).
+        batch_invariant: a response is the same bit for bit in any batch, at the price of speed (embedded engine).
         use_amp: compute in bfloat16 under autocast while the weights stay as they are.
         seed: with a sample's id it fixes the sample's randomness.
 
@@ -95,6 +96,7 @@ class Actor:
         max_num_seqs: int = 256,
         kv_cache_gb: float | None = None,
         tensor_parallel_size: int = 1,
+        batch_invariant: bool = False,
         trust_remote_code: bool = False,
         head: Literal["lm", "score"] = "lm",
         seed: int = 0,
@@ -123,7 +125,9 @@ class Actor:
         self.model: PreTrainedModel = loaded if head == "lm" else _score_model(loaded)
         self.tokenizer = _tokenizer(tokenizer, self.model, model)
         _check_vocabulary(self.model, self.tokenizer)
-        options = RolloutOptions(rollout, max_num_seqs, kv_cache_gb, seed, tensor_parallel_size, episode)
+        options = RolloutOptions(
+            rollout, max_num_seqs, kv_cache_gb, seed, tensor_parallel_size, episode, batch_invariant=batch_invariant
+        )
         #: The episode's tools, as chat templates show them.
         self.tools: list[dict[str, Any]] = list(getattr(load_episode(episode), "schemas", ()))
         self.group: LocalGroup[ActorWorker] = LocalGroup(

@@ -24,6 +24,8 @@ from verl.rollout.kv_cache import BLOCK, KVCache, blocks_for
 _TILE_ROWS = 32
 # The torch code gathers keys and values; of this many bytes at a time.
 _GATHER_BYTES = 64 << 20
+# Blocks of a run of keys where all operations have one shape.
+_RUN = 8
 _NO_PREFIX = 2**31 - 1
 
 
@@ -31,7 +33,8 @@ class Plan:
     """The flat tokens of a step and what they see."""
 
     def __init__(self, group: int) -> None:
-        self._tile_tokens = max(1, _TILE_ROWS // group)
+        self._group = group
+        self.tile_tokens = max(1, _TILE_ROWS // group)
         self._last_prompt: Sequence[int] | None = None
         self.tokens: list[int] = []
         self.positions: list[int] = []
@@ -50,8 +53,8 @@ class Plan:
         self.blocks.extend(blocks[: blocks_for(start + len(tokens))])
         for offset, token in enumerate(tokens):
             position = start + offset
-            if offset % self._tile_tokens == 0:
-                self._tile(begin, blocks_for(min(start + len(tokens), position + self._tile_tokens)))
+            if offset % self.tile_tokens == 0:
+                self._tile(begin, blocks_for(min(start + len(tokens), position + self.tile_tokens)))
             self._token(token, position, _NO_PREFIX, blocks, position, -1, 0)
         self._last_prompt = None
         return len(self.tokens) - 1
@@ -70,11 +73,27 @@ class Plan:
         for offset, token in enumerate(tokens):
             if self._room == 0:
                 self._tile(self._prompt_begin, len(prompt))
-                self._room = self._tile_tokens
+                self._room = self.tile_tokens
             self._room -= 1
             index = start + offset
             self._token(token, prefix + index, prefix, blocks, index, begin, blocks_for(index + 1))
         return len(self.tokens) - 1
+
+    def split(self, size: int) -> list[Plan]:
+        """The same tokens as plans of at most `size`, to be computed in this order."""
+        ends = [*self.tile_start[1:], len(self.tokens)]
+        parts = []
+        for begin in range(0, len(self.tokens), size):
+            part, end = Plan(self._group), begin + size
+            for name in ("tokens", "positions", "prefix", "slots", "own_begin", "own_count"):
+                setattr(part, name, getattr(self, name)[begin:end])
+            tiles = [i for i, start in enumerate(self.tile_start) if start < end and ends[i] > begin]
+            part.tile_start = [max(self.tile_start[i], begin) - begin for i in tiles]
+            part.shared_begin = [self.shared_begin[i] for i in tiles]
+            part.shared_count = [self.shared_count[i] for i in tiles]
+            part.blocks = self.blocks
+            parts.append(part)
+        return parts
 
     def _tile(self, begin: int, count: int) -> None:
         self.tile_start.append(len(self.tokens))
@@ -95,11 +114,14 @@ class Plan:
 class PagedAttention:
     """The `AttentionContext` of one step: writes the new keys and values, attends to the cache.
 
-    `compiled=False` keeps to torch code (the reference, and the way of every device but the CPU).
+    Of what it is given, rows beyond the plan's tokens are padding: they are not looked at, their result is zero.
+    `compiled=False` keeps to torch code (the reference, and the way of every device but the CPU). `tiles`: torch
+    operations all have the shape for this many tiles, whatever the plan; the compiled ones need no such care.
     """
 
-    def __init__(self, cache: KVCache, plan: Plan, compiled: bool = True) -> None:
+    def __init__(self, cache: KVCache, plan: Plan, compiled: bool = True, tiles: int | None = None) -> None:
         self.cache = cache
+        self._tokens = len(plan.tokens)
         device, dtype = cache.values.device, cache.values.dtype
         self._kernels = kernels(dtype, device) if compiled else None
         self.attend: Callable[[int, Tensor, Tensor, Tensor, float, int | None], Tensor]
@@ -108,7 +130,7 @@ class PagedAttention:
             self.attend = self._attend_compiled
         else:
             self._slots = torch.tensor(plan.slots, device=device)
-            self._pieces = _pieces(plan, cache)
+            self._pieces = _pieces(plan, cache) if tiles is None else _fixed_pieces(plan, cache, tiles)
             self.attend = self._attend_torch
 
     def _attend_compiled(
@@ -117,6 +139,7 @@ class PagedAttention:
         assert self._kernels is not None
         query, key, value = (x if x.stride(-1) == 1 else x.contiguous() for x in (query, key, value))
         out = torch.empty(query.shape, dtype=query.dtype)
+        out[self._tokens :] = 0
         call = _Call(
             query.data_ptr(),
             key.data_ptr(),
@@ -142,12 +165,13 @@ class PagedAttention:
     ) -> Tensor:
         keys, values = self.cache.keys[layer], self.cache.values[layer]
         block, place = self._slots // BLOCK, self._slots % BLOCK
-        keys[block, :, :, place] = key
-        values[block, :, place] = value
+        keys[block, :, :, place] = key[: self._tokens]
+        values[block, :, place] = value[: self._tokens]
         accumulate = torch.float64 if query.dtype == torch.float64 else torch.float32
         tokens, heads, size = query.shape
         query = (query.to(accumulate) * scale).unflatten(1, (key.shape[1], -1))
         total = query.new_zeros(tokens, heads)
+        total[self._tokens :] = 1
         peak = query.new_full((tokens, heads), torch.finfo(accumulate).min)
         out = query.new_zeros(tokens, heads, size)
         for piece in self._pieces:
@@ -167,47 +191,84 @@ class _Piece:
     positions: Tensor
 
 
-def _pieces(plan: Plan, cache: KVCache) -> list[_Piece]:
-    """The prompt part of all tiles and the own part of all tokens, cut so that what is gathered stays small."""
+@dataclass(frozen=True)
+class _Part:
+    """Tokens that see the same keys: those of `table`, from position `first` on, which end where `own` ones begin."""
+
+    tokens: range
+    table: list[int]
+    first: int
+    own: bool
+
+
+def _parts(plan: Plan) -> tuple[list[_Part], list[_Part]]:
+    """The prompt part of all tiles and the own part of all tokens."""
     ends = [*plan.tile_start[1:], len(plan.tokens)]
-    parts = [
-        (range(start, end), plan.blocks[begin : begin + count], 0)
-        for start, end, begin, count in zip(plan.tile_start, ends, plan.shared_begin, plan.shared_count, strict=True)
-    ]
-    own = [
-        (range(t, t + 1), plan.blocks[begin : begin + count], plan.prefix[t])
-        for t, (begin, count) in enumerate(zip(plan.own_begin, plan.own_count, strict=True))
-        if begin >= 0
-    ]
+    tiles = zip(plan.tile_start, ends, plan.shared_begin, plan.shared_count, strict=True)
+    own = enumerate(zip(plan.own_begin, plan.own_count, strict=True))
+    return (
+        [_Part(range(start, end), plan.blocks[begin : begin + count], 0, False) for start, end, begin, count in tiles],
+        [
+            _Part(range(t, t + 1), plan.blocks[begin : begin + count], plan.prefix[t], True)
+            for t, (begin, count) in own
+            if begin >= 0
+        ],
+    )
+
+
+def _pieces(plan: Plan, cache: KVCache) -> list[_Piece]:
+    """All parts, cut so that what is gathered stays small."""
     width = cache.values[0, 0].numel() * 4
     pieces = []
-    for part in (parts, own):
-        part.sort(key=lambda item: len(item[1]))
+    for parts in _parts(plan):
+        parts.sort(key=lambda part: len(part.table))
         start = 0
-        while start < len(part):
+        while start < len(parts):
             end = start + 1
-            while end < len(part) and (end + 1 - start) * len(part[end][1]) * width <= _GATHER_BYTES:
+            while end < len(parts) and (end + 1 - start) * len(parts[end].table) * width <= _GATHER_BYTES:
                 end += 1
-            pieces.append(_piece(plan, part[start:end], cache.values.device))
+            chosen = parts[start:end]
+            rows, blocks = max(len(part.tokens) for part in chosen), len(chosen[-1].table)
+            pieces.append(_piece(plan, chosen, rows, blocks, cache.values.device))
             start = end
     return pieces
 
 
-def _piece(plan: Plan, part: list[tuple[range, list[int], int]], device: torch.device) -> _Piece:
-    rows = max(len(tokens) for tokens, _, _ in part)
-    blocks = max(len(table) for _, table, _ in part)
-    index = [[*tokens, *[tokens[0]] * (rows - len(tokens))] for tokens, _, _ in part]
+def _fixed_pieces(plan: Plan, cache: KVCache, tiles: int) -> list[_Piece]:
+    """All parts in pieces of one shape, keys in runs that begin at multiples of their length."""
+    pieces = []
+    for parts, rows in zip(_parts(plan), (plan.tile_tokens, 1), strict=True):
+        runs = [
+            (start, _Part(part.tokens, part.table[start : start + _RUN], part.first + start * BLOCK, part.own))
+            for part in parts
+            for start in range(0, len(part.table), _RUN)
+        ]
+        for start in sorted({start for start, _ in runs}):
+            at = [part for begin, part in runs if begin == start]
+            for i in range(0, len(at), tiles):
+                chosen = at[i : i + tiles]
+                padding = [_Part(range(0), [], 0, False)] * (tiles - len(chosen))
+                pieces.append(_piece(plan, [*chosen, *padding], rows, _RUN, cache.values.device))
+    return pieces
+
+
+def _piece(plan: Plan, parts: list[_Part], rows: int, blocks: int, device: torch.device) -> _Piece:
+    """These parts with `rows` tokens and `blocks` blocks each; what they lack is filled up and not `real`."""
+    # Filling repeats a part's first token: another would look at other keys, which may not be there.
+    index = [[*part.tokens, *[part.tokens.start] * (rows - len(part.tokens))] for part in parts]
     positions = torch.tensor([[plan.positions[t] for t in row] for row in index], device=device)
     prefix = torch.tensor([[plan.prefix[t] for t in row] for row in index], device=device)
-    first = torch.tensor([first for _, _, first in part], device=device)[:, None]
-    real = torch.tensor([[i < len(tokens) for i in range(rows)] for tokens, _, _ in part], device=device)
+    own = torch.tensor([part.own for part in parts], device=device)[:, None]
+    first = torch.tensor([part.first for part in parts], device=device)[:, None]
+    # A token's prompt part ends before its prefix, both parts at itself and at the last of their blocks.
+    held = first + torch.tensor([len(part.table) * BLOCK for part in parts], device=device)[:, None]
+    last = torch.where(own, positions, torch.minimum(positions, prefix - 1))
     return _Piece(
         index=torch.tensor(index, device=device),
-        real=real,
-        table=torch.tensor([[*table, *[0] * (blocks - len(table))] for _, table, _ in part], device=device),
+        real=torch.tensor([[i < len(part.tokens) for i in range(rows)] for part in parts], device=device),
+        table=torch.tensor([[*part.table, *[0] * (blocks - len(part.table))] for part in parts], device=device),
         first_key=first,
-        # A token's prompt part ends before its prefix, both parts at itself.
-        last_key=torch.where(first > 0, positions, torch.minimum(positions, prefix - 1)),
+        last_key=torch.minimum(last, held - 1),
         positions=positions,
     )
 

@@ -33,6 +33,14 @@ from verl.shard import Shard
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
+# Matrix products treat rows by fours or so and a remainder otherwise, in another order of summation. With the rows of
+# a step filled up to a multiple of 8, a token's numbers do not depend on how many others there are. Multiples of a
+# sixteenth are taken, as a library keeps code for every shape that it has met (oneDNN: half a megabyte).
+_ROWS, _SIZES = 8, 16
+# What oneDNN keeps in all, measured on a rollout with preemptions.
+_KEPT_FOR_PRODUCTS = 48 << 20
+# Where that shall hold by construction, every product has this many rows.
+_FIXED_ROWS = 64
 # Rotary embeddings of these kinds change with the longest position in the batch, beyond the original length.
 _BATCH_DEPENDENT_ROPE = ("dynamic", "longrope")
 
@@ -90,6 +98,8 @@ class EmbeddedEngine:
             free memory at most.
         max_length: prompt and response together; None: what the model allows.
         step_tokens: tokens that one step reads of prompts, the running responses' own come on top.
+        batch_invariant: every forward has the same shape, so a response is the same bit for bit in any company and
+            after any preemption, whatever the device's matrix products do. The price: 64 tokens at a time.
         compiled: on CPU use the compiled attention where it can be built.
 
     Raises:
@@ -111,6 +121,7 @@ class EmbeddedEngine:
         kv_memory: int | None = None,
         max_length: int | None = None,
         step_tokens: int = 2048,
+        batch_invariant: bool = False,
         compiled: bool = True,
     ) -> None:
         if not packed.supports_packed:
@@ -126,6 +137,7 @@ class EmbeddedEngine:
         self.max_batch = max_batch
         self.max_length = _max_length(packed, max_length)
         self.step_tokens = step_tokens
+        self.batch_invariant = batch_invariant
         self.compiled = compiled
         self._fused = fused_forward(packed) if compiled else None
         self._plain_head = compiled and kernels(packed.dtype, packed.device) is not None and _head_is_plain(packed)
@@ -140,6 +152,23 @@ class EmbeddedEngine:
         self._prompts: dict[tuple[int, ...], _Prompt] = {}
         self._by_id: dict[str, _Sequence] = {}
         self._finished: list[_Sequence] = []
+
+    @property
+    def workspace(self) -> int:
+        """Bytes that generation takes beside weights and KV cache: what the tokens of a step go through, its logits,
+        and on CPU what oneDNN keeps for products in half precision.
+
+        Logits processors and top-p come on top, with some copies of a row of logits for each response that has them.
+        """
+        packed = self.packed
+        tokens, rows = self._filled(self.step_tokens + self.max_batch), self._filled(self.max_batch)
+        if self.batch_invariant:
+            tokens = rows = _FIXED_ROWS
+        width = getattr(packed.config, "intermediate_size", None) or 4 * packed.hidden_size
+        heads = (packed.num_heads + packed.num_kv_heads) * packed.head_dim
+        layer = 4 * packed.hidden_size + 2 * heads + 2 * width
+        kept = _KEPT_FOR_PRODUCTS if packed.device.type == "cpu" and packed.dtype.itemsize == 2 else 0
+        return (tokens * layer + rows * packed.vocab_size) * packed.dtype.itemsize + kept
 
     @property
     def unfinished(self) -> int:
@@ -235,6 +264,8 @@ class EmbeddedEngine:
         """Give back the memory of the KV cache; unfinished requests are kept."""
         self._put_all_back()
         self.cache.release()
+        if self._fused is not None:
+            self._fused.release()
         self._logit_space = torch.empty(0, dtype=self.packed.dtype)
 
     def wake(self) -> None:
@@ -331,7 +362,7 @@ class EmbeddedEngine:
 
         Index -1: the response is empty, its first token follows from the prompt's last state.
         """
-        rows, budget = [], self.step_tokens
+        rows, budget = [], max(0, self.step_tokens - len(plan.tokens))
         for prompt in self._prompts.values():
             if prompt.computed < len(prompt.tokens):
                 continue
@@ -352,17 +383,16 @@ class EmbeddedEngine:
     def _forward(self, plan: Plan, read: list[tuple[_Prompt, int]]) -> Tensor:
         """Final hidden states `[T, d]` of the planned tokens; prompts that are read to the end keep their last."""
         started = time.perf_counter()
-        device, model = self.packed.device, self.packed.model
         if not plan.tokens:
-            return torch.empty(0, self.packed.hidden_size, dtype=self.packed.dtype, device=device)
-        context = PagedAttention(self.cache, plan, self.compiled)
+            return torch.empty(0, self.packed.hidden_size, dtype=self.packed.dtype, device=self.packed.device)
+        model = self.packed.model
         training = model.training
         if training:
             model.eval()
         try:
-            hidden = self._hidden(
-                torch.tensor(plan.tokens, device=device), torch.tensor(plan.positions, device=device), context
-            )
+            parts = plan.split(_FIXED_ROWS) if self.batch_invariant else [plan]
+            states = [self._forward_part(part) for part in parts]
+            hidden = states[0] if len(states) == 1 else torch.cat(states)
         finally:
             if training:
                 model.train()
@@ -371,6 +401,24 @@ class EmbeddedEngine:
         self.stats.steps += 1
         self.stats.forward_seconds += time.perf_counter() - started
         return hidden
+
+    def _forward_part(self, plan: Plan) -> Tensor:
+        tokens, device = len(plan.tokens), self.packed.device
+        context = PagedAttention(self.cache, plan, self.compiled, _FIXED_ROWS if self.batch_invariant else None)
+        filling = [0] * (self._filled(tokens) - tokens)
+        hidden = self._hidden(
+            torch.tensor(plan.tokens + filling, device=device),
+            torch.tensor(plan.positions + filling, device=device),
+            context,
+        )
+        return hidden[:tokens]
+
+    def _filled(self, rows: int) -> int:
+        """Rows that a product of so many is computed with."""
+        if self.batch_invariant:
+            return _FIXED_ROWS
+        step = max(_ROWS, (1 << (rows - 1).bit_length()) // _SIZES)
+        return -(-rows // step) * step
 
     def _draw(self, rows: list[tuple[_Sequence, int]], hidden: Tensor) -> None:
         """Sample from the rows, and let go of the responses that are finished."""
@@ -382,9 +430,14 @@ class EmbeddedEngine:
         states = torch.cat([hidden, torch.stack(first)]) if first else hidden
         fresh = iter(range(len(hidden), len(states)))
         index = [next(fresh) if index < 0 else index for _, index in rows]
-        logits = self._logits(states.index_select(0, torch.tensor(index, device=hidden.device)))
+        size = _FIXED_ROWS if self.batch_invariant else len(rows)
         try:
-            draw([sequence.response for sequence, _ in rows], logits, self.policy_version, self.compiled)
+            for start in range(0, len(rows), size):
+                some = index[start : start + size]
+                some += some[:1] * (self._filled(len(some)) - len(some))
+                logits = self._logits(states.index_select(0, torch.tensor(some, device=hidden.device)))
+                responses = [sequence.response for sequence, _ in rows[start : start + size]]
+                draw(responses, logits, self.policy_version, self.compiled)
         finally:
             for sequence, _ in rows:
                 if sequence.response.finish is not None:
@@ -399,7 +452,7 @@ class EmbeddedEngine:
             return self.packed.logits(states)
         weight, bias = self.packed.head()
         if len(self._logit_space) < len(states):
-            self._logit_space = states.new_empty(self.max_batch, len(weight))
+            self._logit_space = states.new_empty(self._filled(self.max_batch), len(weight))
         out = self._logit_space[: len(states)]
         if bias is None:
             return torch.mm(states, weight.t(), out=out)

@@ -8,7 +8,7 @@ only if this forward then agrees with its own.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any
 
 import torch
@@ -48,13 +48,21 @@ class FusedForward:
         self._packed = packed
         self._kernels = compiled
         self._calls = calls
+        self._space = _Space.of(0, packed)
+
+    def release(self) -> None:
+        """Give back the memory that is kept from one step to the next."""
+        self._space = _Space.of(0, self._packed)
 
     def hidden(self, tokens: Tensor, positions: Tensor, context: AttentionContext) -> Tensor:
         """Final hidden states `[T, d]` of flat tokens `[T]` at `positions` `[T]`."""
         packed, backbone = self._packed, parts(self._packed.backbone)
         x = backbone.embed_tokens(tokens)
         cos, sin = (part[0].contiguous() for part in backbone.rotary_emb(x[None], positions[None]))
-        space = _Space.of(len(tokens), packed, backbone.layers[0].mlp.gate_proj.out_features)
+        if len(self._space.normed) < len(tokens):
+            self.release()
+            self._space = _Space.of(len(tokens), packed)
+        space = self._space.first(len(tokens))
         delta = None
         for index, layer in enumerate(backbone.layers):
             delta = self._layer(index, layer, x, delta, cos, sin, space, context)
@@ -93,7 +101,7 @@ class FusedForward:
 
 @dataclass(frozen=True)
 class _Space:
-    """Where the results of a layer go; one set serves all layers. Each is `[T, its width]`."""
+    """Where the results of a layer go; one set serves all layers and steps. Each is `[T, its width]`."""
 
     normed: Tensor
     delta: Tensor
@@ -104,14 +112,19 @@ class _Space:
     up: Tensor
 
     @classmethod
-    def of(cls, tokens: int, packed: PackedModel, intermediate: int) -> _Space:
+    def of(cls, tokens: int, packed: PackedModel) -> _Space:
         hidden, query, key = (
             packed.hidden_size,
             packed.num_heads * packed.head_dim,
             packed.num_kv_heads * packed.head_dim,
         )
-        widths = (hidden, hidden, query, key, key, intermediate, intermediate)
+        inner: int = parts(packed.backbone).layers[0].mlp.gate_proj.out_features
+        widths = (hidden, hidden, query, key, key, inner, inner)
         return cls(*(torch.empty(tokens, width, dtype=packed.dtype) for width in widths))
+
+    def first(self, tokens: int) -> _Space:
+        """The room of the first so many tokens."""
+        return _Space(*(getattr(self, field.name)[:tokens] for field in fields(self)))
 
 
 def _linear(module: nn.Linear, x: Tensor, out: Tensor) -> Tensor:

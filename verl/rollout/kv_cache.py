@@ -52,6 +52,16 @@ class KVCache:
     def block_bytes(num_layers: int, num_heads: int, head_dim: int, dtype: torch.dtype) -> int:
         return 2 * num_layers * num_heads * head_dim * BLOCK * dtype.itemsize
 
+    @property
+    def tokens(self) -> int:
+        """Tokens that the blocks hold."""
+        return self.num_blocks * BLOCK
+
+    @property
+    def bytes(self) -> int:
+        """What the blocks take while awake."""
+        return self.num_blocks * self.block_bytes(self._shape[0], self._shape[2], self._head_dim, self.dtype)
+
     def allocate(self) -> None:
         """Take the memory. On CPU pages become real when first written, low block numbers first."""
         options: dict[str, Any] = {"dtype": self.dtype, "device": self.device}

@@ -118,15 +118,22 @@ class Response:
 
 
 def draw(responses: Sequence[Response], logits: Tensor, policy_version: int, compiled: bool = True) -> None:
-    """The next token of each response from its row of `logits` `[N, V]`, which may be overwritten.
+    """The next token of each response from its row of `logits` `[N, V]`, which may be overwritten. Further rows are
+    filling.
 
     Raises:
         RolloutError: logits that are not finite, or a processor or guard that breaks its contract.
     """
     edits = {row: response.edit for row, response in enumerate(responses) if response.edited}
-    numbers = torch.from_numpy(uniforms([r.stream for r in responses], [len(r.tokens) for r in responses]))
-    table = SamplingTable.of([r.params for r in responses], edits, logits.device)
-    tokens, log_probs = sample(logits, numbers.to(logits.device), table, compiled)
+    numbers = torch.zeros(len(logits), dtype=torch.float64)
+    numbers[: len(responses)] = torch.from_numpy(
+        uniforms([r.stream for r in responses], [len(r.tokens) for r in responses])
+    )
+    filling = [responses[0].params] * (len(logits) - len(responses))
+    table = SamplingTable.of([*(r.params for r in responses), *filling], edits, logits.device)
+    tokens, log_probs = (
+        column[: len(responses)] for column in sample(logits, numbers.to(logits.device), table, compiled)
+    )
     rejected = {row for row in edits if log_probs[row] == -torch.inf}
     broken = [row for row in (~log_probs.isfinite()).nonzero()[:, 0].tolist() if row not in rejected]
     if broken:

@@ -121,6 +121,7 @@ def build_actor(config: Config, algorithm: BaseAlgorithm, rows: int) -> Actor:
         ),
         max_num_seqs=rollout.max_num_seqs,
         kv_cache_gb=rollout.kv_cache_gb,
+        batch_invariant=rollout.batch_invariant,
         tensor_parallel_size=rollout.tensor_model_parallel_size,
         trust_remote_code=policy.model.trust_remote_code,
         gradient_checkpointing=policy.model.enable_gradient_checkpointing,

@@ -46,6 +46,7 @@ class RolloutOptions:
         tensor_parallel_size: ranks that share the model, for an engine that can split it (vllm).
         seed: of the run; with a sample's id it fixes the sample's randomness.
         episode: what happens between a row and the engine, or "FILE.py:NAME" of it; None: a single turn.
+        batch_invariant: a response is the same bit for bit in any batch (embedded engine).
     """
 
     name: str | EngineFactory = "embedded"
@@ -54,6 +55,7 @@ class RolloutOptions:
     seed: int = 0
     tensor_parallel_size: int = 1
     episode: Episode | str | None = None
+    batch_invariant: bool = False
 
     @property
     def kv_memory(self) -> int | None:
@@ -90,6 +92,7 @@ def _embedded(
         tokenizer=tokenizer,
         max_batch=options.max_num_seqs,
         kv_memory=options.kv_memory,
+        batch_invariant=options.batch_invariant,
     )
 
 
@@ -149,6 +152,10 @@ class ActorWorker:
             factory = engine_factory(self.rollout.name)
             if factory is _embedded and not packed.supports_packed:
                 factory = _hf
+            if self.rollout.batch_invariant and factory is not _embedded:
+                raise ConfigError(
+                    "batch_invariant is for the embedded engine, which needs a model with a packed forward"
+                )
             self._rollout_engine = factory(packed, self.tokenizer, self.eos_token_ids, self.rollout)
             self._rollout_engine.load_shards(self.engine.shards(), self.policy_version)
         return self._rollout_engine

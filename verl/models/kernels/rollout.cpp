@@ -28,9 +28,10 @@ inline double exponentials(double* s, int count, double peak) {
     return sum;
 }
 
-// Attention of one step. A tile is a run of tokens that see the same prompt blocks: samples of one prompt, or neighbours in a prompt being
-// read. All query heads of a tile that share a key/value head are multiplied with each block at once, so the
-// prompt is read once per tile; then each token goes on, alone, over its own blocks. Softmax is online.
+// Attention of one step. A tile is a run of tokens that see the same prompt blocks: samples of one prompt, or
+// neighbours in a prompt being read. All query heads of a tile that share a key/value head are multiplied with each
+// block at once, so the prompt is read once per tile; then each token goes on, alone, over its own blocks. Softmax
+// is online. A token's result does not depend on the others of its tile, bit for bit.
 //
 // Layout of one layer: keys [N, K, D, BLOCK], values [N, K, BLOCK, D].
 
@@ -133,8 +134,10 @@ void accumulate(Workspace<A>& w, int first_token, int tokens, int group, const i
     A* const q = w.q.data() + size_t(row) * D;
     A* const out = w.out.data() + size_t(row) * D;
     A* const scores = w.scores.data();
-    for (int start = begin / BLOCK * BLOCK; start < end; start += CHUNK) {
-        const int stop = std::min(start + CHUNK, (end + BLOCK - 1) / BLOCK * BLOCK), count = stop - start;
+    // Chunks begin at multiples of CHUNK, so that a row's sums do not depend on the rows beside it.
+    for (int chunk = begin / CHUNK * CHUNK; chunk < end; chunk += CHUNK) {
+        const int start = std::max(chunk, begin / BLOCK * BLOCK);
+        const int stop = std::min(chunk + CHUNK, (end + BLOCK - 1) / BLOCK * BLOCK), count = stop - start;
         for (int j = start; j < stop; j += BLOCK)
             prefetch(values + blocks[j / BLOCK] * block_stride, std::min(BLOCK, end - j) * D * sizeof(T));
         for (int j = start; j < stop; j += BLOCK)
