@@ -124,8 +124,10 @@ class Actor:
         self.tokenizer = _tokenizer(tokenizer, self.model, model)
         _check_vocabulary(self.model, self.tokenizer)
         options = RolloutOptions(rollout, max_num_seqs, kv_cache_gb, seed, tensor_parallel_size, episode)
-        #: The episode's tools, as chat templates show them.
-        self.tools: list[dict[str, Any]] = list(getattr(load_episode(episode), "schemas", ()))
+        played = load_episode(episode)
+        #: The episode's tools, as chat templates show them; whether it masks what may be sampled.
+        self.tools: list[dict[str, Any]] = list(getattr(played, "schemas", ()))
+        self.masks = bool(getattr(played, "masks", False))
         self.group: LocalGroup[ActorWorker] = LocalGroup(
             "actor",
             lambda: ActorWorker(
