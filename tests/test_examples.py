@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import json
 import subprocess
 import sys
 from collections.abc import Callable
@@ -66,3 +67,17 @@ def test_rewards_of_every_form() -> None:
     for name, value in (("exact", 1.0), ("polite", 1.0), ("brevity", 0.0)):
         found = verl.Reward(f"{EXAMPLES / 'custom_reward.py'}:{name}").get_reward(batch)
         assert found["reward"] == [value], name
+
+
+def test_the_calculator_is_called_from_yaml(tmp_path: Path, tiny: Path) -> None:
+    """Two steps with a model that knows nothing; what it learns to do takes a real one and minutes."""
+    command = [sys.executable, "-m", "verl.cli.main", "train", "examples/calculator.yaml"]
+    command += [f"actor_rollout_ref.model.path={tiny}", f"trainer.output_dir={tmp_path}", "trainer.total_steps=2"]
+    command += ["data.train.size=20", "data.eval.size=4", "data.batch_size=2", "actor_rollout_ref.model.dtype=float32"]
+    done = subprocess.run(command, cwd=EXAMPLES.parent, capture_output=True, text=True, timeout=240)
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert "step 2/2" in done.stderr + done.stdout
+    (run,) = (path for path in tmp_path.iterdir() if path.is_dir() and not path.is_symlink())
+    records = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    assert sum("rollout/failed_episodes" in record for record in records) == 2
+    assert not any(record.get("rollout/failed_episodes") for record in records)

@@ -128,8 +128,10 @@ class Actor:
         options = RolloutOptions(
             rollout, max_num_seqs, kv_cache_gb, seed, tensor_parallel_size, episode, batch_invariant=batch_invariant
         )
-        #: The episode's tools, as chat templates show them.
-        self.tools: list[dict[str, Any]] = list(getattr(load_episode(episode), "schemas", ()))
+        played = load_episode(episode)
+        #: The episode's tools, as chat templates show them; whether it masks what may be sampled.
+        self.tools: list[dict[str, Any]] = list(getattr(played, "schemas", ()))
+        self.masks = bool(getattr(played, "masks", False))
         self.group: LocalGroup[ActorWorker] = LocalGroup(
             "actor",
             lambda: ActorWorker(

@@ -17,6 +17,8 @@ from verl.shard import Shard
 if TYPE_CHECKING:
     from torch import Tensor
 
+    from verl.rollout.grammar import Grammar
+
 Finish = Literal["stop", "length", "abort", "reject"]
 #: What a guard says of a response so far: None lets it go on.
 Verdict = Literal["stop", "reject"] | None
@@ -93,7 +95,8 @@ class Request:
     """One response to be sampled. `id` names the sample and, with the run's seed, its random numbers.
 
     Requests whose `prompt_tokens` are equal share one prefill and one copy of the prompt's KV cache. `processors`
-    change the logits, one after the other; a `guard` needs an engine with a tokenizer.
+    change the logits, one after the other. A `grammar` allows only tokens that keep to it; it and a `guard` need an
+    engine with a tokenizer.
     """
 
     id: str
@@ -101,6 +104,7 @@ class Request:
     params: SamplingParams = field(default_factory=SamplingParams)
     processors: tuple[LogitsProcessor, ...] = ()
     guard: Guard | None = None
+    grammar: Grammar | None = None
 
 
 @dataclass(slots=True)

@@ -27,6 +27,8 @@ from verl.rollout.base import Finish, Guard, LogitsProcessor, Request, RolloutEn
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
+    from verl.rollout.grammar import Grammar
+
 #: Seconds that an episode may take that does not say otherwise.
 DEADLINE = 600.0
 
@@ -104,6 +106,7 @@ class Client:
         *,
         processors: tuple[LogitsProcessor, ...] = (),
         guard: Guard | None = None,
+        grammar: Grammar | None = None,
     ) -> Sample:
         """A sample after these tokens, by `self.params` unless others are given; see `Request`.
 
@@ -112,7 +115,7 @@ class Client:
         """
         name = self._row_id if self._asked == 0 else f"{self._row_id}#{self._asked}"
         self._asked += 1
-        return await self._pump.ask(Request(name, prompt_tokens, params or self.params, processors, guard))
+        return await self._pump.ask(Request(name, prompt_tokens, params or self.params, processors, guard, grammar))
 
 
 class _Pump:

@@ -48,17 +48,19 @@ class Response:
                 f"min_new_tokens={self.params.min_new_tokens}"
             )
         self.watch: StopWatch | None = None
-        if self.params.stop or request.guard is not None:
-            if tokenizer is None:
-                raise RolloutError(
-                    f"request '{request.id}' has stop strings or a guard; the engine was given no tokenizer"
-                )
+        if tokenizer is None and (self.params.stop or request.guard is not None or request.grammar is not None):
+            raise RolloutError(
+                f"request '{request.id}' has stop strings, a guard or a grammar; the engine was given no tokenizer"
+            )
+        if tokenizer is not None and (self.params.stop or request.guard is not None):
             self.watch = StopWatch(tokenizer, self.params.stop)
         if request.guard is not None and request.guard.every < 1:
             raise RolloutError(
                 f"request '{request.id}': its guard looks every {request.guard.every} tokens, not 1 or more"
             )
         self.processors = request.processors
+        if request.grammar is not None and tokenizer is not None:
+            self.processors += (request.grammar.mask(tokenizer, vocab_size, self.end_tokens),)
         self.guard = request.guard
         self.stream = stream_key(seed, request.id)
         self.tokens: list[int] = []

@@ -93,6 +93,9 @@ class VLLMEngine:
         self._tied = tied_names(model)
         self._versions: dict[str, int] = {}
         self._ready: list[Sample] = []
+        #: By request with a grammar: its prompt; the request that scores it -> the sample.
+        self._masked: dict[str, list[int]] = {}
+        self._scoring: dict[str, Sample] = {}
         self._broken: str | None = None
         self._asleep = False
         # Under a process group of the trainer's, vLLM's own lives in another process.
@@ -113,7 +116,7 @@ class VLLMEngine:
 
     @property
     def unfinished(self) -> int:
-        return len(self._versions) + len(self._ready)
+        return len(self._versions) + len(self._ready) + len(self._scoring)
 
     def add(self, request: Request) -> None:
         """Queue a request.
@@ -130,6 +133,8 @@ class VLLMEngine:
             )
         prompt = list(request.prompt_tokens)
         check_prompt(request.id, prompt, self._vocab_size, self.max_length)
+        if request.params.temperature not in (0, 1) and request.grammar is not None:
+            raise RolloutError(f"request '{request.id}' has a grammar: vLLM then gives log-probs at temperature 1 only")
         if request.params.temperature not in (0, 1) and not self._scaled:
             raise RolloutError(
                 f"request '{request.id}': this vLLM has no log-probs at temperature {request.params.temperature:g}, "
@@ -142,6 +147,8 @@ class VLLMEngine:
         params = sampling_arguments(request, self.seed, self.eos_token_ids, room)
         self._submit(request.id, prompt, params | {"flat_logprobs": True})
         self._versions[request.id] = self.policy_version
+        if request.grammar is not None:
+            self._masked[request.id] = prompt
 
     def step(self) -> list[Sample]:
         """One pass of vLLM's engine; the samples that finished.
@@ -151,12 +158,32 @@ class VLLMEngine:
         """
         self._check_alive()
         done, self._ready = self._ready, []
-        if self._versions:
-            done += [self._sample(output) for output in self._call(self.llm.llm_engine.step) if output.finished]
+        if self._versions or self._scoring:
+            for output in [output for output in self._call(self.llm.llm_engine.step) if output.finished]:
+                if output.request_id in self._scoring:
+                    sample = self._scoring.pop(output.request_id)
+                    sample.log_probs = _scores(output, sample.tokens)
+                    done.append(sample)
+                else:
+                    sample = self._sample(output)
+                    prompt = self._masked.pop(sample.id, None)
+                    done += [] if prompt is not None and self._rescore(sample, prompt) else [sample]
         return done
+
+    def _rescore(self, sample: Sample, prompt: list[int]) -> bool:
+        """Ask for log-probs without the mask: vLLM's own are of what a grammar left. False: there is no token."""
+        if sample.tokens:
+            name = f"{sample.id}#score"
+            self._submit(name, [*prompt, *sample.tokens], {"max_tokens": 1, "prompt_logprobs": 0})
+            self._scoring[name] = sample
+        return bool(sample.tokens)
 
     def abort(self, ids: Iterable[str]) -> None:
         """End these requests; the next `step` returns them. Ids that are not in work are passed over."""
+        ids = list(ids)
+        for name in [name for name, sample in self._scoring.items() if sample.id in set(ids)]:
+            self._call(self.llm.llm_engine.abort_request, [name])
+            self._ready.append(Sample(self._scoring.pop(name).id, [], [], "abort", self.policy_version))
         processor = self.llm.llm_engine.output_processor
         for name in [name for name in ids if name in self._versions]:
             (inner,) = processor.external_req_ids[name]
@@ -164,6 +191,7 @@ class VLLMEngine:
             tokens = list(state.detokenizer.output_token_ids)
             log_probs = _sampled(state.logprobs_processor.logprobs)[: len(tokens)]
             self._call(self.llm.llm_engine.abort_request, [name])
+            self._masked.pop(name, None)
             self._ready.append(Sample(name, tokens, log_probs, "abort", self._versions.pop(name)))
 
     def load_shards(self, shards: Iterable[Shard], version: int) -> None:
@@ -192,8 +220,7 @@ class VLLMEngine:
         finished: list[Any] = []
         while not finished:
             finished = [output for output in self._call(self.llm.llm_engine.step) if output.finished]
-        scores = finished[0].prompt_logprobs[len(prompt_tokens) :]
-        return [float(entry[token].logprob) for entry, token in zip(scores, response_tokens, strict=True)]
+        return _scores(finished[0], response_tokens)
 
     def sleep(self) -> None:
         """Give back the memory of weights and KV cache, where this build of vLLM can (on CUDA; the CPU build keeps
@@ -216,8 +243,10 @@ class VLLMEngine:
     def _submit(self, name: str, prompt: list[int], params: Mapping[str, Any]) -> None:
         from vllm import SamplingParams as Params
         from vllm import TokensPrompt
-        from vllm.sampling_params import RequestOutputKind
+        from vllm.sampling_params import RequestOutputKind, StructuredOutputsParams
 
+        structure = params.get("structured_outputs")
+        params = {**params, "structured_outputs": structure and StructuredOutputsParams(**structure)}
         given = Params(**params, output_kind=RequestOutputKind.FINAL_ONLY)
         try:
             self.llm.llm_engine.add_request(name, TokensPrompt(prompt_token_ids=prompt), given)
@@ -257,6 +286,12 @@ class VLLMEngine:
             raise RolloutError(f"vLLM failed and is not used again: {self._broken}")
 
 
+def _scores(output: Any, response_tokens: Sequence[int]) -> list[float]:
+    """Log-probs of the last tokens of a prompt."""
+    entries = output.prompt_logprobs[-len(response_tokens) :] if response_tokens else []
+    return [float(entry[token].logprob) for entry, token in zip(entries, response_tokens, strict=True)]
+
+
 def sampling_arguments(request: Request, seed: int, eos_token_ids: Sequence[int], room: int) -> dict[str, Any]:
     """The request's settings under vLLM's names, in process and over HTTP. `room`: tokens the response may have."""
     params: SamplingParams = request.params
@@ -274,6 +309,7 @@ def sampling_arguments(request: Request, seed: int, eos_token_ids: Sequence[int]
         "ignore_eos": True,  # the ends are those listed: transformers' and vLLM's ideas of them differ
         "logprobs": 0,
         "detokenize": bool(params.stop),
+        "structured_outputs": None if request.grammar is None else {request.grammar.kind: request.grammar.text},
     }
 
 

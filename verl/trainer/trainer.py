@@ -7,6 +7,7 @@ some. The trainer never asks which algorithm it runs; what it must know stands o
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
@@ -31,6 +32,8 @@ from verl.rollout.base import SamplingParams
 from verl.trainer import state
 from verl.trainer.evaluation import Evaluation, MetricFn, evaluate
 from verl.trainer.logging import Logger, default_logger
+
+logger = logging.getLogger(__name__)
 
 _UNBOUNDED = 2**62
 
@@ -114,6 +117,7 @@ class Trainer:
         self.sampling = sampling or self.actor.sampling
         # Log-probs are of logits at the temperature that samples are drawn at.
         self.actor.plan = replace(self.actor.plan, temperature=self.sampling.temperature or 1.0)
+        _warn_of_masks(self.actor, self.sampling)
         self.update_freq = update_freq
         self.buffer = make_buffer(buffer, buffer_size or _UNBOUNDED, buffer_dir)
         self.max_resamples = max_resamples
@@ -329,8 +333,10 @@ class Trainer:
             **result.metrics,
         }
         if "rejected" in batch:
-            rejected, failed = sum(batch["rejected"]), sum(error is not None for error in batch["episode_error"])
-            record["rollout/rejection_rate"] = rejected / max(rejected + len(batch) - failed, 1)
+            failed = sum(error is not None for error in batch["episode_error"])
+            drawn = sum(batch["rejected"]) + len(batch) - failed
+            kept = sum(end in ("stop", "length") for end in batch["finish"])
+            record["rollout/rejection_rate"] = 1 - kept / max(drawn, 1)
             record["rollout/failed_episodes"] = failed
         for name, fn in self.metric_fns.items():
             record[name] = float(fn(batch))
@@ -356,6 +362,16 @@ def _source(role: str, source: Any, algorithm: BaseAlgorithm) -> Reward:
     if role not in algorithm.roles:
         raise ConfigError(f"algorithm '{algorithm.name}' has no {role}: leave {role}=... out")
     return source if isinstance(source, Reward) else Reward(source)
+
+
+def _warn_of_masks(actor: Actor, sampling: SamplingParams) -> None:
+    masks = {"top_k": sampling.top_k > 0, "top_p": sampling.top_p < 1, "min_p": sampling.min_p > 0}
+    if on := [*(name for name, is_on in masks.items() if is_on), *(["a grammar"] if actor.masks else [])]:
+        logger.warning(
+            "%s: samples come from the masked policy, log-probs are those of the policy without the mask, so the "
+            "gradient is biased by as much as the mask takes away",
+            ", ".join(on),
+        )
 
 
 def _score_metrics(batch: Batch) -> dict[str, Any]:

@@ -1,0 +1,89 @@
+"""Constraints on responses: a grammar for each token, a guard on the text as it grows, a check at the end."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from verl.errors import ConfigError
+from verl.rollout.base import Guard, Verdict
+from verl.rollout.episode import DEADLINE, Client, Turns
+from verl.rollout.grammar import Grammar
+
+
+class ScoreGuard:
+    """A guard by number: a text that scores below `minimum` gets the verdict.
+
+    Args:
+        score: from texts to numbers: a function, or a model's, such as
+            `lambda texts: RewardModel(name).scores(texts, [""] * len(texts))`.
+        minimum: the least that may go on.
+        every: tokens between two looks; a response that has ended is looked at, too.
+        verdict: "reject" throws the response away, "stop" ends it as it is.
+    """
+
+    def __init__(
+        self,
+        score: Callable[[list[str]], Sequence[float]],
+        minimum: float,
+        *,
+        every: int = 16,
+        verdict: Verdict = "reject",
+    ) -> None:
+        self.score, self.minimum, self.every, self.verdict = score, minimum, every, verdict
+
+    def __call__(self, texts: Sequence[str]) -> list[Verdict]:
+        # What is not a number is not good enough.
+        return [None if score >= self.minimum else self.verdict for score in self.score(list(texts))]
+
+
+class ConstrainedEpisode:
+    """A single turn under constraints; a response that breaks one is thrown away and another is sampled.
+
+    Under a grammar a response that the limit of tokens cuts off is broken, too. If none of `1 + max_resamples` holds
+    the last one stays with `finish="reject"`: it is not scored, and abstains. Metric `rollout/rejection_rate`.
+
+    Args:
+        grammar: of every response, or a function from a row to its grammar (None: none).
+        guard: looks at the text every so many tokens; see `Guard`, `ScoreGuard`.
+        accept: from the text of a finished response, and its row, to whether it holds.
+        max_resamples: further responses after a rejected one.
+
+    Raises:
+        ConfigError: there is no constraint, or `max_resamples` is negative.
+    """
+
+    #: What may be sampled is not the model's distribution: the trainer warns of it.
+    masks: bool
+
+    def __init__(
+        self,
+        *,
+        grammar: Grammar | Callable[[Mapping[str, Any]], Grammar | None] | None = None,
+        guard: Guard | None = None,
+        accept: Callable[[str, Mapping[str, Any]], bool] | None = None,
+        max_resamples: int = 3,
+        deadline: float = DEADLINE,
+    ) -> None:
+        if grammar is None and guard is None and accept is None:
+            raise ConfigError("a constrained episode needs a grammar, a guard or accept")
+        if max_resamples < 0:
+            raise ConfigError(f"max_resamples must be at least 0, got {max_resamples}")
+        self.grammar, self.guard, self.accept = grammar, guard, accept
+        self.max_resamples, self.deadline = max_resamples, deadline
+        self.masks = grammar is not None
+
+    async def __call__(self, client: Client, row: Mapping[str, Any]) -> list[Turns]:
+        assert client.tokenizer is not None
+        grammar = self.grammar(row) if callable(self.grammar) else self.grammar
+        for rejected in range(self.max_resamples + 1):
+            sample = await client.generate(row["prompt_tokens"], grammar=grammar, guard=self.guard)
+            turns = Turns(rejected=rejected).wrote(sample)
+            holds = sample.finish == "stop" or (sample.finish == "length" and grammar is None)
+            if holds and self.accept is not None:
+                text = client.tokenizer.decode(sample.tokens, skip_special_tokens=True)
+                holds = bool(self.accept(str(text), row))
+            if holds:
+                return [turns]
+        turns.finish = "reject"
+        return [turns]

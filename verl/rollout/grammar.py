@@ -1,0 +1,106 @@
+"""Grammars for responses, token by token: what breaks the grammar is never sampled. By xgrammar (extra `constrained`);
+vLLM has its own way to the same.
+
+The policy that samples is the model's, masked and renormalised. The log-probs of a sample are, as with top-k, those of
+the model without the mask: what the trainer computes. The gradient is biased by as much as the mask takes away, less
+and less as the policy learns the grammar.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Literal
+
+import torch
+from torch import Tensor
+
+from verl.errors import ConfigError, RolloutError
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+#: Compiled grammars may take so many bytes for one tokenizer; the oldest go first.
+_CACHE = 256 << 20
+
+
+@dataclass(frozen=True)
+class Grammar:
+    """What a whole response must be: a regular expression, JSON of a schema, or words of an EBNF grammar (GBNF form).
+
+    Make one by `regex`, `json_schema` or `ebnf`.
+
+    Raises:
+        ConfigError: xgrammar is not installed, or cannot read it.
+    """
+
+    kind: Literal["regex", "json", "grammar"]
+    text: str
+
+    def __post_init__(self) -> None:
+        grammar = _xgrammar().Grammar
+        read = {"regex": grammar.from_regex, "json": grammar.from_json_schema, "grammar": grammar.from_ebnf}
+        try:
+            read[self.kind](self.text)
+        except (RuntimeError, ValueError) as error:
+            raise ConfigError(f"this is no {self.kind} of a grammar: {self.text[:80]!r}: {error}") from error
+
+    @classmethod
+    def regex(cls, pattern: str) -> Grammar:
+        return cls("regex", pattern)
+
+    @classmethod
+    def json_schema(cls, schema: Mapping[str, Any]) -> Grammar:
+        return cls("json", json.dumps(schema))
+
+    @classmethod
+    def ebnf(cls, rules: str) -> Grammar:
+        """Its rule `root` is the response."""
+        return cls("grammar", rules)
+
+    def mask(self, tokenizer: PreTrainedTokenizerBase, vocab_size: int, end_tokens: Iterable[int]) -> GrammarMask:
+        """The logits processor of one response. It may end, by one of `end_tokens`, where the grammar may.
+
+        Raises:
+            RolloutError: there are no such tokens.
+        """
+        ends = tuple(sorted(end_tokens))
+        if not ends:
+            raise RolloutError("a response under a grammar must be able to end by a token: leave ignore_eos out")
+        compiler = _compiler(tokenizer, vocab_size, ends)
+        compile_ = {"regex": "compile_regex", "json": "compile_json_schema", "grammar": "compile_grammar"}[self.kind]
+        matcher = _xgrammar().GrammarMatcher(getattr(compiler, compile_)(self.text))
+        return GrammarMask(matcher, _xgrammar().allocate_token_bitmask(1, vocab_size))
+
+
+class GrammarMask:
+    """Sets the logits of tokens that the grammar does not allow next to minus infinity."""
+
+    def __init__(self, matcher: Any, bits: Tensor) -> None:
+        self._matcher, self._bits = matcher, bits
+        self._accepted = 0
+
+    def __call__(self, tokens: Sequence[int], logits: Tensor) -> Tensor:
+        for token in tokens[self._accepted :]:
+            self._matcher.accept_token(token)
+        self._accepted = len(tokens)
+        self._matcher.fill_next_token_bitmask(self._bits)
+        allowed = (self._bits[0, :, None] >> torch.arange(32, dtype=torch.int32)) & 1
+        return logits.masked_fill_(allowed.flatten()[: len(logits)].to(logits.device) == 0, -torch.inf)
+
+
+def _xgrammar() -> Any:
+    try:
+        import xgrammar
+    except ImportError as error:
+        raise ConfigError("grammars need xgrammar: pip install 'verl[constrained]'") from error
+    return xgrammar
+
+
+@functools.lru_cache(maxsize=8)
+def _compiler(tokenizer: PreTrainedTokenizerBase, vocab_size: int, end_tokens: tuple[int, ...]) -> Any:
+    xgrammar = _xgrammar()
+    info = xgrammar.TokenizerInfo.from_huggingface(tokenizer, vocab_size=vocab_size, stop_token_ids=list(end_tokens))
+    return xgrammar.GrammarCompiler(info, max_threads=1, cache_limit_bytes=_CACHE)
