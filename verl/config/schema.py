@@ -376,6 +376,7 @@ class TrainerConfig(Section):
     loggers: Annotated[tuple[Logger, ...], BeforeValidator(_tuple)] = _free(
         ("console", "tensorboard"), "where metrics go besides metrics.jsonl"
     )
+    timeline: bool = _free(False, "write timeline.json, a Chrome trace of what worked when, into the run directory")
     log_completions: Annotated[int, Field(ge=0)] = _free(64, "samples kept of each evaluation, to be read")
     control: Literal["permute_rewards", "zero_lr"] | None = Field(
         default=None,

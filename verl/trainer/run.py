@@ -29,6 +29,7 @@ from verl.trainer.report import SHARES, write_report
 from verl.trainer.rng import seed_everything
 from verl.trainer.run_dir import Run, open_run
 from verl.trainer.signals import StopSignal
+from verl.trainer.timeline import Timeline
 
 logger = logging.getLogger(__name__)
 
@@ -84,6 +85,8 @@ class _Job:
             logger.warning("trainer.total_steps is 0: this run evaluates and trains nothing")
         self.store = CheckpointStore(run.checkpoints, config.trainer.keep_checkpoints)
         self.trainer = build.build_trainer(config, algorithm, actor, rows, open_logger(None, ()))
+        if config.trainer.timeline:
+            self.trainer.timeline = Timeline(run.path / "timeline.json")
         self.totals = dict.fromkeys(_TOTALS, 0.0)
         self.seconds = 0.0
         self.before: dict[str, Any] | None = None
