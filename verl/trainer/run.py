@@ -122,6 +122,7 @@ class _Job:
                     raise SystemExit(stop.exit_code)
                 after = self._evaluate() if self.data.held_out is not None else None
         finally:
+            trainer.close()
             trainer.logger.close()
         summary = self._summary(after)
         self.run.finish(summary, steps=trainer.steps)
@@ -145,7 +146,7 @@ class _Job:
 
     def _step(self) -> None:
         began = time.perf_counter()
-        record = self.trainer.step(next(self.data.train))
+        record = self.trainer.advance(self.data.train)
         for name in _TOTALS:
             self.totals[name] += float(record.get(name, 0.0))
         self.seconds += time.perf_counter() - began

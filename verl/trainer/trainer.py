@@ -29,6 +29,7 @@ from verl.roles.reward import Reward
 from verl.roles.updater import Updater
 from verl.rollout.base import SamplingParams
 from verl.trainer import state
+from verl.trainer.checkpoint import Checkpoint
 from verl.trainer.evaluation import Evaluation, MetricFn, evaluate
 from verl.trainer.logging import Logger, default_logger
 from verl.trainer.timeline import Span, Timeline, busy_shares, spans_of
@@ -195,6 +196,10 @@ class Trainer:
             record["updated"] = "update/empty" not in record
             if "ref_log_probs" not in samples:  # then the KL is that of the update's policy to the one that sampled
                 record["kl"] = record.get("policy/kl", float("nan"))
+        return self._conclude(record, began)
+
+    def _conclude(self, record: dict[str, Any], began: float) -> dict[str, Any]:
+        """What every step ends with: its time, its log record, a checkpoint where one is due."""
         record["time/step"] = time.perf_counter() - began
         record.update(busy_shares(self.spans, record["time/step"]))
         record["memory/peak_gb"] = peak_memory() / 1e9
@@ -208,8 +213,22 @@ class Trainer:
         """`steps` steps over batches of prompts; the last record."""
         record: dict[str, Any] = {}
         for _ in range(steps):
-            record = self.step(next(prompts))
+            record = self.advance(prompts)
         return record
+
+    def advance(self, prompts: Iterator[Any]) -> dict[str, Any]:
+        """One step on the next batch of prompts."""
+        return self.step(next(prompts))
+
+    def close(self) -> None:
+        """End what the trainer has started besides itself."""
+
+    def extra_files(self) -> dict[str, Any]:
+        """What a kind of trainer adds to a checkpoint."""
+        return {}
+
+    def load_extra_files(self, checkpoint: Checkpoint) -> None:
+        """Restores `extra_files`."""
 
     def collect(self, prompts: Batch) -> tuple[Batch, dict[str, Any]]:
         """Experience for a batch of prompts, and what it measured.
@@ -317,11 +336,13 @@ class Trainer:
 
     def _run(self, graph: Graph, batch: Batch) -> Result:
         result = run_graph(graph, batch, deadline=self.deadline)
-        spans = spans_of(graph, result)
+        self._note(spans_of(graph, result))
+        return result
+
+    def _note(self, spans: list[Span]) -> None:
         self.spans += spans
         if self.timeline is not None:
             self.timeline.add(spans, self.steps + 1)
-        return result
 
     def _experience(self) -> list[Node]:
         nodes = [reward_node(role, source, role) for role, source in self.sources.items()]
