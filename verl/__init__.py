@@ -21,6 +21,7 @@ __version__ = "0.1.0"
 #: Public name -> the module that defines it.
 _HOMES = {
     "Actor": "verl.roles.actor",
+    "AsyncTrainer": "verl.trainer.asynchronous",
     "BaseAlgorithm": "verl.algorithms",
     "Batch": "verl.batch",
     "Critic": "verl.roles.critic",
@@ -50,6 +51,7 @@ if TYPE_CHECKING:
     from verl.roles.updater import Updater
     from verl.rollout.base import SamplingParams
     from verl.shard import Shard
+    from verl.trainer.asynchronous import AsyncTrainer
     from verl.trainer.trainer import PPOTrainer, Trainer
     from verl.training.loss import Loss, LossInput
 

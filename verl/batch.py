@@ -29,6 +29,7 @@ House rules: columns are added, never overwritten; nulls stand at row level only
 
 from __future__ import annotations
 
+import mmap
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -236,7 +237,7 @@ class Batch:
         return sink.getvalue().to_pybytes()  # type: ignore[no-any-return]
 
     @classmethod
-    def from_ipc(cls, data: bytes) -> Batch:
+    def from_ipc(cls, data: bytes | mmap.mmap) -> Batch:
         with pa.ipc.open_stream(pa.py_buffer(data)) as reader:
             return cls(reader.read_all())
 

@@ -95,7 +95,7 @@ def test_the_layouts_that_do_not_exist_are_marked():
         "actor.fsdp_config.wrap_policy.transformer_layer_cls_to_wrap",
         "actor.fsdp_config.mixed_precision.param_dtype",
         "actor.ulysses_sequence_parallel_size",
-        "rollout.num_rollout_workers",
+        "rollout.gpus_per_rollout_worker",
     } <= marked
 
 
@@ -108,6 +108,9 @@ def test_the_engine_is_one_of_ours_or_of_a_file():
 
 
 def test_settings_that_contradict_each_other():
+    assert "rollout.num_rollout_workers: is for asynchronous training" in problem(
+        **policy(rollout={"num_rollout_workers": 2})
+    )
     assert "rollout.min_new_tokens: must be at most max_new_tokens (4)" in problem(
         **policy(rollout={"min_new_tokens": 5, "max_new_tokens": 4})
     )

@@ -12,6 +12,7 @@ import typer
 from typer.core import TyperGroup
 
 from verl import __version__
+from verl.cli.doctor import doctor
 from verl.errors import ConfigError, VerlError
 
 CONFIG_ERROR, OTHER_ERROR, INTERRUPTED = 2, 1, 130
@@ -179,6 +180,8 @@ def verify(
     if not found.ok:
         raise typer.Exit(OTHER_ERROR)
 
+
+app.command()(doctor)
 
 if __name__ == "__main__":
     sys.exit(app())

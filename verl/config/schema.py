@@ -204,7 +204,12 @@ class RolloutConfig(Section):
     tensor_model_parallel_size: Count = Field(
         default=1, description="ranks that share one copy of the model in generation (vllm)"
     )
-    num_rollout_workers: int = _later(1, ONE_PROCESS, "copies of the rollout engine")
+    num_rollout_workers: Count = Field(
+        default=1, description="processes that sample, in asynchronous training (trainer.max_staleness)"
+    )
+    transport: Literal["shared_memory", "queue"] = _free(
+        "shared_memory", "how samples and weights travel between processes; the results are the same"
+    )
     gpus_per_rollout_worker: int | None = _later(
         None, ONE_PROCESS, "accelerators of one rollout worker (null: the one the model is on)"
     )
@@ -382,6 +387,11 @@ class TrainerConfig(Section):
     loggers: Annotated[tuple[Logger, ...], BeforeValidator(_tuple)] = _free(
         ("console", "tensorboard"), "where metrics go besides metrics.jsonl"
     )
+    max_staleness: Annotated[int, Field(ge=0)] | None = Field(
+        default=None,
+        description="train asynchronously: steps that a sample may be behind the policy it trains (null: synchronous)",
+    )
+    timeline: bool = _free(False, "write timeline.json, a Chrome trace of what worked when, into the run directory")
     log_completions: Annotated[int, Field(ge=0)] = _free(64, "samples kept of each evaluation, to be read")
     control: Literal["permute_rewards", "zero_lr"] | None = Field(
         default=None,
@@ -419,6 +429,11 @@ class Config(Section):
                 step = f"{prompts * n} samples of a step (data.batch_size {prompts} x rollout.n {n})"
                 message = f"must be at most the {step}, not {update.mini_batch_size}"
                 raise _wrong(f"{role}.mini_batch_size", message)
+        if self.trainer.max_staleness is None and self.actor_rollout_ref.rollout.num_rollout_workers > 1:
+            raise _wrong(
+                "actor_rollout_ref.rollout.num_rollout_workers",
+                "is for asynchronous training: set trainer.max_staleness to 1 or more",
+            )
         if self.trainer.eval_every is not None and self.data.eval is None:
             raise _wrong("trainer.eval_every", "is set, but data.eval names no problems to evaluate on")
         if self.trainer.total_steps == 0 and self.data.eval is None:

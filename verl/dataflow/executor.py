@@ -14,7 +14,7 @@ import time
 from collections import defaultdict
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Iterator, Sequence
 from contextlib import aclosing, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from verl.batch import Batch
@@ -25,18 +25,31 @@ from verl.errors import ClusterError, DataError, RolloutError, TrainingError, Ve
 
 #: Seconds that one call of a node, or the wait for the next sample, may take when nobody says otherwise.
 DEADLINE = 1800.0
+#: Seconds; the steps of an engine are no spans of their own.
+JOINED = 1e-3
 _END = object()
 
 
 @dataclass
 class Timing:
-    """When a node worked, in seconds since the run began; `busy`: while at least one of its calls was running."""
+    """When a node worked, in seconds since the run began; `busy`: while at least one of its calls was running.
+
+    `spans` are the (start, end) of that; calls less than `JOINED` seconds apart are one span.
+    """
 
     start: float = 0.0
     end: float = 0.0
     busy: float = 0.0
     calls: int = 0
     rows: int = 0
+    spans: list[tuple[float, float]] = field(default_factory=list)
+
+    def worked(self, start: float, end: float) -> None:
+        self.end = end
+        self.busy += end - start
+        if self.spans and start - self.spans[-1][1] < JOINED:
+            start, _ = self.spans.pop()
+        self.spans.append((start, end))
 
 
 @dataclass(frozen=True)
@@ -47,11 +60,13 @@ class Result:
     metrics: of all nodes. Over the calls of one node, names ending in "/max" combine by maximum, in "/count" by sum,
         others by the mean over rows.
     timings: by node.
+    began: when the run began, in seconds since the epoch.
     """
 
     batch: Batch
     metrics: dict[str, float]
     timings: dict[str, Timing]
+    began: float
 
 
 def run_graph(graph: Graph, batch: Batch, *, deadline: float = DEADLINE) -> Result:
@@ -98,6 +113,7 @@ class _Clock:
 
     def __init__(self) -> None:
         self.began = time.perf_counter()
+        self.epoch = time.time()
         self.timings: dict[str, Timing] = {}
         self._active: dict[str, int] = defaultdict(int)
         self._since: dict[str, float] = {}
@@ -115,9 +131,8 @@ class _Clock:
             yield
         finally:
             self._active[name] -= 1
-            timing.end = time.perf_counter() - self.began
             if self._active[name] == 0:
-                timing.busy += timing.end - self._since[name]
+                timing.worked(self._since[name], time.perf_counter() - self.began)
 
 
 class _Run:
@@ -148,7 +163,7 @@ class _Run:
             await _all(tasks)
         finally:
             await self._settle()
-        return Result(self.pieces.everything(), self._metrics(), self.clock.timings)
+        return Result(self.pieces.everything(), self._metrics(), self.clock.timings, self.clock.epoch)
 
     async def _settle(self) -> None:
         """Sources are closed, and after a failure a running call comes to its end, before anybody hears of it."""

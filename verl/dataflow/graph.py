@@ -43,6 +43,7 @@ class Node:
     after: nodes that must have ended although no column of theirs is read. A "batch" node that reads "*" and has
         none of these comes after all nodes declared before it.
     deadline: seconds for one call, or between two finished samples of a source; None: the executor's.
+    role: whose work it is, for the timeline; empty: the node's name.
     """
 
     name: str
@@ -55,6 +56,7 @@ class Node:
     groups: int | None = field(default=1, compare=False)
     samples: Callable[[Batch], Sequence[Sequence[str]]] | None = field(default=None, compare=False, repr=False)
     deadline: float | None = field(default=None, compare=False)
+    role: str = field(default="", compare=False)
 
     def __post_init__(self) -> None:
         # Order of columns carries no meaning; sorted, two nodes of the same structure are equal.

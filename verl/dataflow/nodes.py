@@ -35,6 +35,7 @@ def rollout_node(
         outputs=("id", "group", *_SAMPLE, ANY),
         slot=SLOT,
         samples=samples,
+        role="actor",
     )
 
 
@@ -60,22 +61,22 @@ def experience_nodes(updater: Updater) -> list[Node]:
     """What the algorithm reads of other models: reference log-probs and values, as its roles say."""
     nodes = []
     if "reference" in updater.algorithm.roles:
-        nodes.append(_model_node("reference", updater.actor.compute_ref_log_probs, "ref_log_probs"))
+        nodes.append(_model_node("reference", "reference", updater.actor.compute_ref_log_probs, "ref_log_probs"))
     for role, critic in updater.critics.items():
         column = "values" if role == "critic" else "cost_values"
-        nodes.append(_model_node(f"{role}_values", _renamed(critic.compute_values, column), column))
+        nodes.append(_model_node(f"{role}_values", role, _renamed(critic.compute_values, column), column))
     return nodes
 
 
 def update_nodes(name: str, updater: Updater) -> list[Node]:
     """Prepare the whole batch, then update every model of the algorithm."""
-    nodes = [Node(name="prepare", run=updater.prepare, kind="batch", inputs=(ANY,), outputs=(ANY,))]
+    nodes = [Node(name="prepare", run=updater.prepare, kind="batch", inputs=(ANY,), outputs=(ANY,), role="controller")]
     trained: dict[str, Actor | Critic] = {"actor": updater.actor, **updater.critics}
     return nodes + [_update_node(f"{name}_{role}", role, handle, updater) for role, handle in trained.items()]
 
 
-def _model_node(name: str, verb: Callable[[Batch], Batch], output: str) -> Node:
-    return Node(name=name, run=verb, inputs=_SEQUENCE, outputs=(output,), slot=SLOT, groups=None)
+def _model_node(name: str, role: str, verb: Callable[[Batch], Batch], output: str) -> Node:
+    return Node(name=name, run=verb, inputs=_SEQUENCE, outputs=(output,), slot=SLOT, groups=None, role=role)
 
 
 def _renamed(verb: Callable[[Batch], Batch], column: str) -> Callable[[Batch], Batch]:
@@ -88,4 +89,4 @@ def _update_node(name: str, role: str, handle: Actor | Critic, updater: Updater)
             return None, role_metrics(role, handle.train(prepared, updater.algorithm, role))
         return None, role_metrics(role, handle.train(prepared, updater.algorithm))
 
-    return Node(name=name, run=run, kind="batch", inputs=(ANY,), slot=SLOT, after=("prepare",))
+    return Node(name=name, run=run, kind="batch", inputs=(ANY,), slot=SLOT, after=("prepare",), role=role)

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from math import ceil
 from typing import Any
 
@@ -21,6 +23,7 @@ from verl.roles.actor import Actor
 from verl.roles.critic import Critic
 from verl.roles.reward import Reward
 from verl.rollout.base import SamplingParams
+from verl.trainer.asynchronous import AsyncTrainer
 from verl.trainer.logging import Logger
 from verl.trainer.trainer import Trainer
 from verl.workers.update import UpdatePlan
@@ -244,14 +247,24 @@ def check_memory(config: Config, algorithm: BaseAlgorithm, actor: Actor) -> None
 
 def build_trainer(config: Config, algorithm: BaseAlgorithm, actor: Actor, rows: int, logger: Logger) -> Trainer:
     """The trainer over all of it."""
-    settings = config.trainer
-    return Trainer(
+    settings, rollout = config.trainer, config.actor_rollout_ref.rollout
+    if settings.max_staleness is None:
+        make: Callable[..., Trainer] = Trainer
+    else:
+        make = partial(
+            AsyncTrainer,
+            batch_size=config.data.batch_size,
+            max_staleness=settings.max_staleness,
+            rollout_workers=rollout.num_rollout_workers,
+            transport=rollout.transport,
+        )
+    return make(
         actor,
         build_critic(config, rows) if "critic" in algorithm.roles else None,
         build_source(config.reward),
         cost=build_source(config.cost),
         algorithm=algorithm,
-        n=config.actor_rollout_ref.rollout.n,
+        n=rollout.n,
         max_resamples=settings.max_resamples,
         max_skipped_updates=settings.max_skipped_updates,
         permute_rewards=settings.control == "permute_rewards",

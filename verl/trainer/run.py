@@ -29,6 +29,7 @@ from verl.trainer.report import SHARES, write_report
 from verl.trainer.rng import seed_everything
 from verl.trainer.run_dir import Run, open_run
 from verl.trainer.signals import StopSignal
+from verl.trainer.timeline import Timeline
 
 logger = logging.getLogger(__name__)
 
@@ -84,6 +85,8 @@ class _Job:
             logger.warning("trainer.total_steps is 0: this run evaluates and trains nothing")
         self.store = CheckpointStore(run.checkpoints, config.trainer.keep_checkpoints)
         self.trainer = build.build_trainer(config, algorithm, actor, rows, open_logger(None, ()))
+        if config.trainer.timeline:
+            self.trainer.timeline = Timeline(run.path / "timeline.json")
         self.totals = dict.fromkeys(_TOTALS, 0.0)
         self.seconds = 0.0
         self.before: dict[str, Any] | None = None
@@ -119,6 +122,7 @@ class _Job:
                     raise SystemExit(stop.exit_code)
                 after = self._evaluate() if self.data.held_out is not None else None
         finally:
+            trainer.close()
             trainer.logger.close()
         summary = self._summary(after)
         self.run.finish(summary, steps=trainer.steps)
@@ -142,7 +146,7 @@ class _Job:
 
     def _step(self) -> None:
         began = time.perf_counter()
-        record = self.trainer.step(next(self.data.train))
+        record = self.trainer.advance(self.data.train)
         for name in _TOTALS:
             self.totals[name] += float(record.get(name, 0.0))
         self.seconds += time.perf_counter() - began

@@ -89,6 +89,7 @@ def contents(trainer: Trainer, extra: Mapping[str, Any] | None = None) -> dict[s
         "buffer.parquet": trainer.buffer.state(),
         "random": random_tensors,
         "trainer.json": state,
+        **trainer.extra_files(),
     }
 
 
@@ -103,6 +104,7 @@ def restore(trainer: Trainer, checkpoint: Checkpoint) -> dict[str, Any]:
     for role, source in trainer.sources.items():
         source.load_state_dict(state["sources"][role])
     trainer.buffer.load_state(checkpoint.batch("buffer.parquet"))
+    trainer.load_extra_files(checkpoint)
     set_rng_state(checkpoint.tensors("random"), state["random"])
     extra: dict[str, Any] = state["extra"]
     return extra

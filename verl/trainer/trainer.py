@@ -30,8 +30,10 @@ from verl.roles.reward import Reward
 from verl.roles.updater import Updater
 from verl.rollout.base import SamplingParams
 from verl.trainer import state
+from verl.trainer.checkpoint import Checkpoint
 from verl.trainer.evaluation import Evaluation, MetricFn, evaluate
 from verl.trainer.logging import Logger, default_logger
+from verl.trainer.timeline import Span, Timeline, busy_shares, spans_of
 
 logger = logging.getLogger(__name__)
 
@@ -58,6 +60,8 @@ class Trainer:
         on_log_hook: `fn(step, record)` gets every log record.
         checkpoint_dir, save_every: automatic checkpoints.
         permute_rewards: a control: rewards are dealt out at random among the samples, so nothing can be learned.
+        timeline: where a trace of what worked when is written; see `Timeline`.
+        deadline: seconds for one call of a node.
         **options: of the algorithm, such as `kl_coef`.
 
     Raises:
@@ -90,6 +94,7 @@ class Trainer:
         checkpoint_dir: str | Path | None = None,
         save_every: int | None = None,
         permute_rewards: bool = False,
+        timeline: str | Path | None = None,
         deadline: float = 1800.0,
         **options: Any,
     ) -> None:
@@ -126,6 +131,9 @@ class Trainer:
         self.deadline = deadline
         self.checkpoint_dir = checkpoint_dir
         self.save_every = save_every
+        self.timeline = None if timeline is None else Timeline(timeline)
+        #: What worked when, since the present step began.
+        self.spans: list[Span] = []
         self.steps = 0
         self.skipped = 0
         self.metric_fns: dict[str, Callable[[Batch], float]] = {}
@@ -181,6 +189,7 @@ class Trainer:
             TrainingError: too many updates in a row were not finite.
         """
         began = time.perf_counter()
+        self.spans.clear()
         batch = self.actor.prompts(prompts, key=f"s{self.steps}")
         samples, record = self.recall(batch) if "response_tokens" in batch else self.collect(batch)
         self.buffer.add(samples)
@@ -191,7 +200,12 @@ class Trainer:
             record["updated"] = "update/empty" not in record
             if "ref_log_probs" not in samples:  # then the KL is that of the update's policy to the one that sampled
                 record["kl"] = record.get("policy/kl", float("nan"))
+        return self._conclude(record, began)
+
+    def _conclude(self, record: dict[str, Any], began: float) -> dict[str, Any]:
+        """What every step ends with: its time, its log record, a checkpoint where one is due."""
         record["time/step"] = time.perf_counter() - began
+        record.update(busy_shares(self.spans, record["time/step"]))
         record["memory/peak_gb"] = peak_memory() / 1e9
         self.steps += 1
         self.logger.log(self.steps, record)
@@ -203,8 +217,22 @@ class Trainer:
         """`steps` steps over batches of prompts; the last record."""
         record: dict[str, Any] = {}
         for _ in range(steps):
-            record = self.step(next(prompts))
+            record = self.advance(prompts)
         return record
+
+    def advance(self, prompts: Iterator[Any]) -> dict[str, Any]:
+        """One step on the next batch of prompts."""
+        return self.step(next(prompts))
+
+    def close(self) -> None:
+        """End what the trainer has started besides itself."""
+
+    def extra_files(self) -> dict[str, Any]:
+        """What a kind of trainer adds to a checkpoint."""
+        return {}
+
+    def load_extra_files(self, checkpoint: Checkpoint) -> None:
+        """Restores `extra_files`."""
 
     def collect(self, prompts: Batch) -> tuple[Batch, dict[str, Any]]:
         """Experience for a batch of prompts, and what it measured.
@@ -217,7 +245,7 @@ class Trainer:
                 f"algorithm '{self.algorithm.name}' learns from recorded responses and this batch has none: "
                 "give batches of an OfflineDatasetLoader made with the actor's tokenizer"
             )
-        result = run_graph(self.experience_graph, prompts, deadline=self.deadline)
+        result = self._run(self.experience_graph, prompts)
         record = self._rollout_metrics(result)
         keep = self.algorithm.keep(result.batch)
         if keep is None:
@@ -227,7 +255,7 @@ class Trainer:
             rounds += 1
             retry = prompts.take(again)
             renamed = retry.drop(["group", "id"]).add({"group": [f"{g}~{rounds}" for g in retry["group"]]})
-            more = run_graph(self.experience_graph, renamed, deadline=self.deadline).batch
+            more = self._run(self.experience_graph, renamed).batch
             kept.append(more.filter(self.algorithm.keep(more) or [True] * len(more)))
         record["rollout/resamples"] = rounds
         record["rollout/rejected_prompts"] = len(again)
@@ -240,7 +268,7 @@ class Trainer:
         if "id" not in batch:
             batch = batch.add({"id": [f"s{self.steps}.{row}" for row in range(len(batch))]})
         nodes = [n for n in self._experience() if n.kind != "source" and not set(n.outputs) & set(batch.columns)]
-        result = run_graph(Graph(nodes, batch.columns), batch, deadline=self.deadline)
+        result = self._run(Graph(nodes, batch.columns), batch)
         return result.batch, {**_score_metrics(result.batch), **result.metrics}
 
     def learn(self, samples: Batch) -> dict[str, Any]:
@@ -250,7 +278,7 @@ class Trainer:
         if "reward" in self.algorithm.roles and not any(reward is not None for reward in samples["reward"]):
             # Nothing to learn from is no failure of the run; a reward that keeps failing ends it by itself.
             return {"update/empty": 1.0}
-        result = run_graph(self.learning_graph, samples, deadline=self.deadline)
+        result = self._run(self.learning_graph, samples)
         metrics: dict[str, Any] = dict(result.metrics)
         seconds = sum(result.timings[name].busy for name in result.timings if name != "prepare")
         trained = sum(len(t) for t in samples["response_tokens"])
@@ -284,7 +312,7 @@ class Trainer:
         graph = Graph([rollout_node("rollout", self.actor, n=n, params=params)])
         return evaluate(
             problems,
-            lambda rows: run_graph(graph, rows, deadline=self.deadline).batch,
+            lambda rows: self._run(graph, rows).batch,
             self.sources["reward"].get_reward,
             metrics,
         )
@@ -309,6 +337,16 @@ class Trainer:
             CheckpointError: the checkpoint is damaged, or belongs to another model or algorithm.
         """
         state.load(self, Path(path))
+
+    def _run(self, graph: Graph, batch: Batch) -> Result:
+        result = run_graph(graph, batch, deadline=self.deadline)
+        self._note(spans_of(graph, result))
+        return result
+
+    def _note(self, spans: list[Span]) -> None:
+        self.spans += spans
+        if self.timeline is not None:
+            self.timeline.add(spans, self.steps + 1)
 
     def _experience(self) -> list[Node]:
         nodes = [reward_node(role, source, role) for role, source in self.sources.items()]

@@ -1,0 +1,95 @@
+"""The doctor finds what is wrong, and nothing where nothing is."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import pytest
+
+from verl.cli.doctor import Finding, check_collective, check_extras, check_host, check_parts, check_shared_memory
+
+
+def test_two_ranks_find_each_other(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("MASTER_ADDR", raising=False)
+    found = check_collective(timeout=120)
+    assert found.state == "ok" and "gloo, 2 ranks" in found.detail
+    assert check_parts().state == "ok"
+
+
+def test_a_dead_rank_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("MASTER_ADDR", raising=False)
+    before = children()
+
+    def kill_one() -> None:
+        while len(started := children() - before) < 2:
+            time.sleep(0.01)
+        os.kill(max(started), signal.SIGKILL)
+
+    killer = threading.Thread(target=kill_one)
+    killer.start()
+    found = check_collective(timeout=120)
+    killer.join()
+    assert found.state == "fail" and "rank 1 of 2" in found.detail and "killed by signal 9" in found.detail
+    assert children() == before  # the other one does not go on waiting
+
+
+def test_an_unknown_interface_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "nope0")
+    found = check_collective(timeout=120)
+    assert found.state == "fail" and "nope0" in found.detail and "this machine has" in found.advice
+
+
+def test_an_address_that_does_not_resolve_ends_by_the_deadline(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MASTER_ADDR", "no.such.host.invalid")
+    found = check_host()
+    assert found.state == "fail" and "no.such.host.invalid" in found.detail and "MASTER_ADDR" in found.advice
+    began = time.monotonic()
+    found = check_collective(timeout=2)
+    assert time.monotonic() - began < 10
+    assert found.state == "fail" and "no.such.host.invalid" in found.detail
+
+
+def test_an_extra_that_cannot_be_imported_is_a_fault(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "mlflow-9.9.dist-info").mkdir()
+    (tmp_path / "mlflow-9.9.dist-info" / "METADATA").write_text("Metadata-Version: 2.1\nName: mlflow\nVersion: 9.9\n")
+    (tmp_path / "mlflow.py").write_text("raise ImportError('libmissing.so.1: cannot open shared object file')\n")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    monkeypatch.setattr("verl.cli.doctor.EXTRAS", {"mlflow": ("mlflow", "mlflow"), "none": ("no-such-part", "no")})
+    broken, missing = check_extras()
+    assert broken.state == "fail" and "mlflow 9.9" in broken.detail and "libmissing.so.1" in broken.detail
+    assert "verl[mlflow]" in broken.advice
+    assert missing == Finding("extras", "ok", "not installed: none")
+
+
+def test_shared_memory_without_room_is_a_fault(tmp_path: Path) -> None:
+    free = shutil.disk_usage(tmp_path).free
+    found = check_shared_memory(tmp_path, need=free + (1 << 30))
+    assert found.state == "fail" and str(tmp_path) in found.detail and "--shm-size" in found.advice
+    assert check_shared_memory(tmp_path, need=1 << 20).state == "ok"
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_full_dev_shm_fails_the_command() -> None:
+    mount = "mount -t tmpfs -o size=1m tmpfs /dev/shm"
+    if subprocess.run(["unshare", "-rm", "sh", "-c", mount], capture_output=True).returncode:
+        pytest.skip("user namespaces with mounts are not allowed here")
+    code = "from verl.cli.doctor import check_shared_memory as c; f = c(); print(f.state, f.detail)"
+    done = subprocess.run(
+        ["unshare", "-rm", "sh", "-c", f'{mount} && exec "$0" -c "{code}"', sys.executable],
+        capture_output=True, text=True, timeout=60,
+    )  # fmt: skip
+    assert done.stdout.startswith("fail 64 MiB cannot be had in /dev/shm: No space left"), done
+
+
+def children() -> set[int]:
+    """Processes that this one has started and that have not been waited for."""
+    tasks = Path("/proc/self/task").iterdir()
+    return {int(pid) for task in tasks for pid in (task / "children").read_text().split()}

@@ -1,0 +1,207 @@
+"""Asynchronous training: nothing is lost when workers die or come and go, staleness is bounded, and it learns."""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+import threading
+import time
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import verl
+from verl.batch import Batch
+from verl.errors import ClusterError, ConfigError, RolloutError
+from verl.rollout.base import SamplingParams
+from verl.trainer.asynchronous import AsyncTrainer
+
+ENGINE = Path(__file__).with_name("slow_engine.py")
+
+
+def low_bytes(texts: list[str]) -> list[float]:
+    return [sum(ord(c) < 100 for c in text) / max(len(text), 1) for text in texts]
+
+
+class Prompts:
+    """Two prompts a batch, each with its number as its group; a cursor to go on from."""
+
+    def __init__(self, position: int = 0) -> None:
+        self.position = position
+
+    def __iter__(self) -> Iterator[Batch]:
+        return self
+
+    def __next__(self) -> Batch:
+        numbers = [self.position, self.position + 1]
+        self.position += 2
+        return Batch.from_columns({"prompt": [f"Say {n}" for n in numbers], "group": [f"p{n}" for n in numbers]})
+
+
+class Recorder(AsyncTrainer):
+    """Keeps which samples were trained, and how old they were."""
+
+    def learn(self, samples: Batch) -> dict[str, Any]:
+        self.trained = getattr(self, "trained", [])
+        self.trained += samples["id"]
+        assert self.actor.policy_version - min(samples["policy_version"]) <= self.schedule.max_staleness
+        return super().learn(samples)
+
+
+def make(path: Path, lr: float = 1e-2, engine: str = "embedded", tokens: int = 6, **options: Any) -> Recorder:
+    params = SamplingParams(max_new_tokens=tokens, ignore_eos=True)
+    actor = verl.Actor(str(path), optim={"lr": lr}, sampling=params, rollout=engine, max_num_seqs=16)
+    options = {"n": 2, "batch_size": 2, "deadline": 120, **options}
+    return Recorder(actor, reward_fn=low_bytes, algorithm="grpo", log_dir=False, **options)
+
+
+def kill(pid: int) -> None:
+    with suppress(ProcessLookupError):  # it was dead already, and has been replaced
+        os.kill(pid, signal.SIGKILL)
+
+
+@pytest.mark.slow
+def test_workers_are_killed_and_scaled_and_nothing_is_lost(tiny: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SLOW_ENGINE_SECONDS", "0.05")
+    trainer = make(tiny, engine=f"{ENGINE}:SlowEngine", rollout_workers=2, max_staleness=2)
+    prompts, chance = Prompts(), random.Random(0)
+    try:
+        trainer.advance(prompts)
+        at_first = set(trainer.pool.pids)
+        for _ in range(3):
+            victim = chance.choice(trainer.pool.pids)
+            killer = threading.Timer(chance.random() * 0.5, kill, (victim,))
+            killer.start()
+            for _ in range(2):
+                assert trainer.advance(prompts)["rollout/workers"] == 2
+            killer.join()
+        assert len(at_first & set(trainer.pool.pids)) < 2  # some were replaced
+        trainer.scale(1)
+        assert trainer.advance(prompts)["rollout/workers"] == 1
+        trainer.scale(2)
+        assert trainer.advance(prompts)["rollout/workers"] == 2
+        untrained = [*trainer.schedule.ready, *trainer.schedule.unfinished]
+    finally:
+        trainer.close()
+    assert max(Counter(trainer.trained).values()) == 1
+    assert len(trainer.trained) == 9 * 4
+    groups = {int(id_.split("/")[0][1:]) for id_ in trainer.trained} | {int(g[1:]) for g in untrained}
+    assert groups == set(range(prompts.position))
+
+
+@pytest.mark.slow
+def test_in_flight_prompts_survive_a_resume(tiny: Path, tmp_path: Path) -> None:
+    first, prompts = make(tiny, max_staleness=1), Prompts()
+    try:
+        first.fit(prompts, 2)
+        first.save_checkpoint(tmp_path / "checkpoint")
+        position, trained = prompts.position, list(first.trained)
+    finally:
+        first.close()
+    second, prompts = make(tiny, max_staleness=1), Prompts(position)
+    try:
+        second.load_checkpoint(tmp_path / "checkpoint")
+        assert (second.steps, second.schedule.version) == (2, 2)
+        second.fit(prompts, 2)
+        untrained = [*second.schedule.ready, *second.schedule.unfinished]
+    finally:
+        second.close()
+    every = [*trained, *second.trained]
+    assert len(every) == len(set(every)) == 4 * 4
+    assert {id_.split("/")[0] for id_ in every} | set(untrained) == {f"p{n}" for n in range(prompts.position)}
+
+
+def test_transports_and_staleness_zero_are_synchronous_training(tiny: Path) -> None:
+    """With no staleness and a policy that does not move within a step, both drivers sample the same tokens."""
+    rewards: dict[str, list[float]] = {}
+    for transport in ("queue", "shared_memory"):
+        trainer = make(tiny, max_staleness=0, transport=transport)
+        try:
+            records = [trainer.advance(prompts) for prompts in [Prompts()] * 3]  # one cursor, three steps
+        finally:
+            trainer.close()
+        assert [record["rollout/staleness/max"] for record in records] == [0, 0, 0]
+        rewards[transport] = [record["reward"] for record in records]
+    actor = verl.Actor(str(tiny), optim={"lr": 1e-2}, sampling=SamplingParams(max_new_tokens=6, ignore_eos=True))
+    trainer = verl.Trainer(actor, reward_fn=low_bytes, algorithm="grpo", n=2, log_dir=False)
+    prompts = Prompts()
+    rewards["synchronous"] = [trainer.advance(prompts)["reward"] for _ in range(3)]
+    assert rewards["queue"] == rewards["shared_memory"] == rewards["synchronous"]
+
+
+@pytest.mark.slow
+def test_a_partial_rollout_goes_on_under_new_weights(tiny: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SLOW_ENGINE_SECONDS", "0.05")
+    trainer = make(tiny, engine=f"{ENGINE}:SlowEngine", tokens=12, max_staleness=2)
+    prompts = Prompts()
+    try:
+        records = [trainer.advance(prompts) for _ in range(5)]
+    finally:
+        trainer.close()
+    assert max(record["rollout/staleness/max"] for record in records) >= 1
+    assert any("mismatch/ess" in record for record in records)  # off-policy correction was at work
+
+
+@pytest.mark.slow
+def test_an_engine_that_fails_ends_the_run_with_its_own_traceback(tiny: Path, tmp_path: Path) -> None:
+    (tmp_path / "broken.py").write_text(
+        "from verl.rollout.embedded import EmbeddedEngine\n"
+        "def Broken(packed, tokenizer, eos, options):\n    raise ValueError('no such accelerator')\n"
+    )
+    trainer = make(tiny, engine=f"{tmp_path / 'broken.py'}:Broken")
+    try:
+        with pytest.raises(RolloutError, match=r"(?s)rollout worker 0 .*no such accelerator"):
+            trainer.advance(Prompts())
+    finally:
+        trainer.close()
+
+
+def test_a_worker_that_hangs_ends_the_run_by_its_deadline(tiny: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SLOW_ENGINE_SECONDS", "600")
+    trainer = make(tiny, engine=f"{ENGINE}:SlowEngine", deadline=1)
+    began = time.monotonic()
+    try:
+        with pytest.raises(ClusterError, match="no rollout worker finished a group within 1 s"):
+            trainer.advance(Prompts())
+    finally:
+        trainer.close()
+    assert time.monotonic() - began < 60
+
+
+def test_what_cannot_be_is_refused(tiny: Path) -> None:
+    with pytest.raises(ConfigError, match="does not correct for samples of an older policy"):
+        make(tiny, rollout_is=None)
+    with pytest.raises(ConfigError, match="at least one rollout worker"):
+        make(tiny, rollout_workers=0)
+    trainer = make(tiny)
+    with pytest.raises(ConfigError, match="advance"):
+        trainer.step(["one"])
+
+
+@pytest.mark.slow
+def test_it_learns_as_well_as_synchronous_training(tiny: Path) -> None:
+    last: dict[str, list[float]] = {"synchronous": [], "asynchronous": []}
+    for seed in range(3):
+        for kind in last:
+            params = SamplingParams(max_new_tokens=6, ignore_eos=True)
+            actor = verl.Actor(str(tiny), optim={"lr": 1e-2}, sampling=params, seed=seed)
+            options: dict[str, Any] = {"reward_fn": low_bytes, "algorithm": "grpo", "log_dir": False, "n": 8}
+            trainer = (
+                verl.Trainer(actor, **options)
+                if kind == "synchronous"
+                else AsyncTrainer(actor, batch_size=2, max_staleness=1, deadline=120, **options)
+            )
+            prompts = Prompts()
+            try:
+                curve = [trainer.advance(prompts)["reward"] for _ in range(50)]
+            finally:
+                trainer.close()
+            last[kind].append(sum(curve[-8:]) / 8)
+            assert last[kind][-1] > sum(curve[:3]) / 3 + 0.15
+    means = {kind: sum(values) / len(values) for kind, values in last.items()}
+    assert means["asynchronous"] > means["synchronous"] - 0.1, last

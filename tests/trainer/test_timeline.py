@@ -1,0 +1,75 @@
+"""The trace of a step: everything that worked is in it, and what did nothing is seen."""
+
+from __future__ import annotations
+
+import json
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import verl
+from verl.errors import DataError
+from verl.trainer.timeline import Span, Timeline, busy_shares, gaps, read_timeline
+
+PAUSE = 0.6
+
+
+def slow(texts: list[str]) -> list[float]:
+    time.sleep(PAUSE)
+    return [float(len(text)) for text in texts]
+
+
+def test_an_injected_gap_is_seen_in_the_trace(tiny: Path, tmp_path: Path) -> None:
+    file = tmp_path / "timeline.json"
+    records: list[dict[str, Any]] = []
+    actor = verl.Actor(str(tiny), sampling=verl.SamplingParams(max_new_tokens=4, ignore_eos=True))
+    trainer = verl.PPOTrainer(
+        actor, reward_fn=slow, log_dir=False, timeline=file, on_log_hook=lambda _, record: records.append(record), n=2
+    )
+    trainer.step(["one"])  # the engine is made
+    began = time.time()
+    trainer.step(["one"])
+    took = time.time() - began
+    spans = [span for span in read_timeline(file) if span.start >= began]
+    assert {(span.node, span.role) for span in spans} == {
+        ("rollout", "actor"),
+        ("reward", "reward"),
+        ("reference", "reference"),
+        ("critic_values", "critic"),
+        ("prepare", "controller"),
+        ("update_actor", "actor"),
+        ("update_critic", "critic"),
+    }
+    idle = gaps(spans, "actor", at_least=PAUSE / 2)
+    assert len(idle) == 1 and idle[0][1] >= PAUSE * 0.9  # the actor waits for the reward
+    reward = next(span for span in spans if span.role == "reward")
+    assert abs(reward.start - idle[0][0]) < PAUSE / 2 and reward.seconds >= PAUSE * 0.99
+    busy = records[-1]
+    assert busy["busy/reward"] >= PAUSE * 0.9 / took
+    assert busy["busy/actor"] <= 1 - PAUSE * 0.9 / took
+
+
+def test_a_trace_is_chrome_trace_json(tmp_path: Path) -> None:
+    timeline = Timeline(tmp_path / "timeline.json")
+    timeline.add([Span("rollout", "actor", 10.0, 0.5, rank=1, host="a")], step=3)
+    Timeline(timeline.path).add([Span("reward", "reward", 11.0, 0.25, host="b")], step=4)  # the next attempt
+    events = json.loads(timeline.path.read_text().rstrip().rstrip(",") + "]")
+    assert {"name": "rollout", "ph": "X", "ts": 10_000_000, "dur": 500_000, "pid": 1}.items() <= events[2].items()
+    assert events[0]["args"]["name"] == "rank 1 on a"
+    assert [(s.node, s.rank, s.host, s.seconds) for s in read_timeline(timeline.path)] == [
+        ("rollout", 1, "a", 0.5),
+        ("reward", 0, "b", 0.25),
+    ]
+    with timeline.path.open("a") as file:
+        file.write('{"name": "torn')
+    assert len(read_timeline(timeline.path)) == 2
+    (tmp_path / "other").write_text("{}")
+    with pytest.raises(DataError, match="is no timeline"):
+        read_timeline(tmp_path / "other")
+
+
+def test_shares_are_of_the_union_and_the_mean_of_ranks() -> None:
+    spans = [Span("a", "actor", 0, 2), Span("b", "actor", 1, 2), Span("a", "actor", 0, 1, rank=1)]
+    assert busy_shares(spans, 4.0) == {"busy/actor": pytest.approx((3 / 4 + 1 / 4) / 2)}

@@ -1,0 +1,96 @@
+"""Tools for looking into a run: memory by role, time by collective, ranks that differ, stacks of a hung process."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+import verl
+from verl.errors import ClusterError
+from verl.utils.communication import collective_times, communication_table
+from verl.utils.debugging import check_same
+from verl.utils.memory import memory_by_role, memory_table
+
+
+def test_memory_is_told_by_role(tiny: Path) -> None:
+    actor = verl.Actor(str(tiny), optim={"lr": 1e-2}, sampling=verl.SamplingParams(max_new_tokens=4, ignore_eos=True))
+    trainer = verl.PPOTrainer(actor, reward_fn=lambda texts: [1.0] * len(texts), log_dir=False, n=2)
+    trainer.step(["one"])
+    found = memory_by_role({"actor": actor, "critic": trainer.critic, "again": actor})
+    weights = sum(parameter.nbytes for parameter in actor.model.parameters())
+    assert found["actor"]["weights"] >= weights
+    assert weights <= found["actor"]["weights"] < 3 * weights  # the actor's, and its frozen reference
+    others = sum(size for kind, size in found["actor"].items() if kind != "weights")
+    assert others >= 2 * weights  # two moments at least
+    assert found["critic"]["weights"] >= weights
+    assert found["again"] == {}  # nothing is counted twice
+    assert memory_table(found).row_count == sum(map(len, found.values()))
+
+
+def test_collectives_are_timed_and_ranks_that_differ_are_named(tmp_path: Path) -> None:
+    context = multiprocessing.get_context("spawn")
+    results = context.Queue()
+    ranks = [context.Process(target=rank_main, args=(rank, str(tmp_path / "store"), results)) for rank in range(2)]
+    for process in ranks:
+        process.start()
+    said = dict(results.get(timeout=120) for _ in ranks)
+    for process in ranks:
+        process.join(60)
+    for times, rows, difference in said.values():
+        assert set(times) == {"gloo:all_reduce", "gloo:broadcast"}
+        calls, _, elements = times["gloo:all_reduce"]
+        assert (calls, elements) == (3, 3 * 1000)
+        assert rows == 2
+        assert difference == "'weights' is not the same on all ranks: ranks [0] / ranks [1]"
+    # rank 1 came 0.5 s late to the first one, which rank 0 shows
+    assert said[0][0]["gloo:all_reduce"][1] > 0.4 > 0.2 > said[1][0]["gloo:all_reduce"][1] - 0.2
+
+
+def rank_main(rank: int, store: str, results: Any) -> None:
+    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=2)
+    dist.barrier()
+    with collective_times() as times:
+        time.sleep(0.5 * rank)
+        for _ in range(3):
+            dist.all_reduce(torch.ones(1000))
+        dist.broadcast(torch.ones(10), 0)
+    check_same("same", torch.arange(5))
+    check_same("text", "same")
+    try:
+        check_same("weights", torch.tensor([float(rank)]))
+        difference = ""
+    except ClusterError as error:
+        difference = str(error)
+    told = {name: (entry.calls, entry.seconds, entry.elements) for name, entry in times.items()}
+    results.put((rank, (told, communication_table(times).row_count, difference)))
+    dist.destroy_process_group()
+
+
+def test_a_hung_process_shows_its_stacks_when_asked(tmp_path: Path) -> None:
+    code = (
+        "import sys, time; from verl.utils.debugging import dump_stacks_on_signal as d; d(sys.argv[1])\n"
+        "def stuck_here():\n    print('ready', flush=True)\n    time.sleep(600)\n"
+        "stuck_here()"
+    )
+    file = tmp_path / "stacks"
+    process = subprocess.Popen([sys.executable, "-c", code, str(file)], stdout=subprocess.PIPE)
+    try:
+        assert process.stdout is not None and process.stdout.readline() == b"ready\n"
+        os.kill(process.pid, signal.SIGUSR1)
+        until = time.monotonic() + 30
+        while "stuck_here" not in file.read_text() and time.monotonic() < until:
+            time.sleep(0.05)
+        assert "stuck_here" in file.read_text()
+        assert process.poll() is None
+    finally:
+        process.kill()
+        process.wait()

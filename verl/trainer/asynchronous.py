@@ -1,0 +1,197 @@
+"""Asynchronous training: workers in processes of their own sample while this one trains.
+
+The other driver over the same verbs: `recall` (rewards and what else the algorithm reads), `learn`. A step begins as
+many rollouts as may be under way, waits until `Schedule` has the groups of a step, trains on them, and hands the new
+weights to the workers, which take them between two tokens: what they are at goes on under the new weights. A sample
+carries the version that wrote its first token; importance weights correct for what has changed since.
+
+Not here: resampling of what an algorithm rejects (rejected groups make the step smaller), episodes, and workers on
+other machines.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from typing import Any
+
+from verl.batch import Batch
+from verl.controller.standalone import Finished, RolloutPool
+from verl.dataflow.schedule import Schedule
+from verl.errors import ConfigError, TrainingError
+from verl.roles.actor import expand
+from verl.trainer.checkpoint import Checkpoint
+from verl.trainer.timeline import Span
+from verl.trainer.trainer import Trainer
+from verl.workers.standalone import describe, weights
+
+
+class AsyncTrainer(Trainer):
+    """`Trainer` with rollouts in standalone workers; `advance(prompts)` is a step, `fit(prompts, steps)` many.
+
+    Args:
+        batch_size: prompts that a step trains on.
+        max_staleness: training steps that may pass between the begin of a sample's rollout and its own training.
+        rollout_workers: processes that sample; `scale` changes their number while training runs.
+        transport: how samples and weights travel, "shared_memory" or "queue"; the same in effect.
+        **options: see `Trainer`.
+
+    Raises:
+        ConfigError: the algorithm has no off-policy correction, or it is turned off.
+    """
+
+    def __init__(
+        self,
+        *args: Any,
+        batch_size: int,
+        max_staleness: int = 1,
+        rollout_workers: int = 1,
+        transport: str = "shared_memory",
+        **options: Any,
+    ) -> None:
+        super().__init__(*args, **options)
+        if rollout_workers < 1:
+            raise ConfigError(f"asynchronous training needs at least one rollout worker, not {rollout_workers}")
+        if getattr(self.algorithm, "rollout_is", None) is None and getattr(self.algorithm, "rollout_rs", None) is None:
+            raise ConfigError(
+                f"algorithm '{self.algorithm.name}' does not correct for samples of an older policy: asynchronous "
+                "training needs rollout_is (or rollout_rs) of an online algorithm"
+            )
+        if self.actor.group.worker.rollout.episode is not None or not isinstance(
+            self.actor.group.worker.rollout.name, str
+        ):
+            raise ConfigError(
+                "standalone rollout workers take an engine by name or FILE.py:CLASS, and no episode: train "
+                "synchronously, or leave rollout.episode out"
+            )
+        self.schedule: Schedule[Batch] = Schedule(batch_size, max_staleness)
+        self._workers, self._transport = rollout_workers, transport
+        self._pool: RolloutPool | None = None
+        self._prompts: dict[str, Batch] = {}  # of the groups that are not finished
+        self._tokens = 0  # that have come in this step
+
+    @property
+    def pool(self) -> RolloutPool:
+        """The workers, started at the first use."""
+        if self._pool is None:
+            self._pool = RolloutPool(describe(self.actor), self._workers, self._transport)
+            self._publish()
+        return self._pool
+
+    def scale(self, rollout_workers: int) -> None:
+        """Have so many rollout workers from now on; what those that leave were at begins anew elsewhere."""
+        if rollout_workers < 1:
+            raise ConfigError(f"asynchronous training needs at least one rollout worker, not {rollout_workers}")
+        self._workers = rollout_workers
+        if self._pool is not None:
+            self._pool.scale(rollout_workers)
+
+    def step(self, prompts: Any) -> dict[str, Any]:
+        raise ConfigError(
+            "asynchronous training looks ahead in the prompts: call advance(iterator) or fit(iterator, n)"
+        )
+
+    def advance(self, prompts: Iterator[Any]) -> dict[str, Any]:
+        """Begin what may be begun, wait for a step's samples, train on them, publish the weights.
+
+        Args:
+            prompts: batches of `batch_size` prompts; some are taken ahead of the step that trains on them.
+
+        Raises:
+            ClusterError, RolloutError: see `RolloutPool.event`.
+        """
+        began = time.perf_counter()
+        self.spans.clear()
+        self._tokens = 0
+        self._feed(prompts)
+        while not self.schedule.due:
+            self._wait()
+            self._feed(prompts)
+        waited = time.perf_counter() - began
+        samples, record = self.recall(Batch.concat(self.schedule.take()))
+        record.update(self._rollout_record(samples), **{"time/wait": waited})
+        keep = self.algorithm.keep(samples)
+        samples = samples if keep is None else samples.filter(keep)
+        record.update(self.learn(samples) if len(samples) else {"update/empty": 1.0})
+        record["updated"] = "update/empty" not in record
+        record.setdefault("kl", record.get("policy/kl", float("nan")))
+        self._publish()
+        return self._conclude(record, began)
+
+    def close(self) -> None:
+        """End the workers; the next step starts new ones."""
+        if self._pool is not None:
+            self._pool.close()
+            self._pool = None
+            for group in self.schedule.begun:
+                self.schedule.lose(group)
+
+    def extra_files(self) -> dict[str, Any]:
+        """Prompts whose samples have not come (they are sampled anew), and samples that wait for their step."""
+        ready = self.schedule.ready
+        began = {group: entry.began for group, entry in ready.items()}
+        return {
+            "waiting.parquet": Batch.concat(self._prompts[group] for group in self.schedule.unfinished),
+            "ready.parquet": Batch.concat(entry.samples for entry in ready.values()),
+            "schedule.json": {"version": self.schedule.version, "began": began},
+        }
+
+    def load_extra_files(self, checkpoint: Checkpoint) -> None:
+        self.close()
+        told = checkpoint.json("schedule.json")
+        waiting, ready = checkpoint.batch("waiting.parquet"), checkpoint.batch("ready.parquet")
+        self._prompts = {} if not len(waiting) else {g: waiting.slice(i, 1) for i, g in enumerate(waiting["group"])}
+        rows = ready.group_indices() if len(ready) else []
+        samples = {ready["group"][at[0]]: ready.take(at) for at in rows}
+        self.schedule.restore(
+            told["version"], list(self._prompts), {group: (told["began"][group], samples[group]) for group in samples}
+        )
+
+    def _feed(self, prompts: Iterator[Any]) -> None:
+        while self.schedule.room >= self.schedule.groups:
+            batch = self.actor.prompts(next(prompts), key=f"s{self.schedule.version}.{self.schedule.room}")
+            if len(batch) != self.schedule.groups:
+                raise ConfigError(f"a batch of {len(batch)} prompts came, batch_size is {self.schedule.groups}")
+            for row, group in enumerate(batch["group"]):
+                self.schedule.accept(group)
+                self._prompts[group] = batch.slice(row, 1)
+        params = {name: getattr(self.sampling, name) for name in self.sampling.__dataclass_fields__}
+        while (begun := self.schedule.begin()) is not None:
+            rows = expand(self._prompts[begun], self.n, self.algorithm.greedy_baseline)
+            self.pool.submit(begun, rows, params)
+
+    def _wait(self) -> None:
+        event = self.pool.event(self.deadline)
+        if isinstance(event, Finished):
+            texts = self.actor.tokenizer.batch_decode(event.samples["response_tokens"], skip_special_tokens=True)
+            self.schedule.finish(event.group, event.samples.add({"response": texts}))
+            del self._prompts[event.group]
+            self._tokens += sum(event.samples.lengths("response_tokens"))
+            self._note([Span("rollout", "rollout", start, end - start, event.worker) for start, end in event.busy])
+        else:
+            for group in reversed(event.groups):
+                self.schedule.lose(group)
+
+    def _publish(self) -> None:
+        version = self.actor.policy_version
+        self.pool.publish(version, weights(self.actor.shards()))
+
+    def _rollout_record(self, samples: Batch) -> dict[str, Any]:
+        staleness = self.actor.policy_version - min(samples["policy_version"])
+        if staleness > self.schedule.max_staleness:
+            raise TrainingError(
+                f"a sample is {staleness} versions old, at most {self.schedule.max_staleness} was asked for: a rollout "
+                "worker samples with weights that it should have replaced"
+            )
+        lengths = samples.lengths("response_tokens")
+        busy = sum(span.seconds for span in self.spans if span.role == "rollout")
+        return {
+            "rollout/staleness/max": staleness,
+            "rollout/staleness": self.actor.policy_version - sum(samples["policy_version"]) / len(samples),
+            "rollout/workers": self.pool.size,
+            "rollout/tokens": self._tokens,
+            "rollout/tokens_per_s": self._tokens / max(busy, 1e-9),
+            "time/rollout": busy,
+            "response/length": sum(lengths) / len(samples),
+            "response/cut": sum(finish == "length" for finish in samples["finish"]) / len(samples),
+        }

@@ -1,0 +1,132 @@
+"""When each role worked: a Chrome trace, for chrome://tracing or ui.perfetto.dev, and the busy share of each role."""
+
+from __future__ import annotations
+
+import json
+import socket
+from collections import defaultdict
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from verl.dataflow.executor import Result
+from verl.dataflow.graph import Graph
+from verl.errors import DataError
+
+
+@dataclass(frozen=True)
+class Span:
+    """A stretch of work: of which node, for which role, on which rank of it; in seconds since the epoch."""
+
+    node: str
+    role: str
+    start: float
+    seconds: float
+    rank: int = 0
+    host: str = socket.gethostname()
+
+
+def spans_of(graph: Graph, result: Result, rank: int = 0) -> list[Span]:
+    """What a run of a graph did, and when."""
+    return [
+        Span(name, graph.nodes[name].role or name, result.began + start, end - start, rank)
+        for name, timing in result.timings.items()
+        for start, end in timing.spans
+    ]
+
+
+def busy_shares(spans: Iterable[Span], seconds: float) -> dict[str, float]:
+    """`busy/<role>`: the share of so many seconds in which a rank of the role worked; its ranks' mean."""
+    work: dict[tuple[str, int, str], list[tuple[float, float]]] = defaultdict(list)
+    for span in spans:
+        work[span.role, span.rank, span.host].append((span.start, span.start + span.seconds))
+    shares = defaultdict(list)
+    for (role, *_), stretches in work.items():
+        shares[role].append(_covered(stretches) / max(seconds, 1e-9))
+    return {f"busy/{role}": min(1.0, sum(ranks) / len(ranks)) for role, ranks in shares.items()}
+
+
+class Timeline:
+    """A file of trace events that is whole whenever it is looked at: one event a line, the closing bracket left out,
+    which the format allows. Attempts of a run follow each other in it."""
+
+    def __init__(self, path: str | Path) -> None:
+        self.path = Path(path)
+        self._rows: dict[tuple[int, str], int] = {}
+        if not self.path.exists():
+            self.path.write_text("[\n", encoding="utf-8")
+
+    def add(self, spans: Iterable[Span], step: int) -> None:
+        """Write down the spans of a step. A process of the trace is a rank with its host, a thread of it a role."""
+        events: list[dict[str, Any]] = []
+        for span in spans:
+            place = (span.rank, span.role)
+            if place not in self._rows:
+                self._rows[place] = len(self._rows)
+                host = {"name": f"rank {span.rank} on {span.host}"}
+                events += [
+                    {"name": "process_name", "ph": "M", "pid": span.rank, "args": host},
+                    self._named(place),
+                ]
+            events.append(
+                {
+                    "name": span.node,
+                    "cat": span.role,
+                    "ph": "X",
+                    "ts": round(span.start * 1e6),
+                    "dur": round(span.seconds * 1e6),
+                    "pid": span.rank,
+                    "tid": self._rows[place],
+                    "args": {"step": step, "role": span.role, "rank": span.rank, "host": span.host},
+                }
+            )
+        with self.path.open("a", encoding="utf-8") as file:
+            file.write("".join(json.dumps(event) + ",\n" for event in events))
+
+    def _named(self, place: tuple[int, str]) -> dict[str, Any]:
+        rank, role = place
+        return {"name": "thread_name", "ph": "M", "pid": rank, "tid": self._rows[place], "args": {"name": role}}
+
+
+def read_timeline(path: str | Path) -> list[Span]:
+    """The spans of a trace, in the order they were written; a torn last line is left out.
+
+    Raises:
+        DataError: the file is no trace.
+    """
+    lines = Path(path).read_text(encoding="utf-8").splitlines()
+    if not lines or lines[0] != "[":
+        raise DataError(f"{path} is no timeline: its first line is not '['")
+    spans = []
+    for line in lines[1:]:
+        try:
+            event = json.loads(line.rstrip().rstrip(","))
+        except ValueError:
+            continue
+        if event.get("ph") == "X":
+            about = event["args"]
+            spans.append(
+                Span(event["name"], about["role"], event["ts"] / 1e6, event["dur"] / 1e6, about["rank"], about["host"])
+            )
+    return spans
+
+
+def gaps(spans: Iterable[Span], role: str, at_least: float) -> list[tuple[float, float]]:
+    """The (start, seconds) of each stretch between two spans of a role in which it did nothing for so long."""
+    found: list[tuple[float, float]] = []
+    last: float | None = None
+    for start, end in sorted((s.start, s.start + s.seconds) for s in spans if s.role == role):
+        if last is not None and start - last >= at_least:
+            found.append((last, start - last))
+        last = end if last is None else max(last, end)
+    return found
+
+
+def _covered(stretches: list[tuple[float, float]]) -> float:
+    """Length of the union of intervals."""
+    total, last = 0.0, float("-inf")
+    for start, end in sorted(stretches):
+        total += max(0.0, end - max(start, last))
+        last = max(last, end)
+    return total

@@ -1,0 +1,55 @@
+"""Where communication time goes: seconds of each collective on this rank."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+from rich.table import Table
+from torch.profiler import ProfilerActivity, profile
+
+_BACKENDS = ("gloo:", "nccl:", "mpi:", "ucc:")
+
+
+@dataclass
+class CollectiveTime:
+    """What a collective took on this rank.
+
+    seconds: from its start to its end; waiting for slower ranks is part of it.
+    elements: of its inputs, where the backend tells their shapes.
+    """
+
+    calls: int = 0
+    seconds: float = 0.0
+    elements: int = 0
+
+
+@contextmanager
+def collective_times() -> Iterator[dict[str, CollectiveTime]]:
+    """Time every collective that is run in the block, whoever runs it (FSDP's own ones too); the dictionary, such as
+    `{"gloo:all_reduce": ...}`, is filled when the block ends. Costs what torch's profiler costs: for debugging."""
+    found: dict[str, CollectiveTime] = {}
+    with profile(activities=[ProfilerActivity.CPU], record_shapes=True) as profiler:
+        yield found
+    for event in profiler.events() or ():
+        if event.name.startswith(_BACKENDS):
+            entry = found.setdefault(event.name, CollectiveTime())
+            entry.calls += 1
+            entry.seconds += event.time_range.elapsed_us() / 1e6
+            entry.elements += sum(_size(shape) for shape in event.input_shapes or ())
+
+
+def communication_table(found: dict[str, CollectiveTime]) -> Table:
+    """The same for the eye, the longest first."""
+    table = Table("collective", "calls", "seconds", "elements")
+    for name, entry in sorted(found.items(), key=lambda item: -item[1].seconds):
+        table.add_row(name, str(entry.calls), f"{entry.seconds:.4f}", f"{entry.elements:,}")
+    return table
+
+
+def _size(shape: list[int]) -> int:
+    size = 1 if shape else 0
+    for extent in shape:
+        size *= extent
+    return size
