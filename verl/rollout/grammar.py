@@ -14,6 +14,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -76,19 +77,53 @@ class Grammar:
 
 
 class GrammarMask:
-    """Sets the logits of tokens that the grammar does not allow next to minus infinity."""
+    """What a grammar allows next in one response. As a logits processor it sets all else to minus infinity."""
 
     def __init__(self, matcher: Any, bits: Tensor) -> None:
         self._matcher, self._bits = matcher, bits
         self._accepted = 0
 
     def __call__(self, tokens: Sequence[int], logits: Tensor) -> Tensor:
+        return logits.masked_fill_(~self._allowed(tokens, len(logits)).to(logits.device), -torch.inf)
+
+    def choose(
+        self, tokens: Sequence[int], first: int, logits: Tensor, temperature: float, uniform: float
+    ) -> int | None:
+        """A token of the masked and renormalised distribution, given one of the whole; None: nothing is allowed.
+
+        The first stays if it is allowed, which is found out without a mask. Otherwise one is drawn among the allowed:
+        in sum p + (1 - A) p / A = p / A, where A is the mass of what is allowed.
+
+        Args:
+            tokens: the response so far.
+            first: sampled from `logits` `[V]` at this temperature (0: the greatest).
+            uniform: in [0, 1), independent of the one behind `first`.
+        """
+        self._advance(tokens)
+        if self._matcher.accept_token(first):
+            self._accepted += 1
+            return first
+        allowed = self._allowed(tokens, len(logits)).nonzero()[:, 0].to(logits.device)
+        if not len(allowed):
+            return None
+        values = logits[allowed].double()
+        if not temperature:
+            return int(allowed[values.argmax()])
+        cumulative = ((values - values.max()) / temperature).exp().cumsum(0)
+        index = torch.searchsorted(cumulative, uniform * cumulative[-1:], right=True).clamp(max=len(allowed) - 1)
+        return int(allowed[index])
+
+    def _advance(self, tokens: Sequence[int]) -> None:
         for token in tokens[self._accepted :]:
             self._matcher.accept_token(token)
         self._accepted = len(tokens)
+
+    def _allowed(self, tokens: Sequence[int], vocab_size: int) -> Tensor:
+        """`[V]` bool."""
+        self._advance(tokens)
         self._matcher.fill_next_token_bitmask(self._bits)
-        allowed = (self._bits[0, :, None] >> torch.arange(32, dtype=torch.int32)) & 1
-        return logits.masked_fill_(allowed.flatten()[: len(logits)].to(logits.device) == 0, -torch.inf)
+        bits = np.unpackbits(self._bits[0].numpy().view(np.uint8), count=vocab_size, bitorder="little")
+        return torch.from_numpy(bits.view(np.bool_))
 
 
 def _xgrammar() -> Any:

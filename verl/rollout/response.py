@@ -17,6 +17,11 @@ from verl.rollout.stop_strings import StopWatch
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
+    from verl.rollout.grammar import GrammarMask
+
+#: The numbers of a sample's stream from here on are for draws among what a grammar allows.
+_SECOND_DRAWS = 1 << 32
+
 
 class Response:
     """The tokens of a request so far.
@@ -59,8 +64,9 @@ class Response:
                 f"request '{request.id}': its guard looks every {request.guard.every} tokens, not 1 or more"
             )
         self.processors = request.processors
+        self.mask: GrammarMask | None = None
         if request.grammar is not None and tokenizer is not None:
-            self.processors += (request.grammar.mask(tokenizer, vocab_size, self.end_tokens),)
+            self.mask = request.grammar.mask(tokenizer, vocab_size, self.end_tokens)
         self.guard = request.guard
         self.stream = stream_key(seed, request.id)
         self.tokens: list[int] = []
@@ -85,8 +91,10 @@ class Response:
 
     @property
     def edited(self) -> bool:
-        """Whether its next token is not sampled from the model's logits as they are."""
-        return bool(self.processors) or (bool(self.end_tokens) and len(self.tokens) < self.params.min_new_tokens)
+        """Whether its next token is not sampled from the model's logits as they are (or from those, then masked)."""
+        filters = self.params.top_k > 0 or self.params.top_p < 1 or self.params.min_p > 0
+        bans = bool(self.end_tokens) and len(self.tokens) < self.params.min_new_tokens
+        return bool(self.processors) or bans or (self.mask is not None and filters)
 
     def edit(self, logits: Tensor) -> Tensor:
         """The logits `[V]` to sample the next token from, made of its own, which are overwritten.
@@ -100,9 +108,22 @@ class Response:
             got = tuple(getattr(logits, "shape", ()))
             if got != tuple(shape):
                 raise RolloutError(f"a logits processor of sample '{self.id}' must return {tuple(shape)}, gave {got}")
+        if self.mask is not None:
+            logits = self.mask(self.tokens, logits)
         if self.end_tokens and len(self.tokens) < self.params.min_new_tokens:
             logits[list(self.end_tokens)] = -torch.inf
         return logits
+
+    def keep_to_grammar(self, token: int, log_prob: float, logits: Tensor) -> tuple[int, float] | None:
+        """A token that the grammar allows, and its log-prob, from one that was sampled from these logits `[V]`."""
+        assert self.mask is not None
+        temperature = self.params.temperature
+        (uniform,) = uniforms([self.stream], [_SECOND_DRAWS + len(self.tokens)]).tolist()
+        chosen = self.mask.choose(self.tokens, token, logits, temperature, uniform)
+        if chosen is None:
+            return None
+        difference = float(logits[chosen].double() - logits[token].double())
+        return chosen, log_prob + difference / (temperature or 1.0)
 
     @property
     def guard_due(self) -> bool:
@@ -127,6 +148,7 @@ def draw(responses: Sequence[Response], logits: Tensor, policy_version: int, com
         RolloutError: logits that are not finite, or a processor or guard that breaks its contract.
     """
     edits = {row: response.edit for row, response in enumerate(responses) if response.edited}
+    kept = {row: logits[row].clone() for row, r in enumerate(responses) if r.mask is not None and not r.edited}
     numbers = torch.zeros(len(logits), dtype=torch.float64)
     numbers[: len(responses)] = torch.from_numpy(
         uniforms([r.stream for r in responses], [len(r.tokens) for r in responses])
@@ -145,10 +167,11 @@ def draw(responses: Sequence[Response], logits: Tensor, policy_version: int, com
             f"the weights of policy version {policy_version} are broken, or overflow in {logits.dtype}"
         )
     for row, (response, token, log_prob) in enumerate(zip(responses, tokens.tolist(), log_probs.tolist(), strict=True)):
-        if row in rejected:
+        drawn = (token, log_prob) if row not in kept else response.keep_to_grammar(token, log_prob, kept[row])
+        if row in rejected or drawn is None:
             response.finish = "reject"
         else:
-            response.append(token, log_prob, policy_version)
+            response.append(drawn[0], drawn[1], policy_version)
     _ask_guards(responses)
 
 

@@ -90,7 +90,8 @@ def sample(logits: Tensor, uniforms: Tensor, table: SamplingTable, compiled: boo
     chosen, _ = _sample(edited, uniforms[rows], special, compiled)
     # What an edit rules out belongs to the distribution that the log-prob is of.
     inverse = special.inverse_temperature.masked_fill(special.inverse_temperature == 0, 1.0)
-    chosen_log_probs = (full.double() * inverse[:, None]).log_softmax(-1).gather(1, chosen[:, None])[:, 0]
+    both = full.gather(1, torch.stack([chosen, tokens[rows]], 1)).double()
+    chosen_log_probs = log_probs[rows] + (both[:, 0] - both[:, 1]) * inverse
     tokens[rows], log_probs[rows] = chosen, chosen_log_probs.masked_fill(~possible, -torch.inf)
     return tokens, log_probs
 
