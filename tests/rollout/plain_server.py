@@ -49,7 +49,12 @@ class Handler(BaseHTTPRequestHandler):
             state.asked += 1
             self.answer(200, NONSENSE[state.asked % len(NONSENSE)])
         elif route == "/v1/chat/completions":
-            self.judge(body)
+            said = self.judge(body["messages"][-1]["content"])
+            self.answer(200 if said else 500, {"choices": [{"message": {"role": "assistant", "content": said}}]})
+        elif route == "/generate" and "token_ids" not in body:
+            self.answer(200, {"text": [body["prompt"] + (self.judge(body["prompt"]) or "")]})
+        elif route == "/score":
+            self.answer(200, {"rewards": [None if "mumble" in text else len(text) for text in body["responses"]]})
         elif 13 in (body.get("prompt") or body["token_ids"]):
             self.answer(400, {"error": "13 is forbidden here"})
         else:
@@ -75,13 +80,11 @@ class Handler(BaseHTTPRequestHandler):
         logprobs = {"token_logprobs": numbers} if "prompt" in body else {"content": [{"logprob": n} for n in numbers]}
         self.answer(200, {"choices": [{"token_ids": tokens, "logprobs": logprobs, "finish_reason": "length"}]})
 
-    def judge(self, body: Any) -> None:
+    def judge(self, text: str) -> str | None:
         """Says how long what it reads is."""
-        text = body["messages"][-1]["content"]
         if "crash" in text:
-            return self.answer(500, {"error": "crashed"})
-        said = "I cannot say." if "mumble" in text else f"Let me think: 1, 2. Score: {len(text)}"
-        self.answer(200, {"choices": [{"message": {"role": "assistant", "content": said}}]})
+            return None
+        return "I cannot say." if "mumble" in text else f"Let me think: 1, 2. Score: {len(text)}"
 
     def answer(self, status: int, content: Any) -> None:
         data = json.dumps(content).encode()

@@ -2,59 +2,21 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 import time
-from collections.abc import Callable, Iterator
-from pathlib import Path
+from collections.abc import Callable
 
 import pytest
 from transformers import PreTrainedModel
 
 import verl
+from tests.conftest import Plain
 from verl.errors import ConfigError, RolloutError
 from verl.models.shards import model_shards
 from verl.rollout.base import Request, Sample, SamplingParams, generate
 from verl.rollout.remote import ServerEngine
 from verl.rollout.servers import NoServerError, ServerPool
 
-SCRIPT = Path(__file__).with_name("plain_server.py")
 PARAMS = SamplingParams(max_new_tokens=6)
-
-
-class Plain:
-    """A server in a process of its own."""
-
-    def __init__(self, name: int, mode: str = "good", port: int = 0, version: int | None = None) -> None:
-        command = [
-            sys.executable,
-            str(SCRIPT),
-            str(port),
-            str(name),
-            mode,
-            *([] if version is None else [str(version)]),
-        ]
-        self.process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
-        assert self.process.stdout is not None
-        self.port = int(self.process.stdout.readline())
-        self.url = f"http://127.0.0.1:{self.port}"
-
-    def kill(self) -> None:
-        self.process.kill()
-        self.process.wait(10)
-
-
-@pytest.fixture
-def serve() -> Iterator[Callable[..., Plain]]:
-    started: list[Plain] = []
-
-    def start(name: int, mode: str = "good", **options: int) -> Plain:
-        started.append(Plain(name, mode, **options))
-        return started[-1]
-
-    yield start
-    for server in started:
-        server.kill()
 
 
 def engine(
@@ -122,7 +84,7 @@ def test_what_is_refused_or_fails_everywhere_is_given_up_in_plain_sight(
     rows = {"id": ["a", "b"], "response": ["", "yes"], "finish": ["abort", "stop"], "response_tokens": [[], [1]]}
     scored = verl.Reward(lambda texts: [1.0 for _ in texts]).get_reward(verl.Batch.from_columns(rows))
     assert scored["reward"] == [None, 1.0]
-    assert "no response" in scored["abstain_reason"][0]
+    assert "ended by abort" in scored["abstain_reason"][0]
 
 
 @pytest.mark.parametrize("mode", ["dead", "hang", "nonsense"])

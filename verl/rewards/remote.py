@@ -70,7 +70,8 @@ class _ServedReward(FunctionReward):
 
 class RemoteReward(_ServedReward):
     """A service that scores. It is sent {"prompts": [...], "responses": [...], "columns": {name: [...]}} by POST, and
-    answers a list of results, or {"rewards": [...]} or {"scores": [...]}; a result is what a reward function may return.
+    answers a list of results, or {"rewards": [...]} or {"scores": [...]}; a result is what a reward function may
+    return.
 
     Args:
         source: its address, or several.

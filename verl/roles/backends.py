@@ -1,4 +1,4 @@
-"""Generation by other people's engines, as a user holds it: actors over a named engine, and workers over running ones."""
+"""Generation by other engines, as a user holds it: actors over a named engine, workers over running ones."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ class VLLMActor(Actor):
         **options: Any,
     ) -> None:
         options = {"rollout": "vllm", **options}
-        sizes = {"tensor_parallel_size": tensor_parallel_size, "max_num_seqs": max_num_seqs}
+        sizes: dict[str, Any] = {"tensor_parallel_size": tensor_parallel_size, "max_num_seqs": max_num_seqs}
         super().__init__(model_name, tokenizer, **sizes, **options)
 
 
@@ -98,7 +98,7 @@ class ActorRolloutRefWorker(Actor):
         rollout_backend: Any = "vllm",
         **options: Any,
     ) -> None:
-        sizes = {"tensor_parallel_size": tensor_parallel_size, "max_num_seqs": max_batch_size}
+        sizes: dict[str, Any] = {"tensor_parallel_size": tensor_parallel_size, "max_num_seqs": max_batch_size}
         super().__init__(model_path, tokenizer, rollout=rollout_backend, **sizes, **options)
         self.make_reference()
 
@@ -148,14 +148,16 @@ class RolloutWorker:
     def generate_sequences(self, prompts: Any, *, n: int = 1, key: str | None = None, **sampling: Any) -> Batch:
         """Sample `n` responses to each prompt; arguments and columns are those of `Actor.generate_sequences`. A sample
         that could not be had has `finish` "abort"."""
-        batch = prompts if isinstance(prompts, Batch) else load_prompts([prompts] if isinstance(prompts, str) else prompts).batch
+        listed = [prompts] if isinstance(prompts, str) else prompts
+        batch = listed if isinstance(listed, Batch) else load_prompts(listed).batch
         if "prompt_tokens" not in batch:
             batch = PromptTokenizer(self.tokenizer)(batch)
         if "group" not in batch:
             batch = batch.add({"group": [f"{key or f'c{self._calls}'}.{row}" for row in range(len(batch))]})
             self._calls += 1
         rows, params = expand(batch, n), replace(self.sampling, **sampling)
-        requests = [Request(name, tokens, params) for name, tokens in zip(rows["id"], rows["prompt_tokens"], strict=True)]
+        pairs = zip(rows["id"], rows["prompt_tokens"], strict=True)
+        requests = [Request(name, tokens, params) for name, tokens in pairs]
         by_id = {sample.id: sample for sample in generate(self._own_engine, requests)}
         samples = [by_id[name] for name in rows["id"]]
         tokens = [sample.tokens for sample in samples]
