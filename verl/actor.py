@@ -1,5 +1,6 @@
-"""The import path `verl.actor`; the home is `verl.roles.actor`."""
+"""The import path `verl.actor`; the homes are `verl.roles.actor` and `verl.roles.backends`."""
 
 from verl.roles.actor import Actor
+from verl.roles.backends import HfModelAdapter, VLLMActor, VLLMActorModel, vLLMAdapter
 
-__all__ = ["Actor"]
+__all__ = ["Actor", "HfModelAdapter", "VLLMActor", "VLLMActorModel", "vLLMAdapter"]

@@ -193,6 +193,9 @@ class RolloutConfig(Section):
         description="drop tokens below this share of the likeliest one (0: off); biases the gradient",
     )
     stop: Strings = Field(default=(), description="texts that end a response")
+    url: Strings = Field(
+        default=(), description="addresses of running vLLM servers, which generate in the place of an engine of ours"
+    )
     max_num_seqs: Count = Field(default=256, description="sequences that are generated at the same time")
     kv_cache_gb: Annotated[float, Field(gt=0)] | None = Field(
         default=None, description="memory for keys and values, in GB (null: from the memory that is free)"
@@ -220,6 +223,8 @@ class RolloutConfig(Section):
             raise _wrong("tensor_model_parallel_size", f"the engine '{self.name}' does not split a model; vllm does")
         if self.batch_invariant and self.name != "embedded":
             raise _wrong("batch_invariant", f"is for the embedded engine, not '{self.name}'")
+        if self.url and self.name != "vllm":
+            raise _wrong("url", "is of vLLM servers: set rollout.name=vllm with it")
         if self.min_new_tokens > self.max_new_tokens:
             raise _wrong("min_new_tokens", f"must be at most max_new_tokens ({self.max_new_tokens})")
         return self
@@ -307,13 +312,17 @@ class DataConfig(Section):
 
 
 class RewardPart(Section):
-    """Where a reward comes from: exactly one of a function, a built-in, a model."""
+    """Where a reward comes from: exactly one of a function, a built-in, a model, a server."""
 
     path: FunctionPath | None = Field(default=None, description="a function of your own, as FILE.py:FUNCTION")
     name: str | None = Field(
         default=None, description="a built-in reward: task (its own verifier) or code (tests in a sandbox)"
     )
     model: str | None = Field(default=None, description="a reward model: directory or hub name")
+    url: Strings = Field(default=(), description="addresses of a scoring service; with template, of an LLM judge")
+    template: str | None = Field(
+        default=None, description="what the judge reads, with {prompt}, {response} and columns by name in it"
+    )
     answer: Literal["last_number", "whole", "tag"] = Field(
         default="whole",
         description="what a verifier reads: the last number, all, or what <answer> encloses",
@@ -323,11 +332,13 @@ class RewardPart(Section):
     def _check_answer(self) -> RewardPart:
         if self.answer != "whole" and self.name is None:
             raise _wrong("answer", "is for built-in rewards (name); a function or model reads the whole response")
+        if self.template is not None and (not self.url or "{response}" not in self.template):
+            raise _wrong("template", "is for a judge: it needs url, and {response} in the template")
         return self
 
     def given(self) -> list[str]:
-        """Which of the three origins are set."""
-        return [name for name in ("path", "name", "model") if getattr(self, name) is not None]
+        """Which of the origins are set."""
+        return [name for name in ("path", "name", "model", "url") if getattr(self, name) not in (None, ())]
 
 
 class RewardComponent(RewardPart):
@@ -339,7 +350,7 @@ class RewardComponent(RewardPart):
 class RewardConfig(RewardPart):
     components: dict[str, RewardComponent] = Field(
         default={},
-        description="several rewards by name, each with path, name or model, answer and weight; summed",
+        description="several rewards by name, each with path, name, model or url, and weight; summed",
     )
     timeout: Seconds = Field(default=30.0, description="seconds that scoring one batch may take")
     retries: Annotated[int, Field(ge=0)] = Field(default=1, description="further tries after a failure")
@@ -358,10 +369,10 @@ class RewardConfig(RewardPart):
     @model_validator(mode="after")
     def _check(self) -> RewardConfig:
         if len(self.given()) + bool(self.components) > 1:
-            raise ValueError("give one of path, name, model and components, not several")
+            raise ValueError("give one of path, name, model, url and components, not several")
         for name, part in self.components.items():
             if len(part.given()) != 1:
-                raise _wrong(f"components.{name}", "needs exactly one of path, name and model")
+                raise _wrong(f"components.{name}", "needs exactly one of path, name, model and url")
         return self
 
 

@@ -22,9 +22,10 @@ def make_reward(source: Any, **options: Any) -> RewardSource:
     Args:
         source: one of: a `RewardSource`; a function (`FunctionReward`); "FILE.py:FUNCTION"; "task", the verifier of
             a procedural task's own problems; "code" (or "code_evaluator"), tests run in a sandbox (`CodeReward`); a
-            reward model or its directory or name (`RewardModel`); or a list, or a mapping of names to any of these,
-            alone, with a weight `(source, weight)`, or with options `{"source": ..., "weight": ..., ...}`: their
-            weighted sum (`CompositeReward`).
+            reward model or its directory or name (`RewardModel`); the address of a scoring service (`RemoteReward`)
+            or, with the option `template`, of an LLM judge (`JudgeReward`), or several addresses; or a list, or a
+            mapping of names to any of these, alone, with a weight `(source, weight)`, or with options
+            `{"source": ..., "weight": ..., ...}`: their weighted sum (`CompositeReward`).
         **options: of the source; for several, of each. `smoothing` (`Smoothed`) is for all kinds.
 
     Raises:
@@ -45,6 +46,9 @@ def _make(source: Any, options: dict[str, Any]) -> RewardSource:
     if isinstance(source, Mapping) and "source" in source:
         given = {**options, **{key: value for key, value in source.items() if key != "source"}}
         return _make(source["source"], given)
+    if _is_address(source):
+        kind = "JudgeReward" if "template" in options else "RemoteReward"
+        return _build("remote", kind, source, options)
     if isinstance(source, Mapping | list | tuple):
         return CompositeReward(source, make_reward, **options)
     if isinstance(source, str | os.PathLike) and _is_function_spec(str(source)):
@@ -70,6 +74,11 @@ def _build(module: str, name: str, source: Any, options: dict[str, Any]) -> Rewa
         if option not in known:
             raise ConfigError(f"{name} has no option '{option}': {nearest(option, known)}")
     return kind(**options) if source is None else kind(source, **options)  # type: ignore[no-any-return]
+
+
+def _is_address(source: Any) -> bool:
+    addresses = [source] if isinstance(source, str) else source if isinstance(source, list | tuple) else []
+    return bool(addresses) and all(isinstance(a, str) and a.startswith(("http://", "https://")) for a in addresses)
 
 
 def _is_function_spec(text: str) -> bool:

@@ -60,7 +60,7 @@ def read_scores(result: Any, rows: int) -> list[Score]:
     """A call on several samples returns a sequence, an array or a tensor of results, or a mapping of such columns. A
     result is a number, None, or a mapping with `score` (or `reward`) and further numbers, which become components.
     """
-    if rows == 1 and (isinstance(result, Mapping | Real) or result is None):
+    if rows == 1 and (isinstance(result, Mapping | Real | Score) or result is None):
         return [_score(result)]
     if isinstance(result, Mapping) and _number_key(result) is not None:
         result = _transpose(result)
@@ -78,6 +78,8 @@ def read_scores(result: Any, rows: int) -> list[Score]:
 
 
 def _score(value: Any) -> Score:
+    if isinstance(value, Score):
+        return value
     components: dict[str, float] = {}
     if isinstance(value, Mapping):
         key = _number_key(value)

@@ -19,6 +19,8 @@ class Reward:
             each plain or async; "file.py:function"; any `RewardSource`; or a mapping of names to
             `(reward, weight)` pairs, summed.
         model: a reward model (`AutoModelForSequenceClassification` with one label), or its name or directory.
+        url: the address of a service that scores (`RemoteReward`), or, with `template`, of an LLM judge
+            (`JudgeReward`); several are one.
         **options: `timeout` in seconds, `retries`, `default_reward` (instead of abstaining), `max_failure_rate`,
             `smoothing` (EMA).
 
@@ -26,10 +28,11 @@ class Reward:
     `abstain_reason` says why. So does one whose response was aborted or rejected: it is not scored at all.
     """
 
-    def __init__(self, reward_fn: Any = None, *, model: Any = None, **options: Any) -> None:
-        if (reward_fn is None) == (model is None):
-            raise ConfigError("a Reward is made of one thing: give reward_fn=... or model=...")
-        self.source: RewardSource = make_reward(reward_fn if model is None else model, **options)
+    def __init__(self, reward_fn: Any = None, *, model: Any = None, url: Any = None, **options: Any) -> None:
+        given = [source for source in (reward_fn, model, url) if source is not None]
+        if len(given) != 1:
+            raise ConfigError("a Reward is made of one thing: give reward_fn=..., model=... or url=...")
+        self.source: RewardSource = make_reward(given[0], **options)
 
     @classmethod
     def from_pretrained(cls, name: str, **options: Any) -> Reward:

@@ -189,7 +189,7 @@ class VLLMEngine:
             (inner,) = processor.external_req_ids[name]
             state = processor.request_states[inner]
             tokens = list(state.detokenizer.output_token_ids)
-            log_probs = _sampled(state.logprobs_processor.logprobs)[: len(tokens)]
+            log_probs = sampled(state.logprobs_processor.logprobs)[: len(tokens)]
             self._call(self.llm.llm_engine.abort_request, [name])
             self._masked.pop(name, None)
             self._ready.append(Sample(name, tokens, log_probs, "abort", self._versions.pop(name)))
@@ -259,7 +259,7 @@ class VLLMEngine:
         tokens = list(completion.token_ids)
         finish = _FINISH.get(completion.finish_reason, "abort")
         text = completion.text or None
-        return Sample(name, tokens, _sampled(completion.logprobs), finish, self._versions.pop(name), text)
+        return Sample(name, tokens, sampled(completion.logprobs), finish, self._versions.pop(name), text)
 
     def _transfer(self, update: dict[str, Any]) -> None:
         try:
@@ -342,7 +342,7 @@ def weight_file(weights: Mapping[str, torch.Tensor], directory: str | None = Non
         yield {"path": str(path), "checksum": digest}
 
 
-def _sampled(log_probs: Any) -> list[float]:
+def sampled(log_probs: Any) -> list[float]:
     """Log-probs of the sampled tokens out of vLLM's flat record, which has one entry a token."""
     return [] if log_probs is None else list(map(float, log_probs.logprobs))
 

@@ -20,6 +20,7 @@ from verl.errors import ConfigError, DataError
 from verl.models.loading import load_model
 from verl.models.memory import ModelSize, available_memory, estimate_memory, preflight
 from verl.roles.actor import Actor
+from verl.roles.backends import vLLMWorker
 from verl.roles.critic import Critic
 from verl.roles.reward import Reward
 from verl.rollout.base import SamplingParams
@@ -111,7 +112,7 @@ def build_actor(config: Config, algorithm: BaseAlgorithm, rows: int) -> Actor:
         policy.model.path or "",
         policy.model.tokenizer,
         dtype=policy.model.dtype,
-        rollout=rollout.name,
+        rollout=vLLMWorker(rollout.url) if rollout.url else rollout.name,
         episode=rollout.episode,
         sampling=SamplingParams(
             max_new_tokens=rollout.max_new_tokens,
@@ -300,7 +301,7 @@ def _part(part: RewardPart) -> dict[str, Any]:
     (origin,) = part.given()
     if origin == "name":
         return {"source": part.name, **({} if part.answer == "whole" else {"answer": part.answer})}
-    return {"source": getattr(part, origin)}
+    return {"source": getattr(part, origin), **({} if part.template is None else {"template": part.template})}
 
 
 def _load(config: Config, source: Any, actor: Actor) -> tuple[PromptDataset | PromptStream, list[str]]:

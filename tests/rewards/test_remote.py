@@ -1,0 +1,79 @@
+"""Scoring services and judges behind real servers: what comes back, what is tried elsewhere, what abstains."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+
+import pytest
+
+import verl
+from tests.conftest import Plain
+from verl.config import Config
+from verl.errors import ConfigError, RewardError
+from verl.rewards.remote import JudgeReward
+
+
+def rows(*texts: str, chat: bool = False) -> verl.Batch:
+    ids = [str(row) for row in range(len(texts))]
+    prompts = (
+        {"messages": [json.dumps([{"role": "user", "content": "Why?"}])] * len(texts)}
+        if chat
+        else {"prompt": ["Why?"] * len(texts)}
+    )
+    given = {"id": ids, "response": list(texts), "response_tokens": [[1]] * len(texts), "hint": ["sky"] * len(texts)}
+    return verl.Batch.from_columns({**given, **prompts})
+
+
+@pytest.mark.parametrize("bad", ["hang", "error", "nonsense"])
+def test_a_service_scores_in_parts_and_elsewhere(serve: Callable[..., Plain], bad: str) -> None:
+    urls = [f"{server.url}/score" for server in (serve(1, bad), serve(2))]
+    reward = verl.Reward(url=urls, batch_size=2, request_timeout=1.5 if bad == "hang" else 20.0)
+    scored = reward.get_reward(rows("a", "bb", "mumble", "dddd", "eeeee"))
+    assert scored["reward"] == [1.0, 2.0, None, 4.0, 5.0]
+
+
+@pytest.mark.parametrize("path", ["", "/generate"])
+@pytest.mark.parametrize("chat", [False, True])
+def test_a_judge_reads_the_template_and_its_score_is_parsed_out(
+    serve: Callable[..., Plain], path: str, chat: bool
+) -> None:
+    server = serve(1)
+    template = '{"json": {prompt}|{response}|{hint}|{unknown}}'
+    worker = verl.vLLMWorker(api_url=server.url + path, template=template)
+    expected = len('{"json": Why?|yes|sky|{unknown}}')
+    batch = rows("yes", "mumble", chat=chat)
+    for reward in (verl.Reward(worker), verl.Reward(url=server.url + path, template=template)):
+        scored = reward.get_reward(batch)
+        assert scored["reward"] == [expected, None]
+        assert "gave no score" in scored["abstain_reason"][1]
+    assert worker.get_reward(batch)["reward"] == [expected, None]
+    halved = verl.vLLMWorker(server.url + path, template=template, parse=lambda said: len(said.split(":")[-1]) / 2)
+    assert halved.get_reward(rows("yes", chat=chat))["reward"] == [1.5]
+
+
+def test_what_a_judge_cannot_do_abstains_or_ends_the_run(serve: Callable[..., Plain]) -> None:
+    judge = JudgeReward(serve(1).url, retries=0, template="{response}", default_reward=-1.0, max_failure_rate=0.9)
+    scored = verl.Reward(judge).get_reward(rows("crash", "fine"))
+    assert scored["reward"] == [-1.0, 4.0]
+    assert "500" in scored["abstain_reason"][0]
+    dead = serve(2)
+    dead.kill()
+    strict = verl.Reward(url=dead.url, template="{response}", retries=0, request_timeout=2.0)
+    with pytest.raises(RewardError, match="failed on 64 of the latest 64"):
+        strict.get_reward(rows(*["x"] * 64))
+
+
+def test_wrong_settings_are_told(serve: Callable[..., Plain]) -> None:
+    with pytest.raises(ConfigError, match=r"must contain \{response\}"):
+        verl.vLLMWorker("http://localhost:1", template="{prompt}")
+    with pytest.raises(ConfigError, match="has no group"):
+        verl.vLLMWorker("http://localhost:1", parse="[0-9]+")
+    with pytest.raises(ConfigError, match="has no option 'temperatur'"):
+        verl.Reward(url="http://localhost:1", template="{response}", temperatur=1)
+    policy = {"model": {"path": "m"}}
+    with pytest.raises(ValueError, match="it needs url"):
+        Config(actor_rollout_ref=policy, reward={"template": "{response}"})
+    with pytest.raises(ValueError, match=r"rollout\.name=vllm with it"):
+        Config(actor_rollout_ref={**policy, "rollout": {"url": "http://localhost:1"}})
+    Config(actor_rollout_ref={**policy, "rollout": {"name": "vllm", "url": ["http://a:1", "http://b:1"]}})

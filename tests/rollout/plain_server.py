@@ -1,0 +1,105 @@
+"""A small HTTP server that speaks the protocols of a vLLM server, well or badly: `plain_server.py PORT NAME MODE`.
+
+Token i of a response is (sum of the prompt + i) mod 40 + 10; every log-prob is -NAME, which tells who wrote it.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import Any
+
+NONSENSE: list[Any] = [
+    "<html>It works!</html>",
+    [],
+    {"choices": []},
+    {"choices": [{"token_ids": None}]},
+    {"choices": [{"token_ids": [5, 6], "logprobs": {"token_logprobs": [-1.0]}, "finish_reason": "stop"}]},
+    {"choices": [{"token_ids": [5], "logprobs": {"token_logprobs": [float("nan")]}, "finish_reason": "stop"}]},
+    {"choices": [{"token_ids": [5], "logprobs": {"token_logprobs": [-1.0]}, "finish_reason": "because"}]},
+    {"choices": [{"token_ids": [-5], "logprobs": {"token_logprobs": [-1.0]}, "finish_reason": "stop"}]},
+    {"choices": [{"token_ids": [5] * 999, "logprobs": {"token_logprobs": [-1.0] * 999}, "finish_reason": "stop"}]},
+]
+
+
+class Handler(BaseHTTPRequestHandler):
+    name, mode = 0.0, "good"
+    version: int | None = None
+    coming: int | None = None
+    asked = 0
+
+    def do_GET(self) -> None:
+        self.answer(200, {"data": [{"id": "plain"}]})
+
+    def do_POST(self) -> None:
+        state = type(self)
+        body = json.loads(self.rfile.read(int(self.headers.get("Content-Length") or 0)) or b"null")
+        route = self.path.split("?")[0]
+        if route == "/collective_rpc":
+            self.answer(200, {"results": [{"version": state.version}]})
+        elif "weight" in route or route == "/reset_prefix_cache":
+            self.update(route, body)
+        elif state.mode == "hang":
+            time.sleep(600)
+        elif state.mode == "error":
+            self.answer(500, {"error": "out of order"})
+        elif state.mode == "nonsense":
+            state.asked += 1
+            self.answer(200, NONSENSE[state.asked % len(NONSENSE)])
+        elif route == "/v1/chat/completions":
+            said = self.judge(body["messages"][-1]["content"])
+            self.answer(200 if said else 500, {"choices": [{"message": {"role": "assistant", "content": said}}]})
+        elif route == "/generate" and "token_ids" not in body:
+            self.answer(200, {"text": [body["prompt"] + (self.judge(body["prompt"]) or "")]})
+        elif route == "/score":
+            self.answer(200, {"rewards": [None if "mumble" in text else len(text) for text in body["responses"]]})
+        elif 13 in (body.get("prompt") or body["token_ids"]):
+            self.answer(400, {"error": "13 is forbidden here"})
+        else:
+            self.generate(body)
+
+    def update(self, route: str, body: Any) -> None:
+        state = type(self)
+        if state.mode == "fixed":
+            return self.answer(404, {"error": "no such thing"})
+        if route == "/update_weights":
+            state.coming = body["update_info"]["version"]
+        if route == "/finish_weight_update" and state.mode != "forgetful":
+            state.version = state.coming
+        self.answer(200, {})
+
+    def generate(self, body: Any) -> None:
+        settings = body.get("sampling_params", body)
+        prompt = body.get("prompt") or body["token_ids"]
+        count = settings["max_tokens"]
+        time.sleep(0.02 * count if self.mode == "slow" else 0.005)
+        tokens = [(sum(prompt) + i) % 40 + 10 for i in range(count)]
+        numbers = [-self.name] * count
+        logprobs = {"token_logprobs": numbers} if "prompt" in body else {"content": [{"logprob": n} for n in numbers]}
+        self.answer(200, {"choices": [{"token_ids": tokens, "logprobs": logprobs, "finish_reason": "length"}]})
+
+    def judge(self, text: str) -> str | None:
+        """Says how long what it reads is."""
+        if "crash" in text:
+            return None
+        return "I cannot say." if "mumble" in text else f"Let me think: 1, 2. Score: {len(text)}"
+
+    def answer(self, status: int, content: Any) -> None:
+        data = json.dumps(content).encode()
+        self.send_response(status)
+        self.send_header("Content-Length", str(len(data)))
+        self.end_headers()
+        self.wfile.write(data)
+
+    def log_message(self, *args: Any) -> None:
+        pass
+
+
+if __name__ == "__main__":
+    Handler.name, Handler.mode = float(sys.argv[2]), sys.argv[3]
+    Handler.version = int(sys.argv[4]) if len(sys.argv) > 4 else None
+    server = ThreadingHTTPServer(("127.0.0.1", int(sys.argv[1])), Handler)
+    print(server.server_port, flush=True)
+    server.serve_forever()

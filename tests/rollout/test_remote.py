@@ -1,0 +1,154 @@
+"""Servers that die, hang or answer nonsense: samples are had elsewhere, or given up in plain sight."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+
+import pytest
+from transformers import PreTrainedModel
+
+import verl
+from tests.conftest import Plain
+from verl.errors import ConfigError, RolloutError
+from verl.models.shards import model_shards
+from verl.rollout.base import Request, Sample, SamplingParams, generate
+from verl.rollout.remote import ServerEngine
+from verl.rollout.servers import NoServerError, ServerPool
+
+PARAMS = SamplingParams(max_new_tokens=6)
+
+
+def engine(
+    *servers: Plain, path: str = "", timeout: float = 20.0, retries: int = 3, model: object = None
+) -> ServerEngine:
+    pool = ServerPool([server.url + path for server in servers], timeout=timeout, retries=retries)
+    return ServerEngine(pool, model, eos_token_ids=(2,), seed=0)  # type: ignore[arg-type]
+
+
+def requests(prompts: int, n: int, params: SamplingParams = PARAMS) -> list[Request]:
+    return [Request(f"{row}/{i}", [20, 30 + row], params) for row in range(prompts) for i in range(n)]
+
+
+def whole(sample: Sample) -> bool:
+    row = int(sample.id.split("/")[0])
+    return sample.tokens == [(50 + row + i) % 40 + 10 for i in range(6)] and len(set(sample.log_probs)) == 1
+
+
+@pytest.mark.parametrize("path", ["", "/v1", "/generate"])
+def test_samples_in_each_protocol_stick_to_their_prompts_server(serve: Callable[..., Plain], path: str) -> None:
+    remote = engine(*(serve(name) for name in (1, 2, 3)), path=path)
+    samples = list(generate(remote, requests(9, 2)))
+    assert len(samples) == 18 and all(map(whole, samples))
+    writers = {row: {s.log_probs[0] for s in samples if s.id.startswith(f"{row}/")} for row in range(9)}
+    assert all(len(names) == 1 for names in writers.values())
+    assert set.union(*writers.values()) == {-1.0, -2.0, -3.0}
+
+
+def test_a_prompt_leaves_a_server_that_has_much_more_to_do(serve: Callable[..., Plain]) -> None:
+    remote = engine(serve(1, "slow"), serve(2, "slow"))
+    samples = list(generate(remote, requests(1, 40)))
+    shares = [sum(s.log_probs[0] == -name for s in samples) for name in (1, 2)]
+    assert sum(shares) == 40 and min(shares) >= 10
+
+
+@pytest.mark.parametrize("mode", ["hang", "error", "nonsense"])
+def test_what_a_bad_server_does_not_answer_a_good_one_does(serve: Callable[..., Plain], mode: str) -> None:
+    remote = engine(serve(1, mode), serve(2), timeout=1.0 if mode == "hang" else 20.0)
+    samples = list(generate(remote, requests(6, 3)))
+    assert len(samples) == 18 and all(map(whole, samples))
+    assert {s.log_probs[0] for s in samples} == {-2.0}
+
+
+def test_a_server_killed_while_serving_loses_nothing(serve: Callable[..., Plain]) -> None:
+    servers = [serve(name, "slow") for name in (1, 2)]
+    remote = engine(*servers)
+    for request in requests(10, 4, SamplingParams(max_new_tokens=40)):
+        remote.add(request)
+    time.sleep(0.4)
+    servers[0].kill()
+    samples = list(generate(remote, []))
+    assert len(samples) == 40
+    assert all(s.finish == "length" and len(s.tokens) == 40 for s in samples)
+    assert {s.log_probs[0] for s in samples[-10:]} == {-2.0}
+
+
+def test_what_is_refused_or_fails_everywhere_is_given_up_in_plain_sight(
+    serve: Callable[..., Plain], caplog: pytest.LogCaptureFixture
+) -> None:
+    remote = engine(serve(1))
+    samples = {s.id: s for s in generate(remote, [Request("bad", [13], PARAMS), *requests(2, 2)])}
+    assert (samples["bad"].finish, samples["bad"].tokens) == ("abort", [])
+    assert all(whole(s) for name, s in samples.items() if name != "bad")
+    assert "sample 'bad' was given up" in caplog.text and "13 is forbidden here" in caplog.text
+    rows = {"id": ["a", "b"], "response": ["", "yes"], "finish": ["abort", "stop"], "response_tokens": [[], [1]]}
+    scored = verl.Reward(lambda texts: [1.0 for _ in texts]).get_reward(verl.Batch.from_columns(rows))
+    assert scored["reward"] == [None, 1.0]
+    assert "ended by abort" in scored["abstain_reason"][0]
+
+
+@pytest.mark.parametrize("mode", ["dead", "hang", "nonsense"])
+def test_when_no_server_answers_the_run_ends_in_time(serve: Callable[..., Plain], mode: str) -> None:
+    servers = [serve(name, "good" if mode == "dead" else mode) for name in (1, 2)]
+    remote = engine(*servers, timeout=1.0, retries=2)
+    if mode == "dead":
+        for server in servers:
+            server.kill()
+    start = time.monotonic()
+    with pytest.raises(NoServerError, match="no server answers any more"):
+        list(generate(remote, requests(3, 2)))
+    assert time.monotonic() - start < 30
+
+
+def test_abort_and_double_ids(serve: Callable[..., Plain]) -> None:
+    remote = engine(serve(1, "slow"))
+    for request in requests(1, 3, SamplingParams(max_new_tokens=50)):
+        remote.add(request)
+    with pytest.raises(RolloutError, match="ids must differ"):
+        remote.add(requests(1, 1)[0])
+    remote.abort(["0/1", "nobody"])
+    samples = {s.id: s for s in generate(remote, [])}
+    assert {name: s.finish for name, s in samples.items()} == {"0/0": "length", "0/1": "abort", "0/2": "length"}
+    assert samples["0/1"].tokens == []
+
+
+def test_weights_go_to_every_server_and_who_has_not_got_them_is_not_used(
+    serve: Callable[..., Plain], make_model: Callable[..., PreTrainedModel], caplog: pytest.LogCaptureFixture
+) -> None:
+    model = make_model("llama")
+    good, forgetful = serve(1), serve(2, "forgetful")
+    remote = engine(good, forgetful, model=model)
+    remote.load_shards(model_shards(model), 7)
+    assert f"{forgetful.url} serves the weights of versions {{None}}, not 7" in caplog.text
+    samples = list(generate(remote, requests(4, 4)))
+    assert {(s.log_probs[0], s.policy_version) for s in samples} == {(-1.0, 7)}
+    # Started again by somebody: it answers, with other weights.
+    good.kill()
+    serve(3, port=good.port)
+    remote.wake()
+    with pytest.raises(NoServerError, match="none has the weights of now"):
+        list(generate(remote, requests(1, 1)))
+    remote.load_shards(model_shards(model), 8)
+    assert {s.log_probs[0] for s in generate(remote, requests(4, 4))} == {-3.0}
+    fixed = engine(serve(4, "fixed"), model=model)
+    with pytest.raises(NoServerError, match="worker-extension-cls"):
+        fixed.load_shards(model_shards(model), 1)
+
+
+def test_a_server_started_anew_between_two_rollouts_is_left_out(
+    serve: Callable[..., Plain], make_model: Callable[..., PreTrainedModel]
+) -> None:
+    model = make_model("llama")
+    first, second = serve(1), serve(2)
+    remote = engine(first, second, model=model)
+    remote.load_shards(model_shards(model), 1)
+    first.kill()
+    serve(3, port=first.port)
+    remote.wake()
+    assert {s.log_probs[0] for s in generate(remote, requests(6, 2))} == {-2.0}
+
+
+def test_addresses_are_checked() -> None:
+    for urls in ([], "host:8000", ["http://a/x", "http://b/y"]):
+        with pytest.raises(ConfigError, match="http://host:8000"):
+            ServerPool(urls)

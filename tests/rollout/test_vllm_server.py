@@ -1,0 +1,177 @@
+"""vLLM's own server and its asynchronous engine, on a tiny model: samples, log-probs, weights over HTTP."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+import torch
+
+import verl
+from verl.errors import RolloutError
+from verl.models.loading import load_model, load_tokenizer
+from verl.models.shards import model_shards
+
+pytest.importorskip("vllm")
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
+
+OPTIONS = ["--worker-extension-cls", "verl.rollout.vllm_worker.WorkerExtension", "--weight-transfer-config"]
+OPTIONS += ['{"backend": "verl"}', "--enable-scale-out", "--enforce-eager", "--block-size", "32", "--dtype", "float32"]
+OPTIONS += ["--kv-cache-memory-bytes", str(1 << 24), "--max-num-seqs", "16", "--generation-config", "vllm"]
+
+
+class Server:
+    def __init__(self, model: Path, log: Path) -> None:
+        with socket.socket() as free:
+            free.bind(("127.0.0.1", 0))
+            port = free.getsockname()[1]
+        self.url = f"http://127.0.0.1:{port}"
+        command = [
+            sys.executable,
+            "-m",
+            "vllm.entrypoints.openai.api_server",
+            "--model",
+            str(model),
+            "--port",
+            str(port),
+        ]
+        env = {**os.environ, "VLLM_SERVER_DEV_MODE": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind", "OMP_NUM_THREADS": "1"}
+        with log.open("w") as out:
+            self.process = subprocess.Popen(
+                [*command, *OPTIONS], env=env, stdout=out, stderr=out, start_new_session=True
+            )
+        end = time.monotonic() + 400
+        while not self.ready():
+            if self.process.poll() is not None or time.monotonic() > end:
+                self.kill()
+                raise AssertionError(log.read_text()[-3000:])
+            time.sleep(0.5)
+
+    def ready(self) -> bool:
+        try:
+            return httpx.get(f"{self.url}/health", timeout=5.0).status_code == 200
+        except httpx.HTTPError:
+            return False
+
+    def kill(self) -> None:
+        if self.process.poll() is None:
+            os.killpg(self.process.pid, signal.SIGKILL)
+            self.process.wait(20)
+
+
+@pytest.fixture(scope="module")
+def wide(make_tiny: Callable[..., Path]) -> Path:
+    return make_tiny("wide")
+
+
+@pytest.fixture(scope="module")
+def server(wide: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    running = Server(wide, tmp_path_factory.mktemp("vllm") / "log")
+    yield running
+    running.kill()
+
+
+@torch.no_grad()
+def gap(model: Any, sequences: verl.Batch, temperature: float = 1.0) -> float:
+    worst = 0.0
+    for row in sequences.rows():
+        prompt, tokens = row["prompt_tokens"], row["response_tokens"]
+        logits = model(torch.tensor([prompt + tokens])).logits[0, len(prompt) - 1 : -1].float() / temperature
+        expected = logits.log_softmax(-1).gather(1, torch.tensor(tokens)[:, None])[:, 0]
+        worst = max(worst, float((expected - torch.tensor(row["rollout_log_probs"])).abs().max()))
+    return worst
+
+
+@pytest.mark.parametrize("path", ["", "/generate"])
+def test_a_running_server_generates(server: Server, wide: Path, path: str) -> None:
+    model = load_model(wide)
+    worker = verl.vLLMWorker(api_url=server.url + path, tokenizer=str(wide))
+    for options in ({}, {"temperature": 0.0}, {"stop": ("a", "e", "i")}):
+        sequences = worker.generate_sequences(["Once upon", "In the"], n=2, max_new_tokens=12, **options)
+        assert set(sequences["finish"]) <= {"stop", "length"}
+        assert gap(model, sequences) < 1e-3
+    again = worker.generate_sequences(["Once upon"], n=2, key="k", max_new_tokens=12)
+    assert (
+        worker.generate_sequences(["Once upon"], n=2, key="k", max_new_tokens=12)["response_tokens"]
+        == again["response_tokens"]
+    )
+
+
+def test_a_trainer_gives_the_server_its_weights_over_http(server: Server, wide: Path) -> None:
+    actor = verl.Actor(str(wide), rollout=verl.vLLMWorker(api_url=server.url), optim={"lr": 1e-2})
+    trainer = verl.Trainer(
+        actor, reward_fn=lambda texts: [float(len(set(text))) for text in texts], n=4,
+        sampling=verl.SamplingParams(max_new_tokens=10, temperature=0.8),
+    )  # fmt: skip
+    for _ in range(3):
+        record = trainer.step(["Once upon a time", "In the beginning"])
+        assert record["sync/mismatch/max"] < 1e-3
+        assert record["mismatch/log_ratio/max"] < 1e-3
+    # The version it serves is ours; a server that is set back behind our back is seen before it is used.
+    assert httpx.get(f"{server.url}/weight_info").json()["weight_version"] == "3"
+    httpx.post(f"{server.url}/collective_rpc", json={"method": "reset_weights"}).raise_for_status()
+    worker = actor.group.worker
+    with pytest.raises(RolloutError, match="other weights than the trainer"):
+        worker._sync.measure(worker.rollout_engine, worker.engine)
+
+
+def test_an_update_that_is_damaged_on_the_way_leaves_the_old_weights(
+    server: Server, wide: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = load_model(wide)
+    engine = verl.vLLMWorker(api_url=server.url, tokenizer=str(wide)).engine(model, (0,), 0)
+    engine.load_shards(model_shards(model), 20)
+    monkeypatch.setattr("verl.rollout.vllm.checksum", lambda shards: "0")
+    with pytest.raises(RolloutError, match="no server took the weights of version 21"):
+        engine.load_shards(model_shards(model), 21)
+    answer = httpx.post(f"{server.url}/collective_rpc", json={"method": "verl_served"}).json()
+    assert answer["results"] == [{"version": 20}]
+    monkeypatch.undo()
+    engine.load_shards(model_shards(model), 22)
+
+
+def test_an_asynchronous_engine_of_the_callers(wide: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from vllm import AsyncEngineArgs, AsyncLLMEngine
+
+    monkeypatch.setenv("VLLM_CPU_OMP_THREADS_BIND", "nobind")
+    arguments = AsyncEngineArgs(
+        model=str(wide), dtype="float32", enforce_eager=True, block_size=32, max_num_seqs=16,
+        kv_cache_memory_bytes=1 << 24, worker_extension_cls="verl.rollout.vllm_worker.WorkerExtension",
+        weight_transfer_config={"backend": "verl"}, generation_config="vllm",
+    )  # fmt: skip
+    engine = AsyncLLMEngine.from_engine_args(arguments)
+    try:
+        adapter = verl.vLLMAdapter(engine, load_tokenizer(wide))
+        model = load_model(wide)
+        sequences = adapter.generate_sequences(["Once upon a time"], n=3, max_new_tokens=10)
+        assert gap(model, sequences) < 1e-3
+        actor = verl.Actor(
+            str(wide), rollout=verl.vLLMAdapter(engine, loop=adapter._own_engine._loop), optim={"lr": 1e-2}
+        )
+        for _ in range(2):
+            sequences = actor.generate_sequences(["Once upon a time"], n=4, max_new_tokens=10)
+            assert gap(actor.model, sequences) < 1e-3
+            record = actor.update(sequences, [1.0, 0.0, 0.0, 1.0])
+            assert record["sync/mismatch/max"] < 1e-3
+    finally:
+        engine.shutdown()
+
+
+def test_a_killed_server_ends_the_run_in_time(wide: Path, tmp_path: Path) -> None:
+    running = Server(wide, tmp_path / "log")
+    worker = verl.vLLMWorker(api_url=running.url, tokenizer=str(wide), timeout=20.0, retries=1)
+    assert len(worker.generate_sequences(["Once"], n=2, max_new_tokens=4)) == 2
+    running.kill()
+    start = time.monotonic()
+    with pytest.raises(RolloutError, match="no server answers any more"):
+        worker.generate_sequences(["Once"], n=2, max_new_tokens=4)
+    assert time.monotonic() - start < 60

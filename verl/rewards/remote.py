@@ -1,0 +1,231 @@
+"""Rewards that servers compute: a scoring service of your own, and a language model as a judge.
+
+A call that fails, is late or is answered with nonsense is tried elsewhere (`ServerPool`); what fails everywhere
+abstains, sample by sample.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import re
+from collections.abc import Callable, Coroutine, Sequence
+from functools import cached_property
+from typing import Any
+
+from verl.errors import ConfigError, RolloutError
+from verl.rewards.functions import FunctionReward
+from verl.rewards.scores import Score, failure, read_scores
+from verl.rollout.servers import ServerPool
+
+TEMPLATE = """Grade the response to the prompt.
+
+[Prompt]
+{prompt}
+
+[Response]
+{response}
+
+Say in a sentence what is right or wrong with it. End with a line "Score: N", N from 0 (useless) to 10 (perfect)."""
+SCORE = r"(?i)score\W{0,4}(-?\d+(?:\.\d+)?)"
+_AT_ONCE = 64
+
+
+class _ServedReward(FunctionReward):
+    """A function of all samples that makes calls to servers."""
+
+    def __init__(
+        self,
+        function: Callable[..., Any],
+        servers: str | Sequence[str],
+        request_timeout: float,
+        retries: int,
+        api_key: str | None,
+        **options: Any,
+    ) -> None:
+        self._servers = (servers, request_timeout, retries, api_key)
+        super().__init__(function, **options)
+
+    @cached_property
+    def pool(self) -> ServerPool:
+        """The servers."""
+        servers, timeout, retries, api_key = self._servers
+        return ServerPool(servers, timeout=timeout, retries=retries, api_key=api_key)
+
+    async def _gather(self, calls: Sequence[tuple[int, Coroutine[Any, Any, list[Score]]]]) -> list[Score]:
+        """The scores of all calls, each with its number of samples; a call that fails is its samples' failure."""
+        at_once = asyncio.Semaphore(_AT_ONCE)
+
+        async def one(rows: int, call: Coroutine[Any, Any, list[Score]]) -> list[Score]:
+            async with at_once:
+                try:
+                    return await call
+                except RolloutError as error:
+                    return [failure(str(error))] * rows
+
+        async def every() -> list[list[Score]]:
+            return await asyncio.gather(*(one(rows, call) for rows, call in calls))
+
+        return [score for part in await asyncio.wrap_future(self.pool.submit(every())) for score in part]
+
+
+class RemoteReward(_ServedReward):
+    """A service that scores. It is sent {"prompts": [...], "responses": [...], "columns": {name: [...]}} by POST, and
+    answers a list of results, or {"rewards": [...]} or {"scores": [...]}; a result is what a reward function may
+    return.
+
+    Args:
+        source: its address, or several.
+        batch_size: samples in one call.
+        request_timeout: seconds for one call.
+        timeout: seconds for all calls of one batch.
+        retries: further tries of a call that failed.
+        api_key: sent as a bearer token.
+        name, default_reward, max_failure_rate: see `FunctionReward`.
+    """
+
+    def __init__(
+        self,
+        source: str | Sequence[str],
+        *,
+        batch_size: int = 32,
+        request_timeout: float = 60.0,
+        timeout: float = 600.0,
+        retries: int = 3,
+        api_key: str | None = None,
+        name: str = "remote",
+        default_reward: float | None = None,
+        max_failure_rate: float = 0.5,
+    ) -> None:
+        if batch_size < 1:
+            raise ConfigError(f"reward '{name}': batch_size must be at least 1, not {batch_size}")
+        self.batch_size = batch_size
+        options = {"timeout": timeout, "default_reward": default_reward, "max_failure_rate": max_failure_rate}
+        super().__init__(self.scores, source, request_timeout, retries, api_key, name=name, **options)
+
+    async def scores(self, prompts: list[Any], completions: list[Any], **columns: Any) -> list[Score]:
+        """A score for each sample."""
+        responses = [_text(completion) for completion in completions]
+        calls = []
+        for start in range(0, len(prompts), self.batch_size):
+            part = slice(start, start + self.batch_size)
+            own = {name: values[part] for name, values in columns.items()}
+            body = {"prompts": prompts[part], "responses": responses[part], "columns": own}
+            rows = len(body["prompts"])
+            calls.append((rows, self.pool.ask(self.pool.path, body, _reader(rows))))
+        return await self._gather(calls)
+
+
+class JudgeReward(_ServedReward):
+    """A language model that grades: a template in, a number parsed out of what it says.
+
+    Args:
+        source: an OpenAI-style server ("http://host:8000"), a text server (".../generate", which is sent
+            {"prompt": ...} and answers {"text": ...}), or several of one kind.
+        template: what the judge reads; {prompt}, {response} and names of the data's columns are filled in.
+        parse: a regular expression, of which the last match's group is the number; or a function from what the judge
+            says to a number, None (it abstains) or what else a reward function may return.
+        system: a system message.
+        model: the name that the server knows the judge by; None: the first that it lists.
+        max_tokens, temperature: of what the judge says.
+        request_timeout, timeout, retries, api_key: as of `RemoteReward`.
+        name, default_reward, max_failure_rate: see `FunctionReward`.
+
+    Raises:
+        ConfigError: the template has no {response}, or `parse` no group.
+    """
+
+    def __init__(
+        self,
+        source: str | Sequence[str],
+        *,
+        template: str = TEMPLATE,
+        parse: str | Callable[[str], Any] = SCORE,
+        system: str | None = None,
+        model: str | None = None,
+        max_tokens: int = 256,
+        temperature: float = 0.0,
+        request_timeout: float = 60.0,
+        timeout: float = 600.0,
+        retries: int = 3,
+        api_key: str | None = None,
+        name: str = "judge",
+        default_reward: float | None = None,
+        max_failure_rate: float = 0.5,
+    ) -> None:
+        if "{response}" not in template:
+            raise ConfigError(f"reward '{name}': the judge's template must contain {{response}}, where it goes")
+        if isinstance(parse, str) and re.compile(parse).groups < 1:
+            raise ConfigError(f"reward '{name}': the expression '{parse}' has no group (...) around the number")
+        self.template, self.parse, self.system, self.model = template, parse, system, model
+        self.sampling = {"max_tokens": max_tokens, "temperature": temperature}
+        options = {"timeout": timeout, "default_reward": default_reward, "max_failure_rate": max_failure_rate}
+        super().__init__(self.scores, source, request_timeout, retries, api_key, name=name, **options)
+
+    async def scores(self, prompts: list[Any], completions: list[Any], **columns: Any) -> list[Score]:
+        """A score for each sample."""
+        texts = [
+            self.fill({**{name: values[row] for name, values in columns.items()}, "prompt": _text(prompt),
+                       "response": _text(completion)})
+            for row, (prompt, completion) in enumerate(zip(prompts, completions, strict=True))
+        ]  # fmt: skip
+        return await self._gather([(1, self._judge(text)) for text in texts])
+
+    def fill(self, values: dict[str, Any]) -> str:
+        """The template with these in it. Braces around other words stay."""
+        return re.sub(r"\{(\w+)\}", lambda m: str(values.get(m[1], m[0])), self.template)
+
+    async def _judge(self, text: str) -> list[Score]:
+        if self.pool.path.endswith("/generate"):
+            body = {"prompt": text, "stream": False, **self.sampling}
+            said = await self.pool.ask(self.pool.path, body, lambda answer: _generated(text, answer))
+        else:
+            if self.model is None:
+                first: Callable[[Any], str] = lambda answer: str(answer["data"][0]["id"])  # noqa: E731
+                self.model = await self.pool.ask("/v1/models", None, first, method="GET")
+            system = [{"role": "system", "content": self.system}] if self.system else []
+            body = {"model": self.model, "messages": [*system, {"role": "user", "content": text}], **self.sampling}
+            said = await self.pool.ask("/v1/chat/completions", body, _chat)
+        return [self._parsed(said)]
+
+    def _parsed(self, said: str) -> Score:
+        if callable(self.parse):
+            return read_scores(self.parse(said), 1)[0]
+        numbers = re.findall(self.parse, said)
+        if not numbers:
+            return failure(f"the judge gave no score: {said[-200:]!r}")
+        last = numbers[-1]
+        return read_scores(float(last if isinstance(last, str) else last[0]), 1)[0]
+
+
+def _reader(rows: int) -> Callable[[Any], list[Score]]:
+    def read(answer: Any) -> list[Score]:
+        results = answer
+        if isinstance(answer, dict):
+            results = answer["rewards"] if "rewards" in answer else answer["scores"]
+        if not isinstance(results, list) or len(results) != rows:
+            raise ValueError(f"no list of {rows} results came")
+        return read_scores(results, rows)
+
+    return read
+
+
+def _chat(answer: Any) -> str:
+    said = answer["choices"][0]["message"]["content"]
+    if not isinstance(said, str):
+        raise TypeError("the judge said nothing")
+    return said
+
+
+def _generated(prompt: str, answer: Any) -> str:
+    text = answer["text"]
+    text = text if isinstance(text, str) else text[0]
+    return str(text).removeprefix(prompt)
+
+
+def _text(content: Any) -> str:
+    """A text as it is; of a chat, the one message's content, or several with their roles."""
+    if not isinstance(content, list):
+        return str(content or "")
+    if len(content) == 1:
+        return str(content[0]["content"])
+    return "\n\n".join(f"{message['role']}: {message['content']}" for message in content)

@@ -1,0 +1,258 @@
+"""Generation by other engines, as a user holds it: actors over a named engine, workers over running ones."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from functools import cached_property
+from typing import TYPE_CHECKING, Any
+
+from verl.batch import Batch
+from verl.data.prompts import load_prompts
+from verl.data.tokenize import PromptTokenizer
+from verl.errors import ConfigError, ModelError
+from verl.models.loading import load_tokenizer
+from verl.rewards.remote import JudgeReward
+from verl.rewards.source import RewardResult, run_reward
+from verl.roles.actor import Actor, expand
+from verl.rollout.base import Request, RolloutEngine, SamplingParams, generate
+from verl.rollout.remote import AsyncVLLMEngine, ServerEngine
+from verl.rollout.servers import ServerPool
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+    from verl.models.packed import PackedModel
+    from verl.workers.actor import RolloutOptions
+
+
+class VLLMActor(Actor):
+    """An actor whose responses vLLM samples, in this process.
+
+    Args:
+        model_name: directory or hub name of the model.
+        tokenizer: as of `Actor`.
+        tensor_parallel_size: ranks that share one copy of the model in generation.
+        max_num_seqs: sequences that are generated at a time.
+        **options: those of `Actor`.
+    """
+
+    def __init__(
+        self,
+        model_name: Any,
+        tokenizer: Any = None,
+        *,
+        tensor_parallel_size: int = 1,
+        max_num_seqs: int = 256,
+        **options: Any,
+    ) -> None:
+        options = {"rollout": "vllm", **options}
+        sizes: dict[str, Any] = {"tensor_parallel_size": tensor_parallel_size, "max_num_seqs": max_num_seqs}
+        super().__init__(model_name, tokenizer, **sizes, **options)
+
+
+VLLMActorModel = VLLMActor
+
+
+class HuggingFaceWorker(Actor):
+    """An actor whose responses transformers' own forward and cache sample; options are those of `Actor`."""
+
+    def __init__(self, model_name: Any, tokenizer: Any = None, **options: Any) -> None:
+        super().__init__(model_name, tokenizer, **{"rollout": "hf", **options})
+
+
+class HfModelAdapter(HuggingFaceWorker):
+    """An actor over a model of the caller's, which must be one of transformers, or behave like one.
+
+    Raises:
+        ModelError: `forward`, `generate` or `config` is missing, by name.
+    """
+
+    def __init__(self, model: Any, tokenizer: Any = None, **options: Any) -> None:
+        missing = [name for name in ("forward", "generate", "config") if not hasattr(model, name)]
+        if missing:
+            raise ModelError(
+                f"a {type(model).__name__} is no causal language model of transformers: it has no {', '.join(missing)}"
+            )
+        super().__init__(model, tokenizer, **options)
+
+
+class ActorRolloutRefWorker(Actor):
+    """Actor, rollout and reference policy over one model; the reference is the model as it is now.
+
+    Args:
+        model_path: directory or hub name of the model.
+        tensor_parallel_size: ranks that share one copy of the model in generation.
+        max_batch_size: sequences that are generated at a time.
+        rollout_backend: "vllm", "embedded", "hf", or "FILE.py:CLASS".
+        **options: those of `Actor`.
+    """
+
+    def __init__(
+        self,
+        model_path: Any,
+        tokenizer: Any = None,
+        *,
+        tensor_parallel_size: int = 1,
+        max_batch_size: int = 256,
+        rollout_backend: Any = "vllm",
+        **options: Any,
+    ) -> None:
+        sizes: dict[str, Any] = {"tensor_parallel_size": tensor_parallel_size, "max_num_seqs": max_batch_size}
+        super().__init__(model_path, tokenizer, rollout=rollout_backend, **sizes, **options)
+        self.make_reference()
+
+
+class RolloutWorker:
+    """Generation by an engine that runs elsewhere, with the weights it has. Given to an actor (`Actor(model,
+    rollout=worker)`), its engine serves the actor's weights.
+
+    Args:
+        tokenizer: the served model's, as an object, a name or a directory.
+        sampling: how responses are drawn; keywords of `generate_sequences` override it.
+        seed: with a sample's id it fixes the sample's randomness.
+    """
+
+    def __init__(self, tokenizer: Any, sampling: SamplingParams | None, seed: int) -> None:
+        self._tokenizer = tokenizer
+        self.sampling = sampling or SamplingParams()
+        self.seed = seed
+        self._calls = 0
+
+    def engine(self, model: PreTrainedModel | None, eos_token_ids: Sequence[int], seed: int) -> RolloutEngine:
+        """The engine, for an actor's model or for whatever it has."""
+        raise NotImplementedError
+
+    def __call__(
+        self, packed: PackedModel, tokenizer: PreTrainedTokenizerBase, eos: tuple[int, ...], options: RolloutOptions
+    ) -> RolloutEngine:
+        """The engine of an actor; see `EngineFactory`."""
+        return self.engine(packed.model, eos, options.seed)
+
+    @cached_property
+    def tokenizer(self) -> PreTrainedTokenizerBase:
+        """The served model's tokenizer.
+
+        Raises:
+            ConfigError: none was given.
+        """
+        if self._tokenizer is None:
+            raise ConfigError(f"{type(self).__name__} needs the served model's tokenizer: pass tokenizer=...")
+        return load_tokenizer(self._tokenizer) if isinstance(self._tokenizer, str) else self._tokenizer
+
+    @cached_property
+    def _own_engine(self) -> RolloutEngine:
+        end = self.tokenizer.eos_token_id
+        return self.engine(None, () if end is None else (end,), self.seed)
+
+    def generate_sequences(self, prompts: Any, *, n: int = 1, key: str | None = None, **sampling: Any) -> Batch:
+        """Sample `n` responses to each prompt; arguments and columns are those of `Actor.generate_sequences`. A sample
+        that could not be had has `finish` "abort"."""
+        listed = [prompts] if isinstance(prompts, str) else prompts
+        batch = listed if isinstance(listed, Batch) else load_prompts(listed).batch
+        if "prompt_tokens" not in batch:
+            batch = PromptTokenizer(self.tokenizer)(batch)
+        if "group" not in batch:
+            batch = batch.add({"group": [f"{key or f'c{self._calls}'}.{row}" for row in range(len(batch))]})
+            self._calls += 1
+        rows, params = expand(batch, n), replace(self.sampling, **sampling)
+        pairs = zip(rows["id"], rows["prompt_tokens"], strict=True)
+        requests = [Request(name, tokens, params) for name, tokens in pairs]
+        by_id = {sample.id: sample for sample in generate(self._own_engine, requests)}
+        samples = [by_id[name] for name in rows["id"]]
+        tokens = [sample.tokens for sample in samples]
+        return rows.add(
+            {
+                "response_tokens": tokens,
+                "response_mask": [[1] * len(row) for row in tokens],
+                "rollout_log_probs": [sample.log_probs for sample in samples],
+                "response": self.tokenizer.batch_decode(tokens, skip_special_tokens=True),
+                "finish": [sample.finish for sample in samples],
+                "policy_version": [sample.policy_version for sample in samples],
+            }
+        )
+
+
+class vLLMWorker(RolloutWorker):  # noqa: N801  (the name that users know)
+    """Running vLLM servers, or others that speak their protocols, by address: for generation, and as a judge.
+
+    As a reward (`Reward(worker)`, or `get_reward`), a template goes in and a score is parsed out, see `JudgeReward`.
+
+    Args:
+        api_url: "http://host:8000" (OpenAI-style) or "http://host:8000/generate"; several are one: a prompt sticks to
+            a server, the least loaded gets the next.
+        tokenizer: the served model's; not needed as a judge, nor within an actor, which has its own.
+        model: the name that the servers know the model by; None: the first that they list.
+        timeout: seconds for one request.
+        retries: further tries of a request that failed, elsewhere where possible.
+        api_key: sent as a bearer token.
+        sampling, seed: see `RolloutWorker`.
+        **judge: options of `JudgeReward`: `template`, `parse`, `system`, `max_tokens`, ...
+    """
+
+    whole_batch = False
+
+    def __init__(
+        self,
+        api_url: str | Sequence[str],
+        tokenizer: Any = None,
+        *,
+        model: str | None = None,
+        timeout: float = 600.0,
+        retries: int = 3,
+        api_key: str | None = None,
+        sampling: SamplingParams | None = None,
+        seed: int = 0,
+        **judge: Any,
+    ) -> None:
+        super().__init__(tokenizer, sampling, seed)
+        self.model = model
+        self._servers = {"timeout": timeout, "retries": retries, "api_key": api_key}
+        self._urls = api_url
+        self._judge = JudgeReward(
+            api_url, model=model, request_timeout=timeout, retries=retries, api_key=api_key, **judge
+        )  # checks what it is given; connects when it is asked
+        self.name = self._judge.name
+
+    def engine(self, model: PreTrainedModel | None, eos_token_ids: Sequence[int], seed: int) -> ServerEngine:
+        pool = ServerPool(self._urls, **self._servers)  # type: ignore[arg-type]
+        return ServerEngine(pool, model, eos_token_ids=eos_token_ids, seed=seed, served_model=self.model)
+
+    async def score(self, batch: Batch) -> RewardResult:
+        """As a `RewardSource`: the judge's scores."""
+        return await self._judge.score(batch)
+
+    def get_reward(self, sequences: Batch) -> Batch:
+        """Columns `reward`, `abstain_reason`: the judge's scores, waited for."""
+        return run_reward(self._judge, sequences).as_batch()
+
+
+class vLLMAdapter(RolloutWorker):  # noqa: N801
+    """A caller's asynchronous vLLM engine (`AsyncLLM`), with the caller's tokenizer.
+
+    Args:
+        engine: has `generate(prompt, sampling_params, request_id)`, an asynchronous iterator.
+        tokenizer: the caller's; None: the engine's own.
+        loop: the event loop that the engine is used in already, if it is.
+        sampling, seed: see `RolloutWorker`.
+
+    Raises:
+        ModelError: the engine cannot generate.
+    """
+
+    def __init__(
+        self,
+        engine: Any,
+        tokenizer: Any = None,
+        *,
+        loop: Any = None,
+        sampling: SamplingParams | None = None,
+        seed: int = 0,
+    ) -> None:
+        if not hasattr(engine, "generate"):
+            raise ModelError(f"a {type(engine).__name__} is no engine: it has no generate")
+        super().__init__(getattr(engine, "tokenizer", None) if tokenizer is None else tokenizer, sampling, seed)
+        self._engine, self._loop = engine, loop
+
+    def engine(self, model: PreTrainedModel | None, eos_token_ids: Sequence[int], seed: int) -> AsyncVLLMEngine:
+        return AsyncVLLMEngine(self._engine, model, eos_token_ids=eos_token_ids, seed=seed, loop=self._loop)

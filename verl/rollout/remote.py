@@ -1,0 +1,374 @@
+"""Engines that answer elsewhere: servers by address, and a caller's asynchronous vLLM.
+
+Each request is one coroutine on an event loop in another thread; `step` waits for the next ones to finish.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import queue
+import threading
+from collections.abc import Coroutine, Iterable, Mapping, Sequence
+from concurrent.futures import Future
+from contextlib import suppress
+from typing import TYPE_CHECKING, Any
+
+from verl.errors import RolloutError
+from verl.rollout.base import Finish, Request, Sample
+from verl.rollout.response import check_prompt
+from verl.rollout.servers import NoServerError, Server, ServerPool
+from verl.rollout.vllm import sampling_arguments, weight_file, whole_weights
+from verl.shard import Shard
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+logger = logging.getLogger(__name__)
+
+_FINISH: Mapping[Any, Finish] = {"stop": "stop", "length": "length"}
+_STEP_SECONDS = 0.5
+_UNLIMITED = 1 << 30
+_GENERATE = "/inference/v1/generate"
+#: How a vLLM server is started that takes weights.
+SERVER_OPTIONS = (
+    "VLLM_SERVER_DEV_MODE=1 ... --worker-extension-cls verl.rollout.vllm_worker.WorkerExtension "
+    """--weight-transfer-config '{"backend": "verl"}'"""
+)
+
+
+class RemoteEngine:
+    """What engines have in common that answer on another thread's event loop. See `RolloutEngine` for the verbs.
+
+    A request that cannot be answered comes back with `finish="abort"` and no tokens, with a warning that says why.
+
+    Args:
+        model: bounds what may be asked for, and says which weights are tied; None: requests are not checked here, and
+            weights cannot be given.
+        eos_token_ids: tokens that end a response.
+        seed: the run's seed.
+    """
+
+    def __init__(self, model: PreTrainedModel | None, *, eos_token_ids: Sequence[int], seed: int) -> None:
+        from verl.models.shards import tied_names
+
+        config = model.config.get_text_config() if model is not None else None
+        self.eos_token_ids = tuple(eos_token_ids)
+        self.seed = seed
+        self.policy_version = 0
+        self._tied = tied_names(model) if model is not None else {}
+        self._vocab_size = int(getattr(config, "vocab_size", _UNLIMITED))
+        self._max_length = int(getattr(config, "max_position_embeddings", None) or _UNLIMITED)
+        self._asked: dict[str, Future[Sample]] = {}
+        self._done: queue.SimpleQueue[str] = queue.SimpleQueue()
+
+    @property
+    def unfinished(self) -> int:
+        return len(self._asked)
+
+    def add(self, request: Request) -> None:
+        """Send a request.
+
+        Raises:
+            RolloutError: it can never be answered, its id is in use, or it asks for what is not there.
+        """
+        if request.id in self._asked:
+            raise RolloutError(f"request '{request.id}' is already being answered: ids must differ")
+        if request.processors or request.guard is not None:
+            raise RolloutError(f"request '{request.id}' has logits processors or a guard, which do not travel")
+        check_prompt(request.id, list(request.prompt_tokens), self._vocab_size, self._max_length)
+        future = self._submit(self._answer(request))
+        self._asked[request.id] = future
+        future.add_done_callback(lambda _: self._done.put(request.id))
+
+    def step(self) -> list[Sample]:
+        """Wait a moment for samples; those that have come.
+
+        Raises:
+            RolloutError: no server answers any more.
+        """
+        names = []
+        try:
+            names.append(self._done.get(timeout=_STEP_SECONDS if self._asked else 0.001))
+            while True:
+                names.append(self._done.get_nowait())
+        except queue.Empty:
+            pass
+        return [self._result(name) for name in names if name in self._asked]
+
+    def abort(self, ids: Iterable[str]) -> None:
+        """End these requests; they come back from the next `step`s, with no tokens."""
+        for name in ids:
+            if name in self._asked:
+                self._asked[name].cancel()
+
+    def load_shards(self, shards: Iterable[Shard], version: int) -> None:
+        """Give the other side new weights, by a file that it must see.
+
+        Raises:
+            RolloutError: it does not take them, or serves others afterwards.
+        """
+        with weight_file(whole_weights(shards)) as file:
+            self._submit(self._update({"version": version, "tied": self._tied, **file})).result()
+        self.policy_version = version
+
+    def score(self, prompt_tokens: Sequence[int], response_tokens: Sequence[int]) -> list[float]:
+        """Log-probs of a response under the weights that are served, at temperature 1."""
+        scores: list[float] = self._submit(self._score(list(prompt_tokens), list(response_tokens))).result()
+        return scores
+
+    def sleep(self) -> None:
+        """The other side's memory is its own affair."""
+
+    def wake(self) -> None:
+        """Nothing to do."""
+
+    def _submit(self, work: Coroutine[Any, Any, Any]) -> Future[Any]:
+        raise NotImplementedError
+
+    async def _sample(self, request: Request, arguments: dict[str, Any]) -> Sample:
+        raise NotImplementedError
+
+    async def _update(self, update: dict[str, Any]) -> None:
+        raise NotImplementedError
+
+    async def _score(self, prompt: list[int], response: list[int]) -> list[float]:
+        raise NotImplementedError
+
+    async def _answer(self, request: Request) -> Sample:
+        version = self.policy_version
+        arguments = sampling_arguments(
+            request, self.seed, self.eos_token_ids, self._max_length - len(request.prompt_tokens)
+        )
+        if arguments["max_tokens"] == 0:
+            return Sample(request.id, [], [], "length", version)
+        sample = await self._sample(request, arguments)
+        sample.policy_version = version
+        return sample
+
+    def _result(self, name: str) -> Sample:
+        future = self._asked.pop(name)
+        if future.cancelled():
+            return Sample(name, [], [], "abort", self.policy_version)
+        error = future.exception()
+        if error is None:
+            return future.result()
+        if isinstance(error, NoServerError) or not isinstance(error, RolloutError):
+            raise error
+        logger.warning("sample '%s' was given up: %s", name, error)
+        return Sample(name, [], [], "abort", self.policy_version)
+
+
+class ServerEngine(RemoteEngine):
+    """Running vLLM servers (or others of their protocols) as one engine.
+
+    Servers at ".../generate" are asked in vLLM's protocol of token ids (`--enable-scale-out`), others by OpenAI's
+    completions with vLLM's additions for token ids. Weights are given to every server; one that fails to take them is
+    not used until it has taken a later version, and neither is one that is found with others after it was away.
+
+    Args:
+        pool: the servers.
+        model: see `RemoteEngine`.
+        served_model: the name that they serve the model under; None: the first that they list.
+    """
+
+    def __init__(
+        self,
+        pool: ServerPool,
+        model: PreTrainedModel | None = None,
+        *,
+        eos_token_ids: Sequence[int],
+        seed: int,
+        served_model: str | None = None,
+    ) -> None:
+        super().__init__(model, eos_token_ids=eos_token_ids, seed=seed)
+        self.pool = pool
+        self._served_model = served_model
+        self._route: str | None = None
+
+    def _submit(self, work: Coroutine[Any, Any, Any]) -> Future[Any]:
+        return self.pool.submit(work)
+
+    def wake(self) -> None:
+        """Look whether all servers have the weights of now: one that was started anew has not."""
+        if self.pool.check is not None:
+            self._submit(self._check_all()).result()
+
+    async def _check_all(self) -> None:
+        servers = [server for server in self.pool.servers if server.ready]
+        results = await asyncio.gather(*map(self._check, servers), return_exceptions=True)
+        for server, result in zip(servers, results, strict=True):
+            if isinstance(result, BaseException):
+                server.failed()
+                logger.warning("%s is left out: %s", server.url, result)
+
+    async def _sample(self, request: Request, arguments: dict[str, Any]) -> Sample:
+        prompt = list(request.prompt_tokens)
+        path = await self._path()
+        if path.endswith("/generate"):
+            body: dict[str, Any] = {"token_ids": prompt, "sampling_params": arguments}
+        else:
+            extra = {"skip_special_tokens": False, "return_token_ids": True}
+            body = {"model": await self._model(), "prompt": prompt, **arguments, **extra}
+            body.pop("detokenize")
+        return await self.pool.ask(path, body, lambda answer: _read(request, answer), key=tuple(prompt))
+
+    async def _score(self, prompt: list[int], response: list[int]) -> list[float]:
+        tokens = prompt + response
+
+        def read(answer: Any) -> list[float]:
+            entries = answer["choices"][0]["prompt_logprobs"]
+            return [float(entry[str(token)]["logprob"]) for entry, token in zip(entries, tokens, strict=True) if entry]
+
+        body = {"model": await self._model(), "prompt": tokens, "max_tokens": 1, "prompt_logprobs": 0}
+        scores = await self.pool.ask("/v1/completions", body, read)
+        return scores[len(tokens) - 1 - len(response) :]
+
+    async def _path(self) -> str:
+        """Where requests go. Of vLLM's servers, "/generate" may be the address in use today."""
+        if self._route is None:
+            self._route = self.pool.path if self.pool.path.endswith("/generate") else "/v1/completions"
+            if self.pool.path == "/generate":
+                with suppress(RolloutError):  # a server without a description
+                    routes = await self.pool.ask(
+                        "/openapi.json", None, lambda answer: set(answer["paths"]), method="GET"
+                    )
+                    self._route = _GENERATE if _GENERATE in routes and self._route not in routes else self._route
+        return self._route
+
+    async def _model(self) -> str:
+        if self._served_model is None:
+            first = lambda answer: str(answer["data"][0]["id"])  # noqa: E731
+            self._served_model = await self.pool.ask("/v1/models", None, first, method="GET")
+        return self._served_model
+
+    async def _update(self, update: dict[str, Any]) -> None:
+        results = await asyncio.gather(*(self._update_one(server, update) for server in self.pool.servers))
+        faults = [fault for fault in results if fault]
+        for fault in faults:
+            logger.warning("%s; it is not used until it takes a later version", fault)
+        if len(faults) == len(results):
+            raise NoServerError(
+                f"no server took the weights of version {update['version']}: {'; '.join(faults)}. A vLLM server takes "
+                f"weights when it is started with {SERVER_OPTIONS}"
+            )
+        self.pool.check = self._check
+
+    async def _check(self, server: Server) -> None:
+        """Raises RolloutError, and takes the server out, if it came back with other weights than those of now."""
+        served = await self._served(server)
+        if served != {self.policy_version}:
+            server.usable = False
+            raise RolloutError(f"{server.url} serves the weights of versions {served}, not {self.policy_version}")
+
+    async def _update_one(self, server: Server, update: dict[str, Any]) -> str | None:
+        """Give one server the weights; what went wrong, if something did."""
+        server.usable = False
+        send = self.pool.send
+        try:
+            await send(server, "/collective_rpc", {"method": "verl_prepare"})
+            await send(server, "/start_weight_update")
+            await send(server, "/update_weights", {"update_info": update})
+            await send(server, "/finish_weight_update", {"weight_version": str(update["version"])})
+            await send(server, "/reset_prefix_cache", params={"reset_running_requests": "true"})
+            served = await self._served(server)
+        except Exception as error:  # whatever a stranger's server brings about is its failure
+            return f"{server.url} did not take the weights: {type(error).__name__}: {error}"
+        if served != {update["version"]}:
+            return f"{server.url} serves the weights of versions {served}, not {update['version']}"
+        server.usable, server.failures, server.resting_until = True, 0, 0.0
+        return None
+
+    async def _served(self, server: Server) -> set[int | None]:
+        answer = await self.pool.send(server, "/collective_rpc", {"method": "verl_served"})
+        return {worker["version"] for worker in answer["results"]}
+
+
+def _read(request: Request, answer: Any) -> Sample:
+    """A sample out of a server's answer in either protocol.
+
+    Raises:
+        ValueError, LookupError, TypeError: it is none.
+    """
+    choice = answer["choices"][0]
+    tokens = [int(token) for token in choice["token_ids"]]
+    record = choice["logprobs"]
+    if "token_logprobs" in record:
+        log_probs = [float(number) for number in record["token_logprobs"]]
+    else:
+        log_probs = [float(entry["logprob"]) for entry in record["content"]]
+    if len(log_probs) != len(tokens) or not tokens or len(tokens) > request.params.max_new_tokens:
+        raise ValueError(f"{len(tokens)} tokens came with {len(log_probs)} log-probs")
+    if not all(token >= 0 for token in tokens) or not all(-1e9 < number <= 1e-3 for number in log_probs):
+        raise ValueError("token ids or log-probs are out of range")
+    text = choice.get("text") if request.params.stop else None
+    return Sample(request.id, tokens, log_probs, _FINISH[choice["finish_reason"]], 0, text)
+
+
+class AsyncVLLMEngine(RemoteEngine):
+    """A caller's `vllm.AsyncLLM`. Its weights can be given if it was made with `worker_extension_cls` and
+    `weight_transfer_config` of `verl.rollout.vllm_worker`.
+
+    Args:
+        engine: has `generate(prompt, sampling_params, request_id)`, an asynchronous iterator.
+        loop: the event loop that it lives in; None: one of our own, for an engine that has not been used in another.
+    """
+
+    def __init__(
+        self,
+        engine: Any,
+        model: PreTrainedModel | None = None,
+        *,
+        eos_token_ids: Sequence[int],
+        seed: int,
+        loop: asyncio.AbstractEventLoop | None = None,
+    ) -> None:
+        super().__init__(model, eos_token_ids=eos_token_ids, seed=seed)
+        self.engine = engine
+        self._loop = loop or asyncio.new_event_loop()
+        if loop is None:
+            threading.Thread(target=self._loop.run_forever, name="vllm", daemon=True).start()
+
+    def _submit(self, work: Coroutine[Any, Any, Any]) -> Future[Any]:
+        return asyncio.run_coroutine_threadsafe(work, self._loop)
+
+    async def _last(self, name: str, prompt: list[int], arguments: dict[str, Any]) -> Any:
+        from vllm import SamplingParams, TokensPrompt
+        from vllm.sampling_params import RequestOutputKind
+
+        params = SamplingParams(**arguments, output_kind=RequestOutputKind.FINAL_ONLY)
+        outputs = [o async for o in self.engine.generate(TokensPrompt(prompt_token_ids=prompt), params, name)]
+        if not outputs or not outputs[-1].finished:
+            raise RolloutError(f"the engine did not finish request '{name}'")
+        return outputs[-1]
+
+    async def _sample(self, request: Request, arguments: dict[str, Any]) -> Sample:
+        from verl.rollout.vllm import sampled
+
+        arguments = arguments | {"flat_logprobs": True}
+        completion = (await self._last(request.id, list(request.prompt_tokens), arguments)).outputs[0]
+        finish = _FINISH.get(completion.finish_reason, "abort")
+        text = completion.text if request.params.stop else None
+        return Sample(request.id, list(completion.token_ids), sampled(completion.logprobs), finish, 0, text)
+
+    async def _score(self, prompt: list[int], response: list[int]) -> list[float]:
+        output = await self._last("score", prompt + response, {"max_tokens": 1, "prompt_logprobs": 0})
+        entries = output.prompt_logprobs[len(prompt) :]
+        return [float(entry[token].logprob) for entry, token in zip(entries, response, strict=True)]
+
+    async def _update(self, update: dict[str, Any]) -> None:
+        from vllm.distributed.weight_transfer.base import WeightTransferUpdateRequest
+
+        try:
+            await self.engine.collective_rpc("verl_prepare")
+            await self.engine.start_weight_update()
+            await self.engine.update_weights(WeightTransferUpdateRequest(update_info=update))
+            await self.engine.finish_weight_update(str(update["version"]))
+            await self.engine.reset_prefix_cache(reset_running_requests=True)
+            answers = await self.engine.collective_rpc("verl_served")
+        except Exception as error:  # vLLM's own, of whatever kind
+            raise RolloutError(
+                f"the engine did not take the weights of version {update['version']}: {error}"
+            ) from error
+        if {answer["version"] for answer in answers} != {update["version"]}:
+            raise RolloutError(f"the engine serves {answers} after an update to version {update['version']}")

@@ -1,0 +1,186 @@
+"""Several HTTP servers of one kind as one: each call goes to one of them, has a deadline, and is tried elsewhere if it
+fails.
+
+A call's `key` (its prompt) sticks to a server, which has the prompt in its cache, until that one has much more to do
+than the least loaded. A server that does not answer, answers an error or nonsense is left alone for a while, twice as
+long after each further failure in a row. All waiting happens on one event loop in a thread of its own.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import threading
+import time
+import weakref
+from collections import OrderedDict
+from collections.abc import Callable, Coroutine, Mapping, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass
+from typing import Any, TypeVar
+from urllib.parse import urlsplit
+
+import httpx
+
+from verl.errors import ConfigError, RolloutError
+
+T = TypeVar("T")
+logger = logging.getLogger(__name__)
+
+_STICKY_SLACK = 8
+_REMEMBERED = 10_000
+_CONNECT_SECONDS = 10.0
+_REST_SECONDS = (1.0, 60.0)
+_REFUSED = (400, 413, 422)
+
+
+class RefusedError(RolloutError):
+    """A server says that the request itself is wrong; another would say so, too."""
+
+
+class NoServerError(RolloutError):
+    """No server answers any more."""
+
+
+@dataclass(eq=False)
+class Server:
+    """One address. `usable` is taken away by whoever knows that the server must not be used."""
+
+    url: str
+    running: int = 0
+    failures: int = 0
+    resting_until: float = 0.0
+    usable: bool = True
+
+    def failed(self) -> None:
+        """Leave it alone for a while; calls that fail together count as one failure."""
+        if time.monotonic() < self.resting_until:
+            return
+        first, most = _REST_SECONDS
+        self.resting_until = time.monotonic() + min(most, first * 2.0**self.failures)
+        self.failures += 1
+
+    @property
+    def ready(self) -> bool:
+        return self.usable and time.monotonic() >= self.resting_until
+
+
+class ServerPool:
+    """Calls to servers of one kind.
+
+    Args:
+        urls: an address, or several: "http://host:8000"; a path after the port is `path`.
+        timeout: seconds for one answer.
+        retries: further tries of a call that failed, elsewhere where possible.
+        api_key: sent as a bearer token.
+
+    Raises:
+        ConfigError: an address is none, or the paths differ.
+    """
+
+    def __init__(
+        self, urls: str | Sequence[str], *, timeout: float = 600.0, retries: int = 3, api_key: str | None = None
+    ) -> None:
+        given = [urlsplit(url.rstrip("/")) for url in ([urls] if isinstance(urls, str) else urls)]
+        paths = {url.path for url in given}
+        if not given or any(url.scheme not in ("http", "https") or not url.netloc for url in given) or len(paths) > 1:
+            raise ConfigError(f"servers are addresses like http://host:8000, all with the same path, not {urls!r}")
+        if timeout <= 0 or retries < 0:
+            raise ConfigError(f"servers: timeout must be above 0 and retries at least 0, not {timeout} and {retries}")
+        self.path = paths.pop()
+        self.servers = [Server(f"{url.scheme}://{url.netloc}") for url in given]
+        self.timeout, self.retries = timeout, retries
+        self._headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
+        self._homes: OrderedDict[Any, Server] = OrderedDict()
+        self._loop = asyncio.new_event_loop()
+        threading.Thread(target=self._loop.run_forever, name="servers", daemon=True).start()
+        self._client: httpx.AsyncClient | None = None
+        #: Raises when a server that failed before must not be used as it is now.
+        self.check: Callable[[Server], Coroutine[Any, Any, None]] | None = None
+        weakref.finalize(self, self._loop.call_soon_threadsafe, self._loop.stop)
+
+    def submit(self, work: Coroutine[Any, Any, T]) -> Future[T]:
+        """Start `work` on the pool's loop."""
+        return asyncio.run_coroutine_threadsafe(work, self._loop)
+
+    async def ask(self, path: str, body: Any, read: Callable[[Any], T], *, key: Any = None, method: str = "POST") -> T:
+        """`read` of the JSON that a server answers. To be awaited on the pool's loop.
+
+        Args:
+            read: takes the answer apart; any exception it raises means nonsense.
+            key: what a server may have in its cache.
+
+        Raises:
+            RefusedError: a server finds the request itself wrong.
+            NoServerError: the tries failed, and every server's latest answer was a failure.
+            RolloutError: the tries failed.
+        """
+        faults: dict[Server, str] = {}
+        for attempt in range(1 + self.retries):
+            server = await self._choose(key, faults)
+            server.running += 1
+            try:
+                if server.failures and self.check is not None:
+                    await self.check(server)
+                answer = read(await self.send(server, path, body, method=method))
+            except RefusedError:
+                raise
+            except Exception as error:  # whatever a stranger's server brings about is its failure
+                faults[server] = f"{type(error).__name__}: {error}"[:200]
+                server.failed()
+                logger.warning("%s%s failed (try %d): %s", server.url, path, attempt + 1, faults[server])
+                continue
+            finally:
+                server.running -= 1
+            server.failures = 0
+            return answer
+        told = "; ".join(f"{server.url}: {fault}" for server, fault in faults.items())
+        if all(server.failures or not server.usable for server in self.servers):
+            raise NoServerError(f"no server answers any more ({told}): look at their logs and start them again")
+        raise RolloutError(f"a request failed {1 + self.retries} times ({told})")
+
+    async def send(
+        self, server: Server, path: str, body: Any = None, params: Mapping[str, Any] | None = None, method: str = "POST"
+    ) -> Any:
+        """The JSON that this server answers.
+
+        Raises:
+            RefusedError: a status that says the request is wrong.
+            httpx.HTTPError, OSError, ValueError, asyncio.TimeoutError: it fails, is late, or answers no JSON.
+        """
+        if self._client is None:
+            limits = httpx.Limits(max_connections=None, max_keepalive_connections=256)
+            timeout = httpx.Timeout(self.timeout, connect=min(_CONNECT_SECONDS, self.timeout))
+            self._client = httpx.AsyncClient(limits=limits, timeout=timeout, headers=self._headers)
+        request = self._client.request(method, server.url + path, json=body, params=params)
+        response = await asyncio.wait_for(request, self.timeout)
+        if response.status_code >= 400:
+            said = f"{server.url}{path} answers {response.status_code}: {response.text[:300]}"
+            raise RefusedError(said) if response.status_code in _REFUSED else OSError(said)
+        return response.json() if response.content else None
+
+    async def _choose(self, key: Any, faults: Mapping[Server, str]) -> Server:
+        """The server for a try: the key's own, else the least loaded, those that failed this call last.
+
+        Raises:
+            NoServerError: none may be used.
+        """
+        while True:
+            ready = [server for server in self.servers if server.ready]
+            fresh = [server for server in ready if server not in faults] or ready
+            if fresh:
+                break
+            usable = [server.resting_until for server in self.servers if server.usable]
+            if not usable:
+                raise NoServerError("no server may be used: none has the weights of now. Look at their logs")
+            await asyncio.sleep(max(0.01, min(usable) - time.monotonic()))
+        least = min(fresh, key=lambda server: server.running)
+        home = self._homes.get(key)
+        if home not in fresh or home.running > least.running + _STICKY_SLACK:
+            home = least
+        if key is not None:
+            self._homes[key] = home
+            self._homes.move_to_end(key)
+            if len(self._homes) > _REMEMBERED:
+                self._homes.popitem(last=False)
+        return home
