@@ -39,7 +39,7 @@ def killing(responses, prompts):
         os.kill(os.getpid(), signal.SIGKILL)
     return low(responses, prompts)
 '''
-TIMED = ("time/", "tokens_per_s", "memory/")
+TIMED = ("time/", "busy/", "tokens_per_s", "memory/")
 
 
 def settings(tmp_path: Path, model: Path, **changes: Any) -> dict[str, Any]:
