@@ -1,6 +1,7 @@
 #!/usr/bin/env bash
 # Make the isolated environment of a peer under .bench/NAME, from pinned versions, if it is not there.
 #   benchmarks/peer_env.sh trl        prints the path of the environment's Python as its last line
+#   benchmarks/peer_env.sh preload    Intel's OpenMP and tcmalloc: prints what LD_PRELOAD takes (Debian and its kin)
 # PYTHON chooses the interpreter, TORCH_ARGS is passed to pip where it installs torch.
 set -euo pipefail
 cd "$(dirname "$0")/.."
@@ -8,7 +9,18 @@ cd "$(dirname "$0")/.."
 torch=torch==2.13.0
 case ${1-} in
     trl) packages=(trl==1.16.0 accelerate==1.15.0 datasets==5.2.0) ;;
-    *) echo "usage: $0 trl" >&2; exit 2 ;;
+    preload)
+        env=.bench/preload
+        if [[ ! -e $env/.installed ]]; then
+            rm -rf "$env"
+            "${PYTHON:-python3}" -m venv "$env"
+            "$env/bin/python" -m pip install --quiet intel-openmp==2024.2.1 >&2
+            (cd "$env" && apt-get download --quiet libtcmalloc-minimal4 >&2 && dpkg -x libtcmalloc-minimal4_*.deb deb)
+            touch "$env/.installed"
+        fi
+        echo "$PWD/$env/lib/libiomp5.so:$(ls "$PWD/$env"/deb/usr/lib/*/libtcmalloc_minimal.so.4)"
+        exit ;;
+    *) echo "usage: $0 trl|preload" >&2; exit 2 ;;
 esac
 
 env=.bench/$1

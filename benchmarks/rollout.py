@@ -1,11 +1,15 @@
-"""Time generation: ours and transformers' `generate`, on the same prompts. One line of JSON an engine.
+"""Time generation on the same prompts: ours, vLLM's, transformers' `generate`. One line of JSON an engine, then ratios.
 
     .venv/bin/python benchmarks/rollout.py                              # 32 prompts x 8 samples x 128 tokens
+    .venv/bin/python benchmarks/rollout.py --natural --repeats 3        # responses end where they end: useful tokens
     .venv/bin/python benchmarks/rollout.py --prompts 4 --prompt-tokens 83 --new-tokens 64 --engines embedded
 
-Every response has its full length, at temperature 1 over the whole vocabulary, in the model's dtype. The engines run
-one after the other, each in a process of its own: `peak_memory_gb` is that process's. `cpu_seconds` far below
-`threads * seconds` means that other programs had the machine.
+Temperature 1 over the whole vocabulary, in the model's dtype. Each engine runs in a process of its own, one after the
+other, at its best: Intel's OpenMP and tcmalloc are preloaded for all (`peer_env.sh preload`; `--no-preload` leaves
+them out), vLLM (`make vllm`) gets blocks of 32 tokens so that samples share their prompt, `generate` takes the best of
+batches of 32 to 256. Without `--natural` the prompts are random tokens and every response has its full length; with
+it they are chats, and what a batch computes behind the end of a response does not count. `peak_memory_gb` is the
+process's. `cpu_seconds` far below `threads * seconds` means that other programs had the machine.
 """
 
 from __future__ import annotations
@@ -25,13 +29,30 @@ from typing import Any
 
 os.environ["HF_HUB_OFFLINE"] = "1"
 
-MODEL = Path(__file__).resolve().parent.parent / "models" / "SmolLM2-135M-Instruct"
-ENGINES = ("embedded", "hf", "generate")
+ROOT = Path(__file__).resolve().parent.parent
+MODEL = ROOT / "models" / "SmolLM2-135M-Instruct"
+ENGINES = ("embedded", "vllm", "generate", "hf")
+BATCHES = (32, 64, 128, 256)
+_STORY = (
+    "In a town by the sea there are {a} fishing boats. On the first day {b} of them sail out before sunrise, and each "
+    "brings home {c} baskets of herring and {d} baskets of cod. The harbour master buys a third of the herring for the "
+    "market, and the rest is shared among the {e} families of the crews. A story teller sits on the quay and counts "
+    "everything twice. Explain in your own words, step by step, what happens in the town on that day and how many "
+    "baskets the families get."
+)
 
 
 def prompts(args: argparse.Namespace, vocabulary: int) -> list[list[int]]:
-    """Random tokens; lengths within a tenth of `--prompt-tokens`."""
+    """Random tokens, lengths within a tenth of `--prompt-tokens`; with `--natural` chats as long as they are."""
     rng = random.Random(0)
+    if args.natural:
+        from transformers import AutoTokenizer
+
+        tokenizer = AutoTokenizer.from_pretrained(args.model)
+        stories = [_STORY.format(**{name: rng.randint(3, 99) for name in "abcde"}) for _ in range(args.prompts)]
+        chats = [[{"role": "user", "content": story}] for story in stories]
+        texts = [tokenizer.apply_chat_template(chat, tokenize=False, add_generation_prompt=True) for chat in chats]
+        return [tokenizer(text, add_special_tokens=False)["input_ids"] for text in texts]
     spread = args.prompt_tokens // 10
     lengths = [args.prompt_tokens + rng.randint(-spread, spread) for _ in range(args.prompts)]
     return [[rng.randrange(100, vocabulary) for _ in range(length)] for length in lengths]
@@ -39,19 +60,21 @@ def prompts(args: argparse.Namespace, vocabulary: int) -> list[list[int]]:
 
 def engine_run(args: argparse.Namespace, model: Any) -> tuple[Callable[[], int], Callable[[], dict[str, float]]]:
     """One rollout by an engine of ours, and where its time went."""
+    from verl.models.loading import eos_token_ids
     from verl.models.packed import PackedModel
     from verl.rollout.base import Request, SamplingParams, generate
     from verl.rollout.embedded import EmbeddedEngine, EngineStats
     from verl.rollout.hf import HFEngine
 
-    params = SamplingParams(max_new_tokens=args.new_tokens, ignore_eos=True)
+    eos = eos_token_ids(model)
+    params = SamplingParams(max_new_tokens=args.new_tokens, ignore_eos=not args.natural)
     texts = prompts(args, model.config.vocab_size)
     requests = [Request(f"{i}/{j}", text, params) for i, text in enumerate(texts) for j in range(args.samples)]
     if args.engine == "hf":
-        hf = HFEngine(model, eos_token_ids=(), seed=0, max_batch=args.batch)
+        hf = HFEngine(model, eos_token_ids=eos, seed=0, max_batch=args.batch)
         return lambda: sum(len(sample.tokens) for sample in generate(hf, requests)), dict
     memory = int(args.kv_cache_gb * 2**30)
-    engine = EmbeddedEngine(PackedModel(model), eos_token_ids=(), seed=0, max_batch=args.batch, kv_memory=memory)
+    engine = EmbeddedEngine(PackedModel(model), eos_token_ids=eos, seed=0, max_batch=args.batch, kv_memory=memory)
 
     def run() -> int:
         engine.load_shards((), engine.policy_version + 1)  # as after an update: no prompt is known
@@ -70,11 +93,13 @@ def engine_run(args: argparse.Namespace, model: Any) -> tuple[Callable[[], int],
     return run, split
 
 
-def generate_run(args: argparse.Namespace, model: Any) -> tuple[Callable[[], int], Callable[[], dict[str, float]]]:
+def generate_run(args: argparse.Namespace, model: Any) -> tuple[Callable[[], int], Callable[[], dict[str, Any]]]:
     """One rollout by `model.generate` over left-padded batches."""
     import torch
 
     texts = [text for text in prompts(args, model.config.vocab_size) for _ in range(args.samples)]
+    ends = model.generation_config.eos_token_id
+    ends = torch.tensor(ends if isinstance(ends, list) else [ends])
 
     def run() -> int:
         count = 0
@@ -90,14 +115,53 @@ def generate_run(args: argparse.Namespace, model: Any) -> tuple[Callable[[], int
                 temperature=1.0,
                 top_k=0,
                 top_p=1.0,
-                min_new_tokens=args.new_tokens,
+                min_new_tokens=None if args.natural else args.new_tokens,
                 max_new_tokens=args.new_tokens,
                 pad_token_id=0,
-            )
-            count += out[:, longest:].numel()
+            )[:, longest:]
+            # A row counts up to its first end, that included.
+            ended = torch.isin(out, ends).int().cumsum(-1)
+            useful = torch.cat([torch.ones(len(out), 1, dtype=torch.bool), ended[:, :-1] == 0], 1)
+            count += int(useful.sum()) if args.natural else out.numel()
         return count
 
-    return run, dict
+    return run, lambda: {"batch": args.batch}
+
+
+def vllm_run(args: argparse.Namespace) -> tuple[Callable[[], int], Callable[[], dict[str, Any]]]:
+    """One rollout by vLLM, in process."""
+    os.environ |= {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_NO_USAGE_STATS": "1", "VLLM_LOGGING_LEVEL": "WARNING"}
+    os.environ["VLLM_CPU_OMP_THREADS_BIND"] = "nobind"
+    from vllm import LLM, SamplingParams
+    from vllm.inputs import TokensPrompt
+
+    llm = LLM(
+        args.model,
+        dtype=args.dtype,
+        enforce_eager=True,
+        block_size=32,
+        max_num_seqs=args.batch,
+        max_model_len=2048,
+        kv_cache_memory_bytes=int(args.kv_cache_gb * 2**30),
+    )
+    vocabulary = llm.llm_engine.vllm_config.model_config.get_vocab_size()
+    texts = [TokensPrompt(prompt_token_ids=text) for text in prompts(args, vocabulary)]
+    # Log-probs of the samples are part of a rollout; ours has them too.
+    params = SamplingParams(
+        n=args.samples, temperature=1.0, max_tokens=args.new_tokens, ignore_eos=not args.natural, logprobs=0
+    )
+
+    def run() -> int:
+        llm.reset_prefix_cache()
+        answers = llm.generate(texts, params, use_tqdm=False)
+        return sum(len(response.token_ids) for answer in answers for response in answer.outputs)
+
+    def split() -> dict[str, Any]:
+        import vllm
+
+        return {"vllm": vllm.__version__}
+
+    return run, split
 
 
 def measure(args: argparse.Namespace) -> dict[str, Any]:
@@ -106,33 +170,40 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
     import transformers
 
     torch.set_num_threads(args.threads)
-    model = transformers.AutoModelForCausalLM.from_pretrained(args.model, dtype=args.dtype).eval()
-    weights = _peak_gb()
-    make = generate_run if args.engine == "generate" else engine_run
     warm_up = argparse.Namespace(**{**vars(args), "prompts": 1, "new_tokens": 4})
-    make(warm_up, model)[0]()
-    run, split = make(args, model)
-    seconds, cpu = [], []
+    if args.engine == "vllm":
+        weights = _peak_gb()
+        run, split = vllm_run(args)
+        run()
+    else:
+        model = transformers.AutoModelForCausalLM.from_pretrained(args.model, dtype=args.dtype).eval()
+        weights = _peak_gb()
+        make = generate_run if args.engine == "generate" else engine_run
+        make(warm_up, model)[0]()
+        run, split = make(args, model)
+    seconds, cpu, tokens = [], [], []
     for _ in range(args.repeats):
         start, start_cpu = time.perf_counter(), time.process_time()
-        tokens = run()
+        tokens.append(run())
         seconds.append(time.perf_counter() - start)
         cpu.append(time.process_time() - start_cpu)
     expected = args.prompts * args.samples * args.new_tokens
-    if tokens != expected:
+    if not args.natural and set(tokens) != {expected}:
         raise SystemExit(f"{args.engine} gave {tokens} tokens instead of {expected}: this is not the agreed work")
-    median = statistics.median(seconds)
     return {
         "engine": args.engine,
-        "tokens_per_second": round(tokens / median, 1),
-        "seconds": round(median, 3),
+        "tokens_per_second": round(statistics.median(n / t for n, t in zip(tokens, seconds, strict=True)), 1),
+        "tokens": round(statistics.median(tokens)),
+        "seconds": round(statistics.median(seconds), 3),
         "cpu_seconds": round(statistics.median(cpu), 3),
         **split(),
         "peak_memory_gb": round(_peak_gb(), 3),
         "memory_before_gb": round(weights, 3),
         "threads": args.threads,
         "dtype": args.dtype,
-        "workload": f"{args.prompts} x ~{args.prompt_tokens} x {args.samples} x {args.new_tokens}",
+        "workload": f"{args.prompts} x ~{args.prompt_tokens} x {args.samples} x {args.new_tokens}"
+        + (", natural stops" if args.natural else ""),
+        "preloaded": [Path(name).name for name in os.environ.get("LD_PRELOAD", "").split(":") if name],
         "torch": torch.__version__,
         "transformers": transformers.__version__,
     }
@@ -143,10 +214,24 @@ def _peak_gb() -> float:
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit / 1e9
 
 
+def measured(args: argparse.Namespace, engine: str, environment: dict[str, str], batch: int) -> dict[str, Any]:
+    """The result of one engine, from a process of its own; printed as well."""
+    python = args.vllm_python if engine == "vllm" else sys.executable
+    arguments = [value for value in sys.argv[1:] if value != "--engines" and value not in ENGINES]
+    command = [python, __file__, *arguments, "--engine", engine, "--batch", str(batch)]
+    done = subprocess.run(command, stdout=subprocess.PIPE, text=True, env=environment)
+    if done.returncode:
+        raise SystemExit(f"{engine} failed")
+    line = done.stdout.splitlines()[-1]
+    print(line, flush=True)
+    result: dict[str, Any] = json.loads(line)
+    return result
+
+
 def main() -> None:
     """Measure one engine here, or each of several in a process of its own."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
-    parser.add_argument("--engines", nargs="+", choices=ENGINES, default=["embedded", "generate"])
+    parser.add_argument("--engines", nargs="+", choices=ENGINES, default=["embedded", "vllm", "generate"])
     parser.add_argument("--engine", choices=ENGINES, help=argparse.SUPPRESS)
     parser.add_argument("--model", default=str(MODEL))
     parser.add_argument("--dtype", choices=["bfloat16", "float32"], default="bfloat16")
@@ -154,16 +239,29 @@ def main() -> None:
     parser.add_argument("--prompt-tokens", type=int, default=94)
     parser.add_argument("--samples", type=int, default=8)
     parser.add_argument("--new-tokens", type=int, default=128)
-    parser.add_argument("--batch", type=int, default=256, help="responses at a time")
-    parser.add_argument("--kv-cache-gb", type=float, default=2.0, help="of the embedded engine")
+    parser.add_argument("--natural", action="store_true", help="chats whose answers end where they end")
+    parser.add_argument("--batch", type=int, help="responses at a time (256; generate: the best of 32 to 256)")
+    parser.add_argument("--kv-cache-gb", type=float, default=2.0, help="of the embedded engine and vLLM")
     parser.add_argument("--repeats", type=int, default=1, help="timed rollouts; their median is reported")
     parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--no-preload", action="store_true", help="without Intel's OpenMP and tcmalloc")
+    parser.add_argument("--vllm-python", default=str(ROOT / ".venv-vllm" / "bin" / "python"), help="see `make vllm`")
     args = parser.parse_args()
     if args.engine:
         print(json.dumps(measure(args)))
         return
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": str(args.threads)}
+    if not args.no_preload:
+        made = subprocess.run([ROOT / "benchmarks" / "peer_env.sh", "preload"], stdout=subprocess.PIPE, text=True)
+        environment["LD_PRELOAD"] = made.stdout.strip()
+    best: dict[str, float] = {}
     for engine in args.engines:
-        subprocess.run([sys.executable, *sys.argv, "--engine", engine], check=True)
+        batches = [args.batch] if args.batch else BATCHES if engine == "generate" else [256]
+        for batch in batches:
+            speed = measured(args, engine, environment, batch)["tokens_per_second"]
+            best[engine] = max(best.get(engine, 0.0), speed)
+    if "embedded" in best:
+        print(json.dumps({f"embedded / {name}": round(best["embedded"] / best[name], 2) for name in best}))
 
 
 if __name__ == "__main__":

@@ -56,12 +56,11 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
     )
     rng = random.Random(0)
     params = SamplingParams(max_new_tokens=args.new_tokens, ignore_eos=True)
-    tokens = 0
-    while tokens < 1.2 * engine.cache.tokens:
+    # A prompt's blocks stay until their room is needed: the prompts alone fill the cache.
+    for i in range(1 + int(1.2 * engine.cache.tokens / args.prompt_tokens)):
         prompt = [rng.randrange(100, packed.vocab_size) for _ in range(args.prompt_tokens)]
         for j in range(args.samples):
-            engine.add(Request(f"{tokens}/{j}", prompt, params))
-        tokens += args.prompt_tokens + args.samples * args.new_tokens
+            engine.add(Request(f"{i}/{j}", prompt, params))
     for _ in generate(engine, []):
         pass
     peak, stated = resident("VmHWM") - before, engine.cache.bytes + engine.workspace
@@ -86,9 +85,9 @@ def main() -> int:
     parser.add_argument("--kv-cache-gb", type=float, default=0.5)
     parser.add_argument("--max-batch", type=int, default=256)
     parser.add_argument("--step-tokens", type=int, default=2048)
-    parser.add_argument("--prompt-tokens", type=int, default=94)
-    parser.add_argument("--samples", type=int, default=8)
-    parser.add_argument("--new-tokens", type=int, default=64)
+    parser.add_argument("--prompt-tokens", type=int, default=200)
+    parser.add_argument("--samples", type=int, default=4)
+    parser.add_argument("--new-tokens", type=int, default=40)
     parser.add_argument("--threads", type=int, default=2)
     result = measure(parser.parse_args())
     print(json.dumps(result))

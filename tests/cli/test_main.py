@@ -11,7 +11,7 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 RECIPE = ROOT / "examples" / "grpo_arithmetic.yaml"
-COMMANDS = ("train", "config", "report", "check", "verify", "doctor")
+COMMANDS = ("train", "config", "report", "check", "verify", "doctor", "generate", "chat")
 
 
 def verl(*args, cwd=ROOT, **environment):

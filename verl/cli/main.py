@@ -12,7 +12,9 @@ import typer
 from typer.core import TyperGroup
 
 from verl import __version__
+from verl.cli.chat import chat
 from verl.cli.doctor import doctor
+from verl.cli.generate import generate
 from verl.errors import ConfigError, VerlError
 
 CONFIG_ERROR, OTHER_ERROR, INTERRUPTED = 2, 1, 130
@@ -182,6 +184,9 @@ def verify(
 
 
 app.command()(doctor)
+app.command()(generate)
+app.command()(chat)
+
 
 if __name__ == "__main__":
     sys.exit(app())

@@ -123,6 +123,22 @@ def _vllm(
 ENGINES: dict[str, EngineFactory] = {"embedded": _embedded, "hf": _hf, "vllm": _vllm}
 
 
+def make_rollout_engine(
+    packed: PackedModel, tokenizer: PreTrainedTokenizerBase, eos_token_ids: tuple[int, ...], options: RolloutOptions
+) -> RolloutEngine:
+    """The engine of these options; a model without a packed forward takes "hf" in the place of "embedded".
+
+    Raises:
+        ConfigError: no engine has that name, or it lacks what the options ask for.
+    """
+    factory = engine_factory(options.name)
+    if factory is _embedded and not packed.supports_packed:
+        factory = _hf
+    if options.batch_invariant and factory is not _embedded:
+        raise ConfigError("batch_invariant is for the embedded engine, which needs a model with a packed forward")
+    return factory(packed, tokenizer, eos_token_ids, options)
+
+
 @dataclass
 class ActorWorker:
     """Generation and training of a policy on the same live tensors.
@@ -148,15 +164,9 @@ class ActorWorker:
         if self.head != "lm":
             raise ConfigError(f"a model with a '{self.head}' head writes no responses")
         if self._rollout_engine is None:
-            packed = self.engine.packed
-            factory = engine_factory(self.rollout.name)
-            if factory is _embedded and not packed.supports_packed:
-                factory = _hf
-            if self.rollout.batch_invariant and factory is not _embedded:
-                raise ConfigError(
-                    "batch_invariant is for the embedded engine, which needs a model with a packed forward"
-                )
-            self._rollout_engine = factory(packed, self.tokenizer, self.eos_token_ids, self.rollout)
+            self._rollout_engine = make_rollout_engine(
+                self.engine.packed, self.tokenizer, self.eos_token_ids, self.rollout
+            )
             self._rollout_engine.load_shards(self.engine.shards(), self.policy_version)
         return self._rollout_engine
 

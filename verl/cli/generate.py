@@ -1,0 +1,246 @@
+"""`verl generate`: prompts from a file in, completions into a file; cut off anywhere, the same command goes on.
+
+While the work goes on, `OUT.part` lies beside the output `OUT`: a line with the settings, then one for each response as
+it finishes. When all are there `OUT` is written in the order of the prompts, and takes its place in one piece.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import time
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from verl.errors import ConfigError, DataError, RolloutError
+
+if TYPE_CHECKING:
+    from verl.batch import Batch
+    from verl.rollout.base import Request, RolloutEngine
+
+# Full batches of requests that the engine is given ahead, so that it never runs dry.
+_AHEAD = 4
+
+
+def generate(
+    model: Annotated[str, typer.Argument(metavar="MODEL", help="Model directory or hub name.", show_default=False)],
+    prompts: Annotated[
+        str,
+        typer.Argument(
+            metavar="PROMPTS",
+            help="JSONL, JSON or Parquet, a directory of them, .txt with a prompt a line, or - (lines from stdin).",
+            show_default=False,
+        ),
+    ],
+    out: Annotated[Path, typer.Argument(metavar="OUT", help="Output, .jsonl or .parquet.", show_default=False)],
+    n: Annotated[int, typer.Option("-n", min=1, help="Responses to each prompt.")] = 1,
+    max_new_tokens: Annotated[int, typer.Option(help="Longest response, in tokens.")] = 256,
+    temperature: Annotated[float, typer.Option(help="0 takes the likeliest token.")] = 1.0,
+    top_k: Annotated[int, typer.Option(help="Among the k likeliest tokens only (0: off).")] = 0,
+    top_p: Annotated[float, typer.Option(help="Within this probability mass only (1: off).")] = 1.0,
+    min_p: Annotated[float, typer.Option(help="Drop tokens below this share of the likeliest (0: off).")] = 0.0,
+    stop: Annotated[list[str] | None, typer.Option(help="Text that ends a response; may be repeated.")] = None,
+    chat: Annotated[bool | None, typer.Option("--chat/--plain", help="Put plain prompts in the chat template.")] = None,
+    system: Annotated[str | None, typer.Option(help="System message that starts each chat.")] = None,
+    prompt_column: Annotated[str | None, typer.Option(help="Column of the prompt (else found by itself).")] = None,
+    limit: Annotated[int | None, typer.Option(min=1, help="Take the first prompts only.")] = None,
+    seed: Annotated[int, typer.Option(help="Fixes the samples.")] = 0,
+    engine: Annotated[str, typer.Option(help="embedded, hf, vllm or FILE.py:CLASS.")] = "embedded",
+    dtype: Annotated[str, typer.Option(help="auto, float32, bfloat16 or float16.")] = "auto",
+    max_num_seqs: Annotated[int, typer.Option(min=1, help="Sequences generated at the same time.")] = 256,
+    kv_cache_gb: Annotated[float | None, typer.Option(help="Memory for keys and values, in GB.")] = None,
+    fresh: Annotated[bool, typer.Option("--fresh", help="Start anew, whatever is there.")] = False,
+) -> None:
+    """Generate responses to the prompts of a file.
+
+    Cut off, the same command goes on where it was. A row of the output holds the prompt's columns and `id`, `response`,
+    `finish` (stop, length; refused, with the reason in `error`), `response_tokens`.
+
+    [bold]Examples[/bold]
+    $ verl generate models/SmolLM2-135M-Instruct prompts.jsonl answers.jsonl --chat --temperature 0
+    $ verl generate models/SmolLM2-135M-Instruct problems.parquet samples.parquet -n 8 --max-new-tokens 512
+    $ echo 'Once upon a time' | verl generate models/SmolLM2-135M-Instruct - story.jsonl
+    """
+    from verl.data.prompts import load_prompts
+    from verl.models.memory import use_one_arena
+    from verl.rollout.base import Request, SamplingParams
+    from verl.workers.actor import RolloutOptions
+
+    use_one_arena()
+    params = SamplingParams(
+        max_new_tokens=max_new_tokens,
+        temperature=temperature,
+        top_k=top_k,
+        top_p=top_p,
+        min_p=min_p,
+        stop=tuple(stop or ()),
+    )
+    data = load_prompts(_source(prompts), prompt_column=prompt_column, system_prompt=system, chat=chat, limit=limit)
+    given = {"model": model, "prompts": data.fingerprint(), "n": n, "seed": seed, "dtype": dtype, "engine": engine}
+    output = _Output(out, json.loads(json.dumps({**given, **asdict(params)})), fresh)
+    rows = {f"{row}/{sample}": row for row in range(len(data)) for sample in range(n)}
+    if missing := [name for name in rows if name not in output.answers]:
+        options = RolloutOptions(engine, max_num_seqs, kv_cache_gb, seed)
+        writer = _Writer(model, dtype, options)
+        tokens = writer.encode(data.batch)
+        requests = (Request(name, tokens[rows[name]], params) for name in missing)
+        for answer in _shown(writer.answers(requests), len(rows), len(rows) - len(missing)):
+            output.add(answer)
+    output.publish(rows, data.batch)
+    typer.echo(out)
+
+
+def _source(prompts: str) -> Any:
+    if prompts == "-":
+        return [line for line in sys.stdin.read().splitlines() if line.strip()]
+    if prompts.endswith(".txt"):
+        try:
+            lines = Path(prompts).read_text(encoding="utf-8").splitlines()
+        except (OSError, UnicodeDecodeError) as error:
+            raise DataError(f"{prompts} cannot be read: {error}") from error
+        return [line for line in lines if line.strip()]
+    return prompts
+
+
+class _Writer:
+    """A model and its engine, made when there is something to write."""
+
+    def __init__(self, model: str, dtype: str, options: Any) -> None:
+        from verl.models.loading import eos_token_ids, load_model, load_tokenizer
+        from verl.models.packed import PackedModel
+        from verl.models.shards import model_shards
+        from verl.workers.actor import make_rollout_engine
+
+        loaded = load_model(model, dtype=dtype)
+        self.tokenizer = load_tokenizer(model)
+        self.engine: RolloutEngine = make_rollout_engine(
+            PackedModel(loaded), self.tokenizer, eos_token_ids(loaded, self.tokenizer), options
+        )
+        self.engine.load_shards(model_shards(loaded), 0)  # an engine with a copy of its own takes the weights so
+        self._ahead = _AHEAD * options.max_num_seqs
+
+    def encode(self, prompts: Batch) -> list[list[int]]:
+        from verl.data.tokenize import encode_prompts
+
+        return encode_prompts(self.tokenizer, prompts)
+
+    def answers(self, requests: Iterator[Request]) -> Iterator[dict[str, Any]]:
+        """A row for each request, as they finish."""
+        waiting = True
+        while waiting or self.engine.unfinished:
+            while waiting and self.engine.unfinished < self._ahead:
+                request = next(requests, None)
+                waiting = request is not None
+                if request is not None:
+                    try:
+                        self.engine.add(request)
+                    except RolloutError as error:
+                        yield _answer(request.id, None, "refused", [], str(error))
+            for sample in self.engine.step():
+                text = sample.text
+                if text is None:
+                    text = str(self.tokenizer.decode(sample.tokens, skip_special_tokens=True))
+                yield _answer(sample.id, text, sample.finish, sample.tokens, None)
+
+
+def _answer(name: str, text: str | None, finish: str, tokens: list[int], error: str | None) -> dict[str, Any]:
+    return {"id": name, "response": text, "finish": finish, "response_tokens": tokens, "error": error}
+
+
+def _shown(answers: Iterable[dict[str, Any]], total: int, done: int) -> Iterator[dict[str, Any]]:
+    """The answers as they come, with their progress on a terminal's standard error and a line at the end."""
+    from rich.console import Console
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+    columns = (BarColumn(), MofNCompleteColumn(), TextColumn("{task.fields[speed]}"), TimeRemainingColumn())
+    start, tokens, speed = time.monotonic(), 0, ""
+    with Progress(*columns, console=Console(stderr=True), disable=not sys.stderr.isatty()) as progress:
+        task = progress.add_task("", total=total, completed=done, speed="")
+        for answer in answers:
+            tokens += len(answer["response_tokens"])
+            done += 1
+            speed = f"{tokens / max(time.monotonic() - start, 1e-9):,.0f} tokens/s"
+            progress.update(task, completed=done, speed=speed)
+            yield answer
+    typer.echo(f"{done} of {total} responses are there; {tokens:,} tokens now, {speed}", err=True)
+
+
+class _Output:
+    """The file to be, and the answers that are there already.
+
+    Raises:
+        ConfigError: the file is there, or was begun with other settings, or is of another kind.
+    """
+
+    def __init__(self, out: Path, settings: Mapping[str, Any], fresh: bool) -> None:
+        if out.suffix not in (".jsonl", ".parquet"):
+            raise ConfigError(f"{out}: the output must be .jsonl or .parquet")
+        self._out, self._part = out, out.with_name(f"{out.name}.part")
+        if fresh:
+            out.unlink(missing_ok=True)
+            self._part.unlink(missing_ok=True)
+        elif out.exists():
+            raise ConfigError(f"{out} is there and complete: give another name, or --fresh to write it anew")
+        out.parent.mkdir(parents=True, exist_ok=True)
+        self.answers: dict[str, dict[str, Any]] = {}
+        lines = self._whole_lines()
+        if lines:
+            self._check(lines[0], settings)
+            self.answers = {answer["id"]: answer for answer in lines[1:]}
+        self._file = self._part.open("a", buffering=1, encoding="utf-8")
+        if not lines:
+            self.add(dict(settings))
+
+    def add(self, answer: dict[str, Any]) -> None:
+        if "id" in answer:
+            self.answers[answer["id"]] = answer
+        self._file.write(json.dumps(answer) + "\n")
+
+    def publish(self, order: Mapping[str, int], prompts: Batch) -> None:
+        """Write the answers in this order, each behind its prompt's columns; the part file goes."""
+        self._file.close()
+        columns = list(prompts.rows())
+        rows = [_merged(columns[row], self.answers[name]) for name, row in order.items()]
+        scratch = self._out.with_name(f"{self._out.name}.new")
+        if self._out.suffix == ".parquet":
+            import pyarrow as pa
+            import pyarrow.parquet as pq
+
+            pq.write_table(pa.Table.from_pylist(rows), scratch)
+        else:
+            scratch.write_text("".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows), encoding="utf-8")
+        os.replace(scratch, self._out)
+        self._part.unlink()
+
+    def _whole_lines(self) -> list[dict[str, Any]]:
+        """What was written before; a line that was cut off is cut away."""
+        if not self._part.exists():
+            return []
+        content = self._part.read_bytes()
+        whole = content[: content.rfind(b"\n") + 1]
+        if len(whole) < len(content):
+            os.truncate(self._part, len(whole))
+        try:
+            return [json.loads(line) for line in whole.splitlines()]
+        except ValueError as error:
+            raise DataError(f"{self._part} is damaged ({error}): start anew with --fresh") from error
+
+    def _check(self, before: Mapping[str, Any], now: Mapping[str, Any]) -> None:
+        other = [f"{key}={before.get(key)} (now {value})" for key, value in now.items() if before.get(key) != value]
+        if other:
+            raise ConfigError(
+                f"{self._part} was begun with {', '.join(other)}: give the same settings to go on, or --fresh"
+            )
+
+
+def _merged(prompt: Mapping[str, Any], answer: Mapping[str, Any]) -> dict[str, Any]:
+    """A prompt's columns, then the answer; columns of the prompt that have an answer's name step aside."""
+    columns = {f"user.{key}" if key in answer else key: value for key, value in prompt.items()}
+    if columns.get("messages") is not None:
+        columns["messages"] = json.loads(columns["messages"])
+    return {**columns, **answer}
