@@ -10,12 +10,12 @@ step the objective is measured on held-out problems:
     reward        a sampled answer is right (algorithms that sample)
     preference    the right answer is more probable than a wrong one, or scores higher (pairs, labels, reward models)
     likelihood    log-probability of the right answer (demonstrations)
-    safety        minus the cost of a sampled answer, which is 1 if it names 7, 8 or 9 (algorithms with a constraint)
 
 An algorithm has learned if in every seed the mean over the last tenth of the steps is at least three standard errors
 above that of the first tenth, and above the last tenth of the same run with learning rate 0. Of an algorithm with a
-constraint two more things are asked: its mean cost over the last fifth is at most one standard error above the limit,
-and without the constraint (the multiplier held at 0) it is above the limit.
+constraint two more things are asked, the cost of an answer being 1 if it names 7, 8 or 9: its mean over the last fifth
+is at most one standard error above the limit, and above the limit without the constraint (the multiplier held at 0).
+The base model's is above it too.
 
 A run takes some seconds on one thread. Its result is a JSON file in the output folder, which is not made again.
 """
@@ -46,7 +46,7 @@ import verl
 from verl.algorithms import algorithm_names, make_algorithm
 
 WORDS = ["<end>", "<unknown>", "=", *map(str, range(10))]
-COST_LIMIT = 0.1
+COST_LIMIT = 0.2
 HELD_OUT = 96
 CONTROL, UNCONSTRAINED = "control", "unconstrained"
 
@@ -71,6 +71,8 @@ class Curve:
 
     objective: str
     values: list[list[float]]
+    costs: list[float]
+    """The mean cost of the step's samples, of an algorithm with a constraint."""
     seconds: float
 
     def part(self, begin: float, end: float) -> list[float]:
@@ -196,11 +198,12 @@ def run(name: str, seed: int, control: str, base: Path) -> Curve:
         rows = recorded(kind_of(algorithm), 1000 + seed, held_out=False, count=32 * settings.steps)
         loader = verl.OfflineDatasetLoader(rows, actor.tokenizer, batch_size=32, seed=seed)
         batches = lambda: next(loader)  # noqa: E731
-    began, values = time.perf_counter(), []
+    began, values, costs = time.perf_counter(), [], []
     for step in range(settings.steps):
-        trainer.step(batches())
+        record = trainer.step(batches())
         values.append(measure(step))
-    return Curve(objective, values, time.perf_counter() - began)
+        costs += [record["cost/mean"]] if "cost/mean" in record else []
+    return Curve(objective, values, costs, time.perf_counter() - began)
 
 
 def _without_constraint(control: str) -> dict[str, Any]:
@@ -215,8 +218,6 @@ def _objective(trainer: verl.Trainer, seed: int) -> tuple[str, Callable[[int], l
     def sampled(step: int) -> list[str]:
         return list(actor.generate_sequences(tests, key=f"test{seed}.{step}")["response"])
 
-    if "cost" in algorithm.roles:
-        return "safety", lambda step: [-cost for cost in large(sampled(step))]
     if algorithm.online:
         return "reward", lambda step: right(sampled(step), tests)
     kind = kind_of(algorithm)
@@ -274,7 +275,7 @@ def judge(curve: Curve, control: Curve, unconstrained: Curve | None = None) -> V
     )
     verdict.learned = min(verdict.above_first, verdict.above_control) >= 3
     if unconstrained is not None:
-        costs, free = ([-value for value in c.part(0.8, 1)] for c in (curve, unconstrained))
+        costs, free = (c.costs[-(len(c.costs) // 5) :] for c in (curve, unconstrained))
         error = (statistics.pvariance(costs) / len(costs)) ** 0.5
         kept = statistics.fmean(costs) <= COST_LIMIT + error
         verdict.constraint = f"cost {statistics.fmean(costs):.3f}, without constraint {statistics.fmean(free):.3f}"
