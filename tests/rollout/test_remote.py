@@ -13,6 +13,7 @@ from tests.conftest import Plain
 from verl.errors import ConfigError, RolloutError
 from verl.models.shards import model_shards
 from verl.rollout.base import Request, Sample, SamplingParams, generate
+from verl.rollout.grammar import Grammar
 from verl.rollout.remote import ServerEngine
 from verl.rollout.servers import NoServerError, ServerPool
 
@@ -152,3 +153,8 @@ def test_addresses_are_checked() -> None:
     for urls in ([], "host:8000", ["http://a/x", "http://b/y"]):
         with pytest.raises(ConfigError, match="http://host:8000"):
             ServerPool(urls)
+
+
+def test_a_grammar_is_refused(serve: Callable[..., Plain]) -> None:
+    with pytest.raises(RolloutError, match="'x' has a grammar"):
+        engine(serve(1)).add(Request("x", [20, 30], PARAMS, grammar=Grammar.regex("a")))

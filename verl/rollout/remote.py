@@ -76,6 +76,11 @@ class RemoteEngine:
             raise RolloutError(f"request '{request.id}' is already being answered: ids must differ")
         if request.processors or request.guard is not None:
             raise RolloutError(f"request '{request.id}' has logits processors or a guard, which do not travel")
+        if request.grammar is not None:
+            raise RolloutError(
+                f"request '{request.id}' has a grammar: the log-probs that come back would be of its mask, not the "
+                "trainer's; use the engine embedded, hf or vllm (in process)"
+            )
         check_prompt(request.id, list(request.prompt_tokens), self._vocab_size, self._max_length)
         future = self._submit(self._answer(request))
         self._asked[request.id] = future

@@ -309,7 +309,7 @@ def sampling_arguments(request: Request, seed: int, eos_token_ids: Sequence[int]
         "ignore_eos": True,  # the ends are those listed: transformers' and vLLM's ideas of them differ
         "logprobs": 0,
         "detokenize": bool(params.stop),
-        "structured_outputs": None if request.grammar is None else {request.grammar.kind: request.grammar.text},
+        **({"structured_outputs": {request.grammar.kind: request.grammar.text}} if request.grammar else {}),
     }
 
 
