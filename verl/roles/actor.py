@@ -19,6 +19,7 @@ from verl.data.tokenize import PromptTokenizer
 from verl.errors import ConfigError, ModelError, nearest
 from verl.models.heads import ValueModel
 from verl.models.loading import eos_token_ids, find_tokenizer, load_model, load_tokenizer
+from verl.models.wrapped import unwrapped
 from verl.roles.columns import add_rewards, aligned
 from verl.rollout.base import SamplingParams
 from verl.rollout.episode import Episode
@@ -48,7 +49,8 @@ class Actor:
 
     Args:
         model: a causal language model of transformers (or a `ValueModel`, to go on with a score head), or the name or
-            directory of one.
+            directory of one. From one under `FullyShardedDataParallel` or `fully_shard`, in a job of one rank, a plain
+            copy is made and trained, in our own layout (see `verl.models.wrapped`): read the result from `Actor.model`.
         tokenizer: a tokenizer, or its name or directory; left out, the one beside the model.
         strategy: the training layout: "single", "fsdp" or "ddp". One process is one rank, which all of them give the
             whole model.
@@ -120,7 +122,7 @@ class Actor:
             kind: Literal["causal", "score"] = "causal" if head == "lm" else "score"
             loaded: Any = load_model(model, dtype=dtype, kind=kind, trust_remote_code=trust_remote_code)
         else:
-            loaded = model if isinstance(model, ValueModel) else _unwrapped(model)
+            loaded = model if isinstance(model, ValueModel) else _language_model(model)
         # A score model stands in a language model's place: all but its engine read only what both have.
         self.model: PreTrainedModel = loaded if head == "lm" else _score_model(loaded)
         self.tokenizer = _tokenizer(tokenizer, self.model, model)
@@ -365,15 +367,13 @@ def _score_model(model: Any) -> Any:
     return ValueModel(scored.backbone, (torch.zeros_like(scored.score.weight), None))
 
 
-def _unwrapped(model: Any) -> PreTrainedModel:
-    """The model itself, if it is one that can be trained here.
+def _language_model(model: Any) -> PreTrainedModel:
+    """The model without a caller's wrapper, if it is one that can be trained here.
 
     Raises:
-        ModelError: it is wrapped for a layout of several ranks, or no model of transformers.
+        ModelError: its wrapper cannot be taken off, or it is no model of transformers.
     """
-    kind = type(model).__name__
-    if kind.startswith("FSDP") or kind in ("FullyShardedDataParallel", "DistributedDataParallel"):
-        raise ModelError(f"the model is wrapped as {kind}; in one process give the model itself")
+    model = unwrapped(model)
     if not hasattr(model, "config") or not hasattr(model, "get_output_embeddings"):
-        raise ModelError(f"{kind} is no language model of transformers: give an AutoModelForCausalLM")
+        raise ModelError(f"{type(model).__name__} is no language model of transformers: give an AutoModelForCausalLM")
     return model  # type: ignore[no-any-return]

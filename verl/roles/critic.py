@@ -11,6 +11,7 @@ from verl.controller.local import LocalGroup
 from verl.data.alignment import CharacterAlignment
 from verl.models.heads import ValueModel
 from verl.models.loading import load_model, load_tokenizer
+from verl.models.wrapped import unwrapped
 from verl.roles.actor import as_optim
 from verl.roles.columns import add_rewards
 from verl.shard import Shard
@@ -31,7 +32,8 @@ class Critic:
     at the position of the token's first character (the returns travel the other way likewise).
 
     Args:
-        model: a model of transformers, whose backbone gets a value head, or the name or directory of one.
+        model: a model of transformers, whose backbone gets a value head, or the name or directory of one; wrapped for
+            sharded training, as of `Actor`.
         tokenizer: the critic's own; None: it reads the actor's token ids.
         actor_tokenizer: the actor's, needed only when `tokenizer` differs from it.
         algorithm: supplies the value loss and the returns of `update`; None: PPO's.
@@ -63,7 +65,7 @@ class Critic:
         if isinstance(model, str):
             self.model = load_model(model, dtype=dtype, kind="value", trust_remote_code=trust_remote_code)
         else:
-            self.model = model if isinstance(model, ValueModel) else ValueModel.from_model(model)
+            self.model = model if isinstance(model, ValueModel) else ValueModel.from_model(unwrapped(model))
         self.algorithm = value_algorithm() if algorithm is None else make_algorithm(algorithm)
         self.plan = UpdatePlan(mini_batch_size, epochs, seed=seed)
         self.tokenizer = load_tokenizer(tokenizer) if isinstance(tokenizer, str) else tokenizer

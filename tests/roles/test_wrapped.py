@@ -1,0 +1,106 @@
+"""Models that the caller has wrapped for sharded training, in a real job of gloo ranks: this file is its own script."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
+from torch.distributed.fsdp.wrap import ModuleWrapPolicy
+from transformers import AutoModelForCausalLM
+from transformers.models.llama.modeling_llama import LlamaDecoderLayer
+
+import verl
+from verl.errors import ConfigError, ModelError
+
+PROMPTS = ["Hello", "Good day"]
+
+
+def wrapped(path: str, how: str) -> torch.nn.Module:
+    model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float64)
+    model.model.embed_tokens.requires_grad_(how != "fsdp1-orig")  # use_orig_params takes frozen weights
+    if how == "fsdp2":
+        mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+        for layer in model.model.layers:
+            fully_shard(layer, mesh=mesh)
+        return fully_shard(model, mesh=mesh)
+    policy = ModuleWrapPolicy({LlamaDecoderLayer})
+    cpu = torch.device("cpu")
+    return FullyShardedDataParallel(model, auto_wrap_policy=policy, use_orig_params=how == "fsdp1-orig", device_id=cpu)
+
+
+def trained(path: str, how: str) -> dict[str, float | bool | str]:
+    """How far log-probs are from those of the bare model, and what a step of a trainer does."""
+    bare = verl.Actor(path, dtype="float64", sampling=verl.SamplingParams(max_new_tokens=6), optim={"lr": 1e-2})
+    model = wrapped(path, how)
+    before = {name: weight.clone() for name, weight in model.state_dict().items()}
+    actor = verl.Actor(model=model, sampling=bare.sampling, optim={"lr": 1e-2})
+    sequences = bare.generate_sequences(PROMPTS, n=2, key="k")
+    own = actor.compute_log_probs(sequences).tensor("log_probs")
+    metrics = verl.Trainer(actor, None, lambda responses: [float(len(r)) for r in responses], n=2).step(PROMPTS)
+    after = model.state_dict()
+    embedding = actor.model.get_input_embeddings().weight
+    return {
+        "type": type(actor.model).__name__,
+        "off": float((own - bare.compute_log_probs(sequences).tensor("log_probs")).abs().max()),
+        "grad_norm": metrics["grad_norm/actor"],
+        "embedding is trained": embedding.requires_grad,
+        "learnt": float((actor.compute_log_probs(sequences).tensor("log_probs") - own).abs().max()),
+        "wrapped stays": all(bool((before[name] == after[name]).all()) for name in before),
+        "own optimizer": refusal(model),
+    }
+
+
+def refusal(model: torch.nn.Module) -> str:
+    try:
+        verl.Actor(model=model, optim=torch.optim.SGD(model.parameters(), lr=0.1)).compute_log_probs(
+            verl.Batch.from_columns({"prompt_tokens": [[5, 6]], "response_tokens": [[7]]})
+        )
+    except (ConfigError, ModelError) as error:
+        return str(error)
+    return ""
+
+
+def run(path: Path, ways: list[str], ranks: int) -> list[dict[str, Any]]:
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={ranks}", __file__]
+    env = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(sys.path)}
+    done = subprocess.run([*command, str(path), *ways], env=env, capture_output=True, text=True, timeout=600)
+    assert done.returncode == 0, done.stderr[-3000:]
+    return [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
+
+
+def test_a_wrapped_model_is_trained_as_the_bare_one(tiny: Path) -> None:
+    ways = ["fsdp1-orig", "fsdp1-flat", "fsdp2"]
+    for how, found in zip(ways, run(tiny, ways, ranks=1), strict=True):
+        assert found["type"] == "LlamaForCausalLM"
+        assert found["off"] < 1e-12, how
+        assert found["grad_norm"] > 0
+        assert found["embedding is trained"] == (how != "fsdp1-orig")
+        assert found["learnt"] > 1e-4
+        assert found["wrapped stays"], how
+        assert "the optimizer holds" in found["own optimizer"], how
+
+
+@pytest.mark.slow
+def test_a_model_sharded_over_ranks_is_refused_by_name(tiny: Path) -> None:
+    found = run(tiny, ["refusal", "fsdp1-orig", "fsdp2"], ranks=2)
+    assert len(found) == 4
+    assert all("wrapped for 2 ranks" in answer["error"] for answer in found)
+
+
+if __name__ == "__main__":
+    dist.init_process_group("gloo")
+    path, *ways = sys.argv[1:]
+    if ways[0] == "refusal":
+        print(*(json.dumps({"error": refusal(wrapped(path, how))}) for how in ways[1:]), sep="\n", flush=True)
+    else:
+        print(*(json.dumps(trained(path, how)) for how in ways), sep="\n", flush=True)
+    dist.destroy_process_group()

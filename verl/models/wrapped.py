@@ -1,0 +1,92 @@
+"""A plain model out of one that its caller has wrapped for sharded training."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from verl.errors import CheckpointError, ModelError
+from verl.models.shards import load_model_shards
+from verl.shard import Shard
+
+# What wrappers put into the names of the parameters below them.
+_INFIXES = ("_fsdp_wrapped_module.", "_checkpoint_wrapped_module.")
+
+
+def unwrapped(model: Any) -> Any:
+    """The model itself; of one under `FullyShardedDataParallel` (either `use_orig_params`, layers wrapped or not) or
+    `fully_shard` a plain copy with the same class, configuration, weights, dtypes and frozen weights.
+
+    The copy is trained in this project's own layout: the wrapped model does not change, and an optimizer over its
+    parameters does not fit the copy.
+
+    Raises:
+        ModelError: the model is sharded over several ranks, is under `DistributedDataParallel`, or is not the model
+            that its configuration says.
+    """
+    if isinstance(model, nn.parallel.DistributedDataParallel):
+        raise ModelError("the model is wrapped as DistributedDataParallel: give its .module")
+    # A model under either wrapper has brought torch.distributed along: nobody else waits for its import.
+    if not isinstance(model, nn.Module) or not dist.is_available() or not dist.is_initialized():
+        return model
+    from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
+
+    modules = [*model.modules()]
+    if not any(isinstance(module, FullyShardedDataParallel | FSDPModule) for module in modules):
+        return model
+    if dist.get_world_size() > 1:
+        raise ModelError(
+            f"the model is wrapped for {dist.get_world_size()} ranks, and training takes one process: give the model "
+            "before it is wrapped, or wrap it in a job of one rank"
+        )
+    inner = model.module if isinstance(model, FullyShardedDataParallel) else model
+    # fully_shard gives a module a class of its own, derived from FSDPModule and from the one that it had.
+    cls: Any = next(base for base in type(inner).__mro__ if not issubclass(base, FSDPModule))
+    if not hasattr(cls, "_from_config"):
+        raise ModelError(f"{cls.__name__} is no language model of transformers: give an AutoModelForCausalLM")
+    with _whole(model) as weights, torch.random.fork_rng():
+        plain = cls._from_config(inner.config, dtype=inner.dtype)
+        return _filled(plain, weights, inner)
+
+
+def _filled(plain: Any, weights: dict[str, nn.Parameter], inner: Any) -> Any:
+    for name, weight in plain.named_parameters():
+        if name in weights:  # one that is not there is told below
+            weight.data = weight.data.to(weights[name].device, weights[name].dtype)
+            weight.requires_grad_(weights[name].requires_grad)
+    buffers = {_bare(name): buffer for name, buffer in inner.named_buffers()}
+    for name, buffer in plain.named_buffers():
+        buffer.data = buffers[name].detach().clone()
+    persistent = {name: buffers[name] for name in plain.state_dict() if name in buffers}
+    try:
+        load_model_shards(plain, (Shard.whole(*item) for item in (weights | persistent).items()))
+    except CheckpointError as error:
+        raise ModelError(f"the wrapped model is not what its configuration says: {error}") from error
+    plain.generation_config = inner.generation_config
+    return plain.eval()
+
+
+@contextmanager
+def _whole(model: nn.Module) -> Iterator[dict[str, Any]]:
+    """Every parameter, whole, by its name without wrappers; tied ones under each name."""
+    from torch.distributed.fsdp import FullyShardedDataParallel
+    from torch.distributed.tensor import DTensor
+
+    def whole(weight: nn.Parameter) -> Tensor:
+        if not isinstance(weight, DTensor):
+            return weight
+        return weight.full_tensor().detach().requires_grad_(weight.requires_grad)
+
+    with FullyShardedDataParallel.summon_full_params(model, writeback=False):
+        yield {_bare(name): whole(weight) for name, weight in model.named_parameters(remove_duplicate=False)}
+
+
+def _bare(name: str) -> str:
+    for infix in _INFIXES:
+        name = name.replace(infix, "")
+    return name
