@@ -49,7 +49,8 @@ class Buffer(Protocol):
 
 
 def make_buffer(kind: str | Buffer, capacity: int, path: str | Path | None = None) -> Buffer:
-    """The buffer `kind`: "memory", "disk" (in the directory `path`), or an instance, which is passed through.
+    """The buffer `kind`: "memory", "disk" (in the directory `path`), "distributed" (`DistributedBuffer`, named by
+    `path`), or an instance, which is passed through.
 
     Raises:
         ConfigError: no such kind, or "disk" without a path.
@@ -62,7 +63,11 @@ def make_buffer(kind: str | Buffer, capacity: int, path: str | Path | None = Non
         if path is None:
             raise ConfigError("a disk buffer needs a directory: give its path")
         return DiskBuffer(path, capacity)
-    raise ConfigError(f"there is no buffer '{kind}': {nearest(kind, ('memory', 'disk'))}")
+    if kind == "distributed":
+        from verl.data.distributed_buffer import DistributedBuffer
+
+        return DistributedBuffer(capacity, str(path or "verl-buffer"))
+    raise ConfigError(f"there is no buffer '{kind}': {nearest(kind, ('memory', 'disk', 'distributed'))}")
 
 
 class MemoryBuffer:

@@ -190,7 +190,7 @@ class AsyncTrainer(Trainer):
             "rollout/staleness": self.actor.policy_version - sum(samples["policy_version"]) / len(samples),
             "rollout/workers": self.pool.size,
             "rollout/tokens": self._tokens,
-            "rollout/tokens_per_s": self._tokens / max(busy, 1e-9),
+            "rollout/tokens_per_s": self._tokens / busy if busy else 0.0,
             "time/rollout": busy,
             "response/length": sum(lengths) / len(samples),
             "response/cut": sum(finish == "length" for finish in samples["finish"]) / len(samples),

@@ -14,6 +14,7 @@ from verl.batch import Batch
 from verl.config import Config, RewardConfig, RewardPart, UpdateConfig
 from verl.data.loader import PromptLoader
 from verl.data.offline import OfflineDatasetLoader, is_recorded
+from verl.data.prefetch import Loader, Prefetch
 from verl.data.prompts import PromptDataset, PromptStream, check_disjoint, load_prompts
 from verl.data.tokenize import tokenize_prompts
 from verl.errors import ConfigError, DataError
@@ -39,7 +40,7 @@ class RunData:
     `held_out` is problems to sample and score, or recorded rows whose loss is measured; None: no evaluation.
     """
 
-    train: PromptLoader | OfflineDatasetLoader
+    train: Loader[Batch]
     held_out: PromptDataset | Batch | None
     notes: list[str]
 
@@ -190,7 +191,7 @@ def _prompt_data(config: Config, actor: Actor) -> RunData:
     train, notes = _load(config, data.train, actor)
     loader = PromptLoader(train, data.batch_size, seed=config.trainer.seed, shuffle=data.shuffle or None)
     if data.eval is None:
-        return RunData(loader, None, notes)
+        return RunData(Prefetch(loader), None, notes)
     held_out, more = _load(config, data.eval, actor)
     notes += more
     if isinstance(held_out, PromptStream):
@@ -199,13 +200,13 @@ def _prompt_data(config: Config, actor: Actor) -> RunData:
         held_out, overlap = check_disjoint(train, held_out)
         if overlap:
             notes.append(f"{overlap} held-out prompts occur in training and were left out")
-    return RunData(loader, held_out, notes)
+    return RunData(Prefetch(loader), held_out, notes)
 
 
 def _recorded_data(config: Config, algorithm: BaseAlgorithm, actor: Actor, train: OfflineDatasetLoader) -> RunData:
     notes = _tokenize(config, train, actor, "train")
     if config.data.eval is None:
-        return RunData(train, None, notes)
+        return RunData(Prefetch(train), None, notes)
     problems: PromptDataset | PromptStream | None = None
     if algorithm.online:  # it learns from recorded responses, and is judged by its own
         problems, more = _load(config, config.data.eval, actor)
@@ -223,7 +224,7 @@ def _recorded_data(config: Config, algorithm: BaseAlgorithm, actor: Actor, train
     if not all(keep):
         more.append(f"{keep.count(False)} held-out rows have a prompt of the training data and were left out")
     rows = rows.filter(keep)
-    return RunData(train, PromptDataset(rows, problems.name) if problems else rows, notes + more)
+    return RunData(Prefetch(train), PromptDataset(rows, problems.name) if problems else rows, notes + more)
 
 
 def check_memory(config: Config, algorithm: BaseAlgorithm, actor: Actor) -> None:

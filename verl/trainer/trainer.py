@@ -50,9 +50,9 @@ class Trainer:
         cost: likewise, what the algorithm keeps below a limit; for algorithms with that role.
         algorithm: a name, class or instance; None: the default of `make_algorithm`.
         n: samples a prompt; None: what suits the algorithm (`BaseAlgorithm.samples_per_prompt`).
-        buffer: "memory", "disk", or an instance.
+        buffer: "memory", "disk", "distributed" (shared on a Ray cluster), or an instance.
         buffer_size: its capacity in samples; None: unbounded.
-        buffer_dir: where a disk buffer lies.
+        buffer_dir: where a disk buffer lies; the name of a distributed one.
         update_freq: an update each time so many new samples have arrived; None: every step.
         max_resamples: further rollouts in one step for prompts whose samples the algorithm rejects.
         max_skipped_updates: updates in a row that may be skipped for non-finite numbers before the run ends.

@@ -1,0 +1,130 @@
+"""A buffer that the workers of several nodes share: one actor owns the samples, as Ray objects, and knows their order.
+
+They outlive the process that added them, and are gone with the actor's node; `state()` in a checkpoint is what brings
+them back. Who drains gets references, and takes the samples from the object store.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from typing import Any
+
+from verl.batch import Batch
+from verl.errors import ClusterError, ConfigError, DataError
+
+#: Seconds that the ledger's actor or the samples of a node may take to answer.
+DEADLINE = 60.0
+
+
+class DistributedBuffer:
+    """See `Buffer`. Every process of a Ray cluster that names the same buffer has the same one.
+
+    Args:
+        capacity: samples; that of the process which made it holds.
+        name: in the cluster's namespace.
+
+    Raises:
+        ConfigError: Ray is not installed, or not running in this process.
+    """
+
+    def __init__(self, capacity: int, name: str = "verl-buffer") -> None:
+        try:
+            import ray
+        except ImportError:
+            raise ConfigError("a distributed buffer takes Ray: pip install 'verl[ray]'") from None
+        if not ray.is_initialized():
+            raise ConfigError("a distributed buffer takes a Ray cluster: call ray.init() first")
+        if capacity < 1:
+            raise ConfigError(f"a buffer's capacity is at least one sample, not {capacity}")
+        self._ray = ray
+        made = ray.remote(_Ledger).options(name=name, namespace="verl", get_if_exists=True, num_cpus=0)
+        self._ledger: Any = made.remote(capacity)
+        self.capacity: int = self._ask("capacity")
+
+    @property
+    def room(self) -> int:
+        return self.capacity - len(self)
+
+    def __len__(self) -> int:
+        return int(self._ask("size"))
+
+    def add(self, batch: Batch) -> None:
+        if len(batch) and not self._ask("add", *self._stored(batch)):
+            raise DataError(
+                f"{len(batch)} samples do not fit: {len(self)} of {self.capacity} places are taken. "
+                "Drain first, or raise buffer_size"
+            )
+
+    def drain(self, count: int | None = None) -> Batch:
+        if count is not None and count < 0:
+            raise DataError(f"a buffer cannot give out {count} samples")
+        return self._fetched(self._ask("drain", count))
+
+    def state(self) -> Batch:
+        return self._fetched(self._ask("parts"))
+
+    def load_state(self, batch: Batch) -> None:
+        if len(batch) > self.capacity:
+            raise DataError(f"{len(batch)} saved samples do not fit a buffer of {self.capacity}: raise buffer_size")
+        self._ask("replace", *self._stored(batch))
+
+    def _stored(self, batch: Batch) -> tuple[bytes, int]:
+        return batch.to_ipc(), len(batch)
+
+    def _fetched(self, parts: list[tuple[Any, int, int]]) -> Batch:
+        data = self._get([reference for reference, _, _ in parts])
+        return Batch.concat(
+            Batch.from_ipc(held).slice(start, count) for held, (_, start, count) in zip(data, parts, strict=True)
+        )
+
+    def _ask(self, verb: str, *args: Any) -> Any:
+        return self._get(getattr(self._ledger, verb).remote(*args))
+
+    def _get(self, references: Any) -> Any:
+        try:
+            return self._ray.get(references, timeout=DEADLINE)
+        except self._ray.exceptions.RayError as error:
+            raise ClusterError(
+                f"the distributed buffer does not answer, or its samples' node is gone: {error}"
+            ) from error
+
+
+class _Ledger:
+    """Which samples wait, in their order: (reference, first row, rows). One call at a time, so all or nothing."""
+
+    def __init__(self, capacity: int) -> None:
+        import ray
+
+        self._put = ray.put
+        self._capacity = capacity
+        self._parts: deque[tuple[Any, int, int]] = deque()
+
+    def capacity(self) -> int:
+        return self._capacity
+
+    def size(self) -> int:
+        return sum(count for _, _, count in self._parts)
+
+    def parts(self) -> list[tuple[Any, int, int]]:
+        return list(self._parts)
+
+    def add(self, data: bytes, count: int) -> bool:
+        if self.size() + count > self._capacity:
+            return False
+        self._parts.append((self._put(data), 0, count))
+        return True
+
+    def drain(self, count: int | None) -> list[tuple[Any, int, int]]:
+        left = self.size() if count is None else min(count, self.size())
+        taken = []
+        while left:
+            reference, start, rows = self._parts.popleft()
+            if rows > left:
+                self._parts.appendleft((reference, start + left, rows - left))
+                rows = left
+            taken.append((reference, start, rows))
+            left -= rows
+        return taken
+
+    def replace(self, data: bytes, count: int) -> None:
+        self._parts = deque([(self._put(data), 0, count)] if count else [])

@@ -1,0 +1,66 @@
+"""The next batch is read while the present one trains."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from queue import SimpleQueue
+from typing import Any, Generic, Protocol, TypeVar
+
+B_co = TypeVar("B_co", covariant=True)
+B = TypeVar("B")
+
+
+class Loader(Protocol[B_co]):
+    """Batches without end, from a place that can be told and gone to."""
+
+    def __iter__(self) -> Iterator[B_co]: ...
+    def __next__(self) -> B_co: ...
+    def state_dict(self) -> dict[str, Any]: ...
+    def load_state_dict(self, state: dict[str, Any]) -> None: ...
+
+
+class Prefetch(Generic[B]):
+    """A loader, one batch ahead in a thread. The batches are the loader's own, and its place is that of the first batch
+    that has not been given out: a batch read ahead of a checkpoint is read again after it."""
+
+    def __init__(self, loader: Loader[B]) -> None:
+        self.loader = loader
+        self._place = loader.state_dict()
+        self._ahead: SimpleQueue[tuple[B, dict[str, Any]] | BaseException] | None = None
+
+    def __iter__(self) -> Iterator[B]:
+        return self
+
+    def __next__(self) -> B:
+        ahead, self._ahead = self._ahead or self._read(), None
+        found = ahead.get()
+        if isinstance(found, BaseException):
+            raise found
+        batch, self._place = found
+        self._ahead = self._read()
+        return batch
+
+    def state_dict(self) -> dict[str, Any]:
+        return self._place
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        if self._ahead is not None:
+            self._ahead.get()
+            self._ahead = None
+        self.loader.load_state_dict(state)
+        self._place = state
+
+    def _read(self) -> SimpleQueue[tuple[B, dict[str, Any]] | BaseException]:
+        result: SimpleQueue[tuple[B, dict[str, Any]] | BaseException] = SimpleQueue()
+
+        def read() -> None:
+            try:
+                batch = next(self.loader)
+                result.put((batch, self.loader.state_dict()))
+            except BaseException as error:  # whoever asks for this batch gets it
+                result.put(error)
+
+        # A daemon: a data source that hangs does not keep the process from ending.
+        threading.Thread(target=read, name="prefetch", daemon=True).start()
+        return result
