@@ -5,6 +5,7 @@ import os
 import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -107,6 +108,7 @@ def test_ctrl_c_ends_with_130(tmp_path):
         [sys.executable, "-m", "verl", "train", str(pipe)], cwd=ROOT, stderr=subprocess.PIPE, text=True
     )
     with pipe.open("w"):  # opens once the command has opened it for reading
+        time.sleep(1)  # and by now it waits in the read, which the signal must interrupt
         process.send_signal(signal.SIGINT)
         _, stderr = process.communicate(timeout=60)
     assert process.returncode == 130
