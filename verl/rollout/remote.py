@@ -11,7 +11,6 @@ import queue
 import threading
 from collections.abc import Coroutine, Iterable, Mapping, Sequence
 from concurrent.futures import Future
-from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
 from verl.errors import RolloutError
@@ -231,15 +230,16 @@ class ServerEngine(RemoteEngine):
 
     async def _path(self) -> str:
         """Where requests go. Of vLLM's servers, "/generate" may be the address in use today."""
-        if self._route is None:
+        if self._route is None and self.pool.path != "/generate":
             self._route = self.pool.path if self.pool.path.endswith("/generate") else "/v1/completions"
-            if self.pool.path == "/generate":
-                with suppress(RolloutError):  # a server without a description
-                    routes = await self.pool.ask(
-                        "/openapi.json", None, lambda answer: set(answer["paths"]), method="GET"
-                    )
-                    self._route = _GENERATE if _GENERATE in routes and self._route not in routes else self._route
-        return self._route
+        for server in self.pool.servers if self._route is None else ():
+            try:
+                routes = (await self.pool.send(server, "/openapi.json", method="GET"))["paths"]
+                self._route = _GENERATE if _GENERATE in routes and "/generate" not in routes else "/generate"
+                break
+            except Exception as error:  # a server without a description, or one that is away
+                logger.debug("%s does not describe itself: %s", server.url, error)
+        return self._route or "/generate"
 
     async def _model(self) -> str:
         if self._served_model is None:
