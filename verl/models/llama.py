@@ -17,11 +17,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
-from torch.nn.functional import linear
 from torch.utils.checkpoint import checkpoint
 
 from verl.models.grad_sums import Embedding, give
-from verl.models.kernels import VECTOR, Kernels, kernels
+from verl.models.kernels import VECTOR, Kernels, kernels, linear
 
 if TYPE_CHECKING:
     from verl.models.packed import AttentionContext, PackedModel

@@ -18,10 +18,9 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
-from torch.nn.functional import linear
 
 from verl.models.grad_sums import grad_sum
-from verl.models.kernels import accumulate, kernels
+from verl.models.kernels import accumulate, kernels, linear
 
 # Elements of one chunk of logits: 64 MB in bf16. Smaller ones starve the matrix products.
 _CHUNK_ELEMENTS = 1 << 25
@@ -213,10 +212,13 @@ def _softmax_rows_backward(
 
 
 def _products(hidden: Tensor, weight: Tensor, bias: Tensor | None, chunk: int) -> Iterator[tuple[slice, Tensor]]:
-    """Chunks of `hidden @ weight.T + bias`."""
-    for start in range(0, hidden.shape[0], chunk):
-        part = slice(start, min(start + chunk, hidden.shape[0]))
-        yield part, linear(hidden[part], weight, bias)
+    """Chunks, about equal, of `hidden @ weight.T + bias`; each takes the place of the one before."""
+    rows = hidden.shape[0]
+    size = -(-rows // max(1, -(-rows // chunk)))
+    space = hidden.new_empty(size, weight.shape[0])
+    for start in range(0, rows, size or 1):
+        part = slice(start, min(start + size, rows))
+        yield part, linear(hidden[part], weight, bias, space[: part.stop - part.start])
 
 
 def _blocks(product: Tensor, dtype: torch.dtype) -> Iterator[tuple[slice, Tensor]]:

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from verl.errors import ConfigError, ModelError, RolloutError
-from verl.models.kernels import kernels
+from verl.models.kernels import kernels, linear
 from verl.models.llama import is_llama_shaped
 from verl.models.memory import available_memory
 from verl.models.packed import PackedModel
@@ -453,10 +453,7 @@ class EmbeddedEngine:
         weight, bias = self.packed.head()
         if len(self._logit_space) < len(states):
             self._logit_space = states.new_empty(self._filled(self.max_batch), len(weight))
-        out = self._logit_space[: len(states)]
-        if bias is None:
-            return torch.mm(states, weight.t(), out=out)
-        return torch.addmm(bias, states, weight.t(), out=out)
+        return linear(states, weight, bias, self._logit_space[: len(states)])
 
     def _leave(self, sequence: _Sequence) -> None:
         """Take a response out of the running ones; its prompt goes with the last of them."""

@@ -12,9 +12,9 @@ from dataclasses import dataclass, fields
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from verl.models.kernels import Kernels, kernels
+from verl.models.kernels import Kernels, kernels, linear
 from verl.models.llama import is_llama_shaped, parts
 from verl.models.packed import AttentionContext, PackedModel
 from verl.rollout.attention import PagedAttention, Plan
@@ -86,17 +86,18 @@ class FusedForward:
         self._kernels.rms_norm(x, delta, norm.weight, norm.variance_epsilon, space.normed)
         heads = []
         for projection, out in ((attention.q_proj, space.q), (attention.k_proj, space.k), (attention.v_proj, space.v)):
-            heads.append(_linear(projection, space.normed, out).unflatten(1, (-1, self._packed.head_dim)))
+            mapped = linear(space.normed, projection.weight, projection.bias, out)
+            heads.append(mapped.unflatten(1, (-1, self._packed.head_dim)))
         self._kernels.rotate(heads[0], cos, sin)
         self._kernels.rotate(heads[1], cos, sin)
         mixed = context.attend(index, heads[0], heads[1], heads[2], *self._calls[index])
-        _linear(attention.o_proj, mixed.flatten(1), space.delta)
+        linear(mixed.flatten(1), attention.o_proj.weight, attention.o_proj.bias, space.delta)
         norm = layer.post_attention_layernorm
         self._kernels.rms_norm(x, space.delta, norm.weight, norm.variance_epsilon, space.normed)
-        _linear(mlp.gate_proj, space.normed, space.gate)
-        _linear(mlp.up_proj, space.normed, space.up)
+        linear(space.normed, mlp.gate_proj.weight, mlp.gate_proj.bias, space.gate)
+        linear(space.normed, mlp.up_proj.weight, mlp.up_proj.bias, space.up)
         self._kernels.silu_mul(space.gate, space.up, space.gate)
-        return _linear(mlp.down_proj, space.gate, space.delta)
+        return linear(space.gate, mlp.down_proj.weight, mlp.down_proj.bias, space.delta)
 
 
 @dataclass(frozen=True)
@@ -125,13 +126,6 @@ class _Space:
     def first(self, tokens: int) -> _Space:
         """The room of the first so many tokens."""
         return _Space(*(getattr(self, field.name)[:tokens] for field in fields(self)))
-
-
-def _linear(module: nn.Linear, x: Tensor, out: Tensor) -> Tensor:
-    bias: Tensor | None = module.bias
-    if bias is None:
-        return torch.mm(x, module.weight.t(), out=out)
-    return torch.addmm(bias, x, module.weight.t(), out=out)
 
 
 class _Recorder:

@@ -181,6 +181,38 @@ def accumulate(total: Tensor, x: Tensor, scale: float, add: bool) -> None:
     compiled.verl_accumulate_bf16(*pointers, count, factor, int(add), torch.get_num_threads())
 
 
+def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, out: Tensor | None = None) -> Tensor:
+    """`x @ weight.T + bias` without a gradient: x `[T, K]`, weight `[N, K]`, bias `[N]`; into `out` `[T, N]` if given.
+
+    In bf16, where the kernel is, a row's result is the same bit for bit beside any other rows.
+    """
+    (rows, inner), columns = x.shape, weight.shape[0]
+    multiply = _linear_bf16() if x.dtype == torch.bfloat16 and x.device.type == "cpu" else None
+    given = (x, weight, bias, out)
+    suits = inner % 32 == 0 and columns % VECTOR == 0 and all(t is None or t.is_contiguous() for t in given)
+    if multiply is None or not suits or weight.dtype != x.dtype:
+        if bias is None:
+            return torch.mm(x, weight.t(), out=out)
+        return torch.addmm(bias, x, weight.t(), out=out)
+    if out is None:
+        out = x.new_empty(rows, columns)
+    pointers = (x.data_ptr(), weight.data_ptr(), _pointer(bias), out.data_ptr())
+    multiply(*pointers, rows, inner, columns, torch.get_num_threads())
+    return out
+
+
+@lru_cache(maxsize=1)
+def _linear_bf16() -> Callable[..., None] | None:
+    """The kernel, on processors that have the instruction."""
+    compiled = library()
+    if compiled is None or not hasattr(compiled, "verl_linear_bf16"):
+        return None
+    multiply = compiled.verl_linear_bf16
+    multiply.argtypes = [*[ctypes.c_void_p] * 4, *[ctypes.c_int64] * 3, ctypes.c_int]
+    multiply.restype = None
+    return multiply
+
+
 def _pointer(tensor: Tensor | None) -> int | None:
     return None if tensor is None else tensor.data_ptr()
 

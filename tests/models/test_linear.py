@@ -1,0 +1,48 @@
+"""The linear map of the compiled kernels against exact sums."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from verl.models.kernels import _linear_bf16, linear
+
+
+@pytest.mark.parametrize("rows", [0, 1, 13, 14, 15, 200])
+@pytest.mark.parametrize(("inner", "columns"), [(32, 16), (96, 48), (576, 192), (40, 24)])
+@pytest.mark.parametrize("biased", [False, True])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_it_is_the_sum(rows: int, inner: int, columns: int, biased: bool, dtype: torch.dtype) -> None:
+    torch.manual_seed(0)
+    x, weight = torch.randn(rows, inner, dtype=dtype), torch.randn(columns, inner, dtype=dtype)
+    bias = torch.randn(columns, dtype=dtype) if biased else None
+    exact = x.double() @ weight.double().t() + (0 if bias is None else bias.double())
+    out = torch.full((rows, columns), torch.nan, dtype=dtype)
+    assert linear(x, weight, bias, out) is out
+    # fp32 sums of `inner` products, then one rounding.
+    scale = (x.double().abs() @ weight.double().abs().t()) * 1e-6 + exact.abs() * torch.finfo(dtype).eps
+    assert bool(((out.double() - exact).abs() <= scale + 1e-6).all())
+    assert torch.equal(linear(x, weight, bias), out)
+
+
+def test_inputs_with_gaps_are_read_as_they_are() -> None:
+    x, weight = torch.randn(20, 128).bfloat16(), torch.randn(64, 64).bfloat16()
+    torch.testing.assert_close(linear(x[:, ::2], weight), linear(x[:, ::2].contiguous(), weight))
+    out = torch.zeros(20, 128, dtype=torch.bfloat16)[:, :64]
+    torch.testing.assert_close(linear(x[:, :64], weight, out=out), linear(x[:, :64].contiguous(), weight))
+
+
+@pytest.mark.skipif(_linear_bf16() is None, reason="this processor multiplies no pairs of bf16")
+@pytest.mark.parametrize("threads", [1, 2])
+def test_a_row_is_the_same_in_any_company(threads: int) -> None:
+    x, weight = torch.randn(70, 576).bfloat16(), torch.randn(208, 576).bfloat16()
+    before = torch.get_num_threads()
+    torch.set_num_threads(threads)
+    try:
+        whole = linear(x, weight)
+        for start, stop in ((0, 1), (3, 20), (69, 70), (10, 70)):
+            assert torch.equal(linear(x[start:stop], weight), whole[start:stop])
+        torch.set_num_threads(1)
+        assert torch.equal(linear(x, weight), whole)
+    finally:
+        torch.set_num_threads(before)
