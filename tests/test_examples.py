@@ -12,6 +12,8 @@ from types import ModuleType
 
 import pytest
 
+from tests import ranks
+
 EXAMPLES = Path(__file__).resolve().parent.parent / "examples"
 
 
@@ -24,19 +26,27 @@ def load(name: str) -> ModuleType:
 
 
 def test_ppo_simple_as_a_script(tmp_path: Path, make_tiny: Callable[..., Path], tiny: Path) -> None:
-    command = [sys.executable, str(EXAMPLES / "ppo_simple.py"), "--num-rollout-workers", "2", "--num_update_workers=1"]
-    command += ["--actor_model", str(make_tiny("gpt2")), "--critic-model", str(tiny), "--steps", "2"]
+    command = [sys.executable, str(EXAMPLES / "ppo_simple.py"), "--actor_model", str(make_tiny("gpt2"))]
+    command += ["--critic-model", str(tiny), "--steps=2"]
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=240)
     assert done.returncode == 0, done.stderr[-3000:]
     assert "step 1  reward" in done.stdout
+    workers = ["--num_rollout_workers", "2", "--num-update-workers", "1"]
+    done = subprocess.run([*command, *workers], cwd=tmp_path, capture_output=True, text=True, timeout=240)
+    assert "placement: 3 slots (cpu:0, cpu:1, cpu:2)" in done.stderr and "torchrun --nproc_per_node=3" in done.stderr
 
 
-def test_shares_of_workers_do_not_change_the_gradient(tiny: Path) -> None:
-    example = load("ppo_simple")
-    common = ["--actor_model", str(tiny), "--steps", "3", "--batch_size", "8", "--lr", "0.01"]
-    once = example.main(common)
-    shared = example.main([*common, "--num_update_workers", "3"])
-    assert once == pytest.approx(shared, abs=1e-6)
+@pytest.mark.slow
+def test_ppo_simple_with_ranks_that_roll_out_and_ranks_that_update(tiny: Path) -> None:
+    common = ["--config-path", "configs/ppo_llama3.yaml", "--actor_model", tiny, "--steps", "2", "--batch_size", "8"]
+    common += ["--max-new-tokens", "8"]
+    alone = ranks.alone(EXAMPLES / "ppo_simple.py", *common).stdout.splitlines()
+    apart = ["--num-rollout-workers", "1", "--num-update-workers", "1"]
+    for placement, picture in ((apart, "cpu:1  ·        0/1"), ([], "cpu:1  1/2")):
+        found = ranks.torchrun(2, EXAMPLES / "ppo_simple.py", *common, *placement).stdout.splitlines()
+        assert picture in found
+        lines = [line.replace("-0.0000", "+0.0000") for line in (*found, *alone) if line.startswith("step")]
+        assert lines[:2] == lines[2:]
 
 
 def test_an_algorithm_of_the_users_own_learns(tiny: Path) -> None:

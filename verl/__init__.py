@@ -25,7 +25,9 @@ _HOMES = {
     "AsyncTrainer": "verl.trainer.asynchronous",
     "BaseAlgorithm": "verl.algorithms",
     "Batch": "verl.batch",
+    "Controller": "verl.controller.controller",
     "Critic": "verl.roles.critic",
+    "DeviceMesh": "verl.controller.placement",
     "HfModelAdapter": "verl.roles.backends",
     "HuggingFaceWorker": "verl.roles.backends",
     "Loss": "verl.training.loss",
@@ -33,6 +35,7 @@ _HOMES = {
     "OfflineDatasetLoader": "verl.data.offline",
     "PPOTrainer": "verl.trainer.trainer",
     "RLDataPipeline": "verl.dataflow.pipeline",
+    "ResourcePool": "verl.controller.placement",
     "Reward": "verl.roles.reward",
     "SamplingParams": "verl.rollout.base",
     "Shard": "verl.shard",
@@ -40,6 +43,8 @@ _HOMES = {
     "Updater": "verl.roles.updater",
     "VLLMActor": "verl.roles.backends",
     "VLLMActorModel": "verl.roles.backends",
+    "WorkerGroup": "verl.controller.group",
+    "is_main": "verl.controller.once",
     "register_algorithm": "verl.algorithms",
     "vLLMAdapter": "verl.roles.backends",
     "vLLMWorker": "verl.roles.backends",
@@ -50,6 +55,10 @@ __all__ = ["__version__", *sorted(_HOMES)]
 if TYPE_CHECKING:
     from verl.algorithms import BaseAlgorithm, register_algorithm
     from verl.batch import Batch
+    from verl.controller.controller import Controller
+    from verl.controller.group import WorkerGroup
+    from verl.controller.once import is_main
+    from verl.controller.placement import DeviceMesh, ResourcePool
     from verl.data.offline import OfflineDatasetLoader
     from verl.dataflow.pipeline import RLDataPipeline
     from verl.roles.actor import Actor

@@ -231,7 +231,7 @@ def _policy_metrics(x: LossInput, terms: PolicyTerms, loss: PolicyLoss) -> dict[
     metrics: dict[str, Tensor | float] = {"policy/kl": -terms.log_ratio.detach().sum() / tokens}
     for name, where in (("policy/clip_fraction", loss.clipped), ("policy/clip_fraction_lower", loss.clipped_lower)):
         if where is not None:
-            metrics[name] = (where & terms.active).sum() / tokens
+            metrics[name] = (where & terms.active).sum(dtype=x.weights.dtype) / tokens
     if x.entropy is not None:
         metrics["policy/entropy"] = torch.where(terms.active, x.entropy.detach(), 0.0).sum() / tokens
     return metrics

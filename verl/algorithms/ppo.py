@@ -29,7 +29,7 @@ def critic_loss(x: LossInput, prefix: str, clip: float | None) -> Loss:
     per_token, clipped = value_loss(values, old, returns, clip)
     tokens = max(x.total_tokens, 1)
     metrics: dict[str, Tensor | float] = {
-        f"{prefix}critic/clip_fraction": (clipped & active).sum() / tokens,
+        f"{prefix}critic/clip_fraction": (clipped & active).sum(dtype=x.weights.dtype) / tokens,
         f"{prefix}critic/value_mean": values.detach().sum() / tokens,
     }
     return Loss(total=(x.weights * per_token).sum(), metrics=metrics)

@@ -416,6 +416,9 @@ class TrainerConfig(Section):
     )
     deadline: Seconds = _free(1800.0, "seconds after which a phase without progress ends the run")
     threads: Count | None = Field(default=None, description="CPU threads (null: as torch chooses)")
+    placement: dict[str, Any] | str | None = _free(
+        None, "role -> slots, such as {rollout: cuda:0, actor: cuda:1-3} (null: all ranks of a torchrun job)"
+    )
 
 
 class Config(Section):

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from functools import partial
 from typing import Any, Generic, TypeVar
+
+from verl.controller.group import noted
+from verl.workers.place import Place, verb_of
 
 W = TypeVar("W")
 
@@ -14,27 +17,22 @@ class LocalGroup(Generic[W]):
     The worker is made at the first verb, not before: a handle is cheap until it is used.
     """
 
-    def __init__(self, role: str, make_worker: Callable[[], W]) -> None:
+    size = 1
+
+    def __init__(self, role: str, recipe: partial[W], device: str | None = None) -> None:
         self.role = role
-        self._make_worker = make_worker
+        self._recipe = recipe
+        self._place = Place(role=role, device=device)
         self._worker: W | None = None
 
     @property
     def worker(self) -> W:
         if self._worker is None:
-            self._worker = self._make_worker()
+            self._worker = self._recipe(place=self._place)
         return self._worker
 
     def call(self, verb: str, *args: Any, **kwargs: Any) -> Any:
         """Run a verb of the worker. An exception keeps its type and says in which role it arose."""
-        try:
+        with noted(f"in role '{self.role}', verb '{verb}'"):
+            verb_of(type(self.worker), verb)
             return getattr(self.worker, verb)(*args, **kwargs)
-        except Exception as error:
-            _note(error, f"in role '{self.role}', verb '{verb}'")
-            raise
-
-
-def _note(error: Exception, text: str) -> None:
-    # Exception.add_note is Python 3.11; 3.10 reads the same attribute from nobody, so it is only set there.
-    if hasattr(error, "add_note"):
-        error.add_note(text)

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import copy
 import logging
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
@@ -13,12 +14,15 @@ from pydantic import ValidationError
 
 from verl.algorithms import BaseAlgorithm, default_algorithm, make_algorithm
 from verl.batch import Batch
-from verl.controller.local import LocalGroup
+from verl.controller.controller import Controller
+from verl.controller.group import WorkerGroup
+from verl.controller.once import on_main
 from verl.data.prompts import load_prompts
 from verl.data.tokenize import PromptTokenizer
 from verl.errors import ConfigError, ModelError, nearest
 from verl.models.heads import ValueModel
 from verl.models.loading import eos_token_ids, find_tokenizer, load_model, load_tokenizer
+from verl.models.portable import PortableModel
 from verl.models.wrapped import unwrapped
 from verl.roles.columns import add_rewards, aligned
 from verl.rollout.base import SamplingParams
@@ -52,8 +56,10 @@ class Actor:
             directory of one. From one under `FullyShardedDataParallel` or `fully_shard`, in a job of one rank, a plain
             copy is made and trained, in our own layout (see `verl.models.wrapped`): read the result from `Actor.model`.
         tokenizer: a tokenizer, or its name or directory; left out, the one beside the model.
-        strategy: the training layout: "single", "fsdp" or "ddp". One process is one rank, which all of them give the
-            whole model.
+        strategy: how the ranks of the actor share its training: "ddp", each has the whole model. "fsdp", each has a
+            part of it, is so far for one rank, which is then the whole.
+        placement: where it runs, see `DeviceMesh`: "cpu:0-1", {"actor": "cuda:0-3", "rollout": "cuda:4-7"}, a
+            `Controller`, or None for this process (under torchrun: all ranks).
         algorithm: what `update` optimises: a name or an instance of an algorithm. None: PPO when `update` is given
             values, else GRPO where every prompt has several samples, else REINFORCE++ (a whitened batch baseline).
         optim: `OptimConfig`, a mapping of its fields, or your own `torch.optim.Optimizer` over the model's parameters.
@@ -82,6 +88,7 @@ class Actor:
         tokenizer: PreTrainedTokenizerBase | str | None = None,
         strategy: str | None = None,
         *,
+        placement: Any = None,
         algorithm: str | BaseAlgorithm | None = None,
         optim: OptimConfig | Mapping[str, Any] | Any = None,
         rollout: str | EngineFactory = "embedded",
@@ -127,37 +134,56 @@ class Actor:
         self.model: PreTrainedModel = loaded if head == "lm" else _score_model(loaded)
         self.tokenizer = _tokenizer(tokenizer, self.model, model)
         _check_vocabulary(self.model, self.tokenizer)
-        options = RolloutOptions(
+        self.rollout_options = RolloutOptions(
             rollout, max_num_seqs, kv_cache_gb, seed, tensor_parallel_size, episode, batch_invariant=batch_invariant
         )
         played = load_episode(episode)
         #: The episode's tools, as chat templates show them; whether it masks what may be sampled.
         self.tools: list[dict[str, Any]] = list(getattr(played, "schemas", ()))
         self.masks = bool(getattr(played, "masks", False))
-        self.group: LocalGroup[ActorWorker] = LocalGroup(
-            "actor",
-            lambda: ActorWorker(
-                self.model,
-                self.tokenizer,
-                eos_token_ids(self.model, self.tokenizer),
-                self.train_options,
-                options,
-                head=head,
-            ),
-        )
+        self.strategy = strategy
         self.reference_model: PreTrainedModel | None = None
-        self._reference: LocalGroup[ReferenceWorker] | None = None
+        #: Updates so far.
+        self.policy_version = 0
+        self._group: WorkerGroup[ActorWorker] | None = None
+        self._reference: WorkerGroup[ReferenceWorker] | None = None
+        self._exact_rollout: bool | None = None
         self._calls = 0
+        self.place(placement)
 
     @classmethod
     def from_pretrained(cls, name: str, **options: Any) -> Actor:
         """The actor over a model of transformers by name or directory; options are those of `Actor`."""
         return cls(name, **options)
 
+    def place(self, placement: Any) -> None:
+        """Run where `placement` says, see `DeviceMesh`.
+
+        Raises:
+            ConfigError: the map cannot be met, or the workers have been made already.
+        """
+        if self._group is not None or self._reference is not None:
+            raise ConfigError("the actor's workers are in place: say where they run before the first verb")
+        self.controller = Controller.of(placement)
+        ranks = len(self.controller.mesh.pool("actor"))
+        if self.strategy in ("fsdp", "single") and ranks > 1:
+            raise ConfigError(f"strategy '{self.strategy}' trains on one rank, and the actor has {ranks}: use 'ddp'")
+
     @property
-    def policy_version(self) -> int:
-        """Updates so far."""
-        return self.group.worker.policy_version
+    def group(self) -> WorkerGroup[ActorWorker]:
+        """The workers; made when they are first needed."""
+        if self._group is None:
+            recipe = partial(
+                ActorWorker,
+                PortableModel(self.model),
+                self.tokenizer,
+                eos_token_ids(self.model, self.tokenizer),
+                self.train_options,
+                self.rollout_options,
+                head=self.head,
+            )
+            self._group = self.controller.group("actor", recipe)
+        return self._group
 
     def prompts(self, prompts: Any, key: str | None = None) -> Batch:
         """Prompts as a batch with `prompt_tokens`, `group` and `id`.
@@ -227,7 +253,9 @@ class Actor:
         """Column `ref_log_probs`: the same under the reference policy, the actor as it was when
         `make_reference` was called, or at the first call of this verb."""
         self.make_reference()
-        assert self._reference is not None
+        if self._reference is None:
+            recipe = partial(ReferenceWorker, PortableModel(self.reference_model), self.train_options)
+            self._reference = self.controller.group("reference", recipe)
         return self._reference.call("log_probs", sequences, self.plan.temperature)  # type: ignore[no-any-return]
 
     def make_reference(self, model: PreTrainedModel | None = None) -> None:
@@ -236,7 +264,7 @@ class Actor:
         Raises:
             ModelError: the actor has been trained already, so its first weights are gone.
         """
-        if self._reference is not None:
+        if self.reference_model is not None:
             return
         if model is None and self.policy_version > 0:
             raise ModelError(
@@ -245,7 +273,6 @@ class Actor:
             )
         frozen = model if model is not None else copy.deepcopy(self.model)
         self.reference_model = frozen
-        self._reference = LocalGroup("reference", lambda: ReferenceWorker(frozen, self.train_options))
 
     def update(self, sequences: Batch, rewards: Any, values: Any = None) -> dict[str, float]:
         """One update from scored sequences.
@@ -275,8 +302,13 @@ class Actor:
         """Whether the log-probs before the update must be computed: not for one step on the policy's own samples,
         where they are the detached log-probs of that step, unless the engine that sampled has other numbers."""
         return algorithm.needs_log_probs or (
-            algorithm.needs_old_log_probs and not (self._is_one_step(batch) and self.group.worker.exact_rollout)
+            algorithm.needs_old_log_probs and not (self._is_one_step(batch) and self._rolls_out_exactly())
         )
+
+    def _rolls_out_exactly(self) -> bool:
+        if self._exact_rollout is None:
+            self._exact_rollout = bool(self.group.call("exact_rollout"))
+        return self._exact_rollout
 
     def _is_one_step(self, batch: Batch) -> bool:
         versions = set(batch["policy_version"]) if "policy_version" in batch else {None}
@@ -287,8 +319,10 @@ class Actor:
         if self._is_one_step(prepared) and not algorithm.needs_log_probs:
             # The engine's rounding is not a step of the policy: the ratio of a first step is 1.
             prepared = prepared.drop(["old_log_probs"])
-        objective = algorithm.objective("actor")
-        return self.group.call("update", prepared, objective, self.plan)  # type: ignore[no-any-return]
+        metrics: dict[str, float] = self.group.call("update", prepared, algorithm.objective("actor"), self.plan)
+        self.policy_version += 1
+        served: dict[str, float] = self.group.call("sync")
+        return metrics | served
 
     def compute_loss(self, prepared: Batch, algorithm: BaseAlgorithm) -> dict[str, float]:
         """`loss` and the metrics of an update on a prepared batch, without the update."""
@@ -301,11 +335,22 @@ class Actor:
     def load_shards(self, shards: Iterable[Shard]) -> None:
         self.group.call("load_shards", shards)
 
-    def save_pretrained(self, path: str) -> None:
-        """Write a plain Hugging Face directory: weights, config and tokenizer."""
-        from verl.models.shards import save_pretrained_dir
+    def state(self) -> tuple[Callable[[], Iterator[Shard]], dict[str, Any]]:
+        """The optimizer's tensors as a stream, when it is asked for, and the values beside them."""
+        return lambda: self.group.call("state"), self.group.call("meta")
 
-        save_pretrained_dir(self.model, self.tokenizer, path)
+    def load_state(self, tensors: Mapping[str, torch.Tensor], meta: Mapping[str, Any]) -> None:
+        """Restore `state()`, after the weights of the same moment."""
+        self.group.call("load_state", tensors, meta)
+        self.policy_version = int(meta["policy_version"])
+
+    def save_pretrained(self, path: str) -> None:
+        """Write a plain Hugging Face directory: weights, config and tokenizer. Of several ranks the first writes."""
+        from verl.models.shards import load_model_shards, save_pretrained_dir
+
+        if not self.controller.is_local:  # this rank may not be one that trains
+            load_model_shards(self.model, self.shards())
+        on_main(f"save {path}", lambda: save_pretrained_dir(self.model, self.tokenizer, path))
 
 
 def expand(prompts: Batch, n: int, greedy_baseline: bool = False) -> Batch:

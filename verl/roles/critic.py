@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from functools import partial
 from typing import TYPE_CHECKING, Any
+
+import torch
 
 from verl.algorithms import BaseAlgorithm, make_algorithm, value_algorithm
 from verl.batch import Batch
-from verl.controller.local import LocalGroup
+from verl.controller.controller import Controller
+from verl.controller.group import WorkerGroup
 from verl.data.alignment import CharacterAlignment
+from verl.errors import ConfigError
 from verl.models.heads import ValueModel
 from verl.models.loading import load_model, load_tokenizer
+from verl.models.portable import PortableModel
 from verl.models.wrapped import unwrapped
 from verl.roles.actor import as_optim
 from verl.roles.columns import add_rewards
@@ -37,7 +43,8 @@ class Critic:
         tokenizer: the critic's own; None: it reads the actor's token ids.
         actor_tokenizer: the actor's, needed only when `tokenizer` differs from it.
         algorithm: supplies the value loss and the returns of `update`; None: PPO's.
-        optim, mini_batch_size, epochs, micro_batch_size, max_tokens_per_micro_batch, use_amp, seed: as of `Actor`.
+        placement, optim, mini_batch_size, epochs, micro_batch_size, max_tokens_per_micro_batch, use_amp,
+            seed: as of `Actor`.
 
     Raises:
         ModelError: the model cannot be found or used.
@@ -48,6 +55,7 @@ class Critic:
         model: PreTrainedModel | ValueModel | str,
         tokenizer: PreTrainedTokenizerBase | str | None = None,
         *,
+        placement: Any = None,
         actor_tokenizer: PreTrainedTokenizerBase | None = None,
         algorithm: str | BaseAlgorithm | None = None,
         optim: OptimConfig | Mapping[str, Any] | Any = None,
@@ -70,20 +78,37 @@ class Critic:
         self.plan = UpdatePlan(mini_batch_size, epochs, seed=seed)
         self.tokenizer = load_tokenizer(tokenizer) if isinstance(tokenizer, str) else tokenizer
         self.read_with(actor_tokenizer)
-        train = TrainOptions(
+        self.train_options = TrainOptions(
             **as_optim(optim),
             max_tokens_per_micro_batch=max_tokens_per_micro_batch,
             micro_batch_size=micro_batch_size,
             gradient_checkpointing=gradient_checkpointing,
             autocast=use_amp,
         )
-        self.group: LocalGroup[CriticWorker] = LocalGroup("critic", lambda: CriticWorker(self.model, train))
+        #: "critic" or "cost_critic": which pool of the map it stands on.
+        self.role = "critic"
+        self._group: WorkerGroup[CriticWorker] | None = None
+        self.place(placement)
 
     @classmethod
     def from_pretrained(cls, name: str, **options: Any) -> Critic:
         """The critic over a model by name or directory, with that model's own tokenizer."""
         options.setdefault("tokenizer", name)
         return cls(name, **options)
+
+    def place(self, placement: Any) -> None:
+        """As of `Actor`."""
+        if self._group is not None:
+            raise ConfigError("the critic's workers are in place: say where they run before the first verb")
+        self.controller = Controller.of(placement)
+
+    @property
+    def group(self) -> WorkerGroup[CriticWorker]:
+        """The workers; made when they are first needed."""
+        if self._group is None:
+            recipe = partial(CriticWorker, PortableModel(self.model), self.train_options)
+            self._group = self.controller.group(self.role, recipe)
+        return self._group
 
     def read_with(self, actor_tokenizer: PreTrainedTokenizerBase | None) -> None:
         """Say how the actor's tokens are spelt; trainers do this by themselves."""
@@ -119,6 +144,14 @@ class Critic:
     def shards(self) -> Iterator[Shard]:
         """The weights, value head included, as a stream of named shards."""
         return self.group.call("shards")  # type: ignore[no-any-return]
+
+    def state(self) -> tuple[Callable[[], Iterator[Shard]], dict[str, Any]]:
+        """The optimizer's tensors as a stream, when it is asked for, and the values beside them."""
+        return lambda: self.group.call("state"), self.group.call("meta")
+
+    def load_state(self, tensors: Mapping[str, torch.Tensor], meta: Mapping[str, Any]) -> None:
+        """Restore `state()`, after the weights of the same moment."""
+        self.group.call("load_state", tensors, meta)
 
     def load_shards(self, shards: Iterable[Shard]) -> None:
         self.group.call("load_shards", shards)

@@ -5,9 +5,10 @@ from __future__ import annotations
 from typing import Any
 
 from verl.batch import Batch
+from verl.controller.once import once
 from verl.errors import ConfigError
 from verl.rewards.make import make_reward
-from verl.rewards.source import RewardSource, run_reward, score_finished
+from verl.rewards.source import RewardResult, RewardSource, run_reward, score_finished
 
 
 class Reward:
@@ -46,11 +47,11 @@ class Reward:
 
     async def score(self, sequences: Batch) -> Batch:
         """Columns `reward`, `abstain_reason` and `reward/<component>`, one number a sample."""
-        return (await score_finished(self.source, sequences)).as_batch()
+        return (await score_finished(_OnRankZero(self.source), sequences)).as_batch()
 
     def get_reward(self, sequences: Batch) -> Batch:
         """The same, waited for."""
-        return run_reward(self.source, sequences).as_batch()
+        return run_reward(_OnRankZero(self.source), sequences).as_batch()
 
     def state_dict(self) -> dict[str, Any]:
         """What changes from batch to batch (a running average), as JSON."""
@@ -60,3 +61,14 @@ class Reward:
         """Restores `state_dict()`."""
         if hasattr(self.source, "load_state_dict"):
             self.source.load_state_dict(state)
+
+
+class _OnRankZero:
+    """A source whose scores every rank of a torchrun job gets from rank 0: the user's code runs once."""
+
+    def __init__(self, source: RewardSource) -> None:
+        self.source, self.name, self.whole_batch = source, source.name, source.whole_batch
+
+    async def score(self, batch: Batch) -> RewardResult:
+        rows = ",".join(map(str, batch["id"])) if "id" in batch else str(len(batch))
+        return await once(f"reward {self.name}: {rows}", lambda: self.source.score(batch))

@@ -49,7 +49,8 @@ class Updater:
         self.critics = {
             role: handle or make_critic(actor) for role, handle in given.items() if role in self.algorithm.roles
         }
-        for handle in self.critics.values():
+        for role, handle in self.critics.items():
+            handle.role = role
             handle.read_with(actor.tokenizer)
         if "reference" in self.algorithm.roles:
             actor.make_reference()
@@ -92,6 +93,7 @@ def make_critic(actor: Actor) -> Critic:
     options = actor.train_options
     return Critic(
         copy.deepcopy(actor.model),
+        placement=actor.controller,
         optim=options.optim,
         mini_batch_size=actor.plan.mini_batch_size,
         epochs=actor.plan.epochs,

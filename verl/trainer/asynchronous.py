@@ -16,6 +16,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from verl.batch import Batch
+from verl.controller.once import torchrun_ranks
 from verl.controller.standalone import Finished, RolloutPool
 from verl.dataflow.schedule import Schedule
 from verl.errors import ConfigError, TrainingError
@@ -49,6 +50,11 @@ class AsyncTrainer(Trainer):
         transport: str = "shared_memory",
         **options: Any,
     ) -> None:
+        if torchrun_ranks() > 1:
+            raise ConfigError(
+                f"asynchronous training starts its own rollout workers and trains in one process, this is a torchrun "
+                f"job of {torchrun_ranks()} ranks: start it without torchrun, or leave max_staleness out"
+            )
         super().__init__(*args, **options)
         if rollout_workers < 1:
             raise ConfigError(f"asynchronous training needs at least one rollout worker, not {rollout_workers}")
@@ -57,9 +63,8 @@ class AsyncTrainer(Trainer):
                 f"algorithm '{self.algorithm.name}' does not correct for samples of an older policy: asynchronous "
                 "training needs rollout_is (or rollout_rs) of an online algorithm"
             )
-        if self.actor.group.worker.rollout.episode is not None or not isinstance(
-            self.actor.group.worker.rollout.name, str
-        ):
+        rollout = self.actor.rollout_options
+        if rollout.episode is not None or not isinstance(rollout.name, str):
             raise ConfigError(
                 "standalone rollout workers take an engine by name or FILE.py:CLASS, and no episode: train "
                 "synchronously, or leave rollout.episode out"

@@ -12,6 +12,9 @@ from typing import Any
 from verl.algorithms import BaseAlgorithm, make_algorithm
 from verl.batch import Batch
 from verl.config import Config, RewardConfig, RewardPart, UpdateConfig
+from verl.controller.controller import Controller
+from verl.controller.once import local_ranks
+from verl.controller.placement import ROLES
 from verl.data.loader import PromptLoader
 from verl.data.offline import OfflineDatasetLoader, is_recorded
 from verl.data.prefetch import Loader, Prefetch
@@ -105,7 +108,22 @@ def step_rows(config: Config, recorded: OfflineDatasetLoader | None) -> int:
     return ceil(config.data.batch_size * len(recorded.batch) / len(recorded))
 
 
-def build_actor(config: Config, algorithm: BaseAlgorithm, rows: int) -> Actor:
+def build_controller(config: Config) -> Controller:
+    """Where the roles run.
+
+    Raises:
+        ConfigError: the map of placement cannot be met.
+    """
+    return Controller(config.trainer.placement, timeout=config.trainer.deadline)
+
+
+def placed_roles(algorithm: BaseAlgorithm) -> list[str]:
+    """The roles of an algorithm that have a place in the map."""
+    generates = ["rollout"] if algorithm.online else []
+    return ["actor", *generates, *(role for role in ROLES if role in algorithm.roles - {"actor"})]
+
+
+def build_actor(config: Config, algorithm: BaseAlgorithm, rows: int, controller: Controller | None = None) -> Actor:
     """The model that is trained, loaded under the head that the algorithm asks for; its reference policy too where
     one is given. `rows` are those of a step."""
     policy, rollout = config.actor_rollout_ref, config.actor_rollout_ref.rollout
@@ -131,6 +149,7 @@ def build_actor(config: Config, algorithm: BaseAlgorithm, rows: int) -> Actor:
         trust_remote_code=policy.model.trust_remote_code,
         gradient_checkpointing=policy.model.enable_gradient_checkpointing,
         head=algorithm.head,
+        placement=controller,
         seed=config.trainer.seed,
         **_training(config, policy.actor, rows),
     )
@@ -139,7 +158,7 @@ def build_actor(config: Config, algorithm: BaseAlgorithm, rows: int) -> Actor:
     return actor
 
 
-def build_critic(config: Config, rows: int) -> Critic:
+def build_critic(config: Config, rows: int, controller: Controller | None = None) -> Critic:
     """The value model of the settings; the actor's own model where they name none."""
     model = config.critic.model
     path = model.path or config.actor_rollout_ref.model.path or ""
@@ -150,6 +169,7 @@ def build_critic(config: Config, rows: int) -> Critic:
         dtype=model.dtype,
         gradient_checkpointing=model.enable_gradient_checkpointing,
         trust_remote_code=model.trust_remote_code,
+        placement=controller,
         seed=config.trainer.seed,
         **_training(config, config.critic, rows),
     )
@@ -242,7 +262,7 @@ def check_memory(config: Config, algorithm: BaseAlgorithm, actor: Actor) -> None
         kv_tokens=int((rollout.kv_cache_gb or 0.0) * 2**30 / max(size.kv_bytes_per_token, 1)),
         gradient_checkpointing=config.actor_rollout_ref.model.enable_gradient_checkpointing,
         moments=update.optim.moments,
-        available=available_memory() - _others(algorithm, size),
+        available=available_memory() // local_ranks() - _others(algorithm, size),
     )
     logger.info("memory of training the actor: about %s", estimate)
 
@@ -262,7 +282,7 @@ def build_trainer(config: Config, algorithm: BaseAlgorithm, actor: Actor, rows: 
         )
     return make(
         actor,
-        build_critic(config, rows) if "critic" in algorithm.roles else None,
+        build_critic(config, rows, actor.controller) if "critic" in algorithm.roles else None,
         build_source(config.reward),
         cost=build_source(config.cost),
         algorithm=algorithm,

@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
 
+from verl.controller.once import is_main, torchrun_ranks, who
 from verl.errors import ConfigError, nearest
 
 logger = logging.getLogger(__name__)
@@ -233,7 +234,9 @@ def open_logger(
 
 def default_logger(log_dir: str | Path | bool | None, name: str) -> Logger:
     """The logger of a trainer that was given none: console, and files in `log_dir` (None: `runs/<name>-<time>`;
-    False: no files)."""
+    False: no files). Of several ranks only the first logs."""
+    if not is_main():
+        return open_logger(None, ())
     if log_dir is False:
         return open_logger(None)
     if log_dir is None or log_dir is True:
@@ -243,7 +246,8 @@ def default_logger(log_dir: str | Path | bool | None, name: str) -> Logger:
 
 def setup_logging(log_file: str | Path | None = None) -> None:
     """Send the package's log messages to standard error and, all of them, to a file. `LOG_LEVEL` sets what standard
-    error shows (INFO); the file gets that too, and at least INFO.
+    error shows (INFO); the file gets that too, and at least INFO. Of several ranks, those after the first show errors
+    alone, and each says which it is.
 
     Raises:
         ConfigError: `LOG_LEVEL` is no level.
@@ -256,13 +260,14 @@ def setup_logging(log_file: str | Path | None = None) -> None:
         root.removeHandler(handler)
         handler.close()
     handlers: list[logging.Handler] = [logging.StreamHandler(sys.stderr)]
-    handlers[0].setLevel(level)
+    handlers[0].setLevel(level if is_main() else "ERROR")
     if log_file is not None:
         Path(log_file).parent.mkdir(parents=True, exist_ok=True)
         handlers.append(logging.FileHandler(log_file, encoding="utf-8"))
+    rank = f"{who()} " if torchrun_ranks() > 1 else ""
     for handler in handlers:
         handler.of_verl = True  # type: ignore[attr-defined]
-        handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
+        handler.setFormatter(logging.Formatter(f"%(asctime)s {rank}%(levelname)s %(name)s: %(message)s"))
         root.addHandler(handler)
     root.setLevel(min(logging.INFO, logging.getLevelName(level)))
     root.propagate = False

@@ -8,6 +8,8 @@ import math
 import platform
 import time
 from collections.abc import Callable, Mapping
+from contextlib import nullcontext
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,14 +19,16 @@ from rich.table import Table
 
 from verl.batch import Batch
 from verl.config import Config, config_hash, run_id, to_yaml
+from verl.controller.controller import Controller
+from verl.controller.once import is_main, on_main, rank_here, torchrun_ranks
 from verl.data.prompts import PromptDataset
-from verl.errors import CheckpointError, DataError
+from verl.errors import CheckpointError, DataError, VerlError
 from verl.models.memory import peak_memory
 from verl.trainer import build, state
 from verl.trainer.checkpoint import CheckpointStore
 from verl.trainer.durable import write_atomic
 from verl.trainer.evaluation import MetricFn, binomial_interval, paired_bootstrap, save_completions
-from verl.trainer.logging import open_logger, setup_logging
+from verl.trainer.logging import Logger, open_logger, setup_logging
 from verl.trainer.report import SHARES, write_report
 from verl.trainer.rng import seed_everything
 from verl.trainer.run_dir import Run, open_run
@@ -48,18 +52,29 @@ def train(config: Config, *, fresh: bool = False) -> dict[str, Any]:
         SystemExit: a signal asked for the end; a checkpoint has been written.
     """
     trainer = config.trainer
+    controller = build.build_controller(config)
+    if torchrun_ranks() > 1:
+        controller.world()
     if trainer.threads is not None:
         torch.set_num_threads(trainer.threads)
     seed_everything(trainer.seed)
-    with open_run(
-        trainer.output_dir, run_id(config), config=to_yaml(config), total_steps=trainer.total_steps, fresh=fresh
-    ) as run:
-        setup_logging(run.log)
+    opened = partial(
+        open_run,
+        trainer.output_dir,
+        run_id(config),
+        config=to_yaml(config),
+        total_steps=trainer.total_steps,
+        fresh=fresh,
+    )
+    run = on_main("run directory", opened)
+    with run if is_main() else nullcontext():
+        setup_logging(run.log_of(rank_here()))
         logger.info("run directory %s (%s, attempt %d)", run.path, run.status, run.attempt)
         try:
-            return _Job(config, run).execute()
-        except Exception:
-            logger.debug("the run ended with an error", exc_info=True)
+            return _Job(config, run, controller).execute()
+        except Exception as error:
+            is_told = isinstance(error, VerlError) and isinstance(error.__cause__, VerlError | None)
+            logger.log(logging.DEBUG if is_told else logging.ERROR, "the run ended with an error", exc_info=True)
             raise
         finally:
             _report(run)
@@ -68,15 +83,16 @@ def train(config: Config, *, fresh: bool = False) -> dict[str, Any]:
 class _Job:
     """One attempt at a run."""
 
-    def __init__(self, config: Config, run: Run) -> None:
+    def __init__(self, config: Config, run: Run, controller: Controller) -> None:
         self.config = config
         self.run = run
+        self.controller = controller
         algorithm = build.build_algorithm(config)
         metrics = {spec: _load_metric(spec) for spec in config.trainer.eval_metrics}
         self.eval_metrics: dict[str, MetricFn] = {"accuracy": _accuracy, **metrics}
         recorded = build.read_recorded(config, algorithm)
         rows = build.step_rows(config, recorded)
-        actor = build.build_actor(config, algorithm, rows)
+        actor = build.build_actor(config, algorithm, rows, controller)
         build.check_memory(config, algorithm, actor)
         self.data = build.build_data(config, algorithm, actor, recorded)
         for note in self.data.notes:
@@ -85,24 +101,29 @@ class _Job:
             logger.warning("trainer.total_steps is 0: this run evaluates and trains nothing")
         self.store = CheckpointStore(run.checkpoints, config.trainer.keep_checkpoints)
         self.trainer = build.build_trainer(config, algorithm, actor, rows, open_logger(None, ()))
-        if config.trainer.timeline:
+        if not controller.is_local:
+            logger.info("%d ranks:\n%s", torchrun_ranks(), controller.mesh.picture(build.placed_roles(algorithm)))
+        if config.trainer.timeline and is_main():
             self.trainer.timeline = Timeline(run.path / "timeline.json")
         self.totals = dict.fromkeys(_TOTALS, 0.0)
         self.seconds = 0.0
         self.before: dict[str, Any] | None = None
         self.committed = self._resume()
-        self.trainer.use_logger(
-            open_logger(
-                run.path,
-                config.trainer.loggers,
-                run_id=run.path.name,
-                project=config.trainer.project,
-                config=_flat(config.model_dump(mode="json")),
-                total_steps=config.trainer.total_steps,
-                resume_step=-1 if self.committed is None and run.status == "resumed" else self.committed,
-            )
+        if is_main():
+            self.trainer.use_logger(self._logger())
+            write_atomic(run.path / "environment.json", json.dumps(_environment(), indent=1) + "\n")
+
+    def _logger(self) -> Logger:
+        settings, run = self.config.trainer, self.run
+        return open_logger(
+            run.path,
+            settings.loggers,
+            run_id=run.path.name,
+            project=settings.project,
+            config=_flat(self.config.model_dump(mode="json")),
+            total_steps=settings.total_steps,
+            resume_step=-1 if self.committed is None and run.status == "resumed" else self.committed,
         )
-        write_atomic(run.path / "environment.json", json.dumps(_environment(), indent=1) + "\n")
 
     def execute(self) -> dict[str, Any]:
         """Evaluate, train, evaluate; with a checkpoint wherever it may have to stop."""
@@ -111,13 +132,15 @@ class _Job:
             with StopSignal() as stop:
                 if self.before is None and self.data.held_out is not None:
                     self.before = self._evaluate()
-                while trainer.steps < settings.total_steps and not stop.requested:
+                stopping = self._asked_to_stop(stop)
+                while trainer.steps < settings.total_steps and not stopping:
                     self._step()
+                    stopping = self._asked_to_stop(stop)
                     if trainer.steps % (settings.save_every or math.inf) == 0:
                         self._save()
                 if self.committed != trainer.steps:
                     self._save()
-                if stop.requested:
+                if stopping:
                     logger.info("stopped by %s after step %d; the same command goes on", stop.received, trainer.steps)
                     raise SystemExit(stop.exit_code)
                 after = self._evaluate() if self.data.held_out is not None else None
@@ -125,22 +148,26 @@ class _Job:
             trainer.close()
             trainer.logger.close()
         summary = self._summary(after)
-        self.run.finish(summary, steps=trainer.steps)
-        page = _report(self.run)
-        _print_table(summary, page)
+        if is_main():
+            self.run.finish(summary, steps=trainer.steps)
+            _print_table(summary, _report(self.run))
         return summary
+
+    def _asked_to_stop(self, stop: StopSignal) -> bool:
+        """Whether a signal has reached any rank: all end after the same step."""
+        return stop.requested if self.controller.is_local else self.controller.world().anywhere("stop", stop.requested)
 
     def _resume(self) -> int | None:
         """The step of the checkpoint that the run goes on from; None: it starts at the beginning."""
         identity = {**state.identity(self.trainer), "settings": config_hash(self.config)}
-        checkpoint = self.store.load(identity=identity)
+        checkpoint = on_main("load", lambda: self.store.load(identity=identity))
+        if is_main():
+            self.run.rewind(-1 if checkpoint is None else checkpoint.step)
         if checkpoint is None:
-            self.run.rewind(-1)
             return None
         extra = state.restore(self.trainer, checkpoint)
         self.data.train.load_state_dict(extra["loader"])
         self.totals, self.seconds, self.before = extra["totals"], extra["seconds"], extra["before"]
-        self.run.rewind(checkpoint.step)
         logger.info("going on from step %d", checkpoint.step)
         return checkpoint.step
 
@@ -163,7 +190,8 @@ class _Job:
             "before": self.before,
         }
         identity = {**state.identity(self.trainer), "settings": config_hash(self.config)}
-        result = self.store.save(self.trainer.steps, state.contents(self.trainer, extra), identity)
+        files, step = state.contents(self.trainer, extra), self.trainer.steps
+        result = on_main(f"save step {step}", lambda: self.store.save(step, files, identity))
         if result:
             self.committed = self.trainer.steps
         elif self.trainer.steps >= self.config.trainer.total_steps:
@@ -184,8 +212,9 @@ class _Job:
             count = len(scored) or found["problems"]
             share = binomial_interval(metrics[headline] * count, count)
             row |= {"low": share.low, "high": share.high}
-        with self.run.evals.open("a", encoding="utf-8") as file:
-            file.write(json.dumps(row) + "\n")
+        if is_main():
+            with self.run.evals.open("a", encoding="utf-8") as file:
+                file.write(json.dumps(row) + "\n")
         self.trainer.logger.log(step, {f"eval/{name}": value for name, value in metrics.items()})
         return found
 
@@ -195,12 +224,13 @@ class _Job:
         found = self.trainer.evaluate(
             held_out.batch, self.eval_metrics, n=settings.eval_n, temperature=settings.eval_temperature
         )
-        save_completions(
-            _readable(found.samples, held_out, self.trainer.actor.tokenizer),
-            self.run.completions / f"step-{self.trainer.steps:06d}.parquet",
-            limit=settings.log_completions,
-            columns=_COMPLETION_COLUMNS,
-        )
+        if is_main():
+            save_completions(
+                _readable(found.samples, held_out, self.trainer.actor.tokenizer),
+                self.run.completions / f"step-{self.trainer.steps:06d}.parquet",
+                limit=settings.log_completions,
+                columns=_COMPLETION_COLUMNS,
+            )
         headline = "accuracy" if any(value is not None for value in found.rows["accuracy"]) else "reward"
         by_problem = found.by_problem(headline)
         metrics = _finite(found.metrics)
@@ -283,6 +313,8 @@ def _environment() -> dict[str, Any]:
 
 def _report(run: Run) -> Path | None:
     """Write the report, as far as the run has come; a failed run's report is the one that is wanted most."""
+    if not is_main():
+        return None
     try:
         return write_report(run.path)
     except (DataError, OSError) as error:

@@ -4,7 +4,7 @@
         latest -> grpo-tiny-1a2b3c4d
         grpo-tiny-1a2b3c4d/
             config.yaml, metrics.jsonl, eval.jsonl, summary.json
-            logs/001.log          one for each attempt
+            logs/001.log          one for each attempt; logs/001.rank1.log of another rank
             checkpoints/, completions/, tensorboard/
         grpo-tiny-1a2b3c4d.1/     an earlier run of the same configuration, finished or set aside
 
@@ -66,6 +66,10 @@ class Run:
     def log(self) -> Path:
         """The log of this attempt."""
         return self.path / "logs" / f"{self.attempt:03d}.log"
+
+    def log_of(self, rank: int) -> Path:
+        """The log of this attempt on one of several ranks."""
+        return self.log if rank == 0 else self.log.with_suffix(f".rank{rank}.log")
 
     def rewind(self, step: int) -> None:
         """Forget what was recorded after `step`, the last committed one, so that no row is there twice."""

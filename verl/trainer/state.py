@@ -10,14 +10,16 @@ trainer.json                              steps, the algorithm's state, optimize
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from verl.batch import Batch
+from verl.controller.once import is_main, on_main, torchrun_ranks
 from verl.errors import CheckpointError
+from verl.models.shards import load_model_shards, model_shards
 from verl.roles.actor import Actor
 from verl.roles.critic import Critic
 from verl.shard import checksum
@@ -38,40 +40,41 @@ _PROBE_TOKENS = [1, 5, 3, 8, 2, 13, 7, 21]
 
 
 def save(trainer: Trainer, path: Path) -> None:
-    """Write a checkpoint.
+    """Write a checkpoint. Of several ranks the first writes, once all have brought what they hold.
 
     Raises:
         CheckpointError: the disk did not take it; what was there before is untouched.
     """
-    result = save_checkpoint(path, trainer.steps, contents(trainer), identity(trainer))
+    files, ours = contents(trainer), identity(trainer)
+    result = on_main(f"save {path}", lambda: save_checkpoint(path, trainer.steps, files, ours))
     if not result:
         raise CheckpointError(result.error or f"checkpoint {path} was not saved")
 
 
 def load(trainer: Trainer, path: Path) -> None:
-    restore(trainer, load_checkpoint(path, identity(trainer)))
+    """Restore a checkpoint that rank 0 has found whole; every rank reads it."""
+    ours = identity(trainer)
+    restore(trainer, on_main(f"load {path}", lambda: load_checkpoint(path, ours)))
 
 
 def identity(trainer: Trainer) -> dict[str, str]:
     """What a checkpoint must have in common with the trainer that loads it."""
     found = {"algorithm": trainer.algorithm.name or type(trainer.algorithm).__name__}
     for role, handle in _roles(trainer).items():
-        found |= model_identity(role, _architecture(handle), handle.shards())
+        found |= model_identity(role, _architecture(handle), model_shards(handle.model))
     if reference := trainer.actor.reference_model:
-        from verl.models.shards import model_shards
-
         found["reference.sha256"] = checksum(model_shards(reference))
     return found
 
 
 def contents(trainer: Trainer, extra: Mapping[str, Any] | None = None) -> dict[str, Any]:
-    """What `save_checkpoint` writes; `extra` is the caller's own JSON."""
+    """What `save_checkpoint` writes; `extra` is the caller's own JSON. All ranks bring what they hold."""
     random_tensors, random_meta = rng_state()
     counters: dict[str, Any] = {}
     files: dict[str, Any] = {}
     for role, handle in _roles(trainer).items():
-        tensors, counters[role] = handle.group.call("state")
-        files[f"{role}/weights"] = handle.shards()
+        tensors, counters[role] = handle.state()
+        files[f"{role}/weights"] = handle.shards
         files[f"{role}/optimizer"] = tensors
     state = {
         "steps": trainer.steps,
@@ -82,15 +85,20 @@ def contents(trainer: Trainer, extra: Mapping[str, Any] | None = None) -> dict[s
         "random": random_meta,
         "extra": dict(extra or {}),
     }
-    return {
-        **files,
+    files |= {
         "actor/config.json": trainer.actor.model.config.to_dict(),
-        "actor/probe.json": _probe(trainer.actor.group.worker.engine),
+        "actor/probe.json": _probe(trainer.actor.group.call, trainer.actor.model, trainer.actor.head),
         "buffer.parquet": trainer.buffer.state(),
         "random": random_tensors,
         "trainer.json": state,
         **trainer.extra_files(),
     }
+    if torchrun_ranks() > 1:
+        # Drawn whole before the first byte is written: a disk that fails must not leave ranks waiting in a stream.
+        for name, content in files.items():
+            if callable(content):
+                files[name] = [shard for shard in content() if is_main()]
+    return files
 
 
 def restore(trainer: Trainer, checkpoint: Checkpoint) -> dict[str, Any]:
@@ -98,7 +106,7 @@ def restore(trainer: Trainer, checkpoint: Checkpoint) -> dict[str, Any]:
     state = checkpoint.json("trainer.json")
     for role, handle in _roles(trainer).items():
         handle.load_shards(checkpoint.shards(f"{role}/weights"))
-        handle.group.call("load_state", checkpoint.tensors(f"{role}/optimizer"), state["roles"][role])
+        handle.load_state(checkpoint.tensors(f"{role}/optimizer"), state["roles"][role])
     trainer.steps, trainer.skipped = state["steps"], state["skipped"]
     trainer.algorithm.load_state_dict(state["algorithm"])
     for role, source in trainer.sources.items():
@@ -116,8 +124,8 @@ def verify(path: str | Path) -> VerifyReport:
     from transformers import AutoConfig, AutoModelForCausalLM
 
     from verl.models.heads import ValueModel
-    from verl.models.shards import load_model_shards
-    from verl.workers.actor import TrainOptions
+    from verl.models.portable import PortableModel
+    from verl.workers.actor import ActorWorker, RolloutOptions, TrainOptions
 
     report = verify_files(path)
     if not report.ok:
@@ -133,22 +141,24 @@ def verify(path: str | Path) -> VerifyReport:
     if head == "score":
         model = ValueModel(model.base_model, (torch.zeros(1, config.get_text_config().hidden_size), None)).eval()
     load_model_shards(model, checkpoint.shards("actor/weights"))
-    found = _probe(TrainOptions().engine(model, head=head))
+    worker = ActorWorker(PortableModel(model), None, (), TrainOptions(), RolloutOptions(), head=head)
+    found = _probe(lambda verb, batch: getattr(worker, verb)(batch), model, head)
     gap = max(abs(a - b) for a, b in zip(found["outputs"], noted["outputs"], strict=True))
     if not gap <= noted["tolerance"]:
         report.problems.append(f"the reloaded actor's outputs differ by {gap:.3g} from those noted at the save")
     return report
 
 
-def _probe(engine: Any) -> dict[str, Any]:
-    """Log-probs (or the score) of a few fixed tokens under the live weights."""
-    vocabulary = engine.packed.vocab_size
+def _probe(call: Callable[[str, Batch], Batch], model: Any, head: str) -> dict[str, Any]:
+    """Log-probs (or the score) of a few fixed tokens under the live weights, by a verb of an actor's workers."""
+    vocabulary = model.config.get_text_config().vocab_size
     tokens = [token % vocabulary for token in _PROBE_TOKENS]
     batch = Batch.from_columns({"prompt_tokens": [tokens[:2]], "response_tokens": [tokens[2:]]})
-    dtype = str(engine.packed.dtype).removeprefix("torch.")
+    backbone = getattr(model, "backbone", model)
+    dtype = str(backbone.dtype).removeprefix("torch.")
     tolerance = {"float64": 1e-9, "float32": 1e-4}.get(dtype, 0.1)
-    outputs = engine.scores(batch) if engine.head == "score" else engine.log_probs(batch)["log_probs"]
-    return {"dtype": dtype, "tolerance": tolerance, "head": engine.head, "outputs": outputs.tolist()}
+    outputs = call("scores", batch)["scores"] if head == "score" else call("log_probs", batch)["log_probs"][0]
+    return {"dtype": dtype, "tolerance": tolerance, "head": head, "outputs": outputs}
 
 
 def _roles(trainer: Trainer) -> dict[str, Actor | Critic]:

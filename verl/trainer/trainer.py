@@ -60,6 +60,8 @@ class Trainer:
         on_log_hook: `fn(step, record)` gets every log record.
         checkpoint_dir, save_every: automatic checkpoints.
         permute_rewards: a control: rewards are dealt out at random among the samples, so nothing can be learned.
+        placement: where every role runs, by one map, see `DeviceMesh`; None: where the handles say. `strategy=` and
+            `device_map=` are the same.
         timeline: where a trace of what worked when is written; see `Timeline`.
         deadline: seconds for one call of a node.
         **options: of the algorithm, such as `kl_coef`.
@@ -94,6 +96,9 @@ class Trainer:
         checkpoint_dir: str | Path | None = None,
         save_every: int | None = None,
         permute_rewards: bool = False,
+        placement: Any = None,
+        strategy: Any = None,
+        device_map: Any = None,
         timeline: str | Path | None = None,
         deadline: float = 1800.0,
         **options: Any,
@@ -109,10 +114,17 @@ class Trainer:
             raise ConfigError(f"algorithm '{self.algorithm.name}' needs a {role}: give the trainer {role}=...")
         if permute_rewards and "reward" not in self.algorithm.roles:
             raise ConfigError(f"algorithm '{self.algorithm.name}' has no rewards to permute: use a zero learning rate")
+        maps = [given for given in (placement, strategy, device_map) if given is not None]
+        if len(maps) > 1:
+            raise ConfigError("give the trainer one map: placement=..., strategy=... or device_map=...")
         amp = {} if use_amp is None else {"use_amp": use_amp}
         if isinstance(actor, str):
             actor = Actor.from_pretrained(actor, head=self.algorithm.head, **amp)
         self.actor = actor
+        if maps:
+            self.actor.place(maps[0])
+            if critic is not None:
+                critic.place(maps[0])
         if use_amp is not None:
             self.actor.train_options = replace(self.actor.train_options, autocast=use_amp)
         self.updater = Updater(self.algorithm, actor=self.actor, critic=critic)

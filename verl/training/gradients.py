@@ -6,7 +6,7 @@ functions compute it (see models/grad_sums.py), and by a hook that frees it wher
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 
@@ -105,6 +105,22 @@ class Gradients:
 
     def present(self) -> Iterable[Tensor]:
         return (w.gradient for w in self.weights if w.has_gradient and w.gradient is not None)
+
+    @torch.no_grad()
+    def sum_over_ranks(self, all_reduce: Callable[[list[Tensor], str], None]) -> None:
+        """Replace the sums of this rank by those over all ranks, in the same precision.
+
+        Args:
+            all_reduce: combines a list of tensors over all ranks in place, by "sum" or "max".
+        """
+        self._allocate()
+        flags = torch.tensor([float(w.has_gradient) for w in self.weights], device=self.weights[0].live.device)
+        all_reduce([flags], "max")
+        for weight, anywhere in zip(self.weights, flags.tolist(), strict=True):
+            if anywhere and not weight.has_gradient and weight.gradient is not None:
+                weight.gradient.zero_()
+            weight.has_gradient = bool(anywhere)
+        all_reduce([*self.present()], "sum")
 
     def accepted(self) -> None:
         """A step was made: its gradient is forgotten, and the loss scale may rise again."""

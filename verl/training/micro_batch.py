@@ -12,6 +12,9 @@ from itertools import pairwise
 
 from verl.batch import Batch
 
+#: Tokens that a response is taken to have before it is written.
+_UNKNOWN = 128
+
 
 @dataclass(frozen=True)
 class _Unit:
@@ -55,11 +58,37 @@ def split(
     return sorted(([row for unit in part for row in unit.rows] for part in parts), key=min)
 
 
+def balanced(batch: Batch, parts: int, coupled: bool = False, share_prompts: bool = True) -> list[list[int]]:
+    """Row numbers for each of several ranks, ascending, so that ranks have about the same flat tokens to compute.
+
+    Rows with an equal prompt stay together, unless they are more than one rank's share; coupled groups always do. The
+    dearest unit goes to the rank with the least so far (longest processing time first: at most 4/3 of the best).
+    """
+    costs = _Costs(batch, share_prompts)
+    if coupled:
+        units = [costs.unit(rows) for rows in batch.group_indices()]
+    else:
+        sets = costs.prompt_sets(range(len(batch)))
+        # Ranks that share a prompt read it once each.
+        fair = -(-sum(costs.tokens(rows) for rows in sets) // parts) + max(costs.prompts, default=0)
+        units = [costs.unit(run) for rows in sets for run in _fair_cut(rows, lambda run: costs.tokens(run) <= fair)]
+    units.sort(key=lambda unit: (-unit.tokens, unit.rows[0]))
+    loads = [0] * parts
+    chosen: list[list[int]] = [[] for _ in range(parts)]
+    for unit in units:
+        rank = loads.index(min(loads))
+        loads[rank] += unit.tokens
+        chosen[rank] += unit.rows
+    return [sorted(rows) for rows in chosen]
+
+
 class _Costs:
     """Prompts and lengths of a batch, and what a set of its rows costs."""
 
     def __init__(self, batch: Batch, share_prompts: bool) -> None:
-        self.responses = batch.lengths("response_tokens")
+        # Before a rollout nothing is known of the responses: they count alike.
+        has_responses = "response_tokens" in batch
+        self.responses = batch.lengths("response_tokens") if has_responses else [_UNKNOWN] * len(batch)
         self.prompts = batch.lengths("prompt_tokens")
         numbers: dict[object, int] = {}
         keys = map(tuple, batch["prompt_tokens"]) if share_prompts else range(len(batch))

@@ -18,6 +18,7 @@ from verl.models.packed import PackedModel
 from verl.models.segments import pack
 from verl.models.shards import load_model_shards, model_shards
 from verl.shard import Shard
+from verl.training.gradients import Gradients
 from verl.training.loss import Loss, LossFn, LossInput, combine_metrics
 from verl.training.micro_batch import split
 from verl.training.optimizer import MixedPrecisionOptimizer
@@ -125,8 +126,7 @@ class SingleEngine:
         entropy: bool = False,
         coupled: bool = False,
     ) -> dict[str, float]:
-        losses = [*self._losses(batch, loss_fn, weights, columns, temperature, entropy, coupled)]
-        return {**combine_metrics([part.metrics for part in losses]), "loss": sum(float(p.total) for p in losses)}
+        return self._measured([*self._losses(batch, loss_fn, weights, columns, temperature, entropy, coupled)])
 
     def shards(self) -> Iterator[Shard]:
         return model_shards(self.model)
@@ -164,41 +164,47 @@ class SingleEngine:
         if len(batch) == 0:
             raise DataError("the mini-batch has no rows: there is nothing to train on")
         mini = _MiniBatch(batch, weights, columns, self._totals(batch))
-        for rows in self._split(batch, coupled):
+        for rows in self._micro_batches(batch, coupled):
             part = batch.take(rows)
             with self._precision():
                 outputs = self._predict(part, temperature, entropy)
             yield _checked(loss_fn(mini.loss_input(rows, part, outputs, self.exact)))
 
     def _totals(self, batch: Batch) -> _Totals:
-        """Counts of the mini-batch on all ranks."""
+        """Counts of the whole mini-batch."""
         tokens = batch.tensor("response_mask") if "response_mask" in batch else None
         count = sum(batch.lengths("response_tokens")) if tokens is None else int(tokens.count_nonzero())
         return _Totals(len(batch), count, len(batch.group_indices()))
 
+    def _micro_batches(self, batch: Batch, coupled: bool = False) -> list[list[int]]:
+        """Rows of each micro-batch that this engine computes of a mini-batch."""
+        return self._split(batch, coupled)
+
     def _split(self, batch: Batch, coupled: bool = False) -> list[list[int]]:
         return split(batch, self.max_tokens, self.max_rows, coupled, self.share_prompts)
 
+    def _measured(self, losses: list[Loss]) -> dict[str, float]:
+        """`loss` and metrics of a mini-batch."""
+        return {**combine_metrics([part.metrics for part in losses]), "loss": sum(float(p.total) for p in losses)}
+
+    def _grad_norm(self, gradients: Gradients) -> float:
+        """Norm of the gradient of the whole mini-batch, which `gradients` then hold."""
+        return gradients.norm()
+
     def _step(self, optimizer: MixedPrecisionOptimizer, losses: list[Loss]) -> dict[str, float]:
+        metrics = self._measured(losses)
+        grad_norm, lr, loss = self._grad_norm(optimizer.gradients), optimizer.lr, metrics["loss"]
         if not optimizer.gradients.any():
             raise TrainingError(
                 "the loss does not depend on what the model predicts: compute it from log_probs, values or "
                 "scores, without detach or no_grad"
             )
-        loss = sum(float(part.total) for part in losses)
-        grad_norm, lr = optimizer.gradients.norm(), optimizer.lr
         skipped = not (math.isfinite(loss) and math.isfinite(grad_norm))
         if skipped:
             optimizer.gradients.rejected()
         else:
             optimizer.step(grad_norm)
-        return {
-            **combine_metrics([part.metrics for part in losses]),
-            "loss": loss,
-            "grad_norm": grad_norm,
-            "lr": lr,
-            "update/skipped": float(skipped),
-        }
+        return {**metrics, "grad_norm": grad_norm, "lr": lr, "update/skipped": float(skipped)}
 
     def _predict(self, batch: Batch, temperature: float, entropy: bool) -> dict[str, Tensor]:
         """What the head predicts for one micro-batch, by the names it has in `LossInput`."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import closing
-from dataclasses import dataclass, field
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Literal
 
 import pyarrow as pa
@@ -14,17 +14,20 @@ import torch
 from verl.batch import Batch
 from verl.errors import ConfigError, nearest
 from verl.models.packed import PackedModel
+from verl.models.portable import PortableModel
 from verl.rewards.loading import load_function
 from verl.rollout.base import Request, RolloutEngine, SamplingParams
 from verl.rollout.episode import Episode, Outcome, Turns, outcomes
 from verl.shard import Shard
 from verl.training.options import OptimConfig
 from verl.training.single import SingleEngine
+from verl.workers.place import ALONE, Place, verb
+from verl.workers.streams import spread_weights
 from verl.workers.sync import ROWS, SyncCheck
 from verl.workers.update import Objective, UpdatePlan, compute_loss, run_updates
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedModel, PreTrainedTokenizerBase
+    from transformers import PreTrainedTokenizerBase
 
 logger = logging.getLogger(__name__)
 
@@ -65,7 +68,7 @@ class RolloutOptions:
 
 @dataclass(frozen=True)
 class TrainOptions:
-    """How a model is trained on one rank; see `SingleEngine`."""
+    """How a model is trained; see `SingleEngine`."""
 
     optim: OptimConfig | None = None
     optimizer: torch.optim.Optimizer | None = None
@@ -75,9 +78,18 @@ class TrainOptions:
     share_prompts: bool = True
     autocast: bool = False
 
-    def engine(self, model: Any, head: Head) -> SingleEngine:
+    def engine(self, model: Any, head: Head, group: Any = None) -> SingleEngine:
+        """The engine of one rank; `group`: the process group of the ranks that share the work, None: it is alone."""
         options = {name: getattr(self, name) for name in self.__dataclass_fields__}
-        return SingleEngine(model, head=head, **options)
+        if group is None:
+            return SingleEngine(model, head=head, **options)
+        from verl.training.data_parallel import DataParallelEngine
+
+        return DataParallelEngine(model, group, head=head, **options)
+
+    def frozen(self) -> TrainOptions:
+        """The same for a model that is only read."""
+        return replace(self, optim=None, optimizer=None, gradient_checkpointing=False)
 
 
 def _embedded(
@@ -139,25 +151,35 @@ def make_rollout_engine(
     return factory(packed, tokenizer, eos_token_ids, options)
 
 
-@dataclass
 class ActorWorker:
-    """Generation and training of a policy on the same live tensors.
+    """Generation and training of a policy on one rank: on the same live tensors, or, where the map of placement sets
+    them apart, one of both.
 
     `policy_version` counts updates; every sample carries the version that wrote it.
     """
 
-    model: PreTrainedModel
-    tokenizer: PreTrainedTokenizerBase
-    eos_token_ids: tuple[int, ...]
-    train: TrainOptions = field(default_factory=TrainOptions)
-    rollout: RolloutOptions = field(default_factory=RolloutOptions)
-    policy_version: int = 0
-    head: Head = "lm"
-
-    def __post_init__(self) -> None:
-        self.engine = self.train.engine(self.model, head=self.head)
+    def __init__(
+        self,
+        model: PortableModel,
+        tokenizer: Any,
+        eos_token_ids: tuple[int, ...],
+        train: TrainOptions,
+        rollout: RolloutOptions,
+        *,
+        head: Head = "lm",
+        place: Place = ALONE,
+    ) -> None:
+        self.tokenizer, self.eos_token_ids = tokenizer, eos_token_ids
+        self.rollout, self.head, self.place = rollout, head, place
+        self.policy_version = 0
+        live = model.model if place.device is None else model.model.to(place.device)
+        options = train if "train" in place.shares else train.frozen()
+        self.engine = options.engine(live, head=head, group=place.groups.get("train"))
+        if place.size > 1:  # a model that each rank has made for itself may differ
+            spread_weights(self.engine, place, to_all=True)
         self._rollout_engine: RolloutEngine | None = None
         self._sync = SyncCheck()
+        self._tensors: dict[str, torch.Tensor] = {}
 
     @property
     def rollout_engine(self) -> RolloutEngine:
@@ -170,11 +192,12 @@ class ActorWorker:
             self._rollout_engine.load_shards(self.engine.shards(), self.policy_version)
         return self._rollout_engine
 
-    @property
+    @verb("rollout")
     def exact_rollout(self) -> bool:
         """Whether the rollout engine's log-probs are the trainer's own numbers (`RolloutEngine.exact`)."""
         return bool(getattr(self.rollout_engine, "exact", False))
 
+    @verb("rollout", split="rows", collect="batches")
     def generate(self, prompts: Batch, params: SamplingParams) -> Iterator[Batch]:
         """Samples as groups finish. Rows carry `id`, `group` and `prompt_tokens`; a row whose column
         `baseline` is true is decoded greedily. Yields the rows with the response columns added; under an episode
@@ -200,41 +223,68 @@ class ActorWorker:
                 engine.step()  # hands out the aborted samples, so that no later rollout meets them
             engine.sleep()
 
+    @verb("train", split="rows", collect="rows")
     def log_probs(self, batch: Batch, temperature: float = 1.0, entropy: bool = False) -> Batch:
         """Column `log_probs` (and `entropy`), aligned with `response_tokens`."""
         flat = self.engine.log_probs(batch, temperature=temperature, entropy=entropy)
         lengths = batch.lengths("response_tokens")
         return Batch.from_columns({name: (values, lengths) for name, values in flat.items()})
 
+    @verb("train", split="rows", collect="rows")
+    def scores(self, batch: Batch) -> Batch:
+        """Column `scores`, one number a row; for a score head."""
+        return Batch.from_columns({"scores": self.engine.scores(batch)})
+
+    @verb("train")
     def loss(self, batch: Batch, objective: Objective, plan: UpdatePlan) -> dict[str, float]:
         """`loss` and metrics, as an update has them, without one."""
         return compute_loss(self.engine, batch, objective, plan)
 
+    @verb("train")
     def update(self, batch: Batch, objective: Objective, plan: UpdatePlan) -> dict[str, float]:
+        """Optimizer steps; the weights that are served follow at `sync`."""
         if self.policy_version == 0:
             self._sync.measure(self._rollout_engine, self.engine)  # how far a fresh engine is
-        metrics = run_updates(self.engine, batch, objective, plan, self.policy_version)
-        self.policy_version += 1
-        return metrics | self._serve()
+        return run_updates(self.engine, batch, objective, plan, self.policy_version)
 
+    @verb()
+    def sync(self) -> dict[str, float]:
+        """After an update: the next policy version, served by every rank that generates."""
+        self.policy_version += 1
+        return self._serve()
+
+    @verb("train", collect="shards")
     def shards(self) -> Iterator[Shard]:
         return self.engine.shards()
 
+    @verb(collect="none")
     def load_shards(self, shards: Iterable[Shard]) -> None:
         self.engine.load_shards(shards)
 
-    def state(self) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
-        tensors, meta = self.engine.state()
-        return tensors, {**meta, "policy_version": self.policy_version}
+    @verb("train")
+    def meta(self) -> dict[str, Any]:
+        """What `load_state` needs beside tensors, as JSON; `state` then gives the tensors of this moment."""
+        self._tensors, meta = self.engine.state()
+        return {**meta, "policy_version": self.policy_version}
 
+    @verb("train", collect="shards")
+    def state(self) -> Iterator[Shard]:
+        """The optimizer's tensors, once after `meta`."""
+        tensors, self._tensors = self._tensors, {}
+        return (Shard.whole(name, tensor) for name, tensor in tensors.items())
+
+    @verb(collect="none")
     def load_state(self, tensors: Mapping[str, torch.Tensor], meta: Mapping[str, Any]) -> None:
         rest = dict(meta)
         self.policy_version = int(rest.pop("policy_version"))
-        self.engine.load_state(tensors, rest)
+        if "train" in self.place.shares:
+            self.engine.load_state(tensors, rest)
         self._serve()
 
     def _serve(self) -> dict[str, float]:
-        """Give the rollout engine the weights as they are; how far its log-probs are from the trainer's then."""
+        """Bring the trained weights to where generation reads them; how far its log-probs are from the trainer's."""
+        if self.place.is_apart:
+            spread_weights(self.engine, self.place)
         if self._rollout_engine is None:
             return {}
         # The embedded engine reads the live tensors; an engine with its own copy takes the stream.
@@ -245,15 +295,14 @@ class ActorWorker:
 class ReferenceWorker:
     """The frozen policy that KL is measured against: a copy of the weights as they were when it was made."""
 
-    def __init__(self, model: PreTrainedModel, train: TrainOptions) -> None:
-        model.requires_grad_(False)
-        self.engine = TrainOptions(
-            max_tokens_per_micro_batch=train.max_tokens_per_micro_batch,
-            micro_batch_size=train.micro_batch_size,
-            share_prompts=train.share_prompts,
-            autocast=train.autocast,
-        ).engine(model, head="lm")
+    def __init__(self, model: PortableModel, train: TrainOptions, *, place: Place = ALONE) -> None:
+        live = model.model if place.device is None else model.model.to(place.device)
+        live.requires_grad_(False)
+        self.engine = train.frozen().engine(live, head="lm", group=place.groups.get("train"))
+        if place.size > 1:
+            spread_weights(self.engine, place, to_all=True)
 
+    @verb("train", split="rows", collect="rows")
     def log_probs(self, batch: Batch, temperature: float = 1.0) -> Batch:
         """Column `ref_log_probs`, aligned with `response_tokens`."""
         flat = self.engine.log_probs(batch, temperature=temperature)["log_probs"]

@@ -108,13 +108,14 @@ class StandaloneWorker:
 
 def describe(actor: Actor) -> tuple[dict[str, Any], bytes]:
     """What a worker must be told to make the actor's engine: a JSON head, and the tokenizer's files."""
-    packed = actor.group.worker.engine.packed
-    options = actor.group.worker.rollout
+    from verl.models.loading import eos_token_ids
+
+    options = actor.rollout_options
     head = {
         "config": actor.model.config.to_dict(),
-        "device": str(packed.device),
-        "dtype": str(packed.dtype).removeprefix("torch."),
-        "eos": list(actor.group.worker.eos_token_ids),
+        "device": str(actor.model.device),
+        "dtype": str(actor.model.dtype).removeprefix("torch."),
+        "eos": list(eos_token_ids(actor.model, actor.tokenizer)),
         "rollout": {name: getattr(options, name) for name in options.__dataclass_fields__ if name != "episode"},
     }
     files = Batch.from_rows(list(_files(actor.tokenizer)))

@@ -1,0 +1,90 @@
+"""The map of placement in all its forms, and what is refused before anything starts."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import verl
+from verl.errors import ConfigError
+
+
+@pytest.mark.parametrize(
+    ("given", "slots"),
+    [
+        ("cuda:0-3", ["cuda:0", "cuda:1", "cuda:2", "cuda:3"]),
+        ("cpu:2,0", ["cpu:0", "cpu:2"]),
+        ("gpu:1", ["cuda:1"]),
+        ("cpu", ["cpu:0"]),
+        (["cpu:0", "cpu:3"], ["cpu:0", "cpu:3"]),
+        ({"gpu_ids": [0, 1], "parallel": "data"}, ["cuda:0", "cuda:1"]),
+        ({"device": "cuda:4"}, ["cuda:4"]),
+        (verl.ResourcePool("cpu:1"), ["cpu:1"]),
+    ],
+)
+def test_every_form_names_its_slots(given: Any, slots: list[str]) -> None:
+    assert [str(slot) for slot in verl.ResourcePool.parse(given).slots] == slots
+    assert [str(slot) for slot in verl.DeviceMesh({"actor": given}).slots] == slots
+    assert [str(slot) for slot in verl.DeviceMesh(given).pool("critic").slots] == slots
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"actr": "cpu:0"}, "did you mean 'actor'"),
+        ({"actor": {"gpu_id": [0]}}, "did you mean 'gpu_ids'"),
+        ({"actor": {"gpu_ids": [0], "device": "cpu"}}, "give one of"),
+        ({"actor": {"gpu_ids": [0, 1], "parallel": "tensor"}}, "'tensor' over 2 slots"),
+        ("cpu:0,0", "cpu:0 is named twice"),
+        ("cpu:3-1", "no range"),
+        ("first gpu", "no slot"),
+        ([], "at least one slot"),
+        ({"actor": 0}, "at least one slot, not 0"),
+        ({}, "the map is empty"),
+        (["cpu:0", "cuda:0"], "one kind of device"),
+        ({"actor": "cpu:0-2", "critic": "cpu:2-3"}, r"'actor' \(3 slots: .*'critic' \(2 .* overlap in 1"),
+    ],
+)
+def test_a_map_that_cannot_be_met_is_refused(given: Any, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        verl.DeviceMesh(given)
+
+
+def test_missing_slots_are_told_with_their_numbers() -> None:
+    mesh = verl.DeviceMesh({"actor": "cuda:0-1", "critic": "cuda:5"})
+    mesh.check({"cuda": 6}, "the job")
+    with pytest.raises(ConfigError, match=r"'critic' asks for slot cuda:5 .* the job has 4 cuda slots \(cuda:0-3\)"):
+        mesh.check({"cuda": 4}, "the job")
+
+
+def test_several_slots_in_a_plain_script_name_the_line_that_has_them() -> None:
+    with pytest.raises(ConfigError, match=r"3 slots .*torchrun --nproc_per_node=3"):
+        verl.Controller({"actor": "cpu:0-1", "critic": "cpu:2"})
+
+
+def test_the_picture() -> None:
+    picture = str(verl.DeviceMesh({"actor": "cpu:0-1", "critic": "cpu:2"}))
+    assert picture.splitlines() == [
+        "       actor  critic",
+        "cpu:0  0/2    ·",
+        "cpu:1  1/2    ·",
+        "cpu:2  ·      0/1",
+    ]
+
+
+def test_numbers_take_the_next_free_slots() -> None:
+    mesh = verl.DeviceMesh({"rollout": 2, "actor": 1, "critic": "cpu:2", "reference": 1})
+    assert [[slot.index for slot in pool.slots] for pool in mesh.pools.values()] == [[0, 1], [2], [2], [3]]
+
+
+def test_a_trainer_places_its_handles(tiny: Path) -> None:
+    actor = verl.Actor(str(tiny), sampling=verl.SamplingParams(max_new_tokens=2))
+    with pytest.raises(ConfigError, match="2 slots"):
+        verl.Trainer(actor, reward_fn=len, device_map={"actor": "cpu:0-1"})
+    trainer = verl.Trainer(actor, reward_fn=lambda texts: [1.0] * len(texts), algorithm="ppo", placement="cpu:0")
+    assert trainer.critic is not None and trainer.critic.controller is actor.controller
+    trainer.step(["a"])
+    with pytest.raises(ConfigError, match="before the first verb"):
+        actor.place("cpu:0")

@@ -1,0 +1,121 @@
+"""One script in one process and under torchrun: the same parameters, metrics and samples."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests import ranks
+from tests.ranks import torchrun
+
+SCRIPT = Path(__file__).with_name("three_steps.py")
+CLOCK = ("busy/",)
+
+
+def outcome(folder: Path) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
+    return torch.load(folder / "weights.pt"), json.loads((folder / "run.json").read_text())
+
+
+def assert_equal_runs(one: Path, other: Path) -> None:
+    (weights, run), (weights_, run_) = outcome(one), outcome(other)
+    assert weights.keys() == weights_.keys()
+    for name, weight in weights.items():
+        torch.testing.assert_close(weights_[name], weight, rtol=0, atol=1e-9, msg=name)
+    for ours, theirs in zip(run["samples"], run_["samples"], strict=True):
+        for column in ("id", "response_tokens", "reward"):
+            assert theirs[column] == ours[column]
+        for a, b in zip(ours["rollout_log_probs"], theirs["rollout_log_probs"], strict=True):
+            assert b == pytest.approx(a, abs=1e-9)
+    for record, record_ in zip(run["records"], run_["records"], strict=True):
+        assert record.keys() == record_.keys()
+        for name, value in record.items():
+            if not name.startswith(CLOCK) and not (isinstance(value, float) and math.isnan(value)):
+                assert record_[name] == pytest.approx(value, abs=1e-9), name
+
+
+@pytest.fixture(scope="module")
+def alone(make_tiny: Callable[..., Path], tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    """The model, and what one process made of it."""
+    model, out = make_tiny("gpt2", torch.float64), tmp_path_factory.mktemp("alone")
+    ranks.alone(SCRIPT, model, out)
+    return model, out
+
+
+def test_two_ranks_equal_one_process(alone: tuple[Path, Path], tmp_path: Path) -> None:
+    model, expected = alone
+    torchrun(2, SCRIPT, model, tmp_path)
+    assert_equal_runs(expected, tmp_path)
+
+
+@pytest.mark.slow
+def test_one_rank_rolls_out_and_one_trains(alone: tuple[Path, Path], tmp_path: Path) -> None:
+    model, expected = alone
+    placement = {"rollout": "cpu:0", "actor": "cpu:1", "critic": "cpu:1", "reference": "cpu:0"}
+    torchrun(2, SCRIPT, model, tmp_path, json.dumps(placement))
+    assert_equal_runs(expected, tmp_path)
+
+
+@pytest.mark.slow
+def test_rewards_run_once_and_checkpoints_move_between_rank_counts(tiny: Path, tmp_path: Path) -> None:
+    script = tmp_path / "script.py"
+    script.write_text(
+        "import os, sys, pathlib, verl, torch\n"
+        "model, out, mode = sys.argv[1:]\n"
+        "def reward(responses):\n"
+        "    with open(f'{out}/calls', 'a') as file: file.write(os.environ.get('RANK', '-'))\n"
+        "    return [float(len(r)) for r in responses]\n"
+        "actor = verl.Actor(model, optim={'lr': 1e-2}, sampling=verl.SamplingParams(max_new_tokens=6))\n"
+        "trainer = verl.Trainer(actor, reward_fn=reward, n=2, log_dir=False)\n"
+        "if mode == 'save':\n"
+        "    trainer.step(['a', 'b', 'c'])\n"
+        "    trainer.save_checkpoint(f'{out}/checkpoint')\n"
+        "else:\n"
+        "    trainer.load_checkpoint(f'{out}/checkpoint')\n"
+        "record = trainer.step(['d', 'e', 'f'])\n"
+        "if os.environ.get('RANK', '0') == '0':\n"
+        "    pathlib.Path(f'{out}/{mode}.txt').write_text(repr((record['reward'], record['loss/actor'])))\n"
+    )
+    torchrun(2, script, tiny, tmp_path, "save")
+    assert set((tmp_path / "calls").read_text()) == {"0"}
+    ranks.alone(script, tiny, tmp_path, "load")
+    saved, loaded = (eval((tmp_path / f"{mode}.txt").read_text()) for mode in ("save", "load"))
+    assert loaded == pytest.approx(saved, abs=1e-5)
+
+
+@pytest.mark.slow
+def test_an_error_of_one_rank_ends_the_job_with_its_own_traceback(tiny: Path, tmp_path: Path) -> None:
+    script = tmp_path / "script.py"
+    script.write_text(
+        "import os, sys, verl\n"
+        "class Broken(verl.BaseAlgorithm):\n"
+        "    def compute_loss(self, x):\n"
+        "        if os.environ['RANK'] == '1': raise ZeroDivisionError('the loss of rank 1')\n"
+        "        return verl.Loss(total=(x.weights * x.log_probs).sum())\n"
+        "actor = verl.Actor(sys.argv[1], sampling=verl.SamplingParams(max_new_tokens=4))\n"
+        "reward = lambda texts: [1.0] * len(texts)\n"
+        "verl.Trainer(actor, reward_fn=reward, algorithm=Broken(), log_dir=False).step(['a', 'b'])\n"
+    )
+    done = torchrun(2, script, tiny, check=False)
+    assert done.returncode != 0
+    assert "ZeroDivisionError: the loss of rank 1" in done.stderr
+    assert "in role 'actor', rank 1 of 2" in done.stderr
+
+
+@pytest.mark.slow
+def test_ranks_that_disagree_are_told_so(tiny: Path, tmp_path: Path) -> None:
+    script = tmp_path / "script.py"
+    script.write_text(
+        "import os, sys, verl\n"
+        "actor = verl.Actor(sys.argv[1], sampling=verl.SamplingParams(max_new_tokens=4))\n"
+        "sequences = actor.generate_sequences(['a', 'b'])\n"
+        "actor.update(sequences, [float(os.environ['RANK']), 1.0])\n"
+    )
+    done = torchrun(2, script, tiny, check=False)
+    assert done.returncode != 0
+    assert "hold another batch" in done.stderr

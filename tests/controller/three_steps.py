@@ -1,0 +1,59 @@
+"""Three steps of a training script that knows nothing of ranks; started by the tests in one process and in several.
+
+python three_steps.py MODEL OUT [PLACEMENT as JSON]
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import verl
+from verl.controller.once import is_main
+
+
+def reward(responses: list[str]) -> list[float]:
+    return [sum(map(ord, text)) % 7 / 7 for text in responses]
+
+
+def run(model: str, placement: Any = None, algorithm: str = "ppo") -> dict[str, Any]:
+    torch.set_num_threads(1)
+    options: dict[str, Any] = {
+        "dtype": "float64",
+        "optim": {"lr": 1e-2},
+        "mini_batch_size": 8,
+        "max_tokens_per_micro_batch": 64,
+        "placement": placement,
+    }
+    sampling = verl.SamplingParams(max_new_tokens=12)
+    actor = verl.Actor(model, sampling=sampling, **options)
+    critic = verl.Critic(model, **options) if algorithm == "ppo" else None
+    trainer = verl.Trainer(actor, critic, reward, algorithm=algorithm, n=4, log_dir=False)
+    prompts = ["Once upon a time", "In the beginning", "A", "The quick brown fox", "And"]
+    records, samples = [], []
+    original = trainer.learn
+
+    def learn(batch: verl.Batch) -> dict[str, Any]:
+        samples.append({name: batch[name] for name in ("id", "response_tokens", "rollout_log_probs", "reward")})
+        return original(batch)
+
+    trainer.learn = learn  # type: ignore[method-assign]
+    for _ in range(3):
+        record = trainer.step(prompts)
+        records.append({k: v for k, v in record.items() if not k.startswith(("time/", "memory/"))})
+    records = [{k: v for k, v in r.items() if not k.endswith("_per_s")} for r in records]
+    weights = {s.name: s.tensor.clone() for s in actor.shards()}
+    if critic is not None:
+        weights |= {f"critic.{s.name}": s.tensor.clone() for s in critic.shards()}
+    return {"records": records, "samples": samples, "weights": weights}
+
+
+if __name__ == "__main__":
+    found = run(sys.argv[1], *map(json.loads, sys.argv[3:]))
+    if is_main():
+        torch.save(found["weights"], Path(sys.argv[2]) / "weights.pt")
+        (Path(sys.argv[2]) / "run.json").write_text(json.dumps({k: found[k] for k in ("records", "samples")}))

@@ -1,0 +1,100 @@
+"""`verl train` under torchrun: one run of several ranks, with one run directory, that a dead rank ends and a
+second start takes up."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import signal
+import subprocess
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.ranks import ENV, command, torchrun
+from tests.trainer.test_run import assert_same_run, count_lines, final_state, rows, run_dir, settings
+from verl.config import build_config
+from verl.trainer.run import train
+
+
+def start(file: Path, configuration: dict[str, Any]) -> list[str]:
+    file.write_text(json.dumps(configuration))
+    return ["-m", "verl", "train", str(file)]
+
+
+def test_a_run_of_two_ranks_is_one_run(tmp_path: Path, tiny: Path) -> None:
+    for name in ("one", "two"):
+        (tmp_path / name).mkdir()
+    changes = {"trainer.placement": {"rollout": "cpu:0-1"}, "trainer.total_steps": 3}
+    train(build_config(settings(tmp_path / "one", tiny, **{"trainer.total_steps": 3})))
+    done = torchrun(2, *start(tmp_path / "run.yaml", settings(tmp_path / "two", tiny, **changes)))
+    one, two = run_dir(tmp_path / "one"), run_dir(tmp_path / "two")
+    ours, theirs = final_state(one), final_state(two)
+    assert max(float((ours[name].double() - theirs[name].double()).abs().max()) for name in ours) < 1e-3
+    assert [(row["step"], row.get("reward")) for row in rows(one)] == [
+        (row["step"], row.get("reward")) for row in rows(two)
+    ]
+    assert done.stdout.count("peak memory") == 1
+    assert done.stderr.count("going on") == 0 and "cpu:1  1/2" in done.stderr
+    first, second = (two / "logs" / name for name in ("001.log", "001.rank1.log"))
+    assert "rank 0 of 2, host" in first.read_text() and "rank 1 of 2, host" in second.read_text()
+    assert {path.name for path in two.glob("*.json*")} >= {"metrics.jsonl", "summary.json", "eval.jsonl"}
+    # The next start, in one process, finds a finished run of the same settings and length.
+    assert json.loads((two / "summary.json").read_text())["state"] == "finished"
+
+
+def ranks_of(agent: int) -> dict[int, int]:
+    """Rank -> process, of a torchrun agent's children."""
+    found = {}
+    for stat in Path("/proc").glob("[0-9]*/stat"):
+        try:
+            parent = int(stat.read_text().rpartition(")")[2].split()[1])
+            lines = (stat.parent / "environ").read_bytes().split(b"\0")
+        except OSError:
+            continue
+        ranks = [int(line[5:]) for line in lines if line.startswith(b"RANK=")]
+        if parent == agent and ranks:
+            found[ranks[0]] = int(stat.parent.name)
+    return found
+
+
+@pytest.mark.slow
+def test_a_killed_rank_ends_the_run_and_the_same_command_resumes(tmp_path: Path, tiny: Path) -> None:
+    for name in ("whole", "cut"):
+        (tmp_path / name).mkdir()
+    longer = {"trainer.total_steps": 40, "trainer.save_every": 1, "data.eval": None, "trainer.eval_every": None}
+    torchrun(3, *start(tmp_path / "whole.yaml", settings(tmp_path / "whole", tiny, **longer)))
+    line = command(3, *start(tmp_path / "cut.yaml", settings(tmp_path / "cut", tiny, **longer)))
+    metrics, rng = tmp_path / "cut" / "runs" / "latest" / "metrics.jsonl", random.Random(0)
+    for rank in (1, 0):
+        wanted = count_lines(metrics) + 1
+        process = subprocess.Popen(line, env=ENV, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
+        while process.poll() is None and count_lines(metrics) <= wanted:
+            time.sleep(0.01)
+        time.sleep(rng.uniform(0, 0.3))
+        os.kill(ranks_of(process.pid)[rank], signal.SIGKILL)
+        began = time.monotonic()
+        _, errors = process.communicate(timeout=120)
+        assert time.monotonic() - began < 60
+        assert process.returncode != 0
+        assert "ClusterError" in errors or "another rank died" in errors, errors[-3000:]
+        assert "SIGKILL" in errors
+    torchrun(3, *line[line.index("-m", 3) :])
+    assert_same_run(run_dir(tmp_path / "whole"), run_dir(tmp_path / "cut"))
+
+
+@pytest.mark.slow
+def test_sigterm_at_one_rank_saves_and_ends_all(tmp_path: Path, tiny: Path) -> None:
+    changes = {"trainer.total_steps": 100000, "trainer.save_every": 100000}
+    line = command(2, *start(tmp_path / "run.yaml", settings(tmp_path, tiny, **changes)))
+    process = subprocess.Popen(line, env=ENV, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
+    metrics = tmp_path / "runs" / "latest" / "metrics.jsonl"
+    while process.poll() is None and count_lines(metrics) <= 2:
+        time.sleep(0.1)
+    os.kill(ranks_of(process.pid)[1], signal.SIGTERM)
+    _, errors = process.communicate(timeout=100)
+    last = json.loads(metrics.read_text().splitlines()[-1])["step"]
+    assert (run_dir(tmp_path) / "checkpoints" / "latest").resolve().name == f"step-{last:06d}", errors[-2000:]

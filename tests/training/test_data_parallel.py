@@ -1,0 +1,21 @@
+"""The number of ranks never changes a gradient (fp64), nor do micro-batches or the order of rows at any of them."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+from tests.algorithms.support import OFFLINE, ONLINE
+from tests.ranks import torchrun
+
+SCRIPT = Path(__file__).with_name("rank_gradients.py")
+
+
+def test_ranks_micro_batches_and_order_never_change_a_gradient() -> None:
+    done = torchrun(3, SCRIPT)
+    cases = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
+    assert {case["case"].split()[0] for case in cases} == {*ONLINE, *OFFLINE}
+    for case in cases:
+        assert case["gradient"] < 1e-10, case
+        assert case["metrics"] < 1e-10, case
+        assert case["names"], case

@@ -1,0 +1,108 @@
+"""What happens on one rank of a torchrun job although the driver is replicated: user rewards, files, logs."""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import os
+import pickle
+import socket
+import time
+from collections import Counter
+from collections.abc import Awaitable, Callable
+from typing import Any, TypeVar
+
+from verl.errors import ClusterError
+
+T = TypeVar("T")
+# How often each call has been made, by a hash of its name: calls of one name meet in the order they are made in.
+_seen: Counter[int] = Counter()
+
+
+def torchrun_ranks() -> int:
+    """Ranks of the torchrun job that this process belongs to; 1 outside of one."""
+    return int(os.environ.get("WORLD_SIZE", "1")) if "RANK" in os.environ else 1
+
+
+def rank_here() -> int:
+    """The rank of this process in its torchrun job; 0 outside of one."""
+    return int(os.environ.get("RANK", "0"))
+
+
+def local_ranks() -> int:
+    """Ranks of the job on this machine, which share its memory."""
+    return int(os.environ.get("LOCAL_WORLD_SIZE", "1")) if torchrun_ranks() > 1 else 1
+
+
+def is_main() -> bool:
+    """Whether side effects happen in this process: on rank 0 of a torchrun job."""
+    return rank_here() == 0
+
+
+def who() -> str:
+    """This process among the ranks of its job, for messages."""
+    return f"rank {rank_here()} of {torchrun_ranks()}, host {socket.gethostname()}"
+
+
+async def once(about: str, work: Callable[[], Awaitable[T]]) -> T:
+    """The result of `work`, which rank 0 alone does. It goes through the job's key-value store and not through a
+    collective, since calls overlap, and end in another order on another rank.
+
+    Args:
+        about: names the call, the same on all ranks.
+
+    Raises:
+        Exception: what `work` raised on rank 0, on every rank.
+        ClusterError: rank 0 did not come to it in time.
+    """
+    ranks = torchrun_ranks()
+    if ranks == 1:
+        return await work()
+    from verl.controller.controller import Controller
+
+    world = Controller.of().world()
+    name = hashlib.sha256(about.encode()).digest()[:8]
+    _seen[number := int.from_bytes(name, "big")] += 1
+    key = f"verl/once/{name.hex()}/{_seen[number]}"
+    if is_main():
+        try:
+            value = await work()
+        except Exception as error:
+            world.store.set(key, pickle.dumps((None, _portable(error))))
+            raise
+        world.store.set(key, pickle.dumps((value, None)))
+        return value
+    await _there(world.store, key, world.timeout, about)
+    value, failure = pickle.loads(world.store.get(key))
+    if world.store.add(f"{key}/read", 1) == ranks - 1:
+        world.store.delete_key(key)
+        world.store.delete_key(f"{key}/read")
+    if failure is not None:
+        raise failure
+    return value
+
+
+def on_main(about: str, work: Callable[[], T]) -> T:
+    """`once` for synchronous work that no other call overlaps, such as writing a file."""
+
+    async def call() -> T:
+        return work()
+
+    return work() if torchrun_ranks() == 1 else asyncio.run(once(about, call))
+
+
+async def _there(store: Any, key: str, timeout: float, about: str) -> None:
+    until = time.monotonic() + timeout
+    while not store.check([key]):
+        if time.monotonic() > until:
+            raise ClusterError(f"{who()}: rank 0 did not give '{about}' within {timeout:g} s")
+        await asyncio.sleep(0.005)
+
+
+def _portable(error: Exception) -> Exception:
+    """The error, or its text if it cannot travel."""
+    try:
+        pickle.loads(pickle.dumps(error))
+    except Exception:  # whatever a class of the user's own raises when it is made anew
+        return ClusterError(f"rank 0: {type(error).__name__}: {error}")
+    return error

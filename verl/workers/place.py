@@ -1,0 +1,104 @@
+"""Where a worker stands among the ranks of its role, and what its verbs say about their data.
+
+A mesh is one way of laying a role's work over its ranks: "train" and "rollout" may differ. On each mesh a rank has a
+data-parallel index; ranks that differ only in their tensor, pipeline or sequence index have the same one, get the same
+rows, and only one of them answers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal, TypeVar
+
+from verl.errors import ConfigError, nearest
+
+F = TypeVar("F", bound=Callable[..., Any])
+
+Split = Literal["rows", "whole"]
+Collect = Literal["rows", "first", "batches", "shards", "none"]
+#: The mesh of all ranks of a role.
+ROLE = "role"
+
+
+@dataclass(frozen=True)
+class Share:
+    """What one rank does of a mesh: part `index` of `size`, and whether its answer counts."""
+
+    index: int = 0
+    size: int = 1
+    answers: bool = True
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where a worker stands; the default is a role of one rank.
+
+    Attributes:
+        role: its role, for messages.
+        rank, size: among the ranks of the role.
+        device: where its tensors live; None: where the model is.
+        shares: by mesh; a rank that is not part of a mesh has no share of it.
+        trainer: the rank, in the role, of the first one that trains.
+        groups: torch process groups by mesh, for those of several ranks.
+    """
+
+    role: str = ""
+    rank: int = 0
+    size: int = 1
+    device: str | None = None
+    trainer: int = 0
+    shares: Mapping[str, Share] = field(
+        default_factory=lambda: {ROLE: Share(), "train": Share(), "rollout": Share()},
+    )
+    groups: Mapping[str, Any] = field(default_factory=dict)
+
+    @property
+    def is_apart(self) -> bool:
+        """Whether some ranks of the role generate with weights that others train."""
+        return self.size > min(share.size for share in self.shares.values())
+
+
+#: A role of one rank.
+ALONE = Place()
+
+
+@dataclass(frozen=True)
+class Verb:
+    """How a verb's data travel.
+
+    mesh: whose ranks run it.
+    split: "rows": the first argument, a `Batch`, is cut by rows, balanced by tokens, one part for each data-parallel
+        index; "whole": every rank gets all of it.
+    collect: "rows": answers are batches, put back into the order of the rows; "first": the answer of the first rank;
+        "batches": the verb yields batches of finished rows, passed on as they come; "shards": every rank yields the
+        same stream and the first one's counts; "none": nothing comes back.
+    """
+
+    mesh: str = ROLE
+    split: Split = "whole"
+    collect: Collect = "first"
+
+
+def verb(mesh: str = ROLE, *, split: Split = "whole", collect: Collect = "first") -> Callable[[F], F]:
+    """Declare a worker's method a verb that a controller may call on all ranks of `mesh`."""
+
+    def declare(method: F) -> F:
+        method.__verb__ = Verb(mesh, split, collect)  # type: ignore[attr-defined]
+        return method
+
+    return declare
+
+
+def verb_of(worker: type, name: str) -> Verb:
+    """What a worker's method declares.
+
+    Raises:
+        ConfigError: it is no verb.
+    """
+    method = getattr(worker, name, None)
+    declared = getattr(method, "__verb__", None)
+    if declared is None:
+        known = [n for n in dir(worker) if hasattr(getattr(worker, n), "__verb__")]
+        raise ConfigError(f"{worker.__name__} has no verb '{name}': {nearest(name, known)}")
+    return declared  # type: ignore[no-any-return]
