@@ -20,17 +20,41 @@ NONSENSE: list[Any] = [
     {"choices": [{"token_ids": [5], "logprobs": {"token_logprobs": [float("nan")]}, "finish_reason": "stop"}]},
     {"choices": [{"token_ids": [5], "logprobs": {"token_logprobs": [-1.0]}, "finish_reason": "because"}]},
     {"choices": [{"token_ids": [-5], "logprobs": {"token_logprobs": [-1.0]}, "finish_reason": "stop"}]},
+    {"choices": [{"token_ids": [10**9], "logprobs": {"token_logprobs": [-1.0]}, "finish_reason": "stop"}]},
+    {"choices": [{"token_ids": [5.5], "logprobs": {"token_logprobs": [-1.0]}, "finish_reason": "stop"}]},
+    {"choices": [{"token_ids": [5], "logprobs": {"token_logprobs": [0.7]}, "finish_reason": "stop"}]},
     {"choices": [{"token_ids": [5] * 999, "logprobs": {"token_logprobs": [-1.0] * 999}, "finish_reason": "stop"}]},
 ]
+
+
+#: Head, body, and for how many seconds it is sent.
+BODIES: dict[str, tuple[str, bytes, float]] = {
+    "html": ("200 OK\r\nContent-Type: text/html\r\nContent-Length: 16", b"<html>Hi!</html>", 0.0),
+    "cut": ("200 OK\r\nContent-Length: 5000", b'{"choices": [', 0.0),
+    "long": ("200 OK\r\nContent-Length: 5", b'{"choices": []}', 0.0),
+    "endless": ("200 OK\r\nContent-Type: application/json", b" " * (1 << 16), 60.0),
+    "drip": ("200 OK\r\nContent-Length: 100000", b" ", 60.0),
+    "empty": ("200 OK\r\nContent-Length: 0", b"", 0.0),
+    "moved": ("302 Found\r\nLocation: /elsewhere\r\nContent-Length: 0", b"", 0.0),
+    "no http": ("what", b"\x00\xff" * 9, 0.0),
+    "deep": ("200 OK\r\nContent-Length: 200000", b"[" * 200000, 0.0),
+    "zipped": ("200 OK\r\nContent-Encoding: gzip\r\nContent-Length: 9", b"no gzip..", 0.0),
+}
 
 
 class Handler(BaseHTTPRequestHandler):
     name, mode = 0.0, "good"
     version: int | None = None
     coming: int | None = None
-    asked = 0
+    asked = described = 0
 
     def do_GET(self) -> None:
+        if self.path == "/openapi.json" and self.mode == "described":
+            type(self).described += 1
+            time.sleep(0.3)
+            return self.answer(200, {"paths": {"/inference/v1/generate": {}}, "asked": self.described})
+        if self.path == "/openapi.json":
+            return self.answer(404, {"error": "no such thing"})
         self.answer(200, {"data": [{"id": "plain"}]})
 
     def do_POST(self) -> None:
@@ -45,6 +69,10 @@ class Handler(BaseHTTPRequestHandler):
             time.sleep(600)
         elif state.mode == "error":
             self.answer(500, {"error": "out of order"})
+        elif state.mode in BODIES:
+            self.raw(*BODIES[state.mode])
+        elif state.mode == "described" and route == "/generate":
+            self.answer(404, {"error": "no such thing"})
         elif state.mode == "nonsense":
             state.asked += 1
             self.answer(200, NONSENSE[state.asked % len(NONSENSE)])
@@ -93,13 +121,28 @@ class Handler(BaseHTTPRequestHandler):
         self.end_headers()
         self.wfile.write(data)
 
+    def raw(self, head: str, body: bytes, seconds: float) -> None:
+        """A body, again and again for so long, then the connection ends."""
+        self.wfile.write(f"HTTP/1.1 {head}\r\n\r\n".encode())
+        end = time.monotonic() + seconds
+        while True:
+            self.wfile.write(body)
+            if time.monotonic() >= end:
+                break
+            time.sleep(0.0 if len(body) > 1000 else 0.1)
+        self.close_connection = True
+
     def log_message(self, *args: Any) -> None:
         pass
+
+
+class Server(ThreadingHTTPServer):
+    request_queue_size = 128
 
 
 if __name__ == "__main__":
     Handler.name, Handler.mode = float(sys.argv[2]), sys.argv[3]
     Handler.version = int(sys.argv[4]) if len(sys.argv) > 4 else None
-    server = ThreadingHTTPServer(("127.0.0.1", int(sys.argv[1])), Handler)
+    server = Server(("127.0.0.1", int(sys.argv[1])), Handler)
     print(server.server_port, flush=True)
     server.serve_forever()

@@ -5,11 +5,13 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 
+import httpx
 import pytest
 from transformers import PreTrainedModel
 
 import verl
 from tests.conftest import Plain
+from tests.rollout.plain_server import BODIES
 from verl.errors import ConfigError, RolloutError
 from verl.models.shards import model_shards
 from verl.rollout.base import Request, Sample, SamplingParams, generate
@@ -54,11 +56,50 @@ def test_a_prompt_leaves_a_server_that_has_much_more_to_do(serve: Callable[..., 
 
 
 @pytest.mark.parametrize("mode", ["hang", "error", "nonsense"])
-def test_what_a_bad_server_does_not_answer_a_good_one_does(serve: Callable[..., Plain], mode: str) -> None:
-    remote = engine(serve(1, mode), serve(2), timeout=1.0 if mode == "hang" else 20.0)
+def test_what_a_bad_server_does_not_answer_a_good_one_does(
+    serve: Callable[..., Plain], make_model: Callable[..., PreTrainedModel], mode: str
+) -> None:
+    model = make_model("llama")
+    remote = engine(serve(1, mode), serve(2), timeout=1.0 if mode == "hang" else 20.0, model=model)
     samples = list(generate(remote, requests(6, 3)))
     assert len(samples) == 18 and all(map(whole, samples))
     assert {s.log_probs[0] for s in samples} == {-2.0}
+
+
+def test_answers_that_are_none_are_failures(serve: Callable[..., Plain], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Cut off, endless, dripping, redirected, not HTTP: each at a server of its own beside a good one."""
+    monkeypatch.setattr("verl.rollout.servers._MOST_BYTES", 1 << 20)
+    bad = [serve(1, mode) for mode in BODIES]
+    remote = engine(*bad, serve(2), path="/generate", timeout=3.0, retries=len(bad))
+    samples = list(generate(remote, requests(20, 2)))
+    assert len(samples) == 40 and all(map(whole, samples))
+    assert {s.log_probs[0] for s in samples} == {-2.0}
+    failed = {server.url for server in remote.pool.servers if server.failures}
+    assert failed == {server.url for server in bad}
+
+
+def test_requests_wait_until_each_server_has_said_where_it_generates(
+    serve: Callable[..., Plain], caplog: pytest.LogCaptureFixture
+) -> None:
+    described, plain = serve(1, "described"), serve(2)
+    remote = engine(described, plain, path="/generate")
+    samples = list(generate(remote, requests(20, 4)))
+    assert len(samples) == 80 and all(map(whole, samples))
+    assert {s.log_probs[0] for s in samples} == {-1.0, -2.0}
+    assert "failed" not in caplog.text
+    assert httpx.get(f"{described.url}/openapi.json").json()["asked"] == 2, "more than one request asked"
+
+
+def test_a_server_that_comes_up_late_is_asked_then(serve: Callable[..., Plain]) -> None:
+    early = serve(1)
+    early.kill()
+    remote = engine(early, path="/generate")
+    for request in requests(4, 2):
+        remote.add(request)
+    assert remote.step() == []
+    serve(3, "described", port=early.port)
+    samples = list(generate(remote, []))
+    assert len(samples) == 8 and all(map(whole, samples))
 
 
 def test_a_server_killed_while_serving_loses_nothing(serve: Callable[..., Plain]) -> None:

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 from verl.errors import RolloutError
 from verl.rollout.base import Finish, Request, Sample
 from verl.rollout.response import check_prompt
-from verl.rollout.servers import NoServerError, Server, ServerPool
+from verl.rollout.servers import NoServerError, RefusedError, Server, ServerPool, StatusError
 from verl.rollout.vllm import sampling_arguments, weight_file, whole_weights
 from verl.shard import Shard
 
@@ -188,7 +188,7 @@ class ServerEngine(RemoteEngine):
         super().__init__(model, eos_token_ids=eos_token_ids, seed=seed)
         self.pool = pool
         self._served_model = served_model
-        self._route: str | None = None
+        self._paths: dict[Server, asyncio.Task[str]] = {}
 
     def _submit(self, work: Coroutine[Any, Any, Any]) -> Future[Any]:
         return self.pool.submit(work)
@@ -208,14 +208,16 @@ class ServerEngine(RemoteEngine):
 
     async def _sample(self, request: Request, arguments: dict[str, Any]) -> Sample:
         prompt = list(request.prompt_tokens)
-        path = await self._path()
-        if path.endswith("/generate"):
+        path: Any = "/v1/completions"
+        if self.pool.path.endswith("/generate"):
+            path = self._path if self.pool.path == "/generate" else self.pool.path
             body: dict[str, Any] = {"token_ids": prompt, "sampling_params": arguments}
         else:
             extra = {"skip_special_tokens": False, "return_token_ids": True}
             body = {"model": await self._model(), "prompt": prompt, **arguments, **extra}
             body.pop("detokenize")
-        return await self.pool.ask(path, body, lambda answer: _read(request, answer), key=tuple(prompt))
+        read = lambda answer: _read(request, answer, self._vocab_size)  # noqa: E731
+        return await self.pool.ask(path, body, read, key=tuple(prompt))
 
     async def _score(self, prompt: list[int], response: list[int]) -> list[float]:
         tokens = prompt + response
@@ -228,18 +230,23 @@ class ServerEngine(RemoteEngine):
         scores = await self.pool.ask("/v1/completions", body, read)
         return scores[len(tokens) - 1 - len(response) :]
 
-    async def _path(self) -> str:
-        """Where requests go. Of vLLM's servers, "/generate" may be the address in use today."""
-        if self._route is None and self.pool.path != "/generate":
-            self._route = self.pool.path if self.pool.path.endswith("/generate") else "/v1/completions"
-        for server in self.pool.servers if self._route is None else ():
-            try:
-                routes = (await self.pool.send(server, "/openapi.json", method="GET"))["paths"]
-                self._route = _GENERATE if _GENERATE in routes and "/generate" not in routes else "/generate"
-                break
-            except Exception as error:  # a server without a description, or one that is away
-                logger.debug("%s does not describe itself: %s", server.url, error)
-        return self._route or "/generate"
+    async def _path(self, server: Server) -> str:
+        """Where this server has what was "/generate" in vLLM's servers once. It is asked once, whoever waits for it."""
+        asked = self._paths.get(server)
+        if asked is None or (asked.done() and (asked.cancelled() or asked.exception() is not None)):
+            asked = self._paths[server] = asyncio.create_task(self._find_path(server))
+        return await asyncio.shield(asked)
+
+    async def _find_path(self, server: Server) -> str:
+        try:
+            description = await self.pool.send(server, "/openapi.json", method="GET")
+        except (RefusedError, StatusError, ValueError) as error:
+            if isinstance(error, StatusError) and error.status >= 500:
+                raise  # it is not up yet
+            description = None  # it does not describe itself
+        routes = description.get("paths") if isinstance(description, dict) else None
+        today = isinstance(routes, dict) and _GENERATE in routes and "/generate" not in routes
+        return _GENERATE if today else "/generate"
 
     async def _model(self) -> str:
         if self._served_model is None:
@@ -289,14 +296,14 @@ class ServerEngine(RemoteEngine):
         return {worker["version"] for worker in answer["results"]}
 
 
-def _read(request: Request, answer: Any) -> Sample:
+def _read(request: Request, answer: Any, vocab_size: int) -> Sample:
     """A sample out of a server's answer in either protocol.
 
     Raises:
         ValueError, LookupError, TypeError: it is none.
     """
     choice = answer["choices"][0]
-    tokens = [int(token) for token in choice["token_ids"]]
+    tokens = list(choice["token_ids"])
     record = choice["logprobs"]
     if "token_logprobs" in record:
         log_probs = [float(number) for number in record["token_logprobs"]]
@@ -304,9 +311,13 @@ def _read(request: Request, answer: Any) -> Sample:
         log_probs = [float(entry["logprob"]) for entry in record["content"]]
     if len(log_probs) != len(tokens) or not tokens or len(tokens) > request.params.max_new_tokens:
         raise ValueError(f"{len(tokens)} tokens came with {len(log_probs)} log-probs")
-    if not all(token >= 0 for token in tokens) or not all(-1e9 < number <= 1e-3 for number in log_probs):
-        raise ValueError("token ids or log-probs are out of range")
+    if not all(type(token) is int and 0 <= token < vocab_size for token in tokens):
+        raise ValueError("there are tokens that the model has not")
+    if not all(-1e9 < number <= 1e-3 for number in log_probs):
+        raise ValueError("there are numbers that are no log-probs")
     text = choice.get("text") if request.params.stop else None
+    if not isinstance(text, str | None):
+        raise TypeError("the text is none")
     return Sample(request.id, tokens, log_probs, _FINISH[choice["finish_reason"]], 0, text)
 
 

@@ -9,12 +9,13 @@ long after each further failure in a row. All waiting happens on one event loop 
 from __future__ import annotations
 
 import asyncio
+import json
 import logging
 import threading
 import time
 import weakref
 from collections import OrderedDict
-from collections.abc import Callable, Coroutine, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Any, TypeVar
@@ -32,6 +33,7 @@ _REMEMBERED = 10_000
 _CONNECT_SECONDS = 10.0
 _REST_SECONDS = (1.0, 60.0)
 _REFUSED = (400, 413, 422)
+_MOST_BYTES = 1 << 26
 
 
 class RefusedError(RolloutError):
@@ -40,6 +42,14 @@ class RefusedError(RolloutError):
 
 class NoServerError(RolloutError):
     """No server answers any more."""
+
+
+class StatusError(OSError):
+    """A server answers with a status that is no success."""
+
+    def __init__(self, status: int, message: str) -> None:
+        super().__init__(message)
+        self.status = status
 
 
 @dataclass(eq=False)
@@ -103,10 +113,19 @@ class ServerPool:
         """Start `work` on the pool's loop."""
         return asyncio.run_coroutine_threadsafe(work, self._loop)
 
-    async def ask(self, path: str, body: Any, read: Callable[[Any], T], *, key: Any = None, method: str = "POST") -> T:
+    async def ask(
+        self,
+        path: str | Callable[[Server], Awaitable[str]],
+        body: Any,
+        read: Callable[[Any], T],
+        *,
+        key: Any = None,
+        method: str = "POST",
+    ) -> T:
         """`read` of the JSON that a server answers. To be awaited on the pool's loop.
 
         Args:
+            path: where it is asked, or what finds that out of the server; when it raises, the server has failed.
             read: takes the answer apart; any exception it raises means nonsense.
             key: what a server may have in its cache.
 
@@ -122,13 +141,14 @@ class ServerPool:
             try:
                 if server.failures and self.check is not None:
                     await self.check(server)
-                answer = read(await self.send(server, path, body, method=method))
+                where = path if isinstance(path, str) else await path(server)
+                answer = read(await self.send(server, where, body, method=method))
             except RefusedError:
                 raise
             except Exception as error:  # whatever a stranger's server brings about is its failure
                 faults[server] = f"{type(error).__name__}: {error}"[:200]
                 server.failed()
-                logger.warning("%s%s failed (try %d): %s", server.url, path, attempt + 1, faults[server])
+                logger.warning("%s failed (try %d): %s", server.url, attempt + 1, faults[server])
                 continue
             finally:
                 server.running -= 1
@@ -146,18 +166,20 @@ class ServerPool:
 
         Raises:
             RefusedError: a status that says the request is wrong.
-            httpx.HTTPError, OSError, ValueError, asyncio.TimeoutError: it fails, is late, or answers no JSON.
+            StatusError: any other status that is no success.
+            httpx.HTTPError, OSError, ValueError, asyncio.TimeoutError: it fails, is late, or answers no JSON or more
+                than 64 MiB.
         """
         if self._client is None:
             limits = httpx.Limits(max_connections=None, max_keepalive_connections=256)
             timeout = httpx.Timeout(self.timeout, connect=min(_CONNECT_SECONDS, self.timeout))
             self._client = httpx.AsyncClient(limits=limits, timeout=timeout, headers=self._headers)
-        request = self._client.request(method, server.url + path, json=body, params=params)
-        response = await asyncio.wait_for(request, self.timeout)
-        if response.status_code >= 400:
-            said = f"{server.url}{path} answers {response.status_code}: {response.text[:300]}"
-            raise RefusedError(said) if response.status_code in _REFUSED else OSError(said)
-        return response.json() if response.content else None
+        request = self._client.build_request(method, server.url + path, json=body, params=params)
+        status, content = await asyncio.wait_for(_answer(self._client, request), self.timeout)
+        if not 200 <= status < 300:
+            said = f"{server.url}{path} answers {status}: {content[:300].decode(errors='replace')}"
+            raise RefusedError(said) if status in _REFUSED else StatusError(status, said)
+        return json.loads(content) if content else None
 
     async def _choose(self, key: Any, faults: Mapping[Server, str]) -> Server:
         """The server for a try: the key's own, else the least loaded, those that failed this call last.
@@ -184,3 +206,20 @@ class ServerPool:
             if len(self._homes) > _REMEMBERED:
                 self._homes.popitem(last=False)
         return home
+
+
+async def _answer(client: httpx.AsyncClient, request: httpx.Request) -> tuple[int, bytes]:
+    """Status and body.
+
+    Raises:
+        ValueError: the body is longer than any answer, or has no end.
+    """
+    response, content = await client.send(request, stream=True), bytearray()
+    try:
+        async for part in response.aiter_bytes():
+            content += part
+            if len(content) > _MOST_BYTES:
+                raise ValueError(f"{request.url} answers more than {_MOST_BYTES} bytes")
+    finally:
+        await response.aclose()
+    return response.status_code, bytes(content)
