@@ -180,3 +180,23 @@ def test_the_run_directory_is_named_by_what_it_is_and_the_hash():
     nasty = build_config({"actor_rollout_ref": {"model": {"path": "/x/Ünï M/.."}}, "data": {"train": "/a/b c.jsonl"}})
     assert "/" not in run_id(nasty)
     assert ".." not in run_id(nasty)
+
+
+@pytest.mark.parametrize(
+    ("settings", "asked"),
+    [
+        ({}, True),
+        ({"use_fused_kernels": False}, False),
+        ({"use_fused_kernels": True, "fused_kernel_options": {"impl_backend": "xformers"}}, "xformers"),
+    ],
+)
+def test_fused_kernels_reach_the_model(tiny, settings, asked):
+    from verl.algorithms import make_algorithm
+    from verl.trainer.build import build_actor
+
+    given = config(actor_rollout_ref={"model": {"path": str(tiny), **settings}})
+    actor = build_actor(given, make_algorithm("grpo"), 8)
+    assert actor.train_options.fused_kernels == given.actor_rollout_ref.model.fused_kernels == asked
+    assert actor.group.worker.engine.packed.fused_kernels is bool(asked)
+    wrong = {"path": "models/tiny", "use_fused_kernels": False, "fused_kernel_options": {"impl_backend": "compiled"}}
+    assert "impl_backend: needs use_fused_kernels=true" in problem(actor_rollout_ref={"model": wrong})

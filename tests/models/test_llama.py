@@ -22,6 +22,7 @@ from transformers import (
 from verl.models.kernels import Kernels, kernels
 from verl.models.packed import PackedModel
 from verl.models.segments import pack_rows
+from verl.rollout.fused import fused_forward
 
 SIZES = {
     "vocab_size": 100,
@@ -175,3 +176,22 @@ def _kernels(dtype: torch.dtype) -> Kernels:
     found = kernels(dtype, torch.device("cpu"))
     assert found is not None, "the kernels must build where the tests run"
     return found
+
+
+def test_fused_kernels_are_a_choice(caplog: pytest.LogCaptureFixture) -> None:
+    model = made("llama", torch.float32).eval()
+    plain = PackedModel(model, fused_kernels=False)
+    assert plain._fused is None
+    assert fused_forward(plain) is None
+    expected = gradients(plain, fused=False)[0]
+    assert not caplog.records
+    for wanted in (True, "compiled", "xformers"):
+        packed = PackedModel(model, fused_kernels=wanted)
+        assert packed._fused is not None
+        assert fused_forward(packed) is not None
+        assert torch.allclose(gradients(packed, fused=True)[0], expected, atol=1e-4)
+    (record,) = caplog.records
+    assert "no 'xformers' kernels for LlamaForCausalLM (torch.float32 on cpu): 'compiled' ones run" in record.getMessage()
+    caplog.clear()
+    PackedModel(made("llama", torch.float64), fused_kernels="compiled")
+    assert "no 'compiled' kernels for LlamaForCausalLM (torch.float64 on cpu): the model's own code" in caplog.text

@@ -89,8 +89,10 @@ def _wrong(key: str, message: str) -> PydanticCustomError:
 
 
 class FusedKernelOptions(Section):
-    impl_backend: str | None = _later(
-        None, "this build has no fused kernels", "which fused kernels to use (null: none)"
+    impl_backend: str | None = Field(
+        default=None,
+        description="which fused kernels to use: compiled (ours, for CPU); in the place of any other name, such as "
+        "xformers, the nearest that are here, with a warning (null: those that are here)",
     )
 
 
@@ -110,12 +112,24 @@ class ModelConfig(Section):
         description="recompute activations in the backward pass: less memory, about a third slower",
     )
     use_remove_padding: bool = _later(True, "sequences are always packed, without padding", "train on packed sequences")
-    use_fused_kernels: bool = _later(
-        False, "this build has no fused kernels", "replace parts of the model by fused kernels"
+    use_fused_kernels: bool = Field(
+        default=True,
+        description="run a model's layers by fused kernels where its architecture, device and dtype have some",
     )
     fused_kernel_options: FusedKernelOptions = Field(
         default=FusedKernelOptions(), description="options of the fused kernels"
     )
+
+    @property
+    def fused_kernels(self) -> bool | str:
+        """As `Actor(fused_kernels=...)` takes it."""
+        return self.use_fused_kernels and (self.fused_kernel_options.impl_backend or True)
+
+    @model_validator(mode="after")
+    def _check_fused_kernels(self) -> ModelConfig:
+        if not self.use_fused_kernels and self.fused_kernel_options.impl_backend is not None:
+            raise _wrong("fused_kernel_options.impl_backend", "needs use_fused_kernels=true")
+        return self
 
 
 class WrapPolicy(Section):

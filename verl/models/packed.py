@@ -14,6 +14,7 @@ Shapes: T flat tokens, d hidden size, V vocabulary, H query heads, K key/value h
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, Protocol, cast, runtime_checkable
@@ -31,6 +32,8 @@ from verl.models.segments import Packed, PaddedRows, pack_rows
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
+
+logger = logging.getLogger(__name__)
 
 _IMPLEMENTATION = "verl"
 # What model code passes to its attention function without asking for another formula.
@@ -74,13 +77,18 @@ class PackedModel:
 
     The model stays usable as before: outside a packed call its attention is SDPA. Nothing is copied.
 
+    Args:
+        fused_kernels: run the layers by fused kernels where there are some; a name asks for those of that library, in
+            whose place others are taken with a warning. Ours are "compiled", for Llama-shaped models on CPU.
+
     Raises:
         ModelError: it is no transformers model with a text configuration, or its head is not a linear map
             (with the known scales and soft caps) of the final hidden states.
     """
 
-    def __init__(self, model: PreTrainedModel) -> None:
+    def __init__(self, model: PreTrainedModel, *, fused_kernels: bool | str = True) -> None:
         self.model = model
+        self.fused_kernels = bool(fused_kernels)
         # peft wraps the transformers model; its adapters live inside the wrapped layers.
         unwrap = getattr(model, "get_base_model", None)
         inner = unwrap() if callable(unwrap) else model
@@ -100,6 +108,8 @@ class PackedModel:
         self._softcap, self._scale = _logit_formula(self._inner)
         self._fused: FusedLayers | None = None
         self.supports_packed = self._enable()
+        if isinstance(fused_kernels, str):
+            self._warn_without(fused_kernels)
 
     @property
     def dtype(self) -> torch.dtype:
@@ -211,6 +221,15 @@ class PackedModel:
                 )
             return False
 
+    def _warn_without(self, kernels: str) -> None:
+        """Say what runs in the place of these fused kernels, if they are not what runs."""
+        if self._fused is None or kernels != "compiled":
+            logger.warning(
+                "this build has no '%s' kernels for %s (%s on %s): %s",
+                *(kernels, type(self._inner).__name__, self.dtype, self.device.type),
+                "the model's own code runs" if self._fused is None else "'compiled' ones run in their place",
+            )
+
     @torch.no_grad()
     def _plain_hidden(self) -> Tensor:
         """Hidden states of the probe by the model's own forward; its logits check our head."""
@@ -245,7 +264,7 @@ class PackedModel:
         self, tokens: Tensor, flat: Packed, calls: dict[int, tuple[float, int | None]], expected: Tensor
     ) -> FusedLayers | None:
         """The fused forward of this model, if it has one and that agrees."""
-        fused = FusedLayers.of(self, calls)
+        fused = FusedLayers.of(self, calls) if self.fused_kernels else None
         agrees = fused is not None and _close(fused.hidden(tokens, flat.positions, flat.context), expected)
         return fused if agrees else None
 

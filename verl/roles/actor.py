@@ -72,6 +72,8 @@ class Actor:
         mini_batch_size: samples an optimizer step; None: the whole batch.
         epochs: passes over each batch.
         micro_batch_size, max_tokens_per_micro_batch: bounds of one forward and backward; results do not depend on them.
+        fused_kernels: run the layers by fused kernels where there are some; "compiled" are ours, for CPU; for any other
+            name the nearest are taken, with a warning.
         head: "score" trains a reward model, one number a row, in the place of a language model.
         tensor_parallel_size: ranks that share one copy of the model in generation, for an engine that can (vllm).
         batch_invariant: a response is the same bit for bit in any batch, at the price of speed (embedded engine).
@@ -101,6 +103,7 @@ class Actor:
         max_tokens_per_micro_batch: int | None = 16384,
         gradient_checkpointing: bool = False,
         share_prompts: bool = True,
+        fused_kernels: bool | str = True,
         use_amp: bool = False,
         max_num_seqs: int = 256,
         kv_cache_gb: float | None = None,
@@ -122,6 +125,7 @@ class Actor:
             micro_batch_size=micro_batch_size,
             gradient_checkpointing=gradient_checkpointing,
             share_prompts=share_prompts,
+            fused_kernels=fused_kernels,
             autocast=use_amp,
         )
         self.head = head

@@ -43,8 +43,8 @@ class Critic:
         tokenizer: the critic's own; None: it reads the actor's token ids.
         actor_tokenizer: the actor's, needed only when `tokenizer` differs from it.
         algorithm: supplies the value loss and the returns of `update`; None: PPO's.
-        placement, optim, mini_batch_size, epochs, micro_batch_size, max_tokens_per_micro_batch, use_amp,
-            seed: as of `Actor`.
+        placement, optim, mini_batch_size, epochs, micro_batch_size, max_tokens_per_micro_batch, fused_kernels,
+            use_amp, seed: as of `Actor`.
 
     Raises:
         ModelError: the model cannot be found or used.
@@ -65,6 +65,7 @@ class Critic:
         micro_batch_size: int | None = None,
         max_tokens_per_micro_batch: int | None = 16384,
         gradient_checkpointing: bool = False,
+        fused_kernels: bool | str = True,
         use_amp: bool = False,
         trust_remote_code: bool = False,
         seed: int = 0,
@@ -83,6 +84,7 @@ class Critic:
             max_tokens_per_micro_batch=max_tokens_per_micro_batch,
             micro_batch_size=micro_batch_size,
             gradient_checkpointing=gradient_checkpointing,
+            fused_kernels=fused_kernels,
             autocast=use_amp,
         )
         #: "critic" or "cost_critic": which pool of the map it stands on.

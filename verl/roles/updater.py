@@ -100,6 +100,7 @@ def make_critic(actor: Actor) -> Critic:
         micro_batch_size=options.micro_batch_size,
         max_tokens_per_micro_batch=options.max_tokens_per_micro_batch,
         gradient_checkpointing=options.gradient_checkpointing,
+        fused_kernels=options.fused_kernels,
         use_amp=options.autocast,
         seed=actor.plan.seed,
     )

@@ -26,7 +26,7 @@ _AGREEMENT = {torch.bfloat16: 0.02, torch.float32: 1e-4}
 
 def fused_forward(packed: PackedModel) -> FusedForward | None:
     """The fused forward of this model, or None where it has none."""
-    compiled = kernels(packed.dtype, packed.device)
+    compiled = kernels(packed.dtype, packed.device) if packed.fused_kernels else None
     if compiled is None or not compiled.elementwise or not is_llama_shaped(packed):
         return None
     tokens = torch.tensor([token % packed.vocab_size for token in _PROBE])

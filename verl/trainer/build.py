@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from math import ceil
 from typing import Any
@@ -148,6 +148,7 @@ def build_actor(config: Config, algorithm: BaseAlgorithm, rows: int, controller:
         tensor_parallel_size=rollout.tensor_model_parallel_size,
         trust_remote_code=policy.model.trust_remote_code,
         gradient_checkpointing=policy.model.enable_gradient_checkpointing,
+        fused_kernels=policy.model.fused_kernels,
         head=algorithm.head,
         placement=controller,
         seed=config.trainer.seed,
@@ -168,6 +169,7 @@ def build_critic(config: Config, rows: int, controller: Controller | None = None
         tokenizer,
         dtype=model.dtype,
         gradient_checkpointing=model.enable_gradient_checkpointing,
+        fused_kernels=model.fused_kernels,
         trust_remote_code=model.trust_remote_code,
         placement=controller,
         seed=config.trainer.seed,
@@ -253,7 +255,9 @@ def check_memory(config: Config, algorithm: BaseAlgorithm, actor: Actor) -> None
     Raises:
         ConfigError: with what is needed, what there is, and the setting to change.
     """
+    fused = config.actor_rollout_ref.model.use_fused_kernels
     size = ModelSize.from_model(actor.model)
+    size = replace(size, fused=size.fused and fused)
     update, rollout = config.actor_rollout_ref.actor, config.actor_rollout_ref.rollout
     estimate = preflight(
         size,

@@ -38,6 +38,7 @@ class SingleEngine:
         gradient_checkpointing: compute activations again in the backward pass instead of keeping them. The
             model is then in training mode during an update, so its dropout probabilities become zero for good.
         share_prompts: adjacent rows with equal prompts share one forward of it. The numbers stay the same.
+        fused_kernels: see `PackedModel`.
         autocast: run matrix products of fp32 weights in bf16; weights in another dtype say it themselves.
 
     Raises:
@@ -55,11 +56,12 @@ class SingleEngine:
         micro_batch_size: int | None = None,
         gradient_checkpointing: bool = False,
         share_prompts: bool = True,
+        fused_kernels: bool | str = True,
         autocast: bool = False,
     ) -> None:
         self.model = model
         self.head = head
-        self.packed = PackedModel(model if head == "lm" else model.backbone)
+        self.packed = PackedModel(model if head == "lm" else model.backbone, fused_kernels=fused_kernels)
         self.max_tokens = max_tokens_per_micro_batch
         self.max_rows = micro_batch_size
         self.gradient_checkpointing = gradient_checkpointing

@@ -76,6 +76,7 @@ class TrainOptions:
     micro_batch_size: int | None = None
     gradient_checkpointing: bool = False
     share_prompts: bool = True
+    fused_kernels: bool | str = True
     autocast: bool = False
 
     def engine(self, model: Any, head: Head, group: Any = None) -> SingleEngine:

@@ -116,6 +116,7 @@ def describe(actor: Actor) -> tuple[dict[str, Any], bytes]:
         "device": str(actor.model.device),
         "dtype": str(actor.model.dtype).removeprefix("torch."),
         "eos": list(eos_token_ids(actor.model, actor.tokenizer)),
+        "fused_kernels": bool(actor.train_options.fused_kernels),
         "rollout": {name: getattr(options, name) for name in options.__dataclass_fields__ if name != "episode"},
     }
     files = Batch.from_rows(list(_files(actor.tokenizer)))
@@ -149,7 +150,7 @@ def _engine(message: Message) -> RolloutEngine:
         tokenizer = load_tokenizer(folder)
     config = AutoConfig.for_model(**head["config"])
     model = AutoModelForCausalLM.from_config(config, dtype=getattr(torch, head["dtype"])).eval().to(head["device"])
-    packed = PackedModel(model)
+    packed = PackedModel(model, fused_kernels=head["fused_kernels"])
     options = RolloutOptions(**head["rollout"])
     name = options.name if packed.supports_packed or options.name != "embedded" else "hf"
     return engine_factory(name)(packed, tokenizer, tuple(head["eos"]), options)
