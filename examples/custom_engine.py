@@ -1,7 +1,7 @@
 """A rollout engine of your own, by path: `rollout.name=examples/custom_engine.py:OneByOne`, or in a script as below.
 
-An engine is any class with these verbs (`RolloutEngine` in verl/rollout/base.py says what each promises). This one
-answers one request a step by transformers' own `generate`, on the very model that is trained.
+An engine is any class with these verbs (`RolloutEngine` in verl/rollout/base.py says what each promises; inherited, `sleep`
+and `wake` do nothing). This one answers a request a step by transformers' own `generate`, on the very model in training.
 """
 
 import sys
@@ -10,10 +10,10 @@ from collections import deque
 import torch
 
 import verl
-from verl.rollout.base import Sample
+from verl.rollout.base import RolloutEngine, Sample
 
 
-class OneByOne:
+class OneByOne(RolloutEngine):
     def __init__(self, packed, tokenizer, eos_token_ids, options):
         self.model, self.ends = packed.model, list(eos_token_ids)
         self.queue, self.aborted, self.policy_version = deque(), set(), 0
@@ -46,11 +46,6 @@ class OneByOne:
 
     def load_shards(self, shards, version):
         self.policy_version = version  # an engine with a copy of the weights takes them from `shards` here
-
-    def sleep(self):
-        pass  # and gives back its memory here
-
-    wake = sleep
 
 
 if __name__ == "__main__":

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from typing import Any
 
 import pytest
 import torch
@@ -11,7 +12,10 @@ from transformers import PreTrainedModel
 
 from verl.errors import CheckpointError
 from verl.models.heads import ValueModel
+from verl.models.packed import PackedModel
 from verl.models.shards import load_model_shards, model_shards
+from verl.rollout.embedded import EmbeddedEngine
+from verl.rollout.hf import HFEngine
 from verl.shard import Shard, checksum
 
 Make = Callable[..., PreTrainedModel]
@@ -68,3 +72,26 @@ def test_mismatches_are_named(llama: PreTrainedModel) -> None:
     half = Shard("model.norm.weight", (32,), (0,), torch.zeros(16))
     with pytest.raises(CheckpointError, match="came in part"):
         load_model_shards(llama, [*(shard for shard in shards if shard.name != "model.norm.weight"), half])
+
+
+@pytest.mark.parametrize("name", ["embedded", "hf"])
+def test_an_update_that_does_not_fit_leaves_an_engine_its_old_weights(llama: PreTrainedModel, name: str) -> None:
+    llama = copy.deepcopy(llama)
+    make: Any = {"embedded": lambda: EmbeddedEngine(PackedModel(llama), eos_token_ids=(2,), seed=0, kv_memory=1 << 20),
+                 "hf": lambda: HFEngine(llama, eos_token_ids=(2,), seed=0)}[name]  # fmt: skip
+    engine, before = make(), checksum(model_shards(llama))
+    changed = [Shard.whole(shard.name, shard.tensor + 1) for shard in model_shards(llama)]
+
+    def dying() -> Iterator[Shard]:
+        yield from changed[:3]
+        raise OSError("the sender is gone")
+
+    wrong = [*changed[:-1], Shard.whole(changed[-1].name, torch.zeros(3, 5))]
+    for update, error in ((wrong, CheckpointError), (changed[:-1], CheckpointError), (dying(), OSError)):
+        with pytest.raises(error):
+            engine.load_shards(update, 1)
+        assert checksum(model_shards(llama)) == before
+        assert engine.policy_version == 0
+    engine.load_shards(changed, 1)
+    assert checksum(model_shards(llama)) != before
+    assert engine.policy_version == 1

@@ -52,6 +52,12 @@ def test_a_judge_reads_the_template_and_its_score_is_parsed_out(
     assert halved.get_reward(rows("yes", chat=chat))["reward"] == [1.5]
 
 
+def test_a_judge_at_generate_is_asked_as_a_chat_where_there_is_no_generate(serve: Callable[..., Plain]) -> None:
+    urls = [f"{server.url}/generate" for server in (serve(1, "described"), serve(2))]
+    worker = verl.vLLMWorker(api_url=urls, template="{prompt}|{response}")
+    assert worker.get_reward(rows(*["yes"] * 20))["reward"] == [float(len("Why?|yes"))] * 20
+
+
 def test_what_a_judge_cannot_do_abstains_or_ends_the_run(serve: Callable[..., Plain]) -> None:
     judge = JudgeReward(serve(1).url, retries=0, template="{response}", default_reward=-1.0, max_failure_rate=0.9)
     scored = verl.Reward(judge).get_reward(rows("crash", "fine"))

@@ -83,6 +83,27 @@ def test_engines_serve_the_weights_that_are_trained(tiny: Path, engine: str) -> 
         actor.update(sequences, [float(i % 2) for i in range(8)])
 
 
+@pytest.mark.parametrize("engine", ["embedded", "hf"])
+def test_a_bf16_engine_is_as_near_after_updates_as_a_fresh_one(
+    make_tiny: Callable[..., Path], tmp_path: Path, engine: str
+) -> None:
+    sampling = verl.SamplingParams(max_new_tokens=24, ignore_eos=True)
+    start = str(make_tiny(dtype=torch.bfloat16))
+    actor = verl.Actor(start, rollout=engine, optim={"lr": 1e-2}, sampling=sampling)
+    for _ in range(5):
+        actor.update(actor.generate_sequences(PROMPTS, n=4), [float(i % 2) for i in range(8)])
+    actor.save_pretrained(str(tmp_path))
+
+    def gap(actor: verl.Actor) -> float:
+        rows = actor.generate_sequences(PROMPTS, n=16, key="same")
+        now = actor.compute_log_probs(rows).tensor("log_probs")
+        return float((now - rows.tensor("rollout_log_probs")).abs().mean())
+
+    after, fresh = gap(actor), gap(verl.Actor(str(tmp_path), rollout=engine, sampling=sampling))
+    assert after < 0.05
+    assert after <= 1.2 * fresh
+
+
 def test_a_live_model_and_its_tokenizer(tiny: Path) -> None:
     model, tokenizer = AutoModelForCausalLM.from_pretrained(tiny), AutoTokenizer.from_pretrained(tiny)
     for given in (tokenizer, str(tiny), None):

@@ -52,7 +52,8 @@ class Handler(BaseHTTPRequestHandler):
         if self.path == "/openapi.json" and self.mode == "described":
             type(self).described += 1
             time.sleep(0.3)
-            return self.answer(200, {"paths": {"/inference/v1/generate": {}}, "asked": self.described})
+            paths: dict[str, Any] = {"/inference/v1/generate": {}, "/v1/chat/completions": {}}
+            return self.answer(200, {"paths": paths, "asked": self.described})
         if self.path == "/openapi.json":
             return self.answer(404, {"error": "no such thing"})
         self.answer(200, {"data": [{"id": "plain"}]})

@@ -10,6 +10,8 @@ import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
 import verl
+import verl.actor
+import verl.worker
 from verl.errors import ConfigError, RolloutError
 from verl.models.shards import model_shards
 from verl.rollout.base import Request, Sample, SamplingParams, generate
@@ -296,10 +298,21 @@ def test_the_process_stays_as_it_was(
         VLLMEngine(make_model("llama"), tokenizer, eos_token_ids=(2,), seed=0)
 
 
-def test_an_actor_trains_on_what_vllm_samples(make_tiny: Callable[..., Any]) -> None:
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda path, **options: verl.actor.VLLMActor(
+            model_name=path, tensor_parallel_size=1, max_num_seqs=16, **options
+        ),
+        lambda path, **options: verl.worker.ActorRolloutRefWorker(
+            model_path=path, tensor_parallel_size=1, max_batch_size=16, rollout_backend="vllm", **options
+        ),
+    ],
+    ids=["VLLMActor", "ActorRolloutRefWorker"],
+)
+def test_an_actor_trains_on_what_vllm_samples(make_tiny: Callable[..., Any], make: Callable[..., verl.Actor]) -> None:
     """The engine follows the trainer; the mismatch is reported in each step and stays what rounding makes it."""
-    path = make_tiny("wide")
-    actor = verl.Actor(str(path), rollout="vllm", optim={"lr": 1e-2}, kv_cache_gb=0.01, max_num_seqs=16)
+    actor = make(str(make_tiny("wide")), optim={"lr": 1e-2}, kv_cache_gb=0.01)
     trainer = verl.Trainer(
         actor, reward_fn=lambda texts: [float(len(set(text))) for text in texts], n=4,
         sampling=verl.SamplingParams(max_new_tokens=12, temperature=0.9),
@@ -310,3 +323,6 @@ def test_an_actor_trains_on_what_vllm_samples(make_tiny: Callable[..., Any]) -> 
         assert abs(metrics["mismatch/log_ratio/max"]) < 1e-3, step
         assert metrics["grad_norm/actor"] > 0
     assert actor.policy_version == 3
+    engine = actor.group.worker.rollout_engine
+    assert isinstance(engine, VLLMEngine)
+    engine.close()

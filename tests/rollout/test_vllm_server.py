@@ -106,6 +106,34 @@ def test_a_running_server_generates(server: Server, wide: Path, path: str) -> No
     )
 
 
+@pytest.mark.parametrize("path", ["", "/generate"])
+def test_a_running_server_judges(server: Server, wide: Path, path: str) -> None:
+    """What it says is the greedy answer of its model to the template; what is made of it is the reward."""
+    model, tokenizer = load_model(wide), load_tokenizer(wide)
+    rows = {"id": ["a", "b"], "prompt": ["Why?"] * 2, "response": ["yes", "no"], "response_tokens": [[1], [1]]}
+    batch = verl.Batch.from_columns(rows)
+    options: dict[str, Any] = {"template": "Grade {prompt} {response}", "max_tokens": 12}
+    said: list[str] = []
+
+    def parse(text: str) -> float:
+        said.append(text.replace("\ufffd", ""))
+        return float(len(text))
+
+    scored = verl.Reward(verl.vLLMWorker(server.url + path, parse=parse, **options)).get_reward(batch)
+    expected = []
+    for response in rows["response"]:
+        chat = [{"role": "user", "content": f"Grade Why? {response}"}]
+        text = tokenizer.apply_chat_template(chat, tokenize=False, add_generation_prompt=True)
+        ids = tokenizer(text, add_special_tokens=False, return_tensors="pt")["input_ids"]
+        answer = model.generate(ids, do_sample=False, max_new_tokens=12)[0, ids.shape[1] :]
+        expected.append(tokenizer.decode(answer, skip_special_tokens=True).replace("\ufffd", ""))
+    assert sorted(said) == sorted(expected)
+    assert None not in scored["reward"]
+    unparsed = verl.vLLMWorker(server.url + path, **options).get_reward(batch)
+    assert unparsed["reward"] == [None, None]
+    assert "gave no score" in unparsed["abstain_reason"][0]
+
+
 def test_a_trainer_gives_the_server_its_weights_over_http(server: Server, wide: Path) -> None:
     actor = verl.Actor(str(wide), rollout=verl.vLLMWorker(api_url=server.url), optim={"lr": 1e-2})
     trainer = verl.Trainer(
@@ -150,7 +178,9 @@ def test_an_asynchronous_engine_of_the_callers(wide: Path, monkeypatch: pytest.M
     )  # fmt: skip
     engine = AsyncLLMEngine.from_engine_args(arguments)
     try:
-        adapter = verl.vLLMAdapter(engine, load_tokenizer(wide))
+        tokenizer = load_tokenizer(wide)
+        assert verl.vLLMAdapter(engine, tokenizer).tokenizer is tokenizer
+        adapter = verl.vLLMAdapter(engine)  # the engine has one
         model = load_model(wide)
         sequences = adapter.generate_sequences(["Once upon a time"], n=3, max_new_tokens=10)
         assert gap(model, sequences) < 1e-3
@@ -162,6 +192,11 @@ def test_an_asynchronous_engine_of_the_callers(wide: Path, monkeypatch: pytest.M
             assert gap(actor.model, sequences) < 1e-3
             record = actor.update(sequences, [1.0, 0.0, 0.0, 1.0])
             assert record["sync/mismatch/max"] < 1e-3
+        monkeypatch.setattr(engine, "finish_weight_update", None)
+        with pytest.raises(RolloutError, match="did not take the weights of version 3"):
+            actor.update(sequences, [1.0, 0.0, 0.0, 1.0])
+        with pytest.raises(RolloutError, match="not used again: it may have taken a part"):
+            actor.generate_sequences(["Once upon a time"], n=4, max_new_tokens=10)
     finally:
         engine.shutdown()
 

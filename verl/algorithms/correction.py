@@ -130,3 +130,22 @@ def mismatch(log_ratio: LogRatio, weights: Tensor | None = None) -> dict[str, fl
         "mismatch/ess": float(w.sum().square() / (len(w) * w.square().sum()).clamp(min=1e-300)),
         "mismatch/nonfinite": bad,
     }
+
+
+def mismatch_shares(log_ratio: Tensor, active: Tensor, total_tokens: int) -> dict[str, Tensor | float]:
+    """`mismatch` without weights, as the additive shares of a micro-batch.
+
+    Args:
+        log_ratio: `[R]`, the trainer's log-probs minus the engine's.
+        active: `[R]` bool, the tokens that count.
+        total_tokens: of the mini-batch.
+    """
+    usable = active & log_ratio.isfinite()
+    d = log_ratio[usable].clamp(-_MAX_LOG_RATIO, _MAX_LOG_RATIO)
+    count = max(total_tokens, 1)
+    return {
+        "mismatch/kl": -d.sum() / count,
+        "mismatch/k3": (d.exp() - 1 - d).sum() / count,
+        "mismatch/log_ratio/max": float(d.abs().max()) if len(d) else 0.0,
+        "mismatch/nonfinite": float((active & ~usable).sum()),
+    }

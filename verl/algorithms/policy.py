@@ -17,7 +17,15 @@ import torch
 from torch import Tensor
 
 from verl.algorithms.base import BaseAlgorithm, Loss, LossInput, drop_abstained, old_log_probs
-from verl.algorithms.correction import Level, LogRatio, Rejection, accepted, importance_weights, mismatch
+from verl.algorithms.correction import (
+    Level,
+    LogRatio,
+    Rejection,
+    accepted,
+    importance_weights,
+    mismatch,
+    mismatch_shares,
+)
 from verl.algorithms.kl import KLController, check_estimator, kl_estimate
 from verl.algorithms.losses import PolicyLoss, PolicyTerms, clipped_loss
 from verl.algorithms.responses import Responses
@@ -98,7 +106,7 @@ class PolicyGradient(BaseAlgorithm):
     @property
     def loss_columns(self) -> tuple[str, ...]:
         kl = ("ref_log_probs", "kl_coef") if self.kl_in == "loss" else ()
-        return ("old_log_probs", "advantages", "rollout_is_weights", *kl)
+        return ("old_log_probs", "rollout_log_probs", "advantages", "rollout_is_weights", *kl)
 
     @property
     def needs_entropy(self) -> bool:
@@ -168,6 +176,8 @@ class PolicyGradient(BaseAlgorithm):
             per_token = per_token * self.importance(terms, x.columns["rollout_is_weights"])
         total = policy = (x.weights * per_token).sum()
         metrics: dict[str, Tensor | float] = {"loss/policy": policy.detach(), **_policy_metrics(x, terms, loss)}
+        if "rollout_log_probs" in x.columns:  # the policy is the one that sampled, and nothing has measured it yet
+            metrics |= mismatch_shares(x.log_probs.detach() - x.columns["rollout_log_probs"], active, x.total_tokens)
         if self.kl_in == "loss":
             kl = kl_estimate(log_probs, torch.where(active, x.columns["ref_log_probs"], 0.0), self.kl_name)
             penalty = (x.weights * x.columns["kl_coef"][x.sequence] * kl).sum()

@@ -45,9 +45,15 @@ def load_model_shards(model: nn.Module, shards: Iterable[Shard]) -> None:
     weights may come along.
 
     Raises:
-        CheckpointError: a name or shape is not the model's, or a weight is missing or incomplete. The
-            stream is consumed as it comes, so what was read before the fault has been copied.
+        CheckpointError: a name or shape is not the model's, or a weight is missing or incomplete. Of a list nothing is
+            copied then; a stream is consumed as it comes, so what was read before the fault has been copied.
     """
+    for copy in (False, True) if isinstance(shards, list) else (True,):
+        _load(model, shards, copy)
+
+
+def _load(model: nn.Module, shards: Iterable[Shard], copy: bool) -> None:
+    """Check a stream of shards and, if so, copy it."""
     state = model.state_dict(keep_vars=True)
     missing: dict[int, tuple[str, int]] = {}
     for name, tensor in state.items():
@@ -58,7 +64,9 @@ def load_model_shards(model: nn.Module, shards: Iterable[Shard]) -> None:
                 f"weight '{shard.name}' is not one of this {type(model).__name__}: {nearest(shard.name, state)}"
             )
         tensor = state[shard.name]
-        _place(shard, tensor)
+        target = _place(shard, tensor)
+        if copy:
+            target.copy_(shard.tensor)
         name, count = missing[id(tensor)]
         missing[id(tensor)] = (name, count - shard.tensor.numel())
     lacking = [name for name, count in missing.values() if count > 0]
@@ -90,7 +98,8 @@ def save_pretrained_dir(model: nn.Module, tokenizer: PreTrainedTokenizerBase | N
         tokenizer.save_pretrained(path)
 
 
-def _place(shard: Shard, tensor: Tensor) -> None:
+def _place(shard: Shard, tensor: Tensor) -> Tensor:
+    """The part of a weight that a shard is of."""
     if shard.global_shape != tuple(tensor.shape):
         raise CheckpointError(
             f"weight '{shard.name}' has shape {list(shard.global_shape)}, the model's has {list(tensor.shape)}: "
@@ -101,7 +110,7 @@ def _place(shard: Shard, tensor: Tensor) -> None:
         if offset < 0 or offset + size > tensor.shape[dim]:
             raise CheckpointError(f"a shard of '{shard.name}' at {list(shard.offset)} reaches outside the weight")
         target = target.narrow(dim, offset, size)
-    target.copy_(shard.tensor)
+    return target
 
 
 def _classifier_name(model: ValueModel) -> str:

@@ -15,7 +15,7 @@ from typing import Any
 from verl.errors import ConfigError, RolloutError
 from verl.rewards.functions import FunctionReward
 from verl.rewards.scores import Score, failure, read_scores
-from verl.rollout.servers import ServerPool
+from verl.rollout.servers import Server, ServerPool
 
 TEMPLATE = """Grade the response to the prompt.
 
@@ -28,6 +28,7 @@ TEMPLATE = """Grade the response to the prompt.
 Say in a sentence what is right or wrong with it. End with a line "Score: N", N from 0 (useless) to 10 (perfect)."""
 SCORE = r"(?i)score\W{0,4}(-?\d+(?:\.\d+)?)"
 _AT_ONCE = 64
+_CHAT = "/v1/chat/completions"
 
 
 class _ServedReward(FunctionReward):
@@ -120,7 +121,8 @@ class JudgeReward(_ServedReward):
 
     Args:
         source: an OpenAI-style server ("http://host:8000"), a text server (".../generate", which is sent
-            {"prompt": ...} and answers {"text": ...}), or several of one kind.
+            {"prompt": ...} and answers {"text": ...}; a vLLM server of today, which has no such address, is asked as an
+            OpenAI-style one), or several.
         template: what the judge reads; {prompt}, {response} and names of the data's columns are filled in.
         parse: a regular expression, of which the last match's group is the number; or a function from what the judge
             says to a number, None (it abstains) or what else a reward function may return.
@@ -175,17 +177,24 @@ class JudgeReward(_ServedReward):
         return re.sub(r"\{(\w+)\}", lambda m: str(values.get(m[1], m[0])), self.template)
 
     async def _judge(self, text: str) -> list[Score]:
-        if self.pool.path.endswith("/generate"):
-            body = {"prompt": text, "stream": False, **self.sampling}
-            said = await self.pool.ask(self.pool.path, body, lambda answer: _generated(text, answer))
-        else:
-            if self.model is None:
-                first: Callable[[Any], str] = lambda answer: str(answer["data"][0]["id"])  # noqa: E731
-                self.model = await self.pool.ask("/v1/models", None, first, method="GET")
+        def body(path: str) -> dict[str, Any]:
+            if path != _CHAT:
+                return {"prompt": text, "stream": False, **self.sampling}
             system = [{"role": "system", "content": self.system}] if self.system else []
-            body = {"model": self.model, "messages": [*system, {"role": "user", "content": text}], **self.sampling}
-            said = await self.pool.ask("/v1/chat/completions", body, _chat)
-        return [self._parsed(said)]
+            return {"model": self.model, "messages": [*system, {"role": "user", "content": text}], **self.sampling}
+
+        return [self._parsed(await self.pool.ask(self._path, body, lambda answer: _said(text, answer)))]
+
+    async def _path(self, server: Server) -> str:
+        """Where this server takes text; `model` is then known if it must be."""
+        path = self.pool.path
+        if path.endswith("/generate"):
+            routes = await self.pool.routes(server)
+            if path in routes or _CHAT not in routes:
+                return path
+        if self.model is None:
+            self.model = str((await self.pool.send(server, "/v1/models", method="GET"))["data"][0]["id"])
+        return _CHAT
 
     def _parsed(self, said: str) -> Score:
         if callable(self.parse):
@@ -209,17 +218,18 @@ def _reader(rows: int) -> Callable[[Any], list[Score]]:
     return read
 
 
-def _chat(answer: Any) -> str:
-    said = answer["choices"][0]["message"]["content"]
+def _said(prompt: str, answer: Any) -> str:
+    """What a judge says, in either protocol.
+
+    Raises:
+        LookupError, TypeError: nothing.
+    """
+    said = answer["choices"][0]["message"]["content"] if "choices" in answer else answer["text"]
+    if isinstance(said, list):
+        said = said[0]
     if not isinstance(said, str):
         raise TypeError("the judge said nothing")
-    return said
-
-
-def _generated(prompt: str, answer: Any) -> str:
-    text = answer["text"]
-    text = text if isinstance(text, str) else text[0]
-    return str(text).removeprefix(prompt)
+    return said.removeprefix(prompt)
 
 
 def _text(content: Any) -> str:

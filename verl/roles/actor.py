@@ -320,9 +320,13 @@ class Actor:
 
     def train(self, prepared: Batch, algorithm: BaseAlgorithm) -> dict[str, float]:
         """Optimizer steps on a batch that `algorithm.prepare` made."""
-        if self._is_one_step(prepared) and not algorithm.needs_log_probs:
+        first = self._is_one_step(prepared)
+        if first and not algorithm.needs_log_probs:
             # The engine's rounding is not a step of the policy: the ratio of a first step is 1.
             prepared = prepared.drop(["old_log_probs"])
+        if not first or "log_probs" in prepared:
+            # Else this step's forward measures the engine against the trainer.
+            prepared = prepared.drop(["rollout_log_probs"])
         metrics: dict[str, float] = self.group.call("update", prepared, algorithm.objective("actor"), self.plan)
         self.policy_version += 1
         served: dict[str, float] = self.group.call("sync")
@@ -330,6 +334,7 @@ class Actor:
 
     def compute_loss(self, prepared: Batch, algorithm: BaseAlgorithm) -> dict[str, float]:
         """`loss` and the metrics of an update on a prepared batch, without the update."""
+        prepared = prepared.drop(["rollout_log_probs"])
         return self.group.call("loss", prepared, algorithm.objective("actor"), self.plan)  # type: ignore[no-any-return]
 
     def shards(self) -> Iterator[Shard]:

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 from verl.errors import RolloutError
 from verl.rollout.base import Finish, Request, Sample
 from verl.rollout.response import check_prompt
-from verl.rollout.servers import NoServerError, RefusedError, Server, ServerPool, StatusError
+from verl.rollout.servers import NoServerError, Server, ServerPool
 from verl.rollout.vllm import sampling_arguments, weight_file, whole_weights
 from verl.shard import Shard
 
@@ -188,7 +188,6 @@ class ServerEngine(RemoteEngine):
         super().__init__(model, eos_token_ids=eos_token_ids, seed=seed)
         self.pool = pool
         self._served_model = served_model
-        self._paths: dict[Server, asyncio.Task[str]] = {}
 
     def _submit(self, work: Coroutine[Any, Any, Any]) -> Future[Any]:
         return self.pool.submit(work)
@@ -231,22 +230,9 @@ class ServerEngine(RemoteEngine):
         return scores[len(tokens) - 1 - len(response) :]
 
     async def _path(self, server: Server) -> str:
-        """Where this server has what was "/generate" in vLLM's servers once. It is asked once, whoever waits for it."""
-        asked = self._paths.get(server)
-        if asked is None or (asked.done() and (asked.cancelled() or asked.exception() is not None)):
-            asked = self._paths[server] = asyncio.create_task(self._find_path(server))
-        return await asyncio.shield(asked)
-
-    async def _find_path(self, server: Server) -> str:
-        try:
-            description = await self.pool.send(server, "/openapi.json", method="GET")
-        except (RefusedError, StatusError, ValueError) as error:
-            if isinstance(error, StatusError) and error.status >= 500:
-                raise  # it is not up yet
-            description = None  # it does not describe itself
-        routes = description.get("paths") if isinstance(description, dict) else None
-        today = isinstance(routes, dict) and _GENERATE in routes and "/generate" not in routes
-        return _GENERATE if today else "/generate"
+        """Where this server has what was "/generate" in vLLM's servers once."""
+        routes = await self.pool.routes(server)
+        return _GENERATE if _GENERATE in routes and "/generate" not in routes else "/generate"
 
     async def _model(self) -> str:
         if self._served_model is None:
@@ -341,6 +327,7 @@ class AsyncVLLMEngine(RemoteEngine):
     ) -> None:
         super().__init__(model, eos_token_ids=eos_token_ids, seed=seed)
         self.engine = engine
+        self._broken: str | None = None
         self._loop = loop or asyncio.new_event_loop()
         if loop is None:
             threading.Thread(target=self._loop.run_forever, name="vllm", daemon=True).start()
@@ -372,6 +359,11 @@ class AsyncVLLMEngine(RemoteEngine):
         entries = output.prompt_logprobs[len(prompt) :]
         return [float(entry[token].logprob) for entry, token in zip(entries, response, strict=True)]
 
+    def add(self, request: Request) -> None:
+        if self._broken is not None:
+            raise RolloutError(f"the engine is not used again: {self._broken}")
+        super().add(request)
+
     async def _update(self, update: dict[str, Any]) -> None:
         from vllm.distributed.weight_transfer.base import WeightTransferUpdateRequest
 
@@ -379,6 +371,7 @@ class AsyncVLLMEngine(RemoteEngine):
             await self.engine.collective_rpc("verl_prepare")
             await self.engine.start_weight_update()
             await self.engine.update_weights(WeightTransferUpdateRequest(update_info=update))
+            self._broken = f"it may have taken a part of the weights of version {update['version']}"
             await self.engine.finish_weight_update(str(update["version"]))
             await self.engine.reset_prefix_cache(reset_running_requests=True)
             answers = await self.engine.collective_rpc("verl_served")
@@ -388,3 +381,4 @@ class AsyncVLLMEngine(RemoteEngine):
             ) from error
         if {answer["version"] for answer in answers} != {update["version"]}:
             raise RolloutError(f"the engine serves {answers} after an update to version {update['version']}")
+        self._broken = None

@@ -102,6 +102,7 @@ class ServerPool:
         self.timeout, self.retries = timeout, retries
         self._headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
         self._homes: OrderedDict[Any, Server] = OrderedDict()
+        self._routes: dict[Server, asyncio.Task[frozenset[str]]] = {}
         self._loop = asyncio.new_event_loop()
         threading.Thread(target=self._loop.run_forever, name="servers", daemon=True).start()
         self._client: httpx.AsyncClient | None = None
@@ -126,6 +127,7 @@ class ServerPool:
 
         Args:
             path: where it is asked, or what finds that out of the server; when it raises, the server has failed.
+            body: what it is sent, or what makes that for a path.
             read: takes the answer apart; any exception it raises means nonsense.
             key: what a server may have in its cache.
 
@@ -142,7 +144,8 @@ class ServerPool:
                 if server.failures and self.check is not None:
                     await self.check(server)
                 where = path if isinstance(path, str) else await path(server)
-                answer = read(await self.send(server, where, body, method=method))
+                sent = body(where) if callable(body) else body
+                answer = read(await self.send(server, where, sent, method=method))
             except RefusedError:
                 raise
             except Exception as error:  # whatever a stranger's server brings about is its failure
@@ -180,6 +183,27 @@ class ServerPool:
             said = f"{server.url}{path} answers {status}: {content[:300].decode(errors='replace')}"
             raise RefusedError(said) if status in _REFUSED else StatusError(status, said)
         return json.loads(content) if content else None
+
+    async def routes(self, server: Server) -> frozenset[str]:
+        """The paths that a server says it has; none where it does not describe itself. It is asked once, whoever waits.
+
+        Raises:
+            as `send`: it is away.
+        """
+        asked = self._routes.get(server)
+        if asked is None or (asked.done() and (asked.cancelled() or asked.exception() is not None)):
+            asked = self._routes[server] = asyncio.create_task(self._described(server))
+        return await asyncio.shield(asked)
+
+    async def _described(self, server: Server) -> frozenset[str]:
+        try:
+            description = await self.send(server, "/openapi.json", method="GET")
+        except (RefusedError, StatusError, ValueError) as error:
+            if isinstance(error, StatusError) and error.status >= 500:
+                raise  # it is not up yet
+            return frozenset()
+        paths = description.get("paths") if isinstance(description, dict) else None
+        return frozenset(paths if isinstance(paths, dict) else ())
 
     async def _choose(self, key: Any, faults: Mapping[Server, str]) -> Server:
         """The server for a try: the key's own, else the least loaded, those that failed this call last.
