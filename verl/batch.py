@@ -292,6 +292,8 @@ def _to_arrow(name: str, values: Any) -> pa.Array:
         if known is None and _is_list(array.type):
             array = array.cast(_list_type(name, array.type.value_type))
         return array
+    except UnicodeEncodeError as error:  # half of a surrogate pair, which JSON lets pass
+        raise DataError(f"column '{name}' has a text that is no Unicode: {error.object[:60]!r}") from error
     except (pa.ArrowInvalid, pa.ArrowTypeError, pa.ArrowNotImplementedError, TypeError) as error:
         raise DataError(f"column '{name}' cannot be stored{f' as {known}' if known else ''}: {error}") from error
 

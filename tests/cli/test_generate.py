@@ -1,5 +1,6 @@
 """`verl generate` and `verl chat`, as their user calls them."""
 
+import fcntl
 import json
 
 import pyarrow.parquet as pq
@@ -86,15 +87,39 @@ def test_a_run_that_was_cut_off_goes_on_and_ends_the_same(tiny, tmp_path, monkey
     assert not part.exists()
 
 
+def test_what_was_begun_without_an_answer_does_not_bind(tiny, tmp_path):
+    out = tmp_path / "out.jsonl"
+    wrong = verl_command("generate", tiny, "-", out, "--engine", "embeded", text="a prompt\n")
+    assert (wrong.exit_code, "did you mean 'embedded'?; or" in wrong.stderr) == (2, True)
+    result = verl_command("generate", tiny, "-", out, "--max-new-tokens", 3, text="another\n")
+    assert result.exit_code == 0, result.output
+    assert len(rows_of(out)) == 1
+
+
+def test_two_do_not_write_one_file(tiny, tmp_path):
+    out = tmp_path / "out.jsonl"
+    with (tmp_path / "out.jsonl.part").open("a") as part:
+        fcntl.flock(part, fcntl.LOCK_EX)
+        result = verl_command("generate", tiny, "-", out, text="a prompt\n")
+    assert (result.exit_code, "another process" in result.stderr) == (2, True)
+
+
 @pytest.mark.parametrize(
     ("prompts", "out", "code", "message"),
     [
         ("-", "out.csv", 2, "must be .jsonl or .parquet"),
+        ("-", "made.jsonl", 2, "made.jsonl is there: give another name\n"),
+        ("-", "taken/out.jsonl", 2, "cannot be written"),
+        ("half.jsonl", "out.jsonl", 1, "no Unicode"),
         ("no.txt", "out.jsonl", 1, "no.txt cannot be read"),
         ("-", "out.jsonl", 2, "top_p must lie in"),
     ],
 )
-def test_wrong_arguments_are_told_before_a_model_is_loaded(tmp_path, prompts, out, code, message):
+def test_wrong_arguments_are_told_before_a_model_is_loaded(tmp_path, monkeypatch, prompts, out, code, message):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "made.jsonl").mkdir()
+    (tmp_path / "taken").write_text("a file")
+    (tmp_path / "half.jsonl").write_text('{"prompt": "half \\ud800"}\n')
     top_p = 3 if "top_p" in message else 1
     result = verl_command("generate", "nowhere", prompts, tmp_path / out, "--top-p", top_p, text="a prompt\n")
     assert result.exit_code == code

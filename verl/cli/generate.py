@@ -11,6 +11,7 @@ import os
 import sys
 import time
 from collections.abc import Iterable, Iterator, Mapping
+from contextlib import closing
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -18,6 +19,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from verl.errors import ConfigError, DataError, RolloutError
+
+if sys.platform != "win32":
+    import fcntl
 
 if TYPE_CHECKING:
     from verl.batch import Batch
@@ -82,22 +86,25 @@ def generate(
     )
     data = load_prompts(_source(prompts), prompt_column=prompt_column, system_prompt=system, chat=chat, limit=limit)
     given = {"model": model, "prompts": data.fingerprint(), "n": n, "seed": seed, "dtype": dtype, "engine": engine}
-    output = _Output(out, json.loads(json.dumps({**given, **asdict(params)})), fresh)
     rows = {f"{row}/{sample}": row for row in range(len(data)) for sample in range(n)}
-    if missing := [name for name in rows if name not in output.answers]:
-        options = RolloutOptions(engine, max_num_seqs, kv_cache_gb, seed)
-        writer = _Writer(model, dtype, options)
-        tokens = writer.encode(data.batch)
-        requests = (Request(name, tokens[rows[name]], params) for name in missing)
-        for answer in _shown(writer.answers(requests), len(rows), len(rows) - len(missing)):
-            output.add(answer)
-    output.publish(rows, data.batch)
+    with closing(_Output(out, json.loads(json.dumps({**given, **asdict(params)})), fresh)) as output:
+        if missing := [name for name in rows if name not in output.answers]:
+            options = RolloutOptions(engine, max_num_seqs, kv_cache_gb, seed)
+            writer = _Writer(model, dtype, options)
+            tokens = writer.encode(data.batch)
+            requests = (Request(name, tokens[rows[name]], params) for name in missing)
+            for answer in _shown(writer.answers(requests), len(rows), len(rows) - len(missing)):
+                output.add(answer)
+        output.publish(rows, data.batch)
     typer.echo(out)
 
 
 def _source(prompts: str) -> Any:
     if prompts == "-":
-        return [line for line in sys.stdin.read().splitlines() if line.strip()]
+        lines = [line for line in sys.stdin.read().splitlines() if line.strip()]
+        if not lines:
+            raise DataError("no prompts came: standard input has no lines")
+        return lines
     if prompts.endswith(".txt"):
         try:
             lines = Path(prompts).read_text(encoding="utf-8").splitlines()
@@ -174,26 +181,41 @@ class _Output:
     """The file to be, and the answers that are there already.
 
     Raises:
-        ConfigError: the file is there, or was begun with other settings, or is of another kind.
+        ConfigError: the file is there, or was begun with other settings, or is of another kind, or cannot be written.
     """
 
     def __init__(self, out: Path, settings: Mapping[str, Any], fresh: bool) -> None:
         if out.suffix not in (".jsonl", ".parquet"):
             raise ConfigError(f"{out}: the output must be .jsonl or .parquet")
         self._out, self._part = out, out.with_name(f"{out.name}.part")
-        if fresh:
-            out.unlink(missing_ok=True)
-            self._part.unlink(missing_ok=True)
-        elif out.exists():
-            raise ConfigError(f"{out} is there and complete: give another name, or --fresh to write it anew")
-        out.parent.mkdir(parents=True, exist_ok=True)
+        if out.exists() and not (fresh and out.is_file()):
+            raise ConfigError(f"{out} is there: give another name{', or --fresh' if out.is_file() else ''}")
         self.answers: dict[str, dict[str, Any]] = {}
+        try:
+            out.parent.mkdir(parents=True, exist_ok=True)
+            self._file = self._part.open("a", buffering=1, encoding="utf-8")
+            if sys.platform != "win32":
+                fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            if fresh:
+                os.truncate(self._part, 0)
+                out.unlink(missing_ok=True)
+        except BlockingIOError as error:
+            raise ConfigError(f"{out} is being written by another process") from error
+        except OSError as error:
+            raise ConfigError(f"{out} cannot be written: {error}") from error
+        try:
+            self._go_on(settings)
+        except BaseException:
+            self.close()
+            raise
+
+    def _go_on(self, settings: Mapping[str, Any]) -> None:
         lines = self._whole_lines()
-        if lines:
+        if len(lines) > 1:
             self._check(lines[0], settings)
             self.answers = {answer["id"]: answer for answer in lines[1:]}
-        self._file = self._part.open("a", buffering=1, encoding="utf-8")
-        if not lines:
+        else:  # nothing was answered: the settings may be others now
+            os.truncate(self._part, 0)
             self.add(dict(settings))
 
     def add(self, answer: dict[str, Any]) -> None:
@@ -201,9 +223,12 @@ class _Output:
             self.answers[answer["id"]] = answer
         self._file.write(json.dumps(answer) + "\n")
 
+    def close(self) -> None:
+        """Let another process go on."""
+        self._file.close()
+
     def publish(self, order: Mapping[str, int], prompts: Batch) -> None:
         """Write the answers in this order, each behind its prompt's columns; the part file goes."""
-        self._file.close()
         columns = list(prompts.rows())
         rows = [_merged(columns[row], self.answers[name]) for name, row in order.items()]
         scratch = self._out.with_name(f"{self._out.name}.new")
@@ -219,8 +244,6 @@ class _Output:
 
     def _whole_lines(self) -> list[dict[str, Any]]:
         """What was written before; a line that was cut off is cut away."""
-        if not self._part.exists():
-            return []
         content = self._part.read_bytes()
         whole = content[: content.rfind(b"\n") + 1]
         if len(whole) < len(content):

@@ -265,6 +265,8 @@ def _check_column(column: str, rows: Sequence[Mapping[str, Any]], name: str) -> 
     values = [row.get(column) for row in rows]
     try:
         pa.array(values)
+    except UnicodeEncodeError:  # which the error at hand tells already
+        return
     except (pa.ArrowInvalid, pa.ArrowTypeError, pa.ArrowNotImplementedError):
         first = next(value for value in values if value is not None)
         for number, value in enumerate(values):

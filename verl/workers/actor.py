@@ -321,7 +321,7 @@ def engine_factory(name: str | EngineFactory) -> EngineFactory:
     if ".py:" in name:
         return load_function(name)
     if name not in ENGINES:
-        raise ConfigError(f"no rollout engine is called '{name}': {nearest(name, ENGINES)}, or give FILE.py:CLASS")
+        raise ConfigError(f"no rollout engine is called '{name}': {nearest(name, ENGINES)}; or give FILE.py:CLASS")
     return ENGINES[name]
 
 
