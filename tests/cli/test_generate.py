@@ -146,3 +146,9 @@ def test_chat_refuses_what_is_too_long_and_goes_on(tiny):
     assert result.exit_code == 0
     assert "/new starts over" in result.stderr
     assert result.stdout
+
+
+def test_chat_reads_bytes_that_are_no_text(tiny):
+    result = verl_command("chat", tiny, "--max-new-tokens", 2, text=b"\xff\xfe there\nshort\n")
+    assert result.exit_code == 0, result.output
+    assert result.stdout

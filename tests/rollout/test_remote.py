@@ -140,6 +140,12 @@ def test_when_no_server_answers_the_run_ends_in_time(serve: Callable[..., Plain]
     with pytest.raises(NoServerError, match="no server answers any more"):
         list(generate(remote, requests(3, 2)))
     assert time.monotonic() - start < 30
+    assert remote.unfinished == 0
+    # Started again, they answer what is asked again.
+    for server in servers:
+        server.kill()
+        serve(3, port=server.port)
+    assert all(map(whole, generate(remote, requests(3, 2))))
 
 
 def test_abort_and_double_ids(serve: Callable[..., Plain]) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
+from io import TextIOWrapper
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -37,6 +38,8 @@ def chat(
     params = SamplingParams(max_new_tokens=max_new_tokens, temperature=temperature, top_p=top_p)
     talk = _Talk(model, dtype, params, seed, system)
     asking = sys.stdin.isatty()
+    if isinstance(sys.stdin, TextIOWrapper):
+        sys.stdin.reconfigure(errors="replace")  # a byte that is no text must not end the chat
     while True:
         try:
             line = input("> " if asking else "")

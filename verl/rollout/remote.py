@@ -59,7 +59,7 @@ class RemoteEngine:
         self._vocab_size = int(getattr(config, "vocab_size", _UNLIMITED))
         self._max_length = int(getattr(config, "max_position_embeddings", None) or _UNLIMITED)
         self._asked: dict[str, Future[Sample]] = {}
-        self._done: queue.SimpleQueue[str] = queue.SimpleQueue()
+        self._done: queue.SimpleQueue[tuple[str, Future[Sample]]] = queue.SimpleQueue()
 
     @property
     def unfinished(self) -> int:
@@ -83,22 +83,27 @@ class RemoteEngine:
         check_prompt(request.id, list(request.prompt_tokens), self._vocab_size, self._max_length)
         future = self._submit(self._answer(request))
         self._asked[request.id] = future
-        future.add_done_callback(lambda _: self._done.put(request.id))
+        future.add_done_callback(lambda done: self._done.put((request.id, done)))
 
     def step(self) -> list[Sample]:
         """Wait a moment for samples; those that have come.
 
         Raises:
-            RolloutError: no server answers any more.
+            RolloutError: no server answers any more. Nothing is left unfinished then.
         """
-        names = []
+        done = []
         try:
-            names.append(self._done.get(timeout=_STEP_SECONDS if self._asked else 0.001))
+            done.append(self._done.get(timeout=_STEP_SECONDS if self._asked else 0.001))
             while True:
-                names.append(self._done.get_nowait())
+                done.append(self._done.get_nowait())
         except queue.Empty:
             pass
-        return [self._result(name) for name in names if name in self._asked]
+        try:
+            return [self._result(name) for name, future in done if self._asked.get(name) is future]
+        except BaseException:
+            self.abort(list(self._asked))
+            self._asked.clear()
+            raise
 
     def abort(self, ids: Iterable[str]) -> None:
         """End these requests; they come back from the next `step`s, with no tokens."""
