@@ -13,6 +13,7 @@ import verl
 import verl.actor
 import verl.worker
 from verl.errors import ConfigError, RolloutError
+from verl.models.memory import ModelSize
 from verl.models.shards import model_shards
 from verl.rollout.base import Request, Sample, SamplingParams, generate
 from verl.rollout.vllm import VLLMEngine
@@ -25,7 +26,8 @@ PROMPTS = [[5, 9, 30, 7, 8], [40, 41, 42], [100] * 70]
 
 
 def started(model: PreTrainedModel, tokenizer: PreTrainedTokenizerFast, **options: Any) -> VLLMEngine:
-    engine = VLLMEngine(model, tokenizer, eos_token_ids=(2,), seed=0, max_num_seqs=16, kv_memory=1 << 23, **options)
+    options = {"max_num_seqs": 16, "kv_memory": 1 << 23, **options}
+    engine = VLLMEngine(model, tokenizer, eos_token_ids=(2,), seed=0, **options)
     engine.load_shards(model_shards(model), 0)
     return engine
 
@@ -198,7 +200,14 @@ def test_untied_weights_travel_by_file_too_and_damage_is_seen(
     make_model: Callable[..., PreTrainedModel], tokenizer: PreTrainedTokenizerFast, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model = make_model("qwen2", torch.float32)
-    engine = started(model, tokenizer)
+    token = ModelSize.from_model(model).kv_bytes_per_token
+    engine = started(model, tokenizer, kv_memory=12 * 32 * token + 9 * token)
+    assert engine.max_length == 11 * 32  # in whole blocks, one of which vLLM keeps
+    params = SamplingParams(max_new_tokens=50, ignore_eos=True)
+    (longest,) = generate(engine, [Request("long", [7] * 340, params)])
+    assert len(longest.tokens) == 12
+    with pytest.raises(ConfigError, match="holds no block"):
+        VLLMEngine(model, tokenizer, eos_token_ids=(2,), seed=0, kv_memory=40 * token)
     nudge(model)
     monkeypatch.setattr(engine, "_by_file", True)
     engine.load_shards(model_shards(model), 1)

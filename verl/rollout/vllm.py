@@ -59,7 +59,7 @@ class VLLMEngine:
         **options: further arguments of `vllm.LLM`.
 
     Raises:
-        ConfigError: vLLM is not installed, or the model's dtype is not one of its.
+        ConfigError: vLLM is not installed, the model's dtype is not one of its, or the KV cache holds nothing.
         RolloutError: vLLM does not start, or does not take the weights.
     """
 
@@ -85,7 +85,11 @@ class VLLMEngine:
         if kv_memory is None:
             wanted = max_num_seqs * min(longest, _TYPICAL_LENGTH) * size.kv_bytes_per_token
             kv_memory = max(min(wanted, available_memory() // 4), 8 * _CPU_BLOCK * size.kv_bytes_per_token)
-        self.max_length = min(longest, kv_memory // size.kv_bytes_per_token)
+        # vLLM counts whole blocks, and keeps one for itself.
+        blocks = kv_memory // (_CPU_BLOCK * size.kv_bytes_per_token) - 1
+        if blocks < 1:
+            raise ConfigError(f"vLLM: a KV cache of {kv_memory} bytes holds no block beside the one that vLLM keeps")
+        self.max_length = min(longest, blocks * _CPU_BLOCK)
         self.eos_token_ids = tuple(eos_token_ids)
         self.seed = seed
         self.policy_version = 0
