@@ -6,8 +6,9 @@ DPO: Rafailov et al. (arXiv:2305.18290), equation 7; its hinge form is SLiC's (a
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Annotated, Literal
 
+from pydantic import Field
 from torch import Tensor
 from torch.nn.functional import logsigmoid, relu
 
@@ -23,12 +24,12 @@ class DPO(PreferenceAlgorithm):
     without bias (robust DPO, arXiv:2403.00409)."""
 
     loss_type: Literal["sigmoid", "hinge"] = "sigmoid"
-    label_smoothing: float = 0.0
+    label_smoothing: Annotated[float, Field(ge=0, lt=0.5)] = 0.0
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if not 0 <= self.label_smoothing < 0.5 or (self.label_smoothing and self.loss_type == "hinge"):
-            raise ConfigError("dpo: label_smoothing must be in [0, 0.5), and 0 with loss_type='hinge'")
+        if self.label_smoothing and self.loss_type == "hinge":
+            raise ConfigError("dpo: label_smoothing is for loss_type='sigmoid', not 'hinge'")
 
     def pair_losses(self, chosen: Tensor, rejected: Tensor) -> Tensor:
         margin = self.beta * (chosen - rejected)

@@ -12,7 +12,7 @@ from typing import ClassVar
 
 import torch
 
-from verl.algorithms.base import BaseAlgorithm, Loss, LossInput
+from verl.algorithms.base import BaseAlgorithm, Loss, LossInput, NotNegative, Positive
 from verl.algorithms.pairs import sequence_log_probs
 from verl.algorithms.registry import register_algorithm
 from verl.algorithms.responses import Responses
@@ -35,9 +35,9 @@ class KTO(BaseAlgorithm):
     online: ClassVar[bool] = False
     needs_log_probs: ClassVar[bool] = True
 
-    beta: float = 0.1
-    desirable_weight: float = 1.0
-    undesirable_weight: float = 1.0
+    beta: Positive = 0.1
+    desirable_weight: NotNegative = 1.0
+    undesirable_weight: NotNegative = 1.0
 
     def extend(self, batch: Batch) -> Batch:
         if len(batch) < 2:

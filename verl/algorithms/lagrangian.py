@@ -8,11 +8,12 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from typing import Any
+from typing import Annotated, Any
 
 import torch
+from pydantic import Field
 
-from verl.algorithms.base import drop_abstained
+from verl.algorithms.base import NotNegative, drop_abstained
 from verl.algorithms.policy import PolicyGradient
 from verl.batch import Batch
 from verl.errors import ConfigError
@@ -29,20 +30,18 @@ class ConstrainedPolicyGradient(PolicyGradient):
     """
 
     cost_limit: float = 0.0
-    lambda_init: float = 1.0
-    lambda_lr: float = 0.1
-    lambda_kp: float = 10.0
+    lambda_init: NotNegative = 1.0
+    lambda_lr: NotNegative = 0.1
+    lambda_kp: NotNegative = 10.0
     lambda_min: float = 1e-3
     lambda_max: float = 100.0
-    lambda_delay: int = 0
-    lambda_window: int = 128
+    lambda_delay: Annotated[int, Field(ge=0)] = 0
+    lambda_window: Annotated[int, Field(ge=1)] = 128
 
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.lambda_lr and not 0 < self.lambda_min <= self.lambda_init <= self.lambda_max < math.inf:
             raise ConfigError(f"{self.name} needs 0 < lambda_min <= lambda_init <= lambda_max (or lambda_lr=0)")
-        if min(self.lambda_init, self.lambda_lr, self.lambda_kp) < 0 or self.lambda_window < 1:
-            raise ConfigError(f"{self.name} needs lambda_init, lambda_lr, lambda_kp >= 0 and lambda_window >= 1")
         self.price = self._accumulated = self.lambda_init
         self._batches = 0
         self._costs: deque[float] = deque(maxlen=self.lambda_window)

@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.nn.functional import logsigmoid
 
 from verl.algorithms.aggregation import aggregation_weights
-from verl.algorithms.base import Loss, LossInput
+from verl.algorithms.base import Loss, LossInput, Positive
 from verl.algorithms.registry import register_algorithm
 from verl.algorithms.responses import Responses
 from verl.algorithms.simpo import SimPO
@@ -22,7 +22,7 @@ from verl.batch import Batch
 class ORPO(SimPO):
     """No reference: the chosen response's likelihood, and `beta` times the log-sigmoid of the log odds ratio."""
 
-    beta: float = 0.1
+    beta: Positive = 0.1
 
     def token_weights(self, batch: Batch) -> Tensor:
         """One over the tokens of all chosen responses; 0 on the rejected."""

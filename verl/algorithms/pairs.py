@@ -9,9 +9,9 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from verl.algorithms.base import BaseAlgorithm, Loss, LossInput
+from verl.algorithms.base import BaseAlgorithm, Loss, LossInput, Positive
 from verl.batch import Batch
-from verl.errors import ConfigError, DataError
+from verl.errors import DataError
 
 
 def only_pairs(batch: Batch) -> tuple[Batch, dict[str, float]]:
@@ -57,12 +57,7 @@ class PreferenceAlgorithm(BaseAlgorithm):
     online: ClassVar[bool] = False
     coupled: ClassVar[bool] = True
 
-    beta: float = 0.1
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if not self.beta > 0:
-            raise ConfigError(f"algorithm '{self.name}', option 'beta' must be above 0, got {self.beta}")
+    beta: Positive = 0.1
 
     @property
     def roles(self) -> frozenset[str]:

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from verl.algorithms.advantages import gae, grpo, whiten
-from verl.algorithms.base import Loss, LossInput
+from verl.algorithms.base import Loss, LossInput, Positive, Share
 from verl.algorithms.lagrangian import ConstrainedPolicyGradient
 from verl.algorithms.policy import Experience
 from verl.algorithms.ppo import critic_loss
@@ -35,9 +35,9 @@ class SafeRLHF(ConstrainedPolicyGradient):
 
     baseline: Literal["group", "critics"] = "group"
     norm_adv_by_std: bool = False
-    gamma: float = 1.0
-    lam: float = 1.0
-    cliprange_value: float | None = 0.5
+    gamma: Share = 1.0
+    lam: Share = 1.0
+    cliprange_value: Positive | None = 0.5
 
     @property
     def roles(self) -> frozenset[str]:
@@ -48,13 +48,14 @@ class SafeRLHF(ConstrainedPolicyGradient):
         return self.baseline == "group"
 
     def estimate(self, e: Experience) -> dict[str, Tensor]:
-        costs = e.responses.at_last_token(e.batch.tensor("cost", torch.float64)) + e.kl_penalty
+        outcome_cost = e.batch.tensor("cost", torch.float64)
         if self.baseline == "group":
             groups, spread = e.responses.groups, e.responses.spread
             reward = spread(grpo(e.outcome, groups, self.norm_adv_by_std))
-            cost = spread(grpo(e.responses.sum(costs), groups, self.norm_adv_by_std))
+            cost = spread(grpo(outcome_cost + e.responses.sum(e.kl_penalty), groups, self.norm_adv_by_std))
             return {"advantages": self._combine(reward, cost)}
         reward, returns = gae(e.token_rewards, e.responses.tokens("values"), e.responses, self.gamma, self.lam)
+        costs = e.responses.at_last_token(outcome_cost) + e.kl_penalty
         cost, cost_returns = gae(costs, e.responses.tokens("cost_values"), e.responses, self.gamma, self.lam)
         advantages = whiten(self._combine(reward, cost), e.responses.trained)
         return {"advantages": advantages, "returns": returns, "cost_returns": cost_returns}

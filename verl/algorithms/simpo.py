@@ -5,7 +5,7 @@ from __future__ import annotations
 from torch import Tensor
 from torch.nn.functional import logsigmoid
 
-from verl.algorithms.base import LossInput
+from verl.algorithms.base import LossInput, NotNegative, Positive
 from verl.algorithms.pairs import PreferenceAlgorithm, sequence_log_probs, sequence_tokens
 from verl.algorithms.registry import register_algorithm
 
@@ -16,8 +16,8 @@ class SimPO(PreferenceAlgorithm):
 
     roles = frozenset({"actor"})
 
-    beta: float = 2.0
-    gamma: float = 0.5
+    beta: Positive = 2.0
+    gamma: NotNegative = 0.5
 
     def scores(self, x: LossInput, log_probs: Tensor) -> Tensor:
         return sequence_log_probs(x, log_probs) / sequence_tokens(x)
