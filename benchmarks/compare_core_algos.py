@@ -188,7 +188,8 @@ def compare_advantages(case: Case, table: Table, ref: SimpleNamespace, ours: Mod
                 shaped = rewards - 0.05 * core.kl_penalty(case.old, case.ref, "kl") * mask
             advantages, returns = reference(shaped.clone())
             suffix = ", KL in reward" if kl_in == "reward" else ""
-            table.add(f"advantage: {label}{suffix}", prepared.tensor("advantages"), case.flat(advantages * mask))
+            written = torch.where(mask > 0, advantages, 0.0)  # a mean over no token is NaN there
+            table.add(f"advantage: {label}{suffix}", prepared.tensor("advantages"), case.flat(written))
             if name == "ppo":
                 table.add(f"returns: {label}{suffix}", prepared.tensor("returns"), case.flat(returns))
     # Groups of one: an error there in pass@k, 0 or rounding in the vectorised forms.

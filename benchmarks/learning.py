@@ -6,7 +6,7 @@
 The task: three of twenty numbers are given and the largest is to be named. A two-layer Llama with a vocabulary of 23
 words is first taught to name any of the three, so that it is right one time in three; every run starts from it. Half of
 the 6840 problems are never trained on. After each step of the first and of the last tenth, the objective is measured on
-problems of the held-out half, 960 at each end, every one of them once and the two ends having none in common:
+problems of the held-out half, 1680 at each end, every one of them once and the two ends having none in common:
 
     reward        a sampled answer is right (algorithms that sample)
     preference    the right answer is more probable than a wrong one, or scores higher; a tie counts half (pairs,
@@ -15,7 +15,7 @@ problems of the held-out half, 960 at each end, every one of them once and the t
 
 An algorithm has learned if in every seed the mean over the last tenth of the steps is at least three standard errors
 above that of the first tenth, and above the last tenth of the same run with learning rate 0. An error is that of a
-difference of two means of 960 numbers each, one a problem. Of an algorithm with a constraint two more things are
+difference of two means of 1680 numbers each, one a problem. Of an algorithm with a constraint two more things are
 asked, the cost of an answer being 1 if it names 14 or more: its mean over the last fifth of the steps is at most one
 standard error above the limit, and above the limit without the constraint (the multiplier held at 0). The base
 model's is above it too.
@@ -53,7 +53,7 @@ NUMBERS = range(20)
 WORDS = ["<end>", "<unknown>", "=", *map(str, NUMBERS)]
 COSTLY = 14
 COST_LIMIT = 0.2
-AN_END = 960
+AN_END = 1680
 CONTROL, UNCONSTRAINED = "control", "unconstrained"
 
 
@@ -67,7 +67,7 @@ class Settings:
 
 
 #: Where the common settings do not suit: a constraint needs time to settle.
-SETTINGS: dict[str, Settings] = {"safe_rlhf": Settings(steps=120, options={"cost_limit": COST_LIMIT})}
+SETTINGS: dict[str, Settings] = {"safe_rlhf": Settings(steps=240, options={"cost_limit": COST_LIMIT})}
 OFFLINE = Settings(lr=3e-4)
 
 

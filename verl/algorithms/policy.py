@@ -149,7 +149,7 @@ class PolicyGradient(BaseAlgorithm):
         metrics["advantages/mean"] = float(advantages.mean()) if len(advantages) else 0.0
         metrics["advantages/abs_mean"] = float(advantages.abs().mean()) if len(advantages) else 0.0
         if self.kl_in == "loss":
-            batch = batch.add({"kl_coef": [self._kl.value] * len(batch)})
+            batch = batch.add({"kl_coef": torch.full((len(batch),), self._kl.value, dtype=torch.float64)})
             responses = Responses(batch)
         return responses.store(columns), metrics
 
@@ -226,10 +226,11 @@ class PolicyGradient(BaseAlgorithm):
         metrics = mismatch(log_ratio, weights)
         if self.rollout_rs is not None:
             stay = accepted(log_ratio, self.rollout_rs, self.rollout_rs_threshold, self.rollout_rs_lower)
-            columns["loss_mask"] = (stay & responses.written).to(torch.uint8)
+            columns["loss_mask"] = (stay & responses.trained).to(torch.uint8)
+            batch = batch.drop(["loss_mask"])
             rejected = (responses.written & ~stay).sum() / responses.written.sum().clamp(min=1)
             metrics["mismatch/rejected"] = float(rejected)
-        return (responses.store(columns) if columns else batch), metrics
+        return (Responses(batch).store(columns) if columns else batch), metrics
 
 
 def _policy_metrics(x: LossInput, terms: PolicyTerms, loss: PolicyLoss) -> dict[str, Tensor | float]:
