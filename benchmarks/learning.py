@@ -3,19 +3,22 @@
     .venv/bin/python benchmarks/learning.py --out learning            # all algorithms, seeds 0 1 2, two runs at a time
     .venv/bin/python benchmarks/learning.py --algorithms grpo dpo --seeds 0
 
-The task: three digits are given and the largest is to be named. A two-layer Llama with a vocabulary of 13 words is
-first taught to name any of the three, so that it is right one time in three; every run starts from it. After each
-step the objective is measured on held-out problems:
+The task: three of twenty numbers are given and the largest is to be named. A two-layer Llama with a vocabulary of 23
+words is first taught to name any of the three, so that it is right one time in three; every run starts from it. Half of
+the 6840 problems are never trained on. After each step of the first and of the last tenth, the objective is measured on
+problems of the held-out half, 1680 at each end, every one of them once and the two ends having none in common:
 
     reward        a sampled answer is right (algorithms that sample)
-    preference    the right answer is more probable than a wrong one, or scores higher (pairs, labels, reward models)
+    preference    the right answer is more probable than a wrong one, or scores higher; a tie counts half (pairs,
+                  labels, reward models)
     likelihood    log-probability of the right answer (demonstrations)
 
 An algorithm has learned if in every seed the mean over the last tenth of the steps is at least three standard errors
-above that of the first tenth, and above the last tenth of the same run with learning rate 0. Of an algorithm with a
-constraint two more things are asked, the cost of an answer being 1 if it names 7, 8 or 9: its mean over the last fifth
-is at most one standard error above the limit, and above the limit without the constraint (the multiplier held at 0).
-The base model's is above it too.
+above that of the first tenth, and above the last tenth of the same run with learning rate 0. An error is that of a
+difference of two means of 1680 numbers each, one a problem. Of an algorithm with a constraint two more things are
+asked, the cost of an answer being 1 if it names 14 or more: its mean over the last fifth of the steps is at most one
+standard error above the limit, and above the limit without the constraint (the multiplier held at 0). The base
+model's is above it too.
 
 A run takes some seconds on one thread. Its result is a JSON file in the output folder, which is not made again.
 """
@@ -33,6 +36,7 @@ import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field
+from itertools import islice, permutations
 from pathlib import Path
 from typing import Any
 
@@ -45,9 +49,11 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 import verl
 from verl.algorithms import algorithm_names, make_algorithm
 
-WORDS = ["<end>", "<unknown>", "=", *map(str, range(10))]
+NUMBERS = range(20)
+WORDS = ["<end>", "<unknown>", "=", *map(str, NUMBERS)]
+COSTLY = 14
 COST_LIMIT = 0.2
-HELD_OUT = 96
+AN_END = 1680
 CONTROL, UNCONSTRAINED = "control", "unconstrained"
 
 
@@ -61,48 +67,39 @@ class Settings:
 
 
 #: Where the common settings do not suit: a constraint needs time to settle.
-SETTINGS: dict[str, Settings] = {"safe_rlhf": Settings(steps=120, options={"cost_limit": COST_LIMIT})}
+SETTINGS: dict[str, Settings] = {"safe_rlhf": Settings(steps=240, options={"cost_limit": COST_LIMIT})}
 OFFLINE = Settings(lr=3e-4)
 
 
 @dataclass
 class Curve:
-    """The objective on each held-out problem, after each step."""
+    """The objective on each held-out problem of the first and of the last tenth of the steps."""
 
     objective: str
-    values: list[list[float]]
+    first: list[float]
+    last: list[float]
     costs: list[float]
-    """The mean cost of the step's samples, of an algorithm with a constraint."""
+    """The mean cost of each step's samples, of an algorithm with a constraint."""
     seconds: float
 
-    def part(self, begin: float, end: float) -> list[float]:
-        """All values between two fractions of the steps."""
-        count = len(self.values)
-        first, last = int(begin * count), max(int(end * count), int(begin * count) + 1)
-        return [value for step in self.values[first:last] for value in step]
+
+Problem = tuple[int, ...]
+
+_PROBLEMS: list[Problem] = list(permutations(NUMBERS, 3))
+random.Random(0).shuffle(_PROBLEMS)
+TRAINED, HELD_OUT = _PROBLEMS[::2], _PROBLEMS[1::2]
 
 
-def problem(rng: random.Random) -> tuple[list[int], int]:
-    digits = rng.sample(range(10), 3)
-    return digits, max(digits)
+def prompt(numbers: Problem) -> str:
+    return " ".join(map(str, numbers)) + " ="
 
 
-def prompt(digits: list[int]) -> str:
-    return " ".join(map(str, digits)) + " ="
-
-
-def is_held_out(digits: list[int]) -> bool:
-    """A fifth of the problems, never trained on."""
-    return (100 * digits[0] + 10 * digits[1] + digits[2]) % 5 == 0
-
-
-def problems(seed: int, held_out: bool, count: int) -> list[tuple[list[int], int]]:
-    rng, found = random.Random(seed), []
-    while len(found) < count:
-        one = problem(rng)
-        if is_held_out(one[0]) == held_out:
-            found.append(one)
-    return found
+def measured(seed: int, steps: int) -> dict[int, list[Problem]]:
+    """Held-out problems, no two the same, for each step of the first and of the last tenth."""
+    tenth = max(steps // 10, 1)
+    size = AN_END // tenth
+    chosen = iter(random.Random(seed).sample(HELD_OUT, 2 * tenth * size))
+    return {step: list(islice(chosen, size)) for step in (*range(tenth), *range(steps - tenth, steps))}
 
 
 def tokenizer() -> PreTrainedTokenizerFast:
@@ -113,7 +110,7 @@ def tokenizer() -> PreTrainedTokenizerFast:
 
 
 def make_base(path: Path) -> None:
-    """A model that names one of the three digits, any of them; saved to `path`."""
+    """A model that names one of the three numbers, any of them; saved to `path`."""
     torch.manual_seed(0)
     config = LlamaConfig(
         vocab_size=len(WORDS),
@@ -130,45 +127,48 @@ def make_base(path: Path) -> None:
     model = LlamaForCausalLM(config)
     tokens, rng = tokenizer(), random.Random(0)
     rows = []
-    for digits, _ in problems(1, held_out=False, count=4000):
-        rows.append({"prompt": prompt(digits), "completion": str(rng.choice(digits))})
+    for numbers in rng.choices(TRAINED, k=16000):
+        rows.append({"prompt": prompt(numbers), "completion": str(rng.choice(numbers))})
     actor = verl.Actor(model, tokens, optim={"lr": 3e-3})
     trainer = verl.Trainer(actor, algorithm="sft", log_dir=False)
     loader = verl.OfflineDatasetLoader(rows, tokens, batch_size=128)
-    for _ in range(150):
+    for _ in range(300):
         trainer.step(next(loader))
     actor.save_pretrained(str(path))
 
 
 def right(responses: list[str], prompts: list[str]) -> list[float]:
-    """The reward: 1 for the largest digit."""
-    return [float(r.strip() == max(p.split()[:3])) for r, p in zip(responses, prompts, strict=True)]
+    """The reward: 1 for the largest number."""
+    largest = [str(max(map(int, p.split()[:3]))) for p in prompts]
+    return [float(r.strip() == best) for r, best in zip(responses, largest, strict=True)]
 
 
 def large(responses: list[str]) -> list[float]:
-    """The cost: 1 for a digit from 7."""
-    return [float(r.strip() in ("7", "8", "9")) for r in responses]
+    """The cost: 1 for a number from COSTLY."""
+    costly = {str(n) for n in NUMBERS if n >= COSTLY}
+    return [float(r.strip() in costly) for r in responses]
 
 
-def recorded(kind: str, seed: int, held_out: bool, count: int) -> list[dict[str, Any]]:
+def recorded(kind: str, problems: list[Problem], seed: int) -> list[dict[str, Any]]:
     """Rows of recorded answers: pairs of a right and a wrong one, labelled ones, or right ones alone."""
     rng, rows = random.Random(seed), []
-    for digits, best in problems(seed, held_out, count):
-        wrong = rng.choice([d for d in digits if d != best])
+    for numbers in problems:
+        best = max(numbers)
+        wrong = rng.choice([n for n in numbers if n != best])
         if kind == "pairs":
-            rows.append({"prompt": prompt(digits), "chosen": str(best), "rejected": str(wrong)})
+            rows.append({"prompt": prompt(numbers), "chosen": str(best), "rejected": str(wrong)})
         elif kind == "labels":
             good = rng.random() < 0.5
-            rows.append({"prompt": prompt(digits), "completion": str(best if good else wrong), "label": good})
+            rows.append({"prompt": prompt(numbers), "completion": str(best if good else wrong), "label": good})
         else:
-            rows.append({"prompt": prompt(digits), "completion": str(best)})
+            rows.append({"prompt": prompt(numbers), "completion": str(best)})
     return rows
 
 
 def kind_of(algorithm: verl.BaseAlgorithm) -> str:
     """What an offline algorithm learns from, tried out: the first kind of rows that it takes."""
     for kind in ("pairs", "labels", "demonstrations"):
-        rows = verl.OfflineDatasetLoader(recorded(kind, 0, False, 4), tokenizer(), batch_size=4)
+        rows = verl.OfflineDatasetLoader(recorded(kind, TRAINED[:4], 0), tokenizer(), batch_size=4)
         wants_pairs, wants_labels = algorithm.coupled, "label" in algorithm.loss_columns
         if (kind == "pairs") == wants_pairs and (kind == "labels") == (wants_labels and not wants_pairs):
             return rows.kind
@@ -176,7 +176,7 @@ def kind_of(algorithm: verl.BaseAlgorithm) -> str:
 
 
 def run(name: str, seed: int, control: str, base: Path) -> Curve:
-    """One run: the objective after each step."""
+    """One run: the objective at both ends of it."""
     settings = SETTINGS.get(name, Settings() if make_algorithm(name).online else OFFLINE)
     algorithm = make_algorithm(name, **settings.options, **_without_constraint(control))
     lr = 0.0 if control == CONTROL else settings.lr
@@ -190,58 +190,59 @@ def run(name: str, seed: int, control: str, base: Path) -> Curve:
         given["cost"] = large
     trainer = verl.Trainer(actor, algorithm=algorithm, log_dir=False, **given)
     objective, measure = _objective(trainer, seed)
+    rng = random.Random(1000 + seed)
     batches: Callable[[], Any]
     if algorithm.online:
-        training = iter(problems(1000 + seed, held_out=False, count=16 * settings.steps))
-        batches = lambda: [prompt(next(training)[0]) for _ in range(16)]  # noqa: E731
+        batches = lambda: [prompt(numbers) for numbers in rng.choices(TRAINED, k=16)]  # noqa: E731
     else:
-        rows = recorded(kind_of(algorithm), 1000 + seed, held_out=False, count=32 * settings.steps)
+        rows = recorded(kind_of(algorithm), rng.choices(TRAINED, k=32 * settings.steps), seed)
         loader = verl.OfflineDatasetLoader(rows, actor.tokenizer, batch_size=32, seed=seed)
         batches = lambda: next(loader)  # noqa: E731
-    began, values, costs = time.perf_counter(), [], []
+    began, held_out, costs = time.perf_counter(), measured(seed, settings.steps), []
+    ends: tuple[list[float], list[float]] = ([], [])
     for step in range(settings.steps):
         record = trainer.step(batches())
-        values.append(measure(step))
         costs += [record["cost/mean"]] if "cost/mean" in record else []
-    return Curve(objective, values, costs, time.perf_counter() - began)
+        if step in held_out:
+            ends[2 * step >= settings.steps].extend(measure(held_out[step], step))
+    return Curve(objective, *ends, costs, time.perf_counter() - began)
 
 
 def _without_constraint(control: str) -> dict[str, Any]:
     return {"lambda_init": 0.0, "lambda_lr": 0.0} if control == UNCONSTRAINED else {}
 
 
-def _objective(trainer: verl.Trainer, seed: int) -> tuple[str, Callable[[int], list[float]]]:
-    """The objective of the trainer's algorithm, and how it is measured after a step."""
+def _objective(trainer: verl.Trainer, seed: int) -> tuple[str, Callable[[list[Problem], int], list[float]]]:
+    """The objective of the trainer's algorithm, and how it is measured on problems after a step."""
     algorithm, actor = trainer.algorithm, trainer.actor
-    tests = [prompt(digits) for digits, _ in problems(2000, held_out=True, count=HELD_OUT)]
-
-    def sampled(step: int) -> list[str]:
-        return list(actor.generate_sequences(tests, key=f"test{seed}.{step}")["response"])
-
     if algorithm.online:
-        return "reward", lambda step: right(sampled(step), tests)
-    kind = kind_of(algorithm)
-    rows = recorded("demonstrations" if kind == "demonstrations" else "pairs", 2000, held_out=True, count=HELD_OUT)
-    batch = verl.OfflineDatasetLoader(rows, actor.tokenizer, batch_size=HELD_OUT).batch
-    if algorithm.head == "score":
-        return "preference", lambda step: _counted(trainer.evaluate_loss(batch)["pairs/accuracy"])
 
-    def log_probs() -> list[float]:
+        def rewards(problems: list[Problem], step: int) -> list[float]:
+            tests = [prompt(numbers) for numbers in problems]
+            return right(list(actor.generate_sequences(tests, key=f"test{seed}.{step}")["response"]), tests)
+
+        return "reward", rewards
+    kind = "demonstrations" if kind_of(algorithm) == "demonstrations" else "pairs"
+
+    def rows(problems: list[Problem]) -> verl.Batch:
+        return verl.OfflineDatasetLoader(recorded(kind, problems, seed), actor.tokenizer, batch_size=1).batch
+
+    def log_probs(batch: verl.Batch) -> list[float]:
         return [sum(row) for row in actor.compute_log_probs(batch)["log_probs"]]
 
     if kind == "demonstrations":
-        return "likelihood", lambda step: log_probs()
+        return "likelihood", lambda problems, step: log_probs(rows(problems))
 
-    def preferred(step: int) -> list[float]:
-        found = log_probs()
-        return [float(good > bad) for good, bad in zip(found[::2], found[1::2], strict=True)]
+    def preferred(problems: list[Problem], step: int) -> list[float]:
+        batch = rows(problems)
+        if algorithm.head == "score":
+            swapped = batch.drop(["label"]).add({"label": [1 - label for label in batch["label"]]})
+            won, lost = (round(trainer.evaluate_loss(b)["pairs/accuracy"] * len(problems)) for b in (batch, swapped))
+            return [1.0] * won + [0.0] * lost + [0.5] * (len(problems) - won - lost)
+        found = log_probs(batch)
+        return [(good > bad) + 0.5 * (good == bad) for good, bad in zip(found[::2], found[1::2], strict=True)]
 
     return "preference", preferred
-
-
-def _counted(accuracy: float) -> list[float]:
-    successes = round(accuracy * HELD_OUT)
-    return [1.0] * successes + [0.0] * (HELD_OUT - successes)
 
 
 def distance(a: list[float], b: list[float]) -> float:
@@ -266,7 +267,7 @@ class Verdict:
 
 
 def judge(curve: Curve, control: Curve, unconstrained: Curve | None = None) -> Verdict:
-    first, last, still = curve.part(0, 0.1), curve.part(0.9, 1), control.part(0.9, 1)
+    first, last, still = curve.first, curve.last, control.last
     verdict = Verdict(
         *(statistics.fmean(part) for part in (first, last, still)),
         above_first=distance(last, first),

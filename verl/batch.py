@@ -286,6 +286,8 @@ def _to_arrow(name: str, values: Any) -> pa.Array:
         if isinstance(values, tuple) and len(values) == 2 and hasattr(values[0], "detach"):
             return _ragged(name, values[0], values[1])
         if hasattr(values, "detach"):
+            if values.is_floating_point() and values.ndim == 1:
+                known = known or pa.float64()  # the type of no rows, too
             values = values.detach().cpu().double().tolist() if values.is_floating_point() else values.tolist()
         values = list(values)
         array = pa.array(values, known) if known is not None else pa.array(values)

@@ -9,15 +9,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from verl.algorithms import LossInput, make_algorithm
+from verl.algorithms import LossInput, algorithm_names, make_algorithm
 from verl.algorithms.base import BaseAlgorithm, RoleObjective
 from verl.batch import Batch
 
-ONLINE = (
-    "grpo", "dr_grpo", "dapo", "gspo", "cispo", "gmpo", "rloo", "opo", "gpg", "grpo_passk", "reinforce_plus_plus",
-    "reinforce_plus_plus_baseline", "remax", "ppo", "safe_rlhf",
-)  # fmt: skip
-OFFLINE = ("sft", "reward_model", "dpo", "ipo", "simpo", "orpo", "kto")
+#: Every algorithm of the package, so that a new one is tested by itself.
+_BUILT_IN = [n for n in algorithm_names() if type(make_algorithm(n)).__module__.startswith("verl.")]
+ONLINE = [name for name in _BUILT_IN if make_algorithm(name).online]
+OFFLINE = [name for name in _BUILT_IN if not make_algorithm(name).online]
 
 
 def experience(

@@ -124,6 +124,8 @@ def test_rejected_tokens_leave_the_loss_but_not_the_reward() -> None:
     assert not algorithm.token_weights(done)[dropped].any()
     free, _ = make_algorithm("ppo", kl_in="none").prepare(batch)
     assert torch.equal(free.tensor("returns"), done.tensor("returns"))
+    masked, _ = algorithm.prepare(batch.add({"loss_mask": [[0, 0, 0], [1, 1], [1, 1, 1, 1]]}))
+    assert masked["loss_mask"] == [[0, 0, 0], *done["loss_mask"][1:]]
 
 
 def test_importance_weights_scale_the_loss() -> None:

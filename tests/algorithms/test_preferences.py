@@ -7,7 +7,7 @@ import math
 import pytest
 import torch
 
-from tests.algorithms.support import experience, loss_input, preferences
+from tests.algorithms.support import OFFLINE, experience, loss_input, preferences, prepared
 from verl.algorithms import make_algorithm
 from verl.batch import Batch
 from verl.errors import ConfigError, DataError
@@ -89,6 +89,24 @@ def test_a_pair_without_tokens_is_finite() -> None:
         loss = algorithm.compute_loss(loss_input(algorithm, done, log_probs=leaf)).total
         assert loss.isfinite()
         assert torch.autograd.grad(loss, leaf)[0].isfinite().all()
+
+
+@pytest.mark.parametrize("name", OFFLINE)
+@pytest.mark.parametrize("muted", [False, True])
+def test_masked_tokens_may_hold_anything(name: str, muted: bool) -> None:
+    algorithm, batch = prepared(name, 1)
+    mask = batch.tensor("response_mask") * (not muted)
+    assert 0 in batch.lengths("response_tokens") and (mask == 0).any()
+    lengths = batch.lengths("response_tokens")
+    reference = batch.tensor("ref_log_probs").where(mask != 0, math.nan)
+    batch = batch.drop(["response_mask", "ref_log_probs"])
+    batch = batch.add({"response_mask": (mask, lengths), "ref_log_probs": (reference, lengths)})
+    leaf = policy(batch).where(mask != 0, -math.inf) if algorithm.head == "lm" else torch.zeros(len(batch)).double()
+    leaf.requires_grad_()
+    outputs = {"log_probs" if algorithm.head == "lm" else "scores": leaf}
+    loss = algorithm.compute_loss(loss_input(algorithm, batch, **outputs))
+    assert loss.total.isfinite() and all(math.isfinite(float(value)) for value in loss.metrics.values())
+    assert torch.autograd.grad(loss.total, leaf)[0].isfinite().all()
 
 
 def test_rows_that_are_no_pair_are_left_out() -> None:

@@ -45,12 +45,13 @@ def test_abstained_rows_change_nothing(name: str) -> None:
 @pytest.mark.parametrize("name", ONLINE)
 @pytest.mark.parametrize("bad", [None, math.nan, math.inf])
 def test_a_batch_whose_rewards_all_abstained_is_empty(name: str, bad: float | None) -> None:
-    algorithm = make_algorithm(name)
+    algorithm = make_algorithm(name, kl_in="loss")
     columns = {"baseline": [False, True]} if algorithm.greedy_baseline else {}
     batch, _ = algorithm.prepare(experience([2, 3], ["a", "a"], [bad, bad], **columns))
     assert len(batch) == 0
     assert "advantages" in batch
-    assert algorithm.token_weights(batch).shape == (0,)
+    nothing = torch.zeros(0, dtype=torch.float64)
+    assert float(algorithm.compute_loss(loss_input(algorithm, batch, log_probs=nothing)).total) == 0
 
 
 @pytest.mark.parametrize("name", ONLINE)
@@ -65,18 +66,23 @@ def test_order_of_rows_does_not_matter(name: str) -> None:
         assert row["advantages"] == pytest.approx(back[id_]["advantages"], abs=1e-12)
 
 
-@pytest.mark.parametrize("name", ["grpo", "rloo", "opo", "gpg", "dr_grpo"])
+@pytest.mark.parametrize("name", [name for name in ONLINE if make_algorithm(name).needs_groups])
 def test_all_equal_rewards_give_no_gradient(name: str) -> None:
-    batch, _ = make_algorithm(name).prepare(experience([2, 3, 1], ["a"] * 3, [0.1] * 3))
+    batch = experience([2, 3, 1], ["a"] * 3, [0.1] * 3).drop(["cost"]).add({"cost": [0.3] * 3})
+    batch, _ = make_algorithm(name).prepare(batch)
     assert not batch.tensor("advantages").any()
 
 
 def test_a_row_without_written_tokens_counts_in_its_group_only() -> None:
-    batch = experience([2, 0], ["a", "a"], [1.0, 0.0]).drop(["response_mask"]).add({"response_mask": [[1, 1], []]})
+    batch = experience([2, 0, 1], ["a"] * 3, [1.0, 4.0, -2.0]).drop(["response_mask"])
+    batch = batch.add({"response_mask": [[1, 1], [], [0]]})
     algorithm = make_algorithm("rloo", loss_agg_mode="seq-mean-token-mean")
     done, _ = algorithm.prepare(batch)
-    assert done["advantages"] == [[1.0, 1.0], []]
-    assert algorithm.token_weights(done).tolist() == [0.5, 0.5]
+    assert done["advantages"] == [[0.0, 0.0], [], [0.0]]  # 1 - (4 - 2) / 2
+    assert algorithm.token_weights(done).tolist() == [0.5, 0.5, 0.0]
+    cost = batch.drop(["cost"]).add({"cost": [0.0, 3.0, 3.0]})
+    done, _ = make_algorithm("safe_rlhf", lambda_init=1.0, lambda_lr=0.0).prepare(cost)
+    assert done["advantages"] == [[1.0, 1.0], [], [0.0]]  # reward 0 above its mean, cost 2 below
 
 
 def test_results_are_stored_in_fp32_unless_the_batch_is_fp64() -> None:

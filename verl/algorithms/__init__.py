@@ -12,6 +12,7 @@ from verl.algorithms import (  # noqa: F401 - importing an algorithm's module re
     gspo,
     kto,
     opo,
+    orpo,
     ppo,
     reinforce_pp,
     remax,
@@ -19,6 +20,7 @@ from verl.algorithms import (  # noqa: F401 - importing an algorithm's module re
     rloo,
     safe_rlhf,
     sft,
+    simpo,
 )
 from verl.algorithms.base import BaseAlgorithm, Loss, LossInput, RoleObjective
 from verl.algorithms.default import default_algorithm, value_algorithm

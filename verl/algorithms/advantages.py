@@ -60,7 +60,10 @@ def rloo(rewards: Tensor, groups: Tensor) -> Tensor:
 
 
 def opo(rewards: Tensor, groups: Tensor, lengths: Tensor) -> Tensor:
-    """OPO (arXiv:2505.23585, equation 8): reward minus the group's length-weighted mean; `lengths` `[S]` in tokens."""
+    """OPO (arXiv:2505.23585, equation 8): reward minus the group's length-weighted mean; `lengths` `[S]` in tokens.
+
+    In a group without any token the mean is 0.
+    """
     weight = group_sums(lengths, groups)
     baseline = group_sums(lengths * rewards, groups) / weight.clamp(min=1)
     baseline = torch.where(group_sizes(groups) > 1, baseline, 0.0)

@@ -13,10 +13,10 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from dataclasses import dataclass, fields
-from typing import Any, ClassVar, Literal, get_type_hints
+from typing import Annotated, Any, ClassVar, Literal, TypeAlias, get_type_hints
 
 import torch
-from pydantic import TypeAdapter, ValidationError
+from pydantic import Field, TypeAdapter, ValidationError
 from torch import Tensor
 from typing_extensions import dataclass_transform
 
@@ -29,6 +29,11 @@ from verl.training.loss import Loss, LossFn, LossInput
 
 __all__ = ["ROLES", "BaseAlgorithm", "Loss", "LossInput", "RoleObjective", "drop_abstained", "old_log_probs"]
 
+#: Types of options with bounds.
+Positive: TypeAlias = Annotated[float, Field(gt=0)]
+NotNegative: TypeAlias = Annotated[float, Field(ge=0)]
+Share: TypeAlias = Annotated[float, Field(ge=0, le=1)]
+
 #: Models an algorithm may ask for. Trained ones: actor, critic, cost_critic.
 ROLES = frozenset({"actor", "critic", "reference", "reward", "cost", "cost_critic"})
 _CRITICS = {"critic": ("values", "returns"), "cost_critic": ("cost_values", "cost_returns")}
@@ -39,9 +44,10 @@ _CRITICS = {"critic": ("values", "returns"), "cost_critic": ("cost_values", "cos
 class BaseAlgorithm(ABC):
     """Subclass, implement `compute_loss`, and choose the class by itself or by a registered name.
 
-    Annotated attributes of a subclass are its options: keyword arguments, checked by their type. (Subclasses
-    become dataclasses by themselves.) As it stands, `prepare` drops rows whose reward abstained and adds the
-    columns `advantages` (reward minus the mean of its group) and `old_log_probs`; override it for more.
+    Annotated attributes of a subclass are its options: keyword arguments, checked by their type and its bounds
+    (`Annotated[float, pydantic.Field(gt=0)]`). (Subclasses become dataclasses by themselves.) As it stands,
+    `prepare` drops rows whose reward abstained and adds the columns `advantages` (reward minus the mean of its
+    group) and `old_log_probs`; override it for more.
 
     Class attributes:
         online: samples come from a rollout of the current policy (False: from a data set).
@@ -62,7 +68,7 @@ class BaseAlgorithm(ABC):
     needs_log_probs: ClassVar[bool] = False
 
     loss_agg_mode: AggregationMode = "token-mean"
-    loss_scale_factor: float | None = None
+    loss_scale_factor: Positive | None = None
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
@@ -71,10 +77,12 @@ class BaseAlgorithm(ABC):
     def __post_init__(self) -> None:
         label = self.name or type(self).__name__
         for option, hint in _option_types(type(self)).items():
+            value = getattr(self, option)
             try:
-                setattr(self, option, TypeAdapter(hint).validate_python(getattr(self, option)))
+                setattr(self, option, TypeAdapter(hint).validate_python(value))
             except ValidationError as error:
-                raise ConfigError(f"algorithm '{label}', option '{option}': {error.errors()[0]['msg']}") from None
+                message = f"{error.errors()[0]['msg']}, got {value!r}"
+                raise ConfigError(f"algorithm '{label}', option '{option}': {message}") from None
         for role in self.roles:
             if role not in ROLES:
                 raise ConfigError(f"algorithm '{label}' asks for an unknown role '{role}': {nearest(role, ROLES)}")
@@ -235,7 +243,7 @@ def old_log_probs(batch: Batch) -> Batch:
 
 def _option_types(cls: type[BaseAlgorithm]) -> dict[str, Any]:
     try:
-        hints = get_type_hints(cls)
+        hints = get_type_hints(cls, include_extras=True)
     except NameError:  # an annotation that only its own scope can resolve is not checked
         return {}
     return {field.name: hints[field.name] for field in fields(cls) if field.init}

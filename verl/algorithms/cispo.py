@@ -6,6 +6,7 @@ The paper leaves its upper bound open; a ratio of at most 5, no lower bound, is 
 
 from __future__ import annotations
 
+from verl.algorithms.base import NotNegative
 from verl.algorithms.grpo import GRPO
 from verl.algorithms.losses import PolicyLoss, PolicyTerms, cispo_loss
 from verl.algorithms.registry import register_algorithm
@@ -15,8 +16,8 @@ from verl.algorithms.registry import register_algorithm
 class CISPO(GRPO):
     """GRPO's advantages; the ratio is a detached, clipped weight, so every token keeps a gradient."""
 
-    clip_ratio_low: float | None = 1.0
-    clip_ratio_high: float | None = 4.0
+    clip_ratio_low: NotNegative | None = 1.0
+    clip_ratio_high: NotNegative | None = 4.0
 
     def policy_loss(self, t: PolicyTerms) -> PolicyLoss:
         return cispo_loss(t, *self.clip_bounds)

@@ -83,18 +83,10 @@ def accepted(log_ratio: LogRatio, rule: Rejection, upper: float, lower: float | 
     """`[R]` bool: tokens that stay in the loss.
 
     A rule is a level and a statistic of the log-ratio d: k1 = -d, k2 = d^2 / 2, k3 = exp(d) - 1 - d (see `kl`),
-    at the token, or its sum, mean or maximum over the row. k1 stays within [log lower, log upper] (`lower` is
-    1 / upper if not given); k2 and k3 stay at or below `upper`.
-
-    Raises:
-        ConfigError: a bound is not positive, or `lower` is given to k2 or k3, or above `upper`.
+    at the token, or its sum, mean or maximum over the row; it stays within `rejection_bounds`.
     """
+    low, high = rejection_bounds(rule, upper, lower)
     level, kind = rule.rsplit("_", 1)
-    least = 1 / upper if lower is None and upper > 0 else lower
-    if upper <= 0 or least is None or least <= 0 or (kind == "k1" and least > upper):
-        raise ConfigError(f"rejection '{rule}' needs bounds 0 < lower <= upper, got {lower} and {upper}")
-    if kind != "k1" and lower is not None:
-        raise ConfigError(f"rejection '{rule}' has an upper bound only, got a lower bound of {lower}")
     responses = log_ratio.responses
     d = log_ratio.values.clamp(-_MAX_LOG_RATIO, _MAX_LOG_RATIO)
     statistic = {"k1": -d, "k2": 0.5 * d.square(), "k3": d.exp() - 1 - d}[kind]
@@ -105,9 +97,24 @@ def accepted(log_ratio: LogRatio, rule: Rejection, upper: float, lower: float | 
     elif level != "token":
         counts = responses.count(log_ratio.usable).clamp(min=1) if level == "seq_mean" else 1.0
         statistic = (responses.sum(statistic) / counts)[responses.sequence]
-    if kind == "k1":
-        return log_ratio.usable & (statistic >= math.log(least)) & (statistic <= math.log(upper))
-    return log_ratio.usable & (statistic <= upper)
+    return log_ratio.usable & (statistic >= low) & (statistic <= high)
+
+
+def rejection_bounds(rule: Rejection, upper: float, lower: float | None = None) -> tuple[float, float]:
+    """Of the rule's statistic: k1 stays within [log lower, log upper] (`lower` is 1 / upper if not given), k2 and
+    k3 at or below `upper`.
+
+    Raises:
+        ConfigError: a bound is not positive, or `lower` is given to k2 or k3, or above `upper`.
+    """
+    least = 1 / upper if lower is None and upper > 0 else lower
+    if upper <= 0 or least is None or least <= 0 or (rule.endswith("k1") and least > upper):
+        raise ConfigError(f"rejection '{rule}' needs bounds 0 < lower <= upper, got {lower} and {upper}")
+    if not rule.endswith("k1"):
+        if lower is not None:
+            raise ConfigError(f"rejection '{rule}' has an upper bound only, got a lower bound of {lower}")
+        return -math.inf, upper
+    return math.log(least), math.log(upper)
 
 
 def mismatch(log_ratio: LogRatio, weights: Tensor | None = None) -> dict[str, float]:

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from verl.algorithms.advantages import group_equal, group_sizes
+from verl.algorithms.base import NotNegative
 from verl.algorithms.grpo import GRPO
 from verl.algorithms.registry import register_algorithm
 from verl.algorithms.responses import Responses
@@ -27,13 +28,13 @@ class DAPO(GRPO):
             limit over which the punishment grows from 0 to overlong_penalty.
     """
 
-    clip_ratio_low: float | None = 0.2
-    clip_ratio_high: float | None = 0.28
+    clip_ratio_low: NotNegative | None = 0.2
+    clip_ratio_high: NotNegative | None = 0.28
     filter_groups: bool = True
     filter_metric: str = "reward"
     overlong_length: int | None = None
     overlong_buffer: int = 0
-    overlong_penalty: float = 1.0
+    overlong_penalty: NotNegative = 1.0
 
     def __post_init__(self) -> None:
         super().__post_init__()

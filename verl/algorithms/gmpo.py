@@ -8,6 +8,7 @@ from __future__ import annotations
 from torch import Tensor
 
 from verl.algorithms.aggregation import AggregationMode
+from verl.algorithms.base import NotNegative
 from verl.algorithms.grpo import GRPO
 from verl.algorithms.losses import PolicyLoss, PolicyTerms, gmpo_loss
 from verl.algorithms.registry import register_algorithm
@@ -20,8 +21,8 @@ class GMPO(GRPO):
     """GRPO's advantages; a row's objective is the geometric mean of its ratios. Clip bounds are on log-ratios."""
 
     loss_agg_mode: AggregationMode = "seq-mean-token-mean"
-    clip_ratio_low: float | None = 0.4
-    clip_ratio_high: float | None = 0.4
+    clip_ratio_low: NotNegative | None = 0.4
+    clip_ratio_high: NotNegative | None = 0.4
 
     def policy_loss(self, t: PolicyTerms) -> PolicyLoss:
         return gmpo_loss(t, *self.clip_bounds)

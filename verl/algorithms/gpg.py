@@ -8,6 +8,7 @@ from __future__ import annotations
 from torch import Tensor
 
 from verl.algorithms.advantages import gpg
+from verl.algorithms.base import Positive
 from verl.algorithms.losses import PolicyLoss, PolicyTerms, reinforce_loss
 from verl.algorithms.policy import Experience, PolicyGradient
 from verl.algorithms.registry import register_algorithm
@@ -19,7 +20,7 @@ class GPG(PolicyGradient):
 
     needs_groups = True
 
-    f_norm: float = 1.0
+    f_norm: Positive = 1.0
 
     @property
     def needs_old_log_probs(self) -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from verl.algorithms.aggregation import AggregationMode
+from verl.algorithms.base import NotNegative
 from verl.algorithms.grpo import GRPO
 from verl.algorithms.losses import PolicyLoss, PolicyTerms, gspo_loss
 from verl.algorithms.registry import register_algorithm
@@ -13,8 +14,8 @@ class GSPO(GRPO):
     """GRPO's advantages; the ratio and its clipping are the row's. Clip bounds are the paper's."""
 
     loss_agg_mode: AggregationMode = "seq-mean-token-mean"
-    clip_ratio_low: float | None = 3e-4
-    clip_ratio_high: float | None = 4e-4
+    clip_ratio_low: NotNegative | None = 3e-4
+    clip_ratio_high: NotNegative | None = 4e-4
 
     def policy_loss(self, t: PolicyTerms) -> PolicyLoss:
         return gspo_loss(t, *self.clip_bounds)

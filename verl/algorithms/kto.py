@@ -11,9 +11,8 @@ from __future__ import annotations
 from typing import ClassVar
 
 import torch
-from torch import Tensor
 
-from verl.algorithms.base import BaseAlgorithm, Loss, LossInput
+from verl.algorithms.base import BaseAlgorithm, Loss, LossInput, NotNegative, Positive
 from verl.algorithms.pairs import sequence_log_probs
 from verl.algorithms.registry import register_algorithm
 from verl.algorithms.responses import Responses
@@ -36,9 +35,9 @@ class KTO(BaseAlgorithm):
     online: ClassVar[bool] = False
     needs_log_probs: ClassVar[bool] = True
 
-    beta: float = 0.1
-    desirable_weight: float = 1.0
-    undesirable_weight: float = 1.0
+    beta: Positive = 0.1
+    desirable_weight: NotNegative = 1.0
+    undesirable_weight: NotNegative = 1.0
 
     def extend(self, batch: Batch) -> Batch:
         if len(batch) < 2:
@@ -80,10 +79,6 @@ class KTO(BaseAlgorithm):
         sign = torch.where(good, 1.0, -1.0).to(ratio.dtype)
         weight = torch.where(good, self.desirable_weight, self.undesirable_weight).to(ratio.dtype)
         losses = weight * (1 - torch.sigmoid(self.beta * sign * (ratio - x.columns["kto_kl"])))
-        return Loss(total=losses.sum() / max(x.total_sequences, 1), metrics=_rewards(self.beta * ratio, good, x))
-
-
-def _rewards(implicit: Tensor, good: Tensor, x: LossInput) -> dict[str, Tensor | float]:
-    """Shares of the mean implicit reward, signed by the label."""
-    signed = torch.where(good, implicit, -implicit).detach()
-    return {"kto/margin": signed.sum() / max(x.total_sequences, 1)}
+        rows = max(x.total_sequences, 1)
+        margin = self.beta * (sign * ratio).detach().sum() / rows
+        return Loss(total=losses.sum() / rows, metrics={"kto/margin": margin})

@@ -1,11 +1,15 @@
-"""Preference pairs: a pair is a group of two rows, one with label 1 (chosen), one with label 0 (rejected)."""
+"""What the losses of preference pairs share. A pair is a group of two rows, one with label 1 (chosen), one with 0
+(rejected); a loss is the mean over the pairs of the mini-batch."""
 
 from __future__ import annotations
+
+from abc import abstractmethod
+from typing import ClassVar
 
 import torch
 from torch import Tensor
 
-from verl.algorithms.base import LossInput
+from verl.algorithms.base import BaseAlgorithm, Loss, LossInput, Positive
 from verl.batch import Batch
 from verl.errors import DataError
 
@@ -45,3 +49,44 @@ def sequence_log_probs(x: LossInput, log_probs: Tensor) -> Tensor:
 def sequence_tokens(x: LossInput) -> Tensor:
     """`[S]`: written tokens of each row, at least 1."""
     return x.sum_by_sequence(x.mask.to(x.weights.dtype)).clamp(min=1)
+
+
+class PreferenceAlgorithm(BaseAlgorithm):
+    """Base of the pair losses of language models. `beta` scales the implicit reward."""
+
+    online: ClassVar[bool] = False
+    coupled: ClassVar[bool] = True
+
+    beta: Positive = 0.1
+
+    @property
+    def roles(self) -> frozenset[str]:
+        return frozenset({"actor", "reference"})
+
+    @property
+    def loss_columns(self) -> tuple[str, ...]:
+        return ("group", "label", "ref_log_probs") if "reference" in self.roles else ("group", "label")
+
+    @abstractmethod
+    def pair_losses(self, chosen: Tensor, rejected: Tensor) -> Tensor:
+        """`[G]` losses from the pairs' scores `[G]`."""
+
+    def scores(self, x: LossInput, log_probs: Tensor) -> Tensor:
+        """`[S]`: the log-ratio of each row to the reference."""
+        return sequence_log_probs(x, log_probs - x.columns["ref_log_probs"])
+
+    def prepare(self, batch: Batch) -> tuple[Batch, dict[str, float]]:
+        return only_pairs(batch)
+
+    def compute_loss(self, x: LossInput) -> Loss:
+        if x.log_probs is None:
+            raise DataError(f"'{self.name}' needs log-probs: train it with a language-model head")
+        chosen, rejected = split_pairs(x, self.scores(x, x.log_probs))
+        pairs = max(x.total_groups, 1)
+        metrics = {
+            "pairs/accuracy": (chosen > rejected).sum() / pairs,
+            "pairs/margin": self.beta * (chosen - rejected).detach().sum() / pairs,
+            "pairs/chosen": self.beta * chosen.detach().sum() / pairs,
+            "pairs/rejected": self.beta * rejected.detach().sum() / pairs,
+        }
+        return Loss(total=self.pair_losses(chosen, rejected).sum() / pairs, metrics={**metrics})

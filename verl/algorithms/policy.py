@@ -11,12 +11,13 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 import torch
+from pydantic import Field
 from torch import Tensor
 
-from verl.algorithms.base import BaseAlgorithm, Loss, LossInput, drop_abstained, old_log_probs
+from verl.algorithms.base import BaseAlgorithm, Loss, LossInput, NotNegative, Positive, drop_abstained, old_log_probs
 from verl.algorithms.correction import (
     Level,
     LogRatio,
@@ -25,12 +26,13 @@ from verl.algorithms.correction import (
     importance_weights,
     mismatch,
     mismatch_shares,
+    rejection_bounds,
 )
 from verl.algorithms.kl import KLController, check_estimator, kl_estimate
 from verl.algorithms.losses import PolicyLoss, PolicyTerms, clipped_loss
 from verl.algorithms.responses import Responses
 from verl.batch import Batch
-from verl.errors import ConfigError, DataError
+from verl.errors import DataError
 
 
 @dataclass(frozen=True)
@@ -41,18 +43,16 @@ class Experience:
         batch: without rows that abstained.
         responses: its lengths, masks and groups.
         token_rewards: `[R]`, KL penalty subtracted.
+        outcome: `[S]`, reward of each row, KL penalty subtracted: the sum of its token rewards, and of a row
+            without written tokens, which has no place for one, the reward itself.
         kl_penalty: `[R]`, what was subtracted (zeros if KL is not in the reward).
     """
 
     batch: Batch
     responses: Responses
     token_rewards: Tensor
+    outcome: Tensor
     kl_penalty: Tensor
-
-    @property
-    def outcome(self) -> Tensor:
-        """`[S]`: the sum of each row's token rewards."""
-        return self.responses.sum(self.token_rewards)
 
 
 class PolicyGradient(BaseAlgorithm):
@@ -71,32 +71,29 @@ class PolicyGradient(BaseAlgorithm):
         rollout_rs, rollout_rs_threshold, rollout_rs_lower: rejection between them.
     """
 
-    clip_ratio: float = 0.2
-    clip_ratio_low: float | None = None
-    clip_ratio_high: float | None = None
-    clip_ratio_c: float | None = 3.0
+    clip_ratio: NotNegative = 0.2
+    clip_ratio_low: NotNegative | None = None
+    clip_ratio_high: NotNegative | None = None
+    clip_ratio_c: Annotated[float, Field(gt=1)] | None = 3.0
     entropy_coeff: float = 0.0
     kl_in: Literal["none", "reward", "loss"] = "none"
     kl_estimator: str | None = None
-    kl_coef: float = 0.01
-    kl_target: float | None = None
-    kl_horizon: int = 10_000
+    kl_coef: NotNegative = 0.01
+    kl_target: Positive | None = None
+    kl_horizon: Annotated[int, Field(gt=0)] = 10_000
     rollout_is: Level | None = "token"
-    rollout_is_threshold: float = 2.0
-    rollout_is_lower: float | None = None
+    rollout_is_threshold: Positive = 2.0
+    rollout_is_lower: NotNegative | None = None
     rollout_is_normalize: bool = False
     rollout_rs: Rejection | None = None
-    rollout_rs_threshold: float = 2.0
-    rollout_rs_lower: float | None = None
+    rollout_rs_threshold: Positive = 2.0
+    rollout_rs_lower: Positive | None = None
 
     def __post_init__(self) -> None:
         super().__post_init__()
         check_estimator(self.kl_name)
-        for option in ("clip_ratio_c", "kl_target", "rollout_is_threshold", "kl_horizon"):
-            value = getattr(self, option)
-            least = 1.0 if option == "clip_ratio_c" else 0.0
-            if value is not None and not value > least:
-                raise ConfigError(f"algorithm '{self.name}', option '{option}' must be above {least:g}, got {value}")
+        if self.rollout_rs is not None:
+            rejection_bounds(self.rollout_rs, self.rollout_rs_threshold, self.rollout_rs_lower)
         self._kl = KLController(self.kl_coef, self.kl_target, self.kl_horizon)
 
     @property
@@ -144,15 +141,16 @@ class PolicyGradient(BaseAlgorithm):
         batch, measured = self._correct(old_log_probs(batch))
         responses = Responses(batch)
         penalty, kl_metrics = self._kl_penalty(responses)
-        rewards = self._token_rewards(responses) - penalty
-        columns = self.estimate(Experience(batch, responses, rewards, penalty))
+        rewards, outcome = self._rewards(responses)
+        experience = Experience(batch, responses, rewards - penalty, outcome - responses.sum(penalty), penalty)
+        columns = self.estimate(experience)
         columns["advantages"] = torch.where(responses.trained, columns["advantages"], 0.0)
         advantages = columns["advantages"][responses.trained]
         metrics |= measured | kl_metrics
         metrics["advantages/mean"] = float(advantages.mean()) if len(advantages) else 0.0
         metrics["advantages/abs_mean"] = float(advantages.abs().mean()) if len(advantages) else 0.0
         if self.kl_in == "loss":
-            batch = batch.add({"kl_coef": [self._kl.value] * len(batch)})
+            batch = batch.add({"kl_coef": torch.full((len(batch),), self._kl.value, dtype=torch.float64)})
             responses = Responses(batch)
         return responses.store(columns), metrics
 
@@ -195,11 +193,13 @@ class PolicyGradient(BaseAlgorithm):
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self._kl.value = float(state["kl_coef"])
 
-    def _token_rewards(self, responses: Responses) -> Tensor:
-        """`token_rewards` where given (their sum is the row's reward), else the reward at the last token."""
+    def _rewards(self, responses: Responses) -> tuple[Tensor, Tensor]:
+        """`[R]` and `[S]`: `token_rewards` and their sums where given, else the reward, at the last token."""
         if "token_rewards" in responses.batch:
-            return torch.where(responses.written, responses.tokens("token_rewards"), 0.0)
-        return responses.at_last_token(self.outcome_rewards(responses.batch))
+            given = torch.where(responses.written, responses.tokens("token_rewards"), 0.0)
+            return given, responses.sum(given)
+        outcome = self.outcome_rewards(responses.batch)
+        return responses.at_last_token(outcome), outcome
 
     def _kl_penalty(self, responses: Responses) -> tuple[Tensor, dict[str, float]]:
         """`[R]` what the reward loses, and the measured KL; moves the adaptive coefficient."""
@@ -229,10 +229,11 @@ class PolicyGradient(BaseAlgorithm):
         metrics = mismatch(log_ratio, weights)
         if self.rollout_rs is not None:
             stay = accepted(log_ratio, self.rollout_rs, self.rollout_rs_threshold, self.rollout_rs_lower)
-            columns["loss_mask"] = (stay & responses.written).to(torch.uint8)
+            columns["loss_mask"] = (stay & responses.trained).to(torch.uint8)
+            batch = batch.drop(["loss_mask"])
             rejected = (responses.written & ~stay).sum() / responses.written.sum().clamp(min=1)
             metrics["mismatch/rejected"] = float(rejected)
-        return (responses.store(columns) if columns else batch), metrics
+        return (Responses(batch).store(columns) if columns else batch), metrics
 
 
 def _policy_metrics(x: LossInput, terms: PolicyTerms, loss: PolicyLoss) -> dict[str, Tensor | float]:

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from verl.algorithms.advantages import gae, whiten
-from verl.algorithms.base import Loss, LossInput
+from verl.algorithms.base import Loss, LossInput, Positive, Share
 from verl.algorithms.losses import value_loss
 from verl.algorithms.policy import Experience, PolicyGradient
 from verl.algorithms.registry import register_algorithm
@@ -45,11 +45,11 @@ class PPO(PolicyGradient):
 
     samples_per_prompt: ClassVar[int] = 1
 
-    gamma: float = 1.0
-    lam: float = 1.0
-    cliprange_value: float | None = 0.5
+    gamma: Share = 1.0
+    lam: Share = 1.0
+    cliprange_value: Positive | None = 0.5
     kl_in: Literal["none", "reward", "loss"] = "reward"
-    kl_target: float | None = 0.1
+    kl_target: Positive | None = 0.1
 
     @property
     def roles(self) -> frozenset[str]:

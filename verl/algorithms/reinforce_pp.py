@@ -7,6 +7,7 @@ from typing import ClassVar
 from torch import Tensor
 
 from verl.algorithms.advantages import discounted_returns, group_centred, whiten
+from verl.algorithms.base import Share
 from verl.algorithms.policy import Experience, PolicyGradient
 from verl.algorithms.registry import register_algorithm
 
@@ -17,7 +18,7 @@ class ReinforcePlusPlus(PolicyGradient):
 
     samples_per_prompt: ClassVar[int] = 1
 
-    gamma: float = 1.0
+    gamma: Share = 1.0
 
     def estimate(self, e: Experience) -> dict[str, Tensor]:
         returns = discounted_returns(e.token_rewards, e.responses, self.gamma)

@@ -6,7 +6,7 @@ from typing import ClassVar, Literal
 
 from torch.nn.functional import logsigmoid
 
-from verl.algorithms.base import BaseAlgorithm, Loss, LossInput
+from verl.algorithms.base import BaseAlgorithm, Loss, LossInput, NotNegative
 from verl.algorithms.pairs import only_pairs, split_pairs
 from verl.algorithms.registry import register_algorithm
 from verl.batch import Batch
@@ -27,7 +27,7 @@ class RewardModel(BaseAlgorithm):
     coupled: ClassVar[bool] = True
     head: ClassVar[Literal["lm", "score"]] = "score"
 
-    center_rewards_coefficient: float = 0.0
+    center_rewards_coefficient: NotNegative = 0.0
 
     def prepare(self, batch: Batch) -> tuple[Batch, dict[str, float]]:
         return only_pairs(batch)

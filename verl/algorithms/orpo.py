@@ -1,0 +1,46 @@
+"""ORPO: Hong et al., "Monolithic Preference Optimization without Reference Model" (arXiv:2403.07691), eq. 6 and 7.
+
+Deviation: the likelihood term counts the tokens of the chosen response; TRL's counts the prompt's too, which the
+paper does not.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from torch.nn.functional import logsigmoid
+
+from verl.algorithms.aggregation import aggregation_weights
+from verl.algorithms.base import Loss, LossInput, Positive
+from verl.algorithms.registry import register_algorithm
+from verl.algorithms.responses import Responses
+from verl.algorithms.simpo import SimPO
+from verl.batch import Batch
+
+
+@register_algorithm("orpo")
+class ORPO(SimPO):
+    """No reference: the chosen response's likelihood, and `beta` times the log-sigmoid of the log odds ratio."""
+
+    beta: Positive = 0.1
+
+    def token_weights(self, batch: Batch) -> Tensor:
+        """One over the tokens of all chosen responses; 0 on the rejected."""
+        responses = Responses(batch)
+        chosen = responses.spread(batch.tensor("label", torch.float64)) > 0.5
+        return aggregation_weights(responses.written & chosen, responses.sequence, responses.rows)
+
+    def pair_losses(self, chosen: Tensor, rejected: Tensor) -> Tensor:
+        log_odds = (chosen - rejected) - (_log1mexp(chosen) - _log1mexp(rejected))
+        return -self.beta * logsigmoid(log_odds)
+
+    def compute_loss(self, x: LossInput) -> Loss:
+        loss = super().compute_loss(x)
+        assert x.log_probs is not None
+        likelihood = -(x.weights * torch.where(x.weights != 0, x.log_probs, 0.0)).sum()
+        return Loss(total=loss.total + likelihood, metrics={**loss.metrics, "loss/sft": likelihood.detach()})
+
+
+def _log1mexp(x: Tensor) -> Tensor:
+    """log(1 - exp(x)) for x <= 0, finite at 0."""
+    return torch.log1p(-x.clamp(max=-1e-7).exp())

@@ -1,0 +1,26 @@
+"""SimPO: Meng et al., "Simple Preference Optimization with a Reference-Free Reward" (arXiv:2405.14734), equation 6."""
+
+from __future__ import annotations
+
+from torch import Tensor
+from torch.nn.functional import logsigmoid
+
+from verl.algorithms.base import LossInput, NotNegative, Positive
+from verl.algorithms.pairs import PreferenceAlgorithm, sequence_log_probs, sequence_tokens
+from verl.algorithms.registry import register_algorithm
+
+
+@register_algorithm("simpo")
+class SimPO(PreferenceAlgorithm):
+    """No reference: log-probs per token, with a target margin of `gamma` (in units of the implicit reward)."""
+
+    roles = frozenset({"actor"})
+
+    beta: Positive = 2.0
+    gamma: NotNegative = 0.5
+
+    def scores(self, x: LossInput, log_probs: Tensor) -> Tensor:
+        return sequence_log_probs(x, log_probs) / sequence_tokens(x)
+
+    def pair_losses(self, chosen: Tensor, rejected: Tensor) -> Tensor:
+        return -logsigmoid(self.beta * (chosen - rejected) - self.gamma)
