@@ -72,18 +72,18 @@ def test_workers_are_killed_and_scaled_and_nothing_is_lost(tiny: Path, monkeypat
     prompts, chance = Prompts(), random.Random(0)
     try:
         trainer.advance(prompts)
-        at_first = set(trainer.pool.pids)
+        at_first = set(trainer.group.pids)
         for _ in range(3):
-            victim = chance.choice(trainer.pool.pids)
+            victim = chance.choice(trainer.group.pids)
             killer = threading.Timer(chance.random() * 0.5, kill, (victim,))
             killer.start()
             for _ in range(2):
                 assert trainer.advance(prompts)["rollout/workers"] == 2
             killer.join()
-        assert len(at_first & set(trainer.pool.pids)) < 2  # some were replaced
-        trainer.scale(1)
+        assert len(at_first & set(trainer.group.pids)) < 2  # some were replaced
+        trainer.group.scale(1)
         assert trainer.advance(prompts)["rollout/workers"] == 1
-        trainer.scale(2)
+        trainer.group.scale(2)
         assert trainer.advance(prompts)["rollout/workers"] == 2
         untrained = [*trainer.schedule.ready, *trainer.schedule.unfinished]
     finally:
@@ -176,7 +176,7 @@ def test_a_worker_that_hangs_ends_the_run_by_its_deadline(tiny: Path, monkeypatc
 def test_what_cannot_be_is_refused(tiny: Path) -> None:
     with pytest.raises(ConfigError, match="does not correct for samples of an older policy"):
         make(tiny, rollout_is=None)
-    with pytest.raises(ConfigError, match="at least one rollout worker"):
+    with pytest.raises(ConfigError, match="rollout workers: at least one"):
         make(tiny, rollout_workers=0)
     trainer = make(tiny)
     with pytest.raises(ConfigError, match="advance"):
