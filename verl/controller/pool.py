@@ -114,7 +114,7 @@ class Pool:
     """Worker processes of one role.
 
     Nothing here waits for a worker: each has a thread that sends and one that listens, and what they hear stands in
-    `events`, as (worker, message), or (worker, None) for its end. A pool is used by one thread at a time.
+    `events`, as (worker, message), or (worker, None) for its end. Any thread may call `scale` while another works.
 
     Args:
         transport: see `Channel`.
@@ -140,6 +140,7 @@ class Pool:
         self.transport = transport
         self.events: queue.SimpleQueue[tuple[Worker, Message | None]] = queue.SimpleQueue()
         self._launch, self._host = launch, host
+        self.lock = threading.RLock()
         self._workers: list[Worker] = []
         self._next = 0
         self._deaths = 0
@@ -168,11 +169,12 @@ class Pool:
         """
         if size < 1:
             raise ConfigError(f"there must be at least one {self.role} worker, not {size}")
-        for worker in self.workers[size:]:
-            worker.is_leaving = True
-            self._send(worker, "stop")
-        while self.size < size:
-            self._workers.append(self._start())
+        with self.lock:
+            for worker in self.workers[size:]:
+                worker.is_leaving = True
+                self._send(worker, "stop")
+            while self.size < size:
+                self._workers.append(self._start())
 
     def fit(self, load: float, seconds: float) -> None:
         """Have as many workers, within `least` and `most`, as do `load` worker-seconds of work in `seconds`: more at
@@ -198,7 +200,8 @@ class Pool:
 
     def close(self) -> None:
         """End all workers, now."""
-        workers, self._workers = self._workers, []
+        with self.lock:
+            workers, self._workers = self._workers, []
         for worker in workers:
             worker.outbox.put(None)
             _reap(worker.process)

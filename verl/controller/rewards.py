@@ -86,7 +86,6 @@ class RewardPool(Pool):
         self._wanted = workers
         self._seconds = 0.0  # that a call takes, in the mean
         self._queue: deque[_Job] = deque()
-        self._lock = threading.RLock()
         self._supervisor: threading.Thread | None = None
         self._failure: Exception | None = None
 
@@ -98,7 +97,7 @@ class RewardPool(Pool):
             ClusterError: workers die again and again before they are ready.
         """
         job = _Job(pickle.dumps((args, kwargs)), rows, timeout)
-        with self._lock:
+        with self.lock:
             self._open()
             self._queue.append(job)
             self._assign()
@@ -106,20 +105,20 @@ class RewardPool(Pool):
 
     def scale(self, size: int) -> None:
         """Have so many workers from now on. Those that leave finish the call they are at."""
-        with self._lock:
+        with self.lock:
             self._wanted = size
             super().scale(size)
             self._watch()
 
     def close(self) -> None:
         """End all workers, now; calls under way fail."""
-        with self._lock:
+        with self.lock:
             self._supervisor = None
             self._give_up(RewardError(f"reward '{self.name}' was closed while its samples were being scored"))
 
     def take_deaths(self) -> int:
         """Workers that have died since the last call of this."""
-        with self._lock:
+        with self.lock:
             dead, self._dead = self._dead, 0
             return dead
 
@@ -141,7 +140,7 @@ class RewardPool(Pool):
                 event = self.events.get(timeout=_TICK)
             except queue.Empty:
                 event = None
-            with self._lock:
+            with self.lock:
                 if self._supervisor is not threading.current_thread():
                     return
                 try:

@@ -11,6 +11,7 @@ from typing import Any
 from verl.batch import Batch
 from verl.controller.pool import Pool, Worker
 from verl.errors import ClusterError, RolloutError
+from verl.workers.channel import Message
 
 
 @dataclass(frozen=True)
@@ -57,23 +58,26 @@ class RolloutPool(Pool):
     def scale(self, size: int) -> None:
         """Have so many workers from now on. New ones get the newest weights; the groups of those that leave are
         lost, and told by `event`."""
-        super().scale(size)
-        for worker in self._workers:
-            if worker.is_leaving:
-                self._lost += sorted(worker.jobs)
-                worker.jobs.clear()
+        with self.lock:
+            super().scale(size)
+            for worker in self._workers:
+                if worker.is_leaving:
+                    self._lost += sorted(worker.jobs)
+                    worker.jobs.clear()
 
     def publish(self, version: int, weights: bytes) -> None:
         """New weights for all workers; what they are sampling goes on under them."""
-        self._weights = (version, weights)
-        for worker in self.workers:
-            self._send(worker, "weights", weights, version=version)
+        with self.lock:
+            self._weights = (version, weights)
+            for worker in self.workers:
+                self._send(worker, "weights", weights, version=version)
 
     def submit(self, group: str, rows: Batch, params: Mapping[str, Any]) -> None:
         """Have a group sampled, by the worker that has fewest."""
-        worker = min(self.workers, key=lambda worker: (len(worker.jobs), worker.index))
-        worker.jobs[group] = None
-        self._send(worker, "rollout", rows.to_ipc(), group=group, params=dict(params))
+        with self.lock:
+            worker = min(self.workers, key=lambda worker: (len(worker.jobs), worker.index))
+            worker.jobs[group] = None
+            self._send(worker, "rollout", rows.to_ipc(), group=group, params=dict(params))
 
     def event(self, deadline: float) -> Finished | Lost:
         """What happens next.
@@ -89,17 +93,23 @@ class RolloutPool(Pool):
                 worker, message = self.events.get(timeout=max(0.0, until - time.monotonic()))
             except queue.Empty:
                 raise self._stall(deadline) from None
-            if message is None:
-                how = self._bury(worker)
-                if worker.jobs:
-                    return Lost(sorted(worker.jobs), f"{worker} {how}")
-            elif not worker.is_leaving:  # else its groups have been given away
-                self._deaths = 0
-                del worker.jobs[message.head["group"]]
-                busy = [(start, end) for start, end in message.head["busy"]]
-                return Finished(message.head["group"], Batch.from_ipc(message.data), worker.index, busy)
-        lost, self._lost = self._lost, []
+            with self.lock:
+                if (event := self._take(worker, message)) is not None:
+                    return event
+        with self.lock:
+            lost, self._lost = self._lost, []
         return Lost(lost, "its worker was taken away")
+
+    def _take(self, worker: Worker, message: Message | None) -> Finished | Lost | None:
+        if message is None:
+            how = self._bury(worker)
+            return Lost(sorted(worker.jobs), f"{worker} {how}") if worker.jobs else None
+        if worker.is_leaving:  # its groups have been given away
+            return None
+        self._deaths = 0
+        del worker.jobs[message.head["group"]]
+        busy = [(start, end) for start, end in message.head["busy"]]
+        return Finished(message.head["group"], Batch.from_ipc(message.data), worker.index, busy)
 
     def _greet(self, worker: Worker) -> None:
         head, data = self._model

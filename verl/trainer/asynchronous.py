@@ -11,6 +11,7 @@ other machines.
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Iterator
 from functools import partial
@@ -76,6 +77,7 @@ class AsyncTrainer(Trainer):
         least, most = check_range(RolloutPool.role, rollout_workers, max_rollout_workers)
         self._make_group = partial(RolloutPool, size=least, most=most, transport=transport)
         self._group: RolloutPool | None = None
+        self._starting = threading.RLock()
         self._prompts: dict[str, Batch] = {}  # of the groups that are not finished
         self._tokens = 0  # that have come in this step
 
@@ -83,10 +85,11 @@ class AsyncTrainer(Trainer):
     def group(self) -> RolloutPool:
         """The rollout workers, started at the first use. `group.scale(n)` makes them n; what those that leave were at
         begins anew elsewhere."""
-        if self._group is None:
-            self._group = self._make_group(describe(self.actor))
-            self._publish()
-        return self._group
+        with self._starting:
+            if self._group is None:
+                self._group = self._make_group(describe(self.actor))
+                self._publish()
+            return self._group
 
     def step(self, prompts: Any) -> dict[str, Any]:
         raise ConfigError(
