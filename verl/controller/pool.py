@@ -170,6 +170,7 @@ class Pool:
         if size < 1:
             raise ConfigError(f"there must be at least one {self.role} worker, not {size}")
         with self.lock:
+            self._ample_since, self._needed = time.monotonic(), 0
             for worker in self.workers[size:]:
                 worker.is_leaving = True
                 self._send(worker, "stop")
@@ -187,7 +188,7 @@ class Pool:
         if wanted > size or (self._needed < size and now - self._ample_since > PATIENCE):
             logger.info("%s workers: %d instead of %d", self.role, self._needed, size)
             self.scale(self._needed)
-        if self._needed >= size or self._needed == self.size:
+        elif self._needed >= size:
             self._ample_since, self._needed = now, 0
 
     def dump_stacks(self) -> None:

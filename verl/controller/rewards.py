@@ -116,11 +116,11 @@ class RewardPool(Pool):
             self._supervisor = None
             self._give_up(RewardError(f"reward '{self.name}' was closed while its samples were being scored"))
 
-    def take_deaths(self) -> int:
-        """Workers that have died since the last call of this."""
+    def take_counts(self) -> dict[str, int]:
+        """How many workers there are, and how many died since the last call of this."""
         with self.lock:
             dead, self._dead = self._dead, 0
-            return dead
+            return {"workers": self.size, "deaths": dead}
 
     def _open(self) -> None:
         if self._failure is not None:

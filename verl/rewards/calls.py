@@ -39,8 +39,8 @@ class Caller(Protocol):
     async def call(self, args: list[Any], kwargs: dict[str, Any], rows: int, timeout: float) -> list[Score] | None:
         """Scores of `rows` samples, or None if there is no answer within `timeout` seconds."""
 
-    def take_deaths(self) -> int:
-        """How many processes of it have died since the last call of this."""
+    def take_counts(self) -> dict[str, int]:
+        """Processes it has ("workers"), and how many of them died since the last call of this ("deaths")."""
 
     def close(self) -> None:
         """End what it has started; the next call starts it anew."""
@@ -83,8 +83,8 @@ class ThreadCaller:
             self._abandon(worker)
         return None
 
-    def take_deaths(self) -> int:
-        return 0
+    def take_counts(self) -> dict[str, int]:
+        return {}
 
     def close(self) -> None:
         if self._worker is not None:

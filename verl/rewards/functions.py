@@ -143,7 +143,7 @@ class FunctionReward:
                 f"reward function '{self.name}' failed on {failed} of the latest {seen} samples (latest: {latest}). "
                 "Mend it, raise its timeout, or raise max_failure_rate"
             )
-        counts.update(failures=sum(score.failed for score in scores), deaths=self._caller.take_deaths())
+        counts.update(self._caller.take_counts(), failures=sum(score.failed for score in scores))
         names = dict.fromkeys(name for score in scores for name in score.components)
         return RewardResult(
             [self.default_reward if score.failed else score.value for score in scores],

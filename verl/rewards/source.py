@@ -21,7 +21,8 @@ from verl.errors import RewardError
 class RewardResult:
     """One entry a sample: the reward or None; named components; why a reward is missing, or is a default.
 
-    `counts` says what went wrong on the way: "failures" (samples), "late" and "retries" (calls), "deaths" (workers).
+    `counts` says what went wrong on the way: "failures" (samples), "late" and "retries" (calls), "deaths" (of workers);
+    and how many "workers" there are.
     """
 
     reward: list[float | None]

@@ -87,7 +87,7 @@ class Reward:
         return (await self.score_and_count(sequences))[0]
 
     async def score_and_count(self, sequences: Batch) -> tuple[Batch, dict[str, float]]:
-        """The same, and as metrics what went wrong on the way (`RewardResult.counts`) and how many workers there are."""
+        """The same, and metrics of what went wrong on the way and how many workers there are."""
         result = await score_finished(_OnRankZero(self.source), sequences)
         names = {what: "workers/max" if what == "workers" else f"{what}/count" for what in result.counts}
         return result.as_batch(), {names[what]: float(count) for what, count in result.counts.items()}
