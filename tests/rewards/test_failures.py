@@ -23,6 +23,7 @@ from verl.errors import RewardError
 from verl.rewards.calls import MAX_HUNG
 from verl.rewards.make import make_reward
 from verl.rewards.source import RewardResult, run_reward
+from verl.roles.reward import Reward
 
 SAMPLES = Batch.from_rows([{"prompt": "p", "response": text, "reward_model": {"ground_truth": "1"}} for text in "abc"])
 
@@ -291,7 +292,7 @@ def alive(pid: int) -> bool:
 
 def test_processes_are_killed_and_replaced(tmp_path: Path) -> None:
     (tmp_path / "heavy.py").write_text(PROCESS)
-    source = make_reward(f"{tmp_path / 'heavy.py'}:f", processes=1, timeout=1.0)
+    source = Reward(f"{tmp_path / 'heavy.py'}:f", workers=1, timeout=1.0).source
     batch = process_samples(tmp_path, "ok", "sleep", "okay", "exit", "child", "stdin", "segv", "good!")
     result = run_reward(source, batch, timeout=100)
     assert result.reward == [2.0, None, 4.0, None, None, 0.0, None, 5.0]
@@ -307,7 +308,7 @@ def test_processes_are_killed_and_replaced(tmp_path: Path) -> None:
 
 def test_processes_stay_for_the_next_call_and_go_with_the_reward(tmp_path: Path) -> None:
     (tmp_path / "heavy.py").write_text(PROCESS)
-    source: Any = make_reward(f"{tmp_path / 'heavy.py'}:f", processes=2, timeout=5.0)
+    source: Any = Reward(f"{tmp_path / 'heavy.py'}:f", workers=2, timeout=5.0).source
     batch = process_samples(tmp_path, *["pid"] * 6)
     pids = {*run_reward(source, batch, timeout=60).reward, *run_reward(source, batch, timeout=60).reward}
     assert len(pids) <= 2
@@ -320,8 +321,8 @@ def test_processes_stay_for_the_next_call_and_go_with_the_reward(tmp_path: Path)
 
 def test_a_file_that_does_not_start_in_a_process_is_named(tmp_path: Path) -> None:
     (tmp_path / "once.py").write_text(
-        "import __main__\nassert not hasattr(__main__, 'load_function'), 'not here'\ndef f(texts): return [1]\n"
+        "import __main__\nassert not hasattr(__main__, 'serve'), 'not here'\ndef f(texts): return [1]\n"
     )
-    source = make_reward(f"{tmp_path / 'once.py'}:f", processes=1)
-    with pytest.raises(RewardError, match=r"'f' does not start in a process.*not here"):
+    source = Reward(f"{tmp_path / 'once.py'}:f", workers=1).source
+    with pytest.raises(RewardError, match=r"(?s)'f'.*reward worker 0 .*failed:.*not here"):
         run_reward(source, SAMPLES, timeout=60)

@@ -18,6 +18,7 @@ from verl.errors import ConfigError, RewardError
 from verl.rewards.forms import recognise
 from verl.rewards.make import make_reward
 from verl.rewards.source import run_reward
+from verl.roles.reward import Reward
 
 TEXTS = Batch.from_rows([{"prompt": "p0", "response": "a"}, {"prompt": "p1", "response": "bbb"}])
 
@@ -162,8 +163,8 @@ def samples(path: Path, responses: list[str]) -> Batch:
 
 def test_verls_file_and_data_unchanged(files: Path) -> None:
     batch = samples(files / "verl.jsonl", ["so #### 0", "so #### 7"])
-    for processes in (0, 1):
-        source = make_reward(str(files / "verl_reward.py"), processes=processes)
+    for workers in (0, 1):
+        source = Reward(str(files / "verl_reward.py"), workers=workers).source
         result = run_reward(source, batch, timeout=60)
         assert result.reward == [1.0, 0.0]
         assert result.components == {"acc": [1.0, 0.0]}
@@ -220,7 +221,7 @@ def test_a_file_is_imported_once(files: Path) -> None:
     [
         (lambda texts: 0, {"timeot": 3}, "did you mean 'timeout'"),
         (lambda texts: 0, {"timeout": 0}, "timeout > 0"),
-        (lambda texts: 0, {"processes": 1}, "only when it is given as FILE.py:FUNCTION"),
+        (lambda texts: 0, {"workers": 1}, "not to one of its parts"),
         (3.5, {}, "cannot be made of a float"),
         ({}, {}, "at least one reward"),
     ],

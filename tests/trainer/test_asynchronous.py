@@ -17,6 +17,7 @@ import pytest
 
 import verl
 from verl.batch import Batch
+from verl.controller import pool
 from verl.errors import ClusterError, ConfigError, RolloutError
 from verl.rollout.base import SamplingParams
 from verl.trainer.asynchronous import AsyncTrainer
@@ -56,8 +57,8 @@ class Recorder(AsyncTrainer):
 def make(path: Path, lr: float = 1e-2, engine: str = "embedded", tokens: int = 6, **options: Any) -> Recorder:
     params = SamplingParams(max_new_tokens=tokens, ignore_eos=True)
     actor = verl.Actor(str(path), optim={"lr": lr}, sampling=params, rollout=engine, max_num_seqs=16)
-    options = {"n": 2, "batch_size": 2, "deadline": 120, **options}
-    return Recorder(actor, reward_fn=low_bytes, algorithm="grpo", log_dir=False, **options)
+    options = {"reward_fn": low_bytes, "n": 2, "batch_size": 2, "deadline": 120, **options}
+    return Recorder(actor, algorithm="grpo", log_dir=False, **options)
 
 
 def kill(pid: int) -> None:
@@ -72,18 +73,18 @@ def test_workers_are_killed_and_scaled_and_nothing_is_lost(tiny: Path, monkeypat
     prompts, chance = Prompts(), random.Random(0)
     try:
         trainer.advance(prompts)
-        at_first = set(trainer.pool.pids)
+        at_first = set(trainer.group.pids)
         for _ in range(3):
-            victim = chance.choice(trainer.pool.pids)
+            victim = chance.choice(trainer.group.pids)
             killer = threading.Timer(chance.random() * 0.5, kill, (victim,))
             killer.start()
             for _ in range(2):
                 assert trainer.advance(prompts)["rollout/workers"] == 2
             killer.join()
-        assert len(at_first & set(trainer.pool.pids)) < 2  # some were replaced
-        trainer.scale(1)
+        assert len(at_first & set(trainer.group.pids)) < 2  # some were replaced
+        trainer.group.scale(1)
         assert trainer.advance(prompts)["rollout/workers"] == 1
-        trainer.scale(2)
+        trainer.group.scale(2)
         assert trainer.advance(prompts)["rollout/workers"] == 2
         untrained = [*trainer.schedule.ready, *trainer.schedule.unfinished]
     finally:
@@ -92,6 +93,57 @@ def test_workers_are_killed_and_scaled_and_nothing_is_lost(tiny: Path, monkeypat
     assert len(trainer.trained) == 9 * 4
     groups = {int(id_.split("/")[0][1:]) for id_ in trainer.trained} | {int(g[1:]) for g in untrained}
     assert groups == set(range(prompts.position))
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_twenty_runs_in_which_a_worker_dies_at_a_random_moment(tiny: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SLOW_ENGINE_SECONDS", "0.03")
+    chance = random.Random(1)
+    for run in range(20):
+        reward = verl.Reward(slow_low_bytes, workers=2, retries=1)
+        trainer = make(tiny, engine=f"{ENGINE}:SlowEngine", rollout_workers=2, reward_fn=reward)
+        killer = threading.Thread(target=kill_one, args=(trainer, reward if run % 2 else None, chance))
+        prompts, records = Prompts(), []
+        killer.start()
+        try:
+            records = [trainer.advance(prompts) for _ in range(6)]
+            killer.join()
+            untrained = [*trainer.schedule.ready, *trainer.schedule.unfinished]
+        finally:
+            trainer.close()
+        assert [record["reward/abstained"] for record in records] == [0] * 6
+        assert len(trainer.trained) == len(set(trainer.trained)) == 6 * 4
+        groups = {int(id_.split("/")[0][1:]) for id_ in trainer.trained} | {int(g[1:]) for g in untrained}
+        assert groups == set(range(prompts.position))
+
+
+def test_a_worker_of_each_kind_dies_between_two_steps(tiny: Path) -> None:
+    reward = verl.Reward(slow_low_bytes, workers=1)
+    trainer, prompts = make(tiny, reward_fn=reward), Prompts()
+    try:
+        trainer.advance(prompts)
+        for group in (trainer.group, reward.group):
+            kill(group.pids[0])
+        record = trainer.advance(prompts)
+    finally:
+        trainer.close()
+    assert record["reward/abstained"] == 0 and record["reward/workers/max"] == 1
+    assert len(trainer.trained) == len(set(trainer.trained)) == 2 * 4
+
+
+def slow_low_bytes(texts: list[str]) -> list[float]:
+    time.sleep(0.05)
+    return low_bytes(texts)
+
+
+def kill_one(trainer: Recorder, reward: verl.Reward | None, chance: random.Random) -> None:
+    """SIGKILL one rollout worker, or one of the reward's, at a random moment of a random one of the first steps."""
+    step, late = chance.randrange(4), chance.random() * 0.4
+    while trainer.steps < step or (reward or trainer).group.size < 2:
+        time.sleep(0.01)
+    time.sleep(late)
+    os.kill(chance.choice((reward or trainer).group.pids), signal.SIGKILL)
 
 
 @pytest.mark.slow
@@ -173,10 +225,34 @@ def test_a_worker_that_hangs_ends_the_run_by_its_deadline(tiny: Path, monkeypatc
     assert time.monotonic() - began < 60
 
 
+@pytest.mark.slow
+def test_waiting_for_samples_brings_rollout_workers(tiny: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SLOW_ENGINE_SECONDS", "0.1")
+    monkeypatch.setattr(pool, "PATIENCE", 0.5)
+    trainer = make(tiny, engine=f"{ENGINE}:SlowEngine", max_rollout_workers=2)
+    prompts = Prompts()
+    try:
+        assert trainer.advance(prompts)["rollout/workers"] == 1
+        assert [trainer.advance(prompts)["rollout/workers"] for _ in range(2)] == [2, 2]
+        learn = trainer.learn
+
+        def long_update(samples: Batch) -> dict[str, Any]:
+            time.sleep(2)
+            return learn(samples)
+
+        trainer.learn = long_update  # type: ignore[method-assign]
+        assert trainer.group.size == 2
+        records = [trainer.advance(prompts) for _ in range(4)]
+    finally:
+        trainer.close()
+    assert records[-1]["rollout/workers"] == 1
+    assert len(trainer.trained) == len(set(trainer.trained)) == 7 * 4
+
+
 def test_what_cannot_be_is_refused(tiny: Path) -> None:
     with pytest.raises(ConfigError, match="does not correct for samples of an older policy"):
         make(tiny, rollout_is=None)
-    with pytest.raises(ConfigError, match="at least one rollout worker"):
+    with pytest.raises(ConfigError, match="rollout workers: at least one"):
         make(tiny, rollout_workers=0)
     trainer = make(tiny)
     with pytest.raises(ConfigError, match="advance"):

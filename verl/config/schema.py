@@ -224,6 +224,9 @@ class RolloutConfig(Section):
     num_rollout_workers: Count = Field(
         default=1, description="processes that sample, in asynchronous training (trainer.max_staleness)"
     )
+    max_rollout_workers: Count | None = _free(
+        None, "most such processes, when training waits for samples (null: always num_rollout_workers)"
+    )
     transport: Literal["shared_memory", "queue"] = _free(
         "shared_memory", "how samples and weights travel between processes; the results are the same"
     )
@@ -237,6 +240,8 @@ class RolloutConfig(Section):
             raise _wrong("tensor_model_parallel_size", f"the engine '{self.name}' does not split a model; vllm does")
         if self.batch_invariant and self.name != "embedded":
             raise _wrong("batch_invariant", f"is for the embedded engine, not '{self.name}'")
+        if self.max_rollout_workers is not None and self.max_rollout_workers < self.num_rollout_workers:
+            raise _wrong("max_rollout_workers", f"must be at least num_rollout_workers ({self.num_rollout_workers})")
         if self.url and self.name != "vllm":
             raise _wrong("url", "is of vLLM servers: set rollout.name=vllm with it")
         if self.min_new_tokens > self.max_new_tokens:
@@ -366,7 +371,9 @@ class RewardConfig(RewardPart):
         default={},
         description="several rewards by name, each with path, name, model or url, and weight; summed",
     )
-    timeout: Seconds = Field(default=30.0, description="seconds that scoring one batch may take")
+    timeout: Seconds = Field(
+        default=30.0, description="seconds that one call may take: for a batch, or, with workers, for a sample"
+    )
     retries: Annotated[int, Field(ge=0)] = Field(default=1, description="further tries after a failure")
     on_failure: Literal["abstain"] | float = Field(
         default="abstain", description="a sample without a score abstains, or gets this number"
@@ -374,6 +381,10 @@ class RewardConfig(RewardPart):
     max_failure_rate: Annotated[float, Field(gt=0, le=1)] = Field(
         default=0.5, description="share of failures in one batch that ends the run"
     )
+    workers: Annotated[int, Field(ge=0)] = Field(
+        default=0, description="processes that score, a sample at a time each (0: the trainer's own process)"
+    )
+    max_workers: Count | None = _free(None, "most such processes, when samples queue up (null: always `workers`)")
 
     @property
     def is_given(self) -> bool:
@@ -387,6 +398,12 @@ class RewardConfig(RewardPart):
         for name, part in self.components.items():
             if len(part.given()) != 1:
                 raise _wrong(f"components.{name}", "needs exactly one of path, name, model and url")
+        if self.max_workers is not None and not 1 <= self.workers <= self.max_workers:
+            raise _wrong("max_workers", f"is the most that workers ({self.workers}) may grow to: 1 <= workers <= it")
+        if self.workers and any(
+            part.path is None and part.name != "task" for part in self.components.values() or [self]
+        ):
+            raise _wrong("workers", "score by a function (path) or by a task's verifier (name=task)")
         return self
 
 
@@ -457,11 +474,12 @@ class Config(Section):
                 step = f"{prompts * n} samples of a step (data.batch_size {prompts} x rollout.n {n})"
                 message = f"must be at most the {step}, not {update.mini_batch_size}"
                 raise _wrong(f"{role}.mini_batch_size", message)
-        if self.trainer.max_staleness is None and self.actor_rollout_ref.rollout.num_rollout_workers > 1:
-            raise _wrong(
-                "actor_rollout_ref.rollout.num_rollout_workers",
-                "is for asynchronous training: set trainer.max_staleness to 1 or more",
-            )
+        for name in ("num_rollout_workers", "max_rollout_workers"):
+            if self.trainer.max_staleness is None and (getattr(self.actor_rollout_ref.rollout, name) or 1) > 1:
+                raise _wrong(
+                    f"actor_rollout_ref.rollout.{name}",
+                    "is for asynchronous training: set trainer.max_staleness to 1 or more",
+                )
         if self.trainer.eval_every is not None and self.data.eval is None:
             raise _wrong("trainer.eval_every", "is set, but data.eval names no problems to evaluate on")
         if self.trainer.total_steps == 0 and self.data.eval is None:

@@ -20,6 +20,7 @@ from collections.abc import Callable, Coroutine
 from dataclasses import dataclass, field
 from typing import Any, ParamSpec, TypeVar
 
+from verl.controller import pool
 from verl.errors import ClusterError, ConfigError
 
 T = TypeVar("T")
@@ -31,11 +32,12 @@ LOOP_DEADLINE = 60.0
 
 
 def dump_stacks(reason: str) -> None:
-    """Log the stacks of all threads of this process."""
+    """Log the stacks of all threads of this process; its workers write theirs to their stderr."""
     with tempfile.TemporaryFile("w+") as file:
         faulthandler.dump_traceback(file, all_threads=True)
         file.seek(0)
         logger.error("%s; stacks of all threads:\n%s", reason, file.read())
+    pool.dump_stacks()
 
 
 @dataclass(eq=False)

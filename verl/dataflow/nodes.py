@@ -42,15 +42,15 @@ def rollout_node(
 def reward_node(name: str, reward: Reward, column: str = "reward") -> Node:
     """Scores finished groups while others are still being sampled, into `column`."""
     groups = None if reward.whole_batch else 1
-    if column == "reward":
-        outputs = (column, "abstain_reason", ANY)
-        return Node(name=name, run=reward.score, inputs=(ANY,), outputs=outputs, groups=groups)
+    extra = ("abstain_reason",) if column == "reward" else ()
 
-    async def score(samples: Batch) -> Batch:
-        scores = await reward.score(samples)
-        return Batch.from_columns({_named(c, column): scores.arrow(c) for c in scores.columns})
+    async def score(samples: Batch) -> tuple[Batch, dict[str, float]]:
+        scores, metrics = await reward.score_and_count(samples)
+        if column != "reward":
+            scores = Batch.from_columns({_named(c, column): scores.arrow(c) for c in scores.columns})
+        return scores, {f"{name}/{key}": value for key, value in metrics.items()}
 
-    return Node(name=name, run=score, inputs=(ANY,), outputs=(column, ANY), groups=groups)
+    return Node(name=name, run=score, inputs=(ANY,), outputs=(column, *extra, ANY), groups=groups)
 
 
 def _named(scored: str, column: str) -> str:

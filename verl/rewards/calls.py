@@ -1,5 +1,5 @@
-"""Calling a user's function under a deadline that it cannot break: in a thread that is abandoned, or in a process
-that is killed.
+"""Calling a user's function under a deadline that it cannot break: in a thread that is abandoned when late. The
+other way is a process that is killed: `verl.controller.rewards.RewardPool`.
 
 `signal.alarm` is never used: it works in the main thread only and cannot interrupt compiled code.
 """
@@ -8,14 +8,8 @@ from __future__ import annotations
 
 import asyncio
 import concurrent.futures
-import contextlib
 import inspect
-import json
-import os
 import queue
-import signal
-import subprocess
-import sys
 import threading
 import time
 import weakref
@@ -24,24 +18,32 @@ from functools import partial
 from typing import Any, Protocol
 
 from verl.errors import RewardError
-from verl.rewards.scores import Score, call_async, call_plain, failure
+from verl.rewards.scores import Score, call_async, call_plain
 
 #: Abandoned threads of one function that may be alive at the same time.
 MAX_HUNG = 16
 _ASYNC_CALLS = 64
-_START_TIMEOUT = 120.0
-_MAX_REPLY = 64 * 2**20
 _Job = tuple[concurrent.futures.Future[list[Score]], list[Any], dict[str, Any], int]
 
 
 class Caller(Protocol):
-    """Runs one call after the other in each of `slots` places."""
+    """Runs one call after the other in each of `slots` places.
+
+    `width` is how many places there are, `max_late` how many late calls of one `score` are borne.
+    """
 
     slots: threading.Semaphore
     width: int
+    max_late: float
 
     async def call(self, args: list[Any], kwargs: dict[str, Any], rows: int, timeout: float) -> list[Score] | None:
         """Scores of `rows` samples, or None if there is no answer within `timeout` seconds."""
+
+    def take_counts(self) -> dict[str, int]:
+        """Processes it has ("workers"), and how many of them died since the last call of this ("deaths")."""
+
+    def close(self) -> None:
+        """End what it has started; the next call starts it anew."""
 
 
 async def enter(slots: threading.Semaphore) -> None:
@@ -56,6 +58,8 @@ class ThreadCaller:
     A call that does not answer in time and cannot be cancelled keeps its thread, which is abandoned; the next call
     gets a new one.
     """
+
+    max_late = 3.0
 
     def __init__(self, function: Callable[..., Any], name: str) -> None:
         self.name = name
@@ -79,6 +83,14 @@ class ThreadCaller:
             self._abandon(worker)
         return None
 
+    def take_counts(self) -> dict[str, int]:
+        return {}
+
+    def close(self) -> None:
+        if self._worker is not None:
+            self._worker.stop()
+            self._worker = None
+
     def _abandon(self, worker: _PlainThread | _AsyncThread) -> None:
         worker.stop()
         self._worker = None
@@ -86,7 +98,7 @@ class ThreadCaller:
         if len(self._abandoned) >= MAX_HUNG:
             raise RewardError(
                 f"reward function '{self.name}' hangs: {len(self._abandoned)} calls have not come back and cannot be "
-                "stopped. Mend it, or give it as FILE.py:FUNCTION with processes=1, which can be killed"
+                "stopped. Mend it, or give the Reward workers=1, a process that can be killed"
             )
 
 
@@ -144,101 +156,6 @@ class _AsyncThread:
 
     def stop(self) -> None:
         self.loop.call_soon_threadsafe(self.loop.stop)
-
-
-class ProcessCaller:
-    """Calls in processes of their own, one call at a time in each, which are killed when late.
-
-    Arguments and scores travel as JSON lines over pipes. A process starts at its first call and again after a kill.
-    The function is not sandboxed: it is the user's own code.
-    """
-
-    def __init__(self, spec: str, name: str, processes: int) -> None:
-        self.spec, self.name, self.width = spec, name, processes
-        self.slots = threading.Semaphore(processes)
-        self._idle: list[_Process] = []
-        weakref.finalize(self, _kill_all, self._idle)
-
-    async def call(self, args: list[Any], kwargs: dict[str, Any], rows: int, timeout: float) -> list[Score] | None:
-        try:
-            request = json.dumps({"args": args, "kwargs": kwargs, "rows": rows}).encode() + b"\n"
-        except TypeError as error:
-            raise RewardError(
-                f"reward function '{self.name}': its data cannot go to a process as JSON: {error}"
-            ) from error
-        process = self._idle.pop() if self._idle else _Process(self.spec)
-        keep = False
-        try:
-            if not process.ready:
-                ready = await process.exchange(b"", _START_TIMEOUT)
-                if ready is None or "ready" not in ready:
-                    raise RewardError(
-                        f"reward function '{self.name}' does not start in a process: {ready or 'no answer'}"
-                    )
-                process.ready = True
-            answer = await process.exchange(request, timeout)
-            keep = answer is not None and "scores" in answer
-        finally:
-            if keep:
-                self._idle.append(process)
-            else:
-                process.kill()
-        if answer is None:
-            return None
-        if "scores" not in answer:
-            return [failure(str(answer.get("died")))] * rows
-        return [Score(**score) for score in answer["scores"]]
-
-
-class _Process:
-    def __init__(self, spec: str) -> None:
-        self.ready = False
-        self.popen = subprocess.Popen(
-            [sys.executable, "-m", "verl.rewards.process", spec],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            start_new_session=True,
-        )
-
-    async def exchange(self, request: bytes, timeout: float) -> dict[str, Any] | None:
-        """The reply; {"died": why} if the process ended or talks nonsense; None after the deadline."""
-        future: concurrent.futures.Future[dict[str, Any]] = concurrent.futures.Future()
-        threading.Thread(target=self._exchange, args=(request, future), daemon=True).start()
-        answer = asyncio.wrap_future(future)
-        done, _ = await asyncio.wait({answer}, timeout=timeout)
-        if done:
-            return answer.result()
-        answer.cancel()
-        return None
-
-    def _exchange(self, request: bytes, future: concurrent.futures.Future[dict[str, Any]]) -> None:
-        pipe_in, pipe_out = self.popen.stdin, self.popen.stdout
-        assert pipe_in is not None
-        assert pipe_out is not None
-        try:
-            pipe_in.write(request)
-            pipe_in.flush()
-            reply = json.loads(pipe_out.readline(_MAX_REPLY))
-        except (OSError, ValueError):
-            reply = {"died": f"the process of the function ended (exit status {self._status()})"}
-        if future.set_running_or_notify_cancel():
-            future.set_result(reply)
-
-    def _status(self) -> int | str:
-        try:
-            return self.popen.wait(timeout=1.0)
-        except subprocess.TimeoutExpired:
-            return "none yet"
-
-    def kill(self) -> None:
-        with contextlib.suppress(ProcessLookupError, PermissionError):  # the whole group is gone already
-            os.killpg(self.popen.pid, signal.SIGKILL)
-        self.popen.wait(timeout=10.0)
-
-
-def _kill_all(processes: list[_Process]) -> None:
-    while processes:
-        processes.pop().kill()
 
 
 def _is_async(function: Callable[..., Any]) -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -56,12 +57,15 @@ class CompositeReward:
         for name, result in zip(self.parts, results, strict=True):
             components[name] = result.reward
             components.update({f"{name}/{inner}": values for inner, values in result.components.items()})
+        counts: Counter[str] = Counter()
+        for result in results:
+            counts.update(result.counts)
         reasons: list[str | None] = []
         for row in range(len(batch)):
             said = [f"{name}: {r.reasons[row]}" for name, r in zip(self.parts, results, strict=True) if r.reasons[row]]
             reasons.append("; ".join(said) or None)
         return RewardResult(
-            [self._sum([r.reward[row] for r in results]) for row in range(len(batch))], components, reasons
+            [self._sum([r.reward[row] for r in results]) for row in range(len(batch))], components, reasons, counts
         )
 
     def _sum(self, rewards: list[float | None]) -> float | None:

@@ -5,14 +5,15 @@ from __future__ import annotations
 import asyncio
 import logging
 import threading
-from collections import deque
+import weakref
+from collections import Counter, deque
 from collections.abc import Callable, Iterator, Sequence
 from os import PathLike
 from typing import Any
 
 from verl.batch import Batch
 from verl.errors import ConfigError, RewardError
-from verl.rewards.calls import Caller, ProcessCaller, ThreadCaller, enter
+from verl.rewards.calls import Caller, ThreadCaller, enter
 from verl.rewards.forms import name_of, recognise
 from verl.rewards.loading import load_function, split_spec
 from verl.rewards.scores import Score, failure
@@ -21,7 +22,6 @@ from verl.rewards.source import RewardResult
 logger = logging.getLogger(__name__)
 
 _WINDOW, _ENOUGH = 256, 64
-_LATE_CALLS = 3
 
 
 class FunctionReward:
@@ -30,16 +30,17 @@ class FunctionReward:
     Args:
         source: the function, plain or async, or "FILE.py:FUNCTION".
         name: for messages and columns; the function's own if not given.
-        timeout: seconds for one call (verl's form: one sample; the others: all samples of a `score`). A plain call
-            that is late is abandoned in its thread. After three late calls in one `score` the rest abstains.
+        timeout: seconds for one call (verl's form, and in workers: one sample; else: all samples of a `score`). A
+            plain call that is late is abandoned in its thread. After three late calls in one `score` the rest abstains.
         retries: further calls after one that raised or was late.
         default_reward: what a sample gets whose scoring failed. None: it abstains. (A function that returns None for
             a sample has not failed: the sample abstains in any case.)
         max_failure_rate: share of failures among the latest 256 samples, once there are 64, that ends the run.
-        processes: run "FILE.py:FUNCTION" in so many processes, which are killed when late; 0: in a thread.
+        batch_size: samples in one call; None: all, or one in workers.
+        workers: makes a `Caller` of (source, name) that has worker processes, as `Reward` gives it; None: a thread.
 
     Raises:
-        ConfigError: the function has no known form, or processes are asked for a function that is not in a file.
+        ConfigError: the function has no known form.
     """
 
     def __init__(
@@ -51,7 +52,8 @@ class FunctionReward:
         retries: int = 0,
         default_reward: float | None = None,
         max_failure_rate: float = 0.5,
-        processes: int = 0,
+        batch_size: int | None = None,
+        workers: Callable[[Callable[..., Any] | str, str], Caller] | None = None,
     ) -> None:
         spec = None if callable(source) else str(source)
         function = source if callable(source) else load_function(str(source))
@@ -61,16 +63,24 @@ class FunctionReward:
             raise ConfigError(
                 f"reward '{self.name}': timeout > 0, retries >= 0 and 0 < max_failure_rate <= 1 must hold"
             )
-        if processes and spec is None:
-            raise ConfigError(f"reward '{self.name}' can run in processes only when it is given as FILE.py:FUNCTION")
+        if batch_size is not None and (batch_size < 1 or self.form.by_row):
+            raise ConfigError(f"reward '{self.name}': batch_size >= 1 must hold, and its form take several samples")
+        if workers is not None and not callable(workers):
+            raise ConfigError(f"reward '{self.name}': workers are given to the Reward, not to one of its parts")
         self.timeout, self.retries = timeout, retries
         self.default_reward, self.max_failure_rate = default_reward, max_failure_rate
-        self.whole_batch = not self.form.by_row
-        self._caller: Caller = (
-            ProcessCaller(spec, self.name, processes) if processes and spec else ThreadCaller(function, self.name)
-        )
+        self._rows = 1 if self.form.by_row or (workers and batch_size is None) else batch_size
+        self.whole_batch = self._rows is None
+        self._caller = workers(spec or function, self.name) if workers else ThreadCaller(function, self.name)
+        if workers:
+            weakref.finalize(self, self._caller.close)
         self._recent: deque[bool] = deque(maxlen=_WINDOW)
         self._lock = threading.Lock()
+
+    @property
+    def group(self) -> Caller:
+        """What makes the calls: a `RewardPool`, where workers are asked for."""
+        return self._caller
 
     async def score(self, batch: Batch) -> RewardResult:
         """Raises RewardError if the data lack a column that the function needs, or it fails too often."""
@@ -78,36 +88,38 @@ class FunctionReward:
         if not rows:
             return RewardResult([])
         self.form.check(self.name, rows[0])
-        groups = [[row] for row in rows] if self.form.by_row else [rows]
+        size = self._rows or len(rows)
+        groups = [rows[start : start + size] for start in range(0, len(rows), size)]
         scores: list[list[Score]] = [[] for _ in groups]
         calls = iter(enumerate(groups))
-        late = [0]
+        counts: Counter[str] = Counter()
         width = min(self._caller.width, len(groups))
-        await asyncio.gather(*(self._serve(calls, scores, late) for _ in range(width)))
-        return self._result([score for group in scores for score in group])
+        await asyncio.gather(*(self._serve(calls, scores, counts) for _ in range(width)))
+        return self._result([score for group in scores for score in group], counts)
 
     async def _serve(
-        self, calls: Iterator[tuple[int, list[dict[str, Any]]]], scores: list[list[Score]], late: list[int]
+        self, calls: Iterator[tuple[int, list[dict[str, Any]]]], scores: list[list[Score]], counts: Counter[str]
     ) -> None:
         """One place at the caller: makes one call after the other until none is left."""
         await enter(self._caller.slots)
         try:
             for index, rows in calls:
-                scores[index] = await self._attempts(rows, late)
+                scores[index] = await self._attempts(rows, counts)
         finally:
             self._caller.slots.release()
 
-    async def _attempts(self, rows: list[dict[str, Any]], late: list[int]) -> list[Score]:
+    async def _attempts(self, rows: list[dict[str, Any]], counts: Counter[str]) -> list[Score]:
         scores: list[Score] = []
-        for _ in range(1 + self.retries):
-            if late[0] >= _LATE_CALLS:
+        for attempt in range(1 + self.retries):
+            if counts["late"] >= self._caller.max_late:
                 return [
-                    failure(f"not tried: {_LATE_CALLS} calls before gave no answer within {self.timeout:g} s")
+                    failure(f"not tried: {counts['late']} calls before gave no answer within {self.timeout:g} s")
                 ] * len(rows)
+            counts["retries"] += attempt > 0
             args, kwargs = self.form.arguments(rows)
             answer = await self._caller.call(args, kwargs, len(rows), self.timeout)
             if answer is None:
-                late[0] += 1
+                counts["late"] += 1
                 answer = [failure(f"gave no answer within {self.timeout:g} s")] * len(rows)
             # A further try is for what failed; what has its number keeps it.
             tried = zip(scores, answer, strict=True) if scores else ((new, new) for new in answer)
@@ -116,7 +128,7 @@ class FunctionReward:
                 break
         return scores
 
-    def _result(self, scores: Sequence[Score]) -> RewardResult:
+    def _result(self, scores: Sequence[Score], counts: Counter[str]) -> RewardResult:
         with self._lock:
             self._recent.extend(score.failed for score in scores)
             failed, seen = sum(self._recent), len(self._recent)
@@ -131,9 +143,11 @@ class FunctionReward:
                 f"reward function '{self.name}' failed on {failed} of the latest {seen} samples (latest: {latest}). "
                 "Mend it, raise its timeout, or raise max_failure_rate"
             )
+        counts.update(self._caller.take_counts(), failures=sum(score.failed for score in scores))
         names = dict.fromkeys(name for score in scores for name in score.components)
         return RewardResult(
             [self.default_reward if score.failed else score.value for score in scores],
             {name: [score.components.get(name) for score in scores] for name in names},
             reasons,
+            {what: count for what, count in counts.items() if count},
         )

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Callable
 from typing import Any, Literal, get_args
 
 from verl.data.tasks import decode_problem, make_task
 from verl.errors import ConfigError
+from verl.rewards.calls import Caller
 from verl.rewards.functions import FunctionReward
 
 Answer = Literal["last_number", "whole", "tag"]
@@ -38,28 +40,36 @@ class TaskReward(FunctionReward):
         retries: int = 0,
         default_reward: float | None = None,
         max_failure_rate: float = 0.5,
+        workers: Callable[..., Caller] | None = None,
     ) -> None:
-        if answer not in get_args(Answer):
-            raise ConfigError(f"answer is one of {', '.join(get_args(Answer))}, not '{answer}'")
-        verifiers: dict[str, Any] = {}
-
-        def verify(solution_str: str, reasoning_gym: str) -> dict[str, float]:
-            task, options, entry = decode_problem(reasoning_gym)
-            key = f"{task} {json.dumps(options, sort_keys=True, default=str)}"
-            if key not in verifiers:
-                verifiers[key] = make_task(task, **options)
-            score = float(verifiers[key].score_answer(extract_answer(solution_str, answer), entry))
-            accuracy = float(score == 1.0)
-            return {"score": accuracy if exact else score, "accuracy": accuracy}
-
         super().__init__(
-            verify,
+            _Verifier(answer, exact),
             name=name,
             timeout=timeout,
             retries=retries,
             default_reward=default_reward,
             max_failure_rate=max_failure_rate,
+            workers=workers,
         )
+
+
+class _Verifier:
+    """The reward function of `TaskReward`."""
+
+    def __init__(self, answer: Answer, exact: bool) -> None:
+        if answer not in get_args(Answer):
+            raise ConfigError(f"answer is one of {', '.join(get_args(Answer))}, not '{answer}'")
+        self.answer, self.exact = answer, exact
+        self.verifiers: dict[str, Any] = {}
+
+    def __call__(self, solution_str: str, reasoning_gym: str) -> dict[str, float]:
+        task, options, entry = decode_problem(reasoning_gym)
+        key = f"{task} {json.dumps(options, sort_keys=True, default=str)}"
+        if key not in self.verifiers:
+            self.verifiers[key] = make_task(task, **options)
+        score = float(self.verifiers[key].score_answer(extract_answer(solution_str, self.answer), entry))
+        accuracy = float(score == 1.0)
+        return {"score": accuracy if self.exact else score, "accuracy": accuracy}
 
 
 def extract_answer(response: str, how: Answer) -> str | None:

@@ -23,6 +23,7 @@ class Smoothed:
         if not 0 <= decay < 1:
             raise ConfigError(f"smoothing is a decay of at least 0 and below 1, not {decay}")
         self.source, self.decay, self.name = source, decay, source.name
+        self.parts = {source.name: source}
         self.mean: float | None = None
 
     async def score(self, batch: Batch) -> RewardResult:
@@ -33,7 +34,7 @@ class Smoothed:
             self.mean = mean if self.mean is None else self.decay * self.mean + (1 - self.decay) * mean
         mean = self.mean or 0.0
         smooth = [None if r is None else (1 - self.decay) * r + self.decay * mean for r in result.reward]
-        return RewardResult(smooth, {**result.components, "raw": result.reward}, result.reasons)
+        return RewardResult(smooth, {**result.components, "raw": result.reward}, result.reasons, result.counts)
 
     def state_dict(self) -> dict[str, Any]:
         return {"mean": self.mean}

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol, runtime_checkable
 
@@ -19,11 +19,16 @@ from verl.errors import RewardError
 
 @dataclass
 class RewardResult:
-    """One entry a sample: the reward or None; named components; why a reward is missing, or is a default."""
+    """One entry a sample: the reward or None; named components; why a reward is missing, or is a default.
+
+    `counts` says what went wrong on the way: "failures" (samples), "late" and "retries" (calls), "deaths" (of workers);
+    and how many "workers" there are.
+    """
 
     reward: list[float | None]
     components: dict[str, list[float | None]] = field(default_factory=dict)
     reasons: list[str | None] = field(default_factory=list)
+    counts: dict[str, int] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self.reasons = self.reasons or [None] * len(self.reward)
@@ -47,6 +52,16 @@ class RewardSource(Protocol):
     async def score(self, batch: Batch) -> RewardResult: ...
 
 
+def leaves(source: RewardSource) -> Iterator[RewardSource]:
+    """The sources that a source is made of (its mapping `parts`), down to those made of none; or it alone."""
+    parts = getattr(source, "parts", None)
+    if not isinstance(parts, Mapping):
+        yield source
+        return
+    for part in parts.values():
+        yield from leaves(part)
+
+
 async def score_finished(source: RewardSource, batch: Batch) -> RewardResult:
     """`source.score` of the responses that were finished; those aborted or rejected abstain."""
     ends = batch["finish"] if "finish" in batch else [None] * len(batch)
@@ -65,6 +80,7 @@ async def score_finished(source: RewardSource, batch: Batch) -> RewardResult:
         spread(scored.reward),
         {name: spread(values) for name, values in scored.components.items()},
         [scored.reasons[place[row]] if row in place else reason for row, reason in enumerate(reasons)],
+        scored.counts,
     )
 
 

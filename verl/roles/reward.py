@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 from verl.batch import Batch
 from verl.controller.once import once
+from verl.controller.rewards import RewardPool
 from verl.errors import ConfigError
 from verl.rewards.make import make_reward
-from verl.rewards.source import RewardResult, RewardSource, run_reward, score_finished
+from verl.rewards.source import RewardResult, RewardSource, leaves, run_reward, score_finished
 
 
 class Reward:
@@ -22,6 +24,10 @@ class Reward:
         model: a reward model (`AutoModelForSequenceClassification` with one label), or its name or directory.
         url: the address of a service that scores (`RemoteReward`), or, with `template`, of an LLM judge
             (`JudgeReward`); several are one.
+        workers: score a function's samples in so many processes, one at a time (or `batch_size`) in each; 0: in this
+            one. A sample whose worker hangs or dies is scored by another; see `RewardPool`. `group.scale(n)` changes
+            how many there are.
+        max_workers: let there be up to so many when samples queue up.
         **options: `timeout` in seconds, `retries`, `default_reward` (instead of abstaining), `max_failure_rate`,
             `smoothing` (EMA).
 
@@ -29,10 +35,23 @@ class Reward:
     `abstain_reason` says why. So does one whose response was aborted or rejected: it is not scored at all.
     """
 
-    def __init__(self, reward_fn: Any = None, *, model: Any = None, url: Any = None, **options: Any) -> None:
+    def __init__(
+        self,
+        reward_fn: Any = None,
+        *,
+        model: Any = None,
+        url: Any = None,
+        workers: int = 0,
+        max_workers: int | None = None,
+        **options: Any,
+    ) -> None:
         given = [source for source in (reward_fn, model, url) if source is not None]
         if len(given) != 1:
             raise ConfigError("a Reward is made of one thing: give reward_fn=..., model=... or url=...")
+        if workers:
+            options["workers"] = partial(RewardPool, workers=workers, max_workers=max_workers)
+        elif max_workers:
+            raise ConfigError(f"max_workers={max_workers} is the most that `workers` (at least 1) may grow to")
         self.source: RewardSource = make_reward(given[0], **options)
 
     @classmethod
@@ -45,13 +64,42 @@ class Reward:
         """Whether a sample's reward may depend on the samples beside it."""
         return self.source.whole_batch
 
+    @property
+    def groups(self) -> dict[str, RewardPool]:
+        """The worker groups of the reward's functions, by name."""
+        callers = {source.name: getattr(source, "group", None) for source in leaves(self.source)}
+        return {name: caller for name, caller in callers.items() if isinstance(caller, RewardPool)}
+
+    @property
+    def group(self) -> RewardPool:
+        """The worker group of the reward's function.
+
+        Raises:
+            ConfigError: it has none, or several: then see `groups`.
+        """
+        groups = self.groups
+        if len(groups) != 1:
+            raise ConfigError(f"reward '{self.source.name}' has {len(groups)} groups of workers: give it workers=N")
+        return next(iter(groups.values()))
+
     async def score(self, sequences: Batch) -> Batch:
         """Columns `reward`, `abstain_reason` and `reward/<component>`, one number a sample."""
-        return (await score_finished(_OnRankZero(self.source), sequences)).as_batch()
+        return (await self.score_and_count(sequences))[0]
+
+    async def score_and_count(self, sequences: Batch) -> tuple[Batch, dict[str, float]]:
+        """The same, and metrics of what went wrong on the way and how many workers there are."""
+        result = await score_finished(_OnRankZero(self.source), sequences)
+        names = {what: "workers/max" if what == "workers" else f"{what}/count" for what in result.counts}
+        return result.as_batch(), {names[what]: float(count) for what, count in result.counts.items()}
 
     def get_reward(self, sequences: Batch) -> Batch:
         """The same, waited for."""
         return run_reward(_OnRankZero(self.source), sequences).as_batch()
+
+    def close(self) -> None:
+        """End its workers; the next sample starts new ones."""
+        for group in self.groups.values():
+            group.close()
 
     def state_dict(self) -> dict[str, Any]:
         """What changes from batch to batch (a running average), as JSON."""

@@ -11,12 +11,15 @@ other machines.
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Iterator
+from functools import partial
 from typing import Any
 
 from verl.batch import Batch
 from verl.controller.once import torchrun_ranks
+from verl.controller.pool import check_range
 from verl.controller.standalone import Finished, RolloutPool
 from verl.dataflow.schedule import Schedule
 from verl.errors import ConfigError, TrainingError
@@ -33,7 +36,9 @@ class AsyncTrainer(Trainer):
     Args:
         batch_size: prompts that a step trains on.
         max_staleness: training steps that may pass between the begin of a sample's rollout and its own training.
-        rollout_workers: processes that sample; `scale` changes their number while training runs.
+        rollout_workers: processes that sample; `group.scale(n)` changes their number while training runs.
+        max_rollout_workers: let there be up to so many when sampling for a step takes longer than the rest of it, and
+            fewer again, down to `rollout_workers`, when they are not needed; None: as many as `rollout_workers`.
         transport: how samples and weights travel, "shared_memory" or "queue"; the same in effect.
         **options: see `Trainer`.
 
@@ -47,6 +52,7 @@ class AsyncTrainer(Trainer):
         batch_size: int,
         max_staleness: int = 1,
         rollout_workers: int = 1,
+        max_rollout_workers: int | None = None,
         transport: str = "shared_memory",
         **options: Any,
     ) -> None:
@@ -56,8 +62,6 @@ class AsyncTrainer(Trainer):
                 f"job of {torchrun_ranks()} ranks: start it without torchrun, or leave max_staleness out"
             )
         super().__init__(*args, **options)
-        if rollout_workers < 1:
-            raise ConfigError(f"asynchronous training needs at least one rollout worker, not {rollout_workers}")
         if getattr(self.algorithm, "rollout_is", None) is None and getattr(self.algorithm, "rollout_rs", None) is None:
             raise ConfigError(
                 f"algorithm '{self.algorithm.name}' does not correct for samples of an older policy: asynchronous "
@@ -70,26 +74,22 @@ class AsyncTrainer(Trainer):
                 "synchronously, or leave rollout.episode out"
             )
         self.schedule: Schedule[Batch] = Schedule(batch_size, max_staleness)
-        self._workers, self._transport = rollout_workers, transport
-        self._pool: RolloutPool | None = None
+        least, most = check_range(RolloutPool.role, rollout_workers, max_rollout_workers)
+        self._make_group = partial(RolloutPool, size=least, most=most, transport=transport)
+        self._group: RolloutPool | None = None
+        self._starting = threading.RLock()
         self._prompts: dict[str, Batch] = {}  # of the groups that are not finished
         self._tokens = 0  # that have come in this step
 
     @property
-    def pool(self) -> RolloutPool:
-        """The workers, started at the first use."""
-        if self._pool is None:
-            self._pool = RolloutPool(describe(self.actor), self._workers, self._transport)
-            self._publish()
-        return self._pool
-
-    def scale(self, rollout_workers: int) -> None:
-        """Have so many rollout workers from now on; what those that leave were at begins anew elsewhere."""
-        if rollout_workers < 1:
-            raise ConfigError(f"asynchronous training needs at least one rollout worker, not {rollout_workers}")
-        self._workers = rollout_workers
-        if self._pool is not None:
-            self._pool.scale(rollout_workers)
+    def group(self) -> RolloutPool:
+        """The rollout workers, started at the first use. `group.scale(n)` makes them n; what those that leave were at
+        begins anew elsewhere."""
+        with self._starting:
+            if self._group is None:
+                self._group = self._make_group(describe(self.actor))
+                self._publish()
+            return self._group
 
     def step(self, prompts: Any) -> dict[str, Any]:
         raise ConfigError(
@@ -121,13 +121,15 @@ class AsyncTrainer(Trainer):
         record["updated"] = "update/empty" not in record
         record.setdefault("kl", record.get("policy/kl", float("nan")))
         self._publish()
+        # Enough workers to sample a step's groups while the rest of a step goes on.
+        self.group.fit(record["time/rollout"], time.perf_counter() - began - waited)
         return self._conclude(record, began)
 
     def close(self) -> None:
-        """End the workers; the next step starts new ones."""
-        if self._pool is not None:
-            self._pool.close()
-            self._pool = None
+        super().close()
+        if self._group is not None:
+            self._group.close()
+            self._group = None
             for group in self.schedule.begun:
                 self.schedule.lose(group)
 
@@ -163,10 +165,10 @@ class AsyncTrainer(Trainer):
         params = {name: getattr(self.sampling, name) for name in self.sampling.__dataclass_fields__}
         while (begun := self.schedule.begin()) is not None:
             rows = expand(self._prompts[begun], self.n, self.algorithm.greedy_baseline)
-            self.pool.submit(begun, rows, params)
+            self.group.submit(begun, rows, params)
 
     def _wait(self) -> None:
-        event = self.pool.event(self.deadline)
+        event = self.group.event(self.deadline)
         if isinstance(event, Finished):
             texts = self.actor.tokenizer.batch_decode(event.samples["response_tokens"], skip_special_tokens=True)
             self.schedule.finish(event.group, event.samples.add({"response": texts}))
@@ -179,7 +181,7 @@ class AsyncTrainer(Trainer):
 
     def _publish(self) -> None:
         version = self.actor.policy_version
-        self.pool.publish(version, weights(self.actor.shards()))
+        self.group.publish(version, weights(self.actor.shards()))
 
     def _rollout_record(self, samples: Batch) -> dict[str, Any]:
         staleness = self.actor.policy_version - min(samples["policy_version"])
@@ -193,7 +195,7 @@ class AsyncTrainer(Trainer):
         return {
             "rollout/staleness/max": staleness,
             "rollout/staleness": self.actor.policy_version - sum(samples["policy_version"]) / len(samples),
-            "rollout/workers": self.pool.size,
+            "rollout/workers": self.group.size,
             "rollout/tokens": self._tokens,
             "rollout/tokens_per_s": self._tokens / busy if busy else 0.0,
             "time/rollout": busy,

@@ -185,6 +185,8 @@ def build_source(given: RewardConfig) -> Reward | None:
         "timeout": given.timeout,
         "retries": given.retries,
         "max_failure_rate": given.max_failure_rate,
+        "workers": given.workers,
+        "max_workers": given.max_workers,
         "default_reward": None if given.on_failure == "abstain" else given.on_failure,
     }
     if given.components:
@@ -282,6 +284,7 @@ def build_trainer(config: Config, algorithm: BaseAlgorithm, actor: Actor, rows: 
             batch_size=config.data.batch_size,
             max_staleness=settings.max_staleness,
             rollout_workers=rollout.num_rollout_workers,
+            max_rollout_workers=rollout.max_rollout_workers,
             transport=rollout.transport,
         )
     return make(

@@ -237,7 +237,9 @@ class Trainer:
         return self.step(next(prompts))
 
     def close(self) -> None:
-        """End what the trainer has started besides itself."""
+        """End what the trainer has started besides itself; the next step starts it anew."""
+        for source in self.sources.values():
+            source.close()
 
     def extra_files(self) -> dict[str, Any]:
         """What a kind of trainer adds to a checkpoint."""

@@ -1,22 +1,14 @@
 """A rollout worker in a process of its own: it samples while others train, and takes new weights between two tokens.
 
-    python -m verl.workers.standalone FD TRANSPORT
-
-It is told everything by messages. From the driver: "model" (first: architecture, tokenizer, engine), "weights",
-"rollout" (the rows of one group), "drop" (groups), "stop". To the driver: "group" (its finished rows), "failed". It
-ends when the driver does.
+It is sent "model" (first: architecture, tokenizer, engine), "weights" and "rollout" (the rows of one group), and
+sends "group" (its finished rows).
 """
 
 from __future__ import annotations
 
-import faulthandler
-import signal
-import sys
 import tempfile
 import time
-import traceback
-from collections.abc import Iterator
-from multiprocessing.connection import Connection
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -26,7 +18,7 @@ from verl.batch import Batch
 from verl.rollout.base import Request, RolloutEngine, SamplingParams
 from verl.rollout.episode import Turns
 from verl.shard import Shard
-from verl.workers.channel import Channel, Message
+from verl.workers.channel import Message
 
 if TYPE_CHECKING:
     from verl.roles.actor import Actor
@@ -37,34 +29,26 @@ _COLUMNS = ("response_tokens", "response_mask", "rollout_log_probs", "finish", "
 class StandaloneWorker:
     """An engine, the groups it samples, and the messages about them."""
 
-    def __init__(self, channel: Channel) -> None:
-        self.channel = channel
+    def __init__(self, send: Callable[..., None]) -> None:
+        self.send = send
         self.engine: RolloutEngine | None = None
         self._groups: dict[str, tuple[Batch, dict[str, Turns]]] = {}
         self._of: dict[str, str] = {}
         self._busy: list[tuple[float, float]] = []
 
-    def serve(self) -> None:
-        """Work until told to stop."""
-        while True:
-            is_busy = self.engine is not None and self.engine.unfinished > 0
-            if self.channel.poll(0 if is_busy else None):
-                message = self.channel.receive()
-                if message.kind == "stop":
-                    return
-                getattr(self, f"_on_{message.kind}")(message)
-            elif is_busy:
-                self._step()
+    @property
+    def is_busy(self) -> bool:
+        return self.engine is not None and self.engine.unfinished > 0
 
-    def _on_model(self, message: Message) -> None:
+    def on_model(self, message: Message) -> None:
         self.engine = _engine(message)
 
-    def _on_weights(self, message: Message) -> None:
+    def on_weights(self, message: Message) -> None:
         assert self.engine is not None
         tensors = load(bytes(message.data))
         self.engine.load_shards((Shard.whole(name, t) for name, t in tensors.items()), message.head["version"])
 
-    def _on_rollout(self, message: Message) -> None:
+    def on_rollout(self, message: Message) -> None:
         assert self.engine is not None
         rows = Batch.from_ipc(message.data)
         self.engine.wake()
@@ -76,21 +60,13 @@ class StandaloneWorker:
             self._of[id_] = message.head["group"]
             self.engine.add(Request(id_, tokens, greedy if is_greedy else params))
 
-    def _on_drop(self, message: Message) -> None:
-        assert self.engine is not None
-        for group in message.head["groups"]:
-            rows, _ = self._groups.pop(group)
-            self.engine.abort(rows["id"])
-
-    def _step(self) -> None:
+    def step(self) -> None:
         assert self.engine is not None
         began = time.time()
         samples = self.engine.step()
         self._note(began, time.time())
         for sample in samples:
             group = self._of.pop(sample.id)
-            if group not in self._groups:
-                continue  # dropped
             rows, turns = self._groups[group]
             turns[sample.id] = Turns().wrote(sample)
             if len(turns) == len(rows):
@@ -98,7 +74,7 @@ class StandaloneWorker:
                 ordered = [turns[id_] for id_ in rows["id"]]
                 done = rows.add({name: [getattr(turn, name) for turn in ordered] for name in _COLUMNS})
                 spans, self._busy = self._busy, []
-                self.channel.send("group", done.to_ipc(), group=group, busy=spans)
+                self.send("group", done.to_ipc(), group=group, busy=spans)
 
     def _note(self, start: float, end: float) -> None:
         if self._busy and start - self._busy[-1][1] < 1e-3:
@@ -159,21 +135,3 @@ def _engine(message: Message) -> RolloutEngine:
 def _params(fields: dict[str, Any]) -> SamplingParams:
     tuples = {name: tuple(fields[name]) for name in ("stop", "stop_token_ids")}  # JSON made them lists
     return SamplingParams(**{**fields, **tuples})
-
-
-def main() -> None:
-    # The driver asks for stacks when it waits too long.
-    faulthandler.register(signal.SIGUSR1, all_threads=True)
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the driver's to answer
-    channel = Channel(Connection(int(sys.argv[1])), sys.argv[2])
-    try:
-        StandaloneWorker(channel).serve()
-    except (EOFError, BrokenPipeError, ConnectionResetError):
-        pass  # the driver is gone
-    except Exception:
-        channel.send("failed", text=traceback.format_exc())
-        raise
-
-
-if __name__ == "__main__":
-    main()

@@ -1,0 +1,258 @@
+"""Reward workers: what hangs, dies or raises is scored elsewhere or abstains; workers come and go; nothing is lost."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import random
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import verl
+from verl.batch import Batch
+from verl.controller import pool, rewards
+from verl.controller.rewards import RewardPool
+from verl.dataflow.loop import dump_stacks
+from verl.errors import ConfigError, RewardError
+from verl.rewards.functions import FunctionReward
+from verl.roles.reward import Reward
+
+
+def texts_of(*texts: str) -> Batch:
+    return Batch.from_rows([{"prompt": "p", "response": text} for text in texts])
+
+
+def length(texts: list[str]) -> list[float]:
+    """Of one sample at a time; a text may ask for trouble."""
+    (text,) = texts
+    if text.startswith("wait"):
+        time.sleep(float(text.removeprefix("wait")))
+    elif text == "raise":
+        raise ValueError("no")
+    elif text == "hang":
+        time.sleep(600)
+    elif text == "die":
+        os._exit(3)
+    elif text.startswith("/"):  # a file: only the first that reads it has trouble
+        with suppress(FileNotFoundError):
+            trouble = Path(text).read_text()
+            os.unlink(text)
+            return length([trouble])
+    return [float(len(text))]
+
+
+@pytest.fixture
+def make() -> Iterator[Callable[..., Reward]]:
+    made: list[Reward] = []
+
+    def reward(function: Any = length, **options: Any) -> Reward:
+        made.append(Reward(function, **{"workers": 2, "timeout": 30.0, **options}))
+        return made[-1]
+
+    yield reward
+    for one in made:
+        one.close()
+
+
+def test_samples_are_scored_one_by_one_and_in_order(make: Callable[..., Reward]) -> None:
+    reward = make()
+    assert not reward.whole_batch
+    texts = ["a" * n for n in range(1, 40)]
+    assert reward.get_reward(texts_of(*texts))["reward"] == [float(n) for n in range(1, 40)]
+    assert len(reward.group.pids) == 2
+    assert make(lambda texts: [float(len(texts))] * len(texts), batch_size=2).get_reward(texts_of("a", "b", "c"))[
+        "reward"
+    ] == [2.0, 2.0, 1.0]
+
+
+def test_what_raises_hangs_or_dies_is_tried_elsewhere_and_counted(make: Callable[..., Reward], tmp_path: Path) -> None:
+    once = [tmp_path / trouble for trouble in ("raise", "hang", "die")]
+    for file in once:
+        file.write_text(file.name)
+    samples = texts_of("good", *map(str, once), "raise", "hang", "die", "good")
+    reward = make(timeout=1.0, retries=1)
+    found, metrics = asyncio.run(reward.score_and_count(samples))
+    assert found["reward"] == [4.0, *(float(len(str(file))) for file in once), None, None, None, 4.0]
+    said = found["abstain_reason"]
+    assert "ValueError: no" in said[4] and "no answer within 1 s" in said[5]
+    assert "reward worker" in said[6] and os.uname().nodename in said[6] and "exit status 3" in said[6]
+    assert metrics["failures/count"] == 3 and metrics["late/count"] == 3 and metrics["retries/count"] == 5
+    assert (
+        metrics["deaths/count"] >= 1 + 3 + 3
+    )  # a death is tried once more than `retries` says, a late call is a death
+    default = make(timeout=1.0, default_reward=-1.0).get_reward(texts_of("good", "raise", "die"))
+    assert default["reward"] == [4.0, -1.0, -1.0]
+
+
+def test_workers_that_are_killed_at_any_moment_lose_nothing(make: Callable[..., Reward]) -> None:
+    reward = make(retries=1)
+    chance, over = random.Random(0), threading.Event()
+    reward.get_reward(texts_of("a"))
+
+    def kill() -> None:
+        while not over.wait(0.3 + 0.4 * chance.random()):
+            with suppress(ProcessLookupError, IndexError):
+                os.kill(chance.choice(reward.group.pids), signal.SIGKILL)
+
+    killer = threading.Thread(target=kill)
+    killer.start()
+    try:
+        found = reward.get_reward(texts_of(*["wait0.02"] * 150))
+    finally:
+        over.set()
+        killer.join()
+    assert found["reward"] == [8.0] * 150
+    assert reward.group.size == 2
+
+
+def test_workers_come_and_go_while_samples_are_scored(make: Callable[..., Reward]) -> None:
+    reward = make(who, workers=1)
+    served: list[set[float]] = []
+
+    def score(samples: int) -> None:
+        served.append(set(reward.get_reward(texts_of(*["wait0.02"] * samples))["reward"]))
+
+    score(3)
+    group, first = reward.group, set(reward.group.pids)
+    scorer = threading.Thread(target=score, args=(400,))
+    scorer.start()
+    group.scale(3)
+    while len({worker.process.pid for worker in group.workers if worker.is_ready}) < 3 and scorer.is_alive():
+        time.sleep(0.05)
+    time.sleep(0.5)
+    group.scale(1)
+    scorer.join()
+    assert len(served[1]) == 3 and None not in served[1]
+    score(3)
+    assert served[2] == served[0] == {float(pid) for pid in first}  # the first one has never stopped
+    with pytest.raises(ConfigError, match="at least one reward worker"):
+        group.scale(0)
+
+
+def who(texts: list[str]) -> list[float]:
+    time.sleep(float(texts[0].removeprefix("wait")))
+    return [float(os.getpid())]
+
+
+def test_a_queue_brings_workers_and_idleness_takes_them(
+    make: Callable[..., Reward], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(pool, "PATIENCE", 0.5)
+    reward = make(workers=1, max_workers=3)
+    reward.group.backlog = 0.2
+    reward.get_reward(texts_of(*["wait0.05"] * 2))
+    assert reward.group.size == 1
+    reward.get_reward(texts_of(*["wait0.05"] * 100))
+    assert reward.group.size == 3
+    end = time.monotonic() + 20
+    while reward.group.size > 1 and time.monotonic() < end:
+        time.sleep(0.05)
+    assert reward.group.size == 1
+    assert reward.get_reward(texts_of("abc"))["reward"] == [3.0]
+
+
+def test_workers_may_come_by_tcp_and_only_with_the_token(monkeypatch: pytest.MonkeyPatch) -> None:
+    commands: list[list[str]] = []
+
+    def launch(command: Any, env: Any, fds: Any) -> pool.Process:
+        commands.append(list(command))
+        assert not fds and pool.TOKEN not in " ".join(command) and env[pool.TOKEN] not in " ".join(command)
+        if len(commands) == 1:  # one that has been told something else comes first, and is not let in
+            stranger = pool.launch(command, {**env, pool.TOKEN: "guess"}, ())
+            assert stranger.wait(60) != 0
+        return pool.launch(command, env, ())
+
+    group = RewardPool(length, "length", workers=2, launch=launch, host="127.0.0.1")
+    source = FunctionReward(length, workers=lambda function, name: group)
+    try:
+        assert Reward(source).get_reward(texts_of("abc", "ab"))["reward"] == [3.0, 2.0]
+    finally:
+        group.close()
+    assert len(commands) == 2 and all(command[-2].startswith("127.0.0.1:") for command in commands)
+
+
+def test_a_worker_that_never_comes_is_replaced_thrice(monkeypatch: pytest.MonkeyPatch) -> None:
+    def launch(command: Any, env: Any, fds: Any) -> pool.Process:
+        return pool.launch([sys.executable, "-c", "raise SystemExit(5)"], env, ())
+
+    group = RewardPool(length, "length", workers=1, launch=launch, host="127.0.0.1")
+    with pytest.raises(verl.errors.ClusterError, match=r"reward 'length': reward worker 2 .*exit status 5, the 3th"):
+        Reward(FunctionReward(length, workers=lambda function, name: group)).get_reward(texts_of("a"))
+
+
+def test_functions_of_a_script_travel_by_value(tmp_path: Path) -> None:
+    pytest.importorskip("ray")
+    script = tmp_path / "script.py"
+    script.write_text(
+        "import verl\n"
+        "bonus = 2.0\n"
+        "def f(texts):\n    return [len(t) + bonus for t in texts]\n"
+        "reward = verl.Reward(f, workers=1)\n"
+        "print(reward.get_reward(verl.Batch.from_rows([{'response': 'abc'}]))['reward'])\n"
+    )
+    done = subprocess.run([sys.executable, str(script)], capture_output=True, text=True, timeout=120)
+    assert done.stdout.strip() == "[5.0]", done.stderr
+    lock = threading.Lock()
+    with pytest.raises(ConfigError, match="cannot be sent to a worker process"):
+        Reward(lambda texts: [float(lock.locked())], workers=1)
+
+
+def test_a_stall_dumps_every_worker(make: Callable[..., Reward], capfd: pytest.CaptureFixture[str],
+                                    caplog: pytest.LogCaptureFixture) -> None:  # fmt: skip
+    reward = make()
+    waiting = threading.Thread(target=lambda: reward.get_reward(texts_of("wait3", "wait3")))
+    waiting.start()
+    while sum(len(worker.jobs) for worker in reward.group.workers) < 2:
+        time.sleep(0.05)
+    time.sleep(0.5)
+    with caplog.at_level(logging.ERROR):
+        dump_stacks("somebody waits")
+    waiting.join()
+    assert capfd.readouterr().err.count("in length\n") == 2
+    for worker in (0, 1):
+        assert f"reward worker {worker} (pid " in caplog.text and os.uname().nodename in caplog.text
+
+
+def test_close_ends_them_and_the_next_sample_starts_them(make: Callable[..., Reward]) -> None:
+    reward = make()
+    reward.get_reward(texts_of("a"))
+    at_first = reward.group.pids
+    errors: list[Exception] = []
+
+    def score() -> None:
+        try:
+            reward.get_reward(texts_of("hang"))
+        except RewardError as error:
+            errors.append(error)
+
+    waiting = threading.Thread(target=score)
+    waiting.start()
+    time.sleep(0.3)
+    reward.close()
+    waiting.join(10)
+    assert "was closed" in str(errors[0])
+    assert reward.get_reward(texts_of("a"))["reward"] == [1.0] and not set(at_first) & set(reward.group.pids)
+
+
+def test_what_cannot_be_is_refused() -> None:
+    with pytest.raises(ConfigError, match="is no range"):
+        Reward(length, workers=4, max_workers=2)
+    with pytest.raises(ConfigError, match="may grow to"):
+        Reward(length, max_workers=2)
+    with pytest.raises(ConfigError, match="give it workers=N"):
+        _ = Reward(length).group
+    with pytest.raises(ConfigError, match="has no option 'workers'"):
+        Reward("code", workers=2)
+    with pytest.raises(ConfigError, match="not to one of its parts"):
+        Reward({"a": {"source": length, "workers": 2}})
+    assert rewards.RewardPool(length, "length", workers=1).size == 0  # they start when they are needed

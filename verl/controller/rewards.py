@@ -1,0 +1,242 @@
+"""The reward workers of a run, seen from its driver: one queue of calls, each made by whichever worker is free."""
+
+from __future__ import annotations
+
+import asyncio
+import concurrent.futures
+import importlib
+import math
+import pickle
+import queue
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from verl.controller.pool import START_DEADLINE, Pool, Worker
+from verl.errors import ClusterError, ConfigError, RewardError
+from verl.rewards.loading import split_spec
+from verl.rewards.scores import Score, failure
+from verl.workers.channel import Message
+
+#: Calls that may stand in the queue.
+_MANY = 2**16
+#: Seconds between two looks at deadlines and at the length of the queue.
+_TICK = 0.1
+#: Weight of the newest call in the mean of the seconds that a call takes.
+_NEW = 0.1
+
+
+@dataclass(eq=False)
+class _Job:
+    data: bytes
+    rows: int
+    timeout: float
+    future: concurrent.futures.Future[list[Score] | None] = field(default_factory=concurrent.futures.Future)
+    until: float = 0.0
+    has_lost_a_worker: bool = False
+
+    def answer(self, scores: list[Score] | None) -> None:
+        if not self.future.done() and self.future.set_running_or_notify_cancel():
+            self.future.set_result(scores)
+
+
+class RewardPool(Pool):
+    """Calls a reward function in worker processes, one call at a time in each (a `Caller` of `FunctionReward`).
+
+    A call that is late costs its worker its life. One whose worker dies without being late is made once more, by
+    another worker, since the fault need not be its own. The workers start at the first call, and again at the first
+    after `close`.
+
+    Args:
+        source: the function, or "FILE.py:FUNCTION".
+        name: of the reward, for messages.
+        workers: how many; `scale` changes it.
+        max_workers: when the calls under way are more than the workers do in `backlog` seconds there are more
+            workers, up to so many; and fewer again, down to `workers`, when they are not needed (`Pool.fit`).
+        **options: see `Pool`.
+
+    Raises:
+        ConfigError: the function cannot be sent to a process.
+    """
+
+    role = "reward"
+    target = "verl.workers.scorer:Scorer"
+    max_late = math.inf  # a late call costs a process, no thread that cannot be ended
+
+    def __init__(
+        self,
+        source: Callable[..., Any] | str,
+        name: str,
+        *,
+        workers: int,
+        max_workers: int | None = None,
+        backlog: float = 2.0,
+        **options: Any,
+    ) -> None:
+        super().__init__(workers, max_workers, **{"transport": "queue", **options})
+        self.name, self.backlog = name, backlog
+        self.width, self.slots = _MANY, threading.Semaphore(_MANY)
+        self._dead = 0
+        self._function = _by_value(source, name)
+        self._wanted = workers
+        self._seconds = 0.0  # that a call takes, in the mean
+        self._queue: deque[_Job] = deque()
+        self._supervisor: threading.Thread | None = None
+        self._failure: Exception | None = None
+
+    async def call(self, args: list[Any], kwargs: dict[str, Any], rows: int, timeout: float) -> list[Score] | None:
+        """Scores of `rows` samples; None: no answer within `timeout` seconds since a worker began.
+
+        Raises:
+            RewardError: the function does not load in a worker; with the worker's own traceback.
+            ClusterError: workers die again and again before they are ready.
+        """
+        job = _Job(pickle.dumps((args, kwargs)), rows, timeout)
+        with self.lock:
+            self._open()
+            self._queue.append(job)
+            self._assign()
+        return await asyncio.wrap_future(job.future)
+
+    def scale(self, size: int) -> None:
+        """Have so many workers from now on. Those that leave finish the call they are at."""
+        with self.lock:
+            self._wanted = size
+            super().scale(size)
+            self._watch()
+
+    def close(self) -> None:
+        """End all workers, now; calls under way fail."""
+        with self.lock:
+            self._supervisor = None
+            self._give_up(RewardError(f"reward '{self.name}' was closed while its samples were being scored"))
+
+    def take_counts(self) -> dict[str, int]:
+        """How many workers there are, and how many died since the last call of this."""
+        with self.lock:
+            dead, self._dead = self._dead, 0
+            return {"workers": self.size, "deaths": dead}
+
+    def _open(self) -> None:
+        if self._failure is not None:
+            raise self._failure
+        if not self.workers:
+            self.scale(self._wanted)
+
+    def _watch(self) -> None:
+        if self._supervisor is None:
+            self._supervisor = threading.Thread(target=self._supervise, name=f"reward {self.name}", daemon=True)
+            self._supervisor.start()
+
+    def _supervise(self) -> None:
+        """Take what workers send, end those that are late, give work to those that are free."""
+        while self._supervisor is threading.current_thread():
+            try:
+                event = self.events.get(timeout=_TICK)
+            except queue.Empty:
+                event = None
+            with self.lock:
+                if self._supervisor is not threading.current_thread():
+                    return
+                try:
+                    if event is not None and event[0] in self._workers:
+                        self._take(*event)
+                    self._expire()
+                    under_way = len(self._queue) + sum(len(worker.jobs) for worker in self._workers)
+                    self.fit(under_way * self._seconds, self.backlog)
+                    self._assign()
+                except (RewardError, ClusterError) as error:
+                    self._failure = type(error)(f"reward '{self.name}': {error}")
+                    self._give_up(self._failure)
+                    return
+
+    def _take(self, worker: Worker, message: Message | None) -> None:
+        if message is None:
+            self._died(worker)
+        elif message.kind == "ready":
+            self._deaths, worker.is_ready = 0, True
+        elif (job := worker.jobs.pop(message.head["job"], None)) is not None:
+            job.answer([Score(**score) for score in message.head["scores"]])
+            seconds = message.head["seconds"]
+            self._seconds += (seconds - self._seconds) * (_NEW if self._seconds else 1.0)
+
+    def _died(self, worker: Worker) -> None:
+        jobs = [job for job in worker.jobs.values() if not job.future.done()]  # done: was late, or nobody waits for it
+        self._queue.extendleft(jobs)
+        self._dead += not worker.is_leaving
+        how = self._bury(worker)
+        for job in jobs:
+            if job.has_lost_a_worker:
+                self._queue.remove(job)
+                job.answer([failure(f"{worker} {how}")] * job.rows)
+            job.has_lost_a_worker = True
+
+    def _expire(self) -> None:
+        now = time.monotonic()
+        for worker in self._workers:
+            if not worker.is_ready and now - worker.started > START_DEADLINE:
+                worker.process.kill()
+            for job in worker.jobs.values():
+                if now > job.until:
+                    job.until = math.inf  # its worker's end is what comes next from it
+                    worker.process.kill()
+                    job.answer(None)
+
+    def _assign(self) -> None:
+        for worker in self.workers:
+            while self._queue and worker.is_ready and not worker.jobs:
+                job = self._queue.popleft()
+                if not job.future.cancelled():
+                    job.until = time.monotonic() + job.timeout
+                    worker.jobs[str(id(job))] = job
+                    self._send(worker, "call", job.data, job=str(id(job)), rows=job.rows)
+
+    def _give_up(self, error: Exception) -> None:
+        jobs = [*self._queue, *(job for worker in self._workers for job in worker.jobs.values())]
+        self._queue.clear()
+        super().close()
+        for job in jobs:
+            if not job.future.done() and job.future.set_running_or_notify_cancel():
+                job.future.set_exception(error)
+
+    def _greet(self, worker: Worker) -> None:
+        spec, data = self._function
+        self._send(worker, "function", data, spec=spec)
+
+    def _error(self, text: str) -> Exception:
+        return RewardError(text)
+
+
+def _by_value(source: Callable[..., Any] | str, name: str) -> tuple[str, bytes]:
+    """How a function goes to a worker: by its file, or pickled. One of a module goes by the module's name, and what
+    exists in the user's script only (a closure, a function of `__main__`) whole, by cloudpickle."""
+    if isinstance(source, str):
+        path, function = split_spec(source)
+        return f"{Path(path).resolve()}:{function}", b""
+    with suppress(pickle.PicklingError, AttributeError, TypeError):
+        data = pickle.dumps(source)
+        if b"__main__" not in data:
+            return "", data
+    cloudpickle = _cloudpickle()
+    try:
+        return "", cloudpickle.dumps(source)
+    except Exception as error:  # it raises whatever an object's own hooks do
+        raise ConfigError(
+            f"reward '{name}' cannot be sent to a worker process ({type(error).__name__}: {error}): give it as "
+            "FILE.py:FUNCTION, or from a module of its own"
+        ) from error
+
+
+def _cloudpickle() -> Any:
+    for module in ("cloudpickle", "ray.cloudpickle"):
+        with suppress(ImportError):
+            return importlib.import_module(module)
+    raise ConfigError(
+        "a function of a script travels to worker processes by cloudpickle: pip install 'verl[ray]', which has it, or "
+        "give the function as FILE.py:FUNCTION"
+    )
