@@ -321,8 +321,7 @@ def test_processes_stay_for_the_next_call_and_go_with_the_reward(tmp_path: Path)
 
 def test_a_file_that_does_not_start_in_a_process_is_named(tmp_path: Path) -> None:
     (tmp_path / "once.py").write_text(
-        "import __main__\nassert getattr(__main__.__spec__, 'name', '') != 'verl.workers.process', 'not here'\n"
-        "def f(texts): return [1]\n"
+        "import __main__\nassert not hasattr(__main__, 'TOKEN'), 'not here'\ndef f(texts): return [1]\n"
     )
     source = Reward(f"{tmp_path / 'once.py'}:f", workers=1).source
     with pytest.raises(RewardError, match=r"(?s)'f'.*reward worker 0 .*failed:.*not here"):
