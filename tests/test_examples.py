@@ -49,6 +49,20 @@ def test_ppo_simple_with_ranks_that_roll_out_and_ranks_that_update(tiny: Path) -
         assert lines[:2] == lines[2:]
 
 
+@pytest.mark.slow
+def test_ppo_train_with_a_part_of_the_models_on_each_of_four_ranks(tiny: Path) -> None:
+    line = [EXAMPLES / "ppo_train.py", "--model", tiny, "--steps", "2", "--batch_size", "8"]
+
+    def steps(done: subprocess.CompletedProcess[str]) -> list[str]:
+        """The printed steps, without speeds and signs of zero."""
+        rows = [text.replace("-0.0000", "+0.0000") for text in done.stdout.splitlines() if text.startswith("step")]
+        return [row.partition("rollout")[0] for row in rows]
+
+    alone = steps(ranks.alone(*line))
+    assert len(alone) == 2
+    assert steps(ranks.torchrun(4, *line, "--use_fsdp")) == alone
+
+
 def test_an_algorithm_of_the_users_own_learns(tiny: Path) -> None:
     example = load("custom_algorithm")
     learned = example.main(["--model", str(tiny), "--steps", "60", "--lr", "0.01"])

@@ -110,9 +110,9 @@ GOLDEN = [
         "actor_rollout_ref.model.path: must be text or null, not 1 (override 'actor_rollout_ref.model={path: 1}')",
     ),
     (
-        ["actor_rollout_ref.actor.strategy=fsdp"],
-        "actor_rollout_ref.actor.strategy: this build trains in one process, so only single is possible here "
-        "(override 'actor_rollout_ref.actor.strategy=fsdp')",
+        ["actor_rollout_ref.actor.fsdp_config.fsdp_size=2"],
+        "actor_rollout_ref.actor.fsdp_config.fsdp_size: this is not built yet, so only -1 is possible here "
+        "(override 'actor_rollout_ref.actor.fsdp_config.fsdp_size=2')",
     ),
 ]
 

@@ -53,6 +53,12 @@ def test_two_ranks_equal_one_process(alone: tuple[Path, Path], tmp_path: Path) -
     assert_equal_runs(expected, tmp_path)
 
 
+def test_two_ranks_with_a_part_of_the_models_each_equal_one_process(alone: tuple[Path, Path], tmp_path: Path) -> None:
+    model, expected = alone
+    torchrun(2, SCRIPT, model, tmp_path, "null", json.dumps("fsdp"))
+    assert_equal_runs(expected, tmp_path)
+
+
 @pytest.mark.slow
 def test_one_rank_rolls_out_and_one_trains(alone: tuple[Path, Path], tmp_path: Path) -> None:
     model, expected = alone
@@ -62,30 +68,37 @@ def test_one_rank_rolls_out_and_one_trains(alone: tuple[Path, Path], tmp_path: P
 
 
 @pytest.mark.slow
-def test_rewards_run_once_and_checkpoints_move_between_rank_counts(tiny: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
+def test_rewards_run_once_and_checkpoints_move_between_rank_counts(tiny: Path, tmp_path: Path, strategy: str) -> None:
     script = tmp_path / "script.py"
     script.write_text(
-        "import os, sys, pathlib, verl, torch\n"
-        "model, out, mode = sys.argv[1:]\n"
+        "import json, os, sys, pathlib, verl\n"
+        "model, out, mode, strategy = sys.argv[1:]\n"
         "def reward(responses):\n"
         "    with open(f'{out}/calls', 'a') as file: file.write(os.environ.get('RANK', '-'))\n"
         "    return [float(len(r)) for r in responses]\n"
-        "actor = verl.Actor(model, optim={'lr': 1e-2}, sampling=verl.SamplingParams(max_new_tokens=6))\n"
+        "sampling = verl.SamplingParams(max_new_tokens=6)\n"
+        "actor = verl.Actor(model, strategy=strategy, optim={'lr': 1e-2}, sampling=sampling)\n"
         "trainer = verl.Trainer(actor, reward_fn=reward, n=2, log_dir=False)\n"
         "if mode == 'save':\n"
         "    trainer.step(['a', 'b', 'c'])\n"
         "    trainer.save_checkpoint(f'{out}/checkpoint')\n"
         "else:\n"
         "    trainer.load_checkpoint(f'{out}/checkpoint')\n"
-        "record = trainer.step(['d', 'e', 'f'])\n"
-        "if os.environ.get('RANK', '0') == '0':\n"
-        "    pathlib.Path(f'{out}/{mode}.txt').write_text(repr((record['reward'], record['loss/actor'])))\n"
+        "records = [] if mode == 'load' else [trainer.step(['d', 'e', 'f'])]\n"
+        "if mode == 'alone': trainer.save_checkpoint(f'{out}/checkpoint')\n"
+        "records += [trainer.step(['g', 'h', 'i'])]\n"
+        "if verl.is_main():\n"
+        "    found = [(record['reward'], record['loss/actor'], record['grad_norm/actor']) for record in records]\n"
+        "    pathlib.Path(f'{out}/{mode}.json').write_text(json.dumps(found))\n"
     )
-    torchrun(2, script, tiny, tmp_path, "save")
+    torchrun(2, script, tiny, tmp_path, "save", strategy)
     assert set((tmp_path / "calls").read_text()) == {"0"}
-    ranks.alone(script, tiny, tmp_path, "load")
-    saved, loaded = (eval((tmp_path / f"{mode}.txt").read_text()) for mode in ("save", "load"))
-    assert loaded == pytest.approx(saved, abs=1e-5)
+    ranks.alone(script, tiny, tmp_path, "alone", strategy)
+    torchrun(2, script, tiny, tmp_path, "load", strategy)
+    saved, one, two = (json.loads((tmp_path / f"{mode}.json").read_text()) for mode in ("save", "alone", "load"))
+    for ours, theirs in ((saved[0], one[0]), (saved[1], one[1]), (one[1], two[0])):
+        assert theirs == pytest.approx(ours, abs=1e-5)
 
 
 @pytest.mark.slow

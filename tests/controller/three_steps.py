@@ -1,6 +1,6 @@
 """Three steps of a training script that knows nothing of ranks; started by the tests in one process and in several.
 
-python three_steps.py MODEL OUT [PLACEMENT as JSON]
+python three_steps.py MODEL OUT [PLACEMENT [STRATEGY]], both as JSON
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ def reward(responses: list[str]) -> list[float]:
     return [sum(map(ord, text)) % 7 / 7 for text in responses]
 
 
-def run(model: str, placement: Any = None, algorithm: str = "ppo") -> dict[str, Any]:
+def run(model: str, placement: Any = None, strategy: str | None = None) -> dict[str, Any]:
     torch.set_num_threads(1)
     options: dict[str, Any] = {
         "dtype": "float64",
@@ -28,11 +28,12 @@ def run(model: str, placement: Any = None, algorithm: str = "ppo") -> dict[str, 
         "mini_batch_size": 8,
         "max_tokens_per_micro_batch": 64,
         "placement": placement,
+        "strategy": strategy,
     }
     sampling = verl.SamplingParams(max_new_tokens=12)
     actor = verl.Actor(model, sampling=sampling, **options)
-    critic = verl.Critic(model, **options) if algorithm == "ppo" else None
-    trainer = verl.Trainer(actor, critic, reward, algorithm=algorithm, n=4, log_dir=False)
+    critic = verl.Critic(model, **options)
+    trainer = verl.Trainer(actor, critic, reward, algorithm="ppo", kl_in="reward", n=4, log_dir=False)
     prompts = ["Once upon a time", "In the beginning", "A", "The quick brown fox", "And"]
     records, samples = [], []
     original = trainer.learn
@@ -47,8 +48,7 @@ def run(model: str, placement: Any = None, algorithm: str = "ppo") -> dict[str, 
         records.append({k: v for k, v in record.items() if not k.startswith(("time/", "memory/"))})
     records = [{k: v for k, v in r.items() if not k.endswith("_per_s")} for r in records]
     weights = {s.name: s.tensor.clone() for s in actor.shards()}
-    if critic is not None:
-        weights |= {f"critic.{s.name}": s.tensor.clone() for s in critic.shards()}
+    weights |= {f"critic.{s.name}": s.tensor.clone() for s in critic.shards()}
     return {"records": records, "samples": samples, "weights": weights}
 
 

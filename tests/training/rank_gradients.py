@@ -19,17 +19,12 @@ from tests.algorithms.test_invariance import VARIANTS
 from verl.algorithms.base import RoleObjective
 from verl.batch import Batch
 from verl.models.heads import ValueModel
+from verl.models.shards import whole
+from verl.training.options import OptimConfig
 from verl.workers.actor import TrainOptions
 
-
-class Recorder(torch.optim.Optimizer):
-    """Keeps the gradient of a step, and steps nowhere."""
-
-    def __init__(self, parameters: Any) -> None:
-        super().__init__(parameters, {"lr": 0.0})
-
-    def step(self, closure: Any = None) -> None:
-        self.gradient = torch.cat([p.grad.flatten() for group in self.param_groups for p in group["params"]])
+# Without momentum the first moment after a step is the gradient.
+OPTIM = OptimConfig(betas=(0.0, 0.9), max_grad_norm=None)
 
 
 def model(head: str) -> Any:
@@ -40,11 +35,11 @@ def model(head: str) -> Any:
     return net if head == "lm" else ValueModel.from_model(net)
 
 
-def gradient(objective: RoleObjective, batch: Batch, group: Any, rows: int | None) -> tuple[torch.Tensor, Any]:
+def gradient(
+    objective: RoleObjective, batch: Batch, group: Any, rows: int | None, strategy: Any = "ddp"
+) -> tuple[torch.Tensor, Any]:
     head: Any = objective.algorithm.head if objective.role == "actor" else "value"
-    net = model(head)
-    optimizer = Recorder(net.parameters())
-    engine = TrainOptions(optimizer=optimizer, micro_batch_size=rows).engine(net, head, group)
+    engine = TrainOptions(OPTIM, micro_batch_size=rows, strategy=strategy).engine(model(head), head, group)
     metrics = engine.update(
         batch,
         objective.compute_loss,
@@ -54,7 +49,8 @@ def gradient(objective: RoleObjective, batch: Batch, group: Any, rows: int | Non
         coupled=objective.coupled,
     )
     assert metrics["update/skipped"] == 0
-    return optimizer.gradient, metrics
+    state, _ = engine.state()
+    return torch.cat([whole(state[name]).flatten() for name in sorted(state) if name.endswith(".exp_avg")]), metrics
 
 
 def compare(name: str, options: dict[str, Any], groups: dict[int, Any], seed: int) -> None:
@@ -63,14 +59,14 @@ def compare(name: str, options: dict[str, Any], groups: dict[int, Any], seed: in
     for role in sorted(algorithm.roles & {"actor", "critic", "cost_critic"}):
         objective = algorithm.objective(role)
         expected, known = gradient(objective, batch, None, None)
-        for ranks, group in groups.items():
+        for ranks, strategy in ((1, "ddp"), (2, "ddp"), (3, "ddp"), (3, "fsdp")):
             shuffled = batch.take(choose.sample(range(len(batch)), len(batch)))
             rows = choose.choice([None, 1, 2, 3])
             if dist.get_rank() >= ranks:
                 continue
-            found, metrics = gradient(objective, shuffled, group, rows)
+            found, metrics = gradient(objective, shuffled, groups[ranks], rows, strategy)
             line = {
-                "case": f"{name} {options} {role}, seed {seed}, {ranks} ranks, micro-batches of {rows} rows",
+                "case": f"{name} {options} {role}, seed {seed}, {strategy} x {ranks}, micro-batches of {rows} rows",
                 "gradient": float((found - expected).norm() / max(float(expected.norm()), 1e-100)),
                 "metrics": max(abs(metrics[key] - value) / (1 + abs(value)) for key, value in known.items()),
                 "names": sorted(metrics) == sorted(known),

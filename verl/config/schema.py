@@ -19,7 +19,7 @@ from pydantic_core import PydanticCustomError
 from verl.errors import nearest
 from verl.training.options import OptimConfig
 
-ONE_PROCESS = "this build trains in one process"
+NOT_BUILT = "this is not built yet"
 ENGINES = ("embedded", "hf", "vllm")
 
 
@@ -133,25 +133,23 @@ class ModelConfig(Section):
 
 
 class WrapPolicy(Section):
-    transformer_layer_cls_to_wrap: str | None = _later(None, ONE_PROCESS, "class of the layers to shard one by one")
+    transformer_layer_cls_to_wrap: str | None = _later(None, NOT_BUILT, "class of the layers to shard one by one")
 
 
 class MixedPrecision(Section):
     param_dtype: str | None = _later(
-        None, f"{ONE_PROCESS}: set model.dtype", "dtype of gathered parameters (null: the model's)"
+        None, "computation is in model.dtype", "dtype of gathered parameters (null: the model's)"
     )
-    reduce_dtype: str | None = _later(
-        None, f"{ONE_PROCESS}: gradients always accumulate in float32", "dtype of gradient reduction"
-    )
-    buffer_dtype: str | None = _later(None, f"{ONE_PROCESS}: set model.dtype", "dtype of buffers (null: the model's)")
+    reduce_dtype: str | None = _later(None, "gradients are reduced in float32", "dtype of gradient reduction")
+    buffer_dtype: str | None = _later(None, "computation is in model.dtype", "dtype of buffers (null: the model's)")
 
 
 class FSDPConfig(Section):
-    fsdp_size: int = _later(-1, ONE_PROCESS, "ranks in a sharding group (-1: all)")
-    param_offload: bool = _later(False, ONE_PROCESS, "keep sharded parameters in host memory")
-    optimizer_offload: bool = _later(False, ONE_PROCESS, "keep the optimizer's state in host memory")
-    reshard_after_forward: bool = _later(True, ONE_PROCESS, "free gathered parameters after the forward pass")
-    forward_prefetch: bool = _later(False, ONE_PROCESS, "gather the next layer during the present one")
+    fsdp_size: int = _later(-1, NOT_BUILT, "ranks in a sharding group (-1: all)")
+    param_offload: bool = _later(False, NOT_BUILT, "keep sharded parameters in host memory")
+    optimizer_offload: bool = _later(False, NOT_BUILT, "keep the optimizer's state in host memory")
+    reshard_after_forward: bool = _later(True, NOT_BUILT, "free gathered parameters after the forward pass")
+    forward_prefetch: bool = _later(False, NOT_BUILT, "gather the next layer during the present one")
     wrap_policy: WrapPolicy = Field(default=WrapPolicy(), description="what is sharded as one unit")
     mixed_precision: MixedPrecision = Field(default=MixedPrecision(), description="precision under FSDP")
 
@@ -170,8 +168,11 @@ class UpdateConfig(Section):
     max_tokens_per_micro_batch: Count | None = Field(
         default=16384, description="most tokens in one forward and backward pass; a longer sample goes alone"
     )
-    strategy: str = _later("single", ONE_PROCESS, "training back end")
-    ulysses_sequence_parallel_size: int = _later(1, ONE_PROCESS, "ranks that share one sequence")
+    strategy: Literal["single", "ddp", "fsdp"] = Field(
+        default="ddp",
+        description="how ranks share training: ddp (each has the whole model), fsdp (each a part), single (one rank)",
+    )
+    ulysses_sequence_parallel_size: int = _later(1, NOT_BUILT, "ranks that share one sequence")
     fsdp_config: FSDPConfig = Field(default=FSDPConfig(), description="fully sharded data parallelism")
 
 
@@ -231,7 +232,7 @@ class RolloutConfig(Section):
         "shared_memory", "how samples and weights travel between processes; the results are the same"
     )
     gpus_per_rollout_worker: int | None = _later(
-        None, ONE_PROCESS, "accelerators of one rollout worker (null: the one the model is on)"
+        None, NOT_BUILT, "accelerators of one rollout worker (null: the one the model is on)"
     )
 
     @model_validator(mode="after")

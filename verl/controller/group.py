@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, Protocol, TypeVar
@@ -9,6 +10,7 @@ from typing import Any, Protocol, TypeVar
 from verl.batch import Batch
 from verl.training.micro_batch import balanced
 
+logger = logging.getLogger(__name__)
 W_co = TypeVar("W_co", covariant=True)
 
 
@@ -42,10 +44,12 @@ def join_rows(parts: Iterable[tuple[Sequence[int], Batch]]) -> Batch:
 
 @contextmanager
 def noted(text: str) -> Iterator[None]:
-    """Inside, an exception keeps its type and says where it arose (from Python 3.11 on)."""
+    """Inside, an exception keeps its type and says where it arose: in a note, or before Python 3.11 in the log."""
     try:
         yield
     except Exception as error:
         if hasattr(error, "add_note"):
             error.add_note(text)
+        else:
+            logger.error("%s: %s", text, error)
         raise

@@ -88,7 +88,8 @@ class Slots:
                     f"{START:g} s: it has {_amounts(ray.cluster_resources())}, of which free: "
                     f"{_amounts(ray.available_resources())}"
                 )
-            made = ray.remote(max_restarts=0, concurrency_groups={"watch": 1})(SlotWorker)
+            options: Any = {"max_restarts": 0, "concurrency_groups": {"watch": 1}}  # the stubs know no such groups
+            made: Any = ray.remote(**options)(SlotWorker)
             for index in range(len(selectors)):
                 at = PlacementGroupSchedulingStrategy(self._group, index)
                 share = {"num_gpus": 1, "num_cpus": 0} if kind == "cuda" else {"num_cpus": self._cpus}
@@ -311,7 +312,7 @@ def _check(mesh: DeviceMesh) -> float:
         mesh.check({"cuda": int(total.get("GPU", 0))}, f"the Ray cluster of {len(nodes)} nodes")
         return 0.0
     # Half of what is free, so that a second map and other work find a place.
-    free, count = ray.available_resources().get("CPU", 0.0), len(mesh.slots)
+    free, count = float(ray.available_resources().get("CPU", 0.0)), len(mesh.slots)
     share = min(1.0, free / 2 / count)
     if share < _LEAST_CPUS:
         raise ConfigError(

@@ -81,4 +81,5 @@ class TorchrunGroup(Generic[W]):
             yield from stream
             return
         everyone = self.world.group(range(self.world.size))
-        yield from broadcast_shards(stream, self.layout.answering(spec.mesh), everyone)
+        with self.world.collective(f"{self.role}, weights"):
+            yield from broadcast_shards(stream, self.layout.answering(spec.mesh), everyone)

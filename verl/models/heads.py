@@ -43,7 +43,7 @@ class ValueModel(nn.Module):
         self.add_module(self.prefix, backbone)
         size = int(backbone.config.get_text_config().hidden_size)
         dtype = torch.float64 if backbone.dtype == torch.float64 else torch.float32
-        self.score = nn.Linear(size, 1, bias=head is None or head[1] is not None, dtype=dtype, device=backbone.device)
+        self.score = _Head(size, 1, bias=head is None or head[1] is not None, dtype=dtype, device=backbone.device)
         self.new_head = head is None
         if head is not None and tuple(head[0].shape) != (1, size):
             raise ModelError(
@@ -80,9 +80,14 @@ class ValueModel(nn.Module):
 
     def predict(self, hidden: Tensor) -> Tensor:
         """The head's numbers `[N]` for final hidden states `[N, d]`, in the dtype of the head."""
+        return cast(Tensor, self.score(hidden))
+
+
+class _Head(nn.Linear):
+    def forward(self, hidden: Tensor) -> Tensor:
         # A sum of products instead of a matrix product: autocast leaves it in full precision.
-        values = (hidden.to(self.score.weight.dtype) * self.score.weight[0]).sum(-1)
-        bias = cast("Tensor | None", self.score.bias)
+        values = (hidden.to(self.weight.dtype) * self.weight[0]).sum(-1)
+        bias = cast("Tensor | None", self.bias)
         return values if bias is None else values + bias
 
 

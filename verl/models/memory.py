@@ -110,6 +110,7 @@ def estimate_memory(
     trained: bool = True,
     gradient_checkpointing: bool = False,
     moments: str | None = None,
+    cut_over: int = 1,
 ) -> MemoryEstimate:
     """Bytes that a model needs at its peak.
 
@@ -119,20 +120,21 @@ def estimate_memory(
         trained: with AdamW: two moments, an fp32 sum of gradients and, for weights under fp32, what they lack of an
             fp32 master.
         moments: dtype of the moments of weights under fp32; by default that of the weights.
+        cut_over: ranks that each train a part (FSDP), all of it in fp32 or more, beside a whole copy for generation.
     """
     weights = size.parameters * size.itemsize
     cache = kv_tokens * size.kv_bytes_per_token
     if not trained:
         return MemoryEstimate(weights, kv_cache=cache)
     full = size.parameters * max(4, size.itemsize)
-    moment = full if moments == "float32" else weights
+    moment = full if moments == "float32" or cut_over > 1 else weights
     layer = micro_batch_tokens * size.activation_bytes_per_token
     inputs = micro_batch_tokens * size.hidden * size.itemsize
     return MemoryEstimate(
         weights,
-        masters=full - weights if size.itemsize < 4 else 0,
-        moments=2 * moment,
-        gradients=full,
+        masters=full // cut_over if cut_over > 1 else full - weights,
+        moments=2 * moment // cut_over,
+        gradients=full // cut_over,
         activations=size.layers * inputs + layer if gradient_checkpointing else size.layers * layer,
         # A chunk of at most 2^25 logits.
         head=min(1 << 25, micro_batch_tokens * size.vocab) * size.itemsize,
@@ -148,6 +150,7 @@ def preflight(
     kv_tokens: int = 0,
     gradient_checkpointing: bool = False,
     moments: str | None = None,
+    cut_over: int = 1,
     loaded: bool = True,
     available: int | None = None,
 ) -> MemoryEstimate:
@@ -169,6 +172,7 @@ def preflight(
             kv_tokens=kv_tokens,
             gradient_checkpointing=checkpointing,
             moments=moments,
+            cut_over=cut_over,
         )
 
     estimate = need(max_tokens_per_micro_batch, gradient_checkpointing)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from safetensors.torch import save_file
@@ -23,12 +23,29 @@ if TYPE_CHECKING:
 
 
 def model_shards(model: nn.Module) -> Iterator[Shard]:
-    """Every weight and persistent buffer, whole, on the live tensors (nothing is copied)."""
+    """Every weight and persistent buffer, whole, on the live tensors (nothing is copied, unless they are cut over ranks,
+    which then draw together)."""
     seen: set[int] = set()
     for name, tensor in model.state_dict(keep_vars=True).items():
         if id(tensor) not in seen:
             seen.add(id(tensor))
-            yield Shard.whole(name, tensor.detach())
+            yield Shard.whole(name, whole(tensor.detach()))
+
+
+def is_cut(tensor: Tensor) -> bool:
+    """Whether it is a DTensor: cut by rows over the ranks of a mesh, as `torch.chunk` cuts."""
+    return hasattr(tensor, "full_tensor")
+
+
+def whole(tensor: Tensor) -> Tensor:
+    """The tensor; one that is cut is put together from all ranks, by all of them."""
+    return cast(Any, tensor).full_tensor() if is_cut(tensor) else tensor
+
+
+def first_row(cut: Tensor) -> int:
+    """The first row of a cut tensor that this rank holds."""
+    mesh = cast(Any, cut).device_mesh
+    return int(-(-cut.shape[0] // mesh.size()) * mesh.get_local_rank())
 
 
 def tied_names(model: nn.Module) -> dict[str, list[str]]:
@@ -64,9 +81,9 @@ def _load(model: nn.Module, shards: Iterable[Shard], copy: bool) -> None:
                 f"weight '{shard.name}' is not one of this {type(model).__name__}: {nearest(shard.name, state)}"
             )
         tensor = state[shard.name]
-        target = _place(shard, tensor)
+        target, source = _place(shard, tensor)
         if copy:
-            target.copy_(shard.tensor)
+            target.copy_(source)
         name, count = missing[id(tensor)]
         missing[id(tensor)] = (name, count - shard.tensor.numel())
     lacking = [name for name, count in missing.values() if count > 0]
@@ -98,19 +115,27 @@ def save_pretrained_dir(model: nn.Module, tokenizer: PreTrainedTokenizerBase | N
         tokenizer.save_pretrained(path)
 
 
-def _place(shard: Shard, tensor: Tensor) -> Tensor:
-    """The part of a weight that a shard is of."""
+def _place(shard: Shard, tensor: Tensor) -> tuple[Tensor, Tensor]:
+    """The part of a weight that a shard is of, and what of the shard belongs there."""
     if shard.global_shape != tuple(tensor.shape):
         raise CheckpointError(
             f"weight '{shard.name}' has shape {list(shard.global_shape)}, the model's has {list(tensor.shape)}: "
             "the weights are of another model or size"
         )
-    target = tensor.detach()
     for dim, (offset, size) in enumerate(zip(shard.offset, shard.tensor.shape, strict=True)):
         if offset < 0 or offset + size > tensor.shape[dim]:
             raise CheckpointError(f"a shard of '{shard.name}' at {list(shard.offset)} reaches outside the weight")
+    source, target, places = shard.tensor, tensor.detach(), shard.offset
+    if is_cut(tensor):  # of the rows that came, those that are held here
+        target = cast(Any, target).to_local()
+        first, begin = first_row(tensor), places[0]
+        low, high = max(begin, first), min(begin + len(source), first + len(target))
+        if low >= high:
+            return target[:0], source[:0]
+        source, places = source[low - begin : high - begin], (low - first, *places[1:])
+    for dim, (offset, size) in enumerate(zip(places, source.shape, strict=True)):
         target = target.narrow(dim, offset, size)
-    return target
+    return target, source
 
 
 def _classifier_name(model: ValueModel) -> str:

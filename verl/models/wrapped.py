@@ -41,8 +41,8 @@ def unwrapped(model: Any) -> Any:
         return model
     if dist.get_world_size() > 1:
         raise ModelError(
-            f"the model is wrapped for {dist.get_world_size()} ranks, and training takes one process: give the model "
-            "before it is wrapped, or wrap it in a job of one rank"
+            f"the model is wrapped for {dist.get_world_size()} ranks, which is done here by strategy='fsdp': give the "
+            "model before it is wrapped, or wrap it in a job of one rank"
         )
     inner = model.module if isinstance(model, FullyShardedDataParallel) else model
     # fully_shard gives a module a class of its own, derived from FSDPModule and from the one that it had.

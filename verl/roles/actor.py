@@ -7,7 +7,7 @@ import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, get_args
 
 import torch
 from pydantic import ValidationError
@@ -34,6 +34,7 @@ from verl.workers.actor import (
     EngineFactory,
     ReferenceWorker,
     RolloutOptions,
+    Strategy,
     TrainOptions,
     engine_factory,
     load_episode,
@@ -45,7 +46,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-_LAYOUTS = (None, "single", "fsdp", "ddp")
+STRATEGIES: tuple[Strategy, ...] = get_args(Strategy)
 
 
 class Actor:
@@ -56,8 +57,8 @@ class Actor:
             directory of one. From one under `FullyShardedDataParallel` or `fully_shard`, in a job of one rank, a plain
             copy is made and trained, in our own layout (see `verl.models.wrapped`): read the result from `Actor.model`.
         tokenizer: a tokenizer, or its name or directory; left out, the one beside the model.
-        strategy: how the ranks of the actor share its training: "ddp", each has the whole model. "fsdp", each has a
-            part of it, is so far for one rank, which is then the whole.
+        strategy: how the ranks of the actor share its training: "ddp", each has the whole model (None is the same);
+            "fsdp", each trains a part of it, beside the copy that generates; "single", there is but one.
         placement: where it runs, see `DeviceMesh`: "cpu:0-1", {"actor": "cuda:0-3", "rollout": "cuda:4-7"}, a
             `Controller`, or None for this process (under torchrun: all ranks).
         algorithm: what `update` optimises: a name or an instance of an algorithm. None: PPO when `update` is given
@@ -113,8 +114,6 @@ class Actor:
         head: Literal["lm", "score"] = "lm",
         seed: int = 0,
     ) -> None:
-        if strategy not in _LAYOUTS:
-            raise ConfigError(f"there is no strategy '{strategy}': {nearest(str(strategy), ('single', 'fsdp', 'ddp'))}")
         engine_factory(rollout)  # a misspelt engine is told before a model is read
         self.sampling = sampling or SamplingParams()
         self.algorithm = None if algorithm is None else make_algorithm(algorithm)
@@ -127,6 +126,7 @@ class Actor:
             share_prompts=share_prompts,
             fused_kernels=fused_kernels,
             autocast=use_amp,
+            strategy=as_strategy(strategy),
         )
         self.head = head
         if isinstance(model, str):
@@ -145,7 +145,6 @@ class Actor:
         #: The episode's tools, as chat templates show them; whether it masks what may be sampled.
         self.tools: list[dict[str, Any]] = list(getattr(played, "schemas", ()))
         self.masks = bool(getattr(played, "masks", False))
-        self.strategy = strategy
         self.reference_model: PreTrainedModel | None = None
         #: Updates so far.
         self.policy_version = 0
@@ -169,9 +168,6 @@ class Actor:
         if self._group is not None or self._reference is not None:
             raise ConfigError("the actor's workers are in place: say where they run before the first verb")
         self.controller = Controller.of(placement)
-        ranks = len(self.controller.mesh.pool("actor"))
-        if self.strategy in ("fsdp", "single") and ranks > 1:
-            raise ConfigError(f"strategy '{self.strategy}' trains on one rank, and the actor has {ranks}: use 'ddp'")
 
     @property
     def group(self) -> WorkerGroup[ActorWorker]:
@@ -390,6 +386,14 @@ def as_optim(optim: Any) -> dict[str, Any]:
     except ValidationError as error:
         first = error.errors()[0]
         raise ConfigError(f"optim.{'.'.join(map(str, first['loc']))}: {first['msg']}, got {first['input']!r}") from None
+
+
+def as_strategy(strategy: str | None) -> Strategy:
+    """The strategy of that name; None: "ddp"."""
+    for known in STRATEGIES:
+        if strategy in (known, None if known == "ddp" else known):
+            return known
+    raise ConfigError(f"there is no strategy '{strategy}': {nearest(str(strategy), STRATEGIES)}")
 
 
 def _check_vocabulary(model: Any, tokenizer: PreTrainedTokenizerBase) -> None:

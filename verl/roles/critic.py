@@ -18,7 +18,7 @@ from verl.models.heads import ValueModel
 from verl.models.loading import load_model, load_tokenizer
 from verl.models.portable import PortableModel
 from verl.models.wrapped import unwrapped
-from verl.roles.actor import as_optim
+from verl.roles.actor import as_optim, as_strategy
 from verl.roles.columns import add_rewards
 from verl.shard import Shard
 from verl.training.options import OptimConfig
@@ -43,8 +43,8 @@ class Critic:
         tokenizer: the critic's own; None: it reads the actor's token ids.
         actor_tokenizer: the actor's, needed only when `tokenizer` differs from it.
         algorithm: supplies the value loss and the returns of `update`; None: PPO's.
-        placement, optim, mini_batch_size, epochs, micro_batch_size, max_tokens_per_micro_batch, fused_kernels,
-            use_amp, seed: as of `Actor`.
+        strategy, placement, optim, mini_batch_size, epochs, micro_batch_size, max_tokens_per_micro_batch,
+            fused_kernels, use_amp, seed: as of `Actor`.
 
     Raises:
         ModelError: the model cannot be found or used.
@@ -55,6 +55,7 @@ class Critic:
         model: PreTrainedModel | ValueModel | str,
         tokenizer: PreTrainedTokenizerBase | str | None = None,
         *,
+        strategy: str | None = None,
         placement: Any = None,
         actor_tokenizer: PreTrainedTokenizerBase | None = None,
         algorithm: str | BaseAlgorithm | None = None,
@@ -86,6 +87,7 @@ class Critic:
             gradient_checkpointing=gradient_checkpointing,
             fused_kernels=fused_kernels,
             autocast=use_amp,
+            strategy=as_strategy(strategy),
         )
         #: "critic" or "cost_critic": which pool of the map it stands on.
         self.role = "critic"

@@ -102,5 +102,6 @@ def make_critic(actor: Actor) -> Critic:
         gradient_checkpointing=options.gradient_checkpointing,
         fused_kernels=options.fused_kernels,
         use_amp=options.autocast,
+        strategy=options.strategy,
         seed=actor.plan.seed,
     )

@@ -268,6 +268,7 @@ def check_memory(config: Config, algorithm: BaseAlgorithm, actor: Actor) -> None
         kv_tokens=int((rollout.kv_cache_gb or 0.0) * 2**30 / max(size.kv_bytes_per_token, 1)),
         gradient_checkpointing=config.actor_rollout_ref.model.enable_gradient_checkpointing,
         moments=update.optim.moments,
+        cut_over=len(actor.controller.mesh.pool("actor")) if update.strategy == "fsdp" else 1,
         available=available_memory() // local_ranks() - _others(algorithm, size),
     )
     logger.info("memory of training the actor: about %s", estimate)
@@ -322,6 +323,7 @@ def _training(config: Config, update: UpdateConfig, rows: int) -> dict[str, Any]
         "epochs": update.epochs,
         "micro_batch_size": update.train_micro_batch_size_per_gpu,
         "max_tokens_per_micro_batch": update.max_tokens_per_micro_batch,
+        "strategy": update.strategy,
     }
 
 

@@ -24,7 +24,7 @@ from verl.dataflow.graph import Graph, Node
 from verl.dataflow.nodes import experience_nodes, reward_node, rollout_node, update_nodes
 from verl.errors import ConfigError, DataError, TrainingError
 from verl.models.memory import peak_memory
-from verl.roles.actor import Actor
+from verl.roles.actor import STRATEGIES, Actor, as_strategy
 from verl.roles.critic import Critic
 from verl.roles.reward import Reward
 from verl.roles.updater import Updater
@@ -60,8 +60,9 @@ class Trainer:
         on_log_hook: `fn(step, record)` gets every log record.
         checkpoint_dir, save_every: automatic checkpoints.
         permute_rewards: a control: rewards are dealt out at random among the samples, so nothing can be learned.
-        placement: where every role runs, by one map, see `DeviceMesh`; None: where the handles say. `strategy=` and
-            `device_map=` are the same.
+        placement: where every role runs, by one map, see `DeviceMesh`; None: where the handles say. `device_map=`
+            is the same.
+        strategy: how the ranks of a model share its training, "ddp" or "fsdp", for all models; or a map of placement.
         timeline: where a trace of what worked when is written; see `Timeline`.
         deadline: seconds for one call of a node.
         **options: of the algorithm, such as `kl_coef`.
@@ -114,17 +115,20 @@ class Trainer:
             raise ConfigError(f"algorithm '{self.algorithm.name}' needs a {role}: give the trainer {role}=...")
         if permute_rewards and "reward" not in self.algorithm.roles:
             raise ConfigError(f"algorithm '{self.algorithm.name}' has no rewards to permute: use a zero learning rate")
-        maps = [given for given in (placement, strategy, device_map) if given is not None]
+        layout = strategy if strategy in STRATEGIES else None
+        maps = [given for given in (placement, None if layout else strategy, device_map) if given is not None]
         if len(maps) > 1:
             raise ConfigError("give the trainer one map: placement=..., strategy=... or device_map=...")
         amp = {} if use_amp is None else {"use_amp": use_amp}
         if isinstance(actor, str):
             actor = Actor.from_pretrained(actor, head=self.algorithm.head, **amp)
         self.actor = actor
-        if maps:
-            self.actor.place(maps[0])
-            if critic is not None:
-                critic.place(maps[0])
+        handles: list[Actor | Critic] = [self.actor] if critic is None else [self.actor, critic]
+        for handle in handles:
+            if maps:
+                handle.place(maps[0])
+            if layout is not None:
+                handle.train_options = replace(handle.train_options, strategy=as_strategy(layout))
         if use_amp is not None:
             self.actor.train_options = replace(self.actor.train_options, autocast=use_amp)
         self.updater = Updater(self.algorithm, actor=self.actor, critic=critic)

@@ -38,9 +38,9 @@ class DataParallelEngine(SingleEngine):
         self.group = group
         self.rank, self.ranks = dist.get_rank(group), dist.get_world_size(group)
 
-    def _micro_batches(self, batch: Batch, coupled: bool = False) -> list[list[int]]:
+    def _micro_batches(self, batch: Batch, coupled: bool = False) -> tuple[list[list[int]], list[list[int]]]:
         rows = balanced(batch, self.ranks, coupled, self.share_prompts)[self.rank]
-        return [[rows[index] for index in part] for part in self._split(batch.take(rows), coupled)]
+        return [[rows[index] for index in part] for part in self._split(batch.take(rows), coupled)], []
 
     def _measured(self, losses: list[Loss]) -> dict[str, float]:
         parts: list[Any] = [None] * self.ranks

@@ -166,11 +166,13 @@ class SingleEngine:
         if len(batch) == 0:
             raise DataError("the mini-batch has no rows: there is nothing to train on")
         mini = _MiniBatch(batch, weights, columns, self._totals(batch))
-        for rows in self._micro_batches(batch, coupled):
+        own, idle = self._micro_batches(batch, coupled)
+        for number, rows in enumerate([*own, *idle]):
             part = batch.take(rows)
             with self._precision():
                 outputs = self._predict(part, temperature, entropy)
-            yield _checked(loss_fn(mini.loss_input(rows, part, outputs, self.exact)))
+            loss = _checked(loss_fn(mini.loss_input(rows, part, outputs, self.exact)))
+            yield loss if number < len(own) else Loss(total=loss.total * 0.0)
 
     def _totals(self, batch: Batch) -> _Totals:
         """Counts of the whole mini-batch."""
@@ -178,9 +180,9 @@ class SingleEngine:
         count = sum(batch.lengths("response_tokens")) if tokens is None else int(tokens.count_nonzero())
         return _Totals(len(batch), count, len(batch.group_indices()))
 
-    def _micro_batches(self, batch: Batch, coupled: bool = False) -> list[list[int]]:
-        """Rows of each micro-batch that this engine computes of a mini-batch."""
-        return self._split(batch, coupled)
+    def _micro_batches(self, batch: Batch, coupled: bool = False) -> tuple[list[list[int]], list[list[int]]]:
+        """Rows of each micro-batch that this engine computes of a mini-batch, and of those that count for nothing."""
+        return self._split(batch, coupled), []
 
     def _split(self, batch: Batch, coupled: bool = False) -> list[list[int]]:
         return split(batch, self.max_tokens, self.max_rows, coupled, self.share_prompts)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import logging
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import closing
@@ -15,6 +16,7 @@ from verl.batch import Batch
 from verl.errors import ConfigError, nearest
 from verl.models.packed import PackedModel
 from verl.models.portable import PortableModel
+from verl.models.shards import whole
 from verl.rewards.loading import load_function
 from verl.rollout.base import Request, RolloutEngine, SamplingParams
 from verl.rollout.episode import Episode, Outcome, Turns, outcomes
@@ -36,6 +38,8 @@ EngineFactory = Callable[["PackedModel", "PreTrainedTokenizerBase", tuple[int, .
 
 
 Head = Literal["lm", "value", "score"]
+#: How the ranks of a role share its training: each has the whole model, or each a part of it.
+Strategy = Literal["single", "ddp", "fsdp"]
 
 
 @dataclass(frozen=True)
@@ -78,12 +82,21 @@ class TrainOptions:
     share_prompts: bool = True
     fused_kernels: bool | str = True
     autocast: bool = False
+    strategy: Strategy = "ddp"
 
     def engine(self, model: Any, head: Head, group: Any = None) -> SingleEngine:
         """The engine of one rank; `group`: the process group of the ranks that share the work, None: it is alone."""
-        options = {name: getattr(self, name) for name in self.__dataclass_fields__}
+        options = {name: getattr(self, name) for name in self.__dataclass_fields__ if name != "strategy"}
         if group is None:
             return SingleEngine(model, head=head, **options)
+        if self.strategy == "single":
+            raise ConfigError(
+                f"strategy 'single' trains on one rank, and there are {group.size()}: use 'ddp' or 'fsdp'"
+            )
+        if self.strategy == "fsdp":
+            from verl.training.sharded import ShardedEngine
+
+            return ShardedEngine(model, group, head=head, **options)
         from verl.training.data_parallel import DataParallelEngine
 
         return DataParallelEngine(model, group, head=head, **options)
@@ -182,10 +195,14 @@ class ActorWorker:
         self.rollout, self.head, self.place = rollout, head, place
         self.policy_version = 0
         live = model.model if place.device is None else model.model.to(place.device)
-        options = train if "train" in place.shares else train.frozen()
-        self.engine = options.engine(live, head=head, group=place.groups.get("train"))
+        options, group = (train, place.groups.get("train")) if "train" in place.shares else (train.frozen(), None)
+        is_cut = train.strategy == "fsdp" and group is not None
+        self.engine = options.engine(copy.deepcopy(live) if is_cut else live, head, group)
+        #: Whole weights, for generation: those that are trained, or a copy beside the part that is trained.
+        self.local = train.frozen().engine(live, head) if is_cut else self.engine
         if place.size > 1:  # a model that each rank has made for itself may differ
             spread_weights(self.engine, place, to_all=True)
+            self._refresh()
         self._rollout_engine: RolloutEngine | None = None
         self._sync = SyncCheck()
         self._tensors: dict[str, torch.Tensor] = {}
@@ -196,15 +213,15 @@ class ActorWorker:
             raise ConfigError(f"a model with a '{self.head}' head writes no responses")
         if self._rollout_engine is None:
             self._rollout_engine = make_rollout_engine(
-                self.engine.packed, self.tokenizer, self.eos_token_ids, self.rollout
+                self.local.packed, self.tokenizer, self.eos_token_ids, self.rollout
             )
-            self._rollout_engine.load_shards(self.engine.shards(), self.policy_version)
+            self._rollout_engine.load_shards(self.local.shards(), self.policy_version)
         return self._rollout_engine
 
     @verb("rollout")
     def exact_rollout(self) -> bool:
         """Whether the rollout engine's log-probs are the trainer's own numbers (`RolloutEngine.exact`)."""
-        return bool(getattr(self.rollout_engine, "exact", False))
+        return self.local is self.engine and bool(getattr(self.rollout_engine, "exact", False))
 
     @verb("rollout", split="rows", collect="batches")
     def generate(self, prompts: Batch, params: SamplingParams) -> Iterator[Batch]:
@@ -253,7 +270,7 @@ class ActorWorker:
     def update(self, batch: Batch, objective: Objective, plan: UpdatePlan) -> dict[str, float]:
         """Optimizer steps; the weights that are served follow at `sync`."""
         if self.policy_version == 0:
-            self._sync.measure(self._rollout_engine, self.engine)  # how far a fresh engine is
+            self._sync.measure(self._rollout_engine, self.local)  # how far a fresh engine is
         return run_updates(self.engine, batch, objective, plan, self.policy_version)
 
     @verb()
@@ -269,6 +286,7 @@ class ActorWorker:
     @verb(collect="none")
     def load_shards(self, shards: Iterable[Shard]) -> None:
         self.engine.load_shards(shards)
+        self._refresh()
 
     @verb("train")
     def meta(self) -> dict[str, Any]:
@@ -280,7 +298,7 @@ class ActorWorker:
     def state(self) -> Iterator[Shard]:
         """The optimizer's tensors, once after `meta`."""
         tensors, self._tensors = self._tensors, {}
-        return (Shard.whole(name, tensor) for name, tensor in tensors.items())
+        return (Shard.whole(name, whole(tensor)) for name, tensor in tensors.items())
 
     @verb(collect="none")
     def load_state(self, tensors: Mapping[str, torch.Tensor], meta: Mapping[str, Any]) -> None:
@@ -294,11 +312,16 @@ class ActorWorker:
         """Bring the trained weights to where generation reads them; how far its log-probs are from the trainer's."""
         if self.place.is_apart:
             spread_weights(self.engine, self.place)
+        self._refresh()
         if self._rollout_engine is None:
             return {}
         # The embedded engine reads the live tensors; an engine with its own copy takes the stream.
-        self._rollout_engine.load_shards(self.engine.shards(), self.policy_version)
-        return self._sync.measure(self._rollout_engine, self.engine)
+        self._rollout_engine.load_shards(self.local.shards(), self.policy_version)
+        return self._sync.measure(self._rollout_engine, self.local)
+
+    def _refresh(self) -> None:
+        if self.local is not self.engine:
+            self.local.load_shards(self.engine.shards())
 
 
 class ReferenceWorker:

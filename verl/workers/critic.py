@@ -9,6 +9,7 @@ import torch
 
 from verl.batch import Batch
 from verl.models.portable import PortableModel
+from verl.models.shards import whole
 from verl.shard import Shard
 from verl.workers.actor import TrainOptions
 from verl.workers.place import ALONE, Place, verb
@@ -56,7 +57,7 @@ class CriticWorker:
     def state(self) -> Iterator[Shard]:
         """The optimizer's tensors, once after `meta`."""
         tensors, self._tensors = self._tensors, {}
-        return (Shard.whole(name, tensor) for name, tensor in tensors.items())
+        return (Shard.whole(name, whole(tensor)) for name, tensor in tensors.items())
 
     @verb("train", collect="none")
     def load_state(self, tensors: Mapping[str, torch.Tensor], meta: Mapping[str, Any]) -> None:
