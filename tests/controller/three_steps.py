@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 import verl
-from verl.controller.once import is_main
+from verl.controller.ranks import is_main
 
 
 def reward(responses: list[str]) -> list[float]:

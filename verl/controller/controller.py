@@ -3,22 +3,19 @@ on a Ray cluster."""
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable
 from functools import partial
 from typing import Any, TypeVar
 
 from verl.controller.group import WorkerGroup
 from verl.controller.local import LocalGroup
-from verl.controller.once import rank_here, torchrun_ranks
 from verl.controller.placement import DeviceMesh, ResourcePool, cuda_devices
-from verl.controller.world import TIMEOUT, Layout, World
+from verl.controller.ranks import torchrun_ranks
+from verl.controller.world import TIMEOUT, Layout, World, here
 from verl.errors import ConfigError
 
 W = TypeVar("W")
 _known: dict[tuple[Any, ...], Controller] = {}
-# One world a process, however many maps there are.
-_worlds: list[World] = []
 
 
 class Controller:
@@ -115,11 +112,7 @@ class Controller:
 
     def world(self) -> World:
         """This rank's side of the torchrun job; joined at the first use."""
-        if not _worlds:
-            is_cuda = self.mesh.slots[0].kind == "cuda"
-            device = f"cuda:{os.environ.get('LOCAL_RANK', rank_here())}" if is_cuda else "cpu"
-            _worlds.append(World(rank_here(), torchrun_ranks(), "env://", self.timeout, device))
-        return _worlds[0]
+        return here(self.timeout, self.mesh.slots[0].kind)
 
     def _check(self, ranks: int) -> None:
         kinds = {slot.kind for slot in self.mesh.slots}

@@ -4,44 +4,18 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
-import os
 import pickle
-import socket
 import time
 from collections import Counter
 from collections.abc import Awaitable, Callable
 from typing import Any, TypeVar
 
+from verl.controller.ranks import is_main, torchrun_ranks, who
 from verl.errors import ClusterError
 
 T = TypeVar("T")
 # How often each call has been made, by a hash of its name: calls of one name meet in the order they are made in.
 _seen: Counter[int] = Counter()
-
-
-def torchrun_ranks() -> int:
-    """Ranks of the torchrun job that this process belongs to; 1 outside of one."""
-    return int(os.environ.get("WORLD_SIZE", "1")) if "RANK" in os.environ else 1
-
-
-def rank_here() -> int:
-    """The rank of this process in its torchrun job; 0 outside of one."""
-    return int(os.environ.get("RANK", "0"))
-
-
-def local_ranks() -> int:
-    """Ranks of the job on this machine, which share its memory."""
-    return int(os.environ.get("LOCAL_WORLD_SIZE", "1")) if torchrun_ranks() > 1 else 1
-
-
-def is_main() -> bool:
-    """Whether side effects happen in this process: on rank 0 of a torchrun job."""
-    return rank_here() == 0
-
-
-def who() -> str:
-    """This process among the ranks of its job, for messages."""
-    return f"rank {rank_here()} of {torchrun_ranks()}, host {socket.gethostname()}"
 
 
 async def once(about: str, work: Callable[[], Awaitable[T]]) -> T:
@@ -58,9 +32,9 @@ async def once(about: str, work: Callable[[], Awaitable[T]]) -> T:
     ranks = torchrun_ranks()
     if ranks == 1:
         return await work()
-    from verl.controller.controller import Controller
+    from verl.controller.world import here  # which takes torch along
 
-    world = Controller.of().world()
+    world = here()
     name = hashlib.sha256(about.encode()).digest()[:8]
     _seen[number := int.from_bytes(name, "big")] += 1
     key = f"verl/once/{name.hex()}/{_seen[number]}"

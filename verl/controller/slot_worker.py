@@ -17,7 +17,8 @@ from typing import Any
 import ray
 
 from verl.controller.group import noted
-from verl.controller.once import portable, who
+from verl.controller.once import portable
+from verl.controller.ranks import who
 from verl.controller.world import Layout, World
 from verl.shard import Shard
 from verl.workers.place import verb_of

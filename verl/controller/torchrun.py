@@ -11,7 +11,7 @@ from typing import Any, Generic, TypeVar
 
 from verl.batch import Batch
 from verl.controller.group import join_rows, noted, split_rows
-from verl.controller.once import who
+from verl.controller.ranks import who
 from verl.controller.world import Layout, World
 from verl.shard import Shard
 from verl.workers.place import Verb, verb_of

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 import pickle
 import traceback
 import zlib
@@ -15,7 +16,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from verl.controller.once import who
+from verl.controller.ranks import rank_here, torchrun_ranks, who
 from verl.errors import ClusterError
 from verl.workers.place import ROLE, Place, Share
 
@@ -152,3 +153,19 @@ def is_broken_collective(error: BaseException) -> bool:
 
 def _room(nbytes: int) -> torch.Tensor:
     return torch.empty(nbytes, dtype=torch.uint8)
+
+
+_worlds: list[World] = []
+
+
+def here(timeout: float = TIMEOUT, device: str | None = None) -> World:
+    """This rank's side of the torchrun job: one a process, joined at the first use, as it is asked for then.
+
+    Args:
+        device: "cpu" or "cuda"; None: a GPU where there is one.
+    """
+    if not _worlds:
+        kind = device or ("cuda" if torch.cuda.is_available() else "cpu")
+        own = f"cuda:{os.environ.get('LOCAL_RANK', rank_here())}" if kind == "cuda" else "cpu"
+        _worlds.append(World(rank_here(), torchrun_ranks(), "env://", timeout, own))
+    return _worlds[0]

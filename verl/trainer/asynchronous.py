@@ -18,8 +18,8 @@ from functools import partial
 from typing import Any
 
 from verl.batch import Batch
-from verl.controller.once import torchrun_ranks
 from verl.controller.pool import check_range
+from verl.controller.ranks import torchrun_ranks
 from verl.controller.standalone import Finished, RolloutPool
 from verl.dataflow.schedule import Schedule
 from verl.errors import ConfigError, TrainingError

@@ -13,8 +13,8 @@ from verl.algorithms import BaseAlgorithm, make_algorithm
 from verl.batch import Batch
 from verl.config import Config, RewardConfig, RewardPart, UpdateConfig
 from verl.controller.controller import Controller
-from verl.controller.once import local_ranks
 from verl.controller.placement import ROLES
+from verl.controller.ranks import local_ranks
 from verl.data.loader import PromptLoader
 from verl.data.offline import OfflineDatasetLoader, is_recorded
 from verl.data.prefetch import Loader, Prefetch

@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
 
-from verl.controller.once import is_main, torchrun_ranks, who
+from verl.controller.ranks import is_main, torchrun_ranks, who
 from verl.errors import ConfigError, nearest
 
 logger = logging.getLogger(__name__)

@@ -20,7 +20,8 @@ from rich.table import Table
 from verl.batch import Batch
 from verl.config import Config, config_hash, run_id, to_yaml
 from verl.controller.controller import Controller
-from verl.controller.once import is_main, on_main, rank_here, torchrun_ranks
+from verl.controller.once import on_main
+from verl.controller.ranks import is_main, rank_here, torchrun_ranks
 from verl.data.prompts import PromptDataset
 from verl.errors import CheckpointError, DataError, VerlError
 from verl.models.memory import peak_memory

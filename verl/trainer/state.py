@@ -17,7 +17,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from verl.batch import Batch
-from verl.controller.once import is_main, on_main, torchrun_ranks
+from verl.controller.once import on_main
+from verl.controller.ranks import is_main, torchrun_ranks
 from verl.errors import CheckpointError
 from verl.models.shards import load_model_shards, model_shards
 from verl.roles.actor import Actor
