@@ -30,7 +30,7 @@ House rules: columns are added, never overwritten; nulls stand at row level only
 from __future__ import annotations
 
 import mmap
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -129,9 +129,9 @@ class Batch:
         """The column as plain Python values; a ragged column as a list of lists."""
         return self.arrow(name).to_pylist()  # type: ignore[no-any-return]
 
-    def __reduce__(self) -> tuple[Callable[[bytes], Batch], tuple[bytes]]:
-        # Pickling a slice would ship its whole parent: write Arrow IPC of just these rows.
-        return Batch.from_ipc, (self.to_ipc(),)
+    def __reduce__(self) -> tuple[type[Batch], tuple[pa.Table]]:
+        # Arrow's own pickle hands its buffers out as they are, which for a slice are those of its whole parent.
+        return Batch, (self._own(),)
 
     @property
     def columns(self) -> list[str]:
@@ -230,11 +230,15 @@ class Batch:
 
     def to_ipc(self) -> bytes:
         """Arrow IPC stream of just these rows."""
-        table = pa.table({name: _compact(self.arrow(name)) for name in self.columns})
+        table = self._own()
         sink = pa.BufferOutputStream()
         with pa.ipc.new_stream(sink, table.schema) as writer:
             writer.write_table(table)
         return sink.getvalue().to_pybytes()  # type: ignore[no-any-return]
+
+    def _own(self) -> pa.Table:
+        """The table without rows of a parent."""
+        return pa.table({name: _compact(self.arrow(name)) for name in self.columns})
 
     @classmethod
     def from_ipc(cls, data: bytes | mmap.mmap) -> Batch:
@@ -263,8 +267,10 @@ def _single(column: pa.ChunkedArray) -> pa.Array:
 
 
 def _compact(array: pa.Array) -> pa.Array:
-    # A slice keeps its parent's buffers; taking the rows by index copies just them.
-    return array.take(pa.array(range(len(array)), pa.int64())) if array.offset or _is_list(array.type) else array
+    # A slice keeps its parent's buffers; taking the rows by index copies just them. Buffers are padded a little.
+    if array.get_total_buffer_size() <= 1.05 * array.nbytes + 1024:
+        return array
+    return array.take(pa.array(range(len(array)), pa.int64()))
 
 
 def _list_type(name: str, values: pa.DataType) -> pa.DataType:

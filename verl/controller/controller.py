@@ -1,8 +1,10 @@
-"""`Controller`: one program that drives all workers, wherever they are: in this process, or under torchrun."""
+"""`Controller`: one program that drives all workers, wherever they are: in this process, under torchrun, or
+on a Ray cluster."""
 
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from functools import partial
 from typing import Any, TypeVar
 
@@ -23,7 +25,8 @@ class Controller:
     """Where roles run, by one map; which executor that takes follows from it.
 
     Under torchrun the ranks of the job are the slots, and without a map every role stands on all of them. A plain
-    script is one process, which is one slot.
+    script is one process, which is one slot; a map of several, or of nodes, takes Ray: the cluster that the script is
+    connected to, else the one at `RAY_ADDRESS`, else one on this machine.
 
     Args:
         placement: role -> slots, see `DeviceMesh`; None: one slot, or all ranks of the torchrun job.
@@ -37,12 +40,16 @@ class Controller:
         self.timeout = timeout
         ranks = torchrun_ranks()
         self.executor = "torchrun" if ranks > 1 else "local"
+        self._slots: Any = None
         if placement is None:
             self.mesh = DeviceMesh(ResourcePool.numbered(0, ranks))
             self._device: str | None = None
         else:
             self.mesh = DeviceMesh(placement)
-            self._check(ranks)
+            if self.is_local and (len(self.mesh.slots) > 1 or self.mesh.slots[0].is_named):
+                self.executor, self._slots = "ray", _slots(self.mesh, timeout)
+            else:
+                self._check(ranks)
             slot = self.mesh.slots[0]
             self._device = str(slot) if slot.kind == "cuda" else slot.kind
 
@@ -69,17 +76,42 @@ class Controller:
         """
         if self.executor == "local":
             return LocalGroup(role, recipe, self._device)
+        if self.executor == "ray":
+            from verl.controller.ray import RayGroup
+
+            return RayGroup(role, recipe, self.layout(role), self._slots)
         from verl.controller.torchrun import TorchrunGroup
 
         return TorchrunGroup(role, recipe, self.layout(role), self.world)
 
     def layout(self, role: str) -> Layout:
         """The world ranks of a role by mesh. An actor also generates: on slots of its own if the map says so."""
-        meshes = {"train": tuple(slot.index for slot in self.mesh.pool(role).slots)}
+        meshes = {"train": self._ranks(self.mesh.pool(role))}
         if role == "actor":
-            pool = self.mesh.pools.get("rollout") or self.mesh.pool(role)
-            meshes["rollout"] = tuple(slot.index for slot in pool.slots)
+            meshes["rollout"] = self._ranks(self.mesh.pools.get("rollout") or self.mesh.pool(role))
         return Layout(role, meshes)
+
+    def _ranks(self, pool: ResourcePool) -> tuple[int, ...]:
+        slots = self.mesh.slots
+        return tuple(slot.index if self.executor == "torchrun" else slots.index(slot) for slot in pool.slots)
+
+    def start(self) -> None:
+        """Start or join the processes at the slots, which the first verb does otherwise."""
+        if self.executor == "torchrun":
+            self.world()
+        elif self.executor == "ray":
+            self._slots.start()
+
+    def each(self, function: Callable[..., Any], given: Callable[[int], Any]) -> None:
+        """Call a function at each slot of a Ray cluster, with what `given` is for its rank."""
+        if self.executor == "ray":
+            count = len(self.mesh.slots)
+            self._slots.each("run", [(function, given(rank)) for rank in range(count)], function.__name__)
+
+    def close(self) -> None:
+        """End the processes that were started on a Ray cluster; the end of this process does that, too."""
+        if self.executor == "ray":
+            self._slots.close()
 
     def world(self) -> World:
         """This rank's side of the torchrun job; joined at the first use."""
@@ -90,16 +122,26 @@ class Controller:
         return _worlds[0]
 
     def _check(self, ranks: int) -> None:
-        slots, kinds = self.mesh.slots, {slot.kind for slot in self.mesh.slots}
-        if len(slots) > 1 and self.is_local:
-            raise ConfigError(
-                f"placement: {len(slots)} slots ({', '.join(map(str, slots))}) need as many processes, and a plain "
-                f"script is one: start it with torchrun --nproc_per_node={max(slot.index for slot in slots) + 1}"
-            )
+        kinds = {slot.kind for slot in self.mesh.slots}
         if self.is_local:
-            self.mesh.check({"cuda": cuda_devices(), "cpu": slots[0].index + 1}, "this machine")
+            self.mesh.check({"cuda": cuda_devices(), "cpu": self.mesh.slots[0].index + 1}, "this machine")
             return
+        if named := next((slot for slot in self.mesh.slots if slot.is_named), None):
+            raise ConfigError(f"placement: slot {named} names a node or accelerator, which takes Ray, not torchrun")
         if len(kinds) > 1:
             found = " and ".join(sorted(kinds))
             raise ConfigError(f"placement: the slots of a torchrun job are of one kind, got {found}")
         self.mesh.check(dict.fromkeys(kinds, ranks), f"this torchrun job of {ranks} ranks")
+
+
+def _slots(mesh: DeviceMesh, timeout: float) -> Any:
+    try:
+        from verl.controller.ray import Slots
+    except ImportError as error:
+        slots = mesh.slots
+        raise ConfigError(
+            f"placement: {len(slots)} slots ({', '.join(map(str, slots))}) need as many processes, and a plain script "
+            "is one. Ray would start them: pip install 'verl[ray]'; or start them with "
+            f"torchrun --nproc_per_node={max(slot.index for slot in slots) + 1}"
+        ) from error
+    return Slots(mesh, timeout)

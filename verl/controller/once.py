@@ -68,7 +68,7 @@ async def once(about: str, work: Callable[[], Awaitable[T]]) -> T:
         try:
             value = await work()
         except Exception as error:
-            world.store.set(key, pickle.dumps((None, _portable(error))))
+            world.store.set(key, pickle.dumps((None, portable(error))))
             raise
         world.store.set(key, pickle.dumps((value, None)))
         return value
@@ -99,10 +99,10 @@ async def _there(store: Any, key: str, timeout: float, about: str) -> None:
         await asyncio.sleep(0.005)
 
 
-def _portable(error: Exception) -> Exception:
-    """The error, or its text if it cannot travel."""
+def portable(error: Exception, by: Any = pickle) -> Exception:
+    """The error, or its text if it cannot travel; `by`: the pickle that it travels by."""
     try:
-        pickle.loads(pickle.dumps(error))
+        by.loads(by.dumps(error))
     except Exception:  # whatever a class of the user's own raises when it is made anew
-        return ClusterError(f"rank 0: {type(error).__name__}: {error}")
+        return ClusterError(f"{who()}: {type(error).__name__}: {error}")
     return error

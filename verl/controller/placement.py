@@ -8,25 +8,33 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from verl.errors import ConfigError, nearest
 
 ROLES = ("actor", "rollout", "critic", "cost_critic", "reference")
-_KEYS = ("slots", "device", "gpu_ids", "cpu_ids", "parallel")
+_KEYS = ("slots", "device", "gpu_ids", "cpu_ids", "parallel", "node", "accelerator")
 _RANGE = re.compile(r"([a-z]+)(?::(\d[\d,\s-]*))?")
 
 
 @dataclass(frozen=True, order=True)
 class Slot:
-    """One rank's place."""
+    """One rank's place; on a Ray cluster `node` and `accelerator` may say where."""
 
     kind: str
     index: int
+    node: str = ""
+    accelerator: str = ""
+
+    @property
+    def is_named(self) -> bool:
+        """Whether it names a node or a type of accelerator."""
+        return bool(self.node or self.accelerator)
 
     def __str__(self) -> str:
-        return f"{self.kind}:{self.index}"
+        node, accelerator = f"@{self.node}" if self.node else "", f" ({self.accelerator})" if self.accelerator else ""
+        return f"{self.kind}:{self.index}{node}{accelerator}"
 
 
 @dataclass(frozen=True)
@@ -75,7 +83,11 @@ class ResourcePool:
 
     @classmethod
     def parse(cls, given: Any) -> ResourcePool:
-        """From any form: a pool, "cuda:0-3", `{"gpu_ids": [0, 1], "parallel": "data"}`, `{"device": "cuda:4"}`."""
+        """From any form: a pool, "cuda:0-3", `{"gpu_ids": [0, 1], "parallel": "data"}`, `{"device": "cuda:4"}`.
+
+        On a Ray cluster such a mapping may also have "node" (name, address, or number, the head being 0; its slots are
+        counted by themselves) and "accelerator" (a type, such as "H100").
+        """
         if isinstance(given, ResourcePool):
             return given
         if not isinstance(given, Mapping):
@@ -91,7 +103,9 @@ class ResourcePool:
         if where[0] in ("gpu_ids", "cpu_ids"):
             kind = "cuda" if where[0] == "gpu_ids" else "cpu"
             value = [Slot(kind, int(index)) for index in ([value] if isinstance(value, int) else value)]
-        return cls(value, given.get("parallel") or "data")
+        pool = cls(value, given.get("parallel") or "data")
+        named = {key: str(given[key]) for key in ("node", "accelerator") if given.get(key) is not None}
+        return cls([replace(slot, **named) for slot in pool.slots], pool.parallel)
 
 
 @dataclass(frozen=True)

@@ -53,8 +53,7 @@ def train(config: Config, *, fresh: bool = False) -> dict[str, Any]:
     """
     trainer = config.trainer
     controller = build.build_controller(config)
-    if torchrun_ranks() > 1:
-        controller.world()
+    controller.start()
     if trainer.threads is not None:
         torch.set_num_threads(trainer.threads)
     seed_everything(trainer.seed)
@@ -69,6 +68,7 @@ def train(config: Config, *, fresh: bool = False) -> dict[str, Any]:
     run = on_main("run directory", opened)
     with run if is_main() else nullcontext():
         setup_logging(run.log_of(rank_here()))
+        controller.each(setup_logging, lambda rank: run.log.with_suffix(f".rank{rank}.log"))
         logger.info("run directory %s (%s, attempt %d)", run.path, run.status, run.attempt)
         try:
             return _Job(config, run, controller).execute()
@@ -78,6 +78,7 @@ def train(config: Config, *, fresh: bool = False) -> dict[str, Any]:
             raise
         finally:
             _report(run)
+            controller.close()
 
 
 class _Job:
@@ -102,7 +103,9 @@ class _Job:
         self.store = CheckpointStore(run.checkpoints, config.trainer.keep_checkpoints)
         self.trainer = build.build_trainer(config, algorithm, actor, rows, open_logger(None, ()))
         if not controller.is_local:
-            logger.info("%d ranks:\n%s", torchrun_ranks(), controller.mesh.picture(build.placed_roles(algorithm)))
+            logger.info(
+                "%d ranks:\n%s", len(controller.mesh.slots), controller.mesh.picture(build.placed_roles(algorithm))
+            )
         if config.trainer.timeline and is_main():
             self.trainer.timeline = Timeline(run.path / "timeline.json")
         self.totals = dict.fromkeys(_TOTALS, 0.0)
@@ -155,7 +158,7 @@ class _Job:
 
     def _asked_to_stop(self, stop: StopSignal) -> bool:
         """Whether a signal has reached any rank: all end after the same step."""
-        return stop.requested if self.controller.is_local else self.controller.world().anywhere("stop", stop.requested)
+        return stop.requested if torchrun_ranks() == 1 else self.controller.world().anywhere("stop", stop.requested)
 
     def _resume(self) -> int | None:
         """The step of the checkpoint that the run goes on from; None: it starts at the beginning."""

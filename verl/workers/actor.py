@@ -101,6 +101,14 @@ class TrainOptions:
 
         return DataParallelEngine(model, group, head=head, **options)
 
+    def __getstate__(self) -> dict[str, Any]:
+        if self.optimizer is not None:
+            raise ConfigError(
+                f"your own {type(self.optimizer).__name__} holds tensors of this process and cannot train in another: "
+                "give optim={'lr': ...}, or run in one process or under torchrun"
+            )
+        return vars(self)
+
     def frozen(self) -> TrainOptions:
         """The same for a model that is only read."""
         return replace(self, optim=None, optimizer=None, gradient_checkpointing=False)

@@ -1,0 +1,114 @@
+"""What the Ray executor itself costs: a step whose workers return at once, and moving a large batch.
+
+    python benchmarks/dispatch.py
+    python benchmarks/dispatch.py --workers 2 --samples 64 --megabytes 16 --repeats 3
+
+A step is what a controller does of one of PPO: generation, log-probs and values go to the workers as slices of the
+batch and come back as one, then two updates get the whole batch. A move is a batch put into the object store and read
+by a worker; beside it stands a copy of as many bytes into shared memory. Run it on a quiet machine.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import time
+from collections.abc import Callable, Iterator
+from functools import partial
+from multiprocessing.shared_memory import SharedMemory
+
+import numpy as np
+import pyarrow as pa
+
+from verl.batch import Batch
+from verl.controller.placement import DeviceMesh
+from verl.controller.ray import RayGroup, Slots
+from verl.controller.world import Layout
+from verl.workers.place import ALONE, Place, verb
+
+#: Milliseconds a step; the move's share of the speed of a copy.
+STEP_BOUND, MOVE_BOUND = 50.0, 0.5
+
+
+class Idle:
+    """A worker that has its answers ready."""
+
+    def __init__(self, *, place: Place = ALONE) -> None:
+        pass
+
+    @verb("train", split="rows", collect="batches")
+    def generate(self, batch: Batch) -> Iterator[Batch]:
+        yield batch
+
+    @verb("train", split="rows", collect="rows")
+    def score(self, batch: Batch) -> Batch:
+        return batch.select(["log_probs"])
+
+    @verb("train")
+    def update(self, batch: Batch) -> dict[str, float]:
+        return {"rows": float(len(batch))}
+
+
+def ragged(rows: int, values: np.ndarray) -> pa.Array:
+    offsets = np.linspace(0, len(values), rows + 1).astype(np.int64)
+    return pa.LargeListArray.from_arrays(pa.array(offsets), pa.array(values))
+
+
+def experience(samples: int, tokens: int) -> Batch:
+    """Samples as they stand before an update."""
+    ids, floats = np.arange(samples * tokens, dtype=np.int32), np.zeros(samples * tokens, np.float32)
+    names = ("rollout_log_probs", "log_probs", "values", "advantages", "returns")
+    columns = {name: ragged(samples, floats) for name in names}
+    columns |= {"response_tokens": ragged(samples, ids), "prompt_tokens": ragged(samples, ids[: samples * 32])}
+    columns["response_mask"] = ragged(samples, np.ones(samples * tokens, np.uint8))
+    return Batch.from_columns({"id": [str(i) for i in range(samples)], **columns})
+
+
+def milliseconds(work: Callable[[], object], repeats: int) -> list[float]:
+    times = []
+    for _ in range(repeats + 2):
+        began = time.perf_counter()
+        work()
+        times.append((time.perf_counter() - began) * 1e3)
+    return times[2:]  # the first ones warm the store
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description="The cost of the Ray executor itself.")
+    for name, default in (("workers", 4), ("samples", 1024), ("tokens", 512), ("megabytes", 256), ("repeats", 20)):
+        parser.add_argument(f"--{name}", type=int, default=default, help="(default: %(default)s)")
+    args = parser.parse_args()
+    slots = Slots(DeviceMesh(f"cpu:0-{args.workers - 1}"), timeout=120)
+    ranks = tuple(range(args.workers))
+    group = RayGroup("idle", partial(Idle), Layout("idle", {"train": ranks}), slots)
+    batch = experience(args.samples, args.tokens)
+
+    def step() -> None:
+        Batch.concat(group.call("generate", batch))
+        for _ in ("log_probs", "values"):
+            group.call("score", batch)
+        for _ in ("actor", "critic"):
+            group.call("update", batch)
+
+    taken = statistics.median(milliseconds(step, args.repeats))
+    rows = f"{args.workers} workers, {args.samples} samples of {args.tokens} tokens, {batch.nbytes / 1e6:.0f} MB"
+    print(f"step: {taken:.1f} ms ({rows}); bound {STEP_BOUND:g} ms: {'met' if taken <= STEP_BOUND else 'MISSED'}")
+
+    values = np.ones(args.megabytes * 2**20 // 4, np.float32)
+    large = Batch.from_columns({"values": ragged(256, values)})
+    one = RayGroup("one", partial(Idle), Layout("one", {"train": (0,)}), slots)
+    shared = SharedMemory(create=True, size=values.nbytes)
+    source = memoryview(values).cast("B")
+    copy = min(milliseconds(lambda: shared.buf.__setitem__(slice(len(source)), source), args.repeats))
+    move = min(milliseconds(lambda: one.call("update", large), args.repeats))
+    shared.close()
+    shared.unlink()
+    share = copy / move
+    verdict = "met" if share >= MOVE_BOUND else "MISSED"
+    print(f"move: {args.megabytes} MB in {move:.1f} ms, {share:.2f} of the speed of a copy into shared memory "
+          f"({copy:.1f} ms); bound {MOVE_BOUND:g}: {verdict}")  # fmt: skip
+    slots.close()
+
+
+if __name__ == "__main__":
+    main()

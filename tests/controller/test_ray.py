@@ -1,0 +1,239 @@
+"""The same script on a Ray cluster: the same parameters, metrics and samples; what happens when ranks fail."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterable, Iterator
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from tests import ranks
+from tests.controller.test_torchrun import SCRIPT, assert_equal_runs
+from verl.batch import Batch
+from verl.controller.placement import DeviceMesh
+from verl.controller.world import Layout
+from verl.errors import ClusterError, ConfigError
+from verl.shard import Shard
+from verl.workers.actor import TrainOptions
+from verl.workers.place import ALONE, Place, verb
+
+ray = pytest.importorskip("ray")
+BOTH = Layout("probe", {"train": (0, 1)})
+
+
+class Probe:
+    """A worker that does what a test asks it to."""
+
+    def __init__(self, *, place: Place = ALONE) -> None:
+        self.place, self.held = place, ""
+
+    @verb("train", split="rows", collect="rows")
+    def double(self, batch: Batch) -> Batch:
+        return Batch.from_columns({"y": [2 * x for x in batch["x"]], "by": [self.place.rank] * len(batch)})
+
+    @verb("train", split="rows", collect="batches")
+    def each(self, batch: Batch) -> Iterator[Batch]:
+        for row in range(len(batch)):
+            yield batch.slice(row, 1)
+
+    @verb("train", collect="shards")
+    def shards(self) -> Iterator[Shard]:
+        for index in range(3):
+            values = torch.full((2,), float(index))
+            dist.all_reduce(values, group=self.place.groups["train"])
+            yield Shard.whole(f"w{index}", values)
+
+    @verb(collect="none")
+    def load(self, shards: Iterable[Shard]) -> None:
+        self.held = ",".join(f"{shard.name}={shard.tensor.tolist()}" for shard in shards)
+
+    @verb("train", split="rows", collect="rows")
+    def loaded(self, batch: Batch) -> Batch:
+        return Batch.from_columns({"held": [self.held] * len(batch)})
+
+    @verb("train", split="rows", collect="rows")
+    def picky(self, batch: Batch) -> Batch:
+        if 3 in batch["x"]:
+            raise ZeroDivisionError("three")
+        return batch
+
+    @verb("train")
+    def meet(self, how: str) -> float:
+        if self.place.rank == 1:
+            if how == "raise":
+                raise ZeroDivisionError("the loss of rank 1")
+            if how == "die":
+                os.kill(os.getpid(), signal.SIGKILL)
+            if how == "hang":
+                time.sleep(600)
+        total = torch.ones(1)
+        dist.all_reduce(total, group=self.place.groups["train"])
+        return float(total)
+
+
+@pytest.fixture(scope="module")
+def cluster() -> Iterator[None]:
+    ray.cloudpickle.register_pickle_by_value(sys.modules[__name__])
+    ray.init(num_cpus=2, include_dashboard=False, log_to_driver=False, object_store_memory=80 << 20)
+    yield
+    ray.shutdown()
+
+
+@pytest.fixture
+def slots(cluster: None) -> Iterator[Any]:
+    from verl.controller.ray import Slots
+
+    made = Slots(DeviceMesh("cpu:0-1"), timeout=60)
+    yield made
+    made.close()
+
+
+def probe(slots: Any) -> Any:
+    from verl.controller.ray import RayGroup
+
+    return RayGroup("probe", partial(Probe), BOTH, slots)
+
+
+@pytest.fixture(scope="module")
+def alone(make_tiny: Callable[..., Path], tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    """The model, and what one process made of it."""
+    model, out = make_tiny("gpt2", torch.float64), tmp_path_factory.mktemp("alone")
+    ranks.alone(SCRIPT, model, out)
+    return model, out
+
+
+def test_two_slots_equal_one_process(alone: tuple[Path, Path], tmp_path: Path) -> None:
+    model, expected = alone
+    ranks.alone(SCRIPT, model, tmp_path, json.dumps("cpu:0-1"))
+    assert_equal_runs(expected, tmp_path)
+
+
+@pytest.mark.slow
+def test_one_slot_rolls_out_and_one_trains(alone: tuple[Path, Path], tmp_path: Path) -> None:
+    model, expected = alone
+    placement = {"rollout": "cpu:0", "actor": "cpu:1", "critic": "cpu:1", "reference": "cpu:0"}
+    ranks.alone(SCRIPT, model, tmp_path, json.dumps(placement))
+    assert_equal_runs(expected, tmp_path)
+
+
+@pytest.mark.slow
+def test_data_travel_as_declared(slots: Any) -> None:
+    tokens = {"prompt_tokens": [1, 2], "response_tokens": [3]}
+    group, batch = probe(slots), Batch.from_rows([{"x": x, **tokens} for x in range(5)])
+    doubled = group.call("double", batch)
+    assert doubled["y"] == [0, 2, 4, 6, 8]
+    assert set(doubled["by"]) == {0, 1}
+    assert sorted(row["x"] for part in group.call("each", batch) for row in part) == list(range(5))
+    assert group.call("meet", "well") == 2.0
+    weights = {shard.name: shard.tensor.tolist() for shard in group.call("shards")}
+    assert weights == {"w0": [0.0, 0.0], "w1": [2.0, 2.0], "w2": [4.0, 4.0]}
+    next(iter(group.call("shards")))  # who stops listening leaves no rank behind
+    group.call("load", (shard for shard in group.call("shards")))
+    assert set(group.call("loaded", batch)["held"]) == {"w0=[0.0, 0.0],w1=[2.0, 2.0],w2=[4.0, 4.0]"}
+    # A failure of a verb that ranks do apart leaves them as they were.
+    with pytest.raises(ZeroDivisionError, match="three") as caught:
+        group.call("picky", batch)
+    assert "in picky" in str(caught.value.__cause__) and "role 'probe'" in str(caught.value.__cause__)
+    assert group.call("meet", "well") == 2.0
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("how", "kind", "text"), [
+    ("raise", ZeroDivisionError, "the loss of rank 1"),
+    ("die", ClusterError, r"rank 1 of 2 \(slot cpu:1, host .*, pid \d+\) died in 'probe.meet'"),
+])  # fmt: skip
+def test_the_first_failure_ends_the_wait_and_the_slots(slots: Any, how: str, kind: type, text: str) -> None:
+    group = probe(slots)
+    assert group.call("meet", "well") == 2.0
+    began = time.monotonic()
+    with pytest.raises(kind, match=text) as caught:
+        group.call("meet", how)
+    assert time.monotonic() - began < 20
+    if how == "raise":
+        told = str(caught.value.__cause__)
+        assert "raise ZeroDivisionError" in told and "rank 1 of 2, host" in told and "role 'probe'" in told
+    with pytest.raises(ClusterError, match="have been ended"):
+        group.call("meet", "well")
+
+
+@pytest.mark.slow
+def test_a_rank_that_hangs_is_named_and_all_stacks_are_told(slots: Any, caplog: pytest.LogCaptureFixture) -> None:
+    group = probe(slots)
+    assert group.call("meet", "well") == 2.0
+    slots.timeout = 3.0
+    with pytest.raises(ClusterError, match=r"'probe.meet' did not end within 3 s: waited for .*slot cpu:1"):
+        group.call("meet", "hang")
+    assert "time.sleep(600)" in caplog.text and "all_reduce" in caplog.text
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("placement", "text"), [
+    ("cuda:0-3", r"asks for slot cuda:0 .* Ray cluster of 1 nodes has 0 cuda slots"),
+    ({"cpu_ids": [0, 1], "node": "elsewhere"}, r"cpu:0@elsewhere names no one node of the Ray cluster; it has 0 \("),
+    ({"cpu_ids": [0, 1], "node": 0, "accelerator": "H100"}, r"wants accelerator H100, and the Ray cluster has: none"),
+    ({"actor": "cpu:0", "critic": "cuda:0"}, "of one kind, got cpu and cuda"),
+    ("cpu:0-199", r"200 cpu slots take 0.02 CPUs each or more, and of the 2 CPUs of the Ray cluster [12] are free"),
+])  # fmt: skip
+def test_a_map_that_cannot_be_met_fails_with_the_numbers(cluster: None, placement: Any, text: str) -> None:
+    from verl.controller.controller import Controller
+
+    with pytest.raises(ConfigError, match=text):
+        Controller(placement)
+
+
+def test_what_cannot_travel_is_refused_by_name() -> None:
+    import pickle
+
+    optimizer = torch.optim.SGD([torch.zeros(1)], lr=0.1)
+    with pytest.raises(ConfigError, match="your own SGD"):
+        pickle.dumps(TrainOptions(optimizer=optimizer))
+
+
+def test_without_ray_a_map_of_two_slots_says_what_to_do() -> None:
+    code = "import sys; sys.modules['ray'] = None; import verl; verl.Controller('cpu:0-1')"
+    done = subprocess.run([sys.executable, "-c", code], env=ranks.ENV, capture_output=True, text=True, timeout=120)
+    assert "ConfigError" in done.stderr
+    assert "verl[ray]" in done.stderr and "torchrun --nproc_per_node=2" in done.stderr
+
+
+def descendants(pid: int) -> set[int]:
+    parents = {}
+    for stat in Path("/proc").glob("[0-9]*/stat"):
+        try:
+            parents[int(stat.parent.name)] = int(stat.read_text().rpartition(")")[2].split()[1])
+        except OSError:
+            continue
+    found, edge = set(), {pid}
+    while edge := {child for child, parent in parents.items() if parent in edge}:
+        found |= edge
+    return found
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("end", [signal.SIGINT, signal.SIGKILL])
+def test_no_process_outlives_the_script(tmp_path: Path, end: signal.Signals) -> None:
+    script = tmp_path / "script.py"
+    script.write_text(
+        "import time, verl\nverl.Controller('cpu:0-1').start()\nprint('up', flush=True)\ntime.sleep(600)\n"
+    )
+    process = subprocess.Popen([sys.executable, str(script)], env=ranks.ENV, stdout=subprocess.PIPE, text=True)
+    assert process.stdout is not None
+    assert any("up" in line for line in process.stdout)
+    children = descendants(process.pid)
+    assert len(children) >= 3
+    process.send_signal(end)
+    process.wait(60)
+    until = time.monotonic() + 60
+    while (left := [pid for pid in children if Path(f"/proc/{pid}").exists()]) and time.monotonic() < until:
+        time.sleep(0.2)
+    assert not left

@@ -1,0 +1,374 @@
+"""The executor on a Ray cluster: one process a slot, driven from here.
+
+A verb's rows go to the slots as slices, what they give back is collected as the verb declares, and whoever fails first
+ends the wait: the others may be waiting for it. Slots whose ranks may have come apart are ended, never used again.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import os
+import sys
+import threading
+import time
+from collections import deque
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from functools import partial
+from itertools import count
+from typing import Any, Generic, TypeVar
+
+import ray
+from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
+from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+
+from verl.controller.group import join_rows, split_rows
+from verl.controller.placement import DeviceMesh, Slot
+from verl.controller.slot_worker import SlotWorker, Stream, WorkerError, bunched
+from verl.controller.world import Layout
+from verl.errors import ClusterError, ConfigError
+from verl.workers.place import ROLE, Verb, verb_of
+
+logger = logging.getLogger(__name__)
+W = TypeVar("W")
+
+#: Seconds for a slot's process to start.
+START = 120.0
+#: Seconds in which the other ranks may end once one has failed.
+GRACE = 3.0
+_LEAST_CPUS = 0.02
+_NODE_KEYS = ("NodeName", "NodeID", "NodeManagerAddress", "NodeManagerHostname")
+_ACCELERATOR = "ray.io/accelerator-type"
+
+
+class Slots:
+    """The processes at the slots of one map, started at the first use; slot i of the map is rank i of their world.
+
+    The cluster is the one that this process is connected to, else the one at `RAY_ADDRESS`, else one that is started
+    on this machine and ends with this process.
+
+    Args:
+        timeout: seconds for any call.
+
+    Raises:
+        ConfigError: the cluster does not have what the map asks for; says what it has.
+    """
+
+    def __init__(self, mesh: DeviceMesh, timeout: float) -> None:
+        self.mesh, self.timeout = mesh, timeout
+        self.lock = threading.RLock()  # calls reach all slots in one order
+        self._keys = count()
+        self._ended: str | None = None
+        self._workers: list[Any] = []
+        self._about: list[dict[str, Any]] = []
+        self._group: PlacementGroup | None = None
+        connect()
+        self._cpus = _check(mesh)
+
+    def start(self) -> None:
+        """Start the processes and let them meet.
+
+        Raises:
+            ClusterError: what the map asks for is taken by others, or a process does not start.
+        """
+        with self.lock:
+            if self._workers or self._ended is not None:
+                return
+            kind = self.mesh.slots[0].kind
+            nodes = _nodes()
+            bundle = {"GPU": 1.0} if kind == "cuda" else {"CPU": self._cpus}
+            selectors = [_selector(slot, nodes) for slot in self.mesh.slots]
+            strategy = "PACK" if kind == "cuda" else "SPREAD"
+            self._group = placement_group([bundle] * len(selectors), strategy, bundle_label_selector=selectors)
+            if not self._group.wait(START):
+                remove_placement_group(self._group)
+                raise ClusterError(
+                    f"placement: {len(selectors)} slots with {bundle} each found no place on the Ray cluster within "
+                    f"{START:g} s: it has {_amounts(ray.cluster_resources())}, of which free: "
+                    f"{_amounts(ray.available_resources())}"
+                )
+            made = ray.remote(max_restarts=0, concurrency_groups={"watch": 1})(SlotWorker)
+            for index in range(len(selectors)):
+                at = PlacementGroupSchedulingStrategy(self._group, index)
+                share = {"num_gpus": 1, "num_cpus": 0} if kind == "cuda" else {"num_cpus": self._cpus}
+                self._workers.append(made.options(scheduling_strategy=at, **share).remote())
+            self._meet("cuda:0" if kind == "cuda" else "cpu")
+
+    def _meet(self, device: str) -> None:
+        import torch
+
+        self._about = [{"host": "?", "pid": "?"}] * len(self._workers)
+        self._about = self.each("about", [()] * len(self._workers), "start", START)
+        machines = [about["node"] for about in self._about]
+        first = self._about[0]
+        meeting = f"tcp://{first['address']}:{first['port']}"
+        threads = [max(1, torch.get_num_threads() // machines.count(machine)) for machine in machines]
+        given = [(rank, machines, meeting, self.timeout, device, n) for rank, n in enumerate(threads)]
+        self.each("join", given, "start", START)
+
+    def each(self, method: str, given: Sequence[tuple[Any, ...]], what: str, timeout: float | None = None) -> list[Any]:
+        """A method of every slot, with the arguments of each; the answers."""
+        with self.lock:
+            self.start()
+            calls = {self.submit(rank, method, *args): rank for rank, args in enumerate(given)}
+        answers = self.gather(calls, what, timeout=timeout)
+        return [answers[index] for index in range(len(given))]
+
+    def make(self, recipe: Any, layout: Layout) -> int:
+        """The workers of a role at their slots; the key of its calls."""
+        with self.lock:
+            key, sent = next(self._keys), _put(recipe)
+            self.each("make", [(key, sent, layout)] * len(self.mesh.slots), f"{layout.role}.start")
+            return key
+
+    def submit(self, rank: int, method: str, *args: Any) -> Any:
+        """Begin a call; hold the lock where several ranks are called."""
+        if self._ended is not None:
+            raise ClusterError(f"the slots have been ended: {self._ended}")
+        options = {"num_returns": "streaming"} if method == "stream" else {}
+        return getattr(self._workers[rank], method).options(**options).remote(*args)
+
+    def gather(
+        self, calls: Mapping[Any, int], what: str, safe: bool = False, timeout: float | None = None
+    ) -> dict[int, Any]:
+        """The answers of several ranks.
+
+        Args:
+            calls: reference -> rank.
+            what: "ROLE.VERB", for messages.
+            safe: a failure of some ranks does not set them apart from the others.
+            timeout: seconds; None: `self.timeout`.
+        """
+        answers, pending, limit = {}, list(calls), timeout or self.timeout
+        until = time.monotonic() + limit
+        while pending:
+            (call, *_), pending = self._next(pending, calls, what, until - time.monotonic(), limit)
+            with self._failing(call, calls, what, safe):
+                answers[calls[call]] = ray.get(call, timeout=START)
+        return answers
+
+    def stream(self, calls: Mapping[Any, int], what: str) -> Iterator[Any]:
+        """What several ranks yield, as it comes; each may take `self.timeout` seconds for its next item."""
+        pending = list(calls)
+        try:
+            while pending:
+                done, _ = self._next(pending, calls, what, self.timeout, self.timeout)
+                for call in done:
+                    with self._failing(call, calls, what, safe=False):
+                        try:
+                            yield ray.get(next(call), timeout=START)
+                        except StopIteration:
+                            pending.remove(call)
+        finally:
+            for call in pending if self._ended is None else ():  # who stopped listening must not leave ranks waiting
+                deque(call, maxlen=0)
+
+    def _next(
+        self, pending: list[Any], calls: Mapping[Any, int], what: str, wait: float, limit: float
+    ) -> tuple[list[Any], list[Any]]:
+        done, rest = ray.wait(pending, timeout=max(0.0, wait))
+        if not done:
+            raise self._stalled(sorted(calls[call] for call in rest), what, limit)
+        return done, rest
+
+    @contextmanager
+    def _failing(self, call: Any, calls: Mapping[Any, int], what: str, safe: bool) -> Iterator[None]:
+        """Inside, the failure of a rank is told as the user shall see it. The other ranks have `GRACE` seconds to end
+        too; if they do not, or if some went on and others not, all slots are ended."""
+        try:
+            yield
+        except ray.exceptions.RayError as error:
+            failed = {calls[call]: error}
+            others = {_end(other): rank for other, rank in calls.items() if other is not call}
+            done, late = ray.wait(list(others), num_returns=len(others), timeout=GRACE) if others else ([], [])
+            for other in done:
+                try:
+                    ray.get(other, timeout=START)
+                except ray.exceptions.RayError as their:
+                    failed[others[other]] = their
+            alive = all(isinstance(e, ray.exceptions.RayTaskError) for e in failed.values())
+            errors = [self._told(rank, failed[rank], what) for rank in sorted(failed)]
+            # Who died or raised an error of its own is the cause; a rank that waited for another in vain is not.
+            cause = min(errors, key=lambda e: isinstance(e, ClusterError) and e.__cause__ is not None)
+            if late or not alive or not (safe or len(failed) == len(calls)):
+                self.close(f"{type(cause).__name__}: {cause}")
+            raise cause from cause.__cause__
+
+    def _told(self, rank: int, error: Exception, what: str) -> Exception:
+        """The failure of a rank as the user sees it."""
+        cause = getattr(error, "cause", None)
+        if isinstance(cause, WorkerError):
+            cause.error.__cause__ = ClusterError(f"the worker's own traceback: {cause.told}")
+            return cause.error
+        if isinstance(error, ray.exceptions.RayTaskError):
+            return ClusterError(f"{self.who(rank)} failed in '{what}': {error}")
+        return ClusterError(
+            f"{self.who(rank)} died in '{what}': {_line(error)}. The run cannot go on without it; the same command "
+            "resumes it from its last checkpoint"
+        )
+
+    def who(self, rank: int) -> str:
+        """A rank, for messages."""
+        about = self._about[rank]
+        where = f"slot {self.mesh.slots[rank]}, host {about['host']}, pid {about['pid']}"
+        return f"rank {rank} of {len(self._workers)} ({where})"
+
+    def _stalled(self, ranks: Sequence[int], what: str, limit: float) -> ClusterError:
+        """The error of a passed deadline, once the stacks of all slots are in the log and the slots ended."""
+        asked = {worker.stacks.remote(): rank for rank, worker in enumerate(self._workers)}
+        done, _ = ray.wait(list(asked), num_returns=len(asked), timeout=GRACE)
+        for call, rank in asked.items():
+            try:
+                told = ray.get(call, timeout=START) if call in done else "no answer"
+            except ray.exceptions.RayError as error:
+                told = _line(error)
+            logger.error("%s stands at:\n%s", self.who(rank), told)
+        names = "; ".join(map(self.who, ranks))
+        reason = f"'{what}' did not end within {limit:g} s: waited for {names}; stacks of all ranks are in the log"
+        self.close(reason)
+        return ClusterError(reason)
+
+    def close(self, reason: str = "close() was called") -> None:
+        """End the processes and give their slots back."""
+        with self.lock:
+            if self._ended is None:
+                self._ended = reason
+                for worker in self._workers:
+                    ray.kill(worker)
+                if self._group is not None:
+                    remove_placement_group(self._group)
+
+
+class RayGroup(Generic[W]):
+    """A worker group whose ranks stand at the slots of a Ray cluster. See `WorkerGroup`."""
+
+    def __init__(self, role: str, recipe: partial[W], layout: Layout, slots: Slots) -> None:
+        self.role, self.layout, self.slots = role, layout, slots
+        self.size = len(layout.ranks)
+        self._recipe = recipe
+        self._key: int | None = None
+
+    def call(self, verb: str, *args: Any, **kwargs: Any) -> Any:
+        spec = verb_of(self._recipe.func, verb)  # type: ignore[arg-type]
+        if spec.collect in ("batches", "shards"):
+            return self._stream(spec, verb, args, kwargs)
+        calls, parts = self._begin("call", spec, verb, args, kwargs)
+        ranks = list(calls.values())
+        answers = self.slots.gather(calls, f"{self.role}.{verb}", safe=spec.split == "rows")
+        if spec.collect == "rows":
+            return join_rows((rows, answers[rank]) for rows, rank in zip(parts, ranks, strict=True) if rows)
+        return answers[ranks[0]]
+
+    def _stream(self, spec: Verb, verb: str, args: tuple[Any, ...], kwargs: Any) -> Iterator[Any]:
+        calls, _ = self._begin("stream", spec, verb, args, kwargs)
+        for item in self.slots.stream(calls, f"{self.role}.{verb}"):
+            if spec.collect == "shards":
+                yield from item
+            else:
+                yield item
+
+    def _begin(
+        self, method: str, spec: Verb, verb: str, args: tuple[Any, ...], kwargs: Any
+    ) -> tuple[dict[Any, int], list[list[int]]]:
+        """The calls of all ranks of the verb's mesh, in their order, and the rows that each of them got."""
+        ranks = self.layout.ranks if spec.mesh == ROLE else self.layout.meshes[spec.mesh]
+        parts: list[list[int]] = []
+        slices: list[Any] = [None] * len(ranks)
+        if spec.split == "rows":
+            batch, args = args[0], args[1:]
+            parts = split_rows(batch, len(ranks))
+            slices = [batch.take(rows) for rows in parts]
+        with self.slots.lock:
+            if self._key is None:
+                self._key = self.slots.make(self._recipe, self.layout)
+            given = _put(([_shipped(value) for value in args], kwargs))
+            calls = {}
+            for rank, rows in zip(ranks, slices, strict=True):
+                answers = spec.collect != "none" and (rank == ranks[0] or spec.collect in ("rows", "batches"))
+                calls[self.slots.submit(rank, method, self._key, verb, given, rows, answers)] = rank
+        return calls, parts
+
+
+def connect() -> None:
+    """Have this process connected to a Ray cluster."""
+    if not ray.is_initialized():
+        os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+        address = os.environ.get("RAY_ADDRESS") or "local"
+        options = {"include_dashboard": False} if address == "local" else {}
+        ray.init(address, logging_level=logging.WARNING, **options)
+
+
+def _check(mesh: DeviceMesh) -> float:
+    """Compare a map with the cluster; the CPUs that a slot on a CPU takes of it."""
+    nodes, kinds = _nodes(), {slot.kind for slot in mesh.slots}
+    if len(kinds) > 1:
+        raise ConfigError(f"placement: the slots of one map are of one kind, got {' and '.join(sorted(kinds))}")
+    for slot in mesh.slots:
+        _selector(slot, nodes)
+    total = ray.cluster_resources()
+    if kinds == {"cuda"}:
+        mesh.check({"cuda": int(total.get("GPU", 0))}, f"the Ray cluster of {len(nodes)} nodes")
+        return 0.0
+    # Half of what is free, so that a second map and other work find a place.
+    free, count = ray.available_resources().get("CPU", 0.0), len(mesh.slots)
+    share = min(1.0, free / 2 / count)
+    if share < _LEAST_CPUS:
+        raise ConfigError(
+            f"placement: {count} cpu slots take {_LEAST_CPUS} CPUs each or more, and of the {total.get('CPU', 0):g} "
+            f"CPUs of the Ray cluster {free:g} are free, half of which a map may take"
+        )
+    return math.floor(share * 1e4) / 1e4  # the cluster's own precision
+
+
+def _nodes() -> list[dict[str, Any]]:
+    """The living nodes of the cluster, the head first."""
+    alive = [node for node in ray.nodes() if node["Alive"]]
+    return sorted(alive, key=lambda n: ("node:__internal_head__" not in n["Resources"], n["NodeName"], n["NodeID"]))
+
+
+def _selector(slot: Slot, nodes: list[dict[str, Any]]) -> dict[str, str]:
+    """The labels of the nodes that a slot may stand on."""
+    found, labels = nodes, {}
+    if slot.node:
+        found = [n for i, n in enumerate(nodes) if slot.node in (str(i), *(n[key] for key in _NODE_KEYS))]
+        if len(found) != 1:
+            known = ", ".join(f"{i} ({n['NodeName']})" for i, n in enumerate(nodes))
+            raise ConfigError(f"placement: slot {slot} names no one node of the Ray cluster; it has {known}")
+        labels["ray.io/node-id"] = found[0]["NodeID"]
+    if slot.accelerator:
+        kinds = {n["Labels"].get(_ACCELERATOR, "none") for n in found}
+        if slot.accelerator not in kinds:
+            raise ConfigError(
+                f"placement: slot {slot} wants accelerator {slot.accelerator}, and the Ray cluster has: "
+                f"{', '.join(sorted(kinds))}"
+            )
+        labels[_ACCELERATOR] = slot.accelerator
+    if slot.kind == "cuda" and slot.node and slot.index >= (count := int(found[0]["Resources"].get("GPU", 0))):
+        raise ConfigError(f"placement: slot {slot} is not there: node {slot.node} has {count} GPUs")
+    return labels
+
+
+def _put(value: Any) -> Any:
+    """A reference to a value. What comes of a user's own file, and is no module elsewhere, travels by value."""
+    for name, module in list(sys.modules.items()):
+        if name.startswith("verl_user_"):
+            ray.cloudpickle.register_pickle_by_value(module)
+    return ray.put(value)
+
+
+def _shipped(value: Any) -> Any:
+    return Stream([ray.put(bunch) for bunch in bunched(value)]) if isinstance(value, Iterator) else value
+
+
+def _end(call: Any) -> Any:
+    """The reference that is ready once a call has ended."""
+    return call.completed() if isinstance(call, ray.ObjectRefGenerator) else call
+
+
+def _line(error: Exception) -> str:
+    return " ".join(str(error).split())
+
+
+def _amounts(resources: Mapping[str, float]) -> str:
+    return ", ".join(f"{resources.get(name, 0):g} {name}s" for name in ("CPU", "GPU"))

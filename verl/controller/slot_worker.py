@@ -1,0 +1,134 @@
+"""One slot of a Ray cluster: a process with the workers of all roles that stand there, and its rank of the world."""
+
+from __future__ import annotations
+
+import logging
+import os
+import socket
+import sys
+import threading
+import traceback
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
+
+import ray
+
+from verl.controller.group import noted
+from verl.controller.once import portable, who
+from verl.controller.world import Layout, World
+from verl.shard import Shard
+from verl.workers.place import verb_of
+
+logger = logging.getLogger(__name__)
+
+#: Bytes of shards that travel as one object.
+_BUNCH = 64 << 20
+
+
+class WorkerError(Exception):
+    """A worker's exception on its way to the driver: `error` itself, and `told`, its traceback with role, rank and
+    host, which an exception does not take along."""
+
+    def __init__(self, error: Exception, told: str) -> None:
+        super().__init__(error, told)
+        self.error, self.told = error, told
+
+
+@dataclass(frozen=True)
+class Stream:
+    """A stream of shards that is on its way to a worker: references to bunches of them."""
+
+    bunches: Sequence[Any]
+
+    def open(self) -> Iterator[Shard]:
+        for reference in self.bunches:
+            yield from ray.get(reference)
+
+
+class SlotWorker:
+    """The methods that the driver calls; one at a time and in the order they were called in, except for `stacks`."""
+
+    def __init__(self) -> None:
+        self._workers: dict[int, tuple[str, Any]] = {}
+
+    def about(self) -> dict[str, Any]:
+        """Where the slot is, with a port that is free there."""
+        with socket.socket() as found:
+            found.bind(("", 0))
+            port = found.getsockname()[1]
+        host = {"address": ray.util.get_node_ip_address(), "host": socket.gethostname(), "port": port}
+        return {**host, "pid": os.getpid(), "node": ray.get_runtime_context().get_node_id()}
+
+    def join(self, rank: int, ranks: Sequence[str], meeting: str, timeout: float, device: str, threads: int) -> None:
+        """Become a rank of the world, whose ranks stand on the machines `ranks` and meet at an address."""
+        import torch
+
+        # To code that asks, such as log messages, this process is what torchrun would have made it.
+        here = [index for index, machine in enumerate(ranks) if machine == ranks[rank]]
+        os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(len(ranks)), "LOCAL_WORLD_SIZE": str(len(here))}
+        torch.set_num_threads(threads)
+        self.world = World(rank, len(ranks), meeting, timeout, device)
+
+    def make(self, key: int, recipe: partial[Any], layout: Layout) -> None:
+        """This rank's worker of a role, if it has one. All slots are asked, in the same order."""
+        with self._told(layout.role, "start"):
+            place = self.world.place(layout)
+            if place is not None:
+                self._workers[key] = (layout.role, recipe(place=place))
+                logger.info("process %d: rank %d of %d of role '%s'", os.getpid(), place.rank, place.size, place.role)
+
+    def call(self, key: int, verb: str, given: tuple[Any, Any], rows: Any, answers: bool) -> Any:
+        """What a verb returns; None from a rank whose answer does not count."""
+        role, worker = self._workers[key]
+        with self._told(role, verb):
+            answer = getattr(worker, verb)(*_arguments(given, rows), **given[1])
+            return answer if answers else None
+
+    def stream(self, key: int, verb: str, given: tuple[Any, Any], rows: Any, answers: bool) -> Iterator[Any]:
+        """What a verb yields, shards in bunches; nothing from a rank whose answer does not count."""
+        role, worker = self._workers[key]
+        with self._told(role, verb):
+            items = getattr(worker, verb)(*_arguments(given, rows), **given[1])
+            for item in bunched(items) if verb_of(type(worker), verb).collect == "shards" else items:
+                if answers:
+                    yield item
+
+    def run(self, function: Callable[..., Any], *args: Any) -> Any:
+        """A function in this process."""
+        return function(*args)
+
+    @ray.method(concurrency_group="watch")
+    def stacks(self) -> str:
+        """Where every thread stands, told while another method runs."""
+        names = {thread.ident: thread.name for thread in threading.enumerate()}
+        frames = sys._current_frames().items()
+        return "\n".join(f"{names.get(i, i)}:\n{''.join(traceback.format_stack(frame))}" for i, frame in frames)
+
+    @contextmanager
+    def _told(self, role: str, verb: str) -> Iterator[None]:
+        try:
+            with self.world.collective(f"{role}.{verb}"), noted(f"in role '{role}', {who()}, verb '{verb}'"):
+                yield
+        except Exception as error:
+            text = "".join(traceback.format_exception(error))
+            raise WorkerError(portable(error, ray.cloudpickle), f"{who()}, role '{role}':\n{text}") from None
+
+
+def bunched(shards: Iterable[Shard]) -> Iterator[list[Shard]]:
+    """Shards on the CPU, in lists of about `_BUNCH` bytes."""
+    bunch: list[Shard] = []
+    for shard in shards:
+        bunch.append(replace(shard, tensor=shard.tensor.detach().cpu()))
+        if sum(held.nbytes for held in bunch) >= _BUNCH:
+            yield bunch
+            bunch = []
+    if bunch:
+        yield bunch
+
+
+def _arguments(given: tuple[Any, Any], rows: Any) -> list[Any]:
+    opened = [value.open() if isinstance(value, Stream) else value for value in given[0]]
+    return opened if rows is None else [rows, *opened]
