@@ -128,8 +128,8 @@ def test_one_slot_rolls_out_and_one_trains(alone: tuple[Path, Path], tmp_path: P
 
 @pytest.mark.slow
 def test_data_travel_as_declared(slots: Any) -> None:
-    tokens = {"prompt_tokens": [1, 2], "response_tokens": [3]}
-    group, batch = probe(slots), Batch.from_rows([{"x": x, **tokens} for x in range(5)])
+    group = probe(slots)
+    batch = Batch.from_rows([{"x": x, "prompt_tokens": [x], "response_tokens": [3]} for x in range(5)])
     doubled = group.call("double", batch)
     assert doubled["y"] == [0, 2, 4, 6, 8]
     assert set(doubled["by"]) == {0, 1}

@@ -295,7 +295,7 @@ def connect() -> None:
     if not ray.is_initialized():
         os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
         address = os.environ.get("RAY_ADDRESS") or "local"
-        options = {"include_dashboard": False} if address == "local" else {}
+        options: dict[str, Any] = {"include_dashboard": False} if address == "local" else {}
         ray.init(address, logging_level=logging.WARNING, **options)
 
 
