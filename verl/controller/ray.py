@@ -312,7 +312,7 @@ def _check(mesh: DeviceMesh) -> float:
         return 0.0
     # Half of what is free, so that a second map and other work find a place.
     free, count = ray.available_resources().get("CPU", 0.0), len(mesh.slots)
-    share = min(1.0, free / 2 / count)
+    share: float = min(1.0, free / 2 / count)
     if share < _LEAST_CPUS:
         raise ConfigError(
             f"placement: {count} cpu slots take {_LEAST_CPUS} CPUs each or more, and of the {total.get('CPU', 0):g} "

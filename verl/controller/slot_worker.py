@@ -100,7 +100,7 @@ class SlotWorker:
         """A function in this process."""
         return function(*args)
 
-    @ray.method(concurrency_group="watch")
+    @ray.method(concurrency_group="watch")  # type: ignore[misc]
     def stacks(self) -> str:
         """Where every thread stands, told while another method runs."""
         names = {thread.ident: thread.name for thread in threading.enumerate()}
