@@ -104,7 +104,7 @@ class Slots:
         first = self._about[0]
         meeting = f"tcp://{first['address']}:{first['port']}"
         threads = [max(1, torch.get_num_threads() // machines.count(machine)) for machine in machines]
-        given = [(rank, machines, meeting, self.timeout, device, n) for rank, n in enumerate(threads)]
+        given = [(rank, machines, meeting, self.timeout, device, n, sys.path) for rank, n in enumerate(threads)]
         self.each("join", given, "start", START)
 
     def each(self, method: str, given: Sequence[tuple[Any, ...]], what: str, timeout: float | None = None) -> list[Any]:

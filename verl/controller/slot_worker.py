@@ -62,10 +62,14 @@ class SlotWorker:
         host = {"address": ray.util.get_node_ip_address(), "host": socket.gethostname(), "port": port}
         return {**host, "pid": os.getpid(), "node": ray.get_runtime_context().get_node_id()}
 
-    def join(self, rank: int, ranks: Sequence[str], meeting: str, timeout: float, device: str, threads: int) -> None:
-        """Become a rank of the world, whose ranks stand on the machines `ranks` and meet at an address."""
+    def join(
+        self, rank: int, ranks: Sequence[str], meeting: str, timeout: float, device: str, threads: int, path: list[str]
+    ) -> None:
+        """Become a rank of the world, whose ranks stand on the machines `ranks` and meet at an address; import from
+        where the driver does."""
         import torch
 
+        sys.path += [folder for folder in path if folder not in sys.path]
         # To code that asks, such as log messages, this process is what torchrun would have made it.
         here = [index for index, machine in enumerate(ranks) if machine == ranks[rank]]
         os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(len(ranks)), "LOCAL_WORLD_SIZE": str(len(here))}
@@ -100,7 +104,7 @@ class SlotWorker:
         """A function in this process."""
         return function(*args)
 
-    @ray.method(concurrency_group="watch")  # type: ignore[misc]
+    @ray.method(concurrency_group="watch")  # type: ignore[untyped-decorator]
     def stacks(self) -> str:
         """Where every thread stands, told while another method runs."""
         names = {thread.ident: thread.name for thread in threading.enumerate()}
