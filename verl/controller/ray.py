@@ -273,18 +273,13 @@ class RayGroup(Generic[W]):
     ) -> tuple[dict[Any, int], list[list[int]]]:
         """The calls of all ranks of the verb's mesh, in their order, and the rows that each of them got."""
         ranks = self.layout.ranks if spec.mesh == ROLE else self.layout.meshes[spec.mesh]
-        parts: list[list[int]] = []
-        slices: list[Any] = [None] * len(ranks)
-        if spec.split == "rows":
-            batch, args = args[0], args[1:]
-            parts = split_rows(batch, len(ranks))
-            slices = [batch.take(rows) for rows in parts]
+        parts = split_rows(args[0], len(ranks)) if spec.split == "rows" else []
         with self.slots.lock:
             if self._key is None:
                 self._key = self.slots.make(self._recipe, self.layout)
             given = _put(([_shipped(value) for value in args], kwargs))
             calls = {}
-            for rank, rows in zip(ranks, slices, strict=True):
+            for rank, rows in zip(ranks, parts or [None] * len(ranks), strict=True):
                 answers = spec.collect != "none" and (rank == ranks[0] or spec.collect in ("rows", "batches"))
                 calls[self.slots.submit(rank, method, self._key, verb, given, rows, answers)] = rank
         return calls, parts

@@ -84,14 +84,16 @@ class SlotWorker:
                 self._workers[key] = (layout.role, recipe(place=place))
                 logger.info("process %d: rank %d of %d of role '%s'", os.getpid(), place.rank, place.size, place.role)
 
-    def call(self, key: int, verb: str, given: tuple[Any, Any], rows: Any, answers: bool) -> Any:
+    def call(self, key: int, verb: str, given: tuple[Any, Any], rows: list[int] | None, answers: bool) -> Any:
         """What a verb returns; None from a rank whose answer does not count."""
         role, worker = self._workers[key]
         with self._told(role, verb):
             answer = getattr(worker, verb)(*_arguments(given, rows), **given[1])
             return answer if answers else None
 
-    def stream(self, key: int, verb: str, given: tuple[Any, Any], rows: Any, answers: bool) -> Iterator[Any]:
+    def stream(
+        self, key: int, verb: str, given: tuple[Any, Any], rows: list[int] | None, answers: bool
+    ) -> Iterator[Any]:
         """What a verb yields, shards in bunches; nothing from a rank whose answer does not count."""
         role, worker = self._workers[key]
         with self._told(role, verb):
@@ -133,6 +135,7 @@ def bunched(shards: Iterable[Shard]) -> Iterator[list[Shard]]:
         yield bunch
 
 
-def _arguments(given: tuple[Any, Any], rows: Any) -> list[Any]:
+def _arguments(given: tuple[Any, Any], rows: list[int] | None) -> list[Any]:
+    # The batch is one object that all slots of a machine read in place, and each takes its rows itself.
     opened = [value.open() if isinstance(value, Stream) else value for value in given[0]]
-    return opened if rows is None else [rows, *opened]
+    return opened if rows is None else [opened[0].take(rows), *opened[1:]]
