@@ -1,7 +1,8 @@
 """The executor on a Ray cluster: one process a slot, driven from here.
 
-A verb's rows go to the slots as slices, what they give back is collected as the verb declares, and whoever fails first
-ends the wait: the others may be waiting for it. Slots whose ranks may have come apart are ended, never used again.
+A verb's batch is put once and each slot takes its rows of it; what they give back is collected as the verb declares,
+and whoever fails first ends the wait: the others may be waiting for it. Slots whose ranks may have come apart are
+ended, never used again.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
-from itertools import count
+from itertools import count, repeat
 from typing import Any, Generic, TypeVar
 
 import ray
@@ -279,7 +280,7 @@ class RayGroup(Generic[W]):
                 self._key = self.slots.make(self._recipe, self.layout)
             given = _put(([_shipped(value) for value in args], kwargs))
             calls = {}
-            for rank, rows in zip(ranks, parts or [None] * len(ranks), strict=True):
+            for rank, rows in zip(ranks, parts or repeat(None, len(ranks)), strict=True):
                 answers = spec.collect != "none" and (rank == ranks[0] or spec.collect in ("rows", "batches"))
                 calls[self.slots.submit(rank, method, self._key, verb, given, rows, answers)] = rank
         return calls, parts

@@ -137,5 +137,5 @@ def bunched(shards: Iterable[Shard]) -> Iterator[list[Shard]]:
 
 def _arguments(given: tuple[Any, Any], rows: list[int] | None) -> list[Any]:
     # The batch is one object that all slots of a machine read in place, and each takes its rows itself.
-    opened = [value.open() if isinstance(value, Stream) else value for value in given[0]]
+    opened: list[Any] = [value.open() if isinstance(value, Stream) else value for value in given[0]]
     return opened if rows is None else [opened[0].take(rows), *opened[1:]]
