@@ -3,9 +3,9 @@
     python benchmarks/dispatch.py
     python benchmarks/dispatch.py --workers 2 --samples 64 --megabytes 16 --repeats 3
 
-A step is what a controller does of one of PPO: generation, log-probs and values go to the workers as slices of the
-batch and come back as one, then two updates get the whole batch. A move is a batch put into the object store and read
-by a worker; beside it stands a copy of as many bytes into shared memory. Run it on a quiet machine.
+A step is what a controller does of one of PPO: for generation, log-probs and values the workers take their rows of the
+batch, which come back as one, then two updates get the whole batch. A move is a batch put into the object store and
+read by a worker; beside it stands a copy of as many bytes into shared memory. Run it on a quiet machine.
 """
 
 from __future__ import annotations

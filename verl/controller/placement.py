@@ -104,8 +104,8 @@ class ResourcePool:
             kind = "cuda" if where[0] == "gpu_ids" else "cpu"
             value = [Slot(kind, int(index)) for index in ([value] if isinstance(value, int) else value)]
         pool = cls(value, given.get("parallel") or "data")
-        named: dict[str, Any] = {key: str(given[key]) for key in ("node", "accelerator") if given.get(key) is not None}
-        return cls([replace(slot, **named) for slot in pool.slots], pool.parallel)
+        node, accelerator = (str("" if given.get(key) is None else given[key]) for key in ("node", "accelerator"))
+        return cls([replace(slot, node=node, accelerator=accelerator) for slot in pool.slots], pool.parallel)
 
 
 @dataclass(frozen=True)

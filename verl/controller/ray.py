@@ -1,7 +1,8 @@
 """The executor on a Ray cluster: one process a slot, driven from here.
 
-A verb's rows go to the slots as slices, what they give back is collected as the verb declares, and whoever fails first
-ends the wait: the others may be waiting for it. Slots whose ranks may have come apart are ended, never used again.
+A verb's batch is put once and each slot takes its rows of it; what they give back is collected as the verb declares,
+and whoever fails first ends the wait: the others may be waiting for it. Slots whose ranks may have come apart are
+ended, never used again.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
-from itertools import count
+from itertools import count, repeat
 from typing import Any, Generic, TypeVar
 
 import ray
@@ -88,8 +89,7 @@ class Slots:
                     f"{START:g} s: it has {_amounts(ray.cluster_resources())}, of which free: "
                     f"{_amounts(ray.available_resources())}"
                 )
-            options: Any = {"max_restarts": 0, "concurrency_groups": {"watch": 1}}  # the stubs know no such groups
-            made: Any = ray.remote(**options)(SlotWorker)
+            made = ray.remote(max_restarts=0, concurrency_groups={"watch": 1})(SlotWorker)
             for index in range(len(selectors)):
                 at = PlacementGroupSchedulingStrategy(self._group, index)
                 share = {"num_gpus": 1, "num_cpus": 0} if kind == "cuda" else {"num_cpus": self._cpus}
@@ -105,7 +105,7 @@ class Slots:
         first = self._about[0]
         meeting = f"tcp://{first['address']}:{first['port']}"
         threads = [max(1, torch.get_num_threads() // machines.count(machine)) for machine in machines]
-        given = [(rank, machines, meeting, self.timeout, device, n) for rank, n in enumerate(threads)]
+        given = [(rank, machines, meeting, self.timeout, device, n, sys.path) for rank, n in enumerate(threads)]
         self.each("join", given, "start", START)
 
     def each(self, method: str, given: Sequence[tuple[Any, ...]], what: str, timeout: float | None = None) -> list[Any]:
@@ -274,18 +274,13 @@ class RayGroup(Generic[W]):
     ) -> tuple[dict[Any, int], list[list[int]]]:
         """The calls of all ranks of the verb's mesh, in their order, and the rows that each of them got."""
         ranks = self.layout.ranks if spec.mesh == ROLE else self.layout.meshes[spec.mesh]
-        parts: list[list[int]] = []
-        slices: list[Any] = [None] * len(ranks)
-        if spec.split == "rows":
-            batch, args = args[0], args[1:]
-            parts = split_rows(batch, len(ranks))
-            slices = [batch.take(rows) for rows in parts]
+        parts = split_rows(args[0], len(ranks)) if spec.split == "rows" else []
         with self.slots.lock:
             if self._key is None:
                 self._key = self.slots.make(self._recipe, self.layout)
             given = _put(([_shipped(value) for value in args], kwargs))
             calls = {}
-            for rank, rows in zip(ranks, slices, strict=True):
+            for rank, rows in zip(ranks, parts or repeat(None, len(ranks)), strict=True):
                 answers = spec.collect != "none" and (rank == ranks[0] or spec.collect in ("rows", "batches"))
                 calls[self.slots.submit(rank, method, self._key, verb, given, rows, answers)] = rank
         return calls, parts
@@ -312,8 +307,8 @@ def _check(mesh: DeviceMesh) -> float:
         mesh.check({"cuda": int(total.get("GPU", 0))}, f"the Ray cluster of {len(nodes)} nodes")
         return 0.0
     # Half of what is free, so that a second map and other work find a place.
-    free, count = float(ray.available_resources().get("CPU", 0.0)), len(mesh.slots)
-    share = min(1.0, free / 2 / count)
+    free, count = ray.available_resources().get("CPU", 0.0), len(mesh.slots)
+    share: float = min(1.0, free / 2 / count)
     if share < _LEAST_CPUS:
         raise ConfigError(
             f"placement: {count} cpu slots take {_LEAST_CPUS} CPUs each or more, and of the {total.get('CPU', 0):g} "

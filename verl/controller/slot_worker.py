@@ -63,10 +63,14 @@ class SlotWorker:
         host = {"address": ray.util.get_node_ip_address(), "host": socket.gethostname(), "port": port}
         return {**host, "pid": os.getpid(), "node": ray.get_runtime_context().get_node_id()}
 
-    def join(self, rank: int, ranks: Sequence[str], meeting: str, timeout: float, device: str, threads: int) -> None:
-        """Become a rank of the world, whose ranks stand on the machines `ranks` and meet at an address."""
+    def join(
+        self, rank: int, ranks: Sequence[str], meeting: str, timeout: float, device: str, threads: int, path: list[str]
+    ) -> None:
+        """Become a rank of the world, whose ranks stand on the machines `ranks` and meet at an address; import from
+        where the driver does."""
         import torch
 
+        sys.path += [folder for folder in path if folder not in sys.path]
         # To code that asks, such as log messages, this process is what torchrun would have made it.
         here = [index for index, machine in enumerate(ranks) if machine == ranks[rank]]
         os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(len(ranks)), "LOCAL_WORLD_SIZE": str(len(here))}
@@ -81,14 +85,16 @@ class SlotWorker:
                 self._workers[key] = (layout.role, recipe(place=place))
                 logger.info("process %d: rank %d of %d of role '%s'", os.getpid(), place.rank, place.size, place.role)
 
-    def call(self, key: int, verb: str, given: tuple[Any, Any], rows: Any, answers: bool) -> Any:
+    def call(self, key: int, verb: str, given: tuple[Any, Any], rows: list[int] | None, answers: bool) -> Any:
         """What a verb returns; None from a rank whose answer does not count."""
         role, worker = self._workers[key]
         with self._told(role, verb):
             answer = getattr(worker, verb)(*_arguments(given, rows), **given[1])
             return answer if answers else None
 
-    def stream(self, key: int, verb: str, given: tuple[Any, Any], rows: Any, answers: bool) -> Iterator[Any]:
+    def stream(
+        self, key: int, verb: str, given: tuple[Any, Any], rows: list[int] | None, answers: bool
+    ) -> Iterator[Any]:
         """What a verb yields, shards in bunches; nothing from a rank whose answer does not count."""
         role, worker = self._workers[key]
         with self._told(role, verb):
@@ -101,7 +107,7 @@ class SlotWorker:
         """A function in this process."""
         return function(*args)
 
-    @ray.method(concurrency_group="watch")
+    @ray.method(concurrency_group="watch")  # type: ignore[untyped-decorator]
     def stacks(self) -> str:
         """Where every thread stands, told while another method runs."""
         names = {thread.ident: thread.name for thread in threading.enumerate()}
@@ -130,6 +136,7 @@ def bunched(shards: Iterable[Shard]) -> Iterator[list[Shard]]:
         yield bunch
 
 
-def _arguments(given: tuple[Any, Any], rows: Any) -> list[Any]:
-    opened = [value.open() if isinstance(value, Stream) else value for value in given[0]]
-    return opened if rows is None else [rows, *opened]
+def _arguments(given: tuple[Any, Any], rows: list[int] | None) -> list[Any]:
+    # The batch is one object that all slots of a machine read in place, and each takes its rows itself.
+    opened: list[Any] = [value.open() if isinstance(value, Stream) else value for value in given[0]]
+    return opened if rows is None else [opened[0].take(rows), *opened[1:]]
