@@ -189,7 +189,10 @@ class Batch:
         return Batch(self.table.slice(start, length))
 
     def take(self, indices: Sequence[int]) -> Batch:
-        return Batch(pa.table({name: _take(self.arrow(name), indices) for name in self.columns}))
+        runs = _runs(indices)
+        if len(runs) == 1:
+            return self.slice(*runs[0])
+        return Batch(pa.table({name: _take(self.arrow(name), indices, runs) for name in self.columns}))
 
     def filter(self, keep: Sequence[bool]) -> Batch:
         return Batch(self.table.filter(pa.array(keep, pa.bool_())))
@@ -266,10 +269,22 @@ def _single(column: pa.ChunkedArray) -> pa.Array:
     return column.combine_chunks() if column.num_chunks else pa.array([], column.type)
 
 
-def _take(array: pa.Array, indices: Sequence[int]) -> pa.Array:
+def _runs(indices: Sequence[int]) -> list[tuple[int, int]]:
+    """Runs of neighbouring rows in `indices`: the first of each, and how many."""
+    runs: list[tuple[int, int]] = []
+    for index in indices:
+        start, count = runs[-1] if runs else (-1, 0)
+        if index == start + count and count:
+            runs[-1] = (start, count + 1)
+        else:
+            runs.append((index, 1))
+    return runs
+
+
+def _take(array: pa.Array, indices: Sequence[int], runs: Sequence[tuple[int, int]]) -> pa.Array:
     # Arrow takes lists value by value; concatenated slices are copies of whole rows, many times faster.
-    if _is_list(array.type) and len(indices):
-        return pa.concat_arrays([array.slice(index, 1) for index in indices])
+    if _is_list(array.type) and runs:
+        return pa.concat_arrays([array.slice(*run) for run in runs])
     return array.take(pa.array(indices, pa.int64()))
 
 

@@ -14,6 +14,8 @@ from verl.batch import Batch
 
 #: Tokens that a response is taken to have before it is written.
 _UNKNOWN = 128
+#: The largest load that runs of neighbours may bring, in fair shares.
+_FAIR = 1.05
 
 
 @dataclass(frozen=True)
@@ -61,25 +63,44 @@ def split(
 def balanced(batch: Batch, parts: int, coupled: bool = False, share_prompts: bool = True) -> list[list[int]]:
     """Row numbers for each of several ranks, ascending, so that ranks have about the same flat tokens to compute.
 
-    Rows with an equal prompt stay together, unless they are more than one rank's share; coupled groups always do. The
-    dearest unit goes to the rank with the least so far (longest processing time first: at most 4/3 of the best).
+    Rows with an equal prompt stay together, unless they are more than one rank's share; coupled groups always do.
+    Neighbours stay neighbours where that is fair enough, since a run of rows need not be copied; else the dearest unit
+    goes to the rank with the least so far (longest processing time first: at most 4/3 of the best).
     """
     costs = _Costs(batch, share_prompts)
-    if coupled:
-        units = [costs.unit(rows) for rows in batch.group_indices()]
-    else:
-        sets = costs.prompt_sets(range(len(batch)))
+    units = [costs.unit(r) for r in (batch.group_indices() if coupled else costs.prompt_sets(range(len(batch))))]
+    total = sum(unit.tokens for unit in units)
+    if not coupled:
         # Ranks that share a prompt read it once each.
-        fair = -(-sum(costs.tokens(rows) for rows in sets) // parts) + max(costs.prompts, default=0)
-        units = [costs.unit(run) for rows in sets for run in _fair_cut(rows, lambda run: costs.tokens(run) <= fair)]
-    units.sort(key=lambda unit: (-unit.tokens, unit.rows[0]))
-    loads = [0] * parts
-    chosen: list[list[int]] = [[] for _ in range(parts)]
+        fair = -(-total // parts) + max(costs.prompts, default=0)
+        fits = lambda run: costs.tokens(run) <= fair  # noqa: E731
+        units = [
+            part
+            for unit in units
+            for part in ([unit] if unit.tokens <= fair else map(costs.unit, _fair_cut(unit.rows, fits)))
+        ]
+        total = sum(unit.tokens for unit in units)
+    dealt, before = [], 0
     for unit in units:
-        rank = loads.index(min(loads))
-        loads[rank] += unit.tokens
+        dealt.append(min(parts * (2 * before + unit.tokens) // max(2 * total, 1), parts - 1))
+        before += unit.tokens
+    if max(_loads(units, dealt, parts)) > _FAIR * total / parts:
+        units.sort(key=lambda unit: (-unit.tokens, unit.rows[0]))
+        loads, dealt = [0] * parts, []
+        for unit in units:
+            dealt.append(loads.index(min(loads)))
+            loads[dealt[-1]] += unit.tokens
+    chosen: list[list[int]] = [[] for _ in range(parts)]
+    for unit, rank in zip(units, dealt, strict=True):
         chosen[rank] += unit.rows
     return [sorted(rows) for rows in chosen]
+
+
+def _loads(units: Sequence[_Unit], dealt: Sequence[int], parts: int) -> list[int]:
+    loads = [0] * parts
+    for unit, rank in zip(units, dealt, strict=True):
+        loads[rank] += unit.tokens
+    return loads
 
 
 class _Costs:
