@@ -1,6 +1,8 @@
 import asyncio
 import logging
 import random
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import AsyncIterator, Iterator
@@ -491,3 +493,19 @@ def test_random_graphs_give_what_sequential_execution_gives(specs: Any, seed: in
             assert result.batch[name] == [values.get(id_) for id_ in ids]
     assert again.batch == result.batch
     assert again.metrics == result.metrics
+
+
+def test_what_the_compute_thread_lets_go_of_is_freed_before_the_interpreter_ends() -> None:
+    script = """
+import time
+from verl.dataflow import loop
+
+class Weights:
+    def __del__(self):
+        time.sleep(0.3)
+        print("freed", flush=True)
+
+loop.submit(lambda weights: time.sleep(0.2), Weights()).result.result()
+"""
+    ended = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60)
+    assert (ended.returncode, ended.stdout, ended.stderr) == (0, "freed\n", "")

@@ -8,6 +8,7 @@ never returns cannot keep the process from ending.
 from __future__ import annotations
 
 import asyncio
+import atexit
 import concurrent.futures
 import faulthandler
 import logging
@@ -29,6 +30,8 @@ logger = logging.getLogger(__name__)
 
 #: Seconds without a sign of life from the event loop after which `run_sync` gives up on it.
 LOOP_DEADLINE = 60.0
+#: Seconds that the two threads have for what they are at when the interpreter ends.
+EXIT_DEADLINE = 2.0
 
 
 def dump_stacks(reason: str) -> None:
@@ -54,10 +57,11 @@ class _Threads:
 
     def __init__(self) -> None:
         self.lock = threading.Lock()
-        self.jobs: queue.SimpleQueue[Job] = queue.SimpleQueue()
+        self.jobs: queue.SimpleQueue[Job | None] = queue.SimpleQueue()
         self.compute: threading.Thread | None = None
         self.running: Job | None = None
         self.loop: asyncio.AbstractEventLoop | None = None
+        self.loop_thread: threading.Thread | None = None
 
     def submit(self, call: Callable[[], Any]) -> Job:
         job = Job(call)
@@ -74,6 +78,8 @@ class _Threads:
     def _work(self) -> None:
         while threading.current_thread() is self.compute:
             job = self.jobs.get()
+            if job is None:
+                return
             if not job.result.set_running_or_notify_cancel():
                 continue
             self.running = job
@@ -98,8 +104,22 @@ class _Threads:
         with self.lock:
             if self.loop is None:
                 self.loop = asyncio.new_event_loop()
-                threading.Thread(target=self.loop.run_forever, name="verl-loop", daemon=True).start()
+                self.loop_thread = threading.Thread(target=self.loop.run_forever, name="verl-loop", daemon=True)
+                self.loop_thread.start()
             return self.loop
+
+    def end(self) -> None:
+        """Let both threads come to their end, for a short while.
+
+        A daemon thread that drops the last reference to a tensor while the interpreter goes down aborts the process.
+        """
+        end = time.monotonic() + EXIT_DEADLINE
+        if self.loop is not None:
+            self.loop.call_soon_threadsafe(self.loop.stop)
+        self.jobs.put(None)
+        for thread in (self.compute, self.loop_thread):
+            if thread is not None:
+                thread.join(max(0.0, end - time.monotonic()))
 
 
 _threads = _Threads()
@@ -113,6 +133,7 @@ def _after_fork() -> None:
 
 if hasattr(os, "register_at_fork"):
     os.register_at_fork(after_in_child=_after_fork)
+atexit.register(lambda: _threads.end())
 
 
 def on_compute_thread() -> bool:
