@@ -13,6 +13,7 @@ import os
 import sys
 import threading
 import time
+import weakref
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -24,9 +25,10 @@ import ray
 from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
+from verl.batch import Batch
 from verl.controller.group import join_rows, split_rows
 from verl.controller.placement import DeviceMesh, Slot
-from verl.controller.slot_worker import SlotWorker, Stream, WorkerError, bunched
+from verl.controller.slot_worker import Sent, SlotWorker, Stream, WorkerError, bunched
 from verl.controller.world import Layout
 from verl.errors import ClusterError, ConfigError
 from verl.workers.place import ROLE, Verb, verb_of
@@ -64,6 +66,7 @@ class Slots:
         self._workers: list[Any] = []
         self._about: list[dict[str, Any]] = []
         self._group: PlacementGroup | None = None
+        self._sent: deque[_Sent] = deque(maxlen=4)  # a bound on what is kept in the object store
         connect()
         self._cpus = _check(mesh)
 
@@ -122,6 +125,20 @@ class Slots:
             key, sent = next(self._keys), _put(recipe)
             self.each("make", [(key, sent, layout)] * len(self.mesh.slots), f"{layout.role}.start")
             return key
+
+    def sent(self, batch: Batch) -> _Sent:
+        """What is known of a batch. Several verbs of a step read the same one: it is sent once."""
+        for sent in self._sent:
+            if sent.table() is batch.table:
+                return sent
+        self._sent.append(_Sent(batch))
+        return self._sent[-1]
+
+    def shipped(self, value: Any) -> Any:
+        """An argument as it travels."""
+        if isinstance(value, Batch):
+            return self.sent(value).ship(value)
+        return Stream([ray.put(bunch) for bunch in bunched(value)]) if isinstance(value, Iterator) else value
 
     def submit(self, rank: int, method: str, *args: Any) -> Any:
         """Begin a call; hold the lock where several ranks are called."""
@@ -241,6 +258,27 @@ class Slots:
                     remove_placement_group(self._group)
 
 
+class _Sent:
+    """A batch that has been put into the object store, and how it was dealt out."""
+
+    def __init__(self, batch: Batch) -> None:
+        self.table = weakref.ref(batch.table)
+        self._reference: Any = None
+        self._parts: dict[int, list[list[int]]] = {}
+
+    def ship(self, batch: Batch) -> Sent:
+        if self._reference is None:
+            self._reference = ray.put(batch)
+        return Sent(self._reference)
+
+    def split(self, parts: int) -> list[list[int]]:
+        table = self.table()
+        assert table is not None
+        if parts not in self._parts:
+            self._parts[parts] = split_rows(Batch(table), parts)
+        return self._parts[parts]
+
+
 class RayGroup(Generic[W]):
     """A worker group whose ranks stand at the slots of a Ray cluster. See `WorkerGroup`."""
 
@@ -274,11 +312,11 @@ class RayGroup(Generic[W]):
     ) -> tuple[dict[Any, int], list[list[int]]]:
         """The calls of all ranks of the verb's mesh, in their order, and the rows that each of them got."""
         ranks = self.layout.ranks if spec.mesh == ROLE else self.layout.meshes[spec.mesh]
-        parts = split_rows(args[0], len(ranks)) if spec.split == "rows" else []
         with self.slots.lock:
             if self._key is None:
                 self._key = self.slots.make(self._recipe, self.layout)
-            given = _put(([_shipped(value) for value in args], kwargs))
+            parts = self.slots.sent(args[0]).split(len(ranks)) if spec.split == "rows" else []
+            given = _put(([self.slots.shipped(value) for value in args], kwargs))
             calls = {}
             for rank, rows in zip(ranks, parts or repeat(None, len(ranks)), strict=True):
                 answers = spec.collect != "none" and (rank == ranks[0] or spec.collect in ("rows", "batches"))
@@ -351,10 +389,6 @@ def _put(value: Any) -> Any:
         if name.startswith("verl_user_"):
             ray.cloudpickle.register_pickle_by_value(module)
     return ray.put(value)
-
-
-def _shipped(value: Any) -> Any:
-    return Stream([ray.put(bunch) for bunch in bunched(value)]) if isinstance(value, Iterator) else value
 
 
 def _end(call: Any) -> Any:

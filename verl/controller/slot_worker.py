@@ -16,6 +16,7 @@ from typing import Any
 
 import ray
 
+from verl.batch import Batch
 from verl.controller.group import noted
 from verl.controller.once import portable
 from verl.controller.ranks import who
@@ -47,6 +48,16 @@ class Stream:
     def open(self) -> Iterator[Shard]:
         for reference in self.bunches:
             yield from ray.get(reference)
+
+
+@dataclass(frozen=True)
+class Sent:
+    """A batch that lies in the object store; all slots of a machine read it in place."""
+
+    reference: Any
+
+    def open(self) -> Batch:
+        return ray.get(self.reference)  # type: ignore[no-any-return]
 
 
 class SlotWorker:
@@ -137,6 +148,5 @@ def bunched(shards: Iterable[Shard]) -> Iterator[list[Shard]]:
 
 
 def _arguments(given: tuple[Any, Any], rows: list[int] | None) -> list[Any]:
-    # The batch is one object that all slots of a machine read in place, and each takes its rows itself.
-    opened: list[Any] = [value.open() if isinstance(value, Stream) else value for value in given[0]]
+    opened: list[Any] = [value.open() if isinstance(value, Sent | Stream) else value for value in given[0]]
     return opened if rows is None else [opened[0].take(rows), *opened[1:]]
