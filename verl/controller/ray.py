@@ -28,7 +28,7 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 from verl.batch import Batch
 from verl.controller.group import join_rows, split_rows
 from verl.controller.placement import DeviceMesh, Slot
-from verl.controller.slot_worker import Sent, SlotWorker, Stream, WorkerError, bunched
+from verl.controller.slot_worker import SlotWorker, Stream, WorkerError, bunched
 from verl.controller.world import Layout
 from verl.errors import ClusterError, ConfigError
 from verl.workers.place import ROLE, Verb, verb_of
@@ -122,12 +122,13 @@ class Slots:
     def make(self, recipe: Any, layout: Layout) -> int:
         """The workers of a role at their slots; the key of its calls."""
         with self.lock:
-            key, sent = next(self._keys), _put(recipe)
-            self.each("make", [(key, sent, layout)] * len(self.mesh.slots), f"{layout.role}.start")
+            _own_files_by_value()
+            key = next(self._keys)
+            self.each("make", [(key, recipe, layout)] * len(self.mesh.slots), f"{layout.role}.start")
             return key
 
     def sent(self, batch: Batch) -> _Sent:
-        """What is known of a batch. Several verbs of a step read the same one: it is sent once."""
+        """A batch in the object store. Several verbs of a step read the same one: it is put there once."""
         for sent in self._sent:
             if sent.table() is batch.table:
                 return sent
@@ -137,7 +138,7 @@ class Slots:
     def shipped(self, value: Any) -> Any:
         """An argument as it travels."""
         if isinstance(value, Batch):
-            return self.sent(value).ship(value)
+            return self.sent(value).reference
         return Stream([ray.put(bunch) for bunch in bunched(value)]) if isinstance(value, Iterator) else value
 
     def submit(self, rank: int, method: str, *args: Any) -> Any:
@@ -259,23 +260,16 @@ class Slots:
 
 
 class _Sent:
-    """A batch that has been put into the object store, and how it was dealt out."""
+    """A batch that has been put into the object store, and how its rows were dealt out."""
 
     def __init__(self, batch: Batch) -> None:
         self.table = weakref.ref(batch.table)
-        self._reference: Any = None
+        self.reference = ray.put(batch)
         self._parts: dict[int, list[list[int]]] = {}
 
-    def ship(self, batch: Batch) -> Sent:
-        if self._reference is None:
-            self._reference = ray.put(batch)
-        return Sent(self._reference)
-
-    def split(self, parts: int) -> list[list[int]]:
-        table = self.table()
-        assert table is not None
+    def split(self, batch: Batch, parts: int) -> list[list[int]]:
         if parts not in self._parts:
-            self._parts[parts] = split_rows(Batch(table), parts)
+            self._parts[parts] = split_rows(batch, parts)
         return self._parts[parts]
 
 
@@ -315,12 +309,13 @@ class RayGroup(Generic[W]):
         with self.slots.lock:
             if self._key is None:
                 self._key = self.slots.make(self._recipe, self.layout)
-            parts = self.slots.sent(args[0]).split(len(ranks)) if spec.split == "rows" else []
-            given = _put(([self.slots.shipped(value) for value in args], kwargs))
+            parts = self.slots.sent(args[0]).split(args[0], len(ranks)) if spec.split == "rows" else []
+            given = [self.slots.shipped(value) for value in args]
+            _own_files_by_value()
             calls = {}
             for rank, rows in zip(ranks, parts or repeat(None, len(ranks)), strict=True):
                 answers = spec.collect != "none" and (rank == ranks[0] or spec.collect in ("rows", "batches"))
-                calls[self.slots.submit(rank, method, self._key, verb, given, rows, answers)] = rank
+                calls[self.slots.submit(rank, method, self._key, verb, rows, answers, kwargs, *given)] = rank
         return calls, parts
 
 
@@ -383,12 +378,11 @@ def _selector(slot: Slot, nodes: list[dict[str, Any]]) -> dict[str, str]:
     return labels
 
 
-def _put(value: Any) -> Any:
-    """A reference to a value. What comes of a user's own file, and is no module elsewhere, travels by value."""
+def _own_files_by_value() -> None:
+    """What comes of a user's own file, and is no module elsewhere, travels by value."""
     for name, module in list(sys.modules.items()):
         if name.startswith("verl_user_"):
             ray.cloudpickle.register_pickle_by_value(module)
-    return ray.put(value)
 
 
 def _end(call: Any) -> Any:

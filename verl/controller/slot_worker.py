@@ -16,7 +16,6 @@ from typing import Any
 
 import ray
 
-from verl.batch import Batch
 from verl.controller.group import noted
 from verl.controller.once import portable
 from verl.controller.ranks import who
@@ -48,16 +47,6 @@ class Stream:
     def open(self) -> Iterator[Shard]:
         for reference in self.bunches:
             yield from ray.get(reference)
-
-
-@dataclass(frozen=True)
-class Sent:
-    """A batch that lies in the object store; all slots of a machine read it in place."""
-
-    reference: Any
-
-    def open(self) -> Batch:
-        return ray.get(self.reference)  # type: ignore[no-any-return]
 
 
 class SlotWorker:
@@ -96,20 +85,22 @@ class SlotWorker:
                 self._workers[key] = (layout.role, recipe(place=place))
                 logger.info("process %d: rank %d of %d of role '%s'", os.getpid(), place.rank, place.size, place.role)
 
-    def call(self, key: int, verb: str, given: tuple[Any, Any], rows: list[int] | None, answers: bool) -> Any:
+    def call(
+        self, key: int, verb: str, rows: list[int] | None, answers: bool, kwargs: dict[str, Any], *args: Any
+    ) -> Any:
         """What a verb returns; None from a rank whose answer does not count."""
         role, worker = self._workers[key]
         with self._told(role, verb):
-            answer = getattr(worker, verb)(*_arguments(given, rows), **given[1])
+            answer = getattr(worker, verb)(*_arguments(args, rows), **kwargs)
             return answer if answers else None
 
     def stream(
-        self, key: int, verb: str, given: tuple[Any, Any], rows: list[int] | None, answers: bool
+        self, key: int, verb: str, rows: list[int] | None, answers: bool, kwargs: dict[str, Any], *args: Any
     ) -> Iterator[Any]:
         """What a verb yields, shards in bunches; nothing from a rank whose answer does not count."""
         role, worker = self._workers[key]
         with self._told(role, verb):
-            items = getattr(worker, verb)(*_arguments(given, rows), **given[1])
+            items = getattr(worker, verb)(*_arguments(args, rows), **kwargs)
             for item in bunched(items) if verb_of(type(worker), verb).collect == "shards" else items:
                 if answers:
                     yield item
@@ -147,6 +138,6 @@ def bunched(shards: Iterable[Shard]) -> Iterator[list[Shard]]:
         yield bunch
 
 
-def _arguments(given: tuple[Any, Any], rows: list[int] | None) -> list[Any]:
-    opened: list[Any] = [value.open() if isinstance(value, Sent | Stream) else value for value in given[0]]
+def _arguments(args: tuple[Any, ...], rows: list[int] | None) -> list[Any]:
+    opened: list[Any] = [value.open() if isinstance(value, Stream) else value for value in args]
     return opened if rows is None else [opened[0].take(rows), *opened[1:]]
