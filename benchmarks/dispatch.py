@@ -34,12 +34,12 @@ STEP_BOUND, MOVE_BOUND = 50.0, 0.5
 class Idle:
     """A worker that has its answers ready."""
 
-    def __init__(self, *, place: Place = ALONE) -> None:
-        pass
+    def __init__(self, samples: int, tokens: int, *, place: Place = ALONE) -> None:
+        self.samples = experience(samples, tokens)
 
     @verb("train", split="rows", collect="batches")
-    def generate(self, batch: Batch) -> Iterator[Batch]:
-        yield batch
+    def generate(self, prompts: Batch) -> Iterator[Batch]:
+        yield self.samples.slice(0, len(prompts))
 
     @verb("train", split="rows", collect="rows")
     def score(self, batch: Batch, name: str) -> Batch:
@@ -80,13 +80,13 @@ def main() -> None:
     args = parser.parse_args()
     slots = Slots(DeviceMesh(f"cpu:0-{args.workers - 1}"), timeout=120)
     ranks = tuple(range(args.workers))
-    group = RayGroup("idle", partial(Idle), Layout("idle", {"train": ranks}), slots)
+    group = RayGroup("idle", partial(Idle, args.samples, args.tokens), Layout("idle", {"train": ranks}), slots)
     batch = experience(args.samples, args.tokens)
     computed = {name: batch.arrow("rollout_log_probs") for name in ("advantages", "returns")}
     size = batch.nbytes + 4 * batch.select(["rollout_log_probs"]).nbytes
 
     def step() -> None:
-        samples = Batch.concat(group.call("generate", Batch(batch.table.slice(0))))
+        samples = Batch.concat(group.call("generate", batch.select(["id", "prompt_tokens"])))
         scores = [group.call("score", samples, name) for name in ("log_probs", "values")]
         samples = samples.add(scores[0]).add(scores[1]).add(computed)
         for _ in ("actor", "critic"):
@@ -99,7 +99,7 @@ def main() -> None:
 
     values = np.ones(args.megabytes * 2**20 // 4, np.float32)
     large = Batch.from_columns({"values": ragged(256, values)})
-    one = RayGroup("one", partial(Idle), Layout("one", {"train": (0,)}), slots)
+    one = RayGroup("one", partial(Idle, 1, 1), Layout("one", {"train": (0,)}), slots)
     shared = SharedMemory(create=True, size=values.nbytes)
     source = memoryview(values).cast("B")
     copy = min(milliseconds(lambda: shared.buf.__setitem__(slice(len(source)), source), args.repeats))

@@ -40,6 +40,7 @@ W = TypeVar("W")
 START = 120.0
 #: Seconds in which the other ranks may end once one has failed.
 GRACE = 3.0
+_GLANCE = 0.1
 _LEAST_CPUS = 0.02
 _NODE_KEYS = ("NodeName", "NodeID", "NodeManagerAddress", "NodeManagerHostname")
 _ACCELERATOR = "ray.io/accelerator-type"
@@ -145,8 +146,7 @@ class Slots:
         """Begin a call; hold the lock where several ranks are called."""
         if self._ended is not None:
             raise ClusterError(f"the slots have been ended: {self._ended}")
-        options = {"num_returns": "streaming"} if method == "stream" else {}
-        return getattr(self._workers[rank], method).options(**options).remote(*args)
+        return getattr(self._workers[rank], method).remote(*args)
 
     def gather(
         self, calls: Mapping[Any, int], what: str, safe: bool = False, timeout: float | None = None
@@ -162,9 +162,13 @@ class Slots:
         answers, pending, limit = {}, list(calls), timeout or self.timeout
         until = time.monotonic() + limit
         while pending:
-            (call, *_), pending = self._next(pending, calls, what, until - time.monotonic(), limit)
-            with self._failing(call, calls, what, safe):
-                answers[calls[call]] = ray.get(call, timeout=START)
+            # All at once where they are quick: to be woken by each takes time from the ranks that still work.
+            done, pending = ray.wait(pending, num_returns=len(pending), timeout=_GLANCE)
+            if not done:
+                done, pending = self._next(pending, calls, what, until - time.monotonic(), limit)
+            for call in done:
+                with self._failing(call, calls, what, safe):
+                    answers[calls[call]] = ray.get(call, timeout=START)
         return answers
 
     def stream(self, calls: Mapping[Any, int], what: str) -> Iterator[Any]:

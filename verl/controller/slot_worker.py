@@ -94,6 +94,7 @@ class SlotWorker:
             answer = getattr(worker, verb)(*_arguments(args, rows), **kwargs)
             return answer if answers else None
 
+    @ray.method(num_returns="streaming")  # type: ignore[untyped-decorator]
     def stream(
         self, key: int, verb: str, rows: list[int] | None, answers: bool, kwargs: dict[str, Any], *args: Any
     ) -> Iterator[Any]:
