@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import re
 import subprocess
 import sys
 from collections.abc import Callable
@@ -46,7 +47,7 @@ def test_ppo_simple_with_ranks_that_roll_out_and_ranks_that_update(tiny: Path) -
     for placement, picture in ((apart, "cpu:1  ·        0/1"), ([], "cpu:1  1/2")):
         found = ranks.torchrun(2, EXAMPLES / "ppo_simple.py", *common, *placement).stdout.splitlines()
         assert picture in found
-        lines = [line.replace("-0.0000", "+0.0000") for line in (*found, *alone) if line.startswith("step")]
+        lines = [re.sub(r"[+-]0\.0000", "0.0000", line) for line in (*found, *alone) if line.startswith("step")]
         assert lines[:2] == lines[2:]
 
 
@@ -56,7 +57,7 @@ def test_ppo_train_with_a_part_of_the_models_on_each_of_four_ranks(tiny: Path) -
 
     def steps(done: subprocess.CompletedProcess[str]) -> list[str]:
         """The printed steps, without speeds and signs of zero."""
-        rows = [text.replace("-0.0000", "+0.0000") for text in done.stdout.splitlines() if text.startswith("step")]
+        rows = [re.sub(r"[+-]0\.0000", "0.0000", text) for text in done.stdout.splitlines() if text.startswith("step")]
         return [row.partition("rollout")[0] for row in rows]
 
     alone = steps(ranks.alone(*line))

@@ -78,7 +78,8 @@ def cluster() -> Iterator[Any]:
 
 
 def test_a_lost_node_ends_the_run_and_the_same_command_resumes(tmp_path: Path, tiny: Path, cluster: Any) -> None:
-    env = {**ENV, "RAY_ADDRESS": cluster.address}
+    # What Ray has put into the environment of this process says how one talks to its cluster.
+    env = {**os.environ, **ENV, "RAY_ADDRESS": cluster.address}
     whole(tmp_path / "whole", tiny, "cpu:0-1", env)
     line = command(tmp_path / "cut", tiny, "cpu:0-1")
     errors = interrupted(
