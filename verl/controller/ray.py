@@ -40,7 +40,6 @@ W = TypeVar("W")
 START = 120.0
 #: Seconds in which the other ranks may end once one has failed.
 GRACE = 3.0
-_GLANCE = 0.1
 _LEAST_CPUS = 0.02
 _NODE_KEYS = ("NodeName", "NodeID", "NodeManagerAddress", "NodeManagerHostname")
 _ACCELERATOR = "ray.io/accelerator-type"
@@ -162,13 +161,9 @@ class Slots:
         answers, pending, limit = {}, list(calls), timeout or self.timeout
         until = time.monotonic() + limit
         while pending:
-            # All at once where they are quick: to be woken by each takes time from the ranks that still work.
-            done, pending = ray.wait(pending, num_returns=len(pending), timeout=_GLANCE)
-            if not done:
-                done, pending = self._next(pending, calls, what, until - time.monotonic(), limit)
-            for call in done:
-                with self._failing(call, calls, what, safe):
-                    answers[calls[call]] = ray.get(call, timeout=START)
+            (call, *_), pending = self._next(pending, calls, what, until - time.monotonic(), limit)
+            with self._failing(call, calls, what, safe):
+                answers[calls[call]] = ray.get(call, timeout=START)
         return answers
 
     def stream(self, calls: Mapping[Any, int], what: str) -> Iterator[Any]:
