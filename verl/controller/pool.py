@@ -119,13 +119,16 @@ class Pool:
     Args:
         transport: see `Channel`.
         launch: starts a process.
-        host: this machine's name, for workers that come by TCP; None: they inherit a socket.
+        host: this machine's name, for workers that come by TCP; None: they inherit a socket, or, if this run stands on
+            a Ray cluster of several nodes, are spread over those.
         least, most: workers between which `fit` chooses.
     """
 
     role: ClassVar[str]
     #: MODULE:CLASS of what the processes run; see `verl.workers.process`.
     target: ClassVar[str]
+    #: GPUs that a worker takes of a Ray cluster.
+    gpus = 0
 
     def __init__(
         self,
@@ -143,7 +146,7 @@ class Pool:
         self.lock = threading.RLock()
         self._workers: list[Worker] = []
         self._next = 0
-        self._deaths = 0
+        self._deaths, self._death = 0, 0.0
         self._ample_since, self._needed = 0.0, 0
         _POOLS.add(self)
 
@@ -217,28 +220,31 @@ class Pool:
     def _start(self) -> Worker:
         command = [sys.executable, "-m", "verl.workers.process", self.target, f"{self.role} worker {self._next}"]
         env = {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
-        if self._host is None:
+        launch, host, transport = self._launch, self._host, self.transport
+        if host is None and (ray := _ray()) is not None and (host := ray.address()) is not None:
+            launch, transport = partial(ray.launch, gpus=self.gpus), "queue"  # memory is not shared between machines
+        if host is None:
             ours, theirs = socket.socketpair()
             bound_sends(ours)
             with theirs:
                 fd = theirs.fileno()
-                process = self._launch([*command, f"fd:{fd}", self.transport], env, [fd])
+                process = launch([*command, f"fd:{fd}", transport], env, [fd])
             connect: Callable[[], Connection] = lambda: Connection(ours.detach())  # noqa: E731
         else:
-            door = Door(self._host)
-            process = self._launch([*command, door.address, self.transport], {**env, TOKEN: door.token}, [])
+            door = Door(host)
+            process = launch([*command, door.address, transport], {**env, TOKEN: door.token}, [])
             connect = partial(door.admit, lambda: process.poll() is None, START_DEADLINE)
         worker = Worker(self.role, self._next, process)
         self._next += 1
         self._greet(worker)
         name = f"{self.role}-{worker.index}"
-        threading.Thread(target=self._talk, args=(worker, connect), name=name, daemon=True).start()
+        threading.Thread(target=self._talk, args=(worker, connect, transport), name=name, daemon=True).start()
         return worker
 
-    def _talk(self, worker: Worker, connect: Callable[[], Connection]) -> None:
+    def _talk(self, worker: Worker, connect: Callable[[], Connection], transport: str) -> None:
         """Send what stands in a worker's outbox."""
         try:
-            channel = Channel(connect(), self.transport)
+            channel = Channel(connect(), transport)
         except ConnectionError:
             self.events.put((worker, None))
             return
@@ -278,7 +284,8 @@ class Pool:
             return how
         if worker.failure:
             raise self._error(f"{worker} failed:\n{worker.failure}")
-        self._deaths += not worker.is_ready
+        if not worker.is_ready and worker.started >= self._death:  # those that died together are one death
+            self._deaths, self._death = self._deaths + 1, time.monotonic()
         if self._deaths >= MAX_DEATHS:
             raise ClusterError(f"{worker} {how}, the {self._deaths}th in a row: is there memory enough for it?")
         logger.warning("%s %s; another one takes its place", worker, how)
@@ -287,6 +294,19 @@ class Pool:
 
     def _error(self, text: str) -> Exception:
         return ClusterError(text)
+
+
+def _ray() -> Any:
+    """`verl.controller.ray_process`, if this run stands on a Ray cluster: one that this process is connected to, or the
+    one at `RAY_ADDRESS`."""
+    ray = sys.modules.get("ray")
+    if not os.environ.get("RAY_ADDRESS") and (ray is None or not ray.is_initialized()):
+        return None
+    try:
+        from verl.controller import ray_process
+    except ImportError as error:
+        raise ConfigError("RAY_ADDRESS is set, and Ray is not installed: pip install 'verl[ray]'") from error
+    return ray_process
 
 
 def _reap(process: Process) -> int | None:

@@ -51,6 +51,7 @@ class RolloutPool(Pool):
     def __init__(self, model: tuple[dict[str, Any], bytes], size: int, most: int | None = None, **options: Any) -> None:
         super().__init__(size, most, **options)
         self._model = model
+        self.gpus = int(model[0]["device"].startswith("cuda"))
         self._weights: tuple[int, bytes] | None = None
         self._lost: list[str] = []
         self.scale(size)
@@ -106,7 +107,7 @@ class RolloutPool(Pool):
             return Lost(sorted(worker.jobs), f"{worker} {how}") if worker.jobs else None
         if worker.is_leaving:  # its groups have been given away
             return None
-        self._deaths = 0
+        self._deaths, worker.is_ready = 0, True
         del worker.jobs[message.head["group"]]
         busy = [(start, end) for start, end in message.head["busy"]]
         return Finished(message.head["group"], Batch.from_ipc(message.data), worker.index, busy)

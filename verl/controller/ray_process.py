@@ -1,0 +1,96 @@
+"""Worker processes of a pool on the nodes of a Ray cluster."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from typing import Any
+
+import ray
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+from verl.controller.ray import connect
+from verl.workers.process import main
+
+#: What a worker takes of a node's CPUs: next to none, so that no map of placement keeps it from starting, but nothing
+#: where there are none for work.
+_CPUS = 0.001
+
+
+def address() -> str | None:
+    """Where workers on the nodes find this process; None: there is no node but this one."""
+    connect()
+    several = sum(node["Alive"] for node in ray.nodes()) > 1
+    return ray.util.get_node_ip_address() if several else None
+
+
+def launch(command: Sequence[str], env: Mapping[str, str], fds: Sequence[int], *, gpus: int = 0) -> RayProcess:
+    """`verl.controller.pool.launch` on the nodes in turn. The process ends with its node and with this one; it inherits
+    no file, and of this one's environment the number of threads alone."""
+    threads = {name: os.environ[name] for name in ("OMP_NUM_THREADS",) if name in os.environ}
+    host = ray.remote(max_restarts=0, num_cpus=_CPUS, num_gpus=gpus)(_Host).options(scheduling_strategy="SPREAD")
+    return RayProcess(host.remote(), command[3:], {**threads, **env})
+
+
+class RayProcess:
+    """As much of `subprocess.Popen` as a pool uses, of a process on a Ray node. How it ended Ray does not tell: as if by
+    SIGKILL."""
+
+    def __init__(self, host: Any, args: Sequence[str], env: Mapping[str, str]) -> None:
+        self._host = host
+        self._about = host.about.remote()
+        self._end = host.run.remote(list(args), dict(env))
+
+    @property
+    def pid(self) -> int:
+        """0 while it starts."""
+        return self._where()[1]
+
+    def poll(self) -> int | None:
+        with suppress(subprocess.TimeoutExpired):
+            return self.wait(0.0)
+        return None
+
+    def wait(self, timeout: float | None = None) -> int:
+        if ray.is_initialized():  # else it has ended with the connection to the cluster
+            done, _ = ray.wait([self._end], timeout=timeout)
+            if not done:
+                raise subprocess.TimeoutExpired("a process on a Ray node", timeout or 0.0)
+        return -signal.SIGKILL
+
+    def send_signal(self, sig: int) -> None:
+        node, pid = self._where()
+        if pid:
+            there = NodeAffinitySchedulingStrategy(node, soft=False)
+            ray.remote(num_cpus=0, max_retries=0)(os.kill).options(scheduling_strategy=there).remote(pid, sig)
+
+    def kill(self) -> None:
+        """Its children too, as Ray does it."""
+        if ray.is_initialized():
+            ray.kill(self._host)
+
+    def _where(self) -> tuple[str, int]:
+        if ray.is_initialized() and ray.wait([self._about], timeout=0)[0]:
+            with suppress(ray.exceptions.RayError):  # it has ended already
+                return ray.get(self._about)
+        return "", 0
+
+
+class _Host:
+    """The process itself: an actor that becomes a worker."""
+
+    def about(self) -> tuple[str, int]:
+        return ray.get_runtime_context().get_node_id(), os.getpid()
+
+    def run(self, args: list[str], env: dict[str, str]) -> None:
+        os.environ.pop("OMP_NUM_THREADS", None)  # Ray's own: one
+        os.environ |= env
+        sys.path += [folder for folder in env["PYTHONPATH"].split(os.pathsep) if folder not in sys.path]
+        try:
+            main(*args)
+        finally:
+            os._exit(0)  # an actor that has nothing to do would stay
