@@ -78,6 +78,12 @@ def dump_stacks() -> None:
         pool.dump_stacks()
 
 
+def close_all() -> None:
+    """End the workers of all pools."""
+    for pool in list(_POOLS):
+        pool.close()
+
+
 def check_range(role: str, least: int, most: int | None) -> tuple[int, int]:
     """Fewest and most workers of a pool; `most` None: as many as `least`.
 
@@ -101,6 +107,7 @@ class Worker:
     has_come: bool = False
     jobs: dict[str, Any] = field(default_factory=dict)
     outbox: queue.SimpleQueue[tuple[str, bytes, dict[str, Any]] | None] = field(default_factory=queue.SimpleQueue)
+    threads: list[threading.Thread] = field(default_factory=list)
     failure: str = ""
     #: Whether it has shown that workers can work here.
     is_ready: bool = False
@@ -209,6 +216,10 @@ class Pool:
         for worker in workers:
             worker.outbox.put(None)
             _reap(worker.process)
+        until = time.monotonic() + _END_DEADLINE
+        for worker in workers:
+            for thread in worker.threads:
+                thread.join(max(0.0, until - time.monotonic()))
 
     def _greet(self, worker: Worker) -> None:
         """Tell a new worker what it must know."""
@@ -237,9 +248,13 @@ class Pool:
         worker = Worker(self.role, self._next, process)
         self._next += 1
         self._greet(worker)
-        name = f"{self.role}-{worker.index}"
-        threading.Thread(target=self._talk, args=(worker, connect, transport), name=name, daemon=True).start()
+        self._run(worker, self._talk, connect, transport)
         return worker
+
+    def _run(self, worker: Worker, function: Callable[..., None], *args: Any) -> None:
+        name = f"{self.role}-{worker.index}"
+        worker.threads.append(threading.Thread(target=function, args=(worker, *args), name=name, daemon=True))
+        worker.threads[-1].start()
 
     def _talk(self, worker: Worker, connect: Callable[[], Connection], transport: str) -> None:
         """Send what stands in a worker's outbox."""
@@ -248,7 +263,7 @@ class Pool:
         except ConnectionError:
             self.events.put((worker, None))
             return
-        threading.Thread(target=self._listen, args=(worker, channel), daemon=True).start()
+        self._run(worker, self._listen, channel)
         while (message := worker.outbox.get()) is not None:
             kind, data, head = message
             try:

@@ -2,23 +2,28 @@
 
 from __future__ import annotations
 
+import atexit
 import os
 import signal
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
+from concurrent.futures import Future, wait
 from typing import Any
 
 import ray
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
+from verl.controller.pool import close_all
 from verl.controller.ray import connect
 from verl.workers.process import main
 
 #: What a worker takes of a node's CPUs: next to none, so that no map of placement keeps it from starting, but nothing
 #: where there are none for work.
 _CPUS = 0.001
+# Registered after Ray's own, and so before it: workers that ended with the cluster would be replaced, and a call of Ray
+# after its end ends this process with an error.
+atexit.register(close_all)
 
 
 def address() -> str | None:
@@ -37,47 +42,45 @@ def launch(command: Sequence[str], env: Mapping[str, str], fds: Sequence[int], *
 
 
 class RayProcess:
-    """As much of `subprocess.Popen` as a pool uses, of a process on a Ray node. How it ended Ray does not tell: as if by
-    SIGKILL."""
+    """As much of `subprocess.Popen` as a pool uses, of a process on a Ray node. However it ended: as if by SIGKILL."""
 
     def __init__(self, host: Any, args: Sequence[str], env: Mapping[str, str]) -> None:
         self._host = host
-        self._about = host.about.remote()
-        self._end = host.run.remote(list(args), dict(env))
+        # Futures, since such a call of Ray may come from any thread at any time.
+        self._about: Future[tuple[str, int]] = host.about.remote().future()
+        self._end: Future[None] = host.run.remote(list(args), dict(env)).future()
+
+    @property
+    def node(self) -> str:
+        """Ray's name of its node; "" while it starts."""
+        return self._about.result()[0] if self._has_begun else ""
 
     @property
     def pid(self) -> int:
         """0 while it starts."""
-        return self._where()[1]
+        return self._about.result()[1] if self._has_begun else 0
+
+    @property
+    def _has_begun(self) -> bool:
+        return self._about.done() and self._about.exception() is None
 
     def poll(self) -> int | None:
-        with suppress(subprocess.TimeoutExpired):
-            return self.wait(0.0)
-        return None
+        return -signal.SIGKILL if self._end.done() or not ray.is_initialized() else None
 
     def wait(self, timeout: float | None = None) -> int:
-        if ray.is_initialized():  # else it has ended with the connection to the cluster
-            done, _ = ray.wait([self._end], timeout=timeout)
-            if not done:
-                raise subprocess.TimeoutExpired("a process on a Ray node", timeout or 0.0)
+        if self.poll() is None and wait([self._end], timeout).not_done:
+            raise subprocess.TimeoutExpired("a process on a Ray node", timeout or 0.0)
         return -signal.SIGKILL
 
     def send_signal(self, sig: int) -> None:
-        node, pid = self._where()
-        if pid:
-            there = NodeAffinitySchedulingStrategy(node, soft=False)
-            ray.remote(num_cpus=0, max_retries=0)(os.kill).options(scheduling_strategy=there).remote(pid, sig)
+        if self.poll() is None and self._has_begun:
+            there = NodeAffinitySchedulingStrategy(self.node, soft=False)
+            ray.remote(num_cpus=0, max_retries=0)(os.kill).options(scheduling_strategy=there).remote(self.pid, sig)
 
     def kill(self) -> None:
         """Its children too, as Ray does it."""
-        if ray.is_initialized():
+        if self.poll() is None:
             ray.kill(self._host)
-
-    def _where(self) -> tuple[str, int]:
-        if ray.is_initialized() and ray.wait([self._about], timeout=0)[0]:
-            with suppress(ray.exceptions.RayError):  # it has ended already
-                return ray.get(self._about)
-        return "", 0
 
 
 class _Host:

@@ -113,8 +113,10 @@ class RewardPool(Pool):
     def close(self) -> None:
         """End all workers, now; calls under way fail."""
         with self.lock:
-            self._supervisor = None
+            supervisor, self._supervisor = self._supervisor, None
             self._give_up(RewardError(f"reward '{self.name}' was closed while its samples were being scored"))
+        if supervisor is not None:
+            supervisor.join(_TICK * 10)
 
     def take_counts(self) -> dict[str, int]:
         """How many workers there are, and how many died since the last call of this."""
@@ -136,16 +138,14 @@ class RewardPool(Pool):
     def _supervise(self) -> None:
         """Take what workers send, end those that are late, give work to those that are free."""
         while self._supervisor is threading.current_thread():
-            try:
-                event = self.events.get(timeout=_TICK)
-            except queue.Empty:
-                event = None
+            events = self._events()
             with self.lock:
                 if self._supervisor is not threading.current_thread():
                     return
                 try:
-                    if event is not None and event[0] in self._workers:
-                        self._take(*event)
+                    for worker, message in events:
+                        if worker in self._workers:
+                            self._take(worker, message)
                     self._expire()
                     under_way = len(self._queue) + sum(len(worker.jobs) for worker in self._workers)
                     self.fit(under_way * self._seconds, self.backlog)
@@ -154,6 +154,15 @@ class RewardPool(Pool):
                     self._failure = type(error)(f"reward '{self.name}': {error}")
                     self._give_up(self._failure)
                     return
+
+    def _events(self) -> list[tuple[Worker, Message | None]]:
+        """What has happened, all of it: where many die at once, none of them is given what another has lost."""
+        found = []
+        with suppress(queue.Empty):
+            found.append(self.events.get(timeout=_TICK))
+            while True:
+                found.append(self.events.get_nowait())
+        return found
 
     def _take(self, worker: Worker, message: Message | None) -> None:
         if message is None:

@@ -32,9 +32,9 @@ _SHARED_MEMORY = Path("/dev/shm")
 SEND_DEADLINE = 120
 #: Seconds that whoever comes to a `Door` has to prove that it knows the token.
 _PROOF_DEADLINE = 10
-#: Seconds of silence, then between probes, and how many are left unanswered by a machine that is gone; milliseconds
-#: that what has been sent may stay unacknowledged by it.
-_KEEPALIVE = {"TCP_KEEPIDLE": 10, "TCP_KEEPINTVL": 5, "TCP_KEEPCNT": 3, "TCP_USER_TIMEOUT": 25_000}
+#: Seconds of silence until probes are sent, and between them; milliseconds without an answer after which a machine is
+#: gone, whether it was sent probes or messages.
+_KEEPALIVE = {"TCP_KEEPIDLE": 10, "TCP_KEEPINTVL": 5, "TCP_USER_TIMEOUT": 60_000}
 
 
 @dataclass(frozen=True)
