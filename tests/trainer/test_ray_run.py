@@ -224,7 +224,7 @@ def test_a_lost_node_of_rollout_workers_loses_no_sample(tiny: Path, connected: A
     assert groups == set(range(prompts.taken))
 
 
-def test_a_script_that_never_closes_its_workers_leaves_none(tmp_path: Path, cluster: Any) -> None:
+def test_a_script_that_never_closes_its_workers_leaves_none_and_sees_their_stacks(tmp_path: Path, cluster: Any) -> None:
     script = tmp_path / "script.py"
     script.write_text(
         "import verl\n"
@@ -232,10 +232,13 @@ def test_a_script_that_never_closes_its_workers_leaves_none(tmp_path: Path, clus
         "print(reward.get_reward(verl.Batch.from_rows([{'response': 'abc'}] * 20))['reward'] == [3.0] * 20)\n"
         "workers = [worker.process for worker in reward.group.workers if worker.is_ready]\n"
         "print(len({process.node for process in workers}), *(process.pid for process in workers))\n"
+        "reward.group.dump_stacks()\n"
+        "import time\n"
+        "time.sleep(3)  # Ray brings what they say\n"
     )
     env = {**ENV, "RAY_ADDRESS": cluster.address}
     done = subprocess.run([sys.executable, script], env=env, capture_output=True, text=True, timeout=120)
-    assert done.returncode == 0, done.stderr[-3000:]
+    assert done.returncode == 0 and "in serve\n" in done.stderr, done.stderr[-3000:]
     told, nodes, *pids = done.stdout.split()
     assert told == "True" and int(nodes) == len(pids)
     over = time.monotonic() + 20

@@ -75,12 +75,16 @@ class RayProcess:
     def send_signal(self, sig: int) -> None:
         if self.poll() is None and self._has_begun:
             there = NodeAffinitySchedulingStrategy(self.node, soft=False)
-            ray.remote(num_cpus=0, max_retries=0)(os.kill).options(scheduling_strategy=there).remote(self.pid, sig)
+            ray.remote(num_cpus=0, max_retries=0)(_signal).options(scheduling_strategy=there).remote(self.pid, sig)
 
     def kill(self) -> None:
         """Its children too, as Ray does it."""
         if self.poll() is None:
             ray.kill(self._host)
+
+
+def _signal(pid: int, sig: int) -> None:
+    os.kill(pid, sig)
 
 
 class _Host:

@@ -5,8 +5,7 @@ many rollouts as may be under way, waits until `Schedule` has the groups of a st
 weights to the workers, which take them between two tokens: what they are at goes on under the new weights. A sample
 carries the version that wrote its first token; importance weights correct for what has changed since.
 
-Not here: resampling of what an algorithm rejects (rejected groups make the step smaller), episodes, and workers on
-other machines.
+Not here: resampling of what an algorithm rejects (rejected groups make the step smaller), and episodes.
 """
 
 from __future__ import annotations
