@@ -190,6 +190,23 @@ def test_a_worker_that_never_comes_is_replaced_thrice(monkeypatch: pytest.Monkey
         Reward(FunctionReward(length, workers=lambda function, name: group)).get_reward(texts_of("a"))
 
 
+def test_workers_that_die_together_are_one_death() -> None:
+    started: list[pool.Process] = []
+
+    def launch(command: Any, env: Any, fds: Any) -> pool.Process:
+        dies = len(started) < 4
+        started.append(pool.launch([sys.executable, "-c", "raise SystemExit(5)"] if dies else command, env, ()))
+        return started[-1]
+
+    group = RewardPool(length, "length", workers=4, launch=launch, host="127.0.0.1")
+    try:
+        source = FunctionReward(length, workers=lambda function, name: group)
+        assert Reward(source).get_reward(texts_of("abc"))["reward"] == [3.0]
+    finally:
+        group.close()
+    assert len(started) == 8
+
+
 def test_functions_of_a_script_travel_by_value(tmp_path: Path) -> None:
     pytest.importorskip("ray")
     script = tmp_path / "script.py"
