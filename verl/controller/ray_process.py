@@ -7,6 +7,7 @@ import os
 import signal
 import subprocess
 import sys
+import traceback
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future, wait
 from typing import Any
@@ -99,5 +100,7 @@ class _Host:
         sys.path += [folder for folder in env["PYTHONPATH"].split(os.pathsep) if folder not in sys.path]
         try:
             main(*args)
+        except Exception:
+            traceback.print_exc()  # Ray brings it to whoever asked: it may have been unable to come to them
         finally:
             os._exit(0)  # an actor that has nothing to do would stay
