@@ -84,9 +84,13 @@ def cluster() -> Iterator[Any]:
     made.shutdown()
 
 
+def environment(cluster: Any) -> dict[str, str]:
+    """Of a process that shall find the cluster; what Ray has put into this one's says how one talks to it."""
+    return {**os.environ, **ENV, "RAY_ADDRESS": cluster.address}
+
+
 def test_a_lost_node_ends_the_run_and_the_same_command_resumes(tmp_path: Path, tiny: Path, cluster: Any) -> None:
-    # What Ray has put into the environment of this process says how one talks to its cluster.
-    env = {**os.environ, **ENV, "RAY_ADDRESS": cluster.address}
+    env = environment(cluster)
     whole(tmp_path / "whole", tiny, "cpu:0-1", env)
     line = command(tmp_path / "cut", tiny, "cpu:0-1")
     errors = interrupted(
@@ -236,7 +240,7 @@ def test_a_script_that_never_closes_its_workers_leaves_none_and_sees_their_stack
         "import time\n"
         "time.sleep(3)  # Ray brings what they say\n"
     )
-    env = {**ENV, "RAY_ADDRESS": cluster.address}
+    env = environment(cluster)
     done = subprocess.run([sys.executable, script], env=env, capture_output=True, text=True, timeout=120)
     assert done.returncode == 0 and "in serve\n" in done.stderr, done.stderr[-3000:]
     told, nodes, *pids = done.stdout.split()
