@@ -29,6 +29,8 @@ from verl.workers.place import ALONE, Place, verb
 
 #: Milliseconds a step; the move's share of the speed of a copy.
 STEP_BOUND, MOVE_BOUND = 50.0, 0.5
+#: Seconds.
+WARMING = 5.0
 
 
 class Idle:
@@ -65,17 +67,19 @@ def experience(samples: int, tokens: int) -> Batch:
 
 
 def milliseconds(work: Callable[[], object], repeats: int) -> list[float]:
-    times = []
-    for _ in range(repeats + 10):
-        began = time.perf_counter()
+    """Times of `work` once it has run for `WARMING` seconds: only then does Ray, which frees late, reuse its memory."""
+    times, began = [], time.perf_counter()
+    while len(times) < repeats:
+        start = time.perf_counter()
         work()
-        times.append((time.perf_counter() - began) * 1e3)
-    return times[10:]  # the first ones warm the store
+        if start - began > WARMING:
+            times.append((time.perf_counter() - start) * 1e3)
+    return times
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description="The cost of the Ray executor itself.")
-    for name, default in (("workers", 4), ("samples", 1024), ("tokens", 512), ("megabytes", 256), ("repeats", 20)):
+    for name, default in (("workers", 4), ("samples", 1024), ("tokens", 512), ("megabytes", 256), ("repeats", 50)):
         parser.add_argument(f"--{name}", type=int, default=default, help="(default: %(default)s)")
     args = parser.parse_args()
     slots = Slots(DeviceMesh(f"cpu:0-{args.workers - 1}"), timeout=120)
