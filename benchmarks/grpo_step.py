@@ -3,8 +3,8 @@
     .venv/bin/python benchmarks/grpo_step.py
 
 Each side runs in its own process and environment (TRL's is made on the first call), in turn, at every combination
-of precision and micro-batch size; what is compared is the best of each side. Memory is the peak of the process
-that was the fastest. A run takes about fifteen minutes on two cores.
+of precision and micro-batch size; each of our settings is compared with the peer's fastest, in time and in the peak
+memory of the same process. A run takes about fifteen minutes on two cores.
 """
 
 from __future__ import annotations
@@ -27,13 +27,17 @@ def run(python: str, script: str, *options: str) -> dict[str, Any]:
         raise SystemExit(f"{' '.join(command)} failed:\n{done.stderr[-3000:]}")
     result: dict[str, Any] = json.loads(done.stdout.strip().splitlines()[-1])
     print(
-        f"{result['name']:5} {result['dtype']}{' autocast' if result.get('autocast') else '':9} micro-batch "
-        f"{result['micro_batch']:2}  step {result['step_seconds']:6.2f} s = "
+        f"{result['name']:5} {setting(result):29} step {result['step_seconds']:6.2f} s = "
         f"generation {result['generation_seconds']:5.2f} "
         f"+ training {result['training_seconds']:5.2f}   peak {result['peak_memory_gb']:.2f} GB",
         flush=True,
     )
     return result
+
+
+def setting(result: dict[str, Any]) -> str:
+    """Its precision and micro-batch size, for people."""
+    return f"{result['dtype']}{' autocast' if result.get('autocast') else ''}, micro-batch {result['micro_batch']}"
 
 
 def main() -> None:
@@ -51,10 +55,12 @@ def main() -> None:
             options = ("--dtype", dtype, "--micro-batch", size, "--steps", str(args.steps))
             ours.append(run(sys.executable, "verl_grpo_step.py", *options))
             theirs.append(run(peer, "trl_grpo_step.py", *options))
-    a, b = (min(side, key=lambda result: float(result["step_seconds"])) for side in (ours, theirs))
-    print(f"\nbest of each: {a['step_seconds']:.2f} s against {b['step_seconds']:.2f} s")
-    print(f"speed: {b['step_seconds'] / a['step_seconds']:.2f} times the peer's")
-    print(f"memory: {a['peak_memory_gb'] / b['peak_memory_gb']:.0%} of the peer's")
+    peers = min(theirs, key=lambda result: float(result["step_seconds"]))
+    cost = f"{peers['step_seconds']:.2f} s, {peers['peak_memory_gb']:.2f} GB"
+    print(f"\nbeside the peer's fastest ({setting(peers)}: {cost})")
+    for result in sorted(ours, key=lambda result: float(result["step_seconds"])):
+        speed, memory = (peers[key] / result[key] for key in ("step_seconds", "peak_memory_gb"))
+        print(f"{setting(result):22} {speed:.2f} times as fast, {1 / memory:.0%} of the memory")
 
 
 if __name__ == "__main__":
