@@ -50,7 +50,8 @@ def test_every_help_teaches_by_example(command):
 def test_dry_run_prints_settings_and_plan_without_torch(tmp_path):
     code = (
         "import sys\nfrom verl.cli.main import app\n"
-        f"app(['train', {str(RECIPE)!r}, 'trainer.seed=41', '--dry-run'], standalone_mode=False)\n"
+        f"app(['train', {str(RECIPE)!r}, 'trainer.seed=41', 'trainer.placement=cpu:0', '--dry-run'], "
+        "standalone_mode=False)\n"
         "print('heavy:', sorted({'torch', 'transformers'} & set(sys.modules)))"
     )
     result = subprocess.run(
@@ -58,6 +59,7 @@ def test_dry_run_prints_settings_and_plan_without_torch(tmp_path):
     )
     assert result.returncode == 0, result.stderr
     assert "  seed: 41" in result.stdout
+    assert "placement         actor\n                cpu:0  0/1\n" in result.stdout
     assert "run directory  runs/grpo-smollm2-135m-instruct-chain_sum-" in result.stdout
     assert "heavy: []" in result.stdout
     assert list(tmp_path.iterdir()) == []
@@ -69,6 +71,12 @@ def test_a_config_error_is_one_message_and_exit_code_2():
     assert result.stdout == ""
     assert "trainer.sed: unknown key; did you mean 'trainer.seed'? (override 'trainer.sed=3')" in result.stderr
     assert "Traceback" not in result.stderr
+
+
+def test_a_dry_run_refuses_a_map_of_placement_that_is_none():
+    result = verl("train", RECIPE, "trainer.placement=cpu:0-x", "--dry-run")
+    assert result.returncode == 2
+    assert "placement: 'cpu:0-x' is no slot: write 'cuda:0'" in result.stderr
 
 
 def test_debug_shows_the_traceback():

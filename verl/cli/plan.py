@@ -7,10 +7,15 @@ from pathlib import Path
 from typing import Any
 
 from verl.config import Config, RewardConfig, RewardPart, run_id
+from verl.controller.placement import DeviceMesh
 
 
 def plan(config: Config) -> dict[str, str]:
-    """The run that `config` describes, as labelled lines; reads no weights and imports no torch."""
+    """The run that `config` describes, as labelled lines; reads no weights and imports no torch.
+
+    Raises:
+        ConfigError: the map of placement is none.
+    """
     policy, trainer = config.actor_rollout_ref, config.trainer
     lines = {
         "run directory": str(Path(trainer.output_dir, run_id(config))),
@@ -24,6 +29,8 @@ def plan(config: Config) -> dict[str, str]:
         "a step": _step(config),
         "steps": f"{trainer.total_steps}, evaluated {_every(trainer.eval_every)}, saved {_every(trainer.save_every)}",
     }
+    if trainer.placement is not None:
+        lines["placement"] = str(DeviceMesh(trainer.placement)).replace("\n", "\n" + " " * 16)
     if trainer.control is not None:
         lines["control"] = f"{trainer.control}: this run should learn nothing"
     return lines

@@ -319,12 +319,20 @@ class RayGroup(Generic[W]):
 
 
 def connect() -> None:
-    """Have this process connected to a Ray cluster."""
+    """Have this process connected to a Ray cluster.
+
+    Raises:
+        ClusterError: none answers at `RAY_ADDRESS`, or none could be started.
+    """
     if not ray.is_initialized():
         os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
         address = os.environ.get("RAY_ADDRESS") or "local"
         options: dict[str, Any] = {"include_dashboard": False} if address == "local" else {}
-        ray.init(address, logging_level=logging.WARNING, **options)
+        try:
+            ray.init(address, logging_level=logging.WARNING, **options)
+        except (ConnectionError, RuntimeError, TimeoutError) as error:
+            where = "could not be started here" if address == "local" else f"does not answer at RAY_ADDRESS={address}"
+            raise ClusterError(f"a Ray cluster {where}: {_line(error)}") from error
 
 
 def _check(mesh: DeviceMesh) -> float:
