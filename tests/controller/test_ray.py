@@ -177,6 +177,13 @@ def test_a_rank_that_hangs_is_named_and_all_stacks_are_told(slots: Any, caplog: 
     assert "time.sleep(600)" in caplog.text and "all_reduce" in caplog.text
 
 
+def test_a_cluster_that_does_not_answer_is_named_at_once() -> None:
+    script = "import verl\nverl.Controller('cpu:0-1')"
+    env = {**ranks.ENV, "RAY_ADDRESS": "127.0.0.1:1"}
+    done = subprocess.run([sys.executable, "-c", script], env=env, capture_output=True, text=True, timeout=60)
+    assert "ClusterError: a Ray cluster does not answer at RAY_ADDRESS=127.0.0.1:1: " in done.stderr
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(("placement", "text"), [
     ("cuda:0-3", r"asks for slot cuda:0 .* Ray cluster of 1 nodes has 0 cuda slots"),

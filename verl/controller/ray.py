@@ -10,6 +10,7 @@ from __future__ import annotations
 import logging
 import math
 import os
+import socket
 import sys
 import threading
 import time
@@ -328,9 +329,12 @@ def connect() -> None:
         os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
         address = os.environ.get("RAY_ADDRESS") or "local"
         options: dict[str, Any] = {"include_dashboard": False} if address == "local" else {}
+        host, _, port = address.rpartition("/")[2].rpartition(":")
         try:
+            if port.isdigit():  # Ray itself would ask an address where nobody listens for minutes
+                socket.create_connection((host, int(port)), GRACE).close()
             ray.init(address, logging_level=logging.WARNING, **options)
-        except (ConnectionError, RuntimeError, TimeoutError) as error:
+        except (OSError, RuntimeError) as error:
             where = "could not be started here" if address == "local" else f"does not answer at RAY_ADDRESS={address}"
             raise ClusterError(f"a Ray cluster {where}: {_line(error)}") from error
 
