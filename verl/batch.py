@@ -30,6 +30,7 @@ House rules: columns are added, never overwritten; nulls stand at row level only
 from __future__ import annotations
 
 import mmap
+import pickle
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -74,12 +75,17 @@ SCHEMA: dict[str, pa.DataType] = {
 
 
 class Batch:
-    """An immutable table of samples. Slices and concatenations share memory; every verb returns a new one."""
+    """An immutable table of samples. Slices and concatenations share memory; every verb returns a new one.
 
-    __slots__ = ("table",)
+    Attributes:
+        base: the batch that this one has all columns of, and some more, by `add`; None if it came about otherwise.
+    """
 
-    def __init__(self, table: pa.Table) -> None:
+    __slots__ = ("base", "table")
+
+    def __init__(self, table: pa.Table, base: Batch | None = None) -> None:
         self.table = table
+        self.base = base
 
     @classmethod
     def from_columns(cls, columns: Mapping[str, Any]) -> Batch:
@@ -129,9 +135,14 @@ class Batch:
         """The column as plain Python values; a ragged column as a list of lists."""
         return self.arrow(name).to_pylist()  # type: ignore[no-any-return]
 
-    def __reduce__(self) -> tuple[type[Batch], tuple[pa.Table]]:
+    def __reduce_ex__(self, protocol: Any) -> tuple[Any, tuple[Any, ...]]:
         # Arrow's own pickle hands its buffers out as they are, which for a slice are those of its whole parent.
-        return Batch, (self._own(),)
+        if protocol < 5:
+            return Batch, (self._own(),)
+        # Picklers with reducers of their own, such as Ray's, take many times longer over the parts of a table.
+        buffers: list[pickle.PickleBuffer] = []
+        data = pickle.dumps(self._own(), protocol, buffer_callback=buffers.append)
+        return _unpickled, (data, buffers)
 
     @property
     def columns(self) -> list[str]:
@@ -176,7 +187,7 @@ class Batch:
             if table.column_names and len(array) != table.num_rows:
                 raise DataError(f"column '{name}' has {len(array)} rows, the batch has {table.num_rows}")
             table = table.append_column(name, array) if table.column_names else pa.table({name: array})
-        return Batch(table)
+        return Batch(table, base=self if len(self.columns) else None)
 
     def select(self, names: Iterable[str]) -> Batch:
         return Batch(self.table.select([name for name in names if name in self]))
@@ -189,9 +200,9 @@ class Batch:
         return Batch(self.table.slice(start, length))
 
     def take(self, indices: Sequence[int]) -> Batch:
+        if indices and list(indices) == list(range(indices[0], indices[0] + len(indices))):
+            return self.slice(indices[0], len(indices))
         runs = _runs(indices)
-        if len(runs) == 1:
-            return self.slice(*runs[0])
         return Batch(pa.table({name: _take(self.arrow(name), indices, runs) for name in self.columns}))
 
     def filter(self, keep: Sequence[bool]) -> Batch:
@@ -257,6 +268,10 @@ class Batch:
             return cls(_canonical(pq.read_table(path)))
         except (pa.ArrowInvalid, OSError) as error:
             raise DataError(f"{path} is not a readable Parquet file: {error}") from error
+
+
+def _unpickled(data: bytes, buffers: list[Any]) -> Batch:
+    return Batch(pickle.loads(data, buffers=buffers))
 
 
 def _is_list(kind: pa.DataType) -> bool:

@@ -67,6 +67,11 @@ class Probe:
             raise ZeroDivisionError("three")
         return batch
 
+    @verb("train", split="rows", collect="rows")
+    def total(self, batch: Batch) -> Batch:
+        columns = [batch[name] for name in ("x", "y", "z") if name in batch]
+        return Batch.from_columns({"total": [sum(values) for values in zip(*columns, strict=True)]})
+
     @verb("train")
     def meet(self, how: str) -> float:
         if self.place.rank == 1:
@@ -84,6 +89,7 @@ class Probe:
 @pytest.fixture(scope="module")
 def cluster() -> Iterator[None]:
     ray.cloudpickle.register_pickle_by_value(sys.modules[__name__])
+    ray.shutdown()  # what another module's tests were connected to
     ray.init("local", num_cpus=2, include_dashboard=False, log_to_driver=False, object_store_memory=80 << 20)
     yield
     ray.shutdown()
@@ -146,6 +152,28 @@ def test_data_travel_as_declared(slots: Any) -> None:
         group.call("picky", batch)
     assert "in picky" in str(caught.value.__cause__) and "role 'probe'" in str(caught.value.__cause__)
     assert group.call("meet", "well") == 2.0
+
+
+@pytest.mark.slow
+def test_what_is_added_to_a_batch_travels_alone(slots: Any) -> None:
+    group = probe(slots)
+    batch = Batch.from_rows([{"x": x, "prompt_tokens": [x], "response_tokens": [3]} for x in range(3, 8)])
+    assert group.call("total", batch)["total"] == [3, 4, 5, 6, 7]
+    grown = batch.add({"y": [10] * 5}).add({"z": [100 * x for x in range(5)]})
+    for _ in range(2):
+        assert group.call("total", grown)["total"] == [13, 114, 215, 316, 417]
+        assert ray.get(slots.sent(grown).reference).columns == ["y", "z"]
+    # After a failure nobody knows what has come along.
+    with pytest.raises(ZeroDivisionError):
+        group.call("picky", grown)
+    assert group.call("total", grown)["total"] == [13, 114, 215, 316, 417]
+    assert ray.get(slots.sent(grown).reference).columns == grown.columns
+    # There is a bound to what is kept: more than that is sent anew.
+    others = [Batch(batch.table.slice(0)) for _ in range(6)]
+    for other in [*others, *others]:
+        assert group.call("total", other)["total"] == [3, 4, 5, 6, 7]
+    assert group.call("total", grown)["total"] == [13, 114, 215, 316, 417]
+    assert len(slots.kept()) < 8
 
 
 @pytest.mark.slow

@@ -16,6 +16,7 @@ ray = pytest.importorskip("ray")
 
 @pytest.fixture(scope="module")
 def cluster() -> Iterator[None]:
+    ray.shutdown()  # what another module's tests were connected to
     ray.init("local", num_cpus=2, include_dashboard=False, log_to_driver=False, object_store_memory=80 << 20)
     yield
     ray.shutdown()

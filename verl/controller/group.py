@@ -29,6 +29,10 @@ class WorkerGroup(Protocol[W_co]):
         """
 
 
+#: The columns that decide how rows are split.
+SPLIT_BY = frozenset({"prompt_tokens", "response_tokens"})
+
+
 def split_rows(batch: Batch, parts: int) -> list[list[int]]:
     """Row numbers for each data-parallel index, about equal in tokens; a part may be empty."""
     return [list(range(len(batch)))] if parts == 1 else balanced(batch, parts)
@@ -38,8 +42,7 @@ def join_rows(parts: Iterable[tuple[Sequence[int], Batch]]) -> Batch:
     """Answers put back into the order of the rows that were asked about."""
     parts = list(parts)
     order = [row for rows, _ in parts for row in rows]
-    place = {row: index for index, row in enumerate(order)}
-    return Batch.concat(answer for _, answer in parts).take([place[row] for row in range(len(order))])
+    return Batch.concat(answer for _, answer in parts).take(sorted(range(len(order)), key=order.__getitem__))
 
 
 @contextmanager

@@ -17,7 +17,7 @@ import time
 import weakref
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import partial
 from itertools import count, repeat
 from typing import Any, Generic, TypeVar
@@ -27,11 +27,12 @@ from ray.util.placement_group import PlacementGroup, placement_group, remove_pla
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from verl.batch import Batch
-from verl.controller.group import join_rows, split_rows
+from verl.controller.group import SPLIT_BY, join_rows, split_rows
 from verl.controller.placement import DeviceMesh, Slot
-from verl.controller.slot_worker import SlotWorker, Stream, WorkerError, bunched
+from verl.controller.slot_worker import Order, SlotWorker, Stream, WorkerError, bunched
 from verl.controller.world import Layout
 from verl.errors import ClusterError, ConfigError
+from verl.rewards.loading import user_modules
 from verl.workers.place import ROLE, Verb, verb_of
 
 logger = logging.getLogger(__name__)
@@ -42,6 +43,8 @@ START = 120.0
 #: Seconds in which the other ranks may end once one has failed.
 GRACE = 3.0
 _LEAST_CPUS = 0.02
+# Batches that may be in the object store: a bound for who holds on to more of them.
+_KEPT = 4
 _NODE_KEYS = ("NodeName", "NodeID", "NodeManagerAddress", "NodeManagerHostname")
 _ACCELERATOR = "ray.io/accelerator-type"
 
@@ -67,7 +70,7 @@ class Slots:
         self._workers: list[Any] = []
         self._about: list[dict[str, Any]] = []
         self._group: PlacementGroup | None = None
-        self._sent: deque[_Sent] = deque(maxlen=4)  # a bound on what is kept in the object store
+        self._sent: list[_Sent] = []
         connect()
         self._cpus = _check(mesh)
 
@@ -129,18 +132,22 @@ class Slots:
             return key
 
     def sent(self, batch: Batch) -> _Sent:
-        """A batch in the object store. Several verbs of a step read the same one: it is put there once."""
-        for sent in self._sent:
-            if sent.table() is batch.table:
-                return sent
-        self._sent.append(_Sent(batch))
-        return self._sent[-1]
+        """A batch in the object store. Several verbs of a step read the same one: it is put there once, and of one
+        that came of it by more columns these alone."""
+        self._sent = [sent for sent in self._sent if sent.table() is not None][-_KEPT:]
+        known: _Sent | None = None
+        origin: Batch | None = batch
+        while known is None and origin is not None:
+            known = next((sent for sent in self._sent if sent.table() is origin.table), None)
+            origin = origin.base
+        if known is None or known.table() is not batch.table:
+            known = _Sent(next(self._keys), batch, known)
+            self._sent.append(known)
+        return known
 
-    def shipped(self, value: Any) -> Any:
-        """An argument as it travels."""
-        if isinstance(value, Batch):
-            return self.sent(value).reference
-        return Stream([ray.put(bunch) for bunch in bunched(value)]) if isinstance(value, Iterator) else value
+    def kept(self) -> list[int]:
+        """Keys of the batches that slots shall keep."""
+        return [part.key for sent in self._sent for part in sent.parts()]
 
     def submit(self, rank: int, method: str, *args: Any) -> Any:
         """Begin a call; hold the lock where several ranks are called."""
@@ -161,6 +168,8 @@ class Slots:
         """
         answers, pending, limit = {}, list(calls), timeout or self.timeout
         until = time.monotonic() + limit
+        with suppress(ray.exceptions.RayError):  # to wait for all at once is cheapest; who failed is asked below
+            return dict(zip(calls.values(), ray.get(pending, timeout=min(limit, GRACE)), strict=True))
         while pending:
             (call, *_), pending = self._next(pending, calls, what, until - time.monotonic(), limit)
             with self._failing(call, calls, what, safe):
@@ -199,6 +208,7 @@ class Slots:
             yield
         except ray.exceptions.RayError as error:
             failed = {calls[call]: error}
+            self._sent = []  # whether the ranks have what came along is not known
             others = {_end(other): rank for other, rank in calls.items() if other is not call}
             done, late = ray.wait(list(others), num_returns=len(others), timeout=GRACE) if others else ([], [])
             for other in done:
@@ -260,17 +270,32 @@ class Slots:
 
 
 class _Sent:
-    """A batch that has been put into the object store, and how its rows were dealt out."""
+    """A batch that has been put into the object store, or what was added to one that has; and how its rows are dealt
+    out. A slot keeps what it has read: it gets a reference once."""
 
-    def __init__(self, batch: Batch) -> None:
-        self.table = weakref.ref(batch.table)
-        self.reference = ray.put(batch)
-        self._parts: dict[int, list[list[int]]] = {}
+    def __init__(self, key: int, batch: Batch, base: _Sent | None) -> None:
+        self.key, self.base = key, base
+        self.table, self.columns = weakref.ref(batch.table), batch.columns
+        self.reference = ray.put(batch.drop(base.columns) if base else batch)
+        self.at: set[int] = set()  # the ranks that have it
+        self._splits: dict[int, list[list[int]]] = {}
+
+    def parts(self) -> list[_Sent]:
+        """What it consists of, in order."""
+        return [*(self.base.parts() if self.base else ()), self]
+
+    def owed(self, rank: int) -> list[_Sent]:
+        """The parts that a rank does not have yet; it gets them now."""
+        new = [part for part in self.parts() if rank not in part.at]
+        for part in new:
+            part.at.add(rank)
+        return new
 
     def split(self, batch: Batch, parts: int) -> list[list[int]]:
-        if parts not in self._parts:
-            self._parts[parts] = split_rows(batch, parts)
-        return self._parts[parts]
+        if parts not in self._splits:
+            base = self.base if self.base and SPLIT_BY.issubset(self.base.columns) else None
+            self._splits[parts] = base.split(batch, parts) if base else split_rows(batch, parts)
+        return self._splits[parts]
 
 
 class RayGroup(Generic[W]):
@@ -309,14 +334,30 @@ class RayGroup(Generic[W]):
         with self.slots.lock:
             if self._key is None:
                 self._key = self.slots.make(self._recipe, self.layout)
-            parts = self.slots.sent(args[0]).split(args[0], len(ranks)) if spec.split == "rows" else []
-            given = [self.slots.shipped(value) for value in args]
             _own_files_by_value()
+            first, *rest = args or (None,)
+            sent = self.slots.sent(first) if isinstance(first, Batch) else None
+            splits = sent.split(first, len(ranks)) if sent and spec.split == "rows" else []
+            stream = [Stream([ray.put(bunch) for bunch in bunched(first)])] if isinstance(first, Iterator) else []
+            plain = tuple(rest) if sent or stream else args
+            kept = self.slots.kept() if sent else []
             calls = {}
-            for rank, rows in zip(ranks, parts or repeat(None, len(ranks)), strict=True):
-                answers = spec.collect != "none" and (rank == ranks[0] or spec.collect in ("rows", "batches"))
-                calls[self.slots.submit(rank, method, self._key, verb, rows, answers, kwargs, *given)] = rank
-        return calls, parts
+            for rank, rows in zip(ranks, splits or repeat(None, len(ranks)), strict=True):
+                new = sent.owed(rank) if sent else []
+                order = Order(
+                    role=self._key,
+                    verb=verb,
+                    args=plain,
+                    kwargs=kwargs,
+                    answers=spec.collect != "none" and (rank == ranks[0] or spec.collect in ("rows", "batches")),
+                    batch=sent.key if sent else None,
+                    rows=rows,
+                    new=[(part.key, part.base.key if part.base else None) for part in new],
+                    kept=kept,
+                )
+                beside = [part.reference for part in new] if sent else stream
+                calls[self.slots.submit(rank, method, ray.cloudpickle.dumps(order), *beside)] = rank
+        return calls, splits
 
 
 def connect() -> None:
@@ -391,9 +432,8 @@ def _selector(slot: Slot, nodes: list[dict[str, Any]]) -> dict[str, str]:
 
 def _own_files_by_value() -> None:
     """What comes of a user's own file, and is no module elsewhere, travels by value."""
-    for name, module in list(sys.modules.items()):
-        if name.startswith("verl_user_"):
-            ray.cloudpickle.register_pickle_by_value(module)
+    for module in user_modules.values():
+        ray.cloudpickle.register_pickle_by_value(module)
 
 
 def _end(call: Any) -> Any:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import pickle
 import socket
 import sys
 import threading
@@ -16,6 +17,7 @@ from typing import Any
 
 import ray
 
+from verl.batch import Batch
 from verl.controller.group import noted
 from verl.controller.once import portable
 from verl.controller.ranks import who
@@ -49,11 +51,37 @@ class Stream:
             yield from ray.get(reference)
 
 
+@dataclass(frozen=True)
+class Order:
+    """What a rank shall do. It travels pickled, since Ray takes much longer over arguments one by one.
+
+    Attributes:
+        role: the key of the role's workers.
+        args: the verb's arguments but the first, where that is a batch or a stream, which come beside the order.
+        answers: whether what the verb gives counts.
+        batch: key of the batch that is the first argument; None: there is none.
+        rows: those of the batch that are this rank's; None: all.
+        new: keys of the batches that come along, each with that of the batch that it adds columns to, or None.
+        kept: keys of the batches that later orders may name.
+    """
+
+    role: int
+    verb: str
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    answers: bool
+    batch: int | None = None
+    rows: list[int] | None = None
+    new: Sequence[tuple[int, int | None]] = ()
+    kept: Sequence[int] = ()
+
+
 class SlotWorker:
     """The methods that the driver calls; one at a time and in the order they were called in, except for `stacks`."""
 
     def __init__(self) -> None:
         self._workers: dict[int, tuple[str, Any]] = {}
+        self._batches: dict[int, Batch] = {}
 
     def about(self) -> dict[str, Any]:
         """Where the slot is, with a port that is free there."""
@@ -85,26 +113,33 @@ class SlotWorker:
                 self._workers[key] = (layout.role, recipe(place=place))
                 logger.info("process %d: rank %d of %d of role '%s'", os.getpid(), place.rank, place.size, place.role)
 
-    def call(
-        self, key: int, verb: str, rows: list[int] | None, answers: bool, kwargs: dict[str, Any], *args: Any
-    ) -> Any:
+    def call(self, pickled: bytes, *beside: Any) -> Any:
         """What a verb returns; None from a rank whose answer does not count."""
-        role, worker = self._workers[key]
-        with self._told(role, verb):
-            answer = getattr(worker, verb)(*_arguments(args, rows), **kwargs)
-            return answer if answers else None
+        order: Order = pickle.loads(pickled)
+        role, worker = self._workers[order.role]
+        with self._told(role, order.verb):
+            answer = getattr(worker, order.verb)(*self._arguments(order, beside), **order.kwargs)
+            return answer if order.answers else None
 
     @ray.method(num_returns="streaming")  # type: ignore[untyped-decorator]
-    def stream(
-        self, key: int, verb: str, rows: list[int] | None, answers: bool, kwargs: dict[str, Any], *args: Any
-    ) -> Iterator[Any]:
+    def stream(self, pickled: bytes, *beside: Any) -> Iterator[Any]:
         """What a verb yields, shards in bunches; nothing from a rank whose answer does not count."""
-        role, worker = self._workers[key]
-        with self._told(role, verb):
-            items = getattr(worker, verb)(*_arguments(args, rows), **kwargs)
-            for item in bunched(items) if verb_of(type(worker), verb).collect == "shards" else items:
-                if answers:
+        order: Order = pickle.loads(pickled)
+        role, worker = self._workers[order.role]
+        with self._told(role, order.verb):
+            items = getattr(worker, order.verb)(*self._arguments(order, beside), **order.kwargs)
+            for item in bunched(items) if verb_of(type(worker), order.verb).collect == "shards" else items:
+                if order.answers:
                     yield item
+
+    def _arguments(self, order: Order, beside: Sequence[Any]) -> list[Any]:
+        if order.batch is None:
+            return [*(stream.open() for stream in beside), *order.args]
+        for (key, base), part in zip(order.new, beside, strict=True):
+            self._batches[key] = part if base is None else self._batches[base].add(part)
+        self._batches = {key: batch for key, batch in self._batches.items() if key in order.kept}
+        batch = self._batches[order.batch]
+        return [batch if order.rows is None else batch.take(order.rows), *order.args]
 
     def run(self, function: Callable[..., Any], *args: Any) -> Any:
         """A function in this process."""
@@ -137,8 +172,3 @@ def bunched(shards: Iterable[Shard]) -> Iterator[list[Shard]]:
             bunch = []
     if bunch:
         yield bunch
-
-
-def _arguments(args: tuple[Any, ...], rows: list[int] | None) -> list[Any]:
-    opened: list[Any] = [value.open() if isinstance(value, Stream) else value for value in args]
-    return opened if rows is None else [opened[0].take(rows), *opened[1:]]

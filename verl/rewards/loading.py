@@ -7,11 +7,14 @@ import importlib.util
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 from verl.errors import ConfigError, RewardError, nearest
 
 DEFAULT_FUNCTION = "compute_score"
+#: What has been imported from users' files, by the names it has as modules here.
+user_modules: dict[str, ModuleType] = {}
 
 
 def split_spec(spec: str) -> tuple[Path, str]:
@@ -44,19 +47,19 @@ def load_function(spec: str) -> Callable[..., Any]:
     return function  # type: ignore[no-any-return]
 
 
-def _import(path: Path) -> Any:
+def _import(path: Path) -> ModuleType:
     name = f"verl_user_{path.stem}_{hashlib.sha256(str(path).encode()).hexdigest()[:8]}"
-    if name in sys.modules:
-        return sys.modules[name]
+    if name in user_modules:
+        return user_modules[name]
     spec = importlib.util.spec_from_file_location(name, path)
     if spec is None or spec.loader is None:
         raise ConfigError(f"{path} is no Python file")
     module = importlib.util.module_from_spec(spec)
-    sys.modules[name] = module
+    user_modules[name] = sys.modules[name] = module
     try:
         spec.loader.exec_module(module)
     except BaseException as error:  # a user's file may raise anything, exit included
-        del sys.modules[name]
+        del user_modules[name], sys.modules[name]
         if isinstance(error, KeyboardInterrupt):
             raise
         raise RewardError(f"{path} cannot be imported: {type(error).__name__}: {error}") from error

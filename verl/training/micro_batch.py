@@ -10,9 +10,13 @@ from collections.abc import Callable, Iterator, Sequence
 from itertools import pairwise
 from typing import NamedTuple
 
+import numpy as np
+import numpy.typing as npt
 import pyarrow as pa
 
 from verl.batch import Batch
+
+Numbers = npt.NDArray[np.int64]
 
 #: Tokens that a response is taken to have before it is written.
 _UNKNOWN = 128
@@ -69,32 +73,33 @@ def balanced(batch: Batch, parts: int, coupled: bool = False, share_prompts: boo
     goes to the rank with the least so far (longest processing time first: at most 4/3 of the best).
     """
     costs = _Costs(batch, share_prompts)
-    units = [costs.unit(r) for r in (batch.group_indices() if coupled else costs.prompt_sets(range(len(batch))))]
-    total = sum(unit.tokens for unit in units)
-    if not coupled:
-        # Ranks that share a prompt read it once each.
-        fair = -(-total // parts) + max(costs.prompts, default=0)
-        fits = lambda run: costs.tokens(run) <= fair  # noqa: E731
-        units = [
-            part
-            for unit in units
-            for part in ([unit] if unit.tokens <= fair else map(costs.unit, _fair_cut(unit.rows, fits)))
-        ]
-        total = sum(unit.tokens for unit in units)
-    dealt, before = [], 0
-    for unit in units:
-        dealt.append(min(parts * (2 * before + unit.tokens) // max(2 * total, 1), parts - 1))
-        before += unit.tokens
-    if max(_loads(units, dealt, parts)) > _FAIR * total / parts:
-        units.sort(key=lambda unit: (-unit.tokens, unit.rows[0]))
-        loads, dealt = [0] * parts, []
-        for unit in units:
-            dealt.append(loads.index(min(loads)))
-            loads[dealt[-1]] += unit.tokens
-    chosen: list[list[int]] = [[] for _ in range(parts)]
-    for unit, rank in zip(units, dealt, strict=True):
-        chosen[rank] += unit.rows
-    return [sorted(rows) for rows in chosen]
+    units = _numbered(batch.group_indices(), len(batch)) if coupled else np.array(costs.prompt_ids, np.int64)
+    tokens = costs.by_unit(units)
+    # Ranks that share a prompt read it once each.
+    fair = -(-int(tokens.sum()) // parts) + max(costs.prompts, default=0)
+    if not coupled and tokens.max(initial=0) > fair:
+        sets = costs.prompt_sets(range(len(batch)))
+        cut = [part for rows in sets for part in _fair_cut(rows, lambda rows: costs.tokens(rows) <= fair)]
+        units = _numbered(cut, len(batch))
+        tokens = costs.by_unit(units)
+    total = int(tokens.sum())
+    middle = 2 * tokens.cumsum() - tokens
+    dealt = np.minimum(parts * middle // max(2 * total, 1), parts - 1)
+    if np.bincount(dealt, tokens, parts).max() > _FAIR * total / parts:
+        loads = [0] * parts
+        for unit in np.argsort(-tokens, kind="stable").tolist():
+            dealt[unit] = loads.index(min(loads))
+            loads[dealt[unit]] += int(tokens[unit])
+    ranks = dealt[units]
+    return [np.flatnonzero(ranks == rank).tolist() for rank in range(parts)]
+
+
+def _numbered(units: Sequence[Sequence[int]], rows: int) -> Numbers:
+    """The number of each row's unit."""
+    numbers = np.empty(rows, np.int64)
+    for unit, own in enumerate(units):
+        numbers[own] = unit
+    return numbers
 
 
 def _bytes(ragged: pa.Array) -> Iterator[bytes]:
@@ -102,13 +107,6 @@ def _bytes(ragged: pa.Array) -> Iterator[bytes]:
     values = ragged.values.to_numpy(zero_copy_only=False)
     data, width = memoryview(values).cast("B"), values.itemsize
     return (bytes(data[start * width : end * width]) for start, end in pairwise(ragged.offsets.to_pylist()))
-
-
-def _loads(units: Sequence[_Unit], dealt: Sequence[int], parts: int) -> list[int]:
-    loads = [0] * parts
-    for unit, rank in zip(units, dealt, strict=True):
-        loads[rank] += unit.tokens
-    return loads
 
 
 class _Costs:
@@ -138,6 +136,15 @@ class _Costs:
             return self.prompts[rows[0]] + self.predicted[rows[0]]
         prompts = {self.prompt_ids[row]: self.prompts[row] for row in rows}
         return sum(prompts.values()) + sum([self.predicted[row] for row in rows])
+
+    def by_unit(self, units: Numbers) -> Numbers:
+        """Tokens of each unit; `units` has the number of each row's."""
+        ids, rows = np.array(self.prompt_ids, np.int64), max(len(units), 1)
+        prompts = np.zeros(rows, np.int64)
+        prompts[ids] = self.prompts
+        once = np.unique(units * rows + ids)  # each prompt of a unit
+        shared = np.bincount(once // rows, prompts[once % rows])
+        return (shared + np.bincount(units, self.predicted)).astype(np.int64)
 
     def unit(self, rows: list[int]) -> _Unit:
         return _Unit(rows, self.tokens(rows))
