@@ -43,6 +43,7 @@ START = 120.0
 #: Seconds in which the other ranks may end once one has failed.
 GRACE = 3.0
 _LEAST_CPUS = 0.02
+_INLINE = 1 << 20
 # Batches that may be in the object store: a bound for who holds on to more of them.
 _KEPT = 4
 _NODE_KEYS = ("NodeName", "NodeID", "NodeManagerAddress", "NodeManagerHostname")
@@ -369,7 +370,9 @@ def connect() -> None:
     if not ray.is_initialized():
         os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
         address = os.environ.get("RAY_ADDRESS") or "local"
-        options: dict[str, Any] = {"include_dashboard": False} if address == "local" else {}
+        options: dict[str, Any] = {}
+        if address == "local":  # answers up to so many bytes need not go through the object store
+            options = {"include_dashboard": False, "_system_config": {"max_direct_call_object_size": _INLINE}}
         host, _, port = address.rpartition("/")[2].rpartition(":")
         try:
             if port.isdigit():  # Ray itself would ask an address where nobody listens for minutes
