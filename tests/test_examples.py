@@ -77,7 +77,7 @@ def test_an_engine_of_the_users_own_trains(tiny: Path) -> None:
 
     sampling = verl.SamplingParams(max_new_tokens=6, temperature=0.8)
     actor = verl.Actor(str(tiny), rollout=f"{EXAMPLES / 'custom_engine.py'}:OneByOne", sampling=sampling)
-    trainer = verl.Trainer(actor, reward_fn=lambda texts: [float(len(set(text))) for text in texts], n=4)
+    trainer = verl.Trainer(actor, reward_fn=lambda texts: [float(len(set(text))) for text in texts], n=4, log_dir=False)
     for step in range(2):
         record = trainer.step(["Once upon a time", "In the beginning"])
         # Every engine's mismatch is reported; this one reads the live weights.

@@ -78,7 +78,9 @@ def test_a_trainer_places_its_handles(tiny: Path) -> None:
     actor = verl.Actor(str(tiny), sampling=verl.SamplingParams(max_new_tokens=2))
     with pytest.raises(ConfigError, match="one kind"):
         verl.Trainer(actor, reward_fn=len, device_map={"actor": "cpu:0-1", "critic": "cuda:0"})
-    trainer = verl.Trainer(actor, reward_fn=lambda texts: [1.0] * len(texts), algorithm="ppo", placement="cpu:0")
+    trainer = verl.Trainer(
+        actor, reward_fn=lambda texts: [1.0] * len(texts), algorithm="ppo", placement="cpu:0", log_dir=False
+    )
     assert trainer.critic is not None and trainer.critic.controller is actor.controller
     trainer.step(["a"])
     with pytest.raises(ConfigError, match="before the first verb"):

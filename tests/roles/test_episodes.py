@@ -87,6 +87,7 @@ def test_a_trainer_steps_through_episodes_and_failures_abstain(tiny: Path) -> No
         reward_fn=lambda texts: [float(len(text)) for text in texts],
         algorithm="grpo",
         n=3,
+        log_dir=False,
     )
     log = trainer.step(["Once", "In the beginning"])
     assert log["updated"] and log["reward/abstained"] == 1

@@ -45,7 +45,9 @@ def trained(path: str, how: str) -> dict[str, float | bool | str]:
     actor = verl.Actor(model=model, sampling=bare.sampling, optim={"lr": 1e-2})
     sequences = bare.generate_sequences(PROMPTS, n=2, key="k")
     own = actor.compute_log_probs(sequences).tensor("log_probs")
-    metrics = verl.Trainer(actor, None, lambda responses: [float(len(r)) for r in responses], n=2).step(PROMPTS)
+    metrics = verl.Trainer(actor, None, lambda responses: [float(len(r)) for r in responses], n=2, log_dir=False).step(
+        PROMPTS
+    )
     after = model.state_dict()
     embedding = actor.model.get_input_embeddings().weight
     return {

@@ -145,7 +145,10 @@ def test_the_rate_of_rejection_is_reported_and_the_rejected_abstain(
         grammar=Grammar.regex("[0-9]"), accept=lambda text, row: text in "01234", max_resamples=1
     )
     trainer = verl.Trainer(
-        make_actor(episode=episode, optim={"lr": 1e-3}), reward_fn=lambda texts: [float(t) for t in texts], n=16
+        make_actor(episode=episode, optim={"lr": 1e-3}),
+        reward_fn=lambda texts: [float(t) for t in texts],
+        n=16,
+        log_dir=False,
     )
     rows: list[Any] = []
     trainer.metric_fns["seen"] = lambda batch: rows.append(batch) or 0.0

@@ -324,7 +324,7 @@ def test_an_actor_trains_on_what_vllm_samples(make_tiny: Callable[..., Any], mak
     actor = make(str(make_tiny("wide")), optim={"lr": 1e-2}, kv_cache_gb=0.01)
     trainer = verl.Trainer(
         actor, reward_fn=lambda texts: [float(len(set(text))) for text in texts], n=4,
-        sampling=verl.SamplingParams(max_new_tokens=12, temperature=0.9),
+        sampling=verl.SamplingParams(max_new_tokens=12, temperature=0.9), log_dir=False,
     )  # fmt: skip
     for step in range(3):
         metrics = trainer.step(["Once upon a time", "In the beginning"])

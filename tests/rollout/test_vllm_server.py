@@ -138,7 +138,7 @@ def test_a_trainer_gives_the_server_its_weights_over_http(server: Server, wide: 
     actor = verl.Actor(str(wide), rollout=verl.vLLMWorker(api_url=server.url), optim={"lr": 1e-2})
     trainer = verl.Trainer(
         actor, reward_fn=lambda texts: [float(len(set(text))) for text in texts], n=4,
-        sampling=verl.SamplingParams(max_new_tokens=10, temperature=0.8),
+        sampling=verl.SamplingParams(max_new_tokens=10, temperature=0.8), log_dir=False,
     )  # fmt: skip
     for _ in range(3):
         record = trainer.step(["Once upon a time", "In the beginning"])

@@ -136,7 +136,7 @@ def test_the_mismatch_of_engine_and_trainer_stays_flat_without_learning(tiny: Pa
 
 def test_the_temperature_of_the_samples_is_that_of_the_log_probs(tiny: Path) -> None:
     sampling = verl.SamplingParams(max_new_tokens=8, temperature=0.5)
-    trainer = verl.Trainer(str(tiny), reward_fn=low_bytes, n=4, sampling=sampling)
+    trainer = verl.Trainer(str(tiny), reward_fn=low_bytes, n=4, sampling=sampling, log_dir=False)
     batch, _ = trainer.collect(trainer.actor.prompts(PROMPTS))
     now = trainer.actor.compute_log_probs(batch).tensor("log_probs")
     torch.testing.assert_close(now, batch.tensor("rollout_log_probs"), atol=1e-4, rtol=0)

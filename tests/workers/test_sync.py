@@ -41,7 +41,7 @@ class Copying(HFEngine):
 def trainer(tiny: Path, kind: type[Copying], lr: float = 1e-2) -> verl.Trainer:
     sampling = verl.SamplingParams(max_new_tokens=8, ignore_eos=True)
     actor = verl.Actor(str(tiny), rollout=kind, optim={"lr": lr}, sampling=sampling)
-    return verl.Trainer(actor, reward_fn=lambda texts: [float(len(set(text))) for text in texts], n=4)
+    return verl.Trainer(actor, reward_fn=lambda texts: [float(len(set(text))) for text in texts], n=4, log_dir=False)
 
 
 def test_a_copy_in_step_is_reported_in_each_step(tiny: Path) -> None:
