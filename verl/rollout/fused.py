@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from verl.models.kernels import Kernels, kernels, linear
+from verl.models.kernels import Kernels, gated_linear, kernels, linear, linears
 from verl.models.llama import is_llama_shaped, parts
 from verl.models.packed import AttentionContext, PackedModel
 from verl.rollout.attention import PagedAttention, Plan
@@ -84,20 +84,19 @@ class FusedForward:
         """Adds `delta` and the attention to `x`; what the feed-forward part adds is returned, for the next norm."""
         attention, mlp, norm = layer.self_attn, layer.mlp, layer.input_layernorm
         self._kernels.rms_norm(x, delta, norm.weight, norm.variance_epsilon, space.normed)
-        heads = []
-        for projection, out in ((attention.q_proj, space.q), (attention.k_proj, space.k), (attention.v_proj, space.v)):
-            mapped = linear(space.normed, projection.weight, projection.bias, out)
-            heads.append(mapped.unflatten(1, (-1, self._packed.head_dim)))
+        projections = (attention.q_proj, attention.k_proj, attention.v_proj)
+        mapped = (space.q, space.k, space.v)
+        linears(space.normed, [(module.weight, module.bias) for module in projections], mapped)
+        heads = [part.unflatten(1, (-1, self._packed.head_dim)) for part in mapped]
         self._kernels.rotate(heads[0], cos, sin)
         self._kernels.rotate(heads[1], cos, sin)
         mixed = context.attend(index, heads[0], heads[1], heads[2], *self._calls[index])
         linear(mixed.flatten(1), attention.o_proj.weight, attention.o_proj.bias, space.delta)
         norm = layer.post_attention_layernorm
         self._kernels.rms_norm(x, space.delta, norm.weight, norm.variance_epsilon, space.normed)
-        linear(space.normed, mlp.gate_proj.weight, mlp.gate_proj.bias, space.gate)
-        linear(space.normed, mlp.up_proj.weight, mlp.up_proj.bias, space.up)
-        self._kernels.silu_mul(space.gate, space.up, space.gate)
-        return linear(space.gate, mlp.down_proj.weight, mlp.down_proj.bias, space.delta)
+        gate, up = mlp.gate_proj, mlp.up_proj
+        gated_linear(space.normed, (gate.weight, gate.bias), (up.weight, up.bias), space.gated)
+        return linear(space.gated, mlp.down_proj.weight, mlp.down_proj.bias, space.delta)
 
 
 @dataclass(frozen=True)
@@ -109,8 +108,7 @@ class _Space:
     q: Tensor
     k: Tensor
     v: Tensor
-    gate: Tensor
-    up: Tensor
+    gated: Tensor
 
     @classmethod
     def of(cls, tokens: int, packed: PackedModel) -> _Space:
@@ -120,7 +118,7 @@ class _Space:
             packed.num_kv_heads * packed.head_dim,
         )
         inner: int = parts(packed.backbone).layers[0].mlp.gate_proj.out_features
-        widths = (hidden, hidden, query, key, key, inner, inner)
+        widths = (hidden, hidden, query, key, key, inner)
         return cls(*(torch.empty(tokens, width, dtype=packed.dtype) for width in widths))
 
     def first(self, tokens: int) -> _Space:

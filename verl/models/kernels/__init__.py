@@ -18,7 +18,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -181,24 +181,70 @@ def accumulate(total: Tensor, x: Tensor, scale: float, add: bool) -> None:
     compiled.verl_accumulate_bf16(*pointers, count, factor, int(add), torch.get_num_threads())
 
 
+#: A linear map's weight `[N, K]` and bias `[N]`.
+Weights = tuple[Tensor, Tensor | None]
+
+
+class _Map(ctypes.Structure):
+    """As in linear.cpp."""
+
+    _fields_ = [*((name, ctypes.c_void_p) for name in ("weight", "bias", "out")), ("columns", ctypes.c_int64)]
+
+
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, out: Tensor | None = None) -> Tensor:
     """`x @ weight.T + bias` without a gradient: x `[T, K]`, weight `[N, K]`, bias `[N]`; into `out` `[T, N]` if given.
 
     In bf16, where the kernel is, a row's result is the same bit for bit beside any other rows.
     """
-    (rows, inner), columns = x.shape, weight.shape[0]
-    multiply = _linear_bf16() if x.dtype == torch.bfloat16 and x.device.type == "cpu" else None
-    given = (x, weight, bias, out)
-    suits = inner % 32 == 0 and columns % VECTOR == 0 and all(t is None or t.is_contiguous() for t in given)
-    if multiply is None or not suits or weight.dtype != x.dtype:
-        if bias is None:
-            return torch.mm(x, weight.t(), out=out)
-        return torch.addmm(bias, x, weight.t(), out=out)
     if out is None:
-        out = x.new_empty(rows, columns)
-    pointers = (x.data_ptr(), weight.data_ptr(), _pointer(bias), out.data_ptr())
-    multiply(*pointers, rows, inner, columns, torch.get_num_threads())
+        out = x.new_empty(len(x), len(weight))
+    linears(x, [(weight, bias)], [out])
     return out
+
+
+def linears(x: Tensor, maps: Sequence[Weights], outs: Sequence[Tensor]) -> None:
+    """`linear` by each of several maps of the same input, in one go."""
+    multiply = _linear_kernel(x, maps, outs)
+    if multiply is not None:
+        multiply(x.data_ptr(), _maps(maps, outs), len(maps), False, *x.shape, torch.get_num_threads())
+        return
+    for (weight, bias), out in zip(maps, outs, strict=True):
+        if bias is None:
+            torch.mm(x, weight.t(), out=out)
+        else:
+            torch.addmm(bias, x, weight.t(), out=out)
+
+
+def gated_linear(x: Tensor, gate: Weights, up: Weights, out: Tensor) -> None:
+    """`out = silu(linear(x, *gate)) * linear(x, *up)`, rounded as in these three steps; `[T, N]`."""
+    multiply = _linear_kernel(x, [gate, up], [out])
+    if multiply is not None:
+        multiply(x.data_ptr(), _maps([gate, up], [out, out]), 2, True, *x.shape, torch.get_num_threads())
+        return
+    factor = linear(x, *up)
+    linear(x, *gate, out)
+    compiled = kernels(x.dtype, x.device)
+    if compiled is not None and compiled.elementwise and out.numel() % VECTOR == 0 and out.is_contiguous():
+        compiled.silu_mul(out, factor, out)
+    else:
+        torch.mul(torch.nn.functional.silu(out), factor, out=out)
+
+
+def _maps(maps: Sequence[Weights], outs: Sequence[Tensor]) -> ctypes.Array[_Map]:
+    filled = (
+        _Map(weight.data_ptr(), _pointer(bias), out.data_ptr(), len(weight))
+        for (weight, bias), out in zip(maps, outs, strict=True)
+    )
+    return (_Map * len(maps))(*filled)
+
+
+def _linear_kernel(x: Tensor, maps: Sequence[Weights], outs: Sequence[Tensor]) -> Callable[..., None] | None:
+    """The kernel, if it takes such tensors."""
+    if x.dtype != torch.bfloat16 or x.device.type != "cpu" or x.shape[1] % 32 or not x.is_contiguous():
+        return None
+    given = [t for weights in maps for t in weights if t is not None]
+    suit = all(len(t) % VECTOR == 0 and t.dtype == x.dtype and t.is_contiguous() for t in given)
+    return _linear_bf16() if suit and all(out.is_contiguous() for out in outs) else None
 
 
 @lru_cache(maxsize=1)
@@ -208,7 +254,7 @@ def _linear_bf16() -> Callable[..., None] | None:
     if compiled is None or not hasattr(compiled, "verl_linear_bf16"):
         return None
     multiply = compiled.verl_linear_bf16
-    multiply.argtypes = [*[ctypes.c_void_p] * 4, *[ctypes.c_int64] * 3, ctypes.c_int]
+    multiply.argtypes = [ctypes.c_void_p, ctypes.POINTER(_Map), *[ctypes.c_int] * 2, *[ctypes.c_int64] * 2, ctypes.c_int]
     multiply.restype = None
     return multiply
 

@@ -8,7 +8,7 @@
 #include <omp.h>
 #include <type_traits>
 
-#if defined(__AVX512BF16__)
+#if defined(__AVX512F__)
 #include <immintrin.h>
 #endif
 
@@ -31,9 +31,13 @@ typedef int32_t I __attribute__((vector_size(VECTOR_BYTES), aligned(4)));
 typedef uint16_t H __attribute__((vector_size(VECTOR_BYTES / 2), aligned(2)));
 
 inline F load(const bf16* p) {
+#if defined(__AVX512F__)
+    const U wide = (U)_mm512_cvtepu16_epi32(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p))) << 16;
+#else
     H half;
     std::memcpy(&half, p, sizeof half);
-    U wide = __builtin_convertvector(half, U) << 16;
+    const U wide = __builtin_convertvector(half, U) << 16;
+#endif
     return (F)wide;
 }
 inline F load(const float* p) {
@@ -127,6 +131,10 @@ inline F exp_vector(F x) {
     p = p * r * r + r + 1.0f;
     const F power = (F)(((I)shifted << 23) + 0x3f800000);
     return tiny ? F{} : p * power;
+}
+inline F silu(F x) {
+    const F e = exp_vector(x > 0 ? -x : x);
+    return (x > 0 ? x : x * e) / (e + 1.0f);
 }
 inline Lanes<double>::type exp_vector(Lanes<double>::type x) {
     for (int i = 0; i < Lanes<double>::count; i++) x[i] = std::exp(x[i]);
