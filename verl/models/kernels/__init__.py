@@ -185,41 +185,30 @@ def accumulate(total: Tensor, x: Tensor, scale: float, add: bool) -> None:
 Weights = tuple[Tensor, Tensor | None]
 
 
-class _Map(ctypes.Structure):
-    """As in linear.cpp."""
-
-    _fields_ = [*((name, ctypes.c_void_p) for name in ("weight", "bias", "out")), ("columns", ctypes.c_int64)]
-
-
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, out: Tensor | None = None) -> Tensor:
     """`x @ weight.T + bias` without a gradient: x `[T, K]`, weight `[N, K]`, bias `[N]`; into `out` `[T, N]` if given.
 
     In bf16, where the kernel is, a row's result is the same bit for bit beside any other rows.
     """
     if out is None:
-        out = x.new_empty(len(x), len(weight))
+        out = x.new_empty(x.shape[0], weight.shape[0])
     linears(x, [(weight, bias)], [out])
     return out
 
 
 def linears(x: Tensor, maps: Sequence[Weights], outs: Sequence[Tensor]) -> None:
-    """`linear` by each of several maps of the same input, in one go."""
-    multiply = _linear_kernel(x, maps, outs)
-    if multiply is not None:
-        multiply(x.data_ptr(), _maps(maps, outs), len(maps), False, *x.shape, torch.get_num_threads())
-        return
-    for (weight, bias), out in zip(maps, outs, strict=True):
-        if bias is None:
-            torch.mm(x, weight.t(), out=out)
-        else:
-            torch.addmm(bias, x, weight.t(), out=out)
+    """`linear` by each of several maps of the same input, in one go; `outs` may have their columns in several dims."""
+    if not _linear_compiled(x, maps, outs, False):
+        for (weight, bias), out in zip(maps, outs, strict=True):
+            if bias is None:
+                torch.mm(x, weight.t(), out=out.flatten(1))
+            else:
+                torch.addmm(bias, x, weight.t(), out=out.flatten(1))
 
 
 def gated_linear(x: Tensor, gate: Weights, up: Weights, out: Tensor) -> None:
     """`out = silu(linear(x, *gate)) * linear(x, *up)`, rounded as in these three steps; `[T, N]`."""
-    multiply = _linear_kernel(x, [gate, up], [out])
-    if multiply is not None:
-        multiply(x.data_ptr(), _maps([gate, up], [out, out]), 2, True, *x.shape, torch.get_num_threads())
+    if _linear_compiled(x, (gate, up), (out, out), True):
         return
     factor = linear(x, *up)
     linear(x, *gate, out)
@@ -230,21 +219,23 @@ def gated_linear(x: Tensor, gate: Weights, up: Weights, out: Tensor) -> None:
         torch.mul(torch.nn.functional.silu(out), factor, out=out)
 
 
-def _maps(maps: Sequence[Weights], outs: Sequence[Tensor]) -> ctypes.Array[_Map]:
-    filled = (
-        _Map(weight.data_ptr(), _pointer(bias), out.data_ptr(), len(weight))
-        for (weight, bias), out in zip(maps, outs, strict=True)
-    )
-    return (_Map * len(maps))(*filled)
-
-
-def _linear_kernel(x: Tensor, maps: Sequence[Weights], outs: Sequence[Tensor]) -> Callable[..., None] | None:
-    """The kernel, if it takes such tensors."""
-    if x.dtype != torch.bfloat16 or x.device.type != "cpu" or x.shape[1] % 32 or not x.is_contiguous():
-        return None
-    given = [t for weights in maps for t in weights if t is not None]
-    suit = all(len(t) % VECTOR == 0 and t.dtype == x.dtype and t.is_contiguous() for t in given)
-    return _linear_bf16() if suit and all(out.is_contiguous() for out in outs) else None
+def _linear_compiled(x: Tensor, maps: Sequence[Weights], outs: Sequence[Tensor], gated: bool) -> bool:
+    """Whether the kernel takes such tensors; then it has done the work."""
+    rows, inner = x.shape
+    multiply = _linear_bf16() if x.dtype == torch.bfloat16 and x.is_cpu else None
+    if multiply is None or inner % 32 or not x.is_contiguous():
+        return False
+    fields: list[int] = []
+    for (weight, bias), out in zip(maps, outs, strict=True):
+        columns = weight.shape[0]
+        suits = columns % VECTOR == 0 and weight.is_contiguous() and weight.dtype == x.dtype and out.is_contiguous()
+        if not suits or (bias is not None and not bias.is_contiguous()):
+            return False
+        fields += (weight.data_ptr(), 0 if bias is None else bias.data_ptr(), out.data_ptr(), columns)
+    # The array of `Map` in linear.cpp.
+    filled = (ctypes.c_int64 * len(fields))(*fields)
+    multiply(x.data_ptr(), filled, len(maps), gated, rows, inner, torch.get_num_threads())
+    return True
 
 
 @lru_cache(maxsize=1)
@@ -254,7 +245,7 @@ def _linear_bf16() -> Callable[..., None] | None:
     if compiled is None or not hasattr(compiled, "verl_linear_bf16"):
         return None
     multiply = compiled.verl_linear_bf16
-    multiply.argtypes = [ctypes.c_void_p, ctypes.POINTER(_Map), *[ctypes.c_int] * 2, *[ctypes.c_int64] * 2, ctypes.c_int]
+    multiply.argtypes = [*[ctypes.c_void_p] * 2, *[ctypes.c_int] * 2, *[ctypes.c_int64] * 2, ctypes.c_int]
     multiply.restype = None
     return multiply
 

@@ -124,17 +124,14 @@ void product(int rows, const Q* factors, int ld, const T* const* blocks, const T
     }
 }
 
-// One key/value head of a layer's cache.
-template <class T> struct Head {
+// Where the keys and values of some tokens lie, of one head.
+template <class T> struct Cached {
     const T *keys, *values;
     size_t stride;  // from block to block
-    int D;
-};
-
-// A run of blocks that hold the keys of some tokens.
-struct Table {
     const int32_t* blocks;
     int count;
+    const T* key(int b) const { return keys + blocks[b] * stride; }
+    const T* value(int b) const { return values + blocks[b] * stride; }
 };
 
 // What a tile is computed in: rows are tokens times the query heads of a key/value head.
@@ -191,11 +188,11 @@ A softmax(A* scores, P* p, int count, int low, int high, A scale, A& peak, A& to
     return keep;
 }
 
-// Go on with the softmax of tokens [first, first + tokens) over the keys of `table`; key j of them is visible to a
-// token when low <= j < high. The blocks of `next` are asked for meanwhile: a block is too short for the processor to
-// see where the reading goes.
+// Go on with the softmax of tokens [first, first + tokens) over the keys of `here`; key j of them is visible to a token
+// when low <= j < high. `next` is asked for meanwhile: blocks are too short for the processor to see where the reading
+// goes.
 template <class T, class A>
-void accumulate(Workspace<T>& w, int first, int tokens, int group, const Head<T>& head, const int32_t* table, Table next,
+void accumulate(Workspace<T>& w, int first, int tokens, int group, const Cached<T>& here, const Cached<T>& next, int D,
                 A scale) {
     int begin = std::numeric_limits<int>::max(), end = 0;
     for (int t = first; t < first + tokens; t++) {
@@ -203,7 +200,7 @@ void accumulate(Workspace<T>& w, int first, int tokens, int group, const Head<T>
         begin = std::min(begin, w.low[t]);
         end = std::max(end, w.high[t]);
     }
-    const int rows = tokens * group, row = first * group, D = head.D;
+    const int rows = tokens * group, row = first * group;
     A* const out = w.out.data() + size_t(row) * D;
     // Chunks begin at multiples of CHUNK, so that a row's sums do not depend on the rows beside it.
     for (int chunk = begin / CHUNK * CHUNK; chunk < end; chunk += CHUNK) {
@@ -211,12 +208,11 @@ void accumulate(Workspace<T>& w, int first, int tokens, int group, const Head<T>
         const int blocks = (stop - start + BLOCK - 1) / BLOCK;
         const T *keys[RUN], *values[RUN], *keys_ahead[RUN], *values_ahead[RUN];
         for (int b = 0; b < blocks; b++) {
-            const size_t at = table[start / BLOCK + b] * head.stride;
-            const size_t ahead = b < next.count ? next.blocks[b] * head.stride : at;
-            keys[b] = head.keys + at;
-            values[b] = head.values + at;
-            keys_ahead[b] = head.keys + ahead;
-            values_ahead[b] = head.values + ahead;
+            const int at = start / BLOCK + b;
+            keys[b] = here.key(at);
+            values[b] = here.value(at);
+            keys_ahead[b] = b < next.count ? next.key(b) : keys[b];
+            values_ahead[b] = b < next.count ? next.value(b) : values[b];
         }
         for (int b = 0; b < blocks; b++)
             product(rows, w.q.data() + size_t(row) * w.ld, w.ld, keys + b, keys_ahead + b, D, D, BLOCK,
@@ -267,21 +263,35 @@ void write_token(const Plan& plan, const Call& c, int t) {
     }
 }
 
-// The blocks of token t's own, none of a prompt's token.
-inline Table own_blocks(const Plan& plan, int t) {
-    if (plan.own_begin[t] < 0) return {plan.blocks, 0};
-    return {plan.blocks + plan.own_begin[t], (plan.positions[t] - plan.prefix[t]) / BLOCK + 1};
+template <class T>
+Cached<T> cached(const Plan& plan, const Call& c, int h, int begin, int keys) {
+    const size_t size = size_t(c.head_dim) * BLOCK;
+    return {static_cast<const T*>(c.keys) + h * size, static_cast<const T*>(c.values) + h * size, c.kv_heads * size,
+            plan.blocks + begin, (keys + BLOCK - 1) / BLOCK};
+}
+template <class T>
+Cached<T> cached_prompt(const Plan& plan, const Call& c, int tile, int h) {
+    const int last = plan.tile_start[tile + 1] - 1;
+    return cached<T>(plan, c, h, plan.shared_begin[tile], std::min(plan.prefix[last], plan.positions[last] + 1));
+}
+template <class T>
+Cached<T> cached_own(const Plan& plan, const Call& c, int t, int h) {
+    return cached<T>(plan, c, h, plan.own_begin[t], plan.positions[t] + 1 - plan.prefix[t]);
 }
 
 template <class T>
-void attend_tile(const Plan& plan, const Call& c, int tile, int h) {
+void attend_tile(const Plan& plan, const Call& c, int unit) {
     using A = typename Accumulate<T>::type;
     static thread_local Workspace<T> w;
-    const int D = c.head_dim, group = c.heads / c.kv_heads;
-    const int first = plan.tile_start[tile], tokens = plan.tile_start[tile + 1] - first;
-    const size_t offset = size_t(h) * D * BLOCK;
-    const Head<T> head{static_cast<const T*>(c.keys) + offset, static_cast<const T*>(c.values) + offset,
-                       size_t(c.kv_heads) * D * BLOCK, D};
+    const int tile = unit / c.kv_heads, h = unit % c.kv_heads, D = c.head_dim, group = c.heads / c.kv_heads;
+    const int first = plan.tile_start[tile], end = plan.tile_start[tile + 1], tokens = end - first;
+    const A scale = A(c.scale);
+    // What is read after token t of this tile; the thread's next tile is likely this one.
+    const int next_unit = std::min(unit + c.threads, plan.tiles * c.kv_heads - 1);
+    const auto after = [&](int t) {
+        if (t + 1 < end && plan.own_begin[t + 1] >= 0) return cached_own<T>(plan, c, t + 1, h);
+        return cached_prompt<T>(plan, c, next_unit / c.kv_heads, next_unit % c.kv_heads);
+    };
     w.fit(tokens * group, tokens, D);
     for (int t = 0; t < tokens; t++) {
         const int position = plan.positions[first + t];
@@ -292,14 +302,12 @@ void attend_tile(const Plan& plan, const Call& c, int tile, int h) {
             std::transform(q, q + D, w.q.data() + size_t(t * group + g) * w.ld, as_factor<T>);
         }
     }
-    accumulate(w, 0, tokens, group, head, plan.blocks + plan.shared_begin[tile], own_blocks(plan, first), A(c.scale));
-    for (int t = 0; t < tokens; t++) {
-        if (plan.own_begin[first + t] < 0) continue;
-        const int prefix = plan.prefix[first + t];
-        w.low[t] = std::max(0, w.low[t] - prefix);
-        w.high[t] = plan.positions[first + t] + 1 - prefix;
-        accumulate(w, t, 1, group, head, own_blocks(plan, first + t).blocks,
-                   own_blocks(plan, first + std::min(t + 1, tokens - 1)), A(c.scale));
+    accumulate(w, 0, tokens, group, cached_prompt<T>(plan, c, tile, h), after(first - 1), D, scale);
+    for (int t = first; t < end; t++) {
+        if (plan.own_begin[t] < 0) continue;
+        w.low[t - first] = std::max(0, w.low[t - first] - plan.prefix[t]);
+        w.high[t - first] = plan.positions[t] + 1 - plan.prefix[t];
+        accumulate(w, t - first, 1, group, cached_own<T>(plan, c, t, h), after(t), D, scale);
     }
     for (int t = 0; t < tokens; t++)
         for (int g = 0; g < group; g++) {
@@ -318,7 +326,7 @@ void attend(const Plan& plan, const Call& c) {
         for (int t = 0; t < plan.tokens; t++) write_token<T>(plan, c, t);
 #pragma omp for schedule(dynamic, 1)
         for (int unit = 0; unit < plan.tiles * c.kv_heads; unit++)
-            attend_tile<T>(plan, c, unit / c.kv_heads, unit % c.kv_heads);
+            attend_tile<T>(plan, c, unit);
     }
 }
 
