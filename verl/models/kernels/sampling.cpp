@@ -7,22 +7,6 @@
 
 namespace {
 
-// Turn scores [count] into exp(score - peak), in place; returns their sum. count is a multiple of BLOCK.
-inline float exponentials(float* s, int count, float peak) {
-    F total{};
-    for (int j = 0; j < count; j += Lanes<float>::count) {
-        F p = exp_vector(load(s + j) - peak);
-        store(s + j, p);
-        total += p;
-    }
-    return reduce_sum(total);
-}
-inline double exponentials(double* s, int count, double peak) {
-    double sum = 0;
-    for (int j = 0; j < count; j++) sum += s[j] = std::exp(s[j] - peak);
-    return sum;
-}
-
 constexpr int64_t VOCABULARY_BLOCK = 256;
 
 }  // namespace
@@ -100,23 +84,33 @@ void choose_row(const Rows& rows, int64_t r) {
     weights.resize(padded);
     sums.resize(blocks);
     constexpr int W = Lanes<A>::count;
-    int64_t i = 0;
-    for (; i + W <= count; i += W) store(&weights[i], load(logits + i));
-    for (; i < padded; i++) weights[i] = i < count ? A(widen(logits[i])) : -std::numeric_limits<A>::infinity();
-
-    const A peak = reduce_max(largest(weights.data(), padded, V{} - std::numeric_limits<A>::infinity()));
+    // A vector of logits; what lies behind the last one weighs nothing.
+    const auto at = [&](int64_t i) {
+        if (i + W <= count) return load(logits + i);
+        V x = V{} - std::numeric_limits<A>::infinity();
+        for (int64_t j = 0; i + j < count; j++) x[j] = widen(logits[i + j]);
+        return x;
+    };
+    const int64_t rest = count % W;
+    const A peak = reduce_max(largest(logits, count - rest, at(count - rest)));
     const bool greedy = rows.inverse_temperature[r] == 0;
-    const int64_t top = greedy ? std::find(weights.begin(), weights.end(), peak) - weights.begin() : 0;
+    int64_t top = 0;
+    while (greedy && top + W < count && reduce_max(at(top)) != peak) top += W;
+    while (greedy && top < count - 1 && widen(logits[top]) != peak) top++;
     const A inverse = greedy ? A(1) : A(rows.inverse_temperature[r]);
     for (int64_t b = 0; b < blocks; b++) {
-        A* block = &weights[b * VOCABULARY_BLOCK];
-        for (int64_t j = 0; j < VOCABULARY_BLOCK; j += W) store(block + j, V((load(block + j) - peak) * inverse));
-        sums[b] = exponentials(block, VOCABULARY_BLOCK, A(0));
+        V total{};
+        for (int64_t i = b * VOCABULARY_BLOCK; i < (b + 1) * VOCABULARY_BLOCK; i += W) {
+            const V weight = exp_vector((at(i) - peak) * inverse);
+            store(&weights[i], weight);
+            total += weight;
+        }
+        sums[b] = reduce_sum(total);
     }
     const double full = sum(sums.data(), blocks);
     if (greedy) {
-        rows.tokens[r] = std::min(top, count - 1);
-        rows.log_probs[r] = std::log(double(weights[rows.tokens[r]])) - std::log(full);
+        rows.tokens[r] = top;
+        rows.log_probs[r] = std::log(double(weights[top])) - std::log(full);
         return;
     }
     double total = full, fraction = rows.uniforms[r];

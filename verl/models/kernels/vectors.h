@@ -86,15 +86,25 @@ inline void narrow(float x, bf16* out) {
 inline void narrow(float x, float* out) { *out = x; }
 inline void narrow(double x, double* out) { *out = x; }
 
-// The largest of x[0:count], count a multiple of the vector length.
+// The largest of x[0:count] and `top`, count a multiple of the vector length.
 template <class T, class V>
 V largest(const T* x, int64_t count, V top) {
-    for (int64_t i = 0; i < count; i += sizeof(V) / sizeof(top[0])) {
-        V v = load(x + i);
-        top = v > top ? v : top;
+    constexpr int W = sizeof(V) / sizeof(top[0]), CHAINS = 4;  // a single one would wait for itself
+    V tops[CHAINS] = {top, top, top, top};
+    int64_t i = 0;
+    for (; i + CHAINS * W <= count; i += CHAINS * W)
+        for (int c = 0; c < CHAINS; c++) {
+            const V v = load(x + i + c * W);
+            tops[c] = v > tops[c] ? v : tops[c];
+        }
+    for (; i < count; i += W) {
+        const V v = load(x + i);
+        tops[0] = v > tops[0] ? v : tops[0];
     }
-    return top;
+    for (int c = 1; c < CHAINS; c++) tops[0] = tops[c] > tops[0] ? tops[c] : tops[0];
+    return tops[0];
 }
+
 // A vector's numbers reduced by halves.
 template <class V, class Combine> auto reduce(V v, Combine combine) {
     using A = std::decay_t<decltype(v[0])>;
