@@ -79,7 +79,9 @@ def test_silu_mul(dtype: torch.dtype) -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16], ids=["fp32", "fp64", "bf16"])
 @pytest.mark.parametrize(
-    ("heads", "kv_heads", "size"), [(1, 1, 8), (6, 2, 80), (7, 1, 64), (8, 8, 40), (12, 2, 128)], ids=str
+    ("heads", "kv_heads", "size"),
+    [(1, 1, 8), (3, 1, 33), (6, 2, 80), (9, 3, 64), (7, 1, 64), (8, 8, 40), (16, 2, 18), (12, 2, 128)],
+    ids=str,
 )
 @pytest.mark.parametrize("window", [None, 1, 20, 70])
 def test_attention_is_that_of_torch(
@@ -113,3 +115,28 @@ def test_attention_is_that_of_torch(
         tolerance = {torch.float32: 1e-5, torch.float64: 1e-12, torch.bfloat16: 2e-2}[dtype]
         torch.testing.assert_close(results[0], results[1], rtol=0, atol=tolerance)
         assert bool(results[0].isfinite().all())
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
+@pytest.mark.parametrize("group", [1, 3, 8])
+@pytest.mark.parametrize("window", [None, 50])
+def test_a_token_sees_the_same_in_any_company(dtype: torch.dtype, group: int, window: int | None) -> None:
+    """Forty responses of all lengths to one prompt, in tiles; then each in a step of its own."""
+    torch.manual_seed(0)
+    cache = KVCache(90, 1, 2, 40, dtype, CPU)
+    cache.keys.normal_()
+    cache.values.normal_()
+    prompt, own = list(range(10)), [[10 + 2 * i, 11 + 2 * i] for i in range(40)]
+    lengths = [(7 * i) % 64 for i in range(40)]
+    query, key, value = torch.randn(40, 2 * group, 40).to(dtype), *torch.randn(2, 40, 2, 40).to(dtype)
+
+    def attend(rows: list[int]) -> torch.Tensor:
+        plan = Plan(group)
+        for i in rows:
+            plan.add_own([0], lengths[i], 301, prompt, own[i])
+        return PagedAttention(cache, plan).attend(0, query[rows], key[rows], value[rows], 0.2, window)
+
+    together = attend(list(range(40)))
+    for i in range(40):
+        assert torch.equal(attend([i])[0], together[i])
+    assert torch.equal(attend(list(range(13, 30))), together[13:30])

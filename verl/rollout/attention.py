@@ -139,20 +139,17 @@ class PagedAttention:
         assert self._kernels is not None
         query, key, value = (x if x.stride(-1) == 1 else x.contiguous() for x in (query, key, value))
         out = torch.empty(query.shape, dtype=query.dtype)
-        out[self._tokens :] = 0
+        if out.shape[0] > self._tokens:
+            out[self._tokens :] = 0
+        cached = (self.cache.keys, self.cache.values)
         call = _Call(
-            query.data_ptr(),
-            key.data_ptr(),
-            value.data_ptr(),
-            out.data_ptr(),
-            self.cache.keys[layer].data_ptr(),
-            self.cache.values[layer].data_ptr(),
+            *(x.data_ptr() for x in (query, key, value, out)),
+            *(x.data_ptr() + layer * x.stride(0) * x.itemsize for x in cached),
             *query.stride()[:2],
             *key.stride()[:2],
             *value.stride()[:2],
             query.shape[1],
-            key.shape[1],
-            key.shape[2],
+            *key.shape[1:],
             window or 0,
             torch.get_num_threads(),
             scale,
@@ -328,7 +325,7 @@ class _Call(ctypes.Structure):
 
 @dataclass(frozen=True)
 class _CompiledPlan:
-    """The plan as the arrays that `rollout.cpp` reads; holds the memory they lie in."""
+    """The plan as the arrays that `paged_attention.cpp` reads; holds the memory they lie in."""
 
     address: Any
     arrays: dict[str, Tensor]

@@ -258,6 +258,7 @@ class EmbeddedEngine:
             load_model_shards(model, shards)
         self._put_all_back()
         self.cache.clear()
+        self._look_at_model()
         self.policy_version = version
 
     def sleep(self) -> None:
@@ -284,8 +285,10 @@ class EmbeddedEngine:
         if state != self._model_state:
             self._model_state = state
             self.cache.clear()
-        fused = self._fused
-        self._hidden = fused.hidden if fused is not None and is_llama_shaped(self.packed) else self.packed.hidden
+        self._hidden = self.packed.hidden
+        if self._fused is not None and is_llama_shaped(self.packed):
+            self._fused.look_at_model()
+            self._hidden = self._fused.hidden
 
     def _make_cache(self, kv_memory: int | None) -> KVCache:
         packed = self.packed

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from verl.models.kernels import Kernels, kernels, linear
+from verl.models.kernels import Kernels, Weights, gated_linear, kernels, linear, linears
 from verl.models.llama import is_llama_shaped, parts
 from verl.models.packed import AttentionContext, PackedModel
 from verl.rollout.attention import PagedAttention, Plan
@@ -49,6 +49,12 @@ class FusedForward:
         self._kernels = compiled
         self._calls = calls
         self._space = _Space.of(0, packed)
+        self.look_at_model()
+
+    def look_at_model(self) -> None:
+        """Note where the model's weights are: modules and parameters may have been replaced."""
+        layers = parts(self._packed.backbone).layers
+        self._layers = [_Layer.of(layer, *self._calls[index]) for index, layer in enumerate(layers)]
 
     def release(self) -> None:
         """Give back the memory that is kept from one step to the next."""
@@ -64,64 +70,68 @@ class FusedForward:
             self._space = _Space.of(len(tokens), packed)
         space = self._space.first(len(tokens))
         delta = None
-        for index, layer in enumerate(backbone.layers):
-            delta = self._layer(index, layer, x, delta, cos, sin, space, context)
+        for index, layer in enumerate(self._layers):
+            self._kernels.rms_norm(x, delta, *layer.norm, space.normed)
+            linears(space.normed, layer.projections, (space.q, space.k, space.v))
+            self._kernels.rotate(space.q, cos, sin)
+            self._kernels.rotate(space.k, cos, sin)
+            mixed = context.attend(index, space.q, space.k, space.v, layer.scale, layer.window)
+            delta = linear(mixed.flatten(1), *layer.output, space.delta)
+            self._kernels.rms_norm(x, delta, *layer.second_norm, space.normed)
+            gated_linear(space.normed, layer.gate, layer.up, space.gated)
+            linear(space.gated, *layer.down, delta)
         out = torch.empty_like(x)
-        self._kernels.rms_norm(x, delta, backbone.norm.weight, backbone.norm.variance_epsilon, out)
+        self._kernels.rms_norm(x, delta, *_norm(backbone.norm), out)
         return out
 
-    def _layer(
-        self,
-        index: int,
-        layer: Any,
-        x: Tensor,
-        delta: Tensor | None,
-        cos: Tensor,
-        sin: Tensor,
-        space: _Space,
-        context: AttentionContext,
-    ) -> Tensor:
-        """Adds `delta` and the attention to `x`; what the feed-forward part adds is returned, for the next norm."""
-        attention, mlp, norm = layer.self_attn, layer.mlp, layer.input_layernorm
-        self._kernels.rms_norm(x, delta, norm.weight, norm.variance_epsilon, space.normed)
-        heads = []
-        for projection, out in ((attention.q_proj, space.q), (attention.k_proj, space.k), (attention.v_proj, space.v)):
-            mapped = linear(space.normed, projection.weight, projection.bias, out)
-            heads.append(mapped.unflatten(1, (-1, self._packed.head_dim)))
-        self._kernels.rotate(heads[0], cos, sin)
-        self._kernels.rotate(heads[1], cos, sin)
-        mixed = context.attend(index, heads[0], heads[1], heads[2], *self._calls[index])
-        linear(mixed.flatten(1), attention.o_proj.weight, attention.o_proj.bias, space.delta)
-        norm = layer.post_attention_layernorm
-        self._kernels.rms_norm(x, space.delta, norm.weight, norm.variance_epsilon, space.normed)
-        linear(space.normed, mlp.gate_proj.weight, mlp.gate_proj.bias, space.gate)
-        linear(space.normed, mlp.up_proj.weight, mlp.up_proj.bias, space.up)
-        self._kernels.silu_mul(space.gate, space.up, space.gate)
-        return linear(space.gate, mlp.down_proj.weight, mlp.down_proj.bias, space.delta)
+
+@dataclass(frozen=True, slots=True)
+class _Layer:
+    """A layer's parameters; to find them through its modules takes longer than some of the kernels."""
+
+    norm: tuple[Tensor, float]
+    projections: tuple[Weights, ...]
+    output: Weights
+    second_norm: tuple[Tensor, float]
+    gate: Weights
+    up: Weights
+    down: Weights
+    scale: float
+    window: int | None
+
+    @classmethod
+    def of(cls, layer: Any, scale: float, window: int | None) -> _Layer:
+        attention, mlp = layer.self_attn, layer.mlp
+        linear_modules = (
+            *(attention.q_proj, attention.k_proj, attention.v_proj, attention.o_proj),
+            *(mlp.gate_proj, mlp.up_proj, mlp.down_proj),
+        )
+        q, k, v, output, gate, up, down = ((module.weight, module.bias) for module in linear_modules)
+        second_norm = _norm(layer.post_attention_layernorm)
+        return cls(_norm(layer.input_layernorm), (q, k, v), output, second_norm, gate, up, down, scale, window)
+
+
+def _norm(module: Any) -> tuple[Tensor, float]:
+    return module.weight, module.variance_epsilon
 
 
 @dataclass(frozen=True)
 class _Space:
-    """Where the results of a layer go; one set serves all layers and steps. Each is `[T, its width]`."""
+    """Where the results of a layer go; one set serves all layers and steps. Heads are `[T, H, D]`, others `[T, d]`."""
 
     normed: Tensor
     delta: Tensor
     q: Tensor
     k: Tensor
     v: Tensor
-    gate: Tensor
-    up: Tensor
+    gated: Tensor
 
     @classmethod
     def of(cls, tokens: int, packed: PackedModel) -> _Space:
-        hidden, query, key = (
-            packed.hidden_size,
-            packed.num_heads * packed.head_dim,
-            packed.num_kv_heads * packed.head_dim,
-        )
+        size, keys = packed.head_dim, packed.num_kv_heads
         inner: int = parts(packed.backbone).layers[0].mlp.gate_proj.out_features
-        widths = (hidden, hidden, query, key, key, inner, inner)
-        return cls(*(torch.empty(tokens, width, dtype=packed.dtype) for width in widths))
+        shapes = ((packed.hidden_size,),) * 2 + ((packed.num_heads, size), (keys, size), (keys, size), (inner,))
+        return cls(*(torch.empty(tokens, *shape, dtype=packed.dtype) for shape in shapes))
 
     def first(self, tokens: int) -> _Space:
         """The room of the first so many tokens."""

@@ -86,9 +86,7 @@ template <class T>
 void silu_mul(const T* gate, const T* up, T* out, int64_t count, int threads) {
 #pragma omp parallel for schedule(static) num_threads(team(count, threads))
     for (int64_t i = 0; i < count; i += Lanes<float>::count) {
-        F x = load(gate + i), e = exp_vector(x > 0 ? -x : x);
-        F silu = (x > 0 ? x : x * e) / (e + 1.0f);
-        store(out + i, rounded<T>(silu) * load(up + i));
+        store(out + i, rounded<T>(silu(load(gate + i))) * load(up + i));
     }
 }
 

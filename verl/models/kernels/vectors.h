@@ -6,6 +6,11 @@
 #include <cstdint>
 #include <cstring>
 #include <omp.h>
+#include <type_traits>
+
+#if defined(__AVX512F__)
+#include <immintrin.h>
+#endif
 
 namespace {
 
@@ -26,9 +31,13 @@ typedef int32_t I __attribute__((vector_size(VECTOR_BYTES), aligned(4)));
 typedef uint16_t H __attribute__((vector_size(VECTOR_BYTES / 2), aligned(2)));
 
 inline F load(const bf16* p) {
+#if defined(__AVX512F__)
+    const U wide = (U)_mm512_cvtepu16_epi32(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p))) << 16;
+#else
     H half;
     std::memcpy(&half, p, sizeof half);
-    U wide = __builtin_convertvector(half, U) << 16;
+    const U wide = __builtin_convertvector(half, U) << 16;
+#endif
     return (F)wide;
 }
 inline F load(const float* p) {
@@ -43,9 +52,13 @@ inline Lanes<double>::type load(const double* p) {
 }
 template <class V, class A> inline void store(A* p, V v) { std::memcpy(p, &v, sizeof v); }
 inline void store(bf16* p, F v) {
+#if defined(__AVX512BF16__)
+    const __m256bh half = _mm512_cvtneps_pbh((__m512)v);
+#else
     U bits = (U)v;
     bits = (bits + 0x7fff + ((bits >> 16) & 1)) >> 16;
-    H half = __builtin_convertvector(bits, H);
+    const H half = __builtin_convertvector(bits, H);
+#endif
     std::memcpy(p, &half, sizeof half);
 }
 
@@ -73,34 +86,50 @@ inline void narrow(float x, bf16* out) {
 inline void narrow(float x, float* out) { *out = x; }
 inline void narrow(double x, double* out) { *out = x; }
 
-// The largest of x[0:count], count a multiple of the vector length.
+// The largest of x[0:count] and `top`, count a multiple of the vector length.
 template <class T, class V>
 V largest(const T* x, int64_t count, V top) {
-    for (int64_t i = 0; i < count; i += sizeof(V) / sizeof(top[0])) {
-        V v = load(x + i);
-        top = v > top ? v : top;
+    constexpr int W = sizeof(V) / sizeof(top[0]), CHAINS = 4;  // a single one would wait for itself
+    V tops[CHAINS] = {top, top, top, top};
+    int64_t i = 0;
+    for (; i + CHAINS * W <= count; i += CHAINS * W)
+        for (int c = 0; c < CHAINS; c++) {
+            const V v = load(x + i + c * W);
+            tops[c] = v > tops[c] ? v : tops[c];
+        }
+    for (; i < count; i += W) {
+        const V v = load(x + i);
+        tops[0] = v > tops[0] ? v : tops[0];
     }
-    return top;
+    for (int c = 1; c < CHAINS; c++) tops[0] = tops[c] > tops[0] ? tops[c] : tops[0];
+    return tops[0];
+}
+
+// A vector's numbers reduced by halves.
+template <class V, class Combine> auto reduce(V v, Combine combine) {
+    using A = std::decay_t<decltype(v[0])>;
+    if constexpr (sizeof(V) == 2 * sizeof(A)) return combine(v[0], v[1]);
+    else {
+        typedef A Half __attribute__((vector_size(sizeof(V) / 2)));
+        Half halves[2];
+        std::memcpy(halves, &v, sizeof v);
+        return reduce(Half(combine(halves[0], halves[1])), combine);
+    }
 }
 template <class V> auto reduce_max(V v) {
-    auto top = v[0];
-    for (size_t i = 1; i < sizeof(V) / sizeof(v[0]); i++) top = v[i] > top ? v[i] : top;
-    return top;
+    return reduce(v, [](auto a, auto b) { return a > b ? a : b; });
 }
 template <class V> auto reduce_sum(V v) {
-    auto sum = v[0];
-    for (size_t i = 1; i < sizeof(V) / sizeof(v[0]); i++) sum += v[i];
-    return sum;
+    return reduce(v, [](auto a, auto b) { return a + b; });
 }
 
 // exp(x) for x <= 0: 2^n times a polynomial of the rest (relative error 2e-7), 0 below the smallest normal number.
 inline F exp_vector(F x) {
     const F lowest = F{} - 87.0f;
-    I tiny = x < lowest;
+    const I tiny = x < lowest;
     x = tiny ? lowest : x;
-    F rounded = x * 1.44269504f - 0.5f;
-    I n = __builtin_convertvector(rounded, I);  // towards zero: nearest, as x <= 0
-    F whole = __builtin_convertvector(n, F);
+    const F shift = F{} + 12582912.0f;  // 1.5 * 2^23: a number added to it is rounded to a whole one, in the last bits
+    const F shifted = x * 1.44269504f + shift, whole = shifted - shift;
     F r = x - whole * 0.693359375f;
     r = r + whole * 2.12194440e-4f;
     F p = F{} + 1.9875691500e-4f;
@@ -110,8 +139,16 @@ inline F exp_vector(F x) {
     p = p * r + 1.6666665459e-1f;
     p = p * r + 5.0000001201e-1f;
     p = p * r * r + r + 1.0f;
-    F result = p * (F)((n + 127) << 23);
-    return tiny ? F{} : result;
+    const F power = (F)(((I)shifted << 23) + 0x3f800000);
+    return tiny ? F{} : p * power;
+}
+inline F silu(F x) {
+    const F e = exp_vector(x > 0 ? -x : x);
+    return (x > 0 ? x : x * e) / (e + 1.0f);
+}
+inline Lanes<double>::type exp_vector(Lanes<double>::type x) {
+    for (int i = 0; i < Lanes<double>::count; i++) x[i] = std::exp(x[i]);
+    return x;
 }
 
 // A team of threads costs some microseconds: not more of them than there is work for.
