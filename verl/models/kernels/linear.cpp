@@ -68,7 +68,7 @@ inline void pack(const bf16* w, int64_t K, __m512i* to, int stride) {
 // asked for meanwhile, as much as a strip.
 template <int R, int V, bool GATED>
 void tile(const bf16* x, int64_t K, const __m512i* panel, const Strip* strips, int64_t m, const bf16* next) {
-    // Unrolled by hand's order: else the compiler keeps the sums in memory before and after the loop.
+    // Unrolled on demand: else the compiler keeps the sums in memory before and after the loop.
     __m512 sum[R][V];
 #pragma GCC unroll 16
     for (int r = 0; r < R; r++)
