@@ -200,9 +200,9 @@ class Batch:
         return Batch(self.table.slice(start, length))
 
     def take(self, indices: Sequence[int]) -> Batch:
-        if indices and list(indices) == list(range(indices[0], indices[0] + len(indices))):
-            return self.slice(indices[0], len(indices))
         runs = _runs(indices)
+        if len(runs) == 1:
+            return self.slice(*runs[0])
         return Batch(pa.table({name: _take(self.arrow(name), indices, runs) for name in self.columns}))
 
     def filter(self, keep: Sequence[bool]) -> Batch:

@@ -43,6 +43,7 @@ START = 120.0
 #: Seconds in which the other ranks may end once one has failed.
 GRACE = 3.0
 _LEAST_CPUS = 0.02
+# Bytes of an answer that need not go through the object store.
 _INLINE = 1 << 20
 # Batches that may be in the object store: a bound for who holds on to more of them.
 _KEPT = 4
@@ -135,7 +136,7 @@ class Slots:
     def sent(self, batch: Batch) -> _Sent:
         """A batch in the object store. Several verbs of a step read the same one: it is put there once, and of one
         that came of it by more columns these alone."""
-        self._sent = [sent for sent in self._sent if sent.table() is not None][-_KEPT:]
+        self._sent = [sent for sent in self._sent if sent.table() is not None]
         known: _Sent | None = None
         origin: Batch | None = batch
         while known is None and origin is not None:
@@ -143,7 +144,7 @@ class Slots:
             origin = origin.base
         if known is None or known.table() is not batch.table:
             known = _Sent(next(self._keys), batch, known)
-            self._sent.append(known)
+            self._sent = [*self._sent[1 - _KEPT :], known]
         return known
 
     def kept(self) -> list[int]:
@@ -209,7 +210,8 @@ class Slots:
             yield
         except ray.exceptions.RayError as error:
             failed = {calls[call]: error}
-            self._sent = []  # whether the ranks have what came along is not known
+            for part in (part for sent in self._sent for part in sent.parts()):
+                part.at.clear()  # whether it reached the ranks is not known
             others = {_end(other): rank for other, rank in calls.items() if other is not call}
             done, late = ray.wait(list(others), num_returns=len(others), timeout=GRACE) if others else ([], [])
             for other in done:
@@ -371,7 +373,7 @@ def connect() -> None:
         os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
         address = os.environ.get("RAY_ADDRESS") or "local"
         options: dict[str, Any] = {}
-        if address == "local":  # answers up to so many bytes need not go through the object store
+        if address == "local":
             options = {"include_dashboard": False, "_system_config": {"max_direct_call_object_size": _INLINE}}
         host, _, port = address.rpartition("/")[2].rpartition(":")
         try:
