@@ -9,6 +9,8 @@ import torch
 import transformers
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
+from tests.exact import norm_in_fp64
+
 SIZES = {
     "vocab_size": 61,
     "hidden_size": 32,
@@ -35,16 +37,6 @@ CONFIGS = {
 }
 
 
-class ExactRMSNorm(torch.nn.Module):
-    """transformers norms in fp32 whatever the dtype; this keeps fp64 models fp64 throughout."""
-
-    weight: torch.Tensor
-    variance_epsilon: float
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.weight * x * torch.rsqrt(x.square().mean(-1, keepdim=True) + self.variance_epsilon)
-
-
 def make_model(kind: str, dtype: torch.dtype = torch.float64, **options: object) -> PreTrainedModel:
     name, special = CONFIGS[kind]
     sizes = SIZES if kind not in ("gpt2", "bloom") else {k: SIZES[k] for k in SIZES if "_id" in k or k[:5] == "vocab"}
@@ -55,9 +47,7 @@ def make_model(kind: str, dtype: torch.dtype = torch.float64, **options: object)
         for parameter in model.parameters():
             parameter.normal_(0, 0.2) if parameter.dim() > 1 else parameter.add_(torch.randn_like(parameter) * 0.1)
     if dtype == torch.float64:
-        for module in model.modules():
-            if type(module).__name__.endswith("RMSNorm") and hasattr(module, "variance_epsilon"):
-                module.__class__ = ExactRMSNorm
+        norm_in_fp64(model)
     return model.eval()
 
 

@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 from transformers import AutoModelForCausalLM, GPT2Config, LlamaConfig, PreTrainedModel
 
+from tests.exact import norm_in_fp64
 from verl.batch import Batch
 from verl.errors import ConfigError, DataError, TrainingError
 from verl.models.heads import ValueModel
@@ -24,16 +25,6 @@ from verl.training.options import OptimConfig
 from verl.training.single import SingleEngine
 
 VOCAB = 37
-
-
-class ExactRMSNorm(torch.nn.Module):
-    """transformers norms in fp32 whatever the dtype; this keeps an fp64 model fp64 throughout."""
-
-    weight: torch.Tensor
-    variance_epsilon: float
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.weight * x * torch.rsqrt(x.square().mean(-1, keepdim=True) + self.variance_epsilon)
 
 
 def tiny_model(kind: str = "llama", dtype: torch.dtype = torch.float64, layers: int = 2) -> PreTrainedModel:
@@ -59,9 +50,7 @@ def tiny_model(kind: str = "llama", dtype: torch.dtype = torch.float64, layers: 
         for parameter in model.parameters():
             parameter.add_(torch.randn_like(parameter), alpha=0.1)
     if dtype == torch.float64:
-        for module in model.modules():
-            if type(module).__name__.endswith("RMSNorm"):
-                module.__class__ = ExactRMSNorm
+        norm_in_fp64(model)
     return model.eval()
 
 
