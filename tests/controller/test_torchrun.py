@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -132,3 +133,20 @@ def test_ranks_that_disagree_are_told_so(tiny: Path, tmp_path: Path) -> None:
     done = torchrun(2, script, tiny, check=False)
     assert done.returncode != 0
     assert "hold another batch" in done.stderr
+
+
+def test_whoever_waits_for_what_rank_0_does_is_told_when_it_dies(tmp_path: Path) -> None:
+    script = tmp_path / "script.py"
+    script.write_text(
+        "import os, signal, time, verl.controller.once as once\n"
+        "assert once.on_main('both live', lambda: 7) == 7\n"
+        "def die():\n"
+        "    time.sleep(1)\n"
+        "    os.kill(os.getpid(), signal.SIGKILL)\n"
+        "once.on_main('a write', die)\n"
+    )
+    began = time.monotonic()
+    done = torchrun(2, script, check=False)
+    assert done.returncode != 0
+    assert "rank 1 of 2" in done.stderr and "waited in 'a write': another rank died" in done.stderr
+    assert time.monotonic() - began < 25  # torchrun ends what does not end by itself 30 s after the death

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import pickle
-import time
 from collections import Counter
 from collections.abc import Awaitable, Callable
 from typing import Any, TypeVar
@@ -27,7 +26,7 @@ async def once(about: str, work: Callable[[], Awaitable[T]]) -> T:
 
     Raises:
         Exception: what `work` raised on rank 0, on every rank.
-        ClusterError: rank 0 did not come to it in time.
+        ClusterError: rank 0 died, or did not come to it in time.
     """
     ranks = torchrun_ranks()
     if ranks == 1:
@@ -46,8 +45,7 @@ async def once(about: str, work: Callable[[], Awaitable[T]]) -> T:
             raise
         world.store.set(key, pickle.dumps((value, None)))
         return value
-    await _there(world.store, key, world.timeout, about)
-    value, failure = pickle.loads(world.store.get(key))
+    value, failure = pickle.loads(await world.told(key, about))
     if world.store.add(f"{key}/read", 1) == ranks - 1:
         world.store.delete_key(key)
         world.store.delete_key(f"{key}/read")
@@ -63,14 +61,6 @@ def on_main(about: str, work: Callable[[], T]) -> T:
         return work()
 
     return work() if torchrun_ranks() == 1 else asyncio.run(once(about, call))
-
-
-async def _there(store: Any, key: str, timeout: float, about: str) -> None:
-    until = time.monotonic() + timeout
-    while not store.check([key]):
-        if time.monotonic() > until:
-            raise ClusterError(f"{who()}: rank 0 did not give '{about}' within {timeout:g} s")
-        await asyncio.sleep(0.005)
 
 
 def portable(error: Exception, by: Any = pickle) -> Exception:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import os
 import pickle
+import time
 import traceback
 import zlib
 from collections.abc import Iterator, Mapping, Sequence
@@ -16,6 +18,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from verl.controller.lifeline import Lifeline
 from verl.controller.ranks import rank_here, torchrun_ranks, who
 from verl.errors import ClusterError
 from verl.workers.place import ROLE, Place, Share
@@ -62,6 +65,8 @@ class World:
         self.control = dist.new_group(backend="gloo", timeout=wait)
         self._groups: dict[tuple[int, ...], Any] = {}
         self.store: Any = dist.distributed_c10d._get_default_store()
+        #: to rank 0, where the driver is replicated
+        self.lifeline: Lifeline | None = None
 
     def group(self, ranks: Sequence[int]) -> Any:
         """The process group of some ranks; all ranks of the world make it, in the same order."""
@@ -115,6 +120,22 @@ class World:
         """Whether `flag` is set on any rank; asked on all."""
         return any(self.exchange(about, flag))
 
+    async def told(self, key: str, what: str) -> bytes:
+        """What rank 0 of a torchrun job puts under `key` into the store, once it is there.
+
+        Raises:
+            ClusterError: rank 0 died, or the deadline passed.
+        """
+        assert self.lifeline is not None
+        until = time.monotonic() + self.timeout
+        with self.collective(what):
+            while not self.store.check([key]):
+                if self.lifeline.is_broken or time.monotonic() > until:
+                    raise dist.DistError("rank 0 did not come to it")
+                await asyncio.sleep(0.005)
+            value: bytes = self.store.get(key)
+        return value
+
     def _compare(self, tag: str, table: torch.Tensor) -> None:
         for column, what in ((1, "run another verb"), (2, "hold another batch")):
             if bool((table[:, column] != table[0, column]).any()):
@@ -167,5 +188,7 @@ def here(timeout: float = TIMEOUT, device: str | None = None) -> World:
     if not _worlds:
         kind = device or ("cuda" if torch.cuda.is_available() else "cpu")
         own = f"cuda:{os.environ.get('LOCAL_RANK', rank_here())}" if kind == "cuda" else "cpu"
-        _worlds.append(World(rank_here(), torchrun_ranks(), "env://", timeout, own))
+        world = World(rank_here(), torchrun_ranks(), "env://", timeout, own)
+        world.lifeline = Lifeline(world.store, timeout)
+        _worlds.append(world)
     return _worlds[0]

@@ -1,0 +1,43 @@
+"""A connection from each rank to rank 0, that breaks when that process is gone."""
+
+from __future__ import annotations
+
+import os
+import socket
+from typing import Any
+
+from verl.controller.ranks import is_main, torchrun_ranks
+
+_PORT = "verl/lifeline"
+
+
+class Lifeline:
+    """A collective that a dead rank belongs to breaks by itself; a wait for a key of the job's store does not, for the
+    store is kept by torchrun's agent, which lives on. Whoever waits for a key of rank 0 looks here meanwhile.
+
+    Made on all ranks together.
+
+    Args:
+        store: the job's key-value store.
+        timeout: seconds to wait for the connection.
+    """
+
+    def __init__(self, store: Any, timeout: float) -> None:
+        if is_main():
+            # Nobody accepts: the kernel connects whoever comes, and resets all when this process ends.
+            self._socket = socket.create_server(("", 0), backlog=torchrun_ranks())
+            store.set(_PORT, str(self._socket.getsockname()[1]))
+        else:
+            address = os.environ["MASTER_ADDR"], int(store.get(_PORT))
+            self._socket = socket.create_connection(address, timeout)
+            self._socket.setblocking(False)
+
+    @property
+    def is_broken(self) -> bool:
+        """Whether rank 0 is gone; asked on another rank."""
+        try:
+            return not self._socket.recv(1)
+        except BlockingIOError:
+            return False
+        except OSError:
+            return True
