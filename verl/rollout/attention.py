@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from verl.models.kernels import kernels
 from verl.rollout.kv_cache import BLOCK, KVCache, blocks_for
@@ -162,10 +163,11 @@ class PagedAttention:
     ) -> Tensor:
         keys, values = self.cache.keys[layer], self.cache.values[layer]
         block, place = self._slots // BLOCK, self._slots % BLOCK
-        keys[block, :, :, place] = key[: self._tokens]
-        values[block, :, place] = value[: self._tokens]
+        size, pair = query.shape[-1], values.shape[-1]
+        keys[block, :, :, place] = pad(key[: self._tokens], (0, -size % pair)).unflatten(-1, (-1, pair))
+        values[block, :, place // pair, :size, place % pair] = value[: self._tokens]
         accumulate = torch.float64 if query.dtype == torch.float64 else torch.float32
-        tokens, heads, size = query.shape
+        tokens, heads, _ = query.shape
         query = (query.to(accumulate) * scale).unflatten(1, (key.shape[1], -1))
         total = query.new_zeros(tokens, heads)
         total[self._tokens :] = 1
@@ -282,8 +284,9 @@ def _attend_piece(
 ) -> None:
     """Go on with the softmax of this piece's tokens: `out` `[T, H, D]`, `total` and `peak` `[T, H]` are updated."""
     n, blocks = piece.table.shape
-    k = keys[piece.table.flatten()].unflatten(0, (n, blocks)).permute(0, 2, 3, 1, 4).flatten(3).to(query.dtype)
-    v = values[piece.table.flatten()].unflatten(0, (n, blocks)).transpose(1, 2).flatten(2, 3).to(query.dtype)
+    k, v = (cached[piece.table.flatten()].unflatten(0, (n, blocks)).to(query.dtype) for cached in (keys, values))
+    k = k.permute(0, 2, 3, 5, 1, 4).flatten(4).flatten(2, 3)[:, :, : query.shape[-1]]
+    v = v.permute(0, 2, 1, 3, 5, 4).flatten(2, 4)[..., : query.shape[-1]]
     q = query[piece.index].permute(0, 2, 1, 3, 4)
     at = piece.first_key[..., None] + torch.arange(blocks * BLOCK, device=q.device)
     seen = at <= piece.last_key[..., None]

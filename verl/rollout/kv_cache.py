@@ -5,24 +5,28 @@ prompts share the blocks of a common beginning. A full prompt block that nobody 
 all tokens up to its end, until its room is needed (least recently used first) or the weights change.
 
 Keys lie transposed within a block, so that a product of queries with a block, like one of probabilities with its
-values, runs along memory.
+values, runs along memory. Processors multiply bf16 by pairs: so the numbers of two rows lie side by side.
 
-Legend: L layers, N blocks, K key/value heads, D head size.
+Legend: L layers, N blocks, K key/value heads, D head size, P numbers side by side (2 in bf16, else 1), W the head size
+filled up to a multiple of 16.
 """
 
 from __future__ import annotations
 
 import hashlib
+import math
+import mmap
 from array import array
 from collections import OrderedDict
 from collections.abc import Sequence
-from typing import Any
 
 import torch
+from torch import Tensor
 
 from verl.errors import RolloutError
 
 BLOCK = 32
+_WIDTH = 16
 
 
 def blocks_for(tokens: int) -> int:
@@ -30,11 +34,17 @@ def blocks_for(tokens: int) -> int:
     return -(-tokens // BLOCK)
 
 
+def _block_shapes(head_dim: int, dtype: torch.dtype) -> tuple[tuple[int, int, int], tuple[int, int, int]]:
+    """Of a block of keys and one of values, of one layer and head."""
+    pair = 2 if dtype == torch.bfloat16 else 1
+    return (-(-head_dim // pair), BLOCK, pair), (BLOCK // pair, -(-head_dim // _WIDTH) * _WIDTH, pair)
+
+
 class KVCache:
     """Storage and book-keeping of N blocks.
 
     Attributes:
-        keys: `[L, N, K, D, BLOCK]`; values: `[L, N, K, BLOCK, D]`; both absent while asleep.
+        keys: `[L, N, K, D / P, BLOCK, P]`; values: `[L, N, K, BLOCK / P, W, P]`; both absent while asleep.
     """
 
     def __init__(
@@ -50,7 +60,8 @@ class KVCache:
 
     @staticmethod
     def block_bytes(num_layers: int, num_heads: int, head_dim: int, dtype: torch.dtype) -> int:
-        return 2 * num_layers * num_heads * head_dim * BLOCK * dtype.itemsize
+        keys, values = _block_shapes(head_dim, dtype)
+        return num_layers * num_heads * (math.prod(keys) + math.prod(values)) * dtype.itemsize
 
     @property
     def tokens(self) -> int:
@@ -64,10 +75,18 @@ class KVCache:
 
     def allocate(self) -> None:
         """Take the memory. On CPU pages become real when first written, low block numbers first."""
-        options: dict[str, Any] = {"dtype": self.dtype, "device": self.device}
-        self.keys = torch.empty(*self._shape, self._head_dim, BLOCK, **options)
-        self.values = torch.empty(*self._shape, BLOCK, self._head_dim, **options)
+        self.keys, self.values = (self._empty(block) for block in _block_shapes(self._head_dim, self.dtype))
         self.asleep = False
+
+    def _empty(self, block: tuple[int, int, int]) -> Tensor:
+        shape = (*self._shape, *block)
+        if self.device.type != "cpu" or not self.num_blocks:
+            return torch.empty(shape, dtype=self.dtype, device=self.device)
+        # Blocks are read in any order: with small pages the processor would look for the place of each of them.
+        memory = mmap.mmap(-1, math.prod(shape) * self.dtype.itemsize, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        if hasattr(mmap, "MADV_HUGEPAGE"):
+            memory.madvise(mmap.MADV_HUGEPAGE)
+        return torch.frombuffer(memory, dtype=self.dtype).view(shape)
 
     def release(self) -> None:
         """Give the memory back; everything cached is forgotten."""

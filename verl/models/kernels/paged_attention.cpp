@@ -5,8 +5,9 @@
 // read once per tile; then each token goes on, alone, over its own blocks. Softmax is online. A token's result does
 // not depend on the others of its tile, bit for bit.
 //
-// Layout of one layer: keys [N, K, D, BLOCK], values [N, K, BLOCK, D]. So scores and mixed values are one kind of
-// product: rows of factors (queries, or probabilities) times the rows of blocks.
+// Layout of one layer: keys [N, K, D / P, BLOCK, P], values [N, K, BLOCK / P, W, P]: the numbers of P rows side by side,
+// as many as the processor multiplies at a time (two in bf16), and values filled up to W a row. So scores and mixed
+// values are one kind of product: rows of factors (queries, or probabilities) times the rows of blocks.
 
 #include "vectors.h"
 
@@ -18,136 +19,147 @@ namespace {
 constexpr int BLOCK = 32;
 constexpr int RUN = 8;  // blocks between two rescalings of the online softmax
 constexpr int CHUNK = RUN * BLOCK;
-constexpr int ROWS = 6;  // of factors at a time
-constexpr int STEP = 4;  // rows of a block at a time: factors are filled up to a multiple of it with zeros
+constexpr int WIDTH = 16;  // values are filled up to a multiple of it
 
-// out[r][0:width] = sum over i < count of factors[r][i] * block[i][0:width], for R rows; the blocks, of `length` rows
-// each, follow on each other. What lies at the same places of `ahead` is wanted next.
-template <int R, class T, class A>
-void product_rows(const A* factors, int ld, const T* const* blocks, const T* const*, int length, int count, int width,
-                  A* out, int out_ld) {
-    using V = typename Lanes<A>::type;
-    constexpr int W = Lanes<A>::count;
-    int c = 0;
-    for (; c + 2 * W <= width; c += 2 * W) {
-        V sum[R][2] = {};
-        for (int begin = 0; begin < count; begin += length) {
-            const T* row = blocks[begin / length] + c;
-            for (int i = begin; i < std::min(begin + length, count); i++, row += width) {
-                const V left = load(row), right = load(row + W);
-                for (int r = 0; r < R; r++) {
-                    sum[r][0] += factors[r * ld + i] * left;
-                    sum[r][1] += factors[r * ld + i] * right;
-                }
-            }
-        }
-        for (int r = 0; r < R; r++)
-            for (int i = 0; i < 2; i++) store(out + r * out_ld + c + i * W, sum[r][i]);
-    }
-    for (; c < width; c++)
-        for (int r = 0; r < R; r++) {
-            A sum = 0;
-            for (int i = 0; i < count; i++)
-                sum += factors[r * ld + i] * widen(blocks[i / length][i % length * width + c]);
-            out[r * out_ld + c] = sum;
-        }
-}
-
+// How rows of T are read and multiplied: P at a time, and one vector of columns.
+template <class T> struct Rows {
+    static constexpr int P = 1;
+    using Factor = T;
+    using V = typename Lanes<T>::type;
+    using Row = V;
+    static Row read(const T* p) { return load(p); }
+    static Row first(Row row) { return row; }
+    static V add(V sum, const Factor* factor, Row row) { return sum + *factor * row; }
+};
+template <> struct Rows<bf16> {
+    static constexpr int P = 2;
+    using V = F;
 #if defined(__AVX512BF16__)
-// By pairs: two rows of a block with their numbers side by side. Even and odd pairs are summed apart, as few rows of
-// factors would have every sum wait for itself.
-template <int R>
-void product_rows(const bf16* factors, int ld, const bf16* const* blocks, const bf16* const* ahead, int length,
-                  int count, int width, float* out, int out_ld) {
-    for (int c = 0; c < width; c += 32) {
-        const __mmask32 inside = width - c >= 32 ? ~0u : (1u << (width - c)) - 1;
-        __m512 sum[2][R][2] = {};
-        for (int begin = 0; begin < count; begin += length) {
-            const bf16 *block = blocks[begin / length] + c, *next = ahead[begin / length] + c;
-            const int rows = std::min(length, count - begin);
-            const auto row = [&](int i) {
-                __builtin_prefetch(next + i * width);
-                return _mm512_maskz_loadu_epi16(inside, block + i * width);
-            };
-            const auto add = [&](int chain, int i, __m512i even, __m512i odd) {
-                const __m512bh low = (__m512bh)_mm512_unpacklo_epi16(even, odd);
-                const __m512bh high = (__m512bh)_mm512_unpackhi_epi16(even, odd);
-                for (int r = 0; r < R; r++) {
-                    int32_t pair;
-                    std::memcpy(&pair, factors + r * ld + begin + i, sizeof pair);
-                    const __m512bh both = (__m512bh)_mm512_set1_epi32(pair);
-                    sum[chain][r][0] = _mm512_dpbf16_ps(sum[chain][r][0], both, low);
-                    sum[chain][r][1] = _mm512_dpbf16_ps(sum[chain][r][1], both, high);
-                }
-            };
-            int i = 0;
-            for (; i + STEP <= rows; i += STEP) {
-                add(0, i, row(i), row(i + 1));
-                add(1, i + 2, row(i + 2), row(i + 3));
-            }
-            // Behind the last row there may be anything, and 0 x NaN is NaN.
-            const __m512i none = _mm512_setzero_si512();
-            if (i < rows) add(0, i, row(i), i + 1 < rows ? row(i + 1) : none);
-            if (i + 2 < rows) add(1, i + 2, row(i + 2), none);
-        }
-        // Side by side the columns came in fours: 0-3, 8-11, 16-19, 24-27, and those between.
-        const __m512i first = _mm512_set_epi64(11, 10, 3, 2, 9, 8, 1, 0);
-        const __m512i second = _mm512_set_epi64(15, 14, 7, 6, 13, 12, 5, 4);
-        for (int r = 0; r < R; r++) {
-            const __m512d low = (__m512d)(sum[0][r][0] + sum[1][r][0]), high = (__m512d)(sum[0][r][1] + sum[1][r][1]);
-            float* to = out + r * out_ld + c;
-            _mm512_mask_storeu_ps(to, inside, (__m512)_mm512_permutex2var_pd(low, first, high));
-            _mm512_mask_storeu_ps(to + 16, inside >> 16, (__m512)_mm512_permutex2var_pd(low, second, high));
-        }
+    using Factor = bf16;
+    using Row = __m512i;
+    static Row read(const bf16* p) { return _mm512_loadu_si512(p); }
+    static Row first(Row row) { return _mm512_and_si512(row, _mm512_set1_epi32(0xffff)); }
+    static V add(V sum, const Factor* factor, Row row) {
+        int32_t pair;
+        std::memcpy(&pair, factor, sizeof pair);
+        return (V)_mm512_dpbf16_ps((__m512)sum, (__m512bh)_mm512_set1_epi32(pair), (__m512bh)row);
     }
-}
-template <class T> using Factor = T;
 #else
-template <class T> using Factor = typename Accumulate<T>::type;
+    using Factor = float;
+    struct Row { F first, second; };
+    static Row read(const bf16* p) {
+        U both;
+        std::memcpy(&both, p, sizeof both);
+        return {(F)(both << 16), (F)(both & 0xffff0000u)};
+    }
+    static Row first(Row row) { return {row.first, F{}}; }
+    static V add(V sum, const Factor* factor, Row row) { return sum + factor[0] * row.first + factor[1] * row.second; }
 #endif
+};
+template <class T> using Factor = typename Rows<T>::Factor;
 
 template <class T> Factor<T> as_factor(T x) {
     if constexpr (std::is_same_v<T, Factor<T>>) return x;
     else return widen(x);
 }
 
-template <class T, class Q, class A>
-void product(int rows, const Q* factors, int ld, const T* const* blocks, const T* const* ahead, int length, int count,
-             int width, A* out, int out_ld) {
-    for (; rows >= ROWS; rows -= ROWS, factors += ROWS * ld, out += ROWS * out_ld)
-        product_rows<ROWS>(factors, ld, blocks, ahead, length, count, width, out, out_ld);
-    switch (rows) {
-#define REST(R) \
-    case R: return product_rows<R>(factors, ld, blocks, ahead, length, count, width, out, out_ld);
-        REST(1) REST(2) REST(3) REST(4) REST(5)
-#undef REST
+// Blocks that follow on each other, by rows as far as factors go, and by columns. What lies at the same places of
+// `ahead` is wanted next: blocks are too short for the processor to see where the reading goes.
+template <class T> struct Blocks {
+    const T *const *at, *const *ahead;
+    int rows, columns;  // of a block
+};
+
+// out[r] = sum over i < count of factors[r][i] * row i, for R rows of factors and C vectors of columns from `column`
+// on. Each number is one sum over i in ascending order.
+template <class T, int R, int C, class A>
+void product_tile(const Factor<T>* factors, int ld, const Blocks<T>& blocks, int count, int column, A* out,
+                  int out_ld) {
+    using On = Rows<T>;
+    constexpr int L = Lanes<A>::count, P = On::P;
+    typename On::V sum[R][C] = {};
+    for (int begin = 0, b = 0; begin < count; begin += blocks.rows, b++) {
+        const T *rows[C], *ahead[C];
+#pragma GCC unroll 8
+        for (int c = 0; c < C; c++) {
+            const int j = column + c * L, block = b + j / blocks.columns, within = j % blocks.columns * P;
+            rows[c] = blocks.at[block] + within;
+            ahead[c] = blocks.ahead[block] + within;
+        }
+        const int end = std::min(begin + blocks.rows, count), stride = blocks.columns * P;
+        const auto step = [&](int i, bool whole) {
+            typename On::Row row[C];
+#pragma GCC unroll 8
+            for (int c = 0; c < C; c++) {
+                row[c] = On::read(rows[c] + (i - begin) / P * stride);
+                __builtin_prefetch(ahead[c] + (i - begin) / P * stride);
+                if (!whole) row[c] = On::first(row[c]);
+            }
+#pragma GCC unroll 8
+            for (int r = 0; r < R; r++)
+#pragma GCC unroll 8
+                for (int c = 0; c < C; c++) sum[r][c] = On::add(sum[r][c], factors + r * ld + i, row[c]);
+        };
+        int i = begin;
+        for (; i + P <= end; i += P) step(i, true);
+        // Behind the last row there may be anything, and 0 x NaN is NaN.
+        if (i < end) step(i, false);
     }
+#pragma GCC unroll 8
+    for (int r = 0; r < R; r++)
+#pragma GCC unroll 8
+        for (int c = 0; c < C; c++) store(out + r * out_ld + column + c * L, sum[r][c]);
 }
+
+// For any number of rows and columns (a multiple of a vector's), by tiles that fit the registers.
+template <class T, class A>
+void product(int rows, const Factor<T>* factors, int ld, const Blocks<T>& blocks, int count, int columns, A* out,
+             int out_ld) {
+    constexpr int L = Lanes<A>::count, MOST = 6;
+    const auto strip = [&](auto height) {
+        constexpr int R = decltype(height)::value;
+        int c = 0;
+        if constexpr (R <= MOST / 2)
+            for (; c + 6 * L <= columns; c += 6 * L) product_tile<T, R, 6>(factors, ld, blocks, count, c, out, out_ld);
+        for (; c + 4 * L <= columns; c += 4 * L) product_tile<T, R, 4>(factors, ld, blocks, count, c, out, out_ld);
+        for (; c + 2 * L <= columns; c += 2 * L) product_tile<T, R, 2>(factors, ld, blocks, count, c, out, out_ld);
+        for (; c < columns; c += L) product_tile<T, R, 1>(factors, ld, blocks, count, c, out, out_ld);
+    };
+    for (; rows > 0; rows -= MOST, factors += MOST * ld, out += MOST * out_ld) switch (std::min(rows, MOST)) {
+#define HEIGHT(R) \
+        case R: strip(std::integral_constant<int, R>()); break;
+            HEIGHT(1) HEIGHT(2) HEIGHT(3) HEIGHT(4) HEIGHT(5) HEIGHT(6)
+#undef HEIGHT
+        }
+}
+
+template <int N> constexpr int whole(int count) { return (count + N - 1) / N * N; }
 
 // Where the keys and values of some tokens lie, of one head.
 template <class T> struct Cached {
     const T *keys, *values;
-    size_t stride;  // from block to block
+    size_t key_stride, value_stride;  // from block to block
     const int32_t* blocks;
     int count;
-    const T* key(int b) const { return keys + blocks[b] * stride; }
-    const T* value(int b) const { return values + blocks[b] * stride; }
+    const T* key(int b) const { return keys + blocks[b] * key_stride; }
+    const T* value(int b) const { return values + blocks[b] * value_stride; }
 };
 
 // What a tile is computed in: rows are tokens times the query heads of a key/value head.
 template <class T> struct Workspace {
     using A = typename Accumulate<T>::type;
-    int ld;  // of queries
+    int ld, width;  // of queries, and of values
     std::vector<Factor<T>> q, p;
     std::vector<A> scores, mixed, out, peak, total, keep;
     std::vector<int> low, high;
     void fit(int rows, int tokens, int D) {
-        ld = (D + STEP - 1) / STEP * STEP;
+        ld = whole<Rows<T>::P>(D);
+        width = whole<WIDTH>(D);
         q.assign(size_t(rows) * ld, Factor<T>{});
         p.resize(size_t(rows) * CHUNK);
         scores.resize(size_t(rows) * CHUNK);
-        mixed.resize(size_t(rows) * D);
-        out.assign(size_t(rows) * D, A(0));
+        mixed.resize(size_t(rows) * width);
+        out.assign(size_t(rows) * width, A(0));
         peak.assign(rows, -std::numeric_limits<A>::infinity());
         total.assign(rows, A(0));
         keep.resize(rows);
@@ -189,8 +201,7 @@ A softmax(A* scores, P* p, int count, int low, int high, A scale, A& peak, A& to
 }
 
 // Go on with the softmax of tokens [first, first + tokens) over the keys of `here`; key j of them is visible to a token
-// when low <= j < high. `next` is asked for meanwhile: blocks are too short for the processor to see where the reading
-// goes.
+// when low <= j < high. `next` is read after.
 template <class T, class A>
 void accumulate(Workspace<T>& w, int first, int tokens, int group, const Cached<T>& here, const Cached<T>& next, int D,
                 A scale) {
@@ -200,31 +211,30 @@ void accumulate(Workspace<T>& w, int first, int tokens, int group, const Cached<
         begin = std::min(begin, w.low[t]);
         end = std::max(end, w.high[t]);
     }
-    const int rows = tokens * group, row = first * group;
-    A* const out = w.out.data() + size_t(row) * D;
+    const int rows = tokens * group, row = first * group, width = w.width;
+    A* const out = w.out.data() + size_t(row) * width;
     // Chunks begin at multiples of CHUNK, so that a row's sums do not depend on the rows beside it.
     for (int chunk = begin / CHUNK * CHUNK; chunk < end; chunk += CHUNK) {
         const int start = std::max(chunk, begin / BLOCK * BLOCK), stop = std::min(chunk + CHUNK, end);
-        const int blocks = (stop - start + BLOCK - 1) / BLOCK;
+        const int blocks = whole<BLOCK>(stop - start) / BLOCK, seen = whole<WIDTH>(stop - start);
         const T *keys[RUN], *values[RUN], *keys_ahead[RUN], *values_ahead[RUN];
         for (int b = 0; b < blocks; b++) {
-            const int at = start / BLOCK + b;
-            keys[b] = here.key(at);
-            values[b] = here.value(at);
+            keys[b] = here.key(start / BLOCK + b);
+            values[b] = here.value(start / BLOCK + b);
             keys_ahead[b] = b < next.count ? next.key(b) : keys[b];
             values_ahead[b] = b < next.count ? next.value(b) : values[b];
         }
-        for (int b = 0; b < blocks; b++)
-            product(rows, w.q.data() + size_t(row) * w.ld, w.ld, keys + b, keys_ahead + b, D, D, BLOCK,
-                    w.scores.data() + b * BLOCK, CHUNK);
+        product<T>(rows, w.q.data() + size_t(row) * w.ld, w.ld, {keys, keys_ahead, D, BLOCK}, D, seen,
+                   w.scores.data(), CHUNK);
         for (int r = 0; r < rows; r++) {
             const int t = first + r / group;
-            w.keep[r] = softmax(w.scores.data() + r * CHUNK, w.p.data() + r * CHUNK, blocks * BLOCK, w.low[t] - start,
+            w.keep[r] = softmax(w.scores.data() + r * CHUNK, w.p.data() + r * CHUNK, seen, w.low[t] - start,
                                 std::min(w.high[t], stop) - start, scale, w.peak[row + r], w.total[row + r]);
         }
-        product(rows, w.p.data(), CHUNK, values, values_ahead, BLOCK, stop - start, D, w.mixed.data(), D);
+        product<T>(rows, w.p.data(), CHUNK, {values, values_ahead, BLOCK, width}, stop - start, width,
+                   w.mixed.data(), width);
         for (int r = 0; r < rows; r++)
-            for (int d = 0; d < D; d++) out[r * D + d] = out[r * D + d] * w.keep[r] + w.mixed[r * D + d];
+            for (int d = r * width; d < (r + 1) * width; d++) out[d] = out[d] * w.keep[r] + w.mixed[d];
     }
 }
 
@@ -250,24 +260,30 @@ struct Call {
 
 namespace {
 
+// Numbers of a block of keys, or of values.
+template <class T> size_t key_block(int D) { return size_t(whole<Rows<T>::P>(D)) * BLOCK; }
+template <class T> size_t value_block(int D) { return size_t(whole<WIDTH>(D)) * BLOCK; }
+
 template <class T>
 void write_token(const Plan& plan, const Call& c, int t) {
-    const int D = c.head_dim, block = plan.slots[t] / BLOCK, place = plan.slots[t] % BLOCK;
+    constexpr int P = Rows<T>::P;
+    const int D = c.head_dim, width = whole<WIDTH>(D), block = plan.slots[t] / BLOCK, place = plan.slots[t] % BLOCK;
     for (int h = 0; h < c.kv_heads; h++) {
-        const size_t base = (size_t(block) * c.kv_heads + h) * D * BLOCK;
+        const size_t index = size_t(block) * c.kv_heads + h;
         const T* k = static_cast<const T*>(c.key) + t * c.key_token + h * c.key_head;
         const T* v = static_cast<const T*>(c.value) + t * c.value_token + h * c.value_head;
-        T* key = static_cast<T*>(c.keys) + base + place;
-        for (int d = 0; d < D; d++) key[d * BLOCK] = k[d];
-        std::memcpy(static_cast<T*>(c.values) + base + size_t(place) * D, v, D * sizeof(T));
+        T* key = static_cast<T*>(c.keys) + index * key_block<T>(D) + place * P;
+        T* value = static_cast<T*>(c.values) + index * value_block<T>(D) + place / P * P * width + place % P;
+        for (int d = 0; d < D; d++) key[d / P * P * BLOCK + d % P] = k[d];
+        for (int d = 0; d < D; d++) value[d * P] = v[d];
     }
 }
 
 template <class T>
 Cached<T> cached(const Plan& plan, const Call& c, int h, int begin, int keys) {
-    const size_t size = size_t(c.head_dim) * BLOCK;
-    return {static_cast<const T*>(c.keys) + h * size, static_cast<const T*>(c.values) + h * size, c.kv_heads * size,
-            plan.blocks + begin, (keys + BLOCK - 1) / BLOCK};
+    const size_t key_size = key_block<T>(c.head_dim), value_size = value_block<T>(c.head_dim);
+    return {static_cast<const T*>(c.keys) + h * key_size, static_cast<const T*>(c.values) + h * value_size,
+            c.kv_heads * key_size, c.kv_heads * value_size, plan.blocks + begin, whole<BLOCK>(keys) / BLOCK};
 }
 template <class T>
 Cached<T> cached_prompt(const Plan& plan, const Call& c, int tile, int h) {
@@ -286,12 +302,6 @@ void attend_tile(const Plan& plan, const Call& c, int unit) {
     const int tile = unit / c.kv_heads, h = unit % c.kv_heads, D = c.head_dim, group = c.heads / c.kv_heads;
     const int first = plan.tile_start[tile], end = plan.tile_start[tile + 1], tokens = end - first;
     const A scale = A(c.scale);
-    // What is read after token t of this tile; the thread's next tile is likely this one.
-    const int next_unit = std::min(unit + c.threads, plan.tiles * c.kv_heads - 1);
-    const auto after = [&](int t) {
-        if (t + 1 < end && plan.own_begin[t + 1] >= 0) return cached_own<T>(plan, c, t + 1, h);
-        return cached_prompt<T>(plan, c, next_unit / c.kv_heads, next_unit % c.kv_heads);
-    };
     w.fit(tokens * group, tokens, D);
     for (int t = 0; t < tokens; t++) {
         const int position = plan.positions[first + t];
@@ -302,6 +312,11 @@ void attend_tile(const Plan& plan, const Call& c, int unit) {
             std::transform(q, q + D, w.q.data() + size_t(t * group + g) * w.ld, as_factor<T>);
         }
     }
+    const int next_unit = std::min(unit + c.threads, plan.tiles * c.kv_heads - 1);
+    const auto after = [&](int t) {
+        if (t + 1 < end && plan.own_begin[t + 1] >= 0) return cached_own<T>(plan, c, t + 1, h);
+        return cached_prompt<T>(plan, c, next_unit / c.kv_heads, next_unit % c.kv_heads);
+    };
     accumulate(w, 0, tokens, group, cached_prompt<T>(plan, c, tile, h), after(first - 1), D, scale);
     for (int t = first; t < end; t++) {
         if (plan.own_begin[t] < 0) continue;
@@ -314,7 +329,7 @@ void attend_tile(const Plan& plan, const Call& c, int unit) {
             const int r = t * group + g;
             T* out = static_cast<T*>(c.out) + (size_t(first + t) * c.heads + h * group + g) * D;
             const A inverse = A(1) / w.total[r];
-            for (int d = 0; d < D; d++) narrow(w.out[size_t(r) * D + d] * inverse, out + d);
+            for (int d = 0; d < D; d++) narrow(w.out[size_t(r) * w.width + d] * inverse, out + d);
         }
 }
 
