@@ -261,7 +261,9 @@ def descendants(pid: int) -> set[int]:
 def test_no_process_outlives_the_script(tmp_path: Path, end: signal.Signals) -> None:
     script = tmp_path / "script.py"
     script.write_text(
-        "import time, verl\nverl.Controller('cpu:0-1').start()\nprint('up', flush=True)\ntime.sleep(600)\n"
+        "import signal, time, verl\n"
+        "signal.signal(signal.SIGINT, signal.default_int_handler)\n"  # a background job of a shell ignores it
+        "verl.Controller('cpu:0-1').start()\nprint('up', flush=True)\ntime.sleep(600)\n"
     )
     process = subprocess.Popen([sys.executable, str(script)], env=ranks.ENV, stdout=subprocess.PIPE, text=True)
     assert process.stdout is not None
