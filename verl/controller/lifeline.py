@@ -25,7 +25,9 @@ class Lifeline:
     def __init__(self, store: Any, timeout: float) -> None:
         if is_main():
             # Nobody accepts: the kernel connects whoever comes, and resets all when this process ends.
-            self._socket = socket.create_server(("", 0), backlog=torchrun_ranks())
+            both = socket.has_dualstack_ipv6()
+            family = socket.AF_INET6 if both else socket.AF_INET
+            self._socket = socket.create_server(("", 0), family=family, backlog=torchrun_ranks(), dualstack_ipv6=both)
             store.set(_PORT, str(self._socket.getsockname()[1]))
         else:
             address = os.environ["MASTER_ADDR"], int(store.get(_PORT))
