@@ -6,7 +6,8 @@ import os
 import socket
 from typing import Any
 
-from verl.controller.ranks import is_main, torchrun_ranks
+from verl.controller.ranks import is_main, torchrun_ranks, who
+from verl.errors import ClusterError
 
 _PORT = "verl/lifeline"
 
@@ -20,6 +21,9 @@ class Lifeline:
     Args:
         store: the job's key-value store.
         timeout: seconds to wait for the connection.
+
+    Raises:
+        ClusterError: rank 0 cannot be reached.
     """
 
     def __init__(self, store: Any, timeout: float) -> None:
@@ -31,7 +35,10 @@ class Lifeline:
             store.set(_PORT, str(self._socket.getsockname()[1]))
         else:
             address = os.environ["MASTER_ADDR"], int(store.get(_PORT))
-            self._socket = socket.create_connection(address, timeout)
+            try:
+                self._socket = socket.create_connection(address, timeout)
+            except OSError as error:
+                raise ClusterError(f"{who()}: cannot reach rank 0 at {address[0]}:{address[1]}: {error}") from error
             self._socket.setblocking(False)
 
     @property

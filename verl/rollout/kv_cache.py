@@ -19,6 +19,7 @@ import mmap
 from array import array
 from collections import OrderedDict
 from collections.abc import Sequence
+from contextlib import suppress
 
 import torch
 from torch import Tensor
@@ -26,7 +27,7 @@ from torch import Tensor
 from verl.errors import RolloutError
 
 BLOCK = 32
-_WIDTH = 16
+_WIDTH = 16  # as in paged_attention.cpp
 
 
 def blocks_for(tokens: int) -> int:
@@ -80,11 +81,11 @@ class KVCache:
 
     def _empty(self, block: tuple[int, int, int]) -> Tensor:
         shape = (*self._shape, *block)
-        if self.device.type != "cpu" or not self.num_blocks:
+        if self.device.type != "cpu" or not self.num_blocks or not hasattr(mmap, "MADV_HUGEPAGE"):
             return torch.empty(shape, dtype=self.dtype, device=self.device)
         # Blocks are read in any order: with small pages the processor would look for the place of each of them.
         memory = mmap.mmap(-1, math.prod(shape) * self.dtype.itemsize, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-        if hasattr(mmap, "MADV_HUGEPAGE"):
+        with suppress(OSError):  # a kernel that has no large pages
             memory.madvise(mmap.MADV_HUGEPAGE)
         return torch.frombuffer(memory, dtype=self.dtype).view(shape)
 
