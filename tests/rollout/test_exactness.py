@@ -162,6 +162,34 @@ def test_the_fused_forward_is_the_model(make_model: MakeModel, kind: str) -> Non
         assert fused_forward(packed) is not None
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
+@pytest.mark.parametrize("kind", ["llama", "qwen2", "mistral"])
+def test_a_response_is_the_same_bit_for_bit_however_a_step_is_divided(
+    make_model: MakeModel, kind: str, dtype: torch.dtype
+) -> None:
+    # Threads share few tokens, take blocks of many by themselves, and wait for each other where prompts are read.
+    packed = PackedModel(make_model(kind, dtype))
+    assert fused_forward(packed) is not None
+    requests = prompts(60, 5, SamplingParams(max_new_tokens=40))
+
+    def outcome(some: list[Request], threads: int, **options: int) -> dict[str, tuple[list[int], list[float]]]:
+        torch.set_num_threads(threads)
+        engine = EmbeddedEngine(packed, eos_token_ids=(2,), seed=3, **{"kv_memory": 64 << 20, **options})
+        return {name: (sample.tokens, sample.log_probs) for name, sample in run(engine, some).items()}
+
+    before = torch.get_num_threads()
+    try:
+        whole = outcome(requests, 2, max_batch=300)
+        assert outcome(requests, 1, max_batch=300) == whole
+        assert outcome(requests, 3, max_batch=70, step_tokens=150) == whole
+        assert outcome(requests, 2, max_batch=300, kv_memory=2 << 20) == whole
+        for few in (requests[:1], requests[40:90:7]):
+            alone = outcome(few, 2)
+            assert alone == {name: whole[name] for name in alone}
+    finally:
+        torch.set_num_threads(before)
+
+
 @pytest.mark.parametrize("kind", ["gpt2", "phi3", "granite"])
 def test_models_of_another_shape_are_not_fused(make_model: MakeModel, kind: str) -> None:
     assert fused_forward(PackedModel(make_model(kind, torch.float32))) is None

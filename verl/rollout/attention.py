@@ -127,7 +127,7 @@ class PagedAttention:
         self._kernels = kernels(dtype, device) if compiled else None
         self.attend: Callable[[int, Tensor, Tensor, Tensor, float, int | None], Tensor]
         if self._kernels is not None:
-            self._compiled_plan = _CompiledPlan.of(plan)
+            self.compiled_plan = _CompiledPlan.of(plan)
             self.attend = self._attend_compiled
         else:
             self._slots = torch.tensor(plan.slots, device=device)
@@ -155,7 +155,7 @@ class PagedAttention:
             torch.get_num_threads(),
             scale,
         )
-        self._kernels.attend(self._compiled_plan.address, ctypes.byref(call))
+        self._kernels.attend(self.compiled_plan.address, ctypes.byref(call))
         return out
 
     def _attend_torch(

@@ -1,20 +1,21 @@
-"""A faster forward on CPU for Llama-shaped models: the same weights, without transformers' elementwise passes.
+"""A faster forward on CPU for Llama-shaped models: the same weights, without torch between them.
 
-In bf16 on CPU the norms, rotations and activations of a step cost as much as its matrix products when each is a chain
-of torch operations. Here each is one kernel, rounding where the operations of the model round. Nothing is copied:
-the model's own parameters are read at every call. A model is taken for Llama-shaped by its modules' names, and
-only if this forward then agrees with its own.
+A step goes through all layers in one call of a compiled kernel (`forward.cpp`), which rounds where the operations of
+the model round. Nothing is copied: the model's own parameters are read where they lie. A model is taken for
+Llama-shaped by its modules' names, and only if this forward then agrees with its own.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
+import ctypes
+from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from verl.models.kernels import Kernels, Weights, gated_linear, kernels, linear, linears
+from verl.models.kernels import Kernels, kernels
 from verl.models.llama import is_llama_shaped, parts
 from verl.models.packed import AttentionContext, PackedModel
 from verl.rollout.attention import PagedAttention, Plan
@@ -36,7 +37,7 @@ def fused_forward(packed: PackedModel) -> FusedForward | None:
         if len(recorder.calls) != packed.num_layers:
             return None
         forward = FusedForward(packed, compiled, recorder.calls)
-        got = forward.hidden(tokens, torch.arange(len(tokens)), _Recorder(packed)).double()
+        got = forward.hidden(tokens, torch.arange(len(tokens)), _Recorder(packed).attention).double()
     agrees = (got - expected).norm() <= _AGREEMENT[packed.dtype] * expected.norm()
     return forward if bool(agrees) else None
 
@@ -53,89 +54,100 @@ class FusedForward:
 
     def look_at_model(self) -> None:
         """Note where the model's weights are: modules and parameters may have been replaced."""
-        layers = parts(self._packed.backbone).layers
-        self._layers = [_Layer.of(layer, *self._calls[index]) for index, layer in enumerate(layers)]
+        packed, backbone = self._packed, parts(self._packed.backbone)
+        layers = [_layer(layer, *self._calls[index]) for index, layer in enumerate(backbone.layers)]
+        self._layers = (_Layer * len(layers))(*layers)
+        weight, eps = backbone.norm.weight, backbone.norm.variance_epsilon
+        inner: int = backbone.layers[0].mlp.gate_proj.out_features
+        sizes = (packed.hidden_size, packed.num_heads, packed.num_kv_heads, packed.head_dim, inner)
+        self._model = _Model(ctypes.addressof(self._layers), weight.data_ptr(), eps, len(layers), *sizes)
 
     def release(self) -> None:
         """Give back the memory that is kept from one step to the next."""
         self._space = _Space.of(0, self._packed)
 
     def hidden(self, tokens: Tensor, positions: Tensor, context: AttentionContext) -> Tensor:
-        """Final hidden states `[T, d]` of flat tokens `[T]` at `positions` `[T]`."""
-        packed, backbone = self._packed, parts(self._packed.backbone)
+        """Final hidden states `[T, d]` of flat tokens `[T]` at `positions` `[T]`; T is that of the context's plan."""
+        assert isinstance(context, PagedAttention)
+        backbone = parts(self._packed.backbone)
         x = backbone.embed_tokens(tokens)
         cos, sin = (part[0].contiguous() for part in backbone.rotary_emb(x[None], positions[None]))
-        if len(self._space.normed) < len(tokens):
+        if len(self._space.delta) < len(tokens):
             self.release()
-            self._space = _Space.of(len(tokens), packed)
-        space = self._space.first(len(tokens))
-        delta = None
-        for index, layer in enumerate(self._layers):
-            self._kernels.rms_norm(x, delta, *layer.norm, space.normed)
-            linears(space.normed, layer.projections, (space.q, space.k, space.v))
-            self._kernels.rotate(space.q, cos, sin)
-            self._kernels.rotate(space.k, cos, sin)
-            mixed = context.attend(index, space.q, space.k, space.v, layer.scale, layer.window)
-            delta = linear(mixed.flatten(1), *layer.output, space.delta)
-            self._kernels.rms_norm(x, delta, *layer.second_norm, space.normed)
-            gated_linear(space.normed, layer.gate, layer.up, space.gated)
-            linear(space.gated, *layer.down, delta)
+            self._space = _Space.of(len(tokens), self._packed)
         out = torch.empty_like(x)
-        self._kernels.rms_norm(x, delta, *_norm(backbone.norm), out)
+        space, (keys, values) = self._space, (context.cache.keys, context.cache.values)
+        pointers = (t.data_ptr() for t in (x, out, *space.tensors, cos, sin, keys, values))
+        strides = (t.stride(0) * t.itemsize for t in (keys, values))
+        self._model.rotary = cos.shape[1]
+        step = _Step(*pointers, *strides, torch.get_num_threads())
+        self._kernels.forward(ctypes.byref(self._model), ctypes.byref(step), context.compiled_plan.address)
         return out
-
-
-@dataclass(frozen=True, slots=True)
-class _Layer:
-    """A layer's parameters; to find them through its modules takes longer than some of the kernels."""
-
-    norm: tuple[Tensor, float]
-    projections: tuple[Weights, ...]
-    output: Weights
-    second_norm: tuple[Tensor, float]
-    gate: Weights
-    up: Weights
-    down: Weights
-    scale: float
-    window: int | None
-
-    @classmethod
-    def of(cls, layer: Any, scale: float, window: int | None) -> _Layer:
-        attention, mlp = layer.self_attn, layer.mlp
-        linear_modules = (
-            *(attention.q_proj, attention.k_proj, attention.v_proj, attention.o_proj),
-            *(mlp.gate_proj, mlp.up_proj, mlp.down_proj),
-        )
-        q, k, v, output, gate, up, down = ((module.weight, module.bias) for module in linear_modules)
-        second_norm = _norm(layer.post_attention_layernorm)
-        return cls(_norm(layer.input_layernorm), (q, k, v), output, second_norm, gate, up, down, scale, window)
-
-
-def _norm(module: Any) -> tuple[Tensor, float]:
-    return module.weight, module.variance_epsilon
 
 
 @dataclass(frozen=True)
 class _Space:
-    """Where the results of a layer go; one set serves all layers and steps. Heads are `[T, H, D]`, others `[T, d]`."""
+    """Where results of a layer go; one set serves all layers and steps. `tensors` are in the order of `_Step`."""
 
-    normed: Tensor
     delta: Tensor
-    q: Tensor
-    k: Tensor
-    v: Tensor
-    gated: Tensor
+    heads: tuple[Tensor, ...]
 
     @classmethod
     def of(cls, tokens: int, packed: PackedModel) -> _Space:
         size, keys = packed.head_dim, packed.num_kv_heads
-        inner: int = parts(packed.backbone).layers[0].mlp.gate_proj.out_features
-        shapes = ((packed.hidden_size,),) * 2 + ((packed.num_heads, size), (keys, size), (keys, size), (inner,))
-        return cls(*(torch.empty(tokens, *shape, dtype=packed.dtype) for shape in shapes))
+        widths = (packed.num_heads * size, keys * size, keys * size, packed.num_heads * size)
+        make = partial(torch.empty, dtype=packed.dtype)
+        return cls(make(tokens, packed.hidden_size), tuple(make(tokens, width) for width in widths))
 
-    def first(self, tokens: int) -> _Space:
-        """The room of the first so many tokens."""
-        return _Space(*(getattr(self, field.name)[:tokens] for field in fields(self)))
+    @property
+    def tensors(self) -> tuple[Tensor, ...]:
+        return self.delta, *self.heads
+
+
+class _Linear(ctypes.Structure):
+    _fields_ = [("weight", ctypes.c_void_p), ("bias", ctypes.c_void_p)]
+
+
+_LINEARS = ("query", "key", "value", "output", "gate", "up", "down")
+
+
+class _Layer(ctypes.Structure):
+    """This and the following as in forward.cpp."""
+
+    _fields_ = [
+        *((name, ctypes.c_void_p) for name in ("norm", "second_norm")),
+        *((name, _Linear) for name in _LINEARS),
+        *((name, ctypes.c_double) for name in ("norm_eps", "second_norm_eps", "scale")),
+        ("window", ctypes.c_int64),
+    ]
+
+
+class _Model(ctypes.Structure):
+    _fields_ = [
+        *((name, ctypes.c_void_p) for name in ("layers", "norm")),
+        ("norm_eps", ctypes.c_double),
+        *((name, ctypes.c_int64) for name in ("count", "hidden", "heads", "kv_heads", "head_dim", "inner", "rotary")),
+    ]
+
+
+class _Step(ctypes.Structure):
+    _fields_ = [
+        *((name, ctypes.c_void_p) for name in ("x", "out", "delta", "query", "key", "value", "mixed", "cos", "sin")),
+        *((name, ctypes.c_void_p) for name in ("keys", "values")),
+        *((name, ctypes.c_int64) for name in ("layer_keys", "layer_values", "threads")),
+    ]
+
+
+def _layer(layer: Any, scale: float, window: int | None) -> _Layer:
+    attention, mlp = layer.self_attn, layer.mlp
+    norms = (layer.input_layernorm, layer.post_attention_layernorm)
+    modules = (
+        *(attention.q_proj, attention.k_proj, attention.v_proj, attention.o_proj),
+        *(mlp.gate_proj, mlp.up_proj, mlp.down_proj),
+    )
+    maps = [_Linear(m.weight.data_ptr(), None if m.bias is None else m.bias.data_ptr()) for m in modules]
+    epsilons = [norm.variance_epsilon for norm in norms]
+    return _Layer(*(norm.weight.data_ptr() for norm in norms), *maps, *epsilons, scale, window or 0)
 
 
 class _Recorder:
@@ -145,9 +157,9 @@ class _Recorder:
         cache = KVCache(1, packed.num_layers, packed.num_kv_heads, packed.head_dim, packed.dtype, packed.device)
         plan = Plan(packed.num_heads // packed.num_kv_heads)
         plan.add_prompt(_PROBE, 0, [0])
-        self._attention = PagedAttention(cache, plan)
+        self.attention = PagedAttention(cache, plan)
         self.calls: dict[int, tuple[float, int | None]] = {}
 
     def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, scale: float, window: int | None) -> Tensor:
         self.calls[layer] = (scale, window)
-        return self._attention.attend(layer, query, key, value, scale, window)
+        return self.attention.attend(layer, query, key, value, scale, window)

@@ -18,7 +18,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -58,6 +58,10 @@ class Kernels:
         if self.elementwise:
             pointer: Any = ctypes.c_void_p
             long, number = ctypes.c_int64, ctypes.c_int
+            #: See rollout/fused.py.
+            self.forward: Callable[..., Any] = library[f"verl_forward_{suffix}"]
+            self.linear = library[f"verl_linear_{suffix}"]
+            self.linear.argtypes = [pointer] * 4 + [long] * 3 + [number]
             self._rms_norm = library[f"verl_rms_norm_{suffix}"]
             self._rms_norm.argtypes = [pointer] * 4 + [long, long, ctypes.c_double, number]
             self._rms_norm_backward = library[f"verl_rms_norm_backward_{suffix}"]
@@ -181,73 +185,29 @@ def accumulate(total: Tensor, x: Tensor, scale: float, add: bool) -> None:
     compiled.verl_accumulate_bf16(*pointers, count, factor, int(add), torch.get_num_threads())
 
 
-#: A linear map's weight `[N, K]` and bias `[N]`.
-Weights = tuple[Tensor, Tensor | None]
-
-
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, out: Tensor | None = None) -> Tensor:
     """`x @ weight.T + bias` without a gradient: x `[T, K]`, weight `[N, K]`, bias `[N]`; into `out` `[T, N]` if given.
 
-    In bf16, where the kernel is, a row's result is the same bit for bit beside any other rows.
+    Where the kernel is (CPU, bf16 and fp32), a row's result is the same bit for bit beside any other rows.
     """
+    (rows, inner), columns = x.shape, weight.shape[0]
     if out is None:
-        out = x.new_empty(x.shape[0], weight.shape[0])
-    linears(x, [(weight, bias)], [out])
+        out = x.new_empty(rows, columns)
+    compiled = kernels(x.dtype, x.device)
+    tensors = (x, weight, out) if bias is None else (x, weight, out, bias)
+    suits = inner % VECTOR == 0 and columns % 4 == 0 and rows > 0
+    if suits and compiled is not None and compiled.elementwise and all(_is_plain(t, x.dtype) for t in tensors):
+        pointers = (x.data_ptr(), weight.data_ptr(), _pointer(bias), out.data_ptr())
+        compiled.linear(*pointers, rows, inner, columns, torch.get_num_threads())
+    elif bias is None:
+        torch.mm(x, weight.t(), out=out)
+    else:
+        torch.addmm(bias, x, weight.t(), out=out)
     return out
 
 
-def linears(x: Tensor, maps: Sequence[Weights], outs: Sequence[Tensor]) -> None:
-    """`linear` by each of several maps of the same input, in one go; `outs` may have their columns in several dims."""
-    if not _linear_compiled(x, maps, outs, False):
-        for (weight, bias), out in zip(maps, outs, strict=True):
-            if bias is None:
-                torch.mm(x, weight.t(), out=out.flatten(1))
-            else:
-                torch.addmm(bias, x, weight.t(), out=out.flatten(1))
-
-
-def gated_linear(x: Tensor, gate: Weights, up: Weights, out: Tensor) -> None:
-    """`out = silu(linear(x, *gate)) * linear(x, *up)`, rounded as in these three steps; `[T, N]`."""
-    if _linear_compiled(x, (gate, up), (out, out), True):
-        return
-    factor = linear(x, *up)
-    linear(x, *gate, out)
-    compiled = kernels(x.dtype, x.device)
-    if compiled is not None and compiled.elementwise and out.numel() % VECTOR == 0 and out.is_contiguous():
-        compiled.silu_mul(out, factor, out)
-    else:
-        torch.mul(torch.nn.functional.silu(out), factor, out=out)
-
-
-def _linear_compiled(x: Tensor, maps: Sequence[Weights], outs: Sequence[Tensor], gated: bool) -> bool:
-    """Whether the kernel takes such tensors; then it has done the work."""
-    rows, inner = x.shape
-    multiply = _linear_bf16() if x.dtype == torch.bfloat16 and x.is_cpu else None
-    if multiply is None or inner % 32 or not x.is_contiguous():
-        return False
-    fields: list[int] = []
-    for (weight, bias), out in zip(maps, outs, strict=True):
-        columns = weight.shape[0]
-        suits = columns % VECTOR == 0 and weight.is_contiguous() and weight.dtype == x.dtype and out.is_contiguous()
-        if not suits or (bias is not None and not bias.is_contiguous()):
-            return False
-        fields += (weight.data_ptr(), 0 if bias is None else bias.data_ptr(), out.data_ptr(), columns)
-    # The array of `Map` in linear.cpp.
-    filled = (ctypes.c_int64 * len(fields))(*fields)
-    multiply(x.data_ptr(), filled, len(maps), gated, rows, inner, torch.get_num_threads())
-    return True
-
-
-@lru_cache(maxsize=1)
-def _linear_bf16() -> Callable[..., None] | None:
-    """The kernel, on processors that have the instruction."""
-    compiled = library()
-    if compiled is None or not hasattr(compiled, "verl_linear_bf16"):
-        return None
-    multiply = compiled.verl_linear_bf16
-    multiply.argtypes = [*[ctypes.c_void_p] * 2, *[ctypes.c_int] * 2, *[ctypes.c_int64] * 2, ctypes.c_int]
-    multiply.restype = None
-    return multiply
+def _is_plain(tensor: Tensor, dtype: torch.dtype) -> bool:
+    return tensor.is_contiguous() and tensor.dtype == dtype
 
 
 def _pointer(tensor: Tensor | None) -> int | None:

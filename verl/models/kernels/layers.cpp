@@ -1,32 +1,15 @@
-// The elementwise parts of a Llama-shaped layer, forward and backward. They round to bf16 where the torch operations of
-// the model do, so that rollout and training agree with it.
+// The elementwise parts of a Llama-shaped layer, forward and backward, for training.
 
-#include "vectors.h"
+#include "layer_rows.h"
 
 #include <vector>
 
 namespace {
 
-// x += delta (if there is one), then out = weight * x / rms(x); all [rows, d], d a multiple of the vector length.
 template <class T>
 void rms_norm(T* x, const T* delta, const T* weight, T* out, int64_t rows, int64_t d, double eps, int threads) {
-    constexpr int W = Lanes<float>::count;
 #pragma omp parallel for schedule(static) num_threads(team(rows * d, threads))
-    for (int64_t r = 0; r < rows; r++) {
-        T* row = x + r * d;
-        F squares{};
-        for (int64_t i = 0; i < d; i += W) {
-            F v = load(row + i);
-            if (delta) {
-                v = rounded<T>(v + load(delta + r * d + i));
-                store(row + i, v);
-            }
-            squares += v * v;
-        }
-        const float scale = 1.0f / std::sqrt(reduce_sum(squares) / float(d) + float(eps));
-        for (int64_t i = 0; i < d; i += W)
-            store(out + r * d + i, rounded<T>(load(row + i) * scale) * load(weight + i));
-    }
+    for (int64_t r = 0; r < rows * d; r += d) norm_row(x + r, delta ? delta + r : nullptr, weight, out + r, d, eps);
 }
 
 // The backward of rms_norm's norm, for the gradient dy of its output: dx += its gradient to x, dweight += that to the
@@ -64,21 +47,12 @@ void rms_norm_backward(const T* x, const T* weight, const T* dy, T* dx, T* out, 
         for (int64_t i = 0; i < d; i++) dweight[i] += partial[t * d + i];
 }
 
-// Rotate heads in place: x [tokens, heads, D], cos and sin [tokens, rotary], rotary / 2 a multiple of the vector length.
+// x [tokens, heads, D], cos and sin [tokens, rotary].
 template <class T>
 void rotate(T* x, const T* cos, const T* sin, int64_t tokens, int64_t heads, int64_t D, int64_t rotary, int threads) {
-    const int64_t half = rotary / 2;
 #pragma omp parallel for schedule(static) num_threads(team(tokens * heads * D, threads))
     for (int64_t t = 0; t < tokens; t++)
-        for (int64_t h = 0; h < heads; h++) {
-            T* head = x + (t * heads + h) * D;
-            const T *c = cos + t * rotary, *s = sin + t * rotary;
-            for (int64_t i = 0; i < half; i += Lanes<float>::count) {
-                F a = load(head + i), b = load(head + half + i);
-                store(head + i, rounded<T>(a * load(c + i)) - rounded<T>(b * load(s + i)));
-                store(head + half + i, rounded<T>(b * load(c + half + i)) + rounded<T>(a * load(s + half + i)));
-            }
-        }
+        rotate_row(x + t * heads * D, cos + t * rotary, sin + t * rotary, heads, D, rotary);
 }
 
 // out = silu(gate) * up, count a multiple of the vector length; out may be gate.

@@ -1,0 +1,306 @@
+// Attention over the paged KV cache: see rollout/attention.py, whose torch code gives the same result.
+//
+// A tile is a run of tokens that see the same prompt blocks: samples of one prompt, or neighbours in a prompt being
+// read. All query heads of a tile that share a key/value head are multiplied with each block at once, so the prompt is
+// read once per tile; then each token goes on, alone, over its own blocks. Softmax is online. A token's result does
+// not depend on the others of its tile, bit for bit.
+//
+// Layout of one layer: keys [N, K, D / P, BLOCK, P], values [N, K, BLOCK / P, W, P]: the numbers of P rows side by side,
+// as many as the processor multiplies at a time (two in bf16), and values filled up to W a row. So scores and mixed
+// values are one kind of product: rows of factors (queries, or probabilities) times the rows of blocks.
+
+#include "vectors.h"
+
+#include <limits>
+#include <vector>
+
+namespace {
+
+constexpr int BLOCK = 32;
+constexpr int RUN = 8;  // blocks between two rescalings of the online softmax
+constexpr int CHUNK = RUN * BLOCK;
+constexpr int WIDTH = 16;  // values are filled up to a multiple of it
+
+template <class T> using Factor = typename Operand<T>::Factor;
+
+template <class T> Factor<T> as_factor(T x) {
+    if constexpr (std::is_same_v<T, Factor<T>>) return x;
+    else return widen(x);
+}
+
+// Blocks that follow on each other, by rows as far as factors go, and by columns. What lies at the same places of
+// `ahead` is wanted next: blocks are too short for the processor to see where the reading goes.
+template <class T> struct Blocks {
+    const T *const *at, *const *ahead;
+    int rows, columns;  // of a block
+};
+
+// out[r] = sum over i < count of factors[r][i] * row i, for R rows of factors and C vectors of columns from `column`
+// on. Each number is one sum over i in ascending order.
+template <class T, int R, int C, class A>
+void product_tile(const Factor<T>* factors, int ld, const Blocks<T>& blocks, int count, int column, A* out,
+                  int out_ld) {
+    using On = Operand<T>;
+    constexpr int L = Lanes<A>::count, P = On::P;
+    typename On::V sum[R][C] = {};
+    for (int begin = 0, b = 0; begin < count; begin += blocks.rows, b++) {
+        const T *rows[C], *ahead[C];
+#pragma GCC unroll 8
+        for (int c = 0; c < C; c++) {
+            const int j = column + c * L, block = b + j / blocks.columns, within = j % blocks.columns * P;
+            rows[c] = blocks.at[block] + within;
+            ahead[c] = blocks.ahead[block] + within;
+        }
+        const int end = std::min(begin + blocks.rows, count), stride = blocks.columns * P;
+        const auto step = [&](int i, bool whole) {
+            typename On::Row row[C];
+#pragma GCC unroll 8
+            for (int c = 0; c < C; c++) {
+                row[c] = On::read(rows[c] + (i - begin) / P * stride);
+                __builtin_prefetch(ahead[c] + (i - begin) / P * stride);
+                if (!whole) row[c] = On::first(row[c]);
+            }
+#pragma GCC unroll 8
+            for (int r = 0; r < R; r++)
+#pragma GCC unroll 8
+                for (int c = 0; c < C; c++) sum[r][c] = On::add(sum[r][c], factors + r * ld + i, row[c]);
+        };
+        int i = begin;
+        for (; i + P <= end; i += P) step(i, true);
+        // Behind the last row there may be anything, and 0 x NaN is NaN.
+        if (i < end) step(i, false);
+    }
+#pragma GCC unroll 8
+    for (int r = 0; r < R; r++)
+#pragma GCC unroll 8
+        for (int c = 0; c < C; c++) store(out + r * out_ld + column + c * L, sum[r][c]);
+}
+
+// For any number of rows and columns (a multiple of a vector's), by tiles that fit the registers.
+template <class T, class A>
+void product(int rows, const Factor<T>* factors, int ld, const Blocks<T>& blocks, int count, int columns, A* out,
+             int out_ld) {
+    constexpr int L = Lanes<A>::count, MOST = 6;
+    const auto strip = [&](auto height) {
+        constexpr int R = decltype(height)::value;
+        int c = 0;
+        if constexpr (R <= MOST / 2)
+            for (; c + 6 * L <= columns; c += 6 * L) product_tile<T, R, 6>(factors, ld, blocks, count, c, out, out_ld);
+        for (; c + 4 * L <= columns; c += 4 * L) product_tile<T, R, 4>(factors, ld, blocks, count, c, out, out_ld);
+        for (; c + 2 * L <= columns; c += 2 * L) product_tile<T, R, 2>(factors, ld, blocks, count, c, out, out_ld);
+        for (; c < columns; c += L) product_tile<T, R, 1>(factors, ld, blocks, count, c, out, out_ld);
+    };
+    for (; rows > 0; rows -= MOST, factors += MOST * ld, out += MOST * out_ld) switch (std::min(rows, MOST)) {
+#define HEIGHT(R) \
+        case R: strip(std::integral_constant<int, R>()); break;
+            HEIGHT(1) HEIGHT(2) HEIGHT(3) HEIGHT(4) HEIGHT(5) HEIGHT(6)
+#undef HEIGHT
+        }
+}
+
+template <int N> constexpr int whole(int count) { return (count + N - 1) / N * N; }
+
+// Where the keys and values of some tokens lie, of one head.
+template <class T> struct Cached {
+    const T *keys, *values;
+    size_t key_stride, value_stride;  // from block to block
+    const int32_t* blocks;
+    int count;
+    const T* key(int b) const { return keys + blocks[b] * key_stride; }
+    const T* value(int b) const { return values + blocks[b] * value_stride; }
+};
+
+// What a tile is computed in: rows are tokens times the query heads of a key/value head.
+template <class T> struct Workspace {
+    using A = typename Accumulate<T>::type;
+    int ld, width;  // of queries, and of values
+    std::vector<Factor<T>> q, p;
+    std::vector<A> scores, mixed, out, peak, total, keep;
+    std::vector<int> low, high;
+    void fit(int rows, int tokens, int D) {
+        ld = whole<Operand<T>::P>(D);
+        width = whole<WIDTH>(D);
+        q.assign(size_t(rows) * ld, Factor<T>{});
+        p.resize(size_t(rows) * CHUNK);
+        scores.resize(size_t(rows) * CHUNK);
+        mixed.resize(size_t(rows) * width);
+        out.assign(size_t(rows) * width, A(0));
+        peak.assign(rows, -std::numeric_limits<A>::infinity());
+        total.assign(rows, A(0));
+        keep.resize(rows);
+        low.resize(tokens);
+        high.resize(tokens);
+    }
+};
+
+// Scores [count] become probabilities up to a common factor, zero outside of [low, high); `peak` and `total` of the
+// keys so far go on. Returns what the sums so far are to be multiplied with.
+template <class A, class P>
+A softmax(A* scores, P* p, int count, int low, int high, A scale, A& peak, A& total) {
+    using V = typename Lanes<A>::type;
+    using Index = decltype(V{} < V{});
+    constexpr int W = Lanes<A>::count;
+    if (low >= high) {
+        std::memset((void*)p, 0, count * sizeof(P));
+        return 1;
+    }
+    Index lane;
+    for (int i = 0; i < W; i++) lane[i] = i;
+    V top = V{} + peak;
+    for (int j = 0; j < count; j += W) {
+        const Index at = lane + j;
+        const V x = (at >= low) & (at < high) ? load(scores + j) * scale : V{} - std::numeric_limits<A>::infinity();
+        store(scores + j, x);
+        top = x > top ? x : top;
+    }
+    const A highest = reduce_max(top), keep = exp_vector(V{} + (peak - highest))[0];
+    V sum{};
+    for (int j = 0; j < count; j += W) {
+        const V e = exp_vector(load(scores + j) - highest);
+        store(p + j, e);
+        sum += e;
+    }
+    peak = highest;
+    total = total * keep + reduce_sum(sum);
+    return keep;
+}
+
+// Go on with the softmax of tokens [first, first + tokens) over the keys of `here`; key j of them is visible to a token
+// when low <= j < high. `next` is read after.
+template <class T, class A>
+void accumulate(Workspace<T>& w, int first, int tokens, int group, const Cached<T>& here, const Cached<T>& next, int D,
+                A scale) {
+    int begin = std::numeric_limits<int>::max(), end = 0;
+    for (int t = first; t < first + tokens; t++) {
+        if (w.low[t] >= w.high[t]) continue;
+        begin = std::min(begin, w.low[t]);
+        end = std::max(end, w.high[t]);
+    }
+    const int rows = tokens * group, row = first * group, width = w.width;
+    A* const out = w.out.data() + size_t(row) * width;
+    // Chunks begin at multiples of CHUNK, so that a row's sums do not depend on the rows beside it.
+    for (int chunk = begin / CHUNK * CHUNK; chunk < end; chunk += CHUNK) {
+        const int start = std::max(chunk, begin / BLOCK * BLOCK), stop = std::min(chunk + CHUNK, end);
+        const int blocks = whole<BLOCK>(stop - start) / BLOCK, seen = whole<WIDTH>(stop - start);
+        const T *keys[RUN], *values[RUN], *keys_ahead[RUN], *values_ahead[RUN];
+        for (int b = 0; b < blocks; b++) {
+            keys[b] = here.key(start / BLOCK + b);
+            values[b] = here.value(start / BLOCK + b);
+            keys_ahead[b] = b < next.count ? next.key(b) : keys[b];
+            values_ahead[b] = b < next.count ? next.value(b) : values[b];
+        }
+        product<T>(rows, w.q.data() + size_t(row) * w.ld, w.ld, {keys, keys_ahead, D, BLOCK}, D, seen,
+                   w.scores.data(), CHUNK);
+        for (int r = 0; r < rows; r++) {
+            const int t = first + r / group;
+            w.keep[r] = softmax(w.scores.data() + r * CHUNK, w.p.data() + r * CHUNK, seen, w.low[t] - start,
+                                std::min(w.high[t], stop) - start, scale, w.peak[row + r], w.total[row + r]);
+        }
+        product<T>(rows, w.p.data(), CHUNK, {values, values_ahead, BLOCK, width}, stop - start, width,
+                   w.mixed.data(), width);
+        for (int r = 0; r < rows; r++)
+            for (int d = r * width; d < (r + 1) * width; d++) out[d] = out[d] * w.keep[r] + w.mixed[d];
+    }
+}
+
+}  // namespace
+
+extern "C" {
+
+// What one step asks of every layer; see `Plan` in attention.py.
+struct Plan {
+    int32_t tokens, tiles;
+    const int32_t *positions, *prefix, *slots, *own_begin;          // [tokens]
+    const int32_t *tile_start, *shared_begin;                       // [tiles + 1], [tiles]
+    const int32_t* blocks;
+};
+struct Call {
+    const void *query, *key, *value;
+    void *out, *keys, *values;
+    int64_t query_token, query_head, key_token, key_head, value_token, value_head;  // strides in elements
+    int32_t heads, kv_heads, head_dim, window, threads;             // window 0: none
+    double scale;
+};
+}
+
+namespace {
+
+// Numbers of a block of keys, or of values.
+template <class T> size_t key_block(int D) { return size_t(whole<Operand<T>::P>(D)) * BLOCK; }
+template <class T> size_t value_block(int D) { return size_t(whole<WIDTH>(D)) * BLOCK; }
+
+template <class T>
+void write_token(const Plan& plan, const Call& c, int t) {
+    constexpr int P = Operand<T>::P;
+    const int D = c.head_dim, width = whole<WIDTH>(D), block = plan.slots[t] / BLOCK, place = plan.slots[t] % BLOCK;
+    for (int h = 0; h < c.kv_heads; h++) {
+        const size_t index = size_t(block) * c.kv_heads + h;
+        const T* k = static_cast<const T*>(c.key) + t * c.key_token + h * c.key_head;
+        const T* v = static_cast<const T*>(c.value) + t * c.value_token + h * c.value_head;
+        T* key = static_cast<T*>(c.keys) + index * key_block<T>(D) + place * P;
+        T* value = static_cast<T*>(c.values) + index * value_block<T>(D) + place / P * P * width + place % P;
+        for (int d = 0; d < D; d++) key[d / P * P * BLOCK + d % P] = k[d];
+        for (int d = 0; d < D; d++) value[d * P] = v[d];
+    }
+}
+
+template <class T>
+Cached<T> cached(const Plan& plan, const Call& c, int h, int begin, int keys) {
+    const size_t key_size = key_block<T>(c.head_dim), value_size = value_block<T>(c.head_dim);
+    return {static_cast<const T*>(c.keys) + h * key_size, static_cast<const T*>(c.values) + h * value_size,
+            c.kv_heads * key_size, c.kv_heads * value_size, plan.blocks + begin, whole<BLOCK>(keys) / BLOCK};
+}
+template <class T>
+Cached<T> cached_prompt(const Plan& plan, const Call& c, int tile, int h) {
+    const int last = plan.tile_start[tile + 1] - 1;
+    return cached<T>(plan, c, h, plan.shared_begin[tile], std::min(plan.prefix[last], plan.positions[last] + 1));
+}
+template <class T>
+Cached<T> cached_own(const Plan& plan, const Call& c, int t, int h) {
+    return cached<T>(plan, c, h, plan.own_begin[t], plan.positions[t] + 1 - plan.prefix[t]);
+}
+
+// Some tokens of a tile, and one of the key/value heads.
+struct Unit { int tile, head, first, end; };
+
+// `next` is computed after, and what it reads is asked for in time.
+template <class T>
+void attend_tile(const Plan& plan, const Call& c, const Unit& unit, const Unit& next) {
+    using A = typename Accumulate<T>::type;
+    static thread_local Workspace<T> w;
+    const int h = unit.head, D = c.head_dim, group = c.heads / c.kv_heads;
+    const int first = unit.first, end = unit.end, tokens = end - first;
+    const A scale = A(c.scale);
+    w.fit(tokens * group, tokens, D);
+    for (int t = 0; t < tokens; t++) {
+        const int position = plan.positions[first + t];
+        w.low[t] = c.window ? std::max(0, position + 1 - c.window) : 0;
+        w.high[t] = std::min(plan.prefix[first + t], position + 1);
+        for (int g = 0; g < group; g++) {
+            const T* q = static_cast<const T*>(c.query) + (first + t) * c.query_token + (h * group + g) * c.query_head;
+            std::transform(q, q + D, w.q.data() + size_t(t * group + g) * w.ld, as_factor<T>);
+        }
+    }
+    const auto after = [&](int t) {
+        if (t + 1 < end && plan.own_begin[t + 1] >= 0) return cached_own<T>(plan, c, t + 1, h);
+        return cached_prompt<T>(plan, c, next.tile, next.head);
+    };
+    accumulate(w, 0, tokens, group, cached_prompt<T>(plan, c, unit.tile, h), after(first - 1), D, scale);
+    for (int t = first; t < end; t++) {
+        if (plan.own_begin[t] < 0) continue;
+        w.low[t - first] = std::max(0, w.low[t - first] - plan.prefix[t]);
+        w.high[t - first] = plan.positions[t] + 1 - plan.prefix[t];
+        accumulate(w, t - first, 1, group, cached_own<T>(plan, c, t, h), after(t), D, scale);
+    }
+    for (int t = 0; t < tokens; t++)
+        for (int g = 0; g < group; g++) {
+            const int r = t * group + g;
+            T* out = static_cast<T*>(c.out) + (size_t(first + t) * c.heads + h * group + g) * D;
+            const A inverse = A(1) / w.total[r], *sum = w.out.data() + size_t(r) * w.width;
+            int d = 0;
+            for (; d + Lanes<A>::count <= D; d += Lanes<A>::count) store(out + d, load(sum + d) * inverse);
+            for (; d < D; d++) narrow(sum[d] * inverse, out + d);
+        }
+}
+
+}  // namespace
