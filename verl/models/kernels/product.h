@@ -106,7 +106,7 @@ inline void put(const F (&column)[R], T* out, int64_t ld, int tokens) {
 #pragma GCC unroll 12
     for (int i = 0; i < WORDS; i++) {
         if constexpr (P == 1) word[i] = (U)column[i];
-        else word[i] = (U)rounded<T>(column[2 * i]) >> 16 | (U)rounded<T>(column[2 * i + 1]);
+        else word[i] = paired(column[2 * i], column[2 * i + 1]);
     }
 #pragma GCC unroll 3
     for (int i = 0; i < WORDS; i += 4) {
@@ -225,7 +225,7 @@ void gated_product(const Job<T>& job, const Weights<T>& gate, const Weights<T>& 
             for (int r = 0; r < R; r += P) {
                 U word;
                 if constexpr (P == 1) word = (U)value[r];
-                else word = (U)rounded<T>(value[r]) >> 16 | (U)rounded<T>(value[r + 1]);
+                else word = paired(value[r], value[r + 1]);
                 store(to + (r / P * C + c) * GROUP, word);
             }
         }

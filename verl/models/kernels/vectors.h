@@ -69,6 +69,17 @@ template <> inline F rounded<bf16>(F x) {
     return (F)((bits + 0x7fff + ((bits >> 16) & 1)) & 0xffff0000u);
 }
 
+// In each word `low` and, above it, `high`, both rounded to bf16.
+inline U paired(F low, F high) {
+#if defined(__AVX512BF16__)
+    const __m512i halves = (__m512i)_mm512_cvtne2ps_pbh((__m512)high, (__m512)low);
+    const U lane = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
+    return (U)_mm512_permutexvar_epi16((__m512i)(lane | (lane + 16) << 16), halves);
+#else
+    return (U)rounded<bf16>(low) >> 16 | (U)rounded<bf16>(high);
+#endif
+}
+
 inline float widen(bf16 x) {
     uint32_t bits = uint32_t(x.bits) << 16;
     float f;
@@ -162,13 +173,18 @@ template <class V> auto reduce_sum(V v) {
     return reduce(v, [](auto a, auto b) { return a + b; });
 }
 
-// exp(x) for x <= 0: 2^n times a polynomial of the rest (relative error 2e-7), 0 below the smallest normal number.
+// exp(x) for x <= 0: 2^n times a polynomial of the rest (relative error 2e-7), 0 below the smallest number.
 inline F exp_vector(F x) {
+#if defined(__AVX512F__)
+    x = (F)_mm512_max_ps(_mm512_set1_ps(-110.0f), (__m512)x);  // in this order NaN stays NaN
+    const F whole = (F)_mm512_roundscale_ps((__m512)(x * 1.44269504f), _MM_FROUND_TO_NEAREST_INT);
+#else
     const F lowest = F{} - 87.0f;
     const I tiny = x < lowest;
     x = tiny ? lowest : x;
     const F shift = F{} + 12582912.0f;  // 1.5 * 2^23: a number added to it is rounded to a whole one, in the last bits
     const F shifted = x * 1.44269504f + shift, whole = shifted - shift;
+#endif
     F r = x - whole * 0.693359375f;
     r = r + whole * 2.12194440e-4f;
     F p = F{} + 1.9875691500e-4f;
@@ -178,8 +194,12 @@ inline F exp_vector(F x) {
     p = p * r + 1.6666665459e-1f;
     p = p * r + 5.0000001201e-1f;
     p = p * r * r + r + 1.0f;
+#if defined(__AVX512F__)
+    return (F)_mm512_scalef_ps((__m512)p, (__m512)whole);
+#else
     const F power = (F)(((I)shifted << 23) + 0x3f800000);
     return tiny ? F{} : p * power;
+#endif
 }
 // 1 / x for x >= 1 that are not large: to the last bit or two, in a third of the time of a division.
 inline F inverse(F x) {
