@@ -16,39 +16,44 @@ struct Free {
 // out [M, N] = x [M, K] w^T + bias; K a multiple of 16, N of 4.
 template <class T>
 void linear(const T* x, const Weights<T>& map, T* out, int64_t M, int64_t K, int64_t N, int threads) {
-    const int64_t blocks = (M + TOKENS - 1) / TOKENS, panels = (N + COLUMNS - 1) / COLUMNS;
-    const int64_t words = K / PER_WORD<T>, groups = (M + GROUP - 1) / GROUP;
-    std::unique_ptr<uint32_t, Free> room(
-        static_cast<uint32_t*>(std::aligned_alloc(VECTOR_BYTES, groups * GROUP * words * sizeof(uint32_t))));
+    // Laid out at a time are some blocks for each thread, not all tokens: a batch in training has many.
+    const int64_t most = std::min(M, 2 * TOKENS * threads), panels = (N + COLUMNS - 1) / COLUMNS;
+    const int64_t words = K / PER_WORD<T>;
+    std::unique_ptr<uint32_t, Free> room(static_cast<uint32_t*>(
+        std::aligned_alloc(VECTOR_BYTES, (most + GROUP - 1) / GROUP * GROUP * words * sizeof(uint32_t))));
     uint32_t* const packed = room.get();
     // Rows that lie whole pages apart displace each other in the caches.
     const bool direct = N * sizeof(T) % 4096 != 0;
-#pragma omp parallel num_threads(int(std::min<int64_t>(threads, blocks * panels)))
+#pragma omp parallel num_threads(threads)
     {
         std::unique_ptr<T, Free> last(static_cast<T*>(std::aligned_alloc(VECTOR_BYTES, GROUP * K * sizeof(T))));
         std::unique_ptr<T, Free> stage(static_cast<T*>(std::aligned_alloc(VECTOR_BYTES, TOKENS * COLUMNS * sizeof(T))));
+        for (int64_t begin = 0; begin < M; begin += most) {
+            const int64_t span = std::min(most, M - begin), groups = (span + GROUP - 1) / GROUP;
+            const int64_t blocks = (span + TOKENS - 1) / TOKENS;
 #pragma omp for schedule(static)
-        for (int64_t g = 0; g < groups; g++) {
-            const int64_t first = g * GROUP, tokens = std::min<int64_t>(GROUP, M - first);
-            const T* rows = x + first * K;
-            if (tokens < GROUP) rows = std::copy(rows, rows + tokens * K, last.get()) - tokens * K;
-            pack(rows, K, place<T>(packed, int(g), int(groups), K));
-        }
-        // Panel after panel, all tokens of one before the next: weights are read once as long as the last cache holds.
-#pragma omp for schedule(dynamic, 1)
-        for (int64_t u = 0; u < blocks * panels; u++) {
-            const int64_t t = u % blocks * TOKENS, n = u / blocks * COLUMNS;
-            const int64_t tokens = std::min(TOKENS, M - t), columns = std::min(COLUMNS, N - n);
-            const Job<T> job{packed + t * words, int(tokens), K, columns, 0, 1};
-            const Weights<T> part{map.w + n * K, map.bias ? map.bias + n : nullptr};
-            T* const to = out + t * N + n;
-            if (direct) {
-                product(job, part, to, N);
-                continue;
+            for (int64_t g = 0; g < groups; g++) {
+                const int64_t first = g * GROUP, tokens = std::min<int64_t>(GROUP, span - first);
+                const T* rows = x + (begin + first) * K;
+                if (tokens < GROUP) rows = std::copy(rows, rows + tokens * K, last.get()) - tokens * K;
+                pack(rows, K, place<T>(packed, int(g), int(groups), K));
             }
-            product(job, part, stage.get(), columns);
-            for (int64_t r = 0; r < tokens; r++)
-                std::memcpy(to + r * N, stage.get() + r * columns, columns * sizeof(T));
+            // All tokens of one panel before the next: weights are read once as long as the last cache holds.
+#pragma omp for schedule(dynamic, 1)
+            for (int64_t u = 0; u < blocks * panels; u++) {
+                const int64_t t = u % blocks * TOKENS, n = u / blocks * COLUMNS;
+                const int64_t tokens = std::min(TOKENS, span - t), columns = std::min(COLUMNS, N - n);
+                const Job<T> job{packed + t * words, int(tokens), K, columns, 0, 1};
+                const Weights<T> part{map.w + n * K, map.bias ? map.bias + n : nullptr};
+                T* const to = out + (begin + t) * N + n;
+                if (direct) {
+                    product(job, part, to, N);
+                    continue;
+                }
+                product(job, part, stage.get(), columns);
+                for (int64_t r = 0; r < tokens; r++)
+                    std::memcpy(to + r * N, stage.get() + r * columns, columns * sizeof(T));
+            }
         }
     }
 }
