@@ -67,6 +67,17 @@ class AnySchedule(RuleBasedStateMachine):
             self.trained.append(group)
         self.steps += 1
 
+    @rule(data=st.data())
+    def advance(self, data) -> None:
+        """A step as a driver takes it: all that may be begun is, and rollouts finish until the step is due."""
+        while self.schedule.room > 0:
+            self.accept()
+        while len(self.flying) < len(self.schedule.unfinished):
+            self.begin()
+        while not self.schedule.due:
+            self.finish(data)
+        self.train()
+
     @rule()
     def save(self) -> None:
         self.saved = self.snapshot()
@@ -115,6 +126,27 @@ def test_a_step_waits_for_a_rollout_that_would_grow_too_old() -> None:
     schedule.finish("slow", "slow")
     assert schedule.take() == ["slow"]
     assert schedule.take() == ["next"]
+
+
+def test_slow_rollouts_are_waited_for_while_steps_for_all_of_them_are_left() -> None:
+    schedule: Schedule[str] = Schedule(groups=1, max_staleness=2)
+
+    def feed(name: str) -> None:
+        schedule.accept(name)
+        assert schedule.begin() == name
+
+    for name in ("slow", "slower", "fast"):
+        feed(name)
+    schedule.finish("fast", "fast")
+    assert schedule.take() == ["fast"]  # step 0; the others are due by step 2
+    feed("next")
+    schedule.finish("next", "next")
+    assert not schedule.due  # step 1 would leave step 2 for two
+    schedule.finish("slower", "slower")
+    assert schedule.take() == ["slower"]
+    assert not schedule.due
+    schedule.finish("slow", "slow")
+    assert [schedule.take(), schedule.take()] == [["slow"], ["next"]]
 
 
 def test_what_cannot_be_is_refused() -> None:

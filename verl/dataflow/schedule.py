@@ -1,14 +1,15 @@
 """What asynchronous training starts and trains next: a state machine without a clock, a process or a tensor.
 
 The staleness of a group of samples is the number of training steps between the one after which its rollout began and
-the one that trains it. Two rules keep it within `max_staleness` however long a rollout takes:
+the one that trains it. A group that began after step b is due by step b + S (S: `max_staleness`; the step taken at
+version v is step v). Two rules keep every group to that however long a rollout takes:
 
-- no more than (max_staleness + 1) * groups groups are untrained at a time;
-- a step waits for the groups that would be too old for the next one, and takes the oldest first.
+- no more than (S + 1) * groups groups are untrained at a time;
+- a step takes the oldest groups that are ready, and waits until what it leaves can still be trained in time: none
+  is due by this step, and no more than (k + 1) * groups by the k-th step after the next one, for each k.
 
-For if a group that was begun after step v - S (S: the bound) is still untrained at step v, then so are only groups
-accepted by then, of which the first rule has let in (v + 1) * groups; v * groups of them have been trained. So
-they fit into step v.
+(At k = S - 1 and later the second rule follows from the first.) A wait always ends: once all that was begun is ready,
+the oldest groups of all are those the step takes.
 """
 
 from __future__ import annotations
@@ -112,9 +113,16 @@ class Schedule(Generic[T]):
 
     @property
     def due(self) -> bool:
-        """Whether a training step can be taken: its groups are there, and none is missing that would grow too old."""
-        oldest = self.version - self.max_staleness
-        return len(self._ready) >= self.groups and all(began > oldest for began in self._begun.values())
+        """Whether a training step can be taken: its groups are there, and those left can be trained in time."""
+        if len(self._ready) < self.groups:
+            return False
+        chosen = set(self._oldest())
+        left = [entry.began for group, entry in self._ready.items() if group not in chosen] + [*self._begun.values()]
+        # Due by the k-th step after the next, v + 1 + k, are groups that began by v + 1 + k - S.
+        return all(
+            sum(began <= self.version + 1 + k - self.max_staleness for began in left) <= (k + 1) * self.groups
+            for k in range(-1, self.max_staleness - 1)
+        )
 
     def take(self) -> list[T]:
         """What the next training step trains on, in the order of acceptance.
@@ -124,12 +132,16 @@ class Schedule(Generic[T]):
         """
         if not self.due:
             raise DataError(f"no step is due: {len(self._ready)} of {self.groups} groups are ready")
-        chosen = sorted(self._ready, key=lambda group: (self._ready[group].began, self._ready[group].number))
-        chosen = sorted(chosen[: self.groups], key=self._numbers.__getitem__)
+        chosen = sorted(self._oldest(), key=self._numbers.__getitem__)
         for group in chosen:
             del self._numbers[group]
         self.version += 1
         return [self._ready.pop(group).samples for group in chosen]
+
+    def _oldest(self) -> list[str]:
+        """The groups a step would take now."""
+        ready = self._ready
+        return sorted(ready, key=lambda group: (ready[group].began, ready[group].number))[: self.groups]
 
     def restore(self, version: int, waiting: list[str], ready: dict[str, tuple[int, T]]) -> None:
         """Go on from a step: `waiting` begin anew; `ready` have their samples, and the step they began after."""
