@@ -170,11 +170,12 @@ def test_a_response_is_the_same_bit_for_bit_however_a_step_is_divided(
     # Threads share few tokens, take blocks of many by themselves, and wait for each other where prompts are read.
     packed = PackedModel(make_model(kind, dtype))
     assert fused_forward(packed) is not None
-    requests = prompts(60, 5, SamplingParams(max_new_tokens=40))
+    requests, engines = prompts(60, 5, SamplingParams(max_new_tokens=40)), []
 
     def outcome(some: list[Request], threads: int, **options: int) -> dict[str, tuple[list[int], list[float]]]:
         torch.set_num_threads(threads)
-        engine = EmbeddedEngine(packed, eos_token_ids=(2,), seed=3, **{"kv_memory": 64 << 20, **options})
+        engines.append(EmbeddedEngine(packed, eos_token_ids=(2,), seed=3, **{"kv_memory": 64 << 20, **options}))
+        engine = engines[-1]
         return {name: (sample.tokens, sample.log_probs) for name, sample in run(engine, some).items()}
 
     before = torch.get_num_threads()
@@ -182,12 +183,41 @@ def test_a_response_is_the_same_bit_for_bit_however_a_step_is_divided(
         whole = outcome(requests, 2, max_batch=300)
         assert outcome(requests, 1, max_batch=300) == whole
         assert outcome(requests, 3, max_batch=70, step_tokens=150) == whole
-        assert outcome(requests, 2, max_batch=300, kv_memory=2 << 20) == whole
+        assert outcome(requests, 2, max_batch=300, kv_memory=1 << 20) == whole
+        assert engines[-1].stats.preemptions > 0
         for few in (requests[:1], requests[40:90:7]):
             alone = outcome(few, 2)
             assert alone == {name: whole[name] for name in alone}
     finally:
         torch.set_num_threads(before)
+
+
+def test_weights_that_come_to_lie_elsewhere_are_read_there(make_model: MakeModel) -> None:
+    model = make_model("llama", torch.float32)
+    engine = EmbeddedEngine(PackedModel(model), eos_token_ids=(2,), seed=3, kv_memory=4 << 20)
+    requests = prompts(3, 2, SamplingParams(max_new_tokens=20))
+    want = run(engine, requests)
+
+    def check() -> None:
+        for name, sample in run(engine, requests).items():
+            assert sample.tokens == want[name].tokens
+            torch.testing.assert_close(sample.log_probs, want[name].log_probs, atol=1e-5, rtol=0)
+
+    down = model.model.layers[0].mlp.down_proj
+    down.weight = torch.nn.Parameter(down.weight.detach().t().contiguous().t())  # columns lie together
+    check()
+    down.weight = torch.nn.Parameter(down.weight.detach().contiguous())
+    check()
+    # In the middle of a rollout, the old memory overwritten.
+    for request in requests:
+        engine.add(request)
+    samples = [sample for _ in range(8) for sample in engine.step()]
+    for parameter in model.parameters():
+        old, parameter.data = parameter.data, parameter.data.clone()
+        old.fill_(float("nan"))
+    while engine.unfinished:
+        samples += engine.step()
+    assert {sample.id: sample.tokens for sample in samples} == {name: sample.tokens for name, sample in want.items()}
 
 
 @pytest.mark.parametrize("kind", ["gpt2", "phi3", "granite"])

@@ -19,7 +19,6 @@ from torch import Tensor
 
 from verl.errors import ConfigError, ModelError, RolloutError
 from verl.models.kernels import kernels, linear
-from verl.models.llama import is_llama_shaped
 from verl.models.memory import available_memory
 from verl.models.packed import PackedModel
 from verl.models.shards import load_model_shards
@@ -286,8 +285,7 @@ class EmbeddedEngine:
             self._model_state = state
             self.cache.clear()
         self._hidden = self.packed.hidden
-        if self._fused is not None and is_llama_shaped(self.packed):
-            self._fused.look_at_model()
+        if self._fused is not None and self._fused.look_at_model():
             self._hidden = self._fused.hidden
 
     def _make_cache(self, kv_memory: int | None) -> KVCache:

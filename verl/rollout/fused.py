@@ -37,6 +37,8 @@ def fused_forward(packed: PackedModel) -> FusedForward | None:
         if len(recorder.calls) != packed.num_layers:
             return None
         forward = FusedForward(packed, compiled, recorder.calls)
+        if not forward.look_at_model():
+            return None
         got = forward.hidden(tokens, torch.arange(len(tokens)), _Recorder(packed).attention).double()
     agrees = (got - expected).norm() <= _AGREEMENT[packed.dtype] * expected.norm()
     return forward if bool(agrees) else None
@@ -50,25 +52,38 @@ class FusedForward:
         self._kernels = compiled
         self._calls = calls
         self._space = _Space.of(0, packed)
-        self.look_at_model()
 
-    def look_at_model(self) -> None:
-        """Note where the model's weights are: modules and parameters may have been replaced."""
+    def look_at_model(self) -> bool:
+        """Note where the model's weights are: modules and parameters may have been replaced.
+
+        Whether they still are what the kernel reads: without that `hidden` must not be called.
+        """
         packed, backbone = self._packed, parts(self._packed.backbone)
+        if not is_llama_shaped(packed) or not _is_plain(packed):
+            return False
+        self._weights = list(backbone.parameters())
+        self._pointers = [weight.data_ptr() for weight in self._weights]
         layers = [_layer(layer, *self._calls[index]) for index, layer in enumerate(backbone.layers)]
         self._layers = (_Layer * len(layers))(*layers)
         weight, eps = backbone.norm.weight, backbone.norm.variance_epsilon
         inner: int = backbone.layers[0].mlp.gate_proj.out_features
         sizes = (packed.hidden_size, packed.num_heads, packed.num_kv_heads, packed.head_dim, inner)
         self._model = _Model(ctypes.addressof(self._layers), weight.data_ptr(), eps, len(layers), *sizes)
+        return True
 
     def release(self) -> None:
         """Give back the memory that is kept from one step to the next."""
         self._space = _Space.of(0, self._packed)
 
     def hidden(self, tokens: Tensor, positions: Tensor, context: AttentionContext) -> Tensor:
-        """Final hidden states `[T, d]` of flat tokens `[T]` at `positions` `[T]`; T is that of the context's plan."""
+        """Final hidden states `[T, d]` of flat tokens `[T]` at `positions` `[T]`.
+
+        Rows beyond the tokens of the context's plan are padding: what comes out for them is not defined.
+        """
         assert isinstance(context, PagedAttention)
+        moved = [weight.data_ptr() for weight in self._weights] != self._pointers
+        if moved and not self.look_at_model():
+            return self._packed.hidden(tokens, positions, context)
         backbone = parts(self._packed.backbone)
         x = backbone.embed_tokens(tokens)
         cos, sin = (part[0].contiguous() for part in backbone.rotary_emb(x[None], positions[None]))
@@ -138,13 +153,28 @@ class _Step(ctypes.Structure):
     ]
 
 
-def _layer(layer: Any, scale: float, window: int | None) -> _Layer:
+def _linear_modules(layer: Any) -> tuple[Any, ...]:
     attention, mlp = layer.self_attn, layer.mlp
-    norms = (layer.input_layernorm, layer.post_attention_layernorm)
-    modules = (
+    return (
         *(attention.q_proj, attention.k_proj, attention.v_proj, attention.o_proj),
         *(mlp.gate_proj, mlp.up_proj, mlp.down_proj),
     )
+
+
+def _is_plain(packed: PackedModel) -> bool:
+    """Whether weights are as the kernel takes for granted: rows without gaps, one dtype, every layer of one size."""
+    backbone = parts(packed.backbone)
+    hidden, queries, keys = packed.hidden_size, *(n * packed.head_dim for n in (packed.num_heads, packed.num_kv_heads))
+    inner: int = backbone.layers[0].mlp.gate_proj.out_features
+    sizes = [(queries, hidden), (keys, hidden), (keys, hidden), (hidden, queries)]
+    sizes += [(inner, hidden), (inner, hidden), (hidden, inner)]
+    shaped = all([m.weight.shape for m in _linear_modules(layer)] == sizes for layer in backbone.layers)
+    expected = (packed.dtype, packed.device)
+    return shaped and all(w.is_contiguous() and (w.dtype, w.device) == expected for w in backbone.parameters())
+
+
+def _layer(layer: Any, scale: float, window: int | None) -> _Layer:
+    norms, modules = (layer.input_layernorm, layer.post_attention_layernorm), _linear_modules(layer)
     maps = [_Linear(m.weight.data_ptr(), None if m.bias is None else m.bias.data_ptr()) for m in modules]
     epsilons = [norm.variance_epsilon for norm in norms]
     return _Layer(*(norm.weight.data_ptr() for norm in norms), *maps, *epsilons, scale, window or 0)
