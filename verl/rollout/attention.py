@@ -328,7 +328,7 @@ class _Call(ctypes.Structure):
 
 @dataclass(frozen=True)
 class _CompiledPlan:
-    """The plan as the arrays that `paged_attention.cpp` reads; holds the memory they lie in."""
+    """The plan as the arrays that `paged_attention.h` reads; holds the memory they lie in."""
 
     address: Any
     arrays: dict[str, Tensor]

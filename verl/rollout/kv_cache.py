@@ -27,7 +27,7 @@ from torch import Tensor
 from verl.errors import RolloutError
 
 BLOCK = 32
-_WIDTH = 16  # as in paged_attention.cpp
+_WIDTH = 16  # as in paged_attention.h
 
 
 def blocks_for(tokens: int) -> int:

@@ -11,7 +11,6 @@
 #include "product.h"
 
 #include <atomic>
-#include <memory>
 #include <thread>
 
 extern "C" {
@@ -43,14 +42,6 @@ namespace {
 
 constexpr int BLOCK_TOKENS = 128;  // at most: what a thread works on fits its second-level cache
 constexpr int OWN_TOKENS = 64;     // a thread, at least: each block of tokens reads all weights
-
-struct Free {
-    void operator()(void* p) const { std::free(p); }
-};
-using Space = std::unique_ptr<uint32_t, Free>;
-inline Space space(size_t words) {
-    return Space(static_cast<uint32_t*>(std::aligned_alloc(VECTOR_BYTES, whole<GROUP>(int(words)) * sizeof(uint32_t))));
-}
 
 template <class T> Weights<T> weights(const Linear& map) {
     return {static_cast<const T*>(map.weight), static_cast<const T*>(map.bias)};
@@ -96,7 +87,7 @@ template <class T> struct Worker {
             for (int i = 0; i < tokens; i++)
                 norm_row(at(step.x, t + i, d), add ? at(step.delta, t + i, d) : nullptr, static_cast<const T*>(weight),
                          rows.data() + i * d, d, eps);
-            pack(rows.data(), d, place<T>(packed, g, count(), d));
+            pack(rows.data(), d, tokens, place<T>(packed, g, count(), d));
         });
         meet();
     }
@@ -152,12 +143,8 @@ template <class T> struct Worker {
     void after_attention(int l) const {
         const Layer& layer = model.layers[l];
         const int64_t d = model.hidden, q = model.heads * model.head_dim, inner = model.inner;
-        static thread_local std::vector<T> rows;
-        rows.resize(GROUP * q);
         groups([&](int g, int t, int tokens) {
-            const T* mixed = at(step.mixed, t, q);
-            if (tokens < GROUP) mixed = std::copy(mixed, mixed + tokens * q, rows.data()) - tokens * q;
-            pack(mixed, q, place<T>(packed, g, count(), q));
+            pack(at(step.mixed, t, q), q, tokens, place<T>(packed, g, count(), q));
         });
         meet();
         multiply(packed, q, layer.output, step.delta, d);

@@ -3,15 +3,9 @@
 
 #include "product.h"
 
-#include <memory>
-
 namespace {
 
 constexpr int64_t TOKENS = 128, COLUMNS = 192;  // that a thread multiplies at a time
-
-struct Free {
-    void operator()(void* p) const { std::free(p); }
-};
 
 // out [M, N] = x [M, K] w^T + bias; K a multiple of 16, N of 4.
 template <class T>
@@ -19,24 +13,22 @@ void linear(const T* x, const Weights<T>& map, T* out, int64_t M, int64_t K, int
     // Laid out at a time are some blocks for each thread, not all tokens: a batch in training has many.
     const int64_t most = std::min(M, 2 * TOKENS * threads), panels = (N + COLUMNS - 1) / COLUMNS;
     const int64_t words = K / PER_WORD<T>;
-    std::unique_ptr<uint32_t, Free> room(static_cast<uint32_t*>(
-        std::aligned_alloc(VECTOR_BYTES, (most + GROUP - 1) / GROUP * GROUP * words * sizeof(uint32_t))));
+    const Space room = space((most + GROUP - 1) / GROUP * GROUP * words);
     uint32_t* const packed = room.get();
     // Rows that lie whole pages apart displace each other in the caches.
     const bool direct = N * sizeof(T) % 4096 != 0;
 #pragma omp parallel num_threads(threads)
     {
-        std::unique_ptr<T, Free> last(static_cast<T*>(std::aligned_alloc(VECTOR_BYTES, GROUP * K * sizeof(T))));
-        std::unique_ptr<T, Free> stage(static_cast<T*>(std::aligned_alloc(VECTOR_BYTES, TOKENS * COLUMNS * sizeof(T))));
+        const Space staged = space(TOKENS * COLUMNS / PER_WORD<T>);
+        T* const stage = reinterpret_cast<T*>(staged.get());
         for (int64_t begin = 0; begin < M; begin += most) {
             const int64_t span = std::min(most, M - begin), groups = (span + GROUP - 1) / GROUP;
             const int64_t blocks = (span + TOKENS - 1) / TOKENS;
 #pragma omp for schedule(static)
             for (int64_t g = 0; g < groups; g++) {
-                const int64_t first = g * GROUP, tokens = std::min<int64_t>(GROUP, span - first);
-                const T* rows = x + (begin + first) * K;
-                if (tokens < GROUP) rows = std::copy(rows, rows + tokens * K, last.get()) - tokens * K;
-                pack(rows, K, place<T>(packed, int(g), int(groups), K));
+                const int64_t first = g * GROUP;
+                pack(x + (begin + first) * K, K, int(std::min<int64_t>(GROUP, span - first)),
+                     place<T>(packed, int(g), int(groups), K));
             }
             // All tokens of one panel before the next: weights are read once as long as the last cache holds.
 #pragma omp for schedule(dynamic, 1)
@@ -50,9 +42,9 @@ void linear(const T* x, const Weights<T>& map, T* out, int64_t M, int64_t K, int
                     product(job, part, to, N);
                     continue;
                 }
-                product(job, part, stage.get(), columns);
+                product(job, part, stage, columns);
                 for (int64_t r = 0; r < tokens; r++)
-                    std::memcpy(to + r * N, stage.get() + r * columns, columns * sizeof(T));
+                    std::memcpy(to + r * N, stage + r * columns, columns * sizeof(T));
             }
         }
     }

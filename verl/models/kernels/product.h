@@ -11,6 +11,9 @@
 
 #include "vectors.h"
 
+#include <cstdlib>
+#include <memory>
+
 namespace {
 
 constexpr int GROUP = Lanes<float>::count;  // tokens in a vector
@@ -20,6 +23,16 @@ constexpr int TILES = 4;  // of such rows in a panel
 
 template <class T> constexpr int PER_WORD = sizeof(uint32_t) / sizeof(T);
 
+struct Free {
+    void operator()(void* p) const { std::free(p); }
+};
+// Room for packed tokens, or whatever else shall begin where a vector does.
+using Space = std::unique_ptr<uint32_t, Free>;
+inline Space space(size_t words) {
+    const size_t bytes = (words * sizeof(uint32_t) + VECTOR_BYTES - 1) / VECTOR_BYTES * VECTOR_BYTES;
+    return Space(static_cast<uint32_t*>(std::aligned_alloc(VECTOR_BYTES, bytes)));
+}
+
 // Where group g of `groups` begins, with `stride` words from one to the next k.
 struct Place { uint32_t* at; int stride; };
 template <class T>
@@ -28,16 +41,18 @@ Place place(uint32_t* packed, int g, int groups, int64_t K) {
     return {packed + (first * (K / PER_WORD<T>) + (g - first)) * GROUP, side * GROUP};
 }
 
-// A group's [16, K] into its place; K a multiple of 16.
+// A group's [tokens, K] into its place; K a multiple of 16. Lanes behind the last token repeat it.
 template <class T>
-void pack(const T* x, int64_t K, Place to) {
+void pack(const T* x, int64_t K, int tokens, Place to) {
     constexpr int P = PER_WORD<T>;
+    const T* row[GROUP];
+    for (int c = 0; c < GROUP; c++) row[c] = x + std::min(c, tokens - 1) * K;
     for (int64_t k = 0; k < K / P; k += 4) {
 #if defined(__AVX512F__)
         // a[i] holds four words of each of the tokens i, i + 4, i + 8, i + 12: transposed in fours.
         __m512i a[4], b[4];
         for (int i = 0; i < 4; i++) {
-            const auto four = [&](int c) { return _mm_loadu_si128(reinterpret_cast<const __m128i*>(x + c * K + k * P)); };
+            const auto four = [&](int c) { return _mm_loadu_si128(reinterpret_cast<const __m128i*>(row[c] + k * P)); };
             a[i] = _mm512_castsi128_si512(four(i));
             a[i] = _mm512_mask_broadcast_i32x4(a[i], 0x00f0, four(i + 4));
             a[i] = _mm512_mask_broadcast_i32x4(a[i], 0x0f00, four(i + 8));
@@ -54,7 +69,7 @@ void pack(const T* x, int64_t K, Place to) {
 #else
         for (int w = 0; w < 4; w++)
             for (int c = 0; c < GROUP; c++)
-                std::memcpy(to.at + (k + w) * to.stride + c, x + c * K + (k + w) * P, sizeof(uint32_t));
+                std::memcpy(to.at + (k + w) * to.stride + c, row[c] + (k + w) * P, sizeof(uint32_t));
 #endif
     }
 }
