@@ -19,7 +19,8 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Callable
-from functools import lru_cache
+from concurrent.futures import ThreadPoolExecutor
+from functools import lru_cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -249,11 +250,11 @@ def _build(compiler: str) -> Path:
     with tempfile.TemporaryDirectory(dir=directory) as scratch:
         sources = {path: Path(scratch) / f"{path.stem}.o" for path in sorted(_FOLDER.glob("*.cpp"))}
         linked = Path(scratch) / "kernels.so"
-        for command in (
-            *([compiler, *_FLAGS, "-c", str(path), "-o", str(item)] for path, item in sources.items()),
-            [compiler, "-shared", *map(str, sources.values()), "-o", str(linked)],
-        ):
-            subprocess.run(command, check=True, capture_output=True, text=True, timeout=_BUILD_SECONDS)
+        run = partial(subprocess.run, check=True, capture_output=True, text=True, timeout=_BUILD_SECONDS)
+        with ThreadPoolExecutor(os.cpu_count()) as pool:
+            commands = ([compiler, *_FLAGS, "-c", str(path), "-o", str(item)] for path, item in sources.items())
+            list(pool.map(run, commands))
+        run([compiler, "-shared", *map(str, sources.values()), "-o", str(linked)])
         # Another process may have built the same meanwhile: the rename is atomic.
         os.replace(linked, target)
     return target

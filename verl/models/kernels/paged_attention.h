@@ -76,25 +76,34 @@ void product_tile(const Factor<T>* factors, int ld, const Blocks<T>& blocks, int
         for (int c = 0; c < C; c++) store(out + r * out_ld + column + c * L, sum[r][c]);
 }
 
+// The next `width` <= C vectors of columns.
+template <class T, int R, int C, class A>
+void strip(int width, const Factor<T>* factors, int ld, const Blocks<T>& blocks, int count, int column, A* out,
+           int out_ld) {
+    if (width == C) return product_tile<T, R, C>(factors, ld, blocks, count, column, out, out_ld);
+    if constexpr (C > 1) strip<T, R, C - 1>(width, factors, ld, blocks, count, column, out, out_ld);
+}
+
 // For any number of rows and columns (a multiple of a vector's), by tiles that fit the registers.
 template <class T, class A>
 void product(int rows, const Factor<T>* factors, int ld, const Blocks<T>& blocks, int count, int columns, A* out,
              int out_ld) {
     constexpr int L = Lanes<A>::count, MOST = 6;
-    const auto strip = [&](auto height) {
-        constexpr int R = decltype(height)::value;
-        int c = 0;
-        if constexpr (R <= MOST / 2)
-            for (; c + 6 * L <= columns; c += 6 * L) product_tile<T, R, 6>(factors, ld, blocks, count, c, out, out_ld);
-        for (; c + 4 * L <= columns; c += 4 * L) product_tile<T, R, 4>(factors, ld, blocks, count, c, out, out_ld);
-        for (; c + 2 * L <= columns; c += 2 * L) product_tile<T, R, 2>(factors, ld, blocks, count, c, out, out_ld);
-        for (; c < columns; c += L) product_tile<T, R, 1>(factors, ld, blocks, count, c, out, out_ld);
+    const auto across = [&](auto height) {
+        constexpr int R = decltype(height)::value, C = (R <= MOST / 2 ? 6 : 4) * REGISTERS / 32;
+        // Tiles of about one width: a narrow one has too few sums to go on with while one is being added to.
+        for (int done = 0, left = columns / L; left;) {
+            const int tiles = (left + C - 1) / C, width = (left + tiles - 1) / tiles;
+            strip<T, R, C>(width, factors, ld, blocks, count, done * L, out, out_ld);
+            done += width;
+            left -= width;
+        }
     };
     for (; rows > 0; rows -= MOST, factors += MOST * ld, out += MOST * out_ld) switch (std::min(rows, MOST)) {
-#define HEIGHT(R) \
-        case R: strip(std::integral_constant<int, R>()); break;
-            HEIGHT(1) HEIGHT(2) HEIGHT(3) HEIGHT(4) HEIGHT(5) HEIGHT(6)
-#undef HEIGHT
+#define ROWS(R) \
+        case R: across(std::integral_constant<int, R>()); break;
+            ROWS(1) ROWS(2) ROWS(3) ROWS(4) ROWS(5) ROWS(6)
+#undef ROWS
         }
 }
 

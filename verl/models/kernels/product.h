@@ -1,6 +1,6 @@
 // Linear maps of some tokens: out = x w^T + bias for x [tokens, K], w [N, K], with sums in fp32.
 //
-// Sixteen tokens are the lanes of a vector: x is laid out so once, and the weights are read where they lie, each number
+// Tokens are the lanes of a vector (below, of sixteen): x is laid out so once, and the weights are read where they lie, each number
 // (in bf16 each pair of them) multiplied with all tokens. Every number of out is one sum over k in ascending order, so
 // that a token's result does not depend, bit for bit, on the other tokens, nor on who computes which part.
 //
@@ -16,10 +16,11 @@
 
 namespace {
 
-constexpr int GROUP = Lanes<float>::count;  // tokens in a vector
-constexpr int SIDE = 2;                     // groups side by side: with HEIGHT rows of weights 24 of the 32 registers
-constexpr int HEIGHT = 12;
-constexpr int TILES = 4;  // of such rows in a panel
+constexpr int GROUP = Lanes<float>::count;        // tokens in a vector
+constexpr int SIDE = 2;                           // groups side by side: with so many rows of
+constexpr int HEIGHT = REGISTERS == 32 ? 12 : 4;  // weights as many sums as the registers hold
+constexpr int CACHE_LINE = 64;                    // bytes
+constexpr int TILES = 4;                          // of such rows in a panel
 
 template <class T> constexpr int PER_WORD = sizeof(uint32_t) / sizeof(T);
 
@@ -80,7 +81,7 @@ template <class T, int R, int C>
 [[gnu::noinline]] void sums(const T* const (&w)[2], const T* const (&ahead)[2], int64_t K, const uint32_t* x,
                             F (&out)[R][C]) {
     using On = Operand<T>;
-    constexpr int P = On::P, HALF = R / 2, LINE = VECTOR_BYTES / sizeof(T);
+    constexpr int P = On::P, HALF = R / 2, LINE = CACHE_LINE / sizeof(T);
     F sum[R][C];
 #pragma GCC unroll 12
     for (int r = 0; r < R; r++)
@@ -169,25 +170,24 @@ void over_groups(int groups, Visit visit) {
     if (g < groups) visit(std::integral_constant<int, 1>(), g);
 }
 
-// visit(height, n) for rows of weights [n, n + height) in [begin, end): STEP of them at a time, the rest by thirds.
-template <int STEP, class Visit>
+// visit(height, n) for rows of weights [n, n + height) in [begin, end): STEP of them at a time, what is left by LEAST.
+template <int STEP, int LEAST, class Visit>
 void over_rows(int64_t begin, int64_t end, Visit visit) {
     int64_t n = begin;
     for (; n + STEP <= end; n += STEP) visit(std::integral_constant<int, STEP>(), n);
-    for (; n + STEP / 3 * 2 <= end; n += STEP / 3 * 2) visit(std::integral_constant<int, STEP / 3 * 2>(), n);
-    for (; n < end; n += STEP / 3) visit(std::integral_constant<int, STEP / 3>(), n);
+    for (; n < end; n += LEAST) visit(std::integral_constant<int, LEAST>(), n);
 }
 
 // visit(height, n, width, group) for the tiles of a part; N is divided at multiples of STEP. A panel of some tiles is
 // gone through for two groups of tokens before the next two: these stay in the first cache, and so does what they give.
-template <int STEP, class Visit>
+template <int STEP, int LEAST, class Visit>
 void over_tiles(int64_t N, int part, int parts, int groups, Visit visit) {
     constexpr int64_t PANEL = TILES * STEP;
     const int64_t steps = N / STEP, begin = steps * part / parts * STEP;
     const int64_t end = part + 1 < parts ? steps * (part + 1) / parts * STEP : N;
     for (int64_t n = begin; n < end; n += PANEL)
         over_groups(groups, [&](auto width, int g) {
-            over_rows<STEP>(n, std::min(n + PANEL, end), [&](auto height, int64_t n) { visit(height, n, width, g); });
+            over_rows<STEP, LEAST>(n, std::min(n + PANEL, end), [&](auto height, int64_t n) { visit(height, n, width, g); });
         });
 }
 
@@ -195,7 +195,7 @@ void over_tiles(int64_t N, int part, int parts, int groups, Visit visit) {
 template <class T>
 void product(const Job<T>& job, const Weights<T>& map, T* out, int64_t ld) {
     const int64_t K = job.K;
-    over_tiles<HEIGHT>(job.N, job.part, job.parts, job.groups(), [&](auto height, int64_t n, auto width, int g) {
+    over_tiles<HEIGHT, 4>(job.N, job.part, job.parts, job.groups(), [&](auto height, int64_t n, auto width, int g) {
         constexpr int R = decltype(height)::value, C = decltype(width)::value;
         const T* const w[2] = {map.w + n * K, map.w + (n + R / 2) * K};
         const int64_t after = g ? n : std::min(n + TILES * HEIGHT, job.N - R);
@@ -218,7 +218,7 @@ template <class T>
 void gated_product(const Job<T>& job, const Weights<T>& gate, const Weights<T>& up, uint32_t* out) {
     constexpr int P = PER_WORD<T>;
     const int64_t K = job.K;
-    over_tiles<HEIGHT / 2>(job.N, job.part, job.parts, job.groups(), [&](auto height, int64_t n, auto width, int g) {
+    over_tiles<HEIGHT / 2, 2>(job.N, job.part, job.parts, job.groups(), [&](auto height, int64_t n, auto width, int g) {
         constexpr int R = decltype(height)::value, C = decltype(width)::value;
         const T* const w[2] = {gate.w + n * K, up.w + n * K};
         const int64_t after = g ? n : std::min(n + TILES * HEIGHT / 2, job.N - R);

@@ -14,7 +14,16 @@
 
 namespace {
 
-constexpr int VECTOR_BYTES = 64;
+// The processor's own vectors: the compiler keeps wider ones in memory.
+#if defined(__AVX512F__)
+constexpr int VECTOR_BYTES = 64, REGISTERS = 32;
+#elif defined(__AVX__)
+constexpr int VECTOR_BYTES = 32, REGISTERS = 16;
+#elif defined(__aarch64__)
+constexpr int VECTOR_BYTES = 16, REGISTERS = 32;
+#else
+constexpr int VECTOR_BYTES = 16, REGISTERS = 16;
+#endif
 
 struct bf16 { uint16_t bits; };
 
@@ -23,10 +32,11 @@ template <> struct Accumulate<bf16> { using type = float; };
 
 template <class A> struct Lanes {
     static constexpr int count = VECTOR_BYTES / sizeof(A);
-    typedef A type __attribute__((vector_size(VECTOR_BYTES), aligned(4)));
+    // Read and written as a whole where it lies: copied, it might go in halves through memory.
+    typedef A type __attribute__((vector_size(VECTOR_BYTES), aligned(4), may_alias));
 };
 using F = Lanes<float>::type;
-typedef uint32_t U __attribute__((vector_size(VECTOR_BYTES), aligned(4)));
+typedef uint32_t U __attribute__((vector_size(VECTOR_BYTES), aligned(4), may_alias));
 typedef int32_t I __attribute__((vector_size(VECTOR_BYTES), aligned(4)));
 typedef uint16_t H __attribute__((vector_size(VECTOR_BYTES / 2), aligned(2)));
 
@@ -40,17 +50,9 @@ inline F load(const bf16* p) {
 #endif
     return (F)wide;
 }
-inline F load(const float* p) {
-    F v;
-    std::memcpy(&v, p, sizeof v);
-    return v;
-}
-inline Lanes<double>::type load(const double* p) {
-    Lanes<double>::type v;
-    std::memcpy(&v, p, sizeof v);
-    return v;
-}
-template <class V, class A> inline void store(A* p, V v) { std::memcpy(p, &v, sizeof v); }
+inline F load(const float* p) { return *reinterpret_cast<const F*>(p); }
+inline Lanes<double>::type load(const double* p) { return *reinterpret_cast<const Lanes<double>::type*>(p); }
+template <class V, class A> inline void store(A* p, V v) { *reinterpret_cast<V*>(p) = v; }
 inline void store(bf16* p, F v) {
 #if defined(__AVX512BF16__)
     const __m256bh half = _mm512_cvtneps_pbh((__m512)v);
@@ -124,14 +126,16 @@ template <> struct Operand<bf16> {
     using Factor = float;
     struct Row { F first, second; };
     static Row read(const bf16* p) {
-        U both;
-        std::memcpy(&both, p, sizeof both);
+        const U both = *reinterpret_cast<const U*>(p);
         return {(F)(both << 16), (F)(both & 0xffff0000u)};
     }
     static Row first(Row row) { return {row.first, F{}}; }
     static V add(V sum, const Factor* factor, Row row) { return sum + factor[0] * row.first + factor[1] * row.second; }
     static V add(V sum, const bf16* factor, Row row) {
-        return sum + widen(factor[0]) * row.first + widen(factor[1]) * row.second;
+        uint32_t pair;
+        std::memcpy(&pair, factor, sizeof pair);
+        const U both = U{} + pair;
+        return sum + (F)(both << 16) * row.first + (F)(both & 0xffff0000u) * row.second;
     }
 #endif
 };
