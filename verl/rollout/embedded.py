@@ -155,7 +155,7 @@ class EmbeddedEngine:
     @property
     def workspace(self) -> int:
         """Bytes that generation takes beside weights and KV cache: what the tokens of a step go through, its logits,
-        and on CPU what oneDNN keeps for products in half precision.
+        and on CPU, where no kernel of ours has them, what oneDNN keeps for products in half precision.
 
         Logits processors and top-p come on top, with some copies of a row of logits for each response that has them.
         """
@@ -166,7 +166,8 @@ class EmbeddedEngine:
         width = getattr(packed.config, "intermediate_size", None) or 4 * packed.hidden_size
         heads = (packed.num_heads + packed.num_kv_heads) * packed.head_dim
         layer = 4 * packed.hidden_size + 2 * heads + 2 * width
-        kept = _KEPT_FOR_PRODUCTS if packed.device.type == "cpu" and packed.dtype.itemsize == 2 else 0
+        by_library = self._fused is None and packed.device.type == "cpu" and packed.dtype.itemsize == 2
+        kept = _KEPT_FOR_PRODUCTS if by_library else 0
         return (tokens * layer + rows * packed.vocab_size) * packed.dtype.itemsize + kept
 
     @property
