@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -22,6 +23,9 @@ from transformers import (
 
 os.environ["HF_HUB_OFFLINE"] = "1"
 torch.set_num_threads(1)
+# A shell's background job ignores Ctrl-C, and so would all that the tests start.
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 SCRIPT = Path(__file__).parent / "rollout" / "plain_server.py"
 SPECIAL = ["<|end|>", "<|user|>", "<|assistant|>", "<|system|>"]
