@@ -191,7 +191,9 @@ def test_fused_kernels_are_a_choice(caplog: pytest.LogCaptureFixture) -> None:
         assert fused_forward(packed) is not None
         assert torch.allclose(gradients(packed, fused=True)[0], expected, atol=1e-4)
     (record,) = caplog.records
-    assert "no 'xformers' kernels for LlamaForCausalLM (torch.float32 on cpu): 'compiled' ones run" in record.getMessage()
+    assert (
+        "no 'xformers' kernels for LlamaForCausalLM (torch.float32 on cpu): 'compiled' ones run" in record.getMessage()
+    )
     caplog.clear()
     PackedModel(made("llama", torch.float64), fused_kernels="compiled")
     assert "no 'compiled' kernels for LlamaForCausalLM (torch.float64 on cpu): the model's own code" in caplog.text

@@ -70,9 +70,7 @@ class FusedLayers:
             )
         return _Norm.apply(x, backbone.norm.weight, backbone.norm.variance_epsilon, self._kernels)  # type: ignore[no-untyped-call, no-any-return]
 
-    def _layer(
-        self, index: int, layer: Any, x: Tensor, cos: Tensor, sin: Tensor, context: AttentionContext
-    ) -> Tensor:
+    def _layer(self, index: int, layer: Any, x: Tensor, cos: Tensor, sin: Tensor, context: AttentionContext) -> Tensor:
         attention, mlp, norm = layer.self_attn, layer.mlp, layer.input_layernorm
         q, k, v = _BeforeAttention.apply(  # type: ignore[no-untyped-call]
             self._kernels,

@@ -23,8 +23,8 @@ if TYPE_CHECKING:
 
 
 def model_shards(model: nn.Module) -> Iterator[Shard]:
-    """Every weight and persistent buffer, whole, on the live tensors (nothing is copied, unless they are cut over ranks,
-    which then draw together)."""
+    """Every weight and persistent buffer, whole, on the live tensors (nothing is copied, unless they are cut over
+    ranks, which then draw together)."""
     seen: set[int] = set()
     for name, tensor in model.state_dict(keep_vars=True).items():
         if id(tensor) not in seen:
