@@ -1,7 +1,8 @@
 // A step of generation through all layers of a Llama-shaped model.
 //
 // With many tokens a thread takes a block of them through a layer by itself, then the next block that is due: what it
-// works on stays in its caches, no thread waits for another, and one reads keys and values while another multiplies.
+// works on stays in its caches, and no thread waits for another. Attention of a block is done between the tiles of the
+// next one's products, so that keys and values come from memory while the thread multiplies.
 // Only where tokens see each other's keys (prompts being read) do threads wait in each layer until these are written.
 // With few tokens threads share all of them and divide the weights instead. A token's result is the same, bit for bit,
 // either way.
@@ -11,6 +12,7 @@
 #include "product.h"
 
 #include <atomic>
+#include <optional>
 #include <thread>
 
 extern "C" {
@@ -59,6 +61,7 @@ template <class T> struct Worker {
     const Model& model;
     const Step& step;
     const Plan& plan;
+    bool dependent;  // see is_dependent
     int first, end, part, parts;
     uint32_t *packed, *gated;  // room to work in
 
@@ -74,8 +77,9 @@ template <class T> struct Worker {
             visit(g, first + g * GROUP, std::min(GROUP, end - first - g * GROUP));
     }
     int count() const { return (end - first + GROUP - 1) / GROUP; }
-    void multiply(const uint32_t* x, int64_t K, const Linear& map, void* out, int64_t N) const {
-        product(Job<T>{x, end - first, K, N, part, parts}, weights<T>(map), at(out, first, N), N);
+    template <class Other>
+    void multiply(const uint32_t* x, int64_t K, const Linear& map, void* out, int64_t N, Other& other) const {
+        product(Job<T>{x, end - first, K, N, part, parts}, weights<T>(map), at(out, first, N), N, other);
     }
 
     // x += delta, and the norm of that, packed.
@@ -102,14 +106,14 @@ template <class T> struct Worker {
                 int32_t(parts), model.layers[l].scale};
     }
 
-    // Queries, and keys and values into the cache.
-    void before_attention(int l) const {
+    // Queries, keys and values.
+    template <class Other> void before_attention(int l, Other& other) const {
         const Layer& layer = model.layers[l];
         const int64_t d = model.hidden, D = model.head_dim, q = model.heads * D, kv = model.kv_heads * D;
         norm(l > 0, layer.norm, layer.norm_eps);
-        multiply(packed, d, layer.query, step.query, q);
-        multiply(packed, d, layer.key, step.key, kv);
-        multiply(packed, d, layer.value, step.value, kv);
+        multiply(packed, d, layer.query, step.query, q, other);
+        multiply(packed, d, layer.key, step.key, kv, other);
+        multiply(packed, d, layer.value, step.value, kv, other);
         meet();
         groups([&](int, int begin, int tokens) {
             for (int t = begin; t < begin + tokens; t++) {
@@ -117,43 +121,55 @@ template <class T> struct Worker {
                 const T *sin = static_cast<const T*>(step.sin) + t * model.rotary;
                 rotate_row(at(step.query, t, q), cos, sin, model.heads, D, model.rotary);
                 rotate_row(at(step.key, t, kv), cos, sin, model.kv_heads, D, model.rotary);
-                write_token<T>(plan, call(l), t);
+                for (int h = 0; h < model.kv_heads && dependent; h++) write_token<T>(plan, call(l), t, h);
             }
         });
         meet();
     }
 
+    // What attention is divided into.
+    std::vector<Unit> units() const {
+        const int *start = plan.tile_start, *stop = start + plan.tiles;
+        std::vector<Unit> all;
+        int tile = int(std::upper_bound(start, stop, first) - start) - 1;
+        for (; tile < plan.tiles && start[tile] < end; tile++)
+            for (int h = 0; h < model.kv_heads; h++)
+                all.push_back({tile, h, std::max(start[tile], first), std::min(start[tile + 1], end)});
+        return all;
+    }
+
+    void attend(int l, const Unit& unit, const Unit& next) const {
+        // Where nobody else waits for a token's key it is written now: its block is going to be read anyway.
+        for (int t = unit.first; t < unit.end && !dependent; t++) write_token<T>(plan, call(l), t, unit.head);
+        attend_tile<T>(plan, call(l), unit, next);
+    }
+
     void attention(int l) const {
-        const int heads = int(model.kv_heads), *start = plan.tile_start, *stop = start + plan.tiles;
-        const int low = int(std::upper_bound(start, stop, first) - start) - 1;
-        const int units = int(std::lower_bound(start, stop, end) - start - low) * heads;
-        const auto unit = [&](int index) -> Unit {
-            const int tile = low + index / heads;
-            return {tile, index % heads, std::max(start[tile], first), std::min(start[tile + 1], end)};
-        };
-        const auto attend = [&](int u) { attend_tile<T>(plan, call(l), unit(u), unit(std::min(u + parts, units - 1))); };
+        const std::vector<Unit> all = units();
+        const int count = int(all.size());
+        const auto at = [&](int u) { attend(l, all[u], all[std::min(u + parts, count - 1)]); };
         if (parts == 1) {
-            for (int u = 0; u < units; u++) attend(u);
+            for (int u = 0; u < count; u++) at(u);
         } else {
 #pragma omp for schedule(dynamic, 1)
-            for (int u = 0; u < units; u++) attend(u);
+            for (int u = 0; u < count; u++) at(u);
         }
     }
 
-    void after_attention(int l) const {
+    template <class Other> void after_attention(int l, Other& other) const {
         const Layer& layer = model.layers[l];
         const int64_t d = model.hidden, q = model.heads * model.head_dim, inner = model.inner;
         groups([&](int g, int t, int tokens) {
             pack(at(step.mixed, t, q), q, tokens, place<T>(packed, g, count(), q));
         });
         meet();
-        multiply(packed, q, layer.output, step.delta, d);
+        multiply(packed, q, layer.output, step.delta, d, other);
         meet();
         norm(true, layer.second_norm, layer.second_norm_eps);
         gated_product(Job<T>{packed, end - first, d, inner, part, parts}, weights<T>(layer.gate), weights<T>(layer.up),
-                      gated);
+                      gated, other);
         meet();
-        multiply(gated, inner, layer.down, step.delta, d);
+        multiply(gated, inner, layer.down, step.delta, d, other);
         meet();
     }
 
@@ -167,22 +183,70 @@ template <class T> struct Worker {
     }
 };
 
-// Layer after layer of one block after the other: a thread takes the next that nobody has taken.
-template <class OfBlock>
+// Attention of a block in one layer, unit by unit, beside a product.
+template <class T> class Attention {
+public:
+    void begin(const Worker<T>& worker, int l, std::atomic<int>& layers_done) {
+        block.emplace(worker);
+        layer = l;
+        done = &layers_done;
+        units = block->units();
+        next = 0;
+        look_ahead();
+    }
+    // A unit is computed when all that it reads has been asked for.
+    int pause(const char** pieces, int most) {
+        if (block && asked == wanted.size()) attend();
+        if (!block) return 0;
+        const int count = int(std::min<size_t>(most, wanted.size() - asked));
+        std::copy_n(wanted.begin() + asked, count, pieces);
+        asked += count;
+        return count;
+    }
+    void finish() {
+        while (block) attend();
+    }
+
+private:
+    void attend() {
+        block->attend(layer, units[next], units[std::min(next + 1, units.size() - 1)]);
+        if (++next < units.size()) return look_ahead();
+        block.reset();
+        done->store(layer + 1, std::memory_order_release);
+    }
+    void look_ahead() {
+        pieces<T>(block->plan, block->call(layer), units[next], wanted);
+        asked = 0;
+    }
+
+    std::optional<Worker<T>> block;  // none: there is nothing to do
+    int layer;
+    std::atomic<int>* done;
+    std::vector<Unit> units;
+    size_t next, asked;
+    std::vector<const char*> wanted;  // by the next unit
+};
+
+// From one layer's attention to the next, of one block after the other: a thread takes the next that nobody has taken,
+// and the attention of the one that it had before.
+template <class T, class OfBlock>
 void in_turn(const Model& model, int blocks, std::atomic<int>& next, std::vector<std::atomic<int>>& layers_done,
              OfBlock of_block) {
     const int layers = int(model.count);
-    for (int i; (i = next++) < layers * blocks;) {
+    Attention<T> attention;
+    for (int i; (i = next++) < (layers + 1) * blocks;) {
         const int l = i / blocks, b = i % blocks;
-        // Taken long ago, by a thread that may have lost its processor since.
+        // It may be this thread's own attention that is missing, or that of one that has lost its processor.
+        if (layers_done[b].load(std::memory_order_acquire) < l) attention.finish();
         while (layers_done[b].load(std::memory_order_acquire) < l) std::this_thread::yield();
-        const auto worker = of_block(b);
-        worker.before_attention(l);
-        worker.attention(l);
-        worker.after_attention(l);
-        if (l + 1 == layers) worker.last_norm();
-        layers_done[b].store(l + 1, std::memory_order_release);
+        const Worker<T> worker = of_block(b);
+        if (l > 0) worker.after_attention(l - 1, attention);
+        if (l < layers) worker.before_attention(l, attention);
+        else worker.last_norm();
+        attention.finish();
+        if (l < layers) attention.begin(worker, l, layers_done[b]);
     }
+    attention.finish();
 }
 
 template <class T>
@@ -199,29 +263,30 @@ void forward(const Model& model, const Step& step, const Plan& plan) {
     for (auto& count : layers_done) count = 0;
 #pragma omp parallel num_threads(threads)
     {
+        const Nothing nothing;
         const int thread = omp_get_thread_num(), parts = shared ? omp_get_num_threads() : 1;
         uint32_t* own = room.get() + (shared ? 0 : thread) * (narrow + wide);
         const auto of_block = [&](int b) -> Worker<T> {
-            return {model, step, plan, b * size, std::min((b + 1) * size, tokens), shared ? thread : 0, parts,
-                    own, own + narrow};
+            return {model, step, plan, dependent, b * size, std::min((b + 1) * size, tokens),
+                    shared ? thread : 0, parts, own, own + narrow};
         };
         if (!shared && !dependent) {
-            in_turn(model, blocks, next, layers_done, of_block);
+            in_turn<T>(model, blocks, next, layers_done, of_block);
         } else if (shared) {
             for (int l = 0; l < layers; l++) {
-                of_block(0).before_attention(l);
+                of_block(0).before_attention(l, nothing);
                 of_block(0).attention(l);
-                of_block(0).after_attention(l);
+                of_block(0).after_attention(l, nothing);
             }
             of_block(0).last_norm();
         } else {
             for (int l = 0; l < layers; l++) {
 #pragma omp for schedule(dynamic, 1)
-                for (int b = 0; b < blocks; b++) of_block(b).before_attention(l);
+                for (int b = 0; b < blocks; b++) of_block(b).before_attention(l, nothing);
 #pragma omp for schedule(dynamic, 1)
                 for (int b = 0; b < blocks; b++) {
                     of_block(b).attention(l);
-                    of_block(b).after_attention(l);
+                    of_block(b).after_attention(l, nothing);
                     if (l + 1 == layers) of_block(b).last_norm();
                 }
             }

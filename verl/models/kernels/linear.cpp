@@ -19,6 +19,7 @@ void linear(const T* x, const Weights<T>& map, T* out, int64_t M, int64_t K, int
     const bool direct = N * sizeof(T) % 4096 != 0;
 #pragma omp parallel num_threads(threads)
     {
+        const Nothing nothing;
         const Space staged = space(TOKENS * COLUMNS / PER_WORD<T>);
         T* const stage = reinterpret_cast<T*>(staged.get());
         for (int64_t begin = 0; begin < M; begin += most) {
@@ -39,10 +40,10 @@ void linear(const T* x, const Weights<T>& map, T* out, int64_t M, int64_t K, int
                 const Weights<T> part{map.w + n * K, map.bias ? map.bias + n : nullptr};
                 T* const to = out + (begin + t) * N + n;
                 if (direct) {
-                    product(job, part, to, N);
+                    product(job, part, to, N, nothing);
                     continue;
                 }
-                product(job, part, stage, columns);
+                product(job, part, stage, columns, nothing);
                 for (int64_t r = 0; r < tokens; r++)
                     std::memcpy(to + r * N, stage + r * columns, columns * sizeof(T));
             }

@@ -14,7 +14,8 @@ void attend(const Plan& plan, const Call& c) {
 #pragma omp parallel num_threads(c.threads)
     {
 #pragma omp for schedule(static)
-        for (int t = 0; t < plan.tokens; t++) write_token<T>(plan, c, t);
+        for (int t = 0; t < plan.tokens; t++)
+            for (int h = 0; h < c.kv_heads; h++) write_token<T>(plan, c, t, h);
 #pragma omp for schedule(dynamic, 1)
         for (int u = 0; u < units; u++) attend_tile<T>(plan, c, unit(u), unit(std::min(u + c.threads, units - 1)));
     }

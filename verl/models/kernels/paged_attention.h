@@ -238,19 +238,18 @@ namespace {
 template <class T> size_t key_block(int D) { return size_t(whole<Operand<T>::P>(D)) * BLOCK; }
 template <class T> size_t value_block(int D) { return size_t(whole<WIDTH>(D)) * BLOCK; }
 
+// The key and value of one token, of one head, into the cache.
 template <class T>
-void write_token(const Plan& plan, const Call& c, int t) {
+void write_token(const Plan& plan, const Call& c, int t, int h) {
     constexpr int P = Operand<T>::P;
     const int D = c.head_dim, width = whole<WIDTH>(D), block = plan.slots[t] / BLOCK, place = plan.slots[t] % BLOCK;
-    for (int h = 0; h < c.kv_heads; h++) {
-        const size_t index = size_t(block) * c.kv_heads + h;
-        const T* k = static_cast<const T*>(c.key) + t * c.key_token + h * c.key_head;
-        const T* v = static_cast<const T*>(c.value) + t * c.value_token + h * c.value_head;
-        T* key = static_cast<T*>(c.keys) + index * key_block<T>(D) + place * P;
-        T* value = static_cast<T*>(c.values) + index * value_block<T>(D) + place / P * P * width + place % P;
-        for (int d = 0; d < D; d++) key[d / P * P * BLOCK + d % P] = k[d];
-        for (int d = 0; d < D; d++) value[d * P] = v[d];
-    }
+    const size_t index = size_t(block) * c.kv_heads + h;
+    const T* k = static_cast<const T*>(c.key) + t * c.key_token + h * c.key_head;
+    const T* v = static_cast<const T*>(c.value) + t * c.value_token + h * c.value_head;
+    T* key = static_cast<T*>(c.keys) + index * key_block<T>(D) + place * P;
+    T* value = static_cast<T*>(c.values) + index * value_block<T>(D) + place / P * P * width + place % P;
+    for (int d = 0; d < D; d++) key[d / P * P * BLOCK + d % P] = k[d];
+    for (int d = 0; d < D; d++) value[d * P] = v[d];
 }
 
 template <class T>
@@ -271,6 +270,27 @@ Cached<T> cached_own(const Plan& plan, const Call& c, int t, int h) {
 
 // Some tokens of a tile, and one of the key/value heads.
 struct Unit { int tile, head, first, end; };
+
+// The pieces of memory that a unit reads, in the order of its reading; of a long one as many as a cache can keep.
+template <class T>
+void pieces(const Plan& plan, const Call& c, const Unit& unit, std::vector<const char*>& out) {
+    constexpr size_t KEPT = 128;
+    const int h = unit.head, D = c.head_dim;
+    const auto add = [&](const T* block, size_t numbers) {
+        const char *at = reinterpret_cast<const char*>(block), *end = at + numbers * sizeof(T);
+        for (; at < end && out.size() < KEPT; at += PIECE) out.push_back(at);
+    };
+    const auto add_all = [&](const Cached<T>& some, int lowest) {
+        const int begin = std::max(0, lowest) / CHUNK * RUN;
+        for (int b = begin; b < some.count; b++) add(some.key(b), key_block<T>(D));
+        for (int b = begin; b < some.count; b++) add(some.value(b), value_block<T>(D));
+    };
+    const auto lowest = [&](int t) { return c.window ? plan.positions[t] + 1 - c.window : 0; };
+    out.clear();
+    add_all(cached_prompt<T>(plan, c, unit.tile, h), lowest(unit.first));
+    for (int t = unit.first; t < unit.end; t++)
+        if (plan.own_begin[t] >= 0) add_all(cached_own<T>(plan, c, t, h), lowest(t) - plan.prefix[t]);
+}
 
 // `next` is computed after, and what it reads is asked for in time.
 template <class T>

@@ -19,7 +19,6 @@ namespace {
 constexpr int GROUP = Lanes<float>::count;        // tokens in a vector
 constexpr int SIDE = 2;                           // groups side by side: with so many rows of
 constexpr int HEIGHT = REGISTERS == 32 ? 12 : 4;  // weights as many sums as the registers hold
-constexpr int CACHE_LINE = 64;                    // bytes
 constexpr int TILES = 4;                          // of such rows in a panel
 
 template <class T> constexpr int PER_WORD = sizeof(uint32_t) / sizeof(T);
@@ -75,20 +74,32 @@ void pack(const T* x, int64_t K, int tokens, Place to) {
     }
 }
 
+// What a thread has to do beside a product: between two tiles `pause` does some of it, and says which pieces of memory
+// it is going to read, `most` of them or fewer. They are asked for while the next tile is multiplied.
+struct Nothing {
+    int pause(const char**, int) const { return 0; }
+};
+constexpr int MOST_PIECES = 8;
+
 // R rows of weights times C groups of tokens. Row r < R / 2 lies at w[0] + r K, row R / 2 + r at w[1] + r K; what lies
 // from `ahead` on likewise is wanted next. A function of its own: else the compiler keeps sums in memory.
-template <class T, int R, int C>
+template <class T, int R, int C, class Other>
 [[gnu::noinline]] void sums(const T* const (&w)[2], const T* const (&ahead)[2], int64_t K, const uint32_t* x,
-                            F (&out)[R][C]) {
+                            Other& other, F (&out)[R][C]) {
     using On = Operand<T>;
     constexpr int P = On::P, HALF = R / 2, LINE = CACHE_LINE / sizeof(T);
+    const char* wanted[MOST_PIECES];
+    const int most = int(std::min<int64_t>(MOST_PIECES, K / (2 * P) / (PIECE / CACHE_LINE)));
+    const int count = other.pause(wanted, most);
     F sum[R][C];
 #pragma GCC unroll 12
     for (int r = 0; r < R; r++)
 #pragma GCC unroll 2
         for (int c = 0; c < C; c++) sum[r][c] = F{};
     const T *low = w[0], *high = w[1], *next_low = ahead[0], *next_high = ahead[1];
-    const auto step = [&] {
+    const auto step = [&](const T*& next) {
+        __builtin_prefetch(next, 0, 2);
+        next += LINE;
         typename On::Row row[C];
 #pragma GCC unroll 2
         for (int c = 0; c < C; c++) row[c] = On::read(reinterpret_cast<const T*>(x + c * GROUP));
@@ -100,13 +111,16 @@ template <class T, int R, int C>
         low += P;
         high += P;
     };
-    for (int64_t k = 0; k < K; k += 2 * P) {
-        __builtin_prefetch(next_low, 0, 2);
-        step();
-        __builtin_prefetch(next_high, 0, 2);
-        step();
-        next_low += LINE;
-        next_high += LINE;
+    int64_t k = 0;
+    for (int i = 0; i < count; i++)
+        for (int at = 0; at < PIECE; at += CACHE_LINE, k += 2 * P) {
+            __builtin_prefetch(wanted[i] + at, 0, 2);
+            step(next_low);
+            step(next_high);
+        }
+    for (; k < K; k += 2 * P) {
+        step(next_low);
+        step(next_high);
     }
 #pragma GCC unroll 12
     for (int r = 0; r < R; r++)
@@ -192,8 +206,8 @@ void over_tiles(int64_t N, int part, int parts, int groups, Visit visit) {
 }
 
 // out [tokens, N] with `ld` from token to token.
-template <class T>
-void product(const Job<T>& job, const Weights<T>& map, T* out, int64_t ld) {
+template <class T, class Other>
+void product(const Job<T>& job, const Weights<T>& map, T* out, int64_t ld, Other& other) {
     const int64_t K = job.K;
     over_tiles<HEIGHT, 4>(job.N, job.part, job.parts, job.groups(), [&](auto height, int64_t n, auto width, int g) {
         constexpr int R = decltype(height)::value, C = decltype(width)::value;
@@ -201,7 +215,7 @@ void product(const Job<T>& job, const Weights<T>& map, T* out, int64_t ld) {
         const int64_t after = g ? n : std::min(n + TILES * HEIGHT, job.N - R);
         const T* const ahead[2] = {map.w + after * K, map.w + (after + R / 2) * K};
         F sum[R][C];
-        sums<T, R, C>(w, ahead, K, job.x + g * (K / PER_WORD<T>) * GROUP, sum);
+        sums<T, R, C>(w, ahead, K, job.x + g * (K / PER_WORD<T>) * GROUP, other, sum);
 #pragma GCC unroll 2
         for (int c = 0; c < C; c++) {
             F column[R];
@@ -214,8 +228,8 @@ void product(const Job<T>& job, const Weights<T>& map, T* out, int64_t ld) {
 }
 
 // silu of the gate's map times the other's, packed [tokens, N].
-template <class T>
-void gated_product(const Job<T>& job, const Weights<T>& gate, const Weights<T>& up, uint32_t* out) {
+template <class T, class Other>
+void gated_product(const Job<T>& job, const Weights<T>& gate, const Weights<T>& up, uint32_t* out, Other& other) {
     constexpr int P = PER_WORD<T>;
     const int64_t K = job.K;
     over_tiles<HEIGHT / 2, 2>(job.N, job.part, job.parts, job.groups(), [&](auto height, int64_t n, auto width, int g) {
@@ -224,7 +238,7 @@ void gated_product(const Job<T>& job, const Weights<T>& gate, const Weights<T>& 
         const int64_t after = g ? n : std::min(n + TILES * HEIGHT / 2, job.N - R);
         const T* const ahead[2] = {gate.w + after * K, up.w + after * K};
         F sum[2 * R][C];
-        sums<T, 2 * R, C>(w, ahead, K, job.x + g * (K / P) * GROUP, sum);
+        sums<T, 2 * R, C>(w, ahead, K, job.x + g * (K / P) * GROUP, other, sum);
         uint32_t* to = out + (g * (job.N / P) + n / P * C) * GROUP;
 #pragma GCC unroll 2
         for (int c = 0; c < C; c++) {

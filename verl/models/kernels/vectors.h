@@ -223,6 +223,9 @@ inline Lanes<double>::type exp_vector(Lanes<double>::type x) {
     return x;
 }
 
+constexpr int CACHE_LINE = 64;  // bytes
+constexpr int PIECE = 4096;     // of memory that is asked for beside other work, in bytes
+
 // A team of threads costs some microseconds: not more of them than there is work for.
 inline int team(int64_t elements, int threads) { return int(std::min<int64_t>(threads, 1 + elements / (1 << 15))); }
 
