@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -73,6 +74,33 @@ def test_an_engine_that_begins_with_other_weights_is_seen_before_the_first_updat
     with pytest.raises(RolloutError, match=r"at most 0\.1 is expected"):
         run.step(["Once upon a time"])
     assert run.actor.policy_version == 0
+
+
+@pytest.mark.parametrize("rollout", ["embedded", "hf"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_after_updates_an_engine_is_as_near_as_a_fresh_one(
+    make_tiny: Callable[..., Path], tmp_path: Path, rollout: str, dtype: torch.dtype
+) -> None:
+    def differences(actor: verl.Actor) -> np.ndarray:
+        batch = actor.generate_sequences(["Once upon a time", "b"], n=8)
+        trained = actor.compute_log_probs(batch)["log_probs"]
+        return np.abs(np.concatenate(batch["rollout_log_probs"]) - np.concatenate(trained))
+
+    sampling = verl.SamplingParams(max_new_tokens=40, ignore_eos=True)
+    actor = verl.Actor(str(make_tiny("llama", dtype)), rollout=rollout, optim={"lr": 1e-3}, sampling=sampling)
+    before = [shard.tensor.clone() for shard in actor.shards()]
+    run = verl.Trainer(actor, reward_fn=lambda texts: [float(len(set(text))) for text in texts], n=4, log_dir=False)
+    for _ in range(3):
+        run.step(["Once upon a time"])
+    assert any(not torch.equal(old, shard.tensor) for old, shard in zip(before, actor.shards(), strict=True))
+    after = differences(actor)
+    actor.save_pretrained(str(tmp_path / "saved"))
+    fresh = differences(verl.Actor(str(tmp_path / "saved"), rollout=rollout, sampling=sampling))
+    if dtype == torch.float32:
+        assert after.max() < 1e-3
+    else:
+        assert 0 < after.mean() < 0.05
+        assert after.mean() < 1.2 * fresh.mean()
 
 
 def test_unknown_engines_are_named(tiny: Path, tmp_path: Path) -> None:
