@@ -1,8 +1,8 @@
 // Linear maps of some tokens: out = x w^T + bias for x [tokens, K], w [N, K], with sums in fp32.
 //
-// Tokens are the lanes of a vector (below, of sixteen): x is laid out so once, and the weights are read where they lie, each number
-// (in bf16 each pair of them) multiplied with all tokens. Every number of out is one sum over k in ascending order, so
-// that a token's result does not depend, bit for bit, on the other tokens, nor on who computes which part.
+// Tokens are the lanes of a vector (below, of sixteen): x is laid out so once, and the weights are read where they lie,
+// each number (in bf16 each pair of them) multiplied with all tokens. Every number of out is one sum over k in ascending
+// order, so that a token's result does not depend, bit for bit, on the other tokens, nor on who computes which part.
 //
 // Layout of x ("packed"): two groups of sixteen tokens side by side, [groups / 2][K / P][2][16][P], and an odd last group
 // [K / P][1][16][P]; P numbers fill a word of 32 bits.
@@ -201,7 +201,8 @@ void over_tiles(int64_t N, int part, int parts, int groups, Visit visit) {
     const int64_t end = part + 1 < parts ? steps * (part + 1) / parts * STEP : N;
     for (int64_t n = begin; n < end; n += PANEL)
         over_groups(groups, [&](auto width, int g) {
-            over_rows<STEP, LEAST>(n, std::min(n + PANEL, end), [&](auto height, int64_t n) { visit(height, n, width, g); });
+            over_rows<STEP, LEAST>(n, std::min(n + PANEL, end),
+                                   [&](auto height, int64_t n) { visit(height, n, width, g); });
         });
 }
 

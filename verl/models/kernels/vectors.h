@@ -177,7 +177,8 @@ template <class V> auto reduce_sum(V v) {
     return reduce(v, [](auto a, auto b) { return a + b; });
 }
 
-// exp(x) for x <= 0: 2^n times a polynomial of the rest (relative error 2e-7), 0 below the smallest number, without AVX-512 the smallest normal one.
+// exp(x) for x <= 0: 2^n times a polynomial of the rest (relative error 2e-7); 0 below the smallest number, without
+// AVX-512 below the smallest normal one.
 inline F exp_vector(F x) {
 #if defined(__AVX512F__)
     x = (F)_mm512_max_ps(_mm512_set1_ps(-110.0f), (__m512)x);  // in this order NaN stays NaN
