@@ -271,7 +271,8 @@ Cached<T> cached_own(const Plan& plan, const Call& c, int t, int h) {
 // Some tokens of a tile, and one of the key/value heads.
 struct Unit { int tile, head, first, end; };
 
-// The pieces of memory that a unit reads, in the order of its reading; of a long one as many as a cache can keep.
+// The pieces of memory that a unit reads, in the order of its reading; of a long one as many as a second-level cache
+// keeps.
 template <class T>
 void pieces(const Plan& plan, const Call& c, const Unit& unit, std::vector<const char*>& out) {
     constexpr size_t KEPT = 128;
@@ -281,7 +282,7 @@ void pieces(const Plan& plan, const Call& c, const Unit& unit, std::vector<const
         for (; at < end && out.size() < KEPT; at += PIECE) out.push_back(at);
     };
     const auto add_all = [&](const Cached<T>& some, int lowest) {
-        const int begin = std::max(0, lowest) / CHUNK * RUN;
+        const int begin = std::max(0, lowest) / BLOCK;
         for (int b = begin; b < some.count; b++) add(some.key(b), key_block<T>(D));
         for (int b = begin; b < some.count; b++) add(some.value(b), value_block<T>(D));
     };
