@@ -1,9 +1,9 @@
 // A step of generation through all layers of a Llama-shaped model.
 //
 // With many tokens a thread takes a block of them through a layer by itself, then the next block that is due: what it
-// works on stays in its caches, and no thread waits for another. Attention of a block is done between the tiles of the
-// next one's products, so that keys and values come from memory while the thread multiplies.
-// Only where tokens see each other's keys (prompts being read) do threads wait in each layer until these are written.
+// works on stays in its caches, and hardly ever does a thread wait for another. Attention of a block is done between the
+// tiles of the next one's products, so that keys and values come from memory while the thread multiplies; where tokens
+// see keys of this step (prompts being read), not before these are written.
 // With few tokens threads share all of them and divide the weights instead. A token's result is the same, bit for bit,
 // either way.
 
@@ -147,13 +147,8 @@ template <class T> struct Worker {
     void attention(int l) const {
         const std::vector<Unit> all = units();
         const int count = int(all.size());
-        const auto at = [&](int u) { attend(l, all[u], all[std::min(u + parts, count - 1)]); };
-        if (parts == 1) {
-            for (int u = 0; u < count; u++) at(u);
-        } else {
 #pragma omp for schedule(dynamic, 1)
-            for (int u = 0; u < count; u++) at(u);
-        }
+        for (int u = 0; u < count; u++) attend(l, all[u], all[std::min(u + parts, count - 1)]);
     }
 
     template <class Other> void after_attention(int l, Other& other) const {
@@ -183,68 +178,81 @@ template <class T> struct Worker {
     }
 };
 
+// How far a block has come: layers whose keys are written, and whose attention is done.
+struct Progress { std::atomic<int> keys{0}, attention{0}; };
+
 // Attention of a block in one layer, unit by unit, beside a product.
 template <class T> class Attention {
 public:
-    void begin(const Worker<T>& worker, int l, std::atomic<int>& layers_done) {
+    explicit Attention(std::vector<Progress>& progress) : progress(progress) {}
+    void begin(const Worker<T>& worker, int l, int index) {
         block.emplace(worker);
         layer = l;
-        done = &layers_done;
+        own = index;
+        seen = worker.dependent ? 0 : own;
         units = block->units();
         next = 0;
         look_ahead();
     }
     // A unit is computed when all that it reads has been asked for.
-    int pause(const char** pieces, int most) {
-        if (block && asked == wanted.size()) attend();
-        if (!block) return 0;
+    Pieces pause(int most) {
+        if (block && asked == wanted.size() && is_ready()) attend();
+        if (!block) return {};
         const int count = int(std::min<size_t>(most, wanted.size() - asked));
-        std::copy_n(wanted.begin() + asked, count, pieces);
         asked += count;
-        return count;
+        return {wanted.data() + asked - count, count};
     }
     void finish() {
-        while (block) attend();
+        while (block)
+            if (is_ready()) attend();
+            else std::this_thread::yield();
     }
 
 private:
+    // Tokens see keys of their own block and of those before.
+    bool is_ready() {
+        while (seen < own && progress[seen].keys.load(std::memory_order_acquire) > layer) seen++;
+        return seen == own;
+    }
     void attend() {
         block->attend(layer, units[next], units[std::min(next + 1, units.size() - 1)]);
         if (++next < units.size()) return look_ahead();
         block.reset();
-        done->store(layer + 1, std::memory_order_release);
+        progress[own].attention.store(layer + 1, std::memory_order_release);
     }
     void look_ahead() {
         pieces<T>(block->plan, block->call(layer), units[next], wanted);
         asked = 0;
     }
 
+    std::vector<Progress>& progress;
     std::optional<Worker<T>> block;  // none: there is nothing to do
-    int layer;
-    std::atomic<int>* done;
+    int layer, own, seen;            // seen: blocks before that, whose keys are written
     std::vector<Unit> units;
     size_t next, asked;
     std::vector<const char*> wanted;  // by the next unit
 };
 
 // From one layer's attention to the next, of one block after the other: a thread takes the next that nobody has taken,
-// and the attention of the one that it had before.
+// and the attention of the one that it had before. What anybody waits for was taken earlier, and no thread waits before
+// it has done what it took: so all come to an end.
 template <class T, class OfBlock>
-void in_turn(const Model& model, int blocks, std::atomic<int>& next, std::vector<std::atomic<int>>& layers_done,
-             OfBlock of_block) {
-    const int layers = int(model.count);
-    Attention<T> attention;
+void in_turn(const Model& model, std::atomic<int>& next, std::vector<Progress>& progress, OfBlock of_block) {
+    const int layers = int(model.count), blocks = int(progress.size());
+    Attention<T> attention(progress);
     for (int i; (i = next++) < (layers + 1) * blocks;) {
         const int l = i / blocks, b = i % blocks;
+        const auto is_due = [&] { return progress[b].attention.load(std::memory_order_acquire) >= l; };
         // It may be this thread's own attention that is missing, or that of one that has lost its processor.
-        if (layers_done[b].load(std::memory_order_acquire) < l) attention.finish();
-        while (layers_done[b].load(std::memory_order_acquire) < l) std::this_thread::yield();
+        if (!is_due()) attention.finish();
+        while (!is_due()) std::this_thread::yield();
         const Worker<T> worker = of_block(b);
         if (l > 0) worker.after_attention(l - 1, attention);
         if (l < layers) worker.before_attention(l, attention);
         else worker.last_norm();
+        progress[b].keys.store(l + 1, std::memory_order_release);
         attention.finish();
-        if (l < layers) attention.begin(worker, l, layers_done[b]);
+        if (l < layers) attention.begin(worker, l, b);
     }
     attention.finish();
 }
@@ -259,8 +267,7 @@ void forward(const Model& model, const Step& step, const Plan& plan) {
     const size_t wide = model.inner * whole<GROUP>(size) / PER_WORD<T>;
     const Space room = space((narrow + wide) * (shared ? 1 : threads));
     std::atomic<int> next(0);
-    std::vector<std::atomic<int>> layers_done(blocks);
-    for (auto& count : layers_done) count = 0;
+    std::vector<Progress> progress(blocks);
 #pragma omp parallel num_threads(threads)
     {
         const Nothing nothing;
@@ -270,26 +277,15 @@ void forward(const Model& model, const Step& step, const Plan& plan) {
             return {model, step, plan, dependent, b * size, std::min((b + 1) * size, tokens),
                     shared ? thread : 0, parts, own, own + narrow};
         };
-        if (!shared && !dependent) {
-            in_turn<T>(model, blocks, next, layers_done, of_block);
-        } else if (shared) {
+        if (!shared) {
+            in_turn<T>(model, next, progress, of_block);
+        } else {
             for (int l = 0; l < layers; l++) {
                 of_block(0).before_attention(l, nothing);
                 of_block(0).attention(l);
                 of_block(0).after_attention(l, nothing);
             }
             of_block(0).last_norm();
-        } else {
-            for (int l = 0; l < layers; l++) {
-#pragma omp for schedule(dynamic, 1)
-                for (int b = 0; b < blocks; b++) of_block(b).before_attention(l, nothing);
-#pragma omp for schedule(dynamic, 1)
-                for (int b = 0; b < blocks; b++) {
-                    of_block(b).attention(l);
-                    of_block(b).after_attention(l, nothing);
-                    if (l + 1 == layers) of_block(b).last_norm();
-                }
-            }
         }
     }
 }

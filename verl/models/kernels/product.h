@@ -76,8 +76,9 @@ void pack(const T* x, int64_t K, int tokens, Place to) {
 
 // What a thread has to do beside a product: between two tiles `pause` does some of it, and says which pieces of memory
 // it is going to read, `most` of them or fewer. They are asked for while the next tile is multiplied.
+struct Pieces { const char* const* at = nullptr; int count = 0; };
 struct Nothing {
-    int pause(const char**, int) const { return 0; }
+    Pieces pause(int) const { return {}; }
 };
 constexpr int MOST_PIECES = 8;
 
@@ -88,9 +89,7 @@ template <class T, int R, int C, class Other>
                             Other& other, F (&out)[R][C]) {
     using On = Operand<T>;
     constexpr int P = On::P, HALF = R / 2, LINE = CACHE_LINE / sizeof(T);
-    const char* wanted[MOST_PIECES];
-    const int most = int(std::min<int64_t>(MOST_PIECES, K / (2 * P) / (PIECE / CACHE_LINE)));
-    const int count = other.pause(wanted, most);
+    const Pieces wanted = other.pause(int(std::min<int64_t>(MOST_PIECES, K / (2 * P) / (PIECE / CACHE_LINE))));
     F sum[R][C];
 #pragma GCC unroll 12
     for (int r = 0; r < R; r++)
@@ -112,9 +111,9 @@ template <class T, int R, int C, class Other>
         high += P;
     };
     int64_t k = 0;
-    for (int i = 0; i < count; i++)
+    for (int i = 0; i < wanted.count; i++)
         for (int at = 0; at < PIECE; at += CACHE_LINE, k += 2 * P) {
-            __builtin_prefetch(wanted[i] + at, 0, 2);
+            __builtin_prefetch(wanted.at[i] + at, 0, 2);
             step(next_low);
             step(next_high);
         }
