@@ -29,7 +29,8 @@ template <class T> Factor<T> as_factor(T x) {
 }
 
 // Blocks that follow on each other, by rows as far as factors go, and by columns. What lies at the same places of
-// `ahead` is wanted next: blocks are too short for the processor to see where the reading goes.
+// `ahead` is wanted next, in the second-level cache, as the first has no room for both: blocks are too short for the
+// processor to see where the reading goes.
 template <class T> struct Blocks {
     const T *const *at, *const *ahead;
     int rows, columns;  // of a block
@@ -57,7 +58,7 @@ void product_tile(const Factor<T>* factors, int ld, const Blocks<T>& blocks, int
 #pragma GCC unroll 8
             for (int c = 0; c < C; c++) {
                 row[c] = On::read(rows[c] + (i - begin) / P * stride);
-                __builtin_prefetch(ahead[c] + (i - begin) / P * stride);
+                __builtin_prefetch(ahead[c] + (i - begin) / P * stride, 0, 2);
                 if (!whole) row[c] = On::first(row[c]);
             }
 #pragma GCC unroll 8
