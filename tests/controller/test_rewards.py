@@ -100,9 +100,14 @@ def test_workers_that_are_killed_at_any_moment_lose_nothing(make: Callable[..., 
     reward.get_reward(texts_of("a"))
 
     def kill() -> None:
+        killed = 0
         while not over.wait(0.3 + 0.4 * chance.random()):
-            with suppress(ProcessLookupError, IndexError):
-                os.kill(chance.choice(reward.group.pids), signal.SIGKILL)
+            if all(worker.is_ready for worker in reward.group.workers):
+                killed = 0
+            if killed < pool.MAX_DEATHS - 1:  # so many before they are ready would mean that the function cannot start
+                killed += 1
+                with suppress(ProcessLookupError, IndexError):
+                    os.kill(chance.choice(reward.group.pids), signal.SIGKILL)
 
     killer = threading.Thread(target=kill)
     killer.start()
