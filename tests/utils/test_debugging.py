@@ -38,8 +38,9 @@ def test_memory_is_told_by_role(tiny: Path) -> None:
 
 def test_collectives_are_timed_and_ranks_that_differ_are_named(tmp_path: Path) -> None:
     context = multiprocessing.get_context("spawn")
-    results = context.Queue()
-    ranks = [context.Process(target=rank_main, args=(rank, str(tmp_path / "store"), results)) for rank in range(2)]
+    results, started = context.Queue(), context.Barrier(2)
+    given = (str(tmp_path / "store"), started, results)
+    ranks = [context.Process(target=rank_main, args=(rank, *given)) for rank in range(2)]
     for process in ranks:
         process.start()
     said = dict(results.get(timeout=120) for _ in ranks)
@@ -55,10 +56,10 @@ def test_collectives_are_timed_and_ranks_that_differ_are_named(tmp_path: Path) -
     assert said[0][0]["gloo:all_reduce"][1] > 0.4 > 0.2 > said[1][0]["gloo:all_reduce"][1] - 0.2
 
 
-def rank_main(rank: int, store: str, results: Any) -> None:
+def rank_main(rank: int, store: str, started: Any, results: Any) -> None:
     dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=2)
-    dist.barrier()
     with collective_times() as times:
+        started.wait(60)
         time.sleep(1.5 * rank)
         for _ in range(3):
             dist.all_reduce(torch.ones(1000))
