@@ -234,8 +234,8 @@ private:
 };
 
 // From one layer's attention to the next, of one block after the other: a thread takes the next that nobody has taken,
-// and the attention of the one that it had before. What anybody waits for was taken earlier, and no thread waits before
-// it has done what it took: so all come to an end.
+// and the attention of the one that it had before. Whoever waits, waits for what was taken earlier, and has nothing earlier
+// left to do: so what was taken first always goes on.
 template <class T, class OfBlock>
 void in_turn(const Model& model, std::atomic<int>& next, std::vector<Progress>& progress, OfBlock of_block) {
     const int layers = int(model.count), blocks = int(progress.size());

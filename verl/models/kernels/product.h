@@ -74,13 +74,12 @@ void pack(const T* x, int64_t K, int tokens, Place to) {
     }
 }
 
-// What a thread has to do beside a product: between two tiles `pause` does some of it, and says which pieces of memory
-// it is going to read, `most` of them or fewer. They are asked for while the next tile is multiplied.
+// What a thread has to do beside a product: between two tiles `pause(most)` does some of it, and says which pieces of
+// memory it is going to read, `most` of them or fewer. They are asked for while the next tile is multiplied.
 struct Pieces { const char* const* at = nullptr; int count = 0; };
 struct Nothing {
     Pieces pause(int) const { return {}; }
 };
-constexpr int MOST_PIECES = 8;
 
 // R rows of weights times C groups of tokens. Row r < R / 2 lies at w[0] + r K, row R / 2 + r at w[1] + r K; what lies
 // from `ahead` on likewise is wanted next. A function of its own: else the compiler keeps sums in memory.
@@ -89,7 +88,7 @@ template <class T, int R, int C, class Other>
                             Other& other, F (&out)[R][C]) {
     using On = Operand<T>;
     constexpr int P = On::P, HALF = R / 2, LINE = CACHE_LINE / sizeof(T);
-    const Pieces wanted = other.pause(int(std::min<int64_t>(MOST_PIECES, K / (2 * P) / (PIECE / CACHE_LINE))));
+    const Pieces wanted = other.pause(int(K / (2 * P) / (PIECE / CACHE_LINE)));
     F sum[R][C];
 #pragma GCC unroll 12
     for (int r = 0; r < R; r++)
