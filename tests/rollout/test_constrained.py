@@ -72,6 +72,24 @@ def test_what_is_finished_keeps_to_the_grammar(
         assert engine == pytest.approx(trainer, abs=1e-4)
 
 
+def test_what_is_cut_off_does_not_hold(make_actor: MakeActor) -> None:
+    """By a guard or by a stop string, in the middle of what the grammar wants."""
+
+    class Stop:
+        every = 4
+
+        def __call__(self, texts: list[str]) -> list[str]:
+            return ["stop"] * len(texts)
+
+    episode = ConstrainedEpisode(grammar=Grammar.regex(DATE), guard=Stop(), max_resamples=1)
+    rows = make_actor(episode=episode).generate_sequences(["A", "B"], n=2)
+    assert (set(rows["finish"]), rows.lengths("response_tokens")) == ({"reject"}, [4] * 4)
+    episode = ConstrainedEpisode(grammar=Grammar.regex(DATE), max_resamples=1)
+    sampling = SamplingParams(max_new_tokens=64, stop=("-",))
+    rows = make_actor(episode=episode, sampling=sampling).generate_sequences(["A", "B"], n=2)
+    assert (set(rows["finish"]), rows.lengths("response_tokens")) == ({"reject"}, [5] * 4)
+
+
 def test_the_masked_policy_is_renormalised(tiny: Path) -> None:
     """Frequencies of the first token are the model's probabilities of the allowed ones, made to sum to one."""
     actor = verl.Actor.from_pretrained(str(tiny), sampling=SamplingParams(max_new_tokens=2))

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
+from dataclasses import asdict
 
 import pytest
 import torch
@@ -84,6 +85,14 @@ def test_stop_strings_end_a_response_across_tokens(engine: EmbeddedEngine, token
     assert sample.tokens == free.tokens[: len(sample.tokens)]
     assert stop in tokenizer.decode(sample.tokens)
     assert stop not in tokenizer.decode(sample.tokens[:-1])
+    # One that ends before the least length ends nothing, then or later.
+    params = SamplingParams(max_new_tokens=60, min_new_tokens=len(sample.tokens) + 1, ignore_eos=True, stop=(stop,))
+    sample = next(generate(engine, [Request("x", [7, 8, 9], params)]))
+    again = text.find(stop, text.index(stop) + 1)
+    assert sample.text == (text if again < 0 else text[:again])
+    params = SamplingParams(**{**asdict(params), "min_new_tokens": params.min_new_tokens - 1})
+    sample = next(generate(engine, [Request("x", [7, 8, 9], params)]))
+    assert (len(sample.tokens), sample.text) == (params.min_new_tokens, text[: text.index(stop)])
 
 
 def test_stop_strings_need_a_tokenizer(packed64: PackedModel) -> None:

@@ -2,10 +2,12 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from typing import Any
 
 import pytest
 
+from tests.conftest import byte_tokenizer
 from verl.errors import RolloutError
 from verl.models.packed import PackedModel
 from verl.rollout.base import Request, SamplingParams, generate
@@ -107,3 +109,64 @@ def test_leaving_early_takes_the_requests_back(engine: EmbeddedEngine) -> None:
     asyncio.run(asyncio.wait_for(first(), 60))
     assert engine.unfinished == 0
     assert engine.cache.available == engine.cache.num_blocks
+
+
+def test_a_guard_that_fails_in_a_later_turn_ends_the_run_and_leaves_nothing_behind(packed64: PackedModel) -> None:
+    class Away:
+        every = 4
+
+        def __call__(self, texts: Sequence[str]) -> list[None]:
+            raise ConnectionError("the service is away")
+
+    tokenizer = byte_tokenizer()
+    engine = EmbeddedEngine(packed64, eos_token_ids=(2,), seed=0, kv_memory=8 << 20, tokenizer=tokenizer)
+    again: list[str] = []
+
+    async def two_turns(client: Client, row: Mapping[str, Any]) -> Sequence[Turns]:
+        turns = Turns().wrote(await client.generate(row["prompt_tokens"]))
+        guard = Away() if row["id"] == "row 3" else None
+        try:
+            turns.wrote(await client.generate([*row["prompt_tokens"], *turns.response_tokens], guard=guard))
+        except RolloutError:
+            try:
+                await client.generate(row["prompt_tokens"])
+            except RolloutError as error:
+                again.append(str(error))
+        return [turns]
+
+    with pytest.raises(ConnectionError, match="away"):
+        outcomes(engine, two_turns)
+    assert len(again) == len(ROWS) and set(again) == {"the rollout engine failed: the service is away"}
+    assert engine.unfinished == 0
+    assert engine.cache.available == engine.cache.num_blocks
+    assert all(len(outcome.responses[0].response_tokens) == 12 for outcome in outcomes(engine).values())
+
+
+@pytest.mark.filterwarnings("error")
+def test_an_episode_that_cancels_itself_or_exits_is_an_outcome_and_the_others_go_on(engine: EmbeddedEngine) -> None:
+    closed: list[str] = []
+
+    async def odd(client: Client, row: Mapping[str, Any]) -> Sequence[Turns]:
+        if row["id"] == "row 1":
+            raise asyncio.CancelledError
+        if row["id"] == "row 2":
+            raise SystemExit(3)
+        if row["id"] == "row 3":
+            try:
+                await asyncio.sleep(60)
+            finally:
+                await asyncio.sleep(0.01)
+                closed.append("in order")
+        if row["id"] == "row 4":
+            while True:
+                with suppress(asyncio.CancelledError):
+                    await asyncio.sleep(3)
+                    break
+        return await single_turn(client, row)
+
+    result = outcomes(engine, odd, deadline=1)
+    errors = {index: outcome.error for index, outcome in result.items() if outcome.error}
+    assert sorted(errors) == [1, 2, 3, 4]
+    assert "it cancelled itself" in str(errors[1]) and "SystemExit(3)" in str(errors[2])
+    assert "longer than 1 s" in str(errors[3]) and "longer than 1 s" in str(errors[4])
+    assert closed == ["in order"]

@@ -143,3 +143,46 @@ def test_a_guard_that_fails_leaves_the_engine_in_order(make_engine: MakeEngine) 
     fails.every = 0  # type: ignore[attr-defined]
     with pytest.raises(RolloutError, match="every 0"):
         engine.add(Request("z", PROMPT, LONG, guard=fails))  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_a_processor_that_gives_what_is_no_logit_is_told(
+    make_engine: MakeEngine, value: float, temperature: float
+) -> None:
+    def force(tokens: Sequence[int], logits: Tensor) -> Tensor:
+        logits[65] = value
+        return logits
+
+    params = SamplingParams(max_new_tokens=4, temperature=temperature)
+    with pytest.raises(RolloutError, match=r"'x' at token 0 are not finite.*processor"):
+        answers(make_engine(), [Request("x", PROMPT, params, processors=(force,))])
+
+
+@pytest.mark.parametrize("when", [0, 3])
+def test_a_processor_that_fails_once_changes_nothing(make_engine: MakeEngine, when: int) -> None:
+    failed: list[int] = []
+
+    def once(tokens: Sequence[int], logits: Tensor) -> Tensor:
+        if len(tokens) == when and not failed:
+            failed.append(when)
+            raise ConnectionError("away")
+        return logits
+
+    alone = {name: answers(make_engine(), [Request(name, PROMPT, LONG)])[name] for name in "xy"}
+    engine = make_engine()
+    engine.add(Request("y", PROMPT, LONG))
+    engine.add(Request("x", PROMPT, LONG, processors=(once,)))
+    with pytest.raises(ConnectionError):
+        list(generate(engine, []))
+    for name, sample in answers(engine, []).items():
+        assert sample.tokens == alone[name].tokens
+        assert sample.log_probs == pytest.approx(alone[name].log_probs, abs=1e-9)
+
+
+def test_what_was_asked_for_is_taken_back_after_an_error(make_engine: MakeEngine) -> None:
+    engine = make_engine()
+    with pytest.raises(RolloutError, match="'bad'"):
+        list(generate(engine, [Request("good", PROMPT, LONG), Request("bad", [])]))
+    assert engine.unfinished == 0
+    assert len(answers(engine, [Request("good", PROMPT, LONG)])["good"].tokens) == 20

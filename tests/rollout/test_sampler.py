@@ -2,13 +2,14 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Mapping
+from typing import Any
 
 import pytest
 import torch
 from transformers import MinPLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
 
-from verl.errors import ConfigError
-from verl.rollout.base import SamplingParams
+from verl.errors import ConfigError, RolloutError
+from verl.rollout.base import Request, SamplingParams
 from verl.rollout.sampler import BLOCK, SamplingTable, sample
 
 both = pytest.mark.parametrize("compiled", [True, False], ids=["kernel", "torch"])
@@ -194,3 +195,35 @@ def test_an_edit_that_leaves_nothing_is_told_by_the_log_prob(compiled: bool) -> 
     assert tokens[0] == 150
     assert log_probs.isfinite().tolist() == [True, False]
     assert log_probs[1] == -torch.inf
+
+
+@both
+def test_broken_weights_are_no_choice_of_an_edit(compiled: bool) -> None:
+    logits = torch.zeros(3, 40)
+    logits[:2] = torch.nan
+    edits = {0: lambda x: x, 2: lambda x: torch.full_like(x, -torch.inf)}
+    table = SamplingTable.of([SamplingParams()] * 3, edits)
+    _, log_probs = sample(logits, grid(3), table, compiled)
+    assert log_probs[:2].isnan().all() and log_probs[2] == -torch.inf
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        *[("max_new_tokens", value) for value in (2.5, "5", None)],
+        *[("top_k", value) for value in (-1, 1.5, 2**31)],
+        *[("temperature", value) for value in (None, float("nan"), -1, 1e-46, float("inf"))],
+        *[("stop", value) for value in ("a", ["a"], ("a", 3), (b"a",), ("",))],
+        *[("stop_token_ids", value) for value in (5, [5], ("a",))],
+    ],
+)
+def test_sampling_parameters_that_cannot_be_are_named(name: str, value: Any) -> None:
+    with pytest.raises(ConfigError, match=f"sampling: {name} must"):
+        SamplingParams(**{name: value})
+
+
+def test_a_prompt_is_token_ids() -> None:
+    assert Request("x", torch.tensor([5, 6])).prompt_tokens == [5, 6]  # type: ignore[arg-type]
+    for prompt in ([5.5], "ab", None, [[5]], [None]):
+        with pytest.raises(RolloutError, match="'x': its prompt must be token ids"):
+            Request("x", prompt)  # type: ignore[arg-type]

@@ -7,6 +7,7 @@ import json
 import threading
 import time
 from collections.abc import Iterable, Sequence
+from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
 
@@ -137,6 +138,15 @@ def test_several_calls_of_one_turn_are_answered_in_order(chat: PreTrainedTokeniz
         (call("waits"), "error: waits took longer than 0.2 s"),
         (call("table"), '{"a": [1, 2]}'),
         (call("long"), "x" * 16 + " [cut]"),
+        (call("gives_up"), "error: RuntimeError: CancelledError()"),
+        (call("cancels"), "error: RuntimeError: it cancelled itself"),
+        (call("exits"), "error: RuntimeError: SystemExit(4)"),
+        (call("runs_out"), "error: RuntimeError: StopIteration()"),
+        (call("keys"), "error: TypeError: keys must be str"),
+        (call("half"), "a?b"),
+        (call("\ud83d"), "error: there is no tool '?'"),
+        (call("calculator", **{"\ud83d": 1}), "error: calculator: "),
+        (f"<tool_call>{'[' * 200_000}</tool_call>", "error: a call is"),
     ],
 )
 def test_what_goes_wrong_is_told_to_the_policy(chat: PreTrainedTokenizerBase, written: str, answer: str) -> None:
@@ -162,9 +172,37 @@ def test_what_goes_wrong_is_told_to_the_policy(chat: PreTrainedTokenizerBase, wr
         """Returns much."""
         return "x" * 1000
 
-    tools = [calculator, fails, tool(late, timeout=0.2), tool(waits, timeout=0.2), table, long]
+    def gives_up() -> str:
+        """Waits for what has been cancelled."""
+        future: Future[str] = Future()
+        future.cancel()
+        return future.result()
+
+    async def cancels() -> str:
+        """Cancels itself."""
+        raise asyncio.CancelledError
+
+    async def exits() -> str:
+        """Exits."""
+        raise SystemExit(4)
+
+    def runs_out() -> str:
+        """Takes the next of nothing."""
+        return next(iter([]))
+
+    def keys() -> dict[str, Any]:
+        """Returns what is no JSON."""
+        return {(1, 2): 3}  # type: ignore[dict-item]
+
+    def half() -> str:
+        """Returns half of a surrogate pair."""
+        return "a\udce9b"
+
+    late_ones = [tool(late, timeout=0.2), tool(waits, timeout=0.2)]
+    tools = [calculator, fails, *late_ones, table, long, gives_up, cancels, exits, runs_out, keys, half]
     limit = 16 if "long" in written else 200
-    outcome, _ = play(ToolEpisode(tools, max_result_tokens=limit), chat, [written, "ok<|end|>"], max_new_tokens=900)
+    options = {"max_new_tokens": 900 + len(written)}
+    outcome, _ = play(ToolEpisode(tools, max_result_tokens=limit), chat, [written, "ok<|end|>"], **options)
     assert f"<|tool|>{answer}" in text_of(outcome, chat, 0)
     assert outcome.responses[0].finish == "stop"
 

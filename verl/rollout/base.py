@@ -7,11 +7,14 @@ tokens. The uniform number behind token t of a sample is a hash of (run seed, sa
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+import operator
+import reprlib
+from collections.abc import Generator, Iterable, Sequence
 from dataclasses import dataclass, field
+from numbers import Integral, Real
 from typing import TYPE_CHECKING, Literal, Protocol
 
-from verl.errors import ConfigError
+from verl.errors import ConfigError, RolloutError
 from verl.shard import Shard
 
 if TYPE_CHECKING:
@@ -35,8 +38,9 @@ class LogitsProcessor(Protocol):
             logits: `[V]`, fp32 or fp64, before temperature; may be changed in place.
 
         Returns:
-            The logits `[V]` to sample from, minus infinity for what must not come. If nothing may come, the
-            response ends with `finish="reject"`. Log-probs stay those of the unchanged logits.
+            The logits `[V]` to sample from, minus infinity for what must not come (NaN and plus infinity are
+            refused). If nothing may come, the response ends with `finish="reject"`. Log-probs stay those of the
+            unchanged logits.
         """
 
 
@@ -58,8 +62,8 @@ class SamplingParams:
     """How one response is sampled.
 
     `temperature` 0 is greedy; `top_k` 0, `top_p` 1 and `min_p` 0 are off, and apply in this order after the
-    temperature. Before `min_new_tokens` tokens no end-of-sequence or stop token is sampled. `stop` strings and
-    `stop_token_ids` end a response, their tokens included; `ignore_eos` goes on to `max_new_tokens`.
+    temperature. Before `min_new_tokens` tokens no end-of-sequence or stop token is sampled, and no stop string counts.
+    `stop` strings and `stop_token_ids` end a response, their tokens included; `ignore_eos` goes on to `max_new_tokens`.
 
     Raises:
         ConfigError: a value is out of range.
@@ -76,18 +80,30 @@ class SamplingParams:
     ignore_eos: bool = False
 
     def __post_init__(self) -> None:
+        kinds = {Integral: ("max_new_tokens", "min_new_tokens", "top_k"), Real: ("temperature", "top_p", "min_p")}
+        for kind, names in kinds.items():
+            for name in names:
+                if not isinstance(getattr(self, name), kind):
+                    word = "whole number" if kind is Integral else "number"
+                    raise ConfigError(f"sampling: {name} must be a {word}, got {getattr(self, name)!r}")
         checks = {
             "max_new_tokens must be at least 0": self.max_new_tokens >= 0,
             "min_new_tokens must lie between 0 and max_new_tokens": 0 <= self.min_new_tokens <= self.max_new_tokens,
-            "temperature must be finite and at least 0": 0 <= self.temperature < float("inf"),
-            "top_k must be at least 0 (0 is off)": self.top_k >= 0,
+            "temperature must be 0 (greedy) or lie in [1e-6, 1e6]": not self.temperature
+            or 1e-6 <= self.temperature <= 1e6,
+            "top_k must lie in [0, 2^31) (0 is off)": 0 <= self.top_k < 1 << 31,
             "top_p must lie in (0, 1] (1 is off)": 0 < self.top_p <= 1,
             "min_p must lie in [0, 1] (0 is off)": 0 <= self.min_p <= 1,
-            "stop must be a tuple of non-empty strings": tuple(self.stop) == self.stop and all(self.stop),
+            "stop must be a tuple of non-empty strings": _is_tuple_of(str, self.stop) and all(self.stop),
+            "stop_token_ids must be a tuple of whole numbers": _is_tuple_of(Integral, self.stop_token_ids),
         }
         for message, holds in checks.items():
             if not holds:
                 raise ConfigError(f"sampling: {message}, got {self}")
+
+
+def _is_tuple_of(kind: type, values: object) -> bool:
+    return isinstance(values, tuple) and all(isinstance(value, kind) for value in values)
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,8 +111,12 @@ class Request:
     """One response to be sampled. `id` names the sample and, with the run's seed, its random numbers.
 
     Requests whose `prompt_tokens` are equal share one prefill and one copy of the prompt's KV cache. `processors`
-    change the logits, one after the other. A `grammar` allows only tokens that keep to it; it and a `guard` need an
-    engine with a tokenizer.
+    change the logits, one after the other. A `grammar` allows only tokens that keep to it: `finish="stop"` is then its
+    end, and a response that a stop string or a guard ends before it has `finish="length"`, as at the limit. It and a
+    `guard` need an engine with a tokenizer.
+
+    Raises:
+        RolloutError: the prompt is no sequence of whole numbers.
     """
 
     id: str
@@ -105,6 +125,14 @@ class Request:
     processors: tuple[LogitsProcessor, ...] = ()
     guard: Guard | None = None
     grammar: Grammar | None = None
+
+    def __post_init__(self) -> None:
+        try:
+            tokens = [operator.index(token) for token in self.prompt_tokens]
+        except TypeError as error:
+            shown = reprlib.repr(self.prompt_tokens)
+            raise RolloutError(f"request '{self.id}': its prompt must be token ids, got {shown}") from error
+        object.__setattr__(self, "prompt_tokens", tokens)
 
 
 @dataclass(slots=True)
@@ -160,9 +188,19 @@ class RolloutEngine(Protocol):
         """Be ready again after `sleep`."""
 
 
-def generate(engine: RolloutEngine, requests: Iterable[Request]) -> Iterator[Sample]:
-    """Samples of these requests as they finish, in no particular order."""
-    for request in requests:
-        engine.add(request)
-    while engine.unfinished:
-        yield from engine.step()
+def generate(engine: RolloutEngine, requests: Iterable[Request]) -> Generator[Sample, None, None]:
+    """Samples of these requests, and of those before, as they finish, in no particular order.
+
+    Left early, or by an error, it takes back those that have not finished.
+    """
+    asked: list[str] = []
+    try:
+        for request in requests:
+            engine.add(request)
+            asked.append(request.id)
+        while engine.unfinished:
+            yield from engine.step()
+    finally:
+        if asked and engine.unfinished:
+            engine.abort(asked)
+            engine.step()  # hands them out, so that nobody meets them later

@@ -40,8 +40,9 @@ class ScoreGuard:
 class ConstrainedEpisode:
     """A single turn under constraints; a response that breaks one is thrown away and another is sampled.
 
-    Under a grammar a response that the limit of tokens cuts off is broken, too. If none of `1 + max_resamples` holds
-    the last one stays with `finish="reject"`: it is not scored, and abstains. Metric `rollout/rejection_rate`.
+    Under a grammar a response that the limit of tokens, a stop string or a guard cuts off is broken, too. If none of
+    `1 + max_resamples` holds the last one stays with `finish="reject"`: it is not scored, and abstains. Metric
+    `rollout/rejection_rate`.
 
     Args:
         grammar: of every response, or a function from a row to its grammar (None: none).

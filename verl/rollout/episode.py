@@ -17,9 +17,9 @@ import queue
 import threading
 from collections.abc import AsyncGenerator, Awaitable, Callable, Generator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import aclosing, suppress
+from contextlib import aclosing, nullcontext, suppress
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from verl.errors import RolloutError
 from verl.rollout.base import Finish, Guard, LogitsProcessor, Request, RolloutEngine, Sample, SamplingParams
@@ -29,8 +29,11 @@ if TYPE_CHECKING:
 
     from verl.rollout.grammar import Grammar
 
+_T = TypeVar("_T")
 #: Seconds that an episode may take that does not say otherwise.
 DEADLINE = 600.0
+#: Seconds that it has, cancelled, to close what it has open.
+_GRACE = 2.0
 
 
 @dataclass
@@ -127,8 +130,11 @@ class _Pump:
         self._new: list[Request] = []
         self._dropped: list[str] = []
         self._asked = asyncio.Event()
+        self._failure = ""
 
     async def ask(self, request: Request) -> Sample:
+        if self._failure:
+            raise RolloutError(self._failure)
         future: asyncio.Future[Sample] = asyncio.get_running_loop().create_future()
         if request.id in self._waiting:
             raise RolloutError(f"request '{request.id}' is already being answered: ids must differ")
@@ -163,6 +169,7 @@ class _Pump:
 
     def drain(self) -> None:
         """Take back what nobody waits for any more, so that the engine is left without our requests."""
+        self._failure = self._failure or "the rollout has ended"
         if self._waiting:
             self._engine.abort(list(self._waiting))
             self._engine.step()
@@ -187,8 +194,43 @@ class _Pump:
             future.set_result(result)
 
     def _fail(self, error: Exception) -> None:
-        for name in list(self._waiting):
-            self._answer(name, RolloutError(f"the rollout engine failed: {error}"))
+        """Nobody waits any more; what is asked for stays noted: it may be in the engine still."""
+        self._failure = f"the rollout engine failed: {error}"
+        for future in self._waiting.values():
+            if not future.done():
+                future.set_exception(RolloutError(self._failure))
+
+
+class LateError(Exception):
+    """A user's code took longer than it may."""
+
+
+async def settled(work: Awaitable[_T], seconds: float) -> _T:
+    """What a user's code gives.
+
+    Raises:
+        LateError: it is not done after so many seconds; it is cancelled then.
+        Exception: what it raises; if it exits, or cancels itself, a RuntimeError: the others go on.
+    """
+    task = asyncio.ensure_future(_staying(work))
+    try:
+        await asyncio.wait([task], timeout=seconds)
+        if not task.done():
+            raise LateError
+    finally:
+        if not task.done():
+            task.cancel()
+            await asyncio.wait([task], timeout=_GRACE)
+    if task.cancelled():
+        raise RuntimeError("it cancelled itself")
+    return task.result()
+
+
+async def _staying(work: Awaitable[_T]) -> _T:
+    try:
+        return await work
+    except SystemExit as error:  # it would end the event loop
+        raise RuntimeError(repr(error)) from error
 
 
 async def run_episodes(
@@ -217,8 +259,8 @@ async def run_episodes(
         own = params if isinstance(params, SamplingParams) else params[index]
         client = Client(pump, str(row["id"]), own, tokenizer)
         try:
-            return Outcome(index, await asyncio.wait_for(episode(client, row), seconds))
-        except asyncio.TimeoutError:
+            return Outcome(index, await settled(episode(client, row), seconds))
+        except LateError:
             return Outcome(index, [], f"episode of row '{row['id']}' took longer than {seconds:g} s")
         except Exception as error:  # a user's code: whatever it raises is this row's affair
             return Outcome(index, [], f"episode of row '{row['id']}': {type(error).__name__}: {error}")
@@ -233,9 +275,10 @@ async def run_episodes(
     finally:
         for task in [*tasks, pumping]:
             task.cancel()
-        with suppress(asyncio.CancelledError):
-            await pumping
-        pump.drain()
+        await asyncio.wait([*tasks, pumping])
+        failed = not pumping.cancelled() and pumping.exception() is not None
+        with suppress(Exception) if failed else nullcontext():  # once more, of an engine that is gone
+            pump.drain()
 
 
 def outcomes(

@@ -103,7 +103,11 @@ class HFEngine:
         if not self._batch:
             self._next_batch()
         if self._batch:
-            draw(self._batch, self._forward(), self.policy_version)
+            try:
+                draw(self._batch, self._forward(), self.policy_version)
+            except BaseException:
+                self._restart_batch()  # what the cache has read is not what the responses are
+                raise
         done = [response for response in self._by_id.values() if response.finish is not None]
         for response in done:
             del self._by_id[response.id]

@@ -82,12 +82,26 @@ class Response:
         self.log_probs.append(log_prob)
         ended = token in self.end_tokens
         last = ended or len(self.tokens) >= self.max_new_tokens
-        if self.watch is not None and self.params.stop and (last or len(self.tokens) >= self.params.min_new_tokens):
-            ended |= self.watch.saw_stop(self.tokens, final=last)
+        stopped = self._saw_stop(last)
         if ended:
             self.finish = "stop"
+        elif stopped:
+            self.finish = self.cut
         elif last:
             self.finish = "length"
+
+    def _saw_stop(self, last: bool) -> bool:
+        if self.watch is None or not self.params.stop:
+            return False
+        if len(self.tokens) < self.params.min_new_tokens:
+            self.watch.pass_over(self.tokens)
+            return False
+        return self.watch.saw_stop(self.tokens, final=last)
+
+    @property
+    def cut(self) -> Finish:
+        """How a stop string or a guard ends it: under a grammar it is not whole then."""
+        return "stop" if self.mask is None else "length"
 
     @property
     def edited(self) -> bool:
@@ -165,6 +179,7 @@ def draw(responses: Sequence[Response], logits: Tensor, policy_version: int, com
         raise RolloutError(
             f"the logits of sample '{responses[row].id}' at token {len(responses[row].tokens)} are not finite: "
             f"the weights of policy version {policy_version} are broken, or overflow in {logits.dtype}"
+            + (", or a logits processor gave NaN or plus infinity" if responses[row].processors else "")
         )
     for row, (response, token, log_prob) in enumerate(zip(responses, tokens.tolist(), log_probs.tolist(), strict=True)):
         drawn = (token, log_prob) if row not in kept else response.keep_to_grammar(token, log_prob, kept[row])
@@ -193,7 +208,7 @@ def _ask_guards(responses: Sequence[Response]) -> None:
             )
         for response, verdict in zip(asked, verdicts, strict=True):
             if verdict is not None and (verdict == "reject" or response.finish is None):
-                response.finish = verdict
+                response.finish = verdict if verdict == "reject" else response.cut
 
 
 def check_prompt(name: str, prompt: list[int], vocab_size: int, max_length: int) -> None:

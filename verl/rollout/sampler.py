@@ -73,8 +73,8 @@ def sample(logits: Tensor, uniforms: Tensor, table: SamplingTable, compiled: boo
         compiled: on CPU use the compiled kernel where it can be built.
 
     Returns:
-        Tokens `[N]` int64, and log-probs `[N]` fp64 of the logits before any edit (NaN where a row's logits are
-        not finite, minus infinity where its edit leaves no token).
+        Tokens `[N]` int64, and log-probs `[N]` fp64 of the logits before any edit: NaN where a row's logits are
+        not finite, or its edit makes one NaN or plus infinity; minus infinity where its edit leaves no token.
 
     Deviation: where weights tie at the boundary of top-k or top-p all of them are kept, so that the outcome
     does not depend on an order of sorting.
@@ -84,7 +84,7 @@ def sample(logits: Tensor, uniforms: Tensor, table: SamplingTable, compiled: boo
         return _sample(logits, uniforms, table, compiled)
     full = logits[rows].to(_accumulate(logits.dtype))
     edited = torch.stack([table.edits[row](own.clone()) for row, own in zip(rows, full, strict=True)]).to(full)
-    possible = edited.amax(-1) > -torch.inf
+    top = edited.amax(-1)
     tokens, log_probs = _sample(logits, uniforms, table, compiled)
     special = table.rows(rows)
     chosen, _ = _sample(edited, uniforms[rows], special, compiled)
@@ -92,7 +92,9 @@ def sample(logits: Tensor, uniforms: Tensor, table: SamplingTable, compiled: boo
     inverse = special.inverse_temperature.masked_fill(special.inverse_temperature == 0, 1.0)
     both = full.gather(1, torch.stack([chosen, tokens[rows]], 1)).double()
     chosen_log_probs = log_probs[rows] + (both[:, 0] - both[:, 1]) * inverse
-    tokens[rows], log_probs[rows] = chosen, chosen_log_probs.masked_fill(~possible, -torch.inf)
+    chosen_log_probs[top == -torch.inf] = -torch.inf
+    chosen_log_probs[~(top < torch.inf)] = torch.nan
+    tokens[rows], log_probs[rows] = chosen, chosen_log_probs
     return tokens, log_probs
 
 

@@ -22,8 +22,7 @@ class StopWatch:
         self.text = ""
         self._tokenizer = tokenizer
         self._stops = tuple(stops)
-        self._overlap = max(map(len, self._stops), default=1) - 1
-        self._start = self._read = self._searched = 0
+        self._start = self._read = self._seen = 0
         self._cut = False
 
     def read(self, tokens: Sequence[int], final: bool = False) -> str:
@@ -41,11 +40,16 @@ class StopWatch:
     def saw_stop(self, tokens: Sequence[int], final: bool = False) -> bool:
         """Whether a stop string ends in what is new of `tokens`; `text` is then cut before the first one."""
         text = self.read(tokens, final)
-        found = [at for stop in self._stops if (at := text.find(stop, self._searched)) >= 0]
-        self._searched = max(0, len(text) - self._overlap)
+        begins = ((stop, max(0, self._seen + 1 - len(stop))) for stop in self._stops)
+        found = [at for stop, begin in begins if (at := text.find(stop, begin)) >= 0]
+        self._seen = len(text)
         if found:
             self.text, self._cut = text[: min(found)], True
         return bool(found)
+
+    def pass_over(self, tokens: Sequence[int]) -> None:
+        """Read on; a stop string that has ended by now does not count."""
+        self._seen = len(self.read(tokens))
 
     def _decode(self, tokens: Sequence[int]) -> str:
         text = self._tokenizer.decode(list(tokens), skip_special_tokens=True, clean_up_tokenization_spaces=False)

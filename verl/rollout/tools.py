@@ -31,7 +31,7 @@ from verl import sandbox
 from verl.data.tokenize import render
 from verl.errors import ConfigError, nearest
 from verl.rollout.base import Sample
-from verl.rollout.episode import Client, Turns
+from verl.rollout.episode import Client, LateError, Turns, settled
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -42,6 +42,10 @@ logger = logging.getLogger(__name__)
 
 #: Calls of one tool that have not come back and cannot be stopped; from then on it answers that it is out of order.
 MAX_HUNG = 16
+#: What a future or a coroutine would take for its own end.
+_SIGNALS = (concurrent.futures.CancelledError, StopIteration)
+#: A token stands for at most about so many characters: of a longer result the end is not looked at.
+_CHARACTERS = 64
 _CALL = re.compile(r"<tool_call>(.*?)</tool_call>", re.DOTALL)
 _OPERATORS: dict[type[ast.AST], Callable[..., Any]] = {
     ast.Add: operator.add,
@@ -70,18 +74,18 @@ class Tool:
     _hung: list[threading.Thread] = field(default_factory=list)
 
     async def call(self, arguments: Mapping[str, Any]) -> str:
-        """What the function returned, as text; or its error. Never raises, never takes longer than `timeout`."""
+        """What the function returned, as text; or its error. Never raises, and is there after `timeout`."""
         try:
             inspect.signature(self.function).bind(**arguments)
         except TypeError as error:
             return f"error: {self.name}: {error}"
         try:
-            result = await asyncio.wait_for(self._start(arguments), self.timeout)
-        except asyncio.TimeoutError:
+            result = await settled(self._start(arguments), self.timeout)
+            return result if isinstance(result, str) else json.dumps(result, default=str, ensure_ascii=False)
+        except LateError:
             return f"error: {self.name} took longer than {self.timeout:g} s"
         except Exception as error:  # a user's code: whatever it raises is an answer to the model
             return f"error: {type(error).__name__}: {error}"
-        return result if isinstance(result, str) else json.dumps(result, default=str, ensure_ascii=False)
 
     async def _start(self, arguments: Mapping[str, Any]) -> Any:
         if inspect.iscoroutinefunction(self.function):
@@ -106,7 +110,8 @@ def _run(function: Callable[..., Any], arguments: Mapping[str, Any], future: con
     try:
         future.set_result(function(**arguments))
     except BaseException as error:  # an exit in a tool is an answer like any other error
-        future.set_exception(error if isinstance(error, Exception) else RuntimeError(repr(error)))
+        ordinary = isinstance(error, Exception) and not isinstance(error, _SIGNALS)
+        future.set_exception(error if ordinary else RuntimeError(repr(error)))
 
 
 def tool(function: Callable[..., Any], *, timeout: float = 10.0) -> Tool:
@@ -241,16 +246,21 @@ class ToolEpisode:
         return [turns]
 
     async def _answer(self, call: _Call, tokenizer: PreTrainedTokenizerBase) -> str:
+        whole = await self._result(call)
+        # Half a surrogate pair, which JSON and file names may hold, is nothing that a tokenizer reads.
+        text = whole[: _CHARACTERS * self.max_result_tokens].encode("utf-8", "replace").decode()
+        tokens = tokenizer(text, add_special_tokens=False)["input_ids"]
+        if len(tokens) <= self.max_result_tokens and len(text) == len(whole):
+            return text
+        return str(tokenizer.decode(tokens[: self.max_result_tokens])) + " [cut]"
+
+    async def _result(self, call: _Call) -> str:
         if isinstance(call, str):
             return call
         name, arguments = call
         if name not in self.tools:
             return f"error: there is no tool '{name}': {nearest(name, self.tools)}"
-        text = await self.tools[name].call(arguments)
-        tokens = tokenizer(text, add_special_tokens=False)["input_ids"]
-        if len(tokens) <= self.max_result_tokens:
-            return text
-        return str(tokenizer.decode(tokens[: self.max_result_tokens])) + " [cut]"
+        return await self.tools[name].call(arguments)
 
 
 #: A tool's name and arguments; or what is wrong with the call.
@@ -267,7 +277,7 @@ class _ChatForm:
         try:
             call = json.loads(text)
             name, arguments = call["name"], call.get("arguments", {})
-        except (ValueError, TypeError, KeyError, AttributeError):
+        except (ValueError, TypeError, KeyError, AttributeError, RecursionError):
             return 'error: a call is {"name": ..., "arguments": {...}} in JSON'
         if not isinstance(name, str) or not isinstance(arguments, dict):
             return "error: name must be text, arguments a mapping"

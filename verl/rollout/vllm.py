@@ -171,6 +171,8 @@ class VLLMEngine:
                 else:
                     sample = self._sample(output)
                     prompt = self._masked.pop(sample.id, None)
+                    if prompt is not None and isinstance(output.outputs[0].stop_reason, str):
+                        sample.finish = "length"  # a stop string came before the grammar's end
                     done += [] if prompt is not None and self._rescore(sample, prompt) else [sample]
         return done
 

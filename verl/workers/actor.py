@@ -18,7 +18,7 @@ from verl.models.packed import PackedModel
 from verl.models.portable import PortableModel
 from verl.models.shards import whole
 from verl.rewards.loading import load_function
-from verl.rollout.base import Request, RolloutEngine, SamplingParams
+from verl.rollout.base import Request, RolloutEngine, SamplingParams, generate
 from verl.rollout.episode import Episode, Outcome, Turns, outcomes
 from verl.shard import Shard
 from verl.training.options import OptimConfig
@@ -244,9 +244,6 @@ class ActorWorker:
                     self._sync.probe = self._sync.probe or group.take(range(min(ROWS, len(group))))
                     yield group
         finally:
-            if engine.unfinished:
-                engine.abort(prompts["id"])
-                engine.step()  # hands out the aborted samples, so that no later rollout meets them
             engine.sleep()
 
     @verb("train", split="rows", collect="rows")
@@ -370,10 +367,9 @@ def _single_turns(
 ) -> Generator[Outcome, None, None]:
     """One response a row, in whatever order they finish."""
     index = {id_: row for row, id_ in enumerate(prompts["id"])}
-    for id_, tokens, own in zip(prompts["id"], prompts["prompt_tokens"], params, strict=True):
-        engine.add(Request(id_, tokens, own))
-    while engine.unfinished:
-        for sample in engine.step():
+    columns = zip(prompts["id"], prompts["prompt_tokens"], params, strict=True)
+    with closing(generate(engine, (Request(*row) for row in columns))) as samples:
+        for sample in samples:
             yield Outcome(index[sample.id], [Turns().wrote(sample)])
 
 
