@@ -85,7 +85,9 @@ WHOLE_BATCH = {
     "None": (lambda texts: None, "instead of 3 results"),
     "a text": (lambda texts: "1.0", "instead of 3 results"),
     "a huge text": (lambda texts: "9" * 10**6, "instead of 3 results"),
-    "a mapping": (lambda texts: {"value": [1, 2, 3]}, "value|results"),
+    "a mapping": (lambda texts: {"value": [1, 2, 3]}, "instead of 3 results"),
+    "a number by index": (lambda texts: dict.fromkeys(range(3), 0.9), "instead of 3 results"),
+    "a set": (lambda texts: {1.0, 2.0, 3.0}, "instead of 3 results"),
     "a set of a size": (lambda texts: torch.zeros(3, 2), "no number"),
 }
 

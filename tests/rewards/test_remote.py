@@ -28,7 +28,7 @@ def rows(*texts: str, chat: bool = False) -> verl.Batch:
 @pytest.mark.parametrize("bad", ["hang", "error", "nonsense"])
 def test_a_service_scores_in_parts_and_elsewhere(serve: Callable[..., Plain], bad: str) -> None:
     urls = [f"{server.url}/score" for server in (serve(1, bad), serve(2))]
-    reward = verl.Reward(url=urls, batch_size=2, request_timeout=1.5 if bad == "hang" else 20.0)
+    reward = verl.Reward(url=urls, batch_size=2, timeout=1.5 if bad == "hang" else 20.0)
     scored = reward.get_reward(rows("a", "bb", "mumble", "dddd", "eeeee"))
     assert scored["reward"] == [1.0, 2.0, None, 4.0, 5.0]
 
@@ -65,16 +65,60 @@ def test_what_a_judge_cannot_do_abstains_or_ends_the_run(serve: Callable[..., Pl
     assert "500" in scored["abstain_reason"][0]
     dead = serve(2)
     dead.kill()
-    strict = verl.Reward(url=dead.url, template="{response}", retries=0, request_timeout=2.0)
+    strict = verl.Reward(url=dead.url, template="{response}", retries=0, timeout=2.0)
     with pytest.raises(RewardError, match="failed on 64 of the latest 64"):
         strict.get_reward(rows(*["x"] * 64))
+
+
+@pytest.mark.parametrize(
+    ("said", "score"),
+    [
+        *[("Score: 7", 7), ("Score:-1", -1), ("Score: -0.5", -0.5), ("score = .5", 0.5), ("**Score:** +3", 3)],
+        *[("Score (0-10): 7/10", 7), ('{"score": 4.25}', 4.25), ("final_score: 2", 2), ("Score: \u22123", -3)],
+        *[("Score: 1. On second thought, Score: 9.", 9), ("Score: 10.", 10)],
+        *[
+            ("Score: 0-10", None),
+            ("Score: 10 - 20", None),
+            ("Score - 7", None),
+            ("I scored 7", None),
+            ("Score: N", None),
+        ],
+    ],
+)
+def test_what_a_judge_says_is_read_with_its_sign(serve: Callable[..., Plain], said: str, score: float | None) -> None:
+    judge = verl.Reward(url=serve(1).url, template="{response}")
+    assert judge.get_reward(rows(f"say {said}"))["reward"] == [score]
+
+
+def test_what_cannot_be_read_of_one_answer_leaves_the_others(serve: Callable[..., Plain]) -> None:
+    url, batch = serve(1).url, rows("say Grade: 3", "say Grade: n/a", "say Grade: 5")
+    for parse in (r"Grade: (\S+)", lambda said: float(said.split()[-1])):
+        scored = verl.Reward(url=url, template="{response}", parse=parse).get_reward(batch)
+        assert scored["reward"] == [3.0, None, 5.0]
+        assert "cannot be read (ValueError" in scored["abstain_reason"][1]
+
+
+def test_a_request_that_hangs_is_late_alone(serve: Callable[..., Plain]) -> None:
+    reward = verl.Reward(url=f"{serve(1).url}/score", batch_size=1, timeout=1, retries=0)
+    assert reward.get_reward(rows("a", "hang", "ccc"))["reward"] == [1.0, None, 3.0]
+
+
+def test_columns_that_are_no_json_are_named() -> None:
+    columns = {"id": ["a", "b"], "prompt": ["Why?"] * 2, "response": ["x"] * 2, "response_tokens": [[1]] * 2}
+    batch = verl.Batch.from_columns({**columns, "when": [1.0, float("nan")]})
+    scored = verl.Reward(url="http://localhost:1/score").get_reward(batch)
+    assert scored["reward"] == [None, None]
+    assert "column 'when' cannot be sent as JSON" in scored["abstain_reason"][0]
 
 
 def test_wrong_settings_are_told(serve: Callable[..., Plain]) -> None:
     with pytest.raises(ConfigError, match=r"must contain \{response\}"):
         verl.vLLMWorker("http://localhost:1", template="{prompt}")
-    with pytest.raises(ConfigError, match="has no group"):
-        verl.vLLMWorker("http://localhost:1", parse="[0-9]+")
+    for parse in ("[0-9]+", "("):
+        with pytest.raises(ConfigError, match="no expression with a group"):
+            verl.vLLMWorker("http://localhost:1", parse=parse)
+    with pytest.raises(ConfigError, match="servers of models are addresses"):
+        verl.Reward(url="http://localhost:1/proxy", template="{response}")
     with pytest.raises(ConfigError, match="has no option 'temperatur'"):
         verl.Reward(url="http://localhost:1", template="{response}", temperatur=1)
     policy = {"model": {"path": "m"}}

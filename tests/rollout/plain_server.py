@@ -49,6 +49,8 @@ class Handler(BaseHTTPRequestHandler):
     asked = described = 0
 
     def do_GET(self) -> None:
+        if self.mode == "proxied" and not self.path.startswith("/proxy/"):
+            return self.answer(404, {"error": "nobody lives here"})
         if self.path == "/openapi.json" and self.mode == "described":
             type(self).described += 1
             time.sleep(0.3)
@@ -61,8 +63,10 @@ class Handler(BaseHTTPRequestHandler):
     def do_POST(self) -> None:
         state = type(self)
         body = json.loads(self.rfile.read(int(self.headers.get("Content-Length") or 0)) or b"null")
-        route = self.path.split("?")[0]
-        if route == "/collective_rpc":
+        route = self.path.split("?")[0].removeprefix("/proxy" if state.mode == "proxied" else "")
+        if state.mode == "proxied" and route == self.path:
+            self.answer(404, {"error": "nobody lives here"})
+        elif route == "/collective_rpc":
             self.answer(200, {"results": [{"version": state.version}]})
         elif "weight" in route or route == "/reset_prefix_cache":
             self.update(route, body)
@@ -82,10 +86,14 @@ class Handler(BaseHTTPRequestHandler):
             self.answer(200 if said else 500, {"choices": [{"message": {"role": "assistant", "content": said}}]})
         elif route == "/generate" and "token_ids" not in body:
             self.answer(200, {"text": [body["prompt"] + (self.judge(body["prompt"]) or "")]})
+        elif route == "/score" and "hang" in body["responses"]:
+            time.sleep(600)
         elif route == "/score":
             self.answer(200, {"rewards": [None if "mumble" in text else len(text) for text in body["responses"]]})
         elif 13 in (body.get("prompt") or body["token_ids"]):
             self.answer(400, {"error": "13 is forbidden here"})
+        elif 14 in (body.get("prompt") or body["token_ids"]):
+            self.answer(500, {"error": "14 is too much"})
         else:
             self.generate(body)
 
@@ -110,7 +118,9 @@ class Handler(BaseHTTPRequestHandler):
         self.answer(200, {"choices": [{"token_ids": tokens, "logprobs": logprobs, "finish_reason": "length"}]})
 
     def judge(self, text: str) -> str | None:
-        """Says how long what it reads is."""
+        """Says how long what it reads is, or what it is told to."""
+        if text.startswith("say "):
+            return text.removeprefix("say ")
         if "crash" in text:
             return None
         return "I cannot say." if "mumble" in text else f"Let me think: 1, 2. Score: {len(text)}"

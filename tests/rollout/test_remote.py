@@ -151,6 +151,28 @@ def test_when_no_server_answers_the_run_ends_in_time(
     assert all(map(whole, generate(remote, requests(3, 2))))
 
 
+def test_a_prompt_that_no_server_bears_ends_nothing_but_itself(serve: Callable[..., Plain]) -> None:
+    remote = engine(serve(1, "slow"), retries=1)
+    few = requests(8, 4, SamplingParams(max_new_tokens=60))
+    samples = {s.id: s for s in generate(remote, [Request("bad", [14], PARAMS), *few])}
+    assert samples.pop("bad").finish == "abort"
+    assert [len(s.tokens) for s in samples.values()] == [60] * 32
+
+
+def test_when_everything_is_given_up_the_run_ends(serve: Callable[..., Plain]) -> None:
+    remote = engine(serve(1))
+    with pytest.raises(RolloutError, match=r"64 requests in a row were given up.*13 is forbidden here"):
+        list(generate(remote, [Request(f"{i}", [13], PARAMS) for i in range(100)]))
+    assert remote.unfinished == 0
+    assert all(map(whole, generate(remote, requests(3, 2))))
+
+
+@pytest.mark.parametrize("path", ["/proxy/v1", "/proxy/v1/completions"])
+def test_what_stands_before_the_protocols_path_is_kept(serve: Callable[..., Plain], path: str) -> None:
+    remote = engine(serve(1, "proxied"), path=path)
+    assert all(map(whole, generate(remote, requests(3, 2))))
+
+
 def test_abort_and_double_ids(serve: Callable[..., Plain]) -> None:
     remote = engine(serve(1, "slow"))
     for request in requests(1, 3, SamplingParams(max_new_tokens=50)):
@@ -203,6 +225,8 @@ def test_addresses_are_checked() -> None:
     for urls in ([], "host:8000", ["http://a/x", "http://b/y"]):
         with pytest.raises(ConfigError, match="http://host:8000"):
             ServerPool(urls)
+    with pytest.raises(ConfigError, match=r"\.\.\./v1 or \.\.\./generate, not '/proxy'"):
+        ServerEngine(ServerPool("http://a/proxy"), eos_token_ids=(), seed=0)
 
 
 def test_a_grammar_is_refused(serve: Callable[..., Plain]) -> None:

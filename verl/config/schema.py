@@ -373,7 +373,7 @@ class RewardConfig(RewardPart):
         description="several rewards by name, each with path, name, model or url, and weight; summed",
     )
     timeout: Seconds = Field(
-        default=30.0, description="seconds that one call may take: for a batch, or, with workers, for a sample"
+        default=30.0, description="seconds for one call: of a batch, with workers of a sample, with url of one request"
     )
     retries: Annotated[int, Field(ge=0)] = Field(default=1, description="further tries after a failure")
     on_failure: Literal["abstain"] | float = Field(

@@ -7,15 +7,17 @@ abstains, sample by sample.
 from __future__ import annotations
 
 import asyncio
+import json
+import math
 import re
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from functools import cached_property
 from typing import Any
 
 from verl.errors import ConfigError, RolloutError
 from verl.rewards.functions import FunctionReward
 from verl.rewards.scores import Score, failure, read_scores
-from verl.rollout.servers import Server, ServerPool
+from verl.rollout.servers import Server, ServerPool, check_model_path
 
 TEMPLATE = """Grade the response to the prompt.
 
@@ -26,7 +28,11 @@ TEMPLATE = """Grade the response to the prompt.
 {response}
 
 Say in a sentence what is right or wrong with it. End with a line "Score: N", N from 0 (useless) to 10 (perfect)."""
-SCORE = r"(?i)score\W{0,4}(-?\d+(?:\.\d+)?)"
+#: "Score: 7", "**Score** (0-10): -1.5", '"score": .5'; not "Score: 0-10".
+SCORE = (
+    r"(?i)(?<![a-z])score(?:\s*\([^)\n]{0,40}\))?[\s:=*_\"'`]{0,6}"
+    r"([-+\u2212]?(?:\d+(?:\.\d+)?|\.\d+))(?!\d|\.\d|\s*[-\u2013]\s*\d)"
+)
 _AT_ONCE = 64
 _CHAT = "/v1/chat/completions"
 
@@ -38,13 +44,13 @@ class _ServedReward(FunctionReward):
         self,
         function: Callable[..., Any],
         servers: str | Sequence[str],
-        request_timeout: float,
+        timeout: float,
         retries: int,
         api_key: str | None,
         **options: Any,
     ) -> None:
-        self._servers = (servers, request_timeout, retries, api_key)
-        super().__init__(function, **options)
+        self._servers = (servers, timeout, retries, api_key)
+        super().__init__(function, timeout=math.inf, **options)  # each call has its own deadline
 
     @cached_property
     def pool(self) -> ServerPool:
@@ -77,8 +83,7 @@ class RemoteReward(_ServedReward):
     Args:
         source: its address, or several.
         batch_size: samples in one call.
-        request_timeout: seconds for one call.
-        timeout: seconds for all calls of one batch.
+        timeout: seconds for one call.
         retries: further tries of a call that failed.
         api_key: sent as a bearer token.
         name, default_reward, max_failure_rate: see `FunctionReward`.
@@ -89,8 +94,7 @@ class RemoteReward(_ServedReward):
         source: str | Sequence[str],
         *,
         batch_size: int = 32,
-        request_timeout: float = 60.0,
-        timeout: float = 600.0,
+        timeout: float = 60.0,
         retries: int = 3,
         api_key: str | None = None,
         name: str = "remote",
@@ -100,12 +104,14 @@ class RemoteReward(_ServedReward):
         if batch_size < 1:
             raise ConfigError(f"reward '{name}': batch_size must be at least 1, not {batch_size}")
         self.batch_size = batch_size
-        options = {"timeout": timeout, "default_reward": default_reward, "max_failure_rate": max_failure_rate}
-        super().__init__(self.scores, source, request_timeout, retries, api_key, name=name, **options)
+        options = {"default_reward": default_reward, "max_failure_rate": max_failure_rate}
+        super().__init__(self.scores, source, timeout, retries, api_key, name=name, **options)
 
     async def scores(self, prompts: list[Any], completions: list[Any], **columns: Any) -> list[Score]:
         """A score for each sample."""
         responses = [_text(completion) for completion in completions]
+        if problem := _unsendable(columns):
+            return [failure(problem)] * len(prompts)
         calls = []
         for start in range(0, len(prompts), self.batch_size):
             part = slice(start, start + self.batch_size)
@@ -129,11 +135,11 @@ class JudgeReward(_ServedReward):
         system: a system message.
         model: the name that the server knows the judge by; None: the first that it lists.
         max_tokens, temperature: of what the judge says.
-        request_timeout, timeout, retries, api_key: as of `RemoteReward`.
+        timeout, retries, api_key: as of `RemoteReward`.
         name, default_reward, max_failure_rate: see `FunctionReward`.
 
     Raises:
-        ConfigError: the template has no {response}, or `parse` no group.
+        ConfigError: the template has no {response}, `parse` no group, or an address is none of a server of models.
     """
 
     def __init__(
@@ -146,8 +152,7 @@ class JudgeReward(_ServedReward):
         model: str | None = None,
         max_tokens: int = 256,
         temperature: float = 0.0,
-        request_timeout: float = 60.0,
-        timeout: float = 600.0,
+        timeout: float = 60.0,
         retries: int = 3,
         api_key: str | None = None,
         name: str = "judge",
@@ -156,12 +161,14 @@ class JudgeReward(_ServedReward):
     ) -> None:
         if "{response}" not in template:
             raise ConfigError(f"reward '{name}': the judge's template must contain {{response}}, where it goes")
-        if isinstance(parse, str) and re.compile(parse).groups < 1:
-            raise ConfigError(f"reward '{name}': the expression '{parse}' has no group (...) around the number")
+        if isinstance(parse, str) and _groups(parse) < 1:
+            raise ConfigError(f"reward '{name}': '{parse}' is no expression with a group (...) around the number")
+        for url in [source] if isinstance(source, str) else source:
+            check_model_path(url)
         self.template, self.parse, self.system, self.model = template, parse, system, model
         self.sampling = {"max_tokens": max_tokens, "temperature": temperature}
-        options = {"timeout": timeout, "default_reward": default_reward, "max_failure_rate": max_failure_rate}
-        super().__init__(self.scores, source, request_timeout, retries, api_key, name=name, **options)
+        options = {"default_reward": default_reward, "max_failure_rate": max_failure_rate}
+        super().__init__(self.scores, source, timeout, retries, api_key, name=name, **options)
 
     async def scores(self, prompts: list[Any], completions: list[Any], **columns: Any) -> list[Score]:
         """A score for each sample."""
@@ -183,7 +190,11 @@ class JudgeReward(_ServedReward):
             system = [{"role": "system", "content": self.system}] if self.system else []
             return {"model": self.model, "messages": [*system, {"role": "user", "content": text}], **self.sampling}
 
-        return [self._parsed(await self.pool.ask(self._path, body, lambda answer: _said(text, answer)))]
+        said = await self.pool.ask(self._path, body, lambda answer: _said(text, answer))
+        try:
+            return [self._parsed(said)]
+        except Exception as error:  # what a judge says, and a user's function of it, is this sample's affair
+            return [failure(f"the judge's answer cannot be read ({type(error).__name__}: {error}): {said[-200:]!r}")]
 
     async def _path(self, server: Server) -> str:
         """Where this server takes text; `model` is then known if it must be."""
@@ -202,8 +213,24 @@ class JudgeReward(_ServedReward):
         numbers = re.findall(self.parse, said)
         if not numbers:
             return failure(f"the judge gave no score: {said[-200:]!r}")
-        last = numbers[-1]
-        return read_scores(float(last if isinstance(last, str) else last[0]), 1)[0]
+        last = numbers[-1] if isinstance(numbers[-1], str) else numbers[-1][0]
+        return read_scores(float(last.replace("\u2212", "-")), 1)[0]
+
+
+def _groups(expression: str) -> int:
+    try:
+        return re.compile(expression).groups
+    except re.error:
+        return 0
+
+
+def _unsendable(columns: Mapping[str, Any]) -> str | None:
+    for name, values in columns.items():
+        try:
+            json.dumps(values, allow_nan=False)
+        except (TypeError, ValueError) as error:
+            return f"column '{name}' cannot be sent as JSON: {error}"
+    return None
 
 
 def _reader(rows: int) -> Callable[[Any], list[Score]]:

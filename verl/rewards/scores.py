@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import inspect
 import math
-from collections.abc import Awaitable, Callable, Iterable, Mapping, Sized
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Set, Sized
 from dataclasses import asdict, dataclass, field
 from itertools import islice
 from numbers import Real
@@ -66,7 +66,8 @@ def read_scores(result: Any, rows: int) -> list[Score]:
         result = _transpose(result)
     if hasattr(result, "tolist"):
         result = result.tolist()
-    if isinstance(result, str | bytes) or not isinstance(result, Iterable):
+    # A mapping or a set has no place for each sample: its keys are no scores.
+    if isinstance(result, str | bytes | Mapping | Set) or not isinstance(result, Iterable):
         if rows == 1:
             return [_score(result)]
         return [failure(f"returned {_show(result)} instead of {rows} results")] * rows

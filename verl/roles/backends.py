@@ -210,7 +210,7 @@ class vLLMWorker(RolloutWorker):  # noqa: N801  (the name that users know)
         self._servers = {"timeout": timeout, "retries": retries, "api_key": api_key}
         self._urls = api_url
         self._judge = JudgeReward(
-            api_url, model=model, request_timeout=timeout, retries=retries, api_key=api_key, **judge
+            api_url, model=model, timeout=timeout, retries=retries, api_key=api_key, **judge
         )  # checks what it is given; connects when it is asked
         self.name = self._judge.name
 

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 from verl.errors import RolloutError
 from verl.rollout.base import Finish, Request, Sample
 from verl.rollout.response import check_prompt
-from verl.rollout.servers import NoServerError, Server, ServerPool
+from verl.rollout.servers import NoServerError, Server, ServerPool, check_model_path
 from verl.rollout.vllm import sampling_arguments, weight_file, whole_weights
 from verl.shard import Shard
 
@@ -29,6 +29,8 @@ _FINISH: Mapping[Any, Finish] = {"stop": "stop", "length": "length"}
 _STEP_SECONDS = 0.5
 _UNLIMITED = 1 << 30
 _GENERATE = "/inference/v1/generate"
+#: So many requests given up, one after the other, are no longer the requests' fault.
+_IN_VAIN = 64
 #: How a vLLM server is started that takes weights.
 SERVER_OPTIONS = (
     "VLLM_SERVER_DEV_MODE=1 ... --worker-extension-cls verl.rollout.vllm_worker.WorkerExtension "
@@ -59,6 +61,7 @@ class RemoteEngine:
         self._vocab_size = int(getattr(config, "vocab_size", _UNLIMITED))
         self._max_length = int(getattr(config, "max_position_embeddings", None) or _UNLIMITED)
         self._asked: dict[str, Future[Sample]] = {}
+        self._in_vain = 0
         self._done: queue.SimpleQueue[tuple[str, Future[Sample]]] = queue.SimpleQueue()
 
     @property
@@ -89,7 +92,8 @@ class RemoteEngine:
         """Wait a moment for samples; those that have come.
 
         Raises:
-            RolloutError: no server answers any more. Nothing is left unfinished then.
+            RolloutError: no server answers any more, or many requests in a row were given up. Nothing is left
+                unfinished then.
         """
         done = []
         try:
@@ -161,10 +165,15 @@ class RemoteEngine:
             return Sample(name, [], [], "abort", self.policy_version)
         error = future.exception()
         if error is None:
+            self._in_vain = 0
             return future.result()
         if isinstance(error, NoServerError) or not isinstance(error, RolloutError):
             raise error
         logger.warning("sample '%s' was given up: %s", name, error)
+        self._in_vain += 1
+        if self._in_vain >= _IN_VAIN:
+            self._in_vain = 0
+            raise RolloutError(f"{_IN_VAIN} requests in a row were given up; the latest, '{name}': {error}") from error
         return Sample(name, [], [], "abort", self.policy_version)
 
 
@@ -191,6 +200,7 @@ class ServerEngine(RemoteEngine):
         served_model: str | None = None,
     ) -> None:
         super().__init__(model, eos_token_ids=eos_token_ids, seed=seed)
+        check_model_path(pool.path)
         self.pool = pool
         self._served_model = served_model
 

@@ -11,6 +11,8 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
+import math
+import re
 import threading
 import time
 import weakref
@@ -33,7 +35,9 @@ _REMEMBERED = 10_000
 _CONNECT_SECONDS = 10.0
 _REST_SECONDS = (1.0, 60.0)
 _REFUSED = (400, 413, 422)
+_AWAY = (502, 503, 504)  # what stands in front of a server says so of it
 _MOST_BYTES = 1 << 26
+_OF_MODELS = re.compile(r"/v1(/.*)?$")
 
 
 class RefusedError(RolloutError):
@@ -54,11 +58,12 @@ class StatusError(OSError):
 
 @dataclass(eq=False)
 class Server:
-    """One address. `usable` is taken away by whoever knows that the server must not be used."""
+    """One address. `answered` is when it last did; `usable` is taken away by whoever knows that it must not be used."""
 
     url: str
     running: int = 0
     failures: int = 0
+    answered: float = -math.inf
     resting_until: float = 0.0
     usable: bool = True
 
@@ -79,7 +84,8 @@ class ServerPool:
     """Calls to servers of one kind.
 
     Args:
-        urls: an address, or several: "http://host:8000"; a path after the port is `path`.
+        urls: an address, or several: "http://host:8000"; a path after the port is `path`. What stands before "/v1" in
+            it is part of every address that is asked.
         timeout: seconds for one answer.
         retries: further tries of a call that failed, elsewhere where possible.
         api_key: sent as a bearer token.
@@ -97,8 +103,9 @@ class ServerPool:
             raise ConfigError(f"servers are addresses like http://host:8000, all with the same path, not {urls!r}")
         if timeout <= 0 or retries < 0:
             raise ConfigError(f"servers: timeout must be above 0 and retries at least 0, not {timeout} and {retries}")
-        self.path = paths.pop()
-        self.servers = [Server(f"{url.scheme}://{url.netloc}") for url in given]
+        before, of_models = paths.pop(), _OF_MODELS.search(given[0].path)
+        before, self.path = (before[: of_models.start()], of_models[0]) if of_models else ("", before)
+        self.servers = [Server(f"{url.scheme}://{url.netloc}{before}") for url in given]
         self.timeout, self.retries = timeout, retries
         self._headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
         self._homes: OrderedDict[Any, Server] = OrderedDict()
@@ -133,10 +140,12 @@ class ServerPool:
 
         Raises:
             RefusedError: a server finds the request itself wrong.
-            NoServerError: the tries failed, and every server's latest answer was a failure.
+            NoServerError: the tries failed, and no server has answered anything, an error of its own neither, since
+                the first did.
             RolloutError: the tries failed.
         """
         faults: dict[Server, str] = {}
+        failing = math.inf
         for attempt in range(1 + self.retries):
             server = await self._choose(key, faults)
             server.running += 1
@@ -150,15 +159,18 @@ class ServerPool:
                 raise
             except Exception as error:  # whatever a stranger's server brings about is its failure
                 faults[server] = f"{type(error).__name__}: {error}"[:200]
+                failing = min(failing, time.monotonic())
+                if isinstance(error, StatusError) and error.status not in _AWAY:
+                    server.answered = time.monotonic()
                 server.failed()
                 logger.warning("%s failed (try %d): %s", server.url, attempt + 1, faults[server])
                 continue
             finally:
                 server.running -= 1
-            server.failures = 0
+            server.failures, server.answered = 0, time.monotonic()
             return answer
         told = "; ".join(f"{server.url}: {fault}" for server, fault in faults.items())
-        if all(server.failures or not server.usable for server in self.servers):
+        if all(not server.usable or (server.failures and server.answered < failing) for server in self.servers):
             raise NoServerError(f"no server answers any more ({told}): look at their logs and start them again")
         raise RolloutError(f"a request failed {1 + self.retries} times ({told})")
 
@@ -230,6 +242,13 @@ class ServerPool:
             if len(self._homes) > _REMEMBERED:
                 self._homes.popitem(last=False)
         return home
+
+
+def check_model_path(url: str) -> None:
+    """Raises ConfigError for an address with a path that no server of models has: it would not be asked there."""
+    path = urlsplit(url.rstrip("/")).path
+    if path and not path.endswith("/generate") and not _OF_MODELS.search(path):
+        raise ConfigError(f"servers of models are addresses like http://host:8000, .../v1 or .../generate, not '{url}'")
 
 
 async def _answer(client: httpx.AsyncClient, request: httpx.Request) -> tuple[int, bytes]:

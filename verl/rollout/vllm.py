@@ -264,7 +264,7 @@ class VLLMEngine:
         name = output.request_id
         tokens = list(completion.token_ids)
         finish = _FINISH.get(completion.finish_reason, "abort")
-        text = completion.text or None
+        text = completion.text if completion.text or isinstance(completion.stop_reason, str) else None
         return Sample(name, tokens, sampled(completion.logprobs), finish, self._versions.pop(name), text)
 
     def _transfer(self, update: dict[str, Any]) -> None:
