@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 import verl
-from verl.rollout.base import SamplingParams
+from verl.rollout.base import Request, SamplingParams, generate
 from verl.rollout.constrained import ConstrainedEpisode
 from verl.rollout.grammar import Grammar
 
@@ -31,4 +31,12 @@ def test_vllm_keeps_to_the_grammar_and_gives_the_log_probs_of_the_model(make_tin
     again = actor.compute_log_probs(rows)["log_probs"]
     for engine, trainer in zip(rows["rollout_log_probs"], again, strict=True):
         assert engine == pytest.approx(trainer, abs=1e-3)
-    actor.group.worker.rollout_engine.close()
+    # What a stop string cuts off is not whole.
+    vllm, prompt = actor.group.worker.rollout_engine, actor.tokenizer("A")["input_ids"]
+    vllm.wake()
+    params = SamplingParams(max_new_tokens=16, stop=("-",))
+    cut = [Request("a", prompt, params, grammar=Grammar.regex(DATE))]
+    cut += [Request("b", prompt, params, grammar=Grammar.regex("-[0-9]"))]
+    got = {sample.id: (sample.finish, len(sample.text or "")) for sample in generate(vllm, cut)}
+    assert got == {"a": ("length", 4), "b": ("length", 0)}
+    vllm.close()
