@@ -73,6 +73,12 @@ SCHEMA: dict[str, pa.DataType] = {
     "policy_version": pa.int64(),
 }
 
+#: Further columns that the system writes; rows of a data set come without them.
+WRITTEN = frozenset((
+    "baseline", "rejected", "episode_error", "loss_mask", "old_log_probs", "rollout_is_weights", "reward_baseline",
+    "cost_values", "cost_returns", "kl_coef", "kto_kl", "mismatched", "scores",
+))  # fmt: skip
+
 
 class Batch:
     """An immutable table of samples. Slices and concatenations share memory; every verb returns a new one.

@@ -161,7 +161,8 @@ def test_roles_follow_options() -> None:
     assert make_algorithm("safe_rlhf").roles == {"actor", "reward", "cost"}
     assert "cost_critic" in make_algorithm("safe_rlhf", baseline="critics").roles
     assert make_algorithm("simpo").roles == {"actor"}
-    assert not make_algorithm("gpg").needs_old_log_probs
+    assert not make_algorithm("gpg", rollout_is=None).needs_old_log_probs
+    assert make_algorithm("gpg").needs_old_log_probs  # to correct for samples of an older policy
     assert make_algorithm("grpo").needs_old_log_probs
 
 

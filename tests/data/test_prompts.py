@@ -51,6 +51,9 @@ def test_columns_travel_untouched_from_every_file_kind(tmp_path: Path, suffix: s
 
 def test_a_string_stays_a_string_and_a_clashing_column_steps_aside() -> None:
     assert rows_of([TRL_ROW]) == [{"prompt": "The sky is", "ground_truth": "blue", "user.id": 7}]
+    # A preference pair, or a measured baseline, is the user's own affair too.
+    pair = {"prompt": "Why?", "rejected": "No.", "baseline": 0.6}
+    assert rows_of([pair]) == [{"prompt": "Why?", "user.rejected": "No.", "user.baseline": 0.6}]
 
 
 class TorchSet(torch.utils.data.Dataset[Any]):

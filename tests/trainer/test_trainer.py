@@ -13,6 +13,7 @@ import torch
 import verl
 from verl.errors import ConfigError, TrainingError
 from verl.shard import checksum
+from verl.trainer.trainer import _permuted
 
 PROMPTS = ["Once upon a time", "In the beginning"]
 SHORT = verl.SamplingParams(max_new_tokens=6, ignore_eos=True)
@@ -91,6 +92,42 @@ def test_a_step_without_any_reward_changes_nothing(tiny: Path) -> None:
     record = trainer.step(PROMPTS)
     assert record["update/empty"] == 1.0 and record["updated"] is False
     assert checksum(actor.shards()) == before
+
+
+def test_a_step_of_which_nothing_is_left_changes_nothing(tiny: Path) -> None:
+    """No greedy sample has a reward to compare with; no sample has a cost."""
+
+    def unless_greedy(texts: list[str], baseline: list[bool]) -> list[float | None]:
+        return [None if greedy else 1.0 for greedy in baseline]
+
+    def nothing(texts: list[str]) -> list[None]:
+        return [None] * len(texts)
+
+    cases: dict[str, dict[str, Any]] = {
+        "remax": {"reward_fn": unless_greedy},
+        "safe_rlhf": {"reward_fn": low_bytes, "cost": nothing, "n": 2},
+    }
+    for name, options in cases.items():
+        actor = verl.Actor(str(tiny), optim={"lr": 1e-2}, sampling=SHORT)
+        trainer = verl.Trainer(actor, algorithm=name, log_dir=False, **options)
+        before = checksum(actor.shards())
+        record = trainer.step(PROMPTS)
+        assert record["update/empty"] == 1.0 and record["updated"] is False
+        assert checksum(actor.shards()) == before
+
+
+def test_permuted_rewards_take_costs_along_and_nothing_else_teaches(tiny: Path) -> None:
+    count = 64
+    columns = {"id": [str(i) for i in range(count)], "reward": [float(i) for i in range(count)]}
+    more = {"cost": [-float(i) for i in range(count)], "token_rewards": [[1.0]] * count}
+    batch = verl.Batch.from_columns({**columns, **more})
+    dealt = _permuted(batch, seed=0)
+    assert sorted(dealt["reward"]) == batch["reward"] != dealt["reward"]
+    assert dealt["cost"] == [-reward for reward in dealt["reward"]]
+    assert "token_rewards" not in dealt and dealt["id"] == batch["id"]
+    options: dict[str, Any] = {"algorithm": "dapo", "overlong_length": 8, "overlong_buffer": 4}
+    with pytest.raises(ConfigError, match="overlong_length"):
+        verl.Trainer(verl.Actor(str(tiny)), reward_fn=low_bytes, permute_rewards=True, **options)
 
 
 def test_updates_that_are_not_finite_are_skipped_and_end_the_run(tiny: Path) -> None:

@@ -126,6 +126,11 @@ class BaseAlgorithm(ABC):
         one optimizer step needs `log_probs` or `rollout_log_probs`."""
         return "old_log_probs" in self.loss_columns
 
+    @property
+    def own_rewards(self) -> str | None:
+        """The option, if it is set, by which responses are rewarded or punished whatever reward they are given."""
+        return None
+
     def extend(self, batch: Batch) -> Batch:
         """The batch with rows added that only statistics need, before any model reads it (KTO's mismatched pairs)."""
         return batch

@@ -41,6 +41,10 @@ class DAPO(GRPO):
         if self.overlong_length is not None and not 0 < self.overlong_buffer <= self.overlong_length:
             raise ConfigError("dapo: overlong_length needs 0 < overlong_buffer <= overlong_length")
 
+    @property
+    def own_rewards(self) -> str | None:
+        return None if self.overlong_length is None else "overlong_length"
+
     def keep(self, batch: Batch) -> list[bool] | None:
         """Rows that did not abstain, of groups in which at least two differ in `filter_metric`."""
         if not self.filter_groups:

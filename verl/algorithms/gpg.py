@@ -24,7 +24,7 @@ class GPG(PolicyGradient):
 
     @property
     def needs_old_log_probs(self) -> bool:
-        return False
+        return self.rollout_is is not None or self.rollout_rs is not None  # there is no ratio beside the correction
 
     def estimate(self, e: Experience) -> dict[str, Tensor]:
         return {"advantages": e.responses.spread(gpg(e.outcome, e.responses.groups, self.f_norm))}

@@ -17,7 +17,7 @@ from typing import Any
 
 import pyarrow as pa
 
-from verl.batch import SCHEMA, Batch
+from verl.batch import SCHEMA, WRITTEN, Batch
 from verl.data.files import read_rows
 from verl.data.tasks import task_rows
 from verl.errors import DataError, nearest
@@ -25,7 +25,7 @@ from verl.errors import DataError, nearest
 PROMPT_COLUMNS = ("prompt", "messages", "prompt_tokens", "question", "problem")
 USER_PREFIX = "user."
 #: Names that the system fills in itself, so that a user's column of that name has to step aside.
-_RESERVED = frozenset(SCHEMA) - {"task"}
+_RESERVED = (frozenset(SCHEMA) | WRITTEN) - {"task"}
 
 
 class PromptDataset:

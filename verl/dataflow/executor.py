@@ -199,7 +199,7 @@ class _Run:
         """One call of a node: wait for what it reads, run it, deliver what it wrote."""
         rows, given = await self._given(node, groups)
         if not rows and node.inputs:
-            if node.kind == "batch":
+            if node.kind == "batch" and not node.skip_empty:
                 raise DataError(f"no row is left for node '{node.name}'")
             self.pieces.deliver(node.name, groups, [], Batch.from_columns({}))
             return

@@ -44,6 +44,7 @@ class Node:
         none of these comes after all nodes declared before it.
     deadline: seconds for one call, or between two finished samples of a source; None: the executor's.
     role: whose work it is, for the timeline; empty: the node's name.
+    skip_empty: a "batch" node of which no row is left is left out; else that is an error.
     """
 
     name: str
@@ -57,6 +58,7 @@ class Node:
     samples: Callable[[Batch], Sequence[Sequence[str]]] | None = field(default=None, compare=False, repr=False)
     deadline: float | None = field(default=None, compare=False)
     role: str = field(default="", compare=False)
+    skip_empty: bool = False
 
     def __post_init__(self) -> None:
         # Order of columns carries no meaning; sorted, two nodes of the same structure are equal.

@@ -89,4 +89,7 @@ def _update_node(name: str, role: str, handle: Actor | Critic, updater: Updater)
             return None, role_metrics(role, handle.train(prepared, updater.algorithm, role))
         return None, role_metrics(role, handle.train(prepared, updater.algorithm))
 
-    return Node(name=name, run=run, kind="batch", inputs=(ANY,), slot=SLOT, after=("prepare",), role=role)
+    # Nothing to learn from is no failure of the run; a reward that keeps failing ends it by itself.
+    return Node(
+        name=name, run=run, kind="batch", inputs=(ANY,), slot=SLOT, after=("prepare",), role=role, skip_empty=True
+    )

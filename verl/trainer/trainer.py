@@ -115,6 +115,8 @@ class Trainer:
             raise ConfigError(f"algorithm '{self.algorithm.name}' needs a {role}: give the trainer {role}=...")
         if permute_rewards and "reward" not in self.algorithm.roles:
             raise ConfigError(f"algorithm '{self.algorithm.name}' has no rewards to permute: use a zero learning rate")
+        if permute_rewards and (option := self.algorithm.own_rewards) is not None:
+            raise ConfigError(f"permuted rewards must teach nothing, but {option} rewards by itself: leave it out")
         layout = strategy if strategy in STRATEGIES else None
         maps = [given for given in (placement, None if layout else strategy, device_map) if given is not None]
         if len(maps) > 1:
@@ -293,12 +295,12 @@ class Trainer:
         """Update every model from scored samples."""
         if self.permute_rewards:
             samples = _permuted(samples, seed=self.steps)
-        if "reward" in self.algorithm.roles and not any(reward is not None for reward in samples["reward"]):
-            # Nothing to learn from is no failure of the run; a reward that keeps failing ends it by itself.
-            return {"update/empty": 1.0}
         result = self._run(self.learning_graph, samples)
         metrics: dict[str, Any] = dict(result.metrics)
-        seconds = sum(result.timings[name].busy for name in result.timings if name != "prepare")
+        updates = [timing.busy for name, timing in result.timings.items() if name != "prepare"]
+        if not updates:
+            return {**metrics, "update/empty": 1.0}
+        seconds = sum(updates)
         trained = sum(len(t) for t in samples["response_tokens"])
         metrics["train/tokens"] = trained
         metrics["train/tokens_per_s"] = trained / max(seconds, 1e-9)
@@ -455,10 +457,11 @@ def _rejected(prompts: Batch, kept: list[Batch]) -> list[int]:
 
 
 def _permuted(samples: Batch, seed: int) -> Batch:
-    """The rewards of the samples, dealt out at random."""
+    """The samples with rewards and costs dealt out at random, those of tokens left out."""
     order = torch.randperm(len(samples), generator=torch.Generator().manual_seed(seed)).tolist()
-    rewards = samples["reward"]
-    return samples.drop(["reward"]).add({"reward": [rewards[i] for i in order]})
+    dealt = {name: [samples[name][i] for i in order] for name in ("reward", "cost") if name in samples}
+    gone = [name for name in (*dealt, "token_rewards") if name in samples]
+    return samples.drop(gone).add(dealt)
 
 
 def _kl_to_reference(batch: Batch) -> float:
