@@ -330,12 +330,12 @@ class Trainer:
             problems = problems.drop(["id", "group"]).add({"group": [f"eval.{i}" for i in range(len(problems))]})
         params = replace(self.sampling, temperature=temperature)
         graph = Graph([rollout_node("rollout", self.actor, n=n, params=params)])
-        return evaluate(
-            problems,
-            lambda rows: self._run(graph, rows).batch,
-            self.sources["reward"].get_reward,
-            metrics,
-        )
+        reward = self.sources["reward"]
+        state_before = reward.state_dict()
+        try:
+            return evaluate(problems, lambda rows: self._run(graph, rows).batch, reward.get_reward, metrics)
+        finally:
+            reward.load_state_dict(state_before)
 
     def evaluate_loss(self, batch: Batch) -> dict[str, float]:
         """Loss and metrics of an update (such as preference accuracy) on recorded rows; nothing is learned."""
