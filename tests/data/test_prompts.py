@@ -110,6 +110,31 @@ def test_a_broken_line_is_named(tmp_path: Path) -> None:
     path.write_bytes(b'{"prompt": "a"}\n{"prompt": "\xff"}\n')
     with pytest.raises(DataError, match=r"x\.jsonl, line 2"):
         load_prompts(path)
+    path.write_text('{"prompt": "a", "n": ' + "1" * 5000 + "}")
+    with pytest.raises(DataError, match=r"x\.jsonl, line 1 is not valid JSON"):
+        load_prompts(path)
+
+
+def test_a_directory_named_like_a_file_and_times_beyond_python_are_told(tmp_path: Path) -> None:
+    moments = pa.array([1], pa.timestamp("ns"))
+    pq.write_table(pa.table({"prompt": ["a"], "when": moments}), tmp_path / "moments.parquet")
+    with pytest.raises(DataError, match=r"moments\.parquet"):
+        load_prompts(tmp_path / "moments.parquet")
+    (tmp_path / "folder" / "x.jsonl").mkdir(parents=True)
+    with pytest.raises(DataError, match=r"folder cannot be read: .*x\.jsonl"):
+        load_prompts(tmp_path / "folder")
+
+
+def test_other_token_ids_are_other_data() -> None:
+    def same(*options: dict[str, Any]) -> bool:
+        return len({load_prompts(**{"source": ["a"], **option}).fingerprint() for option in options}) == 1
+
+    assert same({}, {"source": [{"prompt": "a", "level": 1}]})
+    assert same({"chat": True}, {"source": [[{"role": "user", "content": "a"}]]})
+    assert not same({}, {"source": ["a "]})
+    assert not same({}, {"chat": True})
+    assert not same({"chat": True}, {"system_prompt": "Rhyme."})
+    assert not same({"system_prompt": "Rhyme!"}, {"system_prompt": "Rhyme."})
 
 
 @pytest.mark.parametrize(
@@ -121,6 +146,8 @@ def test_a_broken_line_is_named(tmp_path: Path) -> None:
         ([{"prompt": "a"}, {"prompt": 3}], "row 1: column 'prompt' is neither"),
         ([{"prompt": "a"}, 3.5], "row 1 is a float"),
         ([{"prompt": "a", "x": 1}, {"prompt": "b", "x": "one"}], "column 'x' mixes types: row 1"),
+        ([{"prompt": "a"}, {"prompt": "b", "x": 2**64}], "column 'x' has a whole number of more than 64 bits in row 1"),
+        ([{"prompt": "a", "x": [1]}, {"prompt": "b", "x": [2**64]}], "more than 64 bits in row 1"),
     ],
 )
 def test_bad_rows_are_named(tmp_path: Path, rows: list[Any], message: str) -> None:

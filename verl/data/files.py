@@ -28,16 +28,19 @@ def read_rows(path: str | Path) -> Iterator[Any]:
         DataError: missing, of an unknown kind, damaged (with file and line), or reaching out of its directory.
     """
     path = Path(path)
-    if path.is_dir():
-        names = sorted(entry.name for entry in path.iterdir() if entry.suffix in SUFFIXES)
-        if not names:
-            raise DataError(f"{path} holds no data files ({', '.join(SUFFIXES)})")
-        for name in names:
-            yield from _read_file(inside(path, name))
-    elif path.is_file():
-        yield from _read_file(path)
-    else:
-        raise DataError(f"{path} does not exist: give a JSONL, JSON or Parquet file, or a directory of them")
+    try:
+        if path.is_dir():
+            names = sorted(entry.name for entry in path.iterdir() if entry.suffix in SUFFIXES)
+            if not names:
+                raise DataError(f"{path} holds no data files ({', '.join(SUFFIXES)})")
+            for name in names:
+                yield from _read_file(inside(path, name))
+        elif path.is_file():
+            yield from _read_file(path)
+        else:
+            raise DataError(f"{path} does not exist: give a JSONL, JSON or Parquet file, or a directory of them")
+    except OSError as error:  # such as a directory that is named like a file, or one that is not ours to read
+        raise DataError(f"{path} cannot be read: {error}. Mend or remove it") from error
 
 
 def inside(root: str | Path, name: str) -> Path:
@@ -90,12 +93,12 @@ def _read_parquet(path: Path) -> Iterator[Any]:
         with pq.ParquetFile(path) as file:
             for chunk in file.iter_batches(batch_size=1024):
                 yield from chunk.to_pylist()
-    except (pa.ArrowInvalid, OSError) as error:
+    except (pa.ArrowException, ValueError, OverflowError, OSError) as error:  # damage, or values Python has no type for
         raise DataError(f"{path} is not a readable Parquet file: {error}") from error
 
 
 def _decode(text: bytes, where: str) -> Any:
     try:
         return json.loads(text)
-    except (json.JSONDecodeError, UnicodeDecodeError, RecursionError) as error:
+    except (ValueError, RecursionError) as error:  # no JSON, no UTF-8, or a number of thousands of digits
         raise DataError(f"{where} is not valid JSON: {error}. Mend or remove it") from error

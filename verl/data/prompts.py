@@ -24,6 +24,8 @@ from verl.errors import DataError, nearest
 
 PROMPT_COLUMNS = ("prompt", "messages", "prompt_tokens", "question", "problem")
 USER_PREFIX = "user."
+#: A row's prompt as the system keeps it: the first of these that the row has.
+_PROMPT_FIELDS = ("prompt", "messages", "prompt_tokens")
 #: Names that the system fills in itself, so that a user's column of that name has to step aside.
 _RESERVED = (frozenset(SCHEMA) | WRITTEN) - {"task"}
 
@@ -51,13 +53,15 @@ class PromptDataset:
 
     def texts(self) -> list[str]:
         """What is asked, row by row, without system messages and surrounding space: what makes prompts equal."""
-        return [prompt_text(row) for row in self.batch.select(("prompt", "messages", "prompt_tokens")).rows()]
+        return [prompt_text(row) for row in self.batch.select(_PROMPT_FIELDS).rows()]
 
     def fingerprint(self) -> str:
-        """Sixteen hex digits over all prompts in order: a cursor belongs to one data set."""
+        """Sixteen hex digits over all prompts in order, to the last space and system message: what is read from
+        other token ids is another data set."""
         digest = hashlib.sha256()
-        for text in self.texts():
-            digest.update(text.encode("utf-8", "surrogatepass") + b"\0")
+        for row in self.batch.select(_PROMPT_FIELDS).rows():
+            prompt = next(item for item in row.items() if item[1] is not None)
+            digest.update(json.dumps(prompt).encode() + b"\n")
         return digest.hexdigest()[:16]
 
 
@@ -262,16 +266,20 @@ def to_batch(rows: Sequence[Mapping[str, Any]], name: str) -> Batch:
 
 
 def _check_column(column: str, rows: Sequence[Mapping[str, Any]], name: str) -> None:
-    values = [row.get(column) for row in rows]
+    values = {number: row[column] for number, row in enumerate(rows) if row.get(column) is not None}
     try:
-        pa.array(values)
+        pa.array(list(values.values()))
     except UnicodeEncodeError:  # which the error at hand tells already
         return
-    except (pa.ArrowInvalid, pa.ArrowTypeError, pa.ArrowNotImplementedError):
-        first = next(value for value in values if value is not None)
-        for number, value in enumerate(values):
+    except (pa.ArrowInvalid, pa.ArrowTypeError, pa.ArrowNotImplementedError, OverflowError):
+        first = next(iter(values.values()))
+        for number, value in values.items():
             try:
                 pa.array([first, value])
+            except OverflowError as error:
+                raise DataError(
+                    f"{name}: column '{column}' has a whole number of more than 64 bits in row {number}. Make it text"
+                ) from error
             except (pa.ArrowInvalid, pa.ArrowTypeError, pa.ArrowNotImplementedError) as error:
                 raise DataError(
                     f"{name}: column '{column}' mixes types: row {number} does not fit the rows before it "
