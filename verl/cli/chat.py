@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Sequence
 from io import TextIOWrapper
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -90,20 +90,21 @@ class _Talk:
         self._asked += 1
         printer = _Printer()
         self._engine.add(Request(str(self._asked), self._encode(messages), self._params, guard=printer))
-        sample = self._finished(str(self._asked))
-        printer([sample.text or ""])
+        for sample in self._finished(str(self._asked)):
+            printer([sample.text or ""])
         typer.echo()
-        self._messages = [*messages, {"role": "assistant", "content": sample.text or ""}]
+        self._messages = [*messages, {"role": "assistant", "content": printer.text}]
 
-    def _finished(self, name: str) -> Sample:
-        while True:
+    def _finished(self, name: str) -> list[Sample]:
+        """The sample; none if Ctrl-C came while it was handed over, when its text has been shown."""
+        samples: list[Sample] = []
+        while not samples and self._engine.unfinished:
             try:
                 samples = self._engine.step()
             except KeyboardInterrupt:
                 self._engine.abort([name])
-                samples = self._engine.step()
-            if samples:
-                return samples[0]
+                return self._engine.step()
+        return samples
 
     def _encode(self, messages: list[dict[str, str]]) -> list[int]:
         from verl.data.tokenize import render
@@ -120,12 +121,11 @@ class _Printer:
     every = 1
 
     def __init__(self) -> None:
-        self._shown = 0
+        self.text = ""
 
     def __call__(self, texts: Sequence[str]) -> list[Verdict]:
-        text: Any
         for text in texts:
-            sys.stdout.write(text[self._shown :])
+            sys.stdout.write(text[len(self.text) :])
             sys.stdout.flush()
-            self._shown = len(text)
+            self.text = text
         return [None] * len(texts)
