@@ -1,17 +1,19 @@
 """`verl generate`: prompts from a file in, completions into a file; cut off anywhere, the same command goes on.
 
 While the work goes on, `OUT.part` lies beside the output `OUT`: a line with the settings, then one for each response as
-it finishes. When all are there `OUT` is written in the order of the prompts, and takes its place in one piece.
+it finishes. When all are there `OUT` is written in the order of the prompts, and takes its place in one piece. An
+earlier `OUT` stays until then.
 """
 
 from __future__ import annotations
 
+import base64
 import json
 import os
 import sys
 import time
-from collections.abc import Iterable, Iterator, Mapping
-from contextlib import closing
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import closing, contextmanager
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -58,12 +60,14 @@ def generate(
     dtype: Annotated[str, typer.Option(help="auto, float32, bfloat16 or float16.")] = "auto",
     max_num_seqs: Annotated[int, typer.Option(min=1, help="Sequences generated at the same time.")] = 256,
     kv_cache_gb: Annotated[float | None, typer.Option(help="Memory for keys and values, in GB.")] = None,
-    fresh: Annotated[bool, typer.Option("--fresh", help="Start anew, whatever is there.")] = False,
+    fresh: Annotated[bool, typer.Option("--fresh", help="Start anew; OUT is replaced at the end.")] = False,
 ) -> None:
     """Generate responses to the prompts of a file.
 
-    Cut off, the same command goes on where it was. A row of the output holds the prompt's columns and `id`, `response`,
-    `finish` (stop, length; refused, with the reason in `error`), `response_tokens`.
+    Cut off, the same command (without --fresh) goes on where it was; other prompts or settings are refused.
+
+    A row of the output holds the prompt's columns and `id`, `response`, `finish` (stop, length; refused, with the
+    reason in `error`), `response_tokens`. In .jsonl dates are ISO text and bytes base64.
 
     [bold]Examples[/bold]
     $ verl generate models/SmolLM2-135M-Instruct prompts.jsonl answers.jsonl --chat --temperature 0
@@ -84,10 +88,14 @@ def generate(
         min_p=min_p,
         stop=tuple(stop or ()),
     )
-    data = load_prompts(_source(prompts), prompt_column=prompt_column, system_prompt=system, chat=chat, limit=limit)
-    given = {"model": model, "prompts": data.fingerprint(), "n": n, "seed": seed, "dtype": dtype, "engine": engine}
+    _keep_apart(prompts, out)
+    form: dict[str, Any] = {"prompt_column": prompt_column, "system_prompt": system, "chat": chat}
+    data = load_prompts(_source(prompts), **form, limit=limit)
+    # A link such as runs/latest may lead to another model the next time.
+    given = {"model": os.path.realpath(model) if os.path.isdir(model) else model, "prompts": data.fingerprint(), **form}
+    given |= {"n": n, "seed": seed, "dtype": dtype, "engine": engine, **asdict(params)}
     rows = {f"{row}/{sample}": row for row in range(len(data)) for sample in range(n)}
-    with closing(_Output(out, json.loads(json.dumps({**given, **asdict(params)})), fresh)) as output:
+    with closing(_Output(out, json.loads(json.dumps(given)), fresh)) as output:
         if missing := [name for name in rows if name not in output.answers]:
             options = RolloutOptions(engine, max_num_seqs, kv_cache_gb, seed)
             writer = _Writer(model, dtype, options)
@@ -96,22 +104,43 @@ def generate(
             for answer in _shown(writer.answers(requests), len(rows), len(rows) - len(missing)):
                 output.add(answer)
         output.publish(rows, data.batch)
+    _tell(out, rows, output.answers)
     typer.echo(out)
 
 
+def _keep_apart(prompts: str, out: Path) -> None:
+    """The output may neither take the prompts' place nor be read among them the next time."""
+    if prompts != "-" and out.resolve().is_relative_to(Path(prompts).resolve()):
+        raise ConfigError(f"{out} lies where the prompts are read from ({prompts}): give another name")
+
+
 def _source(prompts: str) -> Any:
-    if prompts == "-":
-        lines = [line for line in sys.stdin.read().splitlines() if line.strip()]
-        if not lines:
-            raise DataError("no prompts came: standard input has no lines")
-        return lines
-    if prompts.endswith(".txt"):
-        try:
-            lines = Path(prompts).read_text(encoding="utf-8").splitlines()
-        except (OSError, UnicodeDecodeError) as error:
-            raise DataError(f"{prompts} cannot be read: {error}") from error
-        return [line for line in lines if line.strip()]
-    return prompts
+    if prompts != "-" and not prompts.endswith(".txt"):
+        return prompts
+    name = "standard input" if prompts == "-" else prompts
+    try:
+        content = sys.stdin.buffer.read() if prompts == "-" else Path(prompts).read_bytes()
+        # A prompt may hold what Unicode takes for the end of a line: `splitlines` would cut there.
+        lines = [line.removesuffix("\r") for line in content.decode("utf-8-sig").split("\n") if line.strip()]
+    except (OSError, UnicodeDecodeError) as error:
+        raise DataError(f"{name} cannot be read: {error}") from error
+    if not lines:
+        raise DataError(f"no prompts came: {name} has no lines")
+    return lines
+
+
+def _tell(out: Path, rows: Mapping[str, int], answers: Mapping[str, Mapping[str, Any]]) -> None:
+    """The last line.
+
+    Raises:
+        RolloutError: every prompt was refused.
+    """
+    refused = {row: answers[name]["error"] for name, row in rows.items() if answers[name]["finish"] == "refused"}
+    there, prompts = sum(row not in refused for row in rows.values()), len(set(rows.values()))
+    told = f"; {len(refused)} of {prompts} prompts refused, see `error` in the output" if refused else ""
+    typer.echo(f"{there} of {len(rows)} responses are there{told}", err=True)
+    if not there:
+        raise RolloutError(f"{out}: every prompt was refused, the first because {next(iter(refused.values()))}")
 
 
 class _Writer:
@@ -160,7 +189,7 @@ def _answer(name: str, text: str | None, finish: str, tokens: list[int], error: 
 
 
 def _shown(answers: Iterable[dict[str, Any]], total: int, done: int) -> Iterator[dict[str, Any]]:
-    """The answers as they come, with their progress on a terminal's standard error and a line at the end."""
+    """The answers as they come, with their progress on a terminal's standard error and the speed at the end."""
     from rich.console import Console
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
@@ -174,11 +203,13 @@ def _shown(answers: Iterable[dict[str, Any]], total: int, done: int) -> Iterator
             speed = f"{tokens / max(time.monotonic() - start, 1e-9):,.0f} tokens/s"
             progress.update(task, completed=done, speed=speed)
             yield answer
-    typer.echo(f"{done} of {total} responses are there; {tokens:,} tokens now, {speed}", err=True)
+    typer.echo(f"{tokens:,} tokens, {speed}", err=True)
 
 
 class _Output:
     """The file to be, and the answers that are there already.
+
+    Nothing that is there changes before the first answer: a wrong model costs nobody an earlier output.
 
     Raises:
         ConfigError: the file is there, or was begun with other settings, or is of another kind, or cannot be written.
@@ -188,59 +219,66 @@ class _Output:
         if out.suffix not in (".jsonl", ".parquet"):
             raise ConfigError(f"{out}: the output must be .jsonl or .parquet")
         self._out, self._part = out, out.with_name(f"{out.name}.part")
-        if out.exists() and not (fresh and out.is_file()):
-            raise ConfigError(f"{out} is there: give another name{', or --fresh' if out.is_file() else ''}")
         self.answers: dict[str, dict[str, Any]] = {}
-        try:
+        self._settings, self._fresh, self._begun = settings, fresh, False
+        if out.exists() and not (out.is_file() and (fresh or self._part.exists())):
+            raise self._is_there()
+        with _writing(out):
             out.parent.mkdir(parents=True, exist_ok=True)
             self._file = self._part.open("a", buffering=1, encoding="utf-8")
-            if sys.platform != "win32":
-                fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            if fresh:
-                os.truncate(self._part, 0)
-                out.unlink(missing_ok=True)
-        except BlockingIOError as error:
-            raise ConfigError(f"{out} is being written by another process") from error
-        except OSError as error:
-            raise ConfigError(f"{out} cannot be written: {error}") from error
         try:
-            self._go_on(settings)
+            with _writing(out):
+                self._lock()
+                self._go_on([] if fresh else self._whole_lines())
         except BaseException:
             self.close()
             raise
 
-    def _go_on(self, settings: Mapping[str, Any]) -> None:
-        lines = self._whole_lines()
-        if len(lines) > 1:
-            self._check(lines[0], settings)
+    def _is_there(self) -> ConfigError:
+        return ConfigError(f"{self._out} is there: give another name{', or --fresh' if self._out.is_file() else ''}")
+
+    def _lock(self) -> None:
+        if sys.platform != "win32":
+            try:
+                fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError as error:
+                raise ConfigError(f"{self._out} is being written by another process") from error
+
+    def _go_on(self, lines: list[dict[str, Any]]) -> None:
+        self._begun = len(lines) > 1  # without an answer the settings may be others now
+        # What was begun with --fresh goes on without: the output that it replaces is still there.
+        if self._out.exists() and not (self._fresh or (self._begun and lines[0].get("fresh"))):
+            raise self._is_there()
+        if self._begun:
+            self._check(lines[0])
             self.answers = {answer["id"]: answer for answer in lines[1:]}
-        else:  # nothing was answered: the settings may be others now
-            os.truncate(self._part, 0)
-            self.add(dict(settings))
 
     def add(self, answer: dict[str, Any]) -> None:
-        if "id" in answer:
-            self.answers[answer["id"]] = answer
-        self._file.write(json.dumps(answer) + "\n")
+        with _writing(self._out):
+            if not self._begun:
+                os.truncate(self._part, 0)
+                self._file.write(json.dumps({**self._settings, "fresh": self._fresh}) + "\n")
+                self._begun = True
+            self._file.write(json.dumps(answer) + "\n")
+        self.answers[answer["id"]] = answer
 
     def close(self) -> None:
         """Let another process go on."""
-        self._file.close()
+        with _writing(self._out):
+            self._file.close()
 
     def publish(self, order: Mapping[str, int], prompts: Batch) -> None:
         """Write the answers in this order, each behind its prompt's columns; the part file goes."""
         columns = list(prompts.rows())
         rows = [_merged(columns[row], self.answers[name]) for name, row in order.items()]
         scratch = self._out.with_name(f"{self._out.name}.new")
-        if self._out.suffix == ".parquet":
-            import pyarrow as pa
-            import pyarrow.parquet as pq
-
-            pq.write_table(pa.Table.from_pylist(rows), scratch)
-        else:
-            scratch.write_text("".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows), encoding="utf-8")
-        os.replace(scratch, self._out)
-        self._part.unlink()
+        with _writing(self._out):
+            try:
+                (_write_parquet if self._out.suffix == ".parquet" else _write_lines)(rows, scratch)
+                os.replace(scratch, self._out)
+            finally:  # half a file on a full disk would only take room
+                scratch.unlink(missing_ok=True)
+            self._part.unlink()
 
     def _whole_lines(self) -> list[dict[str, Any]]:
         """What was written before; a line that was cut off is cut away."""
@@ -249,16 +287,64 @@ class _Output:
         if len(whole) < len(content):
             os.truncate(self._part, len(whole))
         try:
-            return [json.loads(line) for line in whole.splitlines()]
-        except ValueError as error:
+            lines = [json.loads(line) for line in whole.splitlines()]
+            for number, line in enumerate(lines):
+                if not isinstance(line, dict) or (number and not line.keys() >= {"id", "finish", "error"}):
+                    raise ValueError(f"line {number + 1} is none of this command's")
+        except (ValueError, RecursionError) as error:
             raise DataError(f"{self._part} is damaged ({error}): start anew with --fresh") from error
+        return lines
 
-    def _check(self, before: Mapping[str, Any], now: Mapping[str, Any]) -> None:
-        other = [f"{key}={before.get(key)} (now {value})" for key, value in now.items() if before.get(key) != value]
+    def _check(self, before: Mapping[str, Any]) -> None:
+        now = self._settings.items()
+        other = [f"{key}={before.get(key)} (now {value})" for key, value in now if before.get(key) != value]
         if other:
             raise ConfigError(
                 f"{self._part} was begun with {', '.join(other)}: give the same settings to go on, or --fresh"
             )
+
+
+@contextmanager
+def _writing(out: Path) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        raise ConfigError(
+            f"{out} cannot be written: {error}. Without --fresh the same command goes on later"
+        ) from error
+
+
+def _write_lines(rows: Sequence[Mapping[str, Any]], path: Path) -> None:
+    with path.open("w", encoding="utf-8") as file:
+        file.writelines(json.dumps(row, ensure_ascii=False, default=_as_text) + "\n" for row in rows)
+
+
+def _write_parquet(rows: Sequence[Mapping[str, Any]], path: Path) -> None:
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    def column(values: list[Any]) -> pa.Array:
+        try:
+            return pa.array([_without_empty(value) for value in values])
+        except pa.ArrowException:  # chats whose contents are text here and parts there: no type of Parquet holds them
+            texts = [json.dumps(value, ensure_ascii=False, default=_as_text) for value in values]
+            return pa.array([None if value is None else text for value, text in zip(values, texts, strict=True)])
+
+    pq.write_table(pa.table({name: column([row[name] for row in rows]) for name in rows[0]}), path)
+
+
+def _without_empty(value: Any) -> Any:
+    """Null for a mapping without keys, which Parquet has no form for."""
+    if isinstance(value, Mapping):
+        return {key: _without_empty(item) for key, item in value.items()} or None
+    return [_without_empty(item) for item in value] if isinstance(value, list) else value
+
+
+def _as_text(value: Any) -> str:
+    """What JSON has no form for: bytes as base64, dates as ISO, others as they print."""
+    if isinstance(value, bytes):
+        return base64.b64encode(value).decode()
+    return str(value.isoformat()) if hasattr(value, "isoformat") else str(value)
 
 
 def _merged(prompt: Mapping[str, Any], answer: Mapping[str, Any]) -> dict[str, Any]:
