@@ -233,7 +233,7 @@ def test_a_full_disk_is_told_and_the_same_command_goes_on(tiny, tmp_path):
             resource.setrlimit(resource.RLIMIT_FSIZE, unlimited)
         assert result.exit_code == 2, result.output
         assert "out.jsonl cannot be written" in result.stderr
-        assert "the same command goes on" in result.stderr
+        assert "the same command without --fresh goes on" in result.stderr
         assert [path.name for path in tmp_path.iterdir()] == ["out.jsonl.part"]
     assert len(rows_of(out.with_name("out.jsonl.part"))) == 21
     result = verl_command("generate", tiny, "-", out, "--max-new-tokens", 4, "--temperature", 0, text=lines)

@@ -309,9 +309,8 @@ def _writing(out: Path) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        raise ConfigError(
-            f"{out} cannot be written: {error}. Without --fresh the same command goes on later"
-        ) from error
+        later = "once it can be, the same command without --fresh goes on"
+        raise ConfigError(f"{out} cannot be written: {error}; {later}") from error
 
 
 def _write_lines(rows: Sequence[Mapping[str, Any]], path: Path) -> None:
