@@ -5,6 +5,7 @@ import datetime
 import fcntl
 import json
 import resource
+import signal
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -330,23 +331,32 @@ def test_chat_reads_bytes_that_are_no_text(tiny):
     assert result.stdout
 
 
-def test_chat_goes_on_when_ctrl_c_comes_with_the_last_token(tiny, monkeypatch, capsys):
+@pytest.mark.parametrize("moment", ["adding", "first", "last"])
+def test_ctrl_c_ends_a_reply_and_not_the_chat(tiny, monkeypatch, capsys, moment):
     talk = _Talk(str(tiny), "auto", SamplingParams(max_new_tokens=30), 0, None)
-    step, calls = talk._engine.step, []
+    add, step, calls = talk._engine.add, talk._engine.step, []
 
-    def interrupted():
+    def interrupted_add(request):
+        add(request)
+        if moment == "adding":
+            signal.raise_signal(signal.SIGINT)
+
+    def interrupted_step():
         calls.append(step())
         assert len(calls) < 50, "it waits for a sample that is lost"
-        if calls[-1]:
-            raise KeyboardInterrupt
+        if (moment == "last" and calls[-1]) or (moment == "first" and len(calls) == 1):
+            signal.raise_signal(signal.SIGINT)
         return calls[-1]
 
     with monkeypatch.context() as patch:
-        patch.setattr(talk._engine, "step", interrupted)
+        patch.setattr(talk._engine, "add", interrupted_add)
+        patch.setattr(talk._engine, "step", interrupted_step)
         talk.reply("Hello")
     (sample,) = [sample for samples in calls for sample in samples]
-    assert len(sample.text) > 5
+    assert (sample.finish == "abort") == (moment != "last")
     assert capsys.readouterr().out == f"{sample.text}\n"
     talk.reply("And then?")
     shown = capsys.readouterr().out.removesuffix("\n")
     assert [message["content"] for message in talk._messages] == ["Hello", sample.text, "And then?", shown]
+    with pytest.raises(KeyboardInterrupt):
+        signal.raise_signal(signal.SIGINT)

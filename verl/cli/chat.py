@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import signal
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from io import TextIOWrapper
 from typing import TYPE_CHECKING, Annotated
 
@@ -89,22 +91,20 @@ class _Talk:
         messages = [*self._messages, {"role": "user", "content": line}]
         self._asked += 1
         printer = _Printer()
-        self._engine.add(Request(str(self._asked), self._encode(messages), self._params, guard=printer))
-        for sample in self._finished(str(self._asked)):
+        with _ctrl_c() as cut:
+            self._engine.add(Request(str(self._asked), self._encode(messages), self._params, guard=printer))
+            sample = self._finished(str(self._asked), cut)
             printer([sample.text or ""])
         typer.echo()
-        self._messages = [*messages, {"role": "assistant", "content": printer.text}]
+        self._messages = [*messages, {"role": "assistant", "content": sample.text or ""}]
 
-    def _finished(self, name: str) -> list[Sample]:
-        """The sample; none if Ctrl-C came while it was handed over, when its text has been shown."""
-        samples: list[Sample] = []
-        while not samples and self._engine.unfinished:
-            try:
-                samples = self._engine.step()
-            except KeyboardInterrupt:
+    def _finished(self, name: str, cut: list[int]) -> Sample:
+        while self._engine.unfinished:
+            if samples := self._engine.step():
+                return samples[0]
+            if cut:
                 self._engine.abort([name])
-                return self._engine.step()
-        return samples
+        raise RolloutError("the engine has lost the reply")
 
     def _encode(self, messages: list[dict[str, str]]) -> list[int]:
         from verl.data.tokenize import render
@@ -115,17 +115,29 @@ class _Talk:
         return list(self._tokenizer("".join(message["content"] for message in messages))["input_ids"])
 
 
+@contextmanager
+def _ctrl_c() -> Iterator[list[int]]:
+    """A list that Ctrl-C adds to. Its exception, which may come anywhere in a step, would lose the reply or leave
+    the engine in two minds."""
+    signals: list[int] = []
+    before = signal.signal(signal.SIGINT, lambda number, _: signals.append(number))
+    try:
+        yield signals
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
 class _Printer:
     """A guard that lets everything pass and prints what is new of it."""
 
     every = 1
 
     def __init__(self) -> None:
-        self.text = ""
+        self._shown = 0
 
     def __call__(self, texts: Sequence[str]) -> list[Verdict]:
         for text in texts:
-            sys.stdout.write(text[len(self.text) :])
+            sys.stdout.write(text[self._shown :])
             sys.stdout.flush()
-            self.text = text
+            self._shown = len(text)
         return [None] * len(texts)
