@@ -38,6 +38,23 @@ def killing(responses, prompts):
     if left == 0:
         os.kill(os.getpid(), signal.SIGKILL)
     return low(responses, prompts)
+
+
+calls = []
+
+
+def late(responses, prompts):
+    """Abstains in the first call, which is the first evaluation's."""
+    calls.append(prompts)
+    return low(responses, prompts) if len(calls) > 1 else [None] * len(responses)
+
+
+def signs(responses, prompts):
+    return [-1.0] * len(responses)
+
+
+def high(responses, prompts):
+    return [1.0] * len(responses)
 '''
 TIMED = ("time/", "busy/", "tokens_per_s", "memory/")
 
@@ -84,6 +101,10 @@ def rows(directory: Path) -> list[dict[str, Any]]:
     """Metric rows without what a clock measured."""
     lines = (directory / "metrics.jsonl").read_text().splitlines()
     return [{k: v for k, v in json.loads(line).items() if not any(t in k for t in TIMED)} for line in lines]
+
+
+def evals(directory: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (directory / "eval.jsonl").read_text().splitlines()]
 
 
 def final_state(directory: Path) -> dict[str, torch.Tensor]:
@@ -278,6 +299,62 @@ def test_a_full_disk_stops_neither_training_nor_the_last_checkpoint(tmp_path: Pa
     assert load_checkpoint(good).step == 2
     train(build_config(settings(tmp_path, tiny, **longer)))
     assert load_checkpoint(run_dir(tmp_path) / "checkpoints" / "latest").step == 5
+
+
+def test_a_first_evaluation_without_any_score_has_no_gain(
+    tmp_path: Path, tiny: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    late = {"reward.path": f"{tmp_path / 'reward.py'}:late", "reward.max_failure_rate": 1.0}
+    summary = train(build_config(settings(tmp_path, tiny, **late, **{"trainer.total_steps": 1})))
+    assert summary["reward_before"] is None and summary["reward_after"] >= 0
+    assert summary["gain"] is summary["gain_low"] is summary["gain_high"] is None
+    shown = [line.split() for line in capsys.readouterr().out.splitlines() if "gain" in line or "before" in line]
+    assert [words[-2] for words in shown] == ["-", "-"]
+    assert json.loads((run_dir(tmp_path) / "summary.json").read_text())["state"] == "finished"
+    assert "reward after training" in (run_dir(tmp_path) / "report.html").read_text()
+
+
+def test_two_evaluations_of_a_step_are_one_row(tmp_path: Path, tiny: Path) -> None:
+    train(build_config(settings(tmp_path, tiny, **{"trainer.total_steps": 0})))
+    assert [row["step"] for row in evals(run_dir(tmp_path))] == [0]
+    short = {"trainer.total_steps": 1, "trainer.eval_every": None}
+    train(build_config(settings(tmp_path, tiny, **short)))
+    (run_dir(tmp_path) / "summary.json").unlink()  # as if it had been cut off before
+    train(build_config(settings(tmp_path, tiny, **short)))
+    assert [row["step"] for row in evals(run_dir(tmp_path))] == [0, 1]
+
+
+@pytest.mark.parametrize(("component", "headline"), [("high", "accuracy"), ("signs", "reward")])
+def test_a_component_called_accuracy_is_one_if_it_is_a_share(
+    tmp_path: Path, tiny: Path, component: str, headline: str
+) -> None:
+    path = tmp_path / "reward.py"
+    parts = {"accuracy": {"path": f"{path}:{component}"}, "form": {"path": f"{path}:low", "weight": 0.5}}
+    reward = {"reward.path": None, "reward.components": parts}
+    summary = train(build_config(settings(tmp_path, tiny, **reward, **{"trainer.total_steps": 1})))
+    assert summary["headline"] == headline and summary["gain"] is not None
+    assert [row["headline"] for row in evals(run_dir(tmp_path))] == [headline] * 2
+    assert [("low" in row, row["accuracy"]) for row in evals(run_dir(tmp_path))] == (
+        [(True, 1.0)] * 2 if headline == "accuracy" else [(False, None)] * 2
+    )
+
+
+def test_pairs_that_are_all_right_are_a_share_however_they_are_cut(tmp_path: Path, tiny: Path) -> None:
+    pair = {"chosen": "aaaa", "rejected": "zzzz zz"}
+    pairs = {
+        "algorithm.name": "dpo",
+        "reward.path": None,
+        "actor_rollout_ref.actor.max_tokens_per_micro_batch": 32,
+        "trainer.total_steps": 6,
+        "trainer.eval_every": None,
+    }
+    configuration = settings(tmp_path, tiny, **pairs)
+    for name, count in (("train", 9), ("eval", 3)):
+        lines = [json.dumps({"prompt": f"{name} {i}: ", **pair}) + "\n" for i in range(count)]
+        (tmp_path / f"{name}.jsonl").write_text("".join(lines))
+    train(build_config(configuration))
+    last = evals(run_dir(tmp_path))[-1]
+    assert last["pairs/accuracy"] == pytest.approx(1.0) and last["high"] == pytest.approx(1.0)
 
 
 def test_a_prompt_beyond_the_models_positions_is_refused_before_the_start(tmp_path: Path, make_tiny: Any) -> None:

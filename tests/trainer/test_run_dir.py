@@ -1,5 +1,6 @@
 import json
 import os
+import resource
 import subprocess
 import sys
 from pathlib import Path
@@ -70,6 +71,25 @@ def test_rewind_forgets_what_came_after_the_commit(tmp_path: Path) -> None:
     assert sorted(p.name for p in run.completions.iterdir()) == ["step-0.parquet", "step-2.parquet"]
     rewind_jsonl(run.metrics, 0)
     assert run.metrics.read_text() == ""
+
+
+def test_an_evaluation_is_one_row_and_a_full_disk_a_warning(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    run = opened(tmp_path)
+    for step, reward in ((0, 0.1), (2, 0.2), (2, 0.3)):
+        run.note_evaluation({"step": step, "reward": reward})
+    noted = run.evals.read_text()
+    assert [json.loads(line) for line in noted.splitlines()] == [
+        {"step": 0, "reward": 0.1},
+        {"step": 2, "reward": 0.3},
+    ]
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (len(noted), hard))
+    try:
+        run.note_evaluation({"step": 4, "reward": 0.4})
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    assert "the evaluation of step 4 was not written to" in caplog.text and str(run.evals) in caplog.text
+    assert run.evals.read_text() == noted
 
 
 HOLD = """

@@ -201,10 +201,11 @@ def _hero(summary: dict[str, Any], evals: list[dict[str, Any]]) -> str:
     before = summary.get(f"{name}_before", scored[0] if scored else None)
     after = summary.get(f"{name}_after", scored[-1] if len(scored) > 1 else None)
     label = html.escape(name)
-    if not _is_number(before):
+    if not _is_number(before) or not _is_number(after):
+        for value, when in ((before, "before"), (after, "after")):
+            if _is_number(value):
+                return f"<div class=big><span>{_headline(name, value)}</span></div><p>{label} {when} training</p>"
         return "<p class=none>No evaluation yet.</p>"
-    if not _is_number(after):
-        return f"<div class=big><span>{_headline(name, before)}</span></div><p>{label} before training</p>"
     count = summary.get("eval_problems")
     problems = f"{count:,} held-out problems" if _is_number(count) else "held-out problems"
     return (

@@ -214,11 +214,11 @@ class _Job:
         if headline in SHARES:
             scored = [value for value in found.get("by_problem", ()) if value is not None]
             count = len(scored) or found["problems"]
-            share = binomial_interval(metrics[headline] * count, count)
+            # A sum over micro-batches rounds, and may come to a little more than all.
+            share = binomial_interval(min(metrics[headline], 1.0) * count, count)
             row |= {"low": share.low, "high": share.high}
         if is_main():
-            with self.run.evals.open("a", encoding="utf-8") as file:
-                file.write(json.dumps(row) + "\n")
+            self.run.note_evaluation(row)
         self.trainer.logger.log(step, {f"eval/{name}": value for name, value in metrics.items()})
         return found
 
@@ -243,7 +243,7 @@ class _Job:
     def _evaluate_loss(self, held_out: Batch) -> dict[str, Any]:
         """By the loss of recorded rows, and how often a chosen response beats a rejected one."""
         metrics = _finite(self.trainer.evaluate_loss(held_out))
-        headline = next(name for name in ("pairs/accuracy", "loss") if metrics.get(name) is not None)
+        headline = "pairs/accuracy" if metrics.get("pairs/accuracy") is not None else "loss"
         return {"headline": headline, "metrics": metrics, "problems": len(held_out.group_indices())}
 
     def _summary(self, after: Mapping[str, Any] | None) -> dict[str, Any]:
@@ -263,15 +263,21 @@ class _Job:
         summary |= {"headline": name, f"{name}_before": before_value, f"{name}_after": after_value}
         summary |= {"eval_problems": after["problems"]}
         if "by_problem" in after:
-            gain = paired_bootstrap(self.before["by_problem"], after["by_problem"], seed=self.config.trainer.seed)
-            summary |= {"gain": gain.value, "gain_low": gain.low, "gain_high": gain.high}
+            summary |= dict.fromkeys(("gain", "gain_low", "gain_high"))
+            before, values = self.before["by_problem"], after["by_problem"]
+            # What abstained has no value, and two headlines are no pair.
+            if name == self.before["headline"] and any(None not in pair for pair in zip(before, values, strict=False)):
+                gain = paired_bootstrap(before, values, seed=self.config.trainer.seed)
+                summary |= {"gain": gain.value, "gain_low": gain.low, "gain_high": gain.high}
         return summary
 
 
 def _accuracy(samples: Batch) -> list[float | None]:
     """Exact match by the task's own verifier, for rewards that tell it; no credit for a format."""
     if "reward/accuracy" in samples:
-        return samples["reward/accuracy"]
+        values = samples["reward/accuracy"]
+        if all(value is None or 0 <= value <= 1 for value in values):  # a user's component of that name may be no share
+            return values
     return [None] * len(samples)
 
 
@@ -333,10 +339,13 @@ def _print_table(summary: Mapping[str, Any], page: Path | None) -> None:
         form = "{:.1%}" if name in SHARES else "{:.4f}"
         unit, points = (100, " points") if name in SHARES else (1, "")
         for when in ("before", "after"):
-            table.add_row(f"{name} {when}", form.format(summary[f"{name}_{when}"]))
-        if "gain" in summary:
+            value = summary[f"{name}_{when}"]
+            table.add_row(f"{name} {when}", "-" if value is None else form.format(value))
+        if summary.get("gain") is not None:
             gain, low, high = (unit * summary[key] for key in ("gain", "gain_low", "gain_high"))
             table.add_row("gain", f"{gain:+.1f}{points}  (95 % interval {low:+.1f} to {high:+.1f})")
+        elif "gain" in summary:
+            table.add_row("gain", "-")
         table.add_row("held-out problems", str(summary["eval_problems"]))
     if "rollout_tokens_per_second" in summary:
         table.add_row("generated", f"{summary['rollout_tokens_per_second']:,.0f} tokens/s")

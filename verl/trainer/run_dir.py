@@ -14,6 +14,7 @@ The same command goes on with an unfinished run and starts anew after a finished
 from __future__ import annotations
 
 import json
+import logging
 import os
 import re
 import socket
@@ -29,6 +30,8 @@ from verl.trainer.durable import alive, clear_staging, link_atomic, write_atomic
 
 if sys.platform != "win32":
     import fcntl
+
+logger = logging.getLogger(__name__)
 
 Status = Literal["new", "resumed", "anew"]
 _COMPLETIONS = re.compile(r"step-(\d+)\.parquet")
@@ -80,6 +83,14 @@ class Run:
             match = _COMPLETIONS.fullmatch(file.name)
             if match and int(match[1]) > step:
                 file.unlink()
+
+    def note_evaluation(self, row: Mapping[str, Any]) -> None:
+        """Add a row to `eval.jsonl`, in place of one of its step; a disk that does not take it is a warning."""
+        step = row["step"]
+        try:
+            rewind_jsonl(self.evals, step - 1, row)
+        except OSError as error:
+            logger.warning("the evaluation of step %d was not written to %s: %s", step, self.evals, error)
 
     def finish(self, summary: Mapping[str, Any], *, steps: int) -> None:
         """Write `summary.json` and mark the run as finished after `steps` steps."""
@@ -146,17 +157,18 @@ def open_run(
     return run
 
 
-def rewind_jsonl(file: Path, step: int) -> None:
-    """Keep the rows of a JSONL file up to `step`; a torn last line goes too."""
+def rewind_jsonl(file: Path, step: int, *rows: Mapping[str, Any]) -> None:
+    """Keep the rows of a JSONL file up to `step`, and let `rows` follow; a torn last line goes too."""
     kept = []
-    for line in file.read_text(encoding="utf-8", errors="replace").splitlines():
+    content = file.read_text(encoding="utf-8", errors="replace") if file.exists() else ""
+    for line in content.splitlines():
         try:
             row = json.loads(line)
         except ValueError:
             continue
         if isinstance(row, dict) and row.get("step", step + 1) <= step:
             kept.append(line + "\n")
-    write_atomic(file, "".join(kept))
+    write_atomic(file, "".join([*kept, *(json.dumps(row) + "\n" for row in rows)]))
 
 
 def _finished(path: Path, total_steps: int | None) -> bool:
