@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from verl.data.loader import PromptLoader, permutation
 from verl.data.prompts import load_prompts, stream_prompts
+from verl.data.tokenize import tokenize_prompts
 from verl.errors import ConfigError, DataError
 
 
@@ -84,7 +85,7 @@ def test_uneven_takes_do_not_change_the_order() -> None:
 @pytest.mark.parametrize(
     ("other", "message"),
     [
-        (lambda: PromptLoader(load_prompts(["a", "b", "x"]), 2), "fingerprint"),
+        (lambda: PromptLoader(load_prompts(["a", "b", "x"]), 2), "digest was .* the same data and seed, or start anew"),
         (lambda: PromptLoader(load_prompts(["a", "b"]), 2), "rows was 3, is 2"),
         (lambda: PromptLoader(load_prompts(["a", "b", "c"]), 2, seed=1), "seed was 0, is 1"),
         (lambda: PromptLoader(load_prompts(["a", "b", "c"]), 2, shuffle=False), "shuffle"),
@@ -95,6 +96,33 @@ def test_a_place_in_other_data_is_refused(other: Any, message: str) -> None:
     state = PromptLoader(load_prompts(["a", "b", "c"]), 2).state_dict()
     with pytest.raises(DataError, match=message):
         other().load_state_dict(state)
+
+
+def test_a_place_is_refused_where_any_column_changed_and_taken_where_only_tokens_came(
+    tokenizer: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    rows = [{"prompt": f"{i} + 1 =", "answer": str(i + 1), "extra_info": {"level": i}} for i in range(4)]
+
+    def make(rows: list[Any], **options: Any) -> PromptLoader:
+        return PromptLoader(load_prompts(rows, **options), 2)
+
+    loader = make(rows)
+    next(loader)
+    state = json.loads(json.dumps(loader.state_dict()))
+    again = PromptLoader(tokenize_prompts(load_prompts(rows), tokenizer)[0], 2)
+    again.load_state_dict(state)
+    assert next(again)["prompt"] == next(loader)["prompt"]
+    changed = [rows[0] | {"answer": "0"}, *rows[1:]]
+    for other in (make(changed), make([*rows[:3], rows[3] | {"extra_info": {"level": 9}}]), make(rows[::-1])):
+        with pytest.raises(DataError, match="other data than list: digest was"):
+            other.load_state_dict(state)
+    chat = make(rows, system_prompt="Be brief.").state_dict()
+    with pytest.raises(DataError, match="digest"):
+        make(rows, system_prompt="Be verbose.").load_state_dict(chat)
+    # A checkpoint of before there were digests.
+    del state["digest"]
+    make(changed).load_state_dict({**state, "fingerprint": "0" * 16})
+    assert "has no digest" in caplog.text
 
 
 def test_a_stream_that_ends_for_good_is_an_error_not_a_hang() -> None:

@@ -95,6 +95,11 @@ def test_batches_are_whole_groups_and_resume_exactly() -> None:
     assert [next(third) for _ in range(6)] == expected[1:]
     with pytest.raises(DataError, match="groups was 5, is 4"):
         OfflineDatasetLoader(rows[:4], batch_size=3, seed=2).load_state_dict(state)
+    other = OfflineDatasetLoader([*rows[:4], rows[4] | {"rejected": "c"}], batch_size=3, seed=2)
+    with pytest.raises(DataError, match=r"digest was .* the same data and seed, or start anew"):
+        other.load_state_dict(state)
+    del state["digest"]  # a checkpoint of before there were digests
+    other.load_state_dict(state)
 
 
 @pytest.mark.parametrize(

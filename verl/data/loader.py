@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import logging
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import numpy as np
@@ -10,6 +11,8 @@ import numpy as np
 from verl.batch import Batch
 from verl.data.prompts import PromptDataset, PromptStream
 from verl.errors import ConfigError, DataError
+
+logger = logging.getLogger(__name__)
 
 
 def permutation(size: int, seed: int, epoch: int) -> np.ndarray[Any, np.dtype[np.int64]]:
@@ -26,10 +29,16 @@ def _mix(x: Any) -> Any:
 
 
 class Cursor:
-    """A place in an endless walk over `size` rows, epoch after epoch. Its whole state is (epoch, position)."""
+    """A place in an endless walk over `size` rows, epoch after epoch: (epoch, position).
 
-    def __init__(self, size: int, *, seed: int, shuffle: bool) -> None:
+    Args:
+        name: what the data are called in errors.
+        data: what tells the data from others, with their `digest`; it goes along with the place.
+    """
+
+    def __init__(self, size: int, *, seed: int, shuffle: bool, name: str, data: Mapping[str, Any]) -> None:
         self.size, self.seed, self.shuffle = size, seed, shuffle
+        self.name, self.identity = name, {**data, "seed": seed, "shuffle": shuffle}
         self.epoch = self.position = 0
         self._order: tuple[int, list[int]] | None = None
 
@@ -43,6 +52,27 @@ class Cursor:
             if self.position == self.size:
                 self.epoch, self.position = self.epoch + 1, 0
         return visits
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"epoch": self.epoch, "position": self.position, **self.identity}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on where `state_dict` was taken.
+
+        Raises:
+            DataError: the state belongs to other data, or to another seed or order.
+        """
+        for key, mine in self.identity.items():
+            if key == "digest" and key not in state:
+                logger.warning(
+                    "the saved place has no digest: whether the data %s are the same is not known", self.name
+                )
+            elif state.get(key) != mine:
+                raise DataError(
+                    f"the saved place belongs to other data than {self.name}: {key} was {state.get(key)}, is {mine}. "
+                    "Give the same data and seed, or start anew (--fresh)"
+                )
+        self.epoch, self.position = int(state["epoch"]), int(state["position"])
 
     def _rows(self) -> list[int]:
         if self._order is None or self._order[0] != self.epoch:
@@ -67,9 +97,7 @@ class PromptLoader:
             raise ConfigError(f"{data.name} is a stream, which is not shuffled here: shuffle it at its source")
         self.data, self.batch_size = data, batch_size
         self._walk = (
-            _StreamWalk(data)
-            if isinstance(data, PromptStream)
-            else _DatasetWalk(data, Cursor(len(data), seed=seed, shuffle=shuffle is not False))
+            _StreamWalk(data) if isinstance(data, PromptStream) else _DatasetWalk(data, seed, shuffle is not False)
         )
 
     def __iter__(self) -> Iterator[Batch]:
@@ -98,30 +126,20 @@ class PromptLoader:
 
 
 class _DatasetWalk:
-    def __init__(self, data: PromptDataset, cursor: Cursor) -> None:
-        self.data, self.cursor = data, cursor
-        self.identity = {
-            "rows": len(data),
-            "fingerprint": data.fingerprint(),
-            "seed": cursor.seed,
-            "shuffle": cursor.shuffle,
-        }
+    def __init__(self, data: PromptDataset, seed: int, shuffle: bool) -> None:
+        identity = {"rows": len(data), "digest": data.fingerprint()}
+        self.data = data
+        self.cursor = Cursor(len(data), seed=seed, shuffle=shuffle, name=data.name, data=identity)
 
     def take(self, count: int) -> tuple[list[tuple[int, int]], Batch]:
         visits = self.cursor.take(count)
         return visits, self.data.take([row for _, row in visits])
 
     def state_dict(self) -> dict[str, Any]:
-        return {"epoch": self.cursor.epoch, "position": self.cursor.position, **self.identity}
+        return self.cursor.state_dict()
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        for key, mine in self.identity.items():
-            if state.get(key) != mine:
-                raise DataError(
-                    f"the saved place in the data belongs to other prompts than {self.data.name}: {key} was "
-                    f"{state.get(key)}, is {mine}. Give the same data and seed, or start anew"
-                )
-        self.cursor.epoch, self.cursor.position = int(state["epoch"]), int(state["position"])
+        self.cursor.load_state_dict(state)
 
 
 class _StreamWalk:

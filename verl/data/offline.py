@@ -22,7 +22,7 @@ from typing import Any
 import pyarrow.parquet as pq
 
 from verl.batch import Batch
-from verl.data.files import SUFFIXES, inside, read_rows
+from verl.data.files import SUFFIXES, digest, inside, read_rows
 from verl.data.loader import Cursor
 from verl.data.prompts import PromptForm, content_text, is_messages, plain, to_batch
 from verl.data.tokenize import PromptTokenizer, Truncation, render
@@ -67,8 +67,9 @@ class OfflineDatasetLoader:
         self.max_prompt_length, self.max_response_length = max_prompt_length, max_response_length
         self.truncation: Truncation = truncation
         self.counts: Counter[str] = Counter()
-        name = str(source) if isinstance(source, str | Path) else type(source).__name__
-        self.kind, self.batch = _read(source, name, PromptForm(system_prompt=system_prompt))
+        self.name = str(source) if isinstance(source, str | Path) else type(source).__name__
+        self.kind, self.batch = _read(source, self.name, PromptForm(system_prompt=system_prompt))
+        self._digest = digest(self.batch.rows())
         self._begin()
         if tokenizer is not None:
             self.tokenize(tokenizer)
@@ -111,7 +112,7 @@ class OfflineDatasetLoader:
         return batch.drop(names).add(names)
 
     def state_dict(self) -> dict[str, Any]:
-        return {"epoch": self._cursor.epoch, "position": self._cursor.position, **self._identity()}
+        return self._cursor.state_dict()
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on where `state_dict` was taken.
@@ -119,17 +120,12 @@ class OfflineDatasetLoader:
         Raises:
             DataError: the state belongs to other data, or to another seed or order.
         """
-        for key, mine in self._identity().items():
-            if state.get(key) != mine:
-                raise DataError(f"the saved place belongs to other data: {key} was {state.get(key)}, is {mine}")
-        self._cursor.epoch, self._cursor.position = int(state["epoch"]), int(state["position"])
-
-    def _identity(self) -> dict[str, Any]:
-        return {"groups": len(self), "kind": self.kind, "seed": self.seed, "shuffle": self.shuffle}
+        self._cursor.load_state_dict(state)
 
     def _begin(self) -> None:
         self._groups = self.batch.group_indices()
-        self._cursor = Cursor(len(self._groups), seed=self.seed, shuffle=self.shuffle)
+        identity = {"groups": len(self), "kind": self.kind, "digest": self._digest}
+        self._cursor = Cursor(len(self), seed=self.seed, shuffle=self.shuffle, name=self.name, data=identity)
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,7 +8,6 @@ the system needs for itself is kept as `user.<name>`; rewards see it under its o
 
 from __future__ import annotations
 
-import hashlib
 import json
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -18,7 +17,7 @@ from typing import Any
 import pyarrow as pa
 
 from verl.batch import SCHEMA, WRITTEN, Batch
-from verl.data.files import read_rows
+from verl.data.files import digest, read_rows
 from verl.data.tasks import task_rows
 from verl.errors import DataError, nearest
 
@@ -56,13 +55,8 @@ class PromptDataset:
         return [prompt_text(row) for row in self.batch.select(_PROMPT_FIELDS).rows()]
 
     def fingerprint(self) -> str:
-        """Sixteen hex digits over all prompts in order, to the last space and system message: what is read from
-        other token ids is another data set."""
-        digest = hashlib.sha256()
-        for row in self.batch.select(_PROMPT_FIELDS).rows():
-            prompt = next(item for item in row.items() if item[1] is not None)
-            digest.update(json.dumps(prompt).encode() + b"\n")
-        return digest.hexdigest()[:16]
+        """A digest of all columns, the same before and after tokenising: a cursor belongs to one data set."""
+        return digest({**row, "prompt_tokens": prompt_text(row)} for row in self.batch.rows())
 
 
 class PromptStream:
