@@ -69,6 +69,23 @@ def test_recorded_experience_keeps_everything(tmp_path: Path) -> None:
     assert len(OfflineDatasetLoader(tmp_path).batch) == 6
 
 
+@pytest.mark.parametrize("suffix", ["parquet", "jsonl"])
+def test_recorded_rows_without_a_group_are_groups_of_their_own(tmp_path: Path, suffix: str) -> None:
+    tokens = {"prompt_tokens": [5], "response_tokens": [6]}
+    grouped, alone = [{"id": f"2/{i}", "group": "2", **tokens} for i in range(2)], [tokens] * 3
+    for name, rows in (("a", grouped), ("b", alone)):
+        if suffix == "parquet":
+            Batch.from_rows(rows).to_parquet(tmp_path / f"{name}.parquet")
+        else:
+            (tmp_path / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    loader = OfflineDatasetLoader(tmp_path, batch_size=4, shuffle=False)
+    batch = next(loader)
+    assert len(loader) == 4 and batch.group_indices() == [[0, 1], [2], [3], [4]]
+    assert len(set(batch["id"])) == 5
+    (tmp_path / f"a.{suffix}").unlink()
+    assert OfflineDatasetLoader(tmp_path).batch["group"] == ["0", "1", "2"]
+
+
 def test_lengths_are_bounded(tokenizer: Any) -> None:
     rows = [{"prompt": "ab", "completion": "12345"}, {"prompt": "abcdef", "completion": "1"}]
     loader = OfflineDatasetLoader(rows, tokenizer, max_prompt_length=4, max_response_length=3, truncation="drop")

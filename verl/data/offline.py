@@ -16,6 +16,7 @@ import json
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from itertools import count, filterfalse
 from pathlib import Path
 from typing import Any
 
@@ -140,7 +141,7 @@ class _Reader:
         if _kind(fields) != self.kind:
             raise DataError(f"{where} is no row of {self.kind} like those before it: its columns are {sorted(fields)}")
         if self.kind == "experience":
-            return [{"id": str(number), "group": str(number), **{k: v for k, v in fields.items() if v is not None}}]
+            return [{key: value for key, value in fields.items() if value is not None}]
         if self.kind == "pairs":
             chosen, rejected = fields.pop("chosen"), fields.pop("rejected")
             prompt = fields.pop("prompt", None)
@@ -182,7 +183,8 @@ def _read(source: Any, name: str, form: PromptForm) -> tuple[str, Batch]:
         rows += reader.rows(number, value)
     if reader is None:
         raise DataError(f"{name}: the data set is empty")
-    return reader.kind, to_batch(rows, name)
+    batch = to_batch(rows, name)
+    return reader.kind, _named(batch) if reader.kind == "experience" else batch
 
 
 def is_recorded(path: str | Path) -> bool:
@@ -195,9 +197,18 @@ def _recorded(path: Path) -> Batch | None:
     files = _recorded_files(path)
     if not files:
         return None
-    batch = Batch.concat(Batch.from_parquet(file) for file in files)
-    numbers = [str(number) for number in range(len(batch))]
-    return batch.add({name: numbers for name in ("id", "group") if name not in batch})
+    return _named(Batch.concat(Batch.from_parquet(file) for file in files))
+
+
+def _named(batch: Batch) -> Batch:
+    """Experience with an id and a group in each row: what has none gets a number that no other row has."""
+    named = {}
+    for column in ("id", "group"):
+        names = batch[column] if column in batch else [None] * len(batch)
+        if None in names:
+            free = filterfalse(set(names).__contains__, map(str, count()))
+            named[column] = [next(free) if name is None else name for name in names]
+    return batch.drop(named).add(named)
 
 
 def _recorded_files(path: Path) -> list[Path]:
