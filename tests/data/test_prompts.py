@@ -125,11 +125,11 @@ def test_a_directory_named_like_a_file_and_times_beyond_python_are_told(tmp_path
         load_prompts(tmp_path / "folder")
 
 
-def test_other_token_ids_are_other_data() -> None:
+def test_other_columns_or_token_ids_are_other_data() -> None:
     def same(*options: dict[str, Any]) -> bool:
         return len({load_prompts(**{"source": ["a"], **option}).fingerprint() for option in options}) == 1
 
-    assert same({}, {"source": [{"prompt": "a", "level": 1}]})
+    assert not same({}, {"source": [{"prompt": "a", "answer": 1}]})
     assert same({"chat": True}, {"source": [[{"role": "user", "content": "a"}]]})
     assert not same({}, {"source": ["a "]})
     assert not same({}, {"chat": True})
