@@ -148,6 +148,57 @@ def test_rewards_in_every_form_give_one_update(tiny: Path) -> None:
         actor.update(sequences, verl.Batch.from_columns({"id": ["x"] * 4, "reward": values}))
 
 
+def test_rewards_that_are_there_already_are_not_passed_over(tiny: Path) -> None:
+    actor = verl.Actor(str(tiny))
+    samples = actor.generate_sequences(["A"], n=3)
+    rewards = [
+        verl.Batch.from_columns({"id": samples["id"], "reward": values})
+        for values in ([0.0, 1.0, 2.0], [2.0, 1.0, 0.0])
+    ]
+    scored = samples.add(rewards[0])
+    actor.update(scored, rewards[0])
+    with pytest.raises(DataError, match="'reward' is there already, with other numbers"):
+        actor.update(scored, rewards[1])
+    with pytest.raises(DataError, match="have no column 'reward'"):
+        actor.update(samples, verl.Batch.from_columns({"id": samples["id"], "score": [1.0] * 3}))
+
+
+def test_the_temperature_of_a_call_is_that_of_its_update(tiny: Path) -> None:
+    """The same samples, by a keyword and by the actor's own setting, give the same update."""
+    settings = verl.SamplingParams(max_new_tokens=6), verl.SamplingParams(max_new_tokens=6, temperature=0.3)
+    actors = [verl.Actor(str(tiny), optim={"lr": 1e-2}, sampling=one) for one in settings]
+    samples = [
+        actors[0].generate_sequences(["A", "B"], n=4, key="k", temperature=0.3),
+        actors[1].generate_sequences(["A", "B"], n=4, key="k"),
+    ]
+    assert samples[0]["response_tokens"] == samples[1]["response_tokens"]
+    assert actors[0].compute_log_probs(samples[0])["log_probs"] == actors[1].compute_log_probs(samples[1])["log_probs"]
+    for actor, own in zip(actors, samples, strict=True):
+        actor.update(own, [float(i) for i in range(8)])
+    assert checksum(actors[0].shards()) == checksum(actors[1].shards())
+    mixed = verl.Batch.concat([actors[0].generate_sequences(["A"], n=2, temperature=t) for t in (0.5, 0.7)])
+    with pytest.raises(DataError, match=r"temperatures \[0\.5, 0\.7\]"):
+        actors[0].compute_log_probs(mixed)
+
+
+def test_two_handles_of_one_model_each_train_it_whole(tiny: Path) -> None:
+    def step(model: Any, key: str) -> None:
+        actor = verl.Actor(model, str(tiny), optim={"lr": 1e-2}, sampling=verl.SamplingParams(max_new_tokens=6))
+        actor.update(actor.generate_sequences(["A", "B"], n=4, key=key), [float(i) for i in range(8)])
+
+    model = AutoModelForCausalLM.from_pretrained(tiny)
+    step(model, "1")
+    fresh = AutoModelForCausalLM.from_pretrained(tiny)
+    fresh.load_state_dict(model.state_dict())
+    for one in (model, fresh):
+        step(one, "2")
+    for name, weight in model.state_dict().items():
+        assert torch.equal(weight, fresh.state_dict()[name]), name
+    # A user's own backward pass gets its gradients.
+    model(torch.tensor([[5, 6, 7]])).logits.sum().backward()
+    assert all(parameter.grad is not None for parameter in model.parameters())
+
+
 def test_the_reference_stays_as_it_was(actor: verl.Actor) -> None:
     actor.make_reference()
     sequences = actor.generate_sequences(PROMPTS, n=2)

@@ -116,6 +116,16 @@ def test_a_step_of_which_nothing_is_left_changes_nothing(tiny: Path) -> None:
         assert checksum(actor.shards()) == before
 
 
+def test_greedy_samples_are_not_among_the_samples_of_the_step(tiny: Path) -> None:
+    seen: list[verl.Batch] = []
+    trainer = verl.Trainer(verl.Actor(str(tiny), sampling=SHORT), reward_fn=low_bytes, algorithm="remax", log_dir=False)
+    trainer.add_metric("seen", lambda batch: seen.append(batch) or 0.0)
+    record = trainer.step(PROMPTS)
+    assert len(seen[0]) == len(PROMPTS) and not any(seen[0]["baseline"])
+    assert record["reward"] == pytest.approx(sum(seen[0]["reward"]) / len(PROMPTS))
+    assert record["rollout/tokens"] > sum(seen[0].lengths("response_tokens"))
+
+
 def test_permuted_rewards_take_costs_along_and_nothing_else_teaches(tiny: Path) -> None:
     count = 64
     columns = {"id": [str(i) for i in range(count)], "reward": [float(i) for i in range(count)]}

@@ -126,10 +126,11 @@ def test_a_bf16_weight_costs_ten_bytes_beside_itself(moments: str | None, expect
     before = {id(t) for t in gc.get_objects() if isinstance(t, torch.Tensor)}
     model = torch.nn.Linear(64, 64, bias=False).bfloat16()
     optimizer = MixedPrecisionOptimizer({"w": model.weight}, OptimConfig(moments=moments))
-    for _ in range(2):
-        model(torch.ones(2, 64, dtype=torch.bfloat16)).sum().backward()
-        optimizer.step(optimizer.gradients.norm())
-    model(torch.ones(2, 64, dtype=torch.bfloat16)).sum().backward()
+    for last in (False, False, True):
+        with optimizer.gradients.collecting():
+            model(torch.ones(2, 64, dtype=torch.bfloat16)).sum().backward()
+        if not last:
+            optimizer.step(optimizer.gradients.norm())
     gc.collect()
     held = [t for t in gc.get_objects() if isinstance(t, torch.Tensor) and id(t) not in before]
     storages = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in held}

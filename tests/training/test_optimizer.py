@@ -29,9 +29,14 @@ def _optimizer(model: torch.nn.Module, **options: object) -> MixedPrecisionOptim
     return MixedPrecisionOptimizer(dict(model.named_parameters()), OptimConfig(**options))
 
 
+def _backward(loss: Tensor, optimizer: MixedPrecisionOptimizer) -> None:
+    with optimizer.gradients.collecting():
+        loss.backward()
+
+
 def _steps(model: torch.nn.Linear, optimizer: MixedPrecisionOptimizer, seeds: range) -> None:
     for seed in seeds:
-        _loss(model, seed).backward()
+        _backward(_loss(model, seed), optimizer)
         optimizer.step(optimizer.gradients.norm())
 
 
@@ -42,7 +47,7 @@ def test_fp64_steps_equal_torch_adamw_with_clipping() -> None:
     adamw = torch.optim.AdamW(theirs.parameters(), lr=1e-2, betas=(0.8, 0.9), eps=1e-7, weight_decay=0.1)
     for seed in range(4):
         for part in range(3):
-            _loss(ours, 10 * seed + part).backward()
+            _backward(_loss(ours, 10 * seed + part), optimizer)
             _loss(theirs, 10 * seed + part).backward()
         norm = torch.nn.utils.clip_grad_norm_(theirs.parameters(), 0.05)
         assert optimizer.gradients.norm() == pytest.approx(float(norm), rel=1e-12)
@@ -60,7 +65,7 @@ def test_bf16_updates_below_its_resolution_accumulate() -> None:
     naive = torch.nn.Parameter(model.weight.detach().clone())
     plain = torch.optim.AdamW([naive], lr=1e-4, weight_decay=0.0)
     for _ in range(60):  # Adam moves each element by about lr: 60 * 1e-4 is more than bf16's step of 2^-8 below 1
-        model.weight.sum().backward()
+        _backward(model.weight.sum(), optimizer)
         optimizer.step(optimizer.gradients.norm())
         naive.grad = torch.ones_like(naive)
         plain.step()
@@ -77,7 +82,7 @@ def test_bf16_gradients_add_up_in_fp32_and_are_freed() -> None:
     optimizer = _optimizer(model)
     total = 0.0
     for scale in (1.0, 2**-9, 2**-9):  # bf16 would lose the small ones: 1 + 2^-9 rounds to 1
-        (model.bias.sum() * scale).backward()
+        _backward(model.bias.sum() * scale, optimizer)
         total += scale
         assert model.bias.grad is None
     assert optimizer.gradients.norm() == pytest.approx(total * math.sqrt(4), rel=1e-7)
@@ -98,7 +103,7 @@ def test_the_norm_of_a_large_gradient_is_exact() -> None:
     weight = torch.nn.Parameter(torch.zeros(20000, 500))
     optimizer = MixedPrecisionOptimizer({"w": weight}, OptimConfig())
     gradient = torch.randn(weight.shape, generator=torch.Generator().manual_seed(0))
-    (weight * gradient).sum().backward()
+    _backward((weight * gradient).sum(), optimizer)
     exact = float(gradient.double().norm())
     assert optimizer.gradients.norm() == pytest.approx(exact, rel=1e-7)
 
@@ -108,7 +113,7 @@ def test_a_bad_gradient_shows_in_the_norm_and_clear_forgets_it(bad: float) -> No
     model = _linear(torch.bfloat16)
     optimizer = _optimizer(model)
     _steps(model, optimizer, range(2))
-    (model.weight[0, 0] * bad).backward()
+    _backward(model.weight[0, 0] * bad, optimizer)
     assert not math.isfinite(optimizer.gradients.norm())
     optimizer.gradients.clear()
     assert optimizer.gradients.norm() == 0.0
@@ -121,7 +126,7 @@ def test_a_weight_without_gradient_keeps_still() -> None:
     optimizer = _optimizer(model, lr=0.1, weight_decay=0.5)
     _steps(model, optimizer, range(2))  # an old gradient of the bias must not act again
     bias = model.bias.detach().clone()
-    model.weight.sum().backward()
+    _backward(model.weight.sum(), optimizer)
     optimizer.step(optimizer.gradients.norm())
     assert torch.equal(model.bias, bias)
 
@@ -210,7 +215,7 @@ def test_a_callers_own_optimizer_steps_on_the_masters(dtype: torch.dtype) -> Non
     optimizer = MixedPrecisionOptimizer(dict(model.named_parameters()), OptimConfig(max_grad_norm=None), optimizer=own)
     assert optimizer.lr == 0.1
     for seed in range(3):
-        _loss(model, seed).backward()
+        _backward(_loss(model, seed), optimizer)
         _loss(twin, seed).backward()
         optimizer.step(optimizer.gradients.norm())
         reference.step()
@@ -274,7 +279,7 @@ def test_a_tied_weight_is_one_weight() -> None:
 
     model = Tied()
     optimizer = _optimizer(model, lr=0.1)
-    model.head(model.embed(torch.tensor([1, 2]))).logsumexp(-1).sum().backward()
+    _backward(model.head(model.embed(torch.tensor([1, 2]))).logsumexp(-1).sum(), optimizer)
     assert len(optimizer.gradients.weights) == 1
     optimizer.step(optimizer.gradients.norm())
     assert {name.split(".")[0] for name in optimizer.state()[0]} == {"embed"}
@@ -292,14 +297,14 @@ def test_fp16_gradients_survive_through_the_loss_scale() -> None:
     assert optimizer.gradients.loss_scale == 4096.0
     small = 2.0**-26  # less than half of the least fp16 number
     for _ in range(2):
-        (model.bias.sum().float() * small * optimizer.gradients.loss_scale).backward()
+        _backward(model.bias.sum().float() * small * optimizer.gradients.loss_scale, optimizer)
     assert optimizer.gradients.norm() == pytest.approx(2 * small * 2, rel=1e-3)
 
 
 def test_the_loss_scale_halves_at_overflow_and_recovers() -> None:
     model = _linear(torch.float16)
     optimizer = _optimizer(model, lr=0.0)
-    (model.bias.sum().float() * 100 * optimizer.gradients.loss_scale).backward()
+    _backward(model.bias.sum().float() * 100 * optimizer.gradients.loss_scale, optimizer)
     assert math.isinf(optimizer.gradients.norm())
     optimizer.gradients.rejected()
     assert optimizer.gradients.loss_scale == 2048.0
@@ -308,7 +313,7 @@ def test_the_loss_scale_halves_at_overflow_and_recovers() -> None:
     resumed.load_state(tensors, json.loads(json.dumps(meta)))
     assert resumed.gradients.loss_scale == 2048.0
     for _ in range(500):
-        (model.bias.sum().float() * optimizer.gradients.loss_scale).backward()
+        _backward(model.bias.sum().float() * optimizer.gradients.loss_scale, optimizer)
         optimizer.step(optimizer.gradients.norm())
     assert optimizer.gradients.loss_scale == 4096.0
     assert _optimizer(_linear(torch.bfloat16)).gradients.loss_scale == 1.0

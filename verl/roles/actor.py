@@ -19,7 +19,7 @@ from verl.controller.group import WorkerGroup
 from verl.controller.once import on_main
 from verl.data.prompts import load_prompts
 from verl.data.tokenize import PromptTokenizer
-from verl.errors import ConfigError, ModelError, nearest
+from verl.errors import ConfigError, DataError, ModelError, nearest
 from verl.models.heads import ValueModel
 from verl.models.loading import eos_token_ids, find_tokenizer, load_model, load_tokenizer
 from verl.models.portable import PortableModel
@@ -216,7 +216,8 @@ class Actor:
 
         Returns:
             One row a sample, samples of a prompt adjacent: the prompts' columns and `response_tokens`,
-            `response_mask`, `rollout_log_probs`, `response`, `finish`, `policy_version`.
+            `response_mask`, `rollout_log_probs`, `response`, `finish`, `policy_version`; `temperature`, where it is
+            not the one that log-probs and updates are of else.
         """
         known = SamplingParams.__dataclass_fields__
         if unknown := next((name for name in sampling if name not in known), None):
@@ -228,7 +229,9 @@ class Actor:
         chunks = list(self.rollout(rows, params))
         done = Batch.concat(chunks)
         place = {id_: index for index, id_ in enumerate(done["id"])}
-        return done.take([place[id_] for id_ in rows["id"]])
+        done = done.take([place[id_] for id_ in rows["id"]])
+        other = params.temperature not in (0, self.plan.temperature)
+        return done.add({"temperature": [float(params.temperature)] * len(done)}) if other else done
 
     def rollout(self, rows: Batch, params: SamplingParams) -> Iterator[Batch]:
         """Samples for rows that `expand` made, as groups finish, with their decoded text."""
@@ -247,7 +250,7 @@ class Actor:
 
     def compute_log_probs(self, sequences: Batch) -> Batch:
         """Column `log_probs`: log-probs of the response tokens under the policy as it is now."""
-        return self.group.call("log_probs", sequences, self.plan.temperature)  # type: ignore[no-any-return]
+        return self.group.call("log_probs", sequences, self._temperature(sequences))  # type: ignore[no-any-return]
 
     def compute_ref_log_probs(self, sequences: Batch) -> Batch:
         """Column `ref_log_probs`: the same under the reference policy, the actor as it was when
@@ -256,7 +259,21 @@ class Actor:
         if self._reference is None:
             recipe = partial(ReferenceWorker, PortableModel(self.reference_model), self.train_options)
             self._reference = self.controller.group("reference", recipe)
-        return self._reference.call("log_probs", sequences, self.plan.temperature)  # type: ignore[no-any-return]
+        return self._reference.call("log_probs", sequences, self._temperature(sequences))  # type: ignore[no-any-return]
+
+    def _temperature(self, batch: Batch) -> float:
+        """That of the policy which the batch is of.
+
+        Raises:
+            DataError: it is of several.
+        """
+        usual = self.plan.temperature
+        found = (
+            {usual if given is None else given for given in batch["temperature"]} if "temperature" in batch else set()
+        )
+        if len(found) > 1:
+            raise DataError(f"samples were drawn at temperatures {sorted(found)}: give those of one at a time")
+        return found.pop() if found else usual
 
     def make_reference(self, model: PreTrainedModel | None = None) -> None:
         """Freeze a reference policy: a copy of the actor as it is now, or another model. A second call does nothing.
@@ -323,7 +340,8 @@ class Actor:
         if not first or "log_probs" in prepared:
             # Else this step's forward measures the engine against the trainer.
             prepared = prepared.drop(["rollout_log_probs"])
-        metrics: dict[str, float] = self.group.call("update", prepared, algorithm.objective("actor"), self.plan)
+        plan = replace(self.plan, temperature=self._temperature(prepared))
+        metrics: dict[str, float] = self.group.call("update", prepared, algorithm.objective("actor"), plan)
         self.policy_version += 1
         served: dict[str, float] = self.group.call("sync")
         return metrics | served
@@ -331,7 +349,8 @@ class Actor:
     def compute_loss(self, prepared: Batch, algorithm: BaseAlgorithm) -> dict[str, float]:
         """`loss` and the metrics of an update on a prepared batch, without the update."""
         prepared = prepared.drop(["rollout_log_probs"])
-        return self.group.call("loss", prepared, algorithm.objective("actor"), self.plan)  # type: ignore[no-any-return]
+        plan = replace(self.plan, temperature=self._temperature(prepared))
+        return self.group.call("loss", prepared, algorithm.objective("actor"), plan)  # type: ignore[no-any-return]
 
     def shards(self) -> Iterator[Shard]:
         """The weights as a stream of named shards."""

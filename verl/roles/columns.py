@@ -15,9 +15,13 @@ def aligned(sequences: Batch, given: Any, name: str) -> Batch:
     item a row.
 
     Raises:
-        DataError: the rows are not the same.
+        DataError: the rows are not the same, or the sequences have other numbers there already.
     """
     if isinstance(given, Batch):
+        if name not in given:
+            raise DataError(f"the {name} given have no column '{name}': their columns are {sorted(given.columns)}")
+        if name in sequences and given.arrow(name) != sequences.arrow(name):
+            raise DataError(f"column '{name}' is there already, with other numbers: sequences.drop(['{name}']) first")
         if "id" in given and "id" in sequences and given["id"] != sequences["id"]:
             raise DataError(f"the {name} belong to other samples than the sequences: pass them in the same order")
         return sequences.add(given)

@@ -289,7 +289,7 @@ class Trainer:
             batch = batch.add({"id": [f"s{self.steps}.{row}" for row in range(len(batch))]})
         nodes = [n for n in self._experience() if n.kind != "source" and not set(n.outputs) & set(batch.columns)]
         result = self._run(Graph(nodes, batch.columns), batch)
-        return result.batch, {**_score_metrics(result.batch), **result.metrics}
+        return result.batch, {**_score_metrics(_own(result.batch)), **result.metrics}
 
     def learn(self, samples: Batch) -> dict[str, Any]:
         """Update every model from scored samples."""
@@ -301,7 +301,7 @@ class Trainer:
         if not updates:
             return {**metrics, "update/empty": 1.0}
         seconds = sum(updates)
-        trained = sum(len(t) for t in samples["response_tokens"])
+        trained = sum(_own(samples).lengths("response_tokens"))
         metrics["train/tokens"] = trained
         metrics["train/tokens_per_s"] = trained / max(seconds, 1e-9)
         metrics["time/update"] = seconds
@@ -377,15 +377,16 @@ class Trainer:
         return [rollout_node("rollout", self.actor, n=self.n, params=self.sampling, greedy_baseline=baseline), *nodes]
 
     def _rollout_metrics(self, result: Result) -> dict[str, Any]:
-        batch = result.batch
+        generated = sum(result.batch.lengths("response_tokens"))
+        batch = _own(result.batch)
         lengths = batch.lengths("response_tokens")
         busy = result.timings["rollout"].busy
         record: dict[str, Any] = {
             **_score_metrics(batch),
             "response/length": sum(lengths) / max(len(lengths), 1),
             "response/cut": sum(f == "length" for f in batch["finish"]) / max(len(batch), 1),
-            "rollout/tokens": sum(lengths),
-            "rollout/tokens_per_s": sum(lengths) / max(busy, 1e-9),
+            "rollout/tokens": generated,
+            "rollout/tokens_per_s": generated / max(busy, 1e-9),
             "time/rollout": busy,
             "kl": _kl_to_reference(batch) if "ref_log_probs" in batch else float("nan"),
             **result.metrics,
@@ -430,6 +431,13 @@ def _warn_of_masks(actor: Actor, sampling: SamplingParams) -> None:
             "gradient is biased by as much as the mask takes away",
             ", ".join(on),
         )
+
+
+def _own(batch: Batch) -> Batch:
+    """The policy's samples, without the greedy ones that they are compared with."""
+    if "baseline" not in batch:
+        return batch
+    return batch.take([row for row, greedy in enumerate(batch["baseline"]) if not greedy])
 
 
 def _score_metrics(batch: Batch) -> dict[str, Any]:

@@ -78,14 +78,13 @@ def zeros_like(weights: Sequence[Tensor], dtype: torch.dtype) -> list[Tensor]:
 class Gradients:
     """The sums of `weights`, and the loss scale that fp16 needs.
 
-    Every parameter of `watched` is hooked: gradients of those that are not trained are freed.
+    Every parameter of `watched` is hooked while gradients are collected: those that are not trained are freed.
     """
 
     def __init__(self, weights: list[Weight], watched: Iterable[torch.nn.Parameter]) -> None:
         self.weights = weights
         self._by_live: Mapping[Tensor, Weight] = {weight.live: weight for weight in weights}
-        for live in watched:
-            live.register_post_accumulate_grad_hook(self._collect)
+        self._watched = list(watched)
         self._is_scaled = any(weight.live.dtype == torch.float16 for weight in weights)
         #: What a loss is to be multiplied by before its backward pass; 1 without fp16 weights.
         self.loss_scale = _FP16_SCALE if self._is_scaled else 1.0
@@ -157,14 +156,18 @@ class Gradients:
 
     @contextmanager
     def collecting(self) -> Iterator[None]:
-        """Inside, gradients of trained weights go straight into their sums where that is known how."""
+        """Inside, gradients of trained weights go into their sums: straight, where that is known how. Outside, whoever
+        else trains the same tensors gets his gradients."""
         self._allocate()
+        hooks = [live.register_post_accumulate_grad_hook(self._collect) for live in self._watched]
         for weight in self.weights:
             weight.loss_scale = self.loss_scale
             weight.live.grad_sum = weight  # type: ignore[attr-defined]
         try:
             yield
         finally:
+            for hook in hooks:
+                hook.remove()
             for weight in self.weights:
                 del weight.live.grad_sum  # type: ignore[attr-defined]
 
