@@ -86,6 +86,28 @@ def test_recorded_rows_without_a_group_are_groups_of_their_own(tmp_path: Path, s
     assert OfflineDatasetLoader(tmp_path).batch["group"] == ["0", "1", "2"]
 
 
+@pytest.mark.parametrize("suffix", ["parquet", "jsonl"])
+def test_groups_of_two_recordings_stay_apart(tmp_path: Path, suffix: str) -> None:
+    recordings = [("c0.0", [5]), ("c0.0", [7]), ("own", [8]), ("0.c0.0", [9])]
+    for number, (group, prompt) in enumerate(recordings):
+        rows = [{"id": f"{group}/{i}", "group": group, "prompt_tokens": prompt, "response_tokens": [6]} for i in (0, 1)]
+        if suffix == "parquet":
+            Batch.from_rows(rows).to_parquet(tmp_path / f"{number}.parquet")
+        else:
+            (tmp_path / f"{number}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    loader = OfflineDatasetLoader(tmp_path, batch_size=4, shuffle=False)
+    batch = next(loader)
+    assert len(loader) == 4 and batch.group_indices() == [[0, 1], [2, 3], [4, 5], [6, 7]]
+    assert len(set(batch["id"])) == 8 and batch["group"][4] == "e0.own"
+
+
+def test_recorded_rows_are_of_no_version_of_the_policy_that_learns(tmp_path: Path) -> None:
+    rows = [{"prompt_tokens": [5], "response_tokens": [6], "policy_version": 0}]
+    Batch.from_rows(rows).to_parquet(tmp_path / "rows.parquet")
+    for source in (rows, tmp_path / "rows.parquet"):
+        assert "policy_version" not in OfflineDatasetLoader(source).batch
+
+
 def test_lengths_are_bounded(tokenizer: Any) -> None:
     rows = [{"prompt": "ab", "completion": "12345"}, {"prompt": "abcdef", "completion": "1"}]
     loader = OfflineDatasetLoader(rows, tokenizer, max_prompt_length=4, max_response_length=3, truncation="drop")

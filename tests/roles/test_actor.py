@@ -228,6 +228,15 @@ def test_several_steps_of_one_batch_have_ratios(tiny: Path) -> None:
     assert metrics["policy/clip_fraction"] > 0
 
 
+def test_recorded_samples_are_never_the_policys_own(actor: verl.Actor, tiny: Path, tmp_path: Path) -> None:
+    algorithm = verl.algorithms.make_algorithm("grpo")
+    own = actor.generate_sequences(PROMPTS, n=2)
+    own.to_parquet(tmp_path / "own.parquet")
+    recorded = verl.OfflineDatasetLoader(tmp_path / "own.parquet").batch
+    assert not actor.needs_old_log_probs(algorithm, own)
+    assert verl.Actor(str(tiny)).needs_old_log_probs(algorithm, recorded)
+
+
 def test_a_model_without_a_packed_forward(make_tiny: Callable[..., Path], tiny: Path) -> None:
     torch.manual_seed(0)
     config = Gemma2Config(

@@ -8,6 +8,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Iterable, Iterator, Mapping
+from itertools import repeat
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +29,11 @@ def read_rows(path: str | Path) -> Iterator[Any]:
     Raises:
         DataError: missing, of an unknown kind, damaged (with file and line), or reaching out of its directory.
     """
+    return (row for _, row in rows_by_file(path))
+
+
+def rows_by_file(path: str | Path) -> Iterator[tuple[Path, Any]]:
+    """The rows of `read_rows`, each after the file that it stands in."""
     path = Path(path)
     try:
         if path.is_dir():
@@ -65,14 +71,14 @@ def digest(rows: Iterable[Mapping[str, Any]]) -> str:
     return found.hexdigest()[:16]
 
 
-def _read_file(path: Path) -> Iterator[Any]:
+def _read_file(path: Path) -> Iterator[tuple[Path, Any]]:
     match path.suffix:
         case ".jsonl" | ".ndjson":
-            return _read_lines(path)
+            return zip(repeat(path), _read_lines(path), strict=False)
         case ".json":
             return _read_json(path)
         case ".parquet":
-            return _read_parquet(path)
+            return zip(repeat(path), _read_parquet(path), strict=False)
     raise DataError(f"{path} is of an unknown kind: known are {', '.join(SUFFIXES)}")
 
 
@@ -83,7 +89,7 @@ def _read_lines(path: Path) -> Iterator[Any]:
                 yield _decode(line, f"{path}, line {number}")
 
 
-def _read_json(path: Path) -> Iterator[Any]:
+def _read_json(path: Path) -> Iterator[tuple[Path, Any]]:
     content = _decode(path.read_bytes(), str(path))
     if isinstance(content, dict) and isinstance(content.get("files"), list):
         for name in content["files"]:
@@ -92,7 +98,7 @@ def _read_json(path: Path) -> Iterator[Any]:
                 raise DataError(f"{path} names '{name}', which is no data file beside it")
             yield from _read_file(file)
     elif isinstance(content, list):
-        yield from content
+        yield from zip(repeat(path), content, strict=False)
     else:
         raise DataError(f'{path} holds neither a list of rows nor {{"files": [...]}}')
 

@@ -14,16 +14,16 @@ from __future__ import annotations
 
 import json
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import count, filterfalse
+from itertools import count, filterfalse, repeat
 from pathlib import Path
 from typing import Any
 
 import pyarrow.parquet as pq
 
 from verl.batch import Batch
-from verl.data.files import SUFFIXES, digest, inside, read_rows
+from verl.data.files import SUFFIXES, digest, inside, rows_by_file
 from verl.data.loader import Cursor
 from verl.data.prompts import PromptForm, content_text, is_messages, plain, to_batch
 from verl.data.tokenize import PromptTokenizer, Truncation, render
@@ -168,11 +168,11 @@ def _read(source: Any, name: str, form: PromptForm) -> tuple[str, Batch]:
         recorded = _recorded(Path(source))
         if recorded is not None:
             return "experience", recorded
-        values = read_rows(source)
+        values: Iterator[tuple[Hashable, Any]] = rows_by_file(source)
     else:
-        values = (source[index] for index in range(len(source)))
-    reader, rows = None, []
-    for number, value in enumerate(values):
+        values = zip(repeat(None), (source[index] for index in range(len(source))), strict=False)
+    reader, rows, files = None, [], []
+    for number, (file, value) in enumerate(values):
         if reader is None:
             kind = _kind(_fields(value, f"{name}, row {number}"))
             if kind is None:
@@ -181,10 +181,11 @@ def _read(source: Any, name: str, form: PromptForm) -> tuple[str, Batch]:
                 )
             reader = _Reader(kind, form, name)
         rows += reader.rows(number, value)
+        files.append(file)
     if reader is None:
         raise DataError(f"{name}: the data set is empty")
     batch = to_batch(rows, name)
-    return reader.kind, _named(batch) if reader.kind == "experience" else batch
+    return reader.kind, _named(batch, files) if reader.kind == "experience" else batch
 
 
 def is_recorded(path: str | Path) -> bool:
@@ -197,18 +198,36 @@ def _recorded(path: Path) -> Batch | None:
     files = _recorded_files(path)
     if not files:
         return None
-    return _named(Batch.concat(Batch.from_parquet(file) for file in files))
+    batches = [Batch.from_parquet(file) for file in files]
+    return _named(Batch.concat(batches), [number for number, batch in enumerate(batches) for _ in range(len(batch))])
 
 
-def _named(batch: Batch) -> Batch:
-    """Experience with an id and a group in each row: what has none gets a number that no other row has."""
+def _named(batch: Batch, files: Sequence[Hashable]) -> Batch:
+    """Experience with an id and a group in each row: what has none gets a number that no other row has. The version
+    of the policy goes: it counts the updates of whoever recorded, and the policy that learns has its own."""
     named = {}
     for column in ("id", "group"):
-        names = batch[column] if column in batch else [None] * len(batch)
-        if None in names:
-            free = filterfalse(set(names).__contains__, map(str, count()))
-            named[column] = [next(free) if name is None else name for name in names]
-    return batch.drop(named).add(named)
+        given = batch[column] if column in batch else [None] * len(batch)
+        names = _apart(given, files)
+        free = filterfalse(set(names).__contains__, map(str, count()))
+        names = [next(free) if name is None else name for name in names]
+        if names != given:
+            named[column] = names
+    return batch.drop([*named, "policy_version"]).add(named)
+
+
+def _apart(names: list[str | None], files: Sequence[Hashable]) -> list[str | None]:
+    """Names of which no two files have the same. Every actor's first groups are called alike, so a name that several
+    files have begins with the file's number."""
+    numbers = {file: number for number, file in enumerate(dict.fromkeys(files))}
+    while True:
+        pairs = set(zip(names, files, strict=True))
+        found = Counter(name for name, _ in pairs if name is not None)
+        shared: set[str | None] = {name for name, times in found.items() if times > 1}
+        if not shared:
+            return names
+        owned = zip(names, files, strict=True)
+        names = [f"{numbers[file]}.{name}" if name in shared else name for name, file in owned]
 
 
 def _recorded_files(path: Path) -> list[Path]:
