@@ -7,7 +7,7 @@ Columns the system knows (others are the user's and travel along untouched):
     id                 string   names the sample for ever: "<prompt id>/<number>"
     group              string   which prompt (a preference pair is a group of two rows)
     task               string   which task
-    prompt             string   a plain prompt, tokenised as it is
+    prompt             string   a plain prompt, tokenised as it is; the text of one given as token ids
     messages           string   a chat as JSON, rendered by the chat template
     prompt_tokens      [int32]  P tokens
     response_tokens    [int32]  R tokens; the columns below are aligned with it

@@ -3,10 +3,11 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+from tokenizers.processors import TemplateProcessing
 
 from verl.batch import Batch
 from verl.data.prompts import load_prompts, stream_prompts
-from verl.data.tokenize import PromptTokenizer, encode_prompts, tokenize_prompts
+from verl.data.tokenize import PromptTokenizer, encode_prompts, to_prompts, tokenize_prompts
 from verl.errors import ConfigError, DataError
 
 
@@ -19,6 +20,20 @@ def test_each_kind_is_encoded_in_its_own_way(tokenizer: Any) -> None:
     assert rendered == list(whole["input_ids"])
     assert tokenizer.decode(rendered) == "<|user|>hé<|end|>\n<|assistant|>"
     assert ids == [7, 8]
+
+
+@pytest.mark.parametrize("begins", [False, True])
+def test_token_ids_have_a_text_and_stay_as_they_are(tokenizer: Any, begins: bool) -> None:
+    if begins:
+        start = TemplateProcessing(single="<|system|> $A", special_tokens=[("<|system|>", 3)])
+        tokenizer.backend_tokenizer.post_processor = start
+    chat = [{"role": "user", "content": "x"}]
+    plain, odd = list(tokenizer("ab")["input_ids"]), [1, *tokenizer("b", add_special_tokens=False)["input_ids"], 0]
+    done = to_prompts(tokenizer, load_prompts([plain, "ab", chat, odd]).batch)
+    assert done["prompt"] == ["ab", "ab", None, "<|user|>b<|end|>"]
+    assert [done["prompt_tokens"][row] for row in (0, 1, 3)] == [plain, plain, odd]
+    assert to_prompts(tokenizer, done) == done
+    assert to_prompts(tokenizer, load_prompts([plain]).batch)["prompt"] == ["ab"]
 
 
 def test_a_begun_reply_goes_on(tokenizer: Any) -> None:

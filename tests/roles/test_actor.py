@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, Gemma2Config, Gemm
 
 import verl
 from tests.conftest import CONFIGS
-from verl.errors import ConfigError, DataError, ModelError
+from verl.errors import ConfigError, DataError, ModelError, RolloutError
 from verl.models.shards import model_shards
 from verl.shard import checksum
 
@@ -293,6 +293,19 @@ def test_what_is_no_reward_or_no_batch_is_told_by_row(actor: verl.Actor) -> None
 def test_texts_and_token_ids_may_be_mixed(actor: verl.Actor) -> None:
     one = actor.tokenizer("One")["input_ids"]
     assert actor.prompts(["One", one])["prompt_tokens"] == [one, one]
+
+
+def test_rewards_read_the_text_of_token_ids(actor: verl.Actor) -> None:
+    seen: list[str] = []
+
+    def reward(responses: list[str], prompts: list[str]) -> list[float]:
+        seen.extend(prompts)
+        return [0.0] * len(responses)
+
+    verl.Reward(reward).get_reward(actor.generate_sequences([actor.tokenizer(PROMPTS[0])["input_ids"]], n=2))
+    assert seen == [PROMPTS[0]] * 2
+    with pytest.raises(RolloutError, match="token -1 is outside the vocabulary"):
+        actor.generate_sequences([[5, -1]])
 
 
 def test_an_actor_of_nonsense_is_refused_when_it_is_made(tiny: Path) -> None:

@@ -103,6 +103,27 @@ def tokenize_prompts(
     return PromptDataset(batch, data.name), encode.counts
 
 
+def to_prompts(tokenizer: Any, batch: Batch, tools: Sequence[Mapping[str, Any]] = ()) -> Batch:
+    """The rows with `prompt_tokens`; a prompt that was given as token ids has its text as `prompt` for rewards to read.
+
+    Raises:
+        DataError: see `PromptTokenizer`.
+    """
+    if "prompt_tokens" not in batch or None in batch["prompt_tokens"]:
+        batch = PromptTokenizer(tokenizer, tools=tools)(batch)
+    told = [batch[name] for name in ("prompt", "messages") if name in batch]
+    untold = [row for row in range(len(batch)) if all(column[row] is None for column in told)]
+    if not untold:
+        return batch
+    texts = batch["prompt"] if "prompt" in batch else [None] * len(batch)
+    tokens, begin = batch["prompt_tokens"], list(tokenizer("")["input_ids"])
+    for row in untold:
+        # Special tokens are spelt out, but those with which the tokenizer begins every text: it would add them again.
+        ids = tokens[row][len(begin) :] if tokens[row][: len(begin)] == begin else tokens[row]
+        texts[row] = tokenizer.decode([token for token in ids if token >= 0])  # the engine refuses the others by name
+    return batch.drop(["prompt"]).add({"prompt": texts})
+
+
 def encode_prompts(
     tokenizer: Any, batch: Batch, first_row: int = 0, tools: Sequence[Mapping[str, Any]] = ()
 ) -> list[list[int]]:

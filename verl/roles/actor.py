@@ -18,7 +18,7 @@ from verl.controller.controller import Controller
 from verl.controller.group import WorkerGroup
 from verl.controller.once import on_main
 from verl.data.prompts import load_prompts
-from verl.data.tokenize import PromptTokenizer
+from verl.data.tokenize import to_prompts
 from verl.errors import ConfigError, DataError, ModelError, nearest
 from verl.models.heads import ValueModel
 from verl.models.loading import eos_token_ids, find_tokenizer, load_model, load_tokenizer
@@ -199,8 +199,7 @@ class Actor:
         if isinstance(prompts, str):
             prompts = [prompts]  # a lone text is a prompt, not the path of a file
         batch = prompts if isinstance(prompts, Batch) else load_prompts(prompts).batch
-        if "prompt_tokens" not in batch or None in batch["prompt_tokens"]:
-            batch = PromptTokenizer(self.tokenizer, tools=self.tools)(batch)
+        batch = to_prompts(self.tokenizer, batch, self.tools)
         if "group" not in batch:
             batch = batch.add({"group": [f"{key}.{row}" for row in range(len(batch))]})
         return batch

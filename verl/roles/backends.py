@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from verl.batch import Batch
 from verl.data.prompts import load_prompts
-from verl.data.tokenize import PromptTokenizer
+from verl.data.tokenize import to_prompts
 from verl.errors import ConfigError, ModelError
 from verl.models.loading import load_tokenizer
 from verl.rewards.remote import JudgeReward
@@ -149,9 +149,7 @@ class RolloutWorker:
         """Sample `n` responses to each prompt; arguments and columns are those of `Actor.generate_sequences`. A sample
         that could not be had has `finish` "abort"."""
         listed = [prompts] if isinstance(prompts, str) else prompts
-        batch = listed if isinstance(listed, Batch) else load_prompts(listed).batch
-        if "prompt_tokens" not in batch:
-            batch = PromptTokenizer(self.tokenizer)(batch)
+        batch = to_prompts(self.tokenizer, listed if isinstance(listed, Batch) else load_prompts(listed).batch)
         if "group" not in batch:
             batch = batch.add({"group": [f"{key or f'c{self._calls}'}.{row}" for row in range(len(batch))]})
             self._calls += 1
