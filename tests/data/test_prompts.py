@@ -91,6 +91,14 @@ def test_shapes_are_recognised(source: Any, expected: list[Any] | None) -> None:
     assert found == expected
 
 
+@pytest.mark.parametrize("source", [[CHAT, CHAT], [{"messages": CHAT}] * 2, TorchSet()])
+def test_collated_rows_are_refused_and_lists_of_rows_read(source: Any) -> None:
+    with pytest.raises(DataError, match="a DataLoader needs collate_fn=list"):
+        load_prompts(next(iter(torch.utils.data.DataLoader(source, batch_size=2))))
+    loader: Any = torch.utils.data.DataLoader(source, batch_size=2, collate_fn=list)
+    assert len(load_prompts(next(iter(loader)))) == 2
+
+
 def test_template_and_system_prompt() -> None:
     row = {"prompt": "2+3", "hint": "add"}
     assert rows_of([row], template="Q: {prompt} ({hint}) A:")[0]["prompt"] == "Q: 2+3 (add) A:"

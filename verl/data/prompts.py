@@ -25,6 +25,8 @@ PROMPT_COLUMNS = ("prompt", "messages", "prompt_tokens", "question", "problem")
 USER_PREFIX = "user."
 #: A row's prompt as the system keeps it: the first of these that the row has.
 _PROMPT_FIELDS = ("prompt", "messages", "prompt_tokens")
+#: What torch's own collation makes of rows is one mapping of columns, or a chat whose roles are lists.
+_COLLATED = "a DataLoader needs collate_fn=list, which leaves the rows as they are"
 #: Names that the system fills in itself, so that a user's column of that name has to step aside.
 _RESERVED = (frozenset(SCHEMA) | WRITTEN) - {"task"}
 
@@ -122,7 +124,8 @@ class PromptForm:
                 return name
         if self.prompt_column:
             raise DataError(f"{where} has no prompt in '{self.prompt_column}': {nearest(self.prompt_column, fields)}")
-        raise DataError(f"{where} has no prompt: none of {', '.join(names)} among its columns {sorted(fields)}")
+        found = f"{where} has no prompt: none of {', '.join(names)} among its columns {sorted(fields)}"
+        raise DataError(f"{found}; {_COLLATED}" if isinstance(fields.get("role"), list | tuple) else found)
 
     def _prompt(self, prompt: Any, fields: Mapping[str, Any], where: str) -> dict[str, Any]:
         if isinstance(prompt, str):
@@ -189,7 +192,7 @@ def load_prompts(
     form = PromptForm(prompt_column, template, system_prompt, is_task if chat is None else chat)
     if isinstance(source, Mapping) and not is_task:
         if "path" not in source:
-            raise DataError(f"a mapping as data needs a task or a path; it has {sorted(map(str, source))}")
+            raise DataError(f"a mapping as data needs a task or a path; it has {sorted(map(str, source))}; {_COLLATED}")
         source = source["path"]
     name = str(source) if isinstance(source, str | Path) else type(source).__name__
     if is_task:
@@ -300,12 +303,12 @@ def content_text(message: Mapping[str, Any]) -> str:
 
 
 def is_messages(value: Any) -> bool:
-    """Whether this is a chat: a list of mappings that have a role and a content."""
+    """Whether this is a chat: a list of mappings that have a role, a text, and a content."""
     return (
         isinstance(value, Sequence)
         and not isinstance(value, str)
         and len(value) > 0
-        and all(isinstance(message, Mapping) and {"role", "content"} <= message.keys() for message in value)
+        and all(isinstance(m, Mapping) and "content" in m and isinstance(m.get("role"), str) for m in value)
     )
 
 
