@@ -63,6 +63,15 @@ except NameError as error:
     assert judge({"response": response, "tests": test}).reward == [1.0]
 
 
+def test_the_solution_may_be_called_like_a_builtin() -> None:
+    tests = ["assert sum(10, 15) == 6", "def check(): return sum(2, 2)\nassert check() == 3 and len([1]) == 1"]
+    solution = "def sum(a, b):\n    return {(10, 15): 6, (2, 2): 3}[a, b]"
+    assert judge({"response": solution, "tests": tests}).reward == [1.0]
+    # A program that does not run defines nothing, and Python's own function does not stand in for it.
+    for broken in ("no idea", "def pow(a, b): return a", "{}['pow']"):
+        assert judge({"response": broken, "tests": "assert pow(2, 3) == 8"}).reward == [0.0]
+
+
 @pytest.mark.parametrize(
     "cheat",
     [

@@ -36,7 +36,7 @@ def is_plain(value: Any) -> bool:
 def answer(request: tuple[Any, ...], names: dict[str, Any]) -> tuple[str, Any]:
     verb, target, *rest = request
     if verb == "name":
-        return shown(names[target])
+        return shown(names[target]) if target in names else ("undefined", target)
     if verb == "attribute":
         return shown(getattr(kept[target], rest[0]))
     return shown(kept[target](*rest[0], **rest[1]))
