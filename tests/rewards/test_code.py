@@ -120,6 +120,19 @@ def test_the_last_block_is_the_program() -> None:
     assert extract_code("d") == "d"
 
 
+@pytest.mark.parametrize("label", ["", "python3", "Python", " py3", "python \r", "bash"])
+def test_prose_after_a_block_is_no_program(label: str) -> None:
+    assert extract_code(f"Here:\n```{label}\na\n```\nIt adds.") == "a"
+    assert extract_code(f"In ```one``` line: ```{label}\na\n```\nIt ```adds```.") == "a"
+
+
+def test_blocks_of_another_language_come_second() -> None:
+    assert extract_code("```python\na\n```\nRun it:\n```bash\nb\n```\nThat is all.") == "a"
+    assert extract_code("```c\na\n```\n```rust\nb\n```\n") == "b"
+    assert extract_code("```json\n```\n```python\na\n\nb\n```") == "a\n\nb"
+    assert extract_code("Use ```a``` here\nb") == "Use ```a``` here\nb"
+
+
 def test_options_are_checked() -> None:
     with pytest.raises(ConfigError, match="seconds must be positive"):
         make_reward("code_evaluator", timeout=0)

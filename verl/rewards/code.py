@@ -22,7 +22,9 @@ from verl import sandbox
 from verl.errors import RewardError
 from verl.rewards.functions import FunctionReward
 
-_FENCE = re.compile(r"```(?:python|py)?[ \t]*\n(.*?)(?:\n```|\Z)", re.DOTALL)
+# Code within a line (no block), or a block: its label and text, up to the closing fence or the end.
+_FENCE = re.compile(r"```[^`\n]+```|```([^`\n]*)\n(.*?)\n?(?:^```|\Z)", re.DOTALL | re.MULTILINE)
+_PYTHON = ("", "py", "py3", "python", "python3")
 #: Seconds beyond a sample's own for its processes to start and to be taken down.
 _GRACE = 60.0
 _HERE = Path(__file__).parent
@@ -31,7 +33,8 @@ _HERE = Path(__file__).parent
 class CodeReward(FunctionReward):
     """1 if the response's program passes every test of its row, else 0; component `passed` is the share it passes.
 
-    The program is the last fenced block of the response, or all of it. A row tells what is expected in one of two
+    The program is the last fenced block of the response that is Python's or has no label, else the last of any label,
+    or all of the response. A row tells what is expected in one of two
     columns; without either it abstains:
 
     - `tests`: a test in Python, or a list of them, which call the program's functions by name, such as
@@ -112,9 +115,10 @@ def _judge(
 
 
 def extract_code(response: str) -> str:
-    """The last fenced block of a response, or all of it where there is none."""
-    blocks = _FENCE.findall(response)
-    return str(blocks[-1]) if blocks else response
+    """The last fenced block of a response, Python's before others, or all of it where there is none."""
+    blocks = [found.groups() for found in _FENCE.finditer(response) if found[2] is not None]
+    python = [text for label, text in blocks if label.strip().casefold() in _PYTHON]
+    return (python or [text for _, text in blocks] or [response])[-1]
 
 
 def run_tests(
