@@ -114,6 +114,18 @@ def test_a_reference_program() -> None:
     assert "the reference does not run" in str(result.reasons[2])
 
 
+def test_a_program_may_print_as_much_as_is_expected() -> None:
+    program, wanted = "for i in range(int(input())): print(i, ' ')", "\n".join(map(str, range(20000)))
+    assert len(wanted) > 64 << 10
+    reference = "for i in range(20000): print(i)"
+    rows = [
+        {"response": program, "tests": {"input": "20000", "output": wanted}},
+        {"response": f"{program}\nwhile True: print(i)", "tests": {"input": "20000", "output": wanted}},
+    ]
+    assert judge(*rows).reward == [1.0, 0.0]
+    assert judge({"response": reference, "reference": reference}).reward == [1.0]
+
+
 def test_the_last_block_is_the_program() -> None:
     assert extract_code("```python\na\n```\n```py\nb\n```") == "b"
     assert extract_code("```\nc") == "c"

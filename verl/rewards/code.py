@@ -27,6 +27,8 @@ _FENCE = re.compile(r"```[^`\n]+```|```([^`\n]*)\n(.*?)\n?(?:^```|\Z)", re.DOTAL
 _PYTHON = ("", "py", "py3", "python", "python3")
 #: Seconds beyond a sample's own for its processes to start and to be taken down.
 _GRACE = 60.0
+#: Bytes that a reference may print.
+_REFERENCE_OUTPUT = 16 << 20
 _HERE = Path(__file__).parent
 
 
@@ -97,21 +99,26 @@ def _judge(
     """Which tests pass; empty where nothing is expected."""
     deadline = time.monotonic() + limits.seconds
 
-    def run(code: str, given: str = "") -> sandbox.Run:
-        left = replace(limits, seconds=max(0.01, deadline - time.monotonic()))
+    def run(code: str, given: str = "", output: int = 0) -> sandbox.Run:
+        left = replace(limits, seconds=max(0.01, deadline - time.monotonic()), output=max(limits.output, output))
         return sandbox.run_python(code, stdin=given, limits=left, packages=packages)
+
+    def passes(given: str, wanted: str) -> bool:
+        # Room for blanks that do not count, and for what goes to stderr.
+        expected = len(wanted.encode(errors="replace"))
+        return _same(run(program, given, 2 * expected + (64 << 10)), wanted)
 
     if tests is None and reference is None:
         return []
     if tests is None:
-        wanted = run(str(reference))
+        wanted = run(str(reference), output=_REFERENCE_OUTPUT)
         if wanted.status != "ok":
             raise RewardError(f"the reference does not run: {wanted.status} {wanted.stderr[-200:]}")
-        return [_same(run(program), wanted.stdout)]
+        return [passes("", wanted.stdout)]
     programs, cases = _parse(tests)
     if programs:
         return run_tests(program, programs, limits, packages)
-    return [_same(run(program, given), output) for given, output in cases]
+    return [passes(given, wanted) for given, wanted in cases]
 
 
 def extract_code(response: str) -> str:
