@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import json
 import os
+import subprocess
+import sys
 import time
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
 
 from verl import sandbox
 from verl.errors import ConfigError, SandboxError
-from verl.sandbox import Limits, run_python
+from verl.sandbox import Limits, Run, run_python
 
 SHORT = Limits(seconds=2.0)
 
@@ -102,6 +106,58 @@ def test_init_cannot_be_killed_and_the_program_takes_nobody_along() -> None:
     )
     for target in (1, -1):
         assert run_python(kill.format(target)).stdout.endswith("here\n")
+
+
+AS_NOBODY = """
+import dataclasses, json, sys, types
+sys.modules["verl"] = package = types.ModuleType("verl")
+package.__path__ = [sys.argv[1]]
+from verl.sandbox import Limits, run_python
+print(json.dumps(dataclasses.asdict(run_python(sys.argv[2], limits=Limits(seconds=2.0)))))
+"""
+
+
+def run_as_nobody(program: str) -> Run:
+    """Started by an ordinary user: then a program and its init are the same user."""
+    nobody = {"user": 65534, "group": 65534, "extra_groups": []} if os.geteuid() == 0 else {}
+
+    def start(python: str, program: str) -> subprocess.CompletedProcess[str]:
+        command = [python, "-B", "-c", AS_NOBODY, str(Path(sandbox.__file__).parents[1]), program]
+        return subprocess.run(command, cwd="/", capture_output=True, text=True, **nobody)  # type: ignore[call-overload, no-any-return]
+
+    for python in (sys.executable, "/usr/bin/python3"):
+        with suppress(OSError):
+            if start(python, "").returncode == 0:
+                done = start(python, program)
+                assert done.returncode == 0, done.stderr
+                return Run(**json.loads(done.stdout))
+    pytest.skip("an ordinary user can run no Python here, or read no checkout")
+
+
+def test_no_signal_of_a_program_ends_its_init() -> None:
+    program = """
+import os, signal
+for number in sorted(signal.valid_signals()):
+    os.kill(1, number)
+print("here", signal.pthread_sigmask(signal.SIG_BLOCK, []), signal.getsignal(signal.SIGINT).__name__)
+"""
+    run = run_as_nobody(program)
+    assert (run.status, run.stdout) == ("ok", "here set() default_int_handler\n"), run
+    start = time.monotonic()
+    run = run_as_nobody("import os\nwhile True: os.kill(1, 15); print('x' * 1000)")
+    assert run.status == "output", run
+    assert time.monotonic() - start < 15  # the order to end got through
+
+
+def test_a_program_that_ends_its_init_has_failed() -> None:
+    # A process may bound the CPU time of another of its user, and for that the kernel kills even an init.
+    program = """
+import os, resource, signal
+resource.prlimit(1, resource.RLIMIT_CPU, (0, 0))
+while True: os.kill(1, signal.SIGCHLD)
+"""
+    run = run_as_nobody(program)
+    assert (run.status, run.exit_code) == ("error", -9), run
 
 
 @pytest.mark.parametrize(

@@ -30,6 +30,9 @@ CLONE_NEW = {"mount": 0x20000, "uts": 0x4000000, "ipc": 0x8000000, "user": 0x100
 MS_NOSUID, MS_NODEV, MS_BIND, MS_REC, MS_PRIVATE = 2, 4, 0x1000, 0x4000, 0x40000
 MNT_DETACH, AT_RECURSIVE, AT_FDCWD = 2, 0x8000, -100
 MOUNT_SETATTR = 442
+# A program may send signals to an init of the same user. Those that are blocked do nothing to it, and the kernel drops
+# all others that would end it; the order to end is for its parent, which the program does not see.
+BLOCKED = {signal.SIGCHLD, signal.SIGTERM, signal.SIGINT}
 INSIDE = 1000
 # An ordinary user to be when root starts a sandbox: the kernel exempts root from the bound on processes.
 NOBODY = 65534
@@ -74,8 +77,7 @@ def main() -> None:
     with os.fdopen(job_fd) as file:
         job = json.load(file)
     die_with_parent()
-    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGCHLD})
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)  # init takes it: the outer ones end when all inside is gone
+    signal.pthread_sigmask(signal.SIG_BLOCK, BLOCKED)
     told, tell = os.pipe()
     mapped, go = os.pipe()
     child = os.fork()
@@ -94,13 +96,15 @@ def main() -> None:
             raise RefusedError("user map: not written")
         init = os.fork()
         if init:
-            os.waitpid(init, 0)
+            signal.sigwait({signal.SIGTERM, signal.SIGCHLD})  # told to end, or init has ended
+            os.kill(init, signal.SIGKILL)
+            os.waitpid(init, 0)  # all inside is gone
             os._exit(0)
         for fd in (told, tell, mapped, go):
             os.close(fd)
         die_with_parent()
-        signal.signal(signal.SIGTERM, lambda *_: os._exit(0))
         furnish(job)
+        report(report_fd, {"began": True})
         program = os.fork()
         if program:
             report(report_fd, oversee(program, job["seconds"]))
@@ -170,7 +174,7 @@ def oversee(program: int, seconds: float) -> dict[str, Any]:
 
 
 def report(fd: int, content: dict[str, Any]) -> None:
-    os.write(fd, json.dumps(content).encode())
+    os.write(fd, json.dumps(content).encode() + b"\n")
 
 
 def close_all_but(fds: list[int]) -> None:
@@ -200,7 +204,7 @@ def confine(job: dict[str, Any]) -> None:
     filter_calls()
     os.setsid()
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGCHLD})
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, BLOCKED)
 
 
 def filter_calls() -> None:

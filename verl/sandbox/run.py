@@ -142,7 +142,7 @@ def require() -> None:
 
 
 def _outcome(said: bytes, stopped: Status | None, stdout: str, stderr: str) -> Run:
-    report = json.loads(said) if said else {}
+    report = {key: value for line in said.splitlines() for key, value in json.loads(line).items()}
     if "refused" in report:
         raise SandboxError(
             f"generated code is not run here: {report['refused']}. Allow unprivileged user namespaces (in a container: "
@@ -150,9 +150,10 @@ def _outcome(said: bytes, stopped: Status | None, stdout: str, stderr: str) -> R
         )
     if stopped or "late" in report:
         return Run(stopped or "time", None, stdout, stderr)
-    if "exit" not in report:
+    if not report:
         raise SandboxError(f"the sandbox ended without a word: {stderr[-500:]}")
-    code = report["exit"]
+    # An init that ended once the program had begun took it along: the program's doing, and its failure.
+    code = report.get("exit", -signal.SIGKILL)
     return Run("error" if code else "ok", code, stdout, stderr)
 
 
@@ -207,7 +208,7 @@ def _feed(pipe: Any, data: bytes, selector: selectors.BaseSelector) -> bytes:
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:
-    """End what is left. Init takes the signal, all inside dies with it, and only then the processes outside end."""
+    """End what is left. Init's parent takes the signal: all inside dies with init, then the processes outside end."""
     try:
         for kind in (signal.SIGTERM, signal.SIGKILL):
             with suppress(ProcessLookupError, PermissionError):  # it has ended by itself
