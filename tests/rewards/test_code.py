@@ -68,6 +68,10 @@ def test_the_solution_may_be_called_like_a_builtin() -> None:
     solution = "def sum(a, b):\n    return {(10, 15): 6, (2, 2): 3}[a, b]"
     assert judge({"response": solution, "tests": tests}).reward == [1.0]
     # A program that does not run defines nothing, and Python's own function does not stand in for it.
+    # What tests call around another function is Python's.
+    faked = "def set(x): return 0\ndef f(): return [7]"
+    assert judge({"response": faked, "tests": "assert set(f()) == set([2])"}).reward == [0.0]
+    assert judge({"response": "def f(): return [2]", "tests": "assert set(f()) == set([2])"}).reward == [1.0]
     for broken in ("no idea", "def pow(a, b): return a", "{}['pow']"):
         assert judge({"response": broken, "tests": "assert pow(2, 3) == 8"}).reward == [0.0]
 
