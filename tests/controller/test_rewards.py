@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import logging
 import os
 import random
@@ -196,6 +197,52 @@ def test_a_worker_that_never_comes_is_replaced_thrice(monkeypatch: pytest.Monkey
     group = RewardPool(length, "length", workers=1, launch=launch, host="127.0.0.1")
     with pytest.raises(verl.errors.ClusterError, match=r"reward 'length': reward worker 2 .*exit status 5, the 3th"):
         Reward(FunctionReward(length, workers=lambda function, name: group)).get_reward(texts_of("a"))
+
+
+@pytest.mark.parametrize("times", [2, 3])
+def test_a_machine_that_lacks_files_for_a_moment_loses_nothing(times: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(pool.time, "sleep", lambda seconds: None)
+    started: list[int] = []
+
+    def launch(command: Any, env: Any, fds: Any) -> pool.Process:
+        started.append(len(started))
+        if 1 <= started[-1] <= times:
+            raise OSError(errno.EMFILE, "Too many open files")
+        return pool.launch(command, env, fds)
+
+    group = RewardPool(length, "length", workers=1, launch=launch)
+    reward = Reward(FunctionReward(length, workers=lambda function, name: group, retries=0))
+    found: list[Any] = []
+    waiting = threading.Thread(target=lambda: found.append(outcome(reward, "die")), daemon=True)
+    waiting.start()
+    waiting.join(60)
+    group.close()
+    if times < pool.MAX_DEATHS:
+        assert found == [[None]] and len(started) >= 4
+    else:
+        assert isinstance(found[0], verl.errors.ClusterError)
+        assert "reward 'length': reward worker 1 cannot be started: " in str(found[0])
+        assert "Too many open files, 3 times in a row" in str(found[0])
+
+
+def outcome(reward: Reward, *texts: str) -> Any:
+    try:
+        return reward.get_reward(texts_of(*texts))["reward"]
+    except Exception as error:
+        return error
+
+
+def test_whatever_ends_the_supervisor_is_told_to_those_who_wait(monkeypatch: pytest.MonkeyPatch) -> None:
+    group = RewardPool(length, "length", workers=1)
+    monkeypatch.setattr(group, "fit", lambda *args: {}["lost"])
+    reward = Reward(FunctionReward(length, workers=lambda function, name: group))
+    found: list[Any] = []
+    waiting = threading.Thread(target=lambda: found.append(outcome(reward, "a")), daemon=True)
+    waiting.start()
+    waiting.join(60)
+    group.close()
+    assert isinstance(found[0], verl.errors.ClusterError)
+    assert str(found[0]) == "reward 'length': its workers cannot be kept: KeyError: 'lost'"
 
 
 def test_workers_that_die_together_are_one_death() -> None:

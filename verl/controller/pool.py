@@ -228,7 +228,26 @@ class Pool:
     def _send(self, worker: Worker, kind: str, data: bytes = b"", **head: Any) -> None:
         worker.outbox.put((kind, data, head))
 
-    def _start(self) -> Worker:
+    def _start(self, tries: int = 1) -> Worker:
+        """A new worker. What this machine lacks for a moment (files, memory) is tried again, as a death is.
+
+        Raises:
+            ClusterError: no process can be started.
+        """
+        try:
+            return self._spawn()
+        except OSError as error:
+            what = f"{self.role} worker {self._next} cannot be started: {error}"
+            if tries == MAX_DEATHS:
+                raise ClusterError(
+                    f"{what}, {tries} times in a row: are there memory, processes (ulimit -u) and open files (ulimit "
+                    "-n) enough for it?"
+                ) from error
+        logger.warning("%s; it is tried again", what)
+        time.sleep(tries)
+        return self._start(tries + 1)
+
+    def _spawn(self) -> Worker:
         command = [sys.executable, "-m", "verl.workers.process", self.target, f"{self.role} worker {self._next}"]
         env = {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
         launch, host, transport = self._launch, self._host, self.transport

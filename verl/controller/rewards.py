@@ -150,8 +150,8 @@ class RewardPool(Pool):
                     under_way = len(self._queue) + sum(len(worker.jobs) for worker in self._workers)
                     self.fit(under_way * self._seconds, self.backlog)
                     self._assign()
-                except (RewardError, ClusterError) as error:
-                    self._failure = type(error)(f"reward '{self.name}': {error}")
+                except Exception as error:  # whatever it is: without this thread those who wait would do so for ever
+                    self._failure = _named(error, self.name)
                     self._give_up(self._failure)
                     return
 
@@ -169,8 +169,9 @@ class RewardPool(Pool):
             self._died(worker)
         elif message.kind == "ready":
             self._deaths, worker.is_ready = 0, True
-        elif (job := worker.jobs.pop(message.head["job"], None)) is not None:
+        elif (job := worker.jobs.get(message.head["job"])) is not None:
             job.answer([Score(**score) for score in message.head["scores"]])
+            del worker.jobs[message.head["job"]]  # not before: whatever fails, each job stands where it is given up
             seconds = message.head["seconds"]
             self._seconds += (seconds - self._seconds) * (_NEW if self._seconds else 1.0)
 
@@ -208,10 +209,12 @@ class RewardPool(Pool):
     def _give_up(self, error: Exception) -> None:
         jobs = [*self._queue, *(job for worker in self._workers for job in worker.jobs.values())]
         self._queue.clear()
-        super().close()
-        for job in jobs:
-            if not job.future.done() and job.future.set_running_or_notify_cancel():
-                job.future.set_exception(error)
+        try:
+            super().close()
+        finally:
+            for job in jobs:
+                if not job.future.done() and job.future.set_running_or_notify_cancel():
+                    job.future.set_exception(error)
 
     def _greet(self, worker: Worker) -> None:
         spec, data = self._function
@@ -219,6 +222,15 @@ class RewardPool(Pool):
 
     def _error(self, text: str) -> Exception:
         return RewardError(text)
+
+
+def _named(error: Exception, name: str) -> Exception:
+    """An error of a pool as its callers get it."""
+    if isinstance(error, RewardError | ClusterError):
+        return type(error)(f"reward '{name}': {error}")
+    failure = ClusterError(f"reward '{name}': its workers cannot be kept: {type(error).__name__}: {error}")
+    failure.__cause__ = error
+    return failure
 
 
 def _by_value(source: Callable[..., Any] | str, name: str) -> tuple[str, bytes]:
