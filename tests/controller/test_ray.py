@@ -197,6 +197,27 @@ def test_the_first_failure_ends_the_wait_and_the_slots(slots: Any, how: str, kin
 
 
 @pytest.mark.slow
+def test_a_map_works_again_after_its_slots_have_ended(cluster: None) -> None:
+    from verl.controller.controller import Controller
+
+    def probe_of(controller: Controller) -> Any:
+        return controller.group("actor", partial(Probe))
+
+    at_first = Controller.of("cpu:0-1")
+    assert Controller.of("cpu:0-1") is at_first and probe_of(at_first).call("meet", "well") == 2.0
+    with pytest.raises(ClusterError, match="died in"):
+        probe_of(at_first).call("meet", "die")
+    second = Controller.of("cpu:0-1")
+    assert probe_of(second).call("meet", "well") == 2.0
+    with pytest.raises(ClusterError, match="have been ended"):
+        probe_of(at_first).call("meet", "well")
+    second.close()
+    third = Controller.of("cpu:0-1")
+    assert third not in (at_first, second) and third is Controller.of("cpu:0-1")
+    third.close()
+
+
+@pytest.mark.slow
 def test_a_rank_that_hangs_is_named_and_all_stacks_are_told(slots: Any, caplog: pytest.LogCaptureFixture) -> None:
     group = probe(slots)
     assert group.call("meet", "well") == 2.0

@@ -52,11 +52,14 @@ class Controller:
 
     @classmethod
     def of(cls, placement: Any = None) -> Controller:
-        """The controller of a map: handles that are given equal maps share it, and so the processes at its slots."""
+        """The controller of a map: handles that are given equal maps share it, and so the processes at its slots.
+
+        One that has ended stays with the handles that have it; the next ones get another.
+        """
         if isinstance(placement, Controller):
             return placement
         key = (torchrun_ranks(), None if placement is None else DeviceMesh(placement))
-        if key not in _known:
+        if key not in _known or _known[key].has_ended:
             _known[key] = cls(placement)
         return _known[key]
 
@@ -64,6 +67,11 @@ class Controller:
     def is_local(self) -> bool:
         """Whether roles run in this process alone."""
         return self.executor == "local"
+
+    @property
+    def has_ended(self) -> bool:
+        """Whether the processes at its slots were ended, by `close` or by a failure."""
+        return self.executor == "ray" and self._slots.has_ended
 
     def group(self, role: str, recipe: partial[W]) -> WorkerGroup[W]:
         """The workers of a role.

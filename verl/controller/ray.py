@@ -76,6 +76,10 @@ class Slots:
         connect()
         self._cpus = _check(mesh)
 
+    @property
+    def has_ended(self) -> bool:
+        return self._ended is not None
+
     def start(self) -> None:
         """Start the processes and let them meet.
 
