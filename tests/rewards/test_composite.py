@@ -71,6 +71,8 @@ def test_whole_batch_is_asked_of_the_parts() -> None:
     [
         ({"a": length}, {"weights": {"b": 1.0}}, r"weights name \['b'\]"),
         ([length], {"weights": [1, 2]}, "2 weights for 1 rewards"),
+        ({"a": (length, float("nan"))}, {}, "weight of reward 'a' is nan: give a finite number"),
+        ([length, odd], {"weights": [1, float("-inf")]}, "weight of reward 'odd' is -inf"),
         ({"a": length}, {"timeot": 1}, "did you mean 'timeout'"),
     ],
 )
@@ -111,6 +113,18 @@ def test_smoothing_is_a_moving_average_that_resumes() -> None:
     assert nested.state_dict() == {"a": state}
     with pytest.raises(ConfigError, match="decay"):
         make_reward(length, smoothing=1.0)
+
+
+def test_smoothing_is_for_a_part_too_and_all_means_resume() -> None:
+    def make() -> RewardSource:
+        return make_reward({"a": {"source": length, "smoothing": 0.5}, "b": length}, smoothing=0.5)
+
+    source, resumed = make(), make()
+    more = Batch.from_rows([{"prompt": "p", "response": "x" * 9}])
+    assert run_reward(source, SAMPLES).reward == [3.25, 4.0, 4.75]  # of 1.5 + 1, 2 + 2 and 2.5 + 3
+    resumed.load_state_dict(json.loads(json.dumps(source.state_dict())))  # type: ignore[attr-defined]
+    assert run_reward(resumed, more).reward == run_reward(source, more).reward != run_reward(make(), more).reward
+    resumed.load_state_dict({"mean": 4.0})  # as it was saved before there was an inner one
 
 
 def test_a_users_own_source_passes_through() -> None:

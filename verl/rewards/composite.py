@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -49,6 +50,9 @@ class CompositeReward:
         self.weights = {key: weight for key, (_, weight) in made.items()}
         if weights is not None:
             self._set_weights(weights)
+        for key, weight in self.weights.items():
+            if not math.isfinite(weight):
+                raise ConfigError(f"the weight of reward '{key}' is {weight}: give a finite number")
         self.whole_batch = any(getattr(source, "whole_batch", True) for source in self.parts.values())
 
     async def score(self, batch: Batch) -> RewardResult:

@@ -31,6 +31,8 @@ def make_reward(source: Any, **options: Any) -> RewardSource:
     Raises:
         ConfigError: it is none of these, or has no such option.
     """
+    if isinstance(source, Mapping) and "source" in source:
+        return make_reward(**{**options, **source})
     smoothing = options.pop("smoothing", None)
     reward = _make(source, options)
     if smoothing is not None:
@@ -43,9 +45,6 @@ def _make(source: Any, options: dict[str, Any]) -> RewardSource:
         if options:
             raise ConfigError(f"reward '{source.name}' is made already: it takes no options {sorted(options)}")
         return source
-    if isinstance(source, Mapping) and "source" in source:
-        given = {**options, **{key: value for key, value in source.items() if key != "source"}}
-        return _make(source["source"], given)
     if _is_address(source):
         kind = "JudgeReward" if "template" in options else "RemoteReward"
         return _build("remote", kind, source, options)

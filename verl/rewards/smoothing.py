@@ -37,7 +37,10 @@ class Smoothed:
         return RewardResult(smooth, {**result.components, "raw": result.reward}, result.reasons, result.counts)
 
     def state_dict(self) -> dict[str, Any]:
-        return {"mean": self.mean}
+        inner = {"source": self.source.state_dict()} if hasattr(self.source, "state_dict") else {}
+        return {"mean": self.mean, **inner}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self.mean = state["mean"]
+        if "source" in state:
+            self.source.load_state_dict(state["source"])  # type: ignore[attr-defined]
