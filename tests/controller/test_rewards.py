@@ -316,6 +316,37 @@ def test_close_ends_them_and_the_next_sample_starts_them(make: Callable[..., Rew
     assert reward.get_reward(texts_of("a"))["reward"] == [1.0] and not set(at_first) & set(reward.group.pids)
 
 
+def test_what_a_function_started_does_not_outlive_a_driver_that_is_killed(tmp_path: Path) -> None:
+    (tmp_path / "child.py").write_text(
+        "import subprocess\n"
+        "def f(solution_str):\n"
+        "    child = subprocess.Popen(['sleep', '600'])\n"
+        "    open(solution_str, 'w').write(f'{child.pid}\\n')\n"
+        "    child.wait()\n"
+    )
+    script, told = "import sys, verl\nverl.Reward(sys.argv[1], workers=1, timeout=600).get_reward", tmp_path / "told"
+    script += "(verl.Batch.from_rows([{'response': sys.argv[2]}]))"
+    driver = subprocess.Popen([sys.executable, "-c", script, f"{tmp_path / 'child.py'}:f", str(told)])
+    try:
+        wait_until(lambda: told.exists() and told.read_text().endswith("\n"), 60)
+    finally:
+        driver.kill()
+        driver.wait()
+    child = Path("/proc", told.read_text().strip(), "cmdline")
+    try:
+        wait_until(lambda: not child.exists() or not child.read_bytes(), 20)  # nothing: dead, and nobody's yet
+    finally:
+        with suppress(ProcessLookupError):
+            os.kill(int(told.read_text()), signal.SIGKILL)
+
+
+def wait_until(is_so: Callable[[], bool], seconds: float) -> None:
+    end = time.monotonic() + seconds
+    while not is_so():
+        assert time.monotonic() < end
+        time.sleep(0.05)
+
+
 def test_what_cannot_be_is_refused() -> None:
     with pytest.raises(ConfigError, match="is no range"):
         Reward(length, workers=4, max_workers=2)

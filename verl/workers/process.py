@@ -19,7 +19,7 @@ import sys
 import threading
 import traceback
 from collections.abc import Callable
-from typing import Protocol
+from typing import NoReturn, Protocol
 
 from verl.workers.channel import Channel, Message, connect
 
@@ -50,7 +50,7 @@ def main(target: str, name: str, address: str, transport: str) -> None:
         make: Callable[..., Server] = getattr(importlib.import_module(module), kind)
         serve(make(channel.send), channel)
     except (BrokenPipeError, ConnectionResetError):
-        pass  # nobody is left to work for
+        _end()
     except Exception:
         channel.send("failed", text=traceback.format_exc())
         raise
@@ -76,7 +76,14 @@ def _listen(channel: Channel, inbox: queue.SimpleQueue[Message]) -> None:
         while True:
             inbox.put(channel.receive())
     except (EOFError, OSError):
-        os._exit(0)  # whoever asked is gone, so what is still being done is for nobody
+        _end()
+
+
+def _end() -> NoReturn:
+    """Whoever asked is gone, so what is still being done is for nobody, here and in what was started from here."""
+    if os.getsid(0) == os.getpid():  # on Ray the session is not ours
+        os.killpg(0, signal.SIGKILL)
+    os._exit(0)
 
 
 if __name__ == "__main__":
