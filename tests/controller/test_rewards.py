@@ -316,6 +316,23 @@ def test_close_ends_them_and_the_next_sample_starts_them(make: Callable[..., Rew
     assert reward.get_reward(texts_of("a"))["reward"] == [1.0] and not set(at_first) & set(reward.group.pids)
 
 
+def test_a_file_that_is_edited_ends_the_run_where_it_would_be_read_again(
+    make: Callable[..., Reward], tmp_path: Path
+) -> None:
+    file = tmp_path / "mine.py"
+    file.write_text("def f(solution_str): return 1.0\n")
+    reward = make(f"{file}:f", workers=1)
+    assert reward.get_reward(texts_of("a"))["reward"] == [1.0]
+    file.write_text("def f(solution_str): return 2.0\n")
+    assert reward.get_reward(texts_of("a"))["reward"] == [1.0]
+    process = reward.group.workers[0].process
+    process.kill()
+    process.wait()
+    with pytest.raises(RewardError, match=rf"{file} is not what it was when this run began"):
+        reward.get_reward(texts_of("a"))
+    assert make(f"{file}:f", workers=1).get_reward(texts_of("a"))["reward"] == [2.0]
+
+
 def test_what_a_function_started_does_not_outlive_a_driver_that_is_killed(tmp_path: Path) -> None:
     (tmp_path / "child.py").write_text(
         "import subprocess\n"

@@ -19,7 +19,7 @@ from typing import Any
 
 from verl.controller.pool import START_DEADLINE, Pool, Worker
 from verl.errors import ClusterError, ConfigError, RewardError
-from verl.rewards.loading import split_spec
+from verl.rewards.loading import digest, split_spec
 from verl.rewards.scores import Score, failure
 from verl.workers.channel import Message
 
@@ -217,8 +217,8 @@ class RewardPool(Pool):
                     job.future.set_exception(error)
 
     def _greet(self, worker: Worker) -> None:
-        spec, data = self._function
-        self._send(worker, "function", data, spec=spec)
+        head, data = self._function
+        self._send(worker, "function", data, **head)
 
     def _error(self, text: str) -> Exception:
         return RewardError(text)
@@ -233,19 +233,20 @@ def _named(error: Exception, name: str) -> Exception:
     return failure
 
 
-def _by_value(source: Callable[..., Any] | str, name: str) -> tuple[str, bytes]:
-    """How a function goes to a worker: by its file, or pickled. One of a module goes by the module's name, and what
-    exists in the user's script only (a closure, a function of `__main__`) whole, by cloudpickle."""
+def _by_value(source: Callable[..., Any] | str, name: str) -> tuple[dict[str, str], bytes]:
+    """How a function goes to a worker: by its file, and what that holds now, or pickled. One of a module goes by the
+    module's name, and what exists in the user's script only (a closure, a function of `__main__`) whole, by
+    cloudpickle."""
     if isinstance(source, str):
         path, function = split_spec(source)
-        return f"{Path(path).resolve()}:{function}", b""
+        return {"spec": f"{Path(path).resolve()}:{function}", "digest": digest(source)}, b""
     with suppress(pickle.PicklingError, AttributeError, TypeError):
         data = pickle.dumps(source)
         if b"__main__" not in data:
-            return "", data
+            return {}, data
     cloudpickle = _cloudpickle()
     try:
-        return "", cloudpickle.dumps(source)
+        return {}, cloudpickle.dumps(source)
     except Exception as error:  # it raises whatever an object's own hooks do
         raise ConfigError(
             f"reward '{name}' cannot be sent to a worker process ({type(error).__name__}: {error}): give it as "

@@ -25,6 +25,11 @@ def split_spec(spec: str) -> tuple[Path, str]:
     return Path(path), name
 
 
+def digest(spec: str) -> str:
+    """SHA-256 of the file of "file.py:function"."""
+    return hashlib.sha256(split_spec(spec)[0].read_bytes()).hexdigest()
+
+
 def load_function(spec: str) -> Callable[..., Any]:
     """The function or class that "file.py:name" names. It is the user's own code and runs as such.
 

@@ -12,7 +12,8 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from verl.rewards.loading import load_function
+from verl.errors import RewardError
+from verl.rewards.loading import digest, load_function, split_spec
 from verl.rewards.scores import call_plain
 from verl.workers.channel import Message
 
@@ -31,7 +32,12 @@ class Scorer:
     def step(self) -> None: ...
 
     def on_function(self, message: Message) -> None:
-        spec = message.head["spec"]
+        spec = message.head.get("spec")
+        if spec and digest(spec) != message.head["digest"]:
+            raise RewardError(
+                f"{split_spec(spec)[0]} is not what it was when this run began, or not what the driver's machine has, "
+                "and one run has one reward: put it back, or start again to go on with the new one"
+            )
         self.function = load_function(spec) if spec else pickle.loads(message.data)
         self.send("ready")
 
