@@ -69,15 +69,19 @@ def test_recorded_experience_keeps_everything(tmp_path: Path) -> None:
     assert len(OfflineDatasetLoader(tmp_path).batch) == 6
 
 
+def record(rows: list[dict[str, Any]], path: Path) -> None:
+    if path.suffix == ".parquet":
+        Batch.from_rows(rows).to_parquet(path)
+    else:
+        path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+
 @pytest.mark.parametrize("suffix", ["parquet", "jsonl"])
 def test_recorded_rows_without_a_group_are_groups_of_their_own(tmp_path: Path, suffix: str) -> None:
     tokens = {"prompt_tokens": [5], "response_tokens": [6]}
     grouped, alone = [{"id": f"2/{i}", "group": "2", **tokens} for i in range(2)], [tokens] * 3
     for name, rows in (("a", grouped), ("b", alone)):
-        if suffix == "parquet":
-            Batch.from_rows(rows).to_parquet(tmp_path / f"{name}.parquet")
-        else:
-            (tmp_path / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+        record(rows, tmp_path / f"{name}.{suffix}")
     loader = OfflineDatasetLoader(tmp_path, batch_size=4, shuffle=False)
     batch = next(loader)
     assert len(loader) == 4 and batch.group_indices() == [[0, 1], [2], [3], [4]]
@@ -91,10 +95,7 @@ def test_groups_of_two_recordings_stay_apart(tmp_path: Path, suffix: str) -> Non
     recordings = [("c0.0", [5]), ("c0.0", [7]), ("own", [8]), ("0.c0.0", [9])]
     for number, (group, prompt) in enumerate(recordings):
         rows = [{"id": f"{group}/{i}", "group": group, "prompt_tokens": prompt, "response_tokens": [6]} for i in (0, 1)]
-        if suffix == "parquet":
-            Batch.from_rows(rows).to_parquet(tmp_path / f"{number}.parquet")
-        else:
-            (tmp_path / f"{number}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+        record(rows, tmp_path / f"{number}.{suffix}")
     loader = OfflineDatasetLoader(tmp_path, batch_size=4, shuffle=False)
     batch = next(loader)
     assert len(loader) == 4 and batch.group_indices() == [[0, 1], [2, 3], [4, 5], [6, 7]]

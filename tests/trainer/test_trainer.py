@@ -126,6 +126,24 @@ def test_greedy_samples_are_not_among_the_samples_of_the_step(tiny: Path) -> Non
     assert record["rollout/tokens"] > sum(seen[0].lengths("response_tokens"))
 
 
+def test_samples_of_another_temperature_are_recalled_at_it(tiny: Path) -> None:
+    actor = verl.Actor(str(tiny), sampling=SHORT)
+    trainer = verl.Trainer(actor, reward_fn=low_bytes, algorithm="grpo", kl_in="loss", n=2, log_dir=False)
+    hot = actor.generate_sequences(PROMPTS, n=2, temperature=0.5)
+    recalled = trainer.recall(hot)[0]["ref_log_probs"]
+    assert recalled == actor.compute_ref_log_probs(hot)["ref_log_probs"]
+    assert recalled != actor.compute_ref_log_probs(hot.drop(["temperature"]))["ref_log_probs"]
+
+
+def test_an_evaluation_leaves_a_smoothed_reward_as_it_was(tiny: Path) -> None:
+    reward = verl.Reward(low_bytes, smoothing=0.5)
+    trainer = verl.Trainer(verl.Actor(str(tiny), sampling=SHORT), reward=reward, algorithm="grpo", n=2, log_dir=False)
+    trainer.step(PROMPTS)
+    before = reward.state_dict()
+    trainer.evaluate(["Q", "Why?"])
+    assert reward.state_dict() == before and before["mean"] is not None
+
+
 def test_permuted_rewards_take_costs_along_and_nothing_else_teaches(tiny: Path) -> None:
     count = 64
     columns = {"id": [str(i) for i in range(count)], "reward": [float(i) for i in range(count)]}

@@ -74,7 +74,8 @@ class Tool:
     _hung: list[threading.Thread] = field(default_factory=list)
 
     async def call(self, arguments: Mapping[str, Any]) -> str:
-        """What the function returned, as text; or its error. Never raises, and is there after `timeout`."""
+        """What the function returned, as text; or its error. Never raises, and is there after `timeout`, and a moment
+        for an async function to close what it has open."""
         try:
             inspect.signature(self.function).bind(**arguments)
         except TypeError as error:

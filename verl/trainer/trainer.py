@@ -288,6 +288,9 @@ class Trainer:
         if "id" not in batch:
             batch = batch.add({"id": [f"s{self.steps}.{row}" for row in range(len(batch))]})
         nodes = [n for n in self._experience() if n.kind != "source" and not set(n.outputs) & set(batch.columns)]
+        # The temperature that samples were drawn at, where it is not the actor's own.
+        own = ("temperature",) if "temperature" in batch else ()
+        nodes = [replace(n, inputs=(*n.inputs, *own)) if "ref_log_probs" in n.outputs else n for n in nodes]
         result = self._run(Graph(nodes, batch.columns), batch)
         return result.batch, {**_score_metrics(_own(result.batch)), **result.metrics}
 
