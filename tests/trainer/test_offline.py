@@ -58,15 +58,19 @@ def test_a_resume_is_exact(tiny: Path, tmp_path: Path, name: str) -> None:
     assert found.ok, str(found)
 
 
-def test_a_trained_reward_model_is_a_reward(tiny: Path, tmp_path: Path) -> None:
-    trainer, data = offline_trainer(tiny, "reward_model"), loader(tiny, "reward_model")
+@pytest.mark.parametrize("chat", [False, True])
+def test_a_trained_reward_model_is_a_reward(tiny: Path, tmp_path: Path, chat: bool) -> None:
+    rows = [{**pair, "prompt": [{"role": "user", "content": pair["prompt"]}]} for pair in PAIRS] if chat else PAIRS
+    trainer, data = offline_trainer(tiny, "reward_model"), verl.OfflineDatasetLoader(rows, load_tokenizer(tiny))
     for _ in range(8):
         trainer.step(next(data))
     trainer.actor.save_pretrained(str(tmp_path / "rm"))
-    batch = data.batch.drop(["prompt"]) if "prompt" in data.batch else data.batch
-    batch = batch.add({"prompt": [PAIRS[row // 2]["prompt"] for row in range(len(batch))]})
-    scores = verl.Reward(model=str(tmp_path / "rm")).get_reward(batch)["reward"]
-    assert all(chosen > rejected for chosen, rejected in zip(scores[::2], scores[1::2], strict=True))
+    scores = verl.Reward(model=str(tmp_path / "rm")).get_reward(data.batch)["reward"]
+    margins = [chosen - rejected for chosen, rejected in zip(scores[::2], scores[1::2], strict=True)]
+    assert all(margin > 0 for margin in margins)
+    # It scores the tokens that it was trained on, with the end of the reply.
+    trained = trainer.evaluate_loss(data.batch)["pairs/margin"]
+    assert sum(margins) / len(margins) == pytest.approx(trained, abs=1e-5)
 
 
 def test_recorded_experience_trains_an_online_algorithm(tiny: Path) -> None:

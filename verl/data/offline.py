@@ -26,7 +26,7 @@ from verl.batch import Batch
 from verl.data.files import SUFFIXES, digest, inside, rows_by_file
 from verl.data.loader import Cursor
 from verl.data.prompts import PromptForm, content_text, is_messages, plain, to_batch
-from verl.data.tokenize import PromptTokenizer, Truncation, render
+from verl.data.tokenize import PromptTokenizer, Truncation, encode_reply
 from verl.errors import ConfigError, DataError
 
 _RESPONSES = ("completion", "response")
@@ -84,7 +84,11 @@ class OfflineDatasetLoader:
         kept = encode(bare)
         if not len(kept):
             raise DataError(f"every prompt is longer than {self.max_prompt_length} tokens; none is left")
-        responses = [_encode_response(tokenizer, row) for row in kept.rows()]
+        chats = kept["messages"] if "messages" in kept else repeat(None)
+        responses = [
+            encode_reply(tokenizer, reply, None if chat is None else json.loads(chat))
+            for reply, chat in zip(kept["response"], chats, strict=False)
+        ]
         limit = self.max_response_length
         self.counts = encode.counts
         self.counts["responses_truncated"] = sum(limit is not None and len(tokens) > limit for tokens in responses)
@@ -305,18 +309,3 @@ def _label(value: Any, where: str) -> float:
     if isinstance(value, bool) or value in (0, 1):
         return float(value)
     raise DataError(f"{where}: label is true or false (1 or 0), not {value!r}")
-
-
-def _encode_response(tokenizer: Any, row: Mapping[str, Any]) -> list[int]:
-    """Tokens of the reply and its end: as the chat template writes it after a chat, else the text and EOS."""
-    eos = tokenizer.eos_token_id
-    if row.get("messages") is not None:
-        messages = json.loads(row["messages"])
-        before = render(tokenizer, messages)
-        whole = render(tokenizer, [*messages, {"role": "assistant", "content": row["response"]}], reply=False)
-        if whole.startswith(before):
-            tokens = list(tokenizer(whole[len(before) :], add_special_tokens=False)["input_ids"])
-            # What the template writes after the end of the turn is never generated.
-            return tokens[: len(tokens) - tokens[::-1].index(eos)] if eos in tokens else tokens
-    tokens = list(tokenizer(row["response"], add_special_tokens=False)["input_ids"])
-    return tokens if eos is None or tokens[-1:] == [eos] else [*tokens, eos]

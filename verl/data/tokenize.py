@@ -178,3 +178,17 @@ def render(
     except Exception as error:  # a template is a program of its own: it raises what its author chose
         raise DataError(f"the chat template cannot render {str(messages)[:200]}: {error}") from error
     return str(text)
+
+
+def encode_reply(tokenizer: Any, reply: str, messages: Sequence[Any] | None = None) -> list[int]:
+    """Tokens of a reply and its end: as the chat template writes it after `messages`, else the text and EOS."""
+    eos = tokenizer.eos_token_id
+    if messages is not None:
+        before = render(tokenizer, messages)
+        whole = render(tokenizer, [*messages, {"role": "assistant", "content": reply}], reply=False)
+        if whole.startswith(before):
+            tokens = list(tokenizer(whole[len(before) :], add_special_tokens=False)["input_ids"])
+            # What the template writes after the end of the turn is never generated.
+            return tokens[: len(tokens) - tokens[::-1].index(eos)] if eos in tokens else tokens
+    tokens = list(tokenizer(reply, add_special_tokens=False)["input_ids"])
+    return tokens if eos is None or tokens[-1:] == [eos] else [*tokens, eos]

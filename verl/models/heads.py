@@ -21,6 +21,8 @@ if TYPE_CHECKING:
 
 # Names that scalar heads have in checkpoints: sequence and token classifiers, and common value models.
 _HEADS = ("score", "classifier", "value_head", "v_head.summary", "v_head")
+#: In a model's config: its score is that of the EOS after a reply, as reward models are trained here.
+SCORE_AT_EOS = "score_at_eos"
 
 
 class ValueModel(nn.Module):

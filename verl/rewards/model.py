@@ -14,6 +14,9 @@ if TYPE_CHECKING:
 class RewardModel(FunctionReward):
     """Scores text: prompt and response one after the other, or a chat through the reward model's own template.
 
+    A model that was trained here says so in its `config.json` (`score_at_eos`): it reads the tokens that it was
+    trained on, which end with the reply's EOS. Others read the whole text, as their authors' examples do.
+
     Args:
         source: an `AutoModelForSequenceClassification` with one label, a `ValueModel`, or a directory or hub name.
         tokenizer: the reward model's, as an object or a name; found by the model's name if not given.
@@ -43,6 +46,7 @@ class RewardModel(FunctionReward):
         default_reward: float | None = None,
         max_failure_rate: float = 0.5,
     ) -> None:
+        from verl.models.heads import SCORE_AT_EOS
         from verl.models.loading import find_tokenizer, load_model, load_tokenizer
 
         if batch_size < 1:
@@ -57,6 +61,7 @@ class RewardModel(FunctionReward):
             self.model.to(device)
         self.batch_size = batch_size
         self.max_length = max_length or getattr(self.model.config, "max_position_embeddings", None)
+        self._at_eos = bool(getattr(self.model.config, SCORE_AT_EOS, False))
         super().__init__(
             self.scores,
             name=name,
@@ -78,9 +83,14 @@ class RewardModel(FunctionReward):
         return scores
 
     def _encode(self, prompt: Any, response: str) -> list[int]:
-        from verl.data.tokenize import render
+        from verl.data.tokenize import encode_reply, render
 
-        if isinstance(prompt, list):
+        if self._at_eos:
+            chat = prompt if isinstance(prompt, list) else None
+            text = (prompt or "") if chat is None else render(self.tokenizer, chat)
+            tokens = self.tokenizer(text, add_special_tokens=chat is None)["input_ids"]
+            tokens = [*tokens, *encode_reply(self.tokenizer, response, chat)]
+        elif isinstance(prompt, list):
             text = render(self.tokenizer, [*prompt, {"role": "assistant", "content": response}], reply=False)
             tokens = self.tokenizer(text, add_special_tokens=False)["input_ids"]
         else:
@@ -95,9 +105,10 @@ class RewardModel(FunctionReward):
         config, parameter = self.model.config, next(self.model.parameters())
         own_pad, was_training = config.pad_token_id, self.model.training
         # Transformers takes the last token that is not padding for the end of a text. A model that names no padding
-        # gets an id that ends none of these texts; one that does is used as it is meant.
-        ends = {row[-1] for row in tokens}
-        pad = next(i for i in range(len(ends) + 1) if i not in ends) if own_pad is None or own_pad < 0 else own_pad
+        # gets an id that ends none of these texts, as one scored at the EOS does, which often is the padding too;
+        # others are used as they are meant.
+        ends, free = {row[-1] for row in tokens}, own_pad is None or own_pad < 0 or self._at_eos
+        pad = next(i for i in range(len(ends) + 1) if i not in ends) if free else own_pad
         longest = max(map(len, tokens))
         ids = torch.tensor([row + [pad] * (longest - len(row)) for row in tokens])
         mask = torch.tensor([[1] * len(row) + [0] * (longest - len(row)) for row in tokens])

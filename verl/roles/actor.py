@@ -20,7 +20,7 @@ from verl.controller.once import on_main
 from verl.data.prompts import load_prompts
 from verl.data.tokenize import to_prompts
 from verl.errors import ConfigError, DataError, ModelError, nearest
-from verl.models.heads import ValueModel
+from verl.models.heads import SCORE_AT_EOS, ValueModel
 from verl.models.loading import eos_token_ids, find_tokenizer, load_model, load_tokenizer
 from verl.models.portable import PortableModel
 from verl.models.wrapped import unwrapped
@@ -438,6 +438,7 @@ def _tokenizer(tokenizer: Any, model: PreTrainedModel, name: Any) -> PreTrainedT
 def _score_model(model: Any) -> Any:
     """The model under a score head: its own, or a new one, without a bias as a sequence classifier has it."""
     scored = model if isinstance(model, ValueModel) else ValueModel.from_model(model)
+    setattr(scored.config, SCORE_AT_EOS, True)
     if not scored.new_head:
         return scored
     return ValueModel(scored.backbone, (torch.zeros_like(scored.score.weight), None))
