@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import verl
-from verl.errors import ConfigError
+from verl.errors import ConfigError, DataError, ModelError
 
 OPTIM = {"lr": 1e-3}
 
@@ -45,3 +45,29 @@ def test_a_head_of_another_kind_is_refused(tiny: Path) -> None:
         verl.Updater("reward_model", actor=actor)
     with pytest.raises(ConfigError, match="no option 'bta'"):
         verl.Updater("dpo", actor=actor, bta=0.2)
+
+
+def test_a_critic_over_the_actors_own_model_is_refused(tiny: Path) -> None:
+    actor = verl.Actor(str(tiny), optim=OPTIM)
+    with pytest.raises(ConfigError, match="actor are over one model"):
+        verl.Updater("ppo", actor=actor, critic=verl.Critic(actor.model))
+
+
+def test_what_verbs_cannot_take_is_told(tiny: Path) -> None:
+    actor, critic = verl.Actor(str(tiny)), verl.Critic(str(tiny))
+    for verb in (verl.Reward(len).get_reward, critic.compute_values, actor.compute_log_probs):
+        with pytest.raises(DataError, match="a Batch of generate_sequences, not a list"):
+            verb(["text"])
+    with pytest.raises(ModelError, match="Linear is no model of transformers"):
+        verl.Critic(torch.nn.Linear(2, 2))
+
+
+def test_sampling_may_be_a_mapping(tiny: Path) -> None:
+    actor = verl.Actor(str(tiny), sampling={"max_new_tokens": 3, "stop": ["x"]})
+    assert actor.sampling == verl.SamplingParams(max_new_tokens=3, stop=("x",))
+    trainer = verl.Trainer(actor, reward_fn=len, algorithm="grpo", sampling={"temperature": 0.5}, log_dir=False)
+    assert trainer.sampling == verl.SamplingParams(max_new_tokens=3, stop=("x",), temperature=0.5)
+    with pytest.raises(ConfigError, match=r"no sampling setting 'temprature'.*temperature"):
+        verl.Actor(str(tiny), sampling={"temprature": 1})
+    with pytest.raises(ConfigError, match="sampling is SamplingParams or a mapping"):
+        verl.Actor(str(tiny), sampling=3)

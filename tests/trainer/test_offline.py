@@ -58,6 +58,16 @@ def test_a_resume_is_exact(tiny: Path, tmp_path: Path, name: str) -> None:
     assert found.ok, str(found)
 
 
+@pytest.mark.parametrize("name", ["sft", "dpo"])
+def test_the_temperature_of_sampling_is_not_in_an_offline_loss(tiny: Path, name: str) -> None:
+    data, cold = loader(tiny, name), verl.SamplingParams(temperature=0.5)
+    expected = offline_trainer(tiny, name).step(data.batch)["loss/actor"]
+    actor = verl.Actor(str(tiny), optim=OPTIM, sampling=cold)
+    assert verl.Trainer(actor, algorithm=name, log_dir=False).step(data.batch)["loss/actor"] == expected
+    alone = verl.Actor(str(tiny), optim=OPTIM, sampling=cold, algorithm=name)
+    assert alone.update(data.batch, [0.0] * len(data.batch))["loss"] == expected
+
+
 @pytest.mark.parametrize("chat", [False, True])
 def test_a_trained_reward_model_is_a_reward(tiny: Path, tmp_path: Path, chat: bool) -> None:
     rows = [{**pair, "prompt": [{"role": "user", "content": pair["prompt"]}]} for pair in PAIRS] if chat else PAIRS

@@ -24,8 +24,8 @@ from verl.models.heads import SCORE_AT_EOS, ValueModel
 from verl.models.loading import eos_token_ids, find_tokenizer, load_model, load_tokenizer
 from verl.models.portable import PortableModel
 from verl.models.wrapped import unwrapped
-from verl.roles.columns import add_rewards, aligned
-from verl.rollout.base import SamplingParams
+from verl.roles.columns import add_rewards, aligned, as_sequences
+from verl.rollout.base import SamplingParams, as_sampling
 from verl.rollout.episode import Episode
 from verl.shard import Shard
 from verl.training.options import OptimConfig
@@ -68,7 +68,8 @@ class Actor:
             or class that makes a `RolloutEngine`, or "FILE.py:NAME" of one.
         episode: `async episode(client, row)`, what happens between a prompt and its response (several turns, tools,
             constraints), or "FILE.py:NAME" of one; None: a single turn.
-        sampling: how responses are drawn; keywords of `generate_sequences` override it call by call.
+        sampling: how responses are drawn, or a mapping of its fields; keywords of `generate_sequences` override it
+            call by call.
         dtype: "auto" (as stored), "float32", "bfloat16", "float16"; for a model given by name.
         mini_batch_size: samples an optimizer step; None: the whole batch.
         epochs: passes over each batch.
@@ -96,7 +97,7 @@ class Actor:
         optim: OptimConfig | Mapping[str, Any] | Any = None,
         rollout: str | EngineFactory = "embedded",
         episode: Episode | str | None = None,
-        sampling: SamplingParams | None = None,
+        sampling: SamplingParams | Mapping[str, Any] | None = None,
         dtype: str = "auto",
         mini_batch_size: int | None = None,
         epochs: int = 1,
@@ -115,9 +116,10 @@ class Actor:
         seed: int = 0,
     ) -> None:
         engine_factory(rollout)  # a misspelt engine is told before a model is read
-        self.sampling = sampling or SamplingParams()
+        self.sampling = as_sampling(sampling)
         self.algorithm = None if algorithm is None else make_algorithm(algorithm)
-        self.plan = UpdatePlan(mini_batch_size, epochs, self.sampling.temperature or 1.0, seed)
+        samples = self.algorithm is None or self.algorithm.online
+        self.plan = UpdatePlan(mini_batch_size, epochs, (samples and self.sampling.temperature) or 1.0, seed)
         self.train_options = TrainOptions(
             **as_optim(optim),
             max_tokens_per_micro_batch=max_tokens_per_micro_batch,
@@ -218,13 +220,10 @@ class Actor:
             `response_mask`, `rollout_log_probs`, `response`, `finish`, `policy_version`; `temperature`, where it is
             not the one that log-probs and updates are of else.
         """
-        known = SamplingParams.__dataclass_fields__
-        if unknown := next((name for name in sampling if name not in known), None):
-            raise ConfigError(f"there is no sampling setting '{unknown}': {nearest(unknown, known)}")
+        params = as_sampling(sampling, self.sampling)
         if n < 1:
             raise ConfigError(f"n is the number of samples a prompt, at least 1, not {n}")
         rows = expand(self.prompts(prompts, key), n)
-        params = replace(self.sampling, **sampling)
         chunks = list(self.rollout(rows, params))
         done = Batch.concat(chunks)
         place = {id_: index for index, id_ in enumerate(done["id"])}
@@ -264,8 +263,9 @@ class Actor:
         """That of the policy which the batch is of.
 
         Raises:
-            DataError: it is of several.
+            DataError: it is of several, or no batch.
         """
+        batch = as_sequences(batch)
         usual = self.plan.temperature
         found = (
             {usual if given is None else given for given in batch["temperature"]} if "temperature" in batch else set()

@@ -10,6 +10,17 @@ from verl.batch import Batch
 from verl.errors import DataError
 
 
+def as_sequences(given: Any) -> Batch:
+    """What is given, if it is a batch.
+
+    Raises:
+        DataError: it is something else.
+    """
+    if not isinstance(given, Batch):
+        raise DataError(f"sequences are a Batch of generate_sequences, not a {type(given).__name__}")
+    return given
+
+
 def aligned(sequences: Batch, given: Any, name: str) -> Batch:
     """`sequences` with the column `name` from `given`: a `Batch` of the same rows, or a list or tensor of one
     item a row.
@@ -34,8 +45,7 @@ def add_rewards(sequences: Batch, rewards: Any) -> Batch:
     Raises:
         DataError: sequences are no batch, or rewards no numbers.
     """
-    if not isinstance(sequences, Batch):
-        raise DataError(f"sequences are a Batch of generate_sequences, not a {type(sequences).__name__}")
+    sequences = as_sequences(sequences)
     if isinstance(rewards, Batch):
         return aligned(sequences, rewards, "reward")
     if hasattr(rewards, "tolist"):

@@ -13,13 +13,13 @@ from verl.batch import Batch
 from verl.controller.controller import Controller
 from verl.controller.group import WorkerGroup
 from verl.data.alignment import CharacterAlignment
-from verl.errors import ConfigError
+from verl.errors import ConfigError, ModelError
 from verl.models.heads import ValueModel
 from verl.models.loading import load_model, load_tokenizer
 from verl.models.portable import PortableModel
 from verl.models.wrapped import unwrapped
 from verl.roles.actor import as_optim, as_strategy
-from verl.roles.columns import add_rewards
+from verl.roles.columns import add_rewards, as_sequences
 from verl.shard import Shard
 from verl.training.options import OptimConfig
 from verl.workers.actor import TrainOptions
@@ -75,7 +75,10 @@ class Critic:
         if isinstance(model, str):
             self.model = load_model(model, dtype=dtype, kind="value", trust_remote_code=trust_remote_code)
         else:
-            self.model = model if isinstance(model, ValueModel) else ValueModel.from_model(unwrapped(model))
+            plain = unwrapped(model)
+            if not isinstance(plain, ValueModel) and not hasattr(plain, "base_model"):
+                raise ModelError(f"{type(plain).__name__} is no model of transformers: give an AutoModel, or its name")
+            self.model = plain if isinstance(plain, ValueModel) else ValueModel.from_model(plain)
         self.algorithm = value_algorithm() if algorithm is None else make_algorithm(algorithm)
         self.plan = UpdatePlan(mini_batch_size, epochs, seed=seed)
         self.tokenizer = load_tokenizer(tokenizer) if isinstance(tokenizer, str) else tokenizer
@@ -124,6 +127,7 @@ class Critic:
 
     def compute_values(self, sequences: Batch) -> Batch:
         """Column `values`, aligned with `response_tokens`: the value of the state before each token."""
+        sequences = as_sequences(sequences)
         if self._alignment is None:
             return self.group.call("values", sequences)  # type: ignore[no-any-return]
         there = self._alignment.batch(sequences)

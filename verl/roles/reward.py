@@ -11,6 +11,7 @@ from verl.controller.rewards import RewardPool
 from verl.errors import ConfigError
 from verl.rewards.make import make_reward
 from verl.rewards.source import RewardResult, RewardSource, leaves, run_reward, score_finished
+from verl.roles.columns import as_sequences
 
 
 class Reward:
@@ -94,7 +95,7 @@ class Reward:
 
     def get_reward(self, sequences: Batch) -> Batch:
         """The same, waited for."""
-        return run_reward(_OnRankZero(self.source), sequences).as_batch()
+        return run_reward(_OnRankZero(self.source), as_sequences(sequences)).as_batch()
 
     def close(self) -> None:
         """End its workers; the next sample starts new ones."""

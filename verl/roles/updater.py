@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from dataclasses import replace
 from typing import Any
 
 from verl.algorithms import BaseAlgorithm, make_algorithm
@@ -25,7 +26,7 @@ class Updater:
         **options: the algorithm's own.
 
     Raises:
-        ConfigError: no such algorithm or option.
+        ConfigError: no such algorithm or option; actor and critic are over one model.
     """
 
     def __init__(
@@ -49,7 +50,15 @@ class Updater:
         self.critics = {
             role: handle or make_critic(actor) for role, handle in given.items() if role in self.algorithm.roles
         }
+        if not self.algorithm.online:  # what nobody sampled has no temperature
+            actor.plan = replace(actor.plan, temperature=1.0)
+        own = set(map(id, actor.model.parameters()))
         for role, handle in self.critics.items():
+            if not own.isdisjoint(map(id, handle.model.parameters())):
+                raise ConfigError(
+                    f"the {role} and the actor are over one model, so each would move the other's weights: leave the "
+                    f"{role} out (it gets a copy), or give it a model of its own"
+                )
             handle.role = role
             handle.read_with(actor.tokenizer)
         if "reference" in self.algorithm.roles:

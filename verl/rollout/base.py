@@ -9,12 +9,12 @@ from __future__ import annotations
 
 import operator
 import reprlib
-from collections.abc import Generator, Iterable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Generator, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from numbers import Integral, Real
-from typing import TYPE_CHECKING, Literal, Protocol
+from typing import TYPE_CHECKING, Any, Literal, Protocol
 
-from verl.errors import ConfigError, RolloutError
+from verl.errors import ConfigError, RolloutError, nearest
 from verl.shard import Shard
 
 if TYPE_CHECKING:
@@ -100,6 +100,23 @@ class SamplingParams:
         for message, holds in checks.items():
             if not holds:
                 raise ConfigError(f"sampling: {message}, got {self}")
+
+
+def as_sampling(given: Any, base: SamplingParams | None = None) -> SamplingParams:
+    """`given` as it is, or `base` (None: the defaults) with the fields that a mapping names; lists become tuples.
+
+    Raises:
+        ConfigError: it is neither, has a field that is unknown, or a value is out of range.
+    """
+    base = base or SamplingParams()
+    if given is None or isinstance(given, SamplingParams):
+        return given or base
+    if not isinstance(given, Mapping):
+        raise ConfigError(f"sampling is SamplingParams or a mapping of their fields, not {given!r}")
+    if unknown := next((name for name in given if name not in SamplingParams.__dataclass_fields__), None):
+        raise ConfigError(f"there is no sampling setting '{unknown}': {nearest(unknown, base.__dataclass_fields__)}")
+    fields: dict[str, Any] = {name: tuple(v) if isinstance(v, list) else v for name, v in given.items()}
+    return replace(base, **fields)
 
 
 def _is_tuple_of(kind: type, values: object) -> bool:

@@ -28,7 +28,7 @@ from verl.roles.actor import STRATEGIES, Actor, as_strategy
 from verl.roles.critic import Critic
 from verl.roles.reward import Reward
 from verl.roles.updater import Updater
-from verl.rollout.base import SamplingParams
+from verl.rollout.base import SamplingParams, as_sampling
 from verl.trainer import state
 from verl.trainer.checkpoint import Checkpoint
 from verl.trainer.evaluation import Evaluation, MetricFn, evaluate
@@ -83,7 +83,7 @@ class Trainer:
         cost: Any = None,
         algorithm: str | BaseAlgorithm | None = None,
         n: int | None = None,
-        sampling: SamplingParams | None = None,
+        sampling: SamplingParams | Mapping[str, Any] | None = None,
         buffer: str | Buffer = "memory",
         buffer_size: int | None = None,
         buffer_dir: str | Path = "buffer",
@@ -137,9 +137,9 @@ class Trainer:
         self.critic = self.updater.critics.get("critic")
         self.n = n or self.algorithm.samples_per_prompt
         self.algorithm.check_samples(self.n)
-        self.sampling = sampling or self.actor.sampling
-        # Log-probs are of logits at the temperature that samples are drawn at.
-        self.actor.plan = replace(self.actor.plan, temperature=self.sampling.temperature or 1.0)
+        self.sampling = as_sampling(sampling, self.actor.sampling)
+        if self.algorithm.online:  # log-probs are of logits at the temperature that samples are drawn at
+            self.actor.plan = replace(self.actor.plan, temperature=self.sampling.temperature or 1.0)
         _warn_of_masks(self.actor, self.sampling)
         self.update_freq = update_freq
         self.buffer = make_buffer(buffer, buffer_size or _UNBOUNDED, buffer_dir)
