@@ -79,6 +79,12 @@ WRITTEN = frozenset((
     "cost_values", "cost_returns", "kl_coef", "kto_kl", "mismatched", "scores", "temperature",
 ))  # fmt: skip
 
+#: Columns that a step computes from its models and their samples: in a recording they are of another trainer's models.
+COMPUTED = frozenset((
+    "log_probs", "old_log_probs", "ref_log_probs", "values", "cost_values", "advantages", "returns", "cost_returns",
+    "loss_mask", "rollout_is_weights", "reward_baseline", "kl_coef", "kto_kl",
+))  # fmt: skip
+
 
 class Batch:
     """An immutable table of samples. Slices and concatenations share memory; every verb returns a new one.

@@ -109,6 +109,19 @@ def test_recorded_rows_are_of_no_version_of_the_policy_that_learns(tmp_path: Pat
         assert "policy_version" not in OfflineDatasetLoader(source).batch
 
 
+def test_what_the_recording_models_computed_is_not_the_learners(tmp_path: Path) -> None:
+    computed = ("log_probs", "ref_log_probs", "values", "cost_values", "advantages", "returns")
+    numbers = {name: [-9.0] for name in computed}
+    kept = {"rollout_log_probs": [-0.5], "response_mask": [1], "reward": 1.0, "token_rewards": [1.0]}
+    rows = [
+        {"id": "0", "group": "0", "prompt_tokens": [5], "response_tokens": [6], **kept, **numbers, "loss_mask": [0]}
+    ]
+    Batch.from_rows(rows).to_parquet(tmp_path / "rows.parquet")
+    for source in (rows, tmp_path / "rows.parquet"):
+        columns = set(OfflineDatasetLoader(source).batch.columns)
+        assert columns == {"id", "group", "prompt_tokens", "response_tokens", *kept}
+
+
 def test_lengths_are_bounded(tokenizer: Any) -> None:
     rows = [{"prompt": "ab", "completion": "12345"}, {"prompt": "abcdef", "completion": "1"}]
     loader = OfflineDatasetLoader(rows, tokenizer, max_prompt_length=4, max_response_length=3, truncation="drop")

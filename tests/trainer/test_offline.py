@@ -93,6 +93,19 @@ def test_recorded_experience_trains_an_online_algorithm(tiny: Path) -> None:
     assert trainer.actor.policy_version == 1 and "rollout/tokens" not in record
 
 
+def test_values_and_log_probs_of_a_recording_are_the_learners(tiny: Path, tmp_path: Path) -> None:
+    samples = verl.Actor(str(tiny)).generate_sequences(["One", "Two"], n=2, max_new_tokens=4)
+    recorded = samples.add({"reward": [1.0, 0.0, 0.5, 0.0]})
+    own: dict[str, Any] = {n: [[99.0] * k for k in samples.lengths("response_tokens")] for n in ("values", "log_probs")}
+    recorded.add(own).to_parquet(tmp_path / "recorded.parquet")
+    data = verl.OfflineDatasetLoader(tmp_path / "recorded.parquet", batch_size=2)
+    trainer = verl.Trainer(verl.Actor(str(tiny)), reward_fn=len, algorithm="ppo", kl_in="none", kl_target=None,
+                           log_dir=False)  # fmt: skip
+    record = trainer.step(next(data))
+    assert record["mismatch/log_ratio/max"] < 1e-4 and record["policy/kl"] == pytest.approx(0, abs=1e-4)
+    assert record["critic/clip_fraction"] == 0, "a new critic's values are 0, and so are the old ones"
+
+
 def test_cost_beside_reward(tiny: Path) -> None:
     actor = verl.Actor(str(tiny), sampling=verl.SamplingParams(max_new_tokens=4))
     trainer = verl.Trainer(

@@ -22,7 +22,7 @@ from typing import Any
 
 import pyarrow.parquet as pq
 
-from verl.batch import Batch
+from verl.batch import COMPUTED, Batch
 from verl.data.files import SUFFIXES, digest, inside, rows_by_file
 from verl.data.loader import Cursor
 from verl.data.prompts import PromptForm, content_text, is_messages, plain, to_batch
@@ -207,8 +207,9 @@ def _recorded(path: Path) -> Batch | None:
 
 
 def _named(batch: Batch, files: Sequence[Hashable]) -> Batch:
-    """Experience with an id and a group in each row: what has none gets a number that no other row has. The version
-    of the policy goes: it counts the updates of whoever recorded, and the policy that learns has its own."""
+    """Experience with an id and a group in each row: what has none gets a number that no other row has. What was
+    computed from the models of whoever recorded goes, and so does the version of the policy, which counts their
+    updates: the models that learn have their own."""
     named = {}
     for column in ("id", "group"):
         given = batch[column] if column in batch else [None] * len(batch)
@@ -217,7 +218,7 @@ def _named(batch: Batch, files: Sequence[Hashable]) -> Batch:
         names = [next(free) if name is None else name for name in names]
         if names != given:
             named[column] = names
-    return batch.drop([*named, "policy_version"]).add(named)
+    return batch.drop([*named, "policy_version", *COMPUTED]).add(named)
 
 
 def _apart(names: list[str | None], files: Sequence[Hashable]) -> list[str | None]:
