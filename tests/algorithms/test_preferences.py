@@ -175,6 +175,29 @@ def test_kto_pairs_each_prompt_with_the_response_before() -> None:
         make_algorithm("kto").extend(batch.slice(0, 1))
 
 
+def test_kto_pairs_no_prompt_with_a_response_to_itself() -> None:
+    def donors(prompts: str) -> list[int]:
+        rows = len(prompts)
+        batch = experience(range(1, rows + 1), [*prompts], [None] * rows, label=[1.0] * rows)
+        batch = batch.drop(["prompt_tokens"]).add({"prompt_tokens": [[ord(prompt)] for prompt in prompts]})
+        return [length - 1 for length in make_algorithm("kto").extend(batch).lengths("response_tokens")[rows:]]
+
+    assert donors("aabbcc") == [5, 5, 1, 1, 3, 3]
+    assert donors("abba") == [2, 0, 0, 2]
+    assert donors("aaba") == [2, 2, 1, 2]
+    assert donors("aaa") == [2, 0, 1], "there is no other prompt"
+
+
+@pytest.mark.parametrize("name", ["dpo", "simpo", "reward_model"])
+def test_a_tie_is_half_a_win(name: str) -> None:
+    algorithm, batch = make_algorithm(name), preferences([2, 2, 2, 2]).drop(["response_mask", "ref_log_probs"])
+    batch, _ = algorithm.prepare(batch.add({"ref_log_probs": [[0.0, 0.0]] * 4}))
+    better = torch.tensor([*batch["label"][:2], 0.0, 0.0])  # one pair is won, one is a tie
+    outputs = {"scores": better} if name == "reward_model" else {"log_probs": better.repeat_interleave(2)}
+    accuracy = algorithm.compute_loss(loss_input(algorithm, batch, **outputs)).metrics["pairs/accuracy"]
+    assert float(accuracy) == 0.75
+
+
 @pytest.mark.parametrize("shift", [0.4, -0.4])
 def test_kto(shift: float) -> None:
     batch = experience(LENGTHS, [f"g{i}" for i in range(6)], [None] * 6, label=[1.0, 0.0, 1.0, 1.0, 0.0, 0.0])

@@ -1,13 +1,15 @@
 """KTO: Ethayarajh et al., "KTO: Model Alignment as Prospect Theoretic Optimization" (arXiv:2402.01306), equation 7.
 
 The reference point, KL of policy and reference, is estimated as in the paper from mismatched pairs: the prompt of
-each row with the response of the row before it (the first with the last one's), one estimate for the whole batch,
-clamped at 0. These rows are added by `extend`, read by both models like any others, and gone after `prepare`.
-TRL's estimate is of a micro-batch on each rank; with one of each the losses agree.
+each row with the response of the nearest row before it that has another prompt (round the end of the batch), one
+estimate for the whole batch, clamped at 0. These rows are added by `extend`, read by both models like any others,
+and gone after `prepare`.
+TRL's estimate is of a micro-batch on each rank; with one of each, and no prompt twice, the losses agree.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import ClassVar
 
 import torch
@@ -43,8 +45,8 @@ class KTO(BaseAlgorithm):
         if len(batch) < 2:
             raise DataError("kto needs at least two rows a batch: its KL is of prompts with other rows' responses")
         names = [name for name in ("id", "group", "prompt_tokens", *_OF_THE_RESPONSE) if name in batch]
-        shifted = batch.take([len(batch) - 1, *range(len(batch) - 1)]).select(_OF_THE_RESPONSE)
-        mismatched = batch.select(names).drop(_OF_THE_RESPONSE).add(shifted)
+        others = batch.take(_of_another_prompt(batch["prompt_tokens"])).select(_OF_THE_RESPONSE)
+        mismatched = batch.select(names).drop(_OF_THE_RESPONSE).add(others)
         if "id" in batch:
             mismatched = mismatched.drop(["id"]).add({"id": [f"{id_}/mismatched" for id_ in batch["id"]]})
         rows = len(batch)
@@ -82,3 +84,16 @@ class KTO(BaseAlgorithm):
         rows = max(x.total_sequences, 1)
         margin = self.beta * (sign * ratio).detach().sum() / rows
         return Loss(total=losses.sum() / rows, metrics={"kto/margin": margin})
+
+
+def _of_another_prompt(prompts: Sequence[Sequence[int]]) -> list[int]:
+    """For each row the nearest before it with another prompt, round the end: the two rows of a pair stand side by side,
+    and a response to the prompt itself is no mismatch. Where all rows have one prompt, the row before."""
+    rows = len(prompts)
+    found = [(row - 1) % rows for row in range(rows)]
+    if all(prompt == prompts[0] for prompt in prompts):
+        return found
+    for row in [*range(rows), *range(rows)]:  # twice, for rows of one prompt may go on round the end
+        before = (row - 1) % rows
+        found[row] = found[before] if prompts[before] == prompts[row] else before
+    return found

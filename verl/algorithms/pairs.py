@@ -41,6 +41,11 @@ def split_pairs(x: LossInput, values: Tensor) -> tuple[Tensor, Tensor]:
     return values[order[chosen[order]]], values[order[~chosen[order]]]
 
 
+def accuracy(chosen: Tensor, rejected: Tensor) -> Tensor:
+    """Pairs of `[G]` whose chosen response wins, ties half: a model without a preference has one half of them."""
+    return (chosen > rejected).sum() + 0.5 * (chosen == rejected).sum()
+
+
 def sequence_log_probs(x: LossInput, log_probs: Tensor) -> Tensor:
     """`[R]` -> `[S]`: the sum of each row's written tokens."""
     return x.sum_by_sequence(torch.where(x.mask, log_probs, 0.0))
@@ -84,7 +89,7 @@ class PreferenceAlgorithm(BaseAlgorithm):
         chosen, rejected = split_pairs(x, self.scores(x, x.log_probs))
         pairs = max(x.total_groups, 1)
         metrics = {
-            "pairs/accuracy": (chosen > rejected).sum() / pairs,
+            "pairs/accuracy": accuracy(chosen, rejected) / pairs,
             "pairs/margin": self.beta * (chosen - rejected).detach().sum() / pairs,
             "pairs/chosen": self.beta * chosen.detach().sum() / pairs,
             "pairs/rejected": self.beta * rejected.detach().sum() / pairs,

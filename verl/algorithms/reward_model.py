@@ -7,7 +7,7 @@ from typing import ClassVar, Literal
 from torch.nn.functional import logsigmoid
 
 from verl.algorithms.base import BaseAlgorithm, Loss, LossInput, NotNegative
-from verl.algorithms.pairs import only_pairs, split_pairs
+from verl.algorithms.pairs import accuracy, only_pairs, split_pairs
 from verl.algorithms.registry import register_algorithm
 from verl.batch import Batch
 from verl.errors import DataError
@@ -40,7 +40,7 @@ class RewardModel(BaseAlgorithm):
         total = -logsigmoid(chosen - rejected).sum() / pairs
         total = total + self.center_rewards_coefficient * (chosen + rejected).square().sum() / pairs
         metrics = {
-            "pairs/accuracy": (chosen > rejected).sum() / pairs,
+            "pairs/accuracy": accuracy(chosen, rejected) / pairs,
             "pairs/margin": (chosen - rejected).detach().sum() / pairs,
         }
         return Loss(total=total, metrics={**metrics})
