@@ -126,6 +126,32 @@ def test_greedy_samples_are_not_among_the_samples_of_the_step(tiny: Path) -> Non
     assert record["rollout/tokens"] > sum(seen[0].lengths("response_tokens"))
 
 
+@pytest.mark.parametrize("names", [["p", "q"], ["p~1", "q~1"], ["p", "p~1"]])
+def test_rejected_prompts_alone_are_sampled_again_whatever_their_groups_are_called(
+    tiny: Path, names: list[str]
+) -> None:
+    seen: list[str] = []
+
+    def reward(texts: list[str], prompts: list[str]) -> list[float]:
+        """One sample of two is right; of the first prompt at first both, which teaches nothing."""
+        rewards = []
+        for prompt in prompts:
+            rewards.append(float(seen.count(prompt) % 2 or (prompt == PROMPTS[0] and seen.count(prompt) < 2)))
+            seen.append(prompt)
+        return rewards
+
+    trainer = verl.Trainer(
+        verl.Actor(str(tiny), sampling=SHORT), reward_fn=reward, algorithm="dapo", n=2, log_dir=False
+    )
+    batch = verl.Batch.from_rows([{"prompt": p, "group": g} for p, g in zip(PROMPTS[:2], names, strict=True)])
+    samples, record = trainer.collect(trainer.actor.prompts(batch))
+    assert (record["rollout/resamples"], record["rollout/rejected_prompts"]) == (1, 0)
+    assert len(seen) == 6
+    assert [[samples["prompt"][row] for row in group] for group in samples.group_indices()] == [
+        [prompt] * 2 for prompt in (PROMPTS[1], PROMPTS[0])
+    ]
+
+
 def test_samples_of_another_temperature_are_recalled_at_it(tiny: Path) -> None:
     actor = verl.Actor(str(tiny), sampling=SHORT)
     trainer = verl.Trainer(actor, reward_fn=low_bytes, algorithm="grpo", kl_in="loss", n=2, log_dir=False)

@@ -271,10 +271,11 @@ class Trainer:
         if keep is None:
             return result.batch, record
         kept, rounds = [result.batch.filter(keep)], 0
-        while (again := _rejected(prompts, kept)) and rounds < self.max_resamples:
+        origin = {group: group for group in prompts["group"]}
+        while (again := _rejected(prompts, kept, origin)) and rounds < self.max_resamples:
             rounds += 1
             retry = prompts.take(again)
-            renamed = retry.drop(["group", "id"]).add({"group": [f"{g}~{rounds}" for g in retry["group"]]})
+            renamed = retry.drop(["group", "id"]).add({"group": _retried(retry["group"], rounds, origin)})
             more = self._run(self.experience_graph, renamed).batch
             kept.append(more.filter(self.algorithm.keep(more) or [True] * len(more)))
         record["rollout/resamples"] = rounds
@@ -461,9 +462,21 @@ def _score_metrics(batch: Batch) -> dict[str, Any]:
     return record
 
 
-def _rejected(prompts: Batch, kept: list[Batch]) -> list[int]:
+def _retried(groups: list[str], round_: int, origin: dict[str, str]) -> list[str]:
+    """New names for groups that are sampled again, which `origin` learns; a data set may have called a group so."""
+    names = {}
+    for group in dict.fromkeys(groups):
+        name = f"{group}~{round_}"
+        while name in origin:
+            name += "~"
+        names[group] = name
+        origin[name] = group
+    return [names[group] for group in groups]
+
+
+def _rejected(prompts: Batch, kept: list[Batch], origin: dict[str, str]) -> list[int]:
     """Rows of prompts of which no sample was kept."""
-    have = {group.split("~")[0] for batch in kept for group in batch["group"]}
+    have = {origin[group] for batch in kept for group in batch["group"]}
     return [row for row, group in enumerate(prompts["group"]) if group not in have]
 
 
