@@ -132,12 +132,13 @@ def loss_input(ours: ModuleType, algorithm: Any, batch: Any, **outputs: Tensor) 
     mask = batch.tensor("response_mask") != 0
     return ours.algorithms.LossInput(
         **outputs,
-        weights=algorithm.token_weights(batch),
+        weights=(weights := algorithm.token_weights(batch)),
         mask=mask,
         sequence=torch.arange(len(lengths)).repeat_interleave(torch.tensor(lengths)),
         num_sequences=len(lengths),
         total_sequences=len(lengths),
         total_tokens=int(mask.sum()),
+        total_active=int(weights.count_nonzero()),
         total_groups=len(number),
         columns=columns,
     )

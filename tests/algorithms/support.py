@@ -120,6 +120,7 @@ def loss_input(
         num_sequences=len(rows),
         total_sequences=len(batch),
         total_tokens=int(mask.sum()),
+        total_active=int(objective.token_weights(batch).count_nonzero()),
         total_groups=len(batch.group_indices()),
         columns=columns,
     )

@@ -12,6 +12,7 @@ from verl.algorithms import make_algorithm
 from verl.algorithms.correction import LogRatio, Rejection, accepted, importance_weights, mismatch
 from verl.algorithms.responses import Responses
 from verl.errors import ConfigError
+from verl.training.loss import combine_metrics
 
 ROWS = [[0.5, -1.0, 0.2], [], [1.5], [-0.1, 0.0]]
 
@@ -126,6 +127,25 @@ def test_rejected_tokens_leave_the_loss_but_not_the_reward() -> None:
     assert torch.equal(free.tensor("returns"), done.tensor("returns"))
     masked, _ = algorithm.prepare(batch.add({"loss_mask": [[0, 0, 0], [1, 1], [1, 1, 1, 1]]}))
     assert masked["loss_mask"] == [[0, 0, 0], *done["loss_mask"][1:]]
+
+
+def test_metrics_are_means_over_the_tokens_that_stay() -> None:
+    batch = experience([3, 2, 4], ["g", "g", "g"], [1.0, 0.0, 0.0])
+    algorithm = make_algorithm("ppo", kl_in="none", rollout_rs="token_k1", rollout_rs_threshold=1.5)
+    done, _ = algorithm.prepare(batch)
+    stay = done.tensor("loss_mask") != 0
+    assert 0 < stay.sum() < (batch.tensor("response_mask") != 0).sum()
+    now, entropy = batch.tensor("log_probs") - 0.5, torch.full((9,), 2.0, dtype=torch.float64)
+    parts = [loss_input(algorithm, done, rows, log_probs=now, entropy=entropy) for rows in ([0, 1], [2])]
+    got = combine_metrics([algorithm.compute_loss(x).metrics for x in parts])
+    assert got["policy/kl"] == pytest.approx(0.5) and got["policy/entropy"] == pytest.approx(2.0)
+    critic = algorithm.objective("critic")
+    values = [loss_input(critic, done, rows, values=entropy) for rows in ([0, 1], [2])]
+    assert combine_metrics([critic.compute_loss(x).metrics for x in values])["critic/value_mean"] == pytest.approx(2.0)
+    unmeasured = done.drop(["rollout_log_probs"]).add({"rollout_log_probs": (now + 0.25, done.lengths("log_probs"))})
+    parts = [loss_input(algorithm, unmeasured, rows, log_probs=now) for rows in ([0], [1, 2])]
+    got = combine_metrics([algorithm.compute_loss(x).metrics for x in parts])
+    assert got["mismatch/kl"] == pytest.approx(0.25)
 
 
 def test_importance_weights_scale_the_loss() -> None:

@@ -16,6 +16,7 @@ def _record(lengths: list[int]) -> LossInput:
         num_sequences=len(lengths),
         total_sequences=len(lengths),
         total_tokens=count,
+        total_active=count,
         total_groups=len(lengths),
     )
 

@@ -269,6 +269,7 @@ def test_the_record_of_a_micro_batch_is_what_it_says() -> None:
     for x in seen:
         assert (x.total_sequences, x.total_groups) == (7, 4)
         assert x.total_tokens == int(batch.tensor("response_mask").sum())
+        assert x.total_active == sum(int(other.weights.count_nonzero()) for other in seen)
         assert x.log_probs is not None
         assert x.log_probs.shape == x.weights.shape == x.mask.shape == x.sequence.shape
         assert x.entropy is x.values is x.scores is None

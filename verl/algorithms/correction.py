@@ -139,17 +139,17 @@ def mismatch(log_ratio: LogRatio, weights: Tensor | None = None) -> dict[str, fl
     }
 
 
-def mismatch_shares(log_ratio: Tensor, active: Tensor, total_tokens: int) -> dict[str, Tensor | float]:
+def mismatch_shares(log_ratio: Tensor, active: Tensor, total_active: int) -> dict[str, Tensor | float]:
     """`mismatch` without weights, as the additive shares of a micro-batch.
 
     Args:
         log_ratio: `[R]`, the trainer's log-probs minus the engine's.
         active: `[R]` bool, the tokens that count.
-        total_tokens: of the mini-batch.
+        total_active: how many count in the whole mini-batch.
     """
     usable = active & log_ratio.isfinite()
     d = log_ratio[usable].clamp(-_MAX_LOG_RATIO, _MAX_LOG_RATIO)
-    count = max(total_tokens, 1)
+    count = max(total_active, 1)
     return {
         "mismatch/kl": -d.sum() / count,
         "mismatch/k3": (d.exp() - 1 - d).sum() / count,

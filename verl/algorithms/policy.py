@@ -175,7 +175,7 @@ class PolicyGradient(BaseAlgorithm):
         total = policy = (x.weights * per_token).sum()
         metrics: dict[str, Tensor | float] = {"loss/policy": policy.detach(), **_policy_metrics(x, terms, loss)}
         if "rollout_log_probs" in x.columns:  # the policy is the one that sampled, and nothing has measured it yet
-            metrics |= mismatch_shares(x.log_probs.detach() - x.columns["rollout_log_probs"], active, x.total_tokens)
+            metrics |= mismatch_shares(x.log_probs.detach() - x.columns["rollout_log_probs"], active, x.total_active)
         if self.kl_in == "loss":
             kl = kl_estimate(log_probs, torch.where(active, x.columns["ref_log_probs"], 0.0), self.kl_name)
             penalty = (x.weights * x.columns["kl_coef"][x.sequence] * kl).sum()
@@ -237,8 +237,8 @@ class PolicyGradient(BaseAlgorithm):
 
 
 def _policy_metrics(x: LossInput, terms: PolicyTerms, loss: PolicyLoss) -> dict[str, Tensor | float]:
-    """Means over the mini-batch's tokens, as additive shares."""
-    tokens = max(x.total_tokens, 1)
+    """Means over the mini-batch's tokens that count, as additive shares."""
+    tokens = max(x.total_active, 1)
     metrics: dict[str, Tensor | float] = {"policy/kl": -terms.log_ratio.detach().sum() / tokens}
     for name, where in (("policy/clip_fraction", loss.clipped), ("policy/clip_fraction_lower", loss.clipped_lower)):
         if where is not None:

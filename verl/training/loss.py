@@ -40,6 +40,8 @@ class LossInput:
     """Rows of the whole mini-batch on all ranks."""
     total_tokens: int
     """Tokens with `mask` set in the whole mini-batch on all ranks."""
+    total_active: int
+    """Tokens with a weight other than 0 in the whole mini-batch on all ranks: without those that were rejected."""
     total_groups: int
     """Groups of the whole mini-batch on all ranks."""
     columns: Mapping[str, Tensor] = field(default_factory=dict)

@@ -165,7 +165,7 @@ class SingleEngine:
         """The loss of each micro-batch of a mini-batch."""
         if len(batch) == 0:
             raise DataError("the mini-batch has no rows: there is nothing to train on")
-        mini = _MiniBatch(batch, weights, columns, self._totals(batch))
+        mini = _MiniBatch(batch, weights, columns, self._totals(batch, weights))
         own, idle = self._micro_batches(batch, coupled)
         for number, rows in enumerate([*own, *idle]):
             part = batch.take(rows)
@@ -174,11 +174,11 @@ class SingleEngine:
             loss = _checked(loss_fn(mini.loss_input(rows, part, outputs, self.exact)))
             yield loss if number < len(own) else Loss(total=loss.total * 0.0)
 
-    def _totals(self, batch: Batch) -> _Totals:
+    def _totals(self, batch: Batch, weights: Tensor) -> _Totals:
         """Counts of the whole mini-batch."""
         tokens = batch.tensor("response_mask") if "response_mask" in batch else None
         count = sum(batch.lengths("response_tokens")) if tokens is None else int(tokens.count_nonzero())
-        return _Totals(len(batch), count, len(batch.group_indices()))
+        return _Totals(len(batch), count, int(weights.count_nonzero()), len(batch.group_indices()))
 
     def _micro_batches(self, batch: Batch, coupled: bool = False) -> tuple[list[list[int]], list[list[int]]]:
         """Rows of each micro-batch that this engine computes of a mini-batch, and of those that count for nothing."""
@@ -262,6 +262,7 @@ class SingleEngine:
 class _Totals:
     sequences: int
     tokens: int
+    active: int
     groups: int
 
 
@@ -293,6 +294,7 @@ class _MiniBatch:
             num_sequences=len(rows),
             total_sequences=self.totals.sequences,
             total_tokens=self.totals.tokens,
+            total_active=self.totals.active,
             total_groups=self.totals.groups,
             columns=named,
         )
