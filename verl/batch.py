@@ -15,7 +15,8 @@ Columns the system knows (others are the user's and travel along untouched):
     rollout_log_probs  [float]  by the engine that sampled
     log_probs          [float]  by the trainer, before the update
     ref_log_probs      [float]  by the reference policy
-    values, advantages, returns, token_rewards   [float]
+    values, advantages, returns   [float]
+    token_rewards      [float]  in the place of `reward`; one on a token not written counts at the one before it
     response           string   the decoded response, for rewards and readers
     reward             double   null: the reward abstained (null is not zero)
     abstain_reason     string   why

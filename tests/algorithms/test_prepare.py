@@ -11,7 +11,9 @@ from hypothesis import strategies as st
 
 from tests.algorithms.support import ONLINE, experience, loss_input, random_experience
 from verl.algorithms import make_algorithm
+from verl.algorithms.kl import KLController
 from verl.batch import Batch
+from verl.errors import ConfigError
 
 
 @pytest.mark.parametrize("name", ONLINE)
@@ -101,6 +103,27 @@ def test_token_rewards_take_the_place_of_the_outcome() -> None:
     assert done["advantages"] == [[1.5, 1.5], [-1.5]]
 
 
+def test_token_rewards_that_are_no_number_abstain_alone() -> None:
+    batch = experience([1, 2, 2, 1], ["a", "a", "b", "b"], [0.0] * 4).drop(["response_mask"])
+    batch = batch.add({"token_rewards": [[1.0], [2.0, math.nan], [0.0, 1.0], [3.0]]})
+    for name in ("rloo", "ppo", "safe_rlhf"):
+        algorithm = make_algorithm(name, **({"kl_in": "none"} if name == "ppo" else {}))
+        done, metrics = algorithm.prepare(batch)
+        assert metrics["abstained"] == 1 and done["id"] == [batch["id"][row] for row in (0, 2, 3)]
+        assert done.tensor("advantages").isfinite().all()
+    assert make_algorithm("rloo").prepare(batch)[0]["advantages"] == [[1.0], [-2.0, -2.0], [2.0]]
+
+
+def test_token_rewards_of_a_tool_are_its_callers() -> None:
+    batch = experience([4, 3, 1], ["a"] * 3, [0.0] * 3).drop(["response_mask", "values"])
+    batch = batch.add({"response_mask": [[0, 1, 0, 1], [1, 0, 0], [0]], "values": [[0.0] * 4, [0.0] * 3, [0.0]]})
+    batch = batch.add({"token_rewards": [[1.0, 2.0, 4.0, 8.0], [0.0, 16.0, 32.0], [64.0]]})
+    done, _ = make_algorithm("ppo", kl_in="none", gamma=1.0, lam=1.0).prepare(batch)
+    assert (done["returns"][0][1], done["returns"][0][3], done["returns"][1][0]) == (15.0, 8.0, 48.0)
+    done, _ = make_algorithm("rloo").prepare(batch)
+    assert done["advantages"][1][0] == pytest.approx(48.0 - (15.0 + 64.0) / 2)
+
+
 def test_kl_in_the_reward_and_the_adaptive_coefficient() -> None:
     batch = experience([2, 1], ["a", "b"], [1.0, 0.0]).drop(["response_mask"])
     algorithm = make_algorithm("rloo", kl_in="reward", kl_coef=0.5, kl_target=0.01, kl_horizon=10)
@@ -115,6 +138,26 @@ def test_kl_in_the_reward_and_the_adaptive_coefficient() -> None:
     assert metrics["kl_coef"] == 0.5
     error = min(max(mean / 0.01 - 1, -0.2), 0.2)
     assert algorithm.state_dict()["kl_coef"] == pytest.approx(0.5 * (1 + error * 2 / 10))
+
+
+def test_the_coefficient_in_the_loss_is_the_one_that_is_reported() -> None:
+    batch = experience([2, 1], ["a", "b"], [1.0, 0.0])
+    algorithm = make_algorithm("grpo", kl_in="loss", kl_coef=0.5, kl_target=0.01, kl_horizon=10)
+    done, metrics = algorithm.prepare(batch)
+    assert done["kl_coef"] == [metrics["kl_coef"]] * 2 == [0.5] * 2
+    assert algorithm.prepare(batch)[0]["kl_coef"] == [pytest.approx(0.5 * (1 + 0.2 * 2 / 10))] * 2
+
+
+def test_no_batch_changes_the_coefficient_by_more_than_a_fifth() -> None:
+    controller = KLController(1.0, target=0.1, horizon=10)
+    controller.update(0.0, samples=50)
+    assert controller.value == pytest.approx(0.8)
+    controller.update(9.0, samples=5000)
+    assert controller.value == pytest.approx(0.8 * 1.2)
+    for options in ({"name": "ppo"}, {"name": "grpo", "kl_in": "loss", "kl_target": 0.1}):
+        with pytest.raises(ConfigError, match="kl_coef=0 stays 0"):
+            make_algorithm(options.pop("name"), kl_coef=0.0, **options)
+    make_algorithm("ppo", kl_coef=0.0, kl_target=None)
 
 
 def test_kl_in_the_loss_travels_with_its_coefficient() -> None:
@@ -176,6 +219,14 @@ def test_remax_takes_the_greedy_reward_off() -> None:
     assert metrics["remax/baseline_reward"] == 0.25
 
 
+def test_remax_takes_the_greedy_token_rewards_off() -> None:
+    batch = experience([2, 1, 1, 1], ["a", "a", "b", "b"], [0.0] * 4, baseline=[False, True] * 2)
+    batch = batch.drop(["response_mask"]).add({"token_rewards": [[0.5, 0.5], [0.25], [1.0], [math.nan]]})
+    done, metrics = make_algorithm("remax").prepare(batch)
+    assert done["advantages"] == [[0.75, 0.25]]
+    assert (metrics["remax/baseline_reward"], metrics["remax/without_baseline"]) == (0.25, 1)
+
+
 def test_dapo_keeps_groups_with_a_signal() -> None:
     batch = experience([1] * 8, ["a", "a", "b", "b", "c", "d", "d", "d"], [1.0, 0.0, 1.0, 1.0, 0.5, None, 0.0, 1.0])
     assert make_algorithm("dapo").keep(batch) == [True, True, False, False, False, False, True, True]
@@ -192,12 +243,23 @@ def test_dapo_keeps_groups_with_a_signal() -> None:
         False,
     ]
     assert make_algorithm("grpo").keep(batch) is None
+    tokens = batch.add({"token_rewards": [[1.0], [math.nan], *[[0.0]] * 6]})
+    assert make_algorithm("dapo").keep(tokens) == [False] * 6 + [True, True]
 
 
 def test_dapo_punishes_overlong_responses() -> None:
     batch = experience([6, 8, 9, 10, 12], ["a"] * 5, [1.0] * 5)
     algorithm = make_algorithm("dapo", overlong_length=10, overlong_buffer=4, overlong_penalty=2.0)
     assert algorithm.outcome_rewards(batch).tolist() == [1.0, 0.0, -0.5, -1.0, -1.0]  # type: ignore[attr-defined]
+
+
+def test_dapo_punishes_overlong_responses_with_token_rewards_too() -> None:
+    batch = experience([2, 6], ["a", "a"], [1.0, 1.0]).drop(["response_mask"])
+    options = {"overlong_length": 6, "overlong_buffer": 3, "norm_adv_by_std": False}
+    rewarded, _ = make_algorithm("dapo", **options).prepare(batch)
+    by_token = batch.add({"token_rewards": [[0.0, 1.0], [1.0, *[0.0] * 5]]})
+    assert make_algorithm("dapo", **options).prepare(by_token)[0]["advantages"] == rewarded["advantages"]
+    assert rewarded["advantages"] == [[0.5] * 2, [-0.5] * 6]
 
 
 def safe(costs: list[float | None], **options: float) -> tuple[Batch, dict[str, float], object]:

@@ -27,7 +27,7 @@ from verl.batch import Batch
 from verl.errors import ConfigError, nearest
 from verl.training.loss import Loss, LossFn, LossInput
 
-__all__ = ["ROLES", "BaseAlgorithm", "Loss", "LossInput", "RoleObjective", "drop_abstained", "old_log_probs"]
+__all__ = ["ROLES", "BaseAlgorithm", "Loss", "LossInput", "RoleObjective", "drop_abstained", "old_log_probs", "present"]
 
 #: Types of options with bounds.
 Positive: TypeAlias = Annotated[float, Field(gt=0)]
@@ -224,9 +224,21 @@ class RoleObjective:
 
 
 def drop_abstained(batch: Batch, columns: tuple[str, ...] = ("reward",)) -> tuple[Batch, dict[str, float]]:
-    """Rows whose reward (all of these row columns) is a finite number, and how many were dropped.
+    """Rows that are `present`, and how many were dropped.
 
     A group whose rows all abstained is gone; groups that lost some rows go on with the others.
+
+    Raises:
+        DataError: there is no such column.
+    """
+    good = present(batch, columns)
+    dropped = int((~good).sum())
+    return (batch.filter(good.tolist()) if dropped else batch), {"abstained": float(dropped)}
+
+
+def present(batch: Batch, columns: tuple[str, ...] = ("reward",)) -> Tensor:
+    """`[S]` bool: rows whose reward (all of these row columns) is a finite number, and so are all its `token_rewards`,
+    where the batch has them.
 
     Raises:
         DataError: there is no such column.
@@ -234,8 +246,10 @@ def drop_abstained(batch: Batch, columns: tuple[str, ...] = ("reward",)) -> tupl
     good = torch.ones(len(batch), dtype=torch.bool)
     for column in columns:
         good &= batch.tensor(column, torch.float64).isfinite()
-    dropped = int((~good).sum())
-    return (batch.filter(good.tolist()) if dropped else batch), {"abstained": float(dropped)}
+    if "token_rewards" in batch:
+        responses = Responses(batch)
+        good &= responses.count(~responses.tokens("token_rewards").isfinite()) == 0
+    return good
 
 
 def old_log_probs(batch: Batch) -> Batch:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from verl.algorithms.advantages import group_equal, group_sizes
-from verl.algorithms.base import NotNegative
+from verl.algorithms.base import NotNegative, present
 from verl.algorithms.grpo import GRPO
 from verl.algorithms.registry import register_algorithm
 from verl.algorithms.responses import Responses
@@ -50,16 +50,16 @@ class DAPO(GRPO):
         if not self.filter_groups:
             return None
         values = batch.tensor(self.filter_metric, torch.float64)
-        good = values.isfinite()
+        good = values.isfinite() & present(batch)
         groups = Responses(batch).groups[good]
         useful = ~group_equal(values[good], groups) & (group_sizes(groups) > 1)
         good[good.clone()] = useful
         return good.tolist()
 
-    def outcome_rewards(self, batch: Batch) -> Tensor:
-        rewards = super().outcome_rewards(batch)
+    def own_outcome(self, batch: Batch) -> Tensor:
+        """The overlong punishment."""
         if self.overlong_length is None:
-            return rewards
+            return super().own_outcome(batch)
         lengths = torch.tensor(batch.lengths("response_tokens"), dtype=torch.float64)
         excess = lengths - (self.overlong_length - self.overlong_buffer)
-        return rewards - self.overlong_penalty * (excess / self.overlong_buffer).clamp(0, 1)
+        return -self.overlong_penalty * (excess / self.overlong_buffer).clamp(0, 1)

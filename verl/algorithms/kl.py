@@ -6,6 +6,8 @@ low_var_kl (k3). A name with a `+` has the value of that estimator and the gradi
 has the gradient of the KL divergence as its expectation (straight-through).
 
 Controller: Ziegler et al., "Fine-Tuning Language Models from Human Preferences" (arXiv:1909.08593), section 2.2.
+Deviation: a batch counts as at most one horizon, so that none changes the coefficient by more than a fifth. In the
+paper's form a batch of five horizons can make it 0, from where it never comes back.
 """
 
 from __future__ import annotations
@@ -72,4 +74,4 @@ class KLController:
         if self.target is None or not math.isfinite(kl):
             return
         error = min(max(kl / self.target - 1, -0.2), 0.2)
-        self.value *= max(1 + error * samples / self.horizon, 0.0)
+        self.value *= 1 + error * min(samples / self.horizon, 1.0)

@@ -32,7 +32,7 @@ from verl.algorithms.kl import KLController, check_estimator, kl_estimate
 from verl.algorithms.losses import PolicyLoss, PolicyTerms, clipped_loss
 from verl.algorithms.responses import Responses
 from verl.batch import Batch
-from verl.errors import DataError
+from verl.errors import ConfigError, DataError
 
 
 @dataclass(frozen=True)
@@ -92,6 +92,11 @@ class PolicyGradient(BaseAlgorithm):
     def __post_init__(self) -> None:
         super().__post_init__()
         check_estimator(self.kl_name)
+        if self.kl_in != "none" and self.kl_target is not None and self.kl_coef == 0:
+            raise ConfigError(
+                f"algorithm '{self.name}': kl_coef=0 stays 0 whatever kl_target asks for: give a kl_coef above 0 to "
+                "start from, or kl_in='none' for no KL at all"
+            )
         if self.rollout_rs is not None:
             rejection_bounds(self.rollout_rs, self.rollout_rs_threshold, self.rollout_rs_lower)
         self._kl = KLController(self.kl_coef, self.kl_target, self.kl_horizon)
@@ -124,9 +129,16 @@ class PolicyGradient(BaseAlgorithm):
     def estimate(self, e: Experience) -> dict[str, Tensor]:
         """Columns, each `[R]`: `advantages`, and others that a loss reads (`returns` for a critic)."""
 
+    def own_outcome(self, batch: Batch) -> Tensor:
+        """`[S]`: what the algorithm itself adds to each row's reward, at its last token; see `own_rewards`."""
+        return torch.zeros(len(batch), dtype=torch.float64)
+
     def outcome_rewards(self, batch: Batch) -> Tensor:
-        """`[S]`: the reward of each row."""
-        return batch.tensor("reward", torch.float64)
+        """`[S]`: the reward of each row: of its `token_rewards`, where given, the sum."""
+        if "token_rewards" not in batch:
+            return batch.tensor("reward", torch.float64) + self.own_outcome(batch)
+        responses = Responses(batch)
+        return responses.sum(responses.tokens("token_rewards")) + self.own_outcome(batch)
 
     def policy_loss(self, t: PolicyTerms) -> PolicyLoss:
         """Loss per token of the actor."""
@@ -140,6 +152,7 @@ class PolicyGradient(BaseAlgorithm):
         batch, metrics = drop_abstained(batch)
         batch, measured = self._correct(old_log_probs(batch))
         responses = Responses(batch)
+        coefficient = self._kl.value  # of this batch; measuring its KL moves it for the next
         penalty, kl_metrics = self._kl_penalty(responses)
         rewards, outcome = self._rewards(responses)
         experience = Experience(batch, responses, rewards - penalty, outcome - responses.sum(penalty), penalty)
@@ -150,7 +163,7 @@ class PolicyGradient(BaseAlgorithm):
         metrics["advantages/mean"] = float(advantages.mean()) if len(advantages) else 0.0
         metrics["advantages/abs_mean"] = float(advantages.abs().mean()) if len(advantages) else 0.0
         if self.kl_in == "loss":
-            batch = batch.add({"kl_coef": torch.full((len(batch),), self._kl.value, dtype=torch.float64)})
+            batch = batch.add({"kl_coef": torch.full((len(batch),), coefficient, dtype=torch.float64)})
             responses = Responses(batch)
         return responses.store(columns), metrics
 
@@ -194,12 +207,12 @@ class PolicyGradient(BaseAlgorithm):
         self._kl.value = float(state["kl_coef"])
 
     def _rewards(self, responses: Responses) -> tuple[Tensor, Tensor]:
-        """`[R]` and `[S]`: `token_rewards` and their sums where given, else the reward, at the last token."""
-        if "token_rewards" in responses.batch:
-            given = torch.where(responses.written, responses.tokens("token_rewards"), 0.0)
-            return given, responses.sum(given)
+        """`[R]` and `[S]`: `token_rewards` where given, else the reward at the last token; and the outcome."""
         outcome = self.outcome_rewards(responses.batch)
-        return responses.at_last_token(outcome), outcome
+        if "token_rewards" not in responses.batch:
+            return responses.at_last_token(outcome), outcome
+        given = responses.at_written(responses.tokens("token_rewards"))
+        return given + responses.at_last_token(self.own_outcome(responses.batch)), outcome
 
     def _kl_penalty(self, responses: Responses) -> tuple[Tensor, dict[str, float]]:
         """`[R]` what the reward loses, and the measured KL; moves the adaptive coefficient."""

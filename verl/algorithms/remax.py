@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from verl.algorithms.advantages import discounted_returns, group_sums
+from verl.algorithms.base import present
 from verl.algorithms.policy import Experience, PolicyGradient
 from verl.algorithms.registry import register_algorithm
 from verl.algorithms.responses import Responses
@@ -27,8 +28,8 @@ class ReMax(PolicyGradient):
 
     def prepare(self, batch: Batch) -> tuple[Batch, dict[str, float]]:
         greedy = batch.tensor("baseline") != 0
-        rewards = batch.tensor("reward", torch.float64)
-        usable = greedy & rewards.isfinite()
+        rewards = self.outcome_rewards(batch)
+        usable = greedy & present(batch)
         groups = Responses(batch).groups
         count = group_sums(usable.double(), groups)
         baseline = group_sums(torch.where(usable, rewards, 0.0), groups) / count.clamp(min=1)

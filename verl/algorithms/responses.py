@@ -93,6 +93,18 @@ class Responses:
         here = self.written & (self.position == last[self.sequence])
         return torch.where(here, outcome[self.sequence], 0.0)
 
+    def at_written(self, values: Tensor) -> Tensor:
+        """`[R]` -> `[R]`: numbers brought to tokens that the policy wrote: each to the nearest at or before it, those
+        before the first to the first. A row without such a token has no place for any."""
+        index, nowhere = torch.arange(len(values)), len(values)
+        nearest = torch.where(self.written, index, -1).cummax(0).values
+        first = torch.full((self.rows,), nowhere).scatter_reduce(
+            0, self.sequence, torch.where(self.written, index, nowhere), "amin"
+        )
+        place = torch.where(nearest >= index - self.position, nearest, first[self.sequence])
+        exists = place < nowhere
+        return torch.zeros_like(values).index_add(0, place[exists], values[exists])
+
     def pad(self, values: Tensor) -> Tensor:
         """`[R]` -> `[S, L]` with zeros behind each response, for recursions over time."""
         padded = values.new_zeros(self.rows, max(self.lengths, default=0))

@@ -299,7 +299,7 @@ class Actor:
             values: from `compute_values`; for algorithms with a critic.
 
         Returns:
-            Metrics: `loss`, `grad_norm`, `lr`, `kl` and those of the algorithm.
+            Metrics: `loss`, `grad_norm`, `lr` and those of the algorithm (`kl`, where it has a reference).
         """
         batch = add_rewards(sequences, rewards)
         if values is not None:
