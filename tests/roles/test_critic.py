@@ -10,6 +10,7 @@ import torch
 
 import verl
 from tests.conftest import byte_tokenizer
+from verl.algorithms import value_algorithm
 from verl.data.alignment import CharacterAlignment
 
 TEXTS = ["Once upon a time", "naïve café – déjà vu", "日本語と😀 emoji", "", "a"]
@@ -50,6 +51,9 @@ def test_values_are_carried_by_character() -> None:
     carried = alignment.to_critic(marked, ("returns",))
     assert carried["returns"] == [[10.0, 12.0, 13.0, 15.0]]
     assert carried["response_mask"] == [[1, 1, 1, 1]]
+    rejected = alignment.to_critic(marked.add({"loss_mask": [[1, 1, 0, 0, 0, 1]]}), ("returns",))
+    assert rejected["loss_mask"] == [[1, 0, 0, 1]]
+    assert value_algorithm().token_weights(rejected).tolist() == [0.5, 0.0, 0.0, 0.5]
 
 
 def test_every_token_gets_a_value_whatever_the_text() -> None:

@@ -48,10 +48,10 @@ class CharacterAlignment:
         return rows
 
     def to_critic(self, sequences: Batch, columns: Sequence[str]) -> Batch:
-        """The sequences in the critic's tokens, with `response_mask` and these columns carried over."""
+        """The sequences in the critic's tokens, with its masks and these columns carried over."""
         there = self.batch(sequences)
         carried: dict[str, list[list[Any]]] = {}
-        for name in ("response_mask", *columns):
+        for name in ("response_mask", "loss_mask", *columns):
             if name not in sequences:
                 continue
             carried[name] = [
