@@ -9,6 +9,7 @@ import torch
 
 import verl
 from verl.errors import ConfigError, DataError, ModelError
+from verl.shard import checksum
 
 OPTIM = {"lr": 1e-3}
 
@@ -71,3 +72,25 @@ def test_sampling_may_be_a_mapping(tiny: Path) -> None:
         verl.Actor(str(tiny), sampling={"temprature": 1})
     with pytest.raises(ConfigError, match="sampling is SamplingParams or a mapping"):
         verl.Actor(str(tiny), sampling=3)
+
+
+@pytest.mark.parametrize("name", ["grpo", "ppo"])
+def test_what_is_rejected_whole_moves_nothing(tiny: Path, name: str) -> None:
+    options = {"kl_in": "none", "kl_target": None} if name == "ppo" else {}
+    actor = verl.Actor(str(tiny), optim={"lr": 1e-2}, mini_batch_size=3)
+    updater = verl.Updater(name, actor=actor, rollout_rs="token_k1", rollout_rs_threshold=1.5, **options)
+    sequences, rewards = scored(actor)
+    first = updater.update(sequences, rewards)  # from here on the optimizer's moments would move the weights
+    assert first["grad_norm/actor"] > 0 and "update/empty/actor" not in first
+    models: list[verl.Actor | verl.Critic] = [actor, *updater.critics.values()]
+    before = [checksum(model.shards()) for model in models]
+    far = [[log_prob - 20 for log_prob in row] for row in sequences["rollout_log_probs"]]
+    metrics = updater.update(sequences.drop(["rollout_log_probs"]).add({"rollout_log_probs": far}), rewards)
+    assert metrics["mismatch/rejected"] == 1.0 and actor.policy_version == 1
+    assert [metrics[f"update/empty/{role}"] for role in ("actor", *updater.critics)] == [1.0] * len(models)
+    assert [checksum(model.shards()) for model in models] == before
+    # Of two mini-batches, one of which is rejected, the other is learned from.
+    half = [row if group == sequences["group"][0] else low for row, low, group in
+            zip(sequences["rollout_log_probs"], far, sequences["group"], strict=True)]  # fmt: skip
+    metrics = updater.update(sequences.drop(["rollout_log_probs"]).add({"rollout_log_probs": half}), rewards)
+    assert metrics["grad_norm/actor"] > 0 and "update/empty/actor" not in metrics

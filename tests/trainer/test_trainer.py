@@ -116,6 +116,18 @@ def test_a_step_of_which_nothing_is_left_changes_nothing(tiny: Path) -> None:
         assert checksum(actor.shards()) == before
 
 
+def test_a_step_of_which_every_token_is_rejected_changes_nothing(tiny: Path) -> None:
+    actor = verl.Actor(str(tiny), optim={"lr": 1e-2}, sampling=SHORT)
+    options: dict[str, Any] = {"rollout_rs": "token_k1", "rollout_rs_threshold": 1.5, "n": 2}
+    trainer = verl.Trainer(actor, reward_fn=low_bytes, algorithm="grpo", log_dir=False, **options)
+    samples, _ = trainer.collect(actor.prompts(PROMPTS))
+    far = {"rollout_log_probs": [[-50.0] * length for length in samples.lengths("response_tokens")]}
+    before = checksum(actor.shards())
+    record = trainer.step(samples.drop(["policy_version", *far]).add(far))
+    assert record["update/empty"] == 1.0 and record["updated"] is False
+    assert checksum(actor.shards()) == before and actor.policy_version == 0
+
+
 def test_greedy_samples_are_not_among_the_samples_of_the_step(tiny: Path) -> None:
     seen: list[verl.Batch] = []
     trainer = verl.Trainer(verl.Actor(str(tiny), sampling=SHORT), reward_fn=low_bytes, algorithm="remax", log_dir=False)

@@ -211,6 +211,11 @@ class RoleObjective:
     def needs_entropy(self) -> bool:
         return self.algorithm.needs_entropy and self.role == "actor"
 
+    @property
+    def by_token(self) -> bool:
+        """Whether the loss is a weighted sum over tokens, so that nothing is learned where all weights are 0."""
+        return self.role != "actor" or not (self.algorithm.coupled or self.algorithm.head == "score")
+
     def token_weights(self, batch: Batch) -> Tensor:
         return self.algorithm.token_weights(batch)
 

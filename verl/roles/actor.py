@@ -299,7 +299,8 @@ class Actor:
             values: from `compute_values`; for algorithms with a critic.
 
         Returns:
-            Metrics: `loss`, `grad_norm`, `lr` and those of the algorithm (`kl`, where it has a reference).
+            Metrics: `loss`, `grad_norm`, `lr` and those of the algorithm (`kl`, where it has a reference);
+            `update/empty`, where every token was rejected and so nothing has changed.
         """
         batch = add_rewards(sequences, rewards)
         if values is not None:
@@ -341,6 +342,8 @@ class Actor:
             prepared = prepared.drop(["rollout_log_probs"])
         plan = replace(self.plan, temperature=self._temperature(prepared))
         metrics: dict[str, float] = self.group.call("update", prepared, algorithm.objective("actor"), plan)
+        if "update/empty" in metrics:  # the weights are as they were, and those that are served are these
+            return metrics
         self.policy_version += 1
         served: dict[str, float] = self.group.call("sync")
         return metrics | served

@@ -92,8 +92,8 @@ class Updater:
 
 
 def role_metrics(role: str, metrics: dict[str, float]) -> dict[str, float]:
-    """Metrics of one role's update under its name: `loss` becomes `loss/<role>`, `update/skipped` likewise."""
-    own = ("loss", "grad_norm", "lr", "update/skipped")
+    """Metrics of one role's update under its name: `loss` becomes `loss/<role>`, others likewise."""
+    own = ("loss", "grad_norm", "lr", "update/skipped", "update/empty")
     return {f"{name}/{role}" if name in own else name: value for name, value in metrics.items()}
 
 

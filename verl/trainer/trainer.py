@@ -302,7 +302,7 @@ class Trainer:
         result = self._run(self.learning_graph, samples)
         metrics: dict[str, Any] = dict(result.metrics)
         updates = [timing.busy for name, timing in result.timings.items() if name != "prepare"]
-        if not updates:
+        if len(updates) == sum(name.startswith("update/empty/") for name in metrics):  # of each model, or there is none
             return {**metrics, "update/empty": 1.0}
         seconds = sum(updates)
         trained = sum(_own(samples).lengths("response_tokens"))

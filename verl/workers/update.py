@@ -23,6 +23,8 @@ class Objective(Protocol):
     def loss_columns(self) -> Sequence[str]: ...
     @property
     def needs_entropy(self) -> bool: ...
+    @property
+    def by_token(self) -> bool: ...
     def token_weights(self, batch: Batch) -> torch.Tensor: ...
     def compute_loss(self, x: LossInput) -> Loss: ...
 
@@ -81,6 +83,9 @@ def run_updates(
 ) -> dict[str, float]:
     """All optimizer steps of one update; metrics are means over the steps (`/max` keys: maxima).
 
+    A mini-batch of which no token counts (all rejected, or none written) is no step: moments and weight decay would
+    move the weights without any gradient. Where no mini-batch is one, `update/empty` is 1.
+
     Raises:
         DataError: nothing is left to train on.
     """
@@ -88,18 +93,21 @@ def run_updates(
         raise DataError("the update got no samples: every reward abstained, or every group was filtered out")
     steps = []
     for mini_batch in mini_batches(batch, plan, round_):
+        weights = objective.token_weights(mini_batch)
+        if objective.by_token and not weights.any():
+            continue
         steps.append(
             engine.update(
                 mini_batch,
                 objective.compute_loss,
-                weights=objective.token_weights(mini_batch),
+                weights=weights,
                 columns=objective.loss_columns,
                 temperature=plan.temperature,
                 entropy=objective.needs_entropy,
                 coupled=objective.coupled,
             )
         )
-    return mean_metrics(steps)
+    return mean_metrics(steps) if steps else {"loss": 0.0, "grad_norm": 0.0, "update/skipped": 0.0, "update/empty": 1.0}
 
 
 def compute_loss(engine: TrainEngine, batch: Batch, objective: Objective, plan: UpdatePlan) -> dict[str, float]:
