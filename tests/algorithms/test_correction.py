@@ -92,6 +92,12 @@ def test_nothing_to_measure() -> None:
     assert importance_weights(log_ratio([[], []])).shape == (0,)
 
 
+def test_bounds_that_leave_no_weight_are_refused() -> None:
+    with pytest.raises(ConfigError, match=r"rollout_is_lower=3.0 is above rollout_is_threshold=2.0"):
+        make_algorithm("grpo", rollout_is_lower=3.0)
+    make_algorithm("grpo", rollout_is_lower=0.5)
+
+
 def test_prepare_corrects_only_where_both_numbers_are_there() -> None:
     both = experience([3, 2], ["g", "g"], [1.0, 0.0])
     batch, metrics = make_algorithm("grpo").prepare(both)

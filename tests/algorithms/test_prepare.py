@@ -196,6 +196,25 @@ def test_masked_tokens_may_hold_anything() -> None:
             assert torch.autograd.grad(loss, leaf)[0].isfinite().all()
 
 
+def test_gpg_counts_rewards_without_the_penalty() -> None:
+    batch = experience([1] * 4, ["a", "a", "b", "b"], [1.0, 0.0, 0.0, 0.0]).drop(["response_mask"])
+    free, _ = make_algorithm("gpg").prepare(batch)
+    assert free.tensor("advantages").tolist() == [2.0, -2.0, 0.0, 0.0]
+    penalised, _ = make_algorithm("gpg", kl_in="reward", kl_coef=1e-9).prepare(batch)
+    assert penalised.tensor("advantages").tolist() == pytest.approx([2.0, -2.0, 0.0, 0.0], abs=1e-6)
+
+
+@pytest.mark.parametrize("name", ONLINE)
+@pytest.mark.parametrize("moved", [1000.0, -1000.0])
+def test_a_policy_that_has_moved_without_bound_gives_finite_numbers(name: str, moved: float) -> None:
+    algorithm = make_algorithm(name)
+    columns = {"baseline": [False, False, True]} if algorithm.greedy_baseline else {}
+    batch, _ = algorithm.prepare(experience([3, 2, 1], ["a"] * 3, [1.0, 0.0, 0.5], **columns))
+    leaf = (batch.tensor("log_probs") + moved).requires_grad_()
+    loss = algorithm.compute_loss(loss_input(algorithm, batch, log_probs=leaf))
+    assert loss.total.isfinite() and torch.autograd.grad(loss.total, leaf)[0].isfinite().all()
+
+
 def test_ppo_values_and_returns() -> None:
     batch = experience([3, 2], ["a", "b"], [1.0, 0.0]).drop(["response_mask"])
     done, _ = make_algorithm("ppo", kl_in="none").prepare(batch)

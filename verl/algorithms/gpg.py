@@ -1,6 +1,6 @@
 """GPG: Chu et al., "GPG: A Simple and Strong Reinforcement Learning Baseline" (arXiv:2504.02546).
 
-As in verl, the correction factor counts rows whose reward is not 0.
+As in verl, the correction factor counts rows whose reward is not 0; a KL penalty is not counted.
 """
 
 from __future__ import annotations
@@ -27,7 +27,8 @@ class GPG(PolicyGradient):
         return self.rollout_is is not None or self.rollout_rs is not None  # there is no ratio beside the correction
 
     def estimate(self, e: Experience) -> dict[str, Tensor]:
-        return {"advantages": e.responses.spread(gpg(e.outcome, e.responses.groups, self.f_norm))}
+        given = self.outcome_rewards(e.batch)
+        return {"advantages": e.responses.spread(gpg(e.outcome, e.responses.groups, self.f_norm, given))}
 
     def policy_loss(self, t: PolicyTerms) -> PolicyLoss:
         return reinforce_loss(t)

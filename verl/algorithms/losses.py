@@ -94,10 +94,11 @@ def gmpo_loss(t: PolicyTerms, low: float, high: float) -> PolicyLoss:
     The row's advantage is the mean of its tokens' (they are equal in the paper).
     """
     sign = t.advantages.sign()
-    bounded = t.log_ratio.clamp(-low, high)
-    log_ratio = sign * torch.minimum(sign * t.log_ratio, sign * bounded)
+    free = t.log_ratio.clamp(-_MAX_LOG_RATIO, _MAX_LOG_RATIO)
+    bounded = free.clamp(-low, high)
+    log_ratio = sign * torch.minimum(sign * free, sign * bounded)
     loss = -t.row_mean(t.advantages) * t.row_mean(log_ratio).exp()
-    outside = (t.log_ratio != bounded) & t.active
+    outside = (free != bounded) & t.active
     return PolicyLoss(loss, outside & (sign > 0), outside & (sign < 0))
 
 

@@ -23,6 +23,7 @@ from verl.algorithms.correction import (
     LogRatio,
     Rejection,
     accepted,
+    check_weight_bounds,
     importance_weights,
     mismatch,
     mismatch_shares,
@@ -97,6 +98,7 @@ class PolicyGradient(BaseAlgorithm):
                 f"algorithm '{self.name}': kl_coef=0 stays 0 whatever kl_target asks for: give a kl_coef above 0 to "
                 "start from, or kl_in='none' for no KL at all"
             )
+        check_weight_bounds(self.rollout_is_threshold, self.rollout_is_lower)
         if self.rollout_rs is not None:
             rejection_bounds(self.rollout_rs, self.rollout_rs_threshold, self.rollout_rs_lower)
         self._kl = KLController(self.kl_coef, self.kl_target, self.kl_horizon)
