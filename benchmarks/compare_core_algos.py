@@ -178,8 +178,8 @@ def compare_advantages(case: Case, table: Table, ref: SimpleNamespace, ours: Mod
         "remax": ("remax", {}, lambda r: core.compute_remax_outcome_advantage(r, baselines, mask)),
     }
     for label, (name, settings, reference) in expected.items():
-        for kl_in in ("none", "reward"):
-            algorithm = ours.algorithms.make_algorithm(name, **{**settings, "kl_in": kl_in, "kl_coef": 0.05})
+        for kl_in, kl in (("none", {}), ("reward", {"kl_coef": 0.05})):
+            algorithm = ours.algorithms.make_algorithm(name, **{**settings, "kl_in": kl_in, **kl})
             batch = case.batch
             if algorithm.greedy_baseline:
                 batch = with_greedy(case, ours)

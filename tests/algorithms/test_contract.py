@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import pickle
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -67,6 +67,36 @@ def test_an_instance_stays_as_it_is() -> None:
     assert make_algorithm(algorithm) is algorithm
     with pytest.raises(ConfigError, match="finished Mine"):
         make_algorithm(algorithm, scale=1.0)
+
+
+UNREAD: list[tuple[str, dict[str, Any]]] = [
+    ("grpo", {"kl_coef": 5.0}), ("grpo", {"kl_target": 0.01}), ("ppo", {"kl_target": 0.2, "kl_in": "none"}),
+    ("grpo", {"kl_estimator": "k2"}), ("grpo", {"kl_horizon": 5, "kl_in": "loss"}),
+    *((name, {"clip_ratio": 0.01}) for name in ("gspo", "cispo", "gmpo", "gpg")),
+    ("grpo", {"clip_ratio": 0.01, "clip_ratio_low": 0.1, "clip_ratio_high": 0.3}), ("gpg", {"clip_ratio_high": 0.3}),
+    *((name, {"clip_ratio_c": 1.5}) for name in ("gspo", "cispo", "gmpo", "gpg")),
+    *((name, {"loss_agg_mode": "token-sum"}) for name in OFFLINE if name != "sft"),
+    ("grpo", {"loss_scale_factor": 7.0}), ("sft", {"loss_scale_factor": 7.0}), ("dpo", {"loss_scale_factor": 7.0}),
+    ("grpo", {"rollout_is_threshold": 3.0, "rollout_is": None}), ("grpo", {"rollout_rs_threshold": 3.0}),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("name", "options"), UNREAD)
+def test_an_option_that_is_not_read_is_refused(name: str, options: dict[str, Any]) -> None:
+    option = next(iter(options))
+    with pytest.raises(ConfigError, match=f"'{name}' does not read the option '{option}'"):
+        make_algorithm(name, **options)
+
+
+def test_an_option_that_is_read_is_not_refused() -> None:
+    for name, option, value in (
+        ("dapo", "clip_ratio", 0.1), ("dr_grpo", "loss_scale_factor", 7.0), ("grpo", "clip_ratio_c", None),
+        ("gspo", "clip_ratio_c", None), ("grpo", "kl_coef", 0.01), ("dpo", "loss_agg_mode", "token-mean"),
+    ):  # fmt: skip
+        make_algorithm(name, **{option: value})
+    assert make_algorithm("dapo", clip_ratio=0.1).clip_bounds == (0.1, 0.28)  # type: ignore[attr-defined]
+    assert make_algorithm("dapo").clip_bounds == (0.2, 0.28)  # type: ignore[attr-defined]
+    assert make_algorithm("gspo", clip_ratio_low=None, clip_ratio=0.1).clip_bounds[0] == 0.1  # type: ignore[attr-defined]
 
 
 def test_wrong_names_options_and_values() -> None:

@@ -34,6 +34,9 @@ Positive: TypeAlias = Annotated[float, Field(gt=0)]
 NotNegative: TypeAlias = Annotated[float, Field(ge=0)]
 Share: TypeAlias = Annotated[float, Field(ge=0, le=1)]
 
+#: `unread_options` of a loss that is a mean over rows or pairs.
+NOT_BY_TOKEN = {"loss_agg_mode": "its loss is a mean over rows, not over tokens"}
+
 #: Models an algorithm may ask for. Trained ones: actor, critic, cost_critic.
 ROLES = frozenset({"actor", "critic", "reference", "reward", "cost", "cost_critic"})
 _CRITICS = {"critic": ("values", "returns"), "cost_critic": ("cost_values", "cost_returns")}
@@ -83,6 +86,7 @@ class BaseAlgorithm(ABC):
             except ValidationError as error:
                 message = f"{error.errors()[0]['msg']}, got {value!r}"
                 raise ConfigError(f"algorithm '{label}', option '{option}': {message}") from None
+        self._refuse_unread(label)
         for role in self.roles:
             if role not in ROLES:
                 raise ConfigError(f"algorithm '{label}' asks for an unknown role '{role}': {nearest(role, ROLES)}")
@@ -90,6 +94,21 @@ class BaseAlgorithm(ABC):
             raise ConfigError(f"algorithm '{label}': roles must name 'actor', the model it trains")
         if self.head not in ("lm", "score"):
             raise ConfigError(f"algorithm '{label}': head must be 'lm' or 'score', got '{self.head}'")
+
+    def _refuse_unread(self, label: str) -> None:
+        """None asks for nothing, and neither does a default."""
+        defaults = {field.name: field.default for field in fields(self)}
+        for option, reason in self.unread_options.items():
+            value = getattr(self, option)
+            if value is not None and value != defaults[option]:
+                raise ConfigError(f"algorithm '{label}' does not read the option '{option}' ({value!r}): {reason}")
+
+    @property
+    def unread_options(self) -> dict[str, str]:
+        """Options that change nothing, as the others are, and why: one that is given all the same is refused."""
+        if self.loss_agg_mode == "seq-mean-token-sum-norm":
+            return {}
+        return {"loss_scale_factor": "it is for loss_agg_mode='seq-mean-token-sum-norm'"}
 
     @property
     def roles(self) -> frozenset[str]:

@@ -9,6 +9,7 @@ from __future__ import annotations
 from verl.algorithms.base import NotNegative
 from verl.algorithms.grpo import GRPO
 from verl.algorithms.losses import PolicyLoss, PolicyTerms, cispo_loss
+from verl.algorithms.policy import NO_DUAL_CLIP
 from verl.algorithms.registry import register_algorithm
 
 
@@ -18,6 +19,10 @@ class CISPO(GRPO):
 
     clip_ratio_low: NotNegative | None = 1.0
     clip_ratio_high: NotNegative | None = 4.0
+
+    @property
+    def unread_options(self) -> dict[str, str]:
+        return {**super().unread_options, **NO_DUAL_CLIP}
 
     def policy_loss(self, t: PolicyTerms) -> PolicyLoss:
         return cispo_loss(t, *self.clip_bounds)

@@ -28,7 +28,6 @@ class DAPO(GRPO):
             limit over which the punishment grows from 0 to overlong_penalty.
     """
 
-    clip_ratio_low: NotNegative | None = 0.2
     clip_ratio_high: NotNegative | None = 0.28
     filter_groups: bool = True
     filter_metric: str = "reward"

@@ -11,6 +11,7 @@ from verl.algorithms.aggregation import AggregationMode
 from verl.algorithms.base import NotNegative
 from verl.algorithms.grpo import GRPO
 from verl.algorithms.losses import PolicyLoss, PolicyTerms, gmpo_loss
+from verl.algorithms.policy import NO_DUAL_CLIP
 from verl.algorithms.registry import register_algorithm
 
 _TINY = 1e-10
@@ -23,6 +24,10 @@ class GMPO(GRPO):
     loss_agg_mode: AggregationMode = "seq-mean-token-mean"
     clip_ratio_low: NotNegative | None = 0.4
     clip_ratio_high: NotNegative | None = 0.4
+
+    @property
+    def unread_options(self) -> dict[str, str]:
+        return {**super().unread_options, **NO_DUAL_CLIP}
 
     def policy_loss(self, t: PolicyTerms) -> PolicyLoss:
         return gmpo_loss(t, *self.clip_bounds)

@@ -26,6 +26,11 @@ class GPG(PolicyGradient):
     def needs_old_log_probs(self) -> bool:
         return self.rollout_is is not None or self.rollout_rs is not None  # there is no ratio beside the correction
 
+    @property
+    def unread_options(self) -> dict[str, str]:
+        clips = ("clip_ratio", "clip_ratio_low", "clip_ratio_high", "clip_ratio_c")
+        return {**super().unread_options, **dict.fromkeys(clips, "its loss has no ratio to clip")}
+
     def estimate(self, e: Experience) -> dict[str, Tensor]:
         given = self.outcome_rewards(e.batch)
         return {"advantages": e.responses.spread(gpg(e.outcome, e.responses.groups, self.f_norm, given))}

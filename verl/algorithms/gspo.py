@@ -6,6 +6,7 @@ from verl.algorithms.aggregation import AggregationMode
 from verl.algorithms.base import NotNegative
 from verl.algorithms.grpo import GRPO
 from verl.algorithms.losses import PolicyLoss, PolicyTerms, gspo_loss
+from verl.algorithms.policy import NO_DUAL_CLIP
 from verl.algorithms.registry import register_algorithm
 
 
@@ -16,6 +17,10 @@ class GSPO(GRPO):
     loss_agg_mode: AggregationMode = "seq-mean-token-mean"
     clip_ratio_low: NotNegative | None = 3e-4
     clip_ratio_high: NotNegative | None = 4e-4
+
+    @property
+    def unread_options(self) -> dict[str, str]:
+        return {**super().unread_options, **NO_DUAL_CLIP}
 
     def policy_loss(self, t: PolicyTerms) -> PolicyLoss:
         return gspo_loss(t, *self.clip_bounds)

@@ -14,7 +14,7 @@ from typing import ClassVar
 
 import torch
 
-from verl.algorithms.base import BaseAlgorithm, Loss, LossInput, NotNegative, Positive
+from verl.algorithms.base import NOT_BY_TOKEN, BaseAlgorithm, Loss, LossInput, NotNegative, Positive
 from verl.algorithms.pairs import sequence_log_probs
 from verl.algorithms.registry import register_algorithm
 from verl.algorithms.responses import Responses
@@ -40,6 +40,10 @@ class KTO(BaseAlgorithm):
     beta: Positive = 0.1
     desirable_weight: NotNegative = 1.0
     undesirable_weight: NotNegative = 1.0
+
+    @property
+    def unread_options(self) -> dict[str, str]:
+        return {**super().unread_options, **NOT_BY_TOKEN}
 
     def extend(self, batch: Batch) -> Batch:
         if len(batch) < 2:

@@ -9,7 +9,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from verl.algorithms.base import BaseAlgorithm, Loss, LossInput, Positive
+from verl.algorithms.base import NOT_BY_TOKEN, BaseAlgorithm, Loss, LossInput, Positive
 from verl.batch import Batch
 from verl.errors import DataError
 
@@ -63,6 +63,10 @@ class PreferenceAlgorithm(BaseAlgorithm):
     coupled: ClassVar[bool] = True
 
     beta: Positive = 0.1
+
+    @property
+    def unread_options(self) -> dict[str, str]:
+        return {**super().unread_options, **NOT_BY_TOKEN}
 
     @property
     def roles(self) -> frozenset[str]:

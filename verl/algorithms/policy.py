@@ -35,6 +35,9 @@ from verl.algorithms.responses import Responses
 from verl.batch import Batch
 from verl.errors import ConfigError, DataError
 
+#: `unread_options` of a token loss without PPO's dual clip.
+NO_DUAL_CLIP = {"clip_ratio_c": "its loss has no dual clip"}
+
 
 @dataclass(frozen=True)
 class Experience:
@@ -102,6 +105,24 @@ class PolicyGradient(BaseAlgorithm):
         if self.rollout_rs is not None:
             rejection_bounds(self.rollout_rs, self.rollout_rs_threshold, self.rollout_rs_lower)
         self._kl = KLController(self.kl_coef, self.kl_target, self.kl_horizon)
+
+    @property
+    def unread_options(self) -> dict[str, str]:
+        unread = super().unread_options
+        if self.clip_ratio_low is not None and self.clip_ratio_high is not None:
+            unread["clip_ratio"] = "clip_ratio_low and clip_ratio_high take its place"
+        if self.kl_in == "none":
+            kl = ("kl_estimator", "kl_coef", "kl_target", "kl_horizon")
+            unread |= dict.fromkeys(kl, "there is no KL: set kl_in to 'reward' or 'loss', or leave it out")
+        elif self.kl_target is None:
+            unread["kl_horizon"] = "the KL coefficient is fixed: set kl_target, or leave it out"
+        if self.rollout_is is None:
+            bounds = ("rollout_is_threshold", "rollout_is_lower", "rollout_is_normalize")
+            unread |= dict.fromkeys(bounds, "there are no importance weights: set rollout_is, or leave it out")
+        if self.rollout_rs is None:
+            limits = ("rollout_rs_threshold", "rollout_rs_lower")
+            unread |= dict.fromkeys(limits, "nothing is rejected: set rollout_rs, or leave it out")
+        return unread
 
     @property
     def roles(self) -> frozenset[str]:

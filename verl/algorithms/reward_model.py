@@ -6,7 +6,7 @@ from typing import ClassVar, Literal
 
 from torch.nn.functional import logsigmoid
 
-from verl.algorithms.base import BaseAlgorithm, Loss, LossInput, NotNegative
+from verl.algorithms.base import NOT_BY_TOKEN, BaseAlgorithm, Loss, LossInput, NotNegative
 from verl.algorithms.pairs import accuracy, only_pairs, split_pairs
 from verl.algorithms.registry import register_algorithm
 from verl.batch import Batch
@@ -28,6 +28,10 @@ class RewardModel(BaseAlgorithm):
     head: ClassVar[Literal["lm", "score"]] = "score"
 
     center_rewards_coefficient: NotNegative = 0.0
+
+    @property
+    def unread_options(self) -> dict[str, str]:
+        return {**super().unread_options, **NOT_BY_TOKEN}
 
     def prepare(self, batch: Batch) -> tuple[Batch, dict[str, float]]:
         return only_pairs(batch)
