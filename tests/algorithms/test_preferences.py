@@ -182,9 +182,10 @@ def test_kto_pairs_no_prompt_with_a_response_to_itself() -> None:
         batch = batch.drop(["prompt_tokens"]).add({"prompt_tokens": [[ord(prompt)] for prompt in prompts]})
         return [length - 1 for length in make_algorithm("kto").extend(batch).lengths("response_tokens")[rows:]]
 
-    assert donors("aabbcc") == [5, 5, 1, 1, 3, 3]
-    assert donors("abba") == [2, 0, 0, 2]
-    assert donors("aaba") == [2, 2, 1, 2]
+    assert donors("aabbcc") == [4, 5, 0, 1, 2, 3], "each response once, so as many chosen as rejected ones"
+    assert donors("abba") == [1, 0, 3, 2]
+    assert donors("abcb") == [3, 2, 1, 0]
+    assert donors("aaba") == [2, 2, 0, 2], "there is one other"
     assert donors("aaa") == [2, 0, 1], "there is no other prompt"
 
 

@@ -1,14 +1,15 @@
 """KTO: Ethayarajh et al., "KTO: Model Alignment as Prospect Theoretic Optimization" (arXiv:2402.01306), equation 7.
 
 The reference point, KL of policy and reference, is estimated as in the paper from mismatched pairs: the prompt of
-each row with the response of the nearest row before it that has another prompt (round the end of the batch), one
-estimate for the whole batch, clamped at 0. These rows are added by `extend`, read by both models like any others,
-and gone after `prepare`.
-TRL's estimate is of a micro-batch on each rank; with one of each, and no prompt twice, the losses agree.
+each row with the response of a row before it that has another prompt (round the end of the batch), one estimate for
+the whole batch, clamped at 0. These rows are added by `extend`, read by both models like any others, and gone after
+`prepare`. TRL's estimate is of a micro-batch on each rank; with one of each, and no prompt twice, the losses
+agree.
 """
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from typing import ClassVar
 
@@ -91,13 +92,19 @@ class KTO(BaseAlgorithm):
 
 
 def _of_another_prompt(prompts: Sequence[Sequence[int]]) -> list[int]:
-    """For each row the nearest before it with another prompt, round the end: the two rows of a pair stand side by side,
-    and a response to the prompt itself is no mismatch. Where all rows have one prompt, the row before."""
-    rows = len(prompts)
-    found = [(row - 1) % rows for row in range(rows)]
-    if all(prompt == prompts[0] for prompt in prompts):
-        return found
-    for row in [*range(rows), *range(rows)]:  # twice, for rows of one prompt may go on round the end
-        before = (row - 1) % rows
-        found[row] = found[before] if prompts[before] == prompts[row] else before
+    """For each row the row whose response it gets: one with another prompt, or the row before where all have one.
+
+    With rows of a prompt side by side, the rows of the most frequent prompt are a step that leads out of each. Where no
+    prompt has more than half of the rows, each response is then taken once: of pairs as many chosen as rejected.
+    """
+    numbers: dict[tuple[int, ...], int] = {}
+    prompt = [numbers.setdefault(tuple(tokens), len(numbers)) for tokens in prompts]
+    order = sorted(range(len(prompt)), key=prompt.__getitem__)
+    step = max(Counter(prompt).values()) if len(numbers) > 1 else 1
+    found = list(order)
+    for place, row in enumerate(order):
+        other = (place - step) % len(order)
+        while len(numbers) > 1 and prompt[order[other]] == prompt[row]:
+            other = (other - 1) % len(order)
+        found[row] = order[other]
     return found
