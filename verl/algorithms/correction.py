@@ -149,7 +149,8 @@ def mismatch(log_ratio: LogRatio, weights: Tensor | None = None) -> dict[str, fl
 
 
 def mismatch_shares(log_ratio: Tensor, active: Tensor, total_active: int) -> dict[str, Tensor | float]:
-    """`mismatch` without weights, as the additive shares of a micro-batch.
+    """`mismatch` without weights, as the additive shares of a micro-batch. Its means are over all tokens that count:
+    how many are finite elsewhere is not known here, so one that is not adds 0.
 
     Args:
         log_ratio: `[R]`, the trainer's log-probs minus the engine's.
