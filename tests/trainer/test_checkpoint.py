@@ -134,6 +134,26 @@ def test_saving_a_step_again_replaces_it(tmp_path: Path) -> None:
     assert sorted(p.name for p in tmp_path.iterdir()) == ["latest", "step-000005"]
 
 
+def test_what_is_no_checkpoint_is_never_replaced(tmp_path: Path) -> None:
+    (tmp_path / "project").mkdir()
+    (tmp_path / "project" / "manifest.json").write_text('{"name": "a web page"}')
+    (tmp_path / "file").write_text("precious")
+    (tmp_path / "link").symlink_to("project")
+    (tmp_path / "empty").mkdir()
+    before = sorted(tmp_path.rglob("*"))
+    for taken in ("project", "file", "link"):
+        with pytest.raises(CheckpointError, match=f"{taken} is there already and is no checkpoint.* name a directory"):
+            save_checkpoint(tmp_path / taken, 1, contents(1))
+    assert sorted(tmp_path.rglob("*")) == before
+    for step in (1, 2):
+        assert save_checkpoint(tmp_path / "empty", step, contents(step))
+    assert_holds(load_checkpoint(tmp_path / "empty"), 2)
+    # A run's own checkpoint that has lost its manifest gives way, so that the run can go on.
+    store = store_with(tmp_path / "store", 1)
+    (store.path(1) / "manifest.json").unlink()
+    assert store.save(1, contents(1), IDENTITY)
+
+
 def files_of(path: Path) -> list[Path]:
     return sorted(file for file in path.rglob("*") if file.is_file())
 

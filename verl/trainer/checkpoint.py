@@ -157,9 +157,11 @@ class CheckpointStore:
 
     def save(self, step: int, files: Mapping[str, Any], identity: Mapping[str, str] | None = None) -> SaveResult:
         """`save_checkpoint` under the step's name; older checkpoints go once this one is safe."""
-        result = save_checkpoint(self.path(step), step, files, identity)
+        # Under the store's own names even a directory that has lost its manifest is a checkpoint, to be replaced.
+        result = _save(self.path(step), step, files, identity or {})
         if not result:
             self.failures += 1
+            logger.warning("%s; training goes on, earlier checkpoints are untouched", result.error)
             return result
         link_atomic(self.directory / "latest", self.path(step).name)
         try:
@@ -203,8 +205,8 @@ class CheckpointStore:
 def save_checkpoint(
     path: str | Path, step: int, files: Mapping[str, Any], identity: Mapping[str, str] | None = None
 ) -> SaveResult:
-    """Write a checkpoint directory, replacing one that is there. A disk that is full or read-only is no exception:
-    the result says what happened, a warning is logged, and what was there before is untouched.
+    """Write a checkpoint directory, replacing a checkpoint that is there and nothing else. A disk that is full or
+    read-only is no exception: the result says what happened, and what was there before is untouched.
 
     Args:
         files: content by name. "x.json": a JSON value; "x.parquet": a `Batch`; a name without an ending: tensors by
@@ -212,24 +214,15 @@ def save_checkpoint(
         identity: what a reader must have in common with this run; see `model_identity`.
 
     Raises:
-        CheckpointError: a name or a content that a checkpoint cannot hold.
+        CheckpointError: a name or a content that a checkpoint cannot hold; or what is at `path` is no checkpoint.
     """
     path = Path(path).absolute()
-    staging = staging_of(path)
-    began = time.perf_counter()
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        clear_staging(path.parent)
-        staging.mkdir()
-        nbytes = _fill(staging, step, files, identity or {})
-        publish(staging, path)
-    except OSError as error:
-        error_text = f"checkpoint {path} was not saved: {_reason(error)}"
-        logger.warning("%s; training goes on, earlier checkpoints are untouched", error_text)
-        return SaveResult(error=error_text, seconds=time.perf_counter() - began)
-    finally:
-        try_remove(staging)
-    return SaveResult(path=path, nbytes=nbytes, seconds=time.perf_counter() - began)
+    if not _may_replace(path):
+        raise CheckpointError(
+            f"{path} is there already and is no checkpoint (it has no {MANIFEST} of one): nothing was saved, and it is "
+            "as it was; name a directory that is not there yet, or an empty one"
+        )
+    return _save(path, step, files, identity or {})
 
 
 def load_checkpoint(path: str | Path, identity: Mapping[str, str] | None = None) -> Checkpoint:
@@ -305,6 +298,38 @@ def verify(path: str | Path) -> VerifyReport:
     except CheckpointError as error:
         report.problems.append(str(error))
     return report
+
+
+def _may_replace(path: Path) -> bool:
+    """Whether a checkpoint may take the place: nothing is there, an empty directory, or a checkpoint."""
+    if not os.path.lexists(path):
+        return True
+    try:
+        if not any(path.iterdir()):
+            return True
+        manifest = json.loads((path / MANIFEST).read_text(encoding="utf-8"))  # others have a file of that name too
+    except (OSError, ValueError):
+        return False
+    return isinstance(manifest, dict) and {"digest", "files", "format", "identity", "step"} == manifest.keys()
+
+
+def _save(path: Path, step: int, files: Mapping[str, Any], identity: Mapping[str, str]) -> SaveResult:
+    """Write a checkpoint in place of whatever is at `path`."""
+    path = path.absolute()
+    staging = staging_of(path)
+    began = time.perf_counter()
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        clear_staging(path.parent)
+        staging.mkdir()
+        nbytes = _fill(staging, step, files, identity)
+        publish(staging, path)
+    except OSError as error:
+        error_text = f"checkpoint {path} was not saved: {_reason(error)}"
+        return SaveResult(error=error_text, seconds=time.perf_counter() - began)
+    finally:
+        try_remove(staging)
+    return SaveResult(path=path, nbytes=nbytes, seconds=time.perf_counter() - began)
 
 
 def _fill(staging: Path, step: int, files: Mapping[str, Any], identity: Mapping[str, str]) -> int:
