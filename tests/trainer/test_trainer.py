@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import resource
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -11,7 +12,7 @@ import pytest
 import torch
 
 import verl
-from verl.errors import ConfigError, TrainingError
+from verl.errors import CheckpointError, ConfigError, TrainingError
 from verl.shard import checksum
 from verl.trainer.trainer import _permuted
 
@@ -283,3 +284,22 @@ def test_amp_trains(tiny: Path) -> None:
     trainer = make(tiny, "ppo", n=2, use_amp=True)
     assert trainer.step(PROMPTS)["grad_norm/actor"] > 0
     assert next(trainer.actor.model.parameters()).dtype == torch.float32
+
+
+def test_a_disk_that_is_full_stops_what_was_asked_for_and_no_training(
+    tiny: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    trainer = make(tiny, "grpo", n=2, checkpoint_dir=tmp_path / "own", save_every=1)
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (10_000, hard))
+    try:
+        trainer.step(PROMPTS)
+        assert "step-000001 was not saved" in caplog.text and "training goes on" in caplog.text
+        caplog.clear()
+        with pytest.raises(CheckpointError, match=r"asked was not saved: .* what was there before is untouched"):
+            trainer.save_checkpoint(tmp_path / "asked")
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    assert "training goes on" not in caplog.text
+    trainer.step(PROMPTS)
+    assert [path.name for path in (tmp_path / "own").iterdir()] == ["step-000002"]

@@ -19,13 +19,13 @@ import torch
 from verl.batch import Batch
 from verl.controller.once import on_main
 from verl.controller.ranks import is_main, torchrun_ranks
-from verl.errors import CheckpointError
 from verl.models.shards import load_model_shards, model_shards
 from verl.roles.actor import Actor
 from verl.roles.critic import Critic
 from verl.shard import checksum
 from verl.trainer.checkpoint import (
     Checkpoint,
+    SaveResult,
     VerifyReport,
     load_checkpoint,
     model_identity,
@@ -40,16 +40,10 @@ if TYPE_CHECKING:
 _PROBE_TOKENS = [1, 5, 3, 8, 2, 13, 7, 21]
 
 
-def save(trainer: Trainer, path: Path) -> None:
-    """Write a checkpoint. Of several ranks the first writes, once all have brought what they hold.
-
-    Raises:
-        CheckpointError: the disk did not take it; what was there before is untouched.
-    """
+def save(trainer: Trainer, path: Path) -> SaveResult:
+    """Write a checkpoint. Of several ranks the first writes, once all have brought what they hold."""
     files, ours = contents(trainer), identity(trainer)
-    result = on_main(f"save {path}", lambda: save_checkpoint(path, trainer.steps, files, ours))
-    if not result:
-        raise CheckpointError(result.error or f"checkpoint {path} was not saved")
+    return on_main(f"save {path}", lambda: save_checkpoint(path, trainer.steps, files, ours))
 
 
 def load(trainer: Trainer, path: Path) -> None:

@@ -22,7 +22,7 @@ from verl.data.buffers import Buffer, make_buffer
 from verl.dataflow.executor import Result, run_graph
 from verl.dataflow.graph import Graph, Node
 from verl.dataflow.nodes import experience_nodes, reward_node, rollout_node, update_nodes
-from verl.errors import ConfigError, DataError, TrainingError
+from verl.errors import CheckpointError, ConfigError, DataError, TrainingError
 from verl.models.memory import peak_memory
 from verl.roles.actor import STRATEGIES, Actor, as_strategy
 from verl.roles.critic import Critic
@@ -58,7 +58,7 @@ class Trainer:
         max_skipped_updates: updates in a row that may be skipped for non-finite numbers before the run ends.
         log_dir: where TensorBoard events and `metrics.jsonl` go; None: `runs/<algorithm>-<time>`; False: nowhere.
         on_log_hook: `fn(step, record)` gets every log record.
-        checkpoint_dir, save_every: automatic checkpoints.
+        checkpoint_dir, save_every: automatic checkpoints; one that the disk does not take is a warning.
         permute_rewards: a control: rewards are dealt out at random among the samples, so nothing can be learned.
         placement: where every role runs, by one map, see `DeviceMesh`; None: where the handles say. `device_map=`
             is the same.
@@ -228,7 +228,9 @@ class Trainer:
         self.steps += 1
         self.logger.log(self.steps, record)
         if self.save_every and self.checkpoint_dir and self.steps % self.save_every == 0:
-            self.save_checkpoint(Path(self.checkpoint_dir) / f"step-{self.steps:06d}")
+            result = state.save(self, Path(self.checkpoint_dir) / f"step-{self.steps:06d}")
+            if not result:
+                logger.warning("%s; training goes on, earlier checkpoints are untouched", result.error)
         return record
 
     def fit(self, prompts: Iterator[Any], steps: int) -> dict[str, Any]:
@@ -351,8 +353,16 @@ class Trainer:
         return {**metrics, **self.actor.compute_loss(prepared, self.algorithm)}
 
     def save_checkpoint(self, path: str | Path) -> None:
-        """Write everything an exact resume needs to a directory, whole or not at all."""
-        state.save(self, Path(path))
+        """Write everything an exact resume needs to a directory, whole or not at all.
+
+        Raises:
+            CheckpointError: the disk did not take it, or what is at `path` is no checkpoint; it is untouched.
+        """
+        result = state.save(self, Path(path))
+        if not result:
+            raise CheckpointError(
+                f"{result.error}; what was there before is untouched: free space or name another place, and save again"
+            )
 
     def load_checkpoint(self, path: str | Path) -> None:
         """Go on exactly from what `save_checkpoint` wrote.
