@@ -12,7 +12,7 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 RECIPE = ROOT / "examples" / "grpo_arithmetic.yaml"
-COMMANDS = ("train", "config", "report", "check", "verify", "doctor", "generate", "chat")
+COMMANDS = ("train", "config", "report", "check", "verify", "export", "doctor", "generate", "chat")
 
 
 def verl(*args, cwd=ROOT, **environment):

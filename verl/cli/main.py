@@ -14,6 +14,7 @@ from typer.core import TyperGroup
 from verl import __version__
 from verl.cli.chat import chat
 from verl.cli.doctor import doctor
+from verl.cli.export import export
 from verl.cli.generate import generate
 from verl.errors import ConfigError, VerlError
 
@@ -183,6 +184,7 @@ def verify(
         raise typer.Exit(OTHER_ERROR)
 
 
+app.command()(export)
 app.command()(doctor)
 app.command()(generate)
 app.command()(chat)

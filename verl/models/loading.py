@@ -135,7 +135,14 @@ def _located(path_or_name: str | Path, what: str) -> str:
 
 
 def _check_directory(directory: Path) -> None:
-    if not (directory / "config.json").is_file():
+    of_run = next((path for path in (directory, directory.parent) if (path / "actor" / "probe.json").is_file()), None)
+    has_config = (directory / "config.json").is_file()
+    if of_run is not None or (not has_config and (directory / "checkpoints").is_dir()):
+        raise ModelError(
+            f"{directory} is a checkpoint or a run, not a model directory: `verl export {of_run or directory} OUT` "
+            "writes its model as one"
+        )
+    if not has_config:
         raise ModelError(f"{directory} is not a model directory: it has no config.json")
     if any(directory.glob("*.safetensors")):
         return

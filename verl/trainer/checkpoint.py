@@ -140,6 +140,11 @@ class CheckpointStore:
         if self.directory.is_dir():
             clear_staging(self.directory)
 
+    @staticmethod
+    def holds(directory: Path) -> bool:
+        """Whether there are checkpoints in a directory, damaged ones included."""
+        return directory.is_dir() and any(_STEP.fullmatch(entry.name) for entry in directory.iterdir())
+
     def path(self, step: int) -> Path:
         return self.directory / f"step-{step:06d}"
 
@@ -225,11 +230,14 @@ def save_checkpoint(
     return _save(path, step, files, identity or {})
 
 
-def load_checkpoint(path: str | Path, identity: Mapping[str, str] | None = None) -> Checkpoint:
+def load_checkpoint(
+    path: str | Path, identity: Mapping[str, str] | None = None, unknown: Iterable[str] = ()
+) -> Checkpoint:
     """Check a checkpoint and open it.
 
     Args:
         identity: what the checkpoint must have been saved with; None: not compared.
+        unknown: parts of an identity that the caller has none of, so that they are not compared.
 
     Raises:
         DamagedCheckpointError: it is missing, incomplete or changed; says which file and how.
@@ -244,7 +252,8 @@ def load_checkpoint(path: str | Path, identity: Mapping[str, str] | None = None)
         if fault := _file_fault(root, name, entry["size"], entry["sha256"]):
             raise DamagedCheckpointError(f"checkpoint {root} is damaged: {fault}")
     if identity is not None:
-        _check_identity(root, manifest["identity"], identity)
+        saved = {key: value for key, value in manifest["identity"].items() if key not in unknown}
+        _check_identity(root, saved, identity)
     return Checkpoint(root, manifest["step"], dict(manifest["identity"]), tuple(manifest["files"]))
 
 

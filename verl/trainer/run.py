@@ -6,6 +6,7 @@ import json
 import logging
 import math
 import platform
+import shlex
 import time
 from collections.abc import Callable, Mapping
 from contextlib import nullcontext
@@ -154,7 +155,7 @@ class _Job:
         summary = self._summary(after)
         if is_main():
             self.run.finish(summary, steps=trainer.steps)
-            _print_table(summary, _report(self.run))
+            _print_table(summary, self.run.path, _report(self.run))
         return summary
 
     def _asked_to_stop(self, stop: StopSignal) -> bool:
@@ -332,7 +333,7 @@ def _report(run: Run) -> Path | None:
         return None
 
 
-def _print_table(summary: Mapping[str, Any], page: Path | None) -> None:
+def _print_table(summary: Mapping[str, Any], run: Path, page: Path | None) -> None:
     table = Table(title="result", show_header=False)
     if "headline" in summary:
         name = summary["headline"]
@@ -356,4 +357,7 @@ def _print_table(summary: Mapping[str, Any], page: Path | None) -> None:
         table.add_row("control", str(summary["control"]))
     if page is not None:
         table.add_row("report", str(page))
-    Console(soft_wrap=True).print(table)
+    console = Console(soft_wrap=True)
+    console.print(table)
+    # Outside of the table, which would break it: it is there to be copied.
+    console.print(f"the trained model: verl export {shlex.quote(str(run))} OUT", markup=False, highlight=False)

@@ -19,6 +19,7 @@ import torch
 from verl.batch import Batch
 from verl.controller.once import on_main
 from verl.controller.ranks import is_main, torchrun_ranks
+from verl.errors import CheckpointError
 from verl.models.shards import load_model_shards, model_shards
 from verl.roles.actor import Actor
 from verl.roles.critic import Critic
@@ -49,7 +50,8 @@ def save(trainer: Trainer, path: Path) -> SaveResult:
 def load(trainer: Trainer, path: Path) -> None:
     """Restore a checkpoint that rank 0 has found whole; every rank reads it."""
     ours = identity(trainer)
-    restore(trainer, on_main(f"load {path}", lambda: load_checkpoint(path, ours)))
+    # A run of `verl train` says what all its settings were, which a trainer does not know of itself.
+    restore(trainer, on_main(f"load {path}", lambda: load_checkpoint(path, ours, unknown=("settings",))))
 
 
 def identity(trainer: Trainer) -> dict[str, str]:
@@ -116,32 +118,53 @@ def restore(trainer: Trainer, checkpoint: Checkpoint) -> dict[str, Any]:
 def verify(path: str | Path) -> VerifyReport:
     """Check a checkpoint through: digests, tensors, and the reloaded actor's forward pass against the one noted when
     it was saved."""
-    from transformers import AutoConfig, AutoModelForCausalLM
-
-    from verl.models.heads import ValueModel
-    from verl.models.portable import PortableModel
-    from verl.workers.actor import ActorWorker, RolloutOptions, TrainOptions
-
     report = verify_files(path)
     if not report.ok:
         return report
     checkpoint = load_checkpoint(path)
     if "actor/probe.json" not in checkpoint:
         return report
+    _, fault = rebuild(checkpoint)
+    if fault is not None:
+        report.problems.append(fault)
+    return report
+
+
+def rebuild(checkpoint: Checkpoint) -> tuple[Any, str | None]:
+    """The actor's model, made anew from a checkpoint, and what is wrong with it: None if its outputs are those noted
+    when it was saved.
+
+    Raises:
+        CheckpointError: the checkpoint holds no actor, or one that cannot be made anew here.
+    """
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    from verl.models.heads import ValueModel
+    from verl.models.portable import PortableModel
+    from verl.workers.actor import ActorWorker, RolloutOptions, TrainOptions
+
     noted = checkpoint.json("actor/probe.json")
     settings = checkpoint.json("actor/config.json")
-    config = AutoConfig.for_model(**settings)
-    model = AutoModelForCausalLM.from_config(config, dtype=getattr(torch, noted["dtype"]))
+    try:
+        config = AutoConfig.for_model(**settings)
+        model = AutoModelForCausalLM.from_config(config, dtype=getattr(torch, noted["dtype"])).eval()
+    except (ValueError, KeyError) as error:
+        raise CheckpointError(
+            f"the model of {checkpoint.path} cannot be made by transformers alone ({error}): load the checkpoint into "
+            "a Trainer over the model it was made from, and call trainer.actor.save_pretrained(path)"
+        ) from error
     head = noted["head"]
     if head == "score":
-        model = ValueModel(model.base_model, (torch.zeros(1, config.get_text_config().hidden_size), None)).eval()
+        bias = [s.tensor for s in checkpoint.shards("actor/weights") if s.name == "score.bias"]
+        weight = torch.zeros(1, config.get_text_config().hidden_size)
+        model = ValueModel(model.base_model, (weight, torch.zeros(1) if bias else None)).eval()
     load_model_shards(model, checkpoint.shards("actor/weights"))
     worker = ActorWorker(PortableModel(model), None, (), TrainOptions(), RolloutOptions(), head=head)
     found = _probe(lambda verb, batch: getattr(worker, verb)(batch), model, head)
     gap = max(abs(a - b) for a, b in zip(found["outputs"], noted["outputs"], strict=True))
-    if not gap <= noted["tolerance"]:
-        report.problems.append(f"the reloaded actor's outputs differ by {gap:.3g} from those noted at the save")
-    return report
+    if gap <= noted["tolerance"]:
+        return model, None
+    return model, f"the reloaded actor's outputs differ by {gap:.3g} from those noted at the save"
 
 
 def _probe(call: Callable[[str, Batch], Batch], model: Any, head: str) -> dict[str, Any]:

@@ -1,0 +1,40 @@
+"""`verl export`: the trained model out of a run."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+
+def export(
+    checkpoint: Annotated[
+        Path,
+        typer.Argument(
+            metavar="CHECKPOINT",
+            help="A checkpoint, or a run's directory: then its newest whole checkpoint.",
+            show_default=False,
+        ),
+    ],
+    out: Annotated[Path, typer.Argument(metavar="OUT", help="Directory to make.", show_default=False)],
+    tokenizer: Annotated[
+        str | None,
+        typer.Option(help="Tokenizer directory or hub name (else that of the model the run began with)."),
+    ] = None,
+) -> None:
+    """Write the trained model of a run as a plain Hugging Face directory: config, safetensors, tokenizer.
+
+    The model is first checked like by `verl verify`: its outputs must be those noted when the checkpoint was saved.
+    OUT loads in transformers and vLLM, and is a MODEL for `verl generate`, `verl chat` and further training.
+
+    [bold]Examples[/bold]
+    $ verl export runs/latest models/mine
+    $ verl export runs/latest/checkpoints/step-000060 models/mine-60
+    $ verl chat models/mine
+    """
+    from verl.trainer.export import export as write
+
+    found = write(checkpoint, out, tokenizer)
+    typer.echo(f"step {found.step} of {found.path}", err=True)
+    typer.echo(out)
