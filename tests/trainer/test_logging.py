@@ -1,6 +1,7 @@
 import io
 import json
 import logging
+import resource
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -103,6 +104,29 @@ def test_any_value_finds_its_place_in_json(tmp_path: Path) -> None:
         "int": 3,
     }
     sink.close()
+
+
+def test_rows_that_a_full_disk_does_not_take_follow_when_there_is_room(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    file = tmp_path / "metrics.jsonl"
+    file.write_text('{"step": 1}\n{"step": 2, "lo')  # a crash amid a row
+    log = Logger([JsonlSink(file)])
+    assert file.read_text() == '{"step": 1}\n'
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (60, hard))
+    try:
+        for step in (2, 3, 4):
+            log.log(step, {"loss": step / 7})
+            content = file.read_text()
+            assert content.endswith("}\n"), "half a row stays in the file"
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    assert [json.loads(line)["step"] for line in content.splitlines()] == [1, 2]
+    assert caplog.text.count("they wait, and follow") == 1
+    log.log(5, {"loss": 0.5})
+    log.close()
+    assert [json.loads(line)["step"] for line in file.read_text().splitlines()] == [1, 2, 3, 4, 5]
 
 
 def test_failing_sink_and_hook_are_left_out_with_a_warning(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

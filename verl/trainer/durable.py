@@ -8,6 +8,7 @@ import os
 import re
 import shutil
 from pathlib import Path
+from typing import IO
 
 logger = logging.getLogger(__name__)
 
@@ -45,6 +46,24 @@ def write_atomic(path: Path, text: str) -> None:
     finally:
         staging.unlink(missing_ok=True)
     sync_directory(path.parent)
+
+
+def append_lines(path: Path, text: str) -> None:
+    """Let whole lines follow in a file, all or none; a torn last line that a crash has left goes first.
+
+    Raises:
+        OSError: the disk does not take them.
+    """
+    with path.open("a+b", buffering=0) as file:
+        end = _whole_lines(file)
+        file.truncate(end)
+        try:
+            rest = memoryview(text.encode())
+            while rest:
+                rest = rest[file.write(rest) or 0 :]
+        except OSError:
+            file.truncate(end)
+            raise
 
 
 def link_atomic(link: Path, target: str) -> None:
@@ -133,6 +152,18 @@ def alive(pid: int) -> bool:
     except PermissionError:
         return True
     return True
+
+
+def _whole_lines(file: IO[bytes]) -> int:
+    """Where the last whole line of a file ends."""
+    end = file.seek(0, os.SEEK_END)
+    while end:
+        start = max(0, end - (1 << 16))
+        file.seek(start)
+        if cut := file.read(end - start).rfind(b"\n") + 1:
+            return start + cut
+        end = start
+    return 0
 
 
 def _replaced(path: Path) -> Path:

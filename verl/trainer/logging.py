@@ -17,6 +17,7 @@ from typing import Any, Protocol, runtime_checkable
 
 from verl.controller.ranks import is_main, torchrun_ranks, who
 from verl.errors import ConfigError, nearest
+from verl.trainer.durable import append_lines
 
 logger = logging.getLogger(__name__)
 
@@ -81,21 +82,34 @@ class Logger:
 
 class JsonlSink:
     """Appends one JSON object a line: `step` and the record. Numbers that are not finite become null, as JSON has
-    none. A line is in the file when `write` returns."""
+    none. A line is in the file when `write` returns; what the disk does not take waits, and follows when it does."""
 
     name = "metrics.jsonl"
 
     def __init__(self, path: str | Path) -> None:
-        Path(path).parent.mkdir(parents=True, exist_ok=True)
-        self._file = Path(path).open("a", encoding="utf-8")  # noqa: SIM115 - open as long as the sink
+        self._path = Path(path)
+        self._waiting: list[str] = []
+        self._is_told = False
+        self._path.parent.mkdir(parents=True, exist_ok=True)
+        append_lines(self._path, "")
 
     def write(self, step: int, record: Record) -> None:
         row = {"step": step, **{name: _plain(value) for name, value in record.items()}}
-        self._file.write(json.dumps(row, allow_nan=False) + "\n")
-        self._file.flush()
+        self._waiting.append(json.dumps(row, allow_nan=False) + "\n")
+        try:
+            self._append()
+        except OSError as error:
+            if not self._is_told:
+                logger.warning("%s takes no rows (%s): they wait, and follow when it does", self._path, error)
+            self._is_told = True
 
     def close(self) -> None:
-        self._file.close()
+        self._append()
+
+    def _append(self) -> None:
+        if self._waiting:
+            append_lines(self._path, "".join(self._waiting))
+            self._waiting.clear()
 
 
 class TensorBoardSink:
