@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import resource
 import time
 from pathlib import Path
 from typing import Any
@@ -68,6 +69,32 @@ def test_a_trace_is_chrome_trace_json(tmp_path: Path) -> None:
     (tmp_path / "other").write_text("{}")
     with pytest.raises(DataError, match="is no timeline"):
         read_timeline(tmp_path / "other")
+
+
+def test_a_trace_that_was_cut_off_goes_on_whole(tmp_path: Path) -> None:
+    file = tmp_path / "timeline.json"
+    Timeline(file).add([Span("rollout", "actor", 1.0, 1.0), Span("reward", "reward", 2.0, 1.0)], step=1)
+    whole = file.read_bytes()
+    for cut, left in ((0, []), (1, []), (len(whole) - 40, ["rollout"]), (len(whole), ["rollout", "reward"])):
+        file.write_bytes(whole[:cut])
+        Timeline(file).add([Span("update", "actor", 3.0, 1.0)], step=2)
+        json.loads(file.read_text().rstrip().rstrip(",") + "]")
+        assert [span.node for span in read_timeline(file)] == [*left, "update"]
+
+
+def test_a_full_disk_delays_a_trace_and_stops_nothing(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (300, hard))
+    try:
+        timeline = Timeline(tmp_path / "timeline.json")
+        for step in (1, 2):
+            timeline.add([Span("rollout", "actor", float(step), 1.0)], step)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    assert caplog.text.count("they wait, and follow") == 1
+    assert timeline.path.read_text() == "[\n"
+    timeline.add([Span("rollout", "actor", 3.0, 1.0)], step=3)
+    assert [span.start for span in read_timeline(timeline.path)] == [1.0, 2.0, 3.0]
 
 
 def test_shares_are_of_the_union_and_the_mean_of_ranks() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import socket
 from collections import defaultdict
 from collections.abc import Iterable
@@ -13,6 +14,9 @@ from typing import Any
 from verl.dataflow.executor import Result
 from verl.dataflow.graph import Graph
 from verl.errors import DataError
+from verl.trainer.durable import append_lines
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -49,13 +53,15 @@ def busy_shares(spans: Iterable[Span], seconds: float) -> dict[str, float]:
 
 class Timeline:
     """A file of trace events that is whole whenever it is looked at: one event a line, the closing bracket left out,
-    which the format allows. Attempts of a run follow each other in it."""
+    which the format allows. Attempts of a run follow each other in it. Events that the disk does not take wait, and
+    follow when it does; a trace never stops training."""
 
     def __init__(self, path: str | Path) -> None:
         self.path = Path(path)
         self._rows: dict[tuple[int, str], int] = {}
-        if not self.path.exists():
-            self.path.write_text("[\n", encoding="utf-8")
+        self._waiting: list[str] = []
+        self._is_told = False
+        self._append()
 
     def add(self, spans: Iterable[Span], step: int) -> None:
         """Write down the spans of a step. A process of the trace is a rank with its host, a thread of it a role."""
@@ -81,8 +87,19 @@ class Timeline:
                     "args": {"step": step, "role": span.role, "rank": span.rank, "host": span.host},
                 }
             )
-        with self.path.open("a", encoding="utf-8") as file:
-            file.write("".join(json.dumps(event) + ",\n" for event in events))
+        self._waiting += [json.dumps(event) + ",\n" for event in events]
+        self._append()
+
+    def _append(self) -> None:
+        try:
+            append_lines(self.path, "")  # cuts what a crash amid a line has left
+            begin = "" if self.path.stat().st_size else "[\n"
+            append_lines(self.path, begin + "".join(self._waiting))
+            self._waiting.clear()
+        except OSError as error:
+            if not self._is_told:
+                logger.warning("%s takes no events (%s): they wait, and follow when it does", self.path, error)
+            self._is_told = True
 
     def _named(self, place: tuple[int, str]) -> dict[str, Any]:
         rank, role = place
