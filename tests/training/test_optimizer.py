@@ -165,6 +165,19 @@ def test_state_round_trip_goes_on_bit_for_bit(dtype: torch.dtype) -> None:
         assert torch.equal(tensor, resumed.state()[0][name]), name
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_masters_become_the_weights_of_a_model_in_fp32(dtype: torch.dtype) -> None:
+    half, full = _linear(dtype), _linear(torch.float32, seed=1)
+    first, second = _optimizer(half, lr=1e-2), _optimizer(full, lr=1e-2)
+    _steps(half, first, range(2))
+    tensors, meta = first.state()
+    second.load_state(tensors, meta)
+    assert all(torch.equal(weight, tensors[f"{name}.master"]) for name, weight in full.named_parameters())
+    _steps(full, second, range(2))
+    # Kept beside the weights that are trained now, they would be saved again and win over them at the next load.
+    assert [name for name in second.state()[0] if name.endswith(".master")] == []
+
+
 def test_state_of_another_model_is_refused() -> None:
     model = _linear(torch.bfloat16)
     optimizer = _optimizer(model)

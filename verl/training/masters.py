@@ -71,7 +71,7 @@ class MasterOptimizer:
 
     @torch.no_grad()
     def load(self, saved: Mapping[str, Mapping[str, Any]], groups: list[dict[str, Any]]) -> None:
-        """Take over what `state` and `groups` gave; live weights become the masters, rounded."""
+        """Take over what `state` and `groups` gave; live weights become the masters, rounded where they have less."""
         own = self._optimizer.state_dict()["param_groups"]
         for group, before in zip(own, groups, strict=False):
             group.update(before)
@@ -79,8 +79,9 @@ class MasterOptimizer:
         numbered = {}
         for weight, master in self._pairs():
             values = dict(saved[weight.name])
-            if master is not weight.live:
-                master.copy_(values.pop("master"))
+            # An fp32 weight takes the master of a bf16 one over: kept beside it, it would be saved again and be stale.
+            if (saved_master := values.pop("master", None)) is not None:
+                master.copy_(saved_master)
                 weight.live.copy_(master)
             if values:
                 numbered[index[id(master)]] = values
