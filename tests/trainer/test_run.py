@@ -324,6 +324,55 @@ def test_two_evaluations_of_a_step_are_one_row(tmp_path: Path, tiny: Path) -> No
     assert [row["step"] for row in evals(run_dir(tmp_path))] == [0, 1]
 
 
+def test_an_evaluation_that_is_made_again_is_one_row_of_the_metrics(tmp_path: Path, tiny: Path) -> None:
+    for total, evaluated in ((2, [0, 2]), (4, [0, 2, 4])):
+        short = {"trainer.total_steps": total, "trainer.eval_every": None}
+        train(build_config(settings(tmp_path, tiny, **short)))
+        for _ in range(2):
+            (run_dir(tmp_path) / "summary.json").unlink()  # as if it had been cut off before
+            train(build_config(settings(tmp_path, tiny, **short)))
+        assert [row["step"] for row in rows(run_dir(tmp_path)) if "eval/reward" in row] == evaluated
+        assert [row["step"] for row in rows(run_dir(tmp_path)) if "reward" in row] == [*range(1, total + 1)]
+
+
+def test_a_run_that_goes_on_is_not_finished(tmp_path: Path, tiny: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    train(build_config(settings(tmp_path, tiny, **{"trainer.total_steps": 2})))
+    longer = build_config(settings(tmp_path, tiny, **{"trainer.total_steps": 3}))
+    summary = run_dir(tmp_path) / "summary.json"
+    assert summary.exists()
+
+    def cut(self: object, prompts: object) -> None:
+        raise DataError("cut off")
+
+    monkeypatch.setattr("verl.trainer.trainer.Trainer.advance", cut)
+    with pytest.raises(DataError, match="cut off"):
+        train(longer)
+    assert not summary.exists()
+    monkeypatch.undo()
+    train(longer)
+    assert json.loads(summary.read_text())["steps"] == 3
+
+
+@pytest.mark.parametrize("recorded", [False, True])
+def test_other_held_out_data_are_refused(tmp_path: Path, tiny: Path, recorded: bool) -> None:
+    pairs = {"algorithm.name": "dpo", "reward.path": None} if recorded else {}
+    short = settings(tmp_path, tiny, **pairs, **{"trainer.total_steps": 1, "trainer.eval_every": None})
+    longer = {**short, "trainer": {**short["trainer"], "total_steps": 2}}
+    pair = {"chosen": "aaaa", "rejected": "zzzz"} if recorded else {}
+    for name in ("train", "eval"):
+        lines = [json.dumps({"prompt": f"{name} {i}: ", **pair}) + "\n" for i in range(3)]
+        (tmp_path / f"{name}.jsonl").write_text("".join(lines))
+    train(build_config(short))
+    held_out = tmp_path / "eval.jsonl"
+    held_out.write_text(held_out.read_text().replace("eval 1", "eval 9"))
+    summary = (run_dir(tmp_path) / "summary.json").read_text()
+    with pytest.raises(DataError, match=r"data\.eval \(.*eval\.jsonl\) is not what the run began with.*--fresh"):
+        train(build_config(longer))
+    assert (run_dir(tmp_path) / "summary.json").read_text() == summary, "a run that is refused is as it was"
+    held_out.write_text(held_out.read_text().replace("eval 9", "eval 1"))
+    train(build_config(longer))
+
+
 @pytest.mark.parametrize(("component", "headline"), [("high", "accuracy"), ("signs", "reward")])
 def test_a_component_called_accuracy_is_one_if_it_is_a_share(
     tmp_path: Path, tiny: Path, component: str, headline: str

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from verl.batch import Batch
-from verl.errors import ConfigError
+from verl.errors import CheckpointError, ConfigError
 from verl.trainer.run_dir import Run, open_run, rewind_jsonl
 
 
@@ -90,6 +90,37 @@ def test_an_evaluation_is_one_row_and_a_full_disk_a_warning(tmp_path: Path, capl
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
     assert "the evaluation of step 4 was not written to" in caplog.text and str(run.evals) in caplog.text
     assert run.evals.read_text() == noted
+
+
+def test_a_disk_that_takes_nothing_is_told_in_words(tmp_path: Path) -> None:
+    run = opened(tmp_path)
+    rows = "".join(json.dumps({"step": step}) + "\n" for step in range(50))
+    run.metrics.write_text(rows)
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (20, hard))
+    try:
+        for write in (lambda: run.rewind(40), lambda: run.finish({"reward_after": 0.5}, steps=40)):
+            with pytest.raises(CheckpointError, match="free space and run the same command again"):
+                write()
+        run.note_environment({"python": "3"})
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    assert run.metrics.read_text() == rows
+
+
+def test_files_that_say_something_odd_say_nothing(tmp_path: Path) -> None:
+    run = opened(tmp_path)
+    run.metrics.write_text('{"step": null}\n{"step": "x"}\n[1]\n{"loss": 1}\n{"step": 1}\n\xff\n')
+    run.rewind(2)
+    assert run.metrics.read_text() == '{"step": 1}\n'
+    for steps in ("many", None):
+        (run.path / "summary.json").write_text(json.dumps({"state": "finished", "steps": steps}))
+        assert opened(tmp_path, total_steps=4).status == "resumed"
+    lock = tmp_path / ".grpo-tiny-12ab.lock"
+    host = os.uname().nodename
+    for pid, started in (("x", None), (0, None), (2**70, None), (os.getpid(), 7)):
+        lock.write_text(json.dumps({"pid": pid, "host": host, "started": started}))
+        assert opened(tmp_path, total_steps=4).status == "resumed"
 
 
 HOLD = """

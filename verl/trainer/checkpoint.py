@@ -197,7 +197,9 @@ class CheckpointStore:
                 continue
             return Checkpoint(found.path, found.step, found.identity, found.files, tuple(skipped))
         if skipped:
-            raise DamagedCheckpointError("no checkpoint is whole: " + "; ".join(skipped))
+            raise DamagedCheckpointError(
+                f"no checkpoint is whole: {'; '.join(skipped)}. Put one back from a copy, or start anew (--fresh)"
+            )
         return None
 
     def _discard(self, path: Path) -> None:

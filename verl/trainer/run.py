@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import logging
 import math
 import platform
@@ -23,12 +22,12 @@ from verl.config import Config, config_hash, run_id, to_yaml
 from verl.controller.controller import Controller
 from verl.controller.once import on_main
 from verl.controller.ranks import is_main, rank_here, torchrun_ranks
+from verl.data.files import digest
 from verl.data.prompts import PromptDataset
 from verl.errors import CheckpointError, DataError, VerlError
 from verl.models.memory import peak_memory
 from verl.trainer import build, state
-from verl.trainer.checkpoint import CheckpointStore
-from verl.trainer.durable import write_atomic
+from verl.trainer.checkpoint import Checkpoint, CheckpointStore
 from verl.trainer.evaluation import MetricFn, binomial_interval, paired_bootstrap, save_completions
 from verl.trainer.logging import Logger, open_logger, setup_logging
 from verl.trainer.report import SHARES, write_report
@@ -113,10 +112,11 @@ class _Job:
         self.totals = dict.fromkeys(_TOTALS, 0.0)
         self.seconds = 0.0
         self.before: dict[str, Any] | None = None
+        self.held_out = self._held_out()
         self.committed = self._resume()
         if is_main():
             self.trainer.use_logger(self._logger())
-            write_atomic(run.path / "environment.json", json.dumps(_environment(), indent=1) + "\n")
+            run.note_environment(_environment())
 
     def _logger(self) -> Logger:
         settings, run = self.config.trainer, self.run
@@ -129,6 +129,13 @@ class _Job:
             total_steps=settings.total_steps,
             resume_step=-1 if self.committed is None and run.status == "resumed" else self.committed,
         )
+
+    def _held_out(self) -> dict[str, Any] | None:
+        """What tells the held-out data from others."""
+        data = self.data.held_out
+        if data is None:
+            return None
+        return {"rows": len(data), "digest": digest(data.rows()) if isinstance(data, Batch) else data.fingerprint()}
 
     def execute(self) -> dict[str, Any]:
         """Evaluate, train, evaluate; with a checkpoint wherever it may have to stop."""
@@ -166,15 +173,25 @@ class _Job:
         """The step of the checkpoint that the run goes on from; None: it starts at the beginning."""
         identity = {**state.identity(self.trainer), "settings": config_hash(self.config)}
         checkpoint = on_main("load", lambda: self.store.load(identity=identity))
-        if is_main():
-            self.run.rewind(-1 if checkpoint is None else checkpoint.step)
-        if checkpoint is None:
-            return None
-        extra = state.restore(self.trainer, checkpoint)
+        if checkpoint is not None:
+            self._restore(checkpoint)
+        step = -1 if checkpoint is None else checkpoint.step
+        if is_main():  # once nothing is refused any more
+            self.run.rewind(step, evaluates=step >= self.config.trainer.total_steps)
+        return None if checkpoint is None else step
+
+    def _restore(self, checkpoint: Checkpoint) -> None:
+        extra = checkpoint.json("trainer.json")["extra"]
+        if "held_out" in extra and extra["held_out"] != self.held_out:
+            raise DataError(
+                f"data.eval ({self.config.data.eval}) is not what the run began with: the held-out rows were "
+                f"{_told(extra['held_out'])}, are {_told(self.held_out)}, so that the numbers before and after would "
+                "not be of the same problems. Give the same data, or start anew (--fresh)"
+            )
+        state.restore(self.trainer, checkpoint)
         self.data.train.load_state_dict(extra["loader"])
         self.totals, self.seconds, self.before = extra["totals"], extra["seconds"], extra["before"]
         logger.info("going on from step %d", checkpoint.step)
-        return checkpoint.step
 
     def _step(self) -> None:
         began = time.perf_counter()
@@ -193,6 +210,7 @@ class _Job:
             "totals": self.totals,
             "seconds": self.seconds,
             "before": self.before,
+            "held_out": self.held_out,
         }
         identity = {**state.identity(self.trainer), "settings": config_hash(self.config)}
         files, step = state.contents(self.trainer, extra), self.trainer.steps
@@ -297,6 +315,10 @@ def _readable(samples: Batch, held_out: Any, tokenizer: Any) -> Batch:
 
 def _finite(metrics: Mapping[str, float]) -> dict[str, float | None]:
     return {name: value if math.isfinite(value) else None for name, value in metrics.items()}
+
+
+def _told(held_out: Mapping[str, Any] | None) -> str:
+    return "none" if held_out is None else f"{held_out['rows']} with the digest {held_out['digest']}"
 
 
 def _flat(settings: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:

@@ -19,13 +19,13 @@ import os
 import re
 import socket
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, TextIO
 
-from verl.errors import ConfigError
+from verl.errors import CheckpointError, ConfigError
 from verl.trainer.durable import alive, clear_staging, link_atomic, write_atomic
 
 if sys.platform != "win32":
@@ -74,15 +74,25 @@ class Run:
         """The log of this attempt on one of several ranks."""
         return self.log if rank == 0 else self.log.with_suffix(f".rank{rank}.log")
 
-    def rewind(self, step: int) -> None:
-        """Forget what was recorded after `step`, the last committed one, so that no row is there twice."""
-        for file in (self.metrics, self.evals):
-            if file.exists():
-                rewind_jsonl(file, step)
-        for file in self.completions.glob("step-*.parquet"):
-            match = _COMPLETIONS.fullmatch(file.name)
-            if match and int(match[1]) > step:
-                file.unlink()
+    def rewind(self, step: int, *, evaluates: bool = False) -> None:
+        """Forget what was recorded after `step`, the last committed one, so that no row is there twice, and that the
+        run was finished, since it goes on.
+
+        Args:
+            evaluates: the first to come is another evaluation of `step`: the rows of the one before go too.
+
+        Raises:
+            CheckpointError: the disk does not take it.
+        """
+        with self._written():
+            (self.path / "summary.json").unlink(missing_ok=True)
+            for file in (self.metrics, self.evals):
+                if file.exists():
+                    rewind_jsonl(file, step, drop=_is_evaluation(step) if evaluates and file == self.metrics else None)
+            for file in self.completions.glob("step-*.parquet"):
+                match = _COMPLETIONS.fullmatch(file.name)
+                if match and int(match[1]) > step:
+                    file.unlink()
 
     def note_evaluation(self, row: Mapping[str, Any]) -> None:
         """Add a row to `eval.jsonl`, in place of one of its step; a disk that does not take it is a warning."""
@@ -92,13 +102,37 @@ class Run:
         except OSError as error:
             logger.warning("the evaluation of step %d was not written to %s: %s", step, self.evals, error)
 
+    def note_environment(self, environment: Mapping[str, Any]) -> None:
+        """Write `environment.json`; a disk that does not take it is a warning."""
+        file = self.path / "environment.json"
+        try:
+            write_atomic(file, json.dumps(environment, indent=1) + "\n")
+        except OSError as error:
+            logger.warning("%s was not written: %s", file, error)
+
     def finish(self, summary: Mapping[str, Any], *, steps: int) -> None:
         """Write `summary.json` and mark the run as finished after `steps` steps."""
         self.summarize({**summary, "state": "finished", "steps": steps})
 
     def summarize(self, summary: Mapping[str, Any]) -> None:
-        """Write `summary.json`; unless its `state` is "finished", the same command goes on with the run."""
-        write_atomic(self.path / "summary.json", json.dumps(summary, indent=1) + "\n")
+        """Write `summary.json`; unless its `state` is "finished", the same command goes on with the run.
+
+        Raises:
+            CheckpointError: the disk does not take it.
+        """
+        with self._written():
+            write_atomic(self.path / "summary.json", json.dumps(summary, indent=1) + "\n")
+
+    @contextmanager
+    def _written(self) -> Iterator[None]:
+        try:
+            yield
+        except OSError as error:
+            where = error.filename or self.path
+            raise CheckpointError(
+                f"{where} cannot be written ({error.strerror or error}); what was trained is in the checkpoints: free "
+                "space and run the same command again"
+            ) from error
 
     def close(self) -> None:
         """Let go of the lock."""
@@ -157,8 +191,11 @@ def open_run(
     return run
 
 
-def rewind_jsonl(file: Path, step: int, *rows: Mapping[str, Any]) -> None:
-    """Keep the rows of a JSONL file up to `step`, and let `rows` follow; a torn last line goes too."""
+def rewind_jsonl(
+    file: Path, step: int, *rows: Mapping[str, Any], drop: Callable[[Mapping[str, Any]], bool] | None = None
+) -> None:
+    """Keep the rows of a JSONL file up to `step`, but for those to `drop`, and let `rows` follow; a torn last line goes
+    too, and what is no row with a step."""
     kept = []
     content = file.read_text(encoding="utf-8", errors="replace") if file.exists() else ""
     for line in content.splitlines():
@@ -166,9 +203,15 @@ def rewind_jsonl(file: Path, step: int, *rows: Mapping[str, Any]) -> None:
             row = json.loads(line)
         except ValueError:
             continue
-        if isinstance(row, dict) and row.get("step", step + 1) <= step:
+        at = row.get("step") if isinstance(row, dict) else None
+        if isinstance(at, int) and at <= step and not (drop and drop(row)):
             kept.append(line + "\n")
     write_atomic(file, "".join([*kept, *(json.dumps(row) + "\n" for row in rows)]))
+
+
+def _is_evaluation(step: int) -> Callable[[Mapping[str, Any]], bool]:
+    """Whether a row of the metrics is of an evaluation of that step."""
+    return lambda row: row["step"] == step and all(name == "step" or name.startswith("eval/") for name in row)
 
 
 def _finished(path: Path, total_steps: int | None) -> bool:
@@ -178,7 +221,8 @@ def _finished(path: Path, total_steps: int | None) -> bool:
         return False
     if not isinstance(summary, dict) or summary.get("state") != "finished":
         return False
-    return total_steps is None or int(summary.get("steps", total_steps)) >= total_steps
+    steps = summary.get("steps", total_steps)
+    return total_steps is None or (isinstance(steps, int) and steps >= total_steps)
 
 
 def _aside(path: Path) -> Path:
@@ -219,7 +263,10 @@ def _holder(file: TextIO) -> dict[str, Any] | None:
         holder = json.loads(file.read())
     except ValueError:
         return None
-    return holder if isinstance(holder, dict) and holder.keys() == _myself().keys() else None
+    if not isinstance(holder, dict) or holder.keys() != _myself().keys():
+        return None
+    named = isinstance(holder["host"], str) and isinstance(holder["started"], str | None)
+    return holder if named and isinstance(holder["pid"], int) and 0 < holder["pid"] < 2**31 else None
 
 
 def _myself() -> dict[str, Any]:
