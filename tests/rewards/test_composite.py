@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from verl.batch import Batch
-from verl.errors import ConfigError
+from verl.errors import CheckpointError, ConfigError
 from verl.rewards.composite import CompositeReward, LengthPenalty
 from verl.rewards.make import make_reward
 from verl.rewards.source import RewardResult, RewardSource, run_reward
@@ -125,6 +125,19 @@ def test_smoothing_is_for_a_part_too_and_all_means_resume() -> None:
     resumed.load_state_dict(json.loads(json.dumps(source.state_dict())))  # type: ignore[attr-defined]
     assert run_reward(resumed, more).reward == run_reward(source, more).reward != run_reward(make(), more).reward
     resumed.load_state_dict({"mean": 4.0})  # as it was saved before there was an inner one
+
+
+def test_a_state_of_other_smoothing_is_refused() -> None:
+    smoothed = make_reward(length, smoothing=0.5)
+    part = make_reward({"a": {"source": length, "smoothing": 0.5}, "b": length})
+    for source, state, words in (
+        (smoothed, {}, "is smoothed here and was not"),
+        (part, {}, r"are \['a'\] here and were none"),
+        (part, {"mean": 1.0}, r"are \['a'\] here and were \['mean'\]"),
+        (make_reward({"a": length, "b": length}), {"mean": 1.0}, r"are none here and were \['mean'\]"),
+    ):
+        with pytest.raises(CheckpointError, match=words):
+            source.load_state_dict(state)  # type: ignore[attr-defined]
 
 
 def test_a_users_own_source_passes_through() -> None:

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from transformers import AutoModelForCausalLM
 
 import verl
 from verl.errors import CheckpointError, ConfigError, TrainingError
@@ -261,6 +262,36 @@ def test_checkpoints_resume_exactly(tiny: Path, tmp_path: Path) -> None:
     assert checksum(second.actor.shards()) == checksum(once.actor.shards())
     assert second.critic is not None and once.critic is not None
     assert checksum(second.critic.shards()) == checksum(once.critic.shards())
+
+
+def test_another_optimizer_or_smoothing_is_refused_before_anything_is_replaced(tiny: Path, tmp_path: Path) -> None:
+    def own(kind: type[torch.optim.Optimizer] | None, **options: Any) -> verl.Trainer:
+        model = AutoModelForCausalLM.from_pretrained(tiny)
+        optim = None if kind is None else kind(model.parameters(), lr=1e-2)  # type: ignore[call-arg]
+        actor = verl.Actor(model, str(tiny), optim=optim, sampling=SHORT)
+        reward = verl.Reward(low_bytes, **options)
+        return verl.Trainer(actor, reward=reward, algorithm="grpo", n=4, log_dir=False)
+
+    paths = {}
+    for kind in (None, torch.optim.SGD):
+        trainer = own(kind)
+        trainer.step(PROMPTS)
+        trainer.save_checkpoint(paths.setdefault(kind, tmp_path / str(kind)))
+    sgd, rmsprop = torch.optim.SGD, torch.optim.RMSprop
+    for trainer, path, words in (
+        (own(None), paths[sgd], "saved by SGD, and AdamW trains here"),
+        (own(rmsprop), paths[sgd], "saved by SGD, and RMSprop trains here"),
+        (own(sgd), paths[None], "saved by AdamW, and SGD trains here"),
+        (own(None, smoothing=0.5), paths[None], "is smoothed here and was not"),
+    ):
+        before = checksum(trainer.actor.shards())
+        with pytest.raises(CheckpointError, match=words):
+            trainer.load_checkpoint(path)
+        assert checksum(trainer.actor.shards()) == before and trainer.steps == 0
+    for kind in (None, sgd):
+        again = own(kind)
+        again.load_checkpoint(paths[kind])
+        again.step(PROMPTS)
 
 
 def test_automatic_checkpoints(tiny: Path, tmp_path: Path) -> None:

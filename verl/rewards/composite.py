@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from verl.batch import Batch
-from verl.errors import ConfigError
+from verl.errors import CheckpointError, ConfigError
 from verl.rewards.source import RewardResult, RewardSource
 
 
@@ -96,6 +96,17 @@ class CompositeReward:
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Restores `state_dict()`.
+
+        Raises:
+            CheckpointError: it is of other parts.
+        """
+        ours = self.state_dict().keys()
+        if ours != state.keys():
+            raise CheckpointError(
+                f"the parts of the reward that have a state (a running mean) are {sorted(ours) or 'none'} here and "
+                f"were {sorted(state) or 'none'} where it was saved: give those parts and smoothing, or start anew"
+            )
         for name, content in state.items():
             self.parts[name].load_state_dict(content)  # type: ignore[attr-defined]
 

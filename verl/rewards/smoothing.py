@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from verl.batch import Batch
-from verl.errors import ConfigError
+from verl.errors import CheckpointError, ConfigError
 from verl.rewards.source import RewardResult, RewardSource
 
 
@@ -41,6 +41,16 @@ class Smoothed:
         return {"mean": self.mean, **inner}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on from a saved mean.
+
+        Raises:
+            CheckpointError: there is none.
+        """
+        if "mean" not in state:
+            raise CheckpointError(
+                f"the reward '{self.name}' is smoothed here and was not where its state was saved, which has no mean: "
+                "leave smoothing out, or start anew"
+            )
         self.mean = state["mean"]
         if "source" in state:
             self.source.load_state_dict(state["source"])  # type: ignore[attr-defined]

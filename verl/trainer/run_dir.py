@@ -132,7 +132,7 @@ class Run:
             raise CheckpointError(
                 f"{where} cannot be written ({error.strerror or error}); what was trained is in the checkpoints: free "
                 "space and run the same command again"
-            ) from error
+            ) from None
 
     def close(self) -> None:
         """Let go of the lock."""

@@ -34,6 +34,7 @@ from verl.trainer.checkpoint import (
 )
 from verl.trainer.checkpoint import verify as verify_files
 from verl.trainer.rng import rng_state, set_rng_state
+from verl.training.optimizer import check_optimizer, optimizer_name
 
 if TYPE_CHECKING:
     from verl.trainer.trainer import Trainer
@@ -99,20 +100,37 @@ def contents(trainer: Trainer, extra: Mapping[str, Any] | None = None) -> dict[s
 
 
 def restore(trainer: Trainer, checkpoint: Checkpoint) -> dict[str, Any]:
-    """Put the trainer where the checkpoint was written; returns `extra`."""
+    """Put the trainer where the checkpoint was written; returns `extra`.
+
+    Raises:
+        CheckpointError: an optimizer or a reward is of another kind; nothing has been replaced then.
+    """
     state = checkpoint.json("trainer.json")
+    for role, handle in _roles(trainer).items():
+        check_optimizer(optimizer_name(handle.train_options.optimizer), state["roles"][role])
+    _restore_sources(trainer, state["sources"])
     for role, handle in _roles(trainer).items():
         handle.load_shards(checkpoint.shards(f"{role}/weights"))
         handle.load_state(checkpoint.tensors(f"{role}/optimizer"), state["roles"][role])
     trainer.steps, trainer.skipped = state["steps"], state["skipped"]
     trainer.algorithm.load_state_dict(state["algorithm"])
-    for role, source in trainer.sources.items():
-        source.load_state_dict(state["sources"][role])
     trainer.buffer.load_state(checkpoint.batch("buffer.parquet"))
     trainer.load_extra_files(checkpoint)
     set_rng_state(checkpoint.tensors("random"), state["random"])
     extra: dict[str, Any] = state["extra"]
     return extra
+
+
+def _restore_sources(trainer: Trainer, states: Mapping[str, Any]) -> None:
+    """Restore rewards and costs: all, or none if one refuses."""
+    before = {role: source.state_dict() for role, source in trainer.sources.items()}
+    try:
+        for role, source in trainer.sources.items():
+            source.load_state_dict(states.get(role, {}))
+    except CheckpointError:
+        for role, source in trainer.sources.items():
+            source.load_state_dict(before[role])
+        raise
 
 
 def verify(path: str | Path) -> VerifyReport:

@@ -54,6 +54,7 @@ class MixedPrecisionOptimizer:
         self._split = SplitAdamW(split, config)
         self._masters = MasterOptimizer(rest, config, optimizer) if rest else None
         self._has_own_lr = optimizer is None
+        self.name = optimizer_name(optimizer)
         if self._has_own_lr:
             config.lr_factor(config.warmup_steps)  # a schedule that cannot be computed fails here, not later
 
@@ -95,6 +96,7 @@ class MixedPrecisionOptimizer:
                 else:
                     values.setdefault(weight, {})[name] = value
         meta = {"completed_steps": self.completed_steps, "values": values, **self.gradients.state()}
+        meta["optimizer"] = self.name
         groups = [] if self._masters is None else self._masters.groups()
         return tensors, {**meta, "groups": groups} if groups else meta
 
@@ -102,8 +104,10 @@ class MixedPrecisionOptimizer:
         """Copy in what `state` returned. Live weights become the masters, rounded.
 
         Raises:
-            CheckpointError: a weight is unknown, has another shape, or lacks its master.
+            CheckpointError: it is of another kind of optimizer; a weight is unknown, has another shape, or lacks its
+                master.
         """
+        check_optimizer(self.name, meta)
         states = self._matched(tensors, meta.get("values", {}))
         self._split.load(states)
         if self._masters is not None:
@@ -144,3 +148,23 @@ class MixedPrecisionOptimizer:
             if live.dtype in (torch.bfloat16, torch.float16) and "master" not in states[name]:
                 raise CheckpointError(f"the optimizer state lacks '{name}.master': it is of weights in another dtype")
         return states
+
+
+def optimizer_name(optimizer: torch.optim.Optimizer | None) -> str:
+    """The kind of a caller's optimizer, or of the one that takes its place where there is none."""
+    return "AdamW" if optimizer is None else type(optimizer).__name__
+
+
+def check_optimizer(name: str, meta: Mapping[str, Any]) -> None:
+    """Refuse a state that an optimizer of another kind has saved: what it knows of a weight means nothing to this one.
+
+    Raises:
+        CheckpointError: it is one.
+    """
+    # Before optimizers were named there, only callers' own had groups.
+    saved = meta.get("optimizer", name if meta.get("groups") else "AdamW")
+    if saved != name:
+        raise CheckpointError(
+            f"the optimizer's state was saved by {saved}, and {name} trains here: give the optimizer of then, or begin "
+            "from the weights alone (`verl export`)"
+        )
