@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import copy
 import json
 import threading
 import time
@@ -14,7 +15,9 @@ from typing import Any
 import pytest
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
-from verl.errors import ConfigError
+from tests.conftest import CHAT
+from verl.errors import ConfigError, DataError
+from verl.roles.actor import Actor
 from verl.rollout.base import Request, Sample, SamplingParams
 from verl.rollout.episode import Outcome, run_episodes
 from verl.rollout.tools import MAX_HUNG, ToolEpisode, calculator, interpreter, tool
@@ -108,6 +111,27 @@ def test_chat_calls_are_answered_as_the_template_does(chat: PreTrainedTokenizerB
     assert second.id == "a#1"
     length = len(first.prompt_tokens) + len(chat(turns[0])["input_ids"])
     assert list(second.prompt_tokens[:length]) == [*first.prompt_tokens, *chat(turns[0])["input_ids"]]
+
+
+def test_a_result_is_whole_where_a_template_writes_the_last_turn_in_another_way(chat: PreTrainedTokenizerBase) -> None:
+    thinking = copy.deepcopy(chat)
+    thinking.chat_template = CHAT.replace(
+        "{{ m.content }}",
+        "{% if m.role == 'assistant' and loop.last %}<think>\n\n</think>\n\n{% endif %}{{ m.content }}",
+    )
+    turn = call("calculator", expression="12 + 7")
+    for ended, read in ((turn, ""), (turn.removesuffix("<|end|>"), "<|end|>")):
+        outcome, _ = play(ToolEpisode([calculator]), thinking, [ended, "19<|end|>"])
+        assert text_of(outcome, thinking, 0) == f"{read}\n<|tool|>19<|end|>\n<|assistant|>"
+
+
+@pytest.mark.parametrize("template", ["{{ messages[0].content }}", CHAT.replace("m in messages", "m in messages[:2]")])
+def test_a_template_without_results_is_refused_before_anything_starts(tiny: Path, template: str) -> None:
+    tokenizer = AutoTokenizer.from_pretrained(tiny)
+    tokenizer.chat_template = template
+    with pytest.raises(DataError, match="does not write messages of the role tool"):
+        Actor(str(tiny), tokenizer, episode=ToolEpisode([calculator]))
+    Actor(str(tiny), tokenizer, episode=ToolEpisode([calculator], form="plain"))
 
 
 def test_a_turn_that_does_not_end_itself_is_ended(chat: PreTrainedTokenizerBase) -> None:

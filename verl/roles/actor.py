@@ -147,6 +147,8 @@ class Actor:
         #: The episode's tools, as chat templates show them; whether it masks what may be sampled.
         self.tools: list[dict[str, Any]] = list(getattr(played, "schemas", ()))
         self.masks = bool(getattr(played, "masks", False))
+        if (check := getattr(played, "check_tokenizer", None)) is not None:
+            check(self.tokenizer)
         self.reference_model: PreTrainedModel | None = None
         #: Updates so far.
         self.policy_version = 0

@@ -29,7 +29,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from verl import sandbox
 from verl.data.tokenize import render
-from verl.errors import ConfigError, nearest
+from verl.errors import ConfigError, DataError, nearest
 from verl.rollout.base import Sample
 from verl.rollout.episode import Client, LateError, Turns, settled
 
@@ -47,6 +47,8 @@ _SIGNALS = (concurrent.futures.CancelledError, StopIteration)
 #: A token stands for at most about so many characters: of a longer result the end is not looked at.
 _CHARACTERS = 64
 _CALL = re.compile(r"<tool_call>(.*?)</tool_call>", re.DOTALL)
+#: Stand in a chat for a policy's words and a tool's result; no template writes them by itself.
+_SPOKEN, _RESULT = "what-the-policy-said", "what-the-tool-said"
 _OPERATORS: dict[type[ast.AST], Callable[..., Any]] = {
     ast.Add: operator.add,
     ast.Sub: operator.sub,
@@ -222,6 +224,10 @@ class ToolEpisode:
         self.schemas = [] if form == "plain" else [one.schema for one in made]
         self.max_turns, self.max_result_tokens, self.deadline = max_turns, max_result_tokens, deadline
 
+    def check_tokenizer(self, tokenizer: PreTrainedTokenizerBase) -> None:
+        """Raises DataError if this tokenizer's chat template has no way to tell the policy a result."""
+        self.form.check(tokenizer)
+
     async def __call__(self, client: Client, row: Mapping[str, Any]) -> list[Turns]:
         assert client.tokenizer is not None
         turns, limit = Turns(), client.params.max_new_tokens
@@ -284,17 +290,35 @@ class _ChatForm:
             return "error: name must be text, arguments a mapping"
         return name, arguments
 
+    def check(self, tokenizer: PreTrainedTokenizerBase) -> None:
+        self._behind(tokenizer, [_RESULT])
+
     def reply(self, tokenizer: PreTrainedTokenizerBase, sample: Sample, results: Sequence[str]) -> list[int]:
         """What the template writes behind the policy's turn: the rest of that turn's end, the results, a new turn."""
-        spoken = [{"role": "user", "content": "?"}, {"role": "assistant", "content": "!"}]
-        before = render(tokenizer, spoken, reply=False)
+        text, last = self._behind(tokenizer, results), sample.tokens[-1]
+        if last == tokenizer.eos_token_id or last in tokenizer.added_tokens_decoder:
+            # A template ends a turn by the token that ends a response, then goes on: what the policy wrote is not
+            # repeated. It is looked for in front of the results only, as each of them may end with it, too.
+            before, end = self._behind(tokenizer, [_RESULT]).partition(_RESULT)[0], str(tokenizer.decode([last]))
+            text = text[before.index(end) + len(end) :] if end in before else text
+        return list(tokenizer(text, add_special_tokens=False)["input_ids"])
+
+    def _behind(self, tokenizer: PreTrainedTokenizerBase, results: Sequence[str]) -> str:
+        """What the template writes behind the words of a turn that these results answer. It is read off one chat: a
+        template may write the words of a last turn in another way than those of an earlier one.
+
+        Raises:
+            DataError: the template does not write the turn, or not the results behind it.
+        """
+        spoken = [{"role": "user", "content": "?"}, {"role": "assistant", "content": _SPOKEN}]
         messages = [*spoken, *({"role": "tool", "content": result} for result in results)]
-        text = render(tokenizer, messages)
-        end = str(tokenizer.eos_token)
-        ended = bool(sample.tokens) and sample.tokens[-1] == tokenizer.eos_token_id
-        # A template ends a turn by the token that ends a response, then goes on: what the policy wrote is not repeated.
-        start = before.rfind(end) + len(end) * ended if end in before[before.rfind("!") :] else len(before)
-        return list(tokenizer(text[start:], add_special_tokens=False)["input_ids"])
+        _, found, text = render(tokenizer, messages).partition(_SPOKEN)
+        if not found or (_RESULT in results and _RESULT not in text):
+            raise DataError(
+                "the chat template does not write messages of the role tool behind the assistant's: take the plain "
+                "form of tool calls, or a tokenizer whose template does"
+            )
+        return text
 
 
 class _PlainForm:
@@ -304,6 +328,8 @@ class _PlainForm:
         self.arguments = {name: list(inspect.signature(one.function).parameters) for name, one in tools.items()}
         if wrong := next((name for name, names in self.arguments.items() if len(names) != 1), None):
             raise ConfigError(f"tool {wrong} takes {len(self.arguments[wrong])} arguments: the plain form gives one")
+
+    def check(self, tokenizer: PreTrainedTokenizerBase) -> None: ...
 
     def calls(self, text: str) -> list[_Call]:
         opened, closed = text.rfind("<<"), text.rfind(">>")
