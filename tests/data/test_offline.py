@@ -53,6 +53,43 @@ def test_labels_and_demonstrations(name: str, tokenizer: Any) -> None:
     assert tokenizer.decode(loader.batch["response_tokens"][0]) == "Blue.<|end|>"
 
 
+@pytest.mark.parametrize("kind", ["demonstrations", "labels", "pairs"])
+def test_a_reply_is_trained_with_all_that_its_template_writes(kind: str, tokenizer: Any) -> None:
+    tokenizer.chat_template = tokenizer.chat_template.replace(
+        "{{ m.content }}",
+        "{% if m.reasoning_content %}<think>{{ m.reasoning_content }}</think>{% endif %}{{ m.content }}"
+        "{% for c in m.tool_calls or [] %}[{{ c.function.name }}({{ c.function.arguments.x }})]{% endfor %}",
+    )
+    call = {"type": "function", "function": {"name": "f", "arguments": {"x": 1}}}
+    replies = [
+        {"role": "assistant", "content": None, "tool_calls": [call]},
+        {"role": "assistant", "content": "Blue.", "reasoning_content": "Seen."},
+        {"role": "assistant", "content": "Blue.", "tool_calls": None},
+    ]
+    rows = {
+        "demonstrations": [{"messages": [*ASK, reply]} for reply in replies],
+        "labels": [{"prompt": ASK, "completion": [reply], "label": 1} for reply in replies],
+        "pairs": [{"chosen": [*ASK, reply], "rejected": ASK + BAD} for reply in replies],
+    }[kind]
+    batch = OfflineDatasetLoader(rows, tokenizer).batch
+    written = [tokenizer.decode(tokens) for tokens in batch["response_tokens"]]
+    expected = ["[f(1)]<|end|>", "<think>Seen.</think>Blue.<|end|>", "Blue.<|end|>"]
+    assert written[:: 2 if kind == "pairs" else 1] == expected
+    assert batch["response"][:: 2 if kind == "pairs" else 1] == ["", "Blue.", "Blue."]
+    with pytest.raises(DataError, match="row 0: the response has tool_calls besides its content"):
+        OfflineDatasetLoader([{"prompt": "Sky?", "completion": replies[:1]}], tokenizer)
+
+
+def test_a_template_that_cannot_write_a_whole_reply_is_told(tokenizer: Any) -> None:
+    tokenizer.chat_template = "{{ messages|length }}"
+    row = {"messages": [*ASK, {**GOOD[0], "reasoning_content": "Seen."}]}
+    with pytest.raises(DataError, match="does not write this reply behind its prompt"):
+        OfflineDatasetLoader([row], tokenizer)
+    row = {"messages": [*ASK, {**GOOD[0], "tool_calls": [{"type": "function"}]}]}
+    with pytest.raises(DataError, match="does not write tool_calls"):
+        OfflineDatasetLoader([row], tokenizer)
+
+
 def test_recorded_experience_keeps_everything(tmp_path: Path) -> None:
     batch = Batch.from_rows(
         [

@@ -7,7 +7,8 @@ Recognised by their columns (TRL's and verl's names; a response is a text or mes
     demonstrations  `prompt` and `completion` or `response`; or `messages` that end with the assistant
     experience      `prompt_tokens` and `response_tokens`, as a run records it
 
-All become one `Batch`; a pair is a group of two rows, the chosen one (label 1) before the rejected one (label 0).
+All become one `Batch`; a pair is a group of two rows, the chosen one (label 1) before the rejected one (label 0). A
+reply of a chat is trained as the template writes it, with its `tool_calls` or `reasoning_content`.
 """
 
 from __future__ import annotations
@@ -84,10 +85,13 @@ class OfflineDatasetLoader:
         kept = encode(bare)
         if not len(kept):
             raise DataError(f"every prompt is longer than {self.max_prompt_length} tokens; none is left")
-        chats = kept["messages"] if "messages" in kept else repeat(None)
         responses = [
-            encode_reply(tokenizer, reply, None if chat is None else json.loads(chat))
-            for reply, chat in zip(kept["response"], chats, strict=False)
+            encode_reply(
+                tokenizer,
+                row["response"] if row.get("reply") is None else json.loads(row["reply"]),
+                None if row.get("messages") is None else json.loads(row["messages"]),
+            )
+            for row in kept.select(("response", "reply", "messages")).rows()
         ]
         limit = self.max_response_length
         self.counts = encode.counts
@@ -151,8 +155,9 @@ class _Reader:
             prompt = fields.pop("prompt", None)
             prompt, (chosen, rejected) = _split_pair(prompt, chosen, rejected, where)
             shared = self.form.row({"prompt": prompt, **fields}, where)
+            shared["group"] = f"{number}"
             return [
-                {"id": f"{number}/{i}", "group": f"{number}", **shared, **_response(text, where), "label": label}
+                {"id": f"{number}/{i}", **shared, **_response(text, shared, where), "label": label}
                 for i, (text, label) in enumerate(((chosen, 1.0), (rejected, 0.0)))
             ]
         row: dict[str, Any] = {"id": str(number), "group": str(number)}
@@ -164,7 +169,8 @@ class _Reader:
         else:
             name = next(name for name in _RESPONSES if fields.get(name) is not None)
             response = fields.pop(name)
-        return [{**row, **self.form.row(fields, where), **_response(response, where)}]
+        prompted = self.form.row(fields, where)
+        return [{**row, **prompted, **_response(response, prompted, where)}]
 
 
 def _read(source: Any, name: str, form: PromptForm) -> tuple[str, Batch]:
@@ -293,17 +299,31 @@ def _split_pair(prompt: Any, chosen: Any, rejected: Any, where: str) -> tuple[An
     raise DataError(f"{where}: chosen and rejected must both be texts or both be messages")
 
 
-def _response(value: Any, where: str) -> dict[str, Any]:
-    """The reply's text."""
+def _response(value: Any, prompted: Mapping[str, Any], where: str) -> dict[str, Any]:
+    """The reply's text, behind the prompt of that row; the whole message as JSON (`reply`) if there is more to it."""
     if isinstance(value, str):
         return {"response": value}
     if not is_messages(value):
         raise DataError(f"{where}: the response is neither a text nor messages")
-    if len(value) == 1 and value[0]["role"] == "assistant":
-        return {"response": content_text(value[0])}
-    raise DataError(
-        f"{where}: the response must be one message of the assistant; put what comes before it into the prompt"
-    )
+    if len(value) > 1 or value[0]["role"] != "assistant":
+        raise DataError(
+            f"{where}: the response must be one message of the assistant; put what comes before it into the prompt"
+        )
+    text = content_text(value[0])
+    message = {**value[0], "content": text}
+    more = [key for key, item in message.items() if key not in ("role", "content") and item is not None]
+    if not more:
+        return {"response": text}
+    if "messages" not in prompted:
+        raise DataError(
+            f"{where}: the response has {', '.join(more)} besides its content, which only a chat template writes: "
+            "make the prompt messages, or take them out"
+        )
+    try:
+        reply = json.dumps({key: item for key, item in message.items() if item is not None}, ensure_ascii=False)
+    except TypeError as error:
+        raise DataError(f"{where}: the response is a message that is no JSON: {error}") from error
+    return {"response": text, "reply": reply}
 
 
 def _label(value: Any, where: str) -> float:

@@ -180,15 +180,29 @@ def render(
     return str(text)
 
 
-def encode_reply(tokenizer: Any, reply: str, messages: Sequence[Any] | None = None) -> list[int]:
-    """Tokens of a reply and its end: as the chat template writes it after `messages`, else the text and EOS."""
+def encode_reply(tokenizer: Any, reply: str | Mapping[str, Any], messages: Sequence[Any] | None = None) -> list[int]:
+    """Tokens of a reply and its end: as the chat template writes it after `messages`, else the text and EOS.
+
+    Args:
+        reply: its text; or a whole message of the assistant, with what only a template writes (`tool_calls`).
+
+    Raises:
+        DataError: the template does not write a whole message behind `messages`, or not its calls.
+    """
     eos = tokenizer.eos_token_id
+    message = {"role": "assistant", "content": reply} if isinstance(reply, str) else reply
     if messages is not None:
         before = render(tokenizer, messages)
-        whole = render(tokenizer, [*messages, {"role": "assistant", "content": reply}], reply=False)
+        whole = render(tokenizer, [*messages, message], reply=False)
+        if message.get("tool_calls"):
+            silent = {name: item for name, item in message.items() if name != "tool_calls"}
+            if whole == render(tokenizer, [*messages, silent], reply=False):
+                raise DataError("the chat template does not write tool_calls: put the calls into the content")
         if whole.startswith(before):
             tokens = list(tokenizer(whole[len(before) :], add_special_tokens=False)["input_ids"])
             # What the template writes after the end of the turn is never generated.
             return tokens[: len(tokens) - tokens[::-1].index(eos)] if eos in tokens else tokens
+    if not isinstance(reply, str):
+        raise DataError(f"the chat template does not write this reply behind its prompt: {str(reply)[:200]}")
     tokens = list(tokenizer(reply, add_special_tokens=False)["input_ids"])
     return tokens if eos is None or tokens[-1:] == [eos] else [*tokens, eos]
