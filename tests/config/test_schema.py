@@ -131,7 +131,8 @@ def test_settings_that_contradict_each_other():
     )
     assert "trainer.eval_every: is set, but data.eval" in problem(trainer={"eval_every": 5})
     assert "data.train: must name either a task" in problem(data={"train": {"size": 3}})
-    assert "data.prompt_template: must contain {prompt}" in problem(data={"prompt_template": "Q:"})
+    for template in ("Q:", "{{prompt}}"):
+        assert "data.prompt_template: must contain {prompt}" in problem(data={"prompt_template": template})
     assert "reward: give one of" in problem(reward={"name": "task", "path": "r.py:f"})
     assert "reward.answer: is for built-in rewards" in problem(reward={"path": "r.py:f", "answer": "tag"})
     assert "reward.components.length: needs exactly one" in problem(reward={"components": {"length": {"weight": 2.0}}})

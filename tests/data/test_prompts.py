@@ -108,6 +108,21 @@ def test_template_and_system_prompt() -> None:
     assert json.loads(rows_of([own], system_prompt="other")[0]["messages"]) == own
     with pytest.raises(DataError, match=r"row 0.*'hont'.*did you mean 'hint'"):
         load_prompts([row], template="{prompt} {hont}")
+    with pytest.raises(DataError, match=r"names 'b', .*columns: hint, prompt; text in braces is written \{\{b\}\}"):
+        load_prompts([row], template="{prompt} frac{b}")
+
+
+@pytest.mark.parametrize(
+    ("template", "text"),
+    [
+        (r"{prompt} Put it in \boxed{}.", r"2+3 Put it in \boxed{}."),
+        ('{prompt} as {"answer": 1}', '2+3 as {"answer": 1}'),
+        ("{prompt} } { {0} {n.x} {n!r} { n }", "2+3 } { {0} {n.x} {n!r} { n }"),
+        ("{{prompt}} {{{prompt}}} {{}} {n}", "{prompt} {2+3} {} {hint}"),
+    ],
+)
+def test_braces_around_anything_but_a_column_are_text(template: str, text: str) -> None:
+    assert rows_of([{"prompt": "2+3", "n": "{hint}"}], template=template)[0]["prompt"] == text
 
 
 def test_a_broken_line_is_named(tmp_path: Path) -> None:

@@ -301,7 +301,7 @@ class DataConfig(Section):
         default=None, description="column that holds the prompt (null: prompt, messages, question, ...)"
     )
     prompt_template: str | None = Field(
-        default=None, description="text with {prompt} in the prompt's place, and other columns by name"
+        default=None, description="text with {prompt} in the prompt's place, other columns by name; {{ is a {"
     )
     system_prompt: str | None = Field(default=None, description="system message that starts each chat")
     chat: bool | None = Field(
@@ -322,7 +322,7 @@ class DataConfig(Section):
 
     @model_validator(mode="after")
     def _check(self) -> DataConfig:
-        if self.prompt_template is not None and "{prompt}" not in self.prompt_template:
+        if self.prompt_template is not None and "{prompt}" not in self.prompt_template.replace("{{", ""):
             raise _wrong("prompt_template", "must contain {prompt}, where the prompt goes")
         for name in ("train", "eval"):
             source = getattr(self, name)

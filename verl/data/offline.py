@@ -155,7 +155,7 @@ class _Reader:
             prompt = fields.pop("prompt", None)
             prompt, (chosen, rejected) = _split_pair(prompt, chosen, rejected, where)
             shared = self.form.row({"prompt": prompt, **fields}, where)
-            shared["group"] = f"{number}"
+            shared = {"group": f"{number}", **shared}
             return [
                 {"id": f"{number}/{i}", **shared, **_response(text, shared, where), "label": label}
                 for i, (text, label) in enumerate(((chosen, 1.0), (rejected, 0.0)))

@@ -9,6 +9,7 @@ the system needs for itself is kept as `user.<name>`; rewards see it under its o
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -27,6 +28,8 @@ USER_PREFIX = "user."
 _PROMPT_FIELDS = ("prompt", "messages", "prompt_tokens")
 #: What torch's own collation makes of rows is one mapping of columns, or a chat whose roles are lists.
 _COLLATED = "a DataLoader needs collate_fn=list, which leaves the rows as they are"
+#: A column in a template, or a doubled brace.
+_BRACES = re.compile(r"\{\{|\}\}|\{([^\W\d]\w*)\}")
 #: Names that the system fills in itself, so that a user's column of that name has to step aside.
 _RESERVED = (frozenset(SCHEMA) | WRITTEN) - {"task"}
 
@@ -99,8 +102,9 @@ class PromptStream:
 class PromptForm:
     """How a row of a data set becomes a prompt.
 
-    `template` is a text with `{prompt}` in the prompt's place; other columns may stand in it by name. It is applied
-    to a string, or to the last message of a chat. `system_prompt` starts each chat; a string becomes a chat's
+    `template` is a text with `{prompt}` in the prompt's place; other columns may stand in it by name. Braces around
+    anything but a name are text (`\\boxed{}`), and so is a doubled brace, once. It is applied to a string, or to the
+    last message of a chat. `system_prompt` starts each chat; a string becomes a chat's
     user message if `chat` is set or there is a system prompt, and else stays as it is.
     """
 
@@ -149,11 +153,14 @@ class PromptForm:
     def _fill(self, prompt: str, fields: Mapping[str, Any], where: str) -> str:
         if self.template is None:
             return prompt
-        try:
-            return self.template.format_map({**fields, "prompt": prompt})
-        except KeyError as error:
-            hint = nearest(str(error.args[0]), fields)
-            raise DataError(f"{where}: the prompt template names {error}, which the row lacks: {hint}") from error
+        values = {**fields, "prompt": prompt}
+        for name in filter(None, _BRACES.findall(self.template)):
+            if name not in values:
+                raise DataError(
+                    f"{where}: the prompt template names '{name}', which the row lacks: {nearest(name, values)} "
+                    f"(columns: {', '.join(sorted(values))}; text in braces is written {{{{{name}}}}})"
+                )
+        return _BRACES.sub(lambda found: str(values[found[1]]) if found[1] else found[0][0], self.template)
 
     def _dump(self, messages: list[dict[str, Any]], where: str) -> str:
         # Arrow fills in null for a key that only other messages have.
