@@ -20,6 +20,7 @@ from verl.errors import ConfigError, DataError
 from verl.roles.actor import Actor
 from verl.rollout.base import Request, Sample, SamplingParams
 from verl.rollout.episode import Outcome, run_episodes
+from verl.rollout.response import check_prompt
 from verl.rollout.tools import MAX_HUNG, ToolEpisode, calculator, interpreter, tool
 from verl.sandbox import Limits
 from verl.shard import Shard
@@ -65,18 +66,23 @@ def chat(tiny: Path) -> PreTrainedTokenizerBase:
 
 
 def play(
-    episode: ToolEpisode, tokenizer: PreTrainedTokenizerBase, turns: Sequence[str], prompt: str = "Q", **params: Any
+    episode: ToolEpisode,
+    tokenizer: PreTrainedTokenizerBase,
+    turns: Sequence[str],
+    prompt: str = "Q",
+    engine: type[Scripted] = Scripted,
+    **params: Any,
 ) -> tuple[Outcome, Scripted]:
-    engine = Scripted(tokenizer, turns)
+    scripted = engine(tokenizer, turns)
     row = {"id": "a", "prompt_tokens": tokenizer(prompt)["input_ids"]}
     options = SamplingParams(**{"max_new_tokens": 400, **params})
 
     async def one() -> Outcome:
-        episodes = run_episodes(engine, [row], options, episode, tokenizer=tokenizer)
+        episodes = run_episodes(scripted, [row], options, episode, tokenizer=tokenizer)
         (outcome,) = [outcome async for outcome in episodes]
         return outcome
 
-    return asyncio.run(asyncio.wait_for(one(), 60)), engine
+    return asyncio.run(asyncio.wait_for(one(), 60)), scripted
 
 
 def call(name: str, **arguments: Any) -> str:
@@ -260,6 +266,21 @@ def test_turns_and_tokens_are_bounded(chat: PreTrainedTokenizerBase) -> None:
         (response,) = outcome.responses
         assert len(response.response_tokens) <= limit
         assert response.finish == "length" and response.response_mask[-1] == 1
+
+
+def test_a_response_ends_where_the_model_has_no_positions_left(chat: PreTrainedTokenizerBase) -> None:
+    class Bounded(Scripted):
+        def add(self, request: Request) -> None:
+            check_prompt(request.id, list(request.prompt_tokens), 300, 90)
+            super().add(request)
+
+    again = [call("calculator", expression="1+1")] * 2
+    outcome, engine = play(ToolEpisode([calculator]), chat, again, engine=Bounded)
+    (response,) = outcome.responses
+    assert text_of(outcome, chat, 1) == again[0] and 0 not in response.response_mask
+    assert (outcome.error, response.finish, len(engine.requests)) == (None, "length", 1)
+    outcome, _ = play(ToolEpisode([calculator]), chat, again, "Q" * 90, engine=Bounded)
+    assert "prompt has 90 tokens" in str(outcome.error)
 
 
 def test_the_plain_form(tokenizer: PreTrainedTokenizerBase) -> None:

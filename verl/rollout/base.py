@@ -27,6 +27,10 @@ Finish = Literal["stop", "length", "abort", "reject"]
 Verdict = Literal["stop", "reject"] | None
 
 
+class LongPromptError(RolloutError):
+    """A prompt leaves the model no room for a response."""
+
+
 class LogitsProcessor(Protocol):
     """Changes what may be sampled next, for one request: so it may keep a state of its own."""
 
@@ -186,7 +190,8 @@ class RolloutEngine(Protocol):
         """Queue a request.
 
         Raises:
-            RolloutError: it can never be answered (empty or over-long prompt, unknown token, id in use).
+            LongPromptError: its prompt leaves no room for a response.
+            RolloutError: it can never be answered for another reason (empty prompt, unknown token, id in use).
         """
 
     def step(self) -> list[Sample]:

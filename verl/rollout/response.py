@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from verl.errors import RolloutError
-from verl.rollout.base import Finish, Guard, Request, Sample
+from verl.rollout.base import Finish, Guard, LongPromptError, Request, Sample
 from verl.rollout.randomness import stream_key, uniforms
 from verl.rollout.sampler import SamplingTable, sample
 from verl.rollout.stop_strings import StopWatch
@@ -219,6 +219,6 @@ def check_prompt(name: str, prompt: list[int], vocab_size: int, max_length: int)
         wrong = next(token for token in prompt if not 0 <= token < vocab_size)
         raise RolloutError(f"request '{name}': token {wrong} is outside the vocabulary of {vocab_size}")
     if len(prompt) >= max_length:
-        raise RolloutError(
+        raise LongPromptError(
             f"request '{name}': its prompt has {len(prompt)} tokens, prompt and response together may have {max_length}"
         )

@@ -30,7 +30,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from verl import sandbox
 from verl.data.tokenize import render
 from verl.errors import ConfigError, DataError, nearest
-from verl.rollout.base import Sample
+from verl.rollout.base import LongPromptError, Sample
 from verl.rollout.episode import Client, LateError, Turns, settled
 
 if TYPE_CHECKING:
@@ -196,7 +196,8 @@ class ToolEpisode:
         max_result_tokens: of one result; a longer one is cut.
         deadline: seconds for an episode.
 
-    The response, results included, has at most `max_new_tokens` tokens. Results are masked: no loss, no log-prob. A
+    The response, results included, has at most `max_new_tokens` tokens, and ends in front of a result for which the
+    model has no positions. Results are masked: no loss, no log-prob. A
     call that cannot be read, of an unknown tool, or that fails is answered by its error.
 
     Raises:
@@ -231,24 +232,29 @@ class ToolEpisode:
     async def __call__(self, client: Client, row: Mapping[str, Any]) -> list[Turns]:
         assert client.tokenizer is not None
         turns, limit = Turns(), client.params.max_new_tokens
+        reply: list[int] = []
         for turn in range(self.max_turns):
-            room = limit - len(turns.response_tokens)
+            room = limit - len(turns.response_tokens) - len(reply)
             params = replace(
                 client.params,
                 max_new_tokens=room,
                 min_new_tokens=min(client.params.min_new_tokens, room) if turn == 0 else 0,
                 stop=(*client.params.stop, *self.form.stop),
             )
-            sample = await client.generate([*row["prompt_tokens"], *turns.response_tokens], params)
-            turns.wrote(sample)
+            try:
+                sample = await client.generate([*row["prompt_tokens"], *turns.response_tokens, *reply], params)
+            except LongPromptError:
+                if turn == 0:
+                    raise
+                break
+            turns.read(reply).wrote(sample)
             calls = self.form.calls(str(client.tokenizer.decode(sample.tokens))) if sample.finish == "stop" else []
             if not calls:
                 return [turns]
             results = await asyncio.gather(*(self._answer(call, client.tokenizer) for call in calls))
-            tokens = self.form.reply(client.tokenizer, sample, results)
-            if turn + 1 == self.max_turns or len(turns.response_tokens) + len(tokens) >= limit:
+            reply = self.form.reply(client.tokenizer, sample, results)
+            if len(turns.response_tokens) + len(reply) >= limit:
                 break
-            turns.read(tokens)
         turns.finish = "length"  # cut off in front of a result
         return [turns]
 
