@@ -160,3 +160,38 @@ def test_what_cannot_be_is_refused() -> None:
         schedule.accept("a")
     with pytest.raises(DataError, match="was not being sampled"):
         schedule.lose("a")
+
+
+@pytest.mark.parametrize(
+    ("groups", "max_staleness", "waiting", "ready", "fits"),
+    [
+        (2, 1, 2, [4, 4], True),
+        (2, 1, 0, [4, 4], True),
+        (4, 2, 2, [4, 4], True),
+        (2, 1, 2, [3, 4], False),  # one should have been trained by the step before
+        (2, 1, 0, [4, 4, 4], False),  # three for the next step
+        (1, 1, 2, [4, 4], False),  # more than fit
+        (2, 0, 0, [4, 4], False),
+        (2, 0, 2, [], True),
+        (2, 0, 4, [], False),
+    ],
+)
+def test_what_was_begun_under_another_bound_is_trained_in_time_or_refused(
+    groups: int, max_staleness: int, waiting: int, ready: list[int], fits: bool
+) -> None:
+    schedule: Schedule[str] = Schedule(groups, max_staleness)
+    state = [f"w{i}" for i in range(waiting)], {f"r{i}": (began, f"r{i}") for i, began in enumerate(ready)}
+    if not fits:
+        with pytest.raises(ConfigError, match="cannot train in time"):
+            schedule.restore(5, *state)
+        return
+    schedule.restore(5, *state)
+    left = {name: began for name, (began, _) in state[1].items()} | dict.fromkeys(state[0], 5)
+    for step in range(5, 9):
+        while schedule.room >= groups:
+            for name in (f"{step}.{schedule.room}.{i}" for i in range(groups)):
+                schedule.accept(name)
+                left[name] = step
+        while (name := schedule.begin()) is not None:
+            schedule.finish(name, name)
+        assert all(step - left.pop(name) <= max_staleness for name in schedule.take())

@@ -58,6 +58,11 @@ class Schedule(Generic[T]):
         return (self.max_staleness + 1) * self.groups - len(self._numbers)
 
     @property
+    def untrained(self) -> int:
+        """How many groups are here, finished or not."""
+        return len(self._numbers)
+
+    @property
     def ready(self) -> dict[str, Ready[T]]:
         """Finished groups that wait for their step."""
         return dict(self._ready)
@@ -144,7 +149,20 @@ class Schedule(Generic[T]):
         return sorted(ready, key=lambda group: (ready[group].began, ready[group].number))[: self.groups]
 
     def restore(self, version: int, waiting: list[str], ready: dict[str, tuple[int, T]]) -> None:
-        """Go on from a step: `waiting` begin anew; `ready` have their samples, and the step they began after."""
+        """Go on from a step: `waiting` begin anew; `ready` have their samples, and the step they began after.
+
+        Raises:
+            ConfigError: they were on their way under another bound, and by this one would be trained too late.
+        """
+        begun = [*(began for began, _ in ready.values()), *[version] * len(waiting)]
+        due = [began + self.max_staleness for began in begun]
+        steps = range(version - 1, version + self.max_staleness + 1)
+        if any(sum(one <= step for one in due) > (step + 1 - version) * self.groups for step in steps):
+            raise ConfigError(
+                f"{len(ready)} finished and {len(waiting)} unfinished groups are on their way, which steps of "
+                f"{self.groups} groups with max_staleness={self.max_staleness} cannot train in time: go on with the "
+                "batch_size and max_staleness that they were begun with"
+            )
         self.version, self._accepted = version, 0
         self._numbers, self._begun, self._ready = {}, {}, {}
         self._waiting = deque(waiting)
