@@ -104,17 +104,19 @@ def weights(shards: Iterator[Shard]) -> bytes:
     return save({shard.name: shard.tensor.contiguous() for shard in shards})
 
 
-def _files(tokenizer: Any) -> Iterator[dict[str, str]]:
+def _files(tokenizer: Any) -> Iterator[dict[str, Any]]:
     with tempfile.TemporaryDirectory() as folder:
         tokenizer.save_pretrained(folder)
-        for file in sorted(Path(folder).iterdir()):
-            yield {"name": file.name, "text": file.read_text(encoding="utf-8")}
+        # Several chat templates are files in a folder of their own.
+        for file in sorted(path for path in Path(folder).rglob("*") if path.is_file()):
+            yield {"name": file.relative_to(folder).as_posix(), "data": file.read_bytes()}
 
 
 def _engine(message: Message) -> RolloutEngine:
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM
 
+    from verl.data.files import inside
     from verl.models.loading import load_tokenizer
     from verl.models.packed import PackedModel
     from verl.workers.actor import RolloutOptions, engine_factory
@@ -122,7 +124,9 @@ def _engine(message: Message) -> RolloutEngine:
     head = message.head
     with tempfile.TemporaryDirectory() as folder:
         for row in Batch.from_ipc(message.data).rows():
-            (Path(folder) / Path(row["name"]).name).write_text(row["text"], encoding="utf-8")
+            file = inside(Path(folder), row["name"])
+            file.parent.mkdir(parents=True, exist_ok=True)
+            file.write_bytes(row["data"])
         tokenizer = load_tokenizer(folder)
     config = AutoConfig.for_model(**head["config"])
     model = AutoModelForCausalLM.from_config(config, dtype=getattr(torch, head["dtype"])).eval().to(head["device"])
