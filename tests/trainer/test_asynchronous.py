@@ -186,6 +186,15 @@ def test_transports_and_staleness_zero_are_synchronous_training(tiny: Path) -> N
     assert rewards["queue"] == rewards["shared_memory"] == rewards["synchronous"]
 
 
+def test_metrics_of_ones_own_are_logged(tiny: Path) -> None:
+    trainer = make(tiny)
+    trainer.add_metric("my/rows", lambda samples: len(samples["reward"]))
+    try:
+        assert trainer.advance(Prompts())["my/rows"] == 4
+    finally:
+        trainer.close()
+
+
 @pytest.mark.slow
 def test_a_partial_rollout_goes_on_under_new_weights(tiny: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SLOW_ENGINE_SECONDS", "0.05")
@@ -254,6 +263,8 @@ def test_what_cannot_be_is_refused(tiny: Path) -> None:
         make(tiny, rollout_is=None)
     with pytest.raises(ConfigError, match="rollout workers: at least one"):
         make(tiny, rollout_workers=0)
+    with pytest.raises(ConfigError, match="leave update_freq, buffer_size out"):
+        make(tiny, update_freq=8, buffer_size=16)
     trainer = make(tiny)
     with pytest.raises(ConfigError, match="advance"):
         trainer.step(["one"])

@@ -28,6 +28,9 @@ from verl.trainer.timeline import Span
 from verl.trainer.trainer import Trainer
 from verl.workers.standalone import describe, weights
 
+#: Options of `Trainer` that mean nothing here, and what they are if they are not set.
+_SYNCHRONOUS = {"update_freq": None, "buffer": "memory", "buffer_size": None, "buffer_dir": "buffer"}
+
 
 class AsyncTrainer(Trainer):
     """`Trainer` with rollouts in standalone workers; `advance(prompts)` is a step, `fit(prompts, steps)` many.
@@ -42,7 +45,8 @@ class AsyncTrainer(Trainer):
         **options: see `Trainer`.
 
     Raises:
-        ConfigError: the algorithm has no off-policy correction, or it is turned off.
+        ConfigError: the algorithm has no off-policy correction, or it is turned off; or an option of synchronous
+            training (a buffer, `update_freq`) is set.
     """
 
     def __init__(
@@ -59,6 +63,11 @@ class AsyncTrainer(Trainer):
             raise ConfigError(
                 f"asynchronous training starts its own rollout workers and trains in one process, this is a torchrun "
                 f"job of {torchrun_ranks()} ranks: start it without torchrun, or leave max_staleness out"
+            )
+        if unused := [name for name, usual in _SYNCHRONOUS.items() if options.get(name, usual) != usual]:
+            raise ConfigError(
+                f"asynchronous training has a step for every batch_size groups and keeps no buffer: leave "
+                f"{', '.join(unused)} out, or max_staleness"
             )
         super().__init__(*args, **options)
         if getattr(self.algorithm, "rollout_is", None) is None and getattr(self.algorithm, "rollout_rs", None) is None:
@@ -113,7 +122,7 @@ class AsyncTrainer(Trainer):
             self._feed(prompts)
         waited = time.perf_counter() - began
         samples, record = self.recall(Batch.concat(self.schedule.take()))
-        record.update(self._rollout_record(samples), **{"time/wait": waited})
+        record.update(self._rollout_record(samples), **self._own_metrics(samples), **{"time/wait": waited})
         keep = self.algorithm.keep(samples)
         samples = samples if keep is None else samples.filter(keep)
         record.update(self.learn(samples) if len(samples) else {"update/empty": 1.0})

@@ -411,9 +411,12 @@ class Trainer:
             kept = sum(end in ("stop", "length") for end in batch["finish"])
             record["rollout/rejection_rate"] = 1 - kept / max(drawn, 1)
             record["rollout/failed_episodes"] = failed
-        for name, fn in self.metric_fns.items():
-            record[name] = float(fn(batch))
-        return record
+        return {**record, **self._own_metrics(batch)}
+
+    def _own_metrics(self, samples: Batch) -> dict[str, float]:
+        """What the user's functions say of the policy's samples."""
+        samples = _own(samples)
+        return {name: float(fn(samples)) for name, fn in self.metric_fns.items()}
 
     def _watch(self, metrics: Mapping[str, Any]) -> None:
         skipped = sum(value for name, value in metrics.items() if name.startswith("update/skipped"))
