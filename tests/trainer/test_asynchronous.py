@@ -18,7 +18,7 @@ import pytest
 import verl
 from verl.batch import Batch
 from verl.controller import pool
-from verl.errors import ClusterError, ConfigError, RolloutError
+from verl.errors import CheckpointError, ClusterError, ConfigError, RolloutError
 from verl.rollout.base import SamplingParams
 from verl.trainer.asynchronous import AsyncTrainer
 
@@ -184,6 +184,40 @@ def test_transports_and_staleness_zero_are_synchronous_training(tiny: Path) -> N
     prompts = Prompts()
     rewards["synchronous"] = [trainer.advance(prompts)["reward"] for _ in range(3)]
     assert rewards["queue"] == rewards["shared_memory"] == rewards["synchronous"]
+
+
+def test_as_many_steps_as_there_are_batches(tiny: Path) -> None:
+    batches = [["a", "b"], ["c", "d"], ["e", "f"]]
+    trainer = make(tiny)
+    try:
+        trainer.fit(iter(batches), 3)
+        assert (trainer.steps, len(set(trainer.trained)), trainer.schedule.untrained) == (3, 12, 0)
+        with pytest.raises(StopIteration):
+            trainer.fit(iter([]), 1)
+        odd = iter([*batches[:2], ["g"]])
+        trainer.fit(odd, 2)  # what was taken ahead is told when a step wants it
+        with pytest.raises(ConfigError, match="a batch of 1 prompts came, batch_size is 2"):
+            trainer.fit(odd, 1)
+        trainer.fit(iter(batches), 1)
+    finally:
+        trainer.close()
+
+
+def test_a_checkpoint_with_samples_on_their_way_is_not_taken_where_they_would_be_lost(
+    tiny: Path, tmp_path: Path
+) -> None:
+    first = make(tiny)
+    try:
+        first.fit(Prompts(), 1)
+        first.save_checkpoint(tmp_path / "checkpoint")
+    finally:
+        first.close()
+    actor = verl.Actor(str(tiny), sampling=SamplingParams(max_new_tokens=6, ignore_eos=True))
+    synchronous = verl.Trainer(actor, reward_fn=low_bytes, algorithm="grpo", n=2, log_dir=False)
+    with pytest.raises(CheckpointError, match="asynchronous training, with prompts and samples on their way"):
+        synchronous.load_checkpoint(tmp_path / "checkpoint")
+    with pytest.raises(ConfigError, match="2 groups on their way, fewer than a step of 3"):
+        make(tiny, batch_size=3, max_staleness=0).load_checkpoint(tmp_path / "checkpoint")
 
 
 def test_metrics_of_ones_own_are_logged(tiny: Path) -> None:

@@ -88,6 +88,7 @@ class AsyncTrainer(Trainer):
         self._starting = threading.RLock()
         self._prompts: dict[str, Batch] = {}  # of the groups that are not finished
         self._tokens = 0  # that have come in this step
+        self._refused: ConfigError | None = None  # for a batch of prompts that was taken ahead
 
     @property
     def group(self) -> RolloutPool:
@@ -111,6 +112,8 @@ class AsyncTrainer(Trainer):
             prompts: batches of `batch_size` prompts; some are taken ahead of the step that trains on them.
 
         Raises:
+            StopIteration: there are no prompts for another step.
+            ConfigError: the next batch of prompts has another size.
             ClusterError, RolloutError: see `RolloutPool.event`.
         """
         began = time.perf_counter()
@@ -118,6 +121,9 @@ class AsyncTrainer(Trainer):
         self._tokens = 0
         self._feed(prompts)
         while not self.schedule.due:
+            if self.schedule.untrained < self.schedule.groups:  # no prompts came for them
+                refused, self._refused = self._refused, None
+                raise refused or StopIteration
             self._wait()
             self._feed(prompts)
         waited = time.perf_counter() - began
@@ -161,12 +167,24 @@ class AsyncTrainer(Trainer):
         self.schedule.restore(
             told["version"], list(self._prompts), {group: (told["began"][group], samples[group]) for group in samples}
         )
+        self._refused = None
+        # Prompts come by whole steps: where there is room for less, those that are here must be a step.
+        if self.schedule.room < self.schedule.groups > self.schedule.untrained:
+            raise ConfigError(
+                f"the checkpoint has {self.schedule.untrained} groups on their way, fewer than a step of "
+                f"{self.schedule.groups}: go on with the batch_size and max_staleness that they were begun with"
+            )
 
     def _feed(self, prompts: Iterator[Any]) -> None:
-        while self.schedule.room >= self.schedule.groups:
-            batch = self.actor.prompts(next(prompts), key=f"s{self.schedule.version}.{self.schedule.room}")
+        while self._refused is None and self.schedule.room >= self.schedule.groups:
+            if (given := next(prompts, None)) is None:  # the steps of what came before can still be taken
+                break
+            batch = self.actor.prompts(given, key=f"s{self.schedule.version}.{self.schedule.room}")
             if len(batch) != self.schedule.groups:
-                raise ConfigError(f"a batch of {len(batch)} prompts came, batch_size is {self.schedule.groups}")
+                self._refused = ConfigError(
+                    f"a batch of {len(batch)} prompts came, batch_size is {self.schedule.groups}"
+                )
+                break
             for row, group in enumerate(batch["group"]):
                 self.schedule.accept(group)
                 self._prompts[group] = batch.slice(row, 1)

@@ -254,7 +254,17 @@ class Trainer:
         return {}
 
     def load_extra_files(self, checkpoint: Checkpoint) -> None:
-        """Restores `extra_files`."""
+        """Restores `extra_files`.
+
+        Raises:
+            CheckpointError: it is another kind of trainer's, and has what would be lost.
+        """
+        files = [name for name in ("waiting.parquet", "ready.parquet") if name in checkpoint]
+        if any(len(checkpoint.batch(name)) for name in files):
+            raise CheckpointError(
+                f"{checkpoint.path} is of asynchronous training, with prompts and samples on their way that a "
+                "synchronous trainer would lose: go on with AsyncTrainer (trainer.max_staleness)"
+            )
 
     def collect(self, prompts: Batch) -> tuple[Batch, dict[str, Any]]:
         """Experience for a batch of prompts, and what it measured.
