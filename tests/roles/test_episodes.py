@@ -93,6 +93,7 @@ def test_a_trainer_steps_through_episodes_and_failures_abstain(tiny: Path) -> No
     assert log["updated"] and log["reward/abstained"] == 1
     assert log["rollout/failed_episodes"] == 1
     assert log["rollout/rejection_rate"] == 0.5
+    assert log["rollout/tokens"] == 5 * 12  # and not what the tool wrote
 
 
 def test_an_episode_may_run_where_a_loop_runs(tiny: Path) -> None:

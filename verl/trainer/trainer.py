@@ -401,7 +401,7 @@ class Trainer:
         return [rollout_node("rollout", self.actor, n=self.n, params=self.sampling, greedy_baseline=baseline), *nodes]
 
     def _rollout_metrics(self, result: Result) -> dict[str, Any]:
-        generated = sum(result.batch.lengths("response_tokens"))
+        generated = int(result.batch.tensor("response_mask").sum())  # what tools wrote is not
         batch = _own(result.batch)
         lengths = batch.lengths("response_tokens")
         busy = result.timings["rollout"].busy
