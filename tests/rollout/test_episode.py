@@ -3,12 +3,13 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
+from dataclasses import replace
 from typing import Any
 
 import pytest
 
 from tests.conftest import byte_tokenizer
-from verl.errors import RolloutError
+from verl.errors import ConfigError, RolloutError
 from verl.models.packed import PackedModel
 from verl.rollout.base import Request, SamplingParams, generate
 from verl.rollout.embedded import EmbeddedEngine
@@ -78,6 +79,21 @@ def test_an_episode_that_raises_or_hangs_is_an_outcome_and_the_others_go_on(engi
     assert "prompt is empty" in str(errors[2])
     assert "longer than 1.5 s" in str(errors[3])
     assert all(len(result[i].responses[0].response_tokens) == 12 for i in (0, 4, 5))
+    assert engine.unfinished == 0
+
+
+def test_a_response_is_written_at_the_temperature_of_its_row(engine: EmbeddedEngine) -> None:
+    async def colder(client: Client, row: Mapping[str, Any]) -> Sequence[Turns]:
+        turns = await single_turn(client, row)
+        tokens = [*row["prompt_tokens"], *turns[0].response_tokens]
+        sample = await client.generate(tokens, replace(client.params, temperature=0.2))
+        return turns if row["id"] != wrong else [turns[0].wrote(sample)]
+
+    wrong = "none"  # what an episode samples for its own use is its own affair
+    assert all(outcome.error is None for outcome in outcomes(engine, colder).values())
+    wrong = "row 4"
+    with pytest.raises(ConfigError, match=r"row 4' wrote its response at temperature 0.2, and is trained at 1"):
+        outcomes(engine, colder)
     assert engine.unfinished == 0
 
 

@@ -162,7 +162,8 @@ class Sample:
 
     `tokens` holds the end-of-sequence token, stop token or stop string that ended it. `log_probs` is aligned
     with `tokens`. `policy_version` is that of the weights which wrote the first token. `text` is set when the
-    request has stop strings or a guard: the response up to the stop string that ended it.
+    request has stop strings or a guard: the response up to the stop string that ended it. `temperature` is that of
+    the request, noted for episodes.
     """
 
     id: str
@@ -171,6 +172,7 @@ class Sample:
     finish: Finish
     policy_version: int
     text: str | None = None
+    temperature: float | None = None
 
 
 class RolloutEngine(Protocol):

@@ -21,7 +21,7 @@ from contextlib import aclosing, nullcontext, suppress
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from verl.errors import RolloutError
+from verl.errors import ConfigError, RolloutError
 from verl.rollout.base import Finish, Guard, LogitsProcessor, Request, RolloutEngine, Sample, SamplingParams
 
 if TYPE_CHECKING:
@@ -40,7 +40,8 @@ _GRACE = 2.0
 class Turns:
     """One response that grows by turns; the columns of a finished row, aligned.
 
-    `rejected` counts responses that were thrown away before this one.
+    `rejected` counts responses that were thrown away before this one; `temperatures` are those that the policy wrote
+    at.
     """
 
     response_tokens: list[int] = field(default_factory=list)
@@ -49,6 +50,7 @@ class Turns:
     finish: Finish = "stop"
     policy_version: int = 0
     rejected: int = 0
+    temperatures: set[float] = field(default_factory=set)
 
     def wrote(self, sample: Sample) -> Turns:
         """What the policy wrote comes next; the version is the oldest of all its turns."""
@@ -58,6 +60,8 @@ class Turns:
         self.response_mask += [1] * len(sample.tokens)
         self.rollout_log_probs += sample.log_probs
         self.finish = sample.finish
+        if sample.temperature is not None:
+            self.temperatures.add(sample.temperature)
         return self
 
     def read(self, tokens: Sequence[int]) -> Turns:
@@ -118,7 +122,10 @@ class Client:
         """
         name = self._row_id if self._asked == 0 else f"{self._row_id}#{self._asked}"
         self._asked += 1
-        return await self._pump.ask(Request(name, prompt_tokens, params or self.params, processors, guard, grammar))
+        params = params or self.params
+        sample = await self._pump.ask(Request(name, prompt_tokens, params, processors, guard, grammar))
+        sample.temperature = params.temperature
+        return sample
 
 
 class _Pump:
@@ -249,6 +256,7 @@ async def run_episodes(
 
     Raises:
         RolloutError: the engine failed.
+        ConfigError: a response was written at another temperature than its row's.
     """
     pump = _Pump(engine)
     pumping = asyncio.create_task(pump.run())
@@ -259,11 +267,13 @@ async def run_episodes(
         own = params if isinstance(params, SamplingParams) else params[index]
         client = Client(pump, str(row["id"]), own, tokenizer)
         try:
-            return Outcome(index, await settled(episode(client, row), seconds))
+            responses = await settled(episode(client, row), seconds)
         except LateError:
             return Outcome(index, [], f"episode of row '{row['id']}' took longer than {seconds:g} s")
         except Exception as error:  # a user's code: whatever it raises is this row's affair
             return Outcome(index, [], f"episode of row '{row['id']}': {type(error).__name__}: {error}")
+        _check_temperatures(responses, own, str(row["id"]))
+        return Outcome(index, responses)
 
     tasks = [asyncio.create_task(one(index)) for index in range(len(rows))]
     try:
@@ -279,6 +289,16 @@ async def run_episodes(
         failed = not pumping.cancelled() and pumping.exception() is not None
         with suppress(Exception) if failed else nullcontext():  # once more, of an engine that is gone
             pump.drain()
+
+
+def _check_temperatures(responses: Sequence[Turns], params: SamplingParams, row_id: str) -> None:
+    """Log-probs and updates are of the policy at one temperature; greedy rows are not trained."""
+    written = {temperature for turns in responses for temperature in turns.temperatures}
+    if params.temperature and (other := written - {params.temperature}):
+        raise ConfigError(
+            f"the episode of row '{row_id}' wrote its response at temperature {min(other):g}, and is trained at "
+            f"{params.temperature:g}: sample at client.params.temperature; the run's sampling sets it"
+        )
 
 
 def outcomes(
