@@ -305,6 +305,25 @@ def test_the_plain_form(tokenizer: PreTrainedTokenizerBase) -> None:
     assert text_of(outcome, tokenizer, 0) == " [1] [a: b] [error: a call is <<name: argument>>]"
 
 
+def test_in_the_plain_form_a_call_ends_with_its_brackets_and_nothing_else(tokenizer: PreTrainedTokenizerBase) -> None:
+    plain = ToolEpisode([calculator], form="plain", max_turns=2)
+    # Brackets that close nothing end nothing: the turn goes on.
+    outcome, engine = play(plain, tokenizer, ["x >>", " 3 <<1+1>>", " y >>", " 2"], min_new_tokens=8)
+    assert tokenizer.decode(outcome.responses[0].response_tokens) == "x >> 3 <<1+1>> [2] y >> 2"
+    assert text_of(outcome, tokenizer, 0) == " [2]" and outcome.responses[0].finish == "stop"
+    assert [request.params.min_new_tokens for request in engine.requests] == [8, 4, 0, 0]
+    # Neither the end of the text nor a later bracket is that of a call which was passed over.
+    for turns in (["<<1+1>> so it is 3."], ["<<1+1>> x >>", " 3"]):
+        outcome, _ = play(plain, tokenizer, turns)
+        assert tokenizer.decode(outcome.responses[0].response_tokens) == "".join(turns)
+        assert 0 not in outcome.responses[0].response_mask
+    for stop in (">>", ">"):  # one's own stop string
+        outcome, _ = play(plain, tokenizer, ["x >>"], stop=(stop,))
+        assert outcome.responses[0].finish == "stop"
+    outcome, _ = play(plain, tokenizer, ["x >>"], max_new_tokens=4)
+    assert outcome.responses[0].finish == "length"
+
+
 def test_the_interpreter_is_sandboxed() -> None:
     python = interpreter(Limits(seconds=1.0, output=200))
 

@@ -231,30 +231,33 @@ class ToolEpisode:
 
     async def __call__(self, client: Client, row: Mapping[str, Any]) -> list[Turns]:
         assert client.tokenizer is not None
-        turns, limit = Turns(), client.params.max_new_tokens
+        turns, limit, turn = Turns(), client.params.max_new_tokens, 0
         reply: list[int] = []
-        for turn in range(self.max_turns):
-            room = limit - len(turns.response_tokens) - len(reply)
+        while turn < self.max_turns:
+            written = len(turns.response_tokens) + len(reply)
+            if written >= limit and turns.response_tokens:
+                break
             params = replace(
                 client.params,
-                max_new_tokens=room,
-                min_new_tokens=min(client.params.min_new_tokens, room) if turn == 0 else 0,
+                max_new_tokens=limit - written,
+                min_new_tokens=max(client.params.min_new_tokens - written, 0) if turn == 0 else 0,
                 stop=(*client.params.stop, *self.form.stop),
             )
             try:
                 sample = await client.generate([*row["prompt_tokens"], *turns.response_tokens, *reply], params)
             except LongPromptError:
-                if turn == 0:
+                if not turns.response_tokens:
                     raise
                 break
             turns.read(reply).wrote(sample)
-            calls = self.form.calls(str(client.tokenizer.decode(sample.tokens))) if sample.finish == "stop" else []
+            calls = self.form.calls(client.tokenizer, sample, client.params.stop) if sample.finish == "stop" else []
+            if calls is None:  # the policy writes on
+                reply = []
+                continue
             if not calls:
                 return [turns]
             results = await asyncio.gather(*(self._answer(call, client.tokenizer) for call in calls))
-            reply = self.form.reply(client.tokenizer, sample, results)
-            if len(turns.response_tokens) + len(reply) >= limit:
-                break
+            reply, turn = self.form.reply(client.tokenizer, sample, results), turn + 1
         turns.finish = "length"  # cut off in front of a result
         return [turns]
 
@@ -283,8 +286,8 @@ _Call = tuple[str, dict[str, Any]] | str
 class _ChatForm:
     stop: tuple[str, ...] = ()
 
-    def calls(self, text: str) -> list[_Call]:
-        return [self._read(call) for call in _CALL.findall(text)]
+    def calls(self, tokenizer: PreTrainedTokenizerBase, sample: Sample, stop: Sequence[str]) -> list[_Call] | None:
+        return [self._read(call) for call in _CALL.findall(str(tokenizer.decode(sample.tokens)))]
 
     def _read(self, text: str) -> _Call:
         try:
@@ -337,10 +340,20 @@ class _PlainForm:
 
     def check(self, tokenizer: PreTrainedTokenizerBase) -> None: ...
 
-    def calls(self, text: str) -> list[_Call]:
-        opened, closed = text.rfind("<<"), text.rfind(">>")
-        if opened < 0 or closed < opened:
+    def calls(self, tokenizer: PreTrainedTokenizerBase, sample: Sample, stop: Sequence[str]) -> list[_Call] | None:
+        """The call that ends these tokens; None if they end with a `>>` that belongs to none: it ends nothing.
+
+        Args:
+            stop: strings that end a response besides.
+        """
+        text, before = (str(tokenizer.decode(tokens)) for tokens in (sample.tokens, sample.tokens[:-1]))
+        ends = [end for end in (*stop, *self.stop) if text.rfind(end) > before.rfind(end)]
+        if ">>" not in ends:  # a call that was passed over before `min_new_tokens` is none any more
             return []
+        opened = text.rfind("<<", 0, text.rfind(">>"))
+        closed = text.find(">>", opened + 2)
+        if opened < 0 or closed <= before.rfind(">>"):
+            return [] if len(ends) > 1 else None
         inside = text[opened + 2 : closed]
         name, colon, argument = inside.partition(":")
         if len(self.arguments) == 1:
