@@ -14,27 +14,31 @@ _UNFINISHED = "\ufffd"
 class StopWatch:
     """Decodes only the newest tokens, so that a response costs time linear in its length.
 
-    A token is decoded after the ones before it (tokenizers treat a beginning differently), and held back while its
-    bytes are no whole character.
+    A token is decoded after the ones before it (tokenizers treat a beginning differently); of the newest, bytes that
+    are no whole character yet are held back.
     """
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, stops: Sequence[str]) -> None:
         self.text = ""
+        self._whole = ""  # of tokens that need not be decoded again
         self._tokenizer = tokenizer
         self._stops = tuple(stops)
         self._start = self._read = self._seen = 0
         self._cut = False
 
     def read(self, tokens: Sequence[int], final: bool = False) -> str:
-        """The text of `tokens`, the newest of which may be held back unless they are `final`; once a stop string was
-        seen, what came before it."""
+        """The text of `tokens`, but for an unfinished character at its end unless they are `final`; once a stop string
+        was seen, what came before it."""
         if self._cut:
             return self.text
         before = self._decode(tokens[self._start : self._read])
         after = self._decode(tokens[self._start :])
+        new = after[len(before) :]
         if final or not after.endswith(_UNFINISHED):
-            self.text += after[len(before) :]
+            self._whole += new
             self._start, self._read = self._read, len(tokens)
+            new = ""
+        self.text = self._whole + new.rstrip(_UNFINISHED)
         return self.text
 
     def saw_stop(self, tokens: Sequence[int], final: bool = False) -> bool:
