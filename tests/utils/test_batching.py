@@ -103,3 +103,9 @@ def test_lengths_that_cannot_be_seen() -> None:
 def test_importing_it_does_not_import_torch() -> None:
     code = "import sys, verl.utils.batching; sys.exit('torch' in sys.modules)"
     subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
+
+
+def test_a_column_that_a_row_lacks_is_named() -> None:
+    for rows in ([{"input_ids": [1], "w": 1.0}, {"input_ids": [1]}], [{"input_ids": [1]}, {"input_ids": [1], "w": 1}]):
+        with pytest.raises(DataError, match=r"row [01] of the batch lacks column 'w'"):
+            collate_fn(rows)

@@ -98,6 +98,9 @@ def collate_fn(rows: Sequence[Any], pad_token_id: int = 0) -> dict[str, Any]:
 
     `input_ids` (also of rows that are bare token ids) is padded with `pad_token_id`, `labels` with -100, other integer
     sequences as long as `input_ids` with 0, and `attention_mask` is made. Numbers become `[B]`; the rest stays a list.
+
+    Raises:
+        DataError: a row lacks a column that another has.
     """
     import torch
 
@@ -107,7 +110,9 @@ def collate_fn(rows: Sequence[Any], pad_token_id: int = 0) -> dict[str, Any]:
             row["input_ids"] = row.pop("prompt_tokens")
         row.setdefault("attention_mask", [1] * len(row["input_ids"]))
     batch: dict[str, Any] = {}
-    for name in fields[0]:
+    for name in dict.fromkeys(name for row in fields for name in row):
+        if (lacking := next((number for number, row in enumerate(fields) if name not in row), None)) is not None:
+            raise DataError(f"row {lacking} of the batch lacks column '{name}': give it to all rows, or to none")
         values = [row[name] for row in fields]
         values = [value.tolist() if hasattr(value, "tolist") else value for value in values]
         if all(_is_aligned(value, row) for value, row in zip(values, fields, strict=True)):
