@@ -41,6 +41,7 @@ import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
 from verl.errors import DataError, nearest
+from verl.exact import ExactType, exact, unified
 
 if TYPE_CHECKING:
     import torch
@@ -115,9 +116,13 @@ class Batch:
 
     @classmethod
     def from_rows(cls, rows: Sequence[Mapping[str, Any]]) -> Batch:
-        """One mapping a row; a key that a row lacks is null there."""
+        """One mapping a row; a key that a row lacks is null there. What one Arrow type would change is kept as it is,
+        see `verl.exact`."""
         names = dict.fromkeys(name for row in rows for name in row)
-        return cls.from_columns({name: [row.get(name) for row in rows] for name in names})
+        columns: dict[str, Any] = {name: [row.get(name) for row in rows] for name in names}
+        for name in names.keys() - SCHEMA.keys() - WRITTEN:
+            columns[name] = exact(columns[name], _to_arrow(name, columns[name]))
+        return cls.from_columns(columns)
 
     @classmethod
     def concat(cls, batches: Iterable[Batch]) -> Batch:
@@ -125,6 +130,11 @@ class Batch:
         tables = [b.table for b in batches if len(b) or b.columns]
         if not tables:
             return cls(pa.table({}))
+        for name in dict.fromkeys(name for table in tables for name in table.column_names):
+            having = [i for i, table in enumerate(tables) if name in table.column_names]
+            for i, column in zip(having, unified([tables[i].column(name) for i in having]), strict=True):
+                if column is not tables[i].column(name):
+                    tables[i] = tables[i].set_column(tables[i].column_names.index(name), name, column)
         return cls(pa.concat_tables(tables, promote_options="permissive").combine_chunks())
 
     def __len__(self) -> int:
@@ -246,6 +256,8 @@ class Batch:
         import torch
 
         array = self.arrow(name)
+        if isinstance(array.type, ExactType):
+            array = _to_arrow(name, array.to_pylist())
         if _is_list(array.type):
             array = array.flatten()
         if not (pa.types.is_integer(array.type) or pa.types.is_floating(array.type) or pa.types.is_boolean(array.type)):

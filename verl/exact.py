@@ -1,0 +1,83 @@
+"""Values that one Arrow type would change: whole numbers beside fractions, mappings of different keys.
+
+Such a column of a user's data is kept as JSON, row by row, under an Arrow type of its own, which reads as the values
+themselves: 42 beside 3.5 stays 42, for rewards that compare texts, and no mapping gains the keys of another.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import pyarrow as pa
+
+from verl.errors import DataError
+
+
+class ExactScalar(pa.ExtensionScalar):  # type: ignore[misc]
+    def as_py(self, **_: Any) -> Any:
+        return None if self.value is None else json.loads(self.value.as_py())
+
+
+class ExactType(pa.ExtensionType):  # type: ignore[misc]
+    """JSON that reads as what it says."""
+
+    def __init__(self) -> None:
+        super().__init__(pa.string(), "verl.exact")
+
+    def __arrow_ext_serialize__(self) -> bytes:
+        return b""
+
+    @classmethod
+    def __arrow_ext_deserialize__(cls, storage: pa.DataType, serialized: bytes) -> ExactType:
+        return cls()
+
+    def __arrow_ext_scalar_class__(self) -> type[ExactScalar]:
+        return ExactScalar
+
+
+pa.register_extension_type(ExactType())
+
+
+def exact(values: Sequence[Any], array: pa.Array) -> pa.Array:
+    """`array`, made of these values; or JSON of them, where it would give back others and JSON does not."""
+    kind = array.type
+    if not (pa.types.is_floating(kind) or pa.types.is_nested(kind)) or _same(array.to_pylist(), list(values)):
+        return array
+    try:
+        kept = _as_json(values)
+    except (TypeError, ValueError, UnicodeEncodeError):
+        return array
+    return kept if _same(kept.to_pylist(), list(values)) else array
+
+
+def unified(columns: Sequence[pa.ChunkedArray]) -> list[pa.ChunkedArray]:
+    """One column's pieces with one type, if any of them is exact.
+
+    Raises:
+        DataError: there is a value that is no JSON in another.
+    """
+    if not any(isinstance(column.type, ExactType) for column in columns):
+        return list(columns)
+    try:
+        return [pa.chunked_array([_as_json(column.to_pylist())]) for column in columns]
+    except (TypeError, ValueError) as error:
+        raise DataError(f"values that Arrow keeps cannot stand beside some that are kept as JSON: {error}") from error
+
+
+def _as_json(values: Sequence[Any]) -> pa.Array:
+    texts = [None if value is None else json.dumps(value, ensure_ascii=False) for value in values]
+    return pa.ExtensionArray.from_storage(ExactType(), pa.array(texts, pa.string()))
+
+
+def _same(found: Any, given: Any) -> bool:
+    if isinstance(given, dict):
+        keyed = isinstance(found, dict) and found.keys() == given.keys()
+        return keyed and all(_same(found[key], item) for key, item in given.items())
+    if isinstance(given, list | tuple):
+        return isinstance(found, list) and len(found) == len(given) and all(map(_same, found, given))
+    if isinstance(given, float) and math.isnan(given):
+        return isinstance(found, float) and math.isnan(found)
+    return isinstance(found, float) == isinstance(given, float) and bool(found == given)
