@@ -96,6 +96,11 @@ GOLDEN = [
     ),
     (["trainer.seed=abc"], "trainer.seed: must be a whole number, not 'abc' (override 'trainer.seed=abc')"),
     (["trainer.seed=1.5"], "trainer.seed: must be a whole number, not 1.5 (override 'trainer.seed=1.5')"),
+    (["trainer.seed=-1"], "trainer.seed: must be at least 0, not -1 (override 'trainer.seed=-1')"),
+    (
+        ["trainer.seed=4294967296"],
+        "trainer.seed: must be less than 4294967296, not 4294967296 (override 'trainer.seed=4294967296')",
+    ),
     (["trainer.seed=true"], "trainer.seed: must be a whole number, not true (override 'trainer.seed=true')"),
     (["data.shuffle=3"], "data.shuffle: must be true or false, not 3 (override 'data.shuffle=3')"),
     (["data.eval=3"], "data.eval: must be text or a mapping or null, not 3 (override 'data.eval=3')"),

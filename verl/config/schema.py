@@ -410,7 +410,7 @@ class RewardConfig(RewardPart):
 
 class TrainerConfig(Section):
     total_steps: Annotated[int, Field(ge=0)] = _free(100, "steps; a longer run goes on from a shorter one")
-    seed: int = Field(default=0, description="seed of everything random")
+    seed: Annotated[int, Field(ge=0, lt=2**32)] = Field(default=0, description="seed of everything random")
     project: str = _free("verl", "the project's name in W&B and MLflow")
     run_name: DirectoryName | None = _free(None, "begins the run directory's name (null: algorithm, model and data)")
     output_dir: str = _free("runs", "where run directories are made")
