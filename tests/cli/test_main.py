@@ -47,12 +47,12 @@ def test_every_help_teaches_by_example(command):
     assert f"$ verl {command}" in result.stdout
 
 
-def test_dry_run_prints_settings_and_plan_without_torch(tmp_path):
+def test_dry_run_prints_settings_and_plan_and_loads_no_model(tmp_path):
     code = (
         "import sys\nfrom verl.cli.main import app\n"
         f"app(['train', {str(RECIPE)!r}, 'trainer.seed=41', 'trainer.placement=cpu:0', '--dry-run'], "
         "standalone_mode=False)\n"
-        "print('heavy:', sorted({'torch', 'transformers'} & set(sys.modules)))"
+        "print('heavy:', sorted({'transformers', 'vllm'} & set(sys.modules)))"
     )
     result = subprocess.run(
         [sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True, timeout=120, env=os.environ
@@ -77,6 +77,12 @@ def test_a_dry_run_refuses_a_map_of_placement_that_is_none():
     result = verl("train", RECIPE, "trainer.placement=cpu:0-x", "--dry-run")
     assert result.returncode == 2
     assert "placement: 'cpu:0-x' is no slot: write 'cuda:0'" in result.stderr
+
+
+def test_a_dry_run_refuses_what_the_run_would():
+    result = verl("train", RECIPE, "algorithm.kl_coeff=0.1", "--dry-run")
+    assert (result.returncode, result.stdout) == (2, "")
+    assert result.stderr == "error: algorithm 'grpo' has no option 'kl_coeff': did you mean 'kl_coef'?\n"
 
 
 def test_debug_shows_the_traceback():

@@ -109,6 +109,10 @@ GOLDEN = [
         "data.truncation: must be one of left, right, drop, error, not 'cut' (override 'data.truncation=cut')",
     ),
     (["data.batch_size=0"], "data.batch_size: must be at least 1, not 0 (override 'data.batch_size=0')"),
+    (
+        ["reward.name=tasks"],
+        "reward.name: no built-in reward is called 'tasks': did you mean 'task'? (override 'reward.name=tasks')",
+    ),
     (["trainer=3"], "trainer: must be a group of settings, not 3 (override 'trainer=3')"),
     (
         ["actor_rollout_ref.model={path: 1}"],

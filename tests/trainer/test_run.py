@@ -17,6 +17,7 @@ import torch
 
 from verl.config import build_config
 from verl.errors import CheckpointError, ConfigError, DataError
+from verl.trainer.check import check_settings
 from verl.trainer.checkpoint import load_checkpoint
 from verl.trainer.run import train
 from verl.trainer.state import verify
@@ -278,6 +279,37 @@ def test_bad_input_is_refused_in_plain_words(
 ) -> None:
     with pytest.raises(error, match=words):
         train(build_config(settings(tmp_path, tiny, **changes)))
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"actor_rollout_ref.model.path": "/nowhere/at/all"}, "actor_rollout_ref.model.path: there is no directory"),
+        ({"data.train": "absent.jsonl"}, "absent.jsonl does not exist"),
+        ({"data.eval": "absent.jsonl"}, "absent.jsonl does not exist"),
+        ({"data.train": {"task": "chain_sums"}}, "did you mean 'chain_sum'"),
+        ({"data.train": None}, "data.train is missing"),
+        ({"algorithm.name": "rlo"}, "did you mean 'rloo'"),
+        ({"algorithm.kl_coeff": 0.1}, "did you mean 'kl_coef'"),
+        ({"algorithm.name": "dpo", "reward.path": None}, "none of pairs"),
+        ({"reward.path": "absent.py:f"}, "absent.py does not exist"),
+        ({"reward.path": None, "reward.name": "code", "reward.answer": "tag"}, "has no option 'answer'"),
+        ({"actor_rollout_ref.rollout.episode": "absent.py:f"}, "absent.py does not exist"),
+        ({"trainer.eval_metrics": ["absent.py:f"]}, "absent.py does not exist"),
+        ({"trainer.loggers": ["wandb"]}, "pip install"),
+        ({"trainer.max_staleness": 1, "algorithm.rollout_is": None}, "does not correct"),
+    ],
+    ids=lambda value: ",".join(value) if isinstance(value, dict) else None,
+)
+def test_what_needs_no_model_is_found_before_anything_is_made(
+    tmp_path: Path, tiny: Path, monkeypatch: pytest.MonkeyPatch, changes: dict[str, Any], words: str
+) -> None:
+    monkeypatch.setitem(sys.modules, "wandb", None)  # what an import of a package that is absent meets
+    config = build_config(settings(tmp_path, tiny, **changes))
+    for begin in (check_settings, train):  # the dry run's, and the run's
+        with pytest.raises((ConfigError, DataError), match=words):
+            begin(config)
+    assert not (tmp_path / "runs").exists()
 
 
 def test_a_full_disk_stops_neither_training_nor_the_last_checkpoint(tmp_path: Path, tiny: Path) -> None:

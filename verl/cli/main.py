@@ -75,7 +75,7 @@ def train(
     ] = None,
     fresh: Annotated[bool, typer.Option("--fresh", help="Start anew, even if this run is unfinished.")] = False,
     dry_run: Annotated[
-        bool, typer.Option("--dry-run", help="Print all settings and what would run; run nothing.")
+        bool, typer.Option("--dry-run", help="Check and print all settings and what would run; load no model.")
     ] = False,
 ) -> None:
     """Train a model, or go on with a run that was interrupted.
@@ -94,7 +94,9 @@ def train(
     config = load_config(file, overrides or ())
     if dry_run:
         from verl.cli.plan import plan
+        from verl.trainer.check import check_settings
 
+        check_settings(config)
         typer.echo(to_yaml(config))
         for label, text in plan(config).items():
             typer.echo(f"{typer.style(f'{label:>14}', bold=True)}  {text}")

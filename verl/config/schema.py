@@ -21,6 +21,7 @@ from verl.training.options import OptimConfig
 
 NOT_BUILT = "this is not built yet"
 ENGINES = ("embedded", "hf", "vllm")
+REWARDS = ("task", "code", "code_evaluator")
 
 
 def _tuple(value: object) -> object:
@@ -40,6 +41,12 @@ def _engine_name(value: str) -> str:
     if value not in ENGINES and ":" not in value:
         raise ValueError(f"no engine is called '{value}': {nearest(value, ENGINES)}; or give FILE.py:CLASS")
     return value if value in ENGINES else _function_path(value)
+
+
+def _reward_name(value: str) -> str:
+    if value not in REWARDS:
+        raise ValueError(f"no built-in reward is called '{value}': {nearest(value, REWARDS)}")
+    return value
 
 
 def _directory_name(value: str) -> str:
@@ -335,7 +342,7 @@ class RewardPart(Section):
     """Where a reward comes from: exactly one of a function, a built-in, a model, a server."""
 
     path: FunctionPath | None = Field(default=None, description="a function of your own, as FILE.py:FUNCTION")
-    name: str | None = Field(
+    name: Annotated[str, AfterValidator(_reward_name)] | None = Field(
         default=None, description="a built-in reward: task (its own verifier) or code (tests in a sandbox)"
     )
     model: str | None = Field(default=None, description="a reward model: directory or hub name")

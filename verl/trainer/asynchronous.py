@@ -18,11 +18,11 @@ from typing import Any
 
 from verl.batch import Batch
 from verl.controller.pool import check_range
-from verl.controller.ranks import torchrun_ranks
 from verl.controller.standalone import Finished, RolloutPool
 from verl.dataflow.schedule import Schedule
 from verl.errors import ConfigError, TrainingError
 from verl.roles.actor import expand
+from verl.trainer.check import check_asynchronous
 from verl.trainer.checkpoint import Checkpoint
 from verl.trainer.timeline import Span
 from verl.trainer.trainer import Trainer
@@ -59,28 +59,14 @@ class AsyncTrainer(Trainer):
         transport: str = "shared_memory",
         **options: Any,
     ) -> None:
-        if torchrun_ranks() > 1:
-            raise ConfigError(
-                f"asynchronous training starts its own rollout workers and trains in one process, this is a torchrun "
-                f"job of {torchrun_ranks()} ranks: start it without torchrun, or leave max_staleness out"
-            )
         if unused := [name for name, usual in _SYNCHRONOUS.items() if options.get(name, usual) != usual]:
             raise ConfigError(
                 f"asynchronous training has a step for every batch_size groups and keeps no buffer: leave "
                 f"{', '.join(unused)} out, or max_staleness"
             )
         super().__init__(*args, **options)
-        if getattr(self.algorithm, "rollout_is", None) is None and getattr(self.algorithm, "rollout_rs", None) is None:
-            raise ConfigError(
-                f"algorithm '{self.algorithm.name}' does not correct for samples of an older policy: asynchronous "
-                "training needs rollout_is (or rollout_rs) of an online algorithm"
-            )
         rollout = self.actor.rollout_options
-        if rollout.episode is not None or not isinstance(rollout.name, str):
-            raise ConfigError(
-                "standalone rollout workers take an engine by name or FILE.py:CLASS, and no episode: train "
-                "synchronously, or leave rollout.episode out"
-            )
+        check_asynchronous(self.algorithm, rollout.name, rollout.episode)
         self.schedule: Schedule[Batch] = Schedule(batch_size, max_staleness)
         least, most = check_range(RolloutPool.role, rollout_workers, max_rollout_workers)
         self._make_group = partial(RolloutPool, size=least, most=most, transport=transport)

@@ -6,21 +6,20 @@ import logging
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
-from math import ceil
 from typing import Any
 
-from verl.algorithms import BaseAlgorithm, make_algorithm
+from verl.algorithms import BaseAlgorithm
 from verl.batch import Batch
-from verl.config import Config, RewardConfig, RewardPart, UpdateConfig
+from verl.config import Config, RewardConfig, UpdateConfig
 from verl.controller.controller import Controller
 from verl.controller.placement import ROLES
 from verl.controller.ranks import local_ranks
 from verl.data.loader import PromptLoader
-from verl.data.offline import OfflineDatasetLoader, is_recorded
+from verl.data.offline import OfflineDatasetLoader
 from verl.data.prefetch import Loader, Prefetch
-from verl.data.prompts import PromptDataset, PromptStream, check_disjoint, load_prompts
+from verl.data.prompts import PromptDataset, check_disjoint
 from verl.data.tokenize import tokenize_prompts
-from verl.errors import ConfigError, DataError
+from verl.errors import DataError
 from verl.models.loading import load_model
 from verl.models.memory import ModelSize, available_memory, estimate_memory, preflight
 from verl.roles.actor import Actor
@@ -29,6 +28,7 @@ from verl.roles.critic import Critic
 from verl.roles.reward import Reward
 from verl.rollout.base import SamplingParams
 from verl.trainer.asynchronous import AsyncTrainer
+from verl.trainer.check import Checked, source_options
 from verl.trainer.logging import Logger
 from verl.trainer.trainer import Trainer
 from verl.workers.update import UpdatePlan
@@ -46,66 +46,6 @@ class RunData:
     train: Loader[Batch]
     held_out: PromptDataset | Batch | None
     notes: list[str]
-
-
-def build_algorithm(config: Config) -> BaseAlgorithm:
-    """The algorithm, once its demands and the other settings are found to agree.
-
-    Raises:
-        ConfigError: they contradict each other.
-    """
-    algorithm = make_algorithm(config.algorithm.name, **config.algorithm.options)
-    algorithm.check_samples(config.actor_rollout_ref.rollout.n)
-    for role in ("reward", "cost"):
-        section: RewardConfig = getattr(config, role)
-        if section.is_given and role not in algorithm.roles:
-            raise ConfigError(f"algorithm '{algorithm.name}' has no {role}: leave the section '{role}' out")
-        if not section.is_given and role in algorithm.roles:
-            raise ConfigError(f"no {role} is given: set {role}.path=FILE.py:FUNCTION, {role}.name=task or {role}.model")
-    data = config.data
-    if is_offline(config, algorithm):
-        for key in ("prompt_column", "prompt_template", "chat"):
-            if getattr(data, key) is not None:
-                raise ConfigError(f"data.{key} is for prompts; recorded responses are read by their own columns")
-    elif data.max_response_length is not None:
-        raise ConfigError(
-            "data.max_response_length is for recorded responses: set actor_rollout_ref.rollout.max_new_tokens"
-        )
-    if not algorithm.online and config.trainer.eval_metrics:
-        raise ConfigError(f"trainer.eval_metrics are for sampled responses; '{algorithm.name}' samples none")
-    return algorithm
-
-
-def is_offline(config: Config, algorithm: BaseAlgorithm) -> bool:
-    """Whether the run learns from recorded responses: the algorithm always does, or the data are experience."""
-    return not algorithm.online or is_recorded(_file(config.data.train) or "")
-
-
-def read_recorded(config: Config, algorithm: BaseAlgorithm) -> OfflineDatasetLoader | None:
-    """The recorded training data, not tokenised yet; None for a run that samples.
-
-    Raises:
-        ConfigError: no file of them is named, or a mini-batch is larger than a step.
-        DataError: the data are unusable; see `OfflineDatasetLoader`.
-    """
-    if not is_offline(config, algorithm):
-        return None
-    loader = _recorded(config, "train")
-    rows = step_rows(config, loader)
-    for key, update in (("actor_rollout_ref.actor", config.actor_rollout_ref.actor), ("critic", config.critic)):
-        if (update.mini_batch_size or 0) > rows:
-            raise ConfigError(
-                f"{key}.mini_batch_size must be at most the {rows} rows of a step (data.batch_size "
-                f"{config.data.batch_size} of {loader.kind}), not {update.mini_batch_size}"
-            )
-    return loader
-
-
-def step_rows(config: Config, recorded: OfflineDatasetLoader | None) -> int:
-    """Rows that one step learns from; groups of recorded data may differ in size, then about."""
-    if recorded is None:
-        return config.data.batch_size * config.actor_rollout_ref.rollout.n
-    return ceil(config.data.batch_size * len(recorded.batch) / len(recorded))
 
 
 def build_controller(config: Config) -> Controller:
@@ -190,57 +130,43 @@ def build_source(given: RewardConfig) -> Reward | None:
         "default_reward": None if given.on_failure == "abstain" else given.on_failure,
     }
     if given.components:
-        parts = {name: {**_part(part), "weight": part.weight} for name, part in given.components.items()}
+        parts = {name: {**source_options(part), "weight": part.weight} for name, part in given.components.items()}
         return Reward(parts, **options)
-    part = _part(given)
+    part = source_options(given)
     return Reward(part.pop("source"), **part, **options)
 
 
-def build_data(
-    config: Config, algorithm: BaseAlgorithm, actor: Actor, recorded: OfflineDatasetLoader | None
-) -> RunData:
+def build_data(config: Config, actor: Actor, checked: Checked) -> RunData:
     """Training and held-out data, tokenised; what is held out and has a prompt of the training data is left out.
 
     Raises:
-        ConfigError: no training data are named.
-        DataError: the data are unusable; see `load_prompts`, `tokenize_prompts` and `OfflineDatasetLoader`.
+        DataError: a prompt or a row is too long, or nothing is left; see `tokenize_prompts`.
     """
-    return _prompt_data(config, actor) if recorded is None else _recorded_data(config, algorithm, actor, recorded)
-
-
-def _prompt_data(config: Config, actor: Actor) -> RunData:
+    if isinstance(checked.train, OfflineDatasetLoader):
+        return _recorded_data(config, actor, checked.train, checked.held_out)
+    train, notes = _tokenize_prompts(config, checked.train, actor)
     data = config.data
-    if data.train is None:
-        raise ConfigError("data.train is missing: give a JSONL or Parquet file, or {task: NAME, ...}")
-    train, notes = _load(config, data.train, actor)
     loader = PromptLoader(train, data.batch_size, seed=config.trainer.seed, shuffle=data.shuffle or None)
-    if data.eval is None:
+    if not isinstance(checked.held_out, PromptDataset):
         return RunData(Prefetch(loader), None, notes)
-    held_out, more = _load(config, data.eval, actor)
-    notes += more
-    if isinstance(held_out, PromptStream):
-        raise DataError("data.eval is a stream: held-out problems must have a number")
-    if isinstance(train, PromptDataset):
-        held_out, overlap = check_disjoint(train, held_out)
-        if overlap:
-            notes.append(f"{overlap} held-out prompts occur in training and were left out")
-    return RunData(Prefetch(loader), held_out, notes)
+    held_out, more = _tokenize_prompts(config, checked.held_out, actor)
+    held_out, overlap = check_disjoint(train, held_out)
+    if overlap:
+        more.append(f"{overlap} held-out prompts occur in training and were left out")
+    return RunData(Prefetch(loader), held_out, notes + more)
 
 
-def _recorded_data(config: Config, algorithm: BaseAlgorithm, actor: Actor, train: OfflineDatasetLoader) -> RunData:
+def _recorded_data(
+    config: Config, actor: Actor, train: OfflineDatasetLoader, held_out: PromptDataset | OfflineDatasetLoader | None
+) -> RunData:
     notes = _tokenize(config, train, actor, "train")
-    if config.data.eval is None:
+    if held_out is None:
         return RunData(Prefetch(train), None, notes)
-    problems: PromptDataset | PromptStream | None = None
-    if algorithm.online:  # it learns from recorded responses, and is judged by its own
-        problems, more = _load(config, config.data.eval, actor)
-        if isinstance(problems, PromptStream):
-            raise DataError("data.eval is a stream: held-out problems must have a number")
-        rows = problems.batch
+    if isinstance(held_out, PromptDataset):
+        held_out, more = _tokenize_prompts(config, held_out, actor)
     else:
-        held_out = _recorded(config, "eval")
         more = _tokenize(config, held_out, actor, "eval")
-        rows = held_out.batch
+    rows = held_out.batch
     seen = set(map(tuple, train.batch["prompt_tokens"]))
     keep = [tuple(prompt) not in seen for prompt in rows["prompt_tokens"]]
     if not any(keep):
@@ -248,7 +174,8 @@ def _recorded_data(config: Config, algorithm: BaseAlgorithm, actor: Actor, train
     if not all(keep):
         more.append(f"{keep.count(False)} held-out rows have a prompt of the training data and were left out")
     rows = rows.filter(keep)
-    return RunData(Prefetch(train), PromptDataset(rows, problems.name) if problems else rows, notes + more)
+    problems = PromptDataset(rows, held_out.name) if isinstance(held_out, PromptDataset) else rows
+    return RunData(Prefetch(train), problems, notes + more)
 
 
 def check_memory(config: Config, algorithm: BaseAlgorithm, actor: Actor) -> None:
@@ -327,25 +254,11 @@ def _training(config: Config, update: UpdateConfig, rows: int) -> dict[str, Any]
     }
 
 
-def _part(part: RewardPart) -> dict[str, Any]:
-    (origin,) = part.given()
-    if origin == "name":
-        return {"source": part.name, **({} if part.answer == "whole" else {"answer": part.answer})}
-    return {"source": getattr(part, origin), **({} if part.template is None else {"template": part.template})}
-
-
-def _load(config: Config, source: Any, actor: Actor) -> tuple[PromptDataset | PromptStream, list[str]]:
-    data = config.data
-    prompts = load_prompts(
-        source,
-        prompt_column=data.prompt_column,
-        template=data.prompt_template,
-        system_prompt=data.system_prompt,
-        chat=data.chat,
-    )
+def _tokenize_prompts(config: Config, prompts: PromptDataset, actor: Actor) -> tuple[PromptDataset, list[str]]:
+    """Tokenise prompts; with what became of the long ones, in words."""
     limit = _prompt_limit(config, actor)
     tokens, counts = tokenize_prompts(
-        prompts, actor.tokenizer, max_prompt_length=limit, truncation=data.truncation, tools=actor.tools
+        prompts, actor.tokenizer, max_prompt_length=limit, truncation=config.data.truncation, tools=actor.tools
     )
     notes = [f"{counts[what]} prompts of {prompts.name} are longer than {limit} tokens and were {what}"
              for what in ("dropped", "truncated") if counts[what]]  # fmt: skip
@@ -360,29 +273,6 @@ def _positions(actor: Actor) -> int:
 def _prompt_limit(config: Config, actor: Actor) -> int:
     # One position is left for a response at least.
     return min(config.data.max_prompt_length or 2**31, _positions(actor) - 1)
-
-
-def _file(source: Any) -> str | None:
-    """The file that a source names, if it names one and nothing else."""
-    if isinstance(source, dict):
-        return source["path"] if list(source) == ["path"] else None
-    return source  # type: ignore[no-any-return]
-
-
-def _recorded(config: Config, split: str) -> OfflineDatasetLoader:
-    data = config.data
-    file = _file(getattr(data, split))
-    if file is None:
-        raise ConfigError(f"data.{split} must be a JSONL or Parquet file of recorded responses")
-    return OfflineDatasetLoader(
-        file,
-        batch_size=data.batch_size,
-        seed=config.trainer.seed,
-        shuffle=data.shuffle,
-        system_prompt=data.system_prompt,
-        max_response_length=data.max_response_length,
-        truncation=data.truncation,
-    )
 
 
 def _tokenize(config: Config, loader: OfflineDatasetLoader, actor: Actor, split: str) -> list[str]:

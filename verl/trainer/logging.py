@@ -24,7 +24,8 @@ logger = logging.getLogger(__name__)
 Record = Mapping[str, Any]
 Hook = Callable[[int, dict[str, Any]], None]
 _LEVELS = ("DEBUG", "INFO", "WARNING", "ERROR", "CRITICAL")
-SINKS = ("console", "tensorboard", "wandb", "mlflow")
+EXTRAS = ("wandb", "mlflow")
+SINKS = ("console", "tensorboard", *EXTRAS)
 
 
 class Sink(Protocol):
@@ -227,8 +228,7 @@ def open_logger(
         "mlflow": lambda: MlflowSink(project, run_id, config),
     }
     wanted = list(sinks)
-    if unknown := [name for name in wanted if name not in SINKS]:
-        raise ConfigError(f"trainer.loggers: unknown logger '{unknown[0]}', {nearest(unknown[0], SINKS)}")
+    check_loggers(wanted)
     if directory is None:
         wanted = [name for name in wanted if name != "tensorboard"]
     else:
@@ -244,6 +244,15 @@ def open_logger(
         except Exception as error:  # a tracker that cannot be reached, a disk that is full
             logger.warning("log sink '%s' cannot be opened and is off: %s: %s", name, type(error).__name__, error)
     return Logger(made)
+
+
+def check_loggers(sinks: Iterable[str]) -> None:
+    """Raises ConfigError for an unknown sink, and for one whose package is not installed."""
+    for name in sinks:
+        if name not in SINKS:
+            raise ConfigError(f"trainer.loggers: unknown logger '{name}', {nearest(name, SINKS)}")
+        if name in EXTRAS:
+            _optional(name, name)
 
 
 def default_logger(log_dir: str | Path | bool | None, name: str) -> Logger:

@@ -7,7 +7,7 @@ import math
 import platform
 import shlex
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
@@ -27,6 +27,7 @@ from verl.data.prompts import PromptDataset
 from verl.errors import CheckpointError, DataError, VerlError
 from verl.models.memory import peak_memory
 from verl.trainer import build, state
+from verl.trainer.check import Checked, check_settings
 from verl.trainer.checkpoint import Checkpoint, CheckpointStore
 from verl.trainer.evaluation import MetricFn, binomial_interval, paired_bootstrap, save_completions
 from verl.trainer.logging import Logger, open_logger, setup_logging
@@ -53,11 +54,12 @@ def train(config: Config, *, fresh: bool = False) -> dict[str, Any]:
         SystemExit: a signal asked for the end; a checkpoint has been written.
     """
     trainer = config.trainer
-    controller = build.build_controller(config)
-    controller.start()
     if trainer.threads is not None:
         torch.set_num_threads(trainer.threads)
     seed_everything(trainer.seed)
+    checked = check_settings(config)
+    controller = build.build_controller(config)
+    controller.start()
     opened = partial(
         open_run,
         trainer.output_dir,
@@ -72,7 +74,7 @@ def train(config: Config, *, fresh: bool = False) -> dict[str, Any]:
         controller.each(setup_logging, lambda rank: run.log.with_suffix(f".rank{rank}.log"))
         logger.info("run directory %s (%s, attempt %d)", run.path, run.status, run.attempt)
         try:
-            return _Job(config, run, controller).execute()
+            return _Job(config, checked, run, controller).execute()
         except Exception as error:
             is_told = isinstance(error, VerlError) and isinstance(error.__cause__, VerlError | None)
             logger.log(logging.DEBUG if is_told else logging.ERROR, "the run ended with an error", exc_info=True)
@@ -85,18 +87,15 @@ def train(config: Config, *, fresh: bool = False) -> dict[str, Any]:
 class _Job:
     """One attempt at a run."""
 
-    def __init__(self, config: Config, run: Run, controller: Controller) -> None:
+    def __init__(self, config: Config, checked: Checked, run: Run, controller: Controller) -> None:
         self.config = config
         self.run = run
         self.controller = controller
-        algorithm = build.build_algorithm(config)
-        metrics = {spec: _load_metric(spec) for spec in config.trainer.eval_metrics}
-        self.eval_metrics: dict[str, MetricFn] = {"accuracy": _accuracy, **metrics}
-        recorded = build.read_recorded(config, algorithm)
-        rows = build.step_rows(config, recorded)
+        algorithm, rows = checked.algorithm, checked.rows
+        self.eval_metrics: dict[str, MetricFn] = {"accuracy": _accuracy, **checked.metrics}
         actor = build.build_actor(config, algorithm, rows, controller)
         build.check_memory(config, algorithm, actor)
-        self.data = build.build_data(config, algorithm, actor, recorded)
+        self.data = build.build_data(config, actor, checked)
         for note in self.data.notes:
             logger.warning("%s", note)
         if config.trainer.total_steps == 0:
@@ -298,12 +297,6 @@ def _accuracy(samples: Batch) -> list[float | None]:
         if all(value is None or 0 <= value <= 1 for value in values):  # a user's component of that name may be no share
             return values
     return [None] * len(samples)
-
-
-def _load_metric(spec: str) -> Callable[[Batch], Any]:
-    from verl.rewards.loading import load_function
-
-    return load_function(spec)
 
 
 def _readable(samples: Batch, held_out: Any, tokenizer: Any) -> Batch:

@@ -30,6 +30,7 @@ from verl.roles.reward import Reward
 from verl.roles.updater import Updater
 from verl.rollout.base import SamplingParams, as_sampling
 from verl.trainer import state
+from verl.trainer.check import check_permuted
 from verl.trainer.checkpoint import Checkpoint
 from verl.trainer.evaluation import Evaluation, MetricFn, evaluate
 from verl.trainer.logging import Logger, default_logger
@@ -113,10 +114,8 @@ class Trainer:
         if self.algorithm.online and (lacking := {"reward", "cost"} & self.algorithm.roles - self.sources.keys()):
             role = max(lacking)
             raise ConfigError(f"algorithm '{self.algorithm.name}' needs a {role}: give the trainer {role}=...")
-        if permute_rewards and "reward" not in self.algorithm.roles:
-            raise ConfigError(f"algorithm '{self.algorithm.name}' has no rewards to permute: use a zero learning rate")
-        if permute_rewards and (option := self.algorithm.own_rewards) is not None:
-            raise ConfigError(f"permuted rewards must teach nothing, but {option} rewards by itself: leave it out")
+        if permute_rewards:
+            check_permuted(self.algorithm)
         layout = strategy if strategy in STRATEGIES else None
         maps = [given for given in (placement, None if layout else strategy, device_map) if given is not None]
         if len(maps) > 1:
