@@ -40,6 +40,10 @@ def raises(error: BaseException) -> Any:
     return function
 
 
+def len_of(texts: list[str]) -> list[float]:
+    return [float(len(text)) for text in texts]
+
+
 def endless(texts: list[str]) -> Iterator[float]:
     while True:
         yield 1.0
@@ -202,6 +206,17 @@ def test_failing_too_often_ends_with_the_functions_name() -> None:
     often = make_reward(lambda texts: [1.0, math.nan, 1.0])
     for _ in range(100):  # a third fails, which is below the limit
         assert run_reward(often, SAMPLES).reward == [1.0, None, 1.0]
+
+
+def test_nothing_but_failures_is_told_however_few() -> None:
+    reward = Reward({"fine": len_of, "broken": raises(OSError("no such file"))})
+    reward.check_failures()  # nothing has come yet
+    reward.get_reward(SAMPLES)
+    with pytest.raises(RewardError, match="failed on every sample"):
+        reward.check_failures()
+    for fine in (Reward(raises(OSError()), max_failure_rate=1.0), Reward(lambda texts: [None, math.nan, math.nan])):
+        fine.get_reward(SAMPLES)
+        fine.check_failures()
 
 
 def test_too_many_hanging_threads_end_with_the_functions_name() -> None:

@@ -13,6 +13,7 @@ import torch
 
 import verl
 from verl.batch import Batch
+from verl.errors import RolloutError
 from verl.rollout.base import SamplingParams
 from verl.rollout.episode import Client, Turns
 
@@ -94,6 +95,27 @@ def test_a_trainer_steps_through_episodes_and_failures_abstain(tiny: Path) -> No
     assert log["rollout/failed_episodes"] == 1
     assert log["rollout/rejection_rate"] == 0.5
     assert log["rollout/tokens"] == 5 * 12  # and not what the tool wrote
+
+
+def test_an_episode_that_always_fails_ends_the_run(tiny: Path) -> None:
+    async def broken(client: Client, row: Mapping[str, Any]) -> list[Turns]:
+        raise KeyError("no tool")
+
+    def trainer(**options: Any) -> verl.Trainer:
+        actor = actor_of(tiny, episode=broken)
+        return verl.Trainer(actor, reward_fn=lambda texts: [1.0] * len(texts), n=8, log_dir=False, **options)
+
+    strict = trainer()
+    for _ in range(7):
+        assert strict.step(["Once"])["rollout/failed_episodes"] == 8
+    with pytest.raises(RolloutError, match="every episode failed"):
+        strict.check_failures()
+    with pytest.raises(RolloutError, match=r"failed on 64 of the latest 64.*KeyError: 'no tool'"):
+        strict.step(["Once"])
+    tolerant = trainer(max_failed_episodes=1.0)
+    for _ in range(9):
+        tolerant.step(["Once"])
+    tolerant.check_failures()
 
 
 def test_an_episode_may_run_where_a_loop_runs(tiny: Path) -> None:

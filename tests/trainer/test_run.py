@@ -16,7 +16,7 @@ import pytest
 import torch
 
 from verl.config import build_config
-from verl.errors import CheckpointError, ConfigError, DataError
+from verl.errors import CheckpointError, ConfigError, DataError, RewardError
 from verl.trainer.check import check_settings
 from verl.trainer.checkpoint import load_checkpoint
 from verl.trainer.run import train
@@ -52,6 +52,10 @@ def late(responses, prompts):
 
 def signs(responses, prompts):
     return [-1.0] * len(responses)
+
+
+def broken(responses, prompts):
+    raise OSError("no such file")
 
 
 def high(responses, prompts):
@@ -344,6 +348,16 @@ def test_a_first_evaluation_without_any_score_has_no_gain(
     assert [words[-2] for words in shown] == ["-", "-"]
     assert json.loads((run_dir(tmp_path) / "summary.json").read_text())["state"] == "finished"
     assert "reward after training" in (run_dir(tmp_path) / "report.html").read_text()
+
+
+def test_a_run_of_nothing_but_failures_is_an_error_and_not_taken_for_trained(tmp_path: Path, tiny: Path) -> None:
+    short = {"reward.path": f"{tmp_path / 'reward.py'}:broken", "trainer.total_steps": 1, "data.eval": None}
+    configuration = build_config(settings(tmp_path, tiny, **short, **{"trainer.eval_every": None}))
+    for _ in range(2):
+        with pytest.raises(RewardError, match="'broken' failed on every sample"):
+            train(configuration)
+    assert not (run_dir(tmp_path) / "summary.json").exists()
+    assert not list((run_dir(tmp_path) / "checkpoints").iterdir())
 
 
 def test_two_evaluations_of_a_step_are_one_row(tmp_path: Path, tiny: Path) -> None:

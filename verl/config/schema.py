@@ -387,7 +387,9 @@ class RewardConfig(RewardPart):
         default="abstain", description="a sample without a score abstains, or gets this number"
     )
     max_failure_rate: Annotated[float, Field(gt=0, le=1)] = Field(
-        default=0.5, description="share of failures in one batch that ends the run"
+        default=0.5,
+        description="share of failures that ends the run, of the latest 256 samples once there are 64 (the "
+        "reward's: of failed episodes, too); below 1, a run of which every sample failed ends so, too",
     )
     workers: Annotated[int, Field(ge=0)] = Field(
         default=0, description="processes that score, a sample at a time each (0: the trainer's own process)"

@@ -6,7 +6,7 @@ import asyncio
 import logging
 import threading
 import weakref
-from collections import Counter, deque
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from os import PathLike
 from typing import Any
@@ -14,14 +14,13 @@ from typing import Any
 from verl.batch import Batch
 from verl.errors import ConfigError, RewardError
 from verl.rewards.calls import Caller, ThreadCaller, enter
+from verl.rewards.failures import Failures
 from verl.rewards.forms import name_of, recognise
 from verl.rewards.loading import load_function, split_spec
 from verl.rewards.scores import Score, failure
 from verl.rewards.source import RewardResult
 
 logger = logging.getLogger(__name__)
-
-_WINDOW, _ENOUGH = 256, 64
 
 
 class FunctionReward:
@@ -68,13 +67,12 @@ class FunctionReward:
         if workers is not None and not callable(workers):
             raise ConfigError(f"reward '{self.name}': workers are given to the Reward, not to one of its parts")
         self.timeout, self.retries = timeout, retries
-        self.default_reward, self.max_failure_rate = default_reward, max_failure_rate
+        self.default_reward, self.failures = default_reward, Failures(max_failure_rate)
         self._rows = 1 if self.form.by_row or (workers and batch_size is None) else batch_size
         self.whole_batch = self._rows is None
         self._caller = workers(spec or function, self.name) if workers else ThreadCaller(function, self.name)
         if workers:
             weakref.finalize(self, self._caller.close)
-        self._recent: deque[bool] = deque(maxlen=_WINDOW)
         self._lock = threading.Lock()
 
     @property
@@ -130,17 +128,17 @@ class FunctionReward:
 
     def _result(self, scores: Sequence[Score], counts: Counter[str]) -> RewardResult:
         with self._lock:
-            self._recent.extend(score.failed for score in scores)
-            failed, seen = sum(self._recent), len(self._recent)
+            self.failures.add(score.failed for score in scores)
+            told = str(self.failures) if self.failures.too_many else None
         reasons = [score.reason for score in scores]
         latest = next((reason for score, reason in zip(scores, reasons, strict=True) if score.failed), None)
         if latest is not None:
             logger.warning(
                 "reward %s: %d of %d failed: %s", self.name, sum(s.failed for s in scores), len(scores), latest
             )
-        if seen >= _ENOUGH and failed / seen > self.max_failure_rate:
+        if told is not None:
             raise RewardError(
-                f"reward function '{self.name}' failed on {failed} of the latest {seen} samples (latest: {latest}). "
+                f"reward function '{self.name}' failed on {told} (latest: {latest}). "
                 "Mend it, raise its timeout, or raise max_failure_rate"
             )
         counts.update(self._caller.take_counts(), failures=sum(score.failed for score in scores))

@@ -8,7 +8,8 @@ from typing import Any
 from verl.batch import Batch
 from verl.controller.once import once
 from verl.controller.rewards import RewardPool
-from verl.errors import ConfigError
+from verl.errors import ConfigError, RewardError
+from verl.rewards.failures import Failures
 from verl.rewards.make import make_reward
 from verl.rewards.source import RewardResult, RewardSource, leaves, run_reward, score_finished
 from verl.roles.columns import as_sequences
@@ -29,8 +30,8 @@ class Reward:
             one. A sample whose worker hangs or dies is scored by another; see `RewardPool`. `group.scale(n)` changes
             how many there are.
         max_workers: let there be up to so many when samples queue up.
-        **options: `timeout` in seconds, `retries`, `default_reward` (instead of abstaining), `max_failure_rate`,
-            `smoothing` (EMA).
+        **options: `timeout` in seconds, `retries`, `default_reward` (instead of abstaining), `max_failure_rate`
+            (of the latest 256 samples, once there are 64; beyond it scoring raises), `smoothing` (EMA).
 
     A sample whose reward fails, is late, or is not a finite number abstains: its reward is null, and
     `abstain_reason` says why. So does one whose response was aborted or rejected: it is not scored at all.
@@ -96,6 +97,16 @@ class Reward:
     def get_reward(self, sequences: Batch) -> Batch:
         """The same, waited for."""
         return run_reward(_OnRankZero(self.source), as_sequences(sequences)).as_batch()
+
+    def check_failures(self) -> None:
+        """Raises RewardError if a part of it has failed on every sample so far, however few; for the end of a run."""
+        for source in leaves(self.source):
+            failures = getattr(source, "failures", None)
+            if isinstance(failures, Failures) and failures.all:
+                raise RewardError(
+                    f"reward '{source.name}' failed on every sample (the warnings say why), so nothing was learned. "
+                    "Mend it, or set max_failure_rate to 1"
+                )
 
     def close(self) -> None:
         """End its workers; the next sample starts new ones."""

@@ -224,6 +224,7 @@ def build_trainer(config: Config, algorithm: BaseAlgorithm, actor: Actor, rows: 
         n=rollout.n,
         max_resamples=settings.max_resamples,
         max_skipped_updates=settings.max_skipped_updates,
+        max_failed_episodes=config.reward.max_failure_rate,
         permute_rewards=settings.control == "permute_rewards",
         deadline=settings.deadline,
         logger=logger,

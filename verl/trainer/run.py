@@ -149,12 +149,15 @@ class _Job:
                     stopping = self._asked_to_stop(stop)
                     if trainer.steps % (settings.save_every or math.inf) == 0:
                         self._save()
+                if not stopping:  # before it is saved, so that the same command does not take it for trained
+                    on_main("failures", trainer.check_failures)
                 if self.committed != trainer.steps:
                     self._save()
                 if stopping:
                     logger.info("stopped by %s after step %d; the same command goes on", stop.received, trainer.steps)
                     raise SystemExit(stop.exit_code)
                 after = self._evaluate() if self.data.held_out is not None else None
+                on_main("failures", trainer.check_failures)
         finally:
             trainer.close()
             trainer.logger.close()

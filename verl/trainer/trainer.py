@@ -22,8 +22,9 @@ from verl.data.buffers import Buffer, make_buffer
 from verl.dataflow.executor import Result, run_graph
 from verl.dataflow.graph import Graph, Node
 from verl.dataflow.nodes import experience_nodes, reward_node, rollout_node, update_nodes
-from verl.errors import CheckpointError, ConfigError, DataError, TrainingError
+from verl.errors import CheckpointError, ConfigError, DataError, RolloutError, TrainingError
 from verl.models.memory import peak_memory
+from verl.rewards.failures import Failures
 from verl.roles.actor import STRATEGIES, Actor, as_strategy
 from verl.roles.critic import Critic
 from verl.roles.reward import Reward
@@ -57,6 +58,7 @@ class Trainer:
         update_freq: an update each time so many new samples have arrived; None: every step.
         max_resamples: further rollouts in one step for prompts whose samples the algorithm rejects.
         max_skipped_updates: updates in a row that may be skipped for non-finite numbers before the run ends.
+        max_failed_episodes: share of the latest 256 samples, once there are 64, whose episode may fail before it ends.
         log_dir: where TensorBoard events and `metrics.jsonl` go; None: `runs/<algorithm>-<time>`; False: nowhere.
         on_log_hook: `fn(step, record)` gets every log record.
         checkpoint_dir, save_every: automatic checkpoints; one that the disk does not take is a warning.
@@ -92,6 +94,7 @@ class Trainer:
         use_amp: bool | None = None,
         max_resamples: int = 4,
         max_skipped_updates: int = 5,
+        max_failed_episodes: float = 0.5,
         log_dir: str | Path | bool | None = None,
         logger: Logger | None = None,
         on_log_hook: Callable[[int, dict[str, Any]], None] | None = None,
@@ -153,6 +156,7 @@ class Trainer:
         self.spans: list[Span] = []
         self.steps = 0
         self.skipped = 0
+        self.episodes = Failures(max_failed_episodes)
         self.metric_fns: dict[str, Callable[[Batch], float]] = {}
         self._log_dir = log_dir
         self._logger: Logger | None = None
@@ -204,6 +208,7 @@ class Trainer:
 
         Raises:
             TrainingError: too many updates in a row were not finite.
+            RewardError, RolloutError: too many of the latest rewards or episodes failed.
         """
         began = time.perf_counter()
         self.spans.clear()
@@ -247,6 +252,14 @@ class Trainer:
         """End what the trainer has started besides itself; the next step starts it anew."""
         for source in self.sources.values():
             source.close()
+
+    def check_failures(self) -> None:
+        """For the end of a run: raises RewardError or RolloutError if all rewards, or all episodes, have failed so far,
+        too few for the bounds that hold in between."""
+        if self.episodes.all:
+            raise RolloutError("every episode failed (the warnings say why), so nothing was learned: mend it")
+        for source in self.sources.values():
+            source.check_failures()
 
     def extra_files(self) -> dict[str, Any]:
         """What a kind of trainer adds to a checkpoint."""
@@ -415,7 +428,7 @@ class Trainer:
             **result.metrics,
         }
         if "rejected" in batch:
-            failed = sum(error is not None for error in batch["episode_error"])
+            failed = self._count_episodes(batch["episode_error"])
             drawn = sum(batch["rejected"]) + len(batch) - failed
             kept = sum(end in ("stop", "length") for end in batch["finish"])
             record["rollout/rejection_rate"] = 1 - kept / max(drawn, 1)
@@ -426,6 +439,16 @@ class Trainer:
         """What the user's functions say of the policy's samples."""
         samples = _own(samples)
         return {name: float(fn(samples)) for name, fn in self.metric_fns.items()}
+
+    def _count_episodes(self, errors: list[str | None]) -> int:
+        told = [error for error in errors if error is not None]
+        self.episodes.add(error is not None for error in errors)
+        if self.episodes.too_many:
+            raise RolloutError(
+                f"the episode failed on {self.episodes} (latest: {told[-1] if told else 'earlier'}). Mend it, raise "
+                "its deadline, or raise max_failed_episodes (in settings reward.max_failure_rate)"
+            )
+        return len(told)
 
     def _watch(self, metrics: Mapping[str, Any]) -> None:
         skipped = sum(value for name, value in metrics.items() if name.startswith("update/skipped"))

@@ -1,0 +1,39 @@
+"""How often what a user gave (a reward, an episode) may fail before a run ends."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterable
+
+_WINDOW, _ENOUGH = 256, 64
+
+
+class Failures:
+    """Counts of what failed: of the latest 256, and of all.
+
+    Args:
+        most: the share that may fail; 1: all may, always.
+    """
+
+    def __init__(self, most: float) -> None:
+        self.most = most
+        self._recent: deque[bool] = deque(maxlen=_WINDOW)
+        self._any_worked = False
+
+    def add(self, failed: Iterable[bool]) -> None:
+        for one in failed:
+            self._recent.append(one)
+            self._any_worked |= not one
+
+    @property
+    def too_many(self) -> bool:
+        """Whether more than may have failed lately; fewer than 64 say nothing yet."""
+        return len(self._recent) >= _ENOUGH and sum(self._recent) / len(self._recent) > self.most
+
+    @property
+    def all(self) -> bool:
+        """Whether everything has failed that ever came, however little: a run that ends so has learned nothing."""
+        return bool(self._recent) and not self._any_worked and self.most < 1
+
+    def __str__(self) -> str:
+        return f"{sum(self._recent)} of the latest {len(self._recent)} samples"
