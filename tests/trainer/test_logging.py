@@ -77,6 +77,9 @@ def test_terminal_gets_a_bar_with_the_numbers() -> None:
 
 def test_descriptions() -> None:
     assert describe({"kl": float("nan"), "reward/mean": None}) == "kl nan"
+    assert (
+        describe({"eval/loss": 0.5, "eval/pairs/accuracy": 0.75}) == "held-out pairs right 75.0%  held-out loss 0.5000"
+    )
     assert [duration(s) for s in (0.4, 61, 3725)] == ["0:00", "1:01", "1:02:05"]
 
 

@@ -18,6 +18,8 @@ COLUMNS = (
     ("loss/critic", "loss/critic", "{:.4f}"),
     ("accuracy", "eval/accuracy", "{:.1%}"),
     ("held-out reward", "eval/reward", "{:.3f}"),
+    ("held-out pairs right", "eval/pairs/accuracy", "{:.1%}"),
+    ("held-out loss", "eval/loss", "{:.4f}"),
     ("rollout tok/s", "rollout/tokens_per_s", "{:,.0f}"),
     ("train tok/s", "train/tokens_per_s", "{:,.0f}"),
 )
