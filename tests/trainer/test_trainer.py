@@ -13,7 +13,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 import verl
-from verl.errors import CheckpointError, ConfigError, TrainingError
+from verl.errors import CheckpointError, ConfigError, DataError, TrainingError
 from verl.shard import checksum
 from verl.trainer.trainer import _permuted
 
@@ -52,6 +52,20 @@ def test_a_plain_loop_is_the_trainer(tiny: Path) -> None:
         sequences = actor.generate_sequences(PROMPTS, n=4, key=f"s{step}")
         actor.update(sequences, reward.get_reward(sequences))
     assert checksum(actor.shards()) == checksum(trainer.actor.shards())
+
+
+def test_fit_takes_any_iterable_and_says_when_it_ends(tiny: Path) -> None:
+    trainer = make(tiny, "grpo", n=2)
+    assert trainer.fit([PROMPTS, PROMPTS], steps=2)["updated"] and trainer.steps == 2
+    with pytest.raises(DataError, match="ended after 3 steps"):
+        trainer.fit((batch for batch in [PROMPTS]), steps=2)
+
+
+def test_a_kl_that_is_not_measured_is_not_there(tiny: Path) -> None:
+    trainer = make(tiny, "grpo", n=2, update_freq=8)
+    records = [trainer.step(PROMPTS) for _ in range(2)]
+    assert ["kl" in record for record in records] == [False, True]
+    assert records[1]["kl"] == records[1]["policy/kl"]
 
 
 def test_update_freq_waits_for_samples(tiny: Path) -> None:
@@ -309,6 +323,9 @@ def test_bad_arguments(tiny: Path, make_tiny: Callable[..., Path]) -> None:
         verl.PPOTrainer(actor=actor, reward_fn=len, kl_coeff=0.1)
     with pytest.raises(ConfigError, match="did you mean"):
         verl.Trainer(actor, reward_fn=len, algorithm="gpro")
+    for half in ({"checkpoint_dir": "checkpoints"}, {"save_every": 2}):
+        with pytest.raises(ConfigError, match="need both"):
+            verl.Trainer(actor, reward_fn=low_bytes, **half)
 
 
 def test_amp_trains(tiny: Path) -> None:

@@ -119,7 +119,8 @@ class AsyncTrainer(Trainer):
         samples = samples if keep is None else samples.filter(keep)
         record.update(self.learn(samples) if len(samples) else {"update/empty": 1.0})
         record["updated"] = "update/empty" not in record
-        record.setdefault("kl", record.get("policy/kl", float("nan")))
+        if "policy/kl" in record:
+            record.setdefault("kl", record["policy/kl"])
         self._publish()
         # Enough workers to sample a step's groups while the rest of a step goes on.
         self.group.fit(record["time/rollout"], time.perf_counter() - began - waited)

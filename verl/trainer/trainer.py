@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, ClassVar
@@ -61,7 +61,7 @@ class Trainer:
         max_failed_episodes: share of the latest 256 samples, once there are 64, whose episode may fail before it ends.
         log_dir: where TensorBoard events and `metrics.jsonl` go; None: `runs/<algorithm>-<time>`; False: nowhere.
         on_log_hook: `fn(step, record)` gets every log record.
-        checkpoint_dir, save_every: automatic checkpoints; one that the disk does not take is a warning.
+        checkpoint_dir, save_every: automatic checkpoints, by both together; one that the disk does not take is a warning.
         permute_rewards: a control: rewards are dealt out at random among the samples, so nothing can be learned.
         placement: where every role runs, by one map, see `DeviceMesh`; None: where the handles say. `device_map=`
             is the same.
@@ -123,6 +123,11 @@ class Trainer:
         maps = [given for given in (placement, None if layout else strategy, device_map) if given is not None]
         if len(maps) > 1:
             raise ConfigError("give the trainer one map: placement=..., strategy=... or device_map=...")
+        if (checkpoint_dir is None) != (save_every is None):
+            raise ConfigError(
+                "automatic checkpoints need both checkpoint_dir=... and save_every=..., where and how often: give the "
+                "other too, or call save_checkpoint(path) yourself"
+            )
         amp = {} if use_amp is None else {"use_amp": use_amp}
         if isinstance(actor, str):
             actor = Actor.from_pretrained(actor, head=self.algorithm.head, **amp)
@@ -204,7 +209,7 @@ class Trainer:
 
         Returns:
             The log record: `reward` (mean of the step's samples, a float; NaN if all abstained), `reward/mean`,
-            `loss/actor`, `loss/critic`, `kl`, `updated`, and more.
+            `loss/actor`, `loss/critic`, `kl` (where one is measured), `updated`, and more.
 
         Raises:
             TrainingError: too many updates in a row were not finite.
@@ -220,8 +225,9 @@ class Trainer:
         if due:
             record.update(self.learn(self.buffer.drain()))
             record["updated"] = "update/empty" not in record
-            if "ref_log_probs" not in samples:  # then the KL is that of the update's policy to the one that sampled
-                record["kl"] = record.get("policy/kl", float("nan"))
+            # Without a reference the KL is that of the update's policy to the one that sampled.
+            if "ref_log_probs" not in samples and "policy/kl" in record:
+                record["kl"] = record["policy/kl"]
         return self._conclude(record, began)
 
     def _conclude(self, record: dict[str, Any], began: float) -> dict[str, Any]:
@@ -237,16 +243,32 @@ class Trainer:
                 logger.warning("%s; training goes on, earlier checkpoints are untouched", result.error)
         return record
 
-    def fit(self, prompts: Iterator[Any], steps: int) -> dict[str, Any]:
-        """`steps` steps over batches of prompts; the last record."""
+    def fit(self, prompts: Iterable[Any], steps: int) -> dict[str, Any]:
+        """`steps` steps over batches of prompts: those of a loader, a list or any other iterable; the last record.
+
+        Raises:
+            DataError: there are fewer batches than steps.
+        """
         record: dict[str, Any] = {}
+        batches = iter(prompts)
         for _ in range(steps):
-            record = self.advance(prompts)
+            record = self.advance(batches)
         return record
 
     def advance(self, prompts: Iterator[Any]) -> dict[str, Any]:
-        """One step on the next batch of prompts."""
-        return self.step(next(prompts))
+        """One step on the next batch of prompts.
+
+        Raises:
+            DataError: there is none.
+        """
+        try:
+            batch = next(prompts)
+        except StopIteration:
+            raise DataError(
+                f"the batches of prompts ended after {self.steps} steps: give as many as there are steps, or a loader "
+                "without end, such as verl.data.loader.PromptLoader"
+            ) from None
+        return self.step(batch)
 
     def close(self) -> None:
         """End what the trainer has started besides itself; the next step starts it anew."""
@@ -424,7 +446,7 @@ class Trainer:
             "rollout/tokens": generated,
             "rollout/tokens_per_s": generated / max(busy, 1e-9),
             "time/rollout": busy,
-            "kl": _kl_to_reference(batch) if "ref_log_probs" in batch else float("nan"),
+            **({"kl": _kl_to_reference(batch)} if "ref_log_probs" in batch else {}),
             **result.metrics,
         }
         if "rejected" in batch:
