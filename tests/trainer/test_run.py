@@ -316,6 +316,20 @@ def test_what_needs_no_model_is_found_before_anything_is_made(
     assert not (tmp_path / "runs").exists()
 
 
+@pytest.mark.parametrize("error", [ConfigError, DataError, RewardError])
+def test_the_cause_of_what_the_user_can_mend_is_not_shown(
+    tmp_path: Path, tiny: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], error: Any
+) -> None:
+    def failing(*args: Any) -> None:
+        raise error("told in one message") from ValueError("somewhere below")
+
+    monkeypatch.setattr("verl.trainer.build.build_data", failing)
+    with pytest.raises(error):
+        train(build_config(settings(tmp_path, tiny)))
+    log = (run_dir(tmp_path) / "logs" / "001.log").read_text()
+    assert ("Traceback" in capsys.readouterr().err) == ("Traceback" in log) == (error is RewardError)
+
+
 def test_a_full_disk_stops_neither_training_nor_the_last_checkpoint(tmp_path: Path, tiny: Path) -> None:
     short = {"trainer.total_steps": 2, "trainer.eval_every": None}
     train(build_config(settings(tmp_path, tiny, **short)))
@@ -450,6 +464,19 @@ def test_pairs_that_are_all_right_are_a_share_however_they_are_cut(tmp_path: Pat
     train(build_config(configuration))
     last = evals(run_dir(tmp_path))[-1]
     assert last["pairs/accuracy"] == pytest.approx(1.0) and last["high"] == pytest.approx(1.0)
+
+
+def test_of_recorded_rows_only_those_that_lost_something_are_told(tmp_path: Path, tiny: Path) -> None:
+    changes = {"algorithm.name": "sft", "reward.path": None, "trainer.total_steps": 1, "trainer.eval_every": None}
+    configuration = settings(tmp_path, tiny, **changes, **{"data.max_response_length": 5})
+    for name, count in (("train", 9), ("eval", 3)):
+        lines = [json.dumps({"prompt": f"{name} {i}: ", "completion": "a" * (i + 1)}) + "\n" for i in range(count)]
+        (tmp_path / f"{name}.jsonl").write_text("".join(lines))
+    train(build_config(configuration))
+    log = (run_dir(tmp_path) / "logs" / "001.log").read_text().splitlines()
+    told = [line.partition("verl.trainer.run: ")[2] for line in log if "WARNING" in line]
+    # Five bytes and the end of sequence are six tokens.
+    assert told == ["5 rows of data.train have responses longer than data.max_response_length, which lost their end"]
 
 
 def test_a_prompt_beyond_the_models_positions_is_refused_before_the_start(tmp_path: Path, make_tiny: Any) -> None:

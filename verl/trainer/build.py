@@ -287,4 +287,11 @@ def _tokenize(config: Config, loader: OfflineDatasetLoader, actor: Actor, split:
             f"data.{split} has a row of {longest} tokens and the model takes {_positions(actor)}: set "
             "data.max_response_length, or data.max_prompt_length with data.truncation"
         )
-    return [f"{count} rows of data.{split}: {what}" for what, count in loader.counts.items() if count]
+    prompt = "prompts longer than data.max_prompt_length or what the model takes"
+    what_became = {
+        "dropped": f"{prompt}: their groups were dropped",
+        "truncated": f"{prompt}, which were truncated",
+        "responses_truncated": "responses longer than data.max_response_length, which lost their end",
+    }
+    counts = loader.counts
+    return [f"{counts[what]} rows of data.{split} have {told}" for what, told in what_became.items() if counts[what]]

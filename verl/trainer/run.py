@@ -24,7 +24,7 @@ from verl.controller.once import on_main
 from verl.controller.ranks import is_main, rank_here, torchrun_ranks
 from verl.data.files import digest
 from verl.data.prompts import PromptDataset
-from verl.errors import CheckpointError, DataError, VerlError
+from verl.errors import CheckpointError, ConfigError, DataError, VerlError
 from verl.models.memory import peak_memory
 from verl.trainer import build, state
 from verl.trainer.check import Checked, check_settings
@@ -76,7 +76,10 @@ def train(config: Config, *, fresh: bool = False) -> dict[str, Any]:
         try:
             return _Job(config, checked, run, controller).execute()
         except Exception as error:
-            is_told = isinstance(error, VerlError) and isinstance(error.__cause__, VerlError | None)
+            # Where another library's error is the cause, its traceback says more, unless the message is for the user.
+            is_told = isinstance(error, ConfigError | DataError) or (
+                isinstance(error, VerlError) and isinstance(error.__cause__, VerlError | None)
+            )
             logger.log(logging.DEBUG if is_told else logging.ERROR, "the run ended with an error", exc_info=True)
             raise
         finally:
