@@ -10,6 +10,9 @@ from pathlib import Path
 
 import pytest
 
+from verl.cli.plan import plan
+from verl.config import load_config
+
 ROOT = Path(__file__).parents[2]
 RECIPE = ROOT / "examples" / "grpo_arithmetic.yaml"
 COMMANDS = ("train", "config", "report", "check", "verify", "export", "doctor", "generate", "chat")
@@ -83,6 +86,18 @@ def test_a_dry_run_refuses_what_the_run_would():
     result = verl("train", RECIPE, "algorithm.kl_coeff=0.1", "--dry-run")
     assert (result.returncode, result.stdout) == (2, "")
     assert result.stderr == "error: algorithm 'grpo' has no option 'kl_coeff': did you mean 'kl_coef'?\n"
+
+
+@pytest.mark.parametrize(
+    ("overrides", "said"),
+    [
+        (["data.eval=null"], "never evaluated"),
+        ([], "evaluated before and after, saved"),
+        (["trainer.eval_every=5"], "evaluated before and after and every 5 steps"),
+    ],
+)
+def test_the_plan_tells_when_is_evaluated(overrides, said):
+    assert said in plan(load_config(RECIPE, ["trainer.eval_every=null", *overrides]))["steps"]
 
 
 def test_debug_shows_the_traceback():

@@ -73,6 +73,27 @@ def test_overrides_replace_what_the_file_says(recipe):
     assert load_config(recipe, ["data.train=other.jsonl"]).data.train == "other.jsonl"
 
 
+def test_a_mapping_is_merged_and_null_takes_a_key_out(recipe):
+    assert load_config(recipe, ["data.train={size: 20}"]).data.train == {"task": "chain_sum", "size": 20}
+    assert load_config(recipe, ["data.train={task: null, path: a.jsonl, size: null}"]).data.train == {"path": "a.jsonl"}
+    edited(recipe, "trainer:", "reward: {name: task}\ntrainer:")
+    assert message(recipe, "reward.path=a.py:f") == (
+        "reward: give one of path, name, model, url and components, not path (override 'reward.path=a.py:f') and "
+        "name (recipe.yaml line 8); KEY=null takes one out"
+    )
+    assert load_config(recipe, ["reward.path=a.py:f", "reward.name=null"]).reward.given() == ["path"]
+
+
+def test_a_tilde_is_the_home_directory(recipe, monkeypatch):
+    monkeypatch.setenv("HOME", "/home/me")
+    config = load_config(
+        recipe,
+        ["trainer.output_dir=~/runs", "data.train=~/a.jsonl", "data.eval={path: ~/b.jsonl}", "reward.path=~/r.py:f"],
+    )
+    assert (config.trainer.output_dir, config.reward.path) == ("/home/me/runs", "/home/me/r.py:f")
+    assert (config.data.train, config.data.eval) == ("/home/me/a.jsonl", {"path": "/home/me/b.jsonl"})
+
+
 def test_references_to_other_keys(recipe):
     edited(recipe, "total_steps: 3", "total_steps: 3\n  eval_n: ${trainer.total_steps}")
     assert load_config(recipe).trainer.eval_n == 3
@@ -112,6 +133,29 @@ GOLDEN = [
     (
         ["reward.name=tasks"],
         "reward.name: no built-in reward is called 'tasks': did you mean 'task'? (override 'reward.name=tasks')",
+    ),
+    (
+        ["actor.optim.lr=1e-5"],
+        "actor: unknown key; did you mean 'actor_rollout_ref.actor.optim.lr'? (override 'actor.optim.lr=1e-5')",
+    ),
+    (
+        ["optim.lr=1e-5"],
+        "optim: unknown key; did you mean 'actor_rollout_ref.actor.optim.lr' or 'critic.optim.lr'? "
+        "(override 'optim.lr=1e-5')",
+    ),
+    (
+        ["actor_rollout_ref.rollout.stop=['']"],
+        "actor_rollout_ref.rollout.stop: must not hold an empty text (override 'actor_rollout_ref.rollout.stop=['']')",
+    ),
+    (
+        ["actor_rollout_ref.rollout.temperature=1e-9"],
+        "actor_rollout_ref.rollout.temperature: must be at least 1e-06, not 1e-09 "
+        "(override 'actor_rollout_ref.rollout.temperature=1e-9')",
+    ),
+    (
+        ["trainer.eval_temperature=1e9"],
+        "trainer.eval_temperature: must be 0 (greedy) or lie between 1e-06 and 1000000, not 1000000000.0 "
+        "(override 'trainer.eval_temperature=1e9')",
     ),
     (["trainer=3"], "trainer: must be a group of settings, not 3 (override 'trainer=3')"),
     (

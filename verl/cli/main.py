@@ -71,7 +71,10 @@ def train(
     file: Annotated[Path, typer.Argument(metavar="FILE", help="Settings in YAML.", show_default=False)],
     overrides: Annotated[
         list[str] | None,
-        typer.Argument(metavar="KEY=VALUE", help="Settings that replace those of the file."),
+        typer.Argument(
+            metavar="KEY=VALUE",
+            help="Settings that replace those of the file; a mapping joins the file's, and KEY=null takes one out.",
+        ),
     ] = None,
     fresh: Annotated[bool, typer.Option("--fresh", help="Start anew, even if this run is unfinished.")] = False,
     dry_run: Annotated[
@@ -87,7 +90,7 @@ def train(
     $ verl train examples/grpo_arithmetic.yaml
     $ verl train examples/grpo_arithmetic.yaml trainer.seed=1 algorithm.name=remax
     $ verl train examples/grpo_arithmetic.yaml 'data.train={task: chain_sum, size: 1000}' --dry-run
-    $ verl train recipe.yaml data.train=prompts.jsonl reward.path=my_rewards.py:score --fresh
+    $ verl train recipe.yaml data.train=prompts.jsonl reward.name=null reward.path=my_rewards.py:score --fresh
     """
     from verl.config import load_config, to_yaml
 

@@ -27,7 +27,7 @@ def plan(config: Config) -> dict[str, str]:
         "reward": _reward(config.reward),
         **({"cost": _reward(config.cost)} if config.cost.is_given else {}),
         "a step": _step(config),
-        "steps": f"{trainer.total_steps}, evaluated {_every(trainer.eval_every)}, saved {_every(trainer.save_every)}",
+        "steps": f"{trainer.total_steps}, {_evaluated(config)}, saved {_every(trainer.save_every)}",
     }
     if trainer.placement is not None:
         lines["placement"] = str(DeviceMesh(trainer.placement)).replace("\n", "\n" + " " * 16)
@@ -81,6 +81,13 @@ def _origin(part: RewardPart) -> str:
 
 def _option(item: tuple[str, Any]) -> str:
     return f"{item[0]}={item[1]}"
+
+
+def _evaluated(config: Config) -> str:
+    if config.data.eval is None:
+        return "never evaluated"
+    every = config.trainer.eval_every
+    return "evaluated before and after" + ("" if every is None else f" and {_every(every)}")
 
 
 def _every(steps: int | None) -> str:

@@ -72,8 +72,9 @@ def build_config(content: Mapping[str, Any], places: Places | None = None, origi
         problems: dict[tuple[str, ...], str] = {}
         for details in error.errors(include_url=False):
             path = _given_path(details, content)
-            problems.setdefault(path, f"{'.'.join(path) or 'settings'}: {_problem(details, path)}")
-        lines = [message + _place(path, places or {}) for path, message in problems.items()]
+            message = f"{'.'.join(path) or 'settings'}: {_problem(details, path)}"
+            problems.setdefault(path, message + _places(details, path, places or {}))
+        lines = list(problems.values())
     listing = lines[0] if len(lines) == 1 else f"{len(lines)} problems\n  " + "\n  ".join(lines)
     raise ConfigError(f"{origin}: {listing}")
 
@@ -141,10 +142,10 @@ def _given_path(details: ErrorDetails, content: Mapping[str, Any]) -> tuple[str,
 def _problem(details: ErrorDetails, path: tuple[str, ...]) -> str:
     kind = details["type"]
     if kind in ("extra_forbidden", "unexpected_keyword_argument"):
-        return f"unknown key; {_nearest_key(path)}"
+        return f"unknown key; {_nearest_key(path, details['input'])}"
     if kind == "missing":
         return "is missing"
-    if kind == "key":
+    if kind in ("key", "several"):
         return str(details["ctx"]["message"])
     if kind == "value_error":
         return details["msg"].removeprefix("Value error, ")
@@ -167,11 +168,24 @@ def _place(path: tuple[str, ...], places: Places) -> str:
     for length in range(len(path), 0, -1):
         if path[:length] in places:
             return f" ({places[path[:length]]})"
-    return ""
+    below = next((told for place, told in places.items() if path and place[: len(path)] == path), None)
+    return "" if below is None else f" ({below})"
 
 
-def _nearest_key(path: tuple[str, ...]) -> str:
-    """The nearest valid key: a like sibling, else the same or a like name anywhere, else all siblings."""
+def _places(details: ErrorDetails, path: tuple[str, ...], places: Places) -> str:
+    """Where the key was written; of several that exclude each other, where each was."""
+    if details["type"] != "several":
+        return _place(path, places)
+    keys = details["ctx"]["keys"].split()
+    return f", not {' and '.join(key + _place((*path, key), places) for key in keys)}; KEY=null takes one out"
+
+
+def _nearest_key(path: tuple[str, ...], given: Any = None) -> str:
+    """The nearest valid key: of a group the keys that end like its own, then a like sibling, else the same or a like
+    name anywhere, else all siblings."""
+    ends = [".".join((path[-1], *inner)) for inner in _paths(given, ())]
+    if longer := [key.path for key in describe() if any(key.path.endswith(f".{end}") for end in ends)]:
+        return "did you mean " + " or ".join(f"'{key}'" for key in longer) + "?"
     siblings = subsections(path[:-1])
     if close := difflib.get_close_matches(path[-1], siblings, n=1):
         return f"did you mean '{'.'.join((*path[:-1], close[0]))}'?"

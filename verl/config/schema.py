@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 import re
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -30,11 +31,36 @@ def _tuple(value: object) -> object:
     return tuple(value) if isinstance(value, list) else value
 
 
+def _no_empty(values: tuple[str, ...]) -> tuple[str, ...]:
+    if not all(values):
+        raise ValueError("must not hold an empty text")
+    return values
+
+
+def _at_home(value: str) -> str:
+    """A path with the home directory in the place of ~, as a shell puts it only where it begins a word."""
+    return os.path.expanduser(value)
+
+
+def _source(value: str | dict[str, Any]) -> str | dict[str, Any]:
+    """A key that is null is not there: so an override takes it out of the file's mapping."""
+    if isinstance(value, str):
+        return _at_home(value)
+    given = {key: item for key, item in value.items() if item is not None}
+    return {**given, "path": _at_home(given["path"])} if isinstance(given.get("path"), str) else given
+
+
+def _greedy_or_warm(value: float) -> float:
+    if value and not 1e-6 <= value <= 1e6:
+        raise ValueError(f"must be 0 (greedy) or lie between 1e-06 and 1000000, not {value}")
+    return value
+
+
 def _function_path(value: str) -> str:
     file, _, function = value.rpartition(":")
     if not file.endswith(".py") or not function.isidentifier():
         raise ValueError(f"must be FILE.py:FUNCTION, such as rewards.py:score, not '{value}'")
-    return value
+    return _at_home(value)
 
 
 def _engine_name(value: str) -> str:
@@ -57,12 +83,12 @@ def _directory_name(value: str) -> str:
 
 FunctionPath = Annotated[str, AfterValidator(_function_path)]
 DirectoryName = Annotated[str, AfterValidator(_directory_name)]
-Strings = Annotated[tuple[str, ...], BeforeValidator(_tuple)]
+Strings = Annotated[tuple[str, ...], BeforeValidator(_tuple), AfterValidator(_no_empty)]
 Count = Annotated[int, Field(ge=1)]
 Seconds = Annotated[float, Field(gt=0)]
 Logger = Literal["console", "tensorboard", "wandb", "mlflow"]
 #: A parquet or JSONL file (or several), or a procedural task with its options.
-Source = str | dict[str, Any]
+Source = Annotated[str | dict[str, Any], AfterValidator(_source)]
 
 
 def _later(default: Any, reason: str, description: str) -> Any:
@@ -201,10 +227,10 @@ class RolloutConfig(Section):
     min_new_tokens: Annotated[int, Field(ge=0)] = Field(
         default=0, description="no end of sequence before this many tokens"
     )
-    temperature: Annotated[float, Field(gt=0)] = Field(
+    temperature: Annotated[float, Field(ge=1e-6, le=1e6)] = Field(
         default=1.0, description="softmax temperature, in generation and in training alike"
     )
-    top_k: Annotated[int, Field(ge=0)] = Field(
+    top_k: Annotated[int, Field(ge=0, lt=2**31)] = Field(
         default=0, description="sample among the k likeliest tokens only (0: off); biases the gradient"
     )
     top_p: Annotated[float, Field(gt=0, le=1)] = Field(
@@ -403,8 +429,9 @@ class RewardConfig(RewardPart):
 
     @model_validator(mode="after")
     def _check(self) -> RewardConfig:
-        if len(self.given()) + bool(self.components) > 1:
-            raise ValueError("give one of path, name, model, url and components, not several")
+        if len(given := [*self.given(), *(["components"] if self.components else [])]) > 1:
+            message = "give one of path, name, model, url and components"
+            raise PydanticCustomError("several", "{message}", {"message": message, "keys": " ".join(given)})
         for name, part in self.components.items():
             if len(part.given()) != 1:
                 raise _wrong(f"components.{name}", "needs exactly one of path, name, model and url")
@@ -422,13 +449,13 @@ class TrainerConfig(Section):
     seed: Annotated[int, Field(ge=0, lt=2**32)] = Field(default=0, description="seed of everything random")
     project: str = _free("verl", "the project's name in W&B and MLflow")
     run_name: DirectoryName | None = _free(None, "begins the run directory's name (null: algorithm, model and data)")
-    output_dir: str = _free("runs", "where run directories are made")
+    output_dir: Annotated[str, AfterValidator(_at_home)] = _free("runs", "where run directories are made")
     eval_every: Count | None = Field(
         default=None,
         description="steps between evaluations (null: only before the first and after the last step)",
     )
     eval_n: Count = Field(default=1, description="samples per held-out problem")
-    eval_temperature: Annotated[float, Field(ge=0)] = Field(
+    eval_temperature: Annotated[float, AfterValidator(_greedy_or_warm)] = Field(
         default=0.0, description="temperature of evaluation (0: greedy)"
     )
     eval_metrics: Annotated[tuple[FunctionPath, ...], BeforeValidator(_tuple)] = Field(
