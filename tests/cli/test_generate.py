@@ -78,6 +78,15 @@ def test_prompts_in_completions_out(tiny, prompts, tmp_path):
     assert len(rows_of(out)) == 3
 
 
+def test_options_that_contradict_each_other_are_refused(tiny, prompts, tmp_path):
+    out = tmp_path / "out.jsonl"
+    both = verl_command("generate", tiny, prompts, out, "--system", "Be brief.", "--plain")
+    assert (both.exit_code, "--plain makes none" in both.stderr) == (2, True)
+    none = verl_command("generate", tiny, prompts, out, "--max-new-tokens", 0)
+    assert none.exit_code == 2
+    assert not out.exists()
+
+
 def test_a_run_that_was_cut_off_goes_on_and_ends_the_same(tiny, tmp_path, cut_after):
     text = "".join(f"prompt number {i}\n\n" for i in range(20))
     whole, cut, part = (tmp_path / name for name in ("whole.parquet", "cut.parquet", "cut.parquet.part"))

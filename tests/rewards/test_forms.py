@@ -224,6 +224,7 @@ def test_a_file_is_imported_once(files: Path) -> None:
         (lambda texts: 0, {"workers": 1}, "not to one of its parts"),
         (3.5, {}, "cannot be made of a float"),
         ({}, {}, "at least one reward"),
+        ("tasks", {}, "did you mean 'task'"),
     ],
 )
 def test_wrong_rewards_are_refused(source: Any, options: dict[str, Any], message: str) -> None:

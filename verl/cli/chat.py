@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 def chat(
     model: Annotated[str, typer.Argument(metavar="MODEL", help="Model directory or hub name.", show_default=False)],
     system: Annotated[str | None, typer.Option(help="System message that starts the chat.")] = None,
-    max_new_tokens: Annotated[int, typer.Option(help="Longest reply, in tokens.")] = 512,
+    max_new_tokens: Annotated[int, typer.Option(min=1, help="Longest reply, in tokens.")] = 512,
     temperature: Annotated[float, typer.Option(help="0 takes the likeliest token.")] = 0.7,
     top_p: Annotated[float, typer.Option(help="Within this probability mass only (1: off).")] = 0.95,
     seed: Annotated[int, typer.Option(help="Fixes the replies.")] = 0,

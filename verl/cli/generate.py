@@ -45,7 +45,7 @@ def generate(
     ],
     out: Annotated[Path, typer.Argument(metavar="OUT", help="Output, .jsonl or .parquet.", show_default=False)],
     n: Annotated[int, typer.Option("-n", min=1, help="Responses to each prompt.")] = 1,
-    max_new_tokens: Annotated[int, typer.Option(help="Longest response, in tokens.")] = 256,
+    max_new_tokens: Annotated[int, typer.Option(min=1, help="Longest response, in tokens.")] = 256,
     temperature: Annotated[float, typer.Option(help="0 takes the likeliest token.")] = 1.0,
     top_k: Annotated[int, typer.Option(help="Among the k likeliest tokens only (0: off).")] = 0,
     top_p: Annotated[float, typer.Option(help="Within this probability mass only (1: off).")] = 1.0,
@@ -79,6 +79,8 @@ def generate(
     from verl.rollout.base import Request, SamplingParams
     from verl.workers.actor import RolloutOptions
 
+    if system is not None and chat is False:
+        raise ConfigError("--system starts a chat and --plain makes none: leave one of them out")
     use_one_arena()
     params = SamplingParams(
         max_new_tokens=max_new_tokens,

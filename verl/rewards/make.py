@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import importlib
 import inspect
 import os
@@ -14,6 +15,8 @@ from verl.rewards.composite import CompositeReward
 from verl.rewards.loading import split_spec
 from verl.rewards.smoothing import Smoothed
 from verl.rewards.source import RewardSource
+
+_BUILT_IN = ("task", "code", "code_evaluator")
 
 
 def make_reward(source: Any, **options: Any) -> RewardSource:
@@ -54,8 +57,10 @@ def _make(source: Any, options: dict[str, Any]) -> RewardSource:
         return _build("functions", "FunctionReward", str(source), options)
     if isinstance(source, str) and source == "task":
         return _build("reasoning_gym", "TaskReward", None, options)
-    if isinstance(source, str) and source in ("code", "code_evaluator"):
+    if isinstance(source, str) and source in _BUILT_IN:
         return _build("code", "CodeReward", None, options)
+    if isinstance(source, str) and (name := _misspelt(source)):
+        raise ConfigError(f"no reward is called '{source}': did you mean '{name}'?")
     if isinstance(source, str | os.PathLike) or hasattr(source, "forward"):
         return _build("model", "RewardModel", source, options)
     if callable(source):
@@ -73,6 +78,12 @@ def _build(module: str, name: str, source: Any, options: dict[str, Any]) -> Rewa
         if option not in known:
             raise ConfigError(f"{name} has no option '{option}': {nearest(option, known)}")
     return kind(**options) if source is None else kind(source, **options)  # type: ignore[no-any-return]
+
+
+def _misspelt(source: str) -> str | None:
+    """The built-in reward that was meant. A model of a hub is "owner/name", so one word that is nearly ours is ours."""
+    close = [] if Path(source).exists() else difflib.get_close_matches(source, _BUILT_IN, n=1, cutoff=0.8)
+    return close[0] if close else None
 
 
 def _is_address(source: Any) -> bool:
