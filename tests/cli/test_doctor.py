@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -13,7 +14,15 @@ from pathlib import Path
 
 import pytest
 
-from verl.cli.doctor import Finding, check_collective, check_extras, check_host, check_parts, check_shared_memory
+from verl.cli.doctor import (
+    EXTRAS,
+    Finding,
+    check_collective,
+    check_extras,
+    check_host,
+    check_parts,
+    check_shared_memory,
+)
 
 
 def test_two_ranks_find_each_other(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -67,6 +76,12 @@ def test_an_extra_that_cannot_be_imported_is_a_fault(tmp_path: Path, monkeypatch
     assert broken.state == "fail" and "mlflow 9.9" in broken.detail and "libmissing.so.1" in broken.detail
     assert "verl[mlflow]" in broken.advice
     assert missing == Finding("extras", "ok", "not installed: none")
+
+
+def test_every_extra_is_looked_for() -> None:
+    project = (Path(__file__).parents[2] / "pyproject.toml").read_text()
+    section = project.partition("[project.optional-dependencies]\n")[2].partition("\n[")[0]
+    assert set(EXTRAS) == set(re.findall(r"^([\w-]+) = ", section, re.MULTILINE)) - {"dev"}
 
 
 def test_shared_memory_without_room_is_a_fault(tmp_path: Path) -> None:

