@@ -76,6 +76,10 @@ def rank_main(rank: int, store: str, started: Any, results: Any) -> None:
     dist.destroy_process_group()
 
 
+def test_a_process_alone_is_the_same() -> None:
+    check_same("weights", torch.arange(5))
+
+
 def test_a_hung_process_shows_its_stacks_when_asked(tmp_path: Path) -> None:
     code = (
         "import sys, time; from verl.utils.debugging import dump_stacks_on_signal as d; d(sys.argv[1])\n"
