@@ -1,6 +1,7 @@
 import re
 import subprocess
 import sys
+from pathlib import Path
 
 import verl
 
@@ -18,3 +19,15 @@ def test_import_is_light_and_every_public_name_is_there() -> None:
 
 def test_version_is_pep_440() -> None:
     assert re.fullmatch(r"\d+(\.\d+)*((a|b|rc)\d+)?(\.post\d+)?(\.dev\d+)?", verl.__version__)
+
+
+def test_every_public_name_has_its_line_in_the_docs() -> None:
+    page = (Path(__file__).parents[1] / "docs" / "python.md").read_text()
+    names = re.findall(r"^\| `(\w+)` \|", page, re.MULTILINE)
+    assert sorted(names) == sorted(set(verl.__all__) - {"__version__"})
+
+
+def test_every_page_of_the_docs_is_linked_from_the_readme() -> None:
+    root = Path(__file__).parents[1]
+    readme = root.joinpath("README.md").read_text()
+    assert [page.name for page in (root / "docs").glob("*.md") if f"(docs/{page.name})" not in readme] == []
