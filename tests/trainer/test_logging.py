@@ -75,6 +75,12 @@ def test_terminal_gets_a_bar_with_the_numbers() -> None:
     assert "step 1/4" in text
 
 
+def test_an_evaluation_without_any_score_says_so() -> None:
+    out = io.StringIO()
+    ConsoleSink(console=Console(file=out, highlight=False)).write(0, {"eval/reward": None, "eval/abstained": 4.0})
+    assert out.getvalue() == "step 0  nothing was measured\n"
+
+
 def test_descriptions() -> None:
     assert describe({"kl": float("nan"), "reward/mean": None}) == "kl nan"
     assert (

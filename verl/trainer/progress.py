@@ -58,7 +58,7 @@ class ConsoleSink:
     def write(self, step: int, record: Mapping[str, Any]) -> None:
         left = self._left(step)
         total = f"/{self.total_steps}" if self.total_steps is not None else ""
-        values = describe(record)
+        values = describe(record) or "nothing was measured"  # such as an evaluation of which every sample abstained
         self.console.print(f"step {step}{total}  {values}{f'  left {left}' if left else ''}", markup=False)
         if self._bar is not None:
             text = f"{step}{total}  {values}  left {left}"
