@@ -68,6 +68,28 @@ def test_one_rank_rolls_out_and_one_trains(alone: tuple[Path, Path], tmp_path: P
     assert_equal_runs(expected, tmp_path)
 
 
+def test_copies_of_the_actor_have_its_weights_where_it_does_not_stand(
+    make_tiny: Callable[..., Path], tmp_path: Path
+) -> None:
+    script = tmp_path / "script.py"
+    script.write_text(
+        "import dataclasses, sys, torch, verl\n"
+        "placement = {'actor': 'cpu:0', 'critic': 'cpu:1', 'reference': 'cpu:1'}\n"
+        "sampling = verl.SamplingParams(max_new_tokens=4)\n"
+        "actor = verl.Actor(sys.argv[1], dtype='float64', placement=placement, sampling=sampling)\n"
+        "actor.load_shards([dataclasses.replace(s, tensor=s.tensor * 1.1) for s in actor.shards()])\n"
+        "sequences = actor.generate_sequences(['a', 'b'])\n"
+        "own, of_copy = actor.compute_log_probs(sequences), actor.compute_ref_log_probs(sequences)\n"
+        "torch.testing.assert_close(own.tensor('log_probs'), of_copy.tensor('ref_log_probs'), rtol=0, atol=1e-9)\n"
+        "critic = verl.Updater('ppo', actor=actor, kl_in='none').critics['critic']\n"
+        "weights, copies = ({s.name: s.tensor.clone() for s in each.shards()} for each in (actor, critic))\n"
+        "shared = [name for name in copies if name in weights]\n"
+        "assert len(shared) > 10, (list(weights), list(copies))\n"
+        "assert all(torch.equal(weights[name], copies[name]) for name in shared)\n"
+    )
+    torchrun(2, script, make_tiny("gpt2", torch.float64))
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
 def test_rewards_run_once_and_checkpoints_move_between_rank_counts(tiny: Path, tmp_path: Path, strategy: str) -> None:

@@ -289,8 +289,7 @@ class Actor:
                 "the actor has been updated already, so its reference weights are gone: "
                 "call make_reference() before the first update"
             )
-        frozen = model if model is not None else copy.deepcopy(self.model)
-        self.reference_model = frozen
+        self.reference_model = copy.deepcopy(self.present_model()) if model is None else model
 
     def update(self, sequences: Batch, rewards: Any, values: Any = None) -> dict[str, float]:
         """One update from scored sequences.
@@ -374,11 +373,19 @@ class Actor:
 
     def save_pretrained(self, path: str) -> None:
         """Write a plain Hugging Face directory: weights, config and tokenizer. Of several ranks the first writes."""
-        from verl.models.shards import load_model_shards, save_pretrained_dir
+        from verl.models.shards import save_pretrained_dir
 
-        if not self.controller.is_local:  # this rank may not be one that trains
+        model = self.present_model()
+        on_main(f"save {path}", lambda: save_pretrained_dir(model, self.tokenizer, path))
+
+    def present_model(self) -> PreTrainedModel:
+        """`model`, with the weights as they are now: where its workers are other processes, it is brought up to date.
+        All ranks must ask for it together."""
+        from verl.models.shards import load_model_shards
+
+        if self._group is not None and not self.controller.is_local:  # this rank may not be one that trains
             load_model_shards(self.model, self.shards())
-        on_main(f"save {path}", lambda: save_pretrained_dir(self.model, self.tokenizer, path))
+        return self.model
 
 
 def expand(prompts: Batch, n: int, greedy_baseline: bool = False) -> Batch:

@@ -98,10 +98,10 @@ def role_metrics(role: str, metrics: dict[str, float]) -> dict[str, float]:
 
 
 def make_critic(actor: Actor) -> Critic:
-    """A critic of the actor's own architecture: a copy of its backbone under a new value head."""
+    """A critic of the actor's own architecture: a copy of its backbone, as it is now, under a new value head."""
     options = actor.train_options
     return Critic(
-        copy.deepcopy(actor.model),
+        copy.deepcopy(actor.present_model()),
         placement=actor.controller,
         optim=options.optim,
         mini_batch_size=actor.plan.mini_batch_size,
