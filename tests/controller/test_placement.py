@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 import verl
+from verl.controller.placement import Slot
 from verl.errors import ConfigError
 
 
@@ -44,6 +45,16 @@ def test_every_form_names_its_slots(given: Any, slots: list[str]) -> None:
         ({"actor": 0}, "at least one slot, not 0"),
         ({}, "the map is empty"),
         (["cpu:0", "cuda:0"], "one kind of device"),
+        ("cdua:0-1", r"no kind of device 'cdua': did you mean 'cuda'"),
+        ({"actor": "tpu:0"}, "no kind of device 'tpu'"),
+        ([Slot("mps", 0)], "no kind of device 'mps'"),
+        ({"cpu_ids": "0-1"}, r"cpu_ids are numbers .*, not '0-1'"),
+        ({"actor": {"gpu_ids": [-1, 0]}}, r"gpu_ids are numbers .*, not \[-1, 0\]"),
+        ({"cpu_ids": [0.7]}, "cpu_ids are numbers"),
+        ({"cpu_ids": [True]}, "cpu_ids are numbers"),
+        ({"cpu_ids": {"a": 1}}, "cpu_ids are numbers"),
+        ({"cpu_ids": [None]}, "cpu_ids are numbers"),
+        ({"actor": True}, "give slots such as .*, not True"),
         ({"actor": "cpu:0-2", "critic": "cpu:2-3"}, r"'actor' \(3 slots: .*'critic' \(2 .* overlap in 1"),
     ],
 )

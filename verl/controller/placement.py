@@ -15,6 +15,7 @@ from verl.errors import ConfigError, nearest
 
 ROLES = ("actor", "rollout", "critic", "cost_critic", "reference")
 _KEYS = ("slots", "device", "gpu_ids", "cpu_ids", "parallel", "node", "accelerator")
+_KINDS = {"cuda": "cuda", "gpu": "cuda", "cpu": "cpu"}  # as it is written -> as it is called here
 _RANGE = re.compile(r"([a-z]+)(?::(\d[\d,\s-]*))?")
 
 
@@ -102,7 +103,7 @@ class ResourcePool:
         value = given[where[0]]
         if where[0] in ("gpu_ids", "cpu_ids"):
             kind = "cuda" if where[0] == "gpu_ids" else "cpu"
-            value = [Slot(kind, int(index)) for index in ([value] if isinstance(value, int) else value)]
+            value = [Slot(kind, index) for index in _numbers(where[0], value)]
         pool = cls(value, given.get("parallel") or "data")
         node, accelerator = (str("" if given.get(key) is None else given[key]) for key in ("node", "accelerator"))
         return cls([replace(slot, node=node, accelerator=accelerator) for slot in pool.slots], pool.parallel)
@@ -141,7 +142,8 @@ class DeviceMesh:
         for role, where in given.items():
             if role not in ROLES:
                 raise ConfigError(f"placement: there is no role '{role}': {nearest(str(role), ROLES)}")
-            pools[role] = ResourcePool.numbered(free, where) if isinstance(where, int) else ResourcePool.parse(where)
+            is_count = isinstance(where, int) and not isinstance(where, bool)
+            pools[role] = ResourcePool.numbered(free, where) if is_count else ResourcePool.parse(where)
             free = max(free, pools[role].slots[-1].index + 1)
         object.__setattr__(self, "pools", pools)
         for role, pool in pools.items():
@@ -200,19 +202,34 @@ class DeviceMesh:
 
 def _slots(given: str | Slot) -> list[Slot]:
     if isinstance(given, Slot):
-        return [given]
+        return [replace(given, kind=_kind(given.kind, given))]
     text = str(given).strip().lower()
     match = _RANGE.fullmatch(text)
     if match is None:
         raise ConfigError(f"placement: '{given}' is no slot: write 'cuda:0', 'cuda:0-3' or 'cpu:0,2'")
-    kind, numbers = match[1], match[2] or "0"
+    kind, numbers = _kind(match[1], given), match[2] or "0"
     found = []
     for part in numbers.replace(" ", "").split(","):
         first, _, last = part.partition("-")
         if not first.isdigit() or (last and not last.isdigit()) or (last and int(last) < int(first)):
             raise ConfigError(f"placement: '{given}' is no range of slots: write '{kind}:0-3' or '{kind}:0,2'")
-        found += [Slot("cuda" if kind == "gpu" else kind, i) for i in range(int(first), int(last or first) + 1)]
+        found += [Slot(kind, i) for i in range(int(first), int(last or first) + 1)]
     return found
+
+
+def _kind(name: str, given: str | Slot) -> str:
+    if name not in _KINDS:
+        raise ConfigError(f"placement: '{given}': there is no kind of device '{name}': {nearest(name, _KINDS)}")
+    return _KINDS[name]
+
+
+def _numbers(key: str, given: Any) -> list[int]:
+    """Numbers of slots, one or several."""
+    numbers = list(given) if isinstance(given, list | tuple | range) else [given]
+    for number in numbers:
+        if isinstance(number, bool) or not isinstance(number, int) or number < 0:
+            raise ConfigError(f"placement: {key} are numbers from 0 on, such as [0, 1], not {given!r}")
+    return numbers
 
 
 def cuda_devices() -> int:
