@@ -17,6 +17,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+import verl
 from tests import ranks
 from tests.controller.test_torchrun import SCRIPT, assert_equal_runs
 from verl.batch import Batch
@@ -225,6 +226,25 @@ def test_a_rank_that_hangs_is_named_and_all_stacks_are_told(slots: Any, caplog: 
     with pytest.raises(ClusterError, match=r"'probe.meet' did not end within 3 s: waited for .*slot cpu:1"):
         group.call("meet", "hang")
     assert "time.sleep(600)" in caplog.text and "all_reduce" in caplog.text
+
+
+@pytest.mark.slow
+def test_slots_have_the_deadline_of_the_trainer_that_places_them(cluster: None, tiny: Path) -> None:
+    from verl.controller.controller import Controller
+
+    def timeouts(placement: Any, deadline: float) -> tuple[float, float]:
+        trainer = verl.Trainer(str(tiny), reward_fn=len, placement=placement, deadline=deadline, log_dir=False)
+        return trainer.actor.controller.timeout, trainer.actor.controller._slots.timeout
+
+    assert timeouts("cpu:0-1", 77) == (77, 77)
+    assert timeouts("cpu:0-1", 88) == (88, 88)  # nothing has started yet
+    given = Controller("cpu:0-1", timeout=5)
+    assert timeouts(given, 77) == (5, 5)
+    given.close()
+    shared = Controller.of("cpu:0-1")
+    shared.start()
+    assert timeouts("cpu:0-1", 77) == (88, 88)
+    shared.close()
 
 
 def test_a_cluster_that_does_not_answer_is_named_at_once() -> None:

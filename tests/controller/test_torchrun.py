@@ -144,6 +144,26 @@ def test_an_error_of_one_rank_ends_the_job_with_its_own_traceback(tiny: Path, tm
 
 
 @pytest.mark.slow
+def test_a_rank_that_hangs_is_waited_for_as_long_as_the_trainer_says(tiny: Path, tmp_path: Path) -> None:
+    script = tmp_path / "script.py"
+    script.write_text(
+        "import os, sys, time, verl\n"
+        "class Hangs(verl.BaseAlgorithm):\n"
+        "    def compute_loss(self, x):\n"
+        "        if os.environ['RANK'] == '1': time.sleep(600)\n"
+        "        return verl.Loss(total=(x.weights * x.log_probs).sum())\n"
+        "actor = verl.Actor(sys.argv[1], sampling=verl.SamplingParams(max_new_tokens=4))\n"
+        "options = {'reward_fn': lambda texts: [1.0] * len(texts), 'algorithm': Hangs(), 'deadline': 6}\n"
+        "verl.Trainer(actor, log_dir=False, **options).step(['a', 'b'])\n"
+    )
+    began = time.monotonic()
+    done = torchrun(2, script, tiny, check=False)
+    assert done.returncode != 0 and time.monotonic() - began < 120
+    assert "rank 0 of 2" in done.stderr and "waited in 'actor.update'" in done.stderr
+    assert "silent for 6 s" in done.stderr
+
+
+@pytest.mark.slow
 def test_ranks_that_disagree_are_told_so(tiny: Path, tmp_path: Path) -> None:
     script = tmp_path / "script.py"
     script.write_text(

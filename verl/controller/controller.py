@@ -11,7 +11,7 @@ from verl.controller.group import WorkerGroup
 from verl.controller.local import LocalGroup
 from verl.controller.placement import DeviceMesh, ResourcePool, cuda_devices
 from verl.controller.ranks import torchrun_ranks
-from verl.controller.world import TIMEOUT, Layout, World, here
+from verl.controller.world import TIMEOUT, Layout, World, has_joined, here
 from verl.errors import ConfigError
 
 W = TypeVar("W")
@@ -27,14 +27,15 @@ class Controller:
 
     Args:
         placement: role -> slots, see `DeviceMesh`; None: one slot, or all ranks of the torchrun job.
-        timeout: seconds that ranks wait for each other, and the controller for them.
+        timeout: seconds that ranks wait for each other, and the controller for them; None: those of `wait`.
 
     Raises:
         ConfigError: the map cannot be met; nothing has been started.
     """
 
-    def __init__(self, placement: Any = None, *, timeout: float = TIMEOUT) -> None:
-        self.timeout = timeout
+    def __init__(self, placement: Any = None, *, timeout: float | None = None) -> None:
+        self.timeout = TIMEOUT if timeout is None else timeout
+        self._may_change = timeout is None
         ranks = torchrun_ranks()
         self.executor = "torchrun" if ranks > 1 else "local"
         self._slots: Any = None
@@ -44,7 +45,7 @@ class Controller:
         else:
             self.mesh = DeviceMesh(placement)
             if self.is_local and (len(self.mesh.slots) > 1 or self.mesh.slots[0].is_named):
-                self.executor, self._slots = "ray", _slots(self.mesh, timeout)
+                self.executor, self._slots = "ray", _slots(self.mesh, self.timeout)
             else:
                 self._check(ranks)
             slot = self.mesh.slots[0]
@@ -99,6 +100,15 @@ class Controller:
     def _ranks(self, pool: ResourcePool) -> tuple[int, ...]:
         slots = self.mesh.slots
         return tuple(slot.index if self.executor == "torchrun" else slots.index(slot) for slot in pool.slots)
+
+    def wait(self, seconds: float) -> None:
+        """Have ranks and controller wait so long for each other, where no `timeout` was given. Ranks that have met
+        already go on with what they met with."""
+        has_met = self._slots.has_started if self.executor == "ray" else has_joined()
+        if self._may_change and not has_met:
+            self.timeout = seconds
+            if self.executor == "ray":
+                self._slots.timeout = seconds
 
     def start(self) -> None:
         """Start or join the processes at the slots, which the first verb does otherwise."""

@@ -80,6 +80,10 @@ class Slots:
     def has_ended(self) -> bool:
         return self._ended is not None
 
+    @property
+    def has_started(self) -> bool:
+        return bool(self._workers)
+
     def start(self) -> None:
         """Start the processes and let them meet.
 

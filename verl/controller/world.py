@@ -179,6 +179,11 @@ def _room(nbytes: int) -> torch.Tensor:
 _worlds: list[World] = []
 
 
+def has_joined() -> bool:
+    """Whether this process is a rank of the torchrun job already."""
+    return bool(_worlds)
+
+
 def here(timeout: float = TIMEOUT, device: str | None = None) -> World:
     """This rank's side of the torchrun job: one a process, joined at the first use, as it is asked for then.
 

@@ -67,7 +67,7 @@ class Trainer:
             is the same.
         strategy: how the ranks of a model share its training, "ddp" or "fsdp", for all models; or a map of placement.
         timeline: where a trace of what worked when is written; see `Timeline`.
-        deadline: seconds for one call of a node.
+        deadline: seconds for one call of a node, and for ranks to wait for each other.
         **options: of the algorithm, such as `kl_coef`.
 
     Raises:
@@ -142,6 +142,10 @@ class Trainer:
             self.actor.train_options = replace(self.actor.train_options, autocast=use_amp)
         self.updater = Updater(self.algorithm, actor=self.actor, critic=critic)
         self.critic = self.updater.critics.get("critic")
+        self.deadline = deadline
+        self._controllers = {self.actor.controller, *(c.controller for c in self.updater.critics.values())}
+        for controller in self._controllers:
+            controller.wait(deadline)
         self.n = n or self.algorithm.samples_per_prompt
         self.algorithm.check_samples(self.n)
         self.sampling = as_sampling(sampling, self.actor.sampling)
@@ -153,7 +157,6 @@ class Trainer:
         self.max_resamples = max_resamples
         self.max_skipped_updates = max_skipped_updates
         self.permute_rewards = permute_rewards
-        self.deadline = deadline
         self.checkpoint_dir = checkpoint_dir
         self.save_every = save_every
         self.timeline = None if timeline is None else Timeline(timeline)
@@ -168,8 +171,8 @@ class Trainer:
         self._hooks = [on_log_hook] if on_log_hook else []
         if logger is not None:
             self.use_logger(logger)
-        self.experience_graph = Graph(self._experience())
-        self.learning_graph = Graph(update_nodes("update", self.updater))
+        self.experience_graph = Graph(self._patient(self._experience()))
+        self.learning_graph = Graph(self._patient(update_nodes("update", self.updater)))
 
     @property
     def graph(self) -> Graph:
@@ -379,7 +382,7 @@ class Trainer:
         if "id" in problems:  # a loader names visits, not problems
             problems = problems.drop(["id", "group"]).add({"group": [f"eval.{i}" for i in range(len(problems))]})
         params = replace(self.sampling, temperature=temperature)
-        graph = Graph([rollout_node("rollout", self.actor, n=n, params=params)])
+        graph = Graph(self._patient([rollout_node("rollout", self.actor, n=n, params=params)]))
         reward = self.sources["reward"]
         state_before = reward.state_dict()
         try:
@@ -415,6 +418,13 @@ class Trainer:
             CheckpointError: the checkpoint is damaged, or belongs to another model or algorithm.
         """
         state.load(self, Path(path))
+
+    def _patient(self, nodes: list[Node]) -> list[Node]:
+        """Of models on several ranks: each verb of a node has the deadline, and its error says which rank is late. The
+        node's own, which cannot tell, comes after the two verbs that an update has."""
+        if all(controller.is_local for controller in self._controllers):
+            return nodes
+        return [replace(node, deadline=2 * self.deadline) if node.role else node for node in nodes]
 
     def _run(self, graph: Graph, batch: Batch) -> Result:
         result = run_graph(graph, batch, deadline=self.deadline)
