@@ -61,6 +61,17 @@ def test_two_ranks_with_a_part_of_the_models_each_equal_one_process(alone: tuple
 
 
 @pytest.mark.slow
+def test_one_optimizer_step_a_batch_with_a_part_of_the_models_each_equals_one_process(
+    alone: tuple[Path, Path], tmp_path: Path
+) -> None:
+    # The log-probs before the update are then those of the rollout.
+    (tmp_path / "one").mkdir()
+    ranks.alone(SCRIPT, alone[0], tmp_path / "one", "null", "null", "null")
+    torchrun(2, SCRIPT, alone[0], tmp_path, "null", json.dumps("fsdp"), "null")
+    assert_equal_runs(tmp_path / "one", tmp_path)
+
+
+@pytest.mark.slow
 def test_one_rank_rolls_out_and_one_trains(alone: tuple[Path, Path], tmp_path: Path) -> None:
     model, expected = alone
     placement = {"rollout": "cpu:0", "actor": "cpu:1", "critic": "cpu:1", "reference": "cpu:0"}

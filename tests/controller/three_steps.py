@@ -1,6 +1,6 @@
 """Three steps of a training script that knows nothing of ranks; started by the tests in one process and in several.
 
-python three_steps.py MODEL OUT [PLACEMENT [STRATEGY]], both as JSON
+python three_steps.py MODEL OUT [PLACEMENT [STRATEGY [MINI_BATCH_SIZE]]], the last three as JSON
 """
 
 from __future__ import annotations
@@ -20,12 +20,14 @@ def reward(responses: list[str]) -> list[float]:
     return [sum(map(ord, text)) % 7 / 7 for text in responses]
 
 
-def run(model: str, placement: Any = None, strategy: str | None = None) -> dict[str, Any]:
+def run(
+    model: str, placement: Any = None, strategy: str | None = None, mini_batch_size: int | None = 8
+) -> dict[str, Any]:
     torch.set_num_threads(1)
     options: dict[str, Any] = {
         "dtype": "float64",
         "optim": {"lr": 1e-2},
-        "mini_batch_size": 8,
+        "mini_batch_size": mini_batch_size,
         "max_tokens_per_micro_batch": 64,
         "placement": placement,
         "strategy": strategy,

@@ -64,6 +64,14 @@ def test_samples_carry_their_log_probs_and_texts(actor: verl.Actor) -> None:
         assert row["response"] == actor.tokenizer.decode(row["response_tokens"], skip_special_tokens=True)
 
 
+def test_the_log_probs_of_an_fp64_models_samples_are_fp64(make_tiny: Callable[..., Path]) -> None:
+    sampling = verl.SamplingParams(max_new_tokens=4)
+    actor = verl.Actor(str(make_tiny("gpt2", torch.float64)), dtype="float64", sampling=sampling)
+    batch = actor.generate_sequences(["a", "b"])
+    ours, theirs = actor.compute_log_probs(batch).tensor("log_probs"), batch.tensor("rollout_log_probs")
+    torch.testing.assert_close(theirs, ours, rtol=0, atol=1e-12)
+
+
 def test_the_key_fixes_the_samples(actor: verl.Actor) -> None:
     first = actor.generate_sequences(PROMPTS, n=2, key="a")
     assert actor.generate_sequences(PROMPTS, n=2, key="a") == first

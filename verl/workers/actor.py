@@ -221,7 +221,9 @@ class ActorWorker:
     @verb("rollout")
     def exact_rollout(self) -> bool:
         """Whether the rollout engine's log-probs are the trainer's own numbers (`RolloutEngine.exact`)."""
-        return self.local is self.engine and bool(getattr(self.rollout_engine, "exact", False))
+        # Weights that are gathered equal the copy bit for bit, unless a layer of a bf16 model is kept in fp32.
+        is_same = self.local is self.engine or len({weight.dtype for weight in self.local.model.parameters()}) == 1
+        return is_same and bool(getattr(self.rollout_engine, "exact", False))
 
     @verb("rollout", split="rows", collect="batches")
     def generate(self, prompts: Batch, params: SamplingParams) -> Iterator[Batch]:
@@ -240,7 +242,8 @@ class ActorWorker:
             ended = outcomes(engine, list(prompts.rows()), rows, episode, self.tokenizer)
         try:
             with closing(ended):  # whatever it has running ends before the engine is touched again
-                for group in _finished_groups(ended, prompts, None if episode is None else engine.policy_version):
+                version = None if episode is None else engine.policy_version
+                for group in _finished_groups(ended, prompts, version, self.local.exact):
                     self._sync.probe = self._sync.probe or group.take(range(min(ROWS, len(group))))
                     yield group
         finally:
@@ -373,10 +376,12 @@ def _single_turns(
             yield Outcome(index[sample.id], [Turns().wrote(sample)])
 
 
-def _finished_groups(ended: Iterable[Outcome], prompts: Batch, version: int | None = None) -> Iterator[Batch]:
+def _finished_groups(
+    ended: Iterable[Outcome], prompts: Batch, version: int | None, exact: torch.dtype
+) -> Iterator[Batch]:
     """Rows of each group once its last response is there; the rows of a group keep their order.
 
-    `version`: that of the engine, where these are episodes.
+    `version`: that of the engine, where these are episodes; `exact`: the type of log-probs.
     """
     groups = {row: rows for rows in prompts.group_indices() for row in rows}
     done: dict[int, Outcome] = {}
@@ -384,10 +389,10 @@ def _finished_groups(ended: Iterable[Outcome], prompts: Batch, version: int | No
         done[outcome.index] = outcome
         rows = groups[outcome.index]
         if all(row in done for row in rows):
-            yield _with_responses(prompts.take(rows), [done.pop(row) for row in rows], version)
+            yield _with_responses(prompts.take(rows), [done.pop(row) for row in rows], version, exact)
 
 
-def _with_responses(rows: Batch, ended: list[Outcome], version: int | None) -> Batch:
+def _with_responses(rows: Batch, ended: list[Outcome], version: int | None, exact: torch.dtype) -> Batch:
     errors = [outcome.error or _count_error(outcome) for outcome in ended]
     for error in filter(None, errors):
         logger.warning("%s", error)
@@ -395,6 +400,8 @@ def _with_responses(rows: Batch, ended: list[Outcome], version: int | None) -> B
     turns = [none if error else outcome.responses[0] for outcome, error in zip(ended, errors, strict=True)]
     names = ("response_tokens", "response_mask", "rollout_log_probs", "finish", "policy_version")
     columns: dict[str, Any] = {name: [getattr(turn, name) for turn in turns] for name in names}
+    if exact == torch.float64:  # lists would be stored as fp32
+        columns["rollout_log_probs"] = pa.array(columns["rollout_log_probs"], pa.large_list(pa.float64()))
     if version is not None:
         columns["rejected"] = [turn.rejected for turn in turns]
         columns["episode_error"] = pa.array(errors, pa.string())
