@@ -81,7 +81,7 @@ class Controller:
             recipe: makes one rank's worker: a `partial` of its class that lacks only `place`.
         """
         if self.executor == "local":
-            return LocalGroup(role, recipe, self._device)
+            return LocalGroup(role, recipe, self._device, self.layout(role).meshes)
         if self.executor == "ray":
             from verl.controller.ray import RayGroup
 

@@ -8,7 +8,9 @@ from contextlib import contextmanager
 from typing import Any, Protocol, TypeVar
 
 from verl.batch import Batch
+from verl.errors import ConfigError, DataError, nearest
 from verl.training.micro_batch import balanced
+from verl.workers.place import ROLE, Verb
 
 logger = logging.getLogger(__name__)
 W_co = TypeVar("W_co", covariant=True)
@@ -38,11 +40,47 @@ def split_rows(batch: Batch, parts: int) -> list[list[int]]:
     return [list(range(len(batch)))] if parts == 1 else balanced(batch, parts)
 
 
-def join_rows(parts: Iterable[tuple[Sequence[int], Batch]]) -> Batch:
-    """Answers put back into the order of the rows that were asked about."""
-    parts = list(parts)
+def join_rows(parts: Sequence[tuple[Sequence[int], Batch]]) -> Batch:
+    """Answers put back into the order of the rows that were asked about. Columns are those of answers with rows, or,
+    where none has any, of the first."""
     order = [row for rows, _ in parts for row in rows]
-    return Batch.concat(answer for _, answer in parts).take(sorted(range(len(order)), key=order.__getitem__))
+    answers = [answer for rows, answer in parts if rows] or [parts[0][1]]
+    return Batch.concat(answers).take(sorted(range(len(order)), key=order.__getitem__))
+
+
+def check_call(what: str, spec: Verb, meshes: Iterable[str], args: Sequence[Any]) -> None:
+    """Refuse what no rank could do.
+
+    Args:
+        what: "ROLE.VERB", for messages.
+        meshes: those of the role.
+
+    Raises:
+        ConfigError: the verb is of a mesh that the role has not.
+        DataError: it is split by rows, and its first argument is no batch.
+    """
+    known = (ROLE, *meshes)
+    if spec.mesh not in known:
+        raise ConfigError(
+            f"'{what}' is a verb of mesh '{spec.mesh}', which the role has not: {nearest(spec.mesh, known)}"
+        )
+    if spec.split == "rows" and not (args and isinstance(args[0], Batch)):
+        got = type(args[0]).__name__ if args else "none"
+        raise DataError(f"'{what}' is split by rows: its first argument, not by keyword, is a Batch; got {got}")
+
+
+def check_answer(what: str, rank: int, rows: int, answer: Any) -> None:
+    """Of a verb that collects rows.
+
+    Raises:
+        DataError: a rank's answer is not one row for each that it got.
+    """
+    if not isinstance(answer, Batch) or len(answer) != rows:
+        found = f"{len(answer)} rows" if isinstance(answer, Batch) else type(answer).__name__
+        raise DataError(
+            f"'{what}' collects rows, and rank {rank} answered {rows} rows with {found}: return a Batch of one row for "
+            "each that came"
+        )
 
 
 @contextmanager

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from functools import partial
 from typing import Any, Generic, TypeVar
 
-from verl.controller.group import noted
+from verl.controller.group import check_answer, check_call, noted
 from verl.workers.place import Place, verb_of
 
 W = TypeVar("W")
@@ -19,8 +20,9 @@ class LocalGroup(Generic[W]):
 
     size = 1
 
-    def __init__(self, role: str, recipe: partial[W], device: str | None = None) -> None:
+    def __init__(self, role: str, recipe: partial[W], device: str | None, meshes: Iterable[str]) -> None:
         self.role = role
+        self._meshes = tuple(meshes)
         self._recipe = recipe
         self._place = Place(role=role, device=device)
         self._worker: W | None = None
@@ -34,5 +36,9 @@ class LocalGroup(Generic[W]):
     def call(self, verb: str, *args: Any, **kwargs: Any) -> Any:
         """Run a verb of the worker. An exception keeps its type and says in which role it arose."""
         with noted(f"in role '{self.role}', verb '{verb}'"):
-            verb_of(type(self.worker), verb)
-            return getattr(self.worker, verb)(*args, **kwargs)
+            spec = verb_of(type(self.worker), verb)
+            check_call(f"{self.role}.{verb}", spec, self._meshes, args)
+            answer = getattr(self.worker, verb)(*args, **kwargs)
+            if spec.collect == "rows":
+                check_answer(f"{self.role}.{verb}", 0, len(args[0]), answer)
+            return None if spec.collect == "none" else answer

@@ -27,13 +27,13 @@ from ray.util.placement_group import PlacementGroup, placement_group, remove_pla
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from verl.batch import Batch
-from verl.controller.group import SPLIT_BY, join_rows, split_rows
+from verl.controller.group import SPLIT_BY, check_answer, check_call, join_rows, split_rows
 from verl.controller.placement import DeviceMesh, Slot
 from verl.controller.slot_worker import Order, SlotWorker, Stream, WorkerError, bunched
 from verl.controller.world import Layout
 from verl.errors import ClusterError, ConfigError
 from verl.rewards.loading import user_modules
-from verl.workers.place import ROLE, Verb, verb_of
+from verl.workers.place import Verb, verb_of
 
 logger = logging.getLogger(__name__)
 W = TypeVar("W")
@@ -320,13 +320,16 @@ class RayGroup(Generic[W]):
 
     def call(self, verb: str, *args: Any, **kwargs: Any) -> Any:
         spec = verb_of(self._recipe.func, verb)  # type: ignore[arg-type]
+        check_call(f"{self.role}.{verb}", spec, self.layout.meshes, args)
         if spec.collect in ("batches", "shards"):
             return self._stream(spec, verb, args, kwargs)
         calls, parts = self._begin("call", spec, verb, args, kwargs)
         ranks = list(calls.values())
         answers = self.slots.gather(calls, f"{self.role}.{verb}", safe=spec.split == "rows")
         if spec.collect == "rows":
-            return join_rows((rows, answers[rank]) for rows, rank in zip(parts, ranks, strict=True) if rows)
+            for rows, rank in zip(parts, ranks, strict=True):
+                check_answer(f"{self.role}.{verb}", rank, len(rows), answers[rank])
+            return join_rows([(rows, answers[rank]) for rows, rank in zip(parts, ranks, strict=True)])
         return answers[ranks[0]]
 
     def _stream(self, spec: Verb, verb: str, args: tuple[Any, ...], kwargs: Any) -> Iterator[Any]:
@@ -341,7 +344,7 @@ class RayGroup(Generic[W]):
         self, method: str, spec: Verb, verb: str, args: tuple[Any, ...], kwargs: Any
     ) -> tuple[dict[Any, int], list[list[int]]]:
         """The calls of all ranks of the verb's mesh, in their order, and the rows that each of them got."""
-        ranks = self.layout.ranks if spec.mesh == ROLE else self.layout.meshes[spec.mesh]
+        ranks = self.layout.on(spec.mesh)
         with self.slots.lock:
             if self._key is None:
                 self._key = self.slots.make(self._recipe, self.layout)

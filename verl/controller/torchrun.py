@@ -10,7 +10,7 @@ from functools import partial
 from typing import Any, Generic, TypeVar
 
 from verl.batch import Batch
-from verl.controller.group import join_rows, noted, split_rows
+from verl.controller.group import check_answer, check_call, join_rows, noted, split_rows
 from verl.controller.ranks import who
 from verl.controller.world import Layout, World
 from verl.shard import Shard
@@ -45,6 +45,7 @@ class TorchrunGroup(Generic[W]):
 
     def call(self, verb: str, *args: Any, **kwargs: Any) -> Any:
         spec = verb_of(self._recipe.func, verb)  # type: ignore[arg-type]
+        check_call(f"{self.role}.{verb}", spec, self.layout.meshes, args)
         parts: list[list[int]] = []
         digest = 0
         with self.world.collective(f"{self.role}.{verb}"), noted(f"in role '{self.role}', {who()}, verb '{verb}'"):
@@ -52,7 +53,7 @@ class TorchrunGroup(Generic[W]):
             share = self.layout.share(spec.mesh, self.world.rank)
             if spec.split == "rows":
                 batch, args = args[0], args[1:]
-                parts = split_rows(batch, len(self.layout.meshes[spec.mesh]))
+                parts = split_rows(batch, len(self.layout.on(spec.mesh)))
                 if share is not None:
                     args = (batch.take(parts[share.index]), *args)
             elif args and isinstance(args[0], Batch):
@@ -69,14 +70,17 @@ class TorchrunGroup(Generic[W]):
         sends = is_member and (spec.collect in ("rows", "batches") or self.world.rank == first)
         answers = self.world.exchange(f"{self.role}.{verb}", answer, sends=sends, digest=digest)
         if spec.collect in ("rows", "batches"):
-            mesh = self.layout.meshes[spec.mesh]
-            found = [(rows, answers[rank]) for rows, rank in zip(parts, mesh, strict=True) if rows]
-            return join_rows(found) if spec.collect == "rows" else iter([Batch.concat(batch for _, batch in found)])
+            found = list(zip(parts, self.layout.on(spec.mesh), strict=True))
+            if spec.collect == "batches":
+                return iter([Batch.concat(answers[rank] for rows, rank in found if rows)] if any(parts) else [])
+            for rows, rank in found:
+                check_answer(f"{self.role}.{verb}", rank, len(rows), answers[rank])
+            return join_rows([(rows, answers[rank]) for rows, rank in found])
         return None if spec.collect == "none" else answers[first]
 
     def _shards(self, spec: Verb, stream: Iterator[Shard] | None) -> Iterator[Shard]:
         """A stream that every rank draws from in step. Ranks outside of the role get it from the first one in it."""
-        if len(self.layout.meshes.get(spec.mesh, self.layout.ranks)) == self.world.size:
+        if len(self.layout.on(spec.mesh)) == self.world.size:
             assert stream is not None
             yield from stream
             return

@@ -41,13 +41,16 @@ class Layout:
     def ranks(self) -> tuple[int, ...]:
         return tuple(sorted({rank for ranks in self.meshes.values() for rank in ranks}))
 
+    def on(self, mesh: str) -> tuple[int, ...]:
+        return self.ranks if mesh == ROLE else self.meshes[mesh]
+
     def share(self, mesh: str, rank: int) -> Share | None:
-        ranks = self.ranks if mesh == ROLE else self.meshes[mesh]
+        ranks = self.on(mesh)
         return Share(ranks.index(rank), len(ranks)) if rank in ranks else None
 
     def answering(self, mesh: str) -> int:
         """The world rank whose answer stands for all."""
-        return (self.ranks if mesh == ROLE else self.meshes[mesh])[0]
+        return self.on(mesh)[0]
 
 
 class World:

@@ -7,6 +7,7 @@ rows, and only one of them answers.
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal, TypeVar
@@ -17,6 +18,8 @@ F = TypeVar("F", bound=Callable[..., Any])
 
 Split = Literal["rows", "whole"]
 Collect = Literal["rows", "first", "batches", "shards", "none"]
+# What can be collected, by how the data are split.
+_COLLECTS: dict[str, tuple[str, ...]] = {"rows": ("rows", "batches", "none"), "whole": ("first", "shards", "none")}
 #: The mesh of all ranks of a role.
 ROLE = "role"
 
@@ -68,8 +71,8 @@ class Verb:
     """How a verb's data travel.
 
     mesh: whose ranks run it.
-    split: "rows": the first argument, a `Batch`, is cut by rows, balanced by tokens, one part for each data-parallel
-        index; "whole": every rank gets all of it.
+    split: "rows": the first argument, a `Batch` and not by keyword, is cut by rows, balanced by tokens, one part for
+        each data-parallel index; "whole": every rank gets all of it.
     collect: "rows": answers are batches, put back into the order of the rows; "first": the answer of the first rank;
         "batches": the verb yields batches of finished rows, passed on as they come; "shards": every rank yields the
         same stream and the first one's counts; "none": nothing comes back.
@@ -81,9 +84,21 @@ class Verb:
 
 
 def verb(mesh: str = ROLE, *, split: Split = "whole", collect: Collect = "first") -> Callable[[F], F]:
-    """Declare a worker's method a verb that a controller may call on all ranks of `mesh`."""
+    """Declare a worker's method a verb that a controller may call on all ranks of `mesh`.
+
+    Raises:
+        ConfigError: such answers cannot be collected, or the method is async.
+    """
 
     def declare(method: F) -> F:
+        name = getattr(method, "__qualname__", method)
+        if split not in _COLLECTS:
+            raise ConfigError(f"verb '{name}': there is no split '{split}': {nearest(split, _COLLECTS)}")
+        if collect not in _COLLECTS[split]:
+            known = ", ".join(f"'{way}'" for way in _COLLECTS[split])
+            raise ConfigError(f"verb '{name}': of split='{split}', collect='{collect}' cannot be made: give {known}")
+        if inspect.iscoroutinefunction(method) or inspect.isasyncgenfunction(method):
+            raise ConfigError(f"verb '{name}' is async, and ranks call plain functions: use asyncio.run inside of one")
         method.__verb__ = Verb(mesh, split, collect)  # type: ignore[attr-defined]
         return method
 

@@ -1,0 +1,76 @@
+"""A worker of one's own, and what its verbs answer or raise; started by the tests in one process and in several.
+
+python own_worker.py OUT
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Callable, Iterator
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+
+import verl
+from verl.batch import Batch
+from verl.controller.ranks import is_main
+from verl.workers.place import ALONE, Place, verb
+
+
+class Mine:
+    def __init__(self, *, place: Place = ALONE) -> None:
+        self.place = place
+
+    @verb(split="rows", collect="rows")
+    def double(self, batch: Batch) -> Batch:
+        return Batch.from_columns({"y": (2 * batch.tensor("x")).double(), "z": ["a"] * len(batch)})
+
+    @verb("train", split="rows", collect="batches")
+    def each(self, batch: Batch) -> Iterator[Batch]:
+        for row in range(len(batch)):
+            yield batch.slice(row, 1)
+
+    @verb("train", split="rows", collect="rows")
+    def short(self, batch: Batch) -> Batch:
+        return batch.slice(0, 1)
+
+    @verb("train", split="rows", collect="rows")
+    def nothing(self, batch: Batch) -> None: ...
+
+    @verb("infer")
+    def elsewhere(self) -> int:
+        return 1
+
+
+def answers() -> dict[str, Any]:
+    group: Any = verl.Controller().group("actor", partial(Mine))
+    batch = Batch.from_rows([{"x": x, "prompt_tokens": [x], "response_tokens": [3]} for x in range(5)])
+    calls: dict[str, Callable[[], Any]] = {
+        "double": lambda: group.call("double", batch)["y"],
+        "double empty": lambda: str(group.call("double", batch.take([])).table.schema),
+        "each": lambda: sorted(x for part in group.call("each", batch) for x in part["x"]),
+        "each empty": lambda: list(group.call("each", batch.take([]))),
+        "short": lambda: group.call("short", batch),
+        "nothing": lambda: group.call("nothing", batch),
+        "by keyword": lambda: group.call("double", batch=batch),
+        "no batch": lambda: group.call("double", [{"x": 1}]),
+        "elsewhere": lambda: group.call("elsewhere"),
+    }
+    found: dict[str, Any] = {}
+    for name, call in calls.items():
+        try:
+            found[name] = call()
+        except Exception as error:
+            found[name] = f"{type(error).__name__}: {error}"
+    return found
+
+
+if __name__ == "__main__":
+    found = answers()
+    if is_main():
+        Path(sys.argv[1]).write_text(json.dumps(found))
+    if dist.is_initialized():  # so short a script may else end while gloo's threads still let go of tensors
+        dist.destroy_process_group()
