@@ -11,6 +11,7 @@ from tests.algorithms.support import OFFLINE, experience, loss_input, preference
 from verl.algorithms import make_algorithm
 from verl.batch import Batch
 from verl.errors import ConfigError, DataError
+from verl.training.loss import combine_metrics
 
 LENGTHS = [3, 2, 1, 4, 2, 2]
 
@@ -132,6 +133,20 @@ def test_metrics_count_pairs() -> None:
     tokens = [max(sum(mask), 1) for mask in batch["response_mask"]]
     means = [x / n for x, n in zip(sequence_sums(batch, policy(batch)), tokens, strict=True)]
     assert float(metrics["pairs/accuracy"]) == pytest.approx(sum(c > r for c, r in pairs_of(batch, means)) / 3)
+
+
+@pytest.mark.parametrize("name", ["simpo", "reward_model"])
+def test_the_accuracy_of_micro_batches_adds_up_to_1_at_most(name: str) -> None:
+    batch = preferences(LENGTHS)
+    algorithm = make_algorithm(name)
+    done, _ = algorithm.prepare(batch)
+    good = [10.0 * label - 20.0 for label in done["label"]]
+    of_tokens = torch.tensor([v for v, n in zip(good, done.lengths("response_tokens"), strict=True) for _ in range(n)])
+    given = {"log_probs": of_tokens} if name == "simpo" else {"scores": torch.tensor(good)}
+    parts = [
+        algorithm.compute_loss(loss_input(algorithm, done, rows, **given)).metrics for rows in done.group_indices()
+    ]
+    assert len(parts) == 3 and 1 - 1e-9 < combine_metrics(parts)["pairs/accuracy"] <= 1
 
 
 def test_reward_model() -> None:

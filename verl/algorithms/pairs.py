@@ -42,8 +42,9 @@ def split_pairs(x: LossInput, values: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def accuracy(chosen: Tensor, rejected: Tensor) -> Tensor:
-    """Pairs of `[G]` whose chosen response wins, ties half: a model without a preference has one half of them."""
-    return (chosen > rejected).sum() + 0.5 * (chosen == rejected).sum()
+    """Pairs of `[G]` whose chosen response wins, ties half: a model without a preference has one half of them. In fp64,
+    so that parts of a share add up to 1 at most."""
+    return (chosen > rejected).sum().double() + 0.5 * (chosen == rejected).sum()
 
 
 def sequence_log_probs(x: LossInput, log_probs: Tensor) -> Tensor:
