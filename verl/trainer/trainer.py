@@ -61,7 +61,7 @@ class Trainer:
         max_failed_episodes: share of the latest 256 samples, once there are 64, whose episode may fail before it ends.
         log_dir: where TensorBoard events and `metrics.jsonl` go; None: `runs/<algorithm>-<time>`; False: nowhere.
         on_log_hook: `fn(step, record)` gets every log record.
-        checkpoint_dir, save_every: automatic checkpoints, by both together; one that the disk does not take is a warning.
+        checkpoint_dir, save_every: automatic checkpoints, by both together; a disk that does not take one is a warning.
         permute_rewards: a control: rewards are dealt out at random among the samples, so nothing can be learned.
         placement: where every role runs, by one map, see `DeviceMesh`; None: where the handles say. `device_map=`
             is the same.
