@@ -31,6 +31,13 @@ CONFIGS = {
     "phi3": ("Phi3Config", {"sliding_window": 11}),
     "mistral": ("MistralConfig", {"sliding_window": 9}),
     "granite": ("GraniteConfig", {"logits_scaling": 2.0, "residual_multiplier": 0.5}),
+    # Latent attention: keys of another size than the configuration's `head_dim`.
+    "minicpm3": (
+        "MiniCPM3Config",
+        {"num_key_value_heads": 4, "kv_lora_rank": 16, "q_lora_rank": 24, "qk_nope_head_dim": 24}
+        | {"qk_rope_head_dim": 8, "v_head_dim": 32},
+    ),
+    "diffllama": ("DiffLlamaConfig", {}),
     "bloom": ("BloomConfig", {"n_layer": 2, "n_head": 4, "hidden_size": 32}),
 }
 

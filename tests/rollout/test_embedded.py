@@ -12,10 +12,13 @@ import verl.models.kernels
 from verl.errors import ConfigError, ModelError, RolloutError
 from verl.models.packed import PackedModel
 from verl.models.shards import model_shards
+from verl.rollout.attention import PagedAttention, Plan
 from verl.rollout.base import Request, SamplingParams, generate
 from verl.rollout.embedded import EmbeddedEngine
 from verl.rollout.hf import HFEngine
+from verl.rollout.kv_cache import KVCache
 from verl.shard import Shard
+from verl.workers.actor import RolloutOptions, make_rollout_engine
 
 MakeModel = Callable[..., PreTrainedModel]
 
@@ -129,6 +132,27 @@ def test_ids_in_use_and_requests_larger_than_the_cache_are_refused(packed64: Pac
 def test_models_without_a_packed_forward_are_refused(make_model: MakeModel) -> None:
     with pytest.raises(ModelError, match="hf"):
         EmbeddedEngine(PackedModel(make_model("bloom")), eos_token_ids=(2,), seed=0)
+
+
+def test_several_attentions_a_layer_are_for_the_hf_engine(make_model: MakeModel) -> None:
+    packed = PackedModel(make_model("diffllama"))  # the second call of a layer would overwrite the first one's keys
+    assert packed.supports_packed
+    with pytest.raises(ModelError, match="once a layer"):
+        EmbeddedEngine(packed, eos_token_ids=(2,), seed=0)
+    assert isinstance(make_rollout_engine(packed, None, (2,), RolloutOptions()), HFEngine)
+
+
+@pytest.mark.parametrize("compiled", [True, False], ids=["kernel", "torch"])
+def test_keys_of_another_shape_than_the_cache_are_not_written(compiled: bool) -> None:
+    cache = KVCache(2, 1, 2, 8, torch.float32, torch.device("cpu"))
+    plan = Plan(2)
+    plan.add_prompt([5, 6], 0, [0])
+    attention, heads = PagedAttention(cache, plan, compiled), torch.ones(2, 4, 8)
+    attention.attend(0, heads, heads[:, :2], heads[:, :2], 1.0, None)
+    wide = torch.ones(2, 4, 32)
+    for query, key in ((wide, wide[:, :2]), (heads, heads), (heads[:, :2], heads[:, :2])):
+        with pytest.raises(ModelError, match="2 heads of size 8"):
+            attention.attend(0, query, key, key, 1.0, None)
 
 
 @pytest.mark.parametrize("hf", [False, True], ids=["embedded", "hf"])

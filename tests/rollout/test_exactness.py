@@ -67,6 +67,19 @@ def test_log_probs_are_those_of_a_plain_forward(
     assert max(lengths) == 45
 
 
+@pytest.mark.parametrize("compiled", [True, False], ids=["kernel", "torch"])
+def test_the_cache_has_the_shape_that_layers_give_it(make_model: MakeModel, compiled: bool) -> None:
+    model = make_model("minicpm3")
+    packed = PackedModel(model)
+    assert (packed.num_kv_heads, packed.head_dim) == (4, 32)
+    engine = EmbeddedEngine(packed, eos_token_ids=(2,), seed=1, kv_memory=4 << 20, compiled=compiled)
+    requests = prompts(3, 2, SamplingParams(max_new_tokens=20))
+    for name, sample in run(engine, requests).items():
+        request = next(request for request in requests if request.id == name)
+        expected = plain_log_probs(model, request, sample)
+        torch.testing.assert_close(torch.tensor(sample.log_probs, dtype=torch.float64), expected, atol=1e-9, rtol=0)
+
+
 @pytest.mark.parametrize("kind", KINDS)
 def test_greedy_tokens_are_those_of_generate(make_model: MakeModel, kind: str) -> None:
     model = make_model(kind, torch.float32)

@@ -5,6 +5,7 @@ What a token may attend to is the affair of an `AttentionContext`, which reaches
 through the keyword arguments that transformers passes down to it. Models that cannot be called so
 (soft-capped attention scores, sinks, chunked windows, no attention interface) are found by comparing with
 the model's own forward; they take a padded path below the same interface, at the price of the padding.
+Heads and their size are those that the layers were seen to give their attention, whatever the configuration says.
 
 Rotary embeddings whose frequencies depend on the longest position of the call ("dynamic", "longrope") see the
 longest row of the micro-batch, exactly as in a padded batch.
@@ -107,6 +108,8 @@ class PackedModel:
         self.max_positions = int(limit) if limit else None
         self._softcap, self._scale = _logit_formula(self._inner)
         self._fused: FusedLayers | None = None
+        #: Whether a KV cache of `num_kv_heads` and `head_dim` fits: one call a layer, and all of one shape.
+        self.supports_paged = False
         self.supports_packed = self._enable()
         if isinstance(fused_kernels, str):
             self._warn_without(fused_kernels)
@@ -209,6 +212,7 @@ class PackedModel:
                 probe = _Probe(flat.context)
                 hidden = self._probed_hidden(tokens, flat, probe)
                 if hidden is not None and _close(hidden[rows.source][rows.mask], reference):
+                    self._take_shape(probe)
                     self._fused = self._probed_fused(tokens, flat, probe.calls, hidden)
                     return True
                 self._inner.set_attn_implementation(previous)
@@ -220,6 +224,13 @@ class PackedModel:
                     "rows, so no log-prob or value of a token is defined"
                 )
             return False
+
+    def _take_shape(self, probe: _Probe) -> None:
+        """Heads and their size as the layers have them: latent attention has others than its configuration says."""
+        if len(probe.shapes) == 1:
+            (self.num_heads, self.num_kv_heads, self.head_dim) = next(iter(probe.shapes))
+            once = sorted(probe.layers) == list(range(self.num_layers))
+            self.supports_paged = once and self.num_heads % self.num_kv_heads == 0
 
     def _warn_without(self, kernels: str) -> None:
         """Say what runs in the place of these fused kernels, if they are not what runs."""
@@ -277,14 +288,18 @@ _PROBE = (
 
 
 class _Probe:
-    """A context that remembers which layers asked, and with which scale and window."""
+    """A context that remembers which layers asked, with which scale and window, and what they gave."""
 
     def __init__(self, context: AttentionContext) -> None:
         self.context = context
         self.calls: dict[int, tuple[float, int | None]] = {}
+        self.layers: list[int] = []  # one for each call: some architectures make several a layer
+        self.shapes: set[tuple[int, int, int]] = set()  # query heads, key/value heads, head size
 
     def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, scale: float, window: int | None) -> Tensor:
         self.calls[layer] = (scale, window)
+        self.layers.append(layer)
+        self.shapes.add((query.shape[1], key.shape[1], key.shape[2]))
         return self.context.attend(layer, query, key, value, scale, window)
 
 

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
+from verl.errors import ModelError
 from verl.models.kernels import kernels
 from verl.rollout.kv_cache import BLOCK, KVCache, blocks_for
 
@@ -34,7 +35,7 @@ class Plan:
     """The flat tokens of a step and what they see."""
 
     def __init__(self, group: int) -> None:
-        self._group = group
+        self.group = group
         self.tile_tokens = max(1, _TILE_ROWS // group)
         self._last_prompt: Sequence[int] | None = None
         self.tokens: list[int] = []
@@ -85,7 +86,7 @@ class Plan:
         ends = [*self.tile_start[1:], len(self.tokens)]
         parts = []
         for begin in range(0, len(self.tokens), size):
-            part, end = Plan(self._group), begin + size
+            part, end = Plan(self.group), begin + size
             for name in ("tokens", "positions", "prefix", "slots", "own_begin", "own_count"):
                 setattr(part, name, getattr(self, name)[begin:end])
             tiles = [i for i, start in enumerate(self.tile_start) if start < end and ends[i] > begin]
@@ -123,16 +124,28 @@ class PagedAttention:
     def __init__(self, cache: KVCache, plan: Plan, compiled: bool = True, tiles: int | None = None) -> None:
         self.cache = cache
         self._tokens = len(plan.tokens)
+        self._group = plan.group
         device, dtype = cache.values.device, cache.values.dtype
         self._kernels = kernels(dtype, device) if compiled else None
-        self.attend: Callable[[int, Tensor, Tensor, Tensor, float, int | None], Tensor]
+        self._attend: Callable[[int, Tensor, Tensor, Tensor, float, int | None], Tensor]
         if self._kernels is not None:
             self.compiled_plan = _CompiledPlan.of(plan)
-            self.attend = self._attend_compiled
+            self._attend = self._attend_compiled
         else:
             self._slots = torch.tensor(plan.slots, device=device)
             self._pieces = _pieces(plan, cache) if tiles is None else _fixed_pieces(plan, cache, tiles)
-            self.attend = self._attend_torch
+            self._attend = self._attend_torch
+
+    def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, scale: float, window: int | None) -> Tensor:
+        """Raises: ModelError: keys, values or queries are not of the shape that the cache was made for."""
+        heads, size = self.cache.heads, self.cache.head_dim
+        given = [tuple(x.shape[1:]) for x in (query, key, value)]
+        if given != [(heads * self._group, size), (heads, size), (heads, size)]:
+            raise ModelError(
+                f"layer {layer} gives its attention queries, keys and values of shapes {given}, the KV cache has "
+                f"{heads} heads of size {size}: generate with the 'hf' rollout engine"
+            )
+        return self._attend(layer, query, key, value, scale, window)
 
     def _attend_compiled(
         self, layer: int, query: Tensor, key: Tensor, value: Tensor, scale: float, window: int | None

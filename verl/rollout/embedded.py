@@ -102,7 +102,7 @@ class EmbeddedEngine:
         compiled: on CPU use the compiled attention where it can be built.
 
     Raises:
-        ModelError: the model has no packed forward.
+        ModelError: the model has no packed forward, or its keys and values do not fit one cache.
         ConfigError: the memory does not hold one block, or a number is not positive.
     """
 
@@ -123,10 +123,9 @@ class EmbeddedEngine:
         batch_invariant: bool = False,
         compiled: bool = True,
     ) -> None:
-        if not packed.supports_packed:
-            raise ModelError(
-                f"{type(packed.model).__name__} has no packed forward: generate with the 'hf' rollout engine"
-            )
+        if not packed.supports_paged:
+            lack = "keys and values of one shape, once a layer," if packed.supports_packed else "packed forward"
+            raise ModelError(f"{type(packed.model).__name__} has no {lack}: generate with the 'hf' rollout engine")
         if max_batch < 1 or step_tokens < 1:
             raise ConfigError(f"rollout: max_batch ({max_batch}) and step_tokens ({step_tokens}) must be positive")
         self.packed = packed

@@ -53,7 +53,8 @@ class KVCache:
     ) -> None:
         self.num_blocks = num_blocks
         self._shape = (num_layers, num_blocks, num_heads)
-        self._head_dim = head_dim
+        self.heads = num_heads
+        self.head_dim = head_dim
         self.dtype = dtype
         self.device = device
         self.clear()
@@ -72,11 +73,11 @@ class KVCache:
     @property
     def bytes(self) -> int:
         """What the blocks take while awake."""
-        return self.num_blocks * self.block_bytes(self._shape[0], self._shape[2], self._head_dim, self.dtype)
+        return self.num_blocks * self.block_bytes(self._shape[0], self.heads, self.head_dim, self.dtype)
 
     def allocate(self) -> None:
         """Take the memory. On CPU pages become real when first written, low block numbers first."""
-        self.keys, self.values = (self._empty(block) for block in _block_shapes(self._head_dim, self.dtype))
+        self.keys, self.values = (self._empty(block) for block in _block_shapes(self.head_dim, self.dtype))
         self.asleep = False
 
     def _empty(self, block: tuple[int, int, int]) -> Tensor:

@@ -160,13 +160,13 @@ ENGINES: dict[str, EngineFactory] = {"embedded": _embedded, "hf": _hf, "vllm": _
 def make_rollout_engine(
     packed: PackedModel, tokenizer: PreTrainedTokenizerBase, eos_token_ids: tuple[int, ...], options: RolloutOptions
 ) -> RolloutEngine:
-    """The engine of these options; a model without a packed forward takes "hf" in the place of "embedded".
+    """The engine of these options; a model that the embedded one does not take gets "hf" in its place.
 
     Raises:
         ConfigError: no engine has that name, or it lacks what the options ask for.
     """
     factory = engine_factory(options.name)
-    if factory is _embedded and not packed.supports_packed:
+    if factory is _embedded and not packed.supports_paged:
         factory = _hf
     if options.batch_invariant and factory is not _embedded:
         raise ConfigError("batch_invariant is for the embedded engine, which needs a model with a packed forward")

@@ -132,7 +132,7 @@ def _engine(message: Message) -> RolloutEngine:
     model = AutoModelForCausalLM.from_config(config, dtype=getattr(torch, head["dtype"])).eval().to(head["device"])
     packed = PackedModel(model, fused_kernels=head["fused_kernels"])
     options = RolloutOptions(**head["rollout"])
-    name = options.name if packed.supports_packed or options.name != "embedded" else "hf"
+    name = options.name if packed.supports_paged or options.name != "embedded" else "hf"
     return engine_factory(name)(packed, tokenizer, tuple(head["eos"]), options)
 
 
