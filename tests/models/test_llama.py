@@ -9,14 +9,22 @@ import pytest
 import torch
 from torch import Tensor
 from transformers import (
+    GraniteConfig,
+    GraniteForCausalLM,
+    HeliumConfig,
+    HeliumForCausalLM,
     LlamaConfig,
     LlamaForCausalLM,
+    Ministral3Config,
+    Ministral3ForCausalLM,
     MistralConfig,
     MistralForCausalLM,
     Qwen2Config,
     Qwen2ForCausalLM,
     Qwen3Config,
     Qwen3ForCausalLM,
+    SmolLM3Config,
+    SmolLM3ForCausalLM,
 )
 
 from verl.models.kernels import Kernels, kernels
@@ -197,3 +205,54 @@ def test_fused_kernels_are_a_choice(caplog: pytest.LogCaptureFixture) -> None:
     caplog.clear()
     PackedModel(made("llama", torch.float64), fused_kernels="compiled")
     assert "no 'compiled' kernels for LlamaForCausalLM (torch.float64 on cpu): the model's own code" in caplog.text
+
+
+def test_a_layer_that_computes_otherwise_keeps_its_own_modules() -> None:
+    # Llama's modules by name: no rotation in every second layer, halves that are neighbours, a factor of what is added.
+    others = {
+        "smollm3": lambda: SmolLM3ForCausalLM(SmolLM3Config(**SIZES, no_rope_layer_interval=2, pad_token_id=0)),
+        "helium": lambda: HeliumForCausalLM(HeliumConfig(**SIZES, head_dim=32, pad_token_id=0)),
+        "granite": lambda: GraniteForCausalLM(GraniteConfig(**SIZES, residual_multiplier=0.9)),
+    }
+    for name, make in others.items():
+        torch.manual_seed(0)
+        packed = PackedModel(make().bfloat16())
+        assert packed.supports_packed, name
+        assert not packed.is_fused, name
+        assert fused_forward(packed) is None, name
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
+def test_what_a_model_does_at_long_positions_alone_is_seen(dtype: torch.dtype) -> None:
+    def made_with(original: int) -> PackedModel:
+        rope = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "llama_4_scaling_beta": 0.1}
+        rope["original_max_position_embeddings"] = original
+        return PackedModel(
+            Ministral3ForCausalLM(Ministral3Config(**SIZES, head_dim=32, rope_parameters=rope)).to(dtype)
+        )
+
+    assert not made_with(16).is_fused  # from there on queries are scaled
+    assert made_with(64).is_fused
+    assert fused_forward(made_with(16)) is None
+
+
+class Adapted(torch.nn.Embedding):
+    """An embedding with an adapter that begins at zero."""
+
+    def __init__(self, base: torch.nn.Embedding) -> None:
+        super().__init__(base.num_embeddings, base.embedding_dim)
+        self.weight = base.weight
+        self.adapter = torch.nn.Parameter(torch.zeros(base.embedding_dim))
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        return super().forward(tokens) + self.adapter
+
+
+def test_adapters_that_are_still_zero_are_trained() -> None:
+    model = made("llama", torch.float32)
+    model.model.embed_tokens = Adapted(model.model.embed_tokens)
+    _, found = gradients(PackedModel(model), fused=True)
+    assert found["model.embed_tokens.adapter"].norm() > 0
+    model = made("llama", torch.float32)
+    model.model.layers[1].mlp.gate_proj.scale = torch.nn.Parameter(torch.ones(()))  # nobody knows what reads it
+    assert not PackedModel(model).is_fused

@@ -5,7 +5,8 @@ of torch operations, and autograd keeps the result of every link. Here a layer i
 What they keep for the backward is, in numbers a token, 2 d (the layer's two residual states), the heads of query,
 key, value and attention output, and 2 I (gate and up projection); norms and the gated product are computed again.
 
-A model is taken for Llama-shaped by its modules' names and sizes, and only if this forward then agrees with its own.
+A model is taken for Llama-shaped by its modules' names and sizes, and only if each layer of this forward then agrees
+with its own, at positions up to its longest.
 
 Shapes: T flat tokens, d hidden size, I intermediate size, H query heads, K key/value heads, D head size.
 """
@@ -25,10 +26,19 @@ from verl.models.kernels import VECTOR, Kernels, kernels, linear
 if TYPE_CHECKING:
     from verl.models.packed import AttentionContext, PackedModel
 
+# Of one layer, where both round alike: measured 5e-4 and 2e-6 at most.
+_TOLERANCE = {torch.bfloat16: 0.01, torch.float32: 1e-4}
+# Root mean square of a layer's input where layers are compared.
+_SMALL = 0.01
 _LINEARS = (
     *(("self_attn", name) for name in ("q_proj", "k_proj", "v_proj", "o_proj")),
     *(("mlp", name) for name in ("gate_proj", "up_proj", "down_proj")),
 )
+_NORMS = ("input_layernorm", "post_attention_layernorm")
+# What a layer's forward here reads; an adapter or a norm of heads beside it would be left out, and never trained.
+_PARAMETERS = frozenset(
+    f"{name}.{kind}" for name in (*map(".".join, _LINEARS), *_NORMS) for kind in ("weight", "bias")
+) - {f"{name}.bias" for name in _NORMS}
 
 
 class FusedLayers:
@@ -54,6 +64,31 @@ class FusedLayers:
     def is_valid(self) -> bool:
         """Whether the model still has this shape: adapters, sharding and offloading change its modules or hook them."""
         return is_llama_shaped(self._packed)
+
+    @torch.no_grad()
+    def agrees(self, tokens: Tensor, context: AttentionContext) -> bool:
+        """Whether the model's own code makes the same of `tokens` `[T]`, each layer looked at by itself.
+
+        So the rounding of a layer is not that of all before it. Its input is made small: what it adds is not lost in
+        the sum, where a factor of it would not be seen.
+        """
+        backbone = parts(self._packed.backbone)
+        positions = spread_positions(len(tokens), self._packed.max_positions).to(tokens.device)
+        calls = _layer_calls(self._packed, tokens, positions, context)
+        if [index for index, *_ in calls] != list(range(len(backbone.layers))):
+            return False
+        if not torch.equal(calls[0][1], backbone.embed_tokens.weight[tokens]):
+            return False
+        cos, sin = (part[0].contiguous() for part in backbone.rotary_emb(calls[0][1][None], positions[None]))
+        for index, x, options in calls:
+            x = x * (_SMALL / x.float().square().mean().sqrt().clamp(min=_SMALL)).to(x.dtype)
+            own, ours = _Witness(context), _Witness(context)
+            output = backbone.layers[index](x[None], **{**options, "packed": own})
+            want = output[0] if isinstance(output, Tensor) else output[0][0]
+            got = self._layer(index, backbone.layers[index], x, cos, sin, ours)
+            if not _agree([*ours.given, got], [*own.given, want]):
+                return False
+        return True
 
     def hidden(self, tokens: Tensor, positions: Tensor, context: AttentionContext) -> Tensor:
         """Final hidden states `[T, d]` of flat tokens `[T]` at `positions` `[T]`."""
@@ -91,6 +126,52 @@ class FusedLayers:
             norm.weight,
             *_weights(attention.o_proj, mlp.gate_proj, mlp.up_proj, mlp.down_proj),
         )
+
+
+class _Witness:
+    """A context that keeps what it is given: queries, keys and values."""
+
+    def __init__(self, context: AttentionContext) -> None:
+        self.context = context
+        self.given: list[Tensor] = []
+
+    def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, scale: float, window: int | None) -> Tensor:
+        self.given += [query, key, value]
+        return self.context.attend(layer, query, key, value, scale, window)
+
+
+def _layer_calls(
+    packed: PackedModel, tokens: Tensor, positions: Tensor, context: AttentionContext
+) -> list[tuple[int, Tensor, dict[str, Any]]]:
+    """How the model calls its layers: index, input `[T, d]`, keyword arguments."""
+    calls: list[tuple[int, Tensor, dict[str, Any]]] = []
+
+    def note(index: int, args: tuple[Tensor, ...], options: dict[str, Any]) -> None:
+        calls.append((index, args[0][0], options))
+
+    layers = parts(packed.backbone).layers
+    hooks = [
+        layer.register_forward_pre_hook(lambda _, args, options, i=i: note(i, args, options), with_kwargs=True)
+        for i, layer in enumerate(layers)
+    ]
+    try:
+        packed.packed_hidden(tokens, positions, context)
+    finally:
+        for hook in hooks:
+            hook.remove()
+    return calls
+
+
+def _agree(got: list[Tensor], want: list[Tensor]) -> bool:
+    """Whether these are equal up to what a few operations round."""
+    tolerance = _TOLERANCE[want[0].dtype]
+    pairs = [(a.double(), b.double()) for a, b in zip(got, want, strict=True)]
+    return all(bool((a - b).norm() <= tolerance * b.norm()) for a, b in pairs)
+
+
+def spread_positions(count: int, limit: int | None) -> Tensor:
+    """So many positions from 0 to the last that a model has: what it does beyond some length shows there."""
+    return torch.linspace(0, max(count, limit or count) - 1, count, dtype=torch.float64).long()
 
 
 class _Norm(torch.autograd.Function):
@@ -238,14 +319,18 @@ def has_llama_shape(module: nn.Module, head_dim: int) -> bool:
     backbone = parts(module)
     if not all(hasattr(backbone, name) for name in ("embed_tokens", "layers", "norm", "rotary_emb")):
         return False
+    if type(backbone.embed_tokens) is not nn.Embedding:
+        return False
     sizes = [backbone.embed_tokens.weight.shape[1], head_dim // 2]
     for layer in backbone.layers:
         for part, name in _LINEARS:
             # Adapters, quantised and sharded layers are other classes.
             if type(getattr(getattr(layer, part, None), name, None)) is not nn.Linear:
                 return False
-        norms = [getattr(layer, name, None) for name in ("input_layernorm", "post_attention_layernorm")]
+        norms = [getattr(layer, name, None) for name in _NORMS]
         if not all(hasattr(norm, "variance_epsilon") for norm in norms):
+            return False
+        if any(name not in _PARAMETERS for name, _ in layer.named_parameters()):
             return False
         if type(layer.mlp.act_fn).__name__ not in ("SiLU", "SiLUActivation"):
             return False

@@ -122,6 +122,11 @@ class PackedModel:
     def device(self) -> torch.device:
         return self._inner.device
 
+    @property
+    def is_fused(self) -> bool:
+        """Whether fused layers are there, and were found to compute what the model's own code does."""
+        return self._fused is not None
+
     def hidden(self, tokens: Tensor, positions: Tensor, context: AttentionContext) -> Tensor:
         """Final hidden states (after the last norm) `[T, d]` of flat tokens `[T]` at `positions` `[T]`.
 
@@ -132,7 +137,7 @@ class PackedModel:
             return self._padded_hidden(tokens, context)
         if self._fused is not None and not torch.is_autocast_enabled(tokens.device.type) and self._fused.is_valid():
             return self._fused.hidden(tokens, positions, context)
-        return self._packed_hidden(tokens, positions, context)
+        return self.packed_hidden(tokens, positions, context)
 
     def head(self) -> tuple[Tensor, Tensor | None]:
         """The output weight `[V, d]` and its bias `[V]`, if any.
@@ -170,7 +175,8 @@ class PackedModel:
             softcap=self._softcap,
         )
 
-    def _packed_hidden(self, tokens: Tensor, positions: Tensor, context: AttentionContext) -> Tensor:
+    def packed_hidden(self, tokens: Tensor, positions: Tensor, context: AttentionContext) -> Tensor:
+        """`hidden` by the model's own code."""
         # Model code leaves a 4-D mask as it is, so none of its own is built.
         no_mask = torch.empty((1, 1, 1, 1), dtype=torch.bool, device=tokens.device)
         output = self.backbone(
@@ -263,7 +269,7 @@ class PackedModel:
     def _probed_hidden(self, tokens: Tensor, flat: Packed, probe: _Probe) -> Tensor | None:
         """Hidden states of a packed call, or None if a layer asks for attention that we do not compute."""
         try:
-            hidden = self._packed_hidden(tokens, flat.positions, probe)
+            hidden = self.packed_hidden(tokens, flat.positions, probe)
         except _UnsupportedError:
             return None
         windows = sum(window is not None for _, window in probe.calls.values())
@@ -276,8 +282,9 @@ class PackedModel:
     ) -> FusedLayers | None:
         """The fused forward of this model, if it has one and that agrees."""
         fused = FusedLayers.of(self, calls) if self.fused_kernels else None
-        agrees = fused is not None and _close(fused.hidden(tokens, flat.positions, flat.context), expected)
-        return fused if agrees else None
+        if fused is None or not fused.agrees(tokens, flat.context):
+            return None
+        return fused if _close(fused.hidden(tokens, flat.positions, flat.context), expected) else None
 
 
 # Two rows that share a prompt, and one of its own: prompts, responses.

@@ -2,7 +2,7 @@
 
 A step goes through all layers in one call of a compiled kernel (`forward.cpp`), which rounds where the operations of
 the model round. Nothing is copied: the model's own parameters are read where they lie. A model is taken for
-Llama-shaped by its modules' names, and only if this forward then agrees with its own.
+Llama-shaped if it is for training (see models/llama.py), and only if this forward then agrees with that one.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from verl.models.kernels import Kernels, kernels
-from verl.models.llama import is_llama_shaped, parts
+from verl.models.llama import is_llama_shaped, parts, spread_positions
 from verl.models.packed import AttentionContext, PackedModel
 from verl.rollout.attention import PagedAttention, Plan
 from verl.rollout.kv_cache import KVCache
@@ -27,19 +27,20 @@ _AGREEMENT = {torch.bfloat16: 0.02, torch.float32: 1e-4}
 
 def fused_forward(packed: PackedModel) -> FusedForward | None:
     """The fused forward of this model, or None where it has none."""
-    compiled = kernels(packed.dtype, packed.device) if packed.fused_kernels else None
-    if compiled is None or not compiled.elementwise or not is_llama_shaped(packed):
+    compiled = kernels(packed.dtype, packed.device) if packed.is_fused else None
+    if compiled is None or not is_llama_shaped(packed):
         return None
     tokens = torch.tensor([token % packed.vocab_size for token in _PROBE])
+    positions = spread_positions(len(tokens), packed.max_positions)
     with torch.no_grad():
         recorder = _Recorder(packed)
-        expected = packed.hidden(tokens, torch.arange(len(tokens)), recorder).double()
+        expected = packed.hidden(tokens, positions, recorder).double()
         if len(recorder.calls) != packed.num_layers:
             return None
         forward = FusedForward(packed, compiled, recorder.calls)
         if not forward.look_at_model():
             return None
-        got = forward.hidden(tokens, torch.arange(len(tokens)), _Recorder(packed).attention).double()
+        got = forward.hidden(tokens, positions, _Recorder(packed).attention).double()
     agrees = (got - expected).norm() <= _AGREEMENT[packed.dtype] * expected.norm()
     return forward if bool(agrees) else None
 
