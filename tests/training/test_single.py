@@ -13,7 +13,7 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
-from transformers import AutoModelForCausalLM, GPT2Config, LlamaConfig, PreTrainedModel
+from transformers import AutoModelForCausalLM, FalconConfig, GPT2Config, LlamaConfig, PhimoeConfig, PreTrainedModel
 
 from tests.exact import norm_in_fp64
 from verl.batch import Batch
@@ -42,6 +42,28 @@ def tiny_model(kind: str = "llama", dtype: torch.dtype = torch.float64, layers: 
         # GPT-2 ties its head to its embedding and has dropout.
         "gpt2": lambda: GPT2Config(
             vocab_size=VOCAB, n_embd=32, n_layer=layers, n_head=4, n_positions=128, bos_token_id=1, eos_token_id=2
+        ),
+        # Falcon's layers read a dropout from the configuration.
+        "falcon": lambda: FalconConfig(
+            vocab_size=VOCAB,
+            hidden_size=32,
+            num_hidden_layers=layers,
+            num_attention_heads=4,
+            attention_dropout=0.4,
+            hidden_dropout=0.4,
+        ),
+        # The router noise of Phi's experts decides in evaluation too which of them count.
+        "phimoe": lambda: PhimoeConfig(
+            vocab_size=VOCAB,
+            hidden_size=32,
+            intermediate_size=48,
+            num_hidden_layers=layers,
+            num_attention_heads=4,
+            num_key_value_heads=2,
+            num_local_experts=4,
+            router_jitter_noise=0.4,
+            input_jitter_noise=0.4,
+            max_position_embeddings=128,
         ),
     }[kind]()
     torch.manual_seed(0)
@@ -448,6 +470,17 @@ def test_checkpointing_switches_dropout_off_for_good() -> None:
     batch = ragged_batch(ROWS)
     engine._trained().config = OPTIM.model_copy(update={"lr": 0.0, "weight_decay": 0.0})
     assert update(engine, batch) == update(engine, batch)
+
+
+@pytest.mark.parametrize("kind", ["falcon", "phimoe"])
+def test_checkpointing_brings_no_noise_and_leaves_what_is_none(kind: str) -> None:
+    batch, outputs = ragged_batch(ROWS), []
+    for checkpointing in (False, True):
+        engine = SingleEngine(tiny_model(kind, torch.float32), optim=OPTIM, gradient_checkpointing=checkpointing)
+        outputs.append((engine.log_probs(batch)["log_probs"], gradients(engine, batch)))
+    assert torch.equal(outputs[0][0], outputs[1][0])
+    assert outputs[0][1].keys() == outputs[1][1].keys()
+    assert_same(outputs[0][1], outputs[1][1], 1e-4)
 
 
 def saved_bytes(engine: SingleEngine, batch: Batch) -> int:

@@ -95,7 +95,8 @@ class FusedLayers:
         backbone = parts(self._packed.backbone)
         x = Embedding.apply(backbone.embed_tokens.weight, tokens)  # type: ignore[no-untyped-call]
         cos, sin = (part[0].contiguous() for part in backbone.rotary_emb(x[None], positions[None]))
-        keeps_little = backbone.training and getattr(backbone.layers[0], "gradient_checkpointing", False)
+        first = backbone.layers[0]
+        keeps_little = first.training and getattr(first, "gradient_checkpointing", False)
         for index, layer in enumerate(backbone.layers):
             arguments = (index, layer, x, cos, sin, context)
             x = (

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from itertools import accumulate
@@ -11,6 +11,7 @@ from typing import Any, Literal
 
 import torch
 from torch import Tensor
+from torch.utils.checkpoint import checkpoint
 
 from verl.batch import Batch
 from verl.errors import ConfigError, DataError, TrainingError
@@ -35,8 +36,8 @@ class SingleEngine:
         head: what the model predicts.
         max_tokens_per_micro_batch: most flat tokens of one forward; a longer row goes alone.
         micro_batch_size: most rows of one forward.
-        gradient_checkpointing: compute activations again in the backward pass instead of keeping them. The
-            model is then in training mode during an update, so its dropout probabilities become zero for good.
+        gradient_checkpointing: compute activations again in the backward pass instead of keeping them. What decides
+            on that is then in training mode during an update, so dropout probabilities become zero for good.
         share_prompts: adjacent rows with equal prompts share one forward of it. The numbers stay the same.
         fused_kernels: see `PackedModel`.
         autocast: run matrix products of fp32 weights in bf16; weights in another dtype say it themselves.
@@ -238,8 +239,11 @@ class SingleEngine:
 
     @contextmanager
     def _updating(self) -> Iterator[None]:
-        # transformers recomputes activations in training mode only.
-        self.model.train(self.gradient_checkpointing)
+        self.model.eval()
+        # transformers recomputes activations in training mode only; nothing else shall be in it.
+        for module in self.model.modules() if self.gradient_checkpointing else ():
+            if hasattr(module, "_gradient_checkpointing_func"):
+                module.training = True
         try:
             yield
         finally:
@@ -334,8 +338,7 @@ def _enable_checkpointing(model: Any) -> None:
     # Older versions of transformers have the second name only.
     enable = getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable
     try:
-        # Nothing is random: there is no generator state to keep for the recomputation.
-        enable({"use_reentrant": False, "preserve_rng_state": False})
+        enable({"use_reentrant": False})
     except ValueError as error:
         raise ConfigError(
             f"{type(model).__name__} has no gradient checkpointing: set enable_gradient_checkpointing=false"
@@ -344,5 +347,26 @@ def _enable_checkpointing(model: Any) -> None:
         if isinstance(module, torch.nn.Dropout):
             module.p = 0.0
         for name, value in vars(module).items():
-            if isinstance(value, float) and ("drop" in name or "jitter" in name):
+            if isinstance(value, float) and "drop" in name:
                 setattr(module, name, 0.0)
+        if hasattr(module, "_gradient_checkpointing_func"):
+            module._gradient_checkpointing_func = _Checkpoint(module)
+
+
+class _Checkpoint:
+    """The checkpointing function of a module, inside of which that module too is in evaluation mode: whatever noise
+    it would add in training, from its own settings or those of its configuration, is off."""
+
+    def __init__(self, module: torch.nn.Module) -> None:
+        self.module = module
+
+    def __call__(self, function: Callable[..., Any], *args: Any) -> Any:
+        # Nothing is random: there is no generator state to keep for the recomputation.
+        return checkpoint(self._evaluated, function, *args, use_reentrant=False, preserve_rng_state=False)
+
+    def _evaluated(self, function: Callable[..., Any], *args: Any) -> Any:
+        before, self.module.training = self.module.training, False
+        try:
+            return function(*args)
+        finally:
+            self.module.training = before
