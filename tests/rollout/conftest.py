@@ -38,13 +38,26 @@ CONFIGS = {
         | {"qk_rope_head_dim": 8, "v_head_dim": 32},
     ),
     "diffllama": ("DiffLlamaConfig", {}),
+    "mamba": ("MambaConfig", {"state_size": 8, "time_step_rank": 8}),
+    # Linear attention in every second layer.
+    "qwen3_5": (
+        "Qwen3_5TextConfig",
+        {"linear_num_value_heads": 4, "linear_num_key_heads": 2, "linear_key_head_dim": 16}
+        | {"linear_value_head_dim": 16, "layer_types": ["linear_attention", "full_attention"]},
+    ),
+    # Learned positions, counted by place in the row.
+    "bart": ("BartConfig", {"d_model": 32, "decoder_layers": 2, "decoder_attention_heads": 4, "decoder_ffn_dim": 48}),
     "bloom": ("BloomConfig", {"n_layer": 2, "n_head": 4, "hidden_size": 32}),
 }
 
 
 def make_model(kind: str, dtype: torch.dtype = torch.float64, seed: int = 0) -> PreTrainedModel:
     name, special = CONFIGS[kind]
-    sizes = SIZES if kind not in ("gpt2", "bloom") else {k: v for k, v in SIZES.items() if "_id" in k or "vocab" in k}
+    sizes = (
+        SIZES
+        if kind not in ("gpt2", "bloom", "bart")
+        else {k: v for k, v in SIZES.items() if "_id" in k or "vocab" in k}
+    )
     torch.manual_seed(seed)
     model = AutoModelForCausalLM.from_config(getattr(transformers, name)(**{**sizes, **special}), dtype=torch.float64)
     with torch.no_grad():  # initial weights are too small for attention to matter

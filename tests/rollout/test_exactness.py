@@ -168,6 +168,22 @@ def test_the_hf_engine_gives_the_same_samples(make_model: MakeModel, kind: str) 
         assert {name: s.tokens for name, s in samples.items()} == {name: s.tokens for name, s in embedded.items()}
 
 
+@pytest.mark.parametrize(("kind", "cached"), [("mamba", False), ("qwen3_5", True), ("bart", False)])
+def test_the_hf_engine_keeps_to_a_cache_where_it_is_exact(
+    make_model: MakeModel, kind: str, cached: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    # States that are no keys and values, some that cannot be divided by rows, positions counted through padding.
+    model = make_model(kind, torch.float32)
+    engine = HFEngine(model, eos_token_ids=(2,), seed=9, max_batch=4, max_length=100)
+    assert engine.cached == cached
+    assert ("whole rows" in caplog.text) == (not cached)
+    requests = prompts(3, 2, SamplingParams(max_new_tokens=12, temperature=0.9))
+    samples = run(engine, requests)
+    for request in requests:
+        expected = plain_log_probs(model, request, samples[request.id])
+        torch.testing.assert_close(torch.tensor(samples[request.id].log_probs), expected, atol=1e-4, rtol=0)
+
+
 @pytest.mark.parametrize("kind", ["llama", "qwen2", "mistral"])
 def test_the_fused_forward_is_the_model(make_model: MakeModel, kind: str) -> None:
     for dtype in (torch.float32, torch.bfloat16):

@@ -2,29 +2,43 @@
 
 A batch runs until its last response is finished; then the next one begins. Sampling and randomness are those
 of the embedded engine, so both give the same tokens up to rounding.
+
+Some models do not keep their state in such a cache (state-space models), or count positions through padding. A few
+tokens are compared with a plain forward first; where they differ every token is computed anew each step, in rows
+padded on the right, where causality hides the padding.
 """
 
 from __future__ import annotations
 
 import inspect
+import logging
 from collections import deque
 from collections.abc import Iterable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import Tensor
 from transformers import DynamicCache
 
-from verl.errors import ConfigError, RolloutError
+from verl.errors import ConfigError, ModelError, RolloutError
 from verl.models.shards import load_model_shards
-from verl.rollout.base import Request, Sample
+from verl.rollout.base import Request, Sample, SamplingParams
 from verl.rollout.response import Response, draw
 from verl.shard import Shard
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+logger = logging.getLogger(__name__)
+
 _UNLIMITED = 1 << 30
+# A row that is padded, one that is dropped before the second step, and the longest.
+_PROBE = ([7, 19, 5], [11, 3], [23, 2, 13, 17, 3, 29, 11, 5, 31])
+_NEXT = [5, 31]  # after each of them
+# Of logits around their mean, by the model's dtype; parts of an fp64 model may compute in fp32.
+_TOLERANCE = {torch.float64: 1e-5, torch.float32: 1e-3}
+# Logits that a forward of whole rows makes at a time.
+_LOGITS = 1 << 27
 
 
 class HFEngine:
@@ -40,6 +54,7 @@ class HFEngine:
 
     Raises:
         ConfigError: `max_batch` is not positive.
+        ModelError: a row of the model's logits depends on the rows beside it or on tokens after it.
     """
 
     def __init__(
@@ -67,7 +82,10 @@ class HFEngine:
         self._accepted = inspect.signature(model.forward).parameters
         self._waiting: deque[Response] = deque()
         self._by_id: dict[str, Response] = {}
+        #: Whether a cache and padding on the left give what a plain forward does.
+        self.cached = True
         self._forget_batch()
+        self._choose_forward()
 
     @property
     def unfinished(self) -> int:
@@ -81,14 +99,7 @@ class HFEngine:
         """
         if request.id in self._by_id:
             raise RolloutError(f"request '{request.id}' is already being answered: ids must differ")
-        response = Response(
-            request,
-            seed=self.seed,
-            vocab_size=self._vocab_size,
-            max_length=self.max_length,
-            eos_token_ids=self.eos_token_ids,
-            tokenizer=self.tokenizer,
-        )
+        response = self._response(request)
         self._by_id[request.id] = response
         self._waiting.append(response)
 
@@ -163,13 +174,24 @@ class HFEngine:
             return
         rows = [row for row, kept in enumerate(keep) if kept]
         self._batch = [self._batch[row] for row in rows]
-        if self._cache is not None and rows:
+        if self._cache is not None and not all(hasattr(x, "batch_select_indices") for x in self._cache.layers):
+            self._cache = None  # the states of some layers cannot be divided: the rows are read anew
+        elif self._cache is not None and rows:
             index = torch.tensor(rows, device=self._mask.device)
             self._cache.batch_select_indices(index)
             self._mask = self._mask[index]
 
     def _forward(self) -> Tensor:
         """Logits `[B, V]` that follow each response so far, in fp32 (fp64 for an fp64 model)."""
+        training = self.model.training
+        self.model.eval()
+        try:
+            logits = self._next_logits() if self.cached else self._logits_anew()
+        finally:
+            self.model.train(training)
+        return logits if logits.dtype == torch.float64 else logits.float()
+
+    def _next_logits(self) -> Tensor:
         device = self.model.device
         if self._cache is None:
             rows = [[*r.prompt, *r.tokens] for r in self._batch]
@@ -177,7 +199,7 @@ class HFEngine:
             padding = [longest - len(row) for row in rows]
             tokens = torch.tensor([[0] * n + row for n, row in zip(padding, rows, strict=True)], device=device)
             mask = [[0] * n + [1] * len(row) for n, row in zip(padding, rows, strict=True)]
-            self._cache = DynamicCache()
+            self._cache = DynamicCache(config=self.model.config.get_text_config(decoder=True))
             self._mask = torch.tensor(mask, device=device)
         else:
             tokens = torch.tensor([[r.tokens[-1]] for r in self._batch], device=device)
@@ -187,17 +209,98 @@ class HFEngine:
             options["position_ids"] = (self._mask.cumsum(-1) - 1).clamp(min=0)[:, -tokens.shape[1] :]
         if "logits_to_keep" in self._accepted:
             options["logits_to_keep"] = 1
+        output = self.model(
+            input_ids=tokens, attention_mask=self._mask, past_key_values=self._cache, use_cache=True, **options
+        )
+        return cast(Tensor, output.logits[:, -1])
+
+    def _logits_anew(self) -> Tensor:
+        rows = [[*r.prompt, *r.tokens] for r in self._batch]
+        longest = max(map(len, rows))
+        size = max(1, _LOGITS // (longest * self._vocab_size))
+        found = []
+        for start in range(0, len(rows), size):
+            some = rows[start : start + size]
+            tokens = torch.tensor([row + row[:1] * (longest - len(row)) for row in some], device=self.model.device)
+            logits = self.model(input_ids=tokens, attention_mask=torch.ones_like(tokens), use_cache=False).logits
+            found += [logits[i, len(row) - 1] for i, row in enumerate(some)]
+        return torch.stack(found)
+
+    @torch.no_grad()
+    def _choose_forward(self) -> None:
+        """Keep to the cache if it gives what a plain forward does, else to whole rows if these do."""
+        name = type(self.model).__name__
+        tolerance = _TOLERANCE.get(self.model.dtype, 0.05)
+        rows = [[token % self._vocab_size for token in row][: self.max_length - len(_NEXT)] for row in _PROBE]
+        plain = self._plain_logits(rows)
+        if not plain.isfinite().all():
+            return  # broken weights are named when they are sampled from
+        try:
+            difference = self._difference(rows, plain)
+            reason = "" if difference <= tolerance else f"logits differ by {difference:.1%}"
+        except Exception as error:  # whatever its code makes of a cache that is not its own
+            reason = f"{type(error).__name__}: {error}"
+        if not reason:
+            return
+        self.cached = False
+        difference = self._difference(rows, plain)
+        if not difference <= tolerance:
+            raise ModelError(
+                f"the logits of {name} depend on tokens to come or on other rows (they differ by {difference:.1%}): "
+                "it cannot be sampled from"
+            )
+        logger.warning(
+            "%s cannot go on from a cache over padded rows (%s): every step computes whole rows, which takes time that "
+            "grows with the square of their length",
+            *(name, reason),
+        )
+
+    def _plain_logits(self, rows: list[list[int]]) -> Tensor:
+        """Of each row by itself, then of each with the next token, then of each but the first with both: `[N, V]`."""
+        every = [
+            *rows,
+            *([*row, self._next(0)] for row in rows),
+            *([*row, *map(self._next, (0, 1))] for row in rows[1:]),
+        ]
         training = self.model.training
         self.model.eval()
         try:
-            output = self.model(
-                input_ids=tokens,
-                attention_mask=self._mask,
-                past_key_values=self._cache,
-                use_cache=True,
-                **options,
-            )
+            found = [self._plain(row) for row in every]
         finally:
             self.model.train(training)
-        logits: Tensor = output.logits[:, -1]
+        logits = torch.stack(found)
         return logits if logits.dtype == torch.float64 else logits.float()
+
+    def _plain(self, row: list[int]) -> Tensor:
+        ids = torch.tensor([row], device=self.model.device)
+        return cast(Tensor, self.model(input_ids=ids, use_cache=False).logits[0, -1])
+
+    def _next(self, step: int) -> int:
+        return _NEXT[step] % self._vocab_size
+
+    def _difference(self, rows: list[list[int]], plain: Tensor) -> float:
+        """The largest relative difference between `plain` and three steps of ours, a row being dropped at the last."""
+        requests = [Request(str(i), row, SamplingParams(max_new_tokens=1)) for i, row in enumerate(rows)]
+        self._batch = [self._response(request) for request in requests]
+        try:
+            steps = [self._forward()]
+            for step in range(len(_NEXT)):
+                for response in self._batch:
+                    response.tokens.append(self._next(step))
+                if step:
+                    self._keep([i > 0 for i in range(len(rows))])
+                steps.append(self._forward())
+        finally:
+            self._forget_batch()
+        got, want = (logits - logits.mean(-1, keepdim=True) for logits in (torch.cat(steps), plain))
+        return float(((got - want).norm(dim=-1) / want.norm(dim=-1).clamp(min=1e-30)).nan_to_num(torch.inf).max())
+
+    def _response(self, request: Request) -> Response:
+        return Response(
+            request,
+            seed=self.seed,
+            vocab_size=self._vocab_size,
+            max_length=self.max_length,
+            eos_token_ids=self.eos_token_ids,
+            tokenizer=self.tokenizer,
+        )
