@@ -4,14 +4,25 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
+from types import SimpleNamespace
 
 import pytest
 import torch
 from torch import Tensor
-from transformers import AutoModel, BertConfig, PreTrainedModel
+from transformers import (
+    AutoModel,
+    AutoModelForCausalLM,
+    BertConfig,
+    GPTJConfig,
+    Llama4TextConfig,
+    OPTConfig,
+    PreTrainedModel,
+    RemBertConfig,
+)
 
 from verl.batch import Batch
 from verl.errors import DataError, ModelError
+from verl.models.heads import ValueModel
 from verl.models.packed import PackedModel
 from verl.models.segments import Packed, pack, pack_rows
 
@@ -22,6 +33,7 @@ Make = Callable[..., PreTrainedModel]
 PROMPTS = [[5, 6, 7, 8, 9, 10]] * 4 + [[11]] * 2 + [[12, 13, 14]] + [[15, 16]] * 3 + [[5, 6, 7, 8, 9, 10]]
 RESPONSES = [[3, 4, 5], [6], [], [7, 8, 9, 10, 11, 12, 13, 3, 2], [20, 21], [22, 23, 24, 2], [30, 31, 32, 33]]
 RESPONSES += [[], [40, 41, 2], [42], [50, 51, 52]]
+OTHER = {"vocab_size": 61, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 48}
 
 
 def log_probs(packed: PackedModel, flat: Packed) -> Tensor:
@@ -181,3 +193,74 @@ def test_damaged_weights_are_told(llama: PreTrainedModel) -> None:
         llama.model.layers[0].mlp.up_proj.weight[0, 0] = float("nan")
     with pytest.raises(ModelError, match="not finite"):
         PackedModel(llama)
+
+
+class AdaptedHead(torch.nn.Linear):
+    """An output layer with an adapter that begins at zero."""
+
+    def __init__(self, base: torch.nn.Linear) -> None:
+        super().__init__(base.in_features, base.out_features, bias=False, dtype=base.weight.dtype)
+        self.weight = base.weight
+        self.adapter = torch.nn.Parameter(torch.zeros(base.out_features, dtype=base.weight.dtype))
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        return super().forward(hidden) + self.adapter
+
+
+def test_an_adapter_of_the_output_layer_is_refused(llama: PreTrainedModel) -> None:
+    llama.lm_head = AdaptedHead(llama.lm_head)
+    with pytest.raises(ModelError, match="never be trained"):
+        PackedModel(llama)
+    llama.lm_head.adapter.requires_grad_(False)  # nothing is lost
+    assert PackedModel(llama).supports_packed
+
+
+def test_learned_prompts_are_refused(llama: PreTrainedModel) -> None:
+    class Prompted(torch.nn.Module):
+        active_peft_config = SimpleNamespace(is_prompt_learning=True)
+
+        def get_base_model(self) -> PreTrainedModel:
+            return llama
+
+    with pytest.raises(ModelError, match="LoRA"):
+        PackedModel(Prompted())
+
+
+def test_hidden_states_have_the_width_that_is_seen() -> None:
+    sizes = {name: size for name, size in OTHER.items() if name != "intermediate_size"}
+    config = OPTConfig(**sizes, word_embed_proj_dim=16, ffn_dim=48, max_position_embeddings=20)
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.float64).eval()
+    packed = PackedModel(model)
+    assert packed.hidden_size == 16
+    assert packed.position_table == 20
+    flat = pack_rows(PROMPTS, RESPONSES)
+    assert (log_probs(packed, flat) - plain_log_probs(model, PROMPTS, RESPONSES)).abs().max() < 1e-10
+    critic = ValueModel.from_model(model)
+    assert critic.score.weight.shape == (1, 16)
+    assert critic.predict(packed.hidden(flat.tokens, flat.positions, flat.context)).shape == flat.tokens.shape
+
+
+def test_a_backbone_of_another_name_than_the_class_says_is_found() -> None:
+    config = Llama4TextConfig(**OTHER, num_key_value_heads=2, head_dim=8, intermediate_size_mlp=48, pad_token_id=0)
+    config.moe_layers = []
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.float64).eval()
+    assert model.base_model is model
+    values = log_probs(PackedModel(model), pack_rows(PROMPTS, RESPONSES))
+    assert (values - plain_log_probs(model, PROMPTS, RESPONSES)).abs().max() < 1e-5
+    assert ValueModel.from_model(model).backbone is model.model
+
+
+def test_a_head_of_several_layers_is_refused() -> None:
+    config = RemBertConfig(**OTHER, is_decoder=True, input_embedding_size=16, output_embedding_size=24)
+    with pytest.raises(ModelError, match="not a linear map"):
+        PackedModel(AutoModelForCausalLM.from_config(config).eval())
+
+
+def test_a_softmax_in_fp32_is_not_taken_for_a_look_ahead() -> None:
+    config = GPTJConfig(vocab_size=61, n_embd=32, n_layer=2, n_head=4, rotary_dim=8, n_positions=64)
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.float64).eval()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(torch.randn_like(parameter), alpha=0.2)
+    values = log_probs(PackedModel(model), pack_rows(PROMPTS, RESPONSES))
+    assert (values - plain_log_probs(model, PROMPTS, RESPONSES)).abs().max() < 1e-5

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from transformers.utils.hub import cached_file
 
 from verl.errors import ModelError
+from verl.models.packed import backbone_of, evaluating
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -31,7 +32,7 @@ class ValueModel(nn.Module):
     The head is fp32 (fp64 over an fp64 backbone), whatever the dtype of the backbone. A new head is zero:
     the first values are 0 and nothing random is drawn. Weight names are those of a transformers token
     classifier with one label (`model.layers...`, `score.weight`, `score.bias`), so what is saved loads
-    there too.
+    there too, but for classes that call their head otherwise (GPT-2, GPT-NeoX, Falcon: `classifier`).
 
     Args:
         backbone: a transformers model without a head; its tensors are used as they are, not copied.
@@ -42,8 +43,9 @@ class ValueModel(nn.Module):
         super().__init__()
         self.prefix = backbone.base_model_prefix
         # Under the name that the architecture gives its backbone: it begins the names of all weights.
-        self.add_module(self.prefix, backbone)
-        size = int(backbone.config.get_text_config().hidden_size)
+        # (Not by `add_module`, which takes no name that a property has.)
+        self._modules[self.prefix] = backbone
+        size = width_of(backbone)
         dtype = torch.float64 if backbone.dtype == torch.float64 else torch.float32
         self.score = _Head(size, 1, bias=head is None or head[1] is not None, dtype=dtype, device=backbone.device)
         self.new_head = head is None
@@ -61,7 +63,7 @@ class ValueModel(nn.Module):
     def from_model(cls, model: PreTrainedModel) -> ValueModel:
         """Over the live backbone of a causal LM, of a bare backbone, or of a classifier with one label (and
         its head)."""
-        backbone = cast("PreTrainedModel", model.base_model)
+        backbone = cast("PreTrainedModel", backbone_of(model))
         for name in _HEADS[:2]:
             head = getattr(model, name, None)
             if isinstance(head, nn.Linear) and head.out_features == 1:
@@ -70,7 +72,7 @@ class ValueModel(nn.Module):
 
     @property
     def backbone(self) -> PreTrainedModel:
-        return cast("PreTrainedModel", self.get_submodule(self.prefix))
+        return cast("PreTrainedModel", self._modules[self.prefix])
 
     @property
     def config(self) -> Any:
@@ -83,6 +85,16 @@ class ValueModel(nn.Module):
     def predict(self, hidden: Tensor) -> Tensor:
         """The head's numbers `[N]` for final hidden states `[N, d]`, in the dtype of the head."""
         return cast(Tensor, self.score(hidden))
+
+
+@torch.no_grad()
+def width_of(backbone: PreTrainedModel) -> int:
+    """Of final hidden states; some models have them narrower than `hidden_size`."""
+    if backbone.device.type == "meta":
+        return int(backbone.config.get_text_config().hidden_size)
+    token = torch.zeros(1, 1, dtype=torch.int64, device=backbone.device)
+    with evaluating(backbone):
+        return int(backbone(input_ids=token, use_cache=False)[0].shape[-1])
 
 
 class _Head(nn.Linear):

@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, Any, Protocol, cast, runtime_checkable
 
 import torch
 from torch import Tensor
+from torch.overrides import TorchFunctionMode
 from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
@@ -83,8 +84,8 @@ class PackedModel:
             whose place others are taken with a warning. Ours are "compiled", for Llama-shaped models on CPU.
 
     Raises:
-        ModelError: it is no transformers model with a text configuration, or its head is not a linear map
-            (with the known scales and soft caps) of the final hidden states.
+        ModelError: it is no transformers model with a text configuration, its head is not a linear map (with the
+            known scales and soft caps) of the final hidden states, or has adapters, or it has learned prompts.
     """
 
     def __init__(self, model: PreTrainedModel, *, fused_kernels: bool | str = True) -> None:
@@ -95,8 +96,13 @@ class PackedModel:
         inner = unwrap() if callable(unwrap) else model
         if not hasattr(inner, "base_model") or not hasattr(inner, "config"):
             raise ModelError(f"{type(model).__name__} is not a transformers model: it has no config or no backbone")
+        if getattr(getattr(model, "active_peft_config", None), "is_prompt_learning", False):
+            raise ModelError(
+                "prompt and prefix tuning put learned states before every prompt, which this does not compute: "
+                "use adapters of weights (LoRA)"
+            )
         self._inner = cast("PreTrainedModel", inner)
-        self.backbone: torch.nn.Module = self._inner.base_model
+        self.backbone: torch.nn.Module = backbone_of(self._inner)
         self.config = self._inner.config.get_text_config()
         self.num_layers = int(self.config.num_hidden_layers)
         self.num_heads = int(getattr(self.config, "num_attention_heads", None) or 1)  # state-space models have none
@@ -106,6 +112,8 @@ class PackedModel:
         self.vocab_size = int(self.config.vocab_size)
         limit = getattr(self.config, "max_position_embeddings", None)
         self.max_positions = int(limit) if limit else None
+        #: Rows of a table of learned positions: a longer row has no forward. None: there is no such table.
+        self.position_table: int | None = None
         self._softcap, self._scale = _logit_formula(self._inner)
         self._fused: FusedLayers | None = None
         #: Whether a KV cache of `num_kv_heads` and `head_dim` fits: one call a layer, and all of one shape.
@@ -143,12 +151,18 @@ class PackedModel:
         """The output weight `[V, d]` and its bias `[V]`, if any.
 
         Raises:
-            ModelError: the model is a backbone without an output head.
+            ModelError: the model is a backbone without an output head, or the head has something else to train.
         """
         head = self._inner.get_output_embeddings()
         if head is None:
             raise ModelError(f"{type(self._inner).__name__} has no language-model head: load it as a causal LM")
-        return cast(Tensor, head.weight), cast("Tensor | None", getattr(head, "bias", None))
+        weight, bias = cast(Tensor, head.weight), cast("Tensor | None", getattr(head, "bias", None))
+        if any(p.requires_grad and p is not weight and p is not bias for p in head.parameters()):
+            raise ModelError(
+                "the output layer has an adapter (LoRA on lm_head, or on an embedding tied to it), which would never "
+                "be trained: leave it out of the adapter's target modules, or train it whole (modules_to_save)"
+            )
+        return weight, bias
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Logits `[N, V]` of hidden states `[N, d]`, in fp32 (fp64 for an fp64 model)."""
@@ -205,7 +219,7 @@ class PackedModel:
         """Switch the model to our attention; keep it if the packed forward agrees with the model's own."""
         if self.device.type == "meta":
             raise ModelError("the model is on the meta device: load its weights first")
-        with _evaluating(self._inner):
+        with evaluating(self._inner):
             flat = pack_rows(*_PROBE, device=self.device, keep_last=True)
             tokens = flat.tokens % self.vocab_size
             rows = flat.context.padded_rows()
@@ -224,7 +238,8 @@ class PackedModel:
                 self._inner.set_attn_implementation(previous)
             with torch.no_grad():
                 hidden = self._padded_hidden(tokens, flat.context)
-            if not _close(hidden[rows.source][rows.mask], reference):
+            # Parts of an fp64 model may compute in fp32 (a softmax, a rotation); what looks ahead differs by far more.
+            if not _close(hidden[rows.source][rows.mask], reference, at_least=1e-5):
                 raise ModelError(
                     f"{type(self._inner).__name__} is not causal: hidden states depend on later tokens or on other "
                     "rows, so no log-prob or value of a token is defined"
@@ -253,12 +268,14 @@ class PackedModel:
         hidden = []
         for prompt, response in zip(*_PROBE, strict=True):
             ids = torch.tensor([prompt + response], device=self.device) % self.vocab_size
-            hidden.append(self.backbone(input_ids=ids, use_cache=False)[0][0])
+            with _PositionTable(ids.shape[1]) as table:
+                hidden.append(self.backbone(input_ids=ids, use_cache=False)[0][0])
+        self.position_table, self.hidden_size = table.size, hidden[0].shape[-1]
         if not torch.cat(hidden).isfinite().all():
             raise ModelError(f"the hidden states of {type(self._inner).__name__} are not finite: weights are damaged")
         if self._inner.get_output_embeddings() is not None:
             logits = self._inner(input_ids=ids, use_cache=False).logits[0]
-            if not _close(self.logits(hidden[-1]), logits):
+            if self.head()[0].shape[1] != self.hidden_size or not _close(self.logits(hidden[-1]), logits):
                 raise ModelError(
                     f"the logits of {type(self._inner).__name__} are not a linear map of its final hidden "
                     "states (scale and soft cap considered): this architecture is not supported"
@@ -346,8 +363,40 @@ def _attention(
     return packed.attend(int(cast(int, module.layer_idx)), q, k, v, scale, sliding_window)[None], None
 
 
+class _PositionTable(TorchFunctionMode):
+    """Sees whether a forward of `length` tokens looks their positions up in a table; `size`: how many it has."""
+
+    def __init__(self, length: int) -> None:
+        super().__init__()
+        self.length = length
+        self.size: int | None = None
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.nn.functional.embedding and len(args) > 1 and args[0].numel() == self.length:
+            places, table = args[0].flatten().tolist(), args[1]
+            # Some begin their table with rows for padding.
+            if self.length > 1 and places == list(range(places[0], places[0] + self.length)):
+                self.size = int(table.shape[0]) - places[0]
+        return func(*args, **(kwargs or {}))
+
+
+def backbone_of(model: PreTrainedModel) -> torch.nn.Module:
+    """A transformers model without its language-model head.
+
+    Raises:
+        ModelError: it has a head, and its backbone is not found.
+    """
+    backbone = model.base_model
+    if backbone is model and model.get_output_embeddings() is not None:
+        # Some classes name their backbone otherwise than their prefix says.
+        backbone = getattr(model, "model", model)
+        if backbone is model:
+            raise ModelError(f"the backbone of {type(model).__name__} is not found: this architecture is not supported")
+    return backbone
+
+
 @contextmanager
-def _evaluating(model: torch.nn.Module) -> Iterator[None]:
+def evaluating(model: torch.nn.Module) -> Iterator[None]:
     """Every module in evaluation mode inside, in its own mode after."""
     training = [module for module in model.modules() if module.training]
     model.eval()
@@ -379,7 +428,7 @@ def _window_layers(config: Any) -> int:
     return int(config.num_hidden_layers) if getattr(config, "sliding_window", None) else 0
 
 
-def _close(a: Tensor, b: Tensor) -> bool:
-    """Equal up to the rounding of the dtype, accumulated over layers."""
-    tolerance = {torch.float64: 1e-8, torch.float32: 1e-3}.get(b.dtype, 0.1)
+def _close(a: Tensor, b: Tensor, at_least: float = 0.0) -> bool:
+    """Equal up to the rounding of the dtype, accumulated over layers, or up to `at_least`."""
+    tolerance = max(at_least, {torch.float64: 1e-8, torch.float32: 1e-3}.get(b.dtype, 0.1))
     return bool((a.double() - b.double()).norm() <= tolerance * b.double().norm())

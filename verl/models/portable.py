@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from safetensors.torch import load, save
 
-from verl.models.heads import ValueModel
+from verl.models.heads import ValueModel, width_of
 from verl.models.shards import load_model_shards, model_shards
 from verl.shard import Shard
 
@@ -35,8 +35,7 @@ def _rebuilt(
 ) -> PortableModel:
     model = cls._from_config(config, dtype=getattr(torch, dtype.removeprefix("torch.")))
     if kind[0] == "value":
-        size = int(config.get_text_config().hidden_size)
-        model = ValueModel(model, (torch.zeros(1, size), torch.zeros(1) if kind[1] else None))
+        model = ValueModel(model, (torch.zeros(1, width_of(model)), torch.zeros(1) if kind[1] else None))
     load_model_shards(model, (Shard.whole(name, tensor) for name, tensor in load(weights).items()))
     names = set(trained)
     for name, weight in model.named_parameters():

@@ -157,7 +157,7 @@ def rebuild(checkpoint: Checkpoint) -> tuple[Any, str | None]:
     """
     from transformers import AutoConfig, AutoModelForCausalLM
 
-    from verl.models.heads import ValueModel
+    from verl.models.heads import ValueModel, width_of
     from verl.models.portable import PortableModel
     from verl.workers.actor import ActorWorker, RolloutOptions, TrainOptions
 
@@ -174,8 +174,9 @@ def rebuild(checkpoint: Checkpoint) -> tuple[Any, str | None]:
     head = noted["head"]
     if head == "score":
         bias = [s.tensor for s in checkpoint.shards("actor/weights") if s.name == "score.bias"]
-        weight = torch.zeros(1, config.get_text_config().hidden_size)
-        model = ValueModel(model.base_model, (weight, torch.zeros(1) if bias else None)).eval()
+        backbone = ValueModel.from_model(model).backbone
+        weight = torch.zeros(1, width_of(backbone))
+        model = ValueModel(backbone, (weight, torch.zeros(1) if bias else None)).eval()
     load_model_shards(model, checkpoint.shards("actor/weights"))
     worker = ActorWorker(PortableModel(model), None, (), TrainOptions(), RolloutOptions(), head=head)
     found = _probe(lambda verb, batch: getattr(worker, verb)(batch), model, head)
