@@ -13,7 +13,15 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
-from transformers import AutoModelForCausalLM, FalconConfig, GPT2Config, LlamaConfig, PhimoeConfig, PreTrainedModel
+from transformers import (
+    AutoModelForCausalLM,
+    FalconConfig,
+    GPT2Config,
+    LlamaConfig,
+    MambaConfig,
+    PhimoeConfig,
+    PreTrainedModel,
+)
 
 from tests.exact import norm_in_fp64
 from verl.batch import Batch
@@ -622,3 +630,25 @@ def test_misuse_is_named() -> None:
     frozen.requires_grad_(False)
     with pytest.raises(ConfigError, match="nothing to train"):
         SingleEngine(frozen, optim=OPTIM)
+
+
+def test_rows_longer_than_the_learned_positions_are_named() -> None:
+    batch = ragged_batch([(3, 2), (3, 126), (1, 4)])  # 4 + 126 tokens, the last of which is not fed
+    engine = SingleEngine(tiny_model("gpt2"), optim=OPTIM)
+    with pytest.raises(DataError, match=r"row 1.*129 tokens.*128 positions"):
+        engine.log_probs(batch)
+    with pytest.raises(DataError, match="row 1"):
+        update(engine, batch)
+    engine.log_probs(ragged_batch([(3, 125)]))
+    SingleEngine(tiny_model("llama")).log_probs(batch)  # its positions are computed
+
+
+def test_a_critic_over_a_backbone_of_that_very_name() -> None:
+    config = MambaConfig(vocab_size=VOCAB, hidden_size=32, num_hidden_layers=2, state_size=8, time_step_rank=4)
+    torch.manual_seed(0)
+    critic = ValueModel.from_model(AutoModelForCausalLM.from_config(config).eval())
+    assert critic.backbone.base_model_prefix == "backbone"
+    assert "backbone.layers.0.norm.weight" in critic.state_dict()
+    engine = SingleEngine(critic, optim=OPTIM, head="value")
+    batch = ragged_batch(ROWS)
+    assert engine.values(batch).shape == (sum(batch.lengths("response_tokens")),)

@@ -166,6 +166,7 @@ class SingleEngine:
         """The loss of each micro-batch of a mini-batch."""
         if len(batch) == 0:
             raise DataError("the mini-batch has no rows: there is nothing to train on")
+        self._must_fit(batch)
         mini = _MiniBatch(batch, weights, columns, self._totals(batch, weights))
         own, idle = self._micro_batches(batch, coupled)
         for number, rows in enumerate([*own, *idle]):
@@ -226,6 +227,7 @@ class SingleEngine:
     @torch.no_grad()
     def _predict_all(self, batch: Batch, temperature: float = 1.0, entropy: bool = False) -> dict[str, Tensor]:
         """Predictions of any number of rows, put back into their order."""
+        self._must_fit(batch)
         lengths = [1] * len(batch) if self.head == "score" else batch.lengths("response_tokens")
         names = {"lm": ["log_probs", *["entropy"] * entropy], "value": ["values"], "score": ["scores"]}[self.head]
         pieces: dict[str, dict[int, Tensor]] = {name: {} for name in names}
@@ -251,6 +253,20 @@ class SingleEngine:
 
     def _precision(self) -> Any:
         return torch.autocast(self.device.type, torch.bfloat16) if self.autocast else nullcontext()
+
+    def _must_fit(self, batch: Batch) -> None:
+        """No row is longer than a table of learned positions."""
+        limit = self.packed.position_table
+        lengths = zip(batch.lengths("prompt_tokens"), batch.lengths("response_tokens"), strict=True)
+        # What the last token of a response leads to is asked for by a score only.
+        fed = [prompt + (response if self.head == "score" else max(0, response - 1)) for prompt, response in lengths]
+        if limit is not None and fed and max(fed) > limit:
+            row = fed.index(max(fed))
+            sample = f" (id {batch['id'][row]})" if "id" in batch else ""
+            raise DataError(
+                f"row {row}{sample} feeds {fed[row]} tokens to {type(self.packed.model).__name__}, which has learned "
+                f"{limit} positions: shorten prompt or response"
+            )
 
     def _must_be(self, head: str) -> None:
         if self.head != head:
