@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable, Sequence
 from functools import cache
-from typing import Any
 
 import pytest
 import torch
@@ -15,15 +13,22 @@ from hypothesis import strategies as st
 from torch import Tensor
 from transformers import (
     AutoModelForCausalLM,
-    FalconConfig,
-    GPT2Config,
-    LlamaConfig,
     MambaConfig,
-    PhimoeConfig,
     PreTrainedModel,
 )
 
-from tests.exact import norm_in_fp64
+from tests.training.cases import (
+    OPTIM,
+    ROWS,
+    VOCAB,
+    assert_same,
+    gradients,
+    policy_loss,
+    ragged_batch,
+    tiny_model,
+    token_weights,
+    update,
+)
 from verl.batch import Batch
 from verl.errors import ConfigError, DataError, TrainingError
 from verl.models.heads import ValueModel
@@ -31,103 +36,6 @@ from verl.shard import Shard
 from verl.training.loss import Loss, LossInput
 from verl.training.options import OptimConfig
 from verl.training.single import SingleEngine
-
-VOCAB = 37
-
-
-def tiny_model(kind: str = "llama", dtype: torch.dtype = torch.float64, layers: int = 2) -> PreTrainedModel:
-    config = {
-        "llama": lambda: LlamaConfig(
-            vocab_size=VOCAB,
-            hidden_size=32,
-            intermediate_size=48,
-            num_hidden_layers=layers,
-            num_attention_heads=4,
-            num_key_value_heads=2,
-            max_position_embeddings=128,
-            tie_word_embeddings=False,
-        ),
-        # GPT-2 ties its head to its embedding and has dropout.
-        "gpt2": lambda: GPT2Config(
-            vocab_size=VOCAB, n_embd=32, n_layer=layers, n_head=4, n_positions=128, bos_token_id=1, eos_token_id=2
-        ),
-        # Falcon's layers read a dropout from the configuration.
-        "falcon": lambda: FalconConfig(
-            vocab_size=VOCAB,
-            hidden_size=32,
-            num_hidden_layers=layers,
-            num_attention_heads=4,
-            attention_dropout=0.4,
-            hidden_dropout=0.4,
-        ),
-        # The router noise of Phi's experts decides in evaluation too which of them count.
-        "phimoe": lambda: PhimoeConfig(
-            vocab_size=VOCAB,
-            hidden_size=32,
-            intermediate_size=48,
-            num_hidden_layers=layers,
-            num_attention_heads=4,
-            num_key_value_heads=2,
-            num_local_experts=4,
-            router_jitter_noise=0.4,
-            input_jitter_noise=0.4,
-            max_position_embeddings=128,
-        ),
-    }[kind]()
-    torch.manual_seed(0)
-    model = AutoModelForCausalLM.from_config(config, dtype=dtype)
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.add_(torch.randn_like(parameter), alpha=0.1)
-    if dtype == torch.float64:
-        norm_in_fp64(model)
-    return model.eval()
-
-
-def ragged_batch(rows: Sequence[tuple[int, int]], seed: int = 0) -> Batch:
-    """Rows (prompt number, response length): prompt p has p + 1 tokens, and is shared by the rows that name it."""
-    random = torch.Generator().manual_seed(seed)
-
-    def tokens(count: int) -> list[int]:
-        return torch.randint(0, VOCAB, (count,), generator=random).tolist()
-
-    prompts = {p: tokens(p + 1) for p in range(8)}
-    lengths = [length for _, length in rows]
-    total = sum(lengths)
-    return Batch.from_columns(
-        {
-            "id": [f"{p}/{i}" for i, (p, _) in enumerate(rows)],
-            "group": [f"g{p}" for p, _ in rows],
-            "prompt_tokens": [prompts[p] for p, _ in rows],
-            "response_tokens": [tokens(length) for length in lengths],
-            "response_mask": [[int(t % 5 != 3) for t in range(length)] for length in lengths],
-            "advantages": (torch.randn(total, generator=random, dtype=torch.float64), lengths),
-            "reward": torch.randn(len(rows), generator=random, dtype=torch.float64),
-        }
-    )
-
-
-def token_weights(batch: Batch) -> torch.Tensor:
-    mask = batch.tensor("response_mask").double()
-    return mask / mask.sum().clamp(min=1)
-
-
-def policy_loss(x: LossInput) -> Loss:
-    """Uses everything that a split could get wrong: weights, columns by token and row, per-row sums, totals."""
-    assert x.log_probs is not None
-    per_token = -x.log_probs * x.columns["advantages"] + 0.1 * x.log_probs.square()
-    if x.entropy is not None:
-        per_token = per_token - 0.3 * x.entropy
-    by_row = x.sum_by_sequence(x.log_probs * x.mask)
-    total = (x.weights * per_token).sum() + (by_row * x.columns["reward"]).sum() / x.total_sequences
-    return Loss(
-        total=total,
-        metrics={"tokens": float(x.mask.sum()) / max(x.total_tokens, 1), "rows/max": float(x.num_sequences)},
-    )
-
-
-ROWS = [(3, 5), (3, 9), (0, 1), (5, 0), (3, 2), (5, 7), (1, 4)]
-OPTIM = OptimConfig(lr=1e-2, betas=(0.9, 0.95), adam_eps=1e-8, weight_decay=0.01, max_grad_norm=0.5)
 
 
 def plain_log_probs(model: PreTrainedModel, batch: Batch, temperature: float = 1.0) -> tuple[Tensor, Tensor]:
@@ -153,44 +61,6 @@ def plain_loss(model: PreTrainedModel, batch: Batch, temperature: float, entropy
     for reward, part in zip(batch["reward"], (log_probs * mask).split(batch.lengths("response_tokens")), strict=True):
         loss = loss + reward * part.sum() / len(batch)
     return loss
-
-
-def update(
-    engine: SingleEngine, batch: Batch, loss_fn: Callable[[LossInput], Loss] = policy_loss, **options: Any
-) -> dict[str, float]:
-    options = {"weights": token_weights(batch), "columns": ["advantages", "reward", "group"], **options}
-    return engine.update(batch, loss_fn, **options)
-
-
-def gradients(engine: SingleEngine, batch: Batch, **options: Any) -> dict[str, Tensor]:
-    """The accumulated gradients that one update would step with; the weights stay."""
-    found: dict[str, Tensor] = {}
-
-    class Spy:
-        def __init__(self, optimizer: Any) -> None:
-            self.optimizer = optimizer
-
-        def __getattr__(self, name: str) -> Any:
-            return getattr(self.optimizer, name)
-
-        def step(self, grad_norm: float) -> None:
-            assert math.isfinite(grad_norm)
-            found.update({w.name: w.gradient.clone() for w in self.optimizer.gradients.weights if w.has_gradient})
-
-    optimizer = engine._optimizer
-    engine._optimizer = Spy(optimizer)  # type: ignore[assignment]
-    try:
-        update(engine, batch, **options)
-    finally:
-        engine._optimizer = optimizer
-    return found
-
-
-def assert_same(a: dict[str, Tensor], b: dict[str, Tensor], tolerance: float) -> None:
-    """Every gradient agrees within `tolerance` of its largest element."""
-    assert a.keys() == b.keys()
-    for name, x in a.items():
-        assert (x - b[name]).abs().max() <= tolerance * max(float(x.abs().max()), 1e-3), name
 
 
 def weights_of(model: torch.nn.Module) -> dict[str, Tensor]:
@@ -468,68 +338,6 @@ def test_the_schedule_moves_with_steps_that_happen() -> None:
     rates.append(update(engine, batch, lambda x: Loss(total=policy_loss(x).total * math.nan))["lr"])
     rates += [update(engine, batch)["lr"] for _ in range(3)]
     assert rates == pytest.approx([5e-4, 1e-3, 1e-3, 1e-3, 5e-4, 0.0])
-
-
-def test_checkpointing_switches_dropout_off_for_good() -> None:
-    model = tiny_model("gpt2")
-    assert any(m.p > 0 for m in model.modules() if isinstance(m, torch.nn.Dropout))
-    engine = SingleEngine(model, optim=OPTIM, gradient_checkpointing=True)
-    assert all(m.p == 0 for m in model.modules() if isinstance(m, torch.nn.Dropout))
-    batch = ragged_batch(ROWS)
-    engine._trained().config = OPTIM.model_copy(update={"lr": 0.0, "weight_decay": 0.0})
-    assert update(engine, batch) == update(engine, batch)
-
-
-@pytest.mark.parametrize("kind", ["falcon", "phimoe"])
-def test_checkpointing_brings_no_noise_and_leaves_what_is_none(kind: str) -> None:
-    batch, outputs = ragged_batch(ROWS), []
-    for checkpointing in (False, True):
-        engine = SingleEngine(tiny_model(kind, torch.float32), optim=OPTIM, gradient_checkpointing=checkpointing)
-        outputs.append((engine.log_probs(batch)["log_probs"], gradients(engine, batch)))
-    assert torch.equal(outputs[0][0], outputs[1][0])
-    assert outputs[0][1].keys() == outputs[1][1].keys()
-    assert_same(outputs[0][1], outputs[1][1], 1e-4)
-
-
-def saved_bytes(engine: SingleEngine, batch: Batch) -> int:
-    """Most bytes of tensors kept at once for the backward pass (each storage once, weights left out)."""
-    weights = {p.untyped_storage().data_ptr() for p in engine.model.parameters()}
-    live: dict[int, list[int]] = {}
-    peak = 0
-
-    class Kept:
-        def __init__(self, tensor: Tensor) -> None:
-            nonlocal peak
-            self.tensor = tensor
-            storage = tensor.untyped_storage()
-            self.key = storage.data_ptr()
-            if self.key not in weights:
-                live.setdefault(self.key, [0, storage.nbytes()])[0] += 1
-                peak = max(peak, sum(size for _, size in live.values()))
-
-        def __del__(self) -> None:
-            if self.key in live:
-                live[self.key][0] -= 1
-                if live[self.key][0] == 0:
-                    del live[self.key]
-
-    with torch.autograd.graph.saved_tensors_hooks(Kept, lambda kept: kept.tensor):
-        update(engine, batch)
-    return peak
-
-
-@pytest.mark.parametrize("kind", ["llama", "gpt2"])
-def test_checkpointing_keeps_at_least_30_percent_fewer_activations(kind: str) -> None:
-    batch = ragged_batch([(7, 60)] * 6)
-
-    def kept(layers: int, checkpointing: bool) -> int:
-        model = tiny_model(kind, layers=layers)
-        return saved_bytes(SingleEngine(model, optim=OPTIM, gradient_checkpointing=checkpointing), batch)
-
-    # The hooks do not see what the backward pass computes again: the activations of one layer at a time.
-    one_layer = kept(6, False) - kept(5, False)
-    assert one_layer > 0
-    assert kept(6, True) + one_layer <= 0.7 * kept(6, False)
 
 
 def test_autocast_computes_in_bf16_and_updates_fp32() -> None:

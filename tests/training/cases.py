@@ -1,0 +1,134 @@
+"""Tiny models, ragged batches and a loss that uses all of them, for tests of the engines that train."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import (
+    AutoModelForCausalLM,
+    FalconConfig,
+    GPT2Config,
+    LlamaConfig,
+    PhimoeConfig,
+    PreTrainedModel,
+)
+
+from tests.exact import norm_in_fp64
+from verl.batch import Batch
+from verl.training.loss import Loss, LossInput
+from verl.training.options import OptimConfig
+from verl.training.single import SingleEngine
+
+VOCAB = 37
+
+
+def tiny_model(kind: str = "llama", dtype: torch.dtype = torch.float64, layers: int = 2) -> PreTrainedModel:
+    sizes = {"vocab_size": VOCAB, "hidden_size": 32, "num_hidden_layers": layers, "num_attention_heads": 4}
+    wide = {**sizes, "intermediate_size": 48, "num_key_value_heads": 2, "max_position_embeddings": 128}
+    config = {
+        "llama": lambda: LlamaConfig(**wide, tie_word_embeddings=False),
+        # GPT-2 ties its head to its embedding and has dropout.
+        "gpt2": lambda: GPT2Config(
+            vocab_size=VOCAB, n_embd=32, n_layer=layers, n_head=4, n_positions=128, bos_token_id=1, eos_token_id=2
+        ),
+        # Falcon's layers read a dropout from the configuration.
+        "falcon": lambda: FalconConfig(**sizes, attention_dropout=0.4, hidden_dropout=0.4),
+        # The router noise of Phi's experts decides in evaluation too which of them count.
+        "phimoe": lambda: PhimoeConfig(**wide, num_local_experts=4, router_jitter_noise=0.4, input_jitter_noise=0.4),
+    }[kind]()
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(config, dtype=dtype)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(torch.randn_like(parameter), alpha=0.1)
+    if dtype == torch.float64:
+        norm_in_fp64(model)
+    return model.eval()
+
+
+def ragged_batch(rows: Sequence[tuple[int, int]], seed: int = 0) -> Batch:
+    """Rows (prompt number, response length): prompt p has p + 1 tokens, and is shared by the rows that name it."""
+    random = torch.Generator().manual_seed(seed)
+
+    def tokens(count: int) -> list[int]:
+        return torch.randint(0, VOCAB, (count,), generator=random).tolist()
+
+    prompts = {p: tokens(p + 1) for p in range(8)}
+    lengths = [length for _, length in rows]
+    total = sum(lengths)
+    return Batch.from_columns(
+        {
+            "id": [f"{p}/{i}" for i, (p, _) in enumerate(rows)],
+            "group": [f"g{p}" for p, _ in rows],
+            "prompt_tokens": [prompts[p] for p, _ in rows],
+            "response_tokens": [tokens(length) for length in lengths],
+            "response_mask": [[int(t % 5 != 3) for t in range(length)] for length in lengths],
+            "advantages": (torch.randn(total, generator=random, dtype=torch.float64), lengths),
+            "reward": torch.randn(len(rows), generator=random, dtype=torch.float64),
+        }
+    )
+
+
+def token_weights(batch: Batch) -> torch.Tensor:
+    mask = batch.tensor("response_mask").double()
+    return mask / mask.sum().clamp(min=1)
+
+
+def policy_loss(x: LossInput) -> Loss:
+    """Uses everything that a split could get wrong: weights, columns by token and row, per-row sums, totals."""
+    assert x.log_probs is not None
+    per_token = -x.log_probs * x.columns["advantages"] + 0.1 * x.log_probs.square()
+    if x.entropy is not None:
+        per_token = per_token - 0.3 * x.entropy
+    by_row = x.sum_by_sequence(x.log_probs * x.mask)
+    total = (x.weights * per_token).sum() + (by_row * x.columns["reward"]).sum() / x.total_sequences
+    return Loss(
+        total=total,
+        metrics={"tokens": float(x.mask.sum()) / max(x.total_tokens, 1), "rows/max": float(x.num_sequences)},
+    )
+
+
+ROWS = [(3, 5), (3, 9), (0, 1), (5, 0), (3, 2), (5, 7), (1, 4)]
+OPTIM = OptimConfig(lr=1e-2, betas=(0.9, 0.95), adam_eps=1e-8, weight_decay=0.01, max_grad_norm=0.5)
+
+
+def update(
+    engine: SingleEngine, batch: Batch, loss_fn: Callable[[LossInput], Loss] = policy_loss, **options: Any
+) -> dict[str, float]:
+    options = {"weights": token_weights(batch), "columns": ["advantages", "reward", "group"], **options}
+    return engine.update(batch, loss_fn, **options)
+
+
+def gradients(engine: SingleEngine, batch: Batch, **options: Any) -> dict[str, Tensor]:
+    """The accumulated gradients that one update would step with; the weights stay."""
+    found: dict[str, Tensor] = {}
+
+    class Spy:
+        def __init__(self, optimizer: Any) -> None:
+            self.optimizer = optimizer
+
+        def __getattr__(self, name: str) -> Any:
+            return getattr(self.optimizer, name)
+
+        def step(self, grad_norm: float) -> None:
+            assert math.isfinite(grad_norm)
+            found.update({w.name: w.gradient.clone() for w in self.optimizer.gradients.weights if w.has_gradient})
+
+    optimizer = engine._optimizer
+    engine._optimizer = Spy(optimizer)  # type: ignore[assignment]
+    try:
+        update(engine, batch, **options)
+    finally:
+        engine._optimizer = optimizer
+    return found
+
+
+def assert_same(a: dict[str, Tensor], b: dict[str, Tensor], tolerance: float) -> None:
+    """Every gradient agrees within `tolerance` of its largest element."""
+    assert a.keys() == b.keys()
+    for name, x in a.items():
+        assert (x - b[name]).abs().max() <= tolerance * max(float(x.abs().max()), 1e-3), name
