@@ -135,19 +135,24 @@ def test_rewards_run_once_and_checkpoints_move_between_rank_counts(tiny: Path, t
         assert theirs == pytest.approx(ours, abs=1e-5)
 
 
-@pytest.mark.slow
-def test_an_error_of_one_rank_ends_the_job_with_its_own_traceback(tiny: Path, tmp_path: Path) -> None:
-    script = tmp_path / "script.py"
-    script.write_text(
-        "import os, sys, verl\n"
-        "class Broken(verl.BaseAlgorithm):\n"
+def with_loss_of_rank_1(path: Path, does: str, **options: float) -> Path:
+    """A script that makes one step, in which rank 1 does something else first."""
+    path.write_text(
+        "import os, sys, time, verl\n"
+        "class Own(verl.BaseAlgorithm):\n"
         "    def compute_loss(self, x):\n"
-        "        if os.environ['RANK'] == '1': raise ZeroDivisionError('the loss of rank 1')\n"
+        f"        if os.environ['RANK'] == '1': {does}\n"
         "        return verl.Loss(total=(x.weights * x.log_probs).sum())\n"
         "actor = verl.Actor(sys.argv[1], sampling=verl.SamplingParams(max_new_tokens=4))\n"
         "reward = lambda texts: [1.0] * len(texts)\n"
-        "verl.Trainer(actor, reward_fn=reward, algorithm=Broken(), log_dir=False).step(['a', 'b'])\n"
+        f"verl.Trainer(actor, reward_fn=reward, algorithm=Own(), log_dir=False, **{options}).step(['a', 'b'])\n"
     )
+    return path
+
+
+@pytest.mark.slow
+def test_an_error_of_one_rank_ends_the_job_with_its_own_traceback(tiny: Path, tmp_path: Path) -> None:
+    script = with_loss_of_rank_1(tmp_path / "script.py", "raise ZeroDivisionError('the loss of rank 1')")
     done = torchrun(2, script, tiny, check=False)
     assert done.returncode != 0
     assert "ZeroDivisionError: the loss of rank 1" in done.stderr
@@ -156,17 +161,7 @@ def test_an_error_of_one_rank_ends_the_job_with_its_own_traceback(tiny: Path, tm
 
 @pytest.mark.slow
 def test_a_rank_that_hangs_is_waited_for_as_long_as_the_trainer_says(tiny: Path, tmp_path: Path) -> None:
-    script = tmp_path / "script.py"
-    script.write_text(
-        "import os, sys, time, verl\n"
-        "class Hangs(verl.BaseAlgorithm):\n"
-        "    def compute_loss(self, x):\n"
-        "        if os.environ['RANK'] == '1': time.sleep(600)\n"
-        "        return verl.Loss(total=(x.weights * x.log_probs).sum())\n"
-        "actor = verl.Actor(sys.argv[1], sampling=verl.SamplingParams(max_new_tokens=4))\n"
-        "options = {'reward_fn': lambda texts: [1.0] * len(texts), 'algorithm': Hangs(), 'deadline': 6}\n"
-        "verl.Trainer(actor, log_dir=False, **options).step(['a', 'b'])\n"
-    )
+    script = with_loss_of_rank_1(tmp_path / "script.py", "time.sleep(600)", deadline=6)
     began = time.monotonic()
     done = torchrun(2, script, tiny, check=False)
     assert done.returncode != 0 and time.monotonic() - began < 120
