@@ -10,13 +10,12 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from verl.config.schema import REWARDS
 from verl.errors import ConfigError, nearest
 from verl.rewards.composite import CompositeReward
 from verl.rewards.loading import split_spec
 from verl.rewards.smoothing import Smoothed
 from verl.rewards.source import RewardSource
-
-_BUILT_IN = ("task", "code", "code_evaluator")
 
 
 def make_reward(source: Any, **options: Any) -> RewardSource:
@@ -57,7 +56,7 @@ def _make(source: Any, options: dict[str, Any]) -> RewardSource:
         return _build("functions", "FunctionReward", str(source), options)
     if isinstance(source, str) and source == "task":
         return _build("reasoning_gym", "TaskReward", None, options)
-    if isinstance(source, str) and source in _BUILT_IN:
+    if isinstance(source, str) and source in REWARDS:
         return _build("code", "CodeReward", None, options)
     if isinstance(source, str) and (name := _misspelt(source)):
         raise ConfigError(f"no reward is called '{source}': did you mean '{name}'?")
@@ -82,7 +81,7 @@ def _build(module: str, name: str, source: Any, options: dict[str, Any]) -> Rewa
 
 def _misspelt(source: str) -> str | None:
     """The built-in reward that was meant. A model of a hub is "owner/name", so one word that is nearly ours is ours."""
-    close = [] if Path(source).exists() else difflib.get_close_matches(source, _BUILT_IN, n=1, cutoff=0.8)
+    close = [] if Path(source).exists() else difflib.get_close_matches(source, REWARDS, n=1, cutoff=0.8)
     return close[0] if close else None
 
 
