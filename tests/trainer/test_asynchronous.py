@@ -18,7 +18,7 @@ import pytest
 import verl
 from verl.batch import Batch
 from verl.controller import pool
-from verl.errors import CheckpointError, ClusterError, ConfigError, RolloutError
+from verl.errors import CheckpointError, ClusterError, ConfigError, DataError, RolloutError
 from verl.rollout.base import SamplingParams
 from verl.trainer.asynchronous import AsyncTrainer
 
@@ -192,7 +192,7 @@ def test_as_many_steps_as_there_are_batches(tiny: Path) -> None:
     try:
         trainer.fit(iter(batches), 3)
         assert (trainer.steps, len(set(trainer.trained)), trainer.schedule.untrained) == (3, 12, 0)
-        with pytest.raises(StopIteration):
+        with pytest.raises(DataError, match="the batches of prompts ended after 3 steps"):
             trainer.fit(iter([]), 1)
         odd = iter([*batches[:2], ["g"]])
         trainer.fit(odd, 2)  # what was taken ahead is told when a step wants it

@@ -98,7 +98,7 @@ class AsyncTrainer(Trainer):
             prompts: batches of `batch_size` prompts; some are taken ahead of the step that trains on them.
 
         Raises:
-            StopIteration: there are no prompts for another step.
+            DataError: there are no prompts for another step.
             ConfigError: the next batch of prompts has another size.
             ClusterError, RolloutError: see `RolloutPool.event`.
         """
@@ -109,7 +109,7 @@ class AsyncTrainer(Trainer):
         while not self.schedule.due:
             if self.schedule.untrained < self.schedule.groups:  # no prompts came for them
                 refused, self._refused = self._refused, None
-                raise refused or StopIteration
+                raise refused or self._no_prompts()
             self._wait()
             self._feed(prompts)
         waited = time.perf_counter() - began

@@ -267,11 +267,14 @@ class Trainer:
         try:
             batch = next(prompts)
         except StopIteration:
-            raise DataError(
-                f"the batches of prompts ended after {self.steps} steps: give as many as there are steps, or a loader "
-                "without end, such as verl.data.loader.PromptLoader"
-            ) from None
+            raise self._no_prompts() from None
         return self.step(batch)
+
+    def _no_prompts(self) -> DataError:
+        return DataError(
+            f"the batches of prompts ended after {self.steps} steps: give as many as there are steps, or a loader "
+            "without end, such as verl.data.loader.PromptLoader"
+        )
 
     def close(self) -> None:
         """End what the trainer has started besides itself; the next step starts it anew."""
