@@ -98,8 +98,6 @@ def test_sharing_feeds_each_prompt_once_and_no_last_token() -> None:
 def test_layout_indices(share: bool) -> None:
     flat = pack_rows(PROMPTS, RESPONSES, share_prompts=share, keep_last=True)
     assert flat.targets.tolist() == [token for response in RESPONSES for token in response]
-    assert flat.lengths == [len(response) for response in RESPONSES]
-    assert flat.sequence().tolist() == [i for i, r in enumerate(RESPONSES) for _ in r]
     rows = flat.context.padded_rows()
     for source, mask, prompt, response in zip(rows.source, rows.mask, PROMPTS, RESPONSES, strict=True):
         assert flat.tokens[source[mask]].tolist() == prompt + response

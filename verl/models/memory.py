@@ -151,14 +151,13 @@ def preflight(
     gradient_checkpointing: bool = False,
     moments: str | None = None,
     cut_over: int = 1,
-    loaded: bool = True,
     available: int | None = None,
 ) -> MemoryEstimate:
-    """What training this model takes at its peak; an error before the start if the machine has less.
+    """What training this model takes at its peak; an error before the start if the machine has less. Its weights are in
+    memory already, and not free any more.
 
     Args:
         key: the section of the configuration that a message names, such as "actor_rollout_ref.actor".
-        loaded: the weights are in memory already, and not free any more.
         available: bytes; by default `available_memory()`.
 
     Raises:
@@ -176,7 +175,7 @@ def preflight(
         )
 
     estimate = need(max_tokens_per_micro_batch, gradient_checkpointing)
-    have = (available_memory() if available is None else available) + (estimate.weights if loaded else 0)
+    have = (available_memory() if available is None else available) + estimate.weights
     if estimate.total <= have:
         return estimate
     missing = f"{key}: training needs {estimate}, and {have / 1e9:.2f} GB are there"

@@ -36,13 +36,7 @@ class Packed:
     context: Segments
     predict: Tensor  # [R] index into [T] of the hidden state that predicts each response token, rows in order
     targets: Tensor  # [R] the response tokens
-    lengths: list[int]  # response length of each row
     last: Tensor  # [S] index into [T] of the last token of each row that was fed
-
-    def sequence(self) -> Tensor:
-        """The row `[R]` that each response token belongs to."""
-        rows = torch.arange(len(self.lengths), device=self.tokens.device)
-        return rows.repeat_interleave(torch.tensor(self.lengths, device=self.tokens.device))
 
 
 @dataclass(frozen=True)
@@ -101,7 +95,6 @@ def pack_rows(
         context=Segments(buckets, rows, len(tokens), device),
         predict=ints(np.concatenate(predict)),
         targets=ints(targets),
-        lengths=[len(row.response) for row in rows],
         last=ints([row.indices()[-1] for row in rows]),
     )
 

@@ -334,13 +334,11 @@ def whole_weights(shards: Iterable[Shard]) -> dict[str, torch.Tensor]:
 
 
 @contextmanager
-def weight_file(weights: Mapping[str, torch.Tensor], directory: str | None = None) -> Iterator[dict[str, Any]]:
-    """`path` and `checksum` of a safetensors file with these weights, which lasts as long as the block.
-
-    It lies in `directory`, or, if none is given, in memory where the system has a place for that.
-    """
+def weight_file(weights: Mapping[str, torch.Tensor]) -> Iterator[dict[str, Any]]:
+    """`path` and `checksum` of a safetensors file with these weights, which lasts as long as the block. It lies in
+    memory where the system has a place for that."""
     memory = "/dev/shm" if os.path.isdir("/dev/shm") else None
-    with tempfile.TemporaryDirectory(prefix="verl-weights-", dir=directory or memory) as folder:
+    with tempfile.TemporaryDirectory(prefix="verl-weights-", dir=memory) as folder:
         path = Path(folder) / "weights.safetensors"
         content = {name: tensor.detach().cpu().contiguous() for name, tensor in weights.items()}
         save_file(content, path)

@@ -67,10 +67,6 @@ class Channel:
         packed = json.dumps([kind, head]).encode()
         self._connection.send_bytes(struct.pack("<I", len(packed)) + packed + data)
 
-    def poll(self, timeout: float | None) -> bool:
-        """Whether a message, or the end of the connection, is there within `timeout` seconds."""
-        return self._connection.poll(timeout)
-
     def receive(self) -> Message:
         """The next message; raises EOFError or OSError if the other end is gone."""
         raw = self._connection.recv_bytes()

@@ -26,11 +26,10 @@ ROLE = "role"
 
 @dataclass(frozen=True)
 class Share:
-    """What one rank does of a mesh: part `index` of `size`, and whether its answer counts."""
+    """What one rank does of a mesh: part `index` of `size`."""
 
     index: int = 0
     size: int = 1
-    answers: bool = True
 
 
 @dataclass(frozen=True)
