@@ -37,6 +37,31 @@ _SUFFIXES = {torch.bfloat16: "bf16", torch.float32: "fp32", torch.float64: "fp64
 VECTOR = 16
 
 
+class _Data:
+    """The type of an argument that is a tensor, of which the kernel gets the address, or None."""
+
+    @classmethod
+    def from_param(cls, tensor: Tensor | None) -> ctypes.c_void_p:
+        return ctypes.c_void_p(_pointer(tensor))
+
+
+_TYPES: dict[str, Any] = {"t": _Data, "i": ctypes.c_int64, "d": ctypes.c_double, "f": ctypes.c_float}
+#: The arguments of the elementwise kernels, by the letters of their types. The number of threads comes after them.
+_ARGUMENTS = {
+    "linear": "ttttiii",
+    "rms_norm": "ttttiid",
+    "rms_norm_backward": "ttttttiid",
+    "rotate": "tttiiii",
+    "silu_mul": "ttti",
+    "silu_mul_backward": "ttttti",
+    "gather": "tttiiii",
+    "scatter": "tttiiiii",
+    "scatter_add": "tttiiii",
+    "softmax_rows": "ttiifttt",
+    "softmax_rows_backward": "ttiiftttt",
+}
+
+
 class _Scores(ctypes.Structure):
     """As in attention.cpp."""
 
@@ -56,73 +81,48 @@ class Kernels:
         self.attend: Callable[..., Any] = library[f"verl_attend_{suffix}"]
         self.choose: Callable[..., Any] = library[f"verl_choose_{suffix}"]
         self.elementwise = dtype != torch.float64
+        self._functions: dict[str, Callable[..., Any]] = {}
         if self.elementwise:
-            pointer: Any = ctypes.c_void_p
-            long, number = ctypes.c_int64, ctypes.c_int
             #: See rollout/fused.py.
             self.forward: Callable[..., Any] = library[f"verl_forward_{suffix}"]
-            self.linear = library[f"verl_linear_{suffix}"]
-            self.linear.argtypes = [pointer] * 4 + [long] * 3 + [number]
-            self._rms_norm = library[f"verl_rms_norm_{suffix}"]
-            self._rms_norm.argtypes = [pointer] * 4 + [long, long, ctypes.c_double, number]
-            self._rms_norm_backward = library[f"verl_rms_norm_backward_{suffix}"]
-            self._rms_norm_backward.argtypes = [pointer] * 6 + [long, long, ctypes.c_double, number]
-            self._rotate = library[f"verl_rotate_{suffix}"]
-            self._rotate.argtypes = [pointer] * 3 + [long] * 4 + [number]
-            self._silu_mul = library[f"verl_silu_mul_{suffix}"]
-            self._silu_mul.argtypes = [pointer] * 3 + [long, number]
-            self._silu_mul_backward = library[f"verl_silu_mul_backward_{suffix}"]
-            self._silu_mul_backward.argtypes = [pointer] * 5 + [long, number]
-            self._gather = library[f"verl_gather_{suffix}"]
-            self._gather.argtypes = [*[pointer] * 3, *[long] * 4, number]
-            self._scatter = library[f"verl_scatter_{suffix}"]
-            self._scatter.argtypes = [*[pointer] * 3, *[long] * 5, number]
-            self._scatter_add = library[f"verl_scatter_add_{suffix}"]
-            self._scatter_add.argtypes = [*[pointer] * 3, *[long] * 4, number]
             self._softmax = library[f"verl_softmax_{suffix}"]
             self._softmax_backward = library[f"verl_softmax_backward_{suffix}"]
-            self._softmax_rows = library[f"verl_softmax_rows_{suffix}"]
-            self._softmax_rows.argtypes = [pointer] * 2 + [long, long, ctypes.c_float] + [pointer] * 3 + [number]
-            self._softmax_rows_backward = library[f"verl_softmax_rows_backward_{suffix}"]
-            self._softmax_rows_backward.argtypes = [*[pointer] * 2, long, long, ctypes.c_float, *[pointer] * 4, number]
+            for name, letters in _ARGUMENTS.items():
+                self._functions[name] = function = library[f"verl_{name}_{suffix}"]
+                function.argtypes = [*map(_TYPES.__getitem__, letters), ctypes.c_int]
+
+    def run(self, name: str, *arguments: Tensor | float | None) -> None:
+        """Call one of the elementwise kernels."""
+        self._functions[name](*arguments, torch.get_num_threads())
 
     def rms_norm(self, x: Tensor, delta: Tensor | None, weight: Tensor, eps: float, out: Tensor) -> None:
         """`x += delta`, then `out = weight * x / rms(x)`; `[T, d]`, weight `[d]`."""
-        threads = torch.get_num_threads()
-        self._rms_norm(x.data_ptr(), _pointer(delta), weight.data_ptr(), out.data_ptr(), *x.shape, eps, threads)
+        self.run("rms_norm", x, delta, weight, out, *x.shape, eps)
 
     def rms_norm_backward(
         self, x: Tensor, weight: Tensor, eps: float, grad: Tensor, to_x: Tensor, to_weight: Tensor, out: Tensor
     ) -> None:
         """For the gradient `grad` of the norm's output: `to_x` and `to_weight` (`[d]`, fp32) grow by the gradients of
         input and weight, and `out` becomes the norm's output again."""
-        threads = torch.get_num_threads()
-        pointers = (t.data_ptr() for t in (x, weight, grad, to_x, out, to_weight))
-        self._rms_norm_backward(*pointers, *x.shape, eps, threads)
+        self.run("rms_norm_backward", x, weight, grad, to_x, out, to_weight, *x.shape, eps)
 
     def rotate(self, x: Tensor, cos: Tensor, sin: Tensor) -> None:
         """Rotary embedding in place: `x` `[T, H, D]`, halves rotated against each other; cos, sin `[T, R]`, R <= D."""
-        threads = torch.get_num_threads()
-        self._rotate(x.data_ptr(), cos.data_ptr(), sin.data_ptr(), *x.shape, cos.shape[1], threads)
+        self.run("rotate", x, cos, sin, *x.shape, cos.shape[1])
 
     def silu_mul(self, gate: Tensor, up: Tensor, out: Tensor) -> None:
         """`out = silu(gate) * up`; `out` may be `gate`."""
-        threads = torch.get_num_threads()
-        self._silu_mul(gate.data_ptr(), up.data_ptr(), out.data_ptr(), gate.numel(), threads)
+        self.run("silu_mul", gate, up, out, gate.numel())
 
     def silu_mul_backward(self, gate: Tensor, up: Tensor, grad: Tensor, to_gate: Tensor, to_up: Tensor) -> None:
         """For the gradient `grad` of the output: those of `gate` and `up`; `grad` becomes the output again."""
-        pointers = (t.data_ptr() for t in (gate, up, grad, to_gate, to_up))
-        self._silu_mul_backward(*pointers, gate.numel(), torch.get_num_threads())
+        self.run("silu_mul_backward", gate, up, grad, to_gate, to_up, gate.numel())
 
     def softmax_rows(
         self, logits: Tensor, targets: Tensor, alpha: float, log_probs: Tensor, norms: Tensor, entropies: Tensor | None
     ) -> None:
         """Of softmax(alpha * logits), `[N, V]`: log-probs of targets `[N]`, logs of the sums, entropies; all fp32."""
-        self._softmax_rows(
-            *(logits.data_ptr(), targets.data_ptr(), *logits.shape, alpha),
-            *(log_probs.data_ptr(), norms.data_ptr(), _pointer(entropies), torch.get_num_threads()),
-        )
+        self.run("softmax_rows", logits, targets, *logits.shape, alpha, log_probs, norms, entropies)
 
     def softmax_rows_backward(
         self,
@@ -135,30 +135,25 @@ class Kernels:
         to_entropies: Tensor | None,
     ) -> None:
         """`logits` become their gradient, given those of log-probs and entropies `[N]`."""
-        self._softmax_rows_backward(
-            *(logits.data_ptr(), targets.data_ptr(), *logits.shape, alpha, norms.data_ptr(), _pointer(entropies)),
-            *(to_log_probs.data_ptr(), _pointer(to_entropies), torch.get_num_threads()),
-        )
+        given = (norms, entropies, to_log_probs, to_entropies)
+        self.run("softmax_rows_backward", logits, targets, *logits.shape, alpha, *given)
 
     def gather(self, x: Tensor, index: Tensor) -> Tensor:
         """`[B, H, L, D]`: the heads of `x` `[T, H, D]` at `index` `[B, L]`; zeros where that is -1."""
         (rows, length), (_, heads, size) = index.shape, x.shape
         out = x.new_empty((rows, heads, length, size))
-        pointers = (x.data_ptr(), index.data_ptr(), out.data_ptr())
-        self._gather(*pointers, rows, length, heads, size, torch.get_num_threads())
+        self.run("gather", x, index, out, rows, length, heads, size)
         return out
 
     def scatter(self, x: Tensor, index: Tensor, out: Tensor, start: int) -> None:
         """`out` `[T, H, D]` at `index[:, start : start + L]` becomes `x` `[B, H, L, D]`; no index stands twice."""
         rows, heads, length, size = x.shape
-        pointers = (x.data_ptr(), index.data_ptr() + 8 * start, out.data_ptr())
-        self._scatter(*pointers, rows, length, index.shape[1], heads, size, torch.get_num_threads())
+        self.run("scatter", x, index[:, start:], out, rows, length, index.shape[1], heads, size)
 
     def scatter_add(self, x: Tensor, index: Tensor, total: Tensor) -> None:
         """`total` `[T, H, D]`, fp32, grows at `index` `[B, L]` by `x` `[B, H, L, D]`, row after row."""
         rows, heads, length, size = x.shape
-        pointers = (x.data_ptr(), index.data_ptr(), total.data_ptr())
-        self._scatter_add(*pointers, rows, length, heads, size, torch.get_num_threads())
+        self.run("scatter_add", x, index, total, rows, length, heads, size)
 
     def softmax(
         self, scores: Tensor, before: Tensor, own: int, first: int, window: int, scale: float, gradients: Tensor | None
@@ -168,9 +163,8 @@ class Kernels:
         Query i, the `first + i`-th of its row b, sees the keys up to `before[b]` and those from `own` up to its own
         place; of these the last `window`.
         """
-        call = _Scores(scores.data_ptr(), _pointer(gradients), before.data_ptr(), *scores.shape)
-        call.own, call.first, call.window, call.scale = own, first, window, scale
-        call.threads = torch.get_num_threads()
+        pointers = (scores.data_ptr(), _pointer(gradients), before.data_ptr())
+        call = _Scores(*pointers, *scores.shape, own, first, window, scale, torch.get_num_threads())
         (self._softmax if gradients is None else self._softmax_backward)(ctypes.byref(call))
 
 
@@ -198,8 +192,7 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, out: Tensor | 
     tensors = (x, weight, out) if bias is None else (x, weight, out, bias)
     suits = inner % VECTOR == 0 and columns % 4 == 0 and rows > 0
     if suits and compiled is not None and compiled.elementwise and all(_is_plain(t, x.dtype) for t in tensors):
-        pointers = (x.data_ptr(), weight.data_ptr(), _pointer(bias), out.data_ptr())
-        compiled.linear(*pointers, rows, inner, columns, torch.get_num_threads())
+        compiled.run("linear", x, weight, bias, out, rows, inner, columns)
     elif bias is None:
         torch.mm(x, weight.t(), out=out)
     else:
