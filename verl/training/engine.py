@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, Protocol
 
 from torch import Tensor
+from typing_extensions import Unpack
 
 from verl.batch import Batch
 from verl.shard import Shard
-from verl.training.loss import LossFn
+from verl.training.loss import LossFn, LossNeeds
 
 
 class TrainEngine(Protocol):
@@ -31,17 +32,7 @@ class TrainEngine(Protocol):
         """`[S]`: one score a row, read at its last token; no gradient."""
         ...
 
-    def update(
-        self,
-        batch: Batch,
-        loss_fn: LossFn,
-        *,
-        weights: Tensor,
-        columns: Sequence[str] = (),
-        temperature: float = 1.0,
-        entropy: bool = False,
-        coupled: bool = False,
-    ) -> dict[str, float]:
+    def update(self, batch: Batch, loss_fn: LossFn, *, weights: Tensor, **needs: Unpack[LossNeeds]) -> dict[str, float]:
         """One optimizer step over a mini-batch, cut into micro-batches that fit; no cut changes the gradient.
 
         Args:
@@ -60,17 +51,7 @@ class TrainEngine(Protocol):
         """
         ...
 
-    def loss(
-        self,
-        batch: Batch,
-        loss_fn: LossFn,
-        *,
-        weights: Tensor,
-        columns: Sequence[str] = (),
-        temperature: float = 1.0,
-        entropy: bool = False,
-        coupled: bool = False,
-    ) -> dict[str, float]:
+    def loss(self, batch: Batch, loss_fn: LossFn, *, weights: Tensor, **needs: Unpack[LossNeeds]) -> dict[str, float]:
         """`loss` and the loss's own metrics, as `update` has them, of the weights as they are; nothing is learned."""
         ...
 

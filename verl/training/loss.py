@@ -5,9 +5,9 @@ Shapes: R response tokens and S rows (sequences) of one micro-batch; tokens are 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TypeAlias
+from typing import TypeAlias, TypedDict
 
 from torch import Tensor
 
@@ -69,6 +69,16 @@ class Loss:
 
 
 LossFn: TypeAlias = Callable[[LossInput], Loss]
+
+
+class LossNeeds(TypedDict, total=False):
+    """What a loss reads beside weights, see `TrainEngine.update`. Left out: no columns, temperature 1, no entropy, rows
+    of a group may be cut apart."""
+
+    columns: Sequence[str]
+    temperature: float
+    entropy: bool
+    coupled: bool
 
 
 def combine_metrics(parts: list[Mapping[str, Tensor | float]]) -> dict[str, float]:

@@ -12,6 +12,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
+from typing_extensions import Unpack
 
 from verl.batch import Batch
 from verl.errors import ConfigError, DataError, TrainingError
@@ -20,7 +21,7 @@ from verl.models.segments import pack
 from verl.models.shards import load_model_shards, model_shards
 from verl.shard import Shard
 from verl.training.gradients import Gradients
-from verl.training.loss import Loss, LossFn, LossInput, combine_metrics
+from verl.training.loss import Loss, LossFn, LossInput, LossNeeds, combine_metrics
 from verl.training.micro_batch import split
 from verl.training.optimizer import MixedPrecisionOptimizer
 from verl.training.options import OptimConfig
@@ -91,23 +92,13 @@ class SingleEngine:
         self._must_be("score")
         return self._predict_all(batch)["scores"]
 
-    def update(
-        self,
-        batch: Batch,
-        loss_fn: LossFn,
-        *,
-        weights: Tensor,
-        columns: Sequence[str] = (),
-        temperature: float = 1.0,
-        entropy: bool = False,
-        coupled: bool = False,
-    ) -> dict[str, float]:
+    def update(self, batch: Batch, loss_fn: LossFn, *, weights: Tensor, **needs: Unpack[LossNeeds]) -> dict[str, float]:
         optimizer = self._trained()
         losses: list[Loss] = []
         optimizer.onload()
         try:
             with self._updating(), optimizer.gradients.collecting():
-                for loss in self._losses(batch, loss_fn, weights, columns, temperature, entropy, coupled):
+                for loss in self._losses(batch, loss_fn, weights, **needs):
                     if loss.total.requires_grad:
                         # Inside autocast too: the head computes its logits again, in the same precision.
                         with self._precision():
@@ -118,18 +109,8 @@ class SingleEngine:
             optimizer.gradients.clear()
 
     @torch.no_grad()
-    def loss(
-        self,
-        batch: Batch,
-        loss_fn: LossFn,
-        *,
-        weights: Tensor,
-        columns: Sequence[str] = (),
-        temperature: float = 1.0,
-        entropy: bool = False,
-        coupled: bool = False,
-    ) -> dict[str, float]:
-        return self._measured([*self._losses(batch, loss_fn, weights, columns, temperature, entropy, coupled)])
+    def loss(self, batch: Batch, loss_fn: LossFn, *, weights: Tensor, **needs: Unpack[LossNeeds]) -> dict[str, float]:
+        return self._measured([*self._losses(batch, loss_fn, weights, **needs)])
 
     def shards(self) -> Iterator[Shard]:
         return model_shards(self.model)
@@ -158,10 +139,10 @@ class SingleEngine:
         batch: Batch,
         loss_fn: LossFn,
         weights: Tensor,
-        columns: Sequence[str],
-        temperature: float,
-        entropy: bool,
-        coupled: bool,
+        columns: Sequence[str] = (),
+        temperature: float = 1.0,
+        entropy: bool = False,
+        coupled: bool = False,
     ) -> Iterator[Loss]:
         """The loss of each micro-batch of a mini-batch."""
         if len(batch) == 0:

@@ -11,7 +11,7 @@ import torch
 from verl.batch import Batch
 from verl.errors import ConfigError, DataError
 from verl.training.engine import TrainEngine
-from verl.training.loss import Loss, LossInput
+from verl.training.loss import Loss, LossInput, LossNeeds
 
 
 class Objective(Protocol):
@@ -96,26 +96,18 @@ def run_updates(
         weights = objective.token_weights(mini_batch)
         if objective.by_token and not weights.any():
             continue
-        steps.append(
-            engine.update(
-                mini_batch,
-                objective.compute_loss,
-                weights=weights,
-                columns=objective.loss_columns,
-                temperature=plan.temperature,
-                entropy=objective.needs_entropy,
-                coupled=objective.coupled,
-            )
-        )
+        steps.append(engine.update(mini_batch, objective.compute_loss, weights=weights, **_needs(objective, plan)))
     return mean_metrics(steps) if steps else {"loss": 0.0, "grad_norm": 0.0, "update/skipped": 0.0, "update/empty": 1.0}
 
 
 def compute_loss(engine: TrainEngine, batch: Batch, objective: Objective, plan: UpdatePlan) -> dict[str, float]:
     """`loss` and metrics of a whole batch under the weights as they are."""
-    return engine.loss(
-        batch,
-        objective.compute_loss,
-        weights=objective.token_weights(batch),
+    weights = objective.token_weights(batch)
+    return engine.loss(batch, objective.compute_loss, weights=weights, **_needs(objective, plan))
+
+
+def _needs(objective: Objective, plan: UpdatePlan) -> LossNeeds:
+    return LossNeeds(
         columns=objective.loss_columns,
         temperature=plan.temperature,
         entropy=objective.needs_entropy,
