@@ -12,6 +12,7 @@ Losses may run in other processes than `prepare`: what they need travels in the 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from typing import Annotated, Any, ClassVar, Literal, TypeAlias, get_type_hints
 
@@ -34,7 +35,7 @@ Positive: TypeAlias = Annotated[float, Field(gt=0)]
 NotNegative: TypeAlias = Annotated[float, Field(ge=0)]
 Share: TypeAlias = Annotated[float, Field(ge=0, le=1)]
 
-#: `unread_options` of a loss that is a mean over rows or pairs.
+#: `unread` of a loss that is a mean over rows or pairs.
 NOT_BY_TOKEN = {"loss_agg_mode": "its loss is a mean over rows, not over tokens"}
 
 #: Models an algorithm may ask for. Trained ones: actor, critic, cost_critic.
@@ -60,6 +61,7 @@ class BaseAlgorithm(ABC):
         greedy_baseline: each prompt gets one greedy sample beside the others in the same rollout, marked by the
             row column `baseline`; `prepare` takes it out.
         needs_log_probs: the trainer's own `log_probs` must be a column before `prepare`, whoever sampled.
+        unread: options that its loss never reads, and why; see `unread_options`.
     """
 
     name: ClassVar[str] = ""
@@ -69,6 +71,7 @@ class BaseAlgorithm(ABC):
     samples_per_prompt: ClassVar[int] = 8
     greedy_baseline: ClassVar[bool] = False
     needs_log_probs: ClassVar[bool] = False
+    unread: ClassVar[Mapping[str, str]] = {}
 
     loss_agg_mode: AggregationMode = "token-mean"
     loss_scale_factor: Positive | None = None
@@ -98,7 +101,7 @@ class BaseAlgorithm(ABC):
     def _refuse_unread(self, label: str) -> None:
         """None asks for nothing, and neither does a default."""
         defaults = {field.name: field.default for field in fields(self)}
-        for option, reason in self.unread_options.items():
+        for option, reason in {**self.unread_options, **self.unread}.items():
             value = getattr(self, option)
             if value is not None and value != defaults[option]:
                 raise ConfigError(f"algorithm '{label}' does not read the option '{option}' ({value!r}): {reason}")

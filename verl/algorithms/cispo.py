@@ -17,12 +17,10 @@ from verl.algorithms.registry import register_algorithm
 class CISPO(GRPO):
     """GRPO's advantages; the ratio is a detached, clipped weight, so every token keeps a gradient."""
 
+    unread = NO_DUAL_CLIP
+
     clip_ratio_low: NotNegative | None = 1.0
     clip_ratio_high: NotNegative | None = 4.0
-
-    @property
-    def unread_options(self) -> dict[str, str]:
-        return {**super().unread_options, **NO_DUAL_CLIP}
 
     def policy_loss(self, t: PolicyTerms) -> PolicyLoss:
         return cispo_loss(t, *self.clip_bounds)

@@ -21,13 +21,11 @@ _TINY = 1e-10
 class GMPO(GRPO):
     """GRPO's advantages; a row's objective is the geometric mean of its ratios. Clip bounds are on log-ratios."""
 
+    unread = NO_DUAL_CLIP
+
     loss_agg_mode: AggregationMode = "seq-mean-token-mean"
     clip_ratio_low: NotNegative | None = 0.4
     clip_ratio_high: NotNegative | None = 0.4
-
-    @property
-    def unread_options(self) -> dict[str, str]:
-        return {**super().unread_options, **NO_DUAL_CLIP}
 
     def policy_loss(self, t: PolicyTerms) -> PolicyLoss:
         return gmpo_loss(t, *self.clip_bounds)

@@ -19,17 +19,15 @@ class GPG(PolicyGradient):
     """Plain policy gradient, no ratio: centred rewards, scaled up for rows that carry no signal."""
 
     needs_groups = True
+    unread = dict.fromkeys(
+        ("clip_ratio", "clip_ratio_low", "clip_ratio_high", "clip_ratio_c"), "its loss has no ratio to clip"
+    )
 
     f_norm: Positive = 1.0
 
     @property
     def needs_old_log_probs(self) -> bool:
         return self.rollout_is is not None or self.rollout_rs is not None  # there is no ratio beside the correction
-
-    @property
-    def unread_options(self) -> dict[str, str]:
-        clips = ("clip_ratio", "clip_ratio_low", "clip_ratio_high", "clip_ratio_c")
-        return {**super().unread_options, **dict.fromkeys(clips, "its loss has no ratio to clip")}
 
     def estimate(self, e: Experience) -> dict[str, Tensor]:
         given = self.outcome_rewards(e.batch)

@@ -14,13 +14,11 @@ from verl.algorithms.registry import register_algorithm
 class GSPO(GRPO):
     """GRPO's advantages; the ratio and its clipping are the row's. Clip bounds are the paper's."""
 
+    unread = NO_DUAL_CLIP
+
     loss_agg_mode: AggregationMode = "seq-mean-token-mean"
     clip_ratio_low: NotNegative | None = 3e-4
     clip_ratio_high: NotNegative | None = 4e-4
-
-    @property
-    def unread_options(self) -> dict[str, str]:
-        return {**super().unread_options, **NO_DUAL_CLIP}
 
     def policy_loss(self, t: PolicyTerms) -> PolicyLoss:
         return gspo_loss(t, *self.clip_bounds)

@@ -35,16 +35,13 @@ class KTO(BaseAlgorithm):
 
     roles = frozenset({"actor", "reference"})
     loss_columns = ("label", "ref_log_probs", "kto_kl")
+    unread = NOT_BY_TOKEN
     online: ClassVar[bool] = False
     needs_log_probs: ClassVar[bool] = True
 
     beta: Positive = 0.1
     desirable_weight: NotNegative = 1.0
     undesirable_weight: NotNegative = 1.0
-
-    @property
-    def unread_options(self) -> dict[str, str]:
-        return {**super().unread_options, **NOT_BY_TOKEN}
 
     def extend(self, batch: Batch) -> Batch:
         if len(batch) < 2:

@@ -60,14 +60,11 @@ def sequence_tokens(x: LossInput) -> Tensor:
 class PreferenceAlgorithm(BaseAlgorithm):
     """Base of the pair losses of language models. `beta` scales the implicit reward."""
 
+    unread = NOT_BY_TOKEN
     online: ClassVar[bool] = False
     coupled: ClassVar[bool] = True
 
     beta: Positive = 0.1
-
-    @property
-    def unread_options(self) -> dict[str, str]:
-        return {**super().unread_options, **NOT_BY_TOKEN}
 
     @property
     def roles(self) -> frozenset[str]:

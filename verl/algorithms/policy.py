@@ -35,7 +35,7 @@ from verl.algorithms.responses import Responses
 from verl.batch import Batch
 from verl.errors import ConfigError, DataError
 
-#: `unread_options` of a token loss without PPO's dual clip.
+#: `unread` of a token loss without PPO's dual clip.
 NO_DUAL_CLIP = {"clip_ratio_c": "its loss has no dual clip"}
 
 

@@ -23,15 +23,12 @@ class RewardModel(BaseAlgorithm):
 
     roles = frozenset({"actor"})
     loss_columns = ("group", "label")
+    unread = NOT_BY_TOKEN
     online: ClassVar[bool] = False
     coupled: ClassVar[bool] = True
     head: ClassVar[Literal["lm", "score"]] = "score"
 
     center_rewards_coefficient: NotNegative = 0.0
-
-    @property
-    def unread_options(self) -> dict[str, str]:
-        return {**super().unread_options, **NOT_BY_TOKEN}
 
     def prepare(self, batch: Batch) -> tuple[Batch, dict[str, float]]:
         return only_pairs(batch)
