@@ -16,6 +16,7 @@ from verl.rewards.remote import JudgeReward
 from verl.rewards.source import RewardResult, run_reward
 from verl.roles.actor import Actor, expand
 from verl.rollout.base import Request, RolloutEngine, SamplingParams, generate
+from verl.rollout.episode import Turns, response_columns
 from verl.rollout.remote import AsyncVLLMEngine, ServerEngine
 from verl.rollout.servers import ServerPool
 
@@ -32,23 +33,11 @@ class VLLMActor(Actor):
     Args:
         model_name: directory or hub name of the model.
         tokenizer: as of `Actor`.
-        tensor_parallel_size: ranks that share one copy of the model in generation.
-        max_num_seqs: sequences that are generated at a time.
-        **options: those of `Actor`.
+        **options: those of `Actor`, such as `tensor_parallel_size` and `max_num_seqs`.
     """
 
-    def __init__(
-        self,
-        model_name: Any,
-        tokenizer: Any = None,
-        *,
-        tensor_parallel_size: int = 1,
-        max_num_seqs: int = 256,
-        **options: Any,
-    ) -> None:
-        options = {"rollout": "vllm", **options}
-        sizes: dict[str, Any] = {"tensor_parallel_size": tensor_parallel_size, "max_num_seqs": max_num_seqs}
-        super().__init__(model_name, tokenizer, **sizes, **options)
+    def __init__(self, model_name: Any, tokenizer: Any = None, **options: Any) -> None:
+        super().__init__(model_name, tokenizer, **{"rollout": "vllm", **options})
 
 
 VLLMActorModel = VLLMActor
@@ -82,10 +71,10 @@ class ActorRolloutRefWorker(Actor):
 
     Args:
         model_path: directory or hub name of the model.
-        tensor_parallel_size: ranks that share one copy of the model in generation.
         max_batch_size: sequences that are generated at a time.
         rollout_backend: "vllm", "embedded", "hf", or "FILE.py:CLASS".
-        **options: those of `Actor`.
+        **options: those of `Actor`, such as `tensor_parallel_size`: ranks that share one copy of the model in
+            generation.
     """
 
     def __init__(
@@ -93,13 +82,11 @@ class ActorRolloutRefWorker(Actor):
         model_path: Any,
         tokenizer: Any = None,
         *,
-        tensor_parallel_size: int = 1,
         max_batch_size: int = 256,
         rollout_backend: Any = "vllm",
         **options: Any,
     ) -> None:
-        sizes: dict[str, Any] = {"tensor_parallel_size": tensor_parallel_size, "max_num_seqs": max_batch_size}
-        super().__init__(model_path, tokenizer, rollout=rollout_backend, **sizes, **options)
+        super().__init__(model_path, tokenizer, rollout=rollout_backend, max_num_seqs=max_batch_size, **options)
         self.make_reference()
 
 
@@ -156,19 +143,10 @@ class RolloutWorker:
         rows, params = expand(batch, n), replace(self.sampling, **sampling)
         pairs = zip(rows["id"], rows["prompt_tokens"], strict=True)
         requests = [Request(name, tokens, params) for name, tokens in pairs]
-        by_id = {sample.id: sample for sample in generate(self._own_engine, requests)}
-        samples = [by_id[name] for name in rows["id"]]
-        tokens = [sample.tokens for sample in samples]
-        return rows.add(
-            {
-                "response_tokens": tokens,
-                "response_mask": [[1] * len(row) for row in tokens],
-                "rollout_log_probs": [sample.log_probs for sample in samples],
-                "response": self.tokenizer.batch_decode(tokens, skip_special_tokens=True),
-                "finish": [sample.finish for sample in samples],
-                "policy_version": [sample.policy_version for sample in samples],
-            }
-        )
+        by_id = {sample.id: Turns().wrote(sample) for sample in generate(self._own_engine, requests)}
+        columns = response_columns([by_id[name] for name in rows["id"]])
+        texts = self.tokenizer.batch_decode(columns["response_tokens"], skip_special_tokens=True)
+        return rows.add({**columns, "response": texts})
 
 
 class vLLMWorker(RolloutWorker):  # noqa: N801  (the name that users know)

@@ -72,6 +72,12 @@ class Turns:
         return self
 
 
+def response_columns(turns: Sequence[Turns]) -> dict[str, Any]:
+    """The columns that finished responses add to their rows."""
+    names = ("response_tokens", "response_mask", "rollout_log_probs", "finish", "policy_version")
+    return {name: [getattr(turn, name) for turn in turns] for name in names}
+
+
 Episode = Callable[["Client", Mapping[str, Any]], Awaitable[Sequence[Turns]]]
 
 

@@ -19,7 +19,7 @@ from verl.models.portable import PortableModel
 from verl.models.shards import whole
 from verl.rewards.loading import load_function
 from verl.rollout.base import Request, RolloutEngine, SamplingParams, generate
-from verl.rollout.episode import Episode, Outcome, Turns, outcomes
+from verl.rollout.episode import Episode, Outcome, Turns, outcomes, response_columns
 from verl.shard import Shard
 from verl.training.options import OptimConfig
 from verl.training.single import SingleEngine
@@ -231,7 +231,7 @@ class ActorWorker:
         `baseline` is true is decoded greedily. Yields the rows with the response columns added; under an episode
         also `rejected` (responses thrown away before this one) and `episode_error` (why there is none, or null)."""
         engine, episode = self.rollout_engine, load_episode(self.rollout.episode)
-        greedy = SamplingParams(**{**_fields(params), "temperature": 0.0})
+        greedy = replace(params, temperature=0.0)
         baseline = prompts["baseline"] if "baseline" in prompts else [False] * len(prompts)
         rows = [greedy if is_baseline else params for is_baseline in baseline]
         engine.wake()
@@ -356,10 +356,6 @@ def engine_factory(name: str | EngineFactory) -> EngineFactory:
     return ENGINES[name]
 
 
-def _fields(params: SamplingParams) -> dict[str, Any]:
-    return {name: getattr(params, name) for name in params.__dataclass_fields__}
-
-
 def load_episode(episode: Episode | str | None) -> Episode | None:
     """The episode, out of its file if it is in one."""
     return load_function(episode) if isinstance(episode, str) else episode
@@ -398,8 +394,7 @@ def _with_responses(rows: Batch, ended: list[Outcome], version: int | None, exac
         logger.warning("%s", error)
     none = Turns(finish="abort", policy_version=version or 0)
     turns = [none if error else outcome.responses[0] for outcome, error in zip(ended, errors, strict=True)]
-    names = ("response_tokens", "response_mask", "rollout_log_probs", "finish", "policy_version")
-    columns: dict[str, Any] = {name: [getattr(turn, name) for turn in turns] for name in names}
+    columns = response_columns(turns)
     if exact == torch.float64:  # lists would be stored as fp32
         columns["rollout_log_probs"] = pa.array(columns["rollout_log_probs"], pa.large_list(pa.float64()))
     if version is not None:

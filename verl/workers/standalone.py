@@ -9,21 +9,20 @@ from __future__ import annotations
 import tempfile
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from safetensors.torch import load, save
 
 from verl.batch import Batch
-from verl.rollout.base import Request, RolloutEngine, SamplingParams
-from verl.rollout.episode import Turns
+from verl.rollout.base import Request, RolloutEngine, as_sampling
+from verl.rollout.episode import Turns, response_columns
 from verl.shard import Shard
 from verl.workers.channel import Message
 
 if TYPE_CHECKING:
     from verl.roles.actor import Actor
-
-_COLUMNS = ("response_tokens", "response_mask", "rollout_log_probs", "finish", "policy_version")
 
 
 class StandaloneWorker:
@@ -52,8 +51,8 @@ class StandaloneWorker:
         assert self.engine is not None
         rows = Batch.from_ipc(message.data)
         self.engine.wake()
-        params = _params(message.head["params"])
-        greedy = _params({**message.head["params"], "temperature": 0.0})
+        params = as_sampling(message.head["params"])
+        greedy = replace(params, temperature=0.0)
         baseline = rows["baseline"] if "baseline" in rows else [False] * len(rows)
         self._groups[message.head["group"]] = (rows, {})
         for id_, tokens, is_greedy in zip(rows["id"], rows["prompt_tokens"], baseline, strict=True):
@@ -71,8 +70,7 @@ class StandaloneWorker:
             turns[sample.id] = Turns().wrote(sample)
             if len(turns) == len(rows):
                 del self._groups[group]
-                ordered = [turns[id_] for id_ in rows["id"]]
-                done = rows.add({name: [getattr(turn, name) for turn in ordered] for name in _COLUMNS})
+                done = rows.add(response_columns([turns[id_] for id_ in rows["id"]]))
                 spans, self._busy = self._busy, []
                 self.send("group", done.to_ipc(), group=group, busy=spans)
 
@@ -134,8 +132,3 @@ def _engine(message: Message) -> RolloutEngine:
     options = RolloutOptions(**head["rollout"])
     name = options.name if packed.supports_paged or options.name != "embedded" else "hf"
     return engine_factory(name)(packed, tokenizer, tuple(head["eos"]), options)
-
-
-def _params(fields: dict[str, Any]) -> SamplingParams:
-    tuples = {name: tuple(fields[name]) for name in ("stop", "stop_token_ids")}  # JSON made them lists
-    return SamplingParams(**{**fields, **tuples})
