@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass
 from itertools import accumulate
 from typing import Any, Literal
 
@@ -148,7 +147,7 @@ class SingleEngine:
         if len(batch) == 0:
             raise DataError("the mini-batch has no rows: there is nothing to train on")
         self._must_fit(batch)
-        mini = _MiniBatch(batch, weights, columns, self._totals(batch, weights))
+        mini = _MiniBatch(batch, weights, columns)
         own, idle = self._micro_batches(batch, coupled)
         for number, rows in enumerate([*own, *idle]):
             part = batch.take(rows)
@@ -156,12 +155,6 @@ class SingleEngine:
                 outputs = self._predict(part, temperature, entropy)
             loss = _checked(loss_fn(mini.loss_input(rows, part, outputs, self.exact)))
             yield loss if number < len(own) else Loss(total=loss.total * 0.0)
-
-    def _totals(self, batch: Batch, weights: Tensor) -> _Totals:
-        """Counts of the whole mini-batch."""
-        tokens = batch.tensor("response_mask") if "response_mask" in batch else None
-        count = sum(batch.lengths("response_tokens")) if tokens is None else int(tokens.count_nonzero())
-        return _Totals(len(batch), count, int(weights.count_nonzero()), len(batch.group_indices()))
 
     def _micro_batches(self, batch: Batch, coupled: bool = False) -> tuple[list[list[int]], list[list[int]]]:
         """Rows of each micro-batch that this engine computes of a mini-batch, and of those that count for nothing."""
@@ -259,27 +252,25 @@ class SingleEngine:
         return self._optimizer
 
 
-@dataclass(frozen=True)
-class _Totals:
-    sequences: int
-    tokens: int
-    active: int
-    groups: int
-
-
 class _MiniBatch:
     """Cuts the record of a micro-batch out of what is known of the whole mini-batch."""
 
-    def __init__(self, batch: Batch, weights: Tensor, columns: Sequence[str], totals: _Totals) -> None:
+    def __init__(self, batch: Batch, weights: Tensor, columns: Sequence[str]) -> None:
         lengths = batch.lengths("response_tokens")
         if weights.shape != (sum(lengths),):
             raise DataError(f"{sum(lengths)} response tokens need as many weights, got shape {list(weights.shape)}")
         ends = list(accumulate(lengths))
         self.weights = [weights[end - length : end] for length, end in zip(lengths, ends, strict=True)]
         self.columns = columns
-        self.totals = totals
+        masked = "response_mask" in batch
+        self.totals: dict[str, Any] = {
+            "total_sequences": len(batch),
+            "total_tokens": int(batch.tensor("response_mask").count_nonzero()) if masked else sum(lengths),
+            "total_active": int(weights.count_nonzero()),
+            "total_groups": len(batch.group_indices()),
+        }
 
-    def loss_input(self, rows: list[int], part: Batch, outputs: dict[str, Tensor], exact: torch.dtype) -> LossInput:
+    def loss_input(self, rows: list[int], part: Batch, outputs: dict[str, Any], exact: torch.dtype) -> LossInput:
         device = next(iter(outputs.values())).device
         lengths = part.lengths("response_tokens")
         mask = _aligned(part, "response_mask", lengths) if "response_mask" in part else torch.ones(sum(lengths))
@@ -293,11 +284,8 @@ class _MiniBatch:
             mask=mask.to(device, torch.bool),
             sequence=torch.arange(len(rows)).repeat_interleave(torch.tensor(lengths)).to(device),
             num_sequences=len(rows),
-            total_sequences=self.totals.sequences,
-            total_tokens=self.totals.tokens,
-            total_active=self.totals.active,
-            total_groups=self.totals.groups,
             columns=named,
+            **self.totals,
         )
 
 
