@@ -69,6 +69,14 @@ def load_model_shards(model: nn.Module, shards: Iterable[Shard]) -> None:
         _load(model, shards, copy)
 
 
+def take_model_shards(model: nn.Module, shards: Iterable[Shard]) -> None:
+    """`load_model_shards`, unless all of them are the model's own tensors already."""
+    own = {tensor.data_ptr() for tensor in (*model.parameters(), *model.buffers())}
+    shards = list(shards)
+    if not all(shard.tensor.data_ptr() in own for shard in shards):
+        load_model_shards(model, shards)
+
+
 def _load(model: nn.Module, shards: Iterable[Shard], copy: bool) -> None:
     """Check a stream of shards and, if so, copy it."""
     state = model.state_dict(keep_vars=True)

@@ -21,7 +21,7 @@ from verl.errors import ConfigError, ModelError, RolloutError
 from verl.models.kernels import kernels, linear
 from verl.models.memory import available_memory
 from verl.models.packed import PackedModel
-from verl.models.shards import load_model_shards
+from verl.models.shards import take_model_shards
 from verl.rollout.attention import PagedAttention, Plan
 from verl.rollout.base import Request, Sample
 from verl.rollout.fused import fused_forward
@@ -250,11 +250,7 @@ class EmbeddedEngine:
         Raises:
             CheckpointError: a shard does not fit the model.
         """
-        model = self.packed.model
-        own = {tensor.data_ptr() for tensor in (*model.parameters(), *model.buffers())}
-        shards = list(shards)
-        if not all(shard.tensor.data_ptr() in own for shard in shards):
-            load_model_shards(model, shards)
+        take_model_shards(self.packed.model, shards)
         self._put_all_back()
         self.cache.clear()
         self._look_at_model()

@@ -8,8 +8,6 @@ Llama-shaped if it is for training (see models/llama.py), and only if this forwa
 from __future__ import annotations
 
 import ctypes
-from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import torch
@@ -52,7 +50,7 @@ class FusedForward:
         self._packed = packed
         self._kernels = compiled
         self._calls = calls
-        self._space = _Space.of(0, packed)
+        self._space = self._empty(0)
 
     def look_at_model(self) -> bool:
         """Note where the model's weights are: modules and parameters may have been replaced.
@@ -74,7 +72,14 @@ class FusedForward:
 
     def release(self) -> None:
         """Give back the memory that is kept from one step to the next."""
-        self._space = _Space.of(0, self._packed)
+        self._space = self._empty(0)
+
+    def _empty(self, tokens: int) -> tuple[Tensor, ...]:
+        """Where results of a layer go, in the order of `_Step`; one set serves all layers and steps."""
+        packed = self._packed
+        queries, keys = packed.num_heads * packed.head_dim, packed.num_kv_heads * packed.head_dim
+        widths = (packed.hidden_size, queries, keys, keys, queries)
+        return tuple(torch.empty(tokens, width, dtype=packed.dtype) for width in widths)
 
     def hidden(self, tokens: Tensor, positions: Tensor, context: AttentionContext) -> Tensor:
         """Final hidden states `[T, d]` of flat tokens `[T]` at `positions` `[T]`.
@@ -88,36 +93,17 @@ class FusedForward:
         backbone = parts(self._packed.backbone)
         x = backbone.embed_tokens(tokens)
         cos, sin = (part[0].contiguous() for part in backbone.rotary_emb(x[None], positions[None]))
-        if len(self._space.delta) < len(tokens):
+        if len(self._space[0]) < len(tokens):
             self.release()
-            self._space = _Space.of(len(tokens), self._packed)
+            self._space = self._empty(len(tokens))
         out = torch.empty_like(x)
-        space, (keys, values) = self._space, (context.cache.keys, context.cache.values)
-        pointers = (t.data_ptr() for t in (x, out, *space.tensors, cos, sin, keys, values))
+        keys, values = context.cache.keys, context.cache.values
+        pointers = (t.data_ptr() for t in (x, out, *self._space, cos, sin, keys, values))
         strides = (t.stride(0) * t.itemsize for t in (keys, values))
         self._model.rotary = cos.shape[1]
         step = _Step(*pointers, *strides, torch.get_num_threads())
         self._kernels.forward(ctypes.byref(self._model), ctypes.byref(step), context.compiled_plan.address)
         return out
-
-
-@dataclass(frozen=True)
-class _Space:
-    """Where results of a layer go; one set serves all layers and steps. `tensors` are in the order of `_Step`."""
-
-    delta: Tensor
-    heads: tuple[Tensor, ...]
-
-    @classmethod
-    def of(cls, tokens: int, packed: PackedModel) -> _Space:
-        size, keys = packed.head_dim, packed.num_kv_heads
-        widths = (packed.num_heads * size, keys * size, keys * size, packed.num_heads * size)
-        make = partial(torch.empty, dtype=packed.dtype)
-        return cls(make(tokens, packed.hidden_size), tuple(make(tokens, width) for width in widths))
-
-    @property
-    def tensors(self) -> tuple[Tensor, ...]:
-        return self.delta, *self.heads
 
 
 class _Linear(ctypes.Structure):

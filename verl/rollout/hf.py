@@ -21,7 +21,8 @@ from torch import Tensor
 from transformers import DynamicCache
 
 from verl.errors import ConfigError, ModelError, RolloutError
-from verl.models.shards import load_model_shards
+from verl.models.packed import evaluating
+from verl.models.shards import take_model_shards
 from verl.rollout.base import Request, Sample, SamplingParams
 from verl.rollout.response import Response, draw
 from verl.shard import Shard
@@ -137,10 +138,7 @@ class HFEngine:
         Raises:
             CheckpointError: a shard does not fit the model.
         """
-        own = {tensor.data_ptr() for tensor in (*self.model.parameters(), *self.model.buffers())}
-        shards = list(shards)
-        if not all(shard.tensor.data_ptr() in own for shard in shards):
-            load_model_shards(self.model, shards)
+        take_model_shards(self.model, shards)
         self._restart_batch()
         self.policy_version = version
 
@@ -183,12 +181,8 @@ class HFEngine:
 
     def _forward(self) -> Tensor:
         """Logits `[B, V]` that follow each response so far, in fp32 (fp64 for an fp64 model)."""
-        training = self.model.training
-        self.model.eval()
-        try:
+        with evaluating(self.model):
             logits = self._next_logits() if self.cached else self._logits_anew()
-        finally:
-            self.model.train(training)
         return logits if logits.dtype == torch.float64 else logits.float()
 
     def _next_logits(self) -> Tensor:
@@ -262,13 +256,8 @@ class HFEngine:
             *([*row, self._next(0)] for row in rows),
             *([*row, *map(self._next, (0, 1))] for row in rows[1:]),
         ]
-        training = self.model.training
-        self.model.eval()
-        try:
-            found = [self._plain(row) for row in every]
-        finally:
-            self.model.train(training)
-        logits = torch.stack(found)
+        with evaluating(self.model):
+            logits = torch.stack([self._plain(row) for row in every])
         return logits if logits.dtype == torch.float64 else logits.float()
 
     def _plain(self, row: list[int]) -> Tensor:

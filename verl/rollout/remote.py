@@ -9,15 +9,15 @@ import asyncio
 import logging
 import queue
 import threading
-from collections.abc import Coroutine, Iterable, Mapping, Sequence
+from collections.abc import Coroutine, Iterable, Sequence
 from concurrent.futures import Future
 from typing import TYPE_CHECKING, Any
 
 from verl.errors import RolloutError
-from verl.rollout.base import Finish, Request, Sample
+from verl.rollout.base import Request, Sample
 from verl.rollout.response import check_prompt
 from verl.rollout.servers import NoServerError, Server, ServerPool, check_model_path
-from verl.rollout.vllm import sampling_arguments, weight_file, whole_weights
+from verl.rollout.vllm import FINISH, prompt_scores, sampled, sampling_arguments, weight_file, whole_weights
 from verl.shard import Shard
 
 if TYPE_CHECKING:
@@ -25,7 +25,6 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-_FINISH: Mapping[Any, Finish] = {"stop": "stop", "length": "length"}
 _STEP_SECONDS = 0.5
 _UNLIMITED = 1 << 30
 _GENERATE = "/inference/v1/generate"
@@ -319,7 +318,7 @@ def _read(request: Request, answer: Any, vocab_size: int) -> Sample:
     text = choice.get("text") if request.params.stop else None
     if not isinstance(text, str | None):
         raise TypeError("the text is none")
-    return Sample(request.id, tokens, log_probs, _FINISH[choice["finish_reason"]], 0, text)
+    return Sample(request.id, tokens, log_probs, FINISH[choice["finish_reason"]], 0, text)
 
 
 class AsyncVLLMEngine(RemoteEngine):
@@ -361,18 +360,15 @@ class AsyncVLLMEngine(RemoteEngine):
         return outputs[-1]
 
     async def _sample(self, request: Request, arguments: dict[str, Any]) -> Sample:
-        from verl.rollout.vllm import sampled
-
         arguments = arguments | {"flat_logprobs": True}
         completion = (await self._last(request.id, list(request.prompt_tokens), arguments)).outputs[0]
-        finish = _FINISH.get(completion.finish_reason, "abort")
+        finish = FINISH.get(completion.finish_reason, "abort")
         text = completion.text if request.params.stop else None
         return Sample(request.id, list(completion.token_ids), sampled(completion.logprobs), finish, 0, text)
 
     async def _score(self, prompt: list[int], response: list[int]) -> list[float]:
         output = await self._last("score", prompt + response, {"max_tokens": 1, "prompt_logprobs": 0})
-        entries = output.prompt_logprobs[len(prompt) :]
-        return [float(entry[token].logprob) for entry, token in zip(entries, response, strict=True)]
+        return prompt_scores(output, response)
 
     def add(self, request: Request) -> None:
         if self._broken is not None:

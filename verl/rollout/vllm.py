@@ -26,7 +26,7 @@ from safetensors.torch import save_file
 from verl.errors import ConfigError, RolloutError
 from verl.models.memory import ModelSize, available_memory
 from verl.models.shards import tied_names
-from verl.rollout.base import Request, Sample, SamplingParams
+from verl.rollout.base import Finish, Request, Sample, SamplingParams
 from verl.rollout.randomness import stream_key
 from verl.rollout.response import check_prompt
 from verl.shard import Shard, checksum
@@ -36,7 +36,8 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-_FINISH: Mapping[str | None, Any] = {"stop": "stop", "length": "length"}
+#: vLLM's words for how a response ended -> ours.
+FINISH: Mapping[Any, Finish] = {"stop": "stop", "length": "length"}
 _TYPICAL_LENGTH = 1024
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 #: On CPU only whole blocks of a prompt are shared, and vLLM's default of 128 tokens is longer than many prompts.
@@ -166,7 +167,7 @@ class VLLMEngine:
             for output in [output for output in self._call(self.llm.llm_engine.step) if output.finished]:
                 if output.request_id in self._scoring:
                     sample = self._scoring.pop(output.request_id)
-                    sample.log_probs = _scores(output, sample.tokens)
+                    sample.log_probs = prompt_scores(output, sample.tokens)
                     done.append(sample)
                 else:
                     sample = self._sample(output)
@@ -226,7 +227,7 @@ class VLLMEngine:
         finished: list[Any] = []
         while not finished:
             finished = [output for output in self._call(self.llm.llm_engine.step) if output.finished]
-        return _scores(finished[0], response_tokens)
+        return prompt_scores(finished[0], response_tokens)
 
     def sleep(self) -> None:
         """Give back the memory of weights and KV cache, where this build of vLLM can (on CUDA; the CPU build keeps
@@ -263,7 +264,7 @@ class VLLMEngine:
         completion = output.outputs[0]
         name = output.request_id
         tokens = list(completion.token_ids)
-        finish = _FINISH.get(completion.finish_reason, "abort")
+        finish = FINISH.get(completion.finish_reason, "abort")
         text = completion.text if completion.text or isinstance(completion.stop_reason, str) else None
         return Sample(name, tokens, sampled(completion.logprobs), finish, self._versions.pop(name), text)
 
@@ -292,7 +293,7 @@ class VLLMEngine:
             raise RolloutError(f"vLLM failed and is not used again: {self._broken}")
 
 
-def _scores(output: Any, response_tokens: Sequence[int]) -> list[float]:
+def prompt_scores(output: Any, response_tokens: Sequence[int]) -> list[float]:
     """Log-probs of the last tokens of a prompt."""
     entries = output.prompt_logprobs[-len(response_tokens) :] if response_tokens else []
     return [float(entry[token].logprob) for entry, token in zip(entries, response_tokens, strict=True)]
