@@ -109,14 +109,15 @@ class World:
             dist.all_gather(headers, own, group=self.control)
         table = torch.stack(headers)
         self._compare(tag, table)
-        values = []
+        values: list[Any] = []
         for source, nbytes in enumerate(table[:, 0].tolist()):
-            is_ours = source == self.rank and nbytes
-            data = torch.frombuffer(bytearray(payload), dtype=torch.uint8) if is_ours else _room(nbytes)
-            if nbytes:
-                with self.collective(tag):
-                    dist.broadcast(data, source, group=self.control)
-            values.append(pickle.loads(data.numpy().tobytes()) if nbytes else None)
+            if not nbytes:
+                values.append(None)
+                continue
+            data = bytearray(payload) if source == self.rank else bytearray(nbytes)
+            with self.collective(tag):
+                dist.broadcast(torch.frombuffer(data, dtype=torch.uint8), source, group=self.control)
+            values.append(pickle.loads(data))
         return values
 
     def anywhere(self, about: str, flag: bool) -> bool:
@@ -173,10 +174,6 @@ class World:
 def is_broken_collective(error: BaseException) -> bool:
     """Whether torch.distributed raised it because another rank is gone or late. Gloo has no class for that."""
     return isinstance(error, dist.DistError) or (type(error) is RuntimeError and "gloo" in str(error).lower())
-
-
-def _room(nbytes: int) -> torch.Tensor:
-    return torch.empty(nbytes, dtype=torch.uint8)
 
 
 _worlds: list[World] = []

@@ -13,6 +13,7 @@ import os
 import sys
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -163,16 +164,10 @@ def preflight(
     Raises:
         ConfigError: it does not fit; the message says how much is missing and which setting makes it fit.
     """
+    fixed = partial(estimate_memory, size, kv_tokens=kv_tokens, moments=moments, cut_over=cut_over)
 
     def need(tokens: int, checkpointing: bool) -> MemoryEstimate:
-        return estimate_memory(
-            size,
-            micro_batch_tokens=tokens,
-            kv_tokens=kv_tokens,
-            gradient_checkpointing=checkpointing,
-            moments=moments,
-            cut_over=cut_over,
-        )
+        return fixed(micro_batch_tokens=tokens, gradient_checkpointing=checkpointing)
 
     estimate = need(max_tokens_per_micro_batch, gradient_checkpointing)
     have = (available_memory() if available is None else available) + estimate.weights
