@@ -20,11 +20,10 @@ from transformers import (
     RemBertConfig,
 )
 
-from verl.batch import Batch
 from verl.errors import DataError, ModelError
 from verl.models.heads import ValueModel
 from verl.models.packed import PackedModel
-from verl.models.segments import Packed, pack, pack_rows
+from verl.models.segments import Packed, pack_rows
 
 Make = Callable[..., PreTrainedModel]
 
@@ -106,10 +105,9 @@ def test_layout_indices(share: bool) -> None:
     assert flat.tokens[flat.last].tolist() == ends
 
 
-def test_equal_rows_and_a_batch_as_input(llama: PreTrainedModel) -> None:
+def test_equal_rows(llama: PreTrainedModel) -> None:
     prompts, responses = [[5, 6]] * 3, [[7, 8, 9]] * 3
-    batch = Batch.from_columns({"prompt_tokens": prompts, "response_tokens": responses})
-    values = log_probs(PackedModel(llama), pack(batch))
+    values = log_probs(PackedModel(llama), pack_rows(prompts, responses))
     assert (values - plain_log_probs(llama, prompts, responses)).abs().max() < 1e-12
 
 

@@ -18,7 +18,6 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from verl.batch import Batch
 from verl.errors import DataError
 from verl.models import attention
 from verl.models.attention import Bucket, attend
@@ -48,23 +47,6 @@ class PaddedRows:
     place: Tensor  # [T] index into [S * L] of one copy of each flat token
 
 
-def pack(
-    batch: Batch, device: torch.device | str = "cpu", share_prompts: bool = True, keep_last: bool = False
-) -> Packed:
-    """Lay the columns `prompt_tokens` and `response_tokens` of a batch out as flat tokens.
-
-    Args:
-        share_prompts: adjacent rows with equal prompts share one forward of it. The numbers do not change.
-        keep_last: feed the last response token too. Nothing is predicted from it, so it is left out by
-            default; scores at the last token need it.
-
-    Raises:
-        DataError: a row has an empty prompt (no state would predict its first token), or the batch has no
-            rows.
-    """
-    return pack_rows(batch["prompt_tokens"], batch["response_tokens"], device, share_prompts, keep_last)
-
-
 def pack_rows(
     prompts: Sequence[Sequence[int] | None],
     responses: Sequence[Sequence[int] | None],
@@ -72,7 +54,16 @@ def pack_rows(
     share_prompts: bool = True,
     keep_last: bool = False,
 ) -> Packed:
-    """`pack` for plain lists of token ids, one a row."""
+    """Lay prompts and responses, one of each a row, out as flat tokens.
+
+    Args:
+        share_prompts: adjacent rows with equal prompts share one forward of it. The numbers do not change.
+        keep_last: feed the last response token too. Nothing is predicted from it, so it is left out by
+            default; scores at the last token need it.
+
+    Raises:
+        DataError: a row has an empty prompt (no state would predict its first token), or there are no rows.
+    """
     rows = [
         _Row(i, list(p or ()), list(r or ()), keep_last)
         for i, (p, r) in enumerate(zip(prompts, responses, strict=True))

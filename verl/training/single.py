@@ -16,7 +16,7 @@ from typing_extensions import Unpack
 from verl.batch import Batch
 from verl.errors import ConfigError, DataError, TrainingError
 from verl.models.packed import PackedModel
-from verl.models.segments import pack
+from verl.models.segments import pack_rows
 from verl.models.shards import load_model_shards, model_shards
 from verl.shard import Shard
 from verl.training.gradients import Gradients
@@ -188,7 +188,8 @@ class SingleEngine:
 
     def _predict(self, batch: Batch, temperature: float, entropy: bool) -> dict[str, Tensor]:
         """What the head predicts for one micro-batch, by the names it has in `LossInput`."""
-        flat = pack(batch, self.device, self.share_prompts, keep_last=self.head == "score")
+        columns = batch["prompt_tokens"], batch["response_tokens"]
+        flat = pack_rows(*columns, self.device, self.share_prompts, keep_last=self.head == "score")
         hidden = self.packed.hidden(flat.tokens, flat.positions, flat.context)
         if self.head == "score":
             return {"scores": self.model.predict(hidden.index_select(0, flat.last))}
