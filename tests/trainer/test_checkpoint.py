@@ -78,7 +78,7 @@ def store_with(path: Path, *steps: int, keep: int = 9) -> CheckpointStore:
 def test_round_trip_of_everything(tmp_path: Path) -> None:
     store = store_with(tmp_path / "checkpoints", 10)
     assert_holds(store.load(identity=IDENTITY), 10)
-    assert_holds(store.load(10), 10)
+    assert_holds(load_checkpoint(store.path(10)), 10)
     assert_holds(load_checkpoint(tmp_path / "checkpoints" / "latest"), 10)
     assert sorted(p.name for p in (tmp_path / "checkpoints").iterdir()) == ["latest", "step-000010"]
     assert "actor/weights" in store.load()
@@ -90,7 +90,6 @@ def test_round_trip_of_everything(tmp_path: Path) -> None:
 def test_empty_store_has_nothing_to_load(tmp_path: Path) -> None:
     store = CheckpointStore(tmp_path / "none")
     assert store.load() is None
-    assert store.latest() is None
     assert store.steps() == []
 
 
@@ -176,10 +175,10 @@ def test_every_flipped_bit_and_cut_is_found_and_the_one_before_taken(
             with caplog.at_level(logging.WARNING):
                 found = store.load(identity=IDENTITY)
             assert_holds(found, 1)
-            assert file.name in found.skipped[0]
+            assert file.name in caplog.text
             assert "taking the one before it" in caplog.text
             with pytest.raises(DamagedCheckpointError, match="is damaged"):
-                store.load(2)
+                load_checkpoint(store.path(2))
             assert not verify(store.path(2)).ok
         file.unlink()
         assert_holds(store.load(), 1)
@@ -292,8 +291,6 @@ def test_names_that_a_checkpoint_cannot_hold(tmp_path: Path) -> None:
 def assert_unharmed(store: CheckpointStore, result: object, words: str, caplog: pytest.LogCaptureFixture) -> None:
     assert not result
     assert words in result.error
-    assert result.path is None
-    assert store.failures == 1
     assert "training goes on" in caplog.text
     assert sorted(p.name for p in store.directory.iterdir()) == ["latest", "step-000001"]
     assert_holds(store.load(), 1)
@@ -328,10 +325,8 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
 def test_full_disk_during_a_save(small_disk: Path, caplog: pytest.LogCaptureFixture) -> None:
     store = store_with(small_disk, 1)
     for big in ({"critic/weights": {"w": torch.zeros(400_000)}}, {"huge.json": "x" * 2_000_000}):
-        store.failures = 0
         assert_unharmed(store, store.save(2, {**contents(2), **big}, IDENTITY), "the disk is full", caplog)
     table = Batch.from_columns({"id": np.random.default_rng(0).bytes(1_500_000).hex().split("0")})
-    store.failures = 0
     result = store.save(2, {"buffer.parquet": table})
     assert not result
     assert_holds(store.load(), 1)
@@ -412,7 +407,7 @@ def test_kill_at_any_moment_of_a_save_leaves_a_whole_checkpoint(tmp_path: Path) 
 def assert_whole(store: CheckpointStore) -> None:
     found = store.load(identity={"model": "tiny"})
     assert found is not None
-    assert found.skipped == ()
+    assert found.step == store.steps()[-1]
     value = found.json("trainer.json")["value"]
     assert all(torch.equal(t, torch.full((50_000,), float(value))) for t in found.tensors("actor/weights").values())
     assert all(verify(store.path(step)).ok for step in store.steps())

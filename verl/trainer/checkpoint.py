@@ -16,10 +16,10 @@ import errno
 import hashlib
 import json
 import logging
+import math
 import os
 import re
 import stat
-import time
 from collections.abc import Iterable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
@@ -59,12 +59,9 @@ class DamagedCheckpointError(CheckpointError):
 
 @dataclass(frozen=True)
 class SaveResult:
-    """How a save went: `path`, or `error` in plain words when the disk did not take it."""
+    """How a save went: `error`, in plain words, when the disk did not take it."""
 
-    path: Path | None = None
     error: str | None = None
-    nbytes: int = 0
-    seconds: float = 0.0
 
     def __bool__(self) -> bool:
         return self.error is None
@@ -72,13 +69,12 @@ class SaveResult:
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """A checkpoint whose digests were right when it was loaded. `skipped`: newer ones that were not, and why."""
+    """A checkpoint whose digests were right when it was loaded."""
 
     path: Path
     step: int
     identity: dict[str, str]
     files: tuple[str, ...]
-    skipped: tuple[str, ...] = ()
 
     def __contains__(self, name: object) -> bool:
         return name in self.files or bool(self._tensor_files(str(name)))
@@ -135,8 +131,6 @@ class CheckpointStore:
             raise CheckpointError(f"at least one checkpoint must be kept, not {keep}")
         self.directory = Path(directory)
         self.keep = keep
-        #: saves that the disk did not take
-        self.failures = 0
         if self.directory.is_dir():
             clear_staging(self.directory)
 
@@ -155,17 +149,11 @@ class CheckpointStore:
         found = ((_STEP.fullmatch(entry.name), entry) for entry in self.directory.iterdir())
         return sorted(int(match[1]) for match, entry in found if match and entry.is_dir())
 
-    def latest(self) -> Path | None:
-        """The newest checkpoint, not looked into."""
-        steps = self.steps()
-        return self.path(steps[-1]) if steps else None
-
     def save(self, step: int, files: Mapping[str, Any], identity: Mapping[str, str] | None = None) -> SaveResult:
         """`save_checkpoint` under the step's name; older checkpoints go once this one is safe."""
         # Under the store's own names even a directory that has lost its manifest is a checkpoint, to be replaced.
         result = _save(self.path(step), step, files, identity or {})
         if not result:
-            self.failures += 1
             logger.warning("%s; training goes on, earlier checkpoints are untouched", result.error)
             return result
         link_atomic(self.directory / "latest", self.path(step).name)
@@ -177,25 +165,19 @@ class CheckpointStore:
             logger.warning("old checkpoints in %s cannot be removed: %s", self.directory, error)
         return result
 
-    def load(
-        self, which: int | str | Path | None = None, identity: Mapping[str, str] | None = None
-    ) -> Checkpoint | None:
-        """A step's checkpoint, one at a path, or the newest whole one (None: there is no checkpoint at all).
+    def load(self, identity: Mapping[str, str] | None = None) -> Checkpoint | None:
+        """The newest whole checkpoint (None: there is no checkpoint at all).
 
         Raises:
-            CheckpointError: it belongs to another model or configuration; the one asked for is damaged; none is whole.
+            CheckpointError: it belongs to another model or configuration; none is whole.
         """
-        if which is not None:
-            return load_checkpoint(self.path(which) if isinstance(which, int) else which, identity)
         skipped: list[str] = []
         for step in reversed(self.steps()):
             try:
-                found = load_checkpoint(self.path(step), identity)
+                return load_checkpoint(self.path(step), identity)
             except DamagedCheckpointError as error:
                 skipped.append(str(error))
                 logger.warning("%s; taking the one before it", error)
-                continue
-            return Checkpoint(found.path, found.step, found.identity, found.files, tuple(skipped))
         if skipped:
             raise DamagedCheckpointError(
                 f"no checkpoint is whole: {'; '.join(skipped)}. Put one back from a copy, or start anew (--fresh)"
@@ -262,7 +244,7 @@ def load_checkpoint(
 def model_identity(role: str, architecture: str, shards: Iterable[Shard]) -> dict[str, str]:
     """What tells a role's model from another: its architecture, the names and shapes of its weights, their number."""
     shapes = sorted((shard.name, shard.global_shape) for shard in shards)
-    total = sum(_product(shape) for _, shape in shapes)
+    total = sum(math.prod(shape) for _, shape in shapes)
     sha = hashlib.sha256(json.dumps(shapes).encode()).hexdigest()
     return {f"{role}.architecture": architecture, f"{role}.parameters": str(total), f"{role}.shapes": sha[:16]}
 
@@ -328,23 +310,21 @@ def _save(path: Path, step: int, files: Mapping[str, Any], identity: Mapping[str
     """Write a checkpoint in place of whatever is at `path`."""
     path = path.absolute()
     staging = staging_of(path)
-    began = time.perf_counter()
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         clear_staging(path.parent)
         staging.mkdir()
-        nbytes = _fill(staging, step, files, identity)
+        _fill(staging, step, files, identity)
         publish(staging, path)
     except OSError as error:
-        error_text = f"checkpoint {path} was not saved: {_reason(error)}"
-        return SaveResult(error=error_text, seconds=time.perf_counter() - began)
+        return SaveResult(f"checkpoint {path} was not saved: {_reason(error)}")
     finally:
         try_remove(staging)
-    return SaveResult(path=path, nbytes=nbytes, seconds=time.perf_counter() - began)
+    return SaveResult()
 
 
-def _fill(staging: Path, step: int, files: Mapping[str, Any], identity: Mapping[str, str]) -> int:
-    """Write all contents and the manifest durably; returns the bytes."""
+def _fill(staging: Path, step: int, files: Mapping[str, Any], identity: Mapping[str, str]) -> None:
+    """Write all contents and the manifest durably."""
     seals: dict[Path, Future[str]] = {}
     folders = {staging}
     # Hashing and syncing a file takes as long as writing it, so it goes on beside the writing of the next.
@@ -367,7 +347,6 @@ def _fill(staging: Path, step: int, files: Mapping[str, Any], identity: Mapping[
     seal(staging / MANIFEST)
     for folder in sorted(folders, reverse=True):
         sync_directory(folder)
-    return sum(entry["size"] for entry in entries.values())
 
 
 def _write_content(target: Path, content: Any) -> Iterable[Path]:
@@ -467,10 +446,3 @@ def _dump(manifest: Mapping[str, Any]) -> str:
 
 def _quoted(value: str | None) -> str:
     return "not given" if value is None else f"'{value}'"
-
-
-def _product(shape: tuple[int, ...]) -> int:
-    total = 1
-    for size in shape:
-        total *= size
-    return total
