@@ -216,9 +216,7 @@ def test_disjoint_sets() -> None:
     held_out = load_prompts(["b", "c", [{"role": "system", "content": "new"}, *CHAT]])
     kept, dropped = check_disjoint(train, held_out)
     assert (kept.texts(), dropped) == (["c"], 2)
-    with pytest.raises(DataError, match="2 of 3 held-out prompts"):
-        check_disjoint(train, held_out, on_overlap="error")
-    with pytest.raises(DataError, match="nothing is left"):
+    with pytest.raises(DataError, match=r"3 of 3 held-out prompts .* nothing is left"):
         check_disjoint(train, train)
 
 

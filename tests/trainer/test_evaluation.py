@@ -23,8 +23,7 @@ def score(samples: Batch) -> Batch:
     return Batch.from_columns({"reward": rewards})
 
 
-@pytest.mark.parametrize("batch_size", [None, 1, 2])
-def test_samples_are_scored_and_measured_by_the_users_functions(batch_size: int | None) -> None:
+def test_samples_are_scored_and_measured_by_the_users_functions() -> None:
     found = evaluate(
         PROBLEMS,
         generate,
@@ -34,7 +33,6 @@ def test_samples_are_scored_and_measured_by_the_users_functions(batch_size: int 
             "array": lambda samples: np.arange(len(samples)),
             "share": lambda samples: sum(r == 1.0 for r in samples["reward"]) / len(samples),
         },
-        batch_size=batch_size,
     )
     assert found.rows["reward"] == [1.0, 0.0, 0.0, 1.0, None, 0.0]
     assert found.metrics == {"reward": 0.4, "abstained": 1.0, "length": 1.0, "array": 2.5, "share": 2 / 6}
@@ -109,14 +107,14 @@ def test_share_of_nothing_is_refused() -> None:
 def test_completions_are_kept(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     samples = generate(PROBLEMS)
     path = tmp_path / "completions" / "step-0.parquet"
-    assert save_completions(samples, path, limit=3, columns=["id", "response", "reward"]) is None
+    save_completions(samples, path, limit=3, columns=["id", "response", "reward"])
     read = Batch.from_parquet(path)
     assert read["id"] == samples["id"][:3]
     assert read.columns == ["id", "response"]
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (100, hard))
     try:
-        assert save_completions(samples, path) is not None
+        save_completions(samples, path, limit=6, columns=samples.columns)
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
     assert "were not saved" in caplog.text

@@ -235,27 +235,22 @@ def stream_prompts(
     return PromptStream(source, PromptForm(prompt_column, template, system_prompt, chat), type(source).__name__)
 
 
-def check_disjoint(
-    train: PromptDataset, held_out: PromptDataset, *, on_overlap: str = "drop"
-) -> tuple[PromptDataset, int]:
+def check_disjoint(train: PromptDataset, held_out: PromptDataset) -> tuple[PromptDataset, int]:
     """The held-out prompts that do not occur in training, and how many did. Compared are `PromptDataset.texts`.
 
     Raises:
-        DataError: prompts occur in both and `on_overlap` is "error", or none is left.
+        DataError: none is left.
     """
-    if on_overlap not in ("drop", "error"):
-        raise DataError(f"on_overlap is 'drop' or 'error', not '{on_overlap}'")
     seen = set(train.texts())
     keep = [text not in seen for text in held_out.texts()]
     overlap = keep.count(False)
     if not overlap:
         return held_out, 0
-    first = keep.index(False)
-    found = f"{overlap} of {len(keep)} held-out prompts of {held_out.name} occur in training ({train.name})"
-    if on_overlap == "error":
-        raise DataError(f"{found}, the first in row {first}: {held_out.texts()[first][:200]!r}")
     if not any(keep):
-        raise DataError(f"{found}: nothing is left to evaluate on. Give other held-out problems")
+        raise DataError(
+            f"{overlap} of {len(keep)} held-out prompts of {held_out.name} occur in training ({train.name}): nothing "
+            "is left to evaluate on. Give other held-out problems"
+        )
     return PromptDataset(held_out.batch.filter(keep), held_out.name), overlap
 
 

@@ -21,6 +21,8 @@ logger = logging.getLogger(__name__)
 
 #: From scored samples to one number a row (None: none), or to one number for all of them.
 MetricFn = Callable[[Batch], "float | Sequence[float | None]"]
+#: What an interval of confidence leaves out on either side.
+_TAIL = (1 - 0.95) / 2
 
 
 @dataclass(frozen=True)
@@ -57,8 +59,6 @@ def evaluate(
     generate: Callable[[Batch], Batch],
     score: Callable[[Batch], Batch],
     metrics: Mapping[str, MetricFn] | None = None,
-    *,
-    batch_size: int | None = None,
 ) -> Evaluation:
     """Generate and score held-out problems; nothing is learned.
 
@@ -66,7 +66,6 @@ def evaluate(
         generate: from problems to samples, in order.
         score: from samples to new columns, `reward` among them, aligned with the samples.
         metrics: the user's own, by name.
-        batch_size: problems at a time; None: all.
 
     Raises:
         DataError: there is no problem, or a metric returns another number of values than there are rows.
@@ -74,12 +73,8 @@ def evaluate(
     """
     if not len(problems):
         raise DataError("the evaluation set has no problems")
-    step = batch_size or len(problems)
-    parts = []
-    for start in range(0, len(problems), step):
-        samples = generate(problems.slice(start, min(step, len(problems) - start)))
-        parts.append(samples.add(score(samples)))
-    samples = Batch.concat(parts)
+    samples = generate(problems)
+    samples = samples.add(score(samples))
     rows: dict[str, list[float | None]] = {"reward": samples["reward"]}
     found = {"reward": mean(rows["reward"]), "abstained": float(rows["reward"].count(None))}
     for name, fn in (metrics or {}).items():
@@ -108,9 +103,8 @@ def paired_bootstrap(
     after: Sequence[float | None],
     n: int = 10_000,
     seed: int = 0,
-    confidence: float = 0.95,
 ) -> Interval:
-    """Mean of `after - before` over the same problems, with its percentile bootstrap interval (Efron 1979).
+    """Mean of `after - before` over the same problems, with its 95 % percentile bootstrap interval (Efron 1979).
 
     Problems are resampled whole, so what both share of a problem's difficulty cancels. A problem that lacks a value
     on either side is left out.
@@ -133,13 +127,12 @@ def paired_bootstrap(
             for start in range(0, n, block)
         ]
     )
-    tail = (1 - confidence) / 2
-    low, high = np.quantile(means, [tail, 1 - tail])
+    low, high = np.quantile(means, [_TAIL, 1 - _TAIL])
     return Interval(float(differences.mean()), float(low), float(high))
 
 
-def binomial_interval(successes: float, total: int, confidence: float = 0.95) -> Interval:
-    """A share of successes with its Wilson score interval (Wilson 1927); stays within 0 and 1, and is of use for
+def binomial_interval(successes: float, total: int) -> Interval:
+    """A share of successes with its 95 % Wilson score interval (Wilson 1927); stays within 0 and 1, and is of use for
     shares near them.
 
     Raises:
@@ -147,35 +140,26 @@ def binomial_interval(successes: float, total: int, confidence: float = 0.95) ->
     """
     if not 0 <= successes <= total or total < 1:
         raise DataError(f"{successes} successes of {total} are no share")
-    z = NormalDist().inv_cdf(1 - (1 - confidence) / 2)
+    z = NormalDist().inv_cdf(1 - _TAIL)
     share = successes / total
     centre = (share + z * z / (2 * total)) / (1 + z * z / total)
     half = z / (1 + z * z / total) * math.sqrt(share * (1 - share) / total + z * z / (4 * total * total))
     return Interval(share, max(0.0, centre - half), min(1.0, centre + half))
 
 
-def save_completions(
-    samples: Batch, path: str | Path, limit: int | None = None, columns: Sequence[str] | None = None
-) -> str | None:
+def save_completions(samples: Batch, path: Path, limit: int, columns: Sequence[str]) -> None:
     """Write samples to a Parquet file, whole or not at all; a disk that does not take it is a warning.
 
     Args:
-        limit: rows to keep, from the first; None: all.
-        columns: which to keep, where they are there; None: all.
-
-    Returns:
-        What went wrong, or None.
+        limit: rows to keep, from the first.
+        columns: which to keep, where they are there.
     """
-    path = Path(path)
     staging = staging_of(path)
-    samples = samples if limit is None else samples.slice(0, limit)
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        (samples if columns is None else samples.select(columns)).to_parquet(staging)
+        samples.slice(0, limit).select(columns).to_parquet(staging)
         os.replace(staging, path)
     except OSError as error:
         logger.warning("completions were not saved to %s: %s", path, error)
-        return str(error)
     finally:
         try_remove(staging)
-    return None
