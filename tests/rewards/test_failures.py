@@ -100,7 +100,7 @@ WHOLE_BATCH = {
 def test_a_bad_call_abstains_for_its_samples(name: str) -> None:
     function, reason = WHOLE_BATCH[name]
     start = time.monotonic()
-    result = run_reward(make_reward(function, timeout=0.3), SAMPLES, timeout=20)
+    result = run_reward(make_reward(function, timeout=0.3), SAMPLES)
     assert time.monotonic() - start < 3
     assert result.reward == [None] * 3
     for text in result.reasons:
@@ -119,7 +119,7 @@ def test_a_bad_call_abstains_for_its_samples(name: str) -> None:
     ids=lambda bad: f"{type(bad).__name__} {str(bad)[:12]}",
 )  # fmt: skip
 def test_a_bad_result_abstains_alone(bad: Any) -> None:
-    result = run_reward(make_reward(lambda texts: [1.0, bad, 2.0]), SAMPLES, timeout=20)
+    result = run_reward(make_reward(lambda texts: [1.0, bad, 2.0]), SAMPLES)
     assert result.reward == [1.0, None, 2.0]
     assert result.reasons[0] is result.reasons[2] is None
     assert result.reasons[1]
@@ -134,7 +134,7 @@ def test_by_row_only_the_bad_row_abstains() -> None:
         return 1.0
 
     start = time.monotonic()
-    result = run_reward(make_reward(f, timeout=0.3), Batch.concat([SAMPLES, SAMPLES.slice(0, 2)]), timeout=20)
+    result = run_reward(make_reward(f, timeout=0.3), Batch.concat([SAMPLES, SAMPLES.slice(0, 2)]))
     assert time.monotonic() - start < 3
     assert result.reward == [1.0, None, None, 1.0, None]
     assert "no answer" in str(result.reasons[2])
@@ -146,7 +146,7 @@ def test_async_rows_wait_side_by_side() -> None:
         return 1.0
 
     start = time.monotonic()
-    result = run_reward(make_reward(f, timeout=1.0), Batch.concat([SAMPLES] * 10), timeout=20)
+    result = run_reward(make_reward(f, timeout=1.0), Batch.concat([SAMPLES] * 10))
     assert time.monotonic() - start < 4
     assert result.reward == [1.0, None, 1.0] * 10
 
@@ -157,7 +157,7 @@ def test_many_hanging_rows_cost_three_deadlines() -> None:
         return 1.0
 
     start = time.monotonic()
-    result = run_reward(make_reward(f, timeout=0.2), Batch.concat([SAMPLES] * 10), timeout=20)
+    result = run_reward(make_reward(f, timeout=0.2), Batch.concat([SAMPLES] * 10))
     assert time.monotonic() - start < 2
     assert result.reward == [None] * 30
     assert "not tried" in str(result.reasons[-1])
@@ -311,7 +311,7 @@ def test_processes_are_killed_and_replaced(tmp_path: Path) -> None:
     (tmp_path / "heavy.py").write_text(PROCESS)
     source = Reward(f"{tmp_path / 'heavy.py'}:f", workers=1, timeout=1.0).source
     batch = process_samples(tmp_path, "ok", "sleep", "okay", "exit", "child", "stdin", "segv", "good!")
-    result = run_reward(source, batch, timeout=100)
+    result = run_reward(source, batch)
     assert result.reward == [2.0, None, 4.0, None, None, 0.0, None, 5.0]
     assert "no answer within 1 s" in str(result.reasons[1])
     assert "exit status 3" in str(result.reasons[3])
@@ -327,7 +327,7 @@ def test_processes_stay_for_the_next_call_and_go_with_the_reward(tmp_path: Path)
     (tmp_path / "heavy.py").write_text(PROCESS)
     source: Any = Reward(f"{tmp_path / 'heavy.py'}:f", workers=2, timeout=5.0).source
     batch = process_samples(tmp_path, *["pid"] * 6)
-    pids = {*run_reward(source, batch, timeout=60).reward, *run_reward(source, batch, timeout=60).reward}
+    pids = {*run_reward(source, batch).reward, *run_reward(source, batch).reward}
     assert len(pids) <= 2
     del source
     end = time.monotonic() + 5
@@ -342,4 +342,4 @@ def test_a_file_that_does_not_start_in_a_process_is_named(tmp_path: Path) -> Non
     )
     source = Reward(f"{tmp_path / 'once.py'}:f", workers=1).source
     with pytest.raises(RewardError, match=r"(?s)'f'.*reward worker 0 .*failed:.*not here"):
-        run_reward(source, SAMPLES, timeout=60)
+        run_reward(source, SAMPLES)

@@ -24,7 +24,7 @@ TEXTS = Batch.from_rows([{"prompt": "p0", "response": "a"}, {"prompt": "p1", "re
 
 
 def score(source: Any, batch: Batch = TEXTS, **options: Any) -> list[float | None]:
-    result = run_reward(make_reward(source, **options), batch, timeout=60)
+    result = run_reward(make_reward(source, **options), batch)
     assert len(result.reward) == len(result.reasons) == len(batch)
     return result.reward
 
@@ -165,7 +165,7 @@ def test_verls_file_and_data_unchanged(files: Path) -> None:
     batch = samples(files / "verl.jsonl", ["so #### 0", "so #### 7"])
     for workers in (0, 1):
         source = Reward(str(files / "verl_reward.py"), workers=workers).source
-        result = run_reward(source, batch, timeout=60)
+        result = run_reward(source, batch)
         assert result.reward == [1.0, 0.0]
         assert result.components == {"acc": [1.0, 0.0]}
 

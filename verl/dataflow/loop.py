@@ -19,13 +19,12 @@ import threading
 import time
 from collections.abc import Callable, Coroutine
 from dataclasses import dataclass, field
-from typing import Any, ParamSpec, TypeVar
+from typing import Any, TypeVar
 
 from verl.controller import pool
 from verl.errors import ClusterError, ConfigError
 
 T = TypeVar("T")
-P = ParamSpec("P")
 logger = logging.getLogger(__name__)
 
 #: Seconds without a sign of life from the event loop after which `run_sync` gives up on it.
@@ -140,17 +139,17 @@ def on_compute_thread() -> bool:
     return threading.current_thread() is _threads.compute
 
 
-def submit(function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> Job:
+def submit(function: Callable[..., Any], *args: Any) -> Job:
     """Queue a call for the compute thread. From the compute thread itself the call is made at once."""
     if on_compute_thread():
         job = Job(lambda: None)
         job.started.set_result(None)
         try:
-            job.result.set_result(function(*args, **kwargs))
+            job.result.set_result(function(*args))
         except Exception as error:
             job.result.set_exception(error)
         return job
-    return _threads.submit(lambda: function(*args, **kwargs))
+    return _threads.submit(lambda: function(*args))
 
 
 def abandon(job: Job) -> None:
@@ -158,20 +157,18 @@ def abandon(job: Job) -> None:
     _threads.abandon(job)
 
 
-def run_sync(coroutine: Coroutine[Any, Any, T], timeout: float | None = None) -> T:
+def run_sync(coroutine: Coroutine[Any, Any, T]) -> T:
     """Run a coroutine on the shared loop from synchronous code, notebooks included, and return its result.
 
-    Called from the compute thread (a node that runs a graph of its own), it uses a loop of that thread instead.
-
-    Args:
-        timeout: seconds; None: as long as the loop shows signs of life (what it waits for has its own deadlines).
+    Called from the compute thread (a node that runs a graph of its own), it uses a loop of that thread instead. It
+    waits as long as the loop shows signs of life (what it waits for has its own deadlines).
 
     Raises:
-        ClusterError: the time is over, or an async function blocks the loop; all stacks are logged.
+        ClusterError: an async function blocks the loop; all stacks are logged.
         ConfigError: called from the loop itself, where the coroutine must be awaited.
     """
     if on_compute_thread():
-        return asyncio.run(_within(coroutine, timeout))
+        return asyncio.run(coroutine)
     loop = _threads.event_loop()
     try:
         if asyncio.get_running_loop() is loop:
@@ -179,7 +176,7 @@ def run_sync(coroutine: Coroutine[Any, Any, T], timeout: float | None = None) ->
             raise ConfigError("a synchronous verb was called from an async node: make that function a plain one")
     except RuntimeError:
         pass
-    future = asyncio.run_coroutine_threadsafe(_within(coroutine, timeout), loop)
+    future = asyncio.run_coroutine_threadsafe(coroutine, loop)
     try:
         return _wait(future, loop)
     except BaseException:
@@ -199,18 +196,3 @@ def _wait(future: concurrent.futures.Future[T], loop: asyncio.AbstractEventLoop)
             _threads.loop = None
             raise ClusterError(f"{reason} (let it await, or make it a plain function); all stacks are in the log")
         loop.call_soon_threadsafe(lambda: beat.__setitem__(0, time.monotonic()))
-
-
-async def _within(coroutine: Coroutine[Any, Any, T], timeout: float | None) -> T:
-    task = asyncio.ensure_future(coroutine)
-    try:
-        done, _ = await asyncio.wait({task}, timeout=timeout)
-    except asyncio.CancelledError:
-        task.cancel()
-        raise
-    if done:
-        return task.result()
-    reason = f"the call has not ended within {timeout:g} s"
-    dump_stacks(reason)
-    task.cancel()
-    raise ClusterError(f"{reason}; all stacks are in the log")

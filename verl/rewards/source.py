@@ -84,12 +84,8 @@ async def score_finished(source: RewardSource, batch: Batch) -> RewardResult:
     )
 
 
-def run_reward(source: RewardSource, batch: Batch, timeout: float | None = None) -> RewardResult:
-    """`score_finished` from synchronous code, a running event loop or not.
-
-    Raises:
-        RewardError: no result within `timeout` seconds (None: the source's own deadlines hold).
-    """
+def run_reward(source: RewardSource, batch: Batch) -> RewardResult:
+    """`score_finished` from synchronous code, a running event loop or not; the source's own deadlines hold."""
     done: list[RewardResult | BaseException] = []
 
     def run() -> None:
@@ -100,11 +96,7 @@ def run_reward(source: RewardSource, batch: Batch, timeout: float | None = None)
 
     thread = threading.Thread(target=run, name=f"score {source.name}", daemon=True)
     thread.start()
-    thread.join(timeout)
-    if not done:
-        raise RewardError(
-            f"reward '{source.name}' gave no result within {timeout:g} s: is one of its waits without end?"
-        )
+    thread.join()
     if isinstance(done[0], BaseException):
         raise done[0]
     return done[0]
