@@ -34,7 +34,7 @@ def test_the_same_tokenizer_on_both_sides_changes_nothing() -> None:
     assert there["prompt_tokens"] == sequences["prompt_tokens"]
     ascii_rows = [i for i, text in enumerate(TEXTS) if text.isascii()]
     numbers = [[float(j) for j in range(len(row))] for row in there["response_tokens"]]
-    back = alignment.to_actor(sequences, there, numbers)
+    back = alignment.to_actor(sequences, numbers)
     for row in ascii_rows:
         assert back[row] == numbers[row]
 
@@ -46,7 +46,7 @@ def test_values_are_carried_by_character() -> None:
     alignment = CharacterAlignment(byte_tokenizer(), critic)
     there = alignment.batch(sequences)
     assert len(there["response_tokens"][0]) == 4  # ab c ab <|end|>
-    assert alignment.to_actor(sequences, there, [[1.0, 2.0, 3.0, 4.0]]) == [[1.0, 1.0, 2.0, 3.0, 3.0, 4.0]]
+    assert alignment.to_actor(sequences, [[1.0, 2.0, 3.0, 4.0]]) == [[1.0, 1.0, 2.0, 3.0, 3.0, 4.0]]
     marked = sequences.add({"returns": [[10.0, 11.0, 12.0, 13.0, 14.0, 15.0]], "response_mask": [[1] * 6]})
     carried = alignment.to_critic(marked, ("returns",))
     assert carried["returns"] == [[10.0, 12.0, 13.0, 15.0]]
@@ -61,7 +61,7 @@ def test_every_token_gets_a_value_whatever_the_text() -> None:
     alignment = CharacterAlignment(byte_tokenizer(), byte_tokenizer((("a", "b"), ("o", "n"))))
     there = alignment.batch(sequences)
     values = [[1.0] * len(row) for row in there["response_tokens"]]
-    found = alignment.to_actor(sequences, there, values)
+    found = alignment.to_actor(sequences, values)
     assert [len(row) for row in found] == sequences.lengths("response_tokens")
 
 

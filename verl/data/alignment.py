@@ -34,12 +34,11 @@ class CharacterAlignment:
 
     def batch(self, sequences: Batch) -> Batch:
         """The sequences in the critic's tokens: `prompt_tokens`, `response_tokens` and what names the rows."""
-        prompts = [self._encode(text)[0] for text in self._decode(sequences["prompt_tokens"])]
-        responses = [self._encode(text)[0] for text in self._decode(sequences["response_tokens"])]
         names = sequences.select(["id", "group"])
-        return names.add({"prompt_tokens": prompts, "response_tokens": responses})
+        parts = ("prompt_tokens", "response_tokens")
+        return names.add({part: [self._encode(self._text(row))[0] for row in sequences[part]] for part in parts})
 
-    def to_actor(self, sequences: Batch, there: Batch, values: Sequence[Sequence[float]]) -> list[list[float]]:
+    def to_actor(self, sequences: Batch, values: Sequence[Sequence[float]]) -> list[list[float]]:
         """The critic's numbers, aligned with the actor's response tokens."""
         rows = []
         for tokens, critic_values in zip(sequences["response_tokens"], values, strict=True):
@@ -62,9 +61,6 @@ class CharacterAlignment:
 
     def _text(self, tokens: Sequence[int]) -> str:
         return str(self.actor.decode(list(tokens)))
-
-    def _decode(self, rows: Sequence[Sequence[int]]) -> list[str]:
-        return [self._text(tokens) for tokens in rows]
 
     def _encode(self, text: str) -> tuple[list[int], list[int]]:
         """Token ids and the character at which each begins."""

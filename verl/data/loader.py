@@ -108,7 +108,7 @@ class PromptLoader:
 
     def take(self, count: int) -> Batch:
         """The next `count` prompts, as `next` would give them."""
-        visits, batch = self._walk.take(count)
+        visits, batch = self._walk.visit(count)
         ids = [f"e{epoch}.{row}" for epoch, row in visits]
         return batch.add({"id": ids, "group": ids})
 
@@ -125,21 +125,15 @@ class PromptLoader:
         self._walk.load_state_dict(state)
 
 
-class _DatasetWalk:
+class _DatasetWalk(Cursor):
     def __init__(self, data: PromptDataset, seed: int, shuffle: bool) -> None:
         identity = {"rows": len(data), "digest": data.fingerprint()}
+        super().__init__(len(data), seed=seed, shuffle=shuffle, name=data.name, data=identity)
         self.data = data
-        self.cursor = Cursor(len(data), seed=seed, shuffle=shuffle, name=data.name, data=identity)
 
-    def take(self, count: int) -> tuple[list[tuple[int, int]], Batch]:
-        visits = self.cursor.take(count)
+    def visit(self, count: int) -> tuple[list[tuple[int, int]], Batch]:
+        visits = self.take(count)
         return visits, self.data.take([row for _, row in visits])
-
-    def state_dict(self) -> dict[str, Any]:
-        return self.cursor.state_dict()
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        self.cursor.load_state_dict(state)
 
 
 class _StreamWalk:
@@ -148,7 +142,7 @@ class _StreamWalk:
         self.epoch = self.position = 0
         self._rows: Iterator[tuple[int, dict[str, Any]]] | None = None
 
-    def take(self, count: int) -> tuple[list[tuple[int, int]], Batch]:
+    def visit(self, count: int) -> tuple[list[tuple[int, int]], Batch]:
         visits: list[tuple[int, int]] = []
         rows: list[dict[str, Any]] = []
         barren = 0

@@ -5,34 +5,33 @@ from __future__ import annotations
 import threading
 from collections.abc import Iterator
 from queue import SimpleQueue
-from typing import Any, Generic, Protocol, TypeVar
+from typing import Any, Protocol
 
-B_co = TypeVar("B_co", covariant=True)
-B = TypeVar("B")
+from verl.batch import Batch
 
 
-class Loader(Protocol[B_co]):
+class Loader(Protocol):
     """Batches without end, from a place that can be told and gone to."""
 
-    def __iter__(self) -> Iterator[B_co]: ...
-    def __next__(self) -> B_co: ...
+    def __iter__(self) -> Iterator[Batch]: ...
+    def __next__(self) -> Batch: ...
     def state_dict(self) -> dict[str, Any]: ...
     def load_state_dict(self, state: dict[str, Any]) -> None: ...
 
 
-class Prefetch(Generic[B]):
+class Prefetch:
     """A loader, one batch ahead in a thread. The batches are the loader's own, and its place is that of the first batch
     that has not been given out: a batch read ahead of a checkpoint is read again after it."""
 
-    def __init__(self, loader: Loader[B]) -> None:
+    def __init__(self, loader: Loader) -> None:
         self.loader = loader
         self._place = loader.state_dict()
-        self._ahead: SimpleQueue[tuple[B, dict[str, Any]] | BaseException] | None = None
+        self._ahead: SimpleQueue[tuple[Batch, dict[str, Any]] | BaseException] | None = None
 
-    def __iter__(self) -> Iterator[B]:
+    def __iter__(self) -> Iterator[Batch]:
         return self
 
-    def __next__(self) -> B:
+    def __next__(self) -> Batch:
         ahead, self._ahead = self._ahead or self._read(), None
         found = ahead.get()
         if isinstance(found, BaseException):
@@ -51,8 +50,8 @@ class Prefetch(Generic[B]):
         self.loader.load_state_dict(state)
         self._place = state
 
-    def _read(self) -> SimpleQueue[tuple[B, dict[str, Any]] | BaseException]:
-        result: SimpleQueue[tuple[B, dict[str, Any]] | BaseException] = SimpleQueue()
+    def _read(self) -> SimpleQueue[tuple[Batch, dict[str, Any]] | BaseException]:
+        result: SimpleQueue[tuple[Batch, dict[str, Any]] | BaseException] = SimpleQueue()
 
         def read() -> None:
             try:

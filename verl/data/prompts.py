@@ -52,9 +52,6 @@ class PromptDataset:
     def take(self, rows: Sequence[int]) -> Batch:
         return self.batch.take(rows)
 
-    def head(self, count: int) -> PromptDataset:
-        return PromptDataset(self.batch.slice(0, count), self.name)
-
     def texts(self) -> list[str]:
         """What is asked, row by row, without system messages and surrounding space: what makes prompts equal."""
         return [prompt_text(row) for row in self.batch.select(_PROMPT_FIELDS).rows()]

@@ -130,9 +130,8 @@ class Critic:
         sequences = as_sequences(sequences)
         if self._alignment is None:
             return self.group.call("values", sequences)  # type: ignore[no-any-return]
-        there = self._alignment.batch(sequences)
-        values = self.group.call("values", there)["values"]
-        return Batch.from_columns({"values": self._alignment.to_actor(sequences, there, values)})
+        values = self.group.call("values", self._alignment.batch(sequences))["values"]
+        return Batch.from_columns({"values": self._alignment.to_actor(sequences, values)})
 
     def update(self, sequences: Batch, rewards: Any) -> dict[str, float]:
         """Learn the returns of scored sequences; values that `sequences` lacks are computed first."""

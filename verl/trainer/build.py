@@ -43,7 +43,7 @@ class RunData:
     `held_out` is problems to sample and score, or recorded rows whose loss is measured; None: no evaluation.
     """
 
-    train: Loader[Batch]
+    train: Loader
     held_out: PromptDataset | Batch | None
     notes: list[str]
 
