@@ -27,8 +27,6 @@ class CompositeReward:
         **options: of `make`, for each part that is not made already.
     """
 
-    whole_batch = True
-
     def __init__(
         self,
         parts: Mapping[str, Any] | Sequence[Any],
@@ -53,7 +51,7 @@ class CompositeReward:
         for key, weight in self.weights.items():
             if not math.isfinite(weight):
                 raise ConfigError(f"the weight of reward '{key}' is {weight}: give a finite number")
-        self.whole_batch = any(getattr(source, "whole_batch", True) for source in self.parts.values())
+        self.whole_batch = any(source.whole_batch for source in self.parts.values())
 
     async def score(self, batch: Batch) -> RewardResult:
         results = await asyncio.gather(*(source.score(batch) for source in self.parts.values()))
@@ -89,11 +87,7 @@ class CompositeReward:
         self.weights.update({name: float(weight) for name, weight in weights.items()})
 
     def state_dict(self) -> dict[str, Any]:
-        return {
-            name: part.state_dict()
-            for name, part in self.parts.items()
-            if hasattr(part, "state_dict") and hasattr(part, "score")
-        }
+        return {name: part.state_dict() for name, part in self.parts.items() if hasattr(part, "state_dict")}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Restores `state_dict()`.

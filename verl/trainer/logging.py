@@ -5,6 +5,7 @@ A record is a flat mapping of names such as "reward/mean" to numbers, booleans o
 
 from __future__ import annotations
 
+import importlib
 import json
 import logging
 import math
@@ -12,8 +13,9 @@ import os
 import sys
 import time
 from collections.abc import Callable, Iterable, Mapping
+from functools import partial
 from pathlib import Path
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, Protocol
 
 from verl.controller.ranks import is_main, torchrun_ranks, who
 from verl.errors import ConfigError, nearest
@@ -29,20 +31,13 @@ SINKS = ("console", "tensorboard", *EXTRAS)
 
 
 class Sink(Protocol):
-    """Takes log records."""
+    """Takes log records; one that a person looks at while the run goes on may have `phase(text)`, too."""
 
     name: str
 
     def write(self, step: int, record: Record) -> None: ...
 
     def close(self) -> None: ...
-
-
-@runtime_checkable
-class Watched(Sink, Protocol):
-    """A sink that a person looks at while the run goes on."""
-
-    def phase(self, text: str) -> None: ...
 
 
 class Logger:
@@ -58,13 +53,13 @@ class Logger:
 
     def log(self, step: int, record: Record) -> None:
         for sink in list(self.sinks):
-            self._guarded(sink, lambda sink=sink: sink.write(step, record))  # type: ignore[misc]
+            self._guarded(sink, partial(sink.write, step, record))
 
     def phase(self, text: str) -> None:
         """Tell those who watch what is going on between steps."""
         for sink in list(self.sinks):
-            if isinstance(sink, Watched):
-                self._guarded(sink, lambda sink=sink: sink.phase(text))  # type: ignore[misc]
+            if phase := getattr(sink, "phase", None):
+                self._guarded(sink, partial(phase, text))
 
     def close(self) -> None:
         for sink in list(self.sinks):
@@ -150,12 +145,10 @@ class WandbSink:
 
     name = "wandb"
 
-    def __init__(
-        self, project: str, run_id: str, directory: str | Path, config: Mapping[str, Any] | None = None
-    ) -> None:
-        wandb = _optional("wandb", "wandb")
+    def __init__(self, project: str, run_id: str, directory: str | Path, config: Mapping[str, Any]) -> None:
+        wandb = _optional("wandb")
         self._run = wandb.init(
-            project=project, id=run_id, name=run_id, dir=str(directory), config=dict(config or {}), resume="allow"
+            project=project, id=run_id, name=run_id, dir=str(directory), config=dict(config), resume="allow"
         )
 
     def write(self, step: int, record: Record) -> None:
@@ -170,13 +163,13 @@ class MlflowSink:
 
     name = "mlflow"
 
-    def __init__(self, project: str, run_id: str, config: Mapping[str, Any] | None = None) -> None:
-        mlflow = _optional("mlflow", "mlflow")
+    def __init__(self, project: str, run_id: str, config: Mapping[str, Any]) -> None:
+        mlflow = _optional("mlflow")
         self._client = mlflow.MlflowClient()
         experiment = mlflow.set_experiment(project)
         tags = {"verl.run_id": run_id, "mlflow.runName": run_id}
         self._id = self._client.create_run(experiment.experiment_id, tags=tags).info.run_id
-        for name, value in (config or {}).items():
+        for name, value in config.items():
             self._client.log_param(self._id, name, value)
 
     def write(self, step: int, record: Record) -> None:
@@ -224,8 +217,8 @@ def open_logger(
 
     makers: dict[str, Callable[[], Sink]] = {
         "console": lambda: ConsoleSink(total_steps, start=max(resume_step or 0, 0)),
-        "wandb": lambda: WandbSink(project, run_id, directory or ".", config),
-        "mlflow": lambda: MlflowSink(project, run_id, config),
+        "wandb": lambda: WandbSink(project, run_id, directory or ".", config or {}),
+        "mlflow": lambda: MlflowSink(project, run_id, config or {}),
     }
     wanted = list(sinks)
     check_loggers(wanted)
@@ -252,7 +245,7 @@ def check_loggers(sinks: Iterable[str]) -> None:
         if name not in SINKS:
             raise ConfigError(f"trainer.loggers: unknown logger '{name}', {nearest(name, SINKS)}")
         if name in EXTRAS:
-            _optional(name, name)
+            _optional(name)
 
 
 def default_logger(log_dir: str | Path | bool | None, name: str) -> Logger:
@@ -296,14 +289,12 @@ def setup_logging(log_file: str | Path | None = None) -> None:
     root.propagate = False
 
 
-def _optional(module: str, extra: str) -> Any:
-    import importlib
-
+def _optional(module: str) -> Any:
     try:
         return importlib.import_module(module)
     except ImportError as error:
         raise ConfigError(
-            f"trainer.loggers names {module}, which is not installed: pip install 'verl[{extra}]'"
+            f"trainer.loggers names {module}, which is not installed: pip install 'verl[{module}]'"
         ) from error
 
 

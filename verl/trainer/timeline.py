@@ -31,10 +31,10 @@ class Span:
     host: str = socket.gethostname()
 
 
-def spans_of(graph: Graph, result: Result, rank: int = 0) -> list[Span]:
+def spans_of(graph: Graph, result: Result) -> list[Span]:
     """What a run of a graph did, and when."""
     return [
-        Span(name, graph.nodes[name].role or name, result.began + start, end - start, rank)
+        Span(name, graph.nodes[name].role or name, result.began + start, end - start)
         for name, timing in result.timings.items()
         for start, end in timing.spans
     ]
@@ -71,9 +71,10 @@ class Timeline:
             if place not in self._rows:
                 self._rows[place] = len(self._rows)
                 host = {"name": f"rank {span.rank} on {span.host}"}
+                role = {"name": span.role}
                 events += [
                     {"name": "process_name", "ph": "M", "pid": span.rank, "args": host},
-                    self._named(place),
+                    {"name": "thread_name", "ph": "M", "pid": span.rank, "tid": self._rows[place], "args": role},
                 ]
             events.append(
                 {
@@ -100,10 +101,6 @@ class Timeline:
             if not self._is_told:
                 logger.warning("%s takes no events (%s): they wait, and follow when it does", self.path, error)
             self._is_told = True
-
-    def _named(self, place: tuple[int, str]) -> dict[str, Any]:
-        rank, role = place
-        return {"name": "thread_name", "ph": "M", "pid": rank, "tid": self._rows[place], "args": {"name": role}}
 
 
 def read_timeline(path: str | Path) -> list[Span]:
