@@ -13,7 +13,7 @@ import math
 import time
 from collections import defaultdict
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Iterator, Sequence
-from contextlib import aclosing, contextmanager
+from contextlib import aclosing, asynccontextmanager, contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -96,16 +96,18 @@ class _Slot:
         self._calls = 0
         self._changed = asyncio.Condition()
 
-    async def acquire(self, name: str) -> None:
+    @asynccontextmanager
+    async def held_by(self, name: str) -> AsyncIterator[None]:
         async with self._changed:
             await self._changed.wait_for(lambda: self._calls == 0 or self._holder == name)
             self._holder = name
             self._calls += 1
-
-    async def release(self) -> None:
-        async with self._changed:
-            self._calls -= 1
-            self._changed.notify_all()
+        try:
+            yield
+        finally:
+            async with self._changed:
+                self._calls -= 1
+                self._changed.notify_all()
 
 
 class _Clock:
@@ -203,12 +205,8 @@ class _Run:
                 raise DataError(f"no row is left for node '{node.name}'")
             self.pieces.deliver(node.name, groups, [], Batch.from_columns({}))
             return
-        slot = self.slots[node.slot]
-        await slot.acquire(node.name)
-        try:
+        async with self.slots[node.slot].held_by(node.name):
             value = await self._call(node, given, len(rows))
-        finally:
-            await slot.release()
         kept, columns = _written(node, given, self._accept(node, value, len(rows)))
         self.pieces.deliver(node.name, groups, [rows[at] for at in kept], columns)
 
@@ -292,9 +290,7 @@ class _Run:
         """Take samples as they finish; a group goes on when its last one is there."""
         place = {id_: (group, at) for group, ids in enumerate(self.groups) for at, (id_, _) in enumerate(ids)}
         waiting: dict[int, dict[int, Batch]] = {group: {} for group in range(len(self.groups))}
-        slot = self.slots[node.slot]
-        await slot.acquire(node.name)
-        try:
+        async with self.slots[node.slot].held_by(node.name):
             progress = time.monotonic()
             async with aclosing(self._stream(node)) as stream:
                 async for value in stream:
@@ -312,8 +308,6 @@ class _Run:
                         waiting[group][at] = samples.slice(row, 1)
                         if len(waiting[group]) == len(self.groups[group]):
                             self._deliver_samples(node, group, waiting.pop(group))
-        finally:
-            await slot.release()
         if place:
             self.metrics[node.name].append((0, {f"{node.name}/missing/count": float(len(place))}))
         for group, have in waiting.items():
