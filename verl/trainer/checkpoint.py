@@ -73,7 +73,6 @@ class Checkpoint:
 
     path: Path
     step: int
-    identity: dict[str, str]
     files: tuple[str, ...]
 
     def __contains__(self, name: object) -> bool:
@@ -238,7 +237,7 @@ def load_checkpoint(
     if identity is not None:
         saved = {key: value for key, value in manifest["identity"].items() if key not in unknown}
         _check_identity(root, saved, identity)
-    return Checkpoint(root, manifest["step"], dict(manifest["identity"]), tuple(manifest["files"]))
+    return Checkpoint(root, manifest["step"], tuple(manifest["files"]))
 
 
 def model_identity(role: str, architecture: str, shards: Iterable[Shard]) -> dict[str, str]:
