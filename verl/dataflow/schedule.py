@@ -25,10 +25,9 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Ready(Generic[T]):
-    """A finished group: the step its rollout began after, its place in the order of acceptance, what it holds."""
+    """A finished group: the step its rollout began after, what it holds."""
 
     began: int
-    number: int
     samples: T
 
 
@@ -108,7 +107,7 @@ class Schedule(Generic[T]):
         began = self._begun.pop(group, None)
         if began is None:
             raise DataError(f"group '{group}' came, and is not being sampled: it would be trained twice")
-        self._ready[group] = Ready(began, self._numbers[group], samples)
+        self._ready[group] = Ready(began, samples)
 
     def lose(self, group: str) -> None:
         """The rollout of a group is gone, with whoever made it: it will begin anew, before all others."""
@@ -145,8 +144,7 @@ class Schedule(Generic[T]):
 
     def _oldest(self) -> list[str]:
         """The groups a step would take now."""
-        ready = self._ready
-        return sorted(ready, key=lambda group: (ready[group].began, ready[group].number))[: self.groups]
+        return sorted(self._ready, key=lambda group: (self._ready[group].began, self._numbers[group]))[: self.groups]
 
     def restore(self, version: int, waiting: list[str], ready: dict[str, tuple[int, T]]) -> None:
         """Go on from a step: `waiting` begin anew; `ready` have their samples, and the step they began after.
@@ -170,4 +168,4 @@ class Schedule(Generic[T]):
             self._numbers[group] = self._accepted
             self._accepted += 1
         for group, (began, samples) in ready.items():
-            self._ready[group] = Ready(began, self._numbers[group], samples)
+            self._ready[group] = Ready(began, samples)
