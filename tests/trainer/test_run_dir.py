@@ -46,7 +46,7 @@ def test_longer_run_goes_on_from_a_finished_shorter_one(tmp_path: Path) -> None:
 
 
 def test_stopped_run_is_not_finished_and_fresh_sets_it_aside(tmp_path: Path) -> None:
-    opened(tmp_path).summarize({"state": "stopped"})
+    (opened(tmp_path).path / "summary.json").write_text('{"state": "stopped"}')
     assert opened(tmp_path).status == "resumed"
     assert opened(tmp_path, fresh=True).status == "anew"
     assert opened(tmp_path, fresh=True).status == "anew"

@@ -48,15 +48,6 @@ class RunData:
     notes: list[str]
 
 
-def build_controller(config: Config) -> Controller:
-    """Where the roles run.
-
-    Raises:
-        ConfigError: the map of placement cannot be met.
-    """
-    return Controller(config.trainer.placement, timeout=config.trainer.deadline)
-
-
 def placed_roles(algorithm: BaseAlgorithm) -> list[str]:
     """The roles of an algorithm that have a place in the map."""
     generates = ["rollout"] if algorithm.online else []

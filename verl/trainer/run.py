@@ -58,7 +58,7 @@ def train(config: Config, *, fresh: bool = False) -> dict[str, Any]:
         torch.set_num_threads(trainer.threads)
     seed_everything(trainer.seed)
     checked = check_settings(config)
-    controller = build.build_controller(config)
+    controller = Controller(trainer.placement, timeout=trainer.deadline)
     controller.start()
     opened = partial(
         open_run,

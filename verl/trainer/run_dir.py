@@ -111,17 +111,14 @@ class Run:
             logger.warning("%s was not written: %s", file, error)
 
     def finish(self, summary: Mapping[str, Any], *, steps: int) -> None:
-        """Write `summary.json` and mark the run as finished after `steps` steps."""
-        self.summarize({**summary, "state": "finished", "steps": steps})
-
-    def summarize(self, summary: Mapping[str, Any]) -> None:
-        """Write `summary.json`; unless its `state` is "finished", the same command goes on with the run.
+        """Write `summary.json` and mark the run as finished after `steps` steps.
 
         Raises:
             CheckpointError: the disk does not take it.
         """
+        content = {**summary, "state": "finished", "steps": steps}
         with self._written():
-            write_atomic(self.path / "summary.json", json.dumps(summary, indent=1) + "\n")
+            write_atomic(self.path / "summary.json", json.dumps(content, indent=1) + "\n")
 
     @contextmanager
     def _written(self) -> Iterator[None]:
