@@ -37,15 +37,12 @@ class Timing:
     `spans` are the (start, end) of that; calls less than `JOINED` seconds apart are one span.
     """
 
-    start: float = 0.0
-    end: float = 0.0
     busy: float = 0.0
     calls: int = 0
     rows: int = 0
     spans: list[tuple[float, float]] = field(default_factory=list)
 
     def worked(self, start: float, end: float) -> None:
-        self.end = end
         self.busy += end - start
         if self.spans and start - self.spans[-1][1] < JOINED:
             start, _ = self.spans.pop()
@@ -123,7 +120,7 @@ class _Clock:
     @contextmanager
     def call(self, name: str, rows: int) -> Iterator[None]:
         now = time.perf_counter() - self.began
-        timing = self.timings.setdefault(name, Timing(start=now))
+        timing = self.timings.setdefault(name, Timing())
         timing.calls += 1
         timing.rows += rows
         if self._active[name] == 0:
