@@ -64,7 +64,7 @@ def write_report(run_dir: str | Path) -> Path:
 def render(run: Path) -> str:
     """The page as text."""
     summary, metrics, evals = _json(run / "summary.json"), _rows(run / "metrics.jsonl"), _rows(run / "eval.jsonl")
-    data = {"curves": _curves(metrics, evals), "evals": _finite(evals), "samples": _samples(run / "completions")}
+    data = {"curves": _curves(metrics, evals), "evals": finite(evals), "samples": _samples(run / "completions")}
     config = _text(run / "config.yaml")
     script = (_ASSETS / "report.js").read_text(encoding="utf-8")
     digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
@@ -117,12 +117,12 @@ def _is_number(value: object) -> TypeGuard[float]:
     return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
 
 
-def _finite(value: Any) -> Any:
+def finite(value: Any) -> Any:
     """`value` as strict JSON can hold it: NaN and infinities become null."""
     if isinstance(value, dict):
-        return {str(key): _finite(item) for key, item in value.items()}
+        return {str(key): finite(item) for key, item in value.items()}
     if isinstance(value, list):
-        return [_finite(item) for item in value]
+        return [finite(item) for item in value]
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 

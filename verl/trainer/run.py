@@ -31,7 +31,7 @@ from verl.trainer.check import Checked, check_settings
 from verl.trainer.checkpoint import Checkpoint, CheckpointStore
 from verl.trainer.evaluation import MetricFn, binomial_interval, paired_bootstrap, save_completions
 from verl.trainer.logging import Logger, open_logger, setup_logging
-from verl.trainer.report import SHARES, write_report
+from verl.trainer.report import SHARES, finite, write_report
 from verl.trainer.rng import seed_everything
 from verl.trainer.run_dir import Run, open_run
 from verl.trainer.signals import StopSignal
@@ -261,12 +261,12 @@ class _Job:
             )
         headline = "accuracy" if any(value is not None for value in found.rows["accuracy"]) else "reward"
         by_problem = found.by_problem(headline)
-        metrics = _finite(found.metrics)
+        metrics = finite(found.metrics)
         return {"headline": headline, "metrics": metrics, "problems": len(by_problem), "by_problem": by_problem}
 
     def _evaluate_loss(self, held_out: Batch) -> dict[str, Any]:
         """By the loss of recorded rows, and how often a chosen response beats a rejected one."""
-        metrics = _finite(self.trainer.evaluate_loss(held_out))
+        metrics = finite(self.trainer.evaluate_loss(held_out))
         headline = "pairs/accuracy" if metrics.get("pairs/accuracy") is not None else "loss"
         return {"headline": headline, "metrics": metrics, "problems": len(held_out.group_indices())}
 
@@ -310,10 +310,6 @@ def _readable(samples: Batch, held_out: Any, tokenizer: Any) -> Batch:
     texts = held_out.texts()
     prompts = [texts[int(group.rpartition(".")[2])] for group in samples["group"]]
     return samples.drop(["prompt"]).add({"prompt": prompts})
-
-
-def _finite(metrics: Mapping[str, float]) -> dict[str, float | None]:
-    return {name: value if math.isfinite(value) else None for name, value in metrics.items()}
 
 
 def _told(held_out: Mapping[str, Any] | None) -> str:

@@ -128,10 +128,7 @@ class Trainer:
                 "automatic checkpoints need both checkpoint_dir=... and save_every=..., where and how often: give the "
                 "other too, or call save_checkpoint(path) yourself"
             )
-        amp = {} if use_amp is None else {"use_amp": use_amp}
-        if isinstance(actor, str):
-            actor = Actor.from_pretrained(actor, head=self.algorithm.head, **amp)
-        self.actor = actor
+        self.actor = Actor.from_pretrained(actor, head=self.algorithm.head) if isinstance(actor, str) else actor
         handles: list[Actor | Critic] = [self.actor] if critic is None else [self.actor, critic]
         for handle in handles:
             if maps:
