@@ -8,7 +8,6 @@ clock decides when a node runs, never what it computes on.
 from __future__ import annotations
 
 import asyncio
-import inspect
 import math
 import time
 from collections import defaultdict
@@ -22,6 +21,7 @@ from verl.dataflow import loop
 from verl.dataflow.graph import ANY, Graph, Node
 from verl.dataflow.pieces import Pieces
 from verl.errors import ClusterError, DataError, RolloutError, TrainingError, VerlError
+from verl.rewards.calls import is_async
 
 #: Seconds that one call of a node, or the wait for the next sample, may take when nobody says otherwise.
 DEADLINE = 1800.0
@@ -225,7 +225,7 @@ class _Run:
         return rows, Batch.from_columns(given)
 
     async def _call(self, node: Node, given: Batch, rows: int) -> Any:
-        if not _is_async(node.run):
+        if not is_async(node.run):
             return await self._compute(node, rows, node.run, given)
         with self.clock.call(node.name, rows):
             return await self._bounded(node, node.run(given))
@@ -363,11 +363,6 @@ async def _next(stream: AsyncIterator[Any]) -> Any:
 async def _close(stream: AsyncIterator[Any]) -> None:
     if hasattr(stream, "aclose"):
         await stream.aclose()
-
-
-def _is_async(function: Any) -> bool:
-    call = getattr(function, "__call__", None)  # noqa: B004 - an object with an async __call__ is async too
-    return inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(call)
 
 
 def _check_inputs(graph: Graph, batch: Batch) -> None:

@@ -63,8 +63,8 @@ class ThreadCaller:
 
     def __init__(self, function: Callable[..., Any], name: str) -> None:
         self.name = name
-        self._make = partial(_AsyncThread if _is_async(function) else _PlainThread, function, name)
-        self.width = _ASYNC_CALLS if _is_async(function) else 1
+        self._make = partial(_AsyncThread if is_async(function) else _PlainThread, function, name)
+        self.width = _ASYNC_CALLS if is_async(function) else 1
         self.slots = threading.Semaphore(self.width)
         self._worker: _PlainThread | _AsyncThread | None = None
         self._abandoned: list[_PlainThread | _AsyncThread] = []
@@ -158,7 +158,8 @@ class _AsyncThread:
         self.loop.call_soon_threadsafe(self.loop.stop)
 
 
-def _is_async(function: Callable[..., Any]) -> bool:
+def is_async(function: Callable[..., Any]) -> bool:
+    """Whether a call gives something to await: of an async function, an object with an async `__call__`, a partial."""
     while isinstance(function, partial):
         function = function.func
     return inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(getattr(function, "__call__", None))  # noqa: B004

@@ -89,8 +89,8 @@ class CodeReward(FunctionReward):
             default_reward=default_reward,
             max_failure_rate=max_failure_rate,
         )
-        self._caller.width = parallel or os.cpu_count() or 1
-        self._caller.slots = threading.Semaphore(self._caller.width)
+        self.group.width = parallel or os.cpu_count() or 1
+        self.group.slots = threading.Semaphore(self.group.width)
 
 
 def _judge(

@@ -70,15 +70,11 @@ class FunctionReward:
         self.default_reward, self.failures = default_reward, Failures(max_failure_rate)
         self._rows = 1 if self.form.by_row or (workers and batch_size is None) else batch_size
         self.whole_batch = self._rows is None
-        self._caller = workers(spec or function, self.name) if workers else ThreadCaller(function, self.name)
+        #: What makes the calls: a `RewardPool`, where workers are asked for.
+        self.group: Caller = workers(spec or function, self.name) if workers else ThreadCaller(function, self.name)
         if workers:
-            weakref.finalize(self, self._caller.close)
+            weakref.finalize(self, self.group.close)
         self._lock = threading.Lock()
-
-    @property
-    def group(self) -> Caller:
-        """What makes the calls: a `RewardPool`, where workers are asked for."""
-        return self._caller
 
     async def score(self, batch: Batch) -> RewardResult:
         """Raises RewardError if the data lack a column that the function needs, or it fails too often."""
@@ -91,7 +87,7 @@ class FunctionReward:
         scores: list[list[Score]] = [[] for _ in groups]
         calls = iter(enumerate(groups))
         counts: Counter[str] = Counter()
-        width = min(self._caller.width, len(groups))
+        width = min(self.group.width, len(groups))
         await asyncio.gather(*(self._serve(calls, scores, counts) for _ in range(width)))
         return self._result([score for group in scores for score in group], counts)
 
@@ -99,23 +95,23 @@ class FunctionReward:
         self, calls: Iterator[tuple[int, list[dict[str, Any]]]], scores: list[list[Score]], counts: Counter[str]
     ) -> None:
         """One place at the caller: makes one call after the other until none is left."""
-        await enter(self._caller.slots)
+        await enter(self.group.slots)
         try:
             for index, rows in calls:
                 scores[index] = await self._attempts(rows, counts)
         finally:
-            self._caller.slots.release()
+            self.group.slots.release()
 
     async def _attempts(self, rows: list[dict[str, Any]], counts: Counter[str]) -> list[Score]:
         scores: list[Score] = []
         for attempt in range(1 + self.retries):
-            if counts["late"] >= self._caller.max_late:
+            if counts["late"] >= self.group.max_late:
                 return [
                     failure(f"not tried: {counts['late']} calls before gave no answer within {self.timeout:g} s")
                 ] * len(rows)
             counts["retries"] += attempt > 0
             args, kwargs = self.form.arguments(rows)
-            answer = await self._caller.call(args, kwargs, len(rows), self.timeout)
+            answer = await self.group.call(args, kwargs, len(rows), self.timeout)
             if answer is None:
                 counts["late"] += 1
                 answer = [failure(f"gave no answer within {self.timeout:g} s")] * len(rows)
@@ -141,7 +137,7 @@ class FunctionReward:
                 f"reward function '{self.name}' failed on {told} (latest: {latest}). "
                 "Mend it, raise its timeout, or raise max_failure_rate"
             )
-        counts.update(self._caller.take_counts(), failures=sum(score.failed for score in scores))
+        counts.update(self.group.take_counts(), failures=sum(score.failed for score in scores))
         names = dict.fromkeys(name for score in scores for name in score.components)
         return RewardResult(
             [self.default_reward if score.failed else score.value for score in scores],
