@@ -49,11 +49,8 @@ def _source(source: str | dict[str, Any] | None) -> str:
         return "none"
     if isinstance(source, str):
         return source + ("" if Path(source).is_file() else " (no such file)")
-    return " ".join([str(source.get("task") or source.get("path")), *map(_option, _details(source))])
-
-
-def _details(source: dict[str, Any]) -> list[tuple[str, Any]]:
-    return [(key, value) for key, value in source.items() if key not in ("task", "path")]
+    details = (item for item in source.items() if item[0] not in ("task", "path"))
+    return " ".join([str(source.get("task") or source.get("path")), *map(_option, details)])
 
 
 def _step(config: Config) -> str:

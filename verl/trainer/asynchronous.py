@@ -193,8 +193,7 @@ class AsyncTrainer(Trainer):
                 self.schedule.lose(group)
 
     def _publish(self) -> None:
-        version = self.actor.policy_version
-        self.group.publish(version, weights(self.actor.shards()))
+        self.group.publish(self.actor.policy_version, weights(self.actor.shards()))
 
     def _rollout_record(self, samples: Batch) -> dict[str, Any]:
         staleness = self.actor.policy_version - min(samples["policy_version"])

@@ -23,7 +23,6 @@ import hashlib
 import html
 import json
 import math
-import os
 import re
 from collections.abc import Iterator
 from pathlib import Path
@@ -33,6 +32,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from verl.errors import DataError
+from verl.trainer.durable import write_atomic
 
 _ASSETS = Path(__file__).parent / "assets"
 #: Bounds that keep the page quick: points of a curve, evaluations and samples to compare, characters of a text.
@@ -55,9 +55,7 @@ def write_report(run_dir: str | Path) -> Path:
     if not any((run / name).is_file() for name in known):
         raise DataError(f"{run} is no run directory: none of {', '.join(known)} is in it")
     page = run / "report.html"
-    staging = page.with_name(".report.html.tmp")
-    staging.write_text(render(run), encoding="utf-8", errors="replace")
-    os.replace(staging, page)
+    write_atomic(page, render(run).encode(errors="replace").decode())
     return page
 
 
