@@ -350,6 +350,19 @@ def test_directory_without_permission(tmp_path: Path, caplog: pytest.LogCaptureF
 
 # A crash at any moment.
 
+
+def process(script: str, path: Path) -> subprocess.Popen[str]:
+    """A process that is told and tells line by line, and ends when it is told nothing more."""
+    return subprocess.Popen(
+        [sys.executable, "-c", textwrap.dedent(script), str(path)],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+        text=True,
+        bufsize=1,
+    )
+
+
 SAVER = """
     import os, sys, torch
     from verl.trainer.checkpoint import CheckpointStore
@@ -374,17 +387,7 @@ SAVER = """
 def test_kill_at_any_moment_of_a_save_leaves_a_whole_checkpoint(tmp_path: Path) -> None:
     rng = random.Random(7)
     half_done = 0
-    saver = subprocess.Popen(
-        [sys.executable, "-c", textwrap.dedent(SAVER), str(tmp_path)],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
-        text=True,
-        bufsize=1,
-    )
-    assert saver.stdin is not None
-    assert saver.stdout is not None
-    try:
+    with process(SAVER, tmp_path) as saver:
         for trial in range(24):
             saver.stdin.write("next\n")
             child = int(saver.stdout.readline())
@@ -397,10 +400,6 @@ def test_kill_at_any_moment_of_a_save_leaves_a_whole_checkpoint(tmp_path: Path) 
             half_done += any(p.name.startswith(".") for p in tmp_path.iterdir())
             assert_whole(CheckpointStore(tmp_path, keep=2))
             assert not [p for p in tmp_path.iterdir() if p.name.startswith(".")]
-    finally:
-        saver.stdin.close()
-        saver.wait()
-        saver.stdout.close()
     assert half_done >= 3, "too few trials hit a save half done: the test shows nothing"
 
 
@@ -445,28 +444,14 @@ CRASHER = """
 def test_crash_before_each_single_file_operation_of_a_save(tmp_path: Path) -> None:
     """Ends the process before the k-th operation on the store's files, for every k, over a replacement of a checkpoint
     and a new one that drives out the old."""
-    saver = subprocess.Popen(
-        [sys.executable, "-c", textwrap.dedent(CRASHER), str(tmp_path)],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
-        text=True,
-        bufsize=1,
-    )
-    assert saver.stdin is not None
-    assert saver.stdout is not None
     codes = []
-    try:
+    with process(CRASHER, tmp_path) as saver:
         assert saver.stdout.readline() == "ready\n"
         while not codes or codes[-1]:
             saver.stdin.write(f"{len(codes) + 1}\n")
             codes.append(int(saver.stdout.readline()))
             assert_whole(CheckpointStore(tmp_path, keep=2))
             assert not [p for p in tmp_path.iterdir() if p.name.startswith(".")]
-    finally:
-        saver.stdin.close()
-        saver.wait()
-        saver.stdout.close()
     assert len(codes) > 40
     assert set(codes) == {0, 9}
 
