@@ -97,7 +97,7 @@ def test_rewards_of_every_form() -> None:
 
 def test_the_calculator_is_called_from_yaml(tmp_path: Path, tiny: Path) -> None:
     """Two steps with a model that knows nothing; what it learns to do takes a real one and minutes."""
-    command = [sys.executable, "-m", "verl.cli.main", "train", "examples/calculator.yaml"]
+    command = [sys.executable, "-m", "verl", "train", "examples/calculator.yaml"]
     command += [f"actor_rollout_ref.model.path={tiny}", f"trainer.output_dir={tmp_path}", "trainer.total_steps=2"]
     command += ["data.train.size=20", "data.eval.size=4", "data.batch_size=2", "actor_rollout_ref.model.dtype=float32"]
     done = subprocess.run(command, cwd=EXAMPLES.parent, capture_output=True, text=True, timeout=240)

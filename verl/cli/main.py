@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import sys
 import traceback
 from pathlib import Path
 from typing import Annotated, Any
@@ -193,7 +192,3 @@ app.command()(export)
 app.command()(doctor)
 app.command()(generate)
 app.command()(chat)
-
-
-if __name__ == "__main__":
-    sys.exit(app())
