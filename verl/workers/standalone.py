@@ -117,7 +117,7 @@ def _engine(message: Message) -> RolloutEngine:
     from verl.data.files import inside
     from verl.models.loading import load_tokenizer
     from verl.models.packed import PackedModel
-    from verl.workers.actor import RolloutOptions, engine_factory
+    from verl.workers.actor import RolloutOptions, make_rollout_engine
 
     head = message.head
     with tempfile.TemporaryDirectory() as folder:
@@ -129,6 +129,4 @@ def _engine(message: Message) -> RolloutEngine:
     config = AutoConfig.for_model(**head["config"])
     model = AutoModelForCausalLM.from_config(config, dtype=getattr(torch, head["dtype"])).eval().to(head["device"])
     packed = PackedModel(model, fused_kernels=head["fused_kernels"])
-    options = RolloutOptions(**head["rollout"])
-    name = options.name if packed.supports_paged or options.name != "embedded" else "hf"
-    return engine_factory(name)(packed, tokenizer, tuple(head["eos"]), options)
+    return make_rollout_engine(packed, tokenizer, tuple(head["eos"]), RolloutOptions(**head["rollout"]))
