@@ -7,17 +7,21 @@ from datetime import date
 from pathlib import Path
 from typing import Any
 
+import pyarrow as pa
 import pytest
 
 from verl.batch import Batch
-from verl.data.buffers import MemoryBuffer
+from verl.data.buffers import DiskBuffer, MemoryBuffer
 from verl.data.prompts import load_prompts
+from verl.errors import DataError
 
 COLUMNS: dict[str, list[Any]] = {
     "numbers": [42, 3.5, None],
     "nested": [{"ground_truth": 42}, {"ground_truth": 3.5}, None],
     "keys": [{"x": 1}, {}, {"y": [None]}],
     "lists": [[1, 2.5], [], [3]],
+    "nothing": [{}, {}, None],
+    "nothing inside": [{"meta": {}}, {"meta": {}}, None],
     "inner": [[{"input": "1", "output": "2"}, {"input": "1"}], [], None],
 }
 
@@ -56,3 +60,25 @@ def test_what_one_type_holds_stays_what_it_is() -> None:
     assert Batch.from_rows([{"x": 1}, {"x": 0.5}]).tensor("x").tolist() == [1.0, 0.5]
     mixed = Batch.concat([Batch.from_rows([{"x": 1}, {"x": 0.5}]), Batch.from_rows([{"x": 7}])])
     assert kinds(mixed["x"]) == kinds([1, 0.5, 7])
+
+
+@pytest.mark.parametrize(
+    "values", [[1, "two"], [1, 2.5], [[1], ["a"]], [{"a": 1}, {"b": "x"}], [{}, {"a": 1}], [None, 2.5], [True, 1]]
+)
+def test_batches_of_several_types_keep_their_values(values: list[Any], tmp_path: Path) -> None:
+    """Each step's rows are a list of their own, so nothing but the values says what a column's type is."""
+    buffer, disk = MemoryBuffer(9), DiskBuffer(tmp_path, 9)
+    for value in values:
+        for each in (buffer, disk):
+            each.add(load_prompts([{"prompt": "a", "x": value}]).batch)
+    for batch in (buffer.state(), disk.state(), buffer.drain(), disk.drain()):
+        assert kinds(batch["x"]) == kinds(values)
+
+
+def test_types_without_anything_in_common_are_an_error() -> None:
+    whens = [Batch.from_rows([{"when": value}]) for value in (date(2020, 1, 1), None, "then")]
+    assert Batch.concat(whens[:2])["when"] == [date(2020, 1, 1), None]
+    with pytest.raises(DataError, match=r"batches do not fit together.*when"):
+        Batch.concat(whens)
+    whole = Batch.concat([Batch.from_columns({"x": pa.array([1], kind)}) for kind in (pa.int32(), pa.int64())])
+    assert whole.arrow("x").type == pa.int64()

@@ -126,16 +126,26 @@ class Batch:
 
     @classmethod
     def concat(cls, batches: Iterable[Batch]) -> Batch:
-        """Rows of all batches in order; a column that one of them lacks is null there."""
+        """Rows of all batches in order; a column that one of them lacks is null there. A user's column of several types
+        keeps its values, see `verl.exact`.
+
+        Raises:
+            DataError: a column's types have nothing in common, and some of its values are no JSON.
+        """
         tables = [b.table for b in batches if len(b) or b.columns]
         if not tables:
             return cls(pa.table({}))
-        for name in dict.fromkeys(name for table in tables for name in table.column_names):
+        names = dict.fromkeys(name for table in tables for name in table.column_names)
+        for name in names.keys() - SCHEMA.keys() - WRITTEN:
             having = [i for i, table in enumerate(tables) if name in table.column_names]
-            for i, column in zip(having, unified([tables[i].column(name) for i in having]), strict=True):
-                if column is not tables[i].column(name):
+            pieces = [tables[i].column(name) for i in having]
+            for i, given, column in zip(having, pieces, unified(pieces), strict=True):
+                if column is not given:
                     tables[i] = tables[i].set_column(tables[i].column_names.index(name), name, column)
-        return cls(pa.concat_tables(tables, promote_options="permissive").combine_chunks())
+        try:
+            return cls(pa.concat_tables(tables, promote_options="permissive").combine_chunks())
+        except (pa.ArrowInvalid, pa.ArrowTypeError) as error:
+            raise DataError(f"batches do not fit together: {error}") from error
 
     def __len__(self) -> int:
         return int(self.table.num_rows)

@@ -1,4 +1,4 @@
-"""Values that one Arrow type would change: whole numbers beside fractions, mappings of different keys.
+"""Values that one Arrow type would change: whole numbers beside fractions, mappings of different keys, or of none.
 
 Such a column of a user's data is kept as JSON, row by row, under an Arrow type of its own, which reads as the values
 themselves: 42 beside 3.5 stays 42, for rewards that compare texts, and no mapping gains the keys of another.
@@ -44,7 +44,9 @@ pa.register_extension_type(ExactType())
 def exact(values: Sequence[Any], array: pa.Array) -> pa.Array:
     """`array`, made of these values; or JSON of them, where it would give back others and JSON does not."""
     kind = array.type
-    if not (pa.types.is_floating(kind) or pa.types.is_nested(kind)) or _same(array.to_pylist(), list(values)):
+    if not (pa.types.is_floating(kind) or pa.types.is_nested(kind)):
+        return array
+    if not _has_empty(kind) and _same(array.to_pylist(), list(values)):
         return array
     try:
         kept = _as_json(values)
@@ -54,17 +56,38 @@ def exact(values: Sequence[Any], array: pa.Array) -> pa.Array:
 
 
 def unified(columns: Sequence[pa.ChunkedArray]) -> list[pa.ChunkedArray]:
-    """One column's pieces with one type, if any of them is exact.
+    """One column's pieces, ready to be put together: as JSON, where any of them is or their types differ.
 
     Raises:
-        DataError: there is a value that is no JSON in another.
+        DataError: there is a value that is no JSON beside JSON.
     """
-    if not any(isinstance(column.type, ExactType) for column in columns):
+    kinds = [column.type for column in columns if not pa.types.is_null(column.type)]
+    is_exact = any(isinstance(kind, ExactType) for kind in kinds)
+    if not is_exact and len(set(map(_family, kinds))) < 2:
         return list(columns)
     try:
         return [pa.chunked_array([_as_json(column.to_pylist())]) for column in columns]
     except (TypeError, ValueError) as error:
+        if not is_exact:  # Arrow may have a common type for them
+            return list(columns)
         raise DataError(f"values that Arrow keeps cannot stand beside some that are kept as JSON: {error}") from error
+
+
+def _family(kind: pa.DataType) -> str:
+    """What types have in common of which the widest holds the others' values."""
+    if pa.types.is_list(kind) or pa.types.is_large_list(kind):
+        return f"list of {_family(kind.value_type)}"
+    if pa.types.is_integer(kind):
+        return "integer"
+    return "float" if pa.types.is_floating(kind) else str(kind)
+
+
+def _has_empty(kind: pa.DataType) -> bool:
+    """Whether mappings without a key are in it, which no Parquet file holds."""
+    if pa.types.is_list(kind) or pa.types.is_large_list(kind):
+        return _has_empty(kind.value_type)
+    inner = [kind.field(i).type for i in range(kind.num_fields)] if pa.types.is_struct(kind) else None
+    return inner is not None and (not inner or any(map(_has_empty, inner)))
 
 
 def _as_json(values: Sequence[Any]) -> pa.Array:
