@@ -118,10 +118,17 @@ def test_a_torn_segment_is_skipped_with_a_warning(tmp_path: Path, caplog: pytest
 
 def test_a_second_process_is_refused(tmp_path: Path) -> None:
     first = DiskBuffer(tmp_path, 5)
-    with pytest.raises(DataError, match="open in another process"):
+    with pytest.raises(DataError, match="open already, in another process or in this one"):
         DiskBuffer(tmp_path, 5)
     first.close()
     DiskBuffer(tmp_path, 5).close()
+    with pytest.raises(DataError, match="has been closed"):
+        first.add(samples(0, 1))
+
+
+def test_a_buffer_that_is_gone_leaves_its_directory_to_the_next(tmp_path: Path) -> None:
+    DiskBuffer(tmp_path, 5).add(samples(0, 2))
+    assert len(DiskBuffer(tmp_path, 5)) == 2
 
 
 def test_a_write_that_fails_leaves_the_buffer_as_it_was(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -13,6 +13,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 import verl
+from verl.data.buffers import DiskBuffer
 from verl.errors import CheckpointError, ConfigError, DataError, TrainingError
 from verl.shard import checksum
 from verl.trainer.trainer import _permuted
@@ -73,6 +74,18 @@ def test_update_freq_waits_for_samples(tiny: Path) -> None:
     records = [trainer.step(PROMPTS) for _ in range(4)]
     assert [record["updated"] for record in records] == [False, True, False, True]
     assert "loss/actor" not in records[0] and isinstance(records[0]["reward"], float)
+
+
+def test_samples_of_an_earlier_process_are_groups_of_their_own(tiny: Path, tmp_path: Path) -> None:
+    """Both trainers call their first group s0.0; together they would be one group of two prompts."""
+    for prompts in (["A", "B"], ["C", "D"], ["E", "F"]):
+        buffer = DiskBuffer(tmp_path, 99)
+        trainer = make(tiny, "grpo", n=2, buffer=buffer, update_freq=99)
+        assert trainer.step(prompts)["updated"] is False
+        samples = buffer.state()
+        buffer.close()
+    assert [[samples["prompt"][row] for row in rows] for rows in samples.group_indices()] == [[p] * 2 for p in "ABCDEF"]
+    assert len(set(samples["id"])) == 12
 
 
 def test_hooks_metrics_and_records(tiny: Path, tmp_path: Path) -> None:

@@ -11,6 +11,7 @@ from __future__ import annotations
 import json
 import logging
 import os
+import weakref
 from collections import deque
 from pathlib import Path
 from typing import Protocol, runtime_checkable
@@ -117,14 +118,14 @@ class DiskBuffer:
     """A directory of Parquet segments, one an `add`, and a cursor file that tells how far they were given out.
 
     A segment appears whole or not at all (written aside, synced, renamed, the directory synced). The cursor moves,
-    in the same way, before `drain` returns. One process at a time; a second one is refused. A segment that cannot
-    be read when the buffer is opened is left where it is and skipped with a warning.
+    in the same way, before `drain` returns. One buffer at a time, until it is closed or gone; a second one is refused.
+    A segment that cannot be read when the buffer is opened is left where it is and skipped with a warning.
     """
 
     def __init__(self, path: str | Path, capacity: int) -> None:
         self.path, self.capacity = Path(path), _positive(capacity)
         self.path.mkdir(parents=True, exist_ok=True)
-        self._lock = _lock(self.path)
+        self._unlock = weakref.finalize(self, os.close, _lock(self.path))
         for stray in self.path.glob("*.tmp"):
             stray.unlink()
         self._first, self._offset = self._read_cursor()
@@ -187,12 +188,13 @@ class DiskBuffer:
         self._forget(old)
 
     def close(self) -> None:
-        """Let another process open the buffer."""
-        os.close(self._lock)
+        """Let another open the buffer; this one is done."""
+        self._unlock()
 
     def _append(self, batch: Batch) -> None:
         if not len(batch):
             return
+        self._check_open()
         number = self._next
         _write_durably(self._file(number), _parquet_bytes(batch))
         self._sizes[number] = len(batch)
@@ -211,7 +213,12 @@ class DiskBuffer:
         except (ValueError, KeyError, TypeError) as error:
             raise DataError(f"{file} is damaged: {error}. Remove the directory to start an empty buffer") from error
 
+    def _check_open(self) -> None:
+        if not self._unlock.alive:
+            raise DataError(f"the buffer in {self.path} has been closed, and may be another's now: make a new one")
+
     def _move_cursor(self, segment: int, row: int) -> None:
+        self._check_open()
         _write_durably(self.path / "cursor.json", json.dumps({"segment": segment, "row": row}).encode())
         self._first, self._offset = segment, row
 
@@ -279,6 +286,7 @@ def _lock(path: Path) -> int:
     except OSError as error:
         os.close(handle)
         raise DataError(
-            f"the buffer in {path} is open in another process: end that one, or use another path"
+            f"the buffer in {path} is open already, in another process or in this one: end that process, `close()` that "
+            "buffer (of a trainer: `trainer.buffer.close()`), or use another path"
         ) from error
     return handle

@@ -151,6 +151,8 @@ class Trainer:
         _warn_of_masks(self.actor, self.sampling)
         self.update_freq = update_freq
         self.buffer = make_buffer(buffer, buffer_size or _UNBOUNDED, buffer_dir)
+        #: Names of samples that have waited since before this trainer, which will call its own alike.
+        self._former = _names(self.buffer.state()) if len(self.buffer) else set()
         self.max_resamples = max_resamples
         self.max_skipped_updates = max_skipped_updates
         self.permute_rewards = permute_rewards
@@ -219,11 +221,12 @@ class Trainer:
         self.spans.clear()
         batch = self.actor.prompts(prompts, key=f"s{self.steps}")
         samples, record = self.recall(batch) if "response_tokens" in batch else self.collect(batch)
-        self.buffer.add(samples)
+        self.buffer.add(_renamed(samples, self._former))
         due = len(self.buffer) >= (self.update_freq or 1)
         record["updated"] = due
         if due:
-            record.update(self.learn(self.buffer.drain()))
+            waiting, self._former = self.buffer.drain(), set()
+            record.update(self.learn(waiting))
             record["updated"] = "update/empty" not in record
             # Without a reference the KL is that of the update's policy to the one that sampled.
             if "ref_log_probs" not in samples and "policy/kl" in record:
@@ -555,6 +558,18 @@ def _rejected(prompts: Batch, kept: list[Batch], origin: dict[str, str]) -> list
     """Rows of prompts of which no sample was kept."""
     have = {origin[group] for batch in kept for group in batch["group"]}
     return [row for row, group in enumerate(prompts["group"]) if group not in have]
+
+
+def _names(samples: Batch) -> set[str]:
+    return {name for column in ("id", "group") if column in samples for name in samples[column]}
+
+
+def _renamed(samples: Batch, taken: set[str]) -> Batch:
+    """The samples under names that none of `taken` has, so that no groups of different prompts become one."""
+    while not taken.isdisjoint(_names(samples)):
+        names = {column: [f"~{name}" for name in samples[column]] for column in ("id", "group")}
+        samples = samples.drop(names).add(names)
+    return samples
 
 
 def _permuted(samples: Batch, seed: int) -> Batch:
