@@ -14,6 +14,7 @@ import torch
 
 from tests import ranks
 from tests.ranks import torchrun
+from verl.data.buffers import DiskBuffer
 
 SCRIPT = Path(__file__).with_name("three_steps.py")
 CLOCK = ("busy/",)
@@ -99,6 +100,21 @@ def test_copies_of_the_actor_have_its_weights_where_it_does_not_stand(
         "assert all(torch.equal(weights[name], copies[name]) for name in shared)\n"
     )
     torchrun(2, script, make_tiny("gpt2", torch.float64))
+
+
+def test_a_disk_buffer_is_shared_by_the_ranks(tiny: Path, tmp_path: Path) -> None:
+    script = tmp_path / "script.py"
+    script.write_text(
+        "import sys, verl\n"
+        "actor = verl.Actor(sys.argv[1], sampling={'max_new_tokens': 4})\n"
+        "trainer = verl.Trainer(actor, reward_fn=lambda texts: [1.0] * len(texts), n=2, log_dir=False,\n"
+        "                       buffer='disk', buffer_dir=sys.argv[2], update_freq=8, buffer_size=8)\n"
+        "updated = [trainer.step(['a', 'b'])['updated'] for _ in range(3)]\n"
+        "assert updated == [False, True, False], updated\n"
+        "assert len(trainer.buffer) == 4 and trainer.buffer.room == 4\n"
+    )
+    torchrun(2, script, tiny, tmp_path / "buffer")
+    assert len(DiskBuffer(tmp_path / "buffer", 8)) == 4
 
 
 @pytest.mark.slow

@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
+from tokenizers import Tokenizer
+from transformers import PreTrainedTokenizerFast
 
 import verl
 from tests.conftest import byte_tokenizer
 from verl.algorithms import value_algorithm
 from verl.data.alignment import CharacterAlignment
+from verl.errors import ConfigError
 
 TEXTS = ["Once upon a time", "naïve café – déjà vu", "日本語と😀 emoji", "", "a"]
 
@@ -101,3 +105,22 @@ def test_starts_in_pieces_are_those_of_the_whole_text() -> None:
         latest = max(latest, len(tokenizer.decode(tokens[:index])) if index else 0)
         whole.append(latest)
     assert alignment._starts(tokens) == whole
+
+
+def test_a_vocabulary_that_nobody_has_told_of_is_refused(tiny: Path) -> None:
+    """The actor's ids would be read as other letters, and values would be of texts that nobody wrote."""
+    actor = verl.Actor(str(tiny), sampling={"max_new_tokens": 6})
+    sequences = actor.generate_sequences(["Once", "upon"])
+    spelt = json.loads(actor.tokenizer.backend_tokenizer.to_str())
+    vocabulary = spelt["model"]["vocab"]
+    spelt["model"]["vocab"] = {text: 263 - i if i > 3 else i for text, i in vocabulary.items()}
+    spelt["model"]["vocab"] = dict(sorted(spelt["model"]["vocab"].items(), key=lambda item: item[1]))
+    other = PreTrainedTokenizerFast(tokenizer_object=Tokenizer.from_str(json.dumps(spelt)), eos_token="<|end|>")
+    critic = verl.Critic(str(tiny), tokenizer=other)
+    for verb in (lambda: critic.compute_values(sequences), lambda: critic.update(sequences, [1.0, 2.0])):
+        with pytest.raises(ConfigError, match=r"actor_tokenizer=actor\.tokenizer"):
+            verb()
+    critic.read_with(actor.tokenizer)
+    assert critic.compute_values(sequences).lengths("values") == sequences.lengths("response_tokens")
+    own = verl.Critic.from_pretrained(str(tiny))
+    assert own.compute_values(sequences).lengths("values") == sequences.lengths("response_tokens")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -38,6 +39,24 @@ def test_models_that_the_algorithm_asks_for_are_made(tiny: Path) -> None:
     assert {"ref_log_probs", "values", "cost_values"} <= set(seen.columns)
     metrics = updater.update(seen.add({"reward": rewards, "cost": rewards[::-1]}))
     assert {"loss/actor", "loss/critic", "loss/cost_critic", "lambda"} <= metrics.keys()
+
+
+@pytest.mark.parametrize("name", ["dpo", "kto", "sft", "orpo"])
+def test_offline_algorithms_learn_from_a_loaders_batch(tiny: Path, name: str) -> None:
+    rows: dict[str, dict[str, Any]] = {
+        "dpo": {"chosen": "good", "rejected": "bad"},
+        "kto": {"completion": "good", "label": True},
+        "sft": {"completion": "good"},
+        "orpo": {"chosen": "good", "rejected": "bad"},
+    }
+    actor, other = (verl.Actor(str(tiny), optim=OPTIM) for _ in range(2))
+    source = [{"prompt": f"Prompt {i}", **rows[name]} for i in range(4)]
+    batch = next(verl.OfflineDatasetLoader(source, actor.tokenizer, batch_size=4))
+    updater = verl.Updater(name, actor=actor)
+    trainer = verl.Trainer(other, algorithm=name, log_dir=False)
+    for _ in range(2):
+        assert updater.update(updater.experience(batch))["loss/actor"] == trainer.step(batch)["loss/actor"]
+    assert checksum(actor.shards()) == checksum(other.shards())
 
 
 def test_a_head_of_another_kind_is_refused(tiny: Path) -> None:

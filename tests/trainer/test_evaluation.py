@@ -45,6 +45,8 @@ def test_faults_are_named() -> None:
         evaluate(PROBLEMS.slice(0, 0), generate, score)
     with pytest.raises(DataError, match="'bad' returned 1 values for 6"):
         evaluate(PROBLEMS, generate, score, {"bad": lambda samples: [1.0]})
+    with pytest.raises(DataError, match="'bad' returned None: give a number"):
+        evaluate(PROBLEMS, generate, score, {"bad": lambda samples: None})  # type: ignore[dict-item,return-value]
     with pytest.raises(ConfigError, match="called 'reward'"):
         evaluate(PROBLEMS, generate, score, {"reward": lambda samples: 1.0})
 

@@ -88,6 +88,33 @@ def test_samples_of_an_earlier_process_are_groups_of_their_own(tiny: Path, tmp_p
     assert len(set(samples["id"])) == 12
 
 
+@pytest.mark.parametrize("options", [{"update_freq": 0}, {"update_freq": -1}, {"update_freq": 9, "buffer_size": 8}])
+def test_an_update_that_would_never_come_is_refused(tiny: Path, options: dict[str, int]) -> None:
+    with pytest.raises(ConfigError, match="update_freq is the number of new samples"):
+        make(tiny, "grpo", **options)
+    with pytest.raises(ConfigError, match="capacity is at least one sample, not 0"):
+        make(tiny, "grpo", buffer_size=0)
+
+
+def test_models_may_be_given_as_they_are(tiny: Path, make_tiny: Callable[..., Path]) -> None:
+    for critic in (str(tiny), AutoModelForCausalLM.from_pretrained(make_tiny("gpt2"))):
+        actor = AutoModelForCausalLM.from_pretrained(tiny)
+        trainer = verl.PPOTrainer(actor, critic, reward_fn=low_bytes, sampling=SHORT, log_dir=False)
+        assert trainer.step(PROMPTS)["updated"] and trainer.actor.model is actor
+
+
+def test_amp_is_of_actor_and_critic_or_refused(tiny: Path) -> None:
+    critic = verl.Critic.from_pretrained(str(tiny))
+    trainer = verl.PPOTrainer(str(tiny), critic, reward_fn=low_bytes, use_amp=True, log_dir=False)
+    assert trainer.actor.train_options.autocast and critic.train_options.autocast
+    actor = verl.Actor(str(tiny), sampling=SHORT)
+    actor.generate_sequences(PROMPTS)
+    for options in ({"use_amp": True}, {"strategy": "fsdp"}):
+        with pytest.raises(ConfigError, match="the actor's workers are in place: say how they train"):
+            verl.PPOTrainer(actor, reward_fn=low_bytes, log_dir=False, **options)  # type: ignore[arg-type]
+    verl.PPOTrainer(actor, reward_fn=low_bytes, log_dir=False, use_amp=False, strategy="ddp")
+
+
 def test_hooks_metrics_and_records(tiny: Path, tmp_path: Path) -> None:
     seen: list[tuple[int, dict[str, Any]]] = []
     actor = verl.Actor(str(tiny), sampling=SHORT)

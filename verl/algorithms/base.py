@@ -154,7 +154,8 @@ class BaseAlgorithm(ABC):
         return None
 
     def extend(self, batch: Batch) -> Batch:
-        """The batch with rows added that only statistics need, before any model reads it (KTO's mismatched pairs)."""
+        """The batch with rows added that only statistics need, before any model reads it (KTO's mismatched pairs); an
+        extended batch is returned as it is."""
         return batch
 
     def keep(self, batch: Batch) -> list[bool] | None:

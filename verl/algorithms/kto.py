@@ -44,6 +44,8 @@ class KTO(BaseAlgorithm):
     undesirable_weight: NotNegative = 1.0
 
     def extend(self, batch: Batch) -> Batch:
+        if "mismatched" in batch:
+            return batch
         if len(batch) < 2:
             raise DataError("kto needs at least two rows a batch: its KL is of prompts with other rows' responses")
         names = [name for name in ("id", "group", "prompt_tokens", *_OF_THE_RESPONSE) if name in batch]

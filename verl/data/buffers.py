@@ -286,7 +286,7 @@ def _lock(path: Path) -> int:
     except OSError as error:
         os.close(handle)
         raise DataError(
-            f"the buffer in {path} is open already, in another process or in this one: end that process, `close()` that "
-            "buffer (of a trainer: `trainer.buffer.close()`), or use another path"
+            f"the buffer in {path} is open already, in another process or in this one: end that process, close() that "
+            "buffer (of a trainer: trainer.buffer.close()), or use another path"
         ) from error
     return handle

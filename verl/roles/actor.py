@@ -173,6 +173,14 @@ class Actor:
             raise ConfigError("the actor's workers are in place: say where they run before the first verb")
         self.controller = Controller.of(placement)
 
+    def train_with(self, **options: Any) -> None:
+        """Change fields of `train_options`.
+
+        Raises:
+            ConfigError: the workers have been made already, with others.
+        """
+        self.train_options = changed_options(self.train_options, options, self._group, "actor")
+
     @property
     def group(self) -> WorkerGroup[ActorWorker]:
         """The workers; made when they are first needed."""
@@ -307,6 +315,7 @@ class Actor:
         if values is not None:
             batch = aligned(batch, values, "values")
         algorithm = self.algorithm or default_algorithm(batch)
+        batch = algorithm.extend(batch)
         for column, verb in (
             ("ref_log_probs", self.compute_ref_log_probs if "reference" in algorithm.roles else None),
             ("log_probs", self.compute_log_probs if self.needs_old_log_probs(algorithm, batch) else None),
@@ -416,6 +425,15 @@ def as_optim(optim: Any) -> dict[str, Any]:
     except ValidationError as error:
         first = error.errors()[0]
         raise ConfigError(f"optim.{'.'.join(map(str, first['loc']))}: {first['msg']}, got {first['input']!r}") from None
+
+
+def changed_options(now: TrainOptions, changes: Mapping[str, Any], workers: object, role: str) -> TrainOptions:
+    """The options with these changes, unless there are workers that have others."""
+    options = replace(now, **changes)
+    if workers is not None and options != now:
+        said = ", ".join(f"{name}={value!r}" for name, value in changes.items())
+        raise ConfigError(f"the {role}'s workers are in place: say how they train ({said}) before the first verb")
+    return options
 
 
 def as_strategy(strategy: str | None) -> Strategy:

@@ -18,7 +18,7 @@ from verl.models.heads import ValueModel
 from verl.models.loading import load_model, load_tokenizer
 from verl.models.portable import PortableModel
 from verl.models.wrapped import unwrapped
-from verl.roles.actor import as_optim, as_strategy
+from verl.roles.actor import as_optim, as_strategy, changed_options
 from verl.roles.columns import add_rewards, as_sequences
 from verl.shard import Shard
 from verl.training.options import OptimConfig
@@ -41,7 +41,7 @@ class Critic:
         model: a model of transformers, whose backbone gets a value head, or the name or directory of one; wrapped for
             sharded training, as of `Actor`.
         tokenizer: the critic's own; None: it reads the actor's token ids.
-        actor_tokenizer: the actor's, needed only when `tokenizer` differs from it.
+        actor_tokenizer: the actor's, needed only when `tokenizer` differs from it; trainers and updaters give it.
         algorithm: supplies the value loss and the returns of `update`; None: PPO's.
         strategy, placement, optim, mini_batch_size, epochs, micro_batch_size, max_tokens_per_micro_batch,
             fused_kernels, use_amp, seed: as of `Actor`.
@@ -109,6 +109,10 @@ class Critic:
             raise ConfigError("the critic's workers are in place: say where they run before the first verb")
         self.controller = Controller.of(placement)
 
+    def train_with(self, **options: Any) -> None:
+        """As of `Actor`."""
+        self.train_options = changed_options(self.train_options, options, self._group, self.role)
+
     @property
     def group(self) -> WorkerGroup[CriticWorker]:
         """The workers; made when they are first needed."""
@@ -120,14 +124,20 @@ class Critic:
     def read_with(self, actor_tokenizer: PreTrainedTokenizerBase | None) -> None:
         """Say how the actor's tokens are spelt; trainers do this by themselves."""
         self._alignment: CharacterAlignment | None = None
+        self._knows_actor = actor_tokenizer is not None
         if self.tokenizer is None or actor_tokenizer is None:
             return
         if self.tokenizer.get_vocab() != actor_tokenizer.get_vocab():
             self._alignment = CharacterAlignment(actor_tokenizer, self.tokenizer)
 
     def compute_values(self, sequences: Batch) -> Batch:
-        """Column `values`, aligned with `response_tokens`: the value of the state before each token."""
+        """Column `values`, aligned with `response_tokens`: the value of the state before each token.
+
+        Raises:
+            ConfigError: the sequences are in another vocabulary, and nobody has said in which.
+        """
         sequences = as_sequences(sequences)
+        self._check_vocabulary(sequences)
         if self._alignment is None:
             return self.group.call("values", sequences)  # type: ignore[no-any-return]
         values = self.group.call("values", self._alignment.batch(sequences))["values"]
@@ -136,6 +146,7 @@ class Critic:
     def update(self, sequences: Batch, rewards: Any) -> dict[str, float]:
         """Learn the returns of scored sequences; values that `sequences` lacks are computed first."""
         batch = add_rewards(sequences, rewards)
+        self._check_vocabulary(batch)
         if "values" not in batch:
             batch = batch.add(self.compute_values(batch))
         prepared, _ = self.algorithm.prepare(batch)
@@ -147,6 +158,18 @@ class Critic:
         if self._alignment is not None:
             prepared = self._alignment.to_critic(prepared, objective.loss_columns)
         return self.group.call("update", prepared, objective, self.plan)  # type: ignore[no-any-return]
+
+    def _check_vocabulary(self, sequences: Batch) -> None:
+        """Where nobody has said how the actor's tokens are spelt, the first responses' own texts tell."""
+        if self._knows_actor or self.tokenizer is None or "response" not in sequences:
+            return
+        rows = [row for row in sequences.slice(0, 8).select(["response", "response_tokens"]).rows() if row["response"]]
+        read = self.tokenizer.batch_decode([row["response_tokens"] for row in rows], skip_special_tokens=True)
+        if rows and not any(text == row["response"] for text, row in zip(read, rows, strict=True)):
+            raise ConfigError(
+                f"the critic's tokenizer reads {read[0][:50]!r} where the response is {rows[0]['response'][:50]!r}: "
+                "the actor has another. Give Critic(..., actor_tokenizer=actor.tokenizer), so that values are carried over"
+            )
 
     def shards(self) -> Iterator[Shard]:
         """The weights, value head included, as a stream of named shards."""

@@ -65,7 +65,9 @@ class Updater:
             actor.make_reference()
 
     def experience(self, sequences: Batch) -> Batch:
-        """What the algorithm reads of other models: reference log-probs and values, where it needs them."""
+        """What the algorithm reads besides: rows for statistics only, and of other models reference log-probs and
+        values, where it needs them."""
+        sequences = self.algorithm.extend(sequences)
         if "reference" in self.algorithm.roles and "ref_log_probs" not in sequences:
             sequences = sequences.add(self.actor.compute_ref_log_probs(sequences))
         for role, critic in self.critics.items():

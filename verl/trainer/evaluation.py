@@ -7,6 +7,7 @@ import math
 import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from numbers import Real
 from pathlib import Path
 from statistics import NormalDist
 from typing import Any
@@ -68,7 +69,7 @@ def evaluate(
         metrics: the user's own, by name.
 
     Raises:
-        DataError: there is no problem, or a metric returns another number of values than there are rows.
+        DataError: there is no problem, or a metric returns no number, or another number of them than there are rows.
         ConfigError: a metric is called "reward" or "abstained".
     """
     if not len(problems):
@@ -87,8 +88,10 @@ def evaluate(
                 raise DataError(f"metric '{name}' returned {len(value)} values for {len(samples)} samples")
             rows[name] = list(value)
             found[name] = mean(rows[name])
-        else:
+        elif isinstance(value, Real):
             found[name] = float(value)
+        else:
+            raise DataError(f"metric '{name}' returned {value!r}: give a number, or one (or None) for each sample")
     return Evaluation(samples, rows, found)
 
 

@@ -18,7 +18,7 @@ import torch
 
 from verl.algorithms import BaseAlgorithm, make_algorithm
 from verl.batch import Batch
-from verl.data.buffers import Buffer, make_buffer
+from verl.data.buffers import Buffer
 from verl.dataflow.executor import Result, run_graph
 from verl.dataflow.graph import Graph, Node
 from verl.dataflow.nodes import experience_nodes, reward_node, rollout_node, update_nodes
@@ -35,6 +35,7 @@ from verl.trainer.check import check_permuted
 from verl.trainer.checkpoint import Checkpoint
 from verl.trainer.evaluation import Evaluation, MetricFn, evaluate
 from verl.trainer.logging import Logger, default_logger
+from verl.trainer.shared_buffer import open_buffer
 from verl.trainer.timeline import Span, Timeline, busy_shares, spans_of
 
 logger = logging.getLogger(__name__)
@@ -46,8 +47,8 @@ class Trainer:
     """Trains an actor on prompts by any algorithm.
 
     Args:
-        actor: the policy, or the name or directory of one.
-        critic: the value model; None: made from the actor's where the algorithm has one.
+        actor: the policy, or a model, or the name or directory of one.
+        critic: the value model, likewise; None: made from the actor's where the algorithm has one.
         reward: a `Reward`, or anything `Reward` takes. `reward_fn=` is the same. None for algorithms without one.
         cost: likewise, what the algorithm keeps below a limit; for algorithms with that role.
         algorithm: a name, class or instance; None: the default of `make_algorithm`.
@@ -56,6 +57,7 @@ class Trainer:
         buffer_size: its capacity in samples; None: unbounded.
         buffer_dir: where a disk buffer lies; the name of a distributed one.
         update_freq: an update each time so many new samples have arrived; None: every step.
+        use_amp: of actor and critic, see `Actor`; None: as they say.
         max_resamples: further rollouts in one step for prompts whose samples the algorithm rejects.
         max_skipped_updates: updates in a row that may be skipped for non-finite numbers before the run ends.
         max_failed_episodes: share of the latest 256 samples, once there are 64, whose episode may fail before it ends.
@@ -71,15 +73,16 @@ class Trainer:
         **options: of the algorithm, such as `kl_coef`.
 
     Raises:
-        ConfigError: an unknown algorithm or option; a reward or cost that is missing, or that the algorithm has not.
+        ConfigError: an unknown algorithm or option; a reward or cost that is missing, or that the algorithm has not;
+            an `update_freq` that the buffer never holds; actor or critic have workers already that were told otherwise.
     """
 
     algorithm_name: ClassVar[str | None] = None
 
     def __init__(
         self,
-        actor: Actor | str,
-        critic: Critic | None = None,
+        actor: Actor | Any,
+        critic: Critic | Any = None,
         reward: Any = None,
         *,
         reward_fn: Any = None,
@@ -128,15 +131,16 @@ class Trainer:
                 "automatic checkpoints need both checkpoint_dir=... and save_every=..., where and how often: give the "
                 "other too, or call save_checkpoint(path) yourself"
             )
-        self.actor = Actor.from_pretrained(actor, head=self.algorithm.head) if isinstance(actor, str) else actor
+        self.actor = actor if isinstance(actor, Actor) else Actor(actor, head=self.algorithm.head)
+        if critic is not None and not isinstance(critic, Critic):
+            critic = Critic.from_pretrained(critic) if isinstance(critic, str) else Critic(critic)
         handles: list[Actor | Critic] = [self.actor] if critic is None else [self.actor, critic]
+        changes: dict[str, Any] = {} if layout is None else {"strategy": as_strategy(layout)}
+        changes |= {} if use_amp is None else {"autocast": use_amp}
         for handle in handles:
             if maps:
                 handle.place(maps[0])
-            if layout is not None:
-                handle.train_options = replace(handle.train_options, strategy=as_strategy(layout))
-        if use_amp is not None:
-            self.actor.train_options = replace(self.actor.train_options, autocast=use_amp)
+            handle.train_with(**changes)
         self.updater = Updater(self.algorithm, actor=self.actor, critic=critic)
         self.critic = self.updater.critics.get("critic")
         self.deadline = deadline
@@ -150,9 +154,14 @@ class Trainer:
             self.actor.plan = replace(self.actor.plan, temperature=self.sampling.temperature or 1.0)
         _warn_of_masks(self.actor, self.sampling)
         self.update_freq = update_freq
-        self.buffer = make_buffer(buffer, buffer_size or _UNBOUNDED, buffer_dir)
-        #: Names of samples that have waited since before this trainer, which will call its own alike.
-        self._former = _names(self.buffer.state()) if len(self.buffer) else set()
+        self.buffer = open_buffer(buffer, _UNBOUNDED if buffer_size is None else buffer_size, buffer_dir)
+        if update_freq is not None and not 1 <= update_freq <= self.buffer.capacity:
+            raise ConfigError(
+                f"update_freq is the number of new samples that an update waits for, at least 1 and at most what the "
+                f"buffer holds ({self.buffer.capacity}), not {update_freq}"
+            )
+        #: Names of samples that have waited since before the first step, which calls its own alike.
+        self._former: set[str] | None = None
         self.max_resamples = max_resamples
         self.max_skipped_updates = max_skipped_updates
         self.permute_rewards = permute_rewards
@@ -221,6 +230,8 @@ class Trainer:
         self.spans.clear()
         batch = self.actor.prompts(prompts, key=f"s{self.steps}")
         samples, record = self.recall(batch) if "response_tokens" in batch else self.collect(batch)
+        if self._former is None:
+            self._former = _names(self.buffer.state())
         self.buffer.add(_renamed(samples, self._former))
         due = len(self.buffer) >= (self.update_freq or 1)
         record["updated"] = due
