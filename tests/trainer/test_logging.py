@@ -1,7 +1,9 @@
 import io
 import json
 import logging
+import os
 import resource
+import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -301,3 +303,17 @@ def test_log_level_sets_the_detail(
     monkeypatch.setenv("LOG_LEVEL", "DEBG")
     with pytest.raises(ConfigError, match="LOG_LEVEL is 'DEBG': did you mean 'DEBUG'"):
         setup_logging()
+
+
+@pytest.mark.parametrize(("level", "is_shown"), [("DEBUG", True), ("warning", False), ("of another program", False)])
+def test_log_level_is_followed_in_a_script(tiny: Path, level: str, is_shown: bool) -> None:
+    script = (
+        "import sys, verl\n"
+        "actor = verl.Actor(sys.argv[1], sampling={'max_new_tokens': 2})\n"
+        "trainer = verl.Trainer(actor, reward_fn=lambda texts: [1.0] * len(texts), n=2, log_dir=False)\n"
+        "trainer.step(['a'])\n"
+    )
+    command, env = [sys.executable, "-c", script, str(tiny)], {**os.environ, "LOG_LEVEL": level}
+    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=120, check=True)
+    assert ("step 1: rollout (actor) took" in done.stderr) is is_shown
+    assert ("reward/mean=1.0" in done.stderr) is is_shown

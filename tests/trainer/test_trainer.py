@@ -14,6 +14,8 @@ from transformers import AutoModelForCausalLM
 
 import verl
 from verl.data.buffers import DiskBuffer
+from verl.data.loader import PromptLoader
+from verl.data.prompts import load_prompts
 from verl.errors import CheckpointError, ConfigError, DataError, TrainingError
 from verl.shard import checksum
 from verl.trainer.trainer import _permuted
@@ -299,6 +301,27 @@ def test_the_temperature_of_the_samples_is_that_of_the_log_probs(tiny: Path) -> 
     batch, _ = trainer.collect(trainer.actor.prompts(PROMPTS))
     now = trainer.actor.compute_log_probs(batch).tensor("log_probs")
     torch.testing.assert_close(now, batch.tensor("rollout_log_probs"), atol=1e-4, rtol=0)
+
+
+def test_fit_goes_on_in_the_data_where_a_checkpoint_was_saved(
+    tiny: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    def loader(count: int = 7) -> PromptLoader:
+        return PromptLoader(load_prompts([f"Prompt {i}" for i in range(count)]), batch_size=2, seed=3)
+
+    whole = make(tiny, "grpo", n=2)
+    whole.fit(loader(), steps=5)
+    make(tiny, "grpo", n=2, checkpoint_dir=tmp_path, save_every=3).fit(loader(), steps=4)
+    trainer = make(tiny, "grpo", n=2)
+    trainer.load_checkpoint(tmp_path / "step-000003")
+    trainer.fit(again := loader(), steps=2)
+    assert checksum(trainer.actor.shards()) == checksum(whole.actor.shards())
+    assert (again.state_dict()["epoch"], again.state_dict()["position"]) == (1, 3)
+    trainer.load_checkpoint(tmp_path / "step-000003")
+    trainer.fit(others := loader(8), steps=1)
+    assert others.state_dict()["position"] == 2 and "saved over other prompts" in caplog.text
+    trainer.fit(others, steps=1)
+    assert others.state_dict()["position"] == 4
 
 
 def test_checkpoints_resume_exactly(tiny: Path, tmp_path: Path) -> None:

@@ -5,11 +5,12 @@ from __future__ import annotations
 import threading
 from collections.abc import Iterator
 from queue import SimpleQueue
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 from verl.batch import Batch
 
 
+@runtime_checkable
 class Loader(Protocol):
     """Batches without end, from a place that can be told and gone to."""
 

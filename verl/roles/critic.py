@@ -168,7 +168,7 @@ class Critic:
         if rows and not any(text == row["response"] for text, row in zip(read, rows, strict=True)):
             raise ConfigError(
                 f"the critic's tokenizer reads {read[0][:50]!r} where the response is {rows[0]['response'][:50]!r}: "
-                "the actor has another. Give Critic(..., actor_tokenizer=actor.tokenizer), so that values are carried over"
+                "the actor has another. Give Critic(..., actor_tokenizer=actor.tokenizer) for values to be carried over"
             )
 
     def shards(self) -> Iterator[Shard]:

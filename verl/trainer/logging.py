@@ -289,6 +289,18 @@ def setup_logging(log_file: str | Path | None = None) -> None:
     root.propagate = False
 
 
+def follow_log_level() -> None:
+    """For a script: what `LOG_LEVEL` names is shown, on standard error, or by the script's own handlers if it has some.
+    Levels that are not ours are meant for others."""
+    level, root = os.environ.get("LOG_LEVEL", "").upper(), logging.getLogger("verl")
+    if level not in _LEVELS or any(getattr(handler, "of_verl", False) for handler in root.handlers):
+        return
+    if root.hasHandlers():
+        root.setLevel(level)
+    else:
+        setup_logging()
+
+
 def _optional(module: str) -> Any:
     try:
         return importlib.import_module(module)

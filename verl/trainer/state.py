@@ -81,6 +81,7 @@ def contents(trainer: Trainer, extra: Mapping[str, Any] | None = None) -> dict[s
         "sources": {role: source.state_dict() for role, source in trainer.sources.items()},
         "roles": counters,
         "random": random_meta,
+        "loader": None if trainer.loader is None else trainer.loader.state_dict(),
         "extra": dict(extra or {}),
     }
     files |= {
@@ -113,6 +114,7 @@ def restore(trainer: Trainer, checkpoint: Checkpoint) -> dict[str, Any]:
         handle.load_shards(checkpoint.shards(f"{role}/weights"))
         handle.load_state(checkpoint.tensors(f"{role}/optimizer"), state["roles"][role])
     trainer.steps, trainer.skipped = state["steps"], state["skipped"]
+    trainer.place = state.get("loader")
     trainer.algorithm.load_state_dict(state["algorithm"])
     trainer.buffer.load_state(checkpoint.batch("buffer.parquet"))
     trainer.load_extra_files(checkpoint)

@@ -19,6 +19,7 @@ import torch
 from verl.algorithms import BaseAlgorithm, make_algorithm
 from verl.batch import Batch
 from verl.data.buffers import Buffer
+from verl.data.prefetch import Loader
 from verl.dataflow.executor import Result, run_graph
 from verl.dataflow.graph import Graph, Node
 from verl.dataflow.nodes import experience_nodes, reward_node, rollout_node, update_nodes
@@ -34,7 +35,7 @@ from verl.trainer import state
 from verl.trainer.check import check_permuted
 from verl.trainer.checkpoint import Checkpoint
 from verl.trainer.evaluation import Evaluation, MetricFn, evaluate
-from verl.trainer.logging import Logger, default_logger
+from verl.trainer.logging import Logger, default_logger, follow_log_level
 from verl.trainer.shared_buffer import open_buffer
 from verl.trainer.timeline import Span, Timeline, busy_shares, spans_of
 
@@ -111,6 +112,7 @@ class Trainer:
         deadline: float = 1800.0,
         **options: Any,
     ) -> None:
+        follow_log_level()
         self.algorithm = make_algorithm(algorithm or self.algorithm_name, **options)
         if reward is not None and reward_fn is not None:
             raise ConfigError("give the trainer one reward: reward=... or reward_fn=...")
@@ -171,6 +173,9 @@ class Trainer:
         #: What worked when, since the present step began.
         self.spans: list[Span] = []
         self.steps = 0
+        #: Where `fit` takes its prompts from; and where a loaded checkpoint's loader was, for the next `fit`.
+        self.loader: Loader[Any] | None = None
+        self.place: dict[str, Any] | None = None
         self.skipped = 0
         self.episodes = Failures(max_failed_episodes)
         self.metric_fns: dict[str, Callable[[Batch], float]] = {}
@@ -250,6 +255,7 @@ class Trainer:
         record.update(busy_shares(self.spans, record["time/step"]))
         record["memory/peak_gb"] = peak_memory() / 1e9
         self.steps += 1
+        logger.debug("step %d: %s", self.steps, ", ".join(f"{name}={value}" for name, value in record.items()))
         self.logger.log(self.steps, record)
         if self.save_every and self.checkpoint_dir and self.steps % self.save_every == 0:
             result = state.save(self, Path(self.checkpoint_dir) / f"step-{self.steps:06d}")
@@ -260,10 +266,17 @@ class Trainer:
     def fit(self, prompts: Iterable[Any], steps: int) -> dict[str, Any]:
         """`steps` steps over batches of prompts: those of a loader, a list or any other iterable; the last record.
 
+        A loader's place (`state_dict`, `load_state_dict`) is in the checkpoints that are saved from now on; after
+        `load_checkpoint` a loader over the same data goes on there.
+
         Raises:
             DataError: there are fewer batches than steps.
         """
         record: dict[str, Any] = {}
+        self.loader = prompts if isinstance(prompts, Loader) else None
+        if self.place is not None and self.loader is not None:
+            self._go_on(self.loader, self.place)
+        self.place = None
         batches = iter(prompts)
         for _ in range(steps):
             record = self.advance(batches)
@@ -280,6 +293,12 @@ class Trainer:
         except StopIteration:
             raise self._no_prompts() from None
         return self.step(batch)
+
+    def _go_on(self, loader: Loader[Any], place: dict[str, Any]) -> None:
+        try:
+            loader.load_state_dict(place)
+        except Exception as error:  # of whatever loader the user has
+            logger.warning("the checkpoint was saved over other prompts, so these begin where they are: %s", error)
 
     def _no_prompts(self) -> DataError:
         return DataError(
@@ -447,6 +466,8 @@ class Trainer:
 
     def _note(self, spans: list[Span]) -> None:
         self.spans += spans
+        for span in spans:
+            logger.debug("step %d: %s (%s) took %.3f s", self.steps + 1, span.node, span.role, span.seconds)
         if self.timeline is not None:
             self.timeline.add(spans, self.steps + 1)
 
