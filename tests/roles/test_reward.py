@@ -52,3 +52,13 @@ def test_a_running_average_is_carried_over() -> None:
     second.load_state_dict(first.state_dict())
     assert first.state_dict() and second.get_reward(ROWS)["reward"] == first.get_reward(ROWS)["reward"]
     assert verl.Reward(lengths).state_dict() == {}
+
+
+def test_rewards_are_parts_of_rewards() -> None:
+    sequences = verl.Batch.from_columns({"response": ["a", "bc"]})
+    length = verl.Reward(lambda texts: [len(text) for text in texts], smoothing=0.0)
+    one = verl.Reward(lambda texts: [1.0] * len(texts))
+    both = verl.Reward({"length": length, "one": (one, -0.5)}, timeout=5)
+    assert both.get_reward(sequences)["reward"] == [0.5, 1.5]
+    assert verl.Reward([length, one]).get_reward(sequences)["reward"] == [2.0, 3.0]
+    assert verl.Reward(one).get_reward(sequences)["reward"] == [1.0, 1.0]

@@ -20,6 +20,7 @@ from transformers.models.llama.modeling_llama import LlamaDecoderLayer
 
 import verl
 from verl.errors import ConfigError, ModelError
+from verl.shard import checksum
 
 PROMPTS = ["Hello", "Good day"]
 
@@ -107,3 +108,17 @@ if __name__ == "__main__":
         answers = [trained(path, how) for how in ways]
     sys.stdout.write("".join(f"{json.dumps(answer)}\n" for answer in answers))  # at once: the ranks share the pipe
     dist.destroy_process_group()
+
+
+def test_a_compiled_model_is_the_model(tiny: Path, tmp_path: Path) -> None:
+    model = AutoModelForCausalLM.from_pretrained(tiny)
+    trainer = verl.PPOTrainer(
+        torch.compile(model), reward_fn=lambda texts: [1.0] * len(texts), sampling={"max_new_tokens": 2}, log_dir=False
+    )
+    trainer.step(["a", "b"])
+    trainer.save_checkpoint(tmp_path / "checkpoint")
+    other = verl.Actor(str(tiny))
+    other.load_shards(trainer.actor.shards())
+    assert trainer.actor.model is model and checksum(other.shards()) == checksum(trainer.actor.shards())
+    with pytest.raises(ModelError, match=r"wrapped as DataParallel: give its \.module"):
+        verl.Actor(torch.nn.DataParallel(model))  # type: ignore[arg-type]

@@ -90,6 +90,14 @@ def test_samples_of_an_earlier_process_are_groups_of_their_own(tiny: Path, tmp_p
     assert len(set(samples["id"])) == 12
 
 
+def test_samples_that_are_learned_from_at_once_need_no_room(tiny: Path) -> None:
+    tight, roomy = (make(tiny, "grpo", n=2, buffer_size=size, update_freq=6) for size in (6, 64))
+    for updated in (False, True, False, True):  # 4 samples a step: 4, 8, ...
+        for trainer in (tight, roomy):
+            assert trainer.step(PROMPTS)["updated"] is updated
+    assert checksum(tight.actor.shards()) == checksum(roomy.actor.shards())
+
+
 @pytest.mark.parametrize("options", [{"update_freq": 0}, {"update_freq": -1}, {"update_freq": 9, "buffer_size": 8}])
 def test_an_update_that_would_never_come_is_refused(tiny: Path, options: dict[str, int]) -> None:
     with pytest.raises(ConfigError, match="update_freq is the number of new samples"):

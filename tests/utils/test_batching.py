@@ -109,3 +109,8 @@ def test_a_column_that_a_row_lacks_is_named() -> None:
     for rows in ([{"input_ids": [1], "w": 1.0}, {"input_ids": [1]}], [{"input_ids": [1]}, {"input_ids": [1], "w": 1}]):
         with pytest.raises(DataError, match=r"row [01] of the batch lacks column 'w'"):
             collate_fn(rows)
+
+
+def test_rows_without_tokens_are_still_token_ids() -> None:
+    batch = collate_fn([[], []])
+    assert batch["input_ids"].shape == (2, 0) and batch["input_ids"].dtype == torch.int64

@@ -19,18 +19,20 @@ _INFIXES = ("_fsdp_wrapped_module.", "_checkpoint_wrapped_module.")
 
 
 def unwrapped(model: Any) -> Any:
-    """The model itself; of one under `FullyShardedDataParallel` (either `use_orig_params`, layers wrapped or not) or
-    `fully_shard` a plain copy with the same class, configuration, weights, dtypes and frozen weights.
+    """The model itself, not what `torch.compile` made of it; of one under `FullyShardedDataParallel` (either
+    `use_orig_params`, layers wrapped or not) or `fully_shard` a plain copy with the same class, configuration, weights,
+    dtypes and frozen weights.
 
     The copy is trained in this project's own layout: the wrapped model does not change, and an optimizer over its
     parameters does not fit the copy.
 
     Raises:
-        ModelError: the model is sharded over several ranks, is under `DistributedDataParallel`, or is not the model
-            that its configuration says.
+        ModelError: the model is sharded over several ranks, is under `DistributedDataParallel` or `DataParallel`, or is
+            not the model that its configuration says.
     """
-    if isinstance(model, nn.parallel.DistributedDataParallel):
-        raise ModelError("the model is wrapped as DistributedDataParallel: give its .module")
+    if isinstance(model, nn.parallel.DistributedDataParallel | nn.DataParallel):
+        raise ModelError(f"the model is wrapped as {type(model).__name__}: give its .module")
+    model = getattr(model, "_orig_mod", model)  # of torch.compile, over the same weights
     # A model under either wrapper has brought torch.distributed along: nobody else waits for its import.
     if not isinstance(model, nn.Module) or not dist.is_available() or not dist.is_initialized():
         return model

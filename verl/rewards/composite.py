@@ -10,7 +10,7 @@ from typing import Any
 
 from verl.batch import Batch
 from verl.errors import CheckpointError, ConfigError
-from verl.rewards.source import RewardResult, RewardSource
+from verl.rewards.source import RewardResult, RewardSource, source_of
 
 
 class CompositeReward:
@@ -131,7 +131,7 @@ def _part(part: Any, make: Callable[..., RewardSource], options: dict[str, Any])
     elif isinstance(part, Mapping) and "source" in part:
         weight = part.get("weight", 1.0)
         part = {key: value for key, value in part.items() if key != "weight"}
-    made = isinstance(part, RewardSource)
+    made = isinstance(source_of(part), RewardSource)
     return make(part, **({} if made else options)), float(weight)
 
 

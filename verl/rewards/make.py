@@ -15,16 +15,17 @@ from verl.errors import ConfigError, nearest
 from verl.rewards.composite import CompositeReward
 from verl.rewards.loading import split_spec
 from verl.rewards.smoothing import Smoothed
-from verl.rewards.source import RewardSource
+from verl.rewards.source import RewardSource, source_of
 
 
 def make_reward(source: Any, **options: Any) -> RewardSource:
     """A `RewardSource` out of what users have.
 
     Args:
-        source: one of: a `RewardSource`; a function (`FunctionReward`); "FILE.py:FUNCTION"; "task", the verifier of
-            a procedural task's own problems; "code" (or "code_evaluator"), tests run in a sandbox (`CodeReward`); a
-            reward model or its directory or name (`RewardModel`); the address of a scoring service (`RemoteReward`)
+        source: one of: a `RewardSource`, or the `Reward` that holds one; a function (`FunctionReward`);
+            "FILE.py:FUNCTION"; "task", the verifier of a procedural task's own problems; "code" (or "code_evaluator"),
+            tests run in a sandbox (`CodeReward`); a reward model or its directory or name (`RewardModel`); the address of a
+            scoring service (`RemoteReward`)
             or, with the option `template`, of an LLM judge (`JudgeReward`), or several addresses; or a list, or a
             mapping of names to any of these, alone, with a weight `(source, weight)`, or with options
             `{"source": ..., "weight": ..., ...}`: their weighted sum (`CompositeReward`).
@@ -43,6 +44,7 @@ def make_reward(source: Any, **options: Any) -> RewardSource:
 
 
 def _make(source: Any, options: dict[str, Any]) -> RewardSource:
+    source = source_of(source)
     if isinstance(source, RewardSource):
         if options:
             raise ConfigError(f"reward '{source.name}' is made already: it takes no options {sorted(options)}")

@@ -52,6 +52,12 @@ class RewardSource(Protocol):
     async def score(self, batch: Batch) -> RewardResult: ...
 
 
+def source_of(given: object) -> object:
+    """The source that a `Reward` holds; anything else as it is."""
+    held = getattr(given, "source", None)
+    return held if isinstance(held, RewardSource) and not isinstance(given, RewardSource) else given
+
+
 def leaves(source: RewardSource) -> Iterator[RewardSource]:
     """The sources that a source is made of (its mapping `parts`), down to those made of none; or it alone."""
     parts = getattr(source, "parts", None)

@@ -55,7 +55,7 @@ class Trainer:
         algorithm: a name, class or instance; None: the default of `make_algorithm`.
         n: samples a prompt; None: what suits the algorithm (`BaseAlgorithm.samples_per_prompt`).
         buffer: "memory", "disk", "distributed" (shared on a Ray cluster), or an instance.
-        buffer_size: its capacity in samples; None: unbounded.
+        buffer_size: its capacity, in samples that wait; None: unbounded.
         buffer_dir: where a disk buffer lies; the name of a distributed one.
         update_freq: an update each time so many new samples have arrived; None: every step.
         use_amp: of actor and critic, see `Actor`; None: as they say.
@@ -237,12 +237,16 @@ class Trainer:
         samples, record = self.recall(batch) if "response_tokens" in batch else self.collect(batch)
         if self._former is None:
             self._former = _names(self.buffer.state())
-        self.buffer.add(_renamed(samples, self._former))
-        due = len(self.buffer) >= (self.update_freq or 1)
-        record["updated"] = due
+        samples = _renamed(samples, self._former)
+        wanted = self.update_freq or 1
+        # What an update takes at once needs no room to wait in.
+        overflow = len(samples) > self.buffer.room and len(self.buffer) + len(samples) >= wanted
+        if not overflow:
+            self.buffer.add(samples)
+        record["updated"] = due = overflow or len(self.buffer) >= wanted
         if due:
             waiting, self._former = self.buffer.drain(), set()
-            record.update(self.learn(waiting))
+            record.update(self.learn(Batch.concat([waiting, samples]) if overflow else waiting))
             record["updated"] = "update/empty" not in record
             # Without a reference the KL is that of the update's policy to the one that sampled.
             if "ref_log_probs" not in samples and "policy/kl" in record:

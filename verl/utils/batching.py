@@ -128,7 +128,8 @@ def _pad(values: Sequence[Sequence[Any]], filler: int) -> torch.Tensor:
     import torch
 
     longest = max(map(len, values))
-    return torch.tensor([[*value, *[filler] * (longest - len(value))] for value in values])
+    padded = [[*value, *[filler] * (longest - len(value))] for value in values]
+    return torch.tensor(padded, dtype=None if longest else torch.int64)  # torch takes nothing for floats
 
 
 def _is_aligned(value: Any, row: Mapping[str, Any]) -> bool:
