@@ -24,11 +24,10 @@ def make_reward(source: Any, **options: Any) -> RewardSource:
     Args:
         source: one of: a `RewardSource`, or the `Reward` that holds one; a function (`FunctionReward`);
             "FILE.py:FUNCTION"; "task", the verifier of a procedural task's own problems; "code" (or "code_evaluator"),
-            tests run in a sandbox (`CodeReward`); a reward model or its directory or name (`RewardModel`); the address of a
-            scoring service (`RemoteReward`)
-            or, with the option `template`, of an LLM judge (`JudgeReward`), or several addresses; or a list, or a
-            mapping of names to any of these, alone, with a weight `(source, weight)`, or with options
-            `{"source": ..., "weight": ..., ...}`: their weighted sum (`CompositeReward`).
+            tests run in a sandbox (`CodeReward`); a reward model or its directory or name (`RewardModel`); the address
+            of a scoring service (`RemoteReward`) or, with the option `template`, of an LLM judge (`JudgeReward`), or
+            several addresses; or a list, or a mapping of names to any of these, alone, with a weight `(source,
+            weight)`, or with options `{"source": ..., "weight": ..., ...}`: their weighted sum (`CompositeReward`).
         **options: of the source; for several, of each. `smoothing` (`Smoothed`) is for all kinds.
 
     Raises:
