@@ -137,6 +137,9 @@ def test_hooks_metrics_and_records(tiny: Path, tmp_path: Path) -> None:
     for name in ("reward", "reward/mean", "loss/actor", "loss/critic", "kl", "rollout/tokens_per_s"):
         assert isinstance(record[name], float), name
     assert (tmp_path / "metrics.jsonl").read_text().count("\n") == 1
+    trainer.add_metric("none", lambda batch: None)  # type: ignore[arg-type,return-value]
+    with pytest.raises(DataError, match="metric 'none' returned None: give one number"):
+        trainer.step(PROMPTS)
     assert list((tmp_path / "tensorboard").glob("events*"))
 
 

@@ -507,9 +507,19 @@ class Trainer:
         return {**record, **self._own_metrics(batch)}
 
     def _own_metrics(self, samples: Batch) -> dict[str, float]:
-        """What the user's functions say of the policy's samples."""
-        samples = _own(samples)
-        return {name: float(fn(samples)) for name, fn in self.metric_fns.items()}
+        """What the user's functions say of the policy's samples.
+
+        Raises:
+            DataError: one says no number.
+        """
+        samples, found = _own(samples), {}
+        for name, fn in self.metric_fns.items():
+            value: Any = fn(samples)
+            try:
+                found[name] = float(value)
+            except (TypeError, ValueError):
+                raise DataError(f"metric '{name}' returned {value!r}: give one number for all samples") from None
+        return found
 
     def _count_episodes(self, errors: list[str | None]) -> int:
         told = [error for error in errors if error is not None]
