@@ -136,7 +136,9 @@ class CheckpointStore:
     @staticmethod
     def holds(directory: Path) -> bool:
         """Whether there are checkpoints in a directory, damaged ones included."""
-        return directory.is_dir() and any(_STEP.fullmatch(entry.name) and entry.is_dir() for entry in directory.iterdir())
+        return directory.is_dir() and any(
+            _STEP.fullmatch(entry.name) and entry.is_dir() for entry in directory.iterdir()
+        )
 
     def path(self, step: int) -> Path:
         return self.directory / f"step-{step:06d}"
