@@ -29,6 +29,15 @@ CONFIGS = {
     "qwen2": ("Qwen2Config", {}),
     "gpt2": ("GPT2Config", {"n_embd": 64, "n_layer": 2, "n_head": 4, "n_positions": 512}),
     "phi3": ("Phi3Config", {"sliding_window": 11}),
+    # Rotary embeddings that are others in rows of more than 32 tokens.
+    "longrope": (
+        "Phi3Config",
+        {
+            "original_max_position_embeddings": 32,
+            "rope_parameters": {"rope_type": "longrope", "rope_theta": 1e4, "factor": 16.0}
+            | {"short_factor": [1.0] * 16, "long_factor": [1.0 + i for i in range(16)]},
+        },
+    ),
     "mistral": ("MistralConfig", {"sliding_window": 9}),
     "granite": ("GraniteConfig", {"logits_scaling": 2.0, "residual_multiplier": 0.5}),
     # Latent attention: keys of another size than the configuration's `head_dim`.

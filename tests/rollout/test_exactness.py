@@ -8,6 +8,7 @@ import pytest
 import torch
 from transformers import PreTrainedModel
 
+from verl.errors import RolloutError
 from verl.models.packed import PackedModel
 from verl.rollout.base import Request, RolloutEngine, Sample, SamplingParams, generate
 from verl.rollout.embedded import EmbeddedEngine
@@ -182,6 +183,22 @@ def test_the_hf_engine_keeps_to_a_cache_where_it_is_exact(
     for request in requests:
         expected = plain_log_probs(model, request, samples[request.id])
         torch.testing.assert_close(torch.tensor(samples[request.id].log_probs), expected, atol=1e-4, rtol=0)
+
+
+def test_the_hf_engine_generates_across_a_change_of_rotary_embeddings(make_model: MakeModel) -> None:
+    # Rows that stay short, grow long, and are long from the start; `generate` reads those that grow anew.
+    model = make_model("longrope")
+    requests = prompts(6, 1, SamplingParams(max_new_tokens=25, temperature=0))
+    samples = run(HFEngine(model, eos_token_ids=(), seed=9, max_batch=4), requests)
+    for request in requests:
+        prompt = torch.tensor([request.prompt_tokens])
+        expected = model.generate(prompt, max_new_tokens=25, do_sample=False, eos_token_id=None, pad_token_id=0)
+        assert samples[request.id].tokens == expected[0, prompt.shape[1] :].tolist()
+    short = requests[0]
+    expected = plain_log_probs(model, short, samples[short.id])
+    torch.testing.assert_close(torch.tensor(samples[short.id].log_probs).double(), expected, atol=1e-6, rtol=0)
+    with pytest.raises(RolloutError, match="may have 32"):
+        run(EmbeddedEngine(PackedModel(model), eos_token_ids=(), seed=9, kv_memory=4 << 20), requests)
 
 
 @pytest.mark.parametrize("kind", ["llama", "qwen2", "mistral"])

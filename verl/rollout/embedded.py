@@ -21,6 +21,7 @@ from verl.errors import ConfigError, ModelError, RolloutError
 from verl.models.kernels import kernels, linear
 from verl.models.memory import available_memory
 from verl.models.packed import PackedModel
+from verl.models.rope import original_length
 from verl.models.shards import take_model_shards
 from verl.rollout.attention import PagedAttention, Plan
 from verl.rollout.base import Request, Sample
@@ -40,8 +41,6 @@ _ROWS, _SIZES = 8, 16
 _KEPT_FOR_PRODUCTS = 48 << 20
 # Where that shall hold by construction, every product has this many rows.
 _FIXED_ROWS = 64
-# Rotary embeddings of these kinds change with the longest position in the batch, beyond the original length.
-_BATCH_DEPENDENT_ROPE = ("dynamic", "longrope")
 
 
 @dataclass
@@ -486,13 +485,7 @@ def _head_is_plain(packed: PackedModel) -> bool:
 
 
 def _max_length(packed: PackedModel, wanted: int | None) -> int:
-    limits = [limit for limit in (wanted, packed.max_positions) if limit is not None]
-    rope = getattr(packed.config, "rope_parameters", None) or getattr(packed.config, "rope_scaling", None) or {}
-    if rope.get("rope_type", rope.get("type")) in _BATCH_DEPENDENT_ROPE:
-        original = rope.get("original_max_position_embeddings") or getattr(
-            packed.config, "original_max_position_embeddings", None
-        )
-        limits += [int(original)] if original else []
+    limits = [limit for limit in (wanted, packed.max_positions, original_length(packed.config)) if limit is not None]
     if not limits:
         raise ConfigError("rollout: the model states no longest position: set max_length")
     if min(limits) < 2:

@@ -5,7 +5,8 @@ of the embedded engine, so both give the same tokens up to rounding.
 
 Some models do not keep their state in such a cache (state-space models), or count positions through padding. A few
 tokens are compared with a plain forward first; where they differ every token is computed anew each step, in rows
-padded on the right, where causality hides the padding.
+padded on the right, where causality hides the padding. Under rotary embeddings that are others in long rows (longrope)
+a row that grows long is read anew, and short and long rows are never computed together.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ import inspect
 import logging
 from collections import deque
 from collections.abc import Iterable, Sequence
+from itertools import groupby
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
@@ -22,6 +24,7 @@ from transformers import DynamicCache
 
 from verl.errors import ConfigError, ModelError, RolloutError
 from verl.models.packed import evaluating
+from verl.models.rope import original_length
 from verl.models.shards import take_model_shards
 from verl.rollout.base import Request, Sample, SamplingParams
 from verl.rollout.response import Response, draw
@@ -79,6 +82,7 @@ class HFEngine:
         self.max_batch = max_batch
         self.max_length = min((int(limit) for limit in limits if limit), default=_UNLIMITED)
         self.policy_version = 0
+        self._original_length = original_length(config) or _UNLIMITED
         self._vocab_size = int(config.vocab_size)
         self._accepted = inspect.signature(model.forward).parameters
         self._waiting: deque[Response] = deque()
@@ -152,6 +156,7 @@ class HFEngine:
     def _forget_batch(self) -> None:
         self._batch: list[Response] = []
         self._cache: Any = None
+        self._cache_is_long = False
         self._mask = torch.empty(0, 0, dtype=torch.int64)
 
     def _restart_batch(self) -> None:
@@ -181,22 +186,30 @@ class HFEngine:
 
     def _forward(self) -> Tensor:
         """Logits `[B, V]` that follow each response so far, in fp32 (fp64 for an fp64 model)."""
+        rows = [[*r.prompt, *r.tokens] for r in self._batch]
+        kinds = {self._is_long(row) for row in rows}
+        cached = self.cached and len(kinds) == 1
+        if not cached or self._cache_is_long not in kinds:
+            self._cache = None
         with evaluating(self.model):
-            logits = self._next_logits() if self.cached else self._logits_anew()
+            logits = self._next_logits(rows) if cached else self._logits_anew(rows)
         return logits if logits.dtype == torch.float64 else logits.float()
 
-    def _next_logits(self) -> Tensor:
+    def _is_long(self, row: list[int]) -> bool:
+        return len(row) > self._original_length
+
+    def _next_logits(self, rows: list[list[int]]) -> Tensor:
         device = self.model.device
         if self._cache is None:
-            rows = [[*r.prompt, *r.tokens] for r in self._batch]
             longest = max(map(len, rows))
             padding = [longest - len(row) for row in rows]
             tokens = torch.tensor([[0] * n + row for n, row in zip(padding, rows, strict=True)], device=device)
             mask = [[0] * n + [1] * len(row) for n, row in zip(padding, rows, strict=True)]
             self._cache = DynamicCache(config=self.model.config.get_text_config(decoder=True))
             self._mask = torch.tensor(mask, device=device)
+            self._cache_is_long = self._is_long(rows[0])
         else:
-            tokens = torch.tensor([[r.tokens[-1]] for r in self._batch], device=device)
+            tokens = torch.tensor([row[-1:] for row in rows], device=device)
             self._mask = torch.cat([self._mask, torch.ones_like(tokens)], 1)
         options: dict[str, Any] = {}
         if "position_ids" in self._accepted:
@@ -208,17 +221,23 @@ class HFEngine:
         )
         return cast(Tensor, output.logits[:, -1])
 
-    def _logits_anew(self) -> Tensor:
-        rows = [[*r.prompt, *r.tokens] for r in self._batch]
-        longest = max(map(len, rows))
-        size = max(1, _LOGITS // (longest * self._vocab_size))
-        found = []
-        for start in range(0, len(rows), size):
-            some = rows[start : start + size]
-            tokens = torch.tensor([row + row[:1] * (longest - len(row)) for row in some], device=self.model.device)
-            logits = self.model(input_ids=tokens, attention_mask=torch.ones_like(tokens), use_cache=False).logits
-            found += [logits[i, len(row) - 1] for i, row in enumerate(some)]
-        return torch.stack(found)
+    def _logits_anew(self, rows: list[list[int]]) -> Tensor:
+        order = sorted(range(len(rows)), key=lambda i: self._is_long(rows[i]))
+        size = max(1, _LOGITS // (max(map(len, rows)) * self._vocab_size))
+        found: dict[int, Tensor] = {}
+        for _, group in groupby(order, key=lambda i: self._is_long(rows[i])):
+            alike = list(group)
+            for start in range(0, len(alike), size):
+                found |= self._last_logits({i: rows[i] for i in alike[start : start + size]})
+        return torch.stack([found[i] for i in range(len(rows))])
+
+    def _last_logits(self, rows: dict[int, list[int]]) -> dict[int, Tensor]:
+        """Of rows by number, in one forward: the logits `[V]` after the last token of each."""
+        longest = max(map(len, rows.values()))
+        padded = [row + row[:1] * (longest - len(row)) for row in rows.values()]
+        tokens = torch.tensor(padded, device=self.model.device)
+        logits = self.model(input_ids=tokens, attention_mask=torch.ones_like(tokens), use_cache=False).logits
+        return {i: own[len(row) - 1] for (i, row), own in zip(rows.items(), logits, strict=True)}
 
     @torch.no_grad()
     def _choose_forward(self) -> None:
