@@ -1,5 +1,8 @@
 from __future__ import annotations
 
+from tokenizers import Tokenizer, decoders, models
+from transformers import PreTrainedTokenizerFast
+
 from tests.conftest import byte_tokenizer
 from verl.rollout.stop_strings import StopWatch
 
@@ -14,3 +17,15 @@ def test_only_an_unfinished_character_is_held_back() -> None:
     watch = StopWatch(tokenizer, ["nd"])
     assert [watch.saw_stop(tokens[:end]) for end in (1, 2, 3)] == [False, False, True]
     assert watch.text == "E"
+
+
+def test_a_special_token_leaves_the_space_behind_it() -> None:
+    # As Llama 2 decodes: a space at the beginning of a text is the tokenizer's own.
+    core = Tokenizer(models.BPE({"</s>": 0, "▁": 1, "▁a": 2, "b": 3}, []))
+    core.decoder = decoders.Sequence([decoders.Replace("▁", " "), decoders.Fuse(), decoders.Strip(" ", 1, 0)])
+    core.add_special_tokens(["</s>"])
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=core, eos_token="</s>")
+    for tokens in ([0, 2, 0, 0, 2, 3], [1, 2, 0, 1, 0, 2], [2, 3, 0, 3, 2]):
+        watch = StopWatch(tokenizer, [])
+        for end in range(len(tokens) + 1):
+            assert watch.read(tokens[:end]) == tokenizer.decode(tokens[:end], skip_special_tokens=True)

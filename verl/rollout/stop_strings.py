@@ -23,7 +23,8 @@ class StopWatch:
         self._whole = ""  # of tokens that need not be decoded again
         self._tokenizer = tokenizer
         self._stops = tuple(stops)
-        self._start = self._read = self._seen = 0
+        self._before: list[int] = []  # the newest tokens that wrote something of it
+        self._read = self._seen = 0
         self._cut = False
 
     def read(self, tokens: Sequence[int], final: bool = False) -> str:
@@ -31,12 +32,17 @@ class StopWatch:
         was seen, what came before it."""
         if self._cut:
             return self.text
-        before = self._decode(tokens[self._start : self._read])
-        after = self._decode(tokens[self._start :])
-        new = after[len(before) :]
+        newest = list(tokens[self._read :])
+        after = self._decode([*self._before, *newest])
+        new = after[len(self._decode(self._before)) :]
         if final or not after.endswith(_UNFINISHED):
             self._whole += new
-            self._start, self._read = self._read, len(tokens)
+            self._read = len(tokens)
+            # Behind tokens that write nothing (special ones) the next would be decoded as the beginning of a text.
+            if new:
+                self._before = newest
+            elif not self._whole:
+                self._before += newest
             new = ""
         self.text = self._whole + new.rstrip(_UNFINISHED)
         return self.text
@@ -55,6 +61,6 @@ class StopWatch:
         """Read on; a stop string that has ended by now does not count."""
         self._seen = len(self.read(tokens))
 
-    def _decode(self, tokens: Sequence[int]) -> str:
-        text = self._tokenizer.decode(list(tokens), skip_special_tokens=True, clean_up_tokenization_spaces=False)
+    def _decode(self, tokens: list[int]) -> str:
+        text = self._tokenizer.decode(tokens, skip_special_tokens=True, clean_up_tokenization_spaces=False)
         return str(text)
