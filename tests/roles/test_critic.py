@@ -8,10 +8,11 @@ from pathlib import Path
 
 import pytest
 import torch
-from tokenizers import Tokenizer
+from tokenizers import Tokenizer, processors
 from transformers import PreTrainedTokenizerFast
 
 import verl
+import verl.data.alignment
 from tests.conftest import byte_tokenizer
 from verl.algorithms import value_algorithm
 from verl.data.alignment import CharacterAlignment
@@ -36,11 +37,27 @@ def test_the_same_tokenizer_on_both_sides_changes_nothing() -> None:
     alignment = CharacterAlignment(byte_tokenizer(), byte_tokenizer())
     there = alignment.batch(sequences)
     assert there["prompt_tokens"] == sequences["prompt_tokens"]
-    ascii_rows = [i for i, text in enumerate(TEXTS) if text.isascii()]
-    numbers = [[float(j) for j in range(len(row))] for row in there["response_tokens"]]
-    back = alignment.to_actor(sequences, numbers)
-    for row in ascii_rows:
-        assert back[row] == numbers[row]
+    # Where a character is several tokens, all have the number of the first.
+    numbers = [[float(len(text.encode()[:j].decode(errors="ignore"))) for j in range(len(text.encode()) + 1)]
+               for text in TEXTS]  # fmt: skip
+    assert alignment.to_actor(sequences, numbers) == numbers
+    indices = [[float(j) for j in range(len(row))] for row in numbers]
+    firsts = [[float(row.index(number)) for number in row] for row in numbers]
+    assert alignment.to_actor(sequences, indices) == firsts
+
+
+def test_a_token_begins_with_its_space_whatever_the_offsets_say() -> None:
+    # Byte-level tokenizers leave the space out of a token's offsets, unless they are told to keep it.
+    merges = (("Ġ", "u"), ("Ġu", "p"), ("Ġ", "Ġ"))
+    actor, critic = byte_tokenizer(merges), byte_tokenizer(merges)
+    critic.backend_tokenizer.post_processor = processors.ByteLevel(trim_offsets=True)
+    tokens = actor("Once up  a up")["input_ids"]
+    assert critic("Once up", return_offsets_mapping=True)["offset_mapping"][-1] == (5, 7)
+    sequences = sequences_of([""]).drop(["response_tokens"]).add({"response_tokens": [tokens]})
+    alignment = CharacterAlignment(actor, critic)
+    numbers = [[float(i) for i in range(len(tokens))]]
+    assert alignment.to_actor(sequences, alignment.batch(sequences), numbers) == numbers
+    assert alignment.to_critic(sequences.add({"returns": numbers}), ("returns",))["returns"] == numbers
 
 
 def test_values_are_carried_by_character() -> None:
@@ -96,15 +113,13 @@ def test_values_start_at_zero_and_only_the_critic_moves(tiny: Path) -> None:
     assert actor.compute_log_probs(sequences)["log_probs"] == before
 
 
-def test_starts_in_pieces_are_those_of_the_whole_text() -> None:
+def test_starts_in_pieces_are_those_of_the_whole_text(monkeypatch: pytest.MonkeyPatch) -> None:
     tokenizer = byte_tokenizer((("a", "b"), ("o", "n")))
     alignment = CharacterAlignment(tokenizer, tokenizer)
     tokens = tokenizer("naïve 日本語😀 ab on \ufffd " * 12)["input_ids"]
-    whole, latest = [], 0
-    for index in range(len(tokens)):
-        latest = max(latest, len(tokenizer.decode(tokens[:index])) if index else 0)
-        whole.append(latest)
-    assert alignment._starts(tokens) == whole
+    spans = alignment._spans(tokens)
+    monkeypatch.setattr(verl.data.alignment, "_WINDOW", len(tokens))
+    assert alignment._spans(tokens) == spans
 
 
 def test_a_vocabulary_that_nobody_has_told_of_is_refused(tiny: Path) -> None:

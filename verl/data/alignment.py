@@ -14,13 +14,16 @@ if TYPE_CHECKING:
 
 #: Tokens between two anchors of a text that is decoded piece by piece.
 _WINDOW = 16
+_UNFINISHED = "\N{REPLACEMENT CHARACTER}"
+
+_Span = tuple[int, int]
 
 
 class CharacterAlignment:
     """Between an actor's tokens and a critic's over the same text.
 
-    A number at position i of one side is the number of the other side's token that holds the first character of
-    token i. Special tokens are spelt out, so that every token has characters.
+    A number at position i of one side is the number of the other side's first token that holds the first character of
+    token i, or a part of it. Special tokens are spelt out, so that every token has characters.
 
     Raises:
         ModelError: the critic's tokenizer cannot tell character offsets (it is no fast tokenizer).
@@ -42,8 +45,8 @@ class CharacterAlignment:
         """The critic's numbers, aligned with the actor's response tokens."""
         rows = []
         for tokens, critic_values in zip(sequences["response_tokens"], values, strict=True):
-            starts = self._encode(self._text(tokens))[1]
-            rows.append(_carry(starts, critic_values, self._starts(tokens)))
+            _, there_spans = self._encode(self._text(tokens))
+            rows.append(_carry(there_spans, critic_values, self._spans(tokens)))
         return rows
 
     def to_critic(self, sequences: Batch, columns: Sequence[str]) -> Batch:
@@ -54,7 +57,7 @@ class CharacterAlignment:
             if name not in sequences:
                 continue
             carried[name] = [
-                _carry(self._starts(tokens), numbers, self._encode(self._text(tokens))[1])
+                _carry(self._spans(tokens), numbers, self._encode(self._text(tokens))[1])
                 for tokens, numbers in zip(sequences["response_tokens"], sequences[name], strict=True)
             ]
         return there.add(carried)
@@ -62,30 +65,42 @@ class CharacterAlignment:
     def _text(self, tokens: Sequence[int]) -> str:
         return str(self.actor.decode(list(tokens)))
 
-    def _encode(self, text: str) -> tuple[list[int], list[int]]:
-        """Token ids and the character at which each begins."""
+    def _encode(self, text: str) -> tuple[list[int], list[_Span]]:
+        """Token ids and the characters that each is written in."""
         encoded = self.critic(text, add_special_tokens=False, return_offsets_mapping=True)
-        return encoded["input_ids"], [start for start, _ in encoded["offset_mapping"]]
+        spans, before = [], 0
+        for start, end in encoded["offset_mapping"]:
+            # Many tokenizers leave the space that a token begins with out of its offsets: it follows the token before.
+            spans.append((min(start, before), max(end, before)))
+            before = spans[-1][1]
+        return encoded["input_ids"], spans
 
-    def _starts(self, tokens: Sequence[int]) -> list[int]:
-        """The character at which each of the actor's tokens begins. A token that ends inside a character decodes
-        to a replacement sign, so starts are kept from running backwards."""
-        starts: list[int] = []
+    def _spans(self, tokens: Sequence[int]) -> list[_Span]:
+        """The characters that each of the actor's tokens is written in, whole or in part."""
+        whole = self._text(tokens)
+        spans: list[_Span] = []
         # Only a window is decoded for each token: from the last anchor but one, for a tokenizer may write the first
         # token of a text in another way. An anchor never stands inside a character.
-        begin = anchor = passed = known = 0  # characters of tokens[:anchor], and of tokens[begin:anchor]
+        begin = anchor = passed = known = start = 0  # characters of tokens[:anchor], and of tokens[begin:anchor]
         for index in range(len(tokens)):
-            text = self._text(tokens[begin:index]) if index > begin else ""
-            length = passed + len(text) - known
-            starts.append(max(length, starts[-1] if starts else 0))
-            if index - anchor >= _WINDOW and not text.endswith("\N{REPLACEMENT CHARACTER}"):
-                begin, anchor, passed = anchor, index, length
+            text = self._text(tokens[begin : index + 1])
+            length = after = passed + len(text) - known
+            for sign in reversed(text):  # what is no character yet, but will be
+                if sign != _UNFINISHED or whole[after - 1 : after] == _UNFINISHED:
+                    break
+                after -= 1
+            after = max(after, start)
+            spans.append((start, after + (length > after)))
+            start = after
+            if index + 1 - anchor >= _WINDOW and not text.endswith(_UNFINISHED):
+                begin, anchor, passed = anchor, index + 1, length
                 known = len(self._text(tokens[begin:anchor]))
-        return starts
+        return spans
 
 
-def _carry(starts: Sequence[int], numbers: Sequence[Any], wanted: Sequence[int]) -> list[Any]:
-    """For each wanted character the number of the last token that begins at or before it."""
-    if not starts:
+def _carry(spans: Sequence[_Span], numbers: Sequence[Any], wanted: Sequence[_Span]) -> list[Any]:
+    """For the first character of each wanted span the number of the first token that holds it, else of the last."""
+    if not spans:
         return [0 for _ in wanted]
-    return [numbers[max(0, bisect_right(starts, place) - 1)] for place in wanted]
+    ends = [end for _, end in spans]
+    return [numbers[min(bisect_right(ends, start), len(ends) - 1)] for start, _ in wanted]
