@@ -18,6 +18,7 @@ from verl.rollout.base import Request, Sample, SamplingParams, generate
 from verl.rollout.grammar import Grammar
 from verl.rollout.remote import ServerEngine
 from verl.rollout.servers import NoServerError, ServerPool
+from verl.rollout.vllm import sampling_arguments
 
 PARAMS = SamplingParams(max_new_tokens=6)
 
@@ -46,6 +47,13 @@ def test_samples_in_each_protocol_stick_to_their_prompts_server(serve: Callable[
     writers = {row: {s.log_probs[0] for s in samples if s.id.startswith(f"{row}/")} for row in range(9)}
     assert all(len(names) == 1 for names in writers.values())
     assert set.union(*writers.values()) == {-1.0, -2.0, -3.0}
+
+
+def test_a_server_is_left_nothing_to_take_from_the_models_generation_config() -> None:
+    # What vLLM's servers read there (`ModelConfig.get_diff_sampling_param`).
+    sent = sampling_arguments(Request("a", [5], SamplingParams()), 0, (2,), 8)
+    neutral = {"repetition_penalty": 1, "presence_penalty": 0, "frequency_penalty": 0, "temperature": 1, "top_k": 0}
+    assert sent | neutral | {"top_p": 1, "min_p": 0} == sent and sent["max_tokens"] == 8
 
 
 def test_a_prompt_leaves_a_server_that_has_much_more_to_do(serve: Callable[..., Plain]) -> None:

@@ -310,6 +310,10 @@ def sampling_arguments(request: Request, seed: int, eos_token_ids: Sequence[int]
         "top_k": params.top_k,
         "top_p": params.top_p,
         "min_p": params.min_p,
+        # A server takes what is not said from the model's generation_config.
+        "repetition_penalty": 1.0,
+        "presence_penalty": 0.0,
+        "frequency_penalty": 0.0,
         "seed": stream_key(seed, request.id) & 0x7FFF_FFFF_FFFF_FFFF,
         "stop": list(params.stop),
         "stop_token_ids": sorted({*ends, *params.stop_token_ids}),
