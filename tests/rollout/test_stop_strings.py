@@ -4,6 +4,8 @@ from tokenizers import Tokenizer, decoders, models
 from transformers import PreTrainedTokenizerFast
 
 from tests.conftest import byte_tokenizer
+from verl.rollout.base import Request, SamplingParams
+from verl.rollout.response import Response
 from verl.rollout.stop_strings import StopWatch
 
 
@@ -29,3 +31,22 @@ def test_a_special_token_leaves_the_space_behind_it() -> None:
         watch = StopWatch(tokenizer, [])
         for end in range(len(tokens) + 1):
             assert watch.read(tokens[:end]) == tokenizer.decode(tokens[:end], skip_special_tokens=True)
+
+
+def test_a_special_token_written_as_a_stop_string_ends_the_response() -> None:
+    tokenizer = byte_tokenizer()
+    tokens = tokenizer("Hi<|user|>")["input_ids"]
+    assert len(tokens) == 3
+    for stop, finish in (("<|user|>", "stop"), ("<|system|>", None), ("<|nobody|>", None), ("Hi<|", None)):
+        response = Response(
+            Request("a", [5], SamplingParams(stop=(stop,), ignore_eos=True)),
+            seed=0,
+            vocab_size=260,
+            max_length=100,
+            eos_token_ids=(0,),
+            tokenizer=tokenizer,
+        )
+        for token in tokens:
+            assert response.finish is None
+            response.append(token, -1.0, 0)
+        assert (response.finish, response.text()) == (finish, "Hi")

@@ -67,7 +67,8 @@ class SamplingParams:
 
     `temperature` 0 is greedy; `top_k` 0, `top_p` 1 and `min_p` 0 are off, and apply in this order after the
     temperature. Before `min_new_tokens` tokens no end-of-sequence or stop token is sampled, and no stop string counts.
-    `stop` strings and `stop_token_ids` end a response, their tokens included; `ignore_eos` goes on to `max_new_tokens`.
+    `stop` strings and `stop_token_ids` end a response, their tokens included; a string that is how a special token is
+    written stands for that token. `ignore_eos` goes on to `max_new_tokens`.
 
     Raises:
         ConfigError: a value is out of range.

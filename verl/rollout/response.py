@@ -12,7 +12,7 @@ from verl.errors import RolloutError
 from verl.rollout.base import Finish, Guard, LongPromptError, Request, Sample
 from verl.rollout.randomness import stream_key, uniforms
 from verl.rollout.sampler import SamplingTable, sample
-from verl.rollout.stop_strings import StopWatch
+from verl.rollout.stop_strings import StopWatch, special_token
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -46,7 +46,9 @@ class Response:
         check_prompt(request.id, self.prompt, vocab_size, max_length)
         self.max_new_tokens = min(self.params.max_new_tokens, max_length - len(self.prompt))
         ends = () if self.params.ignore_eos else eos_token_ids
-        self.end_tokens = frozenset(t for t in (*ends, *self.params.stop_token_ids) if 0 <= t < vocab_size)
+        written = [] if tokenizer is None else [special_token(tokenizer, stop) for stop in self.params.stop]
+        stops = (*self.params.stop_token_ids, *(token for token in written if token is not None))
+        self.end_tokens = frozenset(t for t in (*ends, *stops) if 0 <= t < vocab_size)
         if len(self.end_tokens) == vocab_size and self.params.min_new_tokens:
             raise RolloutError(
                 f"request '{request.id}': every token of the vocabulary ends the response, so it cannot have "

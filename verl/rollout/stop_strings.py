@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -64,3 +64,11 @@ class StopWatch:
     def _decode(self, tokens: list[int]) -> str:
         text = self._tokenizer.decode(tokens, skip_special_tokens=True, clean_up_tokenization_spaces=False)
         return str(text)
+
+
+def special_token(tokenizer: PreTrainedTokenizerBase, stop: str) -> int | None:
+    """The special token that is written so, if there is one: the text of a response never shows it."""
+    token: Any = tokenizer.convert_tokens_to_ids(stop)
+    if not isinstance(token, int) or tokenizer.decode([token]) != stop:
+        return None
+    return None if tokenizer.decode([token], skip_special_tokens=True) else token
