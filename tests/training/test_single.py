@@ -451,6 +451,20 @@ def test_rows_longer_than_the_learned_positions_are_named() -> None:
     SingleEngine(tiny_model("llama")).log_probs(batch)  # its positions are computed
 
 
+def test_tokens_of_another_vocabulary_are_named() -> None:
+    batch = ragged_batch([(3, 0), (3, 2), (1, 4)])
+    responses = [row or [] for row in batch["response_tokens"]]
+    responses[1][-1] = VOCAB
+    ended = batch.drop(["response_tokens"]).add({"response_tokens": responses})
+    with pytest.raises(DataError, match=f"response_tokens has token {VOCAB}, .* embeds {VOCAB}"):
+        SingleEngine(tiny_model()).log_probs(ended)
+    critic = SingleEngine(ValueModel.from_model(tiny_model()), head="value")
+    assert critic.values(ended).shape == (6,)  # no value follows the last token
+    responses[1][0] = VOCAB
+    with pytest.raises(DataError, match=r"another vocabulary needs its own \(tokenizer=\)"):
+        critic.values(batch.drop(["response_tokens"]).add({"response_tokens": responses}))
+
+
 def test_a_critic_over_a_backbone_of_that_very_name() -> None:
     config = MambaConfig(vocab_size=VOCAB, hidden_size=32, num_hidden_layers=2, state_size=8, time_step_rank=4)
     torch.manual_seed(0)

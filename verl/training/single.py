@@ -8,6 +8,7 @@ from contextlib import contextmanager, nullcontext
 from itertools import accumulate
 from typing import Any, Literal
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
@@ -230,7 +231,19 @@ class SingleEngine:
         return torch.autocast(self.device.type, torch.bfloat16) if self.autocast else nullcontext()
 
     def _must_fit(self, batch: Batch) -> None:
-        """No row is longer than a table of learned positions."""
+        """Every token has an embedding, and no row is longer than a table of learned positions."""
+        model, size = type(self.packed.model).__name__, self.packed.vocab_size
+        for name in ("prompt_tokens", "response_tokens"):
+            tokens = batch.arrow(name).flatten().to_numpy(zero_copy_only=False)
+            if name == "response_tokens" and self.head == "value":  # nothing is asked of the last ones
+                ends = np.cumsum([length for length in batch.lengths(name) if length], dtype=np.int64)
+                tokens = np.delete(tokens, ends - 1)
+            wrong = tokens[(tokens < 0) | (tokens >= size)]
+            if len(wrong):
+                raise DataError(
+                    f"{name} has token {wrong[0]}, {model} embeds {size}: it is of another tokenizer. A critic of "
+                    "another vocabulary needs its own (tokenizer=)"
+                )
         limit = self.packed.position_table
         lengths = zip(batch.lengths("prompt_tokens"), batch.lengths("response_tokens"), strict=True)
         # What the last token of a response leads to is asked for by a score only.
@@ -239,8 +252,8 @@ class SingleEngine:
             row = fed.index(max(fed))
             sample = f" (id {batch['id'][row]})" if "id" in batch else ""
             raise DataError(
-                f"row {row}{sample} feeds {fed[row]} tokens to {type(self.packed.model).__name__}, which has learned "
-                f"{limit} positions: shorten prompt or response"
+                f"row {row}{sample} feeds {fed[row]} tokens to {model}, which has learned {limit} positions: shorten "
+                "prompt or response"
             )
 
     def _must_be(self, head: str) -> None:
