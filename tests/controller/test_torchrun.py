@@ -185,6 +185,22 @@ def test_a_rank_that_hangs_is_waited_for_as_long_as_the_trainer_says(tiny: Path,
     assert "silent for 6 s" in done.stderr
 
 
+def test_ranks_have_the_deadline_of_a_pipeline(tiny: Path, tmp_path: Path) -> None:
+    script = tmp_path / "script.py"
+    script.write_text(
+        "import sys, verl\n"
+        "actor = verl.Actor(sys.argv[1], sampling=verl.SamplingParams(max_new_tokens=2))\n"
+        "updater = verl.Updater('grpo', actor=actor)\n"
+        "pipeline = verl.RLDataPipeline(n=2, deadline=77)\n"
+        "pipeline.add_stage('rollout', actor).add_stage('reward', lambda texts: [float(len(t)) for t in texts])\n"
+        "pipeline.add_stage('update', updater)\n"
+        "assert {node.deadline for node in pipeline.graph.nodes.values() if node.role} == {154}\n"
+        "assert pipeline.run(['a', 'b']).metrics['lr/actor'] > 0\n"
+        "assert actor.controller.world().timeout == 77\n"
+    )
+    torchrun(2, script, tiny)
+
+
 @pytest.mark.slow
 def test_ranks_that_disagree_are_told_so(tiny: Path, tmp_path: Path) -> None:
     script = tmp_path / "script.py"
@@ -197,6 +213,19 @@ def test_ranks_that_disagree_are_told_so(tiny: Path, tmp_path: Path) -> None:
     done = torchrun(2, script, tiny, check=False)
     assert done.returncode != 0
     assert "hold another batch" in done.stderr
+
+
+def test_the_threads_of_collectives_end_before_the_interpreter(tmp_path: Path) -> None:
+    """One that drops the last reference to a tensor later than that aborts the process."""
+    script = tmp_path / "script.py"
+    script.write_text(
+        "import atexit, sys\n"
+        "import torch.distributed as dist\n"
+        "from verl.controller.world import here\n"
+        "atexit.register(lambda: sys.stdout.write(f'left {not dist.is_initialized()}\\n'))\n"
+        "here(60.0, 'cpu').exchange('verb', 1)\n"
+    )
+    assert torchrun(2, script).stdout.count("left True") == 2
 
 
 def test_whoever_waits_for_what_rank_0_does_is_told_when_it_dies(tmp_path: Path) -> None:

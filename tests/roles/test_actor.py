@@ -12,6 +12,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, Gemma2Config, Gemm
 
 import verl
 from tests.conftest import CONFIGS
+from tests.workers.test_sync import Copying
+from verl.algorithms import make_algorithm
 from verl.errors import ConfigError, DataError, ModelError, RolloutError
 from verl.models.shards import model_shards
 from verl.shard import checksum
@@ -243,6 +245,34 @@ def test_recorded_samples_are_never_the_policys_own(actor: verl.Actor, tiny: Pat
     recorded = verl.OfflineDatasetLoader(tmp_path / "own.parquet").batch
     assert not actor.needs_old_log_probs(algorithm, own)
     assert verl.Actor(str(tiny)).needs_old_log_probs(algorithm, recorded)
+
+
+def test_samples_of_other_weights_are_not_the_policys_own(
+    actor: verl.Actor, make_tiny: Callable[..., Path], tmp_path: Path
+) -> None:
+    """Whatever their version says: another actor has the same numbers."""
+    algorithm, rewards = make_algorithm("grpo"), [0.0, 1.0, 0.0, 1.0]
+    other = verl.Actor(str(make_tiny(seed=1)), sampling=actor.sampling)
+    theirs, ours = other.generate_sequences(PROMPTS, n=2), actor.generate_sequences(PROMPTS, n=2)
+    assert theirs["policy_version"] == ours["policy_version"] and theirs["id"] == ours["id"]
+    assert actor.needs_old_log_probs(algorithm, theirs) and not actor.needs_old_log_probs(algorithm, ours)
+    theirs.to_parquet(tmp_path / "theirs.parquet")
+    trainer = verl.Trainer(actor, reward_fn=len, algorithm="grpo", log_dir=False)
+    record = trainer.step(verl.Batch.from_parquet(tmp_path / "theirs.parquet").add({"reward": rewards}))
+    assert record["mismatch/ess"] < 0.99, "their tokens are weighted"
+    assert actor.needs_old_log_probs(algorithm, ours), "of weights that have been updated"
+    ours = actor.generate_sequences(PROMPTS, n=2)
+    actor.load_shards(list(other.shards()))
+    assert actor.needs_old_log_probs(algorithm, ours), "of weights that have been replaced"
+
+
+def test_an_engine_with_a_copy_gets_the_weights_that_are_loaded(tiny: Path, make_tiny: Callable[..., Path]) -> None:
+    other = verl.Actor(str(make_tiny(seed=1)), sampling=verl.SamplingParams(max_new_tokens=4))
+    actor = verl.Actor(str(tiny), rollout=Copying, sampling=other.sampling)
+    actor.generate_sequences(PROMPTS)
+    actor.load_shards(list(other.shards()))
+    served, expected = (each.generate_sequences(PROMPTS, key="k")["response_tokens"] for each in (actor, other))
+    assert served == expected
 
 
 def test_a_model_without_a_packed_forward(make_tiny: Callable[..., Path], tiny: Path) -> None:

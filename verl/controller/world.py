@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import atexit
 import logging
 import os
 import pickle
@@ -70,6 +71,8 @@ class World:
         self.store: Any = dist.distributed_c10d._get_default_store()
         #: to rank 0, where the driver is replicated
         self.lifeline: Lifeline | None = None
+        #: collectives that this rank is in, or that broke
+        self._open: set[object] = set()
 
     def group(self, ranks: Sequence[int]) -> Any:
         """The process group of some ranks; all ranks of the world make it, in the same order."""
@@ -153,14 +156,24 @@ class World:
     def collective(self, what: str) -> Iterator[None]:
         """Inside, a broken collective raises `ClusterError` with the failed rank's own words, if it had any; what goes
         wrong on this rank is told to the others, before it ends."""
+        self._open.add(at := object())
         try:
             yield
+            self._open.remove(at)
         except Exception as error:
             if is_broken_collective(error):
                 raise ClusterError(f"{who()}, waited in '{what}': {self._reason(error)}") from error
             text = "".join(traceback.format_exception(error))
             self.store.set(_FAILED, f"{who()}:\n{text}")
             raise
+
+    def leave(self) -> None:
+        """For the end of the process: let the threads of the collectives end, unless they may be waiting for others.
+
+        Such a thread may be the last to hold a tensor, and if it drops that while the interpreter goes down, the
+        process aborts."""
+        if not self._open and dist.is_initialized():
+            dist.destroy_process_group()
 
     def _reason(self, error: Exception) -> str:
         try:
@@ -195,5 +208,6 @@ def here(timeout: float = TIMEOUT, device: str | None = None) -> World:
         own = f"cuda:{os.environ.get('LOCAL_RANK', rank_here())}" if kind == "cuda" else "cpu"
         world = World(rank_here(), torchrun_ranks(), "env://", timeout, own)
         world.lifeline = Lifeline(world.store, timeout)
+        atexit.register(world.leave)
         _worlds.append(world)
     return _worlds[0]

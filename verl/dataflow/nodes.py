@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from dataclasses import replace
 
 from verl.batch import Batch
+from verl.controller.controller import Controller
 from verl.dataflow.graph import ANY, Node
 from verl.roles.actor import Actor, expand
 from verl.roles.critic import Critic
@@ -73,6 +75,14 @@ def update_nodes(name: str, updater: Updater) -> list[Node]:
     nodes = [Node(name="prepare", run=updater.prepare, kind="batch", inputs=(ANY,), outputs=(ANY,), role="controller")]
     trained: dict[str, Actor | Critic] = {"actor": updater.actor, **updater.critics}
     return nodes + [_update_node(f"{name}_{role}", role, handle, updater) for role, handle in trained.items()]
+
+
+def patient(nodes: list[Node], controllers: Iterable[Controller], deadline: float) -> list[Node]:
+    """Of models on several ranks: each verb of a node has the deadline, and its error says which rank is late. The
+    node's own, which cannot tell, comes after the two verbs that an update has."""
+    if all(controller.is_local for controller in controllers):
+        return nodes
+    return [replace(node, deadline=2 * deadline) if node.role else node for node in nodes]
 
 
 def _model_node(name: str, role: str, verb: Callable[[Batch], Batch], output: str) -> Node:

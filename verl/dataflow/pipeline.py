@@ -5,12 +5,15 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from verl.batch import Batch
 from verl.dataflow.executor import DEADLINE, Result, run_graph
 from verl.dataflow.graph import ANY, Graph, Node
 from verl.errors import ConfigError
+
+if TYPE_CHECKING:
+    from verl.controller.controller import Controller
 
 
 class RLDataPipeline:
@@ -30,7 +33,7 @@ class RLDataPipeline:
 
     Args:
         n: samples a prompt; None: what suits the updater's algorithm.
-        deadline: seconds for one call of a stage.
+        deadline: seconds for one call of a stage, and for ranks to wait for each other.
     """
 
     def __init__(self, *, n: int | None = None, deadline: float = DEADLINE) -> None:
@@ -59,7 +62,10 @@ class RLDataPipeline:
     @property
     def graph(self) -> Graph:
         """The graph that `run` runs."""
-        return Graph([node for name, stage in self.stages.items() for node in self._nodes(name, stage)])
+        from verl.dataflow.nodes import patient
+
+        nodes = [node for name, stage in self.stages.items() for node in self._nodes(name, stage)]
+        return Graph(patient(nodes, self._controllers(), self.deadline))
 
     def run(self, prompts: Any) -> Result:
         """One pass of the prompts through all stages.
@@ -72,7 +78,19 @@ class RLDataPipeline:
             if encoder is None:
                 raise ConfigError("no stage of the pipeline takes plain prompts: add an Actor, or run a Batch")
             prompts = encoder.prompts(prompts)
+        for controller in self._controllers():
+            controller.wait(self.deadline)
         return run_graph(self.graph, prompts, deadline=self.deadline)
+
+    def _controllers(self) -> set[Controller]:
+        """Of the models of all stages."""
+        from verl.roles.actor import Actor
+        from verl.roles.updater import Updater
+
+        handles: list[Any] = [stage for stage in self.stages.values() if isinstance(stage, Actor)]
+        for stage in self.stages.values():
+            handles += [stage.actor, *stage.critics.values()] if isinstance(stage, Updater) else []
+        return {handle.controller for handle in handles}
 
     def _nodes(self, name: str, stage: Any) -> Iterable[Node]:
         from verl.dataflow import nodes

@@ -25,6 +25,7 @@ from verl.models.loading import eos_token_ids, find_tokenizer, load_model, load_
 from verl.models.portable import PortableModel
 from verl.models.wrapped import unwrapped
 from verl.roles.columns import add_rewards, aligned, as_sequences
+from verl.roles.written import Written
 from verl.rollout.base import SamplingParams, as_sampling
 from verl.rollout.episode import Episode
 from verl.shard import Shard
@@ -152,6 +153,7 @@ class Actor:
         self.reference_model: PreTrainedModel | None = None
         #: Updates so far.
         self.policy_version = 0
+        self._written = Written()
         self._group: WorkerGroup[ActorWorker] | None = None
         self._reference: WorkerGroup[ReferenceWorker] | None = None
         self._exact_rollout: bool | None = None
@@ -254,7 +256,12 @@ class Actor:
             )
         for chunk in self.group.call("generate", rows, params):
             texts = self.tokenizer.batch_decode(chunk["response_tokens"], skip_special_tokens=True)
+            self.wrote(chunk)
             yield chunk.add({"response": texts})
+
+    def wrote(self, samples: Batch) -> None:
+        """Remember which of the samples that have come are of the weights as they are now."""
+        self._written.add(samples.filter([version == self.policy_version for version in samples["policy_version"]]))
 
     def compute_log_probs(self, sequences: Batch) -> Batch:
         """Column `log_probs`: log-probs of the response tokens under the policy as it is now."""
@@ -338,8 +345,7 @@ class Actor:
         return self._exact_rollout
 
     def _is_one_step(self, batch: Batch) -> bool:
-        versions = set(batch["policy_version"]) if "policy_version" in batch else {None}
-        return versions == {self.policy_version} and self.plan.updates(len(batch)) == 1
+        return self.plan.updates(len(batch)) == 1 and self._written.has(batch)
 
     def train(self, prepared: Batch, algorithm: BaseAlgorithm) -> dict[str, float]:
         """Optimizer steps on a batch that `algorithm.prepare` made."""
@@ -351,8 +357,10 @@ class Actor:
             # Else this step's forward measures the engine against the trainer.
             prepared = prepared.drop(["rollout_log_probs"])
         plan = replace(self.plan, temperature=self._temperature(prepared))
+        written, self._written = self._written, Written()  # an update that fails may have moved the weights
         metrics: dict[str, float] = self.group.call("update", prepared, algorithm.objective("actor"), plan)
         if "update/empty" in metrics:  # the weights are as they were, and those that are served are these
+            self._written = written
             return metrics
         self.policy_version += 1
         served: dict[str, float] = self.group.call("sync")
@@ -369,16 +377,21 @@ class Actor:
         return self.group.call("shards")  # type: ignore[no-any-return]
 
     def load_shards(self, shards: Iterable[Shard]) -> None:
+        """Replace the weights, those that generate included; `policy_version` counts updates, and stays."""
+        self._written = Written()
         self.group.call("load_shards", shards)
 
     def state(self) -> tuple[Callable[[], Iterator[Shard]], dict[str, Any]]:
         """The optimizer's tensors as a stream, when it is asked for, and the values beside them."""
-        return lambda: self.group.call("state"), self.group.call("meta")
+        meta = {**self.group.call("meta"), "written": sorted(self._written.marks)}
+        return lambda: self.group.call("state"), meta
 
     def load_state(self, tensors: Mapping[str, torch.Tensor], meta: Mapping[str, Any]) -> None:
         """Restore `state()`, after the weights of the same moment."""
-        self.group.call("load_state", tensors, meta)
-        self.policy_version = int(meta["policy_version"])
+        rest = dict(meta)
+        written = Written(rest.pop("written", ()))
+        self.group.call("load_state", tensors, rest)
+        self.policy_version, self._written = int(rest["policy_version"]), written
 
     def save_pretrained(self, path: str) -> None:
         """Write a plain Hugging Face directory: weights, config and tokenizer. Of several ranks the first writes."""

@@ -184,6 +184,7 @@ class AsyncTrainer(Trainer):
         event = self.group.event(self.deadline)
         if isinstance(event, Finished):
             texts = self.actor.tokenizer.batch_decode(event.samples["response_tokens"], skip_special_tokens=True)
+            self.actor.wrote(event.samples)
             self.schedule.finish(event.group, event.samples.add({"response": texts}))
             del self._prompts[event.group]
             self._tokens += sum(event.samples.lengths("response_tokens"))

@@ -22,7 +22,7 @@ from verl.data.buffers import Buffer
 from verl.data.prefetch import Loader
 from verl.dataflow.executor import Result, run_graph
 from verl.dataflow.graph import Graph, Node
-from verl.dataflow.nodes import experience_nodes, reward_node, rollout_node, update_nodes
+from verl.dataflow.nodes import experience_nodes, patient, reward_node, rollout_node, update_nodes
 from verl.errors import CheckpointError, ConfigError, DataError, RolloutError, TrainingError
 from verl.models.memory import peak_memory
 from verl.rewards.failures import Failures
@@ -378,7 +378,7 @@ class Trainer:
         # The temperature that samples were drawn at, where it is not the actor's own.
         own = ("temperature",) if "temperature" in batch else ()
         nodes = [replace(n, inputs=(*n.inputs, *own)) if "ref_log_probs" in n.outputs else n for n in nodes]
-        result = self._run(Graph(nodes, batch.columns), batch)
+        result = self._run(Graph(self._patient(nodes), batch.columns), batch)
         return result.batch, {**_score_metrics(_own(result.batch)), **result.metrics}
 
     def learn(self, samples: Batch) -> dict[str, Any]:
@@ -457,11 +457,7 @@ class Trainer:
         state.load(self, Path(path))
 
     def _patient(self, nodes: list[Node]) -> list[Node]:
-        """Of models on several ranks: each verb of a node has the deadline, and its error says which rank is late. The
-        node's own, which cannot tell, comes after the two verbs that an update has."""
-        if all(controller.is_local for controller in self._controllers):
-            return nodes
-        return [replace(node, deadline=2 * self.deadline) if node.role else node for node in nodes]
+        return patient(nodes, self._controllers, self.deadline)
 
     def _run(self, graph: Graph, batch: Batch) -> Result:
         result = run_graph(graph, batch, deadline=self.deadline)

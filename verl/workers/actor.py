@@ -287,6 +287,7 @@ class ActorWorker:
     def load_shards(self, shards: Iterable[Shard]) -> None:
         self.engine.load_shards(shards)
         self._refresh()
+        self._hand_over()
 
     @verb("train")
     def meta(self) -> dict[str, Any]:
@@ -313,11 +314,13 @@ class ActorWorker:
         if self.place.is_apart:
             spread_weights(self.engine, self.place)
         self._refresh()
-        if self._rollout_engine is None:
-            return {}
-        # The embedded engine reads the live tensors; an engine with its own copy takes the stream.
-        self._rollout_engine.load_shards(self.local.shards(), self.policy_version)
-        return self._sync.measure(self._rollout_engine, self.local)
+        self._hand_over()
+        return {} if self._rollout_engine is None else self._sync.measure(self._rollout_engine, self.local)
+
+    def _hand_over(self) -> None:
+        """The embedded engine reads the live tensors; an engine with its own copy takes the stream."""
+        if self._rollout_engine is not None:
+            self._rollout_engine.load_shards(self.local.shards(), self.policy_version)
 
     def _refresh(self) -> None:
         if self.local is not self.engine:
