@@ -124,7 +124,7 @@ class Pool:
     `events`, as (worker, message), or (worker, None) for its end. Any thread may call `scale` while another works.
 
     Args:
-        transport: see `Channel`.
+        transport: see `Channel`; for workers that come by TCP always "queue".
         launch: starts a process.
         host: this machine's name, for workers that come by TCP; None: they inherit a socket, or, if this run stands on
             a Ray cluster of several nodes, are spread over those.
@@ -252,7 +252,7 @@ class Pool:
         env = {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
         launch, host, transport = self._launch, self._host, self.transport
         if host is None and (ray := _ray()) is not None and (host := ray.address()) is not None:
-            launch, transport = partial(ray.launch, gpus=self.gpus), "queue"  # memory is not shared between machines
+            launch = partial(ray.launch, gpus=self.gpus)
         if host is None:
             ours, theirs = socket.socketpair()
             bound_sends(ours)
@@ -261,6 +261,7 @@ class Pool:
                 process = launch([*command, f"fd:{fd}", transport], env, [fd])
             connect: Callable[[], Connection] = lambda: Connection(ours.detach())  # noqa: E731
         else:
+            transport = "queue"  # memory is not shared between machines
             door = Door(host)
             process = launch([*command, door.address, transport], {**env, TOKEN: door.token}, [])
             connect = partial(door.admit, lambda: process.poll() is None, START_DEADLINE)

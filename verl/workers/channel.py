@@ -1,9 +1,9 @@
 """Messages between two processes of one run: a kind, a JSON head, and bytes.
 
-The bytes go through the connection ("queue") or through a file in shared memory of which just the name is sent
+The bytes go through the connection ("queue") or stand in shared memory, of which just the descriptor is sent
 ("shared_memory"); what arrives is the same. The connection is a pair of sockets that a worker inherits, or, for a
 worker that may be on another machine, TCP, over which both ends prove that they know a token first (HMAC, by
-`multiprocessing.connection`).
+`multiprocessing.connection`), and which takes no descriptors.
 """
 
 from __future__ import annotations
@@ -58,42 +58,43 @@ class Channel:
             raise ConfigError(f"there is no transport '{transport}': {nearest(transport, get_args(Transport))}")
         self._connection = connection
         self.transport = transport
-        self._files: list[Path] = []
 
     def send(self, kind: str, data: bytes = b"", **head: Any) -> None:
         """Raises OSError if the other end is gone."""
-        if data and self.transport == "shared_memory":
-            head, data = {**head, "file": str(self._store(data))}, b""
-        packed = json.dumps([kind, head]).encode()
-        self._connection.send_bytes(struct.pack("<I", len(packed)) + packed + data)
+        shared = data if self.transport == "shared_memory" else b""
+        packed = json.dumps([kind, head, bool(shared)]).encode()
+        self._connection.send_bytes(struct.pack("<I", len(packed)) + packed + (b"" if shared else data))
+        if shared:
+            self._share(shared)
 
     def receive(self) -> Message:
         """The next message; raises EOFError or OSError if the other end is gone."""
         raw = self._connection.recv_bytes()
         (length,) = struct.unpack_from("<I", raw)
-        kind, head = json.loads(raw[4 : 4 + length])
-        file = head.pop("file", None)
-        if file is None:
-            return Message(kind, head, raw[4 + length :])
-        with open(file, "rb") as opened:
-            os.unlink(file)
-            return Message(kind, head, mmap.mmap(opened.fileno(), 0, access=mmap.ACCESS_READ))
+        kind, head, is_shared = json.loads(raw[4 : 4 + length])
+        return Message(kind, head, self._shared() if is_shared else raw[4 + length :])
 
     def close(self) -> None:
         self._connection.close()
-        for file in self._files:
-            with suppress(OSError):
-                file.unlink()
 
-    def _store(self, data: bytes) -> Path:
-        # Those that have been read are gone; what is left of a dead reader is removed by `close`.
-        self._files = [file for file in self._files if file.exists()]
+    def _share(self, data: bytes) -> None:
+        # The file has no name: it is gone with the last process that holds it, however that ends.
         folder = _SHARED_MEMORY if _SHARED_MEMORY.is_dir() else None
-        handle, name = tempfile.mkstemp(prefix="verl-", dir=folder)
-        self._files.append(Path(name))
-        with open(handle, "wb") as file:
+        with tempfile.TemporaryFile(dir=folder) as file, self._socket() as sock:
             file.write(data)
-        return self._files[-1]
+            file.flush()
+            socket.send_fds(sock, [b"F"], [file.fileno()])
+
+    def _shared(self) -> mmap.mmap:
+        with self._socket() as sock:
+            _, descriptors, _, _ = socket.recv_fds(sock, 1, 1)
+        if not descriptors:
+            raise EOFError
+        with open(descriptors[0], "rb") as file:
+            return mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+
+    def _socket(self) -> socket.socket:
+        return socket.socket(fileno=os.dup(self._connection.fileno()))
 
 
 class Door:
