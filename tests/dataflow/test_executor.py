@@ -504,3 +504,19 @@ loop.submit(lambda weights: time.sleep(0.2), Weights()).result.result()
 """
     ended = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60)
     assert (ended.returncode, ended.stdout, ended.stderr) == (0, "freed\n", "")
+
+
+@pytest.mark.parametrize("error", [SystemExit(3), KeyboardInterrupt(), StopIteration()])
+@pytest.mark.parametrize("is_async", [False, True])
+def test_what_no_event_loop_bears_is_the_failure_of_its_node(error: BaseException, is_async: bool) -> None:
+    def plain(batch: Batch) -> None:
+        raise error
+
+    async def waiting(batch: Batch) -> None:
+        raise error
+
+    node = Node(name="n", run=waiting if is_async else plain, inputs=("answer",))
+    with pytest.raises(TrainingError, match=f"node 'n' failed: .*({type(error).__name__})"):
+        run_graph(Graph([node], ["answer"]), PROMPTS, deadline=5)
+    same = Node(name="n", run=lambda batch: None, inputs=("answer",))
+    assert len(run_graph(Graph([same], ["answer"]), PROMPTS).batch) == 3, "the loop goes on"

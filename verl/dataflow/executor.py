@@ -242,7 +242,7 @@ class _Run:
 
     async def _bounded(self, node: Node, work: Awaitable[Any], job: loop.Job | None = None) -> Any:
         limit = node.deadline or self.deadline
-        task = asyncio.ensure_future(work)
+        task = asyncio.ensure_future(_ordinary(work))
         try:
             done, _ = await asyncio.wait({task}, timeout=limit)
             if task.cancelled():
@@ -354,6 +354,13 @@ async def _all(tasks: Sequence[asyncio.Task[None]]) -> None:
     for result in results:
         if isinstance(result, BaseException) and not isinstance(result, asyncio.CancelledError):
             raise result
+
+
+async def _ordinary(work: Awaitable[Any]) -> Any:
+    try:
+        return await work
+    except (KeyboardInterrupt, SystemExit) as error:
+        raise loop.ordinary(error) from error
 
 
 async def _next(stream: AsyncIterator[Any]) -> Any:

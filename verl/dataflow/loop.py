@@ -51,6 +51,16 @@ class Job:
     result: concurrent.futures.Future[Any] = field(default_factory=concurrent.futures.Future)
 
 
+def ordinary(error: BaseException) -> Exception:
+    """The error, or one in its place that may be told on the event loop: that ends with a `SystemExit` or
+    `KeyboardInterrupt`, and no future takes a `StopIteration`."""
+    if isinstance(error, Exception) and not isinstance(error, StopIteration):
+        return error
+    told = RuntimeError(f"{type(error).__name__}: {error}")
+    told.__cause__ = error
+    return told
+
+
 class _Threads:
     """The two threads of this process, made at the first use."""
 
@@ -86,7 +96,7 @@ class _Threads:
             try:
                 job.result.set_result(job.call())
             except BaseException as error:  # the caller gets it, whatever it is
-                job.result.set_exception(error)
+                job.result.set_exception(ordinary(error))
             finally:
                 if self.running is job:
                     self.running = None
@@ -146,8 +156,8 @@ def submit(function: Callable[..., Any], *args: Any) -> Job:
         job.started.set_result(None)
         try:
             job.result.set_result(function(*args))
-        except Exception as error:
-            job.result.set_exception(error)
+        except BaseException as error:
+            job.result.set_exception(ordinary(error))
         return job
     return _threads.submit(lambda: function(*args))
 
