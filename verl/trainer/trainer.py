@@ -174,7 +174,7 @@ class Trainer:
         self.spans: list[Span] = []
         self.steps = 0
         #: Where `fit` takes its prompts from; and where a loaded checkpoint's loader was, for the next `fit`.
-        self.loader: Loader[Any] | None = None
+        self.loader: Loader | None = None
         self.place: dict[str, Any] | None = None
         self.skipped = 0
         self.episodes = Failures(max_failed_episodes)
@@ -298,7 +298,7 @@ class Trainer:
             raise self._no_prompts() from None
         return self.step(batch)
 
-    def _go_on(self, loader: Loader[Any], place: dict[str, Any]) -> None:
+    def _go_on(self, loader: Loader, place: dict[str, Any]) -> None:
         try:
             loader.load_state_dict(place)
         except Exception as error:  # of whatever loader the user has
