@@ -167,6 +167,21 @@ GOLDEN = [
         "actor_rollout_ref.actor.fsdp_config.fsdp_size: this is not built yet, so only -1 is possible here "
         "(override 'actor_rollout_ref.actor.fsdp_config.fsdp_size=2')",
     ),
+    (
+        ["actor_rollout_ref.rollout.n.x=1"],
+        "actor_rollout_ref.rollout.n: must be a whole number, not {'x': 1} "
+        "(override 'actor_rollout_ref.rollout.n.x=1')",
+    ),
+    (
+        ["actor_rollout_ref.model.fused_kernel_option.impl_backend=x"],
+        "actor_rollout_ref.model.fused_kernel_option: unknown key; did you mean "
+        "'actor_rollout_ref.model.fused_kernel_options'? "
+        "(override 'actor_rollout_ref.model.fused_kernel_option.impl_backend=x')",
+    ),
+    (
+        ["data.train.task=null"],
+        "data.train: must name either a task (task: NAME) or a file (path: FILE) (override 'data.train.task=null')",
+    ),
 ]
 
 
@@ -205,9 +220,17 @@ def test_what_is_no_override(recipe, override):
         load_config(recipe, [override])
 
 
+def test_an_override_whose_value_is_no_yaml_is_named(recipe):
+    with pytest.raises(
+        ConfigError, match=r"^override 'data\.prompt_template=\{prompt\} x': its value is no YAML: line 1"
+    ):
+        load_config(recipe, ["data.prompt_template={prompt} x"])
+
+
 @pytest.mark.parametrize(
     ("text", "expected"),
     [
+        ("null: 2\n", "Incompatible key"),
         ("a: [1\n", "not valid YAML: line 2"),
         ("a: 1\na: 2\n", "duplicate key a"),
         ("- 1\n", "must hold settings"),

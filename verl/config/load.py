@@ -6,11 +6,12 @@ import difflib
 import json
 import re
 from collections.abc import Iterator, Mapping, Sequence
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
 import yaml  # type: ignore[import-untyped]
-from omegaconf import OmegaConf
+from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 from pydantic import ValidationError
 from pydantic_core import ErrorDetails
@@ -43,18 +44,19 @@ def load_config(path: str | Path, overrides: Sequence[str] = ()) -> Config:
         content: Any = OmegaConf.create(text) if root is not None else OmegaConf.create()
     except yaml.YAMLError as error:
         raise ConfigError(f"{path} is not valid YAML: {_yaml_problem(error)}") from None
+    except OmegaConfBaseException as error:  # such as a key that is null
+        raise ConfigError(f"{path}: {str(error).splitlines()[0]}") from None
     if root is not None and not isinstance(root, yaml.MappingNode):
         raise ConfigError(f"{path} must hold settings as 'key: value', not a list or a single value")
     places: Places = dict(_key_lines(root, path)) if root is not None else {}
     try:
         for override in overrides:
-            key = _override_key(override)
-            change = OmegaConf.from_dotlist([override])
+            key, change = _override_key(override), _override(override)
             content = OmegaConf.merge(content, change)
             written = _paths(OmegaConf.to_container(change), ())
             places.update((place, f"override '{override}'") for place in written if place[: len(key)] == key)
         plain = OmegaConf.to_container(content, resolve=True)
-    except (yaml.YAMLError, OmegaConfBaseException) as error:
+    except OmegaConfBaseException as error:
         raise ConfigError(f"{path}: {str(error).splitlines()[0]}") from None
     assert isinstance(plain, dict)
     return build_config({str(key): value for key, value in plain.items()}, places, origin=str(path))
@@ -124,6 +126,14 @@ def _override_key(override: str) -> tuple[str, ...]:
     return tuple(key.split("."))
 
 
+def _override(override: str) -> DictConfig:
+    try:
+        return OmegaConf.from_dotlist([override])
+    except (yaml.YAMLError, OmegaConfBaseException) as error:
+        told = _yaml_problem(error) if isinstance(error, yaml.YAMLError) else str(error).splitlines()[0]
+        raise ConfigError(f"override '{override}': its value is no YAML: {told}; put quotes around a text") from None
+
+
 def _given_path(details: ErrorDetails, content: Mapping[str, Any]) -> tuple[str, ...]:
     """The key that an error is about, without what pydantic adds for the branches of a union."""
     path: list[str] = []
@@ -165,11 +175,11 @@ def _shown(value: object) -> str:
 
 
 def _place(path: tuple[str, ...], places: Places) -> str:
-    for length in range(len(path), 0, -1):
-        if path[:length] in places:
-            return f" ({places[path[:length]]})"
-    below = next((told for place, told in places.items() if path and place[: len(path)] == path), None)
-    return "" if below is None else f" ({below})"
+    below = [told for place, told in places.items() if path and place[: len(path)] == path]
+    above = (places[path[:length]] for length in range(len(path), 0, -1) if path[:length] in places)
+    last = (told for told in reversed(below) if told.startswith("override"))
+    told = next(chain(last, above, below), None)
+    return "" if told is None else f" ({told})"
 
 
 def _places(details: ErrorDetails, path: tuple[str, ...], places: Places) -> str:
