@@ -62,6 +62,15 @@ def test_what_one_type_holds_stays_what_it_is() -> None:
     assert kinds(mixed["x"]) == kinds([1, 0.5, 7])
 
 
+@pytest.mark.parametrize("name", COLUMNS)
+def test_values_of_batches_made_apart_are_the_rows_own(name: str) -> None:
+    values = COLUMNS[name]
+    joined = Batch.concat([Batch.from_rows([{"id": "a", name: value}]) for value in values])
+    assert kinds(joined[name]) == kinds(values)
+    joined = Batch.concat([joined, Batch.from_rows([{"id": "b"}])])
+    assert kinds(joined[name]) == kinds([*values, None])
+
+
 @pytest.mark.parametrize(
     "values", [[1, "two"], [1, 2.5], [[1], ["a"]], [{"a": 1}, {"b": "x"}], [{}, {"a": 1}], [None, 2.5], [True, 1]]
 )

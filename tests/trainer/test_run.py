@@ -16,7 +16,7 @@ import pytest
 import torch
 
 from verl.config import build_config
-from verl.errors import CheckpointError, ConfigError, DataError, RewardError
+from verl.errors import CheckpointError, ConfigError, DataError, ModelError, RewardError
 from verl.trainer.check import check_settings
 from verl.trainer.checkpoint import load_checkpoint
 from verl.trainer.run import train
@@ -301,6 +301,10 @@ def test_bad_input_is_refused_in_plain_words(
         ({"actor_rollout_ref.rollout.episode": "absent.py:f"}, "absent.py does not exist"),
         ({"trainer.eval_metrics": ["absent.py:f"]}, "absent.py does not exist"),
         ({"trainer.loggers": ["wandb"]}, "pip install"),
+        (
+            {"actor_rollout_ref.ref.path": "a/model", "algorithm.name": "rloo"},
+            "has no reference .* set algorithm.kl_in",
+        ),
         ({"trainer.max_staleness": 1, "algorithm.rollout_is": None}, "does not correct"),
     ],
     ids=lambda value: ",".join(value) if isinstance(value, dict) else None,
@@ -326,8 +330,44 @@ def test_the_cause_of_what_the_user_can_mend_is_not_shown(
     monkeypatch.setattr("verl.trainer.build.build_data", failing)
     with pytest.raises(error):
         train(build_config(settings(tmp_path, tiny)))
-    log = (run_dir(tmp_path) / "logs" / "001.log").read_text()
-    assert ("Traceback" in capsys.readouterr().err) == ("Traceback" in log) == (error is RewardError)
+    assert ("Traceback" in capsys.readouterr().err) == (error is RewardError)
+    logs = [log.read_text() for log in (tmp_path / "runs").glob("latest/logs/001.log")]
+    assert ["Traceback" in log for log in logs] == [True] * (error is RewardError)
+
+
+def test_a_run_that_cannot_begin_leaves_no_directory(tmp_path: Path, tiny: Path) -> None:
+    no_eval = {"data.eval": None, "trainer.eval_every": None, "trainer.total_steps": 1}
+    train(build_config(settings(tmp_path, tiny, **no_eval)))
+    runs, before = tmp_path / "runs", run_dir(tmp_path)
+
+    def there() -> list[str]:
+        return sorted(path.name for path in runs.iterdir() if not path.name.startswith("."))
+
+    listed = there()
+    for changes in (
+        {"actor_rollout_ref.model.path": "nobody/nothing-of-that-name"},
+        {"data.max_prompt_length": 1},
+    ):
+        with pytest.raises((ConfigError, DataError, ModelError)):
+            train(build_config(settings(tmp_path, tiny, **no_eval, **changes)))
+        assert there() == listed and run_dir(tmp_path) == before
+
+
+def test_a_finished_run_stays_if_the_next_cannot_begin(
+    tmp_path: Path, tiny: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = build_config(settings(tmp_path, tiny, **{"trainer.total_steps": 1, "trainer.eval_every": None}))
+    train(config)
+    summary = (run_dir(tmp_path) / "summary.json").read_text()
+
+    def failing(*args: Any) -> None:
+        raise DataError("no such data")
+
+    monkeypatch.setattr("verl.trainer.build.build_data", failing)
+    with pytest.raises(DataError):
+        train(config)
+    assert (run_dir(tmp_path) / "summary.json").read_text() == summary
+    assert not run_dir(tmp_path).with_name(f"{run_dir(tmp_path).name}.1").exists()
 
 
 def test_a_full_disk_stops_neither_training_nor_the_last_checkpoint(tmp_path: Path, tiny: Path) -> None:

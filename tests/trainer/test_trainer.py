@@ -365,12 +365,14 @@ def test_another_optimizer_or_smoothing_is_refused_before_anything_is_replaced(t
         trainer = own(kind)
         trainer.step(PROMPTS)
         trainer.save_checkpoint(paths.setdefault(kind, tmp_path / str(kind)))
+    own(None, smoothing=0.5).save_checkpoint(tmp_path / "smoothed")
     sgd, rmsprop = torch.optim.SGD, torch.optim.RMSprop
     for trainer, path, words in (
         (own(None), paths[sgd], "saved by SGD, and AdamW trains here"),
         (own(rmsprop), paths[sgd], "saved by SGD, and RMSprop trains here"),
         (own(sgd), paths[None], "saved by AdamW, and SGD trains here"),
         (own(None, smoothing=0.5), paths[None], "is smoothed here and was not"),
+        (own(None), tmp_path / "smoothed", "keeps no state .* and was saved with one"),
     ):
         before = checksum(trainer.actor.shards())
         with pytest.raises(CheckpointError, match=words):
@@ -389,6 +391,30 @@ def test_automatic_checkpoints(tiny: Path, tmp_path: Path) -> None:
     assert sorted(path.name for path in tmp_path.iterdir()) == ["step-000002", "step-000004"]
 
 
+def test_only_the_newest_automatic_checkpoints_are_kept(tiny: Path, tmp_path: Path) -> None:
+    (tmp_path / "notes").mkdir()
+    trainer = make(tiny, "grpo", n=2, checkpoint_dir=tmp_path, save_every=1, keep_checkpoints=2)
+    for _ in range(4):
+        trainer.step(PROMPTS)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["notes", "step-000003", "step-000004"]
+    make(tiny, "grpo", n=2).load_checkpoint(tmp_path / "step-000003")
+
+
+def test_weights_of_another_dtype_are_refused_before_anything_is_replaced(tiny: Path, tmp_path: Path) -> None:
+    def own(dtype: str) -> verl.Trainer:
+        actor = verl.Actor(str(tiny), dtype=dtype, sampling=SHORT)
+        return verl.Trainer(actor, reward_fn=low_bytes, n=2, log_dir=False)
+
+    saved = own("float32")
+    saved.step(PROMPTS)
+    saved.save_checkpoint(tmp_path / "fp32")
+    trainer = own("bfloat16")
+    before = checksum(trainer.actor.shards())
+    with pytest.raises(CheckpointError, match=r"another dtype than the bfloat16 here"):
+        trainer.load_checkpoint(tmp_path / "fp32")
+    assert checksum(trainer.actor.shards()) == before and trainer.steps == 0
+
+
 def test_bad_arguments(tiny: Path, make_tiny: Callable[..., Path]) -> None:
     actor = verl.Actor(str(tiny))
     with pytest.raises(ConfigError, match="needs a reward"):
@@ -400,6 +426,23 @@ def test_bad_arguments(tiny: Path, make_tiny: Callable[..., Path]) -> None:
     for half in ({"checkpoint_dir": "checkpoints"}, {"save_every": 2}):
         with pytest.raises(ConfigError, match="need both"):
             verl.Trainer(actor, reward_fn=low_bytes, **half)
+    with pytest.raises(ConfigError, match="keep_checkpoints is of automatic"):
+        verl.Trainer(actor, reward_fn=low_bytes, keep_checkpoints=2)
+    for name, value in (("n", 0), ("n", 2.5), ("update_freq", 0), ("buffer_size", 0), ("max_skipped_updates", 0)):
+        with pytest.raises(ConfigError, match=f"{name} must be a whole number of at least 1, not {value}"):
+            verl.Trainer(actor, reward_fn=low_bytes, **{name: value})
+    with pytest.raises(ConfigError, match="max_resamples must be a whole number of at least 0"):
+        verl.Trainer(actor, reward_fn=low_bytes, max_resamples=-1)
+    with pytest.raises(ConfigError, match="would be no update"):
+        verl.Trainer(actor, reward_fn=low_bytes, update_freq=8, buffer_size=4)
+    with pytest.raises(ConfigError, match="micro_batch_size must be at least 1"):
+        verl.Actor(str(tiny), micro_batch_size=0)
+
+
+def test_a_critic_that_is_not_used_is_told(tiny: Path, caplog: pytest.LogCaptureFixture) -> None:
+    critic = verl.Critic.from_pretrained(str(tiny))
+    trainer = verl.Trainer(verl.Actor(str(tiny)), critic, reward_fn=low_bytes, algorithm="grpo", log_dir=False)
+    assert trainer.critic is None and "algorithm 'grpo' has no critic" in caplog.text
 
 
 def test_amp_trains(tiny: Path) -> None:

@@ -8,7 +8,7 @@ from typing import Any
 from verl.batch import Batch
 from verl.controller.once import once
 from verl.controller.rewards import RewardPool
-from verl.errors import ConfigError, RewardError
+from verl.errors import CheckpointError, ConfigError, RewardError
 from verl.rewards.failures import Failures
 from verl.rewards.make import make_reward
 from verl.rewards.source import RewardResult, RewardSource, leaves, run_reward, score_finished
@@ -114,13 +114,22 @@ class Reward:
             group.close()
 
     def state_dict(self) -> dict[str, Any]:
-        """What changes from batch to batch (a running average), as JSON."""
-        return self.source.state_dict() if hasattr(self.source, "state_dict") else {}
+        """What changes from batch to batch (a running average), as JSON; of a source that can take it back."""
+        return self.source.state_dict() if hasattr(self.source, "load_state_dict") else {}  # type: ignore[attr-defined]
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restores `state_dict()`."""
+        """Restores `state_dict()`.
+
+        Raises:
+            CheckpointError: it is of another kind of reward.
+        """
         if hasattr(self.source, "load_state_dict"):
             self.source.load_state_dict(state)
+        elif state:
+            raise CheckpointError(
+                f"the reward '{self.source.name}' keeps no state (a running mean) and was saved with one "
+                f"({', '.join(sorted(state))}): give the reward and its smoothing of then, or start anew"
+            )
 
 
 class _OnRankZero:

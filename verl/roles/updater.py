@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import logging
 from dataclasses import replace
 from typing import Any
 
@@ -12,6 +13,8 @@ from verl.errors import ConfigError
 from verl.roles.actor import Actor
 from verl.roles.columns import add_rewards
 from verl.roles.critic import Critic
+
+logger = logging.getLogger(__name__)
 
 _VALUES = {"critic": "values", "cost_critic": "cost_values"}
 
@@ -23,6 +26,7 @@ class Updater:
         algorithm: a name, class or instance.
         actor: the policy.
         critic, cost_critic: value models; where the algorithm has one and None is given, it is made from the actor's.
+            One that it has not is a warning, so that algorithms can be exchanged.
         **options: the algorithm's own.
 
     Raises:
@@ -46,6 +50,10 @@ class Updater:
                 f"actor's is '{actor.head}': make it with Actor(..., head='{self.algorithm.head}')"
             )
         given = {"critic": critic, "cost_critic": cost_critic}
+        if idle := [role for role, handle in given.items() if handle is not None and role not in self.algorithm.roles]:
+            logger.warning(
+                "algorithm '%s' has no %s: what is given is not used", self.algorithm.name, " or ".join(idle)
+            )
         #: Role -> its value model, for the value models that the algorithm has.
         self.critics = {
             role: handle or make_critic(actor) for role, handle in given.items() if role in self.algorithm.roles

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 from dataclasses import dataclass
 from math import ceil
@@ -10,7 +11,7 @@ from typing import Any
 
 from verl.algorithms import BaseAlgorithm, make_algorithm
 from verl.batch import Batch
-from verl.config import Config, RewardConfig, RewardPart
+from verl.config import Config, CriticConfig, RewardConfig, RewardPart
 from verl.controller.ranks import torchrun_ranks
 from verl.data.offline import OfflineDatasetLoader, is_recorded
 from verl.data.prompts import PromptDataset, load_prompts
@@ -19,6 +20,8 @@ from verl.rewards.forms import recognise
 from verl.rewards.loading import load_function
 from verl.rewards.make import make_reward
 from verl.trainer.logging import check_loggers
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -110,6 +113,14 @@ def _algorithm(config: Config) -> BaseAlgorithm:
             raise ConfigError(f"algorithm '{algorithm.name}' has no {role}: leave the section '{role}' out")
         if not section.is_given and role in algorithm.roles:
             raise ConfigError(f"no {role} is given: set {role}.path=FILE.py:FUNCTION, {role}.name=task or {role}.model")
+    if config.actor_rollout_ref.ref.path is not None and "reference" not in algorithm.roles:
+        reads = "set algorithm.kl_in to reward or loss, or " if hasattr(algorithm, "kl_in") else ""
+        raise ConfigError(
+            f"actor_rollout_ref.ref.path: algorithm '{algorithm.name}' has no reference as it is set: {reads}leave the "
+            "path out"
+        )
+    if config.critic != CriticConfig() and "critic" not in algorithm.roles:
+        logger.warning("algorithm '%s' has no critic as it is set: the section 'critic' is not used", algorithm.name)
     data = config.data
     if is_offline(config, algorithm):
         for key in ("prompt_column", "prompt_template", "chat"):

@@ -158,13 +158,17 @@ class CheckpointStore:
             logger.warning("%s; training goes on, earlier checkpoints are untouched", result.error)
             return result
         link_atomic(self.directory / "latest", self.path(step).name)
+        self.prune(step)
+        return result
+
+    def prune(self, step: int) -> None:
+        """Remove all but the newest `keep`, and never that of `step`, the last one saved."""
         try:
             for old in self.steps()[: -self.keep]:
                 if old != step:
                     self._discard(self.path(old))
         except OSError as error:
             logger.warning("old checkpoints in %s cannot be removed: %s", self.directory, error)
-        return result
 
     def load(self, identity: Mapping[str, str] | None = None) -> Checkpoint | None:
         """The newest whole checkpoint (None: there is no checkpoint at all).

@@ -24,7 +24,7 @@ from verl.controller.once import on_main
 from verl.controller.ranks import is_main, rank_here, torchrun_ranks
 from verl.data.files import digest
 from verl.data.prompts import PromptDataset
-from verl.errors import CheckpointError, ConfigError, DataError, VerlError
+from verl.errors import CheckpointError, ConfigError, DataError, ModelError, VerlError
 from verl.models.memory import peak_memory
 from verl.trainer import build, state
 from verl.trainer.check import Checked, check_settings
@@ -73,17 +73,22 @@ def train(config: Config, *, fresh: bool = False) -> dict[str, Any]:
         setup_logging(run.log_of(rank_here()))
         controller.each(setup_logging, lambda rank: run.log.with_suffix(f".rank{rank}.log"))
         logger.info("run directory %s (%s, attempt %d)", run.path, run.status, run.attempt)
+        job = None
         try:
-            return _Job(config, checked, run, controller).execute()
+            job = _Job(config, checked, run, controller)
+            return job.execute()
         except Exception as error:
             # Where another library's error is the cause, its traceback says more, unless the message is for the user.
             is_told = isinstance(error, ConfigError | DataError) or (
                 isinstance(error, VerlError) and isinstance(error.__cause__, VerlError | None)
             )
             logger.log(logging.DEBUG if is_told else logging.ERROR, "the run ended with an error", exc_info=True)
+            if job is None and isinstance(error, ConfigError | DataError | ModelError) and is_main():
+                run.discard()
             raise
         finally:
-            _report(run)
+            if run.path.exists():
+                _report(run)
             controller.close()
 
 

@@ -26,7 +26,7 @@ from pathlib import Path
 from typing import Any, Literal, TextIO
 
 from verl.errors import CheckpointError, ConfigError
-from verl.trainer.durable import alive, clear_staging, link_atomic, write_atomic
+from verl.trainer.durable import alive, clear_staging, link_atomic, remove, write_atomic
 
 if sys.platform != "win32":
     import fcntl
@@ -43,11 +43,15 @@ class Run:
 
     status: "new", "resumed" (an unfinished one was there), "anew" (a finished one was there, or `fresh` set one aside).
     attempt: 1 for the first process that worked on it.
+    aside: where the run went that made room for this one; None: none did.
+    latest: what the link `latest` pointed to before.
     """
 
     path: Path
     status: Status
     attempt: int
+    aside: Path | None = None
+    latest: str | None = None
 
     @property
     def checkpoints(self) -> Path:
@@ -131,6 +135,22 @@ class Run:
                 "space and run the same command again"
             ) from None
 
+    def discard(self) -> None:
+        """Take back what `open_run` made, for a run that cannot begin. One that was there already stays."""
+        if self.status == "resumed":
+            return
+        link = self.path.parent / "latest"
+        try:
+            remove(self.path)
+            if self.aside is not None:
+                os.rename(self.aside, self.path)
+            if self.latest is None:
+                link.unlink(missing_ok=True)
+        except OSError as error:
+            logger.warning("%s cannot be removed: %s", self.path, error)
+        if self.latest is not None:
+            link_atomic(link, self.latest)
+
     def close(self) -> None:
         """Let go of the lock."""
         with _lock_file(self.path) as file:
@@ -167,20 +187,23 @@ def open_run(
         path.parent.mkdir(parents=True, exist_ok=True)
         _lock(path)
         status: Status = "new"
+        aside, link = None, path.parent / "latest"
+        latest = os.readlink(link) if link.is_symlink() else None
         if path.exists():
             status = "anew" if fresh or _finished(path, total_steps) else "resumed"
         if status == "anew":
-            os.rename(path, _aside(path))
+            aside = _aside(path)
+            os.rename(path, aside)
         for folder in ("checkpoints", "completions", "logs"):
             (path / folder).mkdir(parents=True, exist_ok=True)
         for place in (path.parent, path, path / "completions"):
             clear_staging(place)
         attempts = [int(file.stem) for file in (path / "logs").glob("*.log") if file.stem.isdigit()]
-        run = Run(path, status, max(attempts, default=0) + 1)
+        run = Run(path, status, max(attempts, default=0) + 1, aside, latest)
         run.log.touch()
         if config:
             write_atomic(path / "config.yaml", config)
-        link_atomic(path.parent / "latest", path.name)
+        link_atomic(link, path.name)
     except OSError as error:
         raise ConfigError(
             f"the run directory {path} cannot be used: {error.strerror or error}; set trainer.output_dir elsewhere"

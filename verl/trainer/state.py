@@ -34,7 +34,7 @@ from verl.trainer.checkpoint import (
 )
 from verl.trainer.checkpoint import verify as verify_files
 from verl.trainer.rng import rng_state, set_rng_state
-from verl.training.optimizer import check_optimizer, optimizer_name
+from verl.training.optimizer import check_masters, check_optimizer, optimizer_name
 
 if TYPE_CHECKING:
     from verl.trainer.trainer import Trainer
@@ -104,11 +104,15 @@ def restore(trainer: Trainer, checkpoint: Checkpoint) -> dict[str, Any]:
     """Put the trainer where the checkpoint was written; returns `extra`.
 
     Raises:
-        CheckpointError: an optimizer or a reward is of another kind; nothing has been replaced then.
+        CheckpointError: an optimizer, a reward or the dtype of the weights is another; nothing has been replaced then.
     """
     state = checkpoint.json("trainer.json")
     for role, handle in _roles(trainer).items():
-        check_optimizer(optimizer_name(handle.train_options.optimizer), state["roles"][role])
+        options = handle.train_options
+        check_optimizer(optimizer_name(options.optimizer), state["roles"][role])
+        if options.optimizer is None:  # which weights a caller's own trains, it alone knows
+            trained = {name: weight for name, weight in handle.model.named_parameters() if weight.requires_grad}
+            check_masters(trained, {shard.name for shard in checkpoint.shards(f"{role}/optimizer")})
     _restore_sources(trainer, state["sources"])
     for role, handle in _roles(trainer).items():
         handle.load_shards(checkpoint.shards(f"{role}/weights"))

@@ -11,6 +11,7 @@ import logging
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import replace
+from numbers import Integral
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -18,6 +19,7 @@ import torch
 
 from verl.algorithms import BaseAlgorithm, make_algorithm
 from verl.batch import Batch
+from verl.controller.ranks import is_main
 from verl.data.buffers import Buffer
 from verl.data.prefetch import Loader
 from verl.dataflow.executor import Result, run_graph
@@ -33,7 +35,7 @@ from verl.roles.updater import Updater
 from verl.rollout.base import SamplingParams, as_sampling
 from verl.trainer import state
 from verl.trainer.check import check_permuted
-from verl.trainer.checkpoint import Checkpoint
+from verl.trainer.checkpoint import Checkpoint, CheckpointStore
 from verl.trainer.evaluation import Evaluation, MetricFn, evaluate
 from verl.trainer.logging import Logger, default_logger, follow_log_level
 from verl.trainer.shared_buffer import open_buffer
@@ -65,6 +67,7 @@ class Trainer:
         log_dir: where TensorBoard events and `metrics.jsonl` go; None: `runs/<algorithm>-<time>`; False: nowhere.
         on_log_hook: `fn(step, record)` gets every log record.
         checkpoint_dir, save_every: automatic checkpoints, by both together; a disk that does not take one is a warning.
+        keep_checkpoints: how many `step-<number>` stay in that directory, the newest; None: all.
         permute_rewards: a control: rewards are dealt out at random among the samples, so nothing can be learned.
         placement: where every role runs, by one map, see `DeviceMesh`; None: where the handles say. `device_map=`
             is the same.
@@ -74,8 +77,8 @@ class Trainer:
         **options: of the algorithm, such as `kl_coef`.
 
     Raises:
-        ConfigError: an unknown algorithm or option; a reward or cost that is missing, or that the algorithm has not;
-            an `update_freq` that the buffer never holds; actor or critic have workers already that were told otherwise.
+        ConfigError: an unknown algorithm or option; a reward or cost that is missing, or that the algorithm has not; a
+            count below 1; an `update_freq` that the buffer never holds; actor or critic have workers already that were told otherwise.
     """
 
     algorithm_name: ClassVar[str | None] = None
@@ -104,6 +107,7 @@ class Trainer:
         on_log_hook: Callable[[int, dict[str, Any]], None] | None = None,
         checkpoint_dir: str | Path | None = None,
         save_every: int | None = None,
+        keep_checkpoints: int | None = None,
         permute_rewards: bool = False,
         placement: Any = None,
         strategy: Any = None,
@@ -133,6 +137,20 @@ class Trainer:
                 "automatic checkpoints need both checkpoint_dir=... and save_every=..., where and how often: give the "
                 "other too, or call save_checkpoint(path) yourself"
             )
+        if keep_checkpoints is not None and save_every is None:
+            raise ConfigError(
+                "keep_checkpoints is of automatic checkpoints: give checkpoint_dir=... and save_every=..."
+            )
+        _check_counts(
+            1,
+            n=n,
+            buffer_size=buffer_size,
+            update_freq=update_freq,
+            save_every=save_every,
+            keep_checkpoints=keep_checkpoints,
+            max_skipped_updates=max_skipped_updates,
+        )
+        _check_counts(0, max_resamples=max_resamples)
         self.actor = actor if isinstance(actor, Actor) else Actor(actor, head=self.algorithm.head)
         if critic is not None and not isinstance(critic, Critic):
             critic = Critic.from_pretrained(critic) if isinstance(critic, str) else Critic(critic)
@@ -149,7 +167,7 @@ class Trainer:
         self._controllers = {self.actor.controller, *(c.controller for c in self.updater.critics.values())}
         for controller in self._controllers:
             controller.wait(deadline)
-        self.n = n or self.algorithm.samples_per_prompt
+        self.n = self.algorithm.samples_per_prompt if n is None else n
         self.algorithm.check_samples(self.n)
         self.sampling = as_sampling(sampling, self.actor.sampling)
         if self.algorithm.online:  # log-probs are of logits at the temperature that samples are drawn at
@@ -169,6 +187,7 @@ class Trainer:
         self.permute_rewards = permute_rewards
         self.checkpoint_dir = checkpoint_dir
         self.save_every = save_every
+        self.keep_checkpoints = keep_checkpoints
         self.timeline = None if timeline is None else Timeline(timeline)
         #: What worked when, since the present step began.
         self.spans: list[Span] = []
@@ -262,10 +281,15 @@ class Trainer:
         logger.debug("step %d: %s", self.steps, ", ".join(f"{name}={value}" for name, value in record.items()))
         self.logger.log(self.steps, record)
         if self.save_every and self.checkpoint_dir and self.steps % self.save_every == 0:
-            result = state.save(self, Path(self.checkpoint_dir) / f"step-{self.steps:06d}")
-            if not result:
-                logger.warning("%s; training goes on, earlier checkpoints are untouched", result.error)
+            self._save_automatically(Path(self.checkpoint_dir))
         return record
+
+    def _save_automatically(self, directory: Path) -> None:
+        result = state.save(self, directory / f"step-{self.steps:06d}")
+        if not result:
+            logger.warning("%s; training goes on, earlier checkpoints are untouched", result.error)
+        elif self.keep_checkpoints is not None and is_main():
+            CheckpointStore(directory, self.keep_checkpoints).prune(self.steps)
 
     def fit(self, prompts: Iterable[Any], steps: int) -> dict[str, Any]:
         """`steps` steps over batches of prompts: those of a loader, a list or any other iterable; the last record.
@@ -547,6 +571,13 @@ def _source(role: str, source: Any, algorithm: BaseAlgorithm) -> Reward:
     if role not in algorithm.roles:
         raise ConfigError(f"algorithm '{algorithm.name}' has no {role}: leave {role}=... out")
     return source if isinstance(source, Reward) else Reward(source)
+
+
+def _check_counts(least: int, **counts: Any) -> None:
+    """Raises ConfigError for a count that is given and is no whole number of at least `least`."""
+    for name, count in counts.items():
+        if count is not None and (isinstance(count, bool) or not isinstance(count, Integral) or count < least):
+            raise ConfigError(f"{name} must be a whole number of at least {least}, not {count!r}")
 
 
 def _warn_of_masks(actor: Actor, sampling: SamplingParams) -> None:

@@ -5,7 +5,7 @@ bf16 weights are stepped by `SplitAdamW`, all others, and those of a caller's ow
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Container, Mapping
 from typing import Any
 
 import torch
@@ -144,9 +144,7 @@ class MixedPrecisionOptimizer:
                     f"{list(weights[name].shape)}: it is of another model"
                 )
             states[name][key] = tensor.clone()
-        for name, live in weights.items():
-            if live.dtype in (torch.bfloat16, torch.float16) and "master" not in states[name]:
-                raise CheckpointError(f"the optimizer state lacks '{name}.master': it is of weights in another dtype")
+        check_masters(weights, tensors)
         return states
 
 
@@ -168,3 +166,22 @@ def check_optimizer(name: str, meta: Mapping[str, Any]) -> None:
             f"the optimizer's state was saved by {saved}, and {name} trains here: give the optimizer of then, or begin "
             "from the weights alone (`verl export`)"
         )
+
+
+def check_masters(weights: Mapping[str, Tensor], names: Container[str]) -> None:
+    """Refuse a state of weights in another dtype: a weight in 16 bits goes on from the master that was saved with it.
+
+    Args:
+        weights: those that are trained, by name.
+        names: of the tensors that were saved, "<weight>.<state>".
+
+    Raises:
+        CheckpointError: the master of such a weight is not among them.
+    """
+    for name, live in weights.items():
+        if live.dtype in (torch.bfloat16, torch.float16) and f"{name}.master" not in names:
+            raise CheckpointError(
+                f"the optimizer's state lacks '{name}.master': it is of weights in another dtype than the "
+                f"{str(live.dtype).removeprefix('torch.')} here: give the dtype of then, or begin from the weights "
+                "alone (`verl export`)"
+            )

@@ -84,6 +84,11 @@ class TrainOptions:
     autocast: bool = False
     strategy: Strategy = "ddp"
 
+    def __post_init__(self) -> None:
+        for name in ("micro_batch_size", "max_tokens_per_micro_batch"):
+            if (most := getattr(self, name)) is not None and most < 1:
+                raise ConfigError(f"{name} must be at least 1, or None for no bound, not {most}")
+
     def engine(self, model: Any, head: Head, group: Any = None) -> SingleEngine:
         """The engine of one rank; `group`: the process group of the ranks that share the work, None: it is alone."""
         options = {name: getattr(self, name) for name in self.__dataclass_fields__ if name != "strategy"}
