@@ -41,6 +41,26 @@ def test_a_pair_is_a_group_of_two_rows(kind: str, tokenizer: Any) -> None:
     assert {bit for row in batch["response_mask"] for bit in row} == {1}
 
 
+@pytest.mark.parametrize("name", ["question", "problem"])
+@pytest.mark.parametrize(
+    "replies",
+    [{"chosen": "It is blue.", "rejected": "It is red."}, {"response": "Blue.", "label": 1}, {"completion": "x"}],
+)
+def test_a_question_stands_in_the_place_of_a_prompt(name: str, replies: dict[str, Any], tokenizer: Any) -> None:
+    found = OfflineDatasetLoader([{name: "Sky?", "system": "be nice", **replies}], tokenizer)
+    asked = OfflineDatasetLoader([{"prompt": "Sky?", "system": "be nice", **replies}], tokenizer)
+    assert found.kind == asked.kind and found.batch == asked.batch
+    messages = OfflineDatasetLoader([{name: "other", "messages": ASK + GOOD}], tokenizer)
+    assert (messages.kind, messages.batch["response"]) == ("demonstrations", ["Blue."])
+
+
+def test_a_prompt_that_begins_before_what_both_replies_repeat_is_whole(tokenizer: Any) -> None:
+    prompt = [{"role": "system", "content": "be nice"}, *ASK]
+    pairs = [{"prompt": prompt, "chosen": ASK + GOOD, "rejected": ASK + BAD}]
+    apart = [{"prompt": prompt, "chosen": GOOD, "rejected": BAD}]
+    assert OfflineDatasetLoader(pairs, tokenizer).batch == OfflineDatasetLoader(apart, tokenizer).batch
+
+
 @pytest.mark.parametrize("name", ["completion", "response"])
 def test_labels_and_demonstrations(name: str, tokenizer: Any) -> None:
     rows = [{"prompt": "1+1=", name: "2", "label": True}, {"prompt": "1+1=", name: "3", "label": False}]
@@ -196,8 +216,16 @@ def test_batches_are_whole_groups_and_resume_exactly() -> None:
     ("rows", "message"),
     [
         ([], "empty"),
-        ([{"text": "x"}], r"columns \['text'\] are none of pairs"),
+        ([{"text": "x"}], r"columns \['text'\] are none of: pairs"),
         ([{"prompt": "a", "completion": "b"}, {"prompt": "a"}], "row 1 is no row of demonstrations"),
+        (
+            [{"prompt": "a", "completion": "b", "label": 1}, {"prompt": "a", "completion": "b", "label": None}],
+            r"values in \['completion', 'prompt'\]",
+        ),
+        (
+            [{"instruction": "Sky?", "chosen": "It is blue.", "rejected": "It is red."}],
+            "no prompt, and instruction beside",
+        ),
         ([{"prompt": "a", "completion": "b", "label": "good"}], "row 0: label is true or false"),
         ([{"chosen": "x", "rejected": "y"}], "row 0: column 'prompt' is an empty prompt"),
         ([{"prompt": "a", "chosen": "x", "rejected": GOOD}], "row 0: chosen and rejected must both"),

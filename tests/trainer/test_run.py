@@ -295,7 +295,7 @@ def test_bad_input_is_refused_in_plain_words(
         ({"data.train": None}, "data.train is missing"),
         ({"algorithm.name": "rlo"}, "did you mean 'rloo'"),
         ({"algorithm.kl_coeff": 0.1}, "did you mean 'kl_coef'"),
-        ({"algorithm.name": "dpo", "reward.path": None}, "none of pairs"),
+        ({"algorithm.name": "dpo", "reward.path": None}, "none of: pairs"),
         ({"reward.path": "absent.py:f"}, "absent.py does not exist"),
         ({"reward.path": None, "reward.name": "code", "reward.answer": "tag"}, "has no option 'answer'"),
         ({"actor_rollout_ref.rollout.episode": "absent.py:f"}, "absent.py does not exist"),

@@ -7,8 +7,9 @@ Recognised by their columns (TRL's and verl's names; a response is a text or mes
     demonstrations  `prompt` and `completion` or `response`; or `messages` that end with the assistant
     experience      `prompt_tokens` and `response_tokens`, as a run records it
 
-All become one `Batch`; a pair is a group of two rows, the chosen one (label 1) before the rejected one (label 0). A
-reply of a chat is trained as the template writes it, with its `tool_calls` or `reasoning_content`.
+Where there is no `prompt`, a `question` or `problem` takes its place. All become one `Batch`; a pair is a group of two
+rows, the chosen one (label 1) before the rejected one (label 0). A reply of a chat is trained as the template writes
+it, with its `tool_calls` or `reasoning_content`.
 """
 
 from __future__ import annotations
@@ -31,6 +32,14 @@ from verl.data.tokenize import PromptTokenizer, Truncation, encode_reply
 from verl.errors import ConfigError, DataError
 
 _RESPONSES = ("completion", "response")
+#: In the place of a prompt, beside responses that have none.
+_QUESTIONS = ("question", "problem")
+#: What data sets call a prompt that is put together from several columns: only their user knows how.
+_PARTS_OF_PROMPTS = ("instruction", "input", "query", "context", "history")
+_KINDS = (
+    "pairs (chosen, rejected), labels (prompt, completion or response, label), demonstrations (prompt, completion or "
+    "response; or messages that end with the assistant), experience (prompt_tokens, response_tokens)"
+)
 
 
 class OfflineDatasetLoader:
@@ -147,12 +156,19 @@ class _Reader:
         where = f"{self.name}, row {number}"
         fields = _fields(value, where)
         if _kind(fields) != self.kind:
-            raise DataError(f"{where} is no row of {self.kind} like those before it: its columns are {sorted(fields)}")
+            filled = sorted(name for name, item in fields.items() if item is not None)
+            raise DataError(f"{where} is no row of {self.kind} like those before it: it has values in {filled}")
         if self.kind == "experience":
             return [{key: value for key, value in fields.items() if value is not None}]
         if self.kind == "pairs":
             chosen, rejected = fields.pop("chosen"), fields.pop("rejected")
             prompt = fields.pop("prompt", None)
+            parts = [name for name in _PARTS_OF_PROMPTS if fields.get(name) is not None]
+            if prompt is None and parts and isinstance(chosen, str):
+                raise DataError(
+                    f"{where} has no prompt, and {' and '.join(parts)} beside the replies: what both of these begin "
+                    "with is not taken for it; make a column 'prompt'"
+                )
             prompt, (chosen, rejected) = _split_pair(prompt, chosen, rejected, where)
             shared = self.form.row({"prompt": prompt, **fields}, where)
             shared = {"group": f"{number}", **shared}
@@ -186,9 +202,7 @@ def _read(source: Any, name: str, form: PromptForm) -> tuple[str, Batch]:
         if reader is None:
             kind = _kind(_fields(value, f"{name}, row {number}"))
             if kind is None:
-                raise DataError(
-                    f"{name}: columns {sorted(value)} are none of pairs, labels, demonstrations, experience"
-                )
+                raise DataError(f"{name}: columns {sorted(value)} are none of: {_KINDS}")
             reader = _Reader(kind, form, name)
         rows += reader.rows(number, value)
         files.append(file)
@@ -272,7 +286,14 @@ def _kind(fields: Mapping[str, Any]) -> str | None:
 def _fields(value: Any, where: str) -> dict[str, Any]:
     if not isinstance(value, Mapping):
         raise DataError(f"{where} is a {type(value).__name__}, not a mapping of columns")
-    return {str(key): plain(item) for key, item in value.items()}
+    fields = {str(key): plain(item) for key, item in value.items()}
+    has = {name for name, item in fields.items() if item is not None}
+    replies = {"chosen", "rejected"} <= has or (has.intersection(_RESPONSES) and "messages" not in has)
+    if replies and not has & {"prompt", "prompt_tokens"}:
+        question = next((name for name in _QUESTIONS if name in has), None)
+        if question is not None:
+            fields["prompt"] = fields.pop(question)
+    return fields
 
 
 def _split_pair(prompt: Any, chosen: Any, rejected: Any, where: str) -> tuple[Any, tuple[Any, Any]]:
@@ -285,7 +306,9 @@ def _split_pair(prompt: Any, chosen: Any, rejected: Any, where: str) -> tuple[An
         shared = 0
         while shared < min(len(chosen), len(rejected)) - 1 and chosen[shared] == rejected[shared]:
             shared += 1
-        return chosen[:shared], (chosen[shared:], rejected[shared:])
+        # A prompt that has more before what both repeat, such as a system message, is the whole of it.
+        is_whole = is_messages(prompt) and shared and prompt[-shared:] == chosen[:shared]
+        return prompt if is_whole else chosen[:shared], (chosen[shared:], rejected[shared:])
     if isinstance(chosen, str) and isinstance(rejected, str):
         if prompt is not None:
             return prompt, (chosen, rejected)
