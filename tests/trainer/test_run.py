@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 import torch
 
+from verl.algorithms import registry
 from verl.config import build_config
 from verl.errors import CheckpointError, ConfigError, DataError, ModelError, RewardError
 from verl.trainer.check import check_settings
@@ -333,6 +334,29 @@ def test_the_cause_of_what_the_user_can_mend_is_not_shown(
     assert ("Traceback" in capsys.readouterr().err) == (error is RewardError)
     logs = [log.read_text() for log in (tmp_path / "runs").glob("latest/logs/001.log")]
     assert ["Traceback" in log for log in logs] == [True] * (error is RewardError)
+
+
+def test_an_algorithm_of_the_users_own_file(tmp_path: Path, tiny: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(registry, "_ALGORITHMS", dict(registry._ALGORITHMS))
+    file = tmp_path / "mine.py"
+    file.write_text(
+        "import verl\n"
+        "print_it = print\n"
+        "@verl.register_algorithm('halved')\n"
+        "class Halved(verl.BaseAlgorithm):\n"
+        "    share: float = 0.5\n"
+        "    def compute_loss(self, x):\n"
+        "        total = -self.share * (x.weights * x.columns['advantages'] * x.log_probs).sum()\n"
+        "        return verl.Loss(total=total, metrics={'own/share': self.share})\n"
+    )
+    changes = {"data.eval": None, "trainer.eval_every": None, "trainer.total_steps": 1}
+    for name in (f"{file}:Halved", "halved"):
+        own = {"algorithm.name": name, "algorithm.share": 0.25}
+        train(build_config(settings(tmp_path, tiny, **changes, **own)))
+        assert rows(run_dir(tmp_path))[0]["own/share"] == 0.25
+    for name, words in (("Halve", "did you mean 'Halved'"), ("print_it", "subclass of verl.BaseAlgorithm")):
+        with pytest.raises(ConfigError, match=words):
+            check_settings(build_config(settings(tmp_path, tiny, **changes, **{"algorithm.name": f"{file}:{name}"})))
 
 
 def test_a_run_that_cannot_begin_leaves_no_directory(tmp_path: Path, tiny: Path) -> None:

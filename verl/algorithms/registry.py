@@ -9,6 +9,7 @@ from typing import Any, TypeVar
 
 from verl.algorithms.base import BaseAlgorithm
 from verl.errors import ConfigError, nearest
+from verl.rewards.loading import load_function
 
 #: What a trainer or a run uses when nobody said.
 DEFAULT_ALGORITHM = "grpo"
@@ -56,7 +57,8 @@ def algorithm_names() -> list[str]:
 
 
 def make_algorithm(algorithm: str | BaseAlgorithm | type[BaseAlgorithm] | None, **options: Any) -> BaseAlgorithm:
-    """An algorithm by name or class with its options, or an instance as it is; None: `DEFAULT_ALGORITHM`.
+    """An algorithm by name, "FILE.py:CLASS" or class with its options, or an instance as it is; None:
+    `DEFAULT_ALGORITHM`.
 
     Raises:
         ConfigError: an unknown name or option (the nearest is named), an option's value is of the wrong type,
@@ -70,9 +72,7 @@ def make_algorithm(algorithm: str | BaseAlgorithm | type[BaseAlgorithm] | None, 
             )
         return algorithm
     if isinstance(algorithm, str):
-        if algorithm not in _ALGORITHMS:
-            raise ConfigError(f"no algorithm is called '{algorithm}': {nearest(algorithm, _ALGORITHMS)}")
-        algorithm = _ALGORITHMS[algorithm]
+        algorithm = _by_name(algorithm)
     check_class(algorithm)
     known = {field.name for field in fields(algorithm) if field.init}
     for option in options:
@@ -81,3 +81,14 @@ def make_algorithm(algorithm: str | BaseAlgorithm | type[BaseAlgorithm] | None, 
                 f"algorithm '{algorithm.name or algorithm.__name__}' has no option '{option}': {nearest(option, known)}"
             )
     return algorithm(**options)
+
+
+def _by_name(name: str) -> Any:
+    """What has been registered under a name, or stands in a user's file; not yet known to be an algorithm."""
+    if ".py:" in name:
+        return load_function(name)
+    if name not in _ALGORITHMS:
+        raise ConfigError(
+            f"no algorithm is called '{name}': {nearest(name, _ALGORITHMS)} (one of your own: FILE.py:CLASS)"
+        )
+    return _ALGORITHMS[name]

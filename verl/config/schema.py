@@ -69,6 +69,10 @@ def _engine_name(value: str) -> str:
     return value if value in ENGINES else _function_path(value)
 
 
+def _algorithm_name(value: str) -> str:
+    return _function_path(value) if ":" in value else value
+
+
 def _reward_name(value: str) -> str:
     if value not in REWARDS:
         raise ValueError(f"no built-in reward is called '{value}': {nearest(value, REWARDS)}")
@@ -312,8 +316,10 @@ class AlgorithmConfig(BaseModel):
     """The algorithm and its own options, which the algorithm checks by its own fields."""
 
     model_config = ConfigDict(extra="allow", frozen=True, strict=True)
-    name: str | None = Field(
-        default=None, description="the algorithm (null: the default one); its options stand beside its name"
+    name: Annotated[str, AfterValidator(_algorithm_name)] | None = Field(
+        default=None,
+        description="the algorithm (null: the default one), or a class of your own, as FILE.py:CLASS; its options "
+        "stand beside its name",
     )
 
     @property
