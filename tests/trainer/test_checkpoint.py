@@ -485,6 +485,8 @@ def test_verify_reports_values_that_are_not_finite(tmp_path: Path) -> None:
     save_checkpoint(tmp_path / "bad", 4, {"actor/weights": {"w": torch.tensor([1.0, float("nan")])}})
     assert "tensor 'w' of actor/weights" in str(verify(tmp_path / "bad"))
     assert "no checkpoint at" in str(verify(tmp_path / "absent"))
+    (tmp_path / "other").mkdir()
+    assert "is no checkpoint, or a damaged one: it has no manifest.json" in str(verify(tmp_path / "other"))
 
 
 def test_random_generators_go_on_where_they_were(tmp_path: Path) -> None:

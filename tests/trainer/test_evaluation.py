@@ -45,8 +45,9 @@ def test_faults_are_named() -> None:
         evaluate(PROBLEMS.slice(0, 0), generate, score)
     with pytest.raises(DataError, match="'bad' returned 1 values for 6"):
         evaluate(PROBLEMS, generate, score, {"bad": lambda samples: [1.0]})
-    with pytest.raises(DataError, match="'bad' returned None: give a number"):
-        evaluate(PROBLEMS, generate, score, {"bad": lambda samples: None})  # type: ignore[dict-item,return-value]
+    for value in (None, "half", {"a": 1}, ["a"] * 6):
+        with pytest.raises(DataError, match=r"metric 'bad' returned .*: give one number for all samples"):
+            evaluate(PROBLEMS, generate, score, {"bad": lambda samples, value=value: value})
     with pytest.raises(ConfigError, match="called 'reward'"):
         evaluate(PROBLEMS, generate, score, {"reward": lambda samples: 1.0})
 

@@ -71,16 +71,15 @@ def make_algorithm(algorithm: str | BaseAlgorithm | type[BaseAlgorithm] | None, 
                 f"options {sorted(options)} were given beside a finished {type(algorithm).__name__}: set them in it"
             )
         return algorithm
-    if isinstance(algorithm, str):
-        algorithm = _by_name(algorithm)
-    check_class(algorithm)
-    known = {field.name for field in fields(algorithm) if field.init}
+    made: type[BaseAlgorithm] = _by_name(algorithm) if isinstance(algorithm, str) else algorithm
+    check_class(made)
+    known = {field.name for field in fields(made) if field.init}
     for option in options:
         if option not in known:
             raise ConfigError(
-                f"algorithm '{algorithm.name or algorithm.__name__}' has no option '{option}': {nearest(option, known)}"
+                f"algorithm '{made.name or made.__name__}' has no option '{option}': {nearest(option, known)}"
             )
-    return algorithm(**options)
+    return made(**options)
 
 
 def _by_name(name: str) -> Any:

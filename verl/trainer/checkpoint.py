@@ -373,7 +373,7 @@ def _read_manifest(root: Path) -> dict[str, Any]:
     if not root.is_dir():
         raise DamagedCheckpointError(f"there is no checkpoint at {root}")
     if file.is_symlink() or not file.is_file():
-        raise DamagedCheckpointError(f"checkpoint {root} is damaged: it has no {MANIFEST}")
+        raise DamagedCheckpointError(f"{root} is no checkpoint, or a damaged one: it has no {MANIFEST}")
     try:
         text = file.read_text(encoding="utf-8")
         manifest = json.loads(text)

@@ -69,7 +69,7 @@ def evaluate(
         metrics: the user's own, by name.
 
     Raises:
-        DataError: there is no problem, or a metric returns no number, or another number of them than there are rows.
+        DataError: there is no problem, or a metric returns no number, or not as many as there are rows.
         ConfigError: a metric is called "reward" or "abstained".
     """
     if not len(problems):
@@ -83,15 +83,17 @@ def evaluate(
             raise ConfigError(f"a metric cannot be called '{name}': that one is there already")
         value: Any = fn(samples)
         value = value.tolist() if hasattr(value, "tolist") else value
-        if isinstance(value, Sequence):
+        if isinstance(value, Sequence) and not isinstance(value, str):
             if len(value) != len(samples):
                 raise DataError(f"metric '{name}' returned {len(value)} values for {len(samples)} samples")
             rows[name] = list(value)
-            found[name] = mean(rows[name])
-        elif isinstance(value, Real):
-            found[name] = float(value)
-        else:
-            raise DataError(f"metric '{name}' returned {value!r}: give a number, or one (or None) for each sample")
+        try:
+            found[name] = mean(rows[name]) if name in rows else float(value)
+        except (TypeError, ValueError) as error:
+            raise DataError(
+                f"metric '{name}' returned {value!r:.60}: give one number for all samples, or a list of one number (or "
+                "None) for each"
+            ) from error
     return Evaluation(samples, rows, found)
 
 
