@@ -162,8 +162,17 @@ def test_reward_model() -> None:
     assert float(got.metrics["pairs/accuracy"]) == pytest.approx(sum(c > r for c, r in found) / 3)
 
 
-def test_sft() -> None:
+def test_sft_leaves_out_what_is_labelled_bad() -> None:
     batch = preferences(LENGTHS)
+    found, metrics = make_algorithm("sft").prepare(batch)
+    assert found["id"] == [row for row, label in zip(batch["id"], batch["label"], strict=True) if label]
+    assert metrics == {"sft/left_out": len(batch) - len(found)} and 0 < len(found) < len(batch)
+    without = batch.drop(["label"])
+    assert make_algorithm("sft").prepare(without) == (without, {})
+
+
+def test_sft() -> None:
+    batch = preferences(LENGTHS).drop(["label"])
     flat, mask = policy(batch), batch.tensor("response_mask") != 0
     assert loss_of("sft", batch, flat) == pytest.approx(-float(flat[mask].mean()))
     assert loss_of("sft", batch, flat, loss_agg_mode="token-sum") == pytest.approx(-float(flat[mask].sum()))

@@ -42,6 +42,19 @@ def test_recorded_responses_are_learned(tiny: Path, name: str) -> None:
         assert after["pairs/accuracy"] == 1.0
 
 
+@pytest.mark.parametrize("name", ["sft", "dpo", "reward_model"])
+def test_rows_that_are_left_out_are_not_learned(tiny: Path, name: str) -> None:
+    pairs = loader(tiny, "dpo").batch
+    if name == "sft":
+        given, used = pairs, pairs.filter([label == 1.0 for label in pairs["label"]])
+    else:
+        given, used = pairs.slice(0, len(pairs) - 1), pairs.slice(0, len(pairs) - 2)
+    one, other = offline_trainer(tiny, name), offline_trainer(tiny, name)
+    found, expected = one.step(given), other.step(used)
+    assert found["loss/actor"] == pytest.approx(expected["loss/actor"], rel=1e-6)
+    assert found["grad_norm/actor"] == pytest.approx(expected["grad_norm/actor"], rel=1e-5)
+
+
 @pytest.mark.parametrize("name", ["kto", "reward_model"])
 def test_a_resume_is_exact(tiny: Path, tmp_path: Path, name: str) -> None:
     data = loader(tiny, name)

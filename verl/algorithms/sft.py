@@ -8,16 +8,27 @@ import torch
 
 from verl.algorithms.base import BaseAlgorithm, Loss, LossInput
 from verl.algorithms.registry import register_algorithm
+from verl.batch import Batch
 from verl.errors import DataError
 
 
 @register_algorithm("sft")
 class SFT(BaseAlgorithm):
-    """Cross-entropy of the responses given their prompts, by default a mean over all tokens of the mini-batch."""
+    """Cross-entropy of the responses given their prompts, by default a mean over all tokens of the mini-batch.
+
+    A response that is labelled bad, such as the rejected one of a pair, is no demonstration: it is left out, and
+    counted in `sft/left_out`.
+    """
 
     roles = frozenset({"actor"})
     loss_columns = ()
     online: ClassVar[bool] = False
+
+    def prepare(self, batch: Batch) -> tuple[Batch, dict[str, float]]:
+        if "label" not in batch:
+            return batch, {}
+        bad = batch.tensor("label", torch.float64) < 0.5
+        return batch.filter((~bad).tolist()), {"sft/left_out": float(bad.sum())}
 
     def compute_loss(self, x: LossInput) -> Loss:
         if x.log_probs is None:

@@ -420,7 +420,7 @@ def _written(node: Node, given: Batch, result: Batch) -> tuple[list[int], Batch]
     if missing or extra:
         faults = ([f"lacks {missing}"] if missing else []) + ([f"has undeclared {extra}"] if extra else [])
         raise DataError(f"what node '{node.name}' returned {' and '.join(faults)}; it declares {list(node.outputs)}")
-    kept = _matched(node, given, result) if new.columns else list(range(len(given)))
+    kept = _matched(node, given, result) if result.columns else list(range(len(given)))
     if node.kind == "rows" and len(kept) < len(given):
         raise DataError(f"row-wise node '{node.name}' returned {len(kept)} rows for {len(given)}")
     order = sorted(range(len(kept)), key=kept.__getitem__)
