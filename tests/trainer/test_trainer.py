@@ -18,7 +18,7 @@ from verl.data.loader import PromptLoader
 from verl.data.prompts import load_prompts
 from verl.errors import CheckpointError, ConfigError, DataError, TrainingError
 from verl.shard import checksum
-from verl.trainer.trainer import _permuted
+from verl.trainer.samples import permuted
 
 PROMPTS = ["Once upon a time", "In the beginning"]
 SHORT = verl.SamplingParams(max_new_tokens=6, ignore_eos=True)
@@ -256,7 +256,7 @@ def test_permuted_rewards_take_costs_along_and_nothing_else_teaches(tiny: Path) 
     columns = {"id": [str(i) for i in range(count)], "reward": [float(i) for i in range(count)]}
     more = {"cost": [-float(i) for i in range(count)], "token_rewards": [[1.0]] * count}
     batch = verl.Batch.from_columns({**columns, **more})
-    dealt = _permuted(batch, seed=0)
+    dealt = permuted(batch, seed=0)
     assert sorted(dealt["reward"]) == batch["reward"] != dealt["reward"]
     assert dealt["cost"] == [-reward for reward in dealt["reward"]]
     assert "token_rewards" not in dealt and dealt["id"] == batch["id"]

@@ -15,8 +15,6 @@ from numbers import Integral
 from pathlib import Path
 from typing import Any, ClassVar
 
-import torch
-
 from verl.algorithms import BaseAlgorithm, make_algorithm
 from verl.batch import Batch
 from verl.controller.ranks import is_main
@@ -38,6 +36,16 @@ from verl.trainer.check import check_permuted
 from verl.trainer.checkpoint import Checkpoint, CheckpointStore
 from verl.trainer.evaluation import Evaluation, MetricFn, evaluate
 from verl.trainer.logging import Logger, default_logger, follow_log_level
+from verl.trainer.samples import (
+    kl_to_reference,
+    own_samples,
+    permuted,
+    rejected_rows,
+    renamed,
+    retried_groups,
+    sample_names,
+    score_metrics,
+)
 from verl.trainer.shared_buffer import open_buffer
 from verl.trainer.timeline import Span, Timeline, busy_shares, spans_of
 
@@ -256,8 +264,8 @@ class Trainer:
         batch = self.actor.prompts(prompts, key=f"s{self.steps}")
         samples, record = self.recall(batch) if "response_tokens" in batch else self.collect(batch)
         if self._former is None:
-            self._former = _names(self.buffer.state())
-        samples = _renamed(samples, self._former)
+            self._former = sample_names(self.buffer.state())
+        samples = renamed(samples, self._former)
         wanted = self.update_freq or 1
         # What an update takes at once needs no room to wait in.
         overflow = len(samples) > self.buffer.room and len(self.buffer) + len(samples) >= wanted
@@ -383,10 +391,10 @@ class Trainer:
             return result.batch, record
         kept, rounds = [result.batch.filter(keep)], 0
         origin = {group: group for group in prompts["group"]}
-        while (again := _rejected(prompts, kept, origin)) and rounds < self.max_resamples:
+        while (again := rejected_rows(prompts, kept, origin)) and rounds < self.max_resamples:
             rounds += 1
             retry = prompts.take(again)
-            renamed = retry.drop(["group", "id"]).add({"group": _retried(retry["group"], rounds, origin)})
+            renamed = retry.drop(["group", "id"]).add({"group": retried_groups(retry["group"], rounds, origin)})
             more = self._run(self.experience_graph, renamed).batch
             kept.append(more.filter(self.algorithm.keep(more) or [True] * len(more)))
         record["rollout/resamples"] = rounds
@@ -404,19 +412,19 @@ class Trainer:
         own = ("temperature",) if "temperature" in batch else ()
         nodes = [replace(n, inputs=(*n.inputs, *own)) if "ref_log_probs" in n.outputs else n for n in nodes]
         result = self._run(Graph(self._patient(nodes), batch.columns), batch)
-        return result.batch, {**_score_metrics(_own(result.batch)), **result.metrics}
+        return result.batch, {**score_metrics(own_samples(result.batch)), **result.metrics}
 
     def learn(self, samples: Batch) -> dict[str, Any]:
         """Update every model from scored samples."""
         if self.permute_rewards:
-            samples = _permuted(samples, seed=self.steps)
+            samples = permuted(samples, seed=self.steps)
         result = self._run(self.learning_graph, samples)
         metrics: dict[str, Any] = dict(result.metrics)
         updates = [timing.busy for name, timing in result.timings.items() if name != "prepare"]
         if len(updates) == sum(name.startswith("update/empty/") for name in metrics):  # of each model, or there is none
             return {**metrics, "update/empty": 1.0}
         seconds = sum(updates)
-        trained = sum(_own(samples).lengths("response_tokens"))
+        trained = sum(own_samples(samples).lengths("response_tokens"))
         metrics["train/tokens"] = trained
         metrics["train/tokens_per_s"] = trained / max(seconds, 1e-9)
         metrics["time/update"] = seconds
@@ -506,17 +514,17 @@ class Trainer:
 
     def _rollout_metrics(self, result: Result) -> dict[str, Any]:
         generated = int(result.batch.tensor("response_mask").sum())  # what tools wrote is not
-        batch = _own(result.batch)
+        batch = own_samples(result.batch)
         lengths = batch.lengths("response_tokens")
         busy = result.timings["rollout"].busy
         record: dict[str, Any] = {
-            **_score_metrics(batch),
+            **score_metrics(batch),
             "response/length": sum(lengths) / max(len(lengths), 1),
             "response/cut": sum(f == "length" for f in batch["finish"]) / max(len(batch), 1),
             "rollout/tokens": generated,
             "rollout/tokens_per_s": generated / max(busy, 1e-9),
             "time/rollout": busy,
-            **({"kl": _kl_to_reference(batch)} if "ref_log_probs" in batch else {}),
+            **({"kl": kl_to_reference(batch)} if "ref_log_probs" in batch else {}),
             **result.metrics,
         }
         if "rejected" in batch:
@@ -533,7 +541,7 @@ class Trainer:
         Raises:
             DataError: one says no number.
         """
-        samples, found = _own(samples), {}
+        samples, found = own_samples(samples), {}
         for name, fn in self.metric_fns.items():
             value: Any = fn(samples)
             try:
@@ -589,74 +597,3 @@ def _warn_of_masks(actor: Actor, sampling: SamplingParams) -> None:
             "gradient is biased by as much as the mask takes away",
             ", ".join(on),
         )
-
-
-def _own(batch: Batch) -> Batch:
-    """The policy's samples, without the greedy ones that they are compared with."""
-    if "baseline" not in batch:
-        return batch
-    return batch.take([row for row, greedy in enumerate(batch["baseline"]) if not greedy])
-
-
-def _score_metrics(batch: Batch) -> dict[str, Any]:
-    """Mean, spread and gaps of the rewards, where there are any, and means of their components."""
-    if "reward" not in batch:
-        return {}
-    rewards = [reward for reward in batch["reward"] if reward is not None]
-    mean = sum(rewards) / len(rewards) if rewards else float("nan")
-    record: dict[str, Any] = {
-        "reward": mean,
-        "reward/mean": mean,
-        "reward/std": (sum((r - mean) ** 2 for r in rewards) / len(rewards)) ** 0.5 if rewards else float("nan"),
-        "reward/abstained": len(batch) - len(rewards),
-    }
-    for name in (c for c in batch.columns if c.startswith("reward/")):
-        values = [v for v in batch[name] if v is not None]
-        record[f"{name}/mean"] = sum(values) / len(values) if values else float("nan")
-    return record
-
-
-def _retried(groups: list[str], round_: int, origin: dict[str, str]) -> list[str]:
-    """New names for groups that are sampled again, which `origin` learns; a data set may have called a group so."""
-    names = {}
-    for group in dict.fromkeys(groups):
-        name = f"{group}~{round_}"
-        while name in origin:
-            name += "~"
-        names[group] = name
-        origin[name] = group
-    return [names[group] for group in groups]
-
-
-def _rejected(prompts: Batch, kept: list[Batch], origin: dict[str, str]) -> list[int]:
-    """Rows of prompts of which no sample was kept."""
-    have = {origin[group] for batch in kept for group in batch["group"]}
-    return [row for row, group in enumerate(prompts["group"]) if group not in have]
-
-
-def _names(samples: Batch) -> set[str]:
-    return {name for column in ("id", "group") if column in samples for name in samples[column]}
-
-
-def _renamed(samples: Batch, taken: set[str]) -> Batch:
-    """The samples under names that none of `taken` has, so that no groups of different prompts become one."""
-    while not taken.isdisjoint(_names(samples)):
-        names = {column: [f"~{name}" for name in samples[column]] for column in ("id", "group")}
-        samples = samples.drop(names).add(names)
-    return samples
-
-
-def _permuted(samples: Batch, seed: int) -> Batch:
-    """The samples with rewards and costs dealt out at random, those of tokens left out."""
-    order = torch.randperm(len(samples), generator=torch.Generator().manual_seed(seed)).tolist()
-    dealt = {name: [samples[name][i] for i in order] for name in ("reward", "cost") if name in samples}
-    gone = [name for name in (*dealt, "token_rewards") if name in samples]
-    return samples.drop(gone).add(dealt)
-
-
-def _kl_to_reference(batch: Batch) -> float:
-    """Mean over the policy's tokens of k3 = exp(-d) - 1 + d, d = log p - log p_ref (Schulman, "Approximating KL
-    divergence")."""
-    delta = batch.tensor("rollout_log_probs", torch.float64) - batch.tensor("ref_log_probs", torch.float64)
-    delta = delta[batch.tensor("response_mask").bool()]
-    return float((torch.exp(-delta) - 1 + delta).mean()) if delta.numel() else float("nan")

@@ -1,0 +1,80 @@
+"""The samples of a step: which are the policy's own, what they are called, how they scored."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from verl.batch import Batch
+
+
+def own_samples(batch: Batch) -> Batch:
+    """The policy's samples, without the greedy ones that they are compared with."""
+    if "baseline" not in batch:
+        return batch
+    return batch.take([row for row, greedy in enumerate(batch["baseline"]) if not greedy])
+
+
+def score_metrics(batch: Batch) -> dict[str, Any]:
+    """Mean, spread and gaps of the rewards, where there are any, and means of their components."""
+    if "reward" not in batch:
+        return {}
+    rewards = [reward for reward in batch["reward"] if reward is not None]
+    mean = sum(rewards) / len(rewards) if rewards else float("nan")
+    record: dict[str, Any] = {
+        "reward": mean,
+        "reward/mean": mean,
+        "reward/std": (sum((r - mean) ** 2 for r in rewards) / len(rewards)) ** 0.5 if rewards else float("nan"),
+        "reward/abstained": len(batch) - len(rewards),
+    }
+    for name in (c for c in batch.columns if c.startswith("reward/")):
+        values = [v for v in batch[name] if v is not None]
+        record[f"{name}/mean"] = sum(values) / len(values) if values else float("nan")
+    return record
+
+
+def retried_groups(groups: list[str], round_: int, origin: dict[str, str]) -> list[str]:
+    """New names for groups that are sampled again, which `origin` learns; a data set may have called a group so."""
+    names = {}
+    for group in dict.fromkeys(groups):
+        name = f"{group}~{round_}"
+        while name in origin:
+            name += "~"
+        names[group] = name
+        origin[name] = group
+    return [names[group] for group in groups]
+
+
+def rejected_rows(prompts: Batch, kept: list[Batch], origin: dict[str, str]) -> list[int]:
+    """Rows of prompts of which no sample was kept."""
+    have = {origin[group] for batch in kept for group in batch["group"]}
+    return [row for row, group in enumerate(prompts["group"]) if group not in have]
+
+
+def sample_names(samples: Batch) -> set[str]:
+    return {name for column in ("id", "group") if column in samples for name in samples[column]}
+
+
+def renamed(samples: Batch, taken: set[str]) -> Batch:
+    """The samples under names that none of `taken` has, so that no groups of different prompts become one."""
+    while not taken.isdisjoint(sample_names(samples)):
+        names = {column: [f"~{name}" for name in samples[column]] for column in ("id", "group")}
+        samples = samples.drop(names).add(names)
+    return samples
+
+
+def permuted(samples: Batch, seed: int) -> Batch:
+    """The samples with rewards and costs dealt out at random, those of tokens left out."""
+    order = torch.randperm(len(samples), generator=torch.Generator().manual_seed(seed)).tolist()
+    dealt = {name: [samples[name][i] for i in order] for name in ("reward", "cost") if name in samples}
+    gone = [name for name in (*dealt, "token_rewards") if name in samples]
+    return samples.drop(gone).add(dealt)
+
+
+def kl_to_reference(batch: Batch) -> float:
+    """Mean over the policy's tokens of k3 = exp(-d) - 1 + d, d = log p - log p_ref (Schulman, "Approximating KL
+    divergence")."""
+    delta = batch.tensor("rollout_log_probs", torch.float64) - batch.tensor("ref_log_probs", torch.float64)
+    delta = delta[batch.tensor("response_mask").bool()]
+    return float((torch.exp(-delta) - 1 + delta).mean()) if delta.numel() else float("nan")
