@@ -56,7 +56,7 @@ def test_a_token_begins_with_its_space_whatever_the_offsets_say() -> None:
     sequences = sequences_of([""]).drop(["response_tokens"]).add({"response_tokens": [tokens]})
     alignment = CharacterAlignment(actor, critic)
     numbers = [[float(i) for i in range(len(tokens))]]
-    assert alignment.to_actor(sequences, alignment.batch(sequences), numbers) == numbers
+    assert alignment.to_actor(sequences, numbers) == numbers
     assert alignment.to_critic(sequences.add({"returns": numbers}), ("returns",))["returns"] == numbers
 
 

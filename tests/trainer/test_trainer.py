@@ -98,14 +98,6 @@ def test_samples_that_are_learned_from_at_once_need_no_room(tiny: Path) -> None:
     assert checksum(tight.actor.shards()) == checksum(roomy.actor.shards())
 
 
-@pytest.mark.parametrize("options", [{"update_freq": 0}, {"update_freq": -1}, {"update_freq": 9, "buffer_size": 8}])
-def test_an_update_that_would_never_come_is_refused(tiny: Path, options: dict[str, int]) -> None:
-    with pytest.raises(ConfigError, match="update_freq is the number of new samples"):
-        make(tiny, "grpo", **options)
-    with pytest.raises(ConfigError, match="capacity is at least one sample, not 0"):
-        make(tiny, "grpo", buffer_size=0)
-
-
 def test_models_may_be_given_as_they_are(tiny: Path, make_tiny: Callable[..., Path]) -> None:
     for critic in (str(tiny), AutoModelForCausalLM.from_pretrained(make_tiny("gpt2"))):
         actor = AutoModelForCausalLM.from_pretrained(tiny)
@@ -433,7 +425,7 @@ def test_bad_arguments(tiny: Path, make_tiny: Callable[..., Path]) -> None:
             verl.Trainer(actor, reward_fn=low_bytes, **{name: value})
     with pytest.raises(ConfigError, match="max_resamples must be a whole number of at least 0"):
         verl.Trainer(actor, reward_fn=low_bytes, max_resamples=-1)
-    with pytest.raises(ConfigError, match="would be no update"):
+    with pytest.raises(ConfigError, match=r"at most what the buffer holds \(4\), not 8"):
         verl.Trainer(actor, reward_fn=low_bytes, update_freq=8, buffer_size=4)
     with pytest.raises(ConfigError, match="micro_batch_size must be at least 1"):
         verl.Actor(str(tiny), micro_batch_size=0)

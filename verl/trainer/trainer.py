@@ -184,10 +184,10 @@ class Trainer:
         _warn_of_masks(self.actor, self.sampling)
         self.update_freq = update_freq
         self.buffer = open_buffer(buffer, _UNBOUNDED if buffer_size is None else buffer_size, buffer_dir)
-        if update_freq is not None and not 1 <= update_freq <= self.buffer.capacity:
+        if (update_freq or 1) > self.buffer.capacity:
             raise ConfigError(
-                f"update_freq is the number of new samples that an update waits for, at least 1 and at most what the "
-                f"buffer holds ({self.buffer.capacity}), not {update_freq}"
+                f"update_freq is the number of new samples that an update waits for, at most what the buffer holds "
+                f"({self.buffer.capacity}), not {update_freq}"
             )
         #: Names of samples that have waited since before the first step, which calls its own alike.
         self._former: set[str] | None = None
