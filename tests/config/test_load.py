@@ -84,6 +84,17 @@ def test_a_mapping_is_merged_and_null_takes_a_key_out(recipe):
     assert load_config(recipe, ["reward.path=a.py:f", "reward.name=null"]).reward.given() == ["path"]
 
 
+def test_names_that_others_use(recipe):
+    key = "actor_rollout_ref.rollout.rollout_per_device_batch_size"
+    config = load_config(recipe, ["data.rollout_batch_size=8", f"{key}=5"])
+    assert (config.data.batch_size, config.actor_rollout_ref.rollout.max_num_seqs) == (8, 5)
+    wrong = "data.batch_size: must be at least 1, not 0 (override 'data.rollout_batch_size=0')"
+    assert message(recipe, "data.rollout_batch_size=0") == wrong
+    told = message(recipe, "data.batch_size=4", "data.rollout_batch_size=8")
+    assert told.startswith("data.batch_size: is given twice, as rollout_batch_size too (override 'data.rollout_batch_")
+    assert load_config(recipe, ["data.rollout_batch_size=8"]) == load_config(recipe, ["data.batch_size=8"])
+
+
 def test_a_tilde_is_the_home_directory(recipe, monkeypatch):
     monkeypatch.setenv("HOME", "/home/me")
     config = load_config(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import difflib
 import json
 import re
@@ -17,7 +18,7 @@ from pydantic import ValidationError
 from pydantic_core import ErrorDetails
 
 from verl.config.document import annotation_at, describe, in_words, subsections
-from verl.config.schema import Config
+from verl.config.schema import OTHER_NAMES, Config
 from verl.errors import ConfigError, nearest
 
 _LIMITS = {
@@ -68,17 +69,37 @@ def build_config(content: Mapping[str, Any], places: Places | None = None, origi
     Raises:
         ConfigError: a setting is unknown, of the wrong type, or contradicts another.
     """
+    places = dict(places or {})
+    content = _under_own_names(content, places, origin)
     try:
-        return Config.model_validate(dict(content))
+        return Config.model_validate(content)
     except ValidationError as error:
         problems: dict[tuple[str, ...], str] = {}
         for details in error.errors(include_url=False):
             path = _given_path(details, content)
             message = f"{'.'.join(path) or 'settings'}: {_problem(details, path)}"
-            problems.setdefault(path, message + _places(details, path, places or {}))
+            problems.setdefault(path, message + _places(details, path, places))
         lines = list(problems.values())
     listing = lines[0] if len(lines) == 1 else f"{len(lines)} problems\n  " + "\n  ".join(lines)
     raise ConfigError(f"{origin}: {listing}")
+
+
+def _under_own_names(content: Mapping[str, Any], places: Places, origin: str) -> dict[str, Any]:
+    """The settings with every key under the schema's own name, and `places` likewise."""
+    renamed = copy.deepcopy(dict(content))
+    for path, own in OTHER_NAMES.items():
+        section: Any = renamed
+        for part in path[:-1]:
+            section = section.get(part) if isinstance(section, dict) else None
+        if not isinstance(section, dict) or path[-1] not in section:
+            continue
+        if own in section:
+            key, other = ".".join((*path[:-1], own)), _place(path, places)
+            raise ConfigError(f"{origin}: {key}: is given twice, as {path[-1]} too{other}: leave one out")
+        section[own] = section.pop(path[-1])
+        if path in places:
+            places[(*path[:-1], own)] = places.pop(path)
+    return renamed
 
 
 def to_yaml(config: Config) -> str:

@@ -22,6 +22,11 @@ from verl.training.options import OptimConfig
 
 NOT_BUILT = "this is not built yet"
 ENGINES = ("embedded", "hf", "vllm")
+#: Names under which others write a key, in its section.
+OTHER_NAMES = {
+    ("data", "rollout_batch_size"): "batch_size",
+    ("actor_rollout_ref", "rollout", "rollout_per_device_batch_size"): "max_num_seqs",
+}
 REWARDS = ("task", "code", "code_evaluator")
 
 
@@ -248,7 +253,10 @@ class RolloutConfig(Section):
     url: Strings = Field(
         default=(), description="addresses of running vLLM servers, which generate in the place of an engine of ours"
     )
-    max_num_seqs: Count = Field(default=256, description="sequences that are generated at the same time")
+    max_num_seqs: Count = Field(
+        default=256,
+        description="sequences that one worker generates at the same time (also: rollout_per_device_batch_size)",
+    )
     kv_cache_gb: Annotated[float, Field(gt=0)] | None = Field(
         default=None, description="memory for keys and values, in GB (null: from the memory that is free)"
     )
@@ -347,7 +355,10 @@ class DataConfig(Section):
         default=None,
         description="put plain prompts in the chat template (null: a task's questions are, others not)",
     )
-    batch_size: Count = Field(default=32, description="prompts (of recorded data: groups, such as pairs) per step")
+    batch_size: Count = Field(
+        default=32,
+        description="prompts (of recorded data: groups, such as pairs) per step (also: rollout_batch_size)",
+    )
     shuffle: bool = Field(default=True, description="a new order of the prompts each epoch")
     max_prompt_length: Count | None = Field(
         default=None, description="longest prompt, in tokens (null: what the model can take)"
