@@ -147,9 +147,7 @@ class Trainer:
                 "other too, or call save_checkpoint(path) yourself"
             )
         if keep_checkpoints is not None and save_every is None:
-            raise ConfigError(
-                "keep_checkpoints is of automatic checkpoints: give checkpoint_dir=... and save_every=..."
-            )
+            raise ConfigError("keep_checkpoints is of automatic checkpoints: give checkpoint_dir= and save_every=")
         _check_counts(
             1,
             n=n,
@@ -394,8 +392,8 @@ class Trainer:
         while (again := rejected_rows(prompts, kept, origin)) and rounds < self.max_resamples:
             rounds += 1
             retry = prompts.take(again)
-            renamed = retry.drop(["group", "id"]).add({"group": retried_groups(retry["group"], rounds, origin)})
-            more = self._run(self.experience_graph, renamed).batch
+            retries = retry.drop(["group", "id"]).add({"group": retried_groups(retry["group"], rounds, origin)})
+            more = self._run(self.experience_graph, retries).batch
             kept.append(more.filter(self.algorithm.keep(more) or [True] * len(more)))
         record["rollout/resamples"] = rounds
         record["rollout/rejected_prompts"] = len(again)
