@@ -1,0 +1,152 @@
+"""How a model is laid out over ranks: sizes by dimension (`Layout`), and the ranks that have them (`Mesh`).
+
+Ranks are numbered row-major over `DIMS`: tensor-parallel ranks are neighbours, pipeline stages furthest apart.
+Ranks that differ only in `pp`, `sp` or `tp` hold parts of one model and get the same rows; `replicate`, `shard` and
+`ep` are the data-parallel dimensions.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, fields
+
+from verl.errors import ConfigError, nearest
+
+#: The dimensions of a layout, outermost first: pipeline, replicas, fully sharded, sequence, expert, tensor.
+DIMS = ("pp", "replicate", "shard", "sp", "ep", "tp")
+#: Along these, ranks get different rows.
+DATA_DIMS = ("replicate", "shard", "ep")
+
+
+@dataclass(frozen=True)
+class ModelShape:
+    """What of a model decides which layouts are possible; a count of 0 is unknown and not checked."""
+
+    layers: int = 0
+    heads: int = 0
+    kv_heads: int = 0
+    experts: int = 0
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Ranks along each dimension. The default is one rank.
+
+    Raises:
+        ConfigError: a size is no whole number from 1 on.
+    """
+
+    pp: int = 1
+    replicate: int = 1
+    shard: int = 1
+    sp: int = 1
+    ep: int = 1
+    tp: int = 1
+
+    def __post_init__(self) -> None:
+        for field in fields(self):
+            size = getattr(self, field.name)
+            if isinstance(size, bool) or not isinstance(size, int) or size < 1:
+                raise ConfigError(f"layout: {field.name} is a number of ranks, at least 1, not {size!r}")
+
+    @property
+    def sizes(self) -> tuple[int, ...]:
+        """One number a dimension, in the order of `DIMS`."""
+        return tuple(getattr(self, dim) for dim in DIMS)
+
+    @property
+    def size(self) -> int:
+        """Ranks in all."""
+        return math.prod(self.sizes)
+
+    @property
+    def data_size(self) -> int:
+        """Parts that the rows of a batch are split into."""
+        return math.prod(getattr(self, dim) for dim in DATA_DIMS)
+
+    def check(self, shape: ModelShape) -> None:
+        """Refuse a layout that the model cannot have.
+
+        Raises:
+            ConfigError: names the dimension, the model's count and what would fit.
+        """
+        if shape.layers and self.pp > shape.layers:
+            raise ConfigError(f"layout: pp={self.pp} leaves a stage without layers: the model has {shape.layers}")
+        for dim, size in (("tp", self.tp), ("sp", self.sp), ("tp x sp", self.tp * self.sp)):
+            if shape.heads and shape.heads % size:
+                raise ConfigError(f"layout: {dim}={size} does not divide the model's {shape.heads} attention heads")
+        if shape.kv_heads and shape.kv_heads % self.tp:
+            raise ConfigError(f"layout: tp={self.tp} does not divide the model's {shape.kv_heads} key-value heads")
+        if self.ep > 1 and (not shape.experts or shape.experts % self.ep):
+            raise ConfigError(f"layout: ep={self.ep} does not divide the model's {shape.experts} experts")
+
+
+@dataclass(frozen=True)
+class Mesh:
+    """A layout on an ordered tuple of world ranks. Two meshes of a role may hold the same ranks in another order.
+
+    Raises:
+        ConfigError: there are more or fewer ranks than the layout has places, or one is named twice.
+    """
+
+    ranks: tuple[int, ...] = (0,)
+    layout: Layout = Layout()
+
+    def __post_init__(self) -> None:
+        if len(self.ranks) != self.layout.size or len(set(self.ranks)) != len(self.ranks):
+            raise ConfigError(f"layout: {self.layout} needs {self.layout.size} different ranks, got {list(self.ranks)}")
+
+    @classmethod
+    def data_parallel(cls, ranks: Sequence[int], *, sharded: bool = False) -> Mesh:
+        """Every rank has rows of its own, and the whole model or (`sharded`) a part of it."""
+        size = len(ranks)
+        return cls(tuple(ranks), Layout(shard=size) if sharded else Layout(replicate=size))
+
+    @property
+    def size(self) -> int:
+        return len(self.ranks)
+
+    def __contains__(self, rank: object) -> bool:
+        return rank in self.ranks
+
+    def coordinate(self, rank: int) -> dict[str, int]:
+        """Where a rank of the mesh stands along each dimension."""
+        rest, found = self.ranks.index(rank), {}
+        for dim, size in zip(reversed(DIMS), reversed(self.layout.sizes), strict=True):
+            rest, found[dim] = divmod(rest, size)
+        return {dim: found[dim] for dim in DIMS}
+
+    def rows(self, rank: int) -> tuple[int, int] | None:
+        """Data-parallel index of a rank, and how many there are; None for a rank outside of the mesh."""
+        if rank not in self.ranks:
+            return None
+        at, index = self.coordinate(rank), 0
+        for dim in DATA_DIMS:
+            index = index * getattr(self.layout, dim) + at[dim]
+        return index, self.layout.data_size
+
+    def answers(self, rank: int) -> bool:
+        """Whether a rank's answer counts: of those with the same rows, the first of the last pipeline stage."""
+        if rank not in self.ranks:
+            return False
+        at = self.coordinate(rank)
+        return at["pp"] == self.layout.pp - 1 and at["sp"] == 0 and at["tp"] == 0
+
+    def answering(self) -> tuple[int, ...]:
+        """The ranks that answer, by data-parallel index."""
+        found = {self.rows(rank): rank for rank in self.ranks if self.answers(rank)}
+        return tuple(found[index, self.layout.data_size] for index in range(self.layout.data_size))
+
+    def group(self, rank: int, *dims: str) -> tuple[int, ...]:
+        """The ranks that differ from `rank` only along `dims`, in the order of the mesh.
+
+        Raises:
+            ConfigError: there is no such dimension.
+        """
+        for dim in dims:
+            if dim not in DIMS:
+                raise ConfigError(f"layout: there is no dimension '{dim}': {nearest(dim, DIMS)}")
+        own = self.coordinate(rank)
+        fixed = [dim for dim in DIMS if dim not in dims]
+        return tuple(r for r in self.ranks if all(self.coordinate(r)[dim] == own[dim] for dim in fixed))
