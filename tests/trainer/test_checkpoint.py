@@ -456,6 +456,61 @@ def test_crash_before_each_single_file_operation_of_a_save(tmp_path: Path) -> No
     assert set(codes) == {0, 9}
 
 
+def test_rollback_removes_what_came_after(tmp_path: Path) -> None:
+    store = store_with(tmp_path, 1, 2, 3, 4)
+    (store.path(4) / "trainer.json").write_text("{}")
+    with pytest.raises(CheckpointError, match=r"no checkpoint of step 9 to go back to; it has \[1, 2, 3, 4\]"):
+        store.rollback(9)
+    assert store.steps() == [1, 2, 3, 4]
+    store.rollback(2)
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["latest", "step-000001", "step-000002"]
+    assert os.readlink(tmp_path / "latest") == "step-000002"
+    assert_holds(store.load(identity=IDENTITY), 2)
+    store.rollback(2)
+    assert store.steps() == [1, 2]
+
+
+ROLLER = """
+    import os, sys, torch
+    from verl.trainer.checkpoint import CheckpointStore
+    EVENTS = ("os.rename", "os.mkdir", "os.remove", "os.rmdir", "os.symlink")
+    for line in sys.stdin:
+        child = os.fork()
+        if child:
+            print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), flush=True)
+            continue
+        left = [int(line)]
+        store = CheckpointStore(sys.argv[1], keep=9)
+        for step in range(1, 5):
+            tensors = {f"w{i}": torch.full((50_000,), float(step)) for i in range(4)}
+            assert store.save(step, {"actor/weights": tensors, "trainer.json": {"value": step}}, {"model": "tiny"})
+        def crash(event, arguments):
+            if event in EVENTS and sys.argv[1] in str(arguments):
+                left[0] -= 1
+                if left[0] == 0:
+                    os._exit(9)
+        sys.addaudithook(crash)
+        store.rollback(1)
+        os._exit(0)
+"""
+
+
+def test_crash_before_each_file_operation_of_a_rollback(tmp_path: Path) -> None:
+    codes, lasts = [], []
+    with process(ROLLER, tmp_path) as roller:
+        while not codes or codes[-1]:
+            roller.stdin.write(f"{len(codes) + 1}\n")
+            codes.append(int(roller.stdout.readline()))
+            store = CheckpointStore(tmp_path, keep=9)
+            assert_whole(store)
+            lasts.append(store.steps()[-1])
+            assert store.steps() == list(range(1, lasts[-1] + 1))
+            assert not [p for p in tmp_path.iterdir() if p.name.startswith(".")]
+    assert lasts == sorted(lasts, reverse=True)
+    assert set(lasts) == {1, 2, 3, 4}
+    assert set(codes) == {0, 9}
+
+
 def test_half_a_replacement_is_undone(tmp_path: Path) -> None:
     save_checkpoint(tmp_path / "mine", 3, contents(3))
     (tmp_path / "mine").rename(tmp_path / ".replaced-mine")

@@ -189,6 +189,27 @@ class CheckpointStore:
             )
         return None
 
+    def rollback(self, step: int) -> None:
+        """Remove every checkpoint after `step`, damaged ones included, so that the newest is the one to go on from.
+
+        The newest goes first: a crash in between leaves fewer checkpoints, and no gap among them.
+
+        Raises:
+            CheckpointError: there is no checkpoint of `step` (nothing is removed then), or the disk refuses.
+        """
+        steps = self.steps()
+        if step not in steps:
+            raise CheckpointError(f"{self.directory} has no checkpoint of step {step} to go back to; it has {steps}")
+        try:
+            for later in reversed([found for found in steps if found > step]):
+                self._discard(self.path(later))
+        except OSError as error:
+            raise CheckpointError(
+                f"checkpoints after step {step} in {self.directory} cannot be removed: {_reason(error)}; remove them "
+                "by hand before the run goes on"
+            ) from None
+        link_atomic(self.directory / "latest", self.path(step).name)
+
     def _discard(self, path: Path) -> None:
         # Renamed first: a crash amid the deletion leaves no half checkpoint under a real name.
         doomed = staging_of(path)
