@@ -103,7 +103,7 @@ class Updater:
 
 def role_metrics(role: str, metrics: dict[str, float]) -> dict[str, float]:
     """Metrics of one role's update under its name: `loss` becomes `loss/<role>`, others likewise."""
-    own = ("loss", "grad_norm", "lr", "update/skipped", "update/empty")
+    own = ("loss", "grad_norm", "lr", "update/steps", "update/skipped", "update/empty")
     return {f"{name}/{role}" if name in own else name: value for name, value in metrics.items()}
 
 

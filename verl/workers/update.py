@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Protocol
@@ -67,7 +68,7 @@ def mini_batches(batch: Batch, plan: UpdatePlan, round_: int) -> Iterator[Batch]
             yield batch
             continue
         groups = batch.group_indices()
-        generator = torch.Generator().manual_seed(hash((plan.seed, round_, epoch)) & 0x7FFF_FFFF_FFFF_FFFF)
+        generator = torch.Generator().manual_seed(_seed(plan.seed, round_, epoch))
         rows: list[int] = []
         for index in torch.randperm(len(groups), generator=generator).tolist():
             rows += groups[index]
@@ -78,26 +79,40 @@ def mini_batches(batch: Batch, plan: UpdatePlan, round_: int) -> Iterator[Batch]
             yield batch.take(rows)
 
 
+def _seed(*numbers: int) -> int:
+    digest = hashlib.sha256("/".join(map(str, numbers)).encode()).digest()
+    return int.from_bytes(digest[:8], "big") >> 1
+
+
 def run_updates(
     engine: TrainEngine, batch: Batch, objective: Objective, plan: UpdatePlan, round_: int
 ) -> dict[str, float]:
-    """All optimizer steps of one update; metrics are means over the steps (`/max` keys: maxima).
+    """All optimizer steps of one update.
 
-    A mini-batch of which no token counts (all rejected, or none written) is no step: moments and weight decay would
-    move the weights without any gradient. Where no mini-batch is one, `update/empty` is 1.
+    A mini-batch of which no token counts (all rejected, or none written) is left out: moments and weight decay would
+    move the weights without any gradient. Where all are left out, `update/empty` is 1.
+
+    Returns:
+        `update/steps`: mini-batches that reached the optimizer; `update/skipped`: those of them whose loss or gradient
+        was not finite, so that nothing moved; and the other metrics of `TrainEngine.update`: means over the steps
+        that were made (`/max` keys: maxima), or over the skipped ones if no step was made.
 
     Raises:
-        DataError: nothing is left to train on.
+        DataError: there are no samples.
     """
     if len(batch) == 0:
         raise DataError("the update got no samples: every reward abstained, or every group was filtered out")
-    steps = []
+    found = []
     for mini_batch in mini_batches(batch, plan, round_):
         weights = objective.token_weights(mini_batch)
         if objective.by_token and not weights.any():
             continue
-        steps.append(engine.update(mini_batch, objective.compute_loss, weights=weights, **_needs(objective, plan)))
-    return mean_metrics(steps) if steps else {"loss": 0.0, "grad_norm": 0.0, "update/skipped": 0.0, "update/empty": 1.0}
+        found.append(engine.update(mini_batch, objective.compute_loss, weights=weights, **_needs(objective, plan)))
+    skipped = [step for step in found if step["update/skipped"]]
+    counts = {"update/steps": float(len(found)), "update/skipped": float(len(skipped))}
+    if not found:
+        return {"loss": 0.0, "grad_norm": 0.0, **counts, "update/empty": 1.0}
+    return mean_metrics([step for step in found if not step["update/skipped"]] or skipped) | counts
 
 
 def compute_loss(engine: TrainEngine, batch: Batch, objective: Objective, plan: UpdatePlan) -> dict[str, float]:
@@ -116,15 +131,9 @@ def _needs(objective: Objective, plan: UpdatePlan) -> LossNeeds:
 
 
 def mean_metrics(parts: Sequence[dict[str, float]]) -> dict[str, float]:
-    """Mean over the parts that have a key; the maximum where the key ends in `/max`; skipped steps are summed."""
-    merged: dict[str, list[float]] = {}
+    """Mean over the parts that have a key; the maximum where the key ends in `/max`."""
+    values: dict[str, list[float]] = {}
     for part in parts:
         for name, value in part.items():
-            merged.setdefault(name, []).append(value)
-    result = {}
-    for name, values in merged.items():
-        if name.endswith("/max"):
-            result[name] = max(values)
-        else:
-            result[name] = sum(values) if name.endswith("/skipped") else sum(values) / len(values)
-    return result
+            values.setdefault(name, []).append(value)
+    return {n: max(found) if n.endswith("/max") else sum(found) / len(found) for n, found in values.items()}
