@@ -19,21 +19,21 @@ _INFIXES = ("_fsdp_wrapped_module.", "_checkpoint_wrapped_module.")
 
 
 def unwrapped(model: Any) -> Any:
-    """The model itself, not what `torch.compile` made of it; of one under `FullyShardedDataParallel` (either
-    `use_orig_params`, layers wrapped or not) or `fully_shard` a plain copy with the same class, configuration, weights,
-    dtypes and frozen weights.
+    """The model without its wrapper.
 
-    The copy is trained in this project's own layout: the wrapped model does not change, and an optimizer over its
-    parameters does not fit the copy.
+    `torch.compile`: the model that was compiled. `FullyShardedDataParallel` (either `use_orig_params`, layers wrapped
+    or not) and `fully_shard`: a plain copy with the same class, configuration, weights, dtypes and frozen weights.
+    Their weights are gathered, so all ranks over which the model is sharded call this together. The copy is trained in
+    this project's own layout: the wrapped model does not change, and an optimizer over its parameters does not fit.
 
     Raises:
-        ModelError: the model is sharded over several ranks, is under `DistributedDataParallel` or `DataParallel`, or is
-            not the model that its configuration says.
+        ModelError: the model is under `DistributedDataParallel` or `DataParallel`, or is not the model that its
+            configuration describes.
     """
     if isinstance(model, nn.parallel.DistributedDataParallel | nn.DataParallel):
         raise ModelError(f"the model is wrapped as {type(model).__name__}: give its .module")
     model = getattr(model, "_orig_mod", model)  # of torch.compile, over the same weights
-    # A model under either wrapper has brought torch.distributed along: nobody else waits for its import.
+    # Importing FSDP takes a second; a sharded model needs an initialised process group, others need not wait.
     if not isinstance(model, nn.Module) or not dist.is_available() or not dist.is_initialized():
         return model
     from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
@@ -41,11 +41,6 @@ def unwrapped(model: Any) -> Any:
     modules = [*model.modules()]
     if not any(isinstance(module, FullyShardedDataParallel | FSDPModule) for module in modules):
         return model
-    if dist.get_world_size() > 1:
-        raise ModelError(
-            f"the model is wrapped for {dist.get_world_size()} ranks, which is done here by strategy='fsdp': give the "
-            "model before it is wrapped, or wrap it in a job of one rank"
-        )
     inner = model.module if isinstance(model, FullyShardedDataParallel) else model
     # fully_shard gives a module a class of its own, derived from FSDPModule and from the one that it had.
     cls: Any = next(base for base in type(inner).__mro__ if not issubclass(base, FSDPModule))
@@ -58,7 +53,7 @@ def unwrapped(model: Any) -> Any:
 
 def _filled(plain: Any, weights: dict[str, nn.Parameter], inner: Any) -> Any:
     for name, weight in plain.named_parameters():
-        if name in weights:  # one that is not there is told below
+        if name in weights:  # a missing one is an error of the load below
             weight.data = weight.data.to(weights[name].device, weights[name].dtype)
             weight.requires_grad_(weights[name].requires_grad)
     buffers = {_bare(name): buffer for name, buffer in inner.named_buffers()}

@@ -55,8 +55,9 @@ class Actor:
 
     Args:
         model: a causal language model of transformers (or a `ValueModel`, to go on with a score head), or the name or
-            directory of one. From one under `FullyShardedDataParallel` or `fully_shard`, in a job of one rank, a plain
-            copy is made and trained, in our own layout (see `verl.models.wrapped`): read the result from `Actor.model`.
+            directory of one. Of one under `FullyShardedDataParallel` or `fully_shard`, wrapped on every rank of the
+            job, a plain copy is made and trained in our own layout (see `verl.models.wrapped`): read the result from
+            `Actor.model`.
         tokenizer: a tokenizer, or its name or directory; left out, the one beside the model.
         strategy: how the ranks of the actor share its training: "ddp", each has the whole model (None is the same);
             "fsdp", each trains a part of it, beside the copy that generates; "single", there is but one.
