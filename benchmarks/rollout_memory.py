@@ -32,7 +32,7 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
     import torch
     import transformers
 
-    from verl.models.memory import use_one_arena
+    from verl.kernels.malloc import use_one_arena
     from verl.models.packed import PackedModel
     from verl.rollout.base import Request, SamplingParams, generate
     from verl.rollout.embedded import EmbeddedEngine

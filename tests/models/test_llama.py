@@ -27,10 +27,10 @@ from transformers import (
     SmolLM3ForCausalLM,
 )
 
-from verl.models.kernels import Kernels, kernels
+from verl.kernels.interface import Kernels
+from verl.models.compiled import kernels
 from verl.models.packed import PackedModel
 from verl.models.segments import pack_rows
-from verl.rollout.fused import fused_forward
 
 SIZES = {
     "vocab_size": 100,
@@ -190,13 +190,11 @@ def test_fused_kernels_are_a_choice(caplog: pytest.LogCaptureFixture) -> None:
     model = made("llama", torch.float32).eval()
     plain = PackedModel(model, fused_kernels=False)
     assert plain._fused is None
-    assert fused_forward(plain) is None
     expected = gradients(plain, fused=False)[0]
     assert not caplog.records
     for wanted in (True, "compiled", "xformers"):
         packed = PackedModel(model, fused_kernels=wanted)
         assert packed._fused is not None
-        assert fused_forward(packed) is not None
         assert torch.allclose(gradients(packed, fused=True)[0], expected, atol=1e-4)
     (record,) = caplog.records
     assert (
@@ -219,7 +217,6 @@ def test_a_layer_that_computes_otherwise_keeps_its_own_modules() -> None:
         packed = PackedModel(make().bfloat16())
         assert packed.supports_packed, name
         assert not packed.is_fused, name
-        assert fused_forward(packed) is None, name
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
@@ -233,7 +230,6 @@ def test_what_a_model_does_at_long_positions_alone_is_seen(dtype: torch.dtype) -
 
     assert not made_with(16).is_fused  # from there on queries are scaled
     assert made_with(64).is_fused
-    assert fused_forward(made_with(16)) is None
 
 
 class Adapted(torch.nn.Embedding):

@@ -8,8 +8,8 @@ import pytest
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
-import verl.models.kernels
 from verl.errors import ConfigError, ModelError, RolloutError
+from verl.kernels import build, interface
 from verl.models.packed import PackedModel
 from verl.models.shards import model_shards
 from verl.rollout.attention import PagedAttention, Plan
@@ -294,15 +294,15 @@ def test_without_a_compiler_generation_goes_on_with_torch(
 ) -> None:
     request = Request("x", list(range(10, 50)), SamplingParams(max_new_tokens=10))
     expected = next(generate(EmbeddedEngine(packed64, eos_token_ids=(), seed=0, kv_memory=8 << 20), [request]))
-    monkeypatch.setattr(verl.models.kernels.shutil, "which", lambda name: None)
-    for cached in (verl.models.kernels.kernels, verl.models.kernels.library):
+    monkeypatch.setattr(build.shutil, "which", lambda name: None)
+    for cached in (interface.load, build.library):
         cached.cache_clear()
     try:
         with caplog.at_level(logging.WARNING):
             engine = EmbeddedEngine(packed64, eos_token_ids=(), seed=0, kv_memory=8 << 20)
             sample = next(generate(engine, [request]))
     finally:
-        for cached in (verl.models.kernels.kernels, verl.models.kernels.library):
+        for cached in (interface.load, build.library):
             cached.cache_clear()
     assert "compiler" in caplog.text
     assert sample.tokens == expected.tokens

@@ -12,7 +12,6 @@ from verl.errors import RolloutError
 from verl.models.packed import PackedModel
 from verl.rollout.base import Request, RolloutEngine, Sample, SamplingParams, generate
 from verl.rollout.embedded import EmbeddedEngine
-from verl.rollout.fused import fused_forward
 from verl.rollout.hf import HFEngine
 from verl.rollout.kv_cache import KVCache
 
@@ -201,41 +200,45 @@ def test_the_hf_engine_generates_across_a_change_of_rotary_embeddings(make_model
         run(EmbeddedEngine(PackedModel(model), eos_token_ids=(), seed=9, kv_memory=4 << 20), requests)
 
 
-@pytest.mark.parametrize("kind", ["llama", "qwen2", "mistral"])
-def test_the_fused_forward_is_the_model(make_model: MakeModel, kind: str) -> None:
-    for dtype in (torch.float32, torch.bfloat16):
-        packed = PackedModel(make_model(kind, dtype))
-        assert fused_forward(packed) is not None
-
-
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
 @pytest.mark.parametrize("kind", ["llama", "qwen2", "mistral"])
-def test_a_response_is_the_same_bit_for_bit_however_a_step_is_divided(
+def test_batch_invariant_responses_do_not_depend_on_how_steps_are_divided(
     make_model: MakeModel, kind: str, dtype: torch.dtype
 ) -> None:
-    # Threads share few tokens, take blocks of many by themselves, and wait for each other where prompts are read.
     packed = PackedModel(make_model(kind, dtype))
-    assert fused_forward(packed) is not None
-    requests, engines = prompts(60, 5, SamplingParams(max_new_tokens=40)), []
+    assert packed.is_fused
+    requests, engines = prompts(30, 5, SamplingParams(max_new_tokens=40)), []
 
-    def outcome(some: list[Request], threads: int, **options: int) -> dict[str, tuple[list[int], list[float]]]:
-        torch.set_num_threads(threads)
-        engines.append(EmbeddedEngine(packed, eos_token_ids=(2,), seed=3, **{"kv_memory": 64 << 20, **options}))
-        engine = engines[-1]
-        return {name: (sample.tokens, sample.log_probs) for name, sample in run(engine, some).items()}
+    def outcome(some: list[Request], **options: int) -> dict[str, tuple[list[int], list[float]]]:
+        given = {"kv_memory": 64 << 20, "batch_invariant": True, **options}
+        engines.append(EmbeddedEngine(packed, eos_token_ids=(2,), seed=3, **given))
+        return {name: (sample.tokens, sample.log_probs) for name, sample in run(engines[-1], some).items()}
 
-    before = torch.get_num_threads()
-    try:
-        whole = outcome(requests, 2, max_batch=300)
-        assert outcome(requests, 1, max_batch=300) == whole
-        assert outcome(requests, 3, max_batch=70, step_tokens=150) == whole
-        assert outcome(requests, 2, max_batch=300, kv_memory=1 << 20) == whole
-        assert engines[-1].stats.preemptions > 0
-        for few in (requests[:1], requests[40:90:7]):
-            alone = outcome(few, 2)
-            assert alone == {name: whole[name] for name in alone}
-    finally:
-        torch.set_num_threads(before)
+    whole = outcome(requests, max_batch=300)
+    assert outcome(requests, max_batch=70, step_tokens=150) == whole
+    assert outcome(requests, max_batch=300, kv_memory=1 << 20) == whole
+    assert engines[-1].stats.preemptions > 0
+    for few in (requests[:1], requests[20:45:7]):
+        alone = outcome(few)
+        assert alone == {name: whole[name] for name in alone}
+
+
+@pytest.mark.parametrize("kind", ["llama", "mistral"])
+def test_in_fp32_responses_depend_on_the_division_of_steps_by_rounding_alone(make_model: MakeModel, kind: str) -> None:
+    packed = PackedModel(make_model(kind, torch.float32))
+    assert packed.is_fused
+    requests = prompts(30, 5, SamplingParams(max_new_tokens=40))
+
+    def outcome(**options: int) -> dict[str, Sample]:
+        return run(EmbeddedEngine(packed, eos_token_ids=(2,), seed=3, **{"kv_memory": 64 << 20, **options}), requests)
+
+    whole = outcome(max_batch=300)
+    for other in (outcome(max_batch=70, step_tokens=150), outcome(max_batch=300, kv_memory=1 << 20)):
+        equal = [name for name, sample in whole.items() if other[name].tokens == sample.tokens]
+        # A uniform number within the rounding of a boundary between two tokens: one sequence in a thousand.
+        assert len(equal) >= len(whole) - 1
+        for name in equal:
+            assert other[name].log_probs == pytest.approx(whole[name].log_probs, abs=1e-4)
 
 
 def test_weights_that_come_to_lie_elsewhere_are_read_there(make_model: MakeModel) -> None:
@@ -264,11 +267,6 @@ def test_weights_that_come_to_lie_elsewhere_are_read_there(make_model: MakeModel
     while engine.unfinished:
         samples += engine.step()
     assert {sample.id: sample.tokens for sample in samples} == {name: sample.tokens for name, sample in want.items()}
-
-
-@pytest.mark.parametrize("kind", ["gpt2", "phi3", "granite"])
-def test_models_of_another_shape_are_not_fused(make_model: MakeModel, kind: str) -> None:
-    assert fused_forward(PackedModel(make_model(kind, torch.float32))) is None
 
 
 def test_bf16_differs_from_the_plain_bf16_forward_by_rounding_only(make_model: MakeModel) -> None:

@@ -20,9 +20,11 @@ in_both_codes = pytest.mark.parametrize("code", ["compiled", "torch"])
 def _code(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     chosen = request.node.callspec.params.get("code") if hasattr(request.node, "callspec") else None
     if chosen == "torch":
-        monkeypatch.setattr(adamw, "library", lambda: None)
+        monkeypatch.setattr(adamw, "kernels", lambda dtype, device: None)
     elif chosen == "compiled":
-        assert adamw.library() is not None, "the kernels must build where the tests run"
+        assert adamw.kernels(torch.bfloat16, torch.device("cpu")) is not None, (
+            "the kernels must build where the tests run"
+        )
 
 
 def _weight(shape: tuple[int, ...] = (24, 16), seed: int = 0) -> Weight:
@@ -95,8 +97,8 @@ def test_rounding_to_nearest_would_stand_still_where_random_rounding_moves() -> 
 
 def test_compiled_and_torch_code_round_alike(monkeypatch: pytest.MonkeyPatch) -> None:
     found = []
-    for library in (adamw.library, lambda: None):
-        monkeypatch.setattr(adamw, "library", library)
+    for kernels in (adamw.kernels, lambda dtype, device: None):
+        monkeypatch.setattr(adamw, "kernels", kernels)
         weight = _weight((64, 48))
         optimizer = adamw.SplitAdamW([weight], OptimConfig())
         for seed in range(3):

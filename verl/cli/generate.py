@@ -75,7 +75,7 @@ def generate(
     $ echo 'Once upon a time' | verl generate models/SmolLM2-135M-Instruct - story.jsonl
     """
     from verl.data.prompts import load_prompts
-    from verl.models.memory import use_one_arena
+    from verl.kernels.malloc import use_one_arena
     from verl.rollout.base import Request, SamplingParams
     from verl.workers.actor import RolloutOptions
 

@@ -103,7 +103,7 @@ def train(
         for label, text in plan(config).items():
             typer.echo(f"{typer.style(f'{label:>14}', bold=True)}  {text}")
         return
-    from verl.models.memory import use_one_arena
+    from verl.kernels.malloc import use_one_arena
 
     use_one_arena()
     from verl.trainer.run import train as run

@@ -16,14 +16,17 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.nn.functional import scaled_dot_product_attention
 
-from verl.models.kernels import VECTOR, Kernels, kernels
+from verl.models.compiled import VECTOR, layer_kernels
+
+if TYPE_CHECKING:
+    from verl.kernels.interface import Kernels
 
 # Scores of one piece on CPU, for one head: the passes over those of all heads should stay in the cache.
 PIECE = 1 << 16
@@ -256,7 +259,7 @@ class _CompiledSteps(_TorchSteps):
 
 
 def _steps(bucket: Bucket, scale: float, window: int, like: Tensor) -> _TorchSteps:
-    compiled = kernels(like.dtype, like.device)
-    if compiled is None or not compiled.elementwise or like.shape[-1] % VECTOR:
+    compiled = layer_kernels(like.dtype, like.device)
+    if compiled is None or like.shape[-1] % VECTOR:
         return _TorchSteps(bucket, scale, window)
     return _CompiledSteps(bucket, scale, window, compiled)

@@ -18,12 +18,14 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
+from torch.nn.functional import linear
 from torch.utils.checkpoint import checkpoint
 
+from verl.models.compiled import VECTOR, layer_kernels
 from verl.models.grad_sums import Embedding, give
-from verl.models.kernels import VECTOR, Kernels, kernels, linear
 
 if TYPE_CHECKING:
+    from verl.kernels.interface import Kernels
     from verl.models.packed import AttentionContext, PackedModel
 
 # Of one layer, where both round alike: measured 5e-4 and 2e-6 at most.
@@ -56,8 +58,8 @@ class FusedLayers:
     @classmethod
     def of(cls, packed: PackedModel, calls: dict[int, tuple[float, int | None]]) -> FusedLayers | None:
         """The fused forward of this model, or None if it has another shape, device or dtype."""
-        compiled = kernels(packed.dtype, packed.device)
-        if compiled is None or not compiled.elementwise or not is_llama_shaped(packed):
+        compiled = layer_kernels(packed.dtype, packed.device)
+        if compiled is None or not is_llama_shaped(packed):
             return None
         return cls(packed, compiled, calls)
 

@@ -19,8 +19,8 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from verl.models.compiled import accumulate, layer_kernels
 from verl.models.grad_sums import grad_sum
-from verl.models.kernels import accumulate, kernels, linear
 
 # Elements of one chunk of logits: 64 MB in bf16. Smaller ones starve the matrix products.
 _CHUNK_ELEMENTS = 1 << 25
@@ -111,9 +111,9 @@ class _TokenLogProbs(torch.autograd.Function):
         log_probs, norms, entropies = hidden.new_empty((3, hidden.shape[0]), dtype=exact)
         alpha = formula.alpha
         for part, product in _products(hidden, weight, bias, chunk):
-            compiled = kernels(product.dtype, product.device)
+            compiled = layer_kernels(product.dtype, product.device)
             results = log_probs[part], norms[part], entropies[part] if entropy else None
-            if compiled is not None and compiled.elementwise and alpha is not None:
+            if compiled is not None and alpha is not None:
                 compiled.softmax_rows(product, targets[part], alpha, *results)
             else:
                 _softmax_rows(product, targets[part], formula, *results)
@@ -133,14 +133,14 @@ class _TokenLogProbs(torch.autograd.Function):
         alpha = ctx.formula.alpha
         to_log_probs, to_entropies = (grad.contiguous() for grad in grads)
         for part, product in _products(hidden, weight, bias, ctx.chunk):
-            compiled = kernels(product.dtype, product.device)
+            compiled = layer_kernels(product.dtype, product.device)
             given = (
                 norms[part],
                 None if entropies is None else entropies[part],
                 to_log_probs[part],
                 None if entropies is None else to_entropies[part],
             )
-            if compiled is not None and compiled.elementwise and alpha is not None:
+            if compiled is not None and alpha is not None:
                 compiled.softmax_rows_backward(product, targets[part], alpha, *given)
             else:
                 _softmax_rows_backward(product, targets[part], ctx.formula, *given)
@@ -218,7 +218,12 @@ def _products(hidden: Tensor, weight: Tensor, bias: Tensor | None, chunk: int) -
     space = hidden.new_empty(size, weight.shape[0])
     for start in range(0, rows, size or 1):
         part = slice(start, min(start + size, rows))
-        yield part, linear(hidden[part], weight, bias, space[: part.stop - part.start])
+        yield part, linear_into(hidden[part], weight, bias, space[: part.stop - part.start])
+
+
+def linear_into(x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor) -> Tensor:
+    """`out` `[N, V]` = `x @ weight.T + bias`, without a gradient."""
+    return torch.mm(x, weight.t(), out=out) if bias is None else torch.addmm(bias, x, weight.t(), out=out)
 
 
 def _blocks(product: Tensor, dtype: torch.dtype) -> Iterator[tuple[slice, Tensor]]:

@@ -8,7 +8,6 @@ layer of a Llama-shaped model on CPU.
 
 from __future__ import annotations
 
-import ctypes
 import os
 import sys
 from collections.abc import Iterator
@@ -44,7 +43,7 @@ class ModelSize:
     @classmethod
     def from_model(cls, model: nn.Module) -> ModelSize:
         """Of a live transformers model, or of one on the meta device (which holds no memory)."""
-        from verl.models.kernels import kernels
+        from verl.models.compiled import layer_kernels
         from verl.models.llama import has_llama_shape
 
         config = model.config.get_text_config()  # type: ignore[union-attr,operator]
@@ -52,7 +51,7 @@ class ModelSize:
         heads = config.num_attention_heads
         intermediate = getattr(config, "intermediate_size", None) or getattr(config, "n_inner", None)
         head_dim = getattr(config, "head_dim", None) or config.hidden_size // heads
-        compiled = kernels(parameters[0].dtype, parameters[0].device)
+        compiled = layer_kernels(parameters[0].dtype, parameters[0].device)
         backbone = getattr(model, "base_model", model)
         return cls(
             parameters=sum(parameter.numel() for parameter in parameters),
@@ -64,7 +63,7 @@ class ModelSize:
             head_dim=head_dim,
             vocab=config.vocab_size,
             itemsize=max(parameter.element_size() for parameter in parameters if parameter.dim() > 1),
-            fused=compiled is not None and compiled.elementwise and has_llama_shape(backbone, head_dim),
+            fused=compiled is not None and has_llama_shape(backbone, head_dim),
         )
 
     @property
@@ -247,16 +246,3 @@ def _limit(directory: Path, limit: str, used: str, cache: str) -> Iterator[tuple
     droppable = int(stat[stat.index(cache) + 1]) if cache in stat else 0
     if most != "max" and int(most) < _NO_LIMIT:
         yield int(most), now - droppable
-
-
-def use_one_arena() -> None:
-    """Tell glibc's allocator to serve all threads from one arena; elsewhere nothing happens.
-
-    The compute thread would get an arena of its own, which fragments: the resident memory of a run crept up by two
-    fifths over some dozens of steps. Call it before any library starts threads (glibc settles the number when the
-    second one allocates). No difference in speed was measured.
-    """
-    if sys.platform.startswith("linux"):
-        mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
-        if mallopt is not None:
-            mallopt(-8, 1)  # M_ARENA_MAX

@@ -9,17 +9,15 @@ Legend: T tokens of the step, H query heads, K key/value heads, G = H / K, D hea
 
 from __future__ import annotations
 
-import ctypes
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
 from verl.errors import ModelError
-from verl.models.kernels import kernels
+from verl.models.compiled import kernels
 from verl.rollout.kv_cache import BLOCK, KVCache, blocks_for
 
 # Query rows of a tile that share a key/value head: enough to use a block well, few enough to divide the work.
@@ -129,7 +127,7 @@ class PagedAttention:
         self._kernels = kernels(dtype, device) if compiled else None
         self._attend: Callable[[int, Tensor, Tensor, Tensor, float, int | None], Tensor]
         if self._kernels is not None:
-            self.compiled_plan = _CompiledPlan.of(plan)
+            self._arrays = _arrays(plan)
             self._attend = self._attend_compiled
         else:
             self._slots = torch.tensor(plan.slots, device=device)
@@ -155,20 +153,8 @@ class PagedAttention:
         out = torch.empty(query.shape, dtype=query.dtype)
         if out.shape[0] > self._tokens:
             out[self._tokens :] = 0
-        cached = (self.cache.keys, self.cache.values)
-        call = _Call(
-            *(x.data_ptr() for x in (query, key, value, out)),
-            *(x.data_ptr() + layer * x.stride(0) * x.itemsize for x in cached),
-            *query.stride()[:2],
-            *key.stride()[:2],
-            *value.stride()[:2],
-            query.shape[1],
-            *key.shape[1:],
-            window or 0,
-            torch.get_num_threads(),
-            scale,
-        )
-        self._kernels.attend(self.compiled_plan.address, ctypes.byref(call))
+        keys, values = self.cache.keys[layer], self.cache.values[layer]
+        self._kernels.attend(self._arrays, query, key, value, out, keys, values, window or 0, scale)
         return out
 
     def _attend_torch(
@@ -321,37 +307,9 @@ def _attend_piece(
     peak[tokens] = peak_after
 
 
-class _CPlan(ctypes.Structure):
-    _fields_ = [
-        ("tokens", ctypes.c_int32),
-        ("tiles", ctypes.c_int32),
-        *((name, ctypes.c_void_p) for name in ("positions", "prefix", "slots", "own_begin")),
-        *((name, ctypes.c_void_p) for name in ("tile_start", "shared_begin", "blocks")),
-    ]
-
-
-class _Call(ctypes.Structure):
-    _fields_ = [
-        *((name, ctypes.c_void_p) for name in ("query", "key", "value", "out", "keys", "values")),
-        *((f"{x}_{y}", ctypes.c_int64) for x in ("query", "key", "value") for y in ("token", "head")),
-        *((name, ctypes.c_int32) for name in ("heads", "kv_heads", "head_dim", "window", "threads")),
-        ("scale", ctypes.c_double),
-    ]
-
-
-@dataclass(frozen=True)
-class _CompiledPlan:
-    """The plan as the arrays that `paged_attention.h` reads; holds the memory they lie in."""
-
-    address: Any
-    arrays: dict[str, Tensor]
-
-    @classmethod
-    def of(cls, plan: Plan) -> _CompiledPlan:
-        lists = {name: getattr(plan, name) for name in ("positions", "prefix", "slots", "own_begin", "blocks")}
-        lists["tile_start"] = [*plan.tile_start, len(plan.tokens)]
-        lists["shared_begin"] = plan.shared_begin
-        arrays = {name: torch.tensor(values, dtype=torch.int32) for name, values in lists.items()}
-        pointers = {name: array.data_ptr() for name, array in arrays.items()}
-        struct = _CPlan(tokens=len(plan.tokens), tiles=len(plan.tile_start), **pointers)
-        return cls(ctypes.byref(struct), arrays)
+def _arrays(plan: Plan) -> dict[str, Tensor]:
+    """The plan as the compiled kernel reads it."""
+    lists = {name: getattr(plan, name) for name in ("positions", "prefix", "slots", "own_begin", "blocks")}
+    lists["tile_start"] = [*plan.tile_start, len(plan.tokens)]
+    lists["shared_begin"] = plan.shared_begin
+    return {name: torch.tensor(values, dtype=torch.int32) for name, values in lists.items()}

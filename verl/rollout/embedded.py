@@ -18,14 +18,14 @@ import torch
 from torch import Tensor
 
 from verl.errors import ConfigError, ModelError, RolloutError
-from verl.models.kernels import kernels, linear
+from verl.models.compiled import kernels
+from verl.models.log_probs import linear_into
 from verl.models.memory import available_memory
 from verl.models.packed import PackedModel
 from verl.models.rope import original_length
 from verl.models.shards import take_model_shards
 from verl.rollout.attention import PagedAttention, Plan
 from verl.rollout.base import Request, Sample
-from verl.rollout.fused import fused_forward
 from verl.rollout.kv_cache import BLOCK, KVCache, blocks_for
 from verl.rollout.response import Response, draw
 from verl.shard import Shard
@@ -136,10 +136,8 @@ class EmbeddedEngine:
         self.step_tokens = step_tokens
         self.batch_invariant = batch_invariant
         self.compiled = compiled
-        self._fused = fused_forward(packed) if compiled else None
         self._plain_head = compiled and kernels(packed.dtype, packed.device) is not None and _head_is_plain(packed)
         self._logit_space = torch.empty(0, dtype=packed.dtype)
-        self._hidden = packed.hidden
         self._model_state: list[tuple[int, int]] = []
         self.policy_version = 0
         self.stats = EngineStats()
@@ -153,7 +151,7 @@ class EmbeddedEngine:
     @property
     def workspace(self) -> int:
         """Bytes that generation takes beside weights and KV cache: what the tokens of a step go through, its logits,
-        and on CPU, where no kernel of ours has them, what oneDNN keeps for products in half precision.
+        and on CPU what oneDNN keeps for products in half precision.
 
         Logits processors and top-p come on top, with some copies of a row of logits for each response that has them.
         """
@@ -164,8 +162,7 @@ class EmbeddedEngine:
         width = getattr(packed.config, "intermediate_size", None) or 4 * packed.hidden_size
         heads = (packed.num_heads + packed.num_kv_heads) * packed.head_dim
         layer = 4 * packed.hidden_size + 2 * heads + 2 * width
-        by_library = self._fused is None and packed.device.type == "cpu" and packed.dtype.itemsize == 2
-        kept = _KEPT_FOR_PRODUCTS if by_library else 0
+        kept = _KEPT_FOR_PRODUCTS if packed.device.type == "cpu" and packed.dtype.itemsize == 2 else 0
         return (tokens * layer + rows * packed.vocab_size) * packed.dtype.itemsize + kept
 
     @property
@@ -259,8 +256,6 @@ class EmbeddedEngine:
         """Give back the memory of the KV cache; unfinished requests are kept."""
         self._put_all_back()
         self.cache.release()
-        if self._fused is not None:
-            self._fused.release()
         self._logit_space = torch.empty(0, dtype=self.packed.dtype)
 
     def wake(self) -> None:
@@ -279,9 +274,6 @@ class EmbeddedEngine:
         if state != self._model_state:
             self._model_state = state
             self.cache.clear()
-        self._hidden = self.packed.hidden
-        if self._fused is not None and self._fused.look_at_model():
-            self._hidden = self._fused.hidden
 
     def _make_cache(self, kv_memory: int | None) -> KVCache:
         packed = self.packed
@@ -402,7 +394,7 @@ class EmbeddedEngine:
         tokens, device = len(plan.tokens), self.packed.device
         context = PagedAttention(self.cache, plan, self.compiled, _FIXED_ROWS if self.batch_invariant else None)
         filling = [0] * (self._filled(tokens) - tokens)
-        hidden = self._hidden(
+        hidden = self.packed.hidden(
             torch.tensor(plan.tokens + filling, device=device),
             torch.tensor(plan.positions + filling, device=device),
             context,
@@ -449,7 +441,7 @@ class EmbeddedEngine:
         weight, bias = self.packed.head()
         if len(self._logit_space) < len(states):
             self._logit_space = states.new_empty(self._filled(self.max_batch), len(weight))
-        return linear(states, weight, bias, self._logit_space[: len(states)])
+        return linear_into(states, weight, bias, self._logit_space[: len(states)])
 
     def _leave(self, sequence: _Sequence) -> None:
         """Take a response out of the running ones; its prompt goes with the last of them."""

@@ -12,14 +12,13 @@ Legend: N rows, V vocabulary, B = ceil(V / BLOCK) blocks.
 
 from __future__ import annotations
 
-import ctypes
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from verl.models.kernels import Kernels, kernels
+from verl.models.compiled import kernels
 from verl.rollout.base import SamplingParams
 
 BLOCK = 256
@@ -107,25 +106,8 @@ def _sample(logits: Tensor, uniforms: Tensor, table: SamplingTable, compiled: bo
     kernel = kernels(logits.dtype, logits.device) if compiled else None
     if kernel is None:
         return _sample_torch(logits.to(_accumulate(logits.dtype)), uniforms, table)
-    return _sample_kernel(kernel, logits, uniforms, table)
-
-
-class _Rows(ctypes.Structure):
-    _fields_ = [
-        *((name, ctypes.c_void_p) for name in ("logits", "uniforms", "inverse_temperature", "top_k", "top_p")),
-        *((name, ctypes.c_void_p) for name in ("min_p", "tokens", "log_probs")),
-        *((name, ctypes.c_int64) for name in ("rows", "vocabulary", "row_stride", "threads")),
-    ]
-
-
-def _sample_kernel(kernel: Kernels, logits: Tensor, uniforms: Tensor, table: SamplingTable) -> tuple[Tensor, Tensor]:
-    logits = logits if logits.stride(1) == 1 else logits.contiguous()
-    tokens = torch.empty(len(logits), dtype=torch.int64)
-    log_probs = torch.empty(len(logits), dtype=torch.float64)
-    columns = (logits, uniforms, table.inverse_temperature, table.top_k, table.top_p, table.min_p, tokens, log_probs)
-    rows = _Rows(*(x.data_ptr() for x in columns), *logits.shape, logits.stride(0), torch.get_num_threads())
-    kernel.choose(ctypes.byref(rows))
-    return tokens, log_probs
+    parameters = (table.inverse_temperature, table.top_k, table.top_p, table.min_p)
+    return kernel.sample(logits, uniforms, *parameters)
 
 
 def _sample_torch(logits: Tensor, uniforms: Tensor, table: SamplingTable) -> tuple[Tensor, Tensor]:

@@ -12,7 +12,6 @@ rounding's random bits are a hash of the step and the element, so that runs repe
 
 from __future__ import annotations
 
-import ctypes
 import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
@@ -20,7 +19,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from verl.models.kernels import VECTOR, library
+from verl.models.compiled import VECTOR, kernels
 from verl.training.gradients import Weight, zeros_like
 from verl.training.options import OptimConfig
 
@@ -60,8 +59,7 @@ class SplitAdamW:
                 continue
             state.steps += 1
             formula = _Formula.of(self._config, lr, gradient_scale, state.steps, seed=_hash(number, state.steps))
-            if not _step_compiled(weight.live, weight.gradient, state, formula):
-                _step_in_torch(weight.live, weight.gradient, state, formula)
+            _step(weight.live, weight.gradient, state, formula)
 
     def state(self) -> Iterator[tuple[str, str, Tensor]]:
         """(weight, name, tensor) of all there is to save: masters are put together for it."""
@@ -96,20 +94,18 @@ class SplitAdamW:
             )
 
 
-class _Formula(ctypes.Structure):
-    """The numbers of a step; begins like `AdamW` in adamw.cpp, whose layout the whole of it is."""
+@dataclass(frozen=True)
+class _Formula:
+    """The numbers of a step."""
 
-    _fields_ = [
-        *((name, ctypes.c_void_p) for name in ("live", "remainder", "first", "second", "gradient")),
-        ("count", ctypes.c_int64),
-        ("seed", ctypes.c_uint32),
-        *(
-            (name, ctypes.c_float)
-            for name in ("gradient_scale", "beta1", "beta2", "step_size", "second_scale", "eps", "decay")
-        ),
-        ("bf16_moments", ctypes.c_int32),
-        ("threads", ctypes.c_int32),
-    ]
+    seed: int
+    gradient_scale: float
+    beta1: float
+    beta2: float
+    step_size: float
+    second_scale: float
+    eps: float
+    decay: float
 
     @classmethod
     def of(cls, config: OptimConfig, lr: float, gradient_scale: float, steps: int, seed: int) -> _Formula:
@@ -126,20 +122,14 @@ class _Formula(ctypes.Structure):
         )
 
 
-def _step_compiled(live: Tensor, gradient: Tensor, state: _State, formula: _Formula) -> bool:
-    """Whether the compiled kernel could do it."""
+def _step(live: Tensor, gradient: Tensor, state: _State, formula: _Formula) -> None:
     tensors = (live, state.remainder, state.first, state.second, gradient)
-    suits = live.device.type == "cpu" and live.numel() % VECTOR == 0 and all(t.is_contiguous() for t in tensors)
-    compiled = library() if suits else None
+    suits = live.numel() % VECTOR == 0 and all(t.is_contiguous() for t in tensors)
+    compiled = kernels(live.dtype, live.device) if suits else None
     if compiled is None:
-        return False
-    for name, tensor in zip(("live", "remainder", "first", "second", "gradient"), tensors, strict=True):
-        setattr(formula, name, tensor.data_ptr())
-    formula.count = live.numel()
-    formula.bf16_moments = state.first.dtype == torch.bfloat16
-    formula.threads = torch.get_num_threads()
-    compiled.verl_adamw(ctypes.byref(formula))
-    return True
+        _step_in_torch(live, gradient, state, formula)
+    else:
+        compiled.adamw(*tensors, **vars(formula))
 
 
 def _step_in_torch(live: Tensor, gradient: Tensor, state: _State, formula: _Formula) -> None:

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from verl.errors import TrainingError
-from verl.models.kernels import accumulate
+from verl.models.compiled import accumulate
 
 # fp16 gradients below 6e-8 are lost, so the loss is multiplied before the backward pass.
 _FP16_SCALE = 4096.0

@@ -9,9 +9,6 @@ namespace {
 
 constexpr int64_t VOCABULARY_BLOCK = 256;
 
-}  // namespace
-
-extern "C" {
 struct Rows {
     const void* logits;
     const double *uniforms, *inverse_temperature;  // [rows]; 0: greedy
@@ -19,11 +16,9 @@ struct Rows {
     const double *top_p, *min_p;
     int64_t* tokens;
     double* log_probs;
-    int64_t rows, vocabulary, row_stride, threads;
+    int64_t rows, vocabulary, row_stride;
+    int threads;
 };
-}
-
-namespace {
 
 // The index of the first value whose cumulative sum exceeds fraction * total; fraction becomes how far into it.
 template <class A>
@@ -136,8 +131,13 @@ void choose(const Rows& rows) {
 
 }  // namespace
 
-#define ENTRIES(NAME, T) \
-    void verl_choose_##NAME(const Rows* rows) { choose<T>(*rows); }
+#define ENTRIES(NAME, T)                                                                                              \
+    void verl_sample_##NAME(const T* logits, const double* uniforms, const double* inverse_temperature,               \
+                            const int64_t* top_k, const double* top_p, const double* min_p, int64_t* tokens,          \
+                            double* log_probs, int64_t rows, int64_t vocabulary, int64_t stride, int threads) {       \
+        choose<T>({logits, uniforms, inverse_temperature, top_k, top_p, min_p, tokens, log_probs, rows, vocabulary,   \
+                   stride, threads});                                                                                 \
+    }
 
 extern "C" {
 ENTRIES(bf16, bf16)

@@ -8,7 +8,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from verl.models.kernels import Kernels, kernels
+from verl.kernels.interface import Kernels
+from verl.models.compiled import kernels
 from verl.rollout.attention import PagedAttention, Plan
 from verl.rollout.kv_cache import BLOCK, KVCache
 

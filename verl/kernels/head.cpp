@@ -107,7 +107,7 @@ void accumulate(float* sum, const T* x, int64_t count, float scale, int add, int
 extern "C" {
 ENTRIES(bf16, bf16)
 ENTRIES(fp32, float)
-void verl_accumulate_bf16(float* sum, const bf16* x, int64_t count, float scale, int add, int threads) {
+void verl_accumulate_bf16(float* sum, const bf16* x, int64_t count, float scale, int64_t add, int threads) {
     accumulate(sum, x, count, scale, add, threads);
 }
 }

@@ -22,9 +22,6 @@ inline void store_dithered(bf16* p, F x, U noise) {
 inline void store_moment(bf16* p, F x, U noise) { store_dithered(p, x, noise); }
 inline void store_moment(float* p, F x, U) { store(p, x); }
 
-}  // namespace
-
-extern "C" {
 struct AdamW {
     uint16_t* live;      // bf16 [count]
     int16_t* remainder;  // [count]: the master's bits less those of the live weight
@@ -33,11 +30,8 @@ struct AdamW {
     int64_t count;  // a multiple of the vector length
     uint32_t seed;
     float gradient_scale, beta1, beta2, step_size, second_scale, eps, decay;
-    int32_t bf16_moments, threads;
+    int threads;
 };
-}
-
-namespace {
 
 template <class M>
 void step(const AdamW& a) {
@@ -73,4 +67,11 @@ void step(const AdamW& a) {
 
 }  // namespace
 
-extern "C" void verl_adamw(const AdamW* a) { a->bf16_moments ? step<bf16>(*a) : step<float>(*a); }
+extern "C" void verl_adamw_bf16(uint16_t* live, int16_t* remainder, void* first, void* second, const float* gradient,
+                                int64_t count, int64_t seed, float gradient_scale, float beta1, float beta2,
+                                float step_size, float second_scale, float eps, float decay, int64_t bf16_moments,
+                                int threads) {
+    const AdamW a{live, remainder, first, second, gradient, count, uint32_t(seed), gradient_scale, beta1, beta2,
+                  step_size, second_scale, eps, decay, threads};
+    bf16_moments ? step<bf16>(a) : step<float>(a);
+}

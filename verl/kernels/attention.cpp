@@ -59,19 +59,13 @@ void scatter_add(const T* x, const int64_t* index, float* sum, int64_t rows, int
     }
 }
 
-}  // namespace
-
-extern "C" {
 struct Scores {
     void *scores, *gradients;   // [rows, heads, length, keys], keys a multiple of the vector length
     const int64_t* before;      // [rows]: how many of the first `own` keys a row has
     int64_t rows, heads, length, keys, own, first, window;  // `first`: the first query's place in its row
     float scale;
-    int32_t threads;
+    int threads;
 };
-}
-
-namespace {
 
 // exp(scale * s - top) of the keys that query i of a row sees, into p; returns what to multiply it with.
 template <class T>
@@ -154,8 +148,12 @@ void softmax_backward(const Scores& a) {
                                  int64_t heads, int64_t D, int threads) {                                             \
         scatter_add(x, index, sum, rows, length, heads, D, threads);                                                  \
     }                                                                                                                 \
-    void verl_softmax_##NAME(const Scores* a) { softmax<T>(*a); }                                                     \
-    void verl_softmax_backward_##NAME(const Scores* a) { softmax_backward<T>(*a); }
+    void verl_softmax_##NAME(T* scores, T* gradients, const int64_t* before, int64_t rows, int64_t heads,             \
+                             int64_t length, int64_t keys, int64_t own, int64_t first, int64_t window, float scale,   \
+                             int threads) {                                                                           \
+        const Scores a{scores, gradients, before, rows, heads, length, keys, own, first, window, scale, threads};     \
+        gradients ? softmax_backward<T>(a) : softmax<T>(a);                                                           \
+    }
 
 extern "C" {
 ENTRIES(bf16, bf16)

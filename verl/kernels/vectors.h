@@ -71,17 +71,6 @@ template <> inline F rounded<bf16>(F x) {
     return (F)((bits + 0x7fff + ((bits >> 16) & 1)) & 0xffff0000u);
 }
 
-// In each word `low` and, above it, `high`, both rounded to bf16.
-inline U paired(F low, F high) {
-#if defined(__AVX512BF16__)
-    const __m512i halves = (__m512i)_mm512_cvtne2ps_pbh((__m512)high, (__m512)low);
-    const U lane = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
-    return (U)_mm512_permutexvar_epi16((__m512i)(lane | (lane + 16) << 16), halves);
-#else
-    return (U)rounded<bf16>(low) >> 16 | (U)rounded<bf16>(high);
-#endif
-}
-
 inline float widen(bf16 x) {
     uint32_t bits = uint32_t(x.bits) << 16;
     float f;
@@ -131,12 +120,6 @@ template <> struct Operand<bf16> {
     }
     static Row first(Row row) { return {row.first, F{}}; }
     static V add(V sum, const Factor* factor, Row row) { return sum + factor[0] * row.first + factor[1] * row.second; }
-    static V add(V sum, const bf16* factor, Row row) {
-        uint32_t pair;
-        std::memcpy(&pair, factor, sizeof pair);
-        const U both = U{} + pair;
-        return sum + (F)(both << 16) * row.first + (F)(both & 0xffff0000u) * row.second;
-    }
 #endif
 };
 
@@ -223,9 +206,6 @@ inline Lanes<double>::type exp_vector(Lanes<double>::type x) {
     for (int i = 0; i < Lanes<double>::count; i++) x[i] = std::exp(x[i]);
     return x;
 }
-
-constexpr int CACHE_LINE = 64;  // bytes
-constexpr int PIECE = 4096;     // of memory that is asked for beside other work, in bytes
 
 // A team of threads costs some microseconds: not more of them than there is work for.
 inline int team(int64_t elements, int threads) { return int(std::min<int64_t>(threads, 1 + elements / (1 << 15))); }

@@ -213,10 +213,6 @@ void accumulate(Workspace<T>& w, int first, int tokens, int group, const Cached<
     }
 }
 
-}  // namespace
-
-extern "C" {
-
 // What one step asks of every layer; see `Plan` in attention.py.
 struct Plan {
     int32_t tokens, tiles;
@@ -231,9 +227,6 @@ struct Call {
     int32_t heads, kv_heads, head_dim, window, threads;             // window 0: none
     double scale;
 };
-}
-
-namespace {
 
 // Numbers of a block of keys, or of values.
 template <class T> size_t key_block(int D) { return size_t(whole<Operand<T>::P>(D)) * BLOCK; }
@@ -271,28 +264,6 @@ Cached<T> cached_own(const Plan& plan, const Call& c, int t, int h) {
 
 // Some tokens of a tile, and one of the key/value heads.
 struct Unit { int tile, head, first, end; };
-
-// The pieces of memory that a unit reads, in the order of its reading; of a long one as many as a second-level cache
-// keeps.
-template <class T>
-void pieces(const Plan& plan, const Call& c, const Unit& unit, std::vector<const char*>& out) {
-    constexpr size_t KEPT = 128;
-    const int h = unit.head, D = c.head_dim;
-    const auto add = [&](const T* block, size_t numbers) {
-        const char *at = reinterpret_cast<const char*>(block), *end = at + numbers * sizeof(T);
-        for (; at < end && out.size() < KEPT; at += PIECE) out.push_back(at);
-    };
-    const auto add_all = [&](const Cached<T>& some, int lowest) {
-        const int begin = std::max(0, lowest) / BLOCK;
-        for (int b = begin; b < some.count; b++) add(some.key(b), key_block<T>(D));
-        for (int b = begin; b < some.count; b++) add(some.value(b), value_block<T>(D));
-    };
-    const auto lowest = [&](int t) { return c.window ? plan.positions[t] + 1 - c.window : 0; };
-    out.clear();
-    add_all(cached_prompt<T>(plan, c, unit.tile, h), lowest(unit.first));
-    for (int t = unit.first; t < unit.end; t++)
-        if (plan.own_begin[t] >= 0) add_all(cached_own<T>(plan, c, t, h), lowest(t) - plan.prefix[t]);
-}
 
 // `next` is computed after, and what it reads is asked for in time.
 template <class T>
@@ -334,4 +305,43 @@ void attend_tile(const Plan& plan, const Call& c, const Unit& unit, const Unit& 
         }
 }
 
+template <class T>
+void attend(const Plan& plan, const Call& c) {
+    const auto unit = [&](int index) -> Unit {
+        const int tile = index / c.kv_heads;
+        return {tile, index % c.kv_heads, plan.tile_start[tile], plan.tile_start[tile + 1]};
+    };
+    const int units = plan.tiles * c.kv_heads;
+#pragma omp parallel num_threads(c.threads)
+    {
+#pragma omp for schedule(static)
+        for (int t = 0; t < plan.tokens; t++)
+            for (int h = 0; h < c.kv_heads; h++) write_token<T>(plan, c, t, h);
+#pragma omp for schedule(dynamic, 1)
+        for (int u = 0; u < units; u++) attend_tile<T>(plan, c, unit(u), unit(std::min(u + c.threads, units - 1)));
+    }
+}
+
 }  // namespace
+
+#define ENTRIES(NAME, T)                                                                                              \
+    void verl_attend_##NAME(const int32_t* positions, const int32_t* prefix, const int32_t* slots,                    \
+                            const int32_t* own_begin, const int32_t* tile_start, const int32_t* shared_begin,         \
+                            const int32_t* blocks, const void* query, const void* key, const void* value, void* out,  \
+                            void* keys, void* values, int64_t tokens, int64_t tiles, int64_t query_token,             \
+                            int64_t query_head, int64_t key_token, int64_t key_head, int64_t value_token,             \
+                            int64_t value_head, int64_t heads, int64_t kv_heads, int64_t head_dim, int64_t window,    \
+                            double scale, int threads) {                                                              \
+        const Plan plan{int(tokens), int(tiles), positions, prefix, slots, own_begin, tile_start, shared_begin,       \
+                        blocks};                                                                                      \
+        const Call call{query, key, value, out, keys, values, query_token, query_head, key_token, key_head,           \
+                        value_token, value_head, int(heads), int(kv_heads), int(head_dim), int(window), threads,      \
+                        scale};                                                                                       \
+        attend<T>(plan, call);                                                                                        \
+    }
+
+extern "C" {
+ENTRIES(bf16, bf16)
+ENTRIES(fp32, float)
+ENTRIES(fp64, double)
+}

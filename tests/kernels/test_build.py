@@ -1,0 +1,91 @@
+"""Where compiled code is named and built, and that other devices have nothing to do with it."""
+
+from __future__ import annotations
+
+import os
+import platform
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from verl.kernels.build import library
+
+PACKAGE = Path(__file__).parents[2] / "verl"
+
+
+def test_ctypes_and_compilers_are_named_by_the_kernels_and_the_sandbox_alone() -> None:
+    named = re.compile(r"\bctypes\b|\bCDLL\b|\bg\+\+|clang|\bcpp_extension\b|\bcffi\b")
+    files = {path.relative_to(PACKAGE) for path in PACKAGE.rglob("*.py") if named.search(path.read_text())}
+    assert {path.parts[0] for path in files} == {"kernels", "sandbox"}
+    assert {path.relative_to(PACKAGE).parts[0] for path in PACKAGE.rglob("*.cpp")} == {"kernels"}
+
+
+def test_for_another_device_nothing_is_imported_or_compiled() -> None:
+    """A model in memory of another kind: a forward with its backward, generation, and an optimizer step."""
+    done = subprocess.run([sys.executable, "-c", OTHER_DEVICE], capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr
+
+
+OTHER_DEVICE = """
+import sys, torch
+from transformers import LlamaConfig, LlamaForCausalLM
+import verl.models.compiled as compiled
+from verl.models.log_probs import token_log_probs
+from verl.models.memory import ModelSize
+from verl.rollout.attention import PagedAttention, Plan
+from verl.rollout.kv_cache import KVCache
+import verl.rollout.embedded
+from verl.training.adamw import SplitAdamW
+from verl.training.gradients import Weight
+from verl.training.options import OptimConfig
+
+meta = torch.device("meta")
+sizes = dict(hidden_size=32, intermediate_size=32, num_hidden_layers=1, num_attention_heads=1, vocab_size=64)
+with meta:
+    model = LlamaForCausalLM(LlamaConfig(**sizes)).bfloat16()
+    ModelSize.from_model(model)
+    hidden = torch.empty(4, 32, dtype=torch.bfloat16, requires_grad=True)
+    log_probs, _ = token_log_probs(hidden, model.lm_head.weight, torch.zeros(4, dtype=torch.int64))
+    log_probs.sum().backward()
+    weight = Weight("w", torch.nn.Parameter(torch.empty(4, 16, dtype=torch.bfloat16)))
+    weight.gradient, weight.has_gradient = torch.empty(4, 16), True
+assert compiled.kernels(torch.bfloat16, meta) is None
+SplitAdamW([weight], OptimConfig()).step(1e-3, 1.0)
+plan = Plan(1)
+plan.add_prompt([5, 6], 0, [0])
+PagedAttention(KVCache(2, 1, 1, 32, torch.bfloat16, meta), plan)
+assert not [name for name in sys.modules if name.startswith("verl.kernels")], "imported"
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(library() is None, reason="no compiler here")
+@pytest.mark.skipif(platform.machine() != "x86_64", reason="other processors have other names")
+@pytest.mark.parametrize("processor", ["x86-64-v2", "x86-64-v3", "x86-64-v4"])
+def test_kernels_for_lesser_processors_compute_the_same(processor: str, tmp_path: Path) -> None:
+    # Vectors of 16, 32 and 64 bytes, without products of bf16: as far as this machine has them.
+    needed = {"x86-64-v2": "sse4_2", "x86-64-v3": "avx2", "x86-64-v4": "avx512vl"}[processor]
+    if needed not in Path("/proc/cpuinfo").read_text():
+        pytest.skip(f"no {needed} here")
+    script = (
+        "import sys, pytest\n"
+        "from verl.kernels import build\n"
+        f"build._FLAGS = tuple(f.replace('native', '{processor}') for f in build._FLAGS)\n"
+        f"assert '-march={processor}' in build._FLAGS and build.library() is not None\n"
+        "names = ['models/test_llama', 'models/test_attention', 'kernels/test_kernels']\n"
+        "files = [f'tests/{name}.py' for name in names]\n"
+        "sys.exit(pytest.main(['-qx', '-m', 'not slow', '-p', 'no:cacheprovider', *files]))\n"
+    )
+    env = {**os.environ, "XDG_CACHE_HOME": str(tmp_path)}
+    done = subprocess.run(
+        [sys.executable, "-c", script],
+        env=env,
+        cwd=Path(__file__).parents[2],
+        capture_output=True,
+        text=True,
+        timeout=400,
+    )
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-2000:]
