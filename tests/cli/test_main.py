@@ -131,17 +131,54 @@ def test_config_prints_the_documented_settings():
 
 
 def test_ctrl_c_ends_with_130(tmp_path):
-    pipe = tmp_path / "recipe.yaml"
-    os.mkfifo(pipe)  # reading it blocks until someone writes: the command is caught in the middle
+    rewards = tmp_path / "rewards.py"
+    rewards.write_text(f"import pathlib, time\npathlib.Path({str(tmp_path / 'here')!r}).touch()\ntime.sleep(300)\n")
     process = subprocess.Popen(
-        [sys.executable, "-m", "verl", "train", str(pipe)], cwd=ROOT, stderr=subprocess.PIPE, text=True
-    )
-    with pipe.open("w"):  # opens once the command has opened it for reading
-        time.sleep(1)  # and by now it waits in the read, which the signal must interrupt
-        process.send_signal(signal.SIGINT)
-        _, stderr = process.communicate(timeout=60)
-    assert process.returncode == 130
+        [sys.executable, "-m", "verl", "train", RECIPE, "reward.name=null", "reward.answer=whole",
+         f"reward.path={rewards}:score", "--dry-run"],
+        cwd=ROOT, stderr=subprocess.PIPE, text=True,
+    )  # fmt: skip
+    until = time.monotonic() + 60
+    while not (tmp_path / "here").exists() and time.monotonic() < until and process.poll() is None:
+        time.sleep(0.05)
+    process.send_signal(signal.SIGINT)  # the command is in the middle of importing the user's file
+    _, stderr = process.communicate(timeout=60)
+    assert process.returncode == 130, stderr
     assert "Traceback" not in stderr
+
+
+@pytest.mark.parametrize("arguments", [["config"], ["train", RECIPE, "--dry-run"], ["--help"]])
+def test_a_full_disk_behind_the_output_is_named(arguments):
+    with open("/dev/full", "w") as full:
+        result = subprocess.run(
+            [sys.executable, "-m", "verl", *map(str, arguments)],
+            cwd=ROOT, stdout=full, stderr=subprocess.PIPE, text=True, timeout=120,
+            env={**os.environ, "NO_COLOR": "1", "PYTHONPATH": str(ROOT)},
+        )  # fmt: skip
+    assert result.returncode == 1
+    assert result.stderr == "error: standard output: No space left on device\n"
+
+
+def test_more_threads_than_cores_are_refused():
+    cores = os.cpu_count()
+    result = verl("train", RECIPE, "trainer.threads=100000", "--dry-run")
+    assert (result.returncode, result.stdout) == (2, "")
+    assert result.stderr == f"error: trainer.threads: must be at most {cores}, the CPU cores here, not 100000\n"
+
+
+@pytest.mark.timeout(120)
+def test_a_pipe_is_not_read_as_data(tmp_path):
+    (tmp_path / "data").mkdir()
+    for name in ("data/a.jsonl", "prompts.txt"):
+        os.mkfifo(tmp_path / name)
+    trained = verl("train", RECIPE, f"data.train={tmp_path / 'data'}", "--dry-run")
+    assert "a.jsonl is not a regular file" in trained.stderr and trained.returncode == 1
+    generated = verl("generate", "models/none", tmp_path / "prompts.txt", tmp_path / "out.jsonl")
+    assert "prompts.txt cannot be read: it is not a regular file" in generated.stderr and generated.returncode == 1
+    os.mkfifo(tmp_path / "metrics.jsonl")
+    (tmp_path / "config.yaml").write_text("")
+    (tmp_path / "summary.json").write_text("{}")
+    assert verl("report", tmp_path).returncode in (0, 1)
 
 
 def test_verify_tells_a_whole_checkpoint_from_a_damaged_one(tmp_path):

@@ -1,5 +1,7 @@
 """Reading settings: overrides, references, and errors that name key, place and remedy."""
 
+import os
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -263,6 +265,85 @@ def test_files_that_are_not_there(recipe):
     recipe.write_bytes(b"\xff\xfe\x00")
     with pytest.raises(ConfigError, match="cannot be read as text"):
         load_config(recipe)
+
+
+@pytest.mark.timeout(60)
+def test_a_pipe_or_a_device_is_not_read(tmp_path):
+    pipe = tmp_path / "recipe.yaml"
+    os.mkfifo(pipe)
+    for file in (pipe, Path("/dev/zero")):
+        with pytest.raises(ConfigError, match=f"{file} cannot be read: it is not a regular file"):
+            load_config(file)
+
+
+@pytest.mark.timeout(60)
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("a: " + "[" * 20_000 + "]" * 20_000, r"line 1: nested more than 50 levels deep"),
+        ("a: &a [*a]\n", "aliases"),
+        ("a: &a [x, x]\n" + "".join(f"{b}: &{b} [{', '.join([f'*{a}'] * 9)}]\n" for a, b in pairwise("abcdefghij")),
+         "more than 100,000 values"),
+        ("a: " + "x" * (1 << 20), "has more than 1 MiB"),
+        ("trainer: {1: 2}\n", "trainer.1: a key is text, not 1"),
+    ],
+    ids=["deep", "endless", "bomb", "large", "number"],
+)  # fmt: skip
+def test_files_that_are_made_to_harm(recipe, text, expected):
+    recipe.write_text(text)
+    with pytest.raises(ConfigError, match=expected):
+        load_config(recipe)
+
+
+def test_a_list_may_not_take_a_mapping_s_place(recipe):
+    assert message(recipe, "data.train=[a]") == (
+        "data.train: must be text or a mapping or null, not ['a'] (override 'data.train=[a]')"
+    )
+    assert "nested more than 50 levels deep" in message(recipe, "data.train=" + "[" * 20_000 + "]" * 20_000)
+
+
+ODD = ["true", "[]", "[a]", "{}", "{a: b}", "yes please", ".nan", ".inf", "1e400", "-1", "0", str(10**30), "1.5", "''"]
+
+
+@settings(max_examples=150, deadline=None)
+@given(key=st.sampled_from([key.path for key in describe()]), value=st.sampled_from(ODD))
+def test_any_value_is_taken_or_refused_by_its_key(key, value, tmp_path_factory):
+    file = tmp_path_factory.mktemp("odd") / "recipe.yaml"
+    file.write_text(RECIPE)
+    try:
+        config = load_config(file, [f"{key}={value}"])
+    except ConfigError as error:
+        refused = str(error)
+    else:
+        refused = None
+    if refused is not None:
+        assert key.rpartition(".")[0] in refused
+        return
+    here = config
+    for part in key.split("."):
+        here = getattr(here, part)
+    assert not (isinstance(here, bool) and value not in ("true", "yes please"))
+    assert not (isinstance(here, int | float) and abs(here) >= 2**32 and not key.endswith(FREE))
+
+
+#: What a model or a reward multiplies by has no upper bound.
+FREE = ("lr", "adam_eps", "weight_decay", "max_grad_norm", "on_failure")
+
+
+@pytest.mark.parametrize(
+    "override",
+    [
+        "actor_rollout_ref.actor.optim.lr=true",
+        "critic.optim.warmup_steps=1.5",
+        "trainer.deadline=1e300",
+        "reward.timeout=1e300",
+        "reward.workers=100000",
+        "actor_rollout_ref.rollout.num_rollout_workers=100000",
+    ],
+)
+def test_numbers_of_the_wrong_type_or_size(recipe, override):
+    key = override.partition("=")[0]
+    assert message(recipe, override).startswith(f"{key}: must be ")
 
 
 def test_what_is_printed_reads_back_to_the_same(recipe, tmp_path):

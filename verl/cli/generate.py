@@ -120,6 +120,8 @@ def _source(prompts: str) -> Any:
     if prompts != "-" and not prompts.endswith(".txt"):
         return prompts
     name = "standard input" if prompts == "-" else prompts
+    if prompts != "-" and Path(prompts).exists() and not Path(prompts).is_file():
+        raise DataError(f"{prompts} cannot be read: it is not a regular file (a pipe is given as -)")
     try:
         content = sys.stdin.buffer.read() if prompts == "-" else Path(prompts).read_bytes()
         # A prompt may hold what Unicode takes for the end of a line: `splitlines` would cut there.

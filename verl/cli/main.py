@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 import traceback
 from pathlib import Path
 from typing import Annotated, Any
@@ -22,6 +23,14 @@ CONFIG_ERROR, OTHER_ERROR, INTERRUPTED = 2, 1, 130
 
 class _Commands(TyperGroup):
     """Commands whose expected failures are one message and an exit code, not a traceback."""
+
+    def main(self, *args: Any, **options: Any) -> Any:
+        try:
+            return super().main(*args, **options)
+        except OSError as error:  # files have errors of their own: this is the output itself, such as a full disk
+            os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # what is left in buffers goes nowhere
+            typer.secho(f"error: {error.filename or 'standard output'}: {error.strerror or error}", fg="red", err=True)
+            sys.exit(OTHER_ERROR)
 
     def invoke(self, ctx: Any) -> Any:
         try:

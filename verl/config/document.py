@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import json
-import types
 import typing
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any, Literal, Union
+from typing import Any
 
 from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
 from verl.config.schema import Config
+from verl.record import in_words, section
 
 
 @dataclass(frozen=True)
@@ -26,10 +26,10 @@ class Key:
     later: str | None
 
 
-def describe(section: type[BaseModel] = Config, prefix: str = "") -> Iterator[Key]:
+def describe(record: type[BaseModel] = Config, prefix: str = "") -> Iterator[Key]:
     """All keys of the schema, depth first, in the order in which they are declared."""
-    for name, field in section.model_fields.items():
-        inner = _section(field.annotation)
+    for name, field in record.model_fields.items():
+        inner = section(field.annotation)
         if inner is not None:
             yield from describe(inner, f"{prefix}{name}.")
             continue
@@ -61,47 +61,17 @@ def markdown() -> str:
     return "\n".join(rows) + "\n"
 
 
-def in_words(annotation: Any) -> str:
-    """What a setting of this type takes, in plain words."""
-    origin, arguments = typing.get_origin(annotation), typing.get_args(annotation)
-    if origin is typing.Annotated:
-        return in_words(arguments[0])
-    if origin is Literal:
-        return ("one of " if len(arguments) > 1 else "") + ", ".join(map(str, arguments))
-    if origin in (Union, types.UnionType):
-        return " or ".join(in_words(argument) for argument in arguments)
-    if origin is tuple:
-        many = "" if arguments[-1] is Ellipsis else f" of {len(arguments)}"
-        return f"a list{many}, each item {in_words(arguments[0])}"
-    if _section(annotation) is not None:
-        return "a group of settings"
-    names = {bool: "true or false", int: "a whole number", float: "a number", str: "text", dict: "a mapping"}
-    return "null" if annotation is type(None) else names[origin or annotation]
-
-
-def annotation_at(path: tuple[str, ...]) -> Any:
-    """The type of the setting at `path`, or None when the schema does not fix one."""
-    here: Any = Config
-    for part in path:
-        section = _section(here)
-        if section is not None and part in section.model_fields:
-            here = section.model_fields[part].annotation
-        elif typing.get_origin(here) is dict:
-            here = typing.get_args(here)[1]
-        else:
-            return None
-    return None if here is Any else here
-
-
 def subsections(path: tuple[str, ...]) -> list[str]:
     """The names that are valid right below `path`."""
-    section = _section(annotation_at(path))
-    return list(section.model_fields) if section is not None else []
-
-
-def _section(annotation: Any) -> type[BaseModel] | None:
-    is_section = isinstance(annotation, type) and issubclass(annotation, BaseModel)
-    return annotation if is_section else None
+    here: Any = Config
+    for part in path:
+        record = section(here)
+        if record is not None:
+            here = record.model_fields[part].annotation if part in record.model_fields else None
+        else:
+            here = typing.get_args(here)[1] if typing.get_origin(here) is dict else None
+    record = section(here)
+    return list(record.model_fields) if record is not None else []
 
 
 def _default(field: FieldInfo) -> Any:
@@ -114,9 +84,9 @@ def _value(value: Any) -> str:
     return str(value)
 
 
-def _write_section(section: type[BaseModel], depth: int, lines: list[str]) -> None:
-    for name, field in section.model_fields.items():
-        inner, indent = _section(field.annotation), "  " * depth
+def _write_section(record: type[BaseModel], depth: int, lines: list[str]) -> None:
+    for name, field in record.model_fields.items():
+        inner, indent = section(field.annotation), "  " * depth
         if inner is not None:
             lines.append(f"{indent}{name}:  # {field.description}")
             _write_section(inner, depth + 1, lines)
@@ -125,5 +95,5 @@ def _write_section(section: type[BaseModel], depth: int, lines: list[str]) -> No
         note = "; only this value so far" if "later" in extra else f" [{in_words(field.annotation)}]"
         setting = f"{indent}{name}: {_value(_default(field))}"
         lines.append(f"{setting:<44}  # {field.description}{note}")
-    if section.model_config.get("extra") == "allow":
+    if record.model_config.get("extra") == "allow":
         lines.append("  " * depth + "# ... and the algorithm's own options")

@@ -4,29 +4,22 @@ from __future__ import annotations
 
 import copy
 import difflib
-import json
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from itertools import chain
 from pathlib import Path
 from typing import Any
 
 import yaml  # type: ignore[import-untyped]
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
-from pydantic import ValidationError
-from pydantic_core import ErrorDetails
 
-from verl.config.document import annotation_at, describe, in_words, subsections
+from verl.config.document import describe, subsections
 from verl.config.schema import OTHER_NAMES, Config
 from verl.errors import ConfigError, nearest
+from verl.record import SettingsError
 
-_LIMITS = {
-    "greater_than_equal": "at least {ge}",
-    "greater_than": "more than {gt}",
-    "less_than_equal": "at most {le}",
-    "less_than": "less than {lt}",
-}
+#: A recipe has a few kilobytes, and five levels at most below a list of the user's own.
+MOST_BYTES, MOST_LEVELS, MOST_NODES = 1 << 20, 50, 100_000
 #: Where each key was written: "recipe.yaml line 3" or "override 'a.b=1'".
 Places = dict[tuple[str, ...], str]
 
@@ -36,31 +29,27 @@ def load_config(path: str | Path, overrides: Sequence[str] = ()) -> Config:
 
     Raises:
         ConfigError: the file is missing or no YAML, or a setting is unknown, of the wrong type or contradicts
-            another; each is named with its full key and place.
+            another; each is named with its full key and where it was written.
     """
     path = Path(path)
     text = _read(path)
-    try:
-        root = yaml.compose(text, Loader=yaml.SafeLoader)
-        content: Any = OmegaConf.create(text) if root is not None else OmegaConf.create()
-    except yaml.YAMLError as error:
-        raise ConfigError(f"{path} is not valid YAML: {_yaml_problem(error)}") from None
-    except OmegaConfBaseException as error:  # such as a key that is null
-        raise ConfigError(f"{path}: {str(error).splitlines()[0]}") from None
+    root = _compose(text, str(path))
     if root is not None and not isinstance(root, yaml.MappingNode):
         raise ConfigError(f"{path} must hold settings as 'key: value', not a list or a single value")
     places: Places = dict(_key_lines(root, path)) if root is not None else {}
     try:
+        content: Any = OmegaConf.to_container(OmegaConf.create(text)) if root is not None else {}
         for override in overrides:
-            key, change = _override_key(override), _override(override)
-            content = OmegaConf.merge(content, change)
-            written = _paths(OmegaConf.to_container(change), ())
-            places.update((place, f"override '{override}'") for place in written if place[: len(key)] == key)
-        plain = OmegaConf.to_container(content, resolve=True)
-    except OmegaConfBaseException as error:
-        raise ConfigError(f"{path}: {str(error).splitlines()[0]}") from None
-    assert isinstance(plain, dict)
-    return build_config({str(key): value for key, value in plain.items()}, places, origin=str(path))
+            key, change = _override(override)
+            content = _merged(content, change)
+            written = [key[:length] for length in range(1, len(key))] + list(_paths(change))
+            places.update(dict.fromkeys(written, f"override '{override}'"))
+        content = OmegaConf.to_container(OmegaConf.create(content), resolve=True)
+    except yaml.YAMLError as error:  # such as a key twice
+        raise ConfigError(f"{path} is not valid YAML: {_yaml_problem(error)}") from None
+    except OmegaConfBaseException as error:  # such as a reference to nothing
+        raise ConfigError(f"{path}: {_yaml_problem(error)}") from None
+    return build_config(content, places, origin=str(path))
 
 
 def build_config(content: Mapping[str, Any], places: Places | None = None, origin: str = "config") -> Config:
@@ -71,17 +60,95 @@ def build_config(content: Mapping[str, Any], places: Places | None = None, origi
     """
     places = dict(places or {})
     content = _under_own_names(content, places, origin)
+    if stray := next((path for path in _paths(content) if not all(isinstance(key, str) for key in path)), None):
+        raise ConfigError(f"{origin}: {'.'.join(map(str, stray))}: a key is text, not {stray[-1]!r}")
     try:
-        return Config.model_validate(content)
-    except ValidationError as error:
-        problems: dict[tuple[str, ...], str] = {}
-        for details in error.errors(include_url=False):
-            path = _given_path(details, content)
-            message = f"{'.'.join(path) or 'settings'}: {_problem(details, path)}"
-            problems.setdefault(path, message + _places(details, path, places))
-        lines = list(problems.values())
+        return Config(**content)
+    except SettingsError as error:
+        lines = [_line(path, text, details, places) for path, text, details in error.problems]
     listing = lines[0] if len(lines) == 1 else f"{len(lines)} problems\n  " + "\n  ".join(lines)
     raise ConfigError(f"{origin}: {listing}")
+
+
+def to_yaml(config: Config) -> str:
+    """All settings as YAML that `load_config` reads back to the same."""
+    content = _escaped(config.model_dump(mode="json"))
+    return str(yaml.safe_dump(content, sort_keys=False, allow_unicode=True, width=100))
+
+
+def _read(path: Path) -> str:
+    try:
+        if path.exists() and not path.is_file():  # opening a pipe or a device may never end
+            raise ConfigError(f"{path} cannot be read: it is not a regular file")
+        if path.stat().st_size > MOST_BYTES:
+            raise ConfigError(f"{path} has more than {MOST_BYTES >> 20} MiB: that is no file of settings")
+        return path.read_text(encoding="utf-8")
+    except FileNotFoundError:
+        beside = [str(f) for f in path.parent.glob("*.yaml")] if path.parent.is_dir() else []
+        hint = f"; {nearest(str(path), beside)}" if beside else ""
+        raise ConfigError(f"{path}: no such file{hint}") from None
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{path} cannot be read as text: {error}") from None
+
+
+def _compose(text: str, origin: str) -> yaml.Node | None:
+    """The tree of a YAML text.
+
+    Raises:
+        ConfigError: it is no YAML, or nested too deeply, or larger than any settings once its aliases are written out.
+    """
+    depth = 0
+    try:
+        for event in yaml.parse(text, Loader=yaml.SafeLoader):
+            depth += isinstance(event, yaml.CollectionStartEvent) - isinstance(event, yaml.CollectionEndEvent)
+            if depth > MOST_LEVELS:
+                line = event.start_mark.line + 1
+                raise ConfigError(f"{origin}: line {line}: nested more than {MOST_LEVELS} levels deep")
+        root = yaml.compose(text, Loader=yaml.SafeLoader)
+    except (yaml.YAMLError, ValueError) as error:
+        raise ConfigError(f"{origin} is not valid YAML: {_yaml_problem(error)}") from None
+    if root is not None and _nodes(root, {}) > MOST_NODES:
+        raise ConfigError(f"{origin}: more than {MOST_NODES:,} values, aliases counted each time: leave aliases out")
+    return root
+
+
+def _nodes(node: yaml.Node, known: dict[int, float]) -> float:
+    """Nodes below a node with aliases written out; one that holds itself has no end."""
+    if id(node) not in known:
+        known[id(node)] = float("inf")
+        below = [] if isinstance(node, yaml.ScalarNode) else node.value
+        inner = [part for item in below for part in (item if isinstance(item, tuple) else (item,))]
+        known[id(node)] = 1 + sum(_nodes(part, known) for part in inner)
+    return known[id(node)]
+
+
+def _yaml_problem(error: Exception) -> str:
+    mark = getattr(error, "problem_mark", None)
+    if mark is not None:
+        return f"line {mark.line + 1}, column {mark.column + 1}: {getattr(error, 'problem', None)}"
+    return str(error).splitlines()[0]
+
+
+def _override(override: str) -> tuple[tuple[str, ...], dict[str, Any]]:
+    """The key of `key=value`, and the tree of settings that it stands for."""
+    name, equals, value = override.partition("=")
+    if not equals or not re.fullmatch(r"[\w-]+(\.[\w-]+)*", name) or name.startswith("-"):
+        raise ConfigError(f"'{override}' is no override: write key=value, such as trainer.total_steps=20")
+    try:
+        _compose(value, f"override '{name}'")
+        change: Any = OmegaConf.to_container(OmegaConf.from_dotlist([override]))
+    except (yaml.YAMLError, OmegaConfBaseException, ConfigError) as error:
+        why = _yaml_problem(error).removeprefix(f"override '{name}' is not valid YAML: ")
+        shown = override if len(override) <= 200 else override[:200] + "..."
+        raise ConfigError(f"override '{shown}': its value is no YAML: {why}; put quotes around a text") from None
+    return tuple(name.split(".")), change
+
+
+def _merged(settings: Any, change: Any) -> Any:
+    """A mapping joins a mapping; anything else takes the earlier value's place."""
+    if not isinstance(settings, dict) or not isinstance(change, dict):
+        return change
+    return {**settings, **{key: _merged(settings.get(key), value) for key, value in change.items()}}
 
 
 def _under_own_names(content: Mapping[str, Any], places: Places, origin: str) -> dict[str, Any]:
@@ -102,29 +169,6 @@ def _under_own_names(content: Mapping[str, Any], places: Places, origin: str) ->
     return renamed
 
 
-def to_yaml(config: Config) -> str:
-    """All settings as YAML that `load_config` reads back to the same."""
-    content = _escaped(config.model_dump(mode="json"))
-    return str(yaml.safe_dump(content, sort_keys=False, allow_unicode=True, width=100))
-
-
-def _read(path: Path) -> str:
-    try:
-        return path.read_text(encoding="utf-8")
-    except FileNotFoundError:
-        beside = [str(f) for f in path.parent.glob("*.yaml")] if path.parent.is_dir() else []
-        hint = f"; {nearest(str(path), beside)}" if beside else ""
-        raise ConfigError(f"{path}: no such file{hint}") from None
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"{path} cannot be read as text: {error}") from None
-
-
-def _yaml_problem(error: yaml.YAMLError) -> str:
-    if isinstance(error, yaml.MarkedYAMLError) and error.problem_mark is not None:
-        return f"line {error.problem_mark.line + 1}, column {error.problem_mark.column + 1}: {error.problem}"
-    return str(error).splitlines()[0]
-
-
 def _key_lines(node: yaml.Node, path: Path, prefix: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], str]]:
     if isinstance(node, yaml.MappingNode):
         for key, value in node.value:
@@ -133,94 +177,41 @@ def _key_lines(node: yaml.Node, path: Path, prefix: tuple[str, ...] = ()) -> Ite
             yield from _key_lines(value, path, place)
 
 
-def _paths(value: Any, prefix: tuple[str, ...]) -> Iterator[tuple[str, ...]]:
+def _paths(value: Any, prefix: tuple[str, ...] = ()) -> Iterator[tuple[str, ...]]:
     """The paths of all keys in nested mappings."""
-    for key, item in value.items() if isinstance(value, dict) else ():
-        yield (*prefix, str(key))
-        yield from _paths(item, (*prefix, str(key)))
+    for key, item in value.items() if isinstance(value, Mapping) else ():
+        yield (*prefix, key)
+        yield from _paths(item, (*prefix, key))
 
 
-def _override_key(override: str) -> tuple[str, ...]:
-    key, equals, _ = override.partition("=")
-    if not equals or not re.fullmatch(r"[\w-]+(\.[\w-]+)*", key) or key.startswith("-"):
-        raise ConfigError(f"'{override}' is no override: write key=value, such as trainer.total_steps=20")
-    return tuple(key.split("."))
-
-
-def _override(override: str) -> DictConfig:
-    try:
-        return OmegaConf.from_dotlist([override])
-    except (yaml.YAMLError, OmegaConfBaseException) as error:
-        told = _yaml_problem(error) if isinstance(error, yaml.YAMLError) else str(error).splitlines()[0]
-        raise ConfigError(f"override '{override}': its value is no YAML: {told}; put quotes around a text") from None
-
-
-def _given_path(details: ErrorDetails, content: Mapping[str, Any]) -> tuple[str, ...]:
-    """The key that an error is about, without what pydantic adds for the branches of a union."""
-    path: list[str] = []
-    here: Any = content
-    for part in map(str, details["loc"]):
-        if isinstance(here, Mapping) and part in here:
-            path.append(part)
-            here = here[part]
-    if details["type"] == "missing":
-        path.append(str(details["loc"][-1]))
-    if details["type"] == "key":
-        path += details["ctx"]["key"].split(".")
-    return tuple(path)
-
-
-def _problem(details: ErrorDetails, path: tuple[str, ...]) -> str:
-    kind = details["type"]
-    if kind in ("extra_forbidden", "unexpected_keyword_argument"):
-        return f"unknown key; {_nearest_key(path, details['input'])}"
-    if kind == "missing":
-        return "is missing"
-    if kind in ("key", "several"):
-        return str(details["ctx"]["message"])
-    if kind == "value_error":
-        return details["msg"].removeprefix("Value error, ")
-    given = _shown(details["input"])
-    if kind in _LIMITS:
-        return f"must be {_LIMITS[kind].format(**details['ctx'])}, not {given}"
-    annotation = annotation_at(path)
-    expected = in_words(annotation) if annotation is not None else details["msg"]
-    return f"must be {expected}, not {given}"
-
-
-def _shown(value: object) -> str:
-    if value is None or isinstance(value, bool):
-        return json.dumps(value)
-    text = f"'{value}'" if isinstance(value, str) else str(value)
-    return text if len(text) <= 60 else text[:57] + "..."
+def _line(path: tuple[str, ...], text: str, details: Any, places: Places) -> str:
+    """One problem: the key, what is wrong, the nearest valid key, where it was written."""
+    if details["type"] in ("extra_forbidden", "unexpected_keyword_argument"):
+        text = f"unknown key; {_nearest_key(path, details['input'])}"
+    if details["type"] == "several":
+        keys = details["ctx"]["keys"].split()
+        text += f", not {' and '.join(key + _place((*path, key), places) for key in keys)}; KEY=null takes one out"
+    else:
+        text += _place(path, places)
+    return f"{'.'.join(path) or 'settings'}: {text}"
 
 
 def _place(path: tuple[str, ...], places: Places) -> str:
-    below = [told for place, told in places.items() if path and place[: len(path)] == path]
     above = (places[path[:length]] for length in range(len(path), 0, -1) if path[:length] in places)
-    last = (told for told in reversed(below) if told.startswith("override"))
-    told = next(chain(last, above, below), None)
-    return "" if told is None else f" ({told})"
-
-
-def _places(details: ErrorDetails, path: tuple[str, ...], places: Places) -> str:
-    """Where the key was written; of several that exclude each other, where each was."""
-    if details["type"] != "several":
-        return _place(path, places)
-    keys = details["ctx"]["keys"].split()
-    return f", not {' and '.join(key + _place((*path, key), places) for key in keys)}; KEY=null takes one out"
+    place = next(above, None)
+    return "" if place is None else f" ({place})"
 
 
 def _nearest_key(path: tuple[str, ...], given: Any = None) -> str:
     """The nearest valid key: of a group the keys that end like its own, then a like sibling, else the same or a like
     name anywhere, else all siblings."""
-    ends = [".".join((path[-1], *inner)) for inner in _paths(given, ())]
-    if longer := [key.path for key in describe() if any(key.path.endswith(f".{end}") for end in ends)]:
+    ends = [".".join((path[-1], *inner)) for inner in _paths(given)]
+    keys = [key.path for key in describe()]
+    if longer := [key for key in keys if any(key.endswith(f".{end}") for end in ends)]:
         return "did you mean " + " or ".join(f"'{key}'" for key in longer) + "?"
     siblings = subsections(path[:-1])
     if close := difflib.get_close_matches(path[-1], siblings, n=1):
         return f"did you mean '{'.'.join((*path[:-1], close[0]))}'?"
-    keys = [key.path for key in describe()]
     if same := [key for key in keys if key.rsplit(".", 1)[-1] == path[-1]]:
         return "did you mean " + " or ".join(f"'{key}'" for key in same) + "?"
     if close := difflib.get_close_matches(path[-1], [key.rsplit(".", 1)[-1] for key in keys], n=1, cutoff=0.75):

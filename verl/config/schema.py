@@ -14,10 +14,11 @@ import re
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, model_validator
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, model_validator
 from pydantic_core import PydanticCustomError
 
 from verl.errors import nearest
+from verl.record import AsTuple, Count, Natural, Record, Seconds, wrong
 from verl.training.options import OptimConfig
 
 NOT_BUILT = "this is not built yet"
@@ -28,12 +29,6 @@ OTHER_NAMES = {
     ("actor_rollout_ref", "rollout", "rollout_per_device_batch_size"): "max_num_seqs",
 }
 REWARDS = ("task", "code", "code_evaluator")
-
-
-def _tuple(value: object) -> object:
-    if isinstance(value, str):
-        return (value,)
-    return tuple(value) if isinstance(value, list) else value
 
 
 def _no_empty(values: tuple[str, ...]) -> tuple[str, ...]:
@@ -92,9 +87,9 @@ def _directory_name(value: str) -> str:
 
 FunctionPath = Annotated[str, AfterValidator(_function_path)]
 DirectoryName = Annotated[str, AfterValidator(_directory_name)]
-Strings = Annotated[tuple[str, ...], BeforeValidator(_tuple), AfterValidator(_no_empty)]
-Count = Annotated[int, Field(ge=1)]
-Seconds = Annotated[float, Field(gt=0)]
+Strings = Annotated[tuple[str, ...], AsTuple, AfterValidator(_no_empty)]
+#: Processes of one kind: more are a slip of the pen, and would bring any machine down.
+Processes = Annotated[int, Field(ge=1, le=1024)]
 Logger = Literal["console", "tensorboard", "wandb", "mlflow"]
 #: A parquet or JSONL file (or several), or a procedural task with its options.
 Source = Annotated[str | dict[str, Any], AfterValidator(_source)]
@@ -110,10 +105,8 @@ def _free(default: Any, description: str) -> Any:
     return Field(default, description=description, json_schema_extra={"identity": False})
 
 
-class Section(BaseModel):
-    """A group of settings."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True, strict=True, allow_inf_nan=False)
+class Section(Record):
+    """A group of settings in a file."""
 
     @model_validator(mode="after")
     def _refuse_what_is_not_there_yet(self) -> Section:
@@ -121,13 +114,8 @@ class Section(BaseModel):
             extra = field.json_schema_extra
             if isinstance(extra, dict) and "later" in extra and getattr(self, name) != field.default:
                 value = json.dumps(field.default).strip('"')
-                raise _wrong(name, f"{extra['later']}, so only {value} is possible here")
+                raise wrong(name, f"{extra['later']}, so only {value} is possible here")
         return self
-
-
-def _wrong(key: str, message: str) -> PydanticCustomError:
-    """The error about `key`, seen from the section whose validator raises it."""
-    return PydanticCustomError("key", "{key}: {message}", {"key": key, "message": message})
 
 
 class FusedKernelOptions(Section):
@@ -170,7 +158,7 @@ class ModelConfig(Section):
     @model_validator(mode="after")
     def _check_fused_kernels(self) -> ModelConfig:
         if not self.use_fused_kernels and self.fused_kernel_options.impl_backend is not None:
-            raise _wrong("fused_kernel_options.impl_backend", "needs use_fused_kernels=true")
+            raise wrong("fused_kernel_options.impl_backend", "needs use_fused_kernels=true")
         return self
 
 
@@ -233,9 +221,7 @@ class RolloutConfig(Section):
     )
     n: Count = Field(default=8, description="samples per prompt")
     max_new_tokens: Count = Field(default=128, description="longest response, in tokens")
-    min_new_tokens: Annotated[int, Field(ge=0)] = Field(
-        default=0, description="no end of sequence before this many tokens"
-    )
+    min_new_tokens: Natural = Field(default=0, description="no end of sequence before this many tokens")
     temperature: Annotated[float, Field(ge=1e-6, le=1e6)] = Field(
         default=1.0, description="softmax temperature, in generation and in training alike"
     )
@@ -257,7 +243,7 @@ class RolloutConfig(Section):
         default=256,
         description="sequences that one worker generates at the same time (also: rollout_per_device_batch_size)",
     )
-    kv_cache_gb: Annotated[float, Field(gt=0)] | None = Field(
+    kv_cache_gb: Annotated[float, Field(gt=0, le=1e6)] | None = Field(
         default=None, description="memory for keys and values, in GB (null: from the memory that is free)"
     )
     batch_invariant: bool = Field(
@@ -267,10 +253,10 @@ class RolloutConfig(Section):
     tensor_model_parallel_size: Count = Field(
         default=1, description="ranks that share one copy of the model in generation (vllm)"
     )
-    num_rollout_workers: Count = Field(
+    num_rollout_workers: Processes = Field(
         default=1, description="processes that sample, in asynchronous training (trainer.max_staleness)"
     )
-    max_rollout_workers: Count | None = _free(
+    max_rollout_workers: Processes | None = _free(
         None, "most such processes, when training waits for samples (null: always num_rollout_workers)"
     )
     transport: Literal["shared_memory", "queue"] = _free(
@@ -283,15 +269,15 @@ class RolloutConfig(Section):
     @model_validator(mode="after")
     def _check(self) -> RolloutConfig:
         if self.tensor_model_parallel_size > 1 and self.name in ("embedded", "hf"):
-            raise _wrong("tensor_model_parallel_size", f"the engine '{self.name}' does not split a model; vllm does")
+            raise wrong("tensor_model_parallel_size", f"the engine '{self.name}' does not split a model; vllm does")
         if self.batch_invariant and self.name != "embedded":
-            raise _wrong("batch_invariant", f"is for the embedded engine, not '{self.name}'")
+            raise wrong("batch_invariant", f"is for the embedded engine, not '{self.name}'")
         if self.max_rollout_workers is not None and self.max_rollout_workers < self.num_rollout_workers:
-            raise _wrong("max_rollout_workers", f"must be at least num_rollout_workers ({self.num_rollout_workers})")
+            raise wrong("max_rollout_workers", f"must be at least num_rollout_workers ({self.num_rollout_workers})")
         if self.url and self.name != "vllm":
-            raise _wrong("url", "is of vLLM servers: set rollout.name=vllm with it")
+            raise wrong("url", "is of vLLM servers: set rollout.name=vllm with it")
         if self.min_new_tokens > self.max_new_tokens:
-            raise _wrong("min_new_tokens", f"must be at most max_new_tokens ({self.max_new_tokens})")
+            raise wrong("min_new_tokens", f"must be at most max_new_tokens ({self.max_new_tokens})")
         return self
 
 
@@ -310,7 +296,7 @@ class ActorRolloutRefConfig(Section):
     @model_validator(mode="after")
     def _check(self) -> ActorRolloutRefConfig:
         if self.model.path is None:
-            raise _wrong("model.path", "is missing: give a model directory or a hub name")
+            raise wrong("model.path", "is missing: give a model directory or a hub name")
         return self
 
 
@@ -320,10 +306,10 @@ class CriticConfig(UpdateConfig):
     model: ModelConfig = Field(default=ModelConfig(), description="the value model")
 
 
-class AlgorithmConfig(BaseModel):
+class AlgorithmConfig(Record):
     """The algorithm and its own options, which the algorithm checks by its own fields."""
 
-    model_config = ConfigDict(extra="allow", frozen=True, strict=True)
+    model_config = ConfigDict(extra="allow")
     name: Annotated[str, AfterValidator(_algorithm_name)] | None = Field(
         default=None,
         description="the algorithm (null: the default one), or a class of your own, as FILE.py:CLASS; its options "
@@ -373,11 +359,11 @@ class DataConfig(Section):
     @model_validator(mode="after")
     def _check(self) -> DataConfig:
         if self.prompt_template is not None and "{prompt}" not in self.prompt_template.replace("{{", ""):
-            raise _wrong("prompt_template", "must contain {prompt}, where the prompt goes")
+            raise wrong("prompt_template", "must contain {prompt}, where the prompt goes")
         for name in ("train", "eval"):
             source = getattr(self, name)
             if isinstance(source, dict) and bool(source.get("task")) == bool(source.get("path")):
-                raise _wrong(name, "must name either a task (task: NAME) or a file (path: FILE)")
+                raise wrong(name, "must name either a task (task: NAME) or a file (path: FILE)")
         return self
 
 
@@ -401,9 +387,9 @@ class RewardPart(Section):
     @model_validator(mode="after")
     def _check_answer(self) -> RewardPart:
         if self.answer != "whole" and self.name is None:
-            raise _wrong("answer", "is for built-in rewards (name); a function or model reads the whole response")
+            raise wrong("answer", "is for built-in rewards (name); a function or model reads the whole response")
         if self.template is not None and (not self.url or "{response}" not in self.template):
-            raise _wrong("template", "is for a judge: it needs url, and {response} in the template")
+            raise wrong("template", "is for a judge: it needs url, and {response} in the template")
         return self
 
     def given(self) -> list[str]:
@@ -425,7 +411,7 @@ class RewardConfig(RewardPart):
     timeout: Seconds = Field(
         default=30.0, description="seconds for one call: of a batch, with workers of a sample, with url of one request"
     )
-    retries: Annotated[int, Field(ge=0)] = Field(default=1, description="further tries after a failure")
+    retries: Annotated[int, Field(ge=0, le=100)] = Field(default=1, description="further tries after a failure")
     on_failure: Literal["abstain"] | float = Field(
         default="abstain", description="a sample without a score abstains, or gets this number"
     )
@@ -434,10 +420,10 @@ class RewardConfig(RewardPart):
         description="share of failures that ends the run, of the latest 256 samples once there are 64 (the "
         "reward's: of failed episodes, too); below 1, a run of which every sample failed ends so, too",
     )
-    workers: Annotated[int, Field(ge=0)] = Field(
+    workers: Annotated[int, Field(ge=0, le=1024)] = Field(
         default=0, description="processes that score, a sample at a time each (0: the trainer's own process)"
     )
-    max_workers: Count | None = _free(None, "most such processes, when samples queue up (null: always `workers`)")
+    max_workers: Processes | None = _free(None, "most such processes, when samples queue up (null: always `workers`)")
 
     @property
     def is_given(self) -> bool:
@@ -451,18 +437,18 @@ class RewardConfig(RewardPart):
             raise PydanticCustomError("several", "{message}", {"message": message, "keys": " ".join(given)})
         for name, part in self.components.items():
             if len(part.given()) != 1:
-                raise _wrong(f"components.{name}", "needs exactly one of path, name, model and url")
+                raise wrong(f"components.{name}", "needs exactly one of path, name, model and url")
         if self.max_workers is not None and not 1 <= self.workers <= self.max_workers:
-            raise _wrong("max_workers", f"is the most that workers ({self.workers}) may grow to: 1 <= workers <= it")
+            raise wrong("max_workers", f"is the most that workers ({self.workers}) may grow to: 1 <= workers <= it")
         if self.workers and any(
             part.path is None and part.name != "task" for part in self.components.values() or [self]
         ):
-            raise _wrong("workers", "score by a function (path) or by a task's verifier (name=task)")
+            raise wrong("workers", "score by a function (path) or by a task's verifier (name=task)")
         return self
 
 
 class TrainerConfig(Section):
-    total_steps: Annotated[int, Field(ge=0)] = _free(100, "steps; a longer run goes on from a shorter one")
+    total_steps: Natural = _free(100, "steps; a longer run goes on from a shorter one")
     seed: Annotated[int, Field(ge=0, lt=2**32)] = Field(default=0, description="seed of everything random")
     project: str = _free("verl", "the project's name in W&B and MLflow")
     run_name: DirectoryName | None = _free(None, "begins the run directory's name (null: algorithm, model and data)")
@@ -475,25 +461,25 @@ class TrainerConfig(Section):
     eval_temperature: Annotated[float, AfterValidator(_greedy_or_warm)] = Field(
         default=0.0, description="temperature of evaluation (0: greedy)"
     )
-    eval_metrics: Annotated[tuple[FunctionPath, ...], BeforeValidator(_tuple)] = Field(
+    eval_metrics: Annotated[tuple[FunctionPath, ...], AsTuple] = Field(
         default=(), description="metric functions of your own over evaluated samples, as FILE.py:FUNCTION"
     )
     save_every: Count | None = _free(10, "steps between checkpoints (null: only at the end)")
     keep_checkpoints: Count = _free(2, "how many checkpoints to keep")
-    loggers: Annotated[tuple[Logger, ...], BeforeValidator(_tuple)] = _free(
+    loggers: Annotated[tuple[Logger, ...], AsTuple] = _free(
         ("console", "tensorboard"), "where metrics go besides metrics.jsonl"
     )
-    max_staleness: Annotated[int, Field(ge=0)] | None = Field(
+    max_staleness: Natural | None = Field(
         default=None,
         description="train asynchronously: steps that a sample may be behind the policy it trains (null: synchronous)",
     )
     timeline: bool = _free(False, "write timeline.json, a Chrome trace of what worked when, into the run directory")
-    log_completions: Annotated[int, Field(ge=0)] = _free(64, "samples kept of each evaluation, to be read")
+    log_completions: Natural = _free(64, "samples kept of each evaluation, to be read")
     control: Literal["permute_rewards", "zero_lr"] | None = Field(
         default=None,
         description="a run that should learn nothing: rewards dealt out at random, or learning rate 0",
     )
-    max_resamples: Annotated[int, Field(ge=0)] = Field(
+    max_resamples: Natural = Field(
         default=4, description="further rollouts in one step when an algorithm rejects samples"
     )
     max_skipped_updates: Count = Field(
@@ -527,17 +513,17 @@ class Config(Section):
             if update.mini_batch_size is not None and update.mini_batch_size > prompts * n:
                 step = f"{prompts * n} samples of a step (data.batch_size {prompts} x rollout.n {n})"
                 message = f"must be at most the {step}, not {update.mini_batch_size}"
-                raise _wrong(f"{role}.mini_batch_size", message)
+                raise wrong(f"{role}.mini_batch_size", message)
         for name in ("num_rollout_workers", "max_rollout_workers"):
             if self.trainer.max_staleness is None and (getattr(self.actor_rollout_ref.rollout, name) or 1) > 1:
-                raise _wrong(
+                raise wrong(
                     f"actor_rollout_ref.rollout.{name}",
                     "is for asynchronous training: set trainer.max_staleness to 1 or more",
                 )
         if self.trainer.eval_every is not None and self.data.eval is None:
-            raise _wrong("trainer.eval_every", "is set, but data.eval names no problems to evaluate on")
+            raise wrong("trainer.eval_every", "is set, but data.eval names no problems to evaluate on")
         if self.trainer.total_steps == 0 and self.data.eval is None:
-            raise _wrong("trainer.total_steps", "is 0 and data.eval names nothing to evaluate on: nothing would run")
+            raise wrong("trainer.total_steps", "is 0 and data.eval names nothing to evaluate on: nothing would run")
         return self
 
 

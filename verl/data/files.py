@@ -72,6 +72,8 @@ def digest(rows: Iterable[Mapping[str, Any]]) -> str:
 
 
 def _read_file(path: Path) -> Iterator[tuple[Path, Any]]:
+    if not path.is_file():  # opening a pipe or a device may never end
+        raise OSError(f"{path} is not a regular file")
     match path.suffix:
         case ".jsonl" | ".ndjson":
             return zip(repeat(path), _read_lines(path), strict=False)

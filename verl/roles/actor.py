@@ -10,7 +10,6 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
 import torch
-from pydantic import ValidationError
 
 from verl.algorithms import BaseAlgorithm, default_algorithm, make_algorithm
 from verl.batch import Batch
@@ -424,21 +423,8 @@ def expand(prompts: Batch, n: int, greedy_baseline: bool = False) -> Batch:
 
 def as_optim(optim: Any) -> dict[str, Any]:
     """`optim` for an `OptimConfig`, a mapping of its fields or None; `optimizer` for an optimizer instance."""
-    if optim is None:
-        return {"optim": OptimConfig()}
-    if isinstance(optim, torch.optim.Optimizer):
-        return {"optimizer": optim}
-    if isinstance(optim, OptimConfig):
-        return {"optim": optim}
-    if not isinstance(optim, Mapping):
-        raise ConfigError(f"optim is an OptimConfig, a mapping of its fields or a torch optimizer, not {optim!r}")
-    if unknown := next((name for name in optim if name not in OptimConfig.model_fields), None):
-        raise ConfigError(f"optim has no setting '{unknown}': {nearest(unknown, OptimConfig.model_fields)}")
-    try:
-        return {"optim": OptimConfig(**optim)}
-    except ValidationError as error:
-        first = error.errors()[0]
-        raise ConfigError(f"optim.{'.'.join(map(str, first['loc']))}: {first['msg']}, got {first['input']!r}") from None
+    is_own = isinstance(optim, torch.optim.Optimizer)
+    return {"optimizer": optim} if is_own else {"optim": OptimConfig.of(optim, "optim")}
 
 
 def changed_options(now: TrainOptions, changes: Mapping[str, Any], workers: object, role: str) -> TrainOptions:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 from collections.abc import Callable
 from dataclasses import dataclass
 from math import ceil
@@ -137,6 +138,8 @@ def _algorithm(config: Config) -> BaseAlgorithm:
 
 def _check_trainer(config: Config, algorithm: BaseAlgorithm) -> None:
     trainer, rollout = config.trainer, config.actor_rollout_ref.rollout
+    if trainer.threads is not None and trainer.threads > (cores := os.cpu_count() or 1):
+        raise ConfigError(f"trainer.threads: must be at most {cores}, the CPU cores here, not {trainer.threads}")
     check_loggers(trainer.loggers)
     if trainer.control == "permute_rewards":
         check_permuted(algorithm)

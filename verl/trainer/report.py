@@ -85,7 +85,7 @@ def render(run: Path) -> str:
 
 def _text(file: Path) -> str:
     try:
-        return file.read_text(encoding="utf-8", errors="replace")
+        return file.read_text(encoding="utf-8", errors="replace") if file.is_file() else ""
     except OSError:
         return ""
 

@@ -54,10 +54,10 @@ def train(config: Config, *, fresh: bool = False) -> dict[str, Any]:
         SystemExit: a signal asked for the end; a checkpoint has been written.
     """
     trainer = config.trainer
-    if trainer.threads is not None:
-        torch.set_num_threads(trainer.threads)
     seed_everything(trainer.seed)
     checked = check_settings(config)
+    if trainer.threads is not None:
+        torch.set_num_threads(trainer.threads)
     controller = Controller(trainer.placement, timeout=trainer.deadline)
     controller.start()
     opened = partial(

@@ -5,31 +5,32 @@ from __future__ import annotations
 import math
 from typing import Annotated, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import Field, model_validator
 
 from verl.errors import ConfigError
+from verl.record import AsTuple, Count, Natural, Record
 
 _Beta = Annotated[float, Field(ge=0, lt=1)]
 
 
-class OptimConfig(BaseModel):
+class OptimConfig(Record):
     """AdamW (Loshchilov and Hutter, 2019) with a learning-rate schedule. A step here is an optimizer step."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
-
     lr: float = Field(default=1e-6, ge=0, description="highest learning rate")
-    betas: tuple[_Beta, _Beta] = Field(default=(0.9, 0.999), description="decay rates of the two moments")
+    betas: Annotated[tuple[_Beta, _Beta], AsTuple] = Field(
+        default=(0.9, 0.999), description="decay rates of the two moments"
+    )
     adam_eps: float = Field(default=1e-6, gt=0, description="added to the root of the second moment")
     weight_decay: float = Field(default=0.0, ge=0, description="decoupled; acts on every trained weight")
     moments: Literal["bfloat16", "float32"] | None = Field(
         default=None, description="dtype of the moments of bf16 weights (null: bfloat16, rounded at random)"
     )
     max_grad_norm: float | None = Field(default=1.0, gt=0, description="global norm to clip to; null: none")
-    warmup_steps: int = Field(default=0, ge=0, description="steps of linear warm-up; the first is not zero")
+    warmup_steps: Natural = Field(default=0, description="steps of linear warm-up; the first is not zero")
     schedule: Literal["constant", "linear", "cosine"] = Field(
         default="constant", description="course of the learning rate after the warm-up"
     )
-    total_steps: int | None = Field(default=None, ge=1, description="where linear and cosine reach zero")
+    total_steps: Count | None = Field(default=None, description="where linear and cosine reach zero")
 
     @model_validator(mode="after")
     def _warmup_ends_in_time(self) -> OptimConfig:

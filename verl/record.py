@@ -1,0 +1,170 @@
+"""Typed records of settings: the sections of a YAML file, and what constructors take. Imported without torch."""
+
+from __future__ import annotations
+
+import json
+import types
+import typing
+from collections.abc import Mapping
+from typing import Annotated, Any, Literal, Union
+
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
+from pydantic_core import ErrorDetails, PydanticCustomError
+from typing_extensions import Self
+
+from verl.errors import ConfigError, nearest
+
+_LIMITS = {
+    "greater_than_equal": "at least {ge}",
+    "greater_than": "more than {gt}",
+    "less_than_equal": "at most {le}",
+    "less_than": "less than {lt}",
+}
+_WORDS = {bool: "true or false", int: "a whole number", float: "a number", str: "text", dict: "a mapping"}
+_WORDS |= {type(None): "null"}
+
+
+def _tuple(value: object) -> object:
+    """YAML has lists where a record has tuples; one text stands for a list of one."""
+    if isinstance(value, str):
+        return (value,)
+    return tuple(value) if isinstance(value, list) else value
+
+
+#: Before the type of a field that is a tuple.
+AsTuple = BeforeValidator(_tuple)
+Count = Annotated[int, Field(ge=1, lt=2**31)]
+Natural = Annotated[int, Field(ge=0, lt=2**31)]
+#: Upper bound: what timers of the operating system can wait for.
+Seconds = Annotated[float, Field(gt=0, le=1e6)]
+
+
+Problem = tuple[tuple[str, ...], str, ErrorDetails]
+
+
+class SettingsError(ConfigError):
+    """Settings that a record refuses.
+
+    Attributes:
+        problems: for each wrong setting its path, what is wrong, and pydantic's own details.
+    """
+
+    def __init__(self, owner: str, problems: list[Problem]) -> None:
+        super().__init__("; ".join(f"{'.'.join((owner, *path))}: {text}" for path, text, _ in problems))
+        self.problems = problems
+
+
+class Record(BaseModel):
+    """A group of settings: frozen, strictly typed (`true` is no number, text no truth), without unknown names.
+
+    Raises:
+        SettingsError: (a `ConfigError`) when it is made with a setting that is unknown, of the wrong type or out of
+            range, or that contradicts another.
+    """
+
+    model_config = ConfigDict(extra="forbid", frozen=True, strict=True, allow_inf_nan=False)
+
+    def __init__(self, **settings: Any) -> None:
+        try:
+            super().__init__(**settings)
+        except ValidationError as error:
+            raise SettingsError(type(self).__name__, _problems(type(self), error)) from None
+
+    @classmethod
+    def of(cls, given: Any, name: str) -> Self:
+        """The argument `name`: a record as it is, one made of a mapping of its fields, or the defaults for None."""
+        if isinstance(given, cls):
+            return given
+        if given is not None and not isinstance(given, Mapping):
+            raise ConfigError(f"{name} is a {cls.__name__} or a mapping of its fields, not {given!r}")
+        try:
+            return cls(**{str(key): value for key, value in (given or {}).items()})
+        except SettingsError as error:
+            raise SettingsError(name, error.problems) from None
+
+    def replace(self, **changes: Any) -> Self:
+        """A copy with these fields changed, checked as a new one is."""
+        return type(self)(**{**{name: getattr(self, name) for name in self.model_fields_set}, **changes})
+
+
+def wrong(key: str, message: str) -> PydanticCustomError:
+    """The error about the setting `key`, for a validator of its section to raise."""
+    return PydanticCustomError("key", "{key}: {message}", {"key": key, "message": message})
+
+
+def in_words(annotation: Any) -> str:
+    """What a setting of this type takes, in plain words."""
+    origin, arguments = typing.get_origin(annotation), typing.get_args(annotation)
+    if origin is Annotated:
+        return in_words(arguments[0])
+    if origin is Literal:
+        return ("one of " if len(arguments) > 1 else "") + ", ".join(map(str, arguments))
+    if origin in (Union, types.UnionType):
+        return " or ".join(in_words(argument) for argument in arguments)
+    if origin is tuple:
+        many = "" if arguments[-1] is Ellipsis else f" of {len(arguments)}"
+        return f"a list{many}, each item {in_words(arguments[0])}"
+    if section(annotation) is not None:
+        return "a group of settings"
+    return _WORDS.get(origin or annotation) or str(getattr(annotation, "__name__", annotation))
+
+
+def section(annotation: Any) -> type[BaseModel] | None:
+    """The record that a field of this type holds, if it holds one."""
+    is_section = isinstance(annotation, type) and issubclass(annotation, BaseModel)
+    return annotation if is_section else None
+
+
+def _problems(record: type[BaseModel], error: ValidationError) -> list[Problem]:
+    """What is wrong, one entry a setting: of the branches of a union only the first."""
+    found: dict[tuple[str, ...], tuple[str, ErrorDetails]] = {}
+    for details in error.errors(include_url=False):
+        path, annotation = _path(record, details)
+        inner = details.get("ctx", {}).get("error")
+        if isinstance(inner, SettingsError):  # a record within this one
+            for below, text, more in inner.problems:
+                found.setdefault((*path, *below), (text, more))
+        else:
+            found.setdefault(path, (_text(record, details, annotation), details))
+    return [(path, *rest) for path, rest in found.items()]
+
+
+def _path(record: type[BaseModel], details: ErrorDetails) -> tuple[tuple[str, ...], Any]:
+    """The setting that an error is about and its type, without what pydantic adds for the branches of a union."""
+    path: list[str] = []
+    here: Any = record
+    parts = [*map(str, details["loc"])]
+    if details["type"] == "key":
+        parts = details["ctx"]["key"].split(".")
+    for part in parts:
+        inside = section(here)
+        if inside is not None and (part in inside.model_fields or not path):
+            path.append(part)
+            here = inside.model_fields[part].annotation if part in inside.model_fields else None
+        elif typing.get_origin(here) is dict and part != "[key]":
+            path.append(part)
+            here = typing.get_args(here)[1]
+    return tuple(path), here
+
+
+def _text(record: type[BaseModel], details: ErrorDetails, annotation: Any) -> str:
+    kind, context = details["type"], details.get("ctx", {})
+    if kind in ("extra_forbidden", "unexpected_keyword_argument"):
+        return f"unknown key; {nearest(str(details['loc'][-1]), record.model_fields)}"
+    if kind == "missing":
+        return "is missing"
+    if kind in ("key", "several"):
+        return str(context["message"])
+    if kind == "value_error":
+        return details["msg"].removeprefix("Value error, ")
+    given = _shown(details["input"])
+    if kind in _LIMITS:
+        return f"must be {_LIMITS[kind].format(**context)}, not {given}"
+    return f"must be {in_words(annotation) if annotation not in (None, Any) else details['msg']}, not {given}"
+
+
+def _shown(value: object) -> str:
+    if value is None or isinstance(value, bool):
+        return json.dumps(value)
+    text = f"'{value}'" if isinstance(value, str) else str(value)
+    return text if len(text) <= 60 else text[:57] + "..."
