@@ -42,6 +42,10 @@ class CheckpointError(VerlError, RuntimeError):
     """A checkpoint cannot be written, is damaged, or belongs to another model or configuration."""
 
 
+class DamagedCheckpointError(CheckpointError):
+    """A checkpoint is incomplete, has changed, or does not pass its schema; an older one may be good."""
+
+
 class SandboxError(VerlError, RuntimeError):
     """Generated code cannot be run in isolation here, so it is not run."""
 

@@ -3,6 +3,7 @@ import logging
 import os
 import random
 import resource
+import shutil
 import signal
 import subprocess
 import sys
@@ -15,20 +16,21 @@ import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file
+from safetensors.torch import save as safetensors
 
 from verl.batch import Batch
-from verl.errors import CheckpointError
+from verl.durable import staging_of
+from verl.errors import CheckpointError, DamagedCheckpointError
 from verl.shard import Shard
 from verl.trainer import tensor_files
 from verl.trainer.checkpoint import (
     CheckpointStore,
-    DamagedCheckpointError,
     load_checkpoint,
     model_identity,
     save_checkpoint,
     verify,
 )
-from verl.trainer.rng import rng_state, set_rng_state
+from verl.trainer.rng import RandomState, rng_state, set_rng_state
 
 IDENTITY = {"actor.architecture": "LlamaForCausalLM", "actor.shapes": "ab12", "config": "cafe"}
 
@@ -213,17 +215,16 @@ def test_model_identity_tells_models_apart() -> None:
     assert model_identity("actor", "Llama", wider)["actor.shapes"] != one["actor.shapes"]
 
 
-def forge(root: Path, files: dict[str, bytes], names: dict[str, bytes] | None = None) -> None:
-    """A checkpoint by a stranger: all digests right."""
+def forge(root: Path, content: dict[str, bytes], names: dict[str, bytes] | None = None, **manifest: object) -> None:
+    """A checkpoint that somebody else has made: all digests are right."""
     import hashlib
 
-    root.mkdir(parents=True)
-    entries = {}
-    for key, data in files.items():
-        entries[key] = {"sha256": hashlib.sha256(data).hexdigest(), "size": len(data)}
-    for key, data in (names if names is not None else files).items():
+    entries = {key: {"sha256": hashlib.sha256(data).hexdigest(), "size": len(data)} for key, data in content.items()}
+    for key, data in (names if names is not None else {**content, "manifest.json": b""}).items():
+        (root / key).parent.mkdir(parents=True, exist_ok=True)
         (root / key).write_bytes(data)
-    manifest = {"files": entries, "format": 1, "identity": {}, "step": 1}
+    root.mkdir(exist_ok=True)
+    manifest = {"files": entries, "format": 1, "identity": {}, "step": 1, **manifest}
     digest = hashlib.sha256(json.dumps(manifest, sort_keys=True).encode()).hexdigest()
     (root / "manifest.json").write_text(json.dumps({**manifest, "digest": digest}, indent=1, sort_keys=True) + "\n")
 
@@ -258,12 +259,11 @@ def test_pickles_pipes_and_nonsense_are_refused_not_run(tmp_path: Path) -> None:
 
     bomb = pickle.dumps(Bomb())
     names = ["actor/weights-00001.safetensors", "trainer.json", "buffer.parquet"]
-    (tmp_path / "bomb" / "actor").mkdir(parents=True)
     forge_root = tmp_path / "forged"
-    forge(forge_root, {n.replace("actor/", "actor-"): bomb for n in names})
+    forge(forge_root, dict.fromkeys(names, bomb))
     checkpoint = load_checkpoint(forge_root)
     with pytest.raises(CheckpointError):
-        list(checkpoint.shards("actor-weights"))
+        list(checkpoint.shards("actor/weights"))
     with pytest.raises(CheckpointError):
         checkpoint.json("trainer.json")
     with pytest.raises(CheckpointError):
@@ -352,7 +352,7 @@ def test_directory_without_permission(tmp_path: Path, caplog: pytest.LogCaptureF
 
 
 def process(script: str, path: Path) -> subprocess.Popen[str]:
-    """A process that is told and tells line by line, and ends when it is told nothing more."""
+    """A process that reads and writes lines, and ends with its input."""
     return subprocess.Popen(
         [sys.executable, "-c", textwrap.dedent(script), str(path)],
         stdin=subprocess.PIPE,
@@ -518,17 +518,27 @@ def test_half_a_replacement_is_undone(tmp_path: Path) -> None:
     assert [p.name for p in tmp_path.iterdir()] == ["mine"]
 
 
-def test_staging_of_a_living_process_is_left_alone(tmp_path: Path) -> None:
-    other = subprocess.Popen(["sleep", "60"])
-    try:
-        staging = [tmp_path / f".staging-{pid}-step-000001" for pid in (other.pid, os.getpid(), 2**22 + 5)]
-        for path in staging:
-            path.mkdir()
-        CheckpointStore(tmp_path)
-        assert [path.exists() for path in staging] == [True, False, False]
-    finally:
-        other.kill()
-        other.wait()
+def test_staging_is_deleted_only_when_its_process_has_ended_on_this_host(tmp_path: Path) -> None:
+    """Not of a living process, and not of one on another host, whose pid says nothing here."""
+    script = "from verl.durable import *; print(staging_of(Path('step-000001')), flush=True); input()"
+    with process(script, tmp_path) as other:
+        living = other.stdout.readline().strip()
+        host, pid, started, _ = living.removeprefix(".staging-").split("~")
+        names = {
+            "living": living,
+            "own": staging_of(Path("step-000001")).name,
+            "ended": f".staging-{host}~{2**22 + 5}~{started}~step-000001",
+            "earlier process with this pid": f".staging-{host}~{pid}~00000000~step-000001",
+            "another host": f".staging-elsewhere~{2**22 + 5}~{started}~step-000001",
+        }
+        for name in names.values():
+            (tmp_path / name).mkdir()
+        CheckpointStore(tmp_path).save(1, {"trainer.json": {}})
+        left = {kind for kind, name in names.items() if (tmp_path / name).exists()}
+        assert left == {"living", "another host"}
+        other.stdin.write("\n")
+    CheckpointStore(tmp_path)
+    assert not (tmp_path / living).exists()
 
 
 def test_verify_reports_values_that_are_not_finite(tmp_path: Path) -> None:
@@ -537,24 +547,90 @@ def test_verify_reports_values_that_are_not_finite(tmp_path: Path) -> None:
     assert report.ok
     assert (report.step, report.files, report.tensors) == (4, 4, 5)
     assert "whole (step 4, 4 files" in str(report)
-    save_checkpoint(tmp_path / "bad", 4, {"actor/weights": {"w": torch.tensor([1.0, float("nan")])}})
+    forge(tmp_path / "bad", {"actor/weights-00001.safetensors": safetensors({"w": torch.tensor([1.0, float("nan")])})})
     assert "tensor 'w' of actor/weights" in str(verify(tmp_path / "bad"))
     assert "no checkpoint at" in str(verify(tmp_path / "absent"))
     (tmp_path / "other").mkdir()
     assert "is no checkpoint, or a damaged one: it has no manifest.json" in str(verify(tmp_path / "other"))
 
 
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf")])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.float8_e5m2])
+def test_a_tensor_that_is_not_finite_is_refused_by_name(tmp_path: Path, value: float, dtype: torch.dtype) -> None:
+    store = store_with(tmp_path, 1)
+    bad = torch.zeros(64, 3)
+    bad[50, 1] = value
+    with pytest.raises(CheckpointError, match=r"step-000002 was not saved: actor/weights: 'layer\.w' has values"):
+        store.save(2, {"trainer.json": {}, "actor/weights": {"a": torch.ones(2), "layer.w": bad.to(dtype)}})
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["latest", "step-000001"]
+    assert_holds(store.load(), 1)
+
+
+def test_json_that_cannot_be_read_back_is_refused_by_name(tmp_path: Path) -> None:
+    deep: list[object] = []
+    for _ in range(300):
+        deep = [deep]
+    for wrong in (deep, {"a": object()}, {"a": "\ud800"}):
+        with pytest.raises(CheckpointError, match=r"was not saved: state\.json: JSON cannot hold"):
+            save_checkpoint(tmp_path / "c", 1, {"state.json": wrong})
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_malformed_manifests_and_links_are_passed_over(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    store = store_with(tmp_path, 1, 2)
+    good = (store.path(2) / "manifest.json").read_bytes()
+    deep = b"[" * 200_000
+    entry = {"sha256": "0" * 64, "size": 2}
+    wrong: list[bytes] = [b"[]", deep, b'{"files": ' + deep, b"NaN", b"9" * 5000, b'"\xff"', b"", b"null"]
+    for key in ("digest", "files", "format", "identity", "step"):
+        for value in (None, True, [], {"a": {}}, "x", 1.5, -1, 2**70):
+            wrong.append(json.dumps({**json.loads(good), key: value}).encode())
+    for raw in wrong:
+        (store.path(2) / "manifest.json").write_bytes(raw)
+        assert_holds(store.load(), 1)
+    for step in (True, -1, 2.0, "2", 3, None):
+        shutil.rmtree(store.path(2))
+        forge(store.path(2), {"trainer.json": b"{}"}, step=step)
+        assert_holds(store.load(), 1)
+    for files in ([], {"a.json": 1}, {"a.json": {**entry, "size": True}}, {"a.json": {**entry, "size": -2}}):
+        shutil.rmtree(store.path(2))
+        forge(store.path(2), {}, step=2, files=files)
+        assert_holds(store.load(), 1)
+    shutil.rmtree(store.path(2))
+    save_checkpoint(tmp_path / "elsewhere", 2, contents(2), IDENTITY)
+    store.path(2).symlink_to("elsewhere")
+    caplog.clear()
+    assert_holds(store.load(), 1)
+    assert "step-000002 is damaged: it is a symbolic link; taking the one before it" in caplog.text
+
+
+def test_malformed_pieces_of_weights_are_damage(tmp_path: Path) -> None:
+    name = "actor/weights-00001.safetensors"
+    piece = {"w": ["w", [4, 2], [2, 0]]}
+    wrong = ["[" * 200_000, "[]", '{"w": 3}', '{"w": ["w", [4, 2], [true, 0]]}', '{"w": ["w", [4], [2]]}']
+    wrong += [json.dumps({"w": ["w", [4, 2], at]}) for at in ([3, 0], [-1, 0], [2**70, 0], [2])]
+    for number, metadata in enumerate([json.dumps(piece), *wrong]):
+        data = safetensors({"w": torch.ones(2, 2)}, metadata={"shards": metadata})
+        forge(tmp_path / str(number), {name: data})
+        checkpoint = load_checkpoint(tmp_path / str(number))
+        if number:
+            with pytest.raises(DamagedCheckpointError, match="cannot be read as tensors"):
+                list(checkpoint.shards("actor/weights"))
+        else:
+            assert [s.offset for s in checkpoint.shards("actor/weights")] == [(2, 0)]
+
+
 def test_random_generators_go_on_where_they_were(tmp_path: Path) -> None:
     random.gauss(0, 1)
     np.random.standard_normal()
     tensors, meta = rng_state()
-    assert save_checkpoint(tmp_path / "c", 1, {"rng": tensors, "rng.json": meta})
+    assert save_checkpoint(tmp_path / "c", 1, {"rng": tensors, "rng.json": meta.model_dump()})
     draws = [
         (random.gauss(0, 1), random.random(), np.random.standard_normal(3).tolist(), torch.rand(3).tolist())
         for _ in "ab"
     ]
     checkpoint = load_checkpoint(tmp_path / "c")
-    set_rng_state(checkpoint.tensors("rng"), checkpoint.json("rng.json"))
+    set_rng_state(checkpoint.tensors("rng"), checkpoint.json("rng.json", RandomState))
     again = [
         (random.gauss(0, 1), random.random(), np.random.standard_normal(3).tolist(), torch.rand(3).tolist())
         for _ in "ab"

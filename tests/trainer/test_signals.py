@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from verl.trainer.durable import alive
+from verl.durable import alive
 from verl.trainer.signals import StopSignal
 
 TRAIN = """

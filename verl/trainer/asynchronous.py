@@ -16,6 +16,8 @@ from collections.abc import Iterator
 from functools import partial
 from typing import Any
 
+from pydantic import BaseModel, ConfigDict, NonNegativeInt
+
 from verl.batch import Batch
 from verl.controller.pool import check_range
 from verl.controller.standalone import Finished, RolloutPool
@@ -30,6 +32,15 @@ from verl.workers.standalone import describe, weights
 
 #: Options of `Trainer` that mean nothing here, and what they are if they are not set.
 _SYNCHRONOUS = {"update_freq": None, "buffer": "memory", "buffer_size": None, "buffer_dir": "buffer"}
+
+
+class ScheduleState(BaseModel):
+    """`schedule.json`: the version of the weights, and at which version each group with samples was begun."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    version: NonNegativeInt
+    began: dict[str, NonNegativeInt]
 
 
 class AsyncTrainer(Trainer):
@@ -144,16 +155,13 @@ class AsyncTrainer(Trainer):
             "schedule.json": {"version": self.schedule.version, "began": began},
         }
 
+    def check_extra_files(self, checkpoint: Checkpoint) -> None:
+        self._read_extra_files(checkpoint)
+
     def load_extra_files(self, checkpoint: Checkpoint) -> None:
         self.close()
-        told = checkpoint.json("schedule.json")
-        waiting, ready = checkpoint.batch("waiting.parquet"), checkpoint.batch("ready.parquet")
-        self._prompts = {} if not len(waiting) else {g: waiting.slice(i, 1) for i, g in enumerate(waiting["group"])}
-        rows = ready.group_indices() if len(ready) else []
-        samples = {ready["group"][at[0]]: ready.take(at) for at in rows}
-        self.schedule.restore(
-            told["version"], list(self._prompts), {group: (told["began"][group], samples[group]) for group in samples}
-        )
+        version, self._prompts, ready = self._read_extra_files(checkpoint)
+        self.schedule.restore(version, list(self._prompts), ready)
         self._refused = None
         # Prompts come by whole steps: where there is room for less, those that are here must be a step.
         if self.schedule.room < self.schedule.groups > self.schedule.untrained:
@@ -161,6 +169,17 @@ class AsyncTrainer(Trainer):
                 f"the checkpoint has {self.schedule.untrained} groups on their way, fewer than a step of "
                 f"{self.schedule.groups}: go on with the batch_size and max_staleness that they were begun with"
             )
+
+    @staticmethod
+    def _read_extra_files(checkpoint: Checkpoint) -> tuple[int, dict[str, Batch], dict[str, tuple[int, Batch]]]:
+        """The version, the prompts without samples, and when the groups with samples were begun, with these."""
+        saved: ScheduleState = checkpoint.json("schedule.json", ScheduleState)
+        waiting, ready = checkpoint.batch("waiting.parquet"), checkpoint.batch("ready.parquet")
+        prompts = {waiting["group"][i]: waiting.slice(i, 1) for i in range(len(waiting))}
+        samples = {ready["group"][rows[0]]: ready.take(rows) for rows in ready.group_indices() if len(ready)}
+        if samples.keys() != saved.began.keys():
+            raise checkpoint.damaged("schedule.json and ready.parquet name other groups")
+        return saved.version, prompts, {group: (saved.began[group], samples[group]) for group in samples}
 
     def _feed(self, prompts: Iterator[Any]) -> None:
         while self._refused is None and self.schedule.room >= self.schedule.groups:

@@ -6,7 +6,7 @@
         trainer.json                       JSON state
         buffer.parquet                     a table of samples
 
-A save writes into `.staging-<pid>-<name>` beside its place, makes every file and directory durable, and then renames.
+A save writes into a staging directory beside its place, makes every file and directory durable, and then renames.
 Loading believes no byte: digests are compared first, no path may leave the directory, nothing is unpickled.
 """
 
@@ -20,20 +20,23 @@ import math
 import os
 import re
 import stat
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path, PurePosixPath
 from typing import TYPE_CHECKING, Any
 
+import pyarrow as pa
+from pydantic import BaseModel, NonNegativeInt
+
 from verl.batch import Batch
-from verl.errors import CheckpointError, DataError
-from verl.shard import Shard
-from verl.trainer.durable import (
+from verl.durable import (
     clear_staging,
     digest,
     link_atomic,
+    parse_json,
     publish,
+    read_json,
     recover,
     remove,
     seal,
@@ -41,6 +44,8 @@ from verl.trainer.durable import (
     sync_directory,
     try_remove,
 )
+from verl.errors import CheckpointError, DamagedCheckpointError, DataError
+from verl.shard import Shard
 
 if TYPE_CHECKING:
     import torch
@@ -53,8 +58,17 @@ _STEP = re.compile(r"step-(\d{6,})")
 _NAME = re.compile(r"[\w-][\w.-]*(/[\w-][\w.-]*)*", re.ASCII)
 
 
-class DamagedCheckpointError(CheckpointError):
-    """A checkpoint is incomplete or its bytes have changed; an older one may be whole."""
+class _File(BaseModel):
+    sha256: str
+    size: NonNegativeInt
+
+
+class _Manifest(BaseModel):
+    digest: str
+    files: dict[str, _File]
+    format: int
+    identity: dict[str, str]
+    step: NonNegativeInt
 
 
 @dataclass(frozen=True)
@@ -78,19 +92,19 @@ class Checkpoint:
     def __contains__(self, name: object) -> bool:
         return name in self.files or bool(self._tensor_files(str(name)))
 
-    def json(self, name: str) -> Any:
-        """The value stored under `name` (which ends in ".json")."""
+    def json(self, name: str, schema: Any = Any) -> Any:
+        """The value stored under `name` (which ends in ".json"), checked by a pydantic schema in strict mode."""
         try:
-            return json.loads(self._file(name).read_text(encoding="utf-8"))
+            return read_json(self._file(name), schema)
         except (OSError, ValueError) as error:
-            raise DamagedCheckpointError(f"{self.path / name} cannot be read: {error}") from error
+            raise self.damaged(f"{name}: {error}") from None
 
     def batch(self, name: str) -> Batch:
         """The table stored under `name` (which ends in ".parquet")."""
         try:
             return Batch.from_parquet(self._file(name))
-        except DataError as error:
-            raise DamagedCheckpointError(str(error)) from error
+        except (DataError, pa.ArrowException) as error:
+            raise self.damaged(f"{name}: {error}") from None
 
     def shards(self, name: str) -> Iterator[Shard]:
         """The tensors stored under `name` as a stream; views of the files, to be copied from."""
@@ -104,6 +118,10 @@ class Checkpoint:
     def tensors(self, name: str) -> dict[str, torch.Tensor]:
         """The tensors stored under `name`, all at once; copies."""
         return {shard.name: shard.tensor.clone() for shard in self.shards(name)}
+
+    def damaged(self, fault: str) -> DamagedCheckpointError:
+        """The error that says what is wrong with the content."""
+        return DamagedCheckpointError(f"checkpoint {self.path} is damaged: {fault}")
 
     def _tensor_files(self, name: str) -> list[str]:
         pattern = re.compile(re.escape(name) + r"-\d{5}\.safetensors")
@@ -151,7 +169,11 @@ class CheckpointStore:
         return sorted(int(match[1]) for match, entry in found if match and entry.is_dir())
 
     def save(self, step: int, files: Mapping[str, Any], identity: Mapping[str, str] | None = None) -> SaveResult:
-        """`save_checkpoint` under the step's name; older checkpoints go once this one is safe."""
+        """`save_checkpoint` under the step's name; older checkpoints go once this one is safe.
+
+        Raises:
+            CheckpointError: a name or a content that a checkpoint cannot hold; nothing has changed then.
+        """
         # Under the store's own names even a directory that has lost its manifest is a checkpoint, to be replaced.
         result = _save(self.path(step), step, files, identity or {})
         if not result:
@@ -170,8 +192,13 @@ class CheckpointStore:
         except OSError as error:
             logger.warning("old checkpoints in %s cannot be removed: %s", self.directory, error)
 
-    def load(self, identity: Mapping[str, str] | None = None) -> Checkpoint | None:
+    def load(
+        self, identity: Mapping[str, str] | None = None, check: Callable[[Checkpoint], object] | None = None
+    ) -> Checkpoint | None:
         """The newest whole checkpoint (None: there is no checkpoint at all).
+
+        Args:
+            check: raises DamagedCheckpointError for content that is wrong; then the checkpoint before is taken.
 
         Raises:
             CheckpointError: it belongs to another model or configuration; none is whole.
@@ -179,7 +206,10 @@ class CheckpointStore:
         skipped: list[str] = []
         for step in reversed(self.steps()):
             try:
-                return load_checkpoint(self.path(step), identity)
+                checkpoint = self._open(step, identity)
+                if check is not None:
+                    check(checkpoint)
+                return checkpoint
             except DamagedCheckpointError as error:
                 skipped.append(str(error))
                 logger.warning("%s; taking the one before it", error)
@@ -188,6 +218,15 @@ class CheckpointStore:
                 f"no checkpoint is whole: {'; '.join(skipped)}. Put one back from a copy, or start anew (--fresh)"
             )
         return None
+
+    def _open(self, step: int, identity: Mapping[str, str] | None) -> Checkpoint:
+        path = self.path(step)
+        if path.is_symlink():
+            raise DamagedCheckpointError(f"checkpoint {path} is damaged: it is a symbolic link")
+        checkpoint = load_checkpoint(path, identity)
+        if checkpoint.step != step:
+            raise DamagedCheckpointError(f"checkpoint {path} is damaged: {MANIFEST} says step {checkpoint.step}")
+        return checkpoint
 
     def rollback(self, step: int) -> None:
         """Remove every checkpoint after `step`, damaged ones included, so that the newest is the one to go on from.
@@ -229,7 +268,8 @@ def save_checkpoint(
         identity: what a reader must have in common with this run; see `model_identity`.
 
     Raises:
-        CheckpointError: a name or a content that a checkpoint cannot hold; or what is at `path` is no checkpoint.
+        CheckpointError: a name or a content that a checkpoint cannot hold, such as a tensor that is not finite; or what
+            is at `path` is no checkpoint.
     """
     path = Path(path).absolute()
     if not _may_replace(path):
@@ -256,15 +296,15 @@ def load_checkpoint(
     root = Path(path).absolute()
     recover(root)
     manifest = _read_manifest(root)
-    if manifest["format"] != FORMAT:
-        raise CheckpointError(f"checkpoint {root} has format {manifest['format']}; this version reads {FORMAT}")
-    for name, entry in manifest["files"].items():
-        if fault := _file_fault(root, name, entry["size"], entry["sha256"]):
+    if manifest.format != FORMAT:
+        raise CheckpointError(f"checkpoint {root} has format {manifest.format}; this version reads {FORMAT}")
+    for name, entry in manifest.files.items():
+        if fault := _file_fault(root, name, entry.size, entry.sha256):
             raise DamagedCheckpointError(f"checkpoint {root} is damaged: {fault}")
     if identity is not None:
-        saved = {key: value for key, value in manifest["identity"].items() if key not in unknown}
+        saved = {key: value for key, value in manifest.identity.items() if key not in unknown}
         _check_identity(root, saved, identity)
-    return Checkpoint(root, manifest["step"], tuple(manifest["files"]))
+    return Checkpoint(root, manifest.step, tuple(manifest.files))
 
 
 def model_identity(role: str, architecture: str, shards: Iterable[Shard]) -> dict[str, str]:
@@ -299,6 +339,8 @@ class VerifyReport:
 
 def verify(path: str | Path) -> VerifyReport:
     """Check a checkpoint through: digests, every tensor loaded and finite, JSON and tables readable."""
+    from verl.trainer.tensor_files import is_finite
+
     report = VerifyReport(Path(path))
     try:
         checkpoint = load_checkpoint(path)
@@ -312,7 +354,7 @@ def verify(path: str | Path) -> VerifyReport:
         for stem in sorted({name.rpartition("-")[0] for name in checkpoint.files if name.endswith(".safetensors")}):
             for shard in checkpoint.shards(stem):
                 report.tensors += 1
-                if shard.tensor.is_floating_point() and not bool(shard.tensor.isfinite().all()):
+                if not is_finite(shard.tensor):
                     report.problems.append(f"tensor '{shard.name}' of {stem} has values that are not finite")
     except CheckpointError as error:
         report.problems.append(str(error))
@@ -326,10 +368,10 @@ def _may_replace(path: Path) -> bool:
     try:
         if not any(path.iterdir()):
             return True
-        manifest = json.loads((path / MANIFEST).read_text(encoding="utf-8"))  # others have a file of that name too
+        read_json(path / MANIFEST, _Manifest)  # others have a file of that name, too
     except (OSError, ValueError):
         return False
-    return isinstance(manifest, dict) and {"digest", "files", "format", "identity", "step"} == manifest.keys()
+    return True
 
 
 def _save(path: Path, step: int, files: Mapping[str, Any], identity: Mapping[str, str]) -> SaveResult:
@@ -344,6 +386,8 @@ def _save(path: Path, step: int, files: Mapping[str, Any], identity: Mapping[str
         publish(staging, path)
     except OSError as error:
         return SaveResult(f"checkpoint {path} was not saved: {_reason(error)}")
+    except CheckpointError as error:
+        raise CheckpointError(f"checkpoint {path} was not saved: {error}") from None
     finally:
         try_remove(staging)
     return SaveResult()
@@ -361,15 +405,17 @@ def _fill(staging: Path, step: int, files: Mapping[str, Any], identity: Mapping[
             target = staging / name
             target.parent.mkdir(parents=True, exist_ok=True)
             folders.update(folder for folder in target.parents if folder.is_relative_to(staging))
-            for written in _write_content(target, content() if callable(content) else content):
-                seals[written] = sealer.submit(seal, written)
+            try:
+                for written in _write_content(target, content() if callable(content) else content):
+                    seals[written] = sealer.submit(seal, written)
+            except CheckpointError as error:
+                raise CheckpointError(f"{name}: {error}") from None
     entries: dict[str, dict[str, Any]] = {
         path.relative_to(staging).as_posix(): {"sha256": sealed.result(), "size": path.stat().st_size}
         for path, sealed in seals.items()
     }
     manifest = {"files": entries, "format": FORMAT, "identity": dict(identity), "step": step}
-    text = _dump({**manifest, "digest": _manifest_digest(manifest)})
-    (staging / MANIFEST).write_text(text, encoding="utf-8")
+    (staging / MANIFEST).write_bytes(_dump({**manifest, "digest": _manifest_digest(manifest)}))
     seal(staging / MANIFEST)
     for folder in sorted(folders, reverse=True):
         sync_directory(folder)
@@ -377,7 +423,12 @@ def _fill(staging: Path, step: int, files: Mapping[str, Any], identity: Mapping[
 
 def _write_content(target: Path, content: Any) -> Iterable[Path]:
     if target.suffix == ".json":
-        target.write_text(json.dumps(content), encoding="utf-8")
+        try:
+            raw = json.dumps(content).encode()
+            parse_json(raw, Any)
+        except (TypeError, ValueError, RecursionError) as error:
+            raise CheckpointError(f"JSON cannot hold the content: {error}") from None
+        target.write_bytes(raw)
     elif target.suffix == ".parquet":
         content.to_parquet(target)
     elif target.suffix:
@@ -389,25 +440,20 @@ def _write_content(target: Path, content: Any) -> Iterable[Path]:
     return [target]
 
 
-def _read_manifest(root: Path) -> dict[str, Any]:
+def _read_manifest(root: Path) -> _Manifest:
     file = root / MANIFEST
     if not root.is_dir():
         raise DamagedCheckpointError(f"there is no checkpoint at {root}")
     if file.is_symlink() or not file.is_file():
         raise DamagedCheckpointError(f"{root} is no checkpoint, or a damaged one: it has no {MANIFEST}")
     try:
-        text = file.read_text(encoding="utf-8")
-        manifest = json.loads(text)
-        saved = manifest.pop("digest")
-        whole = saved == _manifest_digest(manifest) and text == _dump({**manifest, "digest": saved})
-        kinds: dict[str, type] = {"files": dict, "format": int, "identity": dict, "step": int}
-        whole = whole and all(isinstance(manifest[key], kind) for key, kind in kinds.items())
-        whole = whole and all({"sha256", "size"} == set(entry) for entry in manifest["files"].values())
-    except (OSError, ValueError, KeyError, TypeError, AttributeError):
-        whole = False
-    if not whole:
-        raise DamagedCheckpointError(f"checkpoint {root} is damaged: {MANIFEST} has been cut or changed")
-    return manifest  # type: ignore[no-any-return]
+        manifest: _Manifest = read_json(file, _Manifest)
+        content = manifest.model_dump()
+        if file.read_bytes() == _dump(content) and content.pop("digest") == _manifest_digest(content):
+            return manifest
+    except (OSError, ValueError):
+        pass
+    raise DamagedCheckpointError(f"checkpoint {root} is damaged: {MANIFEST} has been cut or changed")
 
 
 def _file_fault(root: Path, name: str, size: int, sha256: str) -> str | None:
@@ -466,8 +512,8 @@ def _manifest_digest(manifest: Mapping[str, Any]) -> str:
     return hashlib.sha256(json.dumps(manifest, sort_keys=True).encode()).hexdigest()
 
 
-def _dump(manifest: Mapping[str, Any]) -> str:
-    return json.dumps(manifest, indent=1, sort_keys=True) + "\n"
+def _dump(manifest: Mapping[str, Any]) -> bytes:
+    return json.dumps(manifest, indent=1, sort_keys=True).encode() + b"\n"
 
 
 def _quoted(value: str | None) -> str:

@@ -14,8 +14,8 @@ from typing import Any
 import numpy as np
 
 from verl.batch import Batch
+from verl.durable import staging_of, try_remove
 from verl.errors import ConfigError, DataError
-from verl.trainer.durable import staging_of, try_remove
 
 logger = logging.getLogger(__name__)
 

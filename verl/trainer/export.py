@@ -8,12 +8,12 @@ from typing import TYPE_CHECKING, Any
 from safetensors import SafetensorError
 
 from verl.config import load_config
+from verl.durable import publish, staging_of, try_remove
 from verl.errors import CheckpointError, ConfigError, ModelError
 from verl.models.loading import load_tokenizer
 from verl.models.shards import save_pretrained_dir
 from verl.trainer import state
 from verl.trainer.checkpoint import MANIFEST, Checkpoint, CheckpointStore, load_checkpoint
-from verl.trainer.durable import publish, staging_of, try_remove
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -84,8 +84,9 @@ class _Origin:
     """The model that the training of a checkpoint began with: by the settings of its run, else by its own name."""
 
     def __init__(self, checkpoint: Checkpoint) -> None:
-        name = checkpoint.json("actor/config.json").get("_name_or_path") if "actor/config.json" in checkpoint else None
-        self._model, self._tokenizer, self._trust = name or None, None, False
+        config: dict[str, Any] = checkpoint.json("actor/config.json", dict[str, Any])
+        name = config.get("_name_or_path")
+        self._model, self._tokenizer, self._trust = (name if isinstance(name, str) and name else None), None, False
         settings = checkpoint.path.resolve().parent.parent / "config.yaml"
         if settings.is_file():
             model = load_config(settings).actor_rollout_ref.model

@@ -18,8 +18,8 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from verl.controller.ranks import is_main, torchrun_ranks, who
+from verl.durable import append_lines
 from verl.errors import ConfigError, nearest
-from verl.trainer.durable import append_lines
 
 logger = logging.getLogger(__name__)
 

@@ -31,8 +31,8 @@ from typing import Any, TypeGuard
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from verl.durable import write_atomic
 from verl.errors import DataError
-from verl.trainer.durable import write_atomic
 
 _ASSETS = Path(__file__).parent / "assets"
 #: Bounds that keep the page quick: points of a curve, evaluations and samples to compare, characters of a text.

@@ -4,12 +4,21 @@ from __future__ import annotations
 
 import random
 from collections.abc import Mapping
-from typing import Any
 
 import numpy as np
 import torch
+from pydantic import BaseModel, ConfigDict
 
 from verl.errors import CheckpointError
+
+
+class RandomState(BaseModel):
+    """What the generators keep beside their words."""
+
+    model_config = ConfigDict(allow_inf_nan=False)
+
+    python: tuple[int, float | None]
+    numpy: tuple[str, int, int, float]
 
 
 def seed_everything(seed: int) -> None:
@@ -19,7 +28,7 @@ def seed_everything(seed: int) -> None:
     torch.manual_seed(seed)
 
 
-def rng_state() -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
+def rng_state() -> tuple[dict[str, torch.Tensor], RandomState]:
     """State of torch (CPU and every CUDA device), NumPy's global generator and `random`."""
     version, words, gauss = random.getstate()
     kind, keys, pos, has_gauss, cached = np.random.get_state(legacy=True)
@@ -30,27 +39,23 @@ def rng_state() -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
     }
     if torch.cuda.is_available():
         tensors |= {f"cuda:{i}": state for i, state in enumerate(torch.cuda.get_rng_state_all())}
-    meta = {
-        "python": [version, gauss],
-        "numpy": [str(kind), int(pos), int(has_gauss), float(cached)],
-    }
-    return tensors, meta
+    return tensors, RandomState(python=(version, gauss), numpy=(str(kind), int(pos), int(has_gauss), float(cached)))
 
 
-def set_rng_state(tensors: Mapping[str, torch.Tensor], meta: Mapping[str, Any]) -> None:
+def set_rng_state(tensors: Mapping[str, torch.Tensor], meta: RandomState) -> None:
     """Set what `rng_state` gave. States of CUDA devices that this process lacks are left out.
 
     Raises:
         CheckpointError: the state is incomplete or of another kind of generator.
     """
     try:
-        version, gauss = meta["python"]
+        version, gauss = meta.python
         random.setstate((version, tuple(tensors["python"].tolist()), gauss))
-        kind, pos, has_gauss, cached = meta["numpy"]
+        kind, pos, has_gauss, cached = meta.numpy
         np.random.set_state((kind, tensors["numpy"].numpy().astype(np.uint32), pos, has_gauss, cached))
         torch.set_rng_state(tensors["torch"].clone())
         for index in range(torch.cuda.device_count()):
             if f"cuda:{index}" in tensors:
                 torch.cuda.set_rng_state(tensors[f"cuda:{index}"].clone(), index)
-    except (KeyError, ValueError, TypeError, RuntimeError) as error:
+    except (KeyError, ValueError, TypeError, RuntimeError, OverflowError) as error:
         raise CheckpointError(f"the state of the random generators cannot be restored: {error}") from error

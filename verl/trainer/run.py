@@ -182,7 +182,7 @@ class _Job:
     def _resume(self) -> int | None:
         """The step of the checkpoint that the run goes on from; None: it starts at the beginning."""
         identity = {**state.identity(self.trainer), "settings": config_hash(self.config)}
-        checkpoint = on_main("load", lambda: self.store.load(identity=identity))
+        checkpoint = on_main("load", lambda: self.store.load(identity, partial(state.check, self.trainer)))
         if checkpoint is not None:
             self._restore(checkpoint)
         step = -1 if checkpoint is None else checkpoint.step
@@ -191,7 +191,7 @@ class _Job:
         return None if checkpoint is None else step
 
     def _restore(self, checkpoint: Checkpoint) -> None:
-        extra = checkpoint.json("trainer.json")["extra"]
+        extra: dict[str, Any] = checkpoint.json("trainer.json")["extra"]
         if "held_out" in extra and extra["held_out"] != self.held_out:
             raise DataError(
                 f"data.eval ({self.config.data.eval}) is not what the run began with: the held-out rows were "

@@ -25,8 +25,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, TextIO
 
+from verl.durable import alive, clear_staging, link_atomic, remove, write_atomic
 from verl.errors import CheckpointError, ConfigError
-from verl.trainer.durable import alive, clear_staging, link_atomic, remove, write_atomic
 
 if sys.platform != "win32":
     import fcntl

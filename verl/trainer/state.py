@@ -10,20 +10,25 @@ trainer.json                              steps, the algorithm's state, optimize
 
 from __future__ import annotations
 
+import json
+import math
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, Any, Literal
+from weakref import WeakKeyDictionary
 
 import torch
+from pydantic import AfterValidator, BaseModel, ConfigDict, JsonValue, NonNegativeInt, PositiveFloat
 
 from verl.batch import Batch
 from verl.controller.once import on_main
 from verl.controller.ranks import is_main, torchrun_ranks
-from verl.errors import CheckpointError
+from verl.durable import parse_json
+from verl.errors import CheckpointError, DamagedCheckpointError, DataError
 from verl.models.shards import load_model_shards, model_shards
 from verl.roles.actor import Actor
 from verl.roles.critic import Critic
-from verl.shard import checksum
+from verl.shard import Shard, checksum
 from verl.trainer.checkpoint import (
     Checkpoint,
     SaveResult,
@@ -33,13 +38,76 @@ from verl.trainer.checkpoint import (
     save_checkpoint,
 )
 from verl.trainer.checkpoint import verify as verify_files
-from verl.trainer.rng import rng_state, set_rng_state
+from verl.trainer.rng import RandomState, rng_state, set_rng_state
+from verl.trainer.tensor_files import is_finite
 from verl.training.optimizer import check_masters, check_optimizer, optimizer_name
 
 if TYPE_CHECKING:
     from verl.trainer.trainer import Trainer
 
+
+def _check_numbers(value: Any, where: str = "") -> Any:
+    """Refuse numbers that are not finite at any depth: JSON's `1e999` is one, too."""
+    items = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
+    for key, item in items:
+        _check_numbers(item, f"{where}.{key}" if where else str(key))
+    if isinstance(value, float) and not math.isfinite(value):
+        raise ValueError(f"{where} {value} is not a finite number".lstrip())
+    return value
+
+
+#: What an object keeps in a form of its own.
+Own = dict[str, Annotated[JsonValue, AfterValidator(_check_numbers)]]
+
+
+class RoleState(BaseModel):
+    """What a trained role keeps beside tensors."""
+
+    model_config = ConfigDict(extra="allow", allow_inf_nan=False)
+    __pydantic_extra__: Own
+
+    completed_steps: NonNegativeInt
+    optimizer: str = "AdamW"
+    values: dict[str, Own] = {}
+    groups: list[Own] = []
+    loss_scale: PositiveFloat = 1.0
+    steps_at_scale: NonNegativeInt = 0
+    policy_version: NonNegativeInt = 0
+    updates: NonNegativeInt = 0
+    written: list[str] = []
+
+
+class TrainerState(BaseModel):
+    """`trainer.json`: the schema that every save and every load passes."""
+
+    model_config = ConfigDict(extra="forbid", allow_inf_nan=False)
+
+    steps: NonNegativeInt
+    skipped: NonNegativeInt
+    algorithm: Own
+    sources: dict[str, Own]
+    roles: dict[str, RoleState]
+    random: RandomState
+    loader: Own | None
+    extra: Own
+
+
+class _Probe(BaseModel):
+    """`actor/probe.json`."""
+
+    model_config = ConfigDict(allow_inf_nan=False)
+
+    dtype: Literal["float64", "float32", "float16", "bfloat16"]
+    tolerance: PositiveFloat
+    head: Literal["lm", "value", "score"]
+    outputs: list[float]
+
+
 _PROBE_TOKENS = [1, 5, 3, 8, 2, 13, 7, 21]
+_REQUIRED = ("trainer.json", "buffer.parquet", "random", "actor/config.json", "actor/probe.json")
+_LIKE_THE_WEIGHT = ("master", "exp_avg", "exp_avg_sq")
+# Of references, which are frozen.
+_digests: WeakKeyDictionary[torch.nn.Module, str] = WeakKeyDictionary()
 
 
 def save(trainer: Trainer, path: Path) -> SaveResult:
@@ -49,10 +117,16 @@ def save(trainer: Trainer, path: Path) -> SaveResult:
 
 
 def load(trainer: Trainer, path: Path) -> None:
-    """Restore a checkpoint that rank 0 has found whole; every rank reads it."""
+    """Restore a checkpoint that rank 0 has found good; every rank reads it."""
     ours = identity(trainer)
-    # A run of `verl train` says what all its settings were, which a trainer does not know of itself.
-    restore(trainer, on_main(f"load {path}", lambda: load_checkpoint(path, ours, unknown=("settings",))))
+
+    def find() -> Checkpoint:
+        # A run of `verl train` says what all its settings were, which a trainer does not know of itself.
+        found = load_checkpoint(path, ours, unknown=("settings",))
+        check(trainer, found)
+        return found
+
+    restore(trainer, on_main(f"load {path}", find))
 
 
 def identity(trainer: Trainer) -> dict[str, str]:
@@ -61,7 +135,9 @@ def identity(trainer: Trainer) -> dict[str, str]:
     for role, handle in _roles(trainer).items():
         found |= model_identity(role, _architecture(handle), model_shards(handle.model))
     if reference := trainer.actor.reference_model:
-        found["reference.sha256"] = checksum(model_shards(reference))
+        if reference not in _digests:
+            _digests[reference] = checksum(model_shards(reference))
+        found["reference.sha256"] = _digests[reference]
     return found
 
 
@@ -80,10 +156,14 @@ def contents(trainer: Trainer, extra: Mapping[str, Any] | None = None) -> dict[s
         "algorithm": trainer.algorithm.state_dict(),
         "sources": {role: source.state_dict() for role, source in trainer.sources.items()},
         "roles": counters,
-        "random": random_meta,
+        "random": random_meta.model_dump(),
         "loader": None if trainer.loader is None else trainer.loader.state_dict(),
         "extra": dict(extra or {}),
     }
+    try:
+        parse_json(json.dumps(state).encode(), TrainerState)
+    except (TypeError, ValueError) as error:
+        raise CheckpointError(f"step {trainer.steps} cannot be saved: trainer.json: {error}") from None
     files |= {
         "actor/config.json": trainer.actor.model.config.to_dict(),
         "actor/probe.json": _probe(trainer.actor.group.call, trainer.actor.model, trainer.actor.head),
@@ -100,43 +180,109 @@ def contents(trainer: Trainer, extra: Mapping[str, Any] | None = None) -> dict[s
     return files
 
 
-def restore(trainer: Trainer, checkpoint: Checkpoint) -> dict[str, Any]:
-    """Put the trainer where the checkpoint was written; returns `extra`.
+def check(trainer: Trainer, checkpoint: Checkpoint) -> TrainerState:
+    """Look through all that `restore` takes from a checkpoint; nothing is replaced.
 
     Raises:
-        CheckpointError: an optimizer, a reward or the dtype of the weights is another; nothing has been replaced then.
+        DamagedCheckpointError: a file does not pass its schema, or disagrees with another.
+        CheckpointError: an optimizer, a reward or the dtype of the weights is another.
     """
-    state = checkpoint.json("trainer.json")
-    for role, handle in _roles(trainer).items():
-        options = handle.train_options
-        check_optimizer(optimizer_name(options.optimizer), state["roles"][role])
-        if options.optimizer is None:  # which weights a caller's own trains, it alone knows
-            trained = {name: weight for name, weight in handle.model.named_parameters() if weight.requires_grad}
-            check_masters(trained, {shard.name for shard in checkpoint.shards(f"{role}/optimizer")})
-    _restore_sources(trainer, state["sources"])
+    roles = _roles(trainer)
+    needed = [*_REQUIRED, *(f"{role}/{part}" for role in roles for part in ("weights", "optimizer"))]
+    if lacking := [name for name in needed if name not in checkpoint]:
+        raise checkpoint.damaged(f"it lacks {', '.join(lacking)}")
+    state = _read_state(checkpoint)
+    if state.roles.keys() != roles.keys():
+        raise checkpoint.damaged(f"trainer.json has the roles {sorted(state.roles)}, not {sorted(roles)}")
+    for role, handle in roles.items():
+        _check_role(checkpoint, role, handle, state.roles[role])
+    _read_probe(checkpoint)
+    checkpoint.batch("buffer.parquet")
+    before = rng_state()
+    try:
+        set_rng_state(checkpoint.tensors("random"), state.random)
+    except CheckpointError as error:
+        raise checkpoint.damaged(f"random: {error}") from None
+    finally:
+        set_rng_state(*before)
+    _try_state(checkpoint, "algorithm", trainer.algorithm, state.algorithm)
+    for role, source in trainer.sources.items():
+        _try_state(checkpoint, role, source, state.sources.get(role, {}))
+    try:
+        trainer.check_extra_files(checkpoint)
+    except DataError as error:
+        raise checkpoint.damaged(str(error)) from None
+    return state
+
+
+def restore(trainer: Trainer, checkpoint: Checkpoint) -> dict[str, Any]:
+    """Put the trainer where a checkpoint was written that has passed `check`; returns `extra`."""
+    state = _read_state(checkpoint)
+    trainer.algorithm.load_state_dict(state.algorithm)
+    for role, source in trainer.sources.items():
+        source.load_state_dict(state.sources.get(role, {}))
     for role, handle in _roles(trainer).items():
         handle.load_shards(checkpoint.shards(f"{role}/weights"))
-        handle.load_state(checkpoint.tensors(f"{role}/optimizer"), state["roles"][role])
-    trainer.steps, trainer.skipped = state["steps"], state["skipped"]
-    trainer.place = state.get("loader")
-    trainer.algorithm.load_state_dict(state["algorithm"])
+        handle.load_state(checkpoint.tensors(f"{role}/optimizer"), state.roles[role].model_dump(exclude_unset=True))
+    trainer.steps, trainer.skipped = state.steps, state.skipped
+    trainer.place = state.loader
     trainer.buffer.load_state(checkpoint.batch("buffer.parquet"))
     trainer.load_extra_files(checkpoint)
-    set_rng_state(checkpoint.tensors("random"), state["random"])
-    extra: dict[str, Any] = state["extra"]
-    return extra
+    set_rng_state(checkpoint.tensors("random"), state.random)
+    return state.extra
 
 
-def _restore_sources(trainer: Trainer, states: Mapping[str, Any]) -> None:
-    """Restore rewards and costs: all, or none if one refuses."""
-    before = {role: source.state_dict() for role, source in trainer.sources.items()}
+def _read_state(checkpoint: Checkpoint) -> TrainerState:
+    state: TrainerState = checkpoint.json("trainer.json", TrainerState)
+    if state.steps != checkpoint.step:
+        raise checkpoint.damaged(f"trainer.json says step {state.steps}, the manifest {checkpoint.step}")
+    return state
+
+
+def _check_role(checkpoint: Checkpoint, role: str, handle: Actor | Critic, state: RoleState) -> None:
+    options = handle.train_options
+    check_optimizer(optimizer_name(options.optimizer), state.model_dump(exclude_unset=True))
+    live = {shard.name: shard for shard in model_shards(handle.model)}
+    found = set()
+    for shard in checkpoint.shards(f"{role}/optimizer"):
+        found.add(shard.name)
+        name, _, key = shard.name.rpartition(".")
+        fits = name in live and (key not in _LIKE_THE_WEIGHT or shard.global_shape == live[name].global_shape)
+        if not fits or not is_finite(shard.tensor) or not shard.tensor.is_floating_point():
+            raise checkpoint.damaged(f"{role}/optimizer: '{shard.name}' is not finite, or not of this model")
+    if options.optimizer is None:  # which weights a caller's own trains, it alone knows
+        trained = {name: weight for name, weight in handle.model.named_parameters() if weight.requires_grad}
+        check_masters(trained, found)
+    _check_weights(checkpoint, role, live)
+
+
+def _check_weights(checkpoint: Checkpoint, role: str, live: Mapping[str, Shard]) -> None:
+    """Compare the saved weights with the live ones: names, shapes, floating point or not; and look for NaN."""
+    saved = dict.fromkeys(live, 0)
+    for shard in checkpoint.shards(f"{role}/weights"):
+        own = live.get(shard.name)
+        if own is None or own.global_shape != shard.global_shape:
+            raise checkpoint.damaged(f"{role}/weights: '{shard.name}' {shard.global_shape} is not of this model")
+        if own.tensor.is_floating_point() != shard.tensor.is_floating_point():
+            raise checkpoint.damaged(f"{role}/weights: '{shard.name}' has dtype {shard.tensor.dtype}")
+        if not is_finite(shard.tensor):
+            raise checkpoint.damaged(f"{role}/weights: '{shard.name}' has values that are not finite")
+        saved[shard.name] += shard.tensor.numel()
+    if short := [name for name, count in saved.items() if count != math.prod(live[name].global_shape)]:
+        raise checkpoint.damaged(f"{role}/weights: '{short[0]}' is incomplete or missing")
+
+
+def _try_state(checkpoint: Checkpoint, name: str, holder: Any, state: dict[str, Any]) -> None:
+    """Give an object its saved state and take it back."""
+    before = holder.state_dict()
     try:
-        for role, source in trainer.sources.items():
-            source.load_state_dict(states.get(role, {}))
+        holder.load_state_dict(state)
     except CheckpointError:
-        for role, source in trainer.sources.items():
-            source.load_state_dict(before[role])
         raise
+    except Exception as error:  # of whatever algorithm or reward the user has
+        raise checkpoint.damaged(f"trainer.json: the state of {name}: {type(error).__name__}: {error}") from None
+    finally:
+        holder.load_state_dict(before)
 
 
 def verify(path: str | Path) -> VerifyReport:
@@ -148,7 +294,11 @@ def verify(path: str | Path) -> VerifyReport:
     checkpoint = load_checkpoint(path)
     if "actor/probe.json" not in checkpoint:
         return report
-    _, fault = rebuild(checkpoint)
+    try:
+        _read_state(checkpoint)
+        _, fault = rebuild(checkpoint)
+    except DamagedCheckpointError as error:
+        fault = str(error)
     if fault is not None:
         report.problems.append(fault)
     return report
@@ -167,29 +317,38 @@ def rebuild(checkpoint: Checkpoint) -> tuple[Any, str | None]:
     from verl.models.portable import PortableModel
     from verl.workers.actor import ActorWorker, RolloutOptions, TrainOptions
 
-    noted = checkpoint.json("actor/probe.json")
-    settings = checkpoint.json("actor/config.json")
+    noted = _read_probe(checkpoint)
     try:
-        config = AutoConfig.for_model(**settings)
-        model = AutoModelForCausalLM.from_config(config, dtype=getattr(torch, noted["dtype"])).eval()
-    except (ValueError, KeyError) as error:
+        config = AutoConfig.for_model(**checkpoint.json("actor/config.json", dict[str, Any]))
+        model = AutoModelForCausalLM.from_config(config, dtype=getattr(torch, noted.dtype)).eval()
+    except CheckpointError:
+        raise
+    except Exception as error:  # the settings may say anything
         raise CheckpointError(
             f"the model of {checkpoint.path} cannot be made by transformers alone ({error}): load the checkpoint into "
             "a Trainer over the model it was made from, and call trainer.actor.save_pretrained(path)"
         ) from error
-    head = noted["head"]
+    head = noted.head
     if head == "score":
         bias = [s.tensor for s in checkpoint.shards("actor/weights") if s.name == "score.bias"]
         backbone = ValueModel.from_model(model).backbone
         weight = torch.zeros(1, width_of(backbone))
         model = ValueModel(backbone, (weight, torch.zeros(1) if bias else None)).eval()
+    _check_weights(checkpoint, "actor", {shard.name: shard for shard in model_shards(model)})
     load_model_shards(model, checkpoint.shards("actor/weights"))
     worker = ActorWorker(PortableModel(model), None, (), TrainOptions(), RolloutOptions(), head=head)
     found = _probe(lambda verb, batch: getattr(worker, verb)(batch), model, head)
-    gap = max(abs(a - b) for a, b in zip(found["outputs"], noted["outputs"], strict=True))
-    if gap <= noted["tolerance"]:
+    gap = max(abs(a - b) for a, b in zip(found["outputs"], noted.outputs, strict=True))
+    if gap <= noted.tolerance:
         return model, None
     return model, f"the reloaded actor's outputs differ by {gap:.3g} from those noted at the save"
+
+
+def _read_probe(checkpoint: Checkpoint) -> _Probe:
+    probe: _Probe = checkpoint.json("actor/probe.json", _Probe)
+    if len(probe.outputs) != (1 if probe.head == "score" else len(_PROBE_TOKENS) - 2):
+        raise checkpoint.damaged(f"actor/probe.json has {len(probe.outputs)} outputs")
+    return probe
 
 
 def _probe(call: Callable[[str, Batch], Batch], model: Any, head: str) -> dict[str, Any]:

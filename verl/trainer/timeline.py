@@ -13,8 +13,8 @@ from typing import Any
 
 from verl.dataflow.executor import Result
 from verl.dataflow.graph import Graph
+from verl.durable import append_lines
 from verl.errors import DataError
-from verl.trainer.durable import append_lines
 
 logger = logging.getLogger(__name__)
 

@@ -359,9 +359,13 @@ class Trainer:
         return {}
 
     def load_extra_files(self, checkpoint: Checkpoint) -> None:
-        """Restores `extra_files`.
+        """Restores `extra_files`, which have passed `check_extra_files`."""
+
+    def check_extra_files(self, checkpoint: Checkpoint) -> None:
+        """Look at `extra_files` before anything is restored.
 
         Raises:
+            DamagedCheckpointError: one does not pass its schema.
             CheckpointError: it is another kind of trainer's, and has what would be lost.
         """
         files = [name for name in ("waiting.parquet", "ready.parquet") if name in checkpoint]

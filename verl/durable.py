@@ -1,4 +1,8 @@
-"""Files that survive a power cut, and staging directories that a crash cannot turn into results."""
+"""Durable files: atomic replacement, staging directories that a crash cannot turn into results, strict JSON.
+
+What is written lies under a staging name that says which process writes it, until it is complete. Staging is deleted
+when that process is known to have ended: it ran on this host, and its pid is free or belongs to a later process.
+"""
 
 from __future__ import annotations
 
@@ -7,26 +11,57 @@ import logging
 import os
 import re
 import shutil
+import socket
+from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
-from typing import IO
+from typing import IO, Any
+
+from pydantic import TypeAdapter, ValidationError
 
 logger = logging.getLogger(__name__)
 
-_STAGING = re.compile(r"\.staging-(\d+)-.*")
+_STAGING = re.compile(r"\.staging-([^~]+)~(\d{1,9})~([0-9a-f]*)~.*")
 _REPLACED = ".replaced-"
+#: Most bytes of a JSON file that is read. The parser refuses more than 200 levels of nesting by itself.
+MAX_JSON_BYTES = 1 << 27
+
+
+@dataclass(frozen=True)
+class Process:
+    """A process of any host. `started` (a digest of boot and clock ticks; "" where the system does not say) tells it
+    from an earlier one with its pid."""
+
+    host: str
+    pid: int
+    started: str
+
+    @classmethod
+    def current(cls) -> Process:
+        return cls(socket.gethostname(), os.getpid(), _started(os.getpid()))
+
+    @property
+    def ended(self) -> bool:
+        """Whether it is certain that it runs no more: never of a process of another host."""
+        if self.host != socket.gethostname():
+            return False
+        return not alive(self.pid) or self.started not in ("", _started(self.pid))
 
 
 def staging_of(path: Path) -> Path:
-    """Where something is made that is then renamed to `path`."""
-    return path.with_name(f".staging-{os.getpid()}-{path.name}")
+    """Where this process makes what is then renamed to `path`."""
+    own = Process.current()
+    return path.with_name(f".staging-{own.host}~{own.pid}~{own.started}~{path.name}")
 
 
 def clear_staging(directory: Path) -> None:
-    """Remove what processes that are gone left half made in a directory, and undo half a replacement."""
+    """Remove what this process and processes that have ended left half made in a directory, and undo half a
+    replacement."""
     for entry in directory.iterdir():
-        match = _STAGING.fullmatch(entry.name)
-        if match and (int(match[1]) == os.getpid() or not alive(int(match[1]))):
-            try_remove(entry)
+        if match := _STAGING.fullmatch(entry.name):
+            owner = Process(match[1], int(match[2]), match[3])
+            if owner.ended or owner == Process.current():
+                try_remove(entry)
         elif entry.name.startswith(_REPLACED):
             path = entry.with_name(entry.name.removeprefix(_REPLACED))
             recover(path)
@@ -34,12 +69,35 @@ def clear_staging(directory: Path) -> None:
                 try_remove(entry)
 
 
-def write_atomic(path: Path, text: str) -> None:
-    """Replace a text file whole: a reader, or a crash, sees the old content or the new."""
+def read_json(path: Path, schema: Any, max_bytes: int = MAX_JSON_BYTES) -> Any:
+    """The content of a JSON file, checked by a pydantic schema in strict mode.
+
+    Raises:
+        OSError: the file cannot be read.
+        ValueError: it is too large, is no JSON, is nested too deep, or does not pass the schema.
+    """
+    with path.open("rb") as file:
+        return parse_json(file.read(max_bytes + 1), schema, max_bytes)
+
+
+def parse_json(raw: bytes, schema: Any, max_bytes: int = MAX_JSON_BYTES) -> Any:
+    """`read_json` of bytes."""
+    if len(raw) > max_bytes:
+        raise ValueError(f"it has more than {max_bytes} bytes")
+    try:
+        return _adapter(schema).validate_json(raw, strict=True)
+    except ValidationError as error:
+        first = error.errors(include_url=False, include_input=False, include_context=False)[0]
+        where = ".".join(map(str, first["loc"]))
+        raise ValueError(f"{where}: {first['msg']}" if where else first["msg"]) from None
+
+
+def write_atomic(path: Path, content: str | bytes) -> None:
+    """Replace a file whole: a reader, or a crash, sees the old content or the new."""
     staging = staging_of(path)
     try:
-        with staging.open("w", encoding="utf-8") as file:
-            file.write(text)
+        with staging.open("wb") as file:
+            file.write(content.encode() if isinstance(content, str) else content)
             file.flush()
             os.fsync(file.fileno())
         os.replace(staging, path)
@@ -168,3 +226,18 @@ def _whole_lines(file: IO[bytes]) -> int:
 
 def _replaced(path: Path) -> Path:
     return path.with_name(f"{_REPLACED}{path.name}")
+
+
+def _started(pid: int) -> str:
+    """When a process began: a digest of the boot and the clock ticks since."""
+    try:
+        stat = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace")
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
+    except OSError:
+        return ""
+    return hashlib.sha256(f"{boot}:{stat.rpartition(')')[2].split()[19]}".encode()).hexdigest()[:8]
+
+
+@cache
+def _adapter(schema: Any) -> TypeAdapter[Any]:
+    return TypeAdapter(schema)
