@@ -66,7 +66,7 @@ class ConstrainedPolicyGradient(PolicyGradient):
         super().load_state_dict(state)
         self.price, self._accumulated = float(state["lambda"]), float(state["accumulated"])
         self._batches = int(state["batches"])
-        self._costs = deque(state["costs"], maxlen=self.lambda_window)
+        self._costs = deque(map(float, state["costs"]), maxlen=self.lambda_window)
 
     def _ascend(self, costs: list[float]) -> None:
         """One step, by the costs of this batch and the window; none if the batch brought no cost."""

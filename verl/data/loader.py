@@ -72,7 +72,10 @@ class Cursor:
                     f"the saved place belongs to other data than {self.name}: {key} was {state.get(key)}, is {mine}. "
                     "Give the same data and seed, or start anew (--fresh)"
                 )
-        self.epoch, self.position = int(state["epoch"]), int(state["position"])
+        epoch, position = int(state["epoch"]), int(state["position"])
+        if epoch < 0 or not 0 <= position < self.size:
+            raise DataError(f"the saved position, row {position} of epoch {epoch}, is not in {self.name}")
+        self.epoch, self.position = epoch, position
 
     def _rows(self) -> list[int]:
         if self._order is None or self._order[0] != self.epoch:

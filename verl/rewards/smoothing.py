@@ -51,6 +51,6 @@ class Smoothed:
                 f"the reward '{self.name}' is smoothed here and was not where its state was saved, which has no mean: "
                 "leave smoothing out, or start anew"
             )
-        self.mean = state["mean"]
+        self.mean = None if state["mean"] is None else float(state["mean"])
         if "source" in state:
             self.source.load_state_dict(state["source"])  # type: ignore[attr-defined]

@@ -16,7 +16,7 @@ from collections.abc import Iterator
 from functools import partial
 from typing import Any
 
-from pydantic import BaseModel, ConfigDict, NonNegativeInt
+from pydantic import BaseModel, ConfigDict
 
 from verl.batch import Batch
 from verl.controller.pool import check_range
@@ -26,6 +26,7 @@ from verl.errors import ConfigError, TrainingError
 from verl.roles.actor import expand
 from verl.trainer.check import check_asynchronous
 from verl.trainer.checkpoint import Checkpoint
+from verl.trainer.state import Count
 from verl.trainer.timeline import Span
 from verl.trainer.trainer import Trainer
 from verl.workers.standalone import describe, weights
@@ -39,8 +40,8 @@ class ScheduleState(BaseModel):
 
     model_config = ConfigDict(extra="forbid")
 
-    version: NonNegativeInt
-    began: dict[str, NonNegativeInt]
+    version: Count
+    began: dict[str, Count]
 
 
 class AsyncTrainer(Trainer):

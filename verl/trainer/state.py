@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 from weakref import WeakKeyDictionary
 
 import torch
-from pydantic import AfterValidator, BaseModel, ConfigDict, JsonValue, NonNegativeInt, PositiveFloat
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, JsonValue, PositiveFloat
 
 from verl.batch import Batch
 from verl.controller.once import on_main
@@ -56,6 +56,7 @@ def _check_numbers(value: Any, where: str = "") -> Any:
     return value
 
 
+Count = Annotated[int, Field(ge=0, lt=2**53)]
 #: What an object keeps in a form of its own.
 Own = dict[str, Annotated[JsonValue, AfterValidator(_check_numbers)]]
 
@@ -66,14 +67,14 @@ class RoleState(BaseModel):
     model_config = ConfigDict(extra="allow", allow_inf_nan=False)
     __pydantic_extra__: Own
 
-    completed_steps: NonNegativeInt
+    completed_steps: Count
     optimizer: str = "AdamW"
     values: dict[str, Own] = {}
     groups: list[Own] = []
     loss_scale: PositiveFloat = 1.0
-    steps_at_scale: NonNegativeInt = 0
-    policy_version: NonNegativeInt = 0
-    updates: NonNegativeInt = 0
+    steps_at_scale: Count = 0
+    policy_version: Count = 0
+    updates: Count = 0
     written: list[str] = []
 
 
@@ -82,8 +83,8 @@ class TrainerState(BaseModel):
 
     model_config = ConfigDict(extra="forbid", allow_inf_nan=False)
 
-    steps: NonNegativeInt
-    skipped: NonNegativeInt
+    steps: Count
+    skipped: Count
     algorithm: Own
     sources: dict[str, Own]
     roles: dict[str, RoleState]
@@ -197,6 +198,7 @@ def check(trainer: Trainer, checkpoint: Checkpoint) -> TrainerState:
     for role, handle in roles.items():
         _check_role(checkpoint, role, handle, state.roles[role])
     _read_probe(checkpoint)
+    checkpoint.json("actor/config.json", dict[str, Any])
     checkpoint.batch("buffer.parquet")
     before = rng_state()
     try:

@@ -1,0 +1,262 @@
+"""What a trainer takes from a checkpoint: whatever does not pass the schema is damaged, and the one before is taken."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Callable, Iterator
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load, save
+
+import verl
+from verl.errors import CheckpointError, DamagedCheckpointError
+from verl.shard import checksum
+from verl.trainer import state
+from verl.trainer.asynchronous import AsyncTrainer
+from verl.trainer.checkpoint import Checkpoint, CheckpointStore
+
+PROMPTS = ["Once upon a time", "In the beginning"]
+SHORT = verl.SamplingParams(max_new_tokens=6, ignore_eos=True)
+DEEP = b"[" * 200_000 + b"]" * 200_000
+WRONG: list[Any] = [None, True, -1, 0.5, 2**70, "x", [], {}, [["x"]], {"a": {"b": []}}]
+
+
+def low_bytes(texts: list[str]) -> list[float]:
+    return [sum(ord(c) < 100 for c in text) / max(len(text), 1) for text in texts]
+
+
+def make(path: Path, lr: float = 1e-2, algorithm: str = "ppo", **options: Any) -> verl.Trainer:
+    actor = verl.Actor(str(path), optim={"lr": lr}, sampling=SHORT)
+    reward = verl.Reward(low_bytes, smoothing=0.5)
+    kind = AsyncTrainer if "batch_size" in options else verl.Trainer
+    return kind(actor, reward=reward, algorithm=algorithm, n=2, log_dir=False, **options)
+
+
+def reforge(path: Path, name: str, raw: bytes, **manifest: Any) -> None:
+    """Replace a file of a checkpoint, with digests that are right."""
+    (path / name).write_bytes(raw)
+    content = json.loads((path / "manifest.json").read_text())
+    content["files"][name] = {"sha256": hashlib.sha256(raw).hexdigest(), "size": len(raw)}
+    content |= manifest
+    del content["digest"]
+    digest = hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
+    (path / "manifest.json").write_text(json.dumps({**content, "digest": digest}, indent=1, sort_keys=True) + "\n")
+
+
+def replaced(value: Any) -> Iterator[tuple[str, Any]]:
+    """Every copy of a JSON value in which one part has become something else, and what was done."""
+    for wrong in WRONG:
+        yield f" = {wrong!r}", wrong
+    for key in value if isinstance(value, dict) else range(len(value)) if isinstance(value, list) else ():
+        for about, part in replaced(value[key]):
+            copy = value.copy()
+            copy[key] = part
+            yield f".{key}{about}", copy
+
+
+def found(trainer: verl.Trainer, directory: Path) -> Checkpoint:
+    checkpoint = CheckpointStore(directory).load(state.identity(trainer), partial(state.check, trainer))
+    assert checkpoint is not None
+    return checkpoint
+
+
+@pytest.fixture(scope="module")
+def trained(tiny: Path) -> verl.Trainer:
+    trainer = make(tiny)
+    for _ in range(2):
+        trainer.step(PROMPTS)
+    return trainer
+
+
+@pytest.fixture
+def saved(trained: verl.Trainer, tmp_path: Path) -> tuple[verl.Trainer, Path]:
+    """A trainer after step 2, and its checkpoints of steps 1 and 2."""
+    for trained.steps in (1, 2):
+        trained.save_checkpoint(tmp_path / f"step-{trained.steps:06d}")
+    return trained, tmp_path
+
+
+@pytest.mark.parametrize("name", ["trainer.json", "actor/probe.json"])
+def test_wrong_types_in_json_are_damage_or_harmless(saved: tuple[verl.Trainer, Path], name: str) -> None:
+    trainer, directory = saved
+    file = directory / "step-000002" / name
+    good = file.read_bytes()
+    passed, before = [], checksum(trainer.actor.shards())
+    for about, content in replaced(json.loads(good)):
+        reforge(directory / "step-000002", name, json.dumps(content).encode())
+        try:
+            checkpoint = found(trainer, directory)
+        except CheckpointError:  # it may be of another optimizer, or of a reward without smoothing
+            assert about.startswith((".sources", ".roles"))
+            continue
+        if checkpoint.step == 2:
+            passed.append(about)
+            state.restore(trainer, checkpoint)
+    assert checksum(trainer.actor.shards()) == before
+    reforge(directory / "step-000002", name, good)
+    assert found(trainer, directory).step == 2
+    trainer.load_checkpoint(directory / "step-000002")
+    trainer.step(PROMPTS)
+    # What passes is of the right type.
+    assert not [about for about in passed if about.startswith((" =", ".steps", ".skipped", ".roles =", ".outputs ="))]
+
+
+def test_json_that_is_none_is_damage(saved: tuple[verl.Trainer, Path], caplog: pytest.LogCaptureFixture) -> None:
+    trainer, directory = saved
+    for name in ("trainer.json", "actor/probe.json", "actor/config.json"):
+        good = (directory / "step-000002" / name).read_bytes()
+        text = json.dumps({**json.loads(good), "x": 1})[:-2]
+        for raw in (b"", b"{", b"null", b"\xff", DEEP, f"{text}{DEEP.decode()}}}".encode(), b"9" * 5000, good + b"{}"):
+            reforge(directory / "step-000002", name, raw)
+            caplog.clear()
+            assert found(trainer, directory).step == 1
+            assert name in caplog.text and "taking the one before it" in caplog.text
+        reforge(directory / "step-000002", name, good)
+    assert found(trainer, directory).step == 2
+
+
+@pytest.mark.parametrize("number", ["NaN", "Infinity", "-Infinity", "1e999"])
+def test_numbers_that_are_not_finite_are_damage(
+    saved: tuple[verl.Trainer, Path], number: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    trainer, directory = saved
+    text = (directory / "step-000002" / "trainer.json").read_text()
+    for key in ("kl_coef", "mean"):
+        value = json.loads(text)["algorithm" if key == "kl_coef" else "sources"]
+        value = value[key] if key == "kl_coef" else value["reward"][key]
+        assert text.count(f'"{key}": {json.dumps(value)}') == 1
+        forged = text.replace(f'"{key}": {json.dumps(value)}', f'"{key}": {number}')
+        reforge(directory / "step-000002", "trainer.json", forged.encode())
+        assert found(trainer, directory).step == 1
+        assert f"{key}: Value error" in caplog.text and "is not a finite number" in caplog.text
+
+
+def test_steps_that_disagree_are_damage(saved: tuple[verl.Trainer, Path], caplog: pytest.LogCaptureFixture) -> None:
+    trainer, directory = saved
+    content = json.loads((directory / "step-000002" / "trainer.json").read_text())
+    for step in (1, 3, -2, True, "2", 2.0):
+        reforge(directory / "step-000002", "trainer.json", json.dumps({**content, "steps": step}).encode())
+        assert found(trainer, directory).step == 1
+    reforge(directory / "step-000002", "trainer.json", json.dumps({**content, "steps": 3}).encode(), step=3)
+    assert found(trainer, directory).step == 1
+    assert "trainer.json says step 3, the manifest 2" in caplog.text
+    assert "manifest.json says step 3" in caplog.text
+
+
+Change = Callable[[dict[str, torch.Tensor]], None]
+
+
+def integers(tensors: dict[str, torch.Tensor]) -> None:
+    tensors["model.norm.weight"] = tensors["model.norm.weight"].long()
+
+
+def wider(tensors: dict[str, torch.Tensor]) -> None:
+    tensors["model.norm.weight"] = torch.ones(33)
+
+
+def fewer(tensors: dict[str, torch.Tensor]) -> None:
+    del tensors["model.norm.weight"]
+
+
+def more(tensors: dict[str, torch.Tensor]) -> None:
+    tensors["model.extra.weight"] = torch.ones(1)
+
+
+def infinite(tensors: dict[str, torch.Tensor]) -> None:
+    tensors["model.norm.weight"][3] = float("inf")
+
+
+@pytest.mark.parametrize("change", [integers, wider, fewer, more, infinite])
+def test_weights_that_are_not_the_models_or_not_finite_are_damage(
+    saved: tuple[verl.Trainer, Path],
+    change: Change,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    trainer, directory = saved
+    name = "actor/weights-00001.safetensors"
+    tensors = load((directory / "step-000002" / name).read_bytes())
+    change(tensors)
+    reforge(directory / "step-000002", name, save(tensors))
+    assert found(trainer, directory).step == 1
+    assert "'model." in caplog.text and "taking the one before it" in caplog.text
+    assert not state.verify(directory / "step-000002").ok
+    before = checksum(trainer.actor.shards())
+    with pytest.raises(DamagedCheckpointError, match=r"step-000002 is damaged: actor/weights: 'model\."):
+        trainer.load_checkpoint(directory / "step-000002")
+    assert checksum(trainer.actor.shards()) == before
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_moments_that_are_not_finite_are_damage(saved: tuple[verl.Trainer, Path], value: float) -> None:
+    trainer, directory = saved
+    name = "critic/optimizer-00001.safetensors"
+    tensors = load((directory / "step-000002" / name).read_bytes())
+    tensors["score.weight.exp_avg"][0, 3] = value
+    reforge(directory / "step-000002", name, save(tensors))
+    assert found(trainer, directory).step == 1
+
+
+def test_malformed_tables_and_generators_are_damage(saved: tuple[verl.Trainer, Path]) -> None:
+    trainer, directory = saved
+    for name, raw in {
+        "buffer.parquet": b"PAR1 and no more PAR1",
+        "random-00001.safetensors": save({"torch": torch.zeros(3, dtype=torch.uint8)}),
+    }.items():
+        good = (directory / "step-000002" / name).read_bytes()
+        before = torch.get_rng_state()
+        reforge(directory / "step-000002", name, raw)
+        assert found(trainer, directory).step == 1
+        assert torch.equal(torch.get_rng_state(), before)
+        reforge(directory / "step-000002", name, good)
+
+
+def test_wrong_types_in_the_schedule_of_asynchronous_training_are_damage(tiny: Path, tmp_path: Path) -> None:
+    trainer = make(tiny, algorithm="grpo", batch_size=2)
+    for trainer.steps in (1, 2):
+        trainer.save_checkpoint(tmp_path / f"step-{trainer.steps:06d}")
+    good = json.loads((tmp_path / "step-000002" / "schedule.json").read_text())
+    for about, content in replaced(good):
+        reforge(tmp_path / "step-000002", "schedule.json", json.dumps(content).encode())
+        assert found(trainer, tmp_path).step == (2 if about == ".began = {}" else 1), about
+    reforge(tmp_path / "step-000002", "schedule.json", DEEP)
+    assert found(trainer, tmp_path).step == 1
+
+
+def test_training_that_diverges_never_commits_a_checkpoint(
+    tiny: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    good = make(tiny, algorithm="grpo", checkpoint_dir=tmp_path, save_every=1)
+    good.step(PROMPTS)
+    diverging = make(tiny, 1e38, algorithm="grpo", checkpoint_dir=tmp_path, save_every=1)
+    diverging.load_checkpoint(tmp_path / "step-000001")
+    with pytest.raises(CheckpointError, match=r"step-000002 was not saved: actor/weights: .* not finite"):
+        diverging.step(PROMPTS)
+    assert [path.name for path in tmp_path.iterdir()] == ["step-000001"]
+    assert found(good, tmp_path).step == 1
+
+
+def test_the_reference_is_hashed_once(tiny: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    trainer = make(tiny, algorithm="grpo", kl_coef=0.1, kl_in="loss")
+    trainer.step(PROMPTS)
+    assert trainer.actor.reference_model is not None
+    hashed = []
+    monkeypatch.setattr(state, "checksum", lambda shards: hashed.append(1) or checksum(shards))
+    first = state.identity(trainer)
+    assert state.identity(trainer) == first
+    assert first["reference.sha256"] == checksum(make(tiny).actor.shards())
+    assert len(hashed) == 1
+
+
+def test_a_reward_that_keeps_no_number_is_damage(saved: tuple[verl.Trainer, Path]) -> None:
+    trainer, directory = saved
+    content = json.loads((directory / "step-000002" / "trainer.json").read_text())
+    for mean in ("high", [], {}, [0.5]):
+        forged = {**content, "sources": {"reward": {"mean": mean}}}
+        reforge(directory / "step-000002", "trainer.json", json.dumps(forged).encode())
+        assert found(trainer, directory).step == 1
+        assert trainer.sources["reward"].state_dict()["mean"] is not None
