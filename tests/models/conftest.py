@@ -31,8 +31,18 @@ CONFIGS = {
     "phi3": ("Phi3Config", {"sliding_window": 4}),
     "mistral": ("MistralConfig", {"sliding_window": 3}),
     "granite": ("GraniteConfig", {"logits_scaling": 4.0}),
+    "hyperclovax": ("HyperCLOVAXConfig", {"logits_scaling": 4.0}),
     # Soft-capped attention, and attention outside the interface: the padded path.
     "gemma2": ("Gemma2Config", {"head_dim": 8, "sliding_window": 4, "attn_logit_softcapping": 2.0}),
+    "recurrent_gemma": (
+        "RecurrentGemmaConfig",
+        {
+            "lru_width": 32,
+            "attention_window_size": 8,
+            "logits_soft_cap": 2.0,
+            "block_types": ["recurrent", "attention"],
+        },
+    ),
     "bloom": ("BloomConfig", {"n_layer": 2, "n_head": 4, "hidden_size": 32}),
 }
 

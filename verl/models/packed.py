@@ -114,7 +114,7 @@ class PackedModel:
         self.max_positions = int(limit) if limit else None
         #: Rows of a table of learned positions: a longer row has no forward. None: there is no such table.
         self.position_table: int | None = None
-        self._softcap, self._scale = _logit_formula(self._inner)
+        self._softcap, self._scale = _logit_formulas(self._inner)[0]
         self._fused: FusedLayers | None = None
         #: Whether a KV cache of `num_kv_heads` and `head_dim` fits: one call a layer, and all of one shape.
         self.supports_paged = False
@@ -274,13 +274,19 @@ class PackedModel:
         if not torch.cat(hidden).isfinite().all():
             raise ModelError(f"the hidden states of {type(self._inner).__name__} are not finite: weights are damaged")
         if self._inner.get_output_embeddings() is not None:
-            logits = self._inner(input_ids=ids, use_cache=False).logits[0]
-            if self.head()[0].shape[1] != self.hidden_size or not _close(self.logits(hidden[-1]), logits):
-                raise ModelError(
-                    f"the logits of {type(self._inner).__name__} are not a linear map of its final hidden "
-                    "states (scale and soft cap considered): this architecture is not supported"
-                )
+            self._choose_logit_formula(hidden[-1], self._inner(input_ids=ids, use_cache=False).logits[0])
         return torch.cat(hidden)
+
+    def _choose_logit_formula(self, hidden: Tensor, logits: Tensor) -> None:
+        """Take the formula under which `hidden` `[N, d]` gives the model's own `logits` `[N, V]`."""
+        if self.head()[0].shape[1] == self.hidden_size:
+            for self._softcap, self._scale in _logit_formulas(self._inner):
+                if _close(self.logits(hidden), logits):
+                    return
+        raise ModelError(
+            f"the logits of {type(self._inner).__name__} are not a linear map of its final hidden states, nor one with "
+            "a scale or soft cap that its configuration names: this architecture is not supported"
+        )
 
     @torch.no_grad()
     def _probed_hidden(self, tokens: Tensor, flat: Packed, probe: _Probe) -> Tensor | None:
@@ -407,12 +413,19 @@ def evaluating(model: torch.nn.Module) -> Iterator[None]:
             module.training = True
 
 
-def _logit_formula(model: PreTrainedModel) -> tuple[float | None, float]:
-    """Soft cap and factor between output layer and logits, under the names that architectures use."""
+def _logit_formulas(model: PreTrainedModel) -> list[tuple[float | None, float]]:
+    """Soft caps and factors between output layer and logits that the configuration may mean, by the names in use."""
     config = model.config.get_text_config()
-    softcap = getattr(config, "final_logit_softcapping", None)
-    scale = float(getattr(config, "logit_scale", None) or 1.0) / float(getattr(config, "logits_scaling", None) or 1.0)
-    return (None if softcap is None else float(softcap)), scale
+
+    def named(*names: str) -> float | None:
+        values = (getattr(config, name, None) for name in names)
+        return next((float(value) for value in values if isinstance(value, int | float) and value), None)
+
+    softcap = named("final_logit_softcapping", "logits_soft_cap", "softcap")
+    scale = named("logit_scale", "lm_head_multiplier", "output_multiplier") or 1.0
+    # Most architectures divide by `logits_scaling`, some multiply with it.
+    by = named("logits_scaling") or 1.0
+    return [(softcap, scale / by), (softcap, scale * by)]
 
 
 def _known_layers(config: Any) -> bool:
