@@ -16,8 +16,16 @@ from transformers import (
 )
 
 from verl.errors import ModelError
+from verl.models import loading
 from verl.models.heads import ValueModel
-from verl.models.loading import eos_token_ids, find_tokenizer, load_model, load_tokenizer
+from verl.models.loading import (
+    eos_token_ids,
+    find_tokenizer,
+    load_model,
+    load_tokenizer,
+    resolved_dtype,
+    slow_in_half_precision,
+)
 from verl.models.packed import PackedModel
 from verl.models.segments import pack_rows
 from verl.models.shards import save_pretrained_dir
@@ -50,6 +58,40 @@ def test_a_saved_directory_comes_back(saved: Path, llama: PreTrainedModel) -> No
         assert torch.equal(tensor, llama.state_dict()[name])
     assert load_tokenizer(saved).pad_token == "</s>"
     assert find_tokenizer(model).get_vocab() == load_tokenizer(saved).get_vocab()
+
+
+@pytest.mark.parametrize("slow", [True, False])
+def test_auto_is_fp32_where_half_precision_is_slow(
+    saved: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, slow: bool
+) -> None:
+    load_model(saved, dtype="bfloat16").save_pretrained(tmp_path / "half")
+    load_model(saved, dtype="float64").save_pretrained(tmp_path / "double")
+    monkeypatch.setattr(loading, "slow_in_half_precision", lambda: slow)
+    expected = "float32" if slow else "bfloat16"
+    for name, dtype in (("half", expected), ("double", "float64")):
+        for kind in ("causal", "value"):
+            assert next(load_model(tmp_path / name, kind=kind).parameters()).dtype == getattr(torch, dtype)
+        assert resolved_dtype(tmp_path / name, "auto") == dtype
+    assert load_model(tmp_path / "half", dtype="bfloat16").dtype == torch.bfloat16
+    assert resolved_dtype(tmp_path / "half", "float16") == "float16"
+
+
+def test_half_precision_is_slow_without_instructions_for_it(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(loading.platform, "machine", lambda: "x86_64")
+    monkeypatch.setattr(torch.accelerator, "is_available", lambda: False)
+    for avx512, amx in ((False, False), (True, False), (False, True)):
+        monkeypatch.setattr(torch.cpu, "_is_avx512_bf16_supported", lambda has=avx512: has)
+        monkeypatch.setattr(torch.cpu, "_is_amx_tile_supported", lambda has=amx: has)
+        slow_in_half_precision.cache_clear()
+        with caplog.at_level("INFO", "verl.models.loading"):
+            assert [slow_in_half_precision() for _ in range(3)] == [not (avx512 or amx)] * 3
+    assert caplog.text.count("float32 here") == 1  # it is logged once
+    monkeypatch.setattr(torch.accelerator, "is_available", lambda: True)
+    slow_in_half_precision.cache_clear()
+    assert not slow_in_half_precision()
+    slow_in_half_precision.cache_clear()
 
 
 def test_eos_comes_from_model_and_tokenizer(saved: Path) -> None:

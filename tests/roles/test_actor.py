@@ -99,7 +99,7 @@ def test_a_bf16_engine_is_as_near_after_updates_as_a_fresh_one(
 ) -> None:
     sampling = verl.SamplingParams(max_new_tokens=24, ignore_eos=True)
     start = str(make_tiny(dtype=torch.bfloat16))
-    actor = verl.Actor(start, rollout=engine, optim={"lr": 1e-2}, sampling=sampling)
+    actor = verl.Actor(start, dtype="bfloat16", rollout=engine, optim={"lr": 1e-2}, sampling=sampling)
     for _ in range(5):
         actor.update(actor.generate_sequences(PROMPTS, n=4), [float(i % 2) for i in range(8)])
     actor.save_pretrained(str(tmp_path))
@@ -109,7 +109,7 @@ def test_a_bf16_engine_is_as_near_after_updates_as_a_fresh_one(
         now = actor.compute_log_probs(rows).tensor("log_probs")
         return float((now - rows.tensor("rollout_log_probs")).abs().mean())
 
-    after, fresh = gap(actor), gap(verl.Actor(str(tmp_path), rollout=engine, sampling=sampling))
+    after, fresh = gap(actor), gap(verl.Actor(str(tmp_path), dtype="bfloat16", rollout=engine, sampling=sampling))
     assert after < 0.05
     assert after <= 1.2 * fresh
 

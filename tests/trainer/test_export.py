@@ -40,7 +40,7 @@ def test_a_run_ends_with_the_command_that_exports_its_model(
     tmp_path: Path, make_tiny: Any, capsys: pytest.CaptureFixture[str]
 ) -> None:
     model = make_tiny("llama", torch.bfloat16)
-    run = finished(tmp_path, model)
+    run = finished(tmp_path, model, **{"actor_rollout_ref.model.dtype": "bfloat16"})
     assert f"verl export {run} OUT" in capsys.readouterr().out
     for number, path in enumerate((run, tmp_path / "runs" / "latest", run / "checkpoints" / "latest")):
         done = RUNNER.invoke(app, ["export", str(path), str(tmp_path / "out" / str(number))])
@@ -49,7 +49,9 @@ def test_a_run_ends_with_the_command_that_exports_its_model(
     assert sorted(path.name for path in (tmp_path / "out").iterdir()) == ["0", "1", "2"]
     out = tmp_path / "out" / "0"
     # The very tensors that a trainer goes on from, in its own export.
-    trainer = verl.Trainer(str(model), reward_fn=len, algorithm="grpo", n=4, log_dir=False)
+    trainer = verl.Trainer(
+        verl.Actor(str(model), dtype="bfloat16"), reward_fn=len, algorithm="grpo", n=4, log_dir=False
+    )
     trainer.load_checkpoint(run / "checkpoints" / "latest")
     trainer.actor.save_pretrained(str(tmp_path / "own"))
     assert weights(out) == weights(tmp_path / "own") != weights(model)

@@ -134,7 +134,8 @@ class ModelConfig(Section):
         default=None, description="tokenizer directory or hub name (null: the one beside the model)"
     )
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = Field(
-        default="auto", description="precision of the live weights (auto: that of the files)"
+        default="auto",
+        description="precision of the live weights (auto: that of the files; float32 on a CPU without bf16 instructions)",
     )
     trust_remote_code: bool = Field(default=False, description="run Python code that comes with the model")
     enable_gradient_checkpointing: bool = Field(

@@ -6,22 +6,33 @@ pickle runs the code in it. Python code that comes with a model runs only with `
 
 from __future__ import annotations
 
+import logging
 import os
+import platform
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, cast
 
 import torch
 from safetensors import SafetensorError
-from transformers import AutoModel, AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
-from transformers.utils import logging
+from transformers import (
+    AutoConfig,
+    AutoModel,
+    AutoModelForCausalLM,
+    AutoModelForSequenceClassification,
+    AutoTokenizer,
+)
+from transformers.utils import logging as transformers_logging
 
 from verl.errors import ModelError, nearest
 from verl.models.heads import ValueModel, read_head
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+logger = logging.getLogger(__name__)
 
 _DTYPES: dict[str, Any] = {
     "auto": "auto",
@@ -30,6 +41,7 @@ _DTYPES: dict[str, Any] = {
     "bfloat16": torch.bfloat16,
     "float16": torch.float16,
 }
+_HALF = (torch.bfloat16, torch.float16)
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "spiece.model")
 # What transformers, huggingface_hub and safetensors raise for a bad name, a bad file or an unknown
 # architecture.
@@ -46,7 +58,7 @@ def load_model(
     """A model in evaluation mode, on CPU, from a directory or a hub name.
 
     Args:
-        dtype: "auto" (as stored), "float32", "bfloat16", "float16" or "float64".
+        dtype: "float32", "bfloat16", "float16", "float64" or "auto": as stored, but see `slow_in_half_precision`.
         kind: "causal": a `PreTrainedModel` with its language-model head. "value" (one value a position) and
             "score" (one number a sequence): a `ValueModel` over the same backbone, with the head that the
             checkpoint brings, else a new one (`ValueModel.new_head` tells). "classifier": a transformers
@@ -62,11 +74,43 @@ def load_model(
     options = {"dtype": _DTYPES[dtype], "use_safetensors": True, "trust_remote_code": trust_remote_code}
     with _explained(name, "model"), _quiet():
         if kind == "causal":
-            return AutoModelForCausalLM.from_pretrained(name, **options).eval()
-        if kind == "classifier":
-            return _load_classifier(name, options)
-        backbone = AutoModel.from_pretrained(name, **options)
-        return ValueModel(backbone, read_head(name)).eval()
+            model: Any = AutoModelForCausalLM.from_pretrained(name, **options)
+        elif kind == "classifier":
+            model = _load_classifier(name, options)
+        else:
+            model = ValueModel(AutoModel.from_pretrained(name, **options), read_head(name))
+    if dtype == "auto" and next(model.parameters()).dtype in _HALF and slow_in_half_precision():
+        model = model.float()
+    return model.eval()
+
+
+def resolved_dtype(path_or_name: str | Path, dtype: str, *, trust_remote_code: bool = False) -> str | None:
+    """The name of the dtype in which `load_model` loads; None: the files alone say it.
+
+    Raises:
+        ModelError: nothing is there, or it is no model.
+    """
+    if dtype != "auto":
+        return dtype
+    name = _located(path_or_name, "model")
+    with _explained(name, "model"), _quiet():
+        config = AutoConfig.from_pretrained(name, trust_remote_code=trust_remote_code)
+    stored = getattr(config.get_text_config(), "dtype", None)
+    if stored in _HALF and slow_in_half_precision():
+        return "float32"
+    return next((name for name, kind in _DTYPES.items() if kind == stored), None)
+
+
+@lru_cache(maxsize=1)
+def slow_in_half_precision() -> bool:
+    """Whether this machine computes bf16 and fp16 slower than fp32: it has no accelerator, and a CPU without
+    instructions for bf16. Models stored in half precision are then loaded in fp32 where the dtype is "auto"."""
+    if torch.accelerator.is_available() or platform.machine() not in ("x86_64", "AMD64"):
+        return False
+    slow = not (torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported())
+    if slow:
+        logger.info("this CPU has no instructions for bf16: dtype 'auto' means float32 here")
+    return slow
 
 
 def _load_classifier(name: str, options: dict[str, Any]) -> Any:
@@ -75,7 +119,7 @@ def _load_classifier(name: str, options: dict[str, Any]) -> Any:
     if report["missing_keys"]:
         missing = ", ".join(sorted(report["missing_keys"])[:3])
         raise ModelError(f"{name} is no reward model: its checkpoint has no {missing}, which would be random")
-    return model.eval()
+    return model
 
 
 def load_tokenizer(path_or_name: str | Path, *, trust_remote_code: bool = False) -> PreTrainedTokenizerBase:
@@ -174,13 +218,13 @@ def _explained(name: str, what: str) -> Iterator[None]:
 @contextmanager
 def _quiet() -> Iterator[None]:
     """Without the reports of unused heads, which are meant here."""
-    level = logging.get_verbosity()
-    bars = logging.is_progress_bar_enabled()
-    logging.set_verbosity_error()
-    logging.disable_progress_bar()
+    level = transformers_logging.get_verbosity()
+    bars = transformers_logging.is_progress_bar_enabled()
+    transformers_logging.set_verbosity_error()
+    transformers_logging.disable_progress_bar()
     try:
         yield
     finally:
-        logging.set_verbosity(level)
+        transformers_logging.set_verbosity(level)
         if bars:
-            logging.enable_progress_bar()
+            transformers_logging.enable_progress_bar()

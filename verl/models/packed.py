@@ -280,7 +280,8 @@ class PackedModel:
     def _choose_logit_formula(self, hidden: Tensor, logits: Tensor) -> None:
         """Take the formula under which `hidden` `[N, d]` gives the model's own `logits` `[N, V]`."""
         if self.head()[0].shape[1] == self.hidden_size:
-            for self._softcap, self._scale in _logit_formulas(self._inner):
+            for formula in _logit_formulas(self._inner):
+                self._softcap, self._scale = formula
                 if _close(self.logits(hidden), logits):
                     return
         raise ModelError(

@@ -1,0 +1,57 @@
+"""The dtypes that `dtype: auto` stands for in a run: resolved when it begins, kept in its directory.
+
+So a run that is resumed on another machine goes on in the dtype in which it began.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from verl.config import Config
+from verl.errors import ConfigError
+from verl.models.loading import resolved_dtype
+from verl.trainer.durable import write_atomic
+
+FILE = "precision.json"
+_MODELS = (("actor_rollout_ref", "model"), ("critic", "model"))
+
+
+def with_dtypes(config: Config, directory: Path) -> Config:
+    """`config` with a dtype in the place of each "auto": as kept in the run's `directory`, else as this machine has it.
+
+    Raises:
+        ConfigError: what the directory keeps is damaged.
+    """
+    file = directory / FILE
+    if file.exists():
+        kept = _read(file)
+    else:
+        kept = {path[0]: _resolved(config, path) for path in _MODELS}
+        write_atomic(file, json.dumps(kept, indent=1) + "\n")
+    changed: dict[str, Any] = {}
+    for section, name in _MODELS:
+        part = getattr(config, section)
+        model = getattr(part, name)
+        if model.dtype == "auto" and kept.get(section):
+            changed[section] = part.model_copy(update={name: model.model_copy(update={"dtype": kept[section]})})
+    return config.model_copy(update=changed)
+
+
+def _resolved(config: Config, path: tuple[str, str]) -> str | None:
+    model = getattr(getattr(config, path[0]), path[1])
+    source = model.path or config.actor_rollout_ref.model.path
+    if source is None:
+        return None
+    return resolved_dtype(source, model.dtype, trust_remote_code=model.trust_remote_code)
+
+
+def _read(file: Path) -> dict[str, str | None]:
+    try:
+        kept = json.loads(file.read_text(encoding="utf-8"))
+        if all(value in (None, "float64", "float32", "bfloat16", "float16") for value in kept.values()):
+            return dict(kept)
+    except (OSError, ValueError, AttributeError) as error:
+        raise ConfigError(f"{file} cannot be read ({error}): give the dtypes (model.dtype), or start anew") from error
+    raise ConfigError(f"{file} names dtypes that a run cannot have: give the dtypes (model.dtype), or start anew")
