@@ -135,7 +135,7 @@ class ModelConfig(Section):
     )
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = Field(
         default="auto",
-        description="precision of the live weights (auto: that of the files; float32 on a CPU without bf16 instructions)",
+        description="precision of the live weights (auto: as in the files; float32 on a CPU without bf16)",
     )
     trust_remote_code: bool = Field(default=False, description="run Python code that comes with the model")
     enable_gradient_checkpointing: bool = Field(

@@ -71,7 +71,7 @@ class Actor:
             constraints), or "FILE.py:NAME" of one; None: a single turn.
         sampling: how responses are drawn, or a mapping of its fields; keywords of `generate_sequences` override it
             call by call.
-        dtype: "auto" (as stored; fp32 on a CPU without bf16 instructions), "float32", "bfloat16", "float16"; for a model given by name.
+        dtype: "auto" (see `load_model`), "float32", "bfloat16", "float16"; for a model given by name.
         mini_batch_size: samples an optimizer step; None: the whole batch.
         epochs: passes over each batch.
         micro_batch_size, max_tokens_per_micro_batch: bounds of one forward and backward; results do not depend on them.

@@ -7,14 +7,15 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from verl.config import Config
+from verl.durable import read_json, write_atomic
 from verl.errors import ConfigError
 from verl.models.loading import resolved_dtype
-from verl.trainer.durable import write_atomic
 
 FILE = "precision.json"
+_Kept = dict[str, Literal["float64", "float32", "bfloat16", "float16"] | None]
 _MODELS = (("actor_rollout_ref", "model"), ("critic", "model"))
 
 
@@ -49,9 +50,6 @@ def _resolved(config: Config, path: tuple[str, str]) -> str | None:
 
 def _read(file: Path) -> dict[str, str | None]:
     try:
-        kept = json.loads(file.read_text(encoding="utf-8"))
-        if all(value in (None, "float64", "float32", "bfloat16", "float16") for value in kept.values()):
-            return dict(kept)
-    except (OSError, ValueError, AttributeError) as error:
-        raise ConfigError(f"{file} cannot be read ({error}): give the dtypes (model.dtype), or start anew") from error
-    raise ConfigError(f"{file} names dtypes that a run cannot have: give the dtypes (model.dtype), or start anew")
+        return dict(read_json(file, _Kept))
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"{file} is damaged ({error}): give the dtypes (model.dtype), or start anew") from error
