@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import difflib
 import json
 import types
 import typing
 from collections.abc import Mapping
 from typing import Annotated, Any, Literal, Union
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
 from pydantic_core import ErrorDetails, PydanticCustomError
 from typing_extensions import Self
 
@@ -54,6 +55,15 @@ class SettingsError(ConfigError):
         self.problems = problems
 
 
+#: Why only the default of a setting is accepted, where the feature is still to come.
+NOT_BUILT = "this is not built yet"
+
+
+def later(default: Any, reason: str, description: str) -> Any:
+    """A field of which only the default is accepted so far: better refused than read and ignored."""
+    return Field(default, description=description, json_schema_extra={"later": reason})
+
+
 class Record(BaseModel):
     """A group of settings: frozen, strictly typed (`true` is no number, text no truth), without unknown names.
 
@@ -69,6 +79,15 @@ class Record(BaseModel):
             super().__init__(**settings)
         except ValidationError as error:
             raise SettingsError(type(self).__name__, _problems(type(self), error)) from None
+
+    @model_validator(mode="after")
+    def _refuse_what_is_not_there_yet(self) -> Self:
+        for name, field in type(self).model_fields.items():
+            extra = field.json_schema_extra
+            if isinstance(extra, dict) and "later" in extra and getattr(self, name) != field.default:
+                only = json.dumps(field.default).strip('"')
+                raise wrong(name, f"{extra['later']}, so only {only} is possible here")
+        return self
 
     @classmethod
     def of(cls, given: Any, name: str) -> Self:
@@ -160,7 +179,9 @@ def _text(record: type[BaseModel], details: ErrorDetails, annotation: Any) -> st
     given = _shown(details["input"])
     if kind in _LIMITS:
         return f"must be {_LIMITS[kind].format(**context)}, not {given}"
-    return f"must be {in_words(annotation) if annotation not in (None, Any) else details['msg']}, not {given}"
+    text = f"must be {in_words(annotation) if annotation not in (None, Any) else details['msg']}, not {given}"
+    close = difflib.get_close_matches(str(details["input"]), map(str, typing.get_args(annotation)), n=1)
+    return f"{text}: did you mean '{close[0]}'?" if kind == "literal_error" and close else text
 
 
 def _shown(value: object) -> str:

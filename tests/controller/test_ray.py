@@ -25,7 +25,7 @@ from verl.controller.placement import DeviceMesh
 from verl.controller.world import Layout
 from verl.errors import ClusterError, ConfigError
 from verl.shard import Shard
-from verl.workers.actor import TrainOptions
+from verl.training.options import EngineOptions
 from verl.workers.place import ALONE, Place, verb
 
 ray = pytest.importorskip("ray")
@@ -274,7 +274,7 @@ def test_what_cannot_travel_is_refused_by_name() -> None:
 
     optimizer = torch.optim.SGD([torch.zeros(1)], lr=0.1)
     with pytest.raises(ConfigError, match="your own SGD"):
-        pickle.dumps(TrainOptions(optimizer=optimizer))
+        pickle.dumps(EngineOptions(optimizer=optimizer))
 
 
 def test_without_ray_a_map_of_two_slots_says_what_to_do() -> None:

@@ -15,8 +15,10 @@ from tests.conftest import CONFIGS
 from tests.workers.test_sync import Copying
 from verl.algorithms import make_algorithm
 from verl.errors import ConfigError, DataError, ModelError, RolloutError
+from verl.models.options import ModelOptions
 from verl.models.shards import model_shards
 from verl.shard import checksum
+from verl.training.options import OptimConfig, TrainOptions
 
 PROMPTS = ["Once upon a time", "In the beginning"]
 
@@ -349,12 +351,39 @@ def test_rewards_read_the_text_of_token_ids(actor: verl.Actor) -> None:
 def test_an_actor_of_nonsense_is_refused_when_it_is_made(tiny: Path) -> None:
     with pytest.raises(ConfigError, match="no rollout engine is called 'embeded': did you mean 'embedded'"):
         verl.Actor(str(tiny), rollout="embeded")
-    with pytest.raises(ConfigError, match="mini_batch_size must be at least 1"):
+    with pytest.raises(ConfigError, match="mini_batch_size: must be at least 1"):
         verl.Actor(str(tiny), mini_batch_size=0)
-    with pytest.raises(ConfigError, match="epochs must be at least 1"):
+    with pytest.raises(ConfigError, match="epochs: must be at least 1"):
         verl.Actor(str(tiny), epochs=0)
+    for wrong, said in (
+        ({"use_amp": "yes"}, r"Actor\.use_amp: must be true or false, not 'yes'"),
+        ({"optim": {"lr": True}}, r"optim\.lr: must be a number, not true"),
+        ({"train": {"epochs": 1.0}}, r"train\.epochs: must be a whole number, not 1\.0"),
+        ({"epoch": 2}, "Actor has no setting 'epoch': did you mean 'epochs'"),
+    ):
+        with pytest.raises(ConfigError, match=said):
+            verl.Actor(str(tiny), **wrong)
     with pytest.raises(ModelError, match="tokenizer is a tokenizer of transformers, or its name or directory, not 5"):
         verl.Actor(str(tiny), tokenizer=5)  # type: ignore[arg-type]
+
+
+def test_a_section_of_a_file_is_what_the_constructor_takes(tiny: Path) -> None:
+    model = ModelOptions(path=str(tiny), dtype="bfloat16", enable_gradient_checkpointing=True)
+    train = TrainOptions(optim=OptimConfig(lr=1e-3), mini_batch_size=4, epochs=2, micro_batch_size=1)
+    by_record = verl.Actor(model, train=train)
+    by_keyword = verl.Actor(
+        str(tiny),
+        dtype="bfloat16",
+        gradient_checkpointing=True,
+        optim={"lr": 1e-3},
+        mini_batch_size=4,
+        epochs=2,
+        train_micro_batch_size_per_gpu=1,
+    )
+    assert by_record.train_options == by_keyword.train_options
+    assert by_record.train_options.optim.lr == 1e-3 and by_record.train_options.gradient_checkpointing
+    assert by_record.plan == by_keyword.plan and by_record.plan.mini_batch_size == 4
+    assert by_record.model.dtype == by_keyword.model.dtype == torch.bfloat16
 
 
 def test_responses_that_the_model_cannot_finish_are_mentioned(

@@ -108,7 +108,7 @@ def test_models_may_be_given_as_they_are(tiny: Path, make_tiny: Callable[..., Pa
 def test_amp_is_of_actor_and_critic_or_refused(tiny: Path) -> None:
     critic = verl.Critic.from_pretrained(str(tiny))
     trainer = verl.PPOTrainer(str(tiny), critic, reward_fn=low_bytes, use_amp=True, log_dir=False)
-    assert trainer.actor.train_options.autocast and critic.train_options.autocast
+    assert trainer.actor.train_options.use_amp and critic.train_options.use_amp
     actor = verl.Actor(str(tiny), sampling=SHORT)
     actor.generate_sequences(PROMPTS)
     for options in ({"use_amp": True}, {"strategy": "fsdp"}):
@@ -427,7 +427,7 @@ def test_bad_arguments(tiny: Path, make_tiny: Callable[..., Path]) -> None:
         verl.Trainer(actor, reward_fn=low_bytes, max_resamples=-1)
     with pytest.raises(ConfigError, match=r"at most what the buffer holds \(4\), not 8"):
         verl.Trainer(actor, reward_fn=low_bytes, update_freq=8, buffer_size=4)
-    with pytest.raises(ConfigError, match="micro_batch_size must be at least 1"):
+    with pytest.raises(ConfigError, match="micro_batch_size: must be at least 1"):
         verl.Actor(str(tiny), micro_batch_size=0)
 
 

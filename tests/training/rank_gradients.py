@@ -20,8 +20,8 @@ from verl.algorithms.base import RoleObjective
 from verl.batch import Batch
 from verl.models.heads import ValueModel
 from verl.models.shards import whole
-from verl.training.options import OptimConfig
-from verl.workers.actor import TrainOptions
+from verl.training.options import EngineOptions, OptimConfig
+from verl.workers.actor import make_engine
 
 # Without momentum the first moment after a step is the gradient.
 OPTIM = OptimConfig(betas=(0.0, 0.9), max_grad_norm=None)
@@ -39,7 +39,7 @@ def gradient(
     objective: RoleObjective, batch: Batch, group: Any, rows: int | None, strategy: Any = "ddp"
 ) -> tuple[torch.Tensor, Any]:
     head: Any = objective.algorithm.head if objective.role == "actor" else "value"
-    engine = TrainOptions(OPTIM, micro_batch_size=rows, strategy=strategy).engine(model(head), head, group)
+    engine = make_engine(EngineOptions(optim=OPTIM, micro_batch_size=rows, strategy=strategy), model(head), head, group)
     metrics = engine.update(
         batch,
         objective.compute_loss,

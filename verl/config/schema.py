@@ -1,8 +1,8 @@
 """The schema of a run's settings: frozen, without unknown keys, checked when built, imported without torch.
 
-Two marks in the fields' extra information carry meaning. ``later`` says why only the default is accepted so
-far: a setting that would be read and then ignored is refused instead. ``identity: False`` marks what does not
-change the numbers of a run and so stays out of its hash.
+The sections of models and of training are the records that constructors take: `ModelOptions`, `TrainOptions`.
+``identity: False`` in a field's extra information marks what does not change the numbers of a run and so stays out of
+its hash.
 """
 
 from __future__ import annotations
@@ -18,14 +18,16 @@ from pydantic import AfterValidator, BaseModel, ConfigDict, Field, model_validat
 from pydantic_core import PydanticCustomError
 
 from verl.errors import nearest
-from verl.record import AsTuple, Count, Natural, Record, Seconds, wrong
-from verl.training.options import OptimConfig
+from verl.models.options import ModelOptions
+from verl.record import NOT_BUILT, AsTuple, Count, Natural, Record, Seconds, later, wrong
+from verl.training.options import TrainOptions
 
-NOT_BUILT = "this is not built yet"
 ENGINES = ("embedded", "hf", "vllm")
 #: Names under which others write a key, in its section.
 OTHER_NAMES = {
     ("data", "rollout_batch_size"): "batch_size",
+    ("actor_rollout_ref", "actor", "train_micro_batch_size_per_gpu"): "micro_batch_size",
+    ("critic", "train_micro_batch_size_per_gpu"): "micro_batch_size",
     ("actor_rollout_ref", "rollout", "rollout_per_device_batch_size"): "max_num_seqs",
 }
 REWARDS = ("task", "code", "code_evaluator")
@@ -95,123 +97,12 @@ Logger = Literal["console", "tensorboard", "wandb", "mlflow"]
 Source = Annotated[str | dict[str, Any], AfterValidator(_source)]
 
 
-def _later(default: Any, reason: str, description: str) -> Any:
-    """A field of which only the default is accepted in this release."""
-    return Field(default, description=description, json_schema_extra={"later": reason})
-
-
 def _free(default: Any, description: str) -> Any:
     """A field that does not change the numbers of a run."""
     return Field(default, description=description, json_schema_extra={"identity": False})
 
 
-class Section(Record):
-    """A group of settings in a file."""
-
-    @model_validator(mode="after")
-    def _refuse_what_is_not_there_yet(self) -> Section:
-        for name, field in type(self).model_fields.items():
-            extra = field.json_schema_extra
-            if isinstance(extra, dict) and "later" in extra and getattr(self, name) != field.default:
-                value = json.dumps(field.default).strip('"')
-                raise wrong(name, f"{extra['later']}, so only {value} is possible here")
-        return self
-
-
-class FusedKernelOptions(Section):
-    impl_backend: str | None = Field(
-        default=None,
-        description="which fused kernels to use: compiled (ours, for CPU); in the place of any other name, such as "
-        "xformers, the nearest that are here, with a warning (null: those that are here)",
-    )
-
-
-class ModelConfig(Section):
-    path: str | None = Field(
-        default=None, description="model directory or hub name (for a critic, null: the actor's model)"
-    )
-    tokenizer: str | None = Field(
-        default=None, description="tokenizer directory or hub name (null: the one beside the model)"
-    )
-    dtype: Literal["auto", "float32", "bfloat16", "float16"] = Field(
-        default="auto",
-        description="precision of the live weights (auto: as in the files; float32 on a CPU without bf16)",
-    )
-    trust_remote_code: bool = Field(default=False, description="run Python code that comes with the model")
-    enable_gradient_checkpointing: bool = Field(
-        default=False,
-        description="recompute activations in the backward pass: less memory, about a third slower",
-    )
-    use_remove_padding: bool = _later(True, "sequences are always packed, without padding", "train on packed sequences")
-    use_fused_kernels: bool = Field(
-        default=True,
-        description="run a model's layers by fused kernels where its architecture, device and dtype have some",
-    )
-    fused_kernel_options: FusedKernelOptions = Field(
-        default=FusedKernelOptions(), description="options of the fused kernels"
-    )
-
-    @property
-    def fused_kernels(self) -> bool | str:
-        """As `Actor(fused_kernels=...)` takes it."""
-        return self.use_fused_kernels and (self.fused_kernel_options.impl_backend or True)
-
-    @model_validator(mode="after")
-    def _check_fused_kernels(self) -> ModelConfig:
-        if not self.use_fused_kernels and self.fused_kernel_options.impl_backend is not None:
-            raise wrong("fused_kernel_options.impl_backend", "needs use_fused_kernels=true")
-        return self
-
-
-class WrapPolicy(Section):
-    transformer_layer_cls_to_wrap: str | None = _later(None, NOT_BUILT, "class of the layers to shard one by one")
-
-
-class MixedPrecision(Section):
-    param_dtype: str | None = _later(
-        None, "computation is in model.dtype", "dtype of gathered parameters (null: the model's)"
-    )
-    reduce_dtype: str | None = _later(None, "gradients are reduced in float32", "dtype of gradient reduction")
-    buffer_dtype: str | None = _later(None, "computation is in model.dtype", "dtype of buffers (null: the model's)")
-
-
-class FSDPConfig(Section):
-    fsdp_size: int = _later(-1, NOT_BUILT, "ranks in a sharding group (-1: all)")
-    param_offload: bool = _later(False, NOT_BUILT, "keep sharded parameters in host memory")
-    optimizer_offload: bool = _later(False, NOT_BUILT, "keep the optimizer's state in host memory")
-    reshard_after_forward: bool = _later(True, NOT_BUILT, "free gathered parameters after the forward pass")
-    forward_prefetch: bool = _later(False, NOT_BUILT, "gather the next layer during the present one")
-    wrap_policy: WrapPolicy = Field(default=WrapPolicy(), description="what is sharded as one unit")
-    mixed_precision: MixedPrecision = Field(default=MixedPrecision(), description="precision under FSDP")
-
-
-class UpdateConfig(Section):
-    """How one model is trained; the same for actor and critic."""
-
-    optim: OptimConfig = Field(default=OptimConfig(), description="optimizer, learning rate and its schedule")
-    mini_batch_size: Count | None = Field(
-        default=None, description="samples per optimizer step (null: all of the rollout batch)"
-    )
-    epochs: Count = Field(default=1, description="passes over each rollout batch")
-    train_micro_batch_size_per_gpu: Count | None = Field(
-        default=None, description="most samples in one forward and backward pass (null: as max_tokens allows)"
-    )
-    max_tokens_per_micro_batch: Count | None = Field(
-        default=16384, description="most tokens in one forward and backward pass; a longer sample goes alone"
-    )
-    strategy: Literal["single", "ddp", "fsdp"] = Field(
-        default="ddp",
-        description="how ranks share training: ddp (each has the whole model), fsdp (each a part), single (one rank)",
-    )
-    ulysses_sequence_parallel_size: int = _later(1, NOT_BUILT, "ranks that share one sequence")
-    fsdp_config: FSDPConfig = Field(default=FSDPConfig(), description="fully sharded data parallelism")
-
-
-class ActorConfig(UpdateConfig):
-    """How the policy is trained."""
-
-
-class RolloutConfig(Section):
+class RolloutConfig(Record):
     name: Annotated[str, AfterValidator(_engine_name)] = Field(
         default="embedded",
         description="engine: embedded (on the trained weights themselves), hf (plain generate), vllm, or your own, "
@@ -263,7 +154,7 @@ class RolloutConfig(Section):
     transport: Literal["shared_memory", "queue"] = _free(
         "shared_memory", "how samples and weights travel between processes; the results are the same"
     )
-    gpus_per_rollout_worker: int | None = _later(
+    gpus_per_rollout_worker: int | None = later(
         None, NOT_BUILT, "accelerators of one rollout worker (null: the one the model is on)"
     )
 
@@ -282,15 +173,15 @@ class RolloutConfig(Section):
         return self
 
 
-class RefConfig(Section):
+class RefConfig(Record):
     path: str | None = Field(
         default=None, description="model of the reference policy (null: the actor as it is at the start)"
     )
 
 
-class ActorRolloutRefConfig(Section):
-    model: ModelConfig = Field(default=ModelConfig(), description="the policy")
-    actor: ActorConfig = Field(default=ActorConfig(), description="training of the policy")
+class ActorRolloutRefConfig(Record):
+    model: ModelOptions = Field(default=ModelOptions(), description="the policy")
+    actor: TrainOptions = Field(default=TrainOptions(), description="training of the policy")
     rollout: RolloutConfig = Field(default=RolloutConfig(), description="generation")
     ref: RefConfig = Field(default=RefConfig(), description="the reference policy, for algorithms that use one")
 
@@ -301,10 +192,10 @@ class ActorRolloutRefConfig(Section):
         return self
 
 
-class CriticConfig(UpdateConfig):
+class CriticConfig(TrainOptions):
     """The value model, for algorithms that use one, and how it is trained."""
 
-    model: ModelConfig = Field(default=ModelConfig(), description="the value model")
+    model: ModelOptions = Field(default=ModelOptions(), description="the value model")
 
 
 class AlgorithmConfig(Record):
@@ -323,7 +214,7 @@ class AlgorithmConfig(Record):
         return dict(self.model_extra or {})
 
 
-class DataConfig(Section):
+class DataConfig(Record):
     train: Source | None = Field(
         default=None,
         description="training prompts or recorded responses: a parquet or JSONL file; or {task: NAME, size: N, ...}",
@@ -368,7 +259,7 @@ class DataConfig(Section):
         return self
 
 
-class RewardPart(Section):
+class RewardPart(Record):
     """Where a reward comes from: exactly one of a function, a built-in, a model, a server."""
 
     path: FunctionPath | None = Field(default=None, description="a function of your own, as FILE.py:FUNCTION")
@@ -448,7 +339,7 @@ class RewardConfig(RewardPart):
         return self
 
 
-class TrainerConfig(Section):
+class TrainerConfig(Record):
     total_steps: Natural = _free(100, "steps; a longer run goes on from a shorter one")
     seed: Annotated[int, Field(ge=0, lt=2**32)] = Field(default=0, description="seed of everything random")
     project: str = _free("verl", "the project's name in W&B and MLflow")
@@ -493,7 +384,7 @@ class TrainerConfig(Section):
     )
 
 
-class Config(Section):
+class Config(Record):
     """All settings of a run."""
 
     actor_rollout_ref: ActorRolloutRefConfig = Field(description="the policy: its model, training, generation")
@@ -548,7 +439,7 @@ def _identity(section: BaseModel) -> dict[str, Any]:
         extra, value = field.json_schema_extra, getattr(section, name)
         if isinstance(extra, dict) and extra.get("identity") is False:
             del content[name]
-        elif isinstance(value, Section):
+        elif isinstance(value, Record):
             content[name] = _identity(value)
     return content
 

@@ -7,7 +7,7 @@ import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING, Any, Literal, get_args
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 
@@ -18,24 +18,24 @@ from verl.controller.group import WorkerGroup
 from verl.controller.once import on_main
 from verl.data.prompts import load_prompts
 from verl.data.tokenize import to_prompts
-from verl.errors import ConfigError, DataError, ModelError, nearest
+from verl.errors import ConfigError, DataError, ModelError
 from verl.models.heads import SCORE_AT_EOS, ValueModel
 from verl.models.loading import eos_token_ids, find_tokenizer, load_model, load_tokenizer
+from verl.models.options import ModelOptions
 from verl.models.portable import PortableModel
 from verl.models.wrapped import unwrapped
 from verl.roles.columns import add_rewards, aligned, as_sequences
+from verl.roles.settings import changed_options, engine_options, model_options, with_keywords
 from verl.roles.written import Written
 from verl.rollout.base import SamplingParams, as_sampling
 from verl.rollout.episode import Episode
 from verl.shard import Shard
-from verl.training.options import OptimConfig
+from verl.training.options import OptimConfig, TrainOptions
 from verl.workers.actor import (
     ActorWorker,
     EngineFactory,
     ReferenceWorker,
     RolloutOptions,
-    Strategy,
-    TrainOptions,
     engine_factory,
     load_episode,
 )
@@ -45,8 +45,6 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 logger = logging.getLogger(__name__)
-
-STRATEGIES: tuple[Strategy, ...] = get_args(Strategy)
 
 
 class Actor:
@@ -58,8 +56,8 @@ class Actor:
             job, a plain copy is made and trained in our own layout (see `verl.models.wrapped`): read the result from
             `Actor.model`.
         tokenizer: a tokenizer, or its name or directory; left out, the one beside the model.
-        strategy: how the ranks of the actor share its training: "ddp", each has the whole model (None is the same);
-            "fsdp", each trains a part of it, beside the copy that generates; "single", there is but one.
+        strategy: `train.strategy`; None leaves it as it is.
+        train: `TrainOptions`, or a mapping of its fields.
         placement: where it runs, see `DeviceMesh`: "cpu:0-1", {"actor": "cuda:0-3", "rollout": "cuda:4-7"}, a
             `Controller`, or None for this process (under torchrun: all ranks).
         algorithm: what `update` optimises: a name or an instance of an algorithm. None: PPO when `update` is given
@@ -71,75 +69,65 @@ class Actor:
             constraints), or "FILE.py:NAME" of one; None: a single turn.
         sampling: how responses are drawn, or a mapping of its fields; keywords of `generate_sequences` override it
             call by call.
-        dtype: "auto" (see `load_model`), "float32", "bfloat16", "float16"; for a model given by name.
-        mini_batch_size: samples an optimizer step; None: the whole batch.
-        epochs: passes over each batch.
-        micro_batch_size, max_tokens_per_micro_batch: bounds of one forward and backward; results do not depend on them.
         fused_kernels: run the layers by fused kernels where there are some; "compiled" are ours, for CPU; for any other
             name the nearest are taken, with a warning.
         head: "score" trains a reward model, one number a row, in the place of a language model.
         tensor_parallel_size: ranks that share one copy of the model in generation, for an engine that can (vllm).
         batch_invariant: a response is the same bit for bit in any batch, at the price of speed (embedded engine).
-        use_amp: compute in bfloat16 under autocast while the weights stay as they are.
+        **settings: fields of `TrainOptions` (mini_batch_size, epochs, use_amp, ...) or of `ModelOptions` (dtype,
+            trust_remote_code, ...), or `gradient_checkpointing`.
         seed: with a sample's id it fixes the sample's randomness.
 
     Raises:
+        ConfigError: a setting is unknown, of the wrong type or out of range.
         ModelError: the model or its tokenizer cannot be found or used.
     """
 
     def __init__(
         self,
-        model: PreTrainedModel | ValueModel | str,
+        model: PreTrainedModel | ValueModel | ModelOptions | str,
         tokenizer: PreTrainedTokenizerBase | str | None = None,
         strategy: str | None = None,
         *,
+        train: TrainOptions | Mapping[str, Any] | None = None,
         placement: Any = None,
         algorithm: str | BaseAlgorithm | None = None,
         optim: OptimConfig | Mapping[str, Any] | Any = None,
         rollout: str | EngineFactory = "embedded",
         episode: Episode | str | None = None,
         sampling: SamplingParams | Mapping[str, Any] | None = None,
-        dtype: str = "auto",
-        mini_batch_size: int | None = None,
-        epochs: int = 1,
-        micro_batch_size: int | None = None,
-        max_tokens_per_micro_batch: int | None = 16384,
-        gradient_checkpointing: bool = False,
-        share_prompts: bool = True,
-        fused_kernels: bool | str = True,
-        use_amp: bool = False,
+        fused_kernels: bool | str | None = None,
         max_num_seqs: int = 256,
         kv_cache_gb: float | None = None,
         tensor_parallel_size: int = 1,
         batch_invariant: bool = False,
-        trust_remote_code: bool = False,
         head: Literal["lm", "score"] = "lm",
         seed: int = 0,
+        **settings: Any,
     ) -> None:
+        loading, training = with_keywords(
+            "Actor", settings, model_options(model, fused_kernels), TrainOptions.of(train, "train")
+        )
+        training = training if strategy is None else training.replace(strategy=strategy)
+        self.train_options = engine_options(training, loading, optim)
         engine_factory(rollout)  # a misspelt engine is told before a model is read
         self.sampling = as_sampling(sampling)
         self.algorithm = None if algorithm is None else make_algorithm(algorithm)
         samples = self.algorithm is None or self.algorithm.online
-        self.plan = UpdatePlan(mini_batch_size, epochs, (samples and self.sampling.temperature) or 1.0, seed)
-        self.train_options = TrainOptions(
-            **as_optim(optim),
-            max_tokens_per_micro_batch=max_tokens_per_micro_batch,
-            micro_batch_size=micro_batch_size,
-            gradient_checkpointing=gradient_checkpointing,
-            share_prompts=share_prompts,
-            fused_kernels=fused_kernels,
-            autocast=use_amp,
-            strategy=as_strategy(strategy),
+        self.plan = UpdatePlan(
+            training.mini_batch_size, training.epochs, (samples and self.sampling.temperature) or 1.0, seed
         )
         self.head = head
-        if isinstance(model, str):
+        if loading.path is not None:
             kind: Literal["causal", "score"] = "causal" if head == "lm" else "score"
-            loaded: Any = load_model(model, dtype=dtype, kind=kind, trust_remote_code=trust_remote_code)
+            loaded: Any = load_model(
+                loading.path, dtype=loading.dtype, kind=kind, trust_remote_code=loading.trust_remote_code
+            )
         else:
             loaded = model if isinstance(model, ValueModel) else _language_model(model)
         # A score model stands in a language model's place: all but its engine read only what both have.
         self.model: PreTrainedModel = loaded if head == "lm" else _score_model(loaded)
-        self.tokenizer = _tokenizer(tokenizer, self.model, model)
+        self.tokenizer = _tokenizer(loading.tokenizer if tokenizer is None else tokenizer, self.model, loading.path)
         _check_vocabulary(self.model, self.tokenizer)
         self.rollout_options = RolloutOptions(
             rollout, max_num_seqs, kv_cache_gb, seed, tensor_parallel_size, episode, batch_invariant=batch_invariant
@@ -176,7 +164,7 @@ class Actor:
         self.controller = Controller.of(placement)
 
     def train_with(self, **options: Any) -> None:
-        """Change fields of `train_options`.
+        """Change fields of `train_options` (`EngineOptions`).
 
         Raises:
             ConfigError: the workers have been made already, with others.
@@ -419,29 +407,6 @@ def expand(prompts: Batch, n: int, greedy_baseline: bool = False) -> Batch:
     if greedy_baseline:
         columns["baseline"] = [number == "greedy" for _ in range(len(prompts)) for number in numbers]
     return rows.drop(["id"]).add(columns)
-
-
-def as_optim(optim: Any) -> dict[str, Any]:
-    """`optim` for an `OptimConfig`, a mapping of its fields or None; `optimizer` for an optimizer instance."""
-    is_own = isinstance(optim, torch.optim.Optimizer)
-    return {"optimizer": optim} if is_own else {"optim": OptimConfig.of(optim, "optim")}
-
-
-def changed_options(now: TrainOptions, changes: Mapping[str, Any], workers: object, role: str) -> TrainOptions:
-    """The options with these changes, unless there are workers that have others."""
-    options = replace(now, **changes)
-    if workers is not None and options != now:
-        said = ", ".join(f"{name}={value!r}" for name, value in changes.items())
-        raise ConfigError(f"the {role}'s workers are in place: say how they train ({said}) before the first verb")
-    return options
-
-
-def as_strategy(strategy: str | None) -> Strategy:
-    """The strategy of that name; None: "ddp"."""
-    for known in STRATEGIES:
-        if strategy in (known, None if known == "ddp" else known):
-            return known
-    raise ConfigError(f"there is no strategy '{strategy}': {nearest(str(strategy), STRATEGIES)}")
 
 
 def _check_vocabulary(model: Any, tokenizer: PreTrainedTokenizerBase) -> None:

@@ -16,13 +16,13 @@ from verl.data.alignment import CharacterAlignment
 from verl.errors import ConfigError, ModelError
 from verl.models.heads import ValueModel
 from verl.models.loading import load_model, load_tokenizer
+from verl.models.options import ModelOptions
 from verl.models.portable import PortableModel
 from verl.models.wrapped import unwrapped
-from verl.roles.actor import as_optim, as_strategy, changed_options
 from verl.roles.columns import add_rewards, as_sequences
+from verl.roles.settings import changed_options, engine_options, model_options, with_keywords
 from verl.shard import Shard
-from verl.training.options import OptimConfig
-from verl.workers.actor import TrainOptions
+from verl.training.options import OptimConfig, TrainOptions
 from verl.workers.critic import CriticWorker
 from verl.workers.update import UpdatePlan
 
@@ -43,55 +43,48 @@ class Critic:
         tokenizer: the critic's own; None: it reads the actor's token ids.
         actor_tokenizer: the actor's, needed only when `tokenizer` differs from it; trainers and updaters give it.
         algorithm: supplies the value loss and the returns of `update`; None: PPO's.
-        strategy, placement, optim, mini_batch_size, epochs, micro_batch_size, max_tokens_per_micro_batch,
-            fused_kernels, use_amp, seed: as of `Actor`.
+        strategy, train, placement, optim, fused_kernels, seed, **settings: as of `Actor`.
 
     Raises:
+        ConfigError: a setting is unknown, of the wrong type or out of range.
         ModelError: the model cannot be found or used.
     """
 
     def __init__(
         self,
-        model: PreTrainedModel | ValueModel | str,
+        model: PreTrainedModel | ValueModel | ModelOptions | str,
         tokenizer: PreTrainedTokenizerBase | str | None = None,
         *,
+        train: TrainOptions | Mapping[str, Any] | None = None,
         strategy: str | None = None,
         placement: Any = None,
         actor_tokenizer: PreTrainedTokenizerBase | None = None,
         algorithm: str | BaseAlgorithm | None = None,
         optim: OptimConfig | Mapping[str, Any] | Any = None,
-        dtype: str = "auto",
-        mini_batch_size: int | None = None,
-        epochs: int = 1,
-        micro_batch_size: int | None = None,
-        max_tokens_per_micro_batch: int | None = 16384,
-        gradient_checkpointing: bool = False,
-        fused_kernels: bool | str = True,
-        use_amp: bool = False,
-        trust_remote_code: bool = False,
+        fused_kernels: bool | str | None = None,
         seed: int = 0,
+        **settings: Any,
     ) -> None:
+        loading, training = with_keywords(
+            "Critic", settings, model_options(model, fused_kernels), TrainOptions.of(train, "train")
+        )
+        training = training if strategy is None else training.replace(strategy=strategy)
+        self.train_options = engine_options(training, loading, optim)
         self.model: ValueModel
-        if isinstance(model, str):
-            self.model = load_model(model, dtype=dtype, kind="value", trust_remote_code=trust_remote_code)
+        if loading.path is not None:
+            self.model = load_model(
+                loading.path, dtype=loading.dtype, kind="value", trust_remote_code=loading.trust_remote_code
+            )
         else:
             plain = unwrapped(model)
             if not isinstance(plain, ValueModel) and not hasattr(plain, "base_model"):
                 raise ModelError(f"{type(plain).__name__} is no model of transformers: give an AutoModel, or its name")
             self.model = plain if isinstance(plain, ValueModel) else ValueModel.from_model(plain)
         self.algorithm = value_algorithm() if algorithm is None else make_algorithm(algorithm)
-        self.plan = UpdatePlan(mini_batch_size, epochs, seed=seed)
+        self.plan = UpdatePlan(training.mini_batch_size, training.epochs, seed=seed)
+        tokenizer = loading.tokenizer if tokenizer is None else tokenizer
         self.tokenizer = load_tokenizer(tokenizer) if isinstance(tokenizer, str) else tokenizer
         self.read_with(actor_tokenizer)
-        self.train_options = TrainOptions(
-            **as_optim(optim),
-            max_tokens_per_micro_batch=max_tokens_per_micro_batch,
-            micro_batch_size=micro_batch_size,
-            gradient_checkpointing=gradient_checkpointing,
-            fused_kernels=fused_kernels,
-            autocast=use_amp,
-            strategy=as_strategy(strategy),
-        )
         #: "critic" or "cost_critic": which pool of the map it stands on.
         self.role = "critic"
         self._group: WorkerGroup[CriticWorker] | None = None

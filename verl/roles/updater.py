@@ -13,6 +13,7 @@ from verl.errors import ConfigError
 from verl.roles.actor import Actor
 from verl.roles.columns import add_rewards
 from verl.roles.critic import Critic
+from verl.training.options import OptimConfig
 
 logger = logging.getLogger(__name__)
 
@@ -112,15 +113,10 @@ def make_critic(actor: Actor) -> Critic:
     options = actor.train_options
     return Critic(
         copy.deepcopy(actor.present_model()),
-        placement=actor.controller,
-        optim=options.optim,
-        mini_batch_size=actor.plan.mini_batch_size,
-        epochs=actor.plan.epochs,
-        micro_batch_size=options.micro_batch_size,
-        max_tokens_per_micro_batch=options.max_tokens_per_micro_batch,
+        train=options,
+        optim=options.optim or OptimConfig(),
         gradient_checkpointing=options.gradient_checkpointing,
         fused_kernels=options.fused_kernels,
-        use_amp=options.autocast,
-        strategy=options.strategy,
+        placement=actor.controller,
         seed=actor.plan.seed,
     )

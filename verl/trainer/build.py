@@ -10,7 +10,7 @@ from typing import Any
 
 from verl.algorithms import BaseAlgorithm
 from verl.batch import Batch
-from verl.config import Config, RewardConfig, UpdateConfig
+from verl.config import Config, RewardConfig
 from verl.controller.controller import Controller
 from verl.controller.placement import ROLES
 from verl.controller.ranks import local_ranks
@@ -31,6 +31,7 @@ from verl.trainer.asynchronous import AsyncTrainer
 from verl.trainer.check import Checked, source_options
 from verl.trainer.logging import Logger
 from verl.trainer.trainer import Trainer
+from verl.training.options import TrainOptions
 from verl.workers.update import UpdatePlan
 
 logger = logging.getLogger(__name__)
@@ -59,9 +60,8 @@ def build_actor(config: Config, algorithm: BaseAlgorithm, rows: int, controller:
     one is given. `rows` are those of a step."""
     policy, rollout = config.actor_rollout_ref, config.actor_rollout_ref.rollout
     actor = Actor(
-        policy.model.path or "",
-        policy.model.tokenizer,
-        dtype=policy.model.dtype,
+        policy.model,
+        train=_training(config, policy.actor, rows),
         rollout=vLLMWorker(rollout.url) if rollout.url else rollout.name,
         episode=rollout.episode,
         sampling=SamplingParams(
@@ -77,13 +77,9 @@ def build_actor(config: Config, algorithm: BaseAlgorithm, rows: int, controller:
         kv_cache_gb=rollout.kv_cache_gb,
         batch_invariant=rollout.batch_invariant,
         tensor_parallel_size=rollout.tensor_model_parallel_size,
-        trust_remote_code=policy.model.trust_remote_code,
-        gradient_checkpointing=policy.model.enable_gradient_checkpointing,
-        fused_kernels=policy.model.fused_kernels,
         head=algorithm.head,
         placement=controller,
         seed=config.trainer.seed,
-        **_training(config, policy.actor, rows),
     )
     if policy.ref.path is not None:
         actor.make_reference(load_model(policy.ref.path, dtype=policy.model.dtype))
@@ -93,19 +89,12 @@ def build_actor(config: Config, algorithm: BaseAlgorithm, rows: int, controller:
 def build_critic(config: Config, rows: int, controller: Controller | None = None) -> Critic:
     """The value model of the settings; the actor's own model where they name none."""
     model = config.critic.model
-    path = model.path or config.actor_rollout_ref.model.path or ""
-    tokenizer = model.tokenizer or (path if model.path else None)
-    return Critic(
-        path,
-        tokenizer,
-        dtype=model.dtype,
-        gradient_checkpointing=model.enable_gradient_checkpointing,
-        fused_kernels=model.fused_kernels,
-        trust_remote_code=model.trust_remote_code,
-        placement=controller,
-        seed=config.trainer.seed,
-        **_training(config, config.critic, rows),
-    )
+    if model.path is None:
+        model = model.replace(path=config.actor_rollout_ref.model.path)
+    elif model.tokenizer is None:
+        model = model.replace(tokenizer=model.path)
+    train = _training(config, config.critic, rows)
+    return Critic(model, train=train, placement=controller, seed=config.trainer.seed)
 
 
 def build_source(given: RewardConfig) -> Reward | None:
@@ -229,21 +218,15 @@ def _others(algorithm: BaseAlgorithm, size: ModelSize) -> int:
     return reference + critics * estimate_memory(size).total
 
 
-def _training(config: Config, update: UpdateConfig, rows: int) -> dict[str, Any]:
+def _training(config: Config, update: TrainOptions, rows: int) -> TrainOptions:
+    """The section, with what the run decides: its length, and a control's learning rate."""
     optim = update.optim
     if config.trainer.control == "zero_lr":
-        optim = optim.model_copy(update={"lr": 0.0})
+        optim = optim.replace(lr=0.0)
     if optim.total_steps is None and optim.schedule != "constant":
         updates = UpdatePlan(update.mini_batch_size, update.epochs).updates(rows)
-        optim = optim.model_copy(update={"total_steps": max(1, config.trainer.total_steps * updates)})
-    return {
-        "optim": optim,
-        "mini_batch_size": update.mini_batch_size,
-        "epochs": update.epochs,
-        "micro_batch_size": update.train_micro_batch_size_per_gpu,
-        "max_tokens_per_micro_batch": update.max_tokens_per_micro_batch,
-        "strategy": update.strategy,
-    }
+        optim = optim.replace(total_steps=max(1, config.trainer.total_steps * updates))
+    return update.replace(optim=optim)
 
 
 def _tokenize_prompts(config: Config, prompts: PromptDataset, actor: Actor) -> tuple[PromptDataset, list[str]]:

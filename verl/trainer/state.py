@@ -317,7 +317,8 @@ def rebuild(checkpoint: Checkpoint) -> tuple[Any, str | None]:
 
     from verl.models.heads import ValueModel, width_of
     from verl.models.portable import PortableModel
-    from verl.workers.actor import ActorWorker, RolloutOptions, TrainOptions
+    from verl.training.options import EngineOptions
+    from verl.workers.actor import ActorWorker, RolloutOptions
 
     noted = _read_probe(checkpoint)
     try:
@@ -338,7 +339,7 @@ def rebuild(checkpoint: Checkpoint) -> tuple[Any, str | None]:
         model = ValueModel(backbone, (weight, torch.zeros(1) if bias else None)).eval()
     _check_weights(checkpoint, "actor", {shard.name: shard for shard in model_shards(model)})
     load_model_shards(model, checkpoint.shards("actor/weights"))
-    worker = ActorWorker(PortableModel(model), None, (), TrainOptions(), RolloutOptions(), head=head)
+    worker = ActorWorker(PortableModel(model), None, (), EngineOptions(), RolloutOptions(), head=head)
     found = _probe(lambda verb, batch: getattr(worker, verb)(batch), model, head)
     gap = max(abs(a - b) for a, b in zip(found["outputs"], noted.outputs, strict=True))
     if gap <= noted.tolerance:

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import replace
 from numbers import Integral
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any, ClassVar, get_args
 
 from verl.algorithms import BaseAlgorithm, make_algorithm
 from verl.batch import Batch
@@ -26,7 +26,7 @@ from verl.dataflow.nodes import experience_nodes, patient, reward_node, rollout_
 from verl.errors import CheckpointError, ConfigError, DataError, RolloutError, TrainingError
 from verl.models.memory import peak_memory
 from verl.rewards.failures import Failures
-from verl.roles.actor import STRATEGIES, Actor, as_strategy
+from verl.roles.actor import Actor
 from verl.roles.critic import Critic
 from verl.roles.reward import Reward
 from verl.roles.updater import Updater
@@ -48,6 +48,7 @@ from verl.trainer.samples import (
 )
 from verl.trainer.shared_buffer import open_buffer
 from verl.trainer.timeline import Span, Timeline, busy_shares, spans_of
+from verl.training.options import Strategy
 
 logger = logging.getLogger(__name__)
 
@@ -137,7 +138,7 @@ class Trainer:
             raise ConfigError(f"algorithm '{self.algorithm.name}' needs a {role}: give the trainer {role}=...")
         if permute_rewards:
             check_permuted(self.algorithm)
-        layout = strategy if strategy in STRATEGIES else None
+        layout = strategy if strategy in get_args(Strategy) else None
         maps = [given for given in (placement, None if layout else strategy, device_map) if given is not None]
         if len(maps) > 1:
             raise ConfigError("give the trainer one map: placement=..., strategy=... or device_map=...")
@@ -162,8 +163,8 @@ class Trainer:
         if critic is not None and not isinstance(critic, Critic):
             critic = Critic.from_pretrained(critic) if isinstance(critic, str) else Critic(critic)
         handles: list[Actor | Critic] = [self.actor] if critic is None else [self.actor, critic]
-        changes: dict[str, Any] = {} if layout is None else {"strategy": as_strategy(layout)}
-        changes |= {} if use_amp is None else {"autocast": use_amp}
+        changes: dict[str, Any] = {} if layout is None else {"strategy": layout}
+        changes |= {} if use_amp is None else {"use_amp": use_amp}
         for handle in handles:
             if maps:
                 handle.place(maps[0])

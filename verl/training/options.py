@@ -1,16 +1,19 @@
-"""Settings of the optimizer. Imported without torch."""
+"""Settings of training: the section of a model that is trained, its optimizer's, and what an engine takes. Imported
+without torch."""
 
 from __future__ import annotations
 
 import math
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import Field, model_validator
 
 from verl.errors import ConfigError
-from verl.record import AsTuple, Count, Natural, Record
+from verl.record import NOT_BUILT, AsTuple, Count, Natural, Record, later, wrong
 
 _Beta = Annotated[float, Field(ge=0, lt=1)]
+Head = Literal["lm", "value", "score"]
+Strategy = Literal["single", "ddp", "fsdp"]
 
 
 class OptimConfig(Record):
@@ -35,8 +38,8 @@ class OptimConfig(Record):
     @model_validator(mode="after")
     def _warmup_ends_in_time(self) -> OptimConfig:
         if self.schedule != "constant" and self.total_steps is not None and self.warmup_steps >= self.total_steps:
-            raise ValueError(
-                f"warmup_steps={self.warmup_steps} leaves nothing of total_steps={self.total_steps}: lower it"
+            raise wrong(
+                "warmup_steps", f"{self.warmup_steps} leaves nothing of total_steps={self.total_steps}: lower it"
             )
         return self
 
@@ -54,3 +57,84 @@ class OptimConfig(Record):
             raise ConfigError(f"optim.schedule={self.schedule} decays to zero: set optim.total_steps")
         progress = min(1.0, (step - self.warmup_steps) / (self.total_steps - self.warmup_steps))
         return 1.0 - progress if self.schedule == "linear" else 0.5 * (1.0 + math.cos(math.pi * progress))
+
+
+class WrapPolicy(Record):
+    transformer_layer_cls_to_wrap: str | None = later(None, NOT_BUILT, "class of the layers to shard one by one")
+
+
+class MixedPrecision(Record):
+    param_dtype: str | None = later(
+        None, "computation is in model.dtype", "dtype of gathered parameters (null: the model's)"
+    )
+    reduce_dtype: str | None = later(None, "gradients are reduced in float32", "dtype of gradient reduction")
+    buffer_dtype: str | None = later(None, "computation is in model.dtype", "dtype of buffers (null: the model's)")
+
+
+class FSDPConfig(Record):
+    fsdp_size: int = later(-1, NOT_BUILT, "ranks in a sharding group (-1: all)")
+    param_offload: bool = later(False, NOT_BUILT, "keep sharded parameters in host memory")
+    optimizer_offload: bool = later(False, NOT_BUILT, "keep the optimizer's state in host memory")
+    reshard_after_forward: bool = later(True, NOT_BUILT, "free gathered parameters after the forward pass")
+    forward_prefetch: bool = later(False, NOT_BUILT, "gather the next layer during the present one")
+    wrap_policy: WrapPolicy = Field(default=WrapPolicy(), description="what is sharded as one unit")
+    mixed_precision: MixedPrecision = Field(default=MixedPrecision(), description="precision under FSDP")
+
+
+class TrainOptions(Record):
+    """How one model is trained: the sections `actor_rollout_ref.actor` and `critic` of a file, `train=` of a handle."""
+
+    optim: OptimConfig = Field(default=OptimConfig(), description="optimizer, learning rate and its schedule")
+    mini_batch_size: Count | None = Field(
+        default=None, description="samples per optimizer step (null: all of the rollout batch)"
+    )
+    epochs: Count = Field(default=1, description="passes over each rollout batch")
+    micro_batch_size: Count | None = Field(
+        default=None,
+        description="most samples in one forward and backward pass (null: as max_tokens_per_micro_batch allows; also: "
+        "train_micro_batch_size_per_gpu)",
+    )
+    max_tokens_per_micro_batch: Count | None = Field(
+        default=16384, description="most tokens in one forward and backward pass; a longer sample goes alone"
+    )
+    share_prompts: bool = Field(
+        default=True, description="samples of one prompt share its forward pass; the numbers stay the same"
+    )
+    use_amp: bool = Field(
+        default=False,
+        description="fp32 weights are multiplied in bfloat16 (autocast), and stay as they are",
+    )
+    strategy: Strategy = Field(
+        default="ddp",
+        description="how ranks share training: ddp (each has the whole model), fsdp (each a part), single (one rank)",
+    )
+    ulysses_sequence_parallel_size: int = later(1, NOT_BUILT, "ranks that share one sequence")
+    fsdp_config: FSDPConfig = Field(default=FSDPConfig(), description="fully sharded data parallelism")
+
+
+class EngineOptions(TrainOptions):
+    """What a training engine takes: `TrainOptions`, what the model's own settings add, and a caller's optimizer.
+
+    Attributes:
+        optim: None: the model is only read, unless `optimizer` is given.
+        optimizer: a torch optimizer of the caller's over the model's parameters, in the place of AdamW.
+        gradient_checkpointing: compute activations again in the backward pass.
+        fused_kernels: see `PackedModel`.
+    """
+
+    optim: OptimConfig | None = None  # type: ignore[assignment]
+    optimizer: Any = None
+    gradient_checkpointing: bool = False
+    fused_kernels: bool | str = True
+
+    def __getstate__(self) -> dict[Any, Any]:
+        if self.optimizer is not None:
+            raise ConfigError(
+                f"your own {type(self.optimizer).__name__} holds tensors of this process and cannot train in another: "
+                "give optim={'lr': ...}, or run in one process or under torchrun"
+            )
+        return super().__getstate__()
+
+    def frozen(self) -> EngineOptions:
+        """The same for a model that is only read."""
+        return self.replace(optim=None, optimizer=None, gradient_checkpointing=False)

@@ -7,7 +7,7 @@ import logging
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 import pyarrow as pa
 import torch
@@ -21,7 +21,7 @@ from verl.rewards.loading import load_function
 from verl.rollout.base import Request, RolloutEngine, SamplingParams, generate
 from verl.rollout.episode import Episode, Outcome, Turns, outcomes, response_columns
 from verl.shard import Shard
-from verl.training.options import OptimConfig
+from verl.training.options import EngineOptions, Head
 from verl.training.single import SingleEngine
 from verl.workers.place import ALONE, Place, verb
 from verl.workers.streams import spread_weights
@@ -35,11 +35,6 @@ logger = logging.getLogger(__name__)
 
 #: Makes a rollout engine: (model, tokenizer, eos ids, options) -> engine. A class that is made so is one, too.
 EngineFactory = Callable[["PackedModel", "PreTrainedTokenizerBase", tuple[int, ...], "RolloutOptions"], RolloutEngine]
-
-
-Head = Literal["lm", "value", "score"]
-#: How the ranks of a role share its training: each has the whole model, or each a part of it.
-Strategy = Literal["single", "ddp", "fsdp"]
 
 
 @dataclass(frozen=True)
@@ -70,53 +65,30 @@ class RolloutOptions:
         return None if self.kv_cache_gb is None else int(self.kv_cache_gb * 2**30)
 
 
-@dataclass(frozen=True)
-class TrainOptions:
-    """How a model is trained; see `SingleEngine`."""
+def make_engine(options: EngineOptions, model: Any, head: Head, group: Any = None) -> SingleEngine:
+    """The engine of one rank; `group`: the process group of the ranks that share the work, None: it is alone."""
+    given: dict[str, Any] = {
+        "head": head,
+        "optim": options.optim,
+        "optimizer": options.optimizer,
+        "max_tokens_per_micro_batch": options.max_tokens_per_micro_batch,
+        "micro_batch_size": options.micro_batch_size,
+        "gradient_checkpointing": options.gradient_checkpointing,
+        "share_prompts": options.share_prompts,
+        "fused_kernels": options.fused_kernels,
+        "autocast": options.use_amp,
+    }
+    if group is None:
+        return SingleEngine(model, **given)
+    if options.strategy == "single":
+        raise ConfigError(f"strategy 'single' trains on one rank, and there are {group.size()}: use 'ddp' or 'fsdp'")
+    if options.strategy == "fsdp":
+        from verl.training.sharded import ShardedEngine
 
-    optim: OptimConfig | None = None
-    optimizer: torch.optim.Optimizer | None = None
-    max_tokens_per_micro_batch: int | None = None
-    micro_batch_size: int | None = None
-    gradient_checkpointing: bool = False
-    share_prompts: bool = True
-    fused_kernels: bool | str = True
-    autocast: bool = False
-    strategy: Strategy = "ddp"
+        return ShardedEngine(model, group, **given)
+    from verl.training.data_parallel import DataParallelEngine
 
-    def __post_init__(self) -> None:
-        for name in ("micro_batch_size", "max_tokens_per_micro_batch"):
-            if (most := getattr(self, name)) is not None and most < 1:
-                raise ConfigError(f"{name} must be at least 1, or None for no bound, not {most}")
-
-    def engine(self, model: Any, head: Head, group: Any = None) -> SingleEngine:
-        """The engine of one rank; `group`: the process group of the ranks that share the work, None: it is alone."""
-        options = {name: getattr(self, name) for name in self.__dataclass_fields__ if name != "strategy"}
-        if group is None:
-            return SingleEngine(model, head=head, **options)
-        if self.strategy == "single":
-            raise ConfigError(
-                f"strategy 'single' trains on one rank, and there are {group.size()}: use 'ddp' or 'fsdp'"
-            )
-        if self.strategy == "fsdp":
-            from verl.training.sharded import ShardedEngine
-
-            return ShardedEngine(model, group, head=head, **options)
-        from verl.training.data_parallel import DataParallelEngine
-
-        return DataParallelEngine(model, group, head=head, **options)
-
-    def __getstate__(self) -> dict[str, Any]:
-        if self.optimizer is not None:
-            raise ConfigError(
-                f"your own {type(self.optimizer).__name__} holds tensors of this process and cannot train in another: "
-                "give optim={'lr': ...}, or run in one process or under torchrun"
-            )
-        return vars(self)
-
-    def frozen(self) -> TrainOptions:
-        """The same for a model that is only read."""
-        return replace(self, optim=None, optimizer=None, gradient_checkpointing=False)
+    return DataParallelEngine(model, group, **given)
 
 
 def _embedded(
@@ -190,7 +162,7 @@ class ActorWorker:
         model: PortableModel,
         tokenizer: Any,
         eos_token_ids: tuple[int, ...],
-        train: TrainOptions,
+        train: EngineOptions,
         rollout: RolloutOptions,
         *,
         head: Head = "lm",
@@ -202,9 +174,9 @@ class ActorWorker:
         live = model.model if place.device is None else model.model.to(place.device)
         options, group = (train, place.groups.get("train")) if "train" in place.shares else (train.frozen(), None)
         is_cut = train.strategy == "fsdp" and group is not None
-        self.engine = options.engine(copy.deepcopy(live) if is_cut else live, head, group)
+        self.engine = make_engine(options, copy.deepcopy(live) if is_cut else live, head, group)
         #: Whole weights, for generation: those that are trained, or a copy beside the part that is trained.
-        self.local = train.frozen().engine(live, head) if is_cut else self.engine
+        self.local = make_engine(train.frozen(), live, head) if is_cut else self.engine
         if place.size > 1:  # a model that each rank has made for itself may differ
             spread_weights(self.engine, place, to_all=True)
             self._refresh()
@@ -335,10 +307,10 @@ class ActorWorker:
 class ReferenceWorker:
     """The frozen policy that KL is measured against: a copy of the weights as they were when it was made."""
 
-    def __init__(self, model: PortableModel, train: TrainOptions, *, place: Place = ALONE) -> None:
+    def __init__(self, model: PortableModel, train: EngineOptions, *, place: Place = ALONE) -> None:
         live = model.model if place.device is None else model.model.to(place.device)
         live.requires_grad_(False)
-        self.engine = train.frozen().engine(live, head="lm", group=place.groups.get("train"))
+        self.engine = make_engine(train.frozen(), live, "lm", place.groups.get("train"))
         if place.size > 1:
             spread_weights(self.engine, place, to_all=True)
 

@@ -11,7 +11,8 @@ from verl.batch import Batch
 from verl.models.portable import PortableModel
 from verl.models.shards import whole
 from verl.shard import Shard
-from verl.workers.actor import TrainOptions
+from verl.training.options import EngineOptions
+from verl.workers.actor import make_engine
 from verl.workers.place import ALONE, Place, verb
 from verl.workers.streams import spread_weights
 from verl.workers.update import Objective, UpdatePlan, run_updates
@@ -20,9 +21,9 @@ from verl.workers.update import Objective, UpdatePlan, run_updates
 class CriticWorker:
     """A value model and its optimizer; `updates` counts its updates."""
 
-    def __init__(self, model: PortableModel, train: TrainOptions, *, place: Place = ALONE) -> None:
+    def __init__(self, model: PortableModel, train: EngineOptions, *, place: Place = ALONE) -> None:
         live = model.model if place.device is None else model.model.to(place.device)
-        self.engine = train.engine(live, head="value", group=place.groups.get("train"))
+        self.engine = make_engine(train, live, "value", place.groups.get("train"))
         if place.size > 1:
             spread_weights(self.engine, place, to_all=True)
         self.updates = 0

@@ -1,0 +1,56 @@
+"""Settings of a model: what is loaded, and how its layers run. Imported without torch."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from pydantic import Field, model_validator
+
+from verl.record import Record, later, wrong
+
+
+class FusedKernelOptions(Record):
+    impl_backend: str | None = Field(
+        default=None,
+        description="which fused kernels to use: compiled (ours, for CPU); in the place of any other name, such as "
+        "xformers, the nearest that are here, with a warning (null: those that are here)",
+    )
+
+
+class ModelOptions(Record):
+    """A model by name or directory: the sections `model` of a file."""
+
+    path: str | None = Field(
+        default=None, description="model directory or hub name (for a critic, null: the actor's model)"
+    )
+    tokenizer: str | None = Field(
+        default=None, description="tokenizer directory or hub name (null: the one beside the model)"
+    )
+    dtype: Literal["auto", "float64", "float32", "bfloat16", "float16"] = Field(
+        default="auto",
+        description="precision of the live weights (auto: as in the files; float32 on a CPU without bf16)",
+    )
+    trust_remote_code: bool = Field(default=False, description="run Python code that comes with the model")
+    enable_gradient_checkpointing: bool = Field(
+        default=False,
+        description="recompute activations in the backward pass: less memory, about a third slower",
+    )
+    use_remove_padding: bool = later(True, "sequences are always packed, without padding", "train on packed sequences")
+    use_fused_kernels: bool = Field(
+        default=True,
+        description="run a model's layers by fused kernels where its architecture, device and dtype have some",
+    )
+    fused_kernel_options: FusedKernelOptions = Field(
+        default=FusedKernelOptions(), description="options of the fused kernels"
+    )
+
+    @property
+    def fused_kernels(self) -> bool | str:
+        """As `PackedModel(fused_kernels=...)` takes it."""
+        return self.use_fused_kernels and (self.fused_kernel_options.impl_backend or True)
+
+    @model_validator(mode="after")
+    def _check_fused_kernels(self) -> ModelOptions:
+        if not self.use_fused_kernels and self.fused_kernel_options.impl_backend is not None:
+            raise wrong("fused_kernel_options.impl_backend", "needs use_fused_kernels=true")
+        return self

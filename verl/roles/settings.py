@@ -1,0 +1,73 @@
+"""The keywords of a handle (`Actor(lr...)`, `Critic(...)`): each is a field of one of its records."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from verl.errors import ConfigError, nearest
+from verl.models.options import ModelOptions
+from verl.record import Record, SettingsError
+from verl.training.options import EngineOptions, OptimConfig, TrainOptions
+
+#: Keyword -> field, where a handle's name for a setting differs from the file's.
+KEYWORDS = {
+    "gradient_checkpointing": "enable_gradient_checkpointing",
+    "train_micro_batch_size_per_gpu": "micro_batch_size",
+}
+
+
+def with_keywords(owner: str, keywords: Mapping[str, Any], *records: Record) -> list[Any]:
+    """The records, with each keyword put into the one that has a field of its name.
+
+    Raises:
+        ConfigError: no record has such a field, or refuses the value.
+    """
+    changes: list[dict[str, Any]] = [{} for _ in records]
+    for keyword, value in keywords.items():
+        name = KEYWORDS.get(keyword, keyword)
+        at = next((i for i, record in enumerate(records) if name in type(record).model_fields), None)
+        if at is None:
+            known = {name for record in records for name in type(record).model_fields} | KEYWORDS.keys()
+            raise ConfigError(f"{owner} has no setting '{keyword}': {nearest(keyword, known)}")
+        changes[at][name] = value
+    try:
+        return [record.replace(**change) if change else record for record, change in zip(records, changes, strict=True)]
+    except SettingsError as error:
+        raise SettingsError(owner, error.problems) from None
+
+
+def model_options(model: Any, fused_kernels: bool | str | None) -> ModelOptions:
+    """The settings of a model that is given by name, by its settings, or live."""
+    options = model if isinstance(model, ModelOptions) else ModelOptions(path=model if isinstance(model, str) else None)
+    if fused_kernels is None:
+        return options
+    backend = fused_kernels if isinstance(fused_kernels, str) else None
+    use = fused_kernels if backend is None else True
+    return options.replace(use_fused_kernels=use, fused_kernel_options={"impl_backend": backend})
+
+
+def engine_options(train: TrainOptions, model: ModelOptions, optim: Any = None) -> EngineOptions:
+    """What the engine of a trained model takes; `optim` (an `OptimConfig`, a mapping of its fields, or a caller's
+    optimizer) goes before the one in `train`."""
+    settings: dict[str, Any] = {name: getattr(train, name) for name in TrainOptions.model_fields}
+    if isinstance(optim, torch.optim.Optimizer):
+        settings |= {"optim": None, "optimizer": optim}
+    elif optim is not None:
+        settings["optim"] = OptimConfig.of(optim, "optim")
+    return EngineOptions(
+        **settings,
+        gradient_checkpointing=model.enable_gradient_checkpointing,
+        fused_kernels=model.fused_kernels,
+    )
+
+
+def changed_options(now: EngineOptions, changes: Mapping[str, Any], workers: object, role: str) -> EngineOptions:
+    """The options with these changes, unless there are workers that have others."""
+    options = now.replace(**changes)
+    if workers is not None and options != now:
+        said = ", ".join(f"{name}={value!r}" for name, value in changes.items())
+        raise ConfigError(f"the {role}'s workers are in place: say how they train ({said}) before the first verb")
+    return options
