@@ -12,6 +12,7 @@ import os
 import re
 import shutil
 import socket
+from collections import deque
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -122,6 +123,28 @@ def append_lines(path: Path, text: str) -> None:
         except OSError:
             file.truncate(end)
             raise
+
+
+class LineFile:
+    """A file that lines are appended to. What the disk does not take waits (the latest 100,000 lines) and follows when
+    it does; a warning says so once each time."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._waiting: deque[str] = deque(maxlen=100_000)
+        self._is_refused = False
+
+    def append(self, *lines: str) -> None:
+        self._waiting += lines
+        try:
+            append_lines(self.path, "".join(self._waiting))
+        except OSError as error:
+            if not self._is_refused:
+                self._is_refused = True  # first, as the warning may be a line of this file
+                logger.warning("%s takes no lines (%s): they wait, and follow when it does", self.path, error)
+        else:
+            self._waiting.clear()
+            self._is_refused = False
 
 
 def link_atomic(link: Path, target: str) -> None:

@@ -305,6 +305,32 @@ def test_log_level_sets_the_detail(
         setup_logging()
 
 
+def test_a_full_disk_is_one_warning_and_log_messages_follow_when_there_is_room(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], clean_logging: logging.Logger
+) -> None:
+    file = tmp_path / "001.log"
+    setup_logging(file)
+    log = logging.getLogger("verl.somewhere")
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    for number in (1, 2):
+        log.info("good %d", number)
+        resource.setrlimit(resource.RLIMIT_FSIZE, (file.stat().st_size + 10, hard))
+        try:
+            for step in range(5):
+                log.info("step %d of %d", step, number)
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+        shown = capsys.readouterr().err
+        assert "Logging error" not in shown and "Traceback" not in shown
+        assert shown.count("they wait, and follow when it does") == 1
+    log.info("good again")
+    messages = [line.split(": ", 1)[1] for line in file.read_text().splitlines() if "verl.somewhere" in line]
+    steps = [[f"good {n}", *(f"step {step} of {n}" for step in range(5))] for n in (1, 2)]
+    assert messages == [*steps[0], *steps[1], "good again"]
+    log.info("%d", "no number")
+    assert "Logging error" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize(("level", "is_shown"), [("DEBUG", True), ("warning", False), ("of another program", False)])
 def test_log_level_is_followed_in_a_script(tiny: Path, level: str, is_shown: bool) -> None:
     script = (

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from verl.controller.ranks import is_main, torchrun_ranks, who
-from verl.durable import append_lines
+from verl.durable import LineFile, append_lines
 from verl.errors import ConfigError, nearest
 
 logger = logging.getLogger(__name__)
@@ -83,29 +83,31 @@ class JsonlSink:
     name = "metrics.jsonl"
 
     def __init__(self, path: str | Path) -> None:
-        self._path = Path(path)
-        self._waiting: list[str] = []
-        self._is_told = False
-        self._path.parent.mkdir(parents=True, exist_ok=True)
-        append_lines(self._path, "")
+        self._lines = LineFile(Path(path))
+        self._lines.path.parent.mkdir(parents=True, exist_ok=True)
+        append_lines(self._lines.path, "")
 
     def write(self, step: int, record: Record) -> None:
         row = {"step": step, **{name: _plain(value) for name, value in record.items()}}
-        self._waiting.append(json.dumps(row, allow_nan=False) + "\n")
-        try:
-            self._append()
-        except OSError as error:
-            if not self._is_told:
-                logger.warning("%s takes no rows (%s): they wait, and follow when it does", self._path, error)
-            self._is_told = True
+        self._lines.append(json.dumps(row, allow_nan=False) + "\n")
 
     def close(self) -> None:
-        self._append()
+        self._lines.append()
 
-    def _append(self) -> None:
-        if self._waiting:
-            append_lines(self._path, "".join(self._waiting))
-            self._waiting.clear()
+
+class _LogFile(logging.Handler):
+    """Log messages to a file; while the disk is full they wait."""
+
+    def __init__(self, path: Path) -> None:
+        super().__init__()
+        self._lines = LineFile(path)
+        self._lines.append()
+
+    def emit(self, record: logging.LogRecord) -> None:
+        try:
+            self._lines.append(self.format(record) + "\n")
+        except Exception:  # a message that its arguments do not fit
+            self.handleError(record)
 
 
 class TensorBoardSink:
@@ -279,7 +281,7 @@ def setup_logging(log_file: str | Path | None = None) -> None:
     handlers[0].setLevel(level if is_main() else "ERROR")
     if log_file is not None:
         Path(log_file).parent.mkdir(parents=True, exist_ok=True)
-        handlers.append(logging.FileHandler(log_file, encoding="utf-8"))
+        handlers.append(_LogFile(Path(log_file)))
     rank = f"{who()} " if torchrun_ranks() > 1 else ""
     for handler in handlers:
         handler.of_verl = True  # type: ignore[attr-defined]

@@ -13,7 +13,7 @@ from typing import Any
 
 from verl.dataflow.executor import Result
 from verl.dataflow.graph import Graph
-from verl.durable import append_lines
+from verl.durable import LineFile
 from verl.errors import DataError
 
 logger = logging.getLogger(__name__)
@@ -59,9 +59,10 @@ class Timeline:
     def __init__(self, path: str | Path) -> None:
         self.path = Path(path)
         self._rows: dict[tuple[int, str], int] = {}
-        self._waiting: list[str] = []
-        self._is_told = False
-        self._append()
+        self._lines = LineFile(self.path)
+        self._lines.append()  # cuts what a crash amid a line has left
+        if not self.path.is_file() or not self.path.stat().st_size:
+            self._lines.append("[\n")
 
     def add(self, spans: Iterable[Span], step: int) -> None:
         """Write down the spans of a step. A process of the trace is a rank with its host, a thread of it a role."""
@@ -88,19 +89,7 @@ class Timeline:
                     "args": {"step": step, "role": span.role, "rank": span.rank, "host": span.host},
                 }
             )
-        self._waiting += [json.dumps(event) + ",\n" for event in events]
-        self._append()
-
-    def _append(self) -> None:
-        try:
-            append_lines(self.path, "")  # cuts what a crash amid a line has left
-            begin = "" if self.path.stat().st_size else "[\n"
-            append_lines(self.path, begin + "".join(self._waiting))
-            self._waiting.clear()
-        except OSError as error:
-            if not self._is_told:
-                logger.warning("%s takes no events (%s): they wait, and follow when it does", self.path, error)
-            self._is_told = True
+        self._lines.append(*(json.dumps(event) + ",\n" for event in events))
 
 
 def read_timeline(path: str | Path) -> list[Span]:
