@@ -5,6 +5,7 @@ Token i of a response is (sum of the prompt + i) mod 40 + 10; every log-prob is 
 
 from __future__ import annotations
 
+import gzip
 import json
 import sys
 import time
@@ -27,6 +28,8 @@ NONSENSE: list[Any] = [
 ]
 
 
+#: 64 MiB in a few hundred bytes.
+BOMB = gzip.compress(gzip.compress(bytes(1 << 26)))
 #: Head, body, and for how many seconds it is sent.
 BODIES: dict[str, tuple[str, bytes, float]] = {
     "html": ("200 OK\r\nContent-Type: text/html\r\nContent-Length: 16", b"<html>Hi!</html>", 0.0),
@@ -38,7 +41,8 @@ BODIES: dict[str, tuple[str, bytes, float]] = {
     "moved": ("302 Found\r\nLocation: /elsewhere\r\nContent-Length: 0", b"", 0.0),
     "no http": ("what", b"\x00\xff" * 9, 0.0),
     "deep": ("200 OK\r\nContent-Length: 200000", b"[" * 200000, 0.0),
-    "zipped": ("200 OK\r\nContent-Encoding: gzip\r\nContent-Length: 9", b"no gzip..", 0.0),
+    "no gzip": ("200 OK\r\nContent-Encoding: gzip\r\nContent-Length: 9", b"no gzip..", 0.0),
+    "gzip": (f"200 OK\r\nContent-Encoding: gzip, gzip\r\nContent-Length: {len(BOMB)}", BOMB, 0.0),
 }
 
 
@@ -46,18 +50,14 @@ class Handler(BaseHTTPRequestHandler):
     name, mode = 0.0, "good"
     version: int | None = None
     coming: int | None = None
-    asked = described = 0
+    asked = 0
+    taken = 0
 
     def do_GET(self) -> None:
         if self.mode == "proxied" and not self.path.startswith("/proxy/"):
             return self.answer(404, {"error": "nobody lives here"})
-        if self.path == "/openapi.json" and self.mode == "described":
-            type(self).described += 1
-            time.sleep(0.3)
-            paths: dict[str, Any] = {"/inference/v1/generate": {}, "/v1/chat/completions": {}}
-            return self.answer(200, {"paths": paths, "asked": self.described})
-        if self.path == "/openapi.json":
-            return self.answer(404, {"error": "no such thing"})
+        if self.path == "/state":
+            return self.answer(200, {"version": self.version, "taken": self.taken, "headers": dict(self.headers)})
         self.answer(200, {"data": [{"id": "plain"}]})
 
     def do_POST(self) -> None:
@@ -104,12 +104,19 @@ class Handler(BaseHTTPRequestHandler):
         if route == "/update_weights":
             state.coming = body["update_info"]["version"]
         if route == "/finish_weight_update" and state.mode != "forgetful":
-            state.version = state.coming
+            state.version, state.taken = state.coming, state.taken + 1
         self.answer(200, {})
 
     def generate(self, body: Any) -> None:
         settings = body.get("sampling_params", body)
         prompt = body.get("prompt") or body["token_ids"]
+        state = type(self)
+        state.asked += 1
+        if state.mode == "breaks" and state.asked > 10:
+            return self.answer(500, {"error": "out of order"})
+        if "prompt_logprobs" in settings:
+            entries = [None, *({str(token): {"logprob": -self.name}} for token in prompt[1:])]
+            return self.answer(200, {"choices": [{"prompt_logprobs": entries}]})
         count = settings["max_tokens"]
         time.sleep(0.02 * count if self.mode == "slow" else 0.005)
         tokens = [(sum(prompt) + i) % 40 + 10 for i in range(count)]

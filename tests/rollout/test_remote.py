@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import resource
 import time
 from collections.abc import Callable
 
@@ -26,7 +27,9 @@ PARAMS = SamplingParams(max_new_tokens=6)
 def engine(
     *servers: Plain, path: str = "", timeout: float = 20.0, retries: int = 3, model: object = None
 ) -> ServerEngine:
-    pool = ServerPool([server.url + path for server in servers], timeout=timeout, retries=retries)
+    pool = ServerPool(
+        [server.url + path for server in servers], timeout=timeout, retries=retries, kind="rollout server"
+    )
     return ServerEngine(pool, model, eos_token_ids=(2,), seed=0)  # type: ignore[arg-type]
 
 
@@ -76,7 +79,7 @@ def test_what_a_bad_server_does_not_answer_a_good_one_does(
 
 def test_answers_that_are_none_are_failures(serve: Callable[..., Plain], monkeypatch: pytest.MonkeyPatch) -> None:
     """Cut off, endless, dripping, redirected, not HTTP: each at a server of its own beside a good one."""
-    monkeypatch.setattr("verl.rollout.servers._MOST_BYTES", 1 << 20)
+    monkeypatch.setattr("verl.rollout.servers._MAX_BYTES", 1 << 20)
     bad = [serve(1, mode) for mode in BODIES]
     remote = engine(*bad, serve(2), path="/generate", timeout=3.0, retries=len(bad))
     samples = list(generate(remote, requests(20, 2)))
@@ -86,16 +89,27 @@ def test_answers_that_are_none_are_failures(serve: Callable[..., Plain], monkeyp
     assert failed == {server.url for server in bad}
 
 
-def test_requests_wait_until_each_server_has_said_where_it_generates(
+def test_each_server_gets_requests_where_it_generates(
     serve: Callable[..., Plain], caplog: pytest.LogCaptureFixture
 ) -> None:
-    described, plain = serve(1, "described"), serve(2)
-    remote = engine(described, plain, path="/generate")
+    remote = engine(serve(1, "described"), serve(2), path="/generate")
     samples = list(generate(remote, requests(20, 4)))
     assert len(samples) == 80 and all(map(whole, samples))
     assert {s.log_probs[0] for s in samples} == {-1.0, -2.0}
     assert "failed" not in caplog.text
-    assert httpx.get(f"{described.url}/openapi.json").json()["asked"] == 2, "more than one request asked"
+
+
+def test_compressed_answers_are_neither_accepted_nor_unpacked(serve: Callable[..., Plain]) -> None:
+    """64 MiB that travel as a few hundred bytes: refused as they come, in no more memory than they take."""
+    bomb, plain = serve(1, "gzip"), serve(2)
+    remote = engine(bomb, retries=0)
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    with pytest.raises(NoServerError, match="in the encoding 'gzip, gzip', none was accepted"):
+        list(generate(remote, requests(1, 1)))
+    assert (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) << 10 < 1 << 25
+    pool = ServerPool(plain.url)
+    state = pool.submit(pool.send(pool.servers[0], "/state", method="GET")).result()
+    assert {name.casefold(): value for name, value in state["headers"].items()}["accept-encoding"] == "identity"
 
 
 def test_a_server_that_comes_up_late_is_asked_then(serve: Callable[..., Plain]) -> None:
@@ -148,7 +162,7 @@ def test_when_no_server_answers_the_run_ends_in_time(
         for server in servers:
             server.kill()
     start = time.monotonic()
-    with pytest.raises(NoServerError, match="no server answers any more"):
+    with pytest.raises(NoServerError, match="no rollout server works any more"):
         list(generate(remote, requests(3, 2)))
     assert time.monotonic() - start < 30
     assert remote.unfinished == 0
@@ -193,22 +207,22 @@ def test_abort_and_double_ids(serve: Callable[..., Plain]) -> None:
     assert samples["0/1"].tokens == []
 
 
-def test_weights_go_to_every_server_and_who_has_not_got_them_is_not_used(
+def test_weights_go_to_every_server_and_one_without_them_is_not_used(
     serve: Callable[..., Plain], make_model: Callable[..., PreTrainedModel], caplog: pytest.LogCaptureFixture
 ) -> None:
     model = make_model("llama")
     good, forgetful = serve(1), serve(2, "forgetful")
     remote = engine(good, forgetful, model=model)
     remote.load_shards(model_shards(model), 7)
-    assert f"{forgetful.url} serves the weights of versions {{None}}, not 7" in caplog.text
+    assert f"{forgetful.url} did not take the weights" in caplog.text
+    assert "it serves the weights of versions {None}, not 7" in caplog.text
     samples = list(generate(remote, requests(4, 4)))
     assert {(s.log_probs[0], s.policy_version) for s in samples} == {(-1.0, 7)}
-    # Started again by somebody: it answers, with other weights.
+    # One that is restarted gets them again.
     good.kill()
     serve(3, port=good.port)
     remote.wake()
-    with pytest.raises(NoServerError, match="none has the weights of now"):
-        list(generate(remote, requests(1, 1)))
+    assert {(s.log_probs[0], s.policy_version) for s in generate(remote, requests(4, 4))} == {(-3.0, 7)}
     remote.load_shards(model_shards(model), 8)
     assert {s.log_probs[0] for s in generate(remote, requests(4, 4))} == {-3.0}
     fixed = engine(serve(4, "fixed"), model=model)
@@ -216,17 +230,46 @@ def test_weights_go_to_every_server_and_who_has_not_got_them_is_not_used(
         fixed.load_shards(model_shards(model), 1)
 
 
-def test_a_server_started_anew_between_two_rollouts_is_left_out(
-    serve: Callable[..., Plain], make_model: Callable[..., PreTrainedModel]
+@pytest.mark.parametrize("when", ["between two rollouts", "while it serves"])
+def test_a_server_that_was_restarted_gets_the_weights_and_goes_on(
+    serve: Callable[..., Plain], make_model: Callable[..., PreTrainedModel], when: str
 ) -> None:
     model = make_model("llama")
-    first, second = serve(1), serve(2)
+    first, second = serve(1), serve(2, "slow")
     remote = engine(first, second, model=model)
-    remote.load_shards(model_shards(model), 1)
+    remote.load_shards(model_shards(model), 5)
+    if when == "while it serves":
+        for request in requests(8, 2, SamplingParams(max_new_tokens=40)):
+            remote.add(request)
     first.kill()
-    serve(3, port=first.port)
-    remote.wake()
-    assert {s.log_probs[0] for s in generate(remote, requests(6, 2))} == {-2.0}
+    restarted = serve(3, port=first.port)
+    if when == "while it serves":
+        assert len(list(generate(remote, []))) == 16
+        time.sleep(1.0)  # a server that failed is left alone for so long
+    else:
+        remote.wake()
+    samples = list(generate(remote, requests(12, 2)))
+    assert {s.log_probs[0] for s in samples} == {-2.0, -3.0}
+    assert all(map(whole, samples))
+    state = httpx.get(f"{restarted.url}/state").json()
+    assert (state["version"], state["taken"]) == (5, 1)
+
+
+def test_a_server_that_only_fails_is_named_at_once(serve: Callable[..., Plain]) -> None:
+    """Errors of a server that answers nothing else are not the requests' fault: no sample is given up for them."""
+    bad = serve(1, "error")
+    start = time.monotonic()
+    with pytest.raises(NoServerError, match=f"no rollout server works any more \\({bad.url}.*500.*out of order"):
+        list(generate(engine(bad, retries=2), requests(3, 2)))
+    assert time.monotonic() - start < 20
+
+
+def test_a_server_that_hangs_costs_twice_the_timeout_at_most(serve: Callable[..., Plain]) -> None:
+    remote = engine(serve(1, "hang"), timeout=2.0, retries=50)
+    start = time.monotonic()
+    with pytest.raises(NoServerError, match="TimeoutError"):
+        list(generate(remote, requests(1, 1)))
+    assert time.monotonic() - start < 15
 
 
 def test_addresses_are_checked() -> None:

@@ -159,7 +159,7 @@ def test_an_update_that_is_damaged_on_the_way_leaves_the_old_weights(
     engine = verl.vLLMWorker(api_url=server.url, tokenizer=str(wide)).engine(model, (0,), 0)
     engine.load_shards(model_shards(model), 20)
     monkeypatch.setattr("verl.rollout.vllm.checksum", lambda shards: "0")
-    with pytest.raises(RolloutError, match="no server took the weights of version 21"):
+    with pytest.raises(RolloutError, match="no rollout server took the weights of version 21"):
         engine.load_shards(model_shards(model), 21)
     answer = httpx.post(f"{server.url}/collective_rpc", json={"method": "verl_served"}).json()
     assert answer["results"] == [{"version": 20}]
@@ -207,6 +207,6 @@ def test_a_killed_server_ends_the_run_in_time(wide: Path, tmp_path: Path) -> Non
     assert len(worker.generate_sequences(["Once"], n=2, max_new_tokens=4)) == 2
     running.kill()
     start = time.monotonic()
-    with pytest.raises(RolloutError, match="no server answers any more"):
+    with pytest.raises(RolloutError, match="no rollout server works any more"):
         worker.generate_sequences(["Once"], n=2, max_new_tokens=4)
     assert time.monotonic() - start < 60

@@ -1,7 +1,7 @@
 """Programs as responses, judged by what they do: tests run in a sandbox.
 
 A solution never sees what is expected of it. A program's output is compared out here; tests that call its functions run
-in a sandbox of their own and reach the solution, in another, over two pipes that carry plain values.
+in a sandbox of their own and reach the solution, in another, over two pipes (`run_tests.py`).
 """
 
 from __future__ import annotations
@@ -36,17 +36,19 @@ class CodeReward(FunctionReward):
     """1 if the response's program passes every test of its row, else 0; component `passed` is the share it passes.
 
     The program is the last fenced block of the response that is Python's or has no label, else the last of any label,
-    or all of the response. A row tells what is expected in one of two
-    columns; without either it abstains:
+    or all of the response. One of two columns of a row says what is expected; without either it abstains:
 
     - `tests`: a test in Python, or a list of them, which call the program's functions by name, such as
       `assert add(1, 2) == 3`; or inputs and outputs of the whole program: `{"input": ..., "output": ...}`, a list of
       these, or `{"inputs": [...], "outputs": [...]}`. Mappings and lists may also be JSON text.
     - `reference`: a program; the response must print what it prints.
 
-    Functions get and return plain values (finite numbers, texts, lists, dicts, ...); other objects stay with the
-    solution, where the tests can call them and read their attributes. Outputs are compared line by line, without
-    trailing blanks.
+    Plain values (numbers, texts, lists, dicts, ...) reach the other side as copies, and lists, dicts and sets that a
+    function changes in place change for the tests, too. Other objects stay where they are, and a stand-in answers as
+    they do. One exception keeps a solution from agreeing with everything: plain values of the tests are not passed to
+    operators of the solution's own classes, except to arithmetic and `in` where the tests make the object themselves
+    from a class whose name has a capital (`Vector(1, 2) * 3`). Outputs are compared line by line, without trailing
+    blanks.
 
     Args:
         timeout: seconds for all tests of a sample. What has not passed by then has failed.
@@ -138,22 +140,21 @@ def run_tests(
     """
     asked, ask = os.pipe()
     answered, reply = os.pipe()
-    serve = {"solution": solution, "requests": asked, "replies": reply}
-    check = {"tests": list(tests), "requests": ask, "replies": answered}
+    serve = {"side": "solution", "programs": [solution], "incoming": asked, "outgoing": reply}
+    check = {"side": "tests", "programs": list(tests), "incoming": answered, "outgoing": ask}
     with ThreadPoolExecutor(1) as thread:
         # The solution ends when its tests do: then nobody asks any more.
-        serving = thread.submit(_run_file, "serve_solution.py", serve, (asked, reply), limits, packages)
-        run = _run_file("run_tests.py", check, (ask, answered), limits, packages)
+        serving = thread.submit(_run_side, serve, limits, packages)
+        run = _run_side(check, limits, packages)
         serving.result()
     if run.status != "ok":
         return [False] * len(tests)
     return [reason is None for reason in json.loads(run.stdout.splitlines()[-1])]
 
 
-def _run_file(
-    name: str, inputs: Mapping[str, Any], fds: Sequence[int], limits: sandbox.Limits, packages: Sequence[str | Path]
-) -> sandbox.Run:
-    return sandbox.run_python((_HERE / name).read_text(), inputs=inputs, fds=fds, limits=limits, packages=packages)
+def _run_side(given: Mapping[str, Any], limits: sandbox.Limits, packages: Sequence[str | Path]) -> sandbox.Run:
+    code, fds = (_HERE / "run_tests.py").read_text(), (given["incoming"], given["outgoing"])
+    return sandbox.run_python(code, inputs=given, fds=fds, limits=limits, packages=packages)
 
 
 def _parse(tests: Any) -> tuple[list[str], list[tuple[str, str]]]:

@@ -17,7 +17,7 @@ from typing import Any
 from verl.errors import ConfigError, RolloutError
 from verl.rewards.functions import FunctionReward
 from verl.rewards.scores import Score, failure, read_scores
-from verl.rollout.servers import Server, ServerPool, check_model_path
+from verl.rollout.servers import ServerPool, check_model_path
 
 TEMPLATE = """Grade the response to the prompt.
 
@@ -56,7 +56,7 @@ class _ServedReward(FunctionReward):
     def pool(self) -> ServerPool:
         """The servers."""
         servers, timeout, retries, api_key = self._servers
-        return ServerPool(servers, timeout=timeout, retries=retries, api_key=api_key)
+        return ServerPool(servers, timeout=timeout, retries=retries, api_key=api_key, kind=f"'{self.name}' server")
 
     async def _gather(self, calls: Sequence[tuple[int, Coroutine[Any, Any, list[Score]]]]) -> list[Score]:
         """The scores of all calls, each with its number of samples; a call that fails is its samples' failure."""
@@ -118,7 +118,7 @@ class RemoteReward(_ServedReward):
             own = {name: values[part] for name, values in columns.items()}
             body = {"prompts": prompts[part], "responses": responses[part], "columns": own}
             rows = len(body["prompts"])
-            calls.append((rows, self.pool.ask(self.pool.path, body, _reader(rows))))
+            calls.append((rows, self.pool.ask({self.pool.path: body}, _reader(rows))))
         return await self._gather(calls)
 
 
@@ -184,28 +184,19 @@ class JudgeReward(_ServedReward):
         return re.sub(r"\{(\w+)\}", lambda m: str(values.get(m[1], m[0])), self.template)
 
     async def _judge(self, text: str) -> list[Score]:
-        def body(path: str) -> dict[str, Any]:
-            if path != _CHAT:
-                return {"prompt": text, "stream": False, **self.sampling}
-            system = [{"role": "system", "content": self.system}] if self.system else []
-            return {"model": self.model, "messages": [*system, {"role": "user", "content": text}], **self.sampling}
-
-        said = await self.pool.ask(self._path, body, lambda answer: _said(text, answer))
+        system = [{"role": "system", "content": self.system}] if self.system else []
+        chat = {"messages": [*system, {"role": "user", "content": text}], **self.sampling}
+        if self.pool.path.endswith("/generate"):  # today's vLLM does not have it; its chat needs no model's name
+            bodies = {self.pool.path: {"prompt": text, "stream": False, **self.sampling}, _CHAT: chat}
+        else:
+            bodies = {_CHAT: chat}
+        if model := self.model or (len(bodies) == 1 and await self.pool.model()):
+            chat["model"] = model
+        said = await self.pool.ask(bodies, lambda answer: _said(text, answer))
         try:
             return [self._parsed(said)]
         except Exception as error:  # what a judge says, and a user's function of it, is this sample's affair
             return [failure(f"the judge's answer cannot be read ({type(error).__name__}: {error}): {said[-200:]!r}")]
-
-    async def _path(self, server: Server) -> str:
-        """Where this server takes text; `model` is then known if it must be."""
-        path = self.pool.path
-        if path.endswith("/generate"):
-            routes = await self.pool.routes(server)
-            if path in routes or _CHAT not in routes:
-                return path
-        if self.model is None:
-            self.model = str((await self.pool.send(server, "/v1/models", method="GET"))["data"][0]["id"])
-        return _CHAT
 
     def _parsed(self, said: str) -> Score:
         if callable(self.parse):

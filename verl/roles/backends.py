@@ -191,7 +191,7 @@ class vLLMWorker(RolloutWorker):  # noqa: N801  (the name that users know)
         self.name = self._judge.name
 
     def engine(self, model: PreTrainedModel | None, eos_token_ids: Sequence[int], seed: int) -> ServerEngine:
-        pool = ServerPool(self._urls, **self._servers)  # type: ignore[arg-type]
+        pool = ServerPool(self._urls, **self._servers, kind="rollout server")  # type: ignore[arg-type]
         return ServerEngine(pool, model, eos_token_ids=eos_token_ids, seed=seed, served_model=self.model)
 
     async def score(self, batch: Batch) -> RewardResult:

@@ -21,6 +21,7 @@ from verl.rollout.vllm import FINISH, prompt_scores, sampled, sampling_arguments
 from verl.shard import Shard
 
 if TYPE_CHECKING:
+    from torch import Tensor
     from transformers import PreTrainedModel
 
 logger = logging.getLogger(__name__)
@@ -120,8 +121,9 @@ class RemoteEngine:
         Raises:
             RolloutError: it does not take them, or serves others afterwards.
         """
-        with weight_file(whole_weights(shards)) as file:
-            self._submit(self._update({"version": version, "tied": self._tied, **file})).result()
+        weights = whole_weights(shards)
+        with weight_file(weights) as file:
+            self._submit(self._update({"version": version, "tied": self._tied, **file}, weights)).result()
         self.policy_version = version
 
     def score(self, prompt_tokens: Sequence[int], response_tokens: Sequence[int]) -> list[float]:
@@ -141,7 +143,7 @@ class RemoteEngine:
     async def _sample(self, request: Request, arguments: dict[str, Any]) -> Sample:
         raise NotImplementedError
 
-    async def _update(self, update: dict[str, Any]) -> None:
+    async def _update(self, update: dict[str, Any], weights: dict[str, Tensor]) -> None:
         raise NotImplementedError
 
     async def _score(self, prompt: list[int], response: list[int]) -> list[float]:
@@ -177,11 +179,11 @@ class RemoteEngine:
 
 
 class ServerEngine(RemoteEngine):
-    """Running vLLM servers (or others of their protocols) as one engine.
+    """Running vLLM servers (or others with their protocols) as one engine.
 
-    Servers at ".../generate" are asked in vLLM's protocol of token ids (`--enable-scale-out`), others by OpenAI's
-    completions with vLLM's additions for token ids. Weights are given to every server; one that fails to take them is
-    not used until it has taken a later version, and neither is one that is found with others after it was away.
+    Servers at ".../generate" get vLLM's protocol of token ids (`--enable-scale-out`), others OpenAI's completions with
+    vLLM's additions for token ids. Every server gets the weights; one that does not take them is not used until it
+    does, and one that was restarted is given them again.
 
     Args:
         pool: the servers.
@@ -202,35 +204,38 @@ class ServerEngine(RemoteEngine):
         check_model_path(pool.path)
         self.pool = pool
         self._served_model = served_model
+        #: Version and tensors of the latest weights; live tensors of the trainer's where it gave those.
+        self._latest: tuple[int, dict[str, Tensor]] | None = None
 
     def _submit(self, work: Coroutine[Any, Any, Any]) -> Future[Any]:
         return self.pool.submit(work)
 
     def wake(self) -> None:
-        """Look whether all servers have the weights of now: one that was started anew has not."""
-        if self.pool.check is not None:
+        """Give the weights to servers that were restarted since the last rollout."""
+        if self._latest is not None:
             self._submit(self._check_all()).result()
 
     async def _check_all(self) -> None:
-        servers = [server for server in self.pool.servers if server.ready]
-        results = await asyncio.gather(*map(self._check, servers), return_exceptions=True)
-        for server, result in zip(servers, results, strict=True):
+        for server in self.pool.servers:
+            server.checked = False
+        results = await asyncio.gather(*map(self._prepare, self.pool.servers), return_exceptions=True)
+        for server, result in zip(self.pool.servers, results, strict=True):
             if isinstance(result, BaseException):
                 server.failed()
-                logger.warning("%s is left out: %s", server.url, result)
+                logger.warning("rollout server %s is not used for now: %s", server.url, result)
 
     async def _sample(self, request: Request, arguments: dict[str, Any]) -> Sample:
-        prompt = list(request.prompt_tokens)
-        path: Any = "/v1/completions"
-        if self.pool.path.endswith("/generate"):
-            path = self._path if self.pool.path == "/generate" else self.pool.path
+        prompt, path = list(request.prompt_tokens), self.pool.path
+        if path.endswith("/generate"):
             body: dict[str, Any] = {"token_ids": prompt, "sampling_params": arguments}
+            paths = (path, _GENERATE) if path == "/generate" else (path,)
         else:
             extra = {"skip_special_tokens": False, "return_token_ids": True}
             body = {"model": await self._model(), "prompt": prompt, **arguments, **extra}
             body.pop("detokenize")
+            paths = ("/v1/completions",)
         read = lambda answer: _read(request, answer, self._vocab_size)  # noqa: E731
-        return await self.pool.ask(path, body, read, key=tuple(prompt))
+        return await self.pool.ask(dict.fromkeys(paths, body), read, key=tuple(prompt))
 
     async def _score(self, prompt: list[int], response: list[int]) -> list[float]:
         tokens = prompt + response
@@ -240,56 +245,65 @@ class ServerEngine(RemoteEngine):
             return [float(entry[str(token)]["logprob"]) for entry, token in zip(entries, tokens, strict=True) if entry]
 
         body = {"model": await self._model(), "prompt": tokens, "max_tokens": 1, "prompt_logprobs": 0}
-        scores = await self.pool.ask("/v1/completions", body, read)
+        scores = await self.pool.ask({"/v1/completions": body}, read)
         return scores[len(tokens) - 1 - len(response) :]
 
-    async def _path(self, server: Server) -> str:
-        """Where this server has what was "/generate" in vLLM's servers once."""
-        routes = await self.pool.routes(server)
-        return _GENERATE if _GENERATE in routes and "/generate" not in routes else "/generate"
-
     async def _model(self) -> str:
-        if self._served_model is None:
-            first = lambda answer: str(answer["data"][0]["id"])  # noqa: E731
-            self._served_model = await self.pool.ask("/v1/models", None, first, method="GET")
-        return self._served_model
+        return self._served_model or await self.pool.model()
 
-    async def _update(self, update: dict[str, Any]) -> None:
-        results = await asyncio.gather(*(self._update_one(server, update) for server in self.pool.servers))
-        faults = [fault for fault in results if fault]
+    async def _update(self, update: dict[str, Any], weights: dict[str, Tensor]) -> None:
+        self._latest, self.pool.prepare = (update["version"], weights), self._prepare
+
+        async def give(server: Server) -> str | None:
+            async with server.lock:
+                try:
+                    await self._give(server, update)
+                except Exception as error:  # an answer may be wrong in any way
+                    server.failed()
+                    return f"{server.url} did not take the weights: {type(error).__name__}: {error}"
+            return None
+
+        faults = [fault for fault in await asyncio.gather(*map(give, self.pool.servers)) if fault]
         for fault in faults:
-            logger.warning("%s; it is not used until it takes a later version", fault)
-        if len(faults) == len(results):
+            logger.warning("rollout server %s; it is not used until it does", fault)
+        if len(faults) == len(self.pool.servers):
             raise NoServerError(
-                f"no server took the weights of version {update['version']}: {'; '.join(faults)}. A vLLM server takes "
-                f"weights when it is started with {SERVER_OPTIONS}"
+                f"no rollout server took the weights of version {update['version']}: {'; '.join(faults)}. A vLLM "
+                f"server takes weights when it is started with {SERVER_OPTIONS}"
             )
-        self.pool.check = self._check
 
-    async def _check(self, server: Server) -> None:
-        """Raises RolloutError, and takes the server out, if it came back with other weights than those of now."""
-        served = await self._served(server)
-        if served != {self.policy_version}:
-            server.usable = False
-            raise RolloutError(f"{server.url} serves the weights of versions {served}, not {self.policy_version}")
+    async def _prepare(self, server: Server) -> None:
+        """Give a server the latest weights if it does not serve them.
 
-    async def _update_one(self, server: Server, update: dict[str, Any]) -> str | None:
-        """Give one server the weights; what went wrong, if something did."""
-        server.usable = False
-        send = self.pool.send
-        try:
-            await send(server, "/collective_rpc", {"method": "verl_prepare"})
-            await send(server, "/start_weight_update")
-            await send(server, "/update_weights", {"update_info": update})
-            await send(server, "/finish_weight_update", {"weight_version": str(update["version"])})
-            await send(server, "/reset_prefix_cache", params={"reset_running_requests": "true"})
-            served = await self._served(server)
-        except Exception as error:  # whatever a stranger's server brings about is its failure
-            return f"{server.url} did not take the weights: {type(error).__name__}: {error}"
-        if served != {update["version"]}:
-            return f"{server.url} serves the weights of versions {served}, not {update['version']}"
-        server.usable, server.failures, server.resting_until = True, 0, 0.0
-        return None
+        Raises:
+            RolloutError: it does not take them.
+            Exception: as `ServerPool.send`.
+        """
+        failures = server.failures
+        async with server.lock:
+            assert self._latest is not None
+            version, weights = self._latest
+            if server.checked and server.weights == version:
+                return
+            if server.failures > failures:
+                raise RolloutError("it failed to take the weights")
+            if server.weights != version or await self._served(server) != {version}:
+                logger.warning("rollout server %s gets the weights of version %d again", server.url, version)
+                with weight_file(weights) as file:
+                    await self._give(server, {"version": version, "tied": self._tied, **file})
+            server.checked = True
+
+    async def _give(self, server: Server, update: dict[str, Any]) -> None:
+        """Raises RolloutError if a server does not serve the weights afterwards; what `ServerPool.send` raises."""
+        server.weights, send = None, self.pool.send
+        await send(server, "/collective_rpc", {"method": "verl_prepare"})
+        await send(server, "/start_weight_update")
+        await send(server, "/update_weights", {"update_info": update})
+        await send(server, "/finish_weight_update", {"weight_version": str(update["version"])})
+        await send(server, "/reset_prefix_cache", params={"reset_running_requests": "true"})
+        if (served := await self._served(server)) != {update["version"]}:
+            raise RolloutError(f"it serves the weights of versions {served}, not {update['version']}")
+        server.weights, server.checked, server.failures, server.paused_until = update["version"], True, 0, 0.0
 
     async def _served(self, server: Server) -> set[int | None]:
         answer = await self.pool.send(server, "/collective_rpc", {"method": "verl_served"})
@@ -375,7 +389,7 @@ class AsyncVLLMEngine(RemoteEngine):
             raise RolloutError(f"the engine is not used again: {self._broken}")
         super().add(request)
 
-    async def _update(self, update: dict[str, Any]) -> None:
+    async def _update(self, update: dict[str, Any], weights: dict[str, Tensor]) -> None:
         from vllm.distributed.weight_transfer.base import WeightTransferUpdateRequest
 
         try:

@@ -1,9 +1,8 @@
-"""Several HTTP servers of one kind as one: each call goes to one of them, has a deadline, and is tried elsewhere if it
-fails.
+"""HTTP servers of one kind: each call has a deadline; one that fails is retried, on another server if there is one.
 
-A call's `key` (its prompt) sticks to a server, which has the prompt in its cache, until that one has much more to do
-than the least loaded. A server that does not answer, answers an error or nonsense is left alone for a while, twice as
-long after each further failure in a row. All waiting happens on one event loop in a thread of its own.
+A call's `key` (its prompt) decides its server, which then has the prompt in its cache, unless that server is far busier
+than another. A server that failed gets no new calls for a while, longer after each further failure. All calls run on
+one event loop in a thread of its own.
 """
 
 from __future__ import annotations
@@ -16,10 +15,9 @@ import re
 import threading
 import time
 import weakref
-from collections import OrderedDict
-from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
+from collections.abc import Callable, Collection, Coroutine, Mapping, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, TypeVar
 from urllib.parse import urlsplit
 
@@ -30,26 +28,24 @@ from verl.errors import ConfigError, RolloutError
 T = TypeVar("T")
 logger = logging.getLogger(__name__)
 
-_STICKY_SLACK = 8
-_REMEMBERED = 10_000
+_STICKY_SLACK = 8  # so many more calls than the idlest server has do not move a key
 _CONNECT_SECONDS = 10.0
-_REST_SECONDS = (1.0, 60.0)
+_LONGEST_PAUSE = 60.0
 _REFUSED = (400, 413, 422)
-_AWAY = (502, 503, 504)  # what stands in front of a server says so of it
-_MOST_BYTES = 1 << 26
-_OF_MODELS = re.compile(r"/v1(/.*)?$")
+_MAX_BYTES = 1 << 26
+_MODEL_PATH = re.compile(r"(/v1(/.*)?|/generate)$")
 
 
 class RefusedError(RolloutError):
-    """A server says that the request itself is wrong; another would say so, too."""
+    """A server finds the request itself invalid; another server would, too."""
 
 
 class NoServerError(RolloutError):
-    """No server answers any more."""
+    """No server works any more."""
 
 
 class StatusError(OSError):
-    """A server answers with a status that is no success."""
+    """A server answered with an error status."""
 
     def __init__(self, status: int, message: str) -> None:
         super().__init__(message)
@@ -58,44 +54,60 @@ class StatusError(OSError):
 
 @dataclass(eq=False)
 class Server:
-    """One address. `answered` is when it last did; `usable` is taken away by whoever knows that it must not be used."""
+    """One address.
+
+    Attributes:
+        answered: time of its last valid answer.
+        absent: paths that it answers with 404.
+        weights: policy version that it was given, None if it may have any weights.
+        checked: whether it is known to serve them still: a server that failed may have been restarted.
+    """
 
     url: str
     running: int = 0
     failures: int = 0
     answered: float = -math.inf
-    resting_until: float = 0.0
-    usable: bool = True
+    paused_until: float = 0.0
+    absent: set[str] = field(default_factory=set)
+    weights: int | None = None
+    checked: bool = False
+    lock: asyncio.Lock = field(default_factory=asyncio.Lock)
 
     def failed(self) -> None:
-        """Leave it alone for a while; calls that fail together count as one failure."""
-        if time.monotonic() < self.resting_until:
-            return
-        first, most = _REST_SECONDS
-        self.resting_until = time.monotonic() + min(most, first * 2.0**self.failures)
-        self.failures += 1
+        """Send it no new calls for a while; calls that fail together count as one failure."""
+        self.checked = False
+        self.absent.clear()
+        if not self.paused:
+            self.paused_until = time.monotonic() + min(_LONGEST_PAUSE, 2.0**self.failures)
+            self.failures += 1
 
     @property
-    def ready(self) -> bool:
-        return self.usable and time.monotonic() >= self.resting_until
+    def paused(self) -> bool:
+        return time.monotonic() < self.paused_until
 
 
 class ServerPool:
     """Calls to servers of one kind.
 
     Args:
-        urls: an address, or several: "http://host:8000"; a path after the port is `path`. What stands before "/v1" in
-            it is part of every address that is asked.
-        timeout: seconds for one answer.
-        retries: further tries of a call that failed, elsewhere where possible.
+        urls: an address, or several with the same path, such as "http://host:8000/v1".
+        timeout: seconds for one answer; a call with its retries takes at most twice that.
+        retries: further tries of a call that failed.
         api_key: sent as a bearer token.
+        kind: what messages call these servers.
 
     Raises:
-        ConfigError: an address is none, or the paths differ.
+        ConfigError: an address is not one, or the paths differ.
     """
 
     def __init__(
-        self, urls: str | Sequence[str], *, timeout: float = 600.0, retries: int = 3, api_key: str | None = None
+        self,
+        urls: str | Sequence[str],
+        *,
+        timeout: float = 600.0,
+        retries: int = 3,
+        api_key: str | None = None,
+        kind: str = "server",
     ) -> None:
         given = [urlsplit(url.rstrip("/")) for url in ([urls] if isinstance(urls, str) else urls)]
         paths = {url.path for url in given}
@@ -103,18 +115,19 @@ class ServerPool:
             raise ConfigError(f"servers are addresses like http://host:8000, all with the same path, not {urls!r}")
         if timeout <= 0 or retries < 0:
             raise ConfigError(f"servers: timeout must be above 0 and retries at least 0, not {timeout} and {retries}")
-        before, of_models = paths.pop(), _OF_MODELS.search(given[0].path)
-        before, self.path = (before[: of_models.start()], of_models[0]) if of_models else ("", before)
-        self.servers = [Server(f"{url.scheme}://{url.netloc}{before}") for url in given]
-        self.timeout, self.retries = timeout, retries
-        self._headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
-        self._homes: OrderedDict[Any, Server] = OrderedDict()
-        self._routes: dict[Server, asyncio.Task[frozenset[str]]] = {}
+        path = paths.pop()
+        known = _MODEL_PATH.search(path)
+        #: The path of a protocol; what precedes it belongs to every address.
+        self.path = known[0] if known else path
+        self.servers = [Server(f"{url.scheme}://{url.netloc}{path.removesuffix(self.path)}") for url in given]
+        self.timeout, self.retries, self.kind = timeout, retries, kind
+        #: Called before each use of a server; if it raises, the server has failed.
+        self.prepare: Callable[[Server], Coroutine[Any, Any, None]] | None = None
+        self._headers = {"Accept-Encoding": "identity", **({"Authorization": f"Bearer {api_key}"} if api_key else {})}
+        self._client: httpx.AsyncClient | None = None
+        self._model: str | None = None
         self._loop = asyncio.new_event_loop()
         threading.Thread(target=self._loop.run_forever, name="servers", daemon=True).start()
-        self._client: httpx.AsyncClient | None = None
-        #: Raises when a server that failed before must not be used as it is now.
-        self.check: Callable[[Server], Coroutine[Any, Any, None]] | None = None
         weakref.finalize(self, self._loop.call_soon_threadsafe, self._loop.stop)
 
     def submit(self, work: Coroutine[Any, Any, T]) -> Future[T]:
@@ -122,57 +135,65 @@ class ServerPool:
         return asyncio.run_coroutine_threadsafe(work, self._loop)
 
     async def ask(
-        self,
-        path: str | Callable[[Server], Awaitable[str]],
-        body: Any,
-        read: Callable[[Any], T],
-        *,
-        key: Any = None,
-        method: str = "POST",
+        self, bodies: Mapping[str, Any], read: Callable[[Any], T], *, key: Any = None, method: str = "POST"
     ) -> T:
         """`read` of the JSON that a server answers. To be awaited on the pool's loop.
 
         Args:
-            path: where it is asked, or what finds that out of the server; when it raises, the server has failed.
-            body: what it is sent, or what makes that for a path.
-            read: takes the answer apart; any exception it raises means nonsense.
+            bodies: what to send, by path; a server gets the first whose path it has.
+            read: parses the answer; any exception it raises counts as a failure of the server.
             key: what a server may have in its cache.
 
         Raises:
-            RefusedError: a server finds the request itself wrong.
-            NoServerError: the tries failed, and no server has answered anything, an error of its own neither, since
-                the first did.
-            RolloutError: the tries failed.
+            RefusedError: a server finds the request itself invalid.
+            NoServerError: all tries failed, and no server has given any valid answer since the first of them.
+            RolloutError: all tries failed.
         """
         faults: dict[Server, str] = {}
-        failing = math.inf
-        for attempt in range(1 + self.retries):
-            server = await self._choose(key, faults)
+        first_fault, end, tries = math.inf, time.monotonic() + 2 * self.timeout, 0
+        while tries <= self.retries and time.monotonic() < end:
+            server = self._choose(key, faults)
+            if server in faults:
+                await asyncio.sleep(min(2.0 ** (tries - 1), _LONGEST_PAUSE))
             server.running += 1
+            tries += 1
             try:
-                if server.failures and self.check is not None:
-                    await self.check(server)
-                where = path if isinstance(path, str) else await path(server)
-                sent = body(where) if callable(body) else body
-                answer = read(await self.send(server, where, sent, method=method))
+                if self.prepare is not None:
+                    await self.prepare(server)
+                answer = read(await self._send_first(server, bodies, method))
             except RefusedError:
+                server.answered = time.monotonic()
                 raise
-            except Exception as error:  # whatever a stranger's server brings about is its failure
-                faults[server] = f"{type(error).__name__}: {error}"[:200]
-                failing = min(failing, time.monotonic())
-                if isinstance(error, StatusError) and error.status not in _AWAY:
-                    server.answered = time.monotonic()
+            except Exception as error:  # an answer may be wrong in any way
+                faults[server] = f"{type(error).__name__}: {error}"[:300]
+                first_fault = min(first_fault, time.monotonic())
                 server.failed()
-                logger.warning("%s failed (try %d): %s", server.url, attempt + 1, faults[server])
-                continue
+                logger.warning("%s %s failed (try %d): %s", self.kind, server.url, tries, faults[server])
+            else:
+                server.failures, server.answered = 0, time.monotonic()
+                return answer
             finally:
                 server.running -= 1
-            server.failures, server.answered = 0, time.monotonic()
-            return answer
-        told = "; ".join(f"{server.url}: {fault}" for server, fault in faults.items())
-        if all(not server.usable or (server.failures and server.answered < failing) for server in self.servers):
-            raise NoServerError(f"no server answers any more ({told}): look at their logs and start them again")
-        raise RolloutError(f"a request failed {1 + self.retries} times ({told})")
+        reasons = "; ".join(f"{server.url}: {fault}" for server, fault in faults.items())
+        # Calls in progress decide whether the request is at fault or the servers are.
+        while time.monotonic() < end and any(server.running for server in self.servers):
+            if any(server.answered > first_fault for server in self.servers):
+                break
+            await asyncio.sleep(0.05)
+        if all(server.answered < first_fault for server in self.servers):
+            raise NoServerError(f"no {self.kind} works any more ({reasons}): look at its log and start it again")
+        raise RolloutError(f"a request to a {self.kind} failed {tries} times ({reasons})")
+
+    async def model(self) -> str:
+        """The first model that a server lists.
+
+        Raises:
+            as `ask`.
+        """
+        if self._model is None:
+            read = lambda answer: str(answer["data"][0]["id"])  # noqa: E731
+            self._model = await self.ask({"/v1/models": None}, read, method="GET")
+        return self._model
 
     async def send(
         self, server: Server, path: str, body: Any = None, params: Mapping[str, Any] | None = None, method: str = "POST"
@@ -180,10 +201,10 @@ class ServerPool:
         """The JSON that this server answers.
 
         Raises:
-            RefusedError: a status that says the request is wrong.
-            StatusError: any other status that is no success.
-            httpx.HTTPError, OSError, ValueError, asyncio.TimeoutError: it fails, is late, or answers no JSON or more
-                than 64 MiB.
+            RefusedError: a status that says the request is invalid.
+            StatusError: any other error status.
+            httpx.HTTPError, OSError, ValueError, asyncio.TimeoutError: it fails, is late, or answers something else
+                than at most 64 MiB of plain JSON.
         """
         if self._client is None:
             limits = httpx.Limits(max_connections=None, max_keepalive_connections=256)
@@ -196,58 +217,35 @@ class ServerPool:
             raise RefusedError(said) if status in _REFUSED else StatusError(status, said)
         return json.loads(content) if content else None
 
-    async def routes(self, server: Server) -> frozenset[str]:
-        """The paths that a server says it has; none where it does not describe itself. It is asked once, whoever waits.
+    async def _send_first(self, server: Server, bodies: Mapping[str, Any], method: str) -> Any:
+        """Send the first body whose path the server has."""
+        *others, last = [path for path in bodies if path not in server.absent] or list(bodies)
+        for path in others:
+            try:
+                return await self.send(server, path, bodies[path], method=method)
+            except StatusError as error:
+                if error.status != 404:
+                    raise
+                server.absent.add(path)
+        return await self.send(server, last, bodies[last], method=method)
 
-        Raises:
-            as `send`: it is away.
-        """
-        asked = self._routes.get(server)
-        if asked is None or (asked.done() and (asked.cancelled() or asked.exception() is not None)):
-            asked = self._routes[server] = asyncio.create_task(self._described(server))
-        return await asyncio.shield(asked)
+    def _choose(self, key: Any, faults: Collection[Server]) -> Server:
+        """The key's own server; another one if it failed or is far busier."""
+        idlest = min(server.running for server in self.servers)
+        home = hash(key) if key is not None else self.servers.index(min(self.servers, key=lambda s: s.running))
 
-    async def _described(self, server: Server) -> frozenset[str]:
-        try:
-            description = await self.send(server, "/openapi.json", method="GET")
-        except (RefusedError, StatusError, ValueError) as error:
-            if isinstance(error, StatusError) and error.status >= 500:
-                raise  # it is not up yet
-            return frozenset()
-        paths = description.get("paths") if isinstance(description, dict) else None
-        return frozenset(paths if isinstance(paths, dict) else ())
+        def cost(number: int) -> tuple[Any, ...]:
+            server = self.servers[number]
+            excess = max(0, server.running - idlest - _STICKY_SLACK)
+            return server in faults, server.paused, excess, (number - home) % len(self.servers)
 
-    async def _choose(self, key: Any, faults: Mapping[Server, str]) -> Server:
-        """The server for a try: the key's own, else the least loaded, those that failed this call last.
-
-        Raises:
-            NoServerError: none may be used.
-        """
-        while True:
-            ready = [server for server in self.servers if server.ready]
-            fresh = [server for server in ready if server not in faults] or ready
-            if fresh:
-                break
-            usable = [server.resting_until for server in self.servers if server.usable]
-            if not usable:
-                raise NoServerError("no server may be used: none has the weights of now. Look at their logs")
-            await asyncio.sleep(max(0.01, min(usable) - time.monotonic()))
-        least = min(fresh, key=lambda server: server.running)
-        home = self._homes.get(key)
-        if home not in fresh or home.running > least.running + _STICKY_SLACK:
-            home = least
-        if key is not None:
-            self._homes[key] = home
-            self._homes.move_to_end(key)
-            if len(self._homes) > _REMEMBERED:
-                self._homes.popitem(last=False)
-        return home
+        return self.servers[min(range(len(self.servers)), key=cost)]
 
 
 def check_model_path(url: str) -> None:
-    """Raises ConfigError for an address with a path that no server of models has: it would not be asked there."""
+    """Raises ConfigError for an address whose path no server of models has."""
     path = urlsplit(url.rstrip("/")).path
-    if path and not path.endswith("/generate") and not _OF_MODELS.search(path):
+    if path and not _MODEL_PATH.search(path):
         raise ConfigError(f"servers of models are addresses like http://host:8000, .../v1 or .../generate, not '{url}'")
 
 
@@ -255,14 +253,16 @@ async def _answer(client: httpx.AsyncClient, request: httpx.Request) -> tuple[in
     """Status and body.
 
     Raises:
-        ValueError: the body is longer than any answer, or has no end.
+        ValueError: the body is compressed, or longer than any valid answer.
     """
     response, content = await client.send(request, stream=True), bytearray()
     try:
-        async for part in response.aiter_bytes():
+        if (encoding := response.headers.get("Content-Encoding", "identity")) != "identity":
+            raise ValueError(f"{request.url} answers in the encoding '{encoding}', none was accepted")
+        async for part in response.aiter_raw():
             content += part
-            if len(content) > _MOST_BYTES:
-                raise ValueError(f"{request.url} answers more than {_MOST_BYTES} bytes")
+            if len(content) > _MAX_BYTES:
+                raise ValueError(f"{request.url} answers more than {_MAX_BYTES} bytes")
     finally:
         await response.aclose()
     return response.status_code, bytes(content)
