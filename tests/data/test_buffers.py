@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 
 from verl.batch import Batch
 from verl.data.buffers import Buffer, DiskBuffer, MemoryBuffer, make_buffer
+from verl.durable import staging_of
 from verl.errors import ConfigError, DataError
 
 
@@ -105,7 +106,8 @@ def test_a_torn_segment_is_skipped_with_a_warning(tmp_path: Path, caplog: pytest
     buffer.close()
     torn = sorted(tmp_path.glob("*.parquet"))[1]
     torn.write_bytes(torn.read_bytes()[:-40])
-    (tmp_path / "000000000009.tmp").write_bytes(b"half")
+    staging = staging_of(tmp_path / "000000000009.parquet")
+    staging.write_bytes(b"half")
     buffer = DiskBuffer(tmp_path, 100)
     assert "segment skipped" in caplog.text
     assert torn.name in caplog.text
@@ -113,7 +115,23 @@ def test_a_torn_segment_is_skipped_with_a_warning(tmp_path: Path, caplog: pytest
     buffer.add(samples(30, 1))
     assert buffer.drain()["id"] == [str(i) for i in (*range(10), *range(20, 31))]
     assert torn.exists()
-    assert not list(tmp_path.glob("*.tmp"))
+    assert not staging.exists()
+
+
+CURSORS = (
+    "[] {} 1 9e99 %s {'segment':true,'row':0} {'segment':-1,'row':0} {'segment':0,'row':'1'} {'segment':0,'row':0.5}"
+)
+
+
+@pytest.mark.parametrize("raw", [text.replace("'", '"').encode() for text in (CURSORS % ("[" * 200_000)).split()])
+def test_a_malformed_cursor_is_damage(tmp_path: Path, raw: bytes) -> None:
+    buffer = DiskBuffer(tmp_path, 5)
+    buffer.add(samples(0, 3))
+    buffer.drain(1)
+    buffer.close()
+    (tmp_path / "cursor.json").write_bytes(raw)
+    with pytest.raises(DataError, match=r"cursor\.json is damaged: .*Remove the directory"):
+        DiskBuffer(tmp_path, 5)
 
 
 def test_a_second_process_is_refused(tmp_path: Path) -> None:

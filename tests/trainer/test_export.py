@@ -8,20 +8,24 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import save as safetensors
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from typer.testing import CliRunner
 
 import verl
 from tests.trainer.test_offline import loader, offline_trainer
 from tests.trainer.test_run import run_dir, settings
+from tests.trainer.test_state import reforge
 from verl.cli.main import app
 from verl.config import build_config
 from verl.errors import CheckpointError, ConfigError, ModelError
 from verl.models.loading import load_model
 from verl.models.shards import model_shards
 from verl.shard import checksum
+from verl.trainer.checkpoint import load_checkpoint, save_checkpoint
 from verl.trainer.export import export
 from verl.trainer.run import train
+from verl.trainer.state import verify
 
 SHORT = {"trainer.total_steps": 2, "trainer.save_every": 1, "trainer.eval_every": None}
 RUNNER = CliRunner()
@@ -100,8 +104,6 @@ def test_what_cannot_be_exported_is_told_and_leaves_nothing(tmp_path: Path, tiny
 
 
 def test_a_model_that_does_not_answer_as_it_did_is_not_exported(tmp_path: Path, tiny: Path) -> None:
-    from verl.trainer.checkpoint import load_checkpoint, save_checkpoint
-
     run = finished(tmp_path, tiny)
     found = load_checkpoint(run / "checkpoints" / "latest")
     files = {name: found.json(name) for name in ("actor/config.json", "actor/probe.json")}
@@ -110,6 +112,28 @@ def test_a_model_that_does_not_answer_as_it_did_is_not_exported(tmp_path: Path, 
     with pytest.raises(CheckpointError, match="outputs differ"):
         export(tmp_path / "wrong", tmp_path / "out")
     assert not (tmp_path / "out").exists()
+
+
+def test_a_newest_checkpoint_with_malformed_content_is_passed_over(tmp_path: Path, tiny: Path) -> None:
+    run = finished(tmp_path, tiny)
+    newest = run / "checkpoints" / "step-000002"
+    weights = {shard.name: shard.tensor.long() for shard in load_checkpoint(newest).shards("actor/weights")}
+    changes = {
+        "actor/weights-00001.safetensors": safetensors(weights),
+        "actor/config.json": b"[" * 200_000,
+        "actor/probe.json": b'{"outputs": 1}',
+        "trainer.json": b"[]",
+    }
+    for number, (name, raw) in enumerate(changes.items()):
+        good = (newest / name).read_bytes()
+        reforge(newest, name, raw)
+        assert not verify(newest).ok
+        if name != "trainer.json":
+            assert export(run, tmp_path / str(number)).step == 1
+            with pytest.raises(CheckpointError, match="step-000002 is damaged"):
+                export(newest, tmp_path / "out")
+        reforge(newest, name, good)
+    assert verify(newest).ok and export(run, tmp_path / "good").step == 2
 
 
 def test_a_checkpoint_given_as_a_model_names_the_command(tmp_path: Path, tiny: Path) -> None:

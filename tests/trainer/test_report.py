@@ -150,7 +150,7 @@ def test_damaged_files_are_left_out(run):
         file.write(b'{"step": 6, "reward/mean": NaN, "kl": 0.5}\n\xff\xfe\n[1]\n{"step": "x"}\n{"step": 7, "rewa')
     (run / "eval.jsonl").write_text('{"step": 0, "accuracy": NaN, "low": Infinity}\n')
     (run / "summary.json").write_text('{"accuracy_bef')
-    (run / "environment.json").write_text("[]")
+    (run / "environment.json").write_text("[" * 200_000)
     (run / "completions" / "step-000005.parquet").write_bytes(b"PAR1 torn")
     found = page(run)
     assert found.data["curves"]["kl"][-1] == [6, 0.5]

@@ -1,9 +1,8 @@
-"""Where samples wait between the one who makes them and the one who trains on them.
+"""Buffers: queues of samples between rollout and training.
 
-The contract of every buffer: a sample that `add` took is given out by `drain` exactly once, oldest first; nothing
-is dropped to make room. `disk` keeps it over a restart, however sudden: what `add` returned from is there, what
-`drain` returned is not given again. (Exactly once from the view of training, across a crash, is the checkpoint's
-affair: it stores `state()`, and `load_state` puts the buffer back to it.)
+Every buffer returns a sample that `add` took from `drain` exactly once, oldest first, and drops nothing to make room.
+`disk` does so across a crash: what `add` returned from is there, what `drain` returned is not returned again. (Training
+is exactly once across a crash by the checkpoint: it stores `state()`, and `load_state` restores it.)
 """
 
 from __future__ import annotations
@@ -18,8 +17,10 @@ from typing import Protocol, runtime_checkable
 
 import pyarrow as pa
 import pyarrow.parquet as pq
+from pydantic import BaseModel, Field
 
 from verl.batch import Batch
+from verl.durable import clear_staging, read_json, write_atomic
 from verl.errors import ConfigError, DataError, nearest
 
 logger = logging.getLogger(__name__)
@@ -115,10 +116,10 @@ class MemoryBuffer:
 
 
 class DiskBuffer:
-    """A directory of Parquet segments, one an `add`, and a cursor file that tells how far they were given out.
+    """A directory of Parquet segments, one an `add`, and a cursor file: how far they were given out.
 
-    A segment appears whole or not at all (written aside, synced, renamed, the directory synced). The cursor moves,
-    in the same way, before `drain` returns. One buffer at a time, until it is closed or gone; a second one is refused.
+    Segments and cursor are replaced atomically; the cursor moves before `drain` returns. One buffer at a time, until it
+    is closed or gone; a second one is refused.
     A segment that cannot be read when the buffer is opened is left where it is and skipped with a warning.
     """
 
@@ -126,8 +127,7 @@ class DiskBuffer:
         self.path, self.capacity = Path(path), _positive(capacity)
         self.path.mkdir(parents=True, exist_ok=True)
         self._unlock = weakref.finalize(self, os.close, _lock(self.path))
-        for stray in self.path.glob("*.tmp"):
-            stray.unlink()
+        clear_staging(self.path)
         self._first, self._offset = self._read_cursor()
         self._sizes: dict[int, int] = {}
         numbers = sorted(int(file.stem) for file in self.path.glob("[0-9]*.parquet"))
@@ -196,7 +196,7 @@ class DiskBuffer:
             return
         self._check_open()
         number = self._next
-        _write_durably(self._file(number), _parquet_bytes(batch))
+        write_atomic(self._file(number), _parquet_bytes(batch))
         self._sizes[number] = len(batch)
         self._next = number + 1
 
@@ -208,10 +208,10 @@ class DiskBuffer:
         if not file.exists():
             return 0, 0
         try:
-            content = json.loads(file.read_bytes())
-            return int(content["segment"]), int(content["row"])
-        except (ValueError, KeyError, TypeError) as error:
-            raise DataError(f"{file} is damaged: {error}. Remove the directory to start an empty buffer") from error
+            cursor: _Cursor = read_json(file, _Cursor)
+        except ValueError as error:
+            raise DataError(f"{file} is damaged: {error}. Remove the directory to start an empty buffer") from None
+        return cursor.segment, cursor.row
 
     def _check_open(self) -> None:
         if not self._unlock.alive:
@@ -219,13 +219,20 @@ class DiskBuffer:
 
     def _move_cursor(self, segment: int, row: int) -> None:
         self._check_open()
-        _write_durably(self.path / "cursor.json", json.dumps({"segment": segment, "row": row}).encode())
+        write_atomic(self.path / "cursor.json", json.dumps({"segment": segment, "row": row}))
         self._first, self._offset = segment, row
 
     def _forget(self, numbers: list[int]) -> None:
         for number in numbers:
             del self._sizes[number]
             self._file(number).unlink(missing_ok=True)
+
+
+class _Cursor(BaseModel):
+    """`cursor.json`: the first sample that has not been given out."""
+
+    segment: int = Field(ge=0, lt=2**53)
+    row: int = Field(ge=0, lt=2**53)
 
 
 def _positive(capacity: int) -> int:
@@ -261,20 +268,6 @@ def _parquet_bytes(batch: Batch) -> bytes:
     sink = pa.BufferOutputStream()
     pq.write_table(batch.table, sink, compression="zstd", write_page_checksum=True)
     return sink.getvalue().to_pybytes()  # type: ignore[no-any-return]
-
-
-def _write_durably(file: Path, content: bytes) -> None:
-    staged = file.with_suffix(".tmp")
-    with staged.open("wb") as stream:
-        stream.write(content)
-        stream.flush()
-        os.fsync(stream.fileno())
-    os.replace(staged, file)
-    directory = os.open(file.parent, os.O_RDONLY)
-    try:
-        os.fsync(directory)
-    finally:
-        os.close(directory)
 
 
 def _lock(path: Path) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -37,12 +38,13 @@ def export(path: str | Path, out: str | Path, tokenizer: str | None = None) -> C
     out = Path(out).absolute()
     if out.is_symlink() or (out.exists() and (not out.is_dir() or any(out.iterdir()))):
         raise ConfigError(f"{out} is there already and not empty: name a directory that is not there yet")
-    checkpoint = find_checkpoint(path)
+    rebuilt: dict[Path, tuple[Any, str | None]] = {}
+    checkpoint = find_checkpoint(path, lambda found: rebuilt.update({found.path: state.rebuild(found)}))
     if out.resolve().is_relative_to(checkpoint.path.resolve()):
         raise ConfigError(f"{out} lies in the checkpoint, which its run may replace: name a directory elsewhere")
     origin = _Origin(checkpoint)
     reader = origin.tokenizer(tokenizer)
-    model, fault = state.rebuild(checkpoint)
+    model, fault = rebuilt[checkpoint.path]
     if fault is not None:
         raise CheckpointError(f"checkpoint {checkpoint.path}: {fault}; nothing was written")
     origin.give_generation_config(model)
@@ -59,20 +61,22 @@ def export(path: str | Path, out: str | Path, tokenizer: str | None = None) -> C
     return checkpoint
 
 
-def find_checkpoint(path: str | Path) -> Checkpoint:
-    """The checkpoint at a path, or the newest whole one of the run at a path.
+def find_checkpoint(path: str | Path, check: Callable[[Checkpoint], object]) -> Checkpoint:
+    """The checkpoint at a path, or the newest whole one of the run at a path; see `CheckpointStore.load` for `check`.
 
     Raises:
         CheckpointError: there is none, or none is whole.
     """
     path = Path(path)
     if (path / MANIFEST).exists():
-        return load_checkpoint(path)
+        found = load_checkpoint(path)
+        check(found)
+        return found
     for directory in (path / "checkpoints", path):
         if CheckpointStore.holds(directory):
-            found = CheckpointStore(directory).load()
-            assert found is not None
-            return found
+            newest = CheckpointStore(directory).load(check=check)
+            assert newest is not None
+            return newest
     what = "a run without a checkpoint yet" if (path / "config.yaml").is_file() else "neither a checkpoint nor a run"
     there = "" if path.exists() else " (nothing is there)"
     raise CheckpointError(

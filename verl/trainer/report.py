@@ -31,7 +31,7 @@ from typing import Any, TypeGuard
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from verl.durable import write_atomic
+from verl.durable import parse_json, read_json, write_atomic
 from verl.errors import DataError
 
 _ASSETS = Path(__file__).parent / "assets"
@@ -92,10 +92,9 @@ def _text(file: Path) -> str:
 
 def _json(file: Path) -> dict[str, Any]:
     try:
-        content = json.loads(_text(file))
-    except ValueError:
+        return read_json(file, dict[str, Any])  # type: ignore[no-any-return]
+    except (OSError, ValueError):
         return {}
-    return content if isinstance(content, dict) else {}
 
 
 def _rows(file: Path) -> list[dict[str, Any]]:
@@ -103,10 +102,10 @@ def _rows(file: Path) -> list[dict[str, Any]]:
     by_step: dict[float, dict[str, Any]] = {}
     for line in _text(file).split("\n"):
         try:
-            row = json.loads(line)
+            row = parse_json(line.encode(), dict[str, Any])
         except ValueError:
             continue
-        if isinstance(row, dict) and _is_number(row.get("step")):
+        if _is_number(row.get("step")):
             by_step.setdefault(row["step"], {}).update(row)
     return [by_step[step] for step in sorted(by_step)]
 
