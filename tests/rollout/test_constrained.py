@@ -169,7 +169,7 @@ def test_the_rate_of_rejection_is_reported_and_the_rejected_abstain(
         log_dir=False,
     )
     rows: list[Any] = []
-    trainer.metric_fns["seen"] = lambda batch: rows.append(batch) or 0.0
+    trainer.add_metric("seen", lambda batch: rows.append(batch) or 0.0)
     log = trainer.step(["A", "B", "C", "D"])
     batch = rows[0]
     drawn = sum(batch["rejected"]) + len(batch)

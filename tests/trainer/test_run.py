@@ -59,6 +59,14 @@ def broken(responses, prompts):
     raise OSError("no such file")
 
 
+def nothing(responses, prompts):
+    return [None] * len(responses)
+
+
+def huge(responses, prompts):
+    return [1e308] * len(responses)
+
+
 def high(responses, prompts):
     return [1.0] * len(responses)
 '''
@@ -436,6 +444,27 @@ def test_a_run_of_nothing_but_failures_is_an_error_and_not_taken_for_trained(tmp
             train(configuration)
     assert not (run_dir(tmp_path) / "summary.json").exists()
     assert not list((run_dir(tmp_path) / "checkpoints").iterdir())
+
+
+@pytest.mark.parametrize(
+    ("reward", "words"),
+    [
+        ("nothing", "reward 'nothing' gave no finite number"),
+        ("huge", "reward 'huge' failed on every sample"),
+        ("broken", "reward 'broken' failed on every sample"),
+    ],
+)
+def test_a_run_that_learned_nothing_fails_by_name_however_often_it_is_started(
+    tmp_path: Path, tiny: Path, reward: str, words: str
+) -> None:
+    void = {"reward.path": f"{tmp_path / 'reward.py'}:{reward}", "trainer.save_every": 1, "trainer.total_steps": 2}
+    configuration = settings(tmp_path, tiny, **void, **{"trainer.eval_every": None})
+    for _ in range(2):
+        process = run_process(tmp_path, configuration)
+        output, _ = process.communicate(timeout=200)
+        assert process.returncode == 1 and words in output, output[-3000:]
+        assert "Traceback" not in output
+    assert not (run_dir(tmp_path) / "summary.json").exists()
 
 
 def test_two_evaluations_of_a_step_are_one_row(tmp_path: Path, tiny: Path) -> None:

@@ -13,6 +13,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 import verl
+import verl.trainer.task
 from verl.data.buffers import DiskBuffer
 from verl.data.loader import PromptLoader
 from verl.data.prompts import load_prompts
@@ -181,7 +182,7 @@ def test_a_step_of_which_every_token_is_rejected_changes_nothing(tiny: Path) -> 
     actor = verl.Actor(str(tiny), optim={"lr": 1e-2}, sampling=SHORT)
     options: dict[str, Any] = {"rollout_rs": "token_k1", "rollout_rs_threshold": 1.5, "n": 2}
     trainer = verl.Trainer(actor, reward_fn=low_bytes, algorithm="grpo", log_dir=False, **options)
-    samples, _ = trainer.collect(actor.prompts(PROMPTS))
+    samples, _ = trainer.experience.collect(actor.prompts(PROMPTS))
     far = {"rollout_log_probs": [[-50.0] * length for length in samples.lengths("response_tokens")]}
     before = checksum(actor.shards())
     record = trainer.step(samples.drop(["policy_version", *far]).add(far))
@@ -217,7 +218,7 @@ def test_rejected_prompts_alone_are_sampled_again_whatever_their_groups_are_call
         verl.Actor(str(tiny), sampling=SHORT), reward_fn=reward, algorithm="dapo", n=2, log_dir=False
     )
     batch = verl.Batch.from_rows([{"prompt": p, "group": g} for p, g in zip(PROMPTS[:2], names, strict=True)])
-    samples, record = trainer.collect(trainer.actor.prompts(batch))
+    samples, record = trainer.experience.collect(trainer.actor.prompts(batch))
     assert (record["rollout/resamples"], record["rollout/rejected_prompts"]) == (1, 0)
     assert len(seen) == 6
     assert [[samples["prompt"][row] for row in group] for group in samples.group_indices()] == [
@@ -229,7 +230,7 @@ def test_samples_of_another_temperature_are_recalled_at_it(tiny: Path) -> None:
     actor = verl.Actor(str(tiny), sampling=SHORT)
     trainer = verl.Trainer(actor, reward_fn=low_bytes, algorithm="grpo", kl_in="loss", n=2, log_dir=False)
     hot = actor.generate_sequences(PROMPTS, n=2, temperature=0.5)
-    recalled = trainer.recall(hot)[0]["ref_log_probs"]
+    recalled = trainer.experience.replay(hot, "s0")[0]["ref_log_probs"]
     assert recalled == actor.compute_ref_log_probs(hot)["ref_log_probs"]
     assert recalled != actor.compute_ref_log_probs(hot.drop(["temperature"]))["ref_log_probs"]
 
@@ -273,6 +274,119 @@ def test_updates_that_are_not_finite_are_skipped_and_end_the_run(tiny: Path) -> 
     assert checksum(actor.shards()) == before
 
 
+class PoisonedFrom(verl.BaseAlgorithm):
+    """Its loss is NaN from a number of updates on."""
+
+    good: int = 0
+
+    def compute_loss(self, x: verl.LossInput) -> verl.Loss:
+        assert x.log_probs is not None
+        self.good -= 1
+        return verl.Loss(total=(x.log_probs * (-1.0 if self.good >= 0 else float("nan"))).sum())
+
+
+def test_skipped_updates_in_a_row_lead_back_to_the_last_good_checkpoint_and_end_the_run(
+    tiny: Path, tmp_path: Path
+) -> None:
+    def make_one(good: int) -> verl.Trainer:
+        actor = verl.Actor(str(tiny), optim={"lr": 1e-2}, sampling=SHORT)
+        options: dict[str, Any] = {"checkpoint_dir": tmp_path, "save_every": 1, "max_skipped_updates": 3}
+        return verl.Trainer(actor, reward_fn=low_bytes, algorithm=PoisonedFrom(good=good), log_dir=False, **options)
+
+    loader = PromptLoader(load_prompts([f"Prompt {i}" for i in range(7)]), batch_size=2, seed=3)
+    with pytest.raises(TrainingError, match=r"3 updates in a row .* newest checkpoint are those of step 2"):
+        (trainer := make_one(good=2)).fit(loader, steps=9)
+    assert (trainer.steps, trainer.skipped, trainer.updates) == (2, 0, 2)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["latest", "step-000001", "step-000002"]
+    assert (tmp_path / "latest").resolve().name == "step-000002"
+    again = make_one(good=9)
+    assert again.resume() == 2
+    assert checksum(again.actor.shards()) == checksum(trainer.actor.shards())
+    again.fit(loader, steps=1)
+    assert (again.steps, loader.state_dict()["position"]) == (3, 6)
+
+
+def test_a_rollback_is_the_trainer_as_it_was_and_removes_what_came_after(tiny: Path, tmp_path: Path) -> None:
+    trainer = make(tiny, "grpo", n=2, checkpoint_dir=tmp_path, save_every=1)
+    with pytest.raises(CheckpointError, match="step-000001"):
+        trainer.rollback(1)
+    sums = [checksum(trainer.actor.shards()) for _ in range(3) if trainer.step(PROMPTS)]
+    trainer.rollback(1)
+    assert trainer.steps == 1 and checksum(trainer.actor.shards()) == sums[0]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["latest", "step-000001"]
+    for _ in range(2):
+        trainer.step(PROMPTS)
+    assert checksum(trainer.actor.shards()) == sums[2]
+    with pytest.raises(ConfigError, match="no automatic checkpoints"):
+        make(tiny, "grpo").resume()
+
+
+def test_one_mini_batch_that_is_not_finite_is_no_skipped_update(tiny: Path) -> None:
+    class PoisonedEverySecond(verl.BaseAlgorithm):
+        calls: int = 0
+
+        def compute_loss(self, x: verl.LossInput) -> verl.Loss:
+            assert x.log_probs is not None
+            self.calls += 1
+            return verl.Loss(total=(x.log_probs * (float("nan") if self.calls % 2 else -1.0)).sum())
+
+    actor = verl.Actor(str(tiny), optim={"lr": 1e-2}, sampling=SHORT, mini_batch_size=2)
+    algorithm = PoisonedEverySecond()
+    trainer = verl.Trainer(actor, reward_fn=low_bytes, algorithm=algorithm, n=2, log_dir=False, max_skipped_updates=2)
+    records = [trainer.step(PROMPTS) for _ in range(3)]
+    assert [(r["update/steps/actor"], r["update/skipped/actor"]) for r in records] == [(2.0, 1.0)] * 3
+    assert (trainer.skipped, trainer.updates) == (0, 3)
+
+
+@pytest.mark.parametrize("value", [None, float("nan"), 1e308])
+def test_training_that_changed_nothing_is_no_success(tiny: Path, value: Any) -> None:
+    reward = verl.Reward(lambda texts: [value] * len(texts), max_failure_rate=1.0)
+    words = "reward '<lambda>' gave no finite number for any sample"
+    trainer = verl.Trainer(verl.Actor(str(tiny), sampling=SHORT), reward=reward, n=2, log_dir=False)
+    before = checksum(trainer.actor.shards())
+    with pytest.raises(TrainingError, match=f"none of 2 updates changed the policy: {words}"):
+        trainer.fit([PROMPTS, PROMPTS], steps=2)
+    assert checksum(trainer.actor.shards()) == before
+
+
+def test_rounds_of_resampling_are_in_the_metrics(tiny: Path) -> None:
+    seen: list[str] = []
+
+    def reward(texts: list[str], prompts: list[str]) -> list[float | None]:
+        """The first samples of each prompt are equal, and one of them has no reward: they are thrown away."""
+        rewards: list[float | None] = []
+        for prompt in prompts:
+            drawn = seen.count(prompt)
+            rewards.append(None if not drawn else 0.0 if drawn < 3 else float(drawn))
+            seen.append(prompt)
+        return rewards
+
+    source = verl.Reward(reward, max_failure_rate=1.0)
+    actor = verl.Actor(str(tiny), sampling=SHORT)
+    trainer = verl.Trainer(actor, reward=source, algorithm="dapo", n=3, log_dir=False)
+    samples, record = trainer.experience.collect(trainer.actor.prompts(PROMPTS))
+    assert record["rollout/resamples"] == 1 and len(samples) == 6 and len(seen) == 12
+    assert record["rollout/tokens"] == 12 * SHORT.max_new_tokens
+    rollouts = [span.seconds for span in trainer.spans if span.node == "rollout"]
+    assert record["time/rollout"] == pytest.approx(sum(rollouts), rel=0.1)
+    assert record["reward/abstained"] == 2
+
+
+def test_tasks_are_a_list_of_one_so_far(tiny: Path) -> None:
+    task = verl.trainer.task.Task("letters", "grpo", {"reward": low_bytes}, n=2, sampling=SHORT)
+    trainer = verl.Trainer(verl.Actor(str(tiny)), tasks=[task], log_dir=False)
+    assert trainer.step(PROMPTS)["updated"] and trainer.n == 2
+    other = verl.trainer.task.Task("digits", "grpo", {"reward": low_bytes}, share=2.0)
+    for tasks, words in (
+        ([task, other], "one task so far, and these are 2: letters, digits"),
+        ([other], "leave share"),
+    ):
+        with pytest.raises(ConfigError, match=words):
+            verl.Trainer(verl.Actor(str(tiny)), tasks=tasks, log_dir=False)
+    with pytest.raises(ConfigError, match="tasks have their own reward"):
+        verl.Trainer(verl.Actor(str(tiny)), tasks=[task], reward_fn=low_bytes, log_dir=False)
+
+
 def test_a_reward_that_hangs_abstains_within_its_deadline(tiny: Path) -> None:
     def hanging(texts: list[str]) -> list[float]:
         time.sleep(600)
@@ -291,7 +405,7 @@ def test_the_mismatch_of_engine_and_trainer_stays_flat_without_learning(tiny: Pa
     trainer = make(tiny, "grpo", 0.0, n=4)
     gaps = []
     for step in range(3):
-        batch, _ = trainer.collect(trainer.actor.prompts(PROMPTS, key=str(step)))
+        batch, _ = trainer.experience.collect(trainer.actor.prompts(PROMPTS, key=str(step)))
         now = trainer.actor.compute_log_probs(batch).tensor("log_probs")
         gaps.append(float((now - batch.tensor("rollout_log_probs")).abs().max()))
         trainer.learn(batch)
@@ -301,7 +415,7 @@ def test_the_mismatch_of_engine_and_trainer_stays_flat_without_learning(tiny: Pa
 def test_the_temperature_of_the_samples_is_that_of_the_log_probs(tiny: Path) -> None:
     sampling = verl.SamplingParams(max_new_tokens=8, temperature=0.5)
     trainer = verl.Trainer(str(tiny), reward_fn=low_bytes, n=4, sampling=sampling, log_dir=False)
-    batch, _ = trainer.collect(trainer.actor.prompts(PROMPTS))
+    batch, _ = trainer.experience.collect(trainer.actor.prompts(PROMPTS))
     now = trainer.actor.compute_log_probs(batch).tensor("log_probs")
     torch.testing.assert_close(now, batch.tensor("rollout_log_probs"), atol=1e-4, rtol=0)
 
@@ -380,7 +494,8 @@ def test_automatic_checkpoints(tiny: Path, tmp_path: Path) -> None:
     trainer = make(tiny, "grpo", n=2, checkpoint_dir=tmp_path, save_every=2)
     for _ in range(4):
         trainer.step(PROMPTS)
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["step-000002", "step-000004"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["latest", "step-000002", "step-000004"]
+    assert (tmp_path / "latest").resolve().name == "step-000004"
 
 
 def test_only_the_newest_automatic_checkpoints_are_kept(tiny: Path, tmp_path: Path) -> None:
@@ -388,7 +503,7 @@ def test_only_the_newest_automatic_checkpoints_are_kept(tiny: Path, tmp_path: Pa
     trainer = make(tiny, "grpo", n=2, checkpoint_dir=tmp_path, save_every=1, keep_checkpoints=2)
     for _ in range(4):
         trainer.step(PROMPTS)
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["notes", "step-000003", "step-000004"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["latest", "notes", "step-000003", "step-000004"]
     make(tiny, "grpo", n=2).load_checkpoint(tmp_path / "step-000003")
 
 
@@ -459,4 +574,4 @@ def test_a_disk_that_is_full_stops_what_was_asked_for_and_no_training(
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
     assert "training goes on" not in caplog.text
     trainer.step(PROMPTS)
-    assert [path.name for path in (tmp_path / "own").iterdir()] == ["step-000002"]
+    assert sorted(path.name for path in (tmp_path / "own").iterdir()) == ["latest", "step-000002"]

@@ -176,7 +176,7 @@ class _Run:
     def _metrics(self) -> dict[str, float]:
         out: dict[str, float] = {}
         for name in self.graph.order:
-            for key, value in _combined(self.metrics[name]).items():
+            for key, value in combined(self.metrics[name]).items():
                 if key in out:
                     raise DataError(f"metric '{key}' of node '{name}' has been given by an earlier node already")
                 out[key] = value
@@ -448,8 +448,9 @@ def _twice(ids: Sequence[str]) -> str | None:
     return next((id_ for id_ in ids if id_ in seen or seen.add(id_)), None)  # type: ignore[func-returns-value]
 
 
-def _combined(calls: Sequence[tuple[int, dict[str, float]]]) -> dict[str, float]:
-    """Metrics of all calls of a node. Sums are exactly rounded, so that the order of the calls does not show."""
+def combined(calls: Sequence[tuple[int, dict[str, float]]]) -> dict[str, float]:
+    """Metrics of several calls, each with its number of rows: names that end in "/max" by maximum, in "/count" by sum,
+    others by the mean over rows. Sums are correctly rounded, so that the order of the calls does not show."""
     values: dict[str, list[tuple[int, float]]] = defaultdict(list)
     for rows, metrics in calls:
         for name, value in metrics.items():
@@ -468,4 +469,7 @@ def _combined(calls: Sequence[tuple[int, dict[str, float]]]) -> dict[str, float]
 
 
 def _sum(values: Sequence[float]) -> float:
-    return math.fsum(values) if all(map(math.isfinite, values)) else sum(values)
+    try:
+        return math.fsum(values)
+    except (OverflowError, ValueError):  # too large for a float, or infinities of both signs
+        return sum(values)

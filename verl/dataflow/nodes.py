@@ -2,11 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
-from dataclasses import replace
-
 from verl.batch import Batch
-from verl.controller.controller import Controller
 from verl.dataflow.graph import ANY, Node
 from verl.roles.actor import Actor, expand
 from verl.roles.critic import Critic
@@ -14,7 +10,7 @@ from verl.roles.reward import Reward
 from verl.roles.updater import Updater, role_metrics
 from verl.rollout.base import SamplingParams
 
-#: The models of one process take turns.
+#: The models of one process are mutually exclusive.
 SLOT = "model"
 _SAMPLE = ("response_tokens", "response_mask", "rollout_log_probs", "finish", "policy_version", "response")
 _SEQUENCE = ("group", "id", "prompt_tokens", "response_tokens")
@@ -38,6 +34,7 @@ def rollout_node(
         slot=SLOT,
         samples=samples,
         role="actor",
+        deadline=_deadline(actor),
     )
 
 
@@ -60,37 +57,41 @@ def _named(scored: str, column: str) -> str:
 
 
 def experience_nodes(updater: Updater) -> list[Node]:
-    """What the algorithm reads of other models: reference log-probs and values, as its roles say."""
-    nodes = []
-    if "reference" in updater.algorithm.roles:
-        nodes.append(_model_node("reference", "reference", updater.actor.compute_ref_log_probs, "ref_log_probs"))
-    for role, critic in updater.critics.items():
-        column = "values" if role == "critic" else "cost_values"
-        nodes.append(_model_node(f"{role}_values", role, _renamed(critic.compute_values, column), column))
-    return nodes
+    """What the algorithm reads of other models: reference log-probs and values."""
+    return [
+        Node(
+            name=read.role if read.role == "reference" else f"{read.role}_values",
+            run=read.compute,
+            inputs=_SEQUENCE,
+            outputs=(read.column,),
+            slot=SLOT,
+            groups=None,
+            role=read.role,
+            deadline=_deadline(updater.critics.get(read.role, updater.actor)),
+        )
+        for read in updater.reads
+    ]
 
 
 def update_nodes(name: str, updater: Updater) -> list[Node]:
     """Prepare the whole batch, then update every model of the algorithm."""
-    nodes = [Node(name="prepare", run=updater.prepare, kind="batch", inputs=(ANY,), outputs=(ANY,), role="controller")]
+    prepare = Node(
+        name="prepare",
+        run=updater.prepare,
+        kind="batch",
+        inputs=(ANY,),
+        outputs=(ANY,),
+        role="controller",
+        deadline=_deadline(updater.actor),
+    )
     trained: dict[str, Actor | Critic] = {"actor": updater.actor, **updater.critics}
-    return nodes + [_update_node(f"{name}_{role}", role, handle, updater) for role, handle in trained.items()]
+    return [prepare, *(_update_node(f"{name}_{role}", role, handle, updater) for role, handle in trained.items())]
 
 
-def patient(nodes: list[Node], controllers: Iterable[Controller], deadline: float) -> list[Node]:
-    """Of models on several ranks: each verb of a node has the deadline, and its error says which rank is late. The
-    node's own, which cannot tell, comes after the two verbs that an update has."""
-    if all(controller.is_local for controller in controllers):
-        return nodes
-    return [replace(node, deadline=2 * deadline) if node.role else node for node in nodes]
-
-
-def _model_node(name: str, role: str, verb: Callable[[Batch], Batch], output: str) -> Node:
-    return Node(name=name, run=verb, inputs=_SEQUENCE, outputs=(output,), slot=SLOT, groups=None, role=role)
-
-
-def _renamed(verb: Callable[[Batch], Batch], column: str) -> Callable[[Batch], Batch]:
-    return lambda batch: Batch.from_columns({column: verb(batch).arrow("values")})
+def _deadline(handle: Actor | Critic) -> float | None:
+    """On several ranks each verb has a deadline, whose error names the rank that is late; a node makes up to two verb
+    calls, and its own deadline, which cannot name a rank, comes after theirs."""
+    return None if handle.controller.is_local else 2 * handle.controller.timeout
 
 
 def _update_node(name: str, role: str, handle: Actor | Critic, updater: Updater) -> Node:
@@ -101,5 +102,13 @@ def _update_node(name: str, role: str, handle: Actor | Critic, updater: Updater)
 
     # Nothing to learn from is no failure of the run; a reward that keeps failing ends it by itself.
     return Node(
-        name=name, run=run, kind="batch", inputs=(ANY,), slot=SLOT, after=("prepare",), role=role, skip_empty=True
+        name=name,
+        run=run,
+        kind="batch",
+        inputs=(ANY,),
+        slot=SLOT,
+        after=("prepare",),
+        role=role,
+        deadline=_deadline(handle),
+        skip_empty=True,
     )

@@ -62,10 +62,7 @@ class RLDataPipeline:
     @property
     def graph(self) -> Graph:
         """The graph that `run` runs."""
-        from verl.dataflow.nodes import patient
-
-        nodes = [node for name, stage in self.stages.items() for node in self._nodes(name, stage)]
-        return Graph(patient(nodes, self._controllers(), self.deadline))
+        return Graph([node for name, stage in self.stages.items() for node in self._nodes(name, stage)])
 
     def run(self, prompts: Any) -> Result:
         """One pass of the prompts through all stages.

@@ -13,6 +13,9 @@ from typing import Any
 
 _REASON_LENGTH = 300
 
+#: Of float32.
+_LARGEST = 3.4028234663852886e38
+
 
 @dataclass(frozen=True, slots=True)
 class Score:
@@ -78,6 +81,11 @@ def read_scores(result: Any, rows: int) -> list[Score]:
     return [_score(value) for value in values]
 
 
+def is_usable(number: float) -> bool:
+    """Whether training can compute with a reward: it is finite in float32."""
+    return math.isfinite(number) and abs(number) <= _LARGEST
+
+
 def _score(value: Any) -> Score:
     if isinstance(value, Score):
         return value
@@ -96,7 +104,7 @@ def _score(value: Any) -> Score:
     number = _number(value)
     if number is None:
         return failure(f"returned {_show(value)}, which is no number")
-    if not math.isfinite(number):
+    if not is_usable(number):
         return failure(f"returned {number}")
     return Score(number, None, False, components)
 

@@ -25,6 +25,7 @@ from verl.models.options import ModelOptions
 from verl.models.portable import PortableModel
 from verl.models.wrapped import unwrapped
 from verl.roles.columns import add_rewards, aligned, as_sequences
+from verl.roles.reads import experience, prepare, reads
 from verl.roles.settings import changed_options, engine_options, model_options, with_keywords
 from verl.roles.written import Written
 from verl.rollout.base import SamplingParams, as_sampling
@@ -310,14 +311,8 @@ class Actor:
         if values is not None:
             batch = aligned(batch, values, "values")
         algorithm = self.algorithm or default_algorithm(batch)
-        batch = algorithm.extend(batch)
-        for column, verb in (
-            ("ref_log_probs", self.compute_ref_log_probs if "reference" in algorithm.roles else None),
-            ("log_probs", self.compute_log_probs if self.needs_old_log_probs(algorithm, batch) else None),
-        ):
-            if verb is not None and column not in batch:
-                batch = batch.add(verb(batch))
-        prepared, metrics = algorithm.prepare(batch)
+        batch = experience(algorithm, batch, reads(algorithm, self, {}))
+        prepared, metrics = prepare(algorithm, self, batch)
         return {**metrics, **self.train(prepared, algorithm)}
 
     def needs_old_log_probs(self, algorithm: BaseAlgorithm, batch: Batch) -> bool:

@@ -8,6 +8,7 @@ from typing import Any
 
 from verl.batch import Batch
 from verl.errors import DataError
+from verl.rewards.scores import is_usable
 
 
 def as_sequences(given: Any) -> Batch:
@@ -40,7 +41,7 @@ def aligned(sequences: Batch, given: Any, name: str) -> Batch:
 
 
 def add_rewards(sequences: Batch, rewards: Any) -> Batch:
-    """`sequences` with `reward` (and its components). Numbers that are not finite abstain.
+    """`sequences` with `reward` (and its components). Numbers that are not finite in float32 abstain.
 
     Raises:
         DataError: sequences are no batch, or rewards no numbers.
@@ -62,4 +63,4 @@ def _number(reward: Any, row: int) -> float | None:
         number = math.nan if reward is None else float(reward)
     except (TypeError, ValueError):
         raise DataError(f"the reward of row {row} is {reward!r}: give a number, or None to abstain") from None
-    return number if math.isfinite(number) else None
+    return number if is_usable(number) else None

@@ -13,11 +13,10 @@ from verl.errors import ConfigError
 from verl.roles.actor import Actor
 from verl.roles.columns import add_rewards
 from verl.roles.critic import Critic
+from verl.roles.reads import experience, prepare, reads
 from verl.training.options import OptimConfig
 
 logger = logging.getLogger(__name__)
-
-_VALUES = {"critic": "values", "cost_critic": "cost_values"}
 
 
 class Updater:
@@ -72,23 +71,15 @@ class Updater:
             handle.read_with(actor.tokenizer)
         if "reference" in self.algorithm.roles:
             actor.make_reference()
+        self.reads = reads(self.algorithm, actor, self.critics)
 
     def experience(self, sequences: Batch) -> Batch:
-        """What the algorithm reads besides: rows for statistics only, and of other models reference log-probs and
-        values, where it needs them."""
-        sequences = self.algorithm.extend(sequences)
-        if "reference" in self.algorithm.roles and "ref_log_probs" not in sequences:
-            sequences = sequences.add(self.actor.compute_ref_log_probs(sequences))
-        for role, critic in self.critics.items():
-            if _VALUES[role] not in sequences:
-                sequences = sequences.add({_VALUES[role]: critic.compute_values(sequences).arrow("values")})
-        return sequences
+        """The sequences with what the algorithm reads besides: rows for statistics, and columns of other models."""
+        return experience(self.algorithm, sequences, self.reads)
 
     def prepare(self, samples: Batch) -> tuple[Batch, dict[str, float]]:
-        """`BaseAlgorithm.prepare`, with the log-probs before the update computed first where they are needed."""
-        if self.actor.needs_old_log_probs(self.algorithm, samples) and "log_probs" not in samples:
-            samples = samples.add(self.actor.compute_log_probs(samples))
-        return self.algorithm.prepare(samples)
+        """`BaseAlgorithm.prepare`, after the log-probs before the update where they are needed."""
+        return prepare(self.algorithm, self.actor, samples)
 
     def update(self, sequences: Batch, rewards: Any = None) -> dict[str, float]:
         """Update every model from scored sequences; `rewards` as in `Actor.update`, or already a column."""

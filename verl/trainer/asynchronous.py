@@ -1,6 +1,6 @@
 """Asynchronous training: workers in processes of their own sample while this one trains.
 
-The other driver over the same verbs: `recall` (rewards and what else the algorithm reads), `learn`. A step begins as
+The other driver over the same verbs: `replay` (rewards and what else the algorithm reads), `learn`. A step begins as
 many rollouts as may be under way, waits until `Schedule` has the groups of a step, trains on them, and hands the new
 weights to the workers, which take them between two tokens: what they are at goes on under the new weights. A sample
 carries the version that wrote its first token; importance weights correct for what has changed since.
@@ -125,8 +125,9 @@ class AsyncTrainer(Trainer):
             self._wait()
             self._feed(prompts)
         waited = time.perf_counter() - began
-        samples, record = self.recall(Batch.concat(self.schedule.take()))
-        record.update(self._rollout_record(samples), **self._own_metrics(samples), **{"time/wait": waited})
+        samples, record = self.experience.replay(Batch.concat(self.schedule.take()), f"s{self.steps}")
+        own = self.experience.own_metrics(samples)
+        record.update(self._rollout_record(samples), **own, **{"time/wait": waited})
         keep = self.algorithm.keep(samples)
         samples = samples if keep is None else samples.filter(keep)
         record.update(self.learn(samples) if len(samples) else {"update/empty": 1.0})

@@ -181,8 +181,10 @@ def check_memory(config: Config, algorithm: BaseAlgorithm, actor: Actor) -> None
     logger.info("memory of training the actor: about %s", estimate)
 
 
-def build_trainer(config: Config, algorithm: BaseAlgorithm, actor: Actor, rows: int, logger: Logger) -> Trainer:
-    """The trainer over all of it."""
+def build_trainer(
+    config: Config, algorithm: BaseAlgorithm, actor: Actor, rows: int, logger: Logger, **options: Any
+) -> Trainer:
+    """The trainer over all of it; `options` are further ones of `Trainer`."""
     settings, rollout = config.trainer, config.actor_rollout_ref.rollout
     if settings.max_staleness is None:
         make: Callable[..., Trainer] = Trainer
@@ -208,6 +210,7 @@ def build_trainer(config: Config, algorithm: BaseAlgorithm, actor: Actor, rows: 
         permute_rewards=settings.control == "permute_rewards",
         deadline=settings.deadline,
         logger=logger,
+        **options,
     )
 
 

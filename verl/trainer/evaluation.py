@@ -6,7 +6,8 @@ import logging
 import math
 import os
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
 from statistics import NormalDist
 from typing import Any
@@ -14,8 +15,11 @@ from typing import Any
 import numpy as np
 
 from verl.batch import Batch
+from verl.data.files import digest
+from verl.data.prompts import PromptDataset
 from verl.durable import staging_of, try_remove
 from verl.errors import ConfigError, DataError
+from verl.trainer.report import SHARES, finite
 
 logger = logging.getLogger(__name__)
 
@@ -52,6 +56,109 @@ class Evaluation:
         values = self.rows[metric]
         means = (mean([values[row] for row in rows]) for rows in self.samples.group_indices())
         return [None if math.isnan(value) else value for value in means]
+
+
+@dataclass
+class HeldOut:
+    """Held-out data: how they are evaluated during training, and the first and the latest result.
+
+    Attributes:
+        rows: problems to sample and score, or recorded rows whose loss is measured.
+        every: steps from one evaluation to the next; None: only before the first step and after the last.
+        metrics, n, temperature: see `Trainer.evaluate`; for problems.
+        name: what an error calls these data.
+        on_result: called with each result and, where samples were scored, their `Evaluation`.
+        first, last: a result is {step, headline, metrics, problems}; with `by_problem` where samples were scored, with
+            `low` and `high` (95 % interval) where the headline is a share. None: no result yet.
+    """
+
+    rows: PromptDataset | Batch
+    every: int | None = None
+    metrics: Mapping[str, MetricFn] = field(default_factory=dict)
+    n: int = 1
+    temperature: float = 0.0
+    name: str = "the held-out data"
+    on_result: Callable[[dict[str, Any], Evaluation | None], None] | None = None
+    first: dict[str, Any] | None = None
+    last: dict[str, Any] | None = None
+
+    def is_due(self, step: int) -> bool:
+        return self.every is not None and step % self.every == 0
+
+    def note(self, step: int, found: Evaluation | Mapping[str, float]) -> dict[str, Any]:
+        """Keep what an evaluation at a step found (for recorded rows: loss and metrics) as `last`, and return it."""
+        result = {"step": step, **(_of_samples(found) if isinstance(found, Evaluation) else self._of_loss(found))}
+        headline = result["headline"]
+        if headline in SHARES and (value := result["metrics"][headline]) is not None:
+            scored = [value for value in result.get("by_problem", ()) if value is not None]
+            count = len(scored) or result["problems"]
+            # A sum over micro-batches rounds, and may come to a little more than all.
+            share = binomial_interval(min(value, 1.0) * count, count)
+            result |= {"low": share.low, "high": share.high}
+        self.first, self.last = self.first or result, result
+        if self.on_result is not None:
+            self.on_result(result, found if isinstance(found, Evaluation) else None)
+        return result
+
+    def _of_loss(self, found: Mapping[str, float]) -> dict[str, Any]:
+        assert isinstance(self.rows, Batch)
+        metrics = finite(dict(found))
+        headline = "pairs/accuracy" if metrics.get("pairs/accuracy") is not None else "loss"
+        return {"headline": headline, "metrics": metrics, "problems": len(self.rows.group_indices())}
+
+    @cached_property
+    def identity(self) -> dict[str, Any]:
+        """What tells these rows from others."""
+        rows = self.rows
+        return {"rows": len(rows), "digest": digest(rows.rows()) if isinstance(rows, Batch) else rows.fingerprint()}
+
+    def state_dict(self) -> dict[str, Any]:
+        """Results and identity, as JSON."""
+        return {"held_out": self.identity, "first": self.first, "last": self.last}
+
+    def check(self, identity: Mapping[str, Any]) -> None:
+        """Raises DataError if a saved `identity` is of other rows."""
+        saved, here = (f"{of.get('rows')} with the digest {of.get('digest')}" for of in (identity, self.identity))
+        if saved != here:
+            raise DataError(
+                f"{self.name} is not what the run began with: the held-out rows were {saved}, are {here}, so that the "
+                "numbers before and after would not be of the same problems. Give the same data, or start anew "
+                "(--fresh)"
+            )
+
+    def summary(self, seed: int = 0) -> dict[str, Any]:
+        """The headline metric before and after; of samples also the gain with its 95 % interval, None without pairs."""
+        first, last = self.first, self.last
+        if first is None or last is None:
+            return {}
+        name = last["headline"]
+        found = {"headline": name, f"{name}_before": first["metrics"][name], f"{name}_after": last["metrics"][name]}
+        found["eval_problems"] = last["problems"]
+        if "by_problem" not in last:
+            return found
+        before, after = first["by_problem"], last["by_problem"]
+        # What abstained has no value, and two headlines are no pair.
+        if name != first["headline"] or all(None in pair for pair in zip(before, after, strict=True)):
+            return found | dict.fromkeys(("gain", "gain_low", "gain_high"))
+        gain = paired_bootstrap(before, after, seed=seed)
+        return found | {"gain": gain.value, "gain_low": gain.low, "gain_high": gain.high}
+
+
+def _of_samples(found: Evaluation) -> dict[str, Any]:
+    scored = any(value is not None for value in found.rows.get("accuracy", ()))
+    headline = "accuracy" if scored else "reward"
+    by_problem = found.by_problem(headline)
+    metrics = finite(found.metrics)
+    return {"headline": headline, "metrics": metrics, "problems": len(by_problem), "by_problem": by_problem}
+
+
+def accuracy(samples: Batch) -> list[float | None]:
+    """Exact match by the task's own verifier, where the reward has such a component; no credit for a format."""
+    if "reward/accuracy" in samples:
+        values = samples["reward/accuracy"]
+        if all(value is None or 0 <= value <= 1 for value in values):  # a user's component of that name may be no share
+            return values
+    return [None] * len(samples)
 
 
 def evaluate(
@@ -99,7 +206,10 @@ def evaluate(
 def mean(values: Sequence[float | None]) -> float:
     """Mean of the values that are there; NaN if none is."""
     present = [float(value) for value in values if value is not None]
-    return math.fsum(present) / len(present) if present else math.nan
+    try:
+        return math.fsum(present) / len(present) if present else math.nan
+    except OverflowError:  # of the sum alone
+        return math.fsum(value / len(present) for value in present)
 
 
 def paired_bootstrap(

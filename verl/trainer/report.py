@@ -61,7 +61,8 @@ def write_report(run_dir: str | Path) -> Path:
 
 def render(run: Path) -> str:
     """The page as text."""
-    summary, metrics, evals = _json(run / "summary.json"), _rows(run / "metrics.jsonl"), _rows(run / "eval.jsonl")
+    summary = _json(run / "summary.json")
+    metrics, evals = read_rows(run / "metrics.jsonl"), read_rows(run / "eval.jsonl")
     data = {"curves": _curves(metrics, evals), "evals": finite(evals), "samples": _samples(run / "completions")}
     config = _text(run / "config.yaml")
     script = (_ASSETS / "report.js").read_text(encoding="utf-8")
@@ -97,7 +98,7 @@ def _json(file: Path) -> dict[str, Any]:
         return {}
 
 
-def _rows(file: Path) -> list[dict[str, Any]]:
+def read_rows(file: Path) -> list[dict[str, Any]]:
     """The rows of a JSONL file by step. Rows of one step are one; what stands in several counts as it went last."""
     by_step: dict[float, dict[str, Any]] = {}
     for line in _text(file).split("\n"):

@@ -19,7 +19,7 @@ import os
 import re
 import socket
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -78,12 +78,9 @@ class Run:
         """The log of this attempt on one of several ranks."""
         return self.log if rank == 0 else self.log.with_suffix(f".rank{rank}.log")
 
-    def rewind(self, step: int, *, evaluates: bool = False) -> None:
-        """Forget what was recorded after `step`, the last committed one, so that no row is there twice, and that the
-        run was finished, since it goes on.
-
-        Args:
-            evaluates: the first to come is another evaluation of `step`: the rows of the one before go too.
+    def rewind(self, step: int) -> None:
+        """Remove what was recorded after `step`, the last committed one, so that no row is there twice, and the mark
+        that the run is finished, since it goes on.
 
         Raises:
             CheckpointError: the disk does not take it.
@@ -92,7 +89,7 @@ class Run:
             (self.path / "summary.json").unlink(missing_ok=True)
             for file in (self.metrics, self.evals):
                 if file.exists():
-                    rewind_jsonl(file, step, drop=_is_evaluation(step) if evaluates and file == self.metrics else None)
+                    rewind_jsonl(file, step)
             for file in self.completions.glob("step-*.parquet"):
                 match = _COMPLETIONS.fullmatch(file.name)
                 if match and int(match[1]) > step:
@@ -211,11 +208,9 @@ def open_run(
     return run
 
 
-def rewind_jsonl(
-    file: Path, step: int, *rows: Mapping[str, Any], drop: Callable[[Mapping[str, Any]], bool] | None = None
-) -> None:
-    """Keep the rows of a JSONL file up to `step`, but for those to `drop`, and let `rows` follow; a torn last line goes
-    too, and what is no row with a step."""
+def rewind_jsonl(file: Path, step: int, *rows: Mapping[str, Any]) -> None:
+    """Keep the rows of a JSONL file up to `step` and append `rows`; a torn last line is removed, and whatever is no
+    row with a step."""
     kept = []
     content = file.read_text(encoding="utf-8", errors="replace") if file.exists() else ""
     for line in content.splitlines():
@@ -224,14 +219,9 @@ def rewind_jsonl(
         except ValueError:
             continue
         at = row.get("step") if isinstance(row, dict) else None
-        if isinstance(at, int) and at <= step and not (drop and drop(row)):
+        if isinstance(at, int) and at <= step:
             kept.append(line + "\n")
     write_atomic(file, "".join([*kept, *(json.dumps(row) + "\n" for row in rows)]))
-
-
-def _is_evaluation(step: int) -> Callable[[Mapping[str, Any]], bool]:
-    """Whether a row of the metrics is of an evaluation of that step."""
-    return lambda row: row["step"] == step and all(name == "step" or name.startswith("eval/") for name in row)
 
 
 def _finished(path: Path, total_steps: int | None) -> bool:

@@ -25,7 +25,9 @@ def score_metrics(batch: Batch) -> dict[str, Any]:
     record: dict[str, Any] = {
         "reward": mean,
         "reward/mean": mean,
-        "reward/std": (sum((r - mean) ** 2 for r in rewards) / len(rewards)) ** 0.5 if rewards else float("nan"),
+        "reward/std": (sum((r - mean) * (r - mean) for r in rewards) / len(rewards)) ** 0.5
+        if rewards
+        else float("nan"),
         "reward/abstained": len(batch) - len(rewards),
     }
     for name in (c for c in batch.columns if c.startswith("reward/")):

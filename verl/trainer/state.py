@@ -78,6 +78,16 @@ class RoleState(BaseModel):
     written: list[str] = []
 
 
+class EvaluationState(BaseModel):
+    """What `HeldOut` keeps: which rows, and the first and the latest result."""
+
+    model_config = ConfigDict(extra="forbid", allow_inf_nan=False)
+
+    held_out: Own
+    first: Own | None
+    last: Own | None
+
+
 class TrainerState(BaseModel):
     """`trainer.json`: the schema that every save and every load passes."""
 
@@ -89,8 +99,10 @@ class TrainerState(BaseModel):
     sources: dict[str, Own]
     roles: dict[str, RoleState]
     random: RandomState
-    loader: Own | None
-    extra: Own
+    updates: Count
+    idle: Count
+    position: Own | None
+    evaluation: EvaluationState | None
 
 
 class _Probe(BaseModel):
@@ -122,8 +134,8 @@ def load(trainer: Trainer, path: Path) -> None:
     ours = identity(trainer)
 
     def find() -> Checkpoint:
-        # A run of `verl train` says what all its settings were, which a trainer does not know of itself.
-        found = load_checkpoint(path, ours, unknown=("settings",))
+        # A run of `verl train` records its settings, which a trainer outside of one does not have.
+        found = load_checkpoint(path, ours, unknown=() if trainer.settings else ("settings",))
         check(trainer, found)
         return found
 
@@ -139,11 +151,13 @@ def identity(trainer: Trainer) -> dict[str, str]:
         if reference not in _digests:
             _digests[reference] = checksum(model_shards(reference))
         found["reference.sha256"] = _digests[reference]
+    if trainer.settings is not None:
+        found["settings"] = trainer.settings
     return found
 
 
-def contents(trainer: Trainer, extra: Mapping[str, Any] | None = None) -> dict[str, Any]:
-    """What `save_checkpoint` writes; `extra` is the caller's own JSON. All ranks bring what they hold."""
+def contents(trainer: Trainer) -> dict[str, Any]:
+    """What `save_checkpoint` writes. All ranks bring what they hold."""
     random_tensors, random_meta = rng_state()
     counters: dict[str, Any] = {}
     files: dict[str, Any] = {}
@@ -154,12 +168,14 @@ def contents(trainer: Trainer, extra: Mapping[str, Any] | None = None) -> dict[s
     state = {
         "steps": trainer.steps,
         "skipped": trainer.skipped,
+        "updates": trainer.updates,
+        "idle": trainer.idle,
         "algorithm": trainer.algorithm.state_dict(),
         "sources": {role: source.state_dict() for role, source in trainer.sources.items()},
         "roles": counters,
         "random": random_meta.model_dump(),
-        "loader": None if trainer.loader is None else trainer.loader.state_dict(),
-        "extra": dict(extra or {}),
+        "position": trainer.position,
+        "evaluation": None if trainer.held_out is None else trainer.held_out.state_dict(),
     }
     try:
         parse_json(json.dumps(state).encode(), TrainerState)
@@ -187,6 +203,7 @@ def check(trainer: Trainer, checkpoint: Checkpoint) -> TrainerState:
     Raises:
         DamagedCheckpointError: a file does not pass its schema, or disagrees with another.
         CheckpointError: an optimizer, a reward or the dtype of the weights is another.
+        DataError: the held-out data are others.
     """
     roles = _roles(trainer)
     needed = [*_REQUIRED, *(f"{role}/{part}" for role in roles for part in ("weights", "optimizer"))]
@@ -214,11 +231,13 @@ def check(trainer: Trainer, checkpoint: Checkpoint) -> TrainerState:
         trainer.check_extra_files(checkpoint)
     except DataError as error:
         raise checkpoint.damaged(str(error)) from None
+    if trainer.held_out is not None and state.evaluation is not None:
+        trainer.held_out.check(state.evaluation.held_out)
     return state
 
 
-def restore(trainer: Trainer, checkpoint: Checkpoint) -> dict[str, Any]:
-    """Put the trainer where a checkpoint was written that has passed `check`; returns `extra`."""
+def restore(trainer: Trainer, checkpoint: Checkpoint) -> None:
+    """Put the trainer where a checkpoint was written that has passed `check`."""
     state = _read_state(checkpoint)
     trainer.algorithm.load_state_dict(state.algorithm)
     for role, source in trainer.sources.items():
@@ -227,11 +246,13 @@ def restore(trainer: Trainer, checkpoint: Checkpoint) -> dict[str, Any]:
         handle.load_shards(checkpoint.shards(f"{role}/weights"))
         handle.load_state(checkpoint.tensors(f"{role}/optimizer"), state.roles[role].model_dump(exclude_unset=True))
     trainer.steps, trainer.skipped = state.steps, state.skipped
-    trainer.place = state.loader
+    trainer.updates, trainer.idle = state.updates, state.idle
+    trainer.position = state.position
+    if trainer.held_out is not None and state.evaluation is not None:
+        trainer.held_out.first, trainer.held_out.last = state.evaluation.first, state.evaluation.last
     trainer.buffer.load_state(checkpoint.batch("buffer.parquet"))
     trainer.load_extra_files(checkpoint)
     set_rng_state(checkpoint.tensors("random"), state.random)
-    return state.extra
 
 
 def _read_state(checkpoint: Checkpoint) -> TrainerState:

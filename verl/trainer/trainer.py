@@ -1,4 +1,4 @@
-"""The trainer: the one-step graph of an algorithm, run again and again, watched, logged and saved.
+"""The trainer: the one-step graph of an algorithm, run again and again, evaluated, logged and saved.
 
 A step is two runs of one graph: experience (rollout, rewards, reference log-probs, values), then learning
 (prepare, update of every model). Between them stands the buffer, and the choice of samples by algorithms that reject
@@ -8,45 +8,41 @@ some. The trainer never asks which algorithm it runs; what it must know stands o
 from __future__ import annotations
 
 import logging
+import math
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import replace
-from numbers import Integral
 from pathlib import Path
 from typing import Any, ClassVar, get_args
 
 from verl.algorithms import BaseAlgorithm, make_algorithm
 from verl.batch import Batch
-from verl.controller.ranks import is_main
+from verl.controller.once import on_main
+from verl.controller.ranks import torchrun_ranks
 from verl.data.buffers import Buffer
 from verl.data.prefetch import Loader
 from verl.dataflow.executor import Result, run_graph
-from verl.dataflow.graph import Graph, Node
-from verl.dataflow.nodes import experience_nodes, patient, reward_node, rollout_node, update_nodes
+from verl.dataflow.graph import Graph
+from verl.dataflow.nodes import rollout_node, update_nodes
 from verl.errors import CheckpointError, ConfigError, DataError, RolloutError, TrainingError
 from verl.models.memory import peak_memory
 from verl.rewards.failures import Failures
 from verl.roles.actor import Actor
 from verl.roles.critic import Critic
-from verl.roles.reward import Reward
 from verl.roles.updater import Updater
 from verl.rollout.base import SamplingParams, as_sampling
 from verl.trainer import state
+from verl.trainer.automatic import AutomaticCheckpoints
 from verl.trainer.check import check_permuted
-from verl.trainer.checkpoint import Checkpoint, CheckpointStore
-from verl.trainer.evaluation import Evaluation, MetricFn, evaluate
+from verl.trainer.checkpoint import Checkpoint
+from verl.trainer.evaluation import Evaluation, HeldOut, MetricFn, evaluate
+from verl.trainer.experience import Experience
 from verl.trainer.logging import Logger, default_logger, follow_log_level
-from verl.trainer.samples import (
-    kl_to_reference,
-    own_samples,
-    permuted,
-    rejected_rows,
-    renamed,
-    retried_groups,
-    sample_names,
-    score_metrics,
-)
+from verl.trainer.samples import own_samples, permuted, renamed, sample_names
 from verl.trainer.shared_buffer import open_buffer
+from verl.trainer.signals import StopSignal
+from verl.trainer.task import Task, check_counts, only
 from verl.trainer.timeline import Span, Timeline, busy_shares, spans_of
 from verl.training.options import Strategy
 
@@ -63,8 +59,8 @@ class Trainer:
         critic: the value model, likewise; None: made from the actor's where the algorithm has one.
         reward: a `Reward`, or anything `Reward` takes. `reward_fn=` is the same. None for algorithms without one.
         cost: likewise, what the algorithm keeps below a limit; for algorithms with that role.
-        algorithm: a name, class or instance; None: the default of `make_algorithm`.
-        n: samples a prompt; None: what suits the algorithm (`BaseAlgorithm.samples_per_prompt`).
+        algorithm, n, sampling: see `Task`.
+        tasks: a list of one `Task`, in the place of reward, cost, algorithm, n and sampling.
         buffer: "memory", "disk", "distributed" (shared on a Ray cluster), or an instance.
         buffer_size: its capacity, in samples that wait; None: unbounded.
         buffer_dir: where a disk buffer lies; the name of a distributed one.
@@ -75,8 +71,10 @@ class Trainer:
         max_failed_episodes: share of the latest 256 samples, once there are 64, whose episode may fail before it ends.
         log_dir: where TensorBoard events and `metrics.jsonl` go; None: `runs/<algorithm>-<time>`; False: nowhere.
         on_log_hook: `fn(step, record)` gets every log record.
-        checkpoint_dir, save_every: automatic checkpoints, by both together; a disk that does not take one is a warning.
+        checkpoint_dir, save_every: automatic checkpoints, by both together: every so many steps and at the end of
+            `fit`. A failed save is a warning, at the end of `fit` an error. Ctrl-C and SIGTERM then end `fit` with one.
         keep_checkpoints: how many `step-<number>` stay in that directory, the newest; None: all.
+        held_out: what `fit` evaluates before its first step, every so many steps, and after its last.
         permute_rewards: a control: rewards are dealt out at random among the samples, so nothing can be learned.
         placement: where every role runs, by one map, see `DeviceMesh`; None: where the handles say. `device_map=`
             is the same.
@@ -104,6 +102,7 @@ class Trainer:
         algorithm: str | BaseAlgorithm | None = None,
         n: int | None = None,
         sampling: SamplingParams | Mapping[str, Any] | None = None,
+        tasks: Sequence[Task] | None = None,
         buffer: str | Buffer = "memory",
         buffer_size: int | None = None,
         buffer_dir: str | Path = "buffer",
@@ -118,6 +117,7 @@ class Trainer:
         checkpoint_dir: str | Path | None = None,
         save_every: int | None = None,
         keep_checkpoints: int | None = None,
+        held_out: HeldOut | None = None,
         permute_rewards: bool = False,
         placement: Any = None,
         strategy: Any = None,
@@ -127,60 +127,46 @@ class Trainer:
         **options: Any,
     ) -> None:
         follow_log_level()
-        self.algorithm = make_algorithm(algorithm or self.algorithm_name, **options)
         if reward is not None and reward_fn is not None:
             raise ConfigError("give the trainer one reward: reward=... or reward_fn=...")
         given = {"reward": reward_fn if reward is None else reward, "cost": cost}
-        #: Role -> where its numbers come from, for those of reward and cost that the algorithm has.
-        self.sources = {role: _source(role, source, self.algorithm) for role, source in given.items() if source}
-        if self.algorithm.online and (lacking := {"reward", "cost"} & self.algorithm.roles - self.sources.keys()):
-            role = max(lacking)
-            raise ConfigError(f"algorithm '{self.algorithm.name}' needs a {role}: give the trainer {role}=...")
+        given = {role: source for role, source in given.items() if source is not None}
+        if tasks is None:
+            made = make_algorithm(algorithm or self.algorithm_name, **options)
+            tasks = [Task(algorithm=made, sources=given, n=n, sampling=sampling)]
+        elif given or options or (algorithm, n, sampling) != (None, None, None):
+            raise ConfigError("tasks have their own reward, cost, algorithm, n and sampling: give the trainer none")
+        self.task = only(tasks)
+        self.algorithm, self.sources, self.n = self.task.algorithm, self.task.sources, self.task.n
         if permute_rewards:
             check_permuted(self.algorithm)
-        layout = strategy if strategy in get_args(Strategy) else None
-        maps = [given for given in (placement, None if layout else strategy, device_map) if given is not None]
-        if len(maps) > 1:
-            raise ConfigError("give the trainer one map: placement=..., strategy=... or device_map=...")
-        if (checkpoint_dir is None) != (save_every is None):
-            raise ConfigError(
-                "automatic checkpoints need both checkpoint_dir=... and save_every=..., where and how often: give the "
-                "other too, or call save_checkpoint(path) yourself"
-            )
-        if keep_checkpoints is not None and save_every is None:
-            raise ConfigError("keep_checkpoints is of automatic checkpoints: give checkpoint_dir= and save_every=")
-        _check_counts(
-            1,
-            n=n,
-            buffer_size=buffer_size,
-            update_freq=update_freq,
-            save_every=save_every,
-            keep_checkpoints=keep_checkpoints,
-            max_skipped_updates=max_skipped_updates,
-        )
-        _check_counts(0, max_resamples=max_resamples)
+        self.checkpoints = AutomaticCheckpoints.of(checkpoint_dir, save_every, keep_checkpoints)
+        check_counts(1, buffer_size=buffer_size, update_freq=update_freq, max_skipped_updates=max_skipped_updates)
+        check_counts(0, max_resamples=max_resamples)
         self.actor = actor if isinstance(actor, Actor) else Actor(actor, head=self.algorithm.head)
         if critic is not None and not isinstance(critic, Critic):
             critic = Critic.from_pretrained(critic) if isinstance(critic, str) else Critic(critic)
-        handles: list[Actor | Critic] = [self.actor] if critic is None else [self.actor, critic]
-        changes: dict[str, Any] = {} if layout is None else {"strategy": layout}
-        changes |= {} if use_amp is None else {"use_amp": use_amp}
-        for handle in handles:
-            if maps:
-                handle.place(maps[0])
-            handle.train_with(**changes)
+        _lay_out([self.actor, *([critic] if critic else [])], placement, strategy, device_map, use_amp)
         self.updater = Updater(self.algorithm, actor=self.actor, critic=critic)
         self.critic = self.updater.critics.get("critic")
         self.deadline = deadline
-        self._controllers = {self.actor.controller, *(c.controller for c in self.updater.critics.values())}
-        for controller in self._controllers:
+        for controller in {self.actor.controller, *(made.controller for made in self.updater.critics.values())}:
             controller.wait(deadline)
-        self.n = self.algorithm.samples_per_prompt if n is None else n
-        self.algorithm.check_samples(self.n)
-        self.sampling = as_sampling(sampling, self.actor.sampling)
+        self.sampling = as_sampling(self.task.sampling, self.actor.sampling)
         if self.algorithm.online:  # log-probs are of logits at the temperature that samples are drawn at
             self.actor.plan = replace(self.actor.plan, temperature=self.sampling.temperature or 1.0)
         _warn_of_masks(self.actor, self.sampling)
+        self.episodes = Failures(max_failed_episodes)
+        self.experience = Experience(
+            self.updater,
+            self.sources,
+            self._run,
+            n=self.n,
+            sampling=self.sampling,
+            max_resamples=max_resamples,
+            episodes=self.episodes,
+        )
+        self.learning_graph = Graph(update_nodes("update", self.updater))
         self.update_freq = update_freq
         self.buffer = open_buffer(buffer, _UNBOUNDED if buffer_size is None else buffer_size, buffer_dir)
         if (update_freq or 1) > self.buffer.capacity:
@@ -190,35 +176,33 @@ class Trainer:
             )
         #: Names of samples that have waited since before the first step, which calls its own alike.
         self._former: set[str] | None = None
-        self.max_resamples = max_resamples
         self.max_skipped_updates = max_skipped_updates
         self.permute_rewards = permute_rewards
-        self.checkpoint_dir = checkpoint_dir
-        self.save_every = save_every
-        self.keep_checkpoints = keep_checkpoints
+        self.held_out = held_out
+        #: Digest of the settings of `verl train`; part of its checkpoints' identity.
+        self.settings: str | None = None
         self.timeline = None if timeline is None else Timeline(timeline)
         #: What worked when, since the present step began.
         self.spans: list[Span] = []
         self.steps = 0
-        #: Where `fit` takes its prompts from; and where a loaded checkpoint's loader was, for the next `fit`.
-        self.loader: Loader | None = None
-        self.place: dict[str, Any] | None = None
+        #: Updates that changed the policy, and updates that did not: empty ones, and those without a finite gradient.
+        self.updates = self.idle = 0
+        #: Latest updates in a row that were not finite.
         self.skipped = 0
-        self.episodes = Failures(max_failed_episodes)
-        self.metric_fns: dict[str, Callable[[Batch], float]] = {}
+        self._goal: int | None = None
+        self._loader: Loader | None = None
+        self._position: dict[str, Any] | None = None
         self._log_dir = log_dir
         self._logger: Logger | None = None
         self._hooks = [on_log_hook] if on_log_hook else []
         if logger is not None:
             self.use_logger(logger)
-        self.experience_graph = Graph(self._patient(self._experience()))
-        self.learning_graph = Graph(self._patient(update_nodes("update", self.updater)))
 
     @property
     def graph(self) -> Graph:
         """The whole step as one graph, to look at or compare."""
-        nodes = [*self.experience_graph.nodes.values(), *self.learning_graph.nodes.values()]
-        return Graph(nodes, self.experience_graph.inputs)
+        experience = self.experience.graph
+        return Graph([*experience.nodes.values(), *self.learning_graph.nodes.values()], experience.inputs)
 
     @property
     def logger(self) -> Logger:
@@ -241,7 +225,7 @@ class Trainer:
 
     def add_metric(self, name: str, fn: Callable[[Batch], float]) -> None:
         """Log `fn(samples)` of each step's samples under `name`."""
-        self.metric_fns[name] = fn
+        self.experience.metric_fns[name] = fn
 
     def step(self, prompts: Any) -> dict[str, Any]:
         """One step: sample, score, and (unless `update_freq` says to wait) update every model.
@@ -261,7 +245,10 @@ class Trainer:
         began = time.perf_counter()
         self.spans.clear()
         batch = self.actor.prompts(prompts, key=f"s{self.steps}")
-        samples, record = self.recall(batch) if "response_tokens" in batch else self.collect(batch)
+        recorded = "response_tokens" in batch
+        samples, record = (
+            self.experience.replay(batch, f"s{self.steps}") if recorded else self.experience.collect(batch)
+        )
         if self._former is None:
             self._former = sample_names(self.buffer.state())
         samples = renamed(samples, self._former)
@@ -286,36 +273,45 @@ class Trainer:
         record.update(busy_shares(self.spans, record["time/step"]))
         record["memory/peak_gb"] = peak_memory() / 1e9
         self.steps += 1
+        updated = record["updated"] and not _all_skipped(record, "actor")
+        self.updates += updated
+        self.idle += not updated and ("update/empty" in record or record["updated"])
         logger.debug("step %d: %s", self.steps, ", ".join(f"{name}={value}" for name, value in record.items()))
         self.logger.log(self.steps, record)
-        if self.save_every and self.checkpoint_dir and self.steps % self.save_every == 0:
-            self._save_automatically(Path(self.checkpoint_dir))
+        if self.steps != self._goal:
+            self._keep()
         return record
-
-    def _save_automatically(self, directory: Path) -> None:
-        result = state.save(self, directory / f"step-{self.steps:06d}")
-        if not result:
-            logger.warning("%s; training goes on, earlier checkpoints are untouched", result.error)
-        elif self.keep_checkpoints is not None and is_main():
-            CheckpointStore(directory, self.keep_checkpoints).prune(self.steps)
 
     def fit(self, prompts: Iterable[Any], steps: int) -> dict[str, Any]:
         """`steps` steps over batches of prompts: those of a loader, a list or any other iterable; the last record.
 
-        A loader's place (`state_dict`, `load_state_dict`) is in the checkpoints that are saved from now on; after
-        `load_checkpoint` a loader over the same data goes on there.
+        What is held out is evaluated on the way; with `checkpoint_dir`, the first Ctrl-C or SIGTERM ends it after the
+        step at hand, with a checkpoint. A loader's position is in every checkpoint; after `load_checkpoint` or `resume`
+        a loader over the same data goes on there.
 
         Raises:
             DataError: there are fewer batches than steps.
+            TrainingError, RewardError, RolloutError: no update so far has changed the policy.
+            CheckpointError: the disk does not take the last checkpoint.
+            SystemExit: by a signal.
         """
         record: dict[str, Any] = {}
-        self.loader = prompts if isinstance(prompts, Loader) else None
-        if self.place is not None and self.loader is not None:
-            self._go_on(self.loader, self.place)
-        self.place = None
-        batches = iter(prompts)
-        for _ in range(steps):
-            record = self.advance(batches)
+        batches = self._open(prompts)
+        self._goal = goal = self.steps + steps
+        try:
+            with StopSignal() if self.checkpoints is not None else nullcontext() as stop:
+                if self.held_out is not None and self.held_out.first is None:
+                    self.evaluate_held_out()
+                while self.steps < goal and not self._is_stopped(stop):
+                    record = self.advance(batches)
+                if stop is not None and self._is_stopped(stop):
+                    self._checkpoints().save(self)
+                    logger.info("stopped by %s after step %d; the same command goes on", stop.received, self.steps)
+                    raise SystemExit(stop.exit_code)
+                on_main("failures", lambda: self.check_learned(record))
+                self._keep(last=True)
+        finally:
+            self._goal = None
         return record
 
     def advance(self, prompts: Iterator[Any]) -> dict[str, Any]:
@@ -330,11 +326,24 @@ class Trainer:
             raise self._no_prompts() from None
         return self.step(batch)
 
-    def _go_on(self, loader: Loader, place: dict[str, Any]) -> None:
-        try:
-            loader.load_state_dict(place)
-        except Exception as error:  # of whatever loader the user has
-            logger.warning("the checkpoint was saved over other prompts, so these begin where they are: %s", error)
+    @property
+    def position(self) -> dict[str, Any] | None:
+        """Where the loader of `fit` is in its data; of a checkpoint that was loaded: where the next one goes on."""
+        return self._position if self._loader is None else self._loader.state_dict()
+
+    @position.setter
+    def position(self, position: dict[str, Any] | None) -> None:
+        self._loader, self._position = None, position
+
+    def _open(self, prompts: Iterable[Any]) -> Iterator[Any]:
+        position, self._position = self._position, None
+        self._loader = prompts if isinstance(prompts, Loader) else None
+        if position is not None and self._loader is not None:
+            try:
+                self._loader.load_state_dict(position)
+            except Exception as error:  # of whatever loader the user has
+                logger.warning("the checkpoint was saved over other prompts, so these begin where they are: %s", error)
+        return iter(prompts)
 
     def _no_prompts(self) -> DataError:
         return DataError(
@@ -342,18 +351,69 @@ class Trainer:
             "without end, such as verl.data.loader.PromptLoader"
         )
 
+    def _is_stopped(self, stop: StopSignal | None) -> bool:
+        """Whether a signal has reached any rank: all end after the same step."""
+        if stop is None or torchrun_ranks() == 1:
+            return stop is not None and stop.requested
+        return self.actor.controller.world().anywhere("stop", stop.requested)
+
+    def _keep(self, *, last: bool = False) -> None:
+        """Evaluate and save, where that is due; after the last step of `fit` both are."""
+        held_out = self.held_out
+        evaluated = None if held_out is None or held_out.last is None else held_out.last["step"]
+        if held_out is not None and evaluated != self.steps and (last or held_out.is_due(self.steps)):
+            self.evaluate_held_out()
+        if self.checkpoints is not None and (last or self.steps % self.checkpoints.every == 0):
+            error = self.checkpoints.save(self)
+            if error is not None and last:
+                raise CheckpointError(f"{error}; the run is trained but not saved: free space and run it again")
+
+    def evaluate_held_out(self) -> dict[str, Any]:
+        """Evaluate `held_out` now; returns and logs the result."""
+        assert self.held_out is not None
+        rows, began = self.held_out.rows, time.perf_counter()
+        self.logger.phase(f"evaluating {len(rows)} held-out rows")
+        found: Evaluation | dict[str, float]
+        if isinstance(rows, Batch):
+            found = self.evaluate_loss(rows)
+        else:
+            options = self.held_out
+            found = self.evaluate(rows.batch, options.metrics, n=options.n, temperature=options.temperature)
+        result = self.held_out.note(self.steps, found)
+        metrics = {f"eval/{name}": value for name, value in result["metrics"].items()}
+        self.logger.log(self.steps, {**metrics, "time/evaluation": time.perf_counter() - began})
+        return result
+
     def close(self) -> None:
         """End what the trainer has started besides itself; the next step starts it anew."""
         for source in self.sources.values():
             source.close()
 
     def check_failures(self) -> None:
-        """For the end of a run: raises RewardError or RolloutError if all rewards, or all episodes, have failed so far,
-        too few for the bounds that hold in between."""
+        """Raises RewardError or RolloutError if every reward, or every episode, has failed so far, however few."""
         if self.episodes.all:
             raise RolloutError("every episode failed (the warnings say why), so nothing was learned: mend it")
         for source in self.sources.values():
             source.check_failures()
+
+    def check_learned(self, record: Mapping[str, Any]) -> None:
+        """For the end of training, whose last record is given.
+
+        Raises:
+            RewardError, RolloutError: see `check_failures`.
+            TrainingError: there were updates, and none has changed the policy.
+        """
+        self.check_failures()
+        if not self.idle or self.updates:
+            return
+        mean, name = record.get("reward", 0.0), self.sources["reward"].source.name if "reward" in self.sources else ""
+        if math.isnan(mean):
+            cause = f"reward '{name}' gave no finite number for any sample of the last step"
+        elif self.skipped:
+            cause = "the loss or its gradient was not finite: lower the learning rate, or train in float32"
+        else:
+            cause = f"algorithm '{self.algorithm.name}' found no sample to learn from"
+        raise TrainingError(f"nothing was learned, none of {self.idle} updates changed the policy: {cause}")
 
     def extra_files(self) -> dict[str, Any]:
         """What a kind of trainer adds to a checkpoint."""
@@ -375,47 +435,6 @@ class Trainer:
                 f"{checkpoint.path} is of asynchronous training, with prompts and samples on their way that a "
                 "synchronous trainer would lose: go on with AsyncTrainer (trainer.max_staleness)"
             )
-
-    def collect(self, prompts: Batch) -> tuple[Batch, dict[str, Any]]:
-        """Experience for a batch of prompts, and what it measured.
-
-        Prompts whose samples the algorithm rejects are sampled again, at most `max_resamples` times; after that
-        the step goes on with what there is.
-        """
-        if not self.algorithm.online:
-            raise DataError(
-                f"algorithm '{self.algorithm.name}' learns from recorded responses and this batch has none: "
-                "give batches of an OfflineDatasetLoader made with the actor's tokenizer"
-            )
-        result = self._run(self.experience_graph, prompts)
-        record = self._rollout_metrics(result)
-        keep = self.algorithm.keep(result.batch)
-        if keep is None:
-            return result.batch, record
-        kept, rounds = [result.batch.filter(keep)], 0
-        origin = {group: group for group in prompts["group"]}
-        while (again := rejected_rows(prompts, kept, origin)) and rounds < self.max_resamples:
-            rounds += 1
-            retry = prompts.take(again)
-            retries = retry.drop(["group", "id"]).add({"group": retried_groups(retry["group"], rounds, origin)})
-            more = self._run(self.experience_graph, retries).batch
-            kept.append(more.filter(self.algorithm.keep(more) or [True] * len(more)))
-        record["rollout/resamples"] = rounds
-        record["rollout/rejected_prompts"] = len(again)
-        return Batch.concat(kept), record
-
-    def recall(self, batch: Batch) -> tuple[Batch, dict[str, Any]]:
-        """Experience from recorded responses: the graph of `collect` without a rollout, and without the nodes whose
-        column has been recorded."""
-        batch = self.algorithm.extend(batch)
-        if "id" not in batch:
-            batch = batch.add({"id": [f"s{self.steps}.{row}" for row in range(len(batch))]})
-        nodes = [n for n in self._experience() if n.kind != "source" and not set(n.outputs) & set(batch.columns)]
-        # The temperature that samples were drawn at, where it is not the actor's own.
-        own = ("temperature",) if "temperature" in batch else ()
-        nodes = [replace(n, inputs=(*n.inputs, *own)) if "ref_log_probs" in n.outputs else n for n in nodes]
-        result = self._run(Graph(self._patient(nodes), batch.columns), batch)
-        return result.batch, {**score_metrics(own_samples(result.batch)), **result.metrics}
 
     def learn(self, samples: Batch) -> dict[str, Any]:
         """Update every model from scored samples."""
@@ -455,7 +474,7 @@ class Trainer:
         if "id" in problems:  # a loader names visits, not problems
             problems = problems.drop(["id", "group"]).add({"group": [f"eval.{i}" for i in range(len(problems))]})
         params = replace(self.sampling, temperature=temperature)
-        graph = Graph(self._patient([rollout_node("rollout", self.actor, n=n, params=params)]))
+        graph = Graph([rollout_node("rollout", self.actor, n=n, params=params)])
         reward = self.sources["reward"]
         state_before = reward.state_dict()
         try:
@@ -467,7 +486,7 @@ class Trainer:
         """Loss and metrics of an update (such as preference accuracy) on recorded rows; nothing is learned."""
         state_before = self.algorithm.state_dict()
         try:
-            prepared, metrics = self.updater.prepare(self.recall(batch)[0])
+            prepared, metrics = self.updater.prepare(self.experience.replay(batch, "eval")[0])
         finally:
             self.algorithm.load_state_dict(state_before)
         return {**metrics, **self.actor.compute_loss(prepared, self.algorithm)}
@@ -491,9 +510,32 @@ class Trainer:
             CheckpointError: the checkpoint is damaged, or belongs to another model or algorithm.
         """
         state.load(self, Path(path))
+        if self.checkpoints is not None:
+            self.checkpoints.saved = None
 
-    def _patient(self, nodes: list[Node]) -> list[Node]:
-        return patient(nodes, self._controllers, self.deadline)
+    def resume(self) -> int | None:
+        """Go on from the newest whole checkpoint of `checkpoint_dir`; its step, or None if there is none.
+
+        Raises:
+            CheckpointError: none is whole, or they belong to another model, algorithm or settings.
+        """
+        step = self._checkpoints().resume(self)
+        if step is not None:
+            logger.info("going on from step %d", step)
+        return step
+
+    def rollback(self, step: int) -> None:
+        """Go back to the automatic checkpoint of `step`; later ones are removed, so that it is the newest.
+
+        Raises:
+            CheckpointError: there is no such checkpoint, it is damaged, or the disk refuses.
+        """
+        self._checkpoints().rollback(self, step)
+
+    def _checkpoints(self) -> AutomaticCheckpoints:
+        if self.checkpoints is None:
+            raise ConfigError("this trainer has no automatic checkpoints: give it checkpoint_dir= and save_every=")
+        return self.checkpoints
 
     def _run(self, graph: Graph, batch: Batch) -> Result:
         result = run_graph(graph, batch, deadline=self.deadline)
@@ -507,70 +549,21 @@ class Trainer:
         if self.timeline is not None:
             self.timeline.add(spans, self.steps + 1)
 
-    def _experience(self) -> list[Node]:
-        nodes = [reward_node(role, source, role) for role, source in self.sources.items()]
-        nodes += experience_nodes(self.updater)
-        if not self.algorithm.online:
-            return nodes
-        baseline = self.algorithm.greedy_baseline
-        return [rollout_node("rollout", self.actor, n=self.n, params=self.sampling, greedy_baseline=baseline), *nodes]
-
-    def _rollout_metrics(self, result: Result) -> dict[str, Any]:
-        generated = int(result.batch.tensor("response_mask").sum())  # what tools wrote is not
-        batch = own_samples(result.batch)
-        lengths = batch.lengths("response_tokens")
-        busy = result.timings["rollout"].busy
-        record: dict[str, Any] = {
-            **score_metrics(batch),
-            "response/length": sum(lengths) / max(len(lengths), 1),
-            "response/cut": sum(f == "length" for f in batch["finish"]) / max(len(batch), 1),
-            "rollout/tokens": generated,
-            "rollout/tokens_per_s": generated / max(busy, 1e-9),
-            "time/rollout": busy,
-            **({"kl": kl_to_reference(batch)} if "ref_log_probs" in batch else {}),
-            **result.metrics,
-        }
-        if "rejected" in batch:
-            failed = self._count_episodes(batch["episode_error"])
-            drawn = sum(batch["rejected"]) + len(batch) - failed
-            kept = sum(end in ("stop", "length") for end in batch["finish"])
-            record["rollout/rejection_rate"] = 1 - kept / max(drawn, 1)
-            record["rollout/failed_episodes"] = failed
-        return {**record, **self._own_metrics(batch)}
-
-    def _own_metrics(self, samples: Batch) -> dict[str, float]:
-        """What the user's functions say of the policy's samples.
-
-        Raises:
-            DataError: one says no number.
-        """
-        samples, found = own_samples(samples), {}
-        for name, fn in self.metric_fns.items():
-            value: Any = fn(samples)
-            try:
-                found[name] = float(value)
-            except (TypeError, ValueError):
-                raise DataError(f"metric '{name}' returned {value!r}: give one number for all samples") from None
-        return found
-
-    def _count_episodes(self, errors: list[str | None]) -> int:
-        told = [error for error in errors if error is not None]
-        self.episodes.add(error is not None for error in errors)
-        if self.episodes.too_many:
-            raise RolloutError(
-                f"the episode failed on {self.episodes} (latest: {told[-1] if told else 'earlier'}). Mend it, raise "
-                "its deadline, or raise max_failed_episodes (in settings reward.max_failure_rate)"
-            )
-        return len(told)
-
     def _watch(self, metrics: Mapping[str, Any]) -> None:
-        skipped = sum(value for name, value in metrics.items() if name.startswith("update/skipped"))
-        self.skipped = self.skipped + 1 if skipped else 0
-        if self.skipped >= self.max_skipped_updates:
-            raise TrainingError(
-                f"{self.skipped} updates in a row had a loss or gradient that is not finite (step {self.steps + 1}): "
-                "lower the learning rate, look at the rewards, or train in float32"
-            )
+        """Count updates that were not finite; too many in a row end the run at the last good checkpoint."""
+        self.skipped = (
+            self.skipped + 1 if any(_all_skipped(metrics, role) for role in ("actor", *self.updater.critics)) else 0
+        )
+        if self.skipped < self.max_skipped_updates:
+            return
+        text = (
+            f"{self.skipped} updates in a row had a loss or gradient that is not finite (step {self.steps + 1}): lower "
+            "the learning rate, look at the rewards, or train in float32"
+        )
+        if self.checkpoints is not None and (step := self.checkpoints.last_good(self)) is not None:
+            self.rollback(step)
+            text += f". The weights and the newest checkpoint are those of step {step}"
+        raise TrainingError(text)
 
 
 class PPOTrainer(Trainer):
@@ -579,17 +572,20 @@ class PPOTrainer(Trainer):
     algorithm_name = "ppo"
 
 
-def _source(role: str, source: Any, algorithm: BaseAlgorithm) -> Reward:
-    if role not in algorithm.roles:
-        raise ConfigError(f"algorithm '{algorithm.name}' has no {role}: leave {role}=... out")
-    return source if isinstance(source, Reward) else Reward(source)
-
-
-def _check_counts(least: int, **counts: Any) -> None:
-    """Raises ConfigError for a count that is given and is no whole number of at least `least`."""
-    for name, count in counts.items():
-        if count is not None and (isinstance(count, bool) or not isinstance(count, Integral) or count < least):
-            raise ConfigError(f"{name} must be a whole number of at least {least}, not {count!r}")
+def _lay_out(
+    handles: Sequence[Actor | Critic], placement: Any, strategy: Any, device_map: Any, use_amp: bool | None
+) -> None:
+    """Where the models run, and how their ranks share the training; `strategy` is a way of sharing, or a map."""
+    layout = strategy if strategy in get_args(Strategy) else None
+    maps = [given for given in (placement, None if layout else strategy, device_map) if given is not None]
+    if len(maps) > 1:
+        raise ConfigError("give the trainer one map: placement=..., strategy=... or device_map=...")
+    changes: dict[str, Any] = {} if layout is None else {"strategy": layout}
+    changes |= {} if use_amp is None else {"use_amp": use_amp}
+    for handle in handles:
+        if maps:
+            handle.place(maps[0])
+        handle.train_with(**changes)
 
 
 def _warn_of_masks(actor: Actor, sampling: SamplingParams) -> None:
@@ -600,3 +596,9 @@ def _warn_of_masks(actor: Actor, sampling: SamplingParams) -> None:
             "gradient is biased by as much as the mask takes away",
             ", ".join(on),
         )
+
+
+def _all_skipped(metrics: Mapping[str, Any], role: str) -> bool:
+    """Whether no optimizer step of a role's update was finite."""
+    skipped = metrics.get(f"update/skipped/{role}", 0.0)
+    return bool(skipped) and skipped >= metrics.get(f"update/steps/{role}", skipped)

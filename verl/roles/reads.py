@@ -1,0 +1,54 @@
+"""What an algorithm reads of models beside the samples: the one list that graphs, updaters and actors share."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from verl.algorithms import BaseAlgorithm
+from verl.batch import Batch
+
+if TYPE_CHECKING:
+    from verl.roles.actor import Actor
+    from verl.roles.critic import Critic
+
+#: Role of a value model -> the column of its values.
+VALUES = {"critic": "values", "cost_critic": "cost_values"}
+
+
+@dataclass(frozen=True)
+class Read:
+    """A column, the role whose model computes it, and how: from sequences to a batch of this column alone."""
+
+    column: str
+    role: str
+    compute: Callable[[Batch], Batch]
+
+
+def reads(algorithm: BaseAlgorithm, actor: Actor, critics: Mapping[str, Critic]) -> list[Read]:
+    """Reference log-probs and values, as the algorithm's roles say; `critics` by role."""
+    found = [Read(VALUES[role], role, _values(critic, VALUES[role])) for role, critic in critics.items()]
+    if "reference" in algorithm.roles:
+        found.insert(0, Read("ref_log_probs", "reference", actor.compute_ref_log_probs))
+    return found
+
+
+def experience(algorithm: BaseAlgorithm, sequences: Batch, wanted: Iterable[Read]) -> Batch:
+    """The sequences with rows that the algorithm adds, and with the columns that they lack."""
+    sequences = algorithm.extend(sequences)
+    for read in wanted:
+        if read.column not in sequences:
+            sequences = sequences.add(read.compute(sequences))
+    return sequences
+
+
+def prepare(algorithm: BaseAlgorithm, actor: Actor, samples: Batch) -> tuple[Batch, dict[str, float]]:
+    """`BaseAlgorithm.prepare`, after the log-probs before the update where they are needed."""
+    if "log_probs" not in samples and actor.needs_old_log_probs(algorithm, samples):
+        samples = samples.add(actor.compute_log_probs(samples))
+    return algorithm.prepare(samples)
+
+
+def _values(critic: Critic, column: str) -> Callable[[Batch], Batch]:
+    return lambda batch: Batch.from_columns({column: critic.compute_values(batch).arrow("values")})

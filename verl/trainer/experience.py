@@ -1,0 +1,159 @@
+"""The scored samples of a step: sampled from prompts, with resampling of what the algorithm rejects, or recorded."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from typing import Any
+
+from verl.batch import Batch
+from verl.dataflow.executor import Result, combined
+from verl.dataflow.graph import Graph, Node
+from verl.dataflow.nodes import experience_nodes, reward_node, rollout_node
+from verl.errors import DataError, RolloutError
+from verl.rewards.failures import Failures
+from verl.roles.reward import Reward
+from verl.roles.updater import Updater
+from verl.rollout.base import SamplingParams
+from verl.trainer.samples import (
+    kl_to_reference,
+    own_samples,
+    rejected_rows,
+    retried_groups,
+    score_metrics,
+)
+
+
+class Experience:
+    """Samples with everything that the algorithm reads: rewards, reference log-probs, values.
+
+    Args:
+        updater: the algorithm and its models.
+        sources: role -> its `Reward`.
+        run: runs a graph on a batch.
+        n, sampling: samples a prompt, and how they are drawn.
+        max_resamples: further rollouts for prompts whose samples the algorithm rejects.
+        episodes: counts episodes that failed.
+    """
+
+    def __init__(
+        self,
+        updater: Updater,
+        sources: Mapping[str, Reward],
+        run: Callable[[Graph, Batch], Result],
+        *,
+        n: int,
+        sampling: SamplingParams,
+        max_resamples: int,
+        episodes: Failures,
+    ) -> None:
+        self.updater, self.algorithm, self.episodes = updater, updater.algorithm, episodes
+        self.max_resamples, self._run = max_resamples, run
+        scored = [reward_node(role, source, role) for role, source in sources.items()]
+        self.nodes: list[Node] = [*scored, *experience_nodes(updater)]
+        if self.algorithm.online:
+            baseline = self.algorithm.greedy_baseline
+            rollout = rollout_node("rollout", updater.actor, n=n, params=sampling, greedy_baseline=baseline)
+            self.nodes.insert(0, rollout)
+        self.graph = Graph(self.nodes)
+        self.metric_fns: dict[str, Callable[[Batch], float]] = {}
+
+    def collect(self, prompts: Batch) -> tuple[Batch, dict[str, Any]]:
+        """Samples for a batch of prompts, and metrics.
+
+        Prompts whose samples the algorithm rejects are sampled again, at most `max_resamples` times; after that
+        the step goes on with what there is.
+        """
+        if not self.algorithm.online:
+            raise DataError(
+                f"algorithm '{self.algorithm.name}' learns from recorded responses and this batch has none: "
+                "give batches of an OfflineDatasetLoader made with the actor's tokenizer"
+            )
+        drawn = [self._draw(prompts)]
+        keep = self.algorithm.keep(drawn[0].batch)
+        if keep is None:
+            return drawn[0].batch, self._metrics(drawn)
+        kept = [drawn[0].batch.filter(keep)]
+        origin = {group: group for group in prompts["group"]}
+        while (again := rejected_rows(prompts, kept, origin)) and len(drawn) <= self.max_resamples:
+            retry = prompts.take(again)
+            groups = retried_groups(retry["group"], len(drawn), origin)
+            drawn.append(self._draw(retry.drop(["group", "id"]).add({"group": groups})))
+            more = drawn[-1].batch
+            kept.append(more.filter(self.algorithm.keep(more) or [True] * len(more)))
+        rounds = {"rollout/resamples": len(drawn) - 1, "rollout/rejected_prompts": len(again)}
+        return Batch.concat(kept), self._metrics(drawn) | rounds
+
+    def replay(self, batch: Batch, key: str) -> tuple[Batch, dict[str, Any]]:
+        """Recorded responses as samples: without a rollout, and without the nodes whose column has been recorded.
+
+        Args:
+            key: begins the ids of rows that have none.
+        """
+        batch = self.algorithm.extend(batch)
+        if "id" not in batch:
+            batch = batch.add({"id": [f"{key}.{row}" for row in range(len(batch))]})
+        nodes = [n for n in self.nodes if n.kind != "source" and not set(n.outputs) & set(batch.columns)]
+        # The temperature that samples were drawn at, where it is not the actor's own.
+        own = ("temperature",) if "temperature" in batch else ()
+        nodes = [replace(n, inputs=(*n.inputs, *own)) if "ref_log_probs" in n.outputs else n for n in nodes]
+        result = self._run(Graph(nodes, batch.columns), batch)
+        return result.batch, {**score_metrics(own_samples(result.batch)), **result.metrics}
+
+    def own_metrics(self, samples: Batch) -> dict[str, float]:
+        """What the user's functions compute from the policy's samples.
+
+        Raises:
+            DataError: one returns no number.
+        """
+        samples, found = own_samples(samples), {}
+        for name, fn in self.metric_fns.items():
+            value: Any = fn(samples)
+            try:
+                found[name] = float(value)
+            except (TypeError, ValueError):
+                raise DataError(f"metric '{name}' returned {value!r}: give one number for all samples") from None
+        return found
+
+    def _draw(self, prompts: Batch) -> Result:
+        result = self._run(self.graph, prompts)
+        if "episode_error" in result.batch:
+            self._count_episodes(own_samples(result.batch)["episode_error"])
+        return result
+
+    def _metrics(self, drawn: list[Result]) -> dict[str, Any]:
+        """Of the rollouts of a step: rewards, lengths and KL of the first, which has every prompt once; tokens, time,
+        abstentions and failures of all; what nodes measured, combined over all."""
+        batch, batches = own_samples(drawn[0].batch), [own_samples(result.batch) for result in drawn]
+        lengths = batch.lengths("response_tokens")
+        generated = sum(int(result.batch.tensor("response_mask").sum()) for result in drawn)  # what tools wrote is not
+        busy = sum(result.timings["rollout"].busy for result in drawn)
+        record: dict[str, Any] = {
+            **score_metrics(batch),
+            "response/length": sum(lengths) / max(len(lengths), 1),
+            "response/cut": sum(f == "length" for f in batch["finish"]) / max(len(batch), 1),
+            "rollout/tokens": generated,
+            "rollout/tokens_per_s": generated / max(busy, 1e-9),
+            "time/rollout": busy,
+            **({"kl": kl_to_reference(batch)} if "ref_log_probs" in batch else {}),
+            **combined([(len(result.batch), result.metrics) for result in drawn]),
+            **self.own_metrics(batch),
+        }
+        if "reward" in batch:
+            record["reward/abstained"] = sum(samples["reward"].count(None) for samples in batches)
+        if "rejected" in batch:
+            failed = sum(error is not None for samples in batches for error in samples["episode_error"])
+            tried = sum(sum(samples["rejected"]) + len(samples) for samples in batches) - failed
+            ended = sum(end in ("stop", "length") for samples in batches for end in samples["finish"])
+            record["rollout/rejection_rate"] = 1 - ended / max(tried, 1)
+            record["rollout/failed_episodes"] = failed
+        return record
+
+    def _count_episodes(self, errors: list[str | None]) -> None:
+        self.episodes.add(error is not None for error in errors)
+        if self.episodes.too_many:
+            latest = next((error for error in reversed(errors) if error is not None), "earlier")
+            raise RolloutError(
+                f"the episode failed on {self.episodes} (latest: {latest}). Mend it, raise its deadline, or raise "
+                "max_failed_episodes (in settings reward.max_failure_rate)"
+            )
