@@ -39,9 +39,10 @@ model: $(INSTALLED) ## get SmolLM2-135M-Instruct into models/
 train: model ## train SmolLM2-135M-Instruct on a procedural task, and report
 	$(BIN)/verl train $(RECIPE) $(ARGS)
 
-lint: $(INSTALLED) ## style and types
+lint: $(INSTALLED) ## style, words and types
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
+	$(BIN)/python scripts/plain_words.py
 	$(BIN)/mypy
 
 test: lint ## style, types and the fast tests

@@ -4,7 +4,7 @@ A `Batch` is a typed Arrow table with one row a sample and ragged columns as Arr
 
 Columns the system knows (others are the user's and travel along untouched):
 
-    id                 string   names the sample for ever: "<prompt id>/<number>"
+    id                 string   names the sample: "<prompt id>/<number>"
     group              string   which prompt (a preference pair is a group of two rows)
     task               string   which task
     prompt             string   a plain prompt, tokenised as it is; the text of one given as token ids

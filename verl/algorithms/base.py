@@ -60,7 +60,7 @@ class BaseAlgorithm(ABC):
         samples_per_prompt: what suits it, unless the user says otherwise.
         greedy_baseline: each prompt gets one greedy sample beside the others in the same rollout, marked by the
             row column `baseline`; `prepare` takes it out.
-        needs_log_probs: the trainer's own `log_probs` must be a column before `prepare`, whoever sampled.
+        needs_log_probs: the trainer's own `log_probs` must be a column before `prepare`, whichever engine sampled.
         unread: options that its loss never reads, and why; see `unread_options`.
     """
 

@@ -141,8 +141,8 @@ def _tell(out: Path, rows: Mapping[str, int], answers: Mapping[str, Mapping[str,
     """
     refused = {row: answers[name]["error"] for name, row in rows.items() if answers[name]["finish"] == "refused"}
     there, prompts = sum(row not in refused for row in rows.values()), len(set(rows.values()))
-    told = f"; {len(refused)} of {prompts} prompts refused, see `error` in the output" if refused else ""
-    typer.echo(f"{there} of {len(rows)} responses are there{told}", err=True)
+    note = f"; {len(refused)} of {prompts} prompts refused, see `error` in the output" if refused else ""
+    typer.echo(f"{there} of {len(rows)} responses are there{note}", err=True)
     if not there:
         raise RolloutError(f"{out}: every prompt was refused, the first because {next(iter(refused.values()))}")
 

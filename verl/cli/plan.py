@@ -1,4 +1,4 @@
-"""What a run would do, told without doing it: `verl train --dry-run`."""
+"""What a run would do, without doing it: `verl train --dry-run`."""
 
 from __future__ import annotations
 

@@ -120,7 +120,7 @@ class PromptLoader:
         return self._walk.state_dict()
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go to the place that `state_dict` told.
+        """Go on at a position from `state_dict`.
 
         Raises:
             DataError: the state belongs to other prompts, or to another seed or order.

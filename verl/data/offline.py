@@ -228,8 +228,7 @@ def _recorded(path: Path) -> Batch | None:
 
 def _named(batch: Batch, files: Sequence[Hashable]) -> Batch:
     """Experience with an id and a group in each row: what has none gets a number that no other row has. What was
-    computed from the models of whoever recorded goes, and so does the version of the policy, which counts their
-    updates: the models that learn have their own."""
+    computed from the recording models is dropped, and so is the version of the policy, which counts their updates."""
     named = {}
     for column in ("id", "group"):
         given = batch[column] if column in batch else [None] * len(batch)

@@ -12,7 +12,7 @@ from verl.batch import Batch
 
 @runtime_checkable
 class Loader(Protocol):
-    """Batches without end, from a place that can be told and gone to."""
+    """Batches without end, with a position that is saved and restored."""
 
     def __iter__(self) -> Iterator[Batch]: ...
     def __next__(self) -> Batch: ...
@@ -58,7 +58,7 @@ class Prefetch:
             try:
                 batch = next(self.loader)
                 result.put((batch, self.loader.state_dict()))
-            except BaseException as error:  # whoever asks for this batch gets it
+            except BaseException as error:  # raised where this batch is taken
                 result.put(error)
 
         # A daemon: a data source that hangs does not keep the process from ending.

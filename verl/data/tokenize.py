@@ -111,13 +111,13 @@ def to_prompts(tokenizer: Any, batch: Batch, tools: Sequence[Mapping[str, Any]] 
     """
     if "prompt_tokens" not in batch or None in batch["prompt_tokens"]:
         batch = PromptTokenizer(tokenizer, tools=tools)(batch)
-    told = [batch[name] for name in ("prompt", "messages") if name in batch]
-    untold = [row for row in range(len(batch)) if all(column[row] is None for column in told)]
-    if not untold:
+    given = [batch[name] for name in ("prompt", "messages") if name in batch]
+    missing = [row for row in range(len(batch)) if all(column[row] is None for column in given)]
+    if not missing:
         return batch
     texts = batch["prompt"] if "prompt" in batch else [None] * len(batch)
     tokens, begin = batch["prompt_tokens"], list(tokenizer("")["input_ids"])
-    for row in untold:
+    for row in missing:
         # Special tokens are spelt out, but those with which the tokenizer begins every text: it would add them again.
         ids = tokens[row][len(begin) :] if tokens[row][: len(begin)] == begin else tokens[row]
         texts[row] = tokenizer.decode([token for token in ids if token >= 0])  # the engine refuses the others by name

@@ -1,6 +1,6 @@
 """What runs inside vLLM's workers: a weight-transfer backend, and log-probs as the trainer defines them.
 
-vLLM imports this module where it is told `--worker-extension-cls verl.rollout.vllm_worker.WorkerExtension` and
+vLLM imports this module where it is given `--worker-extension-cls verl.rollout.vllm_worker.WorkerExtension` and
 `--weight-transfer-config '{"backend": "verl"}'`; the in-process engine says so itself.
 """
 

@@ -1,4 +1,4 @@
-"""A sandbox for programs that nobody has read."""
+"""A sandbox for untrusted programs."""
 
 from verl.sandbox.run import Limits, Run, require, run_python
 

@@ -78,12 +78,12 @@ def main() -> None:
         job = json.load(file)
     die_with_parent()
     signal.pthread_sigmask(signal.SIG_BLOCK, BLOCKED)
-    told, tell = os.pipe()
+    unshared, notify = os.pipe()
     mapped, go = os.pipe()
     child = os.fork()
     if child:
-        os.close(tell)
-        if os.read(told, 1):
+        os.close(notify)
+        if os.read(unshared, 1):
             map_users(child)
             os.write(go, b".")
         os.waitpid(child, 0)
@@ -91,16 +91,16 @@ def main() -> None:
     try:
         check(libc.unshare(sum(CLONE_NEW.values())), "new namespaces")
         die_with_parent()
-        os.write(tell, b".")
+        os.write(notify, b".")
         if not os.read(mapped, 1):
             raise RefusedError("user map: not written")
         init = os.fork()
         if init:
-            signal.sigwait({signal.SIGTERM, signal.SIGCHLD})  # told to end, or init has ended
+            signal.sigwait({signal.SIGTERM, signal.SIGCHLD})  # a request to end, or init has ended
             os.kill(init, signal.SIGKILL)
             os.waitpid(init, 0)  # all inside is gone
             os._exit(0)
-        for fd in (told, tell, mapped, go):
+        for fd in (unshared, notify, mapped, go):
             os.close(fd)
         die_with_parent()
         furnish(job)

@@ -1,4 +1,4 @@
-"""Programs that nobody has read, run where they can do no harm: Linux user namespaces, seccomp and resource limits.
+"""Untrusted programs in a sandbox of Linux user namespaces, seccomp and resource limits.
 
 A program sees Python's standard library and the system's shared libraries, read-only, a small file system in memory,
 and nothing else: no network, no file, process, environment variable or user of the host. Its processes, the memory of

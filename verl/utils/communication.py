@@ -27,7 +27,7 @@ class CollectiveTime:
 
 @contextmanager
 def collective_times() -> Iterator[dict[str, CollectiveTime]]:
-    """Time every collective that is run in the block, whoever runs it (FSDP's own ones too); the dictionary, such as
+    """Time every collective that is run in the block (FSDP's own ones too); the dictionary, such as
     `{"gloo:all_reduce": ...}`, is filled when the block ends. Costs what torch's profiler costs: for debugging."""
     found: dict[str, CollectiveTime] = {}
     with profile(activities=[ProfilerActivity.CPU], record_shapes=True) as profiler:
