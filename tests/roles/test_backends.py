@@ -45,6 +45,19 @@ def test_what_a_model_lacks_is_named() -> None:
     with pytest.raises(ModelError, match="it has no generate"):
         verl.vLLMAdapter(object())
 
+    class Synchronous:
+        def generate(self, prompts: list[str], sampling_params: Any = None) -> list[str]:
+            return prompts
+
+    with pytest.raises(ModelError, match="the generate of a Synchronous is not vLLM's asynchronous one"):
+        verl.vLLMAdapter(Synchronous())
+
+
+def test_adapters_keep_the_callers_model_and_tokenizer(tiny: Path) -> None:
+    model, tokenizer = AutoModelForCausalLM.from_pretrained(tiny), AutoTokenizer.from_pretrained(tiny)
+    adapter = verl.HfModelAdapter(model, tokenizer)
+    assert adapter.model is model and adapter.tokenizer is tokenizer
+
 
 def test_a_worker_generates_through_a_server(serve: Callable[..., Plain], tiny: Path) -> None:
     tokenizer = AutoTokenizer.from_pretrained(tiny)

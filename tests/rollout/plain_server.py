@@ -84,15 +84,15 @@ class Handler(BaseHTTPRequestHandler):
         elif route == "/v1/chat/completions":
             said = self.judge(body["messages"][-1]["content"])
             self.answer(200 if said else 500, {"choices": [{"message": {"role": "assistant", "content": said}}]})
-        elif route == "/generate" and "token_ids" not in body:
+        elif route == "/generate":
             self.answer(200, {"text": [body["prompt"] + (self.judge(body["prompt"]) or "")]})
         elif route == "/score" and "hang" in body["responses"]:
             time.sleep(600)
         elif route == "/score":
             self.answer(200, {"rewards": [None if "mumble" in text else len(text) for text in body["responses"]]})
-        elif 13 in (body.get("prompt") or body["token_ids"]):
+        elif 13 in body["prompt"]:
             self.answer(400, {"error": "13 is forbidden here"})
-        elif 14 in (body.get("prompt") or body["token_ids"]):
+        elif 14 in body["prompt"]:
             self.answer(500, {"error": "14 is too much"})
         else:
             self.generate(body)
@@ -108,20 +108,10 @@ class Handler(BaseHTTPRequestHandler):
         self.answer(200, {})
 
     def generate(self, body: Any) -> None:
-        settings = body.get("sampling_params", body)
-        prompt = body.get("prompt") or body["token_ids"]
-        state = type(self)
-        state.asked += 1
-        if state.mode == "breaks" and state.asked > 10:
-            return self.answer(500, {"error": "out of order"})
-        if "prompt_logprobs" in settings:
-            entries = [None, *({str(token): {"logprob": -self.name}} for token in prompt[1:])]
-            return self.answer(200, {"choices": [{"prompt_logprobs": entries}]})
-        count = settings["max_tokens"]
+        prompt, count = body["prompt"], body["max_tokens"]
         time.sleep(0.02 * count if self.mode == "slow" else 0.005)
         tokens = [(sum(prompt) + i) % 40 + 10 for i in range(count)]
-        numbers = [-self.name] * count
-        logprobs = {"token_logprobs": numbers} if "prompt" in body else {"content": [{"logprob": n} for n in numbers]}
+        logprobs = {"token_logprobs": [-self.name] * count}
         self.answer(200, {"choices": [{"token_ids": tokens, "logprobs": logprobs, "finish_reason": "length"}]})
 
     def judge(self, text: str) -> str | None:

@@ -43,7 +43,7 @@ def whole(sample: Sample) -> bool:
 
 
 @pytest.mark.parametrize("path", ["", "/v1", "/generate"])
-def test_samples_in_each_protocol_stick_to_their_prompts_server(serve: Callable[..., Plain], path: str) -> None:
+def test_samples_stick_to_their_prompts_server_whichever_path_is_given(serve: Callable[..., Plain], path: str) -> None:
     remote = engine(*(serve(name) for name in (1, 2, 3)), path=path)
     samples = list(generate(remote, requests(9, 2)))
     assert len(samples) == 18 and all(map(whole, samples))
@@ -87,16 +87,6 @@ def test_answers_that_are_none_are_failures(serve: Callable[..., Plain], monkeyp
     assert {s.log_probs[0] for s in samples} == {-2.0}
     failed = {server.url for server in remote.pool.servers if server.failures}
     assert failed == {server.url for server in bad}
-
-
-def test_each_server_gets_requests_where_it_generates(
-    serve: Callable[..., Plain], caplog: pytest.LogCaptureFixture
-) -> None:
-    remote = engine(serve(1, "described"), serve(2), path="/generate")
-    samples = list(generate(remote, requests(20, 4)))
-    assert len(samples) == 80 and all(map(whole, samples))
-    assert {s.log_probs[0] for s in samples} == {-1.0, -2.0}
-    assert "failed" not in caplog.text
 
 
 def test_compressed_answers_are_neither_accepted_nor_unpacked(serve: Callable[..., Plain]) -> None:

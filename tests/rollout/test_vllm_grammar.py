@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 import verl
+from verl.errors import RolloutError
 from verl.rollout.base import Request, SamplingParams, generate
 from verl.rollout.constrained import ConstrainedEpisode
 from verl.rollout.grammar import Grammar
@@ -39,4 +40,14 @@ def test_vllm_keeps_to_the_grammar_and_gives_the_log_probs_of_the_model(make_tin
     cut += [Request("b", prompt, params, grammar=Grammar.regex("-[0-9]"))]
     got = {sample.id: (sample.finish, len(sample.text or "")) for sample in generate(vllm, cut)}
     assert got == {"a": ("length", 4), "b": ("length", 0)}
+    # A response that is whole, and only being scored, keeps its id, and an abort does not lose it.
+    vllm.add(Request("c", prompt, SamplingParams(max_new_tokens=16), grammar=Grammar.regex(DATE)))
+    while not vllm._scoring:
+        assert vllm.step() == []
+    with pytest.raises(RolloutError, match="ids must differ"):
+        vllm.add(Request("c", prompt))
+    vllm.abort(["c"])
+    (kept,) = vllm.step()
+    assert (kept.id, kept.finish, vllm.unfinished) == ("c", "stop", 0)
+    assert len(kept.tokens) == len(kept.log_probs) > 0
     vllm.close()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import signal
 import socket
@@ -25,15 +26,16 @@ pytest.importorskip("vllm")
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 
 OPTIONS = ["--worker-extension-cls", "verl.rollout.vllm_worker.WorkerExtension", "--weight-transfer-config"]
-OPTIONS += ['{"backend": "verl"}', "--enable-scale-out", "--enforce-eager", "--block-size", "32", "--dtype", "float32"]
+OPTIONS += ['{"backend": "verl"}', "--enforce-eager", "--block-size", "32", "--dtype", "float32"]
 OPTIONS += ["--kv-cache-memory-bytes", str(1 << 24), "--max-num-seqs", "16", "--generation-config", "vllm"]
 
 
 class Server:
-    def __init__(self, model: Path, log: Path) -> None:
+    def __init__(self, model: Path, log: Path, port: int = 0) -> None:
         with socket.socket() as free:
-            free.bind(("127.0.0.1", 0))
-            port = free.getsockname()[1]
+            free.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            free.bind(("127.0.0.1", port))
+            port = self.port = free.getsockname()[1]
         self.url = f"http://127.0.0.1:{port}"
         command = [
             sys.executable,
@@ -192,6 +194,10 @@ def test_an_asynchronous_engine_of_the_callers(wide: Path, monkeypatch: pytest.M
             assert gap(actor.model, sequences) < 1e-3
             record = actor.update(sequences, [1.0, 0.0, 0.0, 1.0])
             assert record["sync/mismatch/max"] < 1e-3
+        # In asynchronous code of the caller's, which keeps its tokenizer.
+        again = verl.vLLMAdapter(engine, tokenizer, loop=adapter._own_engine._loop)
+        two = asyncio.run(again.generate_async(["Once upon a time"], n=2, max_new_tokens=5))
+        assert set(two["finish"]) <= {"stop", "length"} and len(two) == 2
         monkeypatch.setattr(engine, "finish_weight_update", None)
         with pytest.raises(RolloutError, match="did not take the weights of version 3"):
             actor.update(sequences, [1.0, 0.0, 0.0, 1.0])
@@ -199,6 +205,44 @@ def test_an_asynchronous_engine_of_the_callers(wide: Path, monkeypatch: pytest.M
             actor.generate_sequences(["Once upon a time"], n=4, max_new_tokens=10)
     finally:
         engine.shutdown()
+
+
+def test_an_engine_on_the_callers_event_loop(wide: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from vllm import AsyncEngineArgs, AsyncLLMEngine
+
+    monkeypatch.setenv("VLLM_CPU_OMP_THREADS_BIND", "nobind")
+    arguments = AsyncEngineArgs(
+        model=str(wide), dtype="float32", enforce_eager=True, block_size=32, max_num_seqs=16,
+        kv_cache_memory_bytes=1 << 24, generation_config="vllm",
+    )  # fmt: skip
+
+    async def main() -> verl.Batch:
+        engine = AsyncLLMEngine.from_engine_args(arguments)
+        try:
+            adapter = verl.vLLMAdapter(engine)
+            with pytest.raises(RolloutError, match="await generate_async"):
+                adapter.generate_sequences(["Once"], max_new_tokens=4)
+            return await adapter.generate_async(["Once upon a time"], n=2, max_new_tokens=10)
+        finally:
+            engine.shutdown()
+
+    assert gap(load_model(wide), asyncio.run(main())) < 1e-3
+
+
+def test_a_restarted_server_gets_the_weights_and_goes_on(wide: Path, tmp_path: Path) -> None:
+    running = Server(wide, tmp_path / "log")
+    actor = verl.Actor(str(wide), rollout=verl.vLLMWorker(api_url=running.url), optim={"lr": 1e-2})
+    try:
+        for _ in range(2):
+            sequences = actor.generate_sequences(["Once upon a time"], n=4, max_new_tokens=10)
+            assert gap(actor.model, sequences) < 1e-3
+            actor.update(sequences, [1.0, 0.0, 0.0, 1.0])
+            running.kill()
+            running = Server(wide, tmp_path / "log", port=running.port)
+        sequences = actor.generate_sequences(["Once upon a time"], n=4, max_new_tokens=10)
+        assert gap(actor.model, sequences) < 1e-3 and set(sequences["policy_version"]) == {2}
+    finally:
+        running.kill()
 
 
 def test_a_killed_server_ends_the_run_in_time(wide: Path, tmp_path: Path) -> None:

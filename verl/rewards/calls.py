@@ -1,5 +1,5 @@
-"""Calling a user's function under a deadline that it cannot break: in a thread that is abandoned when late. The
-other way is a process that is killed: `verl.controller.rewards.RewardPool`.
+"""Calls of a user's function with a deadline that it cannot break: in a thread, which is left behind when it is late.
+The alternative is a process, which is killed: `verl.controller.rewards.RewardPool`.
 
 `signal.alarm` is never used: it works in the main thread only and cannot interrupt compiled code.
 """
@@ -9,9 +9,7 @@ from __future__ import annotations
 import asyncio
 import concurrent.futures
 import inspect
-import queue
 import threading
-import time
 import weakref
 from collections.abc import Callable
 from functools import partial
@@ -20,16 +18,16 @@ from typing import Any, Protocol
 from verl.errors import RewardError
 from verl.rewards.scores import Score, call_async, call_plain
 
-#: Abandoned threads of one function that may be alive at the same time.
+#: Threads of one function that were left behind and may be alive at the same time.
 MAX_HUNG = 16
 _ASYNC_CALLS = 64
-_Job = tuple[concurrent.futures.Future[list[Score]], list[Any], dict[str, Any], int]
+_PULSE_SECONDS = 0.5
 
 
 class Caller(Protocol):
-    """Runs one call after the other in each of `slots` places.
+    """Makes calls, at most `width` at a time, for which `slots` has as many places.
 
-    `width` is how many places there are, `max_late` how many late calls of one `score` are borne.
+    A `score` with `max_late` late calls makes no further ones.
     """
 
     slots: threading.Semaphore
@@ -40,122 +38,99 @@ class Caller(Protocol):
         """Scores of `rows` samples, or None if there is no answer within `timeout` seconds."""
 
     def take_counts(self) -> dict[str, int]:
-        """Processes it has ("workers"), and how many of them died since the last call of this ("deaths")."""
+        """Its processes ("workers"), and how many of them died since the last call of this ("deaths")."""
 
     def close(self) -> None:
-        """End what it has started; the next call starts it anew."""
+        """End what it has started; the next call starts it again."""
 
 
 async def enter(slots: threading.Semaphore) -> None:
-    """Wait for a place. Whoever holds one gives it back within its deadline; loops may differ, so this polls."""
+    """Wait for a free slot. Calls have deadlines, so one becomes free; event loops may differ, so this polls."""
     while not slots.acquire(blocking=False):
         await asyncio.sleep(0.002)
 
 
 class ThreadCaller:
-    """Calls in a daemon thread: one plain call at a time, or many async ones on the thread's own event loop.
-
-    A call that does not answer in time and cannot be cancelled keeps its thread, which is abandoned; the next call
-    gets a new one.
-    """
+    """Calls in daemon threads: of a plain function one after the other, of an async one together on one event loop."""
 
     max_late = 3.0
 
     def __init__(self, function: Callable[..., Any], name: str) -> None:
-        self.name = name
-        self._make = partial(_AsyncThread if is_async(function) else _PlainThread, function, name)
-        self.width = _ASYNC_CALLS if is_async(function) else 1
+        self.function, self.name = function, name
+        self._is_async = is_async(function)
+        self.width = _ASYNC_CALLS if self._is_async else 1
         self.slots = threading.Semaphore(self.width)
-        self._worker: _PlainThread | _AsyncThread | None = None
-        self._abandoned: list[_PlainThread | _AsyncThread] = []
+        self._loop: tuple[asyncio.AbstractEventLoop, threading.Thread] | None = None
+        self._hung: list[threading.Thread] = []
 
     async def call(self, args: list[Any], kwargs: dict[str, Any], rows: int, timeout: float) -> list[Score] | None:
-        if self._worker is None:
-            self._worker = self._make()
-            weakref.finalize(self, self._worker.stop)
-        worker = self._worker
-        answer = asyncio.wrap_future(worker.submit(args, kwargs, rows))
+        start = self._start_async if self._is_async else self._start_plain
+        future, thread = start(args, kwargs, rows)
+        answer = asyncio.wrap_future(future)
         done, _ = await asyncio.wait({answer}, timeout=timeout)
         if done:
             return answer.result()
         answer.cancel()
-        if await worker.stuck() and worker is self._worker:
-            self._abandon(worker)
+        if not self._is_async or await self._is_blocked(thread):
+            self._leave_behind(thread)
         return None
 
     def take_counts(self) -> dict[str, int]:
         return {}
 
     def close(self) -> None:
-        if self._worker is not None:
-            self._worker.stop()
-            self._worker = None
+        if self._loop is not None:
+            self._loop[0].call_soon_threadsafe(self._loop[0].stop)
+            self._loop = None
 
-    def _abandon(self, worker: _PlainThread | _AsyncThread) -> None:
-        worker.stop()
-        self._worker = None
-        self._abandoned = [old for old in (*self._abandoned, worker) if old.thread.is_alive()]
-        if len(self._abandoned) >= MAX_HUNG:
+    def _start_plain(self, *call: Any) -> tuple[concurrent.futures.Future[list[Score]], threading.Thread]:
+        future: concurrent.futures.Future[list[Score]] = concurrent.futures.Future()
+        thread = threading.Thread(target=_call, args=(future, self.function, *call), name=f"reward {self.name}")
+        thread.daemon = True
+        thread.start()
+        return future, thread
+
+    def _start_async(self, *call: Any) -> tuple[concurrent.futures.Future[list[Score]], threading.Thread]:
+        if self._loop is None:
+            loop = asyncio.new_event_loop()
+            thread = threading.Thread(target=loop.run_forever, name=f"reward {self.name}", daemon=True)
+            thread.start()
+            weakref.finalize(self, loop.call_soon_threadsafe, loop.stop)
+            self._loop = loop, thread
+        return asyncio.run_coroutine_threadsafe(call_async(self.function, *call), self._loop[0]), self._loop[1]
+
+    async def _is_blocked(self, thread: threading.Thread) -> bool:
+        """Whether this thread's loop does not run: a cancelled call that awaits something does not block it."""
+        if self._loop is None or self._loop[1] is not thread:
+            return False
+        pulse = asyncio.run_coroutine_threadsafe(asyncio.sleep(0), self._loop[0])
+        await asyncio.wait({asyncio.wrap_future(pulse)}, timeout=_PULSE_SECONDS)
+        return not pulse.done()
+
+    def _leave_behind(self, thread: threading.Thread) -> None:
+        if thread not in self._hung:
+            self.close()
+        self._hung = [old for old in {*self._hung, thread} if old.is_alive()]
+        if len(self._hung) >= MAX_HUNG:
             raise RewardError(
-                f"reward function '{self.name}' hangs: {len(self._abandoned)} calls have not come back and cannot be "
-                "stopped. Mend it, or give the Reward workers=1, a process that can be killed"
+                f"reward function '{self.name}' hangs: {len(self._hung)} calls have not returned and cannot be "
+                "stopped. Fix it, or give the Reward workers=1, a process that can be killed"
             )
 
 
-class _PlainThread:
-    """Makes calls one after the other, with no event loop running."""
-
-    def __init__(self, function: Callable[..., Any], name: str) -> None:
-        self.function = function
-        self.jobs: queue.SimpleQueue[_Job | None] = queue.SimpleQueue()
-        self.thread = threading.Thread(target=self._work, name=f"reward {name}", daemon=True)
-        self.thread.start()
-
-    def submit(self, args: list[Any], kwargs: dict[str, Any], rows: int) -> concurrent.futures.Future[list[Score]]:
-        future: concurrent.futures.Future[list[Score]] = concurrent.futures.Future()
-        self.jobs.put((future, args, kwargs, rows))
-        return future
-
-    def _work(self) -> None:
-        loop = asyncio.new_event_loop()
-        asyncio.set_event_loop(loop)
-        while (job := self.jobs.get()) is not None:
-            future, args, kwargs, rows = job
-            scores = call_plain(self.function, args, kwargs, rows, loop)
-            if future.set_running_or_notify_cancel():
-                future.set_result(scores)
-        loop.close()
-
-    async def stuck(self) -> bool:
-        return True
-
-    def stop(self) -> None:
-        self.jobs.put(None)
-
-
-class _AsyncThread:
-    """Makes calls side by side on a loop of its own, so that a function that blocks its loop blocks nobody else."""
-
-    def __init__(self, function: Callable[..., Any], name: str) -> None:
-        self.function = function
-        self.loop = asyncio.new_event_loop()
-        self.thread = threading.Thread(target=self.loop.run_forever, name=f"reward {name}", daemon=True)
-        self.thread.start()
-
-    def submit(self, args: list[Any], kwargs: dict[str, Any], rows: int) -> concurrent.futures.Future[list[Score]]:
-        return asyncio.run_coroutine_threadsafe(call_async(self.function, args, kwargs, rows), self.loop)
-
-    async def stuck(self) -> bool:
-        """Whether the loop is blocked: a cancelled call that awaits something is not."""
-        pulse = threading.Event()
-        self.loop.call_soon_threadsafe(pulse.set)
-        end = time.monotonic() + 0.5
-        while not pulse.is_set() and time.monotonic() < end:
-            await asyncio.sleep(0.01)
-        return not pulse.is_set()
-
-    def stop(self) -> None:
-        self.loop.call_soon_threadsafe(self.loop.stop)
+def _call(
+    future: concurrent.futures.Future[list[Score]],
+    function: Callable[..., Any],
+    args: list[Any],
+    kwargs: dict[str, Any],
+    rows: int,
+) -> None:
+    loop = asyncio.new_event_loop()
+    asyncio.set_event_loop(loop)
+    scores = call_plain(function, args, kwargs, rows, loop)
+    if future.set_running_or_notify_cancel():
+        future.set_result(scores)
+    loop.close()
 
 
 def is_async(function: Callable[..., Any]) -> bool:

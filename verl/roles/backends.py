@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+import inspect
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import cached_property
@@ -150,13 +152,12 @@ class RolloutWorker:
 
 
 class vLLMWorker(RolloutWorker):  # noqa: N801  (the name that users know)
-    """Running vLLM servers, or others that speak their protocols, by address: for generation, and as a judge.
+    """Running vLLM servers, or others with their protocols, by address: for generation, and as a judge.
 
     As a reward (`Reward(worker)`, or `get_reward`), a template goes in and a score is parsed out, see `JudgeReward`.
 
     Args:
-        api_url: "http://host:8000" (OpenAI-style) or "http://host:8000/generate"; several are one: a prompt sticks to
-            a server, the least loaded gets the next.
+        api_url: "http://host:8000", with or without "/v1" or "/generate"; or several, of which each prompt has its own.
         tokenizer: the served model's; not needed as a judge, nor within an actor, which has its own.
         model: the name that the servers know the model by; None: the first that they list.
         timeout: seconds for one request.
@@ -209,11 +210,11 @@ class vLLMAdapter(RolloutWorker):  # noqa: N801
     Args:
         engine: has `generate(prompt, sampling_params, request_id)`, an asynchronous iterator.
         tokenizer: the caller's; None: the engine's own.
-        loop: the event loop that the engine is used in already, if it is.
+        loop: the event loop that the engine runs in; None: the one that it has been used in, or else one of our own.
         sampling, seed: see `RolloutWorker`.
 
     Raises:
-        ModelError: the engine cannot generate.
+        ModelError: the engine cannot generate, or not asynchronously.
     """
 
     def __init__(
@@ -225,10 +226,21 @@ class vLLMAdapter(RolloutWorker):  # noqa: N801
         sampling: SamplingParams | None = None,
         seed: int = 0,
     ) -> None:
-        if not hasattr(engine, "generate"):
+        function = getattr(engine, "generate", None)
+        if function is None:
             raise ModelError(f"a {type(engine).__name__} is no engine: it has no generate")
+        parameters = inspect.signature(function).parameters.values()
+        if not any(p.name == "request_id" or p.kind in (p.VAR_POSITIONAL, p.VAR_KEYWORD) for p in parameters):
+            raise ModelError(
+                f"the generate of a {type(engine).__name__} is not vLLM's asynchronous one (it takes no request_id): "
+                "give an AsyncLLM, or let Actor(rollout='vllm') make an engine"
+            )
         super().__init__(getattr(engine, "tokenizer", None) if tokenizer is None else tokenizer, sampling, seed)
         self._engine, self._loop = engine, loop
+
+    async def generate_async(self, prompts: Any, **options: Any) -> Batch:
+        """`generate_sequences` for asynchronous code, also on the engine's own event loop."""
+        return await asyncio.to_thread(self.generate_sequences, prompts, **options)
 
     def engine(self, model: PreTrainedModel | None, eos_token_ids: Sequence[int], seed: int) -> AsyncVLLMEngine:
         return AsyncVLLMEngine(self._engine, model, eos_token_ids=eos_token_ids, seed=seed, loop=self._loop)

@@ -28,7 +28,7 @@ logger = logging.getLogger(__name__)
 
 _STEP_SECONDS = 0.5
 _UNLIMITED = 1 << 30
-_GENERATE = "/inference/v1/generate"
+_COMPLETIONS = "/v1/completions"
 #: So many requests given up, one after the other, are no longer the requests' fault.
 _IN_VAIN = 64
 #: How a vLLM server is started that takes weights.
@@ -181,9 +181,8 @@ class RemoteEngine:
 class ServerEngine(RemoteEngine):
     """Running vLLM servers (or others with their protocols) as one engine.
 
-    Servers at ".../generate" get vLLM's protocol of token ids (`--enable-scale-out`), others OpenAI's completions with
-    vLLM's additions for token ids. Every server gets the weights; one that does not take them is not used until it
-    does, and one that was restarted is given them again.
+    Requests are OpenAI's completions with vLLM's additions for token ids. Every server gets the weights; one that does
+    not take them is not used until it does, and one that was restarted is given them again.
 
     Args:
         pool: the servers.
@@ -225,17 +224,12 @@ class ServerEngine(RemoteEngine):
                 logger.warning("rollout server %s is not used for now: %s", server.url, result)
 
     async def _sample(self, request: Request, arguments: dict[str, Any]) -> Sample:
-        prompt, path = list(request.prompt_tokens), self.pool.path
-        if path.endswith("/generate"):
-            body: dict[str, Any] = {"token_ids": prompt, "sampling_params": arguments}
-            paths = (path, _GENERATE) if path == "/generate" else (path,)
-        else:
-            extra = {"skip_special_tokens": False, "return_token_ids": True}
-            body = {"model": await self._model(), "prompt": prompt, **arguments, **extra}
-            body.pop("detokenize")
-            paths = ("/v1/completions",)
+        prompt = list(request.prompt_tokens)
+        ours = {"skip_special_tokens": False, "return_token_ids": True}
+        body = {"model": await self._model(), "prompt": prompt, **arguments, **ours}
+        body.pop("detokenize")
         read = lambda answer: _read(request, answer, self._vocab_size)  # noqa: E731
-        return await self.pool.ask(dict.fromkeys(paths, body), read, key=tuple(prompt))
+        return await self.pool.ask({_COMPLETIONS: body}, read, key=tuple(prompt))
 
     async def _score(self, prompt: list[int], response: list[int]) -> list[float]:
         tokens = prompt + response
@@ -245,7 +239,7 @@ class ServerEngine(RemoteEngine):
             return [float(entry[str(token)]["logprob"]) for entry, token in zip(entries, tokens, strict=True) if entry]
 
         body = {"model": await self._model(), "prompt": tokens, "max_tokens": 1, "prompt_logprobs": 0}
-        scores = await self.pool.ask({"/v1/completions": body}, read)
+        scores = await self.pool.ask({_COMPLETIONS: body}, read)
         return scores[len(tokens) - 1 - len(response) :]
 
     async def _model(self) -> str:
@@ -311,18 +305,14 @@ class ServerEngine(RemoteEngine):
 
 
 def _read(request: Request, answer: Any, vocab_size: int) -> Sample:
-    """A sample out of a server's answer in either protocol.
+    """A sample from a server's answer.
 
     Raises:
         ValueError, LookupError, TypeError: it is none.
     """
     choice = answer["choices"][0]
     tokens = list(choice["token_ids"])
-    record = choice["logprobs"]
-    if "token_logprobs" in record:
-        log_probs = [float(number) for number in record["token_logprobs"]]
-    else:
-        log_probs = [float(entry["logprob"]) for entry in record["content"]]
+    log_probs = [float(number) for number in choice["logprobs"]["token_logprobs"]]
     if len(log_probs) != len(tokens) or not tokens or len(tokens) > request.params.max_new_tokens:
         raise ValueError(f"{len(tokens)} tokens came with {len(log_probs)} log-probs")
     if not all(type(token) is int and 0 <= token < vocab_size for token in tokens):
@@ -341,7 +331,7 @@ class AsyncVLLMEngine(RemoteEngine):
 
     Args:
         engine: has `generate(prompt, sampling_params, request_id)`, an asynchronous iterator.
-        loop: the event loop that it lives in; None: one of our own, for an engine that has not been used in another.
+        loop: the event loop that it runs in; None: the one that it has been used in, or else one of our own.
     """
 
     def __init__(
@@ -356,11 +346,15 @@ class AsyncVLLMEngine(RemoteEngine):
         super().__init__(model, eos_token_ids=eos_token_ids, seed=seed)
         self.engine = engine
         self._broken: str | None = None
-        self._loop = loop or asyncio.new_event_loop()
-        if loop is None:
+        handler = getattr(engine, "output_handler", None)
+        self._loop = loop or (handler.get_loop() if handler is not None else asyncio.new_event_loop())
+        if loop is None and handler is None:
             threading.Thread(target=self._loop.run_forever, name="vllm", daemon=True).start()
 
     def _submit(self, work: Coroutine[Any, Any, Any]) -> Future[Any]:
+        if asyncio._get_running_loop() is self._loop:
+            work.close()
+            raise RolloutError("the engine runs on the event loop of this thread: await generate_async(...) instead")
         return asyncio.run_coroutine_threadsafe(work, self._loop)
 
     async def _last(self, name: str, prompt: list[int], arguments: dict[str, Any]) -> Any:
@@ -381,7 +375,7 @@ class AsyncVLLMEngine(RemoteEngine):
         return Sample(request.id, list(completion.token_ids), sampled(completion.logprobs), finish, 0, text)
 
     async def _score(self, prompt: list[int], response: list[int]) -> list[float]:
-        output = await self._last("score", prompt + response, {"max_tokens": 1, "prompt_logprobs": 0})
+        output = await self._last("verl-score", prompt + response, {"max_tokens": 1, "prompt_logprobs": 0})
         return prompt_scores(output, response)
 
     def add(self, request: Request) -> None:

@@ -130,7 +130,7 @@ class VLLMEngine:
             RolloutError: it can never be answered, its id is in use, or it asks for what vLLM has not.
         """
         self._check_alive()
-        if request.id in self._versions or any(sample.id == request.id for sample in self._ready):
+        if request.id in self._versions or any(s.id == request.id for s in (*self._ready, *self._scoring.values())):
             raise RolloutError(f"request '{request.id}' is already being answered: ids must differ")
         if request.processors or request.guard is not None:
             raise RolloutError(
@@ -162,20 +162,24 @@ class VLLMEngine:
             RolloutError: vLLM failed; it is not used again.
         """
         self._check_alive()
-        done, self._ready = self._ready, []
         if self._versions or self._scoring:
-            for output in [output for output in self._call(self.llm.llm_engine.step) if output.finished]:
-                if output.request_id in self._scoring:
-                    sample = self._scoring.pop(output.request_id)
-                    sample.log_probs = prompt_scores(output, sample.tokens)
-                    done.append(sample)
-                else:
-                    sample = self._sample(output)
-                    prompt = self._masked.pop(sample.id, None)
-                    if prompt is not None and isinstance(output.outputs[0].stop_reason, str):
-                        sample.finish = "length"  # a stop string came before the grammar's end
-                    done += [] if prompt is not None and self._rescore(sample, prompt) else [sample]
+            self._advance()
+        done, self._ready = self._ready, []
         return done
+
+    def _advance(self) -> None:
+        for output in [output for output in self._call(self.llm.llm_engine.step) if output.finished]:
+            if output.request_id in self._scoring:
+                sample = self._scoring.pop(output.request_id)
+                sample.log_probs = prompt_scores(output, sample.tokens)
+                self._ready.append(sample)
+                continue
+            sample = self._sample(output)
+            prompt = self._masked.pop(sample.id, None)
+            if prompt is not None and isinstance(output.outputs[0].stop_reason, str):
+                sample.finish = "length"  # a stop string came before the grammar's end
+            if prompt is None or not self._rescore(sample, prompt):
+                self._ready.append(sample)
 
     def _rescore(self, sample: Sample, prompt: list[int]) -> bool:
         """Ask for log-probs without the mask: vLLM's own are of what a grammar left. False: there is no token."""
@@ -186,13 +190,11 @@ class VLLMEngine:
         return bool(sample.tokens)
 
     def abort(self, ids: Iterable[str]) -> None:
-        """End these requests; the next `step` returns them. Ids that are not in work are passed over."""
-        ids = list(ids)
-        for name in [name for name, sample in self._scoring.items() if sample.id in set(ids)]:
-            self._call(self.llm.llm_engine.abort_request, [name])
-            self._ready.append(Sample(self._scoring.pop(name).id, [], [], "abort", self.policy_version))
+        """End these requests; the next `step` returns them, whole where only their log-probs were missing. Ids of no
+        request are ignored."""
+        ids = set(ids)
         processor = self.llm.llm_engine.output_processor
-        for name in [name for name in ids if name in self._versions]:
+        for name in ids & self._versions.keys():
             (inner,) = processor.external_req_ids[name]
             state = processor.request_states[inner]
             tokens = list(state.detokenizer.output_token_ids)
@@ -200,6 +202,8 @@ class VLLMEngine:
             self._call(self.llm.llm_engine.abort_request, [name])
             self._masked.pop(name, None)
             self._ready.append(Sample(name, tokens, log_probs, "abort", self._versions.pop(name)))
+        while any(sample.id in ids for sample in self._scoring.values()):
+            self._advance()
 
     def load_shards(self, shards: Iterable[Shard], version: int) -> None:
         """Take new weights; requests in work go on with them, on keys and values computed anew.
