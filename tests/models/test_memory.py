@@ -4,35 +4,15 @@ from __future__ import annotations
 
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 import torch
 from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedModel
 
 from verl.errors import ConfigError
-from verl.models import memory
-from verl.models.memory import ModelSize, available_memory, estimate_memory, peak_memory, preflight
+from verl.models.memory import ModelSize, estimate_memory, preflight
 from verl.models.packed import PackedModel
 from verl.models.segments import pack_rows
-
-
-def test_the_machine_is_asked() -> None:
-    assert 10e6 < available_memory() < 1e15
-    before = peak_memory()
-    block = torch.ones(50_000_000)
-    assert peak_memory() >= before + 0.5 * block.nbytes or peak_memory() > 2 * block.nbytes
-
-
-def test_cgroup_files(tmp_path: Path) -> None:
-    (tmp_path / "memory.max").write_text("1000000\n")
-    (tmp_path / "memory.current").write_text("300000\n")
-    (tmp_path / "memory.stat").write_text("anon 100000\ninactive_file 50000\n")
-    names = ("memory.max", "memory.current", "inactive_file")
-    assert list(memory._limit(tmp_path, *names)) == [(1000000, 250000)]
-    (tmp_path / "memory.max").write_text("max\n")
-    assert list(memory._limit(tmp_path, *names)) == []
-    assert list(memory._limit(tmp_path / "nowhere", *names)) == []
 
 
 def test_import_without_torch() -> None:

@@ -60,11 +60,12 @@ class _Talk:
     """The messages so far, and the engine that answers them."""
 
     def __init__(self, model: str, dtype: str, params: SamplingParams, seed: int, system: str | None) -> None:
+        from verl.device import put
         from verl.models.loading import eos_token_ids, load_model, load_tokenizer
         from verl.models.packed import PackedModel
         from verl.workers.actor import RolloutOptions, make_rollout_engine
 
-        loaded = load_model(model, dtype=dtype)
+        loaded = put(load_model(model, dtype=dtype))
         self._tokenizer = load_tokenizer(model)
         self._engine = make_rollout_engine(
             PackedModel(loaded),

@@ -18,6 +18,8 @@ from typing import Annotated, Literal
 
 import typer
 
+from verl import device
+
 #: Optional parts: extra -> distribution and module.
 EXTRAS = {
     "ray": ("ray", "ray"),
@@ -126,21 +128,18 @@ def check_extras() -> Iterator[Finding]:
 def check_devices() -> Finding:
     import torch
 
-    if torch.cuda.is_available():
-        devices = [torch.cuda.get_device_properties(index) for index in range(torch.cuda.device_count())]
-        names = [f"{device.name} ({device.total_memory / 2**30:.0f} GiB)" for device in devices]
-        return Finding("devices", "ok", f"cuda {torch.version.cuda}: {', '.join(names)}")
+    if kind := device.accelerator():
+        names = [f"{kind}:{index} ({device.total_memory(f'{kind}:{index}') / 2**30:.0f} GiB)"
+                 for index in range(device.count(kind))]  # fmt: skip
+        return Finding("devices", "ok", f"{', '.join(names)}; a run's default: {device.default_kind()}")
     if shutil.which("nvidia-smi"):
         advice = f"torch {torch.__version__} does not see it: install a CUDA build that the driver can serve"
         return Finding("devices", "warn", "there is an NVIDIA driver, and no device that torch can use", advice)
-    kind = "mps" if torch.backends.mps.is_available() else "cpu"
-    return Finding("devices", "ok", f"{kind} ({platform.machine()})")
+    return Finding("devices", "ok", f"cpu ({platform.machine()})")
 
 
 def check_memory() -> Finding:
-    from verl.models.memory import available_memory
-
-    free = available_memory() / 1e9
+    free = device.free_memory() / 1e9
     if free < 2:
         return Finding("memory", "warn", f"{free:.1f} GB are free", "a model of 100M parameters takes about 2 GB")
     return Finding("memory", "ok", f"{free:.1f} GB are free")

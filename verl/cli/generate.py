@@ -151,12 +151,13 @@ class _Writer:
     """A model and its engine, made when there is something to write."""
 
     def __init__(self, model: str, dtype: str, options: Any) -> None:
+        from verl.device import put
         from verl.models.loading import eos_token_ids, load_model, load_tokenizer
         from verl.models.packed import PackedModel
         from verl.models.shards import model_shards
         from verl.workers.actor import make_rollout_engine
 
-        loaded = load_model(model, dtype=dtype)
+        loaded = put(load_model(model, dtype=dtype))
         self.tokenizer = load_tokenizer(model)
         self.engine: RolloutEngine = make_rollout_engine(
             PackedModel(loaded), self.tokenizer, eos_token_ids(loaded, self.tokenizer), options

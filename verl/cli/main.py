@@ -165,10 +165,11 @@ def check(
     """
     from rich.console import Console
 
+    from verl.device import put
     from verl.models.check import check_model
     from verl.models.loading import load_model, load_tokenizer
 
-    found = check_model(load_model(model, dtype=dtype), load_tokenizer(model))
+    found = check_model(put(load_model(model, dtype=dtype)), load_tokenizer(model))
     if as_json:
         typer.echo(found.to_json())
     else:

@@ -7,9 +7,10 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any, TypeVar
 
+from verl import device
 from verl.controller.group import WorkerGroup
 from verl.controller.local import LocalGroup
-from verl.controller.placement import DeviceMesh, ResourcePool, cuda_devices
+from verl.controller.placement import DeviceMesh, ResourcePool
 from verl.controller.ranks import torchrun_ranks
 from verl.controller.world import TIMEOUT, Layout, World, has_joined, here
 from verl.errors import ConfigError
@@ -41,7 +42,8 @@ class Controller:
         self._slots: Any = None
         if placement is None:
             self.mesh = DeviceMesh(ResourcePool.numbered(0, ranks))
-            self._device: str | None = None
+            #: Where models run; a kind alone: on whichever device of that kind they are.
+            self.device = device.default_kind()
         else:
             self.mesh = DeviceMesh(placement)
             if self.is_local and (len(self.mesh.slots) > 1 or self.mesh.slots[0].is_named):
@@ -49,7 +51,7 @@ class Controller:
             else:
                 self._check(ranks)
             slot = self.mesh.slots[0]
-            self._device = str(slot) if slot.kind == "cuda" else slot.kind
+            self.device = str(slot) if slot.kind == "cuda" else slot.kind
 
     @classmethod
     def of(cls, placement: Any = None) -> Controller:
@@ -81,7 +83,7 @@ class Controller:
             recipe: makes one rank's worker: a `partial` of its class that lacks only `place`.
         """
         if self.executor == "local":
-            return LocalGroup(role, recipe, self._device, self.layout(role).meshes)
+            return LocalGroup(role, recipe, self.device, self.layout(role).meshes)
         if self.executor == "ray":
             from verl.controller.ray import RayGroup
 
@@ -135,7 +137,7 @@ class Controller:
     def _check(self, ranks: int) -> None:
         kinds = {slot.kind for slot in self.mesh.slots}
         if self.is_local:
-            self.mesh.check({"cuda": cuda_devices(), "cpu": self.mesh.slots[0].index + 1}, "this machine")
+            self.mesh.check({"cuda": device.count("cuda"), "cpu": self.mesh.slots[0].index + 1}, "this machine")
             return
         if named := next((slot for slot in self.mesh.slots if slot.is_named), None):
             raise ConfigError(f"placement: slot {named} names a node or accelerator, which takes Ray, not torchrun")

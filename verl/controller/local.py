@@ -20,7 +20,7 @@ class LocalGroup(Generic[W]):
 
     size = 1
 
-    def __init__(self, role: str, recipe: partial[W], device: str | None, meshes: Iterable[str]) -> None:
+    def __init__(self, role: str, recipe: partial[W], device: str, meshes: Iterable[str]) -> None:
         self.role = role
         self._meshes = tuple(meshes)
         self._recipe = recipe

@@ -11,6 +11,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from verl import device
 from verl.errors import ConfigError, nearest
 
 ROLES = ("actor", "rollout", "critic", "cost_critic", "reference")
@@ -76,11 +77,10 @@ class ResourcePool:
 
     @classmethod
     def numbered(cls, first: int, count: int) -> ResourcePool:
-        """So many slots from number `first` on, of the kind of device that this machine has."""
+        """So many slots from number `first` on, on the accelerator where there is one, else on the CPU."""
         if count < 1:
             raise ConfigError(f"placement: a pool needs at least one slot, not {count}")
-        kind = "cuda" if cuda_devices() else "cpu"
-        return cls([Slot(kind, index) for index in range(first, first + count)])
+        return cls([Slot(device.default_kind(), index) for index in range(first, first + count)])
 
     @classmethod
     def parse(cls, given: Any) -> ResourcePool:
@@ -230,10 +230,3 @@ def _numbers(key: str, given: Any) -> list[int]:
         if isinstance(number, bool) or not isinstance(number, int) or number < 0:
             raise ConfigError(f"placement: {key} are numbers from 0 on, such as [0, 1], not {given!r}")
     return numbers
-
-
-def cuda_devices() -> int:
-    """CUDA devices that this process sees."""
-    import torch
-
-    return torch.cuda.device_count()

@@ -21,6 +21,7 @@ import torch.distributed as dist
 
 from verl.controller.lifeline import Lifeline
 from verl.controller.ranks import rank_here, torchrun_ranks, who
+from verl.device import default_kind
 from verl.errors import ClusterError
 from verl.workers.place import ROLE, Place, Share
 
@@ -201,10 +202,10 @@ def here(timeout: float = TIMEOUT, device: str | None = None) -> World:
     """This rank's side of the torchrun job: one a process, joined at the first use, as it is asked for then.
 
     Args:
-        device: "cpu" or "cuda"; None: a GPU where there is one.
+        device: "cpu" or "cuda"; None: the accelerator where there is one.
     """
     if not _worlds:
-        kind = device or ("cuda" if torch.cuda.is_available() else "cpu")
+        kind = device or default_kind()
         own = f"cuda:{os.environ.get('LOCAL_RANK', rank_here())}" if kind == "cuda" else "cpu"
         world = World(rank_here(), torchrun_ranks(), "env://", timeout, own)
         world.lifeline = Lifeline(world.store, timeout)

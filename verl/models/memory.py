@@ -1,28 +1,21 @@
-"""How much memory there is, and how much of it a model will need. Imported without torch.
+"""How much memory a model will need. Imported without torch.
 
-The machine is asked through `/proc`, the cgroup files (v1 and v2) and `resource`; nothing else is needed.
-The need of a model is reckoned from its shape: what the optimizer owns exactly, activations by counting
+It is computed from the model's shape: what the optimizer owns exactly, activations by counting
 what the backward of a layer with gated MLP and rotary attention keeps (other layers keep less), or of a fused
 layer of a Llama-shaped model on CPU.
 """
 
 from __future__ import annotations
 
-import os
-import sys
-from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from functools import partial
-from pathlib import Path
 from typing import TYPE_CHECKING
 
+from verl.device import free_memory
 from verl.errors import ConfigError
 
 if TYPE_CHECKING:
     from torch import nn
-
-# cgroup v1 writes "no limit" as the largest multiple of the page size.
-_NO_LIMIT = 1 << 60
 
 
 @dataclass(frozen=True)
@@ -158,7 +151,7 @@ def preflight(
 
     Args:
         key: the section of the configuration that a message names, such as "actor_rollout_ref.actor".
-        available: bytes; by default `available_memory()`.
+        available: bytes; by default what the host has free.
 
     Raises:
         ConfigError: it does not fit; the message says how much is missing and which setting makes it fit.
@@ -169,7 +162,7 @@ def preflight(
         return fixed(micro_batch_tokens=tokens, gradient_checkpointing=checkpointing)
 
     estimate = need(max_tokens_per_micro_batch, gradient_checkpointing)
-    have = (available_memory() if available is None else available) + estimate.weights
+    have = (free_memory() if available is None else available) + estimate.weights
     if estimate.total <= have:
         return estimate
     missing = f"{key}: training needs {estimate}, and {have / 1e9:.2f} GB are there"
@@ -183,66 +176,3 @@ def preflight(
                 settings.append(f"{key.rpartition('.')[0] or key}.model.enable_gradient_checkpointing=true")
             raise ConfigError(f"{missing}: set {' and '.join(settings)}")
     raise ConfigError(f"{missing}: no micro-batch is small enough, take a smaller model or a machine with more memory")
-
-
-def available_memory() -> int:
-    """Bytes that this process can still allocate: what the machine has free, within the limits of its
-    cgroups.
-
-    Page cache that can be dropped counts as free. Where nothing tells what is free (macOS), the physical
-    memory.
-    """
-    free = [limit - used for limit, used in _cgroups()]
-    try:
-        for line in Path("/proc/meminfo").read_text(encoding="ascii").splitlines():
-            if line.startswith("MemAvailable:"):
-                free.append(int(line.split()[1]) * 1024)
-    except OSError:
-        free.append(os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"))
-    return max(0, min(free))
-
-
-def peak_memory() -> int:
-    """Highest resident memory of this process so far, in bytes; 0 where the system does not tell
-    (Windows)."""
-    try:
-        import resource
-    except ImportError:
-        return 0
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    return peak if sys.platform == "darwin" else peak * 1024
-
-
-def _cgroups() -> Iterator[tuple[int, int]]:
-    """Limit and use, in bytes, of the memory cgroups that this process is in, and of their parents."""
-    try:
-        lines = Path("/proc/self/cgroup").read_text(encoding="utf-8").splitlines()
-    except OSError:
-        return
-    for line in lines:
-        _, controllers, place = line.split(":", 2)
-        if controllers == "":
-            root, names = Path("/sys/fs/cgroup"), ("memory.max", "memory.current", "inactive_file")
-        elif "memory" in controllers.split(","):
-            root = Path("/sys/fs/cgroup/memory")
-            names = ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")
-        else:
-            continue
-        # In a container the path may be the host's: then only the root of the mount is there.
-        group = root / place.strip("/")
-        for directory in (group, *group.parents):
-            if directory == root.parent:
-                break
-            yield from _limit(directory, *names)
-
-
-def _limit(directory: Path, limit: str, used: str, cache: str) -> Iterator[tuple[int, int]]:
-    try:
-        most = (directory / limit).read_text(encoding="ascii").strip()
-        now = int((directory / used).read_text(encoding="ascii"))
-        stat = (directory / "memory.stat").read_text(encoding="ascii").split()
-    except (OSError, ValueError):
-        return
-    droppable = int(stat[stat.index(cache) + 1]) if cache in stat else 0
-    if most != "max" and int(most) < _NO_LIMIT:
-        yield int(most), now - droppable

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from verl.device import put
 from verl.errors import ConfigError, DataError, ModelError
 from verl.rewards.functions import FunctionReward
 
@@ -23,7 +24,7 @@ class RewardModel(FunctionReward):
         batch_size: texts in one forward pass; they are sorted by length, so that little is padded.
         max_length: longest text, in tokens; of a longer one the end is kept. None: what the model can take.
         dtype: for loading, "auto" or a dtype's name.
-        device: where it runs; where it is, if not given.
+        device: where it runs; None: the accelerator where there is one.
         timeout: seconds for all samples of one `score`.
         **options: see `FunctionReward`.
 
@@ -57,8 +58,7 @@ class RewardModel(FunctionReward):
         if tokenizer is None:
             tokenizer = find_tokenizer(self.model)
         self.tokenizer = load_tokenizer(tokenizer) if isinstance(tokenizer, str) else tokenizer
-        if device is not None:
-            self.model.to(device)
+        put(self.model, None if device is None else str(device))
         self.batch_size = batch_size
         self.max_length = max_length or getattr(self.model.config, "max_position_embeddings", None)
         self._at_eos = bool(getattr(self.model.config, SCORE_AT_EOS, False))

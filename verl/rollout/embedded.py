@@ -17,10 +17,10 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from verl.device import free_memory
 from verl.errors import ConfigError, ModelError, RolloutError
 from verl.models.compiled import kernels
 from verl.models.log_probs import linear_into
-from verl.models.memory import available_memory
 from verl.models.packed import PackedModel
 from verl.models.rope import original_length
 from verl.models.shards import take_model_shards
@@ -280,7 +280,7 @@ class EmbeddedEngine:
         size = KVCache.block_bytes(packed.num_layers, packed.num_kv_heads, packed.head_dim, packed.dtype)
         if kv_memory is None:
             wanted = 2 * self.max_batch * blocks_for(self.max_length) * size
-            kv_memory = min(wanted, _free_memory(packed.device) // 2)
+            kv_memory = min(wanted, free_memory(packed.device) // 2)
         if kv_memory < 2 * size:
             raise ConfigError(
                 f"rollout: a KV cache of {kv_memory} bytes is too small: a prompt and its response take at least "
@@ -462,10 +462,6 @@ class EmbeddedEngine:
     def _put_all_back(self) -> None:
         for sequence in reversed(self._running.copy()):
             self._put_back(sequence)
-
-
-def _free_memory(device: torch.device) -> int:
-    return torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else available_memory()
 
 
 @torch.no_grad()

@@ -23,8 +23,9 @@ import numpy as np
 import torch
 from safetensors.torch import save_file
 
+from verl.device import free_memory
 from verl.errors import ConfigError, RolloutError
-from verl.models.memory import ModelSize, available_memory
+from verl.models.memory import ModelSize
 from verl.models.shards import tied_names
 from verl.rollout.base import Finish, Request, Sample, SamplingParams
 from verl.rollout.randomness import stream_key
@@ -85,7 +86,7 @@ class VLLMEngine:
         longest = min((int(limit) for limit in limits if limit), default=_TYPICAL_LENGTH)
         if kv_memory is None:
             wanted = max_num_seqs * min(longest, _TYPICAL_LENGTH) * size.kv_bytes_per_token
-            kv_memory = max(min(wanted, available_memory() // 4), 8 * _CPU_BLOCK * size.kv_bytes_per_token)
+            kv_memory = max(min(wanted, free_memory(model.device) // 4), 8 * _CPU_BLOCK * size.kv_bytes_per_token)
         # vLLM counts whole blocks, and keeps one for itself.
         blocks = kv_memory // (_CPU_BLOCK * size.kv_bytes_per_token) - 1
         if blocks < 1:

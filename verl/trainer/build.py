@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
+from verl import device
 from verl.algorithms import BaseAlgorithm
 from verl.batch import Batch
 from verl.config import Config, RewardConfig
@@ -21,7 +22,7 @@ from verl.data.prompts import PromptDataset, check_disjoint
 from verl.data.tokenize import tokenize_prompts
 from verl.errors import DataError
 from verl.models.loading import load_model
-from verl.models.memory import ModelSize, available_memory, estimate_memory, preflight
+from verl.models.memory import ModelSize, estimate_memory, preflight
 from verl.roles.actor import Actor
 from verl.roles.backends import vLLMWorker
 from verl.roles.critic import Critic
@@ -176,7 +177,7 @@ def check_memory(config: Config, algorithm: BaseAlgorithm, actor: Actor) -> None
         gradient_checkpointing=config.actor_rollout_ref.model.enable_gradient_checkpointing,
         moments=update.optim.moments,
         cut_over=len(actor.controller.mesh.pool("actor")) if update.strategy == "fsdp" else 1,
-        available=available_memory() // local_ranks() - _others(algorithm, size),
+        available=_available(actor, size) - _others(algorithm, size),
     )
     logger.info("memory of training the actor: about %s", estimate)
 
@@ -212,6 +213,16 @@ def build_trainer(
         logger=logger,
         **options,
     )
+
+
+def _available(actor: Actor, size: ModelSize) -> int:
+    """Bytes free for the actor beside its weights, where it will run: of that device, or this rank's share of the
+    host."""
+    where = actor.controller.device
+    if where == "cpu":
+        return device.free_memory() // local_ranks()
+    loaded = device.of(actor.model).startswith(where)
+    return device.free_memory(where) - (0 if loaded else size.parameters * size.itemsize)
 
 
 def _others(algorithm: BaseAlgorithm, size: ModelSize) -> int:

@@ -23,8 +23,9 @@ from verl.controller.once import on_main
 from verl.controller.ranks import is_main, rank_here
 from verl.data.prefetch import Loader
 from verl.data.prompts import PromptDataset
+from verl.device import of as device_of
+from verl.device import peak_memory
 from verl.errors import ConfigError, DataError, ModelError, VerlError
-from verl.models.memory import peak_memory
 from verl.trainer import build
 from verl.trainer.check import Checked, check_settings
 from verl.trainer.evaluation import Evaluation, HeldOut, accuracy, save_completions
@@ -192,7 +193,7 @@ def _summary(config: Config, trainer: Trainer, run: Run) -> dict[str, Any]:
     summary: dict[str, Any] = {
         "seconds": total("time/step") + total("time/evaluation"),
         "train_tokens_per_second": total("train/tokens") / max(total("time/update"), 1e-9),
-        "peak_memory_bytes": peak_memory(),
+        "peak_memory_bytes": peak_memory(device_of(trainer.actor.model)),
         "control": config.trainer.control,
     }
     if seconds := total("time/rollout"):

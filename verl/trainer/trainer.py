@@ -25,8 +25,9 @@ from verl.data.prefetch import Loader
 from verl.dataflow.executor import Result, run_graph
 from verl.dataflow.graph import Graph
 from verl.dataflow.nodes import rollout_node, update_nodes
+from verl.device import of as device_of
+from verl.device import peak_memory
 from verl.errors import CheckpointError, ConfigError, DataError, RolloutError, TrainingError
-from verl.models.memory import peak_memory
 from verl.rewards.failures import Failures
 from verl.roles.actor import Actor
 from verl.roles.critic import Critic
@@ -271,7 +272,7 @@ class Trainer:
         """What every step ends with: its time, its log record, a checkpoint where one is due."""
         record["time/step"] = time.perf_counter() - began
         record.update(busy_shares(self.spans, record["time/step"]))
-        record["memory/peak_gb"] = peak_memory() / 1e9
+        record["memory/peak_gb"] = peak_memory(device_of(self.actor.model)) / 1e9
         self.steps += 1
         updated = record["updated"] and not _all_skipped(record, "actor")
         self.updates += updated

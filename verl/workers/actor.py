@@ -13,6 +13,7 @@ import pyarrow as pa
 import torch
 
 from verl.batch import Batch
+from verl.device import put
 from verl.errors import ConfigError, nearest
 from verl.models.packed import PackedModel
 from verl.models.portable import PortableModel
@@ -171,7 +172,7 @@ class ActorWorker:
         self.tokenizer, self.eos_token_ids = tokenizer, eos_token_ids
         self.rollout, self.head, self.place = rollout, head, place
         self.policy_version = 0
-        live = model.model if place.device is None else model.model.to(place.device)
+        live = model.model if place.device is None else put(model.model, place.device)
         options, group = (train, place.groups.get("train")) if "train" in place.shares else (train.frozen(), None)
         is_cut = train.strategy == "fsdp" and group is not None
         self.engine = make_engine(options, copy.deepcopy(live) if is_cut else live, head, group)
@@ -308,7 +309,7 @@ class ReferenceWorker:
     """The frozen policy that KL is measured against: a copy of the weights as they were when it was made."""
 
     def __init__(self, model: PortableModel, train: EngineOptions, *, place: Place = ALONE) -> None:
-        live = model.model if place.device is None else model.model.to(place.device)
+        live = model.model if place.device is None else put(model.model, place.device)
         live.requires_grad_(False)
         self.engine = make_engine(train.frozen(), live, "lm", place.groups.get("train"))
         if place.size > 1:

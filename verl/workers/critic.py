@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from verl.batch import Batch
+from verl.device import put
 from verl.models.portable import PortableModel
 from verl.models.shards import whole
 from verl.shard import Shard
@@ -22,7 +23,7 @@ class CriticWorker:
     """A value model and its optimizer; `updates` counts its updates."""
 
     def __init__(self, model: PortableModel, train: EngineOptions, *, place: Place = ALONE) -> None:
-        live = model.model if place.device is None else model.model.to(place.device)
+        live = model.model if place.device is None else put(model.model, place.device)
         self.engine = make_engine(train, live, "value", place.groups.get("train"))
         if place.size > 1:
             spread_weights(self.engine, place, to_all=True)

@@ -1,0 +1,141 @@
+"""Devices: the default is the accelerator where there is one, and its memory is its own, not the host's.
+
+There is none here: torch's interface to them is answered by `Fake`, whose device is torch's "meta", on which models can
+be put anywhere.
+"""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+import verl
+from verl import device
+from verl.algorithms import make_algorithm
+from verl.cli.doctor import check_devices
+from verl.config import build_config
+from verl.controller.controller import Controller
+from verl.controller.placement import DeviceMesh
+from verl.device import free_memory, peak_memory
+from verl.errors import ConfigError, ModelError
+from verl.trainer import build
+
+
+class Fake:
+    """`torch.accelerator` of a machine with so many devices of a kind."""
+
+    def __init__(self, kind: str = "meta", count: int = 2, free: int = 3 << 30) -> None:
+        self.kind, self.count, self.free = kind, count, free
+
+    def is_available(self) -> bool:
+        return self.count > 0
+
+    def current_accelerator(self) -> torch.device:
+        return torch.device(self.kind)
+
+    def device_count(self) -> int:
+        return self.count
+
+    def get_memory_info(self, name: str) -> tuple[int, int]:
+        assert name.startswith(self.kind)
+        return self.free, 80 << 30
+
+    def memory_reserved(self, name: str) -> int:
+        return 5 << 20
+
+    def memory_allocated(self, name: str) -> int:
+        return 2 << 20
+
+    def max_memory_allocated(self, name: str) -> int:
+        return 7 << 20
+
+
+@pytest.fixture
+def fake(monkeypatch: pytest.MonkeyPatch) -> Fake:
+    there = Fake()
+    monkeypatch.setattr(device, "_accelerators", lambda: there)
+    monkeypatch.setattr("verl.controller.controller._known", {})
+    monkeypatch.setitem(__import__("verl.controller.placement", fromlist=["_KINDS"])._KINDS, "meta", "meta")
+    return there
+
+
+def test_the_machine_is_asked() -> None:
+    assert 10e6 < free_memory() < 1e15
+    before = peak_memory()
+    block = torch.ones(50_000_000)
+    assert peak_memory() >= before + 0.5 * block.nbytes or peak_memory() > 2 * block.nbytes
+
+
+def test_cgroup_files(tmp_path: Path) -> None:
+    (tmp_path / "memory.max").write_text("1000000\n")
+    (tmp_path / "memory.current").write_text("300000\n")
+    (tmp_path / "memory.stat").write_text("anon 100000\ninactive_file 50000\n")
+    names = ("memory.max", "memory.current", "inactive_file")
+    assert list(device._limit(tmp_path, *names)) == [(1000000, 250000)]
+    (tmp_path / "memory.max").write_text("max\n")
+    assert list(device._limit(tmp_path, *names)) == []
+    assert list(device._limit(tmp_path / "nowhere", *names)) == []
+
+
+def test_import_without_torch() -> None:
+    code = "import sys, verl.device; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], timeout=60).returncode == 0
+
+
+def test_without_an_accelerator_the_default_is_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(device, "_accelerators", lambda: Fake(count=0))
+    assert (device.accelerator(), device.default_kind(), device.count("cuda")) == (None, "cpu", 0)
+    assert str(Controller().mesh.slots[0]) == "cpu:0"
+
+
+def test_a_kind_without_fp64_is_taken_only_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(device, "_accelerators", lambda: Fake("mps", 1))
+    assert (device.accelerator(), device.default_kind(), device.count("mps")) == ("mps", "cpu", 1)
+
+
+def test_a_plain_script_runs_on_the_accelerator(fake: Fake, tiny: Path) -> None:
+    for handle in (verl.Actor(str(tiny)), verl.Critic.from_pretrained(str(tiny))):
+        assert handle.controller.device == "meta"
+        with pytest.raises(ModelError, match="on the meta device"):  # as far as a device without memory goes
+            handle.group.worker  # noqa: B018
+        assert device.of(handle.model) == "meta"
+    assert [str(slot) for slot in DeviceMesh({"actor": 2}).slots] == ["meta:0", "meta:1"]
+    assert device.of(verl.Actor(str(tiny), placement="cpu").group.worker.engine.model) == "cpu"
+
+
+def test_a_model_that_is_on_such_a_device_stays_there(fake: Fake) -> None:
+    model = torch.nn.Linear(2, 2, device="meta")
+    assert device.put(model) is model
+    assert device.of(device.put(torch.nn.Linear(2, 2))) == "meta"
+    assert device.of(device.put(torch.nn.Linear(2, 2), "cpu")) == "cpu"
+
+
+def test_memory_is_that_of_the_device(fake: Fake) -> None:
+    assert free_memory("meta:1") == (3 << 30) + (3 << 20)
+    assert device.total_memory("meta:1") == 80 << 30
+    assert peak_memory("meta:1") == 7 << 20
+    assert free_memory("cpu") > 10e6 and peak_memory("cpu") > 10 << 20
+
+
+@pytest.mark.parametrize("loaded", [False, True])
+def test_a_run_is_refused_by_what_the_device_has(fake: Fake, tiny: Path, loaded: bool) -> None:
+    config = build_config({"actor_rollout_ref": {"model": {"path": str(tiny)}}})
+    algorithm = make_algorithm("gpg")
+    actor = build.build_actor(config, algorithm, 8)
+    weights = sum(weight.nbytes for weight in actor.model.parameters())
+    build.check_memory(config, algorithm, actor)
+    if loaded:
+        device.put(actor.model)
+    fake.free = 100_000 if loaded else 100_000 + weights
+    room = 100_000 + (3 << 20) + weights
+    with pytest.raises(ConfigError, match=f"training needs .* and {room / 1e9:.2f} GB are there"):
+        build.check_memory(config, algorithm, actor)
+
+
+def test_the_doctor_shows_the_devices(fake: Fake) -> None:
+    found = check_devices()
+    assert found.detail == "meta:0 (80 GiB), meta:1 (80 GiB); a run's default: meta"

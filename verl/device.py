@@ -1,0 +1,159 @@
+"""The accelerator of this machine, if there is one, and memory: of a device its own, of the host as the system has it.
+
+The one place that asks which devices there are. Imported without torch.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeVar
+
+if TYPE_CHECKING:
+    import torch
+    from torch import nn
+
+    M = TypeVar("M", bound=nn.Module)
+
+#: Kinds without fp64, which sampling needs: taken only where a placement names them.
+_NOT_BY_DEFAULT = ("mps",)
+# cgroup v1 writes "no limit" as the largest multiple of the page size.
+_NO_LIMIT = 1 << 60
+
+
+def _accelerators() -> Any:
+    """torch's interface to the accelerators, whatever their kind. Tests put another in its place."""
+    import torch
+
+    return torch.accelerator
+
+
+def accelerator() -> str | None:
+    """The kind of accelerator that torch can use here ("cuda", "xpu", "mps", ...), or None."""
+    api = _accelerators()
+    return str(api.current_accelerator().type) if api.is_available() and api.device_count() else None
+
+
+def default_kind() -> str:
+    """Where models run unless a placement says otherwise: the accelerator where there is one, else "cpu"."""
+    found = accelerator()
+    return "cpu" if found is None or found in _NOT_BY_DEFAULT else found
+
+
+def count(kind: str) -> int:
+    """Devices of that kind which this process sees; 0 for "cpu"."""
+    return int(_accelerators().device_count()) if kind == accelerator() else 0
+
+
+def put(module: M, device: str | None = None) -> M:
+    """The module on `device` (None: the default kind). A kind without a number leaves it on a device of that kind."""
+    device = device or default_kind()
+    here = of(module)
+    return module if device in (here, here.partition(":")[0]) else module.to(device)
+
+
+def of(module: nn.Module) -> str:
+    """The device of a module's first weight; "cpu" where it has none."""
+    return next((str(weight.device) for weight in module.parameters()), "cpu")
+
+
+def free_memory(device: torch.device | str = "cpu") -> int:
+    """Bytes that this process can still allocate on a device, or on the host."""
+    name = str(device)
+    if _is_host(name):
+        return _free_on_host()
+    api = _memory(name)  # what torch holds and has not given to a tensor is free for the next one
+    return int(_info(name)[0]) + int(api.memory_reserved(name)) - int(api.memory_allocated(name))
+
+
+def total_memory(device: torch.device | str) -> int:
+    """Bytes that an accelerator has."""
+    return int(_info(str(device))[1])
+
+
+def peak_memory(device: torch.device | str = "cpu") -> int:
+    """Most bytes so far that this process held at once: tensors on a device, resident memory on the host."""
+    return _peak_on_host() if _is_host(str(device)) else int(_memory(str(device)).max_memory_allocated(str(device)))
+
+
+def _is_host(device: str) -> bool:
+    return device.partition(":")[0] != accelerator()
+
+
+def _memory(device: str) -> Any:
+    """torch's interface to the memory of a device: before 2.9 each kind has its own."""
+    import torch
+
+    api = _accelerators()
+    return api if hasattr(api, "memory_reserved") else getattr(torch, device.partition(":")[0])
+
+
+def _info(device: str) -> Any:
+    """Free and total bytes."""
+    api = _memory(device)
+    return api.get_memory_info(device) if hasattr(api, "get_memory_info") else api.mem_get_info(device)
+
+
+def _free_on_host() -> int:
+    """Bytes that this process can still allocate: what the machine has free, within the limits of its
+    cgroups.
+
+    Page cache that can be dropped counts as free. Where nothing tells what is free (macOS), the physical
+    memory.
+    """
+    free = [limit - used for limit, used in _cgroups()]
+    try:
+        for line in Path("/proc/meminfo").read_text(encoding="ascii").splitlines():
+            if line.startswith("MemAvailable:"):
+                free.append(int(line.split()[1]) * 1024)
+    except OSError:
+        free.append(os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"))
+    return max(0, min(free))
+
+
+def _peak_on_host() -> int:
+    """Highest resident memory of this process so far, in bytes; 0 where the system does not tell
+    (Windows)."""
+    try:
+        import resource
+    except ImportError:
+        return 0
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return peak if sys.platform == "darwin" else peak * 1024
+
+
+def _cgroups() -> Iterator[tuple[int, int]]:
+    """Limit and use, in bytes, of the memory cgroups that this process is in, and of their parents."""
+    try:
+        lines = Path("/proc/self/cgroup").read_text(encoding="utf-8").splitlines()
+    except OSError:
+        return
+    for line in lines:
+        _, controllers, place = line.split(":", 2)
+        if controllers == "":
+            root, names = Path("/sys/fs/cgroup"), ("memory.max", "memory.current", "inactive_file")
+        elif "memory" in controllers.split(","):
+            root = Path("/sys/fs/cgroup/memory")
+            names = ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")
+        else:
+            continue
+        # In a container the path may be the host's: then only the root of the mount is there.
+        group = root / place.strip("/")
+        for directory in (group, *group.parents):
+            if directory == root.parent:
+                break
+            yield from _limit(directory, *names)
+
+
+def _limit(directory: Path, limit: str, used: str, cache: str) -> Iterator[tuple[int, int]]:
+    try:
+        most = (directory / limit).read_text(encoding="ascii").strip()
+        now = int((directory / used).read_text(encoding="ascii"))
+        stat = (directory / "memory.stat").read_text(encoding="ascii").split()
+    except (OSError, ValueError):
+        return
+    droppable = int(stat[stat.index(cache) + 1]) if cache in stat else 0
+    if most != "max" and int(most) < _NO_LIMIT:
+        yield int(most), now - droppable
