@@ -22,6 +22,7 @@ from transformers import (
 )
 
 os.environ["HF_HUB_OFFLINE"] = "1"
+os.environ["RAY_DEDUP_LOGS"] = "0"  # read when Ray is imported, which a test may do before the package
 torch.set_num_threads(1)
 # A shell's background job ignores Ctrl-C, and so would all that the tests start.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:

@@ -8,11 +8,14 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     import torch
+
+#: Bytes of shards that travel as one object.
+BUNCH = 64 << 20
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,6 +51,20 @@ def counted(shards: Iterable[Shard], total: list[int]) -> Iterator[Shard]:
     for shard in shards:
         total[0] += shard.nbytes
         yield shard
+
+
+def bunched(shards: Iterable[Shard]) -> Iterator[list[Shard]]:
+    """Shards on the CPU, in lists of about `BUNCH` bytes."""
+    bunch: list[Shard] = []
+    size = 0
+    for shard in shards:
+        bunch.append(replace(shard, tensor=shard.tensor.detach().cpu()))
+        size += shard.nbytes
+        if size >= BUNCH:
+            yield bunch
+            bunch, size = [], 0
+    if bunch:
+        yield bunch
 
 
 def _digest(tensor: torch.Tensor) -> str:

@@ -119,7 +119,6 @@ def test_settings_that_contradict_each_other():
     )
     for wrong in ({"max_workers": 2}, {"workers": 4, "max_workers": 2}):
         assert "reward.max_workers: is the most" in problem(**policy(), reward={"path": "rewards.py:f", **wrong})
-    assert "reward.workers: score by a function" in problem(**policy(), reward={"name": "code", "workers": 2})
     assert "rollout.min_new_tokens: must be at most max_new_tokens (4)" in problem(
         **policy(rollout={"min_new_tokens": 5, "max_new_tokens": 4})
     )

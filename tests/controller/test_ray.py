@@ -281,7 +281,7 @@ def test_without_ray_a_map_of_two_slots_says_what_to_do() -> None:
     code = "import sys; sys.modules['ray'] = None; import verl; verl.Controller('cpu:0-1')"
     done = subprocess.run([sys.executable, "-c", code], env=ranks.ENV, capture_output=True, text=True, timeout=120)
     assert "ConfigError" in done.stderr
-    assert "verl[ray]" in done.stderr and "torchrun --nproc_per_node=2" in done.stderr
+    assert "pip install 'ray>=2.59'" in done.stderr and "torchrun --nproc_per_node=2" in done.stderr
 
 
 def descendants(pid: int) -> set[int]:

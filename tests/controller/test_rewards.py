@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import errno
 import logging
 import os
 import random
@@ -18,8 +17,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from transformers import AutoModelForSequenceClassification, LlamaConfig
 
 import verl
+from tests.conftest import Plain, byte_tokenizer
+from tests.controller.functions import length, who
 from verl.batch import Batch
 from verl.controller import pool, rewards
 from verl.controller.rewards import RewardPool
@@ -31,25 +34,6 @@ from verl.roles.reward import Reward
 
 def texts_of(*texts: str) -> Batch:
     return Batch.from_rows([{"prompt": "p", "response": text} for text in texts])
-
-
-def length(texts: list[str]) -> list[float]:
-    """Of one sample at a time; a text may ask for trouble."""
-    (text,) = texts
-    if text.startswith("wait"):
-        time.sleep(float(text.removeprefix("wait")))
-    elif text == "raise":
-        raise ValueError("no")
-    elif text == "hang":
-        time.sleep(600)
-    elif text == "die":
-        os._exit(3)
-    elif text.startswith("/"):  # a file: only the first that reads it has trouble
-        with suppress(FileNotFoundError):
-            trouble = Path(text).read_text()
-            os.unlink(text)
-            return length([trouble])
-    return [float(len(text))]
 
 
 @pytest.fixture
@@ -86,7 +70,7 @@ def test_what_raises_hangs_or_dies_is_tried_elsewhere_and_counted(make: Callable
     assert found["reward"] == [4.0, *(float(len(str(file))) for file in once), None, None, None, 4.0]
     said = found["abstain_reason"]
     assert "ValueError: no" in said[4] and "no answer within 1 s" in said[5]
-    assert "reward worker" in said[6] and os.uname().nodename in said[6] and "exit status 3" in said[6]
+    assert "reward worker" in said[6] and os.uname().nodename in said[6] and "died" in said[6]
     assert metrics["failures/count"] == 3 and metrics["late/count"] == 3 and metrics["retries/count"] == 5
     assert (
         metrics["deaths/count"] >= 1 + 3 + 3
@@ -108,7 +92,7 @@ def test_workers_that_are_killed_at_any_moment_lose_nothing(make: Callable[..., 
                 killed = 0
             if killed < pool.MAX_DEATHS - 1:  # so many before they are ready would mean that the function cannot start
                 killed += 1
-                with suppress(ProcessLookupError, IndexError):
+                with suppress(ProcessLookupError, IndexError):  # dead already, or none has started
                     os.kill(chance.choice(reward.group.pids), signal.SIGKILL)
                     kills += 1
 
@@ -136,7 +120,7 @@ def test_workers_come_and_go_while_samples_are_scored(make: Callable[..., Reward
     scorer = threading.Thread(target=score, args=(400,))
     scorer.start()
     group.scale(3)
-    while len({worker.process.pid for worker in group.workers if worker.is_ready}) < 3 and scorer.is_alive():
+    while sum(worker.is_ready for worker in group.workers) < 3 and scorer.is_alive():
         time.sleep(0.05)
     time.sleep(0.5)
     group.scale(1)
@@ -146,11 +130,6 @@ def test_workers_come_and_go_while_samples_are_scored(make: Callable[..., Reward
     assert served[2] == served[0] == {float(pid) for pid in first}  # the first one has never stopped
     with pytest.raises(ConfigError, match="at least one reward worker"):
         group.scale(0)
-
-
-def who(texts: list[str]) -> list[float]:
-    time.sleep(float(texts[0].removeprefix("wait")))
-    return [float(os.getpid())]
 
 
 def test_a_queue_brings_workers_and_idleness_takes_them(
@@ -170,59 +149,46 @@ def test_a_queue_brings_workers_and_idleness_takes_them(
     assert reward.get_reward(texts_of("abc"))["reward"] == [3.0]
 
 
-def test_workers_may_come_by_tcp_and_only_with_the_token(monkeypatch: pytest.MonkeyPatch) -> None:
-    commands: list[list[str]] = []
+@pytest.fixture
+def dies_first(tmp_path: Path) -> Callable[[int], str]:
+    """A reward in a file that ends the process which imports it, so many times."""
 
-    def launch(command: Any, env: Any, fds: Any) -> pool.Process:
-        commands.append(list(command))
-        assert not fds and pool.TOKEN not in " ".join(command) and env[pool.TOKEN] not in " ".join(command)
-        if len(commands) == 1:  # one that has been told something else comes first, and is not let in
-            stranger = pool.launch(command, {**env, pool.TOKEN: "guess"}, ())
-            assert stranger.wait(60) != 0
-        return pool.launch(command, env, ())
+    def make(times: int) -> str:
+        file, starts = tmp_path / "frail.py", tmp_path / "starts"
+        file.write_text(
+            "import os\n"
+            f"with open({str(starts)!r}, 'a+') as starts:\n"
+            "    starts.write('start\\n')\n"
+            "    starts.flush()\n"
+            "    starts.seek(0)\n"
+            "    if os.getpid() != "
+            f"{os.getpid()} and len(starts.readlines()) <= {times} + 1:\n"  # this process imports it, too
+            "        os._exit(5)\n"
+            "def f(solution_str): return float(len(solution_str))\n"
+        )
+        return f"{file}:f"
 
-    group = RewardPool(length, "length", workers=2, launch=launch, host="127.0.0.1")
-    source = FunctionReward(length, workers=lambda function, name: group)
-    try:
-        assert Reward(source).get_reward(texts_of("abc", "ab"))["reward"] == [3.0, 2.0]
-    finally:
-        group.close()
-    assert len(commands) == 2 and all(command[-2].startswith("127.0.0.1:") for command in commands)
-
-
-def test_a_worker_that_never_comes_is_replaced_thrice(monkeypatch: pytest.MonkeyPatch) -> None:
-    def launch(command: Any, env: Any, fds: Any) -> pool.Process:
-        return pool.launch([sys.executable, "-c", "raise SystemExit(5)"], env, ())
-
-    group = RewardPool(length, "length", workers=1, launch=launch, host="127.0.0.1")
-    with pytest.raises(verl.errors.ClusterError, match=r"reward 'length': reward worker 2 .*exit status 5, the 3th"):
-        Reward(FunctionReward(length, workers=lambda function, name: group)).get_reward(texts_of("a"))
+    return make
 
 
-@pytest.mark.parametrize("times", [2, 3])
-def test_a_machine_that_lacks_files_for_a_moment_loses_nothing(times: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(pool.time, "sleep", lambda seconds: None)
-    started: list[int] = []
+def test_a_worker_that_dies_while_it_starts_is_replaced_twice(
+    make: Callable[..., Reward], dies_first: Callable[[int], str]
+) -> None:
+    assert make(dies_first(2), workers=1).get_reward(texts_of("abc"))["reward"] == [3.0]
 
-    def launch(command: Any, env: Any, fds: Any) -> pool.Process:
-        started.append(len(started))
-        if 1 <= started[-1] <= times:
-            raise OSError(errno.EMFILE, "Too many open files")
-        return pool.launch(command, env, fds)
 
-    group = RewardPool(length, "length", workers=1, launch=launch)
-    reward = Reward(FunctionReward(length, workers=lambda function, name: group, retries=0))
-    found: list[Any] = []
-    waiting = threading.Thread(target=lambda: found.append(outcome(reward, "die")), daemon=True)
-    waiting.start()
-    waiting.join(60)
-    group.close()
-    if times < pool.MAX_DEATHS:
-        assert found == [[None]] and len(started) >= 4
-    else:
-        assert isinstance(found[0], verl.errors.ClusterError)
-        assert "reward 'length': reward worker 1 cannot be started: " in str(found[0])
-        assert "Too many open files, 3 times in a row" in str(found[0])
+def test_a_third_death_while_it_starts_ends_the_run(
+    make: Callable[..., Reward], dies_first: Callable[[int], str]
+) -> None:
+    with pytest.raises(verl.errors.ClusterError, match=r"reward 'f': reward worker 2 .* died .*, as 2 did before it"):
+        make(dies_first(3), workers=1).get_reward(texts_of("a"))
+
+
+def test_workers_that_die_together_are_one_death(
+    make: Callable[..., Reward], dies_first: Callable[[int], str], tmp_path: Path
+) -> None:
+    assert make(dies_first(4), workers=4).get_reward(texts_of("abc"))["reward"] == [3.0]
+    assert len((tmp_path / "starts").read_text().split()) > 1 + 4
 
 
 def outcome(reward: Reward, *texts: str) -> Any:
@@ -245,25 +211,7 @@ def test_whatever_ends_the_supervisor_is_told_to_those_who_wait(monkeypatch: pyt
     assert str(found[0]) == "reward 'length': its workers cannot be kept: KeyError: 'lost'"
 
 
-def test_workers_that_die_together_are_one_death() -> None:
-    started: list[pool.Process] = []
-
-    def launch(command: Any, env: Any, fds: Any) -> pool.Process:
-        dies = len(started) < 4
-        started.append(pool.launch([sys.executable, "-c", "raise SystemExit(5)"] if dies else command, env, ()))
-        return started[-1]
-
-    group = RewardPool(length, "length", workers=4, launch=launch, host="127.0.0.1")
-    try:
-        source = FunctionReward(length, workers=lambda function, name: group)
-        assert Reward(source).get_reward(texts_of("abc"))["reward"] == [3.0]
-    finally:
-        group.close()
-    assert len(started) == 8
-
-
 def test_functions_of_a_script_travel_by_value(tmp_path: Path) -> None:
-    pytest.importorskip("ray")
     script = tmp_path / "script.py"
     script.write_text(
         "import verl\n"
@@ -290,7 +238,13 @@ def test_a_stall_dumps_every_worker(make: Callable[..., Reward], capfd: pytest.C
     with caplog.at_level(logging.ERROR):
         dump_stacks("somebody waits")
     waiting.join()
-    assert capfd.readouterr().err.count("in length\n") == 2
+    said: list[str] = []
+
+    def stacks() -> int:
+        said.append(capfd.readouterr().err)
+        return "".join(said).count("in length\n")
+
+    wait_until(lambda: stacks() == 2, 20)  # Ray brings them
     for worker in (0, 1):
         assert f"reward worker {worker} (pid " in caplog.text and os.uname().nodename in caplog.text
 
@@ -325,9 +279,7 @@ def test_a_file_that_is_edited_ends_the_run_where_it_would_be_read_again(
     assert reward.get_reward(texts_of("a"))["reward"] == [1.0]
     file.write_text("def f(solution_str): return 2.0\n")
     assert reward.get_reward(texts_of("a"))["reward"] == [1.0]
-    process = reward.group.workers[0].process
-    process.kill()
-    process.wait()
+    os.kill(reward.group.pids[0], signal.SIGKILL)
     with pytest.raises(RewardError, match=rf"{file} is not what it was when this run began"):
         reward.get_reward(texts_of("a"))
     assert make(f"{file}:f", workers=1).get_reward(texts_of("a"))["reward"] == [2.0]
@@ -337,9 +289,8 @@ def test_what_a_function_started_does_not_outlive_a_driver_that_is_killed(tmp_pa
     (tmp_path / "child.py").write_text(
         "import subprocess\n"
         "def f(solution_str):\n"
-        "    child = subprocess.Popen(['sleep', '600'])\n"
-        "    open(solution_str, 'w').write(f'{child.pid}\\n')\n"
-        "    child.wait()\n"
+        "    command = 'sleep 600 & echo $! > ' + solution_str + '; wait'\n"  # a child of a child
+        "    subprocess.Popen(['sh', '-c', command]).wait()\n"
     )
     script, told = "import sys, verl\nverl.Reward(sys.argv[1], workers=1, timeout=600).get_reward", tmp_path / "told"
     script += "(verl.Batch.from_rows([{'response': sys.argv[2]}]))"
@@ -364,6 +315,45 @@ def wait_until(is_so: Callable[[], bool], seconds: float) -> None:
         time.sleep(0.05)
 
 
+def classifier() -> Any:
+    """A live reward model, with its tokenizer."""
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2}
+    config = LlamaConfig(vocab_size=300, num_labels=1, pad_token_id=0, **sizes)
+    return AutoModelForSequenceClassification.from_config(config, dtype=torch.float64).eval(), byte_tokenizer()
+
+
+def test_reward_models_are_scaled_replaced_and_score_as_one_in_this_process(
+    make: Callable[..., Reward], tmp_path: Path
+) -> None:
+    model, tokenizer = classifier()
+    model.save_pretrained(tmp_path)
+    tokenizer.save_pretrained(tmp_path)
+    samples = texts_of(*("word " * n for n in range(1, 40)))
+    expected = Reward(model=model, tokenizer=tokenizer, batch_size=4).get_reward(samples)["reward"]
+    for source, options in ((model, {"tokenizer": tokenizer}), (str(tmp_path), {})):
+        reward = make(None, model=source, workers=1, batch_size=4, retries=1, **options)
+        assert reward.get_reward(samples)["reward"] == pytest.approx(expected, abs=1e-9)
+        reward.group.scale(2)
+        os.kill(reward.group.pids[0], signal.SIGKILL)
+        found, counts = asyncio.run(reward.score_and_count(samples))
+        assert found["reward"] == pytest.approx(expected, abs=1e-9)
+        assert counts["workers/max"] == 2 and counts["deaths/count"] == 1
+
+
+def test_a_reward_model_that_cannot_be_made_ends_the_run(make: Callable[..., Reward], tmp_path: Path) -> None:
+    with pytest.raises(RewardError, match=r"(?s)reward worker 0 .* failed:.*ModelError.*no such model"):
+        make(None, model=str(tmp_path / "no such model"), workers=1).get_reward(texts_of("a"))
+
+
+def test_services_and_judges_are_asked_by_workers(make: Callable[..., Reward], serve: Callable[..., Plain]) -> None:
+    url = serve(1).url
+    texts = texts_of("a", "bb", "mumble")
+    for options in ({"url": f"{url}/score"}, {"url": url, "template": "{response}"}):
+        found = make(None, **options, workers=1).get_reward(texts)
+        assert found["reward"] == [1.0, 2.0, None]
+
+
 def test_what_cannot_be_is_refused() -> None:
     with pytest.raises(ConfigError, match="is no range"):
         Reward(length, workers=4, max_workers=2)
@@ -371,8 +361,6 @@ def test_what_cannot_be_is_refused() -> None:
         Reward(length, max_workers=2)
     with pytest.raises(ConfigError, match="give it workers=N"):
         _ = Reward(length).group
-    with pytest.raises(ConfigError, match="has no option 'workers'"):
-        Reward("code", workers=2)
     with pytest.raises(ConfigError, match="not to one of its parts"):
         Reward({"a": {"source": length, "workers": 2}})
     assert rewards.RewardPool(length, "length", workers=1).size == 0  # they start when they are needed

@@ -72,10 +72,13 @@ def test_a_killed_rank_ends_the_run_and_the_same_command_resumes(tmp_path: Path,
 
 
 @pytest.fixture
-def cluster() -> Iterator[Any]:
+def cluster(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
     """Two nodes of one CPU each, on this machine."""
     from ray.cluster_utils import Cluster
 
+    if ray.is_initialized():
+        ray.shutdown()  # what another module's tests were connected to
+    monkeypatch.setenv("RAY_AUTH_MODE", "disabled")  # read once a process, so all of this file is without
     small = {"num_cpus": 1, "object_store_memory": 100 << 20}
     made = Cluster(initialize_head=True, head_node_args={**small, "include_dashboard": False})
     made.small = small
@@ -157,9 +160,9 @@ class Loss(threading.Thread):
         self.start()
 
     def run(self) -> None:
-        while len(there := [worker.process for worker in self.pool().workers if worker.is_ready]) < 4:
+        while len(there := [worker for worker in self.pool().workers if worker.is_ready]) < 4:
             time.sleep(0.01)
-        self.killed = [process.pid for process in there if process.node == self.cluster.second.node_id]
+        self.killed = [worker.pid for worker in there if worker.node == self.cluster.second.node_id]
         time.sleep(random.Random(0).uniform(0.5, 1.0))
         for pid in self.killed:
             os.kill(pid, signal.SIGKILL)
@@ -234,7 +237,7 @@ def test_a_script_that_never_closes_its_workers_leaves_none_and_sees_their_stack
         "import verl\n"
         "reward = verl.Reward(lambda texts: [len(text) for text in texts], workers=2)\n"
         "print(reward.get_reward(verl.Batch.from_rows([{'response': 'abc'}] * 20))['reward'] == [3.0] * 20)\n"
-        "workers = [worker.process for worker in reward.group.workers if worker.is_ready]\n"
+        "workers = [worker for worker in reward.group.workers if worker.is_ready]\n"
         "print(len({process.node for process in workers}), *(process.pid for process in workers))\n"
         "reward.group.dump_stacks()\n"
         "import time\n"
@@ -242,7 +245,7 @@ def test_a_script_that_never_closes_its_workers_leaves_none_and_sees_their_stack
     )
     env = environment(cluster)
     done = subprocess.run([sys.executable, script], env=env, capture_output=True, text=True, timeout=120)
-    assert done.returncode == 0 and "in serve\n" in done.stderr, done.stderr[-3000:]
+    assert done.returncode == 0 and "in main_loop\n" in done.stderr, done.stderr[-3000:]
     told, nodes, *pids = done.stdout.split()
     assert told == "True" and int(nodes) == len(pids)
     over = time.monotonic() + 20

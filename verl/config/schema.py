@@ -332,10 +332,6 @@ class RewardConfig(RewardPart):
                 raise wrong(f"components.{name}", "needs exactly one of path, name, model and url")
         if self.max_workers is not None and not 1 <= self.workers <= self.max_workers:
             raise wrong("max_workers", f"is the most that workers ({self.workers}) may grow to: 1 <= workers <= it")
-        if self.workers and any(
-            part.path is None and part.name != "task" for part in self.components.values() or [self]
-        ):
-            raise wrong("workers", "score by a function (path) or by a task's verifier (name=task)")
         return self
 
 

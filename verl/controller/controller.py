@@ -154,7 +154,7 @@ def _slots(mesh: DeviceMesh, timeout: float) -> Any:
         slots = mesh.slots
         raise ConfigError(
             f"placement: {len(slots)} slots ({', '.join(map(str, slots))}) need as many processes, and a plain script "
-            "is one. Ray would start them: pip install 'verl[ray]'; or start them with "
+            "is one. Ray would start them: pip install 'ray>=2.59'; or start them with "
             f"torchrun --nproc_per_node={max(slot.index for slot in slots) + 1}"
         ) from error
     return Slots(mesh, timeout)

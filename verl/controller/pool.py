@@ -1,75 +1,42 @@
-"""Pools of worker processes: started, told things, listened to, replaced when they die, scaled, dumped, ended.
+"""Pools of workers that come and go while a run goes on: Ray actors, replaced when they die, scaled, dumped, ended.
 
-`RolloutPool` and `RewardPool` say what their workers are told and what they answer; all else is here.
+`RolloutPool` and `RewardPool` say what their workers do; all else is here.
 """
 
 from __future__ import annotations
 
+import atexit
+import functools
 import logging
 import math
 import os
 import queue
 import signal
 import socket
-import subprocess
 import sys
 import threading
 import time
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
-from functools import partial
-from multiprocessing.connection import Connection
-from typing import Any, ClassVar, Protocol
+from typing import Any, ClassVar
 
+from verl.controller.cluster import connect, is_own
 from verl.errors import ClusterError, ConfigError
-from verl.workers.channel import Channel, Door, Message, bound_sends
-from verl.workers.process import TOKEN
 
 logger = logging.getLogger(__name__)
 
 #: Deaths in a row of workers that were not ready, after which the run ends.
 MAX_DEATHS = 3
-#: Seconds from the start of a process until it must have come to a `Door`.
+#: Seconds for a worker to start.
 START_DEADLINE = 120
-#: Seconds that a pool must have been larger than its work asks for before it loses a worker.
+#: Seconds that a pool must have been larger than its work needs before it loses a worker.
 PATIENCE = 30.0
-#: Seconds that a killed process may take to end.
-_END_DEADLINE = 10
+#: What a worker takes of a node's CPUs: next to none, so that no map of placement keeps it from starting, but nothing
+#: where there are none for work.
+_CPUS = 0.001
 _POOLS: weakref.WeakSet[Pool] = weakref.WeakSet()
-
-
-class Process(Protocol):
-    """A process that was started, here or elsewhere: as much of `subprocess.Popen` as a pool uses."""
-
-    @property
-    def pid(self) -> int: ...
-
-    def poll(self) -> int | None: ...
-
-    def wait(self, timeout: float | None = None) -> int: ...
-
-    def send_signal(self, sig: int) -> None: ...
-
-    def kill(self) -> None: ...
-
-
-class _LocalProcess(subprocess.Popen[bytes]):
-    def kill(self) -> None:
-        """Its children too."""
-        with suppress(ProcessLookupError, PermissionError):  # the whole group is gone already
-            os.killpg(self.pid, signal.SIGKILL)
-
-
-def launch(command: Sequence[str], env: Mapping[str, str], fds: Sequence[int]) -> Process:
-    """Start a command on this machine, in a session of its own.
-
-    Another function of this form may start it elsewhere; then its pool needs `host`, and `fds` is empty.
-    """
-    return _LocalProcess(
-        command, env={**os.environ, **env}, pass_fds=fds, stdin=subprocess.DEVNULL, start_new_session=True
-    )
 
 
 def dump_stacks() -> None:
@@ -97,59 +64,45 @@ def check_range(role: str, least: int, most: int | None) -> tuple[int, int]:
 
 @dataclass(eq=False)
 class Worker:
-    """A process, and what it has been given to do, by name."""
+    """A Ray actor, and its unfinished jobs by name."""
 
     role: str
     index: int
-    process: Process
+    actor: Any
     started: float = field(default_factory=time.monotonic)
-    host: str = "a host not heard of yet"
-    has_come: bool = False
+    host: str = "a host not known yet"
+    node: str = ""
+    pid: int = 0
     jobs: dict[str, Any] = field(default_factory=dict)
-    outbox: queue.SimpleQueue[tuple[str, bytes, dict[str, Any]] | None] = field(default_factory=queue.SimpleQueue)
-    threads: list[threading.Thread] = field(default_factory=list)
-    failure: str = ""
-    #: Whether it has shown that workers can work here.
     is_ready: bool = False
     is_leaving: bool = False
+    is_killed: bool = False
 
     def __str__(self) -> str:
-        return f"{self.role} worker {self.index} (pid {self.process.pid} on {self.host})"
+        return f"{self.role} worker {self.index} (pid {self.pid or 'unknown'} on {self.host})"
 
 
 class Pool:
-    """Worker processes of one role.
+    """Workers of one role.
 
-    Nothing here waits for a worker: each has a thread that sends and one that listens, and what they hear stands in
-    `events`, as (worker, message), or (worker, None) for its end. Any thread may call `scale` while another works.
+    Nothing here waits for a worker: what they answer stands in `events`, as (worker, name of the call, answer or
+    exception). Any thread may call `scale` while another works.
 
     Args:
-        transport: see `Channel`; for workers that come by TCP always "queue".
-        launch: starts a process.
-        host: this machine's name, for workers that come by TCP; None: they inherit a socket, or, if this run stands on
-            a Ray cluster of several nodes, are spread over those.
         least, most: workers between which `fit` chooses.
     """
 
     role: ClassVar[str]
-    #: MODULE:CLASS of what the processes run; see `verl.workers.process`.
-    target: ClassVar[str]
-    #: GPUs that a worker takes of a Ray cluster.
+    #: The class of the actors, a `PooledWorker`.
+    worker_class: ClassVar[type]
+    #: Threads of an actor beside the main one, by group.
+    concurrency_groups: ClassVar[dict[str, int]] = {}
+    #: GPUs that a worker takes of the cluster.
     gpus = 0
 
-    def __init__(
-        self,
-        least: int,
-        most: int | None = None,
-        *,
-        transport: str = "shared_memory",
-        launch: Callable[[Sequence[str], Mapping[str, str], Sequence[int]], Process] = launch,
-        host: str | None = None,
-    ) -> None:
+    def __init__(self, least: int, most: int | None = None) -> None:
         self.least, self.most = check_range(self.role, least, most)
-        self.transport = transport
-        self.events: queue.SimpleQueue[tuple[Worker, Message | None]] = queue.SimpleQueue()
-        self._launch, self._host = launch, host
+        self.events: queue.SimpleQueue[tuple[Worker, str, Any]] = queue.SimpleQueue()
         self.lock = threading.RLock()
         self._workers: list[Worker] = []
         self._next = 0
@@ -168,14 +121,15 @@ class Pool:
 
     @property
     def pids(self) -> list[int]:
-        """Of the workers' processes."""
-        return [worker.process.pid for worker in self.workers]
+        """Of the workers that have started."""
+        return [worker.pid for worker in self.workers if worker.pid]
 
     def scale(self, size: int) -> None:
-        """Have so many workers from now on.
+        """Have this many workers from now on.
 
         Raises:
-            ConfigError: fewer than one.
+            ConfigError: fewer than one, or Ray is not installed.
+            ClusterError: there is no Ray cluster, see `cluster.connect`.
         """
         if size < 1:
             raise ConfigError(f"there must be at least one {self.role} worker, not {size}")
@@ -183,9 +137,9 @@ class Pool:
             self._ample_since, self._needed = time.monotonic(), 0
             for worker in self.workers[size:]:
                 worker.is_leaving = True
-                self._send(worker, "stop")
+                self._leave(worker)
             while self.size < size:
-                self._workers.append(self._start())
+                self._start()
 
     def fit(self, load: float, seconds: float) -> None:
         """Have as many workers, within `least` and `most`, as do `load` worker-seconds of work in `seconds`: more at
@@ -202,151 +156,121 @@ class Pool:
             self._ample_since, self._needed = now, 0
 
     def dump_stacks(self) -> None:
-        """Have all workers write the stacks of their threads to their stderr."""
-        for worker in [worker for worker in self._workers if worker.has_come]:
+        """Have all workers write the stacks of their threads to their stderr, which Ray copies to this process's."""
+        for worker in [worker for worker in self._workers if worker.pid]:
             logger.error("%s: the stacks of its threads follow on its stderr", worker)
-            with suppress(OSError):
-                worker.process.send_signal(signal.SIGUSR1)
+            _signal(worker)
             time.sleep(0.1)  # one after the other, to be read
 
     def close(self) -> None:
         """End all workers, now."""
         with self.lock:
-            workers, self._workers = self._workers, []
-        for worker in workers:
-            worker.outbox.put(None)
-            _reap(worker.process)
-        until = time.monotonic() + _END_DEADLINE
-        for worker in workers:
-            for thread in worker.threads:
-                thread.join(max(0.0, until - time.monotonic()))
+            for worker in list(self._workers):
+                self._end(worker)
 
-    def _greet(self, worker: Worker) -> None:
-        """Tell a new worker what it must know."""
+    def _begin(self, worker: Worker) -> None:
+        """The first calls of a new worker; once they show that it can work, it `is_ready`."""
         raise NotImplementedError
 
-    def _send(self, worker: Worker, kind: str, data: bytes = b"", **head: Any) -> None:
-        worker.outbox.put((kind, data, head))
+    def _leave(self, worker: Worker) -> None:
+        """A worker that is not to stay: end it, or have it end once its jobs are done."""
+        self._end(worker)
 
-    def _start(self, tries: int = 1) -> Worker:
-        """A new worker. What this machine lacks for a moment (files, memory) is tried again, as a death is.
-
-        Raises:
-            ClusterError: no process can be started.
-        """
-        try:
-            return self._spawn()
-        except OSError as error:
-            what = f"{self.role} worker {self._next} cannot be started: {error}"
-            if tries == MAX_DEATHS:
-                raise ClusterError(
-                    f"{what}, {tries} times in a row: are there memory, processes (ulimit -u) and open files (ulimit "
-                    "-n) enough for it?"
-                ) from error
-        logger.warning("%s; it is tried again", what)
-        time.sleep(tries)
-        return self._start(tries + 1)
-
-    def _spawn(self) -> Worker:
-        command = [sys.executable, "-m", "verl.workers.process", self.target, f"{self.role} worker {self._next}"]
-        env = {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
-        launch, host, transport = self._launch, self._host, self.transport
-        if host is None and (ray := _ray()) is not None and (host := ray.address()) is not None:
-            launch = partial(ray.launch, gpus=self.gpus)
-        if host is None:
-            ours, theirs = socket.socketpair()
-            bound_sends(ours)
-            with theirs:
-                fd = theirs.fileno()
-                process = launch([*command, f"fd:{fd}", transport], env, [fd])
-            connect: Callable[[], Connection] = lambda: Connection(ours.detach())  # noqa: E731
-        else:
-            transport = "queue"  # memory is not shared between machines
-            door = Door(host)
-            process = launch([*command, door.address, transport], {**env, TOKEN: door.token}, [])
-            connect = partial(door.admit, lambda: process.poll() is None, START_DEADLINE)
-        worker = Worker(self.role, self._next, process)
+    def _start(self) -> None:
+        ray = connect()
+        _close_at_exit()
+        actor = ray.remote(
+            max_restarts=0, num_cpus=_CPUS, num_gpus=self.gpus, concurrency_groups=self.concurrency_groups
+        )(self.worker_class)
+        worker = Worker(self.role, self._next, actor.options(scheduling_strategy="SPREAD").remote())
         self._next += 1
-        self._greet(worker)
-        self._run(worker, self._talk, connect, transport)
-        return worker
+        self._workers.append(worker)
+        self._call(worker, "start", "start", f"{self.role} worker {worker.index}", *_surroundings())
+        self._begin(worker)
 
-    def _run(self, worker: Worker, function: Callable[..., None], *args: Any) -> None:
-        name = f"{self.role}-{worker.index}"
-        worker.threads.append(threading.Thread(target=function, args=(worker, *args), name=name, daemon=True))
-        worker.threads[-1].start()
+    def _call(self, worker: Worker, name: str, method: str, *args: Any) -> None:
+        """Begin a call of a worker's method; its end is an event."""
+        future = getattr(worker.actor, method).remote(*args).future()
+        future.add_done_callback(lambda done: self.events.put((worker, name, done.exception() or done.result())))
 
-    def _talk(self, worker: Worker, connect: Callable[[], Connection], transport: str) -> None:
-        """Send what stands in a worker's outbox."""
-        try:
-            channel = Channel(connect(), transport)
-        except ConnectionError:
-            self.events.put((worker, None))
-            return
-        self._run(worker, self._listen, channel)
-        while (message := worker.outbox.get()) is not None:
-            kind, data, head = message
-            try:
-                channel.send(kind, data, **head)
-            except OSError:  # gone, or silent for SEND_DEADLINE; either way its end is what comes next from it
-                worker.process.kill()
-        channel.close()
+    def _has_started(self, worker: Worker, about: dict[str, Any]) -> None:
+        worker.host, worker.node, worker.pid = about["host"], about["node"], about["pid"]
 
-    def _listen(self, worker: Worker, channel: Channel) -> None:
-        """Take what a worker sends, so that it never waits for a driver that trains."""
-        try:
-            worker.host, worker.has_come = channel.receive().head["host"], True
-            while True:
-                message = channel.receive()
-                if message.kind == "failed":
-                    worker.failure = message.head["text"]
-                else:
-                    self.events.put((worker, message))
-        except (EOFError, OSError):
-            self.events.put((worker, None))
+    def _end(self, worker: Worker) -> None:
+        self._workers.remove(worker)
+        kill(worker)
 
-    def _bury(self, worker: Worker) -> str:
-        """How a worker ended; another one takes its place, unless it was to leave.
+    def _bury(self, worker: Worker, error: Exception) -> str:
+        """How a worker died; another one takes its place, unless it was to leave.
 
         Raises:
-            ClusterError: it failed (with its own traceback), or workers die again and again.
+            RewardError, RolloutError: its own code failed; with its traceback.
+            ClusterError: workers die again and again.
         """
-        self._workers.remove(worker)
-        worker.outbox.put(None)
-        code = _reap(worker.process)
-        how = "does not end" if code is None else f"ended with exit status {code}"
+        from ray.exceptions import RayTaskError
+
+        self._end(worker)
+        if isinstance(error, RayTaskError):
+            raise self._error(f"{worker} failed:\n{error}")
+        how = _how(error)
         if worker.is_leaving:
             return how
-        if worker.failure:
-            raise self._error(f"{worker} failed:\n{worker.failure}")
         if not worker.is_ready and worker.started >= self._death:  # those that died together are one death
             self._deaths, self._death = self._deaths + 1, time.monotonic()
         if self._deaths >= MAX_DEATHS:
-            raise ClusterError(f"{worker} {how}, the {self._deaths}th in a row: is there memory enough for it?")
+            raise ClusterError(f"{worker} {how}, as {self._deaths - 1} did before it: is there memory enough for it?")
         logger.warning("%s %s; another one takes its place", worker, how)
-        self._workers.append(self._start())
+        self._start()
         return how
 
     def _error(self, text: str) -> Exception:
         return ClusterError(text)
 
 
-def _ray() -> Any:
-    """`verl.controller.ray_process`, if this run stands on a Ray cluster: one that this process is connected to, or the
-    one at `RAY_ADDRESS`."""
-    ray = sys.modules.get("ray")
-    if not os.environ.get("RAY_ADDRESS") and (ray is None or not ray.is_initialized()):
-        return None
-    try:
-        from verl.controller import ray_process
-    except ImportError as error:
-        raise ConfigError("RAY_ADDRESS is set, and Ray is not installed: pip install 'verl[ray]'") from error
-    return ray_process
+@functools.cache
+def _close_at_exit() -> None:
+    """Before Ray's own end, which would look like the death of every worker: so it is called once Ray is imported."""
+    atexit.register(close_all)
 
 
-def _reap(process: Process) -> int | None:
-    process.kill()
-    try:
-        return process.wait(_END_DEADLINE)
-    except subprocess.TimeoutExpired:
-        return None
+def kill(worker: Worker) -> None:
+    """End a worker and all that it started, without waiting for it."""
+    import ray
+
+    worker.is_killed = True
+    if ray.is_initialized():
+        ray.kill(worker.actor)
+
+
+def _how(error: Exception) -> str:
+    """What happened to a worker whose call ended with an error of Ray."""
+    from ray.exceptions import ActorUnavailableError, OutOfMemoryError
+
+    if isinstance(error, OutOfMemoryError):
+        return "was ended by Ray, since its node was out of memory"
+    if isinstance(error, ActorUnavailableError):
+        return "cannot be reached"
+    return "died (its process was killed or crashed)"
+
+
+def _surroundings() -> tuple[dict[str, str], Sequence[str], str]:
+    """What a worker takes over from this process: environment, import path, working directory. On a cluster that is
+    not this run's own the environment is that of its nodes, but for the number of threads."""
+    env = {name: value for name, value in os.environ.items() if not name.startswith("RAY_")}
+    if not is_own():
+        env = {name: env[name] for name in ("OMP_NUM_THREADS",) if name in env}
+    return env, sys.path, os.getcwd() if is_own() else ""
+
+
+def _signal(worker: Worker) -> None:
+    import ray
+    from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+    with suppress(OSError, ray.exceptions.RayError):
+        if worker.host == socket.gethostname():
+            os.kill(worker.pid, signal.SIGUSR1)
+        elif ray.is_initialized():
+            there = NodeAffinitySchedulingStrategy(worker.node, soft=False)
+            ray.remote(num_cpus=0, max_retries=0)(os.kill).options(scheduling_strategy=there).remote(
+                worker.pid, signal.SIGUSR1
+            )

@@ -9,8 +9,6 @@ from __future__ import annotations
 
 import logging
 import math
-import os
-import socket
 import sys
 import threading
 import time
@@ -27,6 +25,7 @@ from ray.util.placement_group import PlacementGroup, placement_group, remove_pla
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from verl.batch import Batch
+from verl.controller.cluster import connect
 from verl.controller.group import SPLIT_BY, check_answer, check_call, join_rows, split_rows
 from verl.controller.placement import DeviceMesh, Slot
 from verl.controller.slot_worker import Order, SlotWorker, Stream, WorkerError, bunched
@@ -43,8 +42,6 @@ START = 120.0
 #: Seconds in which the other ranks may end once one has failed.
 GRACE = 3.0
 _LEAST_CPUS = 0.02
-# Bytes of an answer that need not go through the object store.
-_INLINE = 1 << 20
 # Batches that may be in the object store: a bound for who holds on to more of them.
 _KEPT = 4
 _NODE_KEYS = ("NodeName", "NodeID", "NodeManagerAddress", "NodeManagerHostname")
@@ -372,28 +369,6 @@ class RayGroup(Generic[W]):
                 beside = [part.reference for part in new] if sent else stream
                 calls[self.slots.submit(rank, method, ray.cloudpickle.dumps(order), *beside)] = rank
         return calls, splits
-
-
-def connect() -> None:
-    """Have this process connected to a Ray cluster.
-
-    Raises:
-        ClusterError: none answers at `RAY_ADDRESS`, or none could be started.
-    """
-    if not ray.is_initialized():
-        os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
-        address = os.environ.get("RAY_ADDRESS") or "local"
-        options: dict[str, Any] = {}
-        if address == "local":
-            options = {"include_dashboard": False, "_system_config": {"max_direct_call_object_size": _INLINE}}
-        host, _, port = address.rpartition("/")[2].rpartition(":")
-        try:
-            if port.isdigit():  # Ray itself would ask an address where nobody listens for minutes
-                socket.create_connection((host, int(port)), GRACE).close()
-            ray.init(address, logging_level=logging.WARNING, **options)
-        except (OSError, RuntimeError) as error:
-            where = "could not be started here" if address == "local" else f"does not answer at RAY_ADDRESS={address}"
-            raise ClusterError(f"a Ray cluster {where}: {_line(error)}") from error
 
 
 def _check(mesh: DeviceMesh) -> float:

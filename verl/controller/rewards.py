@@ -1,12 +1,10 @@
-"""The reward workers of a run, seen from its driver: one queue of calls, each made by whichever worker is free."""
+"""The reward workers of a run, seen from its driver: one queue of calls, each made by the first worker that is free."""
 
 from __future__ import annotations
 
 import asyncio
 import concurrent.futures
-import importlib
 import math
-import pickle
 import queue
 import threading
 import time
@@ -17,11 +15,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from verl.controller.pool import START_DEADLINE, Pool, Worker
+from verl.controller.cluster import import_ray
+from verl.controller.pool import START_DEADLINE, Pool, Worker, kill
 from verl.errors import ClusterError, ConfigError, RewardError
-from verl.rewards.loading import digest, split_spec
+from verl.rewards.loading import digest, split_spec, user_modules
 from verl.rewards.scores import Score, failure
-from verl.workers.channel import Message
+from verl.workers.scorer import Scorer
 
 #: Calls that may stand in the queue.
 _MANY = 2**16
@@ -33,7 +32,8 @@ _NEW = 0.1
 
 @dataclass(eq=False)
 class _Job:
-    data: bytes
+    args: list[Any]
+    kwargs: dict[str, Any]
     rows: int
     timeout: float
     future: concurrent.futures.Future[list[Score] | None] = field(default_factory=concurrent.futures.Future)
@@ -46,26 +46,25 @@ class _Job:
 
 
 class RewardPool(Pool):
-    """Calls a reward function in worker processes, one call at a time in each (a `Caller` of `FunctionReward`).
+    """Calls a reward function in workers, one call at a time in each (a `Caller` of `FunctionReward`).
 
-    A call that is late costs its worker its life. One whose worker dies without being late is made once more, by
+    The worker of a call that is late is killed. A call whose worker dies without being late is made once more, by
     another worker, since the fault need not be its own. The workers start at the first call, and again at the first
     after `close`.
 
     Args:
-        source: the function, or "FILE.py:FUNCTION".
+        source: the function, or "FILE.py:FUNCTION". One with a method `load` is loaded so in each worker, first.
         name: of the reward, for messages.
         workers: how many; `scale` changes it.
         max_workers: when the calls under way are more than the workers do in `backlog` seconds there are more
             workers, up to so many; and fewer again, down to `workers`, when they are not needed (`Pool.fit`).
-        **options: see `Pool`.
 
     Raises:
-        ConfigError: the function cannot be sent to a process.
+        ConfigError: the function cannot be sent to a process, or Ray is not installed.
     """
 
     role = "reward"
-    target = "verl.workers.scorer:Scorer"
+    worker_class = Scorer
     max_late = math.inf  # a late call costs a process, no thread that cannot be ended
 
     def __init__(
@@ -76,9 +75,8 @@ class RewardPool(Pool):
         workers: int,
         max_workers: int | None = None,
         backlog: float = 2.0,
-        **options: Any,
     ) -> None:
-        super().__init__(workers, max_workers, **{"transport": "queue", **options})
+        super().__init__(workers, max_workers)
         self.name, self.backlog = name, backlog
         self.width, self.slots = _MANY, threading.Semaphore(_MANY)
         self._dead = 0
@@ -96,7 +94,7 @@ class RewardPool(Pool):
             RewardError: the function does not load in a worker; with the worker's own traceback.
             ClusterError: workers die again and again before they are ready.
         """
-        job = _Job(pickle.dumps((args, kwargs)), rows, timeout)
+        job = _Job(args, kwargs, rows, timeout)
         with self.lock:
             self._open()
             self._queue.append(job)
@@ -136,27 +134,26 @@ class RewardPool(Pool):
             self._supervisor.start()
 
     def _supervise(self) -> None:
-        """Take what workers send, end those that are late, give work to those that are free."""
+        """Take what workers answer, end those that are late, give work to those that are free."""
         while self._supervisor is threading.current_thread():
             events = self._events()
             with self.lock:
                 if self._supervisor is not threading.current_thread():
                     return
                 try:
-                    for worker, message in events:
+                    for worker, name, answer in events:
                         if worker in self._workers:
-                            self._take(worker, message)
+                            self._take(worker, name, answer)
                     self._expire()
                     under_way = len(self._queue) + sum(len(worker.jobs) for worker in self._workers)
                     self.fit(under_way * self._seconds, self.backlog)
                     self._assign()
-                except Exception as error:  # whatever it is: without this thread those who wait would do so for ever
+                except Exception as error:  # any: without this thread those who wait would do so for ever
                     self._failure = _named(error, self.name)
                     self._give_up(self._failure)
                     return
 
-    def _events(self) -> list[tuple[Worker, Message | None]]:
-        """What has happened, all of it: where many die at once, none of them is given what another has lost."""
+    def _events(self) -> list[tuple[Worker, str, Any]]:
         found = []
         with suppress(queue.Empty):
             found.append(self.events.get(timeout=_TICK))
@@ -164,47 +161,65 @@ class RewardPool(Pool):
                 found.append(self.events.get_nowait())
         return found
 
-    def _take(self, worker: Worker, message: Message | None) -> None:
-        if message is None:
-            self._died(worker)
-        elif message.kind == "ready":
-            self._deaths, worker.is_ready = 0, True
-        elif (job := worker.jobs.get(message.head["job"])) is not None:
-            job.answer([Score(**score) for score in message.head["scores"]])
-            del worker.jobs[message.head["job"]]  # not before: whatever fails, each job stands where it is given up
-            seconds = message.head["seconds"]
-            self._seconds += (seconds - self._seconds) * (_NEW if self._seconds else 1.0)
+    def _take(self, worker: Worker, name: str, answer: Any) -> None:
+        from ray.exceptions import RayError, RayTaskError
 
-    def _died(self, worker: Worker) -> None:
+        job = worker.jobs.get(name)
+        if isinstance(answer, RayTaskError) and job is not None:  # its arguments cannot be unpickled there
+            answer = [failure(f"cannot be scored in a worker: {answer.cause}")] * job.rows, 0.0
+        if isinstance(answer, RayError):
+            self._died(worker, answer)
+        elif isinstance(answer, Exception):
+            raise answer
+        elif name == "start":
+            self._has_started(worker, answer)
+        elif job is None:  # loaded, or alive
+            self._deaths, worker.is_ready = 0, True
+        else:
+            scores, seconds = answer
+            job.answer(scores)
+            del worker.jobs[name]  # not before: if anything fails, each job stands where it is given up
+            self._seconds += (seconds - self._seconds) * (_NEW if self._seconds else 1.0)
+            if worker.is_leaving:
+                self._end(worker)
+
+    def _died(self, worker: Worker, error: Exception) -> None:
         jobs = [job for job in worker.jobs.values() if not job.future.done()]  # done: was late, or nobody waits for it
         self._queue.extendleft(jobs)
         self._dead += not worker.is_leaving
-        how = self._bury(worker)
+        how = self._bury(worker, error)
         for job in jobs:
             if job.has_lost_a_worker:
                 self._queue.remove(job)
                 job.answer([failure(f"{worker} {how}")] * job.rows)
             job.has_lost_a_worker = True
+        # Several may have died at once, and one that is idle shows it by an answer alone: none of them may get a job
+        # that another has lost.
+        for other in self.workers:
+            if other.is_ready and not other.jobs:
+                other.is_ready = False
+                self._call(other, "ping", "ping")
 
     def _expire(self) -> None:
         now = time.monotonic()
         for worker in self._workers:
             if not worker.is_ready and now - worker.started > START_DEADLINE:
-                worker.process.kill()
+                worker.started = math.inf  # its death is the next event of it
+                kill(worker)
             for job in worker.jobs.values():
                 if now > job.until:
-                    job.until = math.inf  # its worker's end is what comes next from it
-                    worker.process.kill()
+                    job.until = math.inf
+                    kill(worker)
                     job.answer(None)
 
     def _assign(self) -> None:
         for worker in self.workers:
-            while self._queue and worker.is_ready and not worker.jobs:
+            while self._queue and worker.is_ready and not worker.jobs and not worker.is_killed:
                 job = self._queue.popleft()
                 if not job.future.cancelled():
                     job.until = time.monotonic() + job.timeout
                     worker.jobs[str(id(job))] = job
-                    self._send(worker, "call", job.data, job=str(id(job)), rows=job.rows)
+                    self._call(worker, str(id(job)), "score", job.args, job.kwargs, job.rows)
 
     def _give_up(self, error: Exception) -> None:
         jobs = [*self._queue, *(job for worker in self._workers for job in worker.jobs.values())]
@@ -216,9 +231,12 @@ class RewardPool(Pool):
                 if not job.future.done() and job.future.set_running_or_notify_cancel():
                     job.future.set_exception(error)
 
-    def _greet(self, worker: Worker) -> None:
-        head, data = self._function
-        self._send(worker, "function", data, **head)
+    def _begin(self, worker: Worker) -> None:
+        self._call(worker, "load", "load", *self._function)
+
+    def _leave(self, worker: Worker) -> None:
+        if not worker.jobs:
+            self._end(worker)
 
     def _error(self, text: str) -> Exception:
         return RewardError(text)
@@ -226,39 +244,26 @@ class RewardPool(Pool):
 
 def _named(error: Exception, name: str) -> Exception:
     """An error of a pool as its callers get it."""
-    if isinstance(error, RewardError | ClusterError):
+    if isinstance(error, RewardError | ClusterError | ConfigError):
         return type(error)(f"reward '{name}': {error}")
     failure = ClusterError(f"reward '{name}': its workers cannot be kept: {type(error).__name__}: {error}")
     failure.__cause__ = error
     return failure
 
 
-def _by_value(source: Callable[..., Any] | str, name: str) -> tuple[dict[str, str], bytes]:
-    """How a function goes to a worker: by its file, and what that holds now, or pickled. One of a module goes by the
-    module's name, and what exists in the user's script only (a closure, a function of `__main__`) whole, by
-    cloudpickle."""
+def _by_value(source: Callable[..., Any] | str, name: str) -> tuple[bytes, str, str]:
+    """How a function goes to a worker: by its file, and a digest of what that holds now, or pickled: one of a module
+    by the module's name, and what exists in the user's script only (a closure, a function of `__main__`) whole."""
+    cloudpickle = import_ray().cloudpickle
     if isinstance(source, str):
         path, function = split_spec(source)
-        return {"spec": f"{Path(path).resolve()}:{function}", "digest": digest(source)}, b""
-    with suppress(pickle.PicklingError, AttributeError, TypeError):
-        data = pickle.dumps(source)
-        if b"__main__" not in data:
-            return {}, data
-    cloudpickle = _cloudpickle()
+        return b"", f"{Path(path).resolve()}:{function}", digest(source)
+    for module in user_modules.values():
+        cloudpickle.register_pickle_by_value(module)
     try:
-        return {}, cloudpickle.dumps(source)
+        return cloudpickle.dumps(source), "", ""
     except Exception as error:  # it raises whatever an object's own hooks do
         raise ConfigError(
             f"reward '{name}' cannot be sent to a worker process ({type(error).__name__}: {error}): give it as "
             "FILE.py:FUNCTION, or from a module of its own"
         ) from error
-
-
-def _cloudpickle() -> Any:
-    for module in ("cloudpickle", "ray.cloudpickle"):
-        with suppress(ImportError):
-            return importlib.import_module(module)
-    raise ConfigError(
-        "a function of a script travels to worker processes by cloudpickle: pip install 'verl[ray]', which has it, or "
-        "give the function as FILE.py:FUNCTION"
-    )

@@ -3,25 +3,25 @@
 from __future__ import annotations
 
 import queue
+import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any, Literal, get_args
 
-from verl.batch import Batch
-from verl.controller.pool import Pool, Worker
-from verl.errors import ClusterError, RolloutError
-from verl.workers.channel import Message
+from verl.controller.cluster import connect
+from verl.controller.pool import START_DEADLINE, Pool, Worker
+from verl.errors import ClusterError, ConfigError, RolloutError, nearest
+from verl.shard import Shard, bunched
+from verl.workers.standalone import EngineRecipe, Finished, StandaloneWorker, Weights
 
+if TYPE_CHECKING:
+    from verl.batch import Batch
 
-@dataclass(frozen=True)
-class Finished:
-    """A group that has come: its rows, and when its worker worked since it sent the last one."""
-
-    group: str
-    samples: Batch
-    worker: int
-    busy: list[tuple[float, float]]
+#: How finished samples come to the driver.
+Transport = Literal["queue", "shared_memory"]
+#: Seconds between two looks at whether a pool with a queue was closed.
+_TICK = 1.0
 
 
 @dataclass(frozen=True)
@@ -39,46 +39,70 @@ class RolloutPool(Pool):
     weights than those its driver has published.
 
     Args:
-        model: what a worker is told first: a head and bytes.
+        recipe: of a worker's engine.
         size: workers at first, and at least.
         most: workers at most; see `fit`.
-        **options: see `Pool`.
+        transport: finished samples come through Ray's object store ("shared_memory") or a queue of Ray ("queue"),
+            with the same results.
+
+    Raises:
+        ConfigError: there is no such transport, or Ray is not installed.
+        ClusterError: see `cluster.connect`.
     """
 
     role = "rollout"
-    target = "verl.workers.standalone:StandaloneWorker"
+    worker_class = StandaloneWorker
+    concurrency_groups = {"inbox": 1}  # noqa: RUF012
 
-    def __init__(self, model: tuple[dict[str, Any], bytes], size: int, most: int | None = None, **options: Any) -> None:
-        super().__init__(size, most, **options)
-        self._model = model
-        self.gpus = int(model[0]["device"].startswith("cuda"))
-        self._weights: tuple[int, bytes] | None = None
+    def __init__(
+        self, recipe: EngineRecipe, size: int, most: int | None = None, *, transport: str = "shared_memory"
+    ) -> None:
+        if transport not in get_args(Transport):
+            raise ConfigError(f"there is no transport '{transport}': {nearest(transport, get_args(Transport))}")
+        super().__init__(size, most)
+        ray = connect()
+        self._recipe = ray.put(recipe)
+        self.gpus = int(recipe.device.startswith("cuda"))
+        #: The newest that were published.
+        self.weights: Weights | None = None
         self._lost: list[str] = []
+        self._queue: Any = None
+        self._is_closed = False
+        if transport == "queue":
+            from ray.util.queue import Queue
+
+            self._queue = Queue(actor_options={"num_cpus": 0})
+            threading.Thread(target=self._drain, name="rollout-queue", daemon=True).start()
         self.scale(size)
 
     def scale(self, size: int) -> None:
-        """Have so many workers from now on. New ones get the newest weights; the groups of those that leave are
-        lost, and told by `event`."""
+        """Have this many workers from now on. New ones get the newest weights; `event` reports the groups of those
+        that leave as lost."""
         with self.lock:
             super().scale(size)
-            for worker in self._workers:
-                if worker.is_leaving:
-                    self._lost += sorted(worker.jobs)
-                    worker.jobs.clear()
 
-    def publish(self, version: int, weights: bytes) -> None:
-        """New weights for all workers; what they are sampling goes on under them."""
+    def publish(self, version: int, shards: Iterable[Shard]) -> Weights:
+        """New weights for all workers; what they are sampling goes on under them.
+
+        Args:
+            version: of the policy.
+            shards: a stream of whole weights.
+        """
+        import ray
+
+        parts = tuple(ray.put(part) for part in bunched(shards))
         with self.lock:
-            self._weights = (version, weights)
+            self.weights = Weights(version, parts)
             for worker in self.workers:
-                self._send(worker, "weights", weights, version=version)
+                self._post(worker, self.weights)
+        return self.weights
 
     def submit(self, group: str, rows: Batch, params: Mapping[str, Any]) -> None:
         """Have a group sampled, by the worker that has fewest."""
         with self.lock:
             worker = min(self.workers, key=lambda worker: (len(worker.jobs), worker.index))
             worker.jobs[group] = None
-            self._send(worker, "rollout", rows.to_ipc(), group=group, params=dict(params))
+            self._post(worker, (group, rows, dict(params)))
 
     def event(self, deadline: float) -> Finished | Lost:
         """What happens next.
@@ -91,32 +115,85 @@ class RolloutPool(Pool):
         until = time.monotonic() + deadline
         while not self._lost:
             try:
-                worker, message = self.events.get(timeout=max(0.0, until - time.monotonic()))
+                worker, name, answer = self.events.get(timeout=max(0.0, until - time.monotonic()))
             except queue.Empty:
                 raise self._stall(deadline) from None
             with self.lock:
-                if (event := self._take(worker, message)) is not None:
+                if worker in self._workers and (event := self._take(worker, name, answer)) is not None:
                     return event
         with self.lock:
             lost, self._lost = self._lost, []
         return Lost(lost, "its worker was taken away")
 
-    def _take(self, worker: Worker, message: Message | None) -> Finished | Lost | None:
-        if message is None:
-            how = self._bury(worker)
+    def close(self) -> None:
+        super().close()
+        self._is_closed = True
+        if self._queue is not None:
+            self._queue.shutdown(force=True)
+            self._queue = None
+
+    def _take(self, worker: Worker, name: str, answer: Any) -> Finished | Lost | None:
+        from ray.exceptions import RayError
+
+        if isinstance(answer, RayError):
+            how = self._bury(worker, answer)
             return Lost(sorted(worker.jobs), f"{worker} {how}") if worker.jobs else None
-        if worker.is_leaving:  # its groups have been given away
+        if isinstance(answer, Exception):
+            raise answer
+        if name == "start":
+            self._has_started(worker, answer)
+        if not isinstance(answer, Finished) or answer.group not in worker.jobs:
             return None
         self._deaths, worker.is_ready = 0, True
-        del worker.jobs[message.head["group"]]
-        busy = [(start, end) for start, end in message.head["busy"]]
-        return Finished(message.head["group"], Batch.from_ipc(message.data), worker.index, busy)
+        del worker.jobs[answer.group]
+        return answer
 
-    def _greet(self, worker: Worker) -> None:
-        head, data = self._model
-        self._send(worker, "model", data, **head)
-        if self._weights is not None:
-            self._send(worker, "weights", self._weights[1], version=self._weights[0])
+    def _begin(self, worker: Worker) -> None:
+        stream = worker.actor.run.options(num_returns="streaming").remote(self._recipe, worker.index, self._queue)
+        threading.Thread(
+            target=self._listen, args=(worker, stream), name=f"rollout-{worker.index}", daemon=True
+        ).start()
+        if self.weights is not None:
+            self._post(worker, self.weights)
+
+    def _leave(self, worker: Worker) -> None:
+        self._lost += sorted(worker.jobs)
+        worker.jobs.clear()
+        self._end(worker)
+
+    def _post(self, worker: Worker, order: Any) -> None:
+        worker.actor.post.options(concurrency_group="inbox").remote(order)
+
+    def _listen(self, worker: Worker, stream: Any) -> None:
+        """Take what a worker yields, so that it never waits for a driver that trains; its end is the worker's."""
+        import ray
+
+        try:
+            for reference in stream:
+                self.events.put((worker, "run", ray.get(reference, timeout=START_DEADLINE)))
+        except ray.exceptions.RayError as error:
+            self.events.put((worker, "run", error))
+
+    def _drain(self) -> None:
+        """Take what workers put into the queue."""
+        from ray.exceptions import RayError
+        from ray.util.queue import Empty
+
+        taken = self._queue
+        while not self._is_closed:
+            try:
+                done = taken.get(timeout=_TICK)
+            except Empty:
+                continue
+            except RayError as error:
+                if not self._is_closed:
+                    lost = ClusterError(f"the queue of finished samples is gone: {error}")
+                    with self.lock:
+                        for worker in self.workers[:1]:
+                            self.events.put((worker, "queue", lost))
+                return
+            for worker in [worker for worker in self.workers if worker.index == done.worker]:
+                self.events.put((worker, "run", done))
 
     def _stall(self, deadline: float) -> ClusterError:
         self.dump_stacks()

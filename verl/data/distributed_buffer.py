@@ -1,7 +1,7 @@
 """A buffer that the workers of several nodes share: one actor owns the samples, as Ray objects, and knows their order.
 
 They outlive the process that added them, and are gone with the actor's node; `state()` in a checkpoint is what brings
-them back. Who drains gets references, and takes the samples from the object store.
+them back. A process that drains gets references, and takes the samples from the object store.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from collections import deque
 from typing import Any
 
 from verl.batch import Batch
+from verl.controller.cluster import connect
 from verl.errors import ClusterError, ConfigError, DataError
 
 #: Seconds that the ledger's actor or the samples of a node may take to answer.
@@ -24,19 +25,14 @@ class DistributedBuffer:
         name: in the cluster's namespace.
 
     Raises:
-        ConfigError: Ray is not installed, or not running in this process.
+        ConfigError: Ray is not installed, or the capacity is below 1.
+        ClusterError: there is no Ray cluster, see `cluster.connect`.
     """
 
     def __init__(self, capacity: int, name: str = "verl-buffer") -> None:
-        try:
-            import ray
-        except ImportError:
-            raise ConfigError("a distributed buffer takes Ray: pip install 'verl[ray]'") from None
-        if not ray.is_initialized():
-            raise ConfigError("a distributed buffer takes a Ray cluster: call ray.init() first")
         if capacity < 1:
             raise ConfigError(f"a buffer's capacity is at least one sample, not {capacity}")
-        self._ray = ray
+        self._ray = ray = connect()
         made = ray.remote(_Ledger).options(name=name, namespace="verl", get_if_exists=True, num_cpus=0)
         self._ledger: Any = made.remote(capacity)
         self.capacity: int = self._ask("capacity")

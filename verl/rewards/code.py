@@ -75,16 +75,11 @@ class CodeReward(FunctionReward):
         default_reward: float | None = None,
         max_failure_rate: float = 0.5,
     ) -> None:
-        limits = sandbox.Limits(seconds=timeout, memory=memory)
+        self.limits = sandbox.Limits(seconds=timeout, memory=memory)
+        self.partial, self.packages = partial, packages
         sandbox.require()
-
-        async def judge(solution_str: str, tests: Any = None, reference: Any = None) -> dict[str, float] | None:
-            passed = await asyncio.to_thread(_judge, extract_code(solution_str), tests, reference, limits, packages)
-            share = sum(passed) / len(passed) if passed else None
-            return None if share is None else {"score": share if partial else float(share == 1), "passed": share}
-
         super().__init__(
-            judge,
+            self.scores,
             name=name,
             timeout=timeout + _GRACE,
             retries=retries,
@@ -93,6 +88,17 @@ class CodeReward(FunctionReward):
         )
         self.group.width = parallel or os.cpu_count() or 1
         self.group.slots = threading.Semaphore(self.group.width)
+
+    @staticmethod
+    def call_seconds(options: Mapping[str, Any]) -> float:
+        return float(options["timeout"] + _GRACE)
+
+    async def scores(self, solution_str: str, tests: Any = None, reference: Any = None) -> dict[str, float] | None:
+        """The score of one response; None where nothing is expected of it."""
+        code = extract_code(solution_str)
+        passed = await asyncio.to_thread(_judge, code, tests, reference, self.limits, self.packages)
+        share = sum(passed) / len(passed) if passed else None
+        return None if share is None else {"score": share if self.partial else float(share == 1), "passed": share}
 
 
 def _judge(

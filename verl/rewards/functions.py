@@ -7,9 +7,9 @@ import logging
 import threading
 import weakref
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from os import PathLike
-from typing import Any
+from typing import Any, ClassVar
 
 from verl.batch import Batch
 from verl.errors import ConfigError, RewardError
@@ -42,6 +42,9 @@ class FunctionReward:
         ConfigError: the function has no known form.
     """
 
+    #: Whether a call repeats by itself what fails in it.
+    has_own_retries: ClassVar[bool] = False
+
     def __init__(
         self,
         source: Callable[..., Any] | str | PathLike[str],
@@ -56,7 +59,7 @@ class FunctionReward:
     ) -> None:
         spec = None if callable(source) else str(source)
         function = source if callable(source) else load_function(str(source))
-        self.form = recognise(function)
+        self.function, self.form = function, recognise(function)
         self.name = name or (split_spec(spec)[1] if spec else name_of(function))
         if timeout <= 0 or retries < 0 or not 0 < max_failure_rate <= 1:
             raise ConfigError(
@@ -75,6 +78,11 @@ class FunctionReward:
         if workers:
             weakref.finalize(self, self.group.close)
         self._lock = threading.Lock()
+
+    @staticmethod
+    def call_seconds(options: Mapping[str, Any]) -> float:
+        """Seconds that one call may take in a worker, by the options of this kind of reward."""
+        return float(options["timeout"])
 
     async def score(self, batch: Batch) -> RewardResult:
         """Raises RewardError if the data lack a column that the function needs, or it fails too often."""

@@ -74,9 +74,16 @@ def _make(source: Any, options: dict[str, Any]) -> RewardSource:
 def _build(module: str, name: str, source: Any, options: dict[str, Any]) -> RewardSource:
     kind = getattr(importlib.import_module(f"verl.rewards.{module}"), name)
     known = [option for option in inspect.signature(kind).parameters if option != "source"]
+    workers = None if "workers" in known else options.pop("workers", None)
     for option in options:
         if option not in known:
             raise ConfigError(f"{name} has no option '{option}': {nearest(option, known)}")
+    if workers:
+        if not callable(workers):
+            raise ConfigError(f"{name}: workers are given to the Reward, not to one of its parts")
+        from verl.rewards.portable import in_workers
+
+        return in_workers(kind, () if source is None else (source,), options, workers)
     return kind(**options) if source is None else kind(source, **options)  # type: ignore[no-any-return]
 
 

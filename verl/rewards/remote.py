@@ -34,11 +34,15 @@ SCORE = (
     r"([-+\u2212]?(?:\d+(?:\.\d+)?|\.\d+))(?!\d|\.\d|\s*[-\u2013]\s*\d)"
 )
 _AT_ONCE = 64
+#: Seconds between the deadlines of a call's requests and its own, in a worker.
+_GRACE = 30.0
 _CHAT = "/v1/chat/completions"
 
 
 class _ServedReward(FunctionReward):
     """A function of all samples that makes calls to servers."""
+
+    has_own_retries = True
 
     def __init__(
         self,
@@ -51,6 +55,10 @@ class _ServedReward(FunctionReward):
     ) -> None:
         self._servers = (servers, timeout, retries, api_key)
         super().__init__(function, timeout=math.inf, **options)  # each call has its own deadline
+
+    @staticmethod
+    def call_seconds(options: Mapping[str, Any]) -> float:
+        return float(options["timeout"] * (1 + options["retries"]) + _GRACE)
 
     @cached_property
     def pool(self) -> ServerPool:

@@ -26,9 +26,9 @@ class Reward:
         model: a reward model (`AutoModelForSequenceClassification` with one label), or its name or directory.
         url: the address of a service that scores (`RemoteReward`), or, with `template`, of an LLM judge
             (`JudgeReward`); several are one.
-        workers: score a function's samples in so many processes, one at a time (or `batch_size`) in each; 0: in this
+        workers: score in this many processes (Ray actors), one sample (or `batch_size`) at a time in each; 0: in this
             one. A sample whose worker hangs or dies is scored by another; see `RewardPool`. `group.scale(n)` changes
-            how many there are.
+            how many there are. A model is loaded in each of them.
         max_workers: let there be up to so many when samples queue up.
         **options: `timeout` in seconds, `retries`, `default_reward` (instead of abstaining), `max_failure_rate`
             (of the latest 256 samples, once there are 64; beyond it scoring raises), `smoothing` (EMA).

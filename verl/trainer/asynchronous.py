@@ -1,4 +1,4 @@
-"""Asynchronous training: workers in processes of their own sample while this one trains.
+"""Asynchronous training: workers in processes of their own (Ray actors) sample while this one trains.
 
 The other driver over the same verbs: `replay` (rewards and what else the algorithm reads), `learn`. A step begins as
 many rollouts as may be under way, waits until `Schedule` has the groups of a step, trains on them, and hands the new
@@ -20,7 +20,7 @@ from pydantic import BaseModel, ConfigDict
 
 from verl.batch import Batch
 from verl.controller.pool import check_range
-from verl.controller.standalone import Finished, RolloutPool
+from verl.controller.standalone import RolloutPool
 from verl.dataflow.schedule import Schedule
 from verl.errors import ConfigError, TrainingError
 from verl.roles.actor import expand
@@ -29,7 +29,7 @@ from verl.trainer.checkpoint import Checkpoint
 from verl.trainer.state import Count
 from verl.trainer.timeline import Span
 from verl.trainer.trainer import Trainer
-from verl.workers.standalone import describe, weights
+from verl.workers.standalone import EngineRecipe, Finished
 
 #: Options of `Trainer` that mean nothing here, and what they are if they are not set.
 _SYNCHRONOUS = {"update_freq": None, "buffer": "memory", "buffer_size": None, "buffer_dir": "buffer"}
@@ -53,7 +53,7 @@ class AsyncTrainer(Trainer):
         rollout_workers: processes that sample; `group.scale(n)` changes their number while training runs.
         max_rollout_workers: let there be up to so many when sampling for a step takes longer than the rest of it, and
             fewer again, down to `rollout_workers`, when they are not needed; None: as many as `rollout_workers`.
-        transport: how samples and weights travel, "shared_memory" or "queue"; the same in effect.
+        transport: how samples come to this process, "shared_memory" or "queue", see `RolloutPool`.
         **options: see `Trainer`.
 
     Raises:
@@ -94,7 +94,7 @@ class AsyncTrainer(Trainer):
         begins anew elsewhere."""
         with self._starting:
             if self._group is None:
-                self._group = self._make_group(describe(self.actor))
+                self._group = self._make_group(EngineRecipe.of(self.actor))
                 self._publish()
             return self._group
 
@@ -215,7 +215,7 @@ class AsyncTrainer(Trainer):
                 self.schedule.lose(group)
 
     def _publish(self) -> None:
-        self.group.publish(self.actor.policy_version, weights(self.actor.shards()))
+        self.group.publish(self.actor.policy_version, self.actor.shards())
 
     def _rollout_record(self, samples: Batch) -> dict[str, Any]:
         staleness = self.actor.policy_version - min(samples["policy_version"])

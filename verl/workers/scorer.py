@@ -1,50 +1,49 @@
-"""A reward worker: calls one function, one call after the other, in a process that may hang, crash or be killed.
-
-It is sent "function" (first: a file, or the function pickled) and "call" (pickled arguments), and sends "ready" and
-"scores". Only the run's own driver can send to it, and what it sends back is JSON.
-"""
+"""A reward worker: calls one function, one call after the other, in a process that may hang, crash or be killed."""
 
 from __future__ import annotations
 
 import asyncio
-import pickle
 import time
 from collections.abc import Callable
 from typing import Any
 
 from verl.errors import RewardError
 from verl.rewards.loading import digest, load_function, split_spec
-from verl.rewards.scores import call_plain
-from verl.workers.channel import Message
+from verl.rewards.scores import Score, call_plain
+from verl.workers.pooled import PooledWorker
 
 
-class Scorer:
-    """See the module."""
+class Scorer(PooledWorker):
+    """Calls run in the main thread, so that a function may use signals."""
 
-    is_busy = False
+    def load(self, function: bytes, spec: str, content: str) -> None:
+        """Get ready to call a function.
 
-    def __init__(self, send: Callable[..., None]) -> None:
-        self.send = send
-        self.function: Callable[..., Any] | None = None
-        self.loop = asyncio.new_event_loop()
-        asyncio.set_event_loop(self.loop)
+        Args:
+            function: it, pickled by Ray's cloudpickle; or
+            spec: "FILE.py:FUNCTION", and `content`, the digest of the file as the driver has it.
 
-    def step(self) -> None: ...
+        Raises:
+            RewardError: the file has changed since, or cannot be imported.
+        """
+        import ray
 
-    def on_function(self, message: Message) -> None:
-        spec = message.head.get("spec")
-        if spec and digest(spec) != message.head["digest"]:
+        if spec and digest(spec) != content:
             raise RewardError(
                 f"{split_spec(spec)[0]} is not what it was when this run began, or not what the driver's machine has, "
                 "and one run has one reward: put it back, or start again to go on with the new one"
             )
-        self.function = load_function(spec) if spec else pickle.loads(message.data)
-        self.send("ready")
+        self.function: Callable[..., Any] = load_function(spec) if spec else ray.cloudpickle.loads(function)
+        if hasattr(self.function, "load"):
+            self.function.load()
+        self.loop = asyncio.new_event_loop()
+        asyncio.set_event_loop(self.loop)
 
-    def on_call(self, message: Message) -> None:
-        assert self.function is not None
-        args, kwargs = pickle.loads(message.data)
+    def ping(self) -> None:
+        """Answers, if the process is alive."""
+
+    def score(self, args: list[Any], kwargs: dict[str, Any], rows: int) -> tuple[list[Score], float]:
+        """The scores of a call on `rows` samples, and the seconds that it took."""
         began = time.perf_counter()
-        scores = call_plain(self.function, args, kwargs, message.head["rows"], self.loop)
-        seconds = time.perf_counter() - began
-        self.send("scores", job=message.head["job"], scores=[s.as_json() for s in scores], seconds=seconds)
+        scores = call_plain(self.function, args, kwargs, rows, self.loop)
+        return scores, time.perf_counter() - began

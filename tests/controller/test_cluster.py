@@ -1,0 +1,112 @@
+"""How a run comes to a Ray cluster: one of its own that nobody else can use, or one that wants a token."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from concurrent import futures
+from contextlib import suppress
+from pathlib import Path
+
+import grpc
+import pytest
+
+from verl.controller import cluster
+from verl.errors import ClusterError
+
+NEVER = "127.0.0.1:1"
+LOOPBACK = {"0100007F", "0000000000000000FFFF00000100007F", "00000000000000000000000001000000"}
+JOIN = "from verl.controller.cluster import connect\nconnect()"
+
+
+class Head(grpc.GenericRpcHandler):
+    """Answers as the head of a Ray cluster does: with one token, or with any if that is empty."""
+
+    def __init__(self, token: str) -> None:
+        self.token = token
+
+    def service(self, call: grpc.HandlerCallDetails) -> grpc.RpcMethodHandler:
+        is_known = not self.token or ("authorization", f"Bearer {self.token}") in call.invocation_metadata
+
+        def answer(request: bytes, context: grpc.ServicerContext) -> bytes:
+            if not is_known:
+                context.abort(grpc.StatusCode.UNAUTHENTICATED, "InvalidAuthToken")
+            return b""
+
+        return grpc.unary_unary_rpc_method_handler(answer)
+
+
+@pytest.fixture
+def heads(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[dict[str, str]]:
+    """Addresses of two heads, by the token that they want; this user's token is "mine", in a file."""
+    (tmp_path / "token").write_text("mine\n")
+    monkeypatch.setenv("RAY_AUTH_TOKEN_PATH", str(tmp_path / "token"))
+    monkeypatch.delenv("RAY_AUTH_TOKEN", raising=False)
+    monkeypatch.delenv("RAY_AUTH_MODE", raising=False)
+    servers, addresses = [], {}
+    for token in ("mine", "theirs", ""):
+        servers.append(grpc.server(futures.ThreadPoolExecutor(1), handlers=[Head(token)]))
+        addresses[token] = f"127.0.0.1:{servers[-1].add_insecure_port('127.0.0.1:0')}"
+        servers[-1].start()
+    yield addresses
+    for server in servers:
+        server.stop(None)
+
+
+def test_a_cluster_is_taken_with_its_token_alone(heads: dict[str, str], monkeypatch: pytest.MonkeyPatch) -> None:
+    cluster.check(heads["mine"])
+    with pytest.raises(ClusterError, match=r"wants a token, and .*token holds another one: set RAY_AUTH_TOKEN"):
+        cluster.check(heads["theirs"])
+    monkeypatch.setenv("RAY_AUTH_TOKEN", "theirs")
+    cluster.check(heads["theirs"])
+    monkeypatch.delenv("RAY_AUTH_TOKEN")
+    monkeypatch.setenv("RAY_AUTH_TOKEN_PATH", "/no/such/file")
+    with pytest.raises(ClusterError, match="there is none here"):
+        cluster.check(heads["mine"])
+
+
+def test_a_cluster_without_authentication_is_refused_unless_the_user_says_so(
+    heads: dict[str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with pytest.raises(ClusterError, match="has no authentication: everyone who reaches it can run code"):
+        cluster.check(heads[""])
+    monkeypatch.setenv("RAY_AUTH_MODE", "disabled")
+    cluster.check(heads[""])
+    with pytest.raises(ClusterError, match="RAY_AUTH_MODE=disabled keeps Ray from sending it"):
+        cluster.check(heads["mine"])
+
+
+def test_no_answer_is_said_at_once() -> None:
+    with pytest.raises(ClusterError, match=rf"no Ray cluster answers at {NEVER} \(UNAVAILABLE\)"):
+        cluster.check(NEVER)
+
+
+def listeners() -> set[str]:
+    """Addresses that this process and those that come of it listen on, as the kernel writes them."""
+    parents = {}
+    for stat in Path("/proc").glob("[0-9]*/stat"):
+        with suppress(OSError):  # it has ended
+            parents[int(stat.parent.name)] = int(stat.read_text().rpartition(")")[2].split()[1])
+    ours = {os.getpid()}
+    while grown := {pid for pid, parent in parents.items() if parent in ours} - ours:
+        ours |= grown
+    sockets = set()
+    for pid in ours:
+        with suppress(OSError):
+            sockets |= {os.readlink(fd) for fd in Path(f"/proc/{pid}/fd").iterdir()}
+    rows = [line.split() for kind in ("tcp", "tcp6") for line in Path("/proc/net", kind).read_text().splitlines()[1:]]
+    return {row[1] for row in rows if row[3] == "0A" and f"socket:[{row[9]}]" in sockets}
+
+
+def test_its_own_cluster_listens_on_loopback_alone_and_wants_the_token() -> None:
+    ray = cluster.connect()
+    assert cluster.is_own()
+    listening = listeners()
+    assert len(listening) > 2 and {address.partition(":")[0] for address in listening} <= LOOPBACK
+    address = ray.get_runtime_context().gcs_address
+    env = {**os.environ, "RAY_ADDRESS": address, "RAY_AUTH_TOKEN": "x" * 32, "PYTHONPATH": os.pathsep.join(sys.path)}
+    env.pop("RAY_AUTH_MODE", None)
+    done = subprocess.run([sys.executable, "-c", JOIN], env=env, capture_output=True, text=True, timeout=60)
+    assert "wants a token, and RAY_AUTH_TOKEN is another one" in done.stderr, done.stderr[-2000:]

@@ -1,0 +1,196 @@
+"""The Ray cluster under a run: the one place that starts or joins it.
+
+Whoever can talk to a Ray cluster can run code on it. So one that is started here listens on the loopback interface
+alone and wants Ray's token, and one that answers without a token is refused unless `RAY_AUTH_MODE=disabled` is set.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import queue
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from verl.errors import ClusterError, ConfigError
+
+#: Seconds for the head of a cluster to answer the first question.
+_ANSWER = 5.0
+#: Bytes of an answer that need not go through the object store.
+_INLINE = 1 << 20
+_CLUSTER_ID = "/ray.rpc.NodeInfoGcsService/GetClusterId"
+_lock = threading.Lock()
+#: Addresses of the cluster that this process has checked, and of the one that it started.
+_checked, _own = "", ""
+
+
+def import_ray() -> Any:
+    """Ray.
+
+    Raises:
+        ConfigError: it is not installed, or its version is too old for token authentication.
+    """
+    # Read when it is imported. What a worker writes is not to be left out because another one wrote it, too.
+    for name in ("RAY_USAGE_STATS_ENABLED", "RAY_DEDUP_LOGS"):
+        os.environ.setdefault(name, "0")
+    try:
+        import ray
+    except ImportError as error:
+        raise ConfigError(
+            "worker processes take Ray, which is not installed here: pip install 'ray>=2.59'. Without it, train "
+            "synchronously in one process or under torchrun"
+        ) from error
+    if tuple(map(int, ray.__version__.split(".")[:2])) < (2, 59):
+        raise ConfigError(f"Ray {ray.__version__} is too old: pip install 'ray>=2.59'")
+    return ray
+
+
+def connect() -> Any:
+    """Ray, with this process connected to a cluster: the one it is connected to, else the one at `RAY_ADDRESS`, else
+    one that is started on this machine and ends with this process.
+
+    Raises:
+        ConfigError: see `import_ray`.
+        ClusterError: the cluster does not answer, wants another token, has no authentication, or could not be started.
+    """
+    global _checked, _own
+    with _lock:
+        ray = import_ray()
+        address = os.environ.get("RAY_ADDRESS") or "local"
+        if not ray.is_initialized() and address == "local":
+            _start(ray)
+            _own = ray.get_runtime_context().gcs_address
+        elif not ray.is_initialized():
+            _join(ray, address)
+        if (found := ray.get_runtime_context().gcs_address) not in (_own, _checked):
+            check(found)
+            _checked = found
+        return ray
+
+
+def is_own() -> bool:
+    """Whether the cluster that this process is connected to was started by it."""
+    import ray
+
+    return bool(ray.is_initialized() and ray.get_runtime_context().gcs_address == _own)
+
+
+def check(address: str) -> None:
+    """Ask the head of a cluster whether it can be used, before Ray does, which takes long and hides the reason.
+
+    Args:
+        address: "HOST:PORT".
+
+    Raises:
+        ClusterError: nothing answers there, it has no authentication, or it wants another token.
+    """
+    sends_none = os.environ.get("RAY_AUTH_MODE") == "disabled"
+    token, origin = ("", "RAY_AUTH_MODE=disabled keeps Ray from sending it") if sends_none else _token()
+    with _reach(address):
+        is_open = _answers(address, "")
+        is_ours = is_open or _answers(address, token)
+    if is_open and not sends_none:
+        raise ClusterError(
+            f"the Ray cluster at {address} has no authentication: everyone who reaches it can run code on it. Start it "
+            "with RAY_AUTH_MODE=token, or set RAY_AUTH_MODE=disabled here if its network is yours alone"
+        )
+    if not is_ours:
+        raise ClusterError(
+            f"the Ray cluster at {address} wants a token, and {origin}: set RAY_AUTH_TOKEN, or RAY_AUTH_TOKEN_PATH to "
+            "a file that holds it (on the cluster's head, `ray get-auth-token` prints it)"
+        )
+
+
+def _start(ray: Any) -> None:
+    """Start a cluster that ends with this process."""
+    done: queue.SimpleQueue[Exception | None] = queue.SimpleQueue()
+
+    def run() -> None:
+        try:
+            _init(ray)
+        except Exception as error:
+            done.put(error)
+            return
+        done.put(None)
+        threading.Event().wait()  # Ray's processes end with the thread that started them
+
+    threading.Thread(target=run, name="verl-ray", daemon=True).start()
+    if (error := done.get()) is not None:
+        raise ClusterError(f"a Ray cluster could not be started here: {' '.join(str(error).split())}") from error
+
+
+def _init(ray: Any) -> None:
+    from ray._private import ray_constants
+
+    # Ray warns of what is meant here.
+    logging.getLogger("ray._private.authentication.authentication_token_setup").setLevel(logging.ERROR)
+    # Ray's one way to have all its processes listen on the loopback interface; they inherit the variable.
+    before, name = ray_constants.ENABLE_RAY_CLUSTER, ray_constants.ENABLE_RAY_CLUSTERS_ENV_VAR
+    ray_constants.ENABLE_RAY_CLUSTER, os.environ[name] = False, "0"
+    try:
+        ray.init(
+            "local",
+            logging_level=logging.ERROR,
+            include_dashboard=False,
+            _system_config={"max_direct_call_object_size": _INLINE},
+        )
+    finally:
+        ray_constants.ENABLE_RAY_CLUSTER = before
+        del os.environ[name]
+
+
+def _join(ray: Any, address: str) -> None:
+    if address.startswith("ray://"):
+        raise ClusterError(f"RAY_ADDRESS={address} is of a Ray client: give HOST:PORT of the cluster's head")
+    if address != "auto":
+        check(address)
+    if os.environ.get("RAY_AUTH_MODE") != "disabled":
+        from ray._private.authentication.authentication_token_setup import _enable_token_auth
+
+        _enable_token_auth()
+    try:
+        ray.init(address, logging_level=logging.WARNING)
+    except (OSError, RuntimeError, ValueError) as error:
+        why = " ".join(str(error).split())
+        raise ClusterError(f"the Ray cluster at RAY_ADDRESS={address} cannot be joined: {why}") from error
+
+
+def _token() -> tuple[str, str]:
+    """The token that this user has for Ray, and what there is to say about it, for messages."""
+    if token := os.environ.get("RAY_AUTH_TOKEN"):
+        return token.strip(), "RAY_AUTH_TOKEN is another one"
+    file = Path(os.environ.get("RAY_AUTH_TOKEN_PATH") or Path.home() / ".ray" / "auth_token")
+    try:
+        return file.read_text().strip(), f"{file} holds another one"
+    except OSError:
+        return "", f"there is none here ({file})"
+
+
+@contextmanager
+def _reach(address: str) -> Iterator[None]:
+    import grpc
+
+    try:
+        yield
+    except grpc.RpcError as error:
+        what = error.code().name if isinstance(error, grpc.Call) else type(error).__name__
+        raise ClusterError(f"no Ray cluster answers at {address} ({what}): is its head running?") from error
+
+
+def _answers(address: str, token: str) -> bool:
+    """Whether the head of a cluster takes a question that comes with this token."""
+    import grpc
+
+    metadata = [("authorization", f"Bearer {token}")] if token else []
+    with grpc.insecure_channel(address) as channel:
+        ask = channel.unary_unary(_CLUSTER_ID)
+        try:
+            ask(b"", timeout=_ANSWER, metadata=metadata)
+        except grpc.RpcError as error:
+            if isinstance(error, grpc.Call) and error.code() == grpc.StatusCode.UNAUTHENTICATED:
+                return False
+            raise
+    return True

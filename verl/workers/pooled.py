@@ -1,0 +1,55 @@
+"""What every worker of a pool does beside its work: it takes over the driver's surroundings, and its end is the end of
+all that it started."""
+
+from __future__ import annotations
+
+import faulthandler
+import logging
+import os
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+
+class PooledWorker:
+    """A Ray actor of a `Pool`."""
+
+    def start(self, name: str, env: Mapping[str, str], path: Sequence[str], folder: str) -> dict[str, Any]:
+        """Become worker `name`.
+
+        Args:
+            env, path: the driver's environment and import path.
+            folder: the driver's working directory; "": stay here.
+
+        Returns:
+            `host`, `node` (Ray's name of it) and `pid`.
+        """
+        import ray
+
+        os.environ.pop("OMP_NUM_THREADS", None)  # Ray's own: one
+        os.environ |= env
+        sys.path += [entry for entry in path if entry not in sys.path]
+        if folder:
+            os.chdir(folder)
+        faulthandler.register(signal.SIGUSR1, all_threads=True)  # the driver wants the stacks when it waits too long
+        host = socket.gethostname()
+        logging.basicConfig(format=f"{name} on {host}: %(levelname)s %(name)s: %(message)s", force=True)
+        _end_together()
+        return {"host": host, "node": ray.get_runtime_context().get_node_id(), "pid": os.getpid()}
+
+
+def _end_together() -> None:
+    """Have this process's group killed when this process ends, however it ends.
+
+    A process outside of the group, and no child of this one (Ray kills children first), waits for the end of a pipe
+    that only this process holds open.
+    """
+    if os.getpgid(0) != os.getpid():
+        os.setpgid(0, 0)
+    read, _write = os.pipe()  # which is never closed
+    wait = f"exec 3<&0; {{ read line <&3; kill -9 -{os.getpid()}; }} >/dev/null 2>&1 &"
+    subprocess.run(["sh", "-c", wait], stdin=read, start_new_session=True, check=True, timeout=60)
+    os.close(read)
