@@ -14,16 +14,18 @@ import torch
 from safetensors.torch import load, save
 
 import verl
-from verl.errors import CheckpointError, DamagedCheckpointError
+from verl.data.prompts import load_prompts
+from verl.errors import CheckpointError, DamagedCheckpointError, DataError
 from verl.shard import checksum
 from verl.trainer import state
 from verl.trainer.asynchronous import AsyncTrainer
 from verl.trainer.checkpoint import Checkpoint, CheckpointStore
+from verl.trainer.evaluation import HeldOut
 
 PROMPTS = ["Once upon a time", "In the beginning"]
 SHORT = verl.SamplingParams(max_new_tokens=6, ignore_eos=True)
 DEEP = b"[" * 200_000 + b"]" * 200_000
-WRONG: list[Any] = [None, True, -1, 0.5, 2**70, "x", [], {}, [["x"]], {"a": {"b": []}}]
+WRONG: list[Any] = [None, True, -1, 0.5, 2**70, "x", [["x"]], {"a": {"b": []}}]
 
 
 def low_bytes(texts: list[str]) -> list[float]:
@@ -67,9 +69,10 @@ def found(trainer: verl.Trainer, directory: Path) -> Checkpoint:
 
 @pytest.fixture(scope="module")
 def trained(tiny: Path) -> verl.Trainer:
-    trainer = make(tiny)
+    trainer = make(tiny, held_out=HeldOut(load_prompts(["a", "b", "c"])))
     for _ in range(2):
         trainer.step(PROMPTS)
+        trainer.evaluate_held_out()
     return trainer
 
 
@@ -91,12 +94,13 @@ def test_wrong_types_in_json_are_damage_or_harmless(saved: tuple[verl.Trainer, P
         reforge(directory / "step-000002", name, json.dumps(content).encode())
         try:
             checkpoint = found(trainer, directory)
-        except CheckpointError:  # it may be of another optimizer, or of a reward without smoothing
-            assert about.startswith((".sources", ".roles"))
+        except (CheckpointError, DataError):  # of another optimizer, a reward without smoothing, other held-out data
+            assert about.startswith((".sources", ".roles", ".evaluation.held_out"))
             continue
         if checkpoint.step == 2:
             passed.append(about)
             state.restore(trainer, checkpoint)
+            assert trainer.held_out is not None and (trainer.held_out.first is None or trainer.held_out.summary())
     assert checksum(trainer.actor.shards()) == before
     reforge(directory / "step-000002", name, good)
     assert found(trainer, directory).step == 2
@@ -236,7 +240,7 @@ def test_training_that_diverges_never_commits_a_checkpoint(
     diverging.load_checkpoint(tmp_path / "step-000001")
     with pytest.raises(CheckpointError, match=r"step-000002 was not saved: actor/weights: .* not finite"):
         diverging.step(PROMPTS)
-    assert [path.name for path in tmp_path.iterdir()] == ["step-000001"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["latest", "step-000001"]
     assert found(good, tmp_path).step == 1
 
 

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 from weakref import WeakKeyDictionary
 
 import torch
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, JsonValue, PositiveFloat
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, JsonValue, PositiveFloat, model_validator
 
 from verl.batch import Batch
 from verl.controller.once import on_main
@@ -78,14 +78,48 @@ class RoleState(BaseModel):
     written: list[str] = []
 
 
-class EvaluationState(BaseModel):
-    """What `HeldOut` keeps: which rows, and the first and the latest result."""
+class HeldOutRows(BaseModel):
+    """Which rows are evaluated."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    rows: Count
+    digest: str
+
+
+class ResultState(BaseModel):
+    """The result of an evaluation; see `HeldOut`."""
 
     model_config = ConfigDict(extra="forbid", allow_inf_nan=False)
 
-    held_out: Own
-    first: Own | None
-    last: Own | None
+    step: Count
+    headline: str
+    metrics: dict[str, float | None]
+    problems: Count
+    by_problem: list[float | None] = []
+    low: float = 0.0
+    high: float = 0.0
+
+
+class EvaluationState(BaseModel):
+    """What `HeldOut` keeps: which rows, and the first and the latest result."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    held_out: HeldOutRows
+    first: ResultState | None
+    last: ResultState | None
+
+    @model_validator(mode="after")
+    def _agree(self) -> EvaluationState:
+        if (self.first is None) != (self.last is None):
+            raise ValueError("of the first and the latest result one is missing")
+        if self.first is not None and self.last is not None:
+            if not {self.first.headline, self.last.headline} <= self.first.metrics.keys() & self.last.metrics.keys():
+                raise ValueError("a headline has no metric")
+            if len(self.first.by_problem) != len(self.last.by_problem):
+                raise ValueError("the results are of another number of problems")
+        return self
 
 
 class TrainerState(BaseModel):
@@ -232,7 +266,7 @@ def check(trainer: Trainer, checkpoint: Checkpoint) -> TrainerState:
     except DataError as error:
         raise checkpoint.damaged(str(error)) from None
     if trainer.held_out is not None and state.evaluation is not None:
-        trainer.held_out.check(state.evaluation.held_out)
+        trainer.held_out.check(state.evaluation.held_out.model_dump())
     return state
 
 
@@ -249,7 +283,8 @@ def restore(trainer: Trainer, checkpoint: Checkpoint) -> None:
     trainer.updates, trainer.idle = state.updates, state.idle
     trainer.position = state.position
     if trainer.held_out is not None and state.evaluation is not None:
-        trainer.held_out.first, trainer.held_out.last = state.evaluation.first, state.evaluation.last
+        saved = state.evaluation.model_dump(exclude_unset=True)
+        trainer.held_out.first, trainer.held_out.last = saved["first"], saved["last"]
     trainer.buffer.load_state(checkpoint.batch("buffer.parquet"))
     trainer.load_extra_files(checkpoint)
     set_rng_state(checkpoint.tensors("random"), state.random)
