@@ -40,6 +40,21 @@ class Shard:
         return self.tensor.numel() * self.tensor.element_size()
 
 
+@dataclass(frozen=True, slots=True)
+class WeightSpec:
+    """A weight as a whole.
+
+    Attributes:
+        cuts: how it is cut over the ranks of a mesh: (mesh dimension, tensor dimension), in the order of cutting; empty
+            where every rank holds all of it.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    cuts: tuple[tuple[str, int], ...] = ()
+
+
 def checksum(shards: Iterable[Shard]) -> str:
     """SHA-256 over names, places and bytes, the same in whatever order the stream comes."""
     digests = sorted(f"{s.name}{s.offset}:{_digest(s.tensor)}" for s in shards)

@@ -9,11 +9,13 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from tests.algorithms.support import OFFLINE, ONLINE, prepared
+from tests.training.cases import make_engine
 from verl.algorithms.base import RoleObjective
 from verl.batch import Batch
 from verl.models.heads import ValueModel
+from verl.training.loss import LossNeeds, LossPart
 from verl.training.options import OptimConfig
-from verl.training.single import SingleEngine
+from verl.workers.update import UpdatePlan, run_updates
 
 
 def model() -> LlamaForCausalLM:
@@ -36,15 +38,8 @@ def update(
     net = model() if head == "lm" else ValueModel.from_model(model())
     before = copy.deepcopy(list(net.parameters()))
     optimizer = torch.optim.SGD(net.parameters(), lr=1.0)
-    engine = SingleEngine(net, optimizer=optimizer, head=head, micro_batch_size=micro_batch_size)  # type: ignore[arg-type]
-    metrics = engine.update(
-        batch,
-        objective.compute_loss,
-        weights=objective.token_weights(batch),
-        columns=objective.loss_columns,
-        entropy=objective.needs_entropy,
-        coupled=objective.coupled,
-    )
+    engine = make_engine(net, optimizer=optimizer, head=head, micro_batch_size=micro_batch_size)  # type: ignore[arg-type]
+    metrics = run_updates(engine, batch, objective, UpdatePlan(), 0)
     moved = [(new - old).flatten() for new, old in zip(net.parameters(), before, strict=True)]
     return metrics, torch.cat(moved).detach()
 
@@ -71,8 +66,9 @@ def test_one_update(name: str, options: dict[str, object]) -> None:
 
 def test_the_optimizer_of_the_engine_takes_the_same_objective() -> None:
     algorithm, batch = prepared("ppo", 3)
-    engine = SingleEngine(model(), optim=OptimConfig())
-    metrics = engine.update(
-        batch, algorithm.compute_loss, weights=algorithm.token_weights(batch), columns=algorithm.loss_columns
+    engine = make_engine(model(), optim=OptimConfig())
+    part = LossPart(
+        batch, algorithm.compute_loss, algorithm.token_weights(batch), LossNeeds(columns=algorithm.loss_columns)
     )
+    metrics = engine.update([part])
     assert {"loss/policy", "policy/kl", "policy/clip_fraction", "loss", "grad_norm"} <= metrics.keys()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -19,9 +19,11 @@ from transformers import (
 
 from tests.exact import norm_in_fp64
 from verl.batch import Batch
-from verl.training.loss import Loss, LossInput
-from verl.training.options import OptimConfig
-from verl.training.single import SingleEngine
+from verl.training.engine import TrainEngine
+from verl.training.forward import Head
+from verl.training.loss import Loss, LossFn, LossInput, LossNeeds, LossPart
+from verl.training.options import OptimConfig, EngineOptions
+from verl.training.torch_engine import TorchEngine
 
 VOCAB = 37
 
@@ -96,14 +98,28 @@ ROWS = [(3, 5), (3, 9), (0, 1), (5, 0), (3, 2), (5, 7), (1, 4)]
 OPTIM = OptimConfig(lr=1e-2, betas=(0.9, 0.95), adam_eps=1e-8, weight_decay=0.01, max_grad_norm=0.5)
 
 
-def update(
-    engine: SingleEngine, batch: Batch, loss_fn: Callable[[LossInput], Loss] = policy_loss, **options: Any
-) -> dict[str, float]:
-    options = {"weights": token_weights(batch), "columns": ["advantages", "reward", "group"], **options}
-    return engine.update(batch, loss_fn, **options)
+def make_engine(model: Any, head: Head = "lm", **options: Any) -> TorchEngine:
+    return TorchEngine(model, EngineOptions(**options), head=head)
 
 
-def gradients(engine: SingleEngine, batch: Batch, **options: Any) -> dict[str, Tensor]:
+def part(batch: Batch, loss_fn: LossFn = policy_loss, weights: Tensor | None = None, **needs: Any) -> LossPart:
+    needs = {"columns": ["advantages", "reward", "group"], **needs}
+    return LossPart(batch, loss_fn, token_weights(batch) if weights is None else weights, LossNeeds(**needs))
+
+
+def update(engine: TrainEngine, batch: Batch, loss_fn: LossFn = policy_loss, **options: Any) -> dict[str, float]:
+    return engine.update([part(batch, loss_fn, **options)])
+
+
+def log_probs(engine: TrainEngine, batch: Batch, temperature: float = 1.0) -> Tensor:
+    return engine.predict(batch, ("log_probs",), temperature=temperature)["log_probs"]
+
+
+def state_of(engine: TrainEngine) -> dict[str, Tensor]:
+    return {shard.name: shard.tensor for shard in engine.state()[0]}
+
+
+def gradients(engine: TorchEngine, batch: Batch, **options: Any) -> dict[str, Tensor]:
     """The accumulated gradients that one update would step with; the weights stay."""
     found: dict[str, Tensor] = {}
 

@@ -19,9 +19,10 @@ from tests.algorithms.test_invariance import VARIANTS
 from verl.algorithms.base import RoleObjective
 from verl.batch import Batch
 from verl.models.heads import ValueModel
-from verl.models.shards import whole
-from verl.training.options import EngineOptions, OptimConfig
-from verl.workers.actor import make_engine
+from verl.training.options import OptimConfig, EngineOptions
+from verl.workers.streams import gathered
+from verl.workers.trained import train_engine
+from verl.workers.update import UpdatePlan, run_updates
 
 # Without momentum the first moment after a step is the gradient.
 OPTIM = OptimConfig(betas=(0.0, 0.9), max_grad_norm=None)
@@ -39,18 +40,11 @@ def gradient(
     objective: RoleObjective, batch: Batch, group: Any, rows: int | None, strategy: Any = "ddp"
 ) -> tuple[torch.Tensor, Any]:
     head: Any = objective.algorithm.head if objective.role == "actor" else "value"
-    engine = make_engine(EngineOptions(optim=OPTIM, micro_batch_size=rows, strategy=strategy), model(head), head, group)
-    metrics = engine.update(
-        batch,
-        objective.compute_loss,
-        weights=objective.token_weights(batch),
-        columns=objective.loss_columns,
-        entropy=objective.needs_entropy,
-        coupled=objective.coupled,
-    )
+    engine = train_engine(model(head), EngineOptions(optim=OPTIM, micro_batch_size=rows, strategy=strategy), head, group)
+    metrics = run_updates(engine, batch, objective, UpdatePlan(), 0)
     assert metrics["update/skipped"] == 0
-    state, _ = engine.state()
-    return torch.cat([whole(state[name]).flatten() for name in sorted(state) if name.endswith(".exp_avg")]), metrics
+    state = {shard.name: shard.tensor for shard in gathered(engine.state()[0], group)}
+    return torch.cat([state[name].flatten() for name in sorted(state) if name.endswith(".exp_avg")]), metrics
 
 
 def compare(name: str, options: dict[str, Any], groups: dict[int, Any], seed: int) -> None:

@@ -29,7 +29,8 @@ def _code(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> No
 
 def _weight(shape: tuple[int, ...] = (24, 16), seed: int = 0) -> Weight:
     generator = torch.Generator().manual_seed(seed)
-    return Weight("w", torch.nn.Parameter(torch.randn(shape, generator=generator).bfloat16()))
+    live = torch.nn.Parameter(torch.randn(shape, generator=generator).bfloat16())
+    return Weight("w", live, live)
 
 
 def _give(weight: Weight, gradient: Tensor) -> None:

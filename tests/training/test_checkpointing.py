@@ -11,18 +11,20 @@ from tests.training.cases import (
     ROWS,
     assert_same,
     gradients,
+    log_probs,
+    make_engine,
     ragged_batch,
     tiny_model,
     update,
 )
 from verl.batch import Batch
-from verl.training.single import SingleEngine
+from verl.training.torch_engine import TorchEngine
 
 
 def test_checkpointing_switches_dropout_off_for_good() -> None:
     model = tiny_model("gpt2")
     assert any(m.p > 0 for m in model.modules() if isinstance(m, torch.nn.Dropout))
-    engine = SingleEngine(model, optim=OPTIM, gradient_checkpointing=True)
+    engine = make_engine(model, optim=OPTIM, gradient_checkpointing=True)
     assert all(m.p == 0 for m in model.modules() if isinstance(m, torch.nn.Dropout))
     batch = ragged_batch(ROWS)
     engine._trained().config = OPTIM.model_copy(update={"lr": 0.0, "weight_decay": 0.0})
@@ -33,14 +35,14 @@ def test_checkpointing_switches_dropout_off_for_good() -> None:
 def test_checkpointing_brings_no_noise_and_leaves_what_is_none(kind: str) -> None:
     batch, outputs = ragged_batch(ROWS), []
     for checkpointing in (False, True):
-        engine = SingleEngine(tiny_model(kind, torch.float32), optim=OPTIM, gradient_checkpointing=checkpointing)
-        outputs.append((engine.log_probs(batch)["log_probs"], gradients(engine, batch)))
+        engine = make_engine(tiny_model(kind, torch.float32), optim=OPTIM, gradient_checkpointing=checkpointing)
+        outputs.append((log_probs(engine, batch), gradients(engine, batch)))
     assert torch.equal(outputs[0][0], outputs[1][0])
     assert outputs[0][1].keys() == outputs[1][1].keys()
     assert_same(outputs[0][1], outputs[1][1], 1e-4)
 
 
-def saved_bytes(engine: SingleEngine, batch: Batch) -> int:
+def saved_bytes(engine: TorchEngine, batch: Batch) -> int:
     """Most bytes of tensors kept at once for the backward pass (each storage once, weights left out)."""
     weights = {p.untyped_storage().data_ptr() for p in engine.model.parameters()}
     live: dict[int, list[int]] = {}
@@ -73,7 +75,7 @@ def test_checkpointing_keeps_at_least_30_percent_fewer_activations(kind: str) ->
 
     def kept(layers: int, checkpointing: bool) -> int:
         model = tiny_model(kind, layers=layers)
-        return saved_bytes(SingleEngine(model, optim=OPTIM, gradient_checkpointing=checkpointing), batch)
+        return saved_bytes(make_engine(model, optim=OPTIM, gradient_checkpointing=checkpointing), batch)
 
     # The hooks do not see what the backward pass computes again: the activations of one layer at a time.
     one_layer = kept(6, False) - kept(5, False)

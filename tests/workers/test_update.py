@@ -6,10 +6,9 @@ import math
 
 import torch
 
-from tests.training.cases import OPTIM, policy_loss, ragged_batch, tiny_model, token_weights
+from tests.training.cases import OPTIM, make_engine, policy_loss, ragged_batch, tiny_model, token_weights
 from verl.batch import Batch
 from verl.training.loss import Loss, LossInput
-from verl.training.single import SingleEngine
 from verl.workers.update import UpdatePlan, mini_batches, run_updates
 
 #: Prompts in the order of seed 0, round 0: two epochs of eight.
@@ -53,7 +52,7 @@ class Objective:
 
 
 def updated(*bad: int) -> dict[str, float]:
-    engine = SingleEngine(tiny_model(), optim=OPTIM)
+    engine = make_engine(tiny_model(), optim=OPTIM)
     batch = ragged_batch([(p, 5) for p in range(4)])
     return run_updates(engine, batch, Objective(*bad), UpdatePlan(1), 0)
 

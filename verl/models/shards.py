@@ -6,9 +6,10 @@ tied weights occur once, under the first of their names (the embedding's).
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any
 
 import torch
 from safetensors.torch import save_file
@@ -23,29 +24,65 @@ if TYPE_CHECKING:
 
 
 def model_shards(model: nn.Module) -> Iterator[Shard]:
-    """Every weight and persistent buffer, whole, on the live tensors (nothing is copied, unless they are cut over
-    ranks, which then draw together)."""
+    """Every weight and persistent buffer on the live tensors; of weights that are cut over ranks, the pieces here."""
     seen: set[int] = set()
     for name, tensor in model.state_dict(keep_vars=True).items():
         if id(tensor) not in seen:
             seen.add(id(tensor))
-            yield Shard.whole(name, whole(tensor.detach()))
+            offset, local = local_block(tensor.detach())
+            if local.numel() or not tensor.numel():
+                yield Shard(name, tuple(tensor.shape), offset, local)
 
 
-def is_cut(tensor: Tensor) -> bool:
-    """Whether it is a DTensor: cut by rows over the ranks of a mesh, as `torch.chunk` cuts."""
-    return hasattr(tensor, "full_tensor")
+def local_block(tensor: Tensor) -> tuple[tuple[int, ...], Tensor]:
+    """Where the part of a tensor that this rank holds begins, and that part, on the same memory. The tensor itself,
+    where it is no DTensor."""
+    if not hasattr(tensor, "placements"):
+        return (0,) * tensor.dim(), tensor
+    from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+
+    cut: Any = tensor
+    _, offset = compute_local_shape_and_global_offset(cut.shape, cut.device_mesh, cut.placements)
+    return tuple(offset), cut.to_local()
 
 
-def whole(tensor: Tensor) -> Tensor:
-    """The tensor; one that is cut is put together from all ranks, by all of them."""
-    return cast(Any, tensor).full_tensor() if is_cut(tensor) else tensor
+def cuts_of(tensor: Tensor) -> tuple[tuple[str, int], ...]:
+    """How a tensor is cut over the ranks of a mesh, as `WeightSpec.cuts`."""
+    cut: Any = tensor
+    if not hasattr(tensor, "placements"):
+        return ()
+    named = zip(cut.device_mesh.mesh_dim_names, cut.placements, strict=True)
+    return tuple((name, placement.dim) for name, placement in named if placement.is_shard())
 
 
-def first_row(cut: Tensor) -> int:
-    """The first row of a cut tensor that this rank holds."""
-    mesh = cast(Any, cut).device_mesh
-    return int(-(-cut.shape[0] // mesh.size()) * mesh.get_local_rank())
+@dataclass
+class Block:
+    """A part of a tensor, to be filled from shards that may be cut otherwise.
+
+    Attributes:
+        offset: where it begins, one index a dimension.
+        missing: elements that have not come yet.
+    """
+
+    offset: tuple[int, ...]
+    tensor: Tensor
+    missing: int = -1
+
+    def __post_init__(self) -> None:
+        if self.missing < 0:
+            self.missing = self.tensor.numel()
+
+    def fill(self, shard: Shard, copy: bool = True) -> None:
+        """Count, and copy, what a shard of the same tensor has of this part."""
+        target, source = self.tensor, shard.tensor
+        for dim, (here, there) in enumerate(zip(self.offset, shard.offset, strict=True)):
+            low = max(here, there)
+            size = max(0, min(here + target.shape[dim], there + source.shape[dim]) - low)
+            target = target.narrow(dim, min(low - here, target.shape[dim]), size)
+            source = source.narrow(dim, min(low - there, source.shape[dim]), size)
+        if copy:
+            target.copy_(source)
+        self.missing -= source.numel()
 
 
 def tied_names(model: nn.Module) -> dict[str, list[str]]:
@@ -58,7 +95,7 @@ def tied_names(model: nn.Module) -> dict[str, list[str]]:
 
 @torch.no_grad()
 def load_model_shards(model: nn.Module, shards: Iterable[Shard]) -> None:
-    """Copy a stream of shards into the live tensors, in their dtype and on their device. Aliases of tied
+    """Copy shards, however they are cut, into the live tensors, in their dtype and on their device. Aliases of tied
     weights may come along.
 
     Raises:
@@ -78,29 +115,35 @@ def take_model_shards(model: nn.Module, shards: Iterable[Shard]) -> None:
 
 
 def _load(model: nn.Module, shards: Iterable[Shard], copy: bool) -> None:
-    """Check a stream of shards and, if so, copy it."""
     state = model.state_dict(keep_vars=True)
-    missing: dict[int, tuple[str, int]] = {}
+    blocks: dict[int, tuple[str, Block]] = {}
     for name, tensor in state.items():
-        missing.setdefault(id(tensor), (name, tensor.numel()))
+        blocks.setdefault(id(tensor), (name, Block(*local_block(tensor.detach()))))
     for shard in shards:
-        if shard.name not in state:
-            raise CheckpointError(
-                f"weight '{shard.name}' is not one of this {type(model).__name__}: {nearest(shard.name, state)}"
-            )
-        tensor = state[shard.name]
-        target, source = _place(shard, tensor)
-        if copy:
-            target.copy_(source)
-        name, count = missing[id(tensor)]
-        missing[id(tensor)] = (name, count - shard.tensor.numel())
-    lacking = [name for name, count in missing.values() if count > 0]
+        _check(shard, state, type(model).__name__)
+        blocks[id(state[shard.name])][1].fill(shard, copy)
+    lacking = [name for name, block in blocks.values() if block.missing > 0]
     if lacking:
         more = f" and {len(lacking) - 3} more" if len(lacking) > 3 else ""
         raise CheckpointError(
             f"{len(lacking)} weights of this {type(model).__name__} did not come or came in part: "
             f"{', '.join(lacking[:3])}{more}. The checkpoint is of another model or is cut short"
         )
+
+
+def _check(shard: Shard, state: Mapping[str, Tensor], model: str) -> None:
+    """Raises CheckpointError: the model has no such weight, or it has another shape."""
+    if shard.name not in state:
+        raise CheckpointError(f"weight '{shard.name}' is not one of this {model}: {nearest(shard.name, state)}")
+    shape = tuple(state[shard.name].shape)
+    if shard.global_shape != shape:
+        raise CheckpointError(
+            f"weight '{shard.name}' has shape {list(shard.global_shape)}, the model's has {list(shape)}: "
+            "the weights are of another model or size"
+        )
+    ends = (offset + size for offset, size in zip(shard.offset, shard.tensor.shape, strict=True))
+    if min(shard.offset, default=0) < 0 or any(end > size for end, size in zip(ends, shape, strict=True)):
+        raise CheckpointError(f"a shard of '{shard.name}' at {list(shard.offset)} reaches outside the weight")
 
 
 def save_pretrained_dir(model: nn.Module, tokenizer: PreTrainedTokenizerBase | None, path: str | Path) -> None:
@@ -121,29 +164,6 @@ def save_pretrained_dir(model: nn.Module, tokenizer: PreTrainedTokenizerBase | N
         model.save_pretrained(path)  # type: ignore[operator]
     if tokenizer is not None:
         tokenizer.save_pretrained(path)
-
-
-def _place(shard: Shard, tensor: Tensor) -> tuple[Tensor, Tensor]:
-    """The part of a weight that a shard is of, and what of the shard belongs there."""
-    if shard.global_shape != tuple(tensor.shape):
-        raise CheckpointError(
-            f"weight '{shard.name}' has shape {list(shard.global_shape)}, the model's has {list(tensor.shape)}: "
-            "the weights are of another model or size"
-        )
-    for dim, (offset, size) in enumerate(zip(shard.offset, shard.tensor.shape, strict=True)):
-        if offset < 0 or offset + size > tensor.shape[dim]:
-            raise CheckpointError(f"a shard of '{shard.name}' at {list(shard.offset)} reaches outside the weight")
-    source, target, places = shard.tensor, tensor.detach(), shard.offset
-    if is_cut(tensor):  # of the rows that came, those that are held here
-        target = cast(Any, target).to_local()
-        first, begin = first_row(tensor), places[0]
-        low, high = max(begin, first), min(begin + len(source), first + len(target))
-        if low >= high:
-            return target[:0], source[:0]
-        source, places = source[low - begin : high - begin], (low - first, *places[1:])
-    for dim, (offset, size) in enumerate(zip(places, source.shape, strict=True)):
-        target = target.narrow(dim, offset, size)
-    return target, source
 
 
 def _classifier_name(model: ValueModel) -> str:

@@ -1,78 +1,112 @@
-"""The contract of a training engine: one model, and its optimizer, under some layout."""
+"""The contract of a training engine: one model, and its optimizer, laid out over the ranks of a mesh.
+
+Shapes: R response tokens of all rows, row after row; S rows.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
-from typing import Any, Protocol
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from typing import Any, Literal, Protocol, TypeAlias
 
+import torch
 from torch import Tensor
-from typing_extensions import Unpack
 
 from verl.batch import Batch
-from verl.shard import Shard
-from verl.training.loss import LossFn, LossNeeds
+from verl.layout import Mesh
+from verl.shard import Shard, WeightSpec
+from verl.training.loss import LossPart
+
+#: What can be moved out of the way: `optimizer` (masters and moments, to host memory) and `gradients` (their sums,
+#: freed).
+Memory: TypeAlias = Literal["optimizer", "gradients"]
+Metrics: TypeAlias = dict[str, float]
 
 
 class TrainEngine(Protocol):
-    """A model that predicts, and learns.
+    """A model that predicts and learns, seen from one rank. The ranks of `mesh` call the same methods in one order.
 
-    Batches have the columns `prompt_tokens` and `response_tokens`; results are flat over the response tokens
-    of all rows in order (`[R]`) or one number a row (`[S]`), in fp32 (fp64 for an fp64 model), on the host.
+    Attributes:
+        mesh: the ranks that share the model.
+        precision: dtype of losses and predictions: fp32, or fp64 for an fp64 model.
     """
 
-    def log_probs(self, batch: Batch, *, temperature: float = 1.0, entropy: bool = False) -> dict[str, Tensor]:
-        """`{"log_probs": [R]}`, and `"entropy": [R]` in nats if asked for; no gradient."""
-        ...
+    @property
+    def mesh(self) -> Mesh: ...
+    @property
+    def precision(self) -> torch.dtype: ...
 
-    def values(self, batch: Batch) -> Tensor:
-        """`[R]`: the value of the state before each response token; no gradient."""
-        ...
-
-    def scores(self, batch: Batch) -> Tensor:
-        """`[S]`: one score a row, read at its last token; no gradient."""
-        ...
-
-    def update(self, batch: Batch, loss_fn: LossFn, *, weights: Tensor, **needs: Unpack[LossNeeds]) -> dict[str, float]:
-        """One optimizer step over a mini-batch, cut into micro-batches that fit; no cut changes the gradient.
+    def predict(self, batch: Batch, want: Collection[str], *, temperature: float = 1.0) -> dict[str, Tensor]:
+        """Predictions for this rank's rows, without gradient.
 
         Args:
-            batch: the mini-batch.
-            loss_fn: from the record of a micro-batch to its additive loss.
-            weights: `[R]` aggregation weights over the mini-batch on all ranks.
-            columns: what the loss reads; those the batch lacks are absent from `LossInput.columns`.
-            temperature: log-probs are of logits divided by it.
-            entropy: whether the loss reads entropies.
-            coupled: rows of one `group` meet in one micro-batch.
+            batch: with `prompt_tokens` and `response_tokens`; the rows of this rank's data-parallel index.
+            want: "log_probs" and "entropy" (language-model head), "values" (value head), "scores" (score head).
+            temperature: log-probs and entropies are of logits divided by it.
 
         Returns:
-            `loss`, `grad_norm` (before clipping), `lr`, `update/skipped` and the loss's own metrics.
-            `update/skipped` is 1.0 when the loss or the gradient was not finite: then weights, moments and
-            schedule are as they were.
+            By name, in `precision`, on the host: `log_probs` of the response tokens, `entropy` in nats of the
+            distributions they were drawn from, `values` of the states before them (all `[R]`); `scores` `[S]`, read at
+            the last token of each row.
+
+        Raises:
+            TrainingError: the model has no head for a prediction.
+            DataError: a token or position is outside of the model's tables.
         """
         ...
 
-    def loss(self, batch: Batch, loss_fn: LossFn, *, weights: Tensor, **needs: Unpack[LossNeeds]) -> dict[str, float]:
-        """`loss` and the loss's own metrics, as `update` has them, of the weights as they are; nothing is learned."""
+    def update(self, parts: Sequence[LossPart]) -> Metrics:
+        """One optimizer step on the sum of all parts' losses. Cutting it into micro-batches never changes the gradient.
+
+        Every rank is given all parts with the rows of all ranks, and computes those of its data-parallel index. A rank
+        that has no rows of a part takes part in its collectives nevertheless.
+
+        Returns:
+            `loss`, `grad_norm` (before clipping), `lr`, `update/skipped` and the losses' own metrics; metrics of one
+            name add up over parts (`/max`: the maximum). `update/skipped` is 1.0 where the loss or the gradient was not
+            finite: then weights, moments and schedule are as they were.
+
+        Raises:
+            DataError: no part has rows, or columns, weights and rows do not fit together.
+            TrainingError: the engine has no optimizer, or no loss depends on the model.
+        """
+        ...
+
+    def loss(self, parts: Sequence[LossPart]) -> Metrics:
+        """`loss` and the losses' own metrics, as `update` returns them, without a step."""
+        ...
+
+    def specs(self) -> Mapping[str, WeightSpec]:
+        """Every weight of the model, by checkpoint name; equal on all ranks."""
         ...
 
     def shards(self) -> Iterator[Shard]:
-        """The live weights under their checkpoint names."""
+        """This rank's pieces of the weights: the live tensors, unless these are wider than `specs`. No collectives."""
         ...
 
     def load_shards(self, shards: Iterable[Shard]) -> None:
-        """Replace the live weights (and their masters) in place."""
+        """Replace this rank's pieces (and their masters) by what of them is in `shards`, however those are cut.
+
+        Raises:
+            CheckpointError: a weight is unknown, has another shape, or did not come whole.
+        """
         ...
 
-    def state(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
-        """Optimizer state: tensors "<weight name>.<state>" and JSON values. References, not copies."""
+    def state(self) -> tuple[list[Shard], dict[str, Any]]:
+        """Optimizer state: this rank's pieces of the tensors "<weight name>.<state>", and JSON values. References, not
+        copies: use them before the next step."""
         ...
 
-    def load_state(self, tensors: Mapping[str, Tensor], meta: Mapping[str, Any]) -> None:
-        """Copy in what `state` returned; with the shards of the same moment, steps go on bit for bit."""
+    def load_state(self, shards: Iterable[Shard], meta: Mapping[str, Any]) -> None:
+        """Copy in what `state` returned, however it is cut; after `load_shards` of the same moment, steps continue bit
+        for bit.
+
+        Raises:
+            CheckpointError: it is of another optimizer, model or dtype, or incomplete.
+        """
         ...
 
-    def offload(self) -> None:
-        """Free the device of optimizer state and gradients until the next `onload` or `update`."""
+    def offload(self, what: Collection[Memory] = ("optimizer", "gradients")) -> None:
+        """Free the device of it until `onload` or the next `update`."""
         ...
 
-    def onload(self) -> None: ...
+    def onload(self, what: Collection[Memory] = ("optimizer", "gradients")) -> None: ...

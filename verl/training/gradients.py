@@ -23,10 +23,13 @@ _STEPS_BEFORE_RAISE = 500
 
 @dataclass(eq=False)
 class Weight:
-    """A trained weight: the live tensor, and the sum of its gradients over micro-batches."""
+    """A trained weight: the live tensor (this rank's piece, where ranks hold pieces of it), and the sum of its
+    gradients over micro-batches."""
 
     name: str
     live: torch.nn.Parameter
+    source: torch.nn.Parameter
+    """The parameter that autograd gives the gradient to: `live` itself, or the DTensor it is a piece of."""
     gradient: Tensor | None = None
     """fp32 (fp64 for an fp64 weight); there while gradients are being collected."""
     has_gradient: bool = False
@@ -83,7 +86,7 @@ class Gradients:
 
     def __init__(self, weights: list[Weight], watched: Iterable[torch.nn.Parameter]) -> None:
         self.weights = weights
-        self._by_live: Mapping[Tensor, Weight] = {weight.live: weight for weight in weights}
+        self._by_source: Mapping[Tensor, Weight] = {weight.source: weight for weight in weights}
         self._watched = list(watched)
         self._is_scaled = any(weight.live.dtype == torch.float16 for weight in weights)
         #: What a loss is to be multiplied by before its backward pass; 1 without fp16 weights.
@@ -136,7 +139,7 @@ class Gradients:
 
     def clear(self) -> None:
         for weight in self.weights:
-            weight.live.grad = None
+            weight.source.grad = None
             weight.has_gradient = False
 
     def free(self) -> None:
@@ -156,29 +159,29 @@ class Gradients:
 
     @contextmanager
     def collecting(self) -> Iterator[None]:
-        """Inside, gradients of trained weights go into their sums: straight, where that is known how. Outside, whoever
-        else trains the same tensors gets his gradients."""
+        """Inside, gradients of trained weights go into their sums. Outside they stay where autograd puts them, for
+        another trainer of the same tensors."""
         self._allocate()
         hooks = [live.register_post_accumulate_grad_hook(self._collect) for live in self._watched]
         for weight in self.weights:
             weight.loss_scale = self.loss_scale
-            weight.live.grad_sum = weight  # type: ignore[attr-defined]
+            weight.source.grad_sum = weight  # type: ignore[attr-defined]
         try:
             yield
         finally:
             for hook in hooks:
                 hook.remove()
             for weight in self.weights:
-                del weight.live.grad_sum  # type: ignore[attr-defined]
+                del weight.source.grad_sum  # type: ignore[attr-defined]
 
     @torch.no_grad()
-    def _collect(self, live: Tensor) -> None:
-        weight = self._by_live.get(live)
-        gradient, live.grad = live.grad, None
+    def _collect(self, source: Tensor) -> None:
+        weight = self._by_source.get(source)
+        gradient, source.grad = source.grad, None
         if weight is not None and gradient is not None:
             self._allocate()
             weight.loss_scale = self.loss_scale
-            weight.add(gradient)
+            weight.add(gradient.to_local() if hasattr(gradient, "to_local") else gradient)
 
     def _allocate(self) -> None:
         lacking = [weight for weight in self.weights if weight.gradient is None]

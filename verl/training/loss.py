@@ -7,9 +7,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TypeAlias, TypedDict
+from typing import TypeAlias
 
 from torch import Tensor
+
+from verl.batch import Batch
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -23,7 +25,7 @@ class LossInput:
     log_probs: Tensor | None = None
     """`[R]`, with gradient: log-probs of the response tokens, of temperature-scaled logits (an LM head)."""
     entropy: Tensor | None = None
-    """`[R]`, with gradient: entropy, in nats, of what each token was drawn from; None unless asked for."""
+    """`[R]`, with gradient: entropy, in nats, of what each token was drawn from; None unless the loss needs it."""
     values: Tensor | None = None
     """`[R]`, with gradient: value of the state before each response token (a critic's head)."""
     scores: Tensor | None = None
@@ -71,14 +73,37 @@ class Loss:
 LossFn: TypeAlias = Callable[[LossInput], Loss]
 
 
-class LossNeeds(TypedDict, total=False):
-    """What a loss reads beside weights, see `TrainEngine.update`. Left out: no columns, temperature 1, no entropy, rows
-    of a group may be cut apart."""
+@dataclass(frozen=True, kw_only=True)
+class LossNeeds:
+    """What a loss reads beside weights.
 
-    columns: Sequence[str]
-    temperature: float
-    entropy: bool
-    coupled: bool
+    Attributes:
+        columns: of the batch; those it lacks are absent from `LossInput.columns`.
+        temperature: log-probs and entropies are of logits divided by it.
+        entropy: whether the loss reads entropies.
+        coupled: rows of one `group` meet in one micro-batch.
+    """
+
+    columns: Sequence[str] = ()
+    temperature: float = 1.0
+    entropy: bool = False
+    coupled: bool = False
+
+
+@dataclass(frozen=True)
+class LossPart:
+    """One of the losses of an optimizer step, with the rows it is of.
+
+    Attributes:
+        rows: the mini-batch, of all ranks.
+        loss: from the record of a micro-batch to its additive loss.
+        weights: `[R]` aggregation weights of the response tokens of `rows`.
+    """
+
+    rows: Batch
+    loss: LossFn
+    weights: Tensor
+    needs: LossNeeds = LossNeeds()
 
 
 def combine_metrics(parts: list[Mapping[str, Tensor | float]]) -> dict[str, float]:

@@ -5,7 +5,7 @@ bf16 weights are stepped by `SplitAdamW`, all others, and those of a caller's ow
 
 from __future__ import annotations
 
-from collections.abc import Container, Mapping
+from collections.abc import Collection, Container, Mapping
 from typing import Any
 
 import torch
@@ -29,6 +29,7 @@ class MixedPrecisionOptimizer:
         config: AdamW, its schedule, and clipping.
         optimizer: takes the place of AdamW and its schedule (clipping stays). It holds some of `weights`; the
             others are not trained.
+        pieces: the part of each weight that this rank steps; None: all of it.
 
     Raises:
         ConfigError: nothing to train, a dtype that cannot be trained, or the torch optimizer holds a tensor
@@ -40,6 +41,7 @@ class MixedPrecisionOptimizer:
         weights: Mapping[str, torch.nn.Parameter],
         config: OptimConfig,
         optimizer: torch.optim.Optimizer | None = None,
+        pieces: Mapping[str, torch.nn.Parameter] | None = None,
     ) -> None:
         watched = trained = {name: live for name, live in weights.items() if live.requires_grad}
         if optimizer is not None:
@@ -48,7 +50,9 @@ class MixedPrecisionOptimizer:
             raise ConfigError("no weight of the model requires a gradient: there is nothing to train")
         self.config = config
         self.completed_steps = 0
-        self.gradients = Gradients([Weight(name, live) for name, live in trained.items()], watched.values())
+        self.gradients = Gradients(
+            [Weight(name, (pieces or trained)[name], source) for name, source in trained.items()], watched.values()
+        )
         split = [w for w in self.gradients.weights if optimizer is None and w.live.dtype == torch.bfloat16]
         rest = [w for w in self.gradients.weights if w not in split]
         self._split = SplitAdamW(split, config)
@@ -115,15 +119,16 @@ class MixedPrecisionOptimizer:
         self.completed_steps = int(meta["completed_steps"])
         self.gradients.load(meta)
 
-    def offload(self) -> None:
-        """Move masters and moments to host memory and free the gradient sums; the live weights stay."""
-        self.gradients.free()
-        for rule in self._rules():
+    def offload(self, what: Collection[str] = ("optimizer", "gradients")) -> None:
+        """Move masters and moments ("optimizer") to host memory, free the sums ("gradients"); live weights stay."""
+        if "gradients" in what:
+            self.gradients.free()
+        for rule in self._rules() if "optimizer" in what else ():
             rule.move(to_host=True)
 
-    def onload(self) -> None:
-        """Undo `offload`; gradient sums come back with the next backward pass."""
-        for rule in self._rules():
+    def onload(self, what: Collection[str] = ("optimizer", "gradients")) -> None:
+        """Undo `offload`; gradient sums are allocated by the next backward pass."""
+        for rule in self._rules() if "optimizer" in what else ():
             rule.move(to_host=False)
 
     def _rules(self) -> list[SplitAdamW | MasterOptimizer]:

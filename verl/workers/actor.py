@@ -17,16 +17,15 @@ from verl.device import put
 from verl.errors import ConfigError, nearest
 from verl.models.packed import PackedModel
 from verl.models.portable import PortableModel
-from verl.models.shards import whole
 from verl.rewards.loading import load_function
 from verl.rollout.base import Request, RolloutEngine, SamplingParams, generate
 from verl.rollout.episode import Episode, Outcome, Turns, outcomes, response_columns
 from verl.shard import Shard
 from verl.training.options import EngineOptions, Head
-from verl.training.single import SingleEngine
 from verl.workers.place import ALONE, Place, verb
-from verl.workers.streams import spread_weights
+from verl.workers.streams import equal_weights, spread_weights
 from verl.workers.sync import ROWS, SyncCheck
+from verl.workers.trained import TrainedWorker, train_engine
 from verl.workers.update import Objective, UpdatePlan, compute_loss, run_updates
 
 if TYPE_CHECKING:
@@ -64,32 +63,6 @@ class RolloutOptions:
     def kv_memory(self) -> int | None:
         """Bytes of the KV cache."""
         return None if self.kv_cache_gb is None else int(self.kv_cache_gb * 2**30)
-
-
-def make_engine(options: EngineOptions, model: Any, head: Head, group: Any = None) -> SingleEngine:
-    """The engine of one rank; `group`: the process group of the ranks that share the work, None: it is alone."""
-    given: dict[str, Any] = {
-        "head": head,
-        "optim": options.optim,
-        "optimizer": options.optimizer,
-        "max_tokens_per_micro_batch": options.max_tokens_per_micro_batch,
-        "micro_batch_size": options.micro_batch_size,
-        "gradient_checkpointing": options.gradient_checkpointing,
-        "share_prompts": options.share_prompts,
-        "fused_kernels": options.fused_kernels,
-        "autocast": options.use_amp,
-    }
-    if group is None:
-        return SingleEngine(model, **given)
-    if options.strategy == "single":
-        raise ConfigError(f"strategy 'single' trains on one rank, and there are {group.size()}: use 'ddp' or 'fsdp'")
-    if options.strategy == "fsdp":
-        from verl.training.sharded import ShardedEngine
-
-        return ShardedEngine(model, group, **given)
-    from verl.training.data_parallel import DataParallelEngine
-
-    return DataParallelEngine(model, group, **given)
 
 
 def _embedded(
@@ -151,7 +124,7 @@ def make_rollout_engine(
     return factory(packed, tokenizer, eos_token_ids, options)
 
 
-class ActorWorker:
+class ActorWorker(TrainedWorker):
     """Generation and training of a policy on one rank: on the same live tensors, or, where the map of placement sets
     them apart, one of both.
 
@@ -173,26 +146,26 @@ class ActorWorker:
         self.rollout, self.head, self.place = rollout, head, place
         self.policy_version = 0
         live = model.model if place.device is None else put(model.model, place.device)
+        equal_weights(live, place)
         options, group = (train, place.groups.get("train")) if "train" in place.shares else (train.frozen(), None)
-        is_cut = train.strategy == "fsdp" and group is not None
-        self.engine = make_engine(options, copy.deepcopy(live) if is_cut else live, head, group)
-        #: Whole weights, for generation: those that are trained, or a copy beside the part that is trained.
-        self.local = make_engine(train.frozen(), live, head) if is_cut else self.engine
-        if place.size > 1:  # a model that each rank has made for itself may differ
-            spread_weights(self.engine, place, to_all=True)
-            self._refresh()
+        trained = copy.deepcopy(live) if train.strategy == "fsdp" and group is not None else live
+        self._packed = PackedModel(live, fused_kernels=train.fused_kernels) if head == "lm" else None
+        if trained is live:
+            self.engine = train_engine(live, options, head, group, self._packed)
+            self.local = self.engine
+        else:
+            self.engine = train_engine(trained, options, head, group)
+            #: Whole weights, for generation: those that are trained, or a copy beside the part that is trained.
+            self.local = train_engine(live, train.frozen(), head, packed=self._packed)
         self._rollout_engine: RolloutEngine | None = None
         self._sync = SyncCheck()
-        self._tensors: dict[str, torch.Tensor] = {}
 
     @property
     def rollout_engine(self) -> RolloutEngine:
-        if self.head != "lm":
+        if self._packed is None:
             raise ConfigError(f"a model with a '{self.head}' head writes no responses")
         if self._rollout_engine is None:
-            self._rollout_engine = make_rollout_engine(
-                self.local.packed, self.tokenizer, self.eos_token_ids, self.rollout
-            )
+            self._rollout_engine = make_rollout_engine(self._packed, self.tokenizer, self.eos_token_ids, self.rollout)
             self._rollout_engine.load_shards(self.local.shards(), self.policy_version)
         return self._rollout_engine
 
@@ -200,7 +173,7 @@ class ActorWorker:
     def exact_rollout(self) -> bool:
         """Whether the rollout engine's log-probs are the trainer's own numbers (`RolloutEngine.exact`)."""
         # Weights that are gathered equal the copy bit for bit, unless a layer of a bf16 model is kept in fp32.
-        is_same = self.local is self.engine or len({weight.dtype for weight in self.local.model.parameters()}) == 1
+        is_same = self.local is self.engine or len({spec.dtype for spec in self.local.specs().values()}) == 1
         return is_same and bool(getattr(self.rollout_engine, "exact", False))
 
     @verb("rollout", split="rows", collect="batches")
@@ -221,7 +194,7 @@ class ActorWorker:
         try:
             with closing(ended):  # whatever it has running ends before the engine is touched again
                 version = None if episode is None else engine.policy_version
-                for group in _finished_groups(ended, prompts, version, self.local.exact):
+                for group in _finished_groups(ended, prompts, version, self.local.precision):
                     self._sync.probe = self._sync.probe or group.take(range(min(ROWS, len(group))))
                     yield group
         finally:
@@ -230,14 +203,15 @@ class ActorWorker:
     @verb("train", split="rows", collect="rows")
     def log_probs(self, batch: Batch, temperature: float = 1.0, entropy: bool = False) -> Batch:
         """Column `log_probs` (and `entropy`), aligned with `response_tokens`."""
-        flat = self.engine.log_probs(batch, temperature=temperature, entropy=entropy)
+        want = ("log_probs", "entropy") if entropy else ("log_probs",)
+        flat = self.engine.predict(batch, want, temperature=temperature)
         lengths = batch.lengths("response_tokens")
         return Batch.from_columns({name: (values, lengths) for name, values in flat.items()})
 
     @verb("train", split="rows", collect="rows")
     def scores(self, batch: Batch) -> Batch:
         """Column `scores`, one number a row; for a score head."""
-        return Batch.from_columns({"scores": self.engine.scores(batch)})
+        return Batch.from_columns(self.engine.predict(batch, ("scores",)))
 
     @verb("train")
     def loss(self, batch: Batch, objective: Objective, plan: UpdatePlan) -> dict[str, float]:
@@ -257,34 +231,21 @@ class ActorWorker:
         self.policy_version += 1
         return self._serve()
 
-    @verb("train", collect="shards")
-    def shards(self) -> Iterator[Shard]:
-        return self.engine.shards()
-
     @verb(collect="none")
     def load_shards(self, shards: Iterable[Shard]) -> None:
         self.engine.load_shards(shards)
         self._refresh()
         self._hand_over()
 
-    @verb("train")
-    def meta(self) -> dict[str, Any]:
-        """What `load_state` needs beside tensors, as JSON; `state` then gives the tensors of this moment."""
-        self._tensors, meta = self.engine.state()
-        return {**meta, "policy_version": self.policy_version}
-
-    @verb("train", collect="shards")
-    def state(self) -> Iterator[Shard]:
-        """The optimizer's tensors, once after `meta`."""
-        tensors, self._tensors = self._tensors, {}
-        return (Shard.whole(name, whole(tensor)) for name, tensor in tensors.items())
+    def counts(self) -> dict[str, int]:
+        return {"policy_version": self.policy_version}
 
     @verb(collect="none")
     def load_state(self, tensors: Mapping[str, torch.Tensor], meta: Mapping[str, Any]) -> None:
         rest = dict(meta)
         self.policy_version = int(rest.pop("policy_version"))
         if "train" in self.place.shares:
-            self.engine.load_state(tensors, rest)
+            self.engine.load_state((Shard.whole(*item) for item in tensors.items()), rest)
         self._serve()
 
     def _serve(self) -> dict[str, float]:
@@ -302,7 +263,7 @@ class ActorWorker:
 
     def _refresh(self) -> None:
         if self.local is not self.engine:
-            self.local.load_shards(self.engine.shards())
+            self.local.load_shards(self.shards())
 
 
 class ReferenceWorker:
@@ -311,14 +272,13 @@ class ReferenceWorker:
     def __init__(self, model: PortableModel, train: EngineOptions, *, place: Place = ALONE) -> None:
         live = model.model if place.device is None else put(model.model, place.device)
         live.requires_grad_(False)
-        self.engine = make_engine(train.frozen(), live, "lm", place.groups.get("train"))
-        if place.size > 1:
-            spread_weights(self.engine, place, to_all=True)
+        equal_weights(live, place)
+        self.engine = train_engine(live, train.frozen(), "lm", place.groups.get("train"))
 
     @verb("train", split="rows", collect="rows")
     def log_probs(self, batch: Batch, temperature: float = 1.0) -> Batch:
         """Column `ref_log_probs`, aligned with `response_tokens`."""
-        flat = self.engine.log_probs(batch, temperature=temperature)["log_probs"]
+        flat = self.engine.predict(batch, ("log_probs",), temperature=temperature)["log_probs"]
         return Batch.from_columns({"ref_log_probs": (flat, batch.lengths("response_tokens"))})
 
 
@@ -354,11 +314,11 @@ def _single_turns(
 
 
 def _finished_groups(
-    ended: Iterable[Outcome], prompts: Batch, version: int | None, exact: torch.dtype
+    ended: Iterable[Outcome], prompts: Batch, version: int | None, precision: torch.dtype
 ) -> Iterator[Batch]:
     """Rows of each group once its last response is there; the rows of a group keep their order.
 
-    `version`: that of the engine, where these are episodes; `exact`: the type of log-probs.
+    `version`: that of the engine, where these are episodes; `precision`: the type of log-probs.
     """
     groups = {row: rows for rows in prompts.group_indices() for row in rows}
     done: dict[int, Outcome] = {}
@@ -366,17 +326,17 @@ def _finished_groups(
         done[outcome.index] = outcome
         rows = groups[outcome.index]
         if all(row in done for row in rows):
-            yield _with_responses(prompts.take(rows), [done.pop(row) for row in rows], version, exact)
+            yield _with_responses(prompts.take(rows), [done.pop(row) for row in rows], version, precision)
 
 
-def _with_responses(rows: Batch, ended: list[Outcome], version: int | None, exact: torch.dtype) -> Batch:
+def _with_responses(rows: Batch, ended: list[Outcome], version: int | None, precision: torch.dtype) -> Batch:
     errors = [outcome.error or _count_error(outcome) for outcome in ended]
     for error in filter(None, errors):
         logger.warning("%s", error)
     none = Turns(finish="abort", policy_version=version or 0)
     turns = [none if error else outcome.responses[0] for outcome, error in zip(ended, errors, strict=True)]
     columns = response_columns(turns)
-    if exact == torch.float64:  # lists would be stored as fp32
+    if precision == torch.float64:  # lists would be stored as fp32
         columns["rollout_log_probs"] = pa.array(columns["rollout_log_probs"], pa.large_list(pa.float64()))
     if version is not None:
         columns["rejected"] = [turn.rejected for turn in turns]

@@ -36,7 +36,7 @@ class SyncCheck:
         probe = self.probe
         if probe is None or not hasattr(engine, "score") or not sum(probe.lengths("response_tokens")):
             return {}
-        ours = trainer.log_probs(probe)["log_probs"].double().cpu()
+        ours = trainer.predict(probe, ("log_probs",))["log_probs"].double()
         rows = zip(probe["prompt_tokens"], probe["response_tokens"], strict=True)
         theirs = torch.tensor([score for prompt, response in rows for score in engine.score(prompt, response)])
         difference = (ours - theirs.double()).abs()

@@ -12,7 +12,7 @@ import torch
 from verl.batch import Batch
 from verl.errors import ConfigError, DataError
 from verl.training.engine import TrainEngine
-from verl.training.loss import Loss, LossInput, LossNeeds
+from verl.training.loss import Loss, LossInput, LossNeeds, LossPart
 
 
 class Objective(Protocol):
@@ -107,7 +107,7 @@ def run_updates(
         weights = objective.token_weights(mini_batch)
         if objective.by_token and not weights.any():
             continue
-        found.append(engine.update(mini_batch, objective.compute_loss, weights=weights, **_needs(objective, plan)))
+        found.append(engine.update([_part(mini_batch, weights, objective, plan)]))
     skipped = [step for step in found if step["update/skipped"]]
     counts = {"update/steps": float(len(found)), "update/skipped": float(len(skipped))}
     if not found:
@@ -117,17 +117,17 @@ def run_updates(
 
 def compute_loss(engine: TrainEngine, batch: Batch, objective: Objective, plan: UpdatePlan) -> dict[str, float]:
     """`loss` and metrics of a whole batch under the weights as they are."""
-    weights = objective.token_weights(batch)
-    return engine.loss(batch, objective.compute_loss, weights=weights, **_needs(objective, plan))
+    return engine.loss([_part(batch, objective.token_weights(batch), objective, plan)])
 
 
-def _needs(objective: Objective, plan: UpdatePlan) -> LossNeeds:
-    return LossNeeds(
+def _part(batch: Batch, weights: torch.Tensor, objective: Objective, plan: UpdatePlan) -> LossPart:
+    needs = LossNeeds(
         columns=objective.loss_columns,
         temperature=plan.temperature,
         entropy=objective.needs_entropy,
         coupled=objective.coupled,
     )
+    return LossPart(batch, objective.compute_loss, weights, needs)
 
 
 def mean_metrics(parts: Sequence[dict[str, float]]) -> dict[str, float]:

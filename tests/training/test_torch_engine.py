@@ -1,4 +1,4 @@
-"""`SingleEngine` against plain loops: predictions, gradients of every split, steps, skips, state."""
+"""`TorchEngine` against plain loops: predictions, gradients of every split, steps, skips, state."""
 
 from __future__ import annotations
 
@@ -23,8 +23,11 @@ from tests.training.cases import (
     VOCAB,
     assert_same,
     gradients,
+    log_probs,
+    make_engine,
     policy_loss,
     ragged_batch,
+    state_of,
     tiny_model,
     token_weights,
     update,
@@ -34,8 +37,8 @@ from verl.errors import ConfigError, DataError, TrainingError
 from verl.models.heads import ValueModel
 from verl.shard import Shard
 from verl.training.loss import Loss, LossInput
-from verl.training.options import OptimConfig
-from verl.training.single import SingleEngine
+from verl.training.options import OptimConfig, EngineOptions
+from verl.training.torch_engine import TorchEngine
 
 
 def plain_log_probs(model: PreTrainedModel, batch: Batch, temperature: float = 1.0) -> tuple[Tensor, Tensor]:
@@ -68,8 +71,8 @@ def weights_of(model: torch.nn.Module) -> dict[str, Tensor]:
 
 
 @cache
-def _engine(kind: str, dtype: torch.dtype, share: bool) -> SingleEngine:
-    return SingleEngine(tiny_model(kind, dtype), optim=OPTIM, share_prompts=share)
+def _engine(kind: str, dtype: torch.dtype, share: bool) -> TorchEngine:
+    return make_engine(tiny_model(kind, dtype), optim=OPTIM, share_prompts=share)
 
 
 def shared_engine(
@@ -78,10 +81,12 @@ def shared_engine(
     max_tokens: int | None = None,
     max_rows: int | None = None,
     share: bool = True,
-) -> SingleEngine:
+) -> TorchEngine:
     """An engine for tests that do not step, with these caps."""
     engine = _engine(kind, dtype, share)
-    engine.max_tokens, engine.max_rows = max_tokens, max_rows
+    engine.options = EngineOptions(
+        optim=OPTIM, max_tokens_per_micro_batch=max_tokens, micro_batch_size=max_rows, share_prompts=share
+    )
     return engine
 
 
@@ -89,14 +94,14 @@ def shared_engine(
 @pytest.mark.parametrize("share", [True, False])
 def test_log_probs_are_those_of_the_plain_forward_in_the_order_of_the_rows(kind: str, share: bool) -> None:
     batch = ragged_batch(ROWS)
-    engine = SingleEngine(tiny_model(kind), max_tokens_per_micro_batch=14, share_prompts=share)
-    found = engine.log_probs(batch, temperature=0.7, entropy=True)
+    engine = make_engine(tiny_model(kind), max_tokens_per_micro_batch=14, share_prompts=share)
+    found = engine.predict(batch, ("log_probs", "entropy"), temperature=0.7)
     log_probs, entropies = plain_log_probs(engine.model, batch, 0.7)
     torch.testing.assert_close(found["log_probs"], log_probs.detach(), rtol=1e-10, atol=1e-10)
     torch.testing.assert_close(found["entropy"], entropies.detach(), rtol=1e-10, atol=1e-10)
     assert not found["log_probs"].requires_grad
-    assert engine.log_probs(batch).keys() == {"log_probs"}
-    assert {k: v.shape for k, v in engine.log_probs(batch.slice(0, 0), entropy=True).items()} == {
+    assert engine.predict(batch, ("log_probs",)).keys() == {"log_probs"}
+    assert {k: v.shape for k, v in engine.predict(batch.slice(0, 0), ("log_probs", "entropy")).items()} == {
         "log_probs": (0,),
         "entropy": (0,),
     }
@@ -134,7 +139,7 @@ def test_sharing_prompts_does_not_change_the_gradient(kind: str) -> None:
 @pytest.mark.parametrize("checkpointing", [False, True])
 def test_three_steps_equal_a_plain_loop(kind: str, checkpointing: bool) -> None:
     model, plain = tiny_model(kind), tiny_model(kind)
-    engine = SingleEngine(model, optim=OPTIM, max_tokens_per_micro_batch=16, gradient_checkpointing=checkpointing)
+    engine = make_engine(model, optim=OPTIM, max_tokens_per_micro_batch=16, gradient_checkpointing=checkpointing)
     adamw = torch.optim.AdamW(plain.parameters(), lr=1e-2, betas=(0.9, 0.95), eps=1e-8, weight_decay=0.01)
     for step in range(3):
         batch = ragged_batch(ROWS, seed=step)
@@ -216,11 +221,10 @@ def test_rows_of_a_coupled_group_meet_in_one_micro_batch() -> None:
 @pytest.mark.parametrize("where", ["loss", "gradient"])
 def test_a_step_that_is_not_finite_leaves_everything_bit_identical(dtype: torch.dtype, bad: float, where: str) -> None:
     batch = ragged_batch(ROWS)
-    engine = SingleEngine(tiny_model("llama", dtype), optim=OPTIM, micro_batch_size=2)
+    engine = make_engine(tiny_model("llama", dtype), optim=OPTIM, micro_batch_size=2)
     update(engine, batch)
     before = weights_of(engine.model)
-    tensors, meta = engine.state()
-    tensors = {name: tensor.clone() for name, tensor in tensors.items()}
+    tensors, meta = {name: tensor.clone() for name, tensor in state_of(engine).items()}, engine.state()[1]
     count = 0
 
     def loss_fn(x: LossInput) -> Loss:
@@ -238,14 +242,14 @@ def test_a_step_that_is_not_finite_leaves_everything_bit_identical(dtype: torch.
     assert not (math.isfinite(metrics["loss"]) and math.isfinite(metrics["grad_norm"]))
     assert all(torch.equal(p, before[name]) for name, p in engine.model.named_parameters())
     assert engine.state()[1] == meta
-    assert all(torch.equal(tensor, tensors[name]) for name, tensor in engine.state()[0].items())
+    assert all(torch.equal(tensor, tensors[name]) for name, tensor in state_of(engine).items())
     assert update(engine, batch)["update/skipped"] == 0.0
     assert all(torch.isfinite(p).all() for p in engine.model.parameters())
 
 
 def test_a_loss_that_raises_leaves_no_gradient_behind() -> None:
     batch = ragged_batch(ROWS)
-    engine, twin = (SingleEngine(tiny_model(), optim=OPTIM, micro_batch_size=2) for _ in range(2))
+    engine, twin = (make_engine(tiny_model(), optim=OPTIM, micro_batch_size=2) for _ in range(2))
     count = 0
 
     def broken(x: LossInput) -> Loss:
@@ -265,11 +269,11 @@ def test_a_loss_that_raises_leaves_no_gradient_behind() -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_state_and_shards_go_on_bit_for_bit_in_another_engine(dtype: torch.dtype) -> None:
     optim = OPTIM.model_copy(update={"schedule": "linear", "total_steps": 9})
-    engine = SingleEngine(tiny_model("gpt2", dtype), optim=optim, micro_batch_size=3)
+    engine = make_engine(tiny_model("gpt2", dtype), optim=optim, micro_batch_size=3)
     for seed in range(3):
         update(engine, ragged_batch(ROWS, seed))
     shards = {shard.name: shard.tensor.clone() for shard in engine.shards()}
-    tensors, meta = engine.state()
+    tensors, meta = state_of(engine), engine.state()[1]
     assert {name.rpartition(".")[0] for name in tensors} <= shards.keys()
     assert ("transformer.wte.weight.master" in tensors) == (dtype == torch.bfloat16)
     assert not any(name.startswith("lm_head") for name in tensors)  # tied: counted once
@@ -278,9 +282,11 @@ def test_state_and_shards_go_on_bit_for_bit_in_another_engine(dtype: torch.dtype
     with torch.no_grad():
         for parameter in other.parameters():
             parameter.zero_()
-    resumed = SingleEngine(other, optim=optim, micro_batch_size=3)
+    resumed = make_engine(other, optim=optim, micro_batch_size=3)
     resumed.load_shards(Shard.whole(name, tensor) for name, tensor in shards.items())
-    resumed.load_state({name: tensor.clone() for name, tensor in tensors.items()}, json.loads(json.dumps(meta)))
+    resumed.load_state(
+        [Shard.whole(name, tensor.clone()) for name, tensor in tensors.items()], json.loads(json.dumps(meta))
+    )
     for seed in range(3, 6):
         batch = ragged_batch(ROWS, seed)
         assert update(engine, batch) == update(resumed, batch)
@@ -289,11 +295,11 @@ def test_state_and_shards_go_on_bit_for_bit_in_another_engine(dtype: torch.dtype
 
 
 def test_loaded_shards_reach_the_masters() -> None:
-    engine = SingleEngine(tiny_model("llama", torch.bfloat16), optim=OPTIM)
-    donor = SingleEngine(tiny_model("llama", torch.bfloat16), optim=OPTIM)
+    engine = make_engine(tiny_model("llama", torch.bfloat16), optim=OPTIM)
+    donor = make_engine(tiny_model("llama", torch.bfloat16), optim=OPTIM)
     update(donor, ragged_batch(ROWS))
     engine.load_shards(donor.shards())
-    masters = {n: t for n, t in engine.state()[0].items() if n.endswith(".master")}
+    masters = {n: t for n, t in state_of(engine).items() if n.endswith(".master")}
     assert masters
     for name, weight in donor.model.named_parameters():
         assert torch.equal(masters[f"{name}.master"], weight.float())
@@ -303,13 +309,13 @@ def test_bf16_weights_learn_what_is_below_their_resolution() -> None:
     optim = OptimConfig(lr=1e-5, max_grad_norm=None)
     batch = ragged_batch(ROWS)
     model = tiny_model("llama", torch.bfloat16)
-    engine = SingleEngine(model, optim=optim)
+    engine = make_engine(model, optim=optim)
     name, weight = "model.norm.weight", model.model.norm.weight
     start = weight.detach().float()
     moved = []
     for _ in range(4):
         update(engine, batch)
-        moved.append((engine.state()[0][f"{name}.master"] - start).abs().mean().item())
+        moved.append((state_of(engine)[f"{name}.master"] - start).abs().mean().item())
     assert torch.equal(weight.float(), start)  # nothing to see in bf16 yet
     assert moved == sorted(moved)
     assert moved[-1] > 3e-5
@@ -317,7 +323,7 @@ def test_bf16_weights_learn_what_is_below_their_resolution() -> None:
 
 def test_a_callers_own_optimizer_trains() -> None:
     model, plain = tiny_model(), tiny_model()
-    engine = SingleEngine(model, optimizer=torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9))
+    engine = make_engine(model, optimizer=torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9))
     sgd = torch.optim.SGD(plain.parameters(), lr=0.05, momentum=0.9)
     for seed in range(3):
         batch = ragged_batch(ROWS, seed)
@@ -332,7 +338,7 @@ def test_a_callers_own_optimizer_trains() -> None:
 
 def test_the_schedule_moves_with_steps_that_happen() -> None:
     optim = OptimConfig(lr=1e-3, warmup_steps=2, schedule="linear", total_steps=4)
-    engine = SingleEngine(tiny_model(), optim=optim)
+    engine = make_engine(tiny_model(), optim=optim)
     batch = ragged_batch(ROWS)
     rates = [update(engine, batch)["lr"] for _ in range(2)]
     rates.append(update(engine, batch, lambda x: Loss(total=policy_loss(x).total * math.nan))["lr"])
@@ -342,11 +348,11 @@ def test_the_schedule_moves_with_steps_that_happen() -> None:
 
 def test_autocast_computes_in_bf16_and_updates_fp32() -> None:
     batch = ragged_batch(ROWS)
-    exact = SingleEngine(tiny_model("llama", torch.float32), optim=OPTIM)
-    mixed = SingleEngine(tiny_model("llama", torch.float32), optim=OPTIM, autocast=True)
+    exact = make_engine(tiny_model("llama", torch.float32), optim=OPTIM)
+    mixed = make_engine(tiny_model("llama", torch.float32), optim=OPTIM, autocast=True)
     seen: list[torch.dtype] = []
     mixed.model.model.layers[0].mlp.register_forward_hook(lambda m, i, o: seen.append(o.dtype))
-    a, b = exact.log_probs(batch)["log_probs"], mixed.log_probs(batch)["log_probs"]
+    a, b = log_probs(exact, batch), log_probs(mixed, batch)
     assert b.dtype == torch.float32
     assert not torch.equal(a, b)
     torch.testing.assert_close(a, b, rtol=0.05, atol=0.1)
@@ -355,7 +361,7 @@ def test_autocast_computes_in_bf16_and_updates_fp32() -> None:
         assert found.dtype == torch.float32
         assert torch.cosine_similarity(gradient.flatten(), found.flatten(), dim=0) > 0.99, name
     assert set(seen) == {torch.bfloat16}
-    assert not any(name.endswith(".master") for name in mixed.state()[0])
+    assert not any(name.endswith(".master") for name in state_of(mixed))
 
 
 @pytest.mark.parametrize("kind", ["llama", "gpt2"])
@@ -367,7 +373,7 @@ def test_values_are_of_the_states_before_each_token_and_train_as_a_plain_loop(ki
 
     model, plain = value_model(), value_model()
     batch = ragged_batch(ROWS)
-    engine = SingleEngine(model, optim=OPTIM, head="value", max_tokens_per_micro_batch=16)
+    engine = make_engine(model, optim=OPTIM, head="value", max_tokens_per_micro_batch=16)
 
     def plain_values() -> Tensor:
         values = []
@@ -377,7 +383,9 @@ def test_values_are_of_the_states_before_each_token_and_train_as_a_plain_loop(ki
             values.append((hidden @ plain.score.weight[0] + plain.score.bias)[len(prompt) - 1 : -1])
         return torch.cat(values)
 
-    torch.testing.assert_close(engine.values(batch), plain_values().detach(), rtol=1e-10, atol=1e-10)
+    torch.testing.assert_close(
+        engine.predict(batch, ("values",))["values"], plain_values().detach(), rtol=1e-10, atol=1e-10
+    )
 
     def critic_loss(x: LossInput) -> Loss:
         assert x.values is not None
@@ -397,13 +405,15 @@ def test_values_are_of_the_states_before_each_token_and_train_as_a_plain_loop(ki
 def test_scores_are_read_at_the_last_token_and_train() -> None:
     model = ValueModel.from_model(tiny_model())
     torch.nn.init.normal_(model.score.weight, generator=torch.Generator().manual_seed(3))
-    engine = SingleEngine(model, optim=OPTIM, head="score", micro_batch_size=2)
+    engine = make_engine(model, optim=OPTIM, head="score", micro_batch_size=2)
     batch = ragged_batch(ROWS)
     expected = []
     for row in batch:
         tokens = torch.tensor([row["prompt_tokens"] + row["response_tokens"]])
         expected.append(model.predict(model.backbone(input_ids=tokens)[0][0, -1:])[0])
-    torch.testing.assert_close(engine.scores(batch), torch.stack(expected).detach(), rtol=1e-10, atol=1e-10)
+    torch.testing.assert_close(
+        engine.predict(batch, ("scores",))["scores"], torch.stack(expected).detach(), rtol=1e-10, atol=1e-10
+    )
 
     def regression(x: LossInput) -> Loss:
         assert x.scores is not None
@@ -415,12 +425,12 @@ def test_scores_are_read_at_the_last_token_and_train() -> None:
 
 def test_misuse_is_named() -> None:
     batch = ragged_batch(ROWS)
-    reader = SingleEngine(tiny_model())
+    reader = make_engine(tiny_model())
     with pytest.raises(TrainingError, match="only read"):
         update(reader, batch)
     with pytest.raises(TrainingError, match="head of kind 'lm'"):
-        reader.values(batch)
-    engine = SingleEngine(tiny_model(), optim=OPTIM, micro_batch_size=1)
+        reader.predict(batch, ("values",))
+    engine = make_engine(tiny_model(), optim=OPTIM, micro_batch_size=1)
     with pytest.raises(DataError, match="no rows"):
         update(engine, batch.slice(0, 0), weights=torch.zeros(0))
     with pytest.raises(DataError, match="weights"):
@@ -437,18 +447,18 @@ def test_misuse_is_named() -> None:
     frozen = tiny_model()
     frozen.requires_grad_(False)
     with pytest.raises(ConfigError, match="nothing to train"):
-        SingleEngine(frozen, optim=OPTIM)
+        make_engine(frozen, optim=OPTIM)
 
 
 def test_rows_longer_than_the_learned_positions_are_named() -> None:
     batch = ragged_batch([(3, 2), (3, 126), (1, 4)])  # 4 + 126 tokens, the last of which is not fed
-    engine = SingleEngine(tiny_model("gpt2"), optim=OPTIM)
+    engine = make_engine(tiny_model("gpt2"), optim=OPTIM)
     with pytest.raises(DataError, match=r"row 1.*129 tokens.*128 positions"):
-        engine.log_probs(batch)
+        log_probs(engine, batch)
     with pytest.raises(DataError, match="row 1"):
         update(engine, batch)
-    engine.log_probs(ragged_batch([(3, 125)]))
-    SingleEngine(tiny_model("llama")).log_probs(batch)  # its positions are computed
+    log_probs(engine, ragged_batch([(3, 125)]))
+    log_probs(make_engine(tiny_model("llama")), batch)  # its positions are computed
 
 
 def test_tokens_of_another_vocabulary_are_named() -> None:
@@ -457,12 +467,12 @@ def test_tokens_of_another_vocabulary_are_named() -> None:
     responses[1][-1] = VOCAB
     ended = batch.drop(["response_tokens"]).add({"response_tokens": responses})
     with pytest.raises(DataError, match=f"response_tokens has token {VOCAB}, .* embeds {VOCAB}"):
-        SingleEngine(tiny_model()).log_probs(ended)
-    critic = SingleEngine(ValueModel.from_model(tiny_model()), head="value")
-    assert critic.values(ended).shape == (6,)  # no value follows the last token
+        log_probs(make_engine(tiny_model()), ended)
+    critic = make_engine(ValueModel.from_model(tiny_model()), head="value")
+    assert critic.predict(ended, ("values",))["values"].shape == (6,)  # no value follows the last token
     responses[1][0] = VOCAB
     with pytest.raises(DataError, match=r"another vocabulary needs its own \(tokenizer=\)"):
-        critic.values(batch.drop(["response_tokens"]).add({"response_tokens": responses}))
+        critic.predict(batch.drop(["response_tokens"]).add({"response_tokens": responses}), ("values",))["values"]
 
 
 def test_a_critic_over_a_backbone_of_that_very_name() -> None:
@@ -471,6 +481,6 @@ def test_a_critic_over_a_backbone_of_that_very_name() -> None:
     critic = ValueModel.from_model(AutoModelForCausalLM.from_config(config).eval())
     assert critic.backbone.base_model_prefix == "backbone"
     assert "backbone.layers.0.norm.weight" in critic.state_dict()
-    engine = SingleEngine(critic, optim=OPTIM, head="value")
+    engine = make_engine(critic, optim=OPTIM, head="value")
     batch = ragged_batch(ROWS)
-    assert engine.values(batch).shape == (sum(batch.lengths("response_tokens")),)
+    assert engine.predict(batch, ("values",))["values"].shape == (sum(batch.lengths("response_tokens")),)

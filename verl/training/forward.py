@@ -1,0 +1,104 @@
+"""A model as a function of a micro-batch: flat tokens in, what its head predicts out.
+
+Shapes: R response tokens of all rows, row after row; S rows.
+"""
+
+from __future__ import annotations
+
+from contextlib import nullcontext
+from typing import Any, Literal
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from verl.batch import Batch
+from verl.errors import DataError, TrainingError
+from verl.models.packed import PackedModel
+from verl.models.segments import pack_rows
+
+#: What the model predicts for a token (a language model, a value) or for a row (a score).
+Head = Literal["lm", "value", "score"]
+_PREDICTS = {"lm": ("log_probs", "entropy"), "value": ("values",), "score": ("scores",)}
+
+
+class Forward(nn.Module):
+    """The whole computation of a micro-batch as one module, so that what wraps modules (FSDP) sees all of it.
+
+    Args:
+        model: a causal LM for the head "lm", a `ValueModel` for the others.
+        packed: `model` (or its backbone) as a `PackedModel`, if there is one already.
+        share_prompts: adjacent rows with equal prompts share one forward of it. The numbers stay the same.
+        autocast: run matrix products of fp32 weights in bf16; weights in another dtype are not touched.
+    """
+
+    def __init__(
+        self,
+        model: Any,
+        head: Head,
+        packed: PackedModel | None,
+        *,
+        share_prompts: bool,
+        fused_kernels: bool | str,
+        autocast: bool,
+    ) -> None:
+        super().__init__()
+        self.model, self.head, self.share_prompts = model, head, share_prompts
+        self.packed = packed or PackedModel(model if head == "lm" else model.backbone, fused_kernels=fused_kernels)
+        self.autocast = autocast and self.packed.dtype == torch.float32
+
+    def wanted(self, entropy: bool) -> tuple[str, ...]:
+        """The predictions that a loss reads."""
+        return _PREDICTS[self.head][: 1 + entropy]
+
+    def check_wanted(self, want: Any) -> None:
+        if unknown := sorted(set(want) - set(_PREDICTS[self.head])):
+            raise TrainingError(
+                f"this engine has a head of kind '{self.head}', which predicts {' and '.join(_PREDICTS[self.head])}, "
+                f"not {', '.join(unknown)}"
+            )
+
+    def precision(self) -> Any:
+        """The context of forward and backward: the head computes its logits again in the backward pass."""
+        return torch.autocast(self.packed.device.type, torch.bfloat16) if self.autocast else nullcontext()
+
+    def forward(self, batch: Batch, want: tuple[str, ...], temperature: float = 1.0) -> dict[str, Tensor]:
+        """Predictions by the names they have in `LossInput`: `[R]`, or `[S]` for a score."""
+        columns = batch["prompt_tokens"], batch["response_tokens"]
+        flat = pack_rows(*columns, self.packed.device, self.share_prompts, keep_last=self.head == "score")
+        hidden = self.packed.hidden(flat.tokens, flat.positions, flat.context)
+        if self.head == "score":
+            return {"scores": self.model.predict(hidden.index_select(0, flat.last))}
+        hidden = hidden.index_select(0, flat.predict)
+        if self.head == "value":
+            return {"values": self.model.predict(hidden)}
+        log_probs, entropies = self.packed.log_probs(
+            hidden, flat.targets, temperature=temperature, entropy="entropy" in want
+        )
+        found = {"log_probs": log_probs} | ({} if entropies is None else {"entropy": entropies})
+        return {name: value.clone() for name, value in found.items()}  # FSDP's hooks take no views
+
+    def check_batch(self, batch: Batch) -> None:
+        """Raises DataError: a token has no embedding, or a row is longer than a table of learned positions."""
+        model, size = type(self.packed.model).__name__, self.packed.vocab_size
+        for name in ("prompt_tokens", "response_tokens"):
+            tokens = batch.arrow(name).flatten().to_numpy(zero_copy_only=False)
+            if name == "response_tokens" and self.head == "value":  # the last token of a response is not fed
+                ends = np.cumsum([length for length in batch.lengths(name) if length], dtype=np.int64)
+                tokens = np.delete(tokens, ends - 1)
+            wrong = tokens[(tokens < 0) | (tokens >= size)]
+            if len(wrong):
+                raise DataError(
+                    f"{name} has token {wrong[0]}, {model} embeds {size}: it is of another tokenizer. A critic of "
+                    "another vocabulary needs its own (tokenizer=)"
+                )
+        limit = self.packed.position_table
+        lengths = zip(batch.lengths("prompt_tokens"), batch.lengths("response_tokens"), strict=True)
+        fed = [prompt + (response if self.head == "score" else max(0, response - 1)) for prompt, response in lengths]
+        if limit is not None and fed and max(fed) > limit:
+            row = fed.index(max(fed))
+            sample = f" (id {batch['id'][row]})" if "id" in batch else ""
+            raise DataError(
+                f"row {row}{sample} feeds {fed[row]} tokens to {model}, which has learned {limit} positions: shorten "
+                "prompt or response"
+            )

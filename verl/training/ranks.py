@@ -1,0 +1,90 @@
+"""The ranks of a mesh, seen from one of them: collectives along its dimensions."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+
+from verl.layout import Mesh
+
+_BUCKET_BYTES = 64 << 20
+
+
+class Ranks:
+    """Collectives over subgroups of a mesh, each joined by the ranks that differ from this one along some dimensions.
+
+    Args:
+        group: the process group of all ranks of the mesh; None for a mesh of one rank.
+    """
+
+    def __init__(self, mesh: Mesh, group: Any = None) -> None:
+        self.mesh, self._all = mesh, group
+        self.rank = mesh.ranks[0] if group is None else dist.get_rank()
+        self._groups: dict[tuple[int, ...], Any] = {tuple(sorted(mesh.ranks)): group}
+
+    def group(self, *dims: str) -> Any:
+        """The process group along these dimensions; None where this rank is alone. All its ranks come here together."""
+        members = tuple(sorted(self.mesh.group(self.rank, *dims)))
+        if len(members) == 1:
+            return None
+        if members not in self._groups:
+            self._groups[members] = dist.new_group(list(members), use_local_synchronization=True)
+        return self._groups[members]
+
+    def all_reduce(self, tensors: Sequence[Tensor], op: Any, *dims: str) -> None:
+        """Combine tensors of one shape on every rank, in place."""
+        group = self.group(*dims)
+        if group is None:
+            return
+        for bucket in _buckets(tensors):
+            flat = torch.cat([tensor.reshape(-1) for tensor in bucket])
+            dist.all_reduce(flat, op, group=group)
+            for tensor, piece in zip(bucket, flat.split([t.numel() for t in bucket]), strict=True):
+                tensor.copy_(piece.view_as(tensor))
+
+    def gather(self, value: Any, *dims: str) -> list[Any]:
+        """Every rank's JSON value."""
+        return gather_json(value, self.group(*dims))
+
+    def device_mesh(self, device: torch.device, *dims: str) -> DeviceMesh:
+        """The dimensions as torch has them, outermost first."""
+        groups = [self.group(dim) for dim in dims]
+        if len(dims) == 1:
+            return DeviceMesh.from_group(groups[0], device.type, mesh_dim_names=dims)
+        size = [getattr(self.mesh.layout, dim) for dim in dims]
+        members = torch.tensor(self.mesh.group(self.rank, *dims)).view(size)
+        return DeviceMesh.from_group(groups, device.type, members, mesh_dim_names=dims)
+
+
+def gather_json(value: Any, group: Any) -> list[Any]:
+    """The JSON value of every rank of a group, in its order. JSON, because bytes from a socket are never unpickled."""
+    if group is None:
+        return [value]
+    own = torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8)
+    size = torch.tensor([len(own)])
+    sizes = [torch.empty_like(size) for _ in range(dist.get_world_size(group))]
+    dist.all_gather(sizes, size, group=group)
+    longest = int(max(sizes))
+    texts = [torch.empty(longest, dtype=torch.uint8) for _ in sizes]
+    dist.all_gather(texts, torch.nn.functional.pad(own, (0, longest - len(own))), group=group)
+    return [json.loads(bytes(text[: int(size)].tolist())) for text, size in zip(texts, sizes, strict=True)]
+
+
+def _buckets(tensors: Sequence[Tensor]) -> Iterator[list[Tensor]]:
+    """Tensors of one dtype in runs of bounded size: a collective each costs less than one a tensor."""
+    bucket: list[Tensor] = []
+    size = 0
+    for tensor in tensors:
+        if bucket and (tensor.dtype != bucket[0].dtype or size + tensor.nbytes > _BUCKET_BYTES):
+            yield bucket
+            bucket, size = [], 0
+        bucket.append(tensor)
+        size += tensor.nbytes
+    if bucket:
+        yield bucket

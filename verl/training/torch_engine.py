@@ -1,0 +1,287 @@
+"""The training engine on torch alone: any layout that `parallelize` knows."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import nullcontext
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from verl.batch import Batch
+from verl.errors import CheckpointError, ConfigError, DataError, TrainingError
+from verl.layout import Mesh
+from verl.models.packed import PackedModel
+from verl.models.shards import Block, cuts_of, load_model_shards, local_block, model_shards
+from verl.shard import Shard, WeightSpec
+from verl.training.checkpointing import enable_checkpointing, recomputing
+from verl.training.engine import Memory, Metrics
+from verl.training.forward import Forward, Head
+from verl.training.gradients import Gradients
+from verl.training.loss import Loss, LossPart, combine_metrics
+from verl.training.micro_batch import balanced, split
+from verl.training.mini_batch import MiniBatch
+from verl.training.optimizer import MixedPrecisionOptimizer
+from verl.training.options import OptimConfig, EngineOptions
+from verl.training.parallelize import parallelize, piece
+from verl.training.ranks import Ranks
+
+# A row for the forwards that a rank runs for the sake of the others.
+_IDLE = Batch.from_columns({"prompt_tokens": [[0]], "response_tokens": [[0]]})
+
+
+class TorchEngine:
+    """A `TrainEngine`. Dropout is off, in training too.
+
+    Args:
+        model: a causal LM, or a value or reward model, whole and equal on all ranks. Its live tensors are trained,
+            none is copied; where the mesh cuts weights, its parameters are DTensors from then on.
+        options: how it is trained; without optimizer settings it is only read.
+        head: what the model predicts.
+        mesh: the ranks that share it.
+        group: their process group; None for one rank.
+        packed: the model (or its backbone) as a `PackedModel`, if there is one already.
+
+    Raises:
+        ConfigError: there is nothing to train, the model has no gradient checkpointing, or the layout does not go with
+            the model or the optimizer.
+    """
+
+    def __init__(
+        self,
+        model: Any,
+        options: EngineOptions,
+        *,
+        head: Head = "lm",
+        mesh: Mesh | None = None,
+        group: Any = None,
+        packed: PackedModel | None = None,
+    ) -> None:
+        self.model, self.options = model, options
+        self.mesh = mesh or Mesh()
+        self._forward = Forward(
+            model,
+            head,
+            packed,
+            share_prompts=options.share_prompts,
+            fused_kernels=options.fused_kernels,
+            autocast=options.autocast,
+        )
+        self.precision = torch.float64 if self._forward.packed.dtype == torch.float64 else torch.float32
+        self._ranks = Ranks(self.mesh, group)
+        trains = options.optim is not None or options.optimizer is not None
+        if self.mesh.layout.shard > 1:
+            _check_cut(options)
+        model.eval()
+        if options.gradient_checkpointing:
+            enable_checkpointing(self._forward.packed.model)
+        self._parallel = parallelize(self._forward, self._ranks, trains=trains)
+        self._optimizer: MixedPrecisionOptimizer | None = None
+        if trains:
+            weights = dict(model.named_parameters())
+            self._optimizer = MixedPrecisionOptimizer(
+                weights,
+                options.optim or OptimConfig(max_grad_norm=None),
+                options.optimizer,
+                pieces={name: piece(weight) for name, weight in weights.items()},
+            )
+
+    @torch.no_grad()
+    def predict(self, batch: Batch, want: Collection[str], *, temperature: float = 1.0) -> dict[str, Tensor]:
+        names = tuple(want)
+        self._forward.check_wanted(names)
+        self._forward.check_batch(batch)
+        lengths = [1] * len(batch) if self._forward.head == "score" else batch.lengths("response_tokens")
+        by_row: dict[str, dict[int, Tensor]] = {name: {} for name in names}
+        micro_batches = self._split(batch)
+        for rows in micro_batches:
+            with self._forward.precision():
+                outputs = self._forward(batch.take(rows), names, temperature)
+            for name in names:
+                parts = outputs[name].cpu().split([lengths[row] for row in rows])
+                by_row[name].update(zip(rows, parts, strict=True))
+        for _ in range(self._most(len(micro_batches)) - len(micro_batches)):
+            with self._forward.precision():
+                self._forward(_IDLE, names, temperature)
+        none = torch.empty(0, dtype=self.precision)
+        return {name: torch.cat([none, *(found[row] for row in sorted(found))]) for name, found in by_row.items()}
+
+    def update(self, parts: Sequence[LossPart]) -> Metrics:
+        optimizer = self._trained()
+        losses: list[Loss] = []
+        optimizer.onload()
+        keeps_less = recomputing(self.model) if self.options.gradient_checkpointing else nullcontext()
+        try:
+            with keeps_less, optimizer.gradients.collecting():
+                for loss in self._losses(parts):
+                    if loss.total.requires_grad:
+                        with self._forward.precision():
+                            (loss.total * optimizer.gradients.loss_scale).backward()
+                    losses.append(loss.detached())
+            return self._step(optimizer, losses)
+        finally:
+            optimizer.gradients.clear()
+
+    @torch.no_grad()
+    def loss(self, parts: Sequence[LossPart]) -> Metrics:
+        return self._measured([*self._losses(parts)])
+
+    def specs(self) -> dict[str, WeightSpec]:
+        return {
+            name: WeightSpec(name, tuple(weight.shape), self._parallel.dtypes.get(name, weight.dtype), cuts_of(weight))
+            for name, weight in self._weights()
+        }
+
+    def shards(self) -> Iterator[Shard]:
+        for shard in model_shards(self.model):
+            dtype = self._parallel.dtypes.get(shard.name, shard.tensor.dtype)
+            yield Shard(shard.name, shard.global_shape, shard.offset, shard.tensor.to(dtype))
+
+    def load_shards(self, shards: Iterable[Shard]) -> None:
+        load_model_shards(self.model, shards)
+        if self._optimizer is not None:
+            self._optimizer.refresh_masters()
+
+    def state(self) -> tuple[list[Shard], dict[str, Any]]:
+        tensors, meta = self._trained().state()
+        weights = dict(self.model.named_parameters())
+        # Of weights that are wider than they are served, the live pieces are the masters.
+        for name, dtype in self._parallel.dtypes.items():
+            if weights[name].dtype != dtype:
+                tensors[f"{name}.master"] = local_block(weights[name].detach())[1]
+        shards = []
+        for name, tensor in tensors.items():
+            weight = weights[name.rpartition(".")[0]]
+            offset, local = local_block(weight)
+            is_piece = local is not weight and tensor.shape == local.shape
+            shards.append(Shard(name, tuple(weight.shape), offset, tensor) if is_piece else Shard.whole(name, tensor))
+        return shards, meta
+
+    @torch.no_grad()
+    def load_state(self, shards: Iterable[Shard], meta: Mapping[str, Any]) -> None:
+        weights = dict(self.model.named_parameters())
+        blocks: dict[str, Block] = {}
+        for shard in shards:
+            weight = weights.get(shard.name.rpartition(".")[0])
+            if weight is None or shard.global_shape != tuple(weight.shape) or (shard.is_whole and not cuts_of(weight)):
+                blocks[shard.name] = Block(shard.offset, shard.tensor, missing=0)
+                continue
+            if shard.name not in blocks:
+                offset, local = local_block(weight.detach())
+                blocks[shard.name] = Block(offset, torch.empty_like(local, dtype=shard.tensor.dtype))
+            blocks[shard.name].fill(shard)
+        if lacking := [name for name, block in blocks.items() if block.missing]:
+            raise CheckpointError(f"the optimizer state '{lacking[0]}' did not come whole: the checkpoint is cut short")
+        tensors = {name: block.tensor for name, block in blocks.items()}
+        for name, dtype in self._parallel.dtypes.items():
+            if weights[name].dtype != dtype and (master := tensors.pop(f"{name}.master", None)) is not None:
+                local_block(weights[name].detach())[1].copy_(master)
+        self._trained().load_state(tensors, meta)
+
+    def offload(self, what: Collection[Memory] = ("optimizer", "gradients")) -> None:
+        if self._optimizer is not None:
+            self._optimizer.offload(what)
+
+    def onload(self, what: Collection[Memory] = ("optimizer", "gradients")) -> None:
+        if self._optimizer is not None:
+            self._optimizer.onload(what)
+
+    def _losses(self, parts: Sequence[LossPart]) -> Iterator[Loss]:
+        """The loss of each micro-batch of this rank, part after part."""
+        if not any(len(part.rows) for part in parts):
+            raise DataError("the mini-batch has no rows: there is nothing to train on")
+        for part in (part for part in parts if len(part.rows)):
+            self._forward.check_batch(part.rows)
+            mini_batch = MiniBatch(part, self.precision)
+            want = self._forward.wanted(part.needs.entropy)
+            own, idle = self._micro_batches(part)
+            for number, rows in enumerate([*own, *idle]):
+                batch = part.rows.take(rows)
+                with self._forward.precision():
+                    outputs = self._forward(batch, want, part.needs.temperature)
+                loss = mini_batch.loss(rows, batch, outputs)
+                yield loss if number < len(own) else Loss(total=loss.total * 0.0)
+
+    def _micro_batches(self, part: LossPart) -> tuple[list[list[int]], list[list[int]]]:
+        """Rows of each micro-batch of this rank, and of those that it runs for the sake of others, counting nothing."""
+        batch, coupled = part.rows, part.needs.coupled
+        index, size = self.mesh.rows(self._ranks.rank) or (0, 1)
+        if size == 1:
+            return self._split(batch, coupled), []
+        dealt = balanced(batch, size, coupled, self.options.share_prompts)
+        cut = [self._split(batch.take(rows), coupled) if rows else [] for rows in dealt]
+        own = [[dealt[index][row] for row in rows] for rows in cut[index]]
+        if not self._parallel.in_step:
+            return own, []
+        lengths = batch.lengths("response_tokens")
+        units = batch.group_indices() if coupled else [[row] for row in range(len(batch))]
+        smallest = min(units, key=lambda rows: (not all(lengths[row] for row in rows), sum(lengths[r] for r in rows)))
+        return own, [smallest] * (max(map(len, cut)) - len(own))
+
+    def _split(self, batch: Batch, coupled: bool = False) -> list[list[int]]:
+        options = self.options
+        return split(
+            batch, options.max_tokens_per_micro_batch, options.micro_batch_size, coupled, options.share_prompts
+        )
+
+    def _most(self, forwards: int) -> int:
+        """How many forwards the rank with the most runs, where all must run as many."""
+        count = torch.tensor(forwards)
+        if self._parallel.in_step:
+            self._ranks.all_reduce([count], dist.ReduceOp.MAX, "replicate", "shard")
+        return int(count)
+
+    def _measured(self, losses: list[Loss]) -> Metrics:
+        """`loss` and metrics of all ranks' micro-batches."""
+        metrics = combine_metrics([loss.metrics for loss in losses])
+        own = {**metrics, "loss": sum(float(loss.total) for loss in losses)}
+        return combine_metrics(self._ranks.gather(own, "replicate", "shard"))
+
+    def _step(self, optimizer: MixedPrecisionOptimizer, losses: list[Loss]) -> Metrics:
+        gradients = optimizer.gradients
+        for reduce in self._parallel.reductions:
+            reduce(gradients)
+        metrics, grad_norm, lr = self._measured(losses), self._norm(gradients), optimizer.lr
+        if not gradients.any():
+            raise TrainingError(
+                "the loss does not depend on what the model predicts: compute it from log_probs, values or "
+                "scores, without detach or no_grad"
+            )
+        skipped = not (math.isfinite(metrics["loss"]) and math.isfinite(grad_norm))
+        if skipped:
+            gradients.rejected()
+        else:
+            optimizer.step(grad_norm)
+        return {**metrics, "grad_norm": grad_norm, "lr": lr, "update/skipped": float(skipped)}
+
+    def _norm(self, gradients: Gradients) -> float:
+        """Of the gradient over all ranks' pieces."""
+        norm = gradients.norm()
+        if not self._parallel.cut_dims:
+            return norm
+        square = torch.tensor(norm**2, dtype=torch.float64)
+        self._ranks.all_reduce([square], dist.ReduceOp.SUM, *self._parallel.cut_dims)
+        return float(square.sqrt())
+
+    def _weights(self) -> Iterator[tuple[str, Tensor]]:
+        """Weights and persistent buffers, tied ones once."""
+        seen: set[int] = set()
+        for name, tensor in self.model.state_dict(keep_vars=True).items():
+            if id(tensor) not in seen:
+                seen.add(id(tensor))
+                yield name, tensor
+
+    def _trained(self) -> MixedPrecisionOptimizer:
+        if self._optimizer is None:
+            raise TrainingError("this model is only read: make its engine with `optim` to train it")
+        return self._optimizer
+
+
+def _check_cut(options: EngineOptions) -> None:
+    if options.optimizer is not None:
+        raise ConfigError("strategy 'fsdp' makes its own optimizer: give optim=OptimConfig(...), or use 'ddp'")
+    if options.optim is not None and options.optim.moments == "bfloat16":
+        raise ConfigError("strategy 'fsdp' keeps the optimizer's moments in float32: leave optim.moments out")

@@ -1,0 +1,67 @@
+"""What workers that train have in common: an engine over the ranks of the "train" mesh, and its weights and state."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch.distributed as dist
+
+from verl.errors import ConfigError
+from verl.layout import Mesh
+from verl.models.packed import PackedModel
+from verl.shard import Shard
+from verl.training.engine import TrainEngine
+from verl.training.options import EngineOptions, Head
+from verl.training.torch_engine import TorchEngine
+from verl.workers.place import Place, verb
+from verl.workers.streams import gathered
+
+
+def train_engine(
+    model: Any, options: EngineOptions, head: Head, group: Any = None, packed: PackedModel | None = None
+) -> TrainEngine:
+    """The engine of one of the ranks of `group`; None: of a rank alone.
+
+    Raises:
+        ConfigError: the options cannot be met, see `TorchEngine`.
+    """
+    ranks = [0] if group is None else dist.get_process_group_ranks(group)
+    if len(ranks) > 1 and options.strategy == "single":
+        raise ConfigError(f"strategy 'single' trains on one rank, and there are {len(ranks)}: use 'ddp' or 'fsdp'")
+    mesh = Mesh.data_parallel(ranks, sharded=options.strategy == "fsdp")
+    return TorchEngine(model, options, head=head, mesh=mesh, group=group, packed=packed)
+
+
+class TrainedWorker:
+    """Verbs that read an engine's weights and state.
+
+    Attributes:
+        engine: of this rank.
+        place: where the worker stands.
+    """
+
+    engine: TrainEngine
+    place: Place
+    _state: list[Shard]
+
+    @verb("train", collect="shards")
+    def shards(self) -> Iterator[Shard]:
+        """The trained weights, whole."""
+        return gathered(self.engine.shards(), self.place.groups.get("train"))
+
+    @verb("train")
+    def meta(self) -> dict[str, Any]:
+        """What `load_state` needs beside tensors, as JSON; `state` then gives the tensors of this moment."""
+        self._state, meta = self.engine.state()
+        return {**meta, **self.counts()}
+
+    @verb("train", collect="shards")
+    def state(self) -> Iterator[Shard]:
+        """The optimizer's tensors, once after `meta`."""
+        pieces, self._state = self._state, []
+        return gathered(pieces, self.place.groups.get("train"))
+
+    def counts(self) -> dict[str, int]:
+        """The worker's own numbers, for `load_state`."""
+        raise NotImplementedError
