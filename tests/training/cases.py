@@ -20,9 +20,8 @@ from transformers import (
 from tests.exact import norm_in_fp64
 from verl.batch import Batch
 from verl.training.engine import TrainEngine
-from verl.training.forward import Head
 from verl.training.loss import Loss, LossFn, LossInput, LossNeeds, LossPart
-from verl.training.options import OptimConfig, EngineOptions
+from verl.training.options import EngineOptions, Head, OptimConfig
 from verl.training.torch_engine import TorchEngine
 
 VOCAB = 37
@@ -121,6 +120,10 @@ def state_of(engine: TrainEngine) -> dict[str, Tensor]:
 
 def gradients(engine: TorchEngine, batch: Batch, **options: Any) -> dict[str, Tensor]:
     """The accumulated gradients that one update would step with; the weights stay."""
+    return gradients_of(engine, [part(batch, **options)])
+
+
+def gradients_of(engine: TorchEngine, parts: Sequence[LossPart]) -> dict[str, Tensor]:
     found: dict[str, Tensor] = {}
 
     class Spy:
@@ -137,7 +140,7 @@ def gradients(engine: TorchEngine, batch: Batch, **options: Any) -> dict[str, Te
     optimizer = engine._optimizer
     engine._optimizer = Spy(optimizer)  # type: ignore[assignment]
     try:
-        update(engine, batch, **options)
+        engine.update(parts)
     finally:
         engine._optimizer = optimizer
     return found

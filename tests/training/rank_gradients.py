@@ -19,7 +19,7 @@ from tests.algorithms.test_invariance import VARIANTS
 from verl.algorithms.base import RoleObjective
 from verl.batch import Batch
 from verl.models.heads import ValueModel
-from verl.training.options import OptimConfig, EngineOptions
+from verl.training.options import EngineOptions, OptimConfig
 from verl.workers.streams import gathered
 from verl.workers.trained import train_engine
 from verl.workers.update import UpdatePlan, run_updates
@@ -40,7 +40,9 @@ def gradient(
     objective: RoleObjective, batch: Batch, group: Any, rows: int | None, strategy: Any = "ddp"
 ) -> tuple[torch.Tensor, Any]:
     head: Any = objective.algorithm.head if objective.role == "actor" else "value"
-    engine = train_engine(model(head), EngineOptions(optim=OPTIM, micro_batch_size=rows, strategy=strategy), head, group)
+    engine = train_engine(
+        model(head), EngineOptions(optim=OPTIM, micro_batch_size=rows, strategy=strategy), head, group
+    )
     metrics = run_updates(engine, batch, objective, UpdatePlan(), 0)
     assert metrics["update/skipped"] == 0
     state = {shard.name: shard.tensor for shard in gathered(engine.state()[0], group)}

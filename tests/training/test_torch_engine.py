@@ -37,7 +37,7 @@ from verl.errors import ConfigError, DataError, TrainingError
 from verl.models.heads import ValueModel
 from verl.shard import Shard
 from verl.training.loss import Loss, LossInput
-from verl.training.options import OptimConfig, EngineOptions
+from verl.training.options import EngineOptions, OptimConfig
 from verl.training.torch_engine import TorchEngine
 
 
@@ -349,7 +349,7 @@ def test_the_schedule_moves_with_steps_that_happen() -> None:
 def test_autocast_computes_in_bf16_and_updates_fp32() -> None:
     batch = ragged_batch(ROWS)
     exact = make_engine(tiny_model("llama", torch.float32), optim=OPTIM)
-    mixed = make_engine(tiny_model("llama", torch.float32), optim=OPTIM, autocast=True)
+    mixed = make_engine(tiny_model("llama", torch.float32), optim=OPTIM, use_amp=True)
     seen: list[torch.dtype] = []
     mixed.model.model.layers[0].mlp.register_forward_hook(lambda m, i, o: seen.append(o.dtype))
     a, b = log_probs(exact, batch), log_probs(mixed, batch)

@@ -6,7 +6,7 @@ Shapes: R response tokens of all rows, row after row; S rows.
 from __future__ import annotations
 
 from contextlib import nullcontext
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 import torch
@@ -16,9 +16,8 @@ from verl.batch import Batch
 from verl.errors import DataError, TrainingError
 from verl.models.packed import PackedModel
 from verl.models.segments import pack_rows
+from verl.training.options import Head
 
-#: What the model predicts for a token (a language model, a value) or for a row (a score).
-Head = Literal["lm", "value", "score"]
 _PREDICTS = {"lm": ("log_probs", "entropy"), "value": ("values",), "score": ("scores",)}
 
 

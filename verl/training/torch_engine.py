@@ -19,13 +19,13 @@ from verl.models.shards import Block, cuts_of, load_model_shards, local_block, m
 from verl.shard import Shard, WeightSpec
 from verl.training.checkpointing import enable_checkpointing, recomputing
 from verl.training.engine import Memory, Metrics
-from verl.training.forward import Forward, Head
+from verl.training.forward import Forward
 from verl.training.gradients import Gradients
 from verl.training.loss import Loss, LossPart, combine_metrics
 from verl.training.micro_batch import balanced, split
 from verl.training.mini_batch import MiniBatch
 from verl.training.optimizer import MixedPrecisionOptimizer
-from verl.training.options import OptimConfig, EngineOptions
+from verl.training.options import EngineOptions, Head, OptimConfig
 from verl.training.parallelize import parallelize, piece
 from verl.training.ranks import Ranks
 
@@ -68,7 +68,7 @@ class TorchEngine:
             packed,
             share_prompts=options.share_prompts,
             fused_kernels=options.fused_kernels,
-            autocast=options.autocast,
+            autocast=options.use_amp,
         )
         self.precision = torch.float64 if self._forward.packed.dtype == torch.float64 else torch.float32
         self._ranks = Ranks(self.mesh, group)
