@@ -97,13 +97,14 @@ class TorchEngine:
         lengths = [1] * len(batch) if self._forward.head == "score" else batch.lengths("response_tokens")
         by_row: dict[str, dict[int, Tensor]] = {name: {} for name in names}
         micro_batches = self._split(batch)
+        idle = self._most(len(micro_batches)) - len(micro_batches)
         for rows in micro_batches:
             with self._forward.precision():
                 outputs = self._forward(batch.take(rows), names, temperature)
             for name in names:
                 parts = outputs[name].cpu().split([lengths[row] for row in rows])
                 by_row[name].update(zip(rows, parts, strict=True))
-        for _ in range(self._most(len(micro_batches)) - len(micro_batches)):
+        for _ in range(idle):
             with self._forward.precision():
                 self._forward(_IDLE, names, temperature)
         none = torch.empty(0, dtype=self.precision)
