@@ -69,9 +69,7 @@ def main(argv: Sequence[str] | None = None) -> list[float]:
         placement = {"rollout": args.num_rollout_workers, "actor": args.num_update_workers}
     options = {"optim": {"lr": args.lr}, "placement": placement}
     actor = verl.Actor.from_pretrained(args.actor_model, algorithm="ppo", **options)
-    critic = verl.Critic.from_pretrained(
-        args.critic_model or args.actor_model, actor_tokenizer=actor.tokenizer, **options
-    )
+    critic = verl.Critic.from_pretrained(args.critic_model or args.actor_model, **options)
     reward_model = verl.Reward(reward_fn=letter_e)
     prompts = ["Once upon a time"] * args.batch_size
     if verl.is_main():

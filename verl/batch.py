@@ -23,6 +23,7 @@ Columns the system knows (others are the user's and travel along untouched):
     cost, label        double   Safe-RLHF's cost; KTO's or a preference's label (1 good, 0 bad)
     finish             string   "stop", "length", "abort" or "reject"
     policy_version     int64    version of the weights that wrote the response
+    tokenizer          str      id of the vocabulary of the tokens, see `verl.data.vocabulary`
 
 House rules: columns are added, never overwritten; nulls stand at row level only; exactly one function,
 `Batch.tensor`, turns a column into a tensor, and it copies (Arrow memory is read-only).
@@ -73,6 +74,7 @@ SCHEMA: dict[str, pa.DataType] = {
     "label": pa.float64(),
     "finish": pa.string(),
     "policy_version": pa.int64(),
+    "tokenizer": pa.string(),
 }
 
 #: Further columns that the system writes; rows of a data set come without them.

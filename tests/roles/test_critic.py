@@ -93,7 +93,7 @@ def test_a_critic_of_another_architecture_and_tokenizer_learns(
     path = make_tiny(kind)
     byte_tokenizer((("a", "b"), ("t", "h"))).save_pretrained(path)
     actor = verl.Actor(str(tiny), sampling=verl.SamplingParams(max_new_tokens=6))
-    critic = verl.Critic.from_pretrained(str(path), actor_tokenizer=actor.tokenizer, optim={"lr": 1e-2})
+    critic = verl.Critic.from_pretrained(str(path), optim={"lr": 1e-2})
     sequences = actor.generate_sequences(["Once upon"], n=4)
     assert critic.compute_values(sequences).lengths("values") == sequences.lengths("response_tokens")
     losses = [critic.update(sequences, [2.0, 2.0, 2.0, 2.0])["loss"] for _ in range(30)]
@@ -122,10 +122,11 @@ def test_starts_in_pieces_are_those_of_the_whole_text(monkeypatch: pytest.Monkey
     assert alignment._spans(tokens) == spans
 
 
-def test_a_vocabulary_that_nobody_has_told_of_is_refused(tiny: Path) -> None:
+def test_sequences_of_an_unknown_tokenizer_are_refused(tiny: Path) -> None:
     """The actor's ids would be read as other letters, and values would be of texts that nobody wrote."""
     actor = verl.Actor(str(tiny), sampling={"max_new_tokens": 6})
-    sequences = actor.generate_sequences(["Once", "upon"])
+    known = actor.generate_sequences(["Once", "upon"])
+    sequences = known.drop(["tokenizer"])
     spelt = json.loads(actor.tokenizer.backend_tokenizer.to_str())
     vocabulary = spelt["model"]["vocab"]
     spelt["model"]["vocab"] = {text: 263 - i if i > 3 else i for text, i in vocabulary.items()}
@@ -135,7 +136,9 @@ def test_a_vocabulary_that_nobody_has_told_of_is_refused(tiny: Path) -> None:
     for verb in (lambda: critic.compute_values(sequences), lambda: critic.update(sequences, [1.0, 2.0])):
         with pytest.raises(ConfigError, match=r"actor_tokenizer=actor\.tokenizer"):
             verb()
+    of_known = critic.compute_values(known)["values"]
     critic.read_with(actor.tokenizer)
+    assert critic.compute_values(sequences)["values"] == of_known
     assert critic.compute_values(sequences).lengths("values") == sequences.lengths("response_tokens")
     own = verl.Critic.from_pretrained(str(tiny))
     assert own.compute_values(sequences).lengths("values") == sequences.lengths("response_tokens")

@@ -13,21 +13,16 @@ from verl.trainer.evaluation import binomial_interval, evaluate, paired_bootstra
 PROBLEMS = Batch.from_columns({"group": ["a", "b", "c"], "answer": ["1", "2", "3"]})
 
 
-def generate(problems: Batch) -> Batch:
+def collect(problems: Batch) -> Batch:
     rows = [{**row, "id": f"{row['group']}/{k}", "response": str(k + 1)} for row in problems for k in range(2)]
-    return Batch.from_rows(rows)
-
-
-def score(samples: Batch) -> Batch:
-    rewards = [None if row["id"] == "c/0" else float(row["response"] == row["answer"]) for row in samples]
-    return Batch.from_columns({"reward": rewards})
+    rewards = [None if row["id"] == "c/0" else float(row["response"] == row["answer"]) for row in rows]
+    return Batch.from_rows(rows).add({"reward": rewards})
 
 
 def test_samples_are_scored_and_measured_by_the_users_functions() -> None:
     found = evaluate(
         PROBLEMS,
-        generate,
-        score,
+        collect,
         {
             "length": lambda samples: [len(text) for text in samples["response"]],
             "array": lambda samples: np.arange(len(samples)),
@@ -42,18 +37,24 @@ def test_samples_are_scored_and_measured_by_the_users_functions() -> None:
 
 def test_faults_are_named() -> None:
     with pytest.raises(DataError, match="no problems"):
-        evaluate(PROBLEMS.slice(0, 0), generate, score)
+        evaluate(PROBLEMS.slice(0, 0), collect)
     with pytest.raises(DataError, match="'bad' returned 1 values for 6"):
-        evaluate(PROBLEMS, generate, score, {"bad": lambda samples: [1.0]})
+        evaluate(PROBLEMS, collect, {"bad": lambda samples: [1.0]})
     for value in (None, "half", {"a": 1}, ["a"] * 6):
         with pytest.raises(DataError, match=r"metric 'bad' returned .*: give one number for all samples"):
-            evaluate(PROBLEMS, generate, score, {"bad": lambda samples, value=value: value})
+            evaluate(PROBLEMS, collect, {"bad": lambda samples, value=value: value})
     with pytest.raises(ConfigError, match="called 'reward'"):
-        evaluate(PROBLEMS, generate, score, {"reward": lambda samples: 1.0})
+        evaluate(PROBLEMS, collect, {"reward": lambda samples: 1.0})
+
+
+def test_costs_are_measured_where_there_are_some() -> None:
+    found = evaluate(PROBLEMS, lambda p: collect(p).add({"cost": [0.0, 1.0, 2.0, None, 4.0, 5.0]}))
+    assert found.metrics == {"reward": 0.4, "cost": 2.4, "abstained": 1.0}
+    assert found.by_problem("cost") == [0.5, 2.0, 4.5]
 
 
 def test_problem_without_any_reward_has_no_value() -> None:
-    found = evaluate(PROBLEMS, generate, lambda s: Batch.from_columns({"reward": [None] * len(s)}))
+    found = evaluate(PROBLEMS, lambda p: collect(p).drop(["reward"]).add({"reward": [None] * 6}))
     assert math.isnan(found.metrics["reward"])
     assert found.by_problem("reward") == [None] * 3
 
@@ -108,9 +109,9 @@ def test_share_of_nothing_is_refused() -> None:
 
 
 def test_completions_are_kept(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    samples = generate(PROBLEMS)
+    samples = collect(PROBLEMS)
     path = tmp_path / "completions" / "step-0.parquet"
-    save_completions(samples, path, limit=3, columns=["id", "response", "reward"])
+    save_completions(samples, path, limit=3, columns=["id", "response", "score"])
     read = Batch.from_parquet(path)
     assert read["id"] == samples["id"][:3]
     assert read.columns == ["id", "response"]

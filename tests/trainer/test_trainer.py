@@ -244,6 +244,32 @@ def test_an_evaluation_leaves_a_smoothed_reward_as_it_was(tiny: Path) -> None:
     assert reward.state_dict() == before and before["mean"] is not None
 
 
+def test_an_evaluation_scores_costs_and_does_not_count_as_failures_of_training(tiny: Path) -> None:
+    def costs(texts: list[str]) -> list[float]:
+        return [0.25] * len(texts)
+
+    def low_unless_asked(texts: list[str], prompts: list[str]) -> list[float]:
+        if "Why?" in prompts:
+            raise ValueError("no answer is known")
+        return low_bytes(texts)
+
+    trainer = verl.Trainer(
+        verl.Actor(str(tiny), sampling=SHORT),
+        reward_fn=low_unless_asked,
+        cost=costs,
+        algorithm="safe_rlhf",
+        n=2,
+        log_dir=False,
+    )
+    found = trainer.evaluate(["Why?"] * 40)
+    assert found.metrics["cost"] == 0.25 and found.metrics["abstained"] == 40.0
+    trainer.check_failures()
+    for _ in range(8):
+        trainer.step(PROMPTS)
+    trainer.evaluate(["Why?"] * 40)
+    assert trainer.step(PROMPTS)["reward/abstained"] == 0
+
+
 def test_permuted_rewards_take_costs_along_and_nothing_else_teaches(tiny: Path) -> None:
     count = 64
     columns = {"id": [str(i) for i in range(count)], "reward": [float(i) for i in range(count)]}

@@ -18,6 +18,7 @@ from verl.controller.group import WorkerGroup
 from verl.controller.once import on_main
 from verl.data.prompts import load_prompts
 from verl.data.tokenize import to_prompts
+from verl.data.vocabulary import vocabulary_id
 from verl.errors import ConfigError, DataError, ModelError
 from verl.models.heads import SCORE_AT_EOS, ValueModel
 from verl.models.loading import eos_token_ids, find_tokenizer, load_model, load_tokenizer
@@ -218,8 +219,8 @@ class Actor:
 
         Returns:
             One row a sample, samples of a prompt adjacent: the prompts' columns and `response_tokens`,
-            `response_mask`, `rollout_log_probs`, `response`, `finish`, `policy_version`; `temperature`, where it is
-            not the one that log-probs and updates are of else.
+            `response_mask`, `rollout_log_probs`, `response`, `finish`, `policy_version`, `tokenizer`; `temperature`,
+            where it is not the one that log-probs and updates are otherwise of.
         """
         params = as_sampling(sampling, self.sampling)
         if n < 1:
@@ -244,9 +245,13 @@ class Actor:
                 positions,
             )
         for chunk in self.group.call("generate", rows, params):
-            texts = self.tokenizer.batch_decode(chunk["response_tokens"], skip_special_tokens=True)
             self.wrote(chunk)
-            yield chunk.add({"response": texts})
+            yield self.decoded(chunk)
+
+    def decoded(self, samples: Batch) -> Batch:
+        """Samples with the columns `response`, their text, and `tokenizer`."""
+        texts = self.tokenizer.batch_decode(samples["response_tokens"], skip_special_tokens=True)
+        return samples.add({"response": texts, "tokenizer": [vocabulary_id(self.tokenizer)] * len(samples)})
 
     def wrote(self, samples: Batch) -> None:
         """Remember which of the samples that have come are of the weights as they are now."""

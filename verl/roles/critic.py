@@ -13,6 +13,7 @@ from verl.batch import Batch
 from verl.controller.controller import Controller
 from verl.controller.group import WorkerGroup
 from verl.data.alignment import CharacterAlignment
+from verl.data.vocabulary import tokenizer_of, vocabulary_id
 from verl.errors import ConfigError, ModelError
 from verl.models.heads import ValueModel
 from verl.models.loading import load_model, load_tokenizer
@@ -33,15 +34,15 @@ if TYPE_CHECKING:
 class Critic:
     """A value model: predicts the value of the state before each response token, and learns it.
 
-    It may be smaller than the actor, of another architecture, or read another vocabulary. In the last case give
-    both tokenizers: the text is re-encoded for the critic, and the value of an actor's token is the critic's value
-    at the position of the token's first character (the returns travel the other way likewise).
+    It may be smaller than the actor, of another architecture, or read another vocabulary. In the last case the text is
+    re-encoded for the critic, and the value of an actor's token is the critic's value at the position of the token's
+    first character (the returns are carried the other way likewise).
 
     Args:
         model: a model of transformers, whose backbone gets a value head, or the name or directory of one; wrapped for
             sharded training, as of `Actor`.
         tokenizer: the critic's own; None: it reads the actor's token ids.
-        actor_tokenizer: the actor's, needed only when `tokenizer` differs from it; trainers and updaters give it.
+        actor_tokenizer: the actor's, for sequences without the column `tokenizer` (recorded ones); trainers give it.
         algorithm: supplies the value loss and the returns of `update`; None: PPO's.
         strategy, train, placement, optim, fused_kernels, seed, **settings: as of `Actor`.
 
@@ -84,7 +85,9 @@ class Critic:
         self.plan = UpdatePlan(training.mini_batch_size, training.epochs, seed=seed)
         tokenizer = loading.tokenizer if tokenizer is None else tokenizer
         self.tokenizer = load_tokenizer(tokenizer) if isinstance(tokenizer, str) else tokenizer
-        self.read_with(actor_tokenizer)
+        self._actor_tokenizer = actor_tokenizer
+        #: Id of an actor's vocabulary -> how its tokens are re-encoded.
+        self._alignments: dict[str, CharacterAlignment] = {}
         #: "critic" or "cost_critic": which pool of the map it stands on.
         self.role = "critic"
         self._group: WorkerGroup[CriticWorker] | None = None
@@ -115,31 +118,25 @@ class Critic:
         return self._group
 
     def read_with(self, actor_tokenizer: PreTrainedTokenizerBase | None) -> None:
-        """Say how the actor's tokens are spelt; trainers do this by themselves."""
-        self._alignment: CharacterAlignment | None = None
-        self._knows_actor = actor_tokenizer is not None
-        if self.tokenizer is None or actor_tokenizer is None:
-            return
-        if self.tokenizer.get_vocab() != actor_tokenizer.get_vocab():
-            self._alignment = CharacterAlignment(actor_tokenizer, self.tokenizer)
+        """Which tokenizer sequences are of that do not say it; trainers call this by themselves."""
+        self._actor_tokenizer = actor_tokenizer
 
     def compute_values(self, sequences: Batch) -> Batch:
         """Column `values`, aligned with `response_tokens`: the value of the state before each token.
 
         Raises:
-            ConfigError: the sequences are in another vocabulary, and nobody has said in which.
+            ConfigError: the sequences are in another vocabulary, and their tokenizer is not known here.
         """
         sequences = as_sequences(sequences)
-        self._check_vocabulary(sequences)
-        if self._alignment is None:
+        alignment = self._alignment(sequences)
+        if alignment is None:
             return self.group.call("values", sequences)  # type: ignore[no-any-return]
-        values = self.group.call("values", self._alignment.batch(sequences))["values"]
-        return Batch.from_columns({"values": self._alignment.to_actor(sequences, values)})
+        values = self.group.call("values", alignment.batch(sequences))["values"]
+        return Batch.from_columns({"values": alignment.to_actor(sequences, values)})
 
     def update(self, sequences: Batch, rewards: Any) -> dict[str, float]:
         """Learn the returns of scored sequences; values that `sequences` lacks are computed first."""
         batch = add_rewards(sequences, rewards)
-        self._check_vocabulary(batch)
         if "values" not in batch:
             batch = batch.add(self.compute_values(batch))
         prepared, _ = self.algorithm.prepare(batch)
@@ -148,13 +145,28 @@ class Critic:
     def train(self, prepared: Batch, algorithm: BaseAlgorithm, role: str = "critic") -> dict[str, float]:
         """Optimizer steps on a batch that `algorithm.prepare` made."""
         objective = algorithm.objective(role)
-        if self._alignment is not None:
-            prepared = self._alignment.to_critic(prepared, objective.loss_columns)
+        if (alignment := self._alignment(prepared)) is not None:
+            prepared = alignment.to_critic(prepared, objective.loss_columns)
         return self.group.call("update", prepared, objective, self.plan)  # type: ignore[no-any-return]
 
-    def _check_vocabulary(self, sequences: Batch) -> None:
-        """Where nobody has said how the actor's tokens are spelt, the first responses' own texts tell."""
-        if self._knows_actor or self.tokenizer is None or "response" not in sequences:
+    def _alignment(self, sequences: Batch) -> CharacterAlignment | None:
+        """How the sequences are re-encoded; None: the critic reads their tokens as they are."""
+        if self.tokenizer is None:
+            return None
+        actor = tokenizer_of(sequences) or self._actor_tokenizer
+        if actor is None:
+            self._check_texts(sequences)
+            return None
+        spelling = vocabulary_id(actor)
+        if spelling == vocabulary_id(self.tokenizer):
+            return None
+        if spelling not in self._alignments:
+            self._alignments[spelling] = CharacterAlignment(actor, self.tokenizer)
+        return self._alignments[spelling]
+
+    def _check_texts(self, sequences: Batch) -> None:
+        """Raises ConfigError if the first responses, read by the critic's tokenizer, are not their own texts."""
+        if self.tokenizer is None or "response" not in sequences:
             return
         rows = [row for row in sequences.slice(0, 8).select(["response", "response_tokens"]).rows() if row["response"]]
         read = self.tokenizer.batch_decode([row["response_tokens"] for row in rows], skip_special_tokens=True)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
@@ -107,6 +109,24 @@ class Reward:
                     f"reward '{source.name}' failed on every sample (the warnings say why), so nothing was learned. "
                     "Mend it, or set max_failure_rate to 1"
                 )
+
+    @contextmanager
+    def apart(self) -> Iterator[None]:
+        """For evaluation: what is scored inside changes neither a running mean nor the counts of failures outside."""
+        state = self.state_dict()
+        counted: dict[Any, Failures] = {
+            source: source.failures  # type: ignore[attr-defined]
+            for source in leaves(self.source)
+            if isinstance(getattr(source, "failures", None), Failures)
+        }
+        for source, failures in counted.items():
+            source.failures = Failures(failures.most)
+        try:
+            yield
+        finally:
+            for source, failures in counted.items():
+                source.failures = failures
+            self.load_state_dict(state)
 
     def close(self) -> None:
         """End its workers; the next sample starts new ones."""

@@ -204,9 +204,8 @@ class AsyncTrainer(Trainer):
     def _wait(self) -> None:
         event = self.group.event(self.deadline)
         if isinstance(event, Finished):
-            texts = self.actor.tokenizer.batch_decode(event.samples["response_tokens"], skip_special_tokens=True)
             self.actor.wrote(event.samples)
-            self.schedule.finish(event.group, event.samples.add({"response": texts}))
+            self.schedule.finish(event.group, self.actor.decoded(event.samples))
             del self._prompts[event.group]
             self._tokens += sum(event.samples.lengths("response_tokens"))
             self._note([Span("rollout", "rollout", start, end - start, event.worker) for start, end in event.busy])

@@ -43,7 +43,7 @@ class Evaluation:
     """What an evaluation found.
 
     samples: rows of all problems with their responses and scores.
-    rows: by metric, one number a row (None: the row has none). "reward" is always there.
+    rows: by metric, one number a row (None: the row has none). "reward" is always there, "cost" where there is one.
     metrics: by metric, the mean over its rows or the metric's own number; and "abstained", rows without a reward.
     """
 
@@ -163,27 +163,25 @@ def accuracy(samples: Batch) -> list[float | None]:
 
 def evaluate(
     problems: Batch,
-    generate: Callable[[Batch], Batch],
-    score: Callable[[Batch], Batch],
+    collect: Callable[[Batch], Batch],
     metrics: Mapping[str, MetricFn] | None = None,
 ) -> Evaluation:
-    """Generate and score held-out problems; nothing is learned.
+    """Measure samples of held-out problems; nothing is learned.
 
     Args:
-        generate: from problems to samples, in order.
-        score: from samples to new columns, `reward` among them, aligned with the samples.
+        collect: from problems to samples with `reward`, and `cost` where there is one.
         metrics: the user's own, by name.
 
     Raises:
         DataError: there is no problem, or a metric returns no number, or not as many as there are rows.
-        ConfigError: a metric is called "reward" or "abstained".
+        ConfigError: a metric is called "reward", "cost" or "abstained".
     """
     if not len(problems):
         raise DataError("the evaluation set has no problems")
-    samples = generate(problems)
-    samples = samples.add(score(samples))
-    rows: dict[str, list[float | None]] = {"reward": samples["reward"]}
-    found = {"reward": mean(rows["reward"]), "abstained": float(rows["reward"].count(None))}
+    samples = collect(problems)
+    rows: dict[str, list[float | None]] = {name: samples[name] for name in ("reward", "cost") if name in samples}
+    found = {name: mean(values) for name, values in rows.items()}
+    found["abstained"] = float(rows["reward"].count(None))
     for name, fn in (metrics or {}).items():
         if name in found:
             raise ConfigError(f"a metric cannot be called '{name}': that one is there already")

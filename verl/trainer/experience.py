@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
@@ -12,6 +13,7 @@ from verl.dataflow.graph import Graph, Node
 from verl.dataflow.nodes import experience_nodes, reward_node, rollout_node
 from verl.errors import DataError, RolloutError
 from verl.rewards.failures import Failures
+from verl.roles.actor import Actor
 from verl.roles.reward import Reward
 from verl.roles.updater import Updater
 from verl.rollout.base import SamplingParams
@@ -22,6 +24,8 @@ from verl.trainer.samples import (
     retried_groups,
     score_metrics,
 )
+
+logger = logging.getLogger(__name__)
 
 
 class Experience:
@@ -52,6 +56,7 @@ class Experience:
         scored = [reward_node(role, source, role) for role, source in sources.items()]
         self.nodes: list[Node] = [*scored, *experience_nodes(updater)]
         if self.algorithm.online:
+            _warn_of_masks(updater.actor, sampling)
             baseline = self.algorithm.greedy_baseline
             rollout = rollout_node("rollout", updater.actor, n=n, params=sampling, greedy_baseline=baseline)
             self.nodes.insert(0, rollout)
@@ -157,3 +162,13 @@ class Experience:
                 f"the episode failed on {self.episodes} (latest: {latest}). Mend it, raise its deadline, or raise "
                 "max_failed_episodes (in settings reward.max_failure_rate)"
             )
+
+
+def _warn_of_masks(actor: Actor, sampling: SamplingParams) -> None:
+    masks = {"top_k": sampling.top_k > 0, "top_p": sampling.top_p < 1, "min_p": sampling.min_p > 0}
+    if on := [*(name for name, is_on in masks.items() if is_on), *(["a grammar"] if actor.masks else [])]:
+        logger.warning(
+            "%s: samples come from the masked policy, log-probs are those of the policy without the mask, so the "
+            "gradient is biased by as much as the mask takes away",
+            ", ".join(on),
+        )

@@ -11,7 +11,7 @@ import logging
 import math
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import nullcontext
+from contextlib import ExitStack, nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, ClassVar, get_args
@@ -24,7 +24,7 @@ from verl.data.buffers import Buffer
 from verl.data.prefetch import Loader
 from verl.dataflow.executor import Result, run_graph
 from verl.dataflow.graph import Graph
-from verl.dataflow.nodes import rollout_node, update_nodes
+from verl.dataflow.nodes import reward_node, rollout_node, update_nodes
 from verl.device import of as device_of
 from verl.device import peak_memory
 from verl.errors import CheckpointError, ConfigError, DataError, RolloutError, TrainingError
@@ -156,7 +156,6 @@ class Trainer:
         self.sampling = as_sampling(self.task.sampling, self.actor.sampling)
         if self.algorithm.online:  # log-probs are of logits at the temperature that samples are drawn at
             self.actor.plan = replace(self.actor.plan, temperature=self.sampling.temperature or 1.0)
-        _warn_of_masks(self.actor, self.sampling)
         self.episodes = Failures(max_failed_episodes)
         self.experience = Experience(
             self.updater,
@@ -405,6 +404,9 @@ class Trainer:
             TrainingError: there were updates, and none has changed the policy.
         """
         self.check_failures()
+        last = None if self.held_out is None else self.held_out.last
+        if last is not None and not self.steps and last["metrics"][last["headline"]] is None:
+            raise TrainingError("the evaluation found nothing: no held-out sample has a reward (the warnings say why)")
         if not self.idle or self.updates:
             return
         mean, name = record.get("reward", 0.0), self.sources["reward"].source.name if "reward" in self.sources else ""
@@ -475,13 +477,12 @@ class Trainer:
         if "id" in problems:  # a loader names visits, not problems
             problems = problems.drop(["id", "group"]).add({"group": [f"eval.{i}" for i in range(len(problems))]})
         params = replace(self.sampling, temperature=temperature)
-        graph = Graph([rollout_node("rollout", self.actor, n=n, params=params)])
-        reward = self.sources["reward"]
-        state_before = reward.state_dict()
-        try:
-            return evaluate(problems, lambda rows: self._run(graph, rows).batch, reward.get_reward, metrics)
-        finally:
-            reward.load_state_dict(state_before)
+        scored = [reward_node(role, source, role) for role, source in self.sources.items()]
+        graph = Graph([rollout_node("rollout", self.actor, n=n, params=params), *scored])
+        with ExitStack() as stack:
+            for source in self.sources.values():
+                stack.enter_context(source.apart())
+            return evaluate(problems, lambda rows: self._run(graph, rows).batch, metrics)
 
     def evaluate_loss(self, batch: Batch) -> dict[str, float]:
         """Loss and metrics of an update (such as preference accuracy) on recorded rows; nothing is learned."""
@@ -587,16 +588,6 @@ def _lay_out(
         if maps:
             handle.place(maps[0])
         handle.train_with(**changes)
-
-
-def _warn_of_masks(actor: Actor, sampling: SamplingParams) -> None:
-    masks = {"top_k": sampling.top_k > 0, "top_p": sampling.top_p < 1, "min_p": sampling.min_p > 0}
-    if on := [*(name for name, is_on in masks.items() if is_on), *(["a grammar"] if actor.masks else [])]:
-        logger.warning(
-            "%s: samples come from the masked policy, log-probs are those of the policy without the mask, so the "
-            "gradient is biased by as much as the mask takes away",
-            ", ".join(on),
-        )
 
 
 def _all_skipped(metrics: Mapping[str, Any], role: str) -> bool:
