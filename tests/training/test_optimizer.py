@@ -266,9 +266,9 @@ def test_an_optimizer_that_has_stepped_keeps_what_it_knows() -> None:
 
 
 def test_an_optimizer_of_another_model_is_refused() -> None:
-    stranger = torch.optim.SGD(_linear(torch.float32).parameters(), lr=0.1)
+    foreign = torch.optim.SGD(_linear(torch.float32).parameters(), lr=0.1)
     with pytest.raises(ConfigError, match="no trainable parameters of this model"):
-        MixedPrecisionOptimizer(dict(_linear(torch.float32).named_parameters()), OptimConfig(), stranger)
+        MixedPrecisionOptimizer(dict(_linear(torch.float32).named_parameters()), OptimConfig(), foreign)
 
 
 def test_weights_the_callers_optimizer_does_not_hold_stay() -> None:

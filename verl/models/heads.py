@@ -42,7 +42,7 @@ class ValueModel(nn.Module):
     def __init__(self, backbone: PreTrainedModel, head: tuple[Tensor, Tensor | None] | None = None) -> None:
         super().__init__()
         self.prefix = backbone.base_model_prefix
-        # Under the name that the architecture gives its backbone: it begins the names of all weights.
+        # The name that the architecture gives its backbone is the prefix of all weight names.
         # (Not by `add_module`, which takes no name that a property has.)
         self._modules[self.prefix] = backbone
         size = width_of(backbone)

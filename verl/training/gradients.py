@@ -1,7 +1,7 @@
 """Gradient sums in full precision, as backward passes fill them.
 
-The live gradient of a micro-batch exists for one weight at a time: it goes straight into the sum where our own
-functions compute it (see models/grad_sums.py), and by a hook that frees it where autograd does.
+The gradient of a micro-batch exists for one weight at a time. Our own functions add it to the sum themselves (see
+models/grad_sums.py); where autograd computes it, a hook adds it and frees it.
 """
 
 from __future__ import annotations
@@ -61,16 +61,16 @@ class Weight:
 
 
 def zeros_like(weights: Sequence[Tensor], dtype: torch.dtype) -> list[Tensor]:
-    """A zero tensor of `dtype` in the shape and place of each weight, all of a device cut from one block of memory.
+    """A zero tensor of `dtype` for each weight, in its shape and on its device, all of a device cut from one block.
 
-    One block is mapped and given back as a whole; a tensor here and there would lie between the activations of a
-    backward pass and keep the allocator from ever returning their memory.
+    One block is mapped and freed as a whole. Single tensors would lie between the activations of a backward pass and
+    keep the allocator from returning their memory.
     """
-    places: dict[torch.device, list[int]] = {}
+    by_device: dict[torch.device, list[int]] = {}
     for index, weight in enumerate(weights):
-        places.setdefault(weight.device, []).append(index)
+        by_device.setdefault(weight.device, []).append(index)
     found: dict[int, Tensor] = {}
-    for device, indices in places.items():
+    for device, indices in by_device.items():
         sizes = [weights[index].numel() for index in indices]
         block = torch.zeros(sum(sizes), dtype=dtype, device=device)
         for index, piece in zip(indices, block.split(sizes), strict=True):
@@ -81,7 +81,7 @@ def zeros_like(weights: Sequence[Tensor], dtype: torch.dtype) -> list[Tensor]:
 class Gradients:
     """The sums of `weights`, and the loss scale that fp16 needs.
 
-    Every parameter of `watched` is hooked while gradients are collected: those that are not trained are freed.
+    Every parameter of `watched` has a hook while gradients are collected, which frees those of weights not trained.
     """
 
     def __init__(self, weights: list[Weight], watched: Iterable[torch.nn.Parameter]) -> None:
@@ -89,7 +89,7 @@ class Gradients:
         self._by_source: Mapping[Tensor, Weight] = {weight.source: weight for weight in weights}
         self._watched = list(watched)
         self._is_scaled = any(weight.live.dtype == torch.float16 for weight in weights)
-        #: What a loss is to be multiplied by before its backward pass; 1 without fp16 weights.
+        #: Factor of a loss before its backward pass; 1 without fp16 weights.
         self.loss_scale = _FP16_SCALE if self._is_scaled else 1.0
         self._steps_at_scale = 0
 
@@ -125,14 +125,14 @@ class Gradients:
         all_reduce([*self.present()], "sum")
 
     def accepted(self) -> None:
-        """A step was made: its gradient is forgotten, and the loss scale may rise again."""
+        """After a step: drop its gradient; the loss scale may rise again."""
         self._steps_at_scale += 1
         if self._is_scaled and self._steps_at_scale % _STEPS_BEFORE_RAISE == 0:
             self.loss_scale = min(2 * self.loss_scale, _FP16_SCALE)
         self.clear()
 
     def rejected(self) -> None:
-        """The gradient was not finite: it is forgotten; where fp16 may have overflowed, the loss scale halves."""
+        """After a gradient that is not finite: drop it, and halve the loss scale, since fp16 may have overflowed."""
         self.loss_scale = max(self.loss_scale / 2, 1.0)
         self._steps_at_scale = 0
         self.clear()
@@ -143,7 +143,7 @@ class Gradients:
             weight.has_gradient = False
 
     def free(self) -> None:
-        """Clear, and give the memory of the sums back; the next backward pass takes it again."""
+        """Clear, and free the sums; the next backward pass allocates them again."""
         self.clear()
         for weight in self.weights:
             weight.gradient = None
@@ -185,11 +185,11 @@ class Gradients:
 
     def _allocate(self) -> None:
         lacking = [weight for weight in self.weights if weight.gradient is None]
-        for exact in {_exact(weight.live) for weight in lacking}:
-            chosen = [weight for weight in lacking if _exact(weight.live) == exact]
-            for weight, total in zip(chosen, zeros_like([w.live for w in chosen], exact), strict=True):
+        for dtype in {_sum_dtype(weight.live) for weight in lacking}:
+            chosen = [weight for weight in lacking if _sum_dtype(weight.live) == dtype]
+            for weight, total in zip(chosen, zeros_like([w.live for w in chosen], dtype), strict=True):
                 weight.gradient = total
 
 
-def _exact(live: Tensor) -> torch.dtype:
+def _sum_dtype(live: Tensor) -> torch.dtype:
     return torch.float64 if live.dtype == torch.float64 else torch.float32

@@ -16,8 +16,8 @@ from verl.training.options import OptimConfig
 class MasterOptimizer:
     """`optimizer`, or AdamW, over the masters of `weights`.
 
-    From here on a caller's optimizer holds the masters in its groups, and what it knows of a parameter belongs to the
-    master. Its learning rate stays its own.
+    A caller's optimizer is changed in place: its groups and states refer to the masters afterwards. Its learning rate
+    is not touched.
     """
 
     def __init__(
@@ -127,10 +127,10 @@ def held(trained: Mapping[str, torch.nn.Parameter], optimizer: torch.optim.Optim
         ConfigError: it holds a tensor that is none of them.
     """
     ours = {id(p) for group in optimizer.param_groups for p in group["params"]}
-    strangers = ours - {id(live) for live in trained.values()}
-    if strangers:
+    foreign = ours - {id(live) for live in trained.values()}
+    if foreign:
         raise ConfigError(
-            f"the optimizer holds {len(strangers)} tensors that are no trainable parameters of this model: "
+            f"the optimizer holds {len(foreign)} tensors that are no trainable parameters of this model: "
             "make it from model.parameters() of the model that is trained"
         )
     return {name: live for name, live in trained.items() if id(live) in ours}

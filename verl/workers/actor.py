@@ -114,7 +114,7 @@ def make_rollout_engine(
     """The engine of these options; a model that the embedded one does not take gets "hf" in its place.
 
     Raises:
-        ConfigError: no engine has that name, or it lacks what the options ask for.
+        ConfigError: no engine has that name, or it cannot do what the options say.
     """
     factory = engine_factory(options.name)
     if factory is _embedded and not packed.supports_paged:
@@ -125,8 +125,8 @@ def make_rollout_engine(
 
 
 class ActorWorker(TrainedWorker):
-    """Generation and training of a policy on one rank: on the same live tensors, or, where the map of placement sets
-    them apart, one of both.
+    """Generation and training of a policy on one rank: both on the same live tensors, or, where the map of placement
+    puts them on different slots, one of them.
 
     `policy_version` counts updates; every sample carries the version that wrote it.
     """
@@ -192,7 +192,7 @@ class ActorWorker(TrainedWorker):
         else:
             ended = outcomes(engine, list(prompts.rows()), rows, episode, self.tokenizer)
         try:
-            with closing(ended):  # whatever it has running ends before the engine is touched again
+            with closing(ended):  # cancels unfinished requests before the engine is used again
                 version = None if episode is None else engine.policy_version
                 for group in _finished_groups(ended, prompts, version, self.local.precision):
                     self._sync.probe = self._sync.probe or group.take(range(min(ROWS, len(group))))
@@ -220,14 +220,14 @@ class ActorWorker(TrainedWorker):
 
     @verb("train")
     def update(self, batch: Batch, objective: Objective, plan: UpdatePlan) -> dict[str, float]:
-        """Optimizer steps; the weights that are served follow at `sync`."""
+        """Optimizer steps. Generation gets the new weights at `sync`."""
         if self.policy_version == 0:
-            self._sync.measure(self._rollout_engine, self.local)  # how far a fresh engine is
+            self._sync.measure(self._rollout_engine, self.local)  # the baseline of later measurements
         return run_updates(self.engine, batch, objective, plan, self.policy_version)
 
     @verb()
     def sync(self) -> dict[str, float]:
-        """After an update: the next policy version, served by every rank that generates."""
+        """After an update: the next policy version on every rank that generates."""
         self.policy_version += 1
         return self._serve()
 
@@ -249,7 +249,7 @@ class ActorWorker(TrainedWorker):
         self._serve()
 
     def _serve(self) -> dict[str, float]:
-        """Bring the trained weights to where generation reads them; how far its log-probs are from the trainer's."""
+        """Copy the trained weights to where generation reads them, if that is elsewhere; the metrics of `SyncCheck`."""
         if self.place.is_apart:
             spread_weights(self.engine, self.place)
         self._refresh()
@@ -257,7 +257,7 @@ class ActorWorker(TrainedWorker):
         return {} if self._rollout_engine is None else self._sync.measure(self._rollout_engine, self.local)
 
     def _hand_over(self) -> None:
-        """The embedded engine reads the live tensors; an engine with its own copy takes the stream."""
+        """Give the rollout engine the weights and their version; the embedded engine reads the live tensors anyway."""
         if self._rollout_engine is not None:
             self._rollout_engine.load_shards(self.local.shards(), self.policy_version)
 

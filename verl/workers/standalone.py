@@ -114,7 +114,7 @@ class StandaloneWorker(PooledWorker):
         self.inbox.put(order)
 
     def run(self, recipe: EngineRecipe, index: int, finished: Any = None) -> Iterator[Finished]:
-        """Sample for ever.
+        """Sample without end.
 
         Args:
             recipe: of the engine.

@@ -1,8 +1,8 @@
-"""After each transfer of weights: does the rollout engine compute with those that were trained?
+"""Check after each transfer of weights that the rollout engine computes with the trained ones.
 
-Engines with a copy of the weights acknowledge the version they took. Beyond that, where an engine can `score`, a few
-samples of the latest rollout are scored by it and by the trainer. The mean |difference| of their log-probs, in nats a
-token, may be twice what it was when the engine was fresh (a few hundredths in half precision), or `SLACK`.
+Engines with their own copy of the weights acknowledge its version. Where an engine can `score`, it and the trainer also
+score a few samples of the latest rollout. The mean |difference| of their log-probs, in nats a token, may be twice what
+it was when the engine was new (a few hundredths in half precision), or `SLACK`.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ FRESH_LIMIT = 0.1
 
 
 class SyncCheck:
-    """Compares an engine's scores with the trainer's; `probe` is what they score."""
+    """Compares the log-probs of an engine and the trainer on the samples in `probe`."""
 
     def __init__(self) -> None:
         self.probe: Batch | None = None

@@ -16,7 +16,7 @@ from verl.training.loss import Loss, LossInput, LossNeeds, LossPart
 
 
 class Objective(Protocol):
-    """What an update needs to know of an algorithm. It travels by value: workers never look one up by name."""
+    """The part of an algorithm that an update needs. Workers get it by value and never look one up by name."""
 
     @property
     def coupled(self) -> bool: ...
