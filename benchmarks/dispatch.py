@@ -22,9 +22,11 @@ import numpy as np
 import pyarrow as pa
 
 from verl.batch import Batch
+from verl.controller.group import SlotGroup
 from verl.controller.placement import DeviceMesh
-from verl.controller.ray import RayGroup, Slots
-from verl.controller.world import Layout
+from verl.controller.ray import RaySlots
+from verl.controller.world import RoleMeshes
+from verl.layout import Mesh
 from verl.workers.place import ALONE, Place, verb
 
 #: Milliseconds a step; the move's share of the speed of a copy.
@@ -82,9 +84,11 @@ def main() -> None:
     for name, default in (("workers", 4), ("samples", 1024), ("tokens", 512), ("megabytes", 256), ("repeats", 50)):
         parser.add_argument(f"--{name}", type=int, default=default, help="(default: %(default)s)")
     args = parser.parse_args()
-    slots = Slots(DeviceMesh(f"cpu:0-{args.workers - 1}"), timeout=120)
+    slots = RaySlots(DeviceMesh(f"cpu:0-{args.workers - 1}"), timeout=120)
     ranks = tuple(range(args.workers))
-    group = RayGroup("idle", partial(Idle, args.samples, args.tokens), Layout("idle", {"train": ranks}), slots)
+    group = SlotGroup(
+        RoleMeshes("idle", {"train": Mesh.data_parallel(ranks)}), partial(Idle, args.samples, args.tokens), slots
+    )
     batch = experience(args.samples, args.tokens)
     computed = {name: batch.arrow("rollout_log_probs") for name in ("advantages", "returns")}
     size = batch.nbytes + 4 * batch.select(["rollout_log_probs"]).nbytes
@@ -103,7 +107,7 @@ def main() -> None:
 
     values = np.ones(args.megabytes * 2**20 // 4, np.float32)
     large = Batch.from_columns({"values": ragged(256, values)})
-    one = RayGroup("one", partial(Idle, 1, 1), Layout("one", {"train": (0,)}), slots)
+    one = SlotGroup(RoleMeshes("one", {"train": Mesh()}), partial(Idle, 1, 1), slots)
     shared = SharedMemory(create=True, size=values.nbytes)
     source = memoryview(values).cast("B")
     copy = min(milliseconds(lambda: shared.buf.__setitem__(slice(len(source)), source), args.repeats))

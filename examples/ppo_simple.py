@@ -72,8 +72,7 @@ def main(argv: Sequence[str] | None = None) -> list[float]:
     critic = verl.Critic.from_pretrained(args.critic_model or args.actor_model, **options)
     reward_model = verl.Reward(reward_fn=letter_e)
     prompts = ["Once upon a time"] * args.batch_size
-    if verl.is_main():
-        print(actor.controller.mesh)
+    print(actor.controller.mesh)
     history = []
     for step in range(args.steps):
         sequences = actor.generate_sequences(prompts, max_new_tokens=args.max_new_tokens)
@@ -83,9 +82,8 @@ def main(argv: Sequence[str] | None = None) -> list[float]:
         value = critic.update(sequences.add(values), rewards)
         reward = sum(rewards["reward"]) / len(rewards)
         history.append(reward)
-        if verl.is_main():
-            losses = f"loss/actor {policy['loss']:+.4f}  loss/critic {value['loss']:.4f}"
-            print(f"step {step}  reward {reward:.4f}  {losses}")
+        losses = f"loss/actor {policy['loss']:+.4f}  loss/critic {value['loss']:.4f}"
+        print(f"step {step}  reward {reward:.4f}  {losses}")
     return history
 
 

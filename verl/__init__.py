@@ -44,7 +44,7 @@ _HOMES = {
     "VLLMActor": "verl.roles.backends",
     "VLLMActorModel": "verl.roles.backends",
     "WorkerGroup": "verl.controller.group",
-    "is_main": "verl.controller.ranks",
+    "everywhere": "verl.controller.controller",
     "register_algorithm": "verl.algorithms",
     "vLLMAdapter": "verl.roles.backends",
     "vLLMWorker": "verl.roles.backends",
@@ -55,10 +55,9 @@ __all__ = ["__version__", *sorted(_HOMES)]
 if TYPE_CHECKING:
     from verl.algorithms import BaseAlgorithm, register_algorithm
     from verl.batch import Batch
-    from verl.controller.controller import Controller
+    from verl.controller.controller import Controller, everywhere
     from verl.controller.group import WorkerGroup
     from verl.controller.placement import DeviceMesh, ResourcePool
-    from verl.controller.ranks import is_main
     from verl.data.offline import OfflineDatasetLoader
     from verl.dataflow.pipeline import RLDataPipeline
     from verl.roles.actor import Actor

@@ -54,6 +54,10 @@ class ClusterError(VerlError, RuntimeError):
     """Placement, start-up or communication of workers failed; a deadline passed."""
 
 
+class BrokenCollectiveError(ClusterError):
+    """A rank waited in vain for another one, which died, failed or is late."""
+
+
 def nearest(name: str, known: Iterable[str]) -> str:
     """The phrase that ends an unknown-name message: the nearest valid name, else all of them."""
     names = sorted(known)

@@ -21,15 +21,17 @@ import verl
 from tests import ranks
 from tests.controller.test_torchrun import SCRIPT, assert_equal_runs
 from verl.batch import Batch
+from verl.controller.group import SlotGroup
 from verl.controller.placement import DeviceMesh
-from verl.controller.world import Layout
+from verl.controller.world import RoleMeshes
 from verl.errors import ClusterError, ConfigError
+from verl.layout import Mesh
 from verl.shard import Shard
 from verl.training.options import EngineOptions
 from verl.workers.place import ALONE, Place, verb
 
 ray = pytest.importorskip("ray")
-BOTH = Layout("probe", {"train": (0, 1)})
+BOTH = RoleMeshes("probe", {"train": Mesh.data_parallel((0, 1))})
 
 
 class Probe:
@@ -98,17 +100,15 @@ def cluster() -> Iterator[None]:
 
 @pytest.fixture
 def slots(cluster: None) -> Iterator[Any]:
-    from verl.controller.ray import Slots
+    from verl.controller.ray import RaySlots
 
-    made = Slots(DeviceMesh("cpu:0-1"), timeout=60)
+    made = RaySlots(DeviceMesh("cpu:0-1"), timeout=60)
     yield made
     made.close()
 
 
 def probe(slots: Any) -> Any:
-    from verl.controller.ray import RayGroup
-
-    return RayGroup("probe", partial(Probe), BOTH, slots)
+    return SlotGroup(BOTH, partial(Probe), slots)
 
 
 @pytest.fixture(scope="module")
@@ -191,8 +191,8 @@ def test_the_first_failure_ends_the_wait_and_the_slots(slots: Any, how: str, kin
         group.call("meet", how)
     assert time.monotonic() - began < 20
     if how == "raise":
-        told = str(caught.value.__cause__)
-        assert "raise ZeroDivisionError" in told and "rank 1 of 2, host" in told and "role 'probe'" in told
+        trace = str(caught.value.__cause__)
+        assert "raise ZeroDivisionError" in trace and "rank 1 of 2, host" in trace and "role 'probe'" in trace
     with pytest.raises(ClusterError, match="have been ended"):
         group.call("meet", "well")
 

@@ -13,7 +13,6 @@ from typing import Any
 import torch
 
 import verl
-from verl.controller.ranks import is_main
 
 
 def reward(responses: list[str]) -> list[float]:
@@ -56,6 +55,5 @@ def run(
 
 if __name__ == "__main__":
     found = run(sys.argv[1], *map(json.loads, sys.argv[3:]))
-    if is_main():
-        torch.save(found["weights"], Path(sys.argv[2]) / "weights.pt")
-        (Path(sys.argv[2]) / "run.json").write_text(json.dumps({k: found[k] for k in ("records", "samples")}))
+    torch.save(found["weights"], Path(sys.argv[2]) / "weights.pt")
+    (Path(sys.argv[2]) / "run.json").write_text(json.dumps({k: found[k] for k in ("records", "samples")}))

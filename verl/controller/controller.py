@@ -3,17 +3,18 @@ on a Ray cluster."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, TypeVar
 
 from verl import device
-from verl.controller.group import WorkerGroup
+from verl.controller.group import SlotGroup, Slots, WorkerGroup
 from verl.controller.local import LocalGroup
 from verl.controller.placement import DeviceMesh, ResourcePool
 from verl.controller.ranks import torchrun_ranks
-from verl.controller.world import TIMEOUT, Layout, World, has_joined, here
+from verl.controller.world import TIMEOUT, RoleMeshes
 from verl.errors import ConfigError
+from verl.layout import Mesh
 
 W = TypeVar("W")
 _known: dict[tuple[Any, ...], Controller] = {}
@@ -39,7 +40,7 @@ class Controller:
         self._may_change = timeout is None
         ranks = torchrun_ranks()
         self.executor = "torchrun" if ranks > 1 else "local"
-        self._slots: Any = None
+        self._slots: Slots | None = None
         if placement is None:
             self.mesh = DeviceMesh(ResourcePool.numbered(0, ranks))
             #: Where models run; a kind alone: on whichever device of that kind they are.
@@ -47,11 +48,15 @@ class Controller:
         else:
             self.mesh = DeviceMesh(placement)
             if self.is_local and (len(self.mesh.slots) > 1 or self.mesh.slots[0].is_named):
-                self.executor, self._slots = "ray", _slots(self.mesh, self.timeout)
+                self.executor, self._slots = "ray", _ray_slots(self.mesh, self.timeout)
             else:
                 self._check(ranks)
             slot = self.mesh.slots[0]
             self.device = str(slot) if slot.kind == "cuda" else slot.kind
+        if self.executor == "torchrun":
+            from verl.controller.torchrun import torchrun_slots
+
+            self._slots = torchrun_slots(timeout, self.mesh.slots[0].kind)
 
     @classmethod
     def of(cls, placement: Any = None) -> Controller:
@@ -74,7 +79,7 @@ class Controller:
     @property
     def has_ended(self) -> bool:
         """Whether the processes at its slots were ended, by `close` or by a failure."""
-        return self.executor == "ray" and self._slots.has_ended
+        return self._slots is not None and self._slots.has_ended
 
     def group(self, role: str, recipe: partial[W]) -> WorkerGroup[W]:
         """The workers of a role.
@@ -82,22 +87,18 @@ class Controller:
         Args:
             recipe: makes one rank's worker: a `partial` of its class that lacks only `place`.
         """
-        if self.executor == "local":
-            return LocalGroup(role, recipe, self.device, self.layout(role).meshes)
-        if self.executor == "ray":
-            from verl.controller.ray import RayGroup
+        meshes = self.meshes(role)
+        if self._slots is None:
+            return LocalGroup(role, recipe, self.device, meshes.meshes)
+        return SlotGroup(meshes, recipe, self._slots)
 
-            return RayGroup(role, recipe, self.layout(role), self._slots)
-        from verl.controller.torchrun import TorchrunGroup
-
-        return TorchrunGroup(role, recipe, self.layout(role), self.world)
-
-    def layout(self, role: str) -> Layout:
-        """The world ranks of a role by mesh. An actor also generates: on slots of its own if the map says so."""
-        meshes = {"train": self._ranks(self.mesh.pool(role))}
+    def meshes(self, role: str) -> RoleMeshes:
+        """The ranks of a role by mesh. An actor also generates: on slots of its own if the map says so."""
+        found = {"train": Mesh.data_parallel(self._ranks(self.mesh.pool(role)))}
         if role == "actor":
-            meshes["rollout"] = self._ranks(self.mesh.pools.get("rollout") or self.mesh.pool(role))
-        return Layout(role, meshes)
+            pool = self.mesh.pools.get("rollout") or self.mesh.pool(role)
+            found["rollout"] = Mesh.data_parallel(self._ranks(pool))
+        return RoleMeshes(role, found)
 
     def _ranks(self, pool: ResourcePool) -> tuple[int, ...]:
         slots = self.mesh.slots
@@ -106,33 +107,42 @@ class Controller:
     def wait(self, seconds: float) -> None:
         """Have ranks and controller wait so long for each other, where no `timeout` was given. Ranks that have met
         already go on with what they met with."""
-        has_met = self._slots.has_started if self.executor == "ray" else has_joined()
-        if self._may_change and not has_met:
+        if self._may_change and not (self._slots is not None and self._slots.has_started):
             self.timeout = seconds
-            if self.executor == "ray":
+            if self._slots is not None:
                 self._slots.timeout = seconds
 
     def start(self) -> None:
-        """Start or join the processes at the slots, which the first verb does otherwise."""
-        if self.executor == "torchrun":
-            self.world()
-        elif self.executor == "ray":
+        """Start or join the processes at the slots, which the first verb does otherwise. On another rank of a torchrun
+        job than the first it does not return: that rank serves the first one until its script ends."""
+        if self._slots is not None:
             self._slots.start()
 
-    def each(self, function: Callable[..., Any], given: Callable[[int], Any]) -> None:
-        """Call a function at each slot of a Ray cluster, with what `given` is for its rank."""
-        if self.executor == "ray":
-            count = len(self.mesh.slots)
-            self._slots.each("run", [(function, given(rank)) for rank in range(count)], function.__name__)
+    def everywhere(self, function: Callable[..., Any], *args: Any, each: Sequence[tuple[Any, ...]] = ()) -> list[Any]:
+        """Call a function on every rank.
+
+        Args:
+            function: under torchrun a module-level one.
+            args: the same for all ranks, as JSON has them.
+            each: more arguments, one tuple a rank.
+
+        Returns:
+            What it returned, by rank.
+        """
+        given = [(*args, *(each[rank] if each else ())) for rank in range(self.size)]
+        if self._slots is None:
+            return [function(*given[0])]
+        return self._slots.everywhere(function, given)
+
+    @property
+    def size(self) -> int:
+        """Ranks in all."""
+        return torchrun_ranks() if self.executor == "torchrun" else len(self.mesh.slots)
 
     def close(self) -> None:
         """End the processes that were started on a Ray cluster; the end of this process does that, too."""
-        if self.executor == "ray":
+        if self.executor == "ray" and self._slots is not None:
             self._slots.close()
-
-    def world(self) -> World:
-        """This rank's side of the torchrun job; joined at the first use."""
-        return here(self.timeout, self.mesh.slots[0].kind)
 
     def _check(self, ranks: int) -> None:
         kinds = {slot.kind for slot in self.mesh.slots}
@@ -147,9 +157,9 @@ class Controller:
         self.mesh.check(dict.fromkeys(kinds, ranks), f"this torchrun job of {ranks} ranks")
 
 
-def _slots(mesh: DeviceMesh, timeout: float) -> Any:
+def _ray_slots(mesh: DeviceMesh, timeout: float) -> Slots:
     try:
-        from verl.controller.ray import Slots
+        from verl.controller.ray import RaySlots
     except ImportError as error:
         slots = mesh.slots
         raise ConfigError(
@@ -157,4 +167,32 @@ def _slots(mesh: DeviceMesh, timeout: float) -> Any:
             "is one. Ray would start them: pip install 'ray>=2.59'; or start them with "
             f"torchrun --nproc_per_node={max(slot.index for slot in slots) + 1}"
         ) from error
-    return Slots(mesh, timeout)
+    return RaySlots(mesh, timeout)
+
+
+def everywhere(function: Callable[..., Any], *args: Any) -> list[Any]:
+    """Call a function on every rank: of the torchrun job, or of the Ray slots that this script has started; in a plain
+    script on the only one. It counts as a verb.
+
+    Args:
+        function: under torchrun a module-level one.
+        args: as JSON has them.
+
+    Returns:
+        What it returned, by rank.
+
+    Raises:
+        ConfigError: there are several sets of slots: call `Controller.everywhere` of one.
+    """
+    if torchrun_ranks() > 1:
+        return Controller.of(None).everywhere(function, *args)
+    started = [known for known in _known.values() if not (known.is_local or known.has_ended)]
+    if len(started) > 1:
+        raise ConfigError(f"there are {len(started)} sets of slots: call everywhere() of one of the controllers")
+    return started[0].everywhere(function, *args) if started else [function(*args)]
+
+
+def start() -> None:
+    """For a verb that needs no workers: under torchrun only rank 0 goes on with the script."""
+    if torchrun_ranks() > 1:
+        Controller.of(None).start()

@@ -1,19 +1,27 @@
-"""What a controller holds of a role: its worker group. How a verb's rows are split and answers put together."""
+"""What a controller holds of a role: its worker group. How a verb's rows are split and answers put together, on
+slots that torchrun or Ray started."""
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any, Protocol, TypeVar
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, Generic, Protocol, TypeVar
 
 from verl.batch import Batch
-from verl.errors import ConfigError, DataError, nearest
+from verl.controller.world import RoleMeshes
+from verl.errors import BrokenCollectiveError, ConfigError, DataError, nearest
 from verl.training.micro_batch import balanced
-from verl.workers.place import ROLE, Verb
+from verl.workers.place import ROLE, Verb, verb_of
 
 logger = logging.getLogger(__name__)
 W_co = TypeVar("W_co", covariant=True)
+W = TypeVar("W")
+
+#: What is collected item by item.
+STREAMS = ("batches", "shards")
 
 
 class WorkerGroup(Protocol[W_co]):
@@ -29,6 +37,106 @@ class WorkerGroup(Protocol[W_co]):
             ClusterError: a worker died, or a deadline passed.
             Exception: a worker's own, with the worker's traceback, role, rank and host.
         """
+
+
+@dataclass(frozen=True)
+class Call:
+    """A verb on its way to the ranks of its mesh.
+
+    Attributes:
+        role: the key of the role's workers.
+        what: "ROLE.VERB", for messages.
+        rows: the ranks of the mesh in its order, each with its rows of the first argument; None: all of it.
+        answering: the ranks whose answers count.
+        is_stream: whether answers come item by item.
+        is_apart: ranks do not wait for each other in it, so that the failure of some leaves the others in step.
+    """
+
+    role: int
+    what: str
+    verb: str
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    rows: Mapping[int, Sequence[int] | None]
+    answering: Collection[int]
+    is_stream: bool
+    is_apart: bool
+
+
+class Slots(Protocol):
+    """Processes with a rank each: how orders reach them, and answers come back."""
+
+    timeout: float
+
+    @property
+    def has_started(self) -> bool: ...
+    @property
+    def has_ended(self) -> bool: ...
+
+    def start(self) -> None:
+        """Start or join the processes, which the first call does otherwise."""
+
+    def make(self, recipe: partial[Any], role: RoleMeshes) -> int:
+        """Make the workers of a role; the key of its calls."""
+
+    def split(self, batch: Batch, parts: int) -> list[list[int]]:
+        """`split_rows`, which may be known already."""
+
+    def run(self, call: Call) -> Iterator[tuple[int, Any]]:
+        """Each answer with its rank, as they come; all ranks have ended after the last one."""
+
+    def everywhere(self, function: Callable[..., Any], given: Sequence[tuple[Any, ...]]) -> list[Any]:
+        """Call a function on every rank with the arguments of each; the answers by rank."""
+
+    def close(self, reason: str = ...) -> None:
+        """End the processes."""
+
+
+class SlotGroup(Generic[W]):
+    """A worker group whose ranks stand on slots. See `WorkerGroup`."""
+
+    def __init__(self, role: RoleMeshes, recipe: partial[W], slots: Slots) -> None:
+        self.role, self.meshes, self.slots = role.role, role, slots
+        self.size = len(role.ranks)
+        self._recipe = recipe
+        self._key: int | None = None
+
+    def call(self, verb: str, *args: Any, **kwargs: Any) -> Any:
+        spec, what = verb_of(self._recipe.func, verb), f"{self.role}.{verb}"  # type: ignore[arg-type]
+        check_call(what, spec, self.meshes.meshes, args)
+        if self._key is None:
+            self._key = self.slots.make(self._recipe, self.meshes)
+        mesh = self.meshes.mesh(spec.mesh)
+        rows: dict[int, Sequence[int] | None] = dict.fromkeys(mesh.ranks)
+        if spec.split == "rows":
+            parts = self.slots.split(args[0], mesh.layout.data_size)
+            rows = {rank: parts[index] for rank, (index, _) in ((r, mesh.rows(r) or (0, 1)) for r in mesh.ranks)}
+        answering = mesh.answering() if spec.collect in ("rows", "batches") else mesh.answering()[:1]
+        call = Call(
+            role=self._key,
+            what=what,
+            verb=verb,
+            args=args,
+            kwargs=kwargs,
+            rows=rows,
+            answering=() if spec.collect == "none" else answering,
+            is_stream=spec.collect in STREAMS,
+            is_apart=spec.split == "rows",
+        )
+        if call.is_stream:
+            return (item for _, item in self.slots.run(call))
+        answers = dict(self.slots.run(call))
+        if spec.collect == "rows":
+            found = [(rows[rank] or [], rank) for rank in answering]
+            for part, rank in found:
+                check_answer(what, rank, len(part), answers[rank])
+            return join_rows([(part, answers[rank]) for part, rank in found])
+        return None if spec.collect == "none" else answers[answering[0]]
+
+
+def cause_of(errors: Mapping[int, Exception]) -> Exception:
+    """Of the errors of several ranks that of the first rank which did not just wait for another one."""
+    return min((errors[rank] for rank in sorted(errors)), key=lambda error: isinstance(error, BrokenCollectiveError))
 
 
 #: The columns that decide how rows are split.

@@ -1,9 +1,20 @@
-"""The ranks of a torchrun job, told by its environment."""
+"""The ranks of a torchrun job, and what each of them has made by itself before the first verb.
+
+Under torchrun every rank runs the script up to its first verb. What handles were given until then (models, tokenizers,
+optimizers, algorithms) is registered on each rank in the same order, so that it can be named by its number later.
+"""
 
 from __future__ import annotations
 
+import io
+import logging
 import os
 import socket
+import sys
+from collections.abc import Callable
+from typing import Any
+
+logger = logging.getLogger(__name__)
 
 
 def torchrun_ranks() -> int:
@@ -12,7 +23,7 @@ def torchrun_ranks() -> int:
 
 
 def rank_here() -> int:
-    """The rank of this process in its torchrun job; 0 outside of one."""
+    """The rank of this process in its job; 0 outside of one."""
     return int(os.environ.get("RANK", "0"))
 
 
@@ -21,11 +32,66 @@ def local_ranks() -> int:
     return int(os.environ.get("LOCAL_WORLD_SIZE", "1")) if torchrun_ranks() > 1 else 1
 
 
-def is_main() -> bool:
-    """Whether side effects happen in this process: on rank 0 of a torchrun job."""
+def is_driver() -> bool:
+    """Whether this process runs the script after the first verb: rank 0 of a torchrun job, or the only process."""
     return rank_here() == 0
 
 
 def who() -> str:
     """This process among the ranks of its job, for messages."""
     return f"rank {rank_here()} of {torchrun_ranks()}, host {socket.gethostname()}"
+
+
+class Registry:
+    """Objects by the order in which they were registered. It keeps them alive, so that an `id` names one object."""
+
+    def __init__(self) -> None:
+        self.labels: list[str] = []
+        self.objects: list[Any] = []
+        self._numbers: dict[int, int] = {}
+        #: Set at the first verb: later objects are the driver's alone.
+        self.is_closed = False
+
+    def add(self, handle: str, **objects: Any) -> None:
+        """Register what a handle was given; what is None, or known already, is left out."""
+        if torchrun_ranks() == 1 or self.is_closed:
+            return
+        if not self.objects and not is_driver():
+            sys.stdout = _ToLog()
+        for name, value in objects.items():
+            if value is not None and id(value) not in self._numbers:
+                self._numbers[id(value)] = len(self.objects)
+                self.objects.append(value)
+                self.labels.append(f"{handle}.{name} ({type(value).__qualname__})")
+
+    def number(self, value: Any) -> int | None:
+        """The number of an object; None: it is not registered."""
+        return self._numbers.get(id(value))
+
+
+class _ToLog(io.TextIOBase):
+    """The standard output of a rank that is not the driver: its lines go to the log of that rank."""
+
+    def __init__(self) -> None:
+        self._line = ""
+        self._is_writing = False
+
+    def writable(self) -> bool:
+        return True
+
+    def write(self, text: str) -> int:
+        if not self._is_writing:  # a log handler may itself write here
+            self._is_writing = True
+            try:
+                *lines, self._line = (self._line + text).split("\n")
+                for line in filter(None, lines):
+                    logger.info("%s", line)
+            finally:
+                self._is_writing = False
+        return len(text)
+
+
+registry = Registry()
+
+#: On the driver: what a signal means that another rank was sent; None: what it means to this process.
+on_signal: Callable[[int], None] | None = None

@@ -1,8 +1,7 @@
-"""The executor on a Ray cluster: one process a slot, driven from here.
+"""Slots on a Ray cluster: one process each, driven from here.
 
-A verb's batch is put once and each slot takes its rows of it; what they give back is collected as the verb declares,
-and whoever fails first ends the wait: the others may be waiting for it. Slots whose ranks may have come apart are
-ended, never used again.
+A verb's batch is put into the object store once and each slot takes its rows of it. The first failure ends the wait:
+the others may be waiting for that rank. Slots whose ranks may have come apart are ended, never used again.
 """
 
 from __future__ import annotations
@@ -14,11 +13,11 @@ import threading
 import time
 import weakref
 from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from functools import partial
-from itertools import count, repeat
-from typing import Any, Generic, TypeVar
+from itertools import count
+from typing import Any
 
 import ray
 from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
@@ -26,16 +25,15 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from verl.batch import Batch
 from verl.controller.cluster import connect
-from verl.controller.group import SPLIT_BY, check_answer, check_call, join_rows, split_rows
+from verl.controller.group import SPLIT_BY, Call, cause_of, split_rows
 from verl.controller.placement import DeviceMesh, Slot
-from verl.controller.slot_worker import Order, SlotWorker, Stream, WorkerError, bunched
-from verl.controller.world import Layout
+from verl.controller.ray_slot import Part, RaySlot, Stream, WorkerError, bunched
+from verl.controller.slot_worker import Order
+from verl.controller.world import RoleMeshes
 from verl.errors import ClusterError, ConfigError
 from verl.rewards.loading import user_modules
-from verl.workers.place import Verb, verb_of
 
 logger = logging.getLogger(__name__)
-W = TypeVar("W")
 
 #: Seconds for a slot's process to start.
 START = 120.0
@@ -48,7 +46,7 @@ _NODE_KEYS = ("NodeName", "NodeID", "NodeManagerAddress", "NodeManagerHostname")
 _ACCELERATOR = "ray.io/accelerator-type"
 
 
-class Slots:
+class RaySlots:
     """The processes at the slots of one map, started at the first use; slot i of the map is rank i of their world.
 
     The cluster is the one that this process is connected to, else the one at `RAY_ADDRESS`, else one that is started
@@ -103,7 +101,7 @@ class Slots:
                     f"{START:g} s: it has {_amounts(ray.cluster_resources())}, of which free: "
                     f"{_amounts(ray.available_resources())}"
                 )
-            made = ray.remote(max_restarts=0, concurrency_groups={"watch": 1})(SlotWorker)
+            made = ray.remote(max_restarts=0, concurrency_groups={"watch": 1})(RaySlot)
             for index in range(len(selectors)):
                 at = PlacementGroupSchedulingStrategy(self._group, index)
                 share = {"num_gpus": 1, "num_cpus": 0} if kind == "cuda" else {"num_cpus": self._cpus}
@@ -111,13 +109,15 @@ class Slots:
             self._meet("cuda:0" if kind == "cuda" else "cpu")
 
     def _meet(self, device: str) -> None:
+        """Let the slots meet at a store that rank 0 opens: the port is its own from the beginning."""
         import torch
 
         self._about = [{"host": "?", "pid": "?"}] * len(self._workers)
         self._about = self.each("about", [()] * len(self._workers), "start", START)
         machines = [about["node"] for about in self._about]
-        first = self._about[0]
-        meeting = f"tcp://{first['address']}:{first['port']}"
+        is_one = len(set(machines)) == 1
+        port = self.gather({self.submit(0, "open_store", is_one): 0}, "start", timeout=START)[0]
+        meeting = "127.0.0.1" if is_one else self._about[0]["address"], port
         threads = [max(1, torch.get_num_threads() // machines.count(machine)) for machine in machines]
         given = [(rank, machines, meeting, self.timeout, device, n, sys.path) for rank, n in enumerate(threads)]
         self.each("join", given, "start", START)
@@ -130,13 +130,52 @@ class Slots:
         answers = self.gather(calls, what, timeout=timeout)
         return [answers[index] for index in range(len(given))]
 
-    def make(self, recipe: Any, layout: Layout) -> int:
-        """The workers of a role at their slots; the key of its calls."""
+    def make(self, recipe: partial[Any], role: RoleMeshes) -> int:
+        with self.lock:
+            self.start()
+            _own_files_by_value()
+            key, shared = next(self._keys), ray.put(recipe)
+            self.each("make", [(key, shared, role)] * len(self.mesh.slots), f"{role.role}.start")
+            return key
+
+    def everywhere(self, function: Callable[..., Any], given: Sequence[tuple[Any, ...]]) -> list[Any]:
+        _own_files_by_value()
+        return self.each("run", [(function, args) for args in given], getattr(function, "__name__", "everywhere"))
+
+    def split(self, batch: Batch, parts: int) -> list[list[int]]:
+        return self.sent(batch).split(batch, parts)
+
+    def run(self, call: Call) -> Iterator[tuple[int, Any]]:
+        calls = self._begin(call)
+        if not call.is_stream:
+            yield from ((rank, answer) for rank, answer in self.gather(calls, call.what, safe=call.is_apart).items())
+            return
+        for rank, item in self.stream(calls, call.what):
+            yield from ((rank, shard) for shard in item) if isinstance(item, list) else ((rank, item),)
+
+    def _begin(self, call: Call) -> dict[Any, int]:
+        """The references of a call's ranks, in their order."""
         with self.lock:
             _own_files_by_value()
-            key = next(self._keys)
-            self.each("make", [(key, recipe, layout)] * len(self.mesh.slots), f"{layout.role}.start")
-            return key
+            first, *rest = call.args or (None,)
+            sent = self.sent(first) if isinstance(first, Batch) else None
+            stream = [Stream([ray.put(bunch) for bunch in bunched(first)])] if isinstance(first, Iterator) else []
+            args = tuple(rest) if sent or stream else call.args
+            kept = self.kept() if sent else []
+            calls = {}
+            for rank, rows in call.rows.items():
+                new = sent.owed(rank) if sent else []
+                part = Part(
+                    batch=sent.key if sent else None,
+                    rows=None if rows is None else list(rows),
+                    new=[(part.key, part.base.key if part.base else None) for part in new],
+                    kept=kept,
+                )
+                order = Order(call.role, call.verb, args, call.kwargs, rank in call.answering)
+                beside = [part.reference for part in new] if sent else stream
+                method = "stream" if call.is_stream else "call"
+                calls[self.submit(rank, method, ray.cloudpickle.dumps((order, part)), *beside)] = rank
+        return calls
 
     def sent(self, batch: Batch) -> _Sent:
         """A batch in the object store. Several verbs of a step read the same one: it is put there once, and of one
@@ -183,8 +222,8 @@ class Slots:
                 answers[calls[call]] = ray.get(call, timeout=START)
         return answers
 
-    def stream(self, calls: Mapping[Any, int], what: str) -> Iterator[Any]:
-        """What several ranks yield, as it comes; each may take `self.timeout` seconds for its next item."""
+    def stream(self, calls: Mapping[Any, int], what: str) -> Iterator[tuple[int, Any]]:
+        """What several ranks yield, with the rank, as it comes; each may take `self.timeout` seconds for an item."""
         pending = list(calls)
         try:
             while pending:
@@ -192,7 +231,7 @@ class Slots:
                 for call in done:
                     with self._failing(call, calls, what, safe=False):
                         try:
-                            yield ray.get(next(call), timeout=START)
+                            yield calls[call], ray.get(next(call), timeout=START)
                         except StopIteration:
                             pending.remove(call)
         finally:
@@ -225,9 +264,8 @@ class Slots:
                 except ray.exceptions.RayError as their:
                     failed[others[other]] = their
             alive = all(isinstance(e, ray.exceptions.RayTaskError) for e in failed.values())
-            errors = [self._told(rank, failed[rank], what) for rank in sorted(failed)]
-            # Who died or raised an error of its own is the cause; a rank that waited for another in vain is not.
-            cause = min(errors, key=lambda e: isinstance(e, ClusterError) and e.__cause__ is not None)
+            errors = {rank: self._told(rank, error, what) for rank, error in failed.items()}
+            cause = cause_of(errors)
             if late or not alive or not (safe or len(failed) == len(calls)):
                 self.close(f"{type(cause).__name__}: {cause}")
             raise cause from cause.__cause__
@@ -236,7 +274,7 @@ class Slots:
         """The failure of a rank as the user sees it."""
         cause = getattr(error, "cause", None)
         if isinstance(cause, WorkerError):
-            cause.error.__cause__ = ClusterError(f"the worker's own traceback: {cause.told}")
+            cause.error.__cause__ = ClusterError(f"the worker's own traceback: {cause.trace}")
             return cause.error
         if isinstance(error, ray.exceptions.RayTaskError):
             return ClusterError(f"{self.who(rank)} failed in '{what}': {error}")
@@ -304,71 +342,6 @@ class _Sent:
             base = self.base if self.base and SPLIT_BY.issubset(self.base.columns) else None
             self._splits[parts] = base.split(batch, parts) if base else split_rows(batch, parts)
         return self._splits[parts]
-
-
-class RayGroup(Generic[W]):
-    """A worker group whose ranks stand at the slots of a Ray cluster. See `WorkerGroup`."""
-
-    def __init__(self, role: str, recipe: partial[W], layout: Layout, slots: Slots) -> None:
-        self.role, self.layout, self.slots = role, layout, slots
-        self.size = len(layout.ranks)
-        self._recipe = recipe
-        self._key: int | None = None
-
-    def call(self, verb: str, *args: Any, **kwargs: Any) -> Any:
-        spec = verb_of(self._recipe.func, verb)  # type: ignore[arg-type]
-        check_call(f"{self.role}.{verb}", spec, self.layout.meshes, args)
-        if spec.collect in ("batches", "shards"):
-            return self._stream(spec, verb, args, kwargs)
-        calls, parts = self._begin("call", spec, verb, args, kwargs)
-        ranks = list(calls.values())
-        answers = self.slots.gather(calls, f"{self.role}.{verb}", safe=spec.split == "rows")
-        if spec.collect == "rows":
-            for rows, rank in zip(parts, ranks, strict=True):
-                check_answer(f"{self.role}.{verb}", rank, len(rows), answers[rank])
-            return join_rows([(rows, answers[rank]) for rows, rank in zip(parts, ranks, strict=True)])
-        return answers[ranks[0]]
-
-    def _stream(self, spec: Verb, verb: str, args: tuple[Any, ...], kwargs: Any) -> Iterator[Any]:
-        calls, _ = self._begin("stream", spec, verb, args, kwargs)
-        for item in self.slots.stream(calls, f"{self.role}.{verb}"):
-            if spec.collect == "shards":
-                yield from item
-            else:
-                yield item
-
-    def _begin(
-        self, method: str, spec: Verb, verb: str, args: tuple[Any, ...], kwargs: Any
-    ) -> tuple[dict[Any, int], list[list[int]]]:
-        """The calls of all ranks of the verb's mesh, in their order, and the rows that each of them got."""
-        ranks = self.layout.on(spec.mesh)
-        with self.slots.lock:
-            if self._key is None:
-                self._key = self.slots.make(self._recipe, self.layout)
-            _own_files_by_value()
-            first, *rest = args or (None,)
-            sent = self.slots.sent(first) if isinstance(first, Batch) else None
-            splits = sent.split(first, len(ranks)) if sent and spec.split == "rows" else []
-            stream = [Stream([ray.put(bunch) for bunch in bunched(first)])] if isinstance(first, Iterator) else []
-            plain = tuple(rest) if sent or stream else args
-            kept = self.slots.kept() if sent else []
-            calls = {}
-            for rank, rows in zip(ranks, splits or repeat(None, len(ranks)), strict=True):
-                new = sent.owed(rank) if sent else []
-                order = Order(
-                    role=self._key,
-                    verb=verb,
-                    args=plain,
-                    kwargs=kwargs,
-                    answers=spec.collect != "none" and (rank == ranks[0] or spec.collect in ("rows", "batches")),
-                    batch=sent.key if sent else None,
-                    rows=rows,
-                    new=[(part.key, part.base.key if part.base else None) for part in new],
-                    kept=kept,
-                )
-                beside = [part.reference for part in new] if sent else stream
-                calls[self.slots.submit(rank, method, ray.cloudpickle.dumps(order), *beside)] = rank
-        return calls, splits
 
 
 def _check(mesh: DeviceMesh) -> float:

@@ -1,89 +1,525 @@
-"""The executor under torchrun: the driver is replicated. Every verb takes the whole batch at every rank, each rank
-computes its part, and the collected batch is gathered to all ranks as Arrow IPC, members of the role or not. So user
-code sees one table everywhere."""
+"""Slots that torchrun has started: rank 0 runs the script and its own part of each verb, the others serve its orders.
+
+All ranks run the script up to its first verb. There they compare what they have registered; from then on the script is
+that of rank 0 alone. The other ranks end when it ends, or when rank 0 is gone.
+"""
 
 from __future__ import annotations
 
-import zlib
-from collections.abc import Callable, Iterator
+import atexit
+import itertools
+import logging
+import os
+import queue
+import signal
+import socket
+import sys
+import threading
+import time
+import traceback
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
-from typing import Any, Generic, TypeVar
+from types import FrameType
+from typing import Any, NoReturn
 
 from verl.batch import Batch
-from verl.controller.group import check_answer, check_call, join_rows, noted, split_rows
-from verl.controller.ranks import who
-from verl.controller.world import Layout, World
-from verl.shard import Shard
-from verl.workers.place import Verb, verb_of
-from verl.workers.streams import broadcast_shards
+from verl.controller import ranks
+from verl.controller.codec import decode_error, encode_error
+from verl.controller.group import Call, cause_of, split_rows
+from verl.controller.link import Link, Message, control_group
+from verl.controller.ranks import rank_here, registry, torchrun_ranks, who
+from verl.controller.slot_worker import Order, SlotWorker, stacks
+from verl.controller.world import TIMEOUT, RoleMeshes, World
+from verl.errors import BrokenCollectiveError, ClusterError
 
-W = TypeVar("W")
+logger = logging.getLogger(__name__)
+
+#: Seconds in which the other ranks may end once one has failed.
+GRACE = 3.0
+#: Seconds for the threads of a link at the end of the process.
+_LEAVING = 5.0
 
 
-class TorchrunGroup(Generic[W]):
-    """A worker group whose ranks are processes of this torchrun job. See `WorkerGroup`."""
+class TorchrunSlots:
+    """The ranks of this torchrun job, seen from rank 0. See `group.Slots`; there is one a process.
 
-    def __init__(self, role: str, recipe: partial[W], layout: Layout, join: Callable[[], World]) -> None:
-        self.role, self.layout, self._join = role, layout, join
-        self.size = len(layout.ranks)
-        self._recipe = recipe
-        self._is_made = False
-        self._worker: W | None = None
+    Args:
+        timeout: seconds that ranks wait for each other.
+        kind: "cpu" or "cuda".
+    """
+
+    def __init__(self, timeout: float = TIMEOUT, kind: str = "cpu") -> None:
+        self.timeout, self.kind = timeout, kind
+        self._slot: SlotWorker | None = None
+        self._links: dict[int, Link] = {}
+        self._about: dict[int, Mapping[str, Any]] = {}
+        self._lock = threading.RLock()  # orders reach all ranks in the order in which they are carried out here
+        self._serials, self._keys = itertools.count(1), itertools.count()
+        self._inboxes: dict[int, queue.SimpleQueue[tuple[int, Message]]] = {}
+        self._gone: dict[int, str] = {}
+        self._executing: set[int] = set()
+        self._ended: str | None = None
+
+    @property
+    def has_started(self) -> bool:
+        return self._slot is not None
+
+    @property
+    def has_ended(self) -> bool:
+        return self._ended is not None
 
     @property
     def world(self) -> World:
-        return self._join()
+        """This rank's side of the job, joined at the first use."""
+        self.start()
+        assert self._slot is not None
+        return self._slot.world
 
-    @property
-    def worker(self) -> W | None:
-        """The worker of this rank; None where the role has none. All ranks must ask for it together."""
-        if not self._is_made:
-            place = self.world.place(self.layout)
-            self._worker = None if place is None else self._recipe(place=place)
-            self._is_made = True
-        return self._worker
+    def start(self) -> None:
+        """The first verb: on rank 0 it returns once all ranks are there, on another rank it never returns.
 
-    def call(self, verb: str, *args: Any, **kwargs: Any) -> Any:
-        spec = verb_of(self._recipe.func, verb)  # type: ignore[arg-type]
-        check_call(f"{self.role}.{verb}", spec, self.layout.meshes, args)
-        parts: list[list[int]] = []
-        digest = 0
-        with self.world.collective(f"{self.role}.{verb}"), noted(f"in role '{self.role}', {who()}, verb '{verb}'"):
-            worker = self.worker
-            share = self.layout.share(spec.mesh, self.world.rank)
-            if spec.split == "rows":
-                batch, args = args[0], args[1:]
-                parts = split_rows(batch, len(self.layout.on(spec.mesh)))
-                if share is not None:
-                    args = (batch.take(parts[share.index]), *args)
-            elif args and isinstance(args[0], Batch):
-                digest = zlib.crc32(args[0].to_ipc())
-            answer = None if share is None else getattr(worker, verb)(*args, **kwargs)
-            if spec.collect == "shards":
-                return self._shards(spec, answer)
-            if spec.collect == "batches" and answer is not None:
-                answer = Batch.concat(answer)
-        return self._collect(spec, verb, answer, share is not None, parts, digest)
+        Raises:
+            ClusterError: the ranks have made other handles, or the same in another order.
+        """
+        with self._lock:
+            if self._slot is not None:
+                return
+            local = os.environ.get("LOCAL_RANK", str(rank_here()))
+            device = f"cuda:{local}" if self.kind == "cuda" else "cpu"
+            world = World(rank_here(), torchrun_ranks(), "env://", self.timeout, device)
+            group = control_group(world.rank, world.size)
+            self._slot, registry.is_closed = SlotWorker(world), True
+            if world.rank != 0:
+                _Serving(self._slot, group).run()
+            self._meet(group, world)
 
-    def _collect(self, spec: Verb, verb: str, answer: Any, is_member: bool, parts: list[list[int]], digest: int) -> Any:
-        first = self.layout.answering(spec.mesh)
-        sends = is_member and (spec.collect in ("rows", "batches") or self.world.rank == first)
-        answers = self.world.exchange(f"{self.role}.{verb}", answer, sends=sends, digest=digest)
-        if spec.collect in ("rows", "batches"):
-            found = list(zip(parts, self.layout.on(spec.mesh), strict=True))
-            if spec.collect == "batches":
-                return iter([Batch.concat(answers[rank] for rows, rank in found if rows)] if any(parts) else [])
-            for rows, rank in found:
-                check_answer(f"{self.role}.{verb}", rank, len(rows), answers[rank])
-            return join_rows([(rows, answers[rank]) for rows, rank in found])
-        return None if spec.collect == "none" else answers[first]
+    def _meet(self, group: Any, world: World) -> None:
+        for rank in range(1, world.size):
+            link = Link(group, rank, partial(self._deliver, rank))
+            self._about[rank] = link.receive().body
+            self._links[rank] = link
+        for link in self._links.values():
+            link.open()
+        atexit.register(self._end, world)
+        for rank, about in self._about.items():
+            if (reason := _first_difference(registry.labels, about["labels"], rank)) is not None:
+                self.close(reason)
+                raise ClusterError(reason)
 
-    def _shards(self, spec: Verb, stream: Iterator[Shard] | None) -> Iterator[Shard]:
-        """A stream that every rank draws from in step. Ranks outside of the role get it from the first one in it."""
-        if len(self.layout.on(spec.mesh)) == self.world.size:
-            assert stream is not None
-            yield from stream
+    def split(self, batch: Batch, parts: int) -> list[list[int]]:
+        return split_rows(batch, parts)
+
+    def make(self, recipe: partial[Any], role: RoleMeshes) -> int:
+        self.start()
+        key = next(self._keys)
+        message = Message.of("make", body=(key, recipe, role))
+        deque(self._carry_out(f"{role.role}.start", dict.fromkeys(self._links, message), self._make(key, recipe, role)))
+        return key
+
+    def _make(self, key: int, recipe: partial[Any], role: RoleMeshes) -> Iterator[Any]:
+        assert self._slot is not None
+        self._slot.make(key, recipe, role)
+        yield from ()
+
+    def everywhere(self, function: Callable[..., Any], given: Sequence[tuple[Any, ...]]) -> list[Any]:
+        self.start()
+        messages = {rank: Message.of("run", body=(function, given[rank]), answers=True) for rank in self._links}
+        assert self._slot is not None
+        own = (run(function, given[0]) for run in (self._slot.run,))
+        answers = dict(self._carry_out(getattr(function, "__name__", "everywhere"), messages, own))
+        return [answers[rank] for rank in range(len(given))]
+
+    def run(self, call: Call) -> Iterator[tuple[int, Any]]:
+        self.start()
+        assert self._slot is not None
+        args, first, stream = call.args, call.args[0] if call.args else None, None
+        if isinstance(first, Iterator):
+            stream, args = first, args[1:]
+        elif isinstance(first, Batch):
+            args = args[1:]
+        order = Order(call.role, call.verb, args, call.kwargs, answers=True)
+        whole: Message | None = None
+        messages = {}
+        for rank, rows in call.rows.items():
+            if rank == 0:
+                continue
+            if rows is not None or whole is None:
+                part = first.take(rows) if rows is not None and isinstance(first, Batch) else first
+                whole = Message.of(
+                    "order", body=(order, stream is not None, part if isinstance(first, Batch) else None)
+                )
+            messages[rank] = Message("order", answers=rank in call.answering, tree=whole.tree, buffers=whole.buffers)
+        own: Iterator[Any] | None = None
+        fed = None if stream is None else self._fed(stream, list(messages))
+        if 0 in call.rows:
+            rows = call.rows[0]
+            given = [first if rows is None else first.take(rows)] if isinstance(first, Batch) else []
+            order = Order(call.role, call.verb, args, call.kwargs, answers=0 in call.answering)
+            own = self._slot.execute(order, *([fed] if fed is not None else given))
+        return self._carry_out(call.what, messages, own, fed, call.is_apart)
+
+    def _fed(self, stream: Iterator[Any], to: Sequence[int]) -> Iterator[Any]:
+        """The stream, whose items are sent to other ranks on the way."""
+        try:
+            for item in stream:
+                message = Message.of("item", body=item)
+                for rank in to:
+                    self._links[rank].send(message)
+                yield item
+        except BaseException:
+            self._tell(Message("cut"), to)
+            raise
+        self._tell(Message("last"), to)
+
+    def _carry_out(
+        self,
+        what: str,
+        messages: Mapping[int, Message],
+        own: Iterator[Any] | None,
+        fed: Iterator[Any] | None = None,
+        is_apart: bool = False,
+    ) -> Iterator[tuple[int, Any]]:
+        """Send each rank its message, do this rank's part, and pass on what all of them answer.
+
+        Args:
+            fed: a stream that goes to the other ranks while it is drawn.
+            is_apart: a failure of some ranks does not set them apart from the others.
+        """
+        running = _Running(self, what, messages, own, fed, is_apart)
+        items = running.items()
+        try:
+            yield from items
+        except GeneratorExit:
+            deque(running.items(), maxlen=0)  # no rank may be left waiting in a stream
+            raise
+
+    def send(self, serial: int, messages: Mapping[int, Message]) -> queue.SimpleQueue[tuple[int, Message]]:
+        """Begin a call: its messages, and where its answers arrive."""
+        with self._lock:
+            if self._ended is not None:
+                raise ClusterError(f"the ranks have been ended: {self._ended}")
+            inbox: queue.SimpleQueue[tuple[int, Message]] = queue.SimpleQueue()
+            self._inboxes[serial] = inbox
+            for rank, message in messages.items():
+                if rank in self._gone:
+                    raise self._died(rank, "before this verb")
+                about = Message(message.do, serial, message.answers, message.tree, message.buffers)
+                self._links[rank].send(about)
+            return inbox
+
+    def _deliver(self, rank: int, message: Message) -> None:
+        """Called by the reading thread of a link."""
+        if message.do == "signal":
+            self._signalled(int(message.tree))
+        elif message.do == "gone":
+            self._gone[rank] = str(message.tree)
+            for serial, inbox in [*self._inboxes.items()]:
+                inbox.put((rank, message))
+                self._free_later(serial)
+        elif (waiting := self._inboxes.get(message.serial)) is not None:
+            waiting.put((rank, message))
+            if message.do == "error":
+                self._free_later(message.serial)
+
+    def _free_later(self, serial: int) -> None:
+        """This rank may be in a collective that a failed rank does not come to, and gloo frees it only when the other
+        processes have ended."""
+
+        def free() -> None:
+            if serial in self._executing:
+                self.close("another rank failed in a verb that this rank is still in")
+
+        timer = threading.Timer(GRACE, free)
+        timer.daemon = True
+        timer.start()
+
+    def _signalled(self, number: int) -> None:
+        if ranks.on_signal is not None:
+            ranks.on_signal(number)
+        else:
+            os.kill(os.getpid(), number)
+
+    def who(self, rank: int) -> str:
+        """A rank, for messages."""
+        about = self._about.get(rank, {"host": socket.gethostname(), "pid": os.getpid()})
+        return f"rank {rank} of {torchrun_ranks()} (host {about['host']}, pid {about['pid']})"
+
+    def _died(self, rank: int, where: str) -> ClusterError:
+        return ClusterError(
+            f"{self.who(rank)} died {where}: {self._gone[rank]}. The run cannot go on without it; the same command "
+            "resumes it from its last checkpoint"
+        )
+
+    def stalled(self, pending: Sequence[int], what: str, limit: float) -> ClusterError:
+        """The error of a passed deadline, once the stacks of all ranks are in the log and the others have ended."""
+        inbox: queue.SimpleQueue[tuple[int, Message]] = queue.SimpleQueue()
+        self._inboxes[0] = inbox
+        self._tell(Message("stacks"), list(self._links))
+        told, until = {0: stacks()}, time.monotonic() + GRACE
+        while len(told) <= len(self._links) and (left := until - time.monotonic()) > 0:
+            try:
+                rank, message = inbox.get(timeout=left)
+            except queue.Empty:
+                break
+            told[rank] = str(message.tree)
+        for rank in range(torchrun_ranks()):
+            logger.error("%s stands at:\n%s", self.who(rank), told.get(rank, "no answer"))
+        names = "; ".join(map(self.who, pending))
+        reason = f"'{what}' did not end within {limit:g} s: waited for {names}; stacks of all ranks are in the log"
+        self.close(reason)
+        return ClusterError(reason)
+
+    def close(self, reason: str = "close() was called") -> None:
+        """End the other ranks. Their exit code is 0: what the failure means is for the script to say."""
+        if self._ended is None:
+            self._ended = reason
+            self._tell(Message("exit"), list(self._links))
+
+    def _tell(self, message: Message, to: Sequence[int]) -> None:
+        for rank in to:
+            try:
+                self._links[rank].send(message)
+            except ClusterError as error:
+                logger.debug("%s", error)
+
+    def _end(self, world: World) -> None:
+        """At the end of the script. An error that ended it ends the others with an exit code of 1."""
+        failed = getattr(sys, "last_value", None) is not None
+        self._tell(Message("end", tree=int(failed)), [rank for rank in self._links if rank not in self._gone])
+        for link in self._links.values():
+            link.close()
+            link.reader.join(_LEAVING)
+        world.leave()
+
+
+class _Running:
+    """One call on its way: what has come of it, and who has not ended yet."""
+
+    def __init__(
+        self,
+        slots: TorchrunSlots,
+        what: str,
+        messages: Mapping[int, Message],
+        own: Iterator[Any] | None,
+        fed: Iterator[Any] | None,
+        is_apart: bool,
+    ) -> None:
+        self.slots, self.what, self.is_apart = slots, what, is_apart
+        self.messages, self.own, self.fed = messages, own, fed
+        self.count = len(messages) + (own is not None)
+        self.pending = set(messages)
+        self.errors: dict[int, Exception] = {}
+        self.dead: set[int] = set()
+        self.serial = 0
+        self.inbox: queue.SimpleQueue[tuple[int, Message]] = queue.SimpleQueue()
+
+    def items(self) -> Iterator[tuple[int, Any]]:
+        """What ranks answer, as it comes; called again, what is left."""
+        if not self.serial:
+            self.serial = next(self.slots._serials)
+            self.inbox = self.slots.send(self.serial, self.messages)
+            self.messages = {}
+        yield from self._own_items()
+        since = time.monotonic()
+        while self.pending:
+            limit = min(GRACE, self.slots.timeout) if self.errors else self.slots.timeout
+            try:
+                rank, message = self.inbox.get(timeout=max(0.0, since + limit - time.monotonic()))
+            except queue.Empty:
+                break
+            had_errors = bool(self.errors)
+            yield from self._taken(rank, message)
+            if not self.errors or not had_errors:
+                since = time.monotonic()
+        self._conclude()
+
+    def _own_items(self) -> Iterator[tuple[int, Any]]:
+        self.slots._executing.add(self.serial)
+        try:
+            for item in self.own or ():
+                yield 0, item
+                while not self.inbox.empty():
+                    yield from self._taken(*self.inbox.get())
+            deque(self.fed or (), maxlen=0)  # what this rank did not draw, the others wait for
+        except Exception as error:
+            self.errors[0] = error
+            if self.fed is not None:
+                self.slots._tell(Message("cut"), sorted(self.pending))
+        finally:
+            self.slots._executing.discard(self.serial)
+
+    def _taken(self, rank: int, message: Message) -> Iterator[tuple[int, Any]]:
+        if message.do == "item":
+            yield rank, message.body
             return
-        everyone = self.world.group(range(self.world.size))
-        with self.world.collective(f"{self.role}, weights"):
-            yield from broadcast_shards(stream, self.layout.answering(spec.mesh), everyone)
+        if rank not in self.pending:
+            return
+        self.pending.discard(rank)
+        if message.do == "gone":
+            self.dead.add(rank)
+            died = self.slots._died(rank, f"in '{self.what}'")
+            # One that this rank has ended is not the cause.
+            self.errors[rank] = BrokenCollectiveError(str(died)) if self.slots.has_ended else died
+        elif message.do == "error":
+            body = message.body
+            error = decode_error(body, self.slots.who(rank))
+            error.__cause__ = ClusterError(f"the worker's own traceback: {body['told']}")
+            self.errors[rank] = error
+
+    def _conclude(self) -> None:
+        """Raise what went wrong. Ranks that may have come apart are ended."""
+        self.slots._inboxes.pop(self.serial, None)
+        if self.pending and not self.errors:
+            raise self.slots.stalled(sorted(self.pending), self.what, self.slots.timeout)
+        if not self.errors:
+            return
+        cause = cause_of(self.errors)
+        if self.pending or self.dead or not (self.is_apart or len(self.errors) == self.count):
+            self.slots.close(f"{type(cause).__name__}: {cause}")
+        raise cause from cause.__cause__
+
+
+class _Serving:
+    """A rank that is not the driver: it carries out one order after another."""
+
+    def __init__(self, slot: SlotWorker, group: Any) -> None:
+        self.slot = slot
+        self.inbox: queue.SimpleQueue[Message] = queue.SimpleQueue()
+        self.link = Link(group, 0, self._deliver)
+        self.doing = "waiting for orders"
+        self.is_ending = False
+
+    def run(self) -> NoReturn:
+        """Until the driver ends; the process ends with it."""
+        if threading.current_thread() is threading.main_thread():
+            signal.signal(signal.SIGINT, signal.SIG_IGN)  # a terminal sends it to the driver too
+            signal.signal(signal.SIGTERM, self._forward)
+        about = {"labels": registry.labels, "host": socket.gethostname(), "pid": os.getpid()}
+        self.link.send(Message.of("hello", body=about))
+        self.link.open()
+        while (message := self.inbox.get()).do != "end":
+            if message.do in ("make", "run", "order"):
+                self._carry_out(message)
+        self._leave_with_driver(bool(message.tree))
+
+    def _carry_out(self, message: Message) -> None:
+        try:
+            for item in self._items(message):
+                if message.answers:
+                    self.link.send(Message.of("item", message.serial, item))
+            ended = Message("end", message.serial)
+        except Exception as error:
+            told = f"{who()}, {self.doing}:\n{''.join(traceback.format_exception(error))}"
+            ended = Message.of("error", message.serial, {**encode_error(error), "told": told})
+        finally:
+            self.doing = "waiting for orders"
+        try:
+            self.link.send(ended)
+        except ClusterError:  # the driver is gone: the reading thread says so
+            self.link.reader.join(_LEAVING)
+            _leave(1)
+
+    def _items(self, message: Message) -> Iterator[Any]:
+        body = message.body
+        if message.do == "make":
+            self.doing = f"start of {body[2].role}"
+            self.slot.make(*body)
+        elif message.do == "run":
+            function, args = body
+            self.doing = f"in {getattr(function, '__name__', function)}"
+            yield self.slot.run(function, args)
+        else:
+            order, has_stream, batch = body
+            self.doing = f"in '{order.verb}'"
+            stream = self._stream()
+            yield from self.slot.execute(order, *([stream] if has_stream else [] if batch is None else [batch]))
+            if has_stream:
+                deque(stream, maxlen=0)
+
+    def _stream(self) -> Iterator[Any]:
+        """The items that the driver sends after an order."""
+        while (message := self.inbox.get()).do == "item":
+            yield message.body
+        if message.do != "last":
+            raise ClusterError(f"{who()}: the driver did not finish the stream it was sending")
+
+    def _deliver(self, message: Message) -> None:
+        """Called by the reading thread, so that a rank which is busy or stuck ends too."""
+        if message.do == "exit":
+            _leave(0)
+        elif message.do == "gone":
+            if self.is_ending:
+                return
+            where = f"{who()}, {self.doing}"
+            sys.stderr.write(f"ClusterError: {where}: rank 0, which runs the script, died: {message.tree}\n")
+            _leave(1)
+        elif message.do == "stacks":
+            self.link.send(Message("stacks", 0, tree=stacks()))
+        else:
+            self.is_ending = message.do == "end"
+            self.inbox.put(message)
+            if self.is_ending:
+                timer = threading.Timer(_LEAVING + GRACE, _leave, (1,))
+                timer.daemon = True
+                timer.start()
+
+    def _forward(self, number: int, frame: FrameType | None) -> None:
+        """A signal is for the driver. The code that it interrupts may be sending, so that another thread sends it."""
+        threading.Thread(target=self._send_signal, args=(number,), daemon=True).start()
+
+    def _send_signal(self, number: int) -> None:
+        try:
+            self.link.send(Message("signal", tree=number))
+        except ClusterError:  # the driver is gone, which ends this process
+            logger.debug("signal %d came after the driver had ended", number)
+
+    def _leave_with_driver(self, failed: bool) -> NoReturn:
+        self.link.close()
+        try:
+            self.link.send(Message("bye"))
+        except ClusterError as error:
+            logger.debug("%s", error)
+        if failed:  # torchrun takes the first process that fails for the cause: that is the driver
+            self.link.reader.join(_LEAVING)
+        _leave(int(failed))
+
+
+def _leave(code: int) -> NoReturn:
+    """End this process from any thread, without what the script would do at its end."""
+    forced = threading.Timer(_LEAVING, os._exit, (code,))
+    forced.daemon = True
+    forced.start()
+    atexit._run_exitfuncs()
+    for stream in (sys.stdout, sys.stderr):
+        stream.flush()
+    os._exit(code)
+
+
+def _first_difference(ours: Sequence[str], theirs: Sequence[str], rank: int) -> str | None:
+    for number, (mine, other) in enumerate(itertools.zip_longest(ours, theirs, fillvalue="nothing")):
+        if mine != other:
+            return (
+                f"ranks 0 and {rank} made different handles before the first verb: number {number} is {mine} on rank "
+                f"0 and {other} on rank {rank}. Make the same handles in the same order on every rank; what must "
+                "happen once belongs after the first verb, where only rank 0 runs the script"
+            )
+    return None
+
+
+_job: TorchrunSlots | None = None
+
+
+def torchrun_slots(timeout: float | None, kind: str) -> TorchrunSlots:
+    """The slots of this torchrun job, one object a process; until it has started, the latest arguments count.
+
+    Args:
+        timeout: None: as it is.
+        kind: "cpu" or "cuda".
+    """
+    global _job
+    if _job is None:
+        _job = TorchrunSlots()
+    if not _job.has_started:
+        _job.timeout, _job.kind = _job.timeout if timeout is None else timeout, kind
+    return _job

@@ -17,6 +17,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from verl.batch import Batch
+from verl.controller.controller import start
 from verl.dataflow import loop
 from verl.dataflow.graph import ANY, Graph, Node
 from verl.dataflow.pieces import Pieces
@@ -68,6 +69,7 @@ class Result:
 
 def run_graph(graph: Graph, batch: Batch, *, deadline: float = DEADLINE) -> Result:
     """`run` for synchronous code, notebooks included."""
+    start()
     return loop.run_sync(run(graph, batch, deadline=deadline))
 
 

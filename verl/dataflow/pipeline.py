@@ -62,6 +62,8 @@ class RLDataPipeline:
     @property
     def graph(self) -> Graph:
         """The graph that `run` runs."""
+        for controller in self._controllers():
+            controller.wait(self.deadline)
         return Graph([node for name, stage in self.stages.items() for node in self._nodes(name, stage)])
 
     def run(self, prompts: Any) -> Result:
@@ -75,8 +77,6 @@ class RLDataPipeline:
             if encoder is None:
                 raise ConfigError("no stage of the pipeline takes plain prompts: add an Actor, or run a Batch")
             prompts = encoder.prompts(prompts)
-        for controller in self._controllers():
-            controller.wait(self.deadline)
         return run_graph(self.graph, prompts, deadline=self.deadline)
 
     def _controllers(self) -> set[Controller]:

@@ -1,4 +1,4 @@
-"""A live model that can travel to another process: as its class, its configuration and its weights in safetensors."""
+"""A live model that can travel to another process: as its class, its configuration and its weights."""
 
 from __future__ import annotations
 
@@ -6,8 +6,9 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from safetensors.torch import load, save
+from transformers import PreTrainedModel
 
+from verl.errors import ModelError
 from verl.models.heads import ValueModel, width_of
 from verl.models.shards import load_model_shards, model_shards
 from verl.shard import Shard
@@ -21,23 +22,39 @@ class PortableModel:
         self.model = model
 
     def __reduce__(self) -> tuple[Callable[..., PortableModel], tuple[Any, ...]]:
+        return PortableModel.of_parts, (self.parts(),)
+
+    def parts(self) -> dict[str, Any]:
+        """What makes an equal model elsewhere: classes, values and tensors by name."""
         model = self.model
-        backbone = model.backbone if isinstance(model, ValueModel) else model
-        has_bias = isinstance(model, ValueModel) and model.score.bias is not None
-        weights = save({shard.name: shard.tensor.cpu().contiguous() for shard in model_shards(model)})
-        kind = ("value", has_bias) if isinstance(model, ValueModel) else ("causal", False)
-        trained = [name for name, weight in model.named_parameters() if weight.requires_grad]
-        return _rebuilt, (type(backbone), backbone.config, str(backbone.dtype), kind, trained, weights)
+        is_value = isinstance(model, ValueModel)
+        backbone = model.backbone if is_value else model
+        return {
+            "class": type(backbone),
+            "config_class": type(backbone.config),
+            "config": backbone.config.to_dict(),
+            "dtype": backbone.dtype,
+            "head": ("bias" if model.score.bias is not None else "plain") if is_value else None,
+            "trained": [name for name, weight in model.named_parameters() if weight.requires_grad],
+            "weights": {shard.name: shard.tensor.detach().cpu() for shard in model_shards(model)},
+        }
 
+    @classmethod
+    def of_parts(cls, parts: dict[str, Any]) -> PortableModel:
+        """A new model, equal in every weight.
 
-def _rebuilt(
-    cls: Any, config: Any, dtype: str, kind: tuple[str, bool], trained: list[str], weights: bytes
-) -> PortableModel:
-    model = cls._from_config(config, dtype=getattr(torch, dtype.removeprefix("torch.")))
-    if kind[0] == "value":
-        model = ValueModel(model, (torch.zeros(1, width_of(model)), torch.zeros(1) if kind[1] else None))
-    load_model_shards(model, (Shard.whole(name, tensor) for name, tensor in load(weights).items()))
-    names = set(trained)
-    for name, weight in model.named_parameters():
-        weight.requires_grad_(name in names)
-    return PortableModel(model.eval())
+        Raises:
+            ModelError: the class is not one of transformers' models.
+        """
+        kind = parts["class"]
+        if not issubclass(kind, PreTrainedModel):
+            raise ModelError(f"{kind.__name__} is no model of transformers")
+        model: Any = kind._from_config(parts["config_class"].from_dict(parts["config"]), dtype=parts["dtype"])
+        if parts["head"] is not None:
+            bias = torch.zeros(1) if parts["head"] == "bias" else None
+            model = ValueModel(model, (torch.zeros(1, width_of(model)), bias))
+        load_model_shards(model, (Shard.whole(*item) for item in parts["weights"].items()))
+        names = set(parts["trained"])
+        for name, weight in model.named_parameters():
+            weight.requires_grad_(name in names)
+        return cls(model.eval())

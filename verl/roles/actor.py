@@ -15,7 +15,7 @@ from verl.algorithms import BaseAlgorithm, default_algorithm, make_algorithm
 from verl.batch import Batch
 from verl.controller.controller import Controller
 from verl.controller.group import WorkerGroup
-from verl.controller.once import on_main
+from verl.controller.ranks import registry
 from verl.data.prompts import load_prompts
 from verl.data.tokenize import to_prompts
 from verl.data.vocabulary import vocabulary_id
@@ -148,6 +148,15 @@ class Actor:
         self._reference: WorkerGroup[ReferenceWorker] | None = None
         self._exact_rollout: bool | None = None
         self._calls = 0
+        registry.add(
+            "Actor",
+            model=self.model,
+            tokenizer=self.tokenizer,
+            algorithm=self.algorithm,
+            optimizer=self.train_options.optimizer,
+            rollout=None if isinstance(rollout, str) else rollout,
+            episode=None if isinstance(episode, str) else episode,
+        )
         self.place(placement)
 
     @classmethod
@@ -299,6 +308,7 @@ class Actor:
                 "call make_reference() before the first update"
             )
         self.reference_model = copy.deepcopy(self.present_model()) if model is None else model
+        registry.add("Actor", reference=self.reference_model)
 
     def update(self, sequences: Batch, rewards: Any, values: Any = None) -> dict[str, float]:
         """One update from scored sequences.
@@ -382,18 +392,16 @@ class Actor:
         self.policy_version, self._written = int(rest["policy_version"]), written
 
     def save_pretrained(self, path: str) -> None:
-        """Write a plain Hugging Face directory: weights, config and tokenizer. Of several ranks the first writes."""
+        """Write a plain Hugging Face directory: weights, config and tokenizer."""
         from verl.models.shards import save_pretrained_dir
 
-        model = self.present_model()
-        on_main(f"save {path}", lambda: save_pretrained_dir(model, self.tokenizer, path))
+        save_pretrained_dir(self.present_model(), self.tokenizer, path)
 
     def present_model(self) -> PreTrainedModel:
-        """`model`, with the weights as they are now: where its workers are other processes, it is brought up to date.
-        All ranks must ask for it together."""
+        """`model`, with the weights as they are now: those of its workers, where they are other processes."""
         from verl.models.shards import load_model_shards
 
-        if self._group is not None and not self.controller.is_local:  # this rank may not be one that trains
+        if self._group is not None and not self.controller.is_local:
             load_model_shards(self.model, self.shards())
         return self.model
 

@@ -12,6 +12,7 @@ from verl.algorithms import BaseAlgorithm, make_algorithm, value_algorithm
 from verl.batch import Batch
 from verl.controller.controller import Controller
 from verl.controller.group import WorkerGroup
+from verl.controller.ranks import registry
 from verl.data.alignment import CharacterAlignment
 from verl.data.vocabulary import tokenizer_of, vocabulary_id
 from verl.errors import ConfigError, ModelError
@@ -90,6 +91,7 @@ class Critic:
         self._alignments: dict[str, CharacterAlignment] = {}
         #: "critic" or "cost_critic": which pool of the map it stands on.
         self.role = "critic"
+        registry.add("Critic", model=self.model, algorithm=self.algorithm, optimizer=self.train_options.optimizer)
         self._group: WorkerGroup[CriticWorker] | None = None
         self.place(placement)
 

@@ -8,12 +8,12 @@ from functools import partial
 from typing import Any
 
 from verl.batch import Batch
-from verl.controller.once import once
+from verl.controller.controller import start
 from verl.controller.rewards import RewardPool
 from verl.errors import CheckpointError, ConfigError, RewardError
 from verl.rewards.failures import Failures
 from verl.rewards.make import make_reward
-from verl.rewards.source import RewardResult, RewardSource, leaves, run_reward, score_finished
+from verl.rewards.source import RewardSource, leaves, run_reward, score_finished
 from verl.roles.columns import as_sequences
 
 
@@ -92,13 +92,14 @@ class Reward:
 
     async def score_and_count(self, sequences: Batch) -> tuple[Batch, dict[str, float]]:
         """The same, and metrics of what went wrong on the way and how many workers there are."""
-        result = await score_finished(_OnRankZero(self.source), sequences)
+        result = await score_finished(self.source, sequences)
         names = {what: "workers/max" if what == "workers" else f"{what}/count" for what in result.counts}
         return result.as_batch(), {names[what]: float(count) for what, count in result.counts.items()}
 
     def get_reward(self, sequences: Batch) -> Batch:
         """The same, waited for."""
-        return run_reward(_OnRankZero(self.source), as_sequences(sequences)).as_batch()
+        start()
+        return run_reward(self.source, as_sequences(sequences)).as_batch()
 
     def check_failures(self) -> None:
         """Raises RewardError if a part of it has failed on every sample so far, however few; for the end of a run."""
@@ -150,14 +151,3 @@ class Reward:
                 f"the reward '{self.source.name}' keeps no state (a running mean) and was saved with one "
                 f"({', '.join(sorted(state))}): give the reward and its smoothing of then, or start anew"
             )
-
-
-class _OnRankZero:
-    """A source whose scores every rank of a torchrun job gets from rank 0: the user's code runs once."""
-
-    def __init__(self, source: RewardSource) -> None:
-        self.source, self.name, self.whole_batch = source, source.name, source.whole_batch
-
-    async def score(self, batch: Batch) -> RewardResult:
-        rows = ",".join(map(str, batch["id"])) if "id" in batch else str(len(batch))
-        return await once(f"reward {self.name}: {rows}", lambda: self.source.score(batch))

@@ -9,6 +9,7 @@ from typing import Any
 
 from verl.algorithms import BaseAlgorithm, make_algorithm
 from verl.batch import Batch
+from verl.controller.ranks import registry
 from verl.errors import ConfigError
 from verl.roles.actor import Actor
 from verl.roles.columns import add_rewards
@@ -44,6 +45,7 @@ class Updater:
     ) -> None:
         self.algorithm = make_algorithm(algorithm, **options)
         self.actor = actor
+        registry.add("Updater", algorithm=self.algorithm)
         if actor.head != self.algorithm.head:
             raise ConfigError(
                 f"algorithm '{self.algorithm.name}' trains a model with a head of kind '{self.algorithm.head}', this "

@@ -7,7 +7,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from verl.controller.once import on_main
+from verl.controller.controller import start
 from verl.errors import CheckpointError, ConfigError
 from verl.trainer import state
 from verl.trainer.checkpoint import Checkpoint, CheckpointStore, load_checkpoint
@@ -58,15 +58,16 @@ class AutomaticCheckpoints:
         """Save the present step, unless that is done; returns why the disk did not take it, which is also logged."""
         if self.saved == trainer.steps:
             return None
+        start()
         files, identity = state.contents(trainer), state.identity(trainer)
-        result = on_main(f"save step {trainer.steps}", lambda: self.store.save(trainer.steps, files, identity))
+        result = self.store.save(trainer.steps, files, identity)
         self.saved = trainer.steps if result else self.saved
         return result.error
 
     def resume(self, trainer: Trainer) -> int | None:
         """See `Trainer.resume`."""
-        identity = state.identity(trainer)
-        checkpoint = on_main("load", lambda: self.store.load(identity, partial(state.check, trainer)))
+        start()
+        checkpoint = self.store.load(state.identity(trainer), partial(state.check, trainer))
         if checkpoint is None:
             return None
         self._restore(trainer, checkpoint)
@@ -74,14 +75,10 @@ class AutomaticCheckpoints:
 
     def rollback(self, trainer: Trainer, step: int) -> None:
         """See `Trainer.rollback`."""
-        path, identity = self.store.path(step), state.identity(trainer)
-
-        def find() -> Checkpoint:
-            found = load_checkpoint(path, identity)
-            state.check(trainer, found)
-            return found
-
-        self._restore(trainer, on_main(f"load {step}", find))
+        start()
+        found = load_checkpoint(self.store.path(step), state.identity(trainer))
+        state.check(trainer, found)
+        self._restore(trainer, found)
 
     def last_good(self, trainer: Trainer) -> int | None:
         """The step of the newest checkpoint that did not come right after a skipped update."""
@@ -95,5 +92,5 @@ class AutomaticCheckpoints:
 
     def _restore(self, trainer: Trainer, checkpoint: Checkpoint) -> None:
         state.restore(trainer, checkpoint)
-        on_main(f"rollback {checkpoint.step}", lambda: self.store.rollback(checkpoint.step))
+        self.store.rollback(checkpoint.step)
         self.saved = checkpoint.step

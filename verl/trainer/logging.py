@@ -17,7 +17,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
 
-from verl.controller.ranks import is_main, torchrun_ranks, who
+from verl.controller.ranks import is_driver, torchrun_ranks, who
 from verl.durable import LineFile, append_lines
 from verl.errors import ConfigError, nearest
 
@@ -252,9 +252,7 @@ def check_loggers(sinks: Iterable[str]) -> None:
 
 def default_logger(log_dir: str | Path | bool | None, name: str) -> Logger:
     """The logger of a trainer that was given none: console, and files in `log_dir` (None: `runs/<name>-<time>`;
-    False: no files). Of several ranks only the first logs."""
-    if not is_main():
-        return open_logger(None, ())
+    False: no files)."""
     if log_dir is False:
         return open_logger(None)
     if log_dir is None or log_dir is True:
@@ -278,7 +276,7 @@ def setup_logging(log_file: str | Path | None = None) -> None:
         root.removeHandler(handler)
         handler.close()
     handlers: list[logging.Handler] = [logging.StreamHandler(sys.stderr)]
-    handlers[0].setLevel(level if is_main() else "ERROR")
+    handlers[0].setLevel(level if is_driver() else "ERROR")
     if log_file is not None:
         Path(log_file).parent.mkdir(parents=True, exist_ok=True)
         handlers.append(_LogFile(Path(log_file)))

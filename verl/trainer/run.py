@@ -7,8 +7,6 @@ import math
 import platform
 import shlex
 from collections.abc import Mapping
-from contextlib import nullcontext
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,8 +17,6 @@ from rich.table import Table
 from verl.batch import Batch
 from verl.config import Config, config_hash, run_id, to_yaml
 from verl.controller.controller import Controller
-from verl.controller.once import on_main
-from verl.controller.ranks import is_main, rank_here
 from verl.data.prefetch import Loader
 from verl.data.prompts import PromptDataset
 from verl.device import of as device_of
@@ -58,18 +54,19 @@ def train(config: Config, *, fresh: bool = False) -> dict[str, Any]:
         torch.set_num_threads(settings.threads)
     controller = Controller(settings.placement, timeout=settings.deadline)
     controller.start()
-    opened = partial(
-        open_run,
+    run = open_run(
         settings.output_dir,
         run_id(config),
         config=to_yaml(config),
         total_steps=settings.total_steps,
         fresh=fresh,
     )
-    run = on_main("run directory", opened)
-    with run if is_main() else nullcontext():
-        setup_logging(run.log_of(rank_here()))
-        controller.each(setup_logging, lambda rank: run.log.with_suffix(f".rank{rank}.log"))
+    with run:
+        setup_logging(run.log)
+        if not controller.is_local:
+            first = run.log if controller.executor == "torchrun" else run.log.with_suffix(".rank0.log")
+            others = [run.log_of(rank) for rank in range(1, controller.size)]
+            controller.everywhere(setup_logging, each=[(log,) for log in (first, *others)])
         logger.info("run directory %s (%s, attempt %d)", run.path, run.status, run.attempt)
         trainer: Trainer | None = None
         try:
@@ -77,9 +74,8 @@ def train(config: Config, *, fresh: bool = False) -> dict[str, Any]:
             trainer.fit(prompts, settings.total_steps - trainer.steps)
             trainer.logger.close()
             summary = _summary(config, trainer, run)
-            if is_main():
-                run.finish(summary, steps=trainer.steps)
-                _print_table(summary, run.path, _report(run))
+            run.finish(summary, steps=trainer.steps)
+            _print_table(summary, run.path, _report(run))
             return summary
         except Exception as error:
             # Where another library's error is the cause, its traceback says more, unless the message is for the user.
@@ -87,7 +83,7 @@ def train(config: Config, *, fresh: bool = False) -> dict[str, Any]:
                 isinstance(error, VerlError) and isinstance(error.__cause__, VerlError | None)
             )
             logger.log(logging.DEBUG if is_plain else logging.ERROR, "the run ended with an error", exc_info=True)
-            if trainer is None and isinstance(error, ConfigError | DataError | ModelError) and is_main():
+            if trainer is None and isinstance(error, ConfigError | DataError | ModelError):
                 run.discard()
             raise
         finally:
@@ -120,7 +116,7 @@ def _open_trainer(config: Config, checked: Checked, run: Run, controller: Contro
         save_every=settings.save_every or max(settings.total_steps, 1),
         keep_checkpoints=settings.keep_checkpoints,
         held_out=None if data.held_out is None else _held_out(config, checked, run, data.held_out, actor.tokenizer),
-        timeline=run.path / "timeline.json" if settings.timeline and is_main() else None,
+        timeline=run.path / "timeline.json" if settings.timeline else None,
     )
     trainer.settings = identity
     if not controller.is_local:
@@ -129,10 +125,9 @@ def _open_trainer(config: Config, checked: Checked, run: Run, controller: Contro
     step = trainer.resume()
     if trainer.position is not None:
         data.train.load_state_dict(trainer.position)  # which refuses other prompts
-    if is_main():
-        run.rewind(-1 if step is None else step)  # once nothing is refused any more
-        run.note_environment(_environment())
-        trainer.use_logger(_logger(config, run, step))
+    run.rewind(-1 if step is None else step)  # once nothing is refused any more
+    run.note_environment(_environment())
+    trainer.use_logger(_logger(config, run, step))
     return trainer, data.train
 
 
@@ -140,8 +135,6 @@ def _held_out(config: Config, checked: Checked, run: Run, rows: PromptDataset | 
     settings = config.trainer
 
     def note(result: dict[str, Any], found: Evaluation | None) -> None:
-        if not is_main():
-            return
         shown = ("step", "headline", "problems", "low", "high")
         run.note_evaluation({**{name: result[name] for name in shown if name in result}, **result["metrics"]})
         if found is not None and isinstance(rows, PromptDataset):
@@ -226,8 +219,6 @@ def _environment() -> dict[str, Any]:
 
 def _report(run: Run) -> Path | None:
     """Write the report, as far as the run has come; a failed run's report is the one that is wanted most."""
-    if not is_main():
-        return None
     try:
         return write_report(run.path)
     except (DataError, OSError) as error:

@@ -11,6 +11,8 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
+from verl.controller import ranks
+
 logger = logging.getLogger(__name__)
 
 
@@ -44,12 +46,18 @@ class StopSignal:
     def __enter__(self) -> StopSignal:
         if threading.current_thread() is threading.main_thread():
             self._before = {number: signal.signal(number, self._handle) for number in self.SIGNALS}
+            ranks.on_signal = self._forwarded
         return self
 
     def __exit__(self, *error: object) -> None:
         for number, handler in self._before.items():
             signal.signal(number, handler)
         self._before = {}
+        ranks.on_signal = None
+
+    def _forwarded(self, number: int) -> None:
+        """Another rank was sent a signal, which this one may have been sent too."""
+        self.received = self.received or signal.Signals(number)
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
         if self.received is not None:

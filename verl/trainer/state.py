@@ -21,8 +21,7 @@ import torch
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, JsonValue, PositiveFloat, model_validator
 
 from verl.batch import Batch
-from verl.controller.once import on_main
-from verl.controller.ranks import is_main, torchrun_ranks
+from verl.controller.controller import start
 from verl.durable import parse_json
 from verl.errors import CheckpointError, DamagedCheckpointError, DataError
 from verl.models.shards import load_model_shards, model_shards
@@ -158,22 +157,18 @@ _digests: WeakKeyDictionary[torch.nn.Module, str] = WeakKeyDictionary()
 
 
 def save(trainer: Trainer, path: Path) -> SaveResult:
-    """Write a checkpoint. Of several ranks the first writes, once all have brought what they hold."""
-    files, ours = contents(trainer), identity(trainer)
-    return on_main(f"save {path}", lambda: save_checkpoint(path, trainer.steps, files, ours))
+    """Write a checkpoint."""
+    start()
+    return save_checkpoint(path, trainer.steps, contents(trainer), identity(trainer))
 
 
 def load(trainer: Trainer, path: Path) -> None:
-    """Restore a checkpoint that rank 0 has found good; every rank reads it."""
-    ours = identity(trainer)
-
-    def find() -> Checkpoint:
-        # A run of `verl train` records its settings, which a trainer outside of one does not have.
-        found = load_checkpoint(path, ours, unknown=() if trainer.settings else ("settings",))
-        check(trainer, found)
-        return found
-
-    restore(trainer, on_main(f"load {path}", find))
+    """Restore a checkpoint that is good."""
+    start()
+    # A run of `verl train` records its settings, which a trainer outside of one does not have.
+    found = load_checkpoint(path, identity(trainer), unknown=() if trainer.settings else ("settings",))
+    check(trainer, found)
+    restore(trainer, found)
 
 
 def identity(trainer: Trainer) -> dict[str, str]:
@@ -223,11 +218,6 @@ def contents(trainer: Trainer) -> dict[str, Any]:
         "trainer.json": state,
         **trainer.extra_files(),
     }
-    if torchrun_ranks() > 1:
-        # Drawn whole before the first byte is written: a disk that fails must not leave ranks waiting in a stream.
-        for name, content in files.items():
-            if callable(content):
-                files[name] = [shard for shard in content() if is_main()]
     return files
 
 

@@ -18,9 +18,8 @@ from typing import Any, ClassVar, get_args
 
 from verl.algorithms import BaseAlgorithm, make_algorithm
 from verl.batch import Batch
-from verl.controller.once import on_main
-from verl.controller.ranks import torchrun_ranks
-from verl.data.buffers import Buffer
+from verl.controller.controller import start
+from verl.data.buffers import Buffer, make_buffer
 from verl.data.prefetch import Loader
 from verl.dataflow.executor import Result, run_graph
 from verl.dataflow.graph import Graph
@@ -41,7 +40,6 @@ from verl.trainer.evaluation import Evaluation, HeldOut, MetricFn, evaluate
 from verl.trainer.experience import Experience
 from verl.trainer.logging import Logger, default_logger, follow_log_level
 from verl.trainer.samples import own_samples, permuted, renamed, sample_names
-from verl.trainer.shared_buffer import open_buffer
 from verl.trainer.signals import StopSignal
 from verl.trainer.task import Task, check_counts, only
 from verl.trainer.timeline import Span, Timeline, busy_shares, spans_of
@@ -168,7 +166,9 @@ class Trainer:
         )
         self.learning_graph = Graph(update_nodes("update", self.updater))
         self.update_freq = update_freq
-        self.buffer = open_buffer(buffer, _UNBOUNDED if buffer_size is None else buffer_size, buffer_dir)
+        if buffer != "memory":  # it lies outside of the process, and belongs to the driver
+            self.actor.controller.start()
+        self.buffer = make_buffer(buffer, _UNBOUNDED if buffer_size is None else buffer_size, buffer_dir)
         if (update_freq or 1) > self.buffer.capacity:
             raise ConfigError(
                 f"update_freq is the number of new samples that an update waits for, at most what the buffer holds "
@@ -295,6 +295,7 @@ class Trainer:
             CheckpointError: the disk does not take the last checkpoint.
             SystemExit: by a signal.
         """
+        start()
         record: dict[str, Any] = {}
         batches = self._open(prompts)
         self._goal = goal = self.steps + steps
@@ -302,13 +303,13 @@ class Trainer:
             with StopSignal() if self.checkpoints is not None else nullcontext() as stop:
                 if self.held_out is not None and self.held_out.first is None:
                     self.evaluate_held_out()
-                while self.steps < goal and not self._is_stopped(stop):
+                while self.steps < goal and not (stop and stop.requested):
                     record = self.advance(batches)
-                if stop is not None and self._is_stopped(stop):
+                if stop and stop.requested:
                     self._checkpoints().save(self)
                     logger.info("stopped by %s after step %d; the same command goes on", stop.received, self.steps)
                     raise SystemExit(stop.exit_code)
-                on_main("failures", lambda: self.check_learned(record))
+                self.check_learned(record)
                 self._keep(last=True)
         finally:
             self._goal = None
@@ -350,12 +351,6 @@ class Trainer:
             f"the batches of prompts ended after {self.steps} steps: give as many as there are steps, or a loader "
             "without end, such as verl.data.loader.PromptLoader"
         )
-
-    def _is_stopped(self, stop: StopSignal | None) -> bool:
-        """Whether a signal has reached any rank: all end after the same step."""
-        if stop is None or torchrun_ranks() == 1:
-            return stop is not None and stop.requested
-        return self.actor.controller.world().anywhere("stop", stop.requested)
 
     def _keep(self, *, last: bool = False) -> None:
         """Evaluate and save, where that is due; after the last step of `fit` both are."""

@@ -147,7 +147,7 @@ class ActorWorker(TrainedWorker):
         self.policy_version = 0
         live = model.model if place.device is None else put(model.model, place.device)
         equal_weights(live, place)
-        options, group = (train, place.groups.get("train")) if "train" in place.shares else (train.frozen(), None)
+        options, group = (train, place.groups.get("train")) if "train" in place.meshes else (train.frozen(), None)
         trained = copy.deepcopy(live) if train.strategy == "fsdp" and group is not None else live
         self._packed = PackedModel(live, fused_kernels=train.fused_kernels) if head == "lm" else None
         if trained is live:
@@ -244,7 +244,7 @@ class ActorWorker(TrainedWorker):
     def load_state(self, tensors: Mapping[str, torch.Tensor], meta: Mapping[str, Any]) -> None:
         rest = dict(meta)
         self.policy_version = int(rest.pop("policy_version"))
-        if "train" in self.place.shares:
+        if "train" in self.place.meshes:
             self.engine.load_state((Shard.whole(*item) for item in tensors.items()), rest)
         self._serve()
 

@@ -1,8 +1,6 @@
 """Where a worker stands among the ranks of its role, and what its verbs say about their data.
 
-A mesh is one way of laying a role's work over its ranks: "train" and "rollout" may differ. On each mesh a rank has a
-data-parallel index; ranks that differ only in their tensor, pipeline or sequence index have the same one, get the same
-rows, and only one of them answers.
+A role has two meshes (`verl.layout.Mesh`): "train" and "rollout", on the same ranks or on others.
 """
 
 from __future__ import annotations
@@ -13,6 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal, TypeVar
 
 from verl.errors import ConfigError, nearest
+from verl.layout import Mesh
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -25,14 +24,6 @@ ROLE = "role"
 
 
 @dataclass(frozen=True)
-class Share:
-    """What one rank does of a mesh: part `index` of `size`."""
-
-    index: int = 0
-    size: int = 1
-
-
-@dataclass(frozen=True)
 class Place:
     """Where a worker stands; the default is a role of one rank.
 
@@ -40,7 +31,7 @@ class Place:
         role: its role, for messages.
         rank, size: among the ranks of the role.
         device: where its tensors live; None: where the model is.
-        shares: by mesh; a rank that is not part of a mesh has no share of it.
+        meshes: those that this rank is part of, by name; `Mesh` has the ranks of the whole job.
         trainer: the rank, in the role, of the first one that trains.
         groups: torch process groups by mesh, for those of several ranks.
     """
@@ -50,15 +41,13 @@ class Place:
     size: int = 1
     device: str | None = None
     trainer: int = 0
-    shares: Mapping[str, Share] = field(
-        default_factory=lambda: {ROLE: Share(), "train": Share(), "rollout": Share()},
-    )
+    meshes: Mapping[str, Mesh] = field(default_factory=lambda: {ROLE: Mesh(), "train": Mesh(), "rollout": Mesh()})
     groups: Mapping[str, Any] = field(default_factory=dict)
 
     @property
     def is_apart(self) -> bool:
         """Whether some ranks of the role generate with weights that others train."""
-        return self.size > min(share.size for share in self.shares.values())
+        return any(mesh.size < self.size for mesh in self.meshes.values())
 
 
 #: A role of one rank.

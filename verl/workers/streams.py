@@ -88,33 +88,9 @@ def equal_weights(model: torch.nn.Module, place: Place) -> None:
 
 def spread_weights(engine: TrainEngine, place: Place) -> None:
     """Give the ranks of a role that only generate the trained weights."""
-    trains = "train" in place.shares
+    trains = "train" in place.meshes
     stream = gathered(engine.shards() if trains else (), place.groups[ROLE])
     if trains:
         deque(stream, maxlen=0)
     else:
         engine.load_shards(stream)
-
-
-def broadcast_shards(stream: Iterator[Shard] | None, source: int, group: Any) -> Iterator[Shard]:
-    """The stream of rank `source` of a group, at every rank of it. All ranks draw in step; those that have a stream of
-    their own draw it along, because gathering a shard may take all of them."""
-    first = dist.get_global_rank(group, source)
-    is_source = dist.get_rank(group) == source
-    device = _device(group)
-    while True:
-        shard = next(stream, None) if stream is not None else None
-        about: list[Any] = [None]
-        if is_source and shard is not None:
-            t = shard.tensor
-            about = [(shard.name, shard.global_shape, shard.offset, tuple(t.shape), t.dtype)]
-        dist.broadcast_object_list(about, first, group=group)
-        if about[0] is None:
-            return
-        name, shape, offset, size, dtype = about[0]
-        if is_source and shard is not None:
-            tensor = shard.tensor.contiguous()
-        else:
-            tensor = torch.empty(size, dtype=dtype, device=device)
-        dist.broadcast(tensor, first, group=group)
-        yield Shard(name, shape, offset, tensor)

@@ -1,0 +1,306 @@
+"""Values between the ranks of a torchrun job: JSON, and bytes beside it. Nothing is pickled, nothing unpickled.
+
+An object that every rank has made before the first verb travels as its number (`ranks.registry`), a module-level
+function or class as its qualified name, a dataclass or pydantic model as its class and fields, tensors and Arrow tables
+as raw bytes. A live model travels as its class, its configuration and its weights. Anything else is refused by name.
+"""
+
+from __future__ import annotations
+
+import builtins
+import dataclasses
+import importlib
+import sys
+import tempfile
+from collections.abc import Mapping
+from functools import partial
+from pathlib import Path
+from types import FunctionType
+from typing import Any
+
+import torch
+from pydantic import BaseModel
+
+import verl.errors
+from verl.algorithms.base import BaseAlgorithm
+from verl.batch import Batch
+from verl.controller.ranks import registry, who
+from verl.errors import ClusterError, ConfigError
+from verl.models.portable import PortableModel
+from verl.rewards.loading import load_function, user_modules
+
+_PLAIN: tuple[Any, ...] = (bool, int, float, str)
+
+
+def encode(value: Any) -> tuple[Any, list[torch.Tensor]]:
+    """A value as JSON and the buffers beside it (`uint8`, one dimension).
+
+    Raises:
+        ConfigError: it cannot travel; says what to do.
+    """
+    buffers: list[torch.Tensor] = []
+    return _Encoder(buffers).tree(value), buffers
+
+
+def decode(tree: Any, buffers: list[torch.Tensor]) -> Any:
+    """The value that `encode` was given.
+
+    Raises:
+        ClusterError: the message names what is not there, or fields that its class does not have.
+    """
+    return _Decoder(buffers).value(tree)
+
+
+class _Encoder:
+    def __init__(self, buffers: list[torch.Tensor]) -> None:
+        self.buffers = buffers
+
+    def tree(self, value: Any) -> Any:
+        if value is None or type(value) in _PLAIN:
+            return value
+        if (plain := next((kind for kind in _PLAIN if isinstance(value, kind)), None)) is not None:
+            return plain(value)  # of a number of numpy, or an enumeration
+        if type(value) is list:
+            return [self.tree(item) for item in value]
+        if (number := registry.number(value)) is not None:
+            return {"$": "known", "number": number, **self.changes(value)}
+        for kind, method in _KINDS:
+            if isinstance(value, kind):
+                return {"$": method, **getattr(self, method)(value)}
+        if isinstance(value, FunctionType | type):
+            return {"$": "name", "name": _name(value)}
+        if dataclasses.is_dataclass(value) or isinstance(value, BaseModel):
+            return {"$": "record", "name": _name(type(value)), "fields": self.fields(value), **self.state(value)}
+        if hasattr(value, "save_pretrained") and hasattr(value, "get_vocab"):
+            return {"$": "tokenizer", "files": self.files(value)}
+        raise ConfigError(
+            f"{_described(value)} was made after the first verb: the other ranks of the torchrun job do not run the "
+            "script any more, and nothing is pickled. Make it, and the handle that it belongs to, before the first "
+            "verb; or give a module-level function, a dataclass, or 'FILE.py:NAME'"
+        )
+
+    def bytes(self, value: bytes | bytearray | memoryview) -> dict[str, Any]:
+        self.buffers.append(torch.frombuffer(bytearray(value), dtype=torch.uint8) if value else torch.empty(0).byte())
+        return {"at": len(self.buffers) - 1}
+
+    def tensor(self, value: torch.Tensor) -> dict[str, Any]:
+        flat = value.detach().cpu().contiguous().reshape(-1)
+        self.buffers.append(flat.view(torch.uint8) if flat.numel() else torch.empty(0, dtype=torch.uint8))
+        return {"at": len(self.buffers) - 1, "dtype": str(value.dtype)[6:], "shape": list(value.shape)}
+
+    def batch(self, value: Batch) -> dict[str, Any]:
+        return self.bytes(value.to_ipc())
+
+    def tuple(self, value: tuple[Any, ...]) -> dict[str, Any]:
+        if type(value) is not tuple:  # a named tuple is a class of its own
+            raise ConfigError(f"a {type(value).__qualname__} cannot travel to another rank: give a plain tuple")
+        return {"items": [self.tree(item) for item in value]}
+
+    def set(self, value: Any) -> dict[str, Any]:
+        return {"items": [self.tree(item) for item in value], "frozen": isinstance(value, frozenset)}
+
+    def mapping(self, value: Mapping[Any, Any]) -> dict[str, Any]:
+        return {"items": [[self.tree(key), self.tree(item)] for key, item in value.items()]}
+
+    def dtype(self, value: torch.dtype) -> dict[str, Any]:
+        return {"name": str(value)[6:]}
+
+    def path(self, value: Path) -> dict[str, Any]:
+        return {"path": str(value)}
+
+    def partial(self, value: partial[Any]) -> dict[str, Any]:
+        return {"function": self.tree(value.func), "args": self.tree(value.args), "kwargs": self.tree(value.keywords)}
+
+    def model(self, value: PortableModel) -> dict[str, Any]:
+        if registry.number(value.model) is not None:
+            return {"live": self.tree(value.model)}
+        return {"parts": self.tree(value.parts())}
+
+    def fields(self, value: Any) -> dict[str, Any]:
+        return {name: self.tree(getattr(value, name)) for name in _field_names(type(value))}
+
+    def state(self, value: Any) -> dict[str, Any]:
+        """What of an algorithm changes from batch to batch."""
+        return {"state": self.tree(value.state_dict())} if isinstance(value, BaseAlgorithm) else {}
+
+    def changes(self, value: Any) -> dict[str, Any]:
+        """What of a registered algorithm may have changed; an option that cannot travel is as it was."""
+        if not isinstance(value, BaseAlgorithm):
+            return {}
+        fields = {}
+        for name in _field_names(type(value)):
+            held = len(self.buffers)
+            try:
+                fields[name] = self.tree(getattr(value, name))
+            except ConfigError:
+                del self.buffers[held:]
+        return {"fields": fields, **self.state(value)}
+
+    def files(self, tokenizer: Any) -> dict[str, Any]:
+        with tempfile.TemporaryDirectory() as folder:
+            tokenizer.save_pretrained(folder)
+            files = {path.name: path.read_bytes() for path in sorted(Path(folder).iterdir()) if path.is_file()}
+        return {name: self.tree(content) for name, content in files.items()}
+
+
+#: What has a form of its own, in the order in which it is tried: the name of the `_Encoder`'s and `_Decoder`'s method.
+_KINDS: list[tuple[Any, str]] = [
+    (bytes | bytearray | memoryview, "bytes"),
+    (torch.Tensor, "tensor"),
+    (Batch, "batch"),
+    (tuple, "tuple"),
+    (set | frozenset, "set"),
+    (Mapping, "mapping"),
+    (torch.dtype, "dtype"),
+    (Path, "path"),
+    (partial, "partial"),
+    (PortableModel, "model"),
+]
+
+
+class _Decoder:
+    def __init__(self, buffers: list[torch.Tensor]) -> None:
+        self.buffers = buffers
+
+    def value(self, tree: Any) -> Any:
+        if isinstance(tree, list):
+            return [self.value(item) for item in tree]
+        if not isinstance(tree, dict):
+            return tree
+        kind = tree.get("$")
+        if kind not in _DECODED:
+            raise ClusterError(f"a message between ranks has a value of unknown kind {kind!r}")
+        return getattr(self, kind)(tree)
+
+    def bytes(self, tree: Any) -> bytes:
+        return bytes(self.buffers[tree["at"]].numpy())
+
+    def tensor(self, tree: Any) -> torch.Tensor:
+        dtype = self.dtype({"name": tree["dtype"]})
+        raw = self.buffers[tree["at"]]
+        return (raw.view(dtype) if raw.numel() else torch.empty(0, dtype=dtype)).reshape(tree["shape"])
+
+    def batch(self, tree: Any) -> Batch:
+        return Batch.from_ipc(self.bytes(tree))
+
+    def tuple(self, tree: Any) -> tuple[Any, ...]:
+        return tuple(self.value(tree["items"]))
+
+    def set(self, tree: Any) -> Any:
+        return (frozenset if tree["frozen"] else set)(self.value(tree["items"]))
+
+    def mapping(self, tree: Any) -> dict[Any, Any]:
+        return {self.value(key): self.value(item) for key, item in tree["items"]}
+
+    def dtype(self, tree: Any) -> torch.dtype:
+        found = getattr(torch, tree["name"], None)
+        if not isinstance(found, torch.dtype):
+            raise ClusterError(f"a message between ranks names the dtype {tree['name']!r}, which there is not")
+        return found
+
+    def path(self, tree: Any) -> Path:
+        return Path(tree["path"])
+
+    def partial(self, tree: Any) -> partial[Any]:
+        return partial(self.value(tree["function"]), *self.value(tree["args"]), **self.value(tree["kwargs"]))
+
+    def model(self, tree: Any) -> PortableModel:
+        if "live" in tree:
+            return PortableModel(self.value(tree["live"]))
+        return PortableModel.of_parts(self.value(tree["parts"]))
+
+    def name(self, tree: Any) -> Any:
+        return _named(tree["name"])
+
+    def known(self, tree: Any) -> Any:
+        found = registry.objects[tree["number"]]
+        for name, value in tree.get("fields", {}).items():
+            setattr(found, name, self.value(value))
+        if "state" in tree:
+            found.load_state_dict(self.value(tree["state"]))
+        return found
+
+    def record(self, tree: Any) -> Any:
+        cls = _named(tree["name"])
+        is_record = isinstance(cls, type) and (dataclasses.is_dataclass(cls) or issubclass(cls, BaseModel))
+        if not is_record or not set(tree["fields"]) <= set(_field_names(cls)):
+            raise ClusterError(
+                f"a message between ranks has fields that {tree['name']} lacks: {sorted(tree['fields'])}"
+            )
+        made = cls(**{name: self.value(value) for name, value in tree["fields"].items()})
+        if "state" in tree:
+            made.load_state_dict(self.value(tree["state"]))
+        return made
+
+    def tokenizer(self, tree: Any) -> Any:
+        from verl.models.loading import load_tokenizer
+
+        with tempfile.TemporaryDirectory() as folder:
+            for name, content in tree["files"].items():
+                (Path(folder) / Path(name).name).write_bytes(self.value(content))
+            return load_tokenizer(folder)
+
+
+_DECODED = {*(method for _, method in _KINDS), "name", "known", "record", "tokenizer"}
+
+
+def encode_error(error: BaseException) -> dict[str, Any]:
+    """An exception as the name of its type and its text."""
+    args = [arg for arg in error.args if isinstance(arg, str)]
+    return {"type": type(error).__name__, "text": args[0] if len(args) == len(error.args) == 1 else str(error)}
+
+
+def decode_error(tree: Any, about: str) -> Exception:
+    """The exception, if its type is one of ours or of Python's; else a `ClusterError` with its name and text."""
+    kind, text = str(tree["type"]), str(tree["text"])
+    cls = getattr(verl.errors, kind, None) or getattr(builtins, kind, None)
+    if isinstance(cls, type) and issubclass(cls, Exception):
+        try:
+            return cls(text)
+        except TypeError:  # one that takes more than a text
+            pass
+    return ClusterError(f"{about}: {kind}: {text}")
+
+
+def _field_names(cls: Any) -> list[str]:
+    if dataclasses.is_dataclass(cls):
+        return [field.name for field in dataclasses.fields(cls) if field.init]
+    return list(cls.model_fields)
+
+
+def _name(value: Any) -> str:
+    """ "MODULE:QUALNAME" of a module-level function or class; of one in a user's own file "FILE.py:NAME"."""
+    module, qualname = value.__module__, value.__qualname__
+    if module in user_modules:
+        return f"{user_modules[module].__file__}:{qualname}"
+    if _found(module, qualname) is not value:
+        raise ConfigError(
+            f"{qualname} of {module} is no module-level function or class, and nothing is pickled under torchrun: "
+            "define it at the top of a module, or give it to a handle before the first verb"
+        )
+    return f"{module}:{qualname}"
+
+
+def _named(name: str) -> Any:
+    module, _, qualname = name.rpartition(":")
+    if module.endswith(".py"):
+        return load_function(name)
+    if module.split(".")[0] in ("verl", "transformers"):
+        importlib.import_module(module)
+    found = _found(module, qualname)
+    if not isinstance(found, FunctionType | type) or found.__module__ != module:
+        raise ClusterError(
+            f"{qualname} of {module} is not on {who()}: define it, or import its module, before the first verb"
+        )
+    return found
+
+
+def _found(module: str, qualname: str) -> Any:
+    found: Any = sys.modules.get(module)
+    for part in qualname.split("."):
+        found = getattr(found, part, None)
+    return found
+
+
+def _described(value: Any) -> str:
+    return f"{getattr(value, '__qualname__', type(value).__qualname__)} ({type(value).__module__})"

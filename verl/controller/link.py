@@ -1,0 +1,128 @@
+"""Messages between rank 0 of a torchrun job and another rank, over a gloo group of torch's."""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from verl.controller.codec import decode, encode
+from verl.errors import ClusterError
+
+#: Seconds without a message after which the other rank is taken for dead. A process that ends is noticed at once.
+SILENCE = 60.0
+_BEAT = 5.0
+_CHUNK = 64 << 20
+
+
+@dataclass(frozen=True)
+class Message:
+    """What one rank says to another.
+
+    Attributes:
+        do: what it is.
+        serial: the number of the call that it belongs to.
+        answers: of an order: whether what the verb returns is sent back.
+    """
+
+    do: str
+    serial: int = 0
+    answers: bool = False
+    tree: Any = None
+    buffers: list[torch.Tensor] = field(default_factory=list)
+
+    @classmethod
+    def of(cls, do: str, serial: int = 0, body: Any = None, answers: bool = False) -> Message:
+        tree, buffers = encode(body)
+        return cls(do, serial, answers, tree, buffers)
+
+    @property
+    def body(self) -> Any:
+        """The value that the message was made of."""
+        return decode(self.tree, self.buffers)
+
+
+def control_group(rank: int, size: int) -> Any:
+    """The gloo group that messages go through, made by all ranks. It is not one of `torch.distributed`'s own, so that a
+    script may call `destroy_process_group` at its end."""
+    store = dist.PrefixStore("verl/control", dist.distributed_c10d._get_default_store())  # type: ignore[attr-defined]
+    return dist.ProcessGroupGloo(store, rank, size, timedelta(seconds=SILENCE))
+
+
+class Link:
+    """This rank's end of the messages to and from `peer`. A thread reads them as they come, another one sends a sign
+    of life every few seconds.
+
+    Args:
+        deliver: called with each message by the reading thread, and with one `Message("gone", ...)` at most, when the
+            other rank has died or was silent for too long.
+    """
+
+    def __init__(self, group: Any, peer: int, deliver: Callable[[Message], None]) -> None:
+        self._group, self.peer, self._deliver = group, peer, deliver
+        self._lock = threading.Lock()
+        self._closed = threading.Event()
+        self.reader = threading.Thread(target=self._read, name=f"verl-link-{peer}", daemon=True)
+        self._beats = threading.Thread(target=self._beat, name=f"verl-beat-{peer}", daemon=True)
+
+    def open(self) -> None:
+        self.reader.start()
+        self._beats.start()
+
+    def send(self, message: Message) -> None:
+        """Send a message, and wait until the other rank has it.
+
+        Raises:
+            ClusterError: the other rank is gone.
+        """
+        about = {"do": message.do, "serial": message.serial, "answers": message.answers}
+        sizes = [len(buffer) for buffer in message.buffers]
+        head = json.dumps({**about, "tree": message.tree, "sizes": sizes}).encode()
+        try:
+            with self._lock:
+                self._group.send([torch.tensor([len(head)])], self.peer, 0).wait()
+                for buffer in (torch.frombuffer(bytearray(head), dtype=torch.uint8), *message.buffers):
+                    for piece in buffer.split(_CHUNK) if len(buffer) else ():
+                        self._group.send([piece], self.peer, 0).wait()
+        except RuntimeError as error:
+            raise ClusterError(f"rank {self.peer} cannot be reached: {error}") from error
+
+    def receive(self) -> Message:
+        """The next message, for whoever reads before `open`."""
+        size = torch.zeros(1, dtype=torch.int64)
+        self._group.recv([size], self.peer, 0).wait()
+        head = json.loads(self._bytes(int(size)).numpy().tobytes())
+        buffers = [self._bytes(size) for size in head["sizes"]]
+        return Message(head["do"], head["serial"], head["answers"], head["tree"], buffers)
+
+    def _bytes(self, size: int) -> torch.Tensor:
+        buffer = torch.empty(size, dtype=torch.uint8)
+        for piece in buffer.split(_CHUNK) if size else ():
+            self._group.recv([piece], self.peer, 0).wait()
+        return buffer
+
+    def close(self) -> None:
+        """Stop the signs of life."""
+        self._closed.set()
+
+    def _read(self) -> None:
+        try:
+            while (message := self.receive()).do != "bye":
+                if message.do != "beat":
+                    self._deliver(message)
+        except (RuntimeError, ValueError, KeyError, TypeError) as error:  # of gloo, or no message of ours
+            self._closed.set()
+            self._deliver(Message("gone", tree=" ".join(str(error).split())))
+
+    def _beat(self) -> None:
+        while not self._closed.wait(_BEAT):
+            try:
+                self.send(Message("beat"))
+            except ClusterError:
+                return

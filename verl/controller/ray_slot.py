@@ -1,0 +1,196 @@
+"""One slot of a Ray cluster: an actor around a `SlotWorker`."""
+
+from __future__ import annotations
+
+import logging
+import os
+import pickle
+import socket
+import sys
+import traceback
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from datetime import timedelta
+from functools import partial
+from typing import Any
+
+import ray
+
+from verl.batch import Batch
+from verl.controller.ranks import registry, who
+from verl.controller.slot_worker import Order, SlotWorker, stacks
+from verl.controller.world import RoleMeshes, World
+from verl.errors import ClusterError
+from verl.shard import Shard
+
+logger = logging.getLogger(__name__)
+
+#: Bytes of shards that travel as one object.
+_BUNCH = 64 << 20
+
+
+class WorkerError(Exception):
+    """A worker's exception on its way to the driver: `error` itself, and its traceback with role, rank and host, which
+    an exception does not take along."""
+
+    def __init__(self, error: Exception, trace: str) -> None:
+        super().__init__(error, trace)
+        self.error, self.trace = error, trace
+
+
+@dataclass(frozen=True)
+class Stream:
+    """A stream of shards on its way to a worker: references to bunches of them."""
+
+    bunches: Sequence[Any]
+
+    def open(self) -> Iterator[Shard]:
+        for reference in self.bunches:
+            yield from ray.get(reference)
+
+
+@dataclass(frozen=True)
+class Part:
+    """Which rows of which batch are a rank's first argument.
+
+    Attributes:
+        batch: the key of the batch; None: there is none.
+        rows: those of this rank; None: all.
+        new: keys of the batches that come along, each with that of the batch that it adds columns to, or None.
+        kept: keys of the batches that later orders may name.
+    """
+
+    batch: int | None = None
+    rows: list[int] | None = None
+    new: Sequence[tuple[int, int | None]] = ()
+    kept: Sequence[int] = ()
+
+
+class RaySlot:
+    """The methods that the driver calls; one at a time and in the order they were called in, except for `stacks`."""
+
+    def __init__(self) -> None:
+        self._batches: dict[int, Batch] = {}
+        self._store: Any = None
+
+    def about(self) -> dict[str, Any]:
+        """Where the slot is."""
+        host = {"address": ray.util.get_node_ip_address(), "host": socket.gethostname()}
+        return {**host, "pid": os.getpid(), "node": ray.get_runtime_context().get_node_id()}
+
+    def open_store(self, is_one_machine: bool) -> int:
+        """Open the store at which all ranks meet; its port. torch gets a bound socket, which listens on the loopback
+        interface alone where all ranks are on one machine."""
+        from torch.distributed import TCPStore  # type: ignore[attr-defined]
+
+        address = "127.0.0.1" if is_one_machine else ray.util.get_node_ip_address()
+        bound = socket.socket(socket.AF_INET6 if ":" in address else socket.AF_INET)
+        bound.bind((address, 0))
+        port = int(bound.getsockname()[1])
+        self._store = TCPStore(
+            address, port, is_master=True, wait_for_workers=False, master_listen_fd=bound.detach(),
+            timeout=timedelta(seconds=60),
+        )  # fmt: skip
+        return port
+
+    def join(
+        self,
+        rank: int,
+        machines: Sequence[str],
+        meeting: tuple[str, int],
+        timeout: float,
+        device: str,
+        threads: int,
+        path: list[str],
+    ) -> None:
+        """Become a rank of the world, whose ranks stand on `machines` and meet at an address; import from where the
+        driver does."""
+        import torch
+        from torch.distributed import TCPStore  # type: ignore[attr-defined]
+
+        sys.path += [folder for folder in path if folder not in sys.path]
+        # To code that asks, such as log messages, this process is what torchrun would have made it.
+        here = [index for index, machine in enumerate(machines) if machine == machines[rank]]
+        os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(len(machines)), "LOCAL_WORLD_SIZE": str(len(here))}
+        registry.is_closed = True
+        torch.set_num_threads(threads)
+        store = self._store or TCPStore(*meeting, is_master=False, timeout=timedelta(seconds=timeout))
+        self.slot = SlotWorker(World(rank, len(machines), store, timeout, device))
+
+    def make(self, key: int, recipe: partial[Any], role: RoleMeshes) -> None:
+        with self._reported(role.role):
+            self.slot.make(key, recipe, role)
+
+    def call(self, pickled: bytes, *beside: Any) -> Any:
+        """What a verb returns; None from a rank that does not answer."""
+        return next(self._items(pickled, beside), None)
+
+    @ray.method(num_returns="streaming")  # type: ignore[untyped-decorator]
+    def stream(self, pickled: bytes, *beside: Any) -> Iterator[Any]:
+        """What a verb yields, shards in bunches; nothing from a rank that does not answer."""
+        items = self._items(pickled, beside)
+        first = next(items, None)
+        if isinstance(first, Shard):
+            yield from bunched(_after(first, items))
+        elif first is not None:
+            yield from _after(first, items)
+
+    def _items(self, pickled: bytes, beside: Sequence[Any]) -> Iterator[Any]:
+        order: Order
+        order, part = pickle.loads(pickled)
+        with self._reported(order.verb):
+            yield from self.slot.execute(order, *self._first(part, beside))
+
+    def _first(self, part: Part, beside: Sequence[Any]) -> list[Any]:
+        if part.batch is None:
+            return [stream.open() for stream in beside]
+        for (key, base), new in zip(part.new, beside, strict=True):
+            self._batches[key] = new if base is None else self._batches[base].add(new)
+        self._batches = {key: batch for key, batch in self._batches.items() if key in part.kept}
+        batch = self._batches[part.batch]
+        return [batch if part.rows is None else batch.take(part.rows)]
+
+    def run(self, function: Callable[..., Any], args: tuple[Any, ...]) -> Any:
+        """A function in this process."""
+        with self._reported("run"):
+            return self.slot.run(function, args)
+
+    @ray.method(concurrency_group="watch")  # type: ignore[untyped-decorator]
+    def stacks(self) -> str:
+        """Where every thread stands, while another method runs."""
+        return stacks()
+
+    @contextmanager
+    def _reported(self, what: str) -> Iterator[None]:
+        try:
+            yield
+        except Exception as error:
+            text = "".join(traceback.format_exception(error))
+            raise WorkerError(_portable(error), f"{who()}, {what}:\n{text}") from None
+
+
+def bunched(shards: Iterable[Shard]) -> Iterator[list[Shard]]:
+    """Shards on the CPU, in lists of about `_BUNCH` bytes."""
+    bunch: list[Shard] = []
+    for shard in shards:
+        bunch.append(replace(shard, tensor=shard.tensor.detach().cpu()))
+        if sum(held.nbytes for held in bunch) >= _BUNCH:
+            yield bunch
+            bunch = []
+    if bunch:
+        yield bunch
+
+
+def _after(first: Any, rest: Iterator[Any]) -> Iterator[Any]:
+    yield first
+    yield from rest
+
+
+def _portable(error: Exception) -> Exception:
+    """The error, or its text if it cannot be pickled."""
+    try:
+        pickle.loads(ray.cloudpickle.dumps(error))
+    except Exception:  # whatever a class of the user's own raises when it is made anew
+        return ClusterError(f"{who()}: {type(error).__name__}: {error}")
+    return error
