@@ -131,7 +131,7 @@ def test_a_state_of_other_smoothing_is_refused() -> None:
     smoothed = make_reward(length, smoothing=0.5)
     part = make_reward({"a": {"source": length, "smoothing": 0.5}, "b": length})
     for source, state, words in (
-        (smoothed, {}, "is smoothed here and was not"),
+        (smoothed, {}, "is smoothed here, but its saved state has no mean"),
         (part, {}, r"are \['a'\] here and were none"),
         (part, {"mean": 1.0}, r"are \['a'\] here and were \['mean'\]"),
         (make_reward({"a": length, "b": length}), {"mean": 1.0}, r"are none here and were \['mean'\]"),

@@ -68,7 +68,7 @@ def test_forms_are_recognised(function: Any, kind: str) -> None:
 
 @pytest.mark.parametrize("function", [lambda: 0, lambda **kwargs: 0, lambda *args: 0, lambda prompts: 0])
 def test_unknown_forms_are_refused(function: Any) -> None:
-    with pytest.raises(ConfigError, match="none of the known forms"):
+    with pytest.raises(ConfigError, match="none of the known signatures"):
         recognise(function)
 
 
@@ -190,7 +190,7 @@ def test_parameters_are_filled_from_columns() -> None:
     assert score(
         lambda completions, ground_truth: [float(c == g) for c, g in zip(completions, ground_truth, strict=True)], batch
     ) == [1.0, 0.0]
-    with pytest.raises(RewardError, match=r"needs a column 'bonos', which the data lack: did you mean 'bonus'"):
+    with pytest.raises(RewardError, match=r"needs a column 'bonos', which the data do not have: did you mean 'bonus'"):
         score(lambda texts, bonos: [0, 0], batch)
     with pytest.raises(RewardError, match="no column 'response'"):
         score(lambda texts: [0, 0], TEXTS.drop(["response"]))

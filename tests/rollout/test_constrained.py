@@ -182,8 +182,8 @@ def test_the_rate_of_rejection_is_reported_and_the_rejected_abstain(
 
 def test_what_cannot_be_is_said(tiny: Path) -> None:
     problems: dict[str, Callable[[], Any]] = {
-        r"no regex of a grammar: '\(a'": lambda: Grammar.regex("(a"),
-        "no json of a grammar": lambda: Grammar.json_schema({"type": "objekt"}),
+        r"invalid grammar \(regex\) '\(a'": lambda: Grammar.regex("(a"),
+        r"invalid grammar \(json\)": lambda: Grammar.json_schema({"type": "objekt"}),
         "needs a grammar, a guard or accept": lambda: ConstrainedEpisode(),
         "max_resamples must be at least 0": lambda: ConstrainedEpisode(grammar=Grammar.regex("a"), max_resamples=-1),
     }

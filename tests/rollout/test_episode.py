@@ -92,7 +92,7 @@ def test_a_response_is_written_at_the_temperature_of_its_row(engine: EmbeddedEng
     wrong = "none"  # what an episode samples for its own use is its own affair
     assert all(outcome.error is None for outcome in outcomes(engine, colder).values())
     wrong = "row 4"
-    with pytest.raises(ConfigError, match=r"row 4' wrote its response at temperature 0.2, and is trained at 1"):
+    with pytest.raises(ConfigError, match=r"row 4' sampled at temperature 0.2, but is trained at 1"):
         outcomes(engine, colder)
     assert engine.unfinished == 0
 

@@ -136,7 +136,7 @@ def test_a_guard_that_fails_leaves_the_engine_in_order(make_engine: MakeEngine) 
     engine = make_engine()
     engine.add(Request("x", PROMPT, LONG, guard=fails))  # type: ignore[arg-type]
     engine.add(Request("y", PROMPT, SamplingParams(max_new_tokens=25, ignore_eos=True)))
-    with pytest.raises(RolloutError, match="must say"):
+    with pytest.raises(RolloutError, match="must return"):
         list(generate(engine, []))
     left = answers(engine, [])
     assert {name: (len(s.tokens), s.finish) for name, s in left.items()} == {"x": (20, "length"), "y": (25, "length")}

@@ -1,4 +1,4 @@
-"""Servers that die, hang or answer nonsense: samples are had elsewhere, or given up in plain sight."""
+"""Servers that die, hang or answer nonsense: another server answers, or the sample abstains and is logged."""
 
 from __future__ import annotations
 
@@ -134,7 +134,7 @@ def test_what_is_refused_or_fails_everywhere_is_given_up_in_plain_sight(
     samples = {s.id: s for s in generate(remote, [Request("bad", [13], PARAMS), *requests(2, 2)])}
     assert (samples["bad"].finish, samples["bad"].tokens) == ("abort", [])
     assert all(whole(s) for name, s in samples.items() if name != "bad")
-    assert "sample 'bad' was given up" in caplog.text and "13 is forbidden here" in caplog.text
+    assert "sample 'bad' failed" in caplog.text and "13 is forbidden here" in caplog.text
     rows = {"id": ["a", "b"], "response": ["", "yes"], "finish": ["abort", "stop"], "response_tokens": [[], [1]]}
     scored = verl.Reward(lambda texts: [1.0 for _ in texts]).get_reward(verl.Batch.from_columns(rows))
     assert scored["reward"] == [None, 1.0]
@@ -173,7 +173,7 @@ def test_a_prompt_that_no_server_bears_ends_nothing_but_itself(serve: Callable[.
 
 def test_when_everything_is_given_up_the_run_ends(serve: Callable[..., Plain]) -> None:
     remote = engine(serve(1))
-    with pytest.raises(RolloutError, match=r"64 requests in a row were given up.*13 is forbidden here"):
+    with pytest.raises(RolloutError, match=r"64 requests in a row failed.*13 is forbidden here"):
         list(generate(remote, [Request(f"{i}", [13], PARAMS) for i in range(100)]))
     assert remote.unfinished == 0
     assert all(map(whole, generate(remote, requests(3, 2))))
@@ -246,7 +246,7 @@ def test_a_server_that_was_restarted_gets_the_weights_and_goes_on(
 
 
 def test_a_server_that_only_fails_is_named_at_once(serve: Callable[..., Plain]) -> None:
-    """Errors of a server that answers nothing else are not the requests' fault: no sample is given up for them."""
+    """Errors of a server that answers nothing else are not the requests' fault: no sample is lost to them."""
     bad = serve(1, "error")
     start = time.monotonic()
     with pytest.raises(NoServerError, match=f"no rollout server works any more \\({bad.url}.*500.*out of order"):

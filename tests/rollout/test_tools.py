@@ -353,7 +353,7 @@ def test_schemas_come_from_signature_and_docstring() -> None:
         "tool bare": lambda: tool(bare),
         "different names": lambda: ToolEpisode([calculator, calculator]),
         "chat or plain": lambda: ToolEpisode([calculator], form="xml"),  # type: ignore[arg-type]
-        "the plain form gives one": lambda: ToolEpisode([tool(_two)], form="plain"),
+        "the plain form passes one": lambda: ToolEpisode([tool(_two)], form="plain"),
     }.items():
         with pytest.raises(ConfigError, match=problem):
             make()

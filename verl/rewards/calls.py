@@ -103,7 +103,8 @@ class ThreadCaller:
         """Whether this thread's loop does not run: a cancelled call that awaits something does not block it."""
         if self._loop is None or self._loop[1] is not thread:
             return False
-        pulse = asyncio.run_coroutine_threadsafe(asyncio.sleep(0), self._loop[0])
+        pulse: concurrent.futures.Future[None] = concurrent.futures.Future()
+        self._loop[0].call_soon_threadsafe(pulse.set_result, None)
         await asyncio.wait({asyncio.wrap_future(pulse)}, timeout=_PULSE_SECONDS)
         return not pulse.done()
 

@@ -1,4 +1,4 @@
-"""Several rewards as one number: a weighted sum, each part logged under its name."""
+"""Several rewards as one number: a weighted sum, with each part logged under its name."""
 
 from __future__ import annotations
 
@@ -16,15 +16,18 @@ from verl.rewards.source import RewardResult, RewardSource, source_of
 class CompositeReward:
     """The sum of `weight * reward` over its parts; a penalty is a part with a negative weight.
 
-    If one part abstains on a sample, the sum does too: a sum without one term would look like a worse sample. With
-    `partial=True` (TRL's rule, for parts that each judge only some tasks) it is the sum of those that did not.
+    If a part abstains on a sample, so does the sum: without that term the sample would look worse than it is. With
+    `partial=True` (TRL's rule, for parts that each score some tasks only) it is the sum of the parts that did not.
 
     Args:
         parts: a mapping of names to sources, to `(source, weight)`, or to `{"source": ..., "weight": ...,
             **options}`; or a list of sources, named after themselves.
-        weights: by name, or in order; these go before the weights in `parts`.
-        make: makes a source of a part that is not one (`make_reward`).
-        **options: of `make`, for each part that is not made already.
+        weights: by name, or in order; they override the weights in `parts`.
+        make: makes a source from a part that is not one (`make_reward`).
+        **options: of `make`, for each part that is not a source already.
+
+    Raises:
+        ConfigError: there is no part, or the weights do not fit the parts or are not finite.
     """
 
     def __init__(
@@ -93,22 +96,25 @@ class CompositeReward:
         """Restores `state_dict()`.
 
         Raises:
-            CheckpointError: it is of other parts.
+            CheckpointError: the state is that of other parts.
         """
         ours = self.state_dict().keys()
         if ours != state.keys():
             raise CheckpointError(
-                f"the parts of the reward that have a state (a running mean) are {sorted(ours) or 'none'} here and "
-                f"were {sorted(state) or 'none'} where it was saved: give those parts and smoothing, or start anew"
+                f"the parts of the reward with a state (a running mean) are {sorted(ours) or 'none'} here and were "
+                f"{sorted(state) or 'none'} when it was saved: use those parts and their smoothing, or start a new run"
             )
         for name, content in state.items():
             self.parts[name].load_state_dict(content)  # type: ignore[attr-defined]
 
 
 class LengthPenalty:
-    """DAPO's soft punishment of over-long responses (arXiv 2503.14476, equation 13), by tokens of the response.
+    """DAPO's soft penalty for long responses (arXiv 2503.14476, equation 13), by the number of response tokens.
 
     0 up to `max_length - buffer` tokens, then linearly down to -1 at `max_length`, and -1 beyond.
+
+    Raises:
+        ConfigError: not 0 < buffer <= max_length.
     """
 
     name = "length_penalty"

@@ -1,4 +1,4 @@
-"""How often what a user gave (a reward, an episode) may fail before a run ends."""
+"""How often a user's code (a reward, an episode) may fail before a run ends."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ _WINDOW, _ENOUGH = 256, 64
 
 
 class Failures:
-    """Counts of what failed: of the latest 256, and of all.
+    """The failures among the latest 256 samples, and whether any sample has ever succeeded.
 
     Args:
-        most: the share that may fail; 1: all may, always.
+        most: the share that may fail; 1: all may.
     """
 
     def __init__(self, most: float) -> None:
@@ -27,12 +27,12 @@ class Failures:
 
     @property
     def too_many(self) -> bool:
-        """Whether more than may have failed lately; fewer than 64 say nothing yet."""
+        """Whether more than the share failed; False below 64 samples."""
         return len(self._recent) >= _ENOUGH and sum(self._recent) / len(self._recent) > self.most
 
     @property
     def all(self) -> bool:
-        """Whether everything has failed that ever came, however little: a run that ends so has learned nothing."""
+        """Whether every sample so far has failed, however few: a run that ends so has learned nothing."""
         return bool(self._recent) and not self._any_worked and self.most < 1
 
     def __str__(self) -> str:

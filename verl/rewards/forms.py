@@ -1,13 +1,13 @@
-"""The forms in which reward functions are written, recognised by parameter names.
+"""The signatures that reward functions have, recognised by parameter names.
 
     f(texts)                            the response texts (the one parameter may have any name)
     f(responses, prompts)               texts; a prompt that is a chat is a list of messages
-    f(prompts, completions, **columns)  TRL's: for chats, a completion is a list with the assistant's message; what
-                                        `**columns` takes are the data set's own columns and `completion_ids`
-    f(data_source, solution_str, ground_truth, extra_info=None)   verl's, called sample by sample
+    f(prompts, completions, **columns)  TRL's: of a chat, a completion is a list with the assistant's message;
+                                        `**columns` gets the data set's own columns and `completion_ids`
+    f(data_source, solution_str, ground_truth, extra_info=None)   verl's, called once per sample
 
-The first three are called on several samples at once and return as many results. Each parameter beyond the form's
-own is filled from the data set's column of that name.
+The first three are called on several samples at once and return one result per sample. Any further parameter gets the
+data set's column of that name.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from verl.batch import SCHEMA
 from verl.errors import ConfigError, RewardError, nearest
 
 Row = dict[str, Any]
-#: A column that a data set called by one of the system's names is kept under "user.<name>".
+#: A data set's column with one of the system's names is kept as "user.<name>".
 _USER = "user."
 _OWN = {
     "texts": frozenset({"texts"}),
@@ -34,8 +34,15 @@ _OWN = {
 
 @dataclass(frozen=True, slots=True)
 class Form:
-    """How to call a function: `positional` values of the form's own, `named` parameters (`required` ones among them),
-    and whether `**columns` takes the rest."""
+    """How to call a function.
+
+    Attributes:
+        kind: the signature.
+        positional: values of the signature's own that are passed by position.
+        named: parameters that are passed by name.
+        required: those without a default.
+        rest: whether `**columns` takes the remaining columns.
+    """
 
     kind: Literal["texts", "pairs", "trl", "verl"]
     positional: tuple[str, ...] = ()
@@ -45,20 +52,20 @@ class Form:
 
     @property
     def by_row(self) -> bool:
-        """Called on one sample at a time."""
+        """Whether it is called once per sample."""
         return self.kind == "verl"
 
     def check(self, name: str, row: Row) -> None:
-        """Raises RewardError if the data lack a column that the function `name` needs."""
+        """Raises RewardError if a column that the function `name` needs is missing."""
         if "response" not in row:
             raise RewardError(f"reward '{name}': the samples have no column 'response', the decoded text")
         for column in sorted(self.required - _OWN[self.kind]):
             if not _has(row, column):
                 hint = nearest(column, user_columns(row))
-                raise RewardError(f"reward '{name}' needs a column '{column}', which the data lack: {hint}")
+                raise RewardError(f"reward '{name}' needs a column '{column}', which the data do not have: {hint}")
 
     def arguments(self, rows: Sequence[Row]) -> tuple[list[Any], dict[str, Any]]:
-        """Positional and named arguments for a call on these samples."""
+        """Positional and named arguments of a call on these samples."""
         if self.by_row:
             row = rows[0]
             own: dict[str, Any] = {"solution_str": row["response"] or "", "extra_info": _value(row, "extra_info") or {}}
@@ -72,10 +79,10 @@ class Form:
 
 
 def recognise(function: Callable[..., Any]) -> Form:
-    """The form of a function.
+    """The signature of a function.
 
     Raises:
-        ConfigError: it is none of the four.
+        ConfigError: it has none of the four.
     """
     try:
         parameters = list(inspect.signature(function).parameters.values())
@@ -97,7 +104,7 @@ def recognise(function: Callable[..., Any]) -> Form:
     if first is not None and first == names[0]:
         return Form("texts", ("texts",), tuple(n for n in named if n != first), needed - {first})
     raise ConfigError(
-        f"the reward function {name_of(function)}({', '.join(names)}) has none of the known forms: f(texts); "
+        f"the reward function {name_of(function)}({', '.join(names)}) has none of the known signatures: f(texts); "
         "f(responses, prompts); f(prompts, completions, **columns); "
         "f(data_source, solution_str, ground_truth, extra_info)"
     )

@@ -1,4 +1,4 @@
-"""A user's function out of a user's file, imported once as a module of its own."""
+"""A function from a user's file, imported once as a module of its own."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from typing import Any
 from verl.errors import ConfigError, RewardError, nearest
 
 DEFAULT_FUNCTION = "compute_score"
-#: What has been imported from users' files, by the names it has as modules here.
+#: Modules imported from users' files, by the names that they have here.
 user_modules: dict[str, ModuleType] = {}
 
 
@@ -31,10 +31,10 @@ def digest(spec: str) -> str:
 
 
 def load_function(spec: str) -> Callable[..., Any]:
-    """The function or class that "file.py:name" names. It is the user's own code and runs as such.
+    """The function or class that "file.py:name" names. It is the user's own code and is not sandboxed.
 
     Raises:
-        ConfigError: no such file, or no such function in it.
+        ConfigError: there is no such file, or no such function in it.
         RewardError: the file cannot be imported; its own error is the cause.
     """
     path, name = split_spec(spec)

@@ -13,16 +13,16 @@ if TYPE_CHECKING:
 
 
 class RewardModel(FunctionReward):
-    """Scores text: prompt and response one after the other, or a chat through the reward model's own template.
+    """Scores text: prompt and response concatenated, or a chat in the reward model's own template.
 
-    A model that was trained here says so in its `config.json` (`score_at_eos`): it reads the tokens that it was
-    trained on, which end with the reply's EOS. Others read the whole text, as their authors' examples do.
+    A model that was trained by this package (`score_at_eos` in its `config.json`) gets the tokens that it was trained
+    on, which end with the reply's EOS. Others get the whole text, as in their authors' examples.
 
     Args:
         source: an `AutoModelForSequenceClassification` with one label, a `ValueModel`, or a directory or hub name.
         tokenizer: the reward model's, as an object or a name; found by the model's name if not given.
-        batch_size: texts in one forward pass; they are sorted by length, so that little is padded.
-        max_length: longest text, in tokens; of a longer one the end is kept. None: what the model can take.
+        batch_size: texts in one forward pass; texts are sorted by length first, to need little padding.
+        max_length: tokens of a text, of which the last ones are kept; None: the model's limit.
         dtype: for loading, "auto" or a dtype's name.
         device: where it runs; None: the accelerator where there is one.
         timeout: seconds for all samples of one `score`.
@@ -104,9 +104,8 @@ class RewardModel(FunctionReward):
 
         config, parameter = self.model.config, next(self.model.parameters())
         own_pad, was_training = config.pad_token_id, self.model.training
-        # Transformers takes the last token that is not padding for the end of a text. A model that names no padding
-        # gets an id that ends none of these texts, as one scored at the EOS does, which often is the padding too;
-        # others are used as they are meant.
+        # Transformers scores at the last token that is not padding. A model without a padding token, or one scored at
+        # an EOS that may also be its padding, is given an id that ends none of these texts.
         ends, free = {row[-1] for row in tokens}, own_pad is None or own_pad < 0 or self._at_eos
         pad = next(i for i in range(len(ends) + 1) if i not in ends) if free else own_pad
         longest = max(map(len, tokens))

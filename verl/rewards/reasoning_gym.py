@@ -1,4 +1,4 @@
-"""The verifier of a procedural task's own problems."""
+"""Rewards of procedural tasks, by the tasks' own verifiers."""
 
 from __future__ import annotations
 
@@ -19,15 +19,18 @@ _TAG = re.compile(r"<answer>(.*?)</answer>", re.DOTALL | re.IGNORECASE)
 
 
 class TaskReward(FunctionReward):
-    """`score_answer` of the task, on the answer within the response; for rows that `load_prompts` made of a task.
+    """The task's `score_answer` of the answer in the response, for rows that `load_prompts` made from a task.
 
-    The component `accuracy` is 1 where the verifier gives exactly 1 and 0 elsewhere: no credit for a format or for a
-    part. With `exact` it is the reward too.
+    The component `accuracy` is 1 where the verifier gives 1, and 0 elsewhere: no credit for the format or a part.
 
     Args:
-        answer: what the verifier reads: the last number in the response, the whole response (stripped), or what
-            stands between the last <answer> and </answer>. A response without that has no answer.
+        answer: what is verified: "last_number" of the response, the "whole" response (stripped), or the text in the
+            last <answer>...</answer> ("tag"). A response without that has no answer.
+        exact: `accuracy` is the reward.
         **options: see `FunctionReward`.
+
+    Raises:
+        ConfigError: `answer` is none of these.
     """
 
     def __init__(

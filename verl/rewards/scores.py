@@ -1,4 +1,4 @@
-"""What a user's reward function returned, read as one optional number a sample. Imports nothing heavy."""
+"""The result of a user's reward function as one optional number per sample. Imports nothing heavy."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _LARGEST = 3.4028234663852886e38
 
 @dataclass(frozen=True, slots=True)
 class Score:
-    """A number, or a reason for there being none; `failed` tells a failure from a function that returned None."""
+    """A number, or the reason why there is none. `failed` is False for a function that returned None."""
 
     value: float | None
     reason: str | None = None
@@ -36,14 +36,14 @@ def failure(reason: str) -> Score:
 def call_plain(
     function: Callable[..., Any], args: list[Any], kwargs: dict[str, Any], rows: int, loop: asyncio.AbstractEventLoop
 ) -> list[Score]:
-    """Call a function on `rows` samples; whatever it does becomes scores. What it may return: see `read_scores`.
+    """Call a function on `rows` samples; errors become scores, too. What it may return: see `read_scores`.
 
-    No event loop runs meanwhile (the function may run one of its own); `loop` awaits what it returns, if need be.
+    No event loop runs during the call, so the function may run its own; `loop` awaits an awaitable result.
     """
     try:
         result = function(*args, **kwargs)
         return read_scores(loop.run_until_complete(_wait_for(result)) if inspect.isawaitable(result) else result, rows)
-    except BaseException as error:  # sys.exit() in a user's function fails this call, it does not end the run
+    except BaseException as error:  # sys.exit() in a user's function is a failed call, not the end of the run
         return [failure(_describe(error))] * rows
 
 
@@ -60,8 +60,9 @@ async def _wait_for(result: Awaitable[Any]) -> Any:
 
 
 def read_scores(result: Any, rows: int) -> list[Score]:
-    """A call on several samples returns a sequence, an array or a tensor of results, or a mapping of such columns. A
-    result is a number, None, or a mapping with `score` (or `reward`) and further numbers, which become components.
+    """The scores in a result: a sequence, an array or a tensor with an entry per sample, or a mapping of such columns.
+
+    An entry is a number, None, or a mapping with `score` (or `reward`) and further numbers, which become components.
     """
     if rows == 1 and (isinstance(result, Mapping | Real | Score) or result is None):
         return [_score(result)]
@@ -69,7 +70,7 @@ def read_scores(result: Any, rows: int) -> list[Score]:
         result = _transpose(result)
     if hasattr(result, "tolist"):
         result = result.tolist()
-    # A mapping or a set has no place for each sample: its keys are no scores.
+    # The entries of a mapping or a set do not belong to samples.
     if isinstance(result, str | bytes | Mapping | Set) or not isinstance(result, Iterable):
         if rows == 1:
             return [_score(result)]
@@ -127,7 +128,7 @@ def _number_key(value: Mapping[Any, Any]) -> str | None:
 
 
 def _transpose(columns: Mapping[str, Any]) -> list[Any]:
-    """A mapping of columns as one mapping a sample; columns of another length than the scores' are left out."""
+    """A mapping of columns as one mapping per sample; columns of another length than the scores' are left out."""
     lists = {name: item.tolist() if hasattr(item, "tolist") else item for name, item in columns.items()}
     scores = lists[_number_key(columns)]  # type: ignore[index]
     if not isinstance(scores, list | tuple):
@@ -139,7 +140,7 @@ def _transpose(columns: Mapping[str, Any]) -> list[Any]:
 def _describe(error: BaseException) -> str:
     try:
         return f"raised {type(error).__name__}: {str(error)[:_REASON_LENGTH]}"
-    except Exception:  # an exception whose text raises is still only a failed call
+    except Exception:  # the text of an exception may raise
         return f"raised {type(error).__name__}"
 
 

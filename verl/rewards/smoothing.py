@@ -1,4 +1,4 @@
-"""Rewards drawn towards their running mean."""
+"""Rewards pulled towards their running mean."""
 
 from __future__ import annotations
 
@@ -10,11 +10,14 @@ from verl.rewards.source import RewardResult, RewardSource
 
 
 class Smoothed:
-    """`(1 - decay) * reward + decay * mean`, where `mean` is the exponential moving average of the means of all
-    batches up to and with this one (it starts at the first batch's mean).
+    """`(1 - decay) * reward + decay * mean`, where `mean` is the exponential moving average of the batches' means,
+    this batch included (it starts at the first batch's mean).
 
-    The order of samples within a batch stays, jumps between batches shrink. A sample that abstains still does, and
-    counts for nothing. What the source itself said is the component `raw`.
+    The order of samples within a batch stays the same, differences between batches shrink. Samples that abstain still
+    do, and do not enter the mean. The source's own rewards are the component `raw`.
+
+    Raises:
+        ConfigError: not 0 <= decay < 1.
     """
 
     whole_batch = True
@@ -41,15 +44,15 @@ class Smoothed:
         return {"mean": self.mean, **inner}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on from a saved mean.
+        """Restores `state_dict()`.
 
         Raises:
-            CheckpointError: there is none.
+            CheckpointError: the state has no mean.
         """
         if "mean" not in state:
             raise CheckpointError(
-                f"the reward '{self.name}' is smoothed here and was not where its state was saved, which has no mean: "
-                "leave smoothing out, or start anew"
+                f"the reward '{self.name}' is smoothed here, but its saved state has no mean: leave smoothing "
+                "out, or start a new run"
             )
         self.mean = None if state["mean"] is None else float(state["mean"])
         if "source" in state:

@@ -1,6 +1,6 @@
-"""Where rewards come from: samples in, one optional number a sample out, each wait with a deadline.
+"""What a reward is: samples in, one optional number per sample out, with a deadline on every wait.
 
-A reward that cannot be had is null, with a reason: the sample abstains. It never becomes 0, never stalls the others.
+A reward that cannot be computed is null, with a reason: the sample abstains. It never becomes 0 or delays others.
 """
 
 from __future__ import annotations
@@ -19,10 +19,16 @@ from verl.errors import RewardError
 
 @dataclass
 class RewardResult:
-    """One entry a sample: the reward or None; named components; why a reward is missing, or is a default.
+    """One entry per sample.
 
-    `counts` says what went wrong on the way: "failures" (samples), "late" and "retries" (calls), "deaths" (of workers);
-    and how many "workers" there are.
+    Attributes:
+        reward: the number, or None.
+        components: further numbers by name.
+        reasons: why the reward is missing, or is a default; else None.
+        counts: "failures" (samples), "late" and "retries" (calls), "deaths" (of workers), "workers".
+
+    Raises:
+        RewardError: the lists differ in length.
     """
 
     reward: list[float | None]
@@ -44,7 +50,7 @@ class RewardResult:
 
 @runtime_checkable
 class RewardSource(Protocol):
-    """Anything that scores samples. `whole_batch` says that a sample's score may depend on the others beside it."""
+    """Anything that scores samples. `whole_batch`: a sample's score may depend on the rest of its batch."""
 
     name: str
     whole_batch: bool
@@ -53,13 +59,13 @@ class RewardSource(Protocol):
 
 
 def source_of(given: object) -> object:
-    """The source that a `Reward` holds; anything else as it is."""
+    """The source within a `Reward`; anything else as it is."""
     held = getattr(given, "source", None)
     return held if isinstance(held, RewardSource) and not isinstance(given, RewardSource) else given
 
 
 def leaves(source: RewardSource) -> Iterator[RewardSource]:
-    """The sources that a source is made of (its mapping `parts`), down to those made of none; or it alone."""
+    """The sources at the ends of a tree of compositions (mappings `parts`)."""
     parts = getattr(source, "parts", None)
     if not isinstance(parts, Mapping):
         yield source
@@ -69,7 +75,7 @@ def leaves(source: RewardSource) -> Iterator[RewardSource]:
 
 
 async def score_finished(source: RewardSource, batch: Batch) -> RewardResult:
-    """`source.score` of the responses that were finished; those aborted or rejected abstain."""
+    """`source.score` of the finished responses; those that were aborted or rejected abstain."""
     ends = batch["finish"] if "finish" in batch else [None] * len(batch)
     rows = [row for row, end in enumerate(ends) if end not in ("abort", "reject")]
     if len(rows) == len(batch):
@@ -91,13 +97,13 @@ async def score_finished(source: RewardSource, batch: Batch) -> RewardResult:
 
 
 def run_reward(source: RewardSource, batch: Batch) -> RewardResult:
-    """`score_finished` from synchronous code, a running event loop or not; the source's own deadlines hold."""
+    """`score_finished` for synchronous code, whether or not an event loop runs in this thread."""
     done: list[RewardResult | BaseException] = []
 
     def run() -> None:
         try:
             done.append(asyncio.run(score_finished(source, batch)))
-        except BaseException as error:  # handed to the caller, whatever it is
+        except BaseException as error:  # raised in the caller's thread
             done.append(error)
 
     thread = threading.Thread(target=run, name=f"score {source.name}", daemon=True)

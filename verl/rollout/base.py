@@ -1,4 +1,4 @@
-"""What a rollout engine is: requests in, finished samples out as they finish.
+"""What a rollout engine is: requests in, samples out as they finish.
 
 Log-probs are those of the temperature-scaled logits over the whole vocabulary, before top-k, top-p,
 min-p and `min_new_tokens` (greedy decoding: at temperature 1): what the trainer computes for the same
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from verl.rollout.grammar import Grammar
 
 Finish = Literal["stop", "length", "abort", "reject"]
-#: What a guard says of a response so far: None lets it go on.
+#: A guard's decision on a response so far; None: it goes on.
 Verdict = Literal["stop", "reject"] | None
 
 
@@ -32,33 +32,33 @@ class LongPromptError(RolloutError):
 
 
 class LogitsProcessor(Protocol):
-    """Changes what may be sampled next, for one request: so it may keep a state of its own."""
+    """Changes what may be sampled next. It belongs to one request, so it may keep state."""
 
     def __call__(self, tokens: Sequence[int], logits: Tensor) -> Tensor:
         """Called once for each token of the response, in order.
 
         Args:
-            tokens: the response so far; not to be changed.
+            tokens: the response so far; must not be changed.
             logits: `[V]`, fp32 or fp64, before temperature; may be changed in place.
 
         Returns:
-            The logits `[V]` to sample from, minus infinity for what must not come (NaN and plus infinity are
-            refused). If nothing may come, the response ends with `finish="reject"`. Log-probs stay those of the
-            unchanged logits.
+            The logits `[V]` to sample from, minus infinity for excluded tokens (NaN and plus infinity are refused). If
+            every token is excluded, the response ends with `finish="reject"`. Log-probs stay those of the unchanged
+            logits.
         """
 
 
 class Guard(Protocol):
-    """Looks at the text of responses while they are written. Requests that share a guard are asked for together.
+    """Checks the text of responses while they are generated, those of all requests that share it in one call.
 
     Attributes:
-        every: tokens between two looks at a response; it is looked at when it ends, too.
+        every: tokens between two checks of a response; it is also checked when it ends.
     """
 
     every: int
 
     def __call__(self, texts: Sequence[str]) -> Sequence[Verdict]:
-        """A verdict for each text: "stop" ends it as it is, "reject" ends it with `finish="reject"`."""
+        """A verdict per text: "stop" ends the response as it is, "reject" ends it with `finish="reject"`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,9 +66,9 @@ class SamplingParams:
     """How one response is sampled.
 
     `temperature` 0 is greedy; `top_k` 0, `top_p` 1 and `min_p` 0 are off, and apply in this order after the
-    temperature. Before `min_new_tokens` tokens no end-of-sequence or stop token is sampled, and no stop string counts.
-    `stop` strings and `stop_token_ids` end a response, their tokens included; a string that is how a special token is
-    written stands for that token. `ignore_eos` goes on to `max_new_tokens`.
+    temperature. Before `min_new_tokens` tokens no end-of-sequence or stop token is sampled, and stop strings have no
+    effect. `stop` strings and `stop_token_ids` end a response, their tokens included; a string that spells a special
+    token means that token. `ignore_eos` continues to `max_new_tokens`.
 
     Raises:
         ConfigError: a value is out of range.
@@ -108,10 +108,10 @@ class SamplingParams:
 
 
 def as_sampling(given: Any, base: SamplingParams | None = None) -> SamplingParams:
-    """`given` as it is, or `base` (None: the defaults) with the fields that a mapping names; lists become tuples.
+    """`SamplingParams` as they are; a mapping overrides fields of `base` (None: the defaults), lists become tuples.
 
     Raises:
-        ConfigError: it is neither, has a field that is unknown, or a value is out of range.
+        ConfigError: `given` is neither, has an unknown field, or a value is out of range.
     """
     base = base or SamplingParams()
     if given is None or isinstance(given, SamplingParams):
@@ -130,15 +130,15 @@ def _is_tuple_of(kind: type, values: object) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """One response to be sampled. `id` names the sample and, with the run's seed, its random numbers.
+    """One response to be sampled. `id` names the sample and, with the run's seed, determines its random numbers.
 
-    Requests whose `prompt_tokens` are equal share one prefill and one copy of the prompt's KV cache. `processors`
-    change the logits, one after the other. A `grammar` allows only tokens that keep to it: `finish="stop"` is then its
-    end, and a response that a stop string or a guard ends before it has `finish="length"`, as at the limit. It and a
-    `guard` need an engine with a tokenizer.
+    Requests with equal `prompt_tokens` share one prefill and one copy of the prompt's KV cache. `processors` change the
+    logits, one after the other. A `grammar` allows only tokens that conform to it: `finish="stop"` then means that the
+    grammar is complete, and a response that a stop string or a guard ends earlier has `finish="length"`. A grammar and
+    a `guard` need an engine with a tokenizer.
 
     Raises:
-        RolloutError: the prompt is no sequence of whole numbers.
+        RolloutError: the prompt is not a sequence of whole numbers.
     """
 
     id: str
@@ -161,10 +161,10 @@ class Request:
 class Sample:
     """A finished response.
 
-    `tokens` holds the end-of-sequence token, stop token or stop string that ended it. `log_probs` is aligned
-    with `tokens`. `policy_version` is that of the weights which wrote the first token. `text` is set when the
-    request has stop strings or a guard: the response up to the stop string that ended it. `temperature` is that of
-    the request, noted for episodes.
+    `tokens` include the end-of-sequence token, stop token or stop string that ended it; `log_probs` are aligned with
+    them. `policy_version` is that of the weights that sampled the first token. `text` is set for requests with stop
+    strings or a guard: the response up to the stop string that ended it. `temperature` is that of the request, for
+    episodes.
     """
 
     id: str
@@ -177,46 +177,46 @@ class Sample:
 
 
 class RolloutEngine(Protocol):
-    """Any source of samples. Not thread-safe: one thread adds and steps.
+    """Generates samples. Not thread-safe: one thread adds and steps.
 
-    An engine whose log-probs are the trainer's own numbers says so by an attribute `exact = True`; after any other
-    the trainer computes its own, measures the mismatch and corrects for it.
+    An engine whose log-probs equal the trainer's has an attribute `exact = True`; for any other engine the trainer
+    computes its own, measures the mismatch and corrects for it.
     """
 
     policy_version: int
 
     @property
     def unfinished(self) -> int:
-        """Requests added that have not come back as samples."""
+        """The number of requests that were added and not yet returned as samples."""
 
     def add(self, request: Request) -> None:
         """Queue a request.
 
         Raises:
             LongPromptError: its prompt leaves no room for a response.
-            RolloutError: it can never be answered for another reason (empty prompt, unknown token, id in use).
+            RolloutError: it is invalid for another reason (empty prompt, unknown token, id in use).
         """
 
     def step(self) -> list[Sample]:
-        """Do a bounded piece of work; the samples that finished in it."""
+        """Do a bounded amount of work and return the samples that finished."""
 
     def abort(self, ids: Iterable[str]) -> None:
-        """End these requests: they come back from the next `step` with what they have, `finish="abort"`."""
+        """End these requests: the next `step` returns what they have, with `finish="abort"`."""
 
     def load_shards(self, shards: Iterable[Shard], version: int) -> None:
-        """Take new weights; what is cached of the old ones is forgotten."""
+        """Take new weights and drop what was cached under the old ones."""
 
     def sleep(self) -> None:
-        """Give back the memory of the KV cache; unfinished requests are kept."""
+        """Free the memory of the KV cache; unfinished requests are kept."""
 
     def wake(self) -> None:
         """Be ready again after `sleep`."""
 
 
 def generate(engine: RolloutEngine, requests: Iterable[Request]) -> Generator[Sample, None, None]:
-    """Samples of these requests, and of those before, as they finish, in no particular order.
+    """Samples of these requests and of earlier ones, in the order in which they finish.
 
-    Left early, or by an error, it takes back those that have not finished.
+    If it is closed early or fails, unfinished requests are aborted.
     """
     asked: list[str] = []
     try:
@@ -228,4 +228,4 @@ def generate(engine: RolloutEngine, requests: Iterable[Request]) -> Generator[Sa
     finally:
         if asked and engine.unfinished:
             engine.abort(asked)
-            engine.step()  # hands them out, so that nobody meets them later
+            engine.step()  # returns them, so that no later caller gets them

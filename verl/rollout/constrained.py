@@ -1,4 +1,4 @@
-"""Constraints on responses: a grammar for each token, a guard on the text as it grows, a check at the end."""
+"""Constraints on responses: a grammar per token, a guard on the partial text, a check at the end."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from verl.rollout.grammar import Grammar
 
 
 class ScoreGuard:
-    """A guard by number: a text that scores below `minimum` gets the verdict.
+    """A guard with a threshold: a text that scores below `minimum` gets the verdict.
 
     Args:
-        score: from texts to numbers: a function, or a model's, such as
-            `lambda texts: RewardModel(name).scores(texts, [""] * len(texts))`.
-        minimum: the least that may go on.
-        every: tokens between two looks; a response that has ended is looked at, too.
-        verdict: "reject" throws the response away, "stop" ends it as it is.
+        score: a function from texts to numbers, such as
+            `lambda texts: reward_model.scores(texts, [""] * len(texts))`.
+        minimum: the lowest score that passes.
+        every: tokens between two checks; a response that has ended is checked, too.
+        verdict: "reject" discards the response, "stop" ends it as it is.
     """
 
     def __init__(
@@ -33,28 +33,29 @@ class ScoreGuard:
         self.score, self.minimum, self.every, self.verdict = score, minimum, every, verdict
 
     def __call__(self, texts: Sequence[str]) -> list[Verdict]:
-        # What is not a number is not good enough.
+        # NaN does not pass.
         return [None if score >= self.minimum else self.verdict for score in self.score(list(texts))]
 
 
 class ConstrainedEpisode:
-    """A single turn under constraints; a response that breaks one is thrown away and another is sampled.
+    """A single turn under constraints; a response that violates one is discarded and another one is sampled.
 
-    Under a grammar a response that the limit of tokens, a stop string or a guard cuts off is broken, too. If none of
-    `1 + max_resamples` holds the last one stays with `finish="reject"`: it is not scored, and abstains. Metric
-    `rollout/rejection_rate`.
+    With a grammar, a response that the token limit, a stop string or a guard cuts off is a violation, too. If all of
+    `1 + max_resamples` responses fail, the last one is kept with `finish="reject"`: it is not scored, and abstains. The
+    metric is `rollout/rejection_rate`.
 
     Args:
-        grammar: of every response, or a function from a row to its grammar (None: none).
-        guard: looks at the text every so many tokens; see `Guard`, `ScoreGuard`.
-        accept: from the text of a finished response, and its row, to whether it holds.
-        max_resamples: further responses after a rejected one.
+        grammar: of every response, or a function from a row to its grammar (or None).
+        guard: checks the partial text; see `Guard`, `ScoreGuard`.
+        accept: a function from the text of a finished response and its row to whether it is accepted.
+        max_resamples: further tries after a rejected response.
+        deadline: seconds for an episode.
 
     Raises:
         ConfigError: there is no constraint, or `max_resamples` is negative.
     """
 
-    #: What may be sampled is not the model's distribution: the trainer warns of it.
+    #: Samples do not follow the model's distribution; the trainer warns of it.
     masks: bool
 
     def __init__(

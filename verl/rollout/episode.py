@@ -1,13 +1,13 @@
-"""Episodes: what happens between a row of prompts and the engine. `async episode(client, row) -> responses`.
+"""Episodes: how a row of prompts becomes responses. `async episode(client, row) -> responses`.
 
-An episode asks the engine by `await client.generate(tokens)`, as often as it likes, and meanwhile other
-episodes go on: one thread steps the engine over everything that is asked for. A single turn is the default:
+An episode calls `await client.generate(tokens)` any number of times. Episodes run concurrently: one thread steps the
+engine over all their requests. The default is a single turn:
 
     async def single_turn(client, row):
         return [Turns().wrote(await client.generate(row["prompt_tokens"]))]
 
-Several turns write into one response; what the policy did not write (a tool's output) is masked, and no token is
-ever decoded and encoded again. An episode may have an attribute `deadline`, the seconds that one may take.
+Several turns make up one response; tokens that the policy did not generate (a tool's output) are masked, and no token
+is decoded and encoded again. An episode may have an attribute `deadline`, in seconds.
 """
 
 from __future__ import annotations
@@ -30,18 +30,19 @@ if TYPE_CHECKING:
     from verl.rollout.grammar import Grammar
 
 _T = TypeVar("_T")
-#: Seconds that an episode may take that does not say otherwise.
+#: Seconds for an episode that has no deadline of its own.
 DEADLINE = 600.0
-#: Seconds that it has, cancelled, to close what it has open.
+#: Seconds that a cancelled episode has to close what it has open.
 _GRACE = 2.0
 
 
 @dataclass
 class Turns:
-    """One response that grows by turns; the columns of a finished row, aligned.
+    """One response, turn by turn, as the columns of its row, which are aligned.
 
-    `rejected` counts responses that were thrown away before this one; `temperatures` are those that the policy wrote
-    at.
+    Attributes:
+        rejected: number of responses that were discarded before this one.
+        temperatures: those at which the policy sampled.
     """
 
     response_tokens: list[int] = field(default_factory=list)
@@ -53,7 +54,7 @@ class Turns:
     temperatures: set[float] = field(default_factory=set)
 
     def wrote(self, sample: Sample) -> Turns:
-        """What the policy wrote comes next; the version is the oldest of all its turns."""
+        """Append what the policy sampled; `policy_version` is the oldest of all turns."""
         first = not any(self.response_mask)
         self.policy_version = sample.policy_version if first else min(self.policy_version, sample.policy_version)
         self.response_tokens += sample.tokens
@@ -65,7 +66,7 @@ class Turns:
         return self
 
     def read(self, tokens: Sequence[int]) -> Turns:
-        """Tokens that the policy did not write come next."""
+        """Append tokens that the policy did not sample."""
         self.response_tokens += tokens
         self.response_mask += [0] * len(tokens)
         self.rollout_log_probs += [0.0] * len(tokens)
@@ -73,7 +74,7 @@ class Turns:
 
 
 def response_columns(turns: Sequence[Turns]) -> dict[str, Any]:
-    """The columns that finished responses add to their rows."""
+    """The columns of finished responses."""
     names = ("response_tokens", "response_mask", "rollout_log_probs", "finish", "policy_version")
     return {name: [getattr(turn, name) for turn in turns] for name in names}
 
@@ -83,7 +84,7 @@ Episode = Callable[["Client", Mapping[str, Any]], Awaitable[Sequence[Turns]]]
 
 @dataclass(frozen=True)
 class Outcome:
-    """What became of the row `index`: its responses, or why there are none."""
+    """The responses of the row `index`, or why there are none."""
 
     index: int
     responses: Sequence[Turns]
@@ -96,10 +97,10 @@ async def single_turn(client: Client, row: Mapping[str, Any]) -> list[Turns]:
 
 
 class Client:
-    """An episode's way to the engine. Its requests are named by the row's id and their number in the episode.
+    """An episode's access to the engine. Request ids are made of the row's id and a number within the episode.
 
     Attributes:
-        params: how the row's response is to be sampled.
+        params: sampling parameters of the row.
         tokenizer: the policy's.
     """
 
@@ -121,10 +122,10 @@ class Client:
         guard: Guard | None = None,
         grammar: Grammar | None = None,
     ) -> Sample:
-        """A sample after these tokens, by `self.params` unless others are given; see `Request`.
+        """A sample that continues these tokens, by `self.params` unless `params` are given; see `Request`.
 
         Raises:
-            RolloutError: the engine refuses the request.
+            RolloutError: the engine refuses the request, or failed.
         """
         name = self._row_id if self._asked == 0 else f"{self._row_id}#{self._asked}"
         self._asked += 1
@@ -135,7 +136,7 @@ class Client:
 
 
 class _Pump:
-    """Steps the engine in one thread as long as anybody waits for a sample."""
+    """Steps the engine in one thread while there are requests."""
 
     def __init__(self, engine: RolloutEngine) -> None:
         self._engine = engine
@@ -162,7 +163,7 @@ class _Pump:
             raise
 
     async def run(self) -> None:
-        """Serve until cancelled; an engine that fails ends everybody's waiting."""
+        """Serve requests until cancelled; if the engine fails, all of them fail."""
         loop = asyncio.get_running_loop()
         with ThreadPoolExecutor(1, thread_name_prefix="rollout") as thread:
             while True:
@@ -181,7 +182,7 @@ class _Pump:
                     self._answer(sample.id, sample)
 
     def drain(self) -> None:
-        """Take back what nobody waits for any more, so that the engine is left without our requests."""
+        """Abort what is left, so that the engine has none of our requests any more."""
         self._failure = self._failure or "the rollout has ended"
         if self._waiting:
             self._engine.abort(list(self._waiting))
@@ -207,7 +208,7 @@ class _Pump:
             future.set_result(result)
 
     def _fail(self, error: Exception) -> None:
-        """Nobody waits any more; what is asked for stays noted: it may be in the engine still."""
+        """Fail all requests; they stay listed, as the engine may still have them."""
         self._failure = f"the rollout engine failed: {error}"
         for future in self._waiting.values():
             if not future.done():
@@ -215,17 +216,17 @@ class _Pump:
 
 
 class LateError(Exception):
-    """A user's code took longer than it may."""
+    """A user's code exceeded its deadline."""
 
 
-async def settled(work: Awaitable[_T], seconds: float) -> _T:
-    """What a user's code gives.
+async def with_deadline(work: Awaitable[_T], seconds: float) -> _T:
+    """The result of a user's code.
 
     Raises:
-        LateError: it is not done after so many seconds; it is cancelled then.
-        Exception: what it raises; if it exits, or cancels itself, a RuntimeError: the others go on.
+        LateError: it was not done in time, and was cancelled.
+        Exception: its own; a RuntimeError if it exits or cancels itself.
     """
-    task = asyncio.ensure_future(_staying(work))
+    task = asyncio.ensure_future(_without_exit(work))
     try:
         await asyncio.wait([task], timeout=seconds)
         if not task.done():
@@ -239,10 +240,10 @@ async def settled(work: Awaitable[_T], seconds: float) -> _T:
     return task.result()
 
 
-async def _staying(work: Awaitable[_T]) -> _T:
+async def _without_exit(work: Awaitable[_T]) -> _T:
     try:
         return await work
-    except SystemExit as error:  # it would end the event loop
+    except SystemExit as error:  # would end the event loop
         raise RuntimeError(repr(error)) from error
 
 
@@ -255,14 +256,17 @@ async def run_episodes(
     tokenizer: PreTrainedTokenizerBase | None = None,
     deadline: float | None = None,
 ) -> AsyncGenerator[Outcome, None]:
-    """Outcomes of one episode for each row (which has `id` and whatever the episode reads), as they finish.
+    """Run one episode per row and yield the outcomes in the order in which they finish.
 
-    An episode that raises, or takes longer than `deadline` seconds (None: its own, or 600), is an outcome with an
-    error: what it asked for is aborted and the others go on. `params` are those of all rows, or one for each.
+    Args:
+        rows: each has `id` and the columns that the episode reads.
+        params: of all rows, or one per row.
+        deadline: seconds for an episode; None: its own, or 600. If it raises or exceeds them, its outcome has an error
+            and its requests are aborted; the others continue.
 
     Raises:
         RolloutError: the engine failed.
-        ConfigError: a response was written at another temperature than its row's.
+        ConfigError: a response was sampled at another temperature than its row's.
     """
     pump = _Pump(engine)
     pumping = asyncio.create_task(pump.run())
@@ -273,10 +277,10 @@ async def run_episodes(
         own = params if isinstance(params, SamplingParams) else params[index]
         client = Client(pump, str(row["id"]), own, tokenizer)
         try:
-            responses = await settled(episode(client, row), seconds)
+            responses = await with_deadline(episode(client, row), seconds)
         except LateError:
             return Outcome(index, [], f"episode of row '{row['id']}' took longer than {seconds:g} s")
-        except Exception as error:  # a user's code: whatever it raises is this row's affair
+        except Exception as error:  # a user's code may raise anything; only this row fails
             return Outcome(index, [], f"episode of row '{row['id']}': {type(error).__name__}: {error}")
         _check_temperatures(responses, own, str(row["id"]))
         return Outcome(index, responses)
@@ -293,17 +297,17 @@ async def run_episodes(
             task.cancel()
         await asyncio.wait([*tasks, pumping])
         failed = not pumping.cancelled() and pumping.exception() is not None
-        with suppress(Exception) if failed else nullcontext():  # once more, of an engine that is gone
+        with suppress(Exception) if failed else nullcontext():  # the engine has failed already
             pump.drain()
 
 
 def _check_temperatures(responses: Sequence[Turns], params: SamplingParams, row_id: str) -> None:
-    """Log-probs and updates are of the policy at one temperature; greedy rows are not trained."""
+    """Log-probs and updates are computed at one temperature; greedy rows are not trained."""
     written = {temperature for turns in responses for temperature in turns.temperatures}
     if params.temperature and (other := written - {params.temperature}):
         raise ConfigError(
-            f"the episode of row '{row_id}' wrote its response at temperature {min(other):g}, and is trained at "
-            f"{params.temperature:g}: sample at client.params.temperature; the run's sampling sets it"
+            f"the episode of row '{row_id}' sampled at temperature {min(other):g}, but is trained at "
+            f"{params.temperature:g}: sample at client.params.temperature, which the run's sampling sets"
         )
 
 
@@ -314,7 +318,7 @@ def outcomes(
     episode: Episode,
     tokenizer: PreTrainedTokenizerBase,
 ) -> Generator[Outcome, None, None]:
-    """`run_episodes` from synchronous code, an event loop running in this thread or not."""
+    """`run_episodes` for synchronous code, whether or not an event loop runs in this thread."""
     done: queue.SimpleQueue[Outcome | BaseException | None] = queue.SimpleQueue()
     loop = asyncio.new_event_loop()
 
@@ -329,7 +333,7 @@ def outcomes(
         try:
             loop.run_until_complete(task)
             done.put(None)
-        except BaseException as error:  # handed to the caller, whatever it is
+        except BaseException as error:  # raised in the caller's thread
             done.put(error)
         finally:
             loop.close()
@@ -342,6 +346,6 @@ def outcomes(
                 raise outcome
             yield outcome
     finally:
-        with suppress(RuntimeError):  # the loop is closed: it has ended by itself
+        with suppress(RuntimeError):  # the loop has ended already
             loop.call_soon_threadsafe(task.cancel)
         thread.join()

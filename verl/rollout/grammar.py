@@ -1,9 +1,9 @@
-"""Grammars for responses, token by token: what breaks the grammar is never sampled. By xgrammar (extra `constrained`);
-vLLM has its own way to the same.
+"""Grammars for responses, token by token: a token that violates the grammar is never sampled. Uses xgrammar (extra
+`constrained`); vLLM applies grammars itself.
 
-The policy that samples is the model's, masked and renormalised. The log-probs of a sample are, as with top-k, those of
-the model without the mask: what the trainer computes. The gradient is biased by as much as the mask takes away, less
-and less as the policy learns the grammar.
+Samples come from the model's distribution, masked and renormalised. Their log-probs are, as with top-k, those of the
+model without the mask, which the trainer computes, too. The gradient is biased by the probability that the mask
+removes, which shrinks as the policy learns the grammar.
 """
 
 from __future__ import annotations
@@ -23,18 +23,18 @@ from verl.errors import ConfigError, RolloutError
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-#: Compiled grammars may take so many bytes for one tokenizer; the oldest go first.
+#: Bytes of compiled grammars per tokenizer; the oldest are dropped.
 _CACHE = 256 << 20
 
 
 @dataclass(frozen=True)
 class Grammar:
-    """What a whole response must be: a regular expression, JSON of a schema, or words of an EBNF grammar (GBNF form).
+    """What a whole response must match: a regular expression, a JSON schema, or an EBNF grammar (GBNF syntax).
 
     Make one by `regex`, `json_schema` or `ebnf`.
 
     Raises:
-        ConfigError: xgrammar is not installed, or cannot read it.
+        ConfigError: xgrammar is not installed, or cannot parse it.
     """
 
     kind: Literal["regex", "json", "grammar"]
@@ -46,7 +46,7 @@ class Grammar:
         try:
             read[self.kind](self.text)
         except (RuntimeError, ValueError) as error:
-            raise ConfigError(f"this is no {self.kind} of a grammar: {self.text[:80]!r}: {error}") from error
+            raise ConfigError(f"invalid grammar ({self.kind}) {self.text[:80]!r}: {error}") from error
 
     @classmethod
     def regex(cls, pattern: str) -> Grammar:
@@ -62,7 +62,7 @@ class Grammar:
         return cls("grammar", rules)
 
     def mask(self, tokenizer: PreTrainedTokenizerBase, vocab_size: int, end_tokens: Iterable[int]) -> GrammarMask:
-        """The logits processor of one response. It may end, by one of `end_tokens`, where the grammar may.
+        """The logits processor of one response, which may end with one of `end_tokens` where the grammar may end.
 
         Raises:
             RolloutError: there are no such tokens.
@@ -77,7 +77,7 @@ class Grammar:
 
 
 class GrammarMask:
-    """What a grammar allows next in one response. As a logits processor it sets all else to minus infinity."""
+    """The tokens that a grammar allows next in one response; a logits processor that excludes all others."""
 
     def __init__(self, matcher: Any, bits: Tensor) -> None:
         self._matcher, self._bits = matcher, bits
@@ -89,14 +89,14 @@ class GrammarMask:
     def choose(
         self, tokens: Sequence[int], first: int, logits: Tensor, temperature: float, uniform: float
     ) -> int | None:
-        """A token of the masked and renormalised distribution, given one of the whole; None: nothing is allowed.
+        """A token from the masked and renormalised distribution, given one from the unmasked; None: none is allowed.
 
-        The first stays if it is allowed, which is found out without a mask. Otherwise one is drawn among the allowed:
-        in sum p + (1 - A) p / A = p / A, where A is the mass of what is allowed.
+        `first` is kept if it is allowed, which needs no mask. Otherwise one is drawn among the allowed tokens. Together
+        the probability is p + (1 - A) p / A = p / A, where A is the mass of the allowed tokens.
 
         Args:
             tokens: the response so far.
-            first: sampled from `logits` `[V]` at this temperature (0: the greatest).
+            first: sampled from `logits` `[V]` at this temperature (0: the most likely).
             uniform: in [0, 1), independent of the one behind `first`.
         """
         self._advance(tokens)

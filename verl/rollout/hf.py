@@ -1,12 +1,12 @@
-"""The plain engine: transformers' own forward and cache over a left-padded batch. Slow, simple, the reference.
+"""The reference engine: transformers' own forward and cache over a left-padded batch. Slow and simple.
 
-A batch runs until its last response is finished; then the next one begins. Sampling and randomness are those
-of the embedded engine, so both give the same tokens up to rounding.
+A batch runs until its last response is finished; then the next one begins. Sampling and randomness are those of the
+embedded engine, so both sample the same tokens up to rounding.
 
-Some models do not keep their state in such a cache (state-space models), or count positions through padding. A few
-tokens are compared with a plain forward first; where they differ every token is computed anew each step, in rows
-padded on the right, where causality hides the padding. Under rotary embeddings that are others in long rows (longrope)
-a row that grows long is read anew, and short and long rows are never computed together.
+Some models do not keep their state in such a cache (state-space models), or count positions through padding. So a few
+tokens are first compared with a plain forward; if they differ, each step recomputes whole rows, padded on the right,
+where causality hides the padding. With rotary embeddings that depend on the row's length (longrope), a row that becomes
+long is recomputed, and short and long rows are never computed together.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ class HFEngine:
 
     Args:
         model: any causal LM of transformers; its weights are read where they are.
-        tokenizer: needed for stop strings alone.
+        tokenizer: for stop strings, guards and grammars.
         eos_token_ids: tokens that end a response.
         seed: the run's seed.
         max_batch: responses that run at a time.
@@ -100,7 +100,7 @@ class HFEngine:
         """Queue a request.
 
         Raises:
-            RolloutError: it can never be answered, or its id is in use.
+            RolloutError: it is invalid, or its id is in use.
         """
         if request.id in self._by_id:
             raise RolloutError(f"request '{request.id}' is already being answered: ids must differ")
@@ -110,7 +110,7 @@ class HFEngine:
 
     @torch.no_grad()
     def step(self) -> list[Sample]:
-        """One token for every response of the batch; those that finished.
+        """Sample one token for every response of the batch; return the finished ones.
 
         Raises:
             RolloutError: the logits are not finite.
@@ -122,7 +122,7 @@ class HFEngine:
             try:
                 draw(self._batch, self._forward(), self.policy_version)
             except BaseException:
-                self._restart_batch()  # what the cache has read is not what the responses are
+                self._restart_batch()  # the cache is ahead of the responses
                 raise
         done = [response for response in self._by_id.values() if response.finish is not None]
         for response in done:
@@ -130,14 +130,14 @@ class HFEngine:
         return [response.sample(self.policy_version) for response in done]
 
     def abort(self, ids: Iterable[str]) -> None:
-        """End these requests; the next `step` returns them. Ids that are not in work are passed over."""
+        """End these requests; the next `step` returns them. Ids of no request are ignored."""
         for name in ids:
             response = self._by_id.get(name)
             if response is not None and response.finish is None:
                 response.finish = "abort"
 
     def load_shards(self, shards: Iterable[Shard], version: int) -> None:
-        """Take new weights in place; tensors that are the model's own are only noted.
+        """Take new weights in place; nothing is copied for tensors that are the model's own.
 
         Raises:
             CheckpointError: a shard does not fit the model.
@@ -147,11 +147,11 @@ class HFEngine:
         self.policy_version = version
 
     def sleep(self) -> None:
-        """Give back the memory of the cache; unfinished requests are kept."""
+        """Free the memory of the cache; unfinished requests are kept."""
         self._restart_batch()
 
     def wake(self) -> None:
-        """Nothing to do: a batch makes its own cache."""
+        """Nothing to do: each batch makes its own cache."""
 
     def _forget_batch(self) -> None:
         self._batch: list[Response] = []
@@ -160,7 +160,7 @@ class HFEngine:
         self._mask = torch.empty(0, 0, dtype=torch.int64)
 
     def _restart_batch(self) -> None:
-        """Put the running responses back: they go on from what they have, read anew."""
+        """Put the running responses back in the queue; they continue after their rows are recomputed."""
         self._waiting.extendleft(reversed(self._batch))
         self._forget_batch()
 
@@ -178,14 +178,14 @@ class HFEngine:
         rows = [row for row, kept in enumerate(keep) if kept]
         self._batch = [self._batch[row] for row in rows]
         if self._cache is not None and not all(hasattr(x, "batch_select_indices") for x in self._cache.layers):
-            self._cache = None  # the states of some layers cannot be divided: the rows are read anew
+            self._cache = None  # some layers' states cannot be split: recompute the rows
         elif self._cache is not None and rows:
             index = torch.tensor(rows, device=self._mask.device)
             self._cache.batch_select_indices(index)
             self._mask = self._mask[index]
 
     def _forward(self) -> Tensor:
-        """Logits `[B, V]` that follow each response so far, in fp32 (fp64 for an fp64 model)."""
+        """Logits `[B, V]` of each response's next token, in fp32 (fp64 for an fp64 model)."""
         rows = [[*r.prompt, *r.tokens] for r in self._batch]
         kinds = {self._is_long(row) for row in rows}
         cached = self.cached and len(kinds) == 1
@@ -232,7 +232,7 @@ class HFEngine:
         return torch.stack([found[i] for i in range(len(rows))])
 
     def _last_logits(self, rows: dict[int, list[int]]) -> dict[int, Tensor]:
-        """Of rows by number, in one forward: the logits `[V]` after the last token of each."""
+        """The logits `[V]` after the last token of each row, from one forward."""
         longest = max(map(len, rows.values()))
         padded = [row + row[:1] * (longest - len(row)) for row in rows.values()]
         tokens = torch.tensor(padded, device=self.model.device)
@@ -241,17 +241,21 @@ class HFEngine:
 
     @torch.no_grad()
     def _choose_forward(self) -> None:
-        """Keep to the cache if it gives what a plain forward does, else to whole rows if these do."""
+        """Use the cache if it gives the logits of a plain forward, else whole rows if those do.
+
+        Raises:
+            ModelError: neither does.
+        """
         name = type(self.model).__name__
         tolerance = _TOLERANCE.get(self.model.dtype, 0.05)
         rows = [[token % self._vocab_size for token in row][: self.max_length - len(_NEXT)] for row in _PROBE]
         plain = self._plain_logits(rows)
         if not plain.isfinite().all():
-            return  # broken weights are named when they are sampled from
+            return  # sampling raises an error for broken weights
         try:
             difference = self._difference(rows, plain)
             reason = "" if difference <= tolerance else f"logits differ by {difference:.1%}"
-        except Exception as error:  # whatever its code makes of a cache that is not its own
+        except Exception as error:  # a model's code may fail in any way on this cache
             reason = f"{type(error).__name__}: {error}"
         if not reason:
             return
@@ -263,13 +267,13 @@ class HFEngine:
                 "it cannot be sampled from"
             )
         logger.warning(
-            "%s cannot go on from a cache over padded rows (%s): every step computes whole rows, which takes time that "
-            "grows with the square of their length",
+            "%s cannot use a cache over padded rows (%s): every step computes whole rows, and the time grows with the "
+            "square of their length",
             *(name, reason),
         )
 
     def _plain_logits(self, rows: list[list[int]]) -> Tensor:
-        """Of each row by itself, then of each with the next token, then of each but the first with both: `[N, V]`."""
+        """Logits `[N, V]` of each row, of each with one more token, and of each but the first with two more."""
         every = [
             *rows,
             *([*row, self._next(0)] for row in rows),
@@ -287,7 +291,7 @@ class HFEngine:
         return _NEXT[step] % self._vocab_size
 
     def _difference(self, rows: list[list[int]], plain: Tensor) -> float:
-        """The largest relative difference between `plain` and three steps of ours, a row being dropped at the last."""
+        """The largest relative difference between `plain` and three steps of ours; the last step has one row fewer."""
         requests = [Request(str(i), row, SamplingParams(max_new_tokens=1)) for i, row in enumerate(rows)]
         self._batch = [self._response(request) for request in requests]
         try:

@@ -1,6 +1,6 @@
-"""Engines that answer elsewhere: servers by address, and a caller's asynchronous vLLM.
+"""Engines outside this thread: servers by address, and a caller's asynchronous vLLM.
 
-Each request is one coroutine on an event loop in another thread; `step` waits for the next ones to finish.
+Each request is a coroutine on an event loop in another thread; `step` waits for some to finish.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ logger = logging.getLogger(__name__)
 _STEP_SECONDS = 0.5
 _UNLIMITED = 1 << 30
 _COMPLETIONS = "/v1/completions"
-#: So many requests given up, one after the other, are no longer the requests' fault.
-_IN_VAIN = 64
+#: So many failed requests in a row end the run.
+_MAX_FAILED = 64
 #: How a vLLM server is started that takes weights.
 SERVER_OPTIONS = (
     "VLLM_SERVER_DEV_MODE=1 ... --worker-extension-cls verl.rollout.vllm_worker.WorkerExtension "
@@ -39,13 +39,13 @@ SERVER_OPTIONS = (
 
 
 class RemoteEngine:
-    """What engines have in common that answer on another thread's event loop. See `RolloutEngine` for the verbs.
+    """The common part of engines whose requests run on another thread's event loop. See `RolloutEngine` for the verbs.
 
-    A request that cannot be answered comes back with `finish="abort"` and no tokens, with a warning that says why.
+    A request that fails is returned with `finish="abort"` and no tokens, and its error is logged.
 
     Args:
-        model: bounds what may be asked for, and says which weights are tied; None: requests are not checked here, and
-            weights cannot be given.
+        model: for its vocabulary, longest length and tied weights; None: requests are not checked here, and weights
+            cannot be given.
         eos_token_ids: tokens that end a response.
         seed: the run's seed.
     """
@@ -61,7 +61,7 @@ class RemoteEngine:
         self._vocab_size = int(getattr(config, "vocab_size", _UNLIMITED))
         self._max_length = int(getattr(config, "max_position_embeddings", None) or _UNLIMITED)
         self._asked: dict[str, Future[Sample]] = {}
-        self._in_vain = 0
+        self._failed = 0
         self._done: queue.SimpleQueue[tuple[str, Future[Sample]]] = queue.SimpleQueue()
 
     @property
@@ -72,15 +72,15 @@ class RemoteEngine:
         """Send a request.
 
         Raises:
-            RolloutError: it can never be answered, its id is in use, or it asks for what is not there.
+            RolloutError: it is invalid, its id is in use, or it has parts that cannot be sent.
         """
         if request.id in self._asked:
             raise RolloutError(f"request '{request.id}' is already being answered: ids must differ")
         if request.processors or request.guard is not None:
-            raise RolloutError(f"request '{request.id}' has logits processors or a guard, which do not travel")
+            raise RolloutError(f"request '{request.id}' has logits processors or a guard, which cannot be sent")
         if request.grammar is not None:
             raise RolloutError(
-                f"request '{request.id}' has a grammar: the log-probs that come back would be of its mask, not the "
+                f"request '{request.id}' has a grammar: its log-probs would be those of the masked model, not the "
                 "trainer's; use the engine embedded, hf or vllm (in process)"
             )
         check_prompt(request.id, list(request.prompt_tokens), self._vocab_size, self._max_length)
@@ -89,11 +89,10 @@ class RemoteEngine:
         future.add_done_callback(lambda done: self._done.put((request.id, done)))
 
     def step(self) -> list[Sample]:
-        """Wait a moment for samples; those that have come.
+        """Wait a moment for samples, and return those that finished.
 
         Raises:
-            RolloutError: no server answers any more, or many requests in a row were given up. Nothing is left
-                unfinished then.
+            RolloutError: no server works any more, or many requests in a row failed. All requests are aborted then.
         """
         done = []
         try:
@@ -110,13 +109,13 @@ class RemoteEngine:
             raise
 
     def abort(self, ids: Iterable[str]) -> None:
-        """End these requests; they come back from the next `step`s, with no tokens."""
+        """End these requests; the next `step`s return them, without tokens."""
         for name in ids:
             if name in self._asked:
                 self._asked[name].cancel()
 
     def load_shards(self, shards: Iterable[Shard], version: int) -> None:
-        """Give the other side new weights, by a file that it must see.
+        """Give the engine new weights, in a file that it must be able to read.
 
         Raises:
             RolloutError: it does not take them, or serves others afterwards.
@@ -132,7 +131,7 @@ class RemoteEngine:
         return scores
 
     def sleep(self) -> None:
-        """The other side's memory is its own affair."""
+        """Nothing to do: the memory is not ours."""
 
     def wake(self) -> None:
         """Nothing to do."""
@@ -166,15 +165,15 @@ class RemoteEngine:
             return Sample(name, [], [], "abort", self.policy_version)
         error = future.exception()
         if error is None:
-            self._in_vain = 0
+            self._failed = 0
             return future.result()
         if isinstance(error, NoServerError) or not isinstance(error, RolloutError):
             raise error
-        logger.warning("sample '%s' was given up: %s", name, error)
-        self._in_vain += 1
-        if self._in_vain >= _IN_VAIN:
-            self._in_vain = 0
-            raise RolloutError(f"{_IN_VAIN} requests in a row were given up; the latest, '{name}': {error}") from error
+        logger.warning("sample '%s' failed: %s", name, error)
+        self._failed += 1
+        if self._failed >= _MAX_FAILED:
+            self._failed = 0
+            raise RolloutError(f"{_MAX_FAILED} requests in a row failed; the latest, '{name}': {error}") from error
         return Sample(name, [], [], "abort", self.policy_version)
 
 
@@ -316,17 +315,17 @@ def _read(request: Request, answer: Any, vocab_size: int) -> Sample:
     if len(log_probs) != len(tokens) or not tokens or len(tokens) > request.params.max_new_tokens:
         raise ValueError(f"{len(tokens)} tokens came with {len(log_probs)} log-probs")
     if not all(type(token) is int and 0 <= token < vocab_size for token in tokens):
-        raise ValueError("there are tokens that the model has not")
+        raise ValueError("some tokens are not in the model's vocabulary")
     if not all(-1e9 < number <= 1e-3 for number in log_probs):
-        raise ValueError("there are numbers that are no log-probs")
+        raise ValueError("some log-probs are invalid")
     text = choice.get("text") if request.params.stop else None
     if not isinstance(text, str | None):
-        raise TypeError("the text is none")
+        raise TypeError("the text is not a string")
     return Sample(request.id, tokens, log_probs, FINISH[choice["finish_reason"]], 0, text)
 
 
 class AsyncVLLMEngine(RemoteEngine):
-    """A caller's `vllm.AsyncLLM`. Its weights can be given if it was made with `worker_extension_cls` and
+    """A caller's `vllm.AsyncLLM`. It takes weights if it was made with the `worker_extension_cls` and
     `weight_transfer_config` of `verl.rollout.vllm_worker`.
 
     Args:
@@ -394,7 +393,7 @@ class AsyncVLLMEngine(RemoteEngine):
             await self.engine.finish_weight_update(str(update["version"]))
             await self.engine.reset_prefix_cache(reset_running_requests=True)
             answers = await self.engine.collective_rpc("verl_served")
-        except Exception as error:  # vLLM's own, of whatever kind
+        except Exception as error:  # vLLM's own, of any kind
             raise RolloutError(
                 f"the engine did not take the weights of version {update['version']}: {error}"
             ) from error

@@ -1,4 +1,4 @@
-"""A response in the making: what our engines keep of a request, and how its next token is drawn."""
+"""A response that is being generated, and how its next token is sampled."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
     from verl.rollout.grammar import GrammarMask
 
-#: The numbers of a sample's stream from here on are for draws among what a grammar allows.
+#: From this position on, a sample's random numbers are for draws among the tokens that a grammar allows.
 _SECOND_DRAWS = 1 << 32
 
 
@@ -27,7 +27,7 @@ class Response:
     """The tokens of a request so far.
 
     Raises:
-        RolloutError: the request can never be answered.
+        RolloutError: the request is invalid.
     """
 
     def __init__(
@@ -63,7 +63,7 @@ class Response:
             self.watch = StopWatch(tokenizer, self.params.stop)
         if request.guard is not None and request.guard.every < 1:
             raise RolloutError(
-                f"request '{request.id}': its guard looks every {request.guard.every} tokens, not 1 or more"
+                f"request '{request.id}': its guard checks every {request.guard.every} tokens, it must be at least 1"
             )
         self.processors = request.processors
         self.mask: GrammarMask | None = None
@@ -77,7 +77,7 @@ class Response:
         self.finish: Finish | None = None if self.max_new_tokens else "length"
 
     def append(self, token: int, log_prob: float, policy_version: int) -> None:
-        """Take the next token; sets `finish` when it is the last."""
+        """Add the next token; sets `finish` if it is the last."""
         if not self.tokens:
             self.policy_version = policy_version
         self.tokens.append(token)
@@ -102,21 +102,21 @@ class Response:
 
     @property
     def cut(self) -> Finish:
-        """How a stop string or a guard ends it: under a grammar it is not whole then."""
+        """The `finish` of a response that a stop string or a guard ended: under a grammar it is incomplete."""
         return "stop" if self.mask is None else "length"
 
     @property
     def edited(self) -> bool:
-        """Whether its next token is not sampled from the model's logits as they are (or from those, then masked)."""
+        """Whether the logits must be edited before its next token is sampled."""
         filters = self.params.top_k > 0 or self.params.top_p < 1 or self.params.min_p > 0
         bans = bool(self.end_tokens) and len(self.tokens) < self.params.min_new_tokens
         return bool(self.processors) or bans or (self.mask is not None and filters)
 
     def edit(self, logits: Tensor) -> Tensor:
-        """The logits `[V]` to sample the next token from, made of its own, which are overwritten.
+        """The logits `[V]` to sample the next token from; the given ones are overwritten.
 
         Raises:
-            RolloutError: a processor gives back something else.
+            RolloutError: a processor returns logits of another shape.
         """
         shape = logits.shape
         for processor in self.processors:
@@ -131,7 +131,7 @@ class Response:
         return logits
 
     def keep_to_grammar(self, token: int, log_prob: float, logits: Tensor) -> tuple[int, float] | None:
-        """A token that the grammar allows, and its log-prob, from one that was sampled from these logits `[V]`."""
+        """A token that the grammar allows, and its log-prob, given one that was sampled from these logits `[V]`."""
         assert self.mask is not None
         temperature = self.params.temperature
         (uniform,) = uniforms([self.stream], [_SECOND_DRAWS + len(self.tokens)]).tolist()
@@ -143,25 +143,25 @@ class Response:
 
     @property
     def guard_due(self) -> bool:
-        """Whether its guard looks at it now."""
+        """Whether its guard checks it now."""
         return self.guard is not None and (self.finish is not None or len(self.tokens) % self.guard.every == 0)
 
     def text(self) -> str | None:
-        """The text so far, if stop strings or a guard need it."""
+        """The text so far, for stop strings or a guard."""
         return None if self.watch is None else self.watch.read(self.tokens, final=self.finish is not None)
 
     def sample(self, policy_version: int) -> Sample:
-        """The finished sample; a response that ended before its first token carries the version of now."""
+        """The finished sample; one without tokens gets the current version."""
         version = self.policy_version if self.tokens else policy_version
         return Sample(self.id, self.tokens, self.log_probs, self.finish or "abort", version, self.text())
 
 
 def draw(responses: Sequence[Response], logits: Tensor, policy_version: int, compiled: bool = True) -> None:
-    """The next token of each response from its row of `logits` `[N, V]`, which may be overwritten. Further rows are
-    filling.
+    """Sample the next token of each response from its row of `logits` `[N, V]`, which may be overwritten. Rows beyond
+    the responses are padding.
 
     Raises:
-        RolloutError: logits that are not finite, or a processor or guard that breaks its contract.
+        RolloutError: logits are not finite, or a processor or guard returns something invalid.
     """
     edits = {row: response.edit for row, response in enumerate(responses) if response.edited}
     kept = {row: logits[row].clone() for row, r in enumerate(responses) if r.mask is not None and not r.edited}
@@ -189,14 +189,14 @@ def draw(responses: Sequence[Response], logits: Tensor, policy_version: int, com
             response.finish = "reject"
         else:
             response.append(drawn[0], drawn[1], policy_version)
-    _ask_guards(responses)
+    _check_guards(responses)
 
 
-def _ask_guards(responses: Sequence[Response]) -> None:
-    """Each guard sees at once all texts that it is to look at now.
+def _check_guards(responses: Sequence[Response]) -> None:
+    """Call each guard once, with all texts that it checks now.
 
     Raises:
-        RolloutError: a guard does not give one verdict a text.
+        RolloutError: a guard does not return one verdict per text.
     """
     due: dict[int, tuple[Guard, list[Response]]] = {}
     for response in responses:
@@ -206,7 +206,7 @@ def _ask_guards(responses: Sequence[Response]) -> None:
         verdicts = list(guard([response.text() or "" for response in asked]))
         if len(verdicts) != len(asked) or not set(verdicts) <= {None, "stop", "reject"}:
             raise RolloutError(
-                f"the guard {guard!r} must say None, 'stop' or 'reject' of each of {len(asked)} texts, said {verdicts}"
+                f"the guard {guard!r} must return None, 'stop' or 'reject' for {len(asked)} texts, not {verdicts}"
             )
         for response, verdict in zip(asked, verdicts, strict=True):
             if verdict is not None and (verdict == "reject" or response.finish is None):
@@ -214,7 +214,7 @@ def _ask_guards(responses: Sequence[Response]) -> None:
 
 
 def check_prompt(name: str, prompt: list[int], vocab_size: int, max_length: int) -> None:
-    """Raises RolloutError for a prompt that no engine can go on from."""
+    """Raises RolloutError for a prompt that no engine can continue."""
     if not prompt:
         raise RolloutError(f"request '{name}': the prompt is empty; begin it with the tokenizer's first token at least")
     if not all(0 <= token < vocab_size for token in prompt):

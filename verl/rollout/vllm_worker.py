@@ -1,4 +1,4 @@
-"""What runs inside vLLM's workers: a weight-transfer backend, and log-probs as the trainer defines them.
+"""Code that runs in vLLM's workers: a weight-transfer backend, and log-probs as the trainer defines them.
 
 vLLM imports this module where it is given `--worker-extension-cls verl.rollout.vllm_worker.WorkerExtension` and
 `--weight-transfer-config '{"backend": "verl"}'`; the in-process engine says so itself.
@@ -32,16 +32,17 @@ _GREEDY = 1e-5  # vLLM's own bound: a lower temperature is greedy
 
 @dataclass
 class InitInfo(WeightTransferInitInfo):
-    """Nothing has to be agreed on beforehand."""
+    """No initialisation is needed."""
 
 
 @dataclass
 class UpdateInfo(WeightTransferUpdateInfo):
-    """All weights of one policy version, by their checkpoint names. Tied ones come once; `tied` has their other names,
-    under which vLLM may keep copies.
+    """All weights of one policy version, by their checkpoint names.
 
-    Either `weights`, the tensors themselves, for a worker of the trainer's own process; or `path`, a safetensors
-    file that the worker can see, with the `checksum` of its content.
+    Attributes:
+        tied: further names of tied weights, which come once but of which vLLM may keep copies.
+        path: a safetensors file that the worker can read, and `checksum` of its content; or
+        weights: the tensors themselves, for a worker in the trainer's process.
     """
 
     version: int
@@ -52,10 +53,10 @@ class UpdateInfo(WeightTransferUpdateInfo):
 
 
 class ShardTransfer(WeightTransferEngine[InitInfo, UpdateInfo]):
-    """Takes a policy version as a whole: what fails before `finish_weight_update` leaves the old weights.
+    """Applies a policy version as a whole: a failure before `finish_weight_update` leaves the old weights.
 
-    `served` is the version whose weights the model has, or None: those it started with, or unknown after an update
-    that failed while it was being applied.
+    `served` is the version of the model's weights. None: those it started with, or unknown because an update failed
+    while it was applied.
     """
 
     init_info_cls = InitInfo
@@ -73,7 +74,7 @@ class ShardTransfer(WeightTransferEngine[InitInfo, UpdateInfo]):
         self._staged = None
 
     def receive_weights(self, update_info: UpdateInfo) -> None:
-        """Read and check everything; the model is not touched.
+        """Read and check all weights; the model is not changed.
 
         Raises:
             ValueError: there are no weights, or not those that were sent.
@@ -91,10 +92,10 @@ class ShardTransfer(WeightTransferEngine[InitInfo, UpdateInfo]):
 
     @torch.no_grad()
     def finish_weight_update(self) -> None:
-        """Put what was received in the model.
+        """Apply the received weights to the model.
 
         Raises:
-            ValueError: nothing was received; a weight of the model did not come; the output layer kept old weights.
+            ValueError: nothing was received; a weight of the model is missing; the output layer kept old weights.
         """
         if self._staged is None:
             raise ValueError("nothing was received since start_weight_update")
@@ -114,7 +115,7 @@ class ShardTransfer(WeightTransferEngine[InitInfo, UpdateInfo]):
 
 
 class ScaledSampler(Sampler):
-    """Applies the temperature first, so that raw log-probs are of temperature-scaled logits, before all else."""
+    """Applies the temperature first, so that vLLM's raw log-probs are those of temperature-scaled logits."""
 
     def forward(self, logits: Tensor, sampling_metadata: SamplingMetadata, *args: Any, **kwargs: Any) -> Any:
         temperature = sampling_metadata.temperature
@@ -142,8 +143,8 @@ class WorkerExtension:
 
 
 def _check_head(model: nn.Module, weight: Tensor | None) -> None:
-    """Read columns of the output layer back through its own product, which is exact for unit vectors: a layer that
-    keeps a packed copy (as a tied one on CPU does) would go on with old weights, and nothing else would tell."""
+    """Read columns of the output layer back by multiplying unit vectors, which is exact: a layer with a packed copy (as
+    a tied one on CPU) might otherwise keep old weights unnoticed."""
     head = getattr(model, "lm_head", None)
     method: Any = getattr(head, "quant_method", None)
     if weight is None or head is None or "Unquantized" not in type(method).__name__:

@@ -1,8 +1,8 @@
 """The inside of the sandbox: started by `run.py` as `python -I -S jail.py JOB_FD REPORT_FD` with an empty environment.
 
 Four processes, each the parent of the next: one that stays outside and maps the user, one that makes the namespaces,
-the init of the new process namespace, and the program. When init ends the kernel kills whatever else is inside, before
-the processes outside can end. Stands alone: the standard library and nothing else.
+the init of the new process namespace, and the program. When init ends the kernel kills everything else inside before
+the processes outside can end. Imports the standard library alone.
 """
 
 from __future__ import annotations
@@ -30,14 +30,14 @@ CLONE_NEW = {"mount": 0x20000, "uts": 0x4000000, "ipc": 0x8000000, "user": 0x100
 MS_NOSUID, MS_NODEV, MS_BIND, MS_REC, MS_PRIVATE = 2, 4, 0x1000, 0x4000, 0x40000
 MNT_DETACH, AT_RECURSIVE, AT_FDCWD = 2, 0x8000, -100
 MOUNT_SETATTR = 442
-# A program may send signals to an init of the same user. Those that are blocked do nothing to it, and the kernel drops
-# all others that would end it; the order to end is for its parent, which the program does not see.
+# A program may send signals to an init of the same user. Blocked ones have no effect, and the kernel drops all others
+# that would end it. To end a sandbox, its parent is signalled, which the program cannot see.
 BLOCKED = {signal.SIGCHLD, signal.SIGTERM, signal.SIGINT}
 INSIDE = 1000
-# An ordinary user to be when root starts a sandbox: the kernel exempts root from the bound on processes.
+# The user of a sandbox that root starts: the kernel exempts root from the limit on processes.
 NOBODY = 65534
-#: Per machine: the number of its ABI, and of system calls. Denied are ways to namespaces, kernel objects that no limit
-#: counts (memory files, System V and POSIX queues), other processes, and what a program has no use for.
+#: Numbers of the ABI and of system calls, by machine. Denied: namespaces, kernel objects that no limit counts (memory
+#: files, System V and POSIX queues), other processes, and what programs do not need.
 MACHINES = {"x86_64": 0xC000003E, "aarch64": 0xC00000B7}
 SOCKET, CLONE, CLONE3, PIVOT_ROOT = {"x86_64": (41, 56, 435, 155), "aarch64": (198, 220, 435, 41)}.get(
     platform.machine(), (0, 0, 0, 0)
@@ -133,10 +133,10 @@ def write(path: str, text: str) -> None:
 
 
 def furnish(job: dict[str, Any]) -> None:
-    """A new root in memory: read-only libraries, three devices, a directory to write to; the old root is let go."""
+    """Make a new root in memory, with read-only libraries, three devices and a writable directory; drop the old one."""
     check(libc.sethostname(b"sandbox", 7), "host name")
     mount(None, "/", flags=MS_REC | MS_PRIVATE)
-    new = "/proc"  # exists everywhere, and is not wanted any more
+    new = "/proc"  # exists everywhere, and is not needed any more
     mount("tmpfs", new, "tmpfs", MS_NOSUID | MS_NODEV, f"size={job['disk']},nr_inodes=4096,mode=755")
     os.mkdir(new + "/tmp")
     os.chmod(new + "/tmp", 0o1777)
@@ -160,7 +160,7 @@ def furnish(job: dict[str, Any]) -> None:
 
 
 def oversee(program: int, seconds: float) -> dict[str, Any]:
-    """Reap until the program ends or its time is over; how it ended."""
+    """Reap processes until the program ends or its time is over; return how it ended."""
     deadline = time.monotonic() + seconds
     while (left := deadline - time.monotonic()) > 0:
         signal.sigtimedwait({signal.SIGCHLD}, left)
@@ -186,7 +186,7 @@ def close_all_but(fds: list[int]) -> None:
 
 
 def confine(job: dict[str, Any]) -> None:
-    """Give up every privilege, then the means to get one back."""
+    """Drop every privilege, and the means to regain one."""
     limits = {"AS": job["memory"], "NPROC": job["processes"], "CPU": int(job["seconds"]) + 1, "FSIZE": job["disk"],
               "NOFILE": 64, "CORE": 0, "MEMLOCK": 0}  # fmt: skip
     for capability in range(64):

@@ -1,11 +1,11 @@
 """Untrusted programs in a sandbox of Linux user namespaces, seccomp and resource limits.
 
 A program sees Python's standard library and the system's shared libraries, read-only, a small file system in memory,
-and nothing else: no network, no file, process, environment variable or user of the host. Its processes, the memory of
-each, its time, files and output are bounded, and when it ends or is ended all that it started is gone. Where the kernel
-or its settings lack one of these means, nothing runs: `SandboxError`.
+and nothing else: no network, no file, process, environment variable or user of the host. The number of its processes,
+the memory of each, its time, files and output are bounded, and all that it started ends with it. If the kernel or its
+settings do not allow one of these means, nothing runs: `SandboxError`.
 
-Not covered: faults of the kernel itself. Memory is bounded per process, so `processes * memory` is the whole bound.
+Not covered: bugs of the kernel itself. Memory is bounded per process, so `processes * memory` is the whole bound.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from verl.errors import ConfigError, SandboxError
 
 _JAIL = Path(__file__).with_name("jail.py")
 _LIBRARIES = ("/lib", "/lib64", "/usr/lib", "/usr/lib64")
-#: Seconds beyond a program's own for its process to start and to be taken down.
+#: Seconds for a program's processes to start and to be ended.
 _GRACE = 20.0
 
 Status = Literal["ok", "error", "time", "output"]
@@ -41,11 +41,11 @@ class Limits:
     """What a program may use.
 
     Attributes:
-        seconds: of wall-clock time; no process gets more CPU seconds either.
+        seconds: of wall-clock time, and of CPU time of each process.
         memory: bytes of address space of each process.
         processes: processes and threads at a time.
         output: bytes of stdout and stderr together.
-        disk: bytes of files, which live in memory.
+        disk: bytes of files, which are in memory.
 
     Raises:
         ConfigError: one of them is not positive.
@@ -65,9 +65,11 @@ class Limits:
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """How a program ended: "ok" (exit code 0), "error", or stopped for its "time" or "output".
+    """How a program ended.
 
-    `exit_code` is negative for a signal, None if the program was stopped.
+    Attributes:
+        status: "ok" (exit code 0), "error", or "time" or "output" if it was stopped at that limit.
+        exit_code: negative for a signal, None if the program was stopped.
     """
 
     status: Status
@@ -85,21 +87,22 @@ def run_python(
     packages: Sequence[str | Path] = (),
     fds: Sequence[int] = (),
 ) -> Run:
-    """Run `code` as a Python program in a sandbox of its own and wait for its end.
+    """Run `code` as a Python program in its own sandbox and wait for it to end.
 
     Args:
         code: the program's text.
-        stdin: what it can read; also bounded by how much of it the program reads.
-        inputs: global variables it begins with; plain values that JSON knows.
+        stdin: its standard input.
+        inputs: its initial global variables; JSON values.
+        limits: None: the defaults.
         packages: directories to import from besides the standard library; they become readable.
-        fds: open file descriptors that become the program's, under their numbers; they are closed here.
+        fds: open file descriptors that the program gets, under the same numbers; they are closed here.
 
     Raises:
-        SandboxError: the isolation is not to be had on this machine; nothing ran.
+        SandboxError: this machine does not allow the isolation; nothing ran.
     """
     limits = limits or Limits()
     if sys.platform != "linux":
-        raise SandboxError(f"the sandbox needs Linux namespaces, which {sys.platform} has not: run it on Linux")
+        raise SandboxError(f"the sandbox needs Linux namespaces, which {sys.platform} does not have: run it on Linux")
     folders = [str(Path(path).resolve()) for path in packages]
     job = {**asdict(limits), "code": code, "inputs": dict(inputs or {}), "fds": list(fds), "packages": folders}
     job["paths"] = [*_library_paths(), *folders]
@@ -151,8 +154,8 @@ def _outcome(said: bytes, stopped: Status | None, stdout: str, stderr: str) -> R
     if stopped or "late" in report:
         return Run(stopped or "time", None, stdout, stderr)
     if not report:
-        raise SandboxError(f"the sandbox ended without a word: {stderr[-500:]}")
-    # An init that ended once the program had begun took it along: the program's doing, and its failure.
+        raise SandboxError(f"the sandbox ended without a report: {stderr[-500:]}")
+    # If init ended after the program began, it ended the program, too: that is the program's failure.
     code = report.get("exit", -signal.SIGKILL)
     return Run("error" if code else "ok", code, stdout, stderr)
 
@@ -166,7 +169,7 @@ def _library_paths() -> tuple[str, ...]:
 
 
 def _converse(process: subprocess.Popen[bytes], stdin: bytes, limits: Limits) -> tuple[Status | None, str, str]:
-    """Feed and read until everything is closed; or the status for which it must be stopped."""
+    """Write stdin and read the outputs until they are closed, or a limit is reached, which is returned as a status."""
     assert process.stdin is not None
     assert process.stdout is not None
     assert process.stderr is not None
@@ -208,7 +211,7 @@ def _feed(pipe: Any, data: bytes, selector: selectors.BaseSelector) -> bytes:
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:
-    """End what is left. Init's parent takes the signal: all inside dies with init, then the processes outside end."""
+    """End what is left. Init's parent gets the signal: all inside ends with init, then the processes outside end."""
     try:
         for kind in (signal.SIGTERM, signal.SIGKILL):
             with suppress(ProcessLookupError, PermissionError):  # it has ended by itself
