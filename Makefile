@@ -14,7 +14,7 @@ TEST_ENV := OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 TOKENIZERS_PARALLELISM=false
 VLLM_TESTS := $(wildcard tests/rollout/test_vllm*.py)
 PYTEST := $(TEST_ENV) $(BIN)/python -m pytest -n $(WORKERS)
 
-.PHONY: help install model train test test-all vllm test-vllm lint clean
+.PHONY: help install model train test test-all vllm test-vllm lint gpu clean
 
 help: ## say what there is
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-10s %s\n", $$1, $$2 }' $(firstword $(MAKEFILE_LIST))
@@ -56,6 +56,14 @@ vllm: ## make an environment with vLLM's CPU build in .venv-vllm
 
 test-vllm: vllm ## the tests of vLLM itself, in that environment
 	$(TEST_ENV) .venv-vllm/bin/python -m pytest $(VLLM_TESTS)
+
+gpu: model ## the tests and three benchmarks that want an accelerator; fails where there is none
+	@$(BIN)/python -c 'import sys; from verl import device; sys.exit(0 if device.accelerator() else \
+		"make gpu: torch finds no accelerator on this machine (torch.accelerator.is_available() is False)")'
+	$(TEST_ENV) $(BIN)/python -m pytest -m gpu
+	$(BIN)/python benchmarks/rollout.py --engines embedded generate
+	$(BIN)/python benchmarks/grpo_step.py
+	$(BIN)/python benchmarks/exactness.py
 
 clean: ## remove everything that was made, runs and models excepted
 	rm -rf $(VENV) .venv-vllm .bench build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis

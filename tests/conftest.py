@@ -21,6 +21,13 @@ from transformers import (
     Qwen2Config,
 )
 
+from tests.session import (  # noqa: F401 - hooks
+    pytest_addoption,
+    pytest_collection_modifyitems,
+    pytest_runtest_protocol,
+    pytest_sessionfinish,
+)
+
 os.environ["HF_HUB_OFFLINE"] = "1"
 os.environ["RAY_DEDUP_LOGS"] = "0"  # read when Ray is imported, which a test may do before the package
 torch.set_num_threads(1)

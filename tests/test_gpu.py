@@ -1,0 +1,65 @@
+"""On an accelerator: training and generation as on the CPU. Without one these tests fail; see `make gpu`."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+import verl
+from verl import device
+
+pytestmark = pytest.mark.gpu
+PROMPTS = ["Once upon a time", "In the beginning"]
+SHORT = verl.SamplingParams(max_new_tokens=6, ignore_eos=True)
+
+
+@pytest.fixture(autouse=True)
+def kind() -> str:
+    found = device.accelerator()
+    assert found is not None, "torch finds no accelerator on this machine"
+    return found
+
+
+def low_bytes(texts: list[str]) -> list[float]:
+    return [sum(ord(c) < 100 for c in text) / max(len(text), 1) for text in texts]
+
+
+@pytest.mark.parametrize("algorithm", ["grpo", "ppo"])
+def test_a_plain_script_trains_on_the_accelerator(tiny: Path, kind: str, algorithm: str) -> None:
+    actor = verl.Actor(str(tiny), optim={"lr": 1e-2}, sampling=SHORT)
+    trainer = verl.Trainer(actor, reward_fn=low_bytes, algorithm=algorithm, n=8, log_dir=False)
+    rewards = [trainer.step(PROMPTS)["reward"] for _ in range(30)]
+    assert device.of(actor.model).startswith(kind)
+    assert device.peak_memory(device.of(actor.model)) > 0
+    assert sum(rewards[-5:]) / 5 > sum(rewards[:3]) / 3 + 0.2
+
+
+def test_log_probs_are_those_of_transformers_on_the_cpu(tiny: Path) -> None:
+    actor = verl.Actor(str(tiny), dtype="float32", sampling=SHORT)
+    samples = actor.generate_sequences(PROMPTS)
+    model = AutoModelForCausalLM.from_pretrained(tiny, dtype=torch.float32)
+    expected = []
+    for prompt, response in zip(samples["prompt_tokens"], samples["response_tokens"], strict=True):
+        with torch.no_grad():
+            logits = model(torch.tensor([prompt + response])).logits[0, len(prompt) - 1 : -1]
+        expected.append(logits.log_softmax(-1).gather(1, torch.tensor(response)[:, None])[:, 0])
+    for found in (samples.tensor("rollout_log_probs"), actor.compute_log_probs(samples).tensor("log_probs")):
+        torch.testing.assert_close(found, torch.cat(expected), atol=1e-4, rtol=0)
+
+
+def test_nothing_of_the_cpu_kernels_is_imported_or_built(tiny: Path) -> None:
+    script = (
+        "import sys, verl\n"
+        "actor = verl.Actor(sys.argv[1], sampling={'max_new_tokens': 2})\n"
+        "trainer = verl.Trainer(actor, reward_fn=lambda texts: [1.0] * len(texts), n=2, log_dir=False)\n"
+        "trainer.step(['a'])\n"
+        "found = [name for name in sys.modules if name.startswith('verl.kernels')]\n"
+        "assert not found, found\n"
+    )
+    done = subprocess.run([sys.executable, "-c", script, str(tiny)], capture_output=True, text=True, timeout=200)
+    assert done.returncode == 0, done.stderr[-4000:]
