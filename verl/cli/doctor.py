@@ -92,8 +92,8 @@ def doctor(
 def examine(timeout: float = 60.0) -> Iterator[Finding]:
     """All checks, one after the other."""
     checks: tuple[Callable[[], Finding | Iterator[Finding]], ...] = (
-        check_parts, check_extras, check_devices, check_memory, check_threads, check_shared_memory,
-        lambda: check_disk(Path.cwd()), check_host, lambda: check_collective(timeout),
+        check_parts, check_extras, check_devices, check_space, check_shared_memory, check_host,
+        lambda: check_collective(timeout),
     )  # fmt: skip
     for check in checks:
         found = check()
@@ -126,33 +126,24 @@ def check_extras() -> Iterator[Finding]:
 
 
 def check_devices() -> Finding:
-    import torch
-
-    if kind := device.accelerator():
-        names = [f"{kind}:{index} ({device.total_memory(f'{kind}:{index}') / 2**30:.0f} GiB)"
-                 for index in range(device.count(kind))]  # fmt: skip
-        return Finding("devices", "ok", f"{', '.join(names)}; a run's default: {device.default_kind()}")
-    if shutil.which("nvidia-smi"):
-        advice = f"torch {torch.__version__} does not see it: install a CUDA build that the driver can serve"
+    kind = device.accelerator()
+    if kind is None and shutil.which("nvidia-smi"):
+        advice = "install a CUDA build of torch that the driver can serve"
         return Finding("devices", "warn", "there is an NVIDIA driver, and no device that torch can use", advice)
-    return Finding("devices", "ok", f"cpu ({platform.machine()})")
+    names = [
+        f"{kind}:{i} ({device.total_memory(f'{kind}:{i}') / 2**30:.0f} GiB)" for i in range(device.count(kind or ""))
+    ]
+    found = ", ".join(names) or f"cpu ({platform.machine()}, {os.cpu_count()} cores)"
+    return Finding("devices", "ok", f"{found}; a run's default: {device.default_kind()}")
 
 
-def check_memory() -> Finding:
-    free = device.free_memory() / 1e9
-    if free < 2:
-        return Finding("memory", "warn", f"{free:.1f} GB are free", "a model of 100M parameters takes about 2 GB")
-    return Finding("memory", "ok", f"{free:.1f} GB are free")
-
-
-def check_threads() -> Finding:
-    import torch
-
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    detail = f"{torch.get_num_threads()} of {cores} cores are used for computing"
-    if torch.get_num_threads() > cores:
-        return Finding("threads", "warn", detail, f"more threads than cores are slower: OMP_NUM_THREADS={cores}")
-    return Finding("threads", "ok", detail)
+def check_space() -> Finding:
+    """What is free for a model, and for its checkpoints (up to 14 bytes a parameter)."""
+    folder = Path.cwd()
+    free = f"{device.free_memory() / 1e9:.1f} GB of memory, {shutil.disk_usage(folder).free / 1e9:.1f} GB in {folder}"
+    if os.access(folder, os.W_OK):
+        return Finding("free", "ok", free)
+    return Finding("free", "fail", f"{free}, which cannot be written", "set trainer.output_dir elsewhere")
 
 
 def check_shared_memory(path: Path = SHARED_MEMORY, need: int = SHARED_MEMORY_NEED) -> Finding:
@@ -169,69 +160,47 @@ def check_shared_memory(path: Path = SHARED_MEMORY, need: int = SHARED_MEMORY_NE
     return Finding("shared memory", "ok", f"{shutil.disk_usage(path).free / 1e9:.1f} GB are free in {path}")
 
 
-def check_disk(path: Path) -> Finding:
-    free = shutil.disk_usage(path).free
-    if not os.access(path, os.W_OK):
-        return Finding("disk", "fail", f"{path} cannot be written", "set trainer.output_dir elsewhere")
-    if free < 5e9:
-        advice = "a checkpoint takes up to 14 bytes a parameter; set trainer.output_dir elsewhere"
-        return Finding("disk", "warn", f"{free / 1e9:.1f} GB are free in {path}", advice)
-    return Finding("disk", "ok", f"{free / 1e9:.0f} GB are free in {path}")
-
-
 def check_host() -> Finding:
-    """The addresses that ranks and servers use can be resolved."""
-    for name, origin in ((os.environ.get("MASTER_ADDR"), "MASTER_ADDR"), (socket.gethostname(), "this host's name")):
-        if not name:
-            continue
-        try:
-            socket.getaddrinfo(name, None)
-        except OSError as error:
-            advice = (
-                "set MASTER_ADDR to the address of the first node"
-                if origin == "MASTER_ADDR"
-                else f"add it to /etc/hosts: 127.0.0.1 {name}"
+    """The address at which ranks meet can be resolved; ranks of one machine do without the host's own name."""
+    name = os.environ.get("MASTER_ADDR") or socket.gethostname()
+    try:
+        socket.getaddrinfo(name, None)
+    except OSError as error:
+        if os.environ.get("MASTER_ADDR"):
+            advice = "set it to the address of the first node"
+            return Finding(
+                "host", "fail", f"MASTER_ADDR, '{name}', cannot be resolved: {error}", f"MASTER_ADDR: {advice}"
             )
-            # Ranks of one machine find each other without the host's name.
-            state: State = "fail" if origin == "MASTER_ADDR" else "warn"
-            return Finding("host", state, f"{origin}, '{name}', cannot be resolved: {error}", advice)
-    return Finding("host", "ok", socket.gethostname())
+        return Finding("host", "warn", f"'{name}' cannot be resolved: {error}", f"/etc/hosts lacks: 127.0.0.1 {name}")
+    return Finding("host", "ok", name)
 
 
 def check_collective(timeout: float, ranks: int = 2) -> Finding:
     """Ranks in processes of their own add and gather tensors by gloo; none may still wait after `timeout` seconds."""
-    address = os.environ.get("MASTER_ADDR", "127.0.0.1")
-    port = _free_port()
+    address, port = os.environ.get("MASTER_ADDR", "127.0.0.1"), _free_port()
+    meeting = {"WORLD_SIZE": f"{ranks}", "MASTER_ADDR": address, "MASTER_PORT": f"{port}"}
     began = time.monotonic()
     with tempfile.TemporaryDirectory() as folder:
         outputs = [Path(folder) / str(rank) for rank in range(ranks)]
-        processes = [
-            _start_rank({"RANK": f"{rank}", "WORLD_SIZE": f"{ranks}", "MASTER_ADDR": address, "MASTER_PORT": f"{port}"},
-                        timeout, outputs[rank])
-            for rank in range(ranks)
-        ]  # fmt: skip
+        processes = [_start_rank({**meeting, "RANK": f"{rank}"}, timeout, outputs[rank]) for rank in range(ranks)]
         try:
             codes = _wait(processes, began + timeout)
         finally:
             for process in processes:
                 process.kill()
                 process.wait()
-        seconds = time.monotonic() - began
-        said = [output.read_text(errors="replace").strip().splitlines() for output in outputs]
+        said = [output.read_text(errors="replace").strip().splitlines()[-1:] for output in outputs]
     if codes == [0] * ranks:
-        return Finding("collectives", "ok", f"gloo, {ranks} ranks at {address}: {seconds:.1f} s")
-    ended = next((rank for rank, code in enumerate(codes) if code not in (None, 0)), None)
-    if ended is None:
-        silent = [rank for rank, code in enumerate(codes) if code is None]
-        what = f"ranks {silent} of {ranks} had not ended after {timeout:g} s at {address}:{port}"
-    else:
-        code, last = codes[ended], said[ended][-1:] or ["it said nothing"]
-        how = f"was killed by signal {-code}" if code is not None and code < 0 else f"failed: {last[0]}"
-        what = f"rank {ended} of {ranks} at {address}:{port} {how}"
-    interface = os.environ.get("GLOO_SOCKET_IFNAME")
-    advice = "ranks must reach MASTER_ADDR over one network interface: set GLOO_SOCKET_IFNAME to it"
-    if interface:
-        advice += f" (it is '{interface}'; this machine has {', '.join(name for _, name in socket.if_nameindex())})"
+        return Finding("collectives", "ok", f"gloo, {ranks} ranks at {address}: {time.monotonic() - began:.1f} s")
+    what = f"ranks had not ended after {timeout:g} s at {address}:{port}"
+    for rank, code in enumerate(codes):
+        if code:
+            how = f"was killed by signal {-code}" if code < 0 else f"failed: {''.join(said[rank]) or 'without a word'}"
+            what = f"rank {rank} of {ranks} at {address}:{port} {how}"
+            break
+    interfaces = ", ".join(name for _, name in socket.if_nameindex())
+    chosen = os.environ.get("GLOO_SOCKET_IFNAME", "not set")
+    advice = f"set GLOO_SOCKET_IFNAME to the interface that reaches it (it is {chosen}; this machine has {interfaces})"
     return Finding("collectives", "fail", what, advice)
 
 

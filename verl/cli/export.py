@@ -26,12 +26,12 @@ def export(
     """Write the trained model of a run as a plain Hugging Face directory: config, safetensors, tokenizer.
 
     The model is first checked like by `verl verify`: its outputs must be those noted when the checkpoint was saved.
-    OUT loads in transformers and vLLM, and is a MODEL for `verl generate`, `verl chat` and further training.
+    OUT loads in transformers and vLLM, and is a MODEL for `verl generate` and further training.
 
     [bold]Examples[/bold]
     $ verl export runs/latest models/mine
     $ verl export runs/latest/checkpoints/step-000060 models/mine-60
-    $ verl chat models/mine
+    $ verl generate models/mine prompts.jsonl answers.jsonl --chat
     """
     from verl.trainer.export import export as write
 

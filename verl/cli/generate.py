@@ -31,6 +31,8 @@ if TYPE_CHECKING:
 
 # Full batches of requests that the engine is given ahead, so that it never runs dry.
 _AHEAD = 4
+# Seconds between two lines of progress.
+_SHOW_EVERY = 10.0
 
 
 def generate(
@@ -194,21 +196,18 @@ def _answer(name: str, text: str | None, finish: str, tokens: list[int], error: 
 
 
 def _shown(answers: Iterable[dict[str, Any]], total: int, done: int) -> Iterator[dict[str, Any]]:
-    """The answers as they come, with their progress on a terminal's standard error and the speed at the end."""
-    from rich.console import Console
-    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
-
-    columns = (BarColumn(), MofNCompleteColumn(), TextColumn("{task.fields[speed]}"), TimeRemainingColumn())
-    start, tokens, speed = time.monotonic(), 0, ""
-    with Progress(*columns, console=Console(stderr=True), disable=not sys.stderr.isatty()) as progress:
-        task = progress.add_task("", total=total, completed=done, speed="")
-        for answer in answers:
-            tokens += len(answer["response_tokens"])
-            done += 1
-            speed = f"{tokens / max(time.monotonic() - start, 1e-9):,.0f} tokens/s"
-            progress.update(task, completed=done, speed=speed)
-            yield answer
-    typer.echo(f"{tokens:,} tokens, {speed}", err=True)
+    """The answers as they come; how far it is, once in a while, and the speed at the end."""
+    start, tokens, shown = time.monotonic(), 0, time.monotonic()
+    speed = ""
+    for answer in answers:
+        tokens, done = tokens + len(answer["response_tokens"]), done + 1
+        now = time.monotonic()
+        speed = f"{tokens:,} tokens, {tokens / max(now - start, 1e-9):,.0f} tokens/s"
+        if now > shown + _SHOW_EVERY:
+            shown = now
+            typer.echo(f"{done} of {total} responses, {speed}", err=True)
+        yield answer
+    typer.echo(speed, err=True)
 
 
 class _Output:

@@ -12,7 +12,6 @@ import typer
 from typer.core import TyperGroup
 
 from verl import __version__
-from verl.cli.chat import chat
 from verl.cli.doctor import doctor
 from verl.cli.export import export
 from verl.cli.generate import generate
@@ -201,4 +200,3 @@ def verify(
 app.command()(export)
 app.command()(doctor)
 app.command()(generate)
-app.command()(chat)
