@@ -2,7 +2,9 @@
 worker, then 4, then 1 again. Printed are trained samples a second in each window, the seconds from `scale` until all
 workers have a sample, and whether every sample was scored and trained exactly once.
 
-    python benchmarks/elasticity.py [--window 20] [--seconds 0.05] [--workers 4]
+    python benchmarks/elasticity.py [--model] [--window 20] [--seconds 0.05] [--workers 4]
+
+With `--model` the reward is a model whose forward sleeps, else a function.
 """
 
 from __future__ import annotations
@@ -17,6 +19,7 @@ from typing import Any
 
 import torch
 from asynchronous import make_model
+from transformers import AutoTokenizer, LlamaConfig, LlamaForSequenceClassification
 
 import verl
 from verl.batch import Batch
@@ -32,6 +35,19 @@ def slow(seconds: float) -> str:
         f"    time.sleep({seconds})\n"
         "    return [sum(c.isdigit() for c in text) / max(len(text), 1) for text in texts]\n"
     )
+
+
+class SlowModel(LlamaForSequenceClassification):  # type: ignore[misc]
+    """A reward model whose forward takes some seconds more."""
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        time.sleep(self.config.sleep_seconds)
+        return super().forward(*args, **kwargs)
+
+
+def slow_model(seconds: float) -> SlowModel:
+    sizes = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
+    return SlowModel(LlamaConfig(vocab_size=96, num_labels=1, pad_token_id=0, sleep_seconds=seconds, **sizes))
 
 
 class Recorder(verl.Trainer):
@@ -83,6 +99,7 @@ def main() -> None:
     parser.add_argument("--window", type=float, default=20.0, help="seconds")
     parser.add_argument("--seconds", type=float, default=0.05, help="that the reward of a sample takes")
     parser.add_argument("--workers", type=int, default=4)
+    parser.add_argument("--model", action="store_true", help="a reward model instead of a function")
     options = parser.parse_args()
     torch.set_num_threads(1)
     with tempfile.TemporaryDirectory() as folder:
@@ -95,7 +112,11 @@ def main() -> None:
             sampling=verl.SamplingParams(max_new_tokens=4, ignore_eos=True),
             max_num_seqs=PROMPTS * SAMPLES,
         )
-        reward = verl.Reward(f"{file}:reward", workers=1)
+        if options.model:
+            tokenizer = AutoTokenizer.from_pretrained(path)
+            reward = verl.Reward(model=slow_model(options.seconds), tokenizer=tokenizer, batch_size=1, workers=1)
+        else:
+            reward = verl.Reward(f"{file}:reward", workers=1)
         trainer = Recorder(actor, reward=reward, algorithm="grpo", n=SAMPLES, log_dir=False)
         trainer.trained, trainer.unscored = [], 0
         try:
@@ -111,6 +132,7 @@ def main() -> None:
             trainer.close()
     expected = trainer.steps * PROMPTS * SAMPLES
     print(json.dumps({
+        "reward": "model" if options.model else "function",
         "samples_per_second": {"1": round(one, 2), str(options.workers): round(many, 2), "1 again": round(again, 2)},
         "speedup": round(many / one, 3),
         "seconds_until_all_serve": round(took, 2),

@@ -18,8 +18,10 @@ import pytest
 import verl
 from verl.batch import Batch
 from verl.controller import pool
+from verl.controller.cluster import connect
 from verl.errors import CheckpointError, ClusterError, ConfigError, DataError, RolloutError
 from verl.rollout.base import SamplingParams
+from verl.shard import checksum
 from verl.trainer.asynchronous import AsyncTrainer
 
 ENGINE = Path(__file__).with_name("slow_engine.py")
@@ -184,6 +186,26 @@ def test_transports_and_staleness_zero_are_synchronous_training(tiny: Path) -> N
     prompts = Prompts()
     rewards["synchronous"] = [trainer.advance(prompts)["reward"] for _ in range(3)]
     assert rewards["queue"] == rewards["shared_memory"] == rewards["synchronous"]
+
+
+def test_every_process_of_the_cluster_pulls_the_weights_with_their_version(tiny: Path) -> None:
+    ray = connect()
+
+    @ray.remote(num_cpus=0.001)
+    def pull(weights: Any) -> tuple[int, list[str], str]:
+        from verl.shard import checksum
+
+        return weights.version, [shard.name for shard in weights.shards()], checksum(weights.shards())
+
+    trainer = make(tiny)
+    try:
+        trainer.advance(Prompts())
+        version, names, sums = ray.get(pull.remote(trainer.group.weights), timeout=120)
+        shards = list(trainer.actor.shards())
+    finally:
+        trainer.close()
+    assert version == trainer.actor.policy_version == 1
+    assert names == [shard.name for shard in shards] and sums == checksum(shards)
 
 
 def test_as_many_steps_as_there_are_batches(tiny: Path) -> None:

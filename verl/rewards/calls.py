@@ -16,6 +16,7 @@ from functools import partial
 from typing import Any, Protocol
 
 from verl.errors import RewardError
+from verl.rewards.last_words import computing
 from verl.rewards.scores import Score, call_async, call_plain
 
 #: Threads of one function that were left behind and may be alive at the same time.
@@ -65,9 +66,10 @@ class ThreadCaller:
 
     async def call(self, args: list[Any], kwargs: dict[str, Any], rows: int, timeout: float) -> list[Score] | None:
         start = self._start_async if self._is_async else self._start_plain
-        future, thread = start(args, kwargs, rows)
-        answer = asyncio.wrap_future(future)
-        done, _ = await asyncio.wait({answer}, timeout=timeout)
+        with computing(self.name):
+            future, thread = start(args, kwargs, rows)
+            answer = asyncio.wrap_future(future)
+            done, _ = await asyncio.wait({answer}, timeout=timeout)
         if done:
             return answer.result()
         answer.cancel()

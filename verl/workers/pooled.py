@@ -13,6 +13,9 @@ import sys
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+#: What makes a process a rank of a torchrun job; a worker is none, though the driver may be one.
+_RANK = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+
 
 class PooledWorker:
     """A Ray actor of a `Pool`."""
@@ -31,9 +34,12 @@ class PooledWorker:
 
         os.environ.pop("OMP_NUM_THREADS", None)  # Ray's own: one
         os.environ |= env
+        for variable in _RANK:
+            os.environ.pop(variable, None)
         sys.path += [entry for entry in path if entry not in sys.path]
         if folder:
             os.chdir(folder)
+        faulthandler.enable()  # a crash writes the stacks to stderr, which Ray copies to the driver's
         faulthandler.register(signal.SIGUSR1, all_threads=True)  # the driver wants the stacks when it waits too long
         host = socket.gethostname()
         logging.basicConfig(format=f"{name} on {host}: %(levelname)s %(name)s: %(message)s", force=True)

@@ -1,0 +1,59 @@
+"""What is said when a reward that is computed in this process ends the process (`os._exit`, a crash): nothing here can
+say it any more, so a small process beside it does."""
+
+from __future__ import annotations
+
+import atexit
+import os
+import subprocess
+import threading
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+
+_SCRIPT = """
+while read -r line; do last=$line; done
+[ -z "$last" ] || echo "verl: process $0 ended while it computed reward $last: the function ended it (os._exit, a\
+ crash, too much memory), or it was killed. Give the Reward workers=1, so that only a worker ends, and is replaced" >&2
+"""
+
+
+class _Witness:
+    """Reads what is being computed from a pipe that ends with this process."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._running: Counter[str] = Counter()
+        read, self._write = os.pipe()
+        command = ["sh", "-c", _SCRIPT, str(os.getpid())]
+        subprocess.Popen(command, stdin=read, stdout=subprocess.DEVNULL, start_new_session=True)
+        os.close(read)
+        atexit.register(self._report, [])
+        os.register_at_fork(after_in_child=lambda: os.close(self._write))
+
+    def change(self, name: str, by: int) -> None:
+        with self._lock:
+            self._running[" ".join(name.split())] += by
+            self._report([name for name, calls in self._running.items() if calls > 0])
+
+    def _report(self, names: list[str]) -> None:
+        with suppress(OSError):  # it is gone: then nobody says it
+            os.write(self._write, f"{', '.join(names)}\n".encode())
+
+
+_witnesses: dict[int, _Witness] = {}
+_lock = threading.Lock()
+
+
+@contextmanager
+def computing(name: str) -> Iterator[None]:
+    """Inside, the end of this process is reported on its stderr as the doing of reward `name`."""
+    with _lock:
+        if (pid := os.getpid()) not in _witnesses:
+            _witnesses[pid] = _Witness()
+        witness = _witnesses[pid]
+    witness.change(name, 1)
+    try:
+        yield
+    finally:
+        witness.change(name, -1)
