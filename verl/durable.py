@@ -16,9 +16,9 @@ from collections import deque
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, Annotated, Any
 
-from pydantic import TypeAdapter, ValidationError
+from pydantic import Field, TypeAdapter, ValidationError
 
 logger = logging.getLogger(__name__)
 
@@ -34,7 +34,7 @@ class Process:
     from an earlier one with its pid."""
 
     host: str
-    pid: int
+    pid: Annotated[int, Field(gt=0, lt=2**31)]
     started: str
 
     @classmethod

@@ -17,15 +17,14 @@ import json
 import logging
 import os
 import re
-import socket
 import sys
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal, TextIO
 
-from verl.durable import alive, clear_staging, link_atomic, remove, write_atomic
+from verl.durable import Process, clear_staging, link_atomic, parse_json, read_json, remove, write_atomic
 from verl.errors import CheckpointError, ConfigError
 
 if sys.platform != "win32":
@@ -151,7 +150,7 @@ class Run:
     def close(self) -> None:
         """Let go of the lock."""
         with _lock_file(self.path) as file:
-            if _holder(file) == _myself():
+            if _holder(file) == Process.current():
                 file.truncate(0)
 
     def __enter__(self) -> Run:
@@ -215,10 +214,9 @@ def rewind_jsonl(file: Path, step: int, *rows: Mapping[str, Any]) -> None:
     content = file.read_text(encoding="utf-8", errors="replace") if file.exists() else ""
     for line in content.splitlines():
         try:
-            row = json.loads(line)
+            at = parse_json(line.encode(), dict[str, Any]).get("step")
         except ValueError:
             continue
-        at = row.get("step") if isinstance(row, dict) else None
         if isinstance(at, int) and at <= step:
             kept.append(line + "\n")
     write_atomic(file, "".join([*kept, *(json.dumps(row) + "\n" for row in rows)]))
@@ -226,13 +224,13 @@ def rewind_jsonl(file: Path, step: int, *rows: Mapping[str, Any]) -> None:
 
 def _finished(path: Path, total_steps: int | None) -> bool:
     try:
-        summary = json.loads((path / "summary.json").read_text(encoding="utf-8"))
+        summary: dict[str, Any] = read_json(path / "summary.json", dict[str, Any])
     except (OSError, ValueError):
         return False
-    if not isinstance(summary, dict) or summary.get("state") != "finished":
-        return False
     steps = summary.get("steps", total_steps)
-    return total_steps is None or (isinstance(steps, int) and steps >= total_steps)
+    return summary.get("state") == "finished" and (
+        total_steps is None or (isinstance(steps, int) and steps >= total_steps)
+    )
 
 
 def _aside(path: Path) -> Path:
@@ -250,13 +248,13 @@ def _aside(path: Path) -> Path:
 def _lock(path: Path) -> None:
     with _lock_file(path) as file:
         holder = _holder(file)
-        if holder and holder != _myself() and _lives(holder):
+        if holder and holder != Process.current() and not holder.ended:
             raise ConfigError(
-                f"process {holder['pid']} on {holder['host']} works on the run {path}: wait for it or stop it, or "
+                f"process {holder.pid} on {holder.host} works on the run {path}: wait for it or stop it, or "
                 f"choose another trainer.run_name (if that process is gone for sure, delete {file.name})"
             )
         file.truncate(0)
-        file.write(json.dumps(_myself()))
+        file.write(json.dumps(asdict(Process.current())))
 
 
 @contextmanager
@@ -267,33 +265,9 @@ def _lock_file(path: Path) -> Iterator[TextIO]:
         yield file
 
 
-def _holder(file: TextIO) -> dict[str, Any] | None:
+def _holder(file: TextIO) -> Process | None:
     file.seek(0)
     try:
-        holder = json.loads(file.read())
+        return parse_json(file.read().encode(), Process)  # type: ignore[no-any-return]
     except ValueError:
         return None
-    if not isinstance(holder, dict) or holder.keys() != _myself().keys():
-        return None
-    named = isinstance(holder["host"], str) and isinstance(holder["started"], str | None)
-    return holder if named and isinstance(holder["pid"], int) and 0 < holder["pid"] < 2**31 else None
-
-
-def _myself() -> dict[str, Any]:
-    return {"pid": os.getpid(), "host": socket.gethostname(), "started": _started(os.getpid())}
-
-
-def _lives(holder: Mapping[str, Any]) -> bool:
-    if holder["host"] != socket.gethostname():
-        return True  # cannot be known from here
-    return alive(holder["pid"]) and holder["started"] in (None, _started(holder["pid"]))
-
-
-def _started(pid: int) -> str | None:
-    """When a process began, in clock ticks since boot, so that a reused id is not taken for its former owner."""
-    try:
-        stat = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace")
-        boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
-    except OSError:
-        return None
-    return f"{boot}:{stat.rpartition(')')[2].split()[19]}"
