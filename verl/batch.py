@@ -23,6 +23,7 @@ Columns the system knows (others are the user's and travel along untouched):
     cost, label        double   Safe-RLHF's cost; KTO's or a preference's label (1 good, 0 bad)
     finish             string   "stop", "length", "abort" or "reject"
     policy_version     int64    version of the weights that wrote the response
+    policy_id          str      `Actor.policy_id` of these weights; null: they were older than the actor's then
     tokenizer          str      id of the vocabulary of the tokens, see `verl.data.vocabulary`
 
 House rules: columns are added, never overwritten; nulls stand at row level only; exactly one function,
@@ -75,6 +76,7 @@ SCHEMA: dict[str, pa.DataType] = {
     "finish": pa.string(),
     "policy_version": pa.int64(),
     "tokenizer": pa.string(),
+    "policy_id": pa.string(),
 }
 
 #: Further columns that the system writes; rows of a data set come without them.

@@ -185,7 +185,7 @@ def test_a_step_of_which_every_token_is_rejected_changes_nothing(tiny: Path) -> 
     samples, _ = trainer.experience.collect(actor.prompts(PROMPTS))
     far = {"rollout_log_probs": [[-50.0] * length for length in samples.lengths("response_tokens")]}
     before = checksum(actor.shards())
-    record = trainer.step(samples.drop(["policy_version", *far]).add(far))
+    record = trainer.step(samples.drop(["policy_id", *far]).add(far))
     assert record["update/empty"] == 1.0 and record["updated"] is False
     assert checksum(actor.shards()) == before and actor.policy_version == 0
 

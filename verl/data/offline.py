@@ -237,7 +237,7 @@ def _named(batch: Batch, files: Sequence[Hashable]) -> Batch:
         names = [next(free) if name is None else name for name in names]
         if names != given:
             named[column] = names
-    return batch.drop([*named, "policy_version", *COMPUTED]).add(named)
+    return batch.drop([*named, "policy_version", "policy_id", *COMPUTED]).add(named)
 
 
 def _apart(names: list[str | None], files: Sequence[Hashable]) -> list[str | None]:

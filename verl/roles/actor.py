@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, Literal
+from uuid import uuid4
 
 import torch
 
@@ -28,7 +29,6 @@ from verl.models.wrapped import unwrapped
 from verl.roles.columns import add_rewards, aligned, as_sequences
 from verl.roles.reads import experience, prepare, reads
 from verl.roles.settings import changed_options, engine_options, model_options, with_keywords
-from verl.roles.written import Written
 from verl.rollout.base import SamplingParams, as_sampling
 from verl.rollout.episode import Episode
 from verl.shard import Shard
@@ -143,7 +143,8 @@ class Actor:
         self.reference_model: PreTrainedModel | None = None
         #: Updates so far.
         self.policy_version = 0
-        self._written = Written()
+        #: Stamp of the weights as they are: no other weights, of this actor or another, have the same.
+        self.policy_id = uuid4().hex
         self._group: WorkerGroup[ActorWorker] | None = None
         self._reference: WorkerGroup[ReferenceWorker] | None = None
         self._exact_rollout: bool | None = None
@@ -254,17 +255,15 @@ class Actor:
                 positions,
             )
         for chunk in self.group.call("generate", rows, params):
-            self.wrote(chunk)
-            yield self.decoded(chunk)
+            yield self.stamped(chunk)
 
-    def decoded(self, samples: Batch) -> Batch:
-        """Samples with the columns `response`, their text, and `tokenizer`."""
+    def stamped(self, samples: Batch) -> Batch:
+        """Samples that have just come from an engine, with their text (`response`), and what wrote them: `tokenizer`, and
+        `policy_id`, which is null where older weights than the present ones began them."""
         texts = self.tokenizer.batch_decode(samples["response_tokens"], skip_special_tokens=True)
-        return samples.add({"response": texts, "tokenizer": [vocabulary_id(self.tokenizer)] * len(samples)})
-
-    def wrote(self, samples: Batch) -> None:
-        """Remember which of the samples that have come are of the weights as they are now."""
-        self._written.add(samples.filter([version == self.policy_version for version in samples["policy_version"]]))
+        writers = [self.policy_id if v == self.policy_version else None for v in samples["policy_version"]]
+        vocabulary = [vocabulary_id(self.tokenizer)] * len(samples)
+        return samples.add({"response": texts, "policy_id": writers, "tokenizer": vocabulary})
 
     def compute_log_probs(self, sequences: Batch) -> Batch:
         """Column `log_probs`: log-probs of the response tokens under the policy as it is now."""
@@ -343,7 +342,8 @@ class Actor:
         return self._exact_rollout
 
     def _is_one_step(self, batch: Batch) -> bool:
-        return self.plan.updates(len(batch)) == 1 and self._written.has(batch)
+        own = "policy_id" in batch and set(batch["policy_id"]) == {self.policy_id}
+        return own and self.plan.updates(len(batch)) == 1
 
     def train(self, prepared: Batch, algorithm: BaseAlgorithm) -> dict[str, float]:
         """Optimizer steps on a batch that `algorithm.prepare` made."""
@@ -355,10 +355,10 @@ class Actor:
             # Else this step's forward measures the engine against the trainer.
             prepared = prepared.drop(["rollout_log_probs"])
         plan = replace(self.plan, temperature=self._temperature(prepared))
-        written, self._written = self._written, Written()  # an update that fails may have moved the weights
+        before, self.policy_id = self.policy_id, uuid4().hex  # an update that fails may have moved the weights
         metrics: dict[str, float] = self.group.call("update", prepared, algorithm.objective("actor"), plan)
         if "update/empty" in metrics:  # the weights are as they were, and those that are served are these
-            self._written = written
+            self.policy_id = before
             return metrics
         self.policy_version += 1
         served: dict[str, float] = self.group.call("sync")
@@ -376,20 +376,20 @@ class Actor:
 
     def load_shards(self, shards: Iterable[Shard]) -> None:
         """Replace the weights, those that generate included; `policy_version` counts updates, and stays."""
-        self._written = Written()
+        self.policy_id = uuid4().hex
         self.group.call("load_shards", shards)
 
     def state(self) -> tuple[Callable[[], Iterator[Shard]], dict[str, Any]]:
         """The optimizer's tensors as a stream, when it is asked for, and the values beside them."""
-        meta = {**self.group.call("meta"), "written": sorted(self._written.marks)}
+        meta = {**self.group.call("meta"), "policy_id": self.policy_id}
         return lambda: self.group.call("state"), meta
 
     def load_state(self, tensors: Mapping[str, torch.Tensor], meta: Mapping[str, Any]) -> None:
         """Restore `state()`, after the weights of the same moment."""
         rest = dict(meta)
-        written = Written(rest.pop("written", ()))
+        self.policy_id = rest.pop("policy_id")
         self.group.call("load_state", tensors, rest)
-        self.policy_version, self._written = int(rest["policy_version"]), written
+        self.policy_version = int(rest["policy_version"])
 
     def save_pretrained(self, path: str) -> None:
         """Write a plain Hugging Face directory: weights, config and tokenizer."""

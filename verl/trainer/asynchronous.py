@@ -204,8 +204,7 @@ class AsyncTrainer(Trainer):
     def _wait(self) -> None:
         event = self.group.event(self.deadline)
         if isinstance(event, Finished):
-            self.actor.wrote(event.samples)
-            self.schedule.finish(event.group, self.actor.decoded(event.samples))
+            self.schedule.finish(event.group, self.actor.stamped(event.samples))
             del self._prompts[event.group]
             self._tokens += sum(event.samples.lengths("response_tokens"))
             self._note([Span("rollout", "rollout", start, end - start, event.worker) for start, end in event.busy])

@@ -74,7 +74,7 @@ class RoleState(BaseModel):
     steps_at_scale: Count = 0
     policy_version: Count = 0
     updates: Count = 0
-    written: list[str] = []
+    policy_id: str = ""
 
 
 class HeldOutRows(BaseModel):
