@@ -14,8 +14,10 @@ from types import ModuleType
 import pytest
 
 from tests import ranks
+from verl.config import load_config
 
 EXAMPLES = Path(__file__).resolve().parent.parent / "examples"
+NUMBERS = r"reward [\d.]+  kl [\d.]+  loss/actor [+-][\d.]+  loss/critic [\d.]+"
 
 
 def load(name: str) -> ModuleType:
@@ -31,24 +33,51 @@ def test_ppo_simple_as_a_script(tmp_path: Path, make_tiny: Callable[..., Path], 
     command += ["--critic-model", str(tiny), "--steps=2"]
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=240)
     assert done.returncode == 0, done.stderr[-3000:]
-    assert "step 1  reward" in done.stdout
+    assert re.search(
+        r"^step 1  reward [\d.]+  kl [\d.]+  loss/actor [+-][\d.]+  loss/critic [\d.]+$", done.stdout, re.M
+    )
     workers = ["--num_rollout_workers", "2", "--num-update-workers", "1"]
     done = subprocess.run([*command, *workers], cwd=tmp_path, capture_output=True, text=True, timeout=240)
     assert done.returncode == 0, done.stderr[-3000:]
     assert "cpu:2  ·        0/1" in done.stdout and "step 1  reward" in done.stdout
 
 
+SMALL = ["--config-path", "configs/ppo_llama3.yaml", "--steps", "2", "--batch_size", "4", "--max-new-tokens", "8"]
+SMALL += ["actor_rollout_ref.model.dtype=float32", "critic.model.dtype=float32"]
+SMALL += ["data.train.size=40", "data.eval.size=4", "algorithm.gamma=0.9"]
+
+
+def test_ppo_simple_follows_every_setting_of_its_recipe(tmp_path: Path, tiny: Path) -> None:
+    command = [sys.executable, str(EXAMPLES / "ppo_simple.py"), *SMALL, "--actor_model", str(tiny), "--lr", "0.5"]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=240)
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert re.search(
+        r"^step 2/2  reward [\d.]+  kl [\d.]+  loss/actor [+-][\d.]+  loss/critic [\d.]+", done.stdout, re.M
+    )
+    run = (tmp_path / "runs" / "latest").resolve()
+    assert len((run / "eval.jsonl").read_text().splitlines()) == 2 and (run / "checkpoints" / "step-000002").is_dir()
+    used = load_config(run / "config.yaml")
+    policy, critic = used.actor_rollout_ref, used.critic
+    assert (policy.actor.optim.lr, critic.optim.lr, used.data.batch_size, used.trainer.total_steps) == (0.5, 0.5, 4, 2)
+    assert (policy.rollout.max_new_tokens, policy.model.path) == (8, str(tiny))
+    assert (used.algorithm.name, used.algorithm.options) == ("ppo", {"gamma": 0.9})
+
+
 @pytest.mark.slow
-def test_ppo_simple_with_ranks_that_roll_out_and_ranks_that_update(tiny: Path) -> None:
-    common = ["--config-path", "configs/ppo_llama3.yaml", "--actor_model", tiny, "--steps", "2", "--batch_size", "8"]
-    common += ["--max-new-tokens", "8"]
-    alone = ranks.alone(EXAMPLES / "ppo_simple.py", *common).stdout.splitlines()
+def test_ppo_simple_with_ranks_that_roll_out_and_ranks_that_update(tmp_path: Path, tiny: Path) -> None:
+    def run(ranks_: int, name: str, *placement: str) -> tuple[str, list[str]]:
+        line = [EXAMPLES / "ppo_simple.py", *SMALL, "--actor_model", tiny, f"trainer.output_dir={tmp_path / name}"]
+        done = ranks.alone(*line) if ranks_ == 1 else ranks.torchrun(ranks_, *line, *placement)
+        rows = [re.sub(r"[+-]0\.0000", "0.0000", row) for row in done.stdout.splitlines() if row.startswith("step")]
+        return done.stderr, [row.partition("rollout")[0] for row in rows]
+
+    alone = run(1, "alone")[1]
+    assert len([row for row in alone if "loss/actor" in row]) == 2
     apart = ["--num-rollout-workers", "1", "--num-update-workers", "1"]
-    for placement, picture in ((apart, "cpu:1  ·        0/1"), ([], "cpu:1  1/2")):
-        found = ranks.torchrun(2, EXAMPLES / "ppo_simple.py", *common, *placement).stdout.splitlines()
-        assert picture in found
-        lines = [re.sub(r"[+-]0\.0000", "0.0000", line) for line in (*found, *alone) if line.startswith("step")]
-        assert lines[:2] == lines[2:]
+    for name, placement, picture in (("apart", apart, "cpu:1  ·        0/1"), ("both", [], "cpu:1  1/2")):
+        errors, found = run(2, name, *placement)
+        assert picture in errors
+        assert found == alone
 
 
 @pytest.mark.slow

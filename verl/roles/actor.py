@@ -258,8 +258,8 @@ class Actor:
             yield self.stamped(chunk)
 
     def stamped(self, samples: Batch) -> Batch:
-        """Samples that have just come from an engine, with their text (`response`), and what wrote them: `tokenizer`, and
-        `policy_id`, which is null where older weights than the present ones began them."""
+        """Samples that have just come from an engine, with their text (`response`) and what wrote them: `tokenizer`
+        and `policy_id`, which is null where older weights than the present ones began them."""
         texts = self.tokenizer.batch_decode(samples["response_tokens"], skip_special_tokens=True)
         writers = [self.policy_id if v == self.policy_version else None for v in samples["policy_version"]]
         vocabulary = [vocabulary_id(self.tokenizer)] * len(samples)
