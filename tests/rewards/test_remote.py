@@ -115,7 +115,7 @@ def test_wrong_settings_are_told(serve: Callable[..., Plain]) -> None:
     with pytest.raises(ConfigError, match=r"must contain \{response\}"):
         verl.vLLMWorker("http://localhost:1", template="{prompt}")
     for parse in ("[0-9]+", "("):
-        with pytest.raises(ConfigError, match="no expression with a group"):
+        with pytest.raises(ConfigError, match="regular expression with a group"):
             verl.vLLMWorker("http://localhost:1", parse=parse)
     with pytest.raises(ConfigError, match="servers of models are addresses"):
         verl.Reward(url="http://localhost:1/proxy", template="{response}")

@@ -233,14 +233,12 @@ def test_a_restarted_server_gets_the_weights_and_goes_on(wide: Path, tmp_path: P
     running = Server(wide, tmp_path / "log")
     actor = verl.Actor(str(wide), rollout=verl.vLLMWorker(api_url=running.url), optim={"lr": 1e-2})
     try:
-        for _ in range(2):
-            sequences = actor.generate_sequences(["Once upon a time"], n=4, max_new_tokens=10)
-            assert gap(actor.model, sequences) < 1e-3
-            actor.update(sequences, [1.0, 0.0, 0.0, 1.0])
-            running.kill()
-            running = Server(wide, tmp_path / "log", port=running.port)
         sequences = actor.generate_sequences(["Once upon a time"], n=4, max_new_tokens=10)
-        assert gap(actor.model, sequences) < 1e-3 and set(sequences["policy_version"]) == {2}
+        actor.update(sequences, [1.0, 0.0, 0.0, 1.0])
+        running.kill()
+        running = Server(wide, tmp_path / "log", port=running.port)
+        sequences = actor.generate_sequences(["Once upon a time"], n=4, max_new_tokens=10)
+        assert gap(actor.model, sequences) < 1e-3 and set(sequences["policy_version"]) == {1}
     finally:
         running.kill()
 

@@ -1,7 +1,7 @@
 """Programs as responses, judged by what they do: tests run in a sandbox.
 
-A solution never sees what is expected of it. A program's output is compared out here; tests that call its functions run
-in a sandbox of their own and reach the solution, in another, over two pipes (`run_tests.py`).
+A solution never sees what is expected of it. A program's output is compared outside its sandbox; tests that call its
+functions run in a second sandbox, and call the solution over two pipes (`run_tests.py`).
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from verl.rewards.functions import FunctionReward
 # Code within a line (no block), or a block: its label and text, up to the closing fence or the end.
 _FENCE = re.compile(r"```[^`\n]+```|```([^`\n]*)\n(.*?)\n?(?:^```|\Z)", re.DOTALL | re.MULTILINE)
 _PYTHON = ("", "py", "py3", "python", "python3")
-#: Seconds beyond a sample's own for its processes to start and to be taken down.
+#: Seconds for a sample's processes to start and to be ended.
 _GRACE = 60.0
 #: Bytes that a reference may print.
 _REFERENCE_OUTPUT = 16 << 20
@@ -51,11 +51,11 @@ class CodeReward(FunctionReward):
     blanks.
 
     Args:
-        timeout: seconds for all tests of a sample. What has not passed by then has failed.
+        timeout: seconds for all tests of a sample; tests that have not passed by then have failed.
         partial: the reward is the share of tests that pass.
         packages: directories that the programs may import from.
         memory: bytes of each process.
-        parallel: samples judged at a time; None: one a core.
+        parallel: samples judged at a time; None: one per core.
         **options: see `FunctionReward`.
 
     Raises:
@@ -112,7 +112,7 @@ def _judge(
         return sandbox.run_python(code, stdin=given, limits=left, packages=packages)
 
     def passes(given: str, wanted: str) -> bool:
-        # Room for blanks that do not count, and for what goes to stderr.
+        # Allow for blanks, which are ignored, and for stderr.
         expected = len(wanted.encode(errors="replace"))
         return _same(run(program, given, 2 * expected + (64 << 10)), wanted)
 
@@ -139,7 +139,7 @@ def extract_code(response: str) -> str:
 def run_tests(
     solution: str, tests: Sequence[str], limits: sandbox.Limits, packages: Sequence[str | Path] = ()
 ) -> list[bool]:
-    """Which of the tests, programs that call the solution's functions, end without an error; none if time runs out.
+    """Which of the tests, programs that call the solution's functions, end without an error; none if they are late.
 
     Raises:
         SandboxError: see `run_python`.
@@ -149,7 +149,7 @@ def run_tests(
     serve = {"side": "solution", "programs": [solution], "incoming": asked, "outgoing": reply}
     check = {"side": "tests", "programs": list(tests), "incoming": answered, "outgoing": ask}
     with ThreadPoolExecutor(1) as thread:
-        # The solution ends when its tests do: then nobody asks any more.
+        # The solution ends when its tests do, as its pipe is closed.
         serving = thread.submit(_run_side, serve, limits, packages)
         run = _run_side(check, limits, packages)
         serving.result()

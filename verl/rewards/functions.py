@@ -1,4 +1,4 @@
-"""A user's function as a reward: called under a deadline, its failures counted."""
+"""A user's function as a reward: each call has a deadline, and failures are counted."""
 
 from __future__ import annotations
 
@@ -29,20 +29,21 @@ class FunctionReward:
     Args:
         source: the function, plain or async, or "FILE.py:FUNCTION".
         name: for messages and columns; the function's own if not given.
-        timeout: seconds for one call (verl's form, and in workers: one sample; else: all samples of a `score`). A
-            plain call that is late is abandoned in its thread. After three late calls in one `score` the rest abstains.
+        timeout: seconds for one call (with verl's signature, and in workers, one sample; else all samples of a
+            `score`). A plain call that is late is left behind in its thread. After three late calls in one `score` the
+            remaining samples abstain.
         retries: further calls after one that raised or was late.
-        default_reward: what a sample gets whose scoring failed. None: it abstains. (A function that returns None for
-            a sample has not failed: the sample abstains in any case.)
-        max_failure_rate: share of failures among the latest 256 samples, once there are 64, that ends the run.
+        default_reward: the reward of a sample whose scoring failed; None: it abstains. (If the function returns None
+            for a sample, that is no failure: the sample abstains in any case.)
+        max_failure_rate: if more of the latest 256 samples failed, the run ends; not checked below 64 samples.
         batch_size: samples in one call; None: all, or one in workers.
-        workers: makes a `Caller` of (source, name) that has worker processes, as `Reward` gives it; None: a thread.
+        workers: makes a `Caller` with worker processes from (source, name); None: a thread calls the function.
 
     Raises:
-        ConfigError: the function has no known form.
+        ConfigError: the function has no known signature, or an option is invalid.
     """
 
-    #: Whether a call repeats by itself what fails in it.
+    #: Whether a call retries what fails in it.
     has_own_retries: ClassVar[bool] = False
 
     def __init__(
@@ -66,7 +67,9 @@ class FunctionReward:
                 f"reward '{self.name}': timeout > 0, retries >= 0 and 0 < max_failure_rate <= 1 must hold"
             )
         if batch_size is not None and (batch_size < 1 or self.form.by_row):
-            raise ConfigError(f"reward '{self.name}': batch_size >= 1 must hold, and its form take several samples")
+            raise ConfigError(
+                f"reward '{self.name}': batch_size must be at least 1, and its signature take several samples"
+            )
         if workers is not None and not callable(workers):
             raise ConfigError(f"reward '{self.name}': workers are given to the Reward, not to one of its parts")
         self.timeout, self.retries = timeout, retries
@@ -85,7 +88,7 @@ class FunctionReward:
         return float(options["timeout"])
 
     async def score(self, batch: Batch) -> RewardResult:
-        """Raises RewardError if the data lack a column that the function needs, or it fails too often."""
+        """Raises RewardError if a column that the function needs is missing, or it fails too often."""
         rows = list(batch.rows())
         if not rows:
             return RewardResult([])
@@ -102,7 +105,7 @@ class FunctionReward:
     async def _serve(
         self, calls: Iterator[tuple[int, list[dict[str, Any]]]], scores: list[list[Score]], counts: Counter[str]
     ) -> None:
-        """One place at the caller: makes one call after the other until none is left."""
+        """Make one call after the other, in one slot of the caller, until none is left."""
         await enter(self.group.slots)
         try:
             for index, rows in calls:
@@ -123,7 +126,7 @@ class FunctionReward:
             if answer is None:
                 counts["late"] += 1
                 answer = [failure(f"gave no answer within {self.timeout:g} s")] * len(rows)
-            # A further try is for what failed; what has its number keeps it.
+            # A retry replaces failures only.
             tried = zip(scores, answer, strict=True) if scores else ((new, new) for new in answer)
             scores = [new if old.failed else old for old, new in tried]
             if not any(score.failed for score in scores):
@@ -133,17 +136,17 @@ class FunctionReward:
     def _result(self, scores: Sequence[Score], counts: Counter[str]) -> RewardResult:
         with self._lock:
             self.failures.add(score.failed for score in scores)
-            told = str(self.failures) if self.failures.too_many else None
+            too_many = str(self.failures) if self.failures.too_many else None
         reasons = [score.reason for score in scores]
         latest = next((reason for score, reason in zip(scores, reasons, strict=True) if score.failed), None)
         if latest is not None:
             logger.warning(
                 "reward %s: %d of %d failed: %s", self.name, sum(s.failed for s in scores), len(scores), latest
             )
-        if told is not None:
+        if too_many is not None:
             raise RewardError(
-                f"reward function '{self.name}' failed on {told} (latest: {latest}). "
-                "Mend it, raise its timeout, or raise max_failure_rate"
+                f"reward function '{self.name}' failed on {too_many} (latest: {latest}). "
+                "Fix it, raise its timeout, or raise max_failure_rate"
             )
         counts.update(self.group.take_counts(), failures=sum(score.failed for score in scores))
         names = dict.fromkeys(name for score in scores for name in score.components)

@@ -1,4 +1,4 @@
-"""From what users have to a `RewardSource`."""
+"""Makes a `RewardSource` from what users pass as a reward."""
 
 from __future__ import annotations
 
@@ -19,16 +19,16 @@ from verl.rewards.source import RewardSource, source_of
 
 
 def make_reward(source: Any, **options: Any) -> RewardSource:
-    """A `RewardSource` out of what users have.
+    """A `RewardSource` from one of many things.
 
     Args:
-        source: one of: a `RewardSource`, or the `Reward` that holds one; a function (`FunctionReward`);
-            "FILE.py:FUNCTION"; "task", the verifier of a procedural task's own problems; "code" (or "code_evaluator"),
-            tests run in a sandbox (`CodeReward`); a reward model or its directory or name (`RewardModel`); the address
-            of a scoring service (`RemoteReward`) or, with the option `template`, of an LLM judge (`JudgeReward`), or
-            several addresses; or a list, or a mapping of names to any of these, alone, with a weight `(source,
-            weight)`, or with options `{"source": ..., "weight": ..., ...}`: their weighted sum (`CompositeReward`).
-        **options: of the source; for several, of each. `smoothing` (`Smoothed`) is for all kinds.
+        source: a `RewardSource`, or the `Reward` that holds one; a function (`FunctionReward`); "FILE.py:FUNCTION";
+            "task", the verifier of a procedural task; "code" (or "code_evaluator"), tests in a sandbox (`CodeReward`);
+            a reward model or its directory or name (`RewardModel`); the address, or a list of addresses, of a scoring
+            service (`RemoteReward`) or, with the option `template`, of an LLM judge (`JudgeReward`). Or several of
+            these, of which it makes the weighted sum (`CompositeReward`): a list, or a mapping of names to sources, to
+            `(source, weight)`, or to `{"source": ..., "weight": ..., **options}`.
+        **options: of the source, or of each of several. `smoothing` (`Smoothed`) is for all kinds.
 
     Raises:
         ConfigError: it is none of these, or has no such option.
@@ -46,7 +46,7 @@ def _make(source: Any, options: dict[str, Any]) -> RewardSource:
     source = source_of(source)
     if isinstance(source, RewardSource):
         if options:
-            raise ConfigError(f"reward '{source.name}' is made already: it takes no options {sorted(options)}")
+            raise ConfigError(f"reward '{source.name}' is made already: it takes no options, not {sorted(options)}")
         return source
     if _is_address(source):
         kind = "JudgeReward" if "template" in options else "RemoteReward"
@@ -66,7 +66,7 @@ def _make(source: Any, options: dict[str, Any]) -> RewardSource:
     if callable(source):
         return _build("functions", "FunctionReward", source, options)
     raise ConfigError(
-        f"a reward cannot be made of a {type(source).__name__}: give a function, FILE.py:FUNCTION, a reward model, "
+        f"a reward cannot be made from a {type(source).__name__}: pass a function, FILE.py:FUNCTION, a reward model, "
         "or a mapping of names to these"
     )
 
@@ -88,7 +88,7 @@ def _build(module: str, name: str, source: Any, options: dict[str, Any]) -> Rewa
 
 
 def _misspelt(source: str) -> str | None:
-    """The built-in reward that was meant. A model of a hub is "owner/name", so one word that is nearly ours is ours."""
+    """The built-in reward with a similar name, if any. Names of models on a hub have an owner, "owner/name"."""
     close = [] if Path(source).exists() else difflib.get_close_matches(source, REWARDS, n=1, cutoff=0.8)
     return close[0] if close else None
 

@@ -1,5 +1,5 @@
-"""Rewards of every kind in worker processes: what cannot be sent there as it is (a model, a client of servers) is made
-there by its recipe."""
+"""Rewards of every kind in worker processes: what cannot be sent there (a model, a client of servers) is made there
+from its class and options."""
 
 from __future__ import annotations
 

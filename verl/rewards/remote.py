@@ -1,7 +1,7 @@
 """Rewards that servers compute: a scoring service of your own, and a language model as a judge.
 
-A call that fails, is late or is answered with nonsense is tried elsewhere (`ServerPool`); what fails everywhere
-abstains, sample by sample.
+A call that fails, is late or gets an invalid answer is retried, on another server if there is one (`ServerPool`); if
+all tries fail, its samples abstain.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ _CHAT = "/v1/chat/completions"
 
 
 class _ServedReward(FunctionReward):
-    """A function of all samples that makes calls to servers."""
+    """Scores all samples by calls to servers."""
 
     has_own_retries = True
 
@@ -67,7 +67,7 @@ class _ServedReward(FunctionReward):
         return ServerPool(servers, timeout=timeout, retries=retries, api_key=api_key, kind=f"'{self.name}' server")
 
     async def _gather(self, calls: Sequence[tuple[int, Coroutine[Any, Any, list[Score]]]]) -> list[Score]:
-        """The scores of all calls, each with its number of samples; a call that fails is its samples' failure."""
+        """The scores of all calls, given with their numbers of samples; a call that fails fails for its samples."""
         at_once = asyncio.Semaphore(_AT_ONCE)
 
         async def one(rows: int, call: Coroutine[Any, Any, list[Score]]) -> list[Score]:
@@ -84,12 +84,12 @@ class _ServedReward(FunctionReward):
 
 
 class RemoteReward(_ServedReward):
-    """A service that scores. It is sent {"prompts": [...], "responses": [...], "columns": {name: [...]}} by POST, and
-    answers a list of results, or {"rewards": [...]} or {"scores": [...]}; a result is what a reward function may
-    return.
+    """A scoring service. It gets {"prompts": [...], "responses": [...], "columns": {name: [...]}} by POST and answers
+    with a list of results, or {"rewards": [...]} or {"scores": [...]}; a result is what a reward function may return
+    for one sample.
 
     Args:
-        source: its address, or several.
+        source: its address, or a list of them.
         batch_size: samples in one call.
         timeout: seconds for one call.
         retries: further tries of a call that failed.
@@ -131,23 +131,22 @@ class RemoteReward(_ServedReward):
 
 
 class JudgeReward(_ServedReward):
-    """A language model that grades: a template in, a number parsed out of what it says.
+    """A language model that grades: its prompt is made from a template, its score is parsed from its reply.
 
     Args:
-        source: an OpenAI-style server ("http://host:8000"), a text server (".../generate", which is sent
-            {"prompt": ...} and answers {"text": ...}; a vLLM server of today, which has no such address, is asked as an
-            OpenAI-style one), or several.
-        template: what the judge reads; {prompt}, {response} and names of the data's columns are filled in.
-        parse: a regular expression, of which the last match's group is the number; or a function from what the judge
-            says to a number, None (it abstains) or what else a reward function may return.
+        source: an OpenAI-style server ("http://host:8000"), a text server (".../generate", which gets {"prompt": ...}
+            and answers with {"text": ...}; without that path, as in today's vLLM, it gets chat completions), or a list.
+        template: the judge's prompt; {prompt}, {response} and names of the data's columns are filled in.
+        parse: a regular expression, whose last match's group is the number; or a function from the reply to a number,
+            None (the sample abstains), or anything else that a reward function may return.
         system: a system message.
-        model: the name that the server knows the judge by; None: the first that it lists.
-        max_tokens, temperature: of what the judge says.
+        model: the judge's name on the server; None: the first model that it lists.
+        max_tokens, temperature: of the reply.
         timeout, retries, api_key: as of `RemoteReward`.
         name, default_reward, max_failure_rate: see `FunctionReward`.
 
     Raises:
-        ConfigError: the template has no {response}, `parse` no group, or an address is none of a server of models.
+        ConfigError: the template has no {response}, `parse` has no group, or an address cannot be a model server's.
     """
 
     def __init__(
@@ -168,9 +167,11 @@ class JudgeReward(_ServedReward):
         max_failure_rate: float = 0.5,
     ) -> None:
         if "{response}" not in template:
-            raise ConfigError(f"reward '{name}': the judge's template must contain {{response}}, where it goes")
+            raise ConfigError(f"reward '{name}': the judge's template must contain {{response}}")
         if isinstance(parse, str) and _groups(parse) < 1:
-            raise ConfigError(f"reward '{name}': '{parse}' is no expression with a group (...) around the number")
+            raise ConfigError(
+                f"reward '{name}': '{parse}' has to be a regular expression with a group (...) around the number"
+            )
         for url in [source] if isinstance(source, str) else source:
             check_model_path(url)
         self.template, self.parse, self.system, self.model = template, parse, system, model
@@ -188,7 +189,7 @@ class JudgeReward(_ServedReward):
         return await self._gather([(1, self._judge(text)) for text in texts])
 
     def fill(self, values: dict[str, Any]) -> str:
-        """The template with these in it. Braces around other words stay."""
+        """The template with these values filled in. Other words in braces stay."""
         return re.sub(r"\{(\w+)\}", lambda m: str(values.get(m[1], m[0])), self.template)
 
     async def _judge(self, text: str) -> list[Score]:
@@ -203,7 +204,7 @@ class JudgeReward(_ServedReward):
         said = await self.pool.ask(bodies, lambda answer: _said(text, answer))
         try:
             return [self._parsed(said)]
-        except Exception as error:  # what a judge says, and a user's function of it, is this sample's affair
+        except Exception as error:  # the reply and the user's function may be wrong in any way
             return [failure(f"the judge's answer cannot be read ({type(error).__name__}: {error}): {said[-200:]!r}")]
 
     def _parsed(self, said: str) -> Score:
@@ -245,10 +246,10 @@ def _reader(rows: int) -> Callable[[Any], list[Score]]:
 
 
 def _said(prompt: str, answer: Any) -> str:
-    """What a judge says, in either protocol.
+    """A judge's reply, in either protocol.
 
     Raises:
-        LookupError, TypeError: nothing.
+        LookupError, TypeError: there is none.
     """
     said = answer["choices"][0]["message"]["content"] if "choices" in answer else answer["text"]
     if isinstance(said, list):
@@ -259,7 +260,7 @@ def _said(prompt: str, answer: Any) -> str:
 
 
 def _text(content: Any) -> str:
-    """A text as it is; of a chat, the one message's content, or several with their roles."""
+    """A text as it is; a chat of one message as its content, a longer one with roles."""
     if not isinstance(content, list):
         return str(content or "")
     if len(content) == 1:

@@ -4,9 +4,9 @@ Globals given: `side` ("solution" or "tests"), `programs` (the solution's text a
 `outgoing` (file descriptors). The last line that the tests print is a list of one `null` (passed) or reason a test.
 Standard library alone.
 
-Plain values travel as they are; for anything else the other side gets a stand-in, which answers as the object does. A
-plain value is never given to an operator of the solution, since it may be what the tests expect: a stand-in equals it
-by the builtin value that its object derives from, or not at all.
+Plain values are copied; for any other object the other side gets a stand-in, which forwards what is done with it. A
+plain value of the tests may be what they expect, so it is not passed to an operator of the solution: a stand-in is
+compared with it by the builtin value that its object derives from, or is unequal.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ import json
 import os
 import sys
 
-TYPE_CHECKING = False  # typing itself would take longer to load than all the rest
+TYPE_CHECKING = False  # loading typing takes longer than all the rest
 if TYPE_CHECKING:
     from collections.abc import Iterator
     from typing import Any
@@ -49,13 +49,14 @@ BY_VALUE = {
     *("collections.defaultdict", "fractions.Fraction", "decimal.Decimal", "datetime.datetime", "datetime.date"),
     *("datetime.time", "datetime.timedelta", "datetime.timezone"),
 }
-#: What the other side may read of a test's object.
+#: Attributes of the tests' objects that the solution may read although they begin with an underscore; and prefixes of
+#: those that it may not, as they lead to frames, globals and code.
 NAMES = ("__name__", "__qualname__", "__doc__", "__module__")
 HIDDEN = ("_", "gi_", "cr_", "ag_", "tb_", "f_", "co_")
 
 
 class Remote:
-    """A stand-in for an object of the other side. `operates`: its operators get plain values, too."""
+    """A stand-in for an object of the other side. `operates`: plain values are passed to its operators, too."""
 
     __slots__ = ("_remote",)
 
@@ -125,8 +126,8 @@ class Peer:
     """This side of the two pipes.
 
     Args:
-        names: the globals that the other side may ask for by name; None: this side has the tests, and shows nothing
-            of its objects that leads to what is expected.
+        names: the solution's globals, which the tests get by name; None on the side of the tests, which hides what
+            leads from their objects to anything else of theirs.
     """
 
     def __init__(self, incoming: int, outgoing: int, names: dict[str, Any] | None = None) -> None:
@@ -146,7 +147,7 @@ class Peer:
         return json.loads(line) if line.endswith("\n") else None
 
     def ask(self, verb: str, *request: Any) -> Any:
-        """What the other side answers; meanwhile it may ask in turn."""
+        """The other side's answer; meanwhile its own requests are answered."""
         self.send("ask", verb, *map(self.encode, request))
         while (message := self.receive()) is not None:
             kind, *content = message
@@ -186,7 +187,7 @@ class Peer:
         return verbs[verb](value, *rest)
 
     def take_back(self, request: tuple[Any, ...], changed: Any) -> None:
-        """Arguments that the call changed in place are changed here."""
+        """Apply to the arguments what the call changed in place."""
         if changed is None:
             return
         args, kwargs = self.decode(changed)
@@ -206,7 +207,7 @@ class Peer:
         return error
 
     def encode(self, value: Any) -> Any:
-        """A value as JSON: what JSON has as it is, anything else as a mapping of its kind to its content."""
+        """A value as JSON; what JSON does not have is a mapping of its kind to its content."""
         kind: Any = type(value)
         if kind in (type(None), bool, int, float, str):
             return value
@@ -294,8 +295,8 @@ class Peer:
 
 
 class Solution(dict[str, object]):
-    """The globals of the tests: a name that they do not define is the solution's. Names of Python's own functions are
-    Python's, so that a solution cannot replace what compares; unless the tests use no other name of the solution."""
+    """The globals of the tests: names that they do not define are the solution's. Names of Python's builtins are
+    Python's, so that a solution cannot replace what compares, unless the tests use no other name of the solution."""
 
     def __init__(self, tests: list[str], peer: Peer) -> None:
         super().__init__({"__name__": "__main__"})
@@ -312,9 +313,9 @@ class Solution(dict[str, object]):
         if not found:
             if not hasattr(builtins, name):
                 raise NameError(f"the solution does not define {name}")
-            value = self[name] = getattr(builtins, name)  # kept: tests may use it in a loop
+            value = self[name] = getattr(builtins, name)  # kept, as tests may use it in a loop
         elif name[:1].isupper() and issubclass(type(value), Remote):
-            # A class that the tests make objects of: its operators are what they test.
+            # A class that the tests instantiate: they test its operators.
             let_operate(value)
         return value
 
