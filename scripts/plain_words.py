@@ -18,6 +18,7 @@ WORDS = {
     "patient": "with_deadline",
     "recall": "replay",
     "strangers?": "unauthenticated peer, unknown process",
+    "Door": "listener",
     "whoever": "the caller, or the name of the part",
     "takes? turns": "mutually exclusive",
     "nobody has read": "untrusted",
@@ -27,13 +28,8 @@ WORDS = {
 ROOT = Path(__file__).resolve().parent.parent
 FOLDERS = ("verl", "docs", "examples")
 SUFFIXES = (".py", ".cpp", ".h", ".md", ".yaml")
-#: The history is left as it was written. What else stands here is being rewritten: take a file off when it is clean.
-LEFT_OUT = (
-    "docs/log.md", "docs/distributed.md", "docs/guarantees.md",
-    "verl/controller/", "verl/dataflow/", "verl/roles/",
-    "verl/trainer/asynchronous.py", "verl/trainer/build.py", "verl/trainer/run.py", "verl/trainer/run_dir.py",
-    "verl/trainer/shared_buffer.py", "verl/trainer/trainer.py",
-)  # fmt: skip
+#: The history is left as it was written; what else stands here is being rewritten.
+LEFT_OUT = ("docs/log.md", "docs/distributed.md")
 
 
 def faults(text: str) -> Iterator[tuple[int, str, str]]:

@@ -1,6 +1,6 @@
 """The Ray cluster under a run: the one place that starts or joins it.
 
-Whoever can talk to a Ray cluster can run code on it. So one that is started here listens on the loopback interface
+A process that can reach a Ray cluster can run code on it. So one that is started here listens on the loopback interface
 alone and wants Ray's token, and one that answers without a token is refused unless `RAY_AUTH_MODE=disabled` is set.
 """
 

@@ -94,7 +94,7 @@ class Link:
             raise ClusterError(f"rank {self.peer} cannot be reached: {error}") from error
 
     def receive(self) -> Message:
-        """The next message, for whoever reads before `open`."""
+        """The next message, for a caller that reads before `open`."""
         size = torch.zeros(1, dtype=torch.int64)
         self._group.recv([size], self.peer, 0).wait()
         head = json.loads(self._bytes(int(size)).numpy().tobytes())

@@ -248,7 +248,7 @@ class RaySlots:
 
     @contextmanager
     def _failing(self, call: Any, calls: Mapping[Any, int], what: str, safe: bool) -> Iterator[None]:
-        """Inside, the failure of a rank is told as the user shall see it. The other ranks have `GRACE` seconds to end
+        """Inside, the failure of a rank is raised as the user sees it. The other ranks have `GRACE` seconds to end
         too; if they do not, or if some went on and others not, all slots are ended."""
         try:
             yield
@@ -264,13 +264,13 @@ class RaySlots:
                 except ray.exceptions.RayError as their:
                     failed[others[other]] = their
             alive = all(isinstance(e, ray.exceptions.RayTaskError) for e in failed.values())
-            errors = {rank: self._told(rank, error, what) for rank, error in failed.items()}
+            errors = {rank: self._as_seen(rank, error, what) for rank, error in failed.items()}
             cause = cause_of(errors)
             if late or not alive or not (safe or len(failed) == len(calls)):
                 self.close(f"{type(cause).__name__}: {cause}")
             raise cause from cause.__cause__
 
-    def _told(self, rank: int, error: Exception, what: str) -> Exception:
+    def _as_seen(self, rank: int, error: Exception, what: str) -> Exception:
         """The failure of a rank as the user sees it."""
         cause = getattr(error, "cause", None)
         if isinstance(cause, WorkerError):
@@ -295,10 +295,10 @@ class RaySlots:
         done, _ = ray.wait(list(asked), num_returns=len(asked), timeout=GRACE)
         for call, rank in asked.items():
             try:
-                told = ray.get(call, timeout=START) if call in done else "no answer"
+                stacks = ray.get(call, timeout=START) if call in done else "no answer"
             except ray.exceptions.RayError as error:
-                told = _line(error)
-            logger.error("%s stands at:\n%s", self.who(rank), told)
+                stacks = _line(error)
+            logger.error("%s stands at:\n%s", self.who(rank), stacks)
         names = "; ".join(map(self.who, ranks))
         reason = f"'{what}' did not end within {limit:g} s: waited for {names}; stacks of all ranks are in the log"
         self.close(reason)

@@ -148,7 +148,7 @@ class RewardPool(Pool):
                     under_way = len(self._queue) + sum(len(worker.jobs) for worker in self._workers)
                     self.fit(under_way * self._seconds, self.backlog)
                     self._assign()
-                except Exception as error:  # any: without this thread those who wait would do so for ever
+                except Exception as error:  # any: nobody else would end the waits of others
                     self._failure = _named(error, self.name)
                     self._give_up(self._failure)
                     return

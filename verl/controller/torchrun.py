@@ -256,15 +256,15 @@ class TorchrunSlots:
         inbox: queue.SimpleQueue[tuple[int, Message]] = queue.SimpleQueue()
         self._inboxes[0] = inbox
         self._tell(Message("stacks"), list(self._links))
-        told, until = {0: stacks()}, time.monotonic() + GRACE
-        while len(told) <= len(self._links) and (left := until - time.monotonic()) > 0:
+        found, until = {0: stacks()}, time.monotonic() + GRACE
+        while len(found) <= len(self._links) and (left := until - time.monotonic()) > 0:
             try:
                 rank, message = inbox.get(timeout=left)
             except queue.Empty:
                 break
-            told[rank] = str(message.tree)
+            found[rank] = str(message.tree)
         for rank in range(torchrun_ranks()):
-            logger.error("%s stands at:\n%s", self.who(rank), told.get(rank, "no answer"))
+            logger.error("%s stands at:\n%s", self.who(rank), found.get(rank, "no answer"))
         names = "; ".join(map(self.who, pending))
         reason = f"'{what}' did not end within {limit:g} s: waited for {names}; stacks of all ranks are in the log"
         self.close(reason)
@@ -364,7 +364,7 @@ class _Running:
         elif message.do == "error":
             body = message.body
             error = decode_error(body, self.slots.who(rank))
-            error.__cause__ = ClusterError(f"the worker's own traceback: {body['told']}")
+            error.__cause__ = ClusterError(f"the worker's own traceback: {body['traceback']}")
             self.errors[rank] = error
 
     def _conclude(self) -> None:
@@ -410,8 +410,8 @@ class _Serving:
                     self.link.send(Message.of("item", message.serial, item))
             ended = Message("end", message.serial)
         except Exception as error:
-            told = f"{who()}, {self.doing}:\n{''.join(traceback.format_exception(error))}"
-            ended = Message.of("error", message.serial, {**encode_error(error), "told": told})
+            trace = f"{who()}, {self.doing}:\n{''.join(traceback.format_exception(error))}"
+            ended = Message.of("error", message.serial, {**encode_error(error), "traceback": trace})
         finally:
             self.doing = "waiting for orders"
         try:

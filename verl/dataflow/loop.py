@@ -52,13 +52,13 @@ class Job:
 
 
 def ordinary(error: BaseException) -> Exception:
-    """The error, or one in its place that may be told on the event loop: that ends with a `SystemExit` or
+    """The error, or one in its place that may be raised on the event loop: that ends with a `SystemExit` or
     `KeyboardInterrupt`, and no future takes a `StopIteration`."""
     if isinstance(error, Exception) and not isinstance(error, StopIteration):
         return error
-    told = RuntimeError(f"{type(error).__name__}: {error}")
-    told.__cause__ = error
-    return told
+    raisable = RuntimeError(f"{type(error).__name__}: {error}")
+    raisable.__cause__ = error
+    return raisable
 
 
 class _Threads:

@@ -110,7 +110,7 @@ class Schedule(Generic[T]):
         self._ready[group] = Ready(began, samples)
 
     def lose(self, group: str) -> None:
-        """The rollout of a group is gone, with whoever made it: it will begin anew, before all others."""
+        """The rollout of a group is lost with its worker: it will begin anew, before all others."""
         if self._begun.pop(group, None) is None:
             raise DataError(f"group '{group}' is lost, and was not being sampled")
         self._waiting.appendleft(group)

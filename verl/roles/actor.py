@@ -112,7 +112,7 @@ class Actor:
         )
         training = training if strategy is None else training.replace(strategy=strategy)
         self.train_options = engine_options(training, loading, optim)
-        engine_factory(rollout)  # a misspelt engine is told before a model is read
+        engine_factory(rollout)  # a misspelt engine is refused before a model is read
         self.sampling = as_sampling(sampling)
         self.algorithm = None if algorithm is None else make_algorithm(algorithm)
         samples = self.algorithm is None or self.algorithm.online

@@ -282,4 +282,4 @@ def _tokenize(config: Config, loader: OfflineDatasetLoader, actor: Actor, split:
         "responses_truncated": "responses longer than data.max_response_length, which lost their end",
     }
     counts = loader.counts
-    return [f"{counts[what]} rows of data.{split} have {told}" for what, told in what_became.items() if counts[what]]
+    return [f"{counts[what]} rows of data.{split} have {fate}" for what, fate in what_became.items() if counts[what]]

@@ -84,8 +84,8 @@ class Trainer:
 
     Raises:
         ConfigError: an unknown algorithm or option; a reward or cost that is missing, or that the algorithm has not; a
-            count below 1; an `update_freq` that the buffer never holds; actor or critic have workers already that were
-            told otherwise.
+            count below 1; an `update_freq` that the buffer never holds; actor or critic have workers already with
+            other settings.
     """
 
     algorithm_name: ClassVar[str | None] = None
