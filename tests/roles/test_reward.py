@@ -35,7 +35,7 @@ def test_a_missing_score_abstains_unless_a_number_is_given() -> None:
 
 def test_it_is_made_of_one_thing() -> None:
     for wrong in ({}, {"reward_fn": lengths, "model": "somewhere"}):
-        with pytest.raises(ConfigError, match="made of one thing"):
+        with pytest.raises(ConfigError, match="takes exactly one of"):
             verl.Reward(**wrong)
     with pytest.raises(ConfigError, match="no option 'timout': did you mean 'timeout'"):
         verl.Reward(lengths, timout=3.0)

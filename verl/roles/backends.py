@@ -1,4 +1,4 @@
-"""Generation by other engines, as a user holds it: actors over a named engine, workers over running ones."""
+"""Handles for generation by other engines: actors with a named engine, workers for running ones."""
 
 from __future__ import annotations
 
@@ -53,7 +53,8 @@ class HuggingFaceWorker(Actor):
 
 
 class HfModelAdapter(HuggingFaceWorker):
-    """An actor over a model of the caller's, which must be one of transformers, or behave like one.
+    """An actor with the caller's model, which is one of transformers or has the same interface, and the caller's
+    tokenizer.
 
     Raises:
         ModelError: `forward`, `generate` or `config` is missing, by name.
@@ -93,8 +94,8 @@ class ActorRolloutRefWorker(Actor):
 
 
 class RolloutWorker:
-    """Generation by an engine that runs elsewhere, with the weights it has. Given to an actor (`Actor(model,
-    rollout=worker)`), its engine serves the actor's weights.
+    """Generation by an engine that runs elsewhere, with its own weights; in an actor (`Actor(model, rollout=worker)`),
+    with the actor's.
 
     Args:
         tokenizer: the served model's, as an object, a name or a directory.
@@ -109,7 +110,7 @@ class RolloutWorker:
         self._calls = 0
 
     def engine(self, model: PreTrainedModel | None, eos_token_ids: Sequence[int], seed: int) -> RolloutEngine:
-        """The engine, for an actor's model or for whatever it has."""
+        """The engine, for an actor's model; None: for the weights that it has."""
         raise NotImplementedError
 
     def __call__(
@@ -135,8 +136,8 @@ class RolloutWorker:
         return self.engine(None, () if end is None else (end,), self.seed)
 
     def generate_sequences(self, prompts: Any, *, n: int = 1, key: str | None = None, **sampling: Any) -> Batch:
-        """Sample `n` responses to each prompt; arguments and columns are those of `Actor.generate_sequences`. A sample
-        that could not be had has `finish` "abort"."""
+        """Sample `n` responses to each prompt; arguments and columns are those of `Actor.generate_sequences`. A request
+        that failed has `finish` "abort" and no tokens."""
         listed = [prompts] if isinstance(prompts, str) else prompts
         batch = to_prompts(self.tokenizer, listed if isinstance(listed, Batch) else load_prompts(listed).batch)
         if "group" not in batch:
@@ -154,14 +155,14 @@ class RolloutWorker:
 class vLLMWorker(RolloutWorker):  # noqa: N801  (the name that users know)
     """Running vLLM servers, or others with their protocols, by address: for generation, and as a judge.
 
-    As a reward (`Reward(worker)`, or `get_reward`), a template goes in and a score is parsed out, see `JudgeReward`.
+    As a reward (`Reward(worker)`, or `get_reward`), a score is parsed from the reply to a template, see `JudgeReward`.
 
     Args:
-        api_url: "http://host:8000", with or without "/v1" or "/generate"; or several, of which each prompt has its own.
-        tokenizer: the served model's; not needed as a judge, nor within an actor, which has its own.
+        api_url: "http://host:8000", with or without "/v1" or "/generate"; or a list, in which each prompt has a server.
+        tokenizer: the served model's; not needed for a judge or in an actor.
         model: the name that the servers know the model by; None: the first that they list.
-        timeout: seconds for one request.
-        retries: further tries of a request that failed, elsewhere where possible.
+        timeout: seconds for one answer; a request with its retries takes at most twice that.
+        retries: further tries of a request that failed, on another server if there is one.
         api_key: sent as a bearer token.
         sampling, seed: see `RolloutWorker`.
         **judge: options of `JudgeReward`: `template`, `parse`, `system`, `max_tokens`, ...
@@ -188,7 +189,7 @@ class vLLMWorker(RolloutWorker):  # noqa: N801  (the name that users know)
         self._urls = api_url
         self._judge = JudgeReward(
             api_url, model=model, timeout=timeout, retries=retries, api_key=api_key, **judge
-        )  # checks what it is given; connects when it is asked
+        )  # connects at the first request
         self.name = self._judge.name
 
     def engine(self, model: PreTrainedModel | None, eos_token_ids: Sequence[int], seed: int) -> ServerEngine:

@@ -1,4 +1,4 @@
-"""`Reward`: where the numbers come from, as a user holds it."""
+"""`Reward`: the handle of what scores samples."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from verl.roles.columns import as_sequences
 
 
 class Reward:
-    """Scores samples. Give exactly one of:
+    """Scores samples. Pass exactly one of `reward_fn`, `model` and `url`.
 
     Args:
         reward_fn: a function, recognised by its parameter names: `f(texts)`, `f(responses, prompts)`, verl's
@@ -26,17 +26,17 @@ class Reward:
             each plain or async; "file.py:function"; any `RewardSource`; or a mapping of names to
             `(reward, weight)` pairs, summed.
         model: a reward model (`AutoModelForSequenceClassification` with one label), or its name or directory.
-        url: the address of a service that scores (`RemoteReward`), or, with `template`, of an LLM judge
-            (`JudgeReward`); several are one.
+        url: the address, or a list of addresses, of a scoring service (`RemoteReward`) or, with `template`, of an LLM
+            judge (`JudgeReward`).
         workers: score in this many processes (Ray actors), one sample (or `batch_size`) at a time in each; 0: in this
             one. A sample whose worker hangs or dies is scored by another; see `RewardPool`. `group.scale(n)` changes
             how many there are. A model is loaded in each of them.
         max_workers: let there be up to so many when samples queue up.
         **options: `timeout` in seconds, `retries`, `default_reward` (instead of abstaining), `max_failure_rate`
-            (of the latest 256 samples, once there are 64; beyond it scoring raises), `smoothing` (EMA).
+            (of the latest 256 samples, once there are 64; above it scoring raises), `smoothing` (EMA).
 
-    A sample whose reward fails, is late, or is not a finite number abstains: its reward is null, and
-    `abstain_reason` says why. So does one whose response was aborted or rejected: it is not scored at all.
+    A sample whose reward fails, is late, or is not a finite number abstains: its reward is null, with an
+    `abstain_reason`. So does one whose response was aborted or rejected, which is not scored.
     """
 
     def __init__(
@@ -51,7 +51,7 @@ class Reward:
     ) -> None:
         given = [source for source in (reward_fn, model, url) if source is not None]
         if len(given) != 1:
-            raise ConfigError("a Reward is made of one thing: give reward_fn=..., model=... or url=...")
+            raise ConfigError("a Reward takes exactly one of reward_fn=..., model=... and url=...")
         if workers:
             options["workers"] = partial(RewardPool, workers=workers, max_workers=max_workers)
         elif max_workers:
@@ -91,13 +91,13 @@ class Reward:
         return (await self.score_and_count(sequences))[0]
 
     async def score_and_count(self, sequences: Batch) -> tuple[Batch, dict[str, float]]:
-        """The same, and metrics of what went wrong on the way and how many workers there are."""
+        """The same, and metrics of failures, retries and workers."""
         result = await score_finished(self.source, sequences)
         names = {what: "workers/max" if what == "workers" else f"{what}/count" for what in result.counts}
         return result.as_batch(), {names[what]: float(count) for what, count in result.counts.items()}
 
     def get_reward(self, sequences: Batch) -> Batch:
-        """The same, waited for."""
+        """The same for synchronous code."""
         start()
         return run_reward(self.source, as_sequences(sequences)).as_batch()
 
