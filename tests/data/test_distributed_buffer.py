@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from verl.batch import Batch
-from verl.controller.cluster import connect
+from verl.cluster import connect
 from verl.data.buffers import Buffer, make_buffer
 from verl.errors import ConfigError, DataError
 

@@ -17,8 +17,8 @@ import pytest
 
 import verl
 from verl.batch import Batch
+from verl.cluster import connect
 from verl.controller import pool
-from verl.controller.cluster import connect
 from verl.errors import CheckpointError, ClusterError, ConfigError, DataError, RolloutError
 from verl.rollout.base import SamplingParams
 from verl.shard import checksum

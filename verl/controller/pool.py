@@ -22,7 +22,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
-from verl.controller.cluster import connect, is_own
+from verl.cluster import connect, is_own
 from verl.errors import ClusterError, ConfigError
 
 logger = logging.getLogger(__name__)

@@ -24,14 +24,15 @@ from ray.util.placement_group import PlacementGroup, placement_group, remove_pla
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from verl.batch import Batch
-from verl.controller.cluster import connect
+from verl.cluster import connect
 from verl.controller.group import SPLIT_BY, Call, cause_of, split_rows
 from verl.controller.placement import DeviceMesh, Slot
-from verl.controller.ray_slot import Part, RaySlot, Stream, WorkerError, bunched
+from verl.controller.ray_slot import Part, RaySlot, Stream, WorkerError
 from verl.controller.slot_worker import Order
 from verl.controller.world import RoleMeshes
 from verl.errors import ClusterError, ConfigError
 from verl.rewards.loading import user_modules
+from verl.shard import bunched
 
 logger = logging.getLogger(__name__)
 

@@ -8,9 +8,9 @@ import pickle
 import socket
 import sys
 import traceback
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
 from typing import Any
@@ -22,12 +22,9 @@ from verl.controller.ranks import registry, who
 from verl.controller.slot_worker import Order, SlotWorker, stacks
 from verl.controller.world import RoleMeshes, World
 from verl.errors import ClusterError
-from verl.shard import Shard
+from verl.shard import Shard, bunched
 
 logger = logging.getLogger(__name__)
-
-#: Bytes of shards that travel as one object.
-_BUNCH = 64 << 20
 
 
 class WorkerError(Exception):
@@ -168,18 +165,6 @@ class RaySlot:
         except Exception as error:
             text = "".join(traceback.format_exception(error))
             raise WorkerError(_portable(error), f"{who()}, {what}:\n{text}") from None
-
-
-def bunched(shards: Iterable[Shard]) -> Iterator[list[Shard]]:
-    """Shards on the CPU, in lists of about `_BUNCH` bytes."""
-    bunch: list[Shard] = []
-    for shard in shards:
-        bunch.append(replace(shard, tensor=shard.tensor.detach().cpu()))
-        if sum(held.nbytes for held in bunch) >= _BUNCH:
-            yield bunch
-            bunch = []
-    if bunch:
-        yield bunch
 
 
 def _after(first: Any, rest: Iterator[Any]) -> Iterator[Any]:

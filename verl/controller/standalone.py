@@ -9,7 +9,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
-from verl.controller.cluster import connect
+from verl.cluster import connect
 from verl.controller.pool import START_DEADLINE, Pool, Worker
 from verl.errors import ClusterError, ConfigError, RolloutError, nearest
 from verl.shard import Shard, bunched

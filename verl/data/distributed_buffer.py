@@ -10,7 +10,7 @@ from collections import deque
 from typing import Any
 
 from verl.batch import Batch
-from verl.controller.cluster import connect
+from verl.cluster import connect
 from verl.errors import ClusterError, ConfigError, DataError
 
 #: Seconds that the ledger's actor or the samples of a node may take to answer.

@@ -13,12 +13,12 @@ from pathlib import Path
 import grpc
 import pytest
 
-from verl.controller import cluster
+from verl import cluster
 from verl.errors import ClusterError
 
 NEVER = "127.0.0.1:1"
 LOOPBACK = {"0100007F", "0000000000000000FFFF00000100007F", "00000000000000000000000001000000"}
-JOIN = "from verl.controller.cluster import connect\nconnect()"
+JOIN = "from verl.cluster import connect\nconnect()"
 
 
 class Head(grpc.GenericRpcHandler):
