@@ -259,7 +259,7 @@ def test_faults_of_a_node_carry_its_name(node: Node, error: type[Exception], wor
 
 
 @pytest.mark.parametrize(
-    ("order", "words"), [(["p0/0", "p0/0"], "twice"), (["p9/0"], "unasked"), ([], "no row is left")]
+    ("order", "words"), [(["p0/0", "p0/0"], "twice"), (["p9/0"], "unannounced"), ([], "no row is left")]
 )
 def test_faults_of_a_source(order: list[str], words: str) -> None:
     whole = Node(name="whole", run=lambda b: None, kind="batch", inputs=("response_tokens",))

@@ -287,7 +287,7 @@ class _Run:
 
     async def _source(self, node: Node) -> None:
         """Take samples as they finish; a group goes on when its last one is there."""
-        place = {id_: (group, at) for group, ids in enumerate(self.groups) for at, (id_, _) in enumerate(ids)}
+        expected = {id_: (group, at) for group, ids in enumerate(self.groups) for at, (id_, _) in enumerate(ids)}
         waiting: dict[int, dict[int, Batch]] = {group: {} for group in range(len(self.groups))}
         async with self.slots[node.slot].held_by(node.name):
             progress = time.monotonic()
@@ -301,14 +301,14 @@ class _Run:
                     elif time.monotonic() - progress > (limit := node.deadline or self.deadline):
                         raise self._stall(node, limit)
                     for row, id_ in enumerate(samples["id"] if len(samples) else []):
-                        group, at = place.pop(id_, (-1, 0))
+                        group, at = expected.pop(id_, (-1, 0))
                         if group < 0:
-                            raise RolloutError(f"source '{node.name}' gave sample '{id_}' twice, or unasked for")
+                            raise RolloutError(f"source '{node.name}' gave sample '{id_}' twice, or unannounced")
                         waiting[group][at] = samples.slice(row, 1)
                         if len(waiting[group]) == len(self.groups[group]):
                             self._deliver_samples(node, group, waiting.pop(group))
-        if place:
-            self.metrics[node.name].append((0, {f"{node.name}/missing/count": float(len(place))}))
+        if expected:
+            self.metrics[node.name].append((0, {f"{node.name}/missing/count": float(len(expected))}))
         for group, have in waiting.items():
             self._deliver_samples(node, group, have)
 
@@ -430,14 +430,14 @@ def _written(node: Node, given: Batch, result: Batch) -> tuple[list[int], Batch]
 
 
 def _matched(node: Node, given: Batch, result: Batch) -> list[int]:
-    """For each row of a result, which of the given rows it is: by `id` where both have one, else by place."""
+    """For each row of a result, which of the given rows it is: by `id` where both have one, else by position."""
     if "id" in given and "id" in result and result["id"] != given["id"]:
         if (twice := _twice(result["id"])) is not None:
             raise DataError(f"node '{node.name}' returned the row '{twice}' twice")
-        place = {id_: row for row, id_ in enumerate(given["id"])}
-        if strange := [id_ for id_ in result["id"] if id_ not in place]:
-            raise DataError(f"node '{node.name}' returned rows that it was not given: {strange[:3]}")
-        return [place[id_] for id_ in result["id"]]
+        row_of = {id_: row for row, id_ in enumerate(given["id"])}
+        if unknown := [id_ for id_ in result["id"] if id_ not in row_of]:
+            raise DataError(f"node '{node.name}' returned rows that it was not given: {unknown[:3]}")
+        return [row_of[id_] for id_ in result["id"]]
     if len(result) != len(given):
         raise DataError(
             f"node '{node.name}' returned {len(result)} rows for {len(given)}; to drop rows, return the ids of the rest"

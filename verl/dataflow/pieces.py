@@ -86,5 +86,5 @@ def _taken(columns: Batch, have: Sequence[int], rows: Sequence[int]) -> Batch:
     """Rows by number, null where `have` lacks the number."""
     if not columns.columns or list(have) == list(rows):
         return columns
-    place = {row: at for at, row in enumerate(have)}
-    return Batch(columns.table.take(pa.array([place.get(row) for row in rows], pa.int64())))
+    index_of = {row: at for at, row in enumerate(have)}
+    return Batch(columns.table.take(pa.array([index_of.get(row) for row in rows], pa.int64())))

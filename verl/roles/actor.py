@@ -238,8 +238,8 @@ class Actor:
         rows = expand(self.prompts(prompts, key), n)
         chunks = list(self.rollout(rows, params))
         done = Batch.concat(chunks)
-        place = {id_: index for index, id_ in enumerate(done["id"])}
-        done = done.take([place[id_] for id_ in rows["id"]])
+        row_of = {id_: row for row, id_ in enumerate(done["id"])}
+        done = done.take([row_of[id_] for id_ in rows["id"]])
         other = params.temperature not in (0, self.plan.temperature)
         return done.add({"temperature": [float(params.temperature)] * len(done)}) if other else done
 
@@ -380,7 +380,7 @@ class Actor:
         self.group.call("load_shards", shards)
 
     def state(self) -> tuple[Callable[[], Iterator[Shard]], dict[str, Any]]:
-        """The optimizer's tensors as a stream, when it is asked for, and the values beside them."""
+        """A function that streams the optimizer's tensors, and the values that are no tensors."""
         meta = {**self.group.call("meta"), "policy_id": self.policy_id}
         return lambda: self.group.call("state"), meta
 
@@ -407,7 +407,7 @@ class Actor:
 
 
 def expand(prompts: Batch, n: int, greedy_baseline: bool = False) -> Batch:
-    """One row a sample to be drawn: `n` for each prompt, and a greedy one (`baseline` true) if asked for."""
+    """One row a sample to be drawn: `n` for each prompt, with `greedy_baseline` also a greedy one (`baseline` true)."""
     numbers: Sequence[int | str] = [*range(n), *(["greedy"] if greedy_baseline else [])]
     rows = prompts.take([row for row in range(len(prompts)) for _ in numbers])
     ids = [f"{group}/{number}" for group in prompts["group"] for number in numbers]

@@ -183,7 +183,7 @@ class Critic:
         return self.group.call("shards")  # type: ignore[no-any-return]
 
     def state(self) -> tuple[Callable[[], Iterator[Shard]], dict[str, Any]]:
-        """The optimizer's tensors as a stream, when it is asked for, and the values beside them."""
+        """A function that streams the optimizer's tensors, and the values that are no tensors."""
         return lambda: self.group.call("state"), self.group.call("meta")
 
     def load_state(self, tensors: Mapping[str, torch.Tensor], meta: Mapping[str, Any]) -> None:

@@ -45,7 +45,7 @@ def train(config: Config, *, fresh: bool = False) -> dict[str, Any]:
 
     Raises:
         VerlError: what stops a run, by the boundary where it arose.
-        SystemExit: a signal asked for the end; a checkpoint has been written.
+        SystemExit: by a signal, after a checkpoint.
     """
     settings = config.trainer
     seed_everything(settings.seed)

@@ -59,7 +59,7 @@ class Trainer:
         reward: a `Reward`, or anything `Reward` takes. `reward_fn=` is the same. None for algorithms without one.
         cost: likewise, what the algorithm keeps below a limit; for algorithms with that role.
         algorithm, n, sampling: see `Task`.
-        tasks: a list of one `Task`, in the place of reward, cost, algorithm, n and sampling.
+        tasks: a list of one `Task`, instead of reward, cost, algorithm, n and sampling.
         buffer: "memory", "disk", "distributed" (shared on a Ray cluster), or an instance.
         buffer_size: its capacity, in samples that wait; None: unbounded.
         buffer_dir: where a disk buffer lies; the name of a distributed one.
@@ -497,7 +497,7 @@ class Trainer:
         result = state.save(self, Path(path))
         if not result:
             raise CheckpointError(
-                f"{result.error}; what was there before is untouched: free space or name another place, and save again"
+                f"{result.error}; what was there before is untouched: free space or name another directory"
             )
 
     def load_checkpoint(self, path: str | Path) -> None:
