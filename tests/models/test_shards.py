@@ -4,16 +4,19 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterator
+from itertools import pairwise
 from typing import Any
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 from transformers import PreTrainedModel
 
 from verl.errors import CheckpointError
 from verl.models.heads import ValueModel
 from verl.models.packed import PackedModel
-from verl.models.shards import load_model_shards, model_shards
+from verl.models.shards import Block, load_model_shards, model_shards
 from verl.rollout.embedded import EmbeddedEngine
 from verl.rollout.hf import HFEngine
 from verl.shard import Shard, checksum
@@ -95,3 +98,22 @@ def test_an_update_that_does_not_fit_leaves_an_engine_its_old_weights(llama: Pre
     engine.load_shards(changed, 1)
     assert checksum(model_shards(llama)) != before
     assert engine.policy_version == 1
+
+
+@st.composite
+def _grid(draw: st.DrawFn, shape: tuple[int, int]) -> list[tuple[int, int, int, int]]:
+    """Blocks (row, column, rows, columns) that tile a matrix."""
+    cuts = [sorted({0, size, *draw(st.lists(st.integers(0, size), max_size=3))}) for size in shape]
+    return [(r, c, r2 - r, c2 - c) for r, r2 in pairwise(cuts[0]) for c, c2 in pairwise(cuts[1])]
+
+
+@given(st.data(), st.tuples(st.integers(1, 7), st.integers(1, 5)))
+def test_pieces_of_any_cut_fill_blocks_of_any_other(data: st.DataObject, shape: tuple[int, int]) -> None:
+    weight = torch.arange(shape[0] * shape[1]).view(shape)
+    have, want = data.draw(_grid(shape)), data.draw(_grid(shape))
+    for row, column, rows, columns in want:
+        block = Block((row, column), torch.full((rows, columns), -1))
+        for r, c, height, width in have:
+            block.fill(Shard("w", shape, (r, c), weight[r : r + height, c : c + width]))
+        assert block.missing == 0
+        assert torch.equal(block.tensor, weight[row : row + rows, column : column + columns])

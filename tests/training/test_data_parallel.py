@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+import pytest
+
 from tests.algorithms.support import OFFLINE, ONLINE
 from tests.ranks import torchrun
 
@@ -19,3 +21,13 @@ def test_ranks_micro_batches_and_order_never_change_a_gradient() -> None:
         assert case["gradient"] < 1e-10, case
         assert case["metrics"] < 1e-10, case
         assert case["names"], case
+
+
+def test_replicas_of_shards_equal_one_process_and_resume_in_another_layout() -> None:
+    done = torchrun(4, SCRIPT.with_name("rank_layouts.py"))
+    found = json.loads(next(line for line in done.stdout.splitlines() if line.startswith("{")))
+    for name in ("weights", "metrics", "log_probs", "resumed"):
+        assert found[name] < 1e-10, name
+    assert found["names"]
+    assert found["cuts"] == [[["shard", 0]]]
+    assert found["held"] == pytest.approx(0.5, abs=0.01)  # pieces, not whole weights
