@@ -18,7 +18,7 @@ from verl.shard import Shard
 _INFIXES = ("_fsdp_wrapped_module.", "_checkpoint_wrapped_module.")
 
 
-def unwrapped(model: Any) -> Any:
+def unwrapped(model: Any, *, together: bool = True) -> Any:
     """The model without its wrapper.
 
     `torch.compile`: the model that was compiled. `FullyShardedDataParallel` (either `use_orig_params`, layers wrapped
@@ -26,9 +26,12 @@ def unwrapped(model: Any) -> Any:
     Their weights are gathered, so all ranks over which the model is sharded call this together. The copy is trained in
     this project's own layout: the wrapped model does not change, and an optimizer over its parameters does not fit.
 
+    Args:
+        together: whether all ranks of the job call this.
+
     Raises:
-        ModelError: the model is under `DistributedDataParallel` or `DataParallel`, or is not the model that its
-            configuration describes.
+        ModelError: the model is under `DistributedDataParallel` or `DataParallel`, is sharded over ranks that do not
+            call this, or is not the model that its configuration describes.
     """
     if isinstance(model, nn.parallel.DistributedDataParallel | nn.DataParallel):
         raise ModelError(f"the model is wrapped as {type(model).__name__}: give its .module")
@@ -41,6 +44,11 @@ def unwrapped(model: Any) -> Any:
     modules = [*model.modules()]
     if not any(isinstance(module, FullyShardedDataParallel | FSDPModule) for module in modules):
         return model
+    if dist.get_world_size() > 1 and not together:
+        raise ModelError(
+            "the model is sharded over several ranks, and after the first verb only rank 0 runs the script: wrap it, "
+            "and give it to its handle, before the first verb"
+        )
     inner = model.module if isinstance(model, FullyShardedDataParallel) else model
     # fully_shard gives a module a class of its own, derived from FSDPModule and from the one that it had.
     cls: Any = next(base for base in type(inner).__mro__ if not issubclass(base, FSDPModule))

@@ -453,7 +453,7 @@ def _language_model(model: Any) -> PreTrainedModel:
     Raises:
         ModelError: its wrapper cannot be taken off, or it is no model of transformers.
     """
-    model = unwrapped(model)
+    model = unwrapped(model, together=not registry.is_closed)
     if not hasattr(model, "config") or not hasattr(model, "get_output_embeddings"):
         raise ModelError(f"{type(model).__name__} is no language model of transformers: give an AutoModelForCausalLM")
     return model  # type: ignore[no-any-return]

@@ -78,7 +78,7 @@ class Critic:
                 loading.path, dtype=loading.dtype, kind="value", trust_remote_code=loading.trust_remote_code
             )
         else:
-            plain = unwrapped(model)
+            plain = unwrapped(model, together=not registry.is_closed)
             if not isinstance(plain, ValueModel) and not hasattr(plain, "base_model"):
                 raise ModelError(f"{type(plain).__name__} is no model of transformers: give an AutoModel, or its name")
             self.model = plain if isinstance(plain, ValueModel) else ValueModel.from_model(plain)
