@@ -54,9 +54,10 @@ with meta:
     weight.gradient, weight.has_gradient = torch.empty(4, 16), True
 assert compiled.kernels(torch.bfloat16, meta) is None
 SplitAdamW([weight], OptimConfig()).step(1e-3, 1.0)
-plan = Plan(1)
-plan.add_prompt([5, 6], 0, [0])
-PagedAttention(KVCache(2, 1, 1, 32, torch.bfloat16, meta), plan)
+plan = Plan()
+plan.add([5, 6], 0, [0], 1)
+attention = PagedAttention(KVCache(2, 1, 1, 32, torch.bfloat16, meta), plan)
+assert attention.cache.keys[0].shape == (2, 32, 1, 32)
 assert not [name for name in sys.modules if name.startswith("verl.kernels")], "imported"
 """
 

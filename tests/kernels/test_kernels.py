@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import inspect
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
 import torch
+import torch.nn.attention.varlen
 import torch.nn.functional as F
 
 from verl.kernels.interface import Kernels
 from verl.models.compiled import kernels
-from verl.rollout.attention import PagedAttention, Plan
+from verl.rollout.attention import PagedAttention, Plan, Tables, varlen_attn
 from verl.rollout.kv_cache import BLOCK, KVCache
 
 CPU = torch.device("cpu")
@@ -78,6 +81,43 @@ def test_silu_mul(dtype: torch.dtype) -> None:
     torch.testing.assert_close(gate, expected, rtol=1e-2 if dtype == torch.bfloat16 else 2e-6, atol=1e-20)
 
 
+def plain_attn(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    cu_seq_q: torch.Tensor,
+    cu_seq_k: None,
+    max_q: int,
+    max_k: int,
+    *,
+    scale: float,
+    window_size: tuple[int, int],
+    enable_gqa: bool,
+    seqused_k: torch.Tensor,
+    block_table: torch.Tensor,
+) -> torch.Tensor:
+    """The same attention once more, one sequence after the other, by torch's own operator in fp64."""
+    out = torch.empty(query.shape, dtype=torch.float64)
+    for n, (begin, end) in enumerate(pairwise(cu_seq_q.tolist())):
+        used, count = int(seqused_k[n]), end - begin
+        assert count <= max_q and used <= max_k
+        k, v = (pool[block_table[n].long()].flatten(0, 1)[:used].double().transpose(0, 1) for pool in (key, value))
+        at, seen = torch.arange(used - count, used)[:, None], torch.arange(used)
+        mask = (seen <= at) & ((window_size[0] < 0) | (seen >= at - window_size[0]))
+        q = query[begin:end].double().transpose(0, 1)
+        mixed = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=scale, enable_gqa=enable_gqa)
+        out[begin:end] = mixed.transpose(0, 1)
+    return out
+
+
+def test_attention_has_the_arguments_of_torch() -> None:
+    theirs = list(inspect.signature(torch.nn.attention.varlen.varlen_attn).parameters)
+    for ours in (varlen_attn, plain_attn):
+        names = [name for name in inspect.signature(ours).parameters if name != "rows"]
+        assert names == [name for name in theirs if name in names]
+        assert set(theirs) - set(names) == {"return_aux", "num_splits"}
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16], ids=["fp32", "fp64", "bf16"])
 @pytest.mark.parametrize(
     ("heads", "kv_heads", "size"),
@@ -85,37 +125,52 @@ def test_silu_mul(dtype: torch.dtype) -> None:
     ids=str,
 )
 @pytest.mark.parametrize("window", [None, 1, 20, 70])
-def test_attention_is_that_of_torch(
+def test_attention_over_a_paged_cache(
     dtype: torch.dtype, heads: int, kv_heads: int, size: int, window: int | None
 ) -> None:
     """A prompt read in two chunks, then responses of different lengths, one of them read as a chunk."""
     torch.manual_seed(0)
-    prompt_blocks, own = list(range(10)), [[10 + i] for i in range(5)] + [[15, 16]]
-    caches = [KVCache(20, 1, kv_heads, size, dtype, CPU) for _ in range(2)]
+    prompt, own = list(range(10)), [[10 + i] for i in range(5)] + [[15, 16, 17]]
+    caches = [KVCache(20, 1, kv_heads, size, dtype, CPU, compiled) for compiled in (True, False)]
+    assert [cache.kernels is not None for cache in caches] == [True, False]
     for cache in caches:  # what was never written must not matter
         cache.keys.fill_(torch.nan)
         cache.values.fill_(torch.nan)
     for step in range(4):
-        plan = Plan(heads // kv_heads)
+        plan = Plan()
         if step < 2:
-            plan.add_prompt([0] * (150 + step), 150 * step, prompt_blocks)
-        elif step == 2:
-            for blocks in own:
-                plan.add_own([0], 0, 301, prompt_blocks, blocks)
+            plan.add([0] * (150 + step), 150 * step, prompt, len(prompt))
         else:
+            if step == 2:
+                for cache in caches:
+                    cache.copy([(prompt[-1], blocks[0]) for blocks in own])
             for i, blocks in enumerate(own):
-                plan.add_own([0] * (BLOCK + 5 if i == 5 else 1), 1, 301, prompt_blocks, blocks)
+                count = BLOCK + 5 if step == 3 and i == 5 else 1
+                plan.add([0] * count, 301 + step - 2, [*prompt[:9], *blocks], 9)
         tokens = len(plan.tokens)
-        # As projections give them: a view with the heads inside.
-        query = torch.randn(heads, tokens, size).to(dtype).transpose(0, 1)
-        key, value = torch.randn(2, tokens, kv_heads, size).to(dtype)
-        results = [
-            PagedAttention(cache, plan, use).attend(0, query, key, value, size**-0.5, window)
-            for cache, use in zip(caches, (True, False), strict=True)
-        ]
+        # As projections give them: a view with the heads inside; two rows of padding behind.
+        query = torch.randn(heads, tokens + 2, size).to(dtype).transpose(0, 1)
+        key, value = torch.randn(2, tokens + 2, kv_heads, size).to(dtype)
+        results = [PagedAttention(cache, plan).attend(0, query, key, value, size**-0.5, window) for cache in caches]
+        plain, tables = caches[1], Tables.of(plan, CPU)
+        expected = plain_attn(
+            query[:tokens],
+            plain.keys[0],
+            plain.values[0],
+            tables.cu_seq_q,
+            None,
+            tables.max_q,
+            tables.max_k,
+            scale=size**-0.5,
+            window_size=(-1 if window is None else window - 1, 0),
+            enable_gqa=heads != kv_heads,
+            seqused_k=tables.seqused_k,
+            block_table=tables.block_table,
+        )
         tolerance = {torch.float32: 1e-5, torch.float64: 1e-12, torch.bfloat16: 2e-2}[dtype]
-        torch.testing.assert_close(results[0], results[1], rtol=0, atol=tolerance)
-        assert bool(results[0].isfinite().all())
+        for result in results:
+            torch.testing.assert_close(result[:tokens].double(), expected, rtol=0, atol=tolerance)
+            assert not result[tokens:].any()
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
@@ -124,20 +179,32 @@ def test_attention_is_that_of_torch(
 def test_a_token_sees_the_same_in_any_company(dtype: torch.dtype, group: int, window: int | None) -> None:
     """Forty responses of all lengths to one prompt, in tiles; then each in a step of its own."""
     torch.manual_seed(0)
-    cache = KVCache(90, 1, 2, 40, dtype, CPU)
+    cache = KVCache(140, 1, 2, 40, dtype, CPU)
     cache.keys.normal_()
     cache.values.normal_()
-    prompt, own = list(range(10)), [[10 + 2 * i, 11 + 2 * i] for i in range(40)]
+    prompt, own = list(range(9)), [[10 + 3 * i, 11 + 3 * i, 12 + 3 * i] for i in range(40)]
     lengths = [(7 * i) % 64 for i in range(40)]
     query, key, value = torch.randn(40, 2 * group, 40).to(dtype), *torch.randn(2, 40, 2, 40).to(dtype)
 
     def attend(rows: list[int]) -> torch.Tensor:
-        plan = Plan(group)
+        plan = Plan()
         for i in rows:
-            plan.add_own([0], lengths[i], 301, prompt, own[i])
+            plan.add([0], 301 + lengths[i], [*prompt, *own[i]], len(prompt))
         return PagedAttention(cache, plan).attend(0, query[rows], key[rows], value[rows], 0.2, window)
 
     together = attend(list(range(40)))
     for i in range(40):
         assert torch.equal(attend([i])[0], together[i])
     assert torch.equal(attend(list(range(13, 30))), together[13:30])
+
+
+def test_a_plan_is_divided_within_sequences() -> None:
+    plan = Plan()
+    plan.add(range(100, 150), 20, [3, 1, 2], 3)
+    plan.add([7], 40, [4, 5], 1)
+    parts = plan.split(20)
+    assert [part.tokens for part in parts] == [[*range(100, 120)], [*range(120, 140)], [*range(140, 150), 7]]
+    assert [part.positions for part in parts] == [[*range(20, 40)], [*range(40, 60)], [*range(60, 70), 40]]
+    assert [part.used for part in parts] == [[40], [60], [70, 41]]
+    assert [part.blocks for part in parts] == [[[3, 1]], [[3, 1]], [[3, 1, 2], [4, 5]]]
+    assert [part.shared for part in parts] == [[2], [2], [3, 1]]

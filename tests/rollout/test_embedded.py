@@ -144,13 +144,13 @@ def test_several_attentions_a_layer_are_for_the_hf_engine(make_model: MakeModel)
 
 @pytest.mark.parametrize("compiled", [True, False], ids=["kernel", "torch"])
 def test_keys_of_another_shape_than_the_cache_are_not_written(compiled: bool) -> None:
-    cache = KVCache(2, 1, 2, 8, torch.float32, torch.device("cpu"))
-    plan = Plan(2)
-    plan.add_prompt([5, 6], 0, [0])
-    attention, heads = PagedAttention(cache, plan, compiled), torch.ones(2, 4, 8)
+    cache = KVCache(2, 1, 2, 8, torch.float32, torch.device("cpu"), compiled)
+    plan = Plan()
+    plan.add([5, 6], 0, [0], 1)
+    attention, heads = PagedAttention(cache, plan), torch.ones(2, 4, 8)
     attention.attend(0, heads, heads[:, :2], heads[:, :2], 1.0, None)
     wide = torch.ones(2, 4, 32)
-    for query, key in ((wide, wide[:, :2]), (heads, heads), (heads[:, :2], heads[:, :2])):
+    for query, key in ((wide, wide[:, :2]), (heads, heads), (heads[:, :3], heads[:, :2])):
         with pytest.raises(ModelError, match="2 heads of size 8"):
             attention.attend(0, query, key, key, 1.0, None)
 

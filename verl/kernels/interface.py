@@ -26,7 +26,8 @@ class _Data:
 _TYPES: dict[str, Any] = {"t": _Data, "i": ctypes.c_int64, "d": ctypes.c_double, "f": ctypes.c_float}
 #: The arguments of each kernel, by the letters of their types. The number of threads comes after them.
 _ANY_DTYPE = {
-    "attend": "tttttttttttttiiiiiiiiiiiid",
+    "write": "tttttiiiiiii",
+    "varlen_attn": "ttttttttiiiiiiiid",
     "sample": "ttttttttiii",
 }
 _BF16_AND_FP32 = {
@@ -162,29 +163,29 @@ class Kernels:
         self._run("sample", logits, *columns, *logits.shape, logits.stride(0))
         return tokens, log_probs
 
-    def attend(
+    def write(self, key: Tensor, value: Tensor, keys: Tensor, values: Tensor, slots: Tensor) -> None:
+        """Put `key` and `value` `[T, K, D]` into `slots` `[T]` of a layer of the cache, see `rollout.kv_cache`."""
+        strides = (*key.stride()[:2], *value.stride()[:2])
+        self._run("write", key, value, keys, values, slots, len(slots), *strides, *key.shape[1:])
+
+    def varlen_attn(
         self,
-        plan: dict[str, Tensor],
         query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        out: Tensor,
         keys: Tensor,
         values: Tensor,
+        out: Tensor,
+        cu_seq_q: Tensor,
+        seqused_k: Tensor,
+        block_table: Tensor,
+        shared: Tensor,
         window: int,
         scale: float,
+        kv_heads: int,
     ) -> None:
-        """Attention over a layer's `keys` and `values` of the paged cache, into which `key` and `value` are written
-        first; see `rollout.attention` for the plan."""
-        arrays = (plan[name] for name in _PLAN)
-        sizes = (len(plan["positions"]), len(plan["shared_begin"]), *query.stride()[:2], *key.stride()[:2])
-        heads = (query.shape[1], *key.shape[1:])
-        self._run(
-            "attend", *arrays, query, key, value, out, keys, values, *sizes, *value.stride()[:2], *heads, window, scale
-        )
-
-
-_PLAN = ("positions", "prefix", "slots", "own_begin", "tile_start", "shared_begin", "blocks")
+        """`rollout.attention.varlen_attn` into `out`, over a layer of the cache; `window` 0: none."""
+        sizes = (*block_table.shape, *query.stride()[:2], query.shape[1], kv_heads, query.shape[2])
+        tables = (cu_seq_q, seqused_k, block_table, shared)
+        self._run("varlen_attn", query, out, keys, values, *tables, *sizes, window, scale)
 
 
 @lru_cache(maxsize=8)

@@ -1,9 +1,11 @@
-// Attention over the paged KV cache: see rollout/attention.py, whose torch code gives the same result.
+// Attention of variable-length sequences over a paged KV cache: see rollout/attention.py, whose torch code gives the same
+// result.
 //
-// A tile is a run of tokens that see the same prompt blocks: samples of one prompt, or neighbours in a prompt being
-// read. All query heads of a tile that share a key/value head are multiplied with each block at once, so the prompt is
-// read once per tile; then each token goes on, alone, over its own blocks. Softmax is online. A token's result does
-// not depend on the others of its tile, bit for bit.
+// Sequence n has queries [cu_seq_q[n], cu_seq_q[n + 1]), the last of its seqused_k[n] tokens, and its keys in the blocks
+// of its row of block_table. The first shared[n] of these are read once for adjacent sequences that share them: a tile
+// is a run of tokens of such sequences, or of one. All query heads of a tile that share a key/value head are multiplied
+// with each of these blocks at once; then each token goes on, alone, over the rest. Softmax is online. A token's result
+// does not depend on the others of its tile, bit for bit.
 //
 // Layout of one layer: keys [N, K, D / P, BLOCK, P], values [N, K, BLOCK / P, W, P]: the numbers of P rows side by side,
 // as many as the processor multiplies at a time (two in bf16), and values filled up to W a row. So scores and mixed
@@ -213,18 +215,13 @@ void accumulate(Workspace<T>& w, int first, int tokens, int group, const Cached<
     }
 }
 
-// What one step asks of every layer; see `Plan` in attention.py.
-struct Plan {
-    int32_t tokens, tiles;
-    const int32_t *positions, *prefix, *slots, *own_begin;          // [tokens]
-    const int32_t *tile_start, *shared_begin;                       // [tiles + 1], [tiles]
-    const int32_t* blocks;
-};
 struct Call {
-    const void *query, *key, *value;
-    void *out, *keys, *values;
-    int64_t query_token, query_head, key_token, key_head, value_token, value_head;  // strides in elements
-    int32_t heads, kv_heads, head_dim, window, threads;             // window 0: none
+    const void* query;
+    void* out;  // contiguous
+    const void *keys, *values;
+    const int32_t *cu_seq_q, *seqused_k, *block_table, *shared;  // [N + 1], [N], [N, pages], [N]
+    int64_t sequences, pages, query_token, query_head;           // strides in elements
+    int heads, kv_heads, head_dim, window, threads;              // window 0: none
     double scale;
 };
 
@@ -232,72 +229,81 @@ struct Call {
 template <class T> size_t key_block(int D) { return size_t(whole<Operand<T>::P>(D)) * BLOCK; }
 template <class T> size_t value_block(int D) { return size_t(whole<WIDTH>(D)) * BLOCK; }
 
-// The key and value of one token, of one head, into the cache.
-template <class T>
-void write_token(const Plan& plan, const Call& c, int t, int h) {
-    constexpr int P = Operand<T>::P;
-    const int D = c.head_dim, width = whole<WIDTH>(D), block = plan.slots[t] / BLOCK, place = plan.slots[t] % BLOCK;
-    const size_t index = size_t(block) * c.kv_heads + h;
-    const T* k = static_cast<const T*>(c.key) + t * c.key_token + h * c.key_head;
-    const T* v = static_cast<const T*>(c.value) + t * c.value_token + h * c.value_head;
-    T* key = static_cast<T*>(c.keys) + index * key_block<T>(D) + place * P;
-    T* value = static_cast<T*>(c.values) + index * value_block<T>(D) + place / P * P * width + place % P;
-    for (int d = 0; d < D; d++) key[d / P * P * BLOCK + d % P] = k[d];
-    for (int d = 0; d < D; d++) value[d * P] = v[d];
+// A token of a step: its sequence and its position in it.
+struct Token { int sequence, position; };
+// A run of tokens whose first `shared` blocks are the same.
+struct Tile { int first, end, shared; };
+
+std::vector<Token> tokens_of(const Call& c) {
+    std::vector<Token> tokens(c.cu_seq_q[c.sequences]);
+    for (int n = 0; n < c.sequences; n++)
+        for (int t = c.cu_seq_q[n]; t < c.cu_seq_q[n + 1]; t++)
+            tokens[t] = {n, c.seqused_k[n] - c.cu_seq_q[n + 1] + t};
+    return tokens;
 }
 
+// Tiles of at most TILE_ROWS rows of queries: enough to use a block well, few enough to divide the work.
+std::vector<Tile> tiles_of(const Call& c) {
+    constexpr int TILE_ROWS = 32;
+    const int most = std::max(1, TILE_ROWS * c.kv_heads / c.heads);
+    std::vector<Tile> tiles;
+    for (int n = 0; n < c.sequences; n++) {
+        const int32_t* row = c.block_table + n * c.pages;
+        const bool joins = n && c.shared[n] == c.shared[n - 1] && std::equal(row, row + c.shared[n], row - c.pages);
+        for (int t = c.cu_seq_q[n]; t < c.cu_seq_q[n + 1]; t++) {
+            const bool first = t == c.cu_seq_q[n] && !joins;
+            if (tiles.empty() || first || tiles.back().end - tiles.back().first == most)
+                tiles.push_back({t, t, c.shared[n]});
+            tiles.back().end = t + 1;
+        }
+    }
+    return tiles;
+}
+
+// Blocks [begin, end) of a sequence, of one head.
 template <class T>
-Cached<T> cached(const Plan& plan, const Call& c, int h, int begin, int keys) {
+Cached<T> cached(const Call& c, int sequence, int h, int begin, int end) {
     const size_t key_size = key_block<T>(c.head_dim), value_size = value_block<T>(c.head_dim);
     return {static_cast<const T*>(c.keys) + h * key_size, static_cast<const T*>(c.values) + h * value_size,
-            c.kv_heads * key_size, c.kv_heads * value_size, plan.blocks + begin, whole<BLOCK>(keys) / BLOCK};
-}
-template <class T>
-Cached<T> cached_prompt(const Plan& plan, const Call& c, int tile, int h) {
-    const int last = plan.tile_start[tile + 1] - 1;
-    return cached<T>(plan, c, h, plan.shared_begin[tile], std::min(plan.prefix[last], plan.positions[last] + 1));
-}
-template <class T>
-Cached<T> cached_own(const Plan& plan, const Call& c, int t, int h) {
-    return cached<T>(plan, c, h, plan.own_begin[t], plan.positions[t] + 1 - plan.prefix[t]);
+            c.kv_heads * key_size, c.kv_heads * value_size, c.block_table + sequence * c.pages + begin,
+            std::max(0, end - begin)};
 }
 
-// Some tokens of a tile, and one of the key/value heads.
-struct Unit { int tile, head, first, end; };
-
-// `next` is computed after, and what it reads is asked for in time.
 template <class T>
-void attend_tile(const Plan& plan, const Call& c, const Unit& unit, const Unit& next) {
+void attend_tile(const Call& c, const std::vector<Token>& all, const Tile& tile, int h) {
     using A = typename Accumulate<T>::type;
     static thread_local Workspace<T> w;
-    const int h = unit.head, D = c.head_dim, group = c.heads / c.kv_heads;
-    const int first = unit.first, end = unit.end, tokens = end - first;
+    const int D = c.head_dim, group = c.heads / c.kv_heads, shared = tile.shared * BLOCK;
+    const int tokens = tile.end - tile.first;
+    const Token* const token = all.data() + tile.first;
     const A scale = A(c.scale);
     w.fit(tokens * group, tokens, D);
+    const auto lowest = [&](int t) { return c.window ? std::max(0, token[t].position + 1 - c.window) : 0; };
+    const auto own = [&](int t) {
+        return cached<T>(c, token[t].sequence, h, tile.shared, token[t].position / BLOCK + 1);
+    };
+    int last = 0;
     for (int t = 0; t < tokens; t++) {
-        const int position = plan.positions[first + t];
-        w.low[t] = c.window ? std::max(0, position + 1 - c.window) : 0;
-        w.high[t] = std::min(plan.prefix[first + t], position + 1);
+        w.low[t] = lowest(t);
+        w.high[t] = std::min(shared, token[t].position + 1);
+        last = std::max(last, w.high[t]);
         for (int g = 0; g < group; g++) {
-            const T* q = static_cast<const T*>(c.query) + (first + t) * c.query_token + (h * group + g) * c.query_head;
+            const T* q = static_cast<const T*>(c.query) + (tile.first + t) * c.query_token + (h * group + g) * c.query_head;
             std::transform(q, q + D, w.q.data() + size_t(t * group + g) * w.ld, as_factor<T>);
         }
     }
-    const auto after = [&](int t) {
-        if (t + 1 < end && plan.own_begin[t + 1] >= 0) return cached_own<T>(plan, c, t + 1, h);
-        return cached_prompt<T>(plan, c, next.tile, next.head);
-    };
-    accumulate(w, 0, tokens, group, cached_prompt<T>(plan, c, unit.tile, h), after(first - 1), D, scale);
-    for (int t = first; t < end; t++) {
-        if (plan.own_begin[t] < 0) continue;
-        w.low[t - first] = std::max(0, w.low[t - first] - plan.prefix[t]);
-        w.high[t - first] = plan.positions[t] + 1 - plan.prefix[t];
-        accumulate(w, t - first, 1, group, cached_own<T>(plan, c, t, h), after(t), D, scale);
+    const Cached<T> common = cached<T>(c, token[0].sequence, h, 0, whole<BLOCK>(last) / BLOCK);
+    accumulate(w, 0, tokens, group, common, own(0), D, scale);
+    for (int t = 0; t < tokens; t++) {
+        if (token[t].position < shared) continue;
+        w.low[t] = std::max(0, lowest(t) - shared);
+        w.high[t] = token[t].position + 1 - shared;
+        accumulate(w, t, 1, group, own(t), own(std::min(t + 1, tokens - 1)), D, scale);
     }
     for (int t = 0; t < tokens; t++)
         for (int g = 0; g < group; g++) {
             const int r = t * group + g;
-            T* out = static_cast<T*>(c.out) + (size_t(first + t) * c.heads + h * group + g) * D;
+            T* out = static_cast<T*>(c.out) + (size_t(tile.first + t) * c.heads + h * group + g) * D;
             const A inverse = A(1) / w.total[r], *sum = w.out.data() + size_t(r) * w.width;
             int d = 0;
             for (; d + Lanes<A>::count <= D; d += Lanes<A>::count) store(out + d, load(sum + d) * inverse);
@@ -306,38 +312,48 @@ void attend_tile(const Plan& plan, const Call& c, const Unit& unit, const Unit& 
 }
 
 template <class T>
-void attend(const Plan& plan, const Call& c) {
-    const auto unit = [&](int index) -> Unit {
-        const int tile = index / c.kv_heads;
-        return {tile, index % c.kv_heads, plan.tile_start[tile], plan.tile_start[tile + 1]};
-    };
-    const int units = plan.tiles * c.kv_heads;
-#pragma omp parallel num_threads(c.threads)
-    {
-#pragma omp for schedule(static)
-        for (int t = 0; t < plan.tokens; t++)
-            for (int h = 0; h < c.kv_heads; h++) write_token<T>(plan, c, t, h);
-#pragma omp for schedule(dynamic, 1)
-        for (int u = 0; u < units; u++) attend_tile<T>(plan, c, unit(u), unit(std::min(u + c.threads, units - 1)));
-    }
+void attend(const Call& c) {
+    const std::vector<Token> tokens = tokens_of(c);
+    const std::vector<Tile> tiles = tiles_of(c);
+    const int units = int(tiles.size()) * c.kv_heads;
+#pragma omp parallel for schedule(dynamic, 1) num_threads(c.threads)
+    for (int u = 0; u < units; u++) attend_tile<T>(c, tokens, tiles[u / c.kv_heads], u % c.kv_heads);
+}
+
+// Keys and values of tokens [tokens, heads, D] into their slots of the cache.
+template <class T>
+void write(const T* key, const T* value, T* keys, T* values, const int64_t* slots, int64_t tokens, int64_t key_token,
+           int64_t key_head, int64_t value_token, int64_t value_head, int64_t heads, int64_t D, int threads) {
+    constexpr int P = Operand<T>::P;
+    const int64_t width = whole<WIDTH>(int(D));
+#pragma omp parallel for schedule(static) num_threads(team(tokens * heads * D, threads))
+    for (int64_t t = 0; t < tokens; t++)
+        for (int64_t h = 0; h < heads; h++) {
+            const int64_t block = slots[t] / BLOCK * heads + h, row = slots[t] % BLOCK;
+            const T *k = key + t * key_token + h * key_head, *v = value + t * value_token + h * value_head;
+            T* to = keys + block * key_block<T>(int(D)) + row * P;
+            for (int64_t d = 0; d < D; d++) to[d / P * P * BLOCK + d % P] = k[d];
+            to = values + block * value_block<T>(int(D)) + row / P * P * width + row % P;
+            for (int64_t d = 0; d < D; d++) to[d * P] = v[d];
+        }
 }
 
 }  // namespace
 
 #define ENTRIES(NAME, T)                                                                                              \
-    void verl_attend_##NAME(const int32_t* positions, const int32_t* prefix, const int32_t* slots,                    \
-                            const int32_t* own_begin, const int32_t* tile_start, const int32_t* shared_begin,         \
-                            const int32_t* blocks, const void* query, const void* key, const void* value, void* out,  \
-                            void* keys, void* values, int64_t tokens, int64_t tiles, int64_t query_token,             \
-                            int64_t query_head, int64_t key_token, int64_t key_head, int64_t value_token,             \
-                            int64_t value_head, int64_t heads, int64_t kv_heads, int64_t head_dim, int64_t window,    \
-                            double scale, int threads) {                                                              \
-        const Plan plan{int(tokens), int(tiles), positions, prefix, slots, own_begin, tile_start, shared_begin,       \
-                        blocks};                                                                                      \
-        const Call call{query, key, value, out, keys, values, query_token, query_head, key_token, key_head,           \
-                        value_token, value_head, int(heads), int(kv_heads), int(head_dim), int(window), threads,      \
-                        scale};                                                                                       \
-        attend<T>(plan, call);                                                                                        \
+    void verl_write_##NAME(const T* key, const T* value, T* keys, T* values, const int64_t* slots, int64_t tokens,    \
+                           int64_t key_token, int64_t key_head, int64_t value_token, int64_t value_head,              \
+                           int64_t heads, int64_t head_dim, int threads) {                                            \
+        write(key, value, keys, values, slots, tokens, key_token, key_head, value_token, value_head, heads, head_dim, \
+              threads);                                                                                               \
+    }                                                                                                                 \
+    void verl_varlen_attn_##NAME(const void* query, void* out, const void* keys, const void* values,                  \
+                                 const int32_t* cu_seq_q, const int32_t* seqused_k, const int32_t* block_table,       \
+                                 const int32_t* shared, int64_t sequences, int64_t pages, int64_t query_token,        \
+                                 int64_t query_head, int64_t heads, int64_t kv_heads, int64_t head_dim,               \
+                                 int64_t window, double scale, int threads) {                                         \
+        attend<T>({query, out, keys, values, cu_seq_q, seqused_k, block_table, shared, sequences, pages, query_token, \
+                   query_head, int(heads), int(kv_heads), int(head_dim), int(window), threads, scale});               \
     }
 
 extern "C" {

@@ -78,9 +78,14 @@ class _Sequence:
     computed: int = 0
 
     @property
+    def tail(self) -> int:
+        """Tokens of the prompt behind its last full block: they stand at the beginning of the response's own blocks."""
+        return len(self.response.prompt) % BLOCK
+
+    @property
     def needed(self) -> int:
         """Blocks for what it has and its next token."""
-        return blocks_for(len(self.response.tokens) + 1)
+        return blocks_for(self.tail + len(self.response.tokens) + 1)
 
 
 class EmbeddedEngine:
@@ -186,7 +191,8 @@ class EmbeddedEngine:
             eos_token_ids=self.eos_token_ids,
             tokenizer=self.tokenizer,
         )
-        needed = blocks_for(len(response.prompt)) + blocks_for(response.max_new_tokens)
+        own = len(response.prompt) % BLOCK + response.max_new_tokens
+        needed = blocks_for(len(response.prompt)) + blocks_for(own)
         if needed > self.cache.num_blocks:
             raise RolloutError(
                 f"request '{request.id}' may need {needed * BLOCK} tokens of KV cache, there is room for "
@@ -209,10 +215,11 @@ class EmbeddedEngine:
             raise RolloutError("the rollout engine sleeps while requests wait: call wake() first")
         self._admit()
         self._make_room()
-        plan = Plan(self.packed.num_heads // self.packed.num_kv_heads)
+        plan = Plan()
         read = self._plan_prompts(plan)
-        rows = self._plan_responses(plan)
+        rows, copies = self._plan_responses(plan)
         try:
+            self.cache.copy(copies)
             hidden = self._forward(plan, read)
             self._draw(rows, hidden)
         except BaseException:
@@ -287,7 +294,13 @@ class EmbeddedEngine:
                 f"{2 * size} bytes with this model"
             )
         return KVCache(
-            kv_memory // size, packed.num_layers, packed.num_kv_heads, packed.head_dim, packed.dtype, packed.device
+            kv_memory // size,
+            packed.num_layers,
+            packed.num_kv_heads,
+            packed.head_dim,
+            packed.dtype,
+            packed.device,
+            self.compiled,
         )
 
     def _admit(self) -> None:
@@ -335,7 +348,8 @@ class EmbeddedEngine:
                     break
                 prompt.computed += BLOCK
             end = min(prompt.computed + budget, len(prompt.tokens))
-            index = plan.add_prompt(prompt.tokens[prompt.computed : end], prompt.computed, prompt.blocks)
+            chunk = prompt.tokens[prompt.computed : end]
+            index = plan.add(chunk, prompt.computed, prompt.blocks, len(prompt.blocks))
             budget -= end - prompt.computed
             for block in prompt.blocks[prompt.computed // BLOCK : end // BLOCK]:
                 self.cache.mark_filled(block)
@@ -345,12 +359,15 @@ class EmbeddedEngine:
         self.stats.prompt_tokens += self.step_tokens - budget
         return read
 
-    def _plan_responses(self, plan: Plan) -> list[tuple[_Sequence, int]]:
+    def _plan_responses(self, plan: Plan) -> tuple[list[tuple[_Sequence, int]], list[tuple[int, int]]]:
         """Feed the responses of prompts that are read; rows to draw from: a response and its last token's index.
 
-        Index -1: the response is empty, its first token follows from the prompt's last state.
+        Index -1: the response is empty, its first token follows from the prompt's last state. Also the copies to make
+        before: a prompt's last block, where it is not full, into the first one of each response.
         """
-        rows, budget = [], max(0, self.step_tokens - len(plan.tokens))
+        rows: list[tuple[_Sequence, int]] = []
+        copies: list[tuple[int, int]] = []
+        budget = max(0, self.step_tokens - len(plan.tokens))
         for prompt in self._prompts.values():
             if prompt.computed < len(prompt.tokens):
                 continue
@@ -358,15 +375,20 @@ class EmbeddedEngine:
                 tokens = sequence.response.tokens
                 chunk = tokens[sequence.computed : sequence.computed + max(1, budget)]
                 index = -1
+                if chunk and prompt.hidden is None:  # read in this very step: there is nothing to copy yet
+                    continue
                 if chunk:
-                    prefix = len(prompt.tokens)
-                    index = plan.add_own(chunk, sequence.computed, prefix, prompt.blocks, sequence.blocks)
+                    if sequence.computed == 0 and sequence.tail:
+                        copies.append((prompt.blocks[-1], sequence.blocks[0]))
+                    shared = len(prompt.tokens) // BLOCK
+                    start = len(prompt.tokens) + sequence.computed
+                    index = plan.add(chunk, start, prompt.blocks[:shared] + sequence.blocks, shared)
                     sequence.computed += len(chunk)
                     budget -= len(chunk) - 1
                     self.stats.recomputed_tokens += len(chunk) - 1
                 if sequence.computed == len(tokens):
                     rows.append((sequence, index))
-        return rows
+        return rows, copies
 
     def _forward(self, plan: Plan, read: list[tuple[_Prompt, int]]) -> Tensor:
         """Final hidden states `[T, d]` of the planned tokens; prompts that are read to the end keep their last."""
@@ -392,7 +414,7 @@ class EmbeddedEngine:
 
     def _forward_part(self, plan: Plan) -> Tensor:
         tokens, device = len(plan.tokens), self.packed.device
-        context = PagedAttention(self.cache, plan, self.compiled, _FIXED_ROWS if self.batch_invariant else None)
+        context = PagedAttention(self.cache, plan, _FIXED_ROWS if self.batch_invariant else None)
         filling = [0] * (self._filled(tokens) - tokens)
         hidden = self.packed.hidden(
             torch.tensor(plan.tokens + filling, device=device),

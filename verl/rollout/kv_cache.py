@@ -4,8 +4,9 @@ A block holds `BLOCK` tokens of all layers. Blocks are counted by reference: sam
 prompts share the blocks of a common beginning. A full prompt block that nobody uses stays, found by the hash of
 all tokens up to its end, until its room is needed (least recently used first) or the weights change.
 
-Keys lie transposed within a block, so that a product of queries with a block, like one of probabilities with its
-values, runs along memory. Processors multiply bf16 by pairs: so the numbers of two rows lie side by side.
+In general a layer is a pool of blocks `[N, BLOCK, K, D]`, as `torch.nn.attention.varlen.varlen_attn` reads it. For the
+CPU kernels keys lie transposed within a block, so that a product of queries with a block, like one of probabilities
+with its values, runs along memory. Processors multiply bf16 by pairs: so the numbers of two rows lie side by side.
 
 Legend: L layers, N blocks, K key/value heads, D head size, P numbers side by side (2 in bf16, else 1), W the head size
 filled up to a multiple of 16.
@@ -25,9 +26,10 @@ import torch
 from torch import Tensor
 
 from verl.errors import RolloutError
+from verl.models.compiled import kernels
 
 BLOCK = 32
-_WIDTH = 16  # as in paged_attention.h
+_WIDTH = 16  # as in paged_attention.cpp
 
 
 def blocks_for(tokens: int) -> int:
@@ -44,19 +46,32 @@ def _block_shapes(head_dim: int, dtype: torch.dtype) -> tuple[tuple[int, int, in
 class KVCache:
     """Storage and book-keeping of N blocks.
 
+    Args:
+        compiled: lay keys and values out for the CPU kernels, where there are some.
+
     Attributes:
-        keys: `[L, N, K, D / P, BLOCK, P]`; values: `[L, N, K, BLOCK / P, W, P]`; both absent while asleep.
+        keys, values: `[L, N, BLOCK, K, D]`, or for kernels `[L, N, K, D / P, BLOCK, P]` and
+            `[L, N, K, BLOCK / P, W, P]`; absent while asleep.
+        kernels: those that the layout is for, if any.
     """
 
     def __init__(
-        self, num_blocks: int, num_layers: int, num_heads: int, head_dim: int, dtype: torch.dtype, device: torch.device
+        self,
+        num_blocks: int,
+        num_layers: int,
+        num_heads: int,
+        head_dim: int,
+        dtype: torch.dtype,
+        device: torch.device,
+        compiled: bool = True,
     ) -> None:
         self.num_blocks = num_blocks
-        self._shape = (num_layers, num_blocks, num_heads)
+        self._shape = (num_layers, num_blocks)
         self.heads = num_heads
         self.head_dim = head_dim
         self.dtype = dtype
         self.device = device
+        self.kernels = kernels(dtype, device) if compiled else None
         self.clear()
         self.allocate()
 
@@ -77,10 +92,32 @@ class KVCache:
 
     def allocate(self) -> None:
         """Take the memory. On CPU pages become real when first written, low block numbers first."""
-        self.keys, self.values = (self._empty(block) for block in _block_shapes(self.head_dim, self.dtype))
+        if self.kernels is None:
+            self.keys, self.values = (self._empty((BLOCK, self.heads, self.head_dim)) for _ in range(2))
+        else:
+            self.keys, self.values = (
+                self._empty((self.heads, *block)) for block in _block_shapes(self.head_dim, self.dtype)
+            )
         self.asleep = False
 
-    def _empty(self, block: tuple[int, int, int]) -> Tensor:
+    def write(self, layer: int, key: Tensor, value: Tensor, slots: Tensor) -> None:
+        """Put `key` and `value` `[T, K, D]` into `slots` `[T]`: block times BLOCK plus row."""
+        if self.kernels is None:
+            for pool, x in ((self.keys, key), (self.values, value)):
+                pool[layer].flatten(0, 1)[slots] = x
+        else:
+            key, value = (x if x.stride(-1) == 1 else x.contiguous() for x in (key, value))
+            self.kernels.write(key, value, self.keys[layer], self.values[layer], slots)
+
+    def copy(self, pairs: Sequence[tuple[int, int]]) -> None:
+        """Copy the contents of blocks, (from, to) each."""
+        if pairs:
+            source, to = (torch.tensor(blocks, device=self.device) for blocks in zip(*pairs, strict=True))
+            for pool in (self.keys, self.values):
+                for layer in pool:
+                    layer.index_copy_(0, to, layer.index_select(0, source))
+
+    def _empty(self, block: tuple[int, ...]) -> Tensor:
         shape = (*self._shape, *block)
         if self.device.type != "cpu" or not self.num_blocks or not hasattr(mmap, "MADV_HUGEPAGE"):
             return torch.empty(shape, dtype=self.dtype, device=self.device)
