@@ -41,14 +41,9 @@ typedef int32_t I __attribute__((vector_size(VECTOR_BYTES), aligned(4)));
 typedef uint16_t H __attribute__((vector_size(VECTOR_BYTES / 2), aligned(2)));
 
 inline F load(const bf16* p) {
-#if defined(__AVX512F__)
-    const U wide = (U)_mm512_cvtepu16_epi32(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p))) << 16;
-#else
     H half;
     std::memcpy(&half, p, sizeof half);
-    const U wide = __builtin_convertvector(half, U) << 16;
-#endif
-    return (F)wide;
+    return (F)(__builtin_convertvector(half, U) << 16);
 }
 inline F load(const float* p) { return *reinterpret_cast<const F*>(p); }
 inline Lanes<double>::type load(const double* p) { return *reinterpret_cast<const Lanes<double>::type*>(p); }
@@ -126,20 +121,11 @@ template <> struct Operand<bf16> {
 // The largest of x[0:count] and `top`, count a multiple of the vector length.
 template <class T, class V>
 V largest(const T* x, int64_t count, V top) {
-    constexpr int W = sizeof(V) / sizeof(top[0]), CHAINS = 4;  // a single one would wait for itself
-    V tops[CHAINS] = {top, top, top, top};
-    int64_t i = 0;
-    for (; i + CHAINS * W <= count; i += CHAINS * W)
-        for (int c = 0; c < CHAINS; c++) {
-            const V v = load(x + i + c * W);
-            tops[c] = v > tops[c] ? v : tops[c];
-        }
-    for (; i < count; i += W) {
+    for (int64_t i = 0; i < count; i += int64_t(sizeof(V) / sizeof(top[0]))) {
         const V v = load(x + i);
-        tops[0] = v > tops[0] ? v : tops[0];
+        top = v > top ? v : top;
     }
-    for (int c = 1; c < CHAINS; c++) tops[0] = tops[c] > tops[0] ? tops[c] : tops[0];
-    return tops[0];
+    return top;
 }
 
 // A vector's numbers reduced by halves.
@@ -160,19 +146,13 @@ template <class V> auto reduce_sum(V v) {
     return reduce(v, [](auto a, auto b) { return a + b; });
 }
 
-// exp(x) for x <= 0: 2^n times a polynomial of the rest (relative error 2e-7); 0 below the smallest number, without
-// AVX-512 below the smallest normal one.
+// exp(x) for x <= 0: 2^n times a polynomial of the rest (relative error 2e-7); 0 below the smallest normal number.
 inline F exp_vector(F x) {
-#if defined(__AVX512F__)
-    x = (F)_mm512_max_ps(_mm512_set1_ps(-110.0f), (__m512)x);  // in this order NaN stays NaN
-    const F whole = (F)_mm512_roundscale_ps((__m512)(x * 1.44269504f), _MM_FROUND_TO_NEAREST_INT);
-#else
     const F lowest = F{} - 87.0f;
     const I tiny = x < lowest;
     x = tiny ? lowest : x;
     const F shift = F{} + 12582912.0f;  // 1.5 * 2^23: a number added to it is rounded to a whole one, in the last bits
     const F shifted = x * 1.44269504f + shift, whole = shifted - shift;
-#endif
     F r = x - whole * 0.693359375f;
     r = r + whole * 2.12194440e-4f;
     F p = F{} + 1.9875691500e-4f;
@@ -182,25 +162,12 @@ inline F exp_vector(F x) {
     p = p * r + 1.6666665459e-1f;
     p = p * r + 5.0000001201e-1f;
     p = p * r * r + r + 1.0f;
-#if defined(__AVX512F__)
-    return (F)_mm512_scalef_ps((__m512)p, (__m512)whole);
-#else
     const F power = (F)(((I)shifted << 23) + 0x3f800000);
     return tiny ? F{} : p * power;
-#endif
-}
-// 1 / x for x >= 1 that are not large: to the last bit or two, in a third of the time of a division.
-inline F inverse(F x) {
-#if defined(__AVX512F__)
-    const F y = (F)_mm512_rcp14_ps((__m512)x);
-    return y + y * (1.0f - x * y);
-#else
-    return 1.0f / x;
-#endif
 }
 inline F silu(F x) {
     const F e = exp_vector(x > 0 ? -x : x);
-    return (x > 0 ? x : x * e) * inverse(e + 1.0f);
+    return (x > 0 ? x : x * e) / (e + 1.0f);
 }
 inline Lanes<double>::type exp_vector(Lanes<double>::type x) {
     for (int i = 0; i < Lanes<double>::count; i++) x[i] = std::exp(x[i]);

@@ -108,6 +108,34 @@ class FusedLayers:
             )
         return _Norm.apply(x, backbone.norm.weight, backbone.norm.variance_epsilon, self._kernels)  # type: ignore[no-untyped-call, no-any-return]
 
+    @torch.no_grad()
+    def infer(self, tokens: Tensor, positions: Tensor, context: AttentionContext) -> Tensor:
+        """`hidden` without a gradient: fewer calls between the products, and every result in memory that is used
+        again. The shape of the model is not looked at: see `is_valid`."""
+        compiled, packed = self._kernels, self._packed
+        backbone = parts(packed.backbone)
+        x = backbone.embed_tokens.weight.index_select(0, tokens)
+        cos, sin = (part[0].contiguous() for part in backbone.rotary_emb(x[None], positions[None]))
+        normed, delta = torch.empty_like(x), None
+        for index, layer in enumerate(backbone.layers):
+            attention, mlp = layer.self_attn, layer.mlp
+            norm = layer.input_layernorm
+            compiled.rms_norm(x, delta, norm.weight, norm.variance_epsilon, normed)
+            q, k, v = (
+                linear(normed, m.weight, m.bias).view(len(x), -1, packed.head_dim)
+                for m in (attention.q_proj, attention.k_proj, attention.v_proj)
+            )
+            compiled.rotate(q, cos, sin)
+            compiled.rotate(k, cos, sin)
+            mixed = context.attend(index, q, k, v, *self._calls[index]).view(len(x), -1)
+            delta, norm = linear(mixed, attention.o_proj.weight, attention.o_proj.bias), layer.post_attention_layernorm
+            compiled.rms_norm(x, delta, norm.weight, norm.variance_epsilon, normed)
+            gate, up = (linear(normed, m.weight, m.bias) for m in (mlp.gate_proj, mlp.up_proj))
+            compiled.silu_mul(gate, up, gate)
+            delta = linear(gate, mlp.down_proj.weight, mlp.down_proj.bias)
+        compiled.rms_norm(x, delta, backbone.norm.weight, backbone.norm.variance_epsilon, normed)
+        return normed
+
     def _layer(self, index: int, layer: Any, x: Tensor, cos: Tensor, sin: Tensor, context: AttentionContext) -> Tensor:
         attention, mlp, norm = layer.self_attn, layer.mlp, layer.input_layernorm
         q, k, v = _BeforeAttention.apply(  # type: ignore[no-untyped-call]

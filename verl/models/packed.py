@@ -16,7 +16,7 @@ Shapes: T flat tokens, d hidden size, V vocabulary, H query heads, K key/value h
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, Protocol, cast, runtime_checkable
 
@@ -146,6 +146,11 @@ class PackedModel:
         if self._fused is not None and not torch.is_autocast_enabled(tokens.device.type) and self._fused.is_valid():
             return self._fused.hidden(tokens, positions, context)
         return self.packed_hidden(tokens, positions, context)
+
+    def inference(self) -> Callable[[Tensor, Tensor, AttentionContext], Tensor]:
+        """`hidden` for calls without a gradient, valid as long as the model's modules stay what they are: their weights
+        may change and move."""
+        return self.hidden if self._fused is None or not self._fused.is_valid() else self._fused.infer
 
     def head(self) -> tuple[Tensor, Tensor | None]:
         """The output weight `[V, d]` and its bias `[V]`, if any.

@@ -143,6 +143,7 @@ class EmbeddedEngine:
         self.compiled = compiled
         self._plain_head = compiled and kernels(packed.dtype, packed.device) is not None and _head_is_plain(packed)
         self._logit_space = torch.empty(0, dtype=packed.dtype)
+        self._hidden = packed.inference()
         self._model_state: list[tuple[int, int]] = []
         self.policy_version = 0
         self.stats = EngineStats()
@@ -281,6 +282,7 @@ class EmbeddedEngine:
         if state != self._model_state:
             self._model_state = state
             self.cache.clear()
+        self._hidden = self.packed.inference()
 
     def _make_cache(self, kv_memory: int | None) -> KVCache:
         packed = self.packed
@@ -416,7 +418,7 @@ class EmbeddedEngine:
         tokens, device = len(plan.tokens), self.packed.device
         context = PagedAttention(self.cache, plan, _FIXED_ROWS if self.batch_invariant else None)
         filling = [0] * (self._filled(tokens) - tokens)
-        hidden = self.packed.hidden(
+        hidden = self._hidden(
             torch.tensor(plan.tokens + filling, device=device),
             torch.tensor(plan.positions + filling, device=device),
             context,
