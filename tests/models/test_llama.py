@@ -87,6 +87,20 @@ def test_fp32_gradients_are_those_of_the_models_own_modules(name: str) -> None:
         assert (got_gradients[key] - gradient).norm() <= 3e-6 * gradient.norm() + 1e-7 * scale, key
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
+@pytest.mark.parametrize("name", SHAPED)
+def test_the_forward_without_a_gradient_rounds_as_the_one_with(name: str, dtype: torch.dtype) -> None:
+    packed = PackedModel(made(name, dtype))
+    flat = pack_rows(PROMPTS, RESPONSES)
+    infer = packed.inference()
+    assert packed.is_fused and infer != packed.hidden
+    with torch.no_grad():
+        want = packed.hidden(flat.tokens, flat.positions, flat.context)
+    assert torch.equal(infer(flat.tokens, flat.positions, flat.context), want)
+    packed.backbone.layers[0].mlp.down_proj.register_forward_hook(lambda *_: None)  # type: ignore[union-attr,index]
+    assert packed.inference() == packed.hidden
+
+
 def test_bf16_gradients_are_as_near_to_exact_ones_as_the_models_own_are() -> None:
     packed = PackedModel(made("qwen2", torch.bfloat16))
     assert packed._fused is not None

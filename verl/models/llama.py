@@ -122,12 +122,12 @@ class FusedLayers:
             norm = layer.input_layernorm
             compiled.rms_norm(x, delta, norm.weight, norm.variance_epsilon, normed)
             q, k, v = (
-                linear(normed, m.weight, m.bias).view(len(x), -1, packed.head_dim)
+                linear(normed, m.weight, m.bias).view(tokens.shape[0], -1, packed.head_dim)
                 for m in (attention.q_proj, attention.k_proj, attention.v_proj)
             )
             compiled.rotate(q, cos, sin)
             compiled.rotate(k, cos, sin)
-            mixed = context.attend(index, q, k, v, *self._calls[index]).view(len(x), -1)
+            mixed = context.attend(index, q, k, v, *self._calls[index]).view(tokens.shape[0], -1)
             delta, norm = linear(mixed, attention.o_proj.weight, attention.o_proj.bias), layer.post_attention_layernorm
             compiled.rms_norm(x, delta, norm.weight, norm.variance_epsilon, normed)
             gate, up = (linear(normed, m.weight, m.bias) for m in (mlp.gate_proj, mlp.up_proj))

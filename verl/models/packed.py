@@ -313,7 +313,8 @@ class PackedModel:
         fused = FusedLayers.of(self, calls) if self.fused_kernels else None
         if fused is None or not fused.agrees(tokens, flat.context):
             return None
-        return fused if _close(fused.hidden(tokens, flat.positions, flat.context), expected) else None
+        both = (forward(tokens, flat.positions, flat.context) for forward in (fused.hidden, fused.infer))
+        return fused if all(_close(hidden, expected) for hidden in both) else None
 
 
 # Two rows that share a prompt, and one of its own: prompts, responses.
