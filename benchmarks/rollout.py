@@ -4,12 +4,16 @@
     .venv/bin/python benchmarks/rollout.py --natural --repeats 3        # responses end where they end: useful tokens
     .venv/bin/python benchmarks/rollout.py --prompts 4 --prompt-tokens 83 --new-tokens 64 --engines embedded
 
-Temperature 1 over the whole vocabulary, in the model's dtype. Each engine runs in a process of its own, one after the
-other, at its best: Intel's OpenMP and tcmalloc are preloaded for all (`peer_env.sh preload`; `--no-preload` leaves
-them out), vLLM (`make vllm`) gets blocks of 32 tokens so that samples share their prompt, `generate` takes the best of
-batches of 32 to 256. Without `--natural` the prompts are random tokens and every response has its full length; with
-it they are chats, and what a batch computes behind the end of a response does not count. `peak_memory_gb` is the
-process's. `cpu_seconds` far below `threads * seconds` means that other programs had the machine.
+`ceiling_tokens_per_second` of the embedded engine is what this machine's matrix products alone would allow: those of
+layers and head at the batch that runs, and of the prompts, timed with torch alone; `share_of_ceiling` is what of it
+is reached.
+
+Temperature 1 over the whole vocabulary, in the dtype that `dtype: auto` means here. Each engine runs in a process of
+its own, one after the other, at its best: Intel's OpenMP and tcmalloc are preloaded for all (`peer_env.sh preload`;
+`--no-preload` leaves them out), vLLM (`make vllm`) gets blocks of 32 tokens so that samples share their prompt,
+`generate` takes the best of batches of 32 to 256. Without `--natural` the prompts are random tokens and every response
+has its full length; with it they are chats, and what a batch computes behind the end of a response does not count.
+`peak_memory_gb` is the process's. `cpu_seconds` far below `threads * seconds`: other programs had the machine.
 """
 
 from __future__ import annotations
@@ -164,6 +168,31 @@ def vllm_run(args: argparse.Namespace) -> tuple[Callable[[], int], Callable[[], 
     return run, split
 
 
+def product_ceiling(args: argparse.Namespace, model: Any) -> float:
+    """Tokens a second if nothing but the matrix products of the rollout were computed."""
+    import torch
+
+    head = model.get_output_embeddings()
+    layers = [m for m in model.base_model.modules() if isinstance(m, torch.nn.Linear) and m is not head]
+    rows = min(args.batch, args.prompts * args.samples)
+
+    def seconds(linears: list[Any], count: int) -> float:
+        inputs = {m.in_features: torch.randn(count, m.in_features, dtype=m.weight.dtype) for m in linears}
+        times = []
+        for _ in range(6):
+            start = time.perf_counter()
+            for m in linears:
+                torch.nn.functional.linear(inputs[m.in_features], m.weight, m.bias)
+            times.append(time.perf_counter() - start)
+        return statistics.median(times[1:])
+
+    with torch.no_grad():
+        step, prompt = seconds(layers, rows) + seconds([head], rows), seconds(layers, 2048) / 2048
+    responses = args.prompts * args.samples
+    whole = responses / rows * args.new_tokens * step + args.prompts * args.prompt_tokens * prompt
+    return responses * args.new_tokens / whole
+
+
 def measure(args: argparse.Namespace) -> dict[str, Any]:
     """Load the model, warm up on one prompt, then time the rollouts: medians."""
     import torch
@@ -190,14 +219,20 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
     expected = args.prompts * args.samples * args.new_tokens
     if not args.natural and set(tokens) != {expected}:
         raise SystemExit(f"{args.engine} gave {tokens} tokens instead of {expected}: this is not the agreed work")
+    speed = statistics.median(n / t for n, t in zip(tokens, seconds, strict=True))
+    peak, ceiling = _peak_gb(), {}
+    if args.engine == "embedded":
+        allowed = product_ceiling(args, model)
+        ceiling = {"ceiling_tokens_per_second": round(allowed, 1), "share_of_ceiling": round(speed / allowed, 3)}
     return {
         "engine": args.engine,
-        "tokens_per_second": round(statistics.median(n / t for n, t in zip(tokens, seconds, strict=True)), 1),
+        "tokens_per_second": round(speed, 1),
+        **ceiling,
         "tokens": round(statistics.median(tokens)),
         "seconds": round(statistics.median(seconds), 3),
         "cpu_seconds": round(statistics.median(cpu), 3),
         **split(),
-        "peak_memory_gb": round(_peak_gb(), 3),
+        "peak_memory_gb": round(peak, 3),
         "memory_before_gb": round(weights, 3),
         "threads": args.threads,
         "dtype": args.dtype,
@@ -234,7 +269,7 @@ def main() -> None:
     parser.add_argument("--engines", nargs="+", choices=ENGINES, default=["embedded", "vllm", "generate"])
     parser.add_argument("--engine", choices=ENGINES, help=argparse.SUPPRESS)
     parser.add_argument("--model", default=str(MODEL))
-    parser.add_argument("--dtype", choices=["bfloat16", "float32"], default="bfloat16")
+    parser.add_argument("--dtype", choices=["auto", "bfloat16", "float32"], default="auto")
     parser.add_argument("--prompts", type=int, default=32)
     parser.add_argument("--prompt-tokens", type=int, default=94)
     parser.add_argument("--samples", type=int, default=8)
@@ -248,6 +283,9 @@ def main() -> None:
     parser.add_argument("--vllm-python", default=str(ROOT / ".venv-vllm" / "bin" / "python"), help="see `make vllm`")
     args = parser.parse_args()
     if args.engine:
+        from verl.models.loading import resolved_dtype
+
+        args.dtype = resolved_dtype(args.model, args.dtype) or args.dtype
         print(json.dumps(measure(args)))
         return
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": str(args.threads)}

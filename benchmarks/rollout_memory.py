@@ -2,9 +2,14 @@
 
     .venv/bin/python benchmarks/rollout_memory.py                          # SmolLM2-135M in bf16, a cache of 0.5 GiB
     .venv/bin/python benchmarks/rollout_memory.py --kv-cache-gb 1 --max-batch 128 --prompt-tokens 400
+    .venv/bin/python benchmarks/rollout_memory.py --shared --samples 16    # what samples of one prompt share
 
 In this fresh process the model is loaded and its weights are touched; from there on the resident set's peak counts. The
 work is more than the cache holds, so all of it is used. One line of JSON; fails if the peak is 10 % off either way.
+
+With `--shared`: the KV cache that `--samples` responses to one prompt need at their longest, beside as many responses
+to prompts of their own; in blocks, and in memory that became real. Fails if the full blocks of the prompt are there
+more than once.
 """
 
 from __future__ import annotations
@@ -32,12 +37,12 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
     import torch
     import transformers
 
-    from verl.kernels.malloc import use_one_arena
+    from verl.kernels.library_memory import limit_library_memory
     from verl.models.packed import PackedModel
     from verl.rollout.base import Request, SamplingParams, generate
     from verl.rollout.embedded import EmbeddedEngine
 
-    use_one_arena()
+    limit_library_memory()
     torch.set_num_threads(args.threads)
     model = transformers.AutoModelForCausalLM.from_pretrained(args.model, dtype=args.dtype).eval()
     packed = PackedModel(model)
@@ -78,6 +83,52 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
     }
 
 
+def shared(args: argparse.Namespace) -> dict[str, Any]:
+    """The KV cache of samples of one prompt, and of as many samples of different prompts."""
+    import torch
+    import transformers
+
+    from verl.models.packed import PackedModel
+    from verl.rollout.base import Request, SamplingParams
+    from verl.rollout.embedded import EmbeddedEngine
+    from verl.rollout.kv_cache import BLOCK, blocks_for
+
+    torch.set_num_threads(args.threads)
+    packed = PackedModel(transformers.AutoModelForCausalLM.from_pretrained(args.model, dtype=args.dtype).eval())
+    rng, params = random.Random(0), SamplingParams(max_new_tokens=args.new_tokens, ignore_eos=True)
+    prompts = [[rng.randrange(100, packed.vocab_size) for _ in range(args.prompt_tokens)] for _ in range(args.samples)]
+    used: dict[str, int] = {}
+    real: dict[str, float] = {}
+    for name, some in (("one_prompt", prompts[:1] * args.samples), ("own_prompts", prompts)):
+        engine = EmbeddedEngine(
+            packed, eos_token_ids=(), seed=0, max_batch=args.samples, kv_memory=int(args.kv_cache_gb * 2**30)
+        )
+        for number, prompt in enumerate(some):
+            engine.add(Request(str(number), prompt, params))
+        used[name] = 0
+        before = resident("VmRSS")
+        while engine.unfinished:
+            used[name] = max(used[name], engine.cache.num_blocks - engine.cache.available)
+            engine.step()
+        real[name] = round((resident("VmRSS") - before) / 1e6, 1)
+        block = engine.cache.bytes / engine.cache.num_blocks
+        del engine
+    full, tail = divmod(args.prompt_tokens, BLOCK)
+    # The prompt's blocks once, and of each response its own and a copy of the prompt's last one where it is not full.
+    most = blocks_for(args.prompt_tokens) + args.samples * blocks_for(tail + args.new_tokens)
+    return {
+        "samples": args.samples,
+        "prompt_tokens": args.prompt_tokens,
+        "new_tokens": args.new_tokens,
+        "blocks": used,
+        "kv_mb": {name: round(count * block / 1e6, 1) for name, count in used.items()},
+        "resident_mb": real,
+        "saved": round(1 - used["one_prompt"] / used["own_prompts"], 3),
+        "blocks_shared": full,
+        "holds": used["one_prompt"] <= most,
+    }
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
     parser.add_argument("--model", default=str(MODEL))
@@ -89,7 +140,9 @@ def main() -> int:
     parser.add_argument("--samples", type=int, default=4)
     parser.add_argument("--new-tokens", type=int, default=40)
     parser.add_argument("--threads", type=int, default=2)
-    result = measure(parser.parse_args())
+    parser.add_argument("--shared", action="store_true", help="measure what samples of one prompt share")
+    args = parser.parse_args()
+    result = shared(args) if args.shared else measure(args)
     print(json.dumps(result))
     return 0 if result["holds"] else 1
 

@@ -77,13 +77,13 @@ def generate(
     $ echo 'Once upon a time' | verl generate models/SmolLM2-135M-Instruct - story.jsonl
     """
     from verl.data.prompts import load_prompts
-    from verl.kernels.malloc import use_one_arena
+    from verl.kernels.library_memory import limit_library_memory
     from verl.rollout.base import Request, SamplingParams
     from verl.workers.actor import RolloutOptions
 
     if system is not None and chat is False:
         raise ConfigError("--system starts a chat and --plain makes none: leave one of them out")
-    use_one_arena()
+    limit_library_memory()
     params = SamplingParams(
         max_new_tokens=max_new_tokens,
         temperature=temperature,

@@ -111,9 +111,9 @@ def train(
         for label, text in plan(config).items():
             typer.echo(f"{typer.style(f'{label:>14}', bold=True)}  {text}")
         return
-    from verl.kernels.malloc import use_one_arena
+    from verl.kernels.library_memory import limit_library_memory
 
-    use_one_arena()
+    limit_library_memory()
     from verl.trainer.run import train as run
 
     run(config, fresh=fresh)
