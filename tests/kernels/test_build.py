@@ -50,7 +50,8 @@ with meta:
     hidden = torch.empty(4, 32, dtype=torch.bfloat16, requires_grad=True)
     log_probs, _ = token_log_probs(hidden, model.lm_head.weight, torch.zeros(4, dtype=torch.int64))
     log_probs.sum().backward()
-    weight = Weight("w", torch.nn.Parameter(torch.empty(4, 16, dtype=torch.bfloat16)))
+    live = torch.nn.Parameter(torch.empty(4, 16, dtype=torch.bfloat16))
+    weight = Weight("w", live, live)
     weight.gradient, weight.has_gradient = torch.empty(4, 16), True
 assert compiled.kernels(torch.bfloat16, meta) is None
 SplitAdamW([weight], OptimConfig()).step(1e-3, 1.0)
