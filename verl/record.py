@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import difflib
 import json
+import os
 import types
 import typing
 from collections.abc import Mapping
 from typing import Annotated, Any, Literal, Union
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
 from pydantic_core import ErrorDetails, PydanticCustomError
 from typing_extensions import Self
 
@@ -38,6 +39,36 @@ Count = Annotated[int, Field(ge=1, lt=2**31)]
 Natural = Annotated[int, Field(ge=0, lt=2**31)]
 #: Upper bound: what timers of the operating system can wait for.
 Seconds = Annotated[float, Field(gt=0, le=1e6)]
+
+
+def home(value: str) -> str:
+    """A path with the home directory in the place of ~, as a shell puts it only where it begins a word."""
+    return os.path.expanduser(value)
+
+
+def function_path(value: str) -> str:
+    """FILE.py:NAME of a user's function or class."""
+    file, _, function = value.rpartition(":")
+    if not file.endswith(".py") or not function.isidentifier():
+        raise ValueError(f"must be FILE.py:FUNCTION, such as rewards.py:score, not '{value}'")
+    return home(value)
+
+
+def _no_empty(values: tuple[str, ...]) -> tuple[str, ...]:
+    if not all(values):
+        raise ValueError("must not hold an empty text")
+    return values
+
+
+def free(default: Any, description: str) -> Any:
+    """A field that does not change the numbers of a run."""
+    return Field(default, description=description, json_schema_extra={"identity": False})
+
+
+FunctionPath = Annotated[str, AfterValidator(function_path)]
+Strings = Annotated[tuple[str, ...], AsTuple, AfterValidator(_no_empty)]
+#: Processes of one kind: more are a mistake that would bring any machine down.
+Processes = Annotated[int, Field(ge=1, le=1024)]
 
 
 Problem = tuple[tuple[str, ...], str, ErrorDetails]

@@ -206,6 +206,6 @@ def test_fused_kernels_reach_the_model(tiny, settings, asked):
     given = config(actor_rollout_ref={"model": {"path": str(tiny), **settings}})
     actor = build_actor(given, make_algorithm("grpo"), 8)
     assert actor.train_options.fused_kernels == given.actor_rollout_ref.model.fused_kernels == asked
-    assert actor.group.worker.engine.packed.fused_kernels is bool(asked)
+    assert actor.group.worker._packed.fused_kernels is bool(asked)
     wrong = {"path": "models/tiny", "use_fused_kernels": False, "fused_kernel_options": {"impl_backend": "compiled"}}
     assert "impl_backend: needs use_fused_kernels=true" in problem(actor_rollout_ref={"model": wrong})

@@ -17,6 +17,7 @@ from verl.algorithms import make_algorithm
 from verl.errors import ConfigError, DataError, ModelError, RolloutError
 from verl.models.options import ModelOptions
 from verl.models.shards import model_shards
+from verl.rollout.options import RolloutOptions
 from verl.shard import checksum
 from verl.training.options import OptimConfig, TrainOptions
 
@@ -360,6 +361,8 @@ def test_an_actor_of_nonsense_is_refused_when_it_is_made(tiny: Path) -> None:
         ({"optim": {"lr": True}}, r"optim\.lr: must be a number, not true"),
         ({"train": {"epochs": 1.0}}, r"train\.epochs: must be a whole number, not 1\.0"),
         ({"epoch": 2}, "Actor has no setting 'epoch': did you mean 'epochs'"),
+        ({"n": 2}, "Actor has no setting 'n'"),
+        ({"max_num_seqs": True}, r"Actor\.max_num_seqs: must be a whole number, not true"),
     ):
         with pytest.raises(ConfigError, match=said):
             verl.Actor(str(tiny), **wrong)
@@ -370,7 +373,8 @@ def test_an_actor_of_nonsense_is_refused_when_it_is_made(tiny: Path) -> None:
 def test_a_section_of_a_file_is_what_the_constructor_takes(tiny: Path) -> None:
     model = ModelOptions(path=str(tiny), dtype="bfloat16", enable_gradient_checkpointing=True)
     train = TrainOptions(optim=OptimConfig(lr=1e-3), mini_batch_size=4, epochs=2, micro_batch_size=1)
-    by_record = verl.Actor(model, train=train)
+    rollout = RolloutOptions(name="hf", max_num_seqs=3, kv_cache_gb=0.5, max_new_tokens=7, stop=("end",))
+    by_record = verl.Actor(model, train=train, rollout=rollout, seed=5)
     by_keyword = verl.Actor(
         str(tiny),
         dtype="bfloat16",
@@ -379,7 +383,15 @@ def test_a_section_of_a_file_is_what_the_constructor_takes(tiny: Path) -> None:
         mini_batch_size=4,
         epochs=2,
         train_micro_batch_size_per_gpu=1,
+        rollout="hf",
+        max_num_seqs=3,
+        kv_cache_gb=0.5,
+        sampling={"max_new_tokens": 7, "stop": ["end"]},
+        seed=5,
     )
+    assert by_record.sampling == by_keyword.sampling == verl.SamplingParams(max_new_tokens=7, stop=("end",))
+    for name in ("name", "max_num_seqs", "kv_memory", "seed", "episode", "batch_invariant"):
+        assert getattr(by_record.rollout_options, name) == getattr(by_keyword.rollout_options, name)
     assert by_record.train_options == by_keyword.train_options
     assert by_record.train_options.optim.lr == 1e-3 and by_record.train_options.gradient_checkpointing
     assert by_record.plan == by_keyword.plan and by_record.plan.mini_batch_size == 4

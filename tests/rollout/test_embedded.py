@@ -17,8 +17,9 @@ from verl.rollout.base import Request, SamplingParams, generate
 from verl.rollout.embedded import EmbeddedEngine
 from verl.rollout.hf import HFEngine
 from verl.rollout.kv_cache import KVCache
+from verl.rollout.options import SamplerOptions
 from verl.shard import Shard
-from verl.workers.actor import RolloutOptions, make_rollout_engine
+from verl.workers.actor import make_rollout_engine
 
 MakeModel = Callable[..., PreTrainedModel]
 
@@ -139,7 +140,7 @@ def test_several_attentions_a_layer_are_for_the_hf_engine(make_model: MakeModel)
     assert packed.supports_packed
     with pytest.raises(ModelError, match="once a layer"):
         EmbeddedEngine(packed, eos_token_ids=(2,), seed=0)
-    assert isinstance(make_rollout_engine(packed, None, (2,), RolloutOptions()), HFEngine)
+    assert isinstance(make_rollout_engine(packed, None, (2,), SamplerOptions()), HFEngine)
 
 
 @pytest.mark.parametrize("compiled", [True, False], ids=["kernel", "torch"])

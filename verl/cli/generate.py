@@ -79,7 +79,7 @@ def generate(
     from verl.data.prompts import load_prompts
     from verl.kernels.library_memory import limit_library_memory
     from verl.rollout.base import Request, SamplingParams
-    from verl.workers.actor import RolloutOptions
+    from verl.rollout.options import SamplerOptions
 
     if system is not None and chat is False:
         raise ConfigError("--system starts a chat and --plain makes none: leave one of them out")
@@ -101,7 +101,7 @@ def generate(
     rows = {f"{row}/{sample}": row for row in range(len(data)) for sample in range(n)}
     with closing(_Output(out, json.loads(json.dumps(given)), fresh)) as output:
         if missing := [name for name in rows if name not in output.answers]:
-            options = RolloutOptions(engine, max_num_seqs, kv_cache_gb, seed)
+            options = SamplerOptions(name=engine, max_num_seqs=max_num_seqs, kv_cache_gb=kv_cache_gb, seed=seed)
             writer = _Writer(model, dtype, options)
             tokens = writer.encode(data.batch)
             requests = (Request(name, tokens[rows[name]], params) for name in missing)

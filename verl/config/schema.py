@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 import re
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -19,10 +18,23 @@ from pydantic_core import PydanticCustomError
 
 from verl.errors import nearest
 from verl.models.options import ModelOptions
-from verl.record import NOT_BUILT, AsTuple, Count, Natural, Record, Seconds, later, wrong
+from verl.record import (
+    AsTuple,
+    Count,
+    FunctionPath,
+    Natural,
+    Processes,
+    Record,
+    Seconds,
+    Strings,
+    free,
+    function_path,
+    home,
+    wrong,
+)
+from verl.rollout.options import RolloutOptions
 from verl.training.options import TrainOptions
 
-ENGINES = ("embedded", "hf", "vllm")
 #: Names under which others write a key, in its section.
 OTHER_NAMES = {
     ("data", "rollout_batch_size"): "batch_size",
@@ -33,23 +45,12 @@ OTHER_NAMES = {
 REWARDS = ("task", "code", "code_evaluator")
 
 
-def _no_empty(values: tuple[str, ...]) -> tuple[str, ...]:
-    if not all(values):
-        raise ValueError("must not hold an empty text")
-    return values
-
-
-def _at_home(value: str) -> str:
-    """A path with the home directory in the place of ~, as a shell puts it only where it begins a word."""
-    return os.path.expanduser(value)
-
-
 def _source(value: str | dict[str, Any]) -> str | dict[str, Any]:
     """A key that is null is not there: so an override takes it out of the file's mapping."""
     if isinstance(value, str):
-        return _at_home(value)
+        return home(value)
     given = {key: item for key, item in value.items() if item is not None}
-    return {**given, "path": _at_home(given["path"])} if isinstance(given.get("path"), str) else given
+    return {**given, "path": home(given["path"])} if isinstance(given.get("path"), str) else given
 
 
 def _greedy_or_warm(value: float) -> float:
@@ -58,21 +59,8 @@ def _greedy_or_warm(value: float) -> float:
     return value
 
 
-def _function_path(value: str) -> str:
-    file, _, function = value.rpartition(":")
-    if not file.endswith(".py") or not function.isidentifier():
-        raise ValueError(f"must be FILE.py:FUNCTION, such as rewards.py:score, not '{value}'")
-    return _at_home(value)
-
-
-def _engine_name(value: str) -> str:
-    if value not in ENGINES and ":" not in value:
-        raise ValueError(f"no engine is called '{value}': {nearest(value, ENGINES)}; or give FILE.py:CLASS")
-    return value if value in ENGINES else _function_path(value)
-
-
 def _algorithm_name(value: str) -> str:
-    return _function_path(value) if ":" in value else value
+    return function_path(value) if ":" in value else value
 
 
 def _reward_name(value: str) -> str:
@@ -87,90 +75,10 @@ def _directory_name(value: str) -> str:
     return value
 
 
-FunctionPath = Annotated[str, AfterValidator(_function_path)]
 DirectoryName = Annotated[str, AfterValidator(_directory_name)]
-Strings = Annotated[tuple[str, ...], AsTuple, AfterValidator(_no_empty)]
-#: Processes of one kind: more are a slip of the pen, and would bring any machine down.
-Processes = Annotated[int, Field(ge=1, le=1024)]
 Logger = Literal["console", "tensorboard", "wandb", "mlflow"]
 #: A parquet or JSONL file (or several), or a procedural task with its options.
 Source = Annotated[str | dict[str, Any], AfterValidator(_source)]
-
-
-def _free(default: Any, description: str) -> Any:
-    """A field that does not change the numbers of a run."""
-    return Field(default, description=description, json_schema_extra={"identity": False})
-
-
-class RolloutConfig(Record):
-    name: Annotated[str, AfterValidator(_engine_name)] = Field(
-        default="embedded",
-        description="engine: embedded (on the trained weights themselves), hf (plain generate), vllm, or your own, "
-        "as FILE.py:CLASS",
-    )
-    episode: FunctionPath | None = Field(
-        default=None, description="turns, tools or constraints of your own, as FILE.py:NAME (null: a single turn)"
-    )
-    n: Count = Field(default=8, description="samples per prompt")
-    max_new_tokens: Count = Field(default=128, description="longest response, in tokens")
-    min_new_tokens: Natural = Field(default=0, description="no end of sequence before this many tokens")
-    temperature: Annotated[float, Field(ge=1e-6, le=1e6)] = Field(
-        default=1.0, description="softmax temperature, in generation and in training alike"
-    )
-    top_k: Annotated[int, Field(ge=0, lt=2**31)] = Field(
-        default=0, description="sample among the k likeliest tokens only (0: off); biases the gradient"
-    )
-    top_p: Annotated[float, Field(gt=0, le=1)] = Field(
-        default=1.0, description="sample within this probability mass only (1: off); biases the gradient"
-    )
-    min_p: Annotated[float, Field(ge=0, lt=1)] = Field(
-        default=0.0,
-        description="drop tokens below this share of the likeliest one (0: off); biases the gradient",
-    )
-    stop: Strings = Field(default=(), description="texts that end a response")
-    url: Strings = Field(
-        default=(), description="addresses of running vLLM servers, which generate in the place of an engine of ours"
-    )
-    max_num_seqs: Count = Field(
-        default=256,
-        description="sequences that one worker generates at the same time (also: rollout_per_device_batch_size)",
-    )
-    kv_cache_gb: Annotated[float, Field(gt=0, le=1e6)] | None = Field(
-        default=None, description="memory for keys and values, in GB (null: from the memory that is free)"
-    )
-    batch_invariant: bool = Field(
-        default=False,
-        description="a response is the same bit for bit in any batch, at the price of speed (embedded)",
-    )
-    tensor_model_parallel_size: Count = Field(
-        default=1, description="ranks that share one copy of the model in generation (vllm)"
-    )
-    num_rollout_workers: Processes = Field(
-        default=1, description="processes that sample, in asynchronous training (trainer.max_staleness)"
-    )
-    max_rollout_workers: Processes | None = _free(
-        None, "most such processes, when training waits for samples (null: always num_rollout_workers)"
-    )
-    transport: Literal["shared_memory", "queue"] = _free(
-        "shared_memory", "how samples and weights travel between processes; the results are the same"
-    )
-    gpus_per_rollout_worker: int | None = later(
-        None, NOT_BUILT, "accelerators of one rollout worker (null: the one the model is on)"
-    )
-
-    @model_validator(mode="after")
-    def _check(self) -> RolloutConfig:
-        if self.tensor_model_parallel_size > 1 and self.name in ("embedded", "hf"):
-            raise wrong("tensor_model_parallel_size", f"the engine '{self.name}' does not split a model; vllm does")
-        if self.batch_invariant and self.name != "embedded":
-            raise wrong("batch_invariant", f"is for the embedded engine, not '{self.name}'")
-        if self.max_rollout_workers is not None and self.max_rollout_workers < self.num_rollout_workers:
-            raise wrong("max_rollout_workers", f"must be at least num_rollout_workers ({self.num_rollout_workers})")
-        if self.url and self.name != "vllm":
-            raise wrong("url", "is of vLLM servers: set rollout.name=vllm with it")
-        if self.min_new_tokens > self.max_new_tokens:
-            raise wrong("min_new_tokens", f"must be at most max_new_tokens ({self.max_new_tokens})")
-        return self
 
 
 class RefConfig(Record):
@@ -182,7 +90,7 @@ class RefConfig(Record):
 class ActorRolloutRefConfig(Record):
     model: ModelOptions = Field(default=ModelOptions(), description="the policy")
     actor: TrainOptions = Field(default=TrainOptions(), description="training of the policy")
-    rollout: RolloutConfig = Field(default=RolloutConfig(), description="generation")
+    rollout: RolloutOptions = Field(default=RolloutOptions(), description="generation")
     ref: RefConfig = Field(default=RefConfig(), description="the reference policy, for algorithms that use one")
 
     @model_validator(mode="after")
@@ -315,7 +223,7 @@ class RewardConfig(RewardPart):
     workers: Annotated[int, Field(ge=0, le=1024)] = Field(
         default=0, description="processes that score, a sample at a time each (0: the trainer's own process)"
     )
-    max_workers: Processes | None = _free(None, "most such processes, when samples queue up (null: always `workers`)")
+    max_workers: Processes | None = free(None, "most such processes, when samples queue up (null: always `workers`)")
 
     @property
     def is_given(self) -> bool:
@@ -336,11 +244,11 @@ class RewardConfig(RewardPart):
 
 
 class TrainerConfig(Record):
-    total_steps: Natural = _free(100, "steps; a longer run goes on from a shorter one")
+    total_steps: Natural = free(100, "steps; a longer run goes on from a shorter one")
     seed: Annotated[int, Field(ge=0, lt=2**32)] = Field(default=0, description="seed of everything random")
-    project: str = _free("verl", "the project's name in W&B and MLflow")
-    run_name: DirectoryName | None = _free(None, "begins the run directory's name (null: algorithm, model and data)")
-    output_dir: Annotated[str, AfterValidator(_at_home)] = _free("runs", "where run directories are made")
+    project: str = free("verl", "the project's name in W&B and MLflow")
+    run_name: DirectoryName | None = free(None, "begins the run directory's name (null: algorithm, model and data)")
+    output_dir: Annotated[str, AfterValidator(home)] = free("runs", "where run directories are made")
     eval_every: Count | None = Field(
         default=None,
         description="steps between evaluations (null: only before the first and after the last step)",
@@ -352,17 +260,17 @@ class TrainerConfig(Record):
     eval_metrics: Annotated[tuple[FunctionPath, ...], AsTuple] = Field(
         default=(), description="metric functions of your own over evaluated samples, as FILE.py:FUNCTION"
     )
-    save_every: Count | None = _free(10, "steps between checkpoints (null: only at the end)")
-    keep_checkpoints: Count = _free(2, "how many checkpoints to keep")
-    loggers: Annotated[tuple[Logger, ...], AsTuple] = _free(
+    save_every: Count | None = free(10, "steps between checkpoints (null: only at the end)")
+    keep_checkpoints: Count = free(2, "how many checkpoints to keep")
+    loggers: Annotated[tuple[Logger, ...], AsTuple] = free(
         ("console", "tensorboard"), "where metrics go besides metrics.jsonl"
     )
     max_staleness: Natural | None = Field(
         default=None,
         description="train asynchronously: steps that a sample may be behind the policy it trains (null: synchronous)",
     )
-    timeline: bool = _free(False, "write timeline.json, a Chrome trace of what worked when, into the run directory")
-    log_completions: Natural = _free(64, "samples kept of each evaluation, to be read")
+    timeline: bool = free(False, "write timeline.json, a Chrome trace of what worked when, into the run directory")
+    log_completions: Natural = free(64, "samples kept of each evaluation, to be read")
     control: Literal["permute_rewards", "zero_lr"] | None = Field(
         default=None,
         description="a run that should learn nothing: rewards dealt out at random, or learning rate 0",
@@ -373,9 +281,9 @@ class TrainerConfig(Record):
     max_skipped_updates: Count = Field(
         default=5, description="updates in a row that may be skipped for a non-finite loss or gradient"
     )
-    deadline: Seconds = _free(1800.0, "seconds after which a phase without progress ends the run")
+    deadline: Seconds = free(1800.0, "seconds after which a phase without progress ends the run")
     threads: Count | None = Field(default=None, description="CPU threads (null: as torch chooses)")
-    placement: dict[str, Any] | str | None = _free(
+    placement: dict[str, Any] | str | None = free(
         None, "role -> slots, such as {rollout: cuda:0, actor: cuda:1-3} (null: all ranks of a torchrun job)"
     )
 

@@ -28,16 +28,16 @@ from verl.models.portable import PortableModel
 from verl.models.wrapped import unwrapped
 from verl.roles.columns import add_rewards, aligned, as_sequences
 from verl.roles.reads import experience, prepare, reads
-from verl.roles.settings import changed_options, engine_options, model_options, with_keywords
+from verl.roles.settings import changed_options, engine_options, model_options, sampler_options, with_keywords
 from verl.rollout.base import SamplingParams, as_sampling
 from verl.rollout.episode import Episode
+from verl.rollout.options import RolloutOptions
 from verl.shard import Shard
 from verl.training.options import OptimConfig, TrainOptions
 from verl.workers.actor import (
     ActorWorker,
     EngineFactory,
     ReferenceWorker,
-    RolloutOptions,
     engine_factory,
     load_episode,
 )
@@ -66,7 +66,7 @@ class Actor:
             values, else GRPO where every prompt has several samples, else REINFORCE++ (a whitened batch baseline).
         optim: `OptimConfig`, a mapping of its fields, or your own `torch.optim.Optimizer` over the model's parameters.
         rollout: the engine that generates: "embedded" (on the very tensors that are trained), "hf", "vllm", a function
-            or class that makes a `RolloutEngine`, or "FILE.py:NAME" of one.
+            or class that makes a `RolloutEngine`, "FILE.py:NAME" of one, or `RolloutOptions`.
         episode: `async episode(client, row)`, what happens between a prompt and its response (several turns, tools,
             constraints), or "FILE.py:NAME" of one; None: a single turn.
         sampling: how responses are drawn, or a mapping of its fields; keywords of `generate_sequences` override it
@@ -74,10 +74,8 @@ class Actor:
         fused_kernels: run the layers by fused kernels where there are some; "compiled" are ours, for CPU; for any other
             name the nearest are taken, with a warning.
         head: "score" trains a reward model, one number a row, in the place of a language model.
-        tensor_parallel_size: ranks that share one copy of the model in generation, for an engine that can (vllm).
-        batch_invariant: a response is the same bit for bit in any batch, at the price of speed (embedded engine).
-        **settings: fields of `TrainOptions` (mini_batch_size, epochs, use_amp, ...) or of `ModelOptions` (dtype,
-            trust_remote_code, ...), or `gradient_checkpointing`.
+        **settings: fields of `TrainOptions` (mini_batch_size, epochs, use_amp, ...), `RolloutOptions` (max_num_seqs,
+            batch_invariant, ...) or `ModelOptions` (dtype, ...); `gradient_checkpointing`, `tensor_parallel_size`.
         seed: with a sample's id it fixes the sample's randomness.
 
     Raises:
@@ -95,25 +93,22 @@ class Actor:
         placement: Any = None,
         algorithm: str | BaseAlgorithm | None = None,
         optim: OptimConfig | Mapping[str, Any] | Any = None,
-        rollout: str | EngineFactory = "embedded",
+        rollout: str | EngineFactory | RolloutOptions = "embedded",
         episode: Episode | str | None = None,
         sampling: SamplingParams | Mapping[str, Any] | None = None,
         fused_kernels: bool | str | None = None,
-        max_num_seqs: int = 256,
-        kv_cache_gb: float | None = None,
-        tensor_parallel_size: int = 1,
-        batch_invariant: bool = False,
         head: Literal["lm", "score"] = "lm",
         seed: int = 0,
         **settings: Any,
     ) -> None:
-        loading, training = with_keywords(
-            "Actor", settings, model_options(model, fused_kernels), TrainOptions.of(train, "train")
+        generating = sampler_options(rollout, episode, seed)
+        engine_factory(generating.name)  # a misspelt engine is refused before a model is read
+        loading, training, self.rollout_options = with_keywords(
+            "Actor", settings, model_options(model, fused_kernels), TrainOptions.of(train, "train"), generating
         )
         training = training if strategy is None else training.replace(strategy=strategy)
         self.train_options = engine_options(training, loading, optim)
-        engine_factory(rollout)  # a misspelt engine is refused before a model is read
-        self.sampling = as_sampling(sampling)
+        self.sampling = as_sampling(sampling, SamplingParams(**self.rollout_options.sampling))
         self.algorithm = None if algorithm is None else make_algorithm(algorithm)
         samples = self.algorithm is None or self.algorithm.online
         self.plan = UpdatePlan(
@@ -131,10 +126,7 @@ class Actor:
         self.model: PreTrainedModel = loaded if head == "lm" else _score_model(loaded)
         self.tokenizer = _tokenizer(loading.tokenizer if tokenizer is None else tokenizer, self.model, loading.path)
         _check_vocabulary(self.model, self.tokenizer)
-        self.rollout_options = RolloutOptions(
-            rollout, max_num_seqs, kv_cache_gb, seed, tensor_parallel_size, episode, batch_invariant=batch_invariant
-        )
-        played = load_episode(episode)
+        played = load_episode(self.rollout_options.episode)
         #: The episode's tools, as chat templates show them; whether it masks what may be sampled.
         self.tools: list[dict[str, Any]] = list(getattr(played, "schemas", ()))
         self.masks = bool(getattr(played, "masks", False))

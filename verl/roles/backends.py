@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
     from verl.models.packed import PackedModel
-    from verl.workers.actor import RolloutOptions
+    from verl.rollout.options import SamplerOptions
 
 
 class VLLMActor(Actor):
@@ -114,7 +114,7 @@ class RolloutWorker:
         raise NotImplementedError
 
     def __call__(
-        self, packed: PackedModel, tokenizer: PreTrainedTokenizerBase, eos: tuple[int, ...], options: RolloutOptions
+        self, packed: PackedModel, tokenizer: PreTrainedTokenizerBase, eos: tuple[int, ...], options: SamplerOptions
     ) -> RolloutEngine:
         """The engine of an actor; see `EngineFactory`."""
         return self.engine(packed.model, eos, options.seed)

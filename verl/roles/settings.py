@@ -10,13 +10,20 @@ import torch
 from verl.errors import ConfigError, nearest
 from verl.models.options import ModelOptions
 from verl.record import Record, SettingsError
+from verl.rollout.options import RolloutOptions, SamplerOptions
 from verl.training.options import EngineOptions, OptimConfig, TrainOptions
 
 #: Keyword -> field, where a handle's name for a setting differs from the file's.
 KEYWORDS = {
     "gradient_checkpointing": "enable_gradient_checkpointing",
+    "tensor_parallel_size": "tensor_model_parallel_size",
     "train_micro_batch_size_per_gpu": "micro_batch_size",
 }
+#: Fields that arguments of a handle or of a trainer stand for.
+_ELSEWHERE = frozenset((
+    "path", "tokenizer", "name", "url", "episode", "seed", "n", "num_rollout_workers", "max_rollout_workers",
+    "transport",
+))  # fmt: skip
 
 
 def with_keywords(owner: str, keywords: Mapping[str, Any], *records: Record) -> list[Any]:
@@ -26,12 +33,14 @@ def with_keywords(owner: str, keywords: Mapping[str, Any], *records: Record) -> 
         ConfigError: no record has such a field, or refuses the value.
     """
     changes: list[dict[str, Any]] = [{} for _ in records]
+    known = [type(record).model_fields.keys() - _ELSEWHERE for record in records]
     for keyword, value in keywords.items():
         name = KEYWORDS.get(keyword, keyword)
-        at = next((i for i, record in enumerate(records) if name in type(record).model_fields), None)
+        at = next((i for i, names in enumerate(known) if name in names), None)
         if at is None:
-            known = {name for record in records for name in type(record).model_fields} | KEYWORDS.keys()
-            raise ConfigError(f"{owner} has no setting '{keyword}': {nearest(keyword, known)}")
+            raise ConfigError(
+                f"{owner} has no setting '{keyword}': {nearest(keyword, KEYWORDS.keys() | set().union(*known))}"
+            )
         changes[at][name] = value
     try:
         return [record.replace(**change) if change else record for record, change in zip(records, changes, strict=True)]
@@ -62,6 +71,18 @@ def engine_options(train: TrainOptions, model: ModelOptions, optim: Any = None) 
         gradient_checkpointing=model.enable_gradient_checkpointing,
         fused_kernels=model.fused_kernels,
     )
+
+
+def sampler_options(rollout: Any, episode: Any, seed: int) -> SamplerOptions:
+    """What the actor's rollout engine is made of; `rollout` is a section, or an engine's name or factory."""
+    if not isinstance(rollout, RolloutOptions):
+        return SamplerOptions(name=rollout, episode=episode, seed=seed)
+    settings: dict[str, Any] = {name: getattr(rollout, name) for name in RolloutOptions.model_fields}
+    if rollout.url:
+        from verl.roles.backends import vLLMWorker
+
+        settings |= {"name": vLLMWorker(rollout.url), "url": ()}
+    return SamplerOptions(**settings | {"episode": rollout.episode if episode is None else episode, "seed": seed})
 
 
 def changed_options(now: EngineOptions, changes: Mapping[str, Any], workers: object, role: str) -> EngineOptions:

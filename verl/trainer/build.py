@@ -24,10 +24,8 @@ from verl.errors import DataError
 from verl.models.loading import load_model
 from verl.models.memory import ModelSize, estimate_memory, preflight
 from verl.roles.actor import Actor
-from verl.roles.backends import vLLMWorker
 from verl.roles.critic import Critic
 from verl.roles.reward import Reward
-from verl.rollout.base import SamplingParams
 from verl.trainer.asynchronous import AsyncTrainer
 from verl.trainer.check import Checked, source_options
 from verl.trainer.logging import Logger
@@ -59,25 +57,11 @@ def placed_roles(algorithm: BaseAlgorithm) -> list[str]:
 def build_actor(config: Config, algorithm: BaseAlgorithm, rows: int, controller: Controller | None = None) -> Actor:
     """The model that is trained, loaded under the head that the algorithm asks for; its reference policy too where
     one is given. `rows` are those of a step."""
-    policy, rollout = config.actor_rollout_ref, config.actor_rollout_ref.rollout
+    policy = config.actor_rollout_ref
     actor = Actor(
         policy.model,
         train=_training(config, policy.actor, rows),
-        rollout=vLLMWorker(rollout.url) if rollout.url else rollout.name,
-        episode=rollout.episode,
-        sampling=SamplingParams(
-            max_new_tokens=rollout.max_new_tokens,
-            min_new_tokens=rollout.min_new_tokens,
-            temperature=rollout.temperature,
-            top_k=rollout.top_k,
-            top_p=rollout.top_p,
-            min_p=rollout.min_p,
-            stop=rollout.stop,
-        ),
-        max_num_seqs=rollout.max_num_seqs,
-        kv_cache_gb=rollout.kv_cache_gb,
-        batch_invariant=rollout.batch_invariant,
-        tensor_parallel_size=rollout.tensor_model_parallel_size,
+        rollout=policy.rollout,
         head=algorithm.head,
         placement=controller,
         seed=config.trainer.seed,

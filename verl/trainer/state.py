@@ -363,8 +363,9 @@ def rebuild(checkpoint: Checkpoint) -> tuple[Any, str | None]:
 
     from verl.models.heads import ValueModel, width_of
     from verl.models.portable import PortableModel
+    from verl.rollout.options import SamplerOptions
     from verl.training.options import EngineOptions
-    from verl.workers.actor import ActorWorker, RolloutOptions
+    from verl.workers.actor import ActorWorker
 
     noted = _read_probe(checkpoint)
     try:
@@ -385,7 +386,7 @@ def rebuild(checkpoint: Checkpoint) -> tuple[Any, str | None]:
         model = ValueModel(backbone, (weight, torch.zeros(1) if bias else None)).eval()
     _check_weights(checkpoint, "actor", {shard.name: shard for shard in model_shards(model)})
     load_model_shards(model, checkpoint.shards("actor/weights"))
-    worker = ActorWorker(PortableModel(model), None, (), EngineOptions(), RolloutOptions(), head=head)
+    worker = ActorWorker(PortableModel(model), None, (), EngineOptions(), SamplerOptions(), head=head)
     found = _probe(lambda verb, batch: getattr(worker, verb)(batch), model, head)
     gap = max(abs(a - b) for a, b in zip(found["outputs"], noted.outputs, strict=True))
     if gap <= noted.tolerance:

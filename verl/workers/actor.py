@@ -6,7 +6,7 @@ import copy
 import logging
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import closing
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import pyarrow as pa
@@ -20,6 +20,7 @@ from verl.models.portable import PortableModel
 from verl.rewards.loading import load_function
 from verl.rollout.base import Request, RolloutEngine, SamplingParams, generate
 from verl.rollout.episode import Episode, Outcome, Turns, outcomes, response_columns
+from verl.rollout.options import SamplerOptions
 from verl.shard import Shard
 from verl.training.options import EngineOptions, Head
 from verl.workers.place import ALONE, Place, verb
@@ -34,39 +35,11 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 #: Makes a rollout engine: (model, tokenizer, eos ids, options) -> engine. A class that is made so is one, too.
-EngineFactory = Callable[["PackedModel", "PreTrainedTokenizerBase", tuple[int, ...], "RolloutOptions"], RolloutEngine]
-
-
-@dataclass(frozen=True)
-class RolloutOptions:
-    """The engine that generates.
-
-    Attributes:
-        name: "embedded", "hf", "vllm", "FILE.py:NAME" of an `EngineFactory`, or such a factory.
-        max_num_seqs: sequences decoded at once.
-        kv_cache_gb: memory of the KV cache, in GiB; None: as much as the running sequences need.
-        tensor_parallel_size: ranks that share the model, for an engine that can split it (vllm).
-        seed: of the run; with a sample's id it fixes the sample's randomness.
-        episode: what happens between a row and the engine, or "FILE.py:NAME" of it; None: a single turn.
-        batch_invariant: a response is the same bit for bit in any batch (embedded engine).
-    """
-
-    name: str | EngineFactory = "embedded"
-    max_num_seqs: int = 256
-    kv_cache_gb: float | None = None
-    seed: int = 0
-    tensor_parallel_size: int = 1
-    episode: Episode | str | None = None
-    batch_invariant: bool = False
-
-    @property
-    def kv_memory(self) -> int | None:
-        """Bytes of the KV cache."""
-        return None if self.kv_cache_gb is None else int(self.kv_cache_gb * 2**30)
+EngineFactory = Callable[["PackedModel", "PreTrainedTokenizerBase", tuple[int, ...], "SamplerOptions"], RolloutEngine]
 
 
 def _embedded(
-    packed: PackedModel, tokenizer: PreTrainedTokenizerBase, eos: tuple[int, ...], options: RolloutOptions
+    packed: PackedModel, tokenizer: PreTrainedTokenizerBase, eos: tuple[int, ...], options: SamplerOptions
 ) -> RolloutEngine:
     from verl.rollout.embedded import EmbeddedEngine
 
@@ -82,7 +55,7 @@ def _embedded(
 
 
 def _hf(
-    packed: PackedModel, tokenizer: PreTrainedTokenizerBase, eos: tuple[int, ...], options: RolloutOptions
+    packed: PackedModel, tokenizer: PreTrainedTokenizerBase, eos: tuple[int, ...], options: SamplerOptions
 ) -> RolloutEngine:
     from verl.rollout.hf import HFEngine
 
@@ -90,7 +63,7 @@ def _hf(
 
 
 def _vllm(
-    packed: PackedModel, tokenizer: PreTrainedTokenizerBase, eos: tuple[int, ...], options: RolloutOptions
+    packed: PackedModel, tokenizer: PreTrainedTokenizerBase, eos: tuple[int, ...], options: SamplerOptions
 ) -> RolloutEngine:
     from verl.rollout.vllm import VLLMEngine
 
@@ -101,7 +74,7 @@ def _vllm(
         seed=options.seed,
         max_num_seqs=options.max_num_seqs,
         kv_memory=options.kv_memory,
-        tensor_parallel_size=options.tensor_parallel_size,
+        tensor_parallel_size=options.tensor_model_parallel_size,
     )
 
 
@@ -109,7 +82,7 @@ ENGINES: dict[str, EngineFactory] = {"embedded": _embedded, "hf": _hf, "vllm": _
 
 
 def make_rollout_engine(
-    packed: PackedModel, tokenizer: PreTrainedTokenizerBase, eos_token_ids: tuple[int, ...], options: RolloutOptions
+    packed: PackedModel, tokenizer: PreTrainedTokenizerBase, eos_token_ids: tuple[int, ...], options: SamplerOptions
 ) -> RolloutEngine:
     """The engine of these options; a model that the embedded one does not take gets "hf" in its place.
 
@@ -137,7 +110,7 @@ class ActorWorker(TrainedWorker):
         tokenizer: Any,
         eos_token_ids: tuple[int, ...],
         train: EngineOptions,
-        rollout: RolloutOptions,
+        rollout: SamplerOptions,
         *,
         head: Head = "lm",
         place: Place = ALONE,

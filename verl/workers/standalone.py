@@ -15,8 +15,8 @@ if TYPE_CHECKING:
     from verl.roles.actor import Actor
     from verl.rollout.base import RolloutEngine
     from verl.rollout.episode import Turns
+    from verl.rollout.options import SamplerOptions
     from verl.shard import Shard
-    from verl.workers.actor import RolloutOptions
 
 #: Seconds for a part of the weights to come from the object store.
 _PART_DEADLINE = 120
@@ -37,7 +37,7 @@ class EngineRecipe:
     tokenizer: Any
     eos_token_ids: tuple[int, ...]
     fused_kernels: bool
-    options: RolloutOptions
+    options: SamplerOptions
 
     @classmethod
     def of(cls, actor: Actor) -> EngineRecipe:

@@ -1,0 +1,128 @@
+"""Settings of generation: how samples are drawn, and the engine that draws them. Imported without torch."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from pydantic import AfterValidator, Field, model_validator
+
+from verl.errors import nearest
+from verl.record import (
+    NOT_BUILT,
+    Count,
+    FunctionPath,
+    Natural,
+    Processes,
+    Record,
+    Strings,
+    free,
+    function_path,
+    later,
+    wrong,
+)
+
+ENGINES = ("embedded", "hf", "vllm")
+
+
+def _engine_name(value: str) -> str:
+    if value not in ENGINES and ":" not in value:
+        raise ValueError(f"no engine is called '{value}': {nearest(value, ENGINES)}; or give FILE.py:CLASS")
+    return value if value in ENGINES else function_path(value)
+
+
+class RolloutOptions(Record):
+    """Generation: the section `actor_rollout_ref.rollout` of a file, `rollout=` of an actor."""
+
+    name: Annotated[str, AfterValidator(_engine_name)] = Field(
+        default="embedded",
+        description="engine: embedded (on the trained weights themselves), hf (plain generate), vllm, or your own, "
+        "as FILE.py:CLASS",
+    )
+    episode: FunctionPath | None = Field(
+        default=None, description="turns, tools or constraints of your own, as FILE.py:NAME (null: a single turn)"
+    )
+    n: Count = Field(default=8, description="samples per prompt")
+    max_new_tokens: Count = Field(default=128, description="longest response, in tokens")
+    min_new_tokens: Natural = Field(default=0, description="no end of sequence before this many tokens")
+    temperature: Annotated[float, Field(ge=1e-6, le=1e6)] = Field(
+        default=1.0, description="softmax temperature, in generation and in training alike"
+    )
+    top_k: Annotated[int, Field(ge=0, lt=2**31)] = Field(
+        default=0, description="sample among the k likeliest tokens only (0: off); biases the gradient"
+    )
+    top_p: Annotated[float, Field(gt=0, le=1)] = Field(
+        default=1.0, description="sample within this probability mass only (1: off); biases the gradient"
+    )
+    min_p: Annotated[float, Field(ge=0, lt=1)] = Field(
+        default=0.0,
+        description="drop tokens below this share of the likeliest one (0: off); biases the gradient",
+    )
+    stop: Strings = Field(default=(), description="texts that end a response")
+    url: Strings = Field(
+        default=(), description="addresses of running vLLM servers, which generate in the place of an engine of ours"
+    )
+    max_num_seqs: Count = Field(
+        default=256,
+        description="sequences that one worker generates at the same time (also: rollout_per_device_batch_size)",
+    )
+    kv_cache_gb: Annotated[float, Field(gt=0, le=1e6)] | None = Field(
+        default=None, description="memory for keys and values, in GB (null: from the memory that is free)"
+    )
+    batch_invariant: bool = Field(
+        default=False,
+        description="a response is the same bit for bit in any batch, at the price of speed (embedded)",
+    )
+    tensor_model_parallel_size: Count = Field(
+        default=1, description="ranks that share one copy of the model in generation (vllm)"
+    )
+    num_rollout_workers: Processes = Field(
+        default=1, description="processes that sample, in asynchronous training (trainer.max_staleness)"
+    )
+    max_rollout_workers: Processes | None = free(
+        None, "most such processes, when training waits for samples (null: always num_rollout_workers)"
+    )
+    transport: Literal["shared_memory", "queue"] = free(
+        "shared_memory", "how samples and weights travel between processes; the results are the same"
+    )
+    gpus_per_rollout_worker: int | None = later(
+        None, NOT_BUILT, "accelerators of one rollout worker (null: the one the model is on)"
+    )
+
+    @model_validator(mode="after")
+    def _check(self) -> RolloutOptions:
+        if self.tensor_model_parallel_size > 1 and self.name in ("embedded", "hf"):
+            raise wrong("tensor_model_parallel_size", f"the engine '{self.name}' does not split a model; vllm does")
+        if self.batch_invariant and self.name != "embedded":
+            raise wrong("batch_invariant", f"is for the embedded engine, not '{self.name}'")
+        if self.max_rollout_workers is not None and self.max_rollout_workers < self.num_rollout_workers:
+            raise wrong("max_rollout_workers", f"must be at least num_rollout_workers ({self.num_rollout_workers})")
+        if self.url and self.name != "vllm":
+            raise wrong("url", "is of vLLM servers: set rollout.name=vllm with it")
+        if self.min_new_tokens > self.max_new_tokens:
+            raise wrong("min_new_tokens", f"must be at most max_new_tokens ({self.max_new_tokens})")
+        return self
+
+    @property
+    def sampling(self) -> dict[str, Any]:
+        """The fields that are `SamplingParams`' too."""
+        names = ("max_new_tokens", "min_new_tokens", "temperature", "top_k", "top_p", "min_p", "stop")
+        return {name: getattr(self, name) for name in names}
+
+
+class SamplerOptions(RolloutOptions):
+    """What a rollout engine is made of: `RolloutOptions`, with what only Python can say.
+
+    Attributes:
+        name: a name, "FILE.py:NAME" of an `EngineFactory`, or such a factory.
+        episode: what happens between a row and the engine, or "FILE.py:NAME" of it; None: a single turn.
+        seed: of the run; with a sample's id it fixes the sample's randomness.
+    """
+
+    name: Any = "embedded"
+    episode: Any = None
+    seed: int = 0
+
+    @property
+    def kv_memory(self) -> int | None:
+        """Bytes of the KV cache."""
+        return None if self.kv_cache_gb is None else int(self.kv_cache_gb * 2**30)
