@@ -13,6 +13,7 @@ import torch.distributed as dist
 
 from verl.batch import Batch
 from verl.errors import ClusterError
+from verl.training.ranks import gather_json
 
 
 def dump_stacks_on_signal(path: str | Path, number: int = signal.SIGUSR1) -> None:
@@ -32,8 +33,7 @@ def check_same(name: str, value: torch.Tensor | Batch | str | bytes, group: Any 
     if not dist.is_initialized():
         return
     own = _digest(value)
-    digests: list[Any] = [None] * dist.get_world_size(group)
-    dist.all_gather_object(digests, own, group=group)
+    digests = gather_json(own, group or dist.group.WORLD)
     if len(set(digests)) > 1:
         sides = [[rank for rank, other in enumerate(digests) if other == digest] for digest in dict.fromkeys(digests)]
         raise ClusterError(f"'{name}' is not the same on all ranks: {' / '.join(f'ranks {side}' for side in sides)}")
