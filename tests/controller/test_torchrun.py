@@ -295,3 +295,18 @@ def test_the_state_of_an_algorithm_travels_with_each_order(tiny: Path, tmp_path:
         "print(grads > 0, again)",
     )
     assert torchrun(2, file, tiny).stdout.split() == ["True", "0.0"]
+
+
+def test_a_model_that_is_wrapped_after_the_first_verb_is_refused_by_name(tiny: Path, tmp_path: Path) -> None:
+    file = script(
+        tmp_path / "script.py",
+        "import sys, torch, verl",
+        "from torch.distributed.device_mesh import init_device_mesh",
+        "from torch.distributed.fsdp import fully_shard",
+        "from transformers import AutoModelForCausalLM",
+        "verl.Controller().start()",
+        "model = fully_shard(AutoModelForCausalLM.from_pretrained(sys.argv[1]), mesh=init_device_mesh('cpu', (1,)))",
+        "try: verl.Actor(model, sys.argv[1])",
+        "except verl.errors.ModelError as error: print(error)",
+    )
+    assert "the model is sharded over several ranks, and after the first verb" in torchrun(2, file, tiny).stdout

@@ -7,6 +7,7 @@ slots of their own run apart; nothing else decides it. Under torchrun slot numbe
 from __future__ import annotations
 
 import re
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -17,6 +18,8 @@ from verl.errors import ConfigError, nearest
 ROLES = ("actor", "rollout", "critic", "cost_critic", "reference")
 _KEYS = ("slots", "device", "gpu_ids", "cpu_ids", "parallel", "node", "accelerator")
 _KINDS = {"cuda": "cuda", "gpu": "cuda", "cpu": "cpu"}  # as it is written -> as it is called here
+#: Ranks of the largest job: a bound for what is written, not for what is there.
+MOST_SLOTS = 1 << 14
 _RANGE = re.compile(r"([a-z]+)(?::(\d[\d,\s-]*))?")
 
 
@@ -58,8 +61,10 @@ class ResourcePool:
         found = [slot for part in ([slots] if isinstance(slots, str | Slot) else slots) for slot in _slots(part)]
         if not found:
             raise ConfigError("placement: a pool needs at least one slot, such as 'cuda:0' or 'cpu:0'")
-        if twice := next((slot for slot in found if found.count(slot) > 1), None):
-            raise ConfigError(f"placement: slot {twice} is named twice in one pool")
+        _check_count(len(found), "a pool")
+        slot, times = Counter(found).most_common(1)[0]
+        if times > 1:
+            raise ConfigError(f"placement: slot {slot} is named twice in one pool")
         if len({slot.kind for slot in found}) > 1:
             raise ConfigError(f"placement: one pool is of one kind of device, got {', '.join(map(str, found))}")
         if parallel != "data":
@@ -80,6 +85,7 @@ class ResourcePool:
         """So many slots from number `first` on, on the accelerator where there is one, else on the CPU."""
         if count < 1:
             raise ConfigError(f"placement: a pool needs at least one slot, not {count}")
+        _check_count(count, "a pool")
         return cls([Slot(device.default_kind(), index) for index in range(first, first + count)])
 
     @classmethod
@@ -211,10 +217,19 @@ def _slots(given: str | Slot) -> list[Slot]:
     found = []
     for part in numbers.replace(" ", "").split(","):
         first, _, last = part.partition("-")
+        if max(len(first), len(last)) > 9:
+            raise ConfigError(f"placement: '{given[:40]}' has a number of a slot that no machine has")
         if not first.isdigit() or (last and not last.isdigit()) or (last and int(last) < int(first)):
             raise ConfigError(f"placement: '{given}' is no range of slots: write '{kind}:0-3' or '{kind}:0,2'")
+        _check_count(int(last or first) - int(first) + 1, f"'{given}'")
         found += [Slot(kind, i) for i in range(int(first), int(last or first) + 1)]
     return found
+
+
+def _check_count(count: int, what: str) -> None:
+    """Refuse at once what no cluster has; a smaller number is compared with what there is when slots are started."""
+    if count > MOST_SLOTS:
+        raise ConfigError(f"placement: {what} names {count} slots, and a job has at most {MOST_SLOTS} ranks")
 
 
 def _kind(name: str, given: str | Slot) -> str:
