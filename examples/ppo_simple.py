@@ -51,7 +51,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     option("--num_rollout_workers", type=int, help="ranks that only generate (default: those that train do)")
     option("--num_update_workers", type=int, default=1, help="beside them: ranks that train (default: %(default)s)")
     option("overrides", nargs="*", metavar="KEY=VALUE", help="settings that replace the recipe's")
-    return parser.parse_args([_underscored(word) for word in (sys.argv[1:] if argv is None else argv)])
+    return parser.parse_intermixed_args([_underscored(word) for word in (sys.argv[1:] if argv is None else argv)])
 
 
 def _underscored(word: str) -> str:
