@@ -74,7 +74,10 @@ def test_ppo_simple_with_ranks_that_roll_out_and_ranks_that_update(tmp_path: Pat
     alone = run(1, "alone")[1]
     assert len([row for row in alone if "loss/actor" in row]) == 2
     apart = ["--num-rollout-workers", "1", "--num-update-workers", "1"]
-    for name, placement, picture in (("apart", apart, "cpu:1  ·        0/1"), ("both", [], "cpu:1  1/2")):
+    for name, placement, picture in (
+        ("apart", apart, "cpu:0  ·      0/1      ·       ·\ncpu:1  0/1    ·        0/1     0/1"),
+        ("both", [], "cpu:1  1/2    1/2      1/2     1/2"),
+    ):
         errors, found = run(2, name, *placement)
         assert picture in errors
         assert found == alone
