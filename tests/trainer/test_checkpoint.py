@@ -24,6 +24,7 @@ from verl.errors import CheckpointError, DamagedCheckpointError
 from verl.shard import Shard
 from verl.trainer import tensor_files
 from verl.trainer.checkpoint import (
+    FORMAT,
     CheckpointStore,
     load_checkpoint,
     model_identity,
@@ -224,9 +225,22 @@ def forge(root: Path, content: dict[str, bytes], names: dict[str, bytes] | None 
         (root / key).parent.mkdir(parents=True, exist_ok=True)
         (root / key).write_bytes(data)
     root.mkdir(exist_ok=True)
-    manifest = {"files": entries, "format": 1, "identity": {}, "step": 1, **manifest}
+    manifest = {"files": entries, "format": FORMAT, "identity": {}, "step": 1, **manifest}
     digest = hashlib.sha256(json.dumps(manifest, sort_keys=True).encode()).hexdigest()
     (root / "manifest.json").write_text(json.dumps({**manifest, "digest": digest}, indent=1, sort_keys=True) + "\n")
+
+
+def test_another_format_is_refused_as_such_and_not_called_damaged(tmp_path: Path) -> None:
+    store = store_with(tmp_path, 1)
+    old = {"steps": 2, "skipped": 0, "loader": {"row": 3}, "extra": {}}  # trainer.json as format 1 had it
+    forge(store.path(2), {"trainer.json": json.dumps(old).encode()}, format=1, step=2)
+    for read in (lambda: store.load(), lambda: load_checkpoint(store.path(2))):
+        with pytest.raises(CheckpointError, match="has format 1, and this version of verl reads format 2") as refused:
+            read()
+        assert not isinstance(refused.value, DamagedCheckpointError)
+        assert "start anew (--fresh)" in str(refused.value)
+    assert "has format 1" in str(verify(store.path(2)))
+    assert store.steps() == [1, 2]
 
 
 def test_paths_may_not_leave_the_directory(tmp_path: Path) -> None:

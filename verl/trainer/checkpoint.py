@@ -52,7 +52,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-FORMAT = 1
+FORMAT = 2
 MANIFEST = "manifest.json"
 _STEP = re.compile(r"step-(\d{6,})")
 _NAME = re.compile(r"[\w-][\w.-]*(/[\w-][\w.-]*)*", re.ASCII)
@@ -291,13 +291,16 @@ def load_checkpoint(
 
     Raises:
         DamagedCheckpointError: it is missing, incomplete or changed; says which file and how.
-        CheckpointError: it belongs to another model or configuration; names the differences.
+        CheckpointError: it has another format, or belongs to another model or configuration; names the differences.
     """
     root = Path(path).absolute()
     recover(root)
     manifest = _read_manifest(root)
     if manifest.format != FORMAT:
-        raise CheckpointError(f"checkpoint {root} has format {manifest.format}; this version reads {FORMAT}")
+        raise CheckpointError(
+            f"checkpoint {root} has format {manifest.format}, and this version of verl reads format {FORMAT} alone: go "
+            "on with the version that wrote it, or start anew (--fresh)"
+        )
     for name, entry in manifest.files.items():
         if fault := _file_fault(root, name, entry.size, entry.sha256):
             raise DamagedCheckpointError(f"checkpoint {root} is damaged: {fault}")
