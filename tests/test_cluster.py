@@ -7,17 +7,16 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from concurrent import futures
-from contextlib import suppress
 from pathlib import Path
 
 import grpc
 import pytest
 
+from tests.sockets import LOOPBACK, family, listeners
 from verl import cluster
 from verl.errors import ClusterError
 
 NEVER = "127.0.0.1:1"
-LOOPBACK = {"0100007F", "0000000000000000FFFF00000100007F", "00000000000000000000000001000000"}
 JOIN = "from verl.cluster import connect\nconnect()"
 
 
@@ -83,28 +82,11 @@ def test_no_answer_is_said_at_once() -> None:
         cluster.check(NEVER)
 
 
-def listeners() -> set[str]:
-    """Addresses that this process and those that come of it listen on, as the kernel writes them."""
-    parents = {}
-    for stat in Path("/proc").glob("[0-9]*/stat"):
-        with suppress(OSError):  # it has ended
-            parents[int(stat.parent.name)] = int(stat.read_text().rpartition(")")[2].split()[1])
-    ours = {os.getpid()}
-    while grown := {pid for pid, parent in parents.items() if parent in ours} - ours:
-        ours |= grown
-    sockets = set()
-    for pid in ours:
-        with suppress(OSError):
-            sockets |= {os.readlink(fd) for fd in Path(f"/proc/{pid}/fd").iterdir()}
-    rows = [line.split() for kind in ("tcp", "tcp6") for line in Path("/proc/net", kind).read_text().splitlines()[1:]]
-    return {row[1] for row in rows if row[3] == "0A" and f"socket:[{row[9]}]" in sockets}
-
-
 def test_its_own_cluster_listens_on_loopback_alone_and_wants_the_token() -> None:
     ray = cluster.connect()
     assert cluster.is_own()
-    listening = listeners()
-    assert len(listening) > 2 and {address.partition(":")[0] for address in listening} <= LOOPBACK
+    listening = listeners(family(os.getpid()))
+    assert listening and listening <= LOOPBACK
     address = ray.get_runtime_context().gcs_address
     env = {**os.environ, "RAY_ADDRESS": address, "RAY_AUTH_TOKEN": "x" * 32, "PYTHONPATH": os.pathsep.join(sys.path)}
     env.pop("RAY_AUTH_MODE", None)
