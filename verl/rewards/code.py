@@ -18,9 +18,11 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from typing_extensions import Unpack
+
 from verl import sandbox
 from verl.errors import RewardError
-from verl.rewards.functions import FunctionReward
+from verl.rewards.functions import FunctionReward, OnFailure
 
 # Code within a line (no block), or a block: its label and text, up to the closing fence or the end.
 _FENCE = re.compile(r"```[^`\n]+```|```([^`\n]*)\n(.*?)\n?(?:^```|\Z)", re.DOTALL | re.MULTILINE)
@@ -72,20 +74,12 @@ class CodeReward(FunctionReward):
         parallel: int | None = None,
         name: str = "code",
         retries: int = 0,
-        default_reward: float | None = None,
-        max_failure_rate: float = 0.5,
+        **options: Unpack[OnFailure],
     ) -> None:
         self.limits = sandbox.Limits(seconds=timeout, memory=memory)
         self.partial, self.packages = partial, packages
         sandbox.require()
-        super().__init__(
-            self.scores,
-            name=name,
-            timeout=timeout + _GRACE,
-            retries=retries,
-            default_reward=default_reward,
-            max_failure_rate=max_failure_rate,
-        )
+        super().__init__(self.scores, name=name, timeout=timeout + _GRACE, retries=retries, **options)
         self.group.width = parallel or os.cpu_count() or 1
         self.group.slots = threading.Semaphore(self.group.width)
 

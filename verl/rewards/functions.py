@@ -9,7 +9,7 @@ import weakref
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from os import PathLike
-from typing import Any, ClassVar
+from typing import Any, ClassVar, TypedDict
 
 from verl.batch import Batch
 from verl.errors import ConfigError, RewardError
@@ -21,6 +21,13 @@ from verl.rewards.scores import Score, failure
 from verl.rewards.source import RewardResult
 
 logger = logging.getLogger(__name__)
+
+
+class OnFailure(TypedDict, total=False):
+    """Options of `FunctionReward` that every other kind of reward passes on to it."""
+
+    default_reward: float | None
+    max_failure_rate: float
 
 
 class FunctionReward:

@@ -13,6 +13,7 @@ from typing import Any
 from verl.config.schema import REWARDS
 from verl.errors import ConfigError, nearest
 from verl.rewards.composite import CompositeReward
+from verl.rewards.functions import OnFailure
 from verl.rewards.loading import split_spec
 from verl.rewards.smoothing import Smoothed
 from verl.rewards.source import RewardSource, source_of
@@ -73,7 +74,7 @@ def _make(source: Any, options: dict[str, Any]) -> RewardSource:
 
 def _build(module: str, name: str, source: Any, options: dict[str, Any]) -> RewardSource:
     kind = getattr(importlib.import_module(f"verl.rewards.{module}"), name)
-    known = [option for option in inspect.signature(kind).parameters if option != "source"]
+    known = {*inspect.signature(kind).parameters, *OnFailure.__annotations__} - {"source", "options"}
     workers = None if "workers" in known else options.pop("workers", None)
     for option in options:
         if option not in known:

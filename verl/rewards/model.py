@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from typing_extensions import Unpack
+
 from verl.device import put
 from verl.errors import ConfigError, DataError, ModelError
-from verl.rewards.functions import FunctionReward
+from verl.rewards.functions import FunctionReward, OnFailure
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -44,8 +46,7 @@ class RewardModel(FunctionReward):
         name: str = "reward_model",
         timeout: float = 600.0,
         retries: int = 0,
-        default_reward: float | None = None,
-        max_failure_rate: float = 0.5,
+        **options: Unpack[OnFailure],
     ) -> None:
         from verl.models.heads import SCORE_AT_EOS
         from verl.models.loading import find_tokenizer, load_model, load_tokenizer
@@ -62,14 +63,7 @@ class RewardModel(FunctionReward):
         self.batch_size = batch_size
         self.max_length = max_length or getattr(self.model.config, "max_position_embeddings", None)
         self._at_eos = bool(getattr(self.model.config, SCORE_AT_EOS, False))
-        super().__init__(
-            self.scores,
-            name=name,
-            timeout=timeout,
-            retries=retries,
-            default_reward=default_reward,
-            max_failure_rate=max_failure_rate,
-        )
+        super().__init__(self.scores, name=name, timeout=timeout, retries=retries, **options)
 
     def scores(self, responses: list[str], prompts: list[Any]) -> list[float]:
         """One number for each response to its prompt (a text or a list of messages)."""

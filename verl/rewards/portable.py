@@ -73,5 +73,5 @@ def in_workers(
         retries=given["retries"],
         batch_size=given.get("batch_size"),
         workers=workers,
-        **{name: given[name] for name in _OURS},
+        **{name: given[name] for name in _OURS if name in given},
     )

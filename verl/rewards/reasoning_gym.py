@@ -7,10 +7,12 @@ import re
 from collections.abc import Callable
 from typing import Any, Literal, get_args
 
+from typing_extensions import Unpack
+
 from verl.data.tasks import decode_problem, make_task
 from verl.errors import ConfigError
 from verl.rewards.calls import Caller
-from verl.rewards.functions import FunctionReward
+from verl.rewards.functions import FunctionReward, OnFailure
 
 Answer = Literal["last_number", "whole", "tag"]
 # A minus belongs to the number unless it stands between two operands.
@@ -41,19 +43,11 @@ class TaskReward(FunctionReward):
         name: str = "task",
         timeout: float = 30.0,
         retries: int = 0,
-        default_reward: float | None = None,
-        max_failure_rate: float = 0.5,
         workers: Callable[..., Caller] | None = None,
+        **options: Unpack[OnFailure],
     ) -> None:
-        super().__init__(
-            _Verifier(answer, exact),
-            name=name,
-            timeout=timeout,
-            retries=retries,
-            default_reward=default_reward,
-            max_failure_rate=max_failure_rate,
-            workers=workers,
-        )
+        verifier = _Verifier(answer, exact)
+        super().__init__(verifier, name=name, timeout=timeout, retries=retries, workers=workers, **options)
 
 
 class _Verifier:

@@ -14,8 +14,10 @@ from collections.abc import Callable, Coroutine, Mapping, Sequence
 from functools import cached_property
 from typing import Any
 
+from typing_extensions import Unpack
+
 from verl.errors import ConfigError, RolloutError
-from verl.rewards.functions import FunctionReward
+from verl.rewards.functions import FunctionReward, OnFailure
 from verl.rewards.scores import Score, failure, read_scores
 from verl.rollout.servers import ServerPool, check_model_path
 
@@ -94,7 +96,7 @@ class RemoteReward(_ServedReward):
         timeout: seconds for one call.
         retries: further tries of a call that failed.
         api_key: sent as a bearer token.
-        name, default_reward, max_failure_rate: see `FunctionReward`.
+        name, **options: see `FunctionReward`.
     """
 
     def __init__(
@@ -106,13 +108,11 @@ class RemoteReward(_ServedReward):
         retries: int = 3,
         api_key: str | None = None,
         name: str = "remote",
-        default_reward: float | None = None,
-        max_failure_rate: float = 0.5,
+        **options: Unpack[OnFailure],
     ) -> None:
         if batch_size < 1:
             raise ConfigError(f"reward '{name}': batch_size must be at least 1, not {batch_size}")
         self.batch_size = batch_size
-        options = {"default_reward": default_reward, "max_failure_rate": max_failure_rate}
         super().__init__(self.scores, source, timeout, retries, api_key, name=name, **options)
 
     async def scores(self, prompts: list[Any], completions: list[Any], **columns: Any) -> list[Score]:
@@ -143,7 +143,7 @@ class JudgeReward(_ServedReward):
         model: the judge's name on the server; None: the first model that it lists.
         max_tokens, temperature: of the reply.
         timeout, retries, api_key: as of `RemoteReward`.
-        name, default_reward, max_failure_rate: see `FunctionReward`.
+        name, **options: see `FunctionReward`.
 
     Raises:
         ConfigError: the template has no {response}, `parse` has no group, or an address cannot be a model server's.
@@ -163,8 +163,7 @@ class JudgeReward(_ServedReward):
         retries: int = 3,
         api_key: str | None = None,
         name: str = "judge",
-        default_reward: float | None = None,
-        max_failure_rate: float = 0.5,
+        **options: Unpack[OnFailure],
     ) -> None:
         if "{response}" not in template:
             raise ConfigError(f"reward '{name}': the judge's template must contain {{response}}")
@@ -176,7 +175,6 @@ class JudgeReward(_ServedReward):
             check_model_path(url)
         self.template, self.parse, self.system, self.model = template, parse, system, model
         self.sampling = {"max_tokens": max_tokens, "temperature": temperature}
-        options = {"default_reward": default_reward, "max_failure_rate": max_failure_rate}
         super().__init__(self.scores, source, timeout, retries, api_key, name=name, **options)
 
     async def scores(self, prompts: list[Any], completions: list[Any], **columns: Any) -> list[Score]:
