@@ -59,22 +59,22 @@ class FusedLayers:
     def of(cls, packed: PackedModel, calls: dict[int, tuple[float, int | None]]) -> FusedLayers | None:
         """The fused forward of this model, or None if it has another shape, device or dtype."""
         compiled = layer_kernels(packed.dtype, packed.device)
-        if compiled is None or not is_llama_shaped(packed):
+        if compiled is None or not has_llama_shape(packed.backbone, packed.head_dim):
             return None
         return cls(packed, compiled, calls)
 
     def is_valid(self) -> bool:
         """Whether the model still has this shape: adapters, sharding and offloading change its modules or hook them."""
-        return is_llama_shaped(self._packed)
+        return has_llama_shape(self._packed.backbone, self._packed.head_dim)
 
     @torch.no_grad()
     def agrees(self, tokens: Tensor, context: AttentionContext) -> bool:
-        """Whether the model's own code makes the same of `tokens` `[T]`, each layer looked at by itself.
+        """Whether each layer gives the same result as the model's own code for `tokens` `[T]`.
 
-        So the rounding of a layer is not that of all before it. Its input is made small: what it adds is not lost in
-        the sum, where a factor of it would not be seen.
+        Layers are compared one by one, so that rounding does not accumulate. Inputs are scaled down: otherwise the
+        residual would hide an error in what a layer adds to it.
         """
-        backbone = parts(self._packed.backbone)
+        backbone: Any = self._packed.backbone
         positions = spread_positions(len(tokens), self._packed.max_positions).to(tokens.device)
         calls = _layer_calls(self._packed, tokens, positions, context)
         if [index for index, *_ in calls] != list(range(len(backbone.layers))):
@@ -84,7 +84,7 @@ class FusedLayers:
         cos, sin = (part[0].contiguous() for part in backbone.rotary_emb(calls[0][1][None], positions[None]))
         for index, x, options in calls:
             x = x * (_SMALL / x.float().square().mean().sqrt().clamp(min=_SMALL)).to(x.dtype)
-            own, ours = _Witness(context), _Witness(context)
+            own, ours = AttentionRecorder(context), AttentionRecorder(context)
             output = backbone.layers[index](x[None], **{**options, "packed": own})
             want = output[0] if isinstance(output, Tensor) else output[0][0]
             got = self._layer(index, backbone.layers[index], x, cos, sin, ours)
@@ -94,7 +94,7 @@ class FusedLayers:
 
     def hidden(self, tokens: Tensor, positions: Tensor, context: AttentionContext) -> Tensor:
         """Final hidden states `[T, d]` of flat tokens `[T]` at `positions` `[T]`."""
-        backbone = parts(self._packed.backbone)
+        backbone: Any = self._packed.backbone
         x = Embedding.apply(backbone.embed_tokens.weight, tokens)  # type: ignore[no-untyped-call]
         cos, sin = (part[0].contiguous() for part in backbone.rotary_emb(x[None], positions[None]))
         first = backbone.layers[0]
@@ -111,9 +111,9 @@ class FusedLayers:
     @torch.no_grad()
     def infer(self, tokens: Tensor, positions: Tensor, context: AttentionContext) -> Tensor:
         """`hidden` without a gradient: fewer calls between the products, and every result in memory that is used
-        again. The shape of the model is not looked at: see `is_valid`."""
+        again. Does not check the model's shape: see `is_valid`."""
         compiled, packed = self._kernels, self._packed
-        backbone = parts(packed.backbone)
+        backbone: Any = packed.backbone
         x = backbone.embed_tokens.weight.index_select(0, tokens)
         cos, sin = (part[0].contiguous() for part in backbone.rotary_emb(x[None], positions[None]))
         normed, delta = torch.empty_like(x), None
@@ -159,14 +159,24 @@ class FusedLayers:
         )
 
 
-class _Witness:
-    """A context that keeps what it is given: queries, keys and values."""
+class AttentionRecorder:
+    """An `AttentionContext` that passes calls on to another one and records them.
+
+    Attributes:
+        calls: scale and window of each layer.
+        layers: the layer of each call; some architectures make several calls per layer.
+        given: query, key and value of each call, one after the other.
+    """
 
     def __init__(self, context: AttentionContext) -> None:
         self.context = context
+        self.calls: dict[int, tuple[float, int | None]] = {}
+        self.layers: list[int] = []
         self.given: list[Tensor] = []
 
     def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, scale: float, window: int | None) -> Tensor:
+        self.calls[layer] = (scale, window)
+        self.layers.append(layer)
         self.given += [query, key, value]
         return self.context.attend(layer, query, key, value, scale, window)
 
@@ -180,7 +190,7 @@ def _layer_calls(
     def note(index: int, args: tuple[Tensor, ...], options: dict[str, Any]) -> None:
         calls.append((index, args[0][0], options))
 
-    layers = parts(packed.backbone).layers
+    layers: Any = packed.backbone.layers
     hooks = [
         layer.register_forward_pre_hook(lambda _, args, options, i=i: note(i, args, options), with_kwargs=True)
         for i, layer in enumerate(layers)
@@ -194,14 +204,14 @@ def _layer_calls(
 
 
 def _agree(got: list[Tensor], want: list[Tensor]) -> bool:
-    """Whether these are equal up to what a few operations round."""
+    """Whether these are equal up to the rounding of a few operations."""
     tolerance = _TOLERANCE[want[0].dtype]
     pairs = [(a.double(), b.double()) for a, b in zip(got, want, strict=True)]
     return all(bool((a - b).norm() <= tolerance * b.norm()) for a, b in pairs)
 
 
 def spread_positions(count: int, limit: int | None) -> Tensor:
-    """So many positions from 0 to the last that a model has: what it does beyond some length shows there."""
+    """`count` positions from 0 to the model's last one, to cover behaviour that starts beyond some length."""
     return torch.linspace(0, max(count, limit or count) - 1, count, dtype=torch.float64).long()
 
 
@@ -335,19 +345,8 @@ def _weights(*modules: nn.Linear) -> list[Tensor | None]:
     return [part for module in modules for part in (module.weight, module.bias)]
 
 
-def parts(backbone: nn.Module) -> Any:
-    """The backbone, for reading its parts by name (`nn.Module` types them as tensors or modules)."""
-    return backbone
-
-
-def is_llama_shaped(packed: PackedModel) -> bool:
-    """Whether the model's backbone has this shape."""
-    return has_llama_shape(packed.backbone, packed.head_dim)
-
-
-def has_llama_shape(module: nn.Module, head_dim: int) -> bool:
+def has_llama_shape(backbone: Any, head_dim: int) -> bool:
     """Pre-norm layers of plain linear maps with SiLU gates and RMS norms, sizes as the kernels need them."""
-    backbone = parts(module)
     if not all(hasattr(backbone, name) for name in ("embed_tokens", "layers", "norm", "rotary_emb")):
         return False
     if type(backbone.embed_tokens) is not nn.Embedding:

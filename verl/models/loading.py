@@ -61,7 +61,7 @@ def load_model(
         dtype: "float32", "bfloat16", "float16", "float64" or "auto": as stored, but see `slow_in_half_precision`.
         kind: "causal": a `PreTrainedModel` with its language-model head. "value" (one value a position) and
             "score" (one number a sequence): a `ValueModel` over the same backbone, with the head that the
-            checkpoint brings, else a new one (`ValueModel.new_head` tells). "classifier": a transformers
+            checkpoint has, else a new one (see `ValueModel.new_head`). "classifier": a transformers
             sequence classifier with one label, as a reward model; its head must be in the checkpoint.
         trust_remote_code: run Python code that comes with the model.
 

@@ -43,7 +43,7 @@ def token_log_probs(
     chunk: int | None = None,
 ) -> tuple[Tensor, Tensor | None]:
     """Log-probs `[N]` of `targets` `[N]` under softmax(logits / temperature), and the entropy `[N]` if
-    asked for.
+    requested.
 
     The logits are `hidden @ weight.T + bias` for hidden states `[N, d]`, weight `[V, d]` and bias `[V]`,
     multiplied by `scale`, then soft-capped: `softcap * tanh(logits / softcap)`. The product runs in the

@@ -1,14 +1,13 @@
 """A transformers causal LM seen as a function: flat tokens in, final hidden states out.
 
-Every token of a micro-batch (training) or of a step of generation (rollout) stands in one flat row `[T]`.
-What a token may attend to is the affair of an `AttentionContext`, which reaches the attention function
-through the keyword arguments that transformers passes down to it. Models that cannot be called so
-(soft-capped attention scores, sinks, chunked windows, no attention interface) are found by comparing with
-the model's own forward; they take a padded path below the same interface, at the price of the padding.
-Heads and their size are those that the layers were seen to give their attention, whatever the configuration says.
+All tokens of a micro-batch (training) or of a step of generation (rollout) form one flat row `[T]`. An
+`AttentionContext` determines what each token attends to; it reaches the attention function through the keyword
+arguments that transformers passes down. A comparison with the model's own forward finds models that cannot be called
+so (soft-capped attention scores, sinks, chunked windows, no attention interface). These run over padded rows behind
+the same interface. The number and size of heads are read from the layers' calls, not from the configuration.
 
 Rotary embeddings whose frequencies depend on the longest position of the call ("dynamic", "longrope") see the
-longest row of the micro-batch, exactly as in a padded batch.
+longest row of the micro-batch, as in a padded batch.
 
 Shapes: T flat tokens, d hidden size, V vocabulary, H query heads, K key/value heads, D head size.
 """
@@ -28,7 +27,7 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
 from verl.errors import ModelError
-from verl.models.llama import FusedLayers
+from verl.models.llama import AttentionRecorder, FusedLayers
 from verl.models.log_probs import token_log_probs
 from verl.models.segments import Packed, PaddedRows, pack_rows
 
@@ -234,7 +233,7 @@ class PackedModel:
                 AttentionInterface.register(_IMPLEMENTATION, _attention)
                 AttentionMaskInterface.register(_IMPLEMENTATION, sdpa_mask)
                 self._inner.set_attn_implementation(_IMPLEMENTATION)
-                probe = _Probe(flat.context)
+                probe = AttentionRecorder(flat.context)
                 hidden = self._probed_hidden(tokens, flat, probe)
                 if hidden is not None and _close(hidden[rows.source][rows.mask], reference):
                     self._take_shape(probe)
@@ -251,15 +250,16 @@ class PackedModel:
                 )
             return False
 
-    def _take_shape(self, probe: _Probe) -> None:
+    def _take_shape(self, probe: AttentionRecorder) -> None:
         """Heads and their size as the layers have them: latent attention has others than its configuration says."""
-        if len(probe.shapes) == 1:
-            (self.num_heads, self.num_kv_heads, self.head_dim) = next(iter(probe.shapes))
+        shapes = {(q.shape[1], *k.shape[1:]) for q, k in zip(probe.given[::3], probe.given[1::3], strict=True)}
+        if len(shapes) == 1:
+            ((self.num_heads, self.num_kv_heads, self.head_dim),) = shapes
             once = sorted(probe.layers) == list(range(self.num_layers))
             self.supports_paged = once and self.num_heads % self.num_kv_heads == 0
 
     def _warn_without(self, kernels: str) -> None:
-        """Say what runs in the place of these fused kernels, if they are not what runs."""
+        """Warn if other code runs instead of the requested fused kernels."""
         if self._fused is None or kernels != "compiled":
             logger.warning(
                 "this build has no '%s' kernels for %s (%s on %s): %s",
@@ -295,7 +295,7 @@ class PackedModel:
         )
 
     @torch.no_grad()
-    def _probed_hidden(self, tokens: Tensor, flat: Packed, probe: _Probe) -> Tensor | None:
+    def _probed_hidden(self, tokens: Tensor, flat: Packed, probe: AttentionRecorder) -> Tensor | None:
         """Hidden states of a packed call, or None if a layer asks for attention that we do not compute."""
         try:
             hidden = self.packed_hidden(tokens, flat.positions, probe)
@@ -322,22 +322,6 @@ _PROBE = (
     [[5, 17, 3, 29, 11], [5, 17, 3, 29, 11], [23, 2, 13]],
     [[19, 7, 31], [43, 37], [41, 47, 53, 6]],
 )
-
-
-class _Probe:
-    """A context that remembers which layers asked, with which scale and window, and what they gave."""
-
-    def __init__(self, context: AttentionContext) -> None:
-        self.context = context
-        self.calls: dict[int, tuple[float, int | None]] = {}
-        self.layers: list[int] = []  # one for each call: some architectures make several a layer
-        self.shapes: set[tuple[int, int, int]] = set()  # query heads, key/value heads, head size
-
-    def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, scale: float, window: int | None) -> Tensor:
-        self.calls[layer] = (scale, window)
-        self.layers.append(layer)
-        self.shapes.add((query.shape[1], key.shape[1], key.shape[2]))
-        return self.context.attend(layer, query, key, value, scale, window)
 
 
 def _attention(

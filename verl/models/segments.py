@@ -135,7 +135,7 @@ class _Row:
 
 
 def _layout(rows: list[_Row], share_prompts: bool, device: torch.device) -> tuple[list[Bucket], list[int], list[int]]:
-    """Buckets, tokens and positions of the flat row; tells each row where it stands."""
+    """Buckets, tokens and positions of the flat row; sets `start` and `own_start` of each row."""
     families: list[list[_Row]] = []
     for row in rows:
         if share_prompts and families and families[-1][0].prompt == row.prompt:

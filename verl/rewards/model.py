@@ -96,8 +96,10 @@ class RewardModel(FunctionReward):
     def _forward(self, tokens: list[list[int]]) -> list[float]:
         import torch
 
+        from verl.models.packed import evaluating
+
         config, parameter = self.model.config, next(self.model.parameters())
-        own_pad, was_training = config.pad_token_id, self.model.training
+        own_pad = config.pad_token_id
         # Transformers scores at the last token that is not padding. A model without a padding token, or one scored at
         # an EOS that may also be its padding, is given an id that ends none of these texts.
         ends, free = {row[-1] for row in tokens}, own_pad is None or own_pad < 0 or self._at_eos
@@ -107,12 +109,10 @@ class RewardModel(FunctionReward):
         mask = torch.tensor([[1] * len(row) + [0] * (longest - len(row)) for row in tokens])
         try:
             config.pad_token_id = pad
-            self.model.eval()
-            with torch.inference_mode():
+            with evaluating(self.model), torch.inference_mode():
                 return self._heads(ids.to(parameter.device), mask.to(parameter.device)).double().tolist()
         finally:
             config.pad_token_id = own_pad
-            self.model.train(was_training)
 
     def _heads(self, ids: Tensor, mask: Tensor) -> Tensor:
         """Scores `[B]` of right-padded ids `[B, T]`."""

@@ -6,7 +6,7 @@ import asyncio
 import inspect
 import math
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Set, Sized
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from itertools import islice
 from numbers import Real
 from typing import Any
@@ -25,8 +25,6 @@ class Score:
     reason: str | None = None
     failed: bool = False
     components: dict[str, float] = field(default_factory=dict)
-
-    as_json = asdict
 
 
 def failure(reason: str) -> Score:
