@@ -17,7 +17,7 @@ def filled(cache: KVCache, tokens: list[int]) -> list[int]:
     blocks = cache.take_prompt(tokens)
     assert blocks is not None
     for block in blocks[: len(tokens) // BLOCK]:
-        cache.mark_filled(block)
+        cache.filled[block] = True
     return blocks
 
 
@@ -47,7 +47,7 @@ def test_an_idle_prompt_is_found_again_until_its_room_is_needed() -> None:
     # The end of the least recently used prompt goes first: its beginning is of use to more prompts.
     taken = cache.take(1)
     assert taken == [second[1]]
-    assert not cache.is_filled(second[1])
+    assert not cache.filled[second[1]]
 
 
 def test_blocks_that_were_never_filled_are_not_kept() -> None:
@@ -56,7 +56,7 @@ def test_blocks_that_were_never_filled_are_not_kept() -> None:
     assert blocks is not None
     cache.drop(blocks)
     assert cache.take_prompt(list(range(BLOCK))) is not None
-    assert not cache.is_filled(blocks[0])
+    assert not cache.filled[blocks[0]]
 
 
 def test_too_few_blocks_take_nothing() -> None:
@@ -94,7 +94,7 @@ def test_nothing_is_lost_or_shared_by_accident_over_random_use() -> None:
                 assert len(blocks) == blocks_for(len(tokens))
                 for block in blocks[: len(tokens) // BLOCK]:
                     if rng.random() < 0.8:
-                        cache.mark_filled(block)
+                        cache.filled[block] = True
                 users.append((blocks, tokens))
         else:
             blocks = cache.take(rng.randrange(4))

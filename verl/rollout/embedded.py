@@ -1,9 +1,9 @@
-"""The embedded engine: generation on the very tensors that are trained, in the trainer's own process.
+"""The embedded engine: generation on the trained tensors themselves, in the trainer's process.
 
-Each step feeds one token of every running response and a chunk of the prompts that are still being read. A
-finished response gives its place to the next one at once. Responses whose prompts are equal share one prefill and
-one copy of the prompt's keys and values; prompts share those of a common beginning. When the cache is full the
-response that came last is put back and later recomputed: its random numbers do not change, so nor do its tokens.
+Continuous batching: each step computes one token of every running response and a chunk of the prompts that are not
+prefilled yet; waiting responses start as soon as others finish. Responses with equal prompts share one prefill and one
+copy of the prompt's keys and values; prompts share those of a common prefix. When the cache is full, the newest
+response is preempted and recomputed later; its random numbers, and so its tokens, stay the same.
 """
 
 from __future__ import annotations
@@ -33,13 +33,11 @@ from verl.shard import Shard
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-# Matrix products treat rows by fours or so and a remainder otherwise, in another order of summation. With the rows of
-# a step filled up to a multiple of 8, a token's numbers do not depend on how many others there are. Multiples of a
-# sixteenth are taken, as a library keeps code for every shape that it has met (oneDNN: half a megabyte).
+# Matrix products compute blocks of about four rows, and the remaining rows in another order of summation. Padding the
+# rows of a step to a multiple of 8 makes a token's result independent of how many others there are. The step grows with
+# the number of rows, because a library keeps code for every shape that it has met (oneDNN: half a megabyte).
 _ROWS, _SIZES = 8, 16
-# What oneDNN keeps in all, measured on a rollout with preemptions.
-_KEPT_FOR_PRODUCTS = 48 << 20
-# Where that shall hold by construction, every product has this many rows.
+# With `batch_invariant` every product has this many rows.
 _FIXED_ROWS = 64
 
 
@@ -58,7 +56,7 @@ class EngineStats:
 
 @dataclass(eq=False)
 class _Prompt:
-    """A prompt with running responses; `hidden` `[d]` is the final state of its last token once it is read."""
+    """A prompt with running responses; `hidden` `[d]` is the final state of its last token after the prefill."""
 
     tokens: list[int]
     blocks: list[int]
@@ -79,12 +77,12 @@ class _Sequence:
 
     @property
     def tail(self) -> int:
-        """Tokens of the prompt behind its last full block: they stand at the beginning of the response's own blocks."""
+        """Tokens of the prompt after its last full block; they are copied into the response's first block."""
         return len(self.response.prompt) % BLOCK
 
     @property
     def needed(self) -> int:
-        """Blocks for what it has and its next token."""
+        """Blocks for its tokens and the next one."""
         return blocks_for(self.tail + len(self.response.tokens) + 1)
 
 
@@ -95,19 +93,19 @@ class EmbeddedEngine:
         packed: the model; its weights are read where they are, never copied.
         eos_token_ids: tokens that end a response.
         seed: the run's seed.
-        tokenizer: needed for stop strings alone.
+        tokenizer: for stop strings, guards and grammars.
         max_batch: responses that run at a time.
         kv_memory: bytes of the KV cache; None: as much as `max_batch` responses of `max_length` need, half of the
             free memory at most.
         max_length: prompt and response together; None: what the model allows.
-        step_tokens: tokens that one step reads of prompts, the running responses' own come on top.
-        batch_invariant: every forward has the same shape, so a response is the same bit for bit in any company and
-            after any preemption, whatever the device's matrix products do. The price: 64 tokens at a time.
-        compiled: on CPU use the compiled attention where it can be built.
+        step_tokens: prompt tokens computed in one step, besides one token of each running response.
+        batch_invariant: every forward has the same shape (64 tokens), so a response is bit for bit the same beside any
+            other responses and after any preemption, at the price of speed.
+        compiled: on CPU use the compiled kernels where they can be built.
 
     Raises:
-        ModelError: the model has no packed forward, or its keys and values do not fit one cache.
-        ConfigError: the memory does not hold one block, or a number is not positive.
+        ModelError: the model has no packed forward, or its layers have keys and values of different shapes.
+        ConfigError: the memory is too small for two blocks, or a number is not positive.
     """
 
     #: Its log-probs come from the trainer's own kernels on the live weights.
@@ -155,23 +153,6 @@ class EmbeddedEngine:
         self._finished: list[_Sequence] = []
 
     @property
-    def workspace(self) -> int:
-        """Bytes that generation takes beside weights and KV cache: what the tokens of a step go through, its logits,
-        and on CPU what oneDNN keeps for products in half precision.
-
-        Logits processors and top-p come on top, with some copies of a row of logits for each response that has them.
-        """
-        packed = self.packed
-        tokens, rows = self._filled(self.step_tokens + self.max_batch), self._filled(self.max_batch)
-        if self.batch_invariant:
-            tokens = rows = _FIXED_ROWS
-        width = getattr(packed.config, "intermediate_size", None) or 4 * packed.hidden_size
-        heads = (packed.num_heads + packed.num_kv_heads) * packed.head_dim
-        layer = 4 * packed.hidden_size + 2 * heads + 2 * width
-        kept = _KEPT_FOR_PRODUCTS if packed.device.type == "cpu" and packed.dtype.itemsize == 2 else 0
-        return (tokens * layer + rows * packed.vocab_size) * packed.dtype.itemsize + kept
-
-    @property
     def unfinished(self) -> int:
         return len(self._by_id)
 
@@ -179,8 +160,8 @@ class EmbeddedEngine:
         """Queue a request.
 
         Raises:
-            RolloutError: it can never be answered (empty or over-long prompt, unknown token, more than the cache
-                holds, stop strings without a tokenizer), or its id is in use.
+            RolloutError: it is invalid (empty or over-long prompt, unknown token, stop strings without a tokenizer),
+                does not fit the cache, or its id is in use.
         """
         if request.id in self._by_id:
             raise RolloutError(f"request '{request.id}' is already being answered: ids must differ")
@@ -207,7 +188,7 @@ class EmbeddedEngine:
 
     @torch.no_grad()
     def step(self) -> list[Sample]:
-        """Read a chunk of prompts, give every running response its next token; the samples that finished.
+        """Prefill a chunk of prompts, sample the next token of every running response, return the finished samples.
 
         Raises:
             RolloutError: the logits are not finite, or the engine sleeps while requests wait.
@@ -224,7 +205,7 @@ class EmbeddedEngine:
             hidden = self._forward(plan, read)
             self._draw(rows, hidden)
         except BaseException:
-            # What was planned is not in the cache: nothing of it may be believed.
+            # Blocks are marked as filled when they are planned, so the cache is not valid.
             self._put_all_back()
             self.cache.clear()
             raise
@@ -234,7 +215,7 @@ class EmbeddedEngine:
         return [sequence.response.sample(self.policy_version) for sequence in done]
 
     def abort(self, ids: Iterable[str]) -> None:
-        """End these requests; the next `step` returns them. Ids that are not in work are passed over."""
+        """End these requests; the next `step` returns them. Ids of no request are ignored."""
         for name in ids:
             sequence = self._by_id.get(name)
             if sequence is None or sequence.response.finish is not None:
@@ -247,9 +228,9 @@ class EmbeddedEngine:
             self._finished.append(sequence)
 
     def load_shards(self, shards: Iterable[Shard], version: int) -> None:
-        """Take new weights in place; tensors that are the model's own (trained in place) are only noted.
+        """Take new weights in place; nothing is copied for tensors that are the model's own.
 
-        Running responses go on under the new weights, their keys and values recomputed.
+        Running responses continue under the new weights, after their keys and values are recomputed.
 
         Raises:
             CheckpointError: a shard does not fit the model.
@@ -261,18 +242,22 @@ class EmbeddedEngine:
         self.policy_version = version
 
     def sleep(self) -> None:
-        """Give back the memory of the KV cache; unfinished requests are kept."""
+        """Free the memory of the KV cache; unfinished requests are kept."""
         self._put_all_back()
         self.cache.release()
         self._logit_space = torch.empty(0, dtype=self.packed.dtype)
 
     def wake(self) -> None:
-        """Be ready again after `sleep`; nothing happens when awake."""
+        """Allocate the KV cache again after `sleep`."""
         if self.cache.asleep:
             self.cache.allocate()
 
     def _look_at_model(self) -> None:
-        """The model is its user's: between two rollouts it may have been trained, moved, or given adapters."""
+        """Clear the cache if the model has changed since the last rollout (trained, or given adapters).
+
+        Raises:
+            RolloutError: it has another dtype or device.
+        """
         if (self.packed.dtype, self.packed.device) != (self.cache.dtype, self.cache.device):
             raise RolloutError(
                 f"the model is now {self.packed.dtype} on {self.packed.device}, the rollout engine was made for "
@@ -306,7 +291,7 @@ class EmbeddedEngine:
         )
 
     def _admit(self) -> None:
-        """Let waiting responses run while there is a place and room for their prompt and next block."""
+        """Start waiting responses while the batch and the cache have room."""
         while self._waiting and len(self._running) < self.max_batch:
             sequence = self._waiting[0]
             prompt = self._prompts.get(sequence.prompt_key)
@@ -326,7 +311,7 @@ class EmbeddedEngine:
             self._running.append(sequence)
 
     def _make_room(self) -> None:
-        """A block for each response whose next token begins one; when none is left the last to come gives way."""
+        """Take a block for each response whose next token needs one; if none is left, preempt the newest response."""
         for sequence in list(self._running):
             while sequence.prompt is not None and sequence.needed > len(sequence.blocks):
                 block = self.cache.take(1)
@@ -337,16 +322,17 @@ class EmbeddedEngine:
                     self._put_back(self._running[-1])
 
     def _plan_prompts(self, plan: Plan) -> list[tuple[_Prompt, int]]:
-        """Chunks of the prompts in their order of arrival; those read to the end, with their last token's index."""
+        """Plan chunks of prompts in their order of arrival. Returns those that this step completes, with the index of
+        their last token."""
         budget, read = self.step_tokens, []
         for prompt in self._prompts.values():
             if prompt.hidden is not None:
                 continue
             if budget == 0:
                 break
-            # What another prompt has put, or puts in this step, into a shared block need not be computed again.
+            # Skip blocks that another prompt has filled, or fills in this step.
             while prompt.computed % BLOCK == 0 and prompt.computed + BLOCK < len(prompt.tokens):
-                if not self.cache.is_filled(prompt.blocks[prompt.computed // BLOCK]):
+                if not self.cache.filled[prompt.blocks[prompt.computed // BLOCK]]:
                     break
                 prompt.computed += BLOCK
             end = min(prompt.computed + budget, len(prompt.tokens))
@@ -354,7 +340,7 @@ class EmbeddedEngine:
             index = plan.add(chunk, prompt.computed, prompt.blocks, len(prompt.blocks))
             budget -= end - prompt.computed
             for block in prompt.blocks[prompt.computed // BLOCK : end // BLOCK]:
-                self.cache.mark_filled(block)
+                self.cache.filled[block] = True
             prompt.computed = end
             if end == len(prompt.tokens):
                 read.append((prompt, index))
@@ -362,10 +348,11 @@ class EmbeddedEngine:
         return read
 
     def _plan_responses(self, plan: Plan) -> tuple[list[tuple[_Sequence, int]], list[tuple[int, int]]]:
-        """Feed the responses of prompts that are read; rows to draw from: a response and its last token's index.
+        """Plan the tokens of responses whose prompts are prefilled.
 
-        Index -1: the response is empty, its first token follows from the prompt's last state. Also the copies to make
-        before: a prompt's last block, where it is not full, into the first one of each response.
+        Returns:
+            Responses to sample for, with the index of their last token (-1: no token yet, sample from the prompt's last
+            state); and blocks to copy first: a prompt's last block, if it is not full, to each response's first.
         """
         rows: list[tuple[_Sequence, int]] = []
         copies: list[tuple[int, int]] = []
@@ -377,7 +364,7 @@ class EmbeddedEngine:
                 tokens = sequence.response.tokens
                 chunk = tokens[sequence.computed : sequence.computed + max(1, budget)]
                 index = -1
-                if chunk and prompt.hidden is None:  # read in this very step: there is nothing to copy yet
+                if chunk and prompt.hidden is None:  # prefilled in this step: there is nothing to copy yet
                     continue
                 if chunk:
                     if sequence.computed == 0 and sequence.tail:
@@ -393,7 +380,7 @@ class EmbeddedEngine:
         return rows, copies
 
     def _forward(self, plan: Plan, read: list[tuple[_Prompt, int]]) -> Tensor:
-        """Final hidden states `[T, d]` of the planned tokens; prompts that are read to the end keep their last."""
+        """Final hidden states `[T, d]` of the planned tokens; completed prompts keep their last one."""
         started = time.perf_counter()
         if not plan.tokens:
             return torch.empty(0, self.packed.hidden_size, dtype=self.packed.dtype, device=self.packed.device)
@@ -426,19 +413,19 @@ class EmbeddedEngine:
         return hidden[:tokens]
 
     def _filled(self, rows: int) -> int:
-        """Rows that a product of so many is computed with."""
+        """The number of rows, with padding, for a product of `rows` rows."""
         if self.batch_invariant:
             return _FIXED_ROWS
         step = max(_ROWS, (1 << (rows - 1).bit_length()) // _SIZES)
         return -(-rows // step) * step
 
     def _draw(self, rows: list[tuple[_Sequence, int]], hidden: Tensor) -> None:
-        """Sample from the rows, and let go of the responses that are finished."""
+        """Sample a token for each of `rows`, and release the finished responses."""
         if not rows:
             return
         started = time.perf_counter()
         first = [s.prompt.hidden for s, index in rows if index < 0 and s.prompt and s.prompt.hidden is not None]
-        # Rows of empty responses stand after the states of this step.
+        # States of prompts, for responses without a token, follow those of this step.
         states = torch.cat([hidden, torch.stack(first)]) if first else hidden
         fresh = iter(range(len(hidden), len(states)))
         index = [next(fresh) if index < 0 else index for _, index in rows]
@@ -459,7 +446,7 @@ class EmbeddedEngine:
         self.stats.sampling_seconds += time.perf_counter() - started
 
     def _logits(self, states: Tensor) -> Tensor:
-        """Logits `[N, V]`; without a copy in fp32 where the head is plain and the kernel reads its own dtype."""
+        """Logits `[N, V]`; in the model's dtype, without an fp32 copy, where the head is plain and kernels sample."""
         if not self._plain_head:
             return self.packed.logits(states)
         weight, bias = self.packed.head()
@@ -468,7 +455,7 @@ class EmbeddedEngine:
         return linear_into(states, weight, bias, self._logit_space[: len(states)])
 
     def _leave(self, sequence: _Sequence) -> None:
-        """Take a response out of the running ones; its prompt goes with the last of them."""
+        """Remove a running response and free its blocks; those of its prompt too, if it was the last one."""
         prompt = sequence.prompt
         assert prompt is not None
         self._running.remove(sequence)

@@ -1,15 +1,15 @@
-"""The paged KV cache: where keys and values lie, who uses which block, and what is freed first.
+"""The paged KV cache: memory layout, reference counts of blocks, prefix caching and eviction.
 
-A block holds `BLOCK` tokens of all layers. Blocks are counted by reference: samples of a prompt share its blocks,
-prompts share the blocks of a common beginning. A full prompt block that nobody uses stays, found by the hash of
-all tokens up to its end, until its room is needed (least recently used first) or the weights change.
+A block holds `BLOCK` tokens of all layers. Blocks are reference-counted: samples of a prompt share its blocks, prompts
+share the blocks of a common prefix. A full prompt block without users stays cached under the hash of all tokens up to
+its end, until its memory is needed (least recently used first) or the weights change.
 
 In general a layer is a pool of blocks `[N, BLOCK, K, D]`, as `torch.nn.attention.varlen.varlen_attn` reads it. For the
-CPU kernels keys lie transposed within a block, so that a product of queries with a block, like one of probabilities
-with its values, runs along memory. Processors multiply bf16 by pairs: so the numbers of two rows lie side by side.
+CPU kernels keys are transposed within a block, so that products with keys and with values read memory in order. In
+bf16 two rows are interleaved, because processors multiply bf16 in pairs.
 
-Legend: L layers, N blocks, K key/value heads, D head size, P numbers side by side (2 in bf16, else 1), W the head size
-filled up to a multiple of 16.
+Legend: L layers, N blocks, K key/value heads, D head size, P interleaved rows (2 in bf16, else 1), W the head size
+padded to a multiple of 16.
 """
 
 from __future__ import annotations
@@ -53,6 +53,7 @@ class KVCache:
         keys, values: `[L, N, BLOCK, K, D]`, or for kernels `[L, N, K, D / P, BLOCK, P]` and
             `[L, N, K, BLOCK / P, W, P]`; absent while asleep.
         kernels: those that the layout is for, if any.
+        filled: for each block whether it holds the keys and values of its prompt; set by the user of the block.
     """
 
     def __init__(
@@ -87,11 +88,11 @@ class KVCache:
 
     @property
     def bytes(self) -> int:
-        """What the blocks take while awake."""
+        """Memory of the blocks while awake."""
         return self.num_blocks * self.block_bytes(self._shape[0], self.heads, self.head_dim, self.dtype)
 
     def allocate(self) -> None:
-        """Take the memory. On CPU pages become real when first written, low block numbers first."""
+        """Allocate the memory. On CPU pages are committed at the first write, low block numbers first."""
         if self.kernels is None:
             self.keys, self.values = (self._empty((BLOCK, self.heads, self.head_dim)) for _ in range(2))
         else:
@@ -121,14 +122,14 @@ class KVCache:
         shape = (*self._shape, *block)
         if self.device.type != "cpu" or not self.num_blocks or not hasattr(mmap, "MADV_HUGEPAGE"):
             return torch.empty(shape, dtype=self.dtype, device=self.device)
-        # Blocks are read in any order: with small pages the processor would look for the place of each of them.
+        # Blocks are read in any order; large pages keep address translation cheap.
         memory = mmap.mmap(-1, math.prod(shape) * self.dtype.itemsize, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
         with suppress(OSError):  # a kernel that has no large pages
             memory.madvise(mmap.MADV_HUGEPAGE)
         return torch.frombuffer(memory, dtype=self.dtype).view(shape)
 
     def release(self) -> None:
-        """Give the memory back; everything cached is forgotten."""
+        """Free the memory and clear the cache."""
         self.clear()
         self.keys = self.values = torch.empty(0)
         self.asleep = True
@@ -137,7 +138,7 @@ class KVCache:
         """Forget all contents and all users."""
         self._free = list(range(self.num_blocks - 1, -1, -1))
         self._users = [0] * self.num_blocks
-        self._filled = bytearray(self.num_blocks)
+        self.filled = [False] * self.num_blocks
         self._by_hash: dict[bytes, int] = {}
         self._hash_of: dict[int, bytes] = {}
         self._idle: OrderedDict[int, None] = OrderedDict()
@@ -148,13 +149,13 @@ class KVCache:
         return len(self._free) + len(self._idle)
 
     def take(self, count: int) -> list[int] | None:
-        """`count` blocks for one user, or None, and nothing taken, if there are too few."""
+        """`count` blocks for one user; None if there are too few, then nothing is taken."""
         if count > self.available:
             return None
         return [self._take_one() for _ in range(count)]
 
     def take_prompt(self, tokens: Sequence[int]) -> list[int] | None:
-        """Blocks for a prompt, those of a common beginning shared; None, and nothing taken, if there are too few."""
+        """Blocks for a prompt, those of a common prefix shared; None if there are too few, then nothing is taken."""
         hashes = _prefix_hashes(tokens)
         shared: list[int] = []
         for digest in hashes:
@@ -178,25 +179,18 @@ class KVCache:
         return shared + fresh
 
     def drop(self, blocks: Sequence[int]) -> None:
-        """One user lets go of these blocks."""
+        """Remove one user of these blocks."""
         for block in reversed(blocks):
             self._users[block] -= 1
             if self._users[block] < 0:
                 raise RolloutError(f"KV block {block} was given back twice")
             if self._users[block]:
                 continue
-            if self._filled[block] and block in self._hash_of:
+            if self.filled[block] and block in self._hash_of:
                 self._idle[block] = None
             else:
                 self._forget(block)
                 self._free.append(block)
-
-    def is_filled(self, block: int) -> bool:
-        """Whether a prompt block holds its keys and values."""
-        return bool(self._filled[block])
-
-    def mark_filled(self, block: int) -> None:
-        self._filled[block] = 1
 
     def _take_one(self) -> int:
         if self._free:
@@ -205,7 +199,7 @@ class KVCache:
             block, _ = self._idle.popitem(last=False)
             self._forget(block)
         self._users[block] = 1
-        self._filled[block] = 0
+        self.filled[block] = False
         return block
 
     def _forget(self, block: int) -> None:
