@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from typing import Annotated, Any, Literal, Union
 
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
+from pydantic.fields import FieldInfo
 from pydantic_core import ErrorDetails, PydanticCustomError
 from typing_extensions import Self
 
@@ -95,6 +96,12 @@ def later(default: Any, reason: str, description: str) -> Any:
     return Field(default, description=description, json_schema_extra={"later": reason})
 
 
+def extra(field: FieldInfo, name: str) -> Any:
+    """What `free` or `later` noted of a field under a name; None: nothing."""
+    noted = field.json_schema_extra
+    return noted.get(name) if isinstance(noted, dict) else None
+
+
 class Record(BaseModel):
     """A group of settings: frozen, strictly typed (`true` is no number, text no truth), without unknown names.
 
@@ -114,10 +121,10 @@ class Record(BaseModel):
     @model_validator(mode="after")
     def _refuse_what_is_not_there_yet(self) -> Self:
         for name, field in type(self).model_fields.items():
-            extra = field.json_schema_extra
-            if isinstance(extra, dict) and "later" in extra and getattr(self, name) != field.default:
+            reason = extra(field, "later")
+            if reason is not None and getattr(self, name) != field.default:
                 only = json.dumps(field.default).strip('"')
-                raise wrong(name, f"{extra['later']}, so only {only} is possible here")
+                raise wrong(name, f"{reason}, so only {only} is possible here")
         return self
 
     @classmethod

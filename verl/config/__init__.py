@@ -1,34 +1,21 @@
 """Settings of a run: the schema, reading YAML with `key=value` overrides, and the identity of a run."""
 
-from verl.config.document import Key, commented_yaml, describe, markdown
+from verl.config.document import commented_yaml, describe, markdown
 from verl.config.load import build_config, load_config, to_yaml
 from verl.config.schema import (
-    ActorRolloutRefConfig,
-    AlgorithmConfig,
     Config,
     CriticConfig,
-    DataConfig,
-    RefConfig,
-    RewardComponent,
     RewardConfig,
     RewardPart,
-    TrainerConfig,
     config_hash,
     run_id,
 )
 
 __all__ = [
-    "ActorRolloutRefConfig",
-    "AlgorithmConfig",
     "Config",
     "CriticConfig",
-    "DataConfig",
-    "Key",
-    "RefConfig",
-    "RewardComponent",
     "RewardConfig",
     "RewardPart",
-    "TrainerConfig",
     "build_config",
     "commented_yaml",
     "config_hash",

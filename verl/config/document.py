@@ -12,7 +12,7 @@ from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
 from verl.config.schema import Config
-from verl.record import in_words, section
+from verl.record import extra, in_words, section
 
 
 @dataclass(frozen=True)
@@ -33,14 +33,8 @@ def describe(record: type[BaseModel] = Config, prefix: str = "") -> Iterator[Key
         if inner is not None:
             yield from describe(inner, f"{prefix}{name}.")
             continue
-        extra = field.json_schema_extra if isinstance(field.json_schema_extra, dict) else {}
-        later = extra.get("later")
         yield Key(
-            path=prefix + name,
-            type=in_words(field.annotation),
-            default=_default(field),
-            description=field.description or "",
-            later=str(later) if later is not None else None,
+            prefix + name, in_words(field.annotation), _default(field), field.description or "", extra(field, "later")
         )
 
 
@@ -91,8 +85,7 @@ def _write_section(record: type[BaseModel], depth: int, lines: list[str]) -> Non
             lines.append(f"{indent}{name}:  # {field.description}")
             _write_section(inner, depth + 1, lines)
             continue
-        extra = field.json_schema_extra if isinstance(field.json_schema_extra, dict) else {}
-        note = "; only this value so far" if "later" in extra else f" [{in_words(field.annotation)}]"
+        note = "; only this value so far" if extra(field, "later") else f" [{in_words(field.annotation)}]"
         setting = f"{indent}{name}: {_value(_default(field))}"
         lines.append(f"{setting:<44}  # {field.description}{note}")
     if record.model_config.get("extra") == "allow":

@@ -27,6 +27,7 @@ from verl.record import (
     Record,
     Seconds,
     Strings,
+    extra,
     free,
     function_path,
     home,
@@ -340,8 +341,8 @@ def config_hash(config: Config) -> str:
 def _identity(section: BaseModel) -> dict[str, Any]:
     content = section.model_dump(mode="json")
     for name, field in type(section).model_fields.items():
-        extra, value = field.json_schema_extra, getattr(section, name)
-        if isinstance(extra, dict) and extra.get("identity") is False:
+        value = getattr(section, name)
+        if extra(field, "identity") is False:
             del content[name]
         elif isinstance(value, Record):
             content[name] = _identity(value)

@@ -76,7 +76,7 @@ class MemoryBuffer:
     """A queue of batches in this process."""
 
     def __init__(self, capacity: int) -> None:
-        self.capacity = _positive(capacity)
+        self.capacity = checked_capacity(capacity)
         self._batches: deque[Batch] = deque()
         self._size = 0
 
@@ -88,7 +88,8 @@ class MemoryBuffer:
         return self._size
 
     def add(self, batch: Batch) -> None:
-        _check_room(self, batch)
+        if len(batch) > self.room:
+            raise no_room(self, batch)
         if len(batch):
             self._batches.append(batch)
             self._size += len(batch)
@@ -124,7 +125,7 @@ class DiskBuffer:
     """
 
     def __init__(self, path: str | Path, capacity: int) -> None:
-        self.path, self.capacity = Path(path), _positive(capacity)
+        self.path, self.capacity = Path(path), checked_capacity(capacity)
         self.path.mkdir(parents=True, exist_ok=True)
         self._unlock = weakref.finalize(self, os.close, _lock(self.path))
         clear_staging(self.path)
@@ -150,7 +151,8 @@ class DiskBuffer:
         return sum(self._sizes.values()) - self._offset
 
     def add(self, batch: Batch) -> None:
-        _check_room(self, batch)
+        if len(batch) > self.room:
+            raise no_room(self, batch)
         self._append(batch)
 
     def drain(self, count: int | None = None) -> Batch:
@@ -179,8 +181,7 @@ class DiskBuffer:
         return Batch.concat(parts).slice(self._offset)
 
     def load_state(self, batch: Batch) -> None:
-        if len(batch) > self.capacity:
-            raise DataError(f"{len(batch)} saved samples do not fit a buffer of {self.capacity}: raise buffer_size")
+        check_saved(self, batch)
         old = list(self._sizes)
         start = self._next
         self._append(batch)
@@ -235,18 +236,25 @@ class _Cursor(BaseModel):
     row: int = Field(ge=0, lt=2**53)
 
 
-def _positive(capacity: int) -> int:
+def checked_capacity(capacity: int) -> int:
+    """The capacity; raises ConfigError if it is below 1."""
     if capacity < 1:
         raise ConfigError(f"a buffer's capacity is at least one sample, not {capacity}")
     return capacity
 
 
-def _check_room(buffer: Buffer, batch: Batch) -> None:
-    if len(batch) > buffer.room:
-        raise DataError(
-            f"{len(batch)} samples do not fit: {len(buffer)} of {buffer.capacity} places are taken. "
-            "Drain first, or raise buffer_size"
-        )
+def no_room(buffer: Buffer, batch: Batch) -> DataError:
+    """The error about samples that a buffer has no room for now."""
+    return DataError(
+        f"{len(batch)} samples do not fit: {len(buffer)} of {buffer.capacity} places are taken. "
+        "Drain first, or raise buffer_size"
+    )
+
+
+def check_saved(buffer: Buffer, batch: Batch) -> None:
+    """Raises DataError for saved samples that are more than a buffer's capacity."""
+    if len(batch) > buffer.capacity:
+        raise DataError(f"{len(batch)} saved samples do not fit a buffer of {buffer.capacity}: raise buffer_size")
 
 
 def _wanted(count: int | None, size: int) -> int:

@@ -11,7 +11,8 @@ from typing import Any
 
 from verl.batch import Batch
 from verl.cluster import connect
-from verl.errors import ClusterError, ConfigError, DataError
+from verl.data.buffers import check_saved, checked_capacity, no_room
+from verl.errors import ClusterError, DataError
 
 #: Seconds that the ledger's actor or the samples of a node may take to answer.
 DEADLINE = 60.0
@@ -30,8 +31,7 @@ class DistributedBuffer:
     """
 
     def __init__(self, capacity: int, name: str = "verl-buffer") -> None:
-        if capacity < 1:
-            raise ConfigError(f"a buffer's capacity is at least one sample, not {capacity}")
+        checked_capacity(capacity)
         self._ray = ray = connect()
         made = ray.remote(_Ledger).options(name=name, namespace="verl", get_if_exists=True, num_cpus=0)
         self._ledger: Any = made.remote(capacity)
@@ -46,10 +46,7 @@ class DistributedBuffer:
 
     def add(self, batch: Batch) -> None:
         if len(batch) and not self._ask("add", *self._stored(batch)):
-            raise DataError(
-                f"{len(batch)} samples do not fit: {len(self)} of {self.capacity} places are taken. "
-                "Drain first, or raise buffer_size"
-            )
+            raise no_room(self, batch)
 
     def drain(self, count: int | None = None) -> Batch:
         if count is not None and count < 0:
@@ -60,8 +57,7 @@ class DistributedBuffer:
         return self._fetched(self._ask("parts"))
 
     def load_state(self, batch: Batch) -> None:
-        if len(batch) > self.capacity:
-            raise DataError(f"{len(batch)} saved samples do not fit a buffer of {self.capacity}: raise buffer_size")
+        check_saved(self, batch)
         self._ask("replace", *self._stored(batch))
 
     def _stored(self, batch: Batch) -> tuple[bytes, int]:

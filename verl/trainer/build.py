@@ -86,14 +86,9 @@ def build_source(given: RewardConfig) -> Reward | None:
     """The reward or cost of a section, or the weighted sum of several; None where it names none."""
     if not given.is_given:
         return None
-    options: dict[str, Any] = {
-        "timeout": given.timeout,
-        "retries": given.retries,
-        "max_failure_rate": given.max_failure_rate,
-        "workers": given.workers,
-        "max_workers": given.max_workers,
-        "default_reward": None if given.on_failure == "abstain" else given.on_failure,
-    }
+    names = ("timeout", "retries", "max_failure_rate", "workers", "max_workers")
+    options: dict[str, Any] = {name: getattr(given, name) for name in names}
+    options["default_reward"] = None if given.on_failure == "abstain" else given.on_failure
     if given.components:
         parts = {name: {**source_options(part), "weight": part.weight} for name, part in given.components.items()}
         return Reward(parts, **options)
@@ -149,16 +144,16 @@ def check_memory(config: Config, algorithm: BaseAlgorithm, actor: Actor) -> None
     Raises:
         ConfigError: with what is needed, what there is, and the setting to change.
     """
-    fused = config.actor_rollout_ref.model.use_fused_kernels
+    policy = config.actor_rollout_ref
+    model, update, rollout = policy.model, policy.actor, policy.rollout
     size = ModelSize.from_model(actor.model)
-    size = replace(size, fused=size.fused and fused)
-    update, rollout = config.actor_rollout_ref.actor, config.actor_rollout_ref.rollout
+    size = replace(size, fused=size.fused and model.use_fused_kernels)
     estimate = preflight(
         size,
         key="actor_rollout_ref.actor",
         max_tokens_per_micro_batch=update.max_tokens_per_micro_batch or 16384,
         kv_tokens=int((rollout.kv_cache_gb or 0.0) * 2**30 / max(size.kv_bytes_per_token, 1)),
-        gradient_checkpointing=config.actor_rollout_ref.model.enable_gradient_checkpointing,
+        gradient_checkpointing=model.enable_gradient_checkpointing,
         moments=update.optim.moments,
         cut_over=len(actor.controller.mesh.pool("actor")) if update.strategy == "fsdp" else 1,
         available=_available(actor, size) - _others(algorithm, size),

@@ -154,19 +154,14 @@ class CheckpointStore:
     @staticmethod
     def holds(directory: Path) -> bool:
         """Whether there are checkpoints in a directory, damaged ones included."""
-        return directory.is_dir() and any(
-            _STEP.fullmatch(entry.name) and entry.is_dir() for entry in directory.iterdir()
-        )
+        return bool(_steps(directory))
 
     def path(self, step: int) -> Path:
         return self.directory / f"step-{step:06d}"
 
     def steps(self) -> list[int]:
         """Steps with a checkpoint, damaged ones included, ascending."""
-        if not self.directory.is_dir():
-            return []
-        found = ((_STEP.fullmatch(entry.name), entry) for entry in self.directory.iterdir())
-        return sorted(int(match[1]) for match, entry in found if match and entry.is_dir())
+        return _steps(self.directory)
 
     def save(self, step: int, files: Mapping[str, Any], identity: Mapping[str, str] | None = None) -> SaveResult:
         """`save_checkpoint` under the step's name; older checkpoints go once this one is safe.
@@ -362,6 +357,13 @@ def verify(path: str | Path) -> VerifyReport:
     except CheckpointError as error:
         report.problems.append(str(error))
     return report
+
+
+def _steps(directory: Path) -> list[int]:
+    if not directory.is_dir():
+        return []
+    found = ((_STEP.fullmatch(entry.name), entry) for entry in directory.iterdir())
+    return sorted(int(match[1]) for match, entry in found if match and entry.is_dir())
 
 
 def _may_replace(path: Path) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -37,7 +38,7 @@ def collective_times() -> Iterator[dict[str, CollectiveTime]]:
             entry = found.setdefault(event.name, CollectiveTime())
             entry.calls += 1
             entry.seconds += event.time_range.elapsed_us() / 1e6
-            entry.elements += sum(_size(shape) for shape in event.input_shapes or ())
+            entry.elements += sum(math.prod(shape) for shape in event.input_shapes or () if shape)
 
 
 def communication_table(found: dict[str, CollectiveTime]) -> Table:
@@ -46,10 +47,3 @@ def communication_table(found: dict[str, CollectiveTime]) -> Table:
     for name, entry in sorted(found.items(), key=lambda item: -item[1].seconds):
         table.add_row(name, str(entry.calls), f"{entry.seconds:.4f}", f"{entry.elements:,}")
     return table
-
-
-def _size(shape: list[int]) -> int:
-    size = 1 if shape else 0
-    for extent in shape:
-        size *= extent
-    return size
