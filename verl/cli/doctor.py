@@ -167,10 +167,8 @@ def check_host() -> Finding:
         socket.getaddrinfo(name, None)
     except OSError as error:
         if os.environ.get("MASTER_ADDR"):
-            advice = "set it to the address of the first node"
-            return Finding(
-                "host", "fail", f"MASTER_ADDR, '{name}', cannot be resolved: {error}", f"MASTER_ADDR: {advice}"
-            )
+            detail = f"MASTER_ADDR, '{name}', cannot be resolved: {error}"
+            return Finding("host", "fail", detail, "MASTER_ADDR: set it to the address of the first node")
         return Finding("host", "warn", f"'{name}' cannot be resolved: {error}", f"/etc/hosts lacks: 127.0.0.1 {name}")
     return Finding("host", "ok", name)
 

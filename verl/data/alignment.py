@@ -52,14 +52,13 @@ class CharacterAlignment:
     def to_critic(self, sequences: Batch, columns: Sequence[str]) -> Batch:
         """The sequences in the critic's tokens, with its masks and these columns carried over."""
         there = self.batch(sequences)
-        carried: dict[str, list[list[Any]]] = {}
-        for name in ("response_mask", "loss_mask", *columns):
-            if name not in sequences:
-                continue
-            carried[name] = [
-                _carry(self._spans(tokens), numbers, self._encode(self._text(tokens))[1])
-                for tokens, numbers in zip(sequences["response_tokens"], sequences[name], strict=True)
-            ]
+        tokens = sequences["response_tokens"]
+        spans = [(self._spans(row), self._encode(self._text(row))[1]) for row in tokens]
+        carried = {
+            name: [_carry(own, row, others) for (own, others), row in zip(spans, sequences[name], strict=True)]
+            for name in ("response_mask", "loss_mask", *columns)
+            if name in sequences
+        }
         return there.add(carried)
 
     def _text(self, tokens: Sequence[int]) -> str:

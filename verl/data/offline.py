@@ -121,11 +121,10 @@ class OfflineDatasetLoader:
         visits = self._cursor.take(self.batch_size)
         rows = [(epoch, row) for epoch, group in visits for row in self._groups[group]]
         batch = self.batch.take([row for _, row in rows])
-        ids, groups = batch["id"], batch["group"]
         # A group that two epochs bring into one batch must not become a group of four.
         names = {
-            "id": [f"e{epoch}.{name}" for (epoch, _), name in zip(rows, ids, strict=True)],
-            "group": [f"e{epoch}.{name}" for (epoch, _), name in zip(rows, groups, strict=True)],
+            column: [f"e{epoch}.{name}" for (epoch, _), name in zip(rows, batch[column], strict=True)]
+            for column in ("id", "group")
         }
         return batch.drop(names).add(names)
 

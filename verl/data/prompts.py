@@ -61,24 +61,21 @@ class PromptDataset:
         return digest({**row, "prompt_tokens": prompt_text(row)} for row in self.batch.rows())
 
 
+@dataclass(eq=False, repr=False)
 class PromptStream:
     """Prompts read one after another from an iterable that has no length and is not shuffled here.
 
     The source is iterated anew each epoch (after `set_epoch(epoch)`, where it has that) and must repeat itself:
     resuming skips the rows that were consumed.
+
+    Attributes:
+        prepare: applied to each row, with its number; it may drop the row.
     """
 
-    def __init__(
-        self,
-        source: Iterable[Any],
-        form: PromptForm,
-        name: str = "stream",
-        prepare: Callable[[Batch, int], Batch] | None = None,
-    ) -> None:
-        self.source = source
-        self.form = form
-        self.name = name
-        self.prepare = prepare
+    source: Iterable[Any]
+    form: PromptForm
+    name: str = "stream"
+    prepare: Callable[[Batch, int], Batch] | None = None
 
     def rows(self, epoch: int, start: int = 0) -> Iterator[tuple[int, dict[str, Any]]]:
         """Row numbers and rows from number `start` on; a row that `prepare` drops is left out."""

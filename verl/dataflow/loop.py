@@ -19,6 +19,7 @@ import threading
 import time
 from collections.abc import Callable, Coroutine
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, TypeVar
 
 from verl.controller import pool
@@ -50,6 +51,13 @@ class Job:
     started: concurrent.futures.Future[None] = field(default_factory=concurrent.futures.Future)
     result: concurrent.futures.Future[Any] = field(default_factory=concurrent.futures.Future)
 
+    def run(self) -> None:
+        self.started.set_result(None)
+        try:
+            self.result.set_result(self.call())
+        except BaseException as error:  # the caller gets it, whatever it is
+            self.result.set_exception(ordinary(error))
+
 
 def ordinary(error: BaseException) -> Exception:
     """The error, or one in its place that may be raised on the event loop: that ends with a `SystemExit` or
@@ -72,13 +80,11 @@ class _Threads:
         self.loop: asyncio.AbstractEventLoop | None = None
         self.loop_thread: threading.Thread | None = None
 
-    def submit(self, call: Callable[[], Any]) -> Job:
-        job = Job(call)
+    def submit(self, job: Job) -> None:
         self.jobs.put(job)
         with self.lock:
             if self.compute is None:
                 self._start_compute()
-        return job
 
     def _start_compute(self) -> None:
         self.compute = threading.Thread(target=self._work, name="verl-compute", daemon=True)
@@ -92,14 +98,9 @@ class _Threads:
             if not job.result.set_running_or_notify_cancel():
                 continue
             self.running = job
-            job.started.set_result(None)
-            try:
-                job.result.set_result(job.call())
-            except BaseException as error:  # the caller gets it, whatever it is
-                job.result.set_exception(ordinary(error))
-            finally:
-                if self.running is job:
-                    self.running = None
+            job.run()
+            if self.running is job:
+                self.running = None
             del job
 
     def abandon(self, job: Job) -> None:
@@ -151,15 +152,12 @@ def on_compute_thread() -> bool:
 
 def submit(function: Callable[..., Any], *args: Any) -> Job:
     """Queue a call for the compute thread. From the compute thread itself the call is made at once."""
+    job = Job(partial(function, *args))
     if on_compute_thread():
-        job = Job(lambda: None)
-        job.started.set_result(None)
-        try:
-            job.result.set_result(function(*args))
-        except BaseException as error:
-            job.result.set_exception(ordinary(error))
-        return job
-    return _threads.submit(lambda: function(*args))
+        job.run()
+    else:
+        _threads.submit(job)
+    return job
 
 
 def abandon(job: Job) -> None:

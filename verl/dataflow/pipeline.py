@@ -5,15 +5,17 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from verl.batch import Batch
+from verl.controller.controller import Controller
+from verl.dataflow import nodes
 from verl.dataflow.executor import DEADLINE, Result, run_graph
 from verl.dataflow.graph import ANY, Graph, Node
 from verl.errors import ConfigError
-
-if TYPE_CHECKING:
-    from verl.controller.controller import Controller
+from verl.roles.actor import Actor
+from verl.roles.reward import Reward
+from verl.roles.updater import Updater
 
 
 class RLDataPipeline:
@@ -49,9 +51,6 @@ class RLDataPipeline:
         """
         if name in self.stages:
             raise ConfigError(f"the pipeline has a stage '{name}' already")
-        from verl.roles.actor import Actor
-        from verl.roles.reward import Reward
-
         if not (isinstance(stage, Actor | Reward | Node) or hasattr(stage, "as_node") or callable(stage)):
             raise ConfigError(
                 f"stage '{name}' is a {type(stage).__name__}: give an Actor, Reward, Updater, Node or function"
@@ -81,20 +80,12 @@ class RLDataPipeline:
 
     def _controllers(self) -> set[Controller]:
         """Of the models of all stages."""
-        from verl.roles.actor import Actor
-        from verl.roles.updater import Updater
-
         handles: list[Any] = [stage for stage in self.stages.values() if isinstance(stage, Actor)]
         for stage in self.stages.values():
             handles += [stage.actor, *stage.critics.values()] if isinstance(stage, Updater) else []
         return {handle.controller for handle in handles}
 
     def _nodes(self, name: str, stage: Any) -> Iterable[Node]:
-        from verl.dataflow import nodes
-        from verl.roles.actor import Actor
-        from verl.roles.reward import Reward
-        from verl.roles.updater import Updater
-
         if isinstance(stage, Actor):
             # What is learned decides how many samples of a prompt it takes.
             learned = next((s.algorithm for s in self.stages.values() if isinstance(s, Updater)), None)

@@ -161,11 +161,7 @@ class Schedule(Generic[T]):
                 f"{self.groups} groups with max_staleness={self.max_staleness} cannot train in time: go on with the "
                 "batch_size and max_staleness that they were begun with"
             )
-        self.version, self._accepted = version, 0
-        self._numbers, self._begun, self._ready = {}, {}, {}
-        self._waiting = deque(waiting)
-        for group in [*ready, *waiting]:
-            self._numbers[group] = self._accepted
-            self._accepted += 1
-        for group, (began, samples) in ready.items():
-            self._ready[group] = Ready(began, samples)
+        self.version, self._begun, self._waiting = version, {}, deque(waiting)
+        self._numbers = {group: number for number, group in enumerate([*ready, *waiting])}
+        self._accepted = len(ready) + len(waiting)
+        self._ready = {group: Ready(began, samples) for group, (began, samples) in ready.items()}

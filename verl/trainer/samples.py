@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -21,19 +22,20 @@ def score_metrics(batch: Batch) -> dict[str, Any]:
     if "reward" not in batch:
         return {}
     rewards = [reward for reward in batch["reward"] if reward is not None]
-    mean = sum(rewards) / len(rewards) if rewards else float("nan")
+    mean = _mean(rewards)
     record: dict[str, Any] = {
         "reward": mean,
         "reward/mean": mean,
-        "reward/std": (sum((r - mean) * (r - mean) for r in rewards) / len(rewards)) ** 0.5
-        if rewards
-        else float("nan"),
+        "reward/std": _mean([(r - mean) * (r - mean) for r in rewards]) ** 0.5,
         "reward/abstained": len(batch) - len(rewards),
     }
     for name in (c for c in batch.columns if c.startswith("reward/")):
-        values = [v for v in batch[name] if v is not None]
-        record[f"{name}/mean"] = sum(values) / len(values) if values else float("nan")
+        record[f"{name}/mean"] = _mean([value for value in batch[name] if value is not None])
     return record
+
+
+def _mean(values: Sequence[float]) -> float:
+    return sum(values) / len(values) if values else float("nan")
 
 
 def retried_groups(groups: list[str], round_: int, origin: dict[str, str]) -> list[str]:
