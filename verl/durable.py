@@ -108,7 +108,7 @@ def write_atomic(path: Path, content: str | bytes) -> None:
 
 
 def append_lines(path: Path, text: str) -> None:
-    """Let whole lines follow in a file, all or none; a torn last line that a crash has left goes first.
+    """Append whole lines to a file, all or none; a torn last line that a crash has left is removed first.
 
     Raises:
         OSError: the disk does not take them.
@@ -148,7 +148,7 @@ class LineFile:
 
 
 def link_atomic(link: Path, target: str) -> None:
-    """Let a symbolic link point elsewhere, never missing in between. A convenience: failing is no error."""
+    """Replace a symbolic link atomically. A failure is ignored: links are a convenience."""
     staging = staging_of(link)
     try:
         staging.unlink(missing_ok=True)

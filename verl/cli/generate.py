@@ -150,7 +150,7 @@ def _tell(out: Path, rows: Mapping[str, int], answers: Mapping[str, Mapping[str,
 
 
 class _Writer:
-    """A model and its engine, made when there is something to write."""
+    """A model and its engine, made only if a response is missing."""
 
     def __init__(self, model: str, dtype: str, options: Any) -> None:
         from verl.device import put
@@ -196,7 +196,7 @@ def _answer(name: str, text: str | None, finish: str, tokens: list[int], error: 
 
 
 def _shown(answers: Iterable[dict[str, Any]], total: int, done: int) -> Iterator[dict[str, Any]]:
-    """The answers as they come; how far it is, once in a while, and the speed at the end."""
+    """The answers as they come; prints progress every `_SHOW_EVERY` seconds, and the speed at the end."""
     start, tokens, shown = time.monotonic(), 0, time.monotonic()
     speed = ""
     for answer in answers:
@@ -211,9 +211,9 @@ def _shown(answers: Iterable[dict[str, Any]], total: int, done: int) -> Iterator
 
 
 class _Output:
-    """The file to be, and the answers that are there already.
+    """The output file, and the answers that an earlier attempt left in its part file.
 
-    Nothing that is there changes before the first answer: a wrong model costs nobody an earlier output.
+    No file is changed before the first answer, so that a wrong model cannot destroy an earlier output.
 
     Raises:
         ConfigError: the file is there, or was begun with other settings, or is of another kind, or cannot be written.
@@ -267,7 +267,7 @@ class _Output:
         self.answers[answer["id"]] = answer
 
     def close(self) -> None:
-        """Let another process go on."""
+        """Release the lock on the output."""
         with _writing(self._out):
             self._file.close()
 

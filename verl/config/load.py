@@ -207,16 +207,17 @@ def _nearest_key(path: tuple[str, ...], given: Any = None) -> str:
     name anywhere, else all siblings."""
     ends = [".".join((path[-1], *inner)) for inner in _paths(given)]
     keys = [key.path for key in describe()]
-    if longer := [key for key in keys if any(key.endswith(f".{end}") for end in ends)]:
-        return "did you mean " + " or ".join(f"'{key}'" for key in longer) + "?"
-    siblings = subsections(path[:-1])
-    if close := difflib.get_close_matches(path[-1], siblings, n=1):
-        return f"did you mean '{'.'.join((*path[:-1], close[0]))}'?"
-    if same := [key for key in keys if key.rsplit(".", 1)[-1] == path[-1]]:
-        return "did you mean " + " or ".join(f"'{key}'" for key in same) + "?"
-    if close := difflib.get_close_matches(path[-1], [key.rsplit(".", 1)[-1] for key in keys], n=1, cutoff=0.75):
-        return f"did you mean '{next(key for key in keys if key.endswith('.' + close[0]))}'?"
-    return nearest(path[-1], siblings)
+    siblings, names = subsections(path[:-1]), [key.rsplit(".", 1)[-1] for key in keys]
+    found = [key for key in keys if any(key.endswith(f".{end}") for end in ends)]
+    if not found:
+        found = [".".join((*path[:-1], close)) for close in difflib.get_close_matches(path[-1], siblings, n=1)]
+    if not found:
+        found = [key for key, name in zip(keys, names, strict=True) if name == path[-1]]
+    if not found and (close := difflib.get_close_matches(path[-1], names, n=1, cutoff=0.75)):
+        found = [keys[names.index(close[0])]]
+    if not found:
+        return nearest(path[-1], siblings)
+    return "did you mean " + " or ".join(f"'{key}'" for key in found) + "?"
 
 
 def _escaped(value: Any) -> Any:

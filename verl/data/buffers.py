@@ -28,7 +28,7 @@ logger = logging.getLogger(__name__)
 
 @runtime_checkable
 class Buffer(Protocol):
-    """Samples on their way. `capacity` and `len` are in samples; `room` is how many more `add` takes."""
+    """A queue of samples. `capacity` and `len` are in samples; `room` is how many more `add` takes."""
 
     capacity: int
 
@@ -47,7 +47,7 @@ class Buffer(Protocol):
         """The samples that wait, in order."""
 
     def load_state(self, batch: Batch) -> None:
-        """Let exactly these samples wait."""
+        """Replace the content by these samples."""
 
 
 def make_buffer(kind: str | Buffer, capacity: int, path: str | Path | None = None) -> Buffer:
@@ -189,7 +189,7 @@ class DiskBuffer:
         self._forget(old)
 
     def close(self) -> None:
-        """Let another open the buffer; this one is done."""
+        """Release the lock; this object cannot be used afterwards."""
         self._unlock()
 
     def _append(self, batch: Batch) -> None:

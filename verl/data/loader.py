@@ -29,11 +29,11 @@ def _mix(x: Any) -> Any:
 
 
 class Cursor:
-    """A place in an endless walk over `size` rows, epoch after epoch: (epoch, position).
+    """A position, (epoch, row), in an endless pass over `size` rows, epoch after epoch.
 
     Args:
         name: what the data are called in errors.
-        data: what tells the data from others, with their `digest`; it goes along with the place.
+        data: what identifies the data, with their `digest`; saved with the position.
     """
 
     def __init__(self, size: int, *, seed: int, shuffle: bool, name: str, data: Mapping[str, Any]) -> None:
@@ -116,7 +116,7 @@ class PromptLoader:
         return batch.add({"id": ids, "group": ids})
 
     def state_dict(self) -> dict[str, Any]:
-        """The place of the next prompt, for JSON."""
+        """The position of the next prompt, as JSON."""
         return self._walk.state_dict()
 
     def load_state_dict(self, state: dict[str, Any]) -> None:

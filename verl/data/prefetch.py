@@ -21,8 +21,8 @@ class Loader(Protocol):
 
 
 class Prefetch:
-    """A loader, one batch ahead in a thread. The batches are the loader's own, and its place is that of the first batch
-    that has not been given out: a batch read ahead of a checkpoint is read again after it."""
+    """Reads a loader one batch ahead, in a thread. `state_dict` is the position of the first batch that has not been
+    returned yet, so that a batch read ahead of a checkpoint is read again after a resume."""
 
     def __init__(self, loader: Loader) -> None:
         self.loader = loader

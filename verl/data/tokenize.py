@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, Literal, get_args, overload
 
 from verl.batch import Batch
-from verl.data.prompts import PromptDataset, PromptStream
+from verl.data.prompts import PromptDataset, PromptStream, load_prompts
 from verl.errors import ConfigError, DataError
 
 Truncation = Literal["left", "right", "drop", "error"]
@@ -103,12 +103,17 @@ def tokenize_prompts(
     return PromptDataset(batch, data.name), encode.counts
 
 
-def to_prompts(tokenizer: Any, batch: Batch, tools: Sequence[Mapping[str, Any]] = ()) -> Batch:
-    """The rows with `prompt_tokens`; a prompt that was given as token ids has its text as `prompt` for rewards to read.
+def to_prompts(tokenizer: Any, prompts: Any, tools: Sequence[Mapping[str, Any]] = ()) -> Batch:
+    """Prompts with `prompt_tokens`; one that was given as token ids has its text as `prompt`, for rewards to read.
+
+    Args:
+        prompts: a `Batch`, one text, or a list or data set that `load_prompts` takes.
 
     Raises:
-        DataError: see `PromptTokenizer`.
+        DataError: see `PromptTokenizer` and `load_prompts`.
     """
+    listed = [prompts] if isinstance(prompts, str) else prompts  # a lone text is a prompt, not the path of a file
+    batch = listed if isinstance(listed, Batch) else load_prompts(listed).batch
     if "prompt_tokens" not in batch or None in batch["prompt_tokens"]:
         batch = PromptTokenizer(tokenizer, tools=tools)(batch)
     given = [batch[name] for name in ("prompt", "messages") if name in batch]

@@ -167,7 +167,7 @@ class _Run:
         return Result(self.pieces.everything(), self._metrics(), self.clock.timings, self.clock.epoch)
 
     async def _settle(self) -> None:
-        """Sources are closed, and after a failure a running call comes to its end, before anybody hears of it."""
+        """Wait until sources are closed and, after a failure, running calls have ended."""
         running = [job for job in self.jobs if not job.result.cancel()]
         waits = [asyncio.wrap_future(job.result) for job in [*running, *self.closing]]
         if waits:

@@ -17,7 +17,6 @@ from verl.batch import Batch
 from verl.controller.controller import Controller
 from verl.controller.group import WorkerGroup
 from verl.controller.ranks import registry
-from verl.data.prompts import load_prompts
 from verl.data.tokenize import to_prompts
 from verl.data.vocabulary import vocabulary_id
 from verl.errors import ConfigError, DataError, ModelError
@@ -202,10 +201,7 @@ class Actor:
         if key is None:
             key = f"c{self._calls}"
             self._calls += 1
-        if isinstance(prompts, str):
-            prompts = [prompts]  # a lone text is a prompt, not the path of a file
-        batch = prompts if isinstance(prompts, Batch) else load_prompts(prompts).batch
-        batch = to_prompts(self.tokenizer, batch, self.tools)
+        batch = to_prompts(self.tokenizer, prompts, self.tools)
         if "group" not in batch:
             batch = batch.add({"group": [f"{key}.{row}" for row in range(len(batch))]})
         return batch

@@ -10,7 +10,6 @@ from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 from verl.batch import Batch
-from verl.data.prompts import load_prompts
 from verl.data.tokenize import to_prompts
 from verl.errors import ConfigError, ModelError
 from verl.models.loading import load_tokenizer
@@ -138,8 +137,7 @@ class RolloutWorker:
     def generate_sequences(self, prompts: Any, *, n: int = 1, key: str | None = None, **sampling: Any) -> Batch:
         """Sample `n` responses to each prompt; arguments and columns are those of `Actor.generate_sequences`. A request
         that failed has `finish` "abort" and no tokens."""
-        listed = [prompts] if isinstance(prompts, str) else prompts
-        batch = to_prompts(self.tokenizer, listed if isinstance(listed, Batch) else load_prompts(listed).batch)
+        batch = to_prompts(self.tokenizer, prompts)
         if "group" not in batch:
             batch = batch.add({"group": [f"{key or f'c{self._calls}'}.{row}" for row in range(len(batch))]})
             self._calls += 1

@@ -1,4 +1,4 @@
-"""A trainer's automatic checkpoints: when they are saved, and the ways back to them."""
+"""A trainer's automatic checkpoints: when they are saved, resume and rollback."""
 
 from __future__ import annotations
 

@@ -49,7 +49,7 @@ class RunData:
 
 
 def placed_roles(algorithm: BaseAlgorithm) -> list[str]:
-    """The roles of an algorithm that have a place in the map."""
+    """The roles of an algorithm that a map of placement names."""
     generates = ["rollout"] if algorithm.online else []
     return ["actor", *generates, *(role for role in ROLES if role in algorithm.roles - {"actor"})]
 

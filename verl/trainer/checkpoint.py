@@ -7,7 +7,7 @@
         buffer.parquet                     a table of samples
 
 A save writes into a staging directory beside its place, makes every file and directory durable, and then renames.
-Loading believes no byte: digests are compared first, no path may leave the directory, nothing is unpickled.
+Loading compares digests first, refuses paths that leave the directory, and unpickles nothing.
 """
 
 from __future__ import annotations

@@ -56,7 +56,7 @@ class Logger:
             self._guarded(sink, partial(sink.write, step, record))
 
     def phase(self, text: str) -> None:
-        """Tell those who watch what is going on between steps."""
+        """Show what the run does between steps, on sinks that have `phase`."""
         for sink in list(self.sinks):
             if phase := getattr(sink, "phase", None):
                 self._guarded(sink, partial(phase, text))

@@ -16,7 +16,7 @@ from verl.models.loading import resolved_dtype
 
 FILE = "precision.json"
 _Kept = dict[str, Literal["float64", "float32", "bfloat16", "float16"] | None]
-_MODELS = (("actor_rollout_ref", "model"), ("critic", "model"))
+_SECTIONS = ("actor_rollout_ref", "critic")
 
 
 def with_dtypes(config: Config, directory: Path) -> Config:
@@ -29,19 +29,19 @@ def with_dtypes(config: Config, directory: Path) -> Config:
     if file.exists():
         kept = _read(file)
     else:
-        kept = {path[0]: _resolved(config, path) for path in _MODELS}
+        kept = {section: _resolved(config, section) for section in _SECTIONS}
         write_atomic(file, json.dumps(kept, indent=1) + "\n")
     changed: dict[str, Any] = {}
-    for section, name in _MODELS:
+    for section in _SECTIONS:
         part = getattr(config, section)
-        model = getattr(part, name)
-        if model.dtype == "auto" and kept.get(section):
-            changed[section] = part.model_copy(update={name: model.model_copy(update={"dtype": kept[section]})})
+        if part.model.dtype == "auto" and kept.get(section):
+            model = part.model.model_copy(update={"dtype": kept[section]})
+            changed[section] = part.model_copy(update={"model": model})
     return config.model_copy(update=changed)
 
 
-def _resolved(config: Config, path: tuple[str, str]) -> str | None:
-    model = getattr(getattr(config, path[0]), path[1])
+def _resolved(config: Config, section: str) -> str | None:
+    model = getattr(config, section).model
     source = model.path or config.actor_rollout_ref.model.path
     if source is None:
         return None

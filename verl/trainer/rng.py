@@ -13,7 +13,7 @@ from verl.errors import CheckpointError
 
 
 class RandomState(BaseModel):
-    """What the generators keep beside their words."""
+    """The state of the generators that is not in tensors."""
 
     model_config = ConfigDict(allow_inf_nan=False)
 

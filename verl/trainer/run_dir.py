@@ -148,7 +148,7 @@ class Run:
             link_atomic(link, self.latest)
 
     def close(self) -> None:
-        """Let go of the lock."""
+        """Release the lock."""
         with _lock_file(self.path) as file:
             if _holder(file) == Process.current():
                 file.truncate(0)

@@ -163,7 +163,7 @@ def save(trainer: Trainer, path: Path) -> SaveResult:
 
 
 def load(trainer: Trainer, path: Path) -> None:
-    """Restore a checkpoint that is good."""
+    """Check a checkpoint, then restore it."""
     start()
     # A run of `verl train` records its settings, which a trainer outside of one does not have.
     found = load_checkpoint(path, identity(trainer), unknown=() if trainer.settings else ("settings",))
@@ -261,7 +261,7 @@ def check(trainer: Trainer, checkpoint: Checkpoint) -> TrainerState:
 
 
 def restore(trainer: Trainer, checkpoint: Checkpoint) -> None:
-    """Put the trainer where a checkpoint was written that has passed `check`."""
+    """Restore the trainer from a checkpoint that has passed `check`."""
     state = _read_state(checkpoint)
     trainer.algorithm.load_state_dict(state.algorithm)
     for role, source in trainer.sources.items():
@@ -321,7 +321,7 @@ def _check_weights(checkpoint: Checkpoint, role: str, live: Mapping[str, Shard])
 
 
 def _try_state(checkpoint: Checkpoint, name: str, holder: Any, state: dict[str, Any]) -> None:
-    """Give an object its saved state and take it back."""
+    """Load a state into an object to see that it is accepted, then restore the object's own."""
     before = holder.state_dict()
     try:
         holder.load_state_dict(state)

@@ -16,7 +16,7 @@ class DynamicBatchSampler:
     """A `DataLoader` batch sampler: lists of row numbers, each row once an epoch.
 
     Rows of like length go together. Rows x longest row never passes `max_tokens_per_batch` (a longer row goes alone),
-    and no batch is padded by `max_padding` of its places or more. Rows of one length meet others each epoch, and the
+    and padding is less than `max_padding` of a batch's positions. Rows of one length meet others each epoch, and the
     batches come in another order: a function of seed and epoch. Each iteration is the next epoch; `set_epoch` says
     which.
 

@@ -42,7 +42,7 @@ def collective_times() -> Iterator[dict[str, CollectiveTime]]:
 
 
 def communication_table(found: dict[str, CollectiveTime]) -> Table:
-    """The same for the eye, the longest first."""
+    """What `collective_times` found as a table, the longest first."""
     table = Table("collective", "calls", "seconds", "elements")
     for name, entry in sorted(found.items(), key=lambda item: -item[1].seconds):
         table.add_row(name, str(entry.calls), f"{entry.seconds:.4f}", f"{entry.elements:,}")

@@ -35,7 +35,7 @@ def memory_by_role(roles: Mapping[str, Any]) -> dict[str, dict[str, int]]:
 
 
 def memory_table(found: Mapping[str, Mapping[str, int]]) -> Table:
-    """The same for the eye, in MB."""
+    """What `memory_by_role` found as a table, in MB."""
     table = Table("role", "what", "MB")
     for role, sizes in found.items():
         for kind, size in sorted(sizes.items(), key=lambda item: -item[1]):
