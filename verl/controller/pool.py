@@ -64,12 +64,18 @@ def check_range(role: str, least: int, most: int | None) -> tuple[int, int]:
 
 @dataclass(eq=False)
 class Worker:
-    """A Ray actor, and its unfinished jobs by name."""
+    """A Ray actor, and its unfinished jobs by name.
+
+    Attributes:
+        started: when its process was.
+        ran: when it was ready for jobs; None: not yet.
+    """
 
     role: str
     index: int
     actor: Any
     started: float = field(default_factory=time.monotonic)
+    ran: float | None = None
     host: str = "a host not known yet"
     node: str = ""
     pid: int = 0

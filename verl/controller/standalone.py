@@ -107,15 +107,20 @@ class RolloutPool(Pool):
     def event(self, deadline: float) -> Finished | Lost:
         """What happens next.
 
+        Args:
+            deadline: seconds for workers to finish a group, counted once their engines are made. For that a worker
+                has as many, but at least `START_DEADLINE`.
+
         Raises:
-            ClusterError: nothing within `deadline` seconds (the workers' stacks go to stderr), or workers die again
-                and again.
+            ClusterError: a deadline passed (the workers' stacks go to stderr), or workers die again and again.
             RolloutError: a worker's engine failed; with the worker's own traceback.
         """
-        until = time.monotonic() + deadline
+        began = time.monotonic()
         while not self._lost:
             try:
-                worker, name, answer = self.events.get(timeout=max(0.0, until - time.monotonic()))
+                worker, name, answer = self.events.get(
+                    timeout=max(0.0, self._until(began, deadline) - time.monotonic())
+                )
             except queue.Empty:
                 raise self._stall(deadline) from None
             with self.lock:
@@ -132,6 +137,13 @@ class RolloutPool(Pool):
             self._queue.shutdown(force=True)
             self._queue = None
 
+    def _until(self, began: float, deadline: float) -> float:
+        """When a wait that began then has been too long."""
+        with self.lock:
+            start = max(float(START_DEADLINE), deadline)
+            waited = [worker for worker in self.workers if worker.jobs] or self.workers
+            return max(w.started + start if w.ran is None else max(began, w.ran) + deadline for w in waited)
+
     def _take(self, worker: Worker, name: str, answer: Any) -> Finished | Lost | None:
         from ray.exceptions import RayError
 
@@ -142,6 +154,8 @@ class RolloutPool(Pool):
             raise answer
         if name == "start":
             self._has_started(worker, answer)
+        elif answer is None:
+            worker.ran = time.monotonic()
         if not isinstance(answer, Finished) or answer.group not in worker.jobs:
             return None
         self._deaths, worker.is_ready = 0, True
@@ -197,10 +211,11 @@ class RolloutPool(Pool):
 
     def _stall(self, deadline: float) -> ClusterError:
         self.dump_stacks()
+        starting = "" if any(worker.ran for worker in self.workers) else ", and none has made its engine"
         about = ", ".join(f"{worker}: {len(worker.jobs)} groups" for worker in self.workers)
         return ClusterError(
-            f"no rollout worker finished a group within {deadline:g} s ({about}); their stacks are on stderr. A longer "
-            "deadline may be set"
+            f"no rollout worker finished a group within {deadline:g} s{starting} ({about}); their stacks are on "
+            "stderr. A longer deadline may be set"
         )
 
     def _error(self, text: str) -> Exception:

@@ -113,8 +113,8 @@ class StandaloneWorker(PooledWorker):
         """New weights; or a group to sample: its name, its rows and the sampling parameters."""
         self.inbox.put(order)
 
-    def run(self, recipe: EngineRecipe, index: int, finished: Any = None) -> Iterator[Finished]:
-        """Sample without end.
+    def run(self, recipe: EngineRecipe, index: int, finished: Any = None) -> Iterator[Finished | None]:
+        """Make the engine, yield None, and sample without end.
 
         Args:
             recipe: of the engine.
@@ -122,6 +122,7 @@ class StandaloneWorker(PooledWorker):
             finished: a `ray.util.queue.Queue` that the groups go into; None: they are yielded.
         """
         engine = recipe.make()
+        yield None
         while True:
             try:
                 self._take(engine, self.inbox.get(block=not engine.unfinished))
