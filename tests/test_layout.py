@@ -3,7 +3,7 @@
 import math
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from verl.errors import ConfigError
@@ -18,6 +18,7 @@ def meshes(draw: st.DrawFn) -> Mesh:
     return Mesh(tuple(draw(st.permutations(range(layout.size)))), layout)
 
 
+@settings(deadline=None)
 @given(meshes())
 def test_each_part_of_the_rows_is_answered_by_one_rank(mesh: Mesh) -> None:
     answering = [mesh.rows(rank) for rank in mesh.ranks if mesh.answers(rank)]
@@ -26,12 +27,14 @@ def test_each_part_of_the_rows_is_answered_by_one_rank(mesh: Mesh) -> None:
     assert [mesh.rows(rank) for rank in mesh.answering()] == [(index, parts) for index in range(parts)]
 
 
+@settings(deadline=None)
 @given(meshes())
 def test_ranks_of_a_model_group_get_the_same_rows(mesh: Mesh) -> None:
     for rank in mesh.ranks:
         assert {mesh.rows(other) for other in mesh.group(rank, "pp", "sp", "tp")} == {mesh.rows(rank)}
 
 
+@settings(deadline=None)
 @given(meshes(), st.sets(st.sampled_from(DIMS)))
 def test_groups_cut_the_mesh_into_equal_parts(mesh: Mesh, dims: set[str]) -> None:
     groups = {mesh.group(rank, *dims) for rank in mesh.ranks}

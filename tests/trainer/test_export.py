@@ -141,13 +141,10 @@ def test_a_checkpoint_given_as_a_model_names_the_command(tmp_path: Path, tiny: P
     step = run / "checkpoints" / "step-000002"
     (tmp_path / "prompts.txt").write_text("hello\n")
     for path, named in ((run, run), (step, step), (step / "actor", step)):
-        for command in (
-            ["chat", str(path)],
-            ["generate", str(path), str(tmp_path / "prompts.txt"), str(tmp_path / "out.jsonl")],
-        ):
-            done = RUNNER.invoke(app, command)
-            assert done.exit_code == 1
-            assert f"verl export {named} OUT" in done.stderr
+        command = ["generate", str(path), str(tmp_path / "prompts.txt"), str(tmp_path / "out.jsonl")]
+        done = RUNNER.invoke(app, command)
+        assert done.exit_code == 1
+        assert f"verl export {named} OUT" in done.stderr
 
 
 def test_a_trainer_goes_on_from_a_checkpoint_of_the_command(tmp_path: Path, tiny: Path) -> None:

@@ -118,7 +118,7 @@ def test_any_value_finds_its_place_in_json(tmp_path: Path) -> None:
 
 
 def test_rows_that_a_full_disk_does_not_take_follow_when_there_is_room(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, clean_logging: logging.Logger
 ) -> None:
     file = tmp_path / "metrics.jsonl"
     file.write_text('{"step": 1}\n{"step": 2, "lo')  # a crash amid a row
@@ -275,6 +275,7 @@ def test_default_logger_of_a_trainer(tmp_path: Path, monkeypatch: pytest.MonkeyP
 def clean_logging() -> Iterator[logging.Logger]:
     root = logging.getLogger("verl")
     state = (root.level, root.propagate, list(root.handlers))
+    root.handlers, root.propagate = [], True  # an earlier test in this process may have set up its own
     yield root
     for handler in root.handlers:
         handler.close()
