@@ -25,7 +25,7 @@ from verl.algorithms.advantages import group_centred
 from verl.algorithms.aggregation import AggregationMode, aggregation_weights
 from verl.algorithms.responses import Responses
 from verl.batch import Batch
-from verl.errors import ConfigError, nearest
+from verl.errors import ConfigError, DataError, nearest
 from verl.training.loss import Loss, LossFn, LossInput
 
 __all__ = ["ROLES", "BaseAlgorithm", "Loss", "LossInput", "RoleObjective", "drop_abstained", "old_log_probs", "present"]
@@ -184,6 +184,16 @@ class BaseAlgorithm(ABC):
         return aggregation_weights(
             responses.trained, responses.sequence, responses.rows, self.loss_agg_mode, self.loss_scale_factor
         )
+
+    def needed_log_probs(self, x: LossInput) -> Tensor:
+        """`x.log_probs`, `[R]`.
+
+        Raises:
+            DataError: the model has no language-model head, so there are none.
+        """
+        if x.log_probs is None:
+            raise DataError(f"the loss of '{self.name}' needs log-probs: train it with a language-model head")
+        return x.log_probs
 
     @abstractmethod
     def compute_loss(self, x: LossInput) -> Loss:

@@ -78,9 +78,7 @@ class KTO(BaseAlgorithm):
         return prepared, {"kl": kl, "kto/unlabelled": float(dropped)}
 
     def compute_loss(self, x: LossInput) -> Loss:
-        if x.log_probs is None:
-            raise DataError("kto needs log-probs: train it with a language-model head")
-        ratio = sequence_log_probs(x, x.log_probs - x.columns["ref_log_probs"])
+        ratio = sequence_log_probs(x, self.needed_log_probs(x) - x.columns["ref_log_probs"])
         good = x.columns["label"] > 0.5
         sign = torch.where(good, 1.0, -1.0).to(ratio.dtype)
         weight = torch.where(good, self.desirable_weight, self.undesirable_weight).to(ratio.dtype)

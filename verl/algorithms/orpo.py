@@ -36,8 +36,7 @@ class ORPO(SimPO):
 
     def compute_loss(self, x: LossInput) -> Loss:
         loss = super().compute_loss(x)
-        assert x.log_probs is not None
-        likelihood = -(x.weights * torch.where(x.weights != 0, x.log_probs, 0.0)).sum()
+        likelihood = -(x.weights * torch.where(x.weights != 0, self.needed_log_probs(x), 0.0)).sum()
         return Loss(total=loss.total + likelihood, metrics={**loss.metrics, "loss/sft": likelihood.detach()})
 
 

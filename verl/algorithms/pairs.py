@@ -86,9 +86,7 @@ class PreferenceAlgorithm(BaseAlgorithm):
         return only_pairs(batch)
 
     def compute_loss(self, x: LossInput) -> Loss:
-        if x.log_probs is None:
-            raise DataError(f"'{self.name}' needs log-probs: train it with a language-model head")
-        chosen, rejected = split_pairs(x, self.scores(x, x.log_probs))
+        chosen, rejected = split_pairs(x, self.scores(x, self.needed_log_probs(x)))
         pairs = max(x.total_groups, 1)
         metrics = {
             "pairs/accuracy": accuracy(chosen, rejected) / pairs,

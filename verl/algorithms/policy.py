@@ -191,14 +191,12 @@ class PolicyGradient(BaseAlgorithm):
         return responses.store(columns), metrics
 
     def compute_loss(self, x: LossInput) -> Loss:
-        if x.log_probs is None:
-            raise DataError(f"the loss of '{self.name}' needs log-probs: train it with a language-model head")
-        active = x.weights != 0
-        log_probs = torch.where(active, x.log_probs, 0.0)
-        old = x.columns.get("old_log_probs", x.log_probs.detach())
+        current, active = self.needed_log_probs(x), x.weights != 0
+        log_probs = torch.where(active, current, 0.0)
+        old = x.columns.get("old_log_probs", current.detach())
         terms = PolicyTerms(
             log_probs,
-            torch.where(active, x.log_probs - old, 0.0),
+            torch.where(active, current - old, 0.0),
             torch.where(active, x.columns["advantages"], 0.0),
             active,
             x.sequence,
@@ -211,7 +209,7 @@ class PolicyGradient(BaseAlgorithm):
         total = policy = (x.weights * per_token).sum()
         metrics: dict[str, Tensor | float] = {"loss/policy": policy.detach(), **_policy_metrics(x, terms, loss)}
         if "rollout_log_probs" in x.columns:  # the policy is the one that sampled, and nothing has measured it yet
-            metrics |= mismatch_shares(x.log_probs.detach() - x.columns["rollout_log_probs"], active, x.total_active)
+            metrics |= mismatch_shares(current.detach() - x.columns["rollout_log_probs"], active, x.total_active)
         if self.kl_in == "loss":
             kl = kl_estimate(log_probs, torch.where(active, x.columns["ref_log_probs"], 0.0), self.kl_name)
             penalty = (x.weights * x.columns["kl_coef"][x.sequence] * kl).sum()

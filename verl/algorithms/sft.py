@@ -9,7 +9,6 @@ import torch
 from verl.algorithms.base import BaseAlgorithm, Loss, LossInput
 from verl.algorithms.registry import register_algorithm
 from verl.batch import Batch
-from verl.errors import DataError
 
 
 @register_algorithm("sft")
@@ -31,6 +30,4 @@ class SFT(BaseAlgorithm):
         return batch.filter((~bad).tolist()), {"sft/left_out": float(bad.sum())}
 
     def compute_loss(self, x: LossInput) -> Loss:
-        if x.log_probs is None:
-            raise DataError("sft needs log-probs: train it with a language-model head")
-        return Loss(total=-(x.weights * torch.where(x.weights != 0, x.log_probs, 0.0)).sum())
+        return Loss(total=-(x.weights * torch.where(x.weights != 0, self.needed_log_probs(x), 0.0)).sum())

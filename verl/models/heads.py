@@ -112,14 +112,16 @@ def read_head(name: str) -> tuple[Tensor, Tensor | None] | None:
         OSError: the checkpoint has no safetensors weights.
     """
     files = _weight_files(name)
+
+    def read(key: str) -> Tensor | None:
+        if key not in files:
+            return None
+        with safe_open(files[key], framework="pt") as weights:
+            return cast(Tensor, weights.get_tensor(key))
+
     for head in _HEADS:
-        if (file := files.get(f"{head}.weight")) is not None:
-            with safe_open(file, framework="pt") as weights:
-                weight = weights.get_tensor(f"{head}.weight")
-            if (file := files.get(f"{head}.bias")) is None:
-                return weight, None
-            with safe_open(file, framework="pt") as weights:
-                return weight, weights.get_tensor(f"{head}.bias")
+        if (weight := read(f"{head}.weight")) is not None:
+            return weight, read(f"{head}.bias")
     return None
 
 

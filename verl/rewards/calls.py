@@ -26,9 +26,9 @@ _PULSE_SECONDS = 0.5
 
 
 class Caller(Protocol):
-    """Makes calls, at most `width` at a time, for which `slots` has as many places.
+    """Makes at most `width` calls at a time, counted by the semaphore `slots`.
 
-    A `score` with `max_late` late calls makes no further ones.
+    After `max_late` late calls, a `score` makes no further ones.
     """
 
     slots: threading.Semaphore

@@ -83,7 +83,7 @@ class FunctionReward:
         self.default_reward, self.failures = default_reward, Failures(max_failure_rate)
         self._rows = 1 if self.form.by_row or (workers and batch_size is None) else batch_size
         self.whole_batch = self._rows is None
-        #: What makes the calls: a `RewardPool`, where workers are asked for.
+        #: Makes the calls: a `RewardPool` with `workers`, else a `ThreadCaller`.
         self.group: Caller = workers(spec or function, self.name) if workers else ThreadCaller(function, self.name)
         if workers:
             weakref.finalize(self, self.group.close)

@@ -1,5 +1,5 @@
-"""What is said when a reward that is computed in this process ends the process (`os._exit`, a crash): nothing here can
-say it any more, so a small process beside it does."""
+"""An error message for a reward function that ends this process (`os._exit`, a crash): a small shell process prints it,
+as this one cannot any more."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ while read -r line; do last=$line; done
 
 
 class _Witness:
-    """Reads what is being computed from a pipe that ends with this process."""
+    """The shell process: it reads the names of running rewards from a pipe, which closes when this process ends."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -37,7 +37,7 @@ class _Witness:
             self._report([name for name, calls in self._running.items() if calls > 0])
 
     def _report(self, names: list[str]) -> None:
-        with suppress(OSError):  # it is gone: then nobody says it
+        with suppress(OSError):  # the shell process was ended
             os.write(self._write, f"{', '.join(names)}\n".encode())
 
 
@@ -47,7 +47,7 @@ _lock = threading.Lock()
 
 @contextmanager
 def computing(name: str) -> Iterator[None]:
-    """Inside, the end of this process is reported on its stderr as the doing of reward `name`."""
+    """If this process ends inside the block, a message on its stderr names reward `name` as the cause."""
     with _lock:
         if (pid := os.getpid()) not in _witnesses:
             _witnesses[pid] = _Witness()

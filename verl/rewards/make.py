@@ -51,28 +51,28 @@ def _make(source: Any, options: dict[str, Any]) -> RewardSource:
         return source
     if _is_address(source):
         kind = "JudgeReward" if "template" in options else "RemoteReward"
-        return _build("remote", kind, source, options)
+        return _build("remote", kind, options, source)
     if isinstance(source, Mapping | list | tuple):
         return CompositeReward(source, make_reward, **options)
     if isinstance(source, str | os.PathLike) and _is_function_spec(str(source)):
-        return _build("functions", "FunctionReward", str(source), options)
+        return _build("functions", "FunctionReward", options, str(source))
     if isinstance(source, str) and source == "task":
-        return _build("reasoning_gym", "TaskReward", None, options)
+        return _build("reasoning_gym", "TaskReward", options)
     if isinstance(source, str) and source in REWARDS:
-        return _build("code", "CodeReward", None, options)
+        return _build("code", "CodeReward", options)
     if isinstance(source, str) and (name := _misspelt(source)):
         raise ConfigError(f"no reward is called '{source}': did you mean '{name}'?")
     if isinstance(source, str | os.PathLike) or hasattr(source, "forward"):
-        return _build("model", "RewardModel", source, options)
+        return _build("model", "RewardModel", options, source)
     if callable(source):
-        return _build("functions", "FunctionReward", source, options)
+        return _build("functions", "FunctionReward", options, source)
     raise ConfigError(
         f"a reward cannot be made from a {type(source).__name__}: pass a function, FILE.py:FUNCTION, a reward model, "
         "or a mapping of names to these"
     )
 
 
-def _build(module: str, name: str, source: Any, options: dict[str, Any]) -> RewardSource:
+def _build(module: str, name: str, options: dict[str, Any], *source: Any) -> RewardSource:
     kind = getattr(importlib.import_module(f"verl.rewards.{module}"), name)
     known = {*inspect.signature(kind).parameters, *OnFailure.__annotations__} - {"source", "options"}
     workers = None if "workers" in known else options.pop("workers", None)
@@ -84,8 +84,8 @@ def _build(module: str, name: str, source: Any, options: dict[str, Any]) -> Rewa
             raise ConfigError(f"{name}: workers are given to the Reward, not to one of its parts")
         from verl.rewards.portable import in_workers
 
-        return in_workers(kind, () if source is None else (source,), options, workers)
-    return kind(**options) if source is None else kind(source, **options)  # type: ignore[no-any-return]
+        return in_workers(kind, source, options, workers)
+    return kind(*source, **options)  # type: ignore[no-any-return]
 
 
 def _misspelt(source: str) -> str | None:

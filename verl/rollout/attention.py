@@ -18,13 +18,13 @@ from torch import Tensor
 from verl.errors import ModelError
 from verl.rollout.kv_cache import BLOCK, KVCache, blocks_for
 
-# The torch code reads so many blocks of a sequence at a time, of as many tokens as give so many bytes.
+# Blocks of a sequence that the torch code reads at a time, and bytes of all that it reads at a time.
 _RUN = 8
 _GATHER_BYTES = 64 << 20
 
 
 class Plan:
-    """The sequences of a step: of each the new tokens, all of its blocks, and how many of these others may share."""
+    """The sequences of a step: the new tokens of each, its blocks, and how many of these may be shared."""
 
     def __init__(self) -> None:
         self.tokens: list[int] = []
@@ -35,12 +35,12 @@ class Plan:
         self.shared: list[int] = []
 
     def add(self, tokens: Sequence[int], start: int, blocks: Sequence[int], shared: int) -> int:
-        """New tokens of a sequence, at positions `start, start + 1, ...`; the last one's flat index.
+        """Add new tokens of a sequence, at positions `start, start + 1, ...`. Returns the flat index of the last one.
 
         Args:
-            blocks: those of the whole sequence, at least as far as these tokens.
-            shared: how many of them, from the first, are shared with the sequences before and after it where these
-                have the same. The numbers of a sequence hang on this, and not on whether there are others.
+            blocks: the sequence's blocks, up to these tokens at least.
+            shared: how many of the first blocks may be shared with neighbouring sequences. The result of a sequence
+                depends on this number, but not on whether others do share them.
         """
         used = start + len(tokens)
         self.tokens.extend(tokens)
@@ -103,8 +103,8 @@ class Tables:
 class PagedAttention:
     """The `AttentionContext` of one step: writes the new keys and values, attends to the cache.
 
-    Of what it is given, rows beyond the plan's tokens are padding: they are not read, their result is zero.
-    `rows`: the torch code computes all products for this many tokens, whatever the plan; kernels need no such care.
+    Rows beyond the plan's tokens are padding: they are not read, and their result is zero. `rows`: the torch code
+    computes every product for this many tokens, independent of the plan; kernels do not need it.
     """
 
     def __init__(self, cache: KVCache, plan: Plan, rows: int | None = None) -> None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import operator
 import reprlib
-from collections.abc import Generator, Iterable, Mapping, Sequence
+from collections.abc import Container, Generator, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from numbers import Integral, Real
 from typing import TYPE_CHECKING, Any, Literal, Protocol
@@ -155,6 +155,12 @@ class Request:
             shown = reprlib.repr(self.prompt_tokens)
             raise RolloutError(f"request '{self.id}': its prompt must be token ids, got {shown}") from error
         object.__setattr__(self, "prompt_tokens", tokens)
+
+
+def check_new(request: Request, unfinished: Container[str]) -> None:
+    """Raises RolloutError if one of these ids is the request's."""
+    if request.id in unfinished:
+        raise RolloutError(f"request '{request.id}' is already being answered: ids must differ")
 
 
 @dataclass(slots=True)

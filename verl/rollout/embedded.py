@@ -25,7 +25,7 @@ from verl.models.packed import PackedModel
 from verl.models.rope import original_length
 from verl.models.shards import take_model_shards
 from verl.rollout.attention import PagedAttention, Plan
-from verl.rollout.base import Request, Sample
+from verl.rollout.base import Request, Sample, check_new
 from verl.rollout.kv_cache import BLOCK, KVCache, blocks_for
 from verl.rollout.response import Response, draw
 from verl.shard import Shard
@@ -163,8 +163,7 @@ class EmbeddedEngine:
             RolloutError: it is invalid (empty or over-long prompt, unknown token, stop strings without a tokenizer),
                 does not fit the cache, or its id is in use.
         """
-        if request.id in self._by_id:
-            raise RolloutError(f"request '{request.id}' is already being answered: ids must differ")
+        check_new(request, self._by_id)
         response = Response(
             request,
             seed=self.seed,

@@ -22,7 +22,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from verl.errors import ConfigError, RolloutError
-from verl.rollout.base import Finish, Guard, LogitsProcessor, Request, RolloutEngine, Sample, SamplingParams
+from verl.rollout.base import Finish, Guard, LogitsProcessor, Request, RolloutEngine, Sample, SamplingParams, check_new
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -150,8 +150,7 @@ class _Pump:
         if self._failure:
             raise RolloutError(self._failure)
         future: asyncio.Future[Sample] = asyncio.get_running_loop().create_future()
-        if request.id in self._waiting:
-            raise RolloutError(f"request '{request.id}' is already being answered: ids must differ")
+        check_new(request, self._waiting)
         self._waiting[request.id] = future
         self._new.append(request)
         self._asked.set()

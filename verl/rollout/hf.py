@@ -22,11 +22,11 @@ import torch
 from torch import Tensor
 from transformers import DynamicCache
 
-from verl.errors import ConfigError, ModelError, RolloutError
+from verl.errors import ConfigError, ModelError
 from verl.models.packed import evaluating
 from verl.models.rope import original_length
 from verl.models.shards import take_model_shards
-from verl.rollout.base import Request, Sample, SamplingParams
+from verl.rollout.base import Request, Sample, SamplingParams, check_new
 from verl.rollout.response import Response, draw
 from verl.shard import Shard
 
@@ -102,8 +102,7 @@ class HFEngine:
         Raises:
             RolloutError: it is invalid, or its id is in use.
         """
-        if request.id in self._by_id:
-            raise RolloutError(f"request '{request.id}' is already being answered: ids must differ")
+        check_new(request, self._by_id)
         response = self._response(request)
         self._by_id[request.id] = response
         self._waiting.append(response)

@@ -14,7 +14,7 @@ from concurrent.futures import Future
 from typing import TYPE_CHECKING, Any
 
 from verl.errors import RolloutError
-from verl.rollout.base import Request, Sample
+from verl.rollout.base import Request, Sample, check_new
 from verl.rollout.response import check_prompt
 from verl.rollout.servers import NoServerError, Server, ServerPool, check_model_path
 from verl.rollout.vllm import FINISH, prompt_scores, sampled, sampling_arguments, weight_file, whole_weights
@@ -74,8 +74,7 @@ class RemoteEngine:
         Raises:
             RolloutError: it is invalid, its id is in use, or it has parts that cannot be sent.
         """
-        if request.id in self._asked:
-            raise RolloutError(f"request '{request.id}' is already being answered: ids must differ")
+        check_new(request, self._asked)
         if request.processors or request.guard is not None:
             raise RolloutError(f"request '{request.id}' has logits processors or a guard, which cannot be sent")
         if request.grammar is not None:

@@ -27,7 +27,7 @@ from verl.device import free_memory
 from verl.errors import ConfigError, RolloutError
 from verl.models.memory import ModelSize
 from verl.models.shards import tied_names
-from verl.rollout.base import Finish, Request, Sample, SamplingParams
+from verl.rollout.base import Finish, Request, Sample, SamplingParams, check_new
 from verl.rollout.randomness import stream_key
 from verl.rollout.response import check_prompt
 from verl.shard import Shard, checksum
@@ -133,8 +133,8 @@ class VLLMEngine:
             RolloutError: it is invalid, its id is in use, or vLLM does not support it.
         """
         self._check_alive()
-        if request.id in self._versions or any(s.id == request.id for s in (*self._ready, *self._scoring.values())):
-            raise RolloutError(f"request '{request.id}' is already being answered: ids must differ")
+        check_new(request, self._versions)
+        check_new(request, [sample.id for sample in (*self._ready, *self._scoring.values())])
         if request.processors or request.guard is not None:
             raise RolloutError(
                 f"request '{request.id}': vLLM has no logits processors or guards: use the engine embedded or hf"
