@@ -307,3 +307,13 @@ def test_without_a_compiler_generation_goes_on_with_torch(
             cached.cache_clear()
     assert "compiler" in caplog.text
     assert sample.tokens == expected.tokens
+
+
+@pytest.mark.parametrize("kind", [EmbeddedEngine, HFEngine])
+def test_two_unfinished_requests_have_different_ids(packed64: PackedModel, kind: type) -> None:
+    engine = kind(packed64 if kind is EmbeddedEngine else packed64.model, eos_token_ids=(2,), seed=0)
+    engine.add(Request("a", [5], SamplingParams(max_new_tokens=1)))
+    with pytest.raises(RolloutError, match="ids must differ"):
+        engine.add(Request("a", [7]))
+    assert [sample.id for sample in generate(engine, [])] == ["a"]
+    engine.add(Request("a", [7], SamplingParams(max_new_tokens=1)))

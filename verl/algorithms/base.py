@@ -150,7 +150,7 @@ class BaseAlgorithm(ABC):
 
     @property
     def own_rewards(self) -> str | None:
-        """The option, if it is set, by which responses are rewarded or punished whatever reward they are given."""
+        """The name of an option, if set, that rewards or punishes responses besides the given rewards."""
         return None
 
     def extend(self, batch: Batch) -> Batch:

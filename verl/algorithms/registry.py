@@ -83,7 +83,7 @@ def make_algorithm(algorithm: str | BaseAlgorithm | type[BaseAlgorithm] | None, 
 
 
 def _by_name(name: str) -> Any:
-    """What has been registered under a name, or stands in a user's file; not yet known to be an algorithm."""
+    """The object of a registered name, or of "FILE.py:NAME"; not checked yet."""
     if ".py:" in name:
         return load_function(name)
     if name not in _ALGORITHMS:

@@ -29,7 +29,7 @@ SCORE_AT_EOS = "score_at_eos"
 class ValueModel(nn.Module):
     """A backbone and a linear head: a value a position, or a score a sequence (the number at its last token).
 
-    The head is fp32 (fp64 over an fp64 backbone), whatever the dtype of the backbone. A new head is zero:
+    The head is fp64 over an fp64 backbone, else fp32. A new head is zero:
     the first values are 0 and nothing random is drawn. Weight names are those of a transformers token
     classifier with one label (`model.layers...`, `score.weight`, `score.bias`), so what is saved loads
     there too, but for classes that call their head otherwise (GPT-2, GPT-NeoX, Falcon: `classifier`).

@@ -181,7 +181,7 @@ class _Pump:
                     self._answer(sample.id, sample)
 
     def drain(self) -> None:
-        """Abort what is left, so that the engine has none of our requests any more."""
+        """Abort the remaining requests, so that the engine returns none of them later."""
         self._failure = self._failure or "the rollout has ended"
         if self._waiting:
             self._engine.abort(list(self._waiting))

@@ -45,7 +45,7 @@ class SamplingTable:
         edits: Mapping[int, Callable[[Tensor], Tensor]] | None = None,
         device: torch.device | str = "cpu",
     ) -> SamplingTable:
-        """`edits[row]` makes the logits `[V]` that the row is sampled from of its own, which it may overwrite."""
+        """`edits[row]` returns the logits `[V]` to sample the row from, given its own, which it may overwrite."""
         inverse = [1 / p.temperature if p.temperature else 0.0 for p in params]
         return cls(
             inverse_temperature=torch.tensor(inverse, dtype=torch.float64, device=device),
@@ -124,7 +124,7 @@ def _sample_torch(logits: Tensor, uniforms: Tensor, table: SamplingTable) -> tup
 
 
 def _weights(logits: Tensor, inverse: Tensor, greedy: bool) -> tuple[Tensor, Tensor, Tensor]:
-    """exp((x - max) / T) in the place of the logits `[N, V]`, its block sums `[N, B]`, greedy choices `[N]`."""
+    """exp((x - max) / T) `[N, V]`, which overwrites the logits; its block sums `[N, B]`; greedy choices `[N]`."""
     rows, vocab = logits.shape
     sums = logits.new_empty(rows, -(-vocab // BLOCK))
     best = torch.zeros(rows, dtype=torch.int64, device=logits.device)

@@ -40,11 +40,11 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-#: Calls of one tool that hang and cannot be stopped; with so many it is not called any more.
+#: With so many hanging calls, which cannot be stopped, a tool is no longer called.
 MAX_HUNG = 16
 #: Exceptions that a future or a coroutine would take as its own end.
 _SIGNALS = (concurrent.futures.CancelledError, StopIteration)
-#: A token has at most about so many characters; the rest of a longer result is cut before it is tokenised.
+#: Characters per token at most, about; a result that is longer for sure is cut before it is tokenised.
 _CHARACTERS = 64
 _CALL = re.compile(r"<tool_call>(.*?)</tool_call>", re.DOTALL)
 #: Placeholders for the policy's message and a tool's result in a chat.
