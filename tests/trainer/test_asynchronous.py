@@ -2,20 +2,23 @@
 
 from __future__ import annotations
 
+import json
 import os
 import random
 import signal
 import threading
 import time
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 import verl
+from tests import ranks
 from verl.batch import Batch
 from verl.cluster import connect
 from verl.controller import pool
@@ -332,6 +335,18 @@ def test_waiting_for_samples_brings_rollout_workers(tiny: Path, monkeypatch: pyt
         trainer.close()
     assert records[-1]["rollout/workers"] == 1
     assert len(trainer.trained) == len(set(trainer.trained)) == 7 * 4
+
+
+@pytest.mark.slow
+def test_two_ranks_of_torchrun_equal_one_process(make_tiny: Callable[..., Path], tmp_path: Path) -> None:
+    script, model = Path(__file__).with_name("async_steps.py"), make_tiny("llama", torch.float64)
+    ranks.alone(script, model, tmp_path / "one")
+    done = ranks.torchrun(2, script, model, tmp_path / "two")
+    assert done.stdout.count("done") == 1
+    one, two = (json.loads((tmp_path / name).read_text()) for name in ("one", "two"))
+    assert one["version"] == two["version"] == 2 and len(set(one["rewards"])) > 1
+    assert two["rewards"] == pytest.approx(one["rewards"], abs=1e-9)
+    assert two["weights"] == pytest.approx(one["weights"], abs=1e-9)
 
 
 def test_what_cannot_be_is_refused(tiny: Path) -> None:

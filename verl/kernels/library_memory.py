@@ -13,7 +13,8 @@ _M_ARENA_MAX = -8
 
 
 def limit_library_memory() -> None:
-    """Keep a process's memory flat over thousands of steps. To be called before any library starts threads.
+    """Keep a process's memory flat over thousands of steps. To be called before the first product in half precision,
+    and best before any library starts threads; later calls change nothing.
 
     oneDNN keeps code for every shape of a half-precision product that it has met, up to half a megabyte each and 1,024
     of them: the shapes of training are new in each step. What the environment says already stays.

@@ -101,6 +101,10 @@ class PackedModel:
                 "use adapters of weights (LoRA)"
             )
         self._inner = cast("PreTrainedModel", inner)
+        if self.device.type == "cpu":
+            from verl.kernels.library_memory import limit_library_memory
+
+            limit_library_memory()
         self.backbone: torch.nn.Module = backbone_of(self._inner)
         self.config = self._inner.config.get_text_config()
         self.num_layers = int(self.config.num_hidden_layers)

@@ -13,7 +13,6 @@ from typing import Any
 from verl.algorithms import BaseAlgorithm, make_algorithm
 from verl.batch import Batch
 from verl.config import Config, CriticConfig, RewardConfig, RewardPart
-from verl.controller.ranks import torchrun_ranks
 from verl.data.offline import OfflineDatasetLoader, is_recorded
 from verl.data.prompts import PromptDataset, load_prompts
 from verl.errors import ConfigError
@@ -87,11 +86,6 @@ def check_permuted(algorithm: BaseAlgorithm) -> None:
 
 def check_asynchronous(algorithm: BaseAlgorithm, engine: object, episode: object) -> None:
     """Raises ConfigError for what asynchronous training cannot do."""
-    if torchrun_ranks() > 1:
-        raise ConfigError(
-            f"asynchronous training starts its own rollout workers and trains in one process, this is a torchrun "
-            f"job of {torchrun_ranks()} ranks: start it without torchrun, or leave max_staleness out"
-        )
     if getattr(algorithm, "rollout_is", None) is None and getattr(algorithm, "rollout_rs", None) is None:
         raise ConfigError(
             f"algorithm '{algorithm.name}' does not correct for samples of an older policy: asynchronous "
