@@ -8,11 +8,11 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, S
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Generic, Protocol, TypeVar
+from typing import Any, Generic, NoReturn, Protocol, TypeVar
 
 from verl.batch import Batch
 from verl.controller.world import RoleMeshes
-from verl.errors import BrokenCollectiveError, ConfigError, DataError, nearest
+from verl.errors import BrokenCollectiveError, ClusterError, ConfigError, DataError, nearest
 from verl.training.micro_batch import balanced
 from verl.workers.place import ROLE, Verb, verb_of
 
@@ -20,6 +20,8 @@ logger = logging.getLogger(__name__)
 W_co = TypeVar("W_co", covariant=True)
 W = TypeVar("W")
 
+#: Seconds in which the other ranks may end once one has failed.
+GRACE = 3.0
 #: What is collected item by item.
 STREAMS = ("batches", "shards")
 
@@ -88,6 +90,9 @@ class Slots(Protocol):
     def everywhere(self, function: Callable[..., Any], given: Sequence[tuple[Any, ...]]) -> list[Any]:
         """Call a function on every rank with the arguments of each; the answers by rank."""
 
+    def who(self, rank: int) -> str:
+        """A rank, for messages."""
+
     def close(self, reason: str = ...) -> None:
         """End the processes."""
 
@@ -134,9 +139,40 @@ class SlotGroup(Generic[W]):
         return None if spec.collect == "none" else answers[answering[0]]
 
 
-def cause_of(errors: Mapping[int, Exception]) -> Exception:
-    """Of the errors of several ranks that of the first rank which did not just wait for another one."""
-    return min((errors[rank] for rank in sorted(errors)), key=lambda error: isinstance(error, BrokenCollectiveError))
+def died(who: str, where: str, why: str) -> ClusterError:
+    """The error about a rank whose process is gone."""
+    return ClusterError(
+        f"{who} died {where}: {why}. The run cannot go on without it; the same command resumes it from its last "
+        "checkpoint"
+    )
+
+
+def stalled(slots: Slots, ranks: Iterable[int], what: str, limit: float, stacks: Mapping[int, str]) -> ClusterError:
+    """The error of a missed deadline. The stacks of all ranks are logged, and the slots ended.
+
+    Args:
+        ranks: those that have not answered.
+        stacks: of every rank.
+    """
+    for rank, found in stacks.items():
+        logger.error("%s stands at:\n%s", slots.who(rank), found)
+    names = "; ".join(map(slots.who, ranks))
+    reason = f"'{what}' did not end within {limit:g} s: waited for {names}; stacks of all ranks are in the log"
+    slots.close(reason)
+    return ClusterError(reason)
+
+
+def raise_cause(slots: Slots, errors: Mapping[int, Exception], is_broken: bool) -> NoReturn:
+    """Raise, of the errors of several ranks, that of the first rank which did not just wait for another one.
+
+    Args:
+        is_broken: ranks may no longer be in step: the slots are ended.
+    """
+    first = (errors[rank] for rank in sorted(errors))
+    cause = min(first, key=lambda error: isinstance(error, BrokenCollectiveError))
+    if is_broken:
+        slots.close(f"{type(cause).__name__}: {cause}")
+    raise cause from cause.__cause__
 
 
 #: The columns that decide how rows are split.

@@ -6,7 +6,6 @@ the others may be waiting for that rank. Slots whose ranks may have come apart a
 
 from __future__ import annotations
 
-import logging
 import math
 import sys
 import threading
@@ -25,7 +24,7 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from verl.batch import Batch
 from verl.cluster import connect
-from verl.controller.group import SPLIT_BY, Call, cause_of, split_rows
+from verl.controller.group import GRACE, SPLIT_BY, Call, died, raise_cause, split_rows, stalled
 from verl.controller.placement import DeviceMesh, Slot
 from verl.controller.ray_slot import Part, RaySlot, Stream, WorkerError
 from verl.controller.slot_worker import Order
@@ -34,12 +33,8 @@ from verl.errors import ClusterError, ConfigError
 from verl.rewards.loading import user_modules
 from verl.shard import bunched
 
-logger = logging.getLogger(__name__)
-
 #: Seconds for a slot's process to start.
 START = 120.0
-#: Seconds in which the other ranks may end once one has failed.
-GRACE = 3.0
 _LEAST_CPUS = 0.02
 # Batches that may be in the object store: a bound for who holds on to more of them.
 _KEPT = 4
@@ -266,10 +261,7 @@ class RaySlots:
                     failed[others[other]] = their
             alive = all(isinstance(e, ray.exceptions.RayTaskError) for e in failed.values())
             errors = {rank: self._as_seen(rank, error, what) for rank, error in failed.items()}
-            cause = cause_of(errors)
-            if late or not alive or not (safe or len(failed) == len(calls)):
-                self.close(f"{type(cause).__name__}: {cause}")
-            raise cause from cause.__cause__
+            raise_cause(self, errors, bool(late) or not alive or not (safe or len(failed) == len(calls)))
 
     def _as_seen(self, rank: int, error: Exception, what: str) -> Exception:
         """The failure of a rank as the user sees it."""
@@ -279,10 +271,7 @@ class RaySlots:
             return cause.error
         if isinstance(error, ray.exceptions.RayTaskError):
             return ClusterError(f"{self.who(rank)} failed in '{what}': {error}")
-        return ClusterError(
-            f"{self.who(rank)} died in '{what}': {_line(error)}. The run cannot go on without it; the same command "
-            "resumes it from its last checkpoint"
-        )
+        return died(self.who(rank), f"in '{what}'", _line(error))
 
     def who(self, rank: int) -> str:
         """A rank, for messages."""
@@ -291,19 +280,15 @@ class RaySlots:
         return f"rank {rank} of {len(self._workers)} ({where})"
 
     def _stalled(self, ranks: Sequence[int], what: str, limit: float) -> ClusterError:
-        """The error of a passed deadline, once the stacks of all slots are in the log and the slots ended."""
-        asked = {worker.stacks.remote(): rank for rank, worker in enumerate(self._workers)}
-        done, _ = ray.wait(list(asked), num_returns=len(asked), timeout=GRACE)
-        for call, rank in asked.items():
+        calls = [worker.stacks.remote() for worker in self._workers]
+        done, _ = ray.wait(calls, num_returns=len(calls), timeout=GRACE)
+        stacks: dict[int, str] = {}
+        for rank, call in enumerate(calls):
             try:
-                stacks = ray.get(call, timeout=START) if call in done else "no answer"
+                stacks[rank] = ray.get(call, timeout=START) if call in done else "no answer"
             except ray.exceptions.RayError as error:
-                stacks = _line(error)
-            logger.error("%s stands at:\n%s", self.who(rank), stacks)
-        names = "; ".join(map(self.who, ranks))
-        reason = f"'{what}' did not end within {limit:g} s: waited for {names}; stacks of all ranks are in the log"
-        self.close(reason)
-        return ClusterError(reason)
+                stacks[rank] = _line(error)
+        return stalled(self, ranks, what, limit, stacks)
 
     def close(self, reason: str = "close() was called") -> None:
         """End the processes and give their slots back."""

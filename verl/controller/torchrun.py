@@ -19,6 +19,7 @@ import time
 import traceback
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from functools import partial
 from types import FrameType
 from typing import Any, NoReturn
@@ -26,7 +27,7 @@ from typing import Any, NoReturn
 from verl.batch import Batch
 from verl.controller import ranks
 from verl.controller.codec import decode_error, encode_error
-from verl.controller.group import Call, cause_of, split_rows
+from verl.controller.group import GRACE, Call, died, raise_cause, split_rows, stalled
 from verl.controller.link import Link, Message, control_group
 from verl.controller.ranks import rank_here, registry, torchrun_ranks, who
 from verl.controller.slot_worker import Order, SlotWorker, stacks
@@ -35,8 +36,6 @@ from verl.errors import BrokenCollectiveError, ClusterError
 
 logger = logging.getLogger(__name__)
 
-#: Seconds in which the other ranks may end once one has failed.
-GRACE = 3.0
 #: Seconds for the threads of a link at the end of the process.
 _LEAVING = 5.0
 
@@ -44,13 +43,13 @@ _LEAVING = 5.0
 class TorchrunSlots:
     """The ranks of this torchrun job, seen from rank 0. See `group.Slots`; there is one a process.
 
-    Args:
+    Attributes:
         timeout: seconds that ranks wait for each other.
         kind: "cpu" or "cuda".
     """
 
-    def __init__(self, timeout: float = TIMEOUT, kind: str = "cpu") -> None:
-        self.timeout, self.kind = timeout, kind
+    def __init__(self) -> None:
+        self.timeout, self.kind = TIMEOUT, "cpu"
         self._slot: SlotWorker | None = None
         self._links: dict[int, Link] = {}
         self._about: dict[int, Mapping[str, Any]] = {}
@@ -70,11 +69,11 @@ class TorchrunSlots:
         return self._ended is not None
 
     @property
-    def world(self) -> World:
-        """This rank's side of the job, joined at the first use."""
+    def slot(self) -> SlotWorker:
+        """This rank's workers; the first use starts the job."""
         self.start()
         assert self._slot is not None
-        return self._slot.world
+        return self._slot
 
     def start(self) -> None:
         """The first verb: on rank 0 it returns once all ranks are there, on another rank it never returns.
@@ -111,53 +110,41 @@ class TorchrunSlots:
         return split_rows(batch, parts)
 
     def make(self, recipe: partial[Any], role: RoleMeshes) -> int:
-        self.start()
-        key = next(self._keys)
-        message = Message.of("make", body=(key, recipe, role))
-        deque(self._carry_out(f"{role.role}.start", dict.fromkeys(self._links, message), self._make(key, recipe, role)))
+        slot, key = self.slot, next(self._keys)
+        messages = dict.fromkeys(self._links, Message.of("make", body=(key, recipe, role)))
+        own = (make(key, recipe, role) for make in (slot.make,))
+        deque(_Running(self, f"{role.role}.start", messages, own), maxlen=0)
         return key
 
-    def _make(self, key: int, recipe: partial[Any], role: RoleMeshes) -> Iterator[Any]:
-        assert self._slot is not None
-        self._slot.make(key, recipe, role)
-        yield from ()
-
     def everywhere(self, function: Callable[..., Any], given: Sequence[tuple[Any, ...]]) -> list[Any]:
-        self.start()
+        slot = self.slot
         messages = {rank: Message.of("run", body=(function, given[rank]), answers=True) for rank in self._links}
-        assert self._slot is not None
-        own = (run(function, given[0]) for run in (self._slot.run,))
-        answers = dict(self._carry_out(getattr(function, "__name__", "everywhere"), messages, own))
+        own = (run(function, given[0]) for run in (slot.run,))
+        answers = dict(_Running(self, getattr(function, "__name__", "everywhere"), messages, own))
         return [answers[rank] for rank in range(len(given))]
 
     def run(self, call: Call) -> Iterator[tuple[int, Any]]:
-        self.start()
-        assert self._slot is not None
-        args, first, stream = call.args, call.args[0] if call.args else None, None
-        if isinstance(first, Iterator):
-            stream, args = first, args[1:]
-        elif isinstance(first, Batch):
-            args = args[1:]
+        slot = self.slot
+        first: Any = call.args[0] if call.args else None
+        is_batch, is_stream = isinstance(first, Batch), isinstance(first, Iterator)
+        args = call.args[1:] if is_batch or is_stream else call.args
         order = Order(call.role, call.verb, args, call.kwargs, answers=True)
         whole: Message | None = None
         messages = {}
         for rank, rows in call.rows.items():
             if rank == 0:
                 continue
-            if rows is not None or whole is None:
-                part = first.take(rows) if rows is not None and isinstance(first, Batch) else first
-                whole = Message.of(
-                    "order", body=(order, stream is not None, part if isinstance(first, Batch) else None)
-                )
-            messages[rank] = Message("order", answers=rank in call.answering, tree=whole.tree, buffers=whole.buffers)
+            if whole is None or rows is not None:
+                part = first if rows is None else first.take(rows)
+                whole = Message.of("order", body=(order, is_stream, part if is_batch else None))
+            messages[rank] = replace(whole, answers=rank in call.answering)
+        fed = self._fed(first, list(messages)) if is_stream else None
         own: Iterator[Any] | None = None
-        fed = None if stream is None else self._fed(stream, list(messages))
         if 0 in call.rows:
-            rows = call.rows[0]
-            given = [first if rows is None else first.take(rows)] if isinstance(first, Batch) else []
-            order = Order(call.role, call.verb, args, call.kwargs, answers=0 in call.answering)
-            own = self._slot.execute(order, *([fed] if fed is not None else given))
-        return self._carry_out(call.what, messages, own, fed, call.is_apart)
+            own_rows = call.rows[0]
+            given = [fed] if is_stream else [first if own_rows is None else first.take(own_rows)] if is_batch else []
+            own = slot.execute(replace(order, answers=0 in call.answering), *given)
+        return iter(_Running(self, call.what, messages, own, fed, call.is_apart))
 
     def _fed(self, stream: Iterator[Any], to: Sequence[int]) -> Iterator[Any]:
         """The stream, whose items are sent to other ranks on the way."""
@@ -172,28 +159,6 @@ class TorchrunSlots:
             raise
         self._tell(Message("last"), to)
 
-    def _carry_out(
-        self,
-        what: str,
-        messages: Mapping[int, Message],
-        own: Iterator[Any] | None,
-        fed: Iterator[Any] | None = None,
-        is_apart: bool = False,
-    ) -> Iterator[tuple[int, Any]]:
-        """Send each rank its message, do this rank's part, and pass on what all of them answer.
-
-        Args:
-            fed: a stream that goes to the other ranks while it is drawn.
-            is_apart: a failure of some ranks does not set them apart from the others.
-        """
-        running = _Running(self, what, messages, own, fed, is_apart)
-        items = running.items()
-        try:
-            yield from items
-        except GeneratorExit:
-            deque(running.items(), maxlen=0)  # no rank may be left waiting in a stream
-            raise
-
     def send(self, serial: int, messages: Mapping[int, Message]) -> queue.SimpleQueue[tuple[int, Message]]:
         """Begin a call: its messages, and where its answers arrive."""
         with self._lock:
@@ -204,8 +169,7 @@ class TorchrunSlots:
             for rank, message in messages.items():
                 if rank in self._gone:
                     raise self._died(rank, "before this verb")
-                about = Message(message.do, serial, message.answers, message.tree, message.buffers)
-                self._links[rank].send(about)
+                self._links[rank].send(replace(message, serial=serial))
             return inbox
 
     def _deliver(self, rank: int, message: Message) -> None:
@@ -230,9 +194,7 @@ class TorchrunSlots:
             if serial in self._executing:
                 self.close("another rank failed in a verb that this rank is still in")
 
-        timer = threading.Timer(GRACE, free)
-        timer.daemon = True
-        timer.start()
+        _after(GRACE, free)
 
     def _signalled(self, number: int) -> None:
         if ranks.on_signal is not None:
@@ -246,13 +208,10 @@ class TorchrunSlots:
         return f"rank {rank} of {torchrun_ranks()} (host {about['host']}, pid {about['pid']})"
 
     def _died(self, rank: int, where: str) -> ClusterError:
-        return ClusterError(
-            f"{self.who(rank)} died {where}: {self._gone[rank]}. The run cannot go on without it; the same command "
-            "resumes it from its last checkpoint"
-        )
+        return died(self.who(rank), where, self._gone[rank])
 
     def stalled(self, pending: Sequence[int], what: str, limit: float) -> ClusterError:
-        """The error of a passed deadline, once the stacks of all ranks are in the log and the others have ended."""
+        """The error of a missed deadline, once the stacks of all ranks are in the log."""
         inbox: queue.SimpleQueue[tuple[int, Message]] = queue.SimpleQueue()
         self._inboxes[0] = inbox
         self._tell(Message("stacks"), list(self._links))
@@ -263,12 +222,8 @@ class TorchrunSlots:
             except queue.Empty:
                 break
             found[rank] = str(message.tree)
-        for rank in range(torchrun_ranks()):
-            logger.error("%s stands at:\n%s", self.who(rank), found.get(rank, "no answer"))
-        names = "; ".join(map(self.who, pending))
-        reason = f"'{what}' did not end within {limit:g} s: waited for {names}; stacks of all ranks are in the log"
-        self.close(reason)
-        return ClusterError(reason)
+        of_all = {rank: found.get(rank, "no answer") for rank in range(torchrun_ranks())}
+        return stalled(self, pending, what, limit, of_all)
 
     def close(self, reason: str = "close() was called") -> None:
         """End the other ranks. Their exit code is 0: what the failure means is for the script to say."""
@@ -293,31 +248,41 @@ class TorchrunSlots:
         world.leave()
 
 
+@dataclass(eq=False)
 class _Running:
-    """One call on its way: what has come of it, and who has not ended yet."""
+    """One call: iterating sends each rank its message, does this rank's part, and yields what all of them answer.
 
-    def __init__(
-        self,
-        slots: TorchrunSlots,
-        what: str,
-        messages: Mapping[int, Message],
-        own: Iterator[Any] | None,
-        fed: Iterator[Any] | None,
-        is_apart: bool,
-    ) -> None:
-        self.slots, self.what, self.is_apart = slots, what, is_apart
-        self.messages, self.own, self.fed = messages, own, fed
-        self.count = len(messages) + (own is not None)
-        self.pending = set(messages)
-        self.errors: dict[int, Exception] = {}
-        self.dead: set[int] = set()
-        self.serial = 0
-        self.inbox: queue.SimpleQueue[tuple[int, Message]] = queue.SimpleQueue()
+    Attributes:
+        fed: a stream that goes to the other ranks while it is drawn.
+        is_apart: a failure of some ranks does not set them apart from the others.
+        pending: the other ranks that have not ended yet.
+    """
 
-    def items(self) -> Iterator[tuple[int, Any]]:
-        """What ranks answer, as it comes; called again, what is left."""
+    slots: TorchrunSlots
+    what: str
+    messages: Mapping[int, Message]
+    own: Iterator[Any] | None
+    fed: Iterator[Any] | None = None
+    is_apart: bool = False
+    serial: int = 0
+    count: int = 0
+    pending: set[int] = field(default_factory=set)
+    errors: dict[int, Exception] = field(default_factory=dict)
+    dead: set[int] = field(default_factory=set)
+    inbox: queue.SimpleQueue[tuple[int, Message]] = field(default_factory=queue.SimpleQueue)
+
+    def __iter__(self) -> Iterator[tuple[int, Any]]:
+        try:
+            yield from self._items()
+        except GeneratorExit:
+            deque(self._items(), maxlen=0)  # no rank may be left waiting in a stream
+            raise
+
+    def _items(self) -> Iterator[tuple[int, Any]]:
+        """The answers as they come; called again, those that are left."""
         if not self.serial:
             self.serial = next(self.slots._serials)
+            self.count, self.pending = len(self.messages) + (self.own is not None), set(self.messages)
             self.inbox = self.slots.send(self.serial, self.messages)
             self.messages = {}
         yield from self._own_items()
@@ -374,10 +339,8 @@ class _Running:
             raise self.slots.stalled(sorted(self.pending), self.what, self.slots.timeout)
         if not self.errors:
             return
-        cause = cause_of(self.errors)
-        if self.pending or self.dead or not (self.is_apart or len(self.errors) == self.count):
-            self.slots.close(f"{type(cause).__name__}: {cause}")
-        raise cause from cause.__cause__
+        is_broken = bool(self.pending or self.dead) or not (self.is_apart or len(self.errors) == self.count)
+        raise_cause(self.slots, self.errors, is_broken)
 
 
 class _Serving:
@@ -460,9 +423,7 @@ class _Serving:
             self.is_ending = message.do == "end"
             self.inbox.put(message)
             if self.is_ending:
-                timer = threading.Timer(_LEAVING + GRACE, _leave, (1,))
-                timer.daemon = True
-                timer.start()
+                _after(_LEAVING + GRACE, _leave, 1)
 
     def _forward(self, number: int, frame: FrameType | None) -> None:
         """A signal is for the driver. The code that it interrupts may be sending, so that another thread sends it."""
@@ -485,11 +446,16 @@ class _Serving:
         _leave(int(failed))
 
 
+def _after(seconds: float, function: Callable[..., Any], *args: Any) -> None:
+    """Call a function later, unless this process has ended by then."""
+    timer = threading.Timer(seconds, function, args)
+    timer.daemon = True
+    timer.start()
+
+
 def _leave(code: int) -> NoReturn:
     """End this process from any thread, without what the script would do at its end."""
-    forced = threading.Timer(_LEAVING, os._exit, (code,))
-    forced.daemon = True
-    forced.start()
+    _after(_LEAVING, os._exit, code)
     atexit._run_exitfuncs()
     for stream in (sys.stdout, sys.stderr):
         stream.flush()
