@@ -1,6 +1,6 @@
 import torch
 
-from verl.shard import Shard, checksum, counted
+from verl.shard import Shard, checksum
 
 
 def test_checksum_depends_on_bytes_names_and_places_not_on_order() -> None:
@@ -9,10 +9,3 @@ def test_checksum_depends_on_bytes_names_and_places_not_on_order() -> None:
     assert checksum([a]) != checksum([Shard.whole("a", torch.arange(4.0) + 1e-7)])
     assert checksum([b]) != checksum([Shard("b", (4, 2), (0, 0), torch.ones(2, 2))])
     assert a.is_whole and not b.is_whole
-
-
-def test_counted_passes_shards_on_and_adds_their_bytes() -> None:
-    total = [0]
-    shards = [Shard.whole("a", torch.zeros(3, dtype=torch.bfloat16)), Shard.whole("b", torch.zeros(2))]
-    assert list(counted(iter(shards), total)) == shards
-    assert total == [3 * 2 + 2 * 4]

@@ -35,6 +35,7 @@ from __future__ import annotations
 import mmap
 import pickle
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from itertools import accumulate, groupby
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -325,14 +326,8 @@ def _single(column: pa.ChunkedArray) -> pa.Array:
 
 def _runs(indices: Sequence[int]) -> list[tuple[int, int]]:
     """Runs of neighbouring rows in `indices`: the first of each, and how many."""
-    runs: list[tuple[int, int]] = []
-    for index in indices:
-        start, count = runs[-1] if runs else (-1, 0)
-        if index == start + count and count:
-            runs[-1] = (start, count + 1)
-        else:
-            runs.append((index, 1))
-    return runs
+    runs = (list(run) for _, run in groupby(enumerate(indices), key=lambda pair: pair[1] - pair[0]))
+    return [(run[0][1], len(run)) for run in runs]
 
 
 def _take(array: pa.Array, indices: Sequence[int], runs: Sequence[tuple[int, int]]) -> pa.Array:
@@ -391,9 +386,7 @@ def _ragged(name: str, flat: torch.Tensor, lengths: Sequence[int]) -> pa.Array:
         flat = flat.float()
     if flat.dtype == torch.bool:
         flat = flat.to(torch.uint8)
-    offsets = [0]
-    for length in lengths:
-        offsets.append(offsets[-1] + int(length))
+    offsets = list(accumulate(map(int, lengths), initial=0))
     if offsets[-1] != flat.numel():
         raise DataError(f"column '{name}': lengths sum to {offsets[-1]}, the flat tensor has {flat.numel()} values")
     values = pa.array(flat.contiguous().numpy())

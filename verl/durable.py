@@ -70,7 +70,7 @@ def clear_staging(directory: Path) -> None:
                 try_remove(entry)
 
 
-def read_json(path: Path, schema: Any, max_bytes: int = MAX_JSON_BYTES) -> Any:
+def read_json(path: Path, schema: Any) -> Any:
     """The content of a JSON file, checked by a pydantic schema in strict mode.
 
     Raises:
@@ -78,13 +78,13 @@ def read_json(path: Path, schema: Any, max_bytes: int = MAX_JSON_BYTES) -> Any:
         ValueError: it is too large, is no JSON, is nested too deep, or does not pass the schema.
     """
     with path.open("rb") as file:
-        return parse_json(file.read(max_bytes + 1), schema, max_bytes)
+        return parse_json(file.read(MAX_JSON_BYTES + 1), schema)
 
 
-def parse_json(raw: bytes, schema: Any, max_bytes: int = MAX_JSON_BYTES) -> Any:
+def parse_json(raw: bytes, schema: Any) -> Any:
     """`read_json` of bytes."""
-    if len(raw) > max_bytes:
-        raise ValueError(f"it has more than {max_bytes} bytes")
+    if len(raw) > MAX_JSON_BYTES:
+        raise ValueError(f"it has more than {MAX_JSON_BYTES} bytes")
     try:
         return _adapter(schema).validate_json(raw, strict=True)
     except ValidationError as error:

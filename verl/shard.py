@@ -1,6 +1,6 @@
 """A piece of a weight under its Hugging Face checkpoint name: the one currency of weights.
 
-One stream of shards feeds every sink: checkpoint, export, engine sync, resharding, checksum, byte counts.
+One stream of shards feeds every sink: checkpoint, export, engine sync, resharding, checksum.
 Tied weights occur once in a stream; a sink that needs the alias (an engine's `lm_head.weight`) expands it.
 """
 
@@ -59,13 +59,6 @@ def checksum(shards: Iterable[Shard]) -> str:
     """SHA-256 over names, places and bytes, the same in whatever order the stream comes."""
     digests = sorted(f"{s.name}{s.offset}:{_digest(s.tensor)}" for s in shards)
     return hashlib.sha256("\n".join(digests).encode()).hexdigest()
-
-
-def counted(shards: Iterable[Shard], total: list[int]) -> Iterator[Shard]:
-    """Pass shards on, adding their bytes to `total[0]`."""
-    for shard in shards:
-        total[0] += shard.nbytes
-        yield shard
 
 
 def bunched(shards: Iterable[Shard]) -> Iterator[list[Shard]]:

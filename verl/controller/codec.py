@@ -74,9 +74,10 @@ class _Encoder:
         if hasattr(value, "save_pretrained") and hasattr(value, "get_vocab"):
             return {"$": "tokenizer", "files": self.files(value)}
         raise ConfigError(
-            f"{_described(value)} was made after the first verb: the other ranks of the torchrun job do not run the "
-            "script any more, and nothing is pickled. Make it, and the handle that it belongs to, before the first "
-            "verb; or give a module-level function, a dataclass, or 'FILE.py:NAME'"
+            f"{getattr(value, '__qualname__', type(value).__qualname__)} ({type(value).__module__}) was made after the "
+            "first verb: the other ranks of the torchrun job do not run the script any more, and nothing is pickled. "
+            "Make it, and the handle that it belongs to, before the first verb; or give a module-level function, a "
+            "dataclass, or 'FILE.py:NAME'"
         )
 
     def bytes(self, value: bytes | bytearray | memoryview) -> dict[str, Any]:
@@ -300,7 +301,3 @@ def _found(module: str, qualname: str) -> Any:
     for part in qualname.split("."):
         found = getattr(found, part, None)
     return found
-
-
-def _described(value: Any) -> str:
-    return f"{getattr(value, '__qualname__', type(value).__qualname__)} ({type(value).__module__})"

@@ -101,6 +101,8 @@ class Pool:
     role: ClassVar[str]
     #: The class of the actors, a `PooledWorker`.
     worker_class: ClassVar[type]
+    #: Of a failure of a worker's own code.
+    error_class: ClassVar[type[Exception]]
     #: Threads of an actor beside the main one, by group.
     concurrency_groups: ClassVar[dict[str, int]] = {}
     #: GPUs that a worker takes of the cluster.
@@ -179,8 +181,8 @@ class Pool:
         raise NotImplementedError
 
     def _leave(self, worker: Worker) -> None:
-        """A worker that is not to stay: end it, or have it end once its jobs are done."""
-        self._end(worker)
+        """End a worker that is no longer needed, now or once its jobs are done."""
+        raise NotImplementedError
 
     def _start(self) -> None:
         ray = connect()
@@ -217,7 +219,7 @@ class Pool:
 
         self._end(worker)
         if isinstance(error, RayTaskError):
-            raise self._error(f"{worker} failed:\n{error}")
+            raise self.error_class(f"{worker} failed:\n{error}")
         how = _how(error)
         if worker.is_leaving:
             return how
@@ -228,9 +230,6 @@ class Pool:
         logger.warning("%s %s; another one takes its place", worker, how)
         self._start()
         return how
-
-    def _error(self, text: str) -> Exception:
-        return ClusterError(text)
 
 
 @functools.cache

@@ -40,8 +40,12 @@ class _Job:
     until: float = 0.0
     has_lost_a_worker: bool = False
 
-    def answer(self, scores: list[Score] | None) -> None:
-        if not self.future.done() and self.future.set_running_or_notify_cancel():
+    def answer(self, scores: list[Score] | Exception | None) -> None:
+        if self.future.done() or not self.future.set_running_or_notify_cancel():
+            return
+        if isinstance(scores, Exception):
+            self.future.set_exception(scores)
+        else:
             self.future.set_result(scores)
 
 
@@ -59,25 +63,24 @@ class RewardPool(Pool):
         max_workers: when the calls under way are more than the workers do in `backlog` seconds there are more
             workers, up to so many; and fewer again, down to `workers`, when they are not needed (`Pool.fit`).
 
+    Attributes:
+        backlog: seconds.
+
     Raises:
         ConfigError: the function cannot be sent to a process, or Ray is not installed.
     """
 
     role = "reward"
     worker_class = Scorer
+    error_class = RewardError
     max_late = math.inf  # a late call costs a process, no thread that cannot be ended
+    backlog = 2.0
 
     def __init__(
-        self,
-        source: Callable[..., Any] | str,
-        name: str,
-        *,
-        workers: int,
-        max_workers: int | None = None,
-        backlog: float = 2.0,
+        self, source: Callable[..., Any] | str, name: str, *, workers: int, max_workers: int | None = None
     ) -> None:
         super().__init__(workers, max_workers)
-        self.name, self.backlog = name, backlog
+        self.name = name
         self.width, self.slots = _MANY, threading.Semaphore(_MANY)
         self._dead = 0
         self._function = _by_value(source, name)
@@ -228,8 +231,7 @@ class RewardPool(Pool):
             super().close()
         finally:
             for job in jobs:
-                if not job.future.done() and job.future.set_running_or_notify_cancel():
-                    job.future.set_exception(error)
+                job.answer(error)
 
     def _begin(self, worker: Worker) -> None:
         self._call(worker, "load", "load", *self._function)
@@ -237,9 +239,6 @@ class RewardPool(Pool):
     def _leave(self, worker: Worker) -> None:
         if not worker.jobs:
             self._end(worker)
-
-    def _error(self, text: str) -> Exception:
-        return RewardError(text)
 
 
 def _named(error: Exception, name: str) -> Exception:

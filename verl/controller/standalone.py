@@ -36,7 +36,8 @@ class RolloutPool(Pool):
     """Rollout workers in processes of their own.
 
     Each gets the weights before the prompts that are sent after them, so that a group never begins under older
-    weights than those its driver has published.
+    weights than those its driver has published. Workers that `scale` adds get the newest weights; the groups of those
+    that it ends are `Lost`.
 
     Args:
         recipe: of a worker's engine.
@@ -52,6 +53,7 @@ class RolloutPool(Pool):
 
     role = "rollout"
     worker_class = StandaloneWorker
+    error_class = RolloutError
     concurrency_groups = {"inbox": 1}  # noqa: RUF012
 
     def __init__(
@@ -74,12 +76,6 @@ class RolloutPool(Pool):
             self._queue = Queue(actor_options={"num_cpus": 0})
             threading.Thread(target=self._drain, name="rollout-queue", daemon=True).start()
         self.scale(size)
-
-    def scale(self, size: int) -> None:
-        """Have this many workers from now on. New ones get the newest weights; `event` reports the groups of those
-        that leave as lost."""
-        with self.lock:
-            super().scale(size)
 
     def publish(self, version: int, shards: Iterable[Shard]) -> Weights:
         """New weights for all workers; what they are sampling goes on under them.
@@ -217,6 +213,3 @@ class RolloutPool(Pool):
             f"no rollout worker finished a group within {deadline:g} s{starting} ({about}); their stacks are on "
             "stderr. A longer deadline may be set"
         )
-
-    def _error(self, text: str) -> Exception:
-        return RolloutError(text)

@@ -23,15 +23,21 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 
-def model_shards(model: nn.Module) -> Iterator[Shard]:
-    """Every weight and persistent buffer on the live tensors; of weights that are cut over ranks, the pieces here."""
+def named_weights(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """Weights and persistent buffers by name, tied ones once."""
     seen: set[int] = set()
     for name, tensor in model.state_dict(keep_vars=True).items():
         if id(tensor) not in seen:
             seen.add(id(tensor))
-            offset, local = local_block(tensor.detach())
-            if local.numel() or not tensor.numel():
-                yield Shard(name, tuple(tensor.shape), offset, local)
+            yield name, tensor
+
+
+def model_shards(model: nn.Module) -> Iterator[Shard]:
+    """Every weight and persistent buffer on the live tensors; of weights that are cut over ranks, the pieces here."""
+    for name, tensor in named_weights(model):
+        offset, local = local_block(tensor.detach())
+        if local.numel() or not tensor.numel():
+            yield Shard(name, tuple(tensor.shape), offset, local)
 
 
 def local_block(tensor: Tensor) -> tuple[tuple[int, ...], Tensor]:

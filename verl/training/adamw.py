@@ -58,7 +58,8 @@ class SplitAdamW:
             if not weight.has_gradient or weight.gradient is None:
                 continue
             state.steps += 1
-            formula = _Formula.of(self._config, lr, gradient_scale, state.steps, seed=_hash(number, state.steps))
+            seed = int(_mixed(_mixed(torch.tensor(number + 1)) ^ state.steps))
+            formula = _Formula.of(self._config, lr, gradient_scale, state.steps, seed)
             _step(weight.live, weight.gradient, state, formula)
 
     def state(self) -> Iterator[tuple[str, str, Tensor]]:
@@ -180,8 +181,3 @@ def _mixed(x: Tensor) -> Tensor:
     x = x ^ (x >> 13)
     x = (x * 0xC2B2AE35) & _MASK
     return x ^ (x >> 16)
-
-
-def _hash(number: int, steps: int) -> int:
-    """A seed for a weight's step."""
-    return int(_mixed(_mixed(torch.tensor(number + 1)) ^ steps))

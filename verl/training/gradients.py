@@ -9,8 +9,10 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from verl.errors import TrainingError
@@ -109,20 +111,20 @@ class Gradients:
         return (w.gradient for w in self.weights if w.has_gradient and w.gradient is not None)
 
     @torch.no_grad()
-    def sum_over_ranks(self, all_reduce: Callable[[list[Tensor], str], None]) -> None:
+    def sum_over_ranks(self, all_reduce: Callable[[list[Tensor], Any], None]) -> None:
         """Replace the sums of this rank by those over all ranks, in the same precision.
 
         Args:
-            all_reduce: combines a list of tensors over all ranks in place, by "sum" or "max".
+            all_reduce: combines a list of tensors over all ranks in place, by a `torch.distributed.ReduceOp`.
         """
         self._allocate()
         flags = torch.tensor([float(w.has_gradient) for w in self.weights], device=self.weights[0].live.device)
-        all_reduce([flags], "max")
+        all_reduce([flags], dist.ReduceOp.MAX)
         for weight, anywhere in zip(self.weights, flags.tolist(), strict=True):
             if anywhere and not weight.has_gradient and weight.gradient is not None:
                 weight.gradient.zero_()
             weight.has_gradient = bool(anywhere)
-        all_reduce([*self.present()], "sum")
+        all_reduce([*self.present()], dist.ReduceOp.SUM)
 
     def accepted(self) -> None:
         """After a step: drop its gradient; the loss scale may rise again."""

@@ -112,8 +112,6 @@ def combine_metrics(parts: list[Mapping[str, Tensor | float]]) -> dict[str, floa
     for part in parts:
         for name, value in part.items():
             number = float(value)
-            if name in combined:
-                known = combined[name]
-                number = max(known, number) if name.endswith("/max") else known + number
-            combined[name] = number
+            known = combined.get(name, number if name.endswith("/max") else 0.0)
+            combined[name] = max(known, number) if name.endswith("/max") else known + number
     return combined

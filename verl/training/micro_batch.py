@@ -7,7 +7,7 @@ of a response does not count, because nothing is predicted from it.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from itertools import pairwise
+from itertools import chain, pairwise
 from typing import NamedTuple
 
 import numpy as np
@@ -53,7 +53,7 @@ def split(
     """
     costs = _Costs(batch, share_prompts)
     if coupled:
-        units = [costs.unit(costs.by_prompt(rows)) for rows in batch.group_indices()]
+        units = [costs.unit(list(chain(*costs.prompt_sets(rows)))) for rows in batch.group_indices()]
     else:
         units = [
             costs.unit(part)
@@ -127,9 +127,6 @@ class _Costs:
         for row in rows:
             sets.setdefault(self.prompt_ids[row], []).append(row)
         return list(sets.values())
-
-    def by_prompt(self, rows: Sequence[int]) -> list[int]:
-        return [row for same in self.prompt_sets(rows) for row in same]
 
     def tokens(self, rows: Sequence[int]) -> int:
         if len(rows) == 1:

@@ -57,6 +57,7 @@ class MixedPrecisionOptimizer:
         rest = [w for w in self.gradients.weights if w not in split]
         self._split = SplitAdamW(split, config)
         self._masters = MasterOptimizer(rest, config, optimizer) if rest else None
+        self._rules = [rule for rule in (self._split, self._masters) if rule is not None]
         self._has_own_lr = optimizer is None
         self.name = optimizer_name(optimizer)
         if self._has_own_lr:
@@ -73,14 +74,14 @@ class MixedPrecisionOptimizer:
         """One optimizer step from the accumulated gradient, whose norm `grad_norm` is finite; clips first."""
         limit = self.config.max_grad_norm
         scale = limit / (grad_norm + 1e-6) if limit is not None and grad_norm + 1e-6 > limit else 1.0
-        for rule in self._rules():
+        for rule in self._rules:
             rule.step(self.lr, scale)
         self.completed_steps += 1
         self.gradients.accepted()
 
     def refresh_masters(self) -> None:
         """Masters anew from the live weights, after these have been replaced from outside."""
-        for rule in self._rules():
+        for rule in self._rules:
             rule.refresh()
 
     def state(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
@@ -93,7 +94,7 @@ class MixedPrecisionOptimizer:
         """
         tensors: dict[str, Tensor] = {}
         values: dict[str, dict[str, Any]] = {}
-        for rule in self._rules():
+        for rule in self._rules:
             for weight, name, value in rule.state():
                 if isinstance(value, Tensor):
                     tensors[f"{weight}.{name}"] = value
@@ -123,16 +124,13 @@ class MixedPrecisionOptimizer:
         """Move masters and moments ("optimizer") to host memory, free the sums ("gradients"); live weights stay."""
         if "gradients" in what:
             self.gradients.free()
-        for rule in self._rules() if "optimizer" in what else ():
+        for rule in self._rules if "optimizer" in what else ():
             rule.move(to_host=True)
 
     def onload(self, what: Collection[str] = ("optimizer", "gradients")) -> None:
         """Undo `offload`; gradient sums are allocated by the next backward pass."""
-        for rule in self._rules() if "optimizer" in what else ():
+        for rule in self._rules if "optimizer" in what else ():
             rule.move(to_host=False)
-
-    def _rules(self) -> list[SplitAdamW | MasterOptimizer]:
-        return [rule for rule in (self._split, self._masters) if rule is not None]
 
     def _matched(
         self, tensors: Mapping[str, Tensor], values: Mapping[str, Mapping[str, Any]]

@@ -14,7 +14,6 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
@@ -65,8 +64,7 @@ def parallelize(forward: Forward, ranks: Ranks, *, trains: bool) -> Parallel:
 def replicate(ranks: Ranks, parallel: Parallel) -> None:
     """Equal weights, gradients added up over ranks."""
 
-    def all_reduce(tensors: Sequence[Tensor], kind: str) -> None:
-        op = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX}[kind]
+    def all_reduce(tensors: Sequence[Tensor], op: Any) -> None:
         ranks.all_reduce(tensors, op, "replicate")
 
     parallel.reductions.append(lambda gradients: gradients.sum_over_ranks(all_reduce))

@@ -15,7 +15,7 @@ from verl.batch import Batch
 from verl.errors import CheckpointError, ConfigError, DataError, TrainingError
 from verl.layout import Mesh
 from verl.models.packed import PackedModel
-from verl.models.shards import Block, cuts_of, load_model_shards, local_block, model_shards
+from verl.models.shards import Block, cuts_of, load_model_shards, local_block, model_shards, named_weights
 from verl.shard import Shard, WeightSpec
 from verl.training.checkpointing import enable_checkpointing, recomputing
 from verl.training.engine import Memory, Metrics
@@ -133,7 +133,7 @@ class TorchEngine:
     def specs(self) -> dict[str, WeightSpec]:
         return {
             name: WeightSpec(name, tuple(weight.shape), self._parallel.dtypes.get(name, weight.dtype), cuts_of(weight))
-            for name, weight in self._weights()
+            for name, weight in named_weights(self.model)
         }
 
     def shards(self) -> Iterator[Shard]:
@@ -266,14 +266,6 @@ class TorchEngine:
         square = torch.tensor(norm**2, dtype=torch.float64)
         self._ranks.all_reduce([square], dist.ReduceOp.SUM, *self._parallel.cut_dims)
         return float(square.sqrt())
-
-    def _weights(self) -> Iterator[tuple[str, Tensor]]:
-        """Weights and persistent buffers, tied ones once."""
-        seen: set[int] = set()
-        for name, tensor in self.model.state_dict(keep_vars=True).items():
-            if id(tensor) not in seen:
-                seen.add(id(tensor))
-                yield name, tensor
 
     def _trained(self) -> MixedPrecisionOptimizer:
         if self._optimizer is None:

@@ -13,7 +13,6 @@ import pyarrow as pa
 import torch
 
 from verl.batch import Batch
-from verl.device import put
 from verl.errors import ConfigError, nearest
 from verl.models.packed import PackedModel
 from verl.models.portable import PortableModel
@@ -24,9 +23,9 @@ from verl.rollout.options import SamplerOptions
 from verl.shard import Shard
 from verl.training.options import EngineOptions, Head
 from verl.workers.place import ALONE, Place, verb
-from verl.workers.streams import equal_weights, spread_weights
+from verl.workers.streams import spread_weights
 from verl.workers.sync import ROWS, SyncCheck
-from verl.workers.trained import TrainedWorker, train_engine
+from verl.workers.trained import TrainedWorker, placed, train_engine
 from verl.workers.update import Objective, UpdatePlan, compute_loss, run_updates
 
 if TYPE_CHECKING:
@@ -118,8 +117,7 @@ class ActorWorker(TrainedWorker):
         self.tokenizer, self.eos_token_ids = tokenizer, eos_token_ids
         self.rollout, self.head, self.place = rollout, head, place
         self.policy_version = 0
-        live = model.model if place.device is None else put(model.model, place.device)
-        equal_weights(live, place)
+        live = placed(model, place)
         options, group = (train, place.groups.get("train")) if "train" in place.meshes else (train.frozen(), None)
         trained = copy.deepcopy(live) if train.strategy == "fsdp" and group is not None else live
         self._packed = PackedModel(live, fused_kernels=train.fused_kernels) if head == "lm" else None
@@ -207,7 +205,6 @@ class ActorWorker(TrainedWorker):
     @verb(collect="none")
     def load_shards(self, shards: Iterable[Shard]) -> None:
         self.engine.load_shards(shards)
-        self._refresh()
         self._hand_over()
 
     def counts(self) -> dict[str, int]:
@@ -225,27 +222,22 @@ class ActorWorker(TrainedWorker):
         """Copy the trained weights to where generation reads them, if that is elsewhere; the metrics of `SyncCheck`."""
         if self.place.is_apart:
             spread_weights(self.engine, self.place)
-        self._refresh()
         self._hand_over()
         return {} if self._rollout_engine is None else self._sync.measure(self._rollout_engine, self.local)
 
     def _hand_over(self) -> None:
-        """Give the rollout engine the weights and their version; the embedded engine reads the live tensors anyway."""
-        if self._rollout_engine is not None:
-            self._rollout_engine.load_shards(self.local.shards(), self.policy_version)
-
-    def _refresh(self) -> None:
+        """Give generation the weights and their version; the embedded engine reads the live tensors anyway."""
         if self.local is not self.engine:
             self.local.load_shards(self.shards())
+        if self._rollout_engine is not None:
+            self._rollout_engine.load_shards(self.local.shards(), self.policy_version)
 
 
 class ReferenceWorker:
     """The frozen policy that KL is measured against: a copy of the weights as they were when it was made."""
 
     def __init__(self, model: PortableModel, train: EngineOptions, *, place: Place = ALONE) -> None:
-        live = model.model if place.device is None else put(model.model, place.device)
-        live.requires_grad_(False)
-        equal_weights(live, place)
+        live = placed(model, place).requires_grad_(False)
         self.engine = train_engine(live, train.frozen(), "lm", place.groups.get("train"))
 
     @verb("train", split="rows", collect="rows")

@@ -8,13 +8,11 @@ from typing import Any
 import torch
 
 from verl.batch import Batch
-from verl.device import put
 from verl.models.portable import PortableModel
 from verl.shard import Shard
 from verl.training.options import EngineOptions
 from verl.workers.place import ALONE, Place, verb
-from verl.workers.streams import equal_weights
-from verl.workers.trained import TrainedWorker, train_engine
+from verl.workers.trained import TrainedWorker, placed, train_engine
 from verl.workers.update import Objective, UpdatePlan, run_updates
 
 
@@ -23,9 +21,7 @@ class CriticWorker(TrainedWorker):
 
     def __init__(self, model: PortableModel, train: EngineOptions, *, place: Place = ALONE) -> None:
         self.place = place
-        live = model.model if place.device is None else put(model.model, place.device)
-        equal_weights(live, place)
-        self.engine = train_engine(live, train, "value", place.groups.get("train"))
+        self.engine = train_engine(placed(model, place), train, "value", place.groups.get("train"))
         self.updates = 0
 
     @verb("train", split="rows", collect="rows")

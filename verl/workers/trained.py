@@ -7,15 +7,24 @@ from typing import Any
 
 import torch.distributed as dist
 
+from verl.device import put
 from verl.errors import ConfigError
 from verl.layout import Mesh
 from verl.models.packed import PackedModel
+from verl.models.portable import PortableModel
 from verl.shard import Shard
 from verl.training.engine import TrainEngine
 from verl.training.options import EngineOptions, Head
 from verl.training.torch_engine import TorchEngine
 from verl.workers.place import Place, verb
-from verl.workers.streams import gathered
+from verl.workers.streams import equal_weights, gathered
+
+
+def placed(model: PortableModel, place: Place) -> Any:
+    """The live model on the device of `place`, with weights equal on all ranks of its role."""
+    live = model.model if place.device is None else put(model.model, place.device)
+    equal_weights(live, place)
+    return live
 
 
 def train_engine(
