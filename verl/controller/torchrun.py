@@ -335,8 +335,10 @@ class _Running:
     def _conclude(self) -> None:
         """Raise what went wrong. Ranks that may have come apart are ended."""
         self.slots._inboxes.pop(self.serial, None)
-        if self.pending and not self.errors:
-            raise self.slots.stalled(sorted(self.pending), self.what, self.slots.timeout)
+        broken = list(self.errors.values())
+        if self.pending and all(isinstance(error, BrokenCollectiveError) for error in broken):
+            late = self.slots.stalled(sorted(self.pending), self.what, self.slots.timeout)
+            raise late from (broken[0] if broken else None)
         if not self.errors:
             return
         is_broken = bool(self.pending or self.dead) or not (self.is_apart or len(self.errors) == self.count)
