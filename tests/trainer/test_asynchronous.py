@@ -145,7 +145,7 @@ def slow_low_bytes(texts: list[str]) -> list[float]:
 def kill_one(trainer: Recorder, reward: verl.Reward | None, chance: random.Random) -> None:
     """SIGKILL one rollout worker, or one of the reward's, at a random moment of a random one of the first steps."""
     step, late = chance.randrange(4), chance.random() * 0.4
-    while trainer.steps < step or (reward or trainer).group.size < 2:
+    while trainer.steps < step or len((reward or trainer).group.pids) < 2:
         time.sleep(0.01)
     time.sleep(late)
     os.kill(chance.choice((reward or trainer).group.pids), signal.SIGKILL)
