@@ -290,7 +290,7 @@ def test_a_worker_that_hangs_ends_the_run_by_its_deadline(tiny: Path, monkeypatc
             trainer.advance(Prompts())
     finally:
         trainer.close()
-    assert time.monotonic() - began < 600  # the engine would go on then
+    assert time.monotonic() - began < 60
 
 
 @pytest.mark.slow
