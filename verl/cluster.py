@@ -19,6 +19,8 @@ from verl.errors import ClusterError, ConfigError
 
 #: Seconds for the head of a cluster to answer the first question.
 _ANSWER = 5.0
+#: Seconds for a cluster to start on this machine.
+_START = 120.0
 #: Bytes of an answer that need not go through the object store.
 _INLINE = 1 << 20
 _CLUSTER_ID = "/ray.rpc.NodeInfoGcsService/GetClusterId"
@@ -105,7 +107,11 @@ def check(address: str) -> None:
 
 
 def _start(ray: Any) -> None:
-    """Start a cluster that ends with this process."""
+    """Start a cluster that ends with this process.
+
+    Raises:
+        ClusterError: it cannot be started, or not in time.
+    """
     done: queue.SimpleQueue[Exception | None] = queue.SimpleQueue()
 
     def run() -> None:
@@ -118,7 +124,13 @@ def _start(ray: Any) -> None:
         threading.Event().wait()  # Ray's processes end with the thread that started them
 
     threading.Thread(target=run, name="verl-ray", daemon=True).start()
-    if (error := done.get()) is not None:
+    try:
+        error = done.get(timeout=_START)
+    except queue.Empty as late:
+        raise ClusterError(
+            f"a Ray cluster did not start here within {_START:g} s: Ray's logs of it are in /tmp/ray/session_latest"
+        ) from late
+    if error is not None:
         raise ClusterError(f"a Ray cluster could not be started here: {' '.join(str(error).split())}") from error
 
 

@@ -25,6 +25,8 @@ from verl.errors import ClusterError
 from verl.shard import Shard, bunched
 
 logger = logging.getLogger(__name__)
+#: Seconds for a bunch of shards to come over from the object store of another node.
+_FETCH = 120.0
 
 
 class WorkerError(Exception):
@@ -44,7 +46,7 @@ class Stream:
 
     def open(self) -> Iterator[Shard]:
         for reference in self.bunches:
-            yield from ray.get(reference)
+            yield from ray.get(reference, timeout=_FETCH)
 
 
 @dataclass(frozen=True)
