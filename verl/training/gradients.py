@@ -98,17 +98,20 @@ class Gradients:
     def any(self) -> bool:
         return any(weight.has_gradient for weight in self.weights)
 
-    def norm(self) -> float:
-        """Global 2-norm of the sums; NaN or infinite if any element is."""
+    def norm(self, copies: Callable[[Weight], int] = lambda _: 1) -> float:
+        """Global 2-norm of the sums; NaN or infinite if any element is. The square of each weight's is divided by its
+        `copies`, so that squares of ranks that hold the same one add up to it."""
         # A plain fp32 norm of 3e7 elements is wrong by 1e-3 on CPU: norms of rows first, then fp64.
         squares = [
-            torch.linalg.vector_norm(torch.linalg.vector_norm(gradient, dim=-1), dtype=torch.float64).square()
-            for gradient in self.present()
+            torch.linalg.vector_norm(torch.linalg.vector_norm(w.gradient, dim=-1), dtype=torch.float64).square().cpu()
+            / copies(w)
+            for w in self._present()
+            if w.gradient is not None
         ]
-        return float(torch.stack([s.cpu() for s in squares]).sum().sqrt()) if squares else 0.0
+        return float(torch.stack(squares).sum().sqrt()) if squares else 0.0
 
     def present(self) -> Iterable[Tensor]:
-        return (w.gradient for w in self.weights if w.has_gradient and w.gradient is not None)
+        return (weight.gradient for weight in self._present() if weight.gradient is not None)
 
     @torch.no_grad()
     def sum_over_ranks(self, all_reduce: Callable[[list[Tensor], Any], None]) -> None:
@@ -184,6 +187,9 @@ class Gradients:
             self._allocate()
             weight.loss_scale = self.loss_scale
             weight.add(gradient.to_local() if hasattr(gradient, "to_local") else gradient)
+
+    def _present(self) -> Iterable[Weight]:
+        return (weight for weight in self.weights if weight.has_gradient)
 
     def _allocate(self) -> None:
         lacking = [weight for weight in self.weights if weight.gradient is None]

@@ -1,47 +1,18 @@
-"""How the ranks of a mesh share a model: one function a dimension, composed in one order.
-
-`replicate` (DDP): every rank has the whole model; gradient sums are added over ranks once a step.
-`shard` (FSDP2; Zhao et al. 2023, arXiv 2304.11277), with or without replicas: a rank keeps rows of each weight, of its
-gradient sum and of its optimizer state. A layer's weights are gathered for its forward and backward and freed again;
-its gradient is reduced to the ranks that keep its rows. A bf16 model keeps fp32 rows, which are the masters, and
-computes on gathered bf16 copies.
-"""
+"""How the ranks of a mesh share a model: one function a dimension (`verl.training.parallel`), composed in one order."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
-from typing import Any
-
-import torch
-from torch import Tensor, nn
-from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch import nn
 
 from verl.errors import ConfigError
 from verl.layout import DIMS
 from verl.models.shards import local_block
 from verl.training.forward import Forward
-from verl.training.gradients import Gradients
+from verl.training.parallel.data import replicate, shard
+from verl.training.parallel.result import Parallel
 from verl.training.ranks import Ranks
 
 _DONE = ("replicate", "shard")
-
-
-@dataclass
-class Parallel:
-    """What the engine needs to know of a model that was parallelised.
-
-    Attributes:
-        dtypes: of the weights before, by name; live weights may be wider.
-        reductions: what adds this rank's gradient sums up over other ranks, after the last backward pass of a step.
-        cut_dims: mesh dimensions along which ranks have different pieces of gradients.
-        in_step: a forward has collectives, so all ranks must run equally many.
-    """
-
-    dtypes: dict[str, torch.dtype]
-    reductions: list[Callable[[Gradients], None]] = field(default_factory=list)
-    cut_dims: tuple[str, ...] = ()
-    in_step: bool = False
 
 
 def parallelize(forward: Forward, ranks: Ranks, *, trains: bool) -> Parallel:
@@ -53,7 +24,7 @@ def parallelize(forward: Forward, ranks: Ranks, *, trains: bool) -> Parallel:
     layout = ranks.mesh.layout
     if missing := [dim for dim in DIMS if dim not in _DONE and getattr(layout, dim) > 1]:
         raise ConfigError(f"layout: this engine trains with {' and '.join(_DONE)}, not with {', '.join(missing)}")
-    parallel = Parallel({name: weight.dtype for name, weight in forward.model.named_parameters()})
+    parallel = Parallel(ranks.mesh, {name: weight.dtype for name, weight in forward.model.named_parameters()})
     if layout.shard > 1:
         shard(forward, ranks, parallel, trains=trains)
     elif layout.replicate > 1:
@@ -61,43 +32,7 @@ def parallelize(forward: Forward, ranks: Ranks, *, trains: bool) -> Parallel:
     return parallel
 
 
-def replicate(ranks: Ranks, parallel: Parallel) -> None:
-    """Equal weights, gradients added up over ranks."""
-
-    def all_reduce(tensors: Sequence[Tensor], op: Any) -> None:
-        ranks.all_reduce(tensors, op, "replicate")
-
-    parallel.reductions.append(lambda gradients: gradients.sum_over_ranks(all_reduce))
-
-
-def shard(forward: Forward, ranks: Ranks, parallel: Parallel, *, trains: bool) -> None:
-    """Weights cut by rows: the model's parameters are DTensors from then on."""
-    packed = forward.packed
-    if packed.dtype == torch.float16:
-        raise ConfigError("strategy 'fsdp' trains weights in bfloat16, float32 or float64, not float16")
-    half = trains and packed.dtype == torch.bfloat16
-    if half:
-        forward.model.float()
-    dims = ("replicate", "shard") if ranks.mesh.layout.replicate > 1 else ("shard",)
-    plain = MixedPrecisionPolicy(cast_forward_inputs=False)
-    mixed = MixedPrecisionPolicy(torch.bfloat16, torch.float32, cast_forward_inputs=False)
-    options: dict[str, Any] = {"mesh": ranks.device_mesh(packed.device, *dims), "reshard_after_forward": True}
-    stacks = [module for module in packed.backbone.modules() if isinstance(module, nn.ModuleList)]
-    layers = next((stack for stack in stacks if len(stack) == packed.num_layers), ())
-    for module in layers:
-        fully_shard(module, mp_policy=mixed if half else plain, **options)
-    if forward.head != "lm":  # fp32, whatever the backbone is in
-        fully_shard(forward.model.score, mp_policy=plain, **options)
-    fully_shard(forward, mp_policy=mixed if half else plain, **options)
-    for module in forward.modules():
-        if isinstance(module, FSDPModule):
-            # Losses are normalised over all ranks already: gradients add up.
-            module.set_gradient_divide_factor(1.0)
-            module.set_force_sum_reduction_for_comms(True)
-    parallel.cut_dims, parallel.in_step = ("shard",), True
-
-
 def piece(weight: nn.Parameter) -> nn.Parameter:
-    """What of a weight this rank keeps: the weight itself where it is not cut, else its rows on the same memory."""
+    """What of a weight this rank keeps: the weight itself where it is not cut, else its part on the same memory."""
     _, local = local_block(weight)
     return weight if local is weight else nn.Parameter(local.detach(), requires_grad=weight.requires_grad)

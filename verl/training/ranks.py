@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from verl.layout import Mesh
+from verl.layout import DIMS, Mesh
 
 _BUCKET_BYTES = 64 << 20
 
@@ -27,6 +27,7 @@ class Ranks:
         self.mesh, self._all = mesh, group
         self.rank = mesh.ranks[0] if group is None else dist.get_rank()
         self._groups: dict[tuple[int, ...], Any] = {tuple(sorted(mesh.ranks)): group}
+        self._device_mesh: DeviceMesh | None = None
 
     def group(self, *dims: str) -> Any:
         """The process group along these dimensions; None where this rank is alone. All its ranks come here together."""
@@ -53,13 +54,20 @@ class Ranks:
         return gather_json(value, self.group(*dims))
 
     def device_mesh(self, device: torch.device, *dims: str) -> DeviceMesh:
-        """The dimensions as torch has them, outermost first."""
-        groups = [self.group(dim) for dim in dims]
-        if len(dims) == 1:
-            return DeviceMesh.from_group(groups[0], device.type, mesh_dim_names=dims)
-        size = [getattr(self.mesh.layout, dim) for dim in dims]
-        members = torch.tensor(self.mesh.group(self.rank, *dims)).view(size)
-        return DeviceMesh.from_group(groups, device.type, members, mesh_dim_names=dims)
+        """Dimensions of several ranks as torch has them, outermost first. All are slices of one mesh, so that torch can
+        put two of them together. All ranks come here together."""
+        if self._device_mesh is None:
+            layout = self.mesh.layout
+            every = [dim for dim in DIMS if getattr(layout, dim) > 1]
+            ranks = torch.tensor(self.mesh.ranks).view([getattr(layout, dim) for dim in every])
+            groups = [self.group(dim) for dim in every]
+            self._device_mesh = DeviceMesh.from_group(
+                groups if len(every) > 1 else groups[0],
+                device.type,
+                ranks if len(every) > 1 else None,
+                mesh_dim_names=tuple(every),
+            )
+        return self._device_mesh if dims == self._device_mesh.mesh_dim_names else self._device_mesh[dims]
 
 
 def gather_json(value: Any, group: Any) -> list[Any]:

@@ -259,8 +259,8 @@ class TorchEngine:
         return {**metrics, "grad_norm": grad_norm, "lr": lr, "update/skipped": float(skipped)}
 
     def _norm(self, gradients: Gradients) -> float:
-        """Of the gradient over all ranks' pieces."""
-        norm = gradients.norm()
+        """Of the gradient over all ranks' pieces, each element counted once."""
+        norm = gradients.norm(self._parallel.copies)
         if not self._parallel.cut_dims:
             return norm
         square = torch.tensor(norm**2, dtype=torch.float64)

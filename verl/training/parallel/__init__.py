@@ -1,0 +1,1 @@
+"""Functions that lay a model out over ranks, one a dimension; `verl.training.parallelize` composes them."""

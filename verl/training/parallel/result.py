@@ -1,0 +1,41 @@
+"""What the engine needs to know of a model that was parallelised."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from verl.layout import Mesh
+from verl.training.gradients import Gradients, Weight
+
+
+@dataclass
+class Parallel:
+    """Filled in by the functions of this package, one after the other.
+
+    Attributes:
+        mesh: the ranks that share the model.
+        dtypes: of the weights before, by name; live weights may be wider.
+        reductions: what adds this rank's gradient sums up over other ranks, in this order, after the last backward pass
+            of a step.
+        cut_dims: mesh dimensions along which ranks have different pieces of gradients.
+        in_step: a forward has collectives of ranks with different rows, so all must run equally many.
+    """
+
+    mesh: Mesh
+    dtypes: dict[str, torch.dtype]
+    reductions: list[Callable[[Gradients], None]] = field(default_factory=list)
+    cut_dims: tuple[str, ...] = ()
+    in_step: bool = False
+
+    def copies(self, weight: Weight) -> int:
+        """Of the ranks along `cut_dims`, how many hold the same piece of a weight as this one."""
+        ranks: int = math.prod(getattr(self.mesh.layout, dim) for dim in self.cut_dims)
+        source: Any = weight.source
+        cuts = enumerate(getattr(source, "placements", ()))
+        pieces: int = math.prod(source.device_mesh.size(dim) for dim, cut in cuts if hasattr(cut, "dim"))
+        return ranks // pieces
