@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from verl.batch import Batch
 from verl.errors import DataError, TrainingError
 from verl.models.packed import PackedModel
-from verl.models.segments import pack_rows
+from verl.models.segments import Packed, pack_rows
 from verl.training.options import Head
 
 _PREDICTS = {"lm": ("log_probs", "entropy"), "value": ("values",), "score": ("scores",)}
@@ -61,10 +61,13 @@ class Forward(nn.Module):
         """The context of forward and backward: the head computes its logits again in the backward pass."""
         return torch.autocast(self.packed.device.type, torch.bfloat16) if self.autocast else nullcontext()
 
-    def forward(self, batch: Batch, want: tuple[str, ...], temperature: float = 1.0) -> dict[str, Tensor]:
-        """Predictions by the names they have in `LossInput`: `[R]`, or `[S]` for a score."""
+    def pack(self, batch: Batch) -> Packed:
+        """The rows of a micro-batch as flat tokens."""
         columns = batch["prompt_tokens"], batch["response_tokens"]
-        flat = pack_rows(*columns, self.packed.device, self.share_prompts, keep_last=self.head == "score")
+        return pack_rows(*columns, self.packed.device, self.share_prompts, keep_last=self.head == "score")
+
+    def forward(self, flat: Packed, want: tuple[str, ...], temperature: float = 1.0) -> dict[str, Tensor]:
+        """Predictions by the names they have in `LossInput`: `[R]`, or `[S]` for a score."""
         hidden = self.packed.hidden(flat.tokens, flat.positions, flat.context)
         if self.head == "score":
             return {"scores": self.model.predict(hidden.index_select(0, flat.last))}

@@ -35,7 +35,8 @@ class Ranks:
         if len(members) == 1:
             return None
         if members not in self._groups:
-            self._groups[members] = dist.new_group(list(members), use_local_synchronization=True)
+            timeout = self._all._get_backend(self._all._device_types[0]).options._timeout
+            self._groups[members] = dist.new_group(list(members), timeout, use_local_synchronization=True)
         return self._groups[members]
 
     def all_reduce(self, tensors: Sequence[Tensor], op: Any, *dims: str) -> None:

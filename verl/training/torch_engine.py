@@ -5,6 +5,8 @@ from __future__ import annotations
 import math
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
+from functools import partial
+from itertools import chain, repeat
 from typing import Any
 
 import torch
@@ -28,8 +30,9 @@ from verl.training.optimizer import MixedPrecisionOptimizer
 from verl.training.options import EngineOptions, Head, OptimConfig
 from verl.training.parallelize import parallelize, piece
 from verl.training.ranks import Ranks
+from verl.training.schedule import MicroBatch, OneStage, Schedule
 
-# A row for the forwards that a rank runs for the sake of the others.
+# The row of the forwards that a rank runs for the sake of the others.
 _IDLE = Batch.from_columns({"prompt_tokens": [[0]], "response_tokens": [[0]]})
 
 
@@ -79,6 +82,7 @@ class TorchEngine:
         if options.gradient_checkpointing:
             enable_checkpointing(self._forward.packed.model)
         self._parallel = parallelize(self._forward, self._ranks, trains=trains)
+        self._schedule: Schedule = OneStage(self._forward)
         self._optimizer: MixedPrecisionOptimizer | None = None
         if trains:
             weights = dict(model.named_parameters())
@@ -95,40 +99,33 @@ class TorchEngine:
         self._forward.check_wanted(names)
         self._forward.check_batch(batch)
         lengths = [1] * len(batch) if self._forward.head == "score" else batch.lengths("response_tokens")
+        own = self._split(batch)
+        idle = self._most(len(own)) - len(own)
+        batches = chain((batch.take(rows) for rows in own), repeat(_IDLE, idle))
+        micro_batches = (MicroBatch(rows, names, temperature, _on_host) for rows in batches)
         by_row: dict[str, dict[int, Tensor]] = {name: {} for name in names}
-        micro_batches = self._split(batch)
-        idle = self._most(len(micro_batches)) - len(micro_batches)
-        for rows in micro_batches:
-            with self._forward.precision():
-                outputs = self._forward(batch.take(rows), names, temperature)
-            for name in names:
-                parts = outputs[name].cpu().split([lengths[row] for row in rows])
-                by_row[name].update(zip(rows, parts, strict=True))
-        for _ in range(idle):
-            with self._forward.precision():
-                self._forward(_IDLE, names, temperature)
+        for number, outputs in enumerate(self._schedule.forward(micro_batches)):
+            for name in names if number < len(own) else ():
+                parts = outputs[name].split([lengths[row] for row in own[number]])
+                by_row[name].update(zip(own[number], parts, strict=True))
         none = torch.empty(0, dtype=self.precision)
         return {name: torch.cat([none, *(found[row] for row in sorted(found))]) for name, found in by_row.items()}
 
     def update(self, parts: Sequence[LossPart]) -> Metrics:
         optimizer = self._trained()
-        losses: list[Loss] = []
         optimizer.onload()
         keeps_less = recomputing(self.model) if self.options.gradient_checkpointing else nullcontext()
         try:
             with keeps_less, optimizer.gradients.collecting():
-                for loss in self._losses(parts):
-                    if loss.total.requires_grad:
-                        with self._forward.precision():
-                            (loss.total * optimizer.gradients.loss_scale).backward()
-                    losses.append(loss.detached())
+                scale = optimizer.gradients.loss_scale
+                losses = [*self._schedule.forward_backward(self._micro_batches(parts), scale)]
             return self._step(optimizer, losses)
         finally:
             optimizer.gradients.clear()
 
     @torch.no_grad()
     def loss(self, parts: Sequence[LossPart]) -> Metrics:
-        return self._measured([*self._losses(parts)])
+        return self._measured([*self._schedule.forward(self._micro_batches(parts))])
 
     def specs(self) -> dict[str, WeightSpec]:
         return {
@@ -190,37 +187,32 @@ class TorchEngine:
         if self._optimizer is not None:
             self._optimizer.onload(what)
 
-    def _losses(self, parts: Sequence[LossPart]) -> Iterator[Loss]:
-        """The loss of each micro-batch of this rank, part after part."""
+    def _micro_batches(self, parts: Sequence[LossPart]) -> Iterator[MicroBatch]:
+        """The micro-batches of this rank, part after part, with their losses."""
         if not any(len(part.rows) for part in parts):
             raise DataError("the mini-batch has no rows: there is nothing to train on")
         for part in (part for part in parts if len(part.rows)):
             self._forward.check_batch(part.rows)
             mini_batch = MiniBatch(part, self.precision)
             want = self._forward.wanted(part.needs.entropy)
-            own, idle = self._micro_batches(part)
-            for number, rows in enumerate([*own, *idle]):
+            own, idle = self._dealt(part)
+            for rows in own:
                 batch = part.rows.take(rows)
-                with self._forward.precision():
-                    outputs = self._forward(batch, want, part.needs.temperature)
-                loss = mini_batch.loss(rows, batch, outputs)
-                yield loss if number < len(own) else Loss(total=loss.total * 0.0)
+                finish = partial(mini_batch.loss, rows, batch)
+                yield MicroBatch(batch, want, part.needs.temperature, finish)
+            for _ in range(idle):
+                yield MicroBatch(_IDLE, want, part.needs.temperature, _no_loss)
 
-    def _micro_batches(self, part: LossPart) -> tuple[list[list[int]], list[list[int]]]:
-        """Rows of each micro-batch of this rank, and of those that it runs for the sake of others, counting nothing."""
+    def _dealt(self, part: LossPart) -> tuple[list[list[int]], int]:
+        """Rows of each micro-batch of this rank, and how many more it runs for the sake of others."""
         batch, coupled = part.rows, part.needs.coupled
         index, size = self.mesh.rows(self._ranks.rank) or (0, 1)
         if size == 1:
-            return self._split(batch, coupled), []
+            return self._split(batch, coupled), 0
         dealt = balanced(batch, size, coupled, self.options.share_prompts)
         cut = [self._split(batch.take(rows), coupled) if rows else [] for rows in dealt]
         own = [[dealt[index][row] for row in rows] for rows in cut[index]]
-        if not self._parallel.in_step:
-            return own, []
-        lengths = batch.lengths("response_tokens")
-        units = batch.group_indices() if coupled else [[row] for row in range(len(batch))]
-        smallest = min(units, key=lambda rows: (not all(lengths[row] for row in rows), sum(lengths[r] for r in rows)))
-        return own, [smallest] * (max(map(len, cut)) - len(own))
+        return own, max(map(len, cut)) - len(own) if self._parallel.in_step else 0
 
     def _split(self, batch: Batch, coupled: bool = False) -> list[list[int]]:
         options = self.options
@@ -271,6 +263,15 @@ class TorchEngine:
         if self._optimizer is None:
             raise TrainingError("this model is only read: make its engine with `optim` to train it")
         return self._optimizer
+
+
+def _on_host(outputs: dict[str, Tensor]) -> dict[str, Tensor]:
+    return {name: values.cpu() for name, values in outputs.items()}
+
+
+def _no_loss(outputs: dict[str, Tensor]) -> Loss:
+    """Nothing, with a gradient of zeros for every weight that the outputs depend on."""
+    return Loss(total=torch.stack([values.sum() for values in outputs.values()]).sum() * 0.0)
 
 
 def _check_cut(options: EngineOptions) -> None:
