@@ -16,7 +16,7 @@ from transformers import PreTrainedModel
 from verl.errors import CheckpointError
 from verl.models.heads import ValueModel
 from verl.models.packed import PackedModel
-from verl.models.shards import Block, load_model_shards, model_shards
+from verl.models.shards import fill_block, load_model_shards, model_shards
 from verl.rollout.embedded import EmbeddedEngine
 from verl.rollout.hf import HFEngine
 from verl.shard import Shard, checksum
@@ -112,8 +112,7 @@ def test_pieces_of_any_cut_fill_blocks_of_any_other(data: st.DataObject, shape: 
     weight = torch.arange(shape[0] * shape[1]).view(shape)
     have, want = data.draw(_grid(shape)), data.draw(_grid(shape))
     for row, column, rows, columns in want:
-        block = Block((row, column), torch.full((rows, columns), -1))
-        for r, c, height, width in have:
-            block.fill(Shard("w", shape, (r, c), weight[r : r + height, c : c + width]))
-        assert block.missing == 0
-        assert torch.equal(block.tensor, weight[row : row + rows, column : column + columns])
+        block = torch.full((rows, columns), -1)
+        pieces = [Shard("w", shape, (r, c), weight[r : r + height, c : c + width]) for r, c, height, width in have]
+        assert sum(fill_block((row, column), block, piece) for piece in pieces) == block.numel()
+        assert torch.equal(block, weight[row : row + rows, column : column + columns])

@@ -7,7 +7,7 @@ tied weights occur once, under the first of their names (the embedding's).
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from itertools import pairwise, product
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -35,21 +35,56 @@ def named_weights(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
 def model_shards(model: nn.Module) -> Iterator[Shard]:
     """Every weight and persistent buffer on the live tensors; of weights that are cut over ranks, the pieces here."""
     for name, tensor in named_weights(model):
-        offset, local = local_block(tensor.detach())
-        if local.numel() or not tensor.numel():
-            yield Shard(name, tuple(tensor.shape), offset, local)
+        for offset, block in blocks_of(tensor.detach()):
+            yield Shard(name, tuple(tensor.shape), offset, block)
 
 
-def local_block(tensor: Tensor) -> tuple[tuple[int, ...], Tensor]:
-    """Where the part of a tensor that this rank holds begins, and that part, on the same memory. The tensor itself,
-    where it is no DTensor."""
-    if not hasattr(tensor, "placements"):
-        return (0,) * tensor.dim(), tensor
-    from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
-
+def local_part(tensor: Tensor) -> Tensor:
+    """What of a tensor this rank holds, on the same memory. The tensor itself, where it is not cut."""
     cut: Any = tensor
-    _, offset = compute_local_shape_and_global_offset(cut.shape, cut.device_mesh, cut.placements)
-    return tuple(offset), cut.to_local()
+    return cut.to_local() if hasattr(tensor, "placements") else tensor
+
+
+def blocks_of(tensor: Tensor, local: Tensor | None = None) -> Iterator[tuple[tuple[int, ...], Tensor]]:
+    """The blocks of a tensor that this rank holds: where each begins, and its part of `local`, on the same memory.
+
+    There are several where fused matrices (query, key and value) are cut one by one, and none where a rank holds
+    nothing.
+
+    Args:
+        local: a tensor that is cut like it, as this rank has it; None: the tensor's own part.
+    """
+    local = local_part(tensor) if local is None else local
+    if not hasattr(tensor, "placements"):
+        yield (0,) * tensor.dim(), local
+        return
+    for runs in product(*(_runs(_kept(tensor, dim)) for dim in range(tensor.dim()))):
+        block = local
+        for dim, (at, _, length) in enumerate(runs):
+            block = block.narrow(dim, at, length)
+        yield tuple(start for _, start, _ in runs), block
+
+
+def _kept(tensor: Any, dim: int) -> Tensor:
+    """Indices of a dimension of a DTensor that this rank has, in the order in which it has them."""
+    kept, pieces = torch.arange(tensor.shape[dim]), 1
+    mesh = tensor.device_mesh
+    # Inner mesh dimensions are cut first: FSDP cuts what tensor parallelism has left.
+    for size, at, cut in reversed([*zip(mesh.shape, mesh.get_coordinate(), tensor.placements, strict=True)]):
+        if getattr(cut, "dim", None) == dim:
+            fused = getattr(cut, "split_factor", pieces) // pieces
+            kept = torch.cat([(*part.chunk(size), *[part[:0]] * size)[at] for part in kept.chunk(fused)])
+            pieces *= size
+    return kept
+
+
+def _runs(kept: Tensor) -> list[tuple[int, int, int]]:
+    """Indices as runs of neighbours: place of the first, the first, length."""
+    if not len(kept):
+        return []
+    breaks = (kept.diff() != 1).nonzero().flatten() + 1
+    starts = [0, *breaks.tolist()]
+    return [(a, int(kept[a]), b - a) for a, b in pairwise([*starts, len(kept)])]
 
 
 def cuts_of(tensor: Tensor) -> tuple[tuple[str, int], ...]:
@@ -58,37 +93,41 @@ def cuts_of(tensor: Tensor) -> tuple[tuple[str, int], ...]:
     if not hasattr(tensor, "placements"):
         return ()
     named = zip(cut.device_mesh.mesh_dim_names, cut.placements, strict=True)
-    return tuple((name, placement.dim) for name, placement in named if placement.is_shard())
+    return tuple((name, placement.dim) for name, placement in named if hasattr(placement, "dim"))
 
 
-@dataclass
-class Block:
-    """A part of a tensor, to be filled from shards that may be cut otherwise.
+class Part:
+    """What this rank holds of a tensor, to be filled from shards that may be cut otherwise.
+
+    Args:
+        like: the tensor.
+        local: a tensor that is cut like it, as this rank has it; None: its own part.
 
     Attributes:
-        offset: where it begins, one index a dimension.
         missing: elements that have not come yet.
     """
 
-    offset: tuple[int, ...]
-    tensor: Tensor
-    missing: int = -1
-
-    def __post_init__(self) -> None:
-        if self.missing < 0:
-            self.missing = self.tensor.numel()
+    def __init__(self, like: Tensor, local: Tensor | None = None) -> None:
+        self.tensor = local_part(like) if local is None else local
+        self.missing = self.tensor.numel()
+        self._blocks = [*blocks_of(like, self.tensor)]
 
     def fill(self, shard: Shard, copy: bool = True) -> None:
         """Count, and copy, what a shard of the same tensor has of this part."""
-        target, source = self.tensor, shard.tensor
-        for dim, (here, there) in enumerate(zip(self.offset, shard.offset, strict=True)):
-            low = max(here, there)
-            size = max(0, min(here + target.shape[dim], there + source.shape[dim]) - low)
-            target = target.narrow(dim, min(low - here, target.shape[dim]), size)
-            source = source.narrow(dim, min(low - there, source.shape[dim]), size)
-        if copy:
-            target.copy_(source)
-        self.missing -= source.numel()
+        self.missing -= sum(fill_block(offset, block, shard, copy) for offset, block in self._blocks)
+
+
+def fill_block(offset: tuple[int, ...], target: Tensor, shard: Shard, copy: bool = True) -> int:
+    """Copy what a shard has of the block `target` that begins at `offset`, and return how many elements that are."""
+    source = shard.tensor
+    for dim, (here, there) in enumerate(zip(offset, shard.offset, strict=True)):
+        low = max(here, there)
+        size = max(0, min(here + target.shape[dim], there + source.shape[dim]) - low)
+        target = target.narrow(dim, min(low - here, target.shape[dim]), size)
+        source = source.narrow(dim, min(low - there, source.shape[dim]), size)
+    if copy:
+        target.copy_(source)
+    return source.numel()
 
 
 def tied_names(model: nn.Module) -> dict[str, list[str]]:
@@ -122,13 +161,13 @@ def take_model_shards(model: nn.Module, shards: Iterable[Shard]) -> None:
 
 def _load(model: nn.Module, shards: Iterable[Shard], copy: bool) -> None:
     state = model.state_dict(keep_vars=True)
-    blocks: dict[int, tuple[str, Block]] = {}
+    parts: dict[int, tuple[str, Part]] = {}
     for name, tensor in state.items():
-        blocks.setdefault(id(tensor), (name, Block(*local_block(tensor.detach()))))
+        parts.setdefault(id(tensor), (name, Part(tensor.detach())))
     for shard in shards:
         _check(shard, state, type(model).__name__)
-        blocks[id(state[shard.name])][1].fill(shard, copy)
-    lacking = [name for name, block in blocks.values() if block.missing > 0]
+        parts[id(state[shard.name])][1].fill(shard, copy)
+    lacking = [name for name, part in parts.values() if part.missing > 0]
     if lacking:
         more = f" and {len(lacking) - 3} more" if len(lacking) > 3 else ""
         raise CheckpointError(

@@ -6,7 +6,7 @@ from torch import nn
 
 from verl.errors import ConfigError
 from verl.layout import DIMS
-from verl.models.shards import local_block
+from verl.models.shards import local_part
 from verl.training.forward import Forward
 from verl.training.parallel.data import replicate, shard
 from verl.training.parallel.result import Parallel
@@ -34,5 +34,5 @@ def parallelize(forward: Forward, ranks: Ranks, *, trains: bool) -> Parallel:
 
 def piece(weight: nn.Parameter) -> nn.Parameter:
     """What of a weight this rank keeps: the weight itself where it is not cut, else its part on the same memory."""
-    _, local = local_block(weight)
+    local = local_part(weight)
     return weight if local is weight else nn.Parameter(local.detach(), requires_grad=weight.requires_grad)

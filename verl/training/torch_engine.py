@@ -17,7 +17,7 @@ from verl.batch import Batch
 from verl.errors import CheckpointError, ConfigError, DataError, TrainingError
 from verl.layout import Mesh
 from verl.models.packed import PackedModel
-from verl.models.shards import Block, cuts_of, load_model_shards, local_block, model_shards, named_weights
+from verl.models.shards import Part, blocks_of, cuts_of, load_model_shards, local_part, model_shards, named_weights
 from verl.shard import Shard, WeightSpec
 from verl.training.checkpointing import enable_checkpointing, recomputing
 from verl.training.engine import Memory, Metrics
@@ -149,34 +149,37 @@ class TorchEngine:
         # Of weights that are wider than they are served, the live pieces are the masters.
         for name, dtype in self._parallel.dtypes.items():
             if weights[name].dtype != dtype:
-                tensors[f"{name}.master"] = local_block(weights[name].detach())[1]
+                tensors[f"{name}.master"] = local_part(weights[name].detach())
         shards = []
         for name, tensor in tensors.items():
             weight = weights[name.rpartition(".")[0]]
-            offset, local = local_block(weight)
-            is_piece = local is not weight and tensor.shape == local.shape
-            shards.append(Shard(name, tuple(weight.shape), offset, tensor) if is_piece else Shard.whole(name, tensor))
+            if cuts_of(weight) and tensor.shape == local_part(weight).shape:
+                blocks = blocks_of(weight, tensor)
+                shards += [Shard(name, tuple(weight.shape), offset, block) for offset, block in blocks]
+            else:
+                shards.append(Shard.whole(name, tensor))
         return shards, meta
 
     @torch.no_grad()
     def load_state(self, shards: Iterable[Shard], meta: Mapping[str, Any]) -> None:
         weights = dict(self.model.named_parameters())
-        blocks: dict[str, Block] = {}
+        tensors: dict[str, Tensor] = {}
+        parts: dict[str, Part] = {}
         for shard in shards:
             weight = weights.get(shard.name.rpartition(".")[0])
             if weight is None or shard.global_shape != tuple(weight.shape) or (shard.is_whole and not cuts_of(weight)):
-                blocks[shard.name] = Block(shard.offset, shard.tensor, missing=0)
+                tensors[shard.name] = shard.tensor
                 continue
-            if shard.name not in blocks:
-                offset, local = local_block(weight.detach())
-                blocks[shard.name] = Block(offset, torch.empty_like(local, dtype=shard.tensor.dtype))
-            blocks[shard.name].fill(shard)
-        if lacking := [name for name, block in blocks.items() if block.missing]:
+            if shard.name not in parts:
+                weight = weight.detach()
+                parts[shard.name] = Part(weight, torch.empty_like(local_part(weight), dtype=shard.tensor.dtype))
+            parts[shard.name].fill(shard)
+        if lacking := [name for name, part in parts.items() if part.missing]:
             raise CheckpointError(f"the optimizer state '{lacking[0]}' did not come whole: the checkpoint is cut short")
-        tensors = {name: block.tensor for name, block in blocks.items()}
+        tensors |= {name: part.tensor for name, part in parts.items()}
         for name, dtype in self._parallel.dtypes.items():
             if weights[name].dtype != dtype and (master := tensors.pop(f"{name}.master", None)) is not None:
-                local_block(weights[name].detach())[1].copy_(master)
+                local_part(weights[name].detach()).copy_(master)
         self._trained().load_state(tensors, meta)
 
     def offload(self, what: Collection[Memory] = ("optimizer", "gradients")) -> None:
