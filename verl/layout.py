@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
+from typing import Any
 
 from verl.errors import ConfigError, nearest
 
@@ -17,6 +18,9 @@ from verl.errors import ConfigError, nearest
 DIMS = ("pp", "replicate", "shard", "sp", "ep", "tp")
 #: Along these, ranks get different rows.
 DATA_DIMS = ("replicate", "shard", "ep")
+#: How a map of placement may have a role's ranks share its model -> the dimension that they are along; "data": those
+#: that the role's settings leave.
+PARALLEL = {"data": "", "tensor": "tp", "pipeline": "pp", "sequence": "sp", "expert": "ep"}
 
 
 @dataclass(frozen=True)
@@ -27,6 +31,21 @@ class ModelShape:
     heads: int = 0
     kv_heads: int = 0
     experts: int = 0
+
+    @classmethod
+    def of(cls, config: Any) -> ModelShape:
+        """Of a model of transformers, by its configuration."""
+        text = config.get_text_config()
+
+        def first(*names: str) -> int:
+            return next((int(count) for name in names if (count := getattr(text, name, None))), 0)
+
+        return cls(
+            layers=first("num_hidden_layers"),
+            heads=first("num_attention_heads"),
+            kv_heads=first("num_key_value_heads", "num_attention_heads"),
+            experts=first("num_experts", "num_local_experts", "n_routed_experts"),
+        )
 
 
 @dataclass(frozen=True)
@@ -59,6 +78,11 @@ class Layout:
     def size(self) -> int:
         """Ranks in all."""
         return math.prod(self.sizes)
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether every rank has the whole model and runs it by itself."""
+        return self.size == self.replicate
 
     @property
     def data_size(self) -> int:

@@ -176,9 +176,9 @@ GOLDEN = [
         "actor_rollout_ref.model.path: must be text or null, not 1 (override 'actor_rollout_ref.model={path: 1}')",
     ),
     (
-        ["actor_rollout_ref.actor.fsdp_config.fsdp_size=2"],
-        "actor_rollout_ref.actor.fsdp_config.fsdp_size: this is not built yet, so only -1 is possible here "
-        "(override 'actor_rollout_ref.actor.fsdp_config.fsdp_size=2')",
+        ["actor_rollout_ref.rollout.gpus_per_rollout_worker=2"],
+        "actor_rollout_ref.rollout.gpus_per_rollout_worker: this is not built yet, so only null is possible here "
+        "(override 'actor_rollout_ref.rollout.gpus_per_rollout_worker=2')",
     ),
     (
         ["actor_rollout_ref.rollout.n.x=1"],

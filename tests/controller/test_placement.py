@@ -37,7 +37,7 @@ def test_every_form_names_its_slots(given: Any, slots: list[str]) -> None:
         ({"actr": "cpu:0"}, "did you mean 'actor'"),
         ({"actor": {"gpu_id": [0]}}, "did you mean 'gpu_ids'"),
         ({"actor": {"gpu_ids": [0], "device": "cpu"}}, "give one of"),
-        ({"actor": {"gpu_ids": [0, 1], "parallel": "tensor"}}, "'tensor' over 2 slots"),
+        ({"actor": {"gpu_ids": [0, 1], "parallel": "tensr"}}, "did you mean 'tensor'"),
         ("cpu:0,0", "cpu:0 is named twice"),
         ("cpu:3-1", "no range"),
         ("cpu:0-100000", "'cpu:0-100000' names 100001 slots, and a job has at most 16384"),

@@ -18,8 +18,10 @@ from tests.algorithms.support import prepared
 from tests.algorithms.test_invariance import VARIANTS
 from verl.algorithms.base import RoleObjective
 from verl.batch import Batch
+from verl.layout import Mesh
 from verl.models.heads import ValueModel
-from verl.training.options import EngineOptions, OptimConfig
+from verl.training.options import EngineOptions, OptimConfig, layout_of
+from verl.workers.place import Place
 from verl.workers.streams import gathered
 from verl.workers.trained import train_engine
 from verl.workers.update import UpdatePlan, run_updates
@@ -40,9 +42,10 @@ def gradient(
     objective: RoleObjective, batch: Batch, group: Any, rows: int | None, strategy: Any = "ddp"
 ) -> tuple[torch.Tensor, Any]:
     head: Any = objective.algorithm.head if objective.role == "actor" else "value"
-    engine = train_engine(
-        model(head), EngineOptions(optim=OPTIM, micro_batch_size=rows, strategy=strategy), head, group
-    )
+    options = EngineOptions(optim=OPTIM, micro_batch_size=rows, strategy=strategy)
+    ranks = [0] if group is None else dist.get_process_group_ranks(group)
+    place = Place(meshes={"train": Mesh(tuple(ranks), layout_of(options, len(ranks)))}, groups={"train": group})
+    engine = train_engine(model(head), options, head, place)
     metrics = run_updates(engine, batch, objective, UpdatePlan(), 0)
     assert metrics["update/skipped"] == 0
     state = {shard.name: shard.tensor for shard in gathered(engine.state()[0], group)}

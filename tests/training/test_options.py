@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from typing import Any
 
 import pytest
 
 from verl.errors import ConfigError
-from verl.training.options import OptimConfig
+from verl.layout import Layout
+from verl.training.options import OptimConfig, TrainOptions, layout_of
 
 
 def _factors(steps: int, **options: object) -> list[float]:
@@ -66,3 +68,37 @@ def test_nonsense_is_refused(options: dict[str, object]) -> None:
 def test_options_import_without_torch() -> None:
     code = "import sys, verl.training.options; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], timeout=60, check=False).returncode == 0
+
+
+@pytest.mark.parametrize(
+    ("options", "size", "parallel", "layout"),
+    [
+        ({}, 4, "data", Layout(replicate=4)),
+        ({"strategy": "single"}, 1, "data", Layout()),
+        ({"strategy": "fsdp"}, 4, "data", Layout(shard=4)),
+        ({"strategy": "fsdp", "fsdp_config": {"fsdp_size": 2}}, 4, "data", Layout(replicate=2, shard=2)),
+        ({}, 2, "tensor", Layout(tp=2)),
+        ({"pipeline_parallel_size": 2}, 4, "tensor", Layout(pp=2, tp=2)),
+        ({"tensor_parallel_size": 2}, 4, "tensor", Layout(replicate=2, tp=2)),
+        ({"strategy": "fsdp", "ulysses_sequence_parallel_size": 2}, 4, "data", Layout(shard=2, sp=2)),
+        ({"expert_parallel_size": 2}, 4, "data", Layout(replicate=2, ep=2)),
+    ],
+)
+def test_settings_and_the_map_give_a_layout(options: dict[str, Any], size: int, parallel: str, layout: Layout) -> None:
+    assert layout_of(TrainOptions.of(options, "train"), size, parallel) == layout
+
+
+@pytest.mark.parametrize(
+    ("options", "size", "message"),
+    [
+        ({"tensor_parallel_size": 3}, 4, "tensor_parallel_size=3 does not divide the 4 ranks"),
+        ({"tensor_parallel_size": 2}, 1, "tensor_parallel_size=2 does not divide the 1 rank that"),
+        ({"tensor_parallel_size": 2, "pipeline_parallel_size": 4}, 4, "pipeline_parallel_size=4 x tensor_parallel_si"),
+        ({"strategy": "fsdp", "fsdp_config": {"fsdp_size": 3}}, 4, "fsdp_size=3 does not divide the 4 data-parallel"),
+        ({"fsdp_config": {"fsdp_size": 2}}, 4, "fsdp_config is for strategy 'fsdp', and this is 'ddp'"),
+        ({"strategy": "single"}, 2, "strategy 'single' trains on one rank, and there are 2"),
+    ],
+)
+def test_a_layout_that_ranks_cannot_have_is_refused(options: dict[str, Any], size: int, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        layout_of(TrainOptions.of(options, "train"), size)

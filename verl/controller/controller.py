@@ -14,10 +14,12 @@ from verl.controller.placement import DeviceMesh, ResourcePool
 from verl.controller.ranks import torchrun_ranks
 from verl.controller.world import TIMEOUT, RoleMeshes
 from verl.errors import ConfigError
-from verl.layout import Mesh
+from verl.layout import Mesh, ModelShape
+from verl.training.options import TrainOptions, layout_of
 
 W = TypeVar("W")
 _known: dict[tuple[Any, ...], Controller] = {}
+_PLAIN = TrainOptions()
 
 
 class Controller:
@@ -81,20 +83,33 @@ class Controller:
         """Whether the processes at its slots were ended, by `close` or by a failure."""
         return self._slots is not None and self._slots.has_ended
 
-    def group(self, role: str, recipe: partial[W]) -> WorkerGroup[W]:
+    def group(
+        self,
+        role: str,
+        recipe: partial[W],
+        options: TrainOptions = _PLAIN,
+        shape: ModelShape = ModelShape(),  # noqa: B008  (frozen)
+    ) -> WorkerGroup[W]:
         """The workers of a role.
 
         Args:
             recipe: makes one rank's worker: a `partial` of its class that lacks only `place`.
+            options: how the role's ranks share its model.
+            shape: of that model.
+
+        Raises:
+            ConfigError: the model or the ranks cannot have that layout.
         """
-        meshes = self.meshes(role)
+        meshes = self.meshes(role, options)
+        meshes.meshes["train"].layout.check(shape)
         if self._slots is None:
             return LocalGroup(role, recipe, self.device, meshes.meshes)
         return SlotGroup(meshes, recipe, self._slots)
 
-    def meshes(self, role: str) -> RoleMeshes:
+    def meshes(self, role: str, options: TrainOptions = _PLAIN) -> RoleMeshes:
         """The ranks of a role by mesh. An actor also generates: on slots of its own if the map says so."""
-        found = {"train": Mesh.data_parallel(self._ranks(self.mesh.pool(role)))}
+        own = self.mesh.pool(role)
+        found = {"train": Mesh(self._ranks(own), layout_of(options, len(own), own.parallel))}
         if role == "actor":
             pool = self.mesh.pools.get("rollout") or self.mesh.pool(role)
             found["rollout"] = Mesh.data_parallel(self._ranks(pool))

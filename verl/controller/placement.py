@@ -14,6 +14,7 @@ from typing import Any
 
 from verl import device
 from verl.errors import ConfigError, nearest
+from verl.layout import PARALLEL
 
 ROLES = ("actor", "rollout", "critic", "cost_critic", "reference")
 _KEYS = ("slots", "device", "gpu_ids", "cpu_ids", "parallel", "node", "accelerator")
@@ -48,7 +49,8 @@ class ResourcePool:
 
     Args:
         slots: "cuda:0-3", "cpu:0,2", "cuda:4", or a list of such.
-        parallel: how the role's ranks share its work: "data", each has the whole model.
+        parallel: how the role's ranks share its model: "data" (as its settings say), "tensor", "pipeline", "sequence"
+            or "expert".
 
     Raises:
         ConfigError: it cannot be read, or names a slot twice.
@@ -67,10 +69,8 @@ class ResourcePool:
             raise ConfigError(f"placement: slot {slot} is named twice in one pool")
         if len({slot.kind for slot in found}) > 1:
             raise ConfigError(f"placement: one pool is of one kind of device, got {', '.join(map(str, found))}")
-        if parallel != "data":
-            raise ConfigError(
-                f"placement: parallel='{parallel}' over {len(found)} slots cannot be met: this build has 'data' alone"
-            )
+        if parallel not in PARALLEL:
+            raise ConfigError(f"placement: there is no parallel='{parallel}': {nearest(str(parallel), PARALLEL)}")
         object.__setattr__(self, "slots", tuple(sorted(found)))
         object.__setattr__(self, "parallel", parallel)
 

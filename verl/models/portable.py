@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from typing import Any
 
@@ -58,3 +59,12 @@ class PortableModel:
         for name, weight in model.named_parameters():
             weight.requires_grad_(name in names)
         return cls(model.eval())
+
+
+def twin(model: Any, device: Any) -> Any:
+    """A copy of a model with parameters of its own, on `device` and not filled in; "meta": without memory."""
+    weights = {
+        id(weight): torch.nn.Parameter(torch.empty_like(weight, device=device), requires_grad=weight.requires_grad)
+        for weight in model.parameters()
+    }
+    return copy.deepcopy(model, weights)

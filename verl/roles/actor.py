@@ -20,6 +20,7 @@ from verl.controller.ranks import registry
 from verl.data.tokenize import to_prompts
 from verl.data.vocabulary import vocabulary_id
 from verl.errors import ConfigError, DataError, ModelError
+from verl.layout import ModelShape
 from verl.models.heads import SCORE_AT_EOS, ValueModel
 from verl.models.loading import eos_token_ids, find_tokenizer, load_model, load_tokenizer
 from verl.models.options import ModelOptions
@@ -187,7 +188,7 @@ class Actor:
                 self.rollout_options,
                 head=self.head,
             )
-            self._group = self.controller.group("actor", recipe)
+            self._group = self.controller.group("actor", recipe, self.train_options, ModelShape.of(self.model.config))
         return self._group
 
     def prompts(self, prompts: Any, key: str | None = None) -> Batch:
@@ -263,7 +264,8 @@ class Actor:
         self.make_reference()
         if self._reference is None:
             recipe = partial(ReferenceWorker, PortableModel(self.reference_model), self.train_options)
-            self._reference = self.controller.group("reference", recipe)
+            shape = ModelShape.of(recipe.args[0].model.config)
+            self._reference = self.controller.group("reference", recipe, self.train_options, shape)
         return self._reference.call("log_probs", sequences, self._temperature(sequences))  # type: ignore[no-any-return]
 
     def _temperature(self, batch: Batch) -> float:

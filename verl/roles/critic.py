@@ -16,6 +16,7 @@ from verl.controller.ranks import registry
 from verl.data.alignment import CharacterAlignment
 from verl.data.vocabulary import tokenizer_of, vocabulary_id
 from verl.errors import ConfigError, ModelError
+from verl.layout import ModelShape
 from verl.models.heads import ValueModel
 from verl.models.loading import load_model, load_tokenizer
 from verl.models.options import ModelOptions
@@ -116,7 +117,8 @@ class Critic:
         """The workers; made when they are first needed."""
         if self._group is None:
             recipe = partial(CriticWorker, PortableModel(self.model), self.train_options)
-            self._group = self.controller.group(self.role, recipe)
+            shape = ModelShape.of(self.model.config)
+            self._group = self.controller.group(self.role, recipe, self.train_options, shape)
         return self._group
 
     def read_with(self, actor_tokenizer: PreTrainedTokenizerBase | None) -> None:

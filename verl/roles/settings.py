@@ -35,8 +35,8 @@ def with_keywords(owner: str, keywords: Mapping[str, Any], *records: Record) -> 
     changes: list[dict[str, Any]] = [{} for _ in records]
     known = [type(record).model_fields.keys() - _ELSEWHERE for record in records]
     for keyword, value in keywords.items():
-        name = KEYWORDS.get(keyword, keyword)
-        at = next((i for i, names in enumerate(known) if name in names), None)
+        spelt = (KEYWORDS.get(keyword, keyword), keyword)
+        at, name = next(((i, name) for name in spelt for i, names in enumerate(known) if name in names), (None, ""))
         if at is None:
             raise ConfigError(
                 f"{owner} has no setting '{keyword}': {nearest(keyword, KEYWORDS.keys() | set().union(*known))}"

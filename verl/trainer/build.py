@@ -148,6 +148,7 @@ def check_memory(config: Config, algorithm: BaseAlgorithm, actor: Actor) -> None
     model, update, rollout = policy.model, policy.actor, policy.rollout
     size = ModelSize.from_model(actor.model)
     size = replace(size, fused=size.fused and model.use_fused_kernels)
+    layout = actor.controller.meshes("actor", update).meshes["train"].layout
     estimate = preflight(
         size,
         key="actor_rollout_ref.actor",
@@ -155,7 +156,7 @@ def check_memory(config: Config, algorithm: BaseAlgorithm, actor: Actor) -> None
         kv_tokens=int((rollout.kv_cache_gb or 0.0) * 2**30 / max(size.kv_bytes_per_token, 1)),
         gradient_checkpointing=model.enable_gradient_checkpointing,
         moments=update.optim.moments,
-        cut_over=len(actor.controller.mesh.pool("actor")) if update.strategy == "fsdp" else 1,
+        cut_over=layout.shard * layout.tp * layout.pp,
         available=_available(actor, size) - _others(algorithm, size),
     )
     logger.info("memory of training the actor: about %s", estimate)

@@ -8,7 +8,8 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, model_validator
 
-from verl.errors import ConfigError
+from verl.errors import ConfigError, nearest
+from verl.layout import PARALLEL, Layout
 from verl.record import NOT_BUILT, AsTuple, Count, Natural, Record, later, wrong
 
 _Beta = Annotated[float, Field(ge=0, lt=1)]
@@ -72,7 +73,9 @@ class MixedPrecision(Record):
 
 
 class FSDPConfig(Record):
-    fsdp_size: int = later(-1, NOT_BUILT, "ranks in a sharding group (-1: all)")
+    fsdp_size: Literal[-1] | Count = Field(
+        default=-1, description="ranks that a model is cut over, of which there are replicas (-1: all)"
+    )
     param_offload: bool = later(False, NOT_BUILT, "keep sharded parameters in host memory")
     optimizer_offload: bool = later(False, NOT_BUILT, "keep the optimizer's state in host memory")
     reshard_after_forward: bool = later(True, NOT_BUILT, "free gathered parameters after the forward pass")
@@ -108,7 +111,10 @@ class TrainOptions(Record):
         default="ddp",
         description="how ranks share training: ddp (each has the whole model), fsdp (each a part), single (one rank)",
     )
-    ulysses_sequence_parallel_size: int = later(1, NOT_BUILT, "ranks that share one sequence")
+    tensor_parallel_size: Count = Field(default=1, description="ranks that share the matrices of each layer")
+    pipeline_parallel_size: Count = Field(default=1, description="ranks that share the layers, in stages")
+    ulysses_sequence_parallel_size: Count = Field(default=1, description="ranks that share the tokens of a sequence")
+    expert_parallel_size: Count = Field(default=1, description="ranks that share the experts of a mixture")
     fsdp_config: FSDPConfig = Field(default=FSDPConfig(), description="fully sharded data parallelism")
 
 
@@ -138,3 +144,45 @@ class EngineOptions(TrainOptions):
     def frozen(self) -> EngineOptions:
         """The same for a model that is only read."""
         return self.replace(optim=None, optimizer=None, gradient_checkpointing=False)
+
+
+#: Setting -> the dimension of a layout that it is the size of.
+_SIZES = {
+    "pipeline_parallel_size": "pp",
+    "ulysses_sequence_parallel_size": "sp",
+    "expert_parallel_size": "ep",
+    "tensor_parallel_size": "tp",
+}
+
+
+def layout_of(options: TrainOptions, size: int, parallel: str = "data") -> Layout:
+    """How `size` ranks share a model by these settings. Ranks that they leave over are replicas, or cut it ('fsdp').
+
+    Args:
+        parallel: the map's word for the role, a key of `PARALLEL`: its ranks are along that dimension, if the settings
+            do not give it a size.
+
+    Raises:
+        ConfigError: the sizes do not multiply to the ranks, or the strategy has no such setting.
+    """
+    if parallel not in PARALLEL:
+        raise ConfigError(f"placement: no layout is called '{parallel}': {nearest(parallel, PARALLEL)}")
+    sizes = {dim: getattr(options, setting) for setting, dim in _SIZES.items()}
+    dim = PARALLEL[parallel]
+    if dim and sizes[dim] == 1:
+        sizes[dim] = max(1, size // math.prod(sizes.values()))
+    data, rest = divmod(size, math.prod(sizes.values()))
+    if rest:
+        given = " x ".join(f"{setting}={sizes[dim]}" for setting, dim in _SIZES.items() if sizes[dim] > 1)
+        raise ConfigError(f"layout: {given} does not divide the {size} rank{'s' * (size > 1)} that the model has")
+    fsdp = options.fsdp_config
+    if options.strategy == "single" and size > 1:
+        raise ConfigError(f"strategy 'single' trains on one rank, and there are {size}: use 'ddp' or 'fsdp'")
+    if options.strategy != "fsdp":
+        if fsdp != FSDPConfig():
+            raise ConfigError(f"fsdp_config is for strategy 'fsdp', and this is '{options.strategy}'")
+        return Layout(replicate=data, **sizes)
+    shard = data if fsdp.fsdp_size == -1 else fsdp.fsdp_size
+    if data % shard:
+        raise ConfigError(f"layout: fsdp_config.fsdp_size={shard} does not divide the {data} data-parallel ranks")
+    return Layout(replicate=data // shard, shard=shard, **sizes)

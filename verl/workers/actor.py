@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import logging
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import closing
@@ -14,13 +13,16 @@ import torch
 
 from verl.batch import Batch
 from verl.errors import ConfigError, nearest
+from verl.layout import Mesh
 from verl.models.packed import PackedModel
-from verl.models.portable import PortableModel
+from verl.models.portable import PortableModel, twin
+from verl.models.shards import load_model_shards
 from verl.rewards.loading import load_function
 from verl.rollout.base import Request, RolloutEngine, SamplingParams, generate
 from verl.rollout.episode import Episode, Outcome, Turns, outcomes, response_columns
 from verl.rollout.options import SamplerOptions
 from verl.shard import Shard
+from verl.training.engine import TrainEngine
 from verl.training.options import EngineOptions, Head
 from verl.workers.place import ALONE, Place, verb
 from verl.workers.streams import spread_weights
@@ -118,26 +120,36 @@ class ActorWorker(TrainedWorker):
         self.rollout, self.head, self.place = rollout, head, place
         self.policy_version = 0
         live = placed(model, place)
-        options, group = (train, place.groups.get("train")) if "train" in place.meshes else (train.frozen(), None)
-        trained = copy.deepcopy(live) if train.strategy == "fsdp" and group is not None else live
-        self._packed = PackedModel(live, fused_kernels=train.fused_kernels) if head == "lm" else None
-        if trained is live:
-            self.engine = train_engine(live, options, head, group, self._packed)
-            self.local = self.engine
-        else:
-            self.engine = train_engine(trained, options, head, group)
-            #: Whole weights, for generation: those that are trained, or a copy beside the part that is trained.
-            self.local = train_engine(live, train.frozen(), head, packed=self._packed)
+        self.train = train if "train" in place.meshes else train.frozen()
+        is_plain = place.meshes.get("train", Mesh()).layout.is_plain
+        #: The model without weights, where ranks share it: what a whole copy for generation is made of.
+        self._blank = None if is_plain or head != "lm" else twin(live, "meta")
+        self._packed = PackedModel(live, fused_kernels=train.fused_kernels) if is_plain and head == "lm" else None
+        self.engine = train_engine(live, self.train, head, place, self._packed)
+        self._local = self.engine if self._blank is None else None
         self._rollout_engine: RolloutEngine | None = None
         self._sync = SyncCheck()
 
     @property
+    def local(self) -> TrainEngine:
+        """Whole weights, for generation: those that are trained, or, where ranks share a model, a copy beside them. The
+        first use makes the copy, on all ranks that train."""
+        if self._local is None:
+            whole = twin(self._blank, self.place.device or "cpu")
+            load_model_shards(whole, self.shards())
+            self._packed = PackedModel(whole, fused_kernels=self.train.fused_kernels)
+            self._local = train_engine(whole, self.train.frozen(), self.head, packed=self._packed)
+        return self._local
+
+    @property
     def rollout_engine(self) -> RolloutEngine:
-        if self._packed is None:
+        if self.head != "lm":
             raise ConfigError(f"a model with a '{self.head}' head writes no responses")
         if self._rollout_engine is None:
-            self._rollout_engine = make_rollout_engine(self._packed, self.tokenizer, self.eos_token_ids, self.rollout)
-            self._rollout_engine.load_shards(self.local.shards(), self.policy_version)
+            local, packed = self.local, self._packed
+            assert packed is not None
+            self._rollout_engine = make_rollout_engine(packed, self.tokenizer, self.eos_token_ids, self.rollout)
+            self._rollout_engine.load_shards(local.shards(), self.policy_version)
         return self._rollout_engine
 
     @verb("rollout")
@@ -192,7 +204,7 @@ class ActorWorker(TrainedWorker):
     @verb("train")
     def update(self, batch: Batch, objective: Objective, plan: UpdatePlan) -> dict[str, float]:
         """Optimizer steps. Generation gets the new weights at `sync`."""
-        if self.policy_version == 0:
+        if self.policy_version == 0 and self._rollout_engine is not None:
             self._sync.measure(self._rollout_engine, self.local)  # the baseline of later measurements
         return run_updates(self.engine, batch, objective, plan, self.policy_version)
 
@@ -227,8 +239,8 @@ class ActorWorker(TrainedWorker):
 
     def _hand_over(self) -> None:
         """Give generation the weights and their version; the embedded engine reads the live tensors anyway."""
-        if self.local is not self.engine:
-            self.local.load_shards(self.shards())
+        if self._local is not None and self._local is not self.engine:
+            self._local.load_shards(self.shards())
         if self._rollout_engine is not None:
             self._rollout_engine.load_shards(self.local.shards(), self.policy_version)
 
@@ -238,7 +250,7 @@ class ReferenceWorker:
 
     def __init__(self, model: PortableModel, train: EngineOptions, *, place: Place = ALONE) -> None:
         live = placed(model, place).requires_grad_(False)
-        self.engine = train_engine(live, train.frozen(), "lm", place.groups.get("train"))
+        self.engine = train_engine(live, train.frozen(), "lm", place)
 
     @verb("train", split="rows", collect="rows")
     def log_probs(self, batch: Batch, temperature: float = 1.0) -> Batch:

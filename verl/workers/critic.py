@@ -21,7 +21,7 @@ class CriticWorker(TrainedWorker):
 
     def __init__(self, model: PortableModel, train: EngineOptions, *, place: Place = ALONE) -> None:
         self.place = place
-        self.engine = train_engine(placed(model, place), train, "value", place.groups.get("train"))
+        self.engine = train_engine(placed(model, place), train, "value", place)
         self.updates = 0
 
     @verb("train", split="rows", collect="rows")

@@ -5,10 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-import torch.distributed as dist
-
 from verl.device import put
-from verl.errors import ConfigError
 from verl.layout import Mesh
 from verl.models.packed import PackedModel
 from verl.models.portable import PortableModel
@@ -16,7 +13,7 @@ from verl.shard import Shard
 from verl.training.engine import TrainEngine
 from verl.training.options import EngineOptions, Head
 from verl.training.torch_engine import TorchEngine
-from verl.workers.place import Place, verb
+from verl.workers.place import ALONE, Place, verb
 from verl.workers.streams import equal_weights, gathered
 
 
@@ -28,17 +25,15 @@ def placed(model: PortableModel, place: Place) -> Any:
 
 
 def train_engine(
-    model: Any, options: EngineOptions, head: Head, group: Any = None, packed: PackedModel | None = None
+    model: Any, options: EngineOptions, head: Head, place: Place = ALONE, packed: PackedModel | None = None
 ) -> TrainEngine:
-    """The engine of one of the ranks of `group`; None: of a rank alone.
+    """The engine of a rank of the "train" mesh; of a rank alone, where `place` is not part of it.
 
     Raises:
         ConfigError: the options cannot be met, see `TorchEngine`.
     """
-    ranks = [0] if group is None else dist.get_process_group_ranks(group)
-    if len(ranks) > 1 and options.strategy == "single":
-        raise ConfigError(f"strategy 'single' trains on one rank, and there are {len(ranks)}: use 'ddp' or 'fsdp'")
-    mesh = Mesh.data_parallel(ranks, sharded=options.strategy == "fsdp")
+    mesh = place.meshes.get("train", Mesh())
+    group = place.groups.get("train") if "train" in place.meshes else None
     return TorchEngine(model, options, head=head, mesh=mesh, group=group, packed=packed)
 
 
