@@ -14,6 +14,7 @@ import torch
 from safetensors.torch import load, save
 
 import verl
+from tests.trainer.cases import low_bytes
 from verl.data.prompts import load_prompts
 from verl.errors import CheckpointError, DamagedCheckpointError, DataError
 from verl.shard import checksum
@@ -26,10 +27,6 @@ PROMPTS = ["Once upon a time", "In the beginning"]
 SHORT = verl.SamplingParams(max_new_tokens=6, ignore_eos=True)
 DEEP = b"[" * 200_000 + b"]" * 200_000
 WRONG: list[Any] = [None, True, -1, 0.5, 2**70, "x", [["x"]], {"a": {"b": []}}]
-
-
-def low_bytes(texts: list[str]) -> list[float]:
-    return [sum(ord(c) < 100 for c in text) / max(len(text), 1) for text in texts]
 
 
 def make(path: Path, lr: float = 1e-2, algorithm: str = "ppo", **options: Any) -> verl.Trainer:
