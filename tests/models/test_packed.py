@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -209,17 +208,6 @@ def test_an_adapter_of_the_output_layer_is_refused(llama: PreTrainedModel) -> No
         PackedModel(llama)
     llama.lm_head.adapter.requires_grad_(False)  # nothing is lost
     assert PackedModel(llama).supports_packed
-
-
-def test_learned_prompts_are_refused(llama: PreTrainedModel) -> None:
-    class Prompted(torch.nn.Module):
-        active_peft_config = SimpleNamespace(is_prompt_learning=True)
-
-        def get_base_model(self) -> PreTrainedModel:
-            return llama
-
-    with pytest.raises(ModelError, match="LoRA"):
-        PackedModel(Prompted())
 
 
 def test_hidden_states_have_the_width_that_is_seen() -> None:

@@ -22,11 +22,15 @@ def export(
         str | None,
         typer.Option(help="Tokenizer directory or hub name (else that of the model the run began with)."),
     ] = None,
+    adapter: Annotated[
+        bool, typer.Option("--adapter", help="Write the adapters (LoRA) alone, as a directory that peft loads.")
+    ] = False,
 ) -> None:
     """Write the trained model of a run as a plain Hugging Face directory: config, safetensors, tokenizer.
 
     The model is first checked like by `verl verify`: its outputs must be those noted when the checkpoint was saved.
-    OUT loads in transformers and vLLM, and is a MODEL for `verl generate` and further training.
+    OUT loads in transformers and vLLM, and is a MODEL for `verl generate` and further training. Adapters are merged
+    into the weights, unless --adapter is given.
 
     [bold]Examples[/bold]
     $ verl export runs/latest models/mine
@@ -35,6 +39,6 @@ def export(
     """
     from verl.trainer.export import export as write
 
-    found = write(checkpoint, out, tokenizer)
+    found = write(checkpoint, out, tokenizer, adapter=adapter)
     typer.echo(f"step {found.step} of {found.path}", err=True)
     typer.echo(out)

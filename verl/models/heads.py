@@ -64,6 +64,8 @@ class ValueModel(nn.Module):
         """Over the live backbone of a causal LM, of a bare backbone, or of a classifier with one label (and
         its head)."""
         backbone = cast("PreTrainedModel", backbone_of(model))
+        if hasattr(model, "peft_config"):
+            backbone.peft_config = model.peft_config
         for name in _HEADS[:2]:
             head = getattr(model, name, None)
             if isinstance(head, nn.Linear) and head.out_features == 1:

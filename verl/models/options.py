@@ -6,7 +6,7 @@ from typing import Literal
 
 from pydantic import Field, model_validator
 
-from verl.record import Record, later, wrong
+from verl.record import Count, Record, Strings, later, wrong
 
 
 class FusedKernelOptions(Record):
@@ -14,6 +14,17 @@ class FusedKernelOptions(Record):
         default=None,
         description="which fused kernels to use: compiled (ours, for CPU); in the place of any other name, such as "
         "xformers, the nearest that are here, with a warning (null: those that are here)",
+    )
+
+
+class LoraOptions(Record):
+    """Adapters of low rank, which are trained in the place of the weights."""
+
+    r: Count = Field(default=16, description="rank of the adapters")
+    alpha: float = Field(default=32.0, gt=0, description="their output is multiplied by alpha / r")
+    targets: Strings = Field(
+        default=("all-linear",),
+        description="names of the layers that get adapters, such as q_proj (all-linear: all but the output layer)",
     )
 
 
@@ -29,6 +40,11 @@ class ModelOptions(Record):
     dtype: Literal["auto", "float64", "float32", "bfloat16", "float16"] = Field(
         default="auto",
         description="precision of the live weights (auto: as in the files; float32 on a CPU without bf16)",
+    )
+    lora: LoraOptions | None = Field(
+        default=None,
+        description="train adapters in the place of the weights, by peft: {r: 16, alpha: 32, targets: all-linear}, the "
+        "defaults, or lists of layers by name as targets (null: train the weights)",
     )
     trust_remote_code: bool = Field(default=False, description="run Python code that comes with the model")
     enable_gradient_checkpointing: bool = Field(

@@ -84,29 +84,22 @@ class PackedModel:
 
     Raises:
         ModelError: it is no transformers model with a text configuration, its head is not a linear map (with the
-            known scales and soft caps) of the final hidden states, or has adapters, or it has learned prompts.
+            known scales and soft caps) of the final hidden states, or has adapters.
     """
 
     def __init__(self, model: PreTrainedModel, *, fused_kernels: bool | str = True) -> None:
         self.model = model
         self.fused_kernels = bool(fused_kernels)
-        # peft wraps the transformers model; its adapters live inside the wrapped layers.
-        unwrap = getattr(model, "get_base_model", None)
-        inner = unwrap() if callable(unwrap) else model
-        if not hasattr(inner, "base_model") or not hasattr(inner, "config"):
+        if not isinstance(getattr(model, "base_model", None), torch.nn.Module) or not hasattr(model, "config"):
             raise ModelError(f"{type(model).__name__} is not a transformers model: it has no config or no backbone")
-        if getattr(getattr(model, "active_peft_config", None), "is_prompt_learning", False):
-            raise ModelError(
-                "prompt and prefix tuning put learned states before every prompt, which this does not compute: "
-                "use adapters of weights (LoRA)"
-            )
-        self._inner = cast("PreTrainedModel", inner)
+        if hasattr(model, "get_base_model"):
+            raise ModelError("the model is wrapped by peft: give its get_base_model(), in which the adapters are")
         if self.device.type == "cpu":
             from verl.kernels.library_memory import limit_library_memory
 
             limit_library_memory()
-        self.backbone: torch.nn.Module = backbone_of(self._inner)
-        self.config = self._inner.config.get_text_config()
+        self.backbone: torch.nn.Module = backbone_of(self.model)
+        self.config = self.model.config.get_text_config()
         self.num_layers = int(self.config.num_hidden_layers)
         self.num_heads = int(getattr(self.config, "num_attention_heads", None) or 1)  # state-space models have none
         self.num_kv_heads = int(getattr(self.config, "num_key_value_heads", None) or self.num_heads)
@@ -117,7 +110,7 @@ class PackedModel:
         self.max_positions = int(limit) if limit else None
         #: Rows of a table of learned positions: a longer row has no forward. None: there is no such table.
         self.position_table: int | None = None
-        self._softcap, self._scale = _logit_formulas(self._inner)[0]
+        self._softcap, self._scale = _logit_formulas(self.model)[0]
         self._fused: FusedLayers | None = None
         #: Whether a KV cache of `num_kv_heads` and `head_dim` fits: one call a layer, and all of one shape.
         self.supports_paged = False
@@ -127,11 +120,11 @@ class PackedModel:
 
     @property
     def dtype(self) -> torch.dtype:
-        return self._inner.dtype
+        return self.model.dtype
 
     @property
     def device(self) -> torch.device:
-        return self._inner.device
+        return self.model.device
 
     @property
     def is_fused(self) -> bool:
@@ -161,9 +154,9 @@ class PackedModel:
         Raises:
             ModelError: the model is a backbone without an output head, or the head has something else to train.
         """
-        head = self._inner.get_output_embeddings()
+        head = self.model.get_output_embeddings()
         if head is None:
-            raise ModelError(f"{type(self._inner).__name__} has no language-model head: load it as a causal LM")
+            raise ModelError(f"{type(self.model).__name__} has no language-model head: load it as a causal LM")
         weight, bias = cast(Tensor, head.weight), cast("Tensor | None", getattr(head, "bias", None))
         if any(p.requires_grad and p is not weight and p is not bias for p in head.parameters()):
             raise ModelError(
@@ -213,7 +206,7 @@ class PackedModel:
     def _padded_hidden(self, tokens: Tensor, context: AttentionContext) -> Tensor:
         if not isinstance(context, PaddedContext):
             raise ModelError(
-                f"{type(self._inner).__name__} has no packed forward (its attention is not one of ours): "
+                f"{type(self.model).__name__} has no packed forward (its attention is not one of ours): "
                 "generate with the 'hf' rollout engine"
             )
         rows = context.padded_rows()
@@ -227,29 +220,29 @@ class PackedModel:
         """Switch the model to our attention; keep it if the packed forward agrees with the model's own."""
         if self.device.type == "meta":
             raise ModelError("the model is on the meta device: load its weights first")
-        with evaluating(self._inner):
+        with evaluating(self.model):
             flat = pack_rows(*_PROBE, device=self.device, keep_last=True)
             tokens = flat.tokens % self.vocab_size
             rows = flat.context.padded_rows()
             reference = self._plain_hidden()
-            if self._inner._can_set_attn_implementation() and _known_layers(self.config):
-                previous = self._inner.config._attn_implementation
+            if self.model._can_set_attn_implementation() and _known_layers(self.config):
+                previous = self.model.config._attn_implementation
                 AttentionInterface.register(_IMPLEMENTATION, _attention)
                 AttentionMaskInterface.register(_IMPLEMENTATION, sdpa_mask)
-                self._inner.set_attn_implementation(_IMPLEMENTATION)
+                self.model.set_attn_implementation(_IMPLEMENTATION)
                 probe = AttentionRecorder(flat.context)
                 hidden = self._probed_hidden(tokens, flat, probe)
                 if hidden is not None and _close(hidden[rows.source][rows.mask], reference):
                     self._take_shape(probe)
                     self._fused = self._probed_fused(tokens, flat, probe.calls, hidden)
                     return True
-                self._inner.set_attn_implementation(previous)
+                self.model.set_attn_implementation(previous)
             with torch.no_grad():
                 hidden = self._padded_hidden(tokens, flat.context)
             # Parts of an fp64 model may compute in fp32 (a softmax, a rotation); what looks ahead differs by far more.
             if not _close(hidden[rows.source][rows.mask], reference, at_least=1e-5):
                 raise ModelError(
-                    f"{type(self._inner).__name__} is not causal: hidden states depend on later tokens or on other "
+                    f"{type(self.model).__name__} is not causal: hidden states depend on later tokens or on other "
                     "rows, so no log-prob or value of a token is defined"
                 )
             return False
@@ -267,7 +260,7 @@ class PackedModel:
         if self._fused is None or kernels != "compiled":
             logger.warning(
                 "this build has no '%s' kernels for %s (%s on %s): %s",
-                *(kernels, type(self._inner).__name__, self.dtype, self.device.type),
+                *(kernels, type(self.model).__name__, self.dtype, self.device.type),
                 "the model's own code runs" if self._fused is None else "'compiled' ones run in their place",
             )
 
@@ -281,20 +274,20 @@ class PackedModel:
                 hidden.append(self.backbone(input_ids=ids, use_cache=False)[0][0])
         self.position_table, self.hidden_size = table.size, hidden[0].shape[-1]
         if not torch.cat(hidden).isfinite().all():
-            raise ModelError(f"the hidden states of {type(self._inner).__name__} are not finite: weights are damaged")
-        if self._inner.get_output_embeddings() is not None:
-            self._choose_logit_formula(hidden[-1], self._inner(input_ids=ids, use_cache=False).logits[0])
+            raise ModelError(f"the hidden states of {type(self.model).__name__} are not finite: weights are damaged")
+        if self.model.get_output_embeddings() is not None:
+            self._choose_logit_formula(hidden[-1], self.model(input_ids=ids, use_cache=False).logits[0])
         return torch.cat(hidden)
 
     def _choose_logit_formula(self, hidden: Tensor, logits: Tensor) -> None:
         """Take the formula under which `hidden` `[N, d]` gives the model's own `logits` `[N, V]`."""
         if self.head()[0].shape[1] == self.hidden_size:
-            for formula in _logit_formulas(self._inner):
+            for formula in _logit_formulas(self.model):
                 self._softcap, self._scale = formula
                 if _close(self.logits(hidden), logits):
                     return
         raise ModelError(
-            f"the logits of {type(self._inner).__name__} are not a linear map of its final hidden states, nor one with "
+            f"the logits of {type(self.model).__name__} are not a linear map of its final hidden states, nor one with "
             "a scale or soft cap that its configuration names: this architecture is not supported"
         )
 

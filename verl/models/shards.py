@@ -8,19 +8,13 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
 from itertools import pairwise, product
-from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
-from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from verl.errors import CheckpointError, nearest
-from verl.models.heads import ValueModel
 from verl.shard import Shard
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
 
 
 def named_weights(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
@@ -189,27 +183,3 @@ def _check(shard: Shard, state: Mapping[str, Tensor], model: str) -> None:
     ends = (offset + size for offset, size in zip(shard.offset, shard.tensor.shape, strict=True))
     if min(shard.offset, default=0) < 0 or any(end > size for end, size in zip(ends, shape, strict=True)):
         raise CheckpointError(f"a shard of '{shard.name}' at {list(shard.offset)} reaches outside the weight")
-
-
-def save_pretrained_dir(model: nn.Module, tokenizer: PreTrainedTokenizerBase | None, path: str | Path) -> None:
-    """Write a plain Hugging Face directory: `config.json`, safetensors weights, and the tokenizer's files.
-
-    A `ValueModel` is written as a token classifier with one label.
-    """
-    path = Path(path)
-    path.mkdir(parents=True, exist_ok=True)
-    if isinstance(model, ValueModel):
-        config = type(model.config).from_dict(model.config.to_dict())
-        config.num_labels = 1
-        config.architectures = [_classifier_name(model)]
-        config.save_pretrained(path)
-        weights = {shard.name: shard.tensor.contiguous() for shard in model_shards(model)}
-        save_file(weights, path / "model.safetensors", metadata={"format": "pt"})
-    else:
-        model.save_pretrained(path)  # type: ignore[operator]
-    if tokenizer is not None:
-        tokenizer.save_pretrained(path)
-
-
-def _classifier_name(model: ValueModel) -> str:
-    return type(model.backbone).__name__.removesuffix("Model") + "ForTokenClassification"

@@ -11,6 +11,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from verl.errors import CheckpointError, ModelError
+from verl.models.lora import adapter_config, restore_adapters
 from verl.models.shards import load_model_shards
 from verl.shard import Shard
 
@@ -26,16 +27,18 @@ def unwrapped(model: Any, *, together: bool = True) -> Any:
     Their weights are gathered, so all ranks over which the model is sharded call this together. The copy is trained in
     this project's own layout: the wrapped model does not change, and an optimizer over its parameters does not fit.
 
+    `PeftModel`: the transformers model within, which has the adapters in its layers.
+
     Args:
         together: whether all ranks of the job call this.
 
     Raises:
         ModelError: the model is under `DistributedDataParallel` or `DataParallel`, is sharded over ranks that do not
-            call this, or is not the model that its configuration describes.
+            call this, is not the model that its configuration describes, or has several adapters or learned prompts.
     """
     if isinstance(model, nn.parallel.DistributedDataParallel | nn.DataParallel):
         raise ModelError(f"the model is wrapped as {type(model).__name__}: give its .module")
-    model = getattr(model, "_orig_mod", model)  # of torch.compile, over the same weights
+    model = _without_peft(getattr(model, "_orig_mod", model))  # of torch.compile, over the same weights
     # Importing FSDP takes a second; a sharded model needs an initialised process group, others need not wait.
     if not isinstance(model, nn.Module) or not dist.is_available() or not dist.is_initialized():
         return model
@@ -56,7 +59,23 @@ def unwrapped(model: Any, *, together: bool = True) -> Any:
         raise ModelError(f"{cls.__name__} is no language model of transformers: give an AutoModelForCausalLM")
     with _whole(model) as weights, torch.random.fork_rng():
         plain = cls._from_config(inner.config, dtype=inner.dtype)
+        restore_adapters(plain, adapter_config(inner))
         return _filled(plain, weights, inner)
+
+
+def _without_peft(model: Any) -> Any:
+    """The transformers model within a `PeftModel`; any other model as it is."""
+    base = getattr(model, "get_base_model", None)
+    if not callable(base):
+        return model
+    if getattr(getattr(model, "active_peft_config", None), "is_prompt_learning", False):
+        raise ModelError(
+            "prompt and prefix tuning put learned states before every prompt, which this does not compute: "
+            "use adapters of weights (LoRA)"
+        )
+    if len(names := [*getattr(model, "peft_config", {})]) > 1:
+        raise ModelError(f"the model has several adapters ({', '.join(names)}): merge or delete all but one")
+    return base()
 
 
 def _filled(plain: Any, weights: dict[str, nn.Parameter], inner: Any) -> Any:

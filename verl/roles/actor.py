@@ -23,8 +23,10 @@ from verl.errors import ConfigError, DataError, ModelError
 from verl.layout import ModelShape
 from verl.models.heads import SCORE_AT_EOS, ValueModel
 from verl.models.loading import eos_token_ids, find_tokenizer, load_model, load_tokenizer
+from verl.models.lora import add_lora, has_adapters
 from verl.models.options import ModelOptions
 from verl.models.portable import PortableModel
+from verl.models.save import save_pretrained_dir
 from verl.models.wrapped import unwrapped
 from verl.roles.columns import add_rewards, aligned, as_sequences
 from verl.roles.reads import experience, prepare, reads
@@ -54,9 +56,9 @@ class Actor:
 
     Args:
         model: a causal language model of transformers (or a `ValueModel`, to go on with a score head), or the name or
-            directory of one. Of one under `FullyShardedDataParallel` or `fully_shard`, wrapped on every rank of the
-            job, a plain copy is made and trained in our own layout (see `verl.models.wrapped`): read the result from
-            `Actor.model`.
+            directory of one. Of a `PeftModel` the adapters are trained. Of one under `FullyShardedDataParallel` or
+            `fully_shard`, wrapped on every rank of the job, a plain copy is made and trained in our own layout (see
+            `verl.models.wrapped`): read the result from `Actor.model`.
         tokenizer: a tokenizer, or its name or directory; left out, the one beside the model.
         strategy: `train.strategy`; None leaves it as it is.
         train: `TrainOptions`, or a mapping of its fields.
@@ -75,7 +77,8 @@ class Actor:
             name the nearest are taken, with a warning.
         head: "score" trains a reward model, one number a row, in the place of a language model.
         **settings: fields of `TrainOptions` (mini_batch_size, epochs, use_amp, ...), `RolloutOptions` (max_num_seqs,
-            batch_invariant, ...) or `ModelOptions` (dtype, ...); `gradient_checkpointing`, `tensor_parallel_size`.
+            batch_invariant, ...) or `ModelOptions` (dtype, lora, ...); `gradient_checkpointing`,
+            `tensor_parallel_size`.
         seed: with a sample's id it fixes the sample's randomness.
 
     Raises:
@@ -124,6 +127,8 @@ class Actor:
             loaded = model if isinstance(model, ValueModel) else _language_model(model)
         # A score model stands in a language model's place: all but its engine read only what both have.
         self.model: PreTrainedModel = loaded if head == "lm" else _score_model(loaded)
+        if loading.lora is not None:
+            add_lora(self.model, loading.lora, seed)
         self.tokenizer = _tokenizer(loading.tokenizer if tokenizer is None else tokenizer, self.model, loading.path)
         _check_vocabulary(self.model, self.tokenizer)
         played = load_episode(self.rollout_options.episode)
@@ -260,8 +265,10 @@ class Actor:
 
     def compute_ref_log_probs(self, sequences: Batch) -> Batch:
         """Column `ref_log_probs`: the same under the reference policy, the actor as it was when
-        `make_reference` was called, or at the first call of this verb."""
+        `make_reference` was called, or at the first call of this verb; of an actor with adapters, without these."""
         self.make_reference()
+        if self.reference_model is None:
+            return self.group.call("ref_log_probs", sequences, self._temperature(sequences))  # type: ignore[no-any-return]
         if self._reference is None:
             recipe = partial(ReferenceWorker, PortableModel(self.reference_model), self.train_options)
             shape = ModelShape.of(recipe.args[0].model.config)
@@ -286,10 +293,13 @@ class Actor:
     def make_reference(self, model: PreTrainedModel | None = None) -> None:
         """Freeze a reference policy: a copy of the actor as it is now, or another model. A second call does nothing.
 
+        The reference of an actor with adapters, where no other model is given, is that actor without them: it takes no
+        memory.
+
         Raises:
             ModelError: the actor has been trained already, so its first weights are gone.
         """
-        if self.reference_model is not None:
+        if self.reference_model is not None or (model is None and has_adapters(self.model)):
             return
         if model is None and self.policy_version > 0:
             raise ModelError(
@@ -364,6 +374,10 @@ class Actor:
         """The weights as a stream of named shards."""
         return self.group.call("shards")  # type: ignore[no-any-return]
 
+    def merged_shards(self) -> Iterator[Shard]:
+        """The weights of the equal model without adapters, under its names."""
+        return self.group.call("merged_shards") if has_adapters(self.model) else self.shards()
+
     def load_shards(self, shards: Iterable[Shard]) -> None:
         """Replace the weights, those that generate included; `policy_version` counts updates, and stays."""
         self.policy_id = uuid4().hex
@@ -381,11 +395,10 @@ class Actor:
         self.group.call("load_state", tensors, rest)
         self.policy_version = int(rest["policy_version"])
 
-    def save_pretrained(self, path: str) -> None:
-        """Write a plain Hugging Face directory: weights, config and tokenizer."""
-        from verl.models.shards import save_pretrained_dir
-
-        save_pretrained_dir(self.present_model(), self.tokenizer, path)
+    def save_pretrained(self, path: str, *, adapter: bool = False) -> None:
+        """Write a plain Hugging Face directory: weights (adapters merged into them), config and tokenizer; or
+        (`adapter`) a directory of the adapters alone, which peft loads."""
+        save_pretrained_dir(self.present_model(), self.tokenizer, path, adapter=adapter)
 
     def present_model(self) -> PreTrainedModel:
         """`model`, with the weights as they are now: those of its workers, where they are other processes."""

@@ -19,6 +19,7 @@ from verl.errors import ConfigError, ModelError
 from verl.layout import ModelShape
 from verl.models.heads import ValueModel
 from verl.models.loading import load_model, load_tokenizer
+from verl.models.lora import add_lora
 from verl.models.options import ModelOptions
 from verl.models.portable import PortableModel
 from verl.models.wrapped import unwrapped
@@ -83,6 +84,8 @@ class Critic:
             if not isinstance(plain, ValueModel) and not hasattr(plain, "base_model"):
                 raise ModelError(f"{type(plain).__name__} is no model of transformers: give an AutoModel, or its name")
             self.model = plain if isinstance(plain, ValueModel) else ValueModel.from_model(plain)
+        if loading.lora is not None:
+            add_lora(self.model, loading.lora, seed)
         self.algorithm = value_algorithm() if algorithm is None else make_algorithm(algorithm)
         self.plan = UpdatePlan(training.mini_batch_size, training.epochs, seed=seed)
         tokenizer = loading.tokenizer if tokenizer is None else tokenizer

@@ -186,7 +186,9 @@ class RolloutEngine(Protocol):
     """Generates samples. Not thread-safe: one thread adds and steps.
 
     An engine whose log-probs equal the trainer's has an attribute `exact = True`; for any other engine the trainer
-    computes its own, measures the mismatch and corrects for it.
+    computes its own, measures the mismatch and corrects for it. One that computes with the very model that it was made
+    with has `is_live = True`: it gets that model's own tensors as shards. Any other gets the weights of a plain model,
+    with adapters merged into them.
     """
 
     policy_version: int

@@ -110,6 +110,7 @@ class EmbeddedEngine:
 
     #: Its log-probs come from the trainer's own kernels on the live weights.
     exact = True
+    is_live = True
 
     def __init__(
         self,

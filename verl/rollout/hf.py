@@ -61,6 +61,8 @@ class HFEngine:
         ModelError: a row of the model's logits depends on the rows beside it or on tokens after it.
     """
 
+    is_live = True
+
     def __init__(
         self,
         model: PreTrainedModel,

@@ -213,7 +213,7 @@ class AsyncTrainer(Trainer):
                 self.schedule.lose(group)
 
     def _publish(self) -> None:
-        self.group.publish(self.actor.policy_version, self.actor.shards())
+        self.group.publish(self.actor.policy_version, self.actor.merged_shards())
 
     def _rollout_record(self, samples: Batch) -> dict[str, Any]:
         staleness = self.actor.policy_version - min(samples["policy_version"])

@@ -12,7 +12,7 @@ from verl.config import load_config
 from verl.durable import publish, staging_of, try_remove
 from verl.errors import CheckpointError, ConfigError, ModelError
 from verl.models.loading import load_tokenizer
-from verl.models.shards import save_pretrained_dir
+from verl.models.save import save_pretrained_dir
 from verl.trainer import state
 from verl.trainer.checkpoint import MANIFEST, Checkpoint, CheckpointStore, load_checkpoint
 
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 
-def export(path: str | Path, out: str | Path, tokenizer: str | None = None) -> Checkpoint:
+def export(path: str | Path, out: str | Path, tokenizer: str | None = None, *, adapter: bool = False) -> Checkpoint:
     """Write the actor of a checkpoint with its tokenizer as a Hugging Face directory, whole or not at all; returns the
     checkpoint it came from.
 
@@ -28,12 +28,13 @@ def export(path: str | Path, out: str | Path, tokenizer: str | None = None) -> C
         path: a checkpoint, or a run's directory: then its newest whole checkpoint.
         out: a directory that is not there yet, or an empty one.
         tokenizer: its directory or hub name; None: that of the model which the run began with.
+        adapter: write the adapters alone, as peft reads them; else adapters are merged into the weights.
 
     Raises:
         CheckpointError: there is no whole checkpoint, its model's outputs are not those noted at the save, or the disk
             does not take the directory.
         ConfigError: `out` is taken.
-        ModelError: there is no tokenizer.
+        ModelError: there is no tokenizer, or (`adapter`) the model has no adapters.
     """
     out = Path(out).absolute()
     if out.is_symlink() or (out.exists() and (not out.is_dir() or any(out.iterdir()))):
@@ -52,7 +53,7 @@ def export(path: str | Path, out: str | Path, tokenizer: str | None = None) -> C
     try:
         out.parent.mkdir(parents=True, exist_ok=True)
         try_remove(staging)
-        save_pretrained_dir(model, reader, staging)
+        save_pretrained_dir(model, reader, staging, adapter=adapter)
         publish(staging, out)
     except (OSError, SafetensorError) as error:
         raise CheckpointError(f"{out} was not written: {error}; free space or name another directory") from error

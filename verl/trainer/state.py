@@ -3,6 +3,7 @@
 actor/weights, critic/weights, ...        live weights under their Hugging Face names
 actor/optimizer, critic/optimizer, ...    masters and moments
 actor/config.json, actor/probe.json       the architecture, and log-probs of a few tokens to verify a reload by
+actor/adapters.json                       peft's configuration, where the actor has adapters
 buffer.parquet                            samples that wait for an update
 random                                    process-wide random generators
 trainer.json                              steps, the algorithm's state, optimizer counters, the caller's own
@@ -24,6 +25,7 @@ from verl.batch import Batch
 from verl.controller.controller import start
 from verl.durable import parse_json
 from verl.errors import CheckpointError, DamagedCheckpointError, DataError
+from verl.models.lora import adapter_config, restore_adapters
 from verl.models.shards import load_model_shards, model_shards
 from verl.roles.actor import Actor
 from verl.roles.critic import Critic
@@ -138,6 +140,16 @@ class TrainerState(BaseModel):
     evaluation: EvaluationState | None
 
 
+class SavedAdapters(BaseModel):
+    """`actor/adapters.json`: see `verl.models.lora.adapter_config`."""
+
+    model_config = ConfigDict(extra="forbid", allow_inf_nan=False)
+
+    name: str
+    dtype: Literal["float64", "float32", "float16", "bfloat16"]
+    config: Own
+
+
 class _Probe(BaseModel):
     """`actor/probe.json`."""
 
@@ -218,6 +230,8 @@ def contents(trainer: Trainer) -> dict[str, Any]:
         "trainer.json": state,
         **trainer.extra_files(),
     }
+    if (adapters := adapter_config(trainer.actor.model)) is not None:
+        files["actor/adapters.json"] = adapters
     return files
 
 
@@ -384,6 +398,8 @@ def rebuild(checkpoint: Checkpoint) -> tuple[Any, str | None]:
         backbone = ValueModel.from_model(model).backbone
         weight = torch.zeros(1, width_of(backbone))
         model = ValueModel(backbone, (weight, torch.zeros(1) if bias else None)).eval()
+    if "actor/adapters.json" in checkpoint:
+        restore_adapters(model, checkpoint.json("actor/adapters.json", SavedAdapters).model_dump())
     _check_weights(checkpoint, "actor", {shard.name: shard for shard in model_shards(model)})
     load_model_shards(model, checkpoint.shards("actor/weights"))
     worker = ActorWorker(PortableModel(model), None, (), EngineOptions(), SamplerOptions(), head=head)

@@ -35,13 +35,16 @@ class TrainEngine(Protocol):
     @property
     def precision(self) -> torch.dtype: ...
 
-    def predict(self, batch: Batch, want: Collection[str], *, temperature: float = 1.0) -> dict[str, Tensor]:
+    def predict(
+        self, batch: Batch, want: Collection[str], *, temperature: float = 1.0, adapters: bool = True
+    ) -> dict[str, Tensor]:
         """Predictions for this rank's rows, without gradient.
 
         Args:
             batch: with `prompt_tokens` and `response_tokens`; the rows of this rank's data-parallel index.
             want: "log_probs" and "entropy" (language-model head), "values" (value head), "scores" (score head).
             temperature: log-probs and entropies are of logits divided by it.
+            adapters: False: predictions of the base model, without its adapters (LoRA).
 
         Returns:
             By name, in `precision`, on the host: `log_probs` of the response tokens, `entropy` in nats of the
@@ -81,6 +84,10 @@ class TrainEngine(Protocol):
 
     def shards(self) -> Iterator[Shard]:
         """This rank's pieces of the weights: the live tensors, unless these are wider than `specs`. No collectives."""
+        ...
+
+    def merged_shards(self) -> Iterator[Shard]:
+        """The weights of the equal model without adapters, under its names, for an engine that is not cut."""
         ...
 
     def load_shards(self, shards: Iterable[Shard]) -> None:

@@ -16,6 +16,7 @@ from torch import Tensor
 from verl.batch import Batch
 from verl.errors import CheckpointError, ConfigError, DataError, TrainingError
 from verl.layout import Mesh
+from verl.models.lora import adapters_off, merged_shards
 from verl.models.packed import PackedModel
 from verl.models.shards import Part, blocks_of, cuts_of, load_model_shards, local_part, model_shards, named_weights
 from verl.shard import Shard, WeightSpec
@@ -94,7 +95,13 @@ class TorchEngine:
             )
 
     @torch.no_grad()
-    def predict(self, batch: Batch, want: Collection[str], *, temperature: float = 1.0) -> dict[str, Tensor]:
+    def predict(
+        self, batch: Batch, want: Collection[str], *, temperature: float = 1.0, adapters: bool = True
+    ) -> dict[str, Tensor]:
+        with nullcontext() if adapters else adapters_off(self.model):
+            return self._predict(batch, want, temperature)
+
+    def _predict(self, batch: Batch, want: Collection[str], temperature: float) -> dict[str, Tensor]:
         names = tuple(want)
         self._forward.check_wanted(names)
         self._forward.check_batch(batch)
@@ -137,6 +144,9 @@ class TorchEngine:
         for shard in model_shards(self.model):
             dtype = self._parallel.dtypes.get(shard.name, shard.tensor.dtype)
             yield Shard(shard.name, shard.global_shape, shard.offset, shard.tensor.to(dtype))
+
+    def merged_shards(self) -> Iterator[Shard]:
+        return merged_shards(self.model)
 
     def load_shards(self, shards: Iterable[Shard]) -> None:
         load_model_shards(self.model, shards)

@@ -146,10 +146,10 @@ class ActorWorker(TrainedWorker):
         if self.head != "lm":
             raise ConfigError(f"a model with a '{self.head}' head writes no responses")
         if self._rollout_engine is None:
-            local, packed = self.local, self._packed
+            _, packed = self.local, self._packed
             assert packed is not None
             self._rollout_engine = make_rollout_engine(packed, self.tokenizer, self.eos_token_ids, self.rollout)
-            self._rollout_engine.load_shards(local.shards(), self.policy_version)
+            self._rollout_engine.load_shards(self._served(self._rollout_engine), self.policy_version)
         return self._rollout_engine
 
     @verb("rollout")
@@ -192,6 +192,11 @@ class ActorWorker(TrainedWorker):
         return Batch.from_columns({name: (values, lengths) for name, values in flat.items()})
 
     @verb("train", split="rows", collect="rows")
+    def ref_log_probs(self, batch: Batch, temperature: float = 1.0) -> Batch:
+        """Column `ref_log_probs`: log-probs without the model's adapters."""
+        return _ref_log_probs(self.engine, batch, temperature, adapters=False)
+
+    @verb("train", split="rows", collect="rows")
     def scores(self, batch: Batch) -> Batch:
         """Column `scores`, one number a row; for a score head."""
         return Batch.from_columns(self.engine.predict(batch, ("scores",)))
@@ -213,6 +218,11 @@ class ActorWorker(TrainedWorker):
         """After an update: the next policy version on every rank that generates."""
         self.policy_version += 1
         return self._serve()
+
+    @verb("rollout", collect="shards")
+    def merged_shards(self) -> Iterator[Shard]:
+        """The weights of the equal model without adapters, whole."""
+        return self.local.merged_shards()
 
     @verb(collect="none")
     def load_shards(self, shards: Iterable[Shard]) -> None:
@@ -242,7 +252,11 @@ class ActorWorker(TrainedWorker):
         if self._local is not None and self._local is not self.engine:
             self._local.load_shards(self.shards())
         if self._rollout_engine is not None:
-            self._rollout_engine.load_shards(self.local.shards(), self.policy_version)
+            self._rollout_engine.load_shards(self._served(self._rollout_engine), self.policy_version)
+
+    def _served(self, engine: RolloutEngine) -> Iterator[Shard]:
+        """The weights for an engine: the live ones, where it computes with them; else without adapters, merged."""
+        return self.local.shards() if getattr(engine, "is_live", False) else self.local.merged_shards()
 
 
 class ReferenceWorker:
@@ -255,8 +269,12 @@ class ReferenceWorker:
     @verb("train", split="rows", collect="rows")
     def log_probs(self, batch: Batch, temperature: float = 1.0) -> Batch:
         """Column `ref_log_probs`, aligned with `response_tokens`."""
-        flat = self.engine.predict(batch, ("log_probs",), temperature=temperature)["log_probs"]
-        return Batch.from_columns({"ref_log_probs": (flat, batch.lengths("response_tokens"))})
+        return _ref_log_probs(self.engine, batch, temperature)
+
+
+def _ref_log_probs(engine: TrainEngine, batch: Batch, temperature: float, *, adapters: bool = True) -> Batch:
+    flat = engine.predict(batch, ("log_probs",), temperature=temperature, adapters=adapters)["log_probs"]
+    return Batch.from_columns({"ref_log_probs": (flat, batch.lengths("response_tokens"))})
 
 
 def engine_factory(name: str | EngineFactory) -> EngineFactory:

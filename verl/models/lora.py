@@ -1,0 +1,175 @@
+"""Adapters of weights (LoRA; Hu et al. 2021, arXiv 2106.09685), by peft.
+
+A model with adapters is the transformers model itself with peft's layers in the place of some of its own. What was
+`q_proj.weight` is then `q_proj.base_layer.weight`, frozen, beside `q_proj.lora_A.default.weight` and
+`q_proj.lora_B.default.weight`, which are trained.
+"""
+
+from __future__ import annotations
+
+import copy
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import save_file
+from torch import nn
+
+from verl.errors import ConfigError, ModelError
+from verl.models.options import LoraOptions
+from verl.models.shards import model_shards
+from verl.shard import Shard
+
+
+def add_lora(model: nn.Module, options: LoraOptions, seed: int = 0) -> None:
+    """Give a transformers model adapters that change nothing yet, in the dtype of its weights; all other weights are
+    frozen.
+
+    Args:
+        model: changed in place.
+        seed: of the random half of each adapter.
+
+    Raises:
+        ConfigError: peft is not installed, no layer has such a name, or the model has adapters already.
+    """
+    if has_adapters(model):
+        raise ConfigError("model.lora: the model has adapters already, which are trained: leave lora out")
+    peft = _peft()
+    targets = "all-linear" if options.targets == ("all-linear",) else list(options.targets)
+    config = peft.LoraConfig(r=options.r, lora_alpha=options.alpha, target_modules=targets)
+    with torch.random.fork_rng():
+        torch.manual_seed(seed)
+        try:
+            _inject(_inner(model), config, "default", _inner(model).dtype)
+        except ValueError as error:
+            raise ConfigError(f"model.lora.targets: {str(error).splitlines()[0]}") from error
+
+
+def has_adapters(model: Any) -> bool:
+    """Whether a transformers model (or the backbone of a `ValueModel`) has adapters of peft."""
+    return bool(getattr(_inner(model), "peft_config", None))
+
+
+def adapter_config(model: Any) -> dict[str, Any] | None:
+    """What `restore_adapters` makes equal layers from, as JSON; None: the model has no adapters."""
+    if not has_adapters(model):
+        return None
+    inner = _inner(model)
+    ((name, config),) = inner.peft_config.items()
+    dtype = next(weight.dtype for weight_name, weight in inner.named_parameters() if f".{name}" in weight_name)
+    values = {key: sorted(value) if isinstance(value, set) else value for key, value in config.to_dict().items()}
+    # By their full names: a value model's backbone has others than the language model it was taken from.
+    layers = [layer for layer, module in inner.named_modules() if hasattr(module, "base_layer")]
+    values["target_modules"] = layers
+    values["peft_type"] = str(getattr(config.peft_type, "value", config.peft_type))
+    return {"name": name, "dtype": str(dtype).removeprefix("torch."), "config": values}
+
+
+def restore_adapters(model: Any, saved: dict[str, Any] | None) -> None:
+    """Give a model without adapters the layers that `adapter_config` noted; weights are still to come.
+
+    Raises:
+        ModelError: peft cannot make them on this model.
+    """
+    if saved is None:
+        return
+    peft = _peft()
+    try:
+        values = {**saved["config"], "init_lora_weights": True}  # other starts change the base, whose weights come too
+        with torch.random.fork_rng():
+            config = peft.PeftConfig.from_peft_type(**values)
+            _inject(_inner(model), config, saved["name"], getattr(torch, saved["dtype"]))
+    except (KeyError, TypeError, ValueError) as error:
+        raise ModelError(f"the adapters cannot be made on this {type(_inner(model)).__name__}: {error}") from error
+
+
+@contextmanager
+def adapters_off(model: nn.Module) -> Iterator[None]:
+    """Inside, forwards are those of the base. Weights and what of them is trained stay as they are."""
+    layers = [module for module in model.modules() if hasattr(module, "_disable_adapters")]
+    before = [module._disable_adapters for module in layers]
+    try:
+        for module in layers:
+            # Not by `enable_adapters`: it freezes the adapters, and FSDP notes that in their gathered copies.
+            module._disable_adapters = True  # type: ignore[assignment]
+        yield
+    finally:
+        for module, flag in zip(layers, before, strict=True):
+            module._disable_adapters = flag
+
+
+@torch.no_grad()
+def merged_shards(model: nn.Module) -> Iterator[Shard]:
+    """The weights of the equal model without adapters, under its names: each adapter is added to a copy of its layer,
+    one layer at a time. The live weights stay as they are. All of them must be whole."""
+    if not has_adapters(model):
+        yield from model_shards(model)
+        return
+    adapted = {name: module for name, module in model.named_modules() if hasattr(module, "_disable_adapters")}
+    done: set[str] = set()
+    for shard in model_shards(model):
+        parts = shard.name.split(".")
+        prefixes = (".".join(parts[:count]) for count in range(1, len(parts)))
+        owner = next((prefix for prefix in prefixes if prefix in adapted), None)
+        if owner is None:
+            yield shard
+        elif owner not in done:
+            done.add(owner)
+            for name, tensor in _merged(adapted[owner]).state_dict().items():
+                yield Shard.whole(f"{owner}.{name}", tensor)
+
+
+def save_adapter(model: nn.Module, path: str | Path) -> None:
+    """Write the adapters alone as a directory that peft loads: `adapter_config.json` and `adapter_model.safetensors`.
+
+    Raises:
+        ModelError: the model has none.
+    """
+    if not has_adapters(model):
+        raise ModelError("the model has no adapters: write it whole")
+    from peft import get_peft_model_state_dict
+
+    inner, path = _inner(model), Path(path)
+    ((name, config),) = inner.peft_config.items()
+    weights = get_peft_model_state_dict(inner, adapter_name=name, save_embedding_layers=False)
+    path.mkdir(parents=True, exist_ok=True)
+    prefixed = {f"base_model.model.{key}": weight.detach().cpu().contiguous() for key, weight in weights.items()}
+    save_file(prefixed, path / "adapter_model.safetensors", metadata={"format": "pt"})
+    config = copy.deepcopy(config)
+    config.inference_mode = True
+    config.base_model_name_or_path = config.base_model_name_or_path or getattr(inner, "name_or_path", None)
+    config.save_pretrained(path)
+
+
+def _merged(module: nn.Module) -> nn.Module:
+    """A copy of a layer with its adapter added to its weights."""
+    if (whole := getattr(module, "modules_to_save", None)) is not None:
+        return whole[module.active_adapter]  # type: ignore[no-any-return]
+    layer: Any = copy.deepcopy(module)
+    for part in reversed([part for part in layer.modules() if hasattr(part, "_disable_adapters")]):
+        part.merge()
+    return layer.get_base_layer()  # type: ignore[no-any-return]
+
+
+def _inject(model: Any, config: Any, name: str, dtype: torch.dtype) -> None:
+    before = set(model.parameters())
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="fan_in_fan_out")  # which peft sets itself
+        _peft().inject_adapter_in_model(config, model, adapter_name=name)
+    for weight in set(model.parameters()) - before:
+        weight.data = weight.data.to(dtype)
+
+
+def _inner(model: Any) -> Any:
+    return getattr(model, "backbone", model)
+
+
+def _peft() -> Any:
+    try:
+        import peft
+    except ImportError as error:
+        raise ConfigError("model.lora needs peft, which is not installed: pip install 'verl[lora]'") from error
+    return peft

@@ -1,0 +1,50 @@
+"""A live model as a directory that others read."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from safetensors.torch import save_file
+
+from verl.models.heads import ValueModel
+from verl.models.lora import has_adapters, merged_shards, save_adapter
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+
+def save_pretrained_dir(
+    model: Any, tokenizer: PreTrainedTokenizerBase | None, path: str | Path, *, adapter: bool = False
+) -> None:
+    """Write a plain Hugging Face directory: `config.json`, safetensors weights, and the tokenizer's files.
+
+    Adapters are merged into the weights that are written. A `ValueModel` is written as a token classifier with one
+    label.
+
+    Args:
+        adapter: write the adapters alone, as a directory that peft loads.
+
+    Raises:
+        ModelError: `adapter`, and the model has none.
+    """
+    path = Path(path)
+    path.mkdir(parents=True, exist_ok=True)
+    if adapter:
+        save_adapter(model, path)
+    elif isinstance(model, ValueModel):
+        _save_classifier(model, path)
+    else:
+        weights = {shard.name: shard.tensor for shard in merged_shards(model)} if has_adapters(model) else None
+        model.save_pretrained(path, state_dict=weights)
+    if tokenizer is not None:
+        tokenizer.save_pretrained(path)
+
+
+def _save_classifier(model: ValueModel, path: Path) -> None:
+    config = type(model.config).from_dict(model.config.to_dict())
+    config.num_labels = 1
+    config.architectures = [type(model.backbone).__name__.removesuffix("Model") + "ForTokenClassification"]
+    config.save_pretrained(path)
+    weights = {shard.name: shard.tensor.contiguous() for shard in merged_shards(model)}
+    save_file(weights, path / "model.safetensors", metadata={"format": "pt"})
