@@ -13,6 +13,8 @@ import re
 import shutil
 import socket
 from collections import deque
+from collections.abc import Iterable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -163,6 +165,17 @@ def seal(path: Path) -> str:
     with path.open("rb") as file:
         os.fsync(file.fileno())
         return digest(file.fileno())
+
+
+def seal_all(paths: Iterable[Path], root: Path) -> dict[str, dict[str, Any]]:
+    """Make files durable as they come: `sha256` and `size` of each, by its path below `root`."""
+    # Hashing and syncing a file takes as long as writing it, so it goes on beside the writing of the next.
+    with ThreadPoolExecutor(1, thread_name_prefix="verl-seal") as sealer:
+        seals = {path: sealer.submit(seal, path) for path in paths}
+    return {
+        path.relative_to(root).as_posix(): {"sha256": sealed.result(), "size": path.stat().st_size}
+        for path, sealed in seals.items()
+    }
 
 
 def digest(descriptor: int) -> str:

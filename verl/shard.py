@@ -7,7 +7,7 @@ Tied weights occur once in a stream; a sink that needs the alias (an engine's `l
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
@@ -53,6 +53,20 @@ class WeightSpec:
     shape: tuple[int, ...]
     dtype: torch.dtype
     cuts: tuple[tuple[str, int], ...] = ()
+
+
+class Stream(Iterable[Shard]):
+    """Shards that are made as they are drawn, anew each time.
+
+    Args:
+        begin: begins the stream.
+    """
+
+    def __init__(self, begin: Callable[[], Iterator[Shard]]) -> None:
+        self._begin = begin
+
+    def __iter__(self) -> Iterator[Shard]:
+        return self._begin()
 
 
 def checksum(shards: Iterable[Shard]) -> str:

@@ -18,11 +18,11 @@ import torch
 from safetensors.torch import load_file
 from safetensors.torch import save as safetensors
 
+from verl import tensor_files
 from verl.batch import Batch
 from verl.durable import staging_of
 from verl.errors import CheckpointError, DamagedCheckpointError
 from verl.shard import Shard
-from verl.trainer import tensor_files
 from verl.trainer.checkpoint import (
     FORMAT,
     CheckpointStore,
@@ -101,7 +101,8 @@ def test_tensor_files_are_plain_safetensors_of_bounded_size(tmp_path: Path) -> N
         f"t{i}": torch.arange(10 + i).to(d) for i, d in enumerate(tensor_files._DTYPES) if "float8" not in str(d)
     }
     tensors |= {"scalar": torch.tensor(2.5), "empty": torch.empty(0, 4), "flag": torch.tensor([True, False])}
-    paths = list(tensor_files.write_shards(tmp_path / "x", tensors, max_bytes=100))
+    stream = [Shard.whole(*item) for item in tensors.items()]
+    paths = list(tensor_files.write_shards(tmp_path / "x", lambda: stream, max_bytes=100))
     assert len(paths) > 3
     read: dict[str, torch.Tensor] = {}
     for path in paths:
@@ -113,7 +114,7 @@ def test_tensor_files_are_plain_safetensors_of_bounded_size(tmp_path: Path) -> N
 def test_pieces_of_a_weight_keep_their_places(tmp_path: Path) -> None:
     whole = torch.arange(12.0).reshape(4, 3)
     shards = [Shard("w", (4, 3), (row, 0), whole[row : row + 2]) for row in (0, 2)]
-    assert save_checkpoint(tmp_path / "c", 1, {"actor/weights": iter(shards)})
+    assert save_checkpoint(tmp_path / "c", 1, {"actor/weights": shards})
     read = sorted(load_checkpoint(tmp_path / "c").shards("actor/weights"), key=lambda s: s.offset)
     assert [(s.name, s.global_shape, s.offset) for s in read] == [("w", (4, 3), (0, 0)), ("w", (4, 3), (2, 0))]
     assert torch.equal(torch.cat([s.tensor for s in read]), whole)
@@ -235,7 +236,7 @@ def test_another_format_is_refused_as_such_and_not_called_damaged(tmp_path: Path
     old = {"steps": 2, "skipped": 0, "loader": {"row": 3}, "extra": {}}  # trainer.json as format 1 had it
     forge(store.path(2), {"trainer.json": json.dumps(old).encode()}, format=1, step=2)
     for read in (lambda: store.load(), lambda: load_checkpoint(store.path(2))):
-        with pytest.raises(CheckpointError, match="has format 1, and this version of verl reads format 2") as refused:
+        with pytest.raises(CheckpointError, match="has format 1, and this version of verl reads format 3") as refused:
             read()
         assert not isinstance(refused.value, DamagedCheckpointError)
         assert "start anew (--fresh)" in str(refused.value)

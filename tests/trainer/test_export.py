@@ -119,7 +119,7 @@ def test_a_newest_checkpoint_with_malformed_content_is_passed_over(tmp_path: Pat
     newest = run / "checkpoints" / "step-000002"
     weights = {shard.name: shard.tensor.long() for shard in load_checkpoint(newest).shards("actor/weights")}
     changes = {
-        "actor/weights-00001.safetensors": safetensors(weights),
+        "actor/weights-0-00001.safetensors": safetensors(weights),
         "actor/config.json": b"[" * 200_000,
         "actor/probe.json": b'{"outputs": 1}',
         "trainer.json": b"[]",

@@ -179,7 +179,7 @@ def test_weights_that_are_not_the_models_or_not_finite_are_damage(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     trainer, directory = saved
-    name = "actor/weights-00001.safetensors"
+    name = "actor/weights-0-00001.safetensors"
     tensors = load((directory / "step-000002" / name).read_bytes())
     change(tensors)
     reforge(directory / "step-000002", name, save(tensors))
@@ -195,7 +195,7 @@ def test_weights_that_are_not_the_models_or_not_finite_are_damage(
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])
 def test_moments_that_are_not_finite_are_damage(saved: tuple[verl.Trainer, Path], value: float) -> None:
     trainer, directory = saved
-    name = "critic/optimizer-00001.safetensors"
+    name = "critic/optimizer-0-00001.safetensors"
     tensors = load((directory / "step-000002" / name).read_bytes())
     tensors["score.weight.exp_avg"][0, 3] = value
     reforge(directory / "step-000002", name, save(tensors))

@@ -72,7 +72,7 @@ def test_bf16_updates_below_its_resolution_accumulate() -> None:
     assert torch.equal(naive, torch.ones_like(naive))
     assert torch.allclose(model.weight.float(), torch.tensor(1 - 60e-4), atol=2**-9)
     assert model.weight.dtype == torch.bfloat16
-    master = optimizer.state()[0]["weight.master"]
+    master = dict(optimizer.tensors())["weight.master"]
     assert master.dtype == torch.float32
     torch.testing.assert_close(master, torch.full_like(master, 1 - 60e-4), atol=5e-6, rtol=0)
 
@@ -136,7 +136,7 @@ def test_frozen_weights_are_not_trained_and_all_frozen_is_refused() -> None:
     model.bias.requires_grad_(False)
     optimizer = _optimizer(model)
     _steps(model, optimizer, range(1))
-    assert not any(name.startswith("bias") for name in optimizer.state()[0])
+    assert not any(name.startswith("bias") for name in dict(optimizer.tensors()))
     model.weight.requires_grad_(False)
     with pytest.raises(ConfigError, match="nothing to train"):
         _optimizer(model)
@@ -147,7 +147,7 @@ def test_state_round_trip_goes_on_bit_for_bit(dtype: torch.dtype) -> None:
     model = _linear(dtype)
     optimizer = _optimizer(model, lr=1e-2, schedule="cosine", warmup_steps=2, total_steps=9)
     _steps(model, optimizer, range(4))
-    tensors, meta = optimizer.state()
+    tensors, meta = dict(optimizer.tensors()), optimizer.meta()
     tensors = {name: tensor.clone() for name, tensor in tensors.items()}
     meta = json.loads(json.dumps(meta))
     other = _linear(dtype, seed=1)
@@ -161,8 +161,8 @@ def test_state_round_trip_goes_on_bit_for_bit(dtype: torch.dtype) -> None:
     _steps(other, resumed, range(4, 7))
     for a, b in zip(model.parameters(), other.parameters(), strict=True):
         assert torch.equal(a, b)
-    for name, tensor in optimizer.state()[0].items():
-        assert torch.equal(tensor, resumed.state()[0][name]), name
+    for name, tensor in dict(optimizer.tensors()).items():
+        assert torch.equal(tensor, dict(resumed.tensors())[name]), name
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
@@ -170,19 +170,19 @@ def test_masters_become_the_weights_of_a_model_in_fp32(dtype: torch.dtype) -> No
     half, full = _linear(dtype), _linear(torch.float32, seed=1)
     first, second = _optimizer(half, lr=1e-2), _optimizer(full, lr=1e-2)
     _steps(half, first, range(2))
-    tensors, meta = first.state()
+    tensors, meta = dict(first.tensors()), first.meta()
     second.load_state(tensors, meta)
     assert all(torch.equal(weight, tensors[f"{name}.master"]) for name, weight in full.named_parameters())
     _steps(full, second, range(2))
     # Kept beside the weights that are trained now, they would be saved again and win over them at the next load.
-    assert [name for name in second.state()[0] if name.endswith(".master")] == []
+    assert [name for name in dict(second.tensors()) if name.endswith(".master")] == []
 
 
 def test_state_of_another_model_is_refused() -> None:
     model = _linear(torch.bfloat16)
     optimizer = _optimizer(model)
     _steps(model, optimizer, range(1))
-    tensors, meta = optimizer.state()
+    tensors, meta = dict(optimizer.tensors()), optimizer.meta()
     with pytest.raises(CheckpointError, match=r"other\.exp_avg"):
         optimizer.load_state({**tensors, "other.exp_avg": torch.zeros(2)}, meta)
     with pytest.raises(CheckpointError, match="shape"):
@@ -195,7 +195,7 @@ def test_loaded_state_does_not_alias_what_was_given() -> None:
     model = _linear(torch.bfloat16)
     optimizer = _optimizer(model)
     _steps(model, optimizer, range(2))
-    tensors, meta = optimizer.state()
+    tensors, meta = dict(optimizer.tensors()), optimizer.meta()
     kept = {name: tensor.clone() for name, tensor in tensors.items()}
     other = _linear(torch.bfloat16)
     resumed = _optimizer(other)
@@ -236,7 +236,7 @@ def test_a_callers_own_optimizer_steps_on_the_masters(dtype: torch.dtype) -> Non
     tolerance = 1e-12 if dtype == torch.float64 else 2e-2
     for a, b in zip(model.parameters(), twin.parameters(), strict=True):
         torch.testing.assert_close(a.double(), b, atol=tolerance, rtol=tolerance)
-    tensors, meta = optimizer.state()
+    tensors, meta = dict(optimizer.tensors()), optimizer.meta()
     assert "weight.momentum_buffer" in tensors
     assert meta["groups"][0]["momentum"] == 0.9
     again = MixedPrecisionOptimizer(
@@ -246,7 +246,7 @@ def test_a_callers_own_optimizer_steps_on_the_masters(dtype: torch.dtype) -> Non
     )
     again.load_state(tensors, json.loads(json.dumps(meta)))
     assert again.lr == 0.1
-    assert torch.equal(again.state()[0]["weight.momentum_buffer"], tensors["weight.momentum_buffer"])
+    assert torch.equal(dict(again.tensors())["weight.momentum_buffer"], tensors["weight.momentum_buffer"])
 
 
 def test_an_optimizer_that_has_stepped_keeps_what_it_knows() -> None:
@@ -295,7 +295,7 @@ def test_a_tied_weight_is_one_weight() -> None:
     _backward(model.head(model.embed(torch.tensor([1, 2]))).logsumexp(-1).sum(), optimizer)
     assert len(optimizer.gradients.weights) == 1
     optimizer.step(optimizer.gradients.norm())
-    assert {name.split(".")[0] for name in optimizer.state()[0]} == {"embed"}
+    assert {name.split(".")[0] for name in dict(optimizer.tensors())} == {"embed"}
 
 
 def test_integer_weights_are_refused() -> None:
@@ -321,7 +321,7 @@ def test_the_loss_scale_halves_at_overflow_and_recovers() -> None:
     assert math.isinf(optimizer.gradients.norm())
     optimizer.gradients.rejected()
     assert optimizer.gradients.loss_scale == 2048.0
-    tensors, meta = optimizer.state()
+    tensors, meta = dict(optimizer.tensors()), optimizer.meta()
     resumed = _optimizer(_linear(torch.float16), lr=0.0)
     resumed.load_state(tensors, json.loads(json.dumps(meta)))
     assert resumed.gradients.loss_scale == 2048.0

@@ -68,7 +68,7 @@ def test_optimizer_steps_on_views_of_generation_buffers_are_those_of_the_whole_m
 
 def masters(whole: TorchEngine, ranks: list[Rank]) -> float:
     """How far the pieces' fp32 masters, put together, are from the whole model's."""
-    states = [rank.optimizer.state()[0] for rank in ranks]
+    states = [dict(rank.optimizer.tensors()) for rank in ranks]
     expected = {name: tensor for name, tensor in state_of(whole).items() if name.endswith(".master")}
     return max(
         float((torch.cat([state[name] for state in states]) - tensor).abs().max()) for name, tensor in expected.items()

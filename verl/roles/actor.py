@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import logging
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, Literal
@@ -383,16 +383,30 @@ class Actor:
         self.policy_id = uuid4().hex
         self.group.call("load_shards", shards)
 
-    def state(self) -> tuple[Callable[[], Iterator[Shard]], dict[str, Any]]:
-        """A function that streams the optimizer's tensors, and the values that are no tensors."""
-        meta = {**self.group.call("meta"), "policy_id": self.policy_id}
-        return lambda: self.group.call("state"), meta
+    def save(self, folder: str, background: bool = False) -> dict[str, Any]:
+        """Begin to write the weights and the optimizer's state into a directory that all ranks see, every rank its
+        pieces. The group's verb `saved` ends it and names the files; see `TrainedWorker`.
 
-    def load_state(self, tensors: Mapping[str, torch.Tensor], meta: Mapping[str, Any]) -> None:
-        """Restore `state()`, after the weights of the same moment."""
+        Args:
+            background: copy the pieces to host memory, and write them while training goes on.
+
+        Returns:
+            What `load` needs beside the files, as JSON.
+        """
+        return {**self.group.call("save", folder, background), "policy_id": self.policy_id}
+
+    def load(self, weights: Sequence[str], optimizer: Sequence[str], meta: Mapping[str, Any]) -> None:
+        """Go on from what `save` wrote and returned, at any layout.
+
+        Args:
+            weights, optimizer: files, which every rank reads its pieces from.
+
+        Raises:
+            CheckpointError: it is of another model or optimizer, or incomplete.
+        """
         rest = dict(meta)
         self.policy_id = rest.pop("policy_id")
-        self.group.call("load_state", tensors, rest)
+        self.group.call("load", weights, optimizer, rest)
         self.policy_version = int(rest["policy_version"])
 
     def save_pretrained(self, path: str, *, adapter: bool = False) -> None:

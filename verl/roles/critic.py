@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
-
-import torch
 
 from verl.algorithms import BaseAlgorithm, make_algorithm, value_algorithm
 from verl.batch import Batch
@@ -187,13 +185,13 @@ class Critic:
         """The weights, value head included, as a stream of named shards."""
         return self.group.call("shards")  # type: ignore[no-any-return]
 
-    def state(self) -> tuple[Callable[[], Iterator[Shard]], dict[str, Any]]:
-        """A function that streams the optimizer's tensors, and the values that are no tensors."""
-        return lambda: self.group.call("state"), self.group.call("meta")
+    def save(self, folder: str, background: bool = False) -> dict[str, Any]:
+        """As of `Actor`."""
+        return self.group.call("save", folder, background)  # type: ignore[no-any-return]
 
-    def load_state(self, tensors: Mapping[str, torch.Tensor], meta: Mapping[str, Any]) -> None:
-        """Restore `state()`, after the weights of the same moment."""
-        self.group.call("load_state", tensors, meta)
+    def load(self, weights: Sequence[str], optimizer: Sequence[str], meta: Mapping[str, Any]) -> None:
+        """As of `Actor`."""
+        self.group.call("load", weights, optimizer, meta)
 
     def load_shards(self, shards: Iterable[Shard]) -> None:
         self.group.call("load_shards", shards)

@@ -59,8 +59,7 @@ class AutomaticCheckpoints:
         if self.saved == trainer.steps:
             return None
         start()
-        files, identity = state.contents(trainer), state.identity(trainer)
-        result = self.store.save(trainer.steps, files, identity)
+        result = self.store.begin(trainer.steps, *state.contents(trainer)).wait()
         self.saved = trainer.steps if result else self.saved
         return result.error
 

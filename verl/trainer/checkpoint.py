@@ -1,18 +1,18 @@
 """Checkpoints: a directory that is whole or invisible.
 
     step-000010/
-        manifest.json                      format, step, identity, SHA-256 and size of every other file, own digest
-        actor/weights-00001.safetensors    tensors, in files of bounded size
-        trainer.json                       JSON state
-        buffer.parquet                     a table of samples
+        manifest.json                        format, step, identity, SHA-256 and size of every other file, own digest
+        actor/weights-0-00001.safetensors    tensors, in files of bounded size, of rank 0
+        trainer.json                         JSON state
+        buffer.parquet                       a table of samples
 
 A save writes into a staging directory beside its place, makes every file and directory durable, and then renames.
+The ranks of a job write their own files into the staging directory, so it lies on a file system that all of them share.
 Loading compares digests first, refuses paths that leave the directory, and unpickles nothing.
 """
 
 from __future__ import annotations
 
-import errno
 import hashlib
 import json
 import logging
@@ -20,8 +20,7 @@ import math
 import os
 import re
 import stat
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path, PurePosixPath
 from typing import TYPE_CHECKING, Any
@@ -34,28 +33,31 @@ from verl.durable import (
     clear_staging,
     digest,
     link_atomic,
-    parse_json,
-    publish,
     read_json,
     recover,
     remove,
-    seal,
     staging_of,
-    sync_directory,
-    try_remove,
 )
 from verl.errors import CheckpointError, DamagedCheckpointError, DataError
 from verl.shard import Shard
+from verl.trainer.saving import (
+    FORMAT,
+    MANIFEST,
+    NAME,
+    SaveResult,
+    Saving,
+    Writer,
+    dump_manifest,
+    manifest_digest,
+    reason,
+)
 
 if TYPE_CHECKING:
     import torch
 
 logger = logging.getLogger(__name__)
 
-FORMAT = 2
-MANIFEST = "manifest.json"
 _STEP = re.compile(r"step-(\d{6,})")
-_NAME = re.compile(r"[\w-][\w.-]*(/[\w-][\w.-]*)*", re.ASCII)
 
 
 class _File(BaseModel):
@@ -69,16 +71,6 @@ class _Manifest(BaseModel):
     format: int
     identity: dict[str, str]
     step: NonNegativeInt
-
-
-@dataclass(frozen=True)
-class SaveResult:
-    """How a save went: `error`, in plain words, when the disk did not take it."""
-
-    error: str | None = None
-
-    def __bool__(self) -> bool:
-        return self.error is None
 
 
 @dataclass(frozen=True)
@@ -107,13 +99,18 @@ class Checkpoint:
             raise self.damaged(f"{name}: {error}") from None
 
     def shards(self, name: str) -> Iterator[Shard]:
-        """The tensors stored under `name` as a stream; views of the files, to be copied from."""
-        from verl.trainer.tensor_files import read_shards
+        """The tensors stored under `name` as a stream, cut as the ranks had them; views of the files, to be copied
+        from."""
+        from verl.tensor_files import read_shards
 
+        return read_shards(self.paths(name))
+
+    def paths(self, name: str) -> list[Path]:
+        """The files of the tensors stored under `name`."""
         files = self._tensor_files(name)
         if not files:
             raise self._absent(name)
-        return read_shards(self.path / file for file in files)
+        return [self.path / file for file in files]
 
     def tensors(self, name: str) -> dict[str, torch.Tensor]:
         """The tensors stored under `name`, all at once; copies."""
@@ -124,8 +121,9 @@ class Checkpoint:
         return DamagedCheckpointError(f"checkpoint {self.path} is damaged: {fault}")
 
     def _tensor_files(self, name: str) -> list[str]:
-        pattern = re.compile(re.escape(name) + r"-\d{5}\.safetensors")
-        return sorted(file for file in self.files if pattern.fullmatch(file))
+        from verl.tensor_files import files_of
+
+        return files_of(name, self.files)
 
     def _file(self, name: str) -> Path:
         if name not in self.files:
@@ -169,14 +167,26 @@ class CheckpointStore:
         Raises:
             CheckpointError: a name or a content that a checkpoint cannot hold; nothing has changed then.
         """
+        return self.begin(step, files, identity).wait()
+
+    def begin(
+        self,
+        step: int,
+        files: Mapping[str, Any],
+        identity: Mapping[str, str] | None = None,
+        writers: Sequence[Writer] = (),
+    ) -> Saving:
+        """Begin `save`."""
+
+        def end(result: SaveResult) -> None:
+            if not result:
+                logger.warning("%s; training goes on, earlier checkpoints are untouched", result.error)
+                return
+            link_atomic(self.directory / "latest", self.path(step).name)
+            self.prune(step)
+
         # Under the store's own names even a directory that has lost its manifest is a checkpoint, to be replaced.
-        result = _save(self.path(step), step, files, identity or {})
-        if not result:
-            logger.warning("%s; training goes on, earlier checkpoints are untouched", result.error)
-            return result
-        link_atomic(self.directory / "latest", self.path(step).name)
-        self.prune(step)
-        return result
+        return Saving(self.path(step), step, files, identity or {}, writers, end)
 
     def prune(self, step: int) -> None:
         """Remove all but the newest `keep`, and never that of `step`, the last one saved."""
@@ -239,7 +249,7 @@ class CheckpointStore:
                 self._discard(self.path(later))
         except OSError as error:
             raise CheckpointError(
-                f"checkpoints after step {step} in {self.directory} cannot be removed: {_reason(error)}; remove them "
+                f"checkpoints after step {step} in {self.directory} cannot be removed: {reason(error)}; remove them "
                 "by hand before the run goes on"
             ) from None
         link_atomic(self.directory / "latest", self.path(step).name)
@@ -252,15 +262,21 @@ class CheckpointStore:
 
 
 def save_checkpoint(
-    path: str | Path, step: int, files: Mapping[str, Any], identity: Mapping[str, str] | None = None
+    path: str | Path,
+    step: int,
+    files: Mapping[str, Any],
+    identity: Mapping[str, str] | None = None,
+    writers: Sequence[Writer] = (),
 ) -> SaveResult:
     """Write a checkpoint directory, replacing a checkpoint that is there and nothing else. A disk that is full or
     read-only is no exception: the result says what happened, and what was there before is untouched.
 
     Args:
         files: content by name. "x.json": a JSON value; "x.parquet": a `Batch`; a name without an ending: tensors by
-            name, or a stream of shards. A function is called for its content when its turn comes.
+            name, a list of shards, or a function that begins a stream of them. For another name, a function is called
+            for its content when its turn comes, after all writers have begun.
         identity: what a reader must have in common with this run; see `model_identity`.
+        writers: what else writes files.
 
     Raises:
         CheckpointError: a name or a content that a checkpoint cannot hold, such as a tensor that is not finite; or what
@@ -272,7 +288,7 @@ def save_checkpoint(
             f"{path} is there already and is no checkpoint (it has no {MANIFEST} of one): nothing was saved, and it is "
             "as it was; name a directory that is not there yet, or an empty one"
         )
-    return _save(path, step, files, identity or {})
+    return Saving(path, step, files, identity or {}, writers).wait()
 
 
 def load_checkpoint(
@@ -337,7 +353,7 @@ class VerifyReport:
 
 def verify(path: str | Path) -> VerifyReport:
     """Check a checkpoint through: digests, every tensor loaded and finite, JSON and tables readable."""
-    from verl.trainer.tensor_files import is_finite
+    from verl.tensor_files import is_finite
 
     report = VerifyReport(Path(path))
     try:
@@ -379,72 +395,6 @@ def _may_replace(path: Path) -> bool:
     return True
 
 
-def _save(path: Path, step: int, files: Mapping[str, Any], identity: Mapping[str, str]) -> SaveResult:
-    """Write a checkpoint in place of whatever is at `path`."""
-    path = path.absolute()
-    staging = staging_of(path)
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        clear_staging(path.parent)
-        staging.mkdir()
-        _fill(staging, step, files, identity)
-        publish(staging, path)
-    except OSError as error:
-        return SaveResult(f"checkpoint {path} was not saved: {_reason(error)}")
-    except CheckpointError as error:
-        raise CheckpointError(f"checkpoint {path} was not saved: {error}") from None
-    finally:
-        try_remove(staging)
-    return SaveResult()
-
-
-def _fill(staging: Path, step: int, files: Mapping[str, Any], identity: Mapping[str, str]) -> None:
-    """Write all contents and the manifest durably."""
-    seals: dict[Path, Future[str]] = {}
-    folders = {staging}
-    # Hashing and syncing a file takes as long as writing it, so it goes on beside the writing of the next.
-    with ThreadPoolExecutor(1, thread_name_prefix="verl-seal") as sealer:
-        for name, content in files.items():
-            if not _NAME.fullmatch(name) or name == MANIFEST:
-                raise CheckpointError(f"'{name}' cannot be the name of a checkpoint's content")
-            target = staging / name
-            target.parent.mkdir(parents=True, exist_ok=True)
-            folders.update(folder for folder in target.parents if folder.is_relative_to(staging))
-            try:
-                for written in _write_content(target, content() if callable(content) else content):
-                    seals[written] = sealer.submit(seal, written)
-            except CheckpointError as error:
-                raise CheckpointError(f"{name}: {error}") from None
-    entries: dict[str, dict[str, Any]] = {
-        path.relative_to(staging).as_posix(): {"sha256": sealed.result(), "size": path.stat().st_size}
-        for path, sealed in seals.items()
-    }
-    manifest = {"files": entries, "format": FORMAT, "identity": dict(identity), "step": step}
-    (staging / MANIFEST).write_bytes(_dump({**manifest, "digest": _manifest_digest(manifest)}))
-    seal(staging / MANIFEST)
-    for folder in sorted(folders, reverse=True):
-        sync_directory(folder)
-
-
-def _write_content(target: Path, content: Any) -> Iterable[Path]:
-    if target.suffix == ".json":
-        try:
-            raw = json.dumps(content).encode()
-            parse_json(raw, Any)
-        except (TypeError, ValueError, RecursionError) as error:
-            raise CheckpointError(f"JSON cannot hold the content: {error}") from None
-        target.write_bytes(raw)
-    elif target.suffix == ".parquet":
-        content.to_parquet(target)
-    elif target.suffix:
-        raise CheckpointError(f"'{target.name}': contents end in .json, .parquet or, for tensors, in nothing")
-    else:
-        from verl.trainer.tensor_files import write_shards
-
-        return write_shards(target, content)
-    return [target]
-
-
 def _read_manifest(root: Path) -> _Manifest:
     file = root / MANIFEST
     if not root.is_dir():
@@ -454,7 +404,7 @@ def _read_manifest(root: Path) -> _Manifest:
     try:
         manifest: _Manifest = read_json(file, _Manifest)
         content = manifest.model_dump()
-        if file.read_bytes() == _dump(content) and content.pop("digest") == _manifest_digest(content):
+        if file.read_bytes() == dump_manifest(content) and content.pop("digest") == manifest_digest(content):
             return manifest
     except (OSError, ValueError):
         pass
@@ -463,7 +413,7 @@ def _read_manifest(root: Path) -> _Manifest:
 
 def _file_fault(root: Path, name: str, size: int, sha256: str) -> str | None:
     """What is wrong with a file of a manifest, if anything."""
-    if not _NAME.fullmatch(name):
+    if not NAME.fullmatch(name):
         return f"its manifest names '{name}', which is outside of the checkpoint"
     path = root
     for part in PurePosixPath(name).parts:
@@ -499,26 +449,6 @@ def _check_identity(root: Path, saved: Mapping[str, str], wanted: Mapping[str, s
             f"checkpoint {root} belongs to another model or configuration: {'; '.join(differences)}. Use the model and "
             "configuration it was made with, or start anew"
         )
-
-
-def _reason(error: OSError) -> str:
-    plain = {
-        errno.ENOSPC: "the disk is full",
-        errno.EDQUOT: "the disk quota is used up",
-        errno.EFBIG: "the file would be larger than this process may write",
-        errno.EROFS: "the file system is read-only",
-        errno.EACCES: "no permission to write there",
-    }
-    text = plain.get(error.errno or 0) or error.strerror or str(error)
-    return f"{text} ({error.filename})" if error.filename else text
-
-
-def _manifest_digest(manifest: Mapping[str, Any]) -> str:
-    return hashlib.sha256(json.dumps(manifest, sort_keys=True).encode()).hexdigest()
-
-
-def _dump(manifest: Mapping[str, Any]) -> bytes:
-    return json.dumps(manifest, indent=1, sort_keys=True).encode() + b"\n"
 
 
 def _quoted(value: str | None) -> str:

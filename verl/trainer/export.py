@@ -14,7 +14,8 @@ from verl.errors import CheckpointError, ConfigError, ModelError
 from verl.models.loading import load_tokenizer
 from verl.models.save import save_pretrained_dir
 from verl.trainer import state
-from verl.trainer.checkpoint import MANIFEST, Checkpoint, CheckpointStore, load_checkpoint
+from verl.trainer.checkpoint import Checkpoint, CheckpointStore, load_checkpoint
+from verl.trainer.saving import MANIFEST
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

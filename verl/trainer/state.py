@@ -30,9 +30,9 @@ from verl.models.shards import load_model_shards, model_shards
 from verl.roles.actor import Actor
 from verl.roles.critic import Critic
 from verl.shard import Shard, checksum
+from verl.tensor_files import is_finite
 from verl.trainer.checkpoint import (
     Checkpoint,
-    SaveResult,
     VerifyReport,
     load_checkpoint,
     model_identity,
@@ -40,7 +40,7 @@ from verl.trainer.checkpoint import (
 )
 from verl.trainer.checkpoint import verify as verify_files
 from verl.trainer.rng import RandomState, rng_state, set_rng_state
-from verl.trainer.tensor_files import is_finite
+from verl.trainer.saving import SaveResult
 from verl.training.optimizer import check_masters, check_optimizer, optimizer_name
 
 if TYPE_CHECKING:
@@ -171,7 +171,7 @@ _digests: WeakKeyDictionary[torch.nn.Module, str] = WeakKeyDictionary()
 def save(trainer: Trainer, path: Path) -> SaveResult:
     """Write a checkpoint."""
     start()
-    return save_checkpoint(path, trainer.steps, contents(trainer), identity(trainer))
+    return save_checkpoint(path, trainer.steps, *contents(trainer))
 
 
 def load(trainer: Trainer, path: Path) -> None:
@@ -197,15 +197,60 @@ def identity(trainer: Trainer) -> dict[str, str]:
     return found
 
 
-def contents(trainer: Trainer) -> dict[str, Any]:
-    """What `save_checkpoint` writes. All ranks bring what they hold."""
+def contents(trainer: Trainer, *, background: bool = False) -> tuple[dict[str, Any], dict[str, str], list[RoleWriter]]:
+    """What `save_checkpoint` writes: files, the identity, and the writers of the roles.
+
+    Args:
+        background: the tensors are copied to host memory and written while training goes on.
+    """
+    writers = [RoleWriter(role, handle, background) for role, handle in _roles(trainer).items()]
     random_tensors, random_meta = rng_state()
-    counters: dict[str, Any] = {}
-    files: dict[str, Any] = {}
-    for role, handle in _roles(trainer).items():
-        tensors, counters[role] = handle.state()
-        files[f"{role}/weights"] = handle.shards
-        files[f"{role}/optimizer"] = tensors
+    files = {
+        "actor/config.json": trainer.actor.model.config.to_dict(),
+        "actor/probe.json": _probe(trainer.actor.group.call, trainer.actor.model, trainer.actor.head),
+        "buffer.parquet": trainer.buffer.state(),
+        "random": random_tensors,
+        "trainer.json": lambda: _state(trainer, {writer.role: writer.meta for writer in writers}, random_meta),
+        **trainer.extra_files(),
+    }
+    if (adapters := adapter_config(trainer.actor.model)) is not None:
+        files["actor/adapters.json"] = adapters
+    return files, identity(trainer), writers
+
+
+class RoleWriter:
+    """The ranks of a role as writers of a checkpoint; see `Writer`.
+
+    Attributes:
+        meta: what the role keeps beside tensors, once it has begun.
+    """
+
+    def __init__(self, role: str, handle: Actor | Critic, background: bool) -> None:
+        self.role, self._handle, self._background = role, handle, background
+        self.meta: dict[str, Any] = {}
+        self._found: dict[str, Any] | None = None
+
+    def begin(self, folder: Path) -> None:
+        (folder / self.role).mkdir(exist_ok=True)
+        self.meta = self._handle.save(str(folder / self.role), self._background)
+
+    def end(self, wait: bool) -> dict[str, Any] | None:
+        if self._found is None:
+            found = self._handle.group.call("saved", wait)
+            if found is None:
+                return None
+            for rank in found:
+                if "errno" in rank:
+                    raise OSError(rank["errno"], rank["error"], rank["file"])
+                if "error" in rank:
+                    raise CheckpointError(rank["error"])
+            files = {name: entry for rank in found for name, entry in rank["files"].items()}
+            self._found = {f"{self.role}/{name}": entry for name, entry in files.items()}
+        return self._found
+
+
+def _state(trainer: Trainer, roles: Mapping[str, Any], random: RandomState) -> dict[str, Any]:
+    """`trainer.json`."""
     state = {
         "steps": trainer.steps,
         "skipped": trainer.skipped,
@@ -213,26 +258,16 @@ def contents(trainer: Trainer) -> dict[str, Any]:
         "idle": trainer.idle,
         "algorithm": trainer.algorithm.state_dict(),
         "sources": {role: source.state_dict() for role, source in trainer.sources.items()},
-        "roles": counters,
-        "random": random_meta.model_dump(),
+        "roles": dict(roles),
+        "random": random.model_dump(),
         "position": trainer.position,
         "evaluation": None if trainer.held_out is None else trainer.held_out.state_dict(),
     }
     try:
         parse_json(json.dumps(state).encode(), TrainerState)
     except (TypeError, ValueError) as error:
-        raise CheckpointError(f"step {trainer.steps} cannot be saved: trainer.json: {error}") from None
-    files |= {
-        "actor/config.json": trainer.actor.model.config.to_dict(),
-        "actor/probe.json": _probe(trainer.actor.group.call, trainer.actor.model, trainer.actor.head),
-        "buffer.parquet": trainer.buffer.state(),
-        "random": random_tensors,
-        "trainer.json": state,
-        **trainer.extra_files(),
-    }
-    if (adapters := adapter_config(trainer.actor.model)) is not None:
-        files["actor/adapters.json"] = adapters
-    return files
+        raise CheckpointError(str(error)) from None
+    return state
 
 
 def check(trainer: Trainer, checkpoint: Checkpoint) -> TrainerState:
@@ -281,8 +316,8 @@ def restore(trainer: Trainer, checkpoint: Checkpoint) -> None:
     for role, source in trainer.sources.items():
         source.load_state_dict(state.sources.get(role, {}))
     for role, handle in _roles(trainer).items():
-        handle.load_shards(checkpoint.shards(f"{role}/weights"))
-        handle.load_state(checkpoint.tensors(f"{role}/optimizer"), state.roles[role].model_dump(exclude_unset=True))
+        weights, optimizer = ([*map(str, checkpoint.paths(f"{role}/{part}"))] for part in ("weights", "optimizer"))
+        handle.load(weights, optimizer, state.roles[role].model_dump(exclude_unset=True))
     trainer.steps, trainer.skipped = state.steps, state.skipped
     trainer.updates, trainer.idle = state.updates, state.idle
     trainer.position = state.position

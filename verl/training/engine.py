@@ -98,9 +98,9 @@ class TrainEngine(Protocol):
         """
         ...
 
-    def state(self) -> tuple[list[Shard], dict[str, Any]]:
-        """Optimizer state: this rank's pieces of the tensors "<weight name>.<state>", and JSON values. References, not
-        copies: use them before the next step."""
+    def state(self) -> tuple[Iterable[Shard], dict[str, Any]]:
+        """Optimizer state: this rank's pieces of the tensors "<weight name>.<state>", and JSON values. Each piece is
+        made as it is drawn, and may be the live one: draw them, as often as needed, before the next step."""
         ...
 
     def load_state(self, shards: Iterable[Shard], meta: Mapping[str, Any]) -> None:

@@ -5,7 +5,7 @@ bf16 weights are stepped by `SplitAdamW`, all others, and those of a caller's ow
 
 from __future__ import annotations
 
-from collections.abc import Collection, Container, Mapping
+from collections.abc import Collection, Container, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -84,29 +84,28 @@ class MixedPrecisionOptimizer:
         for rule in self._rules:
             rule.refresh()
 
-    def state(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
-        """Everything a bit-equal continuation needs beside the live weights.
-
-        Returns:
-            Tensors "<weight>.<state>" ("exp_avg", "exp_avg_sq", "step", ...) and "<weight>.master" (fp32, of
-            weights in less), some of them references to the live state, not copies: write them before the next
-            step; and values for JSON.
-        """
-        tensors: dict[str, Tensor] = {}
-        values: dict[str, dict[str, Any]] = {}
+    def tensors(self) -> Iterator[tuple[str, Tensor]]:
+        """The tensors that a bit-equal continuation needs beside the live weights and `meta`: "<weight>.<state>"
+        ("exp_avg", "exp_avg_sq", "step", ...) and "<weight>.master" (fp32, of weights in less). Some are the live
+        state, not copies: write them before the next step."""
         for rule in self._rules:
             for weight, name, value in rule.state():
                 if isinstance(value, Tensor):
-                    tensors[f"{weight}.{name}"] = value
-                else:
-                    values.setdefault(weight, {})[name] = value
+                    yield f"{weight}.{name}", value
+
+    def meta(self) -> dict[str, Any]:
+        """What such a continuation needs beside tensors, for JSON."""
+        values: dict[str, dict[str, Any]] = {}
+        for weight, name, value in () if self._masters is None else self._masters.state():
+            if not isinstance(value, Tensor):
+                values.setdefault(weight, {})[name] = value
         meta = {"completed_steps": self.completed_steps, "values": values, **self.gradients.state()}
         meta["optimizer"] = self.name
         groups = [] if self._masters is None else self._masters.groups()
-        return tensors, {**meta, "groups": groups} if groups else meta
+        return {**meta, "groups": groups} if groups else meta
 
     def load_state(self, tensors: Mapping[str, Tensor], meta: Mapping[str, Any]) -> None:
-        """Copy in what `state` returned. Live weights become the masters, rounded.
+        """Copy in what `tensors` and `meta` gave. Live weights become the masters, rounded.
 
         Raises:
             CheckpointError: it is of another kind of optimizer; a weight is unknown, has another shape, or lacks its

@@ -19,7 +19,7 @@ from verl.layout import Mesh
 from verl.models.lora import adapters_off, merged_shards
 from verl.models.packed import PackedModel
 from verl.models.shards import Part, blocks_of, cuts_of, load_model_shards, local_part, model_shards, named_weights
-from verl.shard import Shard, WeightSpec
+from verl.shard import Shard, Stream, WeightSpec
 from verl.training.checkpointing import enable_checkpointing, recomputing
 from verl.training.engine import Memory, Metrics
 from verl.training.forward import Forward
@@ -153,22 +153,21 @@ class TorchEngine:
         if self._optimizer is not None:
             self._optimizer.refresh_masters()
 
-    def state(self) -> tuple[list[Shard], dict[str, Any]]:
-        tensors, meta = self._trained().state()
+    def state(self) -> tuple[Iterable[Shard], dict[str, Any]]:
+        return Stream(self._state_shards), self._trained().meta()
+
+    def _state_shards(self) -> Iterator[Shard]:
         weights = dict(self.model.named_parameters())
         # Of weights that are wider than they are served, the live pieces are the masters.
-        for name, dtype in self._parallel.dtypes.items():
-            if weights[name].dtype != dtype:
-                tensors[f"{name}.master"] = local_part(weights[name].detach())
-        shards = []
-        for name, tensor in tensors.items():
+        wider = (name for name, dtype in self._parallel.dtypes.items() if weights[name].dtype != dtype)
+        masters = ((f"{name}.master", local_part(weights[name].detach())) for name in wider)
+        for name, tensor in chain(self._trained().tensors(), masters):
             weight = weights[name.rpartition(".")[0]]
             if cuts_of(weight) and tensor.shape == local_part(weight).shape:
-                blocks = blocks_of(weight, tensor)
-                shards += [Shard(name, tuple(weight.shape), offset, block) for offset, block in blocks]
+                for offset, block in blocks_of(weight, tensor):
+                    yield Shard(name, tuple(weight.shape), offset, block)
             else:
-                shards.append(Shard.whole(name, tensor))
-        return shards, meta
+                yield Shard.whole(name, tensor)
 
     @torch.no_grad()
     def load_state(self, shards: Iterable[Shard], meta: Mapping[str, Any]) -> None:

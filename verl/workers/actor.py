@@ -6,6 +6,7 @@ import logging
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import closing
 from dataclasses import replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pyarrow as pa
@@ -22,6 +23,7 @@ from verl.rollout.base import Request, RolloutEngine, SamplingParams, generate
 from verl.rollout.episode import Episode, Outcome, Turns, outcomes, response_columns
 from verl.rollout.options import SamplerOptions
 from verl.shard import Shard
+from verl.tensor_files import read_shards
 from verl.training.engine import TrainEngine
 from verl.training.options import EngineOptions, Head
 from verl.workers.place import ALONE, Place, verb
@@ -233,18 +235,24 @@ class ActorWorker(TrainedWorker):
         return {"policy_version": self.policy_version}
 
     @verb(collect="none")
-    def load_state(self, tensors: Mapping[str, torch.Tensor], meta: Mapping[str, Any]) -> None:
+    def load(self, weights: Sequence[str], optimizer: Sequence[str], meta: Mapping[str, Any]) -> None:
+        """Go on from what `save` wrote, at any layout: every rank reads its pieces out of the files."""
         rest = dict(meta)
         self.policy_version = int(rest.pop("policy_version"))
+        self.engine.load_shards(read_shards(map(Path, weights)))
         if "train" in self.place.meshes:
-            self.engine.load_state((Shard.whole(*item) for item in tensors.items()), rest)
-        self._serve()
+            self.engine.load_state(read_shards(map(Path, optimizer)), rest)
+        self._hand_over()
+        self._measured()
 
     def _serve(self) -> dict[str, float]:
         """Copy the trained weights to where generation reads them, if that is elsewhere; the metrics of `SyncCheck`."""
         if self.place.is_apart:
             spread_weights(self.engine, self.place)
         self._hand_over()
+        return self._measured()
+
+    def _measured(self) -> dict[str, float]:
         return {} if self._rollout_engine is None else self._sync.measure(self._rollout_engine, self.local)
 
     def _hand_over(self) -> None:

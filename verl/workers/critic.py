@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
 from typing import Any
-
-import torch
 
 from verl.batch import Batch
 from verl.models.portable import PortableModel
 from verl.shard import Shard
+from verl.tensor_files import read_shards
 from verl.training.options import EngineOptions
 from verl.workers.place import ALONE, Place, verb
 from verl.workers.trained import TrainedWorker, placed, train_engine
@@ -44,7 +44,9 @@ class CriticWorker(TrainedWorker):
         return {"updates": self.updates}
 
     @verb("train", collect="none")
-    def load_state(self, tensors: Mapping[str, torch.Tensor], meta: Mapping[str, Any]) -> None:
+    def load(self, weights: Sequence[str], optimizer: Sequence[str], meta: Mapping[str, Any]) -> None:
+        """Go on from what `save` wrote, at any layout: every rank reads its pieces out of the files."""
         rest = dict(meta)
         self.updates = int(rest.pop("updates"))
-        self.engine.load_state((Shard.whole(*item) for item in tensors.items()), rest)
+        self.engine.load_shards(read_shards(map(Path, weights)))
+        self.engine.load_state(read_shards(map(Path, optimizer)), rest)

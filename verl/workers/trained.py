@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 from verl.device import put
@@ -12,8 +13,10 @@ from verl.models.portable import PortableModel
 from verl.shard import Shard
 from verl.training.engine import TrainEngine
 from verl.training.options import EngineOptions, Head
+from verl.training.ranks import gather_json
 from verl.training.torch_engine import TorchEngine
 from verl.workers.place import ALONE, Place, verb
+from verl.workers.saving import Pieces, RankFiles, merged
 from verl.workers.streams import equal_weights, gathered
 
 
@@ -47,7 +50,7 @@ class TrainedWorker:
 
     engine: TrainEngine
     place: Place
-    _state: list[Shard]
+    _files: RankFiles | None = None
 
     @verb("train", collect="shards")
     def shards(self) -> Iterator[Shard]:
@@ -55,17 +58,31 @@ class TrainedWorker:
         return gathered(self.engine.shards(), self.place.groups.get("train"))
 
     @verb("train")
-    def meta(self) -> dict[str, Any]:
-        """What `load_state` needs beside tensors, as JSON; `state` then gives the tensors of this moment."""
-        self._state, meta = self.engine.state()
-        return {**meta, **self.counts()}
+    def save(self, folder: str, background: bool = False) -> dict[str, Any]:
+        """Begin to write the weights and the optimizer's tensors into a directory that all ranks see, every rank its
+        pieces; `saved` ends it.
 
-    @verb("train", collect="shards")
-    def state(self) -> Iterator[Shard]:
-        """The optimizer's tensors, once after `meta`."""
-        pieces, self._state = self._state, []
-        return gathered(pieces, self.place.groups.get("train"))
+        Args:
+            background: copy the pieces to host memory, and write them while training goes on.
+
+        Returns:
+            What `load` needs beside the files, as JSON.
+        """
+        if self._files is not None:  # of a save that was given up
+            self._files.gathered(wait=True)
+        group = self.place.groups.get("train")
+        state, meta = self.engine.state()
+        parts: dict[str, Pieces] = {"weights": self.engine.shards, "optimizer": state.__iter__}
+        self._files = RankFiles(Path(folder), parts, group, background=background)
+        return {**merged(gather_json(meta, group)), **self.counts()}
+
+    @verb("train")
+    def saved(self, wait: bool = True) -> list[dict[str, Any]] | None:
+        """What became of the files of the last `save`; see `RankFiles.gathered`."""
+        found = None if self._files is None else self._files.gathered(wait)
+        self._files = self._files if found is None else None
+        return found
 
     def counts(self) -> dict[str, int]:
-        """The worker's own numbers, for `load_state`."""
+        """The worker's own numbers, for `load`."""
         raise NotImplementedError

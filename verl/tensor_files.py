@@ -1,0 +1,171 @@
+"""Streams of shards as safetensors files of bounded size, written tensor by tensor.
+
+The library's own writer holds a copy of a whole file's tensors in memory and refuses views of one storage; the
+format is a length, a JSON header and the bytes, so it is written here and read by the library. The ranks of a job
+write files of their own, `<stem>-<rank>-00001.safetensors` and so on; each tensor in them may be a piece of a weight.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Iterable, Iterator
+from functools import partial
+from itertools import chain
+from pathlib import Path
+from typing import IO, Any, NamedTuple
+
+import torch
+from safetensors import SafetensorError, safe_open
+
+from verl.durable import parse_json
+from verl.errors import CheckpointError, DamagedCheckpointError
+from verl.shard import Shard
+
+MAX_FILE_BYTES = 1 << 28
+SUFFIX = ".safetensors"
+# Of a part of a weight, in the file's metadata: name, global shape, offset.
+_PIECES = dict[str, tuple[str, list[int], list[int]]]
+_DTYPES = {
+    torch.float64: "F64",
+    torch.float32: "F32",
+    torch.float16: "F16",
+    torch.bfloat16: "BF16",
+    torch.float8_e4m3fn: "F8_E4M3",
+    torch.float8_e5m2: "F8_E5M2",
+    torch.int64: "I64",
+    torch.int32: "I32",
+    torch.int16: "I16",
+    torch.int8: "I8",
+    torch.uint8: "U8",
+    torch.bool: "BOOL",
+}
+
+
+def write_shards(stem: Path, stream: Callable[[], Iterable[Shard]], max_bytes: int = MAX_FILE_BYTES) -> Iterator[Path]:
+    """Write tensors to `<stem>-00001.safetensors` and so on, and yield each file when it is written; an empty stream
+    makes one empty file.
+
+    Args:
+        stream: begins the same stream each time it is called: first to see what there is, then for the values, of
+            which one tensor is held at a time.
+
+    Raises:
+        CheckpointError: two tensors have one name; one has a dtype that the format lacks, or values that are not
+            finite.
+    """
+    entries = [*map(_entry, stream())]
+    names: set[str] = set()
+    for entry in entries:
+        if entry.key in names:
+            raise CheckpointError(f"two tensors of '{stem.name}' are called '{entry.key}'")
+        names.add(entry.key)
+    # Widest types first keep every tensor aligned, as readers that map the file demand.
+    widths = sorted({entry.dtype.itemsize for entry in entries}, reverse=True)
+    ordered = [entry for width in widths for entry in entries if entry.dtype.itemsize == width]
+    values = chain.from_iterable(filter(partial(_has_width, width), stream()) for width in widths)
+    for number, part in enumerate(_parts(ordered, max_bytes), 1):
+        yield _write(stem.with_name(f"{stem.name}-{number:05d}{SUFFIX}"), part, values)
+
+
+def read_shards(paths: Iterable[Path]) -> Iterator[Shard]:
+    """The shards in files; the tensors are views of the mapped files.
+
+    Raises:
+        DamagedCheckpointError: a file is no safetensors file, or names a piece that does not lie in its weight.
+    """
+    for path in paths:
+        try:
+            with safe_open(path, framework="pt") as file:
+                pieces = parse_json((file.metadata() or {}).get("shards", "{}").encode(), _PIECES)
+                for key in file.keys():  # noqa: SIM118 - not a dictionary
+                    yield _shard(key, file.get_tensor(key), pieces.get(key))
+        except (SafetensorError, OSError, ValueError) as error:
+            raise DamagedCheckpointError(f"{path} cannot be read as tensors: {error}") from None
+
+
+def files_of(stem: str, names: Iterable[str]) -> list[str]:
+    """Those of the file names that hold tensors of a stem, whichever rank wrote them."""
+    pattern = re.compile(re.escape(stem) + r"(-\d+)?-\d{5}" + re.escape(SUFFIX))
+    return sorted(name for name in names if pattern.fullmatch(name))
+
+
+def is_finite(tensor: torch.Tensor) -> bool:
+    """Whether all values are finite; integers are."""
+    if not tensor.is_floating_point() or not tensor.numel():
+        return True
+    tensor = tensor.float() if tensor.element_size() == 1 else tensor
+    return all(bool(extreme.isfinite()) for extreme in torch.aminmax(tensor))  # NaN is passed on by both
+
+
+def _shard(key: str, tensor: torch.Tensor, piece: tuple[str, list[int], list[int]] | None) -> Shard:
+    if piece is None:
+        return Shard.whole(key, tensor)
+    name, shape, offset = piece
+    ends = [begin + size for begin, size in zip(offset, tensor.shape, strict=False)]
+    fits = len(shape) == len(offset) == tensor.dim() and min(offset, default=0) >= 0
+    if not fits or any(end > size for end, size in zip(ends, shape, strict=True)):
+        raise ValueError(f"'{key}' of shape {list(tensor.shape)} at {offset} does not lie in {shape}")
+    return Shard(name, tuple(shape), tuple(offset), tensor)
+
+
+class _Entry(NamedTuple):
+    """What a file's header says of a tensor."""
+
+    key: str
+    shape: list[int]
+    dtype: torch.dtype
+    nbytes: int
+    piece: tuple[str, tuple[int, ...], tuple[int, ...]] | None
+
+
+def _entry(shard: Shard) -> _Entry:
+    tensor, piece = shard.tensor, (shard.name, shard.global_shape, shard.offset)
+    key = shard.name if shard.is_whole else f"{shard.name}@{','.join(map(str, shard.offset))}"
+    if tensor.dtype not in _DTYPES:
+        raise CheckpointError(f"tensor '{key}' has dtype {tensor.dtype}, which checkpoints cannot hold")
+    return _Entry(key, list(tensor.shape), tensor.dtype, shard.nbytes, None if shard.is_whole else piece)
+
+
+def _has_width(width: int, shard: Shard) -> bool:
+    return shard.tensor.element_size() == width
+
+
+def _parts(entries: Iterable[_Entry], max_bytes: int) -> Iterator[list[_Entry]]:
+    """The tensors of each file; there is one file at least."""
+    part: list[_Entry] = []
+    size = 0
+    for entry in entries:
+        if part and size + entry.nbytes > max_bytes:
+            yield part
+            part, size = [], 0
+        part.append(entry)
+        size += entry.nbytes
+    yield part
+
+
+def _write(path: Path, part: list[_Entry], values: Iterator[Shard]) -> Path:
+    header: dict[str, Any] = {}
+    if pieces := {entry.key: entry.piece for entry in part if entry.piece is not None}:
+        header["__metadata__"] = {"shards": json.dumps(pieces)}
+    at = 0
+    for entry in part:
+        span = [at, at := at + entry.nbytes]
+        header[entry.key] = {"dtype": _DTYPES[entry.dtype], "shape": entry.shape, "data_offsets": span}
+    raw = json.dumps(header).encode()
+    raw += b" " * (-len(raw) % 8)
+    with path.open("wb") as file:
+        file.write(len(raw).to_bytes(8, "little") + raw)
+        for entry in part:
+            _write_values(file, entry.key, next(values).tensor)
+    return path
+
+
+def _write_values(file: IO[bytes], key: str, tensor: torch.Tensor) -> None:
+    if not is_finite(tensor):
+        raise CheckpointError(
+            f"'{key}' has values that are not finite, so training has diverged: lower the learning rate and go on "
+            "from the checkpoint before"
+        )
+    flat = tensor.detach().cpu().contiguous().reshape(-1)
+    file.write(flat.view(torch.uint8).numpy().data)

@@ -1,0 +1,107 @@
+"""What one rank writes of a checkpoint: its pieces of a role's tensors, those that several ranks hold once."""
+
+from __future__ import annotations
+
+import socket
+import threading
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+
+from verl.durable import seal_all
+from verl.errors import CheckpointError
+from verl.shard import Shard
+from verl.tensor_files import write_shards
+from verl.training.ranks import gather_json
+
+#: Begins the same stream of this rank's pieces each time it is called.
+Pieces = Callable[[], Iterator[Shard]]
+
+
+class RankFiles:
+    """Files that this rank of a group writes into a directory; the other ranks of the group write theirs.
+
+    Args:
+        parts: this rank's pieces, by the stem of their files.
+        group: torch's; None for a rank alone.
+        background: write in a thread, from a copy of the pieces in host memory.
+    """
+
+    def __init__(self, folder: Path, parts: Mapping[str, Pieces], group: Any, *, background: bool) -> None:
+        self._folder, self._group = folder, group
+        self._rank = 0 if group is None else dist.get_rank(group)
+        self._result: dict[str, Any] | None = None
+        own = {stem: own_share(pieces, group) for stem, pieces in parts.items()}
+        self._thread: threading.Thread | None = None
+        if not background:
+            self._write(own)
+            return
+        copies = {stem: partial(iter, [_copied(shard) for shard in pieces()]) for stem, pieces in own.items()}
+        self._thread = threading.Thread(target=self._write, args=(copies,), name="verl-checkpoint")
+        self._thread.start()
+
+    def gathered(self, wait: bool) -> list[dict[str, Any]] | None:
+        """What became of the files of every rank: {"files": digests and sizes by name}, or {"error": text, "disk":
+        whether it is the disk's}. None: some are not written yet, and `wait` is false."""
+        if self._thread is not None and (wait or not self._thread.is_alive()):
+            self._thread.join()
+        found = gather_json(self._result, self._group)
+        return None if None in found else found
+
+    def _write(self, parts: Mapping[str, Pieces]) -> None:
+        try:
+            if not self._folder.is_dir():
+                raise CheckpointError(
+                    f"there is no {self._folder} on host {socket.gethostname()}: checkpoints lie on a file system that "
+                    "all ranks share"
+                )
+            self._result = {"files": seal_all(self._written(parts), self._folder)}
+        except OSError as error:
+            self._result = {"error": error.strerror or str(error), "errno": error.errno, "file": error.filename}
+        except CheckpointError as error:
+            self._result = {"error": str(error)}
+        except Exception as error:
+            self._result = {"error": f"rank {self._rank}: {type(error).__name__}: {error}"}
+            raise
+
+    def _written(self, parts: Mapping[str, Pieces]) -> Iterator[Path]:
+        for stem, pieces in parts.items():
+            try:
+                yield from write_shards(self._folder / f"{stem}-{self._rank}", pieces)
+            except CheckpointError as error:
+                raise CheckpointError(f"{self._folder.name}/{stem}: {error}") from None
+
+
+def own_share(pieces: Pieces, group: Any) -> Pieces:
+    """Of the pieces that the ranks of a group hold, those that this rank writes: each piece is written once, by the
+    rank of its holders that has least to write."""
+    held = [(piece.name, piece.offset, piece.nbytes) for piece in pieces() if piece.nbytes or piece.is_whole]
+    of_all = gather_json(held, group)
+    holders: dict[tuple[str, tuple[int, ...]], list[int]] = {}
+    sizes = {}
+    for rank, found in enumerate(of_all):
+        for name, offset, size in found:
+            holders.setdefault((name, tuple(offset)), []).append(rank)
+            sizes[name, tuple(offset)] = size
+    load, own = [0] * len(of_all), set()
+    for key, ranks in holders.items():
+        writer = min(ranks, key=load.__getitem__)
+        load[writer] += sizes[key]
+        if group is None or writer == dist.get_rank(group):
+            own.add(key)
+    return lambda: filter(lambda piece: (piece.name, piece.offset) in own, pieces())
+
+
+def merged(metas: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
+    """The optimizer's values of all ranks, each of which has those of its own weights."""
+    first, *others = metas
+    values = {name: value for meta in (first, *others) for name, value in meta.get("values", {}).items()}
+    return {**first, "values": values} if "values" in first else {**first}
+
+
+def _copied(shard: Shard) -> Shard:
+    return replace(shard, tensor=shard.tensor.detach().to("cpu", copy=True))
