@@ -263,6 +263,7 @@ class TrainerConfig(Record):
     )
     save_every: Count | None = free(10, "steps between checkpoints (null: only at the end)")
     keep_checkpoints: Count = free(2, "how many checkpoints to keep")
+    async_save: bool = free(False, "write checkpoints while training goes on, from a copy in host memory")
     loggers: Annotated[tuple[Logger, ...], AsTuple] = free(
         ("console", "tensorboard"), "where metrics go besides metrics.jsonl"
     )

@@ -8,9 +8,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from verl.controller.controller import start
-from verl.errors import CheckpointError, ConfigError
+from verl.errors import CheckpointError, ConfigError, VerlError
 from verl.trainer import state
 from verl.trainer.checkpoint import Checkpoint, CheckpointStore, load_checkpoint
+from verl.trainer.saving import Saving
 from verl.trainer.task import check_counts
 
 if TYPE_CHECKING:
@@ -28,43 +29,78 @@ class AutomaticCheckpoints:
         directory: where they are.
         every: steps from one to the next.
         keep: how many are kept, the newest; None: all.
+        background: tensors are copied to host memory and written while training goes on, one save at a time.
     """
 
-    def __init__(self, directory: str | Path, every: int, keep: int | None) -> None:
+    def __init__(self, directory: str | Path, every: int, keep: int | None, background: bool) -> None:
         check_counts(1, save_every=every, keep_checkpoints=keep)
         self.every, self.store = every, CheckpointStore(directory, _ALL if keep is None else keep)
+        self._background = background
+        self._pending: Saving | None = None
         #: The step that was saved or loaded last.
         self.saved: int | None = None
 
     @classmethod
-    def of(cls, directory: str | Path | None, every: int | None, keep: int | None) -> AutomaticCheckpoints | None:
+    def of(
+        cls, directory: str | Path | None, every: int | None, keep: int | None, background: bool
+    ) -> AutomaticCheckpoints | None:
         """None where neither directory nor frequency is given.
 
         Raises:
             ConfigError: one is given without the other.
         """
         if directory is not None and every is not None:
-            return cls(directory, every, keep)
+            return cls(directory, every, keep, background)
         if directory is not None or every is not None:
             raise ConfigError(
                 "automatic checkpoints need both checkpoint_dir=... and save_every=..., where and how often: give the "
                 "other too, or call save_checkpoint(path) yourself"
             )
-        if keep is not None:
-            raise ConfigError("keep_checkpoints is of automatic checkpoints: give checkpoint_dir= and save_every=")
+        if keep is not None or background:
+            name = "async_save" if keep is None else "keep_checkpoints"
+            raise ConfigError(f"{name} is of automatic checkpoints: give checkpoint_dir= and save_every=")
         return None
 
-    def save(self, trainer: Trainer) -> str | None:
-        """Save the present step, unless that is done; returns why the disk did not take it, which is also logged."""
-        if self.saved == trainer.steps:
+    def save(self, trainer: Trainer, *, last: bool = False) -> str | None:
+        """Save the present step, unless that is done, or in the background begin to.
+
+        Args:
+            last: it is waited for.
+
+        Returns:
+            Why the disk did not take it, which is also logged.
+        """
+        if trainer.steps not in (self.saved, self._pending and self._pending.step):
+            self.finish()
+            start()
+            contents = state.contents(trainer, background=self._background)
+            self._pending = self.store.begin(trainer.steps, *contents)
+        return self.finish(wait=last or not self._background)
+
+    def finish(self, *, wait: bool = True) -> str | None:
+        """End the save that is under way, if there is one and it is done or waited for; returns as `save`.
+
+        Raises:
+            CheckpointError: a content that a checkpoint cannot hold, such as a tensor that is not finite.
+        """
+        saving, self._pending = self._pending, None
+        result = None if saving is None else saving.poll(wait=wait)
+        if saving is None or result is None:
+            self._pending = saving
             return None
-        start()
-        result = self.store.begin(trainer.steps, *state.contents(trainer)).wait()
-        self.saved = trainer.steps if result else self.saved
+        self.saved = saving.step if result else self.saved
         return result.error
+
+    def close(self) -> None:
+        """End the save that is under way; a failure is logged."""
+        try:
+            self.finish()
+        except VerlError as error:
+            logger.warning("the last checkpoint was not saved: %s", error)
 
     def resume(self, trainer: Trainer) -> int | None:
         """See `Trainer.resume`."""
+        self.finish()
         start()
         checkpoint = self.store.load(state.identity(trainer), partial(state.check, trainer))
         if checkpoint is None:
@@ -74,6 +110,7 @@ class AutomaticCheckpoints:
 
     def rollback(self, trainer: Trainer, step: int) -> None:
         """See `Trainer.rollback`."""
+        self.finish()
         start()
         found = load_checkpoint(self.store.path(step), state.identity(trainer))
         state.check(trainer, found)
@@ -81,6 +118,7 @@ class AutomaticCheckpoints:
 
     def last_good(self, trainer: Trainer) -> int | None:
         """The step of the newest checkpoint that did not come right after a skipped update."""
+        self.finish()
         for step in reversed(self.store.steps()):
             try:
                 if not state.check(trainer, load_checkpoint(self.store.path(step), state.identity(trainer))).skipped:

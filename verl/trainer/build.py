@@ -190,6 +190,7 @@ def build_trainer(
         max_failed_episodes=config.reward.max_failure_rate,
         permute_rewards=settings.control == "permute_rewards",
         deadline=settings.deadline,
+        async_save=settings.async_save,
         logger=logger,
         **options,
     )

@@ -73,6 +73,8 @@ class Trainer:
         checkpoint_dir, save_every: automatic checkpoints, by both together: every so many steps and at the end of
             `fit`. A failed save is a warning, at the end of `fit` an error. Ctrl-C and SIGTERM then end `fit` with one.
         keep_checkpoints: how many `step-<number>` stay in that directory, the newest; None: all.
+        async_save: automatic checkpoints are copied to host memory and written while training goes on; `fit` ends once
+            the last one is whole.
         held_out: what `fit` evaluates before its first step, every so many steps, and after its last.
         permute_rewards: a control: rewards are dealt out at random among the samples, so nothing can be learned.
         placement: where every role runs, by one map, see `DeviceMesh`; None: where the handles say. `device_map=`
@@ -116,6 +118,7 @@ class Trainer:
         checkpoint_dir: str | Path | None = None,
         save_every: int | None = None,
         keep_checkpoints: int | None = None,
+        async_save: bool = False,
         held_out: HeldOut | None = None,
         permute_rewards: bool = False,
         placement: Any = None,
@@ -139,7 +142,7 @@ class Trainer:
         self.algorithm, self.sources, self.n = self.task.algorithm, self.task.sources, self.task.n
         if permute_rewards:
             check_permuted(self.algorithm)
-        self.checkpoints = AutomaticCheckpoints.of(checkpoint_dir, save_every, keep_checkpoints)
+        self.checkpoints = AutomaticCheckpoints.of(checkpoint_dir, save_every, keep_checkpoints, async_save)
         check_counts(1, buffer_size=buffer_size, update_freq=update_freq, max_skipped_updates=max_skipped_updates)
         check_counts(0, max_resamples=max_resamples)
         self.actor = actor if isinstance(actor, Actor) else Actor(actor, head=self.algorithm.head)
@@ -306,7 +309,7 @@ class Trainer:
                 while self.steps < goal and not (stop and stop.requested):
                     record = self.advance(batches)
                 if stop and stop.requested:
-                    self._checkpoints().save(self)
+                    self._checkpoints().save(self, last=True)
                     logger.info("stopped by %s after step %d; the same command goes on", stop.received, self.steps)
                     raise SystemExit(stop.exit_code)
                 self.check_learned(record)
@@ -358,10 +361,12 @@ class Trainer:
         evaluated = None if held_out is None or held_out.last is None else held_out.last["step"]
         if held_out is not None and evaluated != self.steps and (last or held_out.is_due(self.steps)):
             self.evaluate_held_out()
-        if self.checkpoints is not None and (last or self.steps % self.checkpoints.every == 0):
-            error = self.checkpoints.save(self)
-            if error is not None and last:
-                raise CheckpointError(f"{error}; the run is trained but not saved: free space and run it again")
+        if self.checkpoints is None:
+            return
+        if not last and self.steps % self.checkpoints.every:
+            self.checkpoints.finish(wait=False)
+        elif (error := self.checkpoints.save(self, last=last)) is not None and last:
+            raise CheckpointError(f"{error}; the run is trained but not saved: free space and run it again")
 
     def evaluate_held_out(self) -> dict[str, Any]:
         """Evaluate `held_out` now; returns and logs the result."""
@@ -381,6 +386,8 @@ class Trainer:
 
     def close(self) -> None:
         """End what the trainer has started besides itself; the next step starts it anew."""
+        if self.checkpoints is not None:
+            self.checkpoints.close()
         for source in self.sources.values():
             source.close()
 
@@ -494,6 +501,8 @@ class Trainer:
         Raises:
             CheckpointError: the disk did not take it, or what is at `path` is no checkpoint; it is untouched.
         """
+        if self.checkpoints is not None:
+            self.checkpoints.close()  # one save at a time
         result = state.save(self, Path(path))
         if not result:
             raise CheckpointError(

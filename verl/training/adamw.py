@@ -155,7 +155,10 @@ def _step_in_torch(live: Tensor, gradient: Tensor, state: _State, formula: _Form
 
 def _master(live: Tensor, remainder: Tensor) -> Tensor:
     """The fp32 master of a live bf16 tensor and what it lacks."""
-    return ((live.view(torch.int16).to(torch.int32) << 16) + remainder).view(torch.float32)
+    bits = live.view(torch.int16).to(torch.int32)
+    bits <<= 16
+    bits += remainder
+    return bits.view(torch.float32)
 
 
 def _split(master: Tensor, live: Tensor, remainder: Tensor) -> None:

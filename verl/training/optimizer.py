@@ -5,7 +5,7 @@ bf16 weights are stepped by `SplitAdamW`, all others, and those of a caller's ow
 
 from __future__ import annotations
 
-from collections.abc import Collection, Container, Iterator, Mapping
+from collections.abc import Collection, Container, Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -104,7 +104,7 @@ class MixedPrecisionOptimizer:
         groups = [] if self._masters is None else self._masters.groups()
         return {**meta, "groups": groups} if groups else meta
 
-    def load_state(self, tensors: Mapping[str, Tensor], meta: Mapping[str, Any]) -> None:
+    def load_state(self, tensors: Iterable[tuple[str, Tensor]], meta: Mapping[str, Any]) -> None:
         """Copy in what `tensors` and `meta` gave. Live weights become the masters, rounded.
 
         Raises:
@@ -132,11 +132,11 @@ class MixedPrecisionOptimizer:
             rule.move(to_host=False)
 
     def _matched(
-        self, tensors: Mapping[str, Tensor], values: Mapping[str, Mapping[str, Any]]
+        self, tensors: Iterable[tuple[str, Tensor]], values: Mapping[str, Mapping[str, Any]]
     ) -> dict[str, dict[str, Any]]:
         weights = {weight.name: weight.live for weight in self.gradients.weights}
         states: dict[str, dict[str, Any]] = {name: dict(values.get(name, {})) for name in weights}
-        for full_name, tensor in tensors.items():
+        for full_name, tensor in tensors:
             name, _, key = full_name.rpartition(".")
             if name not in states:
                 raise CheckpointError(f"the optimizer state '{full_name}' belongs to no trained weight of this model")
@@ -146,7 +146,7 @@ class MixedPrecisionOptimizer:
                     f"{list(weights[name].shape)}: it is of another model"
                 )
             states[name][key] = tensor.clone()
-        check_masters(weights, tensors)
+        check_masters(weights, {f"{name}.{key}" for name, state in states.items() for key in state})
         return states
 
 

@@ -185,11 +185,12 @@ class TorchEngine:
             parts[shard.name].fill(shard)
         if lacking := [name for name, part in parts.items() if part.missing]:
             raise CheckpointError(f"the optimizer state '{lacking[0]}' did not come whole: the checkpoint is cut short")
-        tensors |= {name: part.tensor for name, part in parts.items()}
         for name, dtype in self._parallel.dtypes.items():
-            if weights[name].dtype != dtype and (master := tensors.pop(f"{name}.master", None)) is not None:
-                local_part(weights[name].detach()).copy_(master)
-        self._trained().load_state(tensors, meta)
+            if weights[name].dtype != dtype and (master := parts.pop(f"{name}.master", None)) is not None:
+                local_part(weights[name].detach()).copy_(master.tensor)
+        # The optimizer copies what it is given, and a part is freed once that is done.
+        freed = ((name, parts.pop(name).tensor) for name in [*parts])
+        self._trained().load_state(chain(tensors.items(), freed), meta)
 
     def offload(self, what: Collection[Memory] = ("optimizer", "gradients")) -> None:
         if self._optimizer is not None:
