@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 
 from verl.controller.codec import decode, encode
-from verl.errors import ClusterError
+from verl.errors import BrokenCollectiveError, ClusterError
 
 #: Seconds without a message after which the other rank is taken for dead. A process that ends is noticed at once.
 SILENCE = 60.0
@@ -79,7 +79,7 @@ class Link:
         """Send a message, and wait until the other rank has it.
 
         Raises:
-            ClusterError: the other rank is gone.
+            BrokenCollectiveError: the other rank is gone.
         """
         about = {"do": message.do, "serial": message.serial, "answers": message.answers}
         sizes = [len(buffer) for buffer in message.buffers]
@@ -91,7 +91,7 @@ class Link:
                     for piece in buffer.split(_CHUNK) if len(buffer) else ():
                         self._group.send([piece], self.peer, 0).wait()
         except RuntimeError as error:
-            raise ClusterError(f"rank {self.peer} cannot be reached: {error}") from error
+            raise BrokenCollectiveError(f"rank {self.peer} cannot be reached: {error}") from error
 
     def receive(self) -> Message:
         """The next message, for a caller that reads before `open`."""

@@ -167,9 +167,13 @@ class TorchrunSlots:
             inbox: queue.SimpleQueue[tuple[int, Message]] = queue.SimpleQueue()
             self._inboxes[serial] = inbox
             for rank, message in messages.items():
+                try:
+                    if rank not in self._gone:
+                        self._links[rank].send(replace(message, serial=serial))
+                except BrokenCollectiveError as error:  # before the reading thread has noticed
+                    self._gone.setdefault(rank, str(error))
                 if rank in self._gone:
                     raise self._died(rank, "before this verb")
-                self._links[rank].send(replace(message, serial=serial))
             return inbox
 
     def _deliver(self, rank: int, message: Message) -> None:
