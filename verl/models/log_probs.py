@@ -4,6 +4,9 @@
 chunk by chunk. What is kept for it is two numbers a token. Log-probs are of temperature-scaled logits,
 before top-k and top-p.
 
+Where ranks have rows of the head (tensor parallelism), each computes the softmax over its part of the vocabulary, and
+only its results of three numbers a token are put together: logits are not exchanged.
+
 With z the logits after scale, soft cap and temperature, p = softmax(z) and H the entropy, the gradient is
 d log p_t / d z = onehot_t - p and d H / d z = -p * (log p + H).
 
@@ -13,13 +16,17 @@ Shapes: N tokens, d hidden size, V vocabulary.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from verl.models.collectives import shared
 from verl.models.compiled import accumulate, layer_kernels
+from verl.models.cuts import blocks_of, local_part
 from verl.models.grad_sums import grad_sum
 
 # Elements of one chunk of logits: 64 MB in bf16. Smaller ones starve the matrix products.
@@ -48,7 +55,8 @@ def token_log_probs(
     The logits are `hidden @ weight.T + bias` for hidden states `[N, d]`, weight `[V, d]` and bias `[V]`,
     multiplied by `scale`, then soft-capped: `softcap * tanh(logits / softcap)`. The product runs in the
     dtype of `hidden`; all that follows, and the results, are fp32 (fp64 for fp64 inputs). Both results are
-    differentiable once, with respect to hidden, weight and bias.
+    differentiable once, with respect to hidden, weight and bias. Where weight and bias are DTensors cut by rows, all
+    ranks call this with equal hidden states and targets, and get equal results.
 
     Args:
         temperature: > 0. A greedy rollout (temperature 0) is scored at 1.
@@ -56,12 +64,61 @@ def token_log_probs(
     """
     if temperature <= 0:
         raise ValueError(f"temperature must be positive, got {temperature}: score greedy samples at 1")
+    cut = _Cut.of(weight)
+    if cut is not None:
+        hidden, weight = shared(hidden, cut.group), _local(weight)
+        bias = None if bias is None else _local(bias)
     chunk = chunk or max(1, _CHUNK_ELEMENTS // weight.shape[0])
     formula = _Formula(scale, softcap, temperature)
     log_probs, entropies = _TokenLogProbs.apply(  # type: ignore[no-untyped-call]
-        hidden, weight, bias, targets, formula, entropy, chunk
+        hidden, weight, bias, targets, formula, entropy, chunk, cut
     )
     return log_probs, entropies if entropy else None
+
+
+@dataclass(frozen=True)
+class _Cut:
+    """Rows `start` to `stop` of the head are here, the others at other ranks of the group."""
+
+    group: Any
+    start: int
+    stop: int
+
+    @classmethod
+    def of(cls, weight: Any) -> _Cut | None:
+        """None: all rows are here."""
+        if not hasattr(weight, "placements"):
+            return None
+        (((start, _), rows),) = blocks_of(weight.detach())
+        return cls(weight.device_mesh.get_group(), start, start + len(rows))
+
+    def is_here(self, targets: Tensor) -> Tensor:
+        return (targets >= self.start) & (targets < self.stop)
+
+    def local(self, targets: Tensor) -> Tensor:
+        """Rows of the weight here, and any of them for targets that are elsewhere."""
+        return (targets - self.start).clamp(0, self.stop - self.start - 1)
+
+    def combine(self, targets: Tensor, log_probs: Tensor, norms: Tensor, entropies: Tensor) -> None:
+        """Turn results `[N]` over the part of the vocabulary here into those over all of it, in place."""
+        picked = torch.where(self.is_here(targets), log_probs + norms, 0.0)
+        own = torch.stack([norms, picked, norms - entropies])  # the last is the mean logit
+        parts = [torch.empty_like(own) for _ in range(dist.get_world_size(self.group))]
+        dist.all_gather(parts, own, group=self.group)
+        by_rank, picked_by_rank, means = torch.stack(parts, dim=1)
+        norms.copy_(by_rank.logsumexp(0))
+        log_probs.copy_(picked_by_rank.sum(0) - norms)
+        entropies.copy_(norms - ((by_rank - norms).exp() * means).sum(0))
+
+
+def _local(weight: Tensor) -> Tensor:
+    """This rank's part of a cut weight; its gradient goes where that of the weight goes."""
+    total = grad_sum(weight)
+    if total is None:
+        return local_part(weight)
+    local = local_part(weight.detach()).requires_grad_(weight.requires_grad)
+    local.grad_sum = total  # type: ignore[attr-defined]
+    return local
 
 
 class _Formula:
@@ -106,19 +163,23 @@ class _TokenLogProbs(torch.autograd.Function):
         formula: _Formula,
         entropy: bool,
         chunk: int,
+        cut: _Cut | None,
     ) -> tuple[Tensor, Tensor]:
         exact = torch.float64 if hidden.dtype == torch.float64 else torch.float32
-        log_probs, norms, entropies = hidden.new_empty((3, hidden.shape[0]), dtype=exact)
+        log_probs, norms, entropies = hidden.new_zeros((3, hidden.shape[0]), dtype=exact)
+        rows = targets if cut is None else cut.local(targets)
         alpha = formula.alpha
         for part, product in _products(hidden, weight, bias, chunk):
             compiled = layer_kernels(product.dtype, product.device)
             results = log_probs[part], norms[part], entropies[part] if entropy else None
             if compiled is not None and alpha is not None:
-                compiled.softmax_rows(product, targets[part], alpha, *results)
+                compiled.softmax_rows(product, rows[part], alpha, *results)
             else:
-                _softmax_rows(product, targets[part], formula, *results)
+                _softmax_rows(product, rows[part], formula, *results)
+        if cut is not None:
+            cut.combine(targets, log_probs, norms, entropies)
         ctx.save_for_backward(hidden, weight, bias, targets, norms, entropies if entropy else None)
-        ctx.formula, ctx.chunk = formula, chunk
+        ctx.formula, ctx.chunk, ctx.cut = formula, chunk, cut
         if not entropy:
             ctx.mark_non_differentiable(entropies)
         return log_probs, entropies
@@ -132,6 +193,9 @@ class _TokenLogProbs(torch.autograd.Function):
         grad_bias = torch.zeros_like(bias, dtype=norms.dtype) if ctx.needs_input_grad[2] else None
         alpha = ctx.formula.alpha
         to_log_probs, to_entropies = (grad.contiguous() for grad in grads)
+        cut: _Cut | None = ctx.cut
+        rows = targets if cut is None else cut.local(targets)
+        to_targets = to_log_probs if cut is None else torch.where(cut.is_here(targets), to_log_probs, 0.0)
         for part, product in _products(hidden, weight, bias, ctx.chunk):
             compiled = layer_kernels(product.dtype, product.device)
             given = (
@@ -140,10 +204,10 @@ class _TokenLogProbs(torch.autograd.Function):
                 to_log_probs[part],
                 None if entropies is None else to_entropies[part],
             )
-            if compiled is not None and alpha is not None:
-                compiled.softmax_rows_backward(product, targets[part], alpha, *given)
+            if compiled is not None and alpha is not None and cut is None:
+                compiled.softmax_rows_backward(product, rows[part], alpha, *given)
             else:
-                _softmax_rows_backward(product, targets[part], ctx.formula, *given)
+                _softmax_rows_backward(product, rows[part], to_targets[part], ctx.formula, *given)
             # From here on `product` is the gradient of the products.
             if grad_bias is not None:
                 grad_bias += product.sum(0, dtype=norms.dtype)
@@ -155,6 +219,7 @@ class _TokenLogProbs(torch.autograd.Function):
             grad_hidden,
             None if grad_weight is None else grad_weight.result(),
             None if grad_bias is None else grad_bias.to(bias.dtype),
+            None,
             None,
             None,
             None,
@@ -189,13 +254,15 @@ def _softmax_rows(
 def _softmax_rows_backward(
     product: Tensor,
     targets: Tensor,
+    to_targets: Tensor,
     formula: _Formula,
     norms: Tensor,
     entropies: Tensor | None,
     to_log_probs: Tensor,
     to_entropies: Tensor | None,
 ) -> None:
-    """Put the gradient of the products in their place, given those of log-probs and entropies `[N]`."""
+    """Put the gradient of the products in their place, given those of log-probs and entropies `[N]`; `to_targets`: of
+    log-probs, by way of their own logits alone."""
     for block, logits in _blocks(product, norms.dtype):
         tanh = formula.forward(logits)
         log_p = logits.sub_(norms[block, None])
@@ -206,7 +273,7 @@ def _softmax_rows_backward(
             p = log_p.exp()
             grad = log_p.add_(entropies[block, None]).mul_(-to_entropies[block, None]).sub_(by_log_prob)
             grad.mul_(p)
-        grad.scatter_add_(1, targets[block, None], by_log_prob)
+        grad.scatter_add_(1, targets[block, None], to_targets[block, None])
         formula.backward(grad, tanh)
         product[block] = grad
 

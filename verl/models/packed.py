@@ -165,6 +165,14 @@ class PackedModel:
             )
         return weight, bias
 
+    def output_layer(self) -> torch.nn.Module | None:
+        """The module of the head, if there is one."""
+        return cast("torch.nn.Module | None", self.model.get_output_embeddings())
+
+    def use_own_code(self) -> None:
+        """Leave fused layers out from now on: the model's modules compute something else than their class says."""
+        self._fused = None
+
     def logits(self, hidden: Tensor) -> Tensor:
         """Logits `[N, V]` of hidden states `[N, d]`, in fp32 (fp64 for an fp64 model)."""
         weight, bias = self.head()

@@ -7,13 +7,12 @@ tied weights occur once, under the first of their names (the embedding's).
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
-from itertools import pairwise, product
-from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from verl.errors import CheckpointError, nearest
+from verl.models.cuts import blocks_of, local_part
 from verl.shard import Shard
 
 
@@ -31,63 +30,6 @@ def model_shards(model: nn.Module) -> Iterator[Shard]:
     for name, tensor in named_weights(model):
         for offset, block in blocks_of(tensor.detach()):
             yield Shard(name, tuple(tensor.shape), offset, block)
-
-
-def local_part(tensor: Tensor) -> Tensor:
-    """What of a tensor this rank holds, on the same memory. The tensor itself, where it is not cut."""
-    cut: Any = tensor
-    return cut.to_local() if hasattr(tensor, "placements") else tensor
-
-
-def blocks_of(tensor: Tensor, local: Tensor | None = None) -> Iterator[tuple[tuple[int, ...], Tensor]]:
-    """The blocks of a tensor that this rank holds: where each begins, and its part of `local`, on the same memory.
-
-    There are several where fused matrices (query, key and value) are cut one by one, and none where a rank holds
-    nothing.
-
-    Args:
-        local: a tensor that is cut like it, as this rank has it; None: the tensor's own part.
-    """
-    local = local_part(tensor) if local is None else local
-    if not hasattr(tensor, "placements"):
-        yield (0,) * tensor.dim(), local
-        return
-    for runs in product(*(_runs(_kept(tensor, dim)) for dim in range(tensor.dim()))):
-        block = local
-        for dim, (at, _, length) in enumerate(runs):
-            block = block.narrow(dim, at, length)
-        yield tuple(start for _, start, _ in runs), block
-
-
-def _kept(tensor: Any, dim: int) -> Tensor:
-    """Indices of a dimension of a DTensor that this rank has, in the order in which it has them."""
-    kept, pieces = torch.arange(tensor.shape[dim]), 1
-    mesh = tensor.device_mesh
-    # Inner mesh dimensions are cut first: FSDP cuts what tensor parallelism has left.
-    for size, at, cut in reversed([*zip(mesh.shape, mesh.get_coordinate(), tensor.placements, strict=True)]):
-        if getattr(cut, "dim", None) == dim:
-            fused = getattr(cut, "split_factor", pieces) // pieces
-            kept = torch.cat([(*part.chunk(size), *[part[:0]] * size)[at] for part in kept.chunk(fused)])
-            pieces *= size
-    return kept
-
-
-def _runs(kept: Tensor) -> list[tuple[int, int, int]]:
-    """Indices as runs of neighbours: place of the first, the first, length."""
-    if not len(kept):
-        return []
-    breaks = (kept.diff() != 1).nonzero().flatten() + 1
-    starts = [0, *breaks.tolist()]
-    return [(a, int(kept[a]), b - a) for a, b in pairwise([*starts, len(kept)])]
-
-
-def cuts_of(tensor: Tensor) -> tuple[tuple[str, int], ...]:
-    """How a tensor is cut over the ranks of a mesh, as `WeightSpec.cuts`."""
-    cut: Any = tensor
-    if not hasattr(tensor, "placements"):
-        return ()
-    named = zip(cut.device_mesh.mesh_dim_names, cut.placements, strict=True)
-    return tuple((name, placement.dim) for name, placement in named if hasattr(placement, "dim"))
 
 
 class Part:

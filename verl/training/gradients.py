@@ -105,29 +105,31 @@ class Gradients:
         squares = [
             torch.linalg.vector_norm(torch.linalg.vector_norm(w.gradient, dim=-1), dtype=torch.float64).square().cpu()
             / copies(w)
-            for w in self._present()
-            if w.gradient is not None
+            for w in self.weights
+            if w.has_gradient and w.gradient is not None
         ]
         return float(torch.stack(squares).sum().sqrt()) if squares else 0.0
 
-    def present(self) -> Iterable[Tensor]:
-        return (weight.gradient for weight in self._present() if weight.gradient is not None)
-
     @torch.no_grad()
-    def sum_over_ranks(self, all_reduce: Callable[[list[Tensor], Any], None]) -> None:
+    def sum_over_ranks(
+        self, all_reduce: Callable[[list[Tensor], Any], None], weights: Sequence[Weight] | None = None
+    ) -> None:
         """Replace the sums of this rank by those over all ranks, in the same precision.
 
         Args:
             all_reduce: combines a list of tensors over all ranks in place, by a `torch.distributed.ReduceOp`.
+            weights: those whose sums are; None: all.
         """
+        weights = self.weights if weights is None else weights
         self._allocate()
-        flags = torch.tensor([float(w.has_gradient) for w in self.weights], device=self.weights[0].live.device)
+        flags = torch.tensor([float(w.has_gradient) for w in weights], device=self.weights[0].live.device)
         all_reduce([flags], dist.ReduceOp.MAX)
-        for weight, anywhere in zip(self.weights, flags.tolist(), strict=True):
+        for weight, anywhere in zip(weights, flags.tolist(), strict=True):
             if anywhere and not weight.has_gradient and weight.gradient is not None:
                 weight.gradient.zero_()
             weight.has_gradient = bool(anywhere)
-        all_reduce([*self.present()], dist.ReduceOp.SUM)
+        present = [weight.gradient for weight in weights if weight.has_gradient and weight.gradient is not None]
+        all_reduce(present, dist.ReduceOp.SUM)
 
     def accepted(self) -> None:
         """After a step: drop its gradient; the loss scale may rise again."""
@@ -187,9 +189,6 @@ class Gradients:
             self._allocate()
             weight.loss_scale = self.loss_scale
             weight.add(gradient.to_local() if hasattr(gradient, "to_local") else gradient)
-
-    def _present(self) -> Iterable[Weight]:
-        return (weight for weight in self.weights if weight.has_gradient)
 
     def _allocate(self) -> None:
         lacking = [weight for weight in self.weights if weight.gradient is None]

@@ -6,13 +6,14 @@ from torch import nn
 
 from verl.errors import ConfigError
 from verl.layout import DIMS
-from verl.models.shards import local_part
+from verl.models.cuts import local_part
 from verl.training.forward import Forward
 from verl.training.parallel.data import replicate, shard
 from verl.training.parallel.result import Parallel
+from verl.training.parallel.tensor import tensor
 from verl.training.ranks import Ranks
 
-_DONE = ("replicate", "shard")
+_DONE = ("replicate", "shard", "tp")
 
 
 def parallelize(forward: Forward, ranks: Ranks, *, trains: bool) -> Parallel:
@@ -25,6 +26,8 @@ def parallelize(forward: Forward, ranks: Ranks, *, trains: bool) -> Parallel:
     if missing := [dim for dim in DIMS if dim not in _DONE and getattr(layout, dim) > 1]:
         raise ConfigError(f"layout: this engine trains with {' and '.join(_DONE)}, not with {', '.join(missing)}")
     parallel = Parallel(ranks.mesh, {name: weight.dtype for name, weight in forward.model.named_parameters()})
+    if layout.tp > 1:
+        tensor(forward, ranks, parallel)
     if layout.shard > 1:
         shard(forward, ranks, parallel, trains=trains)
     elif layout.replicate > 1:

@@ -16,9 +16,10 @@ from torch import Tensor
 from verl.batch import Batch
 from verl.errors import CheckpointError, ConfigError, DataError, TrainingError
 from verl.layout import Mesh
+from verl.models.cuts import blocks_of, cuts_of, local_part
 from verl.models.lora import adapters_off, merged_shards
 from verl.models.packed import PackedModel
-from verl.models.shards import Part, blocks_of, cuts_of, load_model_shards, local_part, model_shards, named_weights
+from verl.models.shards import Part, load_model_shards, model_shards, named_weights
 from verl.shard import Shard, Stream, WeightSpec
 from verl.training.checkpointing import enable_checkpointing, recomputing
 from verl.training.engine import Memory, Metrics

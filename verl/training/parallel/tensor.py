@@ -1,0 +1,286 @@
+"""Tensor parallelism: each rank has columns or rows of a layer's matrices (Shoeybi et al. 2019, arXiv 1909.08053).
+
+What passes between layers is whole and equal on all ranks. A matrix cut by columns gives each rank its heads, or its
+part of the intermediate size; the next one, cut by rows, gives each rank a summand of the whole. Embedding and head are
+cut over the vocabulary. What is cut where is the model's own plan (`base_model_tp_plan` of transformers), or ours for
+kinds without one.
+
+Cut weights are DTensors over the mesh dimension "tp", under their names. A module with cut weights runs its own forward
+on this rank's parts of them, so nothing of a model's code is replaced.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import Shard, distribute_tensor
+from torch.distributed.tensor.placement_types import _StridedShard
+from transformers.pytorch_utils import Conv1D
+
+from verl.errors import ConfigError
+from verl.models.collectives import joined, shared, split, summed
+from verl.models.cuts import blocks_of, local_part, local_weights
+from verl.training.forward import Forward
+from verl.training.parallel.result import Parallel
+from verl.training.ranks import Ranks
+
+Style = Callable[["_Cutter", str, Any], None]
+
+
+def tensor(forward: Forward, ranks: Ranks, parallel: Parallel) -> None:
+    """Cut a model's matrices over the dimension "tp".
+
+    Raises:
+        ConfigError: there is no plan for this kind of model, or a module of the plan is of a kind that cannot be cut.
+    """
+    packed = forward.packed
+    backbone: Any = packed.backbone
+    cutter = _Cutter(ranks, packed.device, tensor_plan(packed.config))
+    cutter.cut_backbone(backbone)
+    cutter.cut_vocabulary(backbone.get_input_embeddings(), packed.output_layer() if forward.head == "lm" else None)
+    packed.use_own_code()
+    partial_sums = {id(weight) for weight in cutter.partial_sums}
+    names = {name for name, weight in forward.model.named_parameters() if id(weight) in partial_sums}
+
+    def all_reduce(tensors: Sequence[Tensor], op: Any) -> None:
+        ranks.all_reduce(tensors, op, "tp")
+
+    if names:
+        parallel.reductions.append(
+            lambda gradients: gradients.sum_over_ranks(all_reduce, [w for w in gradients.weights if w.name in names])
+        )
+    parallel.cut_dims += ("tp",)
+
+
+def tensor_plan(config: Any) -> Mapping[str, str]:
+    """How the modules and weights of a backbone are cut, by name with "*" for numbers.
+
+    Raises:
+        ConfigError: transformers has no plan for this kind of model, nor have we, or one with a style unknown here.
+    """
+    config = config.get_text_config()
+    plan = getattr(config, "base_model_tp_plan", None) or _PLANS.get(config.model_type)
+    if not plan:
+        raise ConfigError(
+            f"layout: tp does not cut models of type '{config.model_type}': transformers has no tensor-parallel plan "
+            "for them. Use shard (FSDP) or pp"
+        )
+    plan = {name: style for name, style in plan.items() if not style.startswith("embedding")}
+    if unknown := sorted(set(plan.values()) - set(_STYLES)):
+        raise ConfigError(
+            f"layout: the tensor-parallel plan of '{config.model_type}' models has the styles {', '.join(unknown)}, "
+            f"which this does not have ({', '.join(_STYLES)}). Use shard (FSDP) or pp"
+        )
+    return plan
+
+
+class _Cutter:
+    """Cuts modules of one model.
+
+    Attributes:
+        partial_sums: whole weights that each rank uses for its heads alone: their gradients add up over ranks.
+    """
+
+    def __init__(self, ranks: Ranks, device: torch.device, plan: Mapping[str, str]) -> None:
+        self.mesh, self.group, self.plan = ranks.device_mesh(device, "tp"), ranks.group("tp"), plan
+        self.size = ranks.mesh.layout.tp
+        self.partial_sums: list[nn.Parameter] = []
+        self._entered: tuple[Tensor, Tensor] | None = None
+
+    def cut_backbone(self, backbone: nn.Module) -> None:
+        for name, module in [*backbone.named_modules()]:
+            if style := self.plan.get(_generic(name)):
+                _STYLES[style](self, name, module)
+
+    def cut_vocabulary(self, embedding: Any, head: Any) -> None:
+        """Both by rows, if they are of the plain kinds; tied ones stay tied."""
+        if not isinstance(embedding, nn.Embedding) or not isinstance(head, nn.Linear | None):
+            return
+        tied = head is not None and head.weight is embedding.weight
+        self.cut("weight", embedding, Shard(0))
+        self._look_up_locally(embedding)
+        if head is None:
+            return
+        for name, _ in [*head.named_parameters(recurse=False)]:
+            if tied and name == "weight":
+                head.weight = embedding.weight
+            else:
+                self.cut(name, head, Shard(0))
+        self.run_locally(head, before=self.enter, after=self.joined(head.out_features))
+
+    def cut(self, name: str, module: nn.Module, placement: Any, where: str = "") -> nn.Parameter:
+        """A weight of a module, from then on this rank's part of it.
+
+        Raises:
+            ConfigError: the fused matrices in it have no equal parts for all ranks.
+        """
+        weight = module.get_parameter(name)
+        fused = getattr(placement, "split_factor", 1)
+        if fused > 1 and weight.shape[placement.dim] % (fused * self.size):
+            raise ConfigError(
+                f"layout: tp={self.size} does not divide {where or name}, {fused} fused matrices of "
+                f"{weight.shape[placement.dim] // fused}"
+            )
+        found = distribute_tensor(weight.detach(), self.mesh, [placement], src_data_rank=None)
+        module.register_parameter(name, nn.Parameter(found, requires_grad=weight.requires_grad))
+        return module.get_parameter(name)
+
+    def run_locally(
+        self, module: nn.Module, *, before: Callable[[Any], Any], after: Callable[[Tensor], Tensor], whole: str = ""
+    ) -> None:
+        """Let a module run on this rank's parts of its weights.
+
+        Args:
+            before: what becomes of each of its arguments.
+            after: what becomes of its result, without the weight `whole`, which is added to it.
+        """
+        forward = module.forward
+
+        def run(*args: Any, **kwargs: Any) -> Tensor:
+            with local_weights(module, without=whole) as removed:
+                result = after(forward(*map(before, args), **kwargs))
+            return result if removed is None else result + removed
+
+        module.forward = run
+
+    def enter(self, x: Any) -> Any:
+        """An argument that is equal on all ranks: its gradients add up, once for all modules that use it."""
+        if not isinstance(x, Tensor) or not x.is_floating_point():
+            return x
+        if self._entered is None or self._entered[0] is not x:
+            self._entered = x, shared(x, self.group)
+        return self._entered[1]
+
+    def sum(self, x: Tensor) -> Tensor:
+        self._entered = None
+        return summed(x, self.group)
+
+    def joined(self, size: int) -> Callable[[Tensor], Tensor]:
+        """For results of `size` columns, of which each rank has some."""
+        return partial(joined, sizes=self._sizes(size), group=self.group)
+
+    def split(self, size: int) -> Callable[[Tensor], Tensor]:
+        """For arguments of `size` columns that are whole on all ranks."""
+        return partial(split, sizes=self._sizes(size), group=self.group)
+
+    def _sizes(self, size: int) -> list[int]:
+        """As torch cuts a dimension of this size."""
+        found = [len(part) for part in torch.arange(size).chunk(self.size)]
+        return found + [0] * (self.size - len(found))
+
+    def _look_up_locally(self, embedding: nn.Embedding) -> None:
+        ((first, *_), rows), *_ = blocks_of(embedding.weight.detach())
+        count = len(rows)
+        if embedding.padding_idx is not None:
+            padding = embedding.padding_idx - first
+            embedding.padding_idx = padding if 0 <= padding < count else None
+        forward = embedding.forward
+
+        def look_up(tokens: Tensor) -> Tensor:
+            local = tokens - first
+            is_here = (local >= 0) & (local < count)
+            with local_weights(embedding):
+                found = forward(local.clamp(0, count - 1))
+            return summed(found * is_here[..., None], self.group)
+
+        embedding.forward = look_up  # type: ignore[assignment, method-assign]
+
+
+def _columns(cutter: _Cutter, name: str, module: Any, *, fused: int = 1, gather: bool = False) -> None:
+    """A linear map of which each rank has outputs; `fused`: of each of as many matrices side by side."""
+    if _has_adapters(module):  # the result of the first matrix is whole, of the second each rank has columns
+        for part in (module.base_layer, *module.lora_B.values()):
+            _columns(cutter, name, part, fused=fused, gather=gather)
+        return
+    dim = _output_dim(name, module)
+    for weight, parameter in [*module.named_parameters(recurse=False)]:
+        at = dim if parameter.dim() == 2 else 0
+        cutter.cut(weight, module, Shard(at) if fused == 1 else _StridedShard(at, split_factor=fused), name)
+    if isinstance(module, Conv1D):
+        module.nf = local_part(module.weight).shape[1]
+    after = cutter.joined(module.out_features) if gather else _same
+    cutter.run_locally(module, before=cutter.enter, after=after)
+
+
+def _rows(cutter: _Cutter, name: str, module: Any, *, whole_input: bool = False) -> None:
+    """A linear map of which each rank has inputs. The bias is whole, and added once."""
+    if _has_adapters(module):
+        for part in (module.base_layer, *module.lora_A.values()):
+            _rows(cutter, name, part, whole_input=whole_input)
+        return
+    cutter.cut("weight", module, Shard(1 - _output_dim(name, module)))
+    before = cutter.split(module.in_features) if whole_input else _same
+    cutter.run_locally(module, before=before, after=cutter.sum, whole="bias")
+
+
+def _experts(cutter: _Cutter, name: str, module: nn.Module) -> None:
+    """Matrices `[experts, ...]` in one module: each rank computes a summand of every expert's result."""
+    for weight, _ in [*module.named_parameters(recurse=False)]:
+        style, parameter = cutter.plan.get(f"{_generic(name)}.{weight}"), module.get_parameter(weight)
+        if style not in ("packed_colwise", "colwise", "rowwise") or parameter.dim() != 3:
+            raise ConfigError(f"layout: tp does not cut {name}.{weight}: the experts of this model have other weights")
+        placement = {"packed_colwise": _StridedShard(1, split_factor=2), "colwise": Shard(1), "rowwise": Shard(2)}[
+            style
+        ]
+        cutter.cut(weight, module, placement, f"{name}.{weight}")
+    cutter.run_locally(module, before=cutter.enter, after=cutter.sum)
+
+
+def _norm_of_heads(cutter: _Cutter, name: str, module: nn.Module) -> None:
+    """A norm that is applied to each head."""
+    cutter.partial_sums += module.parameters()
+
+
+def _gpt2_attention(cutter: _Cutter, name: str, module: Any) -> None:
+    """Its code splits the fused result by the size it notes."""
+    module.split_size //= cutter.size
+
+
+_STYLES: dict[str, Style] = {
+    "colwise": _columns,
+    "colwise_gather_output": partial(_columns, gather=True),
+    "fused_qkv": partial(_columns, fused=3),
+    "rowwise": _rows,
+    "rowwise_split_input": partial(_rows, whole_input=True),
+    "packed_colwise": partial(_columns, fused=2),
+    "moe_tp_experts": _experts,
+    "replicated_with_grad_allreduce": _norm_of_heads,
+    "gpt2_attention": _gpt2_attention,
+}
+#: For kinds of models of which transformers has none.
+_PLANS = {
+    "gpt2": {
+        "h.*.attn": "gpt2_attention",
+        "h.*.attn.c_attn": "fused_qkv",
+        "h.*.attn.c_proj": "rowwise",
+        "h.*.mlp.c_fc": "colwise",
+        "h.*.mlp.c_proj": "rowwise",
+    },
+}
+
+
+def _output_dim(name: str, module: Any) -> int:
+    """The dimension of a linear map's weight that its outputs have."""
+    if isinstance(module, Conv1D):
+        return 1
+    if type(module) is nn.Linear:
+        return 0
+    raise ConfigError(f"layout: tp does not cut {name}, a {type(module).__name__}: only linear layers")
+
+
+def _has_adapters(module: Any) -> bool:
+    return hasattr(module, "base_layer") and hasattr(module, "lora_A")
+
+
+def _generic(name: str) -> str:
+    """A module's name with "*" for numbers."""
+    return re.sub(r"\.\d+(?=\.|$)", ".*", name)
+
+
+def _same(x: Any) -> Any:
+    return x
