@@ -66,6 +66,8 @@ def test_data_parallel_meshes() -> None:
         (Layout(pp=5), ModelShape(layers=4), "pp=5 leaves a stage without layers: the model has 4"),
         (Layout(tp=3), ModelShape(heads=4), "tp=3 does not divide the model's 4 attention heads"),
         (Layout(tp=4), ModelShape(heads=4, kv_heads=2), "tp=4 does not divide the model's 2 key-value heads"),
+        (Layout(tp=2), ModelShape(kind="falcon"), "tp does not cut models of type 'falcon': transformers has no"),
+        (Layout(tp=2), ModelShape(kind="x", plan={"layers.*": "new"}), "tp does not cut .* 'x': .* unknown here, new"),
         (Layout(tp=2, sp=4), ModelShape(heads=4), "tp x sp=8 does not divide"),
         (Layout(ep=3), ModelShape(experts=4), "ep=3 does not divide the model's 4 experts"),
         (Layout(ep=2), ModelShape(), "ep=2 does not divide the model's 0 experts"),

@@ -8,11 +8,12 @@ Ranks that differ only in `pp`, `sp` or `tp` hold parts of one model and get the
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import Any
 
 from verl.errors import ConfigError, nearest
+from verl.tensor_plan import tensor_plan
 
 #: The dimensions of a layout, outermost first: pipeline, replicas, fully sharded, sequence, expert, tensor.
 DIMS = ("pp", "replicate", "shard", "sp", "ep", "tp")
@@ -25,12 +26,19 @@ PARALLEL = {"data": "", "tensor": "tp", "pipeline": "pp", "sequence": "sp", "exp
 
 @dataclass(frozen=True)
 class ModelShape:
-    """What of a model decides which layouts are possible; a count of 0 is unknown and not checked."""
+    """What of a model decides which layouts are possible; a count of 0, or no kind, is unknown and not checked.
+
+    Attributes:
+        kind: `model_type` of transformers.
+        plan: how transformers cuts it by tensor parallelism, if it does.
+    """
 
     layers: int = 0
     heads: int = 0
     kv_heads: int = 0
     experts: int = 0
+    kind: str = ""
+    plan: Mapping[str, str] | None = None
 
     @classmethod
     def of(cls, config: Any) -> ModelShape:
@@ -45,6 +53,8 @@ class ModelShape:
             heads=first("num_attention_heads"),
             kv_heads=first("num_key_value_heads", "num_attention_heads"),
             experts=first("num_experts", "num_local_experts", "n_routed_experts"),
+            kind=text.model_type,
+            plan=getattr(text, "base_model_tp_plan", None),
         )
 
 
@@ -100,6 +110,8 @@ class Layout:
         for dim, size in (("tp", self.tp), ("sp", self.sp), ("tp x sp", self.tp * self.sp)):
             if shape.heads and shape.heads % size:
                 raise ConfigError(f"layout: {dim}={size} does not divide the model's {shape.heads} attention heads")
+        if self.tp > 1 and shape.kind:
+            tensor_plan(shape.kind, shape.plan)
         if shape.kv_heads and shape.kv_heads % self.tp:
             raise ConfigError(f"layout: tp={self.tp} does not divide the model's {shape.kv_heads} key-value heads")
         if self.ep > 1 and (not shape.experts or shape.experts % self.ep):

@@ -5,7 +5,7 @@ from __future__ import annotations
 from torch import nn
 
 from verl.errors import ConfigError
-from verl.layout import DIMS
+from verl.layout import DIMS, ModelShape
 from verl.models.cuts import local_part
 from verl.training.forward import Forward
 from verl.training.parallel.data import replicate, shard
@@ -25,6 +25,7 @@ def parallelize(forward: Forward, ranks: Ranks, *, trains: bool) -> Parallel:
     layout = ranks.mesh.layout
     if missing := [dim for dim in DIMS if dim not in _DONE and getattr(layout, dim) > 1]:
         raise ConfigError(f"layout: this engine trains with {' and '.join(_DONE)}, not with {', '.join(missing)}")
+    layout.check(ModelShape.of(forward.packed.config))
     parallel = Parallel(ranks.mesh, {name: weight.dtype for name, weight in forward.model.named_parameters()})
     if layout.tp > 1:
         tensor(forward, ranks, parallel)

@@ -25,6 +25,7 @@ from transformers.pytorch_utils import Conv1D
 from verl.errors import ConfigError
 from verl.models.collectives import joined, shared, split, summed
 from verl.models.cuts import blocks_of, local_part, local_weights
+from verl.tensor_plan import tensor_plan
 from verl.training.forward import Forward
 from verl.training.parallel.result import Parallel
 from verl.training.ranks import Ranks
@@ -40,7 +41,7 @@ def tensor(forward: Forward, ranks: Ranks, parallel: Parallel) -> None:
     """
     packed = forward.packed
     backbone: Any = packed.backbone
-    cutter = _Cutter(ranks, packed.device, tensor_plan(packed.config))
+    cutter = _Cutter(ranks, packed.device, tensor_plan(packed.config.model_type, packed.config.base_model_tp_plan))
     cutter.cut_backbone(backbone)
     cutter.cut_vocabulary(backbone.get_input_embeddings(), packed.output_layer() if forward.head == "lm" else None)
     packed.use_own_code()
@@ -55,28 +56,6 @@ def tensor(forward: Forward, ranks: Ranks, parallel: Parallel) -> None:
             lambda gradients: gradients.sum_over_ranks(all_reduce, [w for w in gradients.weights if w.name in names])
         )
     parallel.cut_dims += ("tp",)
-
-
-def tensor_plan(config: Any) -> Mapping[str, str]:
-    """How the modules and weights of a backbone are cut, by name with "*" for numbers.
-
-    Raises:
-        ConfigError: transformers has no plan for this kind of model, nor have we, or one with a style unknown here.
-    """
-    config = config.get_text_config()
-    plan = getattr(config, "base_model_tp_plan", None) or _PLANS.get(config.model_type)
-    if not plan:
-        raise ConfigError(
-            f"layout: tp does not cut models of type '{config.model_type}': transformers has no tensor-parallel plan "
-            "for them. Use shard (FSDP) or pp"
-        )
-    plan = {name: style for name, style in plan.items() if not style.startswith("embedding")}
-    if unknown := sorted(set(plan.values()) - set(_STYLES)):
-        raise ConfigError(
-            f"layout: the tensor-parallel plan of '{config.model_type}' models has the styles {', '.join(unknown)}, "
-            f"which this does not have ({', '.join(_STYLES)}). Use shard (FSDP) or pp"
-        )
-    return plan
 
 
 class _Cutter:
@@ -251,16 +230,6 @@ _STYLES: dict[str, Style] = {
     "moe_tp_experts": _experts,
     "replicated_with_grad_allreduce": _norm_of_heads,
     "gpt2_attention": _gpt2_attention,
-}
-#: For kinds of models of which transformers has none.
-_PLANS = {
-    "gpt2": {
-        "h.*.attn": "gpt2_attention",
-        "h.*.attn.c_attn": "fused_qkv",
-        "h.*.attn.c_proj": "rowwise",
-        "h.*.mlp.c_fc": "colwise",
-        "h.*.mlp.c_proj": "rowwise",
-    },
 }
 
 
