@@ -59,7 +59,7 @@ def test_every_form_names_its_slots(given: Any, slots: list[str]) -> None:
         ({"cpu_ids": {"a": 1}}, "cpu_ids are numbers"),
         ({"cpu_ids": [None]}, "cpu_ids are numbers"),
         ({"actor": True}, "give slots such as .*, not True"),
-        ({"actor": "cpu:0-2", "critic": "cpu:2-3"}, r"'actor' \(3 slots: .*'critic' \(2 .* overlap in 1"),
+        ({"actor": "cpu:0-2", "rollout": "cpu:2-3"}, r"'actor' \(3 slots: .*'rollout' \(2 .* overlap in 1"),
     ],
 )
 def test_a_map_that_cannot_be_met_is_refused(given: Any, message: str) -> None:

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
 from tests import ranks
 from tests.ranks import torchrun
@@ -77,6 +78,33 @@ def test_one_rank_rolls_out_and_one_trains(alone: tuple[Path, Path], tmp_path: P
     model, expected = alone
     placement = {"rollout": "cpu:0", "actor": "cpu:1", "critic": "cpu:1", "reference": "cpu:0"}
     torchrun(2, SCRIPT, model, tmp_path, json.dumps(placement))
+    assert_equal_runs(expected, tmp_path)
+
+
+@pytest.fixture(scope="module")
+def scored(alone: tuple[Path, Path], tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    """A reward model, and what one process made with it."""
+    folder, out = tmp_path_factory.mktemp("reward"), tmp_path_factory.mktemp("scored")
+    torch.manual_seed(1)
+    model = AutoModelForSequenceClassification.from_pretrained(alone[0], num_labels=1, dtype=torch.float64)
+    model.save_pretrained(folder)
+    AutoTokenizer.from_pretrained(alone[0]).save_pretrained(folder)
+    ranks.alone(SCRIPT, alone[0], out, "null", "null", "8", json.dumps(str(folder)))
+    return folder, out
+
+
+def test_one_map_places_actor_critic_and_reward(
+    alone: tuple[Path, Path], scored: tuple[Path, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(ranks.ENV, "LOG_LEVEL", "INFO")
+    placement = {
+        "actor": {"cpu_ids": [0, 1], "parallel": "data"},
+        "critic": {"cpu_ids": [2, 3], "parallel": "data"},
+        "reward": {"cpu_ids": [2]},
+    }
+    folder, expected = scored
+    done = torchrun(4, SCRIPT, alone[0], tmp_path, json.dumps(placement), "null", "8", json.dumps(str(folder)))
+    assert "rank 0 of 1 of role 'reward'" in done.stderr
     assert_equal_runs(expected, tmp_path)
 
 

@@ -1,6 +1,6 @@
 """Three steps of a training script that knows nothing of ranks; started by the tests in one process and in several.
 
-python three_steps.py MODEL OUT [PLACEMENT [STRATEGY [MINI_BATCH_SIZE]]], the last three as JSON
+python three_steps.py MODEL OUT [PLACEMENT [STRATEGY [MINI_BATCH_SIZE [REWARD_MODEL]]]], all but the first two as JSON
 """
 
 from __future__ import annotations
@@ -20,7 +20,11 @@ def reward(responses: list[str]) -> list[float]:
 
 
 def run(
-    model: str, placement: Any = None, strategy: str | None = None, mini_batch_size: int | None = 8
+    model: str,
+    placement: Any = None,
+    strategy: str | None = None,
+    mini_batch_size: int | None = 8,
+    reward_model: str | None = None,
 ) -> dict[str, Any]:
     torch.set_num_threads(1)
     options: dict[str, Any] = {
@@ -34,7 +38,8 @@ def run(
     sampling = verl.SamplingParams(max_new_tokens=12)
     actor = verl.Actor(model, sampling=sampling, **options)
     critic = verl.Critic(model, **options)
-    trainer = verl.Trainer(actor, critic, reward, algorithm="ppo", kl_in="reward", n=4, log_dir=False)
+    source = reward if reward_model is None else verl.Reward.from_pretrained(reward_model)
+    trainer = verl.Trainer(actor, critic, source, algorithm="ppo", kl_in="reward", n=4, log_dir=False)
     prompts = ["Once upon a time", "In the beginning", "A", "The quick brown fox", "And"]
     records, samples = [], []
     original = trainer.learn

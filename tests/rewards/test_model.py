@@ -18,8 +18,9 @@ from transformers import (
     PreTrainedTokenizerFast,
 )
 
+import verl
 from verl.batch import Batch
-from verl.errors import ModelError
+from verl.errors import ConfigError, ModelError
 from verl.models.heads import ValueModel
 from verl.rewards.make import make_reward
 from verl.rewards.source import run_reward
@@ -121,3 +122,25 @@ def test_a_tokenizer_that_fails_abstains() -> None:
     result = run_reward(make_reward(make_model("llama"), tokenizer=tokenizer), batch)
     assert result.reward == [None]
     assert "no chat template" in str(result.reasons[0])
+
+
+def test_a_model_that_the_map_places_has_the_same_scores(tmp_path: Path) -> None:
+    model, tokenizer = make_model("llama"), make_tokenizer()
+    here = verl.Reward(model=model, tokenizer=tokenizer).get_reward(SAMPLES)
+    placed = verl.Reward(
+        model=model, tokenizer=tokenizer, placement={"actor": "cpu:0", "reward": {"cpu_ids": [0], "parallel": "data"}}
+    )
+    model.requires_grad_(True)
+    assert placed.get_reward(SAMPLES)["reward"] == here["reward"]
+    assert not any(weight.requires_grad for weight in model.parameters())  # its worker has made it its own
+
+
+def test_slots_for_a_reward_without_a_model_or_cut_are_refused() -> None:
+    with pytest.raises(ConfigError, match="no reward model of this process"):
+        verl.Reward(len, placement={"reward": "cpu:0"})
+    with pytest.raises(ConfigError, match="whole on each of its slots"):
+        verl.Reward(
+            model=make_model("gpt2"),
+            tokenizer=make_tokenizer(),
+            placement={"reward": {"cpu_ids": [0], "parallel": "tensor"}},
+        )

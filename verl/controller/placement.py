@@ -16,7 +16,7 @@ from verl import device
 from verl.errors import ConfigError, nearest
 from verl.layout import PARALLEL
 
-ROLES = ("actor", "rollout", "critic", "cost_critic", "reference")
+ROLES = ("actor", "rollout", "critic", "cost_critic", "reference", "reward", "cost")
 _KEYS = ("slots", "device", "gpu_ids", "cpu_ids", "parallel", "node", "accelerator")
 _KINDS = {"cuda": "cuda", "gpu": "cuda", "cpu": "cpu"}  # as it is written -> as it is called here
 #: Ranks of the largest job: a bound for what is written, not for what is there.
@@ -127,11 +127,12 @@ class DeviceMesh:
 
     Args:
         placement: role -> pool, in any form of `ResourcePool.parse`, or a number of slots, which are then the next
-            free ones; a lone pool is the actor's. Roles that are not named stand where the actor does; "rollout" is
-            where the actor's generation runs.
+            free ones; a lone pool is the actor's. "rollout" is where the actor's generation runs, "reward" and
+            "cost" where their models do: these run in the script's process if they are not named, other roles that
+            are not named stand where the actor does. Pools may share slots.
 
     Raises:
-        ConfigError: an unknown role, or two roles that share some of their slots but not all.
+        ConfigError: an unknown role, or the policy trains on some of the slots that it generates on.
     """
 
     pools: Mapping[str, ResourcePool] = field(default_factory=dict)
@@ -152,14 +153,15 @@ class DeviceMesh:
             pools[role] = ResourcePool.numbered(free, where) if is_count else ResourcePool.parse(where)
             free = max(free, pools[role].slots[-1].index + 1)
         object.__setattr__(self, "pools", pools)
-        for role, pool in pools.items():
-            for other, theirs in pools.items():
-                common = set(pool.slots) & set(theirs.slots)
-                if common and set(pool.slots) != set(theirs.slots):
-                    raise ConfigError(
-                        f"placement: the pools of '{role}' ({len(pool)} slots: {pool}) and '{other}' ({len(theirs)} "
-                        f"slots: {theirs}) overlap in {len(common)}: two roles share all of their slots or none"
-                    )
+        if "actor" in pools and "rollout" in pools:
+            trains, generates = pools["actor"], pools["rollout"]
+            common = set(trains.slots) & set(generates.slots)
+            if common and set(trains.slots) != set(generates.slots):
+                raise ConfigError(
+                    f"placement: the pools of 'actor' ({len(trains)} slots: {trains}) and 'rollout' ({len(generates)} "
+                    f"slots: {generates}) overlap in {len(common)}: the policy trains and generates on the same slots, "
+                    "or on others"
+                )
 
     @property
     def slots(self) -> tuple[Slot, ...]:

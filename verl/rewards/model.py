@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from typing_extensions import Unpack
@@ -59,8 +60,9 @@ class RewardModel(FunctionReward):
         if tokenizer is None:
             tokenizer = find_tokenizer(self.model)
         self.tokenizer = load_tokenizer(tokenizer) if isinstance(tokenizer, str) else tokenizer
-        put(self.model, None if device is None else str(device))
         self.batch_size = batch_size
+        #: Token ids of texts -> their scores; where the map of placement has slots for it, by its workers there.
+        self.score_tokens: Callable[[list[list[int]]], list[float]] = TokenScorer(self.model, batch_size, device)
         self.max_length = max_length or getattr(self.model.config, "max_position_embeddings", None)
         self._at_eos = bool(getattr(self.model.config, SCORE_AT_EOS, False))
         super().__init__(self.scores, name=name, timeout=timeout, retries=retries, **options)
@@ -68,13 +70,7 @@ class RewardModel(FunctionReward):
     def scores(self, responses: list[str], prompts: list[Any]) -> list[float]:
         """One number for each response to its prompt (a text or a list of messages)."""
         tokens = [self._encode(prompt, response) for prompt, response in zip(prompts, responses, strict=True)]
-        order = sorted(range(len(tokens)), key=lambda row: len(tokens[row]))
-        scores = [0.0] * len(tokens)
-        for start in range(0, len(order), self.batch_size):
-            rows = order[start : start + self.batch_size]
-            for row, number in zip(rows, self._forward([tokens[row] for row in rows]), strict=True):
-                scores[row] = number
-        return scores
+        return self.score_tokens(tokens)
 
     def _encode(self, prompt: Any, response: str) -> list[int]:
         from verl.data.tokenize import encode_reply, render
@@ -93,16 +89,41 @@ class RewardModel(FunctionReward):
             raise DataError("a prompt and a response that are both empty cannot be scored")
         return list(tokens if self.max_length is None else tokens[-self.max_length :])
 
+
+class TokenScorer:
+    """Scores of texts that are token ids, by a sequence classifier of transformers or a `ValueModel`.
+
+    Args:
+        batch_size: texts in one forward pass; texts are sorted by length first, to need little padding.
+        device: where it runs from the first call on; None: the accelerator where there is one.
+    """
+
+    def __init__(self, model: Any, batch_size: int, device: Any = None) -> None:
+        self.model, self.batch_size = model, batch_size
+        self._device = None if device is None else str(device)
+
+    def __call__(self, tokens: list[list[int]]) -> list[float]:
+        put(self.model, self._device)
+        order = sorted(range(len(tokens)), key=lambda row: len(tokens[row]))
+        scores = [0.0] * len(tokens)
+        for start in range(0, len(order), self.batch_size):
+            rows = order[start : start + self.batch_size]
+            for row, number in zip(rows, self._forward([tokens[row] for row in rows]), strict=True):
+                scores[row] = number
+        return scores
+
     def _forward(self, tokens: list[list[int]]) -> list[float]:
         import torch
 
+        from verl.models.heads import SCORE_AT_EOS
         from verl.models.packed import evaluating
 
         config, parameter = self.model.config, next(self.model.parameters())
         own_pad = config.pad_token_id
         # Transformers scores at the last token that is not padding. A model without a padding token, or one scored at
         # an EOS that may also be its padding, is given an id that ends none of these texts.
-        ends, free = {row[-1] for row in tokens}, own_pad is None or own_pad < 0 or self._at_eos
+        at_eos = bool(getattr(config, SCORE_AT_EOS, False))
+        ends, free = {row[-1] for row in tokens}, own_pad is None or own_pad < 0 or at_eos
         pad = next(i for i in range(len(ends) + 1) if i not in ends) if free else own_pad
         longest = max(map(len, tokens))
         ids = torch.tensor([row + [pad] * (longest - len(row)) for row in tokens])

@@ -8,13 +8,18 @@ from functools import partial
 from typing import Any
 
 from verl.batch import Batch
-from verl.controller.controller import start
+from verl.controller.controller import Controller, start
+from verl.controller.group import WorkerGroup
+from verl.controller.ranks import registry
 from verl.controller.rewards import RewardPool
 from verl.errors import CheckpointError, ConfigError, RewardError
+from verl.models.portable import PortableModel
 from verl.rewards.failures import Failures
 from verl.rewards.make import make_reward
+from verl.rewards.model import RewardModel
 from verl.rewards.source import RewardSource, leaves, run_reward, score_finished
 from verl.roles.columns import as_sequences
+from verl.workers.reward import RewardWorker
 
 
 class Reward:
@@ -32,6 +37,8 @@ class Reward:
             one. A sample whose worker hangs or dies is scored by another; see `RewardPool`. `group.scale(n)` changes
             how many there are. A model is loaded in each of them.
         max_workers: let there be up to so many when samples queue up.
+        placement: a map with slots for the role "reward", see `DeviceMesh`: its models run there, and each rank scores
+            its share of the rows. None: the models run in this process, on the accelerator where there is one.
         **options: `timeout` in seconds, `retries`, `default_reward` (instead of abstaining), `max_failure_rate`
             (of the latest 256 samples, once there are 64; above it scoring raises), `smoothing` (EMA).
 
@@ -47,6 +54,7 @@ class Reward:
         url: Any = None,
         workers: int = 0,
         max_workers: int | None = None,
+        placement: Any = None,
         **options: Any,
     ) -> None:
         given = [source for source in (reward_fn, model, url) if source is not None]
@@ -57,11 +65,40 @@ class Reward:
         elif max_workers:
             raise ConfigError(f"max_workers={max_workers} is the most that `workers` (at least 1) may grow to")
         self.source: RewardSource = make_reward(given[0], **options)
+        for source in self._models():
+            registry.add("Reward", model=source.model)
+        if placement is not None:
+            self.place(placement)
 
     @classmethod
     def from_pretrained(cls, name: str, **options: Any) -> Reward:
         """A reward model by name or directory."""
         return cls(model=name, **options)
+
+    def place(self, placement: Any, role: str = "reward") -> None:
+        """Run the reward's models on the slots that a map has for `role`; without such slots they stay here.
+
+        Raises:
+            ConfigError: the reward has no model that could run there, or the ranks shall cut it.
+        """
+        controller = Controller.of(placement)
+        pool = controller.mesh.pools.get(role)
+        if pool is None:
+            return
+        models = list(self._models())
+        if not models:
+            raise ConfigError(
+                f"placement: the map has slots for the {role}, and '{self.source.name}' is no reward model of this "
+                "process: functions run where the script does, or in processes of their own (workers=N)"
+            )
+        if pool.parallel != "data":
+            raise ConfigError(f"placement: a {role} model is whole on each of its slots: parallel='data', not others")
+        for source in models:
+            recipe = partial(RewardWorker, PortableModel(source.model), source.batch_size)
+            source.score_tokens = partial(_scores, controller.group(role, recipe))
+
+    def _models(self) -> Iterator[RewardModel]:
+        return (source for source in leaves(self.source) if isinstance(source, RewardModel))
 
     @property
     def whole_batch(self) -> bool:
@@ -151,3 +188,9 @@ class Reward:
                 f"the reward '{self.source.name}' keeps no state (a running mean) and was saved with one "
                 f"({', '.join(sorted(state))}): give the reward and its smoothing of then, or start anew"
             )
+
+
+def _scores(group: WorkerGroup[RewardWorker], tokens: list[list[int]]) -> list[float]:
+    """The scores of texts by the workers of a reward model."""
+    rows = Batch.from_columns({"prompt_tokens": tokens, "response_tokens": [[] for _ in tokens]})
+    return list(group.call("scores", rows)["scores"])

@@ -51,7 +51,8 @@ class RunData:
 def placed_roles(algorithm: BaseAlgorithm) -> list[str]:
     """The roles of an algorithm that a map of placement names."""
     generates = ["rollout"] if algorithm.online else []
-    return ["actor", *generates, *(role for role in ROLES if role in algorithm.roles - {"actor"})]
+    models = algorithm.roles - {"actor", "reward", "cost"}
+    return ["actor", *generates, *(role for role in ROLES if role in models)]
 
 
 def build_actor(config: Config, algorithm: BaseAlgorithm, rows: int, controller: Controller | None = None) -> Actor:

@@ -120,7 +120,7 @@ def _open_trainer(config: Config, checked: Checked, run: Run, controller: Contro
     )
     trainer.settings = identity
     if not controller.is_local:
-        roles = build.placed_roles(algorithm)
+        roles = [*build.placed_roles(algorithm), *(role for role in trainer.sources if role in controller.mesh.pools)]
         logger.info("%d ranks:\n%s", len(controller.mesh.slots), controller.mesh.picture(roles))
     step = trainer.resume()
     if trainer.position is not None:

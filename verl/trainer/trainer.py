@@ -149,6 +149,8 @@ class Trainer:
         if critic is not None and not isinstance(critic, Critic):
             critic = Critic.from_pretrained(critic) if isinstance(critic, str) else Critic(critic)
         _lay_out([self.actor, *([critic] if critic else [])], placement, strategy, device_map, use_amp)
+        for role, source in self.sources.items():
+            source.place(self.actor.controller, role)
         self.updater = Updater(self.algorithm, actor=self.actor, critic=critic)
         self.critic = self.updater.critics.get("critic")
         self.deadline = deadline

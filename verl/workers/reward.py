@@ -1,0 +1,22 @@
+"""A reward model on one rank: it scores token ids."""
+
+from __future__ import annotations
+
+from verl.batch import Batch
+from verl.models.portable import PortableModel
+from verl.rewards.model import TokenScorer
+from verl.workers.place import ALONE, Place, verb
+from verl.workers.trained import placed
+
+
+class RewardWorker:
+    """A sequence classifier, whole on each rank of its role."""
+
+    def __init__(self, model: PortableModel, batch_size: int, *, place: Place = ALONE) -> None:
+        live = placed(model, place).requires_grad_(False)
+        self._score = TokenScorer(live, batch_size, place.device)
+
+    @verb("train", split="rows", collect="rows")
+    def scores(self, batch: Batch) -> Batch:
+        """Column `scores`: a number for the text of each row's `prompt_tokens`."""
+        return Batch.from_columns({"scores": self._score(batch["prompt_tokens"])})
