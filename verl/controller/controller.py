@@ -160,16 +160,12 @@ class Controller:
             self._slots.close()
 
     def _check(self, ranks: int) -> None:
-        kinds = {slot.kind for slot in self.mesh.slots}
         if self.is_local:
             self.mesh.check({"cuda": device.count("cuda"), "cpu": self.mesh.slots[0].index + 1}, "this machine")
             return
         if named := next((slot for slot in self.mesh.slots if slot.is_named), None):
             raise ConfigError(f"placement: slot {named} names a node or accelerator, which takes Ray, not torchrun")
-        if len(kinds) > 1:
-            found = " and ".join(sorted(kinds))
-            raise ConfigError(f"placement: the slots of a torchrun job are of one kind, got {found}")
-        self.mesh.check(dict.fromkeys(kinds, ranks), f"this torchrun job of {ranks} ranks")
+        self.mesh.check({self.mesh.slots[0].kind: ranks}, f"this torchrun job of {ranks} ranks")
 
 
 def _ray_slots(mesh: DeviceMesh, timeout: float) -> Slots:

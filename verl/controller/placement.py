@@ -132,7 +132,8 @@ class DeviceMesh:
             are not named stand where the actor does. Pools may share slots.
 
     Raises:
-        ConfigError: an unknown role, or the policy trains on some of the slots that it generates on.
+        ConfigError: an unknown role, slots of several kinds, or the policy trains on some of the slots that it
+            generates on.
     """
 
     pools: Mapping[str, ResourcePool] = field(default_factory=dict)
@@ -153,6 +154,8 @@ class DeviceMesh:
             pools[role] = ResourcePool.numbered(free, where) if is_count else ResourcePool.parse(where)
             free = max(free, pools[role].slots[-1].index + 1)
         object.__setattr__(self, "pools", pools)
+        if len(kinds := {slot.kind for slot in self.slots}) > 1:
+            raise ConfigError(f"placement: the slots of one map are of one kind, got {' and '.join(sorted(kinds))}")
         if "actor" in pools and "rollout" in pools:
             trains, generates = pools["actor"], pools["rollout"]
             common = set(trains.slots) & set(generates.slots)
