@@ -25,14 +25,15 @@ def outcome(folder: Path) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
     return torch.load(folder / "weights.pt"), json.loads((folder / "run.json").read_text())
 
 
-def assert_equal_runs(one: Path, other: Path) -> None:
+def assert_equal_runs(one: Path, other: Path, rewards: float = 0.0) -> None:
+    """`rewards`: how far those may be apart, where a model computed them in other batches."""
     (weights, run), (weights_, run_) = outcome(one), outcome(other)
     assert weights.keys() == weights_.keys()
     for name, weight in weights.items():
         torch.testing.assert_close(weights_[name], weight, rtol=0, atol=1e-9, msg=name)
     for ours, theirs in zip(run["samples"], run_["samples"], strict=True):
-        for column in ("id", "response_tokens", "reward"):
-            assert theirs[column] == ours[column]
+        assert theirs["id"] == ours["id"] and theirs["response_tokens"] == ours["response_tokens"]
+        assert theirs["reward"] == pytest.approx(ours["reward"], rel=0, abs=rewards)
         for a, b in zip(ours["rollout_log_probs"], theirs["rollout_log_probs"], strict=True):
             assert b == pytest.approx(a, abs=1e-9)
     for record, record_ in zip(run["records"], run_["records"], strict=True):
@@ -94,18 +95,16 @@ def scored(alone: tuple[Path, Path], tmp_path_factory: pytest.TempPathFactory) -
 
 
 def test_one_map_places_actor_critic_and_reward(
-    alone: tuple[Path, Path], scored: tuple[Path, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    alone: tuple[Path, Path], scored: tuple[Path, Path], tmp_path: Path
 ) -> None:
-    monkeypatch.setitem(ranks.ENV, "LOG_LEVEL", "INFO")
     placement = {
-        "actor": {"cpu_ids": [0, 1], "parallel": "data"},
-        "critic": {"cpu_ids": [2, 3], "parallel": "data"},
-        "reward": {"cpu_ids": [2]},
+        "actor": {"cpu_ids": [0, 1], "parallel": "tensor"},
+        "critic": {"cpu_ids": [2], "parallel": "data"},
+        "reward": {"cpu_ids": [2, 3]},
     }
     folder, expected = scored
-    done = torchrun(4, SCRIPT, alone[0], tmp_path, json.dumps(placement), "null", "8", json.dumps(str(folder)))
-    assert "rank 0 of 1 of role 'reward'" in done.stderr
-    assert_equal_runs(expected, tmp_path)
+    torchrun(4, SCRIPT, alone[0], tmp_path, json.dumps(placement), "null", "8", json.dumps(str(folder)))
+    assert_equal_runs(expected, tmp_path, rewards=1e-12)
 
 
 def test_copies_of_the_actor_have_its_weights_where_it_does_not_stand(
