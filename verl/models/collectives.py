@@ -35,6 +35,13 @@ def split(x: Tensor, sizes: Sequence[int], group: Any) -> Tensor:
     return result
 
 
+def exchange(x: Tensor, group: Any, sent: Sequence[int], received: Sequence[int]) -> Tensor:
+    """All-to-all along the first dimension: the first `sent[0]` rows of `x` go to the group's first rank, and so on;
+    `received[i]` rows of the result come from rank i."""
+    result: Tensor = _Exchange.apply(x, group, list(sent), list(received))  # type: ignore[no-untyped-call]
+    return result
+
+
 class _Sum(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, group: Any) -> Tensor:
@@ -77,6 +84,23 @@ class _Split(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
         return _gathered(grads[0], ctx.sizes, ctx.group), None, None
+
+
+class _Exchange(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: Any, sent: list[int], received: list[int]) -> Tensor:
+        ctx.group, ctx.sent, ctx.received = group, sent, received
+        return _exchanged(x, group, sent, received)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, None]:
+        return _exchanged(grads[0], ctx.group, ctx.received, ctx.sent), None, None, None
+
+
+def _exchanged(x: Tensor, group: Any, sent: list[int], received: list[int]) -> Tensor:
+    result = x.new_empty(sum(received), *x.shape[1:])
+    dist.all_to_all_single(result, x.contiguous(), received, sent, group=group)
+    return result
 
 
 def _gathered(x: Tensor, sizes: Sequence[int], group: Any) -> Tensor:

@@ -10,7 +10,7 @@ D head size.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -36,6 +36,8 @@ class Packed:
     predict: Tensor  # [R] index into [T] of the hidden state that predicts each response token, rows in order
     targets: Tensor  # [R] the response tokens
     last: Tensor  # [S] index into [T] of the last token of each row that was fed
+    # From numbers read at `predict` or `last` to those of all rows, where ranks each hold a slice of the tokens.
+    gather: Callable[[Tensor], Tensor] = lambda values: values
 
 
 @dataclass(frozen=True)

@@ -5,6 +5,7 @@ Shapes: R response tokens of all rows, row after row; S rows.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from contextlib import nullcontext
 from typing import Any
 
@@ -44,6 +45,8 @@ class Forward(nn.Module):
         super().__init__()
         self.model, self.head, self.share_prompts = model, head, share_prompts
         self.packed = packed or PackedModel(model if head == "lm" else model.backbone, fused_kernels=fused_kernels)
+        #: Cuts the tokens over ranks that share rows.
+        self.slicing: Callable[[Packed], Packed] = lambda flat: flat
         self.autocast = autocast and self.packed.dtype == torch.float32
 
     def wanted(self, entropy: bool) -> tuple[str, ...]:
@@ -62,23 +65,24 @@ class Forward(nn.Module):
         return torch.autocast(self.packed.device.type, torch.bfloat16) if self.autocast else nullcontext()
 
     def pack(self, batch: Batch) -> Packed:
-        """The rows of a micro-batch as flat tokens."""
+        """The rows of a micro-batch as flat tokens, or this rank's slice of these."""
         columns = batch["prompt_tokens"], batch["response_tokens"]
-        return pack_rows(*columns, self.packed.device, self.share_prompts, keep_last=self.head == "score")
+        flat = pack_rows(*columns, self.packed.device, self.share_prompts, keep_last=self.head == "score")
+        return self.slicing(flat)
 
     def forward(self, flat: Packed, want: tuple[str, ...], temperature: float = 1.0) -> dict[str, Tensor]:
         """Predictions by the names they have in `LossInput`: `[R]`, or `[S]` for a score."""
         hidden = self.packed.hidden(flat.tokens, flat.positions, flat.context)
         if self.head == "score":
-            return {"scores": self.model.predict(hidden.index_select(0, flat.last))}
+            return {"scores": flat.gather(self.model.predict(hidden.index_select(0, flat.last)))}
         hidden = hidden.index_select(0, flat.predict)
         if self.head == "value":
-            return {"values": self.model.predict(hidden)}
+            return {"values": flat.gather(self.model.predict(hidden))}
         log_probs, entropies = self.packed.log_probs(
             hidden, flat.targets, temperature=temperature, entropy="entropy" in want
         )
         found = {"log_probs": log_probs} | ({} if entropies is None else {"entropy": entropies})
-        return {name: value.clone() for name, value in found.items()}  # FSDP's hooks take no views
+        return {name: flat.gather(value).clone() for name, value in found.items()}  # FSDP's hooks take no views
 
     def check_batch(self, batch: Batch) -> None:
         """Raises DataError: a token has no embedding, or a row is longer than a table of learned positions."""

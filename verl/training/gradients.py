@@ -111,25 +111,20 @@ class Gradients:
         return float(torch.stack(squares).sum().sqrt()) if squares else 0.0
 
     @torch.no_grad()
-    def sum_over_ranks(
-        self, all_reduce: Callable[[list[Tensor], Any], None], weights: Sequence[Weight] | None = None
-    ) -> None:
-        """Replace the sums of this rank by those over all ranks, in the same precision.
+    def sum_over_ranks(self, all_reduce: Callable[[list[Tensor], Any], None], weights: Sequence[Weight]) -> None:
+        """Replace this rank's sums of some weights by those over all ranks, in the same precision.
 
         Args:
             all_reduce: combines a list of tensors over all ranks in place, by a `torch.distributed.ReduceOp`.
-            weights: those whose sums are; None: all.
         """
-        weights = self.weights if weights is None else weights
         self._allocate()
-        flags = torch.tensor([float(w.has_gradient) for w in weights], device=self.weights[0].live.device)
+        flags = torch.tensor([float(w.has_gradient) for w in weights], device=weights[0].live.device)
         all_reduce([flags], dist.ReduceOp.MAX)
         for weight, anywhere in zip(weights, flags.tolist(), strict=True):
             if anywhere and not weight.has_gradient and weight.gradient is not None:
                 weight.gradient.zero_()
             weight.has_gradient = bool(anywhere)
-        present = [weight.gradient for weight in weights if weight.has_gradient and weight.gradient is not None]
-        all_reduce(present, dist.ReduceOp.SUM)
+        all_reduce([w.gradient for w in weights if w.has_gradient and w.gradient is not None], dist.ReduceOp.SUM)
 
     def accepted(self) -> None:
         """After a step: drop its gradient; the loss scale may rise again."""

@@ -10,10 +10,11 @@ from verl.models.cuts import local_part
 from verl.training.forward import Forward
 from verl.training.parallel.data import replicate, shard
 from verl.training.parallel.result import Parallel
+from verl.training.parallel.sequence import sequence
 from verl.training.parallel.tensor import tensor
 from verl.training.ranks import Ranks
 
-_DONE = ("replicate", "shard", "tp")
+_DONE = ("replicate", "shard", "sp", "tp")
 
 
 def parallelize(forward: Forward, ranks: Ranks, *, trains: bool) -> Parallel:
@@ -29,10 +30,13 @@ def parallelize(forward: Forward, ranks: Ranks, *, trains: bool) -> Parallel:
     parallel = Parallel(ranks.mesh, {name: weight.dtype for name, weight in forward.model.named_parameters()})
     if layout.tp > 1:
         tensor(forward, ranks, parallel)
+    if layout.sp > 1:
+        sequence(forward, ranks)
     if layout.shard > 1:
         shard(forward, ranks, parallel, trains=trains)
-    elif layout.replicate > 1:
-        replicate(ranks, parallel)
+    over = ("sp",) if layout.shard > 1 else ("replicate", "sp")  # FSDP adds up over replicas itself
+    if summed := [dim for dim in over if getattr(layout, dim) > 1]:
+        replicate(ranks, parallel, *summed)
     return parallel
 
 

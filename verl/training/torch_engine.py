@@ -15,7 +15,7 @@ from torch import Tensor
 
 from verl.batch import Batch
 from verl.errors import CheckpointError, ConfigError, DataError, TrainingError
-from verl.layout import Mesh
+from verl.layout import DATA_DIMS, Mesh
 from verl.models.cuts import blocks_of, cuts_of, local_part
 from verl.models.lora import adapters_off, merged_shards
 from verl.models.packed import PackedModel
@@ -238,14 +238,14 @@ class TorchEngine:
         """How many forwards the rank with the most runs, where all must run as many."""
         count = torch.tensor(forwards)
         if self._parallel.in_step:
-            self._ranks.all_reduce([count], dist.ReduceOp.MAX, "replicate", "shard")
+            self._ranks.all_reduce([count], dist.ReduceOp.MAX, *DATA_DIMS)
         return int(count)
 
     def _measured(self, losses: list[Loss]) -> Metrics:
         """`loss` and metrics of all ranks' micro-batches."""
         metrics = combine_metrics([loss.metrics for loss in losses])
         own = {**metrics, "loss": sum(float(loss.total) for loss in losses)}
-        return combine_metrics(self._ranks.gather(own, "replicate", "shard"))
+        return combine_metrics(self._ranks.gather(own, *DATA_DIMS))
 
     def _step(self, optimizer: MixedPrecisionOptimizer, losses: list[Loss]) -> Metrics:
         gradients = optimizer.gradients

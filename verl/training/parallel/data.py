@@ -1,6 +1,7 @@
 """Data parallelism: ranks with different rows, and the whole of each weight or rows of it.
 
-`replicate` (DDP): every rank has the whole model; gradient sums are added over ranks once a step.
+`replicate` (DDP): every rank has the whole model; gradient sums are added over ranks once a step. So are those of ranks
+that differ in the tokens they have of the same rows, or in their experts.
 `shard` (FSDP2; Zhao et al. 2023, arXiv 2304.11277), with or without replicas: a rank keeps rows of each weight, of its
 gradient sum and of its optimizer state. A layer's weights are gathered for its forward and backward and freed again;
 its gradient is reduced to the ranks that keep its rows. A bf16 model keeps fp32 rows, which are the masters, and
@@ -17,18 +18,31 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
 from verl.errors import ConfigError
+from verl.models.cuts import cuts_of
 from verl.training.forward import Forward
+from verl.training.gradients import Gradients, Weight
 from verl.training.parallel.result import Parallel
 from verl.training.ranks import Ranks
 
 
-def replicate(ranks: Ranks, parallel: Parallel) -> None:
-    """Equal weights, gradients added up over ranks."""
+def replicate(ranks: Ranks, parallel: Parallel, *dims: str) -> None:
+    """Equal weights on ranks with other rows or tokens: gradients are added up over `dims`, but for those along which
+    a weight is cut."""
 
-    def all_reduce(tensors: Sequence[Tensor], op: Any) -> None:
-        ranks.all_reduce(tensors, op, "replicate")
+    def summed(weight: Weight) -> tuple[str, ...]:
+        cut = {dim for dim, _ in cuts_of(weight.source)}
+        return tuple(dim for dim in dims if dim not in cut)
 
-    parallel.reductions.append(lambda gradients: gradients.sum_over_ranks(all_reduce))
+    def reduce(gradients: Gradients) -> None:
+        for own in sorted({summed(weight) for weight in gradients.weights}):
+            weights = [weight for weight in gradients.weights if summed(weight) == own]
+
+            def all_reduce(tensors: Sequence[Tensor], op: Any, own: tuple[str, ...] = own) -> None:
+                ranks.all_reduce(tensors, op, *own)
+
+            gradients.sum_over_ranks(all_reduce, weights)
+
+    parallel.reductions.append(reduce)
 
 
 def shard(forward: Forward, ranks: Ranks, parallel: Parallel, *, trains: bool) -> None:

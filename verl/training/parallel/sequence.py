@@ -1,0 +1,118 @@
+"""Sequence parallelism (Ulysses; Jacobs et al. 2023, arXiv 2309.14509): a micro-batch's flat tokens cut over ranks.
+
+Ranks along `sp` hold the same weights and get the same rows. Each computes a slice of the flat tokens through the
+backbone and the head, and so keeps a slice of the activations. Around attention, an all-to-all trades slices of tokens
+with all heads for all tokens with a part of the heads, and another one goes back; so windows and shared prompts are as
+in one process. Predictions are gathered, hence the loss is the same on all these ranks; gradients of weights are of the
+slice, and are added up over `sp` after the last backward pass of a step.
+
+Shapes: T flat tokens, C tokens of a slice, P sp ranks, H query heads, K key/value heads, D head size.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.nn.functional import pad
+
+from verl.errors import ConfigError
+from verl.models.collectives import exchange, joined
+from verl.models.packed import AttentionContext
+from verl.models.segments import Packed
+from verl.training.forward import Forward
+from verl.training.ranks import Ranks
+
+
+def sequence(forward: Forward, ranks: Ranks) -> None:
+    """Let each rank along `sp` compute a slice of the tokens.
+
+    Raises:
+        ConfigError: tokens of the model see each other elsewhere than in an attention of ours.
+    """
+    if not forward.packed.supports_packed:
+        raise ConfigError(
+            f"layout: sp={ranks.mesh.layout.sp} cuts sequences at the attention, and "
+            f"{type(forward.packed.model).__name__} has none that can be called so: use sp=1"
+        )
+    forward.slicing = SequenceSlices(ranks.group("sp"), per_row=forward.head == "score").cut
+
+
+class SequenceSlices:
+    """Cuts the flat tokens of micro-batches, all known to all ranks of `group`, into one slice a rank.
+
+    Args:
+        per_row: predictions are read at the last token of a row (`Packed.last`); else at `Packed.predict`.
+    """
+
+    def __init__(self, group: Any, per_row: bool) -> None:
+        self._group, self._size, self._index = group, dist.get_world_size(group), dist.get_rank(group)
+        self._per_row = per_row
+
+    def cut(self, flat: Packed) -> Packed:
+        """This rank's slice of a micro-batch.
+
+        Slices are padded to one size, at least by one token, which stands at the longest position of the micro-batch:
+        rotary embeddings that depend on it are then those of the whole. No prediction is read from a padding token.
+        """
+        size = -(-len(flat.tokens) // self._size)
+        own = slice(self._index * size, (self._index + 1) * size)
+
+        def sliced(values: Tensor, fill: Tensor) -> Tensor:
+            part = values[own]
+            return torch.cat([part, fill.expand(size + 1 - len(part))])
+
+        read = flat.last if self._per_row else flat.predict
+        owner = read // size
+        counted = (owner[:, None] == torch.arange(self._size, device=owner.device)).cumsum(0)
+        most = int(counted.amax()) if len(read) else 1
+        place = owner * most + counted.gather(1, owner[:, None])[:, 0] - 1
+        mine = (owner == self._index).nonzero()[:, 0]
+
+        def whole(values: Tensor) -> Tensor:
+            padded = pad(values, (0, most - len(values)))
+            return joined(padded, [most] * self._size, self._group).index_select(0, place)
+
+        return replace(
+            flat,
+            tokens=sliced(flat.tokens, flat.tokens[:1]),
+            positions=sliced(flat.positions, flat.positions.max()),
+            context=_HeadExchange(  # type: ignore[arg-type]  # for models with a packed forward: `attend` is all they call
+                flat.context, len(flat.tokens), size, self._group, self._size
+            ),
+            predict=flat.predict if self._per_row else read[mine] - own.start,
+            targets=flat.targets if self._per_row else flat.targets[mine],
+            last=read[mine] - own.start if self._per_row else flat.last,
+            gather=whole,
+        )
+
+
+class _HeadExchange:
+    """The attention context of a slice: `context`, of all T tokens, on this rank's part of the heads."""
+
+    def __init__(self, context: AttentionContext, tokens: int, size: int, group: Any, ranks: int) -> None:
+        self._context, self._tokens, self._size = context, tokens, size
+        self._group, self._ranks = group, ranks
+
+    def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, scale: float, window: int | None) -> Tensor:
+        """query `[C, H, D]`, key and value `[C, K, D]` -> `[C, H, D]`, zeros for padding tokens."""
+        spare = len(query) - self._size
+        # Key/value heads that do not divide evenly are repeated until they do; each stays with its query heads.
+        repeat = math.lcm(key.shape[1], self._ranks) // key.shape[1]
+        heads = query, key.repeat_interleave(repeat, 1), value.repeat_interleave(repeat, 1)
+        # One call for all three. Under autocast, rotary embeddings leave query and key in fp32.
+        parts = [x[: self._size].to(value.dtype).unflatten(1, (self._ranks, -1)) for x in heads]
+        every = self._exchange(torch.cat(parts, 2).transpose(0, 1)).flatten(0, 1)[: self._tokens]
+        q, k, v = every.split([part.shape[2] for part in parts], 1)
+        mixed = self._context.attend(layer, q, k, v, scale, window)
+        mixed = pad(mixed, (0, 0, 0, 0, 0, self._ranks * self._size - self._tokens))
+        own = self._exchange(mixed.unflatten(0, (self._ranks, -1))).transpose(0, 1).flatten(1, 2)
+        return pad(own, (0, 0, 0, 0, 0, spare))
+
+    def _exchange(self, x: Tensor) -> Tensor:
+        """`x[i]` to rank i; the result has one from each."""
+        return exchange(x, self._group, [1] * self._ranks, [1] * self._ranks)
