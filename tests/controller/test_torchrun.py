@@ -59,7 +59,14 @@ def test_two_ranks_equal_one_process(alone: tuple[Path, Path], tmp_path: Path) -
 
 def test_two_ranks_with_a_part_of_the_models_each_equal_one_process(alone: tuple[Path, Path], tmp_path: Path) -> None:
     model, expected = alone
-    torchrun(2, SCRIPT, model, tmp_path, "null", json.dumps("fsdp"))
+    torchrun(2, SCRIPT, model, tmp_path, "null", json.dumps({"strategy": "fsdp"}))
+    assert_equal_runs(expected, tmp_path)
+
+
+@pytest.mark.slow
+def test_two_ranks_that_share_each_layer_equal_one_process(alone: tuple[Path, Path], tmp_path: Path) -> None:
+    model, expected = alone
+    torchrun(2, SCRIPT, model, tmp_path, "null", json.dumps({"tensor_parallel_size": 2}))
     assert_equal_runs(expected, tmp_path)
 
 
@@ -70,7 +77,7 @@ def test_one_optimizer_step_a_batch_with_a_part_of_the_models_each_equals_one_pr
     # The log-probs before the update are then those of the rollout.
     (tmp_path / "one").mkdir()
     ranks.alone(SCRIPT, alone[0], tmp_path / "one", "null", "null", "null")
-    torchrun(2, SCRIPT, alone[0], tmp_path, "null", json.dumps("fsdp"), "null")
+    torchrun(2, SCRIPT, alone[0], tmp_path, "null", json.dumps({"strategy": "fsdp"}), "null")
     assert_equal_runs(tmp_path / "one", tmp_path)
 
 

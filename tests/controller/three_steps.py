@@ -1,6 +1,6 @@
 """Three steps of a training script that knows nothing of ranks; started by the tests in one process and in several.
 
-python three_steps.py MODEL OUT [PLACEMENT [STRATEGY [MINI_BATCH_SIZE [REWARD_MODEL]]]], all but the first two as JSON
+python three_steps.py MODEL OUT [PLACEMENT [TRAIN [MINI_BATCH_SIZE [REWARD_MODEL]]]], all but the first two as JSON
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ def reward(responses: list[str]) -> list[float]:
 def run(
     model: str,
     placement: Any = None,
-    strategy: str | None = None,
+    train: dict[str, Any] | None = None,
     mini_batch_size: int | None = 8,
     reward_model: str | None = None,
 ) -> dict[str, Any]:
@@ -33,7 +33,7 @@ def run(
         "mini_batch_size": mini_batch_size,
         "max_tokens_per_micro_batch": 64,
         "placement": placement,
-        "strategy": strategy,
+        "train": train,
     }
     sampling = verl.SamplingParams(max_new_tokens=12)
     actor = verl.Actor(model, sampling=sampling, **options)

@@ -78,5 +78,5 @@ def cuts_of(tensor: Tensor) -> tuple[tuple[str, int], ...]:
     cut: Any = tensor
     if not hasattr(tensor, "placements"):
         return ()
-    named = zip(cut.device_mesh.mesh_dim_names, cut.placements, strict=True)
-    return tuple((name, placement.dim) for name, placement in named if hasattr(placement, "dim"))
+    named = [*zip(cut.device_mesh.mesh_dim_names, cut.placements, strict=True)]
+    return tuple((name, placement.dim) for name, placement in reversed(named) if hasattr(placement, "dim"))

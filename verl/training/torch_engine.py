@@ -15,7 +15,7 @@ from torch import Tensor
 
 from verl.batch import Batch
 from verl.errors import CheckpointError, ConfigError, DataError, TrainingError
-from verl.layout import DATA_DIMS, Mesh
+from verl.layout import DATA_DIMS, Layout, Mesh
 from verl.models.cuts import blocks_of, cuts_of, local_part
 from verl.models.lora import adapters_off, merged_shards
 from verl.models.packed import PackedModel
@@ -78,8 +78,7 @@ class TorchEngine:
         self.precision = torch.float64 if self._forward.packed.dtype == torch.float64 else torch.float32
         self._ranks = Ranks(self.mesh, group)
         trains = options.optim is not None or options.optimizer is not None
-        if self.mesh.layout.shard > 1:
-            _check_cut(options)
+        _check_cut(options, self.mesh.layout)
         model.eval()
         if options.gradient_checkpointing:
             enable_checkpointing(self._forward.packed.model)
@@ -288,8 +287,12 @@ def _no_loss(outputs: dict[str, Tensor]) -> Loss:
     return Loss(total=torch.stack([values.sum() for values in outputs.values()]).sum() * 0.0)
 
 
-def _check_cut(options: EngineOptions) -> None:
-    if options.optimizer is not None:
-        raise ConfigError("strategy 'fsdp' makes its own optimizer: give optim=OptimConfig(...), or use 'ddp'")
-    if options.optim is not None and options.optim.moments == "bfloat16":
+def _check_cut(options: EngineOptions, layout: Layout) -> None:
+    """Raises ConfigError: where ranks have parts of weights, the optimizer cannot be as these options want it."""
+    if options.optimizer is not None and layout.size > layout.replicate:
+        raise ConfigError(
+            f"your own {type(options.optimizer).__name__} holds whole weights, and ranks have parts of them here: give "
+            "optim=OptimConfig(...), or use 'ddp'"
+        )
+    if options.optim is not None and options.optim.moments == "bfloat16" and layout.shard > 1:
         raise ConfigError("strategy 'fsdp' keeps the optimizer's moments in float32: leave optim.moments out")
