@@ -18,7 +18,7 @@ from tests.exact import norm_in_fp64
 from tests.training.cases import OPTIM, ROWS, log_probs, make_engine, ragged_batch, state_of, tiny_model, update
 from verl.errors import ConfigError, ModelError
 from verl.models.heads import ValueModel
-from verl.models.lora import adapter_config, adapters_off, add_lora, has_adapters, merged_shards, restore_adapters
+from verl.models.lora import adapters_off, add_lora, change_layers, has_adapters, layer_changes, merged_shards
 from verl.models.options import LoraOptions
 from verl.models.packed import PackedModel
 from verl.models.portable import PortableModel
@@ -123,9 +123,10 @@ def test_a_model_with_adapters_travels(dtype: torch.dtype) -> None:
         assert checksum(model_shards(travelled)) == checksum(model_shards(model))
         own, other = ({n: (w.requires_grad, w.dtype) for n, w in m.named_parameters()} for m in (model, travelled))
         assert own == other
-    saved = json.loads(json.dumps(adapter_config(model)))
-    with pytest.raises(ModelError, match="adapters cannot be made"):
-        restore_adapters(tiny_model(), {**saved, "config": {**saved["config"], "peft_type": "unheard of"}})
+    saved = json.loads(json.dumps(layer_changes(model)))
+    saved["adapters"]["config"]["peft_type"] = "unheard of"
+    with pytest.raises(ModelError, match="layers cannot be made"):
+        change_layers(tiny_model(), saved)
 
 
 def test_what_cannot_be_adapted_is_refused() -> None:

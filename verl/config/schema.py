@@ -17,7 +17,7 @@ from pydantic import AfterValidator, BaseModel, ConfigDict, Field, model_validat
 from pydantic_core import PydanticCustomError
 
 from verl.errors import nearest
-from verl.models.options import ModelOptions
+from verl.models.options import Dtype, ModelOptions
 from verl.record import (
     AsTuple,
     Count,
@@ -86,6 +86,7 @@ class RefConfig(Record):
     path: str | None = Field(
         default=None, description="model of the reference policy (null: the actor as it is at the start)"
     )
+    dtype: Dtype | None = Field(default=None, description="its precision (null: the actor's)")
 
 
 class ActorRolloutRefConfig(Record):
@@ -98,6 +99,8 @@ class ActorRolloutRefConfig(Record):
     def _check(self) -> ActorRolloutRefConfig:
         if self.model.path is None:
             raise wrong("model.path", "is missing: give a model directory or a hub name")
+        if self.model.lora is not None and self.ref.dtype is not None and self.ref.path is None:
+            raise wrong("ref.dtype", "the reference of an actor with adapters is that actor without them: leave it out")
         return self
 
 
@@ -176,6 +179,7 @@ class RewardPart(Record):
         default=None, description="a built-in reward: task (its own verifier) or code (tests in a sandbox)"
     )
     model: str | None = Field(default=None, description="a reward model: directory or hub name")
+    dtype: Dtype = Field(default="auto", description="precision of the reward model (auto: as in the files)")
     url: Strings = Field(default=(), description="addresses of a scoring service; with template, of an LLM judge")
     template: str | None = Field(
         default=None, description="what the judge reads, with {prompt}, {response} and columns by name in it"
@@ -189,6 +193,8 @@ class RewardPart(Record):
     def _check_answer(self) -> RewardPart:
         if self.answer != "whole" and self.name is None:
             raise wrong("answer", "is for built-in rewards (name); a function or model reads the whole response")
+        if self.dtype != "auto" and self.model is None:
+            raise wrong("dtype", "is for a reward model: it needs model")
         if self.template is not None and (not self.url or "{response}" not in self.template):
             raise wrong("template", "is for a judge: it needs url, and {response} in the template")
         return self

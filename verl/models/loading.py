@@ -28,6 +28,7 @@ from transformers.utils import logging as transformers_logging
 
 from verl.errors import ModelError, nearest
 from verl.models.heads import ValueModel, read_head
+from verl.models.int4 import to_int4
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -40,6 +41,7 @@ _DTYPES: dict[str, Any] = {
     "float32": torch.float32,
     "bfloat16": torch.bfloat16,
     "float16": torch.float16,
+    "int4": "auto",
 }
 _HALF = (torch.bfloat16, torch.float16)
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "spiece.model")
@@ -58,7 +60,8 @@ def load_model(
     """A model in evaluation mode, on CPU, from a directory or a hub name.
 
     Args:
-        dtype: "float32", "bfloat16", "float16", "float64" or "auto": as stored, but see `slow_in_half_precision`.
+        dtype: "float32", "bfloat16", "float16", "float64" or "auto": as stored, but see `slow_in_half_precision`;
+            "int4": as "auto", then frozen and its linear layers in 4 bits (see `to_int4`).
         kind: "causal": a `PreTrainedModel` with its language-model head. "value" (one value a position) and
             "score" (one number a sequence): a `ValueModel` over the same backbone, with the head that the
             checkpoint has, else a new one (see `ValueModel.new_head`). "classifier": a transformers
@@ -79,9 +82,12 @@ def load_model(
             model = _load_classifier(name, options)
         else:
             model = ValueModel(AutoModel.from_pretrained(name, **options), read_head(name))
-    if dtype == "auto" and next(model.parameters()).dtype in _HALF and slow_in_half_precision():
+    if _DTYPES[dtype] == "auto" and next(model.parameters()).dtype in _HALF and slow_in_half_precision():
         model = model.float()
-    return model.eval()
+    model.eval()
+    if dtype == "int4":
+        to_int4(model)
+    return model
 
 
 def resolved_dtype(path_or_name: str | Path, dtype: str, *, trust_remote_code: bool = False) -> str | None:

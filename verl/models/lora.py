@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import copy
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -19,6 +19,7 @@ from safetensors.torch import save_file
 from torch import nn
 
 from verl.errors import ConfigError, ModelError
+from verl.models.int4 import Int4Linear, make_int4
 from verl.models.options import LoraOptions
 from verl.models.shards import model_shards
 from verl.shard import Shard
@@ -53,37 +54,26 @@ def has_adapters(model: Any) -> bool:
     return bool(getattr(_inner(model), "peft_config", None))
 
 
-def adapter_config(model: Any) -> dict[str, Any] | None:
-    """What `restore_adapters` makes equal layers from, as JSON; None: the model has no adapters."""
-    if not has_adapters(model):
-        return None
+def layer_changes(model: Any) -> dict[str, Any]:
+    """Which layers of a model are not those that its configuration makes, as JSON: those in 4 bits, and adapters."""
     inner = _inner(model)
-    ((name, config),) = inner.peft_config.items()
-    dtype = next(weight.dtype for weight_name, weight in inner.named_parameters() if f".{name}" in weight_name)
-    values = {key: sorted(value) if isinstance(value, set) else value for key, value in config.to_dict().items()}
-    # By their full names: a value model's backbone has others than the language model it was taken from.
-    layers = [layer for layer, module in inner.named_modules() if hasattr(module, "base_layer")]
-    values["target_modules"] = layers
-    values["peft_type"] = str(getattr(config.peft_type, "value", config.peft_type))
-    return {"name": name, "dtype": str(dtype).removeprefix("torch."), "config": values}
+    int4 = [name.removesuffix(".base_layer") for name, m in inner.named_modules() if isinstance(m, Int4Linear)]
+    return {"int4": int4, "adapters": _adapter_config(inner) if has_adapters(inner) else None}
 
 
-def restore_adapters(model: Any, saved: dict[str, Any] | None) -> None:
-    """Give a model without adapters the layers that `adapter_config` noted; weights are still to come.
+def change_layers(model: Any, saved: Mapping[str, Any]) -> None:
+    """Give a model, as its configuration makes it, the layers that `layer_changes` noted; weights are still to come.
 
     Raises:
-        ModelError: peft cannot make them on this model.
+        ModelError: they cannot be made on this model.
     """
-    if saved is None:
-        return
-    peft = _peft()
+    inner = _inner(model)
     try:
-        values = {**saved["config"], "init_lora_weights": True}  # other starts change the base, whose weights come too
-        with torch.random.fork_rng():
-            config = peft.PeftConfig.from_peft_type(**values)
-            _inject(_inner(model), config, saved["name"], getattr(torch, saved["dtype"]))
-    except (KeyError, TypeError, ValueError) as error:
-        raise ModelError(f"the adapters cannot be made on this {type(_inner(model)).__name__}: {error}") from error
+        make_int4(inner, saved["int4"])
+        if saved["adapters"] is not None:
+            _restore_adapters(inner, saved["adapters"])
+    except (AttributeError, KeyError, TypeError, ValueError) as error:
+        raise ModelError(f"the layers cannot be made on this {type(inner).__name__}: {error}") from error
 
 
 @contextmanager
@@ -103,12 +93,9 @@ def adapters_off(model: nn.Module) -> Iterator[None]:
 
 @torch.no_grad()
 def merged_shards(model: nn.Module) -> Iterator[Shard]:
-    """The weights of the equal model without adapters, under its names: each adapter is added to a copy of its layer,
-    one layer at a time. The live weights stay as they are. All of them must be whole."""
-    if not has_adapters(model):
-        yield from model_shards(model)
-        return
-    adapted = {name: module for name, module in model.named_modules() if hasattr(module, "_disable_adapters")}
+    """The weights of the equal plain model, under its names: each adapter is added to a copy of its layer, and weights
+    in 4 bits are restored, one layer at a time. The live weights stay as they are. All of them must be whole."""
+    adapted = {name: module for name, module in model.named_modules() if _is_changed(module)}
     done: set[str] = set()
     for shard in model_shards(model):
         parts = shard.name.split(".")
@@ -144,14 +131,40 @@ def save_adapter(model: nn.Module, path: str | Path) -> None:
     config.save_pretrained(path)
 
 
+def _adapter_config(inner: Any) -> dict[str, Any]:
+    ((name, config),) = inner.peft_config.items()
+    dtype = next(weight.dtype for weight_name, weight in inner.named_parameters() if f".{name}" in weight_name)
+    values = {key: sorted(value) if isinstance(value, set) else value for key, value in config.to_dict().items()}
+    # By their full names: a value model's backbone has others than the language model it was taken from.
+    layers = [layer for layer, module in inner.named_modules() if hasattr(module, "base_layer")]
+    values["target_modules"] = layers
+    values["peft_type"] = str(getattr(config.peft_type, "value", config.peft_type))
+    return {"name": name, "dtype": str(dtype).removeprefix("torch."), "config": values}
+
+
+def _restore_adapters(inner: Any, saved: Mapping[str, Any]) -> None:
+    values = {**saved["config"], "init_lora_weights": True}  # other starts change the base, whose weights come too
+    with torch.random.fork_rng():
+        config = _peft().PeftConfig.from_peft_type(**values)
+        _inject(inner, config, saved["name"], getattr(torch, saved["dtype"]))
+
+
 def _merged(module: nn.Module) -> nn.Module:
-    """A copy of a layer with its adapter added to its weights."""
+    """A plain layer: a copy of this one with its adapter added to its weights."""
+    if isinstance(module, Int4Linear):
+        return module.dense()
     if (whole := getattr(module, "modules_to_save", None)) is not None:
         return whole[module.active_adapter]  # type: ignore[no-any-return]
     layer: Any = copy.deepcopy(module)
     for part in reversed([part for part in layer.modules() if hasattr(part, "_disable_adapters")]):
+        if isinstance(base := getattr(part, "base_layer", None), Int4Linear):
+            part.base_layer = base.dense()
         part.merge()
     return layer.get_base_layer()  # type: ignore[no-any-return]
+
+
+def _is_changed(module: nn.Module) -> bool:
+    return isinstance(module, Int4Linear) or hasattr(module, "_disable_adapters")
 
 
 def _inject(model: Any, config: Any, name: str, dtype: torch.dtype) -> None:

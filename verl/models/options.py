@@ -8,6 +8,8 @@ from pydantic import Field, model_validator
 
 from verl.record import Count, Record, Strings, later, wrong
 
+Dtype = Literal["auto", "float64", "float32", "bfloat16", "float16", "int4"]
+
 
 class FusedKernelOptions(Record):
     impl_backend: str | None = Field(
@@ -37,9 +39,10 @@ class ModelOptions(Record):
     tokenizer: str | None = Field(
         default=None, description="tokenizer directory or hub name (null: the one beside the model)"
     )
-    dtype: Literal["auto", "float64", "float32", "bfloat16", "float16"] = Field(
+    dtype: Dtype = Field(
         default="auto",
-        description="precision of the live weights (auto: as in the files; float32 on a CPU without bf16)",
+        description="precision of the live weights (auto: as in the files; float32 on a CPU without bf16; int4: of the "
+        "base of a LoRA)",
     )
     lora: LoraOptions | None = Field(
         default=None,
@@ -64,6 +67,12 @@ class ModelOptions(Record):
     def fused_kernels(self) -> bool | str:
         """As `PackedModel(fused_kernels=...)` takes it."""
         return self.use_fused_kernels and (self.fused_kernel_options.impl_backend or True)
+
+    @model_validator(mode="after")
+    def _check_int4(self) -> ModelOptions:
+        if self.dtype == "int4" and self.lora is None:
+            raise wrong("dtype", "weights in int4 are not trained: set lora, to train adapters over them")
+        return self
 
     @model_validator(mode="after")
     def _check_fused_kernels(self) -> ModelOptions:

@@ -11,7 +11,7 @@ from transformers import PreTrainedModel
 
 from verl.errors import ModelError
 from verl.models.heads import ValueModel, width_of
-from verl.models.lora import adapter_config, restore_adapters
+from verl.models.lora import change_layers, layer_changes
 from verl.models.shards import load_model_shards, model_shards
 from verl.shard import Shard
 
@@ -37,7 +37,7 @@ class PortableModel:
             "config": backbone.config.to_dict(),
             "dtype": backbone.dtype,
             "head": ("bias" if model.score.bias is not None else "plain") if is_value else None,
-            "adapters": adapter_config(model),
+            "layers": layer_changes(model),
             "trained": [name for name, weight in model.named_parameters() if weight.requires_grad],
             "weights": {shard.name: shard.tensor.detach().cpu() for shard in model_shards(model)},
         }
@@ -56,7 +56,7 @@ class PortableModel:
         if parts["head"] is not None:
             bias = torch.zeros(1) if parts["head"] == "bias" else None
             model = ValueModel(model, (torch.zeros(1, width_of(model)), bias))
-        restore_adapters(model, parts["adapters"])
+        change_layers(model, parts["layers"])
         load_model_shards(model, (Shard.whole(*item) for item in parts["weights"].items()))
         names = set(parts["trained"])
         for name, weight in model.named_parameters():

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from verl.errors import CheckpointError, ModelError
-from verl.models.lora import adapter_config, restore_adapters
+from verl.models.lora import change_layers, layer_changes
 from verl.models.shards import load_model_shards
 from verl.shard import Shard
 
@@ -59,7 +59,7 @@ def unwrapped(model: Any, *, together: bool = True) -> Any:
         raise ModelError(f"{cls.__name__} is no language model of transformers: give an AutoModelForCausalLM")
     with _whole(model) as weights, torch.random.fork_rng():
         plain = cls._from_config(inner.config, dtype=inner.dtype)
-        restore_adapters(plain, adapter_config(inner))
+        change_layers(plain, layer_changes(inner))
         return _filled(plain, weights, inner)
 
 

@@ -22,6 +22,7 @@ from verl.data.vocabulary import vocabulary_id
 from verl.errors import ConfigError, DataError, ModelError
 from verl.layout import ModelShape
 from verl.models.heads import SCORE_AT_EOS, ValueModel
+from verl.models.int4 import to_int4
 from verl.models.loading import eos_token_ids, find_tokenizer, load_model, load_tokenizer
 from verl.models.lora import add_lora, has_adapters
 from verl.models.options import ModelOptions
@@ -290,15 +291,22 @@ class Actor:
             raise DataError(f"samples were drawn at temperatures {sorted(found)}: give those of one at a time")
         return found.pop() if found else usual
 
-    def make_reference(self, model: PreTrainedModel | None = None) -> None:
+    def make_reference(self, model: PreTrainedModel | str | None = None, *, dtype: str | None = None) -> None:
         """Freeze a reference policy: a copy of the actor as it is now, or another model. A second call does nothing.
 
         The reference of an actor with adapters, where no other model is given, is that actor without them: it takes no
         memory.
 
+        Args:
+            model: that other model, or its name or directory.
+            dtype: in which a model is loaded by name; "int4" also keeps a copy of the actor in 4 bits.
+
         Raises:
             ModelError: the actor has been trained already, so its first weights are gone.
+            ConfigError: `dtype` is neither.
         """
+        if dtype not in (None, "int4") and not isinstance(model, str):
+            raise ConfigError(f"make_reference: dtype='{dtype}' is for a model by name, 'int4' for a copy, too")
         if self.reference_model is not None or (model is None and has_adapters(self.model)):
             return
         if model is None and self.policy_version > 0:
@@ -306,7 +314,12 @@ class Actor:
                 "the actor has been updated already, so its reference weights are gone: "
                 "call make_reference() before the first update"
             )
-        self.reference_model = copy.deepcopy(self.present_model()) if model is None else model
+        if isinstance(model, str):
+            self.reference_model = load_model(model, dtype=dtype or "auto")
+        else:
+            self.reference_model = copy.deepcopy(self.present_model()) if model is None else model
+            if dtype == "int4":
+                to_int4(self.reference_model)
         registry.add("Actor", reference=self.reference_model)
 
     def update(self, sequences: Batch, rewards: Any, values: Any = None) -> dict[str, float]:

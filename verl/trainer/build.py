@@ -67,8 +67,10 @@ def build_actor(config: Config, algorithm: BaseAlgorithm, rows: int, controller:
         placement=controller,
         seed=config.trainer.seed,
     )
-    if policy.ref.path is not None:
-        actor.make_reference(load_model(policy.ref.path, dtype=policy.model.dtype))
+    if policy.ref.path is not None or policy.ref.dtype is not None:
+        name, dtype = policy.ref.path or policy.model.path, policy.ref.dtype or policy.model.dtype
+        assert name is not None
+        actor.make_reference(load_model(name, dtype=dtype, trust_remote_code=policy.model.trust_remote_code))
     return actor
 
 

@@ -73,6 +73,8 @@ def source_options(part: RewardPart) -> dict[str, Any]:
     (origin,) = part.given()
     if origin == "name":
         return {"source": part.name, **({} if part.answer == "whole" else {"answer": part.answer})}
+    if origin == "model":
+        return {"source": part.model, "dtype": part.dtype}
     return {"source": getattr(part, origin), **({} if part.template is None else {"template": part.template})}
 
 
@@ -108,11 +110,12 @@ def _algorithm(config: Config) -> BaseAlgorithm:
             raise ConfigError(f"algorithm '{algorithm.name}' has no {role}: leave the section '{role}' out")
         if not section.is_given and role in algorithm.roles:
             raise ConfigError(f"no {role} is given: set {role}.path=FILE.py:FUNCTION, {role}.name=task or {role}.model")
-    if config.actor_rollout_ref.ref.path is not None and "reference" not in algorithm.roles:
+    reference = config.actor_rollout_ref.ref
+    if (reference.path or reference.dtype) is not None and "reference" not in algorithm.roles:
         reads = "set algorithm.kl_in to reward or loss, or " if hasattr(algorithm, "kl_in") else ""
         raise ConfigError(
-            f"actor_rollout_ref.ref.path: algorithm '{algorithm.name}' has no reference as it is set: {reads}leave the "
-            "path out"
+            f"actor_rollout_ref.ref: algorithm '{algorithm.name}' has no reference as it is set: {reads}leave the "
+            "section out"
         )
     if config.critic != CriticConfig() and "critic" not in algorithm.roles:
         logger.warning("algorithm '%s' has no critic as it is set: the section 'critic' is not used", algorithm.name)

@@ -15,7 +15,7 @@ from verl.errors import ConfigError
 from verl.models.loading import resolved_dtype
 
 FILE = "precision.json"
-_Kept = dict[str, Literal["float64", "float32", "bfloat16", "float16"] | None]
+_Kept = dict[str, Literal["float64", "float32", "bfloat16", "float16", "int4"] | None]
 _SECTIONS = ("actor_rollout_ref", "critic")
 
 

@@ -3,7 +3,7 @@
 actor/weights, critic/weights, ...        live weights under their Hugging Face names
 actor/optimizer, critic/optimizer, ...    masters and moments
 actor/config.json, actor/probe.json       the architecture, and log-probs of a few tokens to verify a reload by
-actor/adapters.json                       peft's configuration, where the actor has adapters
+actor/layers.json                         what layers of the actor have adapters or are in 4 bits, if any
 buffer.parquet                            samples that wait for an update
 random                                    process-wide random generators
 trainer.json                              steps, the algorithm's state, optimizer counters, the caller's own
@@ -25,7 +25,7 @@ from verl.batch import Batch
 from verl.controller.controller import start
 from verl.durable import parse_json
 from verl.errors import CheckpointError, DamagedCheckpointError, DataError
-from verl.models.lora import adapter_config, restore_adapters
+from verl.models.lora import change_layers, layer_changes
 from verl.models.shards import load_model_shards, model_shards
 from verl.roles.actor import Actor
 from verl.roles.critic import Critic
@@ -141,13 +141,22 @@ class TrainerState(BaseModel):
 
 
 class SavedAdapters(BaseModel):
-    """`actor/adapters.json`: see `verl.models.lora.adapter_config`."""
+    """Adapters as peft describes them."""
 
     model_config = ConfigDict(extra="forbid", allow_inf_nan=False)
 
     name: str
     dtype: Literal["float64", "float32", "float16", "bfloat16"]
     config: Own
+
+
+class SavedLayers(BaseModel):
+    """`actor/layers.json`: see `verl.models.lora.layer_changes`."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    int4: list[str]
+    adapters: SavedAdapters | None
 
 
 class _Probe(BaseModel):
@@ -213,8 +222,8 @@ def contents(trainer: Trainer, *, background: bool = False) -> tuple[dict[str, A
         "trainer.json": lambda: _state(trainer, {writer.role: writer.meta for writer in writers}, random_meta),
         **trainer.extra_files(),
     }
-    if (adapters := adapter_config(trainer.actor.model)) is not None:
-        files["actor/adapters.json"] = adapters
+    if any((layers := layer_changes(trainer.actor.model)).values()):
+        files["actor/layers.json"] = layers
     return files, identity(trainer), writers
 
 
@@ -433,8 +442,8 @@ def rebuild(checkpoint: Checkpoint) -> tuple[Any, str | None]:
         backbone = ValueModel.from_model(model).backbone
         weight = torch.zeros(1, width_of(backbone))
         model = ValueModel(backbone, (weight, torch.zeros(1) if bias else None)).eval()
-    if "actor/adapters.json" in checkpoint:
-        restore_adapters(model, checkpoint.json("actor/adapters.json", SavedAdapters).model_dump())
+    if "actor/layers.json" in checkpoint:
+        change_layers(model, checkpoint.json("actor/layers.json", SavedLayers).model_dump())
     _check_weights(checkpoint, "actor", {shard.name: shard for shard in model_shards(model)})
     load_model_shards(model, checkpoint.shards("actor/weights"))
     worker = ActorWorker(PortableModel(model), None, (), EngineOptions(), SamplerOptions(), head=head)

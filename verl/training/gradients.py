@@ -84,14 +84,17 @@ class Gradients:
     """The sums of `weights`, and the loss scale that fp16 needs.
 
     Every parameter of `watched` has a hook while gradients are collected, which frees those of weights not trained.
+    `is_scaled`: gradients are computed in fp16, whatever `weights` are in.
     """
 
-    def __init__(self, weights: list[Weight], watched: Iterable[torch.nn.Parameter]) -> None:
+    def __init__(
+        self, weights: list[Weight], watched: Iterable[torch.nn.Parameter], *, is_scaled: bool = False
+    ) -> None:
         self.weights = weights
         self._by_source: Mapping[Tensor, Weight] = {weight.source: weight for weight in weights}
         self._watched = list(watched)
-        self._is_scaled = any(weight.live.dtype == torch.float16 for weight in weights)
-        #: Factor of a loss before its backward pass; 1 without fp16 weights.
+        self._is_scaled = is_scaled or any(weight.live.dtype == torch.float16 for weight in weights)
+        #: Factor of a loss before its backward pass; 1 without fp16 gradients.
         self.loss_scale = _FP16_SCALE if self._is_scaled else 1.0
         self._steps_at_scale = 0
 

@@ -30,6 +30,7 @@ class MixedPrecisionOptimizer:
         optimizer: takes the place of AdamW and its schedule (clipping stays). It holds some of `weights`; the
             others are not trained.
         pieces: the part of each weight that this rank steps; None: all of it.
+        is_scaled: gradients are computed in fp16, whatever the pieces are in.
 
     Raises:
         ConfigError: nothing to train, a dtype that cannot be trained, or the torch optimizer holds a tensor
@@ -42,6 +43,8 @@ class MixedPrecisionOptimizer:
         config: OptimConfig,
         optimizer: torch.optim.Optimizer | None = None,
         pieces: Mapping[str, torch.nn.Parameter] | None = None,
+        *,
+        is_scaled: bool = False,
     ) -> None:
         watched = trained = {name: live for name, live in weights.items() if live.requires_grad}
         if optimizer is not None:
@@ -51,7 +54,9 @@ class MixedPrecisionOptimizer:
         self.config = config
         self.completed_steps = 0
         self.gradients = Gradients(
-            [Weight(name, (pieces or trained)[name], source) for name, source in trained.items()], watched.values()
+            [Weight(name, (pieces or trained)[name], source) for name, source in trained.items()],
+            watched.values(),
+            is_scaled=is_scaled,
         )
         split = [w for w in self.gradients.weights if optimizer is None and w.live.dtype == torch.bfloat16]
         rest = [w for w in self.gradients.weights if w not in split]

@@ -92,6 +92,7 @@ class TorchEngine:
                 options.optim or OptimConfig(max_grad_norm=None),
                 options.optimizer,
                 pieces={name: piece(weight) for name, weight in weights.items()},
+                is_scaled=torch.float16 in self._parallel.dtypes.values(),
             )
 
     @torch.no_grad()

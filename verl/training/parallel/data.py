@@ -4,8 +4,8 @@
 that differ in the tokens they have of the same rows, or in their experts.
 `shard` (FSDP2; Zhao et al. 2023, arXiv 2304.11277), with or without replicas: a rank keeps rows of each weight, of its
 gradient sum and of its optimizer state. A layer's weights are gathered for its forward and backward and freed again;
-its gradient is reduced to the ranks that keep its rows. A bf16 model keeps fp32 rows, which are the masters, and
-computes on gathered bf16 copies.
+its gradient is reduced to the ranks that keep its rows. A model in half precision keeps fp32 rows, which are the
+masters, and computes on gathered copies in its own dtype.
 """
 
 from __future__ import annotations
@@ -17,7 +17,6 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
-from verl.errors import ConfigError
 from verl.models.cuts import cuts_of
 from verl.training.forward import Forward
 from verl.training.gradients import Gradients, Weight
@@ -48,14 +47,13 @@ def replicate(ranks: Ranks, parallel: Parallel, *dims: str) -> None:
 def shard(forward: Forward, ranks: Ranks, parallel: Parallel, *, trains: bool) -> None:
     """Weights cut by rows: the model's parameters are DTensors from then on."""
     packed = forward.packed
-    if packed.dtype == torch.float16:
-        raise ConfigError("strategy 'fsdp' trains weights in bfloat16, float32 or float64, not float16")
-    half = trains and packed.dtype == torch.bfloat16
+    dtype = packed.dtype
+    half = trains and dtype in (torch.bfloat16, torch.float16)
     if half:
         forward.model.float()
     dims = ("replicate", "shard") if ranks.mesh.layout.replicate > 1 else ("shard",)
     plain = MixedPrecisionPolicy(cast_forward_inputs=False)
-    mixed = MixedPrecisionPolicy(torch.bfloat16, torch.float32, cast_forward_inputs=False)
+    mixed = MixedPrecisionPolicy(dtype, torch.float32, cast_forward_inputs=False)
     options: dict[str, Any] = {"mesh": ranks.device_mesh(packed.device, *dims), "reshard_after_forward": True}
     stacks = [module for module in packed.backbone.modules() if isinstance(module, nn.ModuleList)]
     layers = next((stack for stack in stacks if len(stack) == packed.num_layers), ())

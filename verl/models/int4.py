@@ -1,0 +1,177 @@
+"""Frozen weights in 4 bits, for models that are only read and for the base of a LoRA (QLoRA; Dettmers et al. 2023,
+arXiv 2305.14314).
+
+Each row of a weight is cut into groups of 64 numbers (32 where that does not divide it). A group has a step and a
+lowest value in the model's dtype, and each number is kept as how many steps, 0 to 15, it lies above the lowest: 4.5
+bits a number in half precision. A product restores its weight for a moment, forward and backward.
+"""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+from torch.nn.functional import linear
+
+from verl.errors import ModelError
+
+logger = logging.getLogger(__name__)
+
+_GROUPS = (64, 32)
+# Two rows of so many tokens are what the error of a model is measured on.
+_PROBE = 32
+
+
+class Int4Linear(nn.Linear):
+    """A linear map with a frozen weight in 4 bits. `weight` restores it, a new tensor each time."""
+
+    codes: Tensor
+    """uint8 `[out, in / 2]`: numbers 2 i and 2 i + 1 of a row in the low and the high half of byte i."""
+    step: Tensor
+    lowest: Tensor
+    """Both `[out, in / group]`."""
+
+    def __init__(self, out_features: int, in_features: int, bias: nn.Parameter | None, dtype: torch.dtype) -> None:
+        nn.Module.__init__(self)
+        self.out_features, self.in_features = out_features, in_features
+        device = None if bias is None else bias.device
+        groups = in_features // group_of(in_features)
+        self.register_buffer("codes", torch.empty(out_features, in_features // 2, dtype=torch.uint8, device=device))
+        for name in ("step", "lowest"):
+            self.register_buffer(name, torch.empty(out_features, groups, dtype=dtype, device=device))
+        self.register_parameter("bias", bias)
+
+    @classmethod
+    def of(cls, layer: nn.Linear) -> Int4Linear:
+        """The layer, rounded to nearest."""
+        made = cls(layer.out_features, layer.in_features, layer.bias, layer.weight.dtype).to(layer.weight.device)
+        groups = layer.weight.detach().float().unflatten(1, (made.step.shape[1], -1))
+        made.lowest.copy_(groups.amin(-1))
+        made.step.copy_((groups.amax(-1) - groups.amin(-1)) / 15)
+        # By step and lowest as they are kept. A group of equal numbers has step 0.
+        above = (groups - made.lowest.float()[..., None]) / made.step.float().clamp(min=1e-30)[..., None]
+        codes = above.round().clamp(0, 15).to(torch.uint8).flatten(1)
+        made.codes.copy_(codes[:, ::2] | (codes[:, 1::2] << 4))
+        return made.requires_grad_(False)
+
+    @property
+    def weight(self) -> Tensor:  # type: ignore[override]
+        """`[out, in]`, in the dtype of `step`."""
+        codes = torch.stack((self.codes & 15, self.codes >> 4), dim=-1).view(self.out_features, self.step.shape[1], -1)
+        return torch.addcmul(self.lowest[..., None], codes.to(self.step.dtype), self.step[..., None]).flatten(1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return _Product.apply(x, self)  # type: ignore[no-any-return, no-untyped-call]
+
+    def dense(self) -> nn.Linear:
+        """A plain layer with the restored weight."""
+        made = nn.Linear(self.in_features, self.out_features, bias=False, device="meta")
+        made.weight = nn.Parameter(self.weight, requires_grad=False)
+        made.register_parameter("bias", self.bias)
+        return made
+
+
+class _Product(torch.autograd.Function):
+    """Without this the restored weights of all layers would be kept for the backward pass."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, layer: Int4Linear) -> Tensor:
+        ctx.layer = layer
+        return linear(x, layer.weight.to(x.dtype), layer.bias)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
+        return grads[0] @ ctx.layer.weight.to(grads[0].dtype), None
+
+
+@dataclass(frozen=True)
+class Int4Error:
+    """What 4 bits cost a model: |differences| of its log-probs (or scores) on a probe, and bytes of all its weights."""
+
+    mean: float
+    max: float
+    before: int
+    after: int
+
+
+def group_of(in_features: int) -> int:
+    """Numbers of a row that share a step; 0: rows of this length are not cut."""
+    return next((size for size in _GROUPS if in_features % size == 0), 0)
+
+
+def has_int4(model: nn.Module) -> bool:
+    return any(isinstance(module, Int4Linear) for module in model.modules())
+
+
+@torch.no_grad()
+def to_int4(model: Any) -> Int4Error:
+    """Keep the linear layers of a model in 4 bits from now on, all but its head, and freeze its weights; what this
+    costs is logged.
+
+    Raises:
+        ModelError: it has no linear layer with rows that can be cut into groups.
+    """
+    expected, before = _outputs(model), weight_bytes(model)
+    layers = int4_layers(model)
+    if not layers:
+        raise ModelError(f"{type(model).__name__} has no linear layers that int4 could keep: load it in another dtype")
+    for name in layers:
+        _replace(model, name, Int4Linear.of(model.get_submodule(name)))
+    model.requires_grad_(False)
+    gap = (_outputs(model) - expected).abs()
+    error = Int4Error(float(gap.mean()), float(gap.max()), before, weight_bytes(model))
+    logger.info(
+        "%s in int4: on a probe of %d tokens %s differ from those in full precision by %.3g on average, %.3g at most; "
+        "its weights take %.1f MB, before %.1f",
+        *(type(model).__name__, 2 * _PROBE, "scores" if _is_scalar(model) else "log-probs", error.mean, error.max),
+        *(error.after / 1e6, error.before / 1e6),
+    )
+    return error
+
+
+def int4_layers(model: Any) -> list[str]:
+    """Names of the layers that `to_int4` replaces."""
+    output = model.get_output_embeddings() if hasattr(model, "get_output_embeddings") else None
+    linear = ((name, layer) for name, layer in model.named_modules() if type(layer) is nn.Linear)
+    return [
+        name for name, layer in linear if layer is not output and layer.out_features > 1 and group_of(layer.in_features)
+    ]
+
+
+def make_int4(model: Any, names: list[str]) -> None:
+    """Give a model empty layers in 4 bits in the place of these; their content is still to come."""
+    for name in names:
+        layer = model.get_submodule(name)
+        made = Int4Linear(layer.out_features, layer.in_features, layer.bias, layer.weight.dtype)
+        _replace(model, name, made.to(layer.weight.device))
+
+
+def weight_bytes(model: nn.Module) -> int:
+    """Bytes of a model's weights and buffers, tied ones once."""
+    tensors = {tensor.data_ptr(): tensor for tensor in model.state_dict().values()}
+    return sum(tensor.numel() * tensor.element_size() for tensor in tensors.values())
+
+
+def _replace(model: nn.Module, name: str, layer: nn.Module) -> None:
+    parent, _, last = name.rpartition(".")
+    setattr(model.get_submodule(parent), last, layer)
+
+
+def _is_scalar(model: Any) -> bool:
+    return not hasattr(model, "get_output_embeddings") or model.get_output_embeddings() is None
+
+
+def _outputs(model: Any) -> Tensor:
+    """Log-probs `[2, _PROBE, vocabulary]` on two rows of fixed tokens, or scores `[2]`, or values `[2 * _PROBE]`."""
+    vocabulary = model.config.get_text_config().vocab_size
+    ids = (torch.arange(2 * _PROBE).view(2, -1) * 7919 + 13) % vocabulary
+    ids = ids.to(next(model.parameters()).device)
+    if hasattr(model, "backbone"):
+        return model.predict(model.backbone(input_ids=ids, use_cache=False)[0].flatten(0, 1)).float()  # type: ignore[no-any-return]
+    found = model(input_ids=ids, attention_mask=torch.ones_like(ids), use_cache=False).logits.float()
+    return found if _is_scalar(model) else found.log_softmax(-1)  # type: ignore[no-any-return]
