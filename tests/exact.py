@@ -16,8 +16,22 @@ class ExactRMSNorm(nn.Module):
         return self.weight * x * torch.rsqrt(x.square().mean(-1, keepdim=True) + self.variance_epsilon)
 
 
+class ExactRouter(nn.Module):
+    """The router of Qwen3's experts, whose softmax is in fp32 whatever the dtype, in the dtype of its input."""
+
+    weight: torch.Tensor
+    top_k: int
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        logits = nn.functional.linear(x.flatten(0, -2), self.weight)
+        scores, indices = logits.softmax(-1).topk(self.top_k, dim=-1)
+        return logits, scores / scores.sum(-1, keepdim=True), indices
+
+
 def norm_in_fp64(model: nn.Module) -> None:
-    """Let the RMS norms of a model compute in the model's own dtype."""
+    """Let the RMS norms and routers of a model compute in the model's own dtype."""
     for module in model.modules():
+        if type(module).__name__ == "Qwen3MoeTopKRouter":
+            module.__class__ = ExactRouter
         if type(module).__name__.endswith("RMSNorm") and hasattr(module, "variance_epsilon"):
             module.__class__ = ExactRMSNorm

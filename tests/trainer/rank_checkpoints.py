@@ -28,6 +28,8 @@ LAYOUTS = {
     "fsdp2": Layout(shard=2),
     "fsdp4": Layout(shard=4),
     "hsdp4": Layout(replicate=2, shard=2),
+    "pp2": Layout(pp=2),
+    "fsdp2 x pp2": Layout(shard=2, pp=2),
 }
 
 

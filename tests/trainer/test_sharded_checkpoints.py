@@ -30,7 +30,7 @@ from verl.workers.saving import RankFiles
 
 JOB = Path(__file__).with_name("rank_checkpoints.py")
 PARTS = ("weights", "optimizer")
-ORDER = ["fsdp4", "fsdp2", "one", "fsdp2", "hsdp4", "ddp4", "fsdp4"]
+ORDER = ["fsdp4", "fsdp2", "one", "pp2", "fsdp2", "hsdp4", "fsdp2 x pp2", "ddp4", "fsdp4"]
 
 
 def elements(folder: Path, stem: str) -> int:

@@ -15,6 +15,8 @@ from transformers import (
     LlamaConfig,
     PhimoeConfig,
     PreTrainedModel,
+    Qwen2Config,
+    Qwen3MoeConfig,
 )
 
 from tests.exact import norm_in_fp64
@@ -32,6 +34,10 @@ def tiny_model(kind: str = "llama", dtype: torch.dtype = torch.float64, layers: 
     wide = {**sizes, "intermediate_size": 48, "num_key_value_heads": 2, "max_position_embeddings": 128}
     config = {
         "llama": lambda: LlamaConfig(**wide, tie_word_embeddings=False),
+        "qwen2": lambda: Qwen2Config(**wide, tie_word_embeddings=True),
+        "qwen3_moe": lambda: Qwen3MoeConfig(
+            **wide, head_dim=8, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=16, norm_topk_prob=True
+        ),
         # GPT-2 ties its head to its embedding and has dropout.
         "gpt2": lambda: GPT2Config(
             vocab_size=VOCAB, n_embd=32, n_layer=layers, n_head=4, n_positions=128, bos_token_id=1, eos_token_id=2
@@ -48,6 +54,8 @@ def tiny_model(kind: str = "llama", dtype: torch.dtype = torch.float64, layers: 
             parameter.add_(torch.randn_like(parameter), alpha=0.1)
     if dtype == torch.float64:
         norm_in_fp64(model)
+        if kind == "qwen3_moe":
+            model.set_experts_implementation("eager")  # grouped products have no fp64
     return model.eval()
 
 

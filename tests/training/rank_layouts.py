@@ -1,77 +1,148 @@
-"""A model cut over ranks, and its weights and state in another layout; a job of 4 ranks.
+"""Models over many layouts, and their weights and state in another layout; a job of 4 ranks.
 
-Prints a line of JSON a layout: how far each is from one process.
+Prints one line of JSON a case: how far it is from one process. The argument is the list of cases to run.
 """
 
 from __future__ import annotations
 
 import json
 import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from tests.training.cases import OPTIM, ROWS, log_probs, make_engine, part, ragged_batch, tiny_model
+from tests.algorithms.support import prepared
+from tests.training.cases import OPTIM, ROWS, ragged_batch, tiny_model
+from tests.training.test_parts import two_parts
 from verl.batch import Batch
-from verl.layout import Layout, Mesh
+from verl.layout import DIMS, Layout, Mesh
+from verl.models.heads import ValueModel
 from verl.shard import Shard
-from verl.training.options import EngineOptions
+from verl.training.engine import Metrics
+from verl.training.options import EngineOptions, Head
 from verl.training.torch_engine import TorchEngine
 from verl.workers.streams import gathered
+from verl.workers.update import UpdatePlan, run_updates
 
 #: Metrics that do not depend on how rows are put into micro-batches.
-SUMS = ("loss", "grad_norm", "tokens")
+SUMS = ("loss", "grad_norm", "tokens", "squares")
 
 
-def laid_out(layout: Layout, group: Any) -> TorchEngine:
-    mesh = Mesh(tuple(range(4)), layout)
-    return TorchEngine(tiny_model("gpt2"), EngineOptions(optim=OPTIM, micro_batch_size=2), mesh=mesh, group=group)
+@dataclass(frozen=True)
+class Case:
+    """A kind of model of 4 layers in a layout.
+
+    Attributes:
+        task: two losses that use all that there is ("all"), or an algorithm and the role that is trained.
+        then: the layout that weights and state are loaded in.
+    """
+
+    kind: str
+    layout: Layout
+    then: Layout
+    task: str = "all"
+    dtype: torch.dtype = torch.float64
+    checkpointing: bool = False
+
+    @property
+    def head(self) -> Head:
+        return "value" if self.task.endswith("critic") else "lm"
+
+    def engine(self, layout: Layout, group: Any = None) -> TorchEngine:
+        model: Any = tiny_model(self.kind, self.dtype, layers=4)
+        options = EngineOptions(optim=OPTIM, micro_batch_size=2, gradient_checkpointing=self.checkpointing)
+        mesh = Mesh(tuple(range(layout.size)), layout)
+        model = ValueModel.from_model(model) if self.head == "value" else model
+        return TorchEngine(model, options, head=self.head, mesh=mesh, group=group)
+
+    def update(self, engine: TorchEngine) -> Metrics:
+        if self.task == "all":
+            return engine.update(two_parts())
+        name, role = self.task.split()
+        algorithm, batch = prepared(name, seed=3)
+        return run_updates(engine, batch, algorithm.objective(role), UpdatePlan(), 0)
+
+    def predict(self, engine: TorchEngine, batch: Batch) -> torch.Tensor:
+        want = {"lm": "log_probs", "value": "values"}[self.head]
+        return engine.predict(batch, [want])[want]
 
 
+KINDS = ("llama", "qwen2", "gpt2", "qwen3_moe")
+TASKS = ("all", "grpo actor", "ppo actor", "ppo critic")
+#: Each layout, and the one that its state goes on in.
 LAYOUTS = (
+    (Layout(shard=4), Layout(shard=2, pp=2)),
     (Layout(replicate=2, shard=2), Layout(shard=4)),
+    (Layout(pp=4), Layout(replicate=2, pp=2)),
+    (Layout(replicate=2, pp=2), Layout(tp=2, pp=2)),
+    (Layout(shard=2, pp=2), Layout(pp=4)),
+    (Layout(tp=2, pp=2), Layout(shard=2, tp=2)),
+    (Layout(shard=2, tp=2), Layout(shard=2, sp=2)),
+    (Layout(replicate=2, tp=2), Layout(shard=4)),
+    (Layout(sp=4), Layout(replicate=2, tp=2)),
     (Layout(shard=2, sp=2), Layout(sp=4)),
     (Layout(replicate=2, sp=2), Layout(shard=2, sp=2)),
 )
+CASES = {
+    "fast": [
+        Case("gpt2", Layout(replicate=2, shard=2), Layout(shard=4)),
+        Case("llama", Layout(pp=4), Layout(replicate=2, shard=2), checkpointing=True),
+        Case("gpt2", Layout(shard=2, pp=2), Layout(replicate=2, pp=2), "ppo critic"),
+        Case("qwen3_moe", Layout(replicate=2, pp=2), Layout(pp=4), "grpo actor"),
+        Case("llama", Layout(tp=2, pp=2), Layout(shard=2, tp=2), "ppo actor"),
+        Case("gpt2", Layout(shard=2, sp=2), Layout(sp=4)),
+        Case("gpt2", Layout(replicate=2, sp=2), Layout(shard=2, sp=2), "ppo critic"),
+    ],
+    "slow": [Case(kind, *layouts, task) for layouts in LAYOUTS for kind in KINDS for task in TASKS],
+    "fp32": [Case(kind, layout, layout, dtype=torch.float32) for layout, _ in LAYOUTS for kind in KINDS],
+}
 
 
-def distance(cut: TorchEngine, one: TorchEngine, batch: Batch) -> float:
-    """Of log-probs, where ranks with other rows run unequal numbers of forwards."""
-    index, _ = cut.mesh.rows(dist.get_rank()) or (0, 1)
-    mine = batch.take([0, 1, 2]) if index % 2 else batch
-    return float((log_probs(cut, mine) - log_probs(one, mine)).abs().max())
-
-
-def compare(layout: Layout, then: Layout, group: Any) -> dict[str, Any]:
+def compare(case: Case, group: Any) -> Iterator[tuple[str, Any]]:
+    """What is found of a case by name; the model of one process is on rank 0 alone."""
+    is_first = dist.get_rank() == 0
+    one, cut = case.engine(Layout()) if is_first else None, case.engine(case.layout, group)
     batch = ragged_batch(ROWS)
-    one, cut = make_engine(tiny_model("gpt2"), optim=OPTIM), laid_out(layout, group)
-    metrics = [[engine.update([part(batch)]) for _ in range(2)] for engine in (one, cut)]
-    expected = {shard.name: shard.tensor.clone() for shard in one.shards()}
+    index, _ = cut.mesh.rows(dist.get_rank()) or (0, 1)
+    mine = batch.take([0, 1, 2]) if index % 2 else batch  # ranks with unequal numbers of forwards
+    found = [case.update(cut) for _ in range(3)]
     weights = [Shard.whole(shard.name, shard.tensor.clone()) for shard in gathered(cut.shards(), group)]
-    again = laid_out(then, group)
+    predicted = case.predict(cut, mine)
+    again = case.engine(case.then, group)
     state, meta = cut.state()
     again.load_shards(weights)
     again.load_state(gathered(state, group), meta)
-    resumed = [engine.update([part(batch)]) for engine in (cut, again)]
-    one.update([part(batch)])
-    return {
-        "weights": max(float((shard.tensor - expected[shard.name]).abs().max()) for shard in weights),
-        "names": sorted(expected) == sorted(shard.name for shard in weights) == sorted(cut.specs()),
-        "metrics": max(abs(a[key] - b[key]) for a, b in zip(*metrics, strict=True) for key in SUMS),
-        "log_probs": max(distance(engine, one, batch) for engine in (cut, again)),
-        "resumed": max(abs(resumed[0][key] - resumed[1][key]) for key in SUMS),
-        "cuts": sorted({spec.cuts for spec in cut.specs().values()}),
-        "held": sum(shard.tensor.numel() for shard in cut.shards()) / sum(t.numel() for t in expected.values()),
-    }
+    resumed = [case.update(engine) for engine in (cut, again)]
+    yield "resumed", max(abs(resumed[0][key] - resumed[1][key]) for key in SUMS if key in resumed[0])
+    yield "cuts", sorted({dim for spec in cut.specs().values() for dim, _ in spec.cuts}, key=DIMS.index)
+    if one is not None:
+        metrics = [case.update(one) for _ in found]
+        expected = {shard.name: shard.tensor for shard in one.shards()}
+        total = sum(tensor.numel() for tensor in expected.values())
+        same = [key for key in metrics[0] if case.task != "all" or key in SUMS]
+        yield "gradient", min(step["grad_norm"] for step in metrics)
+        yield "metrics", max(abs(a[key] - b[key]) for a, b in zip(metrics, found, strict=True) for key in same)
+        yield "weights", max(float((shard.tensor - expected[shard.name]).abs().max()) for shard in weights)
+        yield "names", [*expected] == [*cut.specs()] and sorted(expected) == sorted(shard.name for shard in weights)
+        yield "predicted", float((predicted - case.predict(one, mine)).abs().max())
+        yield "held", sum(shard.tensor.numel() for shard in cut.shards()) / total
+
+
+def run(case: Case, group: Any) -> None:
+    sizes = {dim: size for dim, size in zip(DIMS, case.layout.sizes, strict=True) if size > 1}
+    line = {"case": f"{case.kind} {case.task} {case.dtype} {sizes} -> {case.then}", "sizes": sizes}
+    line |= dict(compare(case, group))
+    if dist.get_rank() == 0:
+        sys.stdout.write(json.dumps(line) + "\n")
 
 
 if __name__ == "__main__":
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
-    every = dist.new_group([0, 1, 2, 3])
-    for layouts in LAYOUTS:
-        found = compare(*layouts, every)
-        if dist.get_rank() == 0:
-            sys.stdout.write(json.dumps(found) + "\n")
+    all_ranks = dist.new_group([0, 1, 2, 3])
+    for one_case in CASES[sys.argv[1]]:
+        run(one_case, all_ranks)
     dist.destroy_process_group()

@@ -1,4 +1,4 @@
-"""`TrainEngine.update(parts)`: all losses of a step at once; and a second implementation, a pipeline of two stages."""
+"""`TrainEngine.update(parts)`: all losses of a step at once."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from transformers import PreTrainedModel
 
 from tests.training.cases import (
@@ -19,9 +19,7 @@ from tests.training.cases import (
     ragged_batch,
     tiny_model,
 )
-from verl.models.segments import pack_rows
-from verl.training.engine import Metrics
-from verl.training.loss import Loss, LossInput, LossPart, combine_metrics
+from verl.training.loss import Loss, LossInput, LossPart
 from verl.training.mini_batch import MiniBatch
 
 OTHER_ROWS = [(2, 3), (2, 6), (6, 1)]
@@ -80,68 +78,3 @@ def test_metrics_of_parts_add_up_and_a_part_without_rows_counts_nothing() -> Non
     both = engine.update([first, empty, second])
     assert both["loss"] == pytest.approx(alone[0]["loss"] + alone[1]["loss"], rel=1e-12)
     assert (both["tokens"], both["squares"]) == (alone[0]["tokens"], alone[1]["squares"])
-
-
-class TwoStages:
-    """`update(parts)` over two halves of a Llama that meet in hidden states and their gradients alone.
-
-    All micro-batches of all parts go through the first stage, then through the second, and their gradients back in
-    reverse: the schedule is the engine's affair, because it sees the whole step at once.
-    """
-
-    def __init__(self, model: PreTrainedModel) -> None:
-        self.model, layers = model, model.model.layers
-        self.first, self.second = layers[: len(layers) // 2], layers[len(layers) // 2 :]
-        self.optimizer = torch.optim.AdamW(
-            model.parameters(), lr=OPTIM.lr, betas=OPTIM.betas, eps=OPTIM.adam_eps, weight_decay=OPTIM.weight_decay
-        )
-
-    def update(self, parts: Sequence[LossPart]) -> Metrics:
-        sent: list[tuple[Tensor, Tensor]] = []
-        losses: list[Loss] = []
-        for one in parts:
-            mini_batch = MiniBatch(one, torch.float64)
-            for row in range(len(one.rows)):
-                batch = one.rows.take([row])
-                ids = torch.tensor([batch["prompt_tokens"][0] + batch["response_tokens"][0]])
-                output = self._run(self.first, self.model.model.embed_tokens(ids))
-                received = output.detach().requires_grad_()
-                hidden = self.model.model.norm(self._run(self.second, received))[0]
-                log_probs, entropy = self._head(hidden, batch["prompt_tokens"], batch["response_tokens"], one)
-                outputs = {"log_probs": log_probs} | ({"entropy": entropy} if one.needs.entropy else {})
-                loss = mini_batch.loss([row], batch, outputs)
-                loss.total.backward()
-                assert received.grad is not None
-                sent.append((output, received.grad))
-                losses.append(loss.detached())
-        for output, gradient in reversed(sent):
-            output.backward(gradient)
-        norm = torch.nn.utils.clip_grad_norm_(self.model.parameters(), OPTIM.max_grad_norm or torch.inf)
-        self.optimizer.step()
-        self.optimizer.zero_grad()
-        total = float(sum(loss.total for loss in losses))
-        return {**combine_metrics([loss.metrics for loss in losses]), "loss": total, "grad_norm": float(norm)}
-
-    def _run(self, layers: nn.ModuleList, hidden: Tensor) -> Tensor:
-        positions = torch.arange(hidden.shape[1])[None]
-        angles = self.model.model.rotary_emb(hidden, positions)
-        for layer in layers:
-            hidden = layer(hidden, position_embeddings=angles, position_ids=positions, attention_mask=None)
-        return hidden
-
-    def _head(self, hidden: Tensor, prompts: list[list[int]], responses: list[list[int]], one: LossPart) -> tuple:
-        flat = pack_rows(prompts, responses)
-        logits = self.model.lm_head(hidden[flat.predict]) / one.needs.temperature
-        log_p = logits.log_softmax(-1)
-        return log_p.gather(1, flat.targets[:, None])[:, 0], -(log_p.exp() * log_p).sum(-1)
-
-
-def test_a_pipeline_of_two_stages_makes_the_same_steps() -> None:
-    model, piped = tiny_model(), tiny_model()
-    engine, pipeline = make_engine(model, optim=OPTIM, micro_batch_size=2), TwoStages(piped)
-    for _ in range(3):
-        whole, staged = engine.update(two_parts()), pipeline.update(two_parts())
-        for name in ("loss", "grad_norm", "tokens", "squares"):
-            assert whole[name] == pytest.approx(staged[name], rel=1e-10), name
-    for (name, a), b in zip(model.named_parameters(), piped.parameters(), strict=True):
-        assert (a - b).abs().max() <= 1e-10, name

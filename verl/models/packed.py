@@ -240,7 +240,7 @@ class PackedModel:
                 self.model.set_attn_implementation(_IMPLEMENTATION)
                 probe = AttentionRecorder(flat.context)
                 hidden = self._probed_hidden(tokens, flat, probe)
-                if hidden is not None and _close(hidden[rows.source][rows.mask], reference):
+                if hidden is not None and is_close(hidden[rows.source][rows.mask], reference):
                     self._take_shape(probe)
                     self._fused = self._probed_fused(tokens, flat, probe.calls, hidden)
                     return True
@@ -248,7 +248,7 @@ class PackedModel:
             with torch.no_grad():
                 hidden = self._padded_hidden(tokens, flat.context)
             # Parts of an fp64 model may compute in fp32 (a softmax, a rotation); what looks ahead differs by far more.
-            if not _close(hidden[rows.source][rows.mask], reference, at_least=1e-5):
+            if not is_close(hidden[rows.source][rows.mask], reference, at_least=1e-5):
                 raise ModelError(
                     f"{type(self.model).__name__} is not causal: hidden states depend on later tokens or on other "
                     "rows, so no log-prob or value of a token is defined"
@@ -292,7 +292,7 @@ class PackedModel:
         if self.head()[0].shape[1] == self.hidden_size:
             for formula in _logit_formulas(self.model):
                 self._softcap, self._scale = formula
-                if _close(self.logits(hidden), logits):
+                if is_close(self.logits(hidden), logits):
                     return
         raise ModelError(
             f"the logits of {type(self.model).__name__} are not a linear map of its final hidden states, nor one with "
@@ -319,7 +319,7 @@ class PackedModel:
         if fused is None or not fused.agrees(tokens, flat.context):
             return None
         both = (forward(tokens, flat.positions, flat.context) for forward in (fused.hidden, fused.infer))
-        return fused if all(_close(hidden, expected) for hidden in both) else None
+        return fused if all(is_close(hidden, expected) for hidden in both) else None
 
 
 # Two rows that share a prompt, and one of its own: prompts, responses.
@@ -437,7 +437,7 @@ def _window_layers(config: Any) -> int:
     return int(config.num_hidden_layers) if getattr(config, "sliding_window", None) else 0
 
 
-def _close(a: Tensor, b: Tensor, at_least: float = 0.0) -> bool:
+def is_close(a: Tensor, b: Tensor, at_least: float = 0.0) -> bool:
     """Equal up to the rounding of the dtype, accumulated over layers, or up to `at_least`."""
     tolerance = max(at_least, {torch.float64: 1e-8, torch.float32: 1e-3}.get(b.dtype, 0.1))
     return bool((a.double() - b.double()).norm() <= tolerance * b.double().norm())

@@ -75,16 +75,22 @@ def tied_names(model: nn.Module) -> dict[str, list[str]]:
 
 
 @torch.no_grad()
-def load_model_shards(model: nn.Module, shards: Iterable[Shard]) -> None:
+def load_model_shards(
+    model: nn.Module, shards: Iterable[Shard], shapes: Mapping[str, tuple[int, ...]] | None = None
+) -> None:
     """Copy shards, however they are cut, into the live tensors, in their dtype and on their device. Aliases of tied
     weights may come along.
+
+    Args:
+        shapes: of all weights by name, where `model` is a part of a model: those that it lacks are passed over. None:
+            they are those of `model`.
 
     Raises:
         CheckpointError: a name or shape is not the model's, or a weight is missing or incomplete. Of a list nothing is
             copied then; a stream is consumed as it comes, so what was read before the fault has been copied.
     """
     for copy in (False, True) if isinstance(shards, list) else (True,):
-        _load(model, shards, copy)
+        _load(model, shards, copy, shapes)
 
 
 def take_model_shards(model: nn.Module, shards: Iterable[Shard]) -> None:
@@ -95,14 +101,16 @@ def take_model_shards(model: nn.Module, shards: Iterable[Shard]) -> None:
         load_model_shards(model, shards)
 
 
-def _load(model: nn.Module, shards: Iterable[Shard], copy: bool) -> None:
+def _load(model: nn.Module, shards: Iterable[Shard], copy: bool, shapes: Mapping[str, tuple[int, ...]] | None) -> None:
     state = model.state_dict(keep_vars=True)
+    shapes = shapes or {name: tuple(tensor.shape) for name, tensor in state.items()}
     parts: dict[int, tuple[str, Part]] = {}
     for name, tensor in state.items():
         parts.setdefault(id(tensor), (name, Part(tensor.detach())))
     for shard in shards:
-        _check(shard, state, type(model).__name__)
-        parts[id(state[shard.name])][1].fill(shard, copy)
+        _check(shard, shapes, type(model).__name__)
+        if shard.name in state:
+            parts[id(state[shard.name])][1].fill(shard, copy)
     lacking = [name for name, part in parts.values() if part.missing > 0]
     if lacking:
         more = f" and {len(lacking) - 3} more" if len(lacking) > 3 else ""
@@ -112,11 +120,11 @@ def _load(model: nn.Module, shards: Iterable[Shard], copy: bool) -> None:
         )
 
 
-def _check(shard: Shard, state: Mapping[str, Tensor], model: str) -> None:
+def _check(shard: Shard, shapes: Mapping[str, tuple[int, ...]], model: str) -> None:
     """Raises CheckpointError: the model has no such weight, or it has another shape."""
-    if shard.name not in state:
-        raise CheckpointError(f"weight '{shard.name}' is not one of this {model}: {nearest(shard.name, state)}")
-    shape = tuple(state[shard.name].shape)
+    if shard.name not in shapes:
+        raise CheckpointError(f"weight '{shard.name}' is not one of this {model}: {nearest(shard.name, shapes)}")
+    shape = shapes[shard.name]
     if shard.global_shape != shape:
         raise CheckpointError(
             f"weight '{shard.name}' has shape {list(shard.global_shape)}, the model's has {list(shape)}: "

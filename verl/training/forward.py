@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import nullcontext
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -18,6 +18,9 @@ from verl.errors import DataError, TrainingError
 from verl.models.packed import PackedModel
 from verl.models.segments import Packed, pack_rows
 from verl.training.options import Head
+
+if TYPE_CHECKING:
+    from verl.training.parallel.stages import Stage
 
 _PREDICTS = {"lm": ("log_probs", "entropy"), "value": ("values",), "score": ("scores",)}
 
@@ -48,6 +51,8 @@ class Forward(nn.Module):
         #: Cuts the tokens over ranks that share rows.
         self.slicing: Callable[[Packed], Packed] = lambda flat: flat
         self.autocast = autocast and self.packed.dtype == torch.float32
+        #: The part of the model that is here, where a pipeline cuts it.
+        self.stage: Stage | None = None
 
     def wanted(self, entropy: bool) -> tuple[str, ...]:
         """The predictions that a loss reads."""
@@ -71,8 +76,11 @@ class Forward(nn.Module):
         return self.slicing(flat)
 
     def forward(self, flat: Packed, want: tuple[str, ...], temperature: float = 1.0) -> dict[str, Tensor]:
-        """Predictions by the names they have in `LossInput`: `[R]`, or `[S]` for a score."""
+        """Predictions by the names they have in `LossInput`: `[R]`, or `[S]` for a score. Of a stage without the head:
+        "hidden", what the next one needs."""
         hidden = self.packed.hidden(flat.tokens, flat.positions, flat.context)
+        if self.stage is not None and self.stage.outgoing is not None:
+            return {"hidden": self.stage.outgoing}
         if self.head == "score":
             return {"scores": flat.gather(self.model.predict(hidden.index_select(0, flat.last)))}
         hidden = hidden.index_select(0, flat.predict)

@@ -9,12 +9,13 @@ from verl.layout import DIMS, ModelShape
 from verl.models.cuts import local_part
 from verl.training.forward import Forward
 from verl.training.parallel.data import replicate, shard
+from verl.training.parallel.pipeline import pipeline
 from verl.training.parallel.result import Parallel
 from verl.training.parallel.sequence import sequence
 from verl.training.parallel.tensor import tensor
 from verl.training.ranks import Ranks
 
-_DONE = ("replicate", "shard", "sp", "tp")
+_DONE = ("pp", "replicate", "shard", "sp", "tp")
 
 
 def parallelize(forward: Forward, ranks: Ranks, *, trains: bool) -> Parallel:
@@ -27,7 +28,10 @@ def parallelize(forward: Forward, ranks: Ranks, *, trains: bool) -> Parallel:
     if missing := [dim for dim in DIMS if dim not in _DONE and getattr(layout, dim) > 1]:
         raise ConfigError(f"layout: this engine trains with {' and '.join(_DONE)}, not with {', '.join(missing)}")
     layout.check(ModelShape.of(forward.packed.config))
-    parallel = Parallel(ranks.mesh, {name: weight.dtype for name, weight in forward.model.named_parameters()})
+    parallel = Parallel(ranks.mesh)
+    if layout.pp > 1:
+        pipeline(forward, ranks, parallel, trains=trains)
+    parallel.dtypes = {name: weight.dtype for name, weight in forward.model.named_parameters()}
     if layout.tp > 1:
         tensor(forward, ranks, parallel)
     if layout.sp > 1:

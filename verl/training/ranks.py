@@ -50,6 +50,12 @@ class Ranks:
             for tensor, piece in zip(bucket, flat.split([t.numel() for t in bucket]), strict=True):
                 tensor.copy_(piece.view_as(tensor))
 
+    def take_last(self, tensors: Sequence[Tensor], *dims: str) -> None:
+        """Give every rank the tensors of the last one, in place."""
+        group = self.group(*dims)
+        for tensor in tensors if group is not None else ():
+            dist.broadcast(tensor, self.mesh.group(self.rank, *dims)[-1], group=group)
+
     def gather(self, value: Any, *dims: str) -> list[Any]:
         """Every rank's JSON value."""
         return gather_json(value, self.group(*dims))

@@ -82,8 +82,12 @@ class TorchEngine:
         model.eval()
         if options.gradient_checkpointing:
             enable_checkpointing(self._forward.packed.model)
+        #: Shapes of all weights by every name they have, those of other pipeline stages too.
+        self._shapes = {name: tuple(weight.shape) for name, weight in model.state_dict(keep_vars=True).items()}
+        names = [name for name, _ in named_weights(model)]
         self._parallel = parallelize(self._forward, self._ranks, trains=trains)
-        self._schedule: Schedule = OneStage(self._forward)
+        self._schedule: Schedule = self._parallel.schedule or OneStage(self._forward)
+        self._specs = self._all_specs(names)
         self._optimizer: MixedPrecisionOptimizer | None = None
         if trains:
             weights = dict(model.named_parameters())
@@ -116,8 +120,12 @@ class TorchEngine:
             for name in names if number < len(own) else ():
                 parts = outputs[name].split([lengths[row] for row in own[number]])
                 by_row[name].update(zip(own[number], parts, strict=True))
-        none = torch.empty(0, dtype=self.precision)
-        return {name: torch.cat([none, *(found[row] for row in sorted(found))]) for name, found in by_row.items()}
+        predicted = {name: torch.empty(sum(lengths), dtype=self.precision) for name in names}
+        for name, found in by_row.items():
+            if found:
+                torch.cat([found[row] for row in sorted(found)], out=predicted[name])
+        self._ranks.take_last([*predicted.values()], "pp")
+        return predicted
 
     def update(self, parts: Sequence[LossPart]) -> Metrics:
         optimizer = self._trained()
@@ -136,10 +144,7 @@ class TorchEngine:
         return self._measured([*self._schedule.forward(self._micro_batches(parts))])
 
     def specs(self) -> dict[str, WeightSpec]:
-        return {
-            name: WeightSpec(name, tuple(weight.shape), self._parallel.dtypes.get(name, weight.dtype), cuts_of(weight))
-            for name, weight in named_weights(self.model)
-        }
+        return dict(self._specs)
 
     def shards(self) -> Iterator[Shard]:
         for shard in model_shards(self.model):
@@ -150,7 +155,7 @@ class TorchEngine:
         return merged_shards(self.model)
 
     def load_shards(self, shards: Iterable[Shard]) -> None:
-        load_model_shards(self.model, shards)
+        load_model_shards(self.model, shards, self._shapes)
         if self._optimizer is not None:
             self._optimizer.refresh_masters()
 
@@ -176,7 +181,10 @@ class TorchEngine:
         tensors: dict[str, Tensor] = {}
         parts: dict[str, Part] = {}
         for shard in shards:
-            weight = weights.get(shard.name.rpartition(".")[0])
+            name = shard.name.rpartition(".")[0]
+            weight = weights.get(name)
+            if weight is None and name in self._shapes:
+                continue  # of another pipeline stage
             if weight is None or shard.global_shape != tuple(weight.shape) or (shard.is_whole and not cuts_of(weight)):
                 tensors[shard.name] = shard.tensor
                 continue
@@ -245,7 +253,7 @@ class TorchEngine:
         """`loss` and metrics of all ranks' micro-batches."""
         metrics = combine_metrics([loss.metrics for loss in losses])
         own = {**metrics, "loss": sum(float(loss.total) for loss in losses)}
-        return combine_metrics(self._ranks.gather(own, *DATA_DIMS))
+        return combine_metrics(self._ranks.gather(own, "pp", *DATA_DIMS))
 
     def _step(self, optimizer: MixedPrecisionOptimizer, losses: list[Loss]) -> Metrics:
         gradients = optimizer.gradients
@@ -272,6 +280,19 @@ class TorchEngine:
         square = torch.tensor(norm**2, dtype=torch.float64)
         self._ranks.all_reduce([square], dist.ReduceOp.SUM, *self._parallel.cut_dims)
         return float(square.sqrt())
+
+    def _all_specs(self, names: Sequence[str]) -> dict[str, WeightSpec]:
+        """Of the weights here and on other pipeline stages, in the order of `names`."""
+        dtypes = self._parallel.dtypes
+        own = {
+            name: (str(dtypes.get(name, weight.dtype)).removeprefix("torch."), cuts_of(weight))
+            for name, weight in named_weights(self.model)
+        }
+        found = {name: spec for specs in self._ranks.gather(own, "pp") for name, spec in specs.items()}
+        return {
+            name: WeightSpec(name, self._shapes[name], getattr(torch, dtype), tuple((dim, at) for dim, at in cuts))
+            for name, (dtype, cuts) in ((name, found[name]) for name in names)
+        }
 
     def _trained(self) -> MixedPrecisionOptimizer:
         if self._optimizer is None:

@@ -11,6 +11,7 @@ import torch
 
 from verl.layout import Mesh
 from verl.training.gradients import Gradients, Weight
+from verl.training.schedule import Schedule
 
 
 @dataclass
@@ -19,7 +20,9 @@ class Parallel:
 
     Attributes:
         mesh: the ranks that share the model.
-        dtypes: of the weights before, by name; live weights may be wider.
+        dtypes: of this rank's weights before, by name; live weights may be wider.
+        schedule: of micro-batches; None: one after the other.
+        tied: weights that the first and the last pipeline stage both hold.
         reductions: what adds this rank's gradient sums up over other ranks, in this order, after the last backward pass
             of a step.
         cut_dims: mesh dimensions along which ranks have different pieces of gradients.
@@ -27,14 +30,17 @@ class Parallel:
     """
 
     mesh: Mesh
-    dtypes: dict[str, torch.dtype]
+    dtypes: dict[str, torch.dtype] = field(default_factory=dict)
+    schedule: Schedule | None = None
+    tied: frozenset[str] = frozenset()
     reductions: list[Callable[[Gradients], None]] = field(default_factory=list)
     cut_dims: tuple[str, ...] = ()
     in_step: bool = False
 
     def copies(self, weight: Weight) -> int:
         """Of the ranks along `cut_dims`, how many hold the same piece of a weight as this one."""
-        ranks: int = math.prod(getattr(self.mesh.layout, dim) for dim in self.cut_dims)
+        stages = 2 if weight.name in self.tied else 1
+        ranks: int = stages * math.prod(getattr(self.mesh.layout, dim) for dim in self.cut_dims if dim != "pp")
         source: Any = weight.source
         cuts = enumerate(getattr(source, "placements", ()))
         pieces: int = math.prod(source.device_mesh.size(dim) for dim, cut in cuts if hasattr(cut, "dim"))

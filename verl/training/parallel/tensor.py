@@ -77,13 +77,15 @@ class _Cutter:
                 _STYLES[style](self, name, module)
 
     def cut_vocabulary(self, embedding: Any, head: Any) -> None:
-        """Both by rows, if they are of the plain kinds; tied ones stay tied."""
-        if not isinstance(embedding, nn.Embedding) or not isinstance(head, nn.Linear | None):
+        """Those that are here by rows, if they are of the plain kinds; tied ones stay tied."""
+        here = [module for module in (embedding, head) if module is not None and any(True for _ in module.parameters())]
+        if not all(isinstance(module, nn.Embedding | nn.Linear) for module in here):
             return
-        tied = head is not None and head.weight is embedding.weight
-        self.cut("weight", embedding, Shard(0))
-        self._look_up_locally(embedding)
-        if head is None:
+        tied = len(here) == 2 and head.weight is embedding.weight
+        if embedding in here:
+            self.cut("weight", embedding, Shard(0))
+            self._look_up_locally(embedding)
+        if head not in here:
             return
         for name, _ in [*head.named_parameters(recurse=False)]:
             if tied and name == "weight":
