@@ -13,6 +13,7 @@ from transformers import (
     FalconConfig,
     GPT2Config,
     LlamaConfig,
+    MixtralConfig,
     PhimoeConfig,
     PreTrainedModel,
     Qwen2Config,
@@ -38,6 +39,24 @@ def tiny_model(kind: str = "llama", dtype: torch.dtype = torch.float64, layers: 
         "qwen3_moe": lambda: Qwen3MoeConfig(
             **wide, head_dim=8, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=16, norm_topk_prob=True
         ),
+        "mixtral": lambda: MixtralConfig(**wide, num_local_experts=4),
+        # A window in the last layer alone.
+        "window": lambda: Qwen2Config(**wide, use_sliding_window=True, sliding_window=3, max_window_layers=layers - 1),
+        # Rotary embeddings that depend on the longest position of the call.
+        "dynamic": lambda: LlamaConfig(
+            **{**wide, "max_position_embeddings": 6},
+            rope_parameters={"rope_type": "dynamic", "factor": 2.0, "rope_theta": 100.0},
+        ),
+        "longrope": lambda: LlamaConfig(
+            **wide,
+            rope_parameters={
+                "rope_type": "longrope",
+                "rope_theta": 100.0,
+                "short_factor": [1.0] * 4,
+                "long_factor": [1.0, 2.0, 3.0, 4.0],
+                "original_max_position_embeddings": 6,
+            },
+        ),
         # GPT-2 ties its head to its embedding and has dropout.
         "gpt2": lambda: GPT2Config(
             vocab_size=VOCAB, n_embd=32, n_layer=layers, n_head=4, n_positions=128, bos_token_id=1, eos_token_id=2
@@ -54,7 +73,7 @@ def tiny_model(kind: str = "llama", dtype: torch.dtype = torch.float64, layers: 
             parameter.add_(torch.randn_like(parameter), alpha=0.1)
     if dtype == torch.float64:
         norm_in_fp64(model)
-        if kind == "qwen3_moe":
+        if kind in ("qwen3_moe", "mixtral"):
             model.set_experts_implementation("eager")  # grouped products have no fp64
     return model.eval()
 

@@ -86,6 +86,13 @@ LAYOUTS = (
     (Layout(shard=2, sp=2), Layout(sp=4)),
     (Layout(replicate=2, sp=2), Layout(shard=2, sp=2)),
 )
+OF_EXPERTS = (
+    (Layout(ep=4), Layout(replicate=2, ep=2)),
+    (Layout(replicate=2, ep=2), Layout(shard=2, ep=2)),
+    (Layout(shard=2, ep=2), Layout(ep=4)),
+    (Layout(sp=2, ep=2), Layout(pp=2, ep=2)),
+    (Layout(pp=2, ep=2), Layout(sp=2, ep=2)),
+)
 CASES = {
     "fast": [
         Case("gpt2", Layout(replicate=2, shard=2), Layout(shard=4)),
@@ -95,8 +102,13 @@ CASES = {
         Case("llama", Layout(tp=2, pp=2), Layout(shard=2, tp=2), "ppo actor"),
         Case("gpt2", Layout(shard=2, sp=2), Layout(sp=4)),
         Case("gpt2", Layout(replicate=2, sp=2), Layout(shard=2, sp=2), "ppo critic"),
+        Case("qwen3_moe", Layout(shard=2, ep=2), Layout(ep=4)),
     ],
-    "slow": [Case(kind, *layouts, task) for layouts in LAYOUTS for kind in KINDS for task in TASKS],
+    "slow": [
+        *(Case(kind, *layouts, task) for layouts in LAYOUTS for kind in KINDS for task in TASKS),
+        *(Case(kind, *layouts, task) for layouts in OF_EXPERTS for kind in ("qwen3_moe", "mixtral") for task in TASKS),
+        *(Case(kind, Layout(sp=4), Layout(sp=4)) for kind in ("window", "dynamic", "longrope")),
+    ],
     "fp32": [Case(kind, layout, layout, dtype=torch.float32) for layout, _ in LAYOUTS for kind in KINDS],
 }
 

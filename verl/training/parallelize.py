@@ -4,29 +4,25 @@ from __future__ import annotations
 
 from torch import nn
 
-from verl.errors import ConfigError
-from verl.layout import DIMS, ModelShape
+from verl.layout import ModelShape
 from verl.models.cuts import local_part
 from verl.training.forward import Forward
 from verl.training.parallel.data import replicate, shard
+from verl.training.parallel.expert import expert
 from verl.training.parallel.pipeline import pipeline
 from verl.training.parallel.result import Parallel
 from verl.training.parallel.sequence import sequence
 from verl.training.parallel.tensor import tensor
 from verl.training.ranks import Ranks
 
-_DONE = ("pp", "replicate", "shard", "sp", "tp")
-
 
 def parallelize(forward: Forward, ranks: Ranks, *, trains: bool) -> Parallel:
     """Lay a model, whole and equal on all ranks, out over a mesh, in place.
 
     Raises:
-        ConfigError: the layout has a dimension that is not supported, or the model cannot be cut.
+        ConfigError: the model cannot be cut so.
     """
     layout = ranks.mesh.layout
-    if missing := [dim for dim in DIMS if dim not in _DONE and getattr(layout, dim) > 1]:
-        raise ConfigError(f"layout: this engine trains with {' and '.join(_DONE)}, not with {', '.join(missing)}")
     layout.check(ModelShape.of(forward.packed.config))
     parallel = Parallel(ranks.mesh)
     if layout.pp > 1:
@@ -34,11 +30,13 @@ def parallelize(forward: Forward, ranks: Ranks, *, trains: bool) -> Parallel:
     parallel.dtypes = {name: weight.dtype for name, weight in forward.model.named_parameters()}
     if layout.tp > 1:
         tensor(forward, ranks, parallel)
+    if layout.ep > 1:
+        expert(forward, ranks, parallel)
     if layout.sp > 1:
         sequence(forward, ranks)
     if layout.shard > 1:
         shard(forward, ranks, parallel, trains=trains)
-    over = ("sp",) if layout.shard > 1 else ("replicate", "sp")  # FSDP adds up over replicas itself
+    over = ("sp", "ep") if layout.shard > 1 else ("replicate", "sp", "ep")  # FSDP adds up over replicas itself
     if summed := [dim for dim in over if getattr(layout, dim) > 1]:
         replicate(ranks, parallel, *summed)
     return parallel

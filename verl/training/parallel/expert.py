@@ -1,0 +1,96 @@
+"""Expert parallelism: ranks with other rows, each with some of the experts of every mixture-of-experts block.
+
+A rank routes its tokens itself; an all-to-all takes each of them to the ranks of its experts, another one brings the
+results back, where they are weighted. So the gradient of an expert is over the tokens of all ranks along `ep` as it
+comes; those of all other weights, routers among them, are added up over `ep` after the last backward pass of a step.
+
+Shapes: T tokens of this rank, k experts a token, d hidden size.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.tensor import Shard, distribute_tensor
+
+from verl.errors import ConfigError
+from verl.models.collectives import exchange
+from verl.models.cuts import local_weights
+from verl.training.forward import Forward
+from verl.training.parallel.result import Parallel
+from verl.training.ranks import Ranks
+
+
+def expert(forward: Forward, ranks: Ranks, parallel: Parallel) -> None:
+    """Cut the experts of a model over `ep`: their weights are DTensors from then on, cut along the first dimension.
+
+    Raises:
+        ConfigError: the model has no experts that can be cut, or a number that `ep` does not divide.
+    """
+    name, size = type(forward.packed.model).__name__, ranks.mesh.layout.ep
+    if ranks.mesh.layout.tp > 1:
+        raise ConfigError("layout: experts are cut by ep or by tp, not by both: use tp=1 or ep=1")
+    blocks: list[Any] = [module for module in forward.model.modules() if _has_fused_experts(module)]
+    if not blocks:
+        raise ConfigError(
+            f"layout: ep={size} cuts the experts of a model, and {name} has none in weights [experts, ...]: use ep=1"
+        )
+    mesh = ranks.device_mesh(forward.packed.device, "ep")
+    for block in blocks:
+        if block.num_experts % size:
+            raise ConfigError(f"layout: ep={size} does not divide the {block.num_experts} experts of {name}")
+        for weight, parameter in [*block.named_parameters(recurse=False)]:
+            cut = distribute_tensor(parameter.detach(), mesh, [Shard(0)], src_data_rank=None)
+            block.register_parameter(weight, nn.Parameter(cut, requires_grad=parameter.requires_grad))
+        block.num_experts //= size
+        block.forward = _Dispatch(block, ranks.group("ep"), size)
+    parallel.cut_dims += ("ep",)
+    parallel.in_step = True
+
+
+def _has_fused_experts(module: nn.Module) -> bool:
+    """Whether a module computes all experts of a block, given tokens and what they are routed to."""
+    weights = [*module.parameters(recurse=False)]
+    count = getattr(module, "num_experts", None)
+    arguments = list(inspect.signature(module.forward).parameters)
+    return bool(weights) and arguments == _ARGUMENTS and all(weight.shape[0] == count for weight in weights)
+
+
+_ARGUMENTS = ["hidden_states", "top_k_index", "top_k_weights"]
+
+
+class _Dispatch:
+    """The forward of a module of experts of which this rank has some."""
+
+    def __init__(self, block: Any, group: Any, size: int) -> None:
+        self._block, self._group, self._size = block, group, size
+        self._forward: Callable[..., Tensor] = block.forward
+
+    def __call__(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
+        """`[T, d]`, of tokens `[T, d]` routed to experts `[T, k]` with weights `[T, k]`."""
+        local, chosen = self._block.num_experts, top_k_index.shape[1]
+        experts = top_k_index.flatten()
+        order = experts.argsort(stable=True)  # by expert, so by rank
+        counts = experts.bincount(minlength=self._size * local).view(self._size, local)
+        received = torch.empty_like(counts)
+        dist.all_to_all_single(received, counts, group=self._group)
+        to, of = counts.sum(1).tolist(), received.sum(1).tolist()
+        tokens = exchange(hidden_states[order // chosen], self._group, to, of)
+        index = torch.arange(local, device=order.device).repeat(self._size).repeat_interleave(received.flatten())
+        results = exchange(self._own(tokens, index), self._group, of, to)
+        by_token = results[order.argsort()].unflatten(0, (-1, chosen))
+        weighted: Tensor = by_token * top_k_weights[..., None]
+        return weighted.sum(1).to(hidden_states.dtype)
+
+    def _own(self, tokens: Tensor, index: Tensor) -> Tensor:
+        """Results of this rank's experts. Where no token has come, one of zeros is computed and left out, so that the
+        backward pass has the same collectives and weights on all ranks."""
+        if not len(tokens):
+            return self._own(tokens.sum(0, keepdim=True), index.new_zeros(1))[:0]
+        with local_weights(self._block):
+            return self._forward(tokens, index[:, None], torch.ones_like(tokens[:, :1]))
