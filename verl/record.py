@@ -7,7 +7,7 @@ import json
 import os
 import types
 import typing
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Annotated, Any, Literal, Union
 
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
@@ -23,8 +23,14 @@ _LIMITS = {
     "less_than_equal": "at most {le}",
     "less_than": "less than {lt}",
 }
-_WORDS = {bool: "true or false", int: "a whole number", float: "a number", str: "text", dict: "a mapping"}
-_WORDS |= {type(None): "null"}
+_WORDS: dict[Any, str] = {
+    bool: "true or false",
+    int: "a whole number",
+    float: "a number",
+    str: "text",
+    dict: "a mapping",
+}
+_WORDS |= {type(None): "null", Callable: "a function"}
 
 
 def _tuple(value: object) -> object:
@@ -87,8 +93,8 @@ class SettingsError(ConfigError):
         self.problems = problems
 
 
-#: Why only the default of a setting is accepted, where the feature is still to come.
-NOT_BUILT = "this is not built yet"
+#: Why only the default of a setting is accepted, where no machine without accelerators can tell whether another works.
+ONLY_GPUS = "only GPUs can show it, and it has not been shown"
 
 
 def later(default: Any, reason: str, description: str) -> Any:

@@ -177,7 +177,8 @@ GOLDEN = [
     ),
     (
         ["actor_rollout_ref.rollout.gpus_per_rollout_worker=2"],
-        "actor_rollout_ref.rollout.gpus_per_rollout_worker: this is not built yet, so only null is possible here "
+        "actor_rollout_ref.rollout.gpus_per_rollout_worker: only GPUs can show it, and it has not been shown, so only "
+        "null is possible here "
         "(override 'actor_rollout_ref.rollout.gpus_per_rollout_worker=2')",
     ),
     (

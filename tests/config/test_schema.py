@@ -90,14 +90,12 @@ def test_what_is_not_built_is_accepted_at_its_default_and_else_refused(key):
     assert key.later in str(error.value)
 
 
-def test_the_layouts_that_do_not_exist_are_marked():
-    marked = {key.path.removeprefix("actor_rollout_ref.") for key in NOT_YET}
-    assert {
-        "actor.fsdp_config.param_offload",
-        "actor.fsdp_config.wrap_policy.transformer_layer_cls_to_wrap",
-        "actor.fsdp_config.mixed_precision.param_dtype",
-        "rollout.gpus_per_rollout_worker",
-    } <= marked
+def test_only_what_takes_gpus_to_show_and_padding_is_marked():
+    assert {key.path: key.later for key in NOT_YET} == {
+        "actor_rollout_ref.model.use_remove_padding": "sequences are always packed, without padding",
+        "actor_rollout_ref.rollout.gpus_per_rollout_worker": "only GPUs can show it, and it has not been shown",
+        "critic.model.use_remove_padding": "sequences are always packed, without padding",
+    }
 
 
 def test_the_engine_is_one_of_ours_or_of_a_file():

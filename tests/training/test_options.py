@@ -96,6 +96,7 @@ def test_settings_and_the_map_give_a_layout(options: dict[str, Any], size: int, 
         ({"tensor_parallel_size": 2, "pipeline_parallel_size": 4}, 4, "pipeline_parallel_size=4 x tensor_parallel_si"),
         ({"strategy": "fsdp", "fsdp_config": {"fsdp_size": 3}}, 4, "fsdp_size=3 does not divide the 4 data-parallel"),
         ({"fsdp_config": {"fsdp_size": 2}}, 4, "fsdp_config is for strategy 'fsdp', and this is 'ddp'"),
+        ({"strategy": "fsdp", "fsdp_config": {"param_offload": True}}, 1, "of weights that ranks gather"),
         ({"strategy": "single"}, 2, "strategy 'single' trains on one rank, and there are 2"),
     ],
 )

@@ -67,7 +67,8 @@ class Actor:
             `Controller`, or None for this process (under torchrun: all ranks).
         algorithm: what `update` optimises: a name or an instance of an algorithm. None: PPO when `update` is given
             values, else GRPO where every prompt has several samples, else REINFORCE++ (a whitened batch baseline).
-        optim: `OptimConfig`, a mapping of its fields, or your own `torch.optim.Optimizer` over the model's parameters.
+        optim: `OptimConfig`, a mapping of its fields, your own `torch.optim.Optimizer` over the model's parameters, or
+            a function that makes one of a list of parameters (where ranks cut weights, of their pieces).
         rollout: the engine that generates: "embedded" (on the very tensors that are trained), "hf", "vllm", a function
             or class that makes a `RolloutEngine`, "FILE.py:NAME" of one, or `RolloutOptions`.
         episode: `async episode(client, row)`, what happens between a prompt and its response (several turns, tools,

@@ -60,9 +60,9 @@ def model_options(model: Any, fused_kernels: bool | str | None) -> ModelOptions:
 
 def engine_options(train: TrainOptions, model: ModelOptions, optim: Any = None) -> EngineOptions:
     """What the engine of a trained model takes; `optim` (an `OptimConfig`, a mapping of its fields, or a caller's
-    optimizer) replaces the one in `train`."""
+    optimizer, or a function that makes one) replaces the one in `train`."""
     settings: dict[str, Any] = {name: getattr(train, name) for name in TrainOptions.model_fields}
-    if isinstance(optim, torch.optim.Optimizer):
+    if isinstance(optim, torch.optim.Optimizer) or callable(optim):
         settings |= {"optim": None, "optimizer": optim}
     elif optim is not None:
         settings["optim"] = OptimConfig.of(optim, "optim")

@@ -8,7 +8,7 @@ from pydantic import AfterValidator, Field, model_validator
 
 from verl.errors import nearest
 from verl.record import (
-    NOT_BUILT,
+    ONLY_GPUS,
     Count,
     FunctionPath,
     Natural,
@@ -85,7 +85,7 @@ class RolloutOptions(Record):
         "shared_memory", "how samples and weights travel between processes; the results are the same"
     )
     gpus_per_rollout_worker: int | None = later(
-        None, NOT_BUILT, "accelerators of one rollout worker (null: the one the model is on)"
+        None, ONLY_GPUS, "accelerators of one rollout worker (null: the one the model is on)"
     )
 
     @model_validator(mode="after")

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from typing import Any
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
@@ -12,22 +12,25 @@ from verl.errors import ConfigError
 from verl.training.gradients import Weight
 from verl.training.options import OptimConfig
 
+#: A torch optimizer over a model's parameters, or a function that makes one of a list of parameters.
+OwnOptimizer: TypeAlias = torch.optim.Optimizer | Callable[[list[Tensor]], torch.optim.Optimizer]
+
 
 class MasterOptimizer:
-    """`optimizer`, or AdamW, over the masters of `weights`.
+    """`optimizer`, or the one that it makes, or AdamW, over the masters of `weights`.
 
     A caller's optimizer is changed in place: its groups and states refer to the masters afterwards. Its learning rate
     is not touched.
     """
 
-    def __init__(
-        self, weights: list[Weight], config: OptimConfig, optimizer: torch.optim.Optimizer | None = None
-    ) -> None:
+    def __init__(self, weights: list[Weight], config: OptimConfig, optimizer: OwnOptimizer | None = None) -> None:
         self.weights = weights
         self._masters = [_master(weight.live) for weight in weights]
         self._has_own_lr = optimizer is None
         if optimizer is None:
             self._optimizer = _adamw(self._masters, config)
+        elif not isinstance(optimizer, torch.optim.Optimizer):
+            self._optimizer = optimizer(self._masters)
         else:
             self._optimizer = optimizer
             self._take_over()

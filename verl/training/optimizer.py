@@ -14,7 +14,7 @@ from torch import Tensor
 from verl.errors import CheckpointError, ConfigError
 from verl.training.adamw import SplitAdamW
 from verl.training.gradients import Gradients, Weight
-from verl.training.masters import MasterOptimizer, held
+from verl.training.masters import MasterOptimizer, OwnOptimizer, held
 from verl.training.options import OptimConfig
 
 
@@ -28,7 +28,7 @@ class MixedPrecisionOptimizer:
         weights: the model's parameters by name, tied ones once; frozen ones are ignored.
         config: AdamW, its schedule, and clipping.
         optimizer: takes the place of AdamW and its schedule (clipping stays). It holds some of `weights`; the
-            others are not trained.
+            others are not trained. Or a function that makes one of the list of pieces.
         pieces: the part of each weight that this rank steps; None: all of it.
         is_scaled: gradients are computed in fp16, whatever the pieces are in.
 
@@ -41,13 +41,13 @@ class MixedPrecisionOptimizer:
         self,
         weights: Mapping[str, torch.nn.Parameter],
         config: OptimConfig,
-        optimizer: torch.optim.Optimizer | None = None,
+        optimizer: OwnOptimizer | None = None,
         pieces: Mapping[str, torch.nn.Parameter] | None = None,
         *,
         is_scaled: bool = False,
     ) -> None:
         watched = trained = {name: live for name, live in weights.items() if live.requires_grad}
-        if optimizer is not None:
+        if isinstance(optimizer, torch.optim.Optimizer):
             trained = held(trained, optimizer)
         if not trained:
             raise ConfigError("no weight of the model requires a gradient: there is nothing to train")
@@ -155,9 +155,11 @@ class MixedPrecisionOptimizer:
         return states
 
 
-def optimizer_name(optimizer: torch.optim.Optimizer | None) -> str:
-    """The kind of a caller's optimizer, or of the one that takes its place where there is none."""
-    return "AdamW" if optimizer is None else type(optimizer).__name__
+def optimizer_name(optimizer: OwnOptimizer | None) -> str:
+    """The kind of a caller's optimizer, or the function that makes it, or what takes its place where there is none."""
+    if optimizer is None or isinstance(optimizer, torch.optim.Optimizer):
+        return "AdamW" if optimizer is None else type(optimizer).__name__
+    return str(getattr(getattr(optimizer, "func", optimizer), "__name__", type(optimizer).__name__))
 
 
 def check_optimizer(name: str, meta: Mapping[str, Any]) -> None:

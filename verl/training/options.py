@@ -4,13 +4,14 @@ without torch."""
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from typing import Annotated, Any, Literal
 
-from pydantic import Field, model_validator
+from pydantic import BeforeValidator, Field, model_validator
 
 from verl.errors import ConfigError, nearest
 from verl.layout import PARALLEL, Layout
-from verl.record import NOT_BUILT, AsTuple, Count, Natural, Record, later, wrong
+from verl.record import AsTuple, Count, FunctionPath, Natural, Record, Strings, wrong
 
 _Beta = Annotated[float, Field(ge=0, lt=1)]
 Head = Literal["lm", "value", "score"]
@@ -60,28 +61,65 @@ class OptimConfig(Record):
         return 1.0 - progress if self.schedule == "linear" else 0.5 * (1.0 + math.cos(math.pi * progress))
 
 
+def _full_name(dtype: object) -> object:
+    return {"bf16": "bfloat16", "fp32": "float32"}.get(dtype, dtype) if isinstance(dtype, str) else dtype
+
+
+_Dtype = Annotated[Literal["bfloat16", "float32"], BeforeValidator(_full_name)]
+
+
 class WrapPolicy(Record):
-    transformer_layer_cls_to_wrap: str | None = later(None, NOT_BUILT, "class of the layers to shard one by one")
+    transformer_layer_cls_to_wrap: Strings | None = Field(
+        default=None, description="classes of the modules that are cut and gathered as a unit (null: each layer)"
+    )
 
 
 class MixedPrecision(Record):
-    param_dtype: str | None = later(
-        None, "computation is in model.dtype", "dtype of gathered parameters (null: the model's)"
+    param_dtype: _Dtype | None = Field(
+        default=None, description="dtype of gathered parameters, also bf16, fp32 (null: the model's)"
     )
-    reduce_dtype: str | None = later(None, "gradients are reduced in float32", "dtype of gradient reduction")
-    buffer_dtype: str | None = later(None, "computation is in model.dtype", "dtype of buffers (null: the model's)")
+    reduce_dtype: _Dtype | None = Field(
+        default=None, description="dtype that gradients are reduced in (null: float32 of bf16 weights, else theirs)"
+    )
+    buffer_dtype: _Dtype | None = Field(default=None, description="dtype of buffers (null: as the model has them)")
 
 
 class FSDPConfig(Record):
+    """Fully sharded data parallelism, of the strategy 'fsdp'. `wrap_policy_fn` may also be set as an attribute."""
+
     fsdp_size: Literal[-1] | Count = Field(
         default=-1, description="ranks that a model is cut over, of which there are replicas (-1: all)"
     )
-    param_offload: bool = later(False, NOT_BUILT, "keep sharded parameters in host memory")
-    optimizer_offload: bool = later(False, NOT_BUILT, "keep the optimizer's state in host memory")
-    reshard_after_forward: bool = later(True, NOT_BUILT, "free gathered parameters after the forward pass")
-    forward_prefetch: bool = later(False, NOT_BUILT, "gather the next layer during the present one")
-    wrap_policy: WrapPolicy = Field(default=WrapPolicy(), description="what is sharded as one unit")
+    param_offload: bool = Field(
+        default=False,
+        description="keep this rank's pieces, and step them, in host memory (ranks on CPU have them there anyway)",
+    )
+    optimizer_offload: bool = Field(
+        default=False,
+        description="between updates keep the optimizer's state in host memory, and free the gradient sums",
+    )
+    reshard_after_forward: bool = Field(
+        default=True, description="free gathered parameters after the forward pass, and gather them again for backward"
+    )
+    forward_prefetch: bool = Field(default=False, description="gather the next unit while the present one computes")
+    wrap_policy: WrapPolicy = Field(default=WrapPolicy(), description="what is cut and gathered as a unit")
+    wrap_policy_fn: FunctionPath | Callable[..., Any] | None = Field(
+        default=None,
+        description="FILE.py:FUNCTION of a module that says whether it is a unit, or a policy of FSDP1 "
+        "(transformer_auto_wrap_policy)",
+    )
     mixed_precision: MixedPrecision = Field(default=MixedPrecision(), description="precision under FSDP")
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name != "wrap_policy_fn":
+            super().__setattr__(name, value)
+        self.__dict__[name] = type(self)(wrap_policy_fn=value).wrap_policy_fn
+
+    @model_validator(mode="after")
+    def _one_policy(self) -> FSDPConfig:
+        if self.wrap_policy_fn is not None and self.wrap_policy.transformer_layer_cls_to_wrap is not None:
+            raise wrong("wrap_policy_fn", "says what is a unit, and so does wrap_policy: give one of them")
+        return self
 
 
 class TrainOptions(Record):
@@ -115,7 +153,7 @@ class TrainOptions(Record):
     pipeline_parallel_size: Count = Field(default=1, description="ranks that share the layers, in stages")
     ulysses_sequence_parallel_size: Count = Field(default=1, description="ranks that share the tokens of a sequence")
     expert_parallel_size: Count = Field(default=1, description="ranks that share the experts of a mixture")
-    fsdp_config: FSDPConfig = Field(default=FSDPConfig(), description="fully sharded data parallelism")
+    fsdp_config: FSDPConfig = Field(default_factory=FSDPConfig, description="fully sharded data parallelism")
 
 
 class EngineOptions(TrainOptions):
@@ -123,7 +161,9 @@ class EngineOptions(TrainOptions):
 
     Attributes:
         optim: None: the model is only read, unless `optimizer` is given.
-        optimizer: a torch optimizer of the caller's over the model's parameters, in the place of AdamW.
+        optimizer: in the place of AdamW a torch optimizer of the caller's over the model's parameters, or a function
+            that makes one of a list of parameters. Where ranks cut weights these are pieces of them, so that it must
+            treat a weight element by element.
         gradient_checkpointing: compute activations again in the backward pass.
         fused_kernels: see `PackedModel`.
     """
@@ -134,10 +174,11 @@ class EngineOptions(TrainOptions):
     fused_kernels: bool | str = True
 
     def __getstate__(self) -> dict[Any, Any]:
-        if self.optimizer is not None:
+        if hasattr(self.optimizer, "param_groups"):
             raise ConfigError(
                 f"your own {type(self.optimizer).__name__} holds tensors of this process and cannot train in another: "
-                "give optim={'lr': ...}, or run in one process or under torchrun"
+                "give a function that makes it (optim=lambda weights: ...), optim={'lr': ...}, or run in one process "
+                "or under torchrun"
             )
         return super().__getstate__()
 
@@ -182,6 +223,11 @@ def layout_of(options: TrainOptions, size: int, parallel: str = "data") -> Layou
         if fsdp != FSDPConfig():
             raise ConfigError(f"fsdp_config is for strategy 'fsdp', and this is '{options.strategy}'")
         return Layout(replicate=data, **sizes)
+    if data == 1 and (fsdp.param_offload or fsdp.mixed_precision != MixedPrecision()):
+        raise ConfigError(
+            "fsdp_config.param_offload and mixed_precision are of weights that ranks gather, and here is one "
+            "data-parallel rank: leave them out (use_amp computes in bf16)"
+        )
     shard = data if fsdp.fsdp_size == -1 else fsdp.fsdp_size
     if data % shard:
         raise ConfigError(f"layout: fsdp_config.fsdp_size={shard} does not divide the {data} data-parallel ranks")

@@ -7,6 +7,7 @@ from torch import nn
 from verl.layout import ModelShape
 from verl.models.cuts import local_part
 from verl.training.forward import Forward
+from verl.training.options import FSDPConfig
 from verl.training.parallel.data import replicate, shard
 from verl.training.parallel.expert import expert
 from verl.training.parallel.pipeline import pipeline
@@ -16,7 +17,7 @@ from verl.training.parallel.tensor import tensor
 from verl.training.ranks import Ranks
 
 
-def parallelize(forward: Forward, ranks: Ranks, *, trains: bool) -> Parallel:
+def parallelize(forward: Forward, ranks: Ranks, config: FSDPConfig, *, trains: bool) -> Parallel:
     """Lay a model, whole and equal on all ranks, out over a mesh, in place.
 
     Raises:
@@ -35,7 +36,7 @@ def parallelize(forward: Forward, ranks: Ranks, *, trains: bool) -> Parallel:
     if layout.sp > 1:
         sequence(forward, ranks)
     if layout.shard > 1:
-        shard(forward, ranks, parallel, trains=trains)
+        shard(forward, ranks, parallel, config, trains=trains)
     over = ("sp", "ep") if layout.shard > 1 else ("replicate", "sp", "ep")  # FSDP adds up over replicas itself
     if summed := [dim for dim in over if getattr(layout, dim) > 1]:
         replicate(ranks, parallel, *summed)

@@ -85,7 +85,7 @@ class TorchEngine:
         #: Shapes of all weights by every name they have, those of other pipeline stages too.
         self._shapes = {name: tuple(weight.shape) for name, weight in model.state_dict(keep_vars=True).items()}
         names = [name for name, _ in named_weights(model)]
-        self._parallel = parallelize(self._forward, self._ranks, trains=trains)
+        self._parallel = parallelize(self._forward, self._ranks, options.fsdp_config, trains=trains)
         self._schedule: Schedule = self._parallel.schedule or OneStage(self._forward)
         self._specs = self._all_specs(names)
         self._optimizer: MixedPrecisionOptimizer | None = None
@@ -138,6 +138,8 @@ class TorchEngine:
             return self._step(optimizer, losses)
         finally:
             optimizer.gradients.clear()
+            if self.options.fsdp_config.optimizer_offload:
+                optimizer.offload()
 
     @torch.no_grad()
     def loss(self, parts: Sequence[LossPart]) -> Metrics:
@@ -311,10 +313,10 @@ def _no_loss(outputs: dict[str, Tensor]) -> Loss:
 
 def _check_cut(options: EngineOptions, layout: Layout) -> None:
     """Raises ConfigError: where ranks have parts of weights, the optimizer cannot be as these options want it."""
-    if options.optimizer is not None and layout.size > layout.replicate:
+    if isinstance(options.optimizer, torch.optim.Optimizer) and layout.size > layout.replicate:
         raise ConfigError(
             f"your own {type(options.optimizer).__name__} holds whole weights, and ranks have parts of them here: give "
-            "optim=OptimConfig(...), or use 'ddp'"
+            "a function that makes it (optim=lambda weights: ...), or optim={'lr': ...}"
         )
     if options.optim is not None and options.optim.moments == "bfloat16" and layout.shard > 1:
         raise ConfigError("strategy 'fsdp' keeps the optimizer's moments in float32: leave optim.moments out")

@@ -11,16 +11,19 @@ masters, and computes on gathered copies in its own dtype.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from itertools import pairwise
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, fully_shard
 
 from verl.models.cuts import cuts_of
 from verl.training.forward import Forward
 from verl.training.gradients import Gradients, Weight
+from verl.training.options import FSDPConfig
 from verl.training.parallel.result import Parallel
+from verl.training.parallel.units import units
 from verl.training.ranks import Ranks
 
 
@@ -44,24 +47,35 @@ def replicate(ranks: Ranks, parallel: Parallel, *dims: str) -> None:
     parallel.reductions.append(reduce)
 
 
-def shard(forward: Forward, ranks: Ranks, parallel: Parallel, *, trains: bool) -> None:
-    """Weights cut by rows: the model's parameters are DTensors from then on."""
+def shard(forward: Forward, ranks: Ranks, parallel: Parallel, config: FSDPConfig, *, trains: bool) -> None:
+    """Weights cut by rows: the model's parameters are DTensors from then on.
+
+    Raises:
+        ConfigError: weights of that dtype cannot be trained so, or a policy names no module.
+    """
     packed = forward.packed
     dtype = packed.dtype
     half = trains and dtype in (torch.bfloat16, torch.float16)
     if half:
         forward.model.float()
     dims = ("replicate", "shard") if ranks.mesh.layout.replicate > 1 else ("shard",)
-    plain = MixedPrecisionPolicy(cast_forward_inputs=False)
-    mixed = MixedPrecisionPolicy(dtype, torch.float32, cast_forward_inputs=False)
-    options: dict[str, Any] = {"mesh": ranks.device_mesh(packed.device, *dims), "reshard_after_forward": True}
-    stacks = [module for module in packed.backbone.modules() if isinstance(module, nn.ModuleList)]
-    layers = next((stack for stack in stacks if len(stack) == packed.num_layers), ())
-    for module in layers:
-        fully_shard(module, mp_policy=mixed if half else plain, **options)
+    precision = _precision(config, dtype if half else None)
+    options: dict[str, Any] = {
+        "mesh": ranks.device_mesh(packed.device, *dims),
+        "reshard_after_forward": config.reshard_after_forward,
+    }
+    if config.param_offload:  # unpinned: pieces of gradients are there when a hook reads them
+        options["offload_policy"] = CPUOffloadPolicy(pin_memory=False)
+    _cast_buffers(forward.model, config)
+    found = units(packed, config)
+    for module in reversed(found):  # inner ones first
+        fully_shard(module, mp_policy=precision, **options)
+    if config.forward_prefetch:
+        for unit, following in pairwise(found):
+            cast(FSDPModule, unit).set_modules_to_forward_prefetch([cast(FSDPModule, following)])
     if forward.head != "lm":  # fp32, whatever the backbone is in
-        fully_shard(forward.model.score, mp_policy=plain, **options)
-    fully_shard(forward, mp_policy=mixed if half else plain, **options)
+        fully_shard(forward.model.score, mp_policy=MixedPrecisionPolicy(cast_forward_inputs=False), **options)
+    fully_shard(forward, mp_policy=precision, **options)
     for module in forward.modules():
         if isinstance(module, FSDPModule):
             # Losses are normalised over all ranks already: gradients add up.
@@ -69,3 +83,19 @@ def shard(forward: Forward, ranks: Ranks, parallel: Parallel, *, trains: bool) -
             module.set_force_sum_reduction_for_comms(True)
     parallel.cut_dims += ("shard",)
     parallel.in_step = True
+
+
+def _precision(config: FSDPConfig, half: torch.dtype | None) -> MixedPrecisionPolicy:
+    """`half`: what the weights are in, where ranks keep fp32 pieces of them."""
+    given = config.mixed_precision
+    gathered = half if given.param_dtype is None else getattr(torch, given.param_dtype)
+    reduced = getattr(torch, given.reduce_dtype or "float32") if given.reduce_dtype or half else None
+    return MixedPrecisionPolicy(gathered, reduced, cast_forward_inputs=False)
+
+
+def _cast_buffers(model: nn.Module, config: FSDPConfig) -> None:
+    if (name := config.mixed_precision.buffer_dtype) is not None:
+        for module in model.modules():
+            for key, buffer in module.named_buffers(recurse=False):
+                if buffer.is_floating_point():
+                    module._buffers[key] = buffer.to(getattr(torch, name))
