@@ -37,7 +37,7 @@ def train_engine(
     """
     mesh = place.meshes.get("train", Mesh())
     group = place.groups.get("train") if "train" in place.meshes else None
-    return TorchEngine(model, options, head=head, mesh=mesh, group=group, packed=packed)
+    return TorchEngine(model, options, head=head, mesh=mesh, group=group, parts=place.parts, packed=packed)
 
 
 class TrainedWorker:
