@@ -83,18 +83,30 @@ def test_ppo_simple_with_ranks_that_roll_out_and_ranks_that_update(tmp_path: Pat
         assert found == alone
 
 
+def steps(done: subprocess.CompletedProcess[str]) -> list[str]:
+    """The printed steps, without speeds and signs of zero."""
+    rows = [re.sub(r"[+-]0\.0000", "0.0000", text) for text in done.stdout.splitlines() if text.startswith("step")]
+    return [row.partition("rollout")[0] for row in rows]
+
+
 @pytest.mark.slow
-def test_ppo_train_with_a_part_of_the_models_on_each_of_four_ranks(tiny: Path) -> None:
-    line = [EXAMPLES / "ppo_train.py", "--model", tiny, "--steps", "2", "--batch_size", "8"]
+@pytest.mark.parametrize("layout", [(), ("--tensor_parallel_size", "2")], ids=["fsdp", "fsdp and tensor"])
+@pytest.mark.parametrize("executor", ["torchrun", "ray"])
+def test_ppo_train_on_four_ranks_trains_and_resumes(
+    tmp_path: Path, tiny: Path, executor: str, layout: tuple[str, ...]
+) -> None:
+    line = [EXAMPLES / "ppo_train.py", "--model", tiny, "--batch_size", "8", "--steps"]
 
-    def steps(done: subprocess.CompletedProcess[str]) -> list[str]:
-        """The printed steps, without speeds and signs of zero."""
-        rows = [re.sub(r"[+-]0\.0000", "0.0000", text) for text in done.stdout.splitlines() if text.startswith("step")]
-        return [row.partition("rollout")[0] for row in rows]
+    def run(count: str) -> list[str]:
+        options = [count, "--use_fsdp", *layout, "--checkpoint_dir", tmp_path]
+        if executor == "torchrun":
+            return steps(ranks.torchrun(4, *line, *options))
+        return steps(ranks.alone(*line, *options, "--placement", "cpu:0-3"))
 
-    alone = steps(ranks.alone(*line))
-    assert len(alone) == 2
-    assert steps(ranks.torchrun(4, *line, "--use_fsdp")) == alone
+    alone = steps(ranks.alone(*line, "3"))
+    assert len(alone) == 3
+    assert run("1") == alone[:1]
+    assert run("3") == alone[1:]
 
 
 def test_an_algorithm_of_the_users_own_learns(tiny: Path) -> None:

@@ -28,10 +28,12 @@ _HOMES = {
     "Controller": "verl.controller.controller",
     "Critic": "verl.roles.critic",
     "DeviceMesh": "verl.controller.placement",
+    "FSDPWorker": "verl.roles.workers",
     "HfModelAdapter": "verl.roles.backends",
     "HuggingFaceWorker": "verl.roles.backends",
     "Loss": "verl.training.loss",
     "LossInput": "verl.training.loss",
+    "MegatronWorker": "verl.roles.workers",
     "OfflineDatasetLoader": "verl.data.offline",
     "PPOTrainer": "verl.trainer.trainer",
     "RLDataPipeline": "verl.dataflow.pipeline",
@@ -73,6 +75,7 @@ if TYPE_CHECKING:
     from verl.roles.critic import Critic
     from verl.roles.reward import Reward
     from verl.roles.updater import Updater
+    from verl.roles.workers import FSDPWorker, MegatronWorker
     from verl.rollout.base import SamplingParams
     from verl.shard import Shard
     from verl.trainer.asynchronous import AsyncTrainer

@@ -52,7 +52,7 @@ class World:
         if device.startswith("cuda"):
             torch.cuda.set_device(device)
         if not dist.is_initialized():
-            _stay_on_loopback(size)
+            stay_on_loopback(size)
             where = {"init_method": meeting} if isinstance(meeting, str) else {"store": meeting}
             backend = "cpu:gloo,cuda:nccl" if device.startswith("cuda") else "gloo"
             wait = timedelta(seconds=timeout)
@@ -120,7 +120,7 @@ def is_broken_collective(error: BaseException) -> bool:
     return isinstance(error, dist.DistError) or (type(error) is RuntimeError and "gloo" in str(error).lower())
 
 
-def _stay_on_loopback(size: int) -> None:
+def stay_on_loopback(size: int) -> None:
     """Let gloo listen on the loopback interface alone where all ranks are on this machine."""
     if int(os.environ.get("LOCAL_WORLD_SIZE", "0")) == size and os.path.exists("/sys/class/net/lo"):
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")

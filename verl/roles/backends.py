@@ -16,6 +16,7 @@ from verl.models.loading import load_tokenizer
 from verl.rewards.remote import JudgeReward
 from verl.rewards.source import RewardResult, run_reward
 from verl.roles.actor import Actor, expand
+from verl.roles.workers import BuiltWorker
 from verl.rollout.base import Request, RolloutEngine, SamplingParams, generate
 from verl.rollout.episode import Turns, response_columns
 from verl.rollout.remote import AsyncVLLMEngine, ServerEngine
@@ -68,14 +69,14 @@ class HfModelAdapter(HuggingFaceWorker):
         super().__init__(model, tokenizer, **options)
 
 
-class ActorRolloutRefWorker(Actor):
+class ActorRolloutRefWorker(BuiltWorker):
     """Actor, rollout and reference policy over one model; the reference is the model as it is now.
 
     Args:
         model_path: directory or hub name of the model.
         max_batch_size: sequences that are generated at a time.
         rollout_backend: "vllm", "embedded", "hf", or "FILE.py:CLASS".
-        **options: those of `Actor`, such as `tensor_parallel_size`: ranks that share one copy of the model in
+        **options: those of `BuiltWorker`, such as `tensor_parallel_size`: ranks that share one copy of the model in
             generation.
     """
 

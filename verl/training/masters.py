@@ -23,7 +23,13 @@ class MasterOptimizer:
     is not touched.
     """
 
-    def __init__(self, weights: list[Weight], config: OptimConfig, optimizer: OwnOptimizer | None = None) -> None:
+    def __init__(
+        self,
+        weights: list[Weight],
+        config: OptimConfig,
+        optimizer: OwnOptimizer | None = None,
+        scheduler: Any = None,
+    ) -> None:
         self.weights = weights
         self._masters = [_master(weight.live) for weight in weights]
         self._has_own_lr = optimizer is None
@@ -34,6 +40,8 @@ class MasterOptimizer:
         else:
             self._optimizer = optimizer
             self._take_over()
+        #: torch's schedule of a caller's optimizer.
+        self._scheduler = scheduler if scheduler is None or hasattr(scheduler, "step") else scheduler(self._optimizer)
 
     @property
     def lr(self) -> float:
@@ -52,6 +60,8 @@ class MasterOptimizer:
             if present and gradient_scale != 1.0:
                 weight.gradient.mul_(gradient_scale)  # type: ignore[union-attr]
         self._optimizer.step()
+        if self._scheduler is not None:
+            self._scheduler.step()
         for weight, master in self._pairs():
             if master is not weight.live and master.grad is not None:
                 weight.live.copy_(master)
@@ -65,6 +75,17 @@ class MasterOptimizer:
             for name, value in self._optimizer.state.get(master, {}).items():
                 if value is not None:
                     yield weight.name, name, value
+
+    def schedule(self) -> dict[str, Any]:
+        """What of a caller's schedule changes from step to step, as far as JSON can hold it."""
+        kinds = (int, float, str, list, dict, type(None))
+        state = {} if self._scheduler is None else self._scheduler.state_dict()
+        return {name: value for name, value in state.items() if isinstance(value, kinds)}
+
+    def load_schedule(self, saved: Mapping[str, Any]) -> None:
+        """Restores `schedule`; nothing where there is none here."""
+        if self._scheduler is not None and saved:
+            self._scheduler.load_state_dict(dict(saved))
 
     def groups(self) -> list[dict[str, Any]]:
         """The settings of a caller's optimizer; AdamW's own come from the configuration."""

@@ -31,6 +31,7 @@ class MixedPrecisionOptimizer:
             others are not trained. Or a function that makes one of the list of pieces.
         pieces: the part of each weight that this rank steps; None: all of it.
         is_scaled: gradients are computed in fp16, whatever the pieces are in.
+        scheduler: torch's, of the caller's optimizer, or a function that makes it of the optimizer.
 
     Raises:
         ConfigError: nothing to train, a dtype that cannot be trained, or the torch optimizer holds a tensor
@@ -45,6 +46,7 @@ class MixedPrecisionOptimizer:
         pieces: Mapping[str, torch.nn.Parameter] | None = None,
         *,
         is_scaled: bool = False,
+        scheduler: Any = None,
     ) -> None:
         watched = trained = {name: live for name, live in weights.items() if live.requires_grad}
         if isinstance(optimizer, torch.optim.Optimizer):
@@ -61,7 +63,7 @@ class MixedPrecisionOptimizer:
         split = [w for w in self.gradients.weights if optimizer is None and w.live.dtype == torch.bfloat16]
         rest = [w for w in self.gradients.weights if w not in split]
         self._split = SplitAdamW(split, config)
-        self._masters = MasterOptimizer(rest, config, optimizer) if rest else None
+        self._masters = MasterOptimizer(rest, config, optimizer, scheduler) if rest else None
         self._rules = [rule for rule in (self._split, self._masters) if rule is not None]
         self._has_own_lr = optimizer is None
         self.name = optimizer_name(optimizer)
@@ -106,6 +108,8 @@ class MixedPrecisionOptimizer:
                 values.setdefault(weight, {})[name] = value
         meta = {"completed_steps": self.completed_steps, "values": values, **self.gradients.state()}
         meta["optimizer"] = self.name
+        if self._masters is not None and (schedule := self._masters.schedule()):
+            meta["schedule"] = schedule
         groups = [] if self._masters is None else self._masters.groups()
         return {**meta, "groups": groups} if groups else meta
 
@@ -121,6 +125,7 @@ class MixedPrecisionOptimizer:
         self._split.load(states)
         if self._masters is not None:
             self._masters.load(states, meta.get("groups", []))
+            self._masters.load_schedule(meta.get("schedule", {}))
         self.completed_steps = int(meta["completed_steps"])
         self.gradients.load(meta)
 

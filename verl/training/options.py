@@ -164,12 +164,14 @@ class EngineOptions(TrainOptions):
         optimizer: in the place of AdamW a torch optimizer of the caller's over the model's parameters, or a function
             that makes one of a list of parameters. Where ranks cut weights these are pieces of them, so that it must
             treat a weight element by element.
+        scheduler: torch's schedule of that optimizer, or a function that makes it of the optimizer; it steps after it.
         gradient_checkpointing: compute activations again in the backward pass.
         fused_kernels: see `PackedModel`.
     """
 
     optim: OptimConfig | None = None  # type: ignore[assignment]
     optimizer: Any = None
+    scheduler: Any = None
     gradient_checkpointing: bool = False
     fused_kernels: bool | str = True
 
@@ -184,7 +186,7 @@ class EngineOptions(TrainOptions):
 
     def frozen(self) -> EngineOptions:
         """The same for a model that is only read."""
-        return self.replace(optim=None, optimizer=None, gradient_checkpointing=False)
+        return self.replace(optim=None, optimizer=None, scheduler=None, gradient_checkpointing=False)
 
 
 #: Setting -> the dimension of a layout that it is the size of.

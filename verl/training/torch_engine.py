@@ -99,6 +99,7 @@ class TorchEngine:
                 options.optimizer,
                 pieces={name: piece(weight) for name, weight in weights.items()},
                 is_scaled=torch.float16 in self._parallel.dtypes.values(),
+                scheduler=options.scheduler,
             )
 
     @torch.no_grad()

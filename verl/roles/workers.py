@@ -1,0 +1,156 @@
+"""Actors under the names of training back ends, and models that a subclass builds."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from functools import cached_property
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from verl.controller.ranks import local_ranks, registry, torchrun_ranks
+from verl.errors import ConfigError, nearest
+from verl.roles.actor import Actor
+from verl.training.options import FSDPConfig, OptimConfig, TrainOptions
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+
+#: FSDP1's sharding strategy -> whether weights are cut, and freed after the forward pass.
+_STRATEGIES = {
+    "FULL_SHARD": (True, True),
+    "SHARD_GRAD_OP": (True, False),
+    "NO_SHARD": (False, True),
+    "HYBRID_SHARD": (True, True),
+    "_HYBRID_SHARD_ZERO2": (True, False),
+}
+
+
+class BuiltWorker(Actor):
+    """An actor over the model that `_build_model_optimizer` makes; a subclass overrides it for a model of its own.
+
+    Args:
+        model_path: directory or hub name of the model.
+        fsdp_config: `FSDPConfig`, or a mapping of its fields.
+        optim_config: `OptimConfig`, or a mapping of its fields; `optim` is the same.
+        override_model_config: passed on to `_build_model_optimizer`.
+        **options: those of `Actor`.
+    """
+
+    def __init__(
+        self,
+        model_path: Any,
+        tokenizer: Any = None,
+        *,
+        fsdp_config: FSDPConfig | Mapping[str, Any] | None = None,
+        optim_config: OptimConfig | Mapping[str, Any] | None = None,
+        override_model_config: Mapping[str, Any] | None = None,
+        train: TrainOptions | Mapping[str, Any] | None = None,
+        **options: Any,
+    ) -> None:
+        training = TrainOptions.of(train, "train")
+        if fsdp_config is not None:
+            training = training.replace(fsdp_config=FSDPConfig.of(fsdp_config, "fsdp_config"))
+        if optim_config is not None:
+            training = training.replace(optim=OptimConfig.of(optim_config, "optim_config"))
+        overrides = dict(override_model_config or {})
+        built = self._build_model_optimizer(model_path, training.fsdp_config, training.optim, overrides, role="actor")
+        model, optimizer, scheduler = built if isinstance(built, tuple) else (built, None, None)
+        if optimizer is not None:
+            options["optim"] = optimizer
+        elif scheduler is not None:
+            raise ConfigError("_build_model_optimizer gave a schedule without the optimizer that it is of")
+        if tokenizer is None and model is not model_path and isinstance(model_path, str):
+            tokenizer = model_path
+        super().__init__(model, tokenizer, train=training, **options)
+        self.train_with(scheduler=scheduler)
+        registry.add(type(self).__name__, scheduler=scheduler)
+
+    def _build_model_optimizer(
+        self,
+        model_path: Any,
+        fsdp_config: FSDPConfig,
+        optim_config: OptimConfig,
+        override_model_config: Mapping[str, Any],
+        role: str = "actor",
+    ) -> Any:
+        """What is trained: a model of transformers (plain or wrapped, see `Actor`) or its name, or a tuple of it, an
+        optimizer and a schedule of its learning rate (torch's, or None). Optimizer and schedule may be functions that
+        make them, of a list of parameters and of the optimizer: where ranks cut weights, or on Ray, they must be.
+
+        Called by all ranks of a torchrun job, before the first verb.
+        """
+        if override_model_config:
+            raise ConfigError(
+                f"override_model_config ({', '.join(override_model_config)}) is for a _build_model_optimizer of your "
+                "own: override it, and make the model there"
+            )
+        return model_path
+
+    @contextmanager
+    def init_context(self) -> Iterator[None]:
+        """For making a model: on the CPU, and what initialises its weights is not recorded for gradients."""
+        with torch.device("cpu"), torch.no_grad():
+            yield
+
+    @cached_property
+    def device_mesh(self) -> DeviceMesh:
+        """torch's mesh over the ranks of this job, in one dimension, "dp"."""
+        from verl.utils.device_mesh import init_device_mesh
+
+        return init_device_mesh(dp=torchrun_ranks())
+
+
+class FSDPWorker(BuiltWorker):
+    """An actor trained by FSDP2: `FSDPWorker(model_name="gpt2", fsdp_config={"sharding_strategy": "FULL_SHARD"})`.
+
+    Args:
+        model_name: directory or hub name of the model.
+        fsdp_config: `FSDPConfig`, or a mapping of its fields and `sharding_strategy`, as FSDP1 has them (a name, or
+            torch's enumeration): FULL_SHARD, SHARD_GRAD_OP, NO_SHARD (replicas), HYBRID_SHARD (cut over the ranks of a
+            machine, unless `fsdp_size` says otherwise).
+        **options: those of `BuiltWorker`.
+
+    Raises:
+        ConfigError: there is no such sharding strategy, or on Ray HYBRID_SHARD without `fsdp_size`.
+    """
+
+    def __init__(
+        self,
+        model_name: Any,
+        tokenizer: Any = None,
+        *,
+        fsdp_config: FSDPConfig | Mapping[str, Any] | None = None,
+        **options: Any,
+    ) -> None:
+        given = dict(fsdp_config) if isinstance(fsdp_config, Mapping) else {}
+        sharding = given.pop("sharding_strategy", "FULL_SHARD")
+        name = str(getattr(sharding, "name", sharding))
+        if name not in _STRATEGIES:
+            raise ConfigError(f"fsdp_config: no sharding_strategy is called '{name}': {nearest(name, _STRATEGIES)}")
+        is_cut, is_freed = _STRATEGIES[name]
+        if not is_freed:
+            given.setdefault("reshard_after_forward", False)
+        if "HYBRID" in name and "fsdp_size" not in given:
+            if torchrun_ranks() == 1 and options.get("placement") is not None:
+                raise ConfigError("fsdp_config: HYBRID_SHARD needs fsdp_size, the ranks that one copy is cut over")
+            given["fsdp_size"] = local_ranks()
+        config = fsdp_config if isinstance(fsdp_config, FSDPConfig) else given
+        strategy = "fsdp" if is_cut else "ddp"
+        super().__init__(model_name, tokenizer, **{"fsdp_config": config, "strategy": strategy, **options})
+
+
+class MegatronWorker:
+    """The name of a training back end that this version does not have.
+
+    Raises:
+        ConfigError: always; says what to use in its place.
+    """
+
+    def __init__(self, *args: Any, **options: Any) -> None:
+        raise ConfigError(
+            "MegatronWorker: there is no engine over Megatron-LM in this version. Its layouts are: "
+            "Actor(name, train={'tensor_parallel_size': 2, 'pipeline_parallel_size': 2}), under FSDP2 with "
+            "FSDPWorker(model_name=name)"
+        )
