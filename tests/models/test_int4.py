@@ -16,6 +16,7 @@ from verl.errors import ConfigError, ModelError
 from verl.models.int4 import Int4Linear, to_int4, weight_bytes
 from verl.models.loading import load_model
 from verl.models.lora import add_lora, merged_shards
+from verl.models.memory import ModelSize, estimate_memory
 from verl.models.options import LoraOptions
 from verl.models.portable import PortableModel
 from verl.models.shards import load_model_shards, model_shards
@@ -102,6 +103,19 @@ def test_adapters_over_weights_in_int4_learn_and_merge() -> None:
     travelled = PortableModel.of_parts(PortableModel(model).parts()).model
     assert checksum(model_shards(travelled)) == checksum(model_shards(model))
     assert torch.equal(log_probs(make_engine(travelled), batch), log_probs(engine, batch))
+
+
+def test_the_memory_that_a_lora_needs_is_estimated() -> None:
+    plain, adapted, small = (wide_model(torch.bfloat16) for _ in range(3))
+    to_int4(small)
+    for model in (adapted, small):
+        add_lora(model, LoraOptions(r=4))
+    full, lora, qlora = (estimate_memory(ModelSize.from_model(model)) for model in (plain, adapted, small))
+    trained = sum(weight.numel() for weight in adapted.parameters() if weight.requires_grad)
+    for found, model in ((lora, adapted), (qlora, small)):
+        assert found.weights == weight_bytes(model) - sum(b.nbytes for n, b in model.named_buffers() if "inv_freq" in n)
+        assert (found.masters, found.moments, found.gradients) == (2 * trained, 4 * trained, 4 * trained)
+    assert qlora.total < 0.6 * lora.total < 0.2 * full.total
 
 
 def test_gradient_checkpointing_goes_with_int4() -> None:

@@ -20,6 +20,8 @@ from tests.training.test_parts import two_parts
 from verl.batch import Batch
 from verl.layout import DIMS, Layout, Mesh
 from verl.models.heads import ValueModel
+from verl.models.lora import add_lora
+from verl.models.options import LoraOptions
 from verl.shard import Shard
 from verl.training.engine import Metrics
 from verl.training.options import EngineOptions, Head
@@ -38,6 +40,7 @@ class Case:
     Attributes:
         task: two losses that use all that there is ("all"), or an algorithm and the role that is trained.
         then: the layout that weights and state are loaded in.
+        lora: adapters are trained in the place of the weights.
     """
 
     kind: str
@@ -46,6 +49,7 @@ class Case:
     task: str = "all"
     dtype: torch.dtype = torch.float64
     checkpointing: bool = False
+    lora: bool = False
 
     @property
     def head(self) -> Head:
@@ -53,6 +57,8 @@ class Case:
 
     def engine(self, layout: Layout, group: Any = None) -> TorchEngine:
         model: Any = tiny_model(self.kind, self.dtype, layers=4)
+        if self.lora:
+            add_lora(model, LoraOptions(r=2))
         options = EngineOptions(optim=OPTIM, micro_batch_size=2, gradient_checkpointing=self.checkpointing)
         mesh = Mesh(tuple(range(layout.size)), layout)
         model = ValueModel.from_model(model) if self.head == "value" else model
@@ -105,6 +111,7 @@ CASES = {
         Case("phi", Layout(replicate=2, tp=2), Layout(sp=2, tp=2), "ppo critic"),
         Case("phi3", Layout(shard=2, tp=2), Layout(replicate=2, tp=2), "grpo actor", checkpointing=True),
         Case("gpt2", Layout(shard=2, sp=2), Layout(sp=4)),
+        Case("gpt2", Layout(shard=2, pp=2), Layout(replicate=2, tp=2), lora=True),
         Case("gpt2", Layout(replicate=2, sp=2), Layout(shard=2, sp=2), "ppo critic"),
         Case("qwen3_moe", Layout(shard=2, ep=2), Layout(ep=4)),
     ],

@@ -29,6 +29,7 @@ EXTRAS = {
     "task": ("reasoning-gym", "reasoning_gym"),
     "gguf": ("gguf", "gguf"),
     "constrained": ("xgrammar", "xgrammar"),
+    "lora": ("peft", "peft"),
 }
 _PARTS = ("torch", "transformers", "pyarrow", "safetensors", "pydantic", "numpy")
 SHARED_MEMORY = Path("/dev/shm")

@@ -153,8 +153,13 @@ def make_int4(model: Any, names: list[str]) -> None:
 
 def weight_bytes(model: nn.Module) -> int:
     """Bytes of a model's weights and buffers, tied ones once."""
-    tensors = {tensor.data_ptr(): tensor for tensor in model.state_dict().values()}
-    return sum(tensor.numel() * tensor.element_size() for tensor in tensors.values())
+    return sum(tensor.nbytes for tensor in (*model.parameters(), *model.buffers()))
+
+
+def int4_bytes(model: nn.Module) -> int:
+    """Bytes of its weights in 4 bits."""
+    layers = [module for module in model.modules() if isinstance(module, Int4Linear)]
+    return sum(buffer.nbytes for layer in layers for buffer in layer.buffers())
 
 
 def _replace(model: nn.Module, name: str, layer: nn.Module) -> None:

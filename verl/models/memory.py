@@ -20,7 +20,8 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class ModelSize:
-    """What the memory of a model depends on. `itemsize`: bytes of a live weight; `fused`: see models/llama.py."""
+    """What the memory of a model depends on. `itemsize`: bytes of a live weight; `fused`: see models/llama.py;
+    `trained`: of the parameters, None for all; `int4_bytes`: of the weights in 4 bits, beside the parameters."""
 
     parameters: int
     layers: int
@@ -32,11 +33,14 @@ class ModelSize:
     vocab: int
     itemsize: int
     fused: bool = False
+    trained: int | None = None
+    int4_bytes: int = 0
 
     @classmethod
     def from_model(cls, model: nn.Module) -> ModelSize:
         """Of a live transformers model, or of one on the meta device (which holds no memory)."""
         from verl.models.compiled import layer_kernels
+        from verl.models.int4 import int4_bytes
         from verl.models.llama import has_llama_shape
 
         config = model.config.get_text_config()  # type: ignore[union-attr,operator]
@@ -57,7 +61,13 @@ class ModelSize:
             vocab=config.vocab_size,
             itemsize=max(parameter.element_size() for parameter in parameters if parameter.dim() > 1),
             fused=compiled is not None and has_llama_shape(backbone, head_dim),
+            trained=sum(parameter.numel() for parameter in parameters if parameter.requires_grad),
+            int4_bytes=int4_bytes(model),
         )
+
+    @property
+    def weight_bytes(self) -> int:
+        return self.parameters * self.itemsize + self.int4_bytes
 
     @property
     def kv_bytes_per_token(self) -> int:
@@ -115,17 +125,18 @@ def estimate_memory(
         moments: dtype of the moments of weights under fp32; by default that of the weights.
         cut_over: ranks that each train a part (FSDP), all of it in fp32 or more, beside a whole copy for generation.
     """
-    weights = size.parameters * size.itemsize
+    weights = size.weight_bytes
     cache = kv_tokens * size.kv_bytes_per_token
     if not trained:
         return MemoryEstimate(weights, kv_cache=cache)
-    full = size.parameters * max(4, size.itemsize)
-    moment = full if moments == "float32" or cut_over > 1 else weights
+    count = size.parameters if size.trained is None else size.trained
+    full = count * max(4, size.itemsize)
+    moment = full if moments == "float32" or cut_over > 1 else count * size.itemsize
     layer = micro_batch_tokens * size.activation_bytes_per_token
     inputs = micro_batch_tokens * size.hidden * size.itemsize
     return MemoryEstimate(
         weights,
-        masters=full // cut_over if cut_over > 1 else full - weights,
+        masters=size.parameters * max(4, size.itemsize) // cut_over if cut_over > 1 else full - count * size.itemsize,
         moments=2 * moment // cut_over,
         gradients=full // cut_over,
         activations=size.layers * inputs + layer if gradient_checkpointing else size.layers * layer,

@@ -206,12 +206,13 @@ def _available(actor: Actor, size: ModelSize) -> int:
     if where == "cpu":
         return device.free_memory() // local_ranks()
     loaded = device.of(actor.model).startswith(where)
-    return device.free_memory(where) - (0 if loaded else size.parameters * size.itemsize)
+    return device.free_memory(where) - (0 if loaded else size.weight_bytes)
 
 
 def _others(algorithm: BaseAlgorithm, size: ModelSize) -> int:
     """Bytes of the models beside the actor, taken to be of its size."""
-    reference = estimate_memory(size, trained=False).total if "reference" in algorithm.roles else 0
+    own = "reference" in algorithm.roles and size.trained == size.parameters  # that of a LoRA is its own base
+    reference = estimate_memory(size, trained=False).total if own else 0
     critics = len(algorithm.roles & {"critic", "cost_critic"})
     return reference + critics * estimate_memory(size).total
 

@@ -120,6 +120,8 @@ class Gradients:
         Args:
             all_reduce: combines a list of tensors over all ranks in place, by a `torch.distributed.ReduceOp`.
         """
+        if not weights:  # all of them are frozen, on every rank
+            return
         self._allocate()
         flags = torch.tensor([float(w.has_gradient) for w in weights], device=weights[0].live.device)
         all_reduce([flags], dist.ReduceOp.MAX)
