@@ -14,7 +14,7 @@ from torch.utils._pytree import tree_leaves
 
 class TensorMemory(TorchDispatchMode):
     """Counts new tensors of this thread while they live. Views of others, and of files that are mapped into memory, are
-    not new.
+    not new; bytes (messages between ranks) are not counted.
 
     Attributes:
         peak: most bytes at a time.
@@ -41,7 +41,10 @@ class TensorMemory(TorchDispatchMode):
 
 
 def _storages(values: Any) -> list[Any]:
-    return [leaf.untyped_storage() for leaf in tree_leaves(values) if type(leaf) is torch.Tensor and not leaf.is_meta]
+    tensors = [
+        leaf for leaf in tree_leaves(values) if isinstance(leaf, torch.Tensor) and not hasattr(leaf, "placements")
+    ]
+    return [leaf.untyped_storage() for leaf in tensors if not leaf.is_meta and leaf.dtype != torch.uint8]
 
 
 def _is_mapped(storage: Any) -> bool:

@@ -25,6 +25,9 @@ def test_a_sound_model(model: PreTrainedModel) -> None:
     assert report.eos_token_ids == [0, 2]
     assert json.loads(report.to_json())["parameters"] == sum(p.numel() for p in model.parameters())
     assert "packed forward" in str(report)
+    assert report.device_map == {"cpu": report.parameters} and (report.strategy, report.sharding) == ("single", "none")
+    shown = [line for line in str(report).splitlines() if "difference" in line]
+    assert [f"(at most {most:.0e})" in line for line, most in zip(shown, (1e-6, 1e-5), strict=True)] == [True, True]
 
 
 def test_problems_are_told(llama: PreTrainedModel) -> None:

@@ -30,12 +30,13 @@ LAYOUTS = {
     "hsdp4": Layout(replicate=2, shard=2),
     "pp2": Layout(pp=2),
     "fsdp2 x pp2": Layout(shard=2, pp=2),
+    "tp2": Layout(tp=2),
+    "fsdp2 x tp2": Layout(shard=2, tp=2),
 }
 
 
 MODELS = {
     "gpt2": ("gpt2", torch.float64),
-    "llama": ("llama", torch.float64),
     "llama in bf16": ("llama", torch.bfloat16),
 }
 

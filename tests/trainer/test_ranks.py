@@ -42,6 +42,9 @@ def test_a_run_of_two_ranks_is_one_run(tmp_path: Path, tiny: Path) -> None:
     assert done.stderr.count("going on") == 0 and "cpu:1  1/2" in done.stderr
     first, second = (two / "logs" / name for name in ("001.log", "001.rank1.log"))
     assert "rank 0 of 2, host" in first.read_text() and "rank 1 of 2, host" in second.read_text()
+    for number, log in enumerate((first, second)):
+        shown = r"actor: ([\d,]+) parameters in float32; strategy ddp on 2 ranks \(replicate 2\); weights \d+ whole; "
+        assert re.search(rf"{shown}rank {number} of 2 holds \1 on cpu", log.read_text())
     assert {path.name for path in two.glob("*.json*")} >= {"metrics.jsonl", "summary.json", "eval.jsonl"}
     # The next start, in one process, finds a finished run of the same settings and length.
     assert json.loads((two / "summary.json").read_text())["state"] == "finished"

@@ -30,7 +30,7 @@ from verl.workers.saving import RankFiles
 
 JOB = Path(__file__).with_name("rank_checkpoints.py")
 PARTS = ("weights", "optimizer")
-ORDER = ["fsdp4", "fsdp2", "one", "pp2", "fsdp2", "hsdp4", "fsdp2 x pp2", "ddp4", "fsdp4"]
+ORDER = ["fsdp4", "pp2", "tp2", "one", "fsdp2 x tp2", "ddp4", "fsdp2 x pp2", "hsdp4"]
 
 
 def elements(folder: Path, stem: str) -> int:
@@ -56,8 +56,8 @@ def test_a_checkpoint_of_any_layout_goes_on_at_any_other_with_the_same_losses(tm
             folder = tmp_path / f"{run['kind']}-{number}"
             assert elements(folder, "weights") == sum(p.numel() for p in one.model.parameters())
             assert min(step["bytes"]) > 0.5 * max(step["bytes"])
-            # One tensor at a time beside the rank's own pieces; a master is put together in fp32.
-            largest = (4 if in_half else 8) * max(p.numel() for p in one.model.parameters())
+            # One tensor at a time beside the rank's own pieces (a master is put together in fp32), and some numbers.
+            largest = (4 if in_half else 8) * max(p.numel() for p in one.model.parameters()) + 1024
             assert step["memory"]["saving"] <= largest, where
             assert step["memory"]["loading"] <= largest, where
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections import Counter
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING
 
@@ -17,23 +18,35 @@ from verl.models.segments import pack_rows
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+# A single token may differ by so much more than the mean.
+_MOST = 10
 _TEXT = "The quick brown fox jumps over the lazy dog, and 17 + 25 = 42; then all of them rest until the morning."
 
 
 @dataclass(frozen=True)
 class ModelReport:
-    """What `check_model` found. Differences are of log-probs of tokens, packed against plain forward."""
+    """What `check_model` found. Differences are of log-probs of tokens, packed against plain forward, each beside the
+    most that is allowed.
+
+    Attributes:
+        device_map: parameters by device.
+        strategy, sharding: how ranks share the model: here, one process has all of it.
+    """
 
     name: str
     architecture: str
     parameters: int
     dtype: str
-    devices: list[str]
+    device_map: dict[str, int]
+    strategy: str
+    sharding: str
     tied_head: bool
     max_positions: int | None
     packed_forward: bool
     mean_difference: float
+    mean_tolerance: float
     max_difference: float
+    max_tolerance: float
     vocabulary: int
     tokenizer_size: int
     eos_token_ids: list[int]
@@ -51,8 +64,11 @@ class ModelReport:
     def __rich__(self) -> Table:
         table = Table(title=self.name, show_header=False)
         for name, value in asdict(self).items():
-            if name not in ("name", "problems"):
-                table.add_row(name.replace("_", " "), f"{value:.2e}" if isinstance(value, float) else f"{value}")
+            if name.endswith("_difference"):
+                allowed = getattr(self, name.replace("_difference", "_tolerance"))
+                table.add_row(name.replace("_", " "), f"{value:.2e} (at most {allowed:.0e})")
+            elif name not in ("name", "problems") and not name.endswith("_tolerance"):
+                table.add_row(name.replace("_", " "), f"{value:,}" if type(value) is int else f"{value}")
         for problem in self.problems:
             table.add_row("[red]problem[/red]", problem)
         return table
@@ -77,8 +93,14 @@ def check_model(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> M
     # Rounding grows with depth; half precision is compared with half precision.
     allowed = {torch.float64: 1e-6, torch.float32: 1e-3}.get(packed.dtype, 0.2)
     problems = []
-    if not mean <= allowed:
-        problems.append(f"packed and plain log-probs differ by {mean:.2e} on average, more than {allowed:.0e}")
+    if not (mean <= allowed and highest <= _MOST * allowed):
+        problems.append(
+            f"packed and plain log-probs differ by {mean:.2e} on average (at most {allowed:.0e}) and by up to "
+            f"{highest:.2e} (at most {_MOST * allowed:.0e})"
+        )
+    devices = Counter[str]()
+    for parameter in model.parameters():
+        devices[str(parameter.device)] += parameter.numel()
     if len(tokenizer) > packed.vocab_size:
         problems.append(f"the tokenizer has {len(tokenizer)} tokens, the model {packed.vocab_size} embeddings")
     if not eos:
@@ -88,12 +110,16 @@ def check_model(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> M
         architecture=type(model).__name__,
         parameters=sum(parameter.numel() for parameter in model.parameters()),
         dtype=str(packed.dtype).removeprefix("torch."),
-        devices=sorted({str(parameter.device) for parameter in model.parameters()}),
+        device_map=dict(devices),
+        strategy="single",
+        sharding="none",
         tied_head=head is not None and head.weight is model.get_input_embeddings().weight,
         max_positions=packed.max_positions,
         packed_forward=packed.supports_packed,
         mean_difference=mean,
+        mean_tolerance=allowed,
         max_difference=highest,
+        max_tolerance=_MOST * allowed,
         vocabulary=packed.vocab_size,
         tokenizer_size=len(tokenizer),
         eos_token_ids=list(eos),

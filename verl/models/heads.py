@@ -89,6 +89,15 @@ class ValueModel(nn.Module):
         return cast(Tensor, self.score(hidden))
 
 
+def score_model(model: Any) -> Any:
+    """A model under a score head: its own, or a new one, without a bias as a sequence classifier has it."""
+    scored = model if isinstance(model, ValueModel) else ValueModel.from_model(model)
+    setattr(scored.config, SCORE_AT_EOS, True)
+    if not scored.new_head:
+        return scored
+    return ValueModel(scored.backbone, (torch.zeros_like(scored.score.weight), None))
+
+
 @torch.no_grad()
 def width_of(backbone: PreTrainedModel) -> int:
     """Of final hidden states; some models have them narrower than `hidden_size`."""
@@ -113,7 +122,7 @@ def read_head(name: str) -> tuple[Tensor, Tensor | None] | None:
     Raises:
         OSError: the checkpoint has no safetensors weights.
     """
-    files = _weight_files(name)
+    files = weight_files(name)
 
     def read(key: str) -> Tensor | None:
         if key not in files:
@@ -127,14 +136,18 @@ def read_head(name: str) -> tuple[Tensor, Tensor | None] | None:
     return None
 
 
-def _weight_files(name: str) -> dict[str, str]:
-    """The file that holds each weight of a checkpoint."""
+def weight_files(name: str) -> dict[str, str]:
+    """The safetensors file that holds each weight of a checkpoint directory or hub model.
+
+    Raises:
+        OSError: there are none.
+    """
     index = cached_file(name, "model.safetensors.index.json", _raise_exceptions_for_missing_entries=False)
     if index is not None:
         with open(index, encoding="utf-8") as file:
             places = json.load(file)["weight_map"]
-        heads = {weight: place for weight, place in places.items() if weight.startswith(_HEADS)}
-        return {weight: str(cached_file(name, place)) for weight, place in heads.items()}
+        paths = {place: str(cached_file(name, place)) for place in set(places.values())}
+        return {weight: paths[place] for weight, place in places.items()}
     single = cached_file(name, "model.safetensors")
     with safe_open(single, framework="pt") as weights:
         return dict.fromkeys(weights.keys(), os.fspath(cast(str, single)))

@@ -10,8 +10,8 @@ import logging
 import os
 import platform
 from collections.abc import Iterator
-from contextlib import contextmanager
-from functools import lru_cache
+from contextlib import contextmanager, suppress
+from functools import lru_cache, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, cast
 
@@ -23,10 +23,12 @@ from transformers import (
     AutoModelForCausalLM,
     AutoModelForSequenceClassification,
     AutoTokenizer,
+    GenerationConfig,
 )
 from transformers.utils import logging as transformers_logging
 
 from verl.errors import ModelError, nearest
+from verl.models.blank import blank
 from verl.models.heads import ValueModel, read_head
 from verl.models.int4 import to_int4
 
@@ -88,6 +90,32 @@ def load_model(
     if dtype == "int4":
         to_int4(model)
     return model
+
+
+def blank_model(
+    path_or_name: str | Path,
+    device: torch.device | str = "cpu",
+    *,
+    dtype: str,
+    kind: Literal["causal", "value", "score"] = "causal",
+    trust_remote_code: bool = False,
+) -> Any:
+    """The model that `load_model` loads, without weights, see `verl.models.blank`.
+
+    Raises:
+        ModelError: nothing is there, or it is no model.
+    """
+    name = _located(path_or_name, "model")
+    with _explained(name, "model"), _quiet():
+        config = AutoConfig.from_pretrained(name, trust_remote_code=trust_remote_code)
+        auto = AutoModelForCausalLM if kind == "causal" else AutoModel
+        options = {"dtype": _DTYPES[dtype], "trust_remote_code": trust_remote_code}
+        model = blank(partial(auto.from_config, config, **options), device)
+        if kind != "causal":
+            return ValueModel(model, read_head(name)).eval()
+        with suppress(OSError):  # it has none
+            model.generation_config = GenerationConfig.from_pretrained(name)
+        return model
 
 
 def resolved_dtype(path_or_name: str | Path, dtype: str, *, trust_remote_code: bool = False) -> str | None:

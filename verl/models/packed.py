@@ -27,6 +27,7 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
 from verl.errors import ModelError
+from verl.models.blank import sample
 from verl.models.llama import AttentionRecorder, FusedLayers
 from verl.models.log_probs import token_log_probs
 from verl.models.segments import Packed, PaddedRows, pack_rows
@@ -81,15 +82,19 @@ class PackedModel:
     Args:
         fused_kernels: run the layers by fused kernels where there are some; a name asks for those of that library, in
             whose place others are taken with a warning. Ours are "compiled", for Llama-shaped models on CPU.
+        device: where the weights of a model without any (`verl.models.blank`) will be.
 
     Raises:
         ModelError: it is no transformers model with a text configuration, its head is not a linear map (with the
             known scales and soft caps) of the final hidden states, or has adapters.
     """
 
-    def __init__(self, model: PreTrainedModel, *, fused_kernels: bool | str = True) -> None:
+    def __init__(
+        self, model: PreTrainedModel, *, fused_kernels: bool | str = True, device: torch.device | str | None = None
+    ) -> None:
         self.model = model
         self.fused_kernels = bool(fused_kernels)
+        self._device = None if device is None else torch.device(device)
         if not isinstance(getattr(model, "base_model", None), torch.nn.Module) or not hasattr(model, "config"):
             raise ModelError(f"{type(model).__name__} is not a transformers model: it has no config or no backbone")
         if hasattr(model, "get_base_model"):
@@ -124,7 +129,7 @@ class PackedModel:
 
     @property
     def device(self) -> torch.device:
-        return self.model.device
+        return self.model.device if self._device is None or self.model.device.type != "meta" else self._device
 
     @property
     def is_fused(self) -> bool:
@@ -228,6 +233,8 @@ class PackedModel:
         """Switch the model to our attention; keep it if the packed forward agrees with the model's own."""
         if self.device.type == "meta":
             raise ModelError("the model is on the meta device: load its weights first")
+        if self.model.device.type == "meta":
+            return self._enable_by_sample()
         with evaluating(self.model):
             flat = pack_rows(*_PROBE, device=self.device, keep_last=True)
             tokens = flat.tokens % self.vocab_size
@@ -254,6 +261,16 @@ class PackedModel:
                     "rows, so no log-prob or value of a token is defined"
                 )
             return False
+
+    def _enable_by_sample(self) -> bool:
+        """`_enable` of a model without weights, by a small one that computes as it does."""
+        probed = PackedModel(sample(self.model, self.device), fused_kernels=False)
+        for name in ("num_heads", "num_kv_heads", "head_dim", "hidden_size", "position_table", "supports_paged"):
+            setattr(self, name, getattr(probed, name))
+        self._softcap, self._scale = probed._softcap, probed._scale
+        if probed.supports_packed:
+            self.model.set_attn_implementation(_IMPLEMENTATION)
+        return probed.supports_packed
 
     def _take_shape(self, probe: AttentionRecorder) -> None:
         """Heads and their size as the layers have them: latent attention has others than its configuration says."""

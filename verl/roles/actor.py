@@ -10,8 +10,6 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, Literal
 from uuid import uuid4
 
-import torch
-
 from verl.algorithms import BaseAlgorithm, default_algorithm, make_algorithm
 from verl.batch import Batch
 from verl.controller.controller import Controller
@@ -21,13 +19,15 @@ from verl.data.tokenize import to_prompts
 from verl.data.vocabulary import vocabulary_id
 from verl.errors import ConfigError, DataError, ModelError
 from verl.layout import ModelShape
-from verl.models.heads import SCORE_AT_EOS, ValueModel
+from verl.models.heads import ValueModel, score_model
 from verl.models.int4 import to_int4
 from verl.models.loading import eos_token_ids, find_tokenizer, load_model, load_tokenizer
 from verl.models.lora import add_lora, has_adapters
 from verl.models.options import ModelOptions
-from verl.models.portable import PortableModel
+from verl.models.portable import PortableModel, twin
 from verl.models.save import save_pretrained_dir
+from verl.models.shards import load_model_shards, model_shards
+from verl.models.source import ModelFiles
 from verl.models.wrapped import unwrapped
 from verl.roles.columns import add_rewards, aligned, as_sequences
 from verl.roles.reads import experience, prepare, reads
@@ -88,6 +88,9 @@ class Actor:
         ModelError: the model or its tokenizer cannot be found or used.
     """
 
+    #: What workers in other processes read the model from; `model` has no weights then.
+    files: ModelFiles | None = None
+
     def __init__(
         self,
         model: PreTrainedModel | ValueModel | ModelOptions | str,
@@ -120,15 +123,20 @@ class Actor:
             training.mini_batch_size, training.epochs, (samples and self.sampling.temperature) or 1.0, seed
         )
         self.head = head
+        self._group: WorkerGroup[ActorWorker] | None = None
+        self._reference: WorkerGroup[ReferenceWorker] | None = None
+        self.place(placement)
+        # A score model stands in a language model's place: all but its engine read only what both have.
+        self.model: PreTrainedModel
         if loading.path is not None:
             kind: Literal["causal", "score"] = "causal" if head == "lm" else "score"
-            loaded: Any = load_model(
-                loading.path, dtype=loading.dtype, kind=kind, trust_remote_code=loading.trust_remote_code
-            )
+            files = ModelFiles.of(loading, kind)
+            is_elsewhere = not self.controller.is_local and not loading.replaces_layers
+            self.files = files if is_elsewhere else None
+            self.model = files.blank() if is_elsewhere else files.load()
         else:
-            loaded = model if isinstance(model, ValueModel) else _language_model(model)
-        # A score model stands in a language model's place: all but its engine read only what both have.
-        self.model: PreTrainedModel = loaded if head == "lm" else _score_model(loaded)
+            live: Any = model if isinstance(model, ValueModel) else _language_model(model)
+            self.model = live if head == "lm" else score_model(live)
         if loading.lora is not None:
             add_lora(self.model, loading.lora, seed)
         self.tokenizer = _tokenizer(loading.tokenizer if tokenizer is None else tokenizer, self.model, loading.path)
@@ -140,12 +148,11 @@ class Actor:
         if (check := getattr(played, "check_tokenizer", None)) is not None:
             check(self.tokenizer)
         self.reference_model: PreTrainedModel | None = None
+        self._reference_files: ModelFiles | None = None
         #: Updates so far.
         self.policy_version = 0
         #: Stamp of the weights as they are: no other weights, of this actor or another, have the same.
-        self.policy_id = uuid4().hex
-        self._group: WorkerGroup[ActorWorker] | None = None
-        self._reference: WorkerGroup[ReferenceWorker] | None = None
+        self.policy_id = self._first_id = uuid4().hex
         self._exact_rollout: bool | None = None
         self._calls = 0
         registry.add(
@@ -157,7 +164,6 @@ class Actor:
             rollout=None if isinstance(rollout, str) else rollout,
             episode=None if isinstance(episode, str) else episode,
         )
-        self.place(placement)
 
     @classmethod
     def from_pretrained(cls, name: str, **options: Any) -> Actor:
@@ -173,6 +179,8 @@ class Actor:
         if self._group is not None or self._reference is not None:
             raise ConfigError("the actor's workers are in place: say where they run before the first verb")
         self.controller = Controller.of(placement)
+        if self.files is not None and self.controller.is_local:
+            self.model, self.files = self.files.load(), None
 
     def train_with(self, **options: Any) -> None:
         """Change fields of `train_options` (`EngineOptions`).
@@ -188,7 +196,7 @@ class Actor:
         if self._group is None:
             recipe = partial(
                 ActorWorker,
-                PortableModel(self.model),
+                self.files or PortableModel(self.model),
                 self.tokenizer,
                 eos_token_ids(self.model, self.tokenizer),
                 self.train_options,
@@ -272,8 +280,9 @@ class Actor:
         if self.reference_model is None:
             return self.group.call("ref_log_probs", sequences, self._temperature(sequences))  # type: ignore[no-any-return]
         if self._reference is None:
-            recipe = partial(ReferenceWorker, PortableModel(self.reference_model), self.train_options)
-            shape = ModelShape.of(recipe.args[0].model.config)
+            source = self._reference_files or PortableModel(self.reference_model)
+            recipe = partial(ReferenceWorker, source, self.train_options)
+            shape = ModelShape.of(self.reference_model.config)
             self._reference = self.controller.group("reference", recipe, self.train_options, shape)
         return self._reference.call("log_probs", sequences, self._temperature(sequences))  # type: ignore[no-any-return]
 
@@ -315,13 +324,31 @@ class Actor:
                 "the actor has been updated already, so its reference weights are gone: "
                 "call make_reference() before the first update"
             )
-        if isinstance(model, str):
+        files = None
+        if not self.controller.is_local and dtype != "int4":
+            files = ModelFiles(model, "causal", dtype or "auto") if isinstance(model, str) else None  # type: ignore[arg-type]
+            files = self.unchanged_files if model is None else files
+        self._reference_files = files
+        if files is not None:
+            self.reference_model = files.blank()
+        elif isinstance(model, str):
             self.reference_model = load_model(model, dtype=dtype or "auto")
         else:
             self.reference_model = copy.deepcopy(self.present_model()) if model is None else model
             if dtype == "int4":
                 to_int4(self.reference_model)
         registry.add("Actor", reference=self.reference_model)
+
+    @property
+    def unchanged_files(self) -> ModelFiles | None:
+        """What the actor's model was read from by its workers, as long as it is the same."""
+        return self.files if self.policy_id == self._first_id else None
+
+    def reference_shards(self) -> Iterator[Shard]:
+        """The weights of the reference policy, if it is a model of its own."""
+        if self._reference_files is not None:
+            return self._reference_files.stream()
+        return iter(()) if self.reference_model is None else model_shards(self.reference_model)
 
     def update(self, sequences: Batch, rewards: Any, values: Any = None) -> dict[str, float]:
         """One update from scored sequences.
@@ -430,11 +457,13 @@ class Actor:
 
     def present_model(self) -> PreTrainedModel:
         """`model`, with the weights as they are now: those of its workers, where they are other processes."""
-        from verl.models.shards import load_model_shards
-
-        if self._group is not None and not self.controller.is_local:
-            load_model_shards(self.model, self.shards())
-        return self.model
+        if self._group is None:
+            return self.model if self.files is None else self.files.load()
+        if self.controller.is_local:
+            return self.model
+        model = self.model if self.files is None else twin(self.model, "cpu")
+        load_model_shards(model, self.shards())
+        return model
 
 
 def expand(prompts: Batch, n: int, greedy_baseline: bool = False) -> Batch:
@@ -467,15 +496,6 @@ def _tokenizer(tokenizer: Any, model: PreTrainedModel, name: Any) -> PreTrainedT
     if not hasattr(tokenizer, "get_vocab"):
         raise ModelError(f"tokenizer is a tokenizer of transformers, or its name or directory, not {tokenizer!r}")
     return tokenizer  # type: ignore[no-any-return]
-
-
-def _score_model(model: Any) -> Any:
-    """The model under a score head: its own, or a new one, without a bias as a sequence classifier has it."""
-    scored = model if isinstance(model, ValueModel) else ValueModel.from_model(model)
-    setattr(scored.config, SCORE_AT_EOS, True)
-    if not scored.new_head:
-        return scored
-    return ValueModel(scored.backbone, (torch.zeros_like(scored.score.weight), None))
 
 
 def _language_model(model: Any) -> PreTrainedModel:

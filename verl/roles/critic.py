@@ -16,10 +16,11 @@ from verl.data.vocabulary import tokenizer_of, vocabulary_id
 from verl.errors import ConfigError, ModelError
 from verl.layout import ModelShape
 from verl.models.heads import ValueModel
-from verl.models.loading import load_model, load_tokenizer
+from verl.models.loading import load_tokenizer
 from verl.models.lora import add_lora
 from verl.models.options import ModelOptions
 from verl.models.portable import PortableModel
+from verl.models.source import ModelFiles
 from verl.models.wrapped import unwrapped
 from verl.roles.columns import add_rewards, as_sequences
 from verl.roles.settings import changed_options, engine_options, model_options, with_keywords
@@ -52,6 +53,9 @@ class Critic:
         ModelError: the model cannot be found or used.
     """
 
+    #: As of `Actor`.
+    files: ModelFiles | None = None
+
     def __init__(
         self,
         model: PreTrainedModel | ValueModel | ModelOptions | str,
@@ -72,11 +76,15 @@ class Critic:
         )
         training = training if strategy is None else training.replace(strategy=strategy)
         self.train_options = engine_options(training, loading, optim)
+        #: "critic" or "cost_critic": which pool of the map it stands on.
+        self.role = "critic"
+        self._group: WorkerGroup[CriticWorker] | None = None
+        self.place(placement)
         self.model: ValueModel
         if loading.path is not None:
-            self.model = load_model(
-                loading.path, dtype=loading.dtype, kind="value", trust_remote_code=loading.trust_remote_code
-            )
+            files = ModelFiles.of(loading, "value")
+            self.files = None if self.controller.is_local or loading.replaces_layers else files
+            self.model = files.load() if self.files is None else files.blank()
         else:
             plain = unwrapped(model, together=not registry.is_closed)
             if not isinstance(plain, ValueModel) and not hasattr(plain, "base_model"):
@@ -91,11 +99,7 @@ class Critic:
         self._actor_tokenizer = actor_tokenizer
         #: Id of an actor's vocabulary -> how its tokens are re-encoded.
         self._alignments: dict[str, CharacterAlignment] = {}
-        #: "critic" or "cost_critic": which pool of the map it stands on.
-        self.role = "critic"
         registry.add("Critic", model=self.model, algorithm=self.algorithm, optimizer=self.train_options.optimizer)
-        self._group: WorkerGroup[CriticWorker] | None = None
-        self.place(placement)
 
     @classmethod
     def from_pretrained(cls, name: str, **options: Any) -> Critic:
@@ -108,6 +112,8 @@ class Critic:
         if self._group is not None:
             raise ConfigError("the critic's workers are in place: say where they run before the first verb")
         self.controller = Controller.of(placement)
+        if self.files is not None and self.controller.is_local:
+            self.model, self.files = self.files.load(), None
 
     def train_with(self, **options: Any) -> None:
         """As of `Actor`."""
@@ -117,7 +123,7 @@ class Critic:
     def group(self) -> WorkerGroup[CriticWorker]:
         """The workers; made when they are first needed."""
         if self._group is None:
-            recipe = partial(CriticWorker, PortableModel(self.model), self.train_options)
+            recipe = partial(CriticWorker, self.files or PortableModel(self.model), self.train_options)
             shape = ModelShape.of(self.model.config)
             self._group = self.controller.group(self.role, recipe, self.train_options, shape)
         return self._group

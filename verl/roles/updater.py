@@ -11,6 +11,7 @@ from verl.algorithms import BaseAlgorithm, make_algorithm
 from verl.batch import Batch
 from verl.controller.ranks import registry
 from verl.errors import ConfigError
+from verl.models.options import ModelOptions
 from verl.roles.actor import Actor
 from verl.roles.columns import add_rewards
 from verl.roles.critic import Critic
@@ -103,9 +104,13 @@ def role_metrics(role: str, metrics: dict[str, float]) -> dict[str, float]:
 
 def make_critic(actor: Actor) -> Critic:
     """A critic of the actor's own architecture: a copy of its backbone, as it is now, under a new value head."""
-    options = actor.train_options
+    options, files = actor.train_options, actor.unchanged_files
+    if files is None:
+        model: Any = copy.deepcopy(actor.present_model())
+    else:
+        model = ModelOptions(path=files.path, dtype=files.dtype, trust_remote_code=files.trust_remote_code)
     return Critic(
-        copy.deepcopy(actor.present_model()),
+        model,
         train=options,
         optim=options.optim or OptimConfig(),
         gradient_checkpointing=options.gradient_checkpointing,

@@ -199,7 +199,7 @@ def identity(trainer: Trainer) -> dict[str, str]:
         found |= model_identity(role, _architecture(handle), model_shards(handle.model))
     if reference := trainer.actor.reference_model:
         if reference not in _digests:
-            _digests[reference] = checksum(model_shards(reference))
+            _digests[reference] = checksum(trainer.actor.reference_shards())
         found["reference.sha256"] = _digests[reference]
     if trainer.settings is not None:
         found["settings"] = trainer.settings

@@ -33,6 +33,7 @@ class Forward(nn.Module):
         packed: `model` (or its backbone) as a `PackedModel`, if there is one already.
         share_prompts: adjacent rows with equal prompts share one forward of it. The numbers stay the same.
         autocast: run matrix products of fp32 weights in bf16; weights in another dtype are not touched.
+        device: as of `PackedModel`.
     """
 
     def __init__(
@@ -44,10 +45,12 @@ class Forward(nn.Module):
         share_prompts: bool,
         fused_kernels: bool | str,
         autocast: bool,
+        device: Any = None,
     ) -> None:
         super().__init__()
         self.model, self.head, self.share_prompts = model, head, share_prompts
-        self.packed = packed or PackedModel(model if head == "lm" else model.backbone, fused_kernels=fused_kernels)
+        backbone = model if head == "lm" else model.backbone
+        self.packed = packed or PackedModel(backbone, fused_kernels=fused_kernels, device=device)
         #: Cuts the tokens over ranks that share rows.
         self.slicing: Callable[[Packed], Packed] = lambda flat: flat
         self.autocast = autocast and self.packed.dtype == torch.float32

@@ -94,15 +94,20 @@ class MasterOptimizer:
         return [{k: v for k, v in g.items() if k != "params"} for g in self._optimizer.param_groups]
 
     @torch.no_grad()
-    def load(self, saved: Mapping[str, Mapping[str, Any]], groups: list[dict[str, Any]]) -> None:
-        """Take over what `state` and `groups` gave; live weights become the masters, rounded where they have less."""
+    def load(self, saved: Mapping[str, dict[str, Any]], groups: list[dict[str, Any]]) -> None:
+        """Take over what `state` and `groups` gave; live weights become the masters, rounded where they have less.
+
+        Tensors are taken out of `saved` one by one, and copied.
+        """
         own = self._optimizer.state_dict()["param_groups"]
         for group, before in zip(own, groups, strict=False):
             group.update(before)
         index = {id(p): i for i, p in enumerate(p for g in self._optimizer.param_groups for p in g["params"])}
         numbered = {}
         for weight, master in self._pairs():
-            values = dict(saved[weight.name])
+            values, given = {}, saved[weight.name]
+            for name in [*given]:
+                values[name] = _copied(given.pop(name))
             # An fp32 weight takes the master of a bf16 one over: kept beside it, it would be saved again and be stale.
             if (saved_master := values.pop("master", None)) is not None:
                 master.copy_(saved_master)
@@ -179,6 +184,10 @@ def _adamw(masters: list[Tensor], config: OptimConfig) -> torch.optim.Optimizer:
         return torch.optim.AdamW(masters, fused=True, **options)
     except RuntimeError:  # no fused kernel for this device
         return torch.optim.AdamW(masters, foreach=True, **options)
+
+
+def _copied(value: Any) -> Any:
+    return value.clone() if isinstance(value, Tensor) else value
 
 
 def _widened(value: Any) -> Any:

@@ -155,7 +155,7 @@ class MixedPrecisionOptimizer:
                     f"the optimizer state '{full_name}' has shape {list(tensor.shape)}, the weight has "
                     f"{list(weights[name].shape)}: it is of another model"
                 )
-            states[name][key] = tensor.clone()
+            states[name][key] = tensor
         check_masters(weights, {f"{name}.{key}" for name, state in states.items() for key in state})
         return states
 

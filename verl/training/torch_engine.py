@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from functools import partial
 from itertools import chain, repeat
@@ -16,6 +16,7 @@ from torch import Tensor
 from verl.batch import Batch
 from verl.errors import CheckpointError, ConfigError, DataError, TrainingError
 from verl.layout import DATA_DIMS, Layout, Mesh
+from verl.models.blank import give_memory
 from verl.models.cuts import blocks_of, cuts_of, local_part
 from verl.models.lora import adapters_off, merged_shards
 from verl.models.packed import PackedModel
@@ -48,8 +49,10 @@ class TorchEngine:
         head: what the model predicts.
         mesh: the ranks that share it.
         group: their process group; None for one rank.
-        parts: groups of some of them, see `Ranks`.
         packed: the model (or its backbone) as a `PackedModel`, if there is one already.
+        weights: for a model without weights (`verl.models.blank`): those of a model, once it is laid out, of which the
+            parts that are kept here are read.
+        device: where the weights of such a model go.
 
     Raises:
         ConfigError: there is nothing to train, the model has no gradient checkpointing, or the layout does not go with
@@ -64,8 +67,9 @@ class TorchEngine:
         head: Head = "lm",
         mesh: Mesh | None = None,
         group: Any = None,
-        parts: Mapping[tuple[int, ...], Any] | None = None,
         packed: PackedModel | None = None,
+        weights: Callable[[Any], Iterable[Shard]] | None = None,
+        device: str | None = None,
     ) -> None:
         self.model, self.options = model, options
         self.mesh = mesh or Mesh()
@@ -76,9 +80,10 @@ class TorchEngine:
             share_prompts=options.share_prompts,
             fused_kernels=options.fused_kernels,
             autocast=options.use_amp,
+            device=device,
         )
         self.precision = torch.float64 if self._forward.packed.dtype == torch.float64 else torch.float32
-        self._ranks = Ranks(self.mesh, group, parts)
+        self._ranks = Ranks(self.mesh, group)
         trains = options.optim is not None or options.optimizer is not None
         _check_cut(options, self.mesh.layout)
         model.eval()
@@ -88,16 +93,19 @@ class TorchEngine:
         self._shapes = {name: tuple(weight.shape) for name, weight in model.state_dict(keep_vars=True).items()}
         names = [name for name, _ in named_weights(model)]
         self._parallel = parallelize(self._forward, self._ranks, options.fsdp_config, trains=trains)
+        if weights is not None:
+            give_memory(self._forward, self._forward.packed.device)
+            load_model_shards(model, weights(model))
         self._schedule: Schedule = self._parallel.schedule or OneStage(self._forward)
         self._specs = self._all_specs(names)
         self._optimizer: MixedPrecisionOptimizer | None = None
         if trains:
-            weights = dict(model.named_parameters())
+            trained = dict(model.named_parameters())
             self._optimizer = MixedPrecisionOptimizer(
-                weights,
+                trained,
                 options.optim or OptimConfig(max_grad_norm=None),
                 options.optimizer,
-                pieces={name: piece(weight) for name, weight in weights.items()},
+                pieces={name: piece(weight) for name, weight in trained.items()},
                 is_scaled=torch.float16 in self._parallel.dtypes.values(),
                 scheduler=options.scheduler,
             )

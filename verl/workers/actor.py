@@ -16,8 +16,9 @@ from verl.batch import Batch
 from verl.errors import ConfigError, nearest
 from verl.layout import Mesh
 from verl.models.packed import PackedModel
-from verl.models.portable import PortableModel, twin
+from verl.models.portable import twin
 from verl.models.shards import load_model_shards
+from verl.models.source import ModelSource
 from verl.rewards.loading import load_function
 from verl.rollout.base import Request, RolloutEngine, SamplingParams, generate
 from verl.rollout.episode import Episode, Outcome, Turns, outcomes, response_columns
@@ -109,7 +110,7 @@ class ActorWorker(TrainedWorker):
 
     def __init__(
         self,
-        model: PortableModel,
+        model: ModelSource,
         tokenizer: Any,
         eos_token_ids: tuple[int, ...],
         train: EngineOptions,
@@ -121,13 +122,13 @@ class ActorWorker(TrainedWorker):
         self.tokenizer, self.eos_token_ids = tokenizer, eos_token_ids
         self.rollout, self.head, self.place = rollout, head, place
         self.policy_version = 0
-        live = placed(model, place)
+        live, weights = placed(model, place)
         self.train = train if "train" in place.meshes else train.frozen()
         is_plain = place.meshes.get("train", Mesh()).layout.is_plain
         #: The model without weights, where ranks share it: what a whole copy for generation is made of.
         self._blank = None if is_plain or head != "lm" else twin(live, "meta")
         self._packed = PackedModel(live, fused_kernels=train.fused_kernels) if is_plain and head == "lm" else None
-        self.engine = train_engine(live, self.train, head, place, self._packed)
+        self.engine = train_engine(live, self.train, head, place, self._packed, weights)
         self._local = self.engine if self._blank is None else None
         self._rollout_engine: RolloutEngine | None = None
         self._sync = SyncCheck()
@@ -270,9 +271,9 @@ class ActorWorker(TrainedWorker):
 class ReferenceWorker:
     """The frozen policy that KL is measured against: a copy of the weights as they were when it was made."""
 
-    def __init__(self, model: PortableModel, train: EngineOptions, *, place: Place = ALONE) -> None:
-        live = placed(model, place).requires_grad_(False)
-        self.engine = train_engine(live, train.frozen(), "lm", place)
+    def __init__(self, model: ModelSource, train: EngineOptions, *, place: Place = ALONE) -> None:
+        live, weights = placed(model, place)
+        self.engine = train_engine(live.requires_grad_(False), train.frozen(), "lm", place, weights=weights)
 
     @verb("train", split="rows", collect="rows")
     def log_probs(self, batch: Batch, temperature: float = 1.0) -> Batch:

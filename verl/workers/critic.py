@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from verl.batch import Batch
-from verl.models.portable import PortableModel
+from verl.models.source import ModelSource
 from verl.shard import Shard
 from verl.tensor_files import read_shards
 from verl.training.options import EngineOptions
@@ -19,9 +19,10 @@ from verl.workers.update import Objective, UpdatePlan, run_updates
 class CriticWorker(TrainedWorker):
     """A value model and its optimizer; `updates` counts its updates."""
 
-    def __init__(self, model: PortableModel, train: EngineOptions, *, place: Place = ALONE) -> None:
+    def __init__(self, model: ModelSource, train: EngineOptions, *, place: Place = ALONE) -> None:
         self.place = place
-        self.engine = train_engine(placed(model, place), train, "value", place)
+        live, weights = placed(model, place)
+        self.engine = train_engine(live, train, "value", place, weights=weights)
         self.updates = 0
 
     @verb("train", split="rows", collect="rows")

@@ -13,8 +13,8 @@ class RewardWorker:
     """A sequence classifier, whole on each rank of its role."""
 
     def __init__(self, model: PortableModel, batch_size: int, *, place: Place = ALONE) -> None:
-        live = placed(model, place).requires_grad_(False)
-        self._score = TokenScorer(live, batch_size, place.device)
+        live, _ = placed(model, place)
+        self._score = TokenScorer(live.requires_grad_(False), batch_size, place.device)
 
     @verb("train", split="rows", collect="rows")
     def scores(self, batch: Batch) -> Batch:

@@ -41,12 +41,13 @@ class EngineRecipe:
 
     @classmethod
     def of(cls, actor: Actor) -> EngineRecipe:
+        from verl.device import of as device_of
         from verl.models.loading import eos_token_ids
 
         return cls(
             config=actor.model.config.to_dict(),
             dtype=str(actor.model.dtype).removeprefix("torch."),
-            device=str(actor.model.device),
+            device=device_of(actor.model),
             tokenizer=actor.tokenizer,
             eos_token_ids=eos_token_ids(actor.model, actor.tokenizer),
             fused_kernels=bool(actor.train_options.fused_kernels),

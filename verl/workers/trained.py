@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import logging
+import math
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
 from verl.device import put
-from verl.layout import Mesh
+from verl.layout import DIMS, Mesh
 from verl.models.packed import PackedModel
 from verl.models.portable import PortableModel
+from verl.models.source import ModelFiles, ModelSource
 from verl.shard import Shard
 from verl.training.engine import TrainEngine
 from verl.training.options import EngineOptions, Head
@@ -19,16 +23,42 @@ from verl.workers.place import ALONE, Place, verb
 from verl.workers.saving import Pieces, RankFiles, merged
 from verl.workers.streams import equal_weights, gathered
 
+logger = logging.getLogger(__name__)
 
-def placed(model: PortableModel, place: Place) -> Any:
-    """The live model on the device of `place`, with weights equal on all ranks of its role."""
-    live = model.model if place.device is None else put(model.model, place.device)
+
+#: The weights of a model that is laid out, for one that was made without.
+Weights = Callable[[Any], Iterable[Shard]]
+
+
+def placed(source: ModelSource, place: Place) -> tuple[Any, Weights | None]:
+    """The model of a source for this rank.
+
+    Returns:
+        The live model on the device of `place`, with weights equal on all ranks of its role; or, where ranks share a
+        model that each can read in part, one without weights, and where they come from.
+    """
+    if isinstance(source, ModelFiles):
+        layout = place.meshes.get("train", Mesh()).layout
+        if not place.is_apart and not layout.is_plain and layout.size == layout.replicate * layout.shard * layout.tp:
+            model = source.blank(place.device or "cpu")
+            reason = source.why_whole(model)
+            if reason is None:
+                plan = source.plan(model)
+                return model, lambda laid_out: source.shards(laid_out, plan)
+            logger.info("%s: every rank reads all of %s before it keeps its part: %s", place.role, source.path, reason)
+        source = PortableModel(source.load())
+    live = source.model if place.device is None else put(source.model, place.device)
     equal_weights(live, place)
-    return live
+    return live, None
 
 
 def train_engine(
-    model: Any, options: EngineOptions, head: Head, place: Place = ALONE, packed: PackedModel | None = None
+    model: Any,
+    options: EngineOptions,
+    head: Head,
+    place: Place = ALONE,
+    packed: PackedModel | None = None,
+    weights: Weights | None = None,
 ) -> TrainEngine:
     """The engine of a rank of the "train" mesh; of a rank alone, where `place` is not part of it.
 
@@ -37,7 +67,31 @@ def train_engine(
     """
     mesh = place.meshes.get("train", Mesh())
     group = place.groups.get("train") if "train" in place.meshes else None
-    return TorchEngine(model, options, head=head, mesh=mesh, group=group, parts=place.parts, packed=packed)
+    engine = TorchEngine(
+        model, options, head=head, mesh=mesh, group=group, packed=packed, weights=weights, device=place.device
+    )
+    if place.role:
+        logger.info("%s: %s", place.role, summary(engine, options, place))
+    return engine
+
+
+def summary(engine: TrainEngine, options: EngineOptions, place: Place) -> str:
+    """A model as it is laid out: parameters, strategy, how its weights are cut, and what of it stands on which device
+    here."""
+    specs, layout = [*engine.specs().values()], engine.mesh.layout
+    here = Counter[str]()
+    for shard in engine.shards():
+        here[str(shard.tensor.device)] += shard.tensor.numel()
+    sizes = ", ".join(f"{dim} {size}" for dim, size in zip(DIMS, layout.sizes, strict=True) if size > 1)
+    cuts = Counter(" and ".join(f"{dim} along {axis}" for dim, axis in spec.cuts) or "whole" for spec in specs)
+    dtypes = sorted({str(spec.dtype).removeprefix("torch.") for spec in specs})
+    parts = [
+        f"{sum(math.prod(spec.shape) for spec in specs):,} parameters in {'/'.join(dtypes)}",
+        f"strategy {options.strategy} on {layout.size} ranks ({sizes})" if sizes else "strategy single on 1 rank",
+        f"weights {', '.join(f'{count} {cut}' for cut, count in cuts.items())}",
+        f"rank {place.rank} of {place.size} holds {', '.join(f'{count:,} on {at}' for at, count in here.items())}",
+    ]
+    return "; ".join(parts)
 
 
 class TrainedWorker:

@@ -1,0 +1,81 @@
+"""Models that ranks read for themselves: each its own part, without a whole copy."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.ranks import torchrun
+from tests.training.cases import tiny_model
+from verl.errors import ModelError
+from verl.models.blank import blank, is_blank, sample
+from verl.models.packed import PackedModel
+from verl.models.shards import model_shards
+from verl.models.source import ModelFiles
+from verl.shard import checksum
+
+CASES = [
+    ("llama", "causal", "fsdp2"),
+    ("llama", "value", "tp2"),
+    ("gpt2", "causal", "tp2"),
+    ("gpt2", "score", "fsdp2"),
+]
+
+
+def test_ranks_read_their_own_parts_and_hold_no_more(tmp_path: Path) -> None:
+    for kind in ("llama", "gpt2"):
+        tiny_model(kind, layers=8).save_pretrained(tmp_path / kind)
+    done = torchrun(2, Path(__file__).with_name("rank_sources.py"), tmp_path, json.dumps(CASES))
+    lines = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
+    assert [tuple(line["case"]) for line in lines] == CASES
+    for line in lines:
+        assert line["reason"] is None and line["weights"] and line["predicted"] < 1e-12, line
+        assert line["own"] < 0.6 * line["all"]
+        assert line["peak"] <= line["own"] + line["largest"], line
+
+
+@pytest.mark.parametrize("kind", ["llama", "gpt2", "falcon"])
+def test_a_model_without_weights_is_taken_as_the_model_itself_is(kind: str) -> None:
+    live = tiny_model(kind, torch.float32, layers=3)
+    empty = blank(lambda: type(live)._from_config(live.config, dtype=torch.float32))
+    assert is_blank(empty) and not is_blank(live)
+    for (name, buffer), (_, expected) in zip(empty.named_buffers(), live.named_buffers(), strict=True):
+        assert torch.equal(buffer, expected), name
+    taken, expected = PackedModel(empty, device="cpu"), PackedModel(live, fused_kernels=False)
+    for name in ("supports_packed", "supports_paged", "num_heads", "num_kv_heads", "head_dim", "position_table"):
+        assert getattr(taken, name) == getattr(expected, name), name
+    assert empty.config._attn_implementation == live.config._attn_implementation
+    with pytest.raises(ModelError, match="on the meta device"):
+        PackedModel(blank(lambda: type(live)._from_config(live.config)))
+
+
+def test_a_sample_of_a_model_has_every_kind_of_layer() -> None:
+    same = sample(tiny_model("llama", layers=5))
+    assert same.config.num_hidden_layers == 1 == len(same.model.layers)
+    config = tiny_model("llama", layers=5).config
+    model = blank(lambda: type(tiny_model("llama"))._from_config(config))
+    model.model.layers[3].self_attn.scaling = 0.5
+    assert sample(model).config.num_hidden_layers == 4
+
+
+def test_files_that_hold_other_weights_than_the_model_are_read_whole(tmp_path: Path) -> None:
+    tiny_model("phimoe").save_pretrained(tmp_path / "phimoe")
+    files = ModelFiles(str(tmp_path / "phimoe"), dtype="float32")
+    assert files.why_whole(files.blank()) == "its weights are laid out otherwise in the files"
+    backbone = tiny_model("gpt2").transformer
+    backbone.save_pretrained(tmp_path / "gpt2")
+    files = ModelFiles(str(tmp_path / "gpt2"), dtype="float64")
+    assert str(files.why_whole(files.blank())).startswith("the files have no 'transformer.")
+
+
+@pytest.mark.parametrize("dtype", ["float64", "bfloat16"])
+def test_weights_from_files_are_those_of_the_model_that_is_loaded(tmp_path: Path, dtype: str) -> None:
+    tiny_model("llama").save_pretrained(tmp_path)
+    for kind in ("causal", "value"):
+        files = ModelFiles(str(tmp_path), kind, dtype)
+        whole = files.load()
+        assert files.why_whole(files.blank()) is None
+        assert checksum(files.stream()) == checksum(model_shards(whole))
