@@ -64,9 +64,10 @@ def test_two_ranks_with_a_part_of_the_models_each_equal_one_process(alone: tuple
 
 
 @pytest.mark.slow
-def test_two_ranks_that_share_each_layer_equal_one_process(alone: tuple[Path, Path], tmp_path: Path) -> None:
+@pytest.mark.parametrize("way", ["tensor", "pipeline"])
+def test_two_ranks_that_share_the_layers_equal_one_process(alone: tuple[Path, Path], tmp_path: Path, way: str) -> None:
     model, expected = alone
-    torchrun(2, SCRIPT, model, tmp_path, "null", json.dumps({"tensor_parallel_size": 2}))
+    torchrun(2, SCRIPT, model, tmp_path, "null", json.dumps({f"{way}_parallel_size": 2}))
     assert_equal_runs(expected, tmp_path)
 
 

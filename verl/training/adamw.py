@@ -7,7 +7,8 @@ into 16 bits. Nothing is lost: the arithmetic is that of an fp32 master.
 Moments in bf16 halve the rest (as in the training of DeepSeek-V3, arXiv 2412.19437, section 3.3.1). Unlike there
 they are rounded at random, up with the probability of the distance from below: the second moment moves by a
 thousandth a step, less than half a unit of bf16, and would stand still under rounding to nearest. The
-rounding's random bits are a hash of the step and the element, so that runs repeat.
+rounding's random bits are a hash of the weight's name, the step and the element, so that runs repeat and ranks that
+hold one weight round it alike.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
+from zlib import crc32
 
 import torch
 from torch import Tensor
@@ -54,11 +56,11 @@ class SplitAdamW:
     @torch.no_grad()
     def step(self, lr: float, gradient_scale: float) -> None:
         """One step with the gradient sums, multiplied by `gradient_scale`."""
-        for number, (weight, state) in enumerate(zip(self.weights, self._states, strict=True)):
+        for weight, state in zip(self.weights, self._states, strict=True):
             if not weight.has_gradient or weight.gradient is None:
                 continue
             state.steps += 1
-            seed = int(_mixed(_mixed(torch.tensor(number + 1)) ^ state.steps))
+            seed = int(_mixed(_mixed(torch.tensor(crc32(weight.name.encode()))) ^ state.steps))
             formula = _Formula.of(self._config, lr, gradient_scale, state.steps, seed)
             _step(weight.live, weight.gradient, state, formula)
 
