@@ -13,7 +13,9 @@ import verl
 import verl.actor
 import verl.worker
 from verl.errors import ConfigError, RolloutError
+from verl.models.lora import adapters_off, add_lora, merged_shards
 from verl.models.memory import ModelSize
+from verl.models.options import LoraOptions
 from verl.models.shards import model_shards
 from verl.rollout.base import Request, Sample, SamplingParams, generate
 from verl.rollout.vllm import VLLMEngine
@@ -28,7 +30,7 @@ PROMPTS = [[5, 9, 30, 7, 8], [40, 41, 42], [100] * 70]
 def started(model: PreTrainedModel, tokenizer: PreTrainedTokenizerFast, **options: Any) -> VLLMEngine:
     options = {"max_num_seqs": 16, "kv_memory": 1 << 23, **options}
     engine = VLLMEngine(model, tokenizer, eos_token_ids=(2,), seed=0, **options)
-    engine.load_shards(model_shards(model), 0)
+    engine.load_shards(merged_shards(model), 0)
     return engine
 
 
@@ -41,6 +43,29 @@ def fp32(
     engine = started(model, tokenizer)
     yield engine, model
     engine.close()
+
+
+def test_adapters_arrive_merged_into_the_weights(
+    make_model: Callable[..., PreTrainedModel], tokenizer: PreTrainedTokenizerFast
+) -> None:
+    model = make_model("llama", torch.float32)
+    before = {name: weight.clone() for name, weight in model.state_dict().items()}
+    add_lora(model, LoraOptions(r=4))
+    engine = started(model, tokenizer)
+    try:
+        for version in (1, 2):
+            with torch.no_grad():
+                for weight in (weight for weight in model.parameters() if weight.requires_grad):
+                    weight += 0.05 * torch.randn_like(weight)
+            engine.load_shards(merged_shards(model), version)
+            samples = list(generate(engine, requests(f"a{version}", SamplingParams(max_new_tokens=20))))
+            assert differences(model, samples).max() < 1e-4
+            with adapters_off(model):
+                assert differences(model, samples).max() > 0.01
+        state = {name.replace(".base_layer", ""): weight for name, weight in model.state_dict().items()}
+        assert all(torch.equal(state[name], weight) for name, weight in before.items())
+    finally:
+        engine.close()
 
 
 def requests(tag: str, params: SamplingParams, n: int = 2) -> list[Request]:
