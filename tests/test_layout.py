@@ -43,6 +43,14 @@ def test_groups_cut_the_mesh_into_equal_parts(mesh: Mesh, dims: set[str]) -> Non
     assert sorted(rank for group in groups for rank in group) == sorted(mesh.ranks)
 
 
+@settings(deadline=None)
+@given(meshes(), st.sets(st.sampled_from(DIMS)))
+def test_parts_are_all_groups_along_some_dimensions(mesh: Mesh, dims: set[str]) -> None:
+    groups = {tuple(sorted(mesh.group(rank, *dims))) for rank in mesh.ranks}
+    assert all((1 < len(group) < mesh.size) == (group in mesh.parts()) for group in groups)
+    assert len(set(mesh.parts())) == len(mesh.parts())
+
+
 def test_tensor_ranks_are_neighbours_and_stages_are_furthest_apart() -> None:
     mesh = Mesh(tuple(range(8)), Layout(pp=2, shard=2, tp=2))
     assert mesh.group(0, "tp") == (0, 1)

@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
+from itertools import chain, combinations
 from typing import Any
 
 from verl.errors import ConfigError, nearest
@@ -173,6 +174,16 @@ class Mesh:
         """The ranks that answer, by data-parallel index."""
         found = {self.rows(rank): rank for rank in self.ranks if self.answers(rank)}
         return tuple(found[index, self.layout.data_size] for index in range(self.layout.data_size))
+
+    def parts(self) -> list[tuple[int, ...]]:
+        """All groups of several ranks, but not of all, that differ only along some dimensions; ranks ascending."""
+        at = {rank: self.coordinate(rank) for rank in self.ranks}
+        wide = [dim for dim in DIMS if getattr(self.layout, dim) > 1]
+        found: dict[tuple[tuple[str, int], ...], list[int]] = {}
+        for fixed in chain.from_iterable(combinations(wide, count) for count in range(1, len(wide))):
+            for rank in sorted(self.ranks):
+                found.setdefault(tuple((dim, at[rank][dim]) for dim in fixed), []).append(rank)
+        return [tuple(ranks) for ranks in found.values()]
 
     def group(self, rank: int, *dims: str) -> tuple[int, ...]:
         """The ranks that differ from `rank` only along `dims`, in the order of the mesh.

@@ -51,6 +51,13 @@ def alone(make_tiny: Callable[..., Path], tmp_path_factory: pytest.TempPathFacto
     return model, out
 
 
+def test_roles_that_overlap_in_part_have_groups_of_their_own_along_dimensions() -> None:
+    done = torchrun(4, SCRIPT.with_name("rank_groups.py"))
+    alone = {"critic sp": 3.0, "critic replicate": 3.0, "actor shard": 3.0}
+    together = {"critic shard": 2.0 + 3.0, "actor sp": 2.0 + 3.0, "actor replicate": 1.0 + 3.0}
+    assert json.loads(next(line for line in done.stdout.splitlines() if line.startswith("{"))) == alone | together
+
+
 def test_two_ranks_equal_one_process(alone: tuple[Path, Path], tmp_path: Path) -> None:
     model, expected = alone
     torchrun(2, SCRIPT, model, tmp_path)

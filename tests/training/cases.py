@@ -14,6 +14,8 @@ from transformers import (
     GPT2Config,
     LlamaConfig,
     MixtralConfig,
+    Phi3Config,
+    PhiConfig,
     PhimoeConfig,
     PreTrainedModel,
     Qwen2Config,
@@ -57,6 +59,9 @@ def tiny_model(kind: str = "llama", dtype: torch.dtype = torch.float64, layers: 
                 "original_max_position_embeddings": 6,
             },
         ),
+        # A head with a bias; fused matrices that are cut but whole where they are used, and a token for padding.
+        "phi": lambda: PhiConfig(**wide),
+        "phi3": lambda: Phi3Config(**wide, pad_token_id=20),
         # GPT-2 ties its head to its embedding and has dropout.
         "gpt2": lambda: GPT2Config(
             vocab_size=VOCAB, n_embd=32, n_layer=layers, n_head=4, n_positions=128, bos_token_id=1, eos_token_id=2

@@ -88,6 +88,7 @@ LAYOUTS = (
     (Layout(tp=2, pp=2), Layout(shard=2, tp=2)),
     (Layout(shard=2, tp=2), Layout(shard=2, sp=2)),
     (Layout(replicate=2, tp=2), Layout(shard=4)),
+    (Layout(sp=2, tp=2), Layout(tp=2, pp=2)),
     (Layout(sp=4), Layout(replicate=2, tp=2)),
     (Layout(shard=2, sp=2), Layout(sp=4)),
     (Layout(replicate=2, sp=2), Layout(shard=2, sp=2)),
@@ -106,14 +107,20 @@ CASES = {
         Case("gpt2", Layout(shard=2, pp=2), Layout(replicate=2, pp=2), "ppo critic"),
         Case("qwen3_moe", Layout(replicate=2, pp=2), Layout(pp=4), "grpo actor"),
         Case("llama", Layout(tp=2, pp=2), Layout(shard=2, tp=2), "ppo actor"),
+        Case("gpt2", Layout(tp=4), Layout(shard=2, tp=2)),
+        Case("phi", Layout(replicate=2, tp=2), Layout(sp=2, tp=2), "ppo critic"),
+        Case("phi3", Layout(shard=2, tp=2), Layout(replicate=2, tp=2), "grpo actor", checkpointing=True),
         Case("gpt2", Layout(shard=2, sp=2), Layout(sp=4)),
         Case("gpt2", Layout(shard=2, pp=2), Layout(replicate=2, tp=2), lora=True),
         Case("gpt2", Layout(replicate=2, sp=2), Layout(shard=2, sp=2), "ppo critic"),
         Case("qwen3_moe", Layout(shard=2, ep=2), Layout(ep=4)),
     ],
-    "slow": [
-        *(Case(kind, *layouts, task) for layouts in LAYOUTS for kind in KINDS for task in TASKS),
-        *(Case(kind, *layouts, task) for layouts in OF_EXPERTS for kind in ("qwen3_moe", "mixtral") for task in TASKS),
+    **{kind: [Case(kind, *layouts, task) for layouts in LAYOUTS for task in TASKS] for kind in KINDS},
+    "experts": [
+        Case(kind, *layouts, task) for layouts in OF_EXPERTS for kind in ("qwen3_moe", "mixtral") for task in TASKS
+    ],
+    "others": [
+        *(Case("gpt2", Layout(tp=4), Layout(sp=4), task) for task in TASKS),
         *(Case(kind, Layout(sp=4), Layout(sp=4)) for kind in ("window", "dynamic", "longrope")),
     ],
     "fp32": [Case(kind, layout, layout, dtype=torch.float32) for layout, _ in LAYOUTS for kind in KINDS],

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from tests.ranks import torchrun
+from tests.training.rank_layouts import KINDS
 
 SCRIPT = Path(__file__).with_name("rank_layouts.py")
 
@@ -17,7 +18,7 @@ SCRIPT = Path(__file__).with_name("rank_layouts.py")
     ("cases", "tolerance"),
     [
         ("fast", 1e-9),
-        pytest.param("slow", 1e-9, marks=pytest.mark.slow),
+        *(pytest.param(kind, 1e-9, marks=pytest.mark.slow) for kind in (*KINDS, "experts", "others")),
         pytest.param("fp32", 1e-5, marks=pytest.mark.slow),
     ],
 )

@@ -74,6 +74,7 @@ class World:
         groups = {name: self.group(mesh.ranks) for name, mesh in role.meshes.items() if mesh.size > 1}
         if len(ranks) > 1:
             groups[ROLE] = self.group(ranks)
+        parts = {part: self.group(part) for mesh in role.meshes.values() for part in mesh.parts()}
         if self.rank not in ranks:
             return None
         meshes = {name: role.mesh(name) for name in (ROLE, *role.meshes)}
@@ -85,6 +86,7 @@ class World:
             trainer=ranks.index(role.mesh("train").answering()[0]),
             meshes={name: mesh for name, mesh in meshes.items() if self.rank in mesh},
             groups=groups,
+            parts={part: group for part, group in parts.items() if self.rank in part},
         )
 
     @contextmanager

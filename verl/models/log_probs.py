@@ -67,7 +67,7 @@ def token_log_probs(
     cut = _Cut.of(weight)
     if cut is not None:
         hidden, weight = shared(hidden, cut.group), _local(weight)
-        bias = None if bias is None else _local(bias)
+        bias = None if bias is None else local_part(bias)
     chunk = chunk or max(1, _CHUNK_ELEMENTS // weight.shape[0])
     formula = _Formula(scale, softcap, temperature)
     log_probs, entropies = _TokenLogProbs.apply(  # type: ignore[no-untyped-call]

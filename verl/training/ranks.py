@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -21,12 +21,14 @@ class Ranks:
 
     Args:
         group: the process group of all ranks of the mesh; None for a mesh of one rank.
+        parts: those of its `parts`, by ranks. Without them a group is made by its members when it is first used; torch
+            names it by the number of groups that they have made before, which has to be equal then.
     """
 
-    def __init__(self, mesh: Mesh, group: Any = None) -> None:
+    def __init__(self, mesh: Mesh, group: Any = None, parts: Mapping[tuple[int, ...], Any] | None = None) -> None:
         self.mesh, self._all = mesh, group
         self.rank = mesh.ranks[0] if group is None else dist.get_rank()
-        self._groups: dict[tuple[int, ...], Any] = {tuple(sorted(mesh.ranks)): group}
+        self._groups: dict[tuple[int, ...], Any] = {**(parts or {}), tuple(sorted(mesh.ranks)): group}
         self._device_mesh: DeviceMesh | None = None
 
     def group(self, *dims: str) -> Any:

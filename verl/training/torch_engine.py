@@ -49,6 +49,7 @@ class TorchEngine:
         head: what the model predicts.
         mesh: the ranks that share it.
         group: their process group; None for one rank.
+        parts: groups of some of them, see `Ranks`.
         packed: the model (or its backbone) as a `PackedModel`, if there is one already.
         weights: for a model without weights (`verl.models.blank`): those of a model, once it is laid out, of which the
             parts that are kept here are read.
@@ -67,6 +68,7 @@ class TorchEngine:
         head: Head = "lm",
         mesh: Mesh | None = None,
         group: Any = None,
+        parts: Mapping[tuple[int, ...], Any] | None = None,
         packed: PackedModel | None = None,
         weights: Callable[[Any], Iterable[Shard]] | None = None,
         device: str | None = None,
@@ -83,7 +85,7 @@ class TorchEngine:
             device=device,
         )
         self.precision = torch.float64 if self._forward.packed.dtype == torch.float64 else torch.float32
-        self._ranks = Ranks(self.mesh, group)
+        self._ranks = Ranks(self.mesh, group, parts)
         trains = options.optim is not None or options.optimizer is not None
         _check_cut(options, self.mesh.layout)
         model.eval()

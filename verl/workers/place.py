@@ -34,6 +34,7 @@ class Place:
         meshes: those that this rank is part of, by name; `Mesh` has the ranks of the whole job.
         trainer: the rank, in the role, of the first one that trains.
         groups: torch process groups by mesh, for those of several ranks.
+        parts: those of ranks that differ along some dimensions of a mesh, by ranks, ascending.
     """
 
     role: str = ""
@@ -43,6 +44,7 @@ class Place:
     trainer: int = 0
     meshes: Mapping[str, Mesh] = field(default_factory=lambda: {ROLE: Mesh(), "train": Mesh(), "rollout": Mesh()})
     groups: Mapping[str, Any] = field(default_factory=dict)
+    parts: Mapping[tuple[int, ...], Any] = field(default_factory=dict)
 
     @property
     def is_apart(self) -> bool:

@@ -68,7 +68,15 @@ def train_engine(
     mesh = place.meshes.get("train", Mesh())
     group = place.groups.get("train") if "train" in place.meshes else None
     engine = TorchEngine(
-        model, options, head=head, mesh=mesh, group=group, packed=packed, weights=weights, device=place.device
+        model,
+        options,
+        head=head,
+        mesh=mesh,
+        group=group,
+        parts=place.parts,
+        packed=packed,
+        weights=weights,
+        device=place.device,
     )
     if place.role:
         logger.info("%s: %s", place.role, summary(engine, options, place))
