@@ -14,12 +14,13 @@ import pytest
 from tests.ranks import torchrun
 from tests.training.cases import tiny_model
 from verl.errors import ConfigError
-from verl.training.forward import Forward
+from verl.models.blank import blank
+from verl.models.packed import PackedModel
 from verl.training.parallel.stages import Cut
 
 
 def cut(model: Any, count: int) -> Cut:
-    return Cut(Forward(model, "lm", None, share_prompts=True, fused_kernels=True, autocast=False), count)
+    return Cut(model, PackedModel(model, device="cpu"), count)
 
 
 @pytest.mark.parametrize("kind", ["llama", "qwen2", "gpt2", "qwen3_moe", "falcon"])
@@ -31,6 +32,19 @@ def test_each_weight_is_on_one_stage_and_a_tied_embedding_on_both_ends(kind: str
     assert sum(map(len, stages)) == len(list(model.parameters())) + tied
     assert model.get_input_embeddings().weight in stages[0]
     assert model.get_output_embeddings().weight in stages[2]
+
+
+@pytest.mark.parametrize("kind", ["llama", "gpt2"])
+def test_a_model_without_weights_is_cut_as_one_with_them(kind: str) -> None:
+    model = tiny_model(kind, layers=4)
+    empty = blank(lambda: type(model)(model.config))
+    for number in range(3):
+        stages = [cut(net, 3).parameters(number) for net in (model, empty)]
+        names = [
+            {name for name, p in net.named_parameters() if p in s}
+            for net, s in zip((model, empty), stages, strict=True)
+        ]
+        assert names[0] == names[1]
 
 
 def test_a_model_whose_layers_do_not_just_follow_one_another_is_refused_by_name() -> None:

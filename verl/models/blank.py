@@ -59,9 +59,9 @@ def _with_memory(tensor: Tensor, device: torch.device | str) -> Tensor:
     return DTensor(torch.empty_like(tensor._local_tensor, device=device), tensor._spec, requires_grad=False)
 
 
-def sample(model: Any, device: torch.device | str = "cpu") -> Any:
+def sample(model: Any, device: torch.device | str = "cpu", layers: int = 1) -> Any:
     """A small model that computes as `model`, which may be blank, does: of its class, with its first layers, as many as
-    show every kind of layer that it has, few embeddings and random weights.
+    show every kind of layer that it has and at least `layers`, few embeddings and random weights.
 
     Raises:
         ModelError: its layers differ too much, or it has none.
@@ -70,7 +70,7 @@ def sample(model: Any, device: torch.device | str = "cpu") -> Any:
     count = int(text.num_hidden_layers)
     stacks = [module for module in model.modules() if isinstance(module, nn.ModuleList) and len(module) == count]
     kinds = [_kind(layer) for layer in stacks[0]] if stacks else []
-    depth = max((kinds.index(kind) for kind in kinds), default=count) + 1
+    depth = max(layers, max((kinds.index(kind) for kind in kinds), default=count) + 1)
     if depth > min(_MOST_LAYERS, count):
         raise ModelError(f"the layers of {type(model).__name__} are of too many kinds for a sample of them")
     config = copy.deepcopy(model.config)

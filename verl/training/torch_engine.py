@@ -97,7 +97,7 @@ class TorchEngine:
         self._parallel = parallelize(self._forward, self._ranks, options.fsdp_config, trains=trains)
         if weights is not None:
             give_memory(self._forward, self._forward.packed.device)
-            load_model_shards(model, weights(model))
+            load_model_shards(model, weights(model), self._shapes)
         self._schedule: Schedule = self._parallel.schedule or OneStage(self._forward)
         self._specs = self._all_specs(names)
         self._optimizer: MixedPrecisionOptimizer | None = None

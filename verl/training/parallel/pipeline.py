@@ -30,7 +30,7 @@ from verl.training.schedule import MicroBatch
 def pipeline(forward: Forward, ranks: Ranks, parallel: Parallel, *, trains: bool) -> None:
     """Keep the layers of this rank's stage; embeddings stay on the first, the head on the last."""
     count = ranks.mesh.layout.pp
-    cut = Cut(forward, count)
+    cut = Cut(forward.model, forward.packed, count)
     parameters = [cut.parameters(number) for number in range(count)]
     for number, weights in enumerate(parameters):
         if trains and not any(weight.requires_grad for weight in weights):

@@ -15,9 +15,9 @@ import torch
 from torch import Tensor, nn
 
 from verl.errors import ConfigError
-from verl.models.packed import is_close
+from verl.models.blank import is_blank, sample
+from verl.models.packed import PackedModel, is_close
 from verl.models.segments import pack_rows
-from verl.training.forward import Forward
 
 _FIRST, _LAST = "first", "last"
 
@@ -62,27 +62,35 @@ class _Around(NamedTuple):
 
 
 class Cut:
-    """How a model is cut into `count` stages.
+    """How a model is cut into `count` stages. One without weights is tried out by a sample of it.
+
+    Args:
+        packed: `model`, or its backbone.
 
     Raises:
         ConfigError: it is of a kind that cannot be cut.
     """
 
-    def __init__(self, forward: Forward, count: int) -> None:
-        self._packed, self.count = forward.packed, count
-        self._kind = type(forward.packed.model).__name__
-        layers = forward.packed.num_layers
+    def __init__(self, model: nn.Module, packed: PackedModel, count: int) -> None:
+        self._packed, self.count = packed, count
+        self._kind = type(packed.model).__name__
+        layers = packed.num_layers
         self._bounds = [-(-layers * stage // count) for stage in range(count + 1)]
-        path = next(
-            (n for n, m in forward.model.named_modules() if isinstance(m, nn.ModuleList) and len(m) == layers), ""
-        )
+        path = next((n for n, m in model.named_modules() if isinstance(m, nn.ModuleList) and len(m) == layers), "")
         if not path:
             raise self._refused("it has no list of layers")
-        self._stack: Any = forward.model.get_submodule(path)
+        self._stack: Any = model.get_submodule(path)
         self._gives_tuple, self._width = False, 0
         self._tokens = pack_rows([[5, 17, 3], [23, 2]], [[19, 7, 31], [4, 11]], self._packed.device, keep_last=True)
-        self._around, expected = self._trial(forward.model, path)
-        self._check(expected)
+        if not is_blank(model):
+            self._around, expected = self._trial(model, path)
+            self._check(expected)
+            return
+        small = sample(packed.model, packed.device, layers=2)
+        tried = Cut(small, PackedModel(small, fused_kernels=False), 2)
+        self._gives_tuple, self._width = tried._gives_tuple, tried._width
+        ends = {one.name: one.end for one in tried._around}
+        self._around = [_Around(*one, ends.get(one[1], _LAST)) for one in self._beside(model, path)]
 
     def keep(self, number: int) -> Stage:
         """Drop what is not of this stage from the model, for good."""
