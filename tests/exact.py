@@ -17,7 +17,7 @@ class ExactRMSNorm(nn.Module):
 
 
 class ExactRouter(nn.Module):
-    """The router of Qwen3's experts, whose softmax is in fp32 whatever the dtype, in the dtype of its input."""
+    """The router of Qwen3's and Mixtral's experts in the dtype of its input: its softmax is in fp32 otherwise."""
 
     weight: torch.Tensor
     top_k: int
@@ -31,7 +31,7 @@ class ExactRouter(nn.Module):
 def norm_in_fp64(model: nn.Module) -> None:
     """Let the RMS norms and routers of a model compute in the model's own dtype."""
     for module in model.modules():
-        if type(module).__name__ == "Qwen3MoeTopKRouter":
+        if type(module).__name__ in ("Qwen3MoeTopKRouter", "MixtralTopKRouter"):
             module.__class__ = ExactRouter
         if type(module).__name__.endswith("RMSNorm") and hasattr(module, "variance_epsilon"):
             module.__class__ = ExactRMSNorm

@@ -78,6 +78,7 @@ def test_data_parallel_meshes() -> None:
         (Layout(tp=2), ModelShape(kind="x", plan={"layers.*": "new"}), "tp does not cut .* 'x': .* unknown here, new"),
         (Layout(tp=2, sp=4), ModelShape(heads=4), "tp x sp=8 does not divide"),
         (Layout(ep=3), ModelShape(experts=4), "ep=3 does not divide the model's 4 experts"),
+        (Layout(ep=2, tp=2), ModelShape(experts=4), "experts are cut by ep or by tp, not by both"),
         (Layout(ep=2), ModelShape(), "ep=2 does not divide the model's 0 experts"),
     ],
 )

@@ -115,6 +115,8 @@ class Layout:
             tensor_plan(shape.kind, shape.plan)
         if shape.kv_heads and shape.kv_heads % self.tp:
             raise ConfigError(f"layout: tp={self.tp} does not divide the model's {shape.kv_heads} key-value heads")
+        if self.ep > 1 and self.tp > 1:
+            raise ConfigError("layout: experts are cut by ep or by tp, not by both: use tp=1 or ep=1")
         if self.ep > 1 and (not shape.experts or shape.experts % self.ep):
             raise ConfigError(f"layout: ep={self.ep} does not divide the model's {shape.experts} experts")
 

@@ -44,21 +44,6 @@ def tiny_model(kind: str = "llama", dtype: torch.dtype = torch.float64, layers: 
         "mixtral": lambda: MixtralConfig(**wide, num_local_experts=4),
         # A window in the last layer alone.
         "window": lambda: Qwen2Config(**wide, use_sliding_window=True, sliding_window=3, max_window_layers=layers - 1),
-        # Rotary embeddings that depend on the longest position of the call.
-        "dynamic": lambda: LlamaConfig(
-            **{**wide, "max_position_embeddings": 6},
-            rope_parameters={"rope_type": "dynamic", "factor": 2.0, "rope_theta": 100.0},
-        ),
-        "longrope": lambda: LlamaConfig(
-            **wide,
-            rope_parameters={
-                "rope_type": "longrope",
-                "rope_theta": 100.0,
-                "short_factor": [1.0] * 4,
-                "long_factor": [1.0, 2.0, 3.0, 4.0],
-                "original_max_position_embeddings": 6,
-            },
-        ),
         # A head with a bias; fused matrices that are cut but whole where they are used, and a token for padding.
         "phi": lambda: PhiConfig(**wide),
         "phi3": lambda: Phi3Config(**wide, pad_token_id=20),

@@ -4,14 +4,27 @@ from __future__ import annotations
 
 import json
 import math
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
+from transformers import BloomConfig, BloomForCausalLM
 
 from tests.ranks import torchrun
+from tests.training.cases import tiny_model
 from tests.training.rank_layouts import KINDS
+from verl.errors import ConfigError
+from verl.layout import Layout, Mesh
+from verl.training.options import EngineOptions
+from verl.training.torch_engine import TorchEngine
 
 SCRIPT = Path(__file__).with_name("rank_layouts.py")
+
+
+def bloom() -> Any:
+    """Its attention has a bias of its own, ALiBi."""
+    return BloomForCausalLM(BloomConfig(vocab_size=37, hidden_size=32, n_layer=2, n_head=4))
 
 
 @pytest.mark.parametrize(
@@ -37,3 +50,17 @@ def test_a_layout_equals_one_process_and_its_state_goes_on_in_another(cases: str
         # Pieces, not whole weights; a tied embedding is on two stages.
         pieces = math.prod(size for dim, size in case["sizes"].items() if dim not in ("replicate", "sp", "ep"))
         assert case["held"] < 1.4 / pieces, case
+
+
+@pytest.mark.parametrize(
+    ("layout", "model", "words"),
+    [
+        (Layout(ep=2), tiny_model, "ep=2 does not divide the model's 0 experts"),
+        (Layout(ep=3), lambda: tiny_model("mixtral"), "ep=3 does not divide the model's 4 experts"),
+        (Layout(sp=3), tiny_model, "sp=3 does not divide the model's 4 attention heads"),
+        (Layout(sp=2), bloom, "sp=2 cuts sequences at the attention, and BloomForCausalLM has none"),
+    ],
+)
+def test_a_model_that_cannot_be_cut_so_is_refused_by_name(layout: Layout, model: Callable[[], Any], words: str) -> None:
+    with pytest.raises(ConfigError, match=words):
+        TorchEngine(model(), EngineOptions(), mesh=Mesh(tuple(range(layout.size)), layout))

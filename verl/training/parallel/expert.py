@@ -33,8 +33,6 @@ def expert(forward: Forward, ranks: Ranks, parallel: Parallel) -> None:
         ConfigError: the model has no experts that can be cut, or a number that `ep` does not divide.
     """
     name, size = type(forward.packed.model).__name__, ranks.mesh.layout.ep
-    if ranks.mesh.layout.tp > 1:
-        raise ConfigError("layout: experts are cut by ep or by tp, not by both: use tp=1 or ep=1")
     blocks: list[Any] = [module for module in forward.model.modules() if _has_fused_experts(module)]
     if not blocks:
         raise ConfigError(
