@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from contextlib import contextmanager
 from itertools import pairwise, product
@@ -35,6 +36,32 @@ def blocks_of(tensor: Tensor, local: Tensor | None = None) -> Iterator[tuple[tup
         for dim, (at, _, length) in enumerate(runs):
             block = block.narrow(dim, at, length)
         yield tuple(start for _, start, _ in runs), block
+
+
+def run_blocks(shape: tuple[int, ...], start: int, run: Tensor) -> Iterator[tuple[tuple[int, ...], Tensor]]:
+    """The blocks that a run of the elements of a flattened tensor is made of: where each begins in the tensor, and its
+    part of `run`, on the same memory.
+
+    Args:
+        shape: of the tensor.
+        start: where the run begins in it.
+        run: its elements, in one dimension.
+    """
+    if len(shape) < 2:
+        if len(run):
+            yield (start,)[: len(shape)], run.view(-1) if shape else run.view(())
+        return
+    inner, at = math.prod(shape[1:]), 0
+    while left := len(run) - at:
+        row, within = divmod(start + at, inner)
+        if within or left < inner:  # a part of one row
+            size = min(inner - within, left)
+            for offset, block in run_blocks(shape[1:], within, run[at : at + size]):
+                yield (row, *offset), block[None]
+        else:
+            size = left - left % inner
+            yield (row, *(0,) * (len(shape) - 1)), run[at : at + size].view(-1, *shape[1:])
+        at += size
 
 
 @contextmanager

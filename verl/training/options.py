@@ -15,7 +15,7 @@ from verl.record import AsTuple, Count, FunctionPath, Natural, Record, Strings, 
 
 _Beta = Annotated[float, Field(ge=0, lt=1)]
 Head = Literal["lm", "value", "score"]
-Strategy = Literal["single", "ddp", "fsdp"]
+Strategy = Literal["single", "ddp", "fsdp", "deepspeed"]
 
 
 class OptimConfig(Record):
@@ -122,6 +122,13 @@ class FSDPConfig(Record):
         return self
 
 
+class DeepSpeedOptions(Record):
+    zero_stage: Literal[1, 2, 3] = Field(
+        default=2,
+        description="what DeepSpeed cuts over ranks: masters and moments (1), gradients too (2), weights too (3)",
+    )
+
+
 class TrainOptions(Record):
     """How one model is trained: the sections `actor_rollout_ref.actor` and `critic` of a file, `train=` of a handle."""
 
@@ -147,13 +154,15 @@ class TrainOptions(Record):
     )
     strategy: Strategy = Field(
         default="ddp",
-        description="how ranks share training: ddp (each has the whole model), fsdp (each a part), single (one rank)",
+        description="how ranks share training: ddp (each has the whole model), fsdp (each a part), "
+        "deepspeed (ZeRO), single (one rank)",
     )
     tensor_parallel_size: Count = Field(default=1, description="ranks that share the matrices of each layer")
     pipeline_parallel_size: Count = Field(default=1, description="ranks that share the layers, in stages")
     ulysses_sequence_parallel_size: Count = Field(default=1, description="ranks that share the tokens of a sequence")
     expert_parallel_size: Count = Field(default=1, description="ranks that share the experts of a mixture")
     fsdp_config: FSDPConfig = Field(default_factory=FSDPConfig, description="fully sharded data parallelism")
+    deepspeed_config: DeepSpeedOptions = Field(default=DeepSpeedOptions(), description="ZeRO by DeepSpeed")
 
 
 class EngineOptions(TrainOptions):
@@ -221,9 +230,17 @@ def layout_of(options: TrainOptions, size: int, parallel: str = "data") -> Layou
     fsdp = options.fsdp_config
     if options.strategy == "single" and size > 1:
         raise ConfigError(f"strategy 'single' trains on one rank, and there are {size}: use 'ddp' or 'fsdp'")
+    zero = options.deepspeed_config
+    if options.strategy == "deepspeed":
+        if cut := [setting for setting, dim in _SIZES.items() if sizes[dim] > 1]:
+            raise ConfigError(f"strategy 'deepspeed' shares a model by ZeRO alone, not with {cut[0]}: use 'fsdp'")
+    elif zero != DeepSpeedOptions():
+        raise ConfigError(f"deepspeed_config is for strategy 'deepspeed', and this is '{options.strategy}'")
     if options.strategy != "fsdp":
         if fsdp != FSDPConfig():
             raise ConfigError(f"fsdp_config is for strategy 'fsdp', and this is '{options.strategy}'")
+        if options.strategy == "deepspeed" and zero.zero_stage == 3:
+            return Layout(shard=data)
         return Layout(replicate=data, **sizes)
     if data == 1 and (fsdp.param_offload or fsdp.mixed_precision != MixedPrecision()):
         raise ConfigError(

@@ -86,11 +86,15 @@ class TorchEngine:
         )
         self.precision = torch.float64 if self._forward.packed.dtype == torch.float64 else torch.float32
         self._ranks = Ranks(self.mesh, group, parts)
-        trains = options.optim is not None or options.optimizer is not None
-        _check_cut(options, self.mesh.layout)
         model.eval()
         if options.gradient_checkpointing:
             enable_checkpointing(self._forward.packed.model)
+        self._lay_out(weights, trains=options.optim is not None or options.optimizer is not None)
+
+    def _lay_out(self, weights: Callable[[Any], Iterable[Shard]] | None, *, trains: bool) -> None:
+        """Lay the model out over the ranks, read its weights where it has none, and make what trains it."""
+        model, options = self.model, self.options
+        _check_cut(options, self.mesh.layout)
         #: Shapes of all weights by every name they have, those of other pipeline stages too.
         self._shapes = {name: tuple(weight.shape) for name, weight in model.state_dict(keep_vars=True).items()}
         names = [name for name, _ in named_weights(model)]

@@ -63,11 +63,17 @@ def train_engine(
     """The engine of a rank of the "train" mesh; of a rank alone, where `place` is not part of it.
 
     Raises:
-        ConfigError: the options cannot be met, see `TorchEngine`.
+        ConfigError: the options cannot be met, see `TorchEngine` and `DeepSpeedEngine`.
     """
     mesh = place.meshes.get("train", Mesh())
     group = place.groups.get("train") if "train" in place.meshes else None
-    engine = TorchEngine(
+    make: type[TorchEngine] = TorchEngine
+    trains = options.optim is not None or options.optimizer is not None
+    if options.strategy == "deepspeed" and trains and mesh.layout.size > 1:
+        from verl.training.deepspeed_engine import DeepSpeedEngine
+
+        make = DeepSpeedEngine
+    engine = make(
         model,
         options,
         head=head,

@@ -1,0 +1,257 @@
+"""The training engine on DeepSpeed's ZeRO. Rows, losses and metrics are those of `TorchEngine`; steps and pieces of
+weights are its own."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import nullcontext
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from verl.errors import CheckpointError, ConfigError, TrainingError, nearest
+from verl.models.blank import give_memory
+from verl.models.cuts import run_blocks
+from verl.models.shards import fill_block, load_model_shards, model_shards, named_weights, tied_names
+from verl.shard import Shard, Stream, WeightSpec
+from verl.training.checkpointing import recomputing
+from verl.training.engine import Memory, Metrics
+from verl.training.forward import Forward
+from verl.training.loss import Loss, LossPart
+from verl.training.optimizer import check_masters, check_optimizer
+from verl.training.options import EngineOptions, OptimConfig
+from verl.training.parallel.result import Parallel
+from verl.training.schedule import MicroBatch, OneStage
+from verl.training.torch_engine import TorchEngine
+from verl.training.zero import MOMENTS, Piece, held_run, zero_engine
+
+_HALF = (torch.bfloat16, torch.float16)
+
+
+class DeepSpeedEngine(TorchEngine):
+    """A `TrainEngine` of several ranks that trains, by ZeRO of the stage in `options.deepspeed_config`.
+
+    Weights that no micro-batch of a step used are stepped with a gradient of zero, weight decay included.
+
+    Args: those of `TorchEngine`; the layout is replicas, in stage 3 shards.
+
+    Raises:
+        ConfigError: DeepSpeed is not installed, or the model or the options need another engine.
+    """
+
+    def _lay_out(self, weights: Callable[[Any], Iterable[Shard]] | None, *, trains: bool) -> None:
+        options, forward = self.options, self._forward
+        _check(options, forward)
+        if weights is not None:  # whole: DeepSpeed cuts what is there
+            give_memory(forward, forward.packed.device)
+            load_model_shards(self.model, weights(self.model))
+        self._parallel = Parallel(self.mesh, in_step=True)
+        self._cut = options.deepspeed_config.zero_stage == 3
+        if self._cut:
+            forward.packed.use_own_code()
+        optim = options.optim or OptimConfig()
+        self._engine, self._adam = zero_engine(forward, options.deepspeed_config.zero_stage, optim, self._ranks)
+        self._zero = _ZeroSchedule(forward, self._engine)
+        self._schedule = self._zero
+        self._optimizer = None
+
+    def update(self, parts: Sequence[LossPart]) -> Metrics:
+        self.onload()
+        self._zero.has_gradient = False
+        with recomputing(self.model) if self.options.gradient_checkpointing else nullcontext():
+            # DeepSpeed takes the mean over ranks, of what adds up.
+            losses = [*self._schedule.forward_backward(self._micro_batches(parts), self.mesh.layout.size)]
+        metrics, lr = self._measured(losses), self._adam.next_lr
+        depends = torch.tensor(float(self._zero.has_gradient))
+        self._ranks.all_reduce([depends], dist.ReduceOp.MAX, "replicate", "shard")
+        before = self._adam.completed_steps
+        self._adam.may_step, self._adam.grad_norm = bool(depends) and math.isfinite(metrics["loss"]), math.nan
+        self._engine.step()
+        if not depends:
+            raise TrainingError(
+                "the loss does not depend on what the model predicts: compute it from log_probs, values or "
+                "scores, without detach or no_grad"
+            )
+        skipped = float(self._adam.completed_steps == before)
+        return {**metrics, "grad_norm": self._adam.grad_norm, "lr": lr, "update/skipped": skipped}
+
+    def specs(self) -> dict[str, WeightSpec]:
+        cuts = (("shard", 0),) if self._cut else ()
+        return {
+            name: WeightSpec(name, _shape(weight), weight.dtype, cuts if hasattr(weight, "ds_tensor") else ())
+            for name, weight in named_weights(self.model)
+        }
+
+    def shards(self) -> Iterator[Shard]:
+        if not self._cut:
+            yield from model_shards(self.model)
+            return
+        for name, weight in named_weights(self.model):
+            for offset, block in _held(weight):
+                yield Shard(name, _shape(weight), offset, block)
+
+    def merged_shards(self) -> Iterator[Shard]:
+        if self._cut:
+            raise ConfigError("ZeRO of stage 3 cuts the weights that adapters are merged into: use zero_stage 1 or 2")
+        return super().merged_shards()
+
+    @torch.no_grad()
+    def load_shards(self, shards: Iterable[Shard]) -> None:
+        if self._cut:
+            self._load_pieces(shards)
+        else:
+            load_model_shards(self.model, shards)
+        self._adam.refresh({name: _flat(weight) for name, weight in self.model.named_parameters()})
+
+    def _load_pieces(self, shards: Iterable[Shard]) -> None:
+        weights = dict(named_weights(self.model))
+        aliases = {alias for others in tied_names(self.model).values() for alias in others}
+        blocks = {name: [*_held(weight)] for name, weight in weights.items()}
+        missing = {name: sum(block.numel() for _, block in held) for name, held in blocks.items()}
+        for shard in shards:
+            if shard.name in aliases:
+                continue
+            if shard.name not in weights:
+                raise CheckpointError(f"weight '{shard.name}' is not one of this model: {nearest(shard.name, weights)}")
+            _check_shape(shard, _shape(weights[shard.name]))
+            missing[shard.name] -= sum(fill_block(offset, block, shard) for offset, block in blocks[shard.name])
+        if lacking := [name for name, count in missing.items() if count > 0]:
+            raise CheckpointError(
+                f"{len(lacking)} weights did not come or came in part: {', '.join(lacking[:3])}. The checkpoint is of "
+                "another model or is cut short"
+            )
+
+    def state(self) -> tuple[Iterable[Shard], dict[str, Any]]:
+        meta = {"completed_steps": self._adam.completed_steps, "values": {}, "optimizer": "AdamW"}
+        return Stream(self._state_shards), meta
+
+    def _state_shards(self) -> Iterator[Shard]:
+        for piece in self._adam.pieces:
+            yield Shard.whole(f"{piece.name}.step", self._adam.state[piece.flat]["step"])
+            for key, tensor in self._pieces_of(piece):
+                for offset, block in piece.blocks(tensor):
+                    yield Shard(f"{piece.name}.{key}", piece.shape, offset, block)
+
+    def _pieces_of(self, piece: Piece) -> Iterator[tuple[str, Tensor]]:
+        """Tensors laid out like the masters that a continuation needs, by the last part of their names."""
+        for key in MOMENTS:
+            yield key, self._adam.state[piece.flat][key]
+        if piece.dtype in _HALF:
+            yield "master", piece.flat.detach()
+
+    @torch.no_grad()
+    def load_state(self, shards: Iterable[Shard], meta: Mapping[str, Any]) -> None:
+        check_optimizer("AdamW", meta)
+        self.onload()
+        shapes = {name: spec.shape for name, spec in self.specs().items()}
+        targets = {f"{p.name}.{key}": p.of(t) for p in self._adam.pieces for key, t in self._pieces_of(p)}
+        blocks = {f"{p.name}.{key}": [*p.blocks(t)] for p in self._adam.pieces for key, t in self._pieces_of(p)}
+        missing = {name: len(target) for name, target in targets.items()}
+        seen: set[str] = set()
+        for shard in shards:
+            name, _, key = shard.name.rpartition(".")
+            if name not in shapes:
+                raise CheckpointError(f"the optimizer state '{shard.name}' belongs to no trained weight of this model")
+            seen.add(shard.name)
+            if key in (*MOMENTS, "master"):
+                _check_shape(shard, shapes[name])
+                missing[shard.name] = missing.get(shard.name, 0) - sum(
+                    fill_block(offset, block, shard) for offset, block in blocks.get(shard.name, ())
+                )
+        check_masters({piece.name: torch.empty(0, dtype=piece.dtype) for piece in self._adam.pieces}, seen)
+        if lacking := [name for name in seen if missing.get(name, 0) > 0]:
+            raise CheckpointError(f"the optimizer state '{lacking[0]}' did not come whole: the checkpoint is cut short")
+        for name in targets.keys() - seen:  # of a weight that had no gradient yet
+            targets[name].zero_()
+        self._adam.completed_steps = int(meta["completed_steps"])
+        for piece in self._adam.pieces:
+            self._adam.state[piece.flat]["step"].fill_(self._adam.completed_steps)
+
+    def offload(self, what: Collection[Memory] = ("optimizer", "gradients")) -> None:
+        if "optimizer" in what:
+            self._adam.move(torch.device("cpu"))
+
+    def onload(self, what: Collection[Memory] = ("optimizer", "gradients")) -> None:
+        if "optimizer" in what:
+            self._adam.move(self._forward.packed.device)
+
+
+class _ZeroSchedule(OneStage):
+    """One micro-batch after the other. DeepSpeed reduces the gradients of each, in the first stage of the last.
+
+    Attributes:
+        has_gradient: whether a loss depended on the model.
+    """
+
+    def __init__(self, forward: Forward, engine: Any) -> None:
+        super().__init__(forward)
+        self._engine, self.has_gradient = engine, False
+
+    def forward(self, micro_batches: Iterable[MicroBatch]) -> Iterator[Any]:
+        for one in micro_batches:
+            yield one.finish(self._run(one))
+
+    def forward_backward(self, micro_batches: Iterable[MicroBatch], loss_scale: float) -> Iterator[Loss]:
+        ahead = iter(micro_batches)
+        one = next(ahead, None)
+        while one is not None:
+            following = next(ahead, None)
+            self._engine.set_gradient_accumulation_boundary(following is None)
+            outputs = self._run(one)
+            loss = one.finish(outputs)
+            total = loss.total
+            self.has_gradient |= total.requires_grad
+            if not total.requires_grad:  # all ranks have the same backward passes
+                total = torch.stack([values.sum() for values in outputs.values()]).sum() * 0.0
+            self._engine.backward(total * loss_scale)
+            yield loss.detached()
+            one = following
+
+    def _run(self, one: MicroBatch) -> dict[str, Tensor]:
+        outputs: dict[str, Tensor] = self._engine(self._forward.pack(one.batch), one.want, one.temperature)
+        return outputs
+
+
+def _shape(weight: Any) -> tuple[int, ...]:
+    return tuple(getattr(weight, "ds_shape", weight.shape))
+
+
+def _flat(weight: Any) -> Tensor:
+    """The live elements of a weight that this rank holds, in one dimension."""
+    if not hasattr(weight, "ds_tensor"):
+        return weight.detach().reshape(-1)  # type: ignore[no-any-return]
+    return weight.ds_tensor.detach()[: held_run(weight)[1]]  # type: ignore[no-any-return]
+
+
+def _held(weight: Any) -> Iterator[tuple[tuple[int, ...], Tensor]]:
+    """The blocks of a weight that this rank holds: where each begins, and its live elements."""
+    if hasattr(weight, "ds_tensor"):
+        return run_blocks(_shape(weight), held_run(weight)[0], _flat(weight))
+    return iter([((0,) * weight.dim(), weight.detach())])
+
+
+def _check_shape(shard: Shard, shape: tuple[int, ...]) -> None:
+    if shard.global_shape != shape:
+        raise CheckpointError(
+            f"'{shard.name}' has shape {list(shard.global_shape)}, the weight has {list(shape)}: it is of another model"
+        )
+
+
+def _check(options: EngineOptions, forward: Forward) -> None:
+    """Raises ConfigError: another engine is needed."""
+    if options.optimizer is not None:
+        raise ConfigError("strategy 'deepspeed' makes its own optimizer: give optim=OptimConfig(...), or use 'ddp'")
+    if options.optim is not None and options.optim.moments == "bfloat16":
+        raise ConfigError("strategy 'deepspeed' keeps the optimizer's moments in float32: leave optim.moments out")
+    if options.use_amp:
+        raise ConfigError("strategy 'deepspeed' computes in model.dtype: leave use_amp out, or use 'fsdp'")
+    dtypes = {weight.dtype for weight in forward.parameters()}
+    if dtypes not in ({torch.float32}, {torch.bfloat16}):
+        names = " and ".join(sorted(str(dtype).removeprefix("torch.") for dtype in dtypes))
+        raise ConfigError(
+            f"strategy 'deepspeed' trains a model whose weights are all float32 or all bfloat16, not {names}: give "
+            "model.dtype=float32, or use 'fsdp'"
+        )

@@ -1,0 +1,257 @@
+"""ZeRO (Rajbhandari et al. 2020, arXiv 1910.02054) by DeepSpeed: its engine around a model, and the optimizer it calls.
+
+DeepSpeed flattens the weights and cuts what it flattened into equal pieces, one a rank: fp32 masters and moments (stage
+1), sums of gradients (2) and the weights themselves (3). A piece of a weight is therefore a run of its elements.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import os
+import sys
+import warnings
+from argparse import Namespace
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from verl.errors import ConfigError
+from verl.models.cuts import run_blocks
+from verl.training.forward import Forward
+from verl.training.options import FSDPConfig, OptimConfig
+from verl.training.parallel.units import units
+from verl.training.ranks import Ranks
+
+#: Elements of gradients that are reduced at once.
+_BUCKET = 1 << 24
+MOMENTS = ("exp_avg", "exp_avg_sq")
+
+
+@dataclass(frozen=True)
+class Piece:
+    """The elements of a trained weight whose master and moments this rank keeps.
+
+    Attributes:
+        start: where they begin in the flattened weight.
+        flat: the master of all pieces of this rank, an optimizer's parameter.
+        at: where this piece begins there.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    start: int
+    size: int
+    flat: Tensor
+    at: int
+
+    def of(self, flat: Tensor) -> Tensor:
+        """The piece of a tensor that is laid out like `flat`."""
+        return flat[self.at : self.at + self.size]
+
+    def blocks(self, flat: Tensor) -> Iterator[tuple[tuple[int, ...], Tensor]]:
+        return run_blocks(self.shape, self.start, self.of(flat))
+
+
+class ZeroAdamW(torch.optim.AdamW):
+    """AdamW on this rank's pieces, as DeepSpeed calls it in its step. It decides on the norm over all ranks, clipping,
+    the learning rate, and whether to step at all, so that steps are those of every other engine.
+
+    Attributes:
+        completed_steps: optimizer steps so far.
+        may_step: whether the loss was finite. The caller sets it before each step.
+        grad_norm: of the last step's gradient, before clipping; NaN where DeepSpeed itself found it not to be finite.
+    """
+
+    def __init__(self, weights: Iterable[nn.Parameter], config: OptimConfig, ranks: Ranks) -> None:
+        super().__init__(
+            weights,
+            lr=config.lr,
+            betas=config.betas,
+            eps=config.adam_eps,
+            weight_decay=config.weight_decay,
+            fused=True,
+        )
+        self._config, self._ranks = config, ranks
+        self.pieces: list[Piece] = []
+        self._flats: list[Tensor] = []
+        self.completed_steps, self.may_step, self.grad_norm = 0, True, math.nan
+        config.lr_factor(config.warmup_steps)  # a schedule that cannot be computed fails here, not later
+
+    def begin(self, pieces: list[Piece], flats: list[Tensor]) -> None:
+        """Take over the pieces that DeepSpeed has made: until then its calls of `step` do nothing."""
+        self.pieces, self._flats = pieces, flats
+        for flat in flats:
+            step = torch.zeros((), dtype=torch.float32, device=flat.device)
+            self.state[flat] = {"step": step, **{name: torch.zeros_like(flat) for name in MOMENTS}}
+
+    @property
+    def next_lr(self) -> float:
+        return self._config.lr * self._config.lr_factor(self.completed_steps)
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        if not self._flats:
+            return
+        self.grad_norm = self._norm()
+        if not (self.may_step and math.isfinite(self.grad_norm)):
+            return
+        limit = self._config.max_grad_norm
+        if limit is not None and self.grad_norm + 1e-6 > limit:
+            for flat in self._flats:
+                if flat.grad is not None:
+                    flat.grad.mul_(limit / (self.grad_norm + 1e-6))
+        for group in self.param_groups:
+            group["lr"] = self.next_lr
+        super().step()
+        self.completed_steps += 1
+
+    def _norm(self) -> float:
+        """Of the gradient over all ranks' pieces."""
+        squares = [
+            torch.linalg.vector_norm(piece.of(piece.flat.grad), dtype=torch.float64).square().cpu()
+            for piece in self.pieces
+            if piece.flat.grad is not None
+        ]
+        total = torch.stack(squares).sum() if squares else torch.zeros((), dtype=torch.float64)
+        self._ranks.all_reduce([total], dist.ReduceOp.SUM, "replicate", "shard")
+        return float(total.sqrt())
+
+    def refresh(self, live: Mapping[str, Tensor]) -> None:
+        """Masters anew from live weights, each flattened, whole or the run of this rank's piece."""
+        for piece in self.pieces:
+            weight = live[piece.name]
+            whole = weight.numel() == math.prod(piece.shape)
+            piece.of(piece.flat.detach()).copy_(weight[piece.start :][: piece.size] if whole else weight[: piece.size])
+
+    def move(self, device: torch.device) -> None:
+        """Masters and moments onto a device."""
+        for flat in self._flats:
+            flat.data = flat.data.to(device)
+            self.state[flat] = {name: value.to(device) for name, value in self.state[flat].items()}
+
+
+def zero_engine(forward: Forward, stage: int, config: OptimConfig, ranks: Ranks) -> tuple[Any, ZeroAdamW]:
+    """DeepSpeed's engine around `forward`, and the optimizer in it. From then on the weights are views of what it has
+    flattened; in stage 3 they have no elements outside of a forward or backward pass.
+
+    Raises:
+        ConfigError: DeepSpeed is not installed.
+    """
+    device = forward.packed.device
+    deepspeed = _deepspeed(device)
+    trained = [weight for weight in forward.parameters() if weight.requires_grad]
+    if not trained:
+        raise ConfigError("no weight of the model requires a gradient: there is nothing to train")
+    adam = ZeroAdamW(trained, config, ranks)
+    if stage == 3:
+        layers = [*{type(layer) for layer in units(forward.packed, FSDPConfig())}]
+        deepspeed.utils.set_z3_leaf_modules(forward, layers)  # a layer's weights are gathered at once
+    settings = {
+        "train_micro_batch_size_per_gpu": 1,
+        "gradient_accumulation_steps": 1,
+        "zero_allow_untested_optimizer": True,
+        "zero_optimization": {
+            "stage": stage,
+            "overlap_comm": False,
+            "reduce_bucket_size": _BUCKET,
+            "sub_group_size": 1 << 62,
+            "stage3_param_persistence_threshold": 0,
+            "stage3_max_reuse_distance": 0,
+        },
+        "bf16": {"enabled": forward.packed.dtype == torch.bfloat16},
+        "data_types": {"grad_accum_dtype": "fp32"},
+        "communication_data_type": "fp32",
+        "gradient_clipping": 0.0,
+    }
+    lacks_rank = "LOCAL_RANK" not in os.environ
+    os.environ.setdefault("LOCAL_RANK", str(device.index or 0))
+    try:
+        engine, *_ = deepspeed.initialize(
+            args=Namespace(device_rank=device.index or 0),
+            model=forward,
+            optimizer=adam,
+            config=settings,
+            mpu=_DataParallel(ranks.group("replicate", "shard")),
+        )
+    finally:
+        if lacks_rank:
+            del os.environ["LOCAL_RANK"]
+    if stage == 3 and forward.head == "lm":  # the head's weight is read outside of its module
+        for weight in forward.packed.head():
+            if weight is not None:
+                deepspeed.zero.register_external_parameter(forward, weight)
+    flats = [weight for group in adam.param_groups for weight in group["params"]]
+    flats = flats or [*engine.optimizer.fp32_partitioned_groups_flat]  # stage 3 shows them while it steps only
+    adam.begin([*_pieces(forward.model, deepspeed, flats)], flats)
+    return engine, adam
+
+
+def _deepspeed(device: torch.device) -> Any:
+    """The package, silent on standard output and without code that it would compile at the start."""
+    if device.type == "cpu":
+        os.environ.setdefault("DS_ACCELERATOR", "cpu")
+    try:
+        import deepspeed
+    except ImportError as error:
+        raise ConfigError("strategy 'deepspeed' needs DeepSpeed: pip install 'verl[deepspeed]'") from error
+    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False  # shared memory, for inference alone
+    warnings.filterwarnings("ignore", ".*is deprecated", FutureWarning, "torch.distributed.c10d_logger")  # its calls
+    for handler in logging.getLogger("DeepSpeed").handlers:
+        if isinstance(handler, logging.StreamHandler):
+            handler.setStream(sys.stderr)
+    return deepspeed
+
+
+class _DataParallel:
+    """What DeepSpeed asks for the ranks that share a model, in the place of all ranks of the job."""
+
+    def __init__(self, group: Any) -> None:
+        self._group = group
+
+    def get_data_parallel_group(self) -> Any:
+        return self._group
+
+    def get_data_parallel_world_size(self) -> int:
+        return dist.get_world_size(self._group)
+
+    def get_data_parallel_rank(self) -> int:
+        return dist.get_rank(self._group)
+
+    def get_model_parallel_group(self) -> None:
+        return None
+
+    def get_model_parallel_world_size(self) -> int:
+        return 1
+
+    def get_model_parallel_rank(self) -> int:
+        return 0
+
+
+def held_run(weight: Any) -> tuple[int, int]:
+    """Where the run of a cut weight begins that this rank holds (`ds_tensor`, padded at its end), and its size."""
+    start = weight.ds_tensor.ds_numel * dist.get_rank(weight.ds_process_group)
+    return start, max(0, min(weight.ds_tensor.ds_numel, weight.ds_numel - start))
+
+
+def _pieces(model: nn.Module, deepspeed: Any, flats: list[Tensor]) -> Iterator[Piece]:
+    for name, weight in model.named_parameters():
+        cut: Any = weight
+        if not weight.requires_grad:
+            continue
+        if hasattr(cut, "ds_tensor"):
+            master, shape = deepspeed.utils.safe_get_local_fp32_param(cut), tuple(cut.ds_shape)
+            start, size = held_run(cut)
+        elif cut._hp_mapping is not None:
+            address, shape = cut._hp_mapping.lp_fragment_address, tuple(cut.shape)
+            master, start, size = cut._hp_mapping.get_hp_fragment(), address.start, address.numel
+        else:
+            continue
+        (flat,) = (f for f in flats if f.untyped_storage().data_ptr() == master.untyped_storage().data_ptr())
+        if size:
+            yield Piece(name, shape, weight.dtype, start, size, flat, master.storage_offset() - flat.storage_offset())
