@@ -206,10 +206,13 @@ def test_checkpoint_of_another_model_is_refused_with_the_differences(tmp_path: P
 
 
 def test_model_identity_tells_models_apart() -> None:
-    one = model_identity("actor", "Llama", weights(1))
-    assert one == model_identity("actor", "Llama", reversed(list(weights(2))))
+    def shapes(step: int) -> dict[str, torch.Tensor]:
+        return {shard.name: shard.tensor for shard in weights(step)}
+
+    one = model_identity("actor", "Llama", shapes(1))
+    assert one == model_identity("actor", "Llama", dict(reversed(shapes(2).items())))
     assert one["actor.parameters"] == "45"
-    wider = [*weights(1), Shard.whole("extra", torch.zeros(2))]
+    wider = {**shapes(1), "extra": torch.zeros(2)}
     assert model_identity("actor", "Llama", wider)["actor.shapes"] != one["actor.shapes"]
 
 

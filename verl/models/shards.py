@@ -25,6 +25,12 @@ def named_weights(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
             yield name, tensor
 
 
+def outline(model: nn.Module) -> dict[str, Tensor]:
+    """The whole weights by name, on the meta device: their shapes and dtypes, and which are trained."""
+    weights = named_weights(model)
+    return {name: torch.empty_like(w, device="meta", requires_grad=w.requires_grad) for name, w in weights}
+
+
 def model_shards(model: nn.Module) -> Iterator[Shard]:
     """Every weight and persistent buffer on the live tensors; of weights that are cut over ranks, the pieces here."""
     for name, tensor in named_weights(model):

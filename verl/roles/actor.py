@@ -26,7 +26,7 @@ from verl.models.lora import add_lora, has_adapters
 from verl.models.options import ModelOptions
 from verl.models.portable import PortableModel, twin
 from verl.models.save import save_pretrained_dir
-from verl.models.shards import load_model_shards, model_shards
+from verl.models.shards import load_model_shards, model_shards, outline
 from verl.models.source import ModelFiles
 from verl.models.wrapped import unwrapped
 from verl.roles.columns import add_rewards, aligned, as_sequences
@@ -35,7 +35,7 @@ from verl.roles.settings import changed_options, engine_options, model_options, 
 from verl.rollout.base import SamplingParams, as_sampling
 from verl.rollout.episode import Episode
 from verl.rollout.options import RolloutOptions
-from verl.shard import Shard
+from verl.shard import Shard, checksum
 from verl.training.options import OptimConfig, TrainOptions
 from verl.workers.actor import (
     ActorWorker,
@@ -47,6 +47,7 @@ from verl.workers.actor import (
 from verl.workers.update import UpdatePlan
 
 if TYPE_CHECKING:
+    from torch import Tensor
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 logger = logging.getLogger(__name__)
@@ -124,6 +125,7 @@ class Actor:
         )
         self.head = head
         self._group: WorkerGroup[ActorWorker] | None = None
+        self._outline: dict[str, Tensor] | None = None
         self._reference: WorkerGroup[ReferenceWorker] | None = None
         self.place(placement)
         # A score model stands in a language model's place: all but its engine read only what both have.
@@ -149,6 +151,7 @@ class Actor:
             check(self.tokenizer)
         self.reference_model: PreTrainedModel | None = None
         self._reference_files: ModelFiles | None = None
+        self._reference_digest: str | None = None
         #: Updates so far.
         self.policy_version = 0
         #: Stamp of the weights as they are: no other weights, of this actor or another, have the same.
@@ -191,9 +194,15 @@ class Actor:
         self.train_options = changed_options(self.train_options, options, self._group, "actor")
 
     @property
+    def outline(self) -> Mapping[str, Tensor]:
+        """The whole weights on the meta device, by name. Workers of this process may cut the model that was given."""
+        return outline(self.model) if self._outline is None else self._outline
+
+    @property
     def group(self) -> WorkerGroup[ActorWorker]:
         """The workers; made when they are first needed."""
         if self._group is None:
+            self._outline = outline(self.model)
             recipe = partial(
                 ActorWorker,
                 self.files or PortableModel(self.model),
@@ -280,6 +289,7 @@ class Actor:
         if self.reference_model is None:
             return self.group.call("ref_log_probs", sequences, self._temperature(sequences))  # type: ignore[no-any-return]
         if self._reference is None:
+            _ = self.reference_digest  # of the whole model: workers of this process may cut the one that was given
             source = self._reference_files or PortableModel(self.reference_model)
             recipe = partial(ReferenceWorker, source, self.train_options)
             shape = ModelShape.of(self.reference_model.config)
@@ -349,6 +359,13 @@ class Actor:
         if self._reference_files is not None:
             return self._reference_files.stream()
         return iter(()) if self.reference_model is None else model_shards(self.reference_model)
+
+    @property
+    def reference_digest(self) -> str | None:
+        """SHA-256 of these weights; None: there are none."""
+        if self._reference_digest is None and self.reference_model is not None:
+            self._reference_digest = checksum(self.reference_shards())
+        return self._reference_digest
 
     def update(self, sequences: Batch, rewards: Any, values: Any = None) -> dict[str, float]:
         """One update from scored sequences.

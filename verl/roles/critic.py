@@ -20,6 +20,7 @@ from verl.models.loading import load_tokenizer
 from verl.models.lora import add_lora
 from verl.models.options import ModelOptions
 from verl.models.portable import PortableModel
+from verl.models.shards import outline
 from verl.models.source import ModelFiles
 from verl.models.wrapped import unwrapped
 from verl.roles.columns import add_rewards, as_sequences
@@ -30,6 +31,7 @@ from verl.workers.critic import CriticWorker
 from verl.workers.update import UpdatePlan
 
 if TYPE_CHECKING:
+    from torch import Tensor
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 
@@ -79,6 +81,7 @@ class Critic:
         #: "critic" or "cost_critic": which pool of the map it stands on.
         self.role = "critic"
         self._group: WorkerGroup[CriticWorker] | None = None
+        self._outline: dict[str, Tensor] | None = None
         self.place(placement)
         self.model: ValueModel
         if loading.path is not None:
@@ -120,9 +123,15 @@ class Critic:
         self.train_options = changed_options(self.train_options, options, self._group, self.role)
 
     @property
+    def outline(self) -> Mapping[str, Tensor]:
+        """As of `Actor`."""
+        return outline(self.model) if self._outline is None else self._outline
+
+    @property
     def group(self) -> WorkerGroup[CriticWorker]:
         """The workers; made when they are first needed."""
         if self._group is None:
+            self._outline = outline(self.model)
             recipe = partial(CriticWorker, self.files or PortableModel(self.model), self.train_options)
             shape = ModelShape.of(self.model.config)
             self._group = self.controller.group(self.role, recipe, self.train_options, shape)

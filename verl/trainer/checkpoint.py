@@ -54,6 +54,7 @@ from verl.trainer.saving import (
 
 if TYPE_CHECKING:
     import torch
+    from torch import Tensor
 
 logger = logging.getLogger(__name__)
 
@@ -321,9 +322,9 @@ def load_checkpoint(
     return Checkpoint(root, manifest.step, tuple(manifest.files))
 
 
-def model_identity(role: str, architecture: str, shards: Iterable[Shard]) -> dict[str, str]:
+def model_identity(role: str, architecture: str, weights: Mapping[str, Tensor]) -> dict[str, str]:
     """What tells a role's model from another: its architecture, the names and shapes of its weights, their number."""
-    shapes = sorted((shard.name, shard.global_shape) for shard in shards)
+    shapes = sorted((name, tuple(weight.shape)) for name, weight in weights.items())
     total = sum(math.prod(shape) for _, shape in shapes)
     sha = hashlib.sha256(json.dumps(shapes).encode()).hexdigest()
     return {f"{role}.architecture": architecture, f"{role}.parameters": str(total), f"{role}.shapes": sha[:16]}

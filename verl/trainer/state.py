@@ -16,7 +16,6 @@ import math
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
-from weakref import WeakKeyDictionary
 
 import torch
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, JsonValue, PositiveFloat, model_validator
@@ -26,10 +25,9 @@ from verl.controller.controller import start
 from verl.durable import parse_json
 from verl.errors import CheckpointError, DamagedCheckpointError, DataError
 from verl.models.lora import change_layers, layer_changes
-from verl.models.shards import load_model_shards, model_shards
+from verl.models.shards import load_model_shards, outline
 from verl.roles.actor import Actor
 from verl.roles.critic import Critic
-from verl.shard import Shard, checksum
 from verl.tensor_files import is_finite
 from verl.trainer.checkpoint import (
     Checkpoint,
@@ -173,8 +171,6 @@ class _Probe(BaseModel):
 _PROBE_TOKENS = [1, 5, 3, 8, 2, 13, 7, 21]
 _REQUIRED = ("trainer.json", "buffer.parquet", "random", "actor/config.json", "actor/probe.json")
 _LIKE_THE_WEIGHT = ("master", "exp_avg", "exp_avg_sq")
-# Of references, which are frozen.
-_digests: WeakKeyDictionary[torch.nn.Module, str] = WeakKeyDictionary()
 
 
 def save(trainer: Trainer, path: Path) -> SaveResult:
@@ -196,11 +192,9 @@ def identity(trainer: Trainer) -> dict[str, str]:
     """What a checkpoint must have in common with the trainer that loads it."""
     found = {"algorithm": trainer.algorithm.name or type(trainer.algorithm).__name__}
     for role, handle in _roles(trainer).items():
-        found |= model_identity(role, _architecture(handle), model_shards(handle.model))
-    if reference := trainer.actor.reference_model:
-        if reference not in _digests:
-            _digests[reference] = checksum(trainer.actor.reference_shards())
-        found["reference.sha256"] = _digests[reference]
+        found |= model_identity(role, _architecture(handle), handle.outline)
+    if digest := trainer.actor.reference_digest:
+        found["reference.sha256"] = digest
     if trainer.settings is not None:
         found["settings"] = trainer.settings
     return found
@@ -348,33 +342,32 @@ def _read_state(checkpoint: Checkpoint) -> TrainerState:
 def _check_role(checkpoint: Checkpoint, role: str, handle: Actor | Critic, state: RoleState) -> None:
     options = handle.train_options
     check_optimizer(optimizer_name(options.optimizer), state.model_dump(exclude_unset=True))
-    live = {shard.name: shard for shard in model_shards(handle.model)}
+    own = handle.outline
     found = set()
     for shard in checkpoint.shards(f"{role}/optimizer"):
         found.add(shard.name)
         name, _, key = shard.name.rpartition(".")
-        fits = name in live and (key not in _LIKE_THE_WEIGHT or shard.global_shape == live[name].global_shape)
+        fits = name in own and (key not in _LIKE_THE_WEIGHT or shard.global_shape == tuple(own[name].shape))
         if not fits or not is_finite(shard.tensor) or not shard.tensor.is_floating_point():
             raise checkpoint.damaged(f"{role}/optimizer: '{shard.name}' is not finite, or not of this model")
     if options.optimizer is None:  # which weights a caller's own trains, it alone knows
-        trained = {name: weight for name, weight in handle.model.named_parameters() if weight.requires_grad}
-        check_masters(trained, found)
-    _check_weights(checkpoint, role, live)
+        check_masters({name: weight for name, weight in own.items() if weight.requires_grad}, found)
+    _check_weights(checkpoint, role, own)
 
 
-def _check_weights(checkpoint: Checkpoint, role: str, live: Mapping[str, Shard]) -> None:
-    """Compare the saved weights with the live ones: names, shapes, floating point or not; and look for NaN."""
-    saved = dict.fromkeys(live, 0)
+def _check_weights(checkpoint: Checkpoint, role: str, weights: Mapping[str, torch.Tensor]) -> None:
+    """Compare the saved weights with a model's: names, shapes, floating point or not; and look for NaN."""
+    saved = dict.fromkeys(weights, 0)
     for shard in checkpoint.shards(f"{role}/weights"):
-        own = live.get(shard.name)
-        if own is None or own.global_shape != shard.global_shape:
+        own = weights.get(shard.name)
+        if own is None or tuple(own.shape) != shard.global_shape:
             raise checkpoint.damaged(f"{role}/weights: '{shard.name}' {shard.global_shape} is not of this model")
-        if own.tensor.is_floating_point() != shard.tensor.is_floating_point():
+        if own.is_floating_point() != shard.tensor.is_floating_point():
             raise checkpoint.damaged(f"{role}/weights: '{shard.name}' has dtype {shard.tensor.dtype}")
         if not is_finite(shard.tensor):
             raise checkpoint.damaged(f"{role}/weights: '{shard.name}' has values that are not finite")
         saved[shard.name] += shard.tensor.numel()
-    if short := [name for name, count in saved.items() if count != math.prod(live[name].global_shape)]:
+    if short := [name for name, count in saved.items() if count != weights[name].numel()]:
         raise checkpoint.damaged(f"{role}/weights: '{short[0]}' is incomplete or missing")
 
 
@@ -444,7 +437,7 @@ def rebuild(checkpoint: Checkpoint) -> tuple[Any, str | None]:
         model = ValueModel(backbone, (weight, torch.zeros(1) if bias else None)).eval()
     if "actor/layers.json" in checkpoint:
         change_layers(model, checkpoint.json("actor/layers.json", SavedLayers).model_dump())
-    _check_weights(checkpoint, "actor", {shard.name: shard for shard in model_shards(model)})
+    _check_weights(checkpoint, "actor", outline(model))
     load_model_shards(model, checkpoint.shards("actor/weights"))
     worker = ActorWorker(PortableModel(model), None, (), EngineOptions(), SamplerOptions(), head=head)
     found = _probe(lambda verb, batch: getattr(worker, verb)(batch), model, head)
