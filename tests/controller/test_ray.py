@@ -122,7 +122,7 @@ def alone(make_tiny: Callable[..., Path], tmp_path_factory: pytest.TempPathFacto
 @pytest.mark.parametrize("strategy", ["ddp", pytest.param("fsdp", marks=pytest.mark.slow)])
 def test_two_slots_equal_one_process(alone: tuple[Path, Path], tmp_path: Path, strategy: str) -> None:
     model, expected = alone
-    ranks.alone(SCRIPT, model, tmp_path, json.dumps("cpu:0-1"), json.dumps(strategy))
+    ranks.alone(SCRIPT, model, tmp_path, json.dumps("cpu:0-1"), json.dumps({"strategy": strategy}))
     assert_equal_runs(expected, tmp_path)
 
 
