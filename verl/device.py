@@ -55,8 +55,8 @@ def put(module: M, device: str | None = None) -> M:
 
 
 def of(module: nn.Module) -> str:
-    """The device of a module's first weight; "cpu" where it has none, or none in memory."""
-    return next((str(weight.device) for weight in module.parameters() if not weight.is_meta), "cpu")
+    """The device of a module's first weight; "cpu" where it has none."""
+    return next((str(weight.device) for weight in module.parameters()), "cpu")
 
 
 def free_memory(device: torch.device | str = "cpu") -> int:

@@ -17,6 +17,7 @@ from verl.controller.group import WorkerGroup
 from verl.controller.ranks import registry
 from verl.data.tokenize import to_prompts
 from verl.data.vocabulary import vocabulary_id
+from verl.device import of as device_of
 from verl.errors import ConfigError, DataError, ModelError
 from verl.layout import ModelShape
 from verl.models.heads import ValueModel, score_model
@@ -192,6 +193,11 @@ class Actor:
             ConfigError: the workers have been made already, with others.
         """
         self.train_options = changed_options(self.train_options, options, self._group, "actor")
+
+    @property
+    def device(self) -> str:
+        """Where this process computes with the model."""
+        return self.controller.device if self.files is not None else device_of(self.model)
 
     @property
     def outline(self) -> Mapping[str, Tensor]:

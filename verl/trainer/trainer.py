@@ -24,7 +24,6 @@ from verl.data.prefetch import Loader
 from verl.dataflow.executor import Result, run_graph
 from verl.dataflow.graph import Graph
 from verl.dataflow.nodes import reward_node, rollout_node, update_nodes
-from verl.device import of as device_of
 from verl.device import peak_memory
 from verl.errors import CheckpointError, ConfigError, DataError, RolloutError, TrainingError
 from verl.rewards.failures import Failures
@@ -276,7 +275,7 @@ class Trainer:
         """What every step ends with: its time, its log record, a checkpoint where one is due."""
         record["time/step"] = time.perf_counter() - began
         record.update(busy_shares(self.spans, record["time/step"]))
-        record["memory/peak_gb"] = peak_memory(device_of(self.actor.model)) / 1e9
+        record["memory/peak_gb"] = peak_memory(self.actor.device) / 1e9
         self.steps += 1
         updated = record["updated"] and not _all_skipped(record, "actor")
         self.updates += updated
