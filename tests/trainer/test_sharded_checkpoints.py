@@ -56,10 +56,12 @@ def test_a_checkpoint_of_any_layout_goes_on_at_any_other_with_the_same_losses(tm
             folder = tmp_path / f"{run['kind']}-{number}"
             assert elements(folder, "weights") == sum(p.numel() for p in one.model.parameters())
             assert min(step["bytes"]) > 0.5 * max(step["bytes"])
-            # One tensor at a time beside the rank's own pieces (a master is put together in fp32), and some numbers.
-            largest = (4 if in_half else 8) * max(p.numel() for p in one.model.parameters()) + 1024
-            assert step["memory"]["saving"] <= largest, where
-            assert step["memory"]["loading"] <= largest, where
+            # Of large tensors one at a time beside the rank's own pieces (a master is put together in fp32). Masters of
+            # bf16 weights come whole and are kept as their lower halves: 2 bytes a weight more until all have come.
+            sizes = [p.numel() for p in one.model.parameters()]
+            largest = (4 if in_half else 8) * max(sizes)
+            assert step["memory"]["saving"] <= 1.25 * largest, where
+            assert step["memory"]["loading"] <= 1.25 * largest + (2 * sum(sizes) if in_half else 0), where
 
 
 def test_what_is_written_in_the_background_is_of_the_moment_of_the_save(tmp_path: Path) -> None:
