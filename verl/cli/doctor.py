@@ -30,6 +30,7 @@ EXTRAS = {
     "gguf": ("gguf", "gguf"),
     "constrained": ("xgrammar", "xgrammar"),
     "lora": ("peft", "peft"),
+    "deepspeed": ("deepspeed", "deepspeed"),
 }
 _PARTS = ("torch", "transformers", "pyarrow", "safetensors", "pydantic", "numpy")
 SHARED_MEMORY = Path("/dev/shm")
