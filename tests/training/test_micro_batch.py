@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from itertools import combinations, pairwise
 
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
 from verl.batch import Batch
@@ -69,6 +69,7 @@ def test_coupled_groups_stay_whole(rows: list[tuple[int, int]], cap: int | None,
 
 @_RELAXED
 @given(_ROWS, _CAP, _MAX_ROWS, st.booleans())
+@example([(0, 7), (2, 0), (2, 2), (2, 16)], 22, None, False)
 def test_equal_prompts_stand_side_by_side(
     rows: list[tuple[int, int]], cap: int | None, max_rows: int | None, coupled: bool
 ) -> None:

@@ -62,7 +62,10 @@ def split(
         ]
     units.sort(key=lambda unit: (-unit.tokens / len(unit.rows), unit.rows[0]))
     parts = _pack(units, max_tokens, max_rows)
-    return sorted(([row for unit in part for row in unit.rows] for part in parts), key=min)
+    found = [[row for unit in part for row in unit.rows] for part in parts]
+    if not coupled:  # two parts of a prompt's rows may have come together again, with others between them
+        found = [[*chain(*costs.prompt_sets(rows))] for rows in found]
+    return sorted(found, key=min)
 
 
 def balanced(batch: Batch, parts: int, coupled: bool = False, share_prompts: bool = True) -> list[list[int]]:
