@@ -29,7 +29,7 @@ class TensorMemory(TorchDispatchMode):
         given = {storage._cdata for storage in _storages((args, kwargs))}
         found = func(*args, **(kwargs or {}))
         for storage in _storages(found):
-            if storage._cdata not in given and storage._cdata not in self._sizes and not _is_mapped(storage):
+            if storage._cdata not in given and storage._cdata not in self._sizes and not is_mapped(storage):
                 self._sizes[storage._cdata] = storage.nbytes()
                 self.now += storage.nbytes()
                 self.peak = max(self.peak, self.now)
@@ -47,7 +47,7 @@ def _storages(values: Any) -> list[Any]:
     return [leaf.untyped_storage() for leaf in tensors if not leaf.is_meta and leaf.dtype != torch.uint8]
 
 
-def _is_mapped(storage: Any) -> bool:
+def is_mapped(storage: Any) -> bool:
     if storage.nbytes() < 4096:
         return False
     at = storage.data_ptr()

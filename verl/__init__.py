@@ -35,6 +35,7 @@ _HOMES = {
     "LossInput": "verl.training.loss",
     "MegatronWorker": "verl.roles.workers",
     "OfflineDatasetLoader": "verl.data.offline",
+    "PPORoleUpdater": "verl.roles.layouts",
     "PPOTrainer": "verl.trainer.trainer",
     "RLDataPipeline": "verl.dataflow.pipeline",
     "ResourcePool": "verl.controller.placement",
@@ -73,6 +74,7 @@ if TYPE_CHECKING:
         vLLMWorker,
     )
     from verl.roles.critic import Critic
+    from verl.roles.layouts import PPORoleUpdater
     from verl.roles.reward import Reward
     from verl.roles.updater import Updater
     from verl.roles.workers import FSDPWorker, MegatronWorker

@@ -19,8 +19,9 @@ from verl.errors import ClusterError, ConfigError
 
 #: Seconds for the head of a cluster to answer the first question.
 _ANSWER = 5.0
-#: Seconds for a cluster to start on this machine.
-_START = 120.0
+#: Seconds for a cluster, a slot or a worker to start. One that dies is noticed at once: this ends silent hangs, and
+#: leaves time for the imports of many processes on a busy machine.
+START_DEADLINE = 300.0
 #: Bytes of an answer that need not go through the object store.
 _INLINE = 1 << 20
 _CLUSTER_ID = "/ray.rpc.NodeInfoGcsService/GetClusterId"
@@ -125,10 +126,11 @@ def _start(ray: Any) -> None:
 
     threading.Thread(target=run, name="verl-ray", daemon=True).start()
     try:
-        error = done.get(timeout=_START)
+        error = done.get(timeout=START_DEADLINE)
     except queue.Empty as late:
         raise ClusterError(
-            f"a Ray cluster did not start here within {_START:g} s: Ray's logs of it are in /tmp/ray/session_latest"
+            f"a Ray cluster did not start here within {START_DEADLINE:g} s: "
+            "Ray's logs of it are in /tmp/ray/session_latest"
         ) from late
     if error is not None:
         raise ClusterError(f"a Ray cluster could not be started here: {' '.join(str(error).split())}") from error

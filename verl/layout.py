@@ -32,6 +32,8 @@ class ModelShape:
     Attributes:
         kind: `model_type` of transformers.
         plan: how transformers cuts it by tensor parallelism, if it does.
+        intermediate: width of a layer's inner activations.
+        not_megatron: what Megatron-LM's layers lack to compute it; empty: nothing that the configuration shows.
     """
 
     layers: int = 0
@@ -40,10 +42,12 @@ class ModelShape:
     experts: int = 0
     kind: str = ""
     plan: Mapping[str, str] | None = None
+    intermediate: int = 0
+    not_megatron: str = ""
 
     @classmethod
-    def of(cls, config: Any) -> ModelShape:
-        """Of a model of transformers, by its configuration."""
+    def of(cls, config: Any, *, adapters: bool = False) -> ModelShape:
+        """Of a model of transformers, by its configuration, and whether it has adapters (LoRA)."""
         text = config.get_text_config()
 
         def first(*names: str) -> int:
@@ -56,6 +60,8 @@ class ModelShape:
             experts=first("num_experts", "num_local_experts", "n_routed_experts"),
             kind=text.model_type,
             plan=getattr(text, "base_model_tp_plan", None),
+            intermediate=first("intermediate_size"),
+            not_megatron="adapters (LoRA)" if adapters else _not_megatron(text),
         )
 
 
@@ -96,12 +102,18 @@ class Layout:
         return self.size == self.replicate
 
     @property
+    def shown(self) -> str:
+        """The dimensions of several ranks, for messages."""
+        named = (f"{dim} {size}" for dim, size in zip(DIMS, self.sizes, strict=True) if size > 1)
+        return f"on {self.size} ranks ({', '.join(named)})" if self.size > 1 else "on 1 rank"
+
+    @property
     def data_size(self) -> int:
         """Parts that the rows of a batch are split into."""
         return math.prod(getattr(self, dim) for dim in DATA_DIMS)
 
-    def check(self, shape: ModelShape) -> None:
-        """Refuse a layout that the model cannot have.
+    def check(self, shape: ModelShape, strategy: str = "") -> None:
+        """Refuse a layout that the model cannot have under a training strategy.
 
         Raises:
             ConfigError: names the dimension, the model's count and what would fit.
@@ -119,6 +131,16 @@ class Layout:
             raise ConfigError("layout: experts are cut by ep or by tp, not by both: use tp=1 or ep=1")
         if self.ep > 1 and (not shape.experts or shape.experts % self.ep):
             raise ConfigError(f"layout: ep={self.ep} does not divide the model's {shape.experts} experts")
+        if strategy == "megatron" and not self.is_plain:
+            if shape.not_megatron:
+                raise ConfigError(f"strategy 'megatron': its layers have no {shape.not_megatron}: use 'ddp' or 'fsdp'")
+            if shape.layers % self.pp:
+                raise ConfigError(
+                    f"strategy 'megatron': its stages have equally many layers, and pp={self.pp} does not divide the "
+                    f"model's {shape.layers}: use 'ddp' or 'fsdp'"
+                )
+            if shape.intermediate % self.tp:
+                raise ConfigError(f"layout: tp={self.tp} does not divide the intermediate size {shape.intermediate}")
 
 
 @dataclass(frozen=True)
@@ -199,3 +221,21 @@ class Mesh:
         own = self.coordinate(rank)
         fixed = [dim for dim in DIMS if dim not in dims]
         return tuple(r for r in self.ranks if all(self.coordinate(r)[dim] == own[dim] for dim in fixed))
+
+
+#: Kinds of models that Megatron-LM's layers compute.
+_MEGATRON_KINDS = ("llama", "qwen2", "qwen3")
+
+
+def _not_megatron(text: Any) -> str:
+    """What of a configuration of transformers Megatron-LM's layers do not compute."""
+    if text.model_type not in _MEGATRON_KINDS:
+        return f"model of kind '{text.model_type}', only {', '.join(_MEGATRON_KINDS)}"
+    for name in ("attention_bias", "mlp_bias"):
+        if getattr(text, name, False):
+            return f"{name}"
+    if text.hidden_act != "silu":
+        return f"activation '{text.hidden_act}', only silu"
+    rotary = getattr(text, "rope_parameters", None) or getattr(text, "rope_scaling", None) or {}
+    kind = rotary.get("rope_type", rotary.get("type", "default"))
+    return "" if kind in ("default", "linear", "llama3") else f"rotary embedding of type '{kind}'"

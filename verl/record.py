@@ -68,7 +68,7 @@ def _no_empty(values: tuple[str, ...]) -> tuple[str, ...]:
 
 
 def free(default: Any, description: str) -> Any:
-    """A field that does not change the numbers of a run."""
+    """A field that does not change the numbers of a run but by rounding."""
     return Field(default, description=description, json_schema_extra={"identity": False})
 
 

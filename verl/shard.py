@@ -7,9 +7,10 @@ Tied weights occur once in a stream; a sink that needs the alias (an engine's `l
 from __future__ import annotations
 
 import hashlib
+import math
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 if TYPE_CHECKING:
     import torch
@@ -40,19 +41,38 @@ class Shard:
         return self.tensor.numel() * self.tensor.element_size()
 
 
+class Cut(NamedTuple):
+    """A weight is cut into chunks over the ranks along a mesh dimension.
+
+    Attributes:
+        dim: of the mesh.
+        axis: of the tensor.
+        fused: matrices that lie side by side along the axis, of equal size, each of which is cut by itself.
+    """
+
+    dim: str
+    axis: int
+    fused: int = 1
+
+
 @dataclass(frozen=True, slots=True)
 class WeightSpec:
     """A weight as a whole.
 
     Attributes:
-        cuts: how it is cut over the ranks of a mesh: (mesh dimension, tensor dimension), in the order of cutting; empty
-            where every rank holds all of it.
+        cuts: how it is cut over the ranks of a mesh, in the order of cutting; empty where every rank holds all of it.
+        stages: the pipeline stages that hold it; empty: all.
     """
 
     name: str
     shape: tuple[int, ...]
     dtype: torch.dtype
-    cuts: tuple[tuple[str, int], ...] = ()
+    cuts: tuple[Cut, ...] = ()
+    stages: tuple[int, ...] = ()
+
+    @property
+    def nbytes(self) -> int:
+        return math.prod(self.shape) * self.dtype.itemsize
 
 
 class Stream(Iterable[Shard]):

@@ -30,10 +30,7 @@ def policy(**parts):
 def test_there_are_fewer_than_150_settings():
     keys = [key.path for key in describe()]
     assert len(keys) == len(set(keys))
-    # How a model is loaded and trained is one record, which the actor has and the critic too.
-    policy = "actor_rollout_ref."
-    shared = {f"critic.{path.removeprefix(policy).removeprefix('actor.')}" for path in keys if path.startswith(policy)}
-    assert 50 < len(set(keys) - shared) < 150
+    assert 100 < len(keys) < 150
 
 
 def test_every_key_says_what_it_is_for():
@@ -90,19 +87,17 @@ def test_what_is_not_built_is_accepted_at_its_default_and_else_refused(key):
     assert key.later in str(error.value)
 
 
-def test_only_what_takes_gpus_to_show_and_padding_is_marked():
+def test_only_what_takes_gpus_to_show_is_marked():
     assert {key.path: key.later for key in NOT_YET} == {
-        "actor_rollout_ref.model.use_remove_padding": "sequences are always packed, without padding",
         "actor_rollout_ref.rollout.gpus_per_rollout_worker": "only GPUs can show it, and it has not been shown",
-        "critic.model.use_remove_padding": "sequences are always packed, without padding",
     }
 
 
 def test_the_engine_is_one_of_ours_or_of_a_file():
     assert "did you mean 'vllm'?" in problem(**policy(rollout={"name": "vlm"}))
     assert "FILE.py:FUNCTION" in problem(**policy(rollout={"name": "engine.txt:Mine"}))
-    assert "'embedded' does not split a model" in problem(**policy(rollout={"tensor_model_parallel_size": 2}))
-    for name in ("vllm", "engines/mine.py:Mine"):
+    assert "'hf' does not split a model" in problem(**policy(rollout={"name": "hf", "tensor_model_parallel_size": 2}))
+    for name in ("embedded", "vllm", "engines/mine.py:Mine"):
         Config(**policy(rollout={"name": name, "tensor_model_parallel_size": 2}))
 
 
@@ -208,3 +203,13 @@ def test_fused_kernels_reach_the_model(tiny, settings, asked):
     assert actor.group.worker._packed.fused_kernels is bool(asked)
     wrong = {"path": "models/tiny", "use_fused_kernels": False, "fused_kernel_options": {"impl_backend": "compiled"}}
     assert "impl_backend: needs use_fused_kernels=true" in problem(actor_rollout_ref={"model": wrong})
+
+
+def test_a_critic_takes_the_actors_options_of_a_strategy_that_both_have():
+    for strategy, size in (("fsdp", 2), ("ddp", -1)):
+        found = config(
+            **policy(actor={"strategy": "fsdp", "fsdp_config": {"fsdp_size": 2}}),
+            critic={"strategy": strategy, "epochs": 3},
+        )
+        options = found.critic.options(found.actor_rollout_ref.actor)
+        assert (options.strategy, options.epochs, options.fsdp_config.fsdp_size) == (strategy, 3, size)

@@ -17,7 +17,7 @@ SCRIPT = Path(__file__).with_name("own_worker.py")
 
 def test_answers_and_errors_are_those_of_one_process(tmp_path: Path) -> None:
     ranks.alone(SCRIPT, tmp_path / "alone")
-    ranks.torchrun(2, SCRIPT, tmp_path / "two")
+    ranks.job(2, SCRIPT, tmp_path / "two")
     alone, two = (json.loads((tmp_path / name).read_text()) for name in ("alone", "two"))
     assert two["double"] == [0, 2, 4, 6, 8] and two["each"] == [0, 1, 2, 3, 4]
     assert two["double empty"] == "y: double\nz: null" and two["each empty"] == []

@@ -14,7 +14,7 @@ import torch
 from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
 from tests import ranks
-from tests.ranks import torchrun
+from tests.ranks import job, torchrun
 from verl.data.buffers import DiskBuffer
 
 SCRIPT = Path(__file__).with_name("three_steps.py")
@@ -52,7 +52,7 @@ def alone(make_tiny: Callable[..., Path], tmp_path_factory: pytest.TempPathFacto
 
 
 def test_roles_that_overlap_in_part_have_groups_of_their_own_along_dimensions() -> None:
-    done = torchrun(4, SCRIPT.with_name("rank_groups.py"))
+    done = job(4, SCRIPT.with_name("rank_groups.py"))
     alone = {"critic sp": 3.0, "critic replicate": 3.0, "actor shard": 3.0}
     together = {"critic shard": 2.0 + 3.0, "actor sp": 2.0 + 3.0, "actor replicate": 1.0 + 3.0}
     assert json.loads(next(line for line in done.stdout.splitlines() if line.startswith("{"))) == alone | together
@@ -66,7 +66,7 @@ def test_two_ranks_equal_one_process(alone: tuple[Path, Path], tmp_path: Path) -
 
 def test_two_ranks_with_a_part_of_the_models_each_equal_one_process(alone: tuple[Path, Path], tmp_path: Path) -> None:
     model, expected = alone
-    torchrun(2, SCRIPT, model, tmp_path, "null", json.dumps({"strategy": "fsdp"}))
+    job(2, SCRIPT, model, tmp_path, "null", json.dumps({"strategy": "fsdp"}))
     assert_equal_runs(expected, tmp_path)
 
 
@@ -74,7 +74,7 @@ def test_two_ranks_with_a_part_of_the_models_each_equal_one_process(alone: tuple
 @pytest.mark.parametrize("way", ["tensor", "pipeline"])
 def test_two_ranks_that_share_the_layers_equal_one_process(alone: tuple[Path, Path], tmp_path: Path, way: str) -> None:
     model, expected = alone
-    torchrun(2, SCRIPT, model, tmp_path, "null", json.dumps({f"{way}_parallel_size": 2}))
+    job(2, SCRIPT, model, tmp_path, "null", json.dumps({f"{way}_parallel_size": 2}))
     assert_equal_runs(expected, tmp_path)
 
 
@@ -85,7 +85,7 @@ def test_one_optimizer_step_a_batch_with_a_part_of_the_models_each_equals_one_pr
     # The log-probs before the update are then those of the rollout.
     (tmp_path / "one").mkdir()
     ranks.alone(SCRIPT, alone[0], tmp_path / "one", "null", "null", "null")
-    torchrun(2, SCRIPT, alone[0], tmp_path, "null", json.dumps({"strategy": "fsdp"}), "null")
+    job(2, SCRIPT, alone[0], tmp_path, "null", json.dumps({"strategy": "fsdp"}), "null")
     assert_equal_runs(tmp_path / "one", tmp_path)
 
 
@@ -93,7 +93,7 @@ def test_one_optimizer_step_a_batch_with_a_part_of_the_models_each_equals_one_pr
 def test_one_rank_rolls_out_and_one_trains(alone: tuple[Path, Path], tmp_path: Path) -> None:
     model, expected = alone
     placement = {"rollout": "cpu:0", "actor": "cpu:1", "critic": "cpu:1", "reference": "cpu:0"}
-    torchrun(2, SCRIPT, model, tmp_path, json.dumps(placement))
+    job(2, SCRIPT, model, tmp_path, json.dumps(placement))
     assert_equal_runs(expected, tmp_path)
 
 
@@ -118,7 +118,7 @@ def test_one_map_places_actor_critic_and_reward(
         "reward": {"cpu_ids": [2, 3]},
     }
     folder, expected = scored
-    torchrun(4, SCRIPT, alone[0], tmp_path, json.dumps(placement), "null", "8", json.dumps(str(folder)))
+    job(4, SCRIPT, alone[0], tmp_path, json.dumps(placement), "null", "8", json.dumps(str(folder)))
     assert_equal_runs(expected, tmp_path, rewards=1e-12)
 
 
@@ -141,7 +141,7 @@ def test_copies_of_the_actor_have_its_weights_where_it_does_not_stand(
         "assert len(shared) > 10, (list(weights), list(copies))\n"
         "assert all(torch.equal(weights[name], copies[name]) for name in shared)\n"
     )
-    torchrun(2, file, make_tiny("gpt2", torch.float64))
+    job(2, file, make_tiny("gpt2", torch.float64))
 
 
 def test_a_disk_buffer_is_shared_by_the_ranks(tiny: Path, tmp_path: Path) -> None:
@@ -155,7 +155,7 @@ def test_a_disk_buffer_is_shared_by_the_ranks(tiny: Path, tmp_path: Path) -> Non
         "assert updated == [False, True, False], updated\n"
         "assert len(trainer.buffer) == 4 and trainer.buffer.room == 4\n"
     )
-    torchrun(2, file, tiny, tmp_path / "buffer")
+    job(2, file, tiny, tmp_path / "buffer")
     assert len(DiskBuffer(tmp_path / "buffer", 8)) == 4
 
 
@@ -183,10 +183,10 @@ def test_rewards_run_once_and_checkpoints_move_between_rank_counts(tiny: Path, t
         "found = [(record['reward'], record['loss/actor'], record['grad_norm/actor']) for record in records]\n"
         "pathlib.Path(f'{out}/{mode}.json').write_text(json.dumps(found))\n"
     )
-    torchrun(2, file, tiny, tmp_path, "save", strategy)
+    job(2, file, tiny, tmp_path, "save", strategy)
     assert set((tmp_path / "calls").read_text()) == {"0"}
     ranks.alone(file, tiny, tmp_path, "alone", strategy)
-    torchrun(2, file, tiny, tmp_path, "load", strategy)
+    job(2, file, tiny, tmp_path, "load", strategy)
     saved, one, two = (json.loads((tmp_path / f"{mode}.json").read_text()) for mode in ("save", "alone", "load"))
     for ours, theirs in ((saved[0], one[0]), (saved[1], one[1]), (one[1], two[0])):
         assert theirs == pytest.approx(ours, abs=1e-5)
@@ -210,7 +210,7 @@ def with_loss_of_rank_1(path: Path, does: str, **options: float) -> Path:
 @pytest.mark.slow
 def test_an_error_of_one_rank_ends_the_job_with_its_own_traceback(tiny: Path, tmp_path: Path) -> None:
     file = with_loss_of_rank_1(tmp_path / "script.py", "raise ZeroDivisionError('the loss of rank 1')")
-    done = torchrun(2, file, tiny, check=False)
+    done = job(2, file, tiny, check=False)
     assert done.returncode != 0
     assert "ZeroDivisionError: the loss of rank 1" in done.stderr
     assert "in role 'actor', rank 1 of 2" in done.stderr
@@ -220,7 +220,7 @@ def test_an_error_of_one_rank_ends_the_job_with_its_own_traceback(tiny: Path, tm
 def test_a_rank_that_hangs_is_waited_for_as_long_as_the_trainer_says(tiny: Path, tmp_path: Path) -> None:
     file = with_loss_of_rank_1(tmp_path / "script.py", "time.sleep(600)", deadline=6)
     began = time.monotonic()
-    done = torchrun(2, file, tiny, check=False)
+    done = job(2, file, tiny, check=False)
     assert done.returncode != 0 and time.monotonic() - began < 120
     assert "rank 0 of 2" in done.stderr and "waited in 'actor.update'" in done.stderr
     assert "silent for 6 s" in done.stderr
@@ -239,7 +239,7 @@ def test_ranks_have_the_deadline_of_a_pipeline(tiny: Path, tmp_path: Path) -> No
         "assert pipeline.run(['a', 'b']).metrics['lr/actor'] > 0\n"
         "assert actor.controller.timeout == 77 == actor.controller._slots.slot.world.timeout\n"
     )
-    torchrun(2, file, tiny)
+    job(2, file, tiny)
 
 
 def script(path: Path, *lines: str) -> Path:
@@ -256,7 +256,7 @@ def test_different_handles_on_the_ranks_are_an_error_that_names_the_first(tiny: 
         "    made = handle.from_pretrained(sys.argv[1])",
         "made.controller.start()",
     )
-    done = torchrun(2, file, tiny, check=False)
+    done = job(2, file, tiny, check=False)
     assert done.returncode != 0
     assert "ClusterError: ranks 0 and 1 made different handles before the first verb" in done.stderr
     assert "number 0 is Actor.model (" in done.stderr and "and Critic.model (ValueModel) on rank 1" in done.stderr
@@ -293,7 +293,7 @@ def test_a_function_runs_on_every_rank(tiny: Path, tmp_path: Path) -> None:
         "except ValueError as error: print(error)",
         "print(verl.everywhere(rank_plus, 6))",
     )
-    lines = torchrun(2, file).stdout.splitlines()
+    lines = job(2, file).stdout.splitlines()
     assert lines[0] == "[[0, 5], [1, 5]]" and lines[2:] == ["11 is too much", "[[0, 6], [1, 6]]"]
     assert "<lambda> of __main__ is no module-level function" in lines[1]
     assert ranks.alone(file).stdout.splitlines()[0] == "[[0, 5]]"
@@ -312,7 +312,7 @@ def test_an_object_made_after_the_first_verb_is_refused_by_name(tiny: Path, tmp_
         "again = verl.Actor(sys.argv[1], sampling={'max_new_tokens': 2})",  # a model and a tokenizer travel as data
         "assert len(again.generate_sequences(['a', 'b'])) == 2",
     )
-    assert "Late (__main__) was made after the first verb" in torchrun(2, file, tiny).stdout
+    assert "Late (__main__) was made after the first verb" in job(2, file, tiny).stdout
 
 
 def test_the_state_of_an_algorithm_travels_with_each_order(tiny: Path, tmp_path: Path) -> None:
@@ -336,7 +336,7 @@ def test_the_state_of_an_algorithm_travels_with_each_order(tiny: Path, tmp_path:
         "again = actor.update(sequences, [1.0, 2.0, 3.0, 4.0])['grad_norm']",
         "print(grads > 0, again)",
     )
-    assert torchrun(2, file, tiny).stdout.split() == ["True", "0.0"]
+    assert job(2, file, tiny).stdout.split() == ["True", "0.0"]
 
 
 def test_a_model_that_is_wrapped_after_the_first_verb_is_refused_by_name(tiny: Path, tmp_path: Path) -> None:
@@ -351,4 +351,4 @@ def test_a_model_that_is_wrapped_after_the_first_verb_is_refused_by_name(tiny: P
         "try: verl.Actor(model, sys.argv[1])",
         "except verl.errors.ModelError as error: print(error)",
     )
-    assert "the model is sharded over several ranks, and after the first verb" in torchrun(2, file, tiny).stdout
+    assert "the model is sharded over several ranks, and after the first verb" in job(2, file, tiny).stdout

@@ -1,6 +1,7 @@
 """Three steps of a training script that knows nothing of ranks; started by the tests in one process and in several.
 
-python three_steps.py MODEL OUT [PLACEMENT [TRAIN [MINI_BATCH_SIZE [REWARD_MODEL]]]], all but the first two as JSON
+python three_steps.py MODEL OUT [PLACEMENT [TRAIN [MINI_BATCH_SIZE [REWARD_MODEL [ROLLOUT]]]]], all but the first two
+as JSON
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ def run(
     train: dict[str, Any] | None = None,
     mini_batch_size: int | None = 8,
     reward_model: str | None = None,
+    rollout: dict[str, Any] | None = None,
 ) -> dict[str, Any]:
     torch.set_num_threads(1)
     options: dict[str, Any] = {
@@ -36,7 +38,7 @@ def run(
         "train": train,
     }
     sampling = verl.SamplingParams(max_new_tokens=12)
-    actor = verl.Actor(model, sampling=sampling, **options)
+    actor = verl.Actor(model, sampling=sampling, **options, **(rollout or {}))
     critic = verl.Critic(model, **options)
     source = reward if reward_model is None else verl.Reward.from_pretrained(reward_model)
     trainer = verl.Trainer(actor, critic, source, algorithm="ppo", kl_in="reward", n=4, log_dir=False)
@@ -58,7 +60,11 @@ def run(
     return {"records": records, "samples": samples, "weights": weights}
 
 
+def save(found: dict[str, Any], folder: Path) -> None:
+    folder.mkdir(exist_ok=True)
+    torch.save(found["weights"], folder / "weights.pt")
+    (folder / "run.json").write_text(json.dumps({k: found[k] for k in ("records", "samples")}))
+
+
 if __name__ == "__main__":
-    found = run(sys.argv[1], *map(json.loads, sys.argv[3:]))
-    torch.save(found["weights"], Path(sys.argv[2]) / "weights.pt")
-    (Path(sys.argv[2]) / "run.json").write_text(json.dumps({k: found[k] for k in ("records", "samples")}))
+    save(run(sys.argv[1], *map(json.loads, sys.argv[3:])), Path(sys.argv[2]))

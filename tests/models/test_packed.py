@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
+from typing import Any, cast
 
 import pytest
 import torch
@@ -64,13 +65,14 @@ def test_log_probs_and_gradients_equal_a_plain_forward(model: PreTrainedModel) -
     packed = PackedModel(model)
     assert packed.supports_packed == (model.config.model_type not in ("gemma2", "recurrent_gemma", "bloom"))
     assert (model.config._attn_implementation == "verl") == packed.supports_packed
+    # Eager attention takes its softmax in fp32, and recurrent gemma its recurrence.
+    in_fp64 = model.config._attn_implementation != "eager" and model.config.model_type != "recurrent_gemma"
+    tolerance = 1e-10 if in_fp64 else 1e-6
     for share in (True, False):
         flat = pack_rows(PROMPTS, RESPONSES, share_prompts=share)
         values = log_probs(packed, flat)
-        assert (values - expected).abs().max() < 1e-10
-        # Eager attention takes its softmax in fp32, and recurrent gemma its recurrence: so are their gradients.
-        in_fp64 = model.config._attn_implementation != "eager" and model.config.model_type != "recurrent_gemma"
-        assert difference(gradients(model, values), expected_gradient) < (1e-10 if in_fp64 else 1e-6)
+        assert (values - expected).abs().max() < tolerance
+        assert difference(gradients(model, values), expected_gradient) < tolerance
 
 
 @pytest.mark.parametrize("kind", ["llama", "gpt2", "mistral", "gemma2"])
@@ -248,3 +250,36 @@ def test_a_softmax_in_fp32_is_not_taken_for_a_look_ahead() -> None:
             parameter.add_(torch.randn_like(parameter), alpha=0.2)
     values = log_probs(PackedModel(model), pack_rows(PROMPTS, RESPONSES))
     assert (values - plain_log_probs(model, PROMPTS, RESPONSES)).abs().max() < 1e-5
+
+
+@pytest.mark.parametrize("kind", ["llama", "gpt2"])
+def test_each_layer_waits_for_its_own_weights(make_model: Make, kind: str) -> None:
+    model = make_model(kind)
+    packed, flat = PackedModel(model), pack_rows(PROMPTS, RESPONSES, share_prompts=True)
+    expected = log_probs(packed, flat)
+    there = {name: weight.detach().clone() for name, weight in model.named_parameters()}
+    events: list[str] = []
+
+    def ready(name: str) -> None:
+        if name not in events:
+            events.append(name)
+            with torch.no_grad():
+                model.get_parameter(name).copy_(there[name])
+
+    class Noted:
+        def attend(self, layer: int, *given: Any) -> Tensor:
+            events.append(f"attention {layer}")
+            return flat.context.attend(layer, *given)
+
+    with torch.no_grad():
+        for weight in model.parameters():
+            weight.fill_(torch.nan)
+    packed.ready = ready
+    hidden = packed.hidden(flat.tokens, flat.positions, cast(Any, Noted()))
+    found = packed.log_probs(hidden.index_select(0, flat.predict), flat.targets)[0]
+    assert difference(found, expected) < 1e-10
+    assert set(there) <= set(events) and packed.ready is None
+    stack = "h" if kind == "gpt2" else "layers"
+    first = [next(i for i, name in enumerate(events) if f".{stack}.{layer}." in name) for layer in range(2)]
+    assert first[0] < events.index("attention 0") < first[1] < events.index("attention 1")
+    assert difference(log_probs(packed, flat), expected) < 1e-10

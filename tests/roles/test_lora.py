@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,7 @@ from verl.algorithms import make_algorithm
 from verl.errors import CheckpointError, ConfigError
 from verl.models.loading import load_model
 from verl.rollout.hf import HFEngine
-from verl.shard import checksum
+from verl.shard import Shard, checksum
 from verl.trainer.checkpoint import load_checkpoint
 from verl.trainer.export import export
 from verl.trainer.state import verify
@@ -100,7 +101,8 @@ def test_a_run_with_adapters_resumes_bit_for_bit_and_is_exported(tiny: Path, tmp
     one, other = (load_checkpoint(tmp_path / name) for name in ("one", "other"))
     for part in ("actor/weights", "actor/optimizer"):
         assert checksum(one.shards(part)) == checksum(other.shards(part))
-    assert all(".lora_" in shard.name for shard in one.shards("actor/optimizer"))
+    for part in ("actor/weights", "actor/optimizer"):
+        assert all(".lora_" in shard.name for shard in one.shards(part))
     assert verify(tmp_path / "saved").ok
     again.load_checkpoint(tmp_path / "saved")
     tokens = torch.arange(5, 25)[None]
@@ -116,6 +118,33 @@ def test_a_run_with_adapters_resumes_bit_for_bit_and_is_exported(tiny: Path, tmp
         assert float((found(tokens).logits.detach() - expected).abs().max()) < 1e-4
     with pytest.raises(CheckpointError):
         trainer(lora=None).load_checkpoint(tmp_path / "saved")
+
+
+def test_the_base_of_a_checkpoint_is_the_one_of_then(tiny: Path, make_tiny: Any, tmp_path: Path) -> None:
+    def trainer(path: Path, live: bool = False) -> verl.Trainer:
+        actor = make(path)
+        if live:  # weights that are not those of its files are saved
+            actor.load_shards([Shard.whole(s.name, s.tensor * 1.5) for s in actor.shards()])
+        return verl.Trainer(actor, None, lambda texts: [float(len(text)) for text in texts], n=2, log_dir=False)
+
+    base = shutil.copytree(tiny, tmp_path / "base")
+    trainer(base).save_checkpoint(tmp_path / "adapters")
+    trainer(base, live=True).save_checkpoint(tmp_path / "whole")
+    names = [
+        {s.name for s in load_checkpoint(tmp_path / name).shards("actor/weights")} for name in ("adapters", "whole")
+    ]
+    assert names[0] == {name for name in names[1] if ".lora_" in name} < names[1]
+    assert all(verify(tmp_path / name).ok for name in ("adapters", "whole"))
+    again = trainer(base)
+    again.load_checkpoint(tmp_path / "whole")
+    saved = {shard.name: shard.tensor for shard in load_checkpoint(tmp_path / "whole").shards("actor/weights")}
+    assert all(torch.equal(shard.tensor, saved[shard.name]) for shard in again.actor.shards())
+    trainer(base).load_checkpoint(tmp_path / "adapters")
+    with pytest.raises(CheckpointError, match=r"whose files differ: give model\.path the base of then"):
+        trainer(make_tiny("llama", seed=5)).load_checkpoint(tmp_path / "adapters")
+    shutil.rmtree(base)
+    with pytest.raises(CheckpointError, match="Put the base back there"):
+        export(tmp_path / "adapters", tmp_path / "out")
 
 
 def test_a_critic_trains_adapters_and_its_head(tiny: Path) -> None:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import json
+from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,7 @@ from torch.distributed.fsdp import ShardingStrategy
 from transformers import AutoModelForCausalLM
 
 import verl
+from tests.ranks import alone, job
 from verl.errors import ConfigError
 from verl.training.options import FSDPConfig
 from verl.utils import init_device_mesh
@@ -49,8 +51,12 @@ def test_sharding_strategies_have_their_settings(
 def test_what_has_no_engine_or_strategy_is_refused_by_name(tiny: Path) -> None:
     with pytest.raises(ConfigError, match="did you mean 'FULL_SHARD'"):
         verl.FSDPWorker(model_name=str(tiny), fsdp_config={"sharding_strategy": "FULL_SHRD"})
-    with pytest.raises(ConfigError, match="no engine over Megatron-LM"):
-        verl.MegatronWorker(model_name=str(tiny))
+    with pytest.raises(ConfigError, match="did you mean 'tensor_model_parallel_size'"):
+        verl.MegatronWorker(model_name=str(tiny), megatron_config={"tensor_parallel_size": 2})
+    with pytest.raises(ConfigError, match="tensor_parallel_size=2 does not divide the 1 rank"):
+        verl.MegatronWorker(
+            model_name=str(tiny), megatron_config={"tensor_model_parallel_size": 2}, sampling=SAMPLING
+        ).generate_sequences(["a"])
     with pytest.raises(ConfigError, match=r"override_model_config \(attention_dropout\)"):
         verl.FSDPWorker(str(tiny), override_model_config={"attention_dropout": 0.0})
 
@@ -100,3 +106,16 @@ def test_the_mesh_has_the_names_that_are_given() -> None:
         init_device_mesh(dp=2, sp=1)
     with pytest.raises(ConfigError, match="give 2 dim_names"):
         init_device_mesh("cpu", (1, 1))
+
+
+def test_megatron_worker_learns_what_an_actor_learns(make_tiny: Callable[..., Path], tmp_path: Path) -> None:
+    model, files = make_tiny("qwen2", torch.float64), [tmp_path / name for name in ("alone", "megatron")]
+    script = Path(__file__).with_name("rank_megatron_worker.py")
+    alone(script, model, files[0])
+    job(2, script, model, files[1], json.dumps({"tensor_model_parallel_size": 2}))
+    one, megatron = (torch.load(file) for file in files)
+    assert one["metrics"] and one["weights"].keys() == megatron["weights"].keys()
+    for ours, theirs in zip(one["metrics"], megatron["metrics"], strict=True):
+        assert theirs == pytest.approx(ours, abs=1e-9)
+    for name, weight in one["weights"].items():
+        torch.testing.assert_close(megatron["weights"][name], weight, rtol=0, atol=1e-9, msg=name)

@@ -81,10 +81,13 @@ def journey(kind: str, layouts: list[str], folder: Path, groups: dict[int, Any])
             metrics = at.update([part(batch)])
             with TensorMemory() as saving:
                 sizes = save(at, here, groups[layout.size])
+            # What stays of loading is the optimizer's state, where its memory was not there before.
             own = sum(shard.nbytes for shard in at.state()[0])
-            # What is new in loading is the optimizer's state.
-            memory = {"loading": loading.peak - own if before else 0, "saving": saving.peak}
-            seen = {"loss": metrics["loss"], "norm": metrics["grad_norm"], "bytes": sizes, "memory": memory}
+            assert loading.now <= own, (kind, name, loading.now, own)
+            memory = torch.tensor([loading.peak - loading.now, saving.peak])
+            if layout.size > 1:  # of the rank that needs most
+                dist.all_reduce(memory, dist.ReduceOp.MAX, group=groups[layout.size])
+            seen = {"loss": metrics["loss"], "norm": metrics["grad_norm"], "bytes": sizes, "memory": memory.tolist()}
             found.append({"layout": name, **seen})
         dist.barrier()
         before = here

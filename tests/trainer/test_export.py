@@ -13,6 +13,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from typer.testing import CliRunner
 
 import verl
+from tests.tensor_memory import is_mapped
 from tests.trainer.test_offline import loader, offline_trainer
 from tests.trainer.test_run import run_dir, settings
 from tests.trainer.test_state import reforge
@@ -25,7 +26,7 @@ from verl.shard import checksum
 from verl.trainer.checkpoint import load_checkpoint, save_checkpoint
 from verl.trainer.export import export
 from verl.trainer.run import train
-from verl.trainer.state import verify
+from verl.trainer.state import rebuild, verify
 
 SHORT = {"trainer.total_steps": 2, "trainer.save_every": 1, "trainer.eval_every": None}
 RUNNER = CliRunner()
@@ -64,6 +65,15 @@ def test_a_run_ends_with_the_command_that_exports_its_model(
     assert loaded.dtype == torch.bfloat16
     assert loaded.generation_config.eos_token_id == trainer.actor.model.generation_config.eos_token_id
     assert AutoTokenizer.from_pretrained(out).chat_template == trainer.actor.tokenizer.chat_template
+
+
+def test_the_model_is_not_built_a_second_time(tmp_path: Path, tiny: Path) -> None:
+    run = finished(tmp_path, tiny)
+    checkpoint = load_checkpoint(run / "checkpoints" / "latest")
+    model, fault = rebuild(checkpoint)
+    assert fault is None
+    large = [weight for weight in model.parameters() if weight.nbytes >= 4096]
+    assert large and all(is_mapped(weight.untyped_storage()) for weight in large)  # no copies of the files
 
 
 def test_a_reward_model_is_exported_with_its_head(tiny: Path, tmp_path: Path) -> None:

@@ -10,12 +10,14 @@ import re
 import signal
 import subprocess
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
-from tests.ranks import ENV, command, torchrun
+from tests.ranks import ENV, command, job
 from tests.trainer.test_run import assert_same_run, count_lines, final_state, rows, run_dir, settings
 from verl.config import build_config
 from verl.trainer.run import train
@@ -31,7 +33,7 @@ def test_a_run_of_two_ranks_is_one_run(tmp_path: Path, tiny: Path) -> None:
         (tmp_path / name).mkdir()
     changes = {"trainer.placement": {"rollout": "cpu:0-1"}, "trainer.total_steps": 3}
     train(build_config(settings(tmp_path / "one", tiny, **{"trainer.total_steps": 3})))
-    done = torchrun(2, *start(tmp_path / "run.yaml", settings(tmp_path / "two", tiny, **changes)))
+    done = job(2, *start(tmp_path / "run.yaml", settings(tmp_path / "two", tiny, **changes)))
     one, two = run_dir(tmp_path / "one"), run_dir(tmp_path / "two")
     ours, theirs = final_state(one), final_state(two)
     assert max(float((ours[name].double() - theirs[name].double()).abs().max()) for name in ours) < 1e-3
@@ -48,6 +50,31 @@ def test_a_run_of_two_ranks_is_one_run(tmp_path: Path, tiny: Path) -> None:
     assert {path.name for path in two.glob("*.json*")} >= {"metrics.jsonl", "summary.json", "eval.jsonl"}
     # The next start, in one process, finds a finished run of the same settings and length.
     assert json.loads((two / "summary.json").read_text())["state"] == "finished"
+
+
+def test_a_run_goes_on_under_another_strategy(tmp_path: Path, make_tiny: Callable[..., Path]) -> None:
+    for name in ("whole", "parts"):
+        (tmp_path / name).mkdir()
+    model = make_tiny("llama", torch.float64)
+    same = {"actor_rollout_ref.model.dtype": "float64", "data.eval": None, "trainer.eval_every": None}
+    part = "actor_rollout_ref.actor."
+
+    def until(step: int, **changes: Any) -> dict[str, Any]:
+        return settings(tmp_path / "parts", model, **same, **{"trainer.total_steps": step}, **changes)
+
+    job(2, *start(tmp_path / "fsdp.yaml", until(2, **{f"{part}strategy": "fsdp"})))
+    job(2, *start(tmp_path / "tp.yaml", until(4, **{f"{part}tensor_parallel_size": 2})))
+    train(build_config(until(6)))
+    train(build_config(settings(tmp_path / "whole", model, **same)))
+    whole, parts = run_dir(tmp_path / "whole"), run_dir(tmp_path / "parts")
+    assert [len([*(path / "logs").glob("00?.log")]) for path in (whole, parts)] == [1, 3]
+    found, expected = (
+        [(row["step"], row["loss/actor"], row["reward"]) for row in rows(path)] for path in (parts, whole)
+    )
+    assert len(expected) == 6 and found == [pytest.approx(row, abs=1e-9) for row in expected]
+    ours, theirs = final_state(parts), final_state(whole)
+    weights = [name for name in theirs if name.startswith("actor/weights:")]
+    assert max(float((ours[name] - theirs[name]).abs().max()) for name in weights) < 1e-9
 
 
 def ranks_of(agent: int) -> dict[int, int]:
@@ -70,7 +97,7 @@ def test_a_killed_rank_ends_the_run_and_the_same_command_resumes(tmp_path: Path,
     for name in ("whole", "cut"):
         (tmp_path / name).mkdir()
     longer = {"trainer.total_steps": 40, "trainer.save_every": 1, "data.eval": None, "trainer.eval_every": None}
-    torchrun(3, *start(tmp_path / "whole.yaml", settings(tmp_path / "whole", tiny, **longer)))
+    job(3, *start(tmp_path / "whole.yaml", settings(tmp_path / "whole", tiny, **longer)))
     line = command(3, *start(tmp_path / "cut.yaml", settings(tmp_path / "cut", tiny, **longer)))
     metrics, rng = tmp_path / "cut" / "runs" / "latest" / "metrics.jsonl", random.Random(0)
     for rank in (1, 0):
@@ -91,7 +118,7 @@ def test_a_killed_rank_ends_the_run_and_the_same_command_resumes(tmp_path: Path,
         )
         assert re.search(died, errors), errors[-3000:]
         assert "SIGKILL" in errors
-    torchrun(3, *line[line.index("-m", 3) :])
+    job(3, *line[line.index("-m", 3) :])
     assert_same_run(run_dir(tmp_path / "whole"), run_dir(tmp_path / "cut"))
 
 

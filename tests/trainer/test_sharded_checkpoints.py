@@ -16,7 +16,7 @@ import torch
 from safetensors import safe_open
 
 import verl
-from tests.ranks import ENV, command, torchrun
+from tests.ranks import ENV, command, job
 from tests.trainer.rank_checkpoints import LAYOUTS, MODELS, engine
 from tests.trainer.test_ranks import ranks_of, start
 from tests.trainer.test_run import assert_same_run, run_dir, settings
@@ -42,7 +42,7 @@ def elements(folder: Path, stem: str) -> int:
 
 
 def test_a_checkpoint_of_any_layout_goes_on_at_any_other_with_the_same_losses(tmp_path: Path) -> None:
-    found = [json.loads(line) for line in torchrun(4, JOB, tmp_path, *ORDER).stdout.splitlines()]
+    found = [json.loads(line) for line in job(4, JOB, tmp_path, *ORDER).stdout.splitlines()]
     assert [run["kind"] for run in found] == [*MODELS]
     for run in found:
         one = engine(run["kind"], LAYOUTS["one"], None)
@@ -56,12 +56,9 @@ def test_a_checkpoint_of_any_layout_goes_on_at_any_other_with_the_same_losses(tm
             folder = tmp_path / f"{run['kind']}-{number}"
             assert elements(folder, "weights") == sum(p.numel() for p in one.model.parameters())
             assert min(step["bytes"]) > 0.5 * max(step["bytes"])
-            # Of large tensors one at a time beside the rank's own pieces (a master is put together in fp32). Masters of
-            # bf16 weights come whole and are kept as their lower halves: 2 bytes a weight more until all have come.
-            sizes = [p.numel() for p in one.model.parameters()]
-            largest = (4 if in_half else 8) * max(sizes)
-            assert step["memory"]["saving"] <= 1.25 * largest, where
-            assert step["memory"]["loading"] <= 1.25 * largest + (2 * sum(sizes) if in_half else 0), where
+            # One tensor beside the rank's own pieces (a master is put together in fp32), and a few numbers.
+            largest = (4 if in_half else 8) * max(p.numel() for p in one.model.parameters())
+            assert max(step["memory"]) <= largest + 256, where
 
 
 def test_what_is_written_in_the_background_is_of_the_moment_of_the_save(tmp_path: Path) -> None:
@@ -121,7 +118,7 @@ def test_a_rank_or_the_driver_that_is_killed_while_saving_costs_no_checkpoint(
         (tmp_path / name).mkdir()
     changes = {"actor_rollout_ref.actor.strategy": "fsdp", "trainer.total_steps": 12, "trainer.save_every": 1}
     changes |= {"data.eval": None, "trainer.eval_every": None, "trainer.async_save": in_background}
-    torchrun(2, *start(tmp_path / "whole.yaml", settings(tmp_path / "whole", tiny, **changes)))
+    job(2, *start(tmp_path / "whole.yaml", settings(tmp_path / "whole", tiny, **changes)))
     line = command(2, *start(tmp_path / "cut.yaml", settings(tmp_path / "cut", tiny, **changes)))
     directory = tmp_path / "cut" / "runs" / "latest" / "checkpoints"
     for rank in (1, 0):
@@ -137,7 +134,7 @@ def test_a_rank_or_the_driver_that_is_killed_while_saving_costs_no_checkpoint(
         newest = store.load()
         assert newest is not None and all(verify(store.path(step)).ok for step in store.steps())
         assert not [path for path in directory.iterdir() if path.name.startswith(".")]
-    torchrun(2, *line[line.index("-m", 3) :])
+    job(2, *line[line.index("-m", 3) :])
     assert_same_run(run_dir(tmp_path / "whole"), run_dir(tmp_path / "cut"))
 
 

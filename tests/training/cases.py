@@ -19,6 +19,7 @@ from transformers import (
     PhimoeConfig,
     PreTrainedModel,
     Qwen2Config,
+    Qwen3Config,
     Qwen3MoeConfig,
 )
 
@@ -38,6 +39,8 @@ def tiny_model(kind: str = "llama", dtype: torch.dtype = torch.float64, layers: 
     config = {
         "llama": lambda: LlamaConfig(**wide, tie_word_embeddings=False),
         "qwen2": lambda: Qwen2Config(**wide, tie_word_embeddings=True),
+        # Norms of heads, and heads of another size than the hidden size gives.
+        "qwen3": lambda: Qwen3Config(**wide, head_dim=12, tie_word_embeddings=False),
         "qwen3_moe": lambda: Qwen3MoeConfig(
             **wide, head_dim=8, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=16, norm_topk_prob=True
         ),

@@ -6,13 +6,13 @@ import json
 from pathlib import Path
 
 from tests.algorithms.support import OFFLINE, ONLINE
-from tests.ranks import torchrun
+from tests.ranks import job
 
 SCRIPT = Path(__file__).with_name("rank_gradients.py")
 
 
 def test_ranks_micro_batches_and_order_never_change_a_gradient() -> None:
-    done = torchrun(3, SCRIPT)
+    done = job(3, SCRIPT)
     cases = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
     assert {case["case"].split()[0] for case in cases} == {*ONLINE, *OFFLINE}
     for case in cases:

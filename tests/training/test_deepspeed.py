@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.ranks import torchrun
+from tests.ranks import job
 from tests.training.cases import OPTIM, tiny_model
 from tests.training.rank_zero import CASES
 from verl.errors import ConfigError
@@ -37,7 +37,7 @@ def test_zero_equals_one_process_and_resumes_elsewhere(
     cases: str, metrics: float, weights: float, resumed: float
 ) -> None:
     pytest.importorskip("deepspeed")
-    done = torchrun(2, SCRIPT, cases)
+    done = job(2, SCRIPT, cases)
     lines = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
     assert [line["case"] for line in lines] == [str(case) for case in CASES[cases]]
     for line, case in zip(lines, CASES[cases], strict=True):

@@ -10,14 +10,14 @@ import pytest
 from torch import nn
 from torch.distributed.fsdp.wrap import transformer_auto_wrap_policy
 
-from tests.ranks import torchrun
+from tests.ranks import job
 from tests.training.rank_fsdp import CASES
 from verl.errors import ConfigError
 from verl.training.options import EngineOptions, FSDPConfig, TrainOptions
 
 
 def test_options_of_fsdp_do_what_they_say_and_change_no_number() -> None:
-    done = torchrun(2, Path(__file__).with_name("rank_fsdp.py"))
+    done = job(2, Path(__file__).with_name("rank_fsdp.py"))
     found = {line["case"]: line for line in map(json.loads, filter(lambda t: t[:1] == "{", done.stdout.splitlines()))}
     for case, (_, units) in CASES.items():
         assert found[case]["apart"] < 1e-10, found[case]

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import json
 import math
+from itertools import starmap
 
 import pytest
 import torch
 from torch import Tensor
 
 from verl.errors import CheckpointError, ConfigError
+from verl.shard import Shard
 from verl.training.optimizer import MixedPrecisionOptimizer
 from verl.training.options import OptimConfig
 
@@ -155,7 +157,7 @@ def test_state_round_trip_goes_on_bit_for_bit(dtype: torch.dtype) -> None:
         for a, b in zip(other.parameters(), model.parameters(), strict=True):
             a.copy_(b)
     resumed = _optimizer(other, lr=1e-2, schedule="cosine", warmup_steps=2, total_steps=9)
-    resumed.load_state(tensors.items(), meta)
+    resumed.load_state(starmap(Shard.whole, tensors.items()), meta)
     assert resumed.lr == optimizer.lr
     _steps(model, optimizer, range(4, 7))
     _steps(other, resumed, range(4, 7))
@@ -171,7 +173,7 @@ def test_masters_become_the_weights_of_a_model_in_fp32(dtype: torch.dtype) -> No
     first, second = _optimizer(half, lr=1e-2), _optimizer(full, lr=1e-2)
     _steps(half, first, range(2))
     tensors, meta = dict(first.tensors()), first.meta()
-    second.load_state(tensors.items(), meta)
+    second.load_state(starmap(Shard.whole, tensors.items()), meta)
     assert all(torch.equal(weight, tensors[f"{name}.master"]) for name, weight in full.named_parameters())
     _steps(full, second, range(2))
     # Kept beside the weights that are trained now, they would be saved again and win over them at the next load.
@@ -184,11 +186,11 @@ def test_state_of_another_model_is_refused() -> None:
     _steps(model, optimizer, range(1))
     tensors, meta = dict(optimizer.tensors()), optimizer.meta()
     with pytest.raises(CheckpointError, match=r"other\.exp_avg"):
-        optimizer.load_state({**tensors, "other.exp_avg": torch.zeros(2)}.items(), meta)
+        optimizer.load_state([Shard.whole("other.exp_avg", torch.zeros(2))], meta)
     with pytest.raises(CheckpointError, match="shape"):
-        optimizer.load_state({**tensors, "weight.exp_avg": torch.zeros(2, 2)}.items(), meta)
+        optimizer.load_state([Shard.whole("weight.exp_avg", torch.zeros(2, 2))], meta)
     with pytest.raises(CheckpointError, match=r"lacks 'weight\.master'"):
-        optimizer.load_state({k: v for k, v in tensors.items() if k != "weight.master"}.items(), meta)
+        optimizer.load_state([Shard.whole(k, v) for k, v in tensors.items() if k != "weight.master"], meta)
 
 
 def test_loaded_state_does_not_alias_what_was_given() -> None:
@@ -199,7 +201,7 @@ def test_loaded_state_does_not_alias_what_was_given() -> None:
     kept = {name: tensor.clone() for name, tensor in tensors.items()}
     other = _linear(torch.bfloat16)
     resumed = _optimizer(other)
-    resumed.load_state(tensors.items(), meta)
+    resumed.load_state(starmap(Shard.whole, tensors.items()), meta)
     _steps(other, resumed, range(2))
     assert all(torch.equal(tensors[name], kept[name]) for name in kept)
 
@@ -244,7 +246,7 @@ def test_a_callers_own_optimizer_steps_on_the_masters(dtype: torch.dtype) -> Non
         OptimConfig(max_grad_norm=None),
         optimizer=torch.optim.SGD(model.parameters(), lr=0.3, momentum=0.5),
     )
-    again.load_state(tensors.items(), json.loads(json.dumps(meta)))
+    again.load_state(starmap(Shard.whole, tensors.items()), json.loads(json.dumps(meta)))
     assert again.lr == 0.1
     assert torch.equal(dict(again.tensors())["weight.momentum_buffer"], tensors["weight.momentum_buffer"])
 
@@ -323,7 +325,7 @@ def test_the_loss_scale_halves_at_overflow_and_recovers() -> None:
     assert optimizer.gradients.loss_scale == 2048.0
     tensors, meta = dict(optimizer.tensors()), optimizer.meta()
     resumed = _optimizer(_linear(torch.float16), lr=0.0)
-    resumed.load_state(tensors.items(), json.loads(json.dumps(meta)))
+    resumed.load_state(starmap(Shard.whole, tensors.items()), json.loads(json.dumps(meta)))
     assert resumed.gradients.loss_scale == 2048.0
     for _ in range(500):
         _backward(model.bias.sum().float() * optimizer.gradients.loss_scale, optimizer)

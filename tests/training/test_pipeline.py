@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from tests.ranks import torchrun
+from tests.ranks import job
 from tests.training.cases import tiny_model
 from verl.errors import ConfigError
 from verl.models.blank import blank
@@ -67,7 +67,7 @@ def test_a_model_whose_stages_compute_something_else_is_refused_by_name() -> Non
 
 
 def test_stages_keep_few_micro_batches_agree_on_a_step_and_do_not_wait_forever() -> None:
-    done = torchrun(4, Path(__file__).with_name("rank_pipeline.py"))
+    done = job(4, Path(__file__).with_name("rank_pipeline.py"))
     found = json.loads(next(line for line in done.stdout.splitlines() if line.startswith("{")))
     assert found["alive"] == [4, 3, 2, 1]
     assert all("the loss does not depend on what the model predicts" in text for text in found["refused"])

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.ranks import torchrun
+from tests.ranks import job
 from tests.training.cases import tiny_model
 from verl.errors import ModelError
 from verl.models.blank import blank, is_blank, sample
@@ -22,18 +22,22 @@ CASES = [
     ("llama", "value", "tp2"),
     ("gpt2", "causal", "tp2"),
     ("gpt2", "score", "fsdp2"),
+    ("gpt2", "causal", "pp2"),
+    ("llama", "value", "pp2"),
+    ("mixtral", "causal", "ep2"),
+    ("mixtral", "causal", "fsdp2"),
 ]
 
 
 def test_ranks_read_their_own_parts_and_hold_no_more(tmp_path: Path) -> None:
-    for kind in ("llama", "gpt2"):
+    for kind in ("llama", "gpt2", "mixtral"):
         tiny_model(kind, layers=8).save_pretrained(tmp_path / kind)
-    done = torchrun(2, Path(__file__).with_name("rank_sources.py"), tmp_path, json.dumps(CASES))
+    done = job(2, Path(__file__).with_name("rank_sources.py"), tmp_path, json.dumps(CASES))
     lines = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
     assert [tuple(line["case"]) for line in lines] == CASES
     for line in lines:
-        assert line["reason"] is None and line["weights"] and line["predicted"] < 1e-12, line
-        assert line["own"] < 0.6 * line["all"]
+        assert line["reason"] is None and line["weights"] and line["predicted"] < line["tolerance"], line
+        assert line["own"] < 0.62 * line["all"], line
         assert line["peak"] <= line["own"] + line["largest"], line
 
 
@@ -62,18 +66,16 @@ def test_a_sample_of_a_model_has_every_kind_of_layer() -> None:
 
 
 def test_files_that_hold_other_weights_than_the_model_are_read_whole(tmp_path: Path) -> None:
-    tiny_model("phimoe").save_pretrained(tmp_path / "phimoe")
-    files = ModelFiles(str(tmp_path / "phimoe"), dtype="float32")
-    assert files.why_whole(files.blank()) == "its weights are laid out otherwise in the files"
     backbone = tiny_model("gpt2").transformer
     backbone.save_pretrained(tmp_path / "gpt2")
     files = ModelFiles(str(tmp_path / "gpt2"), dtype="float64")
     assert str(files.why_whole(files.blank())).startswith("the files have no 'transformer.")
 
 
-@pytest.mark.parametrize("dtype", ["float64", "bfloat16"])
-def test_weights_from_files_are_those_of_the_model_that_is_loaded(tmp_path: Path, dtype: str) -> None:
-    tiny_model("llama").save_pretrained(tmp_path)
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("model", ["llama", "qwen3_moe", "phimoe"])
+def test_weights_from_files_are_those_of_the_model_that_is_loaded(tmp_path: Path, model: str, dtype: str) -> None:
+    tiny_model(model).save_pretrained(tmp_path)
     for kind in ("causal", "value"):
         files = ModelFiles(str(tmp_path), kind, dtype)
         whole = files.load()

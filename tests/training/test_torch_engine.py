@@ -107,6 +107,23 @@ def test_log_probs_are_those_of_the_plain_forward_in_the_order_of_the_rows(kind:
     }
 
 
+@pytest.mark.parametrize("kind", ["llama", "gpt2", "window", "mixtral"])
+def test_padded_rows_give_the_losses_of_packed_ones(kind: str) -> None:
+    batch = ragged_batch(ROWS)
+    packed, padded = (
+        make_engine(tiny_model(kind), optim=OPTIM, micro_batch_size=4, remove_padding=flag) for flag in (True, False)
+    )
+    shapes = set()
+    padded._forward.packed.backbone.register_forward_pre_hook(
+        lambda module, args, given: shapes.add(tuple(given["input_ids"].shape)), with_kwargs=True
+    )
+    for _ in range(3):
+        expected, found = update(packed, batch, entropy=True), update(padded, batch, entropy=True)
+        assert found == pytest.approx(expected, abs=1e-10)
+    assert_same(weights_of(padded.model), weights_of(packed.model), 1e-9)
+    assert shapes == {(2, 5), (2, 12), (3, 12)}  # rows, and tokens of the longest
+
+
 @settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(
     st.lists(st.tuples(st.integers(0, 5), st.integers(0, 9)), min_size=1, max_size=8).filter(

@@ -31,6 +31,7 @@ EXTRAS = {
     "constrained": ("xgrammar", "xgrammar"),
     "lora": ("peft", "peft"),
     "deepspeed": ("deepspeed", "deepspeed"),
+    "megatron": ("megatron-core", "megatron.core"),
 }
 _PARTS = ("torch", "transformers", "pyarrow", "safetensors", "pydantic", "numpy")
 SHARED_MEMORY = Path("/dev/shm")

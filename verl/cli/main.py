@@ -120,6 +120,53 @@ def train(
 
 
 @app.command()
+def plan(
+    file: Annotated[Path, typer.Argument(metavar="FILE", help="Settings in YAML.", show_default=False)],
+    overrides: Annotated[
+        list[str] | None, typer.Argument(metavar="KEY=VALUE", help="Settings that replace those of the file.")
+    ] = None,
+    cluster: Annotated[
+        str | None,
+        typer.Option(help="MACHINESxDEVICESxKIND, such as 16x8xA100; with --calibrate also 2xhere, this machine."),
+    ] = None,
+    network: Annotated[
+        float | None, typer.Option(help="Gbit/s between machines, per machine (default: as the vendor builds them).")
+    ] = None,
+    within: Annotated[float | None, typer.Option(help="Only maps whose rollout takes at most so many seconds.")] = None,
+    scaling: Annotated[bool, typer.Option("--scaling", help="How throughput grows, and the batch it takes.")] = False,
+    picture: Annotated[Path | None, typer.Option(help="Write the timeline to this file, as SVG.")] = None,
+    calibrate: Annotated[
+        bool, typer.Option("--calibrate", help="Measure this machine (seconds) in the place of the usual shares.")
+    ] = False,
+    efficiency: Annotated[
+        str | None, typer.Option(help="Shares of the data sheet: COMPUTE,MEMORY,NETWORK, such as 0.5,0.6,0.5.")
+    ] = None,
+) -> None:
+    """Say what a run would do; with --cluster find where its models should stand there, and in which sizes.
+
+    Loads no model. The map that is found is printed ready to paste into FILE.
+
+    [bold]Examples[/bold]
+    $ verl plan recipe.yaml
+    $ verl plan recipe.yaml --cluster 16x8xA100 --network 200 --picture plan.svg
+    $ verl plan recipe.yaml data.batch_size=4096 --cluster 128x8xH100 --scaling --within 60
+    """
+    from verl.cli.plan import cluster_of, plan, plan_placement
+    from verl.config import load_config
+
+    config = load_config(file, overrides or ())
+    if cluster is None:
+        if network or within or scaling or picture or calibrate or efficiency:
+            raise ConfigError("verl plan: these options are of a cluster: give --cluster too, such as 16x8xA100")
+        for label, text in plan(config).items():
+            typer.echo(f"{typer.style(f'{label:>14}', bold=True)}  {text}")
+        return
+    on = cluster_of(cluster, network, efficiency, calibrate)
+    for text in plan_placement(config, on, within=within, scaling=scaling, picture=picture):
+        typer.echo(text)
+
+
+@app.command()
 def config(
     markdown: Annotated[bool, typer.Option("--markdown", help="As a Markdown table.")] = False,
 ) -> None:

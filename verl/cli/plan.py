@@ -1,13 +1,17 @@
-"""What a run would do, without doing it: `verl train --dry-run`."""
+"""What a run would do, without doing it: `verl plan`, `verl train --dry-run`."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from math import ceil
 from pathlib import Path
 from typing import Any
 
-from verl.config import Config, RewardConfig, RewardPart, run_id
+from verl.config import Config, CostConfig, RewardPart, run_id
 from verl.controller.placement import DeviceMesh
+from verl.errors import ConfigError
+from verl.planner.hardware import DEVICES, Cluster, Efficiency
+from verl.planner.search import Plan, search
 
 
 def plan(config: Config) -> dict[str, str]:
@@ -34,6 +38,93 @@ def plan(config: Config) -> dict[str, str]:
     if trainer.control is not None:
         lines["control"] = f"{trainer.control}: this run should learn nothing"
     return lines
+
+
+def cluster_of(text: str, network: float | None, efficiency: str | None, calibrate: bool) -> Cluster:
+    """The cluster that the options of `verl plan` describe.
+
+    Raises:
+        ConfigError: an option cannot be read, or this machine is measured for devices of another kind.
+    """
+    shares = None
+    if efficiency is not None:
+        try:
+            shares = Efficiency(*map(float, efficiency.split(",", 2)))
+        except (ValueError, TypeError) as error:
+            raise ConfigError(
+                f"--efficiency: '{efficiency}' is not three shares such as 0.5,0.6,0.5: {error}"
+            ) from None
+    if not calibrate:
+        return Cluster.parse(text, network, shares)
+    from verl import device
+    from verl.planner.calibrate import as_device, measure
+
+    found, kind = measure(), device.accelerator()
+    count = int(text.lower().split("x")[-2]) if text.lower().endswith("xhere") and text[:1].isdigit() else 1
+    memory = device.total_memory(kind) if kind else device.free_memory() / count
+    here, shares = as_device(found, memory)
+    if not text.lower().endswith("xhere") and found.sheet() != DEVICES.get(text.lower().rpartition("x")[2]):
+        raise ConfigError(f"--calibrate measures this machine, a {found.kind}: write --cluster {count}xhere")
+    return Cluster.parse(text, network, shares, {**DEVICES, "here": here})
+
+
+def plan_placement(
+    config: Config, cluster: Cluster, *, within: float | None = None, scaling: bool = False, picture: Path | None = None
+) -> Iterator[str]:
+    """What `verl plan --cluster` prints: the best map ready to paste, the runners-up, memory, a timeline.
+
+    Args:
+        within: bound of a step's generation, in seconds.
+        scaling: also how the batch must grow with the cluster.
+        picture: file for the timeline as SVG.
+
+    Raises:
+        ConfigError: nothing fits, or something of the run is not modelled.
+    """
+    from verl.algorithms import make_algorithm
+    from verl.planner import picture as show
+    from verl.planner.settings import pasted, problem_of
+
+    roles = make_algorithm(config.algorithm.name, **config.algorithm.options).roles
+    problem = problem_of(config, roles, cluster, within or float("inf"))
+    plans = search(problem)
+    best, engine, shares = plans[0], plans[0].generation, cluster.efficiency
+    yield (
+        f"{cluster}; {shares.compute:.2g} of its products, {shares.memory:.2g} of its memory bandwidth, "
+        f"{shares.network:.2g} of its links are reached\n"
+    )
+    yield f"# {best.seconds:.1f} s a step, {best.throughput:,.0f} tokens/s: to paste into the settings\n{pasted(best)}"
+    yield (
+        f"Rollout {engine.seconds:.1f} s: weights {engine.transition:.2f}, prompts {engine.prefill:.1f}, decoding "
+        f"{engine.decode:.1f}, in {_count(engine.waves, 'wave')} of {_count(engine.together, 'sample')} an engine\n"
+    )
+    yield f"Timeline\n{show.timeline(best)}\n"
+    yield f"Memory of a rank, GB\n{show.memory_table(best)}\n"
+    yield f"Runners-up\n{show.runners_up(plans[:6])}"
+    if scaling:
+        yield f"\n{_scaling(best)}"
+    if picture is not None:
+        picture.write_text(show.svg(best), encoding="utf-8")
+        yield f"\n{picture}"
+
+
+def _scaling(best: Plan) -> str:
+    """How throughput grows with the cluster, and the batch that keeps 90 % of linear scaling on all of it."""
+    from verl.planner.scaling import strong, weak
+
+    cluster = best.problem.cluster
+    ranks = [cluster.per_machine << i for i in range(cluster.machines.bit_length()) if 1 << i <= cluster.machines]
+    found = strong(best.problem, sorted({*ranks, cluster.size}))
+    lines = [f"Scaling with {best.problem.work.samples} samples a step"]
+    lines += [f"{s.ranks:6} devices {s.plan.throughput:12,.0f} tokens/s {s.efficiency:6.0%} of linear" for s in found]
+    grown = weak(best.problem, found[0], cluster.size)
+    if grown is None:
+        return "\n".join([*lines, f"no batch up to 64 times as large makes {cluster.size} devices 90 % linear"])
+    samples = grown.plan.problem.work.samples
+    lines.append(
+        f"{cluster.size} devices are {grown.efficiency:.0%} linear with {samples} samples a step: {grown.plan}"
+    )
+    return "\n".join(lines)
 
 
 def _model(path: str) -> str:
@@ -66,7 +157,7 @@ def _step(config: Config) -> str:
     )
 
 
-def _reward(given: RewardConfig) -> str:
+def _reward(given: CostConfig) -> str:
     if given.components:
         return " + ".join(f"{p.weight:g} x {name} ({_origin(p)})" for name, p in given.components.items())
     return _origin(given)

@@ -4,6 +4,7 @@ from verl.config.document import commented_yaml, describe, markdown
 from verl.config.load import build_config, load_config, to_yaml
 from verl.config.schema import (
     Config,
+    CostConfig,
     CriticConfig,
     RewardConfig,
     RewardPart,
@@ -13,6 +14,7 @@ from verl.config.schema import (
 
 __all__ = [
     "Config",
+    "CostConfig",
     "CriticConfig",
     "RewardConfig",
     "RewardPart",

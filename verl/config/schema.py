@@ -34,7 +34,7 @@ from verl.record import (
     wrong,
 )
 from verl.rollout.options import RolloutOptions
-from verl.training.options import TrainOptions
+from verl.training.options import TrainOptions, TrainSettings
 
 #: Names under which others write a key, in its section.
 OTHER_NAMES = {
@@ -104,10 +104,16 @@ class ActorRolloutRefConfig(Record):
         return self
 
 
-class CriticConfig(TrainOptions):
+class CriticConfig(TrainSettings):
     """The value model, for algorithms that use one, and how it is trained."""
 
     model: ModelOptions = Field(default=ModelOptions(), description="the value model")
+
+    def options(self, actor: TrainOptions) -> TrainOptions:
+        """With options of FSDP and DeepSpeed, which are the actor's where both have that strategy."""
+        own = {name: getattr(self, name) for name in TrainSettings.model_fields}
+        like = actor if actor.strategy == self.strategy else TrainOptions()
+        return TrainOptions(**own, fsdp_config=like.fsdp_config, deepspeed_config=like.deepspeed_config)
 
 
 class AlgorithmConfig(Record):
@@ -210,11 +216,31 @@ class RewardComponent(RewardPart):
     weight: float = Field(default=1.0, description="factor in the sum of rewards")
 
 
-class RewardConfig(RewardPart):
+class CostConfig(RewardPart):
+    """A reward, or a cost, which is called as the reward is (`reward.timeout` and so on)."""
+
     components: dict[str, RewardComponent] = Field(
         default={},
         description="several rewards by name, each with path, name, model or url, and weight; summed",
     )
+
+    @property
+    def is_given(self) -> bool:
+        """Whether it names any origin."""
+        return bool(self.components or self.given())
+
+    @model_validator(mode="after")
+    def _check_origins(self) -> CostConfig:
+        if len(given := [*self.given(), *(["components"] if self.components else [])]) > 1:
+            message = "give one of path, name, model, url and components"
+            raise PydanticCustomError("several", "{message}", {"message": message, "keys": " ".join(given)})
+        for name, part in self.components.items():
+            if len(part.given()) != 1:
+                raise wrong(f"components.{name}", "needs exactly one of path, name, model and url")
+        return self
+
+
+class RewardConfig(CostConfig):
     timeout: Seconds = Field(
         default=30.0, description="seconds for one call: of a batch, with workers of a sample, with url of one request"
     )
@@ -232,19 +258,8 @@ class RewardConfig(RewardPart):
     )
     max_workers: Processes | None = free(None, "most such processes, when samples queue up (null: always `workers`)")
 
-    @property
-    def is_given(self) -> bool:
-        """Whether it names any origin."""
-        return bool(self.components or self.given())
-
     @model_validator(mode="after")
     def _check(self) -> RewardConfig:
-        if len(given := [*self.given(), *(["components"] if self.components else [])]) > 1:
-            message = "give one of path, name, model, url and components"
-            raise PydanticCustomError("several", "{message}", {"message": message, "keys": " ".join(given)})
-        for name, part in self.components.items():
-            if len(part.given()) != 1:
-                raise wrong(f"components.{name}", "needs exactly one of path, name, model and url")
         if self.max_workers is not None and not 1 <= self.workers <= self.max_workers:
             raise wrong("max_workers", f"is the most that workers ({self.workers}) may grow to: 1 <= workers <= it")
         return self
@@ -304,8 +319,8 @@ class Config(Record):
     algorithm: AlgorithmConfig = Field(default=AlgorithmConfig(), description="what is optimised")
     data: DataConfig = Field(default=DataConfig(), description="prompts or recorded responses")
     reward: RewardConfig = Field(default=RewardConfig(), description="what is good")
-    cost: RewardConfig = Field(
-        default=RewardConfig(), description="what is kept below a limit, for algorithms that have a cost"
+    cost: CostConfig = Field(
+        default=CostConfig(), description="what is kept below a limit, for algorithms that have a cost"
     )
     trainer: TrainerConfig = Field(default=TrainerConfig(), description="length, evaluation, checkpoints, logs")
 

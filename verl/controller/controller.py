@@ -14,7 +14,8 @@ from verl.controller.placement import DeviceMesh, ResourcePool
 from verl.controller.ranks import torchrun_ranks
 from verl.controller.world import TIMEOUT, RoleMeshes
 from verl.errors import ConfigError
-from verl.layout import Mesh, ModelShape
+from verl.hybrid.meshes import generation_mesh
+from verl.layout import Layout, Mesh, ModelShape
 from verl.training.options import TrainOptions, layout_of
 
 W = TypeVar("W")
@@ -89,6 +90,7 @@ class Controller:
         recipe: partial[W],
         options: TrainOptions = _PLAIN,
         shape: ModelShape = ModelShape(),  # noqa: B008  (frozen)
+        generation_tp: int = 1,
     ) -> WorkerGroup[W]:
         """The workers of a role.
 
@@ -96,23 +98,40 @@ class Controller:
             recipe: makes one rank's worker: a `partial` of its class that lacks only `place`.
             options: how the role's ranks share its model.
             shape: of that model.
+            generation_tp: see `meshes`.
 
         Raises:
             ConfigError: the model or the ranks cannot have that layout.
         """
-        meshes = self.meshes(role, options)
-        meshes.meshes["train"].layout.check(shape)
+        meshes = self.meshes(role, options, generation_tp)
+        for name, mesh in meshes.meshes.items():
+            mesh.layout.check(shape, options.strategy if name == "train" else "")
         if self._slots is None:
             return LocalGroup(role, recipe, self.device, meshes.meshes)
         return SlotGroup(meshes, recipe, self._slots)
 
-    def meshes(self, role: str, options: TrainOptions = _PLAIN) -> RoleMeshes:
-        """The ranks of a role by mesh. An actor also generates: on slots of its own if the map says so."""
+    def meshes(self, role: str, options: TrainOptions = _PLAIN, generation_tp: int = 1) -> RoleMeshes:
+        """The ranks of a role by mesh. An actor also generates: on slots of its own if the map says so.
+
+        Args:
+            generation_tp: ranks that share one copy of the actor in generation.
+
+        Raises:
+            ConfigError: the ranks cannot be shared so.
+        """
         own = self.mesh.pool(role)
         found = {"train": Mesh(self._ranks(own), layout_of(options, len(own), own.parallel))}
         if role == "actor":
-            pool = self.mesh.pools.get("rollout") or self.mesh.pool(role)
-            found["rollout"] = Mesh.data_parallel(self._ranks(pool))
+            ranks = self._ranks(self.mesh.pools.get("rollout") or own)
+            if len(ranks) % generation_tp:
+                raise ConfigError(
+                    f"layout: rollout.tensor_model_parallel_size={generation_tp} does not divide the {len(ranks)} "
+                    f"rank{'s' * (len(ranks) > 1)} that generate"
+                )
+            layout = Layout(replicate=len(ranks) // generation_tp, tp=generation_tp)
+            trains = found["train"]
+            is_strided = set(ranks) == set(trains.ranks) and not trains.layout.is_plain
+            found["rollout"] = generation_mesh(trains, tg=generation_tp) if is_strided else Mesh(ranks, layout)
         return RoleMeshes(role, found)
 
     def _ranks(self, pool: ResourcePool) -> tuple[int, ...]:

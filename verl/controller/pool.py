@@ -29,8 +29,6 @@ logger = logging.getLogger(__name__)
 
 #: Deaths in a row of workers that were not ready, after which the run ends.
 MAX_DEATHS = 3
-#: Seconds for a worker to start.
-START_DEADLINE = 120
 #: Seconds that a pool must have been larger than its work needs before it loses a worker.
 PATIENCE = 30.0
 #: What a worker takes of a node's CPUs: next to none, so that no map of placement keeps it from starting, but nothing

@@ -23,7 +23,7 @@ from ray.util.placement_group import PlacementGroup, placement_group, remove_pla
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from verl.batch import Batch
-from verl.cluster import connect
+from verl.cluster import START_DEADLINE, connect
 from verl.controller.group import GRACE, SPLIT_BY, Call, died, raise_cause, split_rows, stalled
 from verl.controller.placement import DeviceMesh, Slot
 from verl.controller.ray_slot import Part, RaySlot, Stream, WorkerError
@@ -33,8 +33,6 @@ from verl.errors import ClusterError, ConfigError
 from verl.rewards.loading import user_modules
 from verl.shard import bunched
 
-#: Seconds for a slot's process to start.
-START = 120.0
 _LEAST_CPUS = 0.02
 # Batches that may be in the object store: a bound for who holds on to more of them.
 _KEPT = 4
@@ -90,11 +88,11 @@ class RaySlots:
             selectors = [_selector(slot, nodes) for slot in self.mesh.slots]
             strategy = "PACK" if kind == "cuda" else "SPREAD"
             self._group = placement_group([bundle] * len(selectors), strategy, bundle_label_selector=selectors)
-            if not self._group.wait(START):
+            if not self._group.wait(START_DEADLINE):
                 remove_placement_group(self._group)
                 raise ClusterError(
                     f"placement: {len(selectors)} slots with {bundle} each found no place on the Ray cluster within "
-                    f"{START:g} s: it has {_amounts(ray.cluster_resources())}, of which free: "
+                    f"{START_DEADLINE:g} s: it has {_amounts(ray.cluster_resources())}, of which free: "
                     f"{_amounts(ray.available_resources())}"
                 )
             made = ray.remote(max_restarts=0, concurrency_groups={"watch": 1})(RaySlot)
@@ -109,14 +107,14 @@ class RaySlots:
         import torch
 
         self._about = [{"host": "?", "pid": "?"}] * len(self._workers)
-        self._about = self.each("about", [()] * len(self._workers), "start", START)
+        self._about = self.each("about", [()] * len(self._workers), "start", START_DEADLINE)
         machines = [about["node"] for about in self._about]
         is_one = len(set(machines)) == 1
-        port = self.gather({self.submit(0, "open_store", is_one): 0}, "start", timeout=START)[0]
+        port = self.gather({self.submit(0, "open_store", is_one): 0}, "start", timeout=START_DEADLINE)[0]
         meeting = "127.0.0.1" if is_one else self._about[0]["address"], port
         threads = [max(1, torch.get_num_threads() // machines.count(machine)) for machine in machines]
         given = [(rank, machines, meeting, self.timeout, device, n, sys.path) for rank, n in enumerate(threads)]
-        self.each("join", given, "start", START)
+        self.each("join", given, "start", START_DEADLINE)
 
     def each(self, method: str, given: Sequence[tuple[Any, ...]], what: str, timeout: float | None = None) -> list[Any]:
         """A method of every slot, with the arguments of each; the answers."""
@@ -215,7 +213,7 @@ class RaySlots:
         while pending:
             (call, *_), pending = self._next(pending, calls, what, until - time.monotonic(), limit)
             with self._failing(call, calls, what, safe):
-                answers[calls[call]] = ray.get(call, timeout=START)
+                answers[calls[call]] = ray.get(call, timeout=START_DEADLINE)
         return answers
 
     def stream(self, calls: Mapping[Any, int], what: str) -> Iterator[tuple[int, Any]]:
@@ -227,7 +225,7 @@ class RaySlots:
                 for call in done:
                     with self._failing(call, calls, what, safe=False):
                         try:
-                            yield calls[call], ray.get(next(call), timeout=START)
+                            yield calls[call], ray.get(next(call), timeout=START_DEADLINE)
                         except StopIteration:
                             pending.remove(call)
         finally:
@@ -256,7 +254,7 @@ class RaySlots:
             done, late = ray.wait(list(others), num_returns=len(others), timeout=GRACE) if others else ([], [])
             for other in done:
                 try:
-                    ray.get(other, timeout=START)
+                    ray.get(other, timeout=START_DEADLINE)
                 except ray.exceptions.RayError as their:
                     failed[others[other]] = their
             alive = all(isinstance(e, ray.exceptions.RayTaskError) for e in failed.values())
@@ -285,7 +283,7 @@ class RaySlots:
         stacks: dict[int, str] = {}
         for rank, call in enumerate(calls):
             try:
-                stacks[rank] = ray.get(call, timeout=START) if call in done else "no answer"
+                stacks[rank] = ray.get(call, timeout=START_DEADLINE) if call in done else "no answer"
             except ray.exceptions.RayError as error:
                 stacks[rank] = _line(error)
         return stalled(self, ranks, what, limit, stacks)

@@ -15,8 +15,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from verl.cluster import import_ray
-from verl.controller.pool import START_DEADLINE, Pool, Worker, kill
+from verl.cluster import START_DEADLINE, import_ray
+from verl.controller.pool import Pool, Worker, kill
 from verl.errors import ClusterError, ConfigError, RewardError
 from verl.rewards.loading import digest, split_spec, user_modules
 from verl.rewards.scores import Score, failure

@@ -9,8 +9,8 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
-from verl.cluster import connect
-from verl.controller.pool import START_DEADLINE, Pool, Worker
+from verl.cluster import START_DEADLINE, connect
+from verl.controller.pool import Pool, Worker
 from verl.errors import ClusterError, ConfigError, RolloutError, nearest
 from verl.shard import Shard, bunched
 from verl.workers.standalone import EngineRecipe, Finished, StandaloneWorker, Weights
@@ -136,7 +136,7 @@ class RolloutPool(Pool):
     def _until(self, began: float, deadline: float) -> float:
         """When a wait that began then has been too long."""
         with self.lock:
-            start = max(float(START_DEADLINE), deadline)
+            start = max(START_DEADLINE, deadline)
             waited = [worker for worker in self.workers if worker.jobs] or self.workers
             return max(w.started + start if w.ran is None else max(began, w.ran) + deadline for w in waited)
 

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from verl.controller.ranks import who
 from verl.errors import BrokenCollectiveError
 from verl.layout import Mesh
-from verl.workers.place import ROLE, Place
+from verl.workers.place import ROLE, WEIGHTS, Place
 
 #: Seconds that ranks wait for each other when nothing else is set.
 TIMEOUT = 1800.0
@@ -32,6 +32,14 @@ class RoleMeshes:
     def ranks(self) -> tuple[int, ...]:
         """All ranks of the role, in order."""
         return tuple(sorted({rank for mesh in self.meshes.values() for rank in mesh.ranks}))
+
+    @property
+    def has_transition(self) -> bool:
+        """Whether its ranks generate in another layout than they train in."""
+        trains, generates = self.meshes["train"], self.meshes.get("rollout")
+        if generates is None or set(trains.ranks) != set(generates.ranks):
+            return False
+        return not (trains.layout.is_plain and generates.layout.is_plain)
 
     def mesh(self, name: str) -> Mesh:
         """A mesh by name; `ROLE`: all ranks of the role."""
@@ -65,8 +73,11 @@ class World:
         """The process group of some ranks; all ranks of the world make it, in the same order."""
         key = tuple(ranks)
         if key not in self._groups:
-            self._groups[key] = dist.new_group(list(key), timeout=timedelta(seconds=self.timeout))
+            self._groups[key] = self._new_group(key)
         return self._groups[key]
+
+    def _new_group(self, ranks: Sequence[int]) -> Any:
+        return dist.new_group(list(ranks), timeout=timedelta(seconds=self.timeout))
 
     def place(self, role: RoleMeshes) -> Place | None:
         """This rank's place in a role; None: it has none. Called by all ranks of the world in the same order."""
@@ -74,6 +85,8 @@ class World:
         groups = {name: self.group(mesh.ranks) for name, mesh in role.meshes.items() if mesh.size > 1}
         if len(ranks) > 1:
             groups[ROLE] = self.group(ranks)
+        if role.has_transition:
+            groups[WEIGHTS] = self._new_group(ranks)
         parts = {part: self.group(part) for mesh in role.meshes.values() for part in mesh.parts()}
         if self.rank not in ranks:
             return None

@@ -4,13 +4,15 @@ ranks, so that a rank has memory for what it keeps alone."""
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from verl.errors import ModelError
+from verl.models.shards import Part, named_weights
+from verl.shard import Shard
 
 #: More distinct layers than this are no sample of a model.
 _MOST_LAYERS = 8
@@ -49,6 +51,33 @@ def give_memory(model: nn.Module, device: torch.device | str) -> None:
     for (first, name), *others in places.values():
         for module, other in others:
             module._parameters[other] = first._parameters[name]
+
+
+@torch.no_grad()
+def take_weights(model: nn.Module, shards: Iterable[Shard]) -> None:
+    """Give a model without weights those of a stream that has all of them: the very tensors, where they are whole and
+    in the model's dtype (they may be mapped files); others are put together. Tied ones stay tied."""
+    weights, parts = dict(named_weights(model)), list[Shard]()
+    for shard in shards:
+        weight = weights[shard.name]
+        if weight.is_meta and shard.is_whole and shard.tensor.dtype == weight.dtype:
+            _put(model, weight, shard.tensor)
+        else:
+            parts.append(shard)
+    give_memory(model, "cpu")
+    weights = dict(named_weights(model))
+    for shard in parts:
+        Part(weights[shard.name].detach()).fill(shard)
+
+
+def _put(model: nn.Module, weight: Tensor, tensor: Tensor) -> None:
+    """A tensor in the place of a parameter or buffer, wherever it is."""
+    new = nn.Parameter(tensor, weight.requires_grad) if isinstance(weight, nn.Parameter) else tensor
+    for module in model.modules():
+        for held in (module._parameters, module._buffers):
+            for name, there in held.items():
+                if there is weight:
+                    held[name] = new  # type: ignore[assignment]
 
 
 def _with_memory(tensor: Tensor, device: torch.device | str) -> Tensor:

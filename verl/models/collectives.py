@@ -8,6 +8,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.nn.functional import pad
 
 
 def summed(x: Tensor, group: Any) -> Tensor:
@@ -104,9 +105,10 @@ def _exchanged(x: Tensor, group: Any, sent: list[int], received: list[int]) -> T
 
 
 def _gathered(x: Tensor, sizes: Sequence[int], group: Any) -> Tensor:
-    parts = [x.new_empty((*x.shape[:-1], size)) for size in sizes]
-    dist.all_gather(parts, x.contiguous(), group=group)
-    return torch.cat(parts, -1)
+    most = max(sizes)  # gloo takes tensors of one size
+    parts = [x.new_empty((*x.shape[:-1], most)) for _ in sizes]
+    dist.all_gather(parts, pad(x, (0, most - x.shape[-1])).contiguous(), group=group)
+    return torch.cat([part[..., :size] for part, size in zip(parts, sizes, strict=True)], -1)
 
 
 def _all_reduced(x: Tensor, group: Any) -> Tensor:

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import lru_cache
 from itertools import pairwise, product
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+
+from verl.shard import Cut
 
 
 def local_part(tensor: Tensor) -> Tensor:
@@ -31,11 +34,43 @@ def blocks_of(tensor: Tensor, local: Tensor | None = None) -> Iterator[tuple[tup
     if not hasattr(tensor, "placements"):
         yield (0,) * tensor.dim(), local
         return
-    for runs in product(*(_runs(_kept(tensor, dim)) for dim in range(tensor.dim()))):
+    cut: Any = tensor
+    mesh = cut.device_mesh
+    sizes, at = (dict(zip(mesh.mesh_dim_names, of, strict=True)) for of in (mesh.shape, mesh.get_coordinate()))
+    for offset, place, shape in part_blocks(tuple(tensor.shape), cuts_of(tensor), sizes, at):
         block = local
-        for dim, (at, _, length) in enumerate(runs):
-            block = block.narrow(dim, at, length)
-        yield tuple(start for _, start, _ in runs), block
+        for dim, (start, length) in enumerate(zip(place, shape, strict=True)):
+            block = block.narrow(dim, start, length)
+        yield offset, block
+
+
+class PartBlock(NamedTuple):
+    """A block of a part of a tensor: where it begins in the tensor, where in the part, and its shape."""
+
+    offset: tuple[int, ...]
+    place: tuple[int, ...]
+    shape: tuple[int, ...]
+
+
+def part_blocks(
+    shape: tuple[int, ...], cuts: Sequence[Cut], sizes: Mapping[str, int], at: Mapping[str, int]
+) -> tuple[PartBlock, ...]:
+    """The blocks that the part of one rank is made of, for any rank of any mesh.
+
+    Args:
+        shape: of the tensor.
+        cuts: in the order of cutting.
+        sizes: ranks along each mesh dimension.
+        at: where the rank stands along each.
+    """
+    steps: list[list[tuple[int, int, int]]] = [[] for _ in shape]
+    for dim, axis, fused in cuts:
+        steps[axis].append((sizes[dim], at[dim], fused))
+    runs = [_runs(size, tuple(cut)) for size, cut in zip(shape, steps, strict=True)]
+    return tuple(
+        PartBlock(*(tuple(x) for x in zip(*block, strict=True))) if block else PartBlock((), (), ())
+        for block in product(*runs)
+    )
 
 
 def run_blocks(shape: tuple[int, ...], start: int, run: Tensor) -> Iterator[tuple[tuple[int, ...], Tensor]]:
@@ -78,32 +113,33 @@ def local_weights(module: nn.Module, without: str = "") -> Iterator[Tensor | Non
         module._parameters.update(own)
 
 
-def _kept(tensor: Any, dim: int) -> Tensor:
-    """Indices of a dimension of a DTensor that this rank has, in the order in which it has them."""
-    kept, pieces = torch.arange(tensor.shape[dim]), 1
-    mesh = tensor.device_mesh
-    # Inner mesh dimensions are cut first: FSDP cuts what tensor parallelism has left.
-    for size, at, cut in reversed([*zip(mesh.shape, mesh.get_coordinate(), tensor.placements, strict=True)]):
-        if getattr(cut, "dim", None) == dim:
-            fused = getattr(cut, "split_factor", pieces) // pieces
-            kept = torch.cat([(*part.chunk(size), *[part[:0]] * size)[at] for part in kept.chunk(fused)])
-            pieces *= size
-    return kept
+@lru_cache(maxsize=4096)
+def _runs(size: int, cuts: tuple[tuple[int, int, int], ...]) -> tuple[tuple[int, int, int], ...]:
+    """What one rank has of a dimension, as runs of neighbours: the first index, its place, length.
 
-
-def _runs(kept: Tensor) -> list[tuple[int, int, int]]:
-    """Indices as runs of neighbours: place of the first, the first, length."""
+    Args:
+        cuts: ranks, index of this one, and fused matrices, in the order of cutting.
+    """
+    kept = torch.arange(size)
+    for ranks, at, fused in cuts:
+        kept = torch.cat([(*part.chunk(ranks), *[part[:0]] * ranks)[at] for part in kept.chunk(fused)])
     if not len(kept):
-        return []
+        return ()
     breaks = (kept.diff() != 1).nonzero().flatten() + 1
     starts = [0, *breaks.tolist()]
-    return [(a, int(kept[a]), b - a) for a, b in pairwise([*starts, len(kept)])]
+    return tuple((int(kept[a]), a, b - a) for a, b in pairwise([*starts, len(kept)]))
 
 
-def cuts_of(tensor: Tensor) -> tuple[tuple[str, int], ...]:
+def cuts_of(tensor: Tensor) -> tuple[Cut, ...]:
     """How a tensor is cut over the ranks of a mesh, as `WeightSpec.cuts`."""
     cut: Any = tensor
     if not hasattr(tensor, "placements"):
         return ()
-    named = [*zip(cut.device_mesh.mesh_dim_names, cut.placements, strict=True)]
-    return tuple((name, placement.dim) for name, placement in reversed(named) if hasattr(placement, "dim"))
+    mesh, found = cut.device_mesh, []
+    pieces = dict.fromkeys(range(tensor.dim()), 1)
+    # Inner mesh dimensions are cut first: FSDP cuts what tensor parallelism has left.
+    for dim, size, placement in reversed([*zip(mesh.mesh_dim_names, mesh.shape, cut.placements, strict=True)]):
+        if (axis := getattr(placement, "dim", None)) is not None:
+            found.append(Cut(dim, axis, getattr(placement, "split_factor", pieces[axis]) // pieces[axis]))
+            pieces[axis] *= size
+    return tuple(found)

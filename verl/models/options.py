@@ -6,7 +6,7 @@ from typing import Literal
 
 from pydantic import Field, model_validator
 
-from verl.record import Count, Record, Strings, later, wrong
+from verl.record import Count, Record, Strings, wrong
 
 Dtype = Literal["auto", "float64", "float32", "bfloat16", "float16", "int4"]
 
@@ -54,7 +54,10 @@ class ModelOptions(Record):
         default=False,
         description="recompute activations in the backward pass: less memory, about a third slower",
     )
-    use_remove_padding: bool = later(True, "sequences are always packed, without padding", "train on packed sequences")
+    use_remove_padding: bool = Field(
+        default=True,
+        description="train on packed sequences (false: on padded rows, through transformers' own forward)",
+    )
     use_fused_kernels: bool = Field(
         default=True,
         description="run a model's layers by fused kernels where its architecture, device and dtype have some",

@@ -31,6 +31,7 @@ from verl.models.blank import sample
 from verl.models.llama import AttentionRecorder, FusedLayers
 from verl.models.log_probs import token_log_probs
 from verl.models.segments import Packed, PaddedRows, pack_rows
+from verl.models.shards import named_weights
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -117,6 +118,10 @@ class PackedModel:
         self.position_table: int | None = None
         self._softcap, self._scale = _logit_formulas(self.model)[0]
         self._fused: FusedLayers | None = None
+        #: Process group of the ranks that share the model by tensor parallelism, once it is cut (see `measure_heads`).
+        self.tensor_group: Any = None
+        #: Waits for the weight of a name, while weights are on their way; None: all are there.
+        self.ready: Callable[[str], object] | None = None
         #: Whether a KV cache of `num_kv_heads` and `head_dim` fits: one call a layer, and all of one shape.
         self.supports_paged = False
         self.supports_packed = self._enable()
@@ -143,7 +148,9 @@ class PackedModel:
             ModelError: the model has no packed forward and the context cannot lay its tokens out as rows.
         """
         if not self.supports_packed:
-            return self._padded_hidden(tokens, context)
+            return self.padded_hidden(tokens, context)
+        if self.ready is not None:
+            return self._first_hidden(tokens, positions, context)
         if self._fused is not None and not torch.is_autocast_enabled(tokens.device.type) and self._fused.is_valid():
             return self._fused.hidden(tokens, positions, context)
         return self.packed_hidden(tokens, positions, context)
@@ -181,7 +188,10 @@ class PackedModel:
     def logits(self, hidden: Tensor) -> Tensor:
         """Logits `[N, V]` of hidden states `[N, d]`, in fp32 (fp64 for an fp64 model)."""
         weight, bias = self.head()
-        logits = torch.nn.functional.linear(hidden, weight, bias)
+        if hasattr(weight, "placements"):  # ranks have rows of it: the module puts their logits together
+            logits: Tensor = self.model.get_output_embeddings()(hidden)
+        else:
+            logits = torch.nn.functional.linear(hidden, weight, bias)
         logits = logits if logits.dtype == torch.float64 else logits.float()
         if self._scale != 1.0:
             logits = logits * self._scale
@@ -216,7 +226,28 @@ class PackedModel:
         )
         return cast(Tensor, output[0][0])
 
-    def _padded_hidden(self, tokens: Tensor, context: AttentionContext) -> Tensor:
+    def _first_hidden(self, tokens: Tensor, positions: Tensor, context: AttentionContext) -> Tensor:
+        """`hidden` by the model's own code, each part of which waits for its own weights; all are there afterwards."""
+        ready, self.ready = self.ready, None
+        assert ready is not None
+        names = {id(weight): name for name, weight in named_weights(self.model)}
+
+        def wait(module: torch.nn.Module, _: Any = None) -> None:
+            for weight in (*module.parameters(), *module.buffers()):
+                if id(weight) in names:
+                    ready(names[id(weight)])
+
+        hooks = [part.register_forward_pre_hook(wait) for part in _parts(self.backbone, self.num_layers)]
+        try:
+            hidden = self.packed_hidden(tokens, positions, context)
+        finally:
+            for hook in hooks:
+                hook.remove()
+        wait(self.model)
+        return hidden
+
+    def padded_hidden(self, tokens: Tensor, context: AttentionContext) -> Tensor:
+        """`hidden` by the model's own forward over padded rows."""
         if not isinstance(context, PaddedContext):
             raise ModelError(
                 f"{type(self.model).__name__} has no packed forward (its attention is not one of ours): "
@@ -253,7 +284,7 @@ class PackedModel:
                     return True
                 self.model.set_attn_implementation(previous)
             with torch.no_grad():
-                hidden = self._padded_hidden(tokens, flat.context)
+                hidden = self.padded_hidden(tokens, flat.context)
             # Parts of an fp64 model may compute in fp32 (a softmax, a rotation); what looks ahead differs by far more.
             if not is_close(hidden[rows.source][rows.mask], reference, at_least=1e-5):
                 raise ModelError(
@@ -271,6 +302,15 @@ class PackedModel:
         if probed.supports_packed:
             self.model.set_attn_implementation(_IMPLEMENTATION)
         return probed.supports_packed
+
+    @torch.no_grad()
+    def measure_heads(self) -> None:
+        """Heads as the layers of this rank have them, after the model was cut over ranks, all of which call this."""
+        flat = pack_rows(*_PROBE, device=self.device, keep_last=True)
+        probe = AttentionRecorder(flat.context)
+        with evaluating(self.model):
+            self.packed_hidden(flat.tokens % self.vocab_size, flat.positions, probe)
+        self._take_shape(probe)
 
     def _take_shape(self, probe: AttentionRecorder) -> None:
         """Heads and their size as the layers have them: latent attention has others than its configuration says."""
@@ -412,6 +452,18 @@ def backbone_of(model: PreTrainedModel) -> torch.nn.Module:
         if backbone is model:
             raise ModelError(f"the backbone of {type(model).__name__} is not found: this architecture is not supported")
     return backbone
+
+
+def _parts(module: torch.nn.Module, layers: int) -> Iterator[torch.nn.Module]:
+    """A backbone as the parts that are called one after the other: its layers, and what stands beside them."""
+    for child in module.children():
+        stacks = [found for found in child.modules() if isinstance(found, torch.nn.ModuleList) and len(found) == layers]
+        if child in stacks:
+            yield from child.children()
+        elif stacks:
+            yield from _parts(child, layers)
+        else:
+            yield child
 
 
 @contextmanager

@@ -54,22 +54,30 @@ class Part:
         self.missing = self.tensor.numel()
         self._blocks = [*blocks_of(like, self.tensor)]
 
-    def fill(self, shard: Shard, copy: bool = True) -> None:
-        """Count, and copy, what a shard of the same tensor has of this part."""
-        self.missing -= sum(fill_block(offset, block, shard, copy) for offset, block in self._blocks)
+    def fill(self, shard: Shard, copy: bool = True) -> int:
+        """Copy what a shard of the same tensor has of this part, and return how many elements that are."""
+        count = sum(fill_block(offset, block, shard, copy) for offset, block in self._blocks)
+        self.missing -= count
+        return count
 
 
 def fill_block(offset: tuple[int, ...], target: Tensor, shard: Shard, copy: bool = True) -> int:
     """Copy what a shard has of the block `target` that begins at `offset`, and return how many elements that are."""
+    target, source = overlap(offset, target, shard)
+    if copy:
+        target.copy_(source)
+    return source.numel()
+
+
+def overlap(offset: tuple[int, ...], target: Tensor, shard: Shard) -> tuple[Tensor, Tensor]:
+    """What the block `target` that begins at `offset` and a shard have in common, as parts of either."""
     source = shard.tensor
     for dim, (here, there) in enumerate(zip(offset, shard.offset, strict=True)):
         low = max(here, there)
         size = max(0, min(here + target.shape[dim], there + source.shape[dim]) - low)
         target = target.narrow(dim, min(low - here, target.shape[dim]), size)
         source = source.narrow(dim, min(low - there, source.shape[dim]), size)
-    if copy:
-        target.copy_(source)
-    return source.numel()
+    return target, source
 
 
 def tied_names(model: nn.Module) -> dict[str, list[str]]:

@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import hashlib
+import math
 import os
-from collections.abc import Iterator, Mapping
+import re
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from typing import Any, Literal, TypeAlias
+from functools import cached_property
+from itertools import groupby
+from typing import Any, Literal, NamedTuple, TypeAlias
 
 import torch
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 
 from verl.errors import ModelError
 from verl.models.blank import sample
@@ -16,10 +21,47 @@ from verl.models.heads import ValueModel, read_head, score_model, weight_files
 from verl.models.loading import blank_model, load_model, resolved_dtype
 from verl.models.options import Dtype, ModelOptions
 from verl.models.portable import PortableModel
-from verl.models.shards import model_shards, named_weights
+from verl.models.shards import fill_block, model_shards, named_weights
 from verl.shard import Shard
 
 Kind = Literal["causal", "value", "score"]
+
+
+class _Source(NamedTuple):
+    """A tensor in the files: a weight, or a block of one. transformers puts the matrices of all experts together, and
+    those with the same inputs (gate and up) side by side.
+
+    Attributes:
+        expert: None: it is the whole weight.
+        place: which of the matrices of an expert that stand side by side, of how many.
+    """
+
+    key: str
+    expert: int | None = None
+    place: int = 0
+    of: int = 1
+
+    def shape_in(self, weight: torch.Tensor) -> tuple[int, ...]:
+        """What the tensor's shape must be; of a block in a weight `[experts, of * rows, columns]`: one expert's."""
+        if self.expert is None:
+            return tuple(weight.shape)
+        return (weight.shape[1] // self.of, *weight.shape[2:])
+
+    def shard(self, name: str, weight: _Weight, tensor: torch.Tensor) -> Shard:
+        if self.expert is None:
+            return Shard.whole(name, tensor)
+        offset = (self.expert, self.place * len(tensor), *(0,) * (tensor.dim() - 1))
+        return Shard(name, weight.shape, offset, tensor[None])
+
+
+class _Weight(NamedTuple):
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    sources: tuple[_Source, ...]
+
+
+#: Weight by name -> where it comes from.
+Plan: TypeAlias = dict[str, _Weight]
 
 
 @dataclass(frozen=True)
@@ -60,38 +102,45 @@ class ModelFiles:
 
     def why_whole(self, model: Any) -> str | None:
         """Why the weights of a blank `model` cannot be read from the files one by one; None: they can."""
-        from transformers.conversion_mapping import get_model_conversion_mapping
-        from transformers.core_model_loading import WeightConverter
-
         backbone = getattr(model, "backbone", model)
         if resolved_dtype(self.path, self.dtype, trust_remote_code=self.trust_remote_code) is None:
             return "their dtype is known when they are read"
         if any(getattr(backbone, name, None) for name in ("_keep_in_fp32_modules", "_keep_in_fp32_modules_strict")):
             return "some of its layers are kept in float32"
-        if any(isinstance(change, WeightConverter) for change in get_model_conversion_mapping(backbone)):
-            return "its weights are laid out otherwise in the files"
         try:
             sample(backbone)
             files = weight_files(self.path)
+            sources = _sources(backbone, files)
         except (ModelError, OSError, ValueError, TypeError) as error:
             return str(error)
         for name, weight in named_weights(model):
             if name.startswith("score.") and isinstance(model, ValueModel):
                 continue
-            if name not in files:
+            if name not in sources:
                 return f"the files have no '{name}'"
-            with safe_open(files[name], framework="pt") as file:
-                if tuple(file.get_slice(name).get_shape()) != tuple(weight.shape):
+            count = 0
+            for source in sources[name]:
+                with safe_open(files[source.key], framework="pt") as file:
+                    shape = tuple(file.get_slice(source.key).get_shape())
+                if shape != source.shape_in(weight):
                     return f"'{name}' has another shape in the files"
+                count += math.prod(shape)
+            if count != weight.numel():
+                return f"the files have a part of '{name}'"
         return None
 
-    def plan(self, model: Any) -> dict[str, tuple[str, torch.dtype]]:
-        """Of the weights of a blank model, tied ones under every name: the name in the files, and the dtype."""
-        stored: dict[int, str] = {}
-        named = model.state_dict(keep_vars=True).items()
-        return {name: (stored.setdefault(id(weight), name), weight.dtype) for name, weight in named}
+    def plan(self, model: Any) -> Plan:
+        """Where the weights of a blank model come from, tied ones under every name."""
+        sources = _sources(getattr(model, "backbone", model), weight_files(self.path))
+        first: dict[int, str] = {}
+        found: Plan = {}
+        for name, weight in model.state_dict(keep_vars=True).items():
+            stored = first.setdefault(id(weight), name)
+            if stored in sources:
+                found[name] = _Weight(tuple(weight.shape), weight.dtype, tuple(sources[stored]))
+        return found
 
-    def shards(self, model: Any, plan: Mapping[str, tuple[str, torch.dtype]]) -> Iterator[Shard]:
+    def shards(self, model: Any, plan: Plan) -> Iterator[Shard]:
         """The weights of `model` (a blank one, or what is here of it once it is laid out) from the files: views of
         these where the dtype is theirs, so that reading a part touches no more.
 
@@ -104,18 +153,33 @@ class ModelFiles:
             if name in head:
                 yield Shard.whole(name, head[name])
                 continue
-            stored, dtype = plan[name]
-            path = files[stored]
-            if path not in opened:
-                opened[path] = safe_open(path, framework="pt")
-            yield Shard.whole(name, opened[path].get_tensor(stored).to(dtype))
+            weight = plan[name]
+            for source in weight.sources:
+                path = files[source.key]
+                if path not in opened:
+                    opened[path] = safe_open(path, framework="pt")
+                yield source.shard(name, weight, opened[path].get_tensor(source.key).to(weight.dtype))
+
+    @cached_property
+    def digest(self) -> str | None:
+        """SHA-256 over the files of the weights; None: they are no safetensors."""
+        try:
+            paths = sorted({*weight_files(self.path).values()}, key=os.path.basename)
+        except (OSError, SafetensorError):
+            return None
+        found = hashlib.sha256()
+        for path in paths:
+            with open(path, "rb") as file:
+                found.update(hashlib.file_digest(file, "sha256").digest())
+        return found.hexdigest()
 
     def stream(self) -> Iterator[Shard]:
         """All weights, in the dtype of the model, one at a time where the files allow it."""
         model = self.blank()
         if self.why_whole(model) is not None:
             return model_shards(self.load())
-        return self.shards(model, self.plan(model))
+        by_name = groupby(self.shards(model, self.plan(model)), key=lambda shard: shard.name)
+        return (_joined([*shards]) for _, shards in by_name)
 
     def _head(self, model: ValueModel) -> Iterator[tuple[str, torch.Tensor]]:
         """The head's weights in the files, or those of a new one."""
@@ -123,6 +187,47 @@ class ModelFiles:
         for name, weight in model.score.named_parameters():
             given = found[name]
             yield f"score.{name}", torch.zeros(weight.shape, dtype=weight.dtype) if given is None else given
+
+
+def _sources(model: Any, names: Iterable[str]) -> dict[str, list[_Source]]:
+    """The weights of a transformers model by name -> what of the tensors `names` they are made of.
+
+    Raises:
+        ModelError: transformers makes other things of them when it loads the model.
+    """
+    from transformers.conversion_mapping import get_model_conversion_mapping
+    from transformers.core_model_loading import WeightConverter, WeightRenaming, rename_source_key
+
+    changes = get_model_conversion_mapping(model)
+    converters = [change for change in changes if isinstance(change, WeightConverter)]
+    renamings = [change for change in changes if isinstance(change, WeightRenaming)]
+    found: dict[str, list[_Source]] = {}
+    for key in names:
+        target, pattern = rename_source_key(key, renamings, converters)
+        if pattern is None:
+            found.setdefault(target, []).append(_Source(key))
+            continue
+        converter = next(c for c in converters if pattern in c.source_patterns)
+        patterns = converter.source_patterns
+        done = [(type(step).__name__, getattr(step, "dim", None)) for step in converter.operations]
+        if done != [("MergeModulelist", 0), ("Concatenate", 1)][: 1 + (len(patterns) > 1)]:
+            raise ModelError("its weights are laid out otherwise in the files")
+        number = re.search(re.escape(pattern).replace(r"\*", r"(\d+)"), rename_source_key(key, renamings, [])[0])
+        assert number is not None
+        source = _Source(key, int(number[1]), patterns.index(pattern), len(patterns))
+        found.setdefault(target, []).append(source)
+    return found
+
+
+def _joined(shards: list[Shard]) -> Shard:
+    """The whole weight that shards are blocks of."""
+    first = shards[0]
+    if first.is_whole:
+        return first
+    whole = torch.empty(first.global_shape, dtype=first.tensor.dtype)
+    for shard in shards:
+        fill_block((0,) * whole.dim(), whole, shard)
+    return Shard.whole(first.name, whole)
 
 
 ModelSource: TypeAlias = PortableModel | ModelFiles

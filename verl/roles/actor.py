@@ -31,6 +31,7 @@ from verl.models.shards import load_model_shards, model_shards, outline
 from verl.models.source import ModelFiles
 from verl.models.wrapped import unwrapped
 from verl.roles.columns import add_rewards, aligned, as_sequences
+from verl.roles.lora_base import LoraBase, load_role, save_role
 from verl.roles.reads import experience, prepare, reads
 from verl.roles.settings import changed_options, engine_options, model_options, sampler_options, with_keywords
 from verl.rollout.base import SamplingParams, as_sampling
@@ -92,6 +93,8 @@ class Actor:
 
     #: What workers in other processes read the model from; `model` has no weights then.
     files: ModelFiles | None = None
+    #: What adapters were added to, if checkpoints need not hold it.
+    base: LoraBase | None = None
 
     def __init__(
         self,
@@ -142,6 +145,7 @@ class Actor:
             self.model = live if head == "lm" else score_model(live)
         if loading.lora is not None:
             add_lora(self.model, loading.lora, seed)
+            self.base = LoraBase.of(loading.path and files, self.model)
         self.tokenizer = _tokenizer(loading.tokenizer if tokenizer is None else tokenizer, self.model, loading.path)
         _check_vocabulary(self.model, self.tokenizer)
         played = load_episode(self.rollout_options.episode)
@@ -186,6 +190,11 @@ class Actor:
         if self.files is not None and self.controller.is_local:
             self.model, self.files = self.files.load(), None
 
+    @property
+    def has_workers(self) -> bool:
+        """Whether its workers have been made, so that how they are laid out is settled."""
+        return self._group is not None
+
     def train_with(self, **options: Any) -> None:
         """Change fields of `train_options` (`EngineOptions`).
 
@@ -218,7 +227,9 @@ class Actor:
                 self.rollout_options,
                 head=self.head,
             )
-            self._group = self.controller.group("actor", recipe, self.train_options, ModelShape.of(self.model.config))
+            shape = ModelShape.of(self.model.config, adapters=has_adapters(self.model))
+            tp = self.rollout_options.tensor_parallel
+            self._group = self.controller.group("actor", recipe, self.train_options, shape, tp)
         return self._group
 
     def prompts(self, prompts: Any, key: str | None = None) -> Batch:
@@ -444,7 +455,7 @@ class Actor:
 
     def load_shards(self, shards: Iterable[Shard]) -> None:
         """Replace the weights, those that generate included; `policy_version` counts updates, and stays."""
-        self.policy_id = uuid4().hex
+        self.policy_id, self.base = uuid4().hex, None
         self.group.call("load_shards", shards)
 
     def save(self, folder: str, background: bool = False) -> dict[str, Any]:
@@ -457,7 +468,7 @@ class Actor:
         Returns:
             What `load` needs beside the files, as JSON.
         """
-        return {**self.group.call("save", folder, background), "policy_id": self.policy_id}
+        return {**save_role(self, folder, background), "policy_id": self.policy_id}
 
     def load(self, weights: Sequence[str], optimizer: Sequence[str], meta: Mapping[str, Any]) -> None:
         """Go on from what `save` wrote and returned, at any layout.
@@ -470,7 +481,7 @@ class Actor:
         """
         rest = dict(meta)
         self.policy_id = rest.pop("policy_id")
-        self.group.call("load", weights, optimizer, rest)
+        load_role(self, weights, optimizer, rest)
         self.policy_version = int(rest["policy_version"])
 
     def save_pretrained(self, path: str, *, adapter: bool = False) -> None:

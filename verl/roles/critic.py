@@ -24,6 +24,7 @@ from verl.models.shards import outline
 from verl.models.source import ModelFiles
 from verl.models.wrapped import unwrapped
 from verl.roles.columns import add_rewards, as_sequences
+from verl.roles.lora_base import LoraBase, load_role, save_role
 from verl.roles.settings import changed_options, engine_options, model_options, with_keywords
 from verl.shard import Shard
 from verl.training.options import OptimConfig, TrainOptions
@@ -57,6 +58,7 @@ class Critic:
 
     #: As of `Actor`.
     files: ModelFiles | None = None
+    base: LoraBase | None = None
 
     def __init__(
         self,
@@ -95,6 +97,7 @@ class Critic:
             self.model = plain if isinstance(plain, ValueModel) else ValueModel.from_model(plain)
         if loading.lora is not None:
             add_lora(self.model, loading.lora, seed)
+            self.base = LoraBase.of(loading.path and files, self.model)
         self.algorithm = value_algorithm() if algorithm is None else make_algorithm(algorithm)
         self.plan = UpdatePlan(training.mini_batch_size, training.epochs, seed=seed)
         tokenizer = loading.tokenizer if tokenizer is None else tokenizer
@@ -202,11 +205,12 @@ class Critic:
 
     def save(self, folder: str, background: bool = False) -> dict[str, Any]:
         """As of `Actor`."""
-        return self.group.call("save", folder, background)  # type: ignore[no-any-return]
+        return save_role(self, folder, background)
 
     def load(self, weights: Sequence[str], optimizer: Sequence[str], meta: Mapping[str, Any]) -> None:
         """As of `Actor`."""
-        self.group.call("load", weights, optimizer, meta)
+        load_role(self, weights, optimizer, dict(meta))
 
     def load_shards(self, shards: Iterable[Shard]) -> None:
+        self.base = None
         self.group.call("load_shards", shards)

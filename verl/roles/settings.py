@@ -70,6 +70,7 @@ def engine_options(train: TrainOptions, model: ModelOptions, optim: Any = None) 
         **settings,
         gradient_checkpointing=model.enable_gradient_checkpointing,
         fused_kernels=model.fused_kernels,
+        remove_padding=model.use_remove_padding,
     )
 
 

@@ -115,6 +115,7 @@ def make_critic(actor: Actor) -> Critic:
         optim=options.optim or OptimConfig(),
         gradient_checkpointing=options.gradient_checkpointing,
         fused_kernels=options.fused_kernels,
+        use_remove_padding=options.remove_padding,
         placement=actor.controller,
         seed=actor.plan.seed,
     )

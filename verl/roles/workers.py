@@ -26,6 +26,12 @@ _STRATEGIES = {
     "_HYBRID_SHARD_ZERO2": (True, False),
 }
 
+#: Megatron-LM's name of a size -> that of the setting.
+_MEGATRON_SIZES = {
+    "tensor_model_parallel_size": "tensor_parallel_size",
+    "pipeline_model_parallel_size": "pipeline_parallel_size",
+}
+
 
 class BuiltWorker(Actor):
     """An actor over the model that `_build_model_optimizer` makes; a subclass overrides it for a model of its own.
@@ -141,16 +147,33 @@ class FSDPWorker(BuiltWorker):
         super().__init__(model_name, tokenizer, **{"fsdp_config": config, "strategy": strategy, **options})
 
 
-class MegatronWorker:
-    """The name of a training back end that this version does not have.
+class MegatronWorker(BuiltWorker):
+    """An actor trained by Megatron-LM's layers: `MegatronWorker(model_name="Qwen/Qwen2.5-7B",
+    megatron_config={"tensor_model_parallel_size": 2, "pipeline_model_parallel_size": 2})`.
+
+    Args:
+        model_name: directory or hub name of the model.
+        megatron_config: `tensor_model_parallel_size` and `pipeline_model_parallel_size`, the ranks that share each
+            layer, and the layers; the rest of the ranks are replicas. In the place of `train`'s settings of layout.
+        **options: those of `BuiltWorker`.
 
     Raises:
-        ConfigError: always; says what to use in its place.
+        ConfigError: megatron_config has something else.
     """
 
-    def __init__(self, *args: Any, **options: Any) -> None:
-        raise ConfigError(
-            "MegatronWorker: there is no engine over Megatron-LM in this version. Its layouts are: "
-            "Actor(name, train={'tensor_parallel_size': 2, 'pipeline_parallel_size': 2}), under FSDP2 with "
-            "FSDPWorker(model_name=name)"
-        )
+    def __init__(
+        self,
+        model_name: Any,
+        tokenizer: Any = None,
+        *,
+        megatron_config: Mapping[str, Any] | None = None,
+        train: TrainOptions | Mapping[str, Any] | None = None,
+        **options: Any,
+    ) -> None:
+        sizes = {}
+        for name, size in (megatron_config or {}).items():
+            if name not in _MEGATRON_SIZES:
+                raise ConfigError(f"megatron_config: there is no '{name}' here: {nearest(name, _MEGATRON_SIZES)}")
+            sizes[_MEGATRON_SIZES[name]] = size
+        training = TrainOptions.of(train, "train").replace(**sizes)
+        super().__init__(model_name, tokenizer, **{"train": training, "strategy": "megatron", **options})

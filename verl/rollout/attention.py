@@ -51,6 +51,25 @@ class Plan:
         self.shared.append(min(shared, len(self.blocks[-1])))
         return len(self.tokens) - 1
 
+    def numbers(self) -> list[int]:
+        """The plan as whole numbers, which `of_numbers` reads."""
+        found, begin = [len(self.ends)], 0
+        for end, used, blocks, shared in zip(self.ends, self.used, self.blocks, self.shared, strict=True):
+            found += [end - begin, used - (end - begin), shared, len(blocks), *blocks, *self.tokens[begin:end]]
+            begin = end
+        return found
+
+    @classmethod
+    def of_numbers(cls, numbers: Sequence[int]) -> tuple[Plan, Sequence[int]]:
+        """The plan, and what follows it."""
+        plan, at = cls(), 1
+        for _ in range(numbers[0]):
+            count, start, shared, blocks = numbers[at : at + 4]
+            middle, end = at + 4 + blocks, at + 4 + blocks + count
+            plan.add(numbers[middle:end], start, numbers[at + 4 : middle], shared)
+            at = end
+        return plan, numbers[at:]
+
     def split(self, size: int) -> list[Plan]:
         """The same tokens as plans of at most `size`, to be computed in this order."""
         parts: list[Plan] = []

@@ -187,8 +187,8 @@ class RolloutEngine(Protocol):
 
     An engine whose log-probs equal the trainer's has an attribute `exact = True`; for any other engine the trainer
     computes its own, measures the mismatch and corrects for it. One that computes with the very model that it was made
-    with has `is_live = True`: it gets that model's own tensors as shards. Any other gets the weights of a plain model,
-    with adapters merged into them.
+    with has `is_live = True`: it gets that model's own tensors as shards, and the model has its weights from `wake` to
+    `sleep`. Any other gets the weights of a plain model, with adapters merged into them.
     """
 
     policy_version: int

@@ -12,33 +12,27 @@ import time
 from collections import deque
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from verl.device import free_memory
 from verl.errors import ConfigError, ModelError, RolloutError
-from verl.models.compiled import kernels
-from verl.models.log_probs import linear_into
+from verl.models.cuts import local_part
 from verl.models.packed import PackedModel
 from verl.models.rope import original_length
 from verl.models.shards import take_model_shards
-from verl.rollout.attention import PagedAttention, Plan
+from verl.rollout.attention import Plan
 from verl.rollout.base import Request, Sample, check_new
 from verl.rollout.kv_cache import BLOCK, KVCache, blocks_for
 from verl.rollout.response import Response, draw
+from verl.rollout.runner import FIXED_ROWS, Runner
 from verl.shard import Shard
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
-
-# Matrix products compute blocks of about four rows, and the remaining rows in another order of summation. Padding the
-# rows of a step to a multiple of 8 makes a token's result independent of how many others there are. The step grows with
-# the number of rows, because a library keeps code for every shape that it has met (oneDNN: half a megabyte).
-_ROWS, _SIZES = 8, 16
-# With `batch_invariant` every product has this many rows.
-_FIXED_ROWS = 64
 
 
 @dataclass
@@ -88,6 +82,9 @@ class _Sequence:
 
 class EmbeddedEngine:
     """Continuous batching over a `PackedModel`. See `RolloutEngine` for the verbs.
+
+    Ranks that share the model by tensor parallelism all make an engine of equal arguments. The first of them is given
+    the requests, and the others `follow` it.
 
     Args:
         packed: the model; its weights are read where they are, never copied.
@@ -140,13 +137,13 @@ class EmbeddedEngine:
         self.step_tokens = step_tokens
         self.batch_invariant = batch_invariant
         self.compiled = compiled
-        self._plain_head = compiled and kernels(packed.dtype, packed.device) is not None and _head_is_plain(packed)
-        self._logit_space = torch.empty(0, dtype=packed.dtype)
-        self._hidden = packed.inference()
         self._model_state: list[tuple[int, int]] = []
         self.policy_version = 0
         self.stats = EngineStats()
         self.cache = self._make_cache(kv_memory)
+        self.runner = Runner(
+            packed, self.cache, batch_invariant=batch_invariant, max_batch=max_batch, compiled=compiled
+        )
         self._waiting: deque[_Sequence] = deque()
         self._running: list[_Sequence] = []
         self._prompts: dict[tuple[int, ...], _Prompt] = {}
@@ -201,8 +198,7 @@ class EmbeddedEngine:
         read = self._plan_prompts(plan)
         rows, copies = self._plan_responses(plan)
         try:
-            self.cache.copy(copies)
-            hidden = self._forward(plan, read)
+            hidden = self._forward(plan, read, copies)
             self._draw(rows, hidden)
         except BaseException:
             # Blocks are marked as filled when they are planned, so the cache is not valid.
@@ -242,10 +238,19 @@ class EmbeddedEngine:
         self.policy_version = version
 
     def sleep(self) -> None:
-        """Free the memory of the KV cache; unfinished requests are kept."""
+        """Free the memory of the KV cache; unfinished requests are kept. Ranks that follow this one go on."""
         self._put_all_back()
         self.cache.release()
-        self._logit_space = torch.empty(0, dtype=self.packed.dtype)
+        self.runner.end()
+
+    @property
+    def leads(self) -> bool:
+        """Whether this rank is given requests."""
+        return self.runner.leads
+
+    def follow(self) -> None:
+        """Compute what the rank that leads decides, until it sleeps."""
+        self.runner.follow()
 
     def wake(self) -> None:
         """Allocate the KV cache again after `sleep`."""
@@ -263,18 +268,19 @@ class EmbeddedEngine:
                 f"the model is now {self.packed.dtype} on {self.packed.device}, the rollout engine was made for "
                 f"{self.cache.dtype} on {self.cache.device}: make a new engine"
             )
-        state = [(parameter.data_ptr(), parameter._version) for parameter in self.packed.model.parameters()]
+        weights = map(local_part, self.packed.model.parameters())
+        state = [(weight.data_ptr(), weight._version) for weight in weights]
         if state != self._model_state:
             self._model_state = state
             self.cache.clear()
-        self._hidden = self.packed.inference()
+        self.runner.look_at_model()
 
     def _make_cache(self, kv_memory: int | None) -> KVCache:
         packed = self.packed
         size = KVCache.block_bytes(packed.num_layers, packed.num_kv_heads, packed.head_dim, packed.dtype)
         if kv_memory is None:
             wanted = 2 * self.max_batch * blocks_for(self.max_length) * size
-            kv_memory = min(wanted, free_memory(packed.device) // 2)
+            kv_memory = _least(min(wanted, free_memory(packed.device) // 2), packed.tensor_group)
         if kv_memory < 2 * size:
             raise ConfigError(
                 f"rollout: a KV cache of {kv_memory} bytes is too small: a prompt and its response take at least "
@@ -379,45 +385,15 @@ class EmbeddedEngine:
                     rows.append((sequence, index))
         return rows, copies
 
-    def _forward(self, plan: Plan, read: list[tuple[_Prompt, int]]) -> Tensor:
+    def _forward(self, plan: Plan, read: list[tuple[_Prompt, int]], copies: list[tuple[int, int]]) -> Tensor:
         """Final hidden states `[T, d]` of the planned tokens; completed prompts keep their last one."""
         started = time.perf_counter()
-        if not plan.tokens:
-            return torch.empty(0, self.packed.hidden_size, dtype=self.packed.dtype, device=self.packed.device)
-        model = self.packed.model
-        training = model.training
-        if training:
-            model.eval()
-        try:
-            parts = plan.split(_FIXED_ROWS) if self.batch_invariant else [plan]
-            states = [self._forward_part(part) for part in parts]
-            hidden = states[0] if len(states) == 1 else torch.cat(states)
-        finally:
-            if training:
-                model.train()
+        hidden = self.runner.hidden(plan, copies)
         for prompt, index in read:
             prompt.hidden = hidden[index].clone()
-        self.stats.steps += 1
+        self.stats.steps += bool(plan.tokens)
         self.stats.forward_seconds += time.perf_counter() - started
         return hidden
-
-    def _forward_part(self, plan: Plan) -> Tensor:
-        tokens, device = len(plan.tokens), self.packed.device
-        context = PagedAttention(self.cache, plan, _FIXED_ROWS if self.batch_invariant else None)
-        filling = [0] * (self._filled(tokens) - tokens)
-        hidden = self._hidden(
-            torch.tensor(plan.tokens + filling, device=device),
-            torch.tensor(plan.positions + filling, device=device),
-            context,
-        )
-        return hidden[:tokens]
-
-    def _filled(self, rows: int) -> int:
-        """The number of rows, with padding, for a product of `rows` rows."""
-        if self.batch_invariant:
-            return _FIXED_ROWS
-        step = max(_ROWS, (1 << (rows - 1).bit_length()) // _SIZES)
-        return -(-rows // step) * step
 
     def _draw(self, rows: list[tuple[_Sequence, int]], hidden: Tensor) -> None:
         """Sample a token for each of `rows`, and release the finished responses."""
@@ -429,12 +405,12 @@ class EmbeddedEngine:
         states = torch.cat([hidden, torch.stack(first)]) if first else hidden
         fresh = iter(range(len(hidden), len(states)))
         index = [next(fresh) if index < 0 else index for _, index in rows]
-        size = _FIXED_ROWS if self.batch_invariant else len(rows)
+        size = FIXED_ROWS if self.batch_invariant else len(rows)
         try:
             for start in range(0, len(rows), size):
                 some = index[start : start + size]
-                some += some[:1] * (self._filled(len(some)) - len(some))
-                logits = self._logits(states.index_select(0, torch.tensor(some, device=hidden.device)))
+                some += some[:1] * (self.runner.filled(len(some)) - len(some))
+                logits = self.runner.logits(states.index_select(0, torch.tensor(some, device=hidden.device)))
                 responses = [sequence.response for sequence, _ in rows[start : start + size]]
                 draw(responses, logits, self.policy_version, self.compiled)
         finally:
@@ -444,15 +420,6 @@ class EmbeddedEngine:
                     self._finished.append(sequence)
         self.stats.generated_tokens += len(rows)
         self.stats.sampling_seconds += time.perf_counter() - started
-
-    def _logits(self, states: Tensor) -> Tensor:
-        """Logits `[N, V]`; in the model's dtype, without an fp32 copy, where the head is plain and kernels sample."""
-        if not self._plain_head:
-            return self.packed.logits(states)
-        weight, bias = self.packed.head()
-        if len(self._logit_space) < len(states):
-            self._logit_space = states.new_empty(self._filled(self.max_batch), len(weight))
-        return linear_into(states, weight, bias, self._logit_space[: len(states)])
 
     def _leave(self, sequence: _Sequence) -> None:
         """Remove a running response and free its blocks; those of its prompt too, if it was the last one."""
@@ -475,12 +442,13 @@ class EmbeddedEngine:
             self._put_back(sequence)
 
 
-@torch.no_grad()
-def _head_is_plain(packed: PackedModel) -> bool:
-    """Whether logits are the head's linear map and nothing else (no scale, no soft cap)."""
-    states = torch.linspace(-3, 3, 2 * packed.hidden_size, dtype=packed.dtype).view(2, -1)
-    plain = torch.nn.functional.linear(states, *packed.head())
-    return torch.equal(packed.logits(states), plain.to(torch.promote_types(plain.dtype, torch.float32)))
+def _least(number: int, group: Any) -> int:
+    """The least of the ranks of a group."""
+    if group is not None:
+        found = torch.tensor(number)
+        dist.all_reduce(found, dist.ReduceOp.MIN, group=group)
+        number = int(found)
+    return number
 
 
 def _max_length(packed: PackedModel, wanted: int | None) -> int:

@@ -73,7 +73,13 @@ class RolloutOptions(Record):
         description="a response is the same bit for bit in any batch, at the price of speed (embedded)",
     )
     tensor_model_parallel_size: Count = Field(
-        default=1, description="ranks that share one copy of the model in generation (vllm)"
+        default=1,
+        description="ranks that share one copy of the model in generation (embedded; vllm: processes of its own)",
+    )
+    overlap_comm: bool = Field(
+        default=False,
+        description="where training has another layout: the weights of a layer arrive while those before it compute "
+        "(embedded)",
     )
     num_rollout_workers: Processes = Field(
         default=1, description="processes that sample, in asynchronous training (trainer.max_staleness)"
@@ -90,10 +96,11 @@ class RolloutOptions(Record):
 
     @model_validator(mode="after")
     def _check(self) -> RolloutOptions:
-        if self.tensor_model_parallel_size > 1 and self.name in ("embedded", "hf"):
-            raise wrong("tensor_model_parallel_size", f"the engine '{self.name}' does not split a model; vllm does")
-        if self.batch_invariant and self.name != "embedded":
-            raise wrong("batch_invariant", f"is for the embedded engine, not '{self.name}'")
+        if self.tensor_model_parallel_size > 1 and self.name == "hf":
+            raise wrong("tensor_model_parallel_size", "the engine 'hf' does not split a model; embedded and vllm do")
+        for name in ("batch_invariant", "overlap_comm"):
+            if getattr(self, name) and self.name != "embedded":
+                raise wrong(name, f"is for the embedded engine, not '{self.name}'")
         if self.max_rollout_workers is not None and self.max_rollout_workers < self.num_rollout_workers:
             raise wrong("max_rollout_workers", f"must be at least num_rollout_workers ({self.num_rollout_workers})")
         if self.url and self.name != "vllm":
@@ -101,6 +108,11 @@ class RolloutOptions(Record):
         if self.min_new_tokens > self.max_new_tokens:
             raise wrong("min_new_tokens", f"must be at most max_new_tokens ({self.max_new_tokens})")
         return self
+
+    @property
+    def tensor_parallel(self) -> int:
+        """Ranks of the role that share a copy of the model in generation. vLLM has processes of its own for that."""
+        return self.tensor_model_parallel_size if self.name == "embedded" else 1
 
     @property
     def sampling(self) -> dict[str, Any]:

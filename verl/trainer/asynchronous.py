@@ -26,6 +26,7 @@ from verl.errors import ConfigError, TrainingError
 from verl.roles.actor import expand
 from verl.trainer.check import check_asynchronous
 from verl.trainer.checkpoint import Checkpoint
+from verl.trainer.guard import SafetyGuard
 from verl.trainer.state import Count
 from verl.trainer.timeline import Span
 from verl.trainer.trainer import Trainer
@@ -78,7 +79,7 @@ class AsyncTrainer(Trainer):
             )
         super().__init__(*args, **options)
         rollout = self.actor.rollout_options
-        check_asynchronous(self.algorithm, rollout.name, rollout.episode)
+        check_asynchronous(self.algorithm, rollout.name, rollout.episode, rollout.tensor_parallel)
         self.schedule: Schedule[Batch] = Schedule(batch_size, max_staleness)
         least, most = check_range(RolloutPool.role, rollout_workers, max_rollout_workers)
         self._make_group = partial(RolloutPool, size=least, most=most, transport=transport)
@@ -102,6 +103,10 @@ class AsyncTrainer(Trainer):
         raise ConfigError(
             "asynchronous training looks ahead in the prompts: call advance(iterator) or fit(iterator, n)"
         )
+
+    def add_guard(self, guard: SafetyGuard) -> None:
+        """Raises ConfigError: what the workers are sampling would be of weights that a rollback takes back."""
+        raise ConfigError("a guard goes back between synchronous steps: use Trainer, or watch through on_log_hook")
 
     def advance(self, prompts: Iterator[Any]) -> dict[str, Any]:
         """Begin what may be begun, wait for a step's samples, train on them, publish the weights.

@@ -116,6 +116,18 @@ class AutomaticCheckpoints:
         state.check(trainer, found)
         self._restore(trainer, found)
 
+    def before(self, step: int) -> int:
+        """The newest checkpoint that is not after `step`, or the oldest one.
+
+        Raises:
+            CheckpointError: there is none.
+        """
+        self.finish()
+        steps = self.store.steps()
+        if not steps:
+            raise CheckpointError(f"there is no checkpoint in {self.store.directory} to go back to")
+        return max((at for at in steps if at <= step), default=steps[0])
+
     def last_good(self, trainer: Trainer) -> int | None:
         """The step of the newest checkpoint that did not come right after a skipped update."""
         self.finish()

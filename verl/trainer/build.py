@@ -11,7 +11,7 @@ from typing import Any
 from verl import device
 from verl.algorithms import BaseAlgorithm
 from verl.batch import Batch
-from verl.config import Config, RewardConfig
+from verl.config import Config, CostConfig, RewardConfig
 from verl.controller.controller import Controller
 from verl.controller.placement import ROLES
 from verl.controller.ranks import local_ranks
@@ -81,17 +81,18 @@ def build_critic(config: Config, rows: int, controller: Controller | None = None
         model = model.replace(path=config.actor_rollout_ref.model.path)
     elif model.tokenizer is None:
         model = model.replace(tokenizer=model.path)
-    train = _training(config, config.critic, rows)
+    train = _training(config, config.critic.options(config.actor_rollout_ref.actor), rows)
     return Critic(model, train=train, placement=controller, seed=config.trainer.seed)
 
 
-def build_source(given: RewardConfig) -> Reward | None:
-    """The reward or cost of a section, or the weighted sum of several; None where it names none."""
+def build_source(given: CostConfig, called: RewardConfig) -> Reward | None:
+    """The reward or cost of a section, or the weighted sum of several, called as `called` says; None where it names
+    none."""
     if not given.is_given:
         return None
     names = ("timeout", "retries", "max_failure_rate", "workers", "max_workers")
-    options: dict[str, Any] = {name: getattr(given, name) for name in names}
-    options["default_reward"] = None if given.on_failure == "abstain" else given.on_failure
+    options: dict[str, Any] = {name: getattr(called, name) for name in names}
+    options["default_reward"] = None if called.on_failure == "abstain" else called.on_failure
     if given.components:
         parts = {name: {**source_options(part), "weight": part.weight} for name, part in given.components.items()}
         return Reward(parts, **options)
@@ -184,8 +185,8 @@ def build_trainer(
     return make(
         actor,
         build_critic(config, rows, actor.controller) if "critic" in algorithm.roles else None,
-        build_source(config.reward),
-        cost=build_source(config.cost),
+        build_source(config.reward, config.reward),
+        cost=build_source(config.cost, config.reward),
         algorithm=algorithm,
         n=rollout.n,
         max_resamples=settings.max_resamples,

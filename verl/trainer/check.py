@@ -12,7 +12,7 @@ from typing import Any
 
 from verl.algorithms import BaseAlgorithm, make_algorithm
 from verl.batch import Batch
-from verl.config import Config, CriticConfig, RewardConfig, RewardPart
+from verl.config import Config, CostConfig, CriticConfig, RewardPart
 from verl.data.offline import OfflineDatasetLoader, is_recorded
 from verl.data.prompts import PromptDataset, load_prompts
 from verl.errors import ConfigError
@@ -86,7 +86,7 @@ def check_permuted(algorithm: BaseAlgorithm) -> None:
         raise ConfigError(f"permuted rewards must teach nothing, but {option} rewards by itself: leave it out")
 
 
-def check_asynchronous(algorithm: BaseAlgorithm, engine: object, episode: object) -> None:
+def check_asynchronous(algorithm: BaseAlgorithm, engine: object, episode: object, tensor_parallel: int = 1) -> None:
     """Raises ConfigError for what asynchronous training cannot do."""
     if getattr(algorithm, "rollout_is", None) is None and getattr(algorithm, "rollout_rs", None) is None:
         raise ConfigError(
@@ -98,6 +98,11 @@ def check_asynchronous(algorithm: BaseAlgorithm, engine: object, episode: object
             "standalone rollout workers take an engine by name or FILE.py:CLASS, and no episode: train "
             "synchronously, or leave rollout.episode out"
         )
+    if tensor_parallel > 1:
+        raise ConfigError(
+            "a standalone rollout worker has a whole model: leave rollout.tensor_model_parallel_size out, train "
+            "synchronously, or generate with vllm"
+        )
 
 
 def _algorithm(config: Config) -> BaseAlgorithm:
@@ -105,7 +110,7 @@ def _algorithm(config: Config) -> BaseAlgorithm:
     algorithm = make_algorithm(config.algorithm.name, **config.algorithm.options)
     algorithm.check_samples(config.actor_rollout_ref.rollout.n)
     for role in ("reward", "cost"):
-        section: RewardConfig = getattr(config, role)
+        section: CostConfig = getattr(config, role)
         if section.is_given and role not in algorithm.roles:
             raise ConfigError(f"algorithm '{algorithm.name}' has no {role}: leave the section '{role}' out")
         if not section.is_given and role in algorithm.roles:
@@ -141,7 +146,7 @@ def _check_trainer(config: Config, algorithm: BaseAlgorithm) -> None:
     if trainer.control == "permute_rewards":
         check_permuted(algorithm)
     if trainer.max_staleness is not None:
-        check_asynchronous(algorithm, None if rollout.url else rollout.name, rollout.episode)
+        check_asynchronous(algorithm, None if rollout.url else rollout.name, rollout.episode, rollout.tensor_parallel)
 
 
 def _check_places(config: Config) -> None:

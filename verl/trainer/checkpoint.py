@@ -147,6 +147,8 @@ class CheckpointStore:
             raise CheckpointError(f"at least one checkpoint must be kept, not {keep}")
         self.directory = Path(directory)
         self.keep = keep
+        #: Steps that must lie between the newest checkpoint and one that is kept besides.
+        self.reach = 0
         if self.directory.is_dir():
             clear_staging(self.directory)
 
@@ -190,10 +192,13 @@ class CheckpointStore:
         return Saving(self.path(step), step, files, identity or {}, writers, end)
 
     def prune(self, step: int) -> None:
-        """Remove all but the newest `keep`, and never that of `step`, the last one saved."""
+        """Remove all but the newest `keep` and those from `reach` steps before on; never that of `step`, the last one
+        saved."""
         try:
-            for old in self.steps()[: -self.keep]:
-                if old != step:
+            steps = self.steps()
+            far = [at for at in steps if at <= steps[-1] - self.reach][-1:] or steps[:1]
+            for old in steps[: -self.keep]:
+                if old != step and not (self.reach and old >= far[0]):
                     self._discard(self.path(old))
         except OSError as error:
             logger.warning("old checkpoints in %s cannot be removed: %s", self.directory, error)

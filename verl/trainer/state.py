@@ -14,6 +14,8 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Callable, Mapping
+from functools import partial
+from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
@@ -23,11 +25,15 @@ from pydantic import AfterValidator, BaseModel, ConfigDict, Field, JsonValue, Po
 from verl.batch import Batch
 from verl.controller.controller import start
 from verl.durable import parse_json
-from verl.errors import CheckpointError, DamagedCheckpointError, DataError
+from verl.errors import CheckpointError, DamagedCheckpointError, DataError, ModelError
+from verl.models.blank import blank, take_weights
+from verl.models.int4 import to_int4
 from verl.models.lora import change_layers, layer_changes
-from verl.models.shards import load_model_shards, outline
+from verl.models.shards import load_model_shards, model_shards, outline
+from verl.models.source import ModelFiles
 from verl.roles.actor import Actor
 from verl.roles.critic import Critic
+from verl.roles.lora_base import check_base
 from verl.tensor_files import is_finite
 from verl.trainer.checkpoint import (
     Checkpoint,
@@ -60,6 +66,15 @@ Count = Annotated[int, Field(ge=0, lt=2**53)]
 Own = dict[str, Annotated[JsonValue, AfterValidator(_check_numbers)]]
 
 
+class SavedBase(BaseModel):
+    """What adapters were added to, where a checkpoint does not hold it; see `LoraBase.saved`."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    path: str
+    sha256: str
+
+
 class RoleState(BaseModel):
     """What a trained role keeps beside tensors."""
 
@@ -75,6 +90,7 @@ class RoleState(BaseModel):
     policy_version: Count = 0
     updates: Count = 0
     policy_id: str = ""
+    base: SavedBase | None = None
 
 
 class HeldOutRows(BaseModel):
@@ -136,6 +152,7 @@ class TrainerState(BaseModel):
     idle: Count
     position: Own | None
     evaluation: EvaluationState | None
+    guards: list[Own] = []
 
 
 class SavedAdapters(BaseModel):
@@ -265,6 +282,7 @@ def _state(trainer: Trainer, roles: Mapping[str, Any], random: RandomState) -> d
         "random": random.model_dump(),
         "position": trainer.position,
         "evaluation": None if trainer.held_out is None else trainer.held_out.state_dict(),
+        "guards": trainer.guards.state_dict(),
     }
     try:
         parse_json(json.dumps(state).encode(), TrainerState)
@@ -301,6 +319,8 @@ def check(trainer: Trainer, checkpoint: Checkpoint) -> TrainerState:
     finally:
         set_rng_state(*before)
     _try_state(checkpoint, "algorithm", trainer.algorithm, state.algorithm)
+    if len(state.guards) == len(trainer.guards.state_dict()):
+        _try_state(checkpoint, "the guards", trainer.guards, state.guards)
     for role, source in trainer.sources.items():
         _try_state(checkpoint, role, source, state.sources.get(role, {}))
     try:
@@ -327,6 +347,7 @@ def restore(trainer: Trainer, checkpoint: Checkpoint) -> None:
     if trainer.held_out is not None and state.evaluation is not None:
         saved = state.evaluation.model_dump(exclude_unset=True)
         trainer.held_out.first, trainer.held_out.last = saved["first"], saved["last"]
+    trainer.guards.load_state_dict(state.guards)
     trainer.buffer.load_state(checkpoint.batch("buffer.parquet"))
     trainer.load_extra_files(checkpoint)
     set_rng_state(checkpoint.tensors("random"), state.random)
@@ -352,6 +373,9 @@ def _check_role(checkpoint: Checkpoint, role: str, handle: Actor | Critic, state
             raise checkpoint.damaged(f"{role}/optimizer: '{shard.name}' is not finite, or not of this model")
     if options.optimizer is None:  # which weights a caller's own trains, it alone knows
         check_masters({name: weight for name, weight in own.items() if weight.requires_grad}, found)
+    if state.base is not None:
+        check_base(state.base.model_dump(), handle.base)
+        own = {name: weight for name, weight in own.items() if weight.requires_grad}
     _check_weights(checkpoint, role, own)
 
 
@@ -371,7 +395,7 @@ def _check_weights(checkpoint: Checkpoint, role: str, weights: Mapping[str, torc
         raise checkpoint.damaged(f"{role}/weights: '{short[0]}' is incomplete or missing")
 
 
-def _try_state(checkpoint: Checkpoint, name: str, holder: Any, state: dict[str, Any]) -> None:
+def _try_state(checkpoint: Checkpoint, name: str, holder: Any, state: Any) -> None:
     """Load a state into an object to see that it is accepted, then restore the object's own."""
     before = holder.state_dict()
     try:
@@ -410,18 +434,40 @@ def rebuild(checkpoint: Checkpoint) -> tuple[Any, str | None]:
     Raises:
         CheckpointError: the checkpoint holds no actor, or one that cannot be made anew here.
     """
-    from transformers import AutoConfig, AutoModelForCausalLM
-
-    from verl.models.heads import ValueModel, width_of
     from verl.models.portable import PortableModel
     from verl.rollout.options import SamplerOptions
     from verl.training.options import EngineOptions
     from verl.workers.actor import ActorWorker
 
     noted = _read_probe(checkpoint)
+    base = _read_state(checkpoint).roles["actor"].base if "trainer.json" in checkpoint else None
+    model = _on_base(checkpoint, noted, base) if base is not None else _from_config(checkpoint, noted)
+    own = outline(model)
+    if base is not None:
+        own = {name: weight for name, weight in own.items() if weight.requires_grad}
+    _check_weights(checkpoint, "actor", own)
+    if base is None:
+        take_weights(model, checkpoint.shards("actor/weights"))
+    else:
+        beside = (shard for shard in model_shards(model) if shard.name not in own)
+        load_model_shards(model, chain(beside, checkpoint.shards("actor/weights")))
+    worker = ActorWorker(PortableModel(model), None, (), EngineOptions(), SamplerOptions(), head=noted.head)
+    found = _probe(lambda verb, batch: getattr(worker, verb)(batch), model, noted.head)
+    gap = max(abs(a - b) for a, b in zip(found["outputs"], noted.outputs, strict=True))
+    if gap <= noted.tolerance:
+        return model, None
+    return model, f"the reloaded actor's outputs differ by {gap:.3g} from those noted at the save"
+
+
+def _from_config(checkpoint: Checkpoint, noted: _Probe) -> Any:
+    """The model that a checkpoint holds whole, without weights (`verl.models.blank`)."""
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    from verl.models.heads import ValueModel, width_of
+
     try:
         config = AutoConfig.for_model(**checkpoint.json("actor/config.json", dict[str, Any]))
-        model = AutoModelForCausalLM.from_config(config, dtype=getattr(torch, noted.dtype)).eval()
+        model = blank(partial(AutoModelForCausalLM.from_config, config, dtype=getattr(torch, noted.dtype)))
     except CheckpointError:
         raise
     except Exception as error:  # the settings may say anything
@@ -429,22 +475,37 @@ def rebuild(checkpoint: Checkpoint) -> tuple[Any, str | None]:
             f"the model of {checkpoint.path} cannot be made by transformers alone ({error}): load the checkpoint into "
             "a Trainer over the model it was made from, and call trainer.actor.save_pretrained(path)"
         ) from error
-    head = noted.head
-    if head == "score":
+    if noted.head == "score":
         bias = [s.tensor for s in checkpoint.shards("actor/weights") if s.name == "score.bias"]
         backbone = ValueModel.from_model(model).backbone
         weight = torch.zeros(1, width_of(backbone))
         model = ValueModel(backbone, (weight, torch.zeros(1) if bias else None)).eval()
     if "actor/layers.json" in checkpoint:
         change_layers(model, checkpoint.json("actor/layers.json", SavedLayers).model_dump())
-    _check_weights(checkpoint, "actor", outline(model))
-    load_model_shards(model, checkpoint.shards("actor/weights"))
-    worker = ActorWorker(PortableModel(model), None, (), EngineOptions(), SamplerOptions(), head=head)
-    found = _probe(lambda verb, batch: getattr(worker, verb)(batch), model, head)
-    gap = max(abs(a - b) for a, b in zip(found["outputs"], noted.outputs, strict=True))
-    if gap <= noted.tolerance:
-        return model, None
-    return model, f"the reloaded actor's outputs differ by {gap:.3g} from those noted at the save"
+    return model
+
+
+def _on_base(checkpoint: Checkpoint, noted: _Probe, base: SavedBase) -> Any:
+    """The model of a checkpoint of adapters alone, over its base; the adapters are still to come.
+
+    Raises:
+        CheckpointError: the base is not there any more, or is another.
+    """
+    files = ModelFiles(base.path, "score" if noted.head == "score" else "causal", noted.dtype)
+    try:
+        if files.digest != base.sha256:
+            raise ModelError(f"its files are not there or have changed (SHA-256 of then: {base.sha256})")
+        model = files.load()
+    except ModelError as error:
+        raise CheckpointError(
+            f"{checkpoint.path} holds adapters alone, and their base at {base.path} cannot be read: {error}. Put the "
+            "base back there"
+        ) from error
+    layers = checkpoint.json("actor/layers.json", SavedLayers)
+    if layers.int4:
+        to_int4(getattr(model, "backbone", model))
+    change_layers(model, {**layers.model_dump(), "int4": []})
+    return model
 
 
 def _read_probe(checkpoint: Checkpoint) -> _Probe:

@@ -8,13 +8,12 @@ some. The trainer never asks which algorithm it runs; what it must know stands o
 from __future__ import annotations
 
 import logging
-import math
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, nullcontext
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, ClassVar, get_args
+from typing import Any, ClassVar
 
 from verl.algorithms import BaseAlgorithm, make_algorithm
 from verl.batch import Batch
@@ -26,9 +25,11 @@ from verl.dataflow.graph import Graph
 from verl.dataflow.nodes import reward_node, rollout_node, update_nodes
 from verl.device import peak_memory
 from verl.errors import CheckpointError, ConfigError, DataError, RolloutError, TrainingError
+from verl.layout import Mesh
 from verl.rewards.failures import Failures
 from verl.roles.actor import Actor
 from verl.roles.critic import Critic
+from verl.roles.layouts import enable_hybrid_engine, lay_out
 from verl.roles.updater import Updater
 from verl.rollout.base import SamplingParams, as_sampling
 from verl.trainer import state
@@ -37,12 +38,13 @@ from verl.trainer.check import check_permuted
 from verl.trainer.checkpoint import Checkpoint
 from verl.trainer.evaluation import Evaluation, HeldOut, MetricFn, evaluate
 from verl.trainer.experience import Experience
+from verl.trainer.guard import Guards, SafetyGuard
 from verl.trainer.logging import Logger, default_logger, follow_log_level
+from verl.trainer.outcome import check_learned
 from verl.trainer.samples import own_samples, permuted, renamed, sample_names
 from verl.trainer.signals import StopSignal
 from verl.trainer.task import Task, check_counts, only
 from verl.trainer.timeline import Span, Timeline, busy_shares, spans_of
-from verl.training.options import Strategy
 
 logger = logging.getLogger(__name__)
 
@@ -77,7 +79,7 @@ class Trainer:
         held_out: what `fit` evaluates before its first step, every so many steps, and after its last.
         permute_rewards: a control: rewards are dealt out at random among the samples, so nothing can be learned.
         placement: the map of all roles, see `DeviceMesh`; None: where the handles say. `device_map=` is the same.
-        strategy: of training, for all models: "ddp", "fsdp" or "deepspeed"; or a map of placement.
+        strategy: of training, for all models: "ddp", "fsdp", "deepspeed" or "megatron"; or a map of placement.
         timeline: where a trace of what worked when is written; see `Timeline`.
         deadline: seconds for one call of a node, and for ranks to wait for each other.
         **options: of the algorithm, such as `kl_coef`.
@@ -146,7 +148,7 @@ class Trainer:
         self.actor = actor if isinstance(actor, Actor) else Actor(actor, head=self.algorithm.head)
         if critic is not None and not isinstance(critic, Critic):
             critic = Critic.from_pretrained(critic) if isinstance(critic, str) else Critic(critic)
-        _lay_out([self.actor, *([critic] if critic else [])], placement, strategy, device_map, use_amp)
+        lay_out([self.actor, *([critic] if critic else [])], placement, strategy, device_map, use_amp)
         for role, source in self.sources.items():
             source.place(self.actor.controller, role)
         self.updater = Updater(self.algorithm, actor=self.actor, critic=critic)
@@ -192,6 +194,7 @@ class Trainer:
         self.updates = self.idle = 0
         #: Latest updates in a row that were not finite.
         self.skipped = 0
+        self.guards = Guards()
         self._goal: int | None = None
         self._loader: Loader | None = None
         self._position: dict[str, Any] | None = None
@@ -229,6 +232,22 @@ class Trainer:
     def add_metric(self, name: str, fn: Callable[[Batch], float]) -> None:
         """Log `fn(samples)` of each step's samples under `name`."""
         self.experience.metric_fns[name] = fn
+
+    def add_guard(self, guard: SafetyGuard) -> None:
+        """Watch metrics from now on, and go back to an earlier checkpoint when one falls.
+
+        Raises:
+            ConfigError: there are no automatic checkpoints to go back to.
+        """
+        self.guards.add(guard, self)
+
+    def enable_3d_hybrid_engine(self, **options: Any) -> Mesh:
+        """Have the actor generate in a layout of its own on the ranks that train it; before the first step.
+
+        Returns:
+            The mesh of generation. See `enable_hybrid_engine`, which the options are of.
+        """
+        return enable_hybrid_engine(self.actor, **options)
 
     def step(self, prompts: Any) -> dict[str, Any]:
         """One step: sample, score, and (unless `update_freq` says to wait) update every model.
@@ -281,6 +300,9 @@ class Trainer:
         self.idle += not updated and ("update/empty" in record or record["updated"])
         logger.debug("step %d: %s", self.steps, ", ".join(f"{name}={value}" for name, value in record.items()))
         self.logger.log(self.steps, record)
+        self.guards.observe(record)
+        if (alert := self.guards.check(self)) is not None:
+            return {**record, "guard/back_to": float(alert.back_to)}
         if self.steps != self._goal:
             self._keep()
         return record
@@ -306,13 +328,15 @@ class Trainer:
             with StopSignal() if self.checkpoints is not None else nullcontext() as stop:
                 if self.held_out is not None and self.held_out.first is None:
                     self.evaluate_held_out()
+                if self.guards and self.checkpoints is not None:
+                    self.checkpoints.save(self)  # so that there is one to go back to from the first step on
                 while self.steps < goal and not (stop and stop.requested):
                     record = self.advance(batches)
                 if stop and stop.requested:
                     self._checkpoints().save(self, last=True)
                     logger.info("stopped by %s after step %d; the same command goes on", stop.received, self.steps)
                     raise SystemExit(stop.exit_code)
-                self.check_learned(record)
+                check_learned(self, record)
                 self._keep(last=True)
         finally:
             self._goal = None
@@ -382,6 +406,7 @@ class Trainer:
         result = self.held_out.note(self.steps, found)
         metrics = {f"eval/{name}": value for name, value in result["metrics"].items()}
         self.logger.log(self.steps, {**metrics, "time/evaluation": time.perf_counter() - began})
+        self.guards.observe(metrics)
         return result
 
     def close(self) -> None:
@@ -397,28 +422,6 @@ class Trainer:
             raise RolloutError("every episode failed (the warnings say why), so nothing was learned: mend it")
         for source in self.sources.values():
             source.check_failures()
-
-    def check_learned(self, record: Mapping[str, Any]) -> None:
-        """For the end of training, whose last record is given.
-
-        Raises:
-            RewardError, RolloutError: see `check_failures`.
-            TrainingError: there were updates, and none has changed the policy.
-        """
-        self.check_failures()
-        last = None if self.held_out is None else self.held_out.last
-        if last is not None and not self.steps and last["metrics"][last["headline"]] is None:
-            raise TrainingError("the evaluation found nothing: no held-out sample has a reward (the warnings say why)")
-        if not self.idle or self.updates:
-            return
-        mean, name = record.get("reward", 0.0), self.sources["reward"].source.name if "reward" in self.sources else ""
-        if math.isnan(mean):
-            cause = f"reward '{name}' gave no finite number for any sample of the last step"
-        elif self.skipped:
-            cause = "the loss or its gradient was not finite: lower the learning rate, or train in float32"
-        else:
-            cause = f"algorithm '{self.algorithm.name}' found no sample to learn from"
-        raise TrainingError(f"nothing was learned, none of {self.idle} updates changed the policy: {cause}")
 
     def extra_files(self) -> dict[str, Any]:
         """What a kind of trainer adds to a checkpoint."""
@@ -530,13 +533,19 @@ class Trainer:
             logger.info("going on from step %d", step)
         return step
 
-    def rollback(self, step: int) -> None:
+    def rollback(self, step: int, *, skip_data: bool = False) -> None:
         """Go back to the automatic checkpoint of `step`; later ones are removed, so that it is the newest.
+
+        Args:
+            skip_data: `fit` goes on after the data that it has come to, not where the checkpoint was.
 
         Raises:
             CheckpointError: there is no such checkpoint, it is damaged, or the disk refuses.
         """
+        loader = self._loader
         self._checkpoints().rollback(self, step)
+        if skip_data:
+            self._loader, self._position = loader, None
 
     def _checkpoints(self) -> AutomaticCheckpoints:
         if self.checkpoints is None:
@@ -576,22 +585,6 @@ class PPOTrainer(Trainer):
     """`Trainer` with PPO: `PPOTrainer(actor=actor, reward_fn=f)` makes its own critic."""
 
     algorithm_name = "ppo"
-
-
-def _lay_out(
-    handles: Sequence[Actor | Critic], placement: Any, strategy: Any, device_map: Any, use_amp: bool | None
-) -> None:
-    """Where the models run, and how their ranks share the training; `strategy` is a way of sharing, or a map."""
-    layout = strategy if strategy in get_args(Strategy) else None
-    maps = [given for given in (placement, None if layout else strategy, device_map) if given is not None]
-    if len(maps) > 1:
-        raise ConfigError("give the trainer one map: placement=..., strategy=... or device_map=...")
-    changes: dict[str, Any] = {} if layout is None else {"strategy": layout}
-    changes |= {} if use_amp is None else {"use_amp": use_amp}
-    for handle in handles:
-        if maps:
-            handle.place(maps[0])
-        handle.train_with(**changes)
 
 
 def _all_skipped(metrics: Mapping[str, Any], role: str) -> bool:

@@ -14,7 +14,7 @@ hold one weight round it alike.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from zlib import crc32
 
@@ -22,6 +22,9 @@ import torch
 from torch import Tensor
 
 from verl.models.compiled import VECTOR, kernels
+from verl.models.cuts import blocks_of
+from verl.models.shards import Part, overlap
+from verl.shard import Shard
 from verl.training.gradients import Weight, zeros_like
 from verl.training.options import OptimConfig
 
@@ -51,12 +54,13 @@ class SplitAdamW:
         dtype = torch.float32 if config.moments == "float32" else torch.bfloat16
         lives = [weight.live.detach() for weight in weights]
         parts = (zeros_like(lives, kind) for kind in (torch.int16, dtype, dtype))
-        self._states = [_State(*tensors) for tensors in zip(*parts, strict=True)]
+        states = (_State(*tensors) for tensors in zip(*parts, strict=True))
+        self._states = dict(zip(weights, states, strict=True))
 
     @torch.no_grad()
     def step(self, lr: float, gradient_scale: float) -> None:
         """One step with the gradient sums, multiplied by `gradient_scale`."""
-        for weight, state in zip(self.weights, self._states, strict=True):
+        for weight, state in self._states.items():
             if not weight.has_gradient or weight.gradient is None:
                 continue
             state.steps += 1
@@ -66,31 +70,46 @@ class SplitAdamW:
 
     def state(self) -> Iterator[tuple[str, str, Tensor]]:
         """(weight, name, tensor) of all there is to save: masters are put together for it."""
-        for weight, state in zip(self.weights, self._states, strict=True):
+        for weight, state in self._states.items():
             yield weight.name, "master", _master(weight.live.detach(), state.remainder)
             if state.steps:
                 yield weight.name, "exp_avg", state.first
                 yield weight.name, "exp_avg_sq", state.second
                 yield weight.name, "step", torch.tensor(float(state.steps))
 
-    @torch.no_grad()
-    def load(self, saved: Mapping[str, Mapping[str, Tensor]]) -> None:
-        """Take over what `state` gave, by weight and name."""
-        for weight, state in zip(self.weights, self._states, strict=True):
-            found = saved[weight.name]
-            _split(found["master"].to(weight.live.device), weight.live, state.remainder)
-            state.steps = int(found["step"]) if "step" in found else 0
-            for moment, name in ((state.first, "exp_avg"), (state.second, "exp_avg_sq")):
-                moment.copy_(found[name]) if name in found else moment.zero_()
+    def begin_load(self) -> None:
+        """Forget the moments: those that come are filled in."""
+        for state in self._states.values():
+            state.steps = 0
+            state.first.zero_()
+            state.second.zero_()
+
+    def fill(self, weight: Weight, name: str, shard: Shard) -> int:
+        """Copy what a shard of a state has of this rank's part, and return how many elements that are. Of a master the
+        halves are kept at once."""
+        state, like = self._states[weight], weight.source.detach()
+        if name != "master":
+            return Part(like, {"exp_avg": state.first, "exp_avg_sq": state.second}[name]).fill(shard)
+        count, remainders = 0, blocks_of(like, state.remainder)
+        for (offset, live), (_, remainder) in zip(blocks_of(like, weight.live.detach()), remainders, strict=True):
+            live, master = overlap(offset, live, shard)
+            _split(master, live, overlap(offset, remainder, shard)[0])
+            count += master.numel()
+        return count
+
+    def put(self, weight: Weight, name: str, value: Tensor) -> None:
+        """Take over a state that is one value for the whole weight."""
+        if name == "step":
+            self._states[weight].steps = int(value)
 
     def refresh(self) -> None:
         """Masters anew from the live weights, after these have been replaced from outside."""
-        for state in self._states:
+        for state in self._states.values():
             state.remainder.zero_()
 
     def move(self, to_host: bool) -> None:
         """Everything but the live weights to host memory, or back to where these are."""
-        for weight, state in zip(self.weights, self._states, strict=True):
+        for weight, state in self._states.items():
             device = torch.device("cpu") if to_host else weight.live.device
             state.remainder, state.first, state.second = (
                 t.to(device) for t in (state.remainder, state.first, state.second)
@@ -164,11 +183,13 @@ def _master(live: Tensor, remainder: Tensor) -> Tensor:
 
 
 def _split(master: Tensor, live: Tensor, remainder: Tensor) -> None:
-    """The inverse of `_master`, into `live` and `remainder`."""
-    bits = master.contiguous().view(torch.int32)
-    nearest = (bits + 0x8000) >> 16
-    live.copy_((nearest << 16).view(torch.float32))
-    remainder.copy_(bits - (nearest << 16))
+    """The inverse of `_master`, into `live` and `remainder`, in the memory of one more master."""
+    bits = master.to(live.device).view(torch.int32)
+    nearest = bits + 0x8000
+    nearest >>= 16
+    nearest <<= 16
+    live.copy_(nearest.view(torch.float32))
+    remainder.copy_(torch.sub(bits, nearest, out=nearest))
 
 
 def _store_moment(moment: Tensor, value: Tensor, noise: Tensor) -> None:

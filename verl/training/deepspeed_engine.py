@@ -16,7 +16,7 @@ from verl.errors import CheckpointError, ConfigError, TrainingError, nearest
 from verl.models.blank import give_memory
 from verl.models.cuts import run_blocks
 from verl.models.shards import fill_block, load_model_shards, model_shards, named_weights, tied_names
-from verl.shard import Shard, Stream, WeightSpec
+from verl.shard import Cut, Shard, Stream, WeightSpec
 from verl.training.checkpointing import recomputing
 from verl.training.engine import Memory, Metrics
 from verl.training.forward import Forward
@@ -79,7 +79,7 @@ class DeepSpeedEngine(TorchEngine):
         return {**metrics, "grad_norm": self._adam.grad_norm, "lr": lr, "update/skipped": skipped}
 
     def specs(self) -> dict[str, WeightSpec]:
-        cuts = (("shard", 0),) if self._cut else ()
+        cuts = (Cut("shard", 0),) if self._cut else ()
         return {
             name: WeightSpec(name, _shape(weight), weight.dtype, cuts if hasattr(weight, "ds_tensor") else ())
             for name, weight in named_weights(self.model)

@@ -98,6 +98,23 @@ class TrainEngine(Protocol):
         """
         ...
 
+    def lend(self, name: str) -> int:
+        """Free the memory of this rank's piece of a weight, whose values the caller holds from now on; until
+        `take_back`, whatever needs the weights raises `TrainingError`.
+
+        Returns:
+            Bytes freed; 0 where it keeps the piece: the live one is wider than `specs`, or shares its memory.
+        """
+        ...
+
+    def take_back(self, shards: Iterable[Shard]) -> None:
+        """Put lent weights, all pieces of each, back to where they were.
+
+        Raises:
+            CheckpointError: a piece did not come whole.
+        """
+        ...
+
     def state(self) -> tuple[Iterable[Shard], dict[str, Any]]:
         """Optimizer state: this rank's pieces of the tensors "<weight name>.<state>", and JSON values. Each piece is
         made as it is drawn, and may be the live one: draw them, as often as needed, before the next step."""

@@ -34,6 +34,8 @@ class Forward(nn.Module):
         share_prompts: adjacent rows with equal prompts share one forward of it. The numbers stay the same.
         autocast: run matrix products of fp32 weights in bf16; weights in another dtype are not touched.
         device: as of `PackedModel`.
+        remove_padding: false: rows are padded to one length and go through transformers' own forward, as those of
+            models without a packed forward do anyway. The numbers stay the same.
     """
 
     def __init__(
@@ -46,11 +48,14 @@ class Forward(nn.Module):
         fused_kernels: bool | str,
         autocast: bool,
         device: Any = None,
+        remove_padding: bool = True,
     ) -> None:
         super().__init__()
         self.model, self.head, self.share_prompts = model, head, share_prompts
         backbone = model if head == "lm" else model.backbone
         self.packed = packed or PackedModel(backbone, fused_kernels=fused_kernels, device=device)
+        #: Whether micro-batches are computed as padded rows.
+        self.is_padded = not (remove_padding and self.packed.supports_packed)
         #: Cuts the tokens over ranks that share rows.
         self.slicing: Callable[[Packed], Packed] = lambda flat: flat
         self.autocast = autocast and self.packed.dtype == torch.float32
@@ -81,7 +86,10 @@ class Forward(nn.Module):
     def forward(self, flat: Packed, want: tuple[str, ...], temperature: float = 1.0) -> dict[str, Tensor]:
         """Predictions by the names they have in `LossInput`: `[R]`, or `[S]` for a score. Of a stage without the head:
         "hidden", what the next one needs."""
-        hidden = self.packed.hidden(flat.tokens, flat.positions, flat.context)
+        if self.is_padded:
+            hidden = self.packed.padded_hidden(flat.tokens, flat.context)
+        else:
+            hidden = self.packed.hidden(flat.tokens, flat.positions, flat.context)
         if self.stage is not None and self.stage.outgoing is not None:
             return {"hidden": self.stage.outgoing}
         if self.head == "score":

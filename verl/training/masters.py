@@ -9,6 +9,8 @@ import torch
 from torch import Tensor
 
 from verl.errors import ConfigError
+from verl.models.shards import Part
+from verl.shard import Shard
 from verl.training.gradients import Weight
 from verl.training.options import OptimConfig
 
@@ -31,12 +33,13 @@ class MasterOptimizer:
         scheduler: Any = None,
     ) -> None:
         self.weights = weights
-        self._masters = [_master(weight.live) for weight in weights]
+        self._masters = {weight: _master(weight.live) for weight in weights}
         self._has_own_lr = optimizer is None
+        self._coming: dict[str, dict[str, Any]] = {}
         if optimizer is None:
-            self._optimizer = _adamw(self._masters, config)
+            self._optimizer = _adamw([*self._masters.values()], config)
         elif not isinstance(optimizer, torch.optim.Optimizer):
-            self._optimizer = optimizer(self._masters)
+            self._optimizer = optimizer([*self._masters.values()])
         else:
             self._optimizer = optimizer
             self._take_over()
@@ -54,7 +57,7 @@ class MasterOptimizer:
         if self._has_own_lr:
             for group in self._optimizer.param_groups:
                 group["lr"] = lr
-        for weight, master in self._pairs():
+        for weight, master in self._masters.items():
             present = weight.has_gradient and weight.gradient is not None
             master.grad = weight.gradient if present else None
             if present and gradient_scale != 1.0:
@@ -62,14 +65,14 @@ class MasterOptimizer:
         self._optimizer.step()
         if self._scheduler is not None:
             self._scheduler.step()
-        for weight, master in self._pairs():
+        for weight, master in self._masters.items():
             if master is not weight.live and master.grad is not None:
                 weight.live.copy_(master)
             master.grad = None
 
     def state(self) -> Iterator[tuple[str, str, Any]]:
         """(weight, name, value) of all there is to save; tensors are references to the live state."""
-        for weight, master in self._pairs():
+        for weight, master in self._masters.items():
             if master is not weight.live:
                 yield weight.name, "master", master.detach()
             for name, value in self._optimizer.state.get(master, {}).items():
@@ -93,39 +96,51 @@ class MasterOptimizer:
             return []
         return [{k: v for k, v in g.items() if k != "params"} for g in self._optimizer.param_groups]
 
-    @torch.no_grad()
-    def load(self, saved: Mapping[str, dict[str, Any]], groups: list[dict[str, Any]]) -> None:
-        """Take over what `state` and `groups` gave; live weights become the masters, rounded where they have less.
+    def begin_load(self) -> None:
+        """States come from now on; `end_load` gives them to the optimizer."""
+        self._coming = {weight.name: {} for weight in self.weights}
 
-        Tensors are taken out of `saved` one by one, and copied.
-        """
+    def fill(self, weight: Weight, name: str, shard: Shard) -> int:
+        """Copy what a shard of a state has of this rank's part, and return how many elements that are. An fp32 weight
+        takes the master of a bf16 one over: kept beside it, it would be saved again and be stale."""
+        master, coming = self._masters[weight], self._coming[weight.name]
+        if name != "master" and name not in coming:
+            # As torch's `load_state_dict` wants it, which would copy it otherwise.
+            dtype = master.dtype if shard.tensor.is_floating_point() else shard.tensor.dtype
+            before = self._optimizer.state.get(master, {}).get(name)
+            fits = isinstance(before, Tensor) and (before.shape, before.dtype) == (master.shape, dtype)
+            coming[name] = before if fits else torch.empty_like(master, dtype=dtype, requires_grad=False)
+        return Part(weight.source, master if name == "master" else coming[name]).fill(shard)
+
+    def put(self, weight: Weight, name: str, value: Any) -> None:
+        """Take over a state that is one value for the whole weight."""
+        self._coming[weight.name][name] = value.clone() if isinstance(value, Tensor) else value
+
+    @torch.no_grad()
+    def end_load(self, groups: list[dict[str, Any]]) -> None:
+        """Go on with the states that have come, and with what `groups` gave; live weights become the masters, rounded
+        where they have less."""
         own = self._optimizer.state_dict()["param_groups"]
         for group, before in zip(own, groups, strict=False):
             group.update(before)
         index = {id(p): i for i, p in enumerate(p for g in self._optimizer.param_groups for p in g["params"])}
-        numbered = {}
-        for weight, master in self._pairs():
-            values, given = {}, saved[weight.name]
-            for name in [*given]:
-                values[name] = _copied(given.pop(name))
-            # An fp32 weight takes the master of a bf16 one over: kept beside it, it would be saved again and be stale.
-            if (saved_master := values.pop("master", None)) is not None:
-                master.copy_(saved_master)
+        for weight, master in self._masters.items():
+            if master is not weight.live:
                 weight.live.copy_(master)
-            if values:
-                numbered[index[id(master)]] = values
+        numbered = {index[id(m)]: values for w, m in self._masters.items() if (values := self._coming[w.name])}
         self._optimizer.load_state_dict({"state": numbered, "param_groups": own})
+        self._coming = {}
 
     @torch.no_grad()
     def refresh(self) -> None:
         """Masters anew from the live weights, after these have been replaced from outside."""
-        for weight, master in self._pairs():
+        for weight, master in self._masters.items():
             if master is not weight.live:
                 master.copy_(weight.live)
 
     def move(self, to_host: bool) -> None:
         """Masters and state to host memory, or back to where the weights are."""
-        for weight, master in self._pairs():
+        for weight, master in self._masters.items():
             device = torch.device("cpu") if to_host else weight.live.device
             if master is not weight.live:
                 master.data = master.data.to(device)
@@ -135,12 +150,9 @@ class MasterOptimizer:
                 if isinstance(value, Tensor) and value.dim() > 0:
                     state[key] = value.to(device)
 
-    def _pairs(self) -> Iterator[tuple[Weight, Tensor]]:
-        return zip(self.weights, self._masters, strict=True)
-
     @torch.no_grad()
     def _take_over(self) -> None:
-        masters = {weight.live: master for weight, master in self._pairs()}
+        masters = {weight.live: master for weight, master in self._masters.items()}
         for group in self._optimizer.param_groups:
             group["params"] = [masters[p] for p in group["params"]]
         for live, master in masters.items():
@@ -184,10 +196,6 @@ def _adamw(masters: list[Tensor], config: OptimConfig) -> torch.optim.Optimizer:
         return torch.optim.AdamW(masters, fused=True, **options)
     except RuntimeError:  # no fused kernel for this device
         return torch.optim.AdamW(masters, foreach=True, **options)
-
-
-def _copied(value: Any) -> Any:
-    return value.clone() if isinstance(value, Tensor) else value
 
 
 def _widened(value: Any) -> Any:

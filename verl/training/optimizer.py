@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from verl.errors import CheckpointError, ConfigError
+from verl.shard import Shard
 from verl.training.adamw import SplitAdamW
 from verl.training.gradients import Gradients, Weight
 from verl.training.masters import MasterOptimizer, OwnOptimizer, held
@@ -99,6 +100,7 @@ class MixedPrecisionOptimizer:
             for weight, name, value in rule.state():
                 if isinstance(value, Tensor):
                     yield f"{weight}.{name}", value
+                del value  # a master that was made for the caller, before the next one is
 
     def meta(self) -> dict[str, Any]:
         """What such a continuation needs beside tensors, for JSON."""
@@ -113,18 +115,24 @@ class MixedPrecisionOptimizer:
         groups = [] if self._masters is None else self._masters.groups()
         return {**meta, "groups": groups} if groups else meta
 
-    def load_state(self, tensors: Iterable[tuple[str, Tensor]], meta: Mapping[str, Any]) -> None:
-        """Copy in what `tensors` and `meta` gave. Live weights become the masters, rounded.
+    @torch.no_grad()
+    def load_state(self, shards: Iterable[Shard], meta: Mapping[str, Any]) -> None:
+        """Copy in what `tensors` and `meta` gave, however it is cut, each shard as it comes. Live weights become the
+        masters, rounded.
 
         Raises:
             CheckpointError: it is of another kind of optimizer; a weight is unknown, has another shape, or lacks its
-                master.
+                master; a tensor did not come whole.
         """
         check_optimizer(self.name, meta)
-        states = self._matched(tensors, meta.get("values", {}))
-        self._split.load(states)
+        for rule in self._rules:
+            rule.begin_load()
+        self._fill(shards)
         if self._masters is not None:
-            self._masters.load(states, meta.get("groups", []))
+            for weight in self._masters.weights:
+                for name, value in meta.get("values", {}).get(weight.name, {}).items():
+                    self._masters.put(weight, name, value)
+            self._masters.end_load(meta.get("groups", []))
             self._masters.load_schedule(meta.get("schedule", {}))
         self.completed_steps = int(meta["completed_steps"])
         self.gradients.load(meta)
@@ -141,23 +149,28 @@ class MixedPrecisionOptimizer:
         for rule in self._rules if "optimizer" in what else ():
             rule.move(to_host=False)
 
-    def _matched(
-        self, tensors: Iterable[tuple[str, Tensor]], values: Mapping[str, Mapping[str, Any]]
-    ) -> dict[str, dict[str, Any]]:
-        weights = {weight.name: weight.live for weight in self.gradients.weights}
-        states: dict[str, dict[str, Any]] = {name: dict(values.get(name, {})) for name in weights}
-        for full_name, tensor in tensors:
-            name, _, key = full_name.rpartition(".")
-            if name not in states:
-                raise CheckpointError(f"the optimizer state '{full_name}' belongs to no trained weight of this model")
-            if key in ("master", "exp_avg", "exp_avg_sq") and tensor.shape != weights[name].shape:
+    def _fill(self, shards: Iterable[Shard]) -> None:
+        found = {weight.name: (weight, rule) for rule in self._rules for weight in rule.weights}
+        missing: dict[str, int] = {}
+        for shard in shards:
+            name, _, key = shard.name.rpartition(".")
+            if name not in found:
+                raise CheckpointError(f"the optimizer state '{shard.name}' belongs to no trained weight of this model")
+            weight, rule = found[name]
+            shape = tuple(weight.source.shape)
+            if key in ("master", "exp_avg", "exp_avg_sq") and shard.global_shape != shape:
                 raise CheckpointError(
-                    f"the optimizer state '{full_name}' has shape {list(tensor.shape)}, the weight has "
-                    f"{list(weights[name].shape)}: it is of another model"
+                    f"the optimizer state '{shard.name}' has shape {list(shard.global_shape)}, the weight has "
+                    f"{list(shape)}: it is of another model"
                 )
-            states[name][key] = tensor
-        check_masters(weights, {f"{name}.{key}" for name, state in states.items() for key in state})
-        return states
+            if key == "step" or shard.global_shape != shape:
+                rule.put(weight, key, shard.tensor)
+                continue
+            missing.setdefault(shard.name, weight.live.numel())
+            missing[shard.name] -= rule.fill(weight, key, shard)
+        if lacking := [name for name, count in missing.items() if count > 0]:
+            raise CheckpointError(f"the optimizer state '{lacking[0]}' did not come whole: the checkpoint is cut short")
+        check_masters({weight.name: weight.live for weight in self.gradients.weights}, missing)
 
 
 def optimizer_name(optimizer: OwnOptimizer | None) -> str:

@@ -11,11 +11,11 @@ from pydantic import BeforeValidator, Field, model_validator
 
 from verl.errors import ConfigError, nearest
 from verl.layout import PARALLEL, Layout
-from verl.record import AsTuple, Count, FunctionPath, Natural, Record, Strings, wrong
+from verl.record import AsTuple, Count, FunctionPath, Natural, Record, Strings, free, wrong
 
 _Beta = Annotated[float, Field(ge=0, lt=1)]
 Head = Literal["lm", "value", "score"]
-Strategy = Literal["single", "ddp", "fsdp", "deepspeed"]
+Strategy = Literal["single", "ddp", "fsdp", "deepspeed", "megatron"]
 
 
 class OptimConfig(Record):
@@ -87,25 +87,21 @@ class MixedPrecision(Record):
 class FSDPConfig(Record):
     """Fully sharded data parallelism, of the strategy 'fsdp'. `wrap_policy_fn` may also be set as an attribute."""
 
-    fsdp_size: Literal[-1] | Count = Field(
-        default=-1, description="ranks that a model is cut over, of which there are replicas (-1: all)"
+    fsdp_size: Literal[-1] | Count = free(-1, "ranks that a model is cut over, of which there are replicas (-1: all)")
+    param_offload: bool = free(
+        False, "keep this rank's pieces, and step them, in host memory (ranks on CPU have them there anyway)"
     )
-    param_offload: bool = Field(
-        default=False,
-        description="keep this rank's pieces, and step them, in host memory (ranks on CPU have them there anyway)",
+    optimizer_offload: bool = free(
+        False, "between updates keep the optimizer's state in host memory, and free the gradient sums"
     )
-    optimizer_offload: bool = Field(
-        default=False,
-        description="between updates keep the optimizer's state in host memory, and free the gradient sums",
+    reshard_after_forward: bool = free(
+        True, "free gathered parameters after the forward pass, and gather them again for backward"
     )
-    reshard_after_forward: bool = Field(
-        default=True, description="free gathered parameters after the forward pass, and gather them again for backward"
-    )
-    forward_prefetch: bool = Field(default=False, description="gather the next unit while the present one computes")
-    wrap_policy: WrapPolicy = Field(default=WrapPolicy(), description="what is cut and gathered as a unit")
-    wrap_policy_fn: FunctionPath | Callable[..., Any] | None = Field(
-        default=None,
-        description="FILE.py:FUNCTION of a module that says whether it is a unit, or a policy of FSDP1 "
+    forward_prefetch: bool = free(False, "gather the next unit while the present one computes")
+    wrap_policy: WrapPolicy = free(WrapPolicy(), "what is cut and gathered as a unit")
+    wrap_policy_fn: FunctionPath | Callable[..., Any] | None = free(
+        None,
+        "FILE.py:FUNCTION of a module that says whether it is a unit, or a policy of FSDP1 "
         "(transformer_auto_wrap_policy)",
     )
     mixed_precision: MixedPrecision = Field(default=MixedPrecision(), description="precision under FSDP")
@@ -129,8 +125,8 @@ class DeepSpeedOptions(Record):
     )
 
 
-class TrainOptions(Record):
-    """How one model is trained: the sections `actor_rollout_ref.actor` and `critic` of a file, `train=` of a handle."""
+class TrainSettings(Record):
+    """How one model is trained: the section `critic` of a file."""
 
     optim: OptimConfig = Field(default=OptimConfig(), description="optimizer, learning rate and its schedule")
     mini_batch_size: Count | None = Field(
@@ -145,24 +141,26 @@ class TrainOptions(Record):
     max_tokens_per_micro_batch: Count | None = Field(
         default=16384, description="most tokens in one forward and backward pass; a longer sample goes alone"
     )
-    share_prompts: bool = Field(
-        default=True, description="samples of one prompt share its forward pass; the numbers stay the same"
-    )
     use_amp: bool = Field(
         default=False,
         description="fp32 weights are multiplied in bfloat16 (autocast), and stay as they are",
     )
-    strategy: Strategy = Field(
-        default="ddp",
-        description="how ranks share training: ddp (each has the whole model), fsdp (each a part), "
-        "deepspeed (ZeRO), single (one rank)",
+    strategy: Strategy = free(
+        "ddp",
+        "how ranks share training: ddp (each has the whole model), fsdp (each a part), "
+        "deepspeed (ZeRO), megatron (Megatron-LM's layers), single (one rank)",
     )
-    tensor_parallel_size: Count = Field(default=1, description="ranks that share the matrices of each layer")
-    pipeline_parallel_size: Count = Field(default=1, description="ranks that share the layers, in stages")
-    ulysses_sequence_parallel_size: Count = Field(default=1, description="ranks that share the tokens of a sequence")
-    expert_parallel_size: Count = Field(default=1, description="ranks that share the experts of a mixture")
+    tensor_parallel_size: Count = free(1, "ranks that share the matrices of each layer")
+    pipeline_parallel_size: Count = free(1, "ranks that share the layers, in stages")
+    ulysses_sequence_parallel_size: Count = free(1, "ranks that share the tokens of a sequence")
+    expert_parallel_size: Count = free(1, "ranks that share the experts of a mixture")
+
+
+class TrainOptions(TrainSettings):
+    """The section `actor_rollout_ref.actor` of a file, and `train=` of a handle."""
+
     fsdp_config: FSDPConfig = Field(default_factory=FSDPConfig, description="fully sharded data parallelism")
-    deepspeed_config: DeepSpeedOptions = Field(default=DeepSpeedOptions(), description="ZeRO by DeepSpeed")
+    deepspeed_config: DeepSpeedOptions = free(DeepSpeedOptions(), "ZeRO by DeepSpeed")
 
 
 class EngineOptions(TrainOptions):
@@ -175,14 +173,18 @@ class EngineOptions(TrainOptions):
             treat a weight element by element.
         scheduler: torch's schedule of that optimizer, or a function that makes it of the optimizer; it steps after it.
         gradient_checkpointing: compute activations again in the backward pass.
+        share_prompts: adjacent rows of one prompt share its forward pass; the numbers stay the same.
         fused_kernels: see `PackedModel`.
+        remove_padding: false: compute on padded rows, see `Forward`.
     """
 
     optim: OptimConfig | None = None  # type: ignore[assignment]
     optimizer: Any = None
     scheduler: Any = None
     gradient_checkpointing: bool = False
+    share_prompts: bool = True
     fused_kernels: bool | str = True
+    remove_padding: bool = True
 
     def __getstate__(self) -> dict[Any, Any]:
         if hasattr(self.optimizer, "param_groups"):
@@ -230,6 +232,9 @@ def layout_of(options: TrainOptions, size: int, parallel: str = "data") -> Layou
     fsdp = options.fsdp_config
     if options.strategy == "single" and size > 1:
         raise ConfigError(f"strategy 'single' trains on one rank, and there are {size}: use 'ddp' or 'fsdp'")
+    other = [setting for setting, dim in _SIZES.items() if dim in ("sp", "ep") and sizes[dim] > 1]
+    if options.strategy == "megatron" and other:
+        raise ConfigError(f"strategy 'megatron' cuts by tensor and pipeline, not by {other[0]}: use 'ddp' or 'fsdp'")
     zero = options.deepspeed_config
     if options.strategy == "deepspeed":
         if cut := [setting for setting, dim in _SIZES.items() if sizes[dim] > 1]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from functools import partial
@@ -21,7 +22,7 @@ from verl.models.cuts import blocks_of, cuts_of, local_part
 from verl.models.lora import adapters_off, merged_shards
 from verl.models.packed import PackedModel
 from verl.models.shards import Part, load_model_shards, model_shards, named_weights
-from verl.shard import Shard, Stream, WeightSpec
+from verl.shard import Cut, Shard, Stream, WeightSpec
 from verl.training.checkpointing import enable_checkpointing, recomputing
 from verl.training.engine import Memory, Metrics
 from verl.training.forward import Forward
@@ -74,6 +75,8 @@ class TorchEngine:
         device: str | None = None,
     ) -> None:
         self.model, self.options = model, options
+        #: Weights whose memory is freed -> its bytes.
+        self._lent: dict[str, int] = {}
         self.mesh = mesh or Mesh()
         self._forward = Forward(
             model,
@@ -83,6 +86,7 @@ class TorchEngine:
             fused_kernels=options.fused_kernels,
             autocast=options.use_amp,
             device=device,
+            remove_padding=options.remove_padding,
         )
         self.precision = torch.float64 if self._forward.packed.dtype == torch.float64 else torch.float32
         self._ranks = Ranks(self.mesh, group, parts)
@@ -124,6 +128,7 @@ class TorchEngine:
             return self._predict(batch, want, temperature)
 
     def _predict(self, batch: Batch, want: Collection[str], temperature: float) -> dict[str, Tensor]:
+        self._check_here()
         names = tuple(want)
         self._forward.check_wanted(names)
         self._forward.check_batch(batch)
@@ -145,6 +150,7 @@ class TorchEngine:
         return predicted
 
     def update(self, parts: Sequence[LossPart]) -> Metrics:
+        self._check_here()
         optimizer = self._trained()
         optimizer.onload()
         keeps_less = recomputing(self.model) if self.options.gradient_checkpointing else nullcontext()
@@ -160,31 +166,71 @@ class TorchEngine:
 
     @torch.no_grad()
     def loss(self, parts: Sequence[LossPart]) -> Metrics:
+        self._check_here()
         return self._measured([*self._schedule.forward(self._micro_batches(parts))])
 
     def specs(self) -> dict[str, WeightSpec]:
         return dict(self._specs)
 
     def shards(self) -> Iterator[Shard]:
+        self._check_here()
         for shard in model_shards(self.model):
             dtype = self._parallel.dtypes.get(shard.name, shard.tensor.dtype)
             yield Shard(shard.name, shard.global_shape, shard.offset, shard.tensor.to(dtype))
 
     def merged_shards(self) -> Iterator[Shard]:
+        self._check_here()
         return merged_shards(self.model)
 
     def load_shards(self, shards: Iterable[Shard]) -> None:
+        self._check_here()
         load_model_shards(self.model, shards, self._shapes)
         if self._optimizer is not None:
             self._optimizer.refresh_masters()
 
+    def lend(self, name: str) -> int:
+        weights = dict(named_weights(self.model))
+        if not self._lent:
+            self._users = Counter(_storage(weight)._cdata for weight in weights.values())
+        if name not in weights:  # an engine with parameters of its own kind
+            return 0
+        weight = weights[name].detach()
+        local, storage = local_part(weight), _storage(weight)
+        is_own = self._users[storage._cdata] == 1 and (storage.nbytes() == local.nbytes or bool(cuts_of(weight)))
+        if not is_own or not storage.resizable() or self._specs[name].dtype != local.dtype or not local.numel():
+            return 0
+        self._lent[name] = storage.nbytes()
+        storage.resize_(0)
+        return local.nbytes
+
+    @torch.no_grad()
+    def take_back(self, shards: Iterable[Shard]) -> None:
+        weights, parts = dict(named_weights(self.model)), dict[str, Part]()
+        for shard in shards:
+            if shard.name not in parts:
+                weight = weights[shard.name].detach()
+                _storage(weight).resize_(self._lent.pop(shard.name))
+                parts[shard.name] = Part(weight)
+            parts[shard.name].fill(shard)
+        if lacking := [name for name, part in parts.items() if part.missing]:
+            raise CheckpointError(f"the weight '{lacking[0]}' was lent and did not come back whole")
+
+    def _check_here(self) -> None:
+        if self._lent:
+            raise TrainingError(
+                f"'{next(iter(self._lent))}' and {len(self._lent) - 1} more weights are lent to the generation layout: "
+                "release() the generation weights before the training engine is used"
+            )
+
     def state(self) -> tuple[Iterable[Shard], dict[str, Any]]:
+        self._check_here()
         return Stream(self._state_shards), self._trained().meta()
 
     def _state_shards(self) -> Iterator[Shard]:
-        weights = dict(self.model.named_parameters())
+        weights = {name: weight for name, weight in self.model.named_parameters() if weight.requires_grad}
         # Of weights that are wider than they are served, the live pieces are the masters.
-        wider = (name for name, dtype in self._parallel.dtypes.items() if weights[name].dtype != dtype)
+        served = self._parallel.dtypes
+        wider = (name for name, weight in weights.items() if served.get(name, weight.dtype) != weight.dtype)
         masters = ((f"{name}.master", local_part(weights[name].detach())) for name in wider)
         for name, tensor in chain(self._trained().tensors(), masters):
             weight = weights[name.rpartition(".")[0]]
@@ -193,32 +239,13 @@ class TorchEngine:
                     yield Shard(name, tuple(weight.shape), offset, block)
             else:
                 yield Shard.whole(name, tensor)
+            del tensor  # a master that was made for the caller, before the next one is
 
     @torch.no_grad()
     def load_state(self, shards: Iterable[Shard], meta: Mapping[str, Any]) -> None:
-        weights = dict(self.model.named_parameters())
-        tensors: dict[str, Tensor] = {}
-        parts: dict[str, Part] = {}
-        for shard in shards:
-            name = shard.name.rpartition(".")[0]
-            weight = weights.get(name)
-            if weight is None and name in self._shapes:
-                continue  # of another pipeline stage
-            if weight is None or shard.global_shape != tuple(weight.shape) or (shard.is_whole and not cuts_of(weight)):
-                tensors[shard.name] = shard.tensor
-                continue
-            if shard.name not in parts:
-                weight = weight.detach()
-                parts[shard.name] = Part(weight, torch.empty_like(local_part(weight), dtype=shard.tensor.dtype))
-            parts[shard.name].fill(shard)
-        if lacking := [name for name, part in parts.items() if part.missing]:
-            raise CheckpointError(f"the optimizer state '{lacking[0]}' did not come whole: the checkpoint is cut short")
-        for name, dtype in self._parallel.dtypes.items():
-            if weights[name].dtype != dtype and (master := parts.pop(f"{name}.master", None)) is not None:
-                local_part(weights[name].detach()).copy_(master.tensor)
-        # The optimizer copies what it is given, and a part is freed once that is done.
-        freed = ((name, parts.pop(name).tensor) for name in [*parts])
-        self._trained().load_state(chain(tensors.items(), freed), meta)
+        here = {name for name, _ in self.model.named_parameters()}
+        elsewhere = self._shapes.keys() - here  # on other pipeline stages
+        self._trained().load_state((s for s in shards if s.name.rpartition(".")[0] not in elsewhere), meta)
 
     def offload(self, what: Collection[Memory] = ("optimizer", "gradients")) -> None:
         if self._optimizer is not None:
@@ -300,16 +327,29 @@ class TorchEngine:
         self._ranks.all_reduce([square], dist.ReduceOp.SUM, *self._parallel.cut_dims)
         return float(square.sqrt())
 
-    def _all_specs(self, names: Sequence[str]) -> dict[str, WeightSpec]:
-        """Of the weights here and on other pipeline stages, in the order of `names`."""
+    def _own_specs(self) -> dict[str, tuple[str, tuple[Cut, ...]]]:
+        """Dtype and cuts of the weights here."""
         dtypes = self._parallel.dtypes
-        own = {
+        return {
             name: (str(dtypes.get(name, weight.dtype)).removeprefix("torch."), cuts_of(weight))
             for name, weight in named_weights(self.model)
         }
-        found = {name: spec for specs in self._ranks.gather(own, "pp") for name, spec in specs.items()}
+
+    def _all_specs(self, names: Sequence[str]) -> dict[str, WeightSpec]:
+        """Of the weights here and on other pipeline stages, in the order of `names`."""
+        own = self._own_specs()
+        stage = self.mesh.coordinate(self._ranks.rank)["pp"]
+        stages = sorted(self._ranks.gather((stage, own), "pp"), key=lambda found: int(found[0]))
+        found = {name: spec for _, specs in stages for name, spec in specs.items()}
+        held = {name: [stage for stage, specs in stages if name in specs] for name in found}
         return {
-            name: WeightSpec(name, self._shapes[name], getattr(torch, dtype), tuple((dim, at) for dim, at in cuts))
+            name: WeightSpec(
+                name,
+                self._shapes[name],
+                getattr(torch, dtype),
+                tuple(Cut(*cut) for cut in cuts),
+                tuple(held[name]) if len(stages) > 1 else (),
+            )
             for name, (dtype, cuts) in ((name, found[name]) for name in names)
         }
 
@@ -317,6 +357,10 @@ class TorchEngine:
         if self._optimizer is None:
             raise TrainingError("this model is only read: make its engine with `optim` to train it")
         return self._optimizer
+
+
+def _storage(weight: Tensor) -> torch.UntypedStorage:
+    return local_part(weight.detach()).untyped_storage()
 
 
 def _on_host(outputs: dict[str, Tensor]) -> dict[str, Tensor]:

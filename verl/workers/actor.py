@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
-from contextlib import closing
+from contextlib import closing, contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -14,20 +14,21 @@ import torch
 
 from verl.batch import Batch
 from verl.errors import ConfigError, nearest
-from verl.layout import Mesh
 from verl.models.packed import PackedModel
 from verl.models.portable import twin
-from verl.models.shards import load_model_shards
 from verl.models.source import ModelSource
 from verl.rewards.loading import load_function
 from verl.rollout.base import Request, RolloutEngine, SamplingParams, generate
+from verl.rollout.embedded import EmbeddedEngine
 from verl.rollout.episode import Episode, Outcome, Turns, outcomes, response_columns
+from verl.rollout.hf import HFEngine
 from verl.rollout.options import SamplerOptions
 from verl.shard import Shard
 from verl.tensor_files import read_shards
 from verl.training.engine import TrainEngine
 from verl.training.options import EngineOptions, Head
-from verl.workers.place import ALONE, Place, verb
+from verl.workers.generation import GenerationModel, rollout_place
+from verl.workers.place import ALONE, WEIGHTS, Place, verb
 from verl.workers.streams import spread_weights
 from verl.workers.sync import ROWS, SyncCheck
 from verl.workers.trained import TrainedWorker, placed, train_engine
@@ -45,8 +46,6 @@ EngineFactory = Callable[["PackedModel", "PreTrainedTokenizerBase", tuple[int, .
 def _embedded(
     packed: PackedModel, tokenizer: PreTrainedTokenizerBase, eos: tuple[int, ...], options: SamplerOptions
 ) -> RolloutEngine:
-    from verl.rollout.embedded import EmbeddedEngine
-
     return EmbeddedEngine(
         packed,
         eos_token_ids=eos,
@@ -61,8 +60,6 @@ def _embedded(
 def _hf(
     packed: PackedModel, tokenizer: PreTrainedTokenizerBase, eos: tuple[int, ...], options: SamplerOptions
 ) -> RolloutEngine:
-    from verl.rollout.hf import HFEngine
-
     return HFEngine(packed.model, tokenizer, eos_token_ids=eos, seed=options.seed, max_batch=options.max_num_seqs)
 
 
@@ -95,6 +92,11 @@ def make_rollout_engine(
     """
     factory = engine_factory(options.name)
     if factory is _embedded and not packed.supports_paged:
+        if packed.tensor_group is not None:
+            raise ConfigError(
+                f"rollout.tensor_model_parallel_size: {type(packed.model).__name__} has no paged forward, which "
+                "generation by tensor parallelism takes: leave it out"
+            )
         factory = _hf
     if options.batch_invariant and factory is not _embedded:
         raise ConfigError("batch_invariant is for the embedded engine, which needs a model with a packed forward")
@@ -123,43 +125,53 @@ class ActorWorker(TrainedWorker):
         self.rollout, self.head, self.place = rollout, head, place
         self.policy_version = 0
         live, weights = placed(model, place)
-        self.train = train if "train" in place.meshes else train.frozen()
-        is_plain = place.meshes.get("train", Mesh()).layout.is_plain
-        #: The model without weights, where ranks share it: what a whole copy for generation is made of.
-        self._blank = None if is_plain or head != "lm" else twin(live, "meta")
-        self._packed = PackedModel(live, fused_kernels=train.fused_kernels) if is_plain and head == "lm" else None
-        self.engine = train_engine(live, self.train, head, place, self._packed, weights)
-        self._local = self.engine if self._blank is None else None
+        trains, generates = ("train" in place.meshes), head == "lm" and "rollout" in place.meshes
+        self.train = train if trains else train.frozen()
+        here = place if trains else rollout_place(place)
+        apart = WEIGHTS in place.groups and head == "lm"
+        #: The model without weights, where generation has another layout than training.
+        self._blank = twin(live, "meta") if apart else None
+        self._generation: GenerationModel | None = None
+        self._packed = PackedModel(live, fused_kernels=train.fused_kernels) if generates and not apart else None
+        self.engine = train_engine(live, self.train, head, here, self._packed, weights)
+        if self._packed is not None and self._packed.tensor_group is not None:
+            self._packed.measure_heads()
         self._rollout_engine: RolloutEngine | None = None
         self._sync = SyncCheck()
 
-    @property
-    def local(self) -> TrainEngine:
-        """Whole weights, for generation: those that are trained, or, where ranks share a model, a copy beside them. The
-        first use makes the copy, on all ranks that train."""
-        if self._local is None:
-            whole = twin(self._blank, self.place.device or "cpu")
-            load_model_shards(whole, self.shards())
-            self._packed = PackedModel(whole, fused_kernels=self.train.fused_kernels)
-            self._local = train_engine(whole, self.train.frozen(), self.head, packed=self._packed)
-        return self._local
+    @contextmanager
+    def _weights(self, *, overlap: bool = False) -> Iterator[TrainEngine]:
+        """Inside, the weights for generation are there: those that are trained, or, where generation has another
+        layout, these in that layout. All ranks of the role come here together then."""
+        if self._blank is None:
+            yield self.engine
+            return
+        with self._generation_model().filled(overlap=overlap) as engine:
+            yield engine
+
+    def _generation_model(self) -> GenerationModel:
+        assert self._blank is not None
+        if self._generation is None:
+            self._generation = GenerationModel(self._blank, self.train, self.place, self.engine)
+        return self._generation
 
     @property
     def rollout_engine(self) -> RolloutEngine:
+        """Made when it is first needed, on all ranks that generate."""
         if self.head != "lm":
             raise ConfigError(f"a model with a '{self.head}' head writes no responses")
         if self._rollout_engine is None:
-            _, packed = self.local, self._packed
-            assert packed is not None
-            self._rollout_engine = make_rollout_engine(packed, self.tokenizer, self.eos_token_ids, self.rollout)
-            self._rollout_engine.load_shards(self._served(self._rollout_engine), self.policy_version)
+            with self._weights() as weights:
+                packed = self._packed or self._generation_model().packed
+                self._rollout_engine = make_rollout_engine(packed, self.tokenizer, self.eos_token_ids, self.rollout)
+                self._rollout_engine.load_shards(_served(self._rollout_engine, weights), self.policy_version)
         return self._rollout_engine
 
     @verb("rollout")
     def exact_rollout(self) -> bool:
         """Whether the rollout engine's log-probs are the trainer's own numbers (`RolloutEngine.exact`)."""
-        # Weights that are gathered equal the copy bit for bit, unless a layer of a bf16 model is kept in fp32.
-        is_same = self.local is self.engine or len({spec.dtype for spec in self.local.specs().values()}) == 1
+        # Weights in another layout are the same bit for bit, unless a layer of a bf16 model is kept in fp32.
+        is_same = self._blank is None or len({spec.dtype for spec in self.engine.specs().values()}) == 1
         return is_same and bool(getattr(self.rollout_engine, "exact", False))
 
     @verb("rollout", split="rows", collect="batches")
@@ -167,24 +179,35 @@ class ActorWorker(TrainedWorker):
         """Samples as groups finish. Rows carry `id`, `group` and `prompt_tokens`; a row whose column
         `baseline` is true is decoded greedily. Yields the rows with the response columns added; under an episode
         also `rejected` (responses thrown away before this one) and `episode_error` (why there is none, or null)."""
-        engine, episode = self.rollout_engine, load_episode(self.rollout.episode)
+        engine = self.rollout_engine
+        with self._weights(overlap=self.rollout.overlap_comm) as weights:
+            engine.wake()
+            self._sync.probe = None
+            try:
+                if isinstance(engine, EmbeddedEngine) and not engine.leads:
+                    engine.follow()
+                else:
+                    yield from self._groups(engine, prompts, params, weights.precision)
+            finally:
+                engine.sleep()
+
+    def _groups(
+        self, engine: RolloutEngine, prompts: Batch, params: SamplingParams, precision: torch.dtype
+    ) -> Iterator[Batch]:
+        """The rows of `generate`, on a rank that has requests."""
+        episode = load_episode(self.rollout.episode)
         greedy = replace(params, temperature=0.0)
         baseline = prompts["baseline"] if "baseline" in prompts else [False] * len(prompts)
         rows = [greedy if is_baseline else params for is_baseline in baseline]
-        engine.wake()
-        self._sync.probe = None
         if episode is None:
             ended = _single_turns(engine, prompts, rows)
         else:
             ended = outcomes(engine, list(prompts.rows()), rows, episode, self.tokenizer)
-        try:
-            with closing(ended):  # cancels unfinished requests before the engine is used again
-                version = None if episode is None else engine.policy_version
-                for group in _finished_groups(ended, prompts, version, self.local.precision):
-                    self._sync.probe = self._sync.probe or group.take(range(min(ROWS, len(group))))
-                    yield group
-        finally:
-            engine.sleep()
+        with closing(ended):  # cancels unfinished requests before the engine is used again
+            version = None if episode is None else engine.policy_version
+            for group in _finished_groups(ended, prompts, version, precision):
+                self._sync.probe = self._sync.probe or group.take(range(min(ROWS, len(group))))
+                yield group
 
     @verb("train", split="rows", collect="rows")
     def log_probs(self, batch: Batch, temperature: float = 1.0, entropy: bool = False) -> Batch:
@@ -212,20 +235,30 @@ class ActorWorker(TrainedWorker):
     @verb("train")
     def update(self, batch: Batch, objective: Objective, plan: UpdatePlan) -> dict[str, float]:
         """Optimizer steps. Generation gets the new weights at `sync`."""
-        if self.policy_version == 0 and self._rollout_engine is not None:
-            self._sync.measure(self._rollout_engine, self.local)  # the baseline of later measurements
+        if self.policy_version == 0 and hasattr(self._rollout_engine, "score"):
+            with self._weights() as weights:
+                self._sync.measure(self._rollout_engine, weights)  # the baseline of later measurements
         return run_updates(self.engine, batch, objective, plan, self.policy_version)
 
     @verb()
     def sync(self) -> dict[str, float]:
         """After an update: the next policy version on every rank that generates."""
         self.policy_version += 1
-        return self._serve()
+        if self.place.is_apart:
+            spread_weights(self.engine, self.place)
+        return self._hand_over()
 
     @verb("rollout", collect="shards")
     def merged_shards(self) -> Iterator[Shard]:
         """The weights of the equal model without adapters, whole."""
-        return self.local.merged_shards()
+        if self._blank is None:
+            yield from self.engine.merged_shards()
+            return
+        whole = self._generation_model()
+        if whole.packed.tensor_group is not None:  # adapters are merged into whole weights
+            whole = GenerationModel(self._blank, self.train, self.place, self.engine, whole=True)
+        with whole.filled() as engine:
+            yield from engine.merged_shards()
 
     @verb(collect="none")
     def load_shards(self, shards: Iterable[Shard]) -> None:
@@ -236,36 +269,32 @@ class ActorWorker(TrainedWorker):
         return {"policy_version": self.policy_version}
 
     @verb(collect="none")
-    def load(self, weights: Sequence[str], optimizer: Sequence[str], meta: Mapping[str, Any]) -> None:
+    def load(
+        self,
+        weights: Sequence[str],
+        optimizer: Sequence[str],
+        meta: Mapping[str, Any],
+        names: Sequence[str] | None = None,
+    ) -> None:
         """Go on from what `save` wrote, at any layout: every rank reads its pieces out of the files."""
         rest = dict(meta)
         self.policy_version = int(rest.pop("policy_version"))
-        self.engine.load_shards(read_shards(map(Path, weights)))
+        self.load_weights(weights, names)
         if "train" in self.place.meshes:
             self.engine.load_state(read_shards(map(Path, optimizer)), rest)
         self._hand_over()
-        self._measured()
 
-    def _serve(self) -> dict[str, float]:
-        """Copy the trained weights to where generation reads them, if that is elsewhere; the metrics of `SyncCheck`."""
-        if self.place.is_apart:
-            spread_weights(self.engine, self.place)
-        self._hand_over()
-        return self._measured()
-
-    def _measured(self) -> dict[str, float]:
-        return {} if self._rollout_engine is None else self._sync.measure(self._rollout_engine, self.local)
-
-    def _hand_over(self) -> None:
-        """Give generation the weights and their version; the embedded engine reads the live tensors anyway."""
-        if self._local is not None and self._local is not self.engine:
-            self._local.load_shards(self.shards())
-        if self._rollout_engine is not None:
-            self._rollout_engine.load_shards(self._served(self._rollout_engine), self.policy_version)
-
-    def _served(self, engine: RolloutEngine) -> Iterator[Shard]:
-        """The weights for an engine: the live ones, where it computes with them; else without adapters, merged."""
-        return self.local.shards() if getattr(engine, "is_live", False) else self.local.merged_shards()
+    def _hand_over(self) -> dict[str, float]:
+        """Give the rollout engine the weights and their version; the metrics of `SyncCheck`."""
+        engine = self._rollout_engine
+        if engine is None:
+            return {}
+        if self._blank is not None and type(engine) in (EmbeddedEngine, HFEngine):  # they read the model in a rollout
+            engine.load_shards((), self.policy_version)
+            return {}
+        with self._weights() as weights:
+            engine.load_shards(_served(engine, weights), self.policy_version)
+            return self._sync.measure(engine, weights)
 
 
 class ReferenceWorker:
@@ -284,6 +313,11 @@ class ReferenceWorker:
 def _ref_log_probs(engine: TrainEngine, batch: Batch, temperature: float, *, adapters: bool = True) -> Batch:
     flat = engine.predict(batch, ("log_probs",), temperature=temperature, adapters=adapters)["log_probs"]
     return Batch.from_columns({"ref_log_probs": (flat, batch.lengths("response_tokens"))})
+
+
+def _served(engine: RolloutEngine, weights: TrainEngine) -> Iterator[Shard]:
+    """The weights for an engine: the live ones, where it computes with them; else without adapters, merged."""
+    return weights.shards() if getattr(engine, "is_live", False) else weights.merged_shards()
 
 
 def engine_factory(name: str | EngineFactory) -> EngineFactory:

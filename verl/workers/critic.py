@@ -45,9 +45,15 @@ class CriticWorker(TrainedWorker):
         return {"updates": self.updates}
 
     @verb("train", collect="none")
-    def load(self, weights: Sequence[str], optimizer: Sequence[str], meta: Mapping[str, Any]) -> None:
+    def load(
+        self,
+        weights: Sequence[str],
+        optimizer: Sequence[str],
+        meta: Mapping[str, Any],
+        names: Sequence[str] | None = None,
+    ) -> None:
         """Go on from what `save` wrote, at any layout: every rank reads its pieces out of the files."""
         rest = dict(meta)
         self.updates = int(rest.pop("updates"))
-        self.engine.load_shards(read_shards(map(Path, weights)))
+        self.load_weights(weights, names)
         self.engine.load_state(read_shards(map(Path, optimizer)), rest)

@@ -21,6 +21,8 @@ Collect = Literal["rows", "first", "batches", "shards", "none"]
 _COLLECTS: dict[str, tuple[str, ...]] = {"rows": ("rows", "batches", "none"), "whole": ("first", "shards", "none")}
 #: The mesh of all ranks of a role.
 ROLE = "role"
+#: Key of the process group that weights move over on their way from training to generation, while others compute.
+WEIGHTS = "weights"
 
 
 @dataclass(frozen=True)
@@ -33,7 +35,8 @@ class Place:
         device: where its tensors live; None: where the model is.
         meshes: those that this rank is part of, by name; `Mesh` has the ranks of the whole job.
         trainer: the rank, in the role, of the first one that trains.
-        groups: torch process groups by mesh, for those of several ranks.
+        groups: torch process groups by mesh, for those of several ranks; `WEIGHTS`, where the ranks generate in another
+            layout than they train in.
         parts: those of ranks that differ along some dimensions of a mesh, by ranks, ascending.
     """
 

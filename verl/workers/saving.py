@@ -79,8 +79,8 @@ class RankFiles:
 def own_share(pieces: Pieces, group: Any) -> Pieces:
     """Of the pieces that the ranks of a group hold, those that this rank writes: each piece is written once, by the
     rank of its holders that has least to write."""
-    held = [(piece.name, piece.offset, piece.nbytes) for piece in pieces() if piece.nbytes or piece.is_whole]
-    of_all = gather_json(held, group)
+    held = map(_entry, pieces())  # which keeps none of them
+    of_all = gather_json([entry for entry in held if entry is not None], group)
     holders: dict[tuple[str, tuple[int, ...]], list[int]] = {}
     sizes = {}
     for rank, found in enumerate(of_all):
@@ -101,6 +101,10 @@ def merged(metas: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
     first, *others = metas
     values = {name: value for meta in (first, *others) for name, value in meta.get("values", {}).items()}
     return {**first, "values": values} if "values" in first else {**first}
+
+
+def _entry(piece: Shard) -> tuple[str, tuple[int, ...], int] | None:
+    return (piece.name, piece.offset, piece.nbytes) if piece.nbytes or piece.is_whole else None
 
 
 def _copied(shard: Shard) -> Shard:

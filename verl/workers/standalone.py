@@ -41,13 +41,12 @@ class EngineRecipe:
 
     @classmethod
     def of(cls, actor: Actor) -> EngineRecipe:
-        from verl.device import of as device_of
         from verl.models.loading import eos_token_ids
 
         return cls(
             config=actor.model.config.to_dict(),
             dtype=str(actor.model.dtype).removeprefix("torch."),
-            device=device_of(actor.model),
+            device=actor.device,
             tokenizer=actor.tokenizer,
             eos_token_ids=eos_token_ids(actor.model, actor.tokenizer),
             fused_kernels=bool(actor.train_options.fused_kernels),

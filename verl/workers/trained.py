@@ -5,16 +5,18 @@ from __future__ import annotations
 import logging
 import math
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
 from verl.device import put
-from verl.layout import DIMS, Mesh
+from verl.layout import Mesh
 from verl.models.packed import PackedModel
 from verl.models.portable import PortableModel
 from verl.models.source import ModelFiles, ModelSource
-from verl.shard import Shard
+from verl.shard import Shard, Stream
+from verl.tensor_files import read_shards
 from verl.training.engine import TrainEngine
 from verl.training.options import EngineOptions, Head
 from verl.training.ranks import gather_json
@@ -39,7 +41,7 @@ def placed(source: ModelSource, place: Place) -> tuple[Any, Weights | None]:
     """
     if isinstance(source, ModelFiles):
         layout = place.meshes.get("train", Mesh()).layout
-        if not place.is_apart and not layout.is_plain and layout.size == layout.replicate * layout.shard * layout.tp:
+        if not place.is_apart and not layout.is_plain:
             model = source.blank(place.device or "cpu")
             reason = source.why_whole(model)
             if reason is None:
@@ -63,7 +65,7 @@ def train_engine(
     """The engine of a rank of the "train" mesh; of a rank alone, where `place` is not part of it.
 
     Raises:
-        ConfigError: the options cannot be met, see `TorchEngine` and `DeepSpeedEngine`.
+        ConfigError: the options cannot be met, see `TorchEngine`, `DeepSpeedEngine` and `MegatronEngine`.
     """
     mesh = place.meshes.get("train", Mesh())
     group = place.groups.get("train") if "train" in place.meshes else None
@@ -73,6 +75,10 @@ def train_engine(
         from verl.training.deepspeed_engine import DeepSpeedEngine
 
         make = DeepSpeedEngine
+    elif options.strategy == "megatron" and not mesh.layout.is_plain:
+        from verl.training.megatron_engine import MegatronEngine
+
+        make = MegatronEngine
     engine = make(
         model,
         options,
@@ -96,12 +102,11 @@ def summary(engine: TrainEngine, options: EngineOptions, place: Place) -> str:
     here = Counter[str]()
     for shard in engine.shards():
         here[str(shard.tensor.device)] += shard.tensor.numel()
-    sizes = ", ".join(f"{dim} {size}" for dim, size in zip(DIMS, layout.sizes, strict=True) if size > 1)
-    cuts = Counter(" and ".join(f"{dim} along {axis}" for dim, axis in spec.cuts) or "whole" for spec in specs)
+    cuts = Counter(" and ".join(f"{dim} along {axis}" for dim, axis, _ in spec.cuts) or "whole" for spec in specs)
     dtypes = sorted({str(spec.dtype).removeprefix("torch.") for spec in specs})
     parts = [
         f"{sum(math.prod(spec.shape) for spec in specs):,} parameters in {'/'.join(dtypes)}",
-        f"strategy {options.strategy} on {layout.size} ranks ({sizes})" if sizes else "strategy single on 1 rank",
+        f"strategy {options.strategy if layout.size > 1 else 'single'} {layout.shown}",
         f"weights {', '.join(f'{count} {cut}' for cut, count in cuts.items())}",
         f"rank {place.rank} of {place.size} holds {', '.join(f'{count:,} on {at}' for at, count in here.items())}",
     ]
@@ -126,12 +131,13 @@ class TrainedWorker:
         return gathered(self.engine.shards(), self.place.groups.get("train"))
 
     @verb("train")
-    def save(self, folder: str, background: bool = False) -> dict[str, Any]:
+    def save(self, folder: str, background: bool = False, names: Sequence[str] | None = None) -> dict[str, Any]:
         """Begin to write the weights and the optimizer's tensors into a directory that all ranks see, every rank its
         pieces; `saved` ends it.
 
         Args:
             background: copy the pieces to host memory, and write them while training goes on.
+            names: of the weights; None: all.
 
         Returns:
             What `load` needs beside the files, as JSON.
@@ -140,7 +146,9 @@ class TrainedWorker:
             self._files.gathered(wait=True)
         group = self.place.groups.get("train")
         state, meta = self.engine.state()
-        parts: dict[str, Pieces] = {"weights": self.engine.shards, "optimizer": state.__iter__}
+        chosen = None if names is None else {*names}
+        weights = Stream(lambda: (s for s in self.engine.shards() if chosen is None or s.name in chosen))
+        parts: dict[str, Pieces] = {"weights": weights.__iter__, "optimizer": state.__iter__}
         self._files = RankFiles(Path(folder), parts, group, background=background)
         return {**merged(gather_json(meta, group)), **self.counts()}
 
@@ -150,6 +158,14 @@ class TrainedWorker:
         found = None if self._files is None else self._files.gathered(wait)
         self._files = self._files if found is None else None
         return found
+
+    def load_weights(self, files: Sequence[str], names: Sequence[str] | None) -> None:
+        """The weights that `save` wrote; those beside `names` stay as they are."""
+        saved = read_shards(map(Path, files))
+        if names is not None:
+            here = {*names}
+            saved = chain((s for s in self.engine.shards() if s.name not in here), saved)
+        self.engine.load_shards(saved)
 
     def counts(self) -> dict[str, int]:
         """The worker's own numbers, for `load`."""

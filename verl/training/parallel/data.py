@@ -32,7 +32,7 @@ def replicate(ranks: Ranks, parallel: Parallel, *dims: str) -> None:
     a weight is cut."""
 
     def summed(weight: Weight) -> tuple[str, ...]:
-        cut = {dim for dim, _ in cuts_of(weight.source)}
+        cut = {cut.dim for cut in cuts_of(weight.source)}
         return tuple(dim for dim in dims if dim not in cut)
 
     def reduce(gradients: Gradients) -> None:

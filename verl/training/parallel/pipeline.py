@@ -137,7 +137,7 @@ class Pipeline:
         if flat is None:
             return None
         packed = self._forward.packed
-        rows = (1, len(flat.tokens)) if packed.supports_packed else flat.context.padded_rows().source.shape
+        rows = flat.context.padded_rows().source.shape if self._forward.is_padded else (1, len(flat.tokens))
         return torch.empty(*rows, self._stage.width, dtype=self._stage.dtype, device=packed.device)
 
     def _swap(self, peer: int | None, send: Tensor | None = None, receive: Tensor | None = None) -> Tensor | None:

@@ -26,6 +26,7 @@ class Parallel:
         reductions: what adds this rank's gradient sums up over other ranks, in this order, after the last backward pass
             of a step.
         cut_dims: mesh dimensions along which ranks have different pieces of gradients.
+        pieces: of weights that are no DTensors, but of which ranks along `cut_dims` have pieces: how many there are.
         in_step: a forward has collectives of ranks with different rows, so all must run equally many.
     """
 
@@ -35,6 +36,7 @@ class Parallel:
     tied: frozenset[str] = frozenset()
     reductions: list[Callable[[Gradients], None]] = field(default_factory=list)
     cut_dims: tuple[str, ...] = ()
+    pieces: dict[str, int] = field(default_factory=dict)
     in_step: bool = False
 
     def copies(self, weight: Weight) -> int:
@@ -44,4 +46,4 @@ class Parallel:
         source: Any = weight.source
         cuts = enumerate(getattr(source, "placements", ()))
         pieces: int = math.prod(source.device_mesh.size(dim) for dim, cut in cuts if hasattr(cut, "dim"))
-        return ranks // pieces
+        return ranks // self.pieces.get(weight.name, pieces)

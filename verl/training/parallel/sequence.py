@@ -34,11 +34,10 @@ def sequence(forward: Forward, ranks: Ranks) -> None:
     Raises:
         ConfigError: tokens of the model see each other elsewhere than in an attention of ours.
     """
-    if not forward.packed.supports_packed:
-        raise ConfigError(
-            f"layout: sp={ranks.mesh.layout.sp} cuts sequences at the attention, and "
-            f"{type(forward.packed.model).__name__} has none that can be called so: use sp=1"
-        )
+    if forward.is_padded:
+        kind = type(forward.packed.model).__name__
+        why = "use_remove_padding is false" if forward.packed.supports_packed else f"{kind} cannot be called so"
+        raise ConfigError(f"layout: sp={ranks.mesh.layout.sp} cuts packed sequences at the attention, and {why}")
     forward.slicing = SequenceSlices(ranks.group("sp"), per_row=forward.head == "score").cut
 
 

@@ -1,0 +1,42 @@
+"""Generation in another layout than training: samples, losses and weights are those of one process."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests import ranks
+from tests.controller.test_torchrun import SCRIPT, assert_equal_runs
+
+FSDP, TENSOR = {"strategy": "fsdp"}, {"tensor_parallel_size": 4}
+PAIRS = {"tensor_parallel_size": 2}
+#: Settings of training on 4 ranks, and of generation.
+LAYOUTS = {
+    "fsdp to tensor": (FSDP, {"tensor_parallel_size": 2}),
+    "tensor to tensor, overlapped": (TENSOR, {"tensor_parallel_size": 2, "overlap_comm": True}),
+    "fsdp to whole, overlapped": (FSDP, {"overlap_comm": True}),
+    "pipeline and tensor to tensor": ({**PAIRS, "pipeline_parallel_size": 2}, {"tensor_parallel_size": 2}),
+    "tensor and data to whole": (PAIRS, {}),
+    "data to tensor": ({}, {"tensor_parallel_size": 4}),
+    "fsdp to whole, another engine": (FSDP, {"rollout": "hf"}),
+    "fsdp to tensor, apart": (FSDP, {"tensor_parallel_size": 2}),
+}
+APART = {"actor": "cpu:0-1", "rollout": "cpu:2-3"}
+
+
+@pytest.mark.parametrize(
+    "names", [[*LAYOUTS][:2], pytest.param([*LAYOUTS][2:], marks=pytest.mark.slow)], ids=["some", "others"]
+)
+def test_generation_in_another_layout_equals_one_process(
+    make_tiny: Callable[..., Path], tmp_path: Path, names: list[str]
+) -> None:
+    model = make_tiny("gpt2", torch.float64)
+    ranks.alone(SCRIPT, model, tmp_path / "alone")
+    cases = {name: (*LAYOUTS[name], APART if "apart" in name else None) for name in names}
+    ranks.job(4, SCRIPT.with_name("layouts.py"), model, tmp_path, json.dumps(cases))
+    for name in names:
+        assert_equal_runs(tmp_path / "alone", tmp_path / name)

@@ -1,0 +1,178 @@
+"""What a plan says, for any layouts: every element arrives once, nothing else moves, and bytes are the paper's."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+import torch
+from hypothesis import assume, given, settings
+from hypothesis import strategies as st
+
+from verl.errors import ConfigError
+from verl.hybrid.meshes import generation_mesh, micro_groups, paper_table
+from verl.hybrid.plan import Plan, transition
+from verl.layout import Layout, Mesh
+from verl.models.cuts import PartBlock
+from verl.shard import Cut, WeightSpec
+
+SIZES = st.sampled_from([1, 2, 4])
+
+
+def weights(layout: Layout, hidden: int = 16, layers: int = 4) -> dict[str, WeightSpec]:
+    """Of a model with fused matrices, tied embeddings and norms; cut as engines cut them."""
+
+    def spec(name: str, shape: tuple[int, ...], tp: Cut | None, stages: tuple[int, ...]) -> WeightSpec:
+        cuts = [tp] if tp is not None and layout.tp > 1 else []
+        if layout.shard > 1:
+            cuts.append(Cut("shard", 0))
+        return WeightSpec(name, shape, torch.float32, tuple(cuts), stages if layout.pp > 1 else ())
+
+    found = [spec("embedding", (8 * hidden, hidden), Cut("tp", 0), (0, layout.pp - 1))]
+    for layer in range(layers):
+        stage = (layer * layout.pp // layers,)
+        found += [
+            spec(f"{layer}.qkv", (3 * hidden, hidden), Cut("tp", 0, 3), stage),
+            spec(f"{layer}.bias", (3 * hidden,), Cut("tp", 0, 3), stage),
+            spec(f"{layer}.out", (hidden, 2 * hidden), Cut("tp", 1), stage),
+            spec(f"{layer}.norm", (hidden,), None, stage),
+        ]
+    found.append(WeightSpec("scale", (), torch.float32))
+    return {one.name: one for one in found}
+
+
+@st.composite
+def layouts(draw: st.DrawFn) -> tuple[Mesh, Mesh]:
+    layout = Layout(
+        pp=draw(SIZES), replicate=draw(SIZES), shard=draw(SIZES), sp=draw(st.sampled_from([1, 2])), tp=draw(SIZES)
+    )
+    assume(layout.size <= 16)
+    ranks = list(range(3, 3 + layout.size))
+    random.Random(draw(st.integers(0, 99))).shuffle(ranks)
+    train = Mesh(tuple(ranks), layout)
+    pg = draw(st.sampled_from([n for n in (1, 2, 4) if layout.pp % n == 0]))
+    tg = draw(st.sampled_from([n for n in (1, 2, 4) if layout.tp % n == 0]))
+    return train, generation_mesh(train, pg, tg)
+
+
+def fill(plan: Plan, rank: int, whole: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """A rank's parts in the target as the plan's regions make them; -1 where none came."""
+    parts = {}
+    for name in plan.names(rank):
+        part = torch.full(plan.local_shape(rank, name), -1.0)
+        for region in (r for bucket in plan.incoming(rank) for r in bucket if r.name == name):
+            assert any(contains(block, region) for block in plan.held(region.source, name)), region
+            place = next(_place(block, region) for block in plan.blocks(rank, name) if contains(block, region))
+            assert (part[place] == -1).all(), region
+            part[place] = whole[name][box(region.offset, region.shape)]
+        parts[name] = part
+    return parts
+
+
+def box(offset: tuple[int, ...], shape: tuple[int, ...]) -> tuple[slice, ...]:
+    return tuple(slice(start, start + size) for start, size in zip(offset, shape, strict=True))
+
+
+def contains(block: PartBlock, region: object) -> bool:
+    offset, shape = region.offset, region.shape  # type: ignore[attr-defined]
+    pairs = zip(offset, shape, block.offset, block.shape, strict=True)
+    return all(a >= b and a + n <= b + m for a, n, b, m in pairs)
+
+
+def _place(block: PartBlock, region: object) -> tuple[slice, ...]:
+    offset, shape = region.offset, region.shape  # type: ignore[attr-defined]
+    return box(tuple(p + a - b for p, a, b in zip(block.place, offset, block.offset, strict=True)), shape)
+
+
+@settings(max_examples=12, deadline=None)
+@given(layouts(), st.sampled_from([64, 1 << 10, 1 << 20]))
+def test_every_element_arrives_once_and_nothing_that_is_there_moves(meshes: tuple[Mesh, Mesh], limit: int) -> None:
+    train, generation = meshes
+    specs = weights(train.layout)
+    plan = transition(train, generation, specs, bucket_bytes=limit)
+    whole = {name: torch.arange(spec.nbytes // 4).view(spec.shape).float() for name, spec in specs.items()}
+    for rank in random.Random(0).sample(train.ranks, min(8, train.size)):
+        for name, part in fill(plan, rank, whole).items():
+            blocks = plan.blocks(rank, name)
+            expected = torch.full_like(part, -2.0)
+            for block in blocks:
+                expected[box(block.place, block.shape)] = whole[name][box(block.offset, block.shape)]
+            assert torch.equal(part, expected), name
+            # What this rank holds of it is not asked of another.
+            for region in (r for bucket in plan.incoming(rank) for r in bucket if r.name == name):
+                held = [block for block in plan.held(rank, name) if contains(block, region)]
+                assert (region.source == rank) == bool(held), region
+        # The training piece lies within the generation part.
+        moved = plan.moved(rank)
+        assert moved.own == moved.source
+        sent = [r for bucket in plan.outgoing(rank) for r in bucket]
+        assert all(
+            r.source == rank and r in plan.incoming(r.target)[n] for n, b in enumerate(plan.outgoing(rank)) for r in b
+        )
+        assert len(sent) == len(set(sent))
+
+
+@settings(max_examples=25, deadline=None)
+@given(layouts())
+def test_bytes_are_those_of_the_paper(meshes: tuple[Mesh, Mesh]) -> None:
+    train, generation = meshes
+    layout = train.layout
+    # Stages of equal size: nothing outside of the layers, and no tied weight on two of them.
+    specs = {name: s for name, s in weights(layout).items() if name[0].isdigit() and not name.endswith("norm")}
+    plan = transition(train, generation, specs)
+    total = sum(spec.nbytes for spec in specs.values())
+    ours = paper_table(layout, generation.layout)["ours"]
+    for rank in train.ranks[:4]:
+        moved = plan.moved(rank)
+        assert moved.received == pytest.approx(ours.received * total)
+        assert moved.target == pytest.approx(ours.peak * total)
+        assert moved.source - moved.own == ours.redundant
+
+
+@settings(max_examples=25, deadline=None)
+@given(layouts())
+def test_ranks_exchange_inside_of_micro_groups_alone(meshes: tuple[Mesh, Mesh]) -> None:
+    train, generation = meshes
+    plan = transition(train, generation, weights(train.layout))
+    groups = [set(group) for group in micro_groups(train, generation)]
+    assert sorted(rank for group in groups for rank in group) == sorted(train.ranks)
+    assert all(any(set(group) <= micro for micro in groups) for group in plan.groups)
+
+
+def test_the_example_of_the_paper() -> None:
+    """Figure 8: training 1-4-2, generation 1-2-2-2, GPUs G1 to G8."""
+    train = Mesh(tuple(range(1, 9)), Layout(replicate=2, tp=4))
+    generation = generation_mesh(train, 1, 2)
+    assert generation.layout == Layout(replicate=4, tp=2)
+    assert [generation.group(rank, "tp") for rank in (1, 2, 5, 6)] == [(1, 3), (2, 4), (5, 7), (6, 8)]
+    assert micro_groups(train, generation) == [(1, 2), (3, 4), (5, 6), (7, 8)]
+
+
+def test_fsdp_becomes_whole_and_tensor_parallel() -> None:
+    train = Mesh((0, 1, 2, 3), Layout(shard=4))
+    specs = {"up": WeightSpec("up", (8, 4), torch.float32, (Cut("shard", 0),))}
+    whole = transition(train, generation_mesh(train), specs)
+    assert [whole.moved(rank)[:2] for rank in train.ranks] == [(96, 32)] * 4
+    cut = transition(train, generation_mesh(train, 1, 2), specs, {"up": (Cut("tp", 0),)})
+    assert [cut.moved(rank)[:2] for rank in train.ranks] == [(32, 32)] * 4
+    assert cut.groups == [(0, 1), (2, 3)]
+    assert generation_mesh(train, 1, 2).ranks == (0, 2, 1, 3)
+    with pytest.raises(ConfigError, match="not cut along tp in the source"):
+        transition(train, generation_mesh(train, 1, 2), specs)
+
+
+def test_other_ranks_are_given_all_that_they_need() -> None:
+    train, apart = Mesh((0, 1), Layout(tp=2)), Mesh((2, 3), Layout(replicate=2))
+    specs = weights(train.layout)
+    plan = transition(train, apart, specs)
+    total = sum(spec.nbytes for spec in specs.values())
+    assert [plan.moved(rank).received for rank in apart.ranks] == [total, total]
+    assert plan.incoming(0) == ((),) * len(plan.buckets)
+    sources = {r.source for bucket in plan.incoming(2) for r in bucket}
+    assert sources == {0, 1}
+
+
+@pytest.mark.parametrize(("pg", "tg", "words"), [(3, 1, "pp=3 does not divide the 2"), (1, 3, "tp=3 does not divide")])
+def test_sizes_that_do_not_divide_are_refused(pg: int, tg: int, words: str) -> None:
+    with pytest.raises(ConfigError, match=words):
+        generation_mesh(Mesh(tuple(range(4)), Layout(pp=2, tp=2)), pg, tg)

@@ -1,0 +1,85 @@
+"""The hybrid engine by the words of the articles."""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+import verl
+from verl.errors import ConfigError
+from verl.layout import Layout
+from verl.models.memory import ModelSize
+from verl.roles import layouts
+
+SAMPLING = {"max_new_tokens": 4}
+
+
+def made(tiny: Path, **options: Any) -> tuple[verl.Actor, verl.Critic]:
+    return verl.Actor(str(tiny), sampling=SAMPLING, optim={"lr": 1e-3}, **options), verl.Critic(str(tiny))
+
+
+def test_a_role_updater_is_ppo_over_an_actor_and_its_critic(tiny: Path) -> None:
+    weights = []
+    for make in (
+        lambda pair: verl.PPORoleUpdater(model=pair, engine="hybrid", overlap_comm=True),
+        lambda pair: verl.PPORoleUpdater({"actor": pair[0], "critic": pair[1]}),
+        lambda pair: verl.PPORoleUpdater(SimpleNamespace(actor=pair[0], critic=pair[1])),
+        lambda pair: verl.Updater("ppo", actor=pair[0], critic=pair[1]),
+    ):
+        actor, critic = made(tiny)
+        updater = make((actor, critic))
+        sequences = actor.generate_sequences(["One", "Two"], n=2, key="k")
+        assert {"loss/actor", "loss/critic"} <= updater.update(sequences, [0.0, 1.0, 2.0, 3.0]).keys()
+        weights.append([weight.detach().clone() for model in (actor, critic) for weight in model.model.parameters()])
+    assert all(torch.equal(a, b) for other in weights[1:] for a, b in zip(weights[0], other, strict=True))
+
+
+@pytest.mark.parametrize(
+    ("train", "share", "expected"),
+    [
+        ({"strategy": "fsdp"}, 4.0, Layout(replicate=4)),  # of the free memory, the weights take a quarter
+        ({"strategy": "fsdp"}, 1.5, Layout(replicate=2, tp=2)),
+        ({"tensor_parallel_size": 2}, 0.1, Layout(replicate=2, tp=2)),  # two key-value heads: four cannot be
+        ({}, 4.0, Layout(replicate=4)),
+    ],
+)
+def test_the_fewest_ranks_share_a_copy_that_memory_allows(
+    tiny: Path, monkeypatch: Any, caplog: Any, train: dict[str, Any], share: float, expected: Layout
+) -> None:
+    actor, _ = made(tiny, placement="cpu:0-3", train=train)
+    size = ModelSize.from_model(actor.model).weight_bytes
+    monkeypatch.setattr(layouts, "free_memory", lambda *where: int(4 * share * size))
+    trainer = verl.Trainer(actor, reward_fn=lambda texts: [0.0] * len(texts), algorithm="grpo", n=2, log_dir=False)
+    with caplog.at_level(logging.INFO, "verl"):
+        mesh = trainer.enable_3d_hybrid_engine(overlap_comm=True)
+    assert mesh.layout == expected and actor.rollout_options.tensor_parallel == expected.tp
+    assert actor.rollout_options.overlap_comm
+    said = "nothing moves" if not train else "arrive while prompts are computed"
+    assert said in caplog.text
+
+
+def test_what_cannot_be_is_refused_by_name(tiny: Path) -> None:
+    actor, critic = made(tiny)
+    with pytest.raises(ConfigError, match="tensor_model_parallel_size=2 does not divide the 1 rank that generate"):
+        layouts.enable_hybrid_engine(actor, tensor_parallel_size=2)
+    with pytest.raises(ConfigError, match="no engine is called 'hybird'"):
+        verl.PPORoleUpdater((actor, critic), engine="hybird")
+    with pytest.raises(ConfigError, match="give engine='hybrid'"):
+        verl.PPORoleUpdater((actor, critic), overlap_comm=True)
+    with pytest.raises(ConfigError, match="an actor and its critic"):
+        verl.PPORoleUpdater("gpt2")
+    apart = verl.Actor(str(tiny), placement={"actor": "cpu:0-1", "rollout": "cpu:2-3"})
+    with pytest.raises(ConfigError, match="slots of its own"):
+        layouts.enable_hybrid_engine(apart)
+    own = verl.Actor(str(tiny), rollout=lambda *given: None)
+    with pytest.raises(ConfigError, match="engines embedded, hf and vllm"):
+        layouts.enable_hybrid_engine(own)
+    actor, _ = made(tiny)
+    actor.generate_sequences(["One"])
+    with pytest.raises(ConfigError, match="before the first verb"):
+        layouts.enable_hybrid_engine(actor)

@@ -1,0 +1,42 @@
+"""Generation under tensor parallelism is that of one process."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests import ranks
+from tests.rollout.rank_generation import KINDS
+
+SCRIPT = Path(__file__).with_name("rank_generation.py")
+
+
+@pytest.mark.parametrize(
+    ("size", "kinds"),
+    [
+        (2, ("qwen2", "phi3", "qwen3_moe", "gpt2 lora")),
+        pytest.param(2, KINDS, marks=pytest.mark.slow),
+        pytest.param(4, ("gpt2",), marks=pytest.mark.slow),
+    ],
+)
+def test_greedy_and_sampled_tokens_are_those_of_one_process(size: int, kinds: tuple[str, ...]) -> None:
+    done = ranks.job(size, SCRIPT, *kinds)
+    found = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
+    assert [case["kind"] for case in found] == [*kinds, f"{kinds[0]} invariant"]
+    for case in found:
+        assert case["preemptions"] > 0  # the first rank decides them for all
+        is_whole = case["kind"] == "phi3"  # its fused matrices are put together before the attention
+        assert case["bytes"] == (1.0 if is_whole else 1 / size)
+        for together in case["together"]:
+            compare(together, case["alone"])
+
+
+def compare(together: list[dict[str, Any]], alone: list[dict[str, Any]]) -> None:
+    aborted = [sample["id"] for sample in alone if sample["finish"] == "abort"]
+    assert aborted == ["r9"]
+    for one, other in zip(alone, together, strict=True):
+        assert {**one, "log_probs": None} == {**other, "log_probs": None}
+        assert one["log_probs"] == pytest.approx(other["log_probs"], rel=0, abs=1e-9)

@@ -1,0 +1,1 @@
+"""The way of weights from the training layout to the generation layout, and back."""

@@ -1,0 +1,278 @@
+"""What has to move so that weights in one layout are there in another: computed, not measured, without a process group.
+
+All ranks compute the same plan. What a rank holds and another lacks travels once; what it has itself it never receives.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from itertools import product
+from typing import NamedTuple
+
+from verl.errors import ConfigError
+from verl.layout import DIMS, Mesh
+from verl.models.cuts import PartBlock, part_blocks
+from verl.shard import Cut, WeightSpec
+
+#: Of the weights that travel at a time, by default.
+BUCKET_BYTES = 32 << 20
+
+
+class Region(NamedTuple):
+    """A block of a weight, and who gives it to whom; both are the same rank where it has it already."""
+
+    name: str
+    offset: tuple[int, ...]
+    shape: tuple[int, ...]
+    source: int
+    target: int
+
+    @property
+    def numel(self) -> int:
+        return math.prod(self.shape)
+
+
+class Item(NamedTuple):
+    """Rows `low` up to `high` of a weight; of one without dimensions, all."""
+
+    name: str
+    low: int
+    high: int
+
+
+@dataclass(frozen=True, eq=False)
+class Plan:
+    """See `transition`.
+
+    Attributes:
+        source, target: the meshes.
+        specs: the weights, as `source` cuts them.
+        cuts: how `target` cuts each.
+        buckets: what moves together, in the order of the weights.
+    """
+
+    source: Mesh
+    target: Mesh
+    specs: Mapping[str, WeightSpec]
+    cuts: Mapping[str, tuple[Cut, ...]]
+    buckets: tuple[tuple[Item, ...], ...]
+    _incoming: dict[int, tuple[tuple[Region, ...], ...]] = field(default_factory=dict, repr=False)
+
+    def names(self, rank: int) -> list[str]:
+        """The weights of which a rank has a part in the target."""
+        return [name for name in self.specs if self._stage_holds(rank, name)]
+
+    def blocks(self, rank: int, name: str) -> tuple[PartBlock, ...]:
+        """The blocks of a rank's part of a weight in the target."""
+        if not self._stage_holds(rank, name):
+            return ()
+        return _blocks(self.specs[name], self.cuts[name], self.target, self.target.coordinate(rank))
+
+    def local_shape(self, rank: int, name: str) -> tuple[int, ...]:
+        """Of a rank's part of a weight in the target."""
+        blocks, shape = self.blocks(rank, name), self.specs[name].shape
+        ends = ([start + size for start, size in zip(b.place, b.shape, strict=True)] for b in blocks)
+        return tuple(map(max, zip(*ends, strict=True))) if blocks else (0,) * len(shape)
+
+    def held(self, rank: int, name: str) -> tuple[PartBlock, ...]:
+        """The blocks of a rank's part of a weight in the source."""
+        spec = self.specs[name]
+        if rank not in self.source or not _holds(spec, self.source.coordinate(rank)["pp"]):
+            return ()
+        return _blocks(spec, spec.cuts, self.source, self.source.coordinate(rank))
+
+    def incoming(self, rank: int) -> tuple[tuple[Region, ...], ...]:
+        """By bucket, the regions that a rank's part in the target is made of, its own included."""
+        if rank not in self._incoming:
+            self._incoming[rank] = tuple(
+                tuple(region for item in bucket for region in self._regions(rank, item)) for bucket in self.buckets
+            )
+        return self._incoming[rank]
+
+    def outgoing(self, rank: int) -> tuple[tuple[Region, ...], ...]:
+        """By bucket, the regions that a rank gives to others."""
+        readers = [self.incoming(other) for other in self.target.ranks if other != rank]
+        return tuple(
+            tuple(region for reader in readers for region in reader[number] if region.source == rank)
+            for number in range(len(self.buckets))
+        )
+
+    @cached_property
+    def groups(self) -> list[tuple[int, ...]]:
+        """Ranks that exchange weights, directly or through others, ascending; those that exchange none are left out."""
+        group_of: dict[int, set[int]] = {}
+        for rank in self.target.ranks:
+            peers = {region.source for bucket in self.incoming(rank) for region in bucket} | {rank}
+            merged = peers.union(*(group_of.get(peer, set()) for peer in peers))
+            group_of.update(dict.fromkeys(merged, merged))
+        found = {tuple(sorted(group)) for group in group_of.values() if len(group) > 1}
+        return sorted(found)
+
+    def moved(self, rank: int, *, cut_alone: bool = False) -> Moved:
+        """What the transition is for a rank, in bytes.
+
+        Args:
+            cut_alone: of the weights that source or target cuts over `tp`, `ep` or `shard`, and of all weights of a
+                source with stages.
+        """
+        received = own = 0
+        for region in (region for bucket in self.incoming(rank) for region in bucket):
+            if cut_alone and not self.is_cut(region.name):
+                continue
+            size = region.numel * self.specs[region.name].dtype.itemsize
+            received, own = (received, own + size) if region.source == rank else (received + size, own)
+        held = sum(
+            math.prod(block.shape) * spec.dtype.itemsize
+            for spec in self.specs.values()
+            if not cut_alone or self.is_cut(spec.name)
+            for block in self.held(rank, spec.name)
+        )
+        return Moved(received=received, own=own, target=received + own, source=held)
+
+    def is_cut(self, name: str) -> bool:
+        """Whether ranks of the source have different parts of a weight, or some have none."""
+        spec = self.specs[name]
+        return bool(spec.cuts) or 0 < len(spec.stages) < self.source.layout.pp
+
+    def _stage_holds(self, rank: int, name: str) -> bool:
+        """Whether the target's stage of a rank has a weight: stages of the source that follow each other are one."""
+        if rank not in self.target:
+            return False
+        stages = self.target.layout.pp
+        if stages == 1:
+            return True
+        joined = self.source.layout.pp // stages
+        first = self.target.coordinate(rank)["pp"] * joined
+        return any(_holds(self.specs[name], stage) for stage in range(first, first + joined))
+
+    def _regions(self, rank: int, item: Item) -> Iterator[Region]:
+        spec = self.specs[item.name]
+        for wanted in self.blocks(rank, item.name):
+            box = _rows(wanted, item)
+            if box is None:
+                continue
+            for source, block in self._holders(rank, spec):
+                if (common := _common(box, (block.offset, block.shape))) is not None:
+                    yield Region(item.name, *common, source, rank)
+
+    def _holders(self, rank: int, spec: WeightSpec) -> Iterator[tuple[int, PartBlock]]:
+        """All blocks of a weight, each once, and of the ranks that have it in the source the one nearest to `rank`:
+        itself if it is one of them, else one of its own replica."""
+        layout = self.source.layout
+        if rank in self.source:
+            near = self.source.coordinate(rank)
+        else:
+            near = self.source.coordinate(self.source.ranks[self.target.ranks.index(rank) % self.source.size])
+        if not _holds(spec, near["pp"]):
+            near = {**near, "pp": min(spec.stages, key=lambda stage: abs(stage - near["pp"]))}
+        dims = [cut.dim for cut in spec.cuts]
+        for at in product(*(range(getattr(layout, dim)) for dim in dims)):
+            place = {**near, **dict(zip(dims, at, strict=True))}
+            holder = self.source.ranks[_index(place, layout.sizes)]
+            for block in _blocks(spec, spec.cuts, self.source, place):
+                yield holder, block
+
+
+class Moved(NamedTuple):
+    """Bytes of one rank: what it receives, what of its target part it holds already, its parts in target and source."""
+
+    received: int
+    own: int
+    target: int
+    source: int
+
+
+def transition(
+    source: Mesh,
+    target: Mesh,
+    specs: Mapping[str, WeightSpec],
+    cuts: Mapping[str, Sequence[Cut]] | None = None,
+    bucket_bytes: int = BUCKET_BYTES,
+) -> Plan:
+    """How weights laid out over `source` get into the layout of `target`, on the same or on other ranks.
+
+    Args:
+        specs: the weights as the source cuts them, in the order in which they are wanted.
+        cuts: how the target cuts each; None: as the source does, along the dimensions that the target has.
+        bucket_bytes: at most so many of a rank's part in the target move together, if a row has no more.
+
+    Raises:
+        ConfigError: a cut is along a dimension that its mesh lacks, or stages cannot be joined.
+    """
+    if source.layout.pp % target.layout.pp:
+        raise ConfigError(
+            f"transition: {source.layout.pp} pipeline stages cannot become {target.layout.pp}: stages are joined, "
+            "never split"
+        )
+    wide = {dim for dim in DIMS if getattr(target.layout, dim) > 1}
+    if cuts is None:
+        found = {name: tuple(cut for cut in spec.cuts if cut.dim in wide) for name, spec in specs.items()}
+        if missing := wide & {"tp", "ep", "shard"} - {cut.dim for spec in specs.values() for cut in spec.cuts}:
+            raise ConfigError(
+                f"transition: the weights are not cut along {', '.join(sorted(missing))} in the source: say how the "
+                "target cuts them (cuts)"
+            )
+    else:
+        found = {name: tuple(cuts[name]) for name in specs}
+    return Plan(source, target, specs, found, tuple(_buckets(specs, found, target, bucket_bytes)))
+
+
+def _buckets(
+    specs: Mapping[str, WeightSpec], cuts: Mapping[str, tuple[Cut, ...]], target: Mesh, limit: int
+) -> Iterator[tuple[Item, ...]]:
+    bucket: list[Item] = []
+    size = 0
+    for name, spec in specs.items():
+        rows = spec.shape[0] if spec.shape else 1
+        parts = math.prod(getattr(target.layout, cut.dim) for cut in cuts[name])
+        # A cut along the rows leaves whole rows, and ranks whose part they are not move nothing of them.
+        row_parts = math.prod(getattr(target.layout, cut.dim) for cut in cuts[name] if cut.axis)
+        row = max(1, spec.nbytes // max(rows * row_parts, 1))
+        if bucket and size + spec.nbytes // parts > limit:
+            yield tuple(bucket)
+            bucket, size = [], 0
+        step = max(1, limit // row) if spec.nbytes // parts > limit else rows
+        for low in range(0, rows, step):
+            bucket.append(Item(name, low, min(low + step, rows)))
+            size += spec.nbytes // parts
+            if size > limit:
+                yield tuple(bucket)
+                bucket, size = [], 0
+    if bucket:
+        yield tuple(bucket)
+
+
+def _blocks(spec: WeightSpec, cuts: tuple[Cut, ...], mesh: Mesh, at: Mapping[str, int]) -> tuple[PartBlock, ...]:
+    return part_blocks(spec.shape, cuts, {dim: getattr(mesh.layout, dim) for dim in DIMS}, at)
+
+
+def _holds(spec: WeightSpec, stage: int) -> bool:
+    return not spec.stages or stage in spec.stages
+
+
+def _rows(block: PartBlock, item: Item) -> tuple[tuple[int, ...], tuple[int, ...]] | None:
+    """What of a block is within the rows of an item: where it begins in the weight, and its shape."""
+    if not block.shape:
+        return block.offset, block.shape
+    low, high = max(block.offset[0], item.low), min(block.offset[0] + block.shape[0], item.high)
+    return None if low >= high else ((low, *block.offset[1:]), (high - low, *block.shape[1:]))
+
+
+def _common(
+    a: tuple[tuple[int, ...], tuple[int, ...]], b: tuple[tuple[int, ...], tuple[int, ...]]
+) -> tuple[tuple[int, ...], tuple[int, ...]] | None:
+    """What two blocks have in common: where it begins, and its shape."""
+    low = tuple(map(max, a[0], b[0]))
+    high = (min(i + m, j + n) for i, m, j, n in zip(a[0], a[1], b[0], b[1], strict=True))
+    shape = tuple(end - start for start, end in zip(low, high, strict=True))
+    return (low, shape) if min(shape, default=1) > 0 else None
+
+
+def _index(at: Mapping[str, int], sizes: Sequence[int]) -> int:
+    index = 0
+    for dim, size in zip(DIMS, sizes, strict=True):
+        index = index * size + at[dim]
+    return index

@@ -1,0 +1,207 @@
+"""One rank's part in a plan: it gives pieces of weights, receives what it lacks, and fills its buffers."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from verl.errors import ConfigError
+from verl.hybrid.plan import Plan, Region
+from verl.shard import Shard
+
+#: Buckets under way at a time: while one is copied to its places the next is on the line.
+AHEAD = 2
+
+
+class Transfer:
+    """Runs a plan, bucket after bucket; all ranks of the plan at once.
+
+    Args:
+        plan: of the transition.
+        rank: this one, in the whole job.
+        group: a process group of all ranks of the plan; its timeout is the deadline of each wait.
+        pieces: what this rank holds, in the order of the plan.
+        buffers: this rank's parts in the target by name, to be filled; they need memory when their bucket begins.
+        begin: called with the number of a bucket before it begins.
+        end: called with it when its weights are in place and this rank's pieces of them have been given.
+
+    Attributes:
+        received, sent: bytes to and from other ranks.
+        staged: at most so many bytes of messages were beside the weights.
+    """
+
+    def __init__(
+        self,
+        plan: Plan,
+        rank: int,
+        group: Any,
+        pieces: Iterable[Shard],
+        buffers: Mapping[str, Tensor],
+        begin: Callable[[int], None] = lambda number: None,
+        end: Callable[[int], None] = lambda number: None,
+    ) -> None:
+        self._incoming, self._outgoing = plan.incoming(rank), plan.outgoing(rank)
+        self._plan, self._rank, self._group = plan, rank, group
+        self._pieces = _Pieces(pieces)
+        self._buffers, self._begin, self._end = buffers, begin, end
+        self.received = self.sent = self.staged = 0
+        self._last = {item.name: number for number, bucket in enumerate(plan.buckets) for item in bucket}
+
+    @torch.no_grad()
+    def run(self) -> None:
+        """Move everything.
+
+        Raises:
+            ConfigError: this rank's pieces are not those of the plan.
+            RuntimeError: a rank did not answer within the deadline (torch's error).
+        """
+        under_way: deque[_Bucket] = deque()
+        for number in range(len(self._plan.buckets)):
+            under_way.append(self._post(number))
+            self.staged = max(self.staged, sum(bucket.staged for bucket in under_way))
+            if len(under_way) == AHEAD:
+                self._finish(under_way.popleft())
+        while under_way:
+            self._finish(under_way.popleft())
+
+    def _post(self, number: int) -> _Bucket:
+        self._begin(number)
+        bucket = _Bucket(number)
+        incoming, outgoing = _by_peer(self._incoming[number], "source"), _by_peer(self._outgoing[number], "target")
+        for region in incoming.pop(self._rank, ()):
+            self._place(region).copy_(self._pieces.find(region))
+        peers = sorted({*incoming, *outgoing, self._rank})
+        here, operations = peers.index(self._rank), []
+        messages: dict[Any, Tensor] = {}
+        for step in range(1, len(peers)):  # each rank gives to one and receives from one other at a time
+            to, source = peers[(here + step) % len(peers)], peers[here - step]
+            if to in outgoing:
+                key = tuple(region[:3] for region in outgoing[to])
+                if key not in messages:
+                    messages[key] = bucket.message([self._pieces.find(region) for region in outgoing[to]])
+                operations.append(dist.P2POp(dist.isend, messages[key], to, self._group, number))
+                self.sent += messages[key].numel()
+            if source in incoming:
+                slot = bucket.slot([self._place(region) for region in incoming[source]])
+                operations.append(dist.P2POp(dist.irecv, slot, source, self._group, number))
+                self.received += slot.numel()
+        bucket.works = dist.batch_isend_irecv(operations) if operations else []
+        return bucket
+
+    def _finish(self, bucket: _Bucket) -> None:
+        for work in bucket.works:
+            work.wait()
+        for slot, places in bucket.unpack:
+            at = 0
+            for place in places:
+                place.copy_(slot[at : at + place.nbytes].view(place.dtype).view(place.shape))
+                at += place.nbytes
+        self._pieces.drop([name for name, last in self._last.items() if last == bucket.number])
+        self._end(bucket.number)
+
+    def _place(self, region: Region) -> Tensor:
+        """Where a region is in this rank's buffers."""
+        for block in self._plan.blocks(self._rank, region.name):
+            inside = [at - start for at, start in zip(region.offset, block.offset, strict=True)]
+            if _within(inside, region.shape, block.shape):
+                starts = [a + b for a, b in zip(inside, block.place, strict=True)]
+                return _narrowed(self._buffers[region.name], starts, region.shape)
+        raise AssertionError(f"{region} is not of rank {self._rank}")
+
+
+@dataclass
+class _Bucket:
+    """What is under way.
+
+    Attributes:
+        unpack: messages to come, and the places of their parts.
+        staged: bytes of messages.
+        keep: sent messages, which must not be freed before they have gone.
+    """
+
+    number: int
+    works: list[Any] = field(default_factory=list)
+    unpack: list[tuple[Tensor, list[Tensor]]] = field(default_factory=list)
+    staged: int = 0
+    keep: list[Tensor] = field(default_factory=list)
+
+    def message(self, parts: Sequence[Tensor]) -> Tensor:
+        """The bytes of some tensors one after the other; of one that lies in one run, its own memory."""
+        if len(parts) == 1 and parts[0].is_contiguous():
+            found = _bytes(parts[0])
+        else:
+            found = torch.cat([_bytes(part.contiguous()) for part in parts])
+            self.staged += found.numel()
+        self.keep.append(found)
+        return found
+
+    def slot(self, places: list[Tensor]) -> Tensor:
+        """Memory for a message: that of the place itself, if it is one that lies in one run."""
+        if len(places) == 1 and places[0].is_contiguous():
+            return _bytes(places[0])
+        found = torch.empty(sum(place.nbytes for place in places), dtype=torch.uint8, device=places[0].device)
+        self.unpack.append((found, places))
+        self.staged += found.numel()
+        return found
+
+
+class _Pieces:
+    """A rank's pieces, drawn when they are wanted: some are made then."""
+
+    def __init__(self, pieces: Iterable[Shard]) -> None:
+        self._coming: Iterator[Shard] = iter(pieces)
+        self._found: dict[str, list[Shard]] = {}
+
+    def find(self, region: Region) -> Tensor:
+        """The block of a piece that is a region.
+
+        Raises:
+            ConfigError: this rank does not hold it.
+        """
+        while (found := self._look_up(region)) is None:
+            shard = next(self._coming, None)
+            if shard is None:
+                raise ConfigError(
+                    f"transition: this rank was expected to hold '{region.name}' from {list(region.offset)} on, and "
+                    "does not: its engine cuts weights otherwise than its specs say (ZeRO stage 3 does: use FSDP)"
+                )
+            self._found.setdefault(shard.name, []).append(shard)
+        return found
+
+    def drop(self, names: Iterable[str]) -> None:
+        for name in names:
+            self._found.pop(name, None)
+
+    def _look_up(self, region: Region) -> Tensor | None:
+        for shard in self._found.get(region.name, ()):
+            inside = [at - start for at, start in zip(region.offset, shard.offset, strict=True)]
+            if _within(inside, region.shape, tuple(shard.tensor.shape)):
+                return _narrowed(shard.tensor, inside, region.shape)
+        return None
+
+
+def _by_peer(regions: Iterable[Region], side: str) -> dict[int, list[Region]]:
+    found: dict[int, list[Region]] = {}
+    for region in regions:
+        found.setdefault(getattr(region, side), []).append(region)
+    return found
+
+
+def _within(starts: Sequence[int], shape: Sequence[int], outer: Sequence[int]) -> bool:
+    return all(a >= 0 and a + n <= size for a, n, size in zip(starts, shape, outer, strict=True))
+
+
+def _narrowed(tensor: Tensor, starts: Sequence[int], shape: Sequence[int]) -> Tensor:
+    for dim, (start, length) in enumerate(zip(starts, shape, strict=True)):
+        tensor = tensor.narrow(dim, start, length)
+    return tensor
+
+
+def _bytes(tensor: Tensor) -> Tensor:
+    return tensor.reshape(-1).view(torch.uint8)

@@ -1,0 +1,247 @@
+"""Generation weights of one rank: filled from the training engines of all ranks, and freed after the rollout.
+
+While they are filled, no byte of a training piece is held twice: what lies within this rank's part of the
+generation weights is copied there (from memory to memory, no rank is asked) and its own memory is freed, until
+`release` copies it back.
+"""
+
+from __future__ import annotations
+
+import math
+import threading
+import time
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any, Protocol
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from verl.errors import ConfigError, TrainingError, nearest
+from verl.hybrid.plan import BUCKET_BYTES, transition
+from verl.hybrid.transfer import Transfer
+from verl.layout import Mesh
+from verl.models.cuts import cuts_of, local_part
+from verl.shard import Shard, WeightSpec
+
+
+class Source(Protocol):
+    """What is used of a training engine (`verl.training.engine.TrainEngine`)."""
+
+    @property
+    def mesh(self) -> Mesh: ...
+    def specs(self) -> Mapping[str, WeightSpec]: ...
+    def shards(self) -> Iterator[Shard]: ...
+    def lend(self, name: str) -> int: ...
+    def take_back(self, shards: Iterable[Shard]) -> None: ...
+
+
+class HybridWeights:
+    """A rank's part of the weights in the generation layout. All ranks make one, and `start` it, together.
+
+    Args:
+        engine: of this rank, which trains.
+        target: the ranks that generate, such as `verl.hybrid.meshes.generation_mesh` lays them out.
+        group: a process group of all ranks of both meshes, used for nothing else meanwhile; its timeout is the deadline
+            of each wait.
+        targets: the parameters of a generation model by checkpoint name, laid out over `target`. Nothing else may use
+            their memory. None: `buffers` are made, cut as training cuts them.
+        overlap: `start` returns at once, and a thread moves the weights. (On an accelerator the calling thread issues
+            the transfer, which its stream runs.)
+        bucket_bytes: see `transition`.
+
+    Attributes:
+        plan: what moves.
+        buffers: this rank's part of each weight by checkpoint name. The tensors are made once, so that a model can be
+            bound to them; they have memory from `start` to `release`.
+        received, sent: bytes of the last transfer from and to other ranks.
+        peak: bytes that weights and messages took at most: buffers, training pieces that were there too, and staging.
+        staged: bytes of messages in `peak`.
+        spans: of each bucket, when it began and was in place (seconds, `time.perf_counter`).
+        redundant: bytes of training pieces that were held twice once all was filled.
+
+    Raises:
+        ConfigError: the layouts or the tensors do not go together.
+    """
+
+    def __init__(
+        self,
+        engine: Source,
+        target: Mesh,
+        group: Any,
+        targets: Mapping[str, Tensor] | None = None,
+        *,
+        overlap: bool = True,
+        bucket_bytes: int = BUCKET_BYTES,
+    ) -> None:
+        self.engine, self.group = engine, group
+        self.rank = dist.get_rank()
+        specs = engine.specs()
+        cuts = None if targets is None else {name: cuts_of(_given(targets, name)) for name in specs}
+        self.plan = transition(engine.mesh, target, specs, cuts, bucket_bytes)
+        device = next((shard.tensor.device for shard in engine.shards()), torch.device("cpu"))
+        self.buffers: dict[str, Tensor] = {}
+        for name in self.plan.names(self.rank):
+            shape, dtype = self.plan.local_shape(self.rank, name), specs[name].dtype
+            if targets is None:
+                buffer = torch.empty(shape, dtype=dtype, device=device)
+            else:
+                buffer = local_part(targets[name].detach())
+                if tuple(buffer.shape) != shape or buffer.dtype != dtype:
+                    raise ConfigError(
+                        f"transition: '{name}' has the local shape {list(buffer.shape)} in {buffer.dtype} in the "
+                        f"generation model, {list(shape)} in {dtype} was expected"
+                    )
+            self.buffers[name] = buffer
+        self._sizes = {name: buffer.untyped_storage().nbytes() for name, buffer in self.buffers.items()}
+        self._overlap = overlap and device.type == "cpu"
+        backend: Any = group._get_backend(group._device_types[0])
+        self._deadline: float = backend.options._timeout.total_seconds()
+        self._last = {item.name: number for number, bucket in enumerate(self.plan.buckets) for item in bucket}
+        self._within = self._pieces_within()
+        self._progress = threading.Condition()
+        self._thread: threading.Thread | None = None
+        self._error: BaseException | None = None
+        self._finished = 0
+        self._filled = False
+        self._lent: set[str] = set()
+        self.received = self.sent = self.peak = self.staged = self.redundant = 0
+        self.spans: list[tuple[float, float]] = []
+        self._bytes = 0
+        for name in self.buffers:
+            self._resize(name, 0)
+
+    def start(self) -> None:
+        """Begin to fill the buffers with the weights as they are now. All ranks of the plan call it.
+
+        Raises:
+            TrainingError: they are filled already.
+        """
+        if self._filled:
+            raise TrainingError("the generation weights are there already: release() them before the next transfer")
+        self._filled, self._finished, self._error = True, 0, None
+        self._bytes = sum(shard.nbytes for shard in self.engine.shards())
+        self.peak = self._bytes
+        self.spans = []
+        self._begun: list[float] = []
+        if self._overlap:
+            self._thread = threading.Thread(target=self._run, name="weights", daemon=True)
+            self._thread.start()
+        else:
+            self._run()
+
+    def ready(self, name: str) -> Tensor:
+        """Wait until the weight `name` is there, and return this rank's part of it.
+
+        Raises:
+            TrainingError: the transfer failed, or did not go on within the deadline.
+        """
+        self._wait(self._last[name])
+        return self.buffers[name]
+
+    def wait(self) -> None:
+        """Wait until all weights are there.
+
+        Raises:
+            TrainingError: see `ready`.
+        """
+        self._wait(len(self.plan.buckets) - 1)
+        if self._thread is not None:
+            self._thread.join(self._deadline)
+
+    def shards(self) -> Iterator[Shard]:
+        """This rank's part of the generation weights, on the live buffers."""
+        for name, buffer in self.buffers.items():
+            yield from self._shards_of(name, self.ready(name) if self._filled else buffer)
+
+    def release(self) -> None:
+        """Give the training engine its pieces back, and free the buffers."""
+        if self._thread is not None:
+            self._thread.join(self._deadline * max(1, len(self.plan.buckets)))
+            self._thread = None
+        for name, buffer in self.buffers.items():
+            if name in self._lent:
+                self.engine.take_back(self._shards_of(name, buffer))
+                self._lent.discard(name)
+            self._resize(name, 0)
+        self._filled = False
+
+    def _run(self) -> None:
+        try:
+            transfer = Transfer(
+                self.plan, self.rank, self.group, self.engine.shards(), self.buffers, self._begin, self._end
+            )
+            transfer.run()
+            self.received, self.sent = transfer.received, transfer.sent
+            self.staged = transfer.staged
+            self.peak += transfer.staged
+            held = {name: self._held_bytes(name) for name in self.plan.specs}
+            self.redundant = sum(min(own, held[name]) for name, own in self._own.items() if name not in self._lent)
+        except BaseException as error:
+            with self._progress:
+                self._error = error
+                self._progress.notify_all()
+
+    def _wait(self, bucket: int) -> None:
+        with self._progress:
+            while self._finished <= bucket and self._error is None:
+                before = self._finished
+                if not self._filled:
+                    raise TrainingError("the generation weights were released: start() the transfer first")
+                if not self._progress.wait(self._deadline) and self._finished == before and self._error is None:
+                    raise TrainingError(
+                        f"the transfer of weights did not go on within {self._deadline:g} s, at bucket {before} of "
+                        f"{len(self.plan.buckets)}: a rank is missing or very slow"
+                    )
+            if self._error is not None:
+                raise TrainingError(f"the transfer of weights failed: {self._error}") from self._error
+
+    def _begin(self, number: int) -> None:
+        self._begun.append(time.perf_counter())
+        for item in self.plan.buckets[number]:
+            if item.name in self.buffers:
+                self._resize(item.name, self._sizes[item.name])
+        self.peak = max(self.peak, self._bytes)
+
+    def _end(self, number: int) -> None:
+        for item in self.plan.buckets[number]:
+            if self._last[item.name] == number and item.name in self._within and item.name not in self._lent:
+                freed = self.engine.lend(item.name)
+                if freed:
+                    self._lent.add(item.name)
+                    self._bytes -= freed
+        self.spans.append((self._begun[number], time.perf_counter()))
+        with self._progress:
+            self._finished = number + 1
+            self._progress.notify_all()
+
+    def _resize(self, name: str, size: int) -> None:
+        storage = self.buffers[name].untyped_storage()
+        if storage.nbytes() != size:  # resizing moves the memory even to the same size
+            self._bytes += size - storage.nbytes()
+            storage.resize_(size)
+
+    def _shards_of(self, name: str, buffer: Tensor) -> Iterator[Shard]:
+        for block in self.plan.blocks(self.rank, name):
+            part = buffer
+            for dim, (start, length) in enumerate(zip(block.place, block.shape, strict=True)):
+                part = part.narrow(dim, start, length)
+            yield Shard(name, self.plan.specs[name].shape, block.offset, part)
+
+    def _held_bytes(self, name: str) -> int:
+        size = self.plan.specs[name].dtype.itemsize
+        return sum(math.prod(block.shape) * size for block in self.plan.held(self.rank, name))
+
+    def _pieces_within(self) -> frozenset[str]:
+        """Weights of which this rank's whole training piece lies within its generation part."""
+        self._own = dict.fromkeys(self.buffers, 0)
+        for region in (region for bucket in self.plan.incoming(self.rank) for region in bucket):
+            if region.source == self.rank:
+                self._own[region.name] += region.numel * self.plan.specs[region.name].dtype.itemsize
+        return frozenset(name for name, own in self._own.items() if own and own == self._held_bytes(name))
+
+
+def _given(targets: Mapping[str, Tensor], name: str) -> Tensor:
+    if name not in targets:
+        raise ConfigError(f"transition: the generation model has no weight '{name}': {nearest(name, targets)}")
+    return targets[name]

@@ -1,0 +1,147 @@
+"""What this machine reaches: a short measurement of products, memory and a collective. Needs torch.
+
+python -m verl.planner.calibrate        # prints the three shares, or the machine as a device
+"""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from verl.errors import ClusterError
+from verl.planner.hardware import DEVICES, GB, Device, Efficiency
+
+#: Seconds that the ranks of the collective may take to start, and to finish.
+DEADLINE = 120
+
+
+@dataclass(frozen=True)
+class Measured:
+    """Rates that were reached. `network` is None where there are not two devices."""
+
+    kind: str
+    flops: float
+    bandwidth: float
+    network: float | None
+
+    def efficiency(self, device: Device, usual: Efficiency | None = None) -> Efficiency:
+        """As shares of a device's data sheet; a share that was not measured stays as usual."""
+        usual = usual or Efficiency()
+        network = usual.network if self.network is None else min(1.0, self.network / device.link)
+        return Efficiency(min(1.0, self.flops / device.flops), min(1.0, self.bandwidth / device.bandwidth), network)
+
+    def device(self, memory: float) -> Device:
+        """A machine without a data sheet: what was measured is all that it can do (shares of 1)."""
+        network = self.network or GB
+        return Device(self.kind, self.flops, memory, self.bandwidth, network, network, self.bandwidth)
+
+    def sheet(self) -> Device | None:
+        """The data sheet of this machine's device, if it is known."""
+        name = self.kind.lower().replace("-", " ").split()
+        return next((DEVICES[key] for key in sorted(DEVICES, key=len, reverse=True) if key in name), None)
+
+
+def measure(megabytes: int = 32) -> Measured:
+    """Measure this machine's first accelerator, else its CPU (seconds).
+
+    Args:
+        megabytes: size of what is copied and summed over two ranks.
+
+    Raises:
+        ClusterError: the ranks of the collective do not answer within the deadline.
+    """
+    import torch
+
+    from verl import device
+
+    name = device.accelerator()
+    where = torch.device(name or "cpu")
+    dtype = torch.bfloat16 if name else torch.float32
+    rows, width, inner = (8192, 8192, 8192) if name else (512, 1024, 1024)
+    x, w = torch.randn(rows, width, device=where, dtype=dtype), torch.randn(inner, width, device=where, dtype=dtype)
+    product = _seconds(lambda: torch.nn.functional.linear(x, w))
+    source = torch.randn(megabytes * (1 << 18) * (16 if name else 1), device=where)
+    target = torch.empty_like(source)
+    copy = _seconds(lambda: target.copy_(source))
+    count = torch.accelerator.device_count() if name else 2
+    return Measured(
+        torch.cuda.get_device_name() if where.type == "cuda" else str(where),
+        2 * rows * width * inner / product,
+        2 * source.nbytes / copy,
+        _collective(megabytes, where.type) if count > 1 else None,
+    )
+
+
+def _seconds(run: Callable[[], object], times: int = 7) -> float:
+    """The median of several runs after a first one."""
+    import torch
+
+    found = []
+    for _ in range(times + 1):
+        begun = time.perf_counter()
+        run()
+        if torch.accelerator.is_available():
+            torch.accelerator.synchronize()
+        found.append(time.perf_counter() - begun)
+    return sorted(found[1:])[times // 2]
+
+
+def _collective(megabytes: int, kind: str) -> float:
+    """Bytes/s of an all-gather between two ranks, each a process of its own."""
+    with tempfile.TemporaryDirectory() as directory:
+        line = [sys.executable, "-m", "verl.planner.calibrate", directory, str(megabytes), kind]
+        ranks = [subprocess.Popen([*line, str(rank)], stdout=subprocess.PIPE, text=True) for rank in range(2)]
+        try:
+            answers = [rank.communicate(timeout=DEADLINE)[0] for rank in ranks]
+        except subprocess.TimeoutExpired:
+            raise ClusterError(f"verl plan: two ranks did not gather {megabytes} MB within {DEADLINE} s") from None
+        finally:
+            for rank in ranks:
+                rank.kill()
+    if any(rank.returncode for rank in ranks):
+        raise ClusterError("verl plan: a rank of the measured collective failed; its error is above")
+    return float(answers[0])
+
+
+def _rank(directory: str, megabytes: int, kind: str, rank: int) -> None:
+    """One of two ranks; the first prints bytes/s."""
+    from datetime import timedelta
+
+    import torch
+    import torch.distributed as dist
+
+    backend = "nccl" if kind == "cuda" else "gloo"
+    dist.init_process_group(
+        backend,
+        init_method=f"file://{Path(directory) / 'store'}",
+        rank=rank,
+        world_size=2,
+        timeout=timedelta(seconds=DEADLINE),
+    )
+    where = torch.device(kind, rank) if kind == "cuda" else torch.device(kind)
+    piece = torch.ones(megabytes << 17, device=where)
+    whole = [torch.empty_like(piece) for _ in range(2)]
+    seconds = _seconds(lambda: dist.all_gather(whole, piece))
+    dist.destroy_process_group()
+    if rank == 0:
+        print(piece.nbytes / seconds)
+
+
+def as_device(found: Measured, memory: float) -> tuple[Device, Efficiency]:
+    """The device to plan for on this machine, and the shares that it reaches."""
+    sheet = found.sheet()
+    if sheet is None:
+        return found.device(memory), Efficiency(1.0, 1.0, 1.0)
+    return replace(sheet, memory=memory), found.efficiency(sheet)
+
+
+if __name__ == "__main__":
+    if len(sys.argv) > 1:
+        _rank(sys.argv[1], int(sys.argv[2]), sys.argv[3], int(sys.argv[4]))
+    else:
+        print(measure())

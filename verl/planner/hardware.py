@@ -1,0 +1,168 @@
+"""Devices by their data sheets, clusters of them, and how long a collective takes.
+
+Units are bytes, seconds and FLOP/s; rates of links are of one direction.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from functools import cache
+from itertools import product
+
+from verl.errors import ConfigError, nearest
+
+GB = 1e9
+#: Seconds of one hop of a collective beside its bytes: within a machine, between machines.
+HOP = (4e-6, 15e-6)
+
+
+@dataclass(frozen=True)
+class Device:
+    """What the data sheet says.
+
+    Attributes:
+        flops: dense FLOP/s in bf16.
+        memory: bytes.
+        bandwidth: of that memory.
+        link: to the other devices of a machine (NVLink, else PCIe).
+        network: between machines, as the vendor's own machine of 8 has it, per device.
+        host: to the host's memory.
+    """
+
+    name: str
+    flops: float
+    memory: float
+    bandwidth: float
+    link: float
+    network: float
+    host: float = 32 * GB
+
+
+DEVICES = {
+    device.name.lower(): device
+    for device in (
+        Device("A100", 312e12, 80 * GB, 2039 * GB, 300 * GB, 25 * GB),
+        Device("A100-40", 312e12, 40 * GB, 1555 * GB, 300 * GB, 25 * GB),
+        Device("H100", 989e12, 80 * GB, 3350 * GB, 450 * GB, 50 * GB, 64 * GB),
+        Device("H200", 989e12, 141 * GB, 4800 * GB, 450 * GB, 50 * GB, 64 * GB),
+        Device("H20", 148e12, 96 * GB, 4000 * GB, 450 * GB, 50 * GB, 64 * GB),
+        Device("B200", 2250e12, 180 * GB, 8000 * GB, 900 * GB, 50 * GB, 64 * GB),
+        Device("L4", 121e12, 24 * GB, 300 * GB, 32 * GB, 3.125 * GB),
+        Device("L40S", 362e12, 48 * GB, 864 * GB, 32 * GB, 12.5 * GB),
+        Device("A10G", 70e12, 24 * GB, 600 * GB, 32 * GB, 3.125 * GB),
+        Device("RTX4090", 165e12, 24 * GB, 1008 * GB, 32 * GB, 3.125 * GB),
+    )
+}
+
+
+@dataclass(frozen=True)
+class Efficiency:
+    """Shares of the data sheets that are reached: of matrix products, of memory bandwidth, of links and network.
+
+    The defaults were fitted to the paper's results on 64 GPUs (docs/planner.md); `verl plan --calibrate` measures them.
+    """
+
+    compute: float = 0.5
+    memory: float = 0.6
+    network: float = 0.5
+
+    def __post_init__(self) -> None:
+        for name, value in vars(self).items():
+            if not 0 < value <= 1:
+                raise ConfigError(
+                    f"efficiency: {name} is a share of the data sheet, above 0 and at most 1, not {value}"
+                )
+
+
+@dataclass(frozen=True)
+class Cluster:
+    """Machines of equal devices. `network`: bytes/s of a machine, which its devices share."""
+
+    machines: int
+    per_machine: int
+    device: Device
+    network: float
+    efficiency: Efficiency = Efficiency()
+
+    @classmethod
+    def parse(
+        cls,
+        text: str,
+        network_gbps: float | None = None,
+        efficiency: Efficiency | None = None,
+        devices: Mapping[str, Device] = DEVICES,
+    ) -> Cluster:
+        """From "16x8xA100" (machines x devices x kind) or "4xL4" (one machine).
+
+        Args:
+            network_gbps: Gbit/s between machines, per machine (None: as the vendor's machines have it).
+            devices: those known, by lower-case name.
+
+        Raises:
+            ConfigError: it is no cluster, or the kind is unknown.
+        """
+        match = re.fullmatch(r"(?:(\d+)x)?(\d+)x([A-Za-z][\w.-]*)", text.strip())
+        if match is None:
+            raise ConfigError(f"--cluster: '{text}' is no cluster: write MACHINESxDEVICESxKIND, such as 16x8xA100")
+        device = devices.get(match[3].lower())
+        if device is None:
+            raise ConfigError(f"--cluster: no data sheet of '{match[3]}': {nearest(match[3].lower(), devices)}")
+        machines, per_machine = int(match[1] or 1), int(match[2])
+        if not 1 <= machines * per_machine <= 1 << 14 or not per_machine or (network_gbps or 1) <= 0:
+            raise ConfigError(f"--cluster: '{text}' needs 1 to 16384 devices, and a network above 0 Gbit/s")
+        network = device.network * per_machine if network_gbps is None else network_gbps * GB / 8
+        return cls(machines, per_machine, device, network, efficiency or Efficiency())
+
+    @property
+    def size(self) -> int:
+        return self.machines * self.per_machine
+
+    def resized(self, size: int) -> Cluster:
+        """So many devices of the same kind, in machines of the same size."""
+        return replace(self, machines=math.ceil(size / self.per_machine), per_machine=min(size, self.per_machine))
+
+    def __str__(self) -> str:
+        between = f", {self.network * 8 / GB:g} Gbit/s between machines" if self.machines > 1 else ""
+        return f"{self.machines} x {self.per_machine} {self.device.name}{between}"
+
+    def compute(self, flops: float) -> float:
+        """Seconds of matrix products on one device."""
+        return flops / (self.device.flops * self.efficiency.compute)
+
+    def read(self, amount: float) -> float:
+        """Seconds in which one device reads or writes so many bytes of its memory."""
+        return amount / (self.device.bandwidth * self.efficiency.memory)
+
+    def gather(self, amount: float, *dims: tuple[int, int]) -> float:
+        """Seconds of an all-gather (or reduce-scatter) in a ring, while all groups of the same kind do the same.
+
+        Args:
+            amount: bytes that every rank has in the end.
+            dims: (size, stride) of the group along each dimension of the layout, ranks of a machine being neighbours.
+        """
+        size, machines, groups = _shape(self.per_machine, dims)
+        if size == 1:
+            return 0.0
+        inside = amount * (size - 1) / size / self.device.link
+        between = groups * amount * (machines - 1) / machines / self.network
+        return max(inside, between) / self.efficiency.network + HOP[machines > 1] * math.ceil(math.log2(size))
+
+    def reduce(self, amount: float, *dims: tuple[int, int]) -> float:
+        """Seconds of an all-reduce of so many bytes."""
+        return 2 * self.gather(amount, *dims)
+
+    def send(self, amount: float, stride: int) -> float:
+        """Seconds in which every rank passes so many bytes to the one `stride` ranks on."""
+        rate = self.device.link if stride < self.per_machine else self.network / self.per_machine
+        return amount / (rate * self.efficiency.network) + HOP[stride >= self.per_machine]
+
+
+@cache
+def _shape(per_machine: int, dims: tuple[tuple[int, int], ...]) -> tuple[int, int, float]:
+    """Ranks of a group, machines they stand on, and groups that share each of these machines' network."""
+    ranks = [sum(at) for at in product(*(range(0, size * stride, stride) for size, stride in dims if size > 1))]
+    machines = len({rank // per_machine for rank in ranks})
+    return len(ranks), machines, per_machine * machines / len(ranks)

@@ -1,0 +1,142 @@
+"""Bytes of one rank: what training keeps, what a step adds, what generation needs."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field, replace
+
+from verl.layout import Layout
+from verl.models.memory import ModelSize
+
+#: Share of a device's memory that its runtime, communication buffers and fragmentation take.
+RESERVE = 0.08
+
+
+@dataclass(frozen=True)
+class Strategy:
+    """How ranks share training: bytes a weight takes, and which parts data-parallel ranks cut among themselves.
+
+    Attributes:
+        wire: bytes of a weight that is gathered to be computed with, and of its gradient that is summed.
+        overlaps: what is gathered arrives while the layer before is computed.
+        offloaded: pieces, moments and gradients lie, and are stepped, in host memory.
+        parked: between updates moments and masters lie in host memory, and there are no gradients.
+    """
+
+    name: str
+    weights: float
+    gradients: float
+    optimizer: float
+    cut: frozenset[str] = frozenset()
+    wire: tuple[float, float] = (2.0, 4.0)
+    overlaps: bool = True
+    offloaded: bool = False
+    parked: bool = False
+
+    @property
+    def gathers(self) -> bool:
+        """Whether a layer is gathered each time it is computed."""
+        return "weights" in self.cut
+
+
+ALL = frozenset({"weights", "gradients", "optimizer"})
+
+
+def ddp(itemsize: int = 2, fp32_moments: bool = False) -> Strategy:
+    """This project's: of bf16 weights the low half of their masters is kept apart, and moments are in bf16."""
+    moments = 8 if fp32_moments or itemsize >= 4 else 4
+    return Strategy("ddp", itemsize, 4, max(0, 4 - itemsize) + moments, wire=(itemsize, 4))
+
+
+def fsdp(itemsize: int = 2, *, offloaded: bool = False, parked: bool = False) -> Strategy:
+    """This project's: pieces are in fp32, and are the masters."""
+    return Strategy("fsdp", 4, 4, 8, ALL, wire=(itemsize, 4), offloaded=offloaded, parked=parked)
+
+
+def shared_by(strategy: Strategy, layout: Layout, part: str) -> int:
+    """Over how many ranks a part of the training state is cut."""
+    return layout.tp * layout.pp * (layout.data_size if part in strategy.cut else 1)
+
+
+@dataclass(frozen=True)
+class Usage:
+    """Bytes of one model on one rank.
+
+    Attributes:
+        kept: always there, by part.
+        step: there during an optimizer step, or a forward pass of a model that is only read, by part.
+        parked: of what is kept, what is elsewhere while the model is not updated.
+    """
+
+    kept: dict[str, float] = field(default_factory=dict)
+    step: dict[str, float] = field(default_factory=dict)
+    parked: float = 0.0
+
+    @property
+    def total_kept(self) -> float:
+        return sum(self.kept.values())
+
+    @property
+    def resting(self) -> float:
+        """While another model, or generation, works."""
+        return self.total_kept - self.parked
+
+    @property
+    def peak(self) -> float:
+        """While it works itself, without other models."""
+        return self.total_kept + sum(self.step.values())
+
+
+def training(
+    size: ModelSize,
+    strategy: Strategy,
+    layout: Layout,
+    tokens: int,
+    *,
+    checkpointing: bool = False,
+    trained: bool = True,
+) -> Usage:
+    """What a model that is trained, or only read, takes on each of its ranks.
+
+    Args:
+        tokens: of a micro-batch.
+        checkpointing: activations are computed again in the backward pass.
+    """
+    count, stage = size.parameters, math.ceil(size.layers / layout.pp)
+    gathered = 0.0
+    if strategy.gathers:  # the unit that computes and the next one; the largest is the embedding with the head
+        layer = (count - size.vocab * size.hidden) / size.layers
+        gathered = strategy.wire[0] * max(2 * layer, size.vocab * size.hidden) / (layout.tp * layout.pp)
+    head = min(1 << 25, tokens * size.vocab / layout.tp) * size.itemsize
+    if not trained:
+        weights = count * size.itemsize / shared_by(strategy, layout, "weights")
+        work = tokens * _layer_bytes(size, layout.tp) + head
+        return Usage({"weights": weights}, {"activations": work, "gathered": gathered})
+    parts = {"weights": strategy.weights, "gradients": strategy.gradients, "optimizer": strategy.optimizer}
+    kept = {part: count * amount / shared_by(strategy, layout, part) for part, amount in parts.items()}
+    if strategy.offloaded:
+        kept = dict.fromkeys(kept, 0.0)
+    per_layer = tokens * _layer_bytes(size, layout.tp)
+    inputs = tokens * size.hidden * size.itemsize
+    # One forward, one backward: the first stage holds as many micro-batches as there are stages.
+    activations = layout.pp * (stage * inputs + per_layer if checkpointing else stage * per_layer) + head
+    parked = kept["gradients"] + kept["optimizer"] if strategy.parked else 0.0
+    return Usage(kept, {"activations": activations, "gathered": gathered}, parked)
+
+
+def workspace(size: ModelSize, tp: int, step_tokens: int, sequences: int) -> float:
+    """Bytes of a step of generation beside weights and keys and values: its activations and logits."""
+    wide = 2 * (size.heads + size.kv_heads) * size.head_dim + 2 * size.intermediate
+    rows = (step_tokens + sequences) * (4 * size.hidden + wide / tp) + sequences * size.vocab / tp
+    return rows * size.itemsize
+
+
+def kv_bytes_per_token(size: ModelSize, tp: int) -> float:
+    """On each of `tp` ranks; a key-value head is not cut further."""
+    return size.kv_bytes_per_token / min(tp, size.kv_heads)
+
+
+def _layer_bytes(size: ModelSize, tp: int) -> float:
+    """What a layer keeps of one token, where tensor parallelism cuts attention and MLP, but not the norms."""
+    norms = replace(size, heads=0, kv_heads=0, intermediate=0).activation_bytes_per_token
+    return norms + (size.activation_bytes_per_token - norms) / tp

@@ -1,0 +1,51 @@
+"""What more devices bring: speed with the batch as it is, and the batch that keeps so many devices busy."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from verl.errors import ConfigError
+from verl.planner.search import Plan, Problem, search
+
+
+@dataclass(frozen=True)
+class Scaled:
+    """The best plan on so many devices with so many times the batch; `efficiency`: its throughput a device, as a share
+    of that of the smallest cluster with the batch as it is."""
+
+    ranks: int
+    factor: int
+    plan: Plan
+    efficiency: float
+
+
+def scaled(problem: Problem, ranks: int, factor: int = 1) -> Problem:
+    """The same on another number of devices, with so many times the samples; optimizer steps stay as many."""
+    work = replace(problem.work, samples=problem.work.samples * factor)
+    return replace(problem, cluster=problem.cluster.resized(ranks), work=work)
+
+
+def strong(problem: Problem, ranks: Sequence[int]) -> list[Scaled]:
+    """With the batch as it is, on each number of devices that is enough for it, compared with the first of them."""
+    found: list[Scaled] = []
+    for count in ranks:
+        try:
+            plan = search(scaled(problem, count))[0]
+        except ConfigError:
+            continue
+        base = found[0].plan.throughput / found[0].ranks if found else plan.throughput / count
+        found.append(Scaled(count, 1, plan, plan.throughput / count / base))
+    return found
+
+
+def weak(problem: Problem, base: Scaled, ranks: int, least: float = 0.9, most: int = 64) -> Scaled | None:
+    """The smallest power of two by which the batch must grow for `least` of linear scaling; None: not up to `most`."""
+    factor = 1
+    while factor <= most:
+        plan = search(scaled(problem, ranks, factor))[0]
+        efficiency = (plan.throughput / ranks) / (base.plan.throughput / base.ranks)
+        if efficiency >= least:
+            return Scaled(ranks, factor, plan, efficiency)
+        factor *= 2
+    return None

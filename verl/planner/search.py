@@ -1,0 +1,400 @@
+"""The best map of placement and its parallel sizes, by the algorithm of HybridFlow (arXiv 2409.19256, section 6).
+
+All ways to put models together (set partitions) and to deal devices to the sets; for every set and number of devices
+the best layouts that fit in memory together. A step has three stages, generation, preparation and training: sets work
+side by side in a stage, models of a set one after the other.
+
+Two deviations: layouts of a set are chosen jointly, because what one model keeps is missing from another's KV cache;
+and sets of several machines have whole machines, those of one machine powers of two.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+
+from verl.errors import ConfigError
+from verl.layout import Layout
+from verl.models.memory import ModelSize
+from verl.planner import memory
+from verl.planner.cost import Costs, Generation, Workload
+from verl.planner.hardware import GB, Cluster
+from verl.planner.memory import RESERVE, Strategy, Usage
+
+#: How a model runs, as far as settings say: strategy, tensor- and pipeline-parallel size.
+Key = tuple[str, int, int]
+STAGES = ("generation", "preparation", "training")
+
+
+@dataclass(frozen=True)
+class Model:
+    """A model of the step.
+
+    Attributes:
+        role: as a map of placement names it.
+        trained: or only read.
+        strategies: those to choose from.
+        whole: its ranks are data-parallel only.
+        follows: the role whose strategy and sizes it has.
+        beside: roles of further models of its kind, which stand on the same ranks.
+    """
+
+    role: str
+    size: ModelSize
+    trained: bool
+    strategies: tuple[Strategy, ...]
+    whole: bool = False
+    follows: str = ""
+    beside: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class Problem:
+    """What is to be placed where. `most_seconds`: bound of generation; `most_pipeline`: of pipeline stages."""
+
+    models: tuple[Model, ...]
+    work: Workload
+    cluster: Cluster
+    most_seconds: float = float("inf")
+    most_pipeline: int = 16
+    step_tokens: int = 8192
+
+    @property
+    def memory(self) -> float:
+        """Bytes of a rank that can be used."""
+        return self.cluster.device.memory * (1 - RESERVE)
+
+    @cached_property
+    def costs(self) -> Costs:
+        return Costs(self.cluster, self.work)
+
+
+@dataclass(frozen=True)
+class Choice:
+    """A model on so many ranks, in one way. `infer` and `train`: seconds a step."""
+
+    model: Model
+    strategy: Strategy
+    layout: Layout
+    usage: Usage
+    infer: float
+    train: float
+
+    @property
+    def key(self) -> Key:
+        """What settings say of it."""
+        return self.strategy.name, self.layout.tp, self.layout.pp
+
+    @property
+    def seconds(self) -> float:
+        return self.infer + self.train
+
+
+@dataclass(frozen=True)
+class Group:
+    """Models that share ranks. `stages`: seconds of each of `STAGES`."""
+
+    ranks: int
+    choices: tuple[Choice, ...]
+    generation: Generation | None = None
+    kv_bytes: float = 0.0
+
+    @cached_property
+    def stages(self) -> tuple[float, float, float]:
+        generation = self.generation.seconds if self.generation else 0.0
+        return generation, sum(c.infer for c in self.choices), sum(c.train for c in self.choices)
+
+    @property
+    def roles(self) -> tuple[str, ...]:
+        return tuple(choice.model.role for choice in self.choices)
+
+    def choice(self, role: str) -> Choice | None:
+        return next((choice for choice in self.choices if choice.model.role == role), None)
+
+
+@dataclass(frozen=True)
+class Plan:
+    """A map: its sets in the order of their slots. `stages` and `seconds` are of a step."""
+
+    problem: Problem
+    groups: tuple[Group, ...]
+    stages: tuple[float, ...] = field(init=False)
+
+    def __post_init__(self) -> None:
+        stages = tuple(max(group.stages[i] for group in self.groups) for i in range(len(STAGES)))
+        object.__setattr__(self, "stages", stages)
+
+    @property
+    def seconds(self) -> float:
+        return sum(self.stages)
+
+    @property
+    def throughput(self) -> float:
+        """Tokens of prompts and responses a second."""
+        return self.problem.work.tokens / self.seconds
+
+    @property
+    def generation(self) -> Generation:
+        return next(group.generation for group in self.groups if group.generation)
+
+    def choice(self, role: str) -> Choice:
+        return next(found for group in self.groups if (found := group.choice(role)))
+
+    def __str__(self) -> str:
+        return " | ".join(f"{'+'.join(group.roles)} on {group.ranks}" for group in self.groups)
+
+
+def search(problem: Problem, partitions: Sequence[Sequence[Sequence[str]]] | None = None) -> list[Plan]:
+    """The best map of every partition of the models, best first.
+
+    Args:
+        partitions: those to look at, by role (None: all).
+
+    Raises:
+        ConfigError: nothing fits; says what would be the least.
+    """
+    by_role = {model.role: model for model in problem.models}
+    if partitions is None:
+        wanted = list(set_partitions(problem.models))
+    else:
+        wanted = [[[by_role[role] for role in part] for part in partition] for partition in partitions]
+    table = _Table(problem)
+    plans = [plan for partition in wanted if (plan := _best_allocation(problem, partition, table))]
+    if not plans:
+        raise ConfigError(_too_small(problem))
+    return sorted(plans, key=lambda plan: plan.seconds)
+
+
+def set_partitions(models: Sequence[Model]) -> Iterator[list[list[Model]]]:
+    """All ways to put models together: 15 of four."""
+    if not models:
+        yield []
+        return
+    first, rest = models[0], models[1:]
+    for partition in set_partitions(rest):
+        yield [[first], *partition]
+        for i, part in enumerate(partition):
+            yield [*partition[:i], [first, *part], *partition[i + 1 :]]
+
+
+def choices(problem: Problem, model: Model, ranks: int) -> list[Choice]:
+    """All ways to run a model on so many ranks, quickest first."""
+    work, costs, found = problem.work, problem.costs, []
+    for strategy, layout in _layouts(problem, model, ranks):
+        tokens = work.micro_batch * work.length
+        usage = memory.training(
+            model.size, strategy, layout, tokens, checkpointing=work.checkpointing, trained=model.trained
+        )
+        scores = not (model.trained and model.role == "actor") or work.old_log_probs
+        times = 1 + len(model.beside)
+        usage = replace(usage, kept={part: times * amount for part, amount in usage.kept.items()})
+        infer = times * costs.infer(model.size, strategy, layout) if scores else 0.0
+        train = times * costs.train(model.size, strategy, layout) if model.trained else 0.0
+        if usage.peak <= problem.memory:
+            found.append(Choice(model, strategy, layout, usage, infer, train))
+    return sorted(found, key=lambda choice: choice.seconds)
+
+
+def generations(problem: Problem, actor: Choice, ranks: int, free: float) -> Iterator[tuple[Generation, float]]:
+    """Generation at every size that the hybrid engine can give it, with the bytes of its KV cache.
+
+    Args:
+        free: bytes of a rank beside what all of its models keep.
+    """
+    size, layout, work = actor.model.size, actor.layout, problem.work
+    most = layout.tp * (layout.data_size if actor.strategy.gathers else 1)
+    for tp in _powers(min(most, problem.cluster.per_machine, size.kv_heads)):
+        if size.heads % tp or ranks % tp or most % tp:
+            continue
+        # Training pieces of the compute dtype are slices of what is gathered.
+        own = 0.0 if actor.strategy.gathers else actor.usage.kept["weights"]
+        room = free - size.weight_bytes / tp + own
+        room -= memory.workspace(size, tp, problem.step_tokens, work.max_num_seqs)
+        engine = problem.costs.generate(size, ranks, tp, room)
+        if engine is None:
+            continue
+        _, seconds = problem.costs.transition(size, actor.strategy, layout, tp)
+        engine = replace(engine, transition=seconds)
+        if engine.seconds <= problem.most_seconds:
+            tokens = engine.together * (work.prompt / work.n + work.response)
+            yield engine, tokens * memory.kv_bytes_per_token(size, tp)
+
+
+def fits(problem: Problem, chosen: Sequence[Choice]) -> float:
+    """Bytes left of a rank while none of the models on it works; negative where one has no room to."""
+    resting = sum(choice.usage.resting for choice in chosen)
+    work = max(choice.usage.peak - choice.usage.resting for choice in chosen)
+    return problem.memory - resting if resting + work <= problem.memory else -1.0
+
+
+class _Table:
+    """The best group of every set of models on every number of ranks, computed once."""
+
+    def __init__(self, problem: Problem) -> None:
+        self.problem = problem
+        self._groups: dict[tuple[tuple[str, ...], int, object], Group | None] = {}
+        self._choices: dict[tuple[str, int], list[Choice]] = {}
+
+    def group(self, models: Sequence[Model], ranks: int, key: Key | None) -> Group | None:
+        """On at most so many ranks; `key`: how the models run that are, or follow, another set's."""
+        at = (tuple(model.role for model in models), ranks, key)
+        if at not in self._groups:
+            self._groups[at] = self._best(models, ranks, key)
+        return self._groups[at]
+
+    def keys(self, models: Sequence[Model]) -> list[Key | None]:
+        """The ways in which models that are followed from another set may run; None: no such model."""
+        roles = {model.role for model in models}
+        followers = [model for model in self.problem.models if model.follows and model.role not in roles]
+        if not any(model.follows in roles for model in followers):
+            return [None]
+        followed = next(model for model in models if model.role in {f.follows for f in followers})
+        found = {c.key for ranks in sizes(self.problem.cluster) for c in self._frontier(followed, ranks)}
+        return sorted(found, key=str)
+
+    def _best(self, models: Sequence[Model], ranks: int, key: Key | None) -> Group | None:
+        """Branch and bound: choices are tried quickest first, until the rest cannot be quicker than what was found."""
+        roles = {model.role for model in models}
+        options = []
+        for model in models:
+            found = self._frontier(model, ranks)
+            if key is not None and (model.role == "actor" or (model.follows and model.follows not in roles)):
+                found = [choice for choice in self._all(model, ranks) if choice.key == key]
+            options.append(found)
+        if not all(options):
+            return None
+        least = [sum(found[0].seconds for found in options[at:]) for at in range(len(options) + 1)]
+        lightest = [min(choice.usage.resting for choice in found) for found in options]
+        best, best_seconds = None, float("inf")
+
+        def pick(at: int, chosen: tuple[Choice, ...], seconds: float) -> None:
+            nonlocal best, best_seconds
+            if at == len(options):
+                group = self._group_of(chosen, ranks) if _agree(chosen) else None
+                if group is not None and sum(group.stages) < best_seconds:
+                    best, best_seconds = group, sum(group.stages)
+                return
+            for choice in options[at]:
+                if seconds + choice.seconds + least[at + 1] >= best_seconds:
+                    break
+                generates = 0.0
+                if choice.model.role == "actor":  # no engine is quicker than with all memory that others may leave
+                    others = sum(lightest) - lightest[at]
+                    free = self.problem.memory - choice.usage.resting - others
+                    found = generations(self.problem, choice, ranks, free)
+                    generates = min((engine.seconds for engine, _ in found), default=float("inf"))
+                if seconds + choice.seconds + generates + least[at + 1] < best_seconds:
+                    pick(at + 1, (*chosen, choice), seconds + choice.seconds + generates)
+
+        pick(0, (), 0.0)
+        return best
+
+    def _group_of(self, chosen: tuple[Choice, ...], ranks: int) -> Group | None:
+        """None where memory is too small for these choices together."""
+        free = fits(self.problem, chosen)
+        if free < 0:
+            return None
+        actor = next((choice for choice in chosen if choice.model.role == "actor"), None)
+        if actor is None:
+            return Group(ranks, chosen)
+        found = [Group(ranks, chosen, engine, kv) for engine, kv in generations(self.problem, actor, ranks, free)]
+        return min(found, key=lambda group: sum(group.stages), default=None)
+
+    def _all(self, model: Model, ranks: int) -> list[Choice]:
+        at = (model.role, ranks)
+        if at not in self._choices:
+            self._choices[at] = choices(self.problem, model, ranks)
+        return self._choices[at]
+
+    def _frontier(self, model: Model, ranks: int) -> list[Choice]:
+        """Without those that another one beats in time and in memory; what a follower may need stays."""
+        found: list[Choice] = []
+        followed = {other.follows for other in self.problem.models}
+        for choice in self._all(model, ranks):
+            beaten = any(f.usage.resting <= choice.usage.resting and f.usage.peak <= choice.usage.peak for f in found)
+            if not beaten or model.follows or model.role in followed:
+                found.append(choice)
+        return found
+
+
+def sizes(cluster: Cluster) -> list[int]:
+    """Numbers of devices that a set may have."""
+    inside = _powers(min(cluster.per_machine, cluster.size))
+    whole = [cluster.per_machine * machines for machines in range(1, cluster.machines + 1)]
+    return sorted({*inside, *whole})
+
+
+def _best_allocation(problem: Problem, partition: Sequence[Sequence[Model]], table: _Table) -> Plan | None:
+    """The best way to deal the devices to the sets of a partition; bounded by the stages of the sets dealt so far."""
+    counts, total = sizes(problem.cluster), problem.cluster.size
+    best: tuple[float, tuple[Group, ...]] | None = None
+    order = sorted(partition, key=lambda models: all(model.role != "actor" for model in models))
+
+    def deal(key: Key | None, at: int, left: int, stages: tuple[float, ...], dealt: tuple[Group, ...]) -> None:
+        nonlocal best
+        if at == len(order):
+            if best is None or sum(stages) < best[0]:
+                best = sum(stages), dealt
+            return
+        for count in counts:
+            if count > left - (len(order) - at - 1):
+                break
+            group = table.group(order[at], count, key)
+            if group is None:
+                continue
+            slowest = tuple(map(max, stages, group.stages))
+            if best is None or sum(slowest) < best[0]:
+                deal(key, at + 1, left - count, slowest, (*dealt, group))
+
+    for key in table.keys(order[0]):
+        deal(key, 0, total, (0.0,) * len(STAGES), ())
+    return Plan(problem, best[1]) if best else None
+
+
+def _layouts(problem: Problem, model: Model, ranks: int) -> Iterator[tuple[Strategy, Layout]]:
+    if model.whole:
+        for strategy in model.strategies:
+            yield strategy, Layout(shard=ranks) if strategy.gathers else Layout(replicate=ranks)
+        return
+    size = model.size
+    for tp in _powers(min(problem.cluster.per_machine, ranks)):
+        if ranks % tp or size.heads % tp or size.kv_heads % tp:
+            continue
+        for pp in range(1, min(problem.most_pipeline, ranks // tp, size.layers) + 1):
+            data, rest = divmod(ranks // tp, pp)
+            if rest:
+                continue
+            for strategy in model.strategies:
+                if strategy.gathers:
+                    yield strategy, Layout(pp=pp, shard=data, tp=tp)
+                else:
+                    yield strategy, Layout(pp=pp, replicate=data, tp=tp)
+
+
+def _agree(chosen: Sequence[Choice]) -> bool:
+    """Whether models run as those do that they follow."""
+    keys = {choice.model.role: choice.key for choice in chosen}
+    return all(choice.key == keys.get(choice.model.follows, choice.key) for choice in chosen)
+
+
+def _powers(most: int) -> list[int]:
+    return [1 << i for i in range(max(1, most).bit_length())]
+
+
+def _too_small(problem: Problem) -> str:
+    """Why nothing fits."""
+    cluster, least = problem.cluster, []
+    for model in problem.models:
+        usages = [
+            memory.training(model.size, strategy, layout, problem.work.length, trained=model.trained).peak
+            for strategy, layout in _layouts(problem, model, cluster.size)
+        ]
+        least.append(f"{model.role} at least {min(usages, default=0) / GB:.1f} GB")
+    bound = "" if problem.most_seconds == float("inf") else f", or not within {problem.most_seconds:g} s of rollout"
+    return (
+        f"--cluster: the models do not fit in {cluster}, {problem.memory / GB:.1f} GB of each{bound}: "
+        f"{', '.join(least)}. "
+        "Take more devices, a shorter max_tokens_per_micro_batch, model.enable_gradient_checkpointing=true, or "
+        "fsdp_config.param_offload=true"
+    )

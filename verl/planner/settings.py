@@ -1,0 +1,192 @@
+"""From a run's settings to a problem, and from a plan to settings that are ready to paste."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Collection, Mapping
+from math import ceil
+from pathlib import Path
+from typing import Any
+
+from omegaconf import OmegaConf
+
+from verl.config import Config, RewardConfig
+from verl.errors import ConfigError
+from verl.models.memory import ModelSize
+from verl.planner.cost import Workload
+from verl.planner.hardware import Cluster
+from verl.planner.memory import Strategy, ddp, fsdp
+from verl.planner.search import Choice, Model, Plan, Problem
+from verl.training.options import DeepSpeedOptions, FSDPConfig, TrainOptions
+
+_BYTES = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}
+#: Tokens of a prompt where data.max_prompt_length does not say.
+PROMPT = 1024
+
+
+def problem_of(config: Config, roles: Collection[str], cluster: Cluster, most_seconds: float = float("inf")) -> Problem:
+    """What a run would place on a cluster.
+
+    Args:
+        roles: of its algorithm.
+        most_seconds: bound of a step's generation.
+
+    Raises:
+        ConfigError: a model's configuration cannot be read, or something of the run is not modelled.
+    """
+    policy = config.actor_rollout_ref
+    if policy.model.lora is not None or config.trainer.max_staleness is not None or "actor" not in roles:
+        raise ConfigError("verl plan: runs with LoRA or asynchronous training are not modelled: leave them out")
+    if policy.rollout.name == "hf":
+        raise ConfigError("verl plan: the engine 'hf' is not modelled: set rollout.name=embedded or vllm")
+    actor = model_size(policy.model.path or "", policy.model.dtype)
+    trained = _strategies("actor_rollout_ref.actor", policy.actor, actor)
+    models = [Model("actor", actor, True, trained)]
+    if critics := [role for role in ("critic", "cost_critic") if role in roles]:
+        own = config.critic.model
+        size = model_size(own.path or policy.model.path or "", own.dtype)
+        found = _strategies("critic", config.critic.options(config.actor_rollout_ref.actor), size)
+        models.append(Model(critics[0], size, True, found, beside=tuple(critics[1:])))
+    if "reference" in roles:
+        dtype = policy.ref.dtype or policy.model.dtype
+        size = model_size(policy.ref.path or policy.model.path or "", dtype)
+        models.append(Model("reference", size, False, trained, follows="actor"))
+    scored = [(role, size) for role in ("reward", "cost") for size in _reward_models(getattr(config, role))]
+    if scored:
+        largest = max((size for _, size in scored), key=lambda size: size.parameters)
+        first, *others = (role for role, _ in scored)
+        models.append(Model(first, largest, False, (ddp(largest.itemsize),), whole=True, beside=tuple(others)))
+    return Problem(tuple(models), _workload(config), cluster, most_seconds)
+
+
+def _workload(config: Config) -> Workload:
+    policy = config.actor_rollout_ref
+    update, rollout = policy.actor, policy.rollout
+    samples, prompt = config.data.batch_size * rollout.n, config.data.max_prompt_length or PROMPT
+    length = prompt + rollout.max_new_tokens
+    updates = update.epochs * ceil(samples / (update.mini_batch_size or samples))
+    rows = samples if update.micro_batch_size is None else update.micro_batch_size
+    return Workload(
+        samples=samples,
+        n=rollout.n,
+        prompt=prompt,
+        response=rollout.max_new_tokens,
+        updates=updates,
+        epochs=update.epochs,
+        micro_tokens=min(update.max_tokens_per_micro_batch or rows * length, rows * length),
+        checkpointing=policy.model.enable_gradient_checkpointing,
+        max_num_seqs=rollout.max_num_seqs,
+        old_log_probs=updates > 1 or rollout.name != "embedded",
+    )
+
+
+def model_size(path: str, dtype: str = "auto") -> ModelSize:
+    """Of a model by its `config.json`, in a directory or on the hub; no weights are read.
+
+    Raises:
+        ConfigError: there is none, or it is of a mixture of experts.
+    """
+    raw = _configuration(path)
+    raw = {**raw, **(raw.get("text_config") or {})}
+
+    def first(*names: str, default: Any = None) -> Any:
+        return next((raw[name] for name in names if raw.get(name) is not None), default)
+
+    if first("num_experts", "num_local_experts", "n_routed_experts"):
+        raise ConfigError(f"verl plan: {path} is a mixture of experts, which is not modelled")
+    layers, hidden = first("num_hidden_layers", "n_layer"), first("hidden_size", "n_embd")
+    heads, vocab = first("num_attention_heads", "n_head"), first("vocab_size")
+    if not all((layers, hidden, heads, vocab)):
+        raise ConfigError(f"verl plan: config.json of {path} lacks layers, hidden size, heads or vocabulary")
+    kv_heads, width = first("num_key_value_heads", default=heads), first("head_dim", default=hidden // heads)
+    intermediate, is_gpt2 = first("intermediate_size", "n_inner", default=4 * hidden), raw.get("model_type") == "gpt2"
+    embeddings = (1 if first("tie_word_embeddings", default=is_gpt2) else 2) * vocab
+    embeddings += first("n_positions", default=0) if is_gpt2 else 0
+    layer = 2 * hidden * width * (heads + kv_heads) + (2 if is_gpt2 else 3) * hidden * intermediate + 2 * hidden
+    name = str(first("dtype", "torch_dtype", default="bfloat16")) if dtype == "auto" else dtype
+    return ModelSize(
+        parameters=layers * layer + embeddings * hidden + hidden,
+        layers=layers,
+        hidden=hidden,
+        intermediate=intermediate,
+        heads=heads,
+        kv_heads=kv_heads,
+        head_dim=width,
+        vocab=vocab,
+        itemsize=_BYTES.get(name, 2),
+    )
+
+
+def settings(plan: Plan) -> dict[str, Any]:
+    """The plan as settings, as in a YAML file."""
+    actor, engine = plan.choice("actor"), plan.generation
+    group = next(group for group in plan.groups if group.generation)
+    rollout: dict[str, Any] = {"tensor_model_parallel_size": engine.tp, "max_num_seqs": engine.together}
+    if group.kv_bytes >= 2**30 / 10:
+        rollout["kv_cache_gb"] = ceil(10 * group.kv_bytes / 2**30) / 10
+    found: dict[str, Any] = {
+        "actor_rollout_ref": {"actor": _parallel(actor), "rollout": rollout},
+        "trainer": {"placement": placement(plan)},
+    }
+    if "critic" in found["trainer"]["placement"]:
+        found["critic"] = _parallel(plan.choice("critic"))
+    return found
+
+
+def placement(plan: Plan) -> dict[str, str]:
+    """The plan's map: role -> slots."""
+    slots: dict[str, str] = {}
+    start = 0
+    for group in plan.groups:
+        where = f"cuda:{start}" if group.ranks == 1 else f"cuda:{start}-{start + group.ranks - 1}"
+        slots |= {role: where for choice in group.choices for role in (choice.model.role, *choice.model.beside)}
+        start += group.ranks
+    return {role: slots[role] for role in ("actor", *sorted(slots.keys() - {"actor"}))}
+
+
+def pasted(plan: Plan) -> str:
+    """`settings` as YAML."""
+    return OmegaConf.to_yaml(OmegaConf.create(settings(plan)))
+
+
+def _parallel(choice: Choice) -> dict[str, Any]:
+    layout = choice.layout
+    sizes = {"tensor_parallel_size": layout.tp, "pipeline_parallel_size": layout.pp}
+    return {"strategy": choice.strategy.name, **sizes}
+
+
+def _strategies(key: str, options: TrainOptions, size: ModelSize) -> tuple[Strategy, ...]:
+    """Those to choose from: `ddp` and `fsdp`, of which settings may leave one."""
+    sharding = options.fsdp_config
+    if options.deepspeed_config != DeepSpeedOptions():
+        raise ConfigError(f"verl plan: {key}: it chooses between ddp and fsdp: leave deepspeed_config out")
+    if sharding.fsdp_size != -1:
+        raise ConfigError(f"verl plan: {key}.fsdp_config.fsdp_size: replicas of cut models are not modelled")
+    by_fsdp = fsdp(size.itemsize, offloaded=sharding.param_offload, parked=sharding.optimizer_offload)
+    if sharding != FSDPConfig():
+        return (by_fsdp,)
+    return ddp(size.itemsize, options.optim.moments == "float32"), by_fsdp
+
+
+def _reward_models(given: RewardConfig) -> list[ModelSize]:
+    parts = given.components.values() or [given]
+    return [model_size(part.model, part.dtype) for part in parts if part.model is not None]
+
+
+def _configuration(path: str) -> Mapping[str, Any]:
+    file = Path(path).expanduser() / "config.json"
+    if not file.is_file():
+        from huggingface_hub import hf_hub_download
+        from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
+
+        try:
+            file = Path(hf_hub_download(path, "config.json"))
+        except (HFValidationError, HfHubHTTPError, LocalEntryNotFoundError, OSError) as error:
+            raise ConfigError(
+                f"verl plan: no configuration of '{path}': give a directory with its config.json, or a hub name "
+                f"that can be reached ({type(error).__name__})"
+            ) from None
+    try:
+        return json.loads(file.read_text(encoding="utf-8"))  # type: ignore[no-any-return]
+    except ValueError as error:
+        raise ConfigError(f"verl plan: {file} is no JSON: {error}") from None

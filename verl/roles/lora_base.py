@@ -1,0 +1,70 @@
+"""The base of a role's adapters: read from files that stay where they are, so that checkpoints hold what is trained."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from verl.errors import CheckpointError
+from verl.models.source import ModelFiles
+
+if TYPE_CHECKING:
+    from verl.roles.actor import Actor
+    from verl.roles.critic import Critic
+
+
+@dataclass(frozen=True)
+class LoraBase:
+    """The files of a base.
+
+    Attributes:
+        trained: names of the weights beside it.
+    """
+
+    files: ModelFiles
+    trained: tuple[str, ...]
+
+    @classmethod
+    def of(cls, files: Any, model: Any) -> LoraBase | None:
+        """That of a model with adapters; None: it was not read from files."""
+        if not isinstance(files, ModelFiles):
+            return None
+        return cls(files, tuple(name for name, weight in model.named_parameters() if weight.requires_grad))
+
+    def saved(self) -> dict[str, str]:
+        """As checkpoints name it."""
+        return {"path": self.files.path, "sha256": str(self.files.digest)}
+
+
+def check_base(saved: dict[str, str], base: LoraBase | None) -> None:
+    """Raises CheckpointError: the base that a checkpoint names is not this one."""
+    if base is None or base.files.digest != saved["sha256"]:
+        here = "a model that was not read from files" if base is None else base.files.path
+        raise CheckpointError(
+            f"the checkpoint holds adapters alone, of the base that was at {saved['path']}; here they would be added "
+            f"to {here}, whose files differ: give model.path the base of then"
+        )
+
+
+def save_role(role: Actor | Critic, folder: str, background: bool) -> dict[str, Any]:
+    """Begin to write a role's weights, without its base, and its optimizer's state."""
+    if role.base is None or role.base.files.digest is None:
+        return role.group.call("save", folder, background)  # type: ignore[no-any-return]
+    return {**role.group.call("save", folder, background, role.base.trained), "base": role.base.saved()}
+
+
+def load_role(role: Actor | Critic, weights: Sequence[str], optimizer: Sequence[str], meta: dict[str, Any]) -> None:
+    """Go on from what `save_role` wrote and returned.
+
+    Raises:
+        CheckpointError: its base is another.
+    """
+    saved, names = meta.pop("base", None), None
+    if saved is None:
+        role.base = None  # which the checkpoint replaces
+    else:
+        check_base(saved, role.base)
+        assert role.base is not None
+        names = role.base.trained
+    role.group.call("load", weights, optimizer, meta, names)
