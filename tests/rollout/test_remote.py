@@ -235,12 +235,15 @@ def test_a_server_that_was_restarted_gets_the_weights_and_goes_on(
     restarted = serve(3, port=first.port)
     if when == "while it serves":
         assert len(list(generate(remote, []))) == 16
-        time.sleep(1.0)  # a server that failed is left alone for so long
     else:
         remote.wake()
-    samples = list(generate(remote, requests(12, 2)))
-    assert {s.log_probs[0] for s in samples} == {-2.0, -3.0}
-    assert all(map(whole, samples))
+    names: set[float] = set()
+    deadline = time.monotonic() + 120
+    while -3.0 not in names and time.monotonic() < deadline:  # a server that failed is left alone for some seconds
+        samples = list(generate(remote, requests(12, 2)))
+        assert all(map(whole, samples))
+        names |= {s.log_probs[0] for s in samples}
+    assert names == {-2.0, -3.0}
     state = httpx.get(f"{restarted.url}/state").json()
     assert (state["version"], state["taken"]) == (5, 1)
 
