@@ -70,6 +70,16 @@ def test_two_ranks_with_a_part_of_the_models_each_equal_one_process(alone: tuple
     assert_equal_runs(expected, tmp_path)
 
 
+def test_two_ranks_that_read_the_base_of_adapters_in_parts_equal_one_process(
+    alone: tuple[Path, Path], tmp_path: Path
+) -> None:
+    lora = json.dumps({"lora": {"r": 4, "alpha": 8}})
+    (tmp_path / "one").mkdir()
+    ranks.alone(SCRIPT, alone[0], tmp_path / "one", "null", "null", "8", "null", lora)
+    job(2, SCRIPT, alone[0], tmp_path, "null", json.dumps({"strategy": "fsdp"}), "8", "null", lora)
+    assert_equal_runs(tmp_path / "one", tmp_path)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("way", ["tensor", "pipeline"])
 def test_two_ranks_that_share_the_layers_equal_one_process(alone: tuple[Path, Path], tmp_path: Path, way: str) -> None:

@@ -16,12 +16,13 @@ import torch.distributed as dist
 from tests.tensor_memory import TensorMemory
 from tests.training.cases import ROWS, ragged_batch
 from verl.layout import Layout, Mesh
+from verl.models.options import LoraOptions
 from verl.models.source import ModelFiles
 from verl.training.options import EngineOptions
 from verl.training.torch_engine import TorchEngine
 from verl.workers.streams import gathered
 
-LAYOUTS = {"fsdp2": Layout(shard=2), "tp2": Layout(tp=2), "pp2": Layout(pp=2), "ep2": Layout(ep=2)}
+LAYOUTS = {"fsdp2": Layout(shard=2), "tp2": Layout(tp=2), "pp2": Layout(pp=2), "ep2": Layout(ep=2), "sp2": Layout(sp=2)}
 WANT = {"causal": ("lm", "log_probs"), "value": ("value", "values"), "score": ("score", "scores")}
 
 
@@ -41,6 +42,7 @@ def compare(files: ModelFiles, layout: Layout, group: Any) -> dict[str, Any]:
     predicted = [engine.predict(batch, (want,))[want] for engine in (whole, cut)]
     return {
         "reason": reason,
+        "adapters": int(any(".lora_A." in name and tensor.any() for name, tensor in found.items())),
         "weights": sorted(found) == sorted(expected) and all(torch.equal(found[n], w) for n, w in expected.items()),
         "predicted": float((predicted[0] - predicted[1]).abs().max()),
         "own": sum(shard.nbytes for shard in cut.shards()),
@@ -54,10 +56,12 @@ if __name__ == "__main__":
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
     both = dist.new_group([0, 1])
-    for name, kind, where in json.loads(sys.argv[2]):
+    for name, kind, where, *lora in json.loads(sys.argv[2]):
         dtype = "float32" if name == "mixtral" else "float64"  # torch multiplies no groups of matrices in fp64
-        case = compare(ModelFiles(str(Path(sys.argv[1]) / name), kind, dtype), LAYOUTS[where], both)
+        adapters = LoraOptions(r=4) if lora else None
+        files = ModelFiles(str(Path(sys.argv[1]) / name), kind, dtype, lora=adapters, seed=3)
+        case = compare(files, LAYOUTS[where], both)
         case["tolerance"] = 1e-5 if dtype == "float32" else 1e-12
         if dist.get_rank() == 0:
-            sys.stdout.write(json.dumps({"case": [name, kind, where], **case}) + "\n")
+            sys.stdout.write(json.dumps({"case": [name, kind, where, *lora], **case}) + "\n")
     dist.destroy_process_group()

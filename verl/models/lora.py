@@ -8,9 +8,10 @@ A model with adapters is the transformers model itself with peft's layers in the
 from __future__ import annotations
 
 import copy
+import math
 import warnings
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,7 @@ from safetensors.torch import save_file
 from torch import nn
 
 from verl.errors import ConfigError, ModelError
+from verl.models.blank import is_blank
 from verl.models.int4 import Int4Linear, make_int4
 from verl.models.options import LoraOptions
 from verl.models.shards import model_shards
@@ -30,7 +32,7 @@ def add_lora(model: nn.Module, options: LoraOptions, seed: int = 0) -> None:
     frozen.
 
     Args:
-        model: changed in place.
+        model: changed in place. Adapters of one without weights have none either: `first_adapters` has them.
         seed: of the random half of each adapter.
 
     Raises:
@@ -41,12 +43,37 @@ def add_lora(model: nn.Module, options: LoraOptions, seed: int = 0) -> None:
     peft = _peft()
     targets = "all-linear" if options.targets == ("all-linear",) else list(options.targets)
     config = peft.LoraConfig(r=options.r, lora_alpha=options.alpha, target_modules=targets)
-    with torch.random.fork_rng():
+    with torch.random.fork_rng(), torch.device("meta") if is_blank(model) else nullcontext():
         torch.manual_seed(seed)
         try:
             _inject(_inner(model), config, "default", _inner(model).dtype)
         except ValueError as error:
             raise ConfigError(f"model.lora.targets: {str(error).splitlines()[0]}") from error
+    weights = dict(model.named_parameters())
+    for name, tensor in first_adapters({name: weight.shape for name, weight in weights.items()}, seed):
+        weights[name].data.copy_(tensor)
+
+
+def first_adapters(shapes: Mapping[str, tuple[int, ...]], seed: int) -> Iterator[tuple[str, torch.Tensor]]:
+    """What adapters of layers begin with, by the names and shapes of a model's weights in their order, in fp32: random
+    numbers and zeros (section 4.1 of the paper; uniform ones, as peft draws them), whose product is zero."""
+    generator = torch.Generator().manual_seed(seed)
+    for name, shape in shapes.items():
+        if ".lora_A." in name:
+            bound = math.prod(shape[1:]) ** -0.5
+            yield name, torch.empty(shape).uniform_(-bound, bound, generator=generator)
+        elif ".lora_B." in name:
+            yield name, torch.zeros(shape)
+
+
+def base_name(name: str) -> str:
+    """The name that a weight has in the model without adapters."""
+    return name.replace(".base_layer.", ".")
+
+
+def is_adapter(name: str) -> bool:
+    """Whether that is the name of an adapter's weight, as opposed to one of the model without adapters."""
+    return ".lora_" in name
 
 
 def has_adapters(model: Any) -> bool:

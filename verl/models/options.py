@@ -67,11 +67,6 @@ class ModelOptions(Record):
     )
 
     @property
-    def replaces_layers(self) -> bool:
-        """Whether the model gets layers of another kind once it is read."""
-        return self.lora is not None or self.dtype == "int4"
-
-    @property
     def fused_kernels(self) -> bool | str:
         """As `PackedModel(fused_kernels=...)` takes it."""
         return self.use_fused_kernels and (self.fused_kernel_options.impl_backend or True)

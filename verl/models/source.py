@@ -19,7 +19,8 @@ from verl.errors import ModelError
 from verl.models.blank import sample
 from verl.models.heads import ValueModel, read_head, score_model, weight_files
 from verl.models.loading import blank_model, load_model, resolved_dtype
-from verl.models.options import Dtype, ModelOptions
+from verl.models.lora import add_lora, base_name, first_adapters, is_adapter
+from verl.models.options import Dtype, LoraOptions, ModelOptions
 from verl.models.portable import PortableModel
 from verl.models.shards import fill_block, model_shards, named_weights
 from verl.shard import Shard
@@ -66,39 +67,55 @@ Plan: TypeAlias = dict[str, _Weight]
 
 @dataclass(frozen=True)
 class ModelFiles:
-    """A model by directory or hub name, as `load_model` takes it."""
+    """A model by directory or hub name, as `load_model` takes it.
+
+    Attributes:
+        lora: adapters that it is given.
+        seed: of their random half.
+    """
 
     path: str
     kind: Kind = "causal"
     dtype: Dtype = "auto"
     trust_remote_code: bool = False
+    lora: LoraOptions | None = None
+    seed: int = 0
 
     @classmethod
-    def of(cls, options: ModelOptions, kind: Kind) -> ModelFiles:
+    def of(cls, options: ModelOptions, kind: Kind, seed: int = 0) -> ModelFiles:
         """Those of settings that name a path; a directory is found from any working directory."""
         path = str(options.path)
         path = os.path.abspath(path) if os.path.isdir(path) else path
-        return cls(path, kind, options.dtype, options.trust_remote_code)
+        return cls(path, kind, options.dtype, options.trust_remote_code, options.lora, seed)
 
     def load(self) -> Any:
         """The model, whole.
 
         Raises:
             ModelError: see `load_model`.
+            ConfigError: see `add_lora`.
         """
         model = load_model(self.path, dtype=self.dtype, kind=self.kind, trust_remote_code=self.trust_remote_code)
-        return score_model(model) if self.kind == "score" else model
+        return self._changed(model)
 
     def blank(self, device: torch.device | str = "cpu") -> Any:
         """The model without weights, see `verl.models.blank`.
 
         Raises:
             ModelError: nothing is there, or it is no model.
+            ConfigError: see `add_lora`.
         """
         dtype = resolved_dtype(self.path, self.dtype, trust_remote_code=self.trust_remote_code) or "float32"
         trust = self.trust_remote_code
         model = blank_model(self.path, device, dtype=dtype, kind=self.kind, trust_remote_code=trust)
-        return score_model(model) if self.kind == "score" else model
+        return self._changed(model)
+
+    def _changed(self, model: Any) -> Any:
+        """The model with the head and the adapters that it is to have."""
+        model = score_model(model) if self.kind == "score" else model
+        if self.lora is not None:
+            add_lora(model, self.lora, self.seed)
+        return model
 
     def why_whole(self, model: Any) -> str | None:
         """Why the weights of a blank `model` cannot be read from the files one by one; None: they can."""
@@ -113,8 +130,11 @@ class ModelFiles:
             sources = _sources(backbone, files)
         except (ModelError, OSError, ValueError, TypeError) as error:
             return str(error)
-        for name, weight in named_weights(model):
-            if name.startswith("score.") and isinstance(model, ValueModel):
+        shapes = {name: tuple(weight.shape) for name, weight in named_weights(model)}
+        adapters = {name for name, _ in first_adapters(shapes, self.seed)}
+        for full_name, weight in named_weights(model):
+            name = base_name(full_name)
+            if full_name in adapters or (name.startswith("score.") and isinstance(model, ValueModel)):
                 continue
             if name not in sources:
                 return f"the files have no '{name}'"
@@ -135,9 +155,9 @@ class ModelFiles:
         first: dict[int, str] = {}
         found: Plan = {}
         for name, weight in model.state_dict(keep_vars=True).items():
-            stored = first.setdefault(id(weight), name)
-            if stored in sources:
-                found[name] = _Weight(tuple(weight.shape), weight.dtype, tuple(sources[stored]))
+            stored = first.setdefault(id(weight), base_name(name))
+            if stored in sources or is_adapter(name):
+                found[name] = _Weight(tuple(weight.shape), weight.dtype, tuple(sources.get(stored, ())))
         return found
 
     def shards(self, model: Any, plan: Plan) -> Iterator[Shard]:
@@ -149,11 +169,16 @@ class ModelFiles:
         """
         files, opened = weight_files(self.path), {}
         head = dict(self._head(model)) if isinstance(model, ValueModel) else {}
+        # One after the other, in the order of the whole model: ranks that have a part of them draw the same numbers.
+        adapters = first_adapters({name: weight.shape for name, weight in plan.items()}, self.seed)
         for name, _ in named_weights(model):
             if name in head:
                 yield Shard.whole(name, head[name])
                 continue
             weight = plan[name]
+            if is_adapter(name):
+                tensor = next(tensor for drawn, tensor in adapters if drawn == name)
+                yield Shard.whole(name, tensor.to(weight.dtype))
             for source in weight.sources:
                 path = files[source.key]
                 if path not in opened:

@@ -136,15 +136,16 @@ class Actor:
         self.model: PreTrainedModel
         if loading.path is not None:
             kind: Literal["causal", "score"] = "causal" if head == "lm" else "score"
-            files = ModelFiles.of(loading, kind)
-            is_elsewhere = not self.controller.is_local and not loading.replaces_layers
+            files = ModelFiles.of(loading, kind, seed)
+            is_elsewhere = not self.controller.is_local and loading.dtype != "int4"
             self.files = files if is_elsewhere else None
             self.model = files.blank() if is_elsewhere else files.load()
         else:
             live: Any = model if isinstance(model, ValueModel) else _language_model(model)
             self.model = live if head == "lm" else score_model(live)
+            if loading.lora is not None:
+                add_lora(self.model, loading.lora, seed)
         if loading.lora is not None:
-            add_lora(self.model, loading.lora, seed)
             self.base = LoraBase.of(loading.path and files, self.model)
         self.tokenizer = _tokenizer(loading.tokenizer if tokenizer is None else tokenizer, self.model, loading.path)
         _check_vocabulary(self.model, self.tokenizer)

@@ -87,16 +87,17 @@ class Critic:
         self.place(placement)
         self.model: ValueModel
         if loading.path is not None:
-            files = ModelFiles.of(loading, "value")
-            self.files = None if self.controller.is_local or loading.replaces_layers else files
+            files = ModelFiles.of(loading, "value", seed)
+            self.files = None if self.controller.is_local or loading.dtype == "int4" else files
             self.model = files.load() if self.files is None else files.blank()
         else:
             plain = unwrapped(model, together=not registry.is_closed)
             if not isinstance(plain, ValueModel) and not hasattr(plain, "base_model"):
                 raise ModelError(f"{type(plain).__name__} is no model of transformers: give an AutoModel, or its name")
             self.model = plain if isinstance(plain, ValueModel) else ValueModel.from_model(plain)
+            if loading.lora is not None:
+                add_lora(self.model, loading.lora, seed)
         if loading.lora is not None:
-            add_lora(self.model, loading.lora, seed)
             self.base = LoraBase.of(loading.path and files, self.model)
         self.algorithm = value_algorithm() if algorithm is None else make_algorithm(algorithm)
         self.plan = UpdatePlan(training.mini_batch_size, training.epochs, seed=seed)
