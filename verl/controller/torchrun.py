@@ -164,16 +164,15 @@ class TorchrunSlots:
         with self._lock:
             if self._ended is not None:
                 raise ClusterError(f"the ranks have been ended: {self._ended}")
+            if gone := self._gone.keys() & messages.keys():
+                raise self._died(min(gone), "before this verb")
             inbox: queue.SimpleQueue[tuple[int, Message]] = queue.SimpleQueue()
             self._inboxes[serial] = inbox
             for rank, message in messages.items():
                 try:
-                    if rank not in self._gone:
-                        self._links[rank].send(replace(message, serial=serial))
+                    self._links[rank].send(replace(message, serial=serial))
                 except BrokenCollectiveError as error:  # before the reading thread has noticed
-                    self._gone.setdefault(rank, str(error))
-                if rank in self._gone:
-                    raise self._died(rank, "before this verb")
+                    self._deliver(rank, Message("gone", tree=str(error)))
             return inbox
 
     def _deliver(self, rank: int, message: Message) -> None:
