@@ -95,18 +95,31 @@ def checksum(shards: Iterable[Shard]) -> str:
     return hashlib.sha256("\n".join(digests).encode()).hexdigest()
 
 
-def bunched(shards: Iterable[Shard]) -> Iterator[list[Shard]]:
-    """Shards on the CPU, in lists of about `BUNCH` bytes."""
+def bunched(shards: Iterable[Shard], *, on_host: bool = True) -> Iterator[list[Shard]]:
+    """Shards in lists of about `BUNCH` bytes, on the CPU or where they are."""
     bunch: list[Shard] = []
     size = 0
     for shard in shards:
-        bunch.append(replace(shard, tensor=shard.tensor.detach().cpu()))
+        tensor = shard.tensor.detach()
+        bunch.append(replace(shard, tensor=tensor.cpu() if on_host else tensor))
         size += shard.nbytes
         if size >= BUNCH:
             yield bunch
             bunch, size = [], 0
     if bunch:
         yield bunch
+
+
+def in_rows(shards: Iterable[Shard]) -> Iterator[Shard]:
+    """Shards of at most `BUNCH` bytes, or one row: larger ones come as several, on the same memory."""
+    for shard in shards:
+        if shard.nbytes <= BUNCH or not shard.tensor.dim():
+            yield shard
+            continue
+        count = max(1, BUNCH * shard.tensor.shape[0] // shard.nbytes)
+        for low in range(0, shard.tensor.shape[0], count):
+            offset = (shard.offset[0] + low, *shard.offset[1:])
+            yield replace(shard, offset=offset, tensor=shard.tensor[low : low + count])
 
 
 def _digest(tensor: torch.Tensor) -> str:

@@ -17,11 +17,10 @@ from verl.errors import RolloutError
 from verl.rollout.base import Request, Sample, check_new
 from verl.rollout.response import check_prompt
 from verl.rollout.servers import NoServerError, Server, ServerPool, check_model_path
-from verl.rollout.vllm import FINISH, prompt_scores, sampled, sampling_arguments, weight_file, whole_weights
+from verl.rollout.vllm import FINISH, prompt_scores, sampled, sampling_arguments, weight_file
 from verl.shard import Shard
 
 if TYPE_CHECKING:
-    from torch import Tensor
     from transformers import PreTrainedModel
 
 logger = logging.getLogger(__name__)
@@ -119,7 +118,7 @@ class RemoteEngine:
         Raises:
             RolloutError: it does not take them, or serves others afterwards.
         """
-        weights = whole_weights(shards)
+        weights = list(shards)
         with weight_file(weights) as file:
             self._submit(self._update({"version": version, "tied": self._tied, **file}, weights)).result()
         self.policy_version = version
@@ -141,7 +140,7 @@ class RemoteEngine:
     async def _sample(self, request: Request, arguments: dict[str, Any]) -> Sample:
         raise NotImplementedError
 
-    async def _update(self, update: dict[str, Any], weights: dict[str, Tensor]) -> None:
+    async def _update(self, update: dict[str, Any], weights: list[Shard]) -> None:
         raise NotImplementedError
 
     async def _score(self, prompt: list[int], response: list[int]) -> list[float]:
@@ -201,8 +200,8 @@ class ServerEngine(RemoteEngine):
         check_model_path(pool.path)
         self.pool = pool
         self._served_model = served_model
-        #: Version and tensors of the latest weights; live tensors of the trainer's where it gave those.
-        self._latest: tuple[int, dict[str, Tensor]] | None = None
+        #: Version and shards of the latest weights; live tensors of the trainer's where it gave those.
+        self._latest: tuple[int, list[Shard]] | None = None
 
     def _submit(self, work: Coroutine[Any, Any, Any]) -> Future[Any]:
         return self.pool.submit(work)
@@ -243,7 +242,7 @@ class ServerEngine(RemoteEngine):
     async def _model(self) -> str:
         return self._served_model or await self.pool.model()
 
-    async def _update(self, update: dict[str, Any], weights: dict[str, Tensor]) -> None:
+    async def _update(self, update: dict[str, Any], weights: list[Shard]) -> None:
         self._latest, self.pool.prepare = (update["version"], weights), self._prepare
 
         async def give(server: Server) -> str | None:
@@ -381,7 +380,7 @@ class AsyncVLLMEngine(RemoteEngine):
             raise RolloutError(f"the engine is not used again: {self._broken}")
         super().add(request)
 
-    async def _update(self, update: dict[str, Any], weights: dict[str, Tensor]) -> None:
+    async def _update(self, update: dict[str, Any], weights: list[Shard]) -> None:
         from vllm.distributed.weight_transfer.base import WeightTransferUpdateRequest
 
         try:

@@ -16,6 +16,8 @@ import random
 import tempfile
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
+from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -30,7 +32,7 @@ from verl.models.shards import tied_names
 from verl.rollout.base import Finish, Request, Sample, SamplingParams, check_new
 from verl.rollout.randomness import stream_key
 from verl.rollout.response import check_prompt
-from verl.shard import Shard, checksum
+from verl.shard import Shard, bunched, checksum, in_rows
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -49,7 +51,7 @@ class VLLMEngine:
     """See `RolloutEngine` for the verbs.
 
     Args:
-        model: determines the architecture; in float32, bfloat16 or float16.
+        model: determines the architecture, and needs no weights; in float32, bfloat16 or float16.
         tokenizer: the model's, for stop strings.
         eos_token_ids: tokens that end a response.
         seed: the run's seed.
@@ -58,6 +60,7 @@ class VLLMEngine:
             1,024 tokens, at most a quarter of the free memory.
         tensor_parallel_size: ranks that share the model; more than one run in vLLM's own processes.
         max_length: prompt and response together; None: what the model and the KV cache allow.
+        device: whose free memory that is; None: the model's.
         **options: further arguments of `vllm.LLM`.
 
     Raises:
@@ -76,6 +79,7 @@ class VLLMEngine:
         kv_memory: int | None = None,
         tensor_parallel_size: int = 1,
         max_length: int | None = None,
+        device: torch.device | str | None = None,
         **options: Any,
     ) -> None:
         if model.dtype not in _DTYPES:
@@ -86,7 +90,9 @@ class VLLMEngine:
         longest = min((int(limit) for limit in limits if limit), default=_TYPICAL_LENGTH)
         if kv_memory is None:
             wanted = max_num_seqs * min(longest, _TYPICAL_LENGTH) * size.kv_bytes_per_token
-            kv_memory = max(min(wanted, free_memory(model.device) // 4), 8 * _CPU_BLOCK * size.kv_bytes_per_token)
+            kv_memory = max(
+                min(wanted, free_memory(device or model.device) // 4), 8 * _CPU_BLOCK * size.kv_bytes_per_token
+            )
         # vLLM allocates whole blocks, and reserves one.
         blocks = kv_memory // (_CPU_BLOCK * size.kv_bytes_per_token) - 1
         if blocks < 1:
@@ -216,14 +222,19 @@ class VLLMEngine:
                 engine is not used again.
         """
         self._check_alive()
-        weights, update = whole_weights(shards), {"version": version, "tied": self._tied}
+        bunches = bunched(in_rows(shards), on_host=self._by_file)
+        first = next(bunches, [])  # of a stream that fails at once, nothing is applied
         if self._asleep:
             self._call(self.llm.wake_up, ["weights"])
-        if self._by_file:
-            with weight_file(weights) as file:
-                self._transfer({**update, **file})
-        else:
-            self._transfer({**update, "weights": list(weights.items())})
+        with self._all_or_broken(version):
+            self.llm.start_weight_update()
+            for bunch in chain([first], bunches):
+                self._send({"version": version, "tied": self._tied}, bunch)
+        self._call(self.llm.finish_weight_update, str(version))
+        self._call(self.llm.reset_prefix_cache, reset_running_requests=True)
+        if (served := self._served()) != {version}:
+            self._broken = f"it serves weights of versions {served}, not {version}"
+            self._check_alive()
         self.policy_version = version
 
     def score(self, prompt_tokens: Sequence[int], response_tokens: Sequence[int]) -> list[float]:
@@ -275,18 +286,29 @@ class VLLMEngine:
         text = completion.text if completion.text or isinstance(completion.stop_reason, str) else None
         return Sample(name, tokens, sampled(completion.logprobs), finish, self._versions.pop(name), text)
 
-    def _transfer(self, update: dict[str, Any]) -> None:
-        try:
-            self.llm.start_weight_update()
+    def _send(self, update: dict[str, Any], shards: Sequence[Shard]) -> None:
+        if not self._by_file:
+            update = {**update, "places": _places(shards), "pieces": [shard.tensor for shard in shards]}
             self.llm.update_weights({"update_info": update})
-        except Exception as error:  # of any kind; nothing was applied yet
-            raise RolloutError(f"vLLM did not take the weights of version {update['version']}: {error}") from error
-        self._call(self.llm.finish_weight_update, str(update["version"]))
-        self._call(self.llm.reset_prefix_cache, reset_running_requests=True)
-        served = [answer["version"] for answer in self._call(self.llm.collective_rpc, "verl_served")]
-        if set(served) != {update["version"]}:
-            self._broken = f"it serves weights of versions {served}, not {update['version']}"
-            self._check_alive()
+            return
+        with weight_file(shards) as file:
+            self.llm.update_weights({"update_info": {**update, **file}})
+
+    @contextmanager
+    def _all_or_broken(self, version: int) -> Iterator[None]:
+        """Where an update fails after a part of it was applied, the engine is not used again."""
+        before = self._served()
+        try:
+            yield
+        except BaseException as error:  # vLLM's own, of any kind, or the stream's
+            if self._served() != before or None in before:
+                self._broken = f"it has a part of the weights of version {version}: {type(error).__name__}: {error}"
+            if not isinstance(error, Exception):
+                raise
+            raise RolloutError(f"vLLM did not take the weights of version {version}: {error}") from error
+
+    def _served(self) -> set[int | None]:
+        return {answer["version"] for answer in self._call(self.llm.collective_rpc, "verl_served")}
 
     def _call(self, verb: Any, *args: Any, **kwargs: Any) -> Any:
         try:
@@ -331,31 +353,20 @@ def sampling_arguments(request: Request, seed: int, eos_token_ids: Sequence[int]
     }
 
 
-def whole_weights(shards: Iterable[Shard]) -> dict[str, torch.Tensor]:
-    """The weights by name.
-
-    Raises:
-        RolloutError: a shard is only a part of a weight.
-    """
-    weights = {}
-    for shard in shards:
-        if not shard.is_whole:
-            raise RolloutError(f"weight '{shard.name}' came in parts: vLLM takes whole weights")
-        weights[shard.name] = shard.tensor
-    return weights
-
-
 @contextmanager
-def weight_file(weights: Mapping[str, torch.Tensor]) -> Iterator[dict[str, Any]]:
-    """`path` and `checksum` of a safetensors file with these weights, in /dev/shm if there is one. It is deleted at the
-    end of the block."""
+def weight_file(shards: Sequence[Shard]) -> Iterator[dict[str, Any]]:
+    """`path`, `places` and `checksum` of a safetensors file with these shards, in /dev/shm if there is one. It is
+    deleted at the end of the block."""
     memory = "/dev/shm" if os.path.isdir("/dev/shm") else None
     with tempfile.TemporaryDirectory(prefix="verl-weights-", dir=memory) as folder:
         path = Path(folder) / "weights.safetensors"
-        content = {name: tensor.detach().cpu().contiguous() for name, tensor in weights.items()}
-        save_file(content, path)
-        digest = checksum(Shard.whole(name, tensor) for name, tensor in content.items())
-        yield {"path": str(path), "checksum": digest}
+        shards = [replace(shard, tensor=shard.tensor.detach().cpu().contiguous()) for shard in shards]
+        save_file({str(number): shard.tensor for number, shard in enumerate(shards)}, path)
+        yield {"path": str(path), "places": _places(shards), "checksum": checksum(shards)}
+
+
+def _places(shards: Sequence[Shard]) -> list[tuple[str, tuple[int, ...], tuple[int, ...]]]:
+    return [(shard.name, shard.global_shape, shard.offset) for shard in shards]
 
 
 def sampled(log_probs: Any) -> list[float]:

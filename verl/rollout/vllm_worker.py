@@ -13,17 +13,17 @@ from typing import Any
 
 import torch
 from safetensors.torch import load_file
-from torch import Tensor, nn
+from torch import Tensor
 from vllm.distributed.weight_transfer.base import (
     WeightTransferEngine,
     WeightTransferInitInfo,
     WeightTransferUpdateInfo,
 )
 from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
-from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
 from vllm.v1.sample.metadata import SamplingMetadata
 from vllm.v1.sample.sampler import Sampler
 
+from verl.rollout.vllm_weights import WeightSink
 from verl.shard import Shard, checksum
 
 BACKEND = "verl"
@@ -37,26 +37,29 @@ class InitInfo(WeightTransferInitInfo):
 
 @dataclass
 class UpdateInfo(WeightTransferUpdateInfo):
-    """All weights of one policy version, by their checkpoint names.
+    """A part of the weights of one policy version: pieces, by the checkpoint names of the weights.
 
     Attributes:
         tied: further names of tied weights, which come once but of which vLLM may keep copies.
-        path: a safetensors file that the worker can read, and `checksum` of its content; or
-        weights: the tensors themselves, for a worker in the trainer's process.
+        places: of each piece the name and shape of the weight, and where the piece begins.
+        path: a safetensors file that the worker can read, with the pieces under the keys "0", "1" and so on, and
+            `checksum` of them; or
+        pieces: the pieces themselves, for a worker in the trainer's process.
     """
 
     version: int
     tied: Mapping[str, Sequence[str]] = field(default_factory=dict)
+    places: Sequence[tuple[str, Sequence[int], Sequence[int]]] = ()
     path: str | None = None
     checksum: str | None = None
-    weights: list[tuple[str, Tensor]] | None = None
+    pieces: Sequence[Tensor] | None = None
 
 
 class ShardTransfer(WeightTransferEngine[InitInfo, UpdateInfo]):
-    """Applies a policy version as a whole: a failure before `finish_weight_update` leaves the old weights.
+    """Puts each part of a policy version in place when it comes. A failure before the first one leaves the old weights.
 
-    `served` is the version of the model's weights. None: those it started with, or unknown because an update failed
-    while it was applied.
+    `served` is the version of the model's weights. None: those it started with, or unknown because an update has begun
+    and not ended.
     """
 
     init_info_cls = InitInfo
@@ -65,53 +68,57 @@ class ShardTransfer(WeightTransferEngine[InitInfo, UpdateInfo]):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self.served: int | None = None
-        self._staged: tuple[int, dict[str, Tensor]] | None = None
+        self._sink = WeightSink(self.model, self.model_config)
+        self._version: int | None = None
 
     def init_transfer_engine(self, init_info: InitInfo) -> None:
         pass
 
     def start_weight_update(self) -> None:
-        self._staged = None
+        self._version = None
 
     def receive_weights(self, update_info: UpdateInfo) -> None:
-        """Read and check all weights; the model is not changed.
+        """Read and check some pieces, and put them in place.
 
         Raises:
-            ValueError: there are no weights, or not those that were sent.
+            ValueError: there are none, or not those that were sent.
         """
-        if update_info.weights is not None:
-            weights = dict(update_info.weights)
-        elif update_info.path is not None and Path(update_info.path).is_file():
-            weights = load_file(update_info.path)
-            if checksum(Shard.whole(name, tensor) for name, tensor in weights.items()) != update_info.checksum:
-                raise ValueError(f"the weights in {update_info.path} are not those that were sent")
-        else:
-            raise ValueError(f"no weights came: there is no file '{update_info.path}' where this worker runs")
-        aliases = {other: weights[name] for name, others in update_info.tied.items() for other in others}
-        self._staged = update_info.version, {**weights, **aliases}
+        shards = _read(update_info)
+        if self._version is None:
+            self.served, self._version = None, update_info.version
+            self._sink.begin()
+        for shard in shards:
+            for name in (shard.name, *update_info.tied.get(shard.name, ())):
+                self._sink.take(replace(shard, name=name))
 
-    @torch.no_grad()
     def finish_weight_update(self) -> None:
-        """Apply the received weights to the model.
+        """End the update.
 
         Raises:
             ValueError: nothing was received; a weight of the model is missing; the output layer kept old weights.
         """
-        if self._staged is None:
+        if self._version is None:
             raise ValueError("nothing was received since start_weight_update")
-        (version, weights), self._staged = self._staged, None
-        self.served = None
-        initialize_layerwise_reload(self.model)
-        expected = {name for name, _ in self.model.named_parameters()}
-        loaded = self.model.load_weights(iter(weights.items()))
-        finalize_layerwise_reload(self.model, self.model_config)
-        if missing := sorted(expected - set(loaded or expected)):
-            raise ValueError(f"{len(missing)} weights of the model did not come, such as {missing[0]}")
-        _check_head(self.model, weights.get("lm_head.weight"))
-        self.served = version
+        self._sink.end()
+        self.served = self._version
 
     def shutdown(self) -> None:
-        self._staged = None
+        self._version = None
+
+
+def _read(update: UpdateInfo) -> list[Shard]:
+    if update.pieces is not None:
+        pieces = update.pieces
+    elif update.path is not None and Path(update.path).is_file():
+        stored = load_file(update.path)
+        pieces = [stored[str(number)] for number in range(len(update.places))]
+    else:
+        raise ValueError(f"no weights came: there is no file '{update.path}' where this worker runs")
+    places = zip(update.places, pieces, strict=True)
+    shards = [Shard(name, tuple(shape), tuple(offset), piece) for (name, shape, offset), piece in places]
+    if update.path is not None and checksum(shards) != update.checksum:
+        raise ValueError(f"the weights in {update.path} are not those that were sent")
+    return shards
 
 
 class ScaledSampler(Sampler):
@@ -140,24 +147,6 @@ class WorkerExtension:
         """The policy version whose weights this worker has."""
         transfer = self.weight_transfer_engine  # type: ignore[attr-defined]
         return {"version": getattr(transfer, "served", None)}
-
-
-def _check_head(model: nn.Module, weight: Tensor | None) -> None:
-    """Read columns of the output layer back by multiplying unit vectors, which is exact: a layer with a packed copy (as
-    a tied one on CPU) might otherwise keep old weights unnoticed."""
-    head = getattr(model, "lm_head", None)
-    method: Any = getattr(head, "quant_method", None)
-    if weight is None or head is None or "Unquantized" not in type(method).__name__:
-        return
-    width = weight.shape[1]
-    columns = torch.tensor(sorted({0, width // 3, width - 1}))
-    units = torch.zeros(len(columns), width, dtype=head.weight.dtype, device=head.weight.device)
-    units[torch.arange(len(columns)), columns] = 1
-    served = method.apply(head, units, bias=None)
-    start, end = head.shard_indices.org_vocab_start_index, head.shard_indices.org_vocab_end_index
-    sent = weight[start:end, columns].t().to(served)
-    if not torch.equal(served[:, : end - start], sent):
-        raise ValueError("the output layer has other weights than those that came")
 
 
 if BACKEND not in WeightTransferEngineFactory._registry:

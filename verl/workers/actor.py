@@ -14,6 +14,7 @@ import torch
 
 from verl.batch import Batch
 from verl.errors import ConfigError, nearest
+from verl.models.lora import has_adapters
 from verl.models.packed import PackedModel
 from verl.models.portable import twin
 from verl.models.source import ModelSource
@@ -23,13 +24,14 @@ from verl.rollout.embedded import EmbeddedEngine
 from verl.rollout.episode import Episode, Outcome, Turns, outcomes, response_columns
 from verl.rollout.hf import HFEngine
 from verl.rollout.options import SamplerOptions
-from verl.shard import Shard
+from verl.shard import Shard, Stream
 from verl.tensor_files import read_shards
 from verl.training.engine import TrainEngine
 from verl.training.options import EngineOptions, Head
+from verl.training.ranks import gather_json
 from verl.workers.generation import GenerationModel, rollout_place
-from verl.workers.place import ALONE, WEIGHTS, Place, verb
-from verl.workers.streams import spread_weights
+from verl.workers.place import ALONE, ROLE, WEIGHTS, Place, verb
+from verl.workers.streams import spread_weights, travelling
 from verl.workers.sync import ROWS, SyncCheck
 from verl.workers.trained import TrainedWorker, placed, train_engine
 from verl.workers.update import Objective, UpdatePlan, compute_loss, run_updates
@@ -76,6 +78,7 @@ def _vllm(
         max_num_seqs=options.max_num_seqs,
         kv_memory=options.kv_memory,
         tensor_parallel_size=options.tensor_model_parallel_size,
+        device=packed.device,
     )
 
 
@@ -131,6 +134,8 @@ class ActorWorker(TrainedWorker):
         apart = WEIGHTS in place.groups and head == "lm"
         #: The model without weights, where generation has another layout than training.
         self._blank = twin(live, "meta") if apart else None
+        #: It computes with weights of its own, and takes those of another layout piece by piece.
+        self._is_fed = apart and engine_factory(rollout.name) is _vllm and not has_adapters(live)
         self._generation: GenerationModel | None = None
         self._packed = PackedModel(live, fused_kernels=train.fused_kernels) if generates and not apart else None
         self.engine = train_engine(live, self.train, head, here, self._packed, weights)
@@ -141,9 +146,9 @@ class ActorWorker(TrainedWorker):
 
     @contextmanager
     def _weights(self, *, overlap: bool = False) -> Iterator[TrainEngine]:
-        """Inside, the weights for generation are there: those that are trained, or, where generation has another
-        layout, these in that layout. All ranks of the role come here together then."""
-        if self._blank is None:
+        """Inside, the weights for generation are there: those that are trained, or, where the engine computes with them
+        in another layout, these in that layout. All ranks of the role come here together then."""
+        if self._blank is None or self._is_fed:
             yield self.engine
             return
         with self._generation_model().filled(overlap=overlap) as engine:
@@ -162,9 +167,9 @@ class ActorWorker(TrainedWorker):
             raise ConfigError(f"a model with a '{self.head}' head writes no responses")
         if self._rollout_engine is None:
             with self._weights() as weights:
-                packed = self._packed or self._generation_model().packed
+                packed = self._packed or self._outline() or self._generation_model().packed
                 self._rollout_engine = make_rollout_engine(packed, self.tokenizer, self.eos_token_ids, self.rollout)
-                self._rollout_engine.load_shards(_served(self._rollout_engine, weights), self.policy_version)
+                self._rollout_engine.load_shards(self._served(weights), self.policy_version)
         return self._rollout_engine
 
     @verb("rollout")
@@ -237,7 +242,7 @@ class ActorWorker(TrainedWorker):
         """Optimizer steps. Generation gets the new weights at `sync`."""
         if self.policy_version == 0 and hasattr(self._rollout_engine, "score"):
             with self._weights() as weights:
-                self._sync.measure(self._rollout_engine, weights)  # the baseline of later measurements
+                self._measure(weights)  # the baseline of later measurements
         return run_updates(self.engine, batch, objective, plan, self.policy_version)
 
     @verb()
@@ -293,8 +298,29 @@ class ActorWorker(TrainedWorker):
             engine.load_shards((), self.policy_version)
             return {}
         with self._weights() as weights:
-            engine.load_shards(_served(engine, weights), self.policy_version)
-            return self._sync.measure(engine, weights)
+            engine.load_shards(self._served(weights), self.policy_version)
+            return self._measure(weights)
+
+    def _outline(self) -> PackedModel | None:
+        """What an engine that is fed is made from: the model without weights."""
+        if self._blank is None or not self._is_fed:
+            return None
+        return PackedModel(self._blank, device=self.place.device or "cpu")
+
+    def _served(self, weights: TrainEngine) -> Iterator[Shard]:
+        """The weights for the engine: the live ones, where it computes with them; else without adapters, merged; or
+        all pieces, where it takes these."""
+        if self._is_fed:
+            return travelling(Stream(weights.shards), self.place.groups[ROLE])
+        return weights.shards() if getattr(self._rollout_engine, "is_live", False) else weights.merged_shards()
+
+    def _measure(self, weights: TrainEngine) -> dict[str, float]:
+        if self._is_fed:  # ranks that share the trained model predict the same samples
+            own = self._sync.probe
+            columns = own and {name: list(own[name]) for name in ("prompt_tokens", "response_tokens")}
+            found = next(filter(None, gather_json(columns, self.place.groups[ROLE])), None)
+            self._sync.probe = found and Batch.from_columns(found)
+        return self._sync.measure(self._rollout_engine, weights)
 
 
 class ReferenceWorker:
@@ -313,11 +339,6 @@ class ReferenceWorker:
 def _ref_log_probs(engine: TrainEngine, batch: Batch, temperature: float, *, adapters: bool = True) -> Batch:
     flat = engine.predict(batch, ("log_probs",), temperature=temperature, adapters=adapters)["log_probs"]
     return Batch.from_columns({"ref_log_probs": (flat, batch.lengths("response_tokens"))})
-
-
-def _served(engine: RolloutEngine, weights: TrainEngine) -> Iterator[Shard]:
-    """The weights for an engine: the live ones, where it computes with them; else without adapters, merged."""
-    return weights.shards() if getattr(engine, "is_live", False) else weights.merged_shards()
 
 
 def engine_factory(name: str | EngineFactory) -> EngineFactory:

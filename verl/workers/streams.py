@@ -3,71 +3,89 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable, Iterator, Mapping
-from typing import Any, NamedTuple
+from collections.abc import Iterable, Iterator
+from dataclasses import replace
+from itertools import chain, groupby
+from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from verl.models.shards import load_model_shards, model_shards
-from verl.shard import Shard
+from verl.models.shards import Part, load_model_shards, model_shards
+from verl.shard import Shard, Stream, in_rows
 from verl.training.engine import TrainEngine
 from verl.training.ranks import gather_json
 from verl.workers.place import ROLE, Place
 
 
-def gathered(pieces: Iterable[Shard], group: Any) -> Iterator[Shard]:
-    """Whole tensors, at every rank of a group, from the pieces that its ranks hold (some may hold none).
+def travelling(pieces: Iterable[Shard], group: Any) -> Iterator[Shard]:
+    """The weights whose pieces the ranks of a group hold (some may hold none), at every rank: a piece of bounded size
+    at a time, those of one weight one after the other.
 
-    All ranks draw in step. What every rank holds whole does not travel. None for `group`: the pieces are whole.
+    All ranks draw in step. What every rank holds whole does not travel.
+
+    Args:
+        pieces: of this rank; drawn twice, so that those that are made when they are drawn are there one at a time.
+        group: None: the pieces are whole.
     """
     if group is None:
         yield from pieces
         return
-    own = {(piece.name, piece.offset): piece for piece in pieces}
-    held = [
+    if isinstance(pieces, Iterator):
+        pieces = [*pieces]
+    outlines = [
         (p.name, p.global_shape, p.offset, tuple(p.tensor.shape), str(p.tensor.dtype).removeprefix("torch."))
-        for p in own.values()
+        for p in pieces
     ]
-    blocks: dict[str, list[_Block]] = {}
-    for rank, found in zip(dist.get_process_group_ranks(group), gather_json(held, group), strict=True):
+    holders: dict[str, list[tuple[int, Shard]]] = {}
+    for rank, found in zip(dist.get_process_group_ranks(group), gather_json(outlines, group), strict=True):
         for name, shape, offset, size, dtype in found:
-            block = _Block(rank, tuple(shape), tuple(offset), tuple(size), getattr(torch, dtype))
-            blocks.setdefault(name, []).append(block)
-    for name, holders in blocks.items():
-        whole = [block for block in holders if block.size == block.shape]
+            outline = torch.empty(size, dtype=getattr(torch, dtype), device="meta")
+            holders.setdefault(name, []).append((rank, Shard(name, tuple(shape), tuple(offset), outline)))
+    own = _Drawn(pieces)
+    for name, held_by in holders.items():
+        whole = [(rank, piece) for rank, piece in held_by if piece.is_whole]
         if len(whole) == dist.get_world_size(group):
-            yield own[name, whole[0].offset]
+            yield own.take(name, whole[0][1].offset)
             continue
-        once = {block.offset: block for block in reversed(whole[:1] or holders)}
-        tensor = _broadcast([*once.values()], name, own, group)
-        yield Shard.whole(name, tensor)
+        once = {piece.offset: (rank, piece) for rank, piece in reversed(whole[:1] or held_by)}
+        for rank, piece in reversed(once.values()):
+            is_own = rank == dist.get_rank()
+            for part in in_rows([own.take(name, piece.offset) if is_own else piece]):
+                moved = part.tensor.contiguous() if is_own else torch.empty_like(part.tensor, device=_device(group))
+                dist.broadcast(moved, rank, group=group)
+                yield replace(part, tensor=moved)
 
 
-class _Block(NamedTuple):
-    """A part of a tensor, and a rank that holds it."""
+class _Drawn:
+    """Pieces by name and place, drawn when they are wanted: some are made then."""
 
-    rank: int
-    shape: tuple[int, ...]
-    offset: tuple[int, ...]
-    size: tuple[int, ...]
-    dtype: torch.dtype
+    def __init__(self, pieces: Iterable[Shard]) -> None:
+        self._coming = iter(pieces)
+        self._found: dict[tuple[str, tuple[int, ...]], Shard] = {}
+
+    def take(self, name: str, offset: tuple[int, ...]) -> Shard:
+        while (name, offset) not in self._found:
+            piece = next(self._coming)
+            self._found[piece.name, piece.offset] = piece
+        return self._found.pop((name, offset))
 
 
-def _broadcast(
-    blocks: list[_Block], name: str, own: Mapping[tuple[str, tuple[int, ...]], Shard], group: Any
-) -> torch.Tensor:
-    """The whole of a tensor, put together from blocks that each come from the rank that holds them."""
-    whole = torch.empty(blocks[0].shape, dtype=blocks[0].dtype, device=_device(group))
-    for block in blocks:
-        part = whole[tuple(slice(low, low + size) for low, size in zip(block.offset, block.size, strict=True))]
-        if block.rank == dist.get_rank():
-            part.copy_(own[name, block.offset].tensor)
-        moved = part if part.is_contiguous() else part.contiguous()
-        dist.broadcast(moved, block.rank, group=group)
-        if moved is not part:
-            part.copy_(moved)
-    return whole
+def gathered(pieces: Iterable[Shard], group: Any) -> Iterator[Shard]:
+    """The same, each weight whole.
+
+    Args:
+        pieces, group: see `travelling`.
+    """
+    for _, parts in groupby(travelling(pieces, group), lambda part: part.name):
+        first = next(parts)
+        if first.is_whole:
+            yield first
+            continue
+        whole = Part(first.tensor.new_empty(first.global_shape))
+        for part in chain([first], parts):
+            whole.fill(part)
+        yield Shard.whole(first.name, whole.tensor)
 
 
 def _device(group: Any) -> Any:
@@ -79,7 +97,7 @@ def equal_weights(model: torch.nn.Module, place: Place) -> None:
     if place.size == 1:
         return
     is_source = place.rank == place.trainer
-    stream = gathered(model_shards(model) if is_source else (), place.groups[ROLE])
+    stream = travelling(Stream(lambda: model_shards(model)) if is_source else (), place.groups[ROLE])
     if is_source:
         deque(stream, maxlen=0)
     else:
@@ -89,7 +107,7 @@ def equal_weights(model: torch.nn.Module, place: Place) -> None:
 def spread_weights(engine: TrainEngine, place: Place) -> None:
     """Give the ranks of a role that only generate the trained weights."""
     trains = "train" in place.meshes
-    stream = gathered(engine.shards() if trains else (), place.groups[ROLE])
+    stream = travelling(Stream(engine.shards) if trains else (), place.groups[ROLE])
     if trains:
         deque(stream, maxlen=0)
     else:

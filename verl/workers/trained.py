@@ -128,7 +128,7 @@ class TrainedWorker:
     @verb("train", collect="shards")
     def shards(self) -> Iterator[Shard]:
         """The trained weights, whole."""
-        return gathered(self.engine.shards(), self.place.groups.get("train"))
+        return gathered(Stream(self.engine.shards), self.place.groups.get("train"))
 
     @verb("train")
     def save(self, folder: str, background: bool = False, names: Sequence[str] | None = None) -> dict[str, Any]:

@@ -1,0 +1,259 @@
+"""Pieces of weights on their way into vLLM's model, in a worker of vLLM's.
+
+The first version is loaded by vLLM's own loaders, one whole weight at a time; what they copy to where is recorded. A
+layer that computes with those very tensors gets later versions in place, piece by piece: a piece of a query matrix goes
+to its rows of the fused one. What vLLM stores otherwise (packed for a CPU, quantised, experts) is loaded weight by
+weight each time.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
+from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
+
+from verl.models.shards import Part, fill_block
+from verl.shard import Shard
+
+_HEAD = "lm_head.weight"
+#: Methods that compute with a layer's weights as they were loaded, on CPU with a packed copy.
+_PLAIN = ("UnquantizedLinearMethod", "UnquantizedEmbeddingMethod")
+
+
+class Place(NamedTuple):
+    """Where a block of a weight goes: the block begins at `offset`, and is a strided part of a module's tensor."""
+
+    offset: tuple[int, ...]
+    module: nn.Module
+    tensor: str
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+    start: int
+
+    def target(self) -> Tensor:
+        whole = getattr(self.module, self.tensor).data
+        return torch.as_strided(whole, self.shape, self.stride, whole.storage_offset() + self.start)
+
+
+class _Route(NamedTuple):
+    """Of a weight: the names of vLLM's parameters that it loads (None: it did not say), the modules that have them, and
+    its places (None: not known)."""
+
+    loads: frozenset[str] | None
+    modules: frozenset[nn.Module]
+    places: tuple[Place, ...] | None
+
+
+class WeightSink:
+    """A model of vLLM's that takes policy versions, one after the other, in pieces that may be cut anyhow.
+
+    The pieces of one weight should come one after the other: where they are not put in place, they are put together.
+    """
+
+    def __init__(self, model: nn.Module, config: Any) -> None:
+        self._model, self._config = model, config
+        #: Of the weights that are put in place, once a version was loaded.
+        self._in_place: dict[str, _Route] = {}
+
+    @torch.no_grad()
+    def begin(self) -> None:
+        """Begin a version; one that was not ended is given up."""
+        _put_back(self._model, self._config)
+        initialize_layerwise_reload(self._model)
+        self._expected = {name for name, _ in self._model.named_parameters()}
+        self._tensors = _Tensors(self._model)
+        for module in self._plain_modules():
+            _put_back(module, self._config)
+        self._routes: dict[str, _Route] = {}
+        self._left: dict[str, int] = {}
+        self._parts: dict[str, Part] = {}
+        self._loaded: set[str] = set()
+        self._head: Tensor | None = None
+
+    @torch.no_grad()
+    def take(self, shard: Shard) -> None:
+        """Put a piece in place, or keep it until its weight is whole, and load that."""
+        name, tensor = shard.name, shard.tensor
+        self._left[name] = self._left.get(name, math.prod(shard.global_shape)) - tensor.numel()
+        if name == _HEAD:
+            self._sample_head(shard)
+        if (route := self._in_place.get(name)) is not None:
+            for place in route.places or ():
+                fill_block(place.offset, place.target(), shard)
+            self._loaded |= route.loads or set()
+            return
+        if not shard.is_whole:
+            part = self._parts.setdefault(name, Part(tensor.new_empty(shard.global_shape)))
+            part.fill(shard)
+            if part.missing:
+                return
+            tensor = self._parts.pop(name).tensor
+        with _Copies(tensor, self._tensors) as copies:
+            model: Any = self._model
+            loads = model.load_weights([(name, tensor)])
+        self._loaded |= self._expected if loads is None else set(loads)
+        self._routes[name] = self._route(loads, copies.places)
+
+    @torch.no_grad()
+    def end(self) -> None:
+        """End the version.
+
+        Raises:
+            ValueError: a weight did not come, or not whole; the output layer has other values than came.
+        """
+        lacking = sorted({name for name, left in self._left.items() if left > 0} | (self._expected - self._loaded))
+        if lacking:
+            raise ValueError(f"{len(lacking)} weights of the model did not come, such as {lacking[0]}")
+        for module in self._plain_modules():
+            method: Any = getattr(module, "quant_method", None)
+            if method is not None:
+                method.process_weights_after_loading(module)
+        finalize_layerwise_reload(self._model, self._config)
+        if self._head is not None:
+            _check_head(self._model, self._head)
+        self._in_place = self._in_place or _in_place(self._routes)
+
+    def _plain_modules(self) -> set[nn.Module]:
+        return {module for route in self._in_place.values() for module in route.modules}
+
+    def _route(self, loads: Iterable[str] | None, places: tuple[Place, ...] | None) -> _Route:
+        if loads is None:
+            return _Route(None, frozenset(self._model.modules()), None)
+        owners = {self._model.get_submodule(name.rpartition(".")[0]) for name in loads}
+        is_known = places is not None and {place.module for place in places} == owners
+        return _Route(frozenset(loads), frozenset(owners), places if is_known else None)
+
+    def _sample_head(self, shard: Shard) -> None:
+        """Keep the columns of the output layer that are read back later."""
+        rows, width = shard.global_shape
+        columns = _columns(width)
+        if self._head is None:
+            self._head = shard.tensor.new_empty(rows, len(columns))
+        (low, left), (height, size) = shard.offset, shard.tensor.shape
+        for index, column in enumerate(columns):
+            if left <= column < left + size:
+                self._head[low : low + height, index] = shard.tensor[:, column - left]
+
+
+class _Tensors:
+    """The tensors of a model as loaders fill them, by their memory: most have none yet."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self._owner = {
+            tensor.untyped_storage()._cdata: (module, name, tensor)
+            for module in model.modules()
+            for name, tensor in (*module._parameters.items(), *module._buffers.items())
+            if tensor is not None
+        }
+        #: Parts that a loader has copied to; vLLM copies again once a layer is whole.
+        self.filled: set[tuple[Any, ...]] = set()
+
+    def __contains__(self, tensor: Tensor) -> bool:
+        return tensor.untyped_storage()._cdata in self._owner
+
+    def place(self, offset: tuple[int, ...], target: Tensor) -> Place:
+        module, name, whole = self._owner[target.untyped_storage()._cdata]
+        start = int(target.storage_offset() - whole.storage_offset())
+        return Place(offset, module, name, tuple(target.shape), target.stride(), start)
+
+
+class _Copies(TorchDispatchMode):
+    """Inside, what a loader copies out of a weight is recorded.
+
+    Attributes:
+        places: of the blocks; None: something else than a block was copied.
+    """
+
+    def __init__(self, weight: Tensor, tensors: _Tensors) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._weight, self._tensors = weight, tensors
+        self.places: tuple[Place, ...] | None = () if weight.is_contiguous() else None
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Mapping[str, Any] | None = None) -> Any:
+        if func is torch.ops.aten.copy_.default and args[0] in self._tensors and args[1] not in self._tensors:
+            self._copied(args[0], args[1])
+        return func(*args, **(kwargs or {}))
+
+    def _copied(self, target: Tensor, source: Tensor) -> None:
+        part = target.untyped_storage()._cdata, target.storage_offset(), tuple(target.shape)
+        if part in self._tensors.filled:
+            return
+        self._tensors.filled.add(part)
+        weight = self._weight
+        is_of_it = source.untyped_storage()._cdata == weight.untyped_storage()._cdata
+        if self.places is None or not is_of_it or source.stride() != weight.stride() or source.shape != target.shape:
+            self.places = None
+            return
+        rest, offset = int(source.storage_offset() - weight.storage_offset()), []
+        for stride in weight.stride():
+            at, rest = divmod(rest, stride)
+            offset.append(at)
+        self.places = (*self.places, self._tensors.place(tuple(offset), target))
+
+
+def _in_place(routes: Mapping[str, _Route]) -> dict[str, _Route]:
+    """Those of layers that compute with the tensors that loaders fill, all of whose weights have known places."""
+    others: set[nn.Module] = set()
+    count = -1
+    while count != len(others):
+        count = len(others)
+        for route in routes.values():
+            is_plain = route.places is not None and all(map(_is_plain, route.places))
+            if not is_plain or not others.isdisjoint(route.modules):
+                others |= route.modules
+    return {
+        name: route for name, route in routes.items() if route.places is not None and others.isdisjoint(route.modules)
+    }
+
+
+def _is_plain(place: Place) -> bool:
+    """Whether a module computes with the tensor that a loader fills."""
+    module, tensor = place.module, getattr(place.module, place.tensor)
+    method = getattr(module, "quant_method", None)
+    is_kept = method is None and not hasattr(module, "process_weights_after_loading")
+    if not (is_kept or type(method).__name__ in _PLAIN) or any(True for _ in module.children()):
+        return False
+    parameters, buffers = get_layerwise_info(module).restore_metadata
+    stored = {**parameters, **buffers}.get(place.tensor, tensor)
+    return (stored.shape, stored.dtype, stored.stride()) == (tensor.shape, tensor.dtype, tensor.stride())
+
+
+def _put_back(model: nn.Module, config: Any) -> None:
+    """Give modules that await weights the tensors that they compute with, as they are."""
+    for module in model.modules():
+        info = get_layerwise_info(module)
+        if info.can_load():
+            info.load_numel = info.load_numel_total = 0
+            info.loaded_weights.clear()
+    finalize_layerwise_reload(model, config)
+
+
+def _columns(width: int) -> list[int]:
+    return sorted({0, width // 3, width - 1})
+
+
+def _check_head(model: nn.Module, sent: Tensor) -> None:
+    """Read columns of the output layer back by multiplying unit vectors, which is exact: a layer with a packed copy (as
+    a tied one on CPU) might otherwise keep old weights unnoticed.
+
+    Args:
+        sent: those of `_columns`, as they came.
+    """
+    head: Any = getattr(model, "lm_head", None)
+    method: Any = getattr(head, "quant_method", None)
+    if head is None or "Unquantized" not in type(method).__name__:
+        return
+    width = head.weight.shape[1]
+    columns = torch.tensor(_columns(width))
+    units = torch.zeros(len(columns), width, dtype=head.weight.dtype, device=head.weight.device)
+    units[torch.arange(len(columns)), columns] = 1
+    served = method.apply(head, units, bias=None)
+    start, end = head.shard_indices.org_vocab_start_index, head.shard_indices.org_vocab_end_index
+    if not torch.equal(served[:, : end - start], sent[start:end].t().to(served)):
+        raise ValueError("the output layer has other weights than those that came")
