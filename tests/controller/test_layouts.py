@@ -40,3 +40,12 @@ def test_generation_in_another_layout_equals_one_process(
     ranks.job(4, SCRIPT.with_name("layouts.py"), model, tmp_path, json.dumps(cases))
     for name in names:
         assert_equal_runs(tmp_path / "alone", tmp_path / name)
+
+
+def test_a_verb_is_refused_while_ranks_that_generate_together_are_in_a_stream(make_tiny: Callable[..., Path]) -> None:
+    done = ranks.job(2, SCRIPT.with_name("rank_open_stream.py"), make_tiny("gpt2", torch.float64))
+    (found,) = (json.loads(line) for line in done.stdout.splitlines() if line.startswith("{"))
+    names = ["'actor.log_probs'", "'critic.", "'actor.generate'"]
+    for name, message in zip(names, found["refused"], strict=True):
+        assert message.startswith(name) and "stream of 'actor.generate' is open" in message and "close()" in message
+    assert found["rows"] == found["log_probs after it"] == found["log_probs after close"] == 3

@@ -58,6 +58,8 @@ class TorchrunSlots:
         self._inboxes: dict[int, queue.SimpleQueue[tuple[int, Message]]] = {}
         self._gone: dict[int, str] = {}
         self._executing: set[int] = set()
+        #: Streams whose ranks compute together -> what they are and those ranks.
+        self._shared: dict[int, tuple[str, frozenset[int]]] = {}
         self._ended: str | None = None
 
     @property
@@ -144,7 +146,8 @@ class TorchrunSlots:
             own_rows = call.rows[0]
             given = [fed] if is_stream else [first if own_rows is None else first.take(own_rows)] if is_batch else []
             own = slot.execute(replace(order, answers=0 in call.answering), *given)
-        return iter(_Running(self, call.what, messages, own, fed, call.is_apart))
+        is_shared = call.is_stream and call.is_apart and len(call.answering) < len(call.rows)
+        return iter(_Running(self, call.what, messages, own, fed, call.is_apart, is_shared))
 
     def _fed(self, stream: Iterator[Any], to: Sequence[int]) -> Iterator[Any]:
         """The stream, whose items are sent to other ranks on the way."""
@@ -159,13 +162,23 @@ class TorchrunSlots:
             raise
         self._tell(Message("last"), to)
 
-    def send(self, serial: int, messages: Mapping[int, Message]) -> queue.SimpleQueue[tuple[int, Message]]:
-        """Begin a call: its messages, and where its answers arrive."""
+    def send(self, serial: int, messages: Mapping[int, Message], what: str) -> queue.SimpleQueue[tuple[int, Message]]:
+        """Begin a call: its messages, and where its answers arrive.
+
+        Raises:
+            ClusterError: a rank is gone, or waits in a stream for orders of this one.
+        """
         with self._lock:
             if self._ended is not None:
                 raise ClusterError(f"the ranks have been ended: {self._ended}")
             if gone := self._gone.keys() & messages.keys():
                 raise self._died(min(gone), "before this verb")
+            for stream, busy in self._shared.values():
+                if not busy.isdisjoint(messages):
+                    raise ClusterError(
+                        f"'{what}' was called while the stream of '{stream}' is open, whose ranks compute together and "
+                        "can do nothing else meanwhile: draw it to its end first, or close() it"
+                    )
             inbox: queue.SimpleQueue[tuple[int, Message]] = queue.SimpleQueue()
             self._inboxes[serial] = inbox
             for rank, message in messages.items():
@@ -258,6 +271,7 @@ class _Running:
     Attributes:
         fed: a stream that goes to the other ranks while it is drawn.
         is_apart: a failure of some ranks does not set them apart from the others.
+        is_shared: a stream whose ranks compute together: while this rank is not in it, the others wait.
         pending: the other ranks that have not ended yet.
     """
 
@@ -267,6 +281,7 @@ class _Running:
     own: Iterator[Any] | None
     fed: Iterator[Any] | None = None
     is_apart: bool = False
+    is_shared: bool = False
     serial: int = 0
     count: int = 0
     pending: set[int] = field(default_factory=set)
@@ -286,7 +301,9 @@ class _Running:
         if not self.serial:
             self.serial = next(self.slots._serials)
             self.count, self.pending = len(self.messages) + (self.own is not None), set(self.messages)
-            self.inbox = self.slots.send(self.serial, self.messages)
+            self.inbox = self.slots.send(self.serial, self.messages, self.what)
+            if self.is_shared:
+                self.slots._shared[self.serial] = self.what, frozenset(self.messages)
             self.messages = {}
         yield from self._own_items()
         since = time.monotonic()
@@ -338,6 +355,7 @@ class _Running:
     def _conclude(self) -> None:
         """Raise what went wrong. Ranks that may have come apart are ended."""
         self.slots._inboxes.pop(self.serial, None)
+        self.slots._shared.pop(self.serial, None)
         broken = list(self.errors.values())
         if self.pending and all(isinstance(error, BrokenCollectiveError) for error in broken):
             late = self.slots.stalled(sorted(self.pending), self.what, self.slots.timeout)
