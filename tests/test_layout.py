@@ -6,7 +6,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from verl.controller.world import RoleMeshes
 from verl.errors import ConfigError
+from verl.hybrid.meshes import generation_mesh
 from verl.layout import DATA_DIMS, DIMS, Layout, Mesh, ModelShape
 
 LAYOUTS = st.builds(Layout, **{dim: st.integers(1, 3) for dim in DIMS}).filter(lambda layout: layout.size <= 64)
@@ -49,6 +51,31 @@ def test_parts_are_all_groups_along_some_dimensions(mesh: Mesh, dims: set[str]) 
     groups = {tuple(sorted(mesh.group(rank, *dims))) for rank in mesh.ranks}
     assert all((1 < len(group) < mesh.size) == (group in mesh.parts()) for group in groups)
     assert len(set(mesh.parts())) == len(mesh.parts())
+
+
+@settings(deadline=None)
+@given(meshes())
+def test_process_groups_are_of_ranks_that_ascend(mesh: Mesh) -> None:
+    groups = [mesh.group(rank, dim) for rank in mesh.ranks for dim in DIMS if dim != "replicate"]
+    if all(list(group) == sorted(group) for group in groups):
+        mesh.check_order()
+    else:
+        with pytest.raises(ConfigError, match=r"rank \d+ comes before rank \d+ along"):
+            mesh.check_order()
+
+
+@pytest.mark.parametrize("train", [Layout(pp=2, replicate=2, tp=4), Layout(shard=8), Layout(pp=2, shard=2, tp=2)])
+def test_generation_has_process_groups_that_ascend(train: Layout) -> None:
+    mesh = Mesh(tuple(range(train.size)), train)
+    mesh.check_order()
+    for pg in (1, train.pp):
+        for tg in (1, 2):
+            generation_mesh(mesh, pg, tg).check_order()
+
+
+def test_a_role_has_no_ranks_in_another_order() -> None:
+    with pytest.raises(ConfigError, match="rank 1 comes before rank 0 along tp"):
+        RoleMeshes("actor", {"train": Mesh((1, 0), Layout(tp=2))})
 
 
 def test_tensor_ranks_are_neighbours_and_stages_are_furthest_apart() -> None:

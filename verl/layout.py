@@ -168,6 +168,23 @@ class Mesh:
     def size(self) -> int:
         return len(self.ranks)
 
+    def check_order(self) -> None:
+        """Refuse what process groups of the ranks would confuse: torch numbers the ranks of a group in ascending order.
+        Replicas may have any order, since what goes between them is summed.
+
+        Raises:
+            ConfigError: ranks along another dimension do not ascend.
+        """
+        stride = 1
+        for dim, size in zip(reversed(DIMS), reversed(self.layout.sizes), strict=True):
+            for at, (low, high) in enumerate(zip(self.ranks, self.ranks[stride:], strict=False)):
+                if low > high and at // stride % size < size - 1 and dim != "replicate":
+                    raise ConfigError(
+                        f"layout: rank {low} comes before rank {high} along {dim} in {list(self.ranks)}: process "
+                        "groups number their ranks in ascending order, so they have to ascend along this dimension"
+                    )
+            stride *= size
+
     def __contains__(self, rank: object) -> bool:
         return rank in self.ranks
 

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from tests import ranks
 from tests.rollout.rank_generation import KINDS
@@ -40,3 +42,20 @@ def compare(together: list[dict[str, Any]], alone: list[dict[str, Any]]) -> None
     for one, other in zip(alone, together, strict=True):
         assert {**one, "log_probs": None} == {**other, "log_probs": None}
         assert one["log_probs"] == pytest.approx(other["log_probs"], rel=0, abs=1e-9)
+
+
+def test_episodes_guards_grammars_and_stop_strings_are_those_of_one_process(make_tiny: Callable[..., Path]) -> None:
+    script, model = SCRIPT.with_name("rank_controls.py"), make_tiny("gpt2", torch.float64)
+    runs = [ranks.alone(script, model, 1), ranks.job(2, script, model, 2)]
+    alone, together = (
+        json.loads(next(line for line in run.stdout.splitlines() if line.startswith("{"))) for run in runs
+    )
+    for name, rows in alone.items():
+        log_probs = together[name].pop("rollout_log_probs")
+        for one, other in zip(rows.pop("rollout_log_probs"), log_probs, strict=True):
+            assert other == pytest.approx(one, rel=0, abs=1e-9), name
+        assert together[name] == rows, name
+    # Each did something.
+    assert sum(error is not None for error in alone["episode"]["episode_error"]) == 1
+    assert "reject" in alone["guard"]["finish"] and sum(alone["guard"]["rejected"]) > 0
+    assert "stop" in alone["grammar"]["finish"] and any(len(tokens) < 24 for tokens in alone["stop"]["response_tokens"])

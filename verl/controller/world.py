@@ -23,10 +23,18 @@ TIMEOUT = 1800.0
 
 @dataclass(frozen=True)
 class RoleMeshes:
-    """The meshes of one role by name, on ranks of the job. "train" and "rollout" may hold the same ranks, or others."""
+    """The meshes of one role by name, on ranks of the job. "train" and "rollout" may hold the same ranks, or others.
+
+    Raises:
+        ConfigError: ranks of a mesh that share a model do not ascend, see `Mesh.check_order`.
+    """
 
     role: str
     meshes: Mapping[str, Mesh]
+
+    def __post_init__(self) -> None:
+        for mesh in self.meshes.values():
+            mesh.check_order()
 
     @property
     def ranks(self) -> tuple[int, ...]:
