@@ -7,6 +7,7 @@ can be imported in any contender's environment.
 
 from __future__ import annotations
 
+import os
 import resource
 import sys
 from pathlib import Path
@@ -63,3 +64,25 @@ def peak_memory_gb() -> float:
     """The largest resident set this process has had, in 10**9 bytes."""
     unit = 1 if sys.platform == "darwin" else 1024
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit / 1e9
+
+
+def peak_device_gb() -> float:
+    """What this rank takes of its device in 10**9 bytes: of a GPU what is in use now; on a CPU the largest resident set
+    that this process and those it started have had, pages that they share counted for each."""
+    import torch
+
+    if torch.cuda.is_available():
+        free, total = torch.cuda.mem_get_info()
+        return (total - free) / 1e9
+    return sum(map(_resident_peak, [os.getpid(), *_started(os.getpid())])) / 1e9
+
+
+def _started(process: int) -> list[int]:
+    lists = Path(f"/proc/{process}/task").glob("*/children")
+    children = [int(child) for path in lists for child in path.read_text().split()]
+    return [*children, *(grandchild for child in children for grandchild in _started(child))]
+
+
+def _resident_peak(process: int) -> int:
+    lines = Path(f"/proc/{process}/status").read_text().splitlines()
+    return next((int(line.split()[1]) * 1024 for line in lines if line.startswith("VmHWM")), 0)
