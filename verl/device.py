@@ -47,6 +47,13 @@ def count(kind: str) -> int:
     return int(_accelerators().device_count()) if kind == accelerator() else 0
 
 
+def device_name(device: str) -> str:
+    """What the driver calls a device, such as "NVIDIA H100 80GB HBM3"; its kind where that is unknown."""
+    import torch
+
+    return torch.cuda.get_device_name(device) if device.startswith("cuda") else device
+
+
 def put(module: M, device: str | None = None) -> M:
     """The module on `device` (None: the default kind). A kind without a number leaves it on a device of that kind."""
     device = device or default_kind()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -12,8 +13,11 @@ import torch
 
 import verl
 from verl.errors import ConfigError
-from verl.layout import Layout
+from verl.layout import Layout, ModelShape
 from verl.models.memory import ModelSize
+from verl.planner.cost import Costs, Workload
+from verl.planner.hardware import DEVICES, GB, Cluster
+from verl.planner.memory import ddp, fsdp
 from verl.roles import layouts
 
 SAMPLING = {"max_new_tokens": 4}
@@ -42,13 +46,13 @@ def test_a_role_updater_is_ppo_over_an_actor_and_its_critic(tiny: Path) -> None:
 @pytest.mark.parametrize(
     ("train", "share", "expected"),
     [
-        ({"strategy": "fsdp"}, 4.0, Layout(replicate=4)),  # of the free memory, the weights take a quarter
+        ({"strategy": "fsdp"}, 1e6, Layout(replicate=4)),  # so often the weights fit into the free memory of a rank
         ({"strategy": "fsdp"}, 1.5, Layout(replicate=2, tp=2)),
         ({"tensor_parallel_size": 2}, 0.1, Layout(replicate=2, tp=2)),  # two key-value heads: four cannot be
-        ({}, 4.0, Layout(replicate=4)),
+        ({}, 1e6, Layout(replicate=4)),
     ],
 )
-def test_the_fewest_ranks_share_a_copy_that_memory_allows(
+def test_few_ranks_share_a_copy_of_a_small_model_where_memory_allows(
     tiny: Path, monkeypatch: Any, caplog: Any, train: dict[str, Any], share: float, expected: Layout
 ) -> None:
     actor, _ = made(tiny, placement="cpu:0-3", train=train)
@@ -61,6 +65,36 @@ def test_the_fewest_ranks_share_a_copy_that_memory_allows(
     assert actor.rollout_options.overlap_comm
     said = "nothing moves" if not train else "arrive while prompts are computed"
     assert said in caplog.text
+
+
+@pytest.mark.parametrize("train", [{"strategy": "fsdp"}, {"tensor_parallel_size": 8}], ids=["fsdp", "tensor"])
+@pytest.mark.parametrize("layers", [16, 80])
+@pytest.mark.parametrize("link", [2, 300])
+@pytest.mark.parametrize("tokens", [16, 4096])
+def test_the_choice_is_within_a_tenth_of_the_best_of_all_sizes(
+    tiny: Path, monkeypatch: Any, train: dict[str, Any], layers: int, link: int, tokens: int
+) -> None:
+    """By the planner's costs, on devices of 80 GB with a fast and a slow link, for models of 3 and 15 billion
+    weights: the sizes that memory allows are tried one by one here."""
+    size = ModelSize(
+        layers * 177_000_000, layers, 4096, 11008, heads=32, kv_heads=8, head_dim=128, vocab=32000, itemsize=2
+    )
+    device, ranks = replace(DEVICES["a100"], link=link * GB), 8
+    monkeypatch.setattr(layouts, "CPU", device)
+    monkeypatch.setattr(layouts, "free_memory", lambda *where: int(ranks * 60 * GB))
+    monkeypatch.setattr(ModelSize, "from_model", lambda model: size)
+    monkeypatch.setattr(layouts.ModelShape, "of", lambda config: ModelShape(layers=layers, heads=32, kv_heads=8))
+    actor = verl.Actor(str(tiny), placement="cpu:0-7", train=train, sampling={"max_new_tokens": tokens})
+    chosen = layouts.enable_hybrid_engine(actor).layout.tp
+    costs = Costs(Cluster(1, ranks, device, 8 * device.network), Workload(response=tokens, max_num_seqs=256))
+    strategy = fsdp(2) if "strategy" in train else ddp(2)
+    layout = Layout(shard=8) if "strategy" in train else Layout(tp=8)
+    seconds = {}
+    for tp in (1, 2, 4, 8):
+        engine = costs.generate(size, ranks, tp, 60 * GB - size.weight_bytes / tp)
+        if engine is not None and size.weight_bytes / tp <= 30 * GB:
+            seconds[tp] = engine.seconds + costs.transition(size, strategy, layout, tp)[1]
+    assert seconds[chosen] <= 1.1 * min(seconds.values()), seconds
 
 
 def test_what_cannot_be_is_refused_by_name(tiny: Path) -> None:

@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from verl.errors import ClusterError
-from verl.planner.hardware import DEVICES, GB, Device, Efficiency
+from verl.planner.hardware import GB, Device, Efficiency, sheet_of
 
 #: Seconds that the ranks of the collective may take to start, and to finish.
 DEADLINE = 120
@@ -42,8 +42,7 @@ class Measured:
 
     def sheet(self) -> Device | None:
         """The data sheet of this machine's device, if it is known."""
-        name = self.kind.lower().replace("-", " ").split()
-        return next((DEVICES[key] for key in sorted(DEVICES, key=len, reverse=True) if key in name), None)
+        return sheet_of(self.kind)
 
 
 def measure(megabytes: int = 32) -> Measured:

@@ -58,6 +58,16 @@ DEVICES = {
 }
 
 
+#: A CPU that was not calibrated, one rank of it: round numbers of a small server.
+CPU = Device("cpu", 200 * GB, 16 * GB, 20 * GB, 2 * GB, GB, 20 * GB)
+
+
+def sheet_of(name: str) -> Device | None:
+    """The data sheet of a device by the name that its driver gives it, such as "NVIDIA H100 80GB HBM3"."""
+    words = name.lower().replace("-", " ").split()
+    return next((DEVICES[key] for key in sorted(DEVICES, key=len, reverse=True) if key in words), None)
+
+
 @dataclass(frozen=True)
 class Efficiency:
     """Shares of the data sheets that are reached: of matrix products, of memory bandwidth, of links and network.

@@ -6,11 +6,16 @@ import logging
 from collections.abc import Mapping, Sequence
 from typing import Any, get_args
 
-from verl.device import free_memory
+from verl.device import count, device_name, free_memory
 from verl.errors import ConfigError
 from verl.hybrid.meshes import paper_table
-from verl.layout import Mesh, ModelShape
+from verl.layout import Layout, Mesh, ModelShape
 from verl.models.memory import ModelSize
+from verl.planner import memory
+from verl.planner.cost import Workload
+from verl.planner.hardware import CPU, DEVICES, Cluster, sheet_of
+from verl.planner.memory import ddp, fsdp
+from verl.planner.search import Choice, Model, Problem, generations
 from verl.roles.actor import Actor
 from verl.roles.critic import Critic
 from verl.roles.updater import Updater
@@ -45,7 +50,7 @@ def enable_hybrid_engine(
 
     Args:
         tensor_parallel_size: ranks that share a copy in generation. None: as the actor's settings say, or, where these
-            say nothing, the fewest whose weights leave half of the free memory.
+            say nothing, the quickest by the planner's model, of sizes whose weights leave half of the free memory.
         overlap_comm: whether weights arrive while prompts are computed; None: as the actor's settings say.
 
     Returns:
@@ -73,7 +78,7 @@ def enable_hybrid_engine(
     changes = {name: value for name, value in chosen.items() if value is not None}
     actor.rollout_options = options = options.replace(**changes)
     if tensor_parallel_size is None and options.name == "embedded" and options.tensor_model_parallel_size == 1:
-        actor.rollout_options = options = options.replace(tensor_model_parallel_size=_fewest(actor))
+        actor.rollout_options = options = options.replace(tensor_model_parallel_size=_best_size(actor))
     meshes = actor.controller.meshes("actor", actor.train_options, options.tensor_parallel).meshes
     train, generation = meshes["train"].layout, meshes["rollout"].layout
     generation.check(ModelShape.of(actor.model.config))
@@ -93,22 +98,50 @@ def enable_hybrid_engine(
     return meshes["rollout"]
 
 
-def _fewest(actor: Actor) -> int:
-    """Ranks that share the weights in generation: the fewest that leave memory for what else it takes."""
-    weights, shape = ModelSize.from_model(actor.model).weight_bytes, ModelShape.of(actor.model.config)
-    ranks = actor.controller.mesh.pool("actor")
-    free = free_memory(actor.device) // (len(ranks) if actor.device == "cpu" else 1)
-    fitting = 1
-    for size in range(1, len(ranks) + 1):
+def _best_size(actor: Actor) -> int:
+    """Ranks that share the weights in generation: by the planner's model the quickest of those that leave memory for
+    what else it takes; where none does, the most. Ranks that hold the whole weights already do not share them."""
+    ranks = len(actor.controller.mesh.pool("actor"))
+    train = actor.controller.meshes("actor", actor.train_options, 1).meshes["train"].layout
+    if train.is_plain:
+        return 1
+    found = generation_seconds(actor, train, _possible_sizes(actor, ranks), ranks)
+    return min(found, key=found.__getitem__) if found else max(_possible_sizes(actor, ranks), default=1)
+
+
+def _possible_sizes(actor: Actor, ranks: int) -> list[int]:
+    """Those that divide the ranks, the layout of training and the model's heads."""
+    shape, possible = ModelShape.of(actor.model.config), []
+    for size in range(1, ranks + 1):
         try:
             meshes = actor.controller.meshes("actor", actor.train_options, size).meshes
             meshes["rollout"].layout.check(shape)
         except ConfigError:
             continue
-        fitting = size
-        if weights / size <= _WEIGHTS_SHARE * free:
-            break
-    return fitting
+        possible.append(size)
+    return possible
+
+
+def generation_seconds(actor: Actor, train: Layout, sizes: Sequence[int], ranks: int) -> dict[int, float]:
+    """By the planner's model, how long the rollout of a usual step takes with so many ranks to a copy, the way of the
+    weights included; without sizes that leave too little memory. Rates are those of data sheets (docs/planner.md).
+
+    Args:
+        train: the layout of training.
+    """
+    size, options, is_cpu = ModelSize.from_model(actor.model), actor.rollout_options, actor.device == "cpu"
+    free = free_memory(actor.device) // (ranks if is_cpu else 1)
+    device = CPU if is_cpu else sheet_of(device_name(actor.device)) or DEVICES["a100"]
+    per_machine = ranks if is_cpu else min(ranks, max(1, count(actor.device.partition(":")[0])))
+    cluster = Cluster(-(-ranks // per_machine), per_machine, device, device.network * per_machine)
+    strategy = fsdp(size.itemsize) if train.shard > 1 else ddp(size.itemsize)
+    model = Model("actor", size, True, (strategy,))
+    work = Workload(response=actor.sampling.max_new_tokens, max_num_seqs=options.max_num_seqs)
+    usage = memory.training(size, strategy, train, work.micro_batch * work.length)
+    choice = Choice(model, strategy, train, usage, infer=0.0, train=0.0)
+    found = generations(Problem((model,), work, cluster), choice, ranks, free)
+    seconds = {engine.tp: engine.seconds for engine, _ in found if engine.tp in sizes}
+    return {tp: taken for tp, taken in seconds.items() if size.weight_bytes / tp <= _WEIGHTS_SHARE * free}
 
 
 class PPORoleUpdater(Updater):
