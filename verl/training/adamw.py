@@ -64,7 +64,7 @@ class SplitAdamW:
             if not weight.has_gradient or weight.gradient is None:
                 continue
             state.steps += 1
-            seed = int(_mixed(_mixed(torch.tensor(crc32(weight.name.encode()))) ^ state.steps))
+            seed = int(_mixed(_mixed(torch.tensor(crc32(weight.drawn_as.encode()))) ^ state.steps))
             formula = _Formula.of(self._config, lr, gradient_scale, state.steps, seed)
             _step(weight.live, weight.gradient, state, formula)
 

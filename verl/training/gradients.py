@@ -37,6 +37,12 @@ class Weight:
     has_gradient: bool = False
     loss_scale: float = 1.0
 
+    @property
+    def drawn_as(self) -> str:
+        """The name that randomness hangs on: copies of a weight on several ranks, which may have names of their own
+        there (`tied_to`), stay equal."""
+        return getattr(self.source, "tied_to", self.name)
+
     def add(self, gradient: Tensor, start: int = 0) -> None:
         """Add the gradient of a scaled loss, of all rows or of some from row `start`."""
         total = self._sum()

@@ -23,6 +23,8 @@ from verl.training.parallel.stages import Stage
 from verl.training.schedule import OneStage
 from verl.training.torch_engine import TorchEngine
 
+_EMBEDDING = "gpt.embedding.word_embeddings.weight"
+
 
 class MegatronEngine(TorchEngine):
     """A `TrainEngine` of ranks that share a model: tensor and pipeline parallelism, and replicas of these.
@@ -73,7 +75,10 @@ class MegatronEngine(TorchEngine):
         parallel.pieces = {name: layout.tp for name in names if model.cut(name) is not None}
         if stage is not None:
             if "lm_head.weight" in self._shapes and "lm_head.weight" not in self._names:
-                parallel.tied = frozenset({"gpt.embedding.word_embeddings.weight", "gpt.output_layer.weight"})
+                parallel.tied = frozenset((_EMBEDDING, "gpt.output_layer.weight"))
+                for name, weight in model.named_parameters():
+                    if name in parallel.tied:
+                        weight.tied_to = _EMBEDDING  # type: ignore[attr-defined]
             schedule = Pipeline(self._forward, stage, ranks)
             parallel.schedule = schedule
             parallel.reductions.append(lambda gradients: schedule.agree(gradients, parallel.tied))
