@@ -163,3 +163,23 @@ def test_what_was_not_finished_is_not_scored(end: str) -> None:
     assert seen == ["A", "C"]
     assert scored["reward"] == [1.0, None, 1.0] and scored["reward/part"] == [2.0, None, 2.0]
     assert scored["abstain_reason"] == [None, f"the response ended by {end}", None]
+
+
+@pytest.mark.parametrize("offload", [False, True])
+def test_an_offloaded_optimizer_has_no_gradients_during_a_rollout(tiny: Path, offload: bool) -> None:
+    """Counted from inside of the rollout after an update."""
+    held: list[int] = []
+
+    async def counting(client: Client, row: Mapping[str, Any]) -> list[Turns]:
+        weights = actor.group.worker.engine._optimizer.gradients.weights
+        sums = [weight.gradient for weight in weights] + [weight.source.grad for weight in weights]
+        held.append(sum(found.nbytes for found in sums if found is not None))
+        return [Turns().wrote(await client.generate(row["prompt_tokens"], _short(client.params)))]
+
+    actor: Any = actor_of(tiny, episode=counting, strategy="fsdp", fsdp_config={"optimizer_offload": offload})
+    reward = lambda texts: [float(len(set(text))) for text in texts]  # noqa: E731
+    trainer = verl.Trainer(actor, reward_fn=reward, algorithm="grpo", n=4, log_dir=False)
+    assert trainer.step(["Once"])["updated"]
+    held.clear()
+    trainer.step(["Once"])
+    assert len(held) == 4 and (max(held) == 0) == offload
