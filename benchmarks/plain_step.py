@@ -28,6 +28,9 @@ if not torch.cuda.is_available():
     os.environ.setdefault("DS_ACCELERATOR", "cpu")
 import deepspeed
 
+# It would be compiled at the start, and serves inference alone.
+deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+
 
 def make_engine(args: argparse.Namespace, micro_batches: int) -> Any:
     """DeepSpeed's engine around the model."""
