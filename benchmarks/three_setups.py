@@ -1,7 +1,7 @@
 """One GRPO step in three set-ups on the same work: plain Hugging Face and DeepSpeed; ours with FSDP; ours with vLLM and
 the hybrid engine.
 
-    .venv/bin/python benchmarks/three_setups.py                    # two ranks on a CPU, all GPUs of a machine with some
+    .venv/bin/python benchmarks/three_setups.py                    # one rank on a CPU, all GPUs of a machine with some
     .venv/bin/python benchmarks/three_setups.py --ranks 4 --setups plain fsdp
 
 For each: tokens/s of the rollout, samples/s of the update, the peak memory of a rank and what it started (resident
@@ -117,12 +117,12 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n\n")[0])
     parser.add_argument("--setups", nargs="+", choices=SETUPS, default=[*SETUPS])
     parser.add_argument("--setup", choices=SETUPS, help=argparse.SUPPRESS)
-    parser.add_argument("--ranks", type=int, help="default: the GPUs of this machine, or 2")
+    parser.add_argument("--ranks", type=int, help="default: the GPUs of this machine, or 1")
     parser.add_argument("--dtype", choices=["bf16", "fp32"], help="default: bf16 where the device has it")
     parser.add_argument("--micro-batch", type=int, default=8)
     parser.add_argument("--micro-batches", type=int, nargs="+", default=[8, 16], help="that the first set-up tries")
     parser.add_argument("--steps", type=int, default=3, help="timed steps, after one that warms up")
-    parser.add_argument("--threads", type=int, default=1, help="of each rank")
+    parser.add_argument("--threads", type=int, help="of each rank; default: its share of the cores")
     parser.add_argument("--model", default=str(workload.MODEL))
     parser.add_argument("--vllm-python", default=str(ROOT / ".venv-vllm" / "bin" / "python"), help="see `make vllm`")
     args = parser.parse_args()
@@ -132,7 +132,8 @@ def main() -> None:
     import torch
 
     gpus = torch.cuda.device_count()
-    args.ranks = args.ranks or gpus or 2
+    args.ranks = args.ranks or gpus or 1
+    args.threads = args.threads or max(1, (os.cpu_count() or 1) // args.ranks)
     args.dtype = args.dtype or ("bf16" if gpus or torch.cpu._is_avx512_bf16_supported() else "fp32")
     best: dict[str, dict[str, Any]] = {}
     for setup in args.setups:
