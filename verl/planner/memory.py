@@ -119,7 +119,9 @@ def training(
     per_layer = tokens * _layer_bytes(size, layout.tp)
     inputs = tokens * size.hidden * size.itemsize
     # One forward, one backward: the first stage holds as many micro-batches as there are stages.
-    activations = layout.pp * (stage * inputs + per_layer if checkpointing else stage * per_layer) + head
+    # Gradients inside of a layer: of the norms' inputs, of gate, up and their product.
+    inside = tokens * (2 * size.hidden + 3 * size.intermediate / layout.tp) * size.itemsize
+    activations = layout.pp * (stage * inputs + per_layer if checkpointing else stage * per_layer) + max(head, inside)
     parked = kept["gradients"] + kept["optimizer"] if strategy.parked else 0.0
     return Usage(kept, {"activations": activations, "gathered": gathered}, parked)
 
