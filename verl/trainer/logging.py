@@ -126,6 +126,7 @@ class TensorBoardSink:
 
         self._event, self._session = event_pb2.Event, event_pb2.SessionLog
         self._summary = summary_pb2.Summary
+        _await_new_second(Path(directory))
         self._writer = EventFileWriter(str(directory))
         if resume_step is not None:
             at = {"wall_time": time.time(), "step": resume_step + 1}
@@ -140,6 +141,15 @@ class TensorBoardSink:
 
     def close(self) -> None:
         self._writer.close()
+
+
+def _await_new_second(directory: Path) -> None:
+    """TensorBoard reads files in the order of their names, which begin with the second they were made in: one that is
+    made in the same second as another may come before it."""
+    names = (path.name.split(".") for path in directory.glob("events.out.tfevents.*"))
+    newest = max((int(name[3]) for name in names if name[3].isdigit()), default=0)
+    while newest - 2 < int(time.time()) <= newest:  # a clock that was set back is not waited for
+        time.sleep(0.05)
 
 
 class WandbSink:
