@@ -149,7 +149,8 @@ def _init(ray: Any) -> None:
             "local",
             logging_level=logging.ERROR,
             include_dashboard=False,
-            _system_config={"max_direct_call_object_size": _INLINE},
+            # Ray's own default, 15, starves its workers as soon as anything else wants the processors.
+            _system_config={"max_direct_call_object_size": _INLINE, "worker_niceness": 0},
         )
     finally:
         ray_constants.ENABLE_RAY_CLUSTER = before
