@@ -92,3 +92,9 @@ def test_its_own_cluster_listens_on_loopback_alone_and_wants_the_token() -> None
     env.pop("RAY_AUTH_MODE", None)
     done = subprocess.run([sys.executable, "-c", JOIN], env=env, capture_output=True, text=True, timeout=60)
     assert "wants a token, and RAY_AUTH_TOKEN is another one" in done.stderr, done.stderr[-2000:]
+
+
+def test_workers_of_its_own_cluster_have_the_priority_of_any_other_process() -> None:
+    """Ray gives them less, and beside two busy programs they stood still on two processors."""
+    ray = cluster.connect()
+    assert ray.get(ray.remote(lambda: os.nice(0)).remote()) == os.nice(0)
