@@ -23,7 +23,7 @@ from verl.models.heads import ValueModel
 from verl.models.lora import add_lora
 from verl.models.options import LoraOptions
 from verl.shard import Shard
-from verl.training.engine import Metrics
+from verl.training.engine import Metrics, TrainEngine
 from verl.training.options import EngineOptions, Head
 from verl.training.torch_engine import TorchEngine
 from verl.workers.streams import gathered
@@ -73,17 +73,26 @@ class Case:
         return TorchEngine(model, options, head=self.head, mesh=mesh, group=group)
 
     def update(self, engine: TorchEngine) -> Metrics:
-        if self.task == "all":
-            return engine.update(two_parts())
-        if self.task == "one row":
-            return engine.update([part(ragged_batch(ROWS[:1]), entropy=True)])
-        name, role = self.task.split()
-        algorithm, batch = prepared(name, seed=3)
-        return run_updates(engine, batch, algorithm.objective(role), UpdatePlan(), 0)
+        return update_of(engine, self.task)
 
     def predict(self, engine: TorchEngine, batch: Batch) -> torch.Tensor:
-        want = {"lm": "log_probs", "value": "values"}[self.head]
-        return engine.predict(batch, [want])[want]
+        return outputs_of(engine, self.head, batch)
+
+
+def update_of(engine: TrainEngine, task: str) -> Metrics:
+    """The update that a task asks for: by name, or "algorithm role"."""
+    if task == "all":
+        return engine.update(two_parts())
+    if task == "one row":
+        return engine.update([part(ragged_batch(ROWS[:1]), entropy=True)])
+    name, role = task.split()
+    algorithm, batch = prepared(name, seed=3)
+    return run_updates(engine, batch, algorithm.objective(role), UpdatePlan(), 0)
+
+
+def outputs_of(engine: TrainEngine, head: Head, batch: Batch) -> torch.Tensor:
+    want = {"lm": "log_probs", "value": "values"}[head]
+    return engine.predict(batch, [want])[want]
 
 
 KINDS = ("llama", "qwen2", "gpt2", "qwen3_moe")

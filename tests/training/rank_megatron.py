@@ -15,11 +15,9 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 
-from tests.algorithms.support import prepared
 from tests.trainer.rank_checkpoints import load, save
-from tests.training.cases import OPTIM, ROWS, part, ragged_batch, tiny_model
-from tests.training.rank_layouts import SUMS, apart
-from tests.training.test_parts import two_parts
+from tests.training.cases import OPTIM, ROWS, ragged_batch, tiny_model
+from tests.training.rank_layouts import SUMS, apart, outputs_of, update_of
 from verl.batch import Batch
 from verl.layout import DIMS, Layout, Mesh
 from verl.models.heads import ValueModel
@@ -29,7 +27,6 @@ from verl.training.options import EngineOptions, Head
 from verl.workers.place import Place
 from verl.workers.streams import gathered
 from verl.workers.trained import train_engine
-from verl.workers.update import UpdatePlan, run_updates
 
 Dtype = torch.dtype
 #: Process groups by their ranks.
@@ -78,17 +75,10 @@ class Case(NamedTuple):
         return train_engine(model, options, self.head, place)
 
     def update(self, engine: TrainEngine) -> Metrics:
-        if self.task == "all":
-            return engine.update(two_parts())
-        if self.task == "one row":
-            return engine.update([part(ragged_batch(ROWS[:1]), entropy=True)])
-        name, role = self.task.split()
-        algorithm, batch = prepared(name, seed=3)
-        return run_updates(engine, batch, algorithm.objective(role), UpdatePlan(), 0)
+        return update_of(engine, self.task)
 
     def predict(self, engine: TrainEngine, batch: Batch) -> torch.Tensor:
-        want = {"lm": "log_probs", "value": "values"}[self.head]
-        return engine.predict(batch, [want])[want]
+        return outputs_of(engine, self.head, batch)
 
 
 KINDS = ("llama", "qwen2", "qwen3")
