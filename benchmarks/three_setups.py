@@ -32,7 +32,7 @@ ARTICLE = {"plain": (18_500, 3.2, 78), "fsdp": (26_300, 4.8, 62), "vllm": (41_20
 
 
 def peaks() -> float:
-    """Of a rank."""
+    """The peak memory of a rank, in GB; it is run on each of them, by its name."""
     return workload.peak_device_gb()
 
 
