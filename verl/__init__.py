@@ -31,6 +31,7 @@ _HOMES = {
     "FSDPWorker": "verl.roles.workers",
     "HfModelAdapter": "verl.roles.backends",
     "HuggingFaceWorker": "verl.roles.backends",
+    "InterleavedTrainer": "verl.trainer.interleaved",
     "Loss": "verl.training.loss",
     "LossInput": "verl.training.loss",
     "MegatronWorker": "verl.roles.workers",
@@ -42,6 +43,7 @@ _HOMES = {
     "Reward": "verl.roles.reward",
     "SamplingParams": "verl.rollout.base",
     "Shard": "verl.shard",
+    "Task": "verl.trainer.task",
     "Trainer": "verl.trainer.trainer",
     "Updater": "verl.roles.updater",
     "VLLMActor": "verl.roles.backends",
@@ -81,6 +83,8 @@ if TYPE_CHECKING:
     from verl.rollout.base import SamplingParams
     from verl.shard import Shard
     from verl.trainer.asynchronous import AsyncTrainer
+    from verl.trainer.interleaved import InterleavedTrainer
+    from verl.trainer.task import Task
     from verl.trainer.trainer import PPOTrainer, Trainer
     from verl.training.loss import Loss, LossInput
 

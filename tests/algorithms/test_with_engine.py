@@ -15,7 +15,7 @@ from verl.batch import Batch
 from verl.models.heads import ValueModel
 from verl.training.loss import LossNeeds, LossPart
 from verl.training.options import OptimConfig
-from verl.workers.update import UpdatePlan, run_updates
+from verl.workers.update import UpdatePart, UpdatePlan, run_updates
 
 
 def model() -> LlamaForCausalLM:
@@ -39,7 +39,7 @@ def update(
     before = copy.deepcopy(list(net.parameters()))
     optimizer = torch.optim.SGD(net.parameters(), lr=1.0)
     engine = make_engine(net, optimizer=optimizer, head=head, micro_batch_size=micro_batch_size)  # type: ignore[arg-type]
-    metrics = run_updates(engine, batch, objective, UpdatePlan(), 0)
+    metrics = run_updates(engine, [UpdatePart(batch, objective)], UpdatePlan(), 0)
     moved = [(new - old).flatten() for new, old in zip(net.parameters(), before, strict=True)]
     return metrics, torch.cat(moved).detach()
 

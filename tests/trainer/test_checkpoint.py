@@ -235,7 +235,7 @@ def test_another_format_is_refused_as_such_and_not_called_damaged(tmp_path: Path
     old = {"steps": 2, "skipped": 0, "loader": {"row": 3}, "extra": {}}  # trainer.json as format 1 had it
     forge(store.path(2), {"trainer.json": json.dumps(old).encode()}, format=1, step=2)
     for read in (lambda: store.load(), lambda: load_checkpoint(store.path(2))):
-        with pytest.raises(CheckpointError, match="has format 1, and this version of verl reads format 3") as refused:
+        with pytest.raises(CheckpointError, match="has format 1, and this version of verl reads format 4") as refused:
             read()
         assert not isinstance(refused.value, DamagedCheckpointError)
         assert "start anew (--fresh)" in str(refused.value)

@@ -92,7 +92,7 @@ def test_wrong_types_in_json_are_damage_or_harmless(saved: tuple[verl.Trainer, P
         try:
             checkpoint = found(trainer, directory)
         except (CheckpointError, DataError):  # of another optimizer, a reward without smoothing, other held-out data
-            assert about.startswith((".sources", ".roles", ".evaluation.held_out"))
+            assert about.startswith((".tasks", ".roles", ".evaluation.held_out"))
             continue
         if checkpoint.step == 2:
             passed.append(about)
@@ -128,7 +128,7 @@ def test_numbers_that_are_not_finite_are_damage(
     trainer, directory = saved
     text = (directory / "step-000002" / "trainer.json").read_text()
     for key in ("kl_coef", "mean"):
-        value = json.loads(text)["algorithm" if key == "kl_coef" else "sources"]
+        value = json.loads(text)["tasks"]["main"]["algorithm" if key == "kl_coef" else "sources"]
         value = value[key] if key == "kl_coef" else value["reward"][key]
         assert text.count(f'"{key}": {json.dumps(value)}') == 1
         forged = text.replace(f'"{key}": {json.dumps(value)}', f'"{key}": {number}')
@@ -257,7 +257,8 @@ def test_a_reward_that_keeps_no_number_is_damage(saved: tuple[verl.Trainer, Path
     trainer, directory = saved
     content = json.loads((directory / "step-000002" / "trainer.json").read_text())
     for mean in ("high", [], {}, [0.5]):
-        forged = {**content, "sources": {"reward": {"mean": mean}}}
+        task = {**content["tasks"]["main"], "sources": {"reward": {"mean": mean}}}
+        forged = {**content, "tasks": {"main": task}}
         reforge(directory / "step-000002", "trainer.json", json.dumps(forged).encode())
         assert found(trainer, directory).step == 1
         assert trainer.sources["reward"].state_dict()["mean"] is not None

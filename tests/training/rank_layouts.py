@@ -27,7 +27,7 @@ from verl.training.engine import Metrics, TrainEngine
 from verl.training.options import EngineOptions, Head
 from verl.training.torch_engine import TorchEngine
 from verl.workers.streams import gathered
-from verl.workers.update import UpdatePlan, run_updates
+from verl.workers.update import UpdatePart, UpdatePlan, run_updates
 
 #: Metrics that do not depend on how rows are put into micro-batches.
 SUMS = ("loss", "grad_norm", "tokens", "squares")
@@ -87,7 +87,7 @@ def update_of(engine: TrainEngine, task: str) -> Metrics:
         return engine.update([part(ragged_batch(ROWS[:1]), entropy=True)])
     name, role = task.split()
     algorithm, batch = prepared(name, seed=3)
-    return run_updates(engine, batch, algorithm.objective(role), UpdatePlan(), 0)
+    return run_updates(engine, [UpdatePart(batch, algorithm.objective(role))], UpdatePlan(), 0)
 
 
 def outputs_of(engine: TrainEngine, head: Head, batch: Batch) -> torch.Tensor:

@@ -26,7 +26,7 @@ from verl.training.options import EngineOptions, Head, layout_of
 from verl.workers.place import Place
 from verl.workers.streams import gathered
 from verl.workers.trained import train_engine
-from verl.workers.update import UpdatePlan, run_updates
+from verl.workers.update import UpdatePart, UpdatePlan, run_updates
 
 
 class Case(NamedTuple):
@@ -61,7 +61,7 @@ class Case(NamedTuple):
             return engine.update([part(ragged_batch(ROWS), entropy=True)])
         name, role = self.task.split()
         algorithm, batch = prepared(name, seed=3)
-        return run_updates(engine, batch, algorithm.objective(role), UpdatePlan(), 0)
+        return run_updates(engine, [UpdatePart(batch, algorithm.objective(role))], UpdatePlan(), 0)
 
     def predict(self, engine: TrainEngine, batch: Batch) -> Tensor:
         want = {"lm": "log_probs", "value": "values"}[self.head]

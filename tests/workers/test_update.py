@@ -9,7 +9,7 @@ import torch
 from tests.training.cases import OPTIM, make_engine, policy_loss, ragged_batch, tiny_model, token_weights
 from verl.batch import Batch
 from verl.training.loss import Loss, LossInput
-from verl.workers.update import UpdatePlan, mini_batches, run_updates
+from verl.workers.update import UpdatePart, UpdatePlan, mini_batches, run_updates
 
 #: Prompts in the order of seed 0, round 0: two epochs of eight.
 GOLDEN = [6, 2, 1, 7, 3, 0, 5, 4, 6, 7, 0, 4, 1, 2, 3, 5]
@@ -17,7 +17,8 @@ GOLDEN = [6, 2, 1, 7, 3, 0, 5, 4, 6, 7, 0, 4, 1, 2, 3, 5]
 
 def order(seed: int, round_: int) -> list[str]:
     batch = ragged_batch([(p, 2) for p in range(8)])
-    return [id_ for part in mini_batches(batch, UpdatePlan(2, epochs=2, seed=seed), round_) for id_ in part["id"]]
+    plan = UpdatePlan(2, epochs=2, seed=seed)
+    return [id_ for (part,) in mini_batches([batch], plan, round_) for id_ in part["id"]]
 
 
 def test_the_order_of_mini_batches_is_the_same_everywhere() -> None:
@@ -54,7 +55,7 @@ class Objective:
 def updated(*bad: int) -> dict[str, float]:
     engine = make_engine(tiny_model(), optim=OPTIM)
     batch = ragged_batch([(p, 5) for p in range(4)])
-    return run_updates(engine, batch, Objective(*bad), UpdatePlan(1), 0)
+    return run_updates(engine, [UpdatePart(batch, Objective(*bad))], UpdatePlan(1), 0)
 
 
 def test_a_skipped_mini_batch_is_counted_and_the_others_metrics_stand() -> None:

@@ -21,6 +21,11 @@ def permutation(size: int, seed: int, epoch: int) -> np.ndarray[Any, np.dtype[np
     return np.argsort(_mix(start + np.arange(size, dtype=np.uint64)), kind="stable")
 
 
+def hashed(seed: int, number: int) -> int:
+    """64 random bits that are a function of both."""
+    return int(_mix(_mix(np.array([seed & (2**64 - 1)], np.uint64)) ^ np.uint64(number))[0])
+
+
 def _mix(x: Any) -> Any:
     x = x + np.uint64(0x9E3779B97F4A7C15)
     x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)

@@ -118,7 +118,11 @@ class OfflineDatasetLoader:
         return self
 
     def __next__(self) -> Batch:
-        visits = self._cursor.take(self.batch_size)
+        return self.take(self.batch_size)
+
+    def take(self, count: int) -> Batch:
+        """The next `count` groups, as `next` would give them."""
+        visits = self._cursor.take(count)
         rows = [(epoch, row) for epoch, group in visits for row in self._groups[group]]
         batch = self.batch.take([row for _, row in rows])
         # A group that two epochs bring into one batch must not become a group of four.

@@ -11,7 +11,7 @@ import asyncio
 import math
 import time
 from collections import defaultdict
-from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Iterator, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Iterator, Mapping, Sequence
 from contextlib import aclosing, asynccontextmanager, contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -67,39 +67,44 @@ class Result:
     began: float
 
 
-def run_graph(graph: Graph, batch: Batch, *, deadline: float = DEADLINE) -> Result:
+def run_graph(
+    graph: Graph, batch: Batch, *, deadline: float = DEADLINE, slots: Mapping[str, Slot] | None = None
+) -> Result:
     """`run` for synchronous code, notebooks included."""
     start()
-    return loop.run_sync(run(graph, batch, deadline=deadline))
+    return loop.run_sync(run(graph, batch, deadline=deadline, slots=slots))
 
 
-async def run(graph: Graph, batch: Batch, *, deadline: float = DEADLINE) -> Result:
+async def run(
+    graph: Graph, batch: Batch, *, deadline: float = DEADLINE, slots: Mapping[str, Slot] | None = None
+) -> Result:
     """Run a graph on a batch (of prompts, where the graph has a source).
 
     Args:
         deadline: seconds for one call of a node that has none of its own.
+        slots: by name, those that several runs share: their nodes are mutually exclusive across runs.
 
     Raises:
         ClusterError: a deadline passed; names the node waited for, stacks of all threads are in the log.
         VerlError: a node's own, with the node's name; other exceptions of a node become `TrainingError`.
         DataError: the batch lacks columns, or a node returned other columns or rows than it declares.
     """
-    return await _Run(graph, batch, deadline).execute()
+    return await _Run(graph, batch, deadline, slots or {}).execute()
 
 
-class _Slot:
+class Slot:
     """Held by one node at a time; calls of the node that holds it may overlap (they wait for different things)."""
 
     def __init__(self) -> None:
-        self._holder = ""
+        self._holder: object = None
         self._calls = 0
         self._changed = asyncio.Condition()
 
     @asynccontextmanager
-    async def held_by(self, name: str) -> AsyncIterator[None]:
+    async def held_by(self, holder: object) -> AsyncIterator[None]:
         async with self._changed:
-            await self._changed.wait_for(lambda: self._calls == 0 or self._holder == name)
-            self._holder = name
+            await self._changed.wait_for(lambda: self._calls == 0 or self._holder == holder)
+            self._holder = holder
             self._calls += 1
         try:
             yield
@@ -107,6 +112,16 @@ class _Slot:
             async with self._changed:
                 self._calls -= 1
                 self._changed.notify_all()
+
+    @contextmanager
+    def hold(self) -> Iterator[None]:
+        """Hold it from synchronous code."""
+        held = self.held_by(object())
+        loop.run_sync(held.__aenter__())
+        try:
+            yield
+        finally:
+            loop.run_sync(held.__aexit__(None, None, None))
 
 
 class _Clock:
@@ -139,7 +154,7 @@ class _Clock:
 class _Run:
     """One run of a graph: a task a node, a task a call of it."""
 
-    def __init__(self, graph: Graph, batch: Batch, deadline: float) -> None:
+    def __init__(self, graph: Graph, batch: Batch, deadline: float, slots: Mapping[str, Slot]) -> None:
         self.graph = graph
         self.batch = batch
         self.deadline = deadline
@@ -147,7 +162,7 @@ class _Run:
         _check_inputs(graph, batch)
         #: for each group its samples to come: id and row of the run's batch
         self.groups = _plan(graph.source, batch)
-        self.slots: dict[str, _Slot] = defaultdict(_Slot)
+        self.slots: dict[str, Slot] = defaultdict(Slot, slots)
         self.metrics: dict[str, list[tuple[int, dict[str, float]]]] = defaultdict(list)
         self.jobs: set[loop.Job] = set()
         self.closing: list[loop.Job] = []
@@ -204,7 +219,7 @@ class _Run:
                 raise DataError(f"no row is left for node '{node.name}'")
             self.pieces.deliver(node.name, groups, [], Batch.from_columns({}))
             return
-        async with self.slots[node.slot].held_by(node.name):
+        async with self.slots[node.slot].held_by((self, node.name)):
             value = await self._call(node, given, len(rows))
         kept, columns = _written(node, given, self._accept(node, value, len(rows)))
         self.pieces.deliver(node.name, groups, [rows[at] for at in kept], columns)
@@ -289,7 +304,7 @@ class _Run:
         """Take samples as they finish; a group goes on when its last one is there."""
         expected = {id_: (group, at) for group, ids in enumerate(self.groups) for at, (id_, _) in enumerate(ids)}
         waiting: dict[int, dict[int, Batch]] = {group: {} for group in range(len(self.groups))}
-        async with self.slots[node.slot].held_by(node.name):
+        async with self.slots[node.slot].held_by((self, node.name)):
             progress = time.monotonic()
             async with aclosing(self._stream(node)) as stream:
                 async for value in stream:

@@ -34,7 +34,7 @@ def rollout_node(
         slot=SLOT,
         samples=samples,
         role="actor",
-        deadline=_deadline(actor),
+        deadline=deadline_of(actor),
     )
 
 
@@ -67,7 +67,7 @@ def experience_nodes(updater: Updater) -> list[Node]:
             slot=SLOT,
             groups=None,
             role=read.role,
-            deadline=_deadline(updater.critics.get(read.role, updater.actor)),
+            deadline=deadline_of(updater.critics.get(read.role, updater.actor)),
         )
         for read in updater.reads
     ]
@@ -82,13 +82,13 @@ def update_nodes(name: str, updater: Updater) -> list[Node]:
         inputs=(ANY,),
         outputs=(ANY,),
         role="controller",
-        deadline=_deadline(updater.actor),
+        deadline=deadline_of(updater.actor),
     )
     trained: dict[str, Actor | Critic] = {"actor": updater.actor, **updater.critics}
     return [prepare, *(_update_node(f"{name}_{role}", role, handle, updater) for role, handle in trained.items())]
 
 
-def _deadline(handle: Actor | Critic) -> float | None:
+def deadline_of(handle: Actor | Critic) -> float | None:
     """On several ranks each verb has a deadline, whose error names the rank that is late; a node makes up to two verb
     calls, and its own deadline, which cannot name a rank, comes after theirs."""
     return None if handle.controller.is_local else 2 * handle.controller.timeout
@@ -109,6 +109,6 @@ def _update_node(name: str, role: str, handle: Actor | Critic, updater: Updater)
         slot=SLOT,
         after=("prepare",),
         role=role,
-        deadline=_deadline(handle),
+        deadline=deadline_of(handle),
         skip_empty=True,
     )

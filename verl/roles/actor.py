@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import logging
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, Literal
 from uuid import uuid4
@@ -46,7 +45,7 @@ from verl.workers.actor import (
     engine_factory,
     load_episode,
 )
-from verl.workers.update import UpdatePlan
+from verl.workers.update import UpdatePart, UpdatePlan
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -270,12 +269,12 @@ class Actor:
         chunks = list(self.rollout(rows, params))
         done = Batch.concat(chunks)
         row_of = {id_: row for row, id_ in enumerate(done["id"])}
-        done = done.take([row_of[id_] for id_ in rows["id"]])
-        other = params.temperature not in (0, self.plan.temperature)
-        return done.add({"temperature": [float(params.temperature)] * len(done)}) if other else done
+        return done.take([row_of[id_] for id_ in rows["id"]])
 
     def rollout(self, rows: Batch, params: SamplingParams) -> Iterator[Batch]:
-        """Samples for rows that `expand` made, as groups finish, with their decoded text."""
+        """Samples for rows that `expand` made, as groups finish, with their decoded text; `temperature`, where it is
+        not the one that log-probs and updates are otherwise of."""
+        other = params.temperature not in (0, self.plan.temperature)
         positions = getattr(self.model.config.get_text_config(), "max_position_embeddings", None)
         longest = max(rows.lengths("prompt_tokens"), default=0)
         if positions and longest + params.max_new_tokens > positions:
@@ -286,7 +285,8 @@ class Actor:
                 positions,
             )
         for chunk in self.group.call("generate", rows, params):
-            yield self.stamped(chunk)
+            samples = self.stamped(chunk)
+            yield samples.add({"temperature": [float(params.temperature)] * len(samples)}) if other else samples
 
     def stamped(self, samples: Batch) -> Batch:
         """Samples that have just come from an engine, with their text (`response`) and what wrote them: `tokenizer`
@@ -405,11 +405,15 @@ class Actor:
         prepared, metrics = prepare(algorithm, self, batch)
         return {**metrics, **self.train(prepared, algorithm)}
 
-    def needs_old_log_probs(self, algorithm: BaseAlgorithm, batch: Batch) -> bool:
+    def needs_old_log_probs(self, algorithm: BaseAlgorithm, batch: Batch, samples: int | None = None) -> bool:
         """Whether the log-probs before the update must be computed: not for one step on the policy's own samples,
-        where they are the detached log-probs of that step, unless the engine that sampled has other numbers."""
+        where they are the detached log-probs of that step, unless the engine that sampled has other numbers.
+
+        Args:
+            samples: of the whole update; None: those of the batch.
+        """
         return algorithm.needs_log_probs or (
-            algorithm.needs_old_log_probs and not (self._is_one_step(batch) and self._rolls_out_exactly())
+            algorithm.needs_old_log_probs and not (self._is_one_step(batch, samples) and self._rolls_out_exactly())
         )
 
     def _rolls_out_exactly(self) -> bool:
@@ -417,22 +421,38 @@ class Actor:
             self._exact_rollout = bool(self.group.call("exact_rollout"))
         return self._exact_rollout
 
-    def _is_one_step(self, batch: Batch) -> bool:
+    def _is_one_step(self, batch: Batch, samples: int | None = None) -> bool:
         own = "policy_id" in batch and set(batch["policy_id"]) == {self.policy_id}
-        return own and self.plan.updates(len(batch)) == 1
+        return own and self.plan.updates(len(batch) if samples is None else samples) == 1
 
     def train(self, prepared: Batch, algorithm: BaseAlgorithm) -> dict[str, float]:
         """Optimizer steps on a batch that `algorithm.prepare` made."""
-        first = self._is_one_step(prepared)
+        return self.train_parts([self.update_part(prepared, algorithm)])
+
+    def update_part(
+        self,
+        prepared: Batch,
+        algorithm: BaseAlgorithm,
+        *,
+        samples: int | None = None,
+        weight: float = 1.0,
+        name: str = "",
+    ) -> UpdatePart:
+        """What `train_parts` takes of a batch that `algorithm.prepare` made; `weight` and `name` as of `UpdatePart`,
+        `samples` as of `needs_old_log_probs`."""
+        first = self._is_one_step(prepared, samples)
         if first and not algorithm.needs_log_probs:
             # The engine's rounding is not a step of the policy: the ratio of a first step is 1.
             prepared = prepared.drop(["old_log_probs"])
         if not first or "log_probs" in prepared:
             # Else this step's forward measures the engine against the trainer.
             prepared = prepared.drop(["rollout_log_probs"])
-        plan = replace(self.plan, temperature=self._temperature(prepared))
+        return UpdatePart(prepared, algorithm.objective("actor"), self._temperature(prepared), weight, name)
+
+    def train_parts(self, parts: Sequence[UpdatePart]) -> dict[str, float]:
+        """Optimizer steps on the weighted sum of several losses, each of its own samples; see `run_updates`."""
         before, self.policy_id = self.policy_id, uuid4().hex  # an update that fails may have moved the weights
-        metrics: dict[str, float] = self.group.call("update", prepared, algorithm.objective("actor"), plan)
+        metrics: dict[str, float] = self.group.call("update", [*parts], self.plan)
         if "update/empty" in metrics:  # the weights are as they were, and those that are served are these
             self.policy_id = before
             return metrics
@@ -443,8 +463,8 @@ class Actor:
     def compute_loss(self, prepared: Batch, algorithm: BaseAlgorithm) -> dict[str, float]:
         """`loss` and the metrics of an update on a prepared batch, without the update."""
         prepared = prepared.drop(["rollout_log_probs"])
-        plan = replace(self.plan, temperature=self._temperature(prepared))
-        return self.group.call("loss", prepared, algorithm.objective("actor"), plan)  # type: ignore[no-any-return]
+        part = UpdatePart(prepared, algorithm.objective("actor"), self._temperature(prepared))
+        return self.group.call("loss", part)  # type: ignore[no-any-return]
 
     def shards(self) -> Iterator[Shard]:
         """The weights as a stream of named shards."""

@@ -29,7 +29,7 @@ from verl.roles.settings import changed_options, engine_options, model_options, 
 from verl.shard import Shard
 from verl.training.options import OptimConfig, TrainOptions
 from verl.workers.critic import CriticWorker
-from verl.workers.update import UpdatePlan
+from verl.workers.update import UpdatePart, UpdatePlan
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -171,7 +171,7 @@ class Critic:
         objective = algorithm.objective(role)
         if (alignment := self._alignment(prepared)) is not None:
             prepared = alignment.to_critic(prepared, objective.loss_columns)
-        return self.group.call("update", prepared, objective, self.plan)  # type: ignore[no-any-return]
+        return self.group.call("update", [UpdatePart(prepared, objective)], self.plan)  # type: ignore[no-any-return]
 
     def _alignment(self, sequences: Batch) -> CharacterAlignment | None:
         """How the sequences are re-encoded; None: the critic reads their tokens as they are."""
@@ -215,3 +215,10 @@ class Critic:
     def load_shards(self, shards: Iterable[Shard]) -> None:
         self.base = None
         self.group.call("load_shards", shards)
+
+
+def as_critic(critic: Any) -> Critic | None:
+    """A critic from one, from a model, or from the name or directory of one."""
+    if critic is None or isinstance(critic, Critic):
+        return critic
+    return Critic.from_pretrained(critic) if isinstance(critic, str) else Critic(critic)

@@ -43,9 +43,15 @@ def experience(algorithm: BaseAlgorithm, sequences: Batch, wanted: Iterable[Read
     return sequences
 
 
-def prepare(algorithm: BaseAlgorithm, actor: Actor, samples: Batch) -> tuple[Batch, dict[str, float]]:
-    """`BaseAlgorithm.prepare`, after the log-probs before the update where they are needed."""
-    if "log_probs" not in samples and actor.needs_old_log_probs(algorithm, samples):
+def prepare(
+    algorithm: BaseAlgorithm, actor: Actor, samples: Batch, together: int | None = None
+) -> tuple[Batch, dict[str, float]]:
+    """`BaseAlgorithm.prepare`, after the log-probs before the update where they are needed.
+
+    Args:
+        together: samples of the whole update, where it has others besides.
+    """
+    if "log_probs" not in samples and actor.needs_old_log_probs(algorithm, samples, together):
         samples = samples.add(actor.compute_log_probs(samples))
     return algorithm.prepare(samples)
 

@@ -80,9 +80,9 @@ class Updater:
         """The sequences with what the algorithm reads besides: rows for statistics, and columns of other models."""
         return experience(self.algorithm, sequences, self.reads)
 
-    def prepare(self, samples: Batch) -> tuple[Batch, dict[str, float]]:
-        """`BaseAlgorithm.prepare`, after the log-probs before the update where they are needed."""
-        return prepare(self.algorithm, self.actor, samples)
+    def prepare(self, samples: Batch, together: int | None = None) -> tuple[Batch, dict[str, float]]:
+        """See `verl.roles.reads.prepare`."""
+        return prepare(self.algorithm, self.actor, samples, together)
 
     def update(self, sequences: Batch, rewards: Any = None) -> dict[str, float]:
         """Update every model from scored sequences; `rewards` as in `Actor.update`, or already a column."""

@@ -70,12 +70,13 @@ class AutomaticCheckpoints:
         Returns:
             Why the disk did not take it, which is also logged.
         """
-        if trainer.steps not in (self.saved, self._pending and self._pending.step):
-            self.finish()
-            start()
-            contents = state.contents(trainer, background=self._background)
-            self._pending = self.store.begin(trainer.steps, *contents)
-        return self.finish(wait=last or not self._background)
+        with trainer.at_rest():
+            if trainer.steps not in (self.saved, self._pending and self._pending.step):
+                self.finish()
+                start()
+                contents = state.contents(trainer, background=self._background)
+                self._pending = self.store.begin(trainer.steps, *contents)
+            return self.finish(wait=last or not self._background)
 
     def finish(self, *, wait: bool = True) -> str | None:
         """End the save that is under way, if there is one and it is done or waited for; returns as `save`.

@@ -86,13 +86,18 @@ def check_permuted(algorithm: BaseAlgorithm) -> None:
         raise ConfigError(f"permuted rewards must teach nothing, but {option} rewards by itself: leave it out")
 
 
-def check_asynchronous(algorithm: BaseAlgorithm, engine: object, episode: object, tensor_parallel: int = 1) -> None:
-    """Raises ConfigError for what asynchronous training cannot do."""
+def check_corrected(algorithm: BaseAlgorithm) -> None:
+    """Raises ConfigError for an algorithm that takes its samples to be of the present policy."""
     if getattr(algorithm, "rollout_is", None) is None and getattr(algorithm, "rollout_rs", None) is None:
         raise ConfigError(
             f"algorithm '{algorithm.name}' does not correct for samples of an older policy: asynchronous "
             "training needs rollout_is (or rollout_rs) of an online algorithm"
         )
+
+
+def check_asynchronous(algorithm: BaseAlgorithm, engine: object, episode: object, tensor_parallel: int = 1) -> None:
+    """Raises ConfigError for what asynchronous training cannot do."""
+    check_corrected(algorithm)
     if episode is not None or not isinstance(engine, str):
         raise ConfigError(
             "standalone rollout workers take an engine by name or FILE.py:CLASS, and no episode: train "

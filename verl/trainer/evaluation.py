@@ -201,6 +201,27 @@ def evaluate(
     return Evaluation(samples, rows, found)
 
 
+def numbered(prompts: Any) -> Any:
+    """Prompts of several tasks whose groups are numbered over all of them, as the groups of one task's are."""
+    rows = prompts.batch if isinstance(prompts, PromptDataset) else prompts
+    if not isinstance(rows, Batch):
+        return rows
+    return rows.drop(["id", "group"]).add({"group": [f"eval.{row}" for row in range(len(rows))]})
+
+
+def together(found: Mapping[str, Evaluation]) -> Evaluation:
+    """The evaluations of several tasks as one; each metric is also there as `task/<name>/<metric>`."""
+    rows: dict[str, list[float | None]] = {}
+    for name in dict.fromkeys(name for evaluation in found.values() for name in evaluation.rows):
+        parts = (e.rows.get(name, [None] * len(e.samples)) for e in found.values())
+        rows[name] = [value for part in parts for value in part]
+    metrics = {name: mean(values) for name, values in rows.items()}
+    metrics["abstained"] = sum(evaluation.metrics["abstained"] for evaluation in found.values())
+    for task, evaluation in found.items():
+        metrics |= {f"task/{task}/{name}": value for name, value in evaluation.metrics.items()}
+    return Evaluation(Batch.concat(evaluation.samples for evaluation in found.values()), rows, metrics)
+
+
 def mean(values: Sequence[float | None]) -> float:
     """Mean of the values that are there; NaN if none is."""
     present = [float(value) for value in values if value is not None]

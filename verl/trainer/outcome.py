@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from verl.errors import TrainingError
+from verl.trainer.learning import skipped_roles
 
 if TYPE_CHECKING:
     from verl.trainer.trainer import Trainer
@@ -26,10 +27,31 @@ def check_learned(trainer: Trainer, record: Mapping[str, Any]) -> None:
     if not trainer.idle or trainer.updates:
         return
     if math.isnan(record.get("reward", 0.0)):
-        name = trainer.sources["reward"].source.name if "reward" in trainer.sources else ""
-        cause = f"reward '{name}' gave no finite number for any sample of the last step"
+        sources = [task.sources["reward"] for task in trainer.tasks.values() if "reward" in task.sources]
+        names = ", ".join(f"'{reward.source.name}'" for reward in sources)
+        cause = f"reward {names} gave no finite number for any sample of the last step"
     elif trainer.skipped:
         cause = "the loss or its gradient was not finite: lower the learning rate, or train in float32"
     else:
-        cause = f"algorithm '{trainer.algorithm.name}' found no sample to learn from"
+        names = ", ".join(f"'{task.algorithm.name}'" for task in trainer.tasks.values())
+        cause = f"algorithm {names} found no sample to learn from"
     raise TrainingError(f"nothing was learned, none of {trainer.idle} updates changed the policy: {cause}")
+
+
+def check_finite(trainer: Trainer, metrics: Mapping[str, Any]) -> None:
+    """Count updates that were not finite.
+
+    Raises:
+        TrainingError: too many in a row; the trainer is back at the last good checkpoint, if it has one.
+    """
+    trainer.skipped = trainer.skipped + 1 if skipped_roles(metrics) else 0
+    if trainer.skipped < trainer.max_skipped_updates:
+        return
+    text = (
+        f"{trainer.skipped} updates in a row had a loss or gradient that is not finite (step {trainer.steps + 1}): "
+        "lower the learning rate, look at the rewards, or train in float32"
+    )
+    if trainer.checkpoints is not None and (step := trainer.checkpoints.last_good(trainer)) is not None:
+        trainer.rollback(step)
+        text += f". The weights and the newest checkpoint are those of step {step}"
+    raise TrainingError(text)

@@ -17,7 +17,7 @@ from verl.durable import clear_staging, parse_json, publish, seal, seal_all, sta
 from verl.errors import CheckpointError
 from verl.shard import Shard
 
-FORMAT = 3
+FORMAT = 4
 MANIFEST = "manifest.json"
 #: Names of contents, and of files.
 NAME = re.compile(r"[\w-][\w.-]*(/[\w-][\w.-]*)*", re.ASCII)

@@ -137,6 +137,15 @@ class EvaluationState(BaseModel):
         return self
 
 
+class TaskState(BaseModel):
+    """What a task keeps."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    algorithm: Own
+    sources: dict[str, Own]
+
+
 class TrainerState(BaseModel):
     """`trainer.json`: the schema that every save and every load passes."""
 
@@ -144,8 +153,7 @@ class TrainerState(BaseModel):
 
     steps: Count
     skipped: Count
-    algorithm: Own
-    sources: dict[str, Own]
+    tasks: dict[str, TaskState]
     roles: dict[str, RoleState]
     random: RandomState
     updates: Count
@@ -153,6 +161,7 @@ class TrainerState(BaseModel):
     position: Own | None
     evaluation: EvaluationState | None
     guards: list[Own] = []
+    mixture: Own = {}
 
 
 class SavedAdapters(BaseModel):
@@ -207,8 +216,11 @@ def load(trainer: Trainer, path: Path) -> None:
 
 def identity(trainer: Trainer) -> dict[str, str]:
     """What a checkpoint must have in common with the trainer that loads it."""
-    found = {"algorithm": trainer.algorithm.name or type(trainer.algorithm).__name__}
-    for role, handle in _roles(trainer).items():
+    found = {}
+    for name, task in trainer.tasks.items():
+        key = "algorithm" if len(trainer.tasks) == 1 else f"task.{name}.algorithm"
+        found[key] = task.algorithm.name or type(task.algorithm).__name__
+    for role, handle in trainer.roles.items():
         found |= model_identity(role, _architecture(handle), handle.outline)
     if digest := trainer.actor.reference_digest:
         found["reference.sha256"] = digest
@@ -223,7 +235,7 @@ def contents(trainer: Trainer, *, background: bool = False) -> tuple[dict[str, A
     Args:
         background: the tensors are copied to host memory and written while training goes on.
     """
-    writers = [RoleWriter(role, handle, background) for role, handle in _roles(trainer).items()]
+    writers = [RoleWriter(role, handle, background) for role, handle in trainer.roles.items()]
     random_tensors, random_meta = rng_state()
     files = {
         "actor/config.json": trainer.actor.model.config.to_dict(),
@@ -276,13 +288,19 @@ def _state(trainer: Trainer, roles: Mapping[str, Any], random: RandomState) -> d
         "skipped": trainer.skipped,
         "updates": trainer.updates,
         "idle": trainer.idle,
-        "algorithm": trainer.algorithm.state_dict(),
-        "sources": {role: source.state_dict() for role, source in trainer.sources.items()},
+        "tasks": {
+            name: {
+                "algorithm": task.algorithm.state_dict(),
+                "sources": {role: source.state_dict() for role, source in task.sources.items()},
+            }
+            for name, task in trainer.tasks.items()
+        },
         "roles": dict(roles),
         "random": random.model_dump(),
         "position": trainer.position,
         "evaluation": None if trainer.held_out is None else trainer.held_out.state_dict(),
         "guards": trainer.guards.state_dict(),
+        "mixture": trainer.mixture.state_dict(),
     }
     try:
         parse_json(json.dumps(state).encode(), TrainerState)
@@ -299,7 +317,7 @@ def check(trainer: Trainer, checkpoint: Checkpoint) -> TrainerState:
         CheckpointError: an optimizer, a reward or the dtype of the weights is another.
         DataError: the held-out data are others.
     """
-    roles = _roles(trainer)
+    roles = trainer.roles
     needed = [*_REQUIRED, *(f"{role}/{part}" for role in roles for part in ("weights", "optimizer"))]
     if lacking := [name for name in needed if name not in checkpoint]:
         raise checkpoint.damaged(f"it lacks {', '.join(lacking)}")
@@ -318,11 +336,18 @@ def check(trainer: Trainer, checkpoint: Checkpoint) -> TrainerState:
         raise checkpoint.damaged(f"random: {error}") from None
     finally:
         set_rng_state(*before)
-    _try_state(checkpoint, "algorithm", trainer.algorithm, state.algorithm)
+    if state.tasks.keys() != trainer.tasks.keys():
+        raise CheckpointError(
+            f"{checkpoint.path} is of the tasks {', '.join(state.tasks)}, and these are {', '.join(trainer.tasks)}"
+        )
+    for name, task in trainer.tasks.items():
+        saved = state.tasks[name]
+        _try_state(checkpoint, "algorithm", task.algorithm, saved.algorithm)
+        for role, source in task.sources.items():
+            _try_state(checkpoint, role, source, saved.sources.get(role, {}))
+    _try_state(checkpoint, "the task scheduler", trainer.mixture, state.mixture)
     if len(state.guards) == len(trainer.guards.state_dict()):
         _try_state(checkpoint, "the guards", trainer.guards, state.guards)
-    for role, source in trainer.sources.items():
-        _try_state(checkpoint, role, source, state.sources.get(role, {}))
     try:
         trainer.check_extra_files(checkpoint)
     except DataError as error:
@@ -335,10 +360,12 @@ def check(trainer: Trainer, checkpoint: Checkpoint) -> TrainerState:
 def restore(trainer: Trainer, checkpoint: Checkpoint) -> None:
     """Restore the trainer from a checkpoint that has passed `check`."""
     state = _read_state(checkpoint)
-    trainer.algorithm.load_state_dict(state.algorithm)
-    for role, source in trainer.sources.items():
-        source.load_state_dict(state.sources.get(role, {}))
-    for role, handle in _roles(trainer).items():
+    for name, task in trainer.tasks.items():
+        task.algorithm.load_state_dict(state.tasks[name].algorithm)
+        for role, source in task.sources.items():
+            source.load_state_dict(state.tasks[name].sources.get(role, {}))
+    trainer.mixture.load_state_dict(state.mixture)
+    for role, handle in trainer.roles.items():
         weights, optimizer = ([*map(str, checkpoint.paths(f"{role}/{part}"))] for part in ("weights", "optimizer"))
         handle.load(weights, optimizer, state.roles[role].model_dump(exclude_unset=True))
     trainer.steps, trainer.skipped = state.steps, state.skipped
@@ -525,10 +552,6 @@ def _probe(call: Callable[[str, Batch], Batch], model: Any, head: str) -> dict[s
     tolerance = {"float64": 1e-9, "float32": 1e-4}.get(dtype, 0.1)
     outputs = call("scores", batch)["scores"] if head == "score" else call("log_probs", batch)["log_probs"][0]
     return {"dtype": dtype, "tolerance": tolerance, "head": head, "outputs": outputs}
-
-
-def _roles(trainer: Trainer) -> dict[str, Actor | Critic]:
-    return {"actor": trainer.actor, **trainer.updater.critics}
 
 
 def _architecture(handle: Actor | Critic) -> str:

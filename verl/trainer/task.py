@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+import re
 from collections.abc import Mapping, Sequence
 from numbers import Integral
 from typing import Any
@@ -16,17 +18,19 @@ class Task:
     """An algorithm with its rewards and its way of sampling.
 
     Args:
-        name: what errors and metrics call it.
+        name: what errors, metrics and files call it.
         algorithm: a name, class or instance; None: the default of `make_algorithm`.
         sources: role ("reward", "cost") -> a `Reward`, or anything `Reward` takes.
         n: samples a prompt; None: what suits the algorithm (`BaseAlgorithm.samples_per_prompt`).
         share: of the prompts, relative to other tasks.
-        loss_weight: of its loss, relative to other tasks.
+        loss_weight: of its loss, where 1 is an equal weight for each task; None: its share, so that all samples count
+            alike.
+        critic: the value model of this task; None: made from the actor's where the algorithm has one.
         sampling: how responses are drawn; None: as the actor does.
 
     Raises:
-        ConfigError: an unknown algorithm; a reward or cost that is missing, or that the algorithm does not have; an `n`
-            that does not suit the algorithm.
+        ConfigError: a name that is no file name; a share or weight below 0; an unknown algorithm; a reward or cost that
+            is missing, or that the algorithm does not have; an `n` that does not suit the algorithm.
     """
 
     def __init__(
@@ -37,10 +41,17 @@ class Task:
         *,
         n: int | None = None,
         share: float = 1.0,
-        loss_weight: float = 1.0,
+        loss_weight: float | None = None,
         sampling: SamplingParams | Mapping[str, Any] | None = None,
+        critic: Any = None,
     ) -> None:
+        if not re.fullmatch(r"\w[\w-]*", str(name)):
+            raise ConfigError(f"the name of a task must be letters, digits, _ and -, not '{name}'")
+        for what, number in (("share", share), ("loss_weight", loss_weight)):
+            if number is not None and not 0 <= number < math.inf:
+                raise ConfigError(f"task '{name}': {what} must be a number of at least 0, not {number!r}")
         self.name, self.share, self.loss_weight, self.sampling = name, share, loss_weight, sampling
+        self.critic = critic
         self.algorithm = make_algorithm(algorithm)
         given, roles = dict(sources or {}), self.algorithm.roles
         if extra := sorted(given.keys() - roles):
@@ -55,21 +66,19 @@ class Task:
         self.algorithm.check_samples(self.n)
 
 
-def only(tasks: Sequence[Task]) -> Task:
-    """The one task of a list.
-
-    Raises:
-        ConfigError: there are none or several, or it is weighed against others.
-    """
-    if len(tasks) != 1:
-        names = ", ".join(task.name for task in tasks) or "none"
-        raise ConfigError(f"a trainer trains one task so far, and these are {len(tasks)}: {names}")
-    (task,) = tasks
-    if (task.share, task.loss_weight) != (1.0, 1.0):
+def check_tasks(tasks: Sequence[Task]) -> None:
+    """Raises ConfigError if there is no task, two have one name, or an only one is weighed against others."""
+    if not tasks:
+        raise ConfigError("a trainer trains at least one task, and these are none")
+    names = [task.name for task in tasks]
+    if twice := next((name for name in names if names.count(name) > 1), None):
+        raise ConfigError(f"two tasks have the name '{twice}': give each its own")
+    if len(tasks) == 1 and (tasks[0].share, tasks[0].loss_weight) != (1.0, None):
         raise ConfigError(
-            f"task '{task.name}' is the only one, with nothing to weigh it against: leave share and loss_weight out"
+            f"task '{names[0]}' is the only one, with nothing to weigh it against: leave share and loss_weight out"
         )
-    return task
+    if not sum(task.share for task in tasks):
+        raise ConfigError(f"the shares of the tasks {', '.join(names)} are all 0: nothing would be trained")
 
 
 def check_counts(least: int, **counts: Any) -> None:

@@ -10,7 +10,8 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, nullcontext
+from concurrent.futures import Future, wait
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, ClassVar
@@ -18,37 +19,46 @@ from typing import Any, ClassVar
 from verl.algorithms import BaseAlgorithm, make_algorithm
 from verl.batch import Batch
 from verl.controller.controller import start
-from verl.data.buffers import Buffer, make_buffer
+from verl.data.buffers import Buffer
+from verl.data.by_task import by_task
 from verl.data.prefetch import Loader
-from verl.dataflow.executor import Result, run_graph
+from verl.dataflow import loop
+from verl.dataflow.executor import Result, Slot, run_graph
 from verl.dataflow.graph import Graph
-from verl.dataflow.nodes import reward_node, rollout_node, update_nodes
+from verl.dataflow.nodes import SLOT
 from verl.device import peak_memory
-from verl.errors import CheckpointError, ConfigError, DataError, RolloutError, TrainingError
+from verl.errors import CheckpointError, ConfigError, DataError
 from verl.layout import Mesh
 from verl.rewards.failures import Failures
 from verl.roles.actor import Actor
-from verl.roles.critic import Critic
+from verl.roles.critic import Critic, as_critic
 from verl.roles.layouts import enable_hybrid_engine, lay_out
+from verl.roles.reward import Reward
 from verl.roles.updater import Updater
-from verl.rollout.base import SamplingParams, as_sampling
+from verl.rollout.base import SamplingParams
 from verl.trainer import state
+from verl.trainer.active_task import ActiveTask
 from verl.trainer.automatic import AutomaticCheckpoints
 from verl.trainer.check import check_permuted
 from verl.trainer.checkpoint import Checkpoint
-from verl.trainer.evaluation import Evaluation, HeldOut, MetricFn, evaluate
+from verl.trainer.evaluation import Evaluation, HeldOut, MetricFn, numbered, together
 from verl.trainer.experience import Experience
 from verl.trainer.guard import Guards, SafetyGuard
+from verl.trainer.learning import Learning, skipped_roles
 from verl.trainer.logging import Logger, default_logger, follow_log_level
-from verl.trainer.outcome import check_learned
-from verl.trainer.samples import own_samples, permuted, renamed, sample_names
+from verl.trainer.mixture import Mixture, TaskScheduler
+from verl.trainer.outcome import check_finite, check_learned
 from verl.trainer.signals import StopSignal
-from verl.trainer.task import Task, check_counts, only
+from verl.trainer.task import Task, check_counts, check_tasks
+from verl.trainer.task_records import joined
 from verl.trainer.timeline import Span, Timeline, busy_shares, spans_of
+from verl.trainer.waiting import Waiting
 
 logger = logging.getLogger(__name__)
 
-_UNBOUNDED = 2**62
+
+def _of_the_task(name: str) -> Any:
+    return property(lambda self: getattr(self.task, name), doc=f"`{name}` of the only task.")
 
 
 class Trainer:
@@ -60,7 +70,8 @@ class Trainer:
         reward: a `Reward`, or anything `Reward` takes. `reward_fn=` is the same. None for algorithms without one.
         cost: likewise, what the algorithm keeps below a limit; for algorithms with that role.
         algorithm, n, sampling: see `Task`.
-        tasks: a list of one `Task`, instead of reward, cost, algorithm, n and sampling.
+        tasks: a list of `Task`s, instead of reward, cost, algorithm, n and sampling. Several train the one actor
+            together: see `step`.
         buffer: "memory", "disk", "distributed" (shared on a Ray cluster), or an instance.
         buffer_size: its capacity, in samples that wait; None: unbounded.
         buffer_dir: where a disk buffer lies; the name of a distributed one.
@@ -91,6 +102,14 @@ class Trainer:
     """
 
     algorithm_name: ClassVar[str | None] = None
+    algorithm: BaseAlgorithm = _of_the_task("algorithm")
+    sources: dict[str, Reward] = _of_the_task("sources")
+    updater: Updater = _of_the_task("updater")
+    critic: Critic | None = _of_the_task("critic")
+    experience: Experience = _of_the_task("experience")
+    sampling: SamplingParams = _of_the_task("sampling")
+    episodes: Failures = _of_the_task("episodes")
+    n: int = _of_the_task("n")
 
     def __init__(
         self,
@@ -138,51 +157,53 @@ class Trainer:
             tasks = [Task(algorithm=made, sources=given, n=n, sampling=sampling)]
         elif given or options or (algorithm, n, sampling) != (None, None, None):
             raise ConfigError("tasks have their own reward, cost, algorithm, n and sampling: give the trainer none")
-        self.task = only(tasks)
-        self.algorithm, self.sources, self.n = self.task.algorithm, self.task.sources, self.task.n
+        check_tasks(tasks)
         if permute_rewards:
-            check_permuted(self.algorithm)
+            for task in tasks:
+                check_permuted(task.algorithm)
         self.checkpoints = AutomaticCheckpoints.of(checkpoint_dir, save_every, keep_checkpoints, async_save)
         check_counts(1, buffer_size=buffer_size, update_freq=update_freq, max_skipped_updates=max_skipped_updates)
         check_counts(0, max_resamples=max_resamples)
-        self.actor = actor if isinstance(actor, Actor) else Actor(actor, head=self.algorithm.head)
-        if critic is not None and not isinstance(critic, Critic):
-            critic = Critic.from_pretrained(critic) if isinstance(critic, str) else Critic(critic)
-        lay_out([self.actor, *([critic] if critic else [])], placement, strategy, device_map, use_amp)
-        for role, source in self.sources.items():
-            source.place(self.actor.controller, role)
-        self.updater = Updater(self.algorithm, actor=self.actor, critic=critic)
-        self.critic = self.updater.critics.get("critic")
+        self.actor = actor if isinstance(actor, Actor) else Actor(actor, head=tasks[0].algorithm.head)
+        several = len(tasks) > 1
+        if several and (critic is not None or (update_freq, buffer, buffer_size) != (None, "memory", None)):
+            raise ConfigError(
+                "several tasks update in every step, each with its own critic: leave critic, buffer, buffer_size and "
+                "update_freq out, and give Task(critic=...)"
+            )
+        critics = {task.name: as_critic(critic if task.critic is None else task.critic) for task in tasks}
+        models: list[Actor | Critic] = [self.actor, *(made for made in critics.values() if made is not None)]
+        lay_out(models, placement, strategy, device_map, use_amp)
         self.deadline = deadline
-        for controller in {self.actor.controller, *(made.controller for made in self.updater.critics.values())}:
+        self._slots = {SLOT: Slot()} if several else {}
+        #: By name.
+        self.tasks = {
+            task.name: ActiveTask(
+                task,
+                self.actor,
+                critics[task.name],
+                self._run,
+                max_resamples=max_resamples,
+                max_failed_episodes=max_failed_episodes,
+            )
+            for task in tasks
+        }
+        for active in self.tasks.values():
+            for role, source in active.sources.items():
+                source.place(self.actor.controller, role)
+        for controller in {handle.controller for handle in self.roles.values()}:
             controller.wait(deadline)
-        self.sampling = as_sampling(self.task.sampling, self.actor.sampling)
-        if self.algorithm.online:  # log-probs are of logits at the temperature that samples are drawn at
+        if several:  # samples of another temperature say so
+            self.actor.plan = replace(self.actor.plan, temperature=1.0)
+        elif self.algorithm.online:  # log-probs are of logits at the temperature that samples are drawn at
             self.actor.plan = replace(self.actor.plan, temperature=self.sampling.temperature or 1.0)
-        self.episodes = Failures(max_failed_episodes)
-        self.experience = Experience(
-            self.updater,
-            self.sources,
-            self._run,
-            n=self.n,
-            sampling=self.sampling,
-            max_resamples=max_resamples,
-            episodes=self.episodes,
-        )
-        self.learning_graph = Graph(update_nodes("update", self.updater))
-        self.update_freq = update_freq
+        self.learning = Learning(self.actor, self.tasks, self._run, permute=permute_rewards)
+        self.mixture = Mixture(self.tasks)
         if buffer != "memory":  # it lies outside of the process, and belongs to the driver
             self.actor.controller.start()
-        self.buffer = make_buffer(buffer, _UNBOUNDED if buffer_size is None else buffer_size, buffer_dir)
-        if (update_freq or 1) > self.buffer.capacity:
-            raise ConfigError(
-                f"update_freq is the number of new samples that an update waits for, at most what the buffer holds "
-                f"({self.buffer.capacity}), not {update_freq}"
-            )
-        #: Names of samples that have waited since before the first step, which calls its own alike.
-        self._former: set[str] | None = None
+        self.waiting = Waiting(buffer, buffer_size, buffer_dir, update_freq)
+        self.buffer = self.waiting.buffer
         self.max_skipped_updates = max_skipped_updates
-        self.permute_rewards = permute_rewards
         self.held_out = held_out
         #: Digest of the settings of `verl train`; part of its checkpoints' identity.
         self.settings: str | None = None
@@ -205,15 +226,37 @@ class Trainer:
             self.use_logger(logger)
 
     @property
+    def task(self) -> ActiveTask:
+        """The only task.
+
+        Raises:
+            ConfigError: there are several.
+        """
+        if len(self.tasks) > 1:
+            raise ConfigError(f"this trainer has several tasks, see trainer.tasks: {', '.join(self.tasks)}")
+        return next(iter(self.tasks.values()))
+
+    @property
     def graph(self) -> Graph:
-        """The whole step as one graph, to look at or compare."""
+        """The whole step of the only task as one graph, to look at or compare."""
         experience = self.experience.graph
-        return Graph([*experience.nodes.values(), *self.learning_graph.nodes.values()], experience.inputs)
+        return Graph([*experience.nodes.values(), *self.learning.graph.nodes.values()], experience.inputs)
+
+    @property
+    def roles(self) -> dict[str, Actor | Critic]:
+        """The models that are trained: the actor, and the critics; of several tasks, each with its task's name."""
+        several = len(self.tasks) > 1
+        critics = {
+            f"{role}-{task.name}" if several else role: critic
+            for task in self.tasks.values()
+            for role, critic in task.updater.critics.items()
+        }
+        return {"actor": self.actor, **critics}
 
     @property
     def logger(self) -> Logger:
         if self._logger is None:
-            self.use_logger(default_logger(self._log_dir, self.algorithm.name))
+            self.use_logger(default_logger(self._log_dir, next(iter(self.tasks.values())).algorithm.name))
         assert self._logger is not None
         return self._logger
 
@@ -230,8 +273,9 @@ class Trainer:
             self._logger.on_log_hook(fn)
 
     def add_metric(self, name: str, fn: Callable[[Batch], float]) -> None:
-        """Log `fn(samples)` of each step's samples under `name`."""
-        self.experience.metric_fns[name] = fn
+        """Log `fn(samples)` of each step's samples under `name`; of several tasks, of each one's samples."""
+        for task in self.tasks.values():
+            task.experience.metric_fns[name] = fn
 
     def add_guard(self, guard: SafetyGuard) -> None:
         """Watch metrics from now on, and go back to an earlier checkpoint when one falls.
@@ -252,9 +296,15 @@ class Trainer:
     def step(self, prompts: Any) -> dict[str, Any]:
         """One step: sample, score, and (unless `update_freq` says to wait) update every model.
 
+        Of several tasks, the rollouts take turns on the actor while the others' rewards are waited for; every optimizer
+        step is then on the weighted sum of all tasks' losses, each normalised over its own samples. What the metrics
+        of one task are called begins with `task/<name>/`.
+
         Args:
             prompts: strings, chats, token ids, mappings or a `Batch`; see `Actor.prompts`. A batch that has
-                `response_tokens` (of an `OfflineDatasetLoader`) is learned from as it is: nothing is sampled.
+                `response_tokens` (of an `OfflineDatasetLoader`) is learned from as it is: nothing is sampled. Of
+                several tasks: rows that name theirs in a column `task`, or a mapping of tasks to such prompts
+                (`TaskLoader`).
 
         Returns:
             The log record: `reward` (mean of the step's samples, a float; NaN if all abstained), `reward/mean`,
@@ -266,28 +316,50 @@ class Trainer:
         """
         began = time.perf_counter()
         self.spans.clear()
-        batch = self.actor.prompts(prompts, key=f"s{self.steps}")
-        recorded = "response_tokens" in batch
-        samples, record = (
-            self.experience.replay(batch, f"s{self.steps}") if recorded else self.experience.collect(batch)
-        )
-        if self._former is None:
-            self._former = sample_names(self.buffer.state())
-        samples = renamed(samples, self._former)
-        wanted = self.update_freq or 1
-        # What an update takes at once needs no room to wait in.
-        overflow = len(samples) > self.buffer.room and len(self.buffer) + len(samples) >= wanted
-        if not overflow:
-            self.buffer.add(samples)
-        record["updated"] = due = overflow or len(self.buffer) >= wanted
-        if due:
-            waiting, self._former = self.buffer.drain(), set()
-            record.update(self.learn(Batch.concat([waiting, samples]) if overflow else waiting))
+        record = self._step_of_one(prompts) if len(self.tasks) == 1 else self._step_of_several(prompts)
+        return self._conclude(record, began)
+
+    def _step_of_several(self, prompts: Any) -> dict[str, Any]:
+        parts = by_task(prompts, [*self.tasks])
+        futures = {name: self.begin(name, rows) for name, rows in parts.items()}
+        wait(futures.values())
+        return self.learn_tasks({name: future.result() for name, future in futures.items()})
+
+    def begin(self, name: str, prompts: Any) -> Future[tuple[Batch, dict[str, Any]]]:
+        """Sample and score prompts of one of several tasks, beside what else goes on."""
+        key = f"s{self.steps}.{name}"
+        self.mixture.begin(name)
+        return loop.beside(self.tasks[name].samples, self.actor.prompts(prompts, key=key), key)
+
+    def learn_tasks(self, drawn: Mapping[str, tuple[Batch, dict[str, Any]]]) -> dict[str, Any]:
+        """Learn from scored samples of several tasks and their metrics; the record of the step."""
+        samples = {name: batch for name, (batch, _) in drawn.items()}
+        record = joined(samples, {name: own for name, (_, own) in drawn.items()})
+        self.learning.weights.update(self.mixture.weights(samples))
+        record.update(self.learn(samples))
+        record["updated"] = "update/empty" not in record
+        self.mixture.update(self.steps + 1, samples, record)
+        return record
+
+    def set_task_scheduler(self, scheduler: TaskScheduler) -> None:
+        """Let a scheduler change the tasks' shares after each step, such as `DynamicTaskWeightScheduler`.
+
+        Raises:
+            ConfigError: it names a task that there is not, or there is only one.
+        """
+        self.mixture.follow(scheduler)
+
+    def _step_of_one(self, prompts: Any) -> dict[str, Any]:
+        samples, record = self.task.samples(self.actor.prompts(prompts, key=f"s{self.steps}"), f"s{self.steps}")
+        due = self.waiting.add(samples)
+        record["updated"] = due is not None
+        if due is not None:
+            record.update(self.learn(due))
             record["updated"] = "update/empty" not in record
             # Without a reference the KL is that of the update's policy to the one that sampled.
             if "ref_log_probs" not in samples and "policy/kl" in record:
                 record["kl"] = record["policy/kl"]
-        return self._conclude(record, began)
+        return record
 
     def _conclude(self, record: dict[str, Any], began: float) -> dict[str, Any]:
         """What every step ends with: its time, its log record, a checkpoint where one is due."""
@@ -295,7 +367,7 @@ class Trainer:
         record.update(busy_shares(self.spans, record["time/step"]))
         record["memory/peak_gb"] = peak_memory(self.actor.device) / 1e9
         self.steps += 1
-        updated = record["updated"] and not _all_skipped(record, "actor")
+        updated = record["updated"] and "actor" not in skipped_roles(record)
         self.updates += updated
         self.idle += not updated and ("update/empty" in record or record["updated"])
         logger.debug("step %d: %s", self.steps, ", ".join(f"{name}={value}" for name, value in record.items()))
@@ -357,15 +429,19 @@ class Trainer:
     @property
     def position(self) -> dict[str, Any] | None:
         """Where the loader of `fit` is in its data; of a checkpoint that was loaded: where the next one goes on."""
-        return self._position if self._loader is None else self._loader.state_dict()
+        return self._position if self._loader is None else self._place_of(self._loader)
 
     @position.setter
     def position(self, position: dict[str, Any] | None) -> None:
         self._loader, self._position = None, position
 
+    def _place_of(self, loader: Loader) -> dict[str, Any]:
+        return loader.state_dict()
+
     def _open(self, prompts: Iterable[Any]) -> Iterator[Any]:
         position, self._position = self._position, None
         self._loader = prompts if isinstance(prompts, Loader) else None
+        self.mixture.adopt(prompts)
         if position is not None and self._loader is not None:
             try:
                 self._loader.load_state_dict(position)
@@ -388,7 +464,8 @@ class Trainer:
         if self.checkpoints is None:
             return
         if not last and self.steps % self.checkpoints.every:
-            self.checkpoints.finish(wait=False)
+            with self.at_rest():
+                self.checkpoints.finish(wait=False)
         elif (error := self.checkpoints.save(self, last=last)) is not None and last:
             raise CheckpointError(f"{error}; the run is trained but not saved: free space and run it again")
 
@@ -413,15 +490,13 @@ class Trainer:
         """End what the trainer has started besides itself; the next step starts it anew."""
         if self.checkpoints is not None:
             self.checkpoints.close()
-        for source in self.sources.values():
-            source.close()
+        for task in self.tasks.values():
+            task.close()
 
     def check_failures(self) -> None:
-        """Raises RewardError or RolloutError if every reward, or every episode, has failed so far, however few."""
-        if self.episodes.all:
-            raise RolloutError("every episode failed (the warnings say why), so nothing was learned: mend it")
-        for source in self.sources.values():
-            source.check_failures()
+        """Raises RewardError or RolloutError if every reward, or every episode, of a task has failed so far."""
+        for task in self.tasks.values():
+            task.check_failures()
 
     def extra_files(self) -> dict[str, Any]:
         """What a kind of trainer adds to a checkpoint."""
@@ -444,59 +519,41 @@ class Trainer:
                 "synchronous trainer would lose: go on with AsyncTrainer (trainer.max_staleness)"
             )
 
-    def learn(self, samples: Batch) -> dict[str, Any]:
-        """Update every model from scored samples."""
-        if self.permute_rewards:
-            samples = permuted(samples, seed=self.steps)
-        result = self._run(self.learning_graph, samples)
-        metrics: dict[str, Any] = dict(result.metrics)
-        updates = [timing.busy for name, timing in result.timings.items() if name != "prepare"]
-        if len(updates) == sum(name.startswith("update/empty/") for name in metrics):  # of each model, or there is none
-            return {**metrics, "update/empty": 1.0}
-        seconds = sum(updates)
-        trained = sum(own_samples(samples).lengths("response_tokens"))
-        metrics["train/tokens"] = trained
-        metrics["train/tokens_per_s"] = trained / max(seconds, 1e-9)
-        metrics["time/update"] = seconds
-        self._watch(metrics)
+    def learn(self, samples: Batch | Mapping[str, Batch]) -> dict[str, Any]:
+        """Update every model from scored samples; of several tasks, by task."""
+        given = {self.task.name: samples} if isinstance(samples, Batch) else samples
+        metrics = self.learning(given, self.steps)
+        if "update/empty" not in metrics:
+            check_finite(self, metrics)
         return metrics
 
     def evaluate(
-        self,
-        prompts: Any,
-        metrics: Mapping[str, MetricFn] | None = None,
-        *,
-        n: int = 1,
-        temperature: float = 0.0,
+        self, prompts: Any, metrics: Mapping[str, MetricFn] | None = None, *, n: int = 1, temperature: float = 0.0
     ) -> Evaluation:
         """Sample and score held-out prompts; nothing is learned.
 
         Args:
+            prompts: of several tasks, rows that name theirs in a column `task`, or a mapping of tasks to prompts.
             metrics: your own, by name: from scored samples to one number a row, or one for all.
             n: samples a prompt.
             temperature: 0 is greedy.
+
+        Returns:
+            Of several tasks, all together; the metrics of each are there under `task/<name>/`.
         """
-        if "reward" not in self.sources:
-            raise ConfigError("samples are scored by a reward, and this trainer has none: see evaluate_loss")
-        problems = self.actor.prompts(prompts, key="eval")
-        if "id" in problems:  # a loader names visits, not problems
-            problems = problems.drop(["id", "group"]).add({"group": [f"eval.{i}" for i in range(len(problems))]})
-        params = replace(self.sampling, temperature=temperature)
-        scored = [reward_node(role, source, role) for role, source in self.sources.items()]
-        graph = Graph([rollout_node("rollout", self.actor, n=n, params=params), *scored])
-        with ExitStack() as stack:
-            for source in self.sources.values():
-                stack.enter_context(source.apart())
-            return evaluate(problems, lambda rows: self._run(graph, rows).batch, metrics)
+        if len(self.tasks) == 1:
+            return self.task.evaluate(prompts, metrics, n=n, temperature=temperature)
+        parts = by_task(numbered(prompts), [*self.tasks])
+        return together(
+            {
+                name: self.tasks[name].evaluate(rows, metrics, n=n, temperature=temperature)
+                for name, rows in parts.items()
+            }
+        )
 
     def evaluate_loss(self, batch: Batch) -> dict[str, float]:
         """Loss and metrics of an update (such as preference accuracy) on recorded rows; nothing is learned."""
-        state_before = self.algorithm.state_dict()
-        try:
-            prepared, metrics = self.updater.prepare(self.experience.replay(batch, "eval")[0])
-        finally:
-            self.algorithm.load_state_dict(state_before)
-        return {**metrics, **self.actor.compute_loss(prepared, self.algorithm)}
+        return self.task.evaluate_loss(batch)
 
     def save_checkpoint(self, path: str | Path) -> None:
         """Write everything an exact resume needs to a directory, whole or not at all.
@@ -506,7 +563,8 @@ class Trainer:
         """
         if self.checkpoints is not None:
             self.checkpoints.close()  # one save at a time
-        result = state.save(self, Path(path))
+        with self.at_rest():
+            result = state.save(self, Path(path))
         if not result:
             raise CheckpointError(
                 f"{result.error}; what was there before is untouched: free space or name another directory"
@@ -552,8 +610,12 @@ class Trainer:
             raise ConfigError("this trainer has no automatic checkpoints: give it checkpoint_dir= and save_every=")
         return self.checkpoints
 
+    def at_rest(self) -> AbstractContextManager[Any]:
+        """No node of a task works on the models meanwhile."""
+        return self._slots[SLOT].hold() if self._slots else nullcontext()
+
     def _run(self, graph: Graph, batch: Batch) -> Result:
-        result = run_graph(graph, batch, deadline=self.deadline)
+        result = run_graph(graph, batch, deadline=self.deadline, slots=self._slots)
         self._note(spans_of(graph, result))
         return result
 
@@ -564,30 +626,8 @@ class Trainer:
         if self.timeline is not None:
             self.timeline.add(spans, self.steps + 1)
 
-    def _watch(self, metrics: Mapping[str, Any]) -> None:
-        """Count updates that were not finite; too many in a row end the run at the last good checkpoint."""
-        self.skipped = (
-            self.skipped + 1 if any(_all_skipped(metrics, role) for role in ("actor", *self.updater.critics)) else 0
-        )
-        if self.skipped < self.max_skipped_updates:
-            return
-        text = (
-            f"{self.skipped} updates in a row had a loss or gradient that is not finite (step {self.steps + 1}): lower "
-            "the learning rate, look at the rewards, or train in float32"
-        )
-        if self.checkpoints is not None and (step := self.checkpoints.last_good(self)) is not None:
-            self.rollback(step)
-            text += f". The weights and the newest checkpoint are those of step {step}"
-        raise TrainingError(text)
-
 
 class PPOTrainer(Trainer):
     """`Trainer` with PPO: `PPOTrainer(actor=actor, reward_fn=f)` makes its own critic."""
 
     algorithm_name = "ppo"
-
-
-def _all_skipped(metrics: Mapping[str, Any], role: str) -> bool:
-    """Whether no optimizer step of a role's update was finite."""
-    skipped = metrics.get(f"update/skipped/{role}", 0.0)
-    return bool(skipped) and skipped >= metrics.get(f"update/steps/{role}", skipped)

@@ -34,7 +34,7 @@ from verl.workers.place import ALONE, ROLE, WEIGHTS, Place, verb
 from verl.workers.streams import spread_weights, travelling
 from verl.workers.sync import ROWS, SyncCheck
 from verl.workers.trained import TrainedWorker, placed, train_engine
-from verl.workers.update import Objective, UpdatePlan, compute_loss, run_updates
+from verl.workers.update import UpdatePart, UpdatePlan, compute_loss, run_updates
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -233,17 +233,17 @@ class ActorWorker(TrainedWorker):
         return Batch.from_columns(self.engine.predict(batch, ("scores",)))
 
     @verb("train")
-    def loss(self, batch: Batch, objective: Objective, plan: UpdatePlan) -> dict[str, float]:
+    def loss(self, part: UpdatePart) -> dict[str, float]:
         """`loss` and metrics, as an update has them, without one."""
-        return compute_loss(self.engine, batch, objective, plan)
+        return compute_loss(self.engine, part)
 
     @verb("train")
-    def update(self, batch: Batch, objective: Objective, plan: UpdatePlan) -> dict[str, float]:
+    def update(self, parts: Sequence[UpdatePart], plan: UpdatePlan) -> dict[str, float]:
         """Optimizer steps. Generation gets the new weights at `sync`."""
         if self.policy_version == 0 and hasattr(self._rollout_engine, "score"):
             with self._weights() as weights:
                 self._measure(weights)  # the baseline of later measurements
-        return run_updates(self.engine, batch, objective, plan, self.policy_version)
+        return run_updates(self.engine, parts, plan, self.policy_version)
 
     @verb()
     def sync(self) -> dict[str, float]:

@@ -13,7 +13,7 @@ from verl.tensor_files import read_shards
 from verl.training.options import EngineOptions
 from verl.workers.place import ALONE, Place, verb
 from verl.workers.trained import TrainedWorker, placed, train_engine
-from verl.workers.update import Objective, UpdatePlan, run_updates
+from verl.workers.update import UpdatePart, UpdatePlan, run_updates
 
 
 class CriticWorker(TrainedWorker):
@@ -32,8 +32,8 @@ class CriticWorker(TrainedWorker):
         return Batch.from_columns({"values": (values, batch.lengths("response_tokens"))})
 
     @verb("train")
-    def update(self, batch: Batch, objective: Objective, plan: UpdatePlan) -> dict[str, float]:
-        metrics = run_updates(self.engine, batch, objective, plan, self.updates)
+    def update(self, parts: Sequence[UpdatePart], plan: UpdatePlan) -> dict[str, float]:
+        metrics = run_updates(self.engine, parts, plan, self.updates)
         self.updates += 1
         return metrics
 

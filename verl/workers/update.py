@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Protocol
 
 import torch
@@ -31,13 +32,31 @@ class Objective(Protocol):
 
 
 @dataclass(frozen=True)
+class UpdatePart:
+    """One of the objectives of an update, with its samples.
+
+    Attributes:
+        rows: what the algorithm has prepared.
+        temperature: of the rollout; log-probs are of logits divided by it.
+        weight: factor of the loss; a part of weight 0 is left out.
+        name: begins the names of its metrics, where an update has several parts.
+    """
+
+    rows: Batch
+    objective: Objective
+    temperature: float = 1.0
+    weight: float = 1.0
+    name: str = ""
+
+
+@dataclass(frozen=True)
 class UpdatePlan:
     """How a rollout batch becomes optimizer steps.
 
     Attributes:
         mini_batch_size: samples an optimizer step (groups stay whole); None: the whole batch at once.
         epochs: passes over the batch.
-        temperature: of the rollout; log-probs are of logits divided by it.
+        temperature: of the rollout, where samples do not say another.
         seed: of the order in which groups are visited.
     """
 
@@ -54,29 +73,43 @@ class UpdatePlan:
         if self.epochs < 1:
             raise ConfigError(f"epochs must be at least 1, not {self.epochs}")
 
+    def mini_batches(self, samples: int) -> int:
+        """Mini-batches of an epoch over so many samples."""
+        return max(1, -(-samples // (self.mini_batch_size or max(samples, 1))))
+
     def updates(self, samples: int) -> int:
         """Optimizer steps for so many samples, if groups divide evenly."""
-        size = self.mini_batch_size or samples
-        return self.epochs * max(1, -(-samples // max(size, 1)))
+        return self.epochs * self.mini_batches(samples)
 
 
-def mini_batches(batch: Batch, plan: UpdatePlan, round_: int) -> Iterator[Batch]:
-    """Mini-batches of all epochs. A plan of one step keeps the batch as it is; else groups are shuffled,
-    by a permutation that depends on `(plan.seed, round_, epoch)` alone, so that a resumed run repeats it."""
+def mini_batches(batches: Sequence[Batch], plan: UpdatePlan, round_: int) -> Iterator[list[Batch]]:
+    """The rows of each batch in each mini-batch, over all epochs: every batch has the same share in each, as far as
+    whole groups allow.
+
+    A plan of one step keeps the batches as they are; else groups are shuffled, by a permutation that depends on
+    `(plan.seed, round_, epoch)` alone, so that a resumed run repeats it.
+    """
+    count = plan.mini_batches(sum(map(len, batches)))
     for epoch in range(plan.epochs):
-        if plan.mini_batch_size is None or plan.mini_batch_size >= len(batch):
-            yield batch
+        if count == 1:
+            yield list(batches)
             continue
-        groups = batch.group_indices()
-        generator = torch.Generator().manual_seed(_seed(plan.seed, round_, epoch))
-        rows: list[int] = []
-        for index in torch.randperm(len(groups), generator=generator).tolist():
-            rows += groups[index]
-            if len(rows) >= plan.mini_batch_size:
-                yield batch.take(rows)
-                rows = []
-        if rows:
-            yield batch.take(rows)
+        seed = _seed(plan.seed, round_, epoch)
+        cuts = [_cut(batch, count, seed) for batch in batches]
+        for rows in zip(*cuts, strict=True):
+            if any(rows):
+                yield [batch.take(chosen) for batch, chosen in zip(batches, rows, strict=True)]
+
+
+def _cut(batch: Batch, count: int, seed: int) -> list[list[int]]:
+    """The rows of each of `count` mini-batches: shuffled groups, one after another."""
+    groups = batch.group_indices()
+    rows: list[list[int]] = [[] for _ in range(count)]
+    before = 0
+    for index in torch.randperm(len(groups), generator=torch.Generator().manual_seed(seed)).tolist():
+        rows[before * count // len(batch)] += groups[index]
+        before += len(groups[index])
+    return rows
 
 
 def _seed(*numbers: int) -> int:
@@ -84,30 +117,30 @@ def _seed(*numbers: int) -> int:
     return int.from_bytes(digest[:8], "big") >> 1
 
 
-def run_updates(
-    engine: TrainEngine, batch: Batch, objective: Objective, plan: UpdatePlan, round_: int
-) -> dict[str, float]:
-    """All optimizer steps of one update.
+def run_updates(engine: TrainEngine, parts: Sequence[UpdatePart], plan: UpdatePlan, round_: int) -> dict[str, float]:
+    """All optimizer steps of one update, each on the weighted sum of the losses of all parts.
 
-    A mini-batch of which no token counts (all rejected, or none written) is left out: moments and weight decay would
-    move the weights without any gradient. Where all are left out, `update/empty` is 1.
+    Of a mini-batch, a part of which no token counts (all rejected, or none written) is left out; without any part there
+    is no step: moments and weight decay would move the weights without any gradient. Where no step is left,
+    `update/empty` is 1.
 
     Returns:
         `update/steps`: mini-batches that reached the optimizer; `update/skipped`: those of them whose loss or gradient
         was not finite, so that nothing moved; and the other metrics of `TrainEngine.update`: means over the steps
-        that were made (`/max` keys: maxima), or over the skipped ones if no step was made.
+        that were made (`/max` keys: maxima), or over the skipped ones if no step was made. Of several parts, each has
+        its own metrics and its unweighted `loss` under its name.
 
     Raises:
         DataError: there are no samples.
     """
-    if len(batch) == 0:
+    if not sum(len(part.rows) for part in parts):
         raise DataError("the update got no samples: every reward abstained, or every group was filtered out")
     found = []
-    for mini_batch in mini_batches(batch, plan, round_):
-        weights = objective.token_weights(mini_batch)
-        if objective.by_token and not weights.any():
-            continue
-        found.append(engine.update([_part(mini_batch, weights, objective, plan)]))
+    for batches in mini_batches([part.rows for part in parts], plan, round_):
+        present = [(part, rows) for part, rows in zip(parts, batches, strict=True) if len(rows) and part.weight]
+        losses = [_loss(part, rows) for part, rows in present]
+        if losses := [loss for (part, _), loss in zip(present, losses, strict=True) if _counts(part, loss)]:
+            found.append(engine.update(losses))
     skipped = [step for step in found if step["update/skipped"]]
     counts = {"update/steps": float(len(found)), "update/skipped": float(len(skipped))}
     if not found:
@@ -115,19 +148,32 @@ def run_updates(
     return mean_metrics([step for step in found if not step["update/skipped"]] or skipped) | counts
 
 
-def compute_loss(engine: TrainEngine, batch: Batch, objective: Objective, plan: UpdatePlan) -> dict[str, float]:
+def compute_loss(engine: TrainEngine, part: UpdatePart) -> dict[str, float]:
     """`loss` and metrics of a whole batch under the weights as they are."""
-    return engine.loss([_part(batch, objective.token_weights(batch), objective, plan)])
+    return engine.loss([_loss(part, part.rows)])
 
 
-def _part(batch: Batch, weights: torch.Tensor, objective: Objective, plan: UpdatePlan) -> LossPart:
+def _counts(part: UpdatePart, loss: LossPart) -> bool:
+    return not part.objective.by_token or bool(loss.weights.any())
+
+
+def _loss(part: UpdatePart, rows: Batch) -> LossPart:
+    objective = part.objective
     needs = LossNeeds(
         columns=objective.loss_columns,
-        temperature=plan.temperature,
+        temperature=part.temperature,
         entropy=objective.needs_entropy,
         coupled=objective.coupled,
     )
-    return LossPart(batch, objective.compute_loss, weights, needs)
+    compute = partial(_weighted, part) if part.name else objective.compute_loss
+    return LossPart(rows, compute, objective.token_weights(rows), needs)
+
+
+def _weighted(part: UpdatePart, x: LossInput) -> Loss:
+    """The loss of one of several parts, whose metrics are told apart by its name."""
+    loss = part.objective.compute_loss(x)
+    metrics = {"loss": loss.total.detach(), **loss.metrics}
+    return Loss(total=part.weight * loss.total, metrics={f"{part.name}/{name}": v for name, v in metrics.items()})
 
 
 def mean_metrics(parts: Sequence[dict[str, float]]) -> dict[str, float]:

@@ -1,0 +1,134 @@
+"""Prompts of several tasks, mixed by their shares."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping
+from typing import Any, Protocol
+
+import numpy as np
+
+from verl.batch import Batch
+from verl.data.loader import hashed
+from verl.errors import ConfigError, DataError, nearest
+
+
+class Source(Protocol):
+    """A loader that gives batches of any size, such as `PromptLoader` and `OfflineDatasetLoader`."""
+
+    def take(self, count: int) -> Batch: ...
+    def state_dict(self) -> dict[str, Any]: ...
+    def load_state_dict(self, state: dict[str, Any]) -> None: ...
+
+
+class TaskLoader:
+    """Batches without end, each a mapping of tasks to their prompts.
+
+    Of `batch_size` prompts, a task's expected number is its share; in each batch it is that, rounded up or down, by a
+    draw that depends on the seed and the number of the batch alone (systematic sampling, Madow 1944).
+
+    Args:
+        sources: by task.
+        shares: relative to each other; None: equal.
+        batch_size: prompts of all tasks together.
+
+    Raises:
+        ConfigError: there is no task, a share is negative or of no task, or `batch_size` is below 1.
+    """
+
+    def __init__(
+        self,
+        sources: Mapping[str, Source],
+        shares: Mapping[str, float] | None = None,
+        *,
+        batch_size: int,
+        seed: int = 0,
+    ) -> None:
+        if batch_size < 1 or not sources:
+            raise ConfigError(f"a batch has at least 1 prompt of at least 1 task, not {batch_size} of {len(sources)}")
+        self.sources, self.batch_size, self.seed = dict(sources), batch_size, seed
+        self.batches = 0
+        self.draws = dict.fromkeys(self.sources, 0)
+        self.shares = dict.fromkeys(self.sources, 1.0 / len(self.sources))
+        if shares is not None:
+            self.set_shares(shares)
+
+    def set_shares(self, shares: Mapping[str, float]) -> None:
+        """Draw the batches from now on by these shares; a task that is not named keeps its share, and the named ones
+        have the rest.
+
+        Raises:
+            ConfigError: a share is negative, not finite, or of no task; or all are 0.
+        """
+        for name, share in shares.items():
+            if name not in self.sources:
+                raise ConfigError(f"there is no task '{name}' to give a share: {nearest(name, self.sources)}")
+            if not 0 <= share < math.inf:
+                raise ConfigError(f"the share of task '{name}' must be a number of at least 0, not {share}")
+        self.shares = rescaled(self.shares, shares)
+
+    def __iter__(self) -> Iterator[dict[str, Batch]]:
+        return self
+
+    def __next__(self) -> dict[str, Batch]:
+        counts = self.counts()
+        self.batches += 1
+        return {name: self.take(name, count) for name, count in counts.items() if count}
+
+    def counts(self) -> dict[str, int]:
+        """Prompts of each task in the next batch."""
+        start = hashed(self.seed, self.batches) / 2**64
+        ends = np.cumsum([share * self.batch_size for share in self.shares.values()])
+        ends[-1] = self.batch_size  # whatever the sum rounds to
+        marks = [0, *np.floor(ends + start).astype(int).tolist()]
+        return {name: marks[at + 1] - marks[at] for at, name in enumerate(self.shares)}
+
+    def take(self, name: str, count: int) -> Batch:
+        """The next prompts of one task; `id` and `group` begin with its name."""
+        batch = self.sources[name].take(count)
+        names = {column: [f"{name}.{old}" for old in batch[column]] for column in ("id", "group")}
+        return batch.drop(names).add(names)
+
+    def draw(self, name: str) -> Batch:
+        """One task's part of a batch, for tasks that are not trained together: its share, rounded by a draw, at least
+        1."""
+        start = hashed(self.seed, self.draws[name]) / 2**64
+        self.draws[name] += 1
+        return self.take(name, max(1, math.floor(self.shares[name] * self.batch_size + start)))
+
+    def place(self, name: str) -> dict[str, Any]:
+        """The position in the data of one task, as JSON."""
+        return {"draws": self.draws[name], "data": self.sources[name].state_dict()}
+
+    def state_dict(self) -> dict[str, Any]:
+        """The position in all data, as JSON; shares are what they are set to."""
+        return {"batches": self.batches, "tasks": {name: self.place(name) for name in self.sources}}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on at a position from `state_dict`.
+
+        Raises:
+            DataError: it is of other tasks, or of other data of one.
+        """
+        saved = state.get("tasks")
+        if not isinstance(saved, Mapping) or saved.keys() != self.sources.keys():
+            found = sorted(saved) if isinstance(saved, Mapping) else "none"
+            raise DataError(f"the saved place is of the tasks {found}, these are {sorted(self.sources)}")
+        for name, source in self.sources.items():
+            source.load_state_dict(saved[name]["data"])
+            self.draws[name] = int(saved[name]["draws"])
+        self.batches = int(state["batches"])
+
+
+def rescaled(shares: Mapping[str, float], given: Mapping[str, float]) -> dict[str, float]:
+    """Shares, summing to one, of which some are given anew: the others keep theirs.
+
+    Raises:
+        ConfigError: nothing is left to share.
+    """
+    total = sum(shares.values())
+    left = 1.0 - sum(share / total for name, share in shares.items() if name not in given)
+    named = sum(given.values())
+    if named <= 0 and left > 0:
+        raise ConfigError(f"the shares of {', '.join(given)} are all 0: give one of them more")
+    return {name: left * given[name] / named if name in given else share / total for name, share in shares.items()}

@@ -1,0 +1,104 @@
+"""A task on its actor: what collects, prepares and evaluates its samples."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from contextlib import ExitStack
+from dataclasses import replace
+from typing import Any
+
+from verl.batch import Batch
+from verl.dataflow.executor import Result
+from verl.dataflow.graph import Graph
+from verl.dataflow.nodes import reward_node, rollout_node
+from verl.errors import ConfigError, RolloutError
+from verl.rewards.failures import Failures
+from verl.roles.actor import Actor
+from verl.roles.critic import Critic
+from verl.roles.updater import Updater
+from verl.rollout.base import as_sampling
+from verl.trainer.evaluation import Evaluation, MetricFn, evaluate
+from verl.trainer.experience import Experience
+from verl.trainer.task import Task
+
+
+class ActiveTask:
+    """A `Task` with the actor it trains and the critics it has.
+
+    Args:
+        run: runs a graph on a batch.
+        max_resamples, max_failed_episodes: as of `Trainer`.
+    """
+
+    def __init__(
+        self,
+        task: Task,
+        actor: Actor,
+        critic: Critic | None,
+        run: Callable[[Graph, Batch], Result],
+        *,
+        max_resamples: int,
+        max_failed_episodes: float,
+    ) -> None:
+        self.task, self.name, self.algorithm = task, task.name, task.algorithm
+        self.sources, self.n, self._run = task.sources, task.n, run
+        self.actor = actor
+        self.sampling = as_sampling(task.sampling, actor.sampling)
+        self.updater = Updater(task.algorithm, actor=actor, critic=critic)
+        self.episodes = Failures(max_failed_episodes)
+        self.experience = Experience(
+            self.updater,
+            self.sources,
+            run,
+            n=self.n,
+            sampling=self.sampling,
+            max_resamples=max_resamples,
+            episodes=self.episodes,
+        )
+
+    @property
+    def critic(self) -> Critic | None:
+        return self.updater.critics.get("critic")
+
+    def samples(self, prompts: Batch, key: str) -> tuple[Batch, dict[str, Any]]:
+        """Scored samples of a batch of prompts, or of recorded responses, and metrics."""
+        recorded = "response_tokens" in prompts
+        return self.experience.replay(prompts, key) if recorded else self.experience.collect(prompts)
+
+    def evaluate(
+        self, prompts: Any, metrics: Mapping[str, MetricFn] | None = None, *, n: int = 1, temperature: float = 0.0
+    ) -> Evaluation:
+        """See `Trainer.evaluate`."""
+        if "reward" not in self.sources:
+            raise ConfigError("samples are scored by a reward, and this trainer has none: see evaluate_loss")
+        problems = self.actor.prompts(prompts, key="eval")
+        if "id" in problems:  # a loader names visits, not problems
+            problems = problems.drop(["id", "group"]).add({"group": [f"eval.{i}" for i in range(len(problems))]})
+        params = replace(self.sampling, temperature=temperature)
+        scored = [reward_node(role, source, role) for role, source in self.sources.items()]
+        graph = Graph([rollout_node("rollout", self.actor, n=n, params=params), *scored])
+        with ExitStack() as stack:
+            for source in self.sources.values():
+                stack.enter_context(source.apart())
+            return evaluate(problems, lambda rows: self._run(graph, rows).batch, metrics)
+
+    def evaluate_loss(self, batch: Batch) -> dict[str, float]:
+        """See `Trainer.evaluate_loss`."""
+        state_before = self.algorithm.state_dict()
+        try:
+            prepared, metrics = self.updater.prepare(self.experience.replay(batch, "eval")[0])
+        finally:
+            self.algorithm.load_state_dict(state_before)
+        return {**metrics, **self.actor.compute_loss(prepared, self.algorithm)}
+
+    def check_failures(self) -> None:
+        """Raises RewardError or RolloutError if every reward, or every episode, has failed so far, however few."""
+        if self.episodes.all:
+            raise RolloutError("every episode failed (the warnings say why), so nothing was learned: mend it")
+        for source in self.sources.values():
+            source.check_failures()
+
+    def close(self) -> None:
+        """End what the task has started besides itself; the next step starts it anew."""
+        for source in self.sources.values():
+            source.close()

@@ -1,0 +1,120 @@
+"""Several tasks that do not wait for each other: a step trains on the tasks whose rewards have come.
+
+The rollouts of all tasks and the updates take turns on the actor in this process; while the rewards of one task are
+waited for, the others are sampled and trained. A task's samples may then be some updates old: at most `max_staleness`,
+which importance weights correct for.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable, Iterator
+from concurrent.futures import FIRST_COMPLETED, Future, wait
+from dataclasses import dataclass
+from typing import Any
+
+from verl.batch import Batch
+from verl.data.prefetch import Loader
+from verl.data.task_loader import TaskLoader
+from verl.errors import ConfigError, TrainingError
+from verl.trainer.check import check_corrected
+from verl.trainer.trainer import Trainer
+
+
+@dataclass(frozen=True)
+class _Flight:
+    """Samples of a task that are on their way.
+
+    began: updates before their rollout.
+    place: where the task's prompts began in the data.
+    """
+
+    future: Future[tuple[Batch, dict[str, Any]]]
+    began: int
+    place: dict[str, Any]
+
+
+class InterleavedTrainer(Trainer):
+    """`Trainer` with several tasks, for `fit(task_loader, steps)`.
+
+    Args:
+        max_staleness: updates between the begin of a sample's rollout and its own; one fewer than there are tasks lets
+            all of them be on their way.
+        **options: see `Trainer`.
+
+    Raises:
+        ConfigError: there is one task, or one whose algorithm does not correct for samples of an older policy.
+    """
+
+    def __init__(self, *args: Any, max_staleness: int = 2, **options: Any) -> None:
+        super().__init__(*args, **options)
+        if len(self.tasks) < 2:
+            raise ConfigError("interleaved training is of several tasks: for one, use AsyncTrainer")
+        if max_staleness < 1:
+            raise ConfigError(f"max_staleness must be at least 1, not {max_staleness}: 0 is synchronous, see Trainer")
+        for task in self.tasks.values():
+            check_corrected(task.algorithm)
+        self.max_staleness = max_staleness
+        self._flights: dict[str, _Flight] = {}
+
+    def step(self, prompts: Any) -> dict[str, Any]:
+        raise ConfigError("interleaved training draws prompts task by task: call fit(task_loader, n)")
+
+    def fit(self, prompts: Iterable[Any], steps: int) -> dict[str, Any]:
+        if not isinstance(prompts, TaskLoader):
+            raise ConfigError(f"interleaved training draws from a TaskLoader, not from a {type(prompts).__name__}")
+        try:
+            return super().fit(prompts, steps)
+        finally:
+            self._land()
+
+    def advance(self, prompts: Iterator[Any]) -> dict[str, Any]:
+        """Begin what may be begun, wait for the samples of a task, train on all that have come.
+
+        Raises:
+            TrainingError: a sample is older than it may be.
+        """
+        assert isinstance(prompts, TaskLoader)
+        began = time.perf_counter()
+        self.spans.clear()
+        for name in prompts.sources:
+            if name not in self._flights and prompts.shares[name]:
+                place = prompts.place(name)
+                self._flights[name] = _Flight(self.begin(name, prompts.draw(name)), self.actor.policy_version, place)
+        # What would be too old after this update is waited for; else one task is enough.
+        late = [f for f in self._flights.values() if self.actor.policy_version - f.began >= self.max_staleness]
+        if late:
+            wait([flight.future for flight in late])
+        wait([flight.future for flight in self._flights.values()], return_when=FIRST_COMPLETED)
+        waited = time.perf_counter() - began
+        landed = {name: flight for name, flight in self._flights.items() if flight.future.done()}
+        drawn = {name: flight.future.result() for name, flight in landed.items()}
+        staleness = {name: self._staleness(batch) for name, (batch, _) in drawn.items()}
+        for name in landed:
+            del self._flights[name]
+        record = self.learn_tasks(drawn)
+        record |= {f"task/{name}/rollout/staleness/max": float(age) for name, age in staleness.items()}
+        record |= {"rollout/staleness/max": float(max(staleness.values())), "time/wait": waited}
+        return self._conclude(record, began)
+
+    def rollback(self, step: int, *, skip_data: bool = False) -> None:
+        self._land()
+        super().rollback(step, skip_data=skip_data)
+
+    def _place_of(self, loader: Loader) -> dict[str, Any]:
+        """With the prompts that are on their way still to come."""
+        found = loader.state_dict()
+        return {**found, "tasks": found["tasks"] | {name: flight.place for name, flight in self._flights.items()}}
+
+    def _staleness(self, samples: Batch) -> int:
+        age: int = self.actor.policy_version - min(samples["policy_version"])
+        if age > self.max_staleness:
+            raise TrainingError(f"a sample is {age} updates old, and at most {self.max_staleness} was asked for")
+        return age
+
+    def _land(self) -> None:
+        """Let what is on its way end, and forget it: a later `fit` draws its prompts again."""
+        wait([flight.future for flight in self._flights.values()])
+        if self._loader is not None and self._flights:
+            self._loader.load_state_dict(self._place_of(self._loader))
+        self._flights.clear()

@@ -1,0 +1,116 @@
+"""How much of each of several tasks is sampled and learned."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+from typing import Any, Protocol
+
+from verl.batch import Batch
+from verl.data.task_loader import TaskLoader, rescaled
+from verl.errors import ConfigError, nearest
+from verl.trainer.active_task import ActiveTask
+from verl.trainer.task_records import rates
+
+
+class TaskScheduler(Protocol):
+    """Changes the shares of tasks from step to step, such as `DynamicTaskWeightScheduler`."""
+
+    @property
+    def weights(self) -> Mapping[str, float]: ...
+    def update(self, step: int, metrics: Mapping[str, Mapping[str, float]]) -> Mapping[str, float]: ...
+    def state_dict(self) -> dict[str, Any]: ...
+    def load_state_dict(self, state: Mapping[str, Any]) -> None: ...
+
+
+class Mixture:
+    """The shares of tasks, which sum to 1, and the weights of their losses.
+
+    Attributes:
+        shares: of the prompts; those of a `TaskLoader`, where one is trained on.
+        scheduler: changes them, if there is one.
+    """
+
+    def __init__(self, tasks: Mapping[str, ActiveTask]) -> None:
+        self.tasks = tasks
+        total = sum(task.task.share for task in tasks.values())
+        self.shares = self._base = {name: task.task.share / total for name, task in tasks.items()}
+        self.scheduler: TaskScheduler | None = None
+        self._loader: TaskLoader | None = None
+        self._trained: dict[str, float] = {}
+
+    def follow(self, scheduler: TaskScheduler) -> None:
+        """Let a scheduler change the shares after each step.
+
+        Raises:
+            ConfigError: it names a task that there is not, or there is only one.
+        """
+        if len(self.tasks) < 2:
+            raise ConfigError("a scheduler weighs several tasks against each other, and this trainer has one")
+        for name in scheduler.weights:
+            if name not in self.tasks:
+                raise ConfigError(f"the scheduler weighs task '{name}': {nearest(name, self.tasks)}")
+        self.scheduler = scheduler
+        self._share_out()
+
+    def adopt(self, loader: Any) -> None:
+        """Take the shares of a `TaskLoader` that is to be trained on, and change them from now on.
+
+        Raises:
+            ConfigError: it has prompts of other tasks.
+        """
+        if isinstance(loader, TaskLoader) and loader is not self._loader:
+            for name in loader.sources:
+                if name not in self.tasks:
+                    raise ConfigError(f"the loader has prompts of task '{name}': {nearest(name, self.tasks)}")
+            self._base = {name: loader.shares.get(name, 0.0) for name in self.tasks}
+            self._loader = loader
+            self._share_out()
+
+    def begin(self, name: str) -> None:
+        """Note when the first samples of a task are begun."""
+        self._trained.setdefault(name, time.perf_counter())
+
+    def weights(self, present: Mapping[str, Batch]) -> dict[str, float]:
+        """Of the losses in a step in which these tasks take part. In a step of all tasks without a `loss_weight`, these
+        are the shares."""
+        found = {}
+        for name in present:
+            given = self.tasks[name].task.loss_weight
+            found[name] = (self.shares[name] * len(self.tasks) if given is None else given) / len(present)
+        return found
+
+    def update(self, step: int, samples: Mapping[str, Batch], record: dict[str, Any]) -> None:
+        """Add throughput and shares to the record of a step, and let the scheduler read it."""
+        now = time.perf_counter()
+        for name, batch in samples.items():
+            began, self._trained[name] = self._trained[name], now
+            record.update(rates(name, batch, record, now - began))
+        record.update({f"task/{name}/share": share for name, share in self.shares.items()})
+        if self.scheduler is not None:
+            self.scheduler.update(step, _by_task(self.tasks, record))
+            self._share_out()
+
+    def state_dict(self) -> dict[str, Any]:
+        return {} if self.scheduler is None else self.scheduler.state_dict()
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        if self.scheduler is not None and state:
+            self.scheduler.load_state_dict(state)
+            self._share_out()
+
+    def _share_out(self) -> None:
+        self.shares = self._base if self.scheduler is None else rescaled(self._base, self.scheduler.weights)
+        if self._loader is not None:
+            self._loader.set_shares({name: self.shares[name] for name in self._loader.sources})
+
+
+def _by_task(tasks: Mapping[str, ActiveTask], record: Mapping[str, Any]) -> dict[str, dict[str, float]]:
+    """The metrics of each task that has any."""
+    metrics: dict[str, dict[str, float]] = {}
+    for key, value in record.items():
+        start, _, rest = key.partition("task/")
+        name, _, metric = rest.partition("/")
+        if not start and name in tasks and isinstance(value, int | float):
+            metrics.setdefault(name, {})[metric] = float(value)
+    return metrics

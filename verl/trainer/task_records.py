@@ -1,0 +1,53 @@
+"""The log record of a step of several tasks: each task's own metrics, and what is of all."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+from verl.batch import Batch
+from verl.trainer.learning import of_task
+
+#: What a step counts, summed over tasks.
+_SUMS = ("rollout/tokens", "time/rollout", "reward/abstained", "rollout/resamples", "rollout/rejected_prompts")
+#: What samples have, averaged over all samples.
+_MEANS = ("reward", "reward/mean", "response/length", "response/cut", "kl")
+
+
+def joined(samples: Mapping[str, Batch], records: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
+    """One record of all tasks, with each task's own under `task/<name>/`.
+
+    `reward` and other means are over all samples: with rewards on several scales, look at those of the tasks.
+    """
+    record: dict[str, Any] = {}
+    for name, own in records.items():
+        record |= of_task(name, own) | of_task(name, {"samples": len(samples[name])})
+    for key in _SUMS:
+        if found := [own[key] for own in records.values() if key in own]:
+            record[key] = sum(found)
+    for key in _MEANS:
+        weighed = [(len(samples[name]), own[key]) for name, own in records.items() if key in own]
+        weighed = [(rows, value) for rows, value in weighed if rows and not math.isnan(value)]
+        if weighed:
+            record[key] = sum(rows * value for rows, value in weighed) / sum(rows for rows, _ in weighed)
+    if any("reward" in own for own in records.values()):
+        record.setdefault("reward", math.nan)
+    if "rollout/tokens" in record:
+        record["rollout/tokens_per_s"] = record["rollout/tokens"] / max(record["time/rollout"], 1e-9)
+    return record
+
+
+def rates(name: str, samples: Batch, record: Mapping[str, Any], seconds: float) -> dict[str, float]:
+    """Throughput of a task that took part in a step, over the seconds since it did so before: `samples_per_s`,
+    `updates_per_s`, `rewards_per_s`, `tokens_per_s` (of responses) and `rejection_rate`."""
+    scored = len(samples) - samples["reward"].count(None) if "reward" in samples else 0
+    counts = {
+        "samples": len(samples),
+        "updates": 1 if record["updated"] else 0,
+        "rewards": scored,
+        "tokens": sum(samples.lengths("response_tokens")),
+    }
+    found = {f"{what}_per_s": count / max(seconds, 1e-9) for what, count in counts.items()}
+    rejected = record.get(f"task/{name}/rollout/rejection_rate", 0.0)
+    return of_task(name, {**found, "rejection_rate": rejected})

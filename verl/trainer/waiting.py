@@ -1,0 +1,49 @@
+"""Samples on their way from rollout to update, in the buffer that they wait in."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from verl.batch import Batch
+from verl.data.buffers import Buffer, make_buffer
+from verl.errors import ConfigError
+from verl.trainer.samples import renamed, sample_names
+
+_UNBOUNDED = 2**62
+
+
+class Waiting:
+    """Gives out what has been collected each time that an update is due.
+
+    Args:
+        buffer, size, directory, update_freq: as of `Trainer`.
+
+    Raises:
+        ConfigError: an `update_freq` that the buffer never holds.
+    """
+
+    def __init__(self, buffer: str | Buffer, size: int | None, directory: str | Path, update_freq: int | None) -> None:
+        self.buffer = make_buffer(buffer, _UNBOUNDED if size is None else size, directory)
+        self.update_freq = update_freq
+        if (update_freq or 1) > self.buffer.capacity:
+            raise ConfigError(
+                f"update_freq is the number of new samples that an update waits for, at most what the buffer holds "
+                f"({self.buffer.capacity}), not {update_freq}"
+            )
+        #: Names of samples that have waited since before the first step, which calls its own alike.
+        self._former: set[str] | None = None
+
+    def add(self, samples: Batch) -> Batch | None:
+        """Put samples in; what the update takes that is due now, or None."""
+        if self._former is None:
+            self._former = sample_names(self.buffer.state())
+        samples = renamed(samples, self._former)
+        wanted = self.update_freq or 1
+        # What an update takes at once needs no room to wait in.
+        overflow = len(samples) > self.buffer.room and len(self.buffer) + len(samples) >= wanted
+        if not overflow:
+            self.buffer.add(samples)
+        if not overflow and len(self.buffer) < wanted:
+            return None
+        waiting, self._former = self.buffer.drain(), set()
+        return Batch.concat([waiting, samples]) if overflow else waiting
