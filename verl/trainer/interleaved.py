@@ -1,6 +1,6 @@
 """Several tasks that do not wait for each other: a step trains on the tasks whose rewards have come.
 
-The rollouts of all tasks and the updates take turns on the actor in this process; while the rewards of one task are
+Rollouts and updates of all tasks run one at a time on the actor of this process; while the rewards of one task are
 waited for, the others are sampled and trained. A task's samples may then be some updates old: at most `max_staleness`,
 which importance weights correct for.
 """

@@ -296,7 +296,7 @@ class Trainer:
     def step(self, prompts: Any) -> dict[str, Any]:
         """One step: sample, score, and (unless `update_freq` says to wait) update every model.
 
-        Of several tasks, the rollouts take turns on the actor while the others' rewards are waited for; every optimizer
+        Of several tasks, the rollouts run one at a time while the others' rewards are waited for; every optimizer
         step is then on the weighted sum of all tasks' losses, each normalised over its own samples. What the metrics
         of one task are called begins with `task/<name>/`.
 

@@ -170,7 +170,7 @@ def _loss(part: UpdatePart, rows: Batch) -> LossPart:
 
 
 def _weighted(part: UpdatePart, x: LossInput) -> Loss:
-    """The loss of one of several parts, whose metrics are told apart by its name."""
+    """The loss of one of several parts, whose metrics begin with its name."""
     loss = part.objective.compute_loss(x)
     metrics = {"loss": loss.total.detach(), **loss.metrics}
     return Loss(total=part.weight * loss.total, metrics={f"{part.name}/{name}": v for name, v in metrics.items()})
