@@ -207,6 +207,9 @@ def _path(record: type[BaseModel], details: ErrorDetails) -> tuple[tuple[str, ..
         elif typing.get_origin(here) is dict and part != "[key]":
             path.append(part)
             here = typing.get_args(here)[1]
+        elif typing.get_origin(here) is tuple and part.isdigit():
+            path.append(part)
+            here = typing.get_args(here)[0]
     return tuple(path), here
 
 

@@ -232,8 +232,7 @@ def test_what_several_tasks_cannot_have_is_refused(tiny: Path) -> None:
     for made, options, words in (
         ([], {}, "at least one task"),
         ([low, low], {}, "two tasks have the name 'low'"),
-        ([low, high], {"update_freq": 8}, "leave critic, buffer"),
-        ([low, high], {"critic": str(tiny)}, "leave critic, buffer"),
+        ([low, high], {"update_freq": 8}, "leave buffer"),
         (
             [Task("a", "grpo", {"reward": low_bytes}, share=0), Task("b", "grpo", {"reward": low_bytes}, share=0)],
             {},

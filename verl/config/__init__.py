@@ -1,7 +1,7 @@
 """Settings of a run: the schema, reading YAML with `key=value` overrides, and the identity of a run."""
 
 from verl.config.document import commented_yaml, describe, markdown
-from verl.config.load import build_config, load_config, to_yaml
+from verl.config.load import build_config, load_config, load_tasks, to_yaml
 from verl.config.schema import (
     Config,
     CostConfig,
@@ -11,6 +11,7 @@ from verl.config.schema import (
     config_hash,
     run_id,
 )
+from verl.config.tasks import TaskConfig
 
 __all__ = [
     "Config",
@@ -18,11 +19,13 @@ __all__ = [
     "CriticConfig",
     "RewardConfig",
     "RewardPart",
+    "TaskConfig",
     "build_config",
     "commented_yaml",
     "config_hash",
     "describe",
     "load_config",
+    "load_tasks",
     "markdown",
     "run_id",
     "to_yaml",

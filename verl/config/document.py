@@ -63,7 +63,8 @@ def subsections(path: tuple[str, ...]) -> list[str]:
         if record is not None:
             here = record.model_fields[part].annotation if part in record.model_fields else None
         else:
-            here = typing.get_args(here)[1] if typing.get_origin(here) is dict else None
+            inner = {dict: 1, tuple: 0}.get(typing.get_origin(here) or here)
+            here = None if inner is None else typing.get_args(here)[inner]
     record = section(here)
     return list(record.model_fields) if record is not None else []
 

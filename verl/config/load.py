@@ -7,7 +7,7 @@ import difflib
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import yaml  # type: ignore[import-untyped]
 from omegaconf import OmegaConf
@@ -15,11 +15,13 @@ from omegaconf.errors import OmegaConfBaseException
 
 from verl.config.document import describe, subsections
 from verl.config.schema import OTHER_NAMES, Config
+from verl.config.tasks import TaskConfig, TasksFile
 from verl.errors import ConfigError, nearest
-from verl.record import SettingsError
+from verl.record import Record, SettingsError
 
 #: A recipe has a few kilobytes, and five levels at most below a list of the user's own.
 MOST_BYTES, MOST_LEVELS, MOST_NODES = 1 << 20, 50, 100_000
+RecordT = TypeVar("RecordT", bound=Record)
 #: Where each key was written: "recipe.yaml line 3" or "override 'a.b=1'".
 Places = dict[tuple[str, ...], str]
 
@@ -31,7 +33,23 @@ def load_config(path: str | Path, overrides: Sequence[str] = ()) -> Config:
         ConfigError: the file is missing or no YAML, or a setting is unknown, of the wrong type or contradicts
             another; each is named with its full key and where it was written.
     """
-    path = Path(path)
+    content, places = _load(Path(path), overrides)
+    return build_config(content, places, origin=str(path))
+
+
+def load_tasks(path: str | Path) -> tuple[TaskConfig, ...]:
+    """The tasks of a YAML file that holds nothing but `tasks`.
+
+    Raises:
+        ConfigError: as of `load_config`.
+    """
+    content, places = _load(Path(path), ())
+    made: TasksFile = _build(TasksFile, content, places, str(path))
+    return made.tasks
+
+
+def _load(path: Path, overrides: Sequence[str]) -> tuple[dict[str, Any], Places]:
+    """The settings of a file with overrides, and where each was written."""
     text = _read(path)
     root = _compose(text, str(path))
     if root is not None and not isinstance(root, yaml.MappingNode):
@@ -49,7 +67,7 @@ def load_config(path: str | Path, overrides: Sequence[str] = ()) -> Config:
         raise ConfigError(f"{path} is not valid YAML: {_yaml_problem(error)}") from None
     except OmegaConfBaseException as error:  # such as a reference to nothing
         raise ConfigError(f"{path}: {_yaml_problem(error)}") from None
-    return build_config(content, places, origin=str(path))
+    return content, places
 
 
 def build_config(content: Mapping[str, Any], places: Places | None = None, origin: str = "config") -> Config:
@@ -62,8 +80,12 @@ def build_config(content: Mapping[str, Any], places: Places | None = None, origi
     content = _under_own_names(content, places, origin)
     if stray := next((path for path in _paths(content) if not all(isinstance(key, str) for key in path)), None):
         raise ConfigError(f"{origin}: {'.'.join(map(str, stray))}: a key is text, not {stray[-1]!r}")
+    return _build(Config, content, places, origin)
+
+
+def _build(record: type[RecordT], content: Mapping[str, Any], places: Places, origin: str) -> RecordT:
     try:
-        return Config(**content)
+        return record(**content)
     except SettingsError as error:
         lines = [_line(path, text, details, places) for path, text, details in error.problems]
     listing = lines[0] if len(lines) == 1 else f"{len(lines)} problems\n  " + "\n  ".join(lines)
@@ -175,6 +197,11 @@ def _key_lines(node: yaml.Node, path: Path, prefix: tuple[str, ...] = ()) -> Ite
             place = (*prefix, str(key.value))
             yield place, f"{path.name} line {key.start_mark.line + 1}"
             yield from _key_lines(value, path, place)
+    if isinstance(node, yaml.SequenceNode):
+        for number, item in enumerate(node.value):
+            place = (*prefix, str(number))
+            yield place, f"{path.name} line {item.start_mark.line + 1}"
+            yield from _key_lines(item, path, place)
 
 
 def _paths(value: Any, prefix: tuple[str, ...] = ()) -> Iterator[tuple[str, ...]]:

@@ -16,6 +16,7 @@ from typing import Annotated, Any, Literal
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, model_validator
 from pydantic_core import PydanticCustomError
 
+from verl.config.tasks import TaskConfig, check_names
 from verl.errors import nearest
 from verl.models.options import Dtype, ModelOptions
 from verl.record import (
@@ -322,10 +323,17 @@ class Config(Record):
     cost: CostConfig = Field(
         default=CostConfig(), description="what is kept below a limit, for algorithms that have a cost"
     )
+    tasks: Annotated[tuple[TaskConfig, ...], AsTuple] = Field(
+        default=(), description="several tasks that train the one actor, in the place of algorithm, reward and cost"
+    )
     trainer: TrainerConfig = Field(default=TrainerConfig(), description="length, evaluation, checkpoints, logs")
 
     @model_validator(mode="after")
     def _check(self) -> Config:
+        check_names(self.tasks)
+        own = {"algorithm": AlgorithmConfig(), "reward": RewardConfig(), "cost": CostConfig()}
+        if self.tasks and (set_too := [name for name, usual in own.items() if getattr(self, name) != usual]):
+            raise wrong(set_too[0], "is of a run of one task: each of the tasks has its own, so leave it out")
         prompts, n = self.data.batch_size, self.actor_rollout_ref.rollout.n
         updates = {"actor_rollout_ref.actor": self.actor_rollout_ref.actor, "critic": self.critic}
         for role, update in updates.items():

@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
 from typing import Any, Protocol
 
 import numpy as np
 
 from verl.batch import Batch
-from verl.data.loader import hashed
+from verl.data.by_task import COLUMN, by_task
+from verl.data.loader import PromptLoader, hashed
+from verl.data.prompts import PromptDataset, PromptStream, load_prompts, stream_prompts
 from verl.errors import ConfigError, DataError, nearest
 
 
@@ -67,6 +71,11 @@ class TaskLoader:
                 raise ConfigError(f"the share of task '{name}' must be a number of at least 0, not {share}")
         self.shares = rescaled(self.shares, shares)
 
+    def __len__(self) -> int:
+        """Batches until as many prompts have been drawn as the data have, without streams."""
+        data = (getattr(source, "data", ()) for source in self.sources.values())
+        return -(-sum(len(rows) for rows in data if hasattr(rows, "__len__")) // self.batch_size)
+
     def __iter__(self) -> Iterator[dict[str, Batch]]:
         return self
 
@@ -118,6 +127,65 @@ class TaskLoader:
             source.load_state_dict(saved[name]["data"])
             self.draws[name] = int(saved[name]["draws"])
         self.batches = int(state["batches"])
+
+
+def get_dataloader(
+    dataset_path: Any,
+    task_weights: Mapping[str, float] | None = None,
+    batch_size: int = 8,
+    *,
+    seed: int = 0,
+    shuffle: bool | None = None,
+    **form: Any,
+) -> TaskLoader:
+    """A `TaskLoader` over rows that name their task in the column `task`.
+
+    Args:
+        dataset_path: what `load_prompts` takes; an iterable without a length (`stream_prompts`), which is read once for
+            each task; or a mapping of tasks to such data, whose rows need no column.
+        task_weights: the tasks and their shares of the prompts; None: those of the data, by their rows.
+        batch_size: prompts of all tasks together.
+        **form: of the prompts, see `load_prompts`.
+
+    Raises:
+        DataError: a row names no task, or one without a weight; or there are no rows.
+    """
+    if isinstance(dataset_path, Mapping) and not {"task", "path"} & dataset_path.keys():
+        data = {name: _prompts(rows, form) for name, rows in dataset_path.items()}
+    else:
+        data = dict(_split(_prompts(dataset_path, form), task_weights))
+    weights = task_weights or {n: len(d) if isinstance(d, PromptDataset) else 1 for n, d in data.items()}
+    sources = {name: PromptLoader(rows, 1, seed=seed, shuffle=shuffle) for name, rows in data.items()}
+    return TaskLoader(sources, weights, batch_size=batch_size, seed=seed)
+
+
+def _prompts(source: Any, form: Mapping[str, Any]) -> PromptDataset | PromptStream:
+    has_length = isinstance(source, str | Path | Mapping) or (
+        hasattr(source, "__len__") and hasattr(source, "__getitem__")
+    )
+    return load_prompts(source, **form) if has_length else stream_prompts(source, **form)
+
+
+def _split(
+    data: PromptDataset | PromptStream, weights: Mapping[str, float] | None
+) -> Mapping[str, PromptDataset | PromptStream]:
+    if isinstance(data, PromptDataset):
+        found = [name for name in dict.fromkeys(data.batch[COLUMN]) if name] if COLUMN in data.batch else []
+        return {
+            n: PromptDataset(rows, f"{data.name}, task {n}")
+            for n, rows in by_task(data.batch, [*(weights or found)]).items()
+        }
+    if not weights:
+        raise ConfigError("the tasks of a stream are not known before it is read: give task_weights={TASK: SHARE, ...}")
+    return {name: replace(data, name=f"{data.name}, task {name}", prepare=_only(name, [*weights])) for name in weights}
+
+
+def _only(name: str, names: Sequence[str]) -> Callable[[Batch, int], Batch]:
+    def keep(row: Batch, number: int) -> Batch:
+        ((found, _),) = by_task(row, names).items()
+        return row if found == name else row.slice(0, 0)
+
+    return keep
 
 
 def rescaled(shares: Mapping[str, float], given: Mapping[str, float]) -> dict[str, float]:

@@ -10,12 +10,14 @@ from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 from verl.batch import Batch
+from verl.controller.controller import Controller
 from verl.data.tokenize import to_prompts
 from verl.errors import ConfigError, ModelError
 from verl.models.loading import load_tokenizer
 from verl.rewards.remote import JudgeReward
 from verl.rewards.source import RewardResult, run_reward
 from verl.roles.actor import Actor, expand
+from verl.roles.critic import Critic
 from verl.roles.workers import BuiltWorker
 from verl.rollout.base import Request, RolloutEngine, SamplingParams, generate
 from verl.rollout.episode import Turns, response_columns
@@ -43,6 +45,21 @@ class VLLMActor(Actor):
 
 
 VLLMActorModel = VLLMActor
+
+
+def get_actor_critic(
+    model_name: str, use_vllm: bool = False, device_map: Any = None, **options: Any
+) -> tuple[Actor, Critic]:
+    """A policy and a value model, both from the model of this name.
+
+    Args:
+        use_vllm: vLLM samples the responses.
+        device_map: where they stand, see `DeviceMesh`; None or "auto": as `Actor` and `Critic` choose.
+        **options: of the actor.
+    """
+    placement = None if device_map in (None, "auto") else Controller.of(device_map)
+    make = VLLMActor if use_vllm else Actor
+    return make(model_name, placement=placement, **options), Critic(model_name, placement=placement)
 
 
 class HuggingFaceWorker(Actor):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -222,3 +223,21 @@ def as_critic(critic: Any) -> Critic | None:
     if critic is None or isinstance(critic, Critic):
         return critic
     return Critic.from_pretrained(critic) if isinstance(critic, str) else Critic(critic)
+
+
+def twin_of(critic: Critic) -> Critic:
+    """Another critic that begins with the same weights."""
+    options = critic.train_options
+    return Critic(
+        copy.deepcopy(critic.model)
+        if critic.files is None
+        else ModelOptions(path=critic.files.path, dtype=critic.files.dtype),
+        critic.tokenizer,
+        train=options,
+        optim=options.optim or OptimConfig(),
+        gradient_checkpointing=options.gradient_checkpointing,
+        fused_kernels=options.fused_kernels,
+        use_remove_padding=options.remove_padding,
+        placement=critic.controller,
+        seed=critic.plan.seed,
+    )

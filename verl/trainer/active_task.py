@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import logging
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from typing import Any
@@ -14,12 +15,29 @@ from verl.dataflow.nodes import reward_node, rollout_node
 from verl.errors import ConfigError, RolloutError
 from verl.rewards.failures import Failures
 from verl.roles.actor import Actor
-from verl.roles.critic import Critic
+from verl.roles.critic import Critic, as_critic, twin_of
 from verl.roles.updater import Updater
 from verl.rollout.base import as_sampling
 from verl.trainer.evaluation import Evaluation, MetricFn, evaluate
 from verl.trainer.experience import Experience
 from verl.trainer.task import Task
+
+logger = logging.getLogger(__name__)
+
+
+def critics_of(tasks: Sequence[Task], given: Any) -> dict[str, Critic | None]:
+    """The critic of each task, or None where it is made from the actor: its own, or else `given`. Several tasks with a
+    critic that are given one have a copy of it each."""
+    shared, used = as_critic(given), False
+    found: dict[str, Critic | None] = {}
+    for task in tasks:
+        found[task.name] = as_critic(task.critic)
+        if task.critic is None and shared is not None and ("critic" in task.algorithm.roles or len(tasks) == 1):
+            found[task.name] = twin_of(shared) if used else shared
+            used = True
+    if shared is not None and not used:
+        logger.warning("no task has a critic: the one that is given is not used")
+    return found
 
 
 class ActiveTask:

@@ -24,6 +24,17 @@ COLUMNS = (
     ("train tok/s", "train/tokens_per_s", "{:,.0f}"),
 )
 
+#: What the line of one of several tasks shows, likewise.
+TASK_COLUMNS = (
+    ("reward", "reward/mean", "{:.3f}"),
+    ("share", "share", "{:.0%}"),
+    ("samples/s", "samples_per_s", "{:,.1f}"),
+    ("updates/s", "updates_per_s", "{:,.2f}"),
+    ("rewards/s", "rewards_per_s", "{:,.1f}"),
+    ("tokens/s", "tokens_per_s", "{:,.0f}"),
+    ("rejected", "rejection_rate", "{:.0%}"),
+)
+
 
 class ConsoleSink:
     """A log sink that prints; with a length and on a terminal it keeps a progress bar at the bottom.
@@ -60,6 +71,8 @@ class ConsoleSink:
         total = f"/{self.total_steps}" if self.total_steps is not None else ""
         values = describe(record) or "nothing was measured"  # such as an evaluation of which every sample abstained
         self.console.print(f"step {step}{total}  {values}{f'  left {left}' if left else ''}", markup=False)
+        for line in describe_tasks(record):
+            self.console.print(f"  {line}", markup=False)
         if self._bar is not None:
             text = f"{step}{total}  {values}  left {left}"
             self._bar.update(self._task, description="training", completed=step, text=text)
@@ -85,6 +98,20 @@ def describe(record: Mapping[str, Any]) -> str:
         elif value is not None:
             parts.append(f"{label} {value}")
     return "  ".join(parts)
+
+
+def describe_tasks(record: Mapping[str, Any]) -> list[str]:
+    """A line for each of several tasks that took part in the step."""
+    names = dict.fromkeys(key.split("/")[1] for key in record if key.startswith("task/") and key.count("/") > 1)
+    width = max(map(len, names), default=0)
+    lines = []
+    for name in names:
+        values = {label: record.get(f"task/{name}/{key}") for label, key, _ in TASK_COLUMNS}
+        forms = {label: form for label, _, form in TASK_COLUMNS}
+        shown = [f"{label} {forms[label].format(value)}" for label, value in values.items() if value is not None]
+        if f"task/{name}/samples" in record:
+            lines.append(f"{name:<{width}}  {'  '.join(shown)}")
+    return lines
 
 
 def duration(seconds: float) -> str:

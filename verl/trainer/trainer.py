@@ -31,13 +31,13 @@ from verl.errors import CheckpointError, ConfigError, DataError
 from verl.layout import Mesh
 from verl.rewards.failures import Failures
 from verl.roles.actor import Actor
-from verl.roles.critic import Critic, as_critic
+from verl.roles.critic import Critic
 from verl.roles.layouts import enable_hybrid_engine, lay_out
 from verl.roles.reward import Reward
 from verl.roles.updater import Updater
 from verl.rollout.base import SamplingParams
 from verl.trainer import state
-from verl.trainer.active_task import ActiveTask
+from verl.trainer.active_task import ActiveTask, critics_of
 from verl.trainer.automatic import AutomaticCheckpoints
 from verl.trainer.check import check_permuted
 from verl.trainer.checkpoint import Checkpoint
@@ -50,6 +50,7 @@ from verl.trainer.mixture import Mixture, TaskScheduler
 from verl.trainer.outcome import check_finite, check_learned
 from verl.trainer.signals import StopSignal
 from verl.trainer.task import Task, check_counts, check_tasks
+from verl.trainer.task_file import read_tasks
 from verl.trainer.task_records import joined
 from verl.trainer.timeline import Span, Timeline, busy_shares, spans_of
 from verl.trainer.waiting import Waiting
@@ -72,6 +73,8 @@ class Trainer:
         algorithm, n, sampling: see `Task`.
         tasks: a list of `Task`s, instead of reward, cost, algorithm, n and sampling. Several train the one actor
             together: see `step`.
+        config_path: a YAML file of tasks, in the place of `tasks`; see `TaskConfig`.
+        dataloader: what `train` goes over.
         buffer: "memory", "disk", "distributed" (shared on a Ray cluster), or an instance.
         buffer_size: its capacity, in samples that wait; None: unbounded.
         buffer_dir: where a disk buffer lies; the name of a distributed one.
@@ -123,6 +126,8 @@ class Trainer:
         n: int | None = None,
         sampling: SamplingParams | Mapping[str, Any] | None = None,
         tasks: Sequence[Task] | None = None,
+        config_path: str | Path | None = None,
+        dataloader: Iterable[Any] | None = None,
         buffer: str | Buffer = "memory",
         buffer_size: int | None = None,
         buffer_dir: str | Path = "buffer",
@@ -152,6 +157,10 @@ class Trainer:
             raise ConfigError("give the trainer one reward: reward=... or reward_fn=...")
         given = {"reward": reward_fn if reward is None else reward, "cost": cost}
         given = {role: source for role, source in given.items() if source is not None}
+        if config_path is not None:
+            if tasks is not None:
+                raise ConfigError("give the trainer its tasks once: tasks=... or config_path=...")
+            tasks = read_tasks(config_path)
         if tasks is None:
             made = make_algorithm(algorithm or self.algorithm_name, **options)
             tasks = [Task(algorithm=made, sources=given, n=n, sampling=sampling)]
@@ -166,12 +175,11 @@ class Trainer:
         check_counts(0, max_resamples=max_resamples)
         self.actor = actor if isinstance(actor, Actor) else Actor(actor, head=tasks[0].algorithm.head)
         several = len(tasks) > 1
-        if several and (critic is not None or (update_freq, buffer, buffer_size) != (None, "memory", None)):
+        if several and (update_freq, buffer, buffer_size) != (None, "memory", None):
             raise ConfigError(
-                "several tasks update in every step, each with its own critic: leave critic, buffer, buffer_size and "
-                "update_freq out, and give Task(critic=...)"
+                "several tasks update in every step: leave buffer, buffer_size and update_freq out of the trainer"
             )
-        critics = {task.name: as_critic(critic if task.critic is None else task.critic) for task in tasks}
+        critics = critics_of(tasks, critic)
         models: list[Actor | Critic] = [self.actor, *(made for made in critics.values() if made is not None)]
         lay_out(models, placement, strategy, device_map, use_amp)
         self.deadline = deadline
@@ -205,6 +213,7 @@ class Trainer:
         self.buffer = self.waiting.buffer
         self.max_skipped_updates = max_skipped_updates
         self.held_out = held_out
+        self.dataloader = dataloader
         #: Digest of the settings of `verl train`; part of its checkpoints' identity.
         self.settings: str | None = None
         self.timeline = None if timeline is None else Timeline(timeline)
@@ -413,6 +422,20 @@ class Trainer:
         finally:
             self._goal = None
         return record
+
+    def train(self, steps: int | None = None) -> dict[str, Any]:
+        """`fit` over the trainer's `dataloader`; None: as many steps as it has batches.
+
+        Raises:
+            ConfigError: there is no dataloader, or it says no length.
+        """
+        if self.dataloader is None:
+            raise ConfigError(
+                "train() is over the trainer's own data: give Trainer(dataloader=...), or call fit(data, n)"
+            )
+        if steps is None and not hasattr(self.dataloader, "__len__"):
+            raise ConfigError("the dataloader has no length: say train(steps=...)")
+        return self.fit(self.dataloader, len(self.dataloader) if steps is None else steps)  # type: ignore[arg-type]
 
     def advance(self, prompts: Iterator[Any]) -> dict[str, Any]:
         """One step on the next batch of prompts.

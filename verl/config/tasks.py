@@ -1,0 +1,66 @@
+"""The tasks of a run that trains several: the list `tasks` of a YAML file."""
+
+from __future__ import annotations
+
+import re
+from typing import Annotated, Any
+
+from pydantic import AfterValidator, Field, model_validator
+
+from verl.record import AsTuple, Count, Record, wrong
+from verl.record import function_path as as_function
+
+
+def _name(value: str) -> str:
+    if not re.fullmatch(r"\w[\w-]*", value):
+        raise ValueError(f"must be letters, digits, _ and -, not '{value}'")
+    return value
+
+
+def _algorithm(value: str) -> str:
+    return as_function(value) if ":" in value else value
+
+
+class TaskConfig(Record):
+    """One of several tasks: what is sampled and learned, and what is good."""
+
+    name: Annotated[str, AfterValidator(_name)] = Field(description="what metrics call it, and its rows' column `task`")
+    type: Annotated[str, AfterValidator(_algorithm)] = Field(description="the algorithm, by name or FILE.py:CLASS")
+    options: dict[str, Any] = Field(default={}, description="the algorithm's own options")
+    reward_model: str | None = Field(
+        default=None,
+        description="a built-in reward (rm_hf, code_evaluator, ...), FILE.py:FUNCTION, a model, or an address",
+    )
+    reward_config: dict[str, Any] = Field(
+        default={}, description="options of the reward: model_name, device, timeout, ..."
+    )
+    constraint_model: str | None = Field(
+        default=None, description="what checks responses while they are generated: a built-in guard or FILE.py:FUNCTION"
+    )
+    constraint_config: dict[str, Any] = Field(default={}, description="options of that guard")
+    share: Annotated[float, Field(ge=0)] = Field(default=1.0, description="of the prompts, relative to other tasks")
+    loss_weight: Annotated[float, Field(ge=0)] | None = Field(
+        default=None, description="of its loss, where 1 is an equal weight for each task (null: its share)"
+    )
+    n: Count | None = Field(default=None, description="samples a prompt (null: what suits the algorithm)")
+    sampling: dict[str, Any] = Field(default={}, description="how responses are drawn, where not as the actor does")
+
+    @model_validator(mode="after")
+    def _check(self) -> TaskConfig:
+        for what in ("reward", "constraint"):
+            if getattr(self, f"{what}_config") and getattr(self, f"{what}_model") is None:
+                raise wrong(f"{what}_config", f"is for a {what}: it needs {what}_model")
+        return self
+
+
+class TasksFile(Record):
+    """A file of tasks alone, such as `Trainer(config_path=...)` takes."""
+
+    tasks: Annotated[tuple[TaskConfig, ...], AsTuple] = Field(description="the tasks")
+
+
+def check_names(tasks: tuple[TaskConfig, ...]) -> None:
+    """Refuse two tasks of one name."""
+    names = [task.name for task in tasks]
+    if twice := next((name for name in names if names.count(name) > 1), None):
+        raise wrong("tasks", f"two have the name '{twice}': give each its own")

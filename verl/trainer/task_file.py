@@ -1,0 +1,50 @@
+"""From the tasks of a YAML file to what a trainer takes."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from verl.algorithms import make_algorithm
+from verl.config import TaskConfig, load_tasks
+from verl.errors import ConfigError
+from verl.roles.reward import Reward
+from verl.trainer.task import Task
+
+
+def read_tasks(path: str | Path) -> list[Task]:
+    """The tasks of a file that holds nothing but `tasks`.
+
+    Raises:
+        ConfigError: a setting is wrong, or contradicts another; see `load_tasks` and `Task`.
+    """
+    return make_tasks(load_tasks(path))
+
+
+def make_tasks(configs: Sequence[TaskConfig], **called: Any) -> list[Task]:
+    """Tasks from their settings; `called` are options of all their rewards.
+
+    Raises:
+        ConfigError: an algorithm, a reward or one of their options is none; names the task.
+    """
+    return [_task(config, called) for config in configs]
+
+
+def _task(config: TaskConfig, called: dict[str, Any]) -> Task:
+    try:
+        algorithm = make_algorithm(config.type, **config.options)
+        sources = {}
+        if config.reward_model is not None:
+            sources["reward"] = Reward(config.reward_model, **{**called, **config.reward_config})
+        return Task(
+            config.name,
+            algorithm,
+            sources,
+            n=config.n,
+            share=config.share,
+            loss_weight=config.loss_weight,
+            sampling=config.sampling or None,
+        )
+    except ConfigError as error:
+        raise ConfigError(f"task '{config.name}': {error}") from error
