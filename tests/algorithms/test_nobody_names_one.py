@@ -10,11 +10,13 @@ import verl
 from verl.algorithms import algorithm_names, make_algorithm
 
 PACKAGE = Path(verl.__file__).parent
-#: verl's data sets have a column `reward_model`, and a reward that is a model is called so.
+#: verl's data sets have a column `reward_model`; a reward that is a model is called so; a task's reward has this key.
 OTHER_MEANING = {
+    ("config/tasks.py", "reward_model"),
     ("data/tasks.py", "reward_model"),
     ("rewards/forms.py", "reward_model"),
     ("rewards/model.py", "reward_model"),
+    ("trainer/task_file.py", "reward_model"),
 }
 
 
