@@ -1,0 +1,147 @@
+"""Weights of several tasks that follow how far each has come."""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Mapping
+from typing import Any
+
+from verl.errors import CheckpointError, ConfigError
+
+#: Words for a metric of a task's record.
+_ALIASES = {"reward_score": "reward/mean", "score": "reward/mean"}
+#: A level counts as higher, or lower, from so many standard errors on.
+_STANDARD_ERRORS = 3.0
+
+
+class DynamicTaskWeightScheduler:
+    """Gives the weight of tasks that have converged to those that still learn or have fallen behind.
+
+    A task's level is the mean of its metric over its latest `patience / 2` steps. It gains when its level is above the
+    best one by more than noise: three standard errors, from the differences of successive values, and at least 0.1 %.
+    It has converged when it has not gained for `patience` steps and is no further below its best than that; one that
+    has fallen is behind. At each step the weights go part of the way, a tenth at a `patience` of 100, to where
+    converged tasks have `min_weight` and the others share the rest in the ratio of their initial weights; with all
+    converged, to the initial weights.
+
+    Args:
+        initial_weights: of tasks, in any unit; tasks that are not named keep their share.
+        metric_key: the metric of a task that is to be high; "reward_score" is its mean reward.
+        patience: training steps.
+        min_weight: what a weight never falls below, as a share of 1.
+
+    Attributes:
+        weights: they sum to 1.
+
+    Raises:
+        ConfigError: no task, a weight that is negative or not finite, or a floor that leaves nothing to give.
+    """
+
+    def __init__(
+        self,
+        initial_weights: Mapping[str, float],
+        metric_key: str = "reward_score",
+        patience: int = 500,
+        min_weight: float = 0.1,
+    ) -> None:
+        if not initial_weights or not all(0 <= weight < math.inf for weight in initial_weights.values()):
+            raise ConfigError(f"initial_weights must be a number of at least 0 a task, not {dict(initial_weights)}")
+        if not sum(initial_weights.values()):
+            raise ConfigError("initial_weights are all 0: give one of them more")
+        if not 0 <= min_weight * len(initial_weights) <= 1:
+            raise ConfigError(
+                f"min_weight={min_weight} for each of {len(initial_weights)} tasks must come to between 0 and 1"
+            )
+        if patience < 1:
+            raise ConfigError(f"patience must be at least 1 step, not {patience}")
+        self.metric_key, self.patience, self.min_weight = metric_key, patience, min_weight
+        total = sum(initial_weights.values())
+        self._initial = {name: weight / total for name, weight in initial_weights.items()}
+        self.weights: dict[str, float] = self._floored(self._initial)
+        self._levels = {name: _Level(max(1, patience // 2)) for name in self._initial}
+
+    def update(self, step: int, metrics: Mapping[str, Mapping[str, float]]) -> dict[str, float]:
+        """The weights after a step, from the metrics of the tasks that took part in it."""
+        for name, level in self._levels.items():
+            value = self._value(metrics.get(name, {}))
+            if value is not None:
+                level.add(step, value)
+        learning = {name: w for name, w in self._initial.items() if not self._has_converged(name, step)}
+        goal = self._floored(learning if sum(learning.values()) else self._initial)
+        rate = 1 / max(1, self.patience // 10)
+        self.weights = {name: weight + rate * (goal[name] - weight) for name, weight in self.weights.items()}
+        return self.weights
+
+    def state_dict(self) -> dict[str, Any]:
+        """For a checkpoint, as JSON."""
+        return {"weights": dict(self.weights), "levels": {name: dict(vars(of)) for name, of in self._levels.items()}}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Raises CheckpointError if the state is of other tasks, or another patience."""
+        levels = state["levels"]
+        window = next(iter(self._levels.values())).window
+        if levels.keys() != self._levels.keys() or any(saved["window"] != window for saved in levels.values()):
+            raise CheckpointError("the saved weights are of other tasks or another patience than the scheduler's")
+        self.weights = {name: float(state["weights"][name]) for name in self._levels}
+        for name, level in self._levels.items():
+            level.load(levels[name])
+
+    def _has_converged(self, name: str, step: int) -> bool:
+        level = self._levels[name]
+        return level.best is not None and step - level.gained >= self.patience and not level.is_behind
+
+    def _value(self, metrics: Mapping[str, float]) -> float | None:
+        value = metrics.get(self.metric_key, metrics.get(_ALIASES.get(self.metric_key, "")))
+        return value if value is not None and math.isfinite(value) else None
+
+    def _floored(self, weights: Mapping[str, float]) -> dict[str, float]:
+        """Weights that sum to 1, in the ratio of these but for tasks that would be below the floor."""
+        low: set[str] = {name for name in self._initial if not weights.get(name)}
+        while True:
+            left = 1 - self.min_weight * len(low)
+            total = sum(weight for name, weight in weights.items() if name not in low)
+            scaled = {name: left * weight / total for name, weight in weights.items() if name not in low}
+            more = {name for name, weight in scaled.items() if weight < self.min_weight}
+            if not more or len(more) == len(scaled):
+                break
+            low |= more
+        found = {name: scaled.get(name, self.min_weight) for name in self._initial}
+        total = sum(found.values())  # 1, but for rounding
+        return {name: weight / total for name, weight in found.items()}
+
+
+class _Level:
+    """Where the metric of a task stands."""
+
+    def __init__(self, window: int) -> None:
+        self.window = window
+        self.values: list[float] = []
+        self.best: float | None = None
+        self.gained = 0
+        self.changes, self.squares = 0, 0.0
+
+    def add(self, step: int, value: float) -> None:
+        if self.values:
+            self.changes, self.squares = self.changes + 1, self.squares + (value - self.values[-1]) ** 2
+        self.values = [*self.values, value][-self.window :]
+        if len(self.values) == self.window and (self.best is None or self._now > self.best + self._noise):
+            self.best, self.gained = self._now, step
+
+    @property
+    def is_behind(self) -> bool:
+        return self.best is not None and self._now < self.best - self._noise
+
+    @property
+    def _now(self) -> float:
+        return statistics.fmean(self.values)
+
+    @property
+    def _noise(self) -> float:
+        error = math.sqrt(self.squares / max(self.changes, 1) / 2 / len(self.values))
+        return max(_STANDARD_ERRORS * error, 1e-3 * abs(self.best or 0.0))
+
+    def load(self, saved: Mapping[str, Any]) -> None:
+        self.values = [float(value) for value in saved["values"]]
+        self.best = None if saved["best"] is None else float(saved["best"])
+        self.gained, self.changes, self.squares = int(saved["gained"]), int(saved["changes"]), float(saved["squares"])
