@@ -54,7 +54,7 @@ WORDS = ["<end>", "<unknown>", "=", *map(str, NUMBERS)]
 COSTLY = 14
 COST_LIMIT = 0.2
 AN_END = 1680
-CONTROL, UNCONSTRAINED = "control", "unconstrained"
+CONTROL, UNCONSTRAINED, PERMUTED = "control", "unconstrained", "permuted"
 
 
 @dataclass(frozen=True)
@@ -66,8 +66,11 @@ class Settings:
     options: dict[str, Any] = field(default_factory=dict)
 
 
-#: Where the common settings do not suit: a constraint needs time to settle.
-SETTINGS: dict[str, Settings] = {"safe_rlhf": Settings(steps=240, options={"cost_limit": COST_LIMIT})}
+#: Where the common settings do not suit: a constraint needs time to settle, likelihood a lower rate.
+SETTINGS: dict[str, Settings] = {
+    "safe_rlhf": Settings(steps=240, options={"cost_limit": COST_LIMIT}),
+    "reward_conditioned": Settings(lr=3e-4, options={"prefixes": ["= ", "<unknown> "]}),
+}
 OFFLINE = Settings(lr=3e-4)
 
 
@@ -188,7 +191,7 @@ def run(name: str, seed: int, control: str, base: Path) -> Curve:
     given: dict[str, Any] = {"reward_fn": right} if "reward" in algorithm.roles else {}
     if "cost" in algorithm.roles:
         given["cost"] = large
-    trainer = verl.Trainer(actor, algorithm=algorithm, log_dir=False, **given)
+    trainer = verl.Trainer(actor, algorithm=algorithm, log_dir=False, permute_rewards=control == PERMUTED, **given)
     objective, measure = _objective(trainer, seed)
     rng = random.Random(1000 + seed)
     batches: Callable[[], Any]
@@ -218,8 +221,9 @@ def _objective(trainer: verl.Trainer, seed: int) -> tuple[str, Callable[[list[Pr
     if algorithm.online:
 
         def rewards(problems: list[Problem], step: int) -> list[float]:
-            tests = [prompt(numbers) for numbers in problems]
-            return right(list(actor.generate_sequences(tests, key=f"test{seed}.{step}")["response"]), tests)
+            tests, key = [prompt(numbers) for numbers in problems], f"test{seed}.{step}"
+            asked = actor.prefixed(actor.prompts(tests, key=key), algorithm)
+            return right(list(actor.generate_sequences(asked)["response"]), tests)
 
         return "reward", rewards
     kind = "demonstrations" if kind_of(algorithm) == "demonstrations" else "pairs"

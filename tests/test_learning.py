@@ -44,6 +44,15 @@ def test_one_of_each_family_learns(
     assert abs(learning.distance(control.last, control.first)) < 3.5
 
 
+def test_the_reward_is_told_and_permuted_rewards_tell_nothing(learning: ModuleType, base: Path) -> None:
+    curve, control, permuted = (
+        learning.run("reward_conditioned", 0, which, base) for which in ("run", learning.CONTROL, learning.PERMUTED)
+    )
+    verdict = learning.judge(curve, control)
+    assert verdict.learned and verdict.last > verdict.first + 0.15, verdict
+    assert abs(learning.distance(permuted.last, permuted.first)) < 3.5
+
+
 @pytest.mark.slow
 def test_a_constraint_is_kept_and_would_not_be_by_itself(learning: ModuleType, base: Path) -> None:
     curves = [learning.run("safe_rlhf", 0, control, base) for control in learning.runs_of("safe_rlhf")]

@@ -10,6 +10,7 @@ Columns the system knows (others are the user's and travel along untouched):
     prompt             string   a plain prompt, tokenised as it is; the text of one given as token ids
     messages           string   a chat as JSON, rendered by the chat template
     prompt_tokens      [int32]  P tokens
+    prefix_tokens      [int32]  those of them that the algorithm has put before the prompt
     response_tokens    [int32]  R tokens; the columns below are aligned with it
     response_mask      [uint8]  0 on tokens that the policy did not write
     rollout_log_probs  [float]  by the engine that sampled
@@ -60,6 +61,7 @@ SCHEMA: dict[str, pa.DataType] = {
     "prompt": pa.string(),
     "messages": pa.string(),
     "prompt_tokens": _TOKENS,
+    "prefix_tokens": _TOKENS,
     "response_tokens": _TOKENS,
     "response_mask": _MASK,
     "rollout_log_probs": _FLOATS,
@@ -83,13 +85,13 @@ SCHEMA: dict[str, pa.DataType] = {
 #: Further columns that the system writes; rows of a data set come without them.
 WRITTEN = frozenset((
     "baseline", "rejected", "episode_error", "loss_mask", "old_log_probs", "rollout_is_weights", "reward_baseline",
-    "cost_values", "cost_returns", "kl_coef", "kto_kl", "mismatched", "scores", "temperature", "reply",
+    "cost_values", "cost_returns", "kl_coef", "kto_kl", "mismatched", "scores", "temperature", "reply", "condition",
 ))  # fmt: skip
 
 #: Columns that a step computes from its models and their samples: in a recording they are of another trainer's models.
 COMPUTED = frozenset((
     "log_probs", "old_log_probs", "ref_log_probs", "values", "cost_values", "advantages", "returns", "cost_returns",
-    "loss_mask", "rollout_is_weights", "reward_baseline", "kl_coef", "kto_kl",
+    "loss_mask", "rollout_is_weights", "reward_baseline", "kl_coef", "kto_kl", "condition",
 ))  # fmt: skip
 
 

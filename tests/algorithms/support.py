@@ -9,13 +9,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from verl.algorithms import LossInput, algorithm_names, make_algorithm
+from verl.algorithms import LossInput, PolicyGradient, algorithm_names, make_algorithm
 from verl.algorithms.base import BaseAlgorithm, RoleObjective
 from verl.batch import Batch
 
 #: Every algorithm of the package, so that a new one is tested by itself.
 _BUILT_IN = [n for n in algorithm_names() if type(make_algorithm(n)).__module__.startswith("verl.")]
 ONLINE = [name for name in _BUILT_IN if make_algorithm(name).online]
+GRADIENT = [name for name in ONLINE if isinstance(make_algorithm(name), PolicyGradient)]
 OFFLINE = [name for name in _BUILT_IN if not make_algorithm(name).online]
 
 

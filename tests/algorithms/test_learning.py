@@ -1,4 +1,5 @@
 """Every algorithm reaches its own objective on a problem small enough to be exact about: a table of logits.
+Where an algorithm puts a text before prompts, each text has a table of its own.
 
 A prompt has a target token at each of three places. Online algorithms draw responses and are rewarded for hits;
 offline ones see responses of which the better has more hits.
@@ -18,16 +19,18 @@ from verl.algorithms import make_algorithm
 from verl.algorithms.base import BaseAlgorithm
 from verl.batch import Batch
 
-PROMPTS, PLACES, VOCABULARY = 4, 3, 5
+PROMPTS, PLACES, VOCABULARY, PREFIXES = 4, 3, 5, 5
 TARGETS = torch.tensor([[0, 1, 2], [3, 4, 0], [1, 1, 1], [4, 2, 3]])
 
 
 class Table(torch.nn.Module):
     """Logits of each prompt and place, and critics' values of them."""
 
-    def __init__(self) -> None:
+    def __init__(self, algorithm: BaseAlgorithm | None = None) -> None:
         super().__init__()
-        self.logits = torch.nn.Parameter(torch.zeros(PROMPTS, PLACES, VOCABULARY, dtype=torch.float64))
+        self.algorithm = algorithm
+        self.prefixes: dict[str | None, int] = {}
+        self.tables = torch.nn.Parameter(torch.zeros(PREFIXES, PROMPTS, PLACES, VOCABULARY, dtype=torch.float64))
         self.critics = torch.nn.ParameterDict(
             {
                 role: torch.nn.Parameter(torch.zeros(PROMPTS, PLACES, dtype=torch.float64))
@@ -35,10 +38,14 @@ class Table(torch.nn.Module):
             }
         )
 
+    def logits(self, batch: Batch) -> Tensor:
+        texts = self.algorithm and self.algorithm.prompt_prefixes(batch)
+        rows = [self.prefixes.setdefault(text, len(self.prefixes)) for text in texts or [None] * len(batch)]
+        return self.tables[torch.tensor(rows, dtype=torch.int64), prompts_of(batch)]
+
     def log_probs(self, batch: Batch) -> Tensor:
         tokens = torch.tensor(batch["response_tokens"])
-        chosen = self.logits[prompts_of(batch)].log_softmax(-1).gather(2, tokens[..., None])
-        return chosen.flatten()
+        return self.logits(batch).log_softmax(-1).gather(2, tokens[..., None]).flatten()
 
     def values(self, batch: Batch, role: str) -> Tensor:
         return self.critics[role][prompts_of(batch)].flatten()
@@ -59,12 +66,12 @@ def with_log_probs(batch: Batch, **columns: Tensor) -> Batch:
 
 def rollout(table: Table, n: int, greedy: bool) -> Batch:
     prompts = torch.arange(PROMPTS).repeat_interleave(n)
-    probs = table.logits.detach().softmax(-1)[prompts]
-    tokens = torch.multinomial(probs.flatten(0, 1), 1).view(-1, PLACES)
+    logits = table.logits(Batch.from_columns({"prompt_tokens": prompts[:, None].tolist()})).detach()
+    tokens = torch.multinomial(logits.softmax(-1).flatten(0, 1), 1).view(-1, PLACES)
     flags = [False] * len(prompts)
     if greedy:
         prompts = torch.cat([prompts, torch.arange(PROMPTS)])
-        tokens = torch.cat([tokens, table.logits.detach().argmax(-1)])
+        tokens = torch.cat([tokens, logits[::n].argmax(-1)])
         flags += [True] * PROMPTS
     batch = Batch.from_columns(
         {
@@ -80,8 +87,8 @@ def rollout(table: Table, n: int, greedy: bool) -> Batch:
 def train_online(name: str, lr: float, steps: int = 40, **options: Any) -> tuple[list[float], list[float]]:
     """Mean reward and mean cost (share of the last place's hits) of every step."""
     torch.manual_seed(0)
-    algorithm, table = make_algorithm(name, **options), Table()
-    reference = Table()
+    algorithm = make_algorithm(name, **options)
+    table, reference = Table(algorithm), Table()
     optimizer = torch.optim.Adam(table.parameters(), lr=lr)
     rewards, costs = [], []
     for _ in range(steps):
@@ -158,7 +165,7 @@ def accuracy(table: Table, algorithm: BaseAlgorithm) -> float:
 
 def scores_of(table: Table, batch: Batch) -> Tensor:
     tokens = torch.tensor(batch["response_tokens"])
-    return table.logits[prompts_of(batch)].gather(2, tokens[..., None]).sum((1, 2))
+    return table.logits(batch).gather(2, tokens[..., None]).sum((1, 2))
 
 
 @pytest.mark.parametrize("name", OFFLINE)

@@ -1,4 +1,4 @@
-"""What each online algorithm makes of a whole batch: abstained rows, odd groups, NaN, and its own options."""
+"""What each policy gradient makes of a whole batch: abstained rows, odd groups, NaN, and its own options."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.algorithms.support import ONLINE, experience, loss_input, random_experience
+from tests.algorithms.support import GRADIENT, experience, loss_input, random_experience
 from verl.algorithms import make_algorithm
 from verl.algorithms.kl import KLController
 from verl.batch import Batch
 from verl.errors import ConfigError
 
 
-@pytest.mark.parametrize("name", ONLINE)
+@pytest.mark.parametrize("name", GRADIENT)
 @pytest.mark.parametrize("seed", range(4))
 def test_any_batch_gives_finite_columns_and_a_finite_gradient(name: str, seed: int) -> None:
     algorithm = make_algorithm(name)
@@ -32,7 +32,7 @@ def test_any_batch_gives_finite_columns_and_a_finite_gradient(name: str, seed: i
     assert all(math.isfinite(float(value)) for value in loss.metrics.values())
 
 
-@pytest.mark.parametrize("name", ONLINE)
+@pytest.mark.parametrize("name", GRADIENT)
 def test_abstained_rows_change_nothing(name: str) -> None:
     algorithm = make_algorithm(name)
     everyone = random_experience(1, algorithm.greedy_baseline)
@@ -44,7 +44,7 @@ def test_abstained_rows_change_nothing(name: str) -> None:
     assert metrics["abstained"] > clean["abstained"] == 0
 
 
-@pytest.mark.parametrize("name", ONLINE)
+@pytest.mark.parametrize("name", GRADIENT)
 @pytest.mark.parametrize("bad", [None, math.nan, math.inf])
 def test_a_batch_whose_rewards_all_abstained_is_empty(name: str, bad: float | None) -> None:
     algorithm = make_algorithm(name, kl_in="loss")
@@ -56,7 +56,7 @@ def test_a_batch_whose_rewards_all_abstained_is_empty(name: str, bad: float | No
     assert float(algorithm.compute_loss(loss_input(algorithm, batch, log_probs=nothing)).total) == 0
 
 
-@pytest.mark.parametrize("name", ONLINE)
+@pytest.mark.parametrize("name", GRADIENT)
 def test_order_of_rows_does_not_matter(name: str) -> None:
     algorithm = make_algorithm(name)
     batch = random_experience(2, algorithm.greedy_baseline)
@@ -68,7 +68,7 @@ def test_order_of_rows_does_not_matter(name: str) -> None:
         assert row["advantages"] == pytest.approx(back[id_]["advantages"], abs=1e-12)
 
 
-@pytest.mark.parametrize("name", [name for name in ONLINE if make_algorithm(name).needs_groups])
+@pytest.mark.parametrize("name", [name for name in GRADIENT if make_algorithm(name).needs_groups])
 def test_all_equal_rewards_give_no_gradient(name: str) -> None:
     batch = experience([2, 3, 1], ["a"] * 3, [0.1] * 3).drop(["cost"]).add({"cost": [0.3] * 3})
     batch, _ = make_algorithm(name).prepare(batch)
@@ -204,7 +204,7 @@ def test_gpg_counts_rewards_without_the_penalty() -> None:
     assert penalised.tensor("advantages").tolist() == pytest.approx([2.0, -2.0, 0.0, 0.0], abs=1e-6)
 
 
-@pytest.mark.parametrize("name", ONLINE)
+@pytest.mark.parametrize("name", GRADIENT)
 @pytest.mark.parametrize("moved", [1000.0, -1000.0])
 def test_a_policy_that_has_moved_without_bound_gives_finite_numbers(name: str, moved: float) -> None:
     algorithm = make_algorithm(name)

@@ -16,6 +16,7 @@ from verl.algorithms import (  # noqa: F401 - importing an algorithm's module re
     ppo,
     reinforce_pp,
     remax,
+    reward_conditioned,
     reward_model,
     rloo,
     safe_rlhf,

@@ -12,7 +12,7 @@ Losses may run in other processes than `prepare`: what they need travels in the 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import Annotated, Any, ClassVar, Literal, TypeAlias, get_type_hints
 
@@ -157,6 +157,11 @@ class BaseAlgorithm(ABC):
         """The batch with rows added that only statistics need, before any model reads it (KTO's mismatched pairs); an
         extended batch is returned as it is."""
         return batch
+
+    def prompt_prefixes(self, batch: Batch) -> Sequence[str] | None:
+        """A text before each prompt as the policy reads it, which rewards do not see. Asked of prompts before responses
+        are sampled, and of samples that `prepare` made before they are learned from. None: the prompts as they are."""
+        return None
 
     def keep(self, batch: Batch) -> list[bool] | None:
         """Rows worth training on, once rewards are there; None: all. The trainer samples more in their place."""

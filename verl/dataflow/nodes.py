@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
+from verl.algorithms import BaseAlgorithm
 from verl.batch import Batch
 from verl.dataflow.graph import ANY, Node
 from verl.roles.actor import Actor, expand
@@ -17,9 +20,20 @@ _SEQUENCE = ("group", "id", "prompt_tokens", "response_tokens")
 
 
 def rollout_node(
-    name: str, actor: Actor, *, n: int = 1, params: SamplingParams | None = None, greedy_baseline: bool = False
+    name: str,
+    actor: Actor,
+    *,
+    n: int = 1,
+    params: SamplingParams | None = None,
+    algorithm: BaseAlgorithm | None = None,
+    greedy_baseline: bool = False,
 ) -> Node:
-    """The source of a step: `n` samples for each prompt, in groups, as they finish."""
+    """The source of a step: `n` samples for each prompt, in groups, as they finish; prompts begin as the algorithm
+    says (`prompt_prefixes`)."""
+
+    def rollout(prompts: Batch) -> Iterator[Batch]:
+        prompts = prompts if algorithm is None else actor.prefixed(prompts, algorithm)
+        return actor.rollout(expand(prompts, n, greedy_baseline), params or actor.sampling)
 
     def samples(prompts: Batch) -> list[list[str]]:
         rows = expand(prompts, n, greedy_baseline)
@@ -27,7 +41,7 @@ def rollout_node(
 
     return Node(
         name=name,
-        run=lambda prompts: actor.rollout(expand(prompts, n, greedy_baseline), params or actor.sampling),
+        run=rollout,
         kind="source",
         inputs=(ANY,),
         outputs=("id", "group", *_SAMPLE, ANY),

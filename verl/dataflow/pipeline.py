@@ -91,7 +91,7 @@ class RLDataPipeline:
             learned = next((s.algorithm for s in self.stages.values() if isinstance(s, Updater)), None)
             baseline = learned is not None and learned.greedy_baseline
             n = 1 if learned is None else learned.samples_per_prompt
-            return [nodes.rollout_node(name, stage, n=self.n or n, greedy_baseline=baseline)]
+            return [nodes.rollout_node(name, stage, n=self.n or n, algorithm=learned, greedy_baseline=baseline)]
         if isinstance(stage, Reward):
             return [nodes.reward_node(name, stage)]
         if isinstance(stage, Updater):

@@ -14,6 +14,7 @@ from verl.batch import Batch
 from verl.controller.controller import Controller
 from verl.controller.group import WorkerGroup
 from verl.controller.ranks import registry
+from verl.data.prefixes import with_prefixes
 from verl.data.tokenize import to_prompts
 from verl.data.vocabulary import vocabulary_id
 from verl.device import of as device_of
@@ -248,6 +249,15 @@ class Actor:
             batch = batch.add({"group": [f"{key}.{row}" for row in range(len(batch))]})
         return batch
 
+    def prefixed(self, batch: Batch, algorithm: BaseAlgorithm) -> Batch:
+        """Prompts, or samples that `algorithm.prepare` made, with the texts that the algorithm puts before prompts.
+
+        Raises:
+            DataError: see `with_prefixes`.
+        """
+        prefixes = algorithm.prompt_prefixes(batch)
+        return batch if prefixes is None else with_prefixes(self.tokenizer, batch, prefixes)
+
     def generate_sequences(self, prompts: Any, *, n: int = 1, key: str | None = None, **sampling: Any) -> Batch:
         """Sample `n` responses to each prompt.
 
@@ -265,7 +275,8 @@ class Actor:
         params = as_sampling(sampling, self.sampling)
         if n < 1:
             raise ConfigError(f"n is the number of samples a prompt, at least 1, not {n}")
-        rows = expand(self.prompts(prompts, key), n)
+        batch = self.prompts(prompts, key)
+        rows = expand(batch if self.algorithm is None else self.prefixed(batch, self.algorithm), n)
         chunks = list(self.rollout(rows, params))
         done = Batch.concat(chunks)
         row_of = {id_: row for row, id_ in enumerate(done["id"])}
@@ -440,6 +451,7 @@ class Actor:
     ) -> UpdatePart:
         """What `train_parts` takes of a batch that `algorithm.prepare` made; `weight` and `name` as of `UpdatePart`,
         `samples` as of `needs_old_log_probs`."""
+        prepared = self.prefixed(prepared, algorithm)
         first = self._is_one_step(prepared, samples)
         if first and not algorithm.needs_log_probs:
             # The engine's rounding is not a step of the policy: the ratio of a first step is 1.
@@ -462,7 +474,7 @@ class Actor:
 
     def compute_loss(self, prepared: Batch, algorithm: BaseAlgorithm) -> dict[str, float]:
         """`loss` and the metrics of an update on a prepared batch, without the update."""
-        prepared = prepared.drop(["rollout_log_probs"])
+        prepared = self.prefixed(prepared, algorithm).drop(["rollout_log_probs"])
         part = UpdatePart(prepared, algorithm.objective("actor"), self._temperature(prepared))
         return self.group.call("loss", part)  # type: ignore[no-any-return]
 

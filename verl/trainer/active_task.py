@@ -94,7 +94,8 @@ class ActiveTask:
             problems = problems.drop(["id", "group"]).add({"group": [f"eval.{i}" for i in range(len(problems))]})
         params = replace(self.sampling, temperature=temperature)
         scored = [reward_node(role, source, role) for role, source in self.sources.items()]
-        graph = Graph([rollout_node("rollout", self.actor, n=n, params=params), *scored])
+        rollout = rollout_node("rollout", self.actor, n=n, params=params, algorithm=self.algorithm)
+        graph = Graph([rollout, *scored])
         with ExitStack() as stack:
             for source in self.sources.values():
                 stack.enter_context(source.apart())

@@ -193,6 +193,7 @@ class AsyncTrainer(Trainer):
             if (given := next(prompts, None)) is None:  # the steps of what came before can still be taken
                 break
             batch = self.actor.prompts(given, key=f"s{self.schedule.version}.{self.schedule.room}")
+            batch = self.actor.prefixed(batch, self.algorithm)
             if len(batch) != self.schedule.groups:
                 self._refused = ConfigError(
                     f"a batch of {len(batch)} prompts came, batch_size is {self.schedule.groups}"

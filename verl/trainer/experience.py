@@ -57,9 +57,8 @@ class Experience:
         self.nodes: list[Node] = [*scored, *experience_nodes(updater)]
         if self.algorithm.online:
             _warn_of_masks(updater.actor, sampling)
-            baseline = self.algorithm.greedy_baseline
-            rollout = rollout_node("rollout", updater.actor, n=n, params=sampling, greedy_baseline=baseline)
-            self.nodes.insert(0, rollout)
+            made_for: dict[str, Any] = {"algorithm": self.algorithm, "greedy_baseline": self.algorithm.greedy_baseline}
+            self.nodes.insert(0, rollout_node("rollout", updater.actor, n=n, params=sampling, **made_for))
         self.graph = Graph(self.nodes)
         self.metric_fns: dict[str, Callable[[Batch], float]] = {}
 
