@@ -106,6 +106,7 @@ def test_evaluation_a_pipeline_and_a_plain_loop_ask_for_the_highest(tiny: Path) 
     assert all(tokens[: len(highest)] == highest for tokens in batch["prompt_tokens"])
     actor = verl.Actor(str(tiny), sampling=SHORT, algorithm="reward_conditioned")
     updater = verl.Updater("reward_conditioned", actor=actor)
-    pipeline = verl.RLDataPipeline({"rollout": actor, "reward": low_bytes, "update": updater})
+    pipeline = verl.RLDataPipeline().add_stage("rollout", actor).add_stage("reward", low_bytes)
+    pipeline.add_stage("update", updater)
     for samples in (batch, actor.generate_sequences(PROMPTS), pipeline.run(PROMPTS).batch):
         assert all(tokens == highest for tokens in samples["prefix_tokens"]), samples
