@@ -125,15 +125,15 @@ def test_memory_is_that_of_the_device(fake: Fake) -> None:
 def test_a_run_is_refused_by_what_the_device_has(fake: Fake, tiny: Path, loaded: bool) -> None:
     config = build_config({"actor_rollout_ref": {"model": {"path": str(tiny)}}})
     algorithm = make_algorithm("gpg")
-    actor = build.build_actor(config, algorithm, 8)
+    actor = build.build_actor(config, algorithm.head, 8)
     weights = sum(weight.nbytes for weight in actor.model.parameters())
-    build.check_memory(config, algorithm, actor)
+    build.check_memory(config, [algorithm], actor)
     if loaded:
         device.put(actor.model)
     fake.free = 100_000 if loaded else 100_000 + weights
     room = 100_000 + (3 << 20) + weights
     with pytest.raises(ConfigError, match=f"training needs .* and {room / 1e9:.2f} GB are there"):
-        build.check_memory(config, algorithm, actor)
+        build.check_memory(config, [algorithm], actor)
 
 
 def test_the_doctor_shows_the_devices(fake: Fake) -> None:

@@ -198,7 +198,7 @@ def test_fused_kernels_reach_the_model(tiny, settings, asked):
     from verl.trainer.build import build_actor
 
     given = config(actor_rollout_ref={"model": {"path": str(tiny), **settings}})
-    actor = build_actor(given, make_algorithm("grpo"), 8)
+    actor = build_actor(given, make_algorithm("grpo").head, 8)
     assert actor.train_options.fused_kernels == given.actor_rollout_ref.model.fused_kernels == asked
     assert actor.group.worker._packed.fused_kernels is bool(asked)
     wrong = {"path": "models/tiny", "use_fused_kernels": False, "fused_kernel_options": {"impl_backend": "compiled"}}

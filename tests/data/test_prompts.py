@@ -214,10 +214,10 @@ def test_limit_and_streams() -> None:
 def test_disjoint_sets() -> None:
     train = load_prompts(["a", "b ", CHAT])
     held_out = load_prompts(["b", "c", [{"role": "system", "content": "new"}, *CHAT]])
-    kept, dropped = check_disjoint(train, held_out)
+    kept, dropped = check_disjoint([train], held_out)
     assert (kept.texts(), dropped) == (["c"], 2)
     with pytest.raises(DataError, match=r"3 of 3 held-out prompts .* nothing is left"):
-        check_disjoint(train, train)
+        check_disjoint([train], train)
 
 
 SUMS = {"task": "chain_sum", "min_terms": 2, "max_terms": 2, "min_digits": 1, "max_digits": 2}
@@ -227,7 +227,7 @@ def test_splits_of_a_task_are_disjoint_whatever_their_seeds() -> None:
     train = load_prompts({**SUMS, "size": 400, "seed": 1, "split": "train"})
     held_out = load_prompts({**SUMS, "size": 300, "seed": 2, "split": "eval"})
     assert (len(train), len(set(held_out.texts()))) == (400, 300)
-    assert check_disjoint(train, held_out)[1] == 0
+    assert check_disjoint([train], held_out)[1] == 0
     again = load_prompts({**SUMS, "size": 300, "seed": 2, "split": "eval"})
     assert again.batch == held_out.batch
 

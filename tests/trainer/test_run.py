@@ -70,7 +70,7 @@ def huge(responses, prompts):
 def high(responses, prompts):
     return [1.0] * len(responses)
 '''
-TIMED = ("time/", "busy/", "tokens_per_s", "memory/")
+TIMED = ("time/", "busy/", "_per_s", "memory/")
 
 
 def settings(tmp_path: Path, model: Path, **changes: Any) -> dict[str, Any]:
@@ -336,7 +336,7 @@ def test_the_cause_of_what_the_user_can_mend_is_not_shown(
     def failing(*args: Any) -> None:
         raise error("told in one message") from ValueError("somewhere below")
 
-    monkeypatch.setattr("verl.trainer.build.build_data", failing)
+    monkeypatch.setattr("verl.trainer.run.build_data", failing)
     with pytest.raises(error):
         train(build_config(settings(tmp_path, tiny)))
     assert ("Traceback" in capsys.readouterr().err) == (error is RewardError)
@@ -395,7 +395,7 @@ def test_a_finished_run_stays_if_the_next_cannot_begin(
     def failing(*args: Any) -> None:
         raise DataError("no such data")
 
-    monkeypatch.setattr("verl.trainer.build.build_data", failing)
+    monkeypatch.setattr("verl.trainer.run.build_data", failing)
     with pytest.raises(DataError):
         train(config)
     assert (run_dir(tmp_path) / "summary.json").read_text() == summary

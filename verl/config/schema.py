@@ -47,11 +47,20 @@ OTHER_NAMES = {
 REWARDS = ("task", "code", "code_evaluator")
 
 
+def is_by_task(source: Any) -> bool:
+    """Whether this is a mapping of tasks to a source each."""
+    if not isinstance(source, dict) or source.keys() & {"task", "path"}:
+        return False
+    return bool(source) and all(isinstance(part, str | dict) for part in source.values())
+
+
 def _source(value: str | dict[str, Any]) -> str | dict[str, Any]:
     """A key that is null is not there: so an override takes it out of the file's mapping."""
     if isinstance(value, str):
         return home(value)
     given = {key: item for key, item in value.items() if item is not None}
+    if is_by_task(given):
+        return {key: _source(part) for key, part in given.items()}
     return {**given, "path": home(given["path"])} if isinstance(given.get("path"), str) else given
 
 
@@ -136,7 +145,8 @@ class AlgorithmConfig(Record):
 class DataConfig(Record):
     train: Source | None = Field(
         default=None,
-        description="training prompts or recorded responses: a parquet or JSONL file; or {task: NAME, size: N, ...}",
+        description="training prompts or recorded responses: a parquet or JSONL file; or {task: NAME, size: N, ...}; "
+        "for several tasks {NAME: such a source, ...}, or one whose rows name their task in the column task",
     )
     eval: Source | None = Field(
         default=None, description="held-out problems or rows, in the same form; prompts of training are left out"
@@ -173,8 +183,10 @@ class DataConfig(Record):
             raise wrong("prompt_template", "must contain {prompt}, where the prompt goes")
         for name in ("train", "eval"):
             source = getattr(self, name)
-            if isinstance(source, dict) and bool(source.get("task")) == bool(source.get("path")):
-                raise wrong(name, "must name either a task (task: NAME) or a file (path: FILE)")
+            for task, part in source.items() if is_by_task(source) else [(None, source)]:
+                if isinstance(part, dict) and bool(part.get("task")) == bool(part.get("path")):
+                    of = "" if task is None else f" for task '{task}'"
+                    raise wrong(name, f"must name{of} either a task (task: NAME) or a file (path: FILE)")
         return self
 
 
@@ -337,7 +349,7 @@ class Config(Record):
         prompts, n = self.data.batch_size, self.actor_rollout_ref.rollout.n
         updates = {"actor_rollout_ref.actor": self.actor_rollout_ref.actor, "critic": self.critic}
         for role, update in updates.items():
-            if update.mini_batch_size is not None and update.mini_batch_size > prompts * n:
+            if not self.tasks and (update.mini_batch_size or 0) > prompts * n:
                 step = f"{prompts * n} samples of a step (data.batch_size {prompts} x rollout.n {n})"
                 message = f"must be at most the {step}, not {update.mini_batch_size}"
                 raise wrong(f"{role}.mini_batch_size", message)

@@ -229,21 +229,22 @@ def stream_prompts(
     return PromptStream(source, PromptForm(prompt_column, template, system_prompt, chat), type(source).__name__)
 
 
-def check_disjoint(train: PromptDataset, held_out: PromptDataset) -> tuple[PromptDataset, int]:
+def check_disjoint(train: Sequence[PromptDataset], held_out: PromptDataset) -> tuple[PromptDataset, int]:
     """The held-out prompts that do not occur in training, and how many did. Compared are `PromptDataset.texts`.
 
     Raises:
         DataError: none is left.
     """
-    seen = set(train.texts())
+    seen = {text for prompts in train for text in prompts.texts()}
     keep = [text not in seen for text in held_out.texts()]
     overlap = keep.count(False)
     if not overlap:
         return held_out, 0
     if not any(keep):
         raise DataError(
-            f"{overlap} of {len(keep)} held-out prompts of {held_out.name} occur in training ({train.name}): nothing "
-            "is left to evaluate on. Give other held-out problems"
+            f"{overlap} of {len(keep)} held-out prompts of {held_out.name} occur in training "
+            f"({', '.join(prompts.name for prompts in train)}): nothing is left to evaluate on. Give other held-out "
+            "problems"
         )
     return PromptDataset(held_out.batch.filter(keep), held_out.name), overlap
 

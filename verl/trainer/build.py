@@ -1,34 +1,30 @@
-"""From a run's settings to its parts: actor, critic, reward, data, trainer."""
+"""From a run's settings to its parts: actor, critic, tasks, trainer."""
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
-from typing import Any
+from typing import Any, Literal
 
 from verl import device
 from verl.algorithms import BaseAlgorithm
-from verl.batch import Batch
 from verl.config import Config, CostConfig, RewardConfig
 from verl.controller.controller import Controller
 from verl.controller.placement import ROLES
 from verl.controller.ranks import local_ranks
-from verl.data.loader import PromptLoader
-from verl.data.offline import OfflineDatasetLoader
-from verl.data.prefetch import Loader, Prefetch
-from verl.data.prompts import PromptDataset, check_disjoint
-from verl.data.tokenize import tokenize_prompts
-from verl.errors import DataError
 from verl.models.loading import load_model
 from verl.models.memory import ModelSize, estimate_memory, preflight
 from verl.roles.actor import Actor
 from verl.roles.critic import Critic
 from verl.roles.reward import Reward
 from verl.trainer.asynchronous import AsyncTrainer
-from verl.trainer.check import Checked, source_options
+from verl.trainer.check import source_options
+from verl.trainer.interleaved import InterleavedTrainer
 from verl.trainer.logging import Logger
+from verl.trainer.task import Task
+from verl.trainer.task_file import make_tasks
 from verl.trainer.trainer import Trainer
 from verl.training.options import TrainOptions
 from verl.workers.update import UpdatePlan
@@ -36,34 +32,23 @@ from verl.workers.update import UpdatePlan
 logger = logging.getLogger(__name__)
 
 
-@dataclass
-class RunData:
-    """The data of a run: endless training batches, what is held out, and what was done to them, in words.
-
-    `held_out` is problems to sample and score, or recorded rows whose loss is measured; None: no evaluation.
-    """
-
-    train: Loader
-    held_out: PromptDataset | Batch | None
-    notes: list[str]
-
-
-def placed_roles(algorithm: BaseAlgorithm) -> list[str]:
-    """The roles of an algorithm that a map of placement names."""
-    generates = ["rollout"] if algorithm.online else []
-    models = algorithm.roles - {"actor", "reward", "cost"}
+def placed_roles(algorithms: Iterable[BaseAlgorithm]) -> list[str]:
+    """The roles of a run's algorithms that a map of placement names."""
+    algorithms = list(algorithms)
+    generates = ["rollout"] if any(algorithm.online for algorithm in algorithms) else []
+    models = {role for algorithm in algorithms for role in algorithm.roles} - {"actor", "reward", "cost"}
     return ["actor", *generates, *(role for role in ROLES if role in models)]
 
 
-def build_actor(config: Config, algorithm: BaseAlgorithm, rows: int, controller: Controller | None = None) -> Actor:
-    """The model that is trained, loaded under the head that the algorithm asks for; its reference policy too where
+def build_actor(config: Config, head: Literal["lm", "score"], rows: int, controller: Controller | None = None) -> Actor:
+    """The model that is trained, loaded under the head that its algorithms ask for; its reference policy too where
     one is given. `rows` are those of a step."""
     policy = config.actor_rollout_ref
     actor = Actor(
         policy.model,
         train=_training(config, policy.actor, rows),
         rollout=policy.rollout,
-        head=algorithm.head,
+        head=head,
         placement=controller,
         seed=config.trainer.seed,
     )
@@ -100,50 +85,8 @@ def build_source(given: CostConfig, called: RewardConfig) -> Reward | None:
     return Reward(part.pop("source"), **part, **options)
 
 
-def build_data(config: Config, actor: Actor, checked: Checked) -> RunData:
-    """Training and held-out data, tokenised; what is held out and has a prompt of the training data is left out.
-
-    Raises:
-        DataError: a prompt or a row is too long, or nothing is left; see `tokenize_prompts`.
-    """
-    if isinstance(checked.train, OfflineDatasetLoader):
-        return _recorded_data(config, actor, checked.train, checked.held_out)
-    train, notes = _tokenize_prompts(config, checked.train, actor)
-    data = config.data
-    loader = PromptLoader(train, data.batch_size, seed=config.trainer.seed, shuffle=data.shuffle or None)
-    if not isinstance(checked.held_out, PromptDataset):
-        return RunData(Prefetch(loader), None, notes)
-    held_out, more = _tokenize_prompts(config, checked.held_out, actor)
-    held_out, overlap = check_disjoint(train, held_out)
-    if overlap:
-        more.append(f"{overlap} held-out prompts occur in training and were left out")
-    return RunData(Prefetch(loader), held_out, notes + more)
-
-
-def _recorded_data(
-    config: Config, actor: Actor, train: OfflineDatasetLoader, held_out: PromptDataset | OfflineDatasetLoader | None
-) -> RunData:
-    notes = _tokenize(config, train, actor, "train")
-    if held_out is None:
-        return RunData(Prefetch(train), None, notes)
-    if isinstance(held_out, PromptDataset):
-        held_out, more = _tokenize_prompts(config, held_out, actor)
-    else:
-        more = _tokenize(config, held_out, actor, "eval")
-    rows = held_out.batch
-    seen = set(map(tuple, train.batch["prompt_tokens"]))
-    keep = [tuple(prompt) not in seen for prompt in rows["prompt_tokens"]]
-    if not any(keep):
-        raise DataError("all held-out prompts occur in training (data.train): give other data.eval")
-    if not all(keep):
-        more.append(f"{keep.count(False)} held-out rows have a prompt of the training data and were left out")
-    rows = rows.filter(keep)
-    problems = PromptDataset(rows, held_out.name) if isinstance(held_out, PromptDataset) else rows
-    return RunData(Prefetch(train), problems, notes + more)
-
-
-def check_memory(config: Config, algorithm: BaseAlgorithm, actor: Actor) -> None:
-    """Refuse a run that will not fit in memory, before it starts.
+def check_memory(config: Config, algorithms: Iterable[BaseAlgorithm], actor: Actor) -> None:
+    """Refuse a run of these algorithms that will not fit in memory, before it starts.
 
     Raises:
         ConfigError: with what is needed, what there is, and the setting to change.
@@ -161,34 +104,35 @@ def check_memory(config: Config, algorithm: BaseAlgorithm, actor: Actor) -> None
         gradient_checkpointing=model.enable_gradient_checkpointing,
         moments=update.optim.moments,
         cut_over=layout.shard * layout.tp * layout.pp,
-        available=_available(actor, size) - _others(algorithm, size),
+        available=_available(actor, size) - _others(list(algorithms), size),
     )
     logger.info("memory of training the actor: about %s", estimate)
 
 
+def build_tasks(config: Config, algorithms: Mapping[str, BaseAlgorithm]) -> list[Task]:
+    """The tasks with their rewards; of a run without `tasks`, the one that its sections make.
+
+    Raises:
+        ConfigError, RewardError, ModelError: a reward cannot be made.
+    """
+    if config.tasks:
+        return make_tasks(config.tasks)
+    ((name, algorithm),) = algorithms.items()
+    made = {role: build_source(getattr(config, role), config.reward) for role in ("reward", "cost")}
+    sources = {role: source for role, source in made.items() if source is not None}
+    return [Task(name, algorithm, sources, n=config.actor_rollout_ref.rollout.n)]
+
+
 def build_trainer(
-    config: Config, algorithm: BaseAlgorithm, actor: Actor, rows: int, logger: Logger, **options: Any
+    config: Config, tasks: list[Task], actor: Actor, rows: int, logger: Logger, **options: Any
 ) -> Trainer:
     """The trainer over all of it; `options` are further ones of `Trainer`."""
-    settings, rollout = config.trainer, config.actor_rollout_ref.rollout
-    if settings.max_staleness is None:
-        make: Callable[..., Trainer] = Trainer
-    else:
-        make = partial(
-            AsyncTrainer,
-            batch_size=config.data.batch_size,
-            max_staleness=settings.max_staleness,
-            rollout_workers=rollout.num_rollout_workers,
-            max_rollout_workers=rollout.max_rollout_workers,
-            transport=rollout.transport,
-        )
-    return make(
+    settings = config.trainer
+    has_critic = any("critic" in task.algorithm.roles for task in tasks)
+    return _kind(config)(
         actor,
-        build_critic(config, rows, actor.controller) if "critic" in algorithm.roles else None,
-        build_source(config.reward, config.reward),
-        cost=build_source(config.cost, config.reward),
-        algorithm=algorithm,
-        n=rollout.n,
+        build_critic(config, rows, actor.controller) if has_critic else None,
+        tasks=tasks,
         max_resamples=settings.max_resamples,
         max_skipped_updates=settings.max_skipped_updates,
         max_failed_episodes=config.reward.max_failure_rate,
@@ -197,6 +141,23 @@ def build_trainer(
         async_save=settings.async_save,
         logger=logger,
         **options,
+    )
+
+
+def _kind(config: Config) -> Callable[..., Trainer]:
+    """The trainer for the staleness that the settings allow."""
+    rollout, staleness = config.actor_rollout_ref.rollout, config.trainer.max_staleness
+    if staleness is None:
+        return Trainer
+    if len(config.tasks) > 1:
+        return partial(InterleavedTrainer, max_staleness=staleness)
+    return partial(
+        AsyncTrainer,
+        batch_size=config.data.batch_size,
+        max_staleness=staleness,
+        rollout_workers=rollout.num_rollout_workers,
+        max_rollout_workers=rollout.max_rollout_workers,
+        transport=rollout.transport,
     )
 
 
@@ -210,11 +171,12 @@ def _available(actor: Actor, size: ModelSize) -> int:
     return device.free_memory(where) - (0 if loaded else size.weight_bytes)
 
 
-def _others(algorithm: BaseAlgorithm, size: ModelSize) -> int:
-    """Bytes of the models beside the actor, taken to be of its size."""
-    own = "reference" in algorithm.roles and size.trained == size.parameters  # that of a LoRA is its own base
-    reference = estimate_memory(size, trained=False).total if own else 0
-    critics = len(algorithm.roles & {"critic", "cost_critic"})
+def _others(algorithms: Sequence[BaseAlgorithm], size: ModelSize) -> int:
+    """Bytes of the models beside the actor, taken to be of its size; each task has critics of its own."""
+    own = size.trained == size.parameters  # the reference of a LoRA is its own base
+    needed = own and any("reference" in algorithm.roles for algorithm in algorithms)
+    reference = estimate_memory(size, trained=False).total if needed else 0
+    critics = sum(len(algorithm.roles & {"critic", "cost_critic"}) for algorithm in algorithms)
     return reference + critics * estimate_memory(size).total
 
 
@@ -227,45 +189,3 @@ def _training(config: Config, update: TrainOptions, rows: int) -> TrainOptions:
         updates = UpdatePlan(update.mini_batch_size, update.epochs).updates(rows)
         optim = optim.replace(total_steps=max(1, config.trainer.total_steps * updates))
     return update.replace(optim=optim)
-
-
-def _tokenize_prompts(config: Config, prompts: PromptDataset, actor: Actor) -> tuple[PromptDataset, list[str]]:
-    """Tokenise prompts; with what became of the long ones, in words."""
-    limit = _prompt_limit(config, actor)
-    tokens, counts = tokenize_prompts(
-        prompts, actor.tokenizer, max_prompt_length=limit, truncation=config.data.truncation, tools=actor.tools
-    )
-    notes = [f"{counts[what]} prompts of {prompts.name} are longer than {limit} tokens and were {what}"
-             for what in ("dropped", "truncated") if counts[what]]  # fmt: skip
-    return tokens, notes
-
-
-def _positions(actor: Actor) -> int:
-    """The longest sequence the model takes; without bound where it states none."""
-    return getattr(actor.model.config.get_text_config(), "max_position_embeddings", None) or 2**31
-
-
-def _prompt_limit(config: Config, actor: Actor) -> int:
-    # One position is left for a response at least.
-    return min(config.data.max_prompt_length or 2**31, _positions(actor) - 1)
-
-
-def _tokenize(config: Config, loader: OfflineDatasetLoader, actor: Actor, split: str) -> list[str]:
-    """Tokenise recorded rows; returns what became of the long ones, in words."""
-    loader.max_prompt_length = _prompt_limit(config, actor)
-    loader.tokenize(actor.tokenizer)
-    lengths = (loader.batch.lengths(name) for name in ("prompt_tokens", "response_tokens"))
-    longest = max(map(sum, zip(*lengths, strict=True)))
-    if longest > _positions(actor):
-        raise DataError(
-            f"data.{split} has a row of {longest} tokens and the model takes {_positions(actor)}: set "
-            "data.max_response_length, or data.max_prompt_length with data.truncation"
-        )
-    prompt = "prompts longer than data.max_prompt_length or what the model takes"
-    what_became = {
-        "dropped": f"{prompt}: their groups were dropped",
-        "truncated": f"{prompt}, which were truncated",
-        "responses_truncated": "responses longer than data.max_response_length, which lost their end",
-    }
-    counts = loader.counts
-    return [f"{counts[what]} rows of data.{split} have {fate}" for what, fate in what_became.items() if counts[what]]

@@ -4,22 +4,22 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from math import ceil
 from pathlib import Path
 from typing import Any
 
 from verl.algorithms import BaseAlgorithm, make_algorithm
 from verl.batch import Batch
 from verl.config import Config, CostConfig, CriticConfig, RewardPart
-from verl.data.offline import OfflineDatasetLoader, is_recorded
-from verl.data.prompts import PromptDataset, load_prompts
 from verl.errors import ConfigError
 from verl.rewards.forms import recognise
 from verl.rewards.loading import load_function
 from verl.rewards.make import make_reward
 from verl.trainer.logging import check_loggers
+from verl.trainer.run_data import ReadData, is_offline, read_data, step_rows
+from verl.trainer.task import MAIN, check_heads
+from verl.trainer.task_file import algorithm_of, samples_of
 
 logger = logging.getLogger(__name__)
 
@@ -28,13 +28,13 @@ logger = logging.getLogger(__name__)
 class Checked:
     """What the settings name and needs no model, found and read; data are not tokenised yet.
 
-    rows: those that one step learns from; groups of recorded data may differ in size, then about.
+    algorithms: of the tasks, by name; a run without `tasks` has one, "main".
+    rows: those that one step learns from; about, where groups or tasks differ in size.
     """
 
-    algorithm: BaseAlgorithm
+    algorithms: dict[str, BaseAlgorithm]
     metrics: dict[str, Callable[[Batch], Any]]
-    train: PromptDataset | OfflineDatasetLoader
-    held_out: PromptDataset | OfflineDatasetLoader | None
+    data: ReadData
     rows: int
 
 
@@ -47,25 +47,22 @@ def check_settings(config: Config) -> Checked:
         DataError: the data are unusable; see `load_prompts` and `OfflineDatasetLoader`.
         RewardError: a file of the user's cannot be imported.
     """
-    algorithm = _algorithm(config)
-    _check_trainer(config, algorithm)
+    algorithms = {task.name: algorithm_of(task) for task in config.tasks} or {MAIN: _algorithm(config)}
+    check_heads(algorithms)
+    _check_together(config, algorithms)
+    _check_trainer(config, algorithms)
     _check_places(config)
+    for task in config.tasks:
+        if ".py:" in (task.reward_model or ""):
+            recognise(load_function(str(task.reward_model)))
     for section in (config.reward, config.cost):
         for part in section.components.values() or [section]:
             _check_source(part)
     metrics = {spec: load_function(spec) for spec in config.trainer.eval_metrics}
-    train: PromptDataset | OfflineDatasetLoader
-    train = _recorded(config, "train") if is_offline(config, algorithm) else _prompts(config, config.data.train)
-    rows = _step_rows(config, train)
-    held_out: PromptDataset | OfflineDatasetLoader | None = None
-    if config.data.eval is not None:  # an online algorithm may learn from what is recorded; it is judged by its own
-        held_out = _prompts(config, config.data.eval) if algorithm.online else _recorded(config, "eval")
-    return Checked(algorithm, metrics, train, held_out, rows)
-
-
-def is_offline(config: Config, algorithm: BaseAlgorithm) -> bool:
-    """Whether the run learns from recorded responses: the algorithm always does, or the data are experience."""
-    return not algorithm.online or is_recorded(_file(config.data.train) or "")
+    data = read_data(config, algorithms)
+    samples = {task.name: samples_of(task, algorithms[task.name]) for task in config.tasks}
+    rows = step_rows(config, data, samples or {MAIN: config.actor_rollout_ref.rollout.n})
+    return Checked(algorithms, metrics, data, rows)
 
 
 def source_options(part: RewardPart) -> dict[str, Any]:
@@ -120,38 +117,52 @@ def _algorithm(config: Config) -> BaseAlgorithm:
             raise ConfigError(f"algorithm '{algorithm.name}' has no {role}: leave the section '{role}' out")
         if not section.is_given and role in algorithm.roles:
             raise ConfigError(f"no {role} is given: set {role}.path=FILE.py:FUNCTION, {role}.name=task or {role}.model")
-    reference = config.actor_rollout_ref.ref
-    if (reference.path or reference.dtype) is not None and "reference" not in algorithm.roles:
-        reads = "set algorithm.kl_in to reward or loss, or " if hasattr(algorithm, "kl_in") else ""
-        raise ConfigError(
-            f"actor_rollout_ref.ref: algorithm '{algorithm.name}' has no reference as it is set: {reads}leave the "
-            "section out"
-        )
-    if config.critic != CriticConfig() and "critic" not in algorithm.roles:
-        logger.warning("algorithm '%s' has no critic as it is set: the section 'critic' is not used", algorithm.name)
-    data = config.data
-    if is_offline(config, algorithm):
-        for key in ("prompt_column", "prompt_template", "chat"):
-            if getattr(data, key) is not None:
-                raise ConfigError(f"data.{key} is for prompts; recorded responses are read by their own columns")
-    elif data.max_response_length is not None:
-        raise ConfigError(
-            "data.max_response_length is for recorded responses: set actor_rollout_ref.rollout.max_new_tokens"
-        )
-    if not algorithm.online and config.trainer.eval_metrics:
-        raise ConfigError(f"trainer.eval_metrics are for sampled responses; '{algorithm.name}' samples none")
     return algorithm
 
 
-def _check_trainer(config: Config, algorithm: BaseAlgorithm) -> None:
+def _check_together(config: Config, algorithms: Mapping[str, BaseAlgorithm]) -> None:
+    """Sections that no algorithm of the run reads."""
+    algorithm = next(iter(algorithms.values()))
+    of = f"algorithm '{algorithm.name}' has" if not config.tasks else "the algorithms of the tasks have"
+    roles = {role for each in algorithms.values() for role in each.roles}
+    reference = config.actor_rollout_ref.ref
+    if (reference.path or reference.dtype) is not None and "reference" not in roles:
+        can = any(hasattr(each, "kl_in") for each in algorithms.values())
+        reads = "set algorithm.kl_in to reward or loss, or " if can else ""
+        raise ConfigError(f"actor_rollout_ref.ref: {of} no reference as it is set: {reads}leave the section out")
+    if config.critic != CriticConfig() and "critic" not in roles:
+        logger.warning("%s no critic as it is set: the section 'critic' is not used", of)
+    data, offline = config.data, [is_offline(config, each) for each in algorithms.values()]
+    if all(offline):
+        for key in ("prompt_column", "prompt_template", "chat"):
+            if getattr(data, key) is not None:
+                raise ConfigError(f"data.{key} is for prompts; recorded responses are read by their own columns")
+    if not any(offline) and data.max_response_length is not None:
+        raise ConfigError(
+            "data.max_response_length is for recorded responses: set actor_rollout_ref.rollout.max_new_tokens"
+        )
+    if config.trainer.eval_metrics and not any(each.online for each in algorithms.values()):
+        raise ConfigError(f"trainer.eval_metrics are for sampled responses; '{algorithm.name}' samples none")
+
+
+def _check_trainer(config: Config, algorithms: Mapping[str, BaseAlgorithm]) -> None:
     trainer, rollout = config.trainer, config.actor_rollout_ref.rollout
     if trainer.threads is not None and trainer.threads > (cores := os.cpu_count() or 1):
         raise ConfigError(f"trainer.threads: must be at most {cores}, the CPU cores here, not {trainer.threads}")
     check_loggers(trainer.loggers)
-    if trainer.control == "permute_rewards":
-        check_permuted(algorithm)
-    if trainer.max_staleness is not None:
-        check_asynchronous(algorithm, None if rollout.url else rollout.name, rollout.episode, rollout.tensor_parallel)
+    for algorithm in algorithms.values():
+        if trainer.control == "permute_rewards":
+            check_permuted(algorithm)
+        if trainer.max_staleness is not None and config.tasks:
+            check_corrected(algorithm)
+        elif trainer.max_staleness is not None:
+            engine = None if rollout.url else rollout.name
+            check_asynchronous(algorithm, engine, rollout.episode, rollout.tensor_parallel)
+    if config.tasks and (rollout.num_rollout_workers, rollout.max_rollout_workers) != (1, None):
+        raise ConfigError(
+            "several tasks sample on the actor's own ranks: leave rollout.num_rollout_workers and "
+            "max_rollout_workers out"
+        )
 
 
 def _check_places(config: Config) -> None:
@@ -178,52 +189,3 @@ def _check_source(part: RewardPart) -> None:
         recognise(load_function(part.path))
     if part.name is not None:
         make_reward(**source_options(part))
-
-
-def _prompts(config: Config, source: Any) -> PromptDataset:
-    data = config.data
-    if source is None:
-        raise ConfigError("data.train is missing: give a JSONL or Parquet file, or {task: NAME, ...}")
-    return load_prompts(
-        source,
-        prompt_column=data.prompt_column,
-        template=data.prompt_template,
-        system_prompt=data.system_prompt,
-        chat=data.chat,
-    )
-
-
-def _recorded(config: Config, split: str) -> OfflineDatasetLoader:
-    data = config.data
-    file = _file(getattr(data, split))
-    if file is None:
-        raise ConfigError(f"data.{split} must be a JSONL or Parquet file of recorded responses")
-    return OfflineDatasetLoader(
-        file,
-        batch_size=data.batch_size,
-        seed=config.trainer.seed,
-        shuffle=data.shuffle,
-        system_prompt=data.system_prompt,
-        max_response_length=data.max_response_length,
-        truncation=data.truncation,
-    )
-
-
-def _step_rows(config: Config, train: PromptDataset | OfflineDatasetLoader) -> int:
-    if isinstance(train, PromptDataset):
-        return config.data.batch_size * config.actor_rollout_ref.rollout.n
-    rows = ceil(config.data.batch_size * len(train.batch) / len(train))
-    for key, update in (("actor_rollout_ref.actor", config.actor_rollout_ref.actor), ("critic", config.critic)):
-        if (update.mini_batch_size or 0) > rows:
-            raise ConfigError(
-                f"{key}.mini_batch_size must be at most the {rows} rows of a step (data.batch_size "
-                f"{config.data.batch_size} of {train.kind}), not {update.mini_batch_size}"
-            )
-    return rows
-
-
-def _file(source: Any) -> str | None:
-    """The file that a source names, if it names one and nothing else."""
-    if isinstance(source, dict):
-        return source["path"] if list(source) == ["path"] else None
-    return source  # type: ignore[no-any-return]

@@ -28,6 +28,7 @@ from verl.trainer.logging import Logger, open_logger, setup_logging
 from verl.trainer.precision import with_dtypes
 from verl.trainer.report import SHARES, read_rows, write_report
 from verl.trainer.rng import seed_everything
+from verl.trainer.run_data import build_data
 from verl.trainer.run_dir import Run, open_run
 from verl.trainer.trainer import Trainer
 
@@ -96,18 +97,18 @@ def train(config: Config, *, fresh: bool = False) -> dict[str, Any]:
 
 def _open_trainer(config: Config, checked: Checked, run: Run, controller: Controller) -> tuple[Trainer, Loader]:
     """The trainer where the run's newest checkpoint left it, and its prompts."""
-    settings, algorithm, rows, identity = config.trainer, checked.algorithm, checked.rows, config_hash(config)
+    settings, algorithms, rows, identity = config.trainer, checked.algorithms, checked.rows, config_hash(config)
     config = with_dtypes(config, run.path)
-    actor = build.build_actor(config, algorithm, rows, controller)
-    build.check_memory(config, algorithm, actor)
-    data = build.build_data(config, actor, checked)
+    actor = build.build_actor(config, next(iter(algorithms.values())).head, rows, controller)
+    build.check_memory(config, algorithms.values(), actor)
+    data = build_data(config, actor, checked.data)
     for note in data.notes:
         logger.warning("%s", note)
     if settings.total_steps == 0:
         logger.warning("trainer.total_steps is 0: this run evaluates and trains nothing")
     trainer = build.build_trainer(
         config,
-        algorithm,
+        build.build_tasks(config, algorithms),
         actor,
         rows,
         open_logger(None, ()),
@@ -119,7 +120,8 @@ def _open_trainer(config: Config, checked: Checked, run: Run, controller: Contro
     )
     trainer.settings = identity
     if not controller.is_local:
-        roles = [*build.placed_roles(algorithm), *(role for role in trainer.sources if role in controller.mesh.pools)]
+        sources = {role for task in trainer.tasks.values() for role in task.sources}
+        roles = [*build.placed_roles(algorithms.values()), *sorted(sources & controller.mesh.pools.keys())]
         logger.info("%d ranks:\n%s", len(controller.mesh.slots), controller.mesh.picture(roles))
     step = trainer.resume()
     if trainer.position is not None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from numbers import Integral
 from typing import Any
 
@@ -12,6 +12,9 @@ from verl.algorithms import BaseAlgorithm, make_algorithm
 from verl.errors import ConfigError
 from verl.roles.reward import Reward
 from verl.rollout.base import SamplingParams
+
+#: What a task is called where there is only one.
+MAIN = "main"
 
 
 class Task:
@@ -35,7 +38,7 @@ class Task:
 
     def __init__(
         self,
-        name: str = "main",
+        name: str = MAIN,
         algorithm: str | BaseAlgorithm | type[BaseAlgorithm] | None = None,
         sources: Mapping[str, Any] | None = None,
         *,
@@ -53,12 +56,8 @@ class Task:
         self.name, self.share, self.loss_weight, self.sampling = name, share, loss_weight, sampling
         self.critic = critic
         self.algorithm = make_algorithm(algorithm)
-        given, roles = dict(sources or {}), self.algorithm.roles
-        if extra := sorted(given.keys() - roles):
-            raise ConfigError(f"algorithm '{self.algorithm.name}' has no {extra[0]}: leave {extra[0]}=... out")
-        if self.algorithm.online and (lacking := {"reward", "cost"} & roles - given.keys()):
-            role = max(lacking)
-            raise ConfigError(f"algorithm '{self.algorithm.name}' needs a {role}: give the trainer {role}=...")
+        given = dict(sources or {})
+        check_sources(self.algorithm, given)
         #: Role -> where its numbers come from.
         self.sources = {r: source if isinstance(source, Reward) else Reward(source) for r, source in given.items()}
         check_counts(1, n=n)
@@ -66,13 +65,36 @@ class Task:
         self.algorithm.check_samples(self.n)
 
 
+def check_sources(algorithm: BaseAlgorithm, given: Iterable[str]) -> None:
+    """Raises ConfigError for a reward or cost that is missing, or that the algorithm does not have."""
+    given = set(given)
+    if extra := sorted(given - algorithm.roles):
+        raise ConfigError(f"algorithm '{algorithm.name}' has no {extra[0]}: leave {extra[0]}=... out")
+    if algorithm.online and (lacking := {"reward", "cost"} & algorithm.roles - given):
+        role = max(lacking)
+        raise ConfigError(f"algorithm '{algorithm.name}' needs a {role}: give the trainer {role}=...")
+
+
+def check_heads(algorithms: Mapping[str, BaseAlgorithm]) -> None:
+    """Raises ConfigError if two tasks of one actor want another head on it."""
+    first, *others = algorithms
+    for name in others:
+        if (head := algorithms[name].head) != algorithms[first].head:
+            raise ConfigError(
+                f"task '{name}' trains a model with the head '{head}', task '{first}' one with "
+                f"'{algorithms[first].head}': they cannot share an actor"
+            )
+
+
 def check_tasks(tasks: Sequence[Task]) -> None:
-    """Raises ConfigError if there is no task, two have one name, or an only one is weighed against others."""
+    """Raises ConfigError if there is no task, two have one name or different heads, or an only one is weighed against
+    others."""
     if not tasks:
         raise ConfigError("a trainer trains at least one task, and these are none")
     names = [task.name for task in tasks]
     if twice := next((name for name in names if names.count(name) > 1), None):
         raise ConfigError(f"two tasks have the name '{twice}': give each its own")
+    check_heads({task.name: task.algorithm for task in tasks})
     if len(tasks) == 1 and (tasks[0].share, tasks[0].loss_weight) != (1.0, None):
         raise ConfigError(
             f"task '{names[0]}' is the only one, with nothing to weigh it against: leave share and loss_weight out"

@@ -6,11 +6,11 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from verl.algorithms import make_algorithm
+from verl.algorithms import BaseAlgorithm, make_algorithm
 from verl.config import TaskConfig, load_tasks
 from verl.errors import ConfigError
 from verl.roles.reward import Reward
-from verl.trainer.task import Task
+from verl.trainer.task import Task, check_sources
 
 
 def read_tasks(path: str | Path) -> list[Task]:
@@ -31,9 +31,29 @@ def make_tasks(configs: Sequence[TaskConfig], **called: Any) -> list[Task]:
     return [_task(config, called) for config in configs]
 
 
-def _task(config: TaskConfig, called: dict[str, Any]) -> Task:
+def algorithm_of(config: TaskConfig) -> BaseAlgorithm:
+    """The algorithm of a task's settings, found to agree with them.
+
+    Raises:
+        ConfigError: as of `make_tasks`, but for options of the reward.
+    """
     try:
         algorithm = make_algorithm(config.type, **config.options)
+        check_sources(algorithm, () if config.reward_model is None else ("reward",))
+        algorithm.check_samples(samples_of(config, algorithm))
+    except ConfigError as error:
+        raise ConfigError(f"task '{config.name}': {error}") from error
+    return algorithm
+
+
+def samples_of(config: TaskConfig, algorithm: BaseAlgorithm) -> int:
+    """Samples a prompt."""
+    return algorithm.samples_per_prompt if config.n is None else config.n
+
+
+def _task(config: TaskConfig, called: dict[str, Any]) -> Task:
+    algorithm = algorithm_of(config)
+    try:
         sources = {}
         if config.reward_model is not None:
             sources["reward"] = Reward(config.reward_model, **{**called, **config.reward_config})
@@ -41,7 +61,7 @@ def _task(config: TaskConfig, called: dict[str, Any]) -> Task:
             config.name,
             algorithm,
             sources,
-            n=config.n,
+            n=samples_of(config, algorithm),
             share=config.share,
             loss_weight=config.loss_weight,
             sampling=config.sampling or None,

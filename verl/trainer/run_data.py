@@ -1,0 +1,257 @@
+"""The data of a run: found and read without a model, then tokenised for one."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from math import ceil
+from typing import Any
+
+from verl.algorithms import BaseAlgorithm
+from verl.batch import Batch
+from verl.config import Config
+from verl.config.schema import is_by_task
+from verl.data.by_task import COLUMN, by_task
+from verl.data.loader import PromptLoader
+from verl.data.offline import OfflineDatasetLoader, is_recorded
+from verl.data.prefetch import Loader, Prefetch
+from verl.data.prompts import PromptDataset, check_disjoint, load_prompts
+from verl.data.task_loader import TaskLoader
+from verl.data.tokenize import tokenize_prompts
+from verl.errors import ConfigError, DataError
+from verl.roles.actor import Actor
+
+Data = PromptDataset | OfflineDatasetLoader
+
+
+@dataclass(frozen=True)
+class ReadData:
+    """What `data.train`, by task, and `data.eval` name, read and not tokenised yet."""
+
+    train: dict[str, Data]
+    held_out: Data | None
+
+
+@dataclass
+class RunData:
+    """The data of a run: endless training batches, what is held out, and what was done to them, in words.
+
+    `held_out` is problems to sample and score, or recorded rows whose loss is measured; None: no evaluation.
+    """
+
+    train: Loader
+    held_out: PromptDataset | Batch | None
+    notes: list[str]
+
+
+def is_offline(config: Config, algorithm: BaseAlgorithm) -> bool:
+    """Whether the run learns from recorded responses: the algorithm always does, or the data are experience."""
+    return not algorithm.online or (not config.tasks and is_recorded(_file(config.data.train) or ""))
+
+
+def read_data(config: Config, algorithms: Mapping[str, BaseAlgorithm]) -> ReadData:
+    """What the settings name, read, for the algorithms of a run by task.
+
+    Raises:
+        DataError: the data are unusable; see `load_prompts` and `OfflineDatasetLoader`; or a task has none.
+        ConfigError: data of a kind that an algorithm cannot learn from.
+    """
+    if config.data.train is None:
+        raise ConfigError("data.train is missing: give a JSONL or Parquet file, or {task: NAME, ...}")
+    if config.tasks:
+        return ReadData(_train_by_task(config, algorithms), _held_out_by_task(config, algorithms))
+    ((name, algorithm),) = algorithms.items()
+    train = _read(config, "train", recorded=is_offline(config, algorithm))
+    if config.data.eval is None:
+        return ReadData({name: train}, None)
+    # An online algorithm may learn from what is recorded; it is judged by its own samples.
+    return ReadData({name: train}, _read(config, "eval", recorded=not algorithm.online))
+
+
+def step_rows(config: Config, data: ReadData, samples: Mapping[str, int]) -> int:
+    """Rows that one step learns from, of `samples` a prompt by task; about, where their number differs.
+
+    Raises:
+        ConfigError: a mini-batch would be larger.
+    """
+    shares = {task.name: task.share for task in config.tasks} or dict.fromkeys(data.train, 1.0)
+    total = sum(shares[name] for name in data.train)
+    each = {name: _rows_a_prompt(rows, samples[name]) * shares[name] / total for name, rows in data.train.items()}
+    rows = ceil(config.data.batch_size * sum(each.values()))
+    kinds = ", ".join(dict.fromkeys(getattr(rows, "kind", "prompts") for rows in data.train.values()))
+    for key, update in (("actor_rollout_ref.actor", config.actor_rollout_ref.actor), ("critic", config.critic)):
+        if (update.mini_batch_size or 0) > rows:
+            raise ConfigError(
+                f"{key}.mini_batch_size must be at most the {rows} rows of a step (data.batch_size "
+                f"{config.data.batch_size} of {kinds}), not {update.mini_batch_size}"
+            )
+    return rows
+
+
+def build_data(config: Config, actor: Actor, data: ReadData) -> RunData:
+    """Training and held-out data, tokenised; what is held out and has a prompt of the training data is left out.
+
+    Raises:
+        DataError: a prompt or a row is too long, or nothing is left; see `tokenize_prompts`.
+    """
+    notes: list[str] = []
+    train = {name: _tokenized(config, rows, actor, "train", notes) for name, rows in data.train.items()}
+    held_out = None if data.held_out is None else _tokenized(config, data.held_out, actor, "eval", notes)
+    return RunData(_loader(config, train), None if held_out is None else _unseen(held_out, train, notes), notes)
+
+
+def _loader(config: Config, train: Mapping[str, Data]) -> Loader:
+    data, seed = config.data, config.trainer.seed
+    shares = {task.name: task.share for task in config.tasks if task.name in train}
+    size = 1 if shares else data.batch_size
+    sources: dict[str, PromptLoader | OfflineDatasetLoader] = {
+        name: PromptLoader(of, size, seed=seed, shuffle=data.shuffle) if isinstance(of, PromptDataset) else of
+        for name, of in train.items()
+    }
+    if shares:
+        return TaskLoader(sources, shares, batch_size=data.batch_size, seed=seed)
+    (source,) = sources.values()
+    return Prefetch(source)
+
+
+def _unseen(held_out: Data, train: Mapping[str, Data], notes: list[str]) -> PromptDataset | Batch:
+    """The held-out rows whose prompt does not occur in training."""
+    recorded = [data for data in train.values() if isinstance(data, OfflineDatasetLoader)]
+    if isinstance(held_out, PromptDataset):
+        prompts = [data for data in train.values() if isinstance(data, PromptDataset)]
+        held_out, overlap = check_disjoint(prompts, held_out)
+        if overlap:
+            notes.append(f"{overlap} held-out prompts occur in training and were left out")
+    rows = held_out.batch
+    seen = {tuple(prompt) for of in recorded for prompt in of.batch["prompt_tokens"]}
+    keep = [tuple(prompt) not in seen for prompt in rows["prompt_tokens"]]
+    if not any(keep):
+        raise DataError("all held-out prompts occur in training (data.train): give other data.eval")
+    if not all(keep):
+        notes.append(f"{keep.count(False)} held-out rows have a prompt of the training data and were left out")
+        rows = rows.filter(keep)
+    return PromptDataset(rows, held_out.name) if isinstance(held_out, PromptDataset) else rows
+
+
+def _train_by_task(config: Config, algorithms: Mapping[str, BaseAlgorithm]) -> dict[str, Data]:
+    source, offline = config.data.train, [name for name, of in algorithms.items() if is_offline(config, of)]
+    train: dict[str, Data] = {}
+    if is_by_task(source):
+        for name, given in by_task(source, [*algorithms]).items():
+            train[name] = _recorded(config, given, f"train.{name}") if name in offline else _prompts(config, given)
+    else:
+        if offline:
+            raise ConfigError(
+                f"task '{offline[0]}' learns from recorded responses, which have other columns than prompts: give each "
+                f"task its data, data.train: {{{offline[0]}: FILE, ...}}"
+            )
+        prompts = _prompts(config, source)
+        parts = by_task(prompts.batch, [*algorithms])
+        train = {name: PromptDataset(rows, f"{prompts.name}, task {name}") for name, rows in parts.items()}
+    if missing := [task.name for task in config.tasks if task.share and task.name not in train]:
+        raise DataError(f"data.train has nothing for task '{missing[0]}': add rows of it, or give it a share of 0")
+    return train
+
+
+def _held_out_by_task(config: Config, algorithms: Mapping[str, BaseAlgorithm]) -> PromptDataset | None:
+    source = config.data.eval
+    if source is None:
+        return None
+    if is_by_task(source):
+        parts = {name: _prompts(config, given).batch for name, given in by_task(source, [*algorithms]).items()}
+        rows = Batch.concat(part.drop([COLUMN]).add({COLUMN: [name] * len(part)}) for name, part in parts.items())
+        held_out = PromptDataset(rows, "data.eval")
+    else:
+        held_out = _prompts(config, source)
+    for name in by_task(held_out.batch, [*algorithms]):
+        if "reward" not in algorithms[name].roles:
+            raise ConfigError(f"data.eval has rows of task '{name}', which has no reward to score them: leave them out")
+    return held_out
+
+
+def _rows_a_prompt(data: Data, samples: int) -> float:
+    return samples if isinstance(data, PromptDataset) else len(data.batch) / len(data)
+
+
+def _read(config: Config, split: str, *, recorded: bool) -> Data:
+    source = getattr(config.data, split)
+    return _recorded(config, source, split) if recorded else _prompts(config, source)
+
+
+def _prompts(config: Config, source: Any) -> PromptDataset:
+    data = config.data
+    return load_prompts(
+        source,
+        prompt_column=data.prompt_column,
+        template=data.prompt_template,
+        system_prompt=data.system_prompt,
+        chat=data.chat,
+    )
+
+
+def _recorded(config: Config, source: Any, key: str) -> OfflineDatasetLoader:
+    data = config.data
+    file = _file(source)
+    if file is None:
+        raise ConfigError(f"data.{key} must be a JSONL or Parquet file of recorded responses")
+    return OfflineDatasetLoader(
+        file,
+        batch_size=data.batch_size,
+        seed=config.trainer.seed,
+        shuffle=data.shuffle,
+        system_prompt=data.system_prompt,
+        max_response_length=data.max_response_length,
+        truncation=data.truncation,
+    )
+
+
+def _file(source: Any) -> str | None:
+    """The file that a source names, if it names one and nothing else."""
+    if isinstance(source, dict):
+        return source["path"] if list(source) == ["path"] else None
+    return source  # type: ignore[no-any-return]
+
+
+def _tokenized(config: Config, data: Data, actor: Actor, split: str, notes: list[str]) -> Data:
+    """The data with token columns; what became of what is too long goes to the notes."""
+    if isinstance(data, OfflineDatasetLoader):
+        notes += _tokenize(config, data, actor, split)
+        return data
+    limit = _prompt_limit(config, actor)
+    tokens, counts = tokenize_prompts(
+        data, actor.tokenizer, max_prompt_length=limit, truncation=config.data.truncation, tools=actor.tools
+    )
+    notes += [f"{counts[what]} prompts of {data.name} are longer than {limit} tokens and were {what}"
+              for what in ("dropped", "truncated") if counts[what]]  # fmt: skip
+    return tokens
+
+
+def _positions(actor: Actor) -> int:
+    """The longest sequence the model takes; without bound where it states none."""
+    return getattr(actor.model.config.get_text_config(), "max_position_embeddings", None) or 2**31
+
+
+def _prompt_limit(config: Config, actor: Actor) -> int:
+    # One position is left for a response at least.
+    return min(config.data.max_prompt_length or 2**31, _positions(actor) - 1)
+
+
+def _tokenize(config: Config, loader: OfflineDatasetLoader, actor: Actor, split: str) -> list[str]:
+    """Tokenise recorded rows; returns what became of the long ones, in words."""
+    loader.max_prompt_length = _prompt_limit(config, actor)
+    loader.tokenize(actor.tokenizer)
+    lengths = (loader.batch.lengths(name) for name in ("prompt_tokens", "response_tokens"))
+    longest = max(map(sum, zip(*lengths, strict=True)))
+    if longest > _positions(actor):
+        raise DataError(
+            f"data.{split} has a row of {longest} tokens and the model takes {_positions(actor)}: set "
+            "data.max_response_length, or data.max_prompt_length with data.truncation"
+        )
+    prompt = "prompts longer than data.max_prompt_length or what the model takes"
+    what_became = {
+        "dropped": f"{prompt}: their groups were dropped",
+        "truncated": f"{prompt}, which were truncated",
+        "responses_truncated": "responses longer than data.max_response_length, which lost their end",
+    }
+    counts = loader.counts
+    return [f"{counts[what]} rows of data.{split} have {fate}" for what, fate in what_became.items() if counts[what]]
