@@ -116,6 +116,14 @@ def test_an_algorithm_of_the_users_own_learns(tiny: Path) -> None:
     assert sum(learned[-6:]) / 6 > sum(control[-6:]) / 6 + 0.1, (learned[-6:], control[-6:])
 
 
+def test_a_node_of_the_users_own_trains(tiny: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    example = load("safety_reward_node")
+    records = example.main(["--model", str(tiny), "--steps", "2"])
+    assert all(0 <= record["cost/mean"] <= 1 and record["updated"] for record in records)
+    drawn = capsys.readouterr().out.splitlines()
+    assert any("safety_reward" in line and "─▶ cost" in line for line in drawn)
+
+
 def test_an_engine_of_the_users_own_trains(tiny: Path) -> None:
     import verl
 

@@ -41,16 +41,20 @@ _HOMES = {
     "RLDataPipeline": "verl.dataflow.pipeline",
     "ResourcePool": "verl.controller.placement",
     "Reward": "verl.roles.reward",
+    "RewardNode": "verl.dataflow.nodes",
+    "RolloutNode": "verl.dataflow.nodes",
     "SamplingParams": "verl.rollout.base",
     "Shard": "verl.shard",
     "Task": "verl.trainer.task",
     "Trainer": "verl.trainer.trainer",
+    "UpdateNode": "verl.dataflow.nodes",
     "Updater": "verl.roles.updater",
     "VLLMActor": "verl.roles.backends",
     "VLLMActorModel": "verl.roles.backends",
     "WorkerGroup": "verl.controller.group",
     "everywhere": "verl.controller.controller",
     "register_algorithm": "verl.algorithms",
+    "register_node": "verl.dataflow.stages",
     "vLLMAdapter": "verl.roles.backends",
     "vLLMWorker": "verl.roles.backends",
 }
@@ -64,7 +68,9 @@ if TYPE_CHECKING:
     from verl.controller.group import WorkerGroup
     from verl.controller.placement import DeviceMesh, ResourcePool
     from verl.data.offline import OfflineDatasetLoader
+    from verl.dataflow.nodes import RewardNode, RolloutNode, UpdateNode
     from verl.dataflow.pipeline import RLDataPipeline
+    from verl.dataflow.stages import register_node
     from verl.roles.actor import Actor
     from verl.roles.backends import (
         ActorRolloutRefWorker,

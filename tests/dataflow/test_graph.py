@@ -48,7 +48,7 @@ def test_equality_is_of_structure() -> None:
     other = [node("reward", "response_tokens", "reward") if n.name == "reward" else n for n in reversed(step())]
     assert graph == Graph(other)
     assert graph != Graph(step()[:-1])
-    for change in ({"slot": "elsewhere"}, {"kind": "batch"}, {"outputs": "reward bonus"}, {"inputs": "response"}):
+    for change in ({"slot": "elsewhere"}, {"kind": "batch"}, {"outputs": "reward bonus"}, {"inputs": "id"}):
         changed = {"inputs": "response_tokens", "outputs": "reward", **change}
         assert graph != Graph([node("reward", **changed) if n.name == "reward" else n for n in step()])  # type: ignore[arg-type]
 
@@ -66,6 +66,9 @@ def test_equality_is_of_structure() -> None:
         ([node("a", kind="source"), node("b", kind="source")], ["one source", "'a' and 'b'"]),
         ([node("a", outputs="values"), node("b", "values", kind="source")], ["source 'b'", "'values'", "'a'"]),
         ([node("a"), node("b", after=("c",)), node("c", after=("b",))], ["cycle", "b", "c"]),
+        ([node("a", "y?", "x?"), node("b", "x?", "y?")], ["cycle", "a", "b"]),
+        ([node("a", outputs="x"), node("b", outputs="x?")], ["'x'", "'a'", "'b'"]),
+        ([node("a", kind="source"), node("b", "reward")], ["'reward'", "'b'", "prompts do not bring it"]),
     ],
 )
 def test_wrong_graphs_are_refused_by_name(nodes: list[Node], words: list[str]) -> None:
@@ -73,6 +76,15 @@ def test_wrong_graphs_are_refused_by_name(nodes: list[Node], words: list[str]) -
         Graph(nodes)
     for word in words:
         assert word in str(caught.value)
+
+
+def test_a_column_that_may_be_missing_is_an_edge_where_a_node_writes_it() -> None:
+    nodes = [node("late", "bonus? finish?", "reward"), node("early", "response", "bonus? bonus/*")]
+    graph = Graph(nodes)
+    assert graph.order == ["early", "late"] and graph.needs["late"] == ("early",)
+    assert graph.nodes["late"].reads == {"bonus": False, "finish": False}
+    writes = graph.nodes["early"]
+    assert [writes.may_write(c) for c in ("bonus", "bonus/a", "bonuses", "reward")] == [True, True, False, False]
 
 
 def test_column_of_the_input_is_not_written_again() -> None:
@@ -86,6 +98,8 @@ def test_wrong_nodes_are_refused() -> None:
         node("a", kind="row")
     with pytest.raises(ConfigError, match="a list of names"):
         Node(name="a", run=nothing, inputs="reward")  # type: ignore[arg-type]
+    with pytest.raises(ConfigError, match=r"node 'a' reads \['reward/\*'\]: name the columns"):
+        node("a", inputs="reward/*")
     with pytest.raises(ConfigError, match="groups must be at least 1"):
         node("a", groups=0)
 

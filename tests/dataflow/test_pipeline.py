@@ -6,8 +6,10 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from verl.batch import Batch
-from verl.dataflow.graph import ANY, Graph, Node
+from verl.dataflow.graph import Graph, Node
+from verl.dataflow.nodes import RewardNode
 from verl.dataflow.pipeline import RLDataPipeline
+from verl.dataflow.stages import register_node
 from verl.errors import ConfigError
 from verl.roles.actor import Actor
 from verl.roles.updater import Updater
@@ -82,7 +84,8 @@ def test_stages_run_as_one_graph() -> None:
 def test_same_graph_as_one_written_by_hand() -> None:
     learner = Learner()
     pipeline = RLDataPipeline().add_stage("rollout", Echo()).add_stage("reward", reward_fn).add_stage("update", learner)
-    score = Node(name="reward", run=lambda b: None, inputs=(ANY,), outputs=("reward", "abstain_reason", ANY))
+    read, written = ("response", "finish?", "episode_error?"), ("reward", "abstain_reason", "reward/*")
+    score = Node(name="reward", run=lambda b: None, inputs=read, outputs=written)
     assert pipeline.graph == Graph([Echo().as_node("rollout"), score, *learner.as_node("update")])
 
 
@@ -134,7 +137,73 @@ def test_wrong_stages_are_refused() -> None:
     pipeline = RLDataPipeline().add_stage("reward", reward_fn)
     with pytest.raises(ConfigError, match="'reward' already"):
         pipeline.add_stage("reward", reward_fn)
-    with pytest.raises(ConfigError, match="stage 'x' is a int"):
+    with pytest.raises(ConfigError, match="stage 'x': a int is no stage"):
         pipeline.add_stage("x", 3)
     with pytest.raises(ConfigError, match="takes plain prompts"):
         pipeline.run(["a"])
+
+
+def test_a_node_of_the_users_own_is_added_by_name_and_nothing_else_changes() -> None:
+    @register_node("shouting")
+    class Shouting(RewardNode):
+        column = "cost"
+
+        def score(self, responses: list[str], prompts: list[str], polite: list[float] | None = None) -> list[float]:
+            assert polite == [1.0] * len(responses)
+            return [float(len(text) > 3) for text in responses]
+
+    def polite(batch: Batch) -> dict[str, list[float]]:
+        return {"polite": [1.0] * len(batch)}
+
+    options = {"baseline": "group", "cost_limit": 0.5}
+    actor = tiny_actor()
+    pipeline = RLDataPipeline().add_stage("rollout", actor).add_stage("reward", text_lengths)
+    pipeline.add_stage("shouting").add_stage("update", Updater("safe_rlhf", actor=actor, **options))
+    usual = Trainer(actor, reward_fn=text_lengths, cost=text_lengths, algorithm="safe_rlhf", log_dir=False, **options)
+    mine, others = pipeline.graph, usual.graph.nodes
+    assert {name: node for name, node in mine.nodes.items() if name != "shouting"} == {
+        name: node for name, node in others.items() if name != "cost"
+    }
+    assert mine.writers["cost"] == "shouting" and "shouting" in mine.needs["prepare"]
+    trainer = Trainer(
+        actor, reward_fn=text_lengths, nodes=["shouting"], algorithm="safe_rlhf", log_dir=False, **options
+    )
+    assert trainer.graph == mine
+    # A column of another node is an edge, whichever was added first.
+    node = Node(name="", run=lambda b: Batch.from_columns(polite(b)), inputs=("response",), outputs=("polite",))
+    pipeline.add_stage("polite", node)
+    assert "polite" in pipeline.graph.needs["shouting"]
+    result = pipeline.run(["once upon a time"] * 2)
+    assert result.batch["cost"] == [float(len(text) > 3) for text in result.batch["response"]]
+    assert "cost/mean" in result.metrics
+
+
+def test_a_column_of_the_users_own_is_logged_and_its_reward_is_one_of_the_trainers() -> None:
+    class Kind(RewardNode):
+        column = "kindness"
+
+        def score(self, texts: list[str]) -> list[float]:
+            return [2.0 for _ in texts]
+
+    trainer = Trainer(tiny_actor(), reward_fn=text_lengths, nodes={"kind": Kind}, n=2, algorithm="grpo", log_dir=False)
+    assert set(trainer.sources) == {"reward", "kind"}
+    assert trainer.step(["once"] * 2)["kind/mean"] == 2.0
+    assert trainer.evaluate(["once"]).samples["kindness"] == [2.0]
+
+
+def test_a_graph_without_what_the_algorithm_reads_is_refused_by_name() -> None:
+    actor = tiny_actor()
+    pipeline = RLDataPipeline().add_stage("rollout", actor).add_stage("update", Updater("grpo", actor=actor))
+    with pytest.raises(ConfigError, match="node 'prepare' reads column 'reward', which no node writes"):
+        _ = pipeline.graph
+    pipeline.add_stage("one", text_lengths).add_stage("two", text_lengths)
+    with pytest.raises(ConfigError, match=r"nodes 'one' and 'two' both write 'abstain_reason', 'reward'"):
+        _ = pipeline.graph
+    with pytest.raises(ConfigError, match="nodes 'reward' and 'again' both write"):
+        Trainer(actor, reward_fn=text_lengths, nodes={"again": text_lengths}, algorithm="grpo", log_dir=False)
+    with pytest.raises(ConfigError, match=r"no node is called 'shoutin'.*register_node"):
+        pipeline.add_stage("shoutin")
+    with pytest.raises(ConfigError, match="nothing to score with"):
+        RewardNode()
+    with pytest.raises(ConfigError, match="int is no node"):
+        register_node("x")(int)

@@ -59,6 +59,17 @@ def weights(of: verl.Actor) -> dict[str, torch.Tensor]:
     return {shard.name: shard.tensor.detach().clone() for shard in of.shards()}
 
 
+def test_the_reference_is_read_at_the_temperature_of_each_task(tiny: Path) -> None:
+    cold = {"temperature": 0.5, "max_new_tokens": 6, "ignore_eos": True}
+    made = [
+        Task(name, verl.algorithms.make_algorithm("grpo", kl_in="loss"), {"reward": low_bytes}, n=4, sampling=sampling)
+        for name, sampling in (("cold", cold), ("usual", SHORT))
+    ]
+    record = trainer_of(tiny, made).step({"cold": PROMPTS, "usual": PROMPTS})
+    # The policy is its own reference before the first update.
+    assert record["task/cold/kl"] < 1e-6 and record["task/usual/kl"] < 1e-6
+
+
 def test_one_step_is_the_weighted_sum_of_the_losses_of_all_tasks(tiny: Path) -> None:
     """Against steps of each task alone."""
     settings: dict[str, dict[str, Any]] = {

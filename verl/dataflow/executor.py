@@ -226,7 +226,7 @@ class _Run:
 
     async def _given(self, node: Node, groups: range) -> tuple[list[int], Batch]:
         """The rows a call works on, and the columns it reads. `id` goes along, to tell the rows of its result."""
-        writers = {column: self.graph.writers.get(column, self.base) for column in node.inputs if column != ANY}
+        writers = {column: self.graph.writers.get(column, self.base) for column in node.reads}
         whole = {self.base, *self.graph.before[node.name]} if ANY in node.inputs else set()
         sources = {*writers.values(), *whole} - {self.base}
         names = [self.base, *(name for name in self.graph.order if name in sources)]
@@ -234,7 +234,7 @@ class _Run:
         given: dict[str, Any] = {}
         for name, columns in written.items():
             reads = [column for column, writer in writers.items() if writer == name]
-            if rows and (lacking := [column for column in reads if column not in columns]):
+            if rows and (lacking := [c for c in reads if node.reads[c] and c not in columns]):
                 raise DataError(f"node '{node.name}' reads {lacking}, which the samples lack: {columns!r}")
             tag = ["id"] if name == self.base else []
             reads = columns.columns if name in whole else [c for c in (*reads, *tag) if c in columns]
@@ -338,7 +338,7 @@ class _Run:
 
     async def _stream(self, node: Node) -> AsyncGenerator[Any, None]:
         """What a source yields, each wait bounded. However it ends, the source is closed and frees its engine."""
-        prompts = self.batch if ANY in node.inputs else self.batch.select(node.inputs)
+        prompts = self.batch if ANY in node.inputs else self.batch.select(node.reads)
         stream = await self._compute(node, 0, node.run, prompts)
         if not isinstance(stream, AsyncIterator | Iterator):
             raise DataError(f"source '{node.name}' returned {type(stream).__name__}: return an iterator of batches")
@@ -421,7 +421,7 @@ def _plan(source: Node | None, batch: Batch) -> list[list[tuple[str, int]]]:
 
 
 def _check_samples(node: Node, samples: Batch) -> None:
-    lacking = [c for c in ("id", *node.outputs) if c != ANY and c not in samples]
+    lacking = [c for c, is_certain in {**node.writes, "id": True}.items() if is_certain and c not in samples]
     if len(samples) and lacking:
         raise DataError(f"samples of source '{node.name}' lack {lacking}: {samples!r}")
 
@@ -432,8 +432,8 @@ def _written(node: Node, given: Batch, result: Batch) -> tuple[list[int], Batch]
     A result may repeat the columns it was given; those are as before and are left out.
     """
     new = result.drop(given.columns)
-    missing = [column for column in node.outputs if column != ANY and column not in result]
-    extra = [column for column in new.columns if column not in node.outputs and ANY not in node.outputs]
+    missing = [column for column, is_certain in node.writes.items() if is_certain and column not in result]
+    extra = [column for column in new.columns if not node.may_write(column)]
     if missing or extra:
         faults = ([f"lacks {missing}"] if missing else []) + ([f"has undeclared {extra}"] if extra else [])
         raise DataError(f"what node '{node.name}' returned {' and '.join(faults)}; it declares {list(node.outputs)}")

@@ -1,8 +1,9 @@
 """A training step as a graph of nodes that read and add columns of one batch.
 
-An edge is a column: a node that reads a column comes after the node that writes it. Nothing here runs
-anything; `executor.run` does. Every way of writing a step down (the trainer's roles, `RLDataPipeline`,
-an expression, a task file) makes a `Graph`, so that two of them can be compared with `==`.
+An edge is a column: a node that reads a column comes after the node that writes it. Columns that the system knows have
+the types of `verl.batch.SCHEMA`. Nothing here runs anything; `executor.run` does. Every way of writing a step down
+(the trainer's roles, `RLDataPipeline`, an expression, a task file) makes a `Graph`, so that two of them can be compared
+with `==`.
 """
 
 from __future__ import annotations
@@ -12,13 +13,17 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, get_args
 
-from verl.batch import SCHEMA, Batch
+from verl.batch import SCHEMA, WRITTEN, Batch
 from verl.errors import ConfigError, nearest
 
 Kind = Literal["source", "rows", "batch"]
 #: As an input: every column of the samples and of all nodes that come before by other columns or `after`.
 #: As an output: columns besides those named, known when they come.
 ANY = "*"
+#: Ends the name of a column that may be missing: "finish?" is read, or written, where there is one.
+OPTIONAL = "?"
+#: What prompts may bring of the columns the system knows; where a graph samples, a node has to write the others.
+_OF_PROMPTS = frozenset(("id", "group", "task", "prompt", "messages", "prompt_tokens", "tokenizer", "label"))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -31,6 +36,7 @@ class Node:
         "rows"    `run(rows)` treats rows one by one, so it may be called on parts of the batch
         "batch"   `run(batch)` needs the whole batch; it may drop rows (its result then has a column `id`)
 
+    Names of columns may end in "?" (it may be missing) and, as outputs, in "*" ("reward/*": all that begin so).
     `run` gets the columns `inputs` and returns its new columns as a `Batch` aligned with the rows it got, or
     `None`, or either in a pair with a dictionary of metrics. A plain function runs in the compute thread of
     the process, an async function on the event loop, where it must not block.
@@ -67,6 +73,8 @@ class Node:
             if isinstance(value, str):
                 raise ConfigError(f"node '{self.name}': {name} must be a list of names, got the string '{value}'")
             object.__setattr__(self, name, tuple(sorted(set(value))))
+        if wide := [column for column in self.inputs if column.endswith(ANY) and column != ANY]:
+            raise ConfigError(f"node '{self.name}' reads {wide}: name the columns, or read '{ANY}', all of them")
         object.__setattr__(self, "slot", self.slot or self.name)
         if self.kind not in get_args(Kind):
             raise ConfigError(f"node '{self.name}': unknown kind '{self.kind}', {nearest(self.kind, get_args(Kind))}")
@@ -75,12 +83,28 @@ class Node:
         if self.deadline is not None and self.deadline <= 0:
             raise ConfigError(f"node '{self.name}': the deadline must be positive, got {self.deadline}")
 
+    @property
+    def reads(self) -> dict[str, bool]:
+        """The columns that it names as inputs, and whether it needs them."""
+        return {column.removesuffix(OPTIONAL): not column.endswith(OPTIONAL) for column in self.inputs if column != ANY}
+
+    @property
+    def writes(self) -> dict[str, bool]:
+        """The columns that it names as outputs, and whether it always writes them."""
+        named = [column for column in self.outputs if not column.endswith(ANY)]
+        return {column.removesuffix(OPTIONAL): not column.endswith(OPTIONAL) for column in named}
+
+    def may_write(self, column: str) -> bool:
+        """Whether its outputs allow for this column."""
+        begins = tuple(wide.removesuffix(ANY) for wide in self.outputs if wide.endswith(ANY))
+        return column in self.writes or column.startswith(begins)
+
 
 class Graph:
     """A checked set of nodes: acyclic, each column written once, each column read there.
 
-    inputs: columns that the batch given to a run has. Columns the system knows (`verl.batch.SCHEMA`) and no
-        node writes may be left out: a run says which of them its batch lacks. User columns must be named.
+    inputs: columns that the batch given to a run has. Columns the system knows (`verl.batch`) and no node writes may
+        be left out, where there is no source: a run says which of them its batch lacks. User columns must be named.
 
     Raises:
         ConfigError: a cycle, two writers of a column, a column that nothing provides, an unknown node in
@@ -115,11 +139,12 @@ class Graph:
     def _find_writers(self) -> dict[str, str]:
         writers: dict[str, str] = {}
         for node in self.nodes.values():
-            for column in node.outputs:
-                if column == ANY:
-                    continue
-                if column in writers:
-                    raise ConfigError(f"column '{column}' is written by '{writers[column]}' and by '{node.name}'")
+            if twice := [column for column in node.writes if column in writers]:
+                names = ", ".join(f"'{column}'" for column in twice)
+                raise ConfigError(
+                    f"nodes '{writers[twice[0]]}' and '{node.name}' both write {names}: a column has one writer"
+                )
+            for column in node.writes:
                 # A source makes new rows, so it writes its own `id` and `group`.
                 if column in self.inputs and node.kind != "source":
                     raise ConfigError(f"column '{column}' is an input of the graph and is written by '{node.name}'")
@@ -133,7 +158,7 @@ class Graph:
         for name in node.after:
             if name not in self.nodes:
                 raise ConfigError(f"node '{node.name}' comes after '{name}', {nearest(name, self.nodes)}")
-        for column in node.inputs:
+        for column, is_needed in node.reads.items():
             writer = self.writers.get(column)
             if writer is not None and node.kind != "source":
                 needs[writer] = None
@@ -141,16 +166,25 @@ class Graph:
                 raise ConfigError(
                     f"source '{node.name}' reads '{column}', which '{writer}' writes: a source reads only the input"
                 )
-            elif column not in self.inputs and column not in SCHEMA and column != ANY:
-                known = {*self.writers, *self.inputs, *SCHEMA}
-                raise ConfigError(
-                    f"node '{node.name}' reads column '{column}', which no node writes and which is not among the "
-                    f"inputs of the graph: {nearest(column, known)}"
-                )
+            elif is_needed and column not in self._given():
+                raise self._missing(node, column)
         # All but the source itself work on its samples.
         if self.source is not None and node is not self.source:
             needs[self.source.name] = None
         return tuple(name for name in self.nodes if name in needs)
+
+    def _given(self) -> frozenset[str]:
+        """Columns that the batch of a run may bring."""
+        return self.inputs | (_OF_PROMPTS if self.source is not None else SCHEMA.keys() | WRITTEN)
+
+    def _missing(self, node: Node, column: str) -> ConfigError:
+        hint = nearest(column, {*self.writers, *self._given()})
+        if column in SCHEMA and self.source is not None:
+            hint = f"prompts do not bring it, so add a node that does, before '{node.name}'"
+        return ConfigError(
+            f"node '{node.name}' reads column '{column}', which no node writes and which is not among the inputs of "
+            f"the graph: {hint}"
+        )
 
     def _sort(self) -> list[str]:
         """Names so that each comes after what it needs; ties in order of declaration."""
@@ -174,7 +208,8 @@ class Graph:
 
     def external(self, node: Node) -> list[str]:
         """Columns that `node` reads and no other node writes: the run's batch has to bring them."""
-        return [c for c in node.inputs if c != ANY and (c not in self.writers or node.kind == "source")]
+        reads = [column for column, is_needed in node.reads.items() if is_needed]
+        return [c for c in reads if c not in self.writers or node.kind == "source"]
 
     def __eq__(self, other: object) -> bool:
         """Same structure: nodes by name, kind, columns and slot, and what each comes after. Functions, tuning and the

@@ -1,12 +1,19 @@
-"""The nodes of a training step, out of the handles a user holds. Every way of writing a step down uses these."""
+"""The nodes of a training step, out of the handles a user holds. Every way of writing a step down uses these.
+
+An algorithm is handed the whole batch, so what prepares and updates reads `ANY` beside the columns that it names; all
+other columns are named at both ends.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any, ClassVar
 
 from verl.algorithms import BaseAlgorithm
-from verl.batch import Batch
-from verl.dataflow.graph import ANY, Node
+from verl.batch import COMPUTED, SCHEMA, Batch
+from verl.dataflow.graph import ANY, OPTIONAL, Node
+from verl.errors import ConfigError
+from verl.rewards.source import columns_read
 from verl.roles.actor import Actor, expand
 from verl.roles.critic import Critic
 from verl.roles.reward import Reward
@@ -15,91 +22,188 @@ from verl.rollout.base import SamplingParams
 
 #: The models of one process are mutually exclusive.
 SLOT = "model"
-_SAMPLE = ("response_tokens", "response_mask", "rollout_log_probs", "finish", "policy_version", "response")
+_SAMPLE = ("response_tokens", "response_mask", "rollout_log_probs", "finish", "policy_version", "policy_id", "response")
+#: Columns of some rollouts: of episodes, of a prefix before the prompt, of another temperature than the actor's.
+_OF_SOME = ("rejected?", "episode_error?", "prefix_tokens?", "temperature?")
+#: Columns that an algorithm prepares, those of them that its losses read.
+_PREPARED = COMPUTED - {"ref_log_probs", "values", "cost_values"}
 _SEQUENCE = ("group", "id", "prompt_tokens", "response_tokens")
 
 
-def rollout_node(
-    name: str,
-    actor: Actor,
-    *,
-    n: int = 1,
-    params: SamplingParams | None = None,
-    algorithm: BaseAlgorithm | None = None,
-    greedy_baseline: bool = False,
-) -> Node:
-    """The source of a step: `n` samples for each prompt, in groups, as they finish; prompts begin as the algorithm
-    says (`prompt_prefixes`)."""
+class RolloutNode:
+    """The source of a step: samples for each prompt, in groups, as they finish.
 
-    def rollout(prompts: Batch) -> Iterator[Batch]:
-        prompts = prompts if algorithm is None else actor.prefixed(prompts, algorithm)
-        return actor.rollout(expand(prompts, n, greedy_baseline), params or actor.sampling)
+    Args:
+        n: samples a prompt.
+        params: how they are drawn; None: as the actor does.
+        algorithm: what is learned from them, which may put a text before prompts (`prompt_prefixes`).
+        greedy_baseline: each prompt gets a greedy sample, too.
+    """
 
-    def samples(prompts: Batch) -> list[list[str]]:
-        rows = expand(prompts, n, greedy_baseline)
+    def __init__(
+        self,
+        actor: Actor,
+        *,
+        n: int = 1,
+        params: SamplingParams | None = None,
+        algorithm: BaseAlgorithm | None = None,
+        greedy_baseline: bool = False,
+    ) -> None:
+        self.actor, self.n, self.params = actor, n, params
+        self.algorithm, self.greedy_baseline = algorithm, greedy_baseline
+
+    def as_node(self, name: str) -> Node:
+        return Node(
+            name=name,
+            run=self._rollout,
+            kind="source",
+            inputs=("group", "prompt_tokens", *([ANY] if self._reads_rows() else [])),
+            outputs=("id", "group", "tokenizer", *_SAMPLE, *_OF_SOME, *(["baseline"] if self.greedy_baseline else [])),
+            slot=SLOT,
+            samples=self._samples,
+            role="actor",
+            deadline=deadline_of(self.actor),
+        )
+
+    def _reads_rows(self) -> bool:
+        """Whether an episode, or the algorithm's texts before prompts, may read any column of the data."""
+        of_rows = (
+            self.algorithm is not None and type(self.algorithm).prompt_prefixes is not BaseAlgorithm.prompt_prefixes
+        )
+        return of_rows or self.actor.rollout_options.episode is not None
+
+    def _rollout(self, prompts: Batch) -> Iterator[Batch]:
+        prompts = prompts if self.algorithm is None else self.actor.prefixed(prompts, self.algorithm)
+        rows = expand(prompts, self.n, self.greedy_baseline)
+        return self.actor.rollout(rows, self.params or self.actor.sampling)
+
+    def _samples(self, prompts: Batch) -> list[list[str]]:
+        rows = expand(prompts, self.n, self.greedy_baseline)
         return [[rows["id"][row] for row in group] for group in rows.group_indices()]
 
-    return Node(
-        name=name,
-        run=rollout,
-        kind="source",
-        inputs=(ANY,),
-        outputs=("id", "group", *_SAMPLE, ANY),
-        slot=SLOT,
-        samples=samples,
-        role="actor",
-        deadline=deadline_of(actor),
-    )
 
+class RewardNode:
+    """Scores finished groups while others are still being sampled, into the column `column`.
 
-def reward_node(name: str, reward: Reward, column: str = "reward") -> Node:
-    """Scores finished groups while others are still being sampled, into `column`."""
-    groups = None if reward.whole_batch else 1
-    extra = ("abstain_reason",) if column == "reward" else ()
+    A reward of your own is a subclass with a method `score`, in any of the forms of functions that `Reward` knows; so
+    it has the deadlines of a reward, and a sample that fails abstains:
 
-    async def score(samples: Batch) -> tuple[Batch, dict[str, float]]:
-        scores, metrics = await reward.score_and_count(samples)
-        if column != "reward":
-            scores = Batch.from_columns({_named(c, column): scores.arrow(c) for c in scores.columns})
-        return scores, {f"{name}/{key}": value for key, value in metrics.items()}
+        @verl.register_node("safety_reward")
+        class SafetyRewardNode(verl.RewardNode):
+            column = "cost"
 
-    return Node(name=name, run=score, inputs=(ANY,), outputs=(column, *extra, ANY), groups=groups)
+            def score(self, responses):
+                return [float("bomb" in text) for text in responses]
 
+    Parameters of `score` that are columns of other nodes make edges: it is called when they are there.
 
-def _named(scored: str, column: str) -> str:
-    return column + scored.removeprefix("reward") if scored.startswith("reward") else f"{column}/{scored}"
+    Args:
+        reward: a `Reward` or anything `Reward` takes; None: `score`.
+        column: where the numbers go: "reward", "cost", or a column of your own, whose mean is logged.
+        **options: of `Reward`, such as `timeout`.
 
+    Raises:
+        ConfigError: there is neither a reward nor `score`, or the function has an unknown form.
+    """
 
-def experience_nodes(updater: Updater) -> list[Node]:
-    """What the algorithm reads of other models: reference log-probs and values."""
-    return [
-        Node(
-            name=read.role if read.role == "reference" else f"{read.role}_values",
-            run=read.compute,
-            inputs=_SEQUENCE,
-            outputs=(read.column,),
-            slot=SLOT,
-            groups=None,
-            role=read.role,
-            deadline=deadline_of(updater.critics.get(read.role, updater.actor)),
+    name: ClassVar[str] = "reward"
+    column: str = "reward"
+
+    def __init__(self, reward: Any = None, *, column: str | None = None, **options: Any) -> None:
+        given = getattr(self, "score", None) if reward is None else reward
+        if given is None:
+            raise ConfigError(f"{type(self).__name__} has nothing to score with: write score(self, responses)")
+        if reward is None:
+            options.setdefault("name", self.name)
+        self.reward = given if isinstance(given, Reward) else Reward(given, **options)
+        self.column = column or self.column
+
+    def as_node(self, name: str) -> Node:
+        column = self.column
+        inputs = [c for c in columns_read(self.reward.source) if c.removesuffix(OPTIONAL) != column]
+        reason = ["abstain_reason"] if column == "reward" else []
+
+        async def score(samples: Batch) -> tuple[Batch, dict[str, float]]:
+            scores, metrics = await self.reward.score_and_count(samples)
+            numbers = [number for number in scores["reward"] if number is not None]
+            if column != "reward":
+                scores = Batch.from_columns({_named(c, column): scores.arrow(c) for c in scores.columns})
+            if column not in SCHEMA and numbers:
+                metrics = {**metrics, "mean": sum(numbers) / len(numbers)}
+            return scores, {f"{name}/{key}": value for key, value in metrics.items()}
+
+        return Node(
+            name=name,
+            run=score,
+            inputs=("finish?", "episode_error?", *inputs),
+            outputs=(column, *reason, f"{column}/{ANY}"),
+            groups=None if self.reward.whole_batch else 1,
         )
-        for read in updater.reads
-    ]
 
 
-def update_nodes(name: str, updater: Updater) -> list[Node]:
-    """Prepare the whole batch, then update every model of the algorithm."""
-    prepare = Node(
-        name="prepare",
-        run=updater.prepare,
-        kind="batch",
-        inputs=(ANY,),
-        outputs=(ANY,),
-        role="controller",
-        deadline=deadline_of(updater.actor),
-    )
-    trained: dict[str, Actor | Critic] = {"actor": updater.actor, **updater.critics}
-    return [prepare, *(_update_node(f"{name}_{role}", role, handle, updater) for role, handle in trained.items())]
+class UpdateNode:
+    """What learns: the columns that the algorithm reads of other models, the statistics of the whole batch, and an
+    update of every model."""
+
+    def __init__(self, updater: Updater) -> None:
+        self.updater = updater
+
+    def as_node(self, name: str) -> list[Node]:
+        return [*self.experience(), *self.updates(name)]
+
+    def experience(self) -> list[Node]:
+        """Reference log-probs and values."""
+        return [
+            Node(
+                name=read.role if read.role == "reference" else f"{read.role}_values",
+                run=read.compute,
+                inputs=(*_SEQUENCE, *(["temperature?"] if read.role == "reference" else [])),
+                outputs=(read.column,),
+                slot=SLOT,
+                groups=None,
+                role=read.role,
+                deadline=deadline_of(self.updater.critics.get(read.role, self.updater.actor)),
+            )
+            for read in self.updater.reads
+        ]
+
+    def updates(self, name: str) -> list[Node]:
+        """Prepare the whole batch, then update every model of the algorithm."""
+        updater, algorithm = self.updater, self.updater.algorithm
+        trained: dict[str, Actor | Critic] = {"actor": updater.actor, **updater.critics}
+        learned = {column for role in trained for column in algorithm.objective(role).loss_columns}
+        read = [*(algorithm.roles & {"reward", "cost"}), *(read.column for read in updater.reads)]
+        prepare = Node(
+            name="prepare",
+            run=updater.prepare,
+            kind="batch",
+            inputs=("prompt_tokens", "response_tokens", *read, ANY),
+            outputs=(*(f"{column}?" for column in {"log_probs", *learned} & _PREPARED), ANY),
+            role="controller",
+            deadline=deadline_of(updater.actor),
+        )
+        return [prepare, *(self._update(f"{name}_{role}", role, handle) for role, handle in trained.items())]
+
+    def _update(self, name: str, role: str, handle: Actor | Critic) -> Node:
+        algorithm = self.updater.algorithm
+
+        def run(prepared: Batch) -> tuple[None, dict[str, float]]:
+            if isinstance(handle, Critic):
+                return None, role_metrics(role, handle.train(prepared, algorithm, role))
+            return None, role_metrics(role, handle.train(prepared, algorithm))
+
+        # Nothing to learn from is no failure of the run; a reward that keeps failing ends it by itself.
+        return Node(
+            name=name,
+            run=run,
+            kind="batch",
+            inputs=(*_SEQUENCE[2:], *(f"{column}?" for column in algorithm.objective(role).loss_columns), ANY),
+            slot=SLOT,
+            after=("prepare",),
+            role=role,
+            deadline=deadline_of(handle),
+            skip_empty=True,
+        )
 
 
 def deadline_of(handle: Actor | Critic) -> float | None:
@@ -108,21 +212,5 @@ def deadline_of(handle: Actor | Critic) -> float | None:
     return None if handle.controller.is_local else 2 * handle.controller.timeout
 
 
-def _update_node(name: str, role: str, handle: Actor | Critic, updater: Updater) -> Node:
-    def run(prepared: Batch) -> tuple[None, dict[str, float]]:
-        if isinstance(handle, Critic):
-            return None, role_metrics(role, handle.train(prepared, updater.algorithm, role))
-        return None, role_metrics(role, handle.train(prepared, updater.algorithm))
-
-    # Nothing to learn from is no failure of the run; a reward that keeps failing ends it by itself.
-    return Node(
-        name=name,
-        run=run,
-        kind="batch",
-        inputs=(ANY,),
-        slot=SLOT,
-        after=("prepare",),
-        role=role,
-        deadline=deadline_of(handle),
-        skip_empty=True,
-    )
+def _named(scored: str, column: str) -> str:
+    return column + scored.removeprefix("reward") if scored.startswith("reward") else f"{column}/{scored}"

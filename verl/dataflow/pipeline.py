@@ -2,19 +2,16 @@
 
 from __future__ import annotations
 
-import inspect
-from collections.abc import Callable, Iterable, Mapping
-from dataclasses import replace
 from typing import Any
 
 from verl.batch import Batch
 from verl.controller.controller import Controller
-from verl.dataflow import nodes
 from verl.dataflow.executor import DEADLINE, Result, run_graph
-from verl.dataflow.graph import ANY, Graph, Node
+from verl.dataflow.graph import Graph, Node
+from verl.dataflow.nodes import RolloutNode, UpdateNode
+from verl.dataflow.stages import make_stage, rollout_of, stage_nodes
 from verl.errors import ConfigError
 from verl.roles.actor import Actor
-from verl.roles.reward import Reward
 from verl.roles.updater import Updater
 
 
@@ -27,6 +24,8 @@ class RLDataPipeline:
 
     A stage is one of
         an `Actor`, a `Reward`, an `Updater`
+        a `RolloutNode`, `RewardNode` or `UpdateNode`
+        the name of a registered node (`register_node`)
         an object with `as_node(name)`, which returns a `Node` or several
         a `Node`, which gets the stage's name
         a function of one parameter `batch`: it gets all columns of some samples and returns new ones, as a `Batch`
@@ -43,19 +42,18 @@ class RLDataPipeline:
         self.deadline = deadline
         self.stages: dict[str, Any] = {}
 
-    def add_stage(self, name: str, stage: Any) -> RLDataPipeline:
-        """Append a stage and return the pipeline.
+    def add_stage(self, name: str, stage: Any = None) -> RLDataPipeline:
+        """Append a stage and return the pipeline; None: the node that is registered by this name.
 
         Raises:
-            ConfigError: the name is taken, or the object cannot be a stage.
+            ConfigError: the name is taken, no node is registered by it, or the object cannot be a stage.
         """
         if name in self.stages:
             raise ConfigError(f"the pipeline has a stage '{name}' already")
-        if not (isinstance(stage, Actor | Reward | Node) or hasattr(stage, "as_node") or callable(stage)):
-            raise ConfigError(
-                f"stage '{name}' is a {type(stage).__name__}: give an Actor, Reward, Updater, Node or function"
-            )
-        self.stages[name] = stage
+        try:
+            self.stages[name] = make_stage(name if stage is None else stage)
+        except ConfigError as error:
+            raise ConfigError(f"stage '{name}': {error}") from None
         return self
 
     @property
@@ -72,7 +70,8 @@ class RLDataPipeline:
             prompts: a `Batch`, or what the first stage with a method `prompts` takes (`Actor`: strings, chats, ids).
         """
         if not isinstance(prompts, Batch):
-            encoder = next((stage for stage in self.stages.values() if hasattr(stage, "prompts")), None)
+            handles = (stage.actor if isinstance(stage, RolloutNode) else stage for stage in self.stages.values())
+            encoder = next((handle for handle in handles if hasattr(handle, "prompts")), None)
             if encoder is None:
                 raise ConfigError("no stage of the pipeline takes plain prompts: add an Actor, or run a Batch")
             prompts = encoder.prompts(prompts)
@@ -80,40 +79,14 @@ class RLDataPipeline:
 
     def _controllers(self) -> set[Controller]:
         """Of the models of all stages."""
-        handles: list[Any] = [stage for stage in self.stages.values() if isinstance(stage, Actor)]
+        handles: list[Any] = []
         for stage in self.stages.values():
-            handles += [stage.actor, *stage.critics.values()] if isinstance(stage, Updater) else []
+            updater = stage.updater if isinstance(stage, UpdateNode) else stage
+            handles += [updater.actor, *updater.critics.values()] if isinstance(updater, Updater) else []
+            handles += [stage] if isinstance(stage, Actor) else [stage.actor] if isinstance(stage, RolloutNode) else []
         return {handle.controller for handle in handles}
 
-    def _nodes(self, name: str, stage: Any) -> Iterable[Node]:
+    def _nodes(self, name: str, stage: Any) -> list[Node]:
         if isinstance(stage, Actor):
-            # What is learned decides how many samples of a prompt it takes.
-            learned = next((s.algorithm for s in self.stages.values() if isinstance(s, Updater)), None)
-            baseline = learned is not None and learned.greedy_baseline
-            n = 1 if learned is None else learned.samples_per_prompt
-            return [nodes.rollout_node(name, stage, n=self.n or n, algorithm=learned, greedy_baseline=baseline)]
-        if isinstance(stage, Reward):
-            return [nodes.reward_node(name, stage)]
-        if isinstance(stage, Updater):
-            return [*nodes.experience_nodes(stage), *nodes.update_nodes(name, stage)]
-        if isinstance(stage, Node):
-            slot = "" if stage.slot == stage.name else stage.slot
-            return [replace(stage, name=name, slot=slot)]
-        if hasattr(stage, "as_node"):
-            made = stage.as_node(name)
-            return [made] if isinstance(made, Node) else made
-        if list(inspect.signature(stage).parameters) == ["batch"]:
-            return [Node(name=name, run=_columns(stage), inputs=(ANY,), outputs=(ANY,))]
-        return [nodes.reward_node(name, Reward(reward_fn=stage))]
-
-
-def _columns(function: Callable[[Batch], Any]) -> Callable[[Batch], Any]:
-    """The function, with a mapping of columns that it returns made a batch."""
-
-    def as_batch(value: Any) -> Any:
-        return Batch.from_columns(value) if isinstance(value, Mapping) else value
-
-    async def awaiting(batch: Batch) -> Any:
-        return as_batch(await function(batch))
-
-    return awaiting if inspect.iscoroutinefunction(function) else lambda batch: as_batch(function(batch))
+            return [rollout_of(stage, self.stages.values(), self.n).as_node(name)]
+        return stage_nodes(name, stage)

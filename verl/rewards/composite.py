@@ -119,6 +119,7 @@ class LengthPenalty:
 
     name = "length_penalty"
     whole_batch = False
+    columns = ("response_tokens",)
 
     def __init__(self, max_length: int, buffer: int) -> None:
         if not 0 < buffer <= max_length:

@@ -55,6 +55,14 @@ class Form:
         """Whether it is called once per sample."""
         return self.kind == "verl"
 
+    @property
+    def columns(self) -> tuple[str, ...]:
+        """What it reads, see `verl.rewards.source.columns_read`. Columns of the data are known once they are there."""
+        read = ("response", *(() if self.kind in ("texts", "verl") else ("prompt?", "messages?", "response_tokens?")))
+        further = [name for name in self.named if name not in _OWN[self.kind]]
+        own = [f"{name}?" for name in further if name not in SCHEMA]
+        return (*read, *own, *(["*"] if further or self.rest else []))
+
     def check(self, name: str, row: Row) -> None:
         """Raises RewardError if a column that the function `name` needs is missing."""
         if "response" not in row:

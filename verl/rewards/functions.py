@@ -89,6 +89,11 @@ class FunctionReward:
             weakref.finalize(self, self.group.close)
         self._lock = threading.Lock()
 
+    @property
+    def columns(self) -> tuple[str, ...]:
+        """See `verl.rewards.source.columns_read`."""
+        return self.form.columns
+
     @staticmethod
     def call_seconds(options: Mapping[str, Any]) -> float:
         """Seconds that one call may take in a worker, by the options of this kind of reward."""

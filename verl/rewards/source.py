@@ -74,6 +74,13 @@ def leaves(source: RewardSource) -> Iterator[RewardSource]:
         yield from leaves(part)
 
 
+def columns_read(source: RewardSource) -> tuple[str, ...]:
+    """The columns that a source reads, by its attribute `columns`: as inputs of a `verl.dataflow.graph.Node`, where "?"
+    ends the name of one that may be missing. ("*",), all of them, where a part does not say."""
+    found = {column: None for leaf in leaves(source) for column in getattr(leaf, "columns", ("*",))}
+    return tuple(found)
+
+
 async def score_finished(source: RewardSource, batch: Batch) -> RewardResult:
     """`source.score` of the finished responses; those that were aborted or rejected abstain."""
     ends = batch["finish"] if "finish" in batch else [None] * len(batch)

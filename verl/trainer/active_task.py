@@ -11,7 +11,7 @@ from typing import Any
 from verl.batch import Batch
 from verl.dataflow.executor import Result
 from verl.dataflow.graph import Graph
-from verl.dataflow.nodes import reward_node, rollout_node
+from verl.dataflow.nodes import RolloutNode
 from verl.errors import ConfigError, RolloutError
 from verl.rewards.failures import Failures
 from verl.roles.actor import Actor
@@ -66,7 +66,7 @@ class ActiveTask:
         self.episodes = Failures(max_failed_episodes)
         self.experience = Experience(
             self.updater,
-            self.sources,
+            task.nodes,
             run,
             n=self.n,
             sampling=self.sampling,
@@ -87,15 +87,14 @@ class ActiveTask:
         self, prompts: Any, metrics: Mapping[str, MetricFn] | None = None, *, n: int = 1, temperature: float = 0.0
     ) -> Evaluation:
         """See `Trainer.evaluate`."""
-        if "reward" not in self.sources:
+        if not any("reward" in node.writes for node in self.task.nodes):
             raise ConfigError("samples are scored by a reward, and this trainer has none: see evaluate_loss")
         problems = self.actor.prompts(prompts, key="eval")
         if "id" in problems:  # a loader names visits, not problems
             problems = problems.drop(["id", "group"]).add({"group": [f"eval.{i}" for i in range(len(problems))]})
         params = replace(self.sampling, temperature=temperature)
-        scored = [reward_node(role, source, role) for role, source in self.sources.items()]
-        rollout = rollout_node("rollout", self.actor, n=n, params=params, algorithm=self.algorithm)
-        graph = Graph([rollout, *scored])
+        rollout = RolloutNode(self.actor, n=n, params=params, algorithm=self.algorithm).as_node("rollout")
+        graph = Graph([rollout, *self.task.nodes])
         with ExitStack() as stack:
             for source in self.sources.values():
                 stack.enter_context(source.apart())

@@ -3,18 +3,16 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping
-from dataclasses import replace
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from verl.batch import Batch
 from verl.dataflow.executor import Result, combined
 from verl.dataflow.graph import Graph, Node
-from verl.dataflow.nodes import experience_nodes, reward_node, rollout_node
+from verl.dataflow.nodes import RolloutNode, UpdateNode
 from verl.errors import DataError, RolloutError
 from verl.rewards.failures import Failures
 from verl.roles.actor import Actor
-from verl.roles.reward import Reward
 from verl.roles.updater import Updater
 from verl.rollout.base import SamplingParams
 from verl.trainer.samples import (
@@ -33,7 +31,7 @@ class Experience:
 
     Args:
         updater: the algorithm and its models.
-        sources: role -> its `Reward`.
+        nodes: what is done with samples before any model reads them, such as rewards.
         run: runs a graph on a batch.
         n, sampling: samples a prompt, and how they are drawn.
         max_resamples: further rollouts for prompts whose samples the algorithm rejects.
@@ -43,7 +41,7 @@ class Experience:
     def __init__(
         self,
         updater: Updater,
-        sources: Mapping[str, Reward],
+        nodes: Sequence[Node],
         run: Callable[[Graph, Batch], Result],
         *,
         n: int,
@@ -53,12 +51,11 @@ class Experience:
     ) -> None:
         self.updater, self.algorithm, self.episodes = updater, updater.algorithm, episodes
         self.max_resamples, self._run = max_resamples, run
-        scored = [reward_node(role, source, role) for role, source in sources.items()]
-        self.nodes: list[Node] = [*scored, *experience_nodes(updater)]
+        self.nodes: list[Node] = [*nodes, *UpdateNode(updater).experience()]
         if self.algorithm.online:
             _warn_of_masks(updater.actor, sampling)
             made_for: dict[str, Any] = {"algorithm": self.algorithm, "greedy_baseline": self.algorithm.greedy_baseline}
-            self.nodes.insert(0, rollout_node("rollout", updater.actor, n=n, params=sampling, **made_for))
+            self.nodes.insert(0, RolloutNode(updater.actor, n=n, params=sampling, **made_for).as_node("rollout"))
         self.graph = Graph(self.nodes)
         self.metric_fns: dict[str, Callable[[Batch], float]] = {}
 
@@ -97,10 +94,7 @@ class Experience:
         batch = self.algorithm.extend(batch)
         if "id" not in batch:
             batch = batch.add({"id": [f"{key}.{row}" for row in range(len(batch))]})
-        nodes = [n for n in self.nodes if n.kind != "source" and not set(n.outputs) & set(batch.columns)]
-        # The temperature that samples were drawn at, where it is not the actor's own.
-        own = ("temperature",) if "temperature" in batch else ()
-        nodes = [replace(n, inputs=(*n.inputs, *own)) if "ref_log_probs" in n.outputs else n for n in nodes]
+        nodes = [n for n in self.nodes if n.kind != "source" and not n.writes.keys() & set(batch.columns)]
         result = self._run(Graph(nodes, batch.columns), batch)
         return result.batch, {**score_metrics(own_samples(result.batch)), **result.metrics}
 

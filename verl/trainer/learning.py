@@ -9,7 +9,7 @@ from typing import Any
 from verl.batch import Batch
 from verl.dataflow.executor import Result
 from verl.dataflow.graph import Graph, Node
-from verl.dataflow.nodes import SLOT, deadline_of, update_nodes
+from verl.dataflow.nodes import SLOT, UpdateNode, deadline_of
 from verl.roles.actor import Actor
 from verl.roles.updater import role_metrics
 from verl.trainer.active_task import ActiveTask
@@ -39,7 +39,7 @@ class Learning:
         self._prepared: dict[str, Batch] = {}
         if len(tasks) == 1:
             (task,) = tasks.values()
-            self.graph = Graph(update_nodes("update", task.updater))
+            self.graph = Graph(UpdateNode(task.updater).updates("update"))
         else:
             self.graph = Graph(self._nodes())
 

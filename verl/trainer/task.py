@@ -9,6 +9,9 @@ from numbers import Integral
 from typing import Any
 
 from verl.algorithms import BaseAlgorithm, make_algorithm
+from verl.dataflow.graph import Node
+from verl.dataflow.nodes import RewardNode
+from verl.dataflow.stages import make_stages, stage_nodes
 from verl.errors import ConfigError
 from verl.roles.reward import Reward
 from verl.rollout.base import SamplingParams
@@ -30,6 +33,8 @@ class Task:
             alike.
         critic: the value model of this task; None: made from the actor's where the algorithm has one.
         sampling: how responses are drawn; None: as the actor does.
+        nodes: further nodes of the step's graph: names of registered ones (`verl.register_node`), or a mapping of names
+            to stages (see `RLDataPipeline`). One that writes `reward` or `cost` is the source of it.
 
     Raises:
         ConfigError: a name that is no file name; a share or weight below 0; an unknown algorithm; a reward or cost that
@@ -47,6 +52,7 @@ class Task:
         loss_weight: float | None = None,
         sampling: SamplingParams | Mapping[str, Any] | None = None,
         critic: Any = None,
+        nodes: Mapping[str, Any] | Iterable[str] = (),
     ) -> None:
         if not re.fullmatch(r"\w[\w-]*", str(name)):
             raise ConfigError(f"the name of a task must be letters, digits, _ and -, not '{name}'")
@@ -57,9 +63,19 @@ class Task:
         self.critic = critic
         self.algorithm = make_algorithm(algorithm)
         given = dict(sources or {})
-        check_sources(self.algorithm, given)
-        #: Role -> where its numbers come from.
+        stages = make_stages(nodes)
+        further = [node for name, stage in stages.items() for node in stage_nodes(name, stage)]
+        written = {column for node in further for column in node.writes}
+        check_sources(self.algorithm, {*given, *(written & {"reward", "cost"})})
+        #: Role, or name of a further node -> where its numbers come from.
         self.sources = {r: source if isinstance(source, Reward) else Reward(source) for r, source in given.items()}
+        #: What is done with samples before any model reads them.
+        self.nodes: list[Node] = [
+            RewardNode(r, column=role).as_node(role) for role, r in self.sources.items()
+        ] + further
+        for name, stage in stages.items():
+            if isinstance(stage, RewardNode):
+                self.sources[stage.column if stage.column in ("reward", "cost") else name] = stage.reward
         check_counts(1, n=n)
         self.n = self.algorithm.samples_per_prompt if n is None else n
         self.algorithm.check_samples(self.n)

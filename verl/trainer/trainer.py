@@ -70,8 +70,8 @@ class Trainer:
         critic: the value model, likewise; None: made from the actor's where the algorithm has one.
         reward: a `Reward`, or anything `Reward` takes. `reward_fn=` is the same. None for algorithms without one.
         cost: likewise, what the algorithm keeps below a limit; for algorithms with that role.
-        algorithm, n, sampling: see `Task`.
-        tasks: a list of `Task`s, instead of reward, cost, algorithm, n and sampling. Several train the one actor
+        algorithm, n, sampling, nodes: see `Task`.
+        tasks: a list of `Task`s, instead of reward, cost, algorithm, n, sampling and nodes. Several train the one actor
             together: see `step`.
         config_path: a YAML file of tasks, in the place of `tasks`; see `TaskConfig`.
         dataloader: what `train` goes over.
@@ -125,6 +125,7 @@ class Trainer:
         algorithm: str | BaseAlgorithm | None = None,
         n: int | None = None,
         sampling: SamplingParams | Mapping[str, Any] | None = None,
+        nodes: Mapping[str, Any] | Iterable[str] = (),
         tasks: Sequence[Task] | None = None,
         config_path: str | Path | None = None,
         dataloader: Iterable[Any] | None = None,
@@ -163,9 +164,11 @@ class Trainer:
             tasks = read_tasks(config_path)
         if tasks is None:
             made = make_algorithm(algorithm or self.algorithm_name, **options)
-            tasks = [Task(algorithm=made, sources=given, n=n, sampling=sampling)]
-        elif given or options or (algorithm, n, sampling) != (None, None, None):
-            raise ConfigError("tasks have their own reward, cost, algorithm, n and sampling: give the trainer none")
+            tasks = [Task(algorithm=made, sources=given, n=n, sampling=sampling, nodes=nodes)]
+        elif given or options or nodes or (algorithm, n, sampling) != (None, None, None):
+            raise ConfigError(
+                "tasks have their own reward, cost, algorithm, n, sampling and nodes: give the trainer none"
+            )
         check_tasks(tasks)
         if permute_rewards:
             for task in tasks:

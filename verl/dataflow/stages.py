@@ -1,0 +1,111 @@
+"""What a user writes a graph with: stages, each a node or several, some of them by a registered name."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import replace
+from typing import Any, TypeVar
+
+from verl.batch import Batch
+from verl.dataflow.graph import ANY, Node
+from verl.dataflow.nodes import RewardNode, RolloutNode, UpdateNode
+from verl.errors import ConfigError, nearest
+from verl.roles.actor import Actor
+from verl.roles.reward import Reward
+from verl.roles.updater import Updater
+
+StageT = TypeVar("StageT", bound=Callable[..., Any])
+_REGISTERED: dict[str, Any] = {}
+
+
+def register_node(name: str) -> Callable[[StageT], StageT]:
+    """Decorator of a class of nodes (a subclass of `RewardNode`, or any with `as_node(name)`) that is made without
+    arguments, or of a function that is a stage: graphs take it by this name. One of the same name and module replaces
+    its earlier definition (a notebook cell run twice).
+
+    Raises:
+        ConfigError: it is neither, or the name belongs to another.
+    """
+
+    def register(stage: StageT) -> StageT:
+        if inspect.isclass(stage) and not hasattr(stage, "as_node"):
+            raise ConfigError(f"{stage.__name__} is no node: write a subclass of RewardNode, or as_node(self, name)")
+        known = _REGISTERED.get(name)
+        if known is not None and (known.__module__, known.__qualname__) != (stage.__module__, stage.__qualname__):
+            raise ConfigError(f"node name '{name}' is taken by {known.__module__}.{known.__qualname__}: choose another")
+        if inspect.isclass(stage):
+            stage.name = name  # type: ignore[attr-defined]
+        _REGISTERED[name] = stage
+        return stage
+
+    return register
+
+
+def make_stage(stage: Any) -> Any:
+    """A stage, by its registered name, its class, or as it is.
+
+    Raises:
+        ConfigError: nothing is registered by that name, or the object cannot be a stage.
+    """
+    if isinstance(stage, str):
+        if stage not in _REGISTERED:
+            hint = nearest(stage, _REGISTERED)
+            raise ConfigError(f"no node is called '{stage}': {hint} (register yours: @verl.register_node('{stage}'))")
+        stage = _REGISTERED[stage]
+    if inspect.isclass(stage) and hasattr(stage, "as_node"):
+        stage = stage()
+    if not (isinstance(stage, Actor | Reward | Node) or hasattr(stage, "as_node") or callable(stage)):
+        raise ConfigError(f"a {type(stage).__name__} is no stage: give an Actor, Reward, Updater, node or function")
+    return stage
+
+
+def stage_nodes(name: str, stage: Any) -> list[Node]:
+    """The nodes of a stage that is no actor: what is sampled of a prompt depends on the other stages."""
+    if isinstance(stage, Reward):
+        return [RewardNode(stage).as_node(name)]
+    if isinstance(stage, Updater):
+        return UpdateNode(stage).as_node(name)
+    if isinstance(stage, Node):
+        slot = "" if stage.slot == stage.name else stage.slot
+        return [replace(stage, name=name, slot=slot)]
+    if hasattr(stage, "as_node"):
+        made = stage.as_node(name)
+        return [made] if isinstance(made, Node) else list(made)
+    if list(inspect.signature(stage).parameters) == ["batch"]:
+        return [Node(name=name, run=_columns(stage), inputs=(ANY,), outputs=(ANY,))]
+    return [RewardNode(stage).as_node(name)]
+
+
+def make_stages(given: Mapping[str, Any] | Iterable[str]) -> dict[str, Any]:
+    """Stages by name: of a mapping, or of names of registered nodes."""
+    if isinstance(given, str):
+        raise ConfigError(f"nodes are a list of names, or a mapping of names to stages, not the string '{given}'")
+    named = given if isinstance(given, Mapping) else {name: name for name in given}
+    return {name: make_stage(stage) for name, stage in named.items()}
+
+
+def rollout_of(actor: Actor, stages: Iterable[Any], n: int | None = None) -> RolloutNode:
+    """The rollout of an actor beside other stages. What is learned decides how many samples of a prompt it takes.
+
+    Args:
+        n: samples a prompt, instead.
+    """
+    updaters = (stage.updater if isinstance(stage, UpdateNode) else stage for stage in stages)
+    learned = next((updater.algorithm for updater in updaters if isinstance(updater, Updater)), None)
+    if learned is None:
+        return RolloutNode(actor, n=n or 1)
+    samples = n or learned.samples_per_prompt
+    return RolloutNode(actor, n=samples, algorithm=learned, greedy_baseline=learned.greedy_baseline)
+
+
+def _columns(function: Callable[[Batch], Any]) -> Callable[[Batch], Any]:
+    """The function, with a mapping of columns that it returns made a batch."""
+
+    def as_batch(value: Any) -> Any:
+        return Batch.from_columns(value) if isinstance(value, Mapping) else value
+
+    async def awaiting(batch: Batch) -> Any:
+        return as_batch(await function(batch))
+
+    return awaiting if inspect.iscoroutinefunction(function) else lambda batch: as_batch(function(batch))
