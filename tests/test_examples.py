@@ -116,6 +116,13 @@ def test_an_algorithm_of_the_users_own_learns(tiny: Path) -> None:
     assert sum(learned[-6:]) / 6 > sum(control[-6:]) / 6 + 0.1, (learned[-6:], control[-6:])
 
 
+@pytest.mark.parametrize("algorithm", ["grpo", "ppo"])
+def test_a_step_as_an_expression(tiny: Path, capsys: pytest.CaptureFixture[str], algorithm: str) -> None:
+    records = load("dataflow_expression").main(["--model", str(tiny), "--steps", "2", "--algorithm", algorithm])
+    assert len(records) == 2 and all(0 <= record["reward"] <= 1 and "loss/actor" in record for record in records)
+    assert "update_actor" in capsys.readouterr().out
+
+
 def test_a_node_of_the_users_own_trains(tiny: Path, capsys: pytest.CaptureFixture[str]) -> None:
     example = load("safety_reward_node")
     records = example.main(["--model", str(tiny), "--steps", "2"])

@@ -25,7 +25,7 @@ _HOMES = {
     "AsyncTrainer": "verl.trainer.asynchronous",
     "BaseAlgorithm": "verl.algorithms",
     "Batch": "verl.batch",
-    "Controller": "verl.controller.controller",
+    "Controller": "verl.dataflow.expression",
     "Critic": "verl.roles.critic",
     "DeviceMesh": "verl.controller.placement",
     "FSDPWorker": "verl.roles.workers",
@@ -51,7 +51,7 @@ _HOMES = {
     "Updater": "verl.roles.updater",
     "VLLMActor": "verl.roles.backends",
     "VLLMActorModel": "verl.roles.backends",
-    "WorkerGroup": "verl.controller.group",
+    "WorkerGroup": "verl.roles.group",
     "everywhere": "verl.controller.controller",
     "register_algorithm": "verl.algorithms",
     "register_node": "verl.dataflow.stages",
@@ -64,10 +64,10 @@ __all__ = ["__version__", *sorted(_HOMES)]
 if TYPE_CHECKING:
     from verl.algorithms import BaseAlgorithm, register_algorithm
     from verl.batch import Batch
-    from verl.controller.controller import Controller, everywhere
-    from verl.controller.group import WorkerGroup
+    from verl.controller.controller import everywhere
     from verl.controller.placement import DeviceMesh, ResourcePool
     from verl.data.offline import OfflineDatasetLoader
+    from verl.dataflow.expression import Controller
     from verl.dataflow.nodes import RewardNode, RolloutNode, UpdateNode
     from verl.dataflow.pipeline import RLDataPipeline
     from verl.dataflow.stages import register_node
@@ -82,6 +82,7 @@ if TYPE_CHECKING:
         vLLMWorker,
     )
     from verl.roles.critic import Critic
+    from verl.roles.group import WorkerGroup
     from verl.roles.layouts import PPORoleUpdater
     from verl.roles.reward import Reward
     from verl.roles.updater import Updater

@@ -8,7 +8,7 @@ from functools import partial
 from typing import Any, TypeVar
 
 from verl import device
-from verl.controller.group import SlotGroup, Slots, WorkerGroup
+from verl.controller.group import SlotGroup, Slots, Workers
 from verl.controller.local import LocalGroup
 from verl.controller.placement import DeviceMesh, ResourcePool
 from verl.controller.ranks import torchrun_ranks
@@ -91,7 +91,7 @@ class Controller:
         options: TrainOptions = _PLAIN,
         shape: ModelShape = ModelShape(),  # noqa: B008  (frozen)
         generation_tp: int = 1,
-    ) -> WorkerGroup[W]:
+    ) -> Workers[W]:
         """The workers of a role.
 
         Args:

@@ -26,7 +26,7 @@ GRACE = 3.0
 STREAMS = ("batches", "shards")
 
 
-class WorkerGroup(Protocol[W_co]):
+class Workers(Protocol[W_co]):
     """The workers of one role, reached as if they were one. Workers are made at the first verb."""
 
     role: str
@@ -98,7 +98,7 @@ class Slots(Protocol):
 
 
 class SlotGroup(Generic[W]):
-    """A worker group whose ranks stand on slots. See `WorkerGroup`."""
+    """A worker group whose ranks stand on slots. See `Workers`."""
 
     def __init__(self, role: RoleMeshes, recipe: partial[W], slots: Slots) -> None:
         self.role, self.meshes, self.slots = role.role, role, slots

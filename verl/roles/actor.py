@@ -12,7 +12,7 @@ from uuid import uuid4
 from verl.algorithms import BaseAlgorithm, default_algorithm, make_algorithm
 from verl.batch import Batch
 from verl.controller.controller import Controller
-from verl.controller.group import WorkerGroup
+from verl.controller.group import Workers
 from verl.controller.ranks import registry
 from verl.data.prefixes import with_prefixes
 from verl.data.tokenize import to_prompts
@@ -128,9 +128,9 @@ class Actor:
             training.mini_batch_size, training.epochs, (samples and self.sampling.temperature) or 1.0, seed
         )
         self.head = head
-        self._group: WorkerGroup[ActorWorker] | None = None
+        self._group: Workers[ActorWorker] | None = None
         self._outline: dict[str, Tensor] | None = None
-        self._reference: WorkerGroup[ReferenceWorker] | None = None
+        self._reference: Workers[ReferenceWorker] | None = None
         self.place(placement)
         # A score model stands in a language model's place: all but its engine read only what both have.
         self.model: PreTrainedModel
@@ -215,7 +215,7 @@ class Actor:
         return outline(self.model) if self._outline is None else self._outline
 
     @property
-    def group(self) -> WorkerGroup[ActorWorker]:
+    def group(self) -> Workers[ActorWorker]:
         """The workers; made when they are first needed."""
         if self._group is None:
             self._outline = outline(self.model)

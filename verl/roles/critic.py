@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from verl.algorithms import BaseAlgorithm, make_algorithm, value_algorithm
 from verl.batch import Batch
 from verl.controller.controller import Controller
-from verl.controller.group import WorkerGroup
+from verl.controller.group import Workers
 from verl.controller.ranks import registry
 from verl.data.alignment import CharacterAlignment
 from verl.data.vocabulary import tokenizer_of, vocabulary_id
@@ -83,7 +83,7 @@ class Critic:
         self.train_options = engine_options(training, loading, optim)
         #: "critic" or "cost_critic": which pool of the map it stands on.
         self.role = "critic"
-        self._group: WorkerGroup[CriticWorker] | None = None
+        self._group: Workers[CriticWorker] | None = None
         self._outline: dict[str, Tensor] | None = None
         self.place(placement)
         self.model: ValueModel
@@ -133,7 +133,7 @@ class Critic:
         return outline(self.model) if self._outline is None else self._outline
 
     @property
-    def group(self) -> WorkerGroup[CriticWorker]:
+    def group(self) -> Workers[CriticWorker]:
         """The workers; made when they are first needed."""
         if self._group is None:
             self._outline = outline(self.model)

@@ -9,7 +9,7 @@ from typing import Any
 
 from verl.batch import Batch
 from verl.controller.controller import Controller, start
-from verl.controller.group import WorkerGroup
+from verl.controller.group import Workers
 from verl.controller.ranks import registry
 from verl.controller.rewards import RewardPool
 from verl.errors import CheckpointError, ConfigError, RewardError
@@ -190,7 +190,7 @@ class Reward:
             )
 
 
-def _scores(group: WorkerGroup[RewardWorker], tokens: list[list[int]]) -> list[float]:
+def _scores(group: Workers[RewardWorker], tokens: list[list[int]]) -> list[float]:
     """The scores of texts by the workers of a reward model."""
     rows = Batch.from_columns({"prompt_tokens": tokens, "response_tokens": [[] for _ in tokens]})
     return list(group.call("scores", rows)["scores"])

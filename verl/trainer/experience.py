@@ -10,18 +10,13 @@ from verl.batch import Batch
 from verl.dataflow.executor import Result, combined
 from verl.dataflow.graph import Graph, Node
 from verl.dataflow.nodes import RolloutNode, UpdateNode
+from verl.dataflow.scores import own_samples, score_metrics
 from verl.errors import DataError, RolloutError
 from verl.rewards.failures import Failures
 from verl.roles.actor import Actor
 from verl.roles.updater import Updater
 from verl.rollout.base import SamplingParams
-from verl.trainer.samples import (
-    kl_to_reference,
-    own_samples,
-    rejected_rows,
-    retried_groups,
-    score_metrics,
-)
+from verl.trainer.samples import kl_to_reference, rejected_rows, retried_groups
 
 logger = logging.getLogger(__name__)
 

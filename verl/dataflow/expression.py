@@ -1,0 +1,149 @@
+"""A step as an expression of collectives, which is lazy and a graph like any other:
+
+from verl.dataflow import prompts, responses, experience, advantages, updates
+
+flow = (controller.broadcast(prompts)
+            .scatter(responses, worker_group=rollout_group)
+            .gather(experience)
+            .all_reduce(advantages)
+            .scatter(updates, worker_group=update_group)
+            .sync())
+metrics = flow.run(prompt_batch)
+"""
+
+from __future__ import annotations
+
+from functools import cached_property
+from typing import Any
+
+from verl.controller import controller
+from verl.dataflow.executor import DEADLINE
+from verl.dataflow.graph import Graph
+from verl.dataflow.pipeline import RLDataPipeline
+from verl.dataflow.scores import own_samples, score_metrics
+from verl.dataflow.symbols import ORDER, Symbol, advantages, responses, updates
+from verl.errors import ConfigError
+from verl.roles.group import WorkerGroup
+
+
+class Flow:
+    """An expression of a step. Its verbs compute nothing: each returns a longer expression, `run` runs it.
+
+    Args:
+        moved: what its verbs have moved so far.
+        groups: symbol -> the workers that compute it.
+        nodes: names of registered nodes.
+        deadline: seconds, see `RLDataPipeline`.
+    """
+
+    def __init__(
+        self,
+        moved: tuple[Symbol, ...] = (),
+        groups: dict[Symbol, WorkerGroup] | None = None,
+        nodes: tuple[str, ...] = (),
+        deadline: float = DEADLINE,
+    ) -> None:
+        self._moved, self._groups, self._nodes, self._deadline = moved, groups or {}, nodes, deadline
+        self._runs = 0
+
+    def broadcast(self, what: Symbol) -> Flow:
+        """All workers may read `prompts`."""
+        return self._then("broadcast", what)
+
+    def scatter(self, what: Symbol, *, worker_group: WorkerGroup) -> Flow:
+        """Rows go to the ranks of a group, which compute `responses`, or `updates` of its models."""
+        if not isinstance(worker_group, WorkerGroup):
+            raise ConfigError(f"worker_group is a verl.WorkerGroup(actor), not a {type(worker_group).__name__}")
+        return self._then("scatter", what, {what: worker_group})
+
+    def gather(self, what: Symbol, *nodes: str) -> Flow:
+        """Put `experience` together: rewards, and what the algorithm reads of other models.
+
+        Args:
+            nodes: names of registered nodes that work on the samples, too (`verl.register_node`).
+        """
+        return self._then("gather", what, nodes=nodes)
+
+    def all_reduce(self, what: Symbol) -> Flow:
+        """Compute `advantages`, and all else that is a statistic of the whole batch."""
+        return self._then("all_reduce", what)
+
+    def sync(self) -> Flow:
+        """The next responses are of the new weights. An update hands them on by itself, so this adds no node."""
+        if self._moved[-1] != updates:
+            raise ConfigError(f"sync() comes after scatter(updates, ...), not after {self._moved[-1].name}")
+        return self
+
+    @property
+    def graph(self) -> Graph:
+        """The graph that `run` runs: that of a `Trainer` over the same handles.
+
+        Raises:
+            ConfigError: the expression ends before anything is computed, or between `advantages` and `updates`, or its
+                groups have different actors; see also `Graph`.
+        """
+        return self._pipeline.graph
+
+    def run(self, given: Any) -> dict[str, Any]:
+        """One step on these prompts.
+
+        Args:
+            given: strings, chats, token ids, mappings or a `Batch`, see `Actor.prompts`.
+
+        Returns:
+            The metrics of all nodes, `reward` (a mean; NaN if all abstained) and those of its parts; as of a
+            `Trainer`'s step.
+
+        Raises:
+            ConfigError: as of `graph`.
+            VerlError: see `verl.dataflow.executor.run`.
+        """
+        pipeline = self._pipeline
+        prompts = self._groups[responses].actor.prompts(given, key=f"s{self._runs}")
+        result = pipeline.run(prompts)
+        self._runs += 1
+        return {**score_metrics(own_samples(result.batch)), **result.metrics}
+
+    @cached_property
+    def _pipeline(self) -> RLDataPipeline:
+        if responses not in self._groups or self._moved[-1] == advantages:
+            raise ConfigError(f"the expression ends with {self._moved[-1].name}: go on with {_call(self._next)}")
+        groups = dict.fromkeys(self._groups.values())
+        if len({id(group.actor) for group in groups}) > 1:
+            raise ConfigError(
+                "the groups have different actors: updates of one would not change the responses of the other"
+            )
+        pipeline = RLDataPipeline(deadline=self._deadline).add_stage("rollout", self._groups[responses].actor)
+        for reward in dict.fromkeys(group.reward for group in groups if group.reward is not None):
+            pipeline.add_stage("reward", reward)
+        for name in self._nodes:
+            pipeline.add_stage(name)
+        return pipeline.add_stage("update", self._groups[updates].updater) if updates in self._groups else pipeline
+
+    @property
+    def _next(self) -> Symbol | None:
+        return ORDER[len(self._moved)] if len(self._moved) < len(ORDER) else None
+
+    def _then(
+        self, verb: str, what: Symbol, groups: dict[Symbol, WorkerGroup] | None = None, nodes: tuple[str, ...] = ()
+    ) -> Flow:
+        if what != self._next or verb != what.verb:
+            given = getattr(what, "name", repr(what))
+            after = f" after {self._moved[-1].name}" if self._moved else ""
+            raise ConfigError(f"{verb}({given}) has no place{after}: here comes {_call(self._next)}")
+        return Flow((*self._moved, what), self._groups | (groups or {}), (*self._nodes, *nodes), self._deadline)
+
+
+class Controller(controller.Controller):
+    __doc__ = controller.Controller.__doc__
+
+    def broadcast(self, what: Symbol) -> Flow:
+        """Begin an expression with `prompts`; see `verl.dataflow.expression`."""
+        return Flow(deadline=DEADLINE if self._may_change else self.timeout).broadcast(what)
+
+
+def _call(symbol: Symbol | None) -> str:
+    """How a symbol is written."""
+    if symbol is None:
+        return "sync()"
+    return f"{symbol.verb}({symbol.name}{', worker_group=...' if symbol.verb == 'scatter' else ''})"

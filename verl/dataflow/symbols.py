@@ -1,0 +1,26 @@
+"""The names in an expression of a step; see `verl.dataflow.expression`."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Symbol:
+    """What a verb of an expression moves; it stands for columns of the batch that nobody has computed yet.
+
+    Attributes:
+        verb: the one that moves it.
+    """
+
+    name: str
+    verb: str
+
+
+prompts = Symbol("prompts", "broadcast")
+responses = Symbol("responses", "scatter")
+experience = Symbol("experience", "gather")
+advantages = Symbol("advantages", "all_reduce")
+updates = Symbol("updates", "scatter")
+#: In the order in which they come about.
+ORDER = (prompts, responses, experience, advantages, updates)
