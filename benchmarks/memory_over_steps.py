@@ -57,15 +57,18 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
     with tempfile.TemporaryDirectory() as directory:
         model = small_model(args, directory) if args.hidden else args.model
         actor = verl.Actor(model, dtype=args.dtype, kv_cache_gb=0.2)
-        sampling = {"max_new_tokens": args.new_tokens, "ignore_eos": True}
-        trainer = verl.Trainer(
-            actor, reward_fn=lambda texts: [float(len(t)) for t in texts], algorithm="grpo", n=4, log_dir=False
-        )
+        updater = verl.Updater("grpo", actor=actor)
+        reward = verl.Reward(lambda texts: [float(len(t)) for t in texts])
         peaks = []
-        for _ in range(args.steps):
-            actor.sampling = verl.SamplingParams(**{**sampling, "max_new_tokens": rng.randint(4, args.new_tokens)})
-            trainer.step([" one" * rng.randint(1, args.prompt_tokens) for _ in range(4)])
+        for step in range(args.steps):
+            # The first step is the largest: what grows afterwards is not the work.
+            new = rng.randint(4, args.new_tokens) if step else args.new_tokens
+            lengths = [rng.randint(1, args.prompt_tokens) if step else args.prompt_tokens for _ in range(4)]
+            prompts = [" one" * length for length in lengths]
+            samples = actor.generate_sequences(prompts, n=4, max_new_tokens=new, ignore_eos=True)
+            updater.update(samples, reward.get_reward(samples))
             peaks.append(peak_mb())
+            print(f"step {step + 1}: {peaks[-1]:.0f} MB", file=sys.stderr, flush=True)
     growth = peaks[-1] / peaks[min(WARM_UP, len(peaks)) - 1]
     return {
         "peak_mb_after_5": round(peaks[min(WARM_UP, len(peaks)) - 1], 1),

@@ -163,6 +163,10 @@ class TorchEngine:
             optimizer.gradients.clear()
             if self.options.fsdp_config.optimizer_offload:
                 optimizer.offload()
+            if self._forward.packed.device.type == "cpu":
+                from verl.kernels.library_memory import return_free_memory
+
+                return_free_memory()
 
     @torch.no_grad()
     def loss(self, parts: Sequence[LossPart]) -> Metrics:
