@@ -15,7 +15,7 @@ from verl.config import load_config
 
 ROOT = Path(__file__).parents[2]
 RECIPE = ROOT / "examples" / "grpo_arithmetic.yaml"
-COMMANDS = ("train", "plan", "config", "report", "check", "verify", "export", "doctor", "generate")
+COMMANDS = ("train", "plan", "config", "report", "check", "verify", "export", "doctor", "generate", "tune")
 
 
 def verl(*args, cwd=ROOT, **environment):

@@ -140,7 +140,7 @@ def test_hostile_texts_stay_texts(run):
 
 
 def test_the_script_builds_no_markup_from_text():
-    script = (report._ASSETS / "report.js").read_text(encoding="utf-8")
+    script = (report.ASSETS / "report.js").read_text(encoding="utf-8")
     for unsafe in ("innerHTML", "outerHTML", "insertAdjacentHTML", "document.write", "eval(", "Function("):
         assert unsafe not in script
 

@@ -32,6 +32,7 @@ EXTRAS = {
     "lora": ("peft", "peft"),
     "deepspeed": ("deepspeed", "deepspeed"),
     "megatron": ("megatron-core", "megatron.core"),
+    "tune": ("optuna", "optuna"),
 }
 _PARTS = ("torch", "transformers", "pyarrow", "safetensors", "pydantic", "numpy")
 SHARED_MEMORY = Path("/dev/shm")

@@ -15,6 +15,7 @@ from verl import __version__
 from verl.cli.doctor import doctor
 from verl.cli.export import export
 from verl.cli.generate import generate
+from verl.cli.tune import tune
 from verl.errors import ConfigError, VerlError
 
 CONFIG_ERROR, OTHER_ERROR, INTERRUPTED = 2, 1, 130
@@ -247,3 +248,4 @@ def verify(
 app.command()(export)
 app.command()(doctor)
 app.command()(generate)
+app.command()(tune)

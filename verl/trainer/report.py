@@ -34,7 +34,7 @@ import pyarrow.parquet as pq
 from verl.durable import parse_json, read_json, write_atomic
 from verl.errors import DataError
 
-_ASSETS = Path(__file__).parent / "assets"
+ASSETS = Path(__file__).parent / "assets"
 #: Bounds that keep the page quick: points of a curve, evaluations and samples to compare, characters of a text.
 MAX_POINTS, MAX_EVALS, MAX_SAMPLES, MAX_TEXT = 2000, 8, 300, 4000
 #: Headline metrics that are shares, shown in per cent.
@@ -65,12 +65,12 @@ def render(run: Path) -> str:
     metrics, evals = read_rows(run / "metrics.jsonl"), read_rows(run / "eval.jsonl")
     data = {"curves": _curves(metrics, evals), "evals": finite(evals), "samples": _samples(run / "completions")}
     config = _text(run / "config.yaml")
-    script = (_ASSETS / "report.js").read_text(encoding="utf-8")
+    script = (ASSETS / "report.js").read_text(encoding="utf-8")
     digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
     parts = {
         "title": html.escape(run.resolve().name),
         "script_hash": digest,
-        "style": (_ASSETS / "report.css").read_text(encoding="utf-8"),
+        "style": (ASSETS / "report.css").read_text(encoding="utf-8"),
         "script": script,
         "data": json.dumps(data, ensure_ascii=True, allow_nan=False).replace("<", "\\u003c"),
         "chips": "".join(f"<span class=chip>{html.escape(text)}</span>" for text in _chips(summary, config)),
@@ -80,7 +80,7 @@ def render(run: Path) -> str:
         "environment": _table(_json(run / "environment.json")),
         "attempts": _attempts(run / "logs"),
     }
-    template = (_ASSETS / "report.html").read_text(encoding="utf-8")
+    template = (ASSETS / "report.html").read_text(encoding="utf-8")
     return re.sub(r"\{\{(\w+)\}\}", lambda match: parts[match[1]], template)
 
 
@@ -106,12 +106,13 @@ def read_rows(file: Path) -> list[dict[str, Any]]:
             row = parse_json(line.encode(), dict[str, Any])
         except ValueError:
             continue
-        if _is_number(row.get("step")):
+        if is_number(row.get("step")):
             by_step.setdefault(row["step"], {}).update(row)
     return [by_step[step] for step in sorted(by_step)]
 
 
-def _is_number(value: object) -> TypeGuard[float]:
+def is_number(value: object) -> TypeGuard[float]:
+    """Whether it is a finite number."""
     return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
 
 
@@ -134,7 +135,7 @@ def _points(rows: list[dict[str, Any]]) -> dict[str, list[list[float]]]:
     curves: dict[str, list[list[float]]] = {}
     for row in rows:
         for name, value in row.items():
-            if name not in _NO_CURVES and _is_number(value):
+            if name not in _NO_CURVES and is_number(value):
                 curves.setdefault(name, []).append([row["step"], value])
     return curves
 
@@ -174,7 +175,7 @@ def _sample_rows(file: Path) -> list[list[Any]]:
     rows = []
     for number, (id_, prompt, response, reward) in enumerate(zip(*columns, strict=True)):
         name = str(number if id_ is None else id_)
-        rows.append([name, _cut(prompt), _cut(response), reward if _is_number(reward) else None])
+        rows.append([name, _cut(prompt), _cut(response), reward if is_number(reward) else None])
     return rows
 
 
@@ -195,17 +196,17 @@ def _chips(summary: dict[str, Any], config: str) -> Iterator[str]:
 def _hero(summary: dict[str, Any], evals: list[dict[str, Any]]) -> str:
     """The headline metric before and after, in large: accuracy, or the reward where there is no accuracy."""
     name = str(summary.get("headline") or (evals[0].get("headline") if evals else None) or "accuracy")
-    scored = [row[name] for row in evals if _is_number(row.get(name))]
+    scored = [row[name] for row in evals if is_number(row.get(name))]
     before = summary.get(f"{name}_before", scored[0] if scored else None)
     after = summary.get(f"{name}_after", scored[-1] if len(scored) > 1 else None)
     label = html.escape(name)
-    if not _is_number(before) or not _is_number(after):
+    if not is_number(before) or not is_number(after):
         for value, when in ((before, "before"), (after, "after")):
-            if _is_number(value):
+            if is_number(value):
                 return f"<div class=big><span>{_headline(name, value)}</span></div><p>{label} {when} training</p>"
         return "<p class=none>No evaluation yet.</p>"
     count = summary.get("eval_problems")
-    problems = f"{count:,} held-out problems" if _is_number(count) else "held-out problems"
+    problems = f"{count:,} held-out problems" if is_number(count) else "held-out problems"
     return (
         f"<div class=big><span class=before>{_headline(name, before)}</span><span class=arrow>→</span>"
         f"<span class=after>{_headline(name, after)}</span></div><p>{label} on {problems}, before and after</p>"
@@ -216,7 +217,7 @@ def _hero(summary: dict[str, Any], evals: list[dict[str, Any]]) -> str:
 def _gain(name: str, gain: float, low: object, high: object) -> str:
     factor, unit, form = (100, " points", "+.1f") if name in SHARES else (1, "", "+.3f")
     interval = ""
-    if _is_number(low) and _is_number(high):
+    if is_number(low) and is_number(high):
         interval = f"<small>95 % interval {low * factor:{form}} to {high * factor:{form}}</small>"
     better = gain < 0 if name == "loss" else gain > 0
     return f"<p class='gain {'up' if better else 'down'}'>{gain * factor:{form}}{unit} {interval}</p>"
@@ -232,16 +233,16 @@ def _tiles(summary: dict[str, Any], metrics: list[dict[str, Any]]) -> Iterator[t
         ("rollout_tokens_per_second", "tokens/s generated"),
         ("train_tokens_per_second", "tokens/s trained"),
     ):
-        if _is_number(value := summary.get(key)):
+        if is_number(value := summary.get(key)):
             yield f"{value:,.0f}", label
-    if _is_number(value := summary.get("peak_memory_bytes")):
+    if is_number(value := summary.get("peak_memory_bytes")):
         yield f"{value / 1e9:.2f} GB", "peak memory"
     if metrics:
         yield f"{metrics[-1]['step']:,}", "steps"
-    rewards = [row["reward/mean"] for row in metrics if _is_number(row.get("reward/mean"))]
+    rewards = [row["reward/mean"] for row in metrics if is_number(row.get("reward/mean"))]
     if rewards:
         yield f"{rewards[-1]:.3f}", "mean reward, last step"
-    if _is_number(value := summary.get("seconds")):
+    if is_number(value := summary.get("seconds")):
         yield _duration(value), "duration"
 
 

@@ -186,7 +186,7 @@ def open_run(
         aside, link = None, path.parent / "latest"
         latest = os.readlink(link) if link.is_symlink() else None
         if path.exists():
-            status = "anew" if fresh or _finished(path, total_steps) else "resumed"
+            status = "anew" if fresh or is_finished(path, total_steps) else "resumed"
         if status == "anew":
             aside = _aside(path)
             os.rename(path, aside)
@@ -222,7 +222,8 @@ def rewind_jsonl(file: Path, step: int, *rows: Mapping[str, Any]) -> None:
     write_atomic(file, "".join([*kept, *(json.dumps(row) + "\n" for row in rows)]))
 
 
-def _finished(path: Path, total_steps: int | None) -> bool:
+def is_finished(path: Path, total_steps: int | None) -> bool:
+    """Whether the run in a directory went to its end, which is `total_steps` or more."""
     try:
         summary: dict[str, Any] = read_json(path / "summary.json", dict[str, Any])
     except (OSError, ValueError):

@@ -1,0 +1,112 @@
+"""`verl tune`: the best values of some settings, by trials."""
+
+from __future__ import annotations
+
+import signal
+import sys
+from collections.abc import Mapping
+from enum import Enum
+from pathlib import Path
+from types import FrameType
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from verl.errors import VerlError
+
+if TYPE_CHECKING:
+    from verl.tune.study import Outcome, Search
+
+
+class Direction(str, Enum):
+    maximize = "maximize"
+    minimize = "minimize"
+
+
+def tune(
+    file: Annotated[Path, typer.Argument(metavar="FILE", help="Settings in YAML.", show_default=False)],
+    out: Annotated[Path, typer.Option(help="Directory of the study.", show_default=False)],
+    overrides: Annotated[
+        list[str] | None, typer.Argument(metavar="KEY=VALUE", help="Settings that replace those of the file.")
+    ] = None,
+    search: Annotated[
+        list[str] | None,
+        typer.Option(metavar="KEY=VALUES", help="LOW..HIGH, LOW..HIGH:log or A,B,C; integers if both ends are."),
+    ] = None,
+    metric: Annotated[
+        str, typer.Option(help="A name in metrics.jsonl: reward/mean, or eval/accuracy with data.eval.")
+    ] = "reward/mean",
+    last: Annotated[int, typer.Option(min=1, help="A trial's value is the mean of its last so many records.")] = 1,
+    direction: Annotated[Direction, typer.Option(help="Which values are better.")] = Direction.maximize,
+    trials: Annotated[int, typer.Option(min=1, help="How many trials in all.")] = 20,
+    seed: Annotated[int, typer.Option(min=0, help="Seed of the search; of training: trainer.seed.")] = 0,
+    prune: Annotated[
+        bool, typer.Option("--prune", help="Stop a trial that is below the median of the others at its step.")
+    ] = False,
+) -> None:
+    """Search for the best values of settings: each trial is a run of FILE, and Optuna proposes the next.
+
+    Any key can be searched; values that a run would refuse are refused at once. A trial that crashes or is killed costs
+    that trial alone. The same command goes on with an unfinished study, the run that was cut off included; a larger
+    --trials continues a finished one. A space of no more than --trials combinations is tried whole. The directory gets
+    the runs, best.yaml (for verl train) and report.html.
+
+    [bold]Examples[/bold]
+    $ verl tune recipe.yaml --search actor_rollout_ref.actor.optim.lr=1e-6..1e-4:log --out runs/tune
+    $ verl tune recipe.yaml trainer.total_steps=30 --search actor_rollout_ref.rollout.n=4..16 --last 5 --prune --out DIR
+    $ verl tune recipe.yaml --search algorithm.name=grpo,rloo --metric eval/accuracy --out runs/names
+    """
+    from verl.tune.report import write_results
+    from verl.tune.space import parse
+    from verl.tune.study import Search, tune
+
+    wanted = Search(
+        file, tuple(overrides or ()), parse(search or ()), metric, direction.value, trials, seed, out, prune, last
+    )
+    signal.signal(signal.SIGTERM, _leave)
+    wanted.check()
+    for dimension in wanted.space:
+        typer.echo(str(dimension))
+    known: set[int] | None = None
+    ended: Mapping[int, Outcome] = {}
+    for ended in tune(wanted):
+        if known is None and ended:
+            typer.echo(f"{len(ended)} trials were there already")
+        for number in sorted(ended.keys() - (ended.keys() if known is None else known)):
+            _say(ended[number], wanted)
+        known = set(ended)
+        best, page = write_results(wanted, ended)
+    _print(wanted, ended)
+    if best is None:
+        reason = ended[min(ended)].reason
+        raise VerlError(f"no trial finished; trial {min(ended)}: {reason} (the logs are in {out})")
+    typer.echo(f"report: {page}\nthe best settings: verl train {best}")
+
+
+def _leave(number: int, frame: FrameType | None) -> None:
+    """SIGTERM lets the running trial save, as Ctrl-C does."""
+    sys.exit(128 + number)
+
+
+def _say(trial: Outcome, search: Search) -> None:
+    from verl.tune.report import short, shown
+
+    values = " ".join(f"{key}={short(value)}" for key, value in trial.values.items())
+    became = trial.reason if trial.state == "failed" else f"{search.metric} {shown(trial)}"
+    state = "" if trial.state == "finished" else f"{trial.state}: "
+    typer.secho(f"trial {trial.number}: {values}  {state}{became}", fg="red" if trial.state == "failed" else None)
+
+
+def _print(search: Search, ended: Mapping[int, Outcome]) -> None:
+    from rich.console import Console
+    from rich.table import Table
+    from rich.text import Text
+
+    from verl.tune.report import columns, rows
+
+    table = Table(title=f"{search.direction} {search.metric}")
+    for name in columns(search):
+        table.add_column(Text(name))
+    for line in rows(search, ended):
+        table.add_row(*map(Text, line))
+    Console(soft_wrap=True).print(table)

@@ -1,0 +1,1 @@
+"""Search over settings: many short runs of one file, by Optuna."""

@@ -1,0 +1,257 @@
+"""A study: trials one after the other, noted in a journal, so that the same command goes on where it was cut off."""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+import numpy as np
+
+from verl.config import Config, load_config, run_id, to_yaml
+from verl.durable import append_lines
+from verl.errors import ConfigError, VerlError
+from verl.trainer.check import check_settings
+from verl.trainer.run_dir import is_finished
+from verl.tune.space import Dimension, combinations
+from verl.tune.trial import TrialFailedError, UnknownMetricError, points, run_trial, value_of
+
+if sys.platform != "win32":
+    import fcntl
+
+if TYPE_CHECKING:
+    from optuna import Study, Trial
+
+State = Literal["finished", "pruned", "failed"]
+#: Share of a run's steps in which no trial is pruned: the first steps say little.
+WARM_UP = 0.3
+
+
+@dataclass(frozen=True)
+class Search:
+    """What is asked for: the options of `verl tune`.
+
+    last: how many of a run's last records of the metric its value is the mean of.
+    """
+
+    file: Path
+    overrides: tuple[str, ...]
+    space: tuple[Dimension, ...]
+    metric: str
+    direction: Literal["maximize", "minimize"]
+    trials: int
+    seed: int
+    out: Path
+    prune: bool = False
+    last: int = 1
+
+    def settings(self, values: dict[str, str]) -> Config:
+        """The settings of the file with searched values."""
+        return load_config(self.file, self._overrides(values))
+
+    def command(self, number: int, values: dict[str, str]) -> tuple[list[str], Path]:
+        """The arguments of a trial's `verl train`, and the directory of its run."""
+        own = [f"trainer.output_dir={self.out / 'runs'}", f"trainer.run_name={name_of(number)}"]
+        overrides = [*self._overrides(values), *own]
+        config = load_config(self.file, overrides)
+        return [str(self.file), *overrides], self.out / "runs" / run_id(config)
+
+    def check(self) -> None:
+        """Each end of each range, and each value, with the first values of the others.
+
+        Raises:
+            ConfigError: a key is unknown, or a run would refuse a value.
+        """
+        first = {dimension.key: dimension.ends[0] for dimension in self.space}
+        for dimension in self.space:
+            for end in dimension.ends:
+                try:
+                    check_settings(self.settings({**first, dimension.key: end}))
+                except VerlError as error:
+                    raise ConfigError(f"--search {dimension.key}: {end} is refused: {error}") from error
+
+    def identity(self) -> dict[str, Any]:
+        """What a study that goes on must have in common with the one that began."""
+        first = {dimension.key: dimension.ends[0] for dimension in self.space}
+        return {
+            "search": [str(dimension) for dimension in self.space],
+            "metric": f"{self.metric} ({self.direction}, mean of the last {self.last})",
+            "seed": self.seed,
+            "settings": to_yaml(self.settings(first)),
+        }
+
+    def _overrides(self, values: dict[str, str]) -> list[str]:
+        return [*self.overrides, *(f"{key}={value}" for key, value in values.items())]
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What became of a trial.
+
+    value: of a finished one, and the last that was seen of a pruned one.
+    reason: why it failed.
+    """
+
+    number: int
+    values: dict[str, str]
+    state: State
+    value: float | None
+    reason: str
+    run: Path
+
+
+def name_of(number: int) -> str:
+    return f"trial-{number:03d}"
+
+
+def tune(search: Search) -> Iterator[dict[int, Outcome]]:
+    """Run what is missing of a study; yields all trials that have ended, by number, at first and whenever one more has.
+
+    Raises:
+        ConfigError: the directory holds another study, or another process works on it; Optuna is not installed.
+        VerlError: the first run that finished does not record the metric.
+    """
+    with _locked(search.out):
+        study = _open(search)
+        yield _ended(study, search)
+        while (trial := _next(study, search)) is not None:
+            _run(study, trial, search)
+            yield _ended(study, search)
+
+
+def _open(search: Search) -> Study:
+    """The study of a directory, begun if there is none."""
+    optuna = _optuna()
+    from optuna.storages import JournalStorage
+    from optuna.storages.journal import JournalFileBackend
+
+    optuna.logging.set_verbosity(optuna.logging.ERROR)
+    journal = search.out / "study.jsonl"
+    try:
+        append_lines(journal, "")  # a torn last line goes
+        storage = JournalStorage(JournalFileBackend(str(journal)))
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"{journal} cannot be used: {error}; choose another --out") from None
+    steps = search.settings({d.key: d.ends[0] for d in search.space}).trainer.total_steps
+    study: Study = optuna.create_study(
+        study_name="verl",
+        storage=storage,
+        direction=search.direction,
+        pruner=optuna.pruners.MedianPruner(n_warmup_steps=round(WARM_UP * steps)),
+        load_if_exists=True,
+    )
+    began, asked = study.user_attrs.get("identity"), search.identity()
+    if began is None:
+        study.set_user_attr("identity", asked)
+    elif other := [name for name in asked if asked[name] != began.get(name)]:
+        raise ConfigError(f"{search.out} holds a study of another {' and '.join(other)}: choose another --out")
+    for values in combinations(search.space, search.trials):
+        study.enqueue_trial(values, skip_if_exists=True)
+    return study
+
+
+def _ended(study: Study, search: Search) -> dict[int, Outcome]:
+    """The trials that have ended, by number."""
+    states: dict[str, State] = {"COMPLETE": "finished", "PRUNED": "pruned", "FAIL": "failed"}
+    return {
+        trial.number: Outcome(
+            trial.number,
+            {key: value if isinstance(value, str) else repr(value) for key, value in trial.params.items()},
+            states[trial.state.name],
+            trial.value,
+            str(trial.user_attrs.get("reason", "")),
+            search.out / "runs" / str(trial.user_attrs.get("run", "")),
+        )
+        for trial in study.trials
+        if trial.state.name in states
+    }
+
+
+def best_of(ended: Mapping[int, Outcome], search: Search) -> Outcome | None:
+    """The best of the finished trials; the earliest of equals."""
+    sign = 1 if search.direction == "maximize" else -1
+    finished = [trial for trial in ended.values() if trial.state == "finished" and trial.value is not None]
+    return max(finished, key=lambda trial: (sign * (trial.value or 0.0), -trial.number), default=None)
+
+
+def _next(study: Study, search: Search) -> Trial | None:
+    """The trial that was cut off, else a new one; None once there are enough."""
+    from optuna.samplers import TPESampler
+    from optuna.trial import Trial, TrialState
+
+    trials = study.trials
+    cut_off = [trial for trial in trials if trial.state == TrialState.RUNNING]
+    waiting = [trial for trial in trials if trial.state == TrialState.WAITING]
+    number = min((trial.number for trial in cut_off or waiting), default=len(trials))
+    # A seed for each trial: a study that goes on proposes what it would have proposed without the interruption.
+    study.sampler = TPESampler(seed=int(np.random.SeedSequence([search.seed, number]).generate_state(1)[0]))
+    if cut_off:
+        return Trial(study, cut_off[0]._trial_id)
+    is_whole = bool(combinations(search.space, search.trials))
+    return study.ask() if waiting or (len(trials) < search.trials and not is_whole) else None
+
+
+def _run(study: Study, trial: Trial, search: Search) -> None:
+    """Run a trial, or on with one that was cut off, and note what became of it."""
+    from optuna.trial import TrialState
+
+    values = {dimension.key: dimension.suggest(trial) for dimension in search.space}
+    try:
+        command, run = search.command(trial.number, values)
+        trial.set_user_attr("run", run.name)
+        steps = search.settings(values).trainer.total_steps
+        if not is_finished(run, steps):
+            log = search.out / f"{name_of(trial.number)}.log"
+            if run_trial(command, log, _pruning(study, trial, run, search) if search.prune else None) == "stopped":
+                study.tell(trial, state=TrialState.PRUNED)
+                return
+        study.tell(trial, value_of(run, search.metric, search.last))
+    except (TrialFailedError, ConfigError) as error:
+        trial.set_user_attr("reason", str(error))
+        study.tell(trial, state=TrialState.FAIL)
+        if isinstance(error, UnknownMetricError) and best_of(_ended(study, search), search) is None:
+            raise VerlError(f"trial {trial.number}: {error}; begin again with another --out") from None
+
+
+def _pruning(study: Study, trial: Trial, run: Path, search: Search) -> Callable[[], bool]:
+    """Tells Optuna what a run has recorded so far, and says whether it is to be stopped."""
+    known = set(study.trials[trial.number].intermediate_values)
+
+    def is_hopeless() -> bool:
+        for step, value in points(run, search.metric):
+            if step not in known:
+                known.add(step)
+                trial.report(value, step)
+                if trial.should_prune():
+                    return True
+        return False
+
+    return is_hopeless
+
+
+@contextmanager
+def _locked(out: Path) -> Iterator[None]:
+    """Holds a directory for this process; the system lets go of it however the process ends."""
+    try:
+        (out / "runs").mkdir(parents=True, exist_ok=True)
+        file = (out / ".lock").open("a")
+    except OSError as error:
+        raise ConfigError(f"{out} cannot be used: {error.strerror or error}; choose another --out") from None
+    with file:
+        if sys.platform != "win32":
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except OSError:
+                raise ConfigError(f"another process works on the study {out}: wait for it or stop it") from None
+        yield
+
+
+def _optuna() -> Any:
+    try:
+        return importlib.import_module("optuna")
+    except ImportError as error:
+        raise ConfigError("verl tune needs optuna, which is not installed: pip install 'verl[tune]'") from error

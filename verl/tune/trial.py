@@ -1,0 +1,135 @@
+"""One trial: a `verl train` in a process of its own, so that whatever ends it ends nothing else."""
+
+from __future__ import annotations
+
+import ctypes
+import math
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Literal
+
+from verl.errors import nearest
+from verl.trainer.report import is_number, read_rows
+
+PR_SET_PDEATHSIG = 1
+#: Seconds between two looks at the records of a run, and those a run has to save when it is stopped.
+LOOK, SAVE = 1.0, 300.0
+Points = list[tuple[int, float]]
+Ended = Literal["finished", "stopped"]
+
+
+class TrialFailedError(Exception):
+    """A trial ended without a value; the message is the reason."""
+
+
+class UnknownMetricError(TrialFailedError):
+    """The run finished, and no record of it has the metric."""
+
+
+def run_trial(command: Sequence[str], log: Path, is_hopeless: Callable[[], bool] | None = None) -> Ended:
+    """Run `verl train` with `command` behind it to its end.
+
+    Args:
+        log: gets what it prints.
+        is_hopeless: asked now and then; True stops the run.
+
+    Raises:
+        TrialFailedError: it ended with an error or by a signal.
+    """
+    with log.open("ab") as output:
+        begin = output.tell()
+        process = subprocess.Popen(
+            [sys.executable, "-m", "verl", "train", *command],
+            stdin=subprocess.DEVNULL,
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            env={**os.environ, "PYTHONUNBUFFERED": "1", "NO_COLOR": "1"},
+            # A Ctrl-C is handed on by us, once: the second signal would keep it from saving.
+            start_new_session=True,
+            preexec_fn=_parent_watch(),
+        )
+        try:
+            code = _wait(process, is_hopeless)
+        finally:
+            _stop(process)
+    if code is None:
+        return "stopped"
+    if code:
+        raise TrialFailedError(_reason(code, log, begin))
+    return "finished"
+
+
+def points(run: Path, metric: str) -> Points:
+    """The steps of a run that recorded a number for a metric, and these numbers."""
+    return [(row["step"], row[metric]) for row in read_rows(run / "metrics.jsonl") if is_number(row.get(metric))]
+
+
+def value_of(run: Path, metric: str, last: int) -> float:
+    """The mean of the last records of a metric in a finished run.
+
+    Raises:
+        UnknownMetricError: no record has it.
+        TrialFailedError: it never was a number.
+    """
+    found = [value for _, value in points(run, metric)][-last:]
+    if found:
+        return math.fsum(found) / len(found)
+    known = {name for row in read_rows(run / "metrics.jsonl") for name in row} - {"step"}
+    if metric in known:
+        raise TrialFailedError(f"{metric} was never a finite number")
+    raise UnknownMetricError(f"no record of the run has the metric '{metric}': {nearest(metric, known)}")
+
+
+def _wait(process: subprocess.Popen[bytes], is_hopeless: Callable[[], bool] | None) -> int | None:
+    """The exit status; None of a run that is hopeless."""
+    while True:
+        try:
+            return process.wait(None if is_hopeless is None else LOOK)
+        except subprocess.TimeoutExpired:
+            if is_hopeless is not None and is_hopeless():
+                return None
+
+
+def _stop(process: subprocess.Popen[bytes]) -> None:
+    """End a run by a checkpoint; at once if that takes too long or we are interrupted again."""
+    if process.poll() is not None:
+        return
+    process.send_signal(signal.SIGTERM)
+    try:
+        process.wait(SAVE)
+    except subprocess.TimeoutExpired:
+        pass
+    finally:
+        process.kill()
+        process.wait()
+
+
+def _parent_watch() -> Callable[[], None] | None:
+    """On Linux a run ends with the process that started it, even where that was killed; elsewhere it goes on."""
+    if sys.platform != "linux":
+        return None
+    libc, parent = ctypes.CDLL(None), os.getpid()
+
+    def watch() -> None:
+        libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+        if os.getppid() != parent:
+            os._exit(1)
+
+    return watch
+
+
+def _reason(code: int, log: Path, begin: int) -> str:
+    """Why a run ended: the signal that killed it, its error, or the last that it said."""
+    if code < 0:
+        name = signal.Signals(-code).name
+        return f"killed by {name}{' (out of memory?)' if name == 'SIGKILL' else ''}"
+    with log.open("rb") as file:
+        file.seek(begin)
+        lines = [line.strip() for line in file.read().decode(errors="replace").splitlines() if line.strip()]
+    errors = [line for line in lines if line.startswith("error: ")]
+    said = (errors or lines or ["without a word"])[-1]
+    return f"exit status {code}: {said.removeprefix('error: ')}"
