@@ -142,6 +142,7 @@ def plan(
     efficiency: Annotated[
         str | None, typer.Option(help="Shares of the data sheet: COMPUTE,MEMORY,NETWORK, such as 0.5,0.6,0.5.")
     ] = None,
+    graph: Annotated[bool, typer.Option("--graph", help="Draw the graph of a step: nodes and their columns.")] = False,
 ) -> None:
     """Say what a run would do; with --cluster find where its models should stand there, and in which sizes.
 
@@ -149,13 +150,17 @@ def plan(
 
     [bold]Examples[/bold]
     $ verl plan recipe.yaml
+    $ verl plan recipe.yaml --graph
     $ verl plan recipe.yaml --cluster 16x8xA100 --network 200 --picture plan.svg
     $ verl plan recipe.yaml data.batch_size=4096 --cluster 128x8xH100 --scaling --within 60
     """
-    from verl.cli.plan import cluster_of, plan, plan_placement
+    from verl.cli.plan import cluster_of, draw, plan, plan_placement
     from verl.config import load_config
 
     config = load_config(file, overrides or ())
+    if graph:
+        typer.echo(draw(config))
+        return
     if cluster is None:
         if network or within or scaling or picture or calibrate or efficiency:
             raise ConfigError("verl plan: these options are of a cluster: give --cluster too, such as 16x8xA100")

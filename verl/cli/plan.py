@@ -40,6 +40,21 @@ def plan(config: Config) -> dict[str, str]:
     return lines
 
 
+def draw(config: Config) -> str:
+    """The graph of a step, of several tasks each one's.
+
+    Raises:
+        ConfigError, RewardError: see `verl.trainer.outline.outline`.
+    """
+    from verl.trainer.outline import outline
+
+    drawn = outline(config)
+    if len(drawn) == 1:
+        return str(next(iter(drawn.values())))
+    parts = [f"task {name}\n{graph}" for name, graph in drawn.items()]
+    return "\n\n".join([*parts, "update_actor is one for all tasks, on the weighted sum of their losses"])
+
+
 def cluster_of(text: str, network: float | None, efficiency: str | None, calibrate: bool) -> Cluster:
     """The cluster that the options of `verl plan` describe.
 

@@ -58,7 +58,8 @@ class Form:
     @property
     def columns(self) -> tuple[str, ...]:
         """What it reads, see `verl.rewards.source.columns_read`. Columns of the data are known once they are there."""
-        read = ("response", *(() if self.kind in ("texts", "verl") else ("prompt?", "messages?", "response_tokens?")))
+        read = ("response", *(("prompt?", "messages?") if self.kind in ("pairs", "trl") else ()))
+        read = (*read, *(("response_tokens?",) if self.kind == "trl" else ()))
         further = [name for name in self.named if name not in _OWN[self.kind]]
         own = [f"{name}?" for name in further if name not in SCHEMA]
         return (*read, *own, *(["*"] if further or self.rest else []))

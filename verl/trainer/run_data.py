@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from math import ceil
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from verl.algorithms import BaseAlgorithm
 from verl.batch import Batch
@@ -19,7 +19,9 @@ from verl.data.prompts import PromptDataset, check_disjoint, load_prompts
 from verl.data.task_loader import TaskLoader
 from verl.data.tokenize import tokenize_prompts
 from verl.errors import ConfigError, DataError
-from verl.roles.actor import Actor
+
+if TYPE_CHECKING:
+    from verl.roles.actor import Actor
 
 Data = PromptDataset | OfflineDatasetLoader
 

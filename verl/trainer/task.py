@@ -10,10 +10,7 @@ from typing import Any
 
 from verl.algorithms import BaseAlgorithm, make_algorithm
 from verl.dataflow.graph import Node
-from verl.dataflow.nodes import RewardNode
-from verl.dataflow.stages import make_stages, stage_nodes
 from verl.errors import ConfigError
-from verl.roles.reward import Reward
 from verl.rollout.base import SamplingParams
 
 #: What a task is called where there is only one.
@@ -54,6 +51,11 @@ class Task:
         critic: Any = None,
         nodes: Mapping[str, Any] | Iterable[str] = (),
     ) -> None:
+        # These import transformers, without which settings are checked.
+        from verl.dataflow.nodes import RewardNode
+        from verl.dataflow.stages import make_stages, stage_nodes
+        from verl.roles.reward import Reward
+
         if not re.fullmatch(r"\w[\w-]*", str(name)):
             raise ConfigError(f"the name of a task must be letters, digits, _ and -, not '{name}'")
         for what, number in (("share", share), ("loss_weight", loss_weight)):

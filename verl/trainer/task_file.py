@@ -9,7 +9,6 @@ from typing import Any
 from verl.algorithms import BaseAlgorithm, make_algorithm
 from verl.config import TaskConfig, load_tasks
 from verl.errors import ConfigError
-from verl.roles.reward import Reward
 from verl.trainer.task import Task, check_sources
 
 
@@ -52,6 +51,8 @@ def samples_of(config: TaskConfig, algorithm: BaseAlgorithm) -> int:
 
 
 def _task(config: TaskConfig, called: dict[str, Any]) -> Task:
+    from verl.roles.reward import Reward  # it imports transformers, without which settings are checked
+
     algorithm = algorithm_of(config)
     try:
         sources = {}

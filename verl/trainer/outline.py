@@ -1,0 +1,81 @@
+"""The graph of a run's step from its settings alone, without a model."""
+
+from __future__ import annotations
+
+from functools import partial
+from types import SimpleNamespace
+from typing import Any
+
+from verl.algorithms import BaseAlgorithm, make_algorithm
+from verl.batch import Batch
+from verl.config import Config, CostConfig
+from verl.config.schema import REWARDS
+from verl.dataflow.graph import Graph
+from verl.dataflow.nodes import RewardNode, RolloutNode, UpdateNode
+from verl.rewards.forms import recognise
+from verl.rewards.model import RewardModel
+from verl.rewards.source import RewardResult
+from verl.roles.reads import VALUES, reads
+from verl.roles.reward import Reward
+from verl.trainer.check import source_options
+from verl.trainer.task import MAIN
+from verl.trainer.task_file import algorithm_of
+
+
+class _UnreadModel:
+    """Stands for a reward model, whose weights are not read."""
+
+    name = "reward_model"
+    whole_batch = True
+    columns = recognise(partial(RewardModel.scores, None)).columns  # type: ignore[arg-type]
+
+    async def score(self, batch: Batch) -> RewardResult:
+        raise NotImplementedError("an outline computes nothing")
+
+
+def outline(config: Config) -> dict[str, Graph]:
+    """The graph of each task, equal to that of its trainer. Imports the user's functions.
+
+    Raises:
+        ConfigError, RewardError: an algorithm or a reward is none.
+    """
+    if not config.tasks:
+        algorithm = make_algorithm(config.algorithm.name, **config.algorithm.options)
+        given = {role: _source(getattr(config, role)) for role in ("reward", "cost")}
+        return {MAIN: _graph(config, algorithm, {role: source for role, source in given.items() if source is not None})}
+    return {
+        task.name: _graph(
+            config,
+            algorithm_of(task),
+            {} if task.reward_model is None else {"reward": _made(task.reward_model, task.reward_config)},
+        )
+        for task in config.tasks
+    }
+
+
+def _graph(config: Config, algorithm: BaseAlgorithm, sources: dict[str, Reward]) -> Graph:
+    here = SimpleNamespace(is_local=True)
+    critics: Any = {role: SimpleNamespace(controller=here) for role in VALUES if role in algorithm.roles}
+    rollout = config.actor_rollout_ref.rollout
+    actor: Any = SimpleNamespace(controller=here, rollout_options=rollout, compute_ref_log_probs=None)
+    updater: Any = SimpleNamespace(
+        algorithm=algorithm, actor=actor, critics=critics, reads=reads(algorithm, actor, critics), prepare=None
+    )
+    nodes = [RewardNode(source, column=role).as_node(role) for role, source in sources.items()]
+    if algorithm.online:
+        sampled = RolloutNode(actor, algorithm=algorithm, greedy_baseline=algorithm.greedy_baseline)
+        nodes.insert(0, sampled.as_node("rollout"))
+    return Graph([*nodes, *UpdateNode(updater).as_node("update")])
+
+
+def _source(section: CostConfig) -> Reward | None:
+    if not section.is_given:
+        return None
+    if section.components:
+        return Reward({name: (_made(**source_options(part)), part.weight) for name, part in section.components.items()})
+    return _made(**source_options(section))
+
+
+def _made(source: Any, options: Any = None, **others: Any) -> Reward:
+    is_model = isinstance(source, str) and source not in REWARDS and ".py:" not in source and "://" not in source
+    return Reward(_UnreadModel()) if is_model else Reward(source, **(options or {}), **others)
