@@ -22,7 +22,7 @@ from verl.tune import study as studies
 from verl.tune.report import write_results
 from verl.tune.space import parse
 from verl.tune.study import Outcome, Search, tune
-from verl.tune.trial import TrialFailedError, UnknownMetricError, run_trial, value_of
+from verl.tune.trial import TrialFailedError, UnknownMetricError, value_of
 
 LR = "actor_rollout_ref.actor.optim.lr"
 REWARD = """
@@ -246,17 +246,23 @@ def test_pruning_follows_the_median_after_a_warm_up(recipe: Path) -> None:
 
 
 @pytest.mark.slow
-def test_a_hopeless_run_is_stopped_and_has_saved(recipe: Path) -> None:
-    search = search_of(recipe, f"{LR}=1e-4..1e-2")
+def test_a_run_below_the_median_is_stopped_and_has_saved(recipe: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(studies, "WARM_UP", 0)
+    search = search_of(recipe, f"{LR}=1e-4..1e-2", trials=6, prune=True)
+    search = replace(search, overrides=("trainer.total_steps=100000",))
     search.out.mkdir()
-    arguments, run = search.command(7, {LR: "0.001"})
-    assert arguments[1] == f"{LR}=0.001"
-    ended = run_trial(
-        [*arguments, "trainer.total_steps=100000"], search.out / "log", (run / "checkpoints/latest").exists
-    )
-    assert ended == "stopped"
-    assert not (run / "summary.json").exists()
-    assert "finishing this step and saving a checkpoint" in (search.out / "log").read_text()
+    study = studies._open(search)
+    for _ in range(5):
+        trial = study.ask()
+        for step in range(1, 6):
+            trial.report(1.0, step)  # more than the reward of an untrained model
+        study.tell(trial, 1.0)
+    *_, ended = tune(search)
+    last = ended[5]
+    assert (last.state, last.reason) == ("pruned", "")
+    assert last.value is not None and 0 < last.value < 1
+    assert (last.run / "checkpoints" / "latest").exists() and not (last.run / "summary.json").exists()
+    assert "finishing this step and saving a checkpoint" in (search.out / "trial-005.log").read_text()
 
 
 def test_a_misspelled_metric_ends_the_study_at_the_first_run(recipe: Path) -> None:

@@ -108,5 +108,5 @@ def _print(search: Search, ended: Mapping[int, Outcome]) -> None:
     for name in columns(search):
         table.add_column(Text(name))
     for line in rows(search, ended):
-        table.add_row(*map(Text, line))
+        table.add_row(*map(Text, line[:-1]), ended[int(line[0])].state)  # why it failed was said, and is in the report
     Console(soft_wrap=True).print(table)

@@ -41,7 +41,10 @@ def rows(search: Search, ended: Mapping[int, Outcome]) -> list[tuple[str, ...]]:
 
 
 def columns(search: Search) -> list[str]:
-    return ["trial", *(dimension.key for dimension in search.space), search.metric, ""]
+    """What stands above `rows`: a key is called by its last word if no other has that."""
+    words = [dimension.key.rpartition(".")[2] for dimension in search.space]
+    names = [word if words.count(word) == 1 else d.key for word, d in zip(words, search.space, strict=True)]
+    return ["trial", *names, search.metric, ""]
 
 
 def shown(trial: Outcome) -> str:
