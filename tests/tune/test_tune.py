@@ -210,7 +210,14 @@ def test_a_directory_holds_one_study_and_one_process(recipe: Path) -> None:
         next(tune(replace(search, space=parse([f"{LR}=1e-5..1e-2:log"]), overrides=("trainer.total_steps=3",))))
     with (search.out / "study.jsonl").open("a") as journal:
         journal.write('{"torn')
+    (search.out / "study.jsonl.lock").symlink_to("study.jsonl")
     assert next(tune(search)) == {}
+
+
+def test_without_the_library_the_extra_is_named(recipe: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "optuna", None)
+    with pytest.raises(ConfigError, match=r"pip install 'verl\[tune\]'"):
+        next(tune(search_of(recipe, f"{LR}=1e-5..1e-1:log")))
 
 
 def metrics(run: Path, values: list[float | None]) -> None:

@@ -132,7 +132,8 @@ def _open(search: Search) -> Study:
     optuna.logging.set_verbosity(optuna.logging.ERROR)
     journal = search.out / "study.jsonl"
     try:
-        append_lines(journal, "")  # a torn last line goes
+        append_lines(journal, "")  # a torn last line goes, and so does the library's lock of a process that was killed
+        journal.with_name(f"{journal.name}.lock").unlink(missing_ok=True)
         storage = JournalStorage(JournalFileBackend(str(journal)))
     except (OSError, ValueError) as error:
         raise ConfigError(f"{journal} cannot be used: {error}; choose another --out") from None
