@@ -100,6 +100,17 @@ def test_a_traced_loop_runs_and_learns(tiny: Path) -> None:
     assert len(result.batch) == len(PROMPTS)
 
 
+def test_a_traced_loop_without_an_algorithm_learns_as_its_verbs_would(tiny: Path) -> None:
+    def step(actor: verl.Actor, reward: verl.Reward, prompts: Any, n: int = 1) -> None:
+        sequences = actor.generate_sequences(prompts, n=n)
+        actor.update(sequences, rewards=reward.get_reward(sequences))
+
+    for n, name in ((1, "reinforce_plus_plus"), (2, "grpo")):
+        actor = actor_of(tiny)
+        graph = trace(lambda a, r, p, n=n: step(a, r, p, n), actor, verl.Reward(low_bytes)).graph  # type: ignore[misc]
+        assert graph == verl.Trainer(actor, reward_fn=low_bytes, algorithm=name, log_dir=False).graph
+
+
 def test_what_a_traced_loop_cannot_say_is_refused_by_name(tiny: Path) -> None:
     actor, reward = actor_of(tiny, made("ppo")), verl.Reward(low_bytes)
 

@@ -12,10 +12,12 @@ def default_algorithm(batch: Batch) -> BaseAlgorithm:
 
     Without KL: an algorithm made anew for each call has no adaptive coefficient, and needs no reference model.
     """
-    if "values" in batch:
-        return value_algorithm()
-    several = all(len(rows) > 1 for rows in batch.group_indices())
-    return make_algorithm("grpo" if several else "reinforce_plus_plus")
+    return usual_algorithm("values" in batch, all(len(rows) > 1 for rows in batch.group_indices()))
+
+
+def usual_algorithm(has_values: bool, several: bool) -> BaseAlgorithm:
+    """The same, of samples that are yet to come; `several` a prompt."""
+    return value_algorithm() if has_values else make_algorithm("grpo" if several else "reinforce_plus_plus")
 
 
 def value_algorithm() -> BaseAlgorithm:

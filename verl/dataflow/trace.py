@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-from verl.algorithms import make_algorithm
+from verl.algorithms.default import usual_algorithm
 from verl.dataflow.nodes import RolloutNode
 from verl.dataflow.pipeline import RLDataPipeline
 from verl.errors import ConfigError, nearest
@@ -148,14 +148,9 @@ def _updater(notes: _Notes, actor: Actor, n: int) -> Updater | None:
     if updates[0][0] is not actor:
         raise ConfigError("the step samples from one actor and updates another")
     ((_, given, _), *_) = updates
-    usual = "ppo" if "values" in given else "grpo" if n > 1 else "reinforce_plus_plus"
-    options = {"kl_in": "none"} if "values" in given else {}
-    algorithm = make_algorithm(usual, **options) if actor.algorithm is None else actor.algorithm
-    if bool(critics) != ("critic" in algorithm.roles):
-        has = (
-            "trains a critic, which the step does not update"
-            if not critics
-            else "has no critic, and the step updates one"
-        )
-        raise ConfigError(f"algorithm '{algorithm.name}' {has}")
+    algorithm = actor.algorithm or usual_algorithm("values" in given, n > 1)
+    if critics and "critic" not in algorithm.roles:
+        raise ConfigError(f"algorithm '{algorithm.name}' has no critic, and the step updates one")
+    if not critics and "critic" in algorithm.roles:
+        raise ConfigError(f"algorithm '{algorithm.name}' trains a critic, which the step does not update")
     return Updater(algorithm, actor=actor, critic=critics[0] if critics else None)

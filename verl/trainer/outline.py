@@ -25,7 +25,7 @@ from verl.trainer.task_file import algorithm_of
 class _UnreadModel:
     """Stands for a reward model, whose weights are not read."""
 
-    name = "reward_model"
+    name = "model"
     whole_batch = True
     columns = recognise(partial(RewardModel.scores, None)).columns  # type: ignore[arg-type]
 
