@@ -33,7 +33,7 @@ import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field
 from itertools import islice, permutations
@@ -48,6 +48,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 import verl
 from verl.algorithms import algorithm_names, make_algorithm
+from verl.rollout.constrained import ConstrainedEpisode
 
 NUMBERS = range(20)
 WORDS = ["<end>", "<unknown>", "=", *map(str, NUMBERS)]
@@ -69,6 +70,7 @@ class Settings:
 #: Where the common settings do not suit: a constraint needs time to settle, likelihood a lower rate.
 SETTINGS: dict[str, Settings] = {
     "safe_rlhf": Settings(steps=240, options={"cost_limit": COST_LIMIT}),
+    "constrained_decoding": Settings(lr=3e-4),
     "reward_conditioned": Settings(lr=3e-4, options={"prefixes": ["= ", "<unknown> "]}),
 }
 OFFLINE = Settings(lr=3e-4)
@@ -146,6 +148,11 @@ def right(responses: list[str], prompts: list[str]) -> list[float]:
     return [float(r.strip() == best) for r, best in zip(responses, largest, strict=True)]
 
 
+def is_right(text: str, row: Mapping[str, Any]) -> bool:
+    """The constraint, likewise."""
+    return right([text], [row["prompt"]]) == [1.0]
+
+
 def large(responses: list[str]) -> list[float]:
     """The cost: 1 for a number from COSTLY."""
     costly = {str(n) for n in NUMBERS if n >= COSTLY}
@@ -191,7 +198,11 @@ def run(name: str, seed: int, control: str, base: Path) -> Curve:
     given: dict[str, Any] = {"reward_fn": right} if "reward" in algorithm.roles else {}
     if "cost" in algorithm.roles:
         given["cost"] = large
-    trainer = verl.Trainer(actor, algorithm=algorithm, log_dir=False, permute_rewards=control == PERMUTED, **given)
+    if algorithm.needs_constraint:  # of what is sampled to be learned, not of what is measured
+        given = {"tasks": [verl.Task(algorithm=algorithm, episode=ConstrainedEpisode(accept=is_right))]}
+    else:
+        given["algorithm"] = algorithm
+    trainer = verl.Trainer(actor, log_dir=False, permute_rewards=control == PERMUTED, **given)
     objective, measure = _objective(trainer, seed)
     rng = random.Random(1000 + seed)
     batches: Callable[[], Any]

@@ -32,7 +32,7 @@ def base(learning: ModuleType, tmp_path_factory: pytest.TempPathFactory) -> Path
     return path
 
 
-@pytest.mark.parametrize("name", ["rloo", "ppo", "dpo", "kto", "sft", "reward_model"])
+@pytest.mark.parametrize("name", ["rloo", "ppo", "dpo", "kto", "sft", "reward_model", "constrained_decoding"])
 def test_one_of_each_family_learns(
     learning: ModuleType, base: Path, monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:

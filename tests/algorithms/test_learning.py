@@ -95,6 +95,8 @@ def train_online(name: str, lr: float, steps: int = 40, **options: Any) -> tuple
         batch = rollout(table, 8, algorithm.greedy_baseline)
         cost = (torch.tensor(batch["response_tokens"]) == TARGETS[prompts_of(batch)])[:, -1].double()
         batch = batch.add({"reward": hits(batch), "cost": cost})
+        if algorithm.needs_constraint:  # one hit at least
+            batch = batch.add({"finish": ["stop" if hit > 0 else "reject" for hit in hits(batch).tolist()]})
         columns = {"ref_log_probs": reference.log_probs(batch)}
         columns |= {"values": table.values(batch, "critic"), "cost_values": table.values(batch, "cost_critic")}
         rewards.append(float(hits(batch).mean()))

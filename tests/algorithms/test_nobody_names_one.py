@@ -18,6 +18,7 @@ OTHER_MEANING = {
     ("rewards/model.py", "reward_model"),
     ("trainer/check.py", "reward_model"),
     ("trainer/outline.py", "reward_model"),
+    ("trainer/run_data.py", "reward_model"),
     ("trainer/task_file.py", "reward_model"),
 }
 

@@ -2,6 +2,7 @@
 
 from verl.algorithms import (  # noqa: F401 - importing an algorithm's module registers it
     cispo,
+    constrained_decoding,
     dapo,
     dpo,
     dr_grpo,

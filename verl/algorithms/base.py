@@ -61,6 +61,8 @@ class BaseAlgorithm(ABC):
         greedy_baseline: each prompt gets one greedy sample beside the others in the same rollout, marked by the
             row column `baseline`; `prepare` takes it out.
         needs_log_probs: the trainer's own `log_probs` must be a column before `prepare`, whichever engine sampled.
+        needs_constraint: samples come under one, an episode of the task's or the actor's.
+        measures: roles out of "reward" and "cost" that it may be given, is measured by, and does not learn from.
         unread: options that its loss never reads, and why; see `unread_options`.
     """
 
@@ -71,6 +73,8 @@ class BaseAlgorithm(ABC):
     samples_per_prompt: ClassVar[int] = 8
     greedy_baseline: ClassVar[bool] = False
     needs_log_probs: ClassVar[bool] = False
+    needs_constraint: ClassVar[bool] = False
+    measures: ClassVar[frozenset[str]] = frozenset()
     unread: ClassVar[Mapping[str, str]] = {}
 
     loss_agg_mode: AggregationMode = "token-mean"

@@ -38,6 +38,7 @@ class RolloutNode:
         params: how they are drawn; None: as the actor does.
         algorithm: what is learned from them, which may put a text before prompts (`prompt_prefixes`).
         greedy_baseline: each prompt gets a greedy sample, too.
+        task: whose prompts these are, which may have an episode of its own (`Actor.play`).
     """
 
     def __init__(
@@ -48,8 +49,9 @@ class RolloutNode:
         params: SamplingParams | None = None,
         algorithm: BaseAlgorithm | None = None,
         greedy_baseline: bool = False,
+        task: str | None = None,
     ) -> None:
-        self.actor, self.n, self.params = actor, n, params
+        self.actor, self.n, self.params, self.task = actor, n, params, task
         self.algorithm, self.greedy_baseline = algorithm, greedy_baseline
 
     def as_node(self, name: str) -> Node:
@@ -70,12 +72,13 @@ class RolloutNode:
         of_rows = (
             self.algorithm is not None and type(self.algorithm).prompt_prefixes is not BaseAlgorithm.prompt_prefixes
         )
-        return of_rows or self.actor.rollout_options.episode is not None
+        options = self.actor.rollout_options
+        return of_rows or options.episode is not None or self.task in options.episodes
 
     def _rollout(self, prompts: Batch) -> Iterator[Batch]:
         prompts = prompts if self.algorithm is None else self.actor.prefixed(prompts, self.algorithm)
         rows = expand(prompts, self.n, self.greedy_baseline)
-        return self.actor.rollout(rows, self.params or self.actor.sampling)
+        return self.actor.rollout(rows, self.params or self.actor.sampling, self.task)
 
     def _samples(self, prompts: Batch) -> list[list[str]]:
         rows = expand(prompts, self.n, self.greedy_baseline)

@@ -282,7 +282,23 @@ class Actor:
         row_of = {id_: row for row, id_ in enumerate(done["id"])}
         return done.take([row_of[id_] for id_ in rows["id"]])
 
-    def rollout(self, rows: Batch, params: SamplingParams) -> Iterator[Batch]:
+    def play(self, task: str, episode: Episode) -> None:
+        """Sample the responses of a task by an episode of its own.
+
+        Raises:
+            ConfigError: the workers have been made already; or it has tools, which the chat template would show for the
+                prompts of all tasks.
+        """
+        if self._group is not None:
+            raise ConfigError(f"the actor's workers are in place: give task '{task}' its episode before the first verb")
+        if getattr(episode, "schemas", ()):
+            raise ConfigError(f"task '{task}': an episode with tools is the actor's: give it Actor(episode=...)")
+        if (check := getattr(episode, "check_tokenizer", None)) is not None:
+            check(self.tokenizer)
+        options = self.rollout_options
+        self.rollout_options = options.replace(episodes={**options.episodes, task: episode})
+
+    def rollout(self, rows: Batch, params: SamplingParams, task: str | None = None) -> Iterator[Batch]:
         """Samples for rows that `expand` made, as groups finish, with their decoded text; `temperature`, where it is
         not the one that log-probs and updates are otherwise of."""
         other = params.temperature not in (0, self.plan.temperature)
@@ -295,7 +311,7 @@ class Actor:
                 params.max_new_tokens,
                 positions,
             )
-        for chunk in self.group.call("generate", rows, params):
+        for chunk in self.group.call("generate", rows, params, task):
             samples = self.stamped(chunk)
             yield samples.add({"temperature": [float(params.temperature)] * len(samples)}) if other else samples
 

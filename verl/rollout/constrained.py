@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+import inspect
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Any
 
 from verl.errors import ConfigError
@@ -47,7 +48,7 @@ class ConstrainedEpisode:
     Args:
         grammar: of every response, or a function from a row to its grammar (or None).
         guard: checks the partial text; see `Guard`, `ScoreGuard`.
-        accept: a function from the text of a finished response and its row to whether it is accepted.
+        accept: a function, plain or async, from the text of a finished response and its row to whether it is accepted.
         max_resamples: further tries after a rejected response.
         deadline: seconds for an episode.
 
@@ -63,7 +64,7 @@ class ConstrainedEpisode:
         *,
         grammar: Grammar | Callable[[Mapping[str, Any]], Grammar | None] | None = None,
         guard: Guard | None = None,
-        accept: Callable[[str, Mapping[str, Any]], bool] | None = None,
+        accept: Callable[[str, Mapping[str, Any]], bool | Awaitable[bool]] | None = None,
         max_resamples: int = 3,
         deadline: float = DEADLINE,
     ) -> None:
@@ -84,7 +85,8 @@ class ConstrainedEpisode:
             holds = sample.finish == "stop" or (sample.finish == "length" and grammar is None)
             if holds and self.accept is not None:
                 text = client.tokenizer.decode(sample.tokens, skip_special_tokens=True)
-                holds = bool(self.accept(str(text), row))
+                accepted = self.accept(str(text), row)
+                holds = bool(await accepted if inspect.isawaitable(accepted) else accepted)
             if holds:
                 return [turns]
         turns.finish = "reject"

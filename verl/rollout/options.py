@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, Field, model_validator
@@ -127,11 +128,13 @@ class SamplerOptions(RolloutOptions):
     Attributes:
         name: a name, "FILE.py:NAME" of an `EngineFactory`, or such a factory.
         episode: what happens between a row and the engine, or "FILE.py:NAME" of it; None: a single turn.
+        episodes: of tasks, by name, in the place of `episode`.
         seed: of the run; with a sample's id it fixes the sample's randomness.
     """
 
     name: Any = "embedded"
     episode: Any = None
+    episodes: Mapping[str, Any] = Field(default={})
     seed: int = 0
 
     @property

@@ -62,12 +62,20 @@ class ActiveTask:
         self.sources, self.n, self._run = task.sources, task.n, run
         self.actor = actor
         self.sampling = as_sampling(task.sampling, actor.sampling)
+        if task.episode is not None:
+            actor.play(task.name, task.episode)
+        if self.algorithm.needs_constraint and not (task.episode or actor.rollout_options.episode):
+            raise ConfigError(
+                f"task '{self.name}': algorithm '{self.algorithm.name}' samples under a constraint: give the task one "
+                "(constraint_model in YAML, episode=ConstrainedEpisode(...) in Python)"
+            )
         self.updater = Updater(task.algorithm, actor=actor, critic=critic)
         self.episodes = Failures(max_failed_episodes)
         self.experience = Experience(
             self.updater,
             task.nodes,
             run,
+            task=self.name,
             n=self.n,
             sampling=self.sampling,
             max_resamples=max_resamples,
@@ -93,8 +101,8 @@ class ActiveTask:
         if "id" in problems:  # a loader names visits, not problems
             problems = problems.drop(["id", "group"]).add({"group": [f"eval.{i}" for i in range(len(problems))]})
         params = replace(self.sampling, temperature=temperature)
-        rollout = RolloutNode(self.actor, n=n, params=params, algorithm=self.algorithm).as_node("rollout")
-        graph = Graph([rollout, *self.task.nodes])
+        rollout = RolloutNode(self.actor, n=n, params=params, algorithm=self.algorithm, task=self.name)
+        graph = Graph([rollout.as_node("rollout"), *self.task.nodes])
         with ExitStack() as stack:
             for source in self.sources.values():
                 stack.enter_context(source.apart())

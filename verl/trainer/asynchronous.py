@@ -79,7 +79,8 @@ class AsyncTrainer(Trainer):
             )
         super().__init__(*args, **options)
         rollout = self.actor.rollout_options
-        check_asynchronous(self.algorithm, rollout.name, rollout.episode, rollout.tensor_parallel)
+        episode = self.task.task.episode or rollout.episode
+        check_asynchronous(self.algorithm, rollout.name, episode, rollout.tensor_parallel)
         self.schedule: Schedule[Batch] = Schedule(batch_size, max_staleness)
         least, most = check_range(RolloutPool.role, rollout_workers, max_rollout_workers)
         self._make_group = partial(RolloutPool, size=least, most=most, transport=transport)

@@ -28,6 +28,7 @@ class Experience:
         updater: the algorithm and its models.
         nodes: what is done with samples before any model reads them, such as rewards.
         run: runs a graph on a batch.
+        task: its name.
         n, sampling: samples a prompt, and how they are drawn.
         max_resamples: further rollouts for prompts whose samples the algorithm rejects.
         episodes: counts episodes that failed.
@@ -39,6 +40,7 @@ class Experience:
         nodes: Sequence[Node],
         run: Callable[[Graph, Batch], Result],
         *,
+        task: str,
         n: int,
         sampling: SamplingParams,
         max_resamples: int,
@@ -48,8 +50,9 @@ class Experience:
         self.max_resamples, self._run = max_resamples, run
         self.nodes: list[Node] = [*nodes, *UpdateNode(updater).experience()]
         if self.algorithm.online:
-            _warn_of_masks(updater.actor, sampling)
+            _warn_of_masks(updater.actor, sampling, task)
             made_for: dict[str, Any] = {"algorithm": self.algorithm, "greedy_baseline": self.algorithm.greedy_baseline}
+            made_for["task"] = task
             self.nodes.insert(0, RolloutNode(updater.actor, n=n, params=sampling, **made_for).as_node("rollout"))
         self.graph = Graph(self.nodes)
         self.metric_fns: dict[str, Callable[[Batch], float]] = {}
@@ -152,9 +155,11 @@ class Experience:
             )
 
 
-def _warn_of_masks(actor: Actor, sampling: SamplingParams) -> None:
+def _warn_of_masks(actor: Actor, sampling: SamplingParams, task: str) -> None:
+    of_task = actor.rollout_options.episodes.get(task)
+    grammar = actor.masks if of_task is None else getattr(of_task, "masks", False)
     masks = {"top_k": sampling.top_k > 0, "top_p": sampling.top_p < 1, "min_p": sampling.min_p > 0}
-    if on := [*(name for name, is_on in masks.items() if is_on), *(["a grammar"] if actor.masks else [])]:
+    if on := [*(name for name, is_on in masks.items() if is_on), *(["a grammar"] if grammar else [])]:
         logger.warning(
             "%s: samples come from the masked policy, log-probs are those of the policy without the mask, so the "
             "gradient is biased by as much as the mask takes away",

@@ -166,7 +166,7 @@ def _held_out_by_task(config: Config, algorithms: Mapping[str, BaseAlgorithm]) -
     else:
         held_out = _prompts(config, source)
     for name in by_task(held_out.batch, [*algorithms]):
-        if "reward" not in algorithms[name].roles:
+        if next(task.reward_model for task in config.tasks if task.name == name) is None:
             raise ConfigError(f"data.eval has rows of task '{name}', which has no reward to score them: leave them out")
     return held_out
 

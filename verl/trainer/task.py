@@ -12,6 +12,7 @@ from verl.algorithms import BaseAlgorithm, make_algorithm
 from verl.dataflow.graph import Node
 from verl.errors import ConfigError
 from verl.rollout.base import SamplingParams
+from verl.rollout.episode import Episode
 
 #: What a task is called where there is only one.
 MAIN = "main"
@@ -30,6 +31,8 @@ class Task:
             alike.
         critic: the value model of this task; None: made from the actor's where the algorithm has one.
         sampling: how responses are drawn; None: as the actor does.
+        episode: what happens between a prompt and its response, such as a `ConstrainedEpisode`; None: as the actor
+            does. It is for this task's prompts alone: the rollouts of others are as they are without it.
         nodes: further nodes of the step's graph: names of registered ones (`verl.register_node`), or a mapping of names
             to stages (see `RLDataPipeline`). One that writes `reward` or `cost` is the source of it.
 
@@ -49,6 +52,7 @@ class Task:
         loss_weight: float | None = None,
         sampling: SamplingParams | Mapping[str, Any] | None = None,
         critic: Any = None,
+        episode: Episode | None = None,
         nodes: Mapping[str, Any] | Iterable[str] = (),
     ) -> None:
         # These import transformers, without which settings are checked.
@@ -62,7 +66,7 @@ class Task:
             if number is not None and not 0 <= number < math.inf:
                 raise ConfigError(f"task '{name}': {what} must be a number of at least 0, not {number!r}")
         self.name, self.share, self.loss_weight, self.sampling = name, share, loss_weight, sampling
-        self.critic = critic
+        self.critic, self.episode = critic, episode
         self.algorithm = make_algorithm(algorithm)
         given = dict(sources or {})
         stages = make_stages(nodes)
@@ -86,7 +90,7 @@ class Task:
 def check_sources(algorithm: BaseAlgorithm, given: Iterable[str]) -> None:
     """Raises ConfigError for a reward or cost that is missing, or that the algorithm does not have."""
     given = set(given)
-    if extra := sorted(given - algorithm.roles):
+    if extra := sorted(given - algorithm.roles - algorithm.measures):
         raise ConfigError(f"algorithm '{algorithm.name}' has no {extra[0]}: leave {extra[0]}=... out")
     if algorithm.online and (lacking := {"reward", "cost"} & algorithm.roles - given):
         role = max(lacking)

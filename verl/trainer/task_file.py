@@ -9,6 +9,7 @@ from typing import Any
 from verl.algorithms import BaseAlgorithm, make_algorithm
 from verl.config import TaskConfig, load_tasks
 from verl.errors import ConfigError
+from verl.rollout.episode import Episode
 from verl.trainer.task import Task, check_sources
 
 
@@ -66,6 +67,15 @@ def _task(config: TaskConfig, called: dict[str, Any]) -> Task:
             share=config.share,
             loss_weight=config.loss_weight,
             sampling=config.sampling or None,
+            episode=_episode(config),
         )
     except ConfigError as error:
         raise ConfigError(f"task '{config.name}': {error}") from error
+
+
+def _episode(config: TaskConfig) -> Episode | None:
+    if config.constraint_model is None:
+        return None
+    from verl.trainer.constraints import make_constraint
+
+    return make_constraint(config.constraint_model, **config.constraint_config)

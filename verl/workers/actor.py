@@ -180,10 +180,11 @@ class ActorWorker(TrainedWorker):
         return is_same and bool(getattr(self.rollout_engine, "exact", False))
 
     @verb("rollout", split="rows", collect="batches")
-    def generate(self, prompts: Batch, params: SamplingParams) -> Iterator[Batch]:
+    def generate(self, prompts: Batch, params: SamplingParams, task: str | None = None) -> Iterator[Batch]:
         """Samples as groups finish. Rows carry `id`, `group` and `prompt_tokens`; a row whose column
-        `baseline` is true is decoded greedily. Yields the rows with the response columns added; under an episode
-        also `rejected` (responses thrown away before this one) and `episode_error` (why there is none, or null)."""
+        `baseline` is true is decoded greedily. `task` may have an episode of its own. Yields the rows with the response
+        columns added; under an episode also `rejected` (responses thrown away before this one) and `episode_error` (why
+        there is none, or null)."""
         engine = self.rollout_engine
         with self._weights(overlap=self.rollout.overlap_comm) as weights:
             engine.wake()
@@ -192,15 +193,15 @@ class ActorWorker(TrainedWorker):
                 if isinstance(engine, EmbeddedEngine) and not engine.leads:
                     engine.follow()
                 else:
-                    yield from self._groups(engine, prompts, params, weights.precision)
+                    yield from self._groups(engine, prompts, params, task, weights.precision)
             finally:
                 engine.sleep()
 
     def _groups(
-        self, engine: RolloutEngine, prompts: Batch, params: SamplingParams, precision: torch.dtype
+        self, engine: RolloutEngine, prompts: Batch, params: SamplingParams, task: str | None, precision: torch.dtype
     ) -> Iterator[Batch]:
         """The rows of `generate`, on a rank that has requests."""
-        episode = load_episode(self.rollout.episode)
+        episode = load_episode(self.rollout.episodes.get(task or "", self.rollout.episode))
         greedy = replace(params, temperature=0.0)
         baseline = prompts["baseline"] if "baseline" in prompts else [False] * len(prompts)
         rows = [greedy if is_baseline else params for is_baseline in baseline]

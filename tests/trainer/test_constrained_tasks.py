@@ -1,0 +1,167 @@
+"""A task that samples under a constraint, beside others that do not, and what learns from it."""
+
+from __future__ import annotations
+
+import pickle
+import statistics
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
+
+import verl
+from tests.trainer.cases import PROMPTS, SHORT, low_bytes
+from verl.algorithms import make_algorithm
+from verl.errors import ConfigError
+from verl.rollout.constrained import ConstrainedEpisode
+from verl.rollout.guards import TEMPLATE, GuardModel
+from verl.shard import checksum
+from verl.trainer.constraints import make_constraint
+from verl.trainer.task import Task
+
+
+def begins_low(text: str, row: Mapping[str, Any]) -> bool:
+    return text[:1] < "d"
+
+
+async def ends_low(text: str, row: Mapping[str, Any]) -> bool:
+    return text[-1:] < "d"
+
+
+def actor(path: Path, **options: Any) -> verl.Actor:
+    return verl.Actor(str(path), optim={"lr": 1e-2}, sampling=SHORT, **options)
+
+
+def constrained(accept: Any = begins_low, tries: int = 2, **options: Any) -> Task:
+    episode = ConstrainedEpisode(accept=accept, max_resamples=tries)
+    return Task("held", make_algorithm("constrained_decoding", **options), n=4, episode=episode)
+
+
+def test_a_constraint_is_of_its_own_task_alone(tiny: Path) -> None:
+    seen: dict[bool, list[Any]] = {}
+
+    def reward(completions: list[str]) -> list[float]:
+        return low_bytes(completions)
+
+    for with_one in (False, True):
+        episode = ConstrainedEpisode(accept=ends_low, max_resamples=3) if with_one else None
+        free = Task("free", "grpo", {"reward": reward}, n=2)
+        tasks = [free, Task("held", "grpo", {"reward": reward}, n=4, episode=episode)]
+        trainer = verl.Trainer(actor(tiny), tasks=tasks, log_dir=False)
+        parts = {name: trainer.begin(name, PROMPTS).result() for name in ("free", "held")}
+        seen[with_one] = parts["free"][0]["response_tokens"]
+        assert "rejected" not in parts["free"][0]
+        assert (parts["held"][1].get("rollout/rejection_rate", 0.0) > 0) == with_one
+        if with_one:
+            rows = parts["held"][0]
+            assert all(r[-1:] < "d" for r, f in zip(rows["response"], rows["finish"], strict=True) if f != "reject")
+            assert [reward is None for reward in rows["reward"]] == [finish == "reject" for finish in rows["finish"]]
+            record = trainer.step({"free": PROMPTS, "held": PROMPTS})
+            assert record["task/held/rejection_rate"] > 0 and record["task/free/rejection_rate"] == 0
+    assert seen[True] == seen[False]
+
+
+def test_what_holds_is_learned_by_likelihood_and_nothing_else_is(tiny: Path) -> None:
+    trainer = verl.Trainer(actor(tiny), tasks=[constrained()], log_dir=False)
+    drawn, _ = trainer.task.samples(trainer.actor.prompts(PROMPTS, key="s0"), "s0")
+    holds = [finish != "reject" for finish in drawn["finish"]]
+    assert 0 < sum(holds) < len(holds)
+    record = trainer.step(PROMPTS)
+    assert record["constraint/accepted"] == sum(holds) / len(holds)
+    plain = actor(tiny)
+    plain.train(drawn.filter(holds), make_algorithm("sft"))
+    assert checksum(plain.shards()) == checksum(trainer.actor.shards())
+
+
+def test_without_learning_the_constraint_acts_and_the_weights_stay(tiny: Path) -> None:
+    trainer = verl.Trainer(actor(tiny), tasks=[constrained(learn=False)], log_dir=False)
+    before = checksum(trainer.actor.shards())
+    record = trainer.step(PROMPTS)
+    assert not record["updated"] and record["rollout/rejection_rate"] > 0
+    assert checksum(trainer.actor.shards()) == before
+
+
+def rejections(path: Path, lr: float) -> float:
+    """Mean share of rejected responses in the last steps of a run."""
+    made = verl.Actor(str(path), optim={"lr": lr}, sampling=SHORT)
+    trainer = verl.Trainer(made, tasks=[constrained(ends_low, 3)], log_dir=False)
+    return statistics.fmean([trainer.step(PROMPTS * 4)["rollout/rejection_rate"] for _ in range(16)][-4:])
+
+
+def test_it_learns_to_keep_to_the_constraint_and_a_control_does_not(tiny: Path) -> None:
+    learned, control = rejections(tiny, 3e-2), rejections(tiny, 0.0)
+    assert learned < 0.25 < 0.45 < control
+
+
+def test_a_constraint_is_needed_and_a_reward_is_measured(tiny: Path) -> None:
+    with pytest.raises(ConfigError, match="task 'main': algorithm 'constrained_decoding' samples under a constraint"):
+        verl.Trainer(actor(tiny), algorithm="constrained_decoding", log_dir=False)
+    episode = ConstrainedEpisode(accept=begins_low)
+    played = actor(tiny, episode=episode)
+    trainer = verl.Trainer(played, reward_fn=low_bytes, algorithm="constrained_decoding", log_dir=False)
+    assert trainer.step(PROMPTS)["reward/mean"] > 0
+    used = actor(tiny)
+    used.generate_sequences(PROMPTS)
+    with pytest.raises(ConfigError, match="give task 'held' its episode before the first verb"):
+        verl.Trainer(used, tasks=[constrained()], log_dir=False)
+
+
+def save_classifier(tiny: Path, path: Path) -> Path:
+    torch.manual_seed(0)
+    AutoModelForSequenceClassification.from_pretrained(tiny, num_labels=1).save_pretrained(path)
+    AutoTokenizer.from_pretrained(tiny).save_pretrained(path)
+    return path
+
+
+def test_a_classifier_judges(tiny: Path, tmp_path: Path) -> None:
+    path = save_classifier(tiny, tmp_path / "classifier")
+    model, tokenizer = AutoModelForSequenceClassification.from_pretrained(path), AutoTokenizer.from_pretrained(path)
+    texts = [f"text {number}" for number in range(8)]
+    asked = [TEMPLATE.replace("{prompt}", "Why?").replace("{response}", text) for text in texts]
+    with torch.inference_mode():
+        scores = [float(model(**tokenizer(text, return_tensors="pt")).logits) for text in asked]
+    middle = statistics.median(scores)
+    guard = pickle.loads(pickle.dumps(GuardModel(str(path), template=TEMPLATE, minimum=middle)))
+    assert [guard.judge("Why?", text) for text in texts] == [score >= middle for score in scores]
+
+
+def test_a_language_model_writes_its_verdict(tiny: Path) -> None:
+    model, tokenizer = AutoModelForCausalLM.from_pretrained(tiny), AutoTokenizer.from_pretrained(tiny)
+    tokens = tokenizer("Is this so? good", return_tensors="pt")
+    written = model.generate(**tokens, max_new_tokens=4, do_sample=False)[0, tokens["input_ids"].shape[1] :]
+    verdict = tokenizer.decode(written)
+    first = verdict.strip().lower()[:1]
+    options: dict[str, Any] = {"max_new_tokens": 4, "template": "Is this so? {response}"}
+    assert not GuardModel(str(tiny), refuses=(first,), **options).judge("", "good")
+    assert GuardModel(str(tiny), refuses=("\x00",), **options).judge("", "good")
+
+
+def test_a_guard_model_holds_responses_of_a_run_back(tiny: Path, tmp_path: Path) -> None:
+    path = save_classifier(tiny, tmp_path / "classifier")
+    episode = make_constraint("fact_checker", model_name=str(path), minimum=1e9, max_resamples=1)
+    task = Task("held", "grpo", {"reward": low_bytes}, n=2, episode=episode)
+    trainer = verl.Trainer(actor(tiny), tasks=[task], log_dir=False)
+    assert trainer.step(PROMPTS)["rollout/rejection_rate"] == 1.0
+
+
+@pytest.mark.parametrize(
+    ("model", "config", "words"),
+    [
+        ("fact_checkr", {}, "no guard is called 'fact_checkr': did you mean 'fact_checker'"),
+        ("fact_checker", {}, "guard 'fact_checker': .*model_name"),
+        ("fact_checker", {"model_name": "x", "template": "no place"}, r"must contain \{response\}"),
+        ("fact_checker", {"model_name": "x", "max_new_tokens": 0}, "at least 1, not 0"),
+        ("regex", {"pattern": "a"}, "takes grammar"),
+        ("absent.py:f", {}, "absent.py does not exist"),
+        ("FILE:accept", {"every": 3}, "takes no options"),
+        ("FILE:Checker", {"size": 3}, "Checker"),
+    ],
+)
+def test_a_wrong_constraint_is_refused_by_name(tmp_path: Path, model: str, config: dict[str, Any], words: str) -> None:
+    file = tmp_path / "checks.py"
+    file.write_text("def accept(text, row):\n    return True\n\n\nclass Checker:\n    every = 4\n")
+    with pytest.raises(ConfigError, match=words):
+        make_constraint(model.replace("FILE", str(file)), **config)

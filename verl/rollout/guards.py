@@ -1,0 +1,158 @@
+"""Models that say whether a response may stay, and the names that settings call guards by."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import threading
+from collections.abc import Callable, Mapping
+from functools import cached_property
+from typing import Any, TypeVar
+
+from verl import device
+from verl.errors import ConfigError, nearest
+
+_T = TypeVar("_T", bound=Callable[..., Any])
+_GUARDS: dict[str, Callable[..., Any]] = {}
+#: What a guard model without a chat template is asked.
+TEMPLATE = """Does the response state only what is true and harmless? Answer safe or unsafe.
+
+[Prompt]
+{prompt}
+
+[Response]
+{response}
+
+Answer:"""
+
+
+def register_guard(name: str) -> Callable[[_T], _T]:
+    """Give a class or function a name that `constraint_model` of a task may say.
+
+    Called with the options of `constraint_config` it returns a `Guard`, which reads responses while they are written,
+    or `accept(text, row)`, plain or async, which judges those that are finished.
+    """
+
+    def register(made: _T) -> _T:
+        _GUARDS[name] = made
+        return made
+
+    return register
+
+
+def make_guard(name: str, **options: Any) -> Any:
+    """A registered guard.
+
+    Raises:
+        ConfigError: there is none of that name, or it does not take these options.
+    """
+    if name not in _GUARDS:
+        raise ConfigError(f"no guard is called '{name}': {nearest(name, _GUARDS)}; or give FILE.py:NAME")
+    try:
+        return _GUARDS[name](**options)
+    except TypeError as error:
+        raise ConfigError(f"guard '{name}': {error}") from error
+
+
+@register_guard("fact_checker")
+@register_guard("guard_model")
+class GuardModel:
+    """Judges finished responses by a model: one that writes a verdict, as Llama Guard does, or a sequence classifier
+    with one label.
+
+    The first is given the conversation through its own chat template (without one, `template`) and decodes greedily;
+    its verdict is bad if it begins with one of the words of `refuses`, whatever their case. It is loaded where
+    responses are sampled, when the first of them is finished.
+
+    Args:
+        model_name: directory or name.
+        max_new_tokens: of the verdict.
+        template: what the model is asked, with {prompt} and {response}; None: see above.
+        refuses: what a bad verdict begins with.
+        minimum: the lowest score of a classifier that passes.
+        device: where the model runs; None: the accelerator where there is one.
+        dtype: as of `load_model`, "int4" among them.
+
+    Raises:
+        ConfigError: the template has no {response}; `max_new_tokens` is below 1; there is no such device.
+    """
+
+    def __init__(
+        self,
+        model_name: str,
+        *,
+        max_new_tokens: int = 8,
+        template: str | None = None,
+        refuses: tuple[str, ...] = ("unsafe", "false", "no", "incorrect"),
+        minimum: float = 0.0,
+        device: str | None = None,
+        dtype: str = "auto",
+    ) -> None:
+        if template is not None and "{response}" not in template:
+            raise ConfigError("the template of a guard model must contain {response}")
+        if max_new_tokens < 1:
+            raise ConfigError(f"max_new_tokens of a guard model must be at least 1, not {max_new_tokens}")
+        self.model_name, self.max_new_tokens, self.template = model_name, max_new_tokens, template
+        self.refuses = tuple(word.lower() for word in refuses)
+        self.minimum, self.device, self.dtype = minimum, device, dtype
+        self._one_at_a_time = threading.Lock()
+
+    def __getstate__(self) -> dict[str, Any]:
+        """As it was made: the model is loaded where it is used."""
+        kept = ("model_name", "max_new_tokens", "template", "refuses", "minimum", "device", "dtype")
+        return {name: getattr(self, name) for name in kept}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        self._one_at_a_time = threading.Lock()
+
+    async def __call__(self, text: str, row: Mapping[str, Any]) -> bool:
+        """Whether the response may stay."""
+        return await asyncio.to_thread(self.judge, _asked(row), text)
+
+    def judge(self, prompt: str, response: str) -> bool:
+        """The same for synchronous code.
+
+        Raises:
+            ModelError: the model cannot be loaded.
+        """
+        import torch
+
+        with self._one_at_a_time, torch.inference_mode():
+            model, tokenizer, is_classifier = self._loaded
+            tokens = torch.tensor([self._question(tokenizer, prompt, response)], device=model.device)
+            if is_classifier:
+                return bool(model(tokens).logits.float().reshape(-1)[0] >= self.minimum)
+            found = model.generate(
+                tokens, attention_mask=torch.ones_like(tokens), max_new_tokens=self.max_new_tokens, do_sample=False
+            )
+            verdict = str(tokenizer.decode(found[0, tokens.shape[1] :], skip_special_tokens=True))
+            return not verdict.strip().lower().startswith(self.refuses)
+
+    @cached_property
+    def _loaded(self) -> tuple[Any, Any, bool]:
+        from transformers import AutoConfig
+
+        from verl.models.loading import load_model, load_tokenizer
+
+        tokenizer = load_tokenizer(self.model_name)
+        names = getattr(AutoConfig.from_pretrained(self.model_name), "architectures", None) or ()
+        is_classifier = any(name.endswith("ForSequenceClassification") for name in names)
+        model = load_model(self.model_name, dtype=self.dtype, kind="classifier" if is_classifier else "causal")
+        return device.put(model, self.device), tokenizer, is_classifier
+
+    def _question(self, tokenizer: Any, prompt: str, response: str) -> list[int]:
+        if self.template is None and getattr(tokenizer, "chat_template", None):
+            turns = [{"role": "user", "content": prompt}, {"role": "assistant", "content": response}]
+            text = tokenizer.apply_chat_template(turns, tokenize=False, add_generation_prompt=True)
+            return list(tokenizer(text, add_special_tokens=False)["input_ids"])
+        text = (self.template or TEMPLATE).replace("{prompt}", prompt).replace("{response}", response)
+        return list(tokenizer(text)["input_ids"])
+
+
+def _asked(row: Mapping[str, Any]) -> str:
+    """The prompt of a row as text; of a chat, its last message."""
+    if row.get("messages"):
+        content = json.loads(row["messages"])[-1].get("content")
+        return content if isinstance(content, str) else json.dumps(content)
+    return str(row.get("prompt") or "")
