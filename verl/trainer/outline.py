@@ -17,6 +17,7 @@ from verl.rewards.model import RewardModel
 from verl.rewards.source import RewardResult
 from verl.roles.reads import VALUES, reads
 from verl.roles.reward import Reward
+from verl.rollout.options import SamplerOptions
 from verl.trainer.check import source_options
 from verl.trainer.task import MAIN
 from verl.trainer.task_file import algorithm_of
@@ -42,28 +43,35 @@ def outline(config: Config) -> dict[str, Graph]:
     if not config.tasks:
         algorithm = make_algorithm(config.algorithm.name, **config.algorithm.options)
         given = {role: _source(getattr(config, role)) for role in ("reward", "cost")}
-        return {MAIN: _graph(config, algorithm, {role: source for role, source in given.items() if source is not None})}
+        sources = {role: source for role, source in given.items() if source is not None}
+        return {MAIN: _graph(config, MAIN, algorithm, sources)}
     return {
         task.name: _graph(
             config,
+            task.name,
             algorithm_of(task),
             {} if task.reward_model is None else {"reward": _made(task.reward_model, task.reward_config)},
+            is_constrained=task.constraint_model is not None,
         )
         for task in config.tasks
     }
 
 
-def _graph(config: Config, algorithm: BaseAlgorithm, sources: dict[str, Reward]) -> Graph:
+def _graph(
+    config: Config, task: str, algorithm: BaseAlgorithm, sources: dict[str, Reward], *, is_constrained: bool = False
+) -> Graph:
     here = SimpleNamespace(is_local=True)
     critics: Any = {role: SimpleNamespace(controller=here) for role in VALUES if role in algorithm.roles}
-    rollout = config.actor_rollout_ref.rollout
+    rollout = SamplerOptions(
+        episode=config.actor_rollout_ref.rollout.episode, episodes={task: None} if is_constrained else {}
+    )
     actor: Any = SimpleNamespace(controller=here, rollout_options=rollout, compute_ref_log_probs=None)
     updater: Any = SimpleNamespace(
         algorithm=algorithm, actor=actor, critics=critics, reads=reads(algorithm, actor, critics), prepare=None
     )
     nodes = [RewardNode(source, column=role).as_node(role) for role, source in sources.items()]
     if algorithm.online:
-        sampled = RolloutNode(actor, algorithm=algorithm, greedy_baseline=algorithm.greedy_baseline)
+        sampled = RolloutNode(actor, algorithm=algorithm, greedy_baseline=algorithm.greedy_baseline, task=task)
         nodes.insert(0, sampled.as_node("rollout"))
     return Graph([*nodes, *UpdateNode(updater).as_node("update")])
 
