@@ -166,3 +166,18 @@ def test_the_calculator_is_called_from_yaml(tmp_path: Path, tiny: Path) -> None:
     records = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     assert sum("rollout/failed_episodes" in record for record in records) == 2
     assert not any(record.get("rollout/failed_episodes") for record in records)
+
+
+def test_three_tasks_from_yaml(tmp_path: Path, tiny: Path) -> None:
+    """Two steps with a model that knows nothing; what it learns takes a real one and minutes."""
+    command = [sys.executable, "-m", "verl", "train", "examples/multi_task/tasks.yaml"]
+    command += [f"actor_rollout_ref.model.path={tiny}", f"trainer.output_dir={tmp_path}", "trainer.total_steps=2"]
+    command += ["data.train.sums.size=20", "data.eval.sums.size=4", "data.batch_size=4"]
+    done = subprocess.run(command, cwd=EXAMPLES.parent, capture_output=True, text=True, timeout=240)
+    assert done.returncode == 0, done.stderr[-3000:]
+    (run,) = (path for path in tmp_path.iterdir() if path.is_dir() and not path.is_symlink())
+    records = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    for name in ("sums", "dates", "style"):
+        assert sum(record.get(f"task/{name}/samples", 0) for record in records) > 0
+    page = (run / "report.html").read_text()
+    assert '"task/sums/share"' in page and '"eval/task/style/reward"' in page

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import random
 from collections.abc import Callable, Iterable
@@ -37,6 +38,18 @@ def test_noise_growth_and_a_small_drift_are_no_fall(seed: int) -> None:
     rng = random.Random(seed)
     for level in (lambda t: 0.5, lambda t: 0.02, lambda t: 0.3 + 0.6 * t / 400, lambda t: 0.8 - 0.05 * t / 400):
         assert alarm(rng.gauss(level(t), 0.08) for t in range(400)) is None
+
+
+STREAMS = json.loads((Path(__file__).parent / "healthy_rewards.json").read_text())
+
+
+@pytest.mark.parametrize("name", STREAMS)
+def test_a_healthy_run_is_left_alone_and_the_same_with_a_fall_is_not(name: str) -> None:
+    """Mean rewards of real runs of 100 steps: ten algorithms in two seeds, on the task of `benchmarks/learning.py`."""
+    rewards = STREAMS[name]
+    assert len(rewards) == 100 and alarm(rewards) is None
+    at = alarm([reward if step < 80 else reward / 2 for step, reward in enumerate(rewards)])
+    assert at is not None and 80 <= at < 90
 
 
 @pytest.mark.parametrize(
