@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 from rich.console import Console
+from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
 import verl
 from tests.trainer.cases import SHORT, low_bytes
@@ -146,3 +147,45 @@ def test_rows_without_a_task_and_shares_of_none_are_refused(tmp_path: Path) -> N
         get_dataloader({"chat": ["a", "b"]}, {"chat": 1.0, "code": 1.0})
     mixed = get_dataloader(ROWS[:9], batch_size=4)
     assert mixed.shares == pytest.approx({"chat": 5 / 9, "code": 4 / 9})
+
+
+def test_every_kind_of_task_in_one_file(tiny: Path, tmp_path: Path) -> None:
+    """A reward model, likeness to a reference and a model as a guard, over one actor."""
+    model = tmp_path / "model"
+    AutoModelForSequenceClassification.from_pretrained(tiny, num_labels=1).save_pretrained(model)
+    AutoTokenizer.from_pretrained(tiny).save_pretrained(model)
+    _, file = write(
+        tmp_path,
+        f"""
+        tasks:
+          - name: chat
+            type: ppo
+            reward_model: rm_hf
+            reward_config: {{model_name: {model}, device: cpu}}
+          - name: code
+            type: reward_conditioned
+            reward_model: code_evaluator
+            reward_config: {{evaluator: codebleu, timeout: 20}}
+          - name: facts
+            type: constrained_decoding
+            constraint_model: fact_checker
+            constraint_config: {{model_name: {tiny}, max_new_tokens: 4}}
+        """,
+    )
+    data = tmp_path / "three.jsonl"
+    rows = [{**row, "task": ("chat", "code", "facts")[number % 3]} for number, row in enumerate(ROWS)]
+    data.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    actor, critic = get_actor_critic(model_name=str(tiny), use_vllm=False, device_map={"actor": "cpu:0"})
+    actor.sampling = verl.SamplingParams(max_new_tokens=8)
+    dataloader = get_dataloader(
+        dataset_path=str(data), task_weights={"chat": 0.4, "code": 0.3, "facts": 0.3}, batch_size=8
+    )
+    trainer = verl.Trainer(actor=actor, critic=critic, dataloader=dataloader, config_path=str(file), log_dir=False)
+    records: list[dict[str, Any]] = []
+    trainer.on_log_hook(lambda step, record: records.append(record))
+    trainer.train()
+    assert trainer.steps == len(dataloader) > 0
+    for name in ("chat", "code"):
+        assert any(record.get(f"task/{name}/reward/mean") is not None for record in records)
+    assert any("task/facts/constraint/accepted" in record for record in records)
+    assert all(f"task/{name}/rejection_rate" in record for record in records for name in ("chat", "code", "facts"))

@@ -44,7 +44,7 @@ OTHER_NAMES = {
     ("critic", "train_micro_batch_size_per_gpu"): "micro_batch_size",
     ("actor_rollout_ref", "rollout", "rollout_per_device_batch_size"): "max_num_seqs",
 }
-REWARDS = ("task", "code", "code_evaluator")
+REWARDS = ("task", "code", "code_evaluator", "rm_hf")
 
 
 def is_by_task(source: Any) -> bool:

@@ -24,11 +24,12 @@ def make_reward(source: Any, **options: Any) -> RewardSource:
 
     Args:
         source: a `RewardSource`, or the `Reward` that holds one; a function (`FunctionReward`); "FILE.py:FUNCTION";
-            "task", the verifier of a procedural task; "code" (or "code_evaluator"), tests in a sandbox (`CodeReward`);
-            a reward model or its directory or name (`RewardModel`); the address, or a list of addresses, of a scoring
-            service (`RemoteReward`) or, with the option `template`, of an LLM judge (`JudgeReward`). Or several of
-            these, of which it makes the weighted sum (`CompositeReward`): a list, or a mapping of names to sources, to
-            `(source, weight)`, or to `{"source": ..., "weight": ..., **options}`.
+            "task", the verifier of a procedural task; "code" (or "code_evaluator"), tests in a sandbox (`CodeReward`)
+            or, with evaluator="codebleu", likeness to a reference (`CodeBleuReward`); a reward model or its directory
+            or name (`RewardModel`), which is also "rm_hf" with the option `model_name`; the address, or a list of
+            addresses, of a scoring service (`RemoteReward`) or, with the option `template`, of an LLM judge
+            (`JudgeReward`). Or several of these, of which it makes the weighted sum (`CompositeReward`): a list, or a
+            mapping of names to sources, to `(source, weight)`, or to `{"source": ..., "weight": ..., **options}`.
         **options: of the source, or of each of several. `smoothing` (`Smoothed`) is for all kinds.
 
     Raises:
@@ -58,8 +59,14 @@ def _make(source: Any, options: dict[str, Any]) -> RewardSource:
         return _build("functions", "FunctionReward", options, str(source))
     if isinstance(source, str) and source == "task":
         return _build("reasoning_gym", "TaskReward", options)
+    if isinstance(source, str) and source == "rm_hf":
+        if "model_name" not in options:
+            raise ConfigError(
+                "reward 'rm_hf' needs model_name, a directory or a name (in a run of one task: reward.model)"
+            )
+        return _build("model", "RewardModel", options, options.pop("model_name"))
     if isinstance(source, str) and source in REWARDS:
-        return _build("code", "CodeReward", options)
+        return _code(options)
     if isinstance(source, str) and (name := _misspelt(source)):
         raise ConfigError(f"no reward is called '{source}': did you mean '{name}'?")
     if isinstance(source, str | os.PathLike) or hasattr(source, "forward"):
@@ -69,6 +76,15 @@ def _make(source: Any, options: dict[str, Any]) -> RewardSource:
     raise ConfigError(
         f"a reward cannot be made from a {type(source).__name__}: pass a function, FILE.py:FUNCTION, a reward model, "
         "or a mapping of names to these"
+    )
+
+
+def _code(options: dict[str, Any]) -> RewardSource:
+    evaluator = options.pop("evaluator", "tests")
+    if evaluator not in ("tests", "codebleu"):
+        raise ConfigError(f"reward 'code_evaluator': evaluator is tests or codebleu, not {evaluator!r}")
+    return (
+        _build("code", "CodeReward", options) if evaluator == "tests" else _build("codebleu", "CodeBleuReward", options)
     )
 
 

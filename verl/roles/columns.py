@@ -22,6 +22,24 @@ def as_sequences(given: Any) -> Batch:
     return given
 
 
+def as_responses(given: Any) -> Batch:
+    """What a reward can score: a batch as it is; of plain texts the column `response`, of pairs `prompt` as well.
+
+    Raises:
+        DataError: it is something else.
+    """
+    if isinstance(given, Batch):
+        return given
+    rows: list[Any] = list(given) if isinstance(given, Sequence) and not isinstance(given, str) else [None]
+    pairs = [("", row) if isinstance(row, str) else row for row in rows]
+    if not all(isinstance(pair, tuple | list) and [*map(type, pair)] == [str, str] for pair in pairs):
+        raise DataError(
+            "a reward scores sequences of generate_sequences, a list of texts, or a list of (prompt, response) pairs, "
+            f"not {given!r:.80}"
+        )
+    return Batch.from_rows([{"prompt": prompt, "response": response} for prompt, response in pairs])
+
+
 def aligned(sequences: Batch, given: Any, name: str) -> Batch:
     """`sequences` with the column `name` from `given`: a `Batch` of the same rows, or a list or tensor of one
     item a row.

@@ -18,7 +18,7 @@ from verl.rewards.failures import Failures
 from verl.rewards.make import make_reward
 from verl.rewards.model import RewardModel
 from verl.rewards.source import RewardSource, leaves, run_reward, score_finished
-from verl.roles.columns import as_sequences
+from verl.roles.columns import as_responses
 from verl.workers.reward import RewardWorker
 
 
@@ -133,10 +133,14 @@ class Reward:
         names = {what: "workers/max" if what == "workers" else f"{what}/count" for what in result.counts}
         return result.as_batch(), {names[what]: float(count) for what, count in result.counts.items()}
 
-    def get_reward(self, sequences: Batch) -> Batch:
-        """The same for synchronous code."""
+    def get_reward(self, sequences: Any) -> Batch:
+        """The same for synchronous code, and for plain texts or (prompt, response) pairs in the place of sequences.
+
+        Raises:
+            DataError: it is none of these.
+        """
         start()
-        return run_reward(self.source, as_sequences(sequences)).as_batch()
+        return run_reward(self.source, as_responses(sequences)).as_batch()
 
     def check_failures(self) -> None:
         """Raises RewardError if a part of it has failed on every sample so far, however few; for the end of a run."""

@@ -85,5 +85,6 @@ def _source(section: CostConfig) -> Reward | None:
 
 
 def _made(source: Any, options: Any = None, **others: Any) -> Reward:
-    is_model = isinstance(source, str) and source not in REWARDS and ".py:" not in source and "://" not in source
+    named = isinstance(source, str) and (source in REWARDS or ".py:" in source or "://" in source)
+    is_model = source == "rm_hf" or (isinstance(source, str) and not named)
     return Reward(_UnreadModel()) if is_model else Reward(source, **(options or {}), **others)

@@ -1,0 +1,164 @@
+"""CodeBLEU: how much a Python program is like a reference, by its words, its syntax and its flow of data.
+
+Ren et al., "CodeBLEU: a Method for Automatic Evaluation of Code Synthesis" (arXiv:2009.10297). The program is
+read, never run.
+
+Deviations from the paper's script:
+
+- Words are Python's own tokens, not what stands between blanks; text that is no Python is cut by a pattern.
+- Syntax and flow of data are those of Python's `ast`, not of tree-sitter; a program that does not parse has neither.
+- A pair of variables counts as one edge of the flow however often it occurs; names stand for their order of appearance.
+- Where the reference has no flow of data, the other three parts share its weight.
+"""
+
+from __future__ import annotations
+
+import ast
+import io
+import keyword
+import math
+import re
+import tokenize
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from typing_extensions import Unpack
+
+from verl.errors import ConfigError
+from verl.rewards.code import extract_code
+from verl.rewards.functions import FunctionReward, OnFailure
+
+_SKIPPED = (tokenize.ENCODING, tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT)
+_WORD = re.compile(r"\w+|[^\w\s]")
+#: Longest run of words that is compared.
+_ORDER = 4
+#: Weight of a word that is no keyword, where a keyword has 1.
+_OTHER = 0.2
+#: What stands for no match at all of some length (smoothing of Chen and Cherry, 2014, method 1).
+_EPSILON = 0.1
+
+
+class CodeBleuReward(FunctionReward):
+    """CodeBLEU of the response's program and the row's column `reference`, from 0 to 1; a row without one abstains.
+
+    Its four parts are components. The program is the one that `CodeReward` would run.
+
+    Args:
+        weights: of n-grams, weighted n-grams, syntax and flow of data; they sum to 1.
+        timeout: seconds for all samples of a call.
+        **options: see `FunctionReward`.
+
+    Raises:
+        ConfigError: there are not four weights of at least 0 that sum to 1.
+    """
+
+    def __init__(
+        self,
+        *,
+        weights: Sequence[float] = (0.25, 0.25, 0.25, 0.25),
+        timeout: float = 30.0,
+        name: str = "codebleu",
+        **options: Unpack[OnFailure],
+    ) -> None:
+        self.weights = tuple(map(float, weights))
+        if len(self.weights) != 4 or min(self.weights) < 0 or not math.isclose(sum(self.weights), 1.0):
+            raise ConfigError(f"reward '{name}': weights are four numbers of at least 0 that sum to 1, not {weights!r}")
+        super().__init__(self.scores, name=name, timeout=timeout, **options)
+
+    def scores(self, completions: list[Any], reference: list[str | None]) -> list[dict[str, float] | None]:
+        """The score of each response with its parts."""
+        texts = [text if isinstance(text, str) else str(text[-1]["content"]) for text in completions]
+        return [
+            None if wanted is None else codebleu(extract_code(text), wanted, self.weights)
+            for text, wanted in zip(texts, reference, strict=True)
+        ]
+
+
+def codebleu(program: str, reference: str, weights: Sequence[float] = (0.25,) * 4) -> dict[str, float]:
+    """`score`, and its parts `ngrams`, `weighted_ngrams`, `syntax` and `dataflow`, each from 0 to 1."""
+    words, wanted = _words(program), _words(reference)
+    tree, wanted_tree = _parsed(program), _parsed(reference)
+    found = {
+        "ngrams": _bleu(words, wanted, {}),
+        "weighted_ngrams": _bleu(words, wanted, dict.fromkeys(keyword.kwlist, 1.0)),
+        "syntax": _share(Counter(_subtrees(wanted_tree)), Counter(_subtrees(tree))),
+        "dataflow": _share(_flow(wanted_tree), _flow(tree)),
+    }
+    parts = {name: (value, weight) for (name, value), weight in zip(found.items(), weights, strict=True)}
+    known = [(value, weight) for value, weight in parts.values() if value is not None]
+    total = sum(weight for _, weight in known)
+    score = sum(value * weight for value, weight in known) / total if total else 0.0
+    return {"score": score, **{name: value for name, value in found.items() if value is not None}}
+
+
+def _words(program: str) -> list[str]:
+    try:
+        tokens = list(tokenize.generate_tokens(io.StringIO(program).readline))
+    except (tokenize.TokenError, SyntaxError):
+        return _WORD.findall(program)
+    return [token.string for token in tokens if token.type not in _SKIPPED and token.string]
+
+
+def _bleu(words: Sequence[str], wanted: Sequence[str], weights: dict[str, float]) -> float:
+    """BLEU up to four words (Papineni et al., 2002); with weights, those of single words count by them."""
+    if not words or not wanted:
+        return 0.0
+    logs = []
+    for size in range(1, min(_ORDER, len(words), len(wanted)) + 1):
+        here, there = (Counter(zip(*(text[i:] for i in range(size)), strict=False)) for text in (words, wanted))
+        by = {run: weights.get(run[0], _OTHER) if weights and size == 1 else 1.0 for run in here}
+        matched = sum(min(count, there[run]) * by[run] for run, count in here.items())
+        total = sum(count * by[run] for run, count in here.items())
+        logs.append(math.log((matched or _EPSILON * min(by.values())) / total))
+    brevity = min(0.0, 1 - len(wanted) / len(words))
+    return math.exp(brevity + math.fsum(logs) / len(logs))
+
+
+def _parsed(program: str) -> ast.Module | None:
+    try:
+        return ast.parse(program)
+    except (SyntaxError, ValueError, RecursionError, MemoryError):
+        return None
+
+
+def _subtrees(tree: ast.AST | None) -> Iterator[int]:
+    """A hash of the shape of each part of a program that has parts itself, without names and constants."""
+    shapes: dict[ast.AST, int] = {}
+    nodes = [] if tree is None else list(ast.walk(tree))
+    for node in reversed(nodes):  # children come after their parents
+        children = [shapes[child] for child in ast.iter_child_nodes(node)]
+        shapes[node] = hash((type(node).__name__, *children))
+        if children and not isinstance(node, ast.Name | ast.Constant | ast.arg):
+            yield shapes[node]
+
+
+def _flow(tree: ast.AST | None) -> Counter[tuple[int, int]]:
+    """Pairs of variables of which the first gets its value from the second, named by their order of appearance."""
+    if tree is None:
+        return Counter()
+    numbers: dict[str, int] = {}
+    pairs: set[tuple[int, int]] = set()
+
+    def names(*nodes: ast.AST | None) -> list[int]:
+        found = [part for node in nodes if node is not None for part in ast.walk(node) if isinstance(part, ast.Name)]
+        return [numbers.setdefault(part.id, len(numbers)) for part in found]
+
+    for node in ast.walk(tree):
+        if isinstance(node, ast.arg):
+            numbers.setdefault(node.arg, len(numbers))
+        targets: list[int] = []
+        if isinstance(node, ast.Assign):
+            targets, sources = names(*node.targets), names(node.value)
+        elif isinstance(node, ast.AugAssign | ast.AnnAssign | ast.NamedExpr):
+            targets, sources = names(node.target), names(node.value)
+            sources += targets if isinstance(node, ast.AugAssign) else []
+        elif isinstance(node, ast.For | ast.AsyncFor | ast.comprehension):
+            targets, sources = names(node.target), names(node.iter)
+        pairs |= {(target, source) for target in targets for source in sources}
+    return Counter(pairs)
+
+
+def _share(wanted: Counter[Any], found: Counter[Any]) -> float | None:
+    """How much of what is wanted is found; None where nothing is wanted."""
+    return sum((wanted & found).values()) / sum(wanted.values()) if wanted else None
