@@ -13,5 +13,5 @@ def is_date(texts: list[str]) -> list[float]:
 
 
 def brief(texts: list[str]) -> list[float]:
-    """1 for one whole sentence of at most so many words; less for every word above."""
-    return [float(text.strip().endswith(".")) * min(1.0, WORDS / max(len(text.split()), 1)) for text in texts]
+    """1 for whole sentences of at most so many words; half of it for their end, half for their length."""
+    return [0.5 * text.strip().endswith(".") + 0.5 * min(1.0, WORDS / max(len(text.split()), 1)) for text in texts]
