@@ -75,7 +75,7 @@ def test_a_critic_over_the_actors_own_model_is_refused(tiny: Path) -> None:
 
 def test_what_verbs_cannot_take_is_told(tiny: Path) -> None:
     actor, critic = verl.Actor(str(tiny)), verl.Critic(str(tiny))
-    for verb in (verl.Reward(len).get_reward, critic.compute_values, actor.compute_log_probs):
+    for verb in (critic.compute_values, actor.compute_log_probs):
         with pytest.raises(DataError, match="a Batch of generate_sequences, not a list"):
             verb(["text"])
     with pytest.raises(ModelError, match="Linear is no model of transformers"):

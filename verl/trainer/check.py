@@ -113,7 +113,7 @@ def _algorithm(config: Config) -> BaseAlgorithm:
     algorithm.check_samples(config.actor_rollout_ref.rollout.n)
     for role in ("reward", "cost"):
         section: CostConfig = getattr(config, role)
-        if section.is_given and role not in algorithm.roles:
+        if section.is_given and role not in algorithm.roles | algorithm.measures:
             raise ConfigError(f"algorithm '{algorithm.name}' has no {role}: leave the section '{role}' out")
         if not section.is_given and role in algorithm.roles:
             raise ConfigError(f"no {role} is given: set {role}.path=FILE.py:FUNCTION, {role}.name=task or {role}.model")

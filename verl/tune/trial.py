@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 import math
 import os
 import signal
@@ -15,7 +14,6 @@ from typing import Literal
 from verl.errors import nearest
 from verl.trainer.report import is_number, read_rows
 
-PR_SET_PDEATHSIG = 1
 #: Seconds between two looks at the records of a run, and those a run has to save when it is stopped.
 LOOK, SAVE = 1.0, 300.0
 Points = list[tuple[int, float]]
@@ -112,10 +110,12 @@ def _parent_watch() -> Callable[[], None] | None:
     """On Linux a run ends with the process that started it, even where that was killed; elsewhere it goes on."""
     if sys.platform != "linux":
         return None
-    libc, parent = ctypes.CDLL(None), os.getpid()
+    from verl.sandbox.jail import die_with_parent
+
+    parent = os.getpid()
 
     def watch() -> None:
-        libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+        die_with_parent()
         if os.getppid() != parent:
             os._exit(1)
 
