@@ -18,7 +18,7 @@ from verl.models.shards import model_shards
 from verl.rollout.base import Request, Sample, SamplingParams, generate
 from verl.rollout.grammar import Grammar
 from verl.rollout.remote import ServerEngine
-from verl.rollout.servers import NoServerError, ServerPool
+from verl.rollout.servers import NoServerError, Server, ServerPool
 from verl.rollout.vllm import sampling_arguments
 
 PARAMS = SamplingParams(max_new_tokens=6)
@@ -50,6 +50,21 @@ def test_samples_stick_to_their_prompts_server_whichever_path_is_given(serve: Ca
     writers = {row: {s.log_probs[0] for s in samples if s.id.startswith(f"{row}/")} for row in range(9)}
     assert all(len(names) == 1 for names in writers.values())
     assert set.union(*writers.values()) == {-1.0, -2.0, -3.0}
+
+
+def test_calls_that_begin_together_ask_for_the_models_name_once(
+    serve: Callable[..., Plain], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[str] = []
+    send = ServerPool.send
+
+    async def noted(self: ServerPool, server: Server, path: str, *args: object, **options: object) -> object:
+        asked.append(path)
+        return await send(self, server, path, *args, **options)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(ServerPool, "send", noted)
+    assert len(list(generate(engine(serve(1), serve(2), path="/v1"), requests(4, 2)))) == 8
+    assert asked.count("/v1/models") == 1
 
 
 def test_a_server_is_left_nothing_to_take_from_the_models_generation_config() -> None:

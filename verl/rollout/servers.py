@@ -126,6 +126,7 @@ class ServerPool:
         self._headers = {"Accept-Encoding": "identity", **({"Authorization": f"Bearer {api_key}"} if api_key else {})}
         self._client: httpx.AsyncClient | None = None
         self._model: str | None = None
+        self._naming = asyncio.Lock()
         self._loop = asyncio.new_event_loop()
         threading.Thread(target=self._loop.run_forever, name="servers", daemon=True).start()
         weakref.finalize(self, self._loop.call_soon_threadsafe, self._loop.stop)
@@ -190,10 +191,11 @@ class ServerPool:
         Raises:
             as `ask`.
         """
-        if self._model is None:
-            read = lambda answer: str(answer["data"][0]["id"])  # noqa: E731
-            self._model = await self.ask({"/v1/models": None}, read, method="GET")
-        return self._model
+        async with self._naming:  # calls that begin together ask once
+            if self._model is None:
+                read = lambda answer: str(answer["data"][0]["id"])  # noqa: E731
+                self._model = await self.ask({"/v1/models": None}, read, method="GET")
+            return self._model
 
     async def send(
         self, server: Server, path: str, body: Any = None, params: Mapping[str, Any] | None = None, method: str = "POST"
