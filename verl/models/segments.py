@@ -1,8 +1,8 @@
 """A micro-batch as flat tokens, and what each of them attends to.
 
 Rows of one group share one forward of their prompt: the tokens of a prompt stand in the flat row once, the responses
-behind it. For attention, rows of nearly equal size are put into buckets, whatever prompts they belong to. A T x T
-mask never exists.
+behind it. Where flash attention takes rows of different lengths it gets them as they are; elsewhere rows of nearly
+equal size are put into buckets, whatever prompts they belong to. A T x T mask never exists.
 
 Shapes: T flat tokens, S rows, R response tokens of all rows, L longest row, H query heads, K key/value heads,
 D head size.
@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -19,7 +20,7 @@ import torch
 from torch import Tensor
 
 from verl.errors import DataError
-from verl.models import attention
+from verl.models import attention, varlen
 from verl.models.attention import Bucket, attend
 
 # A bucket may hold this many padded scores for each real one before a new bucket is opened.
@@ -75,7 +76,7 @@ def pack_rows(
     if empty := [row.index for row in rows if not row.prompt]:
         raise DataError(f"row {empty[0]} has an empty prompt_tokens: give every prompt at least one token (a BOS)")
     device = torch.device(device)
-    buckets, tokens, positions = _layout(rows, share_prompts, device)
+    pieces, tokens, positions = _layout(rows, share_prompts)
     predict = [np.concatenate([[row.start + len(row.prompt) - 1], row.own()])[: len(row.response)] for row in rows]
     targets = [token for row in rows for token in row.response]
 
@@ -85,7 +86,7 @@ def pack_rows(
     return Packed(
         tokens=ints(tokens),
         positions=ints(positions),
-        context=Segments(buckets, rows, len(tokens), device),
+        context=Segments(pieces, rows, len(tokens), device),
         predict=ints(np.concatenate(predict)),
         targets=ints(targets),
         last=ints([row.indices()[-1] for row in rows]),
@@ -95,15 +96,25 @@ def pack_rows(
 class Segments:
     """The attention context of a packed micro-batch: causal within a row, shared prompts computed once."""
 
-    def __init__(self, buckets: list[Bucket], rows: list[_Row], size: int, device: torch.device) -> None:
-        self._buckets = buckets
+    def __init__(self, pieces: list[attention.Row], rows: list[_Row], size: int, device: torch.device) -> None:
+        self._pieces = pieces
         self._rows = rows
         self._size = size
         self._device = device
 
     def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, scale: float, window: int | None) -> Tensor:
         """query `[T, H, D]`, key and value `[T, K, D]` -> `[T, H, D]`. The same for every layer."""
+        if (kernel := varlen.flash_attention(value)) is not None:
+            return varlen.varlen_attend(kernel, query, key, value, self._ragged, scale, window)
         return attend(query, key, value, self._buckets, scale, window)
+
+    @cached_property
+    def _ragged(self) -> varlen.Ragged:
+        return varlen.Ragged(self._pieces, self._device)
+
+    @cached_property
+    def _buckets(self) -> list[Bucket]:
+        return _buckets(self._pieces, self._device)
 
     def padded_rows(self) -> PaddedRows:
         """The layout for models that have no packed forward."""
@@ -136,8 +147,8 @@ class _Row:
         return np.concatenate([np.arange(self.start, self.start + len(self.prompt)), self.own()])
 
 
-def _layout(rows: list[_Row], share_prompts: bool, device: torch.device) -> tuple[list[Bucket], list[int], list[int]]:
-    """Buckets, tokens and positions of the flat row; sets `start` and `own_start` of each row."""
+def _layout(rows: list[_Row], share_prompts: bool) -> tuple[list[attention.Row], list[int], list[int]]:
+    """Pieces, tokens and positions of the flat row; sets `start` and `own_start` of each row."""
     families: list[list[_Row]] = []
     for row in rows:
         if share_prompts and families and families[-1][0].prompt == row.prompt:
@@ -163,7 +174,7 @@ def _layout(rows: list[_Row], share_prompts: bool, device: torch.device) -> tupl
             row.start, row.own_start = start, start + len(prompt)
             if len(fed) > 1 and row.fed:
                 row.own_start = put(row.fed, (start, len(prompt)))
-    return _buckets(pieces, device), tokens, positions
+    return pieces, tokens, positions
 
 
 def _buckets(rows: list[attention.Row], device: torch.device) -> list[Bucket]:
