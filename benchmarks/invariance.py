@@ -78,7 +78,7 @@ def compare(args: argparse.Namespace) -> dict[str, Any]:
 
     from verl.models.packed import PackedModel
     from verl.rollout.embedded import EmbeddedEngine
-    from verl.rollout.kv_cache import BLOCK, KVCache, blocks_for
+    from verl.rollout.kv_cache import KVCache, blocks_for
 
     torch.set_num_threads(args.threads)
     dtype = getattr(torch, args.dtype)
@@ -114,7 +114,7 @@ def compare(args: argparse.Namespace) -> dict[str, Any]:
         "alone": len(alone),
         "tokens_each": args.new_tokens,
         "preemptions": tight.stats.preemptions,
-        "kv_tokens_when_tight": tight.cache.num_blocks * BLOCK,
+        "kv_tokens_when_tight": tight.cache.tokens,
     }
     holds = tight.stats.preemptions > 0
     by_id = {request.id: request for request in work}

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from verl.errors import ModelError
+from verl.models import varlen
 from verl.rollout.kv_cache import BLOCK, KVCache, blocks_for
 
 # Blocks of a sequence that the torch code reads at a time, and bytes of all that it reads at a time.
@@ -24,9 +25,10 @@ _GATHER_BYTES = 64 << 20
 
 
 class Plan:
-    """The sequences of a step: the new tokens of each, its blocks, and how many of these may be shared."""
+    """The sequences of a step: the new tokens of each, its blocks of `block` tokens, and how many may be shared."""
 
-    def __init__(self) -> None:
+    def __init__(self, block: int = BLOCK) -> None:
+        self.block = block
         self.tokens: list[int] = []
         self.positions: list[int] = []
         self.ends: list[int] = []  # of each sequence's tokens
@@ -47,7 +49,7 @@ class Plan:
         self.positions.extend(range(start, used))
         self.ends.append(len(self.tokens))
         self.used.append(used)
-        self.blocks.append(list(blocks[: blocks_for(used)]))
+        self.blocks.append(list(blocks[: blocks_for(used, self.block)]))
         self.shared.append(min(shared, len(self.blocks[-1])))
         return len(self.tokens) - 1
 
@@ -60,9 +62,9 @@ class Plan:
         return found
 
     @classmethod
-    def of_numbers(cls, numbers: Sequence[int]) -> tuple[Plan, Sequence[int]]:
+    def of_numbers(cls, numbers: Sequence[int], block: int) -> tuple[Plan, Sequence[int]]:
         """The plan, and what follows it."""
-        plan, at = cls(), 1
+        plan, at = cls(block), 1
         for _ in range(numbers[0]):
             count, start, shared, blocks = numbers[at : at + 4]
             middle, end = at + 4 + blocks, at + 4 + blocks + count
@@ -77,7 +79,7 @@ class Plan:
         for end, used, blocks, shared in zip(self.ends, self.used, self.blocks, self.shared, strict=True):
             while begin < end:
                 if not parts or len(parts[-1].tokens) == size:
-                    parts.append(Plan())
+                    parts.append(Plan(self.block))
                 count = min(end - begin, size - len(parts[-1].tokens))
                 parts[-1].add(self.tokens[begin : begin + count], used - (end - begin), blocks, shared)
                 begin += count
@@ -104,7 +106,7 @@ class Tables:
         longest = max(map(len, plan.blocks))
         begins = [0, *plan.ends]
         slots = [
-            blocks[position // BLOCK] * BLOCK + position % BLOCK
+            blocks[position // plan.block] * plan.block + position % plan.block
             for begin, end, blocks in zip(begins, plan.ends, plan.blocks, strict=False)
             for position in plan.positions[begin:end]
         ]
@@ -152,7 +154,9 @@ class PagedAttention:
             lists = (tables.cu_seq_q, tables.seqused_k, tables.block_table, tables.shared)
             compiled.varlen_attn(query, keys, values, out, *lists, window or 0, scale, heads)
         else:
-            out[:count] = varlen_attn(
+            flash = varlen.flash_attention(values)
+            invariant = {} if self._rows is None else {"num_splits": 1} if flash else {"rows": self._rows}
+            out[:count] = (flash or varlen_attn)(
                 query[:count],
                 keys,
                 values,
@@ -165,7 +169,7 @@ class PagedAttention:
                 enable_gqa=query.shape[1] != heads,
                 seqused_k=tables.seqused_k,
                 block_table=tables.block_table,
-                rows=self._rows,
+                **invariant,
             )
         return out
 
@@ -193,7 +197,7 @@ def varlen_attn(
 
     Args:
         query: `[T, H, D]`, the last tokens of each sequence.
-        key, value: the pool, `[blocks, BLOCK, K, D]`.
+        key, value: the pool, `[blocks, tokens of a block, K, D]`.
         cu_seq_q: `[N + 1]`, where the queries of each sequence begin and end.
         cu_seq_k: None: `seqused_k` `[N]` says how many keys each sequence has.
         window_size: (w, 0): a token sees itself and the w before it; (-1, 0): all before it.
@@ -209,7 +213,7 @@ def varlen_attn(
     lengths = cu_seq_q.diff()
     sequence = torch.repeat_interleave(torch.arange(len(lengths), device=device), lengths)
     position = (seqused_k - cu_seq_q[1:])[sequence] + torch.arange(len(query), device=device)
-    most = rows or max(1, _GATHER_BYTES // (2 * _RUN * BLOCK * key[0, 0].numel() * exact.itemsize))
+    most = rows or max(1, _GATHER_BYTES // (2 * _RUN * key[0].numel() * exact.itemsize))
     out = torch.empty_like(query, memory_format=_DENSE)
     for start in range(0, len(query), most):
         part = slice(start, min(start + most, len(query)))
@@ -226,12 +230,13 @@ def _attend_rows(query: Tensor, key: Tensor, value: Tensor, table: Tensor, posit
     """Of single tokens `[R, K, G, D]` at `position` `[R]` with blocks `table` `[R, B]`; softmax over runs of blocks."""
     peak = query.new_full(query.shape[:3], torch.finfo(query.dtype).min)
     total, out = torch.zeros_like(peak), torch.zeros_like(query)
-    blocks = int(position.max()) // BLOCK + 1
+    size = key.shape[1]
+    blocks = int(position.max()) // size + 1
     for first in range(0, blocks, _RUN):
         chosen = table[:, first : first + _RUN]
         chosen = torch.nn.functional.pad(chosen, (0, _RUN - chosen.shape[1]))
         k, v = (pool[chosen].flatten(1, 2).to(query.dtype).transpose(1, 2) for pool in (key, value))  # [R, K, keys, D]
-        at = first * BLOCK + torch.arange(_RUN * BLOCK, device=query.device)
+        at = first * size + torch.arange(_RUN * size, device=query.device)
         seen = at <= position[:, None]
         if past >= 0:
             seen &= at >= position[:, None] - past

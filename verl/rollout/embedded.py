@@ -26,7 +26,7 @@ from verl.models.rope import original_length
 from verl.models.shards import take_model_shards
 from verl.rollout.attention import Plan
 from verl.rollout.base import Request, Sample, check_new
-from verl.rollout.kv_cache import BLOCK, KVCache, blocks_for
+from verl.rollout.kv_cache import KVCache, block_tokens, blocks_for
 from verl.rollout.response import Response, draw
 from verl.rollout.runner import FIXED_ROWS, Runner
 from verl.shard import Shard
@@ -61,10 +61,11 @@ class _Prompt:
 
 @dataclass(eq=False)
 class _Sequence:
-    """A response with its own blocks; its first `computed` tokens are in the cache."""
+    """A response with its own blocks, of `block` tokens; its first `computed` tokens are in the cache."""
 
     response: Response
     prompt_key: tuple[int, ...]
+    block: int
     prompt: _Prompt | None = None
     blocks: list[int] = field(default_factory=list)
     computed: int = 0
@@ -72,12 +73,12 @@ class _Sequence:
     @property
     def tail(self) -> int:
         """Tokens of the prompt after its last full block; they are copied into the response's first block."""
-        return len(self.response.prompt) % BLOCK
+        return len(self.response.prompt) % self.block
 
     @property
     def needed(self) -> int:
         """Blocks for its tokens and the next one."""
-        return blocks_for(self.tail + len(self.response.tokens) + 1)
+        return blocks_for(self.tail + len(self.response.tokens) + 1, self.block)
 
 
 class EmbeddedEngine:
@@ -170,16 +171,16 @@ class EmbeddedEngine:
             eos_token_ids=self.eos_token_ids,
             tokenizer=self.tokenizer,
         )
-        own = len(response.prompt) % BLOCK + response.max_new_tokens
-        needed = blocks_for(len(response.prompt)) + blocks_for(own)
+        own = len(response.prompt) % self.cache.block + response.max_new_tokens
+        needed = self.cache.blocks_for(len(response.prompt)) + self.cache.blocks_for(own)
         if needed > self.cache.num_blocks:
             raise RolloutError(
-                f"request '{request.id}' may need {needed * BLOCK} tokens of KV cache, there is room for "
-                f"{self.cache.num_blocks * BLOCK}: give the rollout more memory or shorten prompts or responses"
+                f"request '{request.id}' may need {needed * self.cache.block} tokens of KV cache, there is room for "
+                f"{self.cache.tokens}: give the rollout more memory or shorten prompts or responses"
             )
         if not self._by_id:
             self._look_at_model()
-        sequence = _Sequence(response, tuple(response.prompt))
+        sequence = _Sequence(response, tuple(response.prompt), self.cache.block)
         self._by_id[request.id] = sequence
         (self._waiting if response.finish is None else self._finished).append(sequence)
 
@@ -194,7 +195,7 @@ class EmbeddedEngine:
             raise RolloutError("the rollout engine sleeps while requests wait: call wake() first")
         self._admit()
         self._make_room()
-        plan = Plan()
+        plan = Plan(self.cache.block)
         read = self._plan_prompts(plan)
         rows, copies = self._plan_responses(plan)
         try:
@@ -277,9 +278,10 @@ class EmbeddedEngine:
 
     def _make_cache(self, kv_memory: int | None) -> KVCache:
         packed = self.packed
-        size = KVCache.block_bytes(packed.num_layers, packed.num_kv_heads, packed.head_dim, packed.dtype)
+        tokens = block_tokens(packed.device)
+        size = KVCache.block_bytes(packed.num_layers, packed.num_kv_heads, packed.head_dim, packed.dtype, tokens)
         if kv_memory is None:
-            wanted = 2 * self.max_batch * blocks_for(self.max_length) * size
+            wanted = 2 * self.max_batch * blocks_for(self.max_length, tokens) * size
             kv_memory = _least(min(wanted, free_memory(packed.device) // 2), packed.tensor_group)
         if kv_memory < 2 * size:
             raise ConfigError(
@@ -330,22 +332,22 @@ class EmbeddedEngine:
     def _plan_prompts(self, plan: Plan) -> list[tuple[_Prompt, int]]:
         """Plan chunks of prompts in their order of arrival. Returns those that this step completes, with the index of
         their last token."""
-        budget, read = self.step_tokens, []
+        budget, read, size = self.step_tokens, [], self.cache.block
         for prompt in self._prompts.values():
             if prompt.hidden is not None:
                 continue
             if budget == 0:
                 break
             # Skip blocks that another prompt has filled, or fills in this step.
-            while prompt.computed % BLOCK == 0 and prompt.computed + BLOCK < len(prompt.tokens):
-                if not self.cache.filled[prompt.blocks[prompt.computed // BLOCK]]:
+            while prompt.computed % size == 0 and prompt.computed + size < len(prompt.tokens):
+                if not self.cache.filled[prompt.blocks[prompt.computed // size]]:
                     break
-                prompt.computed += BLOCK
+                prompt.computed += size
             end = min(prompt.computed + budget, len(prompt.tokens))
             chunk = prompt.tokens[prompt.computed : end]
             index = plan.add(chunk, prompt.computed, prompt.blocks, len(prompt.blocks))
             budget -= end - prompt.computed
-            for block in prompt.blocks[prompt.computed // BLOCK : end // BLOCK]:
+            for block in prompt.blocks[prompt.computed // size : end // size]:
                 self.cache.filled[block] = True
             prompt.computed = end
             if end == len(prompt.tokens):
@@ -375,7 +377,7 @@ class EmbeddedEngine:
                 if chunk:
                     if sequence.computed == 0 and sequence.tail:
                         copies.append((prompt.blocks[-1], sequence.blocks[0]))
-                    shared = len(prompt.tokens) // BLOCK
+                    shared = len(prompt.tokens) // self.cache.block
                     start = len(prompt.tokens) + sequence.computed
                     index = plan.add(chunk, start, prompt.blocks[:shared] + sequence.blocks, shared)
                     sequence.computed += len(chunk)

@@ -1,15 +1,15 @@
 """The paged KV cache: memory layout, reference counts of blocks, prefix caching and eviction.
 
-A block holds `BLOCK` tokens of all layers. Blocks are reference-counted: samples of a prompt share its blocks, prompts
-share the blocks of a common prefix. A full prompt block without users stays cached under the hash of all tokens up to
-its end, until its memory is needed (least recently used first) or the weights change.
+A block holds some tokens of all layers; how many is up to the device. Blocks are reference-counted: samples of a prompt
+share its blocks, prompts share the blocks of a common prefix. A full prompt block without users stays cached under the
+hash of all tokens up to its end, until its memory is needed (least recently used first) or the weights change.
 
-In general a layer is a pool of blocks `[N, BLOCK, K, D]`, as `torch.nn.attention.varlen.varlen_attn` reads it. For the
+In general a layer is a pool of blocks `[N, B, K, D]`, as `torch.nn.attention.varlen.varlen_attn` reads it. For the
 CPU kernels keys are transposed within a block, so that products with keys and with values read memory in order. In
 bf16 two rows are interleaved, because processors multiply bf16 in pairs.
 
-Legend: L layers, N blocks, K key/value heads, D head size, P interleaved rows (2 in bf16, else 1), W the head size
-padded to a multiple of 16.
+Legend: L layers, N blocks, B tokens of a block, K key/value heads, D head size, P interleaved rows (2 in bf16, else 1),
+W the head size padded to a multiple of 16.
 """
 
 from __future__ import annotations
@@ -28,19 +28,25 @@ from torch import Tensor
 from verl.errors import RolloutError
 from verl.models.compiled import kernels
 
-BLOCK = 32
+BLOCK = 32  # tokens of a block on CPU, as in paged_attention.cpp
+_FLASH_BLOCK = 256  # what flash attention reads
 _WIDTH = 16  # as in paged_attention.cpp
 
 
-def blocks_for(tokens: int) -> int:
-    """Blocks that hold this many tokens."""
-    return -(-tokens // BLOCK)
+def block_tokens(device: torch.device) -> int:
+    """Tokens of a block on a device of this kind."""
+    return _FLASH_BLOCK if device.type == "cuda" else BLOCK
 
 
-def _block_shapes(head_dim: int, dtype: torch.dtype) -> tuple[tuple[int, int, int], tuple[int, int, int]]:
+def blocks_for(tokens: int, size: int = BLOCK) -> int:
+    """Blocks of `size` tokens that hold this many."""
+    return -(-tokens // size)
+
+
+def _block_shapes(head_dim: int, dtype: torch.dtype, size: int) -> tuple[tuple[int, int, int], tuple[int, int, int]]:
     """Of a block of keys and one of values, of one layer and head."""
     pair = 2 if dtype == torch.bfloat16 else 1
-    return (-(-head_dim // pair), BLOCK, pair), (BLOCK // pair, -(-head_dim // _WIDTH) * _WIDTH, pair)
+    return (-(-head_dim // pair), size, pair), (size // pair, -(-head_dim // _WIDTH) * _WIDTH, pair)
 
 
 class KVCache:
@@ -50,8 +56,9 @@ class KVCache:
         compiled: lay keys and values out for the CPU kernels, where there are some.
 
     Attributes:
-        keys, values: `[L, N, BLOCK, K, D]`, or for kernels `[L, N, K, D / P, BLOCK, P]` and
-            `[L, N, K, BLOCK / P, W, P]`; absent while asleep.
+        block: tokens of a block.
+        keys, values: `[L, N, B, K, D]`, or for kernels `[L, N, K, D / P, B, P]` and `[L, N, K, B / P, W, P]`; absent
+            while asleep.
         kernels: those that the layout is for, if any.
         filled: for each block whether it holds the keys and values of its prompt; set by the user of the block.
     """
@@ -67,6 +74,7 @@ class KVCache:
         compiled: bool = True,
     ) -> None:
         self.num_blocks = num_blocks
+        self.block = block_tokens(device)
         self._shape = (num_layers, num_blocks)
         self.heads = num_heads
         self.head_dim = head_dim
@@ -77,32 +85,36 @@ class KVCache:
         self.allocate()
 
     @staticmethod
-    def block_bytes(num_layers: int, num_heads: int, head_dim: int, dtype: torch.dtype) -> int:
-        keys, values = _block_shapes(head_dim, dtype)
+    def block_bytes(num_layers: int, num_heads: int, head_dim: int, dtype: torch.dtype, size: int = BLOCK) -> int:
+        keys, values = _block_shapes(head_dim, dtype, size)
         return num_layers * num_heads * (math.prod(keys) + math.prod(values)) * dtype.itemsize
+
+    def blocks_for(self, tokens: int) -> int:
+        """Blocks that hold this many tokens."""
+        return blocks_for(tokens, self.block)
 
     @property
     def tokens(self) -> int:
         """Tokens that the blocks hold."""
-        return self.num_blocks * BLOCK
+        return self.num_blocks * self.block
 
     @property
     def bytes(self) -> int:
         """Memory of the blocks while awake."""
-        return self.num_blocks * self.block_bytes(self._shape[0], self.heads, self.head_dim, self.dtype)
+        return self.num_blocks * self.block_bytes(self._shape[0], self.heads, self.head_dim, self.dtype, self.block)
 
     def allocate(self) -> None:
         """Allocate the memory. On CPU pages are committed at the first write, low block numbers first."""
         if self.kernels is None:
-            self.keys, self.values = (self._empty((BLOCK, self.heads, self.head_dim)) for _ in range(2))
+            self.keys, self.values = (self._empty((self.block, self.heads, self.head_dim)) for _ in range(2))
         else:
             self.keys, self.values = (
-                self._empty((self.heads, *block)) for block in _block_shapes(self.head_dim, self.dtype)
+                self._empty((self.heads, *block)) for block in _block_shapes(self.head_dim, self.dtype, self.block)
             )
         self.asleep = False
 
     def write(self, layer: int, key: Tensor, value: Tensor, slots: Tensor) -> None:
-        """Put `key` and `value` `[T, K, D]` into `slots` `[T]`: block times BLOCK plus row."""
+        """Put `key` and `value` `[T, K, D]` into `slots` `[T]`: block times B plus row."""
         if self.kernels is None:
             for pool, x in ((self.keys, key), (self.values, value)):
                 pool[layer].flatten(0, 1)[slots] = x
@@ -156,7 +168,7 @@ class KVCache:
 
     def take_prompt(self, tokens: Sequence[int]) -> list[int] | None:
         """Blocks for a prompt, those of a common prefix shared; None if there are too few, then nothing is taken."""
-        hashes = _prefix_hashes(tokens)
+        hashes = _prefix_hashes(tokens, self.block)
         shared: list[int] = []
         for digest in hashes:
             block = self._by_hash.get(digest)
@@ -164,7 +176,7 @@ class KVCache:
                 break
             shared.append(block)
         idle = sum(block in self._idle for block in shared)
-        needed = blocks_for(len(tokens)) - len(shared)
+        needed = self.blocks_for(len(tokens)) - len(shared)
         if needed > self.available - idle:
             return None
         for block in shared:
@@ -208,11 +220,11 @@ class KVCache:
             del self._by_hash[digest]
 
 
-def _prefix_hashes(tokens: Sequence[int]) -> list[bytes]:
+def _prefix_hashes(tokens: Sequence[int], size: int) -> list[bytes]:
     """For each full block the hash of all tokens up to its end."""
     running = hashlib.blake2b(digest_size=16)
     hashes = []
-    for start in range(0, len(tokens) - BLOCK + 1, BLOCK):
-        running.update(array("q", tokens[start : start + BLOCK]).tobytes())
+    for start in range(0, len(tokens) - size + 1, size):
+        running.update(array("q", tokens[start : start + size]).tobytes())
         hashes.append(running.digest())
     return hashes

@@ -108,7 +108,7 @@ class Runner:
             dist.broadcast(body, self._first, group=self.group)
             numbers = body.tolist()
             if order == _HIDDEN:
-                plan, rest = Plan.of_numbers(numbers)
+                plan, rest = Plan.of_numbers(numbers, self.cache.block)
                 self._hidden(plan, [*zip(rest[1::2], rest[2::2], strict=True)])
             else:
                 states = torch.empty(
