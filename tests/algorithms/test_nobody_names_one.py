@@ -52,7 +52,8 @@ def test_no_code_outside_names_an_algorithm() -> None:
     offenders = set()
     for file in PACKAGE.rglob("*.py"):
         place = file.relative_to(PACKAGE).as_posix()
-        if not place.startswith("algorithms/"):
+        # `trl/` is nothing but another library's names, most of which name an algorithm.
+        if not place.startswith(("algorithms/", "trl/")):
             offenders |= {(place, name) for name in found(file.read_text(encoding="utf-8"))}
     # Two classes whose own names say PPO.
     named = {"trainer/trainer.py": "class PPOTrainer(Trainer)", "roles/layouts.py": "class PPORoleUpdater(Updater)"}

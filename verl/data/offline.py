@@ -52,6 +52,8 @@ class OfflineDatasetLoader:
         system_prompt: starts each chat that has none.
         max_prompt_length, truncation: as for prompts; a dropped prompt takes its whole group along.
         max_response_length: longer responses lose their end, and are counted in `counts`.
+        max_length: of prompt and response together: a longer response loses its end likewise, and a group with a prompt
+            that leaves it no room is dropped.
 
     `kind` is "pairs", "labels", "demonstrations" or "experience".
 
@@ -70,8 +72,14 @@ class OfflineDatasetLoader:
         system_prompt: str | None = None,
         max_prompt_length: int | None = None,
         max_response_length: int | None = None,
+        max_length: int | None = None,
         truncation: Truncation = "error",
     ) -> None:
+        if max_length is not None:
+            if max_length < 2 or max_prompt_length is not None or truncation != "error":
+                raise ConfigError(f"max_length is at least 2, without max_prompt_length and truncation: {max_length}")
+            max_prompt_length, truncation = max_length - 1, "drop"
+        self.max_length = max_length
         if batch_size < 1:
             raise ConfigError(f"batch_size must be at least 1, not {batch_size}")
         self.batch_size, self.seed, self.shuffle = batch_size, seed, shuffle
@@ -102,13 +110,19 @@ class OfflineDatasetLoader:
             )
             for row in kept.select(("response", "reply", "messages")).rows()
         ]
-        limit = self.max_response_length
         self.counts = encode.counts
-        self.counts["responses_truncated"] = sum(limit is not None and len(tokens) > limit for tokens in responses)
-        responses = [tokens[:limit] for tokens in responses]
+        limits = [self._limit(length) for length in kept.lengths("prompt_tokens")]
+        cut = [tokens[:limit] for tokens, limit in zip(responses, limits, strict=True)]
+        self.counts["responses_truncated"] = sum(len(a) < len(b) for a, b in zip(cut, responses, strict=True))
+        responses = cut
         masks = [[1] * len(tokens) for tokens in responses]
         self.batch = kept.add({"response_tokens": responses, "response_mask": masks})
         self._begin()
+
+    def _limit(self, prompt: int) -> int | None:
+        """Tokens that the response to a prompt of so many may have."""
+        limits = [self.max_response_length, None if self.max_length is None else self.max_length - prompt]
+        return min((limit for limit in limits if limit is not None), default=None)
 
     def __len__(self) -> int:
         """Groups in an epoch."""

@@ -407,14 +407,14 @@ class Trainer:
         start()
         record: dict[str, Any] = {}
         batches = self._open(prompts)
-        self._goal = goal = self.steps + steps
+        self._goal = self.steps + steps
         try:
             with StopSignal() if self.checkpoints is not None else nullcontext() as stop:
                 if self.held_out is not None and self.held_out.first is None:
                     self.evaluate_held_out()
                 if self.guards and self.checkpoints is not None:
                     self.checkpoints.save(self)  # so that there is one to go back to from the first step on
-                while self.steps < goal and not (stop and stop.requested):
+                while self.steps < self._goal and not (stop and stop.requested):
                     record = self.advance(batches)
                 if stop and stop.requested:
                     self._checkpoints().save(self, last=True)
@@ -425,6 +425,11 @@ class Trainer:
         finally:
             self._goal = None
         return record
+
+    def stop(self) -> None:
+        """End `fit` after the step at hand, as if that were its last; for hooks."""
+        if self._goal is not None:
+            self._goal = self.steps
 
     def train(self, steps: int | None = None) -> dict[str, Any]:
         """`fit` over the trainer's `dataloader`; None: as many steps as it has batches.

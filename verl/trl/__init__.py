@@ -1,0 +1,23 @@
+"""TRL's names over this package's trainer: a script of TRL's runs with its import line changed.
+
+    from verl.trl import GRPOConfig, GRPOTrainer
+
+A trainer here maps TRL's arguments onto an `Actor`, a `Trainer` and a loader, and holds them: `actor`, `trainer`,
+`loader`. `docs/from_trl.md` lists what differs. The names and defaults are those of TRL 1.16.
+"""
+
+from verl.trl.arguments import DPOConfig, GRPOConfig, KTOConfig, RewardConfig, SFTConfig
+from verl.trl.trainers import DPOTrainer, GRPOTrainer, KTOTrainer, RewardTrainer, SFTTrainer
+
+__all__ = [
+    "DPOConfig",
+    "DPOTrainer",
+    "GRPOConfig",
+    "GRPOTrainer",
+    "KTOConfig",
+    "KTOTrainer",
+    "RewardConfig",
+    "RewardTrainer",
+    "SFTConfig",
+    "SFTTrainer",
+]

@@ -1,0 +1,154 @@
+"""`transformers.TrainerCallback`s over our trainer: its events, its state, and its log records by TRL's names."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any
+
+from transformers import TrainerControl, TrainerState
+from transformers.trainer_callback import TrainerCallback
+
+from verl.errors import ConfigError
+from verl.trainer.trainer import Trainer
+
+#: TRL's name of a metric -> ours.
+_NAMES = {
+    "loss": "loss/actor",
+    "grad_norm": "grad_norm/actor",
+    "learning_rate": "lr/actor",
+    "reward": "reward/mean",
+    "reward_std": "reward/std",
+    "entropy": "policy/entropy",
+    "completions/mean_length": "response/length",
+    "completions/clipped_ratio": "response/cut",
+    "rewards/accuracies": "pairs/accuracy",
+    "rewards/margins": "pairs/margin",
+    "rewards/chosen": "pairs/chosen",
+    "rewards/rejected": "pairs/rejected",
+    "step_time": "time/step",
+}
+
+
+def by_trl_names(record: Mapping[str, Any]) -> dict[str, float]:
+    """The numbers of a record, once more under TRL's names where it has one."""
+    numbers = {name: float(v) for name, v in record.items() if isinstance(v, int | float) and math.isfinite(v)}
+    named = {theirs: numbers[ours] for theirs, ours in _NAMES.items() if ours in numbers}
+    parts = {f"rewards/{name.removeprefix('reward/')}": v for name, v in numbers.items() if name.count("/") == 2}
+    return {**numbers, **parts, **named}
+
+
+class Events:
+    """Calls the callbacks of a run and does what their `control` asks for.
+
+    Args:
+        args: what the callbacks get as `args`.
+        given: callbacks, or classes of them.
+        about: further keywords of every call (`model`, `processing_class`).
+        updates: optimizer steps of one step of the trainer.
+        epoch_steps: steps of the trainer in an epoch.
+    """
+
+    def __init__(
+        self, args: Any, given: Iterable[Any], about: Mapping[str, Any], *, updates: int, epoch_steps: float, total: int
+    ) -> None:
+        self.callbacks: list[Any] = []
+        self.args, self._about, self._updates, self._epoch_steps = args, dict(about), updates, epoch_steps
+        self.state = TrainerState(max_steps=total * updates, num_train_epochs=math.ceil(total / epoch_steps))
+        self.control = TrainerControl()
+        self._since: list[dict[str, float]] = []
+        self._saved: int | None = None
+        for callback in given:
+            self.add(callback)
+
+    def add(self, callback: Any) -> None:
+        """Raises ConfigError if it is no `TrainerCallback`."""
+        made = callback() if isinstance(callback, type) else callback
+        if not isinstance(made, TrainerCallback):
+            raise ConfigError(f"a callback is a transformers.TrainerCallback, not {callback!r:.60}")
+        self.callbacks.append(made)
+
+    def call(self, event: str, **more: Any) -> None:
+        for callback in self.callbacks:
+            answer = getattr(callback, event)(self.args, self.state, self.control, **self._about, **more)
+            self.control = answer or self.control
+
+    def begin(self, steps: int) -> None:
+        self._count(steps)
+        self.control.should_training_stop = False
+        self.call("on_train_begin")
+        self.call("on_epoch_begin")
+
+    def end(self, trainer: Trainer) -> None:
+        self._log()
+        self._note_save(trainer)
+        self.call("on_train_end")
+
+    def after(self, trainer: Trainer, record: Mapping[str, Any]) -> None:
+        """After a step of the trainer."""
+        epoch = math.floor(self.state.epoch or 0)
+        self._count(trainer.steps)
+        self._since.append(by_trl_names(record))
+        self.call("on_step_end")
+        every = self.args.logging_steps
+        if self.control.should_log or trainer.steps % max(1, round(every if every >= 1 else 1)) == 0:
+            self._log()
+        self._note_save(trainer)
+        if self.control.should_save and trainer.checkpoints is not None:
+            trainer.checkpoints.save(trainer)
+            self._note_save(trainer)
+        if self.control.should_evaluate and trainer.held_out is not None:
+            trainer.evaluate_held_out()
+        if math.floor(self.state.epoch or 0) > epoch:
+            self.call("on_epoch_end")
+            self.call("on_epoch_begin")
+        self.control.should_log = self.control.should_save = self.control.should_evaluate = False
+        if self.control.should_training_stop or self.control.should_epoch_stop:
+            trainer.stop()
+
+    def evaluated(self, metrics: Mapping[str, Any]) -> dict[str, float]:
+        """Report an evaluation; its metrics as TRL names them."""
+        found = {f"eval_{name}": value for name, value in by_trl_names(metrics).items()}
+        self._write(found)
+        self.call("on_evaluate", metrics=found)
+        return found
+
+    def mean_loss(self) -> float:
+        """Of all that was logged."""
+        losses = [entry["loss"] for entry in self.state.log_history if "loss" in entry]
+        return sum(losses) / len(losses) if losses else math.nan
+
+    def _count(self, steps: int) -> None:
+        self.state.global_step, self.state.epoch = steps * self._updates, steps / self._epoch_steps
+
+    def _log(self) -> None:
+        """The means of the steps since the last time."""
+        if not self._since:
+            return
+        names = dict.fromkeys(name for record in self._since for name in record)
+        values = {name: [record[name] for record in self._since if name in record] for name in names}
+        self._since.clear()
+        self._write({name: sum(of) / len(of) for name, of in values.items()})
+
+    def _write(self, logs: dict[str, float]) -> None:
+        logs = {**logs, "epoch": float(self.state.epoch or 0)}
+        self.state.log_history.append({**logs, "step": self.state.global_step})
+        self.call("on_log", logs=logs)
+
+    def _note_save(self, trainer: Trainer) -> None:
+        saved = None if trainer.checkpoints is None else trainer.checkpoints.saved
+        if saved not in (None, self._saved):
+            self._saved = saved
+            self.call("on_save")
+
+
+class ObservedTrainer(Trainer):
+    """`Trainer` that reports its steps to `events`."""
+
+    events: Events
+
+    def advance(self, prompts: Iterator[Any]) -> dict[str, Any]:
+        self.events.call("on_step_begin")
+        record = super().advance(prompts)
+        self.events.after(self, record)
+        return record

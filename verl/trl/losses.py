@@ -1,0 +1,50 @@
+"""The algorithm that TRL's arguments name."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from verl.algorithms import BaseAlgorithm, make_algorithm
+from verl.errors import ConfigError, nearest
+
+#: TRL's `loss_type` -> how token losses become one number here.
+_AGGREGATION = {
+    "grpo": "seq-mean-token-mean",
+    "dapo": "token-mean",
+    "bnpo": "token-mean",
+    "dr_grpo": "seq-mean-token-sum-norm",
+}
+
+
+def grpo_algorithm(args: Any) -> BaseAlgorithm:
+    """Raises ConfigError for a loss or a scaling that there is not."""
+    norm = {"group": True, True: True, "none": False, False: False}.get(args.scale_rewards)
+    if norm is None:
+        raise ConfigError(f"scale_rewards='{args.scale_rewards}': rewards are scaled by 'group', or 'none'")
+    high = args.epsilon if args.epsilon_high is None else args.epsilon_high
+    options: dict[str, Any] = {"norm_adv_by_std": norm, "entropy_coeff": args.entropy_coef}
+    if args.beta:
+        options |= {"kl_in": "loss", "kl_coef": args.beta}
+    if args.loss_type == "cispo":
+        return make_algorithm("cispo", **options, clip_ratio_low=1.0, clip_ratio_high=high - 1)
+    if args.loss_type not in _AGGREGATION:
+        raise ConfigError(f"loss_type='{args.loss_type}': {nearest(args.loss_type, [*_AGGREGATION, 'cispo'])}")
+    options |= {"clip_ratio_low": args.epsilon, "clip_ratio_high": high}
+    options |= {"loss_agg_mode": _AGGREGATION[args.loss_type]}
+    if args.loss_type == "dr_grpo":
+        options |= {"loss_scale_factor": float(args.max_completion_length)}
+    if args.importance_sampling_level == "sequence":
+        return make_algorithm("gspo", **options)
+    if args.importance_sampling_level != "token":
+        raise ConfigError(f"importance_sampling_level='{args.importance_sampling_level}': it is token or sequence")
+    return make_algorithm("grpo", **options, clip_ratio_c=args.delta)
+
+
+def dpo_algorithm(args: Any) -> BaseAlgorithm:
+    """Raises ConfigError for several losses at once."""
+    given = [args.loss_type] if isinstance(args.loss_type, str) else list(args.loss_type)
+    if len(given) != 1:
+        raise ConfigError(f"loss_type={given}: one loss is trained, name one")
+    if given[0] == "ipo":
+        return make_algorithm("ipo", beta=args.beta)
+    return make_algorithm("dpo", beta=args.beta, loss_type=given[0], label_smoothing=args.label_smoothing)

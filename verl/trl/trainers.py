@@ -1,0 +1,471 @@
+"""TRL's trainers by name. Each says its algorithm; all else is one mapping of arguments."""
+
+from __future__ import annotations
+
+import inspect
+import logging
+import math
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any, ClassVar, Literal
+
+from verl.algorithms import BaseAlgorithm, make_algorithm
+from verl.data.loader import PromptLoader
+from verl.data.offline import OfflineDatasetLoader
+from verl.data.prefetch import Prefetch
+from verl.data.prompts import load_prompts, stream_prompts
+from verl.errors import ConfigError, nearest
+from verl.models.lora import has_adapters
+from verl.roles.actor import Actor
+from verl.roles.reward import Reward
+from verl.trainer.evaluation import HeldOut
+from verl.trainer.logging import open_logger
+from verl.training.options import OptimConfig
+from verl.trl.arguments import Config, DPOConfig, GRPOConfig, KTOConfig, RewardConfig, SFTConfig
+from verl.trl.events import Events, ObservedTrainer
+from verl.trl.losses import dpo_algorithm, grpo_algorithm
+from verl.trl.peft import lora_options
+
+logger = logging.getLogger(__name__)
+
+#: Arguments of this package's that every trainer takes besides TRL's: see `Trainer` and `Actor`.
+_OWN = ("placement", "strategy", "rollout")
+#: An argument of TRL's -> what to do in its place.
+_OTHERWISE = {
+    "tokenizer": "it is processing_class",
+    "data_collator": "rows are packed, not collated: leave it out",
+    "compute_metrics": "use trainer.trainer.add_metric(name, fn)",
+    "compute_loss_func": "write an algorithm, see docs/algorithms.md",
+    "preprocess_logits_for_metrics": "leave it out",
+    "optimizer_cls_and_kwargs": "pass optimizers=(optimizer, None)",
+    "formatting_func": "map the data set first, to columns 'prompt' and 'completion', or 'messages'",
+    "quantization_config": "train adapters over 4 bits with verl.Actor(model, dtype='int4', lora={...})",
+    "reward_processing_classes": "a reward model brings its tokenizer: give verl.Reward(model=...)",
+    "tools": "see docs/episodes.md",
+    "rollout_func": "see docs/episodes.md",
+    "environment_factory": "see docs/episodes.md",
+}
+
+
+class _Trainer(ABC):
+    """What all of them share.
+
+    Attributes:
+        actor, trainer, loader: the `Actor`, the `Trainer` and the batches that the arguments have become.
+        args: the arguments, as a `Config`.
+
+    Raises:
+        ConfigError: an argument is unknown, or is done otherwise here; the message names what to do.
+    """
+
+    config: ClassVar[type[Config]]
+    algorithm: ClassVar[str]
+    head: ClassVar[Literal["lm", "score"]] = "lm"
+    #: Rows of a sample: two of a preference.
+    rows: ClassVar[int] = 1
+    #: Optimizer steps of one step of `trainer`.
+    updates = 1
+
+    def __init__(
+        self,
+        model: Any,
+        args: Any,
+        train_dataset: Any,
+        eval_dataset: Any,
+        processing_class: Any,
+        callbacks: Sequence[Any] | None,
+        optimizers: tuple[Any, Any],
+        peft_config: Any,
+        more: Mapping[str, Any],
+    ) -> None:
+        own = self._checked(more)
+        if train_dataset is None:
+            raise ConfigError(f"{type(self).__name__} needs train_dataset=...")
+        self.args: Any = self.config.of(args)
+        optimizer, schedule = optimizers
+        self.actor = self._actor(model, processing_class, optimizer, peft_config, own.get("rollout"))
+        self.processing_class = self.actor.tokenizer
+        self.loader, self._per_epoch = self._data(train_dataset)
+        self._total = self._steps()
+        if optimizer is None:
+            optim = self.args.optim_config(self._total * self.updates)
+            self.actor.train_with(optim=OptimConfig.of(optim, "args"))
+        elif schedule is not None:
+            self.actor.train_with(scheduler=schedule)
+        self._events = Events(
+            args if hasattr(args, "learning_rate") else self.args,
+            callbacks or (),
+            {"model": self.actor.model, "processing_class": self.processing_class},
+            updates=self.updates,
+            epoch_steps=self._per_epoch,
+            total=self._total,
+        )
+        self._eval_dataset = eval_dataset
+        self.trainer = self._trainer(self._source(), own)
+        self._events.call("on_init_end")
+
+    @property
+    def state(self) -> Any:
+        """`transformers.TrainerState`: `global_step`, `epoch`, `log_history`, ..."""
+        return self._events.state
+
+    @property
+    def model(self) -> Any:
+        """The model, with the weights as they are now."""
+        return self.actor.present_model()
+
+    def add_callback(self, callback: Any) -> None:
+        self._events.add(callback)
+
+    def train(self, resume_from_checkpoint: bool | str | None = None) -> Any:
+        """Train to the end; `transformers.trainer_utils.TrainOutput`.
+
+        Args:
+            resume_from_checkpoint: True: from the newest checkpoint in `output_dir`; or the path of one.
+        """
+        from transformers.trainer_utils import TrainOutput
+
+        if resume_from_checkpoint is True:
+            self.trainer.resume()
+        elif resume_from_checkpoint:
+            self.trainer.load_checkpoint(resume_from_checkpoint)
+        self._events.begin(self.trainer.steps)
+        if self.trainer.steps < self._total:
+            self.trainer.fit(self.loader, self._total - self.trainer.steps)
+        self._events.end(self.trainer)
+        loss = self._events.mean_loss()
+        return TrainOutput(self.state.global_step, loss, {"train_loss": loss, "epoch": self.state.epoch})
+
+    def evaluate(self, eval_dataset: Any = None) -> dict[str, float]:
+        """Measure held-out data; the metrics, whose names begin with `eval_`.
+
+        Raises:
+            ConfigError: there are none.
+        """
+        given = self._eval_dataset if eval_dataset is None else eval_dataset
+        if given is None:
+            raise ConfigError("evaluate() needs data: give the trainer eval_dataset=..., or evaluate(data)")
+        return self._events.evaluated(self._evaluate(given))
+
+    def save_model(self, output_dir: str | Path | None = None) -> None:
+        """Write the model and its tokenizer as a Hugging Face directory; of a model with adapters, these alone.
+
+        Args:
+            output_dir: None: that of the arguments.
+        """
+        self.actor.save_pretrained(
+            str(self._output() if output_dir is None else output_dir), adapter=has_adapters(self.actor.model)
+        )
+
+    def _report(self, result: Mapping[str, Any], _: Any) -> None:
+        self._events.evaluated(result["metrics"])
+
+    @abstractmethod
+    def _data(self, train_dataset: Any) -> tuple[Any, float]:
+        """The loader of the training data, and the steps of an epoch."""
+
+    @abstractmethod
+    def _evaluate(self, rows: Any) -> Mapping[str, Any]:
+        """Metrics of held-out data."""
+
+    @abstractmethod
+    def _held_out(self, rows: Any, every: int) -> HeldOut:
+        """Held-out data as the trainer takes them."""
+
+    def _algorithm(self) -> BaseAlgorithm:
+        return make_algorithm(self.algorithm)
+
+    def _source(self) -> Reward | None:
+        return None
+
+    def _sampling(self) -> dict[str, Any] | None:
+        return None
+
+    def _training(self) -> dict[str, Any]:
+        """Further keywords of the actor."""
+        return {}
+
+    def _output(self) -> Path:
+        return Path(self.args.output_dir or "trainer_output")
+
+    def _checked(self, more: Mapping[str, Any]) -> dict[str, Any]:
+        for name in more:
+            if name not in _OWN:
+                known = [*inspect.signature(type(self).__init__).parameters, *_OWN]
+                raise ConfigError(
+                    f"{type(self).__name__} has no argument '{name}': {_OTHERWISE.get(name) or nearest(name, known)}"
+                )
+        return dict(more)
+
+    def _actor(self, model: Any, tokenizer: Any, optimizer: Any, peft_config: Any, rollout: Any) -> Actor:
+        args = self.args
+        settings = {
+            "gradient_checkpointing": args.gradient_checkpointing,
+            "micro_batch_size": args.per_device_train_batch_size * self.rows,
+            "use_amp": args.bf16 is True,
+            **self._training(),
+        }
+        if isinstance(model, str | Path):
+            model, settings = str(model), settings | args.model_settings()
+        if peft_config is not None:
+            settings["lora"] = lora_options(peft_config, model)
+        default = "vllm" if getattr(args, "use_vllm", False) else "embedded"
+        return Actor(
+            model,
+            tokenizer,
+            optim=optimizer,
+            rollout=rollout or default,
+            sampling=self._sampling(),
+            head=self.head,
+            seed=args.seed,
+            **settings,
+        )
+
+    def _steps(self) -> int:
+        """Steps of `trainer`."""
+        if self.args.max_steps > 0:
+            return math.ceil(int(self.args.max_steps) / self.updates)
+        if not math.isfinite(self._per_epoch):
+            raise ConfigError("the data have no length: say max_steps=...")
+        return max(1, math.ceil(float(self.args.num_train_epochs) * self._per_epoch))
+
+    def _every(self, what: str) -> int | None:
+        """Steps of `trainer` from one evaluation, or save, to the next; None: never."""
+        strategy, steps = getattr(self.args, f"{what}_strategy"), getattr(self.args, f"{what}_steps")
+        if strategy in ("no", "epoch"):
+            return None if strategy == "no" else max(1, math.ceil(self._per_epoch))
+        steps = float(steps or self.args.logging_steps)
+        return max(1, round(steps * self._total) if steps < 1 else math.ceil(steps / self.updates))
+
+    def _trainer(self, source: Any, own: Mapping[str, Any]) -> ObservedTrainer:
+        args, every = self.args, self._every("save")
+        trainer = ObservedTrainer(
+            self.actor,
+            reward=source,
+            algorithm=self._algorithm(),
+            n=getattr(args, "num_generations", None),
+            checkpoint_dir=None if every is None else self._output(),
+            save_every=every,
+            keep_checkpoints=None if every is None else args.save_total_limit,
+            placement=own.get("placement"),
+            strategy=own.get("strategy"),
+            logger=open_logger(
+                self._output(),
+                args.sinks(),
+                run_id=args.run_name or self._output().name,
+                project=args.project,
+                total_steps=self._total,
+            ),
+        )
+        trainer.events = self._events
+        if self._eval_dataset is not None and (often := self._every("eval")) is not None:
+            trainer.held_out = self._held_out(self._eval_dataset, often)
+            trainer.held_out.on_result = self._report
+        return trainer
+
+
+class GRPOTrainer(_Trainer):
+    """TRL's `GRPOTrainer`: samples a group of completions to each prompt, and learns which of them are better.
+
+    Args:
+        model: a model, or the name or directory of one.
+        reward_funcs: a function `f(prompts, completions, **columns)`, a reward model or its name, or a list of these,
+            which `args.reward_weights` weighs. One that returns None for a completion is left out of its sum.
+        args: `GRPOConfig`, or `transformers.TrainingArguments`.
+        train_dataset, eval_dataset: rows with a column `prompt`, a text or messages; the other columns go to the
+            rewards.
+        processing_class: the tokenizer; None: the one beside the model.
+        callbacks: `transformers.TrainerCallback`s.
+        optimizers: (optimizer, scheduler) of torch; (None, None): AdamW, as the arguments say.
+        peft_config: `peft.LoraConfig`.
+        **more: `placement`, `strategy` and `rollout` of this package.
+    """
+
+    config = GRPOConfig
+    algorithm = "grpo"
+
+    def __init__(
+        self,
+        model: Any,
+        reward_funcs: Any,
+        args: Any = None,
+        train_dataset: Any = None,
+        eval_dataset: Any = None,
+        processing_class: Any = None,
+        *,
+        callbacks: Sequence[Any] | None = None,
+        optimizers: tuple[Any, Any] = (None, None),
+        peft_config: Any = None,
+        **more: Any,
+    ) -> None:
+        self._reward_funcs = reward_funcs
+        super().__init__(
+            model, args, train_dataset, eval_dataset, processing_class, callbacks, optimizers, peft_config, more
+        )
+
+    @property
+    def updates(self) -> int:  # type: ignore[override]
+        updates: int = self.args.updates()
+        return updates
+
+    def _source(self) -> Reward:
+        functions = self._reward_funcs if isinstance(self._reward_funcs, list | tuple) else [self._reward_funcs]
+        bound = [_with_state(function, self.state) for function in functions]
+        weights = self.args.reward_weights
+        if len(bound) == 1 and weights is None:
+            return Reward(bound[0])
+        # TRL's rule: a sum over the rewards that have a number for the completion.
+        return Reward(bound, weights=weights, partial=True)
+
+    def _data(self, train_dataset: Any) -> tuple[Any, float]:
+        args, count = self.args, self.args.prompts()
+        if not hasattr(train_dataset, "__len__"):
+            return Prefetch(PromptLoader(stream_prompts(train_dataset), count, seed=args.seed)), math.inf
+        data = load_prompts(train_dataset)
+        loader = PromptLoader(data, count, seed=args.seed, shuffle=args.shuffle_dataset)
+        # What is left over at the end of an epoch begins the next one.
+        return Prefetch(loader), len(data) / count
+
+    def _evaluate(self, rows: Any) -> Mapping[str, Any]:
+        return self.trainer.evaluate(load_prompts(rows).batch, **self._drawn()).metrics
+
+    def _held_out(self, rows: Any, every: int) -> HeldOut:
+        return HeldOut(load_prompts(rows), every, **self._drawn(), name="eval_dataset")
+
+    def _drawn(self) -> dict[str, Any]:
+        args = self.args
+        return {"n": args.num_generations_eval or args.num_generations, "temperature": args.temperature}
+
+    def _training(self) -> dict[str, Any]:
+        samples, of_rollout = self.args.samples(), self.args.rollout_samples()
+        return {"mini_batch_size": None if samples == of_rollout else samples, "epochs": self.args.num_iterations}
+
+    def _sampling(self) -> dict[str, Any]:
+        args = self.args
+        return {
+            "max_new_tokens": args.max_completion_length,
+            "temperature": args.temperature,
+            "top_p": args.top_p,
+            "top_k": args.top_k or 0,
+            "min_p": args.min_p or 0.0,
+        }
+
+    def _algorithm(self) -> BaseAlgorithm:
+        return grpo_algorithm(self.args)
+
+
+class _Offline(_Trainer):
+    """Learns from recorded responses."""
+
+    def __init__(
+        self,
+        model: Any,
+        args: Any = None,
+        *,
+        train_dataset: Any = None,
+        eval_dataset: Any = None,
+        processing_class: Any = None,
+        callbacks: Sequence[Any] | None = None,
+        optimizers: tuple[Any, Any] = (None, None),
+        peft_config: Any = None,
+        **more: Any,
+    ) -> None:
+        super().__init__(
+            model, args, train_dataset, eval_dataset, processing_class, callbacks, optimizers, peft_config, more
+        )
+
+    def _data(self, train_dataset: Any) -> tuple[Any, float]:
+        loader = self._recorded(train_dataset)
+        return loader, math.ceil(len(loader) / loader.batch_size)
+
+    def _recorded(self, rows: Any) -> OfflineDatasetLoader:
+        args = self.args
+        loader = OfflineDatasetLoader(
+            rows, self.actor.tokenizer, batch_size=args.samples(), seed=args.seed, max_length=args.max_length
+        )
+        if lost := {what: count for what, count in loader.counts.items() if what != "longest" and count}:
+            logger.info("max_length=%s: %s", args.max_length, lost)
+        return loader
+
+    def _evaluate(self, rows: Any) -> Mapping[str, Any]:
+        found = self.trainer.evaluate_loss(self._recorded(rows).batch)
+        return {**found, "loss/actor": found["loss"]}
+
+    def _held_out(self, rows: Any, every: int) -> HeldOut:
+        return HeldOut(self._recorded(rows).batch, every, name="eval_dataset")
+
+
+class SFTTrainer(_Offline):
+    """TRL's `SFTTrainer`: the likelihood of completions, or of every turn of the assistant. Arguments as of
+    `GRPOTrainer`, without rewards; `args` is a `SFTConfig`."""
+
+    config = SFTConfig
+    algorithm = "sft"
+
+
+class RewardTrainer(_Offline):
+    """TRL's `RewardTrainer`: a model that scores the chosen response above the rejected one. Arguments as of
+    `SFTTrainer`; `args` is a `RewardConfig`."""
+
+    config = RewardConfig
+    algorithm = "reward_model"
+    head = "score"
+    rows = 2
+
+    def _algorithm(self) -> BaseAlgorithm:
+        return make_algorithm(self.algorithm, center_rewards_coefficient=self.args.center_rewards_coefficient or 0.0)
+
+
+class _WithReference(_Offline):
+    """Learns beside a frozen reference: `ref_model`, or (None) the model as it is at first."""
+
+    def __init__(self, model: Any, ref_model: Any = None, args: Any = None, **more: Any) -> None:
+        self._reference = ref_model
+        super().__init__(model, args, **more)
+
+    def _actor(self, *given: Any) -> Actor:
+        actor = super()._actor(*given)
+        if self._reference is not None:
+            actor.make_reference(self._reference)
+        return actor
+
+
+class DPOTrainer(_WithReference):
+    """TRL's `DPOTrainer`, on pairs of a chosen and a rejected response; `args` is a `DPOConfig`."""
+
+    config = DPOConfig
+    algorithm = "dpo"
+    rows = 2
+
+    def _algorithm(self) -> BaseAlgorithm:
+        return dpo_algorithm(self.args)
+
+
+class KTOTrainer(_WithReference):
+    """TRL's `KTOTrainer`, on responses with a label, or pairs; `args` is a `KTOConfig`."""
+
+    config = KTOConfig
+    algorithm = "kto"
+
+    def _algorithm(self) -> BaseAlgorithm:
+        args = self.args
+        return make_algorithm(
+            self.algorithm,
+            beta=args.beta,
+            desirable_weight=args.desirable_weight,
+            undesirable_weight=args.undesirable_weight,
+        )
+
+
+def _with_state(source: Any, state: Any) -> Any:
+    """A reward function that gets `trainer_state`, if it takes it."""
+    if not callable(source) or hasattr(source, "forward"):
+        return source
+    try:
+        parameters = inspect.signature(source).parameters
+    except (TypeError, ValueError):  # compiled code may have no signature
+        return source
+    takes = "trainer_state" in parameters or any(p.kind is p.VAR_KEYWORD for p in parameters.values())
+    return partial(source, trainer_state=state) if takes and "completions" in parameters else source
