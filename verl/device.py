@@ -66,6 +66,22 @@ def of(module: nn.Module) -> str:
     return next((str(weight.device) for weight in module.parameters()), "cpu")
 
 
+def to_host(*columns: torch.Tensor) -> list[list[float]]:
+    """Columns `[N]`, whole numbers below 2^53 among them, as lists: one copy from the device, one wait.
+
+    What a decode step needs to know of its results comes by this function alone.
+    """
+    import torch
+
+    numbers: list[list[float]] = torch.stack([column.detach().double() for column in columns]).tolist()
+    return numbers
+
+
+def to_device(values: torch.Tensor, device: torch.device, dtype: torch.dtype | None = None) -> torch.Tensor:
+    """Values of the host there. The host does not wait for what the device has to do before."""
+    return values.to(device, dtype, non_blocking=True)
+
+
 def free_memory(device: torch.device | str = "cpu") -> int:
     """Bytes that this process can still allocate on a device, or on the host."""
     name = str(device)

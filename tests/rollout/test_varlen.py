@@ -11,9 +11,11 @@ from transformers import PreTrainedModel
 
 from tests.rollout.test_exactness import run
 from tests.varlen import varlen_attn
+from tests.waits import no_waits, unwatched
+from verl.device import to_host
 from verl.models import varlen
 from verl.models.packed import PackedModel
-from verl.rollout import embedded, kv_cache
+from verl.rollout import embedded, kv_cache, response
 from verl.rollout.base import Request, SamplingParams
 from verl.rollout.embedded import EmbeddedEngine
 from verl.rollout.kv_cache import KVCache
@@ -67,3 +69,28 @@ def test_tokens_and_log_probs_are_those_of_the_cpu(
 def test_blocks_are_as_large_as_flash_attention_reads_them() -> None:
     assert kv_cache.block_tokens(torch.device("cuda:1")) == 256
     assert kv_cache.block_tokens(torch.device("cpu")) == kv_cache.BLOCK
+
+
+def test_a_decode_step_copies_to_the_host_once_and_waits_for_nothing_else(
+    make_model: MakeModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    packed = PackedModel(make_model("llama"))
+    monkeypatch.setattr(varlen, "flash_attention", lambda value: unwatched(varlen_attn))
+    copies = []
+
+    def counted(*columns: torch.Tensor) -> list[list[float]]:
+        copies.append(len(columns))
+        host: list[list[float]] = unwatched(to_host)(*columns)
+        return host
+
+    monkeypatch.setattr(response, "to_host", counted)
+    engine = EmbeddedEngine(packed, eos_token_ids=(2,), seed=3, kv_memory=64 << 20, compiled=False)
+    ways = [{"temperature": 0}, {"temperature": 0.7}, {"top_k": 5}, {"top_p": 0.9, "min_p": 0.01}]
+    for i, way in enumerate(ways):
+        engine.add(Request(str(i), [5, 6, 7 + i], SamplingParams(max_new_tokens=8, ignore_eos=True, **way)))
+    engine.step()  # of the prompts
+    copies.clear()
+    with no_waits():
+        for _ in range(5):
+            engine.step()
+    assert copies == [2] * 5

@@ -158,11 +158,11 @@ def mismatch_shares(log_ratio: Tensor, active: Tensor, total_active: int) -> dic
         total_active: how many count in the whole mini-batch.
     """
     usable = active & log_ratio.isfinite()
-    d = log_ratio[usable].clamp(-_MAX_LOG_RATIO, _MAX_LOG_RATIO)
+    d = torch.where(usable, log_ratio, 0.0).clamp(-_MAX_LOG_RATIO, _MAX_LOG_RATIO)
     count = max(total_active, 1)
     return {
         "mismatch/kl": -d.sum() / count,
         "mismatch/k3": (d.exp() - 1 - d).sum() / count,
-        "mismatch/log_ratio/max": float(d.abs().max()) if len(d) else 0.0,
-        "mismatch/nonfinite": float((active & ~usable).sum()),
+        "mismatch/log_ratio/max": d.abs().max() if len(d) else 0.0,
+        "mismatch/nonfinite": (active & ~usable).sum(),
     }

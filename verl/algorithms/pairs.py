@@ -36,9 +36,9 @@ def only_pairs(batch: Batch) -> tuple[Batch, dict[str, float]]:
 
 def split_pairs(x: LossInput, values: Tensor) -> tuple[Tensor, Tensor]:
     """`[S]` -> (chosen `[G]`, rejected `[G]`) of the G pairs of this micro-batch, in the same order."""
-    chosen = x.columns["label"] > 0.5
-    order = torch.argsort(x.columns["group"], stable=True)
-    return values[order[chosen[order]]], values[order[~chosen[order]]]
+    order = torch.argsort(x.columns["label"], descending=True, stable=True)
+    order = order[torch.argsort(x.columns["group"][order], stable=True)]
+    return values[order[0::2]], values[order[1::2]]
 
 
 def accuracy(chosen: Tensor, rejected: Tensor) -> Tensor:

@@ -19,6 +19,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from verl.device import to_device
 from verl.errors import DataError
 from verl.models import attention, varlen
 from verl.models.attention import Bucket, attend
@@ -81,7 +82,7 @@ def pack_rows(
     targets = [token for row in rows for token in row.response]
 
     def ints(values: Any) -> Tensor:
-        return torch.from_numpy(np.asarray(values, dtype=np.int64)).to(device)
+        return to_device(torch.from_numpy(np.asarray(values, dtype=np.int64)), device)
 
     return Packed(
         tokens=ints(tokens),

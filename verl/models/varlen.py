@@ -19,9 +19,12 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from verl.device import to_device
+
 if TYPE_CHECKING:
     from verl.models.attention import Row
 
+_HOST = torch.device("cpu")
 _LARGEST_HEAD = 256
 _DTYPES = (torch.float16, torch.bfloat16)
 
@@ -51,9 +54,9 @@ class Ragged:
         keys: `[U]` int64, the gathered keys in the flat row; None where they are the flat row.
     """
 
-    def __init__(self, rows: Sequence[Row], device: torch.device | str = "cpu") -> None:
+    def __init__(self, rows: Sequence[Row], device: torch.device = _HOST) -> None:
         def ints(values: Sequence[Any], dtype: torch.dtype = torch.int64) -> Tensor:
-            return torch.tensor(values, dtype=dtype, device=device)
+            return to_device(torch.tensor(values, dtype=dtype), device)
 
         lengths, seen = [row.length for row in rows], [row.prefix[1] + row.length for row in rows]
         self.max_q, self.max_k = max(lengths), max(seen)

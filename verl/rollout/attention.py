@@ -15,6 +15,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from verl.device import to_device
 from verl.errors import ModelError
 from verl.models import varlen
 from verl.rollout.kv_cache import BLOCK, KVCache, blocks_for
@@ -101,7 +102,7 @@ class Tables:
     @classmethod
     def of(cls, plan: Plan, device: torch.device) -> Tables:
         def ints(values: list[int] | list[list[int]], dtype: torch.dtype = torch.int32) -> Tensor:
-            return torch.tensor(values, dtype=dtype, device=device)
+            return to_device(torch.tensor(values, dtype=dtype), device)
 
         longest = max(map(len, plan.blocks))
         begins = [0, *plan.ends]

@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from verl.device import free_memory
+from verl.device import free_memory, to_device
 from verl.errors import ConfigError, ModelError, RolloutError
 from verl.models.cuts import local_part
 from verl.models.packed import PackedModel
@@ -412,7 +412,7 @@ class EmbeddedEngine:
             for start in range(0, len(rows), size):
                 some = index[start : start + size]
                 some += some[:1] * (self.runner.filled(len(some)) - len(some))
-                logits = self.runner.logits(states.index_select(0, torch.tensor(some, device=hidden.device)))
+                logits = self.runner.logits(states.index_select(0, to_device(torch.tensor(some), hidden.device)))
                 responses = [sequence.response for sequence, _ in rows[start : start + size]]
                 draw(responses, logits, self.policy_version, self.compiled)
         finally:

@@ -25,6 +25,7 @@ from contextlib import suppress
 import torch
 from torch import Tensor
 
+from verl.device import to_device
 from verl.errors import RolloutError
 from verl.models.compiled import kernels
 
@@ -125,7 +126,7 @@ class KVCache:
     def copy(self, pairs: Sequence[tuple[int, int]]) -> None:
         """Copy the contents of blocks, (from, to) each."""
         if pairs:
-            source, to = (torch.tensor(blocks, device=self.device) for blocks in zip(*pairs, strict=True))
+            source, to = (to_device(torch.tensor(blocks), self.device) for blocks in zip(*pairs, strict=True))
             for pool in (self.keys, self.values):
                 for layer in pool:
                     layer.index_copy_(0, to, layer.index_select(0, source))

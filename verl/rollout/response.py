@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
+from verl.device import to_device, to_host
 from verl.errors import RolloutError
 from verl.rollout.base import Finish, Guard, LongPromptError, Request, Sample
 from verl.rollout.randomness import stream_key, uniforms
@@ -171,11 +173,10 @@ def draw(responses: Sequence[Response], logits: Tensor, policy_version: int, com
     )
     filling = [responses[0].params] * (len(logits) - len(responses))
     table = SamplingTable.of([*(r.params for r in responses), *filling], edits, logits.device)
-    tokens, log_probs = (
-        column[: len(responses)] for column in sample(logits, numbers.to(logits.device), table, compiled)
-    )
-    rejected = {row for row in edits if log_probs[row] == -torch.inf}
-    broken = [row for row in (~log_probs.isfinite()).nonzero()[:, 0].tolist() if row not in rejected]
+    drawn = to_host(*sample(logits, to_device(numbers, logits.device), table, compiled))
+    tokens, log_probs = [int(token) for token in drawn[0][: len(responses)]], drawn[1][: len(responses)]
+    rejected = {row for row in edits if log_probs[row] == -math.inf}
+    broken = [row for row, value in enumerate(log_probs) if not math.isfinite(value) and row not in rejected]
     if broken:
         row = broken[0]
         raise RolloutError(
@@ -183,12 +184,12 @@ def draw(responses: Sequence[Response], logits: Tensor, policy_version: int, com
             f"the weights of policy version {policy_version} are broken, or overflow in {logits.dtype}"
             + (", or a logits processor gave NaN or plus infinity" if responses[row].processors else "")
         )
-    for row, (response, token, log_prob) in enumerate(zip(responses, tokens.tolist(), log_probs.tolist(), strict=True)):
-        drawn = (token, log_prob) if row not in kept else response.keep_to_grammar(token, log_prob, kept[row])
-        if row in rejected or drawn is None:
+    for row, (response, token, log_prob) in enumerate(zip(responses, tokens, log_probs, strict=True)):
+        chosen = (token, log_prob) if row not in kept else response.keep_to_grammar(token, log_prob, kept[row])
+        if row in rejected or chosen is None:
             response.finish = "reject"
         else:
-            response.append(drawn[0], drawn[1], policy_version)
+            response.append(*chosen, policy_version)
     _check_guards(responses)
 
 

@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from verl.device import to_device
 from verl.models.compiled import kernels
 from verl.models.log_probs import linear_into
 from verl.models.packed import PackedModel
@@ -142,8 +143,8 @@ class Runner:
         filling = [0] * (self.filled(tokens) - tokens)
         forward = self._forward if self.packed.ready is None else self.packed.hidden
         hidden = forward(
-            torch.tensor(plan.tokens + filling, device=device),
-            torch.tensor(plan.positions + filling, device=device),
+            to_device(torch.tensor(plan.tokens + filling), device),
+            to_device(torch.tensor(plan.positions + filling), device),
             PagedAttention(self.cache, plan, self._rows),
         )
         return hidden[:tokens]

@@ -18,6 +18,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from verl.device import to_device
 from verl.models.compiled import kernels
 from verl.rollout.base import SamplingParams
 
@@ -30,8 +31,12 @@ _CANDIDATES = 1024
 
 @dataclass(frozen=True)
 class SamplingTable:
-    """The parameters of N rows as tensors `[N]`, fp64 or int64; `inverse_temperature` 0 is greedy."""
+    """The parameters of N rows; as tensors `[N]`, fp64 or int64, too. `inverse_temperature` 0 is greedy.
 
+    What is to be done follows from `params`: a question to the tensors would wait for the device.
+    """
+
+    params: Sequence[SamplingParams]
     inverse_temperature: Tensor
     top_k: Tensor
     top_p: Tensor
@@ -46,19 +51,29 @@ class SamplingTable:
         device: torch.device | str = "cpu",
     ) -> SamplingTable:
         """`edits[row]` returns the logits `[V]` to sample the row from, given its own, which it may overwrite."""
-        inverse = [1 / p.temperature if p.temperature else 0.0 for p in params]
+        device = torch.device(device)
+
+        def numbers(values: list[float] | list[int], dtype: torch.dtype) -> Tensor:
+            return to_device(torch.tensor(values, dtype=dtype), device)
+
         return cls(
-            inverse_temperature=torch.tensor(inverse, dtype=torch.float64, device=device),
-            top_k=torch.tensor([p.top_k for p in params], dtype=torch.int64, device=device),
-            top_p=torch.tensor([p.top_p for p in params], dtype=torch.float64, device=device),
-            min_p=torch.tensor([p.min_p for p in params], dtype=torch.float64, device=device),
+            params=params,
+            inverse_temperature=numbers([1 / p.temperature if p.temperature else 0.0 for p in params], torch.float64),
+            top_k=numbers([p.top_k for p in params], torch.int64),
+            top_p=numbers([p.top_p for p in params], torch.float64),
+            min_p=numbers([p.min_p for p in params], torch.float64),
             edits=edits or {},
         )
 
     def rows(self, index: list[int]) -> SamplingTable:
         """Some of the rows, not edited."""
         return SamplingTable(
-            self.inverse_temperature[index], self.top_k[index], self.top_p[index], self.min_p[index], {}
+            [self.params[row] for row in index],
+            self.inverse_temperature[index],
+            self.top_k[index],
+            self.top_p[index],
+            self.min_p[index],
+            {},
         )
 
 
@@ -113,9 +128,9 @@ def _sample(logits: Tensor, uniforms: Tensor, table: SamplingTable, compiled: bo
 def _sample_torch(logits: Tensor, uniforms: Tensor, table: SamplingTable) -> tuple[Tensor, Tensor]:
     """The same in torch operations; fp32 or fp64 logits are overwritten."""
     greedy = table.inverse_temperature == 0
-    weights, sums, best = _weights(logits, torch.where(greedy, 1.0, table.inverse_temperature), bool(greedy.any()))
+    weights, sums, best = _weights(logits, torch.where(greedy, 1.0, table.inverse_temperature), table.params)
     log_total = sums.double().sum(-1).log()
-    filtered = (~greedy & ((table.top_k > 0) | (table.top_p < 1) | (table.min_p > 0))).nonzero()[:, 0].tolist()
+    filtered = [row for row, p in enumerate(table.params) if p.temperature and (p.top_k or p.top_p < 1 or p.min_p)]
     if filtered:
         _filter(weights, sums, table, filtered)
     tokens = torch.where(greedy, best, _inverse_cdf(weights, sums, uniforms))
@@ -123,12 +138,13 @@ def _sample_torch(logits: Tensor, uniforms: Tensor, table: SamplingTable) -> tup
     return tokens, log_probs
 
 
-def _weights(logits: Tensor, inverse: Tensor, greedy: bool) -> tuple[Tensor, Tensor, Tensor]:
+def _weights(logits: Tensor, inverse: Tensor, params: Sequence[SamplingParams]) -> tuple[Tensor, Tensor, Tensor]:
     """exp((x - max) / T) `[N, V]`, which overwrites the logits; its block sums `[N, B]`; greedy choices `[N]`."""
     rows, vocab = logits.shape
     sums = logits.new_empty(rows, -(-vocab // BLOCK))
     best = torch.zeros(rows, dtype=torch.int64, device=logits.device)
-    scaled = bool((inverse != 1).any())
+    greedy = not all(p.temperature for p in params)
+    scaled = any((p.temperature or 1) != 1 for p in params)
     inverse = inverse.to(logits.dtype)[:, None]
     piece = max(1, _PIECE_BYTES // (vocab * logits.element_size())) if logits.is_cpu else rows
     for start in range(0, rows, piece):
@@ -153,41 +169,41 @@ def _block_sums(weights: Tensor, out: Tensor) -> None:
 
 def _filter(weights: Tensor, sums: Tensor, table: SamplingTable, rows: list[int]) -> None:
     """Set the weights of tokens that may not be sampled to 0; order as in transformers: top-k, top-p, min-p."""
-    kept = weights[rows]
-    kept *= kept >= _smallest_top_k(kept, table.top_k[rows])[:, None]
-    kept *= kept >= _smallest_top_p(kept, table.top_p[rows])[:, None]
-    kept *= kept >= table.min_p[rows, None].to(kept.dtype)
+    kept, table = weights[rows], table.rows(rows)
+    kept *= kept >= _smallest_top_k(kept, table)[:, None]
+    kept *= kept >= _smallest_top_p(kept, table)[:, None]
+    kept *= kept >= table.min_p[:, None].to(kept.dtype)
     filtered_sums = sums[rows]
     _block_sums(kept, filtered_sums)
     sums[rows] = filtered_sums
     weights[rows] = kept
 
 
-def _smallest_top_k(weights: Tensor, top_k: Tensor) -> Tensor:
+def _smallest_top_k(weights: Tensor, table: SamplingTable) -> Tensor:
     """The smallest weight `[N]` that top-k keeps (0 where it is off)."""
     smallest = weights.new_zeros(len(weights))
-    on = ((top_k > 0) & (top_k < weights.shape[1])).nonzero()[:, 0]
-    if len(on):
-        k = top_k[on]
-        largest = weights[on].topk(int(k.max()), -1).values
-        smallest[on] = largest.gather(1, k[:, None] - 1)[:, 0]
+    on = [row for row, p in enumerate(table.params) if 0 < p.top_k < weights.shape[1]]
+    if on:
+        largest = weights[on].topk(max(table.params[row].top_k for row in on), -1).values
+        smallest[on] = largest.gather(1, table.top_k[on][:, None] - 1)[:, 0]
     return smallest
 
 
-def _smallest_top_p(weights: Tensor, top_p: Tensor) -> Tensor:
+def _smallest_top_p(weights: Tensor, table: SamplingTable) -> Tensor:
     """The smallest weight `[N]` of the nucleus (0 where top-p is off): kept while the weights before sum to < p."""
     smallest = weights.new_zeros(len(weights))
-    on = (top_p < 1).nonzero()[:, 0]
-    count = min(_CANDIDATES, weights.shape[1])
-    while len(on):
+    on = [row for row, p in enumerate(table.params) if p.top_p < 1]
+    # On CPU a few largest weights mostly suffice; elsewhere asking whether they do takes longer than all of them.
+    count = min(_CANDIDATES, weights.shape[1]) if weights.is_cpu else weights.shape[1]
+    while on:
         largest = weights[on].topk(count, -1).values.double()
         reached = largest.cumsum(-1)
-        needed = (top_p[on] * weights[on].sum(-1, dtype=torch.float64))[:, None]
+        needed = (table.top_p[on] * weights[on].sum(-1, dtype=torch.float64))[:, None]
         last = (reached - largest < needed).sum(-1, keepdim=True) - 1
         smallest[on] = largest.gather(1, last)[:, 0].to(weights.dtype)
         if count == weights.shape[1]:
             break
-        on = on[reached[:, -1] < needed[:, 0]]
+        on = [row for row, short in zip(on, (reached[:, -1] < needed[:, 0]).tolist(), strict=True) if short]
         count = weights.shape[1]
     return smallest
 

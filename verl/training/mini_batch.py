@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from verl.batch import Batch
+from verl.device import to_device
 from verl.errors import DataError, TrainingError
 from verl.training.loss import Loss, LossInput, LossPart
 
@@ -64,9 +65,9 @@ class MiniBatch:
             columns.setdefault("old_log_probs", outputs["log_probs"].detach())
         return LossInput(
             **outputs,
-            weights=torch.cat([self._weights[row] for row in rows]).to(device, self._precision),
-            mask=mask.to(device, torch.bool),
-            sequence=torch.arange(len(rows)).repeat_interleave(torch.tensor(lengths)).to(device),
+            weights=to_device(torch.cat([self._weights[row] for row in rows]), device, self._precision),
+            mask=to_device(mask, device, torch.bool),
+            sequence=to_device(torch.arange(len(rows)).repeat_interleave(torch.tensor(lengths)), device),
             num_sequences=len(rows),
             columns=columns,
             **self._totals,
@@ -78,10 +79,10 @@ class MiniBatch:
             index = torch.empty(len(batch), dtype=torch.int64)
             for number, rows in enumerate(batch.group_indices()):
                 index[rows] = number
-            return index.to(device)
+            return to_device(index, device)
         is_ragged = hasattr(batch.arrow(name).type, "value_type")
         values = _aligned(batch, name, lengths) if is_ragged else batch.tensor(name)
-        return values.to(device, self._precision if values.is_floating_point() else None)
+        return to_device(values, device, self._precision if values.is_floating_point() else None)
 
 
 def _aligned(batch: Batch, name: str, lengths: list[int]) -> Tensor:
