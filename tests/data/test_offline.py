@@ -216,7 +216,7 @@ def test_batches_are_whole_groups_and_resume_exactly() -> None:
     ("rows", "message"),
     [
         ([], "empty"),
-        ([{"text": "x"}], r"columns \['text'\] are none of: pairs"),
+        ([{"story": "x"}], r"columns \['story'\] are none of: pairs"),
         ([{"prompt": "a", "completion": "b"}, {"prompt": "a"}], "row 1 is no row of demonstrations"),
         (
             [{"prompt": "a", "completion": "b", "label": 1}, {"prompt": "a", "completion": "b", "label": None}],

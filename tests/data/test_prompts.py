@@ -91,12 +91,31 @@ def test_shapes_are_recognised(source: Any, expected: list[Any] | None) -> None:
     assert found == expected
 
 
-@pytest.mark.parametrize("source", [[CHAT, CHAT], [{"messages": CHAT}] * 2, TorchSet()])
-def test_collated_rows_are_refused_and_lists_of_rows_read(source: Any) -> None:
+@pytest.mark.parametrize("source", [[{"messages": CHAT, "n": 1}] * 2, TorchSet()])
+def test_collated_rows_are_the_rows(source: Any) -> None:
+    rows = load_prompts(next(iter(torch.utils.data.DataLoader(source, batch_size=2)))).batch
+    listed: Any = torch.utils.data.DataLoader(source, batch_size=2, collate_fn=list)
+    assert list(rows.rows()) == list(load_prompts(next(iter(listed))).batch.rows())
+
+
+def test_bare_chats_that_torch_has_collated_are_refused() -> None:
     with pytest.raises(DataError, match="a DataLoader needs collate_fn=list"):
-        load_prompts(next(iter(torch.utils.data.DataLoader(source, batch_size=2))))
-    loader: Any = torch.utils.data.DataLoader(source, batch_size=2, collate_fn=list)
-    assert len(load_prompts(next(iter(loader)))) == 2
+        load_prompts(next(iter(torch.utils.data.DataLoader([CHAT, CHAT], batch_size=2))))  # type: ignore[arg-type]
+    with pytest.raises(DataError, match="a collator makes columns of one length"):
+        load_prompts({"prompt": ["a", "b"], "n": [1]})
+
+
+def test_a_padded_batch_is_token_ids() -> None:
+    batch = {"input_ids": torch.tensor([[9, 9, 5], [4, 5, 6]]), "attention_mask": torch.tensor([[0, 0, 1], [1, 1, 1]])}
+    assert load_prompts(batch).batch["prompt_tokens"] == [[5], [4, 5, 6]]
+
+
+def test_several_files_are_one_data_set(tmp_path: Path) -> None:
+    for name in "ab":
+        (tmp_path / f"{name}.jsonl").write_text(json.dumps({"prompt": name}) + "\n")
+    files = [str(tmp_path / "b.jsonl"), tmp_path / "a.jsonl"]
+    assert load_prompts(files).batch["prompt"] == load_prompts({"path": files}).batch["prompt"] == ["b", "a"]
+    assert load_prompts(["notes.txt", "a.jsonl"]).batch["prompt"] == ["notes.txt", "a.jsonl"], "texts"
 
 
 def test_template_and_system_prompt() -> None:

@@ -61,7 +61,12 @@ def _source(value: str | dict[str, Any]) -> str | dict[str, Any]:
     given = {key: item for key, item in value.items() if item is not None}
     if is_by_task(given):
         return {key: _source(part) for key, part in given.items()}
-    return {**given, "path": home(given["path"])} if isinstance(given.get("path"), str) else given
+    match given.get("path"):
+        case str(path):
+            return {**given, "path": home(path)}
+        case [*paths]:
+            return {**given, "path": [home(path) if isinstance(path, str) else path for path in paths]}
+    return given
 
 
 def _greedy_or_warm(value: float) -> float:

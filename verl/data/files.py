@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import repeat
 from pathlib import Path
 from typing import Any
@@ -20,11 +20,27 @@ from verl.errors import DataError
 SUFFIXES = (".jsonl", ".ndjson", ".json", ".parquet")
 
 
-def read_rows(path: str | Path) -> Iterator[Any]:
+def is_files(source: Any) -> bool:
+    """Whether this is a path, or a list of nothing but data files. A list of other texts is data itself."""
+    if isinstance(source, list | tuple):
+        return bool(source) and all(
+            isinstance(item, Path) or (isinstance(item, str) and item.endswith(SUFFIXES)) for item in source
+        )
+    return isinstance(source, str | Path)
+
+
+def named(source: Any) -> str:
+    """What errors call a source."""
+    if not is_files(source):
+        return type(source).__name__
+    return str(source) if isinstance(source, str | Path) else ", ".join(map(str, source))
+
+
+def read_rows(path: str | Path | Sequence[str | Path]) -> Iterator[Any]:
     """The rows of a data set on disk, in order: mappings, or whatever a JSON line holds.
 
     A directory means its data files in the order of their names; a JSON file holds a list of rows, or
-    `{"files": [...]}`, an index of files beside it.
+    `{"files": [...]}`, an index of files beside it. Of several paths the rows follow each other.
 
     Raises:
         DataError: missing, of an unknown kind, damaged (with file and line), or reaching out of its directory.
@@ -32,8 +48,12 @@ def read_rows(path: str | Path) -> Iterator[Any]:
     return (row for _, row in rows_by_file(path))
 
 
-def rows_by_file(path: str | Path) -> Iterator[tuple[Path, Any]]:
+def rows_by_file(path: str | Path | Sequence[str | Path]) -> Iterator[tuple[Path, Any]]:
     """The rows of `read_rows`, each after the file that it stands in."""
+    if not isinstance(path, str | Path):
+        for one in path:
+            yield from rows_by_file(one)
+        return
     path = Path(path)
     try:
         if path.is_dir():

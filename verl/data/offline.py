@@ -4,11 +4,13 @@ Recognised by their columns (TRL's and verl's names; a response is a text or mes
 
     pairs           `chosen` and `rejected`, with `prompt` or with a common beginning
     labels          `prompt`, `completion` or `response`, and `label`
-    demonstrations  `prompt` and `completion` or `response`; or `messages` that end with the assistant
+    demonstrations  `prompt` and `completion` or `response`; `messages` (with `tools`) that end with the assistant, of
+                    which every turn of the assistant is trained; or `text`, all of which is
     experience      `prompt_tokens` and `response_tokens`, as a run records it
 
-Where there is no `prompt`, a `question` or `problem` takes its place. All become one `Batch`; a pair is a group of two
-rows, the chosen one (label 1) before the rejected one (label 0). A reply of a chat is trained as the template writes
+ShareGPT's and Alpaca's rows are read as well (`verl.data.forms`). Where there is no `prompt`, a `question` or `problem`
+takes its place. All become one `Batch`; a pair is a group of two rows, the chosen one (label 1) before the rejected one
+(label 0). A reply of a chat is trained as the template writes
 it, with its `tool_calls` or `reasoning_content`.
 """
 
@@ -25,10 +27,11 @@ from typing import Any
 import pyarrow.parquet as pq
 
 from verl.batch import COMPUTED, Batch
-from verl.data.files import SUFFIXES, digest, inside, rows_by_file
+from verl.data.files import SUFFIXES, digest, inside, is_files, named, rows_by_file
+from verl.data.forms import tool_schemas, usual_row
 from verl.data.loader import Cursor
 from verl.data.prompts import PromptForm, content_text, is_messages, plain, to_batch
-from verl.data.tokenize import PromptTokenizer, Truncation, encode_reply
+from verl.data.tokenize import PromptTokenizer, Truncation, encode_reply, encode_text, encode_turns
 from verl.errors import ConfigError, DataError
 
 _RESPONSES = ("completion", "response")
@@ -38,7 +41,7 @@ _QUESTIONS = ("question", "problem")
 _PARTS_OF_PROMPTS = ("instruction", "input", "query", "context", "history")
 _KINDS = (
     "pairs (chosen, rejected), labels (prompt, completion or response, label), demonstrations (prompt, completion or "
-    "response; or messages that end with the assistant), experience (prompt_tokens, response_tokens)"
+    "response; messages that end with the assistant; or text), experience (prompt_tokens, response_tokens)"
 )
 
 
@@ -46,7 +49,7 @@ class OfflineDatasetLoader:
     """Offline data as a whole (`batch`) and in batches of whole groups without end, resumable exactly.
 
     Args:
-        source: a path (`read_rows`), or a list or data set of mappings.
+        source: a path or a list of paths (`read_rows`), or a list or data set of mappings.
         tokenizer: adds `prompt_tokens`, `response_tokens` and `response_mask`; `tokenize` does that later.
         batch_size: groups in a batch that iteration gives (a pair is one group).
         system_prompt: starts each chat that has none.
@@ -86,7 +89,7 @@ class OfflineDatasetLoader:
         self.max_prompt_length, self.max_response_length = max_prompt_length, max_response_length
         self.truncation: Truncation = truncation
         self.counts: Counter[str] = Counter()
-        self.name = str(source) if isinstance(source, str | Path) else type(source).__name__
+        self.name = named(source)
         self.kind, self.batch = _read(source, self.name, PromptForm(system_prompt=system_prompt))
         self._digest = digest(self.batch.rows())
         self._begin()
@@ -99,25 +102,50 @@ class OfflineDatasetLoader:
             return
         encode = PromptTokenizer(tokenizer, max_prompt_length=self.max_prompt_length, truncation=self.truncation)
         bare = self.batch.drop(["response_tokens", "response_mask"])
+        known = self._encoded(tokenizer)
+        if any(known):
+            bare = bare.drop(["prompt_tokens"]).add({"prompt_tokens": [row and row[0] for row in known]})
+        places = {id_: row for row, id_ in enumerate(self.batch["id"])}
         kept = encode(bare)
         if not len(kept):
             raise DataError(f"every prompt is longer than {self.max_prompt_length} tokens; none is left")
-        responses = [
-            encode_reply(
-                tokenizer,
-                row["response"] if row.get("reply") is None else json.loads(row["reply"]),
-                None if row.get("messages") is None else json.loads(row["messages"]),
-            )
-            for row in kept.select(("response", "reply", "messages")).rows()
+        found = [known[places[id_]] for id_ in kept["id"]]
+        replies = [
+            (row[1], row[2]) if row is not None else (tokens := _reply(tokenizer, fields), [1] * len(tokens))
+            for row, fields in zip(found, kept.select(("response", "reply", "messages")).rows(), strict=True)
         ]
+        responses = [tokens for tokens, _ in replies]
         self.counts = encode.counts
         limits = [self._limit(length) for length in kept.lengths("prompt_tokens")]
         cut = [tokens[:limit] for tokens, limit in zip(responses, limits, strict=True)]
         self.counts["responses_truncated"] = sum(len(a) < len(b) for a, b in zip(cut, responses, strict=True))
         responses = cut
-        masks = [[1] * len(tokens) for tokens in responses]
+        masks = [mask[: len(tokens)] for (_, mask), tokens in zip(replies, cut, strict=True)]
         self.batch = kept.add({"response_tokens": responses, "response_mask": masks})
         self._begin()
+
+    def _encoded(self, tokenizer: Any) -> list[tuple[list[int], list[int], list[int]] | None]:
+        """Tokens of prompt and response, and the mask, of each row that is trained on several turns, or on all of its
+        text; None: of one that has a prompt and a reply."""
+        found: list[tuple[list[int], list[int], list[int]] | None] = []
+        for number, row in enumerate(self.batch.select(("messages", "turns", "tools", "response")).rows()):
+            try:
+                if row.get("turns") is not None:
+                    tools = json.loads(row["tools"]) if row.get("tools") else ()
+                    found.append(encode_turns(tokenizer, json.loads(row["messages"]), json.loads(row["turns"]), tools))
+                elif self.whole_texts:
+                    prompt, response = encode_text(tokenizer, row["response"])
+                    found.append((prompt, response, [1] * len(response)))
+                else:
+                    found.append(None)
+            except DataError as error:
+                raise DataError(f"{self.name}, row {number}: {error}") from error
+        return found
+
+    @property
+    def whole_texts(self) -> bool:
+        """Whether the rows are plain texts, without prompts."""
+        return self.kind == "demonstrations" and not {"prompt", "messages"} & set(self.batch.columns)
 
     def _limit(self, prompt: int) -> int | None:
         """Tokens that the response to a prompt of so many may have."""
@@ -194,10 +222,15 @@ class _Reader:
                 for i, (text, label) in enumerate(((chosen, 1.0), (rejected, 0.0)))
             ]
         row: dict[str, Any] = {"id": str(number), "group": str(number)}
+        if self.kind == "demonstrations" and _is_text(fields):
+            text = fields.pop("text")
+            return [{**row, **{k: v for k, v in fields.items() if v is not None}, "response": text}]
         if self.kind == "labels":
             row["label"] = _label(fields.pop("label"), where)
         if fields.get("prompt") is None:
             messages = fields.pop("messages")
+            if self.kind == "demonstrations":
+                return [{**row, **self._turns(messages, fields, where)}]
             fields["prompt"], response = messages[:-1], messages[-1:]
         else:
             name = next(name for name in _RESPONSES if fields.get(name) is not None)
@@ -205,10 +238,43 @@ class _Reader:
         prompted = self.form.row(fields, where)
         return [{**row, **prompted, **_response(response, prompted, where)}]
 
+    def _turns(self, messages: list[dict[str, Any]], fields: dict[str, Any], where: str) -> dict[str, Any]:
+        """A chat of which every turn of the assistant is trained; `turns`, where there are several, or tools."""
+        tools = fields.pop("tools", None)
+        first = next(place for place, message in enumerate(messages) if message["role"] == "assistant")
+        if first == len(messages) - 1 and not tools:
+            prompted = self.form.row({**fields, "prompt": messages[:-1]}, where)
+            return {**prompted, **_response(messages[-1:], prompted, where)}
+        if not first:
+            raise DataError(f"{where}: the chat begins with the assistant: put what it answers before that")
+        prompted = self.form.row({**fields, "prompt": messages[:first]}, where)
+        turns = [{key: item for key, item in m.items() if item is not None} for m in messages[first:]]
+        try:
+            kept = {"turns": json.dumps(turns, ensure_ascii=False)}
+        except TypeError as error:
+            raise DataError(f"{where}: a turn is no JSON: {error}") from error
+        if tools:
+            kept["tools"] = json.dumps(tool_schemas(tools, where), ensure_ascii=False)
+        return {**prompted, **kept, "response": content_text(messages[-1])}
+
+
+def _reply(tokenizer: Any, row: Mapping[str, Any]) -> list[int]:
+    reply, messages = row.get("reply"), row.get("messages")
+    return encode_reply(
+        tokenizer,
+        row["response"] if reply is None else json.loads(reply),
+        None if messages is None else json.loads(messages),
+    )
+
+
+def _is_text(fields: Mapping[str, Any]) -> bool:
+    has = {name for name, value in fields.items() if value is not None}
+    return "text" in has and not has & {"prompt", "messages", *_RESPONSES}
+
 
 def _read(source: Any, name: str, form: PromptForm) -> tuple[str, Batch]:
-    if isinstance(source, str | Path):
-        recorded = _recorded(Path(source))
+    if is_files(source):
+        recorded = _recorded(source)
         if recorded is not None:
             return "experience", recorded
         values: Iterator[tuple[Hashable, Any]] = rows_by_file(source)
@@ -229,12 +295,12 @@ def _read(source: Any, name: str, form: PromptForm) -> tuple[str, Batch]:
     return reader.kind, _named(batch, files) if reader.kind == "experience" else batch
 
 
-def is_recorded(path: str | Path) -> bool:
+def is_recorded(path: str | Path | Sequence[str | Path]) -> bool:
     """Whether these files hold experience: Parquet with `prompt_tokens` and `response_tokens`."""
-    return bool(_recorded_files(Path(path)))
+    return bool(_recorded_files(path))
 
 
-def _recorded(path: Path) -> Batch | None:
+def _recorded(path: str | Path | Sequence[str | Path]) -> Batch | None:
     """Experience in Parquet keeps its Arrow types."""
     files = _recorded_files(path)
     if not files:
@@ -271,7 +337,11 @@ def _apart(names: list[str | None], files: Sequence[Hashable]) -> list[str | Non
         names = [f"{numbers[file]}.{name}" if name in shared else name for name, file in owned]
 
 
-def _recorded_files(path: Path) -> list[Path]:
+def _recorded_files(path: str | Path | Sequence[str | Path]) -> list[Path]:
+    if not isinstance(path, str | Path):
+        found = [_recorded_files(one) for one in path]
+        return [file for files in found for file in files] if all(found) else []
+    path = Path(path)
     if path.is_dir():
         files = [inside(path, entry.name) for entry in sorted(path.iterdir()) if entry.suffix in SUFFIXES]
     else:
@@ -296,13 +366,15 @@ def _kind(fields: Mapping[str, Any]) -> str | None:
     messages = fields.get("messages")
     if is_messages(messages) and len(messages or ()) > 1 and messages[-1]["role"] == "assistant":  # type: ignore[index]
         return "labels" if "label" in has else "demonstrations"
-    return None
+    return "demonstrations" if _is_text(fields) and isinstance(fields["text"], str) else None
 
 
 def _fields(value: Any, where: str) -> dict[str, Any]:
     if not isinstance(value, Mapping):
-        raise DataError(f"{where} is a {type(value).__name__}, not a mapping of columns")
-    fields = {str(key): plain(item) for key, item in value.items()}
+        raise DataError(
+            f"{where} is a {type(value).__name__}, not a mapping of columns such as an OfflineDatasetLoader takes"
+        )
+    fields = usual_row({str(key): plain(item) for key, item in value.items()}, where)
     has = {name for name, item in fields.items() if item is not None}
     replies = {"chosen", "rejected"} <= has or (has.intersection(_RESPONSES) and "messages" not in has)
     if replies and not has & {"prompt", "prompt_tokens"}:

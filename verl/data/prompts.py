@@ -12,13 +12,13 @@ import json
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import pyarrow as pa
 
 from verl.batch import SCHEMA, WRITTEN, Batch
-from verl.data.files import digest, read_rows
+from verl.data.files import digest, is_files, named, read_rows
+from verl.data.forms import is_collated, uncollated, usual_row
 from verl.data.tasks import task_rows
 from verl.errors import DataError, nearest
 
@@ -109,7 +109,7 @@ class PromptForm:
 
     def row(self, value: Any, where: str) -> dict[str, Any]:
         """The row as the system keeps it. `where` begins an error's message."""
-        fields = _as_mapping(value, where)
+        fields = usual_row(_as_mapping(value, where), where)
         name = self._column(fields, where)
         prompt = fields.pop(name)
         kept = {(USER_PREFIX + key if key in _RESERVED else key): plain(item) for key, item in fields.items()}
@@ -179,9 +179,9 @@ def load_prompts(
     """Prompts from `source`, in memory. (Data without a length: `stream_prompts`.)
 
     Args:
-        source: a JSONL, JSON or Parquet path, or a directory (`read_rows`); `{"path": PATH}`; a procedural task
-            `{"task": NAME, "size": N, "seed": S, ...}` (`task_rows`); a torch or Hugging Face data set; a list of
-            strings, chats, token ids or mappings.
+        source: a JSONL, JSON or Parquet path, a list of such, or a directory (`read_rows`); `{"path": PATH}`; a
+            procedural task `{"task": NAME, "size": N, "seed": S, ...}` (`task_rows`); a torch or Hugging Face data set;
+            a list of strings, chats, token ids or mappings; a batch of columns, as a collator makes it.
         prompt_column: where the prompt is; found by itself among `PROMPT_COLUMNS` if not given.
         template, system_prompt, chat: see `PromptForm`. A task's question is a chat unless `chat` is False.
         limit: take only the first rows.
@@ -192,13 +192,14 @@ def load_prompts(
     is_task = isinstance(source, Mapping) and "task" in source
     form = PromptForm(prompt_column, template, system_prompt, is_task if chat is None else chat)
     if isinstance(source, Mapping) and not is_task:
-        if "path" not in source:
+        if "path" not in source and not is_collated(source):
             raise DataError(f"a mapping as data needs a task or a path; it has {sorted(map(str, source))}; {_COLLATED}")
-        source = source["path"]
-    name = str(source) if isinstance(source, str | Path) else type(source).__name__
+        source = source["path"] if "path" in source else uncollated(source, "the batch")
+    is_file = is_files(source)
+    name = named(source)
     if is_task:
         name, values = f"task {source['task']}", iter(task_rows(source))
-    elif isinstance(source, str | Path):
+    elif is_file:
         values = read_rows(source)
     elif is_messages(source):
         values = iter([source])

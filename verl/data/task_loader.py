@@ -129,6 +129,49 @@ class TaskLoader:
         self.batches = int(state["batches"])
 
 
+class MixedLoader:
+    """Batches without end of the rows of several data sets, each by its share: a `TaskLoader` of one task.
+
+    Args:
+        data: by a name of your choice: what `load_prompts` takes, or a loader (`PromptLoader`, `OfflineDatasetLoader`).
+        shares: relative to each other; None: by their rows.
+        batch_size: rows (of recorded responses: groups) of a batch.
+        **form: of the prompts, see `load_prompts`.
+    """
+
+    def __init__(
+        self,
+        data: Mapping[str, Any],
+        shares: Mapping[str, float] | None = None,
+        *,
+        batch_size: int,
+        seed: int = 0,
+        **form: Any,
+    ) -> None:
+        sources: dict[str, Any] = {}
+        for name, given in data.items():
+            is_loader = hasattr(given, "take") and hasattr(given, "state_dict")
+            sources[name] = given if is_loader else PromptLoader(_prompts(given, form), 1, seed=seed)
+        shares = shares or {name: len(getattr(source, "data", source)) for name, source in sources.items()}
+        self.mixture = TaskLoader(sources, shares, batch_size=batch_size, seed=seed)
+
+    def __len__(self) -> int:
+        return len(self.mixture)
+
+    def __iter__(self) -> Iterator[Batch]:
+        return self
+
+    def __next__(self) -> Batch:
+        return Batch.concat(next(self.mixture).values())
+
+    def state_dict(self) -> dict[str, Any]:
+        return self.mixture.state_dict()
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Raises DataError if it is of other data."""
+        self.mixture.load_state_dict(state)
+
+
 def get_dataloader(
     dataset_path: Any,
     task_weights: Mapping[str, float] | None = None,

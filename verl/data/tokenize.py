@@ -211,3 +211,60 @@ def encode_reply(tokenizer: Any, reply: str | Mapping[str, Any], messages: Seque
         raise DataError(f"the chat template does not write this reply behind its prompt: {str(reply)[:200]}")
     tokens = list(tokenizer(reply, add_special_tokens=False)["input_ids"])
     return tokens if eos is None or tokens[-1:] == [eos] else [*tokens, eos]
+
+
+def encode_turns(
+    tokenizer: Any, messages: Sequence[Any], turns: Sequence[Any], tools: Sequence[Mapping[str, Any]] = ()
+) -> tuple[list[int], list[int], list[int]]:
+    """Tokens of a chat in which every turn of the assistant is trained.
+
+    Args:
+        messages: before the first of these turns.
+        turns: from there on; the last one is the assistant's.
+
+    Returns:
+        Prompt tokens; response tokens; and of these, 1 for what the assistant says and 0 for the rest.
+
+    Raises:
+        DataError: the template writes earlier turns otherwise once there are later ones.
+    """
+    chat, first = [*messages], render(tokenizer, messages, tools=tools)
+    prompt = list(tokenizer(first, add_special_tokens=False)["input_ids"])
+    written, response, mask = first, [], []
+    for turn in turns:
+        if turn["role"] == "assistant":
+            before = render(tokenizer, chat, tools=tools)
+            whole = render(tokenizer, [*chat, turn], reply=False, tools=tools)
+            if not before.startswith(written) or not whole.startswith(before):
+                raise DataError(
+                    "the chat template writes earlier turns otherwise once there are later ones: make a row of each "
+                    "turn of the assistant, with the chat before it as its prompt"
+                )
+            between = list(tokenizer(before[len(written) :], add_special_tokens=False)["input_ids"])
+            reply, written = _until_end(tokenizer, whole, len(before))
+            response += [*between, *reply]
+            mask += [*[0] * len(between), *[1] * len(reply)]
+        chat.append(turn)
+    return prompt, response, mask
+
+
+def _until_end(tokenizer: Any, text: str, start: int) -> tuple[list[int], str]:
+    """Tokens of a reply that begins at `start`, up to the end of the turn; and the text up to there."""
+    end, eos = len(text), tokenizer.eos_token
+    if eos and (place := text.rfind(eos, start)) >= 0:
+        end = place + len(eos)
+    return list(tokenizer(text[start:end], add_special_tokens=False)["input_ids"]), text[:end]
+
+
+def encode_text(tokenizer: Any, text: str) -> tuple[list[int], list[int]]:
+    """Tokens of a plain text and its end: the first one, which nothing predicts, and the others.
+
+    Raises:
+        DataError: the text is empty.
+    """
+    tokens, eos = list(tokenizer(text)["input_ids"]), tokenizer.eos_token_id
+    if eos is not None and tokens[-1:] != [eos]:
+        tokens.append(eos)
+    if len(tokens) < 2:
+        raise DataError("a text is empty: remove the row")
+    return tokens[:1], tokens[1:]

@@ -9,6 +9,8 @@ from dataclasses import replace
 from typing import Any
 
 from verl.batch import Batch
+from verl.data.forms import uncollated
+from verl.data.offline import OfflineDatasetLoader
 from verl.dataflow.executor import Result
 from verl.dataflow.graph import Graph
 from verl.dataflow.nodes import RolloutNode
@@ -86,6 +88,16 @@ class ActiveTask:
     def critic(self) -> Critic | None:
         return self.updater.critics.get("critic")
 
+    def rows(self, given: Any, key: str) -> Batch:
+        """Prompts as `Actor.prompts` makes them; for an offline algorithm recorded rows (`OfflineDatasetLoader`), or a
+        batch that a collator made of them."""
+        if self.algorithm.online or isinstance(given, Batch):
+            return self.actor.prompts(given, key=key)
+        given = uncollated(given, "the batch") if isinstance(given, Mapping) else given
+        batch = OfflineDatasetLoader(given, self.actor.tokenizer).batch
+        names = {column: [f"{key}.{name}" for name in batch[column]] for column in ("id", "group")}
+        return self.actor.prompts(batch.drop(names).add(names), key=key)
+
     def samples(self, prompts: Batch, key: str) -> tuple[Batch, dict[str, Any]]:
         """Scored samples of a batch of prompts, or of recorded responses, and metrics."""
         recorded = "response_tokens" in prompts
@@ -108,11 +120,11 @@ class ActiveTask:
                 stack.enter_context(source.apart())
             return evaluate(problems, lambda rows: self._run(graph, rows).batch, metrics)
 
-    def evaluate_loss(self, batch: Batch) -> dict[str, float]:
+    def evaluate_loss(self, batch: Any) -> dict[str, float]:
         """See `Trainer.evaluate_loss`."""
         state_before = self.algorithm.state_dict()
         try:
-            prepared, metrics = self.updater.prepare(self.experience.replay(batch, "eval")[0])
+            prepared, metrics = self.updater.prepare(self.experience.replay(self.rows(batch, "eval"), "eval")[0])
         finally:
             self.algorithm.load_state_dict(state_before)
         return {**metrics, **self.actor.compute_loss(prepared, self.algorithm)}

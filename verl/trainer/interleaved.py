@@ -8,7 +8,7 @@ which importance weights correct for.
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import FIRST_COMPLETED, Future, wait
 from dataclasses import dataclass
 from typing import Any
@@ -60,11 +60,11 @@ class InterleavedTrainer(Trainer):
     def step(self, prompts: Any) -> dict[str, Any]:
         raise ConfigError("interleaved training draws prompts task by task: call fit(task_loader, n)")
 
-    def fit(self, prompts: Iterable[Any], steps: int) -> dict[str, Any]:
+    def fit(self, prompts: Any, steps: int | None = None, *, batch_size: int | None = None) -> dict[str, Any]:
         if not isinstance(prompts, TaskLoader):
             raise ConfigError(f"interleaved training draws from a TaskLoader, not from a {type(prompts).__name__}")
         try:
-            return super().fit(prompts, steps)
+            return super().fit(prompts, steps, batch_size=batch_size)
         finally:
             self._land()
 

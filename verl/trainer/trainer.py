@@ -39,6 +39,7 @@ from verl.rollout.base import SamplingParams
 from verl.trainer import state
 from verl.trainer.active_task import ActiveTask, critics_of
 from verl.trainer.automatic import AutomaticCheckpoints
+from verl.trainer.batches import as_loader, one_pass
 from verl.trainer.check import check_permuted
 from verl.trainer.checkpoint import Checkpoint
 from verl.trainer.evaluation import Evaluation, HeldOut, MetricFn, numbered, together
@@ -341,7 +342,7 @@ class Trainer:
         """Sample and score prompts of one of several tasks, beside what else goes on."""
         key = f"s{self.steps}.{name}"
         self.mixture.begin(name)
-        return loop.beside(self.tasks[name].samples, self.actor.prompts(prompts, key=key), key)
+        return loop.beside(self.tasks[name].samples, self.tasks[name].rows(prompts, key), key)
 
     def learn_tasks(self, drawn: Mapping[str, tuple[Batch, dict[str, Any]]]) -> dict[str, Any]:
         """Learn from scored samples of several tasks and their metrics; the record of the step."""
@@ -362,7 +363,8 @@ class Trainer:
         self.mixture.follow(scheduler)
 
     def _step_of_one(self, prompts: Any) -> dict[str, Any]:
-        samples, record = self.task.samples(self.actor.prompts(prompts, key=f"s{self.steps}"), f"s{self.steps}")
+        key = f"s{self.steps}"
+        samples, record = self.task.samples(self.task.rows(prompts, key), key)
         due = self.waiting.add(samples)
         record["updated"] = due is not None
         if due is not None:
@@ -391,8 +393,15 @@ class Trainer:
             self._keep()
         return record
 
-    def fit(self, prompts: Iterable[Any], steps: int) -> dict[str, Any]:
-        """`steps` steps over batches of prompts: those of a loader, a list or any other iterable; the last record.
+    def fit(self, prompts: Any, steps: int | None = None, *, batch_size: int | None = None) -> dict[str, Any]:
+        """`steps` steps over batches of prompts; the last record.
+
+        Args:
+            prompts: batches, in a loader, a list or any other iterable: a torch `DataLoader`, with whatever collator it
+                has, begins anew at its end. With `batch_size`, the rows themselves: a torch or Hugging Face data set,
+                a list, files. For offline algorithms the rows are those of an `OfflineDatasetLoader`.
+            steps: None: one pass.
+            batch_size: rows of a step.
 
         What is held out is evaluated on the way; with `checkpoint_dir`, the first Ctrl-C or SIGTERM ends it after the
         step at hand, with a checkpoint. A loader's position is in every checkpoint; after `load_checkpoint` or `resume`
@@ -400,13 +409,16 @@ class Trainer:
 
         Raises:
             DataError: there are fewer batches than steps.
+            ConfigError: a data set without `batch_size`; no `steps`, and the data have no length.
             TrainingError, RewardError, RolloutError: no update so far has changed the policy.
             CheckpointError: the disk does not take the last checkpoint.
             SystemExit: by a signal.
         """
         start()
         record: dict[str, Any] = {}
-        batches = self._open(prompts)
+        loader = as_loader(prompts, batch_size, self)
+        steps = one_pass(loader) if steps is None else steps
+        batches = self._open(loader)
         self._goal = self.steps + steps
         try:
             with StopSignal() if self.checkpoints is not None else nullcontext() as stop:
@@ -441,9 +453,7 @@ class Trainer:
             raise ConfigError(
                 "train() is over the trainer's own data: give Trainer(dataloader=...), or call fit(data, n)"
             )
-        if steps is None and not hasattr(self.dataloader, "__len__"):
-            raise ConfigError("the dataloader has no length: say train(steps=...)")
-        return self.fit(self.dataloader, len(self.dataloader) if steps is None else steps)  # type: ignore[arg-type]
+        return self.fit(self.dataloader, steps)
 
     def advance(self, prompts: Iterator[Any]) -> dict[str, Any]:
         """One step on the next batch of prompts.
@@ -582,8 +592,9 @@ class Trainer:
             }
         )
 
-    def evaluate_loss(self, batch: Batch) -> dict[str, float]:
-        """Loss and metrics of an update (such as preference accuracy) on recorded rows; nothing is learned."""
+    def evaluate_loss(self, batch: Any) -> dict[str, float]:
+        """Loss and metrics of an update (such as preference accuracy) on recorded rows, a `Batch` or rows as
+        `OfflineDatasetLoader` takes them; nothing is learned."""
         return self.task.evaluate_loss(batch)
 
     def save_checkpoint(self, path: str | Path) -> None:
