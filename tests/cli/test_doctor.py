@@ -20,6 +20,7 @@ from verl.cli.doctor import (
     check_collective,
     check_extras,
     check_host,
+    check_kernels,
     check_parts,
     check_shared_memory,
 )
@@ -74,8 +75,15 @@ def test_an_extra_that_cannot_be_imported_is_a_fault(tmp_path: Path, monkeypatch
     monkeypatch.setattr("verl.cli.doctor.EXTRAS", {"mlflow": ("mlflow", "mlflow"), "none": ("no-such-part", "no")})
     broken, missing = check_extras()
     assert broken.state == "fail" and "mlflow 9.9" in broken.detail and "libmissing.so.1" in broken.detail
-    assert "verl[mlflow]" in broken.advice
-    assert missing == Finding("extras", "ok", "not installed: none")
+    assert "verl-hybrid[mlflow]" in broken.advice
+    assert missing == Finding("extras", "ok", "not installed: none (pip install 'verl-hybrid[none]', and so on)")
+
+
+def test_a_missing_compiler_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert check_kernels().state == "ok"
+    monkeypatch.setattr("verl.kernels.build.find_compiler", lambda: None)
+    found = check_kernels()
+    assert found.state == "warn" and "no C++ compiler" in found.detail and "build-essential" in found.advice
 
 
 def test_every_extra_is_looked_for() -> None:

@@ -15,7 +15,7 @@ from verl.config import load_config
 
 ROOT = Path(__file__).parents[2]
 RECIPE = ROOT / "examples" / "grpo_arithmetic.yaml"
-COMMANDS = ("train", "plan", "config", "report", "check", "verify", "export", "doctor", "generate", "tune")
+COMMANDS = ("init", "train", "plan", "config", "report", "check", "verify", "export", "doctor", "generate", "tune")
 
 
 def verl(*args, cwd=ROOT, **environment):
@@ -228,3 +228,21 @@ def test_the_plan_draws_each_of_several_tasks(tmp_path):
     assert "update_critic" in two and two.endswith(
         "update_actor is one for all tasks, on the weighted sum of their losses"
     )
+
+
+def test_init_writes_a_recipe_that_trains(tiny, tmp_path):
+    made = verl("init", "sums", "--model", tiny, cwd=tmp_path)
+    assert made.returncode == 0, made.stderr
+    command = made.stdout.strip().rpartition("next: ")[2]
+    directory, _, train = command.partition(" && ")
+    where = tmp_path / directory.removeprefix("cd ")
+    program, *arguments = train.split()
+    assert program == "verl"
+    dry = verl(*arguments, cwd=where)
+    assert dry.returncode == 0, dry.stderr
+    few = ("trainer.total_steps=2", "data.batch_size=2", "actor_rollout_ref.rollout.n=2", "data.eval=null")
+    few += ("actor_rollout_ref.rollout.max_new_tokens=4", "data.chat=false", "trainer.eval_every=null")
+    run = verl(*arguments[:2], *few, cwd=where)
+    assert run.returncode == 0, run.stderr
+    again = verl("init", "sums", cwd=tmp_path)
+    assert again.returncode == 2 and "not an empty directory" in again.stderr

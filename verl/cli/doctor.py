@@ -95,7 +95,7 @@ def doctor(
 def examine(timeout: float = 60.0) -> Iterator[Finding]:
     """All checks, one after the other."""
     checks: tuple[Callable[[], Finding | Iterator[Finding]], ...] = (
-        check_parts, check_extras, check_devices, check_space, check_shared_memory, check_host,
+        check_parts, check_extras, check_devices, check_kernels, check_space, check_shared_memory, check_host,
         lambda: check_collective(timeout),
     )  # fmt: skip
     for check in checks:
@@ -122,10 +122,11 @@ def check_extras() -> Iterator[Finding]:
             yield Finding(f"extra {extra}", "ok", f"{distribution} {version}")
         else:
             detail = f"{distribution} {version} is installed and cannot be imported: {error}"
-            advice = f"install it anew: pip install --force-reinstall 'verl[{extra}]'"
+            advice = f"install it anew: pip install --force-reinstall 'verl-hybrid[{extra}]'"
             yield Finding(f"extra {extra}", "fail", detail, advice)
     if missing:
-        yield Finding("extras", "ok", f"not installed: {', '.join(missing)}")
+        detail = f"not installed: {', '.join(missing)} (pip install 'verl-hybrid[{missing[0]}]', and so on)"
+        yield Finding("extras", "ok", detail)
 
 
 def check_devices() -> Finding:
@@ -138,6 +139,21 @@ def check_devices() -> Finding:
     ]
     found = ", ".join(names) or f"cpu ({platform.machine()}, {os.cpu_count()} cores)"
     return Finding("devices", "ok", f"{found}; a run's default: {device.default_kind()}")
+
+
+def check_kernels() -> Finding:
+    """What compiles the kernels for CPU, and where they are kept."""
+    from verl.kernels.build import find_compiler, library
+
+    if device.default_kind() != "cpu":
+        return Finding("kernels", "ok", "none are needed for this device")
+    compiler = find_compiler()
+    if compiler is None:
+        advice = "install one (build-essential on Debian, gcc-c++ on Fedora; Linux alone)"
+        return Finding("kernels", "warn", "no C++ compiler: work on CPU takes torch code, several times slower", advice)
+    if library() is None:
+        return Finding("kernels", "warn", f"{compiler} cannot compile them", "see the warning above")
+    return Finding("kernels", "ok", f"compiled by {compiler}")
 
 
 def check_space() -> Finding:

@@ -15,6 +15,7 @@ from verl import __version__
 from verl.cli.doctor import doctor
 from verl.cli.export import export
 from verl.cli.generate import generate
+from verl.cli.init import init
 from verl.cli.tune import tune
 from verl.errors import ConfigError, VerlError
 
@@ -52,7 +53,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     rich_markup_mode="rich",
     context_settings={"help_option_names": ["-h", "--help"]},
-    epilog="Start with: [bold]verl train examples/grpo_arithmetic.yaml[/bold]",
+    epilog="Start with: [bold]verl init DIR[/bold]",
 )
 
 
@@ -250,6 +251,7 @@ def verify(
         raise typer.Exit(OTHER_ERROR)
 
 
+app.command()(init)
 app.command()(export)
 app.command()(doctor)
 app.command()(generate)

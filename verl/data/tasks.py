@@ -59,7 +59,7 @@ def make_task(task: str, *, seed: int = 0, size: int = 1, **options: Any) -> Any
         import reasoning_gym
         from reasoning_gym.factory import DATASETS
     except ImportError as error:
-        raise ConfigError(f"task '{task}' needs reasoning-gym: pip install 'verl[task]'") from error
+        raise ConfigError(f"task '{task}' needs reasoning-gym: pip install 'verl-hybrid[task]'") from error
     if task not in DATASETS:
         raise ConfigError(f"there is no task '{task}': {nearest(task, DATASETS)}")
     try:

@@ -26,11 +26,17 @@ _FLAGS = ("-std=c++17", "-O3", "-march=native", "-fPIC", "-fopenmp", "-ffp-contr
 _BUILD_SECONDS = 120
 
 
+def find_compiler() -> str | None:
+    """The path of the C++ compiler that is used; None: none is here, or the system is not Linux."""
+    found = next(filter(None, map(shutil.which, ("g++", "c++", "clang++"))), None)
+    return found if sys.platform.startswith("linux") else None
+
+
 @lru_cache(maxsize=1)
 def library() -> ctypes.CDLL | None:
     """The compiled kernels, or None, with a warning, where they cannot be built."""
-    compiler = next(filter(None, map(shutil.which, ("g++", "c++", "clang++"))), None)
-    if compiler is None or not sys.platform.startswith("linux"):
+    compiler = find_compiler()
+    if compiler is None:
         logger.warning("no C++ compiler here: work on CPU takes the slower torch code")
         return None
     try:

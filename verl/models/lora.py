@@ -211,5 +211,5 @@ def _peft() -> Any:
     try:
         import peft
     except ImportError as error:
-        raise ConfigError("model.lora needs peft, which is not installed: pip install 'verl[lora]'") from error
+        raise ConfigError("model.lora needs peft, which is not installed: pip install 'verl-hybrid[lora]'") from error
     return peft

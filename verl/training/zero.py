@@ -199,7 +199,7 @@ def _deepspeed(device: torch.device) -> Any:
     try:
         import deepspeed
     except ImportError as error:
-        raise ConfigError("strategy 'deepspeed' needs DeepSpeed: pip install 'verl[deepspeed]'") from error
+        raise ConfigError("strategy 'deepspeed' needs DeepSpeed: pip install 'verl-hybrid[deepspeed]'") from error
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False  # shared memory, for inference alone
     warnings.filterwarnings("ignore", ".*is deprecated", FutureWarning, "torch.distributed.c10d_logger")  # its calls
     for handler in logging.getLogger("DeepSpeed").handlers:

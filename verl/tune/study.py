@@ -255,4 +255,4 @@ def _optuna() -> Any:
     try:
         return importlib.import_module("optuna")
     except ImportError as error:
-        raise ConfigError("verl tune needs optuna, which is not installed: pip install 'verl[tune]'") from error
+        raise ConfigError("verl tune needs optuna, which is not installed: pip install 'verl-hybrid[tune]'") from error
