@@ -68,6 +68,68 @@ def test_dpo_family(seed: int) -> None:
     assert loss_of("simpo", batch, flat) == pytest.approx(simpo)
 
 
+def log_sigmoid(x: float) -> float:
+    return -math.log(1 + math.exp(-x))
+
+
+def exo(a: float, b: float) -> float:
+    """KL of the policy's two chances, a softmax over a and b, to those of the labels."""
+    chances = [math.exp(x) / (math.exp(a) + math.exp(b)) for x in (a, b)]
+    return sum(p * math.log(p / q) for p, q in zip(chances, (0.9, 0.1), strict=True))
+
+
+def discopop(a: float, b: float) -> float:
+    share = sigmoid((a - b) / 0.2)
+    return (1 - share) * -log_sigmoid(a - b) + share * math.exp(-(a - b))
+
+
+#: The papers' losses of a pair from beta times the log-ratios of chosen and rejected; beta is 0.3.
+PAPERS = {
+    "exo_pair": (exo, {"label_smoothing": 0.1}),
+    "nca_pair": (lambda a, b: -log_sigmoid(a) - 0.5 * log_sigmoid(-a) - 0.5 * log_sigmoid(-b), {}),
+    "bco_pair": (lambda a, b: -log_sigmoid(a) - log_sigmoid(-b), {}),
+    "sppo_hard": (lambda a, b: (a / 0.3 - 1 / 0.6) ** 2 + (b / 0.3 + 1 / 0.6) ** 2, {}),
+    "apo_zero": (lambda a, b: (1 - sigmoid(a)) + sigmoid(b), {}),
+    "apo_down": (lambda a, b: sigmoid(a) + (1 - sigmoid(a - b)), {}),
+    "discopop": (discopop, {"discopop_tau": 0.2}),
+}
+
+
+@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("loss_type", PAPERS)
+def test_losses_of_pairs_are_their_papers(loss_type: str, seed: int) -> None:
+    formula, options = PAPERS[loss_type]
+    batch = preferences(LENGTHS, seed)
+    flat = policy(batch, seed)
+    ratios = pairs_of(batch, sequence_sums(batch, flat - batch.tensor("ref_log_probs")))
+    expected = sum(formula(0.3 * c, 0.3 * r) for c, r in ratios) / 3
+    assert loss_of("dpo", batch, flat, beta=0.3, loss_type=loss_type, **options) == pytest.approx(expected)
+
+
+def test_dpo_of_log_ratios_per_token() -> None:
+    batch = preferences(LENGTHS)
+    flat = policy(batch)
+    tokens = [max(sum(mask), 1) for mask in batch["response_mask"]]
+    sums = sequence_sums(batch, flat - batch.tensor("ref_log_probs"))
+    pairs = pairs_of(batch, [x / n for x, n in zip(sums, tokens, strict=True)])
+    expected = sum(-log_sigmoid(0.3 * (c - r)) for c, r in pairs) / 3
+    assert loss_of("dpo", batch, flat, beta=0.3, loss_type="sigmoid_norm") == pytest.approx(expected)
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_aot_compares_sorted_margins(seed: int) -> None:
+    batch = preferences(LENGTHS, seed)
+    flat = policy(batch, seed)
+    batch = batch.drop(["log_probs"]).add({"log_probs": (flat, LENGTHS)})
+    policy_margins = sorted(c - r for c, r in pairs_of(batch, sequence_sums(batch, flat)))
+    reference = sequence_sums(batch, batch.tensor("ref_log_probs"))
+    reference_margins = sorted(c - r for c, r in pairs_of(batch, reference))
+    deltas = [0.3 * (mine - other) for mine, other in zip(policy_margins, reference_margins, strict=True)]
+    expected = sum(-0.9 * log_sigmoid(delta) - 0.1 * log_sigmoid(-delta) for delta in deltas) / 3
+    found = loss_of("dpo", batch, flat, beta=0.3, loss_type="aot", label_smoothing=0.1)
+    assert found == pytest.approx(expected, rel=1e-6)
+
+
 def test_orpo() -> None:
     # Without masks: a row without written tokens has probability 1 and no odds.
     batch = preferences(LENGTHS).drop(["response_mask"]).add({"response_mask": [[1] * n for n in LENGTHS]})
@@ -123,6 +185,10 @@ def test_rows_that_are_no_pair_are_left_out() -> None:
         make_algorithm("dpo").prepare(batch.drop(["label"]))
     with pytest.raises(ConfigError, match="label_smoothing"):
         make_algorithm("dpo", label_smoothing=0.1, loss_type="hinge")
+    with pytest.raises(ConfigError, match="'exo_pair' needs label_smoothing above 0"):
+        make_algorithm("dpo", loss_type="exo_pair")
+    with pytest.raises(ConfigError, match="does not read the option 'discopop_tau'"):
+        make_algorithm("dpo", discopop_tau=0.1)
 
 
 def test_metrics_count_pairs() -> None:

@@ -31,6 +31,7 @@ from verl.trl import (
     SFTTrainer,
 )
 from verl.trl.arguments import Config
+from verl.trl.losses import dpo_algorithm
 from verl.trl.names import NO_EFFECT, OTHERWISE
 
 SCRIPT = Path(__file__).parent / "grpo_script.py"
@@ -135,6 +136,32 @@ def test_both_scripts_of_the_page_train_the_same_weights(
         assert (tmp_path / "out" / "model" / "model.safetensors").exists()
     first = verl.Actor(str(tiny))
     assert len(sums) == 2 and sums[0] == sums[1] != checksum(first.shards())
+
+
+LOSSES = (
+    "sigmoid", "hinge", "ipo", "exo_pair", "nca_pair", "robust", "bco_pair", "sppo_hard", "aot", "apo_zero", "apo_down",
+    "discopop", "sft", "sigmoid_norm",
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("loss", LOSSES)
+def test_losses_of_pairs_are_learned(tiny: Path, tmp_path: Path, loss: str) -> None:
+    smoothing = {"label_smoothing": 0.01} if loss in ("exo_pair", "robust") else {}
+    args = DPOConfig(str(tmp_path), **SMALL, num_train_epochs=2, loss_type=[loss], **smoothing)
+    trainer = DPOTrainer(str(tiny), args=args, train_dataset=PAIRS)
+    before = trainer.evaluate(PAIRS)["eval_loss"]
+    trainer.train()
+    assert trainer.evaluate(PAIRS)["eval_loss"] < before
+
+
+def test_losses_of_pairs_that_there_are_not(tmp_path: Path) -> None:
+    for given, message in (
+        ({"loss_type": "aot_unpaired"}, "loss_type='aot_unpaired'"),
+        ({"loss_type": ["sigmoid", "sft"]}, "one loss is trained"),
+        ({"label_smoothing": 0.1}, "set loss_type='robust'"),
+    ):
+        with pytest.raises(ConfigError, match=message):
+            dpo_algorithm(DPOConfig(str(tmp_path), **given))
 
 
 class Stop(TrainerCallback):

@@ -251,7 +251,13 @@ class GRPOConfig(Config):
 
 
 class DPOConfig(Config):
-    defaults = _COMMON | {"beta": 0.1, "loss_type": "sigmoid", "label_smoothing": 0.0, "max_length": 1024}
+    defaults = _COMMON | {
+        "beta": 0.1,
+        "loss_type": "sigmoid",
+        "label_smoothing": 0.0,
+        "discopop_tau": 0.05,
+        "max_length": 1024,
+    }
     otherwise: ClassVar = {
         "loss_weights": (None, "one loss is trained: name one loss_type"),
         "truncation_mode": ("keep_start", "the end of a response is cut"),

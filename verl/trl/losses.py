@@ -14,6 +14,13 @@ _AGGREGATION = {
     "bnpo": "token-mean",
     "dr_grpo": "seq-mean-token-sum-norm",
 }
+#: TRL's `loss_type` of pairs -> ours.
+_PAIRS = {name: name for name in (
+    "sigmoid", "sigmoid_norm", "hinge", "exo_pair", "nca_pair", "bco_pair", "sppo_hard", "apo_zero", "apo_down",
+    "discopop", "aot",
+)} | {"robust": "sigmoid"}  # fmt: skip
+#: Those that are algorithms of their own here.
+_OTHERS = ("ipo", "sft")
 
 
 def grpo_algorithm(args: Any) -> BaseAlgorithm:
@@ -45,6 +52,12 @@ def dpo_algorithm(args: Any) -> BaseAlgorithm:
     given = [args.loss_type] if isinstance(args.loss_type, str) else list(args.loss_type)
     if len(given) != 1:
         raise ConfigError(f"loss_type={given}: one loss is trained, name one")
-    if given[0] == "ipo":
-        return make_algorithm("ipo", beta=args.beta)
-    return make_algorithm("dpo", beta=args.beta, loss_type=given[0], label_smoothing=args.label_smoothing)
+    (name,) = given
+    if name in _OTHERS:
+        return make_algorithm(name, **({} if name == "sft" else {"beta": args.beta}))
+    if name not in _PAIRS:
+        raise ConfigError(f"loss_type='{name}': {nearest(name, [*_PAIRS, *_OTHERS])}")
+    if name == "sigmoid" and args.label_smoothing:
+        raise ConfigError("label_smoothing is not of loss_type='sigmoid': set loss_type='robust'")
+    options = {"discopop_tau": args.discopop_tau} if name == "discopop" else {"label_smoothing": args.label_smoothing}
+    return make_algorithm("dpo", beta=args.beta, loss_type=_PAIRS[name], **options)

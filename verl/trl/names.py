@@ -10,7 +10,7 @@ NO_EFFECT = frozenset((
     "dataloader_in_order", "dataloader_multiprocessing_context", "dataloader_num_workers",
     "dataloader_persistent_workers", "dataloader_pin_memory", "dataloader_prefetch_factor", "dataset_num_proc",
     "ddp_backend", "ddp_broadcast_buffers", "ddp_bucket_cap_mb", "ddp_find_unused_parameters", "ddp_static_graph",
-    "ddp_timeout", "debug", "disable_dropout", "disable_tqdm", "discopop_tau", "do_eval", "do_predict", "do_train",
+    "ddp_timeout", "debug", "disable_dropout", "disable_tqdm", "do_eval", "do_predict", "do_train",
     "ds3_gather_for_generation", "enable_jit_checkpoint", "entropy_coef_delta", "entropy_coef_max",
     "entropy_coef_min", "entropy_target", "eval_accumulation_steps", "eval_delay", "eval_do_concat_batches",
     "eval_on_start", "eval_packing", "eval_use_gather_object", "f_alpha_divergence_coef", "fp16_full_eval",
