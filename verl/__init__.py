@@ -55,6 +55,7 @@ _HOMES = {
     "everywhere": "verl.controller.controller",
     "register_algorithm": "verl.algorithms",
     "register_node": "verl.dataflow.stages",
+    "register_reward": "verl.rewards.registry",
     "vLLMAdapter": "verl.roles.backends",
     "vLLMWorker": "verl.roles.backends",
 }
@@ -71,6 +72,7 @@ if TYPE_CHECKING:
     from verl.dataflow.nodes import RewardNode, RolloutNode, UpdateNode
     from verl.dataflow.pipeline import RLDataPipeline
     from verl.dataflow.stages import register_node
+    from verl.rewards.registry import register_reward
     from verl.roles.actor import Actor
     from verl.roles.backends import (
         ActorRolloutRefWorker,

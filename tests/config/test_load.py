@@ -146,7 +146,7 @@ GOLDEN = [
     (["data.batch_size=0"], "data.batch_size: must be at least 1, not 0 (override 'data.batch_size=0')"),
     (
         ["reward.name=tasks"],
-        "reward.name: no built-in reward is called 'tasks': did you mean 'task'? (override 'reward.name=tasks')",
+        "reward.name: no reward is called 'tasks': did you mean 'task'? (override 'reward.name=tasks')",
     ),
     (
         ["actor.optim.lr=1e-5"],

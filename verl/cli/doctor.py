@@ -27,6 +27,7 @@ EXTRAS = {
     "wandb": ("wandb", "wandb"),
     "mlflow": ("mlflow", "mlflow"),
     "task": ("reasoning-gym", "reasoning_gym"),
+    "math": ("math-verify", "math_verify"),
     "gguf": ("gguf", "gguf"),
     "constrained": ("xgrammar", "xgrammar"),
     "lora": ("peft", "peft"),

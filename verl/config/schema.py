@@ -44,7 +44,8 @@ OTHER_NAMES = {
     ("critic", "train_micro_batch_size_per_gpu"): "micro_batch_size",
     ("actor_rollout_ref", "rollout", "rollout_per_device_batch_size"): "max_num_seqs",
 }
-REWARDS = ("task", "code", "code_evaluator", "rm_hf")
+#: Names of rewards: the built-in ones, and those of users that are registered.
+REWARDS = {"task", "code", "code_evaluator", "math", "reasoning_gym", "rm_hf"}
 
 
 def is_by_task(source: Any) -> bool:
@@ -81,7 +82,7 @@ def _algorithm_name(value: str) -> str:
 
 def _reward_name(value: str) -> str:
     if value not in REWARDS:
-        raise ValueError(f"no built-in reward is called '{value}': {nearest(value, REWARDS)}")
+        raise ValueError(f"no reward is called '{value}': {nearest(value, REWARDS)}")
     return value
 
 
@@ -200,7 +201,8 @@ class RewardPart(Record):
 
     path: FunctionPath | None = Field(default=None, description="a function of your own, as FILE.py:FUNCTION")
     name: Annotated[str, AfterValidator(_reward_name)] | None = Field(
-        default=None, description="a built-in reward: task (its own verifier) or code (tests in a sandbox)"
+        default=None,
+        description="a reward by name: task (its own verifier), code (tests in a sandbox), math, or a registered one",
     )
     model: str | None = Field(default=None, description="a reward model: directory or hub name")
     dtype: Dtype = Field(default="auto", description="precision of the reward model (auto: as in the files)")

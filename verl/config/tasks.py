@@ -27,9 +27,10 @@ class TaskConfig(Record):
     name: Annotated[str, AfterValidator(_name)] = Field(description="what metrics call it, and its rows' column `task`")
     type: Annotated[str, AfterValidator(_algorithm)] = Field(description="the algorithm, by name or FILE.py:CLASS")
     options: dict[str, Any] = Field(default={}, description="the algorithm's own options")
-    reward_model: str | None = Field(
+    reward_model: str | list[str] | dict[str, Any] | None = Field(
         default=None,
-        description="a built-in reward (rm_hf, code_evaluator, ...), FILE.py:FUNCTION, a model, or an address",
+        description="a reward by name (rm_hf, code_evaluator, math, ...), FILE.py:FUNCTION, a model, or an address; "
+        "several addresses; or a mapping of names to rewards, {source, weight} each, which are summed",
     )
     reward_config: dict[str, Any] = Field(
         default={}, description="options of the reward: model_name, device, timeout, ..."

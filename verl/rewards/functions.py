@@ -52,6 +52,8 @@ class FunctionReward:
 
     #: Whether a call retries what fails in it.
     has_own_retries: ClassVar[bool] = False
+    #: Whether calls are made in worker processes also where none were asked for.
+    needs_processes: ClassVar[bool] = False
 
     def __init__(
         self,
@@ -84,10 +86,15 @@ class FunctionReward:
         self._rows = 1 if self.form.by_row or (workers and batch_size is None) else batch_size
         self.whole_batch = self._rows is None
         #: Makes the calls: a `RewardPool` with `workers`, else a `ThreadCaller`.
-        self.group: Caller = workers(spec or function, self.name) if workers else ThreadCaller(function, self.name)
+        self.group: Caller = ThreadCaller(function, self.name)
         if workers:
-            weakref.finalize(self, self.group.close)
+            self.call_in(workers, spec)
         self._lock = threading.Lock()
+
+    def call_in(self, workers: Callable[[Callable[..., Any] | str, str], Caller], spec: str | None = None) -> None:
+        """Have the calls made by workers; `spec` is the function as "FILE.py:FUNCTION"."""
+        self.group = workers(spec or self.function, self.name)
+        weakref.finalize(self, self.group.close)
 
     @property
     def columns(self) -> tuple[str, ...]:

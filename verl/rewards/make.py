@@ -15,6 +15,7 @@ from verl.errors import ConfigError, nearest
 from verl.rewards.composite import CompositeReward
 from verl.rewards.functions import OnFailure
 from verl.rewards.loading import split_spec
+from verl.rewards.registry import registered
 from verl.rewards.smoothing import Smoothed
 from verl.rewards.source import RewardSource, source_of
 
@@ -23,13 +24,14 @@ def make_reward(source: Any, **options: Any) -> RewardSource:
     """A `RewardSource` from one of many things.
 
     Args:
-        source: a `RewardSource`, or the `Reward` that holds one; a function (`FunctionReward`); "FILE.py:FUNCTION";
-            "task", the verifier of a procedural task; "code" (or "code_evaluator"), tests in a sandbox (`CodeReward`)
-            or, with evaluator="codebleu", likeness to a reference (`CodeBleuReward`); a reward model or its directory
-            or name (`RewardModel`), which is also "rm_hf" with the option `model_name`; the address, or a list of
-            addresses, of a scoring service (`RemoteReward`) or, with the option `template`, of an LLM judge
-            (`JudgeReward`). Or several of these, of which it makes the weighted sum (`CompositeReward`): a list, or a
-            mapping of names to sources, to `(source, weight)`, or to `{"source": ..., "weight": ..., **options}`.
+        source: a `RewardSource`, or the `Reward` that holds one; a function (`FunctionReward`); "FILE.py:FUNCTION"; a
+            name that is registered (`register_reward`); "task" (or "reasoning_gym"), the verifier of a procedural task;
+            "code" (or "code_evaluator"), tests in a sandbox (`CodeReward`) or, with evaluator="codebleu", likeness to a
+            reference (`CodeBleuReward`); "math", by math-verify (`MathReward`); a reward model or its directory or name
+            (`RewardModel`), which is also "rm_hf" with the option `model_name`; the address, or a list of addresses, of
+            a scoring service (`RemoteReward`) or, with the option `template`, of an LLM judge (`JudgeReward`). Or
+            several of these, of which it makes the weighted sum (`CompositeReward`): a list, or a mapping of names to
+            sources, to `(source, weight)`, or to `{"source": ..., "weight": ..., **options}`.
         **options: of the source, or of each of several. `smoothing` (`Smoothed`) is for all kinds.
 
     Raises:
@@ -57,8 +59,12 @@ def _make(source: Any, options: dict[str, Any]) -> RewardSource:
         return CompositeReward(source, make_reward, **options)
     if isinstance(source, str | os.PathLike) and _is_function_spec(str(source)):
         return _build("functions", "FunctionReward", options, str(source))
-    if isinstance(source, str) and source == "task":
+    if isinstance(source, str) and (made := registered(source)) is not None:
+        return _make(_called(made, source, options), options)
+    if isinstance(source, str) and source in ("task", "reasoning_gym"):
         return _build("reasoning_gym", "TaskReward", options)
+    if isinstance(source, str) and source == "math":
+        return _build("maths", "MathReward", options)
     if isinstance(source, str) and source == "rm_hf":
         if "model_name" not in options:
             raise ConfigError(
@@ -77,6 +83,20 @@ def _make(source: Any, options: dict[str, Any]) -> RewardSource:
         f"a reward cannot be made from a {type(source).__name__}: pass a function, FILE.py:FUNCTION, a reward model, "
         "or a mapping of names to these"
     )
+
+
+def _called(made: Any, name: str, options: dict[str, Any]) -> Any:
+    """A registered function as it is, or an object of a registered class, made with its own options, which are taken
+    out of `options`. What is called `name` is called so in messages, too."""
+    if inspect.isclass(made):
+        own = {option: options.pop(option) for option in inspect.signature(made).parameters if option in options}
+        try:
+            made = made(**own)
+        except TypeError as error:
+            raise ConfigError(f"reward '{name}': {error}") from error
+    if not isinstance(made, RewardSource):
+        options.setdefault("name", name)
+    return made
 
 
 def _code(options: dict[str, Any]) -> RewardSource:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
@@ -28,8 +29,8 @@ class Reward:
     Args:
         reward_fn: a function, recognised by its parameter names: `f(texts)`, `f(responses, prompts)`, verl's
             `f(data_source, solution_str, ground_truth, extra_info)`, TRL's `f(prompts, completions, **columns)`,
-            each plain or async; "file.py:function"; any `RewardSource`; or a mapping of names to
-            `(reward, weight)` pairs, summed.
+            each plain or async; "file.py:function"; a name (`register_reward`); any `RewardSource`; or a
+            mapping of names to `(reward, weight)` pairs, summed.
         model: a reward model (`AutoModelForSequenceClassification` with one label), or its name or directory.
         url: the address, or a list of addresses, of a scoring service (`RemoteReward`) or, with `template`, of an LLM
             judge (`JudgeReward`).
@@ -65,6 +66,9 @@ class Reward:
         elif max_workers:
             raise ConfigError(f"max_workers={max_workers} is the most that `workers` (at least 1) may grow to")
         self.source: RewardSource = make_reward(given[0], **options)
+        for source in leaves(self.source):
+            if getattr(source, "needs_processes", False) and not isinstance(source.group, RewardPool):  # type: ignore[attr-defined]
+                source.call_in(partial(RewardPool, workers=1, max_workers=os.cpu_count()))  # type: ignore[attr-defined]
         for source in self._models():
             registry.add("Reward", model=source.model)
         if placement is not None:

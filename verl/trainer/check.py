@@ -19,7 +19,7 @@ from verl.rewards.make import make_reward
 from verl.trainer.logging import check_loggers
 from verl.trainer.run_data import ReadData, is_offline, read_data, step_rows
 from verl.trainer.task import MAIN, check_heads
-from verl.trainer.task_file import algorithm_of, samples_of
+from verl.trainer.task_file import algorithm_of, functions_in, samples_of
 
 logger = logging.getLogger(__name__)
 
@@ -53,8 +53,8 @@ def check_settings(config: Config) -> Checked:
     _check_trainer(config, algorithms)
     _check_places(config)
     for task in config.tasks:
-        if ".py:" in (task.reward_model or ""):
-            recognise(load_function(str(task.reward_model)))
+        for spec in functions_in(task.reward_model):
+            recognise(load_function(spec))
     for section in (config.reward, config.cost):
         for part in section.components.values() or [section]:
             _check_source(part)

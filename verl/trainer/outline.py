@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from functools import partial
 from types import SimpleNamespace
 from typing import Any
@@ -85,6 +86,18 @@ def _source(section: CostConfig) -> Reward | None:
 
 
 def _made(source: Any, options: Any = None, **others: Any) -> Reward:
-    named = isinstance(source, str) and (source in REWARDS or ".py:" in source or "://" in source)
-    is_model = source == "rm_hf" or (isinstance(source, str) and not named)
-    return Reward(_UnreadModel()) if is_model else Reward(source, **(options or {}), **others)
+    unread = _unread(source)
+    return Reward(unread) if isinstance(unread, _UnreadModel) else Reward(unread, **(options or {}), **others)
+
+
+def _unread(source: Any) -> Any:
+    """A source with the stand-in in the place of every model in it."""
+    if isinstance(source, Mapping):
+        if "source" not in source:
+            return {name: _unread(part) for name, part in source.items()}
+        inner = _unread(source["source"])
+        return inner if isinstance(inner, _UnreadModel) else {**source, "source": inner}
+    if isinstance(source, list | tuple):
+        return type(source)(_unread(part) for part in source)
+    is_named = isinstance(source, str) and (source in REWARDS or ".py:" in source or "://" in source)
+    return _UnreadModel() if source == "rm_hf" or (isinstance(source, str) and not is_named) else source

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -44,6 +44,18 @@ def algorithm_of(config: TaskConfig) -> BaseAlgorithm:
     except ConfigError as error:
         raise ConfigError(f"task '{config.name}': {error}") from error
     return algorithm
+
+
+def functions_in(source: Any) -> Iterator[str]:
+    """Every FILE.py:FUNCTION in a task's `reward_model`."""
+    if isinstance(source, str):
+        yield from [source] if ".py:" in source else []
+    elif isinstance(source, Mapping):
+        for part in [source["source"]] if "source" in source else source.values():
+            yield from functions_in(part)
+    elif isinstance(source, Sequence):
+        for part in source:
+            yield from functions_in(part)
 
 
 def samples_of(config: TaskConfig, algorithm: BaseAlgorithm) -> int:

@@ -1,0 +1,43 @@
+"""Rewards of users by name."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+from verl.config.schema import REWARDS
+from verl.errors import ConfigError
+
+RewardT = TypeVar("RewardT", bound=Callable[..., Any])
+_REGISTERED: dict[str, Any] = {}
+
+
+def register_reward(name: str) -> Callable[[RewardT], RewardT]:
+    """Decorator: `Reward` and settings take the reward by this name. It is a function of any form that `Reward` knows;
+    or a class, made with the options that its constructor has, whose objects are such functions or `RewardSource`s.
+    One of the same name and module replaces its earlier definition (a notebook cell run twice).
+
+    Raises:
+        ConfigError: it cannot be called, or the name belongs to another reward.
+    """
+
+    def register(made: RewardT) -> RewardT:
+        if not callable(made):
+            raise ConfigError(f"reward '{name}' must be a function or a class, not a {type(made).__name__}")
+        known = _REGISTERED.get(name)
+        if known is None and name in REWARDS:
+            raise ConfigError(f"reward name '{name}' is taken by a built-in reward: choose another")
+        if known is not None and (known.__module__, known.__qualname__) != (made.__module__, made.__qualname__):
+            raise ConfigError(
+                f"reward name '{name}' is taken by {known.__module__}.{known.__qualname__}: choose another"
+            )
+        _REGISTERED[name] = made
+        REWARDS.add(name)
+        return made
+
+    return register
+
+
+def registered(name: str) -> Any:
+    """The function or class of a name, or None."""
+    return _REGISTERED.get(name)
