@@ -76,7 +76,7 @@ def test_as_a_part_it_has_processes_and_the_others_none() -> None:
 
 def test_without_the_library_it_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "math_verify", None)
-    with pytest.raises(ConfigError, match=r"pip install 'verl\[math\]'"):
+    with pytest.raises(ConfigError, match=r"pip install 'verl-hybrid\[math\]'"):
         make_reward("math")
 
 

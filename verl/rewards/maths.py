@@ -50,7 +50,9 @@ class MathReward(FunctionReward):
         **options: Unpack[OnFailure],
     ) -> None:
         if importlib.util.find_spec("math_verify") is None:
-            raise ConfigError("reward 'math' needs math-verify, which is not installed: pip install 'verl[math]'")
+            raise ConfigError(
+                "reward 'math' needs math-verify, which is not installed: pip install 'verl-hybrid[math]'"
+            )
         super().__init__(_Equality(), name=name, timeout=timeout, retries=retries, workers=workers, **options)
 
 
@@ -94,4 +96,4 @@ def _parse(text: str, *, is_answer: bool = False) -> list[Any]:
     found: list[Any] = []
     if is_answer and not any(sign in text for sign in _LATEX):
         found = parse(f"\\boxed{{{text.strip()}}}", parsing_timeout=None)
-    return found or parse(text, parsing_timeout=None)  # type: ignore[no-any-return]
+    return list(found or parse(text, parsing_timeout=None))
