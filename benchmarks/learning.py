@@ -115,7 +115,8 @@ def tokenizer() -> PreTrainedTokenizerFast:
 
 
 def make_base(path: Path) -> None:
-    """A model that names one of the three numbers, any of them; saved to `path`."""
+    """A model that names one of the three numbers, any of them, saved to `path`; and in `path/teacher` one that goes on
+    from there and names the largest, for algorithms that learn from a teacher."""
     torch.manual_seed(0)
     config = LlamaConfig(
         vocab_size=len(WORDS),
@@ -140,6 +141,11 @@ def make_base(path: Path) -> None:
     for _ in range(300):
         trainer.step(next(loader))
     actor.save_pretrained(str(path))
+    rows = [{"prompt": prompt(numbers), "completion": str(max(numbers))} for numbers in rng.choices(TRAINED, k=16000)]
+    loader = verl.OfflineDatasetLoader(rows, tokens, batch_size=128)
+    for _ in range(150):
+        trainer.step(next(loader))
+    actor.save_pretrained(str(path / "teacher"))
 
 
 def right(responses: list[str], prompts: list[str]) -> list[float]:
@@ -195,6 +201,8 @@ def run(name: str, seed: int, control: str, base: Path) -> Curve:
     actor = verl.Actor.from_pretrained(
         str(base), optim={"lr": lr}, head=algorithm.head, sampling=sampling, seed=seed, dtype="float32"
     )
+    if algorithm.online and "reference" in algorithm.roles:
+        actor.make_reference(str(base / "teacher"))
     given: dict[str, Any] = {"reward_fn": right} if "reward" in algorithm.roles else {}
     if "cost" in algorithm.roles:
         given["cost"] = large

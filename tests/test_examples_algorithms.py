@@ -34,6 +34,8 @@ def run(name: str, tiny: Path, tmp_path: Path, *more: str, sampled: bool = True)
         "trainer.loggers=[]",
         f"trainer.output_dir={tmp_path}",
     ]
+    if make_algorithm(name).online and "reference" in make_algorithm(name).roles:
+        overrides += [f"actor_rollout_ref.ref.path={tiny}"]
     if sampled and make_algorithm(name).online:
         overrides += ["data.train.size=8", "data.eval.size=2"]
     app(["train", str(EXAMPLES / f"{name}.yaml"), *overrides, *more], standalone_mode=False)

@@ -98,6 +98,10 @@ def train_online(name: str, lr: float, steps: int = 40, **options: Any) -> tuple
         if algorithm.needs_constraint:  # one hit at least
             batch = batch.add({"finish": ["stop" if hit > 0 else "reject" for hit in hits(batch).tolist()]})
         columns = {"ref_log_probs": reference.log_probs(batch)}
+        if "reference" in algorithm.roles:  # a teacher that hits nine times in ten
+            tokens = torch.tensor(batch["response_tokens"])
+            right = tokens == TARGETS[prompts_of(batch)]
+            columns["ref_log_probs"] = torch.where(right, 0.9, 0.1 / (VOCABULARY - 1)).double().log().flatten()
         columns |= {"values": table.values(batch, "critic"), "cost_values": table.values(batch, "cost_critic")}
         rewards.append(float(hits(batch).mean()))
         costs.append(float(cost.mean()))

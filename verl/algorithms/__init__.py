@@ -4,6 +4,7 @@ from verl.algorithms import (  # noqa: F401 - importing an algorithm's module re
     cispo,
     constrained_decoding,
     dapo,
+    distillation,
     dpo,
     dr_grpo,
     gmpo,
