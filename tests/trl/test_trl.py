@@ -259,6 +259,10 @@ def test_rewards_get_the_state_and_may_abstain(tiny: Path, tmp_path: Path) -> No
     assert steps == [0, 1]
     records = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
     assert all(record["abstained"] == 0 for record in records), "a sum over the rewards that there are"
+    logged = trainer.state.log_history[0]
+    assert {name for name in logged if name.startswith("rewards/")} == {"rewards/some/mean", "rewards/low_bytes/mean"}
+    assert logged["rewards/some/mean"] == 1.0 and logged["reward"] == records[0]["reward/mean"]
+    assert {"loss", "grad_norm", "learning_rate", "completions/mean_length", "epoch", "step"} <= logged.keys()
 
 
 @pytest.mark.parametrize(

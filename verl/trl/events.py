@@ -34,7 +34,11 @@ def by_trl_names(record: Mapping[str, Any]) -> dict[str, float]:
     """The numbers of a record, once more under TRL's names where it has one."""
     numbers = {name: float(v) for name, v in record.items() if isinstance(v, int | float) and math.isfinite(v)}
     named = {theirs: numbers[ours] for theirs, ours in _NAMES.items() if ours in numbers}
-    parts = {f"rewards/{name.removeprefix('reward/')}": v for name, v in numbers.items() if name.count("/") == 2}
+    parts = {
+        f"rewards/{name.removeprefix('reward/')}": value
+        for name, value in numbers.items()
+        if name.startswith("reward/") and name.endswith("/mean") and name != "reward/mean"
+    }
     return {**numbers, **parts, **named}
 
 
