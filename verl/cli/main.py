@@ -77,7 +77,9 @@ def main(
 
 @app.command()
 def train(
-    file: Annotated[Path, typer.Argument(metavar="FILE", help="Settings in YAML.", show_default=False)],
+    file: Annotated[
+        Path, typer.Argument(metavar="[FILE]", help="Settings in YAML; all may be on the line.", show_default=False)
+    ],
     overrides: Annotated[
         list[str] | None,
         typer.Argument(
@@ -100,10 +102,12 @@ def train(
     $ verl train examples/grpo_arithmetic.yaml trainer.seed=1 algorithm.name=remax
     $ verl train examples/grpo_arithmetic.yaml 'data.train={task: chain_sum, size: 1000}' --dry-run
     $ verl train recipe.yaml data.train=prompts.jsonl reward.name=null reward.path=my_rewards.py:score --fresh
+    $ verl train data.train_files=train.parquet data.train_batch_size=64 actor_rollout_ref.model.path=MODEL ...
     """
     from verl.config import load_config, to_yaml
 
-    config = load_config(file, overrides or ())
+    overrides = overrides or []
+    config = load_config(None, [str(file), *overrides]) if "=" in file.name else load_config(file, overrides)
     if dry_run:
         from verl.cli.plan import plan
         from verl.trainer.check import check_settings

@@ -14,7 +14,8 @@ from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from verl.config.document import describe, subsections
-from verl.config.schema import OTHER_NAMES, Config
+from verl.config.other_names import translated
+from verl.config.schema import Config
 from verl.config.tasks import TaskConfig, TasksFile
 from verl.errors import ConfigError, nearest
 from verl.record import Record, SettingsError
@@ -26,15 +27,16 @@ RecordT = TypeVar("RecordT", bound=Record)
 Places = dict[tuple[str, ...], str]
 
 
-def load_config(path: str | Path, overrides: Sequence[str] = ()) -> Config:
-    """The settings of the YAML file `path` with `key=value` overrides; `${...}` refers to other keys.
+def load_config(path: str | Path | None, overrides: Sequence[str] = ()) -> Config:
+    """The settings of the YAML file `path` with `key=value` overrides (None: of these alone); `${...}` refers to other
+    keys.
 
     Raises:
         ConfigError: the file is missing or no YAML, or a setting is unknown, of the wrong type or contradicts
             another; each is named with its full key and where it was written.
     """
-    content, places = _load(Path(path), overrides)
-    return build_config(content, places, origin=str(path))
+    content, places = _load(None if path is None else Path(path), overrides)
+    return build_config(content, places, origin="the command line" if path is None else str(path))
 
 
 def load_tasks(path: str | Path) -> tuple[TaskConfig, ...]:
@@ -48,9 +50,9 @@ def load_tasks(path: str | Path) -> tuple[TaskConfig, ...]:
     return made.tasks
 
 
-def _load(path: Path, overrides: Sequence[str]) -> tuple[dict[str, Any], Places]:
+def _load(path: Path | None, overrides: Sequence[str]) -> tuple[dict[str, Any], Places]:
     """The settings of a file with overrides, and where each was written."""
-    text = _read(path)
+    text, path = ("", Path("the command line")) if path is None else (_read(path), path)
     root = _compose(text, str(path))
     if root is not None and not isinstance(root, yaml.MappingNode):
         raise ConfigError(f"{path} must hold settings as 'key: value', not a list or a single value")
@@ -77,7 +79,7 @@ def build_config(content: Mapping[str, Any], places: Places | None = None, origi
         ConfigError: a setting is unknown, of the wrong type, or contradicts another.
     """
     places = dict(places or {})
-    content = _under_own_names(content, places, origin)
+    content = translated(copy.deepcopy(dict(content)), places, origin)
     if stray := next((path for path in _paths(content) if not all(isinstance(key, str) for key in path)), None):
         raise ConfigError(f"{origin}: {'.'.join(map(str, stray))}: a key is text, not {stray[-1]!r}")
     return _build(Config, content, places, origin)
@@ -153,6 +155,7 @@ def _yaml_problem(error: Exception) -> str:
 
 def _override(override: str) -> tuple[tuple[str, ...], dict[str, Any]]:
     """The key of `key=value`, and the tree of settings that it stands for."""
+    override = override.lstrip("+")  # Hydra's mark of a key that is new
     name, equals, value = override.partition("=")
     if not equals or not re.fullmatch(r"[\w-]+(\.[\w-]+)*", name) or name.startswith("-"):
         raise ConfigError(f"'{override}' is no override: write key=value, such as trainer.total_steps=20")
@@ -171,24 +174,6 @@ def _merged(settings: Any, change: Any) -> Any:
     if not isinstance(settings, dict) or not isinstance(change, dict):
         return change
     return {**settings, **{key: _merged(settings.get(key), value) for key, value in change.items()}}
-
-
-def _under_own_names(content: Mapping[str, Any], places: Places, origin: str) -> dict[str, Any]:
-    """The settings with every key under the schema's own name, and `places` likewise."""
-    renamed = copy.deepcopy(dict(content))
-    for path, own in OTHER_NAMES.items():
-        section: Any = renamed
-        for part in path[:-1]:
-            section = section.get(part) if isinstance(section, dict) else None
-        if not isinstance(section, dict) or path[-1] not in section:
-            continue
-        if own in section:
-            key, other = ".".join((*path[:-1], own)), _place(path, places)
-            raise ConfigError(f"{origin}: {key}: is given twice, as {path[-1]} too{other}: leave one out")
-        section[own] = section.pop(path[-1])
-        if path in places:
-            places[(*path[:-1], own)] = places.pop(path)
-    return renamed
 
 
 def _key_lines(node: yaml.Node, path: Path, prefix: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], str]]:

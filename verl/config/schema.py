@@ -37,13 +37,6 @@ from verl.record import (
 from verl.rollout.options import RolloutOptions
 from verl.training.options import TrainOptions, TrainSettings
 
-#: Names under which others write a key, in its section.
-OTHER_NAMES = {
-    ("data", "rollout_batch_size"): "batch_size",
-    ("actor_rollout_ref", "actor", "train_micro_batch_size_per_gpu"): "micro_batch_size",
-    ("critic", "train_micro_batch_size_per_gpu"): "micro_batch_size",
-    ("actor_rollout_ref", "rollout", "rollout_per_device_batch_size"): "max_num_seqs",
-}
 #: Names of rewards: the built-in ones, and those of users that are registered.
 REWARDS = {"task", "code", "code_evaluator", "math", "reasoning_gym", "rm_hf"}
 
@@ -287,6 +280,7 @@ class RewardConfig(CostConfig):
 
 class TrainerConfig(Record):
     total_steps: Natural = free(100, "steps; a longer run goes on from a shorter one")
+    total_epochs: Count | None = free(None, "passes over data.train, in the place of total_steps")
     seed: Annotated[int, Field(ge=0, lt=2**32)] = Field(default=0, description="seed of everything random")
     project: str = free("verl", "the project's name in W&B and MLflow")
     run_name: DirectoryName | None = free(None, "begins the run directory's name (null: algorithm, model and data)")

@@ -47,9 +47,10 @@ def train(config: Config, *, fresh: bool = False) -> dict[str, Any]:
         VerlError: what stops a run, by the boundary where it arose.
         SystemExit: by a signal, after a checkpoint.
     """
-    settings = config.trainer
-    seed_everything(settings.seed)
+    seed_everything(config.trainer.seed)
     checked = check_settings(config)
+    config = _with_steps(config, checked)
+    settings = config.trainer
     if settings.threads is not None:
         torch.set_num_threads(settings.threads)
     controller = Controller(settings.placement, timeout=settings.deadline)
@@ -93,6 +94,18 @@ def train(config: Config, *, fresh: bool = False) -> dict[str, Any]:
             if run.path.exists():
                 _report(run)
             controller.close()
+
+
+def _with_steps(config: Config, checked: Checked) -> Config:
+    """`trainer.total_epochs` as steps: a batch that an epoch does not fill is not counted."""
+    epochs = config.trainer.total_epochs
+    if epochs is None:
+        return config
+    if config.tasks:
+        raise ConfigError("trainer.total_epochs: each of several tasks has data of its own: give trainer.total_steps")
+    (train,) = checked.data.train.values()
+    steps = max(1, epochs * len(train) // config.data.batch_size)
+    return config.replace(trainer=config.trainer.replace(total_steps=steps, total_epochs=None))
 
 
 def _open_trainer(config: Config, checked: Checked, run: Run, controller: Controller) -> tuple[Trainer, Loader]:
