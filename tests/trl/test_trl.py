@@ -209,6 +209,31 @@ def test_callbacks_see_the_run_and_end_it(tiny: Path, tmp_path: Path) -> None:
     assert [entry["step"] for entry in again.state.log_history] == [3]
 
 
+@pytest.mark.parametrize("streamed", [False, True])
+def test_long_prompts_keep_their_end(tiny: Path, tmp_path: Path, streamed: bool) -> None:
+    lengths: list[int] = []
+
+    def reward(prompts: list[str], completions: list[str], **columns: Any) -> list[float]:
+        lengths.extend(map(len, prompts))
+        return low_bytes(completions)
+
+    args = GRPOConfig(str(tmp_path), **SMALL, per_device_train_batch_size=4, num_generations=2, max_completion_length=4,
+                      max_steps=1, max_prompt_length=3, use_cpu=True)  # fmt: skip
+    trainer = GRPOTrainer(str(tiny), reward, args, iter_of(PROMPTS) if streamed else PROMPTS)
+    trainer.train()
+    prompts = next(trainer.loader)
+    assert prompts.lengths("prompt_tokens") == [3, 3] and len(lengths) == 4
+    assert trainer.processing_class.decode(prompts["prompt_tokens"][0]).endswith(": ")
+
+
+class iter_of:  # noqa: N801 - rows without a length
+    def __init__(self, rows: list[Any]) -> None:
+        self.rows = rows
+
+    def __iter__(self) -> Any:
+        return iter(self.rows)
+
+
 def test_evaluation(tiny: Path, tmp_path: Path) -> None:
     watch = Stop(99)
     given = {"eval_strategy": "steps", "eval_steps": 1, "max_steps": 1}

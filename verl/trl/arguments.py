@@ -42,6 +42,7 @@ _COMMON: dict[str, Any] = {
     "seed": 42,
     "model_init_kwargs": None,
     "trust_remote_code": False,
+    "use_cpu": False,
 }
 #: TRL's schedule -> ours.
 _SCHEDULES = {

@@ -16,6 +16,7 @@ from verl.data.loader import PromptLoader
 from verl.data.offline import OfflineDatasetLoader
 from verl.data.prefetch import Prefetch
 from verl.data.prompts import load_prompts, stream_prompts
+from verl.data.tokenize import tokenize_prompts
 from verl.errors import ConfigError, nearest
 from verl.models.lora import has_adapters
 from verl.roles.actor import Actor
@@ -249,7 +250,7 @@ class _Trainer(ABC):
             checkpoint_dir=None if every is None else self._output(),
             save_every=every,
             keep_checkpoints=None if every is None else args.save_total_limit,
-            placement=own.get("placement"),
+            placement=own.get("placement") or ("cpu" if args.use_cpu else None),
             strategy=own.get("strategy"),
             logger=open_logger(
                 self._output(),
@@ -321,9 +322,14 @@ class GRPOTrainer(_Trainer):
 
     def _data(self, train_dataset: Any) -> tuple[Any, float]:
         args, count = self.args, self.args.prompts()
-        if not hasattr(train_dataset, "__len__"):
-            return Prefetch(PromptLoader(stream_prompts(train_dataset), count, seed=args.seed)), math.inf
-        data = load_prompts(train_dataset)
+        has_length = hasattr(train_dataset, "__len__")
+        data: Any = load_prompts(train_dataset) if has_length else stream_prompts(train_dataset)
+        if args.max_prompt_length is not None:
+            data, _ = tokenize_prompts(
+                data, self.actor.tokenizer, max_prompt_length=args.max_prompt_length, truncation="left"
+            )
+        if not has_length:
+            return Prefetch(PromptLoader(data, count, seed=args.seed)), math.inf
         loader = PromptLoader(data, count, seed=args.seed, shuffle=args.shuffle_dataset)
         # What is left over at the end of an epoch begins the next one.
         return Prefetch(loader), len(data) / count
