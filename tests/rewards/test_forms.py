@@ -1,4 +1,4 @@
-"""The four forms, each written as its library's documents write it."""
+"""The forms, each written as its library's documents write it."""
 
 from __future__ import annotations
 
@@ -59,6 +59,7 @@ def scaled(texts: list[str], factor: float) -> list[float]:
         (lambda prompts, completions, answer: 0, "trl"),
         (lambda data_source, solution_str, ground_truth, extra_info=None: 0, "verl"),
         (lambda solution_str, ground_truth: 0, "verl"),
+        (lambda queries, prompts, labels: 0, "openrlhf"),
         (lambda data_source, solution_str, ground_truth, extra_info, **kwargs: 0, "verl"),
     ],
 )
@@ -178,6 +179,35 @@ def test_trls_file_and_data_unchanged(files: Path) -> None:
     assert score([f"{path}:correctness", f"{path}:format_reward_func"], batch, partial=True) == [3.0, 0.0]
     plain = Batch.from_rows([{"prompt": "p", "response": "four"}])
     assert score(f"{path}:plain_length", plain) == [4.0]
+
+
+OPENRLHF = """
+import torch
+
+def reward_func(queries, prompts, labels):
+    assert all(query.startswith(prompt) for query, prompt in zip(queries, prompts))
+    reward = torch.tensor([float(query == prompt + label) for query, prompt, label in zip(queries, prompts, labels)])
+    return {"rewards": reward, "scores": reward.clamp(0, 1), "extra_logs": {"length": reward + 1}}
+
+def plain(queries, prompts, labels):
+    return torch.tensor([float(len(query)) for query in queries])
+"""
+
+
+def test_openrlhfs_file_and_data_unchanged(tmp_path: Path) -> None:
+    """Prompts under `input_key`, labels under their own name; the data and the function as they are."""
+    (tmp_path / "reward_func.py").write_text(OPENRLHF)
+    rows = [{"input": "1 + 1 = ", "label": "2"}, {"input": "2 + 2 = ", "label": "4"}]
+    (tmp_path / "data.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    data = load_prompts(tmp_path / "data.jsonl", prompt_column="input")
+    batch = data.batch.add({"response": ["2", "5"]})
+    path = f"{tmp_path / 'reward_func.py'}"
+    result = run_reward(make_reward(f"{path}:reward_func"), batch)
+    assert result.reward == [1.0, 0.0]
+    assert result.components == {"scores": [1.0, 0.0], "length": [2.0, 1.0]}
+    assert score(f"{path}:plain", batch) == [9.0, 9.0]
+    one = run_reward(make_reward(f"{path}:reward_func"), batch.take([1]))
+    assert one.reward == [0.0] and one.components["length"] == [1.0]
 
 
 def test_parameters_are_filled_from_columns() -> None:

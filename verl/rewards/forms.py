@@ -4,9 +4,12 @@
     f(responses, prompts)               texts; a prompt that is a chat is a list of messages
     f(prompts, completions, **columns)  TRL's: of a chat, a completion is a list with the assistant's message;
                                         `**columns` gets the data set's own columns and `completion_ids`
+    f(queries, prompts, labels)         OpenRLHF's: a query is the prompt's text and the response behind it; of a chat
+                                        the texts of its messages, a line each; a label is the row's `labels`, `label`,
+                                        `answer` or `ground_truth`, the first that it has
     f(data_source, solution_str, ground_truth, extra_info=None)   verl's, called once per sample
 
-The first three are called on several samples at once and return one result per sample. Any further parameter gets the
+All but the last are called on several samples at once and return one result per sample. Any further parameter gets the
 data set's column of that name.
 """
 
@@ -24,10 +27,12 @@ from verl.errors import ConfigError, RewardError, nearest
 Row = dict[str, Any]
 #: A data set's column with one of the system's names is kept as "user.<name>".
 _USER = "user."
+_LABELS = ("labels", "label", "answer", "ground_truth")
 _OWN = {
     "texts": frozenset({"texts"}),
     "pairs": frozenset({"responses", "prompts"}),
     "trl": frozenset({"prompts", "completions", "completion_ids"}),
+    "openrlhf": frozenset({"queries", "prompts", "labels"}),
     "verl": frozenset({"solution_str"}),
 }
 
@@ -44,7 +49,7 @@ class Form:
         rest: whether `**columns` takes the remaining columns.
     """
 
-    kind: Literal["texts", "pairs", "trl", "verl"]
+    kind: Literal["texts", "pairs", "trl", "openrlhf", "verl"]
     positional: tuple[str, ...] = ()
     named: tuple[str, ...] = ()
     required: frozenset[str] = frozenset()
@@ -58,11 +63,11 @@ class Form:
     @property
     def columns(self) -> tuple[str, ...]:
         """What it reads, see `verl.rewards.source.columns_read`. Columns of the data are known once they are there."""
-        read = ("response", *(("prompt?", "messages?") if self.kind in ("pairs", "trl") else ()))
+        read = ("response", *(("prompt?", "messages?") if self.kind in ("pairs", "trl", "openrlhf") else ()))
         read = (*read, *(("response_tokens?",) if self.kind == "trl" else ()))
         further = [name for name in self.named if name not in _OWN[self.kind]]
         own = [f"{name}?" for name in further if name not in SCHEMA]
-        return (*read, *own, *(["*"] if further or self.rest else []))
+        return (*read, *own, *(["*"] if further or self.rest or self.kind == "openrlhf" else []))
 
     def check(self, name: str, row: Row) -> None:
         """Raises RewardError if a column that the function `name` needs is missing."""
@@ -91,7 +96,7 @@ def recognise(function: Callable[..., Any]) -> Form:
     """The signature of a function.
 
     Raises:
-        ConfigError: it has none of the four.
+        ConfigError: it has none of these.
     """
     try:
         parameters = list(inspect.signature(function).parameters.values())
@@ -104,6 +109,8 @@ def recognise(function: Callable[..., Any]) -> Form:
     needed = frozenset(p.name for p in listed if p.default is p.empty)
     if "completions" in names:
         return Form("trl", (), named, needed, rest)
+    if "queries" in names:
+        return Form("openrlhf", (), named, needed)
     if "solution_str" in names:
         return Form("verl", (), named, needed)
     first = next((name for name in names if name in needed and name != "prompts"), None)
@@ -114,7 +121,7 @@ def recognise(function: Callable[..., Any]) -> Form:
         return Form("texts", ("texts",), tuple(n for n in named if n != first), needed - {first})
     raise ConfigError(
         f"the reward function {name_of(function)}({', '.join(names)}) has none of the known signatures: f(texts); "
-        "f(responses, prompts); f(prompts, completions, **columns); "
+        "f(responses, prompts); f(prompts, completions, **columns); f(queries, prompts, labels); "
         "f(data_source, solution_str, ground_truth, extra_info)"
     )
 
@@ -139,12 +146,26 @@ def _own_values(kind: str, rows: Sequence[Row]) -> dict[str, Any]:
     prompts = [row.get("prompt") if chat is None else chat for chat, row in zip(chats, rows, strict=True)]
     if kind == "pairs":
         return {"responses": texts, "prompts": prompts}
+    if kind == "openrlhf":
+        before = [_text(prompt) for prompt in prompts]
+        queries = [prompt + text for prompt, text in zip(before, texts, strict=True)]
+        return {"queries": queries, "prompts": before, "labels": [_label(row) for row in rows]}
     completions = [
         text if chat is None else [{"role": "assistant", "content": text}]
         for chat, text in zip(chats, texts, strict=True)
     ]
     ids = [row.get("response_tokens") for row in rows]
     return {"prompts": prompts, "completions": completions, "completion_ids": ids}
+
+
+def _text(prompt: Any) -> str:
+    if not isinstance(prompt, list):
+        return str(prompt or "")
+    return "".join(f"{message.get('content')}\n" for message in prompt)
+
+
+def _label(row: Row) -> Any:
+    return next((_value(row, name) for name in _LABELS if _has(row, name)), None)
 
 
 def _has(row: Row, name: str) -> bool:

@@ -13,6 +13,7 @@ from typing import Any
 
 _REASON_LENGTH = 300
 
+_OPENRLHF = ("rewards", "scores", "extra_logs")
 #: Of float32.
 _LARGEST = 3.4028234663852886e38
 
@@ -58,10 +59,14 @@ async def _wait_for(result: Awaitable[Any]) -> Any:
 
 
 def read_scores(result: Any, rows: int) -> list[Score]:
-    """The scores in a result: a sequence, an array or a tensor with an entry per sample, or a mapping of such columns.
+    """The scores in a result: a sequence, an array or a tensor with an entry per sample, or a mapping of such columns
+    (OpenRLHF's has `rewards`, `scores` and `extra_logs`).
 
     An entry is a number, None, or a mapping with `score` (or `reward`) and further numbers, which become components.
     """
+    if isinstance(result, Mapping) and "rewards" in result:
+        rest = {**(result.get("extra_logs") or {}), **{k: v for k, v in result.items() if k not in _OPENRLHF}}
+        result = {**rest, **({"scores": result["scores"]} if "scores" in result else {}), "reward": result["rewards"]}
     if rows == 1 and (isinstance(result, Mapping | Real | Score) or result is None):
         return [_score(result)]
     if isinstance(result, Mapping) and _number_key(result) is not None:
