@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -382,3 +383,24 @@ def test_amp_trains(tiny: Path) -> None:
     trainer = make(tiny, "ppo", n=2, use_amp=True)
     assert trainer.step(PROMPTS)["grad_norm/actor"] > 0
     assert next(trainer.actor.model.parameters()).dtype == torch.float32
+
+
+@pytest.mark.parametrize(
+    ("keywords", "message"),
+    [
+        ({"buffer": 3, "reward_fn": low_bytes}, "buffer is 'memory', 'disk', 'distributed' or a Buffer, not 3"),
+        ({"rewrd_fn": low_bytes}, "there is no keyword 'rewrd_fn': did you mean 'reward_fn'"),
+        ({"reward_func": low_bytes}, "there is no keyword 'reward_func': did you mean 'reward_fn'"),
+        ({"clip_rato": 0.1}, "algorithm 'grpo' has no option 'clip_rato': did you mean 'clip_ratio'"),
+    ],
+)
+def test_keywords_that_are_none_are_named(tiny: Path, keywords: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=re.escape(message)):
+        verl.Trainer(verl.Actor(tiny), log_dir=False, **keywords)
+
+
+def test_a_path_and_short_dtypes_are_taken(tiny: Path) -> None:
+    actor = verl.Actor(tiny, dtype="bf16")
+    assert next(actor.model.parameters()).dtype == torch.bfloat16
+    with pytest.raises(ConfigError, match=r"'lr' is the optimizer's: write optim=\{'lr': 1e-05\}"):
+        verl.Actor(tiny, lr=1e-5)

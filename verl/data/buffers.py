@@ -13,7 +13,7 @@ import os
 import weakref
 from collections import deque
 from pathlib import Path
-from typing import Protocol, runtime_checkable
+from typing import Any, Protocol, runtime_checkable
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -50,14 +50,17 @@ class Buffer(Protocol):
         """Replace the content by these samples."""
 
 
-def make_buffer(kind: str | Buffer, capacity: int, path: str | Path | None = None) -> Buffer:
+def make_buffer(kind: Any, capacity: int, path: str | Path | None = None) -> Buffer:
     """The buffer `kind`: "memory", "disk" (in the directory `path`), "distributed" (`DistributedBuffer`, named by
     `path`), or an instance, which is passed through.
 
     Raises:
-        ConfigError: no such kind, or "disk" without a path.
+        ConfigError: no such kind, no buffer, or "disk" without a path.
     """
     if not isinstance(kind, str):
+        if not isinstance(kind, Buffer):
+            kinds = "'memory', 'disk', 'distributed' or a Buffer"
+            raise ConfigError(f"buffer is {kinds}, not {kind!r} (a size: buffer_size)")
         return kind
     if kind == "memory":
         return MemoryBuffer(capacity)

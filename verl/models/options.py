@@ -2,13 +2,21 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Annotated, Literal
 
-from pydantic import Field, model_validator
+from pydantic import BeforeValidator, Field, model_validator
 
 from verl.record import Count, Record, Strings, wrong
 
-Dtype = Literal["auto", "float64", "float32", "bfloat16", "float16", "int4"]
+_SHORT = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32", "fp64": "float64"}
+
+
+def full_name(dtype: object) -> object:
+    """A dtype's name as torch has it: "bfloat16" for "bf16"."""
+    return _SHORT.get(dtype, dtype) if isinstance(dtype, str) else dtype
+
+
+Dtype = Annotated[Literal["auto", "float64", "float32", "bfloat16", "float16", "int4"], BeforeValidator(full_name)]
 
 
 class FusedKernelOptions(Record):

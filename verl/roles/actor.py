@@ -33,7 +33,7 @@ from verl.models.wrapped import unwrapped
 from verl.roles.columns import add_rewards, aligned, as_sequences
 from verl.roles.lora_base import LoraBase, load_role, save_role
 from verl.roles.reads import experience, prepare, reads
-from verl.roles.settings import changed_options, engine_options, model_options, sampler_options, with_keywords
+from verl.roles.settings import as_name, changed_options, engine_options, model_options, sampler_options, with_keywords
 from verl.rollout.base import SamplingParams, as_sampling
 from verl.rollout.episode import Episode
 from verl.rollout.options import RolloutOptions
@@ -114,6 +114,7 @@ class Actor:
         seed: int = 0,
         **settings: Any,
     ) -> None:
+        model, tokenizer = as_name(model), as_name(tokenizer)
         generating = sampler_options(rollout, episode, seed)
         engine_factory(generating.name)  # a misspelt engine is refused before a model is read
         loading, training, self.rollout_options = with_keywords(

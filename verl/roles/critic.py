@@ -26,7 +26,7 @@ from verl.models.source import ModelFiles
 from verl.models.wrapped import unwrapped
 from verl.roles.columns import add_rewards, as_sequences
 from verl.roles.lora_base import LoraBase, load_role, save_role
-from verl.roles.settings import changed_options, engine_options, model_options, with_keywords
+from verl.roles.settings import as_name, changed_options, engine_options, model_options, with_keywords
 from verl.shard import Shard
 from verl.training.options import OptimConfig, TrainOptions
 from verl.workers.critic import CriticWorker
@@ -76,6 +76,7 @@ class Critic:
         seed: int = 0,
         **settings: Any,
     ) -> None:
+        model, tokenizer = as_name(model), as_name(tokenizer)
         loading, training = with_keywords(
             "Critic", settings, model_options(model, fused_kernels), TrainOptions.of(train, "train")
         )

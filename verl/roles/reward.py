@@ -20,6 +20,7 @@ from verl.rewards.make import make_reward
 from verl.rewards.model import RewardModel
 from verl.rewards.source import RewardSource, leaves, run_reward, score_finished
 from verl.roles.columns import as_responses
+from verl.roles.settings import as_name
 from verl.workers.reward import RewardWorker
 
 
@@ -65,7 +66,7 @@ class Reward:
             options["workers"] = partial(RewardPool, workers=workers, max_workers=max_workers)
         elif max_workers:
             raise ConfigError(f"max_workers={max_workers} is the most that `workers` (at least 1) may grow to")
-        self.source: RewardSource = make_reward(given[0], **options)
+        self.source: RewardSource = make_reward(as_name(given[0]), **options)
         for source in leaves(self.source):
             if getattr(source, "needs_processes", False) and not isinstance(source.group, RewardPool):  # type: ignore[attr-defined]
                 source.call_in(partial(RewardPool, workers=1, max_workers=os.cpu_count()))  # type: ignore[attr-defined]

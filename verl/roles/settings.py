@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping
 from typing import Any
 
@@ -38,6 +39,8 @@ def with_keywords(owner: str, keywords: Mapping[str, Any], *records: Record) -> 
         spelt = (KEYWORDS.get(keyword, keyword), keyword)
         at, name = next(((i, name) for name in spelt for i, names in enumerate(known) if name in names), (None, ""))
         if at is None:
+            if keyword in OptimConfig.model_fields:
+                raise ConfigError(f"{owner}: '{keyword}' is the optimizer's: write optim={{'{keyword}': {value!r}}}")
             raise ConfigError(
                 f"{owner} has no setting '{keyword}': {nearest(keyword, KEYWORDS.keys() | set().union(*known))}"
             )
@@ -46,6 +49,11 @@ def with_keywords(owner: str, keywords: Mapping[str, Any], *records: Record) -> 
         return [record.replace(**change) if change else record for record, change in zip(records, changes, strict=True)]
     except SettingsError as error:
         raise SettingsError(owner, error.problems) from None
+
+
+def as_name(model: Any) -> Any:
+    """A `Path` as text; anything else as it is."""
+    return os.fspath(model) if isinstance(model, os.PathLike) else model
 
 
 def model_options(model: Any, fused_kernels: bool | str | None) -> ModelOptions:

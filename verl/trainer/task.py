@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import inspect
 import math
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from difflib import get_close_matches
 from numbers import Integral
 from typing import Any
 
@@ -85,6 +87,22 @@ class Task:
         check_counts(1, n=n)
         self.n = self.algorithm.samples_per_prompt if n is None else n
         self.algorithm.check_samples(self.n)
+
+
+def algorithm_beside(owner: Callable[..., Any], algorithm: Any, options: Mapping[str, Any]) -> BaseAlgorithm:
+    """The algorithm with the keywords that `owner` does not have itself.
+
+    Raises:
+        ConfigError: the algorithm has no such option either; it names the owner's keyword that is nearest.
+    """
+    try:
+        return make_algorithm(algorithm, **options)
+    except ConfigError as error:
+        own = [name for name in inspect.signature(owner).parameters if name not in ("self", "options")]
+        for option in options:
+            if f"has no option '{option}'" in str(error) and (meant := get_close_matches(option, own, 1, 0.75)):
+                raise ConfigError(f"there is no keyword '{option}': did you mean '{meant[0]}'?") from None
+        raise
 
 
 def check_sources(algorithm: BaseAlgorithm, given: Iterable[str]) -> None:

@@ -16,7 +16,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, ClassVar
 
-from verl.algorithms import BaseAlgorithm, make_algorithm
+from verl.algorithms import BaseAlgorithm
 from verl.batch import Batch
 from verl.controller.controller import start
 from verl.data.buffers import Buffer
@@ -50,7 +50,7 @@ from verl.trainer.logging import Logger, default_logger, follow_log_level
 from verl.trainer.mixture import Mixture, TaskScheduler
 from verl.trainer.outcome import check_finite, check_learned
 from verl.trainer.signals import StopSignal
-from verl.trainer.task import Task, check_counts, check_tasks
+from verl.trainer.task import Task, algorithm_beside, check_counts, check_tasks
 from verl.trainer.task_file import read_tasks
 from verl.trainer.task_records import joined
 from verl.trainer.timeline import Span, Timeline, busy_shares, spans_of
@@ -164,7 +164,7 @@ class Trainer:
                 raise ConfigError("give the trainer its tasks once: tasks=... or config_path=...")
             tasks = read_tasks(config_path)
         if tasks is None:
-            made = make_algorithm(algorithm or self.algorithm_name, **options)
+            made = algorithm_beside(Trainer.__init__, algorithm or self.algorithm_name, options)
             tasks = [Task(algorithm=made, sources=given, n=n, sampling=sampling, nodes=nodes)]
         elif given or options or nodes or (algorithm, n, sampling) != (None, None, None):
             raise ConfigError(

@@ -11,6 +11,7 @@ from pydantic import BeforeValidator, Field, model_validator
 
 from verl.errors import ConfigError, nearest
 from verl.layout import PARALLEL, Layout
+from verl.models.options import full_name
 from verl.record import AsTuple, Count, FunctionPath, Natural, Record, Strings, free, wrong
 
 _Beta = Annotated[float, Field(ge=0, lt=1)]
@@ -61,11 +62,7 @@ class OptimConfig(Record):
         return 1.0 - progress if self.schedule == "linear" else 0.5 * (1.0 + math.cos(math.pi * progress))
 
 
-def _full_name(dtype: object) -> object:
-    return {"bf16": "bfloat16", "fp32": "float32"}.get(dtype, dtype) if isinstance(dtype, str) else dtype
-
-
-_Dtype = Annotated[Literal["bfloat16", "float32"], BeforeValidator(_full_name)]
+_Dtype = Annotated[Literal["bfloat16", "float32"], BeforeValidator(full_name)]
 
 
 class WrapPolicy(Record):
