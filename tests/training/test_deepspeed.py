@@ -89,7 +89,7 @@ def test_what_zero_does_not_train_is_refused_by_name(model: Any, options: dict[s
 
 def test_without_deepspeed_the_error_has_the_command(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "deepspeed", None)
-    with pytest.raises(ConfigError, match=r"pip install 'verl\[deepspeed\]'"):
+    with pytest.raises(ConfigError, match=r"pip install 'verl-hybrid\[deepspeed\]'"):
         DeepSpeedEngine(
             tiny_model(dtype=torch.float32),
             EngineOptions(optim=OPTIM, strategy="deepspeed"),

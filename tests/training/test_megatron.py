@@ -101,7 +101,7 @@ def test_what_megatron_does_not_train_is_refused_by_name(layout: Layout, options
 
 def test_without_megatron_the_error_has_the_command(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "megatron.core.models.gpt", None)
-    with pytest.raises(ConfigError, match=r"pip install 'verl\[megatron\]'"):
+    with pytest.raises(ConfigError, match=r"pip install 'verl-hybrid\[megatron\]'"):
         MegatronEngine(
             tiny_model(), EngineOptions(optim=OPTIM, strategy="megatron"), mesh=Mesh((0, 1), Layout(replicate=2))
         )

@@ -216,7 +216,7 @@ def test_a_directory_holds_one_study_and_one_process(recipe: Path) -> None:
 
 def test_without_the_library_the_extra_is_named(recipe: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "optuna", None)
-    with pytest.raises(ConfigError, match=r"pip install 'verl\[tune\]'"):
+    with pytest.raises(ConfigError, match=r"pip install 'verl-hybrid\[tune\]'"):
         next(tune(search_of(recipe, f"{LR}=1e-5..1e-1:log")))
 
 
