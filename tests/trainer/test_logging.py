@@ -11,6 +11,7 @@ from types import ModuleType
 from typing import Any
 
 import numpy as np
+import pyarrow as pa
 import pytest
 import torch
 from rich.console import Console
@@ -204,7 +205,7 @@ def test_unknown_and_missing_loggers_are_named(tmp_path: Path, monkeypatch: pyte
 def test_sink_that_cannot_be_opened_does_not_stop_the_run(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     (tmp_path / "tensorboard").write_text("in the way")
     log = open_logger(tmp_path, ["tensorboard"])
-    assert [sink.name for sink in log.sinks] == ["metrics.jsonl"]
+    assert [sink.name for sink in log.sinks] == ["metrics.jsonl", "completions"]
     assert "'tensorboard' cannot be opened and is off" in caplog.text
     log.close()
 
@@ -221,6 +222,7 @@ def test_trackers_get_the_same_numbers(tmp_path: Path, monkeypatch: pytest.Monke
             calls.append("wandb finished")
 
     wandb = ModuleType("wandb")
+    wandb.Table = lambda columns, data: (columns, data)  # type: ignore[attr-defined]
     wandb.init = lambda **options: calls.append(options) or WandbRun()  # type: ignore[attr-defined]
 
     class Client:
@@ -234,6 +236,9 @@ def test_trackers_get_the_same_numbers(tmp_path: Path, monkeypatch: pytest.Monke
         def log_metric(self, run_id: str, key: str, value: float, step: int) -> None:
             calls.append(("mlflow", step, key, value))
 
+        def log_table(self, run_id: str, data: Any, artifact_file: str) -> None:
+            calls.append(("table", data, artifact_file))
+
         def set_terminated(self, run_id: str) -> None:
             calls.append("mlflow finished")
 
@@ -244,6 +249,7 @@ def test_trackers_get_the_same_numbers(tmp_path: Path, monkeypatch: pytest.Monke
     monkeypatch.setitem(sys.modules, "mlflow", mlflow)
     log = open_logger(tmp_path, ["wandb", "mlflow"], run_id="run-1", project="p", config={"lr": 0.1})
     log.log(1, {"loss": 0.5, "note": "x"})
+    log.completions(1, lambda: pa.table({"response": ["yes"], "reward": [0.5]}))
     log.close()
     assert (calls[0]["project"], calls[0]["id"], calls[0]["resume"], calls[0]["config"]) == (
         "p",
@@ -254,6 +260,8 @@ def test_trackers_get_the_same_numbers(tmp_path: Path, monkeypatch: pytest.Monke
     assert ("p-id", "run-1") in calls
     assert ("wandb", 1, {"loss": 0.5, "note": "x"}) in calls
     assert ("mlflow", 1, "loss", 0.5) in calls
+    assert ("wandb", 1, {"completions": (["response", "reward"], [["yes", 0.5]])}) in calls
+    assert ("table", {"response": ["yes"], "reward": [0.5]}, "completions/train-000001.json") in calls
     assert calls[-2:] == ["wandb finished", "mlflow finished"]
 
 

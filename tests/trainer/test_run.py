@@ -132,6 +132,11 @@ def assert_same_run(a: Path, b: Path) -> None:
     assert first.keys() == second.keys() and len(first) > 10
     assert [name for name in first if not torch.equal(first[name], second[name])] == []
     assert rows(a) == rows(b)
+    steps = [f"train-{row['step']:06d}.parquet" for row in rows(a) if "reward" in row]
+    for run in (a, b):
+        assert sorted(file.name for file in (run / "completions").glob("train-*")) == steps
+    for name in steps:
+        assert (a / "completions" / name).read_bytes() == (b / "completions" / name).read_bytes(), name
 
 
 PPO = {"algorithm.name": "ppo", "actor_rollout_ref.rollout.n": 2, "actor_rollout_ref.actor.mini_batch_size": 2}

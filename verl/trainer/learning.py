@@ -27,6 +27,7 @@ class Learning:
 
     Attributes:
         weights: of the losses of several tasks; their mean is 1.
+        latest: the samples of the latest update by task, and the same as `prepare` left them.
         graph: what runs. That of several tasks passes row ids along its edges; the samples lie beside it, since each
             task has columns of its own.
     """
@@ -36,6 +37,7 @@ class Learning:
     ) -> None:
         self.actor, self.tasks, self._run, self._permute = actor, tasks, run, permute
         self.weights = dict.fromkeys(tasks, 1.0)
+        self.latest: tuple[Mapping[str, Batch], Mapping[str, Batch]] | None = None
         self._given: dict[str, Batch] = {}
         self._prepared: dict[str, Batch] = {}
         if len(tasks) == 1:
@@ -54,6 +56,7 @@ class Learning:
             self._given, self._prepared = dict(samples), {}
             rows = Batch.concat(batch.select(["id"]) for batch in samples.values())
         result = self._run(self.graph, rows)
+        self.latest = samples, dict.fromkeys(samples, result.batch) if len(self.tasks) == 1 else self._prepared
         metrics: dict[str, Any] = dict(result.metrics)
         updates = [timing.busy for name, timing in result.timings.items() if name.startswith("update")]
         empty = [name for name in metrics if "update/empty/" in name]

@@ -15,11 +15,17 @@ import time
 from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 from pathlib import Path
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
+
+import numpy as np
 
 from verl.controller.ranks import is_driver, torchrun_ranks, who
 from verl.durable import LineFile, append_lines
 from verl.errors import ConfigError, nearest
+from verl.trainer.completions import SHOWN, CompletionFiles
+
+if TYPE_CHECKING:
+    import pyarrow as pa
 
 logger = logging.getLogger(__name__)
 
@@ -31,7 +37,8 @@ SINKS = ("console", "tensorboard", *EXTRAS)
 
 
 class Sink(Protocol):
-    """Takes log records; one that a person looks at while the run goes on may have `phase(text)`, too."""
+    """Takes log records; one that a person looks at while the run goes on may have `phase(text)`, too, and one that
+    shows samples `completions(step, table)`."""
 
     name: str
 
@@ -60,6 +67,13 @@ class Logger:
         for sink in list(self.sinks):
             if phase := getattr(sink, "phase", None):
                 self._guarded(sink, partial(phase, text))
+
+    def completions(self, step: int, make: Callable[[], pa.Table]) -> None:
+        """Send the samples of a step (see `verl.trainer.completions`), which are only made where a sink takes them."""
+        table = None
+        for sink in [sink for sink in self.sinks if hasattr(sink, "completions")]:
+            table = make() if table is None else table
+            self._guarded(sink, partial(sink.completions, step, table))
 
     def close(self) -> None:
         for sink in list(self.sinks):
@@ -139,8 +153,47 @@ class TensorBoardSink:
         self._writer.add_event(self._event(wall_time=time.time(), step=step, summary=self._summary(value=values)))
         self._writer.flush()
 
+    def completions(self, step: int, table: pa.Table) -> None:
+        """Histograms of rewards and lengths, and some samples as text."""
+        from tensorboard.compat.proto.tensor_pb2 import TensorProto
+        from tensorboard.compat.proto.tensor_shape_pb2 import TensorShapeProto
+        from tensorboard.plugins.text.metadata import create_summary_metadata
+
+        columns = {"reward/histogram": "reward", "response/length_histogram": "length"}
+        found = {tag: table.column(name).drop_null().to_numpy() for tag, name in columns.items()}
+        values = [self._summary.Value(tag=tag, histo=_histogram(of)) for tag, of in found.items() if len(of)]
+        texts = [_markdown(row).encode() for row in table.slice(0, SHOWN).to_pylist()]
+        shape = TensorShapeProto(dim=[TensorShapeProto.Dim(size=len(texts))])
+        tensor = TensorProto(dtype="DT_STRING", string_val=texts, tensor_shape=shape)
+        metadata = create_summary_metadata(display_name="completions", description="")
+        values.append(self._summary.Value(tag="completions", metadata=metadata, tensor=tensor))
+        self._writer.add_event(self._event(wall_time=time.time(), step=step, summary=self._summary(value=values)))
+
     def close(self) -> None:
         self._writer.close()
+
+
+def _histogram(values: Any) -> Any:
+    from tensorboard.compat.proto.summary_pb2 import HistogramProto
+
+    counts, edges = np.histogram(values, bins=30)
+    return HistogramProto(
+        min=values.min(),
+        max=values.max(),
+        num=len(values),
+        sum=values.sum(),
+        sum_squares=(values * values).sum(),
+        bucket_limit=edges[1:].tolist(),
+        bucket=counts.tolist(),
+    )
+
+
+def _markdown(row: Mapping[str, Any]) -> str:
+    """A sample for TensorBoard, whose texts are Markdown: what is indented is shown as it is."""
+    numbers = [f"{name} {value:.4g}" for name, value in row.items() if isinstance(value, float)]
+    head = ", ".join([*numbers, f"length {row['length']}", f"finish {row['finish']}"])
+    lines = [f"[{name}]\n{row[name]}" for name in ("prompt", "response", "ground_truth") if row[name] is not None]
+    return head + "\n\n" + "\n".join(f"    {line}" for line in "\n".join(lines).splitlines())
 
 
 def _await_new_second(directory: Path) -> None:
@@ -166,6 +219,11 @@ class WandbSink:
     def write(self, step: int, record: Record) -> None:
         self._run.log({name: _plain(value) for name, value in record.items()}, step=step)
 
+    def completions(self, step: int, table: pa.Table) -> None:
+        shown = table.slice(0, SHOWN)
+        rows = [list(row.values()) for row in shown.to_pylist()]
+        self._run.log({"completions": _optional("wandb").Table(columns=shown.column_names, data=rows)}, step=step)
+
     def close(self) -> None:
         self._run.finish()
 
@@ -187,6 +245,10 @@ class MlflowSink:
     def write(self, step: int, record: Record) -> None:
         for name, value in _numbers(record).items():
             self._client.log_metric(self._id, name, value, step=step)
+
+    def completions(self, step: int, table: pa.Table) -> None:
+        rows = table.slice(0, SHOWN).to_pydict()
+        self._client.log_table(self._id, data=rows, artifact_file=f"completions/train-{step:06d}.json")
 
     def close(self) -> None:
         self._client.set_terminated(self._id)
@@ -214,8 +276,8 @@ def open_logger(
     total_steps: int | None = None,
     resume_step: int | None = None,
 ) -> Logger:
-    """A logger that writes `metrics.jsonl` and TensorBoard events under `directory` (None: no files), and what else
-    `sinks` names.
+    """A logger that writes `metrics.jsonl`, `completions/` and TensorBoard events under `directory` (None: no files),
+    and what else `sinks` names.
 
     Args:
         config: flat settings for W&B and MLflow.
@@ -239,7 +301,8 @@ def open_logger(
     else:
         makers["metrics.jsonl"] = lambda: JsonlSink(Path(directory) / "metrics.jsonl")
         makers["tensorboard"] = lambda: TensorBoardSink(Path(directory) / "tensorboard", resume_step)
-        wanted.insert(0, "metrics.jsonl")
+        makers["completions"] = lambda: CompletionFiles(Path(directory) / "completions")
+        wanted[:0] = ["metrics.jsonl", "completions"]
     made = []
     for name in wanted:
         try:

@@ -5,7 +5,8 @@
         grpo-tiny-1a2b3c4d/
             config.yaml, metrics.jsonl, eval.jsonl, summary.json
             logs/001.log          one for each attempt; logs/001.rank1.log of another rank
-            checkpoints/, completions/, tensorboard/
+            completions/          step-N.parquet of an evaluation, train-N.parquet of what step N learned from
+            checkpoints/, tensorboard/
         grpo-tiny-1a2b3c4d.1/     an earlier run of the same configuration, finished or set aside
 
 The same command goes on with an unfinished run and starts anew after a finished one.
@@ -33,7 +34,7 @@ if sys.platform != "win32":
 logger = logging.getLogger(__name__)
 
 Status = Literal["new", "resumed", "anew"]
-_COMPLETIONS = re.compile(r"step-(\d+)\.parquet")
+_COMPLETIONS = re.compile(r"(?:step|train)-(\d+)\.parquet")
 
 
 @dataclass(frozen=True)
@@ -89,7 +90,7 @@ class Run:
             for file in (self.metrics, self.evals):
                 if file.exists():
                     rewind_jsonl(file, step)
-            for file in self.completions.glob("step-*.parquet"):
+            for file in self.completions.glob("*.parquet"):
                 match = _COMPLETIONS.fullmatch(file.name)
                 if match and int(match[1]) > step:
                     file.unlink()

@@ -42,6 +42,7 @@ from verl.trainer.automatic import AutomaticCheckpoints
 from verl.trainer.batches import as_loader, one_pass
 from verl.trainer.check import check_permuted
 from verl.trainer.checkpoint import Checkpoint
+from verl.trainer.completions import completions
 from verl.trainer.evaluation import Evaluation, HeldOut, MetricFn, numbered, together
 from verl.trainer.experience import Experience
 from verl.trainer.guard import Guards, SafetyGuard
@@ -386,12 +387,19 @@ class Trainer:
         self.idle += not updated and ("update/empty" in record or record["updated"])
         logger.debug("step %d: %s", self.steps, ", ".join(f"{name}={value}" for name, value in record.items()))
         self.logger.log(self.steps, record)
+        self._log_completions()
         self.guards.observe(record)
         if (alert := self.guards.check(self)) is not None:
             return {**record, "guard/back_to": float(alert.back_to)}
         if self.steps != self._goal:
             self._keep()
         return record
+
+    def _log_completions(self) -> None:
+        """Of the samples that the step learned from; recorded data of offline algorithms are no completions."""
+        latest, self.learning.latest = self.learning.latest, None
+        if latest is not None and (given := {k: v for k, v in latest[0].items() if self.tasks[k].algorithm.online}):
+            self.logger.completions(self.steps, lambda: completions(given, latest[1], self.actor.tokenizer.decode))
 
     def fit(self, prompts: Any, steps: int | None = None, *, batch_size: int | None = None) -> dict[str, Any]:
         """`steps` steps over batches of prompts; the last record.

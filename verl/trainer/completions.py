@@ -1,0 +1,109 @@
+"""The samples that a step learned from, as people read them: a table, and its file for each step."""
+
+from __future__ import annotations
+
+import io
+import json
+import logging
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from verl.batch import Batch
+from verl.dataflow.scores import own_samples
+from verl.durable import write_atomic
+
+logger = logging.getLogger(__name__)
+
+#: How many of a step a tracker is shown; the file has all.
+SHOWN = 16
+_TEXTS = ("id", "group", "task", "prompt", "response", "finish", "ground_truth", "abstain_reason")
+Decode = Callable[..., Any]  # as tokenizers type it
+
+
+def completions(samples: Mapping[str, Batch], prepared: Mapping[str, Batch], decode: Decode) -> pa.Table:
+    """One row a sample of the policy, in the order of the samples.
+
+    Args:
+        samples: of each task.
+        prepared: the same, with `advantages` ([float] a token) where the algorithm has any; without the rows it drops.
+        decode: token ids to text.
+
+    Returns:
+        `id`, `group`, `task`, `prompt`, `response`, `finish`, `ground_truth`, `abstain_reason` (text), `reward`, its
+        components (`reward/<name>`), `cost`, `advantage` (mean over the tokens that the policy wrote) (double), and
+        `length` (tokens of the response). What the samples lack is null; components that no sample has are no columns.
+    """
+    tables = [_table(name, own_samples(batch), prepared.get(name), decode) for name, batch in samples.items()]
+    return pa.concat_tables(tables, promote_options="default")
+
+
+def _table(task: str, batch: Batch, prepared: Batch | None, decode: Decode) -> pa.Table:
+    size = len(batch)
+    found: dict[str, list[Any]] = {name: batch[name] if name in batch else [None] * size for name in _TEXTS}
+    found["task"] = [task] * size
+    prompts = [tuple(tokens) for tokens in batch["prompt_tokens"]]
+    text_of = {prompt: decode(list(prompt)) for prompt in dict.fromkeys(prompts)}  # a group has one prompt
+    found["prompt"] = [text_of[prompt] for prompt in prompts]
+    if "response" not in batch:
+        found["response"] = [decode(tokens) for tokens in batch["response_tokens"]]
+    if "ground_truth" not in batch:
+        found["ground_truth"] = _truths(batch)
+    texts = {name: pa.array(map(_text, found[name]), pa.string()) for name in _TEXTS}
+    scores = ["reward", *(name for name in batch.columns if name.startswith("reward/")), "cost"]
+    numbers = {name: batch[name] if name in batch else [None] * size for name in scores}
+    advantages = {} if prepared is None else _advantages(prepared)
+    numbers["advantage"] = [advantages.get(name) for name in found["id"]]
+    columns = texts | {name: pa.array(values, pa.float64()) for name, values in numbers.items()}
+    return pa.table(columns | {"length": pa.array(batch.lengths("response_tokens"), pa.int64())})
+
+
+def _truths(batch: Batch) -> list[Any]:
+    """verl's data have it within `reward_model`, others call it `answer`."""
+    if "reward_model" in batch:
+        return [row.get("ground_truth") if isinstance(row, Mapping) else None for row in batch["reward_model"]]
+    return batch["answer"] if "answer" in batch else [None] * len(batch)
+
+
+def _text(value: Any) -> str | None:
+    return value if isinstance(value, str) or value is None else json.dumps(value, ensure_ascii=False, default=str)
+
+
+def _advantages(prepared: Batch) -> dict[str, float]:
+    """Mean advantage of each sample that has tokens of the policy."""
+    if "advantages" not in prepared:
+        return {}
+    means = {}
+    for name, values, mask in zip(*(prepared[c] for c in ("id", "advantages", "response_mask")), strict=True):
+        own = [] if values is None else [value for value, is_own in zip(values, mask, strict=True) if is_own]
+        if own:
+            means[name] = sum(own) / len(own)
+    return means
+
+
+class CompletionFiles:
+    """A log sink for `train-<step>.parquet` in a directory, one a step, whole or not there."""
+
+    name = "completions"
+
+    def __init__(self, directory: Path) -> None:
+        self._directory = directory
+
+    def write(self, step: int, record: Mapping[str, Any]) -> None:
+        pass
+
+    def completions(self, step: int, table: pa.Table) -> None:
+        path = self._directory / f"train-{step:06d}.parquet"
+        content = io.BytesIO()
+        pq.write_table(table, content, compression="zstd")
+        try:
+            self._directory.mkdir(parents=True, exist_ok=True)
+            write_atomic(path, content.getvalue())
+        except OSError as error:  # the next step may find room
+            logger.warning("completions were not saved to %s: %s", path, error)
+
+    def close(self) -> None:
+        pass
