@@ -63,7 +63,7 @@ def test_whole_batch_is_asked_of_the_parts() -> None:
         return 1.0
 
     assert not make_reward([by_row, LengthPenalty(4, 2)]).whole_batch
-    assert make_reward([by_row, length]).whole_batch
+    assert make_reward([by_row, make_reward(length, whole_batch=True)]).whole_batch
 
 
 @pytest.mark.parametrize(

@@ -255,7 +255,8 @@ class CostConfig(RewardPart):
 
 class RewardConfig(CostConfig):
     timeout: Seconds = Field(
-        default=30.0, description="seconds for one call: of a batch, with workers of a sample, with url of one request"
+        default=30.0,
+        description="seconds for one call: of a prompt's samples, with workers of one sample, with url of one request",
     )
     retries: Annotated[int, Field(ge=0, le=100)] = Field(default=1, description="further tries after a failure")
     on_failure: Literal["abstain"] | float = Field(

@@ -18,6 +18,7 @@ from typing import Any
 from verl.cluster import START_DEADLINE, import_ray
 from verl.controller.pool import Pool, Worker, kill
 from verl.errors import ClusterError, ConfigError, RewardError
+from verl.rewards.calls import Slots
 from verl.rewards.loading import digest, split_spec, user_modules
 from verl.rewards.scores import Score, failure
 from verl.workers.scorer import Scorer
@@ -81,7 +82,7 @@ class RewardPool(Pool):
     ) -> None:
         super().__init__(workers, max_workers)
         self.name = name
-        self.width, self.slots = _MANY, threading.Semaphore(_MANY)
+        self.width, self.slots = _MANY, Slots(_MANY)
         self._dead = 0
         self._function = _by_value(source, name)
         self._wanted = workers

@@ -11,6 +11,7 @@ import concurrent.futures
 import inspect
 import threading
 import weakref
+from collections import deque
 from collections.abc import Callable
 from functools import partial
 from typing import Any, Protocol
@@ -25,13 +26,48 @@ _ASYNC_CALLS = 64
 _PULSE_SECONDS = 0.5
 
 
+class Slots:
+    """Lets so many in at a time, in the order in which they come, whatever event loops they wait on."""
+
+    def __init__(self, width: int) -> None:
+        self._free = width
+        self._waiting: deque[concurrent.futures.Future[None]] = deque()
+        self._lock = threading.Lock()
+
+    async def __aenter__(self) -> None:
+        with self._lock:
+            if self._free:
+                self._free -= 1
+                return
+            turn: concurrent.futures.Future[None] = concurrent.futures.Future()
+            self._waiting.append(turn)
+        try:
+            await asyncio.wrap_future(turn)
+        except asyncio.CancelledError:
+            if not turn.cancel():  # its turn had come already
+                self._leave()
+            raise
+
+    async def __aexit__(self, *error: object) -> None:
+        self._leave()
+
+    def _leave(self) -> None:
+        with self._lock:
+            while self._waiting:
+                turn = self._waiting.popleft()
+                if turn.set_running_or_notify_cancel():
+                    turn.set_result(None)
+                    return
+            self._free += 1
+
+
 class Caller(Protocol):
-    """Makes at most `width` calls at a time, counted by the semaphore `slots`.
+    """Makes at most `width` calls at a time, each in one of its `slots`.
 
     After `max_late` late calls, a `score` makes no further ones.
     """
 
-    slots: threading.Semaphore
+    slots: Slots
     width: int
     max_late: float
 
@@ -45,12 +81,6 @@ class Caller(Protocol):
         """End what it has started; the next call starts it again."""
 
 
-async def enter(slots: threading.Semaphore) -> None:
-    """Wait for a free slot. Calls have deadlines, so one becomes free; event loops may differ, so this polls."""
-    while not slots.acquire(blocking=False):
-        await asyncio.sleep(0.002)
-
-
 class ThreadCaller:
     """Calls in daemon threads: of a plain function one after the other, of an async one together on one event loop."""
 
@@ -60,7 +90,7 @@ class ThreadCaller:
         self.function, self.name = function, name
         self._is_async = is_async(function)
         self.width = _ASYNC_CALLS if self._is_async else 1
-        self.slots = threading.Semaphore(self.width)
+        self.slots = Slots(self.width)
         self._loop: tuple[asyncio.AbstractEventLoop, threading.Thread] | None = None
         self._hung: list[threading.Thread] = []
 

@@ -10,7 +10,6 @@ import asyncio
 import json
 import os
 import re
-import threading
 import time
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -22,6 +21,7 @@ from typing_extensions import Unpack
 
 from verl import sandbox
 from verl.errors import RewardError
+from verl.rewards.calls import Slots
 from verl.rewards.functions import FunctionReward, OnFailure
 
 # Code within a line (no block), or a block: its label and text, up to the closing fence or the end.
@@ -81,7 +81,7 @@ class CodeReward(FunctionReward):
         sandbox.require()
         super().__init__(self.scores, name=name, timeout=timeout + _GRACE, retries=retries, **options)
         self.group.width = parallel or os.cpu_count() or 1
-        self.group.slots = threading.Semaphore(self.group.width)
+        self.group.slots = Slots(self.group.width)
 
     @staticmethod
     def call_seconds(options: Mapping[str, Any]) -> float:

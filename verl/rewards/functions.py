@@ -13,7 +13,7 @@ from typing import Any, ClassVar, TypedDict
 
 from verl.batch import Batch
 from verl.errors import ConfigError, RewardError
-from verl.rewards.calls import Caller, ThreadCaller, enter
+from verl.rewards.calls import Caller, ThreadCaller
 from verl.rewards.failures import Failures
 from verl.rewards.forms import name_of, recognise
 from verl.rewards.loading import load_function, split_spec
@@ -36,14 +36,16 @@ class FunctionReward:
     Args:
         source: the function, plain or async, or "FILE.py:FUNCTION".
         name: for messages and columns; the function's own if not given.
-        timeout: seconds for one call (with verl's signature, and in workers, one sample; else all samples of a
-            `score`). A plain call that is late is left behind in its thread. After three late calls in one `score` the
-            remaining samples abstain.
+        timeout: seconds for one call. A plain call that is late is left behind in its thread. After three late calls in
+            one `score` the remaining samples abstain.
         retries: further calls after one that raised or was late.
         default_reward: the reward of a sample whose scoring failed; None: it abstains. (If the function returns None
             for a sample, that is no failure: the sample abstains in any case.)
         max_failure_rate: if more of the latest 256 samples failed, the run ends; not checked below 64 samples.
-        batch_size: samples in one call; None: all, or one in workers.
+        batch_size: samples in one call; None: those of one group (a prompt), or one in workers and with verl's
+            signature. Samples without a column `group` are one group.
+        whole_batch: one call gets all samples of a step, once the last is there: for scores that depend on those of
+            other prompts. None: as the function's attribute `whole_batch` says, if it has one.
         workers: makes a `Caller` with worker processes from (source, name); None: a thread calls the function.
 
     Raises:
@@ -65,6 +67,7 @@ class FunctionReward:
         default_reward: float | None = None,
         max_failure_rate: float = 0.5,
         batch_size: int | None = None,
+        whole_batch: bool | None = None,
         workers: Callable[[Callable[..., Any] | str, str], Caller] | None = None,
     ) -> None:
         spec = None if callable(source) else str(source)
@@ -79,12 +82,17 @@ class FunctionReward:
             raise ConfigError(
                 f"reward '{self.name}': batch_size must be at least 1, and its signature take several samples"
             )
+        self.whole_batch = getattr(function, "whole_batch", False) if whole_batch is None else whole_batch
+        if self.whole_batch and (self.form.by_row or batch_size is not None or workers):
+            raise ConfigError(
+                f"reward '{self.name}': whole_batch is one call on all samples: its signature must take several, and "
+                "batch_size and workers be left out"
+            )
         if workers is not None and not callable(workers):
             raise ConfigError(f"reward '{self.name}': workers are given to the Reward, not to one of its parts")
         self.timeout, self.retries = timeout, retries
         self.default_reward, self.failures = default_reward, Failures(max_failure_rate)
         self._rows = 1 if self.form.by_row or (workers and batch_size is None) else batch_size
-        self.whole_batch = self._rows is None
         #: Makes the calls: a `RewardPool` with `workers`, else a `ThreadCaller`.
         self.group: Caller = ThreadCaller(function, self.name)
         if workers:
@@ -99,7 +107,7 @@ class FunctionReward:
     @property
     def columns(self) -> tuple[str, ...]:
         """See `verl.rewards.source.columns_read`."""
-        return self.form.columns
+        return (*self.form.columns, *(["group?"] if self._is_by_group else []))
 
     @staticmethod
     def call_seconds(options: Mapping[str, Any]) -> float:
@@ -112,25 +120,33 @@ class FunctionReward:
         if not rows:
             return RewardResult([])
         self.form.check(self.name, rows[0])
-        size = self._rows or len(rows)
-        groups = [rows[start : start + size] for start in range(0, len(rows), size)]
-        scores: list[list[Score]] = [[] for _ in groups]
-        calls = iter(enumerate(groups))
+        cuts = self._cuts(batch)
+        scores: list[list[Score]] = [[] for _ in cuts]
+        calls = iter(enumerate([rows[row] for row in cut] for cut in cuts))
         counts: Counter[str] = Counter()
-        width = min(self.group.width, len(groups))
+        width = min(self.group.width, len(cuts))
         await asyncio.gather(*(self._serve(calls, scores, counts) for _ in range(width)))
-        return self._result([score for group in scores for score in group], counts)
+        found = {row: s for cut, given in zip(cuts, scores, strict=True) for row, s in zip(cut, given, strict=True)}
+        return self._result([found[row] for row in range(len(rows))], counts)
+
+    @property
+    def _is_by_group(self) -> bool:
+        return self._rows is None and not self.whole_batch
+
+    def _cuts(self, batch: Batch) -> Sequence[Sequence[int]]:
+        """The numbers of the rows of each call. They are the same whether a step is scored at once or as it comes."""
+        if self._is_by_group and "group" in batch:
+            return batch.group_indices()
+        size = self._rows or len(batch)
+        return [range(start, min(start + size, len(batch))) for start in range(0, len(batch), size)]
 
     async def _serve(
         self, calls: Iterator[tuple[int, list[dict[str, Any]]]], scores: list[list[Score]], counts: Counter[str]
     ) -> None:
         """Make one call after the other, in one slot of the caller, until none is left."""
-        await enter(self.group.slots)
-        try:
+        async with self.group.slots:
             for index, rows in calls:
                 scores[index] = await self._attempts(rows, counts)
-        finally:
-            self.group.slots.release()
 
     async def _attempts(self, rows: list[dict[str, Any]], counts: Counter[str]) -> list[Score]:
         scores: list[Score] = []

@@ -65,7 +65,8 @@ class RewardModel(FunctionReward):
         self.score_tokens: Callable[[list[list[int]]], list[float]] = TokenScorer(self.model, batch_size, device)
         self.max_length = max_length or getattr(self.model.config, "max_position_embeddings", None)
         self._at_eos = bool(getattr(self.model.config, SCORE_AT_EOS, False))
-        super().__init__(self.scores, name=name, timeout=timeout, retries=retries, **options)
+        # A forward takes texts of similar length from all prompts.
+        super().__init__(self.scores, name=name, timeout=timeout, retries=retries, whole_batch=True, **options)
 
     def scores(self, responses: list[str], prompts: list[Any]) -> list[float]:
         """One number for each response to its prompt (a text or a list of messages)."""

@@ -17,6 +17,7 @@ from typing import Any
 from typing_extensions import Unpack
 
 from verl.errors import ConfigError, RolloutError
+from verl.rewards.calls import Slots
 from verl.rewards.functions import FunctionReward, OnFailure
 from verl.rewards.scores import Score, failure, read_scores
 from verl.rollout.servers import ServerPool, check_model_path
@@ -56,6 +57,7 @@ class _ServedReward(FunctionReward):
         **options: Any,
     ) -> None:
         self._servers = (servers, timeout, retries, api_key)
+        self._at_once = Slots(_AT_ONCE)
         super().__init__(function, timeout=math.inf, **options)  # each call has its own deadline
 
     @staticmethod
@@ -70,10 +72,9 @@ class _ServedReward(FunctionReward):
 
     async def _gather(self, calls: Sequence[tuple[int, Coroutine[Any, Any, list[Score]]]]) -> list[Score]:
         """The scores of all calls, given with their numbers of samples; a call that fails fails for its samples."""
-        at_once = asyncio.Semaphore(_AT_ONCE)
 
         async def one(rows: int, call: Coroutine[Any, Any, list[Score]]) -> list[Score]:
-            async with at_once:
+            async with self._at_once:
                 try:
                     return await call
                 except RolloutError as error:

@@ -42,7 +42,8 @@ class Reward:
         placement: a map with slots for the role "reward", see `DeviceMesh`: its models run there, and each rank scores
             its share of the rows. None: the models run in this process, on the accelerator where there is one.
         **options: `timeout` in seconds, `retries`, `default_reward` (instead of abstaining), `max_failure_rate`
-            (of the latest 256 samples, once there are 64; above it scoring raises), `smoothing` (EMA).
+            (of the latest 256 samples, once there are 64; above it scoring raises), `smoothing` (EMA), `whole_batch` (a
+            function is called once on all samples of a step, not on those of each prompt as they are finished).
 
     A sample whose reward fails, is late, or is not a finite number abstains: its reward is null, with an
     `abstain_reason`. So does one whose response was aborted or rejected, which is not scored.
