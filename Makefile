@@ -14,7 +14,7 @@ TEST_ENV := OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 TOKENIZERS_PARALLELISM=false
 VLLM_TESTS := $(wildcard tests/rollout/test_vllm*.py)
 PYTEST := $(TEST_ENV) $(BIN)/python -m pytest -n $(WORKERS)
 
-.PHONY: help install model train test test-all vllm test-vllm lint gpu clean
+.PHONY: help install model train test test-all vllm test-vllm lint docs gpu clean
 
 help: ## say what there is
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-10s %s\n", $$1, $$2 }' $(firstword $(MAKEFILE_LIST))
@@ -57,6 +57,12 @@ vllm: ## make an environment with vLLM's CPU build in .venv-vllm
 test-vllm: vllm ## the tests of vLLM itself, in that environment
 	$(TEST_ENV) .venv-vllm/bin/python -m pytest $(VLLM_TESTS)
 
+docs: ## build the documentation as a site, in an environment of its own
+	test -e .venv-docs/.installed -a .venv-docs/.installed -nt scripts/docs_requirements.txt || { $(PYTHON) -m venv .venv-docs && \
+		.venv-docs/bin/python -m pip install --quiet --requirement scripts/docs_requirements.txt && touch .venv-docs/.installed; }
+	NO_MKDOCS_2_WARNING=1 .venv-docs/bin/mkdocs build --strict --quiet
+	@echo build/site/index.html
+
 gpu: model ## the tests and three benchmarks that want an accelerator; fails where there is none
 	@$(BIN)/python -c 'import sys; from verl import device; sys.exit(0 if device.accelerator() else \
 		"make gpu: torch finds no accelerator on this machine (torch.accelerator.is_available() is False)")'
@@ -66,5 +72,5 @@ gpu: model ## the tests and three benchmarks that want an accelerator; fails whe
 	$(BIN)/python benchmarks/exactness.py
 
 clean: ## remove everything that was made, runs and models excepted
-	rm -rf $(VENV) .venv-vllm .bench build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) .venv-vllm .venv-docs .bench build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
