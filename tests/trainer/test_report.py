@@ -5,6 +5,7 @@ import hashlib
 import html.parser
 import json
 import re
+from types import SimpleNamespace
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -13,6 +14,7 @@ import pytest
 from verl.errors import DataError
 from verl.trainer import report
 from verl.trainer.report import write_report
+from verl.trainer.run import _LiveReport
 
 HOSTILE = '</script><script>alert(1)</script><img src=x onerror="alert(2)">{{config}}\u2028'
 
@@ -221,3 +223,13 @@ def test_an_older_report_is_replaced_whole(run):
     page(run)
     assert (run / "report.html").read_text(encoding="utf-8") != "old"
     assert [file.name for file in run.glob("*report*")] == ["report.html"]
+
+
+def test_the_page_of_a_live_run_reloads_itself_until_it_ends(run, monkeypatch):
+    monkeypatch.setattr("verl.trainer.run.REFRESH_SECONDS", 0)
+    hook = _LiveReport(SimpleNamespace(path=run))
+    hook(1, {})
+    live = Page((run / "report.html").read_text())
+    assert ("meta", {"http-equiv": "refresh", "content": str(report.REFRESH_SECONDS)}) in live.tags
+    ended = Page(write_report(run).read_text())
+    assert not any(attributes.get("http-equiv") == "refresh" for _, attributes in ended.tags)

@@ -196,16 +196,21 @@ def config(
 
 @app.command()
 def report(
-    run_dir: Annotated[Path, typer.Argument(metavar="RUN_DIR", help="Directory of a run.", show_default=False)],
+    run_dirs: Annotated[list[Path], typer.Argument(metavar="RUN_DIR...", help="Run directories.", show_default=False)],
+    out: Annotated[Path, typer.Option(help="Where the page of several runs goes.")] = Path("comparison.html"),
 ) -> None:
     """Write report.html of a run, finished or not: curves, completions before and after, settings.
 
+    Of several runs: one page with their curves on the same axes, the settings that differ, and a band over seeds.
+
     [bold]Examples[/bold]
     $ verl report runs/latest
+    $ verl report runs/grpo-* runs/rloo-* --out comparison.html
     """
+    from verl.trainer.compare import write_comparison
     from verl.trainer.report import write_report
 
-    typer.echo(write_report(run_dir))
+    typer.echo(write_report(run_dirs[0]) if len(run_dirs) == 1 else write_comparison(run_dirs, out))
 
 
 @app.command()

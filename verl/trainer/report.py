@@ -37,6 +37,8 @@ from verl.errors import DataError
 ASSETS = Path(__file__).parent / "assets"
 #: Bounds that keep the page quick: points of a curve, evaluations and samples to compare, characters of a text.
 MAX_POINTS, MAX_EVALS, MAX_SAMPLES, MAX_TEXT = 2000, 8, 300, 4000
+#: After so many seconds the page of a live run is written anew, and reloads itself.
+REFRESH_SECONDS = 30
 #: Headline metrics that are shares, shown in per cent.
 SHARES = ("accuracy", "pairs/accuracy")
 _SAMPLE_COLUMNS = ("id", "prompt", "response", "reward")
@@ -44,8 +46,9 @@ _LOG_TAIL = 4000
 _NO_CURVES = frozenset({"step", "time", "problems", "low", "high"})
 
 
-def write_report(run_dir: str | Path) -> Path:
-    """Write `report.html` into the run directory, replacing an older one whole; returns its path.
+def write_report(run_dir: str | Path, *, live: bool = False) -> Path:
+    """Write `report.html` into the run directory, replacing an older one whole; returns its path. The page of a `live`
+    run reloads itself.
 
     Raises:
         DataError: there is no such directory, or it holds nothing of a run.
@@ -55,11 +58,11 @@ def write_report(run_dir: str | Path) -> Path:
     if not any((run / name).is_file() for name in known):
         raise DataError(f"{run} is no run directory: none of {', '.join(known)} is in it")
     page = run / "report.html"
-    write_atomic(page, render(run).encode(errors="replace").decode())
+    write_atomic(page, render(run, live).encode(errors="replace").decode())
     return page
 
 
-def render(run: Path) -> str:
+def render(run: Path, live: bool = False) -> str:
     """The page as text."""
     summary = _json(run / "summary.json")
     metrics, evals = read_rows(run / "metrics.jsonl"), read_rows(run / "eval.jsonl")
@@ -69,6 +72,7 @@ def render(run: Path) -> str:
     digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
     parts = {
         "title": html.escape(run.resolve().name),
+        "refresh": f'<meta http-equiv="refresh" content="{REFRESH_SECONDS}">' if live else "",
         "script_hash": digest,
         "style": (ASSETS / "report.css").read_text(encoding="utf-8"),
         "script": script,
@@ -123,6 +127,11 @@ def finite(value: Any) -> Any:
     if isinstance(value, list):
         return [finite(item) for item in value]
     return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def curves_of(run: Path) -> dict[str, list[list[float]]]:
+    """The curves of a run, by metric, as points (step, value); those of evaluations are named "eval/..."."""
+    return _curves(read_rows(run / "metrics.jsonl"), read_rows(run / "eval.jsonl"))
 
 
 def _curves(metrics: list[dict[str, Any]], evals: list[dict[str, Any]]) -> dict[str, list[list[float]]]:

@@ -6,6 +6,7 @@ import logging
 import math
 import platform
 import shlex
+import time
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -26,7 +27,7 @@ from verl.trainer.check import Checked, check_settings
 from verl.trainer.evaluation import Evaluation, HeldOut, accuracy, save_completions
 from verl.trainer.logging import Logger, open_logger, setup_logging
 from verl.trainer.precision import with_dtypes
-from verl.trainer.report import SHARES, read_rows, write_report
+from verl.trainer.report import REFRESH_SECONDS, SHARES, read_rows, write_report
 from verl.trainer.rng import seed_everything
 from verl.trainer.run_data import build_data
 from verl.trainer.run_dir import Run, open_run
@@ -72,6 +73,7 @@ def train(config: Config, *, fresh: bool = False) -> dict[str, Any]:
         trainer: Trainer | None = None
         try:
             trainer, prompts = _open_trainer(config, checked, run, controller)
+            trainer.on_log_hook(_LiveReport(run))
             trainer.fit(prompts, settings.total_steps - trainer.steps)
             trainer.logger.close()
             summary = _summary(config, trainer, run)
@@ -231,10 +233,22 @@ def _environment() -> dict[str, Any]:
     }
 
 
-def _report(run: Run) -> Path | None:
+class _LiveReport:
+    """Writes the report anew now and then, after a step."""
+
+    def __init__(self, run: Run) -> None:
+        self.run, self.written = run, time.monotonic()
+
+    def __call__(self, step: int, record: Mapping[str, Any]) -> None:
+        if time.monotonic() - self.written >= REFRESH_SECONDS:
+            _report(self.run, live=True)
+            self.written = time.monotonic()
+
+
+def _report(run: Run, live: bool = False) -> Path | None:
     """Write the report, as far as the run has come; a failed run's report is the one that is wanted most."""
     try:
-        return write_report(run.path)
+        return write_report(run.path, live=live)
     except (DataError, OSError) as error:
         logger.warning("no report was written: %s", error)
         return None

@@ -174,12 +174,22 @@ function buildCurves() {
     if (!groups.has(group)) groups.set(group, []);
     groups.get(group).push(name);
   }
+  const constant = [];
   const order = [...groups.keys()].sort((a, b) => rank(a) - rank(b) || a.localeCompare(b));
   for (const group of order) {
     const grid = element("div", { class: "grid" });
-    for (const name of groups.get(group)) grid.append(new Chart(name, data.curves[name]).panel);
+    for (const name of groups.get(group)) {
+      const points = data.curves[name];
+      if (points.length > 1 && points.every(([, value]) => value === points[0][1])) constant.push(name);
+      else grid.append(new Chart(name, points).panel);
+    }
+    if (!grid.childElementCount) continue;
     const span = `group span-${Math.min(3, groups.get(group).length)}`;
     byId("groups").append(element("div", { class: span }, element("h3", {}, group || "overall"), grid));
+  }
+  if (constant.length) {
+    const list = constant.map((name) => element("tr", {}, element("th", {}, name), element("td", {}, format(data.curves[name][0][1]))));
+    byId("groups").append(element("details", {}, element("summary", {}, `${constant.length} metrics that never changed`), element("table", {}, ...list)));
   }
   if (!charts.length) byId("groups").append(element("p", { class: "none" }, "No metrics yet."));
 }
