@@ -27,8 +27,34 @@ def score_metrics(batch: Batch) -> dict[str, Any]:
         "reward/std": _mean([(r - mean) * (r - mean) for r in rewards]) ** 0.5,
         "reward/abstained": len(batch) - len(rewards),
     }
+    if "group" in batch:
+        by_group = [[batch["reward"][row] for row in rows] for rows in batch.group_indices()]
+        scored = [own for rewards in by_group if len(own := [r for r in rewards if r is not None]) > 1]
+        if scored:
+            record["reward/groups_alike"] = _mean([float(min(own) == max(own)) for own in scored])
     for name in (c for c in batch.columns if c.startswith("reward/")):
         record[f"{name}/mean"] = _mean([value for value in batch[name] if value is not None])
+    return record
+
+
+def sample_metrics(batch: Batch) -> dict[str, float]:
+    """Lengths of the samples, the share that was cut off, and what their log-probs say of the policy's entropy.
+
+    `rollout/entropy` is the mean of -log p over the sampled tokens: an unbiased estimate of the entropy of a token, in
+    nats, at the sampling temperature, without a pass over the vocabulary.
+    """
+    lengths = batch.lengths("response_tokens")
+    record = {
+        "response/length": _mean(lengths) if lengths else 0.0,
+        "response/length_min": float(min(lengths, default=0)),
+        "response/length_max": float(max(lengths, default=0)),
+        "response/cut": _mean([float(finish == "length") for finish in batch["finish"]]) if lengths else 0.0,
+    }
+    if "rollout_log_probs" in batch and "response_mask" in batch:
+        log_probs, mask = batch.tensor("rollout_log_probs"), batch.tensor("response_mask").bool()
+        own = log_probs[mask & log_probs.isfinite()]
+        if len(own):
+            record["rollout/entropy"] = -float(own.mean())
     return record
 
 

@@ -22,6 +22,7 @@ from verl.batch import Batch
 from verl.controller.pool import check_range
 from verl.controller.standalone import RolloutPool
 from verl.dataflow.schedule import Schedule
+from verl.dataflow.scores import sample_metrics
 from verl.errors import ConfigError, TrainingError
 from verl.roles.actor import expand
 from verl.trainer.check import check_asynchronous
@@ -229,7 +230,6 @@ class AsyncTrainer(Trainer):
                 f"a sample is {staleness} versions old, at most {self.schedule.max_staleness} was asked for: a rollout "
                 "worker samples with weights that it should have replaced"
             )
-        lengths = samples.lengths("response_tokens")
         busy = sum(span.seconds for span in self.spans if span.role == "rollout")
         return {
             "rollout/staleness/max": staleness,
@@ -238,6 +238,5 @@ class AsyncTrainer(Trainer):
             "rollout/tokens": self._tokens,
             "rollout/tokens_per_s": self._tokens / busy if busy else 0.0,
             "time/rollout": busy,
-            "response/length": sum(lengths) / len(samples),
-            "response/cut": sum(finish == "length" for finish in samples["finish"]) / len(samples),
+            **sample_metrics(samples),
         }

@@ -10,7 +10,7 @@ from verl.batch import Batch
 from verl.dataflow.executor import Result, combined
 from verl.dataflow.graph import Graph, Node
 from verl.dataflow.nodes import RolloutNode, UpdateNode
-from verl.dataflow.scores import own_samples, score_metrics
+from verl.dataflow.scores import own_samples, sample_metrics, score_metrics
 from verl.errors import DataError, RolloutError
 from verl.rewards.failures import Failures
 from verl.roles.actor import Actor
@@ -121,13 +121,11 @@ class Experience:
         """Of the rollouts of a step: rewards, lengths and KL of the first, which has every prompt once; tokens, time,
         abstentions and failures of all; what nodes measured, combined over all."""
         batch, batches = own_samples(drawn[0].batch), [own_samples(result.batch) for result in drawn]
-        lengths = batch.lengths("response_tokens")
         generated = sum(int(result.batch.tensor("response_mask").sum()) for result in drawn)  # what tools wrote is not
         busy = sum(result.timings["rollout"].busy for result in drawn)
         record: dict[str, Any] = {
             **score_metrics(batch),
-            "response/length": sum(lengths) / max(len(lengths), 1),
-            "response/cut": sum(f == "length" for f in batch["finish"]) / max(len(batch), 1),
+            **sample_metrics(batch),
             "rollout/tokens": generated,
             "rollout/tokens_per_s": generated / max(busy, 1e-9),
             "time/rollout": busy,

@@ -12,7 +12,7 @@ from verl.trainer.learning import of_task
 #: What a step counts, summed over tasks.
 _SUMS = ("rollout/tokens", "time/rollout", "reward/abstained", "rollout/resamples", "rollout/rejected_prompts")
 #: What samples have, averaged over all samples.
-_MEANS = ("reward", "reward/mean", "response/length", "response/cut", "kl")
+_MEANS = ("reward", "reward/mean", "response/length", "response/cut", "rollout/entropy", "kl")
 
 
 def joined(samples: Mapping[str, Batch], records: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
