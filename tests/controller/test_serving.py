@@ -154,7 +154,7 @@ def test_what_another_process_plants_in_the_store_is_not_executed(store: Any, ti
     text = (
         "from pathlib import Path\n"
         f"actor = verl.Actor({str(tiny)!r}, sampling={{'max_new_tokens': 2}})\n"
-        "reward = verl.Reward(lambda texts: [1.0, 2.0])\n"
+        "reward = verl.Reward(lambda texts: [1.0, 2.0], whole_batch=True)\n"
         "sequences = actor.generate_sequences(['a', 'b'])\n"
         "actor.compute_log_probs(sequences)\n"
         "print('up', flush=True)\n"

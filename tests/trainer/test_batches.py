@@ -61,6 +61,7 @@ def seen(tiny: Path, data: Any, steps: int | None = None, **options: Any) -> lis
         steps_seen.append(sorted(set(prompts)))
         return low_bytes(completions)
 
+    reward.whole_batch = True  # type: ignore[attr-defined]
     actor = verl.Actor(str(tiny), optim={"lr": 1e-2}, sampling=SHORT)
     verl.Trainer(actor, reward_fn=reward, algorithm="grpo", n=2, log_dir=False).fit(data, steps, **options)
     return steps_seen

@@ -84,7 +84,9 @@ def test_arguments_out_of_range_are_refused_by_name(options: dict[str, Any], wor
 
 
 class Sabotaged:
-    """A reward that answers wrongly from a number of calls on, for a while."""
+    """A reward that answers wrongly from a number of calls on, for a while. A call has a whole step."""
+
+    whole_batch = True
 
     def __init__(self, calls: range) -> None:
         self.calls, self.count = calls, 0

@@ -42,6 +42,9 @@ def killing(responses, prompts):
     return low(responses, prompts)
 
 
+killing.whole_batch = True
+
+
 calls = []
 
 
@@ -49,6 +52,9 @@ def late(responses, prompts):
     """Abstains in the first call, which is the first evaluation's."""
     calls.append(prompts)
     return low(responses, prompts) if len(calls) > 1 else [None] * len(responses)
+
+
+late.whole_batch = True
 
 
 def signs(responses, prompts):

@@ -466,7 +466,7 @@ class KTOTrainer(_WithReference):
 
 
 def _with_state(source: Any, state: Any) -> Any:
-    """A reward function that gets `trainer_state`, if it takes it."""
+    """A reward function that gets `trainer_state`, if it takes it, and, as there, all completions of a step at once."""
     if not callable(source) or hasattr(source, "forward"):
         return source
     try:
@@ -474,4 +474,8 @@ def _with_state(source: Any, state: Any) -> Any:
     except (TypeError, ValueError):  # compiled code may have no signature
         return source
     takes = "trainer_state" in parameters or any(p.kind is p.VAR_KEYWORD for p in parameters.values())
-    return partial(source, trainer_state=state) if takes and "completions" in parameters else source
+    if "completions" not in parameters:
+        return source
+    bound = partial(source, trainer_state=state) if takes else partial(source)
+    bound.whole_batch = True  # type: ignore[attr-defined]
+    return bound
