@@ -63,13 +63,8 @@ docs: ## build the documentation as a site, in an environment of its own
 	NO_MKDOCS_2_WARNING=1 .venv-docs/bin/mkdocs build --strict --quiet
 	@echo build/site/index.html
 
-gpu: model ## the tests and three benchmarks that want an accelerator; fails where there is none
-	@$(BIN)/python -c 'import sys; from verl import device; sys.exit(0 if device.accelerator() else \
-		"make gpu: torch finds no accelerator on this machine (torch.accelerator.is_available() is False)")'
-	$(TEST_ENV) $(BIN)/python -m pytest -m gpu
-	$(BIN)/python benchmarks/rollout.py --engines embedded generate
-	$(BIN)/python benchmarks/grpo_step.py
-	$(BIN)/python benchmarks/exactness.py
+gpu: $(INSTALLED) ## the tests and benchmarks that want an accelerator, and a page of results; fails where there is none
+	$(BIN)/python benchmarks/gpu.py $(ARGS)
 
 clean: ## remove everything that was made, runs and models excepted
 	rm -rf $(VENV) .venv-vllm .venv-docs .bench build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -1,6 +1,6 @@
 """The embedded engine against plain transformers, on random models of four architectures or on yours: a table.
 
-    .venv/bin/python benchmarks/exactness.py [--model DIR] [--prompts 24] [--new-tokens 64] [--seed 0]
+    .venv/bin/python benchmarks/exactness.py [--device cuda] [--model DIR] [--prompts 24] [--new-tokens 64] [--seed 0]
 
 Log-probs: the largest difference between those that came with the samples (temperature 1) and those of a forward of
 transformers over the same tokens; in fp32 and fp64. Greedy: responses that differ from `generate(do_sample=False)`
@@ -45,14 +45,14 @@ BOUNDS = {torch.float32: 1e-4, torch.float64: 1e-9}
 def load(kind: str, args: argparse.Namespace, dtype: torch.dtype) -> Any:
     """A model of the given kind, or the one of `--model`."""
     if args.model:
-        return AutoModelForCausalLM.from_pretrained(args.model, dtype=dtype).eval()
+        return AutoModelForCausalLM.from_pretrained(args.model, dtype=dtype).to(args.device).eval()
     torch.manual_seed(args.seed)
     model = AutoModelForCausalLM.from_config(CONFIGS[kind](), dtype=torch.float64)
     with torch.no_grad():  # weights as small as initial ones would let every token be equally likely
         for parameter in model.parameters():
             if parameter.dim() > 1:
                 parameter.normal_(0, 0.1)
-    return model.to(dtype).eval()
+    return model.to(args.device, dtype).eval()
 
 
 def answers(model: Any, prompts: list[list[int]], samples: int, params: SamplingParams) -> dict[str, Any]:
@@ -68,9 +68,9 @@ def largest_difference(model: Any, prompts: list[list[int]], new_tokens: int) ->
     worst = 0.0
     for id_, sample in answers(model, prompts, 4, SamplingParams(max_new_tokens=new_tokens)).items():
         prompt = prompts[int(id_.split("/")[0])]
-        tokens = torch.tensor([[*prompt, *sample.tokens]])
+        tokens = torch.tensor([[*prompt, *sample.tokens]], device=model.device)
         logits = model(tokens).logits[0, len(prompt) - 1 : -1]
-        plain = logits.log_softmax(-1).gather(1, tokens[0, len(prompt) :, None])[:, 0]
+        plain = logits.log_softmax(-1).gather(1, tokens[0, len(prompt) :, None])[:, 0].cpu()
         worst = max(worst, float((plain - torch.tensor(sample.log_probs, dtype=plain.dtype)).abs().max()))
     return worst
 
@@ -80,7 +80,7 @@ def greedy_differences(kind: str, model: Any, prompts: list[list[int]], new_toke
     wrong = 0
     found = answers(model, prompts, 1, SamplingParams(max_new_tokens=new_tokens, temperature=0.0))
     for index, prompt in enumerate(prompts):
-        ids = torch.tensor([prompt])
+        ids = torch.tensor([prompt], device=model.device)
         options = {"do_sample": False, "max_new_tokens": new_tokens, "output_scores": True, "eos_token_id": 2}
         plain = model.generate(
             ids, attention_mask=torch.ones_like(ids), return_dict_in_generate=True, pad_token_id=0, **options
@@ -100,6 +100,7 @@ def main() -> None:
     """Print the table and end with the verdict."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
     parser.add_argument("--model", help="a model directory instead of the random models")
+    parser.add_argument("--device", default="cpu", help="such as cuda")
     parser.add_argument("--prompts", type=int, default=24)
     parser.add_argument("--new-tokens", type=int, default=64)
     parser.add_argument("--seed", type=int, default=0)

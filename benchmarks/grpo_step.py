@@ -4,7 +4,8 @@
 
 Each side runs in its own process and environment (TRL's is made on the first call), in turn, at every combination
 of precision and micro-batch size; each of our settings is compared with the peer's fastest, in time and in the peak
-memory of the same process. A run takes about fifteen minutes on two cores.
+memory of the same process. A run takes about fifteen minutes on two cores. Where TRL's environment cannot be made,
+or with `--no-peer`, ours is measured alone.
 """
 
 from __future__ import annotations
@@ -15,6 +16,8 @@ import subprocess
 import sys
 from pathlib import Path
 from typing import Any
+
+import workload
 
 HERE = Path(__file__).resolve().parent
 
@@ -35,6 +38,16 @@ def run(python: str, script: str, *options: str) -> dict[str, Any]:
     return result
 
 
+def peer_python() -> str | None:
+    """The Python of TRL's environment, or None where that cannot be made."""
+    made = subprocess.run([HERE / "peer_env.sh", "trl"], capture_output=True, text=True, timeout=1800)
+    if made.returncode:
+        reason = (made.stderr.strip().splitlines() or ["no reason given"])[-1]
+        print(f"without TRL, whose environment could not be made: {reason}", flush=True)
+        return None
+    return made.stdout.strip().splitlines()[-1]
+
+
 def setting(result: dict[str, Any]) -> str:
     """Its precision and micro-batch size, for people."""
     return f"{result['dtype']}{' autocast' if result.get('autocast') else ''}, micro-batch {result['micro_batch']}"
@@ -46,15 +59,21 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=2, help="timed steps of each setting, after one that warms up")
     parser.add_argument("--dtypes", nargs="+", default=["bf16", "fp32"])
     parser.add_argument("--micro-batches", nargs="+", default=["8", "16", "32"])
+    parser.add_argument("--model", default=str(workload.MODEL))
+    parser.add_argument("--device", default="cpu", help="such as cuda")
+    parser.add_argument("--no-peer", action="store_true", help="without TRL")
     args = parser.parse_args()
-    made = subprocess.run([HERE / "peer_env.sh", "trl"], stdout=subprocess.PIPE, text=True, check=True, timeout=1800)
-    peer = made.stdout.strip().splitlines()[-1]
+    peer = None if args.no_peer else peer_python()
     ours, theirs = [], []
     for dtype in args.dtypes:
         for size in args.micro_batches:
             options = ("--dtype", dtype, "--micro-batch", size, "--steps", str(args.steps))
+            options += ("--model", args.model, "--device", args.device)
             ours.append(run(sys.executable, "verl_grpo_step.py", *options))
-            theirs.append(run(peer, "trl_grpo_step.py", *options))
+            if peer is not None:
+                theirs.append(run(peer, "trl_grpo_step.py", *options))
+    if not theirs:
+        return
     peers = min(theirs, key=lambda result: float(result["step_seconds"]))
     cost = f"{peers['step_seconds']:.2f} s, {peers['peak_memory_gb']:.2f} GB"
     print(f"\nbeside the peer's fastest ({setting(peers)}: {cost})")

@@ -13,16 +13,17 @@ its own, one after the other, at its best: Intel's OpenMP and tcmalloc are prelo
 `--no-preload` leaves them out), vLLM (`make vllm`) gets blocks of 32 tokens so that samples share their prompt,
 `generate` takes the best of batches of 32 to 256. Without `--natural` the prompts are random tokens and every response
 has its full length; with it they are chats, and what a batch computes behind the end of a response does not count.
-`peak_memory_gb` is the process's. `cpu_seconds` far below `threads * seconds`: other programs had the machine.
+`peak_memory_gb` is the process's; on an accelerator (`--device cuda`) what torch took of it. `cpu_seconds` far below
+`threads * seconds`: other programs had the machine.
 """
 
 from __future__ import annotations
 
 import argparse
+import importlib.util
 import json
 import os
 import random
-import resource
 import statistics
 import subprocess
 import sys
@@ -31,10 +32,11 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import workload
+
 os.environ["HF_HUB_OFFLINE"] = "1"
 
 ROOT = Path(__file__).resolve().parent.parent
-MODEL = ROOT / "models" / "SmolLM2-135M-Instruct"
 ENGINES = ("embedded", "vllm", "generate", "hf")
 BATCHES = (32, 64, 128, 256)
 _STORY = (
@@ -110,8 +112,8 @@ def generate_run(args: argparse.Namespace, model: Any) -> tuple[Callable[[], int
         for start in range(0, len(texts), args.batch):
             batch = texts[start : start + args.batch]
             longest = max(map(len, batch))
-            ids = torch.tensor([[0] * (longest - len(text)) + text for text in batch])
-            mask = torch.tensor([[0] * (longest - len(text)) + [1] * len(text) for text in batch])
+            ids = torch.tensor([[0] * (longest - len(text)) + text for text in batch], device=args.device)
+            mask = torch.tensor([[0] * (longest - len(text)) + [1] * len(text) for text in batch], device=args.device)
             out = model.generate(
                 ids,
                 attention_mask=mask,
@@ -122,7 +124,7 @@ def generate_run(args: argparse.Namespace, model: Any) -> tuple[Callable[[], int
                 min_new_tokens=None if args.natural else args.new_tokens,
                 max_new_tokens=args.new_tokens,
                 pad_token_id=0,
-            )[:, longest:]
+            )[:, longest:].cpu()
             # A row counts up to its first end, that included.
             ended = torch.isin(out, ends).int().cumsum(-1)
             useful = torch.cat([torch.ones(len(out), 1, dtype=torch.bool), ended[:, :-1] == 0], 1)
@@ -139,11 +141,12 @@ def vllm_run(args: argparse.Namespace) -> tuple[Callable[[], int], Callable[[], 
     from vllm import LLM, SamplingParams
     from vllm.inputs import TokensPrompt
 
+    # On a GPU its defaults: CUDA graphs, and the block size that its attention likes best.
+    best = {"enforce_eager": True, "block_size": 32} if args.device == "cpu" else {}
     llm = LLM(
         args.model,
         dtype=args.dtype,
-        enforce_eager=True,
-        block_size=32,
+        **best,
         max_num_seqs=args.batch,
         max_model_len=2048,
         kv_cache_memory_bytes=int(args.kv_cache_gb * 2**30),
@@ -168,6 +171,14 @@ def vllm_run(args: argparse.Namespace) -> tuple[Callable[[], int], Callable[[], 
     return run, split
 
 
+def wait(device: str) -> None:
+    """Until a device has done what it was asked."""
+    import torch
+
+    if device != "cpu":
+        torch.accelerator.synchronize()
+
+
 def product_ceiling(args: argparse.Namespace, model: Any) -> float:
     """Tokens a second if nothing but the matrix products of the rollout were computed."""
     import torch
@@ -177,12 +188,15 @@ def product_ceiling(args: argparse.Namespace, model: Any) -> float:
     rows = min(args.batch, args.prompts * args.samples)
 
     def seconds(linears: list[Any], count: int) -> float:
-        inputs = {m.in_features: torch.randn(count, m.in_features, dtype=m.weight.dtype) for m in linears}
+        options = {"dtype": head.weight.dtype, "device": head.weight.device}
+        inputs = {m.in_features: torch.randn(count, m.in_features, **options) for m in linears}
         times = []
         for _ in range(6):
+            wait(args.device)
             start = time.perf_counter()
             for m in linears:
                 torch.nn.functional.linear(inputs[m.in_features], m.weight, m.bias)
+            wait(args.device)
             times.append(time.perf_counter() - start)
         return statistics.median(times[1:])
 
@@ -201,26 +215,26 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
     torch.set_num_threads(args.threads)
     warm_up = argparse.Namespace(**{**vars(args), "prompts": 1, "new_tokens": 4})
     if args.engine == "vllm":
-        weights = _peak_gb()
+        weights = workload.peak_memory_gb(args.device)
         run, split = vllm_run(args)
         run()
     else:
-        model = transformers.AutoModelForCausalLM.from_pretrained(args.model, dtype=args.dtype).eval()
-        weights = _peak_gb()
+        model = transformers.AutoModelForCausalLM.from_pretrained(args.model, dtype=args.dtype).to(args.device).eval()
+        weights = workload.peak_memory_gb(args.device)
         make = generate_run if args.engine == "generate" else engine_run
         make(warm_up, model)[0]()
         run, split = make(args, model)
     seconds, cpu, tokens = [], [], []
     for _ in range(args.repeats):
         start, start_cpu = time.perf_counter(), time.process_time()
-        tokens.append(run())
+        tokens.append(run())  # host integers: nothing is under way on the device any more
         seconds.append(time.perf_counter() - start)
         cpu.append(time.process_time() - start_cpu)
     expected = args.prompts * args.samples * args.new_tokens
     if not args.natural and set(tokens) != {expected}:
         raise SystemExit(f"{args.engine} gave {tokens} tokens instead of {expected}: this is not the agreed work")
     speed = statistics.median(n / t for n, t in zip(tokens, seconds, strict=True))
-    peak, ceiling = _peak_gb(), {}
+    peak, ceiling = workload.peak_memory_gb(args.device), {}
     if args.engine == "embedded":
         allowed = product_ceiling(args, model)
         ceiling = {"ceiling_tokens_per_second": round(allowed, 1), "share_of_ceiling": round(speed / allowed, 3)}
@@ -234,6 +248,7 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
         **split(),
         "peak_memory_gb": round(peak, 3),
         "memory_before_gb": round(weights, 3),
+        "device": args.device,
         "threads": args.threads,
         "dtype": args.dtype,
         "workload": f"{args.prompts} x ~{args.prompt_tokens} x {args.samples} x {args.new_tokens}"
@@ -244,14 +259,15 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
     }
 
 
-def _peak_gb() -> float:
-    unit = 1 if sys.platform == "darwin" else 1024
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit / 1e9
+def vllm_python(args: argparse.Namespace) -> str:
+    """The interpreter that runs vLLM."""
+    here = importlib.util.find_spec("vllm") is not None
+    return args.vllm_python or (sys.executable if here else str(ROOT / ".venv-vllm" / "bin" / "python"))
 
 
 def measured(args: argparse.Namespace, engine: str, environment: dict[str, str], batch: int) -> dict[str, Any]:
     """The result of one engine, from a process of its own; printed as well."""
-    python = args.vllm_python if engine == "vllm" else sys.executable
+    python = vllm_python(args) if engine == "vllm" else sys.executable
     arguments = [value for value in sys.argv[1:] if value != "--engines" and value not in ENGINES]
     command = [python, __file__, *arguments, "--engine", engine, "--batch", str(batch)]
     done = subprocess.run(command, stdout=subprocess.PIPE, text=True, env=environment)
@@ -268,7 +284,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
     parser.add_argument("--engines", nargs="+", choices=ENGINES, default=["embedded", "vllm", "generate"])
     parser.add_argument("--engine", choices=ENGINES, help=argparse.SUPPRESS)
-    parser.add_argument("--model", default=str(MODEL))
+    parser.add_argument("--model", default=str(workload.MODEL))
+    parser.add_argument("--device", default="cpu", help="such as cuda; nothing is preloaded then")
     parser.add_argument("--dtype", choices=["auto", "bfloat16", "float32"], default="auto")
     parser.add_argument("--prompts", type=int, default=32)
     parser.add_argument("--prompt-tokens", type=int, default=94)
@@ -280,7 +297,7 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=1, help="timed rollouts; their median is reported")
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--no-preload", action="store_true", help="without Intel's OpenMP and tcmalloc")
-    parser.add_argument("--vllm-python", default=str(ROOT / ".venv-vllm" / "bin" / "python"), help="see `make vllm`")
+    parser.add_argument("--vllm-python", help="one that has vLLM (this one, else that of `make vllm`)")
     args = parser.parse_args()
     if args.engine:
         from verl.models.loading import resolved_dtype
@@ -289,10 +306,13 @@ def main() -> None:
         print(json.dumps(measure(args)))
         return
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": str(args.threads)}
-    if not args.no_preload:
+    if args.device == "cpu" and not args.no_preload:
         made = subprocess.run([ROOT / "benchmarks" / "peer_env.sh", "preload"], stdout=subprocess.PIPE, text=True)
         environment["LD_PRELOAD"] = made.stdout.strip()
     best: dict[str, float] = {}
+    if "vllm" in args.engines and not Path(vllm_python(args)).exists():
+        args.engines.remove("vllm")
+        print("without vLLM: neither this environment nor .venv-vllm has it", flush=True)
     for engine in args.engines:
         batches = [args.batch] if args.batch else BATCHES if engine == "generate" else [256]
         for batch in batches:

@@ -89,9 +89,9 @@ def make_trainer(args: argparse.Namespace, output: str, clock: StepClock) -> Tim
             "attn_implementation": "sdpa",
         },
         bf16=args.autocast,
-        use_cpu=True,
+        use_cpu=args.device == "cpu",
         gradient_checkpointing=False,
-        dataloader_pin_memory=False,
+        dataloader_pin_memory=args.device != "cpu",
         save_strategy="no",
         logging_steps=1,
         report_to=[],
@@ -132,6 +132,7 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
         "autocast": args.autocast,
         "weights": str(trainer.model.dtype),
         "micro_batch": args.micro_batch,
+        "device": args.device,
         "threads": args.threads,
         "completions": workload.PROMPTS * workload.SAMPLES,
         "new_tokens": workload.NEW_TOKENS,
@@ -141,7 +142,7 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
         "training_seconds": round(statistics.median(training), 3),
         "all_step_seconds": [round(step, 3) for step in steps],
         "mean_reward": round(statistics.mean(entry["reward"] for entry in logs), 3),
-        "peak_memory_gb": round(workload.peak_memory_gb(), 3),
+        "peak_memory_gb": round(workload.peak_memory_gb(args.device), 3),
     }
 
 
@@ -154,6 +155,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=3, help="timed steps, after one that warms up")
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--model", default=str(workload.MODEL))
+    parser.add_argument("--device", default="cpu", help="such as cuda")
     args = parser.parse_args()
     with contextlib.redirect_stdout(sys.stderr):
         result = measure(args)

@@ -31,6 +31,7 @@ def make_trainer(args: argparse.Namespace) -> verl.Trainer:
         dtype={"bf16": "bfloat16", "fp32": "float32"}[args.dtype],
         optim={"lr": workload.LEARNING_RATE},
         micro_batch_size=args.micro_batch,
+        placement=args.device,
         sampling=SamplingParams(max_new_tokens=workload.NEW_TOKENS, ignore_eos=True),
     )
 
@@ -55,6 +56,7 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
         "transformers": transformers.__version__,
         "dtype": args.dtype,
         "micro_batch": args.micro_batch,
+        "device": args.device,
         "threads": args.threads,
         "completions": workload.PROMPTS * workload.SAMPLES,
         "new_tokens": workload.NEW_TOKENS,
@@ -64,7 +66,7 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
         "training_seconds": round(statistics.median(log["time/update"] for log in logs), 3),
         "all_step_seconds": [round(log["time/step"], 3) for log in logs],
         "mean_reward": round(statistics.mean(log["reward"] for log in logs), 3),
-        "peak_memory_gb": round(workload.peak_memory_gb(), 3),
+        "peak_memory_gb": round(workload.peak_memory_gb(args.device), 3),
     }
 
 
@@ -76,6 +78,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=3, help="timed steps, after one that warms up")
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--model", default=str(workload.MODEL))
+    parser.add_argument("--device", default="cpu", help="such as cuda")
     print(json.dumps(measure(parser.parse_args())))
 
 

@@ -41,11 +41,16 @@ def prompts(tokenizer: Any) -> list[str]:
     Raises:
         ValueError: the tokenizer cuts words into so many pieces that a text misses that range.
     """
-    texts = [_cut(tokenizer, f"{opening} {_STORY}", most) for opening, most in zip(_OPENINGS, _TOKENS, strict=True)]
-    lengths = [len(tokenizer(text)["input_ids"]) for text in texts]
+    cut = [_cut(tokenizer, text, most) for text, most in zip(texts(), _TOKENS, strict=True)]
+    lengths = [len(tokenizer(text)["input_ids"]) for text in cut]
     if not all(80 <= length <= 86 for length in lengths):
         raise ValueError(f"prompts of {lengths} tokens: this tokenizer does not fit the benchmark's texts")
-    return texts
+    return cut
+
+
+def texts() -> list[str]:
+    """The prompts before they are cut."""
+    return [f"{opening} {_STORY}" for opening in _OPENINGS]
 
 
 def _cut(tokenizer: Any, text: str, most: int) -> str:
@@ -60,8 +65,13 @@ def reward(completion: str) -> float:
     return float(completion.count("e"))
 
 
-def peak_memory_gb() -> float:
-    """The largest resident set this process has had, in 10**9 bytes."""
+def peak_memory_gb(device: str = "cpu") -> float:
+    """The most this process has held, in 10**9 bytes: of a CPU the largest resident set, of an accelerator what torch
+    took of it."""
+    if device != "cpu":
+        import torch
+
+        return torch.get_device_module(device).max_memory_reserved() / 1e9
     unit = 1 if sys.platform == "darwin" else 1024
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit / 1e9
 

@@ -15,6 +15,7 @@ BEGAN = time.monotonic()
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--shard", help="run the tests in an order that this text (a commit) decides")
     parser.addoption("--seconds", type=float, default=math.inf, help="begin no test after so much time")
+    parser.addoption("--device", help="where the tests marked `gpu` run (the accelerator of this machine)")
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:

@@ -1,4 +1,7 @@
-"""On an accelerator: training and generation as on the CPU. Without one these tests fail; see `make gpu`."""
+"""On an accelerator: training and generation as on the CPU. Without one these tests fail; see `make gpu`.
+
+`--device cpu` runs them there: what they try is then known to work, and what an accelerator does is not.
+"""
 
 from __future__ import annotations
 
@@ -19,8 +22,8 @@ SHORT = verl.SamplingParams(max_new_tokens=6, ignore_eos=True)
 
 
 @pytest.fixture(autouse=True)
-def kind() -> str:
-    found = device.accelerator()
+def kind(request: pytest.FixtureRequest) -> str:
+    found: str | None = request.config.getoption("--device") or device.accelerator()
     assert found is not None, "torch finds no accelerator on this machine"
     return found
 
@@ -31,7 +34,7 @@ def low_bytes(texts: list[str]) -> list[float]:
 
 @pytest.mark.parametrize("algorithm", ["grpo", "ppo"])
 def test_a_plain_script_trains_on_the_accelerator(tiny: Path, kind: str, algorithm: str) -> None:
-    actor = verl.Actor(str(tiny), optim={"lr": 1e-2}, sampling=SHORT)
+    actor = verl.Actor(str(tiny), optim={"lr": 1e-2}, sampling=SHORT, placement=kind)
     trainer = verl.Trainer(actor, reward_fn=low_bytes, algorithm=algorithm, n=8, log_dir=False)
     rewards = [trainer.step(PROMPTS)["reward"] for _ in range(30)]
     assert device.of(actor.model).startswith(kind)
@@ -39,8 +42,8 @@ def test_a_plain_script_trains_on_the_accelerator(tiny: Path, kind: str, algorit
     assert sum(rewards[-5:]) / 5 > sum(rewards[:3]) / 3 + 0.2
 
 
-def test_log_probs_are_those_of_transformers_on_the_cpu(tiny: Path) -> None:
-    actor = verl.Actor(str(tiny), dtype="float32", sampling=SHORT)
+def test_log_probs_are_those_of_transformers_on_the_cpu(tiny: Path, kind: str) -> None:
+    actor = verl.Actor(str(tiny), dtype="float32", sampling=SHORT, placement=kind)
     samples = actor.generate_sequences(PROMPTS)
     model = AutoModelForCausalLM.from_pretrained(tiny, dtype=torch.float32)
     expected = []
@@ -52,7 +55,9 @@ def test_log_probs_are_those_of_transformers_on_the_cpu(tiny: Path) -> None:
         torch.testing.assert_close(found, torch.cat(expected), atol=1e-4, rtol=0)
 
 
-def test_nothing_of_the_cpu_kernels_is_imported_or_built(tiny: Path) -> None:
+def test_nothing_of_the_cpu_kernels_is_imported_or_built(tiny: Path, kind: str) -> None:
+    if kind == "cpu":
+        pytest.skip("the CPU has its kernels")
     script = (
         "import sys, verl\n"
         "actor = verl.Actor(sys.argv[1], sampling={'max_new_tokens': 2})\n"
