@@ -89,6 +89,7 @@ def make(shape: str, directory: Path, device: str = "cpu", config_only: bool = F
         return directory
     config: PreTrainedConfig = SHAPES[shape]()
     config.architectures = [{"qwen2": "Qwen2ForCausalLM", "llama": "LlamaForCausalLM"}[config.model_type]]
+    config.dtype = torch.bfloat16
     if config_only:
         config.save_pretrained(directory)
     else:

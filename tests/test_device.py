@@ -23,6 +23,7 @@ from verl.controller.placement import DeviceMesh
 from verl.device import free_memory, peak_memory
 from verl.errors import ConfigError, ModelError
 from verl.trainer import build
+from verl.trainer.memory import check_memory
 
 
 class Fake:
@@ -127,13 +128,13 @@ def test_a_run_is_refused_by_what_the_device_has(fake: Fake, tiny: Path, loaded:
     algorithm = make_algorithm("gpg")
     actor = build.build_actor(config, algorithm.head, 8)
     weights = sum(weight.nbytes for weight in actor.model.parameters())
-    build.check_memory(config, [algorithm], actor)
+    check_memory(config, [algorithm], actor)
     if loaded:
         device.put(actor.model)
     fake.free = 100_000 if loaded else 100_000 + weights
     room = 100_000 + (3 << 20) + weights
     with pytest.raises(ConfigError, match=f"training needs .* and {room / 1e9:.2f} GB are there"):
-        build.check_memory(config, [algorithm], actor)
+        check_memory(config, [algorithm], actor)
 
 
 def test_the_doctor_shows_the_devices(fake: Fake) -> None:

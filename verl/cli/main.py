@@ -91,6 +91,12 @@ def train(
     dry_run: Annotated[
         bool, typer.Option("--dry-run", help="Check and print all settings and what would run; load no model.")
     ] = False,
+    device: Annotated[
+        str | None,
+        typer.Option(
+            help="With --dry-run: the memory it takes of such a device, or of several: H100-80GB, 8xA100, 2x8xH200."
+        ),
+    ] = None,
 ) -> None:
     """Train a model, or go on with a run that was interrupted.
 
@@ -101,21 +107,27 @@ def train(
     $ verl train examples/grpo_arithmetic.yaml
     $ verl train examples/grpo_arithmetic.yaml trainer.seed=1 algorithm.name=remax
     $ verl train examples/grpo_arithmetic.yaml 'data.train={task: chain_sum, size: 1000}' --dry-run
+    $ verl train recipe.yaml --dry-run --device 8xH100-80GB
     $ verl train recipe.yaml data.train=prompts.jsonl reward.name=null reward.path=my_rewards.py:score --fresh
     $ verl train data.train_files=train.parquet data.train_batch_size=64 actor_rollout_ref.model.path=MODEL ...
     """
     from verl.config import load_config, to_yaml
 
     overrides = overrides or []
-    config = load_config(None, [str(file), *overrides]) if "=" in file.name else load_config(file, overrides)
+    is_setting = "=" in str(file) and not file.exists()
+    config = load_config(None, [str(file), *overrides]) if is_setting else load_config(file, overrides)
+    if device is not None and not dry_run:
+        raise ConfigError("--device asks what a run would take of a device that may be elsewhere: give --dry-run too")
     if dry_run:
-        from verl.cli.plan import plan
+        from verl.cli.plan import memory, plan
         from verl.trainer.check import check_settings
 
-        check_settings(config)
+        checked = check_settings(config)
         typer.echo(to_yaml(config))
         for label, text in plan(config).items():
             typer.echo(f"{typer.style(f'{label:>14}', bold=True)}  {text}")
+        if device is not None:
+            typer.echo("\n" + memory(config, list(checked.algorithms.values()), device))
         return
     from verl.kernels.library_memory import limit_library_memory
 

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from math import ceil
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from verl.config import Config, CostConfig, RewardPart, run_id
 from verl.controller.placement import DeviceMesh
 from verl.errors import ConfigError
 from verl.planner.hardware import DEVICES, Cluster, Efficiency
 from verl.planner.search import Plan, search
+
+if TYPE_CHECKING:
+    from verl.algorithms import BaseAlgorithm
 
 
 def plan(config: Config) -> dict[str, str]:
@@ -38,6 +41,19 @@ def plan(config: Config) -> dict[str, str]:
     if trainer.control is not None:
         lines["control"] = f"{trainer.control}: this run should learn nothing"
     return lines
+
+
+def memory(config: Config, algorithms: Collection[BaseAlgorithm], devices: str) -> str:
+    """What a run takes of devices such as "H100-80GB" or "8xA100", as a table; reads no weights.
+
+    Raises:
+        ConfigError: it does not fit (with the setting to change), or there is no such device.
+        ModelError: a model's configuration cannot be found.
+    """
+    from verl.trainer.memory import memory_on
+
+    cluster = Cluster.parse(devices if devices[:1].isdigit() else f"1x{devices}", option="--device")
+    return "\n".join(memory_on(config, algorithms, cluster).lines())
 
 
 def draw(config: Config) -> str:

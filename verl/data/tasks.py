@@ -37,6 +37,10 @@ def task_rows(spec: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
         raise ConfigError(f"task {task}: split is train or eval, holdout within 0 and 1, size at least 1")
     problems = make_task(task, seed=seed, size=size, **settings)
     draws = range(size) if split is None else range(size * _DRAWS_PER_ROW)
+    try:
+        problems[draws[-1]]
+    except IndexError:  # some tasks have no problem beyond their size
+        problems = make_task(task, seed=seed, size=len(draws), **settings)
     entries: Iterator[Any] = (problems[index] for index in draws)
     if split is not None:
         entries = (entry for entry in entries if _held_out(entry["question"], holdout) == (split == "eval"))

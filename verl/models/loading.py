@@ -118,6 +118,24 @@ def blank_model(
         return model
 
 
+def configured_model(
+    path_or_name: str | Path, *, dtype: str, kind: Literal["causal", "score"], trust_remote_code: bool = False
+) -> Any:
+    """The model that a configuration describes, without weights and whether or not there are files of them; "score": up
+    to its head. "auto" is the dtype of the files, whatever this machine would take instead.
+
+    Raises:
+        ModelError: nothing is there, or it is no model.
+    """
+    name = _located(path_or_name, "configuration")
+    with _explained(name, "model"), _quiet():
+        config = AutoConfig.from_pretrained(name, trust_remote_code=trust_remote_code)
+        auto = AutoModelForCausalLM if kind == "causal" else AutoModel
+        stored = getattr(config.get_text_config(), "dtype", None) or torch.float32
+        options = {"dtype": stored if dtype == "auto" else _DTYPES[dtype], "trust_remote_code": trust_remote_code}
+        return blank(partial(auto.from_config, config, **options))
+
+
 def resolved_dtype(path_or_name: str | Path, dtype: str, *, trust_remote_code: bool = False) -> str | None:
     """The name of the dtype in which `load_model` loads; None: the files alone say it.
 

@@ -104,25 +104,27 @@ class Cluster:
         network_gbps: float | None = None,
         efficiency: Efficiency | None = None,
         devices: Mapping[str, Device] = DEVICES,
+        option: str = "--cluster",
     ) -> Cluster:
-        """From "16x8xA100" (machines x devices x kind) or "4xL4" (one machine).
+        """From "16x8xA100" (machines x devices x kind), "4xL4" (one machine) or "1xH100-80GB" (its memory beside it).
 
         Args:
             network_gbps: Gbit/s between machines, per machine (None: as the vendor's machines have it).
             devices: those known, by lower-case name.
+            option: what messages call the text.
 
         Raises:
             ConfigError: it is no cluster, or the kind is unknown.
         """
         match = re.fullmatch(r"(?:(\d+)x)?(\d+)x([A-Za-z][\w.-]*)", text.strip())
         if match is None:
-            raise ConfigError(f"--cluster: '{text}' is no cluster: write MACHINESxDEVICESxKIND, such as 16x8xA100")
-        device = devices.get(match[3].lower())
+            raise ConfigError(f"{option}: '{text}' is no cluster: write MACHINESxDEVICESxKIND, such as 16x8xA100")
+        device = _device(match[3].lower(), devices)
         if device is None:
-            raise ConfigError(f"--cluster: no data sheet of '{match[3]}': {nearest(match[3].lower(), devices)}")
+            raise ConfigError(f"{option}: no data sheet of '{match[3]}': {nearest(match[3].lower(), devices)}")
         machines, per_machine = int(match[1] or 1), int(match[2])
         if not 1 <= machines * per_machine <= 1 << 14 or not per_machine or (network_gbps or 1) <= 0:
-            raise ConfigError(f"--cluster: '{text}' needs 1 to 16384 devices, and a network above 0 Gbit/s")
+            raise ConfigError(f"{option}: '{text}' needs 1 to 16384 devices, and a network above 0 Gbit/s")
         network = device.network * per_machine if network_gbps is None else network_gbps * GB / 8
         return cls(machines, per_machine, device, network, efficiency or Efficiency())
 
@@ -168,6 +170,18 @@ class Cluster:
         """Seconds in which every rank passes so many bytes to the one `stride` ranks on."""
         rate = self.device.link if stride < self.per_machine else self.network / self.per_machine
         return amount / (rate * self.efficiency.network) + HOP[stride >= self.per_machine]
+
+
+def _device(name: str, devices: Mapping[str, Device]) -> Device | None:
+    """The device of a name in lower case, which may end with its memory: "h100", "a100-40", "h100-94gb"."""
+    kind, _, memory = name.rpartition("-")
+    if name in devices:
+        return devices[name]
+    if kind in devices and re.fullmatch(r"\d+(gb)?", memory):
+        amount = memory.removesuffix("gb")
+        exact = devices.get(f"{kind}-{amount}", devices[kind])
+        return replace(exact, name=name.upper(), memory=int(amount) * GB)
+    return None
 
 
 @cache

@@ -2,20 +2,15 @@
 
 from __future__ import annotations
 
-import logging
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 from typing import Any, Literal
 
-from verl import device
 from verl.algorithms import BaseAlgorithm
 from verl.config import Config, CostConfig, RewardConfig
 from verl.controller.controller import Controller
 from verl.controller.placement import ROLES
-from verl.controller.ranks import local_ranks
 from verl.models.loading import load_model
-from verl.models.memory import ModelSize, estimate_memory, preflight
 from verl.roles.actor import Actor
 from verl.roles.critic import Critic
 from verl.roles.reward import Reward
@@ -28,8 +23,6 @@ from verl.trainer.task_file import make_tasks
 from verl.trainer.trainer import Trainer
 from verl.training.options import TrainOptions
 from verl.workers.update import UpdatePlan
-
-logger = logging.getLogger(__name__)
 
 
 def placed_roles(algorithms: Iterable[BaseAlgorithm]) -> list[str]:
@@ -85,30 +78,6 @@ def build_source(given: CostConfig, called: RewardConfig) -> Reward | None:
     return Reward(part.pop("source"), **part, **options)
 
 
-def check_memory(config: Config, algorithms: Iterable[BaseAlgorithm], actor: Actor) -> None:
-    """Refuse a run of these algorithms that will not fit in memory, before it starts.
-
-    Raises:
-        ConfigError: with what is needed, what there is, and the setting to change.
-    """
-    policy = config.actor_rollout_ref
-    model, update, rollout = policy.model, policy.actor, policy.rollout
-    size = ModelSize.from_model(actor.model)
-    size = replace(size, fused=size.fused and model.use_fused_kernels)
-    layout = actor.controller.meshes("actor", update).meshes["train"].layout
-    estimate = preflight(
-        size,
-        key="actor_rollout_ref.actor",
-        max_tokens_per_micro_batch=update.max_tokens_per_micro_batch or 16384,
-        kv_tokens=int((rollout.kv_cache_gb or 0.0) * 2**30 / max(size.kv_bytes_per_token, 1)),
-        gradient_checkpointing=model.enable_gradient_checkpointing,
-        moments=update.optim.moments,
-        cut_over=layout.shard * layout.tp * layout.pp,
-        available=_available(actor, size) - _others(list(algorithms), size),
-    )
-    logger.info("memory of training the actor: about %s", estimate)
-
-
 def build_tasks(config: Config, algorithms: Mapping[str, BaseAlgorithm]) -> list[Task]:
     """The tasks with their rewards; of a run without `tasks`, the one that its sections make.
 
@@ -159,25 +128,6 @@ def _kind(config: Config) -> Callable[..., Trainer]:
         max_rollout_workers=rollout.max_rollout_workers,
         transport=rollout.transport,
     )
-
-
-def _available(actor: Actor, size: ModelSize) -> int:
-    """Bytes free for the actor beside its weights, where it will run: of that device, or this rank's share of the
-    host."""
-    where = actor.controller.device
-    if where == "cpu":
-        return device.free_memory() // local_ranks()
-    loaded = device.of(actor.model).startswith(where)
-    return device.free_memory(where) - (0 if loaded else size.weight_bytes)
-
-
-def _others(algorithms: Sequence[BaseAlgorithm], size: ModelSize) -> int:
-    """Bytes of the models beside the actor, taken to be of its size; each task has critics of its own."""
-    own = size.trained == size.parameters  # the reference of a LoRA is its own base
-    needed = own and any("reference" in algorithm.roles for algorithm in algorithms)
-    reference = estimate_memory(size, trained=False).total if needed else 0
-    critics = sum(len(algorithm.roles & {"critic", "cost_critic"}) for algorithm in algorithms)
-    return reference + critics * estimate_memory(size).total
 
 
 def _training(config: Config, update: TrainOptions, rows: int) -> TrainOptions:

@@ -26,6 +26,7 @@ from verl.trainer import build
 from verl.trainer.check import Checked, check_settings
 from verl.trainer.evaluation import Evaluation, HeldOut, accuracy, save_completions
 from verl.trainer.logging import Logger, open_logger, setup_logging
+from verl.trainer.memory import check_memory
 from verl.trainer.precision import with_dtypes
 from verl.trainer.report import REFRESH_SECONDS, SHARES, read_rows, write_report
 from verl.trainer.rng import seed_everything
@@ -115,7 +116,7 @@ def _open_trainer(config: Config, checked: Checked, run: Run, controller: Contro
     settings, algorithms, rows, identity = config.trainer, checked.algorithms, checked.rows, config_hash(config)
     config = with_dtypes(config, run.path)
     actor = build.build_actor(config, next(iter(algorithms.values())).head, rows, controller)
-    build.check_memory(config, algorithms.values(), actor)
+    check_memory(config, algorithms.values(), actor)
     data = build_data(config, actor, checked.data)
     for note in data.notes:
         logger.warning("%s", note)
