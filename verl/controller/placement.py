@@ -18,7 +18,8 @@ from verl.layout import PARALLEL
 
 ROLES = ("actor", "rollout", "critic", "cost_critic", "reference", "reward", "cost")
 _KEYS = ("slots", "device", "gpu_ids", "cpu_ids", "parallel", "node", "accelerator")
-_KINDS = {"cuda": "cuda", "gpu": "cuda", "cpu": "cpu"}  # as it is written -> as it is called here
+# As it is written -> as torch calls it: AMD's GPUs are "cuda" there, too.
+_KINDS = {"cuda": "cuda", "gpu": "cuda", "rocm": "cuda", "cpu": "cpu", "mps": "mps"}
 #: Ranks of the largest job: a bound for what is written, not for what is there.
 MOST_SLOTS = 1 << 14
 _RANGE = re.compile(r"([a-z]+)(?::(\d[\d,\s-]*))?")
@@ -228,6 +229,8 @@ def _slots(given: str | Slot) -> list[Slot]:
             raise ConfigError(f"placement: '{given}' is no range of slots: write '{kind}:0-3' or '{kind}:0,2'")
         _check_count(int(last or first) - int(first) + 1, f"'{given}'")
         found += [Slot(kind, i) for i in range(int(first), int(last or first) + 1)]
+    if kind == "mps" and found != [Slot("mps", 0)]:
+        raise ConfigError(f"placement: '{given}': a Mac has one device, 'mps:0'")
     return found
 
 

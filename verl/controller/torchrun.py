@@ -87,7 +87,7 @@ class TorchrunSlots:
             if self._slot is not None:
                 return
             local = os.environ.get("LOCAL_RANK", str(rank_here()))
-            device = f"cuda:{local}" if self.kind == "cuda" else "cpu"
+            device = f"cuda:{local}" if self.kind == "cuda" else self.kind
             world = World(rank_here(), torchrun_ranks(), "env://", self.timeout, device)
             group = control_group(world.rank, world.size)
             self._slot, registry.is_closed = SlotWorker(world), True
