@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -51,7 +52,30 @@ _SCHEDULES = {
     "constant": "constant",
     "constant_with_warmup": "constant",
 }
+#: Kinds of arguments whose default does not show it.
+_KINDS: dict[str, Any] = {
+    "bf16": bool | None,
+    "save_total_limit": int | None,
+    "eval_steps": int | None,
+    "num_generations_eval": int | None,
+    "max_prompt_length": int | None,
+    "generation_batch_size": int | None,
+    "steps_per_generation": int | None,
+    "min_p": float | None,
+    "epsilon_high": float | None,
+    "delta": float | None,
+    "center_rewards_coefficient": float | None,
+    "reward_weights": list[float] | None,
+    "warmup_steps": float,
+}
+#: How a command line gives an argument that may be True: with a value or without.
+_FLAG = {"nargs": "?", "const": True}
 _SINKS = ("tensorboard", "wandb", "mlflow")
+
+
+def _kind_of(name: str, default: Any) -> Any:
+    """The type of an argument, as a command line reads it."""
+    return _KINDS.get(name, (str | None) if default is None else type(default))
 
 
 class Config:
@@ -62,8 +86,28 @@ class Config:
     """
 
     defaults: ClassVar[dict[str, Any]] = _COMMON
+    #: As of a dataclass, which `dataclasses.fields`, `HfArgumentParser` and `TrlParser` take it for.
+    __dataclass_fields__: ClassVar[dict[str, dataclasses.Field[Any]]] = {}
     #: Arguments of this record that TRL has and that are done otherwise here: name -> (default, what to do).
     otherwise: ClassVar[dict[str, tuple[Any, str]]] = {}
+
+    def __init_subclass__(cls) -> None:
+        # Their own code sets every field at the start; an argument without effect is None until somebody does.
+        quiet = sorted(NO_EFFECT - cls.defaults.keys())
+        fields = [(name, _kind_of(name, value), value) for name, value in cls.defaults.items()]
+        fields += [(name, str | None, None) for name in quiet]
+        flags = {*quiet, "bf16"}
+        made: Any = dataclasses.make_dataclass(
+            cls.__name__,
+            [
+                (name, kind, dataclasses.field(default=value, metadata=_FLAG if name in flags else {}))
+                for name, kind, value in fields
+            ],
+        )
+        cls.__dataclass_fields__ = made.__dataclass_fields__
+        cls.__annotations__ = dict(made.__annotations__)
+        for name in quiet:
+            setattr(cls, name, None)
 
     def __init__(self, output_dir: str | None = None, **given: Any) -> None:
         self.__dict__.update(self.defaults)
@@ -168,7 +212,8 @@ class Config:
         Raises:
             ConfigError: `model_init_kwargs` has one that there is not here.
         """
-        given = dict(self.model_init_kwargs or {})
+        kwargs = self.model_init_kwargs or {}
+        given = json.loads(kwargs) if isinstance(kwargs, str) else dict(kwargs)  # a command line has JSON
         for name in ("attn_implementation", "device_map", "use_cache", "low_cpu_mem_usage"):
             given.pop(name, None)  # how the model is laid out and run is decided here
         dtype = given.pop("dtype", given.pop("torch_dtype", "auto"))

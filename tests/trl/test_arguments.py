@@ -1,0 +1,62 @@
+"""TRL's `*Config` records as dataclasses, and every field of transformers' own."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import pytest
+from transformers import HfArgumentParser, TrainingArguments
+
+from verl.trl import DPOConfig, GRPOConfig, KTOConfig, RewardConfig, SFTConfig
+from verl.trl.names import NO_EFFECT, OTHERWISE, removed
+
+RECORDS = [DPOConfig, GRPOConfig, KTOConfig, RewardConfig, SFTConfig]
+
+
+@pytest.mark.parametrize("record", RECORDS)
+def test_a_command_line_is_read_into_a_record(record: Any) -> None:
+    line = "--output_dir out --learning_rate 1e-5 --warmup_steps 3 --bf16 --log_completions --dataloader_num_workers 4"
+    (args,) = HfArgumentParser((record,)).parse_args_into_dataclasses(line.split())
+    assert (args.output_dir, args.learning_rate, args.warmup_steps, args.bf16) == ("out", 1e-5, 3, True)
+    same = record(
+        output_dir="out",
+        learning_rate=1e-5,
+        warmup_steps=3,
+        bf16=True,
+        log_completions=True,
+        dataloader_num_workers="4",
+    )
+    assert dataclasses.asdict(args) == dataclasses.asdict(same)
+
+
+def test_kinds_that_no_default_shows_are_read() -> None:
+    line = [
+        "--num_generations",
+        "4",
+        "--reward_weights",
+        "1",
+        "0.5",
+        "--max_prompt_length",
+        "64",
+        "--epsilon_high",
+        "0.3",
+    ]
+    line += ["--model_init_kwargs", '{"dtype": "bfloat16"}', "--gradient_checkpointing"]
+    (args,) = HfArgumentParser((GRPOConfig,)).parse_args_into_dataclasses(line)
+    assert (args.reward_weights, args.max_prompt_length, args.epsilon_high) == ([1.0, 0.5], 64, 0.3)
+    assert args.gradient_checkpointing is True and args.model_settings()["dtype"] == "bfloat16"
+    assert dataclasses.replace(args, beta=0.5).beta == 0.5
+
+
+def test_what_is_left_out_is_the_default() -> None:
+    for record in RECORDS:
+        (args,) = HfArgumentParser((record,)).parse_args_into_dataclasses([])
+        assert dataclasses.asdict(args) == dataclasses.asdict(record())
+
+
+def test_every_field_of_transformers_is_mapped_or_known() -> None:
+    """None is dropped in silence: it is mapped, has no effect on numbers, or is refused with what to do."""
+    fields = {field.name for field in dataclasses.fields(TrainingArguments) if field.init}
+    known = GRPOConfig.defaults.keys() | NO_EFFECT | OTHERWISE.keys()
+    assert not {name for name in fields - known if removed(name) is None}
