@@ -41,6 +41,7 @@ CASES: dict[str, tuple[dict[str, Any], list[str]]] = {
     "offloaded weights": ({"param_offload": True}, ["LlamaDecoderLayer"]),
     "offloaded optimizer": ({"optimizer_offload": True}, ["LlamaDecoderLayer"]),
     "by name": ({"wrap_policy": {"transformer_layer_cls_to_wrap": "LlamaMLP"}}, ["LlamaMLP"]),
+    "by name, flat": ({"transformer_layer_cls_to_wrap": ["LlamaMLP"]}, ["LlamaMLP"]),
     "by names": (
         {"wrap_policy": {"transformer_layer_cls_to_wrap": ["LlamaMLP", "LlamaDecoderLayer"]}},
         ["LlamaDecoderLayer", "LlamaMLP"],

@@ -4,7 +4,7 @@ without torch."""
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field, model_validator
@@ -107,6 +107,16 @@ class FSDPConfig(Record):
         if name != "wrap_policy_fn":
             super().__setattr__(name, value)
         self.__dict__[name] = type(self)(wrap_policy_fn=value).wrap_policy_fn
+
+    @model_validator(mode="before")
+    @classmethod
+    def _flat(cls, given: Any) -> Any:
+        """`transformer_layer_cls_to_wrap` may stand here, too, where Accelerate and DeepSpeed have it."""
+        name = "transformer_layer_cls_to_wrap"
+        if not isinstance(given, Mapping) or name not in given:
+            return given
+        policy = {**dict(given.get("wrap_policy") or {}), name: given[name]}
+        return {key: value for key, value in given.items() if key != name} | {"wrap_policy": policy}
 
     @model_validator(mode="after")
     def _one_policy(self) -> FSDPConfig:
