@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -22,8 +23,14 @@ from verl.controller.controller import Controller
 from verl.controller.placement import DeviceMesh
 from verl.device import free_memory, peak_memory
 from verl.errors import ConfigError, ModelError
+from verl.models.loading import load_model
+from verl.models.packed import PackedModel
+from verl.roles.layouts import generation_seconds
+from verl.rollout.embedded import EmbeddedEngine
 from verl.trainer import build
 from verl.trainer.memory import check_memory
+from verl.trainer.rng import rng_state, set_rng_state
+from verl.workers.standalone import EngineRecipe
 
 
 class Fake:
@@ -140,3 +147,91 @@ def test_a_run_is_refused_by_what_the_device_has(fake: Fake, tiny: Path, loaded:
 def test_the_doctor_shows_the_devices(fake: Fake) -> None:
     found = check_devices()
     assert found.detail == "meta:0 (80 GiB), meta:1 (80 GiB); a run's default: meta"
+
+
+class Generators:
+    """`torch.cuda` of a machine, as far as names and random generators go."""
+
+    def __init__(self, count: int) -> None:
+        self.states = {f"cuda:{i}": torch.full((4,), i, dtype=torch.uint8) for i in range(count)}
+
+    def get_device_name(self, name: str) -> str:
+        return f"Accelerator {name}"
+
+    def get_rng_state(self, name: str) -> torch.Tensor:
+        return self.states[name]
+
+    def set_rng_state(self, state: torch.Tensor, device: str) -> None:
+        self.states[device] = state
+
+
+def test_random_generators_of_all_devices_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    there = Generators(2)
+    monkeypatch.setattr(device, "_accelerators", lambda: Fake("cuda", len(there.states)))
+    monkeypatch.setattr(device, "_module", lambda name: there)
+    tensors, meta = rng_state()
+    assert device.device_name("cuda:1") == "Accelerator cuda:1" and device.device_name("cpu") == "cpu"
+    assert {name: tensors[name][0].item() for name in there.states} == {"cuda:0": 0, "cuda:1": 1}
+    there = Generators(1)  # the run goes on with one device less
+    there.states["cuda:0"] += 7
+    set_rng_state(tensors, meta)
+    assert {name: state.tolist() for name, state in there.states.items()} == {"cuda:0": [0] * 4}
+
+
+def test_a_mac_has_one_generator(monkeypatch: pytest.MonkeyPatch) -> None:
+    state = torch.tensor([5], dtype=torch.uint8)
+
+    class Mac:
+        def get_rng_state(self) -> torch.Tensor:
+            return state
+
+        def set_rng_state(self, new: torch.Tensor) -> None:
+            state.copy_(new)
+
+    monkeypatch.setattr(device, "_accelerators", lambda: Fake("mps", 1))
+    monkeypatch.setattr(device, "_module", lambda name: Mac())
+    kept = {name: value.clone() for name, value in device.rng_states().items()}
+    state.zero_()
+    device.set_rng_states(kept)
+    assert state.item() == 5 and device.device_name("mps") == "mps"
+
+
+def test_a_worker_has_the_device_that_its_process_sees(monkeypatch: pytest.MonkeyPatch, tiny: Path) -> None:
+    monkeypatch.setattr(device, "_accelerators", lambda: Fake("cuda", 4))
+    monkeypatch.setattr("verl.controller.controller._known", {})
+    assert EngineRecipe.of(verl.Actor(str(tiny), placement="cpu")).device == "cpu"
+    actor = verl.Actor(str(tiny), placement="cuda:3")
+    assert actor.device == "cuda:3"
+    assert EngineRecipe.of(actor).device == "cuda"  # of which a process with one device has number 0
+
+
+@pytest.fixture
+def no_host(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The host's memory is not asked about."""
+
+    def host() -> int:
+        raise AssertionError("the host was asked about a device's memory")
+
+    monkeypatch.setattr(device, "_free_on_host", host)
+    monkeypatch.setattr(device, "_peak_on_host", host)
+
+
+@pytest.mark.usefixtures("no_host")
+def test_a_layout_is_chosen_by_the_devices_memory_before_the_model_is_there(fake: Fake, tiny: Path) -> None:
+    actor = verl.Actor(str(tiny))
+    assert (actor.device, device.of(actor.model)) == ("meta", "cpu")
+    layout = replace(actor.controller.meshes("actor", actor.train_options).meshes["train"].layout, shard=2)
+    assert generation_seconds(actor, layout, (1, 2), 2).keys() == {1, 2}
+    fake.free = -(3 << 20)  # nothing, with what torch holds for the next tensor
+    assert generation_seconds(actor, layout, (1, 2), 2) == {}
+
+
+@pytest.mark.parametrize("free", [1 << 20, 3 << 20])
+@pytest.mark.usefixtures("no_host")
+def test_a_kv_cache_is_of_the_device_not_the_host(fake: Fake, tiny: Path, free: int) -> None:
+    packed = PackedModel(load_model(str(tiny)))
+    fake.kind, fake.free = "cpu", free  # an accelerator on which the engine can run
+    cache = EmbeddedEngine(packed, eos_token_ids=(0,), seed=0, max_batch=4096).cache
+    room = (free + (3 << 20)) // 2
+    assert room - cache.bytes / cache.num_blocks < cache.bytes <= room
+    assert peak_memory(packed.device) == 7 << 20

@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -49,16 +50,48 @@ def count(kind: str) -> int:
 
 def device_name(device: str) -> str:
     """What the driver calls a device, such as "NVIDIA H100 80GB HBM3"; its kind where that is unknown."""
-    import torch
+    read = getattr(_module(device), "get_device_name", None)
+    return device if _is_host(device) or read is None else str(read(device))
 
-    return torch.cuda.get_device_name(device) if device.startswith("cuda") else device
+
+def synchronize() -> None:
+    """Wait until the accelerator, if there is one, has done what it was given."""
+    if accelerator() is not None:
+        _accelerators().synchronize()
+
+
+def rng_states() -> dict[str, torch.Tensor]:
+    """States of the accelerators' random generators, by device ("cuda:0"); "mps" has one generator."""
+    return {name: get() for name, (get, _) in _generators().items()}
+
+
+def set_rng_states(states: Mapping[str, torch.Tensor]) -> None:
+    """Set those of the devices that this process sees; others are left out."""
+    for name, (_, put) in _generators().items():
+        if name in states:
+            put(states[name].clone())
+
+
+def _generators() -> dict[str, tuple[Callable[[], torch.Tensor], Callable[[torch.Tensor], None]]]:
+    """How the state of each device's generator is read and set."""
+    if (kind := accelerator()) is None or not hasattr(module := _module(kind), "get_rng_state"):
+        return {}
+    if kind == "mps":
+        return {kind: (module.get_rng_state, module.set_rng_state)}
+    names = [f"{kind}:{index}" for index in range(count(kind))]
+    return {name: (partial(module.get_rng_state, name), partial(module.set_rng_state, device=name)) for name in names}
 
 
 def put(module: M, device: str | None = None) -> M:
     """The module on `device` (None: the default kind). A kind without a number leaves it on a device of that kind."""
-    device = device or default_kind()
-    here = of(module)
-    return module if device in (here, here.partition(":")[0]) else module.to(device)
+    to = target(module, device)
+    return module if to == of(module) else module.to(to)
+
+
+def target(module: nn.Module, device: str | None = None) -> str:
+    """Where `put` leaves a module."""
+    device, here = device or default_kind(), of(module)
+    return here if device in (here, here.partition(":")[0]) else device
 
 
 def of(module: nn.Module) -> str:
@@ -101,16 +134,21 @@ def peak_memory(device: torch.device | str = "cpu") -> int:
     return _peak_on_host() if _is_host(str(device)) else int(_memory(str(device)).max_memory_allocated(str(device)))
 
 
+def _module(device: str) -> Any:
+    """`torch.cuda`, `torch.xpu` and the like. Tests put another in its place."""
+    import torch
+
+    return getattr(torch, device.partition(":")[0], None)
+
+
 def _is_host(device: str) -> bool:
     return device.partition(":")[0] != accelerator()
 
 
 def _memory(device: str) -> Any:
     """torch's interface to the memory of a device: before 2.9 each kind has its own."""
-    import torch
-
     api = _accelerators()
-    return api if hasattr(api, "memory_reserved") else getattr(torch, device.partition(":")[0])
+    return api if hasattr(api, "memory_reserved") else _module(device)
 
 
 def _info(device: str) -> Any:

@@ -67,9 +67,9 @@ def measure(megabytes: int = 32) -> Measured:
     source = torch.randn(megabytes * (1 << 18) * (16 if name else 1), device=where)
     target = torch.empty_like(source)
     copy = _seconds(lambda: target.copy_(source))
-    count = torch.accelerator.device_count() if name else 2
+    count = device.count(name) if name else 2
     return Measured(
-        torch.cuda.get_device_name() if where.type == "cuda" else str(where),
+        device.device_name(str(where)),
         2 * rows * width * inner / product,
         2 * source.nbytes / copy,
         _collective(megabytes, where.type) if count > 1 else None,
@@ -78,14 +78,13 @@ def measure(megabytes: int = 32) -> Measured:
 
 def _seconds(run: Callable[[], object], times: int = 7) -> float:
     """The median of several runs after a first one."""
-    import torch
+    from verl import device
 
     found = []
     for _ in range(times + 1):
         begun = time.perf_counter()
         run()
-        if torch.accelerator.is_available():
-            torch.accelerator.synchronize()
+        device.synchronize()
         found.append(time.perf_counter() - begun)
     return sorted(found[1:])[times // 2]
 

@@ -9,6 +9,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, Literal
 from uuid import uuid4
 
+from verl import device
 from verl.algorithms import BaseAlgorithm, default_algorithm, make_algorithm
 from verl.batch import Batch
 from verl.controller.controller import Controller
@@ -17,7 +18,6 @@ from verl.controller.ranks import registry
 from verl.data.prefixes import with_prefixes
 from verl.data.tokenize import to_prompts
 from verl.data.vocabulary import vocabulary_id
-from verl.device import of as device_of
 from verl.errors import ConfigError, DataError, ModelError
 from verl.layout import ModelShape
 from verl.models.heads import ValueModel, score_model
@@ -207,8 +207,10 @@ class Actor:
 
     @property
     def device(self) -> str:
-        """Where this process computes with the model."""
-        return self.controller.device if self.files is not None else device_of(self.model)
+        """Where this process computes with the model, or will once its workers are made."""
+        if self.files is not None:
+            return self.controller.device
+        return device.of(self.model) if self.has_workers else device.target(self.model, self.controller.device)
 
     @property
     def outline(self) -> Mapping[str, Tensor]:

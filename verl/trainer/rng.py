@@ -9,6 +9,7 @@ import numpy as np
 import torch
 from pydantic import BaseModel, ConfigDict
 
+from verl import device
 from verl.errors import CheckpointError
 
 
@@ -29,7 +30,7 @@ def seed_everything(seed: int) -> None:
 
 
 def rng_state() -> tuple[dict[str, torch.Tensor], RandomState]:
-    """State of torch (CPU and every CUDA device), NumPy's global generator and `random`."""
+    """State of torch (CPU and every accelerator), NumPy's global generator and `random`."""
     version, words, gauss = random.getstate()
     kind, keys, pos, has_gauss, cached = np.random.get_state(legacy=True)
     tensors = {
@@ -37,13 +38,12 @@ def rng_state() -> tuple[dict[str, torch.Tensor], RandomState]:
         "python": torch.tensor(words, dtype=torch.int64),
         "numpy": torch.from_numpy(np.asarray(keys).astype(np.int64)),
     }
-    if torch.cuda.is_available():
-        tensors |= {f"cuda:{i}": state for i, state in enumerate(torch.cuda.get_rng_state_all())}
+    tensors |= device.rng_states()
     return tensors, RandomState(python=(version, gauss), numpy=(str(kind), int(pos), int(has_gauss), float(cached)))
 
 
 def set_rng_state(tensors: Mapping[str, torch.Tensor], meta: RandomState) -> None:
-    """Set what `rng_state` gave. States of CUDA devices that this process lacks are left out.
+    """Set what `rng_state` gave. States of devices that this process lacks are left out.
 
     Raises:
         CheckpointError: the state is incomplete or of another kind of generator.
@@ -54,8 +54,6 @@ def set_rng_state(tensors: Mapping[str, torch.Tensor], meta: RandomState) -> Non
         kind, pos, has_gauss, cached = meta.numpy
         np.random.set_state((kind, tensors["numpy"].numpy().astype(np.uint32), pos, has_gauss, cached))
         torch.set_rng_state(tensors["torch"].clone())
-        for index in range(torch.cuda.device_count()):
-            if f"cuda:{index}" in tensors:
-                torch.cuda.set_rng_state(tensors[f"cuda:{index}"].clone(), index)
+        device.set_rng_states(tensors)
     except (KeyError, ValueError, TypeError, RuntimeError, OverflowError) as error:
         raise CheckpointError(f"the state of the random generators cannot be restored: {error}") from error

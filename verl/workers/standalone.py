@@ -28,7 +28,8 @@ class EngineRecipe:
 
     Attributes:
         config: the model's configuration, as plain values: the live one says which attention has been set there.
-        dtype, device: of its weights, by name.
+        dtype: of its weights, by name.
+        device: their kind of device: a worker's process has one of its own, whatever number the actor's has.
     """
 
     config: Mapping[str, Any]
@@ -46,7 +47,7 @@ class EngineRecipe:
         return cls(
             config=actor.model.config.to_dict(),
             dtype=str(actor.model.dtype).removeprefix("torch."),
-            device=actor.device,
+            device=actor.device.partition(":")[0],
             tokenizer=actor.tokenizer,
             eos_token_ids=eos_token_ids(actor.model, actor.tokenizer),
             fused_kernels=bool(actor.train_options.fused_kernels),
