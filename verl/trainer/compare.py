@@ -18,11 +18,9 @@ import yaml  # type: ignore[import-untyped]
 
 from verl.durable import write_atomic
 from verl.errors import DataError
-from verl.trainer.report import ASSETS, curves_of
+from verl.trainer.report import ASSETS, FIRST, curves_of
 
 Points = list[list[float]]
-#: What people look at first.
-FIRST = ("eval/accuracy", "eval/reward", "eval/loss", "reward/mean", "reward", "response/length", "kl")
 _COLORS = ("#2f6fdb", "#d9622b", "#2a9d62", "#9b51c7", "#c23b5a", "#7a7a2c", "#1f9aa8", "#8a5a3c")
 _WIDTH, _HEIGHT, _LEFT, _BOTTOM, _TOP = 560, 220, 52, 22, 10
 #: Settings that say where a run is and how it is watched, and those that `seeds` of one setting differ in.

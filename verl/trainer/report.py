@@ -6,6 +6,8 @@ Read are, each only if it is there:
     eval.jsonl                likewise: step, metrics, headline (which of them matters: accuracy, from 0 to 1, if not
                               given), low and high (its 95 % interval)
     completions/step-N.parquet   id, prompt, response, reward (null: no score) of an evaluation's samples
+    completions/train-N.parquet  what a training step learned from, see `completions`
+    checkpoints/              its names are shown, with the command that exports one
     summary.json              headline, accuracy_before, accuracy_after (or of another headline), gain_low, gain_high,
                               eval_problems, seconds, state, control,
                               rollout_tokens_per_second, train_tokens_per_second, peak_memory_bytes
@@ -24,6 +26,7 @@ import html
 import json
 import math
 import re
+import shlex
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, TypeGuard
@@ -39,9 +42,22 @@ ASSETS = Path(__file__).parent / "assets"
 MAX_POINTS, MAX_EVALS, MAX_SAMPLES, MAX_TEXT = 2000, 8, 300, 4000
 #: After so many seconds the page of a live run is written anew, and reloads itself.
 REFRESH_SECONDS = 30
+#: Metrics that people look at first.
+FIRST = (
+    "reward/mean",
+    "eval/accuracy",
+    "eval/reward",
+    "eval/loss",
+    "loss",
+    "response/length",
+    "rollout/entropy",
+    "kl",
+    "policy/kl",
+)
 #: Headline metrics that are shares, shown in per cent.
 SHARES = ("accuracy", "pairs/accuracy")
 _SAMPLE_COLUMNS = ("id", "prompt", "response", "reward")
+_TRAINING_COLUMNS = ("prompt", "response", "finish", "ground_truth", "reward", "advantage", "length")
 _LOG_TAIL = 4000
 _NO_CURVES = frozenset({"step", "time", "problems", "low", "high"})
 
@@ -66,7 +82,13 @@ def render(run: Path, live: bool = False) -> str:
     """The page as text."""
     summary = _json(run / "summary.json")
     metrics, evals = read_rows(run / "metrics.jsonl"), read_rows(run / "eval.jsonl")
-    data = {"curves": _curves(metrics, evals), "evals": finite(evals), "samples": _samples(run / "completions")}
+    data = {
+        "first": FIRST,
+        "curves": _curves(metrics, evals),
+        "evals": finite(evals),
+        "samples": _samples(run / "completions"),
+        "training": _training(run / "completions"),
+    }
     config = _text(run / "config.yaml")
     script = (ASSETS / "report.js").read_text(encoding="utf-8")
     digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
@@ -80,6 +102,7 @@ def render(run: Path, live: bool = False) -> str:
         "chips": "".join(f"<span class=chip>{html.escape(text)}</span>" for text in _chips(summary, config)),
         "hero": _hero(summary, evals),
         "tiles": "".join(_tile(*tile) for tile in _tiles(summary, metrics)),
+        "files": _files(run),
         "config": html.escape(config or "config.yaml is missing"),
         "environment": _table(_json(run / "environment.json")),
         "attempts": _attempts(run / "logs"),
@@ -160,32 +183,62 @@ def _thinned(points: list[list[float]]) -> list[list[float]]:
 
 def _samples(directory: Path) -> list[dict[str, Any]]:
     """Samples of some evaluations, first and last among them: `{"step", "rows": [[id, prompt, response, reward]]}`."""
+    found = []
+    for step, table in _tables(directory, "step"):
+        columns = [_column(table, name) for name in _SAMPLE_COLUMNS]
+        rows = [
+            [str(number if id_ is None else id_), _cut(prompt), _cut(response), reward if is_number(reward) else None]
+            for number, (id_, prompt, response, reward) in enumerate(zip(*columns, strict=True))
+        ]
+        if rows:
+            found.append({"step": step, "rows": rows})
+    return found
+
+
+def _training(directory: Path) -> list[dict[str, Any]]:
+    """Samples of some training steps, first and last among them: `{"step", "rows": [{column: value}]}`."""
+    found = []
+    for step, table in _tables(directory, "train"):
+        names = [*_TRAINING_COLUMNS, *(name for name in table.column_names if name.startswith("reward/"))]
+        if len(set(_column(table, "task"))) > 1:
+            names.append("task")
+        rows = [
+            {name: _value(value) for name, value in zip(names, row, strict=True)}
+            for row in zip(*(_column(table, name) for name in names), strict=True)
+        ]
+        if rows:
+            found.append({"step": step, "rows": rows})
+    return found
+
+
+def _tables(directory: Path, kind: str) -> Iterator[tuple[int, pa.Table]]:
+    """At most `MAX_EVALS` of the files `kind-STEP.parquet`, evenly chosen, each with at most `MAX_SAMPLES` rows."""
     files = {
         int(match[1]): file
-        for file in directory.glob("step-*.parquet")
-        if (match := re.fullmatch(r"step-(\d+)", file.stem))
+        for file in directory.glob(f"{kind}-*.parquet")
+        if (match := re.fullmatch(rf"{kind}-(\d+)", file.stem))
     }
     steps = sorted(files)
     if len(steps) > MAX_EVALS:
         steps = sorted({steps[round(i * (len(steps) - 1) / (MAX_EVALS - 1))] for i in range(MAX_EVALS)})
-    return [{"step": step, "rows": rows} for step in steps if (rows := _sample_rows(files[step]))]
+    for step in steps:
+        try:
+            table = pq.read_table(files[step])
+        except (OSError, pa.ArrowException):
+            continue
+        yield step, table.slice(0, MAX_SAMPLES)
 
 
-def _sample_rows(file: Path) -> list[list[Any]]:
-    try:
-        table = pq.read_table(file)
-    except (OSError, pa.ArrowException):
-        return []
-    table = table.slice(0, MAX_SAMPLES)
-    columns = [
-        table.column(name).to_pylist() if name in table.column_names else [None] * table.num_rows
-        for name in _SAMPLE_COLUMNS
-    ]
-    rows = []
-    for number, (id_, prompt, response, reward) in enumerate(zip(*columns, strict=True)):
-        name = str(number if id_ is None else id_)
-        rows.append([name, _cut(prompt), _cut(response), reward if is_number(reward) else None])
-    return rows
+def _column(table: pa.Table, name: str) -> list[Any]:
+    values: list[Any] = table.column(name).to_pylist() if name in table.column_names else [None] * table.num_rows
+    return values
+
+
+def _value(value: object) -> float | str | None:
+    """A number or a text; what is neither finite nor text is nothing."""
+    if is_number(value):
+        return value
+    return None if value is None or isinstance(value, float) else _cut(value)
 
 
 def _cut(text: object) -> str:
@@ -263,6 +316,24 @@ def _duration(seconds: float) -> str:
     minutes, rest = divmod(round(seconds), 60)
     hours, minutes = divmod(minutes, 60)
     return f"{hours} h {minutes} min" if hours else f"{minutes} min {rest} s" if minutes else f"{rest} s"
+
+
+def _files(run: Path) -> str:
+    """What lies in the run's directory, as links beside the page, and the commands that use it."""
+    place = shlex.quote(str(run))
+    checkpoints = sorted(run.glob("checkpoints/step-*"))
+    rows = [("Checkpoints", " ".join(_link(path.relative_to(run)) for path in checkpoints) or "none yet")]
+    if checkpoints:
+        rows.append(("As a Hugging Face directory", f"<code>verl export {html.escape(place)} OUT</code>"))
+    if (run / "tensorboard").is_dir():
+        rows.append(("TensorBoard", f"<code>tensorboard --logdir {html.escape(place)}/tensorboard</code>"))
+    if (run / "completions").is_dir():
+        rows.append(("Completions, as Parquet", _link(Path("completions"))))
+    return "<table>" + "".join(f"<tr><th>{name}</th><td>{content}</td></tr>" for name, content in rows) + "</table>"
+
+
+def _link(path: Path) -> str:
+    return f'<a class=link href="{html.escape(path.as_posix())}">{html.escape(path.name)}</a>'
 
 
 def _table(content: dict[str, Any]) -> str:

@@ -83,11 +83,11 @@ function nearestIndex(points, step) {
 const charts = [];
 
 class Chart {
-  constructor(name, points) {
+  constructor(name, points, label) {
     this.name = name;
     this.points = points;
     this.value = element("span");
-    this.head = element("header", { title: "Click to enlarge" }, element("span", { title: name }, name.slice(name.indexOf("/") + 1)), this.value);
+    this.head = element("header", { title: "Click to enlarge" }, element("span", { title: name }, label), this.value);
     this.svg = shape("svg", { role: "img", "aria-label": name });
     this.panel = element("div", { class: "panel chart" }, this.head, this.svg);
     this.head.addEventListener("click", () => { this.panel.classList.toggle("wide"); this.draw(); });
@@ -164,13 +164,17 @@ function drawHeadline() {
 }
 
 // What people look at first comes first; timing and memory last.
-const ORDER = ["reward", "eval", "", "response", "rollout", "actor", "loss", "kl", "critic", "update", "train", "time", "memory"];
+const ORDER = ["headlines", "reward", "eval", "", "response", "rollout", "actor", "loss", "kl", "critic", "update", "train", "time", "memory"];
 const rank = (group) => (ORDER.includes(group) ? ORDER.indexOf(group) : ORDER.indexOf("time") - 0.5);
+
+const HEADLINES = "headlines";
 
 function buildCurves() {
   const groups = new Map();
-  for (const name of Object.keys(data.curves).sort()) {
-    const group = name.includes("/") ? name.slice(0, name.indexOf("/")) : "";
+  const moves = (name) => data.curves[name].some(([, value]) => value !== data.curves[name][0][1]);
+  const first = data.first.filter((name) => name in data.curves && moves(name));
+  for (const name of [...first, ...Object.keys(data.curves).filter((name) => !first.includes(name)).sort()]) {
+    const group = first.includes(name) ? HEADLINES : name.includes("/") ? name.slice(0, name.indexOf("/")) : "";
     if (!groups.has(group)) groups.set(group, []);
     groups.get(group).push(name);
   }
@@ -181,7 +185,7 @@ function buildCurves() {
     for (const name of groups.get(group)) {
       const points = data.curves[name];
       if (points.length > 1 && points.every(([, value]) => value === points[0][1])) constant.push(name);
-      else grid.append(new Chart(name, points).panel);
+      else grid.append(new Chart(name, points, group === HEADLINES ? name : name.slice(name.indexOf("/") + 1)).panel);
     }
     if (!grid.childElementCount) continue;
     const span = `group span-${Math.min(3, groups.get(group).length)}`;
@@ -237,7 +241,7 @@ function showPairs() {
 
 function buildCompletions() {
   if (!data.samples.length) {
-    byId("completions").querySelector(".head").replaceChildren(element("h2", {}, "Completions"), element("p", { class: "none" }, "None recorded yet."));
+    byId("completions").querySelector(".head").replaceChildren(element("h2", {}, "Evaluation samples"), element("p", { class: "none" }, "None recorded yet."));
     return;
   }
   for (const id of ["before", "after"]) {
@@ -247,6 +251,76 @@ function buildCompletions() {
   for (const id of ["before", "after", "change", "search"]) byId(id).addEventListener("input", () => { shown = PAGE; showPairs(); });
   byId("more").addEventListener("click", () => { shown += PAGE; showPairs(); });
   showPairs();
+}
+
+const numbers = (name, rows) => rows.map((row) => row[name]).filter((value) => typeof value === "number");
+
+// Counts of values in at most 20 bins of one width; whole numbers have bins of whole width.
+function histogram(name, rows) {
+  const values = numbers(name, rows), width = innerWidth > 760 ? 580 : 330, height = 110;
+  const svg = shape("svg", { role: "img", "aria-label": `histogram of ${name}`, viewBox: `0 0 ${width} ${height}` });
+  const panel = element("div", { class: "panel chart" }, element("header", {}, element("span", {}, name), element("span", {}, `${values.length} samples`)), svg);
+  if (!values.length) return panel;
+  const low = Math.min(...values), high = Math.max(...values);
+  const isWhole = values.every(Number.isInteger);
+  const size = isWhole ? Math.max(1, Math.ceil((high - low + 1) / 20)) : (high - low) / 20 || 1;
+  const count = isWhole ? Math.floor((high - low) / size) + 1 : high > low ? 20 : 1;
+  const bins = Array(count).fill(0);
+  for (const value of values) bins[Math.min(count - 1, Math.floor((value - low) / size))]++;
+  const most = Math.max(...bins), bar = (width - 16) / count;
+  bins.forEach((found, i) => {
+    const tall = (found / most) * (height - 34);
+    const rect = shape("rect", { class: "bar-of", x: 8 + i * bar + 1, y: height - 20 - tall, width: Math.max(1, bar - 2), height: tall });
+    rect.append(shape("title", {}, `${format(low + i * size)}: ${found}`));
+    svg.append(rect);
+  });
+  svg.append(shape("text", { x: 8, y: height - 4 }, format(low)), shape("text", { x: width - 8, y: height - 4, "text-anchor": "end" }, format(high)),
+    shape("text", { x: 8, y: 10 }, `most: ${most}`));
+  return panel;
+}
+
+const ORDERS = { "as sampled": null, "reward, best first": ["reward", -1], "reward, worst first": ["reward", 1], "advantage, highest first": ["advantage", -1],
+  "advantage, lowest first": ["advantage", 1], "length, longest first": ["length", -1], "length, shortest first": ["length", 1] };
+const WHICH = { all: () => true, rewarded: (row) => row.reward > 0, others: (row) => row.reward !== null && row.reward <= 0, none: (row) => row.reward === null };
+let rowsShown = PAGE;
+
+function trainingRows() {
+  const wanted = byId("find").value.toLowerCase(), order = ORDERS[byId("sort").value];
+  const rows = data.training[byId("step").value].rows.filter((row) => WHICH[byId("which").value](row)
+    && ["prompt", "response", "ground_truth"].some((name) => (row[name] ?? "").toLowerCase().includes(wanted)));
+  if (!order) return rows;
+  const [name, sign] = order; // samples without the number come last
+  return rows.sort((a, b) => (a[name] === null) - (b[name] === null) || sign * (a[name] - b[name]));
+}
+
+function trainingRow(row) {
+  const facts = ["advantage", "length", "finish", "ground_truth", "task", ...Object.keys(row).filter((name) => name.startsWith("reward/"))]
+    .filter((name) => row[name] !== null && row[name] !== undefined)
+    .map((name) => element("span", {}, `${name.replace("_", " ")} ${typeof row[name] === "number" ? format(row[name]) : row[name]}`));
+  const prompt = element("details", {}, element("summary", {}, row.prompt ?? ""), element("div", { class: "text" }, row.prompt ?? ""));
+  const text = row.response ? element("div", { class: "text" }, row.response) : element("div", { class: "text empty" }, "(nothing)");
+  return element("article", { class: "pair row" }, element("header", {}, mark(row.reward), ...facts), prompt, text);
+}
+
+function showTraining() {
+  const rows = trainingRows();
+  byId("histograms").replaceChildren(histogram("reward", rows), histogram("length", rows));
+  byId("rows").replaceChildren(...rows.slice(0, rowsShown).map(trainingRow));
+  byId("found").textContent = `${rows.length} samples`;
+  byId("more-rows").hidden = rows.length <= rowsShown;
+}
+
+function buildTraining() {
+  if (!data.training.length) {
+    byId("training").querySelector(".head").replaceChildren(element("h2", {}, "Training samples"), element("p", { class: "none" }, "None recorded yet."));
+    return;
+  }
+  data.training.forEach((sample, index) => byId("step").append(element("option", { value: index }, String(sample.step))));
+  byId("step").value = data.training.length - 1;
+  for (const name of Object.keys(ORDERS)) byId("sort").append(element("option", {}, name));
+  for (const id of ["step", "sort", "which", "find"]) byId(id).addEventListener("input", () => { rowsShown = PAGE; showTraining(); });
+  byId("more-rows").addEventListener("click", () => { rowsShown += PAGE; showTraining(); });
+  showTraining();
 }
 
 function showSmoothing() {
@@ -265,4 +339,5 @@ showSmoothing();
 buildCurves();
 drawAll();
 drawHeadline();
+buildTraining();
 buildCompletions();
