@@ -14,7 +14,7 @@ TEST_ENV := OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 TOKENIZERS_PARALLELISM=false
 VLLM_TESTS := $(wildcard tests/rollout/test_vllm*.py)
 PYTEST := $(TEST_ENV) $(BIN)/python -m pytest -n $(WORKERS)
 
-.PHONY: help install model train test test-all vllm test-vllm lint docs gpu clean
+.PHONY: help install model train test test-all vllm test-vllm lint docs environments gpu clean
 
 help: ## say what there is
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-10s %s\n", $$1, $$2 }' $(firstword $(MAKEFILE_LIST))
@@ -62,6 +62,9 @@ docs: ## build the documentation as a site, in an environment of its own
 		.venv-docs/bin/python -m pip install --quiet --requirement scripts/docs_requirements.txt && touch .venv-docs/.installed; }
 	NO_MKDOCS_2_WARNING=1 .venv-docs/bin/mkdocs build --strict --quiet
 	@echo build/site/index.html
+
+environments: $(INSTALLED) ## install and try it with Python 3.10 to 3.13, lower bounds, no compiler, a read-only home
+	$(BIN)/python scripts/environments.py --torch-args='$(TORCH_ARGS)' $(ARGS)
 
 gpu: $(INSTALLED) ## the tests and benchmarks that want an accelerator, and a page of results; fails where there is none
 	$(BIN)/python benchmarks/gpu.py $(ARGS)

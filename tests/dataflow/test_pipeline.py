@@ -1,4 +1,5 @@
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 import torch
@@ -133,6 +134,23 @@ def test_a_node_gets_the_name_of_its_stage() -> None:
     assert graph.nodes["mine"].slot == "mine"
 
 
+def test_a_result_is_read_by_column_or_metric(tiny: Path) -> None:
+    actor = Actor(str(tiny), sampling=SamplingParams(max_new_tokens=3))
+    pipeline = RLDataPipeline().add_stage("rollout", actor).add_stage("reward", lambda texts: [1.0] * len(texts))
+    result = pipeline.add_stage("update", Updater("grpo", actor=actor)).run(["a"])
+    assert set(result["reward"]) == {1.0} and result["response"] == result.batch["response"]
+    assert result["loss/actor"] == result.metrics["loss/actor"]
+    with pytest.raises(KeyError, match="the run gave no 'rewards': did you mean 'reward'"):
+        result["rewards"]
+
+
+def test_two_functions_are_not_both_the_reward(tiny: Path) -> None:
+    pipeline = RLDataPipeline().add_stage("rollout", Actor(str(tiny)))
+    pipeline.add_stage("filter", lambda samples: samples).add_stage("reward", lambda texts: [0.0] * len(texts))
+    with pytest.raises(ConfigError, match="'filter' and 'reward' are both taken for the reward: one that filters"):
+        pipeline.run(["a"])
+
+
 def test_wrong_stages_are_refused() -> None:
     pipeline = RLDataPipeline().add_stage("reward", reward_fn)
     with pytest.raises(ConfigError, match="'reward' already"):
@@ -197,7 +215,7 @@ def test_a_graph_without_what_the_algorithm_reads_is_refused_by_name() -> None:
     with pytest.raises(ConfigError, match="node 'prepare' reads column 'reward', which no node writes"):
         _ = pipeline.graph
     pipeline.add_stage("one", text_lengths).add_stage("two", text_lengths)
-    with pytest.raises(ConfigError, match=r"nodes 'one' and 'two' both write 'abstain_reason', 'reward'"):
+    with pytest.raises(ConfigError, match="the stages 'one' and 'two' are both taken for the reward"):
         _ = pipeline.graph
     with pytest.raises(ConfigError, match="nodes 'reward' and 'again' both write"):
         Trainer(actor, reward_fn=text_lengths, nodes={"again": text_lengths}, algorithm="grpo", log_dir=False)

@@ -19,6 +19,7 @@ from verl.data.buffers import DiskBuffer
 from verl.errors import ConfigError, DataError, TrainingError
 from verl.shard import checksum
 from verl.trainer.samples import permuted
+from verl.training.options import OptimConfig
 
 
 @pytest.mark.parametrize(("algorithm", "n"), [("grpo", 8), ("ppo", 8), ("remax", 15)])
@@ -402,5 +403,51 @@ def test_keywords_that_are_none_are_named(tiny: Path, keywords: dict[str, Any], 
 def test_a_path_and_short_dtypes_are_taken(tiny: Path) -> None:
     actor = verl.Actor(tiny, dtype="bf16")
     assert next(actor.model.parameters()).dtype == torch.bfloat16
-    with pytest.raises(ConfigError, match=r"'lr' is the optimizer's: write optim=\{'lr': 1e-05\}"):
-        verl.Actor(tiny, lr=1e-5)
+
+
+def test_the_learning_rate_is_a_keyword_of_an_actor(tiny: Path) -> None:
+    assert verl.Actor(tiny, lr=1e-5, warmup_steps=3).train_options.optim == OptimConfig(lr=1e-5, warmup_steps=3)
+    beside = verl.Actor(tiny, lr=1e-5, optim={"weight_decay": 0.1}, train={"optim": {"lr": 1.0}})
+    assert beside.train_options.optim == OptimConfig(lr=1e-5, weight_decay=0.1)
+    assert verl.Critic(tiny, lr=2e-5, train={"optim": {"schedule": "linear"}}).train_options.optim == OptimConfig(
+        lr=2e-5, schedule="linear"
+    )
+    with pytest.raises(ConfigError, match="'lr' is given as a keyword and in optim="):
+        verl.Actor(tiny, lr=1e-5, optim={"lr": 1e-4})
+    with pytest.raises(ConfigError, match="'lr' is set in the optimizer that you gave"):
+        verl.Actor(tiny, lr=1e-5, optim=torch.optim.SGD)
+    with pytest.raises(ConfigError, match="lr: must be"):
+        verl.Actor(tiny, lr=-1.0)
+    with pytest.raises(ConfigError, match="Actor has no setting 'lrr': did you mean 'lr'"):
+        verl.Actor(tiny, lrr=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("option", "where"),
+    [
+        ("lr", r"Actor\(MODEL, lr=...\)"),
+        ("train_micro_batch_size_per_gpu", r"Actor\(MODEL, train_micro_batch_size_per_gpu=...\)"),
+        ("num_rollout_workers", r"Actor\(MODEL, placement=\{'rollout': N, 'actor': M\}\)"),
+    ],
+)
+def test_what_belongs_to_the_actor_is_said_so(tiny: Path, option: str, where: str) -> None:
+    with pytest.raises(ConfigError, match=rf"'{option}' is no keyword of a trainer, it goes to the actor: {where}"):
+        verl.PPOTrainer(actor=verl.Actor(tiny), reward_fn=len, log_dir=False, **{option: 1})
+
+
+def test_metrics_of_an_evaluation_by_name_as_a_list_or_alone(tiny: Path) -> None:
+    def half(samples: verl.Batch) -> float:
+        return 0.5
+
+    def size(samples: verl.Batch) -> list[int]:
+        return [len(text) for text in samples["response"]]
+
+    actor = verl.Actor(tiny, sampling={"max_new_tokens": 2})
+    trainer = verl.PPOTrainer(actor=actor, reward_fn=lambda texts: [0.0] * len(texts), log_dir=False)
+    named = trainer.evaluate(["a", "b"], {"half": half, "size": size}).metrics
+    assert trainer.evaluate(["a", "b"], metrics=[half, size]).metrics == named and named["half"] == 0.5
+    assert trainer.evaluate(["a", "b"], metrics=half).metrics["half"] == 0.5
+    with pytest.raises(ConfigError, match="two metrics have one name"):
+        trainer.evaluate(["a"], metrics=[half, half])
+    with pytest.raises(ConfigError, match="metric 'int' is a int"):
+        trainer.evaluate(["a"], metrics=[3])  # type: ignore[list-item]

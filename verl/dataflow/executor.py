@@ -21,7 +21,7 @@ from verl.controller.controller import start
 from verl.dataflow import loop
 from verl.dataflow.graph import ANY, Graph, Node
 from verl.dataflow.pieces import Pieces
-from verl.errors import ClusterError, DataError, RolloutError, TrainingError, VerlError
+from verl.errors import ClusterError, DataError, RolloutError, TrainingError, VerlError, nearest
 from verl.rewards.calls import is_async
 
 #: Seconds that one call of a node, or the wait for the next sample, may take when nobody says otherwise.
@@ -65,6 +65,18 @@ class Result:
     metrics: dict[str, float]
     timings: dict[str, Timing]
     began: float
+
+    def __getitem__(self, name: str) -> Any:
+        """A column of `batch`, or else a metric.
+
+        Raises:
+            KeyError: there is neither.
+        """
+        if name in self.batch:
+            return self.batch[name]
+        if name in self.metrics:
+            return self.metrics[name]
+        raise KeyError(f"the run gave no '{name}': {nearest(name, {*self.batch.columns, *self.metrics})}")
 
 
 def run_graph(

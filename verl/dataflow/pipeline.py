@@ -9,7 +9,7 @@ from verl.controller.controller import Controller
 from verl.dataflow.executor import DEADLINE, Result, run_graph
 from verl.dataflow.graph import Graph, Node
 from verl.dataflow.nodes import RolloutNode, UpdateNode
-from verl.dataflow.stages import make_stage, rollout_of, stage_nodes
+from verl.dataflow.stages import is_reward_function, make_stage, rollout_of, stage_nodes
 from verl.errors import ConfigError
 from verl.roles.actor import Actor
 from verl.roles.updater import Updater
@@ -59,6 +59,7 @@ class RLDataPipeline:
     @property
     def graph(self) -> Graph:
         """The graph that `run` runs."""
+        self._check_rewards()
         for controller in self._controllers():
             controller.wait(self.deadline)
         return Graph([node for name, stage in self.stages.items() for node in self._nodes(name, stage)])
@@ -85,6 +86,16 @@ class RLDataPipeline:
             handles += [updater.actor, *updater.critics.values()] if isinstance(updater, Updater) else []
             handles += [stage] if isinstance(stage, Actor) else [stage.actor] if isinstance(stage, RolloutNode) else []
         return {handle.controller for handle in handles}
+
+    def _check_rewards(self) -> None:
+        """Raises ConfigError if two functions would both be the reward: one of them is meant as something else."""
+        names = [name for name, stage in self.stages.items() if is_reward_function(stage)]
+        if len(names) > 1:
+            raise ConfigError(
+                f"the functions of the stages {' and '.join(map(repr, names))} are both taken for the reward: one that "
+                "filters or changes samples has the single parameter `batch` (def f(batch): return batch.filter(...)); "
+                "two rewards are one Reward([f, g])"
+            )
 
     def _nodes(self, name: str, stage: Any) -> list[Node]:
         if isinstance(stage, Actor):

@@ -72,9 +72,16 @@ def stage_nodes(name: str, stage: Any) -> list[Node]:
     if hasattr(stage, "as_node"):
         made = stage.as_node(name)
         return [made] if isinstance(made, Node) else list(made)
-    if list(inspect.signature(stage).parameters) == ["batch"]:
-        return [Node(name=name, run=_columns(stage), inputs=(ANY,), outputs=(ANY,))]
-    return [RewardNode(stage).as_node(name)]
+    if is_reward_function(stage):
+        return [RewardNode(stage).as_node(name)]
+    return [Node(name=name, run=_columns(stage), inputs=(ANY,), outputs=(ANY,))]
+
+
+def is_reward_function(stage: Any) -> bool:
+    """Whether a stage is a plain function and not one of a `batch`."""
+    if isinstance(stage, Actor | Reward | Updater | Node) or hasattr(stage, "as_node"):
+        return False
+    return list(inspect.signature(stage).parameters) != ["batch"]
 
 
 def make_stages(given: Mapping[str, Any] | Iterable[str]) -> dict[str, Any]:

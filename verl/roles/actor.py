@@ -33,7 +33,15 @@ from verl.models.wrapped import unwrapped
 from verl.roles.columns import add_rewards, aligned, as_sequences
 from verl.roles.lora_base import LoraBase, load_role, save_role
 from verl.roles.reads import experience, prepare, reads
-from verl.roles.settings import as_name, changed_options, engine_options, model_options, sampler_options, with_keywords
+from verl.roles.settings import (
+    as_name,
+    changed_options,
+    engine_options,
+    model_options,
+    optimizer_settings,
+    sampler_options,
+    with_keywords,
+)
 from verl.rollout.base import SamplingParams, as_sampling
 from verl.rollout.episode import Episode
 from verl.rollout.options import RolloutOptions
@@ -117,8 +125,10 @@ class Actor:
         model, tokenizer = as_name(model), as_name(tokenizer)
         generating = sampler_options(rollout, episode, seed)
         engine_factory(generating.name)  # a misspelt engine is refused before a model is read
+        given = TrainOptions.of(train, "train")
+        optim = optimizer_settings("Actor", settings, given, optim)
         loading, training, self.rollout_options = with_keywords(
-            "Actor", settings, model_options(model, fused_kernels), TrainOptions.of(train, "train"), generating
+            "Actor", settings, model_options(model, fused_kernels), given, generating
         )
         training = training if strategy is None else training.replace(strategy=strategy)
         self.train_options = engine_options(training, loading, optim)

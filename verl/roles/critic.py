@@ -26,7 +26,14 @@ from verl.models.source import ModelFiles
 from verl.models.wrapped import unwrapped
 from verl.roles.columns import add_rewards, as_sequences
 from verl.roles.lora_base import LoraBase, load_role, save_role
-from verl.roles.settings import as_name, changed_options, engine_options, model_options, with_keywords
+from verl.roles.settings import (
+    as_name,
+    changed_options,
+    engine_options,
+    model_options,
+    optimizer_settings,
+    with_keywords,
+)
 from verl.shard import Shard
 from verl.training.options import OptimConfig, TrainOptions
 from verl.workers.critic import CriticWorker
@@ -77,9 +84,9 @@ class Critic:
         **settings: Any,
     ) -> None:
         model, tokenizer = as_name(model), as_name(tokenizer)
-        loading, training = with_keywords(
-            "Critic", settings, model_options(model, fused_kernels), TrainOptions.of(train, "train")
-        )
+        given = TrainOptions.of(train, "train")
+        optim = optimizer_settings("Critic", settings, given, optim)
+        loading, training = with_keywords("Critic", settings, model_options(model, fused_kernels), given)
         training = training if strategy is None else training.replace(strategy=strategy)
         self.train_options = engine_options(training, loading, optim)
         #: "critic" or "cost_critic": which pool of the map it stands on.

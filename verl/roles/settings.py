@@ -39,16 +39,31 @@ def with_keywords(owner: str, keywords: Mapping[str, Any], *records: Record) -> 
         spelt = (KEYWORDS.get(keyword, keyword), keyword)
         at, name = next(((i, name) for name in spelt for i, names in enumerate(known) if name in names), (None, ""))
         if at is None:
-            if keyword in OptimConfig.model_fields:
-                raise ConfigError(f"{owner}: '{keyword}' is the optimizer's: write optim={{'{keyword}': {value!r}}}")
-            raise ConfigError(
-                f"{owner} has no setting '{keyword}': {nearest(keyword, KEYWORDS.keys() | set().union(*known))}"
-            )
+            every = KEYWORDS.keys() | OptimConfig.model_fields.keys() | set().union(*known)
+            raise ConfigError(f"{owner} has no setting '{keyword}': {nearest(keyword, every)}")
         changes[at][name] = value
     try:
         return [record.replace(**change) if change else record for record, change in zip(records, changes, strict=True)]
     except SettingsError as error:
         raise SettingsError(owner, error.problems) from None
+
+
+def optimizer_settings(owner: str, keywords: dict[str, Any], train: TrainOptions, optim: Any) -> Any:
+    """`optim` with the optimizer's own fields, such as `lr`, which are taken out of the keywords.
+
+    Raises:
+        ConfigError: there are such fields beside a caller's own optimizer, or one is given twice.
+    """
+    own = {name: keywords.pop(name) for name in OptimConfig.model_fields if name in keywords}
+    if not own:
+        return optim
+    first = next(iter(own))
+    if isinstance(optim, torch.optim.Optimizer) or callable(optim):
+        raise ConfigError(f"{owner}: '{first}' is set in the optimizer that you gave: leave it out here")
+    if isinstance(optim, Mapping) and (twice := own.keys() & optim.keys()):
+        raise ConfigError(f"{owner}: '{min(twice)}' is given as a keyword and in optim=: give it once")
+    base = train.optim if optim is None else OptimConfig.of(optim, "optim")
+    return base.replace(**own)
 
 
 def as_name(model: Any) -> Any:

@@ -20,7 +20,7 @@ from verl.roles.actor import Actor
 from verl.roles.critic import Critic, as_critic, twin_of
 from verl.roles.updater import Updater
 from verl.rollout.base import as_sampling
-from verl.trainer.evaluation import Evaluation, MetricFn, evaluate
+from verl.trainer.evaluation import Evaluation, Metrics, evaluate
 from verl.trainer.experience import Experience
 from verl.trainer.task import Task
 
@@ -103,9 +103,7 @@ class ActiveTask:
         recorded = "response_tokens" in prompts
         return self.experience.replay(prompts, key) if recorded else self.experience.collect(prompts)
 
-    def evaluate(
-        self, prompts: Any, metrics: Mapping[str, MetricFn] | None = None, *, n: int = 1, temperature: float = 0.0
-    ) -> Evaluation:
+    def evaluate(self, prompts: Any, metrics: Metrics = None, *, n: int = 1, temperature: float = 0.0) -> Evaluation:
         """See `Trainer.evaluate`."""
         if not any("reward" in node.writes for node in self.task.nodes):
             raise ConfigError("samples are scored by a reward, and this trainer has none: see evaluate_loss")

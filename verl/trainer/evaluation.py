@@ -25,6 +25,8 @@ logger = logging.getLogger(__name__)
 
 #: From scored samples to one number a row (None: none), or to one number for all of them.
 MetricFn = Callable[[Batch], "float | Sequence[float | None]"]
+#: Such functions by name; or one, or several, by their own names.
+Metrics = Mapping[str, MetricFn] | Sequence[MetricFn] | MetricFn | None
 #: What an interval of confidence leaves out on either side.
 _TAIL = (1 - 0.95) / 2
 
@@ -161,10 +163,29 @@ def accuracy(samples: Batch) -> list[float | None]:
     return [None] * len(samples)
 
 
+def named_metrics(metrics: Metrics) -> dict[str, MetricFn]:
+    """By name; those of a list, or a single one, have the names of their functions.
+
+    Raises:
+        ConfigError: one is no function, or two have one name.
+    """
+    if metrics is None or isinstance(metrics, Mapping):
+        named = dict(metrics or {})
+    else:
+        listed = [metrics] if callable(metrics) else list(metrics)
+        named = {getattr(fn, "__name__", type(fn).__name__): fn for fn in listed}
+        if len(named) < len(listed):
+            raise ConfigError("two metrics have one name: give a mapping, metrics={NAME: FUNCTION, ...}")
+    for name, fn in named.items():
+        if not callable(fn):
+            raise ConfigError(f"metric '{name}' is a {type(fn).__name__}: give a function of the scored samples")
+    return named
+
+
 def evaluate(
     problems: Batch,
     collect: Callable[[Batch], Batch],
-    metrics: Mapping[str, MetricFn] | None = None,
+    metrics: Metrics = None,
 ) -> Evaluation:
     """Measure samples of held-out problems; nothing is learned.
 
@@ -182,7 +203,7 @@ def evaluate(
     rows: dict[str, list[float | None]] = {name: samples[name] for name in ("reward", "cost") if name in samples}
     found = {name: mean(values) for name, values in rows.items()}
     found["abstained"] = float(rows["reward"].count(None))
-    for name, fn in (metrics or {}).items():
+    for name, fn in named_metrics(metrics).items():
         if name in found:
             raise ConfigError(f"a metric cannot be called '{name}': that one is there already")
         value: Any = fn(samples)

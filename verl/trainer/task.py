@@ -13,8 +13,11 @@ from typing import Any
 from verl.algorithms import BaseAlgorithm, make_algorithm
 from verl.dataflow.graph import Node
 from verl.errors import ConfigError
+from verl.models.options import ModelOptions
 from verl.rollout.base import SamplingParams
 from verl.rollout.episode import Episode
+from verl.rollout.options import RolloutOptions
+from verl.training.options import OptimConfig, TrainOptions
 
 #: What a task is called where there is only one.
 MAIN = "main"
@@ -102,7 +105,20 @@ def algorithm_beside(owner: Callable[..., Any], algorithm: Any, options: Mapping
         for option in options:
             if f"has no option '{option}'" in str(error) and (meant := get_close_matches(option, own, 1, 0.75)):
                 raise ConfigError(f"there is no keyword '{option}': did you mean '{meant[0]}'?") from None
+            if f"has no option '{option}'" in str(error) and (where := _of_the_actor(option)):
+                raise ConfigError(f"'{option}' is no keyword of a trainer, it goes to the actor: {where}") from None
         raise
+
+
+def _of_the_actor(option: str) -> str | None:
+    """How an actor takes such a setting."""
+    from verl.roles.settings import KEYWORDS
+
+    if option in ("num_rollout_workers", "num_update_workers"):
+        return "Actor(MODEL, placement={'rollout': N, 'actor': M})"
+    records = (ModelOptions, TrainOptions, RolloutOptions, OptimConfig)
+    known = option in KEYWORDS or any(option in record.model_fields for record in records)
+    return f"Actor(MODEL, {option}=...)" if known else None
 
 
 def check_sources(algorithm: BaseAlgorithm, given: Iterable[str]) -> None:

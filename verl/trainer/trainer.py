@@ -43,7 +43,7 @@ from verl.trainer.batches import as_loader, one_pass
 from verl.trainer.check import check_permuted
 from verl.trainer.checkpoint import Checkpoint
 from verl.trainer.completions import completions
-from verl.trainer.evaluation import Evaluation, HeldOut, MetricFn, numbered, together
+from verl.trainer.evaluation import Evaluation, HeldOut, Metrics, numbered, together
 from verl.trainer.experience import Experience
 from verl.trainer.guard import Guards, SafetyGuard
 from verl.trainer.learning import Learning, skipped_roles
@@ -576,14 +576,13 @@ class Trainer:
             check_finite(self, metrics)
         return metrics
 
-    def evaluate(
-        self, prompts: Any, metrics: Mapping[str, MetricFn] | None = None, *, n: int = 1, temperature: float = 0.0
-    ) -> Evaluation:
+    def evaluate(self, prompts: Any, metrics: Metrics = None, *, n: int = 1, temperature: float = 0.0) -> Evaluation:
         """Sample and score held-out prompts; nothing is learned.
 
         Args:
             prompts: of several tasks, rows that name theirs in a column `task`, or a mapping of tasks to prompts.
-            metrics: your own, by name: from scored samples to one number a row, or one for all.
+            metrics: your own, from scored samples to one number a row, or one for all: by name, or as a list (or one
+                alone) under the names of the functions.
             n: samples a prompt.
             temperature: 0 is greedy.
 

@@ -149,7 +149,8 @@ def _row_length(row: Any) -> int:
             return int(row["length"])
     elif hasattr(row, "__len__") and not isinstance(row, str):
         return len(row)
+    text = "row" if isinstance(row, str) else "row['text']"
     raise DataError(
         f"the tokens of a row ({type(row).__name__}) cannot be counted: pass lengths=, or length_fn= such as "
-        "lambda row: len(tokenizer(row['text'])['input_ids'])"
+        f"lambda row: len(tokenizer({text})['input_ids'])"
     )
