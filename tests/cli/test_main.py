@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -65,6 +66,9 @@ def test_dry_run_prints_settings_and_plan_and_loads_no_model(tmp_path):
     assert "placement         actor\n                cpu:0  0/1\n" in result.stdout
     assert "run directory  runs/grpo-smollm2-135m-instruct-chain_sum-" in result.stdout
     assert "heavy: []" in result.stdout
+    first, differs, settings = re.split(r"\n# (?:Not the default|All settings):\n", result.stdout)
+    assert "run directory" in first and "  seed: 41" in settings
+    assert "trainer.seed: 41  # 0\n" in differs and "trainer.deadline" not in differs
     assert list(tmp_path.iterdir()) == []
 
 

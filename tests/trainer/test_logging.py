@@ -2,6 +2,7 @@ import io
 import json
 import logging
 import os
+import re
 import resource
 import subprocess
 import sys
@@ -76,6 +77,18 @@ def test_terminal_gets_a_bar_with_the_numbers() -> None:
     assert "━" in text
     assert "train tok/s 99" in text
     assert "step 1/4" in text
+
+
+def test_the_bar_fits_80_columns() -> None:
+    out = io.StringIO()
+    sink = ConsoleSink(12000, console=Console(file=out, force_terminal=True, width=80, highlight=False))
+    sink.phase("evaluating 400 held-out rows")
+    sink.write(9999, {"reward/mean": -12.345, "loss/actor": 0.1, "rollout/tokens_per_s": 12345.0})
+    sink.close()
+    lines = [re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", line).rstrip() for line in re.split(r"[\n\r]", out.getvalue())]
+    bars = [line for line in lines if "s/step" in line]
+    assert bars and all(part in bars[-1] for part in ("━", "9999/12000", "reward -12.345", "left 0:0"))
+    assert all(len(line) <= 80 for line in lines if "━" in line)
 
 
 def test_an_evaluation_without_any_score_says_so() -> None:

@@ -110,7 +110,7 @@ def test_the_command(tiny: Path) -> None:
     command = [sys.executable, "-m", "verl", "train", *settings, "--device", "H100-80GB"]
     done = subprocess.run([*command, "--dry-run"], capture_output=True, text=True, timeout=200)
     assert done.returncode == 0, done.stderr
-    assert "1 x 1 H100-80GB, 80 GB each" in done.stdout and done.stdout.rstrip().endswith("of 80.0: fits")
+    assert "1 x 1 H100-80GB, 80 GB each" in done.stdout and "of 80.0: fits\n" in done.stdout
     done = subprocess.run(command, capture_output=True, text=True, timeout=200)
     assert done.returncode == 2 and "give --dry-run too" in done.stderr
 

@@ -111,7 +111,7 @@ def train(
     $ verl train recipe.yaml data.train=prompts.jsonl reward.name=null reward.path=my_rewards.py:score --fresh
     $ verl train data.train_files=train.parquet data.train_batch_size=64 actor_rollout_ref.model.path=MODEL ...
     """
-    from verl.config import load_config, to_yaml
+    from verl.config import differences, load_config, to_yaml
 
     overrides = overrides or []
     is_setting = "=" in str(file) and not file.exists()
@@ -123,11 +123,14 @@ def train(
         from verl.trainer.check import check_settings
 
         checked = check_settings(config)
-        typer.echo(to_yaml(config))
         for label, text in plan(config).items():
             typer.echo(f"{typer.style(f'{label:>14}', bold=True)}  {text}")
         if device is not None:
             typer.echo("\n" + memory(config, list(checked.algorithms.values()), device))
+        typer.echo("\n# Not the default:")
+        for key, value, default in differences(config):
+            typer.echo(f"{typer.style(key, bold=True)}: {value}  # {default}")
+        typer.echo("\n# All settings:\n" + to_yaml(config))
         return
     from verl.kernels.library_memory import limit_library_memory
 

@@ -1,6 +1,6 @@
 """Settings of a run: the schema, reading YAML with `key=value` overrides, and the identity of a run."""
 
-from verl.config.document import commented_yaml, describe, markdown
+from verl.config.document import commented_yaml, describe, differences, markdown
 from verl.config.load import build_config, load_config, load_tasks, to_yaml
 from verl.config.schema import (
     Config,
@@ -24,6 +24,7 @@ __all__ = [
     "commented_yaml",
     "config_hash",
     "describe",
+    "differences",
     "load_config",
     "load_tasks",
     "markdown",

@@ -55,6 +55,17 @@ def markdown() -> str:
     return "\n".join(rows) + "\n"
 
 
+def differences(config: Config) -> Iterator[tuple[str, str, str]]:
+    """The settings that are not the defaults: key, value and default, in the order of the schema."""
+    for key in describe():
+        value: Any = config
+        for name in key.path.split("."):
+            value = getattr(value, name, None)
+        if value != key.default:
+            shown = value.model_dump(mode="json") if isinstance(value, BaseModel) else value
+            yield key.path, _value(shown), _value(key.default)
+
+
 def subsections(path: tuple[str, ...]) -> list[str]:
     """The names that are valid right below `path`."""
     here: Any = Config

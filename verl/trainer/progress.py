@@ -54,8 +54,9 @@ class ConsoleSink:
         self._bar: Progress | None = None
         self._task = TaskID(0)
         if total_steps is not None and self.console.is_terminal:
-            columns = (TextColumn("{task.description}"), BarColumn(), TextColumn("{task.fields[text]}"))
-            self._bar = Progress(*columns, console=self.console, transient=True)
+            # The bar takes what is left of the line, which so never wraps.
+            columns = (TextColumn("{task.description}"), BarColumn(None), TextColumn("{task.fields[text]}"))
+            self._bar = Progress(*columns, console=self.console, transient=True, expand=True)
             self._task = self._bar.add_task("starting", total=total_steps, completed=start, text="")
             self._bar.start()
 
@@ -74,12 +75,18 @@ class ConsoleSink:
         for line in describe_tasks(record):
             self.console.print(f"  {line}", markup=False)
         if self._bar is not None:
-            text = f"{step}{total}  {values}  left {left}"
+            reward = describe({name: record[name] for _, name, _ in COLUMNS[:1] if name in record})
+            text = "  ".join(filter(None, (f"{step}{total}", reward, self._rate(step), f"left {left}")))
             self._bar.update(self._task, description="training", completed=step, text=text)
 
     def close(self) -> None:
         if self._bar is not None:
             self._bar.stop()
+
+    def _rate(self, step: int) -> str:
+        if step <= self._start:
+            return ""
+        return f"{(time.monotonic() - self._began) / (step - self._start):.1f} s/step"
 
     def _left(self, step: int) -> str:
         if self.total_steps is None or step <= self._start:
