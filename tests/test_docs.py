@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import re
 import shlex
+from dataclasses import fields
 from pathlib import Path
 
 import pytest
 from typer.testing import CliRunner
 
+from verl.algorithms import algorithm_names, make_algorithm
 from verl.cli.main import app
-from verl.config import load_config
+from verl.config import describe, load_config
+from verl.config.other_names import NAMES
 
 ROOT = Path(__file__).parents[1]
 PAGES = sorted([ROOT / "README.md", ROOT / "CONTRIBUTING.md", *(ROOT / "docs").glob("*.md")])
@@ -53,6 +56,19 @@ def settings() -> list[str]:
         for line in block.splitlines()
     ]
     return [line.partition("verl train recipe.yaml")[2].strip() for line in lines if "verl train recipe.yaml" in line]
+
+
+def test_settings_that_pages_name_are_there() -> None:
+    """`section.key` or `section.key=value` in a page; below `algorithm` an option of some algorithm."""
+    keys = {key.path for key in describe()} | set(NAMES)
+    options = {field.name for name in algorithm_names() for field in fields(type(make_algorithm(name)))}
+    for page in (ROOT / "docs" / name for name in ("faq.md", "how_do_i.md", "metrics.md")):
+        for found in re.findall(
+            r"`((?:trainer|data|algorithm|rollout|actor_rollout_ref)\.[\w.]+)", page.read_text("utf-8")
+        ):
+            name = f"actor_rollout_ref.{found}" if found.startswith("rollout.") else found
+            is_option = name.startswith("algorithm.") and name.partition(".")[2] in options
+            assert name in keys or is_option, f"{page.name} names {found}"
 
 
 @pytest.mark.parametrize("given", settings())

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import importlib.util
 import re
 from collections.abc import Callable
+from dataclasses import fields
 from pathlib import Path
 
 import pytest
 
 from tests.algorithms.support import OFFLINE, ONLINE
-from verl.algorithms import registry
+from verl.algorithms import algorithm_names, make_algorithm, registry
 
-TEXT = (Path(__file__).parents[2] / "docs" / "algorithms.md").read_text(encoding="utf-8")
+ROOT = Path(__file__).parents[2]
+TEXT = (ROOT / "docs" / "algorithms.md").read_text(encoding="utf-8")
 TITLES = ("Online algorithms", "Offline algorithms", "They learn")
 
 
@@ -32,3 +35,15 @@ def test_the_example_trains(
     exec(compile(example.replace('"gpt2"', repr(str(make_tiny("gpt2")))), "example", "exec"), {"__name__": "__main__"})
     rewards = [float(line) for line in capsys.readouterr().out.splitlines() if line.strip().startswith("-")]
     assert len(rewards) == 10
+
+
+def test_each_algorithm_has_a_page_with_all_its_options() -> None:
+    spec = importlib.util.spec_from_file_location("algorithm_pages", ROOT / "scripts" / "algorithm_pages.py")
+    assert spec is not None and spec.loader is not None
+    script = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(script)
+    pages = script.pages()
+    assert sorted(pages) == algorithm_names()
+    for name, text in pages.items():
+        listed = re.findall(r"^\| `(\w+)` \|", text, re.MULTILINE)
+        assert sorted(listed) == sorted(field.name for field in fields(type(make_algorithm(name))) if field.init), name
