@@ -62,7 +62,7 @@ def test_settings_that_pages_name_are_there() -> None:
     """`section.key` or `section.key=value` in a page; below `algorithm` an option of some algorithm."""
     keys = {key.path for key in describe()} | set(NAMES)
     options = {field.name for name in algorithm_names() for field in fields(type(make_algorithm(name)))}
-    for page in (ROOT / "docs" / name for name in ("faq.md", "how_do_i.md", "metrics.md")):
+    for page in (ROOT / "docs" / name for name in ("faq.md", "metrics.md", "debugging.md")):
         for found in re.findall(
             r"`((?:trainer|data|algorithm|rollout|actor_rollout_ref)\.[\w.]+)", page.read_text("utf-8")
         ):
