@@ -1,6 +1,6 @@
 """A rollout engine of your own, by path: `rollout.name=examples/custom_engine.py:OneByOne`, or in a script as below.
 
-An engine is any class with these verbs (`RolloutEngine` in verl/rollout/base.py says what each promises); `sleep` and
+An engine is any class with these methods (`RolloutEngine` in verl/rollout/base.py says what each promises); `sleep` and
 `wake` are inherited and do nothing. This one answers a request a step by transformers' `generate`, on the live model.
 """
 

@@ -1,4 +1,4 @@
-"""PPO as a plain loop over verbs; the same script in one process and on several ranks.
+"""PPO as a plain loop over calls; the same script in one process and on several ranks.
 
     python examples/ppo_simple.py --actor_model gpt2 --critic_model gpt2
     torchrun --nproc_per_node=2 examples/ppo_simple.py
@@ -39,7 +39,7 @@ def letter_e(responses: list[str]) -> list[float]:
 
 
 def parse(argv: Sequence[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description="PPO as a plain loop over verbs, or by a recipe.")
+    parser = argparse.ArgumentParser(description="PPO as a plain loop over calls, or by a recipe.")
     option = parser.add_argument
     option("--config_path", type=Path, help="a recipe, in which the options below change settings")
     option("--actor_model", help="name or directory of the policy (default: gpt2)")

@@ -33,7 +33,7 @@ def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
     option("--batch_size", "--batch-size", type=int, default=16, help="samples a step (default: %(default)s)")
     option("--lr", type=float, default=1e-5, help="learning rate of both models (default: %(default)s)")
     option("--tensor_parallel_size", type=int, default=1, help="ranks that share each layer (default: %(default)s)")
-    option("--placement", help="slots of a Ray cluster, such as cpu:0-3 (default: this process, or torchrun's ranks)")
+    option("--placement", help="devices of a Ray cluster, such as cpu:0-3 (default: this process, or torchrun's ranks)")
     option("--checkpoint_dir", help="save there after each step, and go on from what is there")
     args = parser.parse_args(argv)
     actor = verl.Actor.from_pretrained(

@@ -43,7 +43,8 @@ def test_each_algorithm_has_a_page_with_all_its_options() -> None:
     script = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(script)
     pages = script.pages()
-    assert sorted(pages) == algorithm_names()
+    own = [name for name in algorithm_names() if type(make_algorithm(name)).__module__.startswith("verl.")]
+    assert sorted(pages) == own  # examples tried by this process before may have registered theirs
     for name, text in pages.items():
         listed = re.findall(r"^\| `(\w+)` \|", text, re.MULTILINE)
         assert sorted(listed) == sorted(field.name for field in fields(type(make_algorithm(name))) if field.init), name
