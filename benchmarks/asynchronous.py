@@ -1,4 +1,4 @@
-"""Asynchronous against synchronous training, on separate slots, where a rollout takes `--ratio` times an update.
+"""Asynchronous against synchronous training, on separate devices, where a rollout takes `--ratio` times an update.
 
 The rollout waits (as for a server): its engine sleeps so that a batch of a step takes that long, one batch at a time,
 and the updates are real. With one rollout worker the best that can be is (ratio + 1) / max(ratio, 1): 1.5 for 2.

@@ -22,12 +22,12 @@ import numpy as np
 import pyarrow as pa
 
 from verl.batch import Batch
-from verl.controller.group import SlotGroup
+from verl.controller.group import RankGroup
 from verl.controller.placement import DeviceMesh
-from verl.controller.ray import RaySlots
+from verl.controller.ray import RayJob
 from verl.controller.world import RoleMeshes
 from verl.layout import Mesh
-from verl.workers.place import ALONE, Place, verb
+from verl.workers.place import ALONE, Place, dispatch
 
 #: Milliseconds a step; the move's share of the speed of a copy.
 STEP_BOUND, MOVE_BOUND = 50.0, 0.5
@@ -41,15 +41,15 @@ class Idle:
     def __init__(self, samples: int, tokens: int, *, place: Place = ALONE) -> None:
         self.samples = experience(samples, tokens)
 
-    @verb("train", split="rows", collect="batches")
+    @dispatch("train", split="rows", collect="batches")
     def generate(self, prompts: Batch) -> Iterator[Batch]:
         yield self.samples.slice(int(prompts.arrow("id")[0].as_py()), len(prompts))
 
-    @verb("train", split="rows", collect="rows")
+    @dispatch("train", split="rows", collect="rows")
     def score(self, batch: Batch, name: str) -> Batch:
         return Batch.from_columns({name: batch.arrow("rollout_log_probs")})
 
-    @verb("train")
+    @dispatch("train")
     def update(self, batch: Batch) -> dict[str, float]:
         return {"rows": float(len(batch))}
 
@@ -84,10 +84,10 @@ def main() -> None:
     for name, default in (("workers", 4), ("samples", 1024), ("tokens", 512), ("megabytes", 256), ("repeats", 50)):
         parser.add_argument(f"--{name}", type=int, default=default, help="(default: %(default)s)")
     args = parser.parse_args()
-    slots = RaySlots(DeviceMesh(f"cpu:0-{args.workers - 1}"), timeout=120)
+    job = RayJob(DeviceMesh(f"cpu:0-{args.workers - 1}"), timeout=120)
     ranks = tuple(range(args.workers))
-    group = SlotGroup(
-        RoleMeshes("idle", {"train": Mesh.data_parallel(ranks)}), partial(Idle, args.samples, args.tokens), slots
+    group = RankGroup(
+        RoleMeshes("idle", {"train": Mesh.data_parallel(ranks)}), partial(Idle, args.samples, args.tokens), job
     )
     batch = experience(args.samples, args.tokens)
     computed = {name: batch.arrow("rollout_log_probs") for name in ("advantages", "returns")}
@@ -107,7 +107,7 @@ def main() -> None:
 
     values = np.ones(args.megabytes * 2**20 // 4, np.float32)
     large = Batch.from_columns({"values": ragged(256, values)})
-    one = SlotGroup(RoleMeshes("one", {"train": Mesh()}), partial(Idle, 1, 1), slots)
+    one = RankGroup(RoleMeshes("one", {"train": Mesh()}), partial(Idle, 1, 1), job)
     shared = SharedMemory(create=True, size=values.nbytes)
     source = memoryview(values).cast("B")
     copy = min(milliseconds(lambda: shared.buf.__setitem__(slice(len(source)), source), args.repeats))
@@ -119,7 +119,7 @@ def main() -> None:
     verdict = "met" if share >= MOVE_BOUND else "MISSED"
     print(f"move: {args.megabytes} MB in {move:.1f} ms, {share:.2f} of the speed of a copy into shared memory "
           f"({copy:.1f} ms); bound {MOVE_BOUND:g}: {verdict}")  # fmt: skip
-    slots.close()
+    job.close()
 
 
 if __name__ == "__main__":

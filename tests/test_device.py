@@ -97,7 +97,7 @@ def test_import_without_torch() -> None:
 def test_without_an_accelerator_the_default_is_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(device, "_accelerators", lambda: Fake(count=0))
     assert (device.accelerator(), device.default_kind(), device.count("cuda")) == (None, "cpu", 0)
-    assert str(Controller().mesh.slots[0]) == "cpu:0"
+    assert str(Controller().mesh.devices[0]) == "cpu:0"
 
 
 def test_a_kind_without_fp64_is_taken_only_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -111,7 +111,7 @@ def test_a_plain_script_runs_on_the_accelerator(fake: Fake, tiny: Path) -> None:
         with pytest.raises(ModelError, match="on the meta device"):  # as far as a device without memory goes
             handle.group.worker  # noqa: B018
         assert device.of(handle.model) == "meta"
-    assert [str(slot) for slot in DeviceMesh({"actor": 2}).slots] == ["meta:0", "meta:1"]
+    assert [str(device) for device in DeviceMesh({"actor": 2}).devices] == ["meta:0", "meta:1"]
     assert device.of(verl.Actor(str(tiny), placement="cpu").group.worker.engine.model) == "cpu"
 
 

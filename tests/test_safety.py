@@ -158,7 +158,7 @@ if __name__ == "__main__":
 
 @pytest.mark.slow
 def test_a_running_job_on_ray_listens_on_the_loopback_interface_alone(tiny: Path, tmp_path: Path) -> None:
-    """The driver, Ray's own processes and its workers, among them two slots and a worker of the reward."""
+    """The driver, Ray's own processes and its workers, among them two devices and a worker of the reward."""
     script = tmp_path / "script.py"
     script.write_text(RAY_JOB)
     command = [sys.executable, str(script), str(tiny)]

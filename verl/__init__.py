@@ -1,6 +1,6 @@
 """Reinforcement-learning post-training of large language models.
 
-The algorithm is plain Python over verbs:
+The algorithm is plain Python over calls:
 
     import verl
 

@@ -96,7 +96,7 @@ COMPUTED = frozenset((
 
 
 class Batch:
-    """An immutable table of samples. Slices and concatenations share memory; every verb returns a new one.
+    """An immutable table of samples. Slices and concatenations share memory; every call returns a new one.
 
     Attributes:
         base: the batch that this one has all columns of, and some more, by `add`; None if it came about otherwise.

@@ -19,7 +19,7 @@ from verl.errors import ClusterError, ConfigError
 
 #: Seconds for the head of a cluster to answer the first question.
 _ANSWER = 5.0
-#: Seconds for a cluster, a slot or a worker to start. One that dies is noticed at once: this ends silent hangs, and
+#: Seconds for a cluster, a rank or a worker to start. One that dies is noticed at once: this ends silent hangs, and
 #: leaves time for the imports of many processes on a busy machine.
 START_DEADLINE = 300.0
 #: Bytes of an answer that need not go through the object store.

@@ -20,7 +20,7 @@ from verl.tensor_plan import tensor_plan
 DIMS = ("pp", "replicate", "shard", "sp", "ep", "tp")
 #: Along these, ranks get different rows.
 DATA_DIMS = ("replicate", "shard", "ep")
-#: How a map of placement may have a role's ranks share its model -> the dimension that they are along; "data": those
+#: How a placement may have a role's ranks share its model -> the dimension that they are along; "data": those
 #: that the role's settings leave.
 PARALLEL = {"data": "", "tensor": "tp", "pipeline": "pp", "sequence": "sp", "expert": "ep"}
 

@@ -83,7 +83,7 @@ def test_a_config_error_is_one_message_and_exit_code_2():
 def test_a_dry_run_refuses_a_map_of_placement_that_is_none():
     result = verl("train", RECIPE, "trainer.placement=cpu:0-x", "--dry-run")
     assert result.returncode == 2
-    assert "placement: 'cpu:0-x' is no slot: write 'cuda:0'" in result.stderr
+    assert "placement: 'cpu:0-x' is no device: write 'cuda:0'" in result.stderr
 
 
 def test_a_dry_run_refuses_what_the_run_would():

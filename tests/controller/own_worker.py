@@ -1,4 +1,4 @@
-"""A worker of one's own, and what its verbs answer or raise; started by the tests in one process and in several.
+"""A worker of one's own, and what its calls answer or raise; started by the tests in one process and in several.
 
 python own_worker.py OUT
 """
@@ -14,30 +14,30 @@ from typing import Any
 
 import verl
 from verl.batch import Batch
-from verl.workers.place import ALONE, Place, verb
+from verl.workers.place import ALONE, Place, dispatch
 
 
 class Mine:
     def __init__(self, *, place: Place = ALONE) -> None:
         self.place = place
 
-    @verb(split="rows", collect="rows")
+    @dispatch(split="rows", collect="rows")
     def double(self, batch: Batch) -> Batch:
         return Batch.from_columns({"y": (2 * batch.tensor("x")).double(), "z": ["a"] * len(batch)})
 
-    @verb("train", split="rows", collect="batches")
+    @dispatch("train", split="rows", collect="batches")
     def each(self, batch: Batch) -> Iterator[Batch]:
         for row in range(len(batch)):
             yield batch.slice(row, 1)
 
-    @verb("train", split="rows", collect="rows")
+    @dispatch("train", split="rows", collect="rows")
     def short(self, batch: Batch) -> Batch:
         return batch.slice(0, 1)
 
-    @verb("train", split="rows", collect="rows")
+    @dispatch("train", split="rows", collect="rows")
     def nothing(self, batch: Batch) -> None: ...
 
-    @verb("infer")
+    @dispatch("infer")
     def elsewhere(self) -> int:
         return 1
 

@@ -1,4 +1,4 @@
-"""Verbs that are called while a stream of a rollout by tensor parallelism is open; a job of 2 ranks.
+"""Calls that are called while a stream of a rollout by tensor parallelism is open; a job of 2 ranks.
 
 python rank_open_stream.py MODEL; prints one line of JSON
 """

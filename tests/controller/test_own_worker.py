@@ -10,7 +10,6 @@ import pytest
 
 from tests import ranks
 from verl.errors import ConfigError
-from verl.workers.place import verb
 
 SCRIPT = Path(__file__).with_name("own_worker.py")
 
@@ -34,7 +33,7 @@ def test_answers_and_errors_are_those_of_one_process(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("options", "message"), [
-    ({"collect": "rows"}, "verb '.*method': of split='whole', collect='rows' cannot be made"),
+    ({"collect": "rows"}, "call '.*method': of split='whole', collect='rows' cannot be made"),
     ({"collect": "batches"}, "cannot be made: give 'first', 'shards', 'none'"),
     ({"split": "rows"}, "of split='rows', collect='first' cannot be made: give 'rows', 'batches', 'none'"),
     ({"split": "row"}, "no split 'row': did you mean 'rows'"),
@@ -43,11 +42,11 @@ def test_what_cannot_be_collected_is_refused_when_it_is_declared(options: dict[s
     def method(self: Any) -> None: ...
 
     with pytest.raises(ConfigError, match=message):
-        verb("train", **options)(method)
+        method("train", **options)(method)
 
 
 def test_an_async_verb_is_refused() -> None:
     async def method(self: Any) -> None: ...
 
     with pytest.raises(ConfigError, match="is async"):
-        verb("train")(method)
+        method("train")(method)

@@ -21,14 +21,14 @@ import verl
 from tests import ranks
 from tests.controller.test_torchrun import SCRIPT, assert_equal_runs
 from verl.batch import Batch
-from verl.controller.group import SlotGroup
+from verl.controller.group import RankGroup
 from verl.controller.placement import DeviceMesh
 from verl.controller.world import RoleMeshes
 from verl.errors import ClusterError, ConfigError
 from verl.layout import Mesh
 from verl.shard import Shard
 from verl.training.options import EngineOptions
-from verl.workers.place import ALONE, Place, verb
+from verl.workers.place import ALONE, Place, dispatch
 
 ray = pytest.importorskip("ray")
 BOTH = RoleMeshes("probe", {"train": Mesh.data_parallel((0, 1))})
@@ -40,42 +40,42 @@ class Probe:
     def __init__(self, *, place: Place = ALONE) -> None:
         self.place, self.held = place, ""
 
-    @verb("train", split="rows", collect="rows")
+    @dispatch("train", split="rows", collect="rows")
     def double(self, batch: Batch) -> Batch:
         return Batch.from_columns({"y": [2 * x for x in batch["x"]], "by": [self.place.rank] * len(batch)})
 
-    @verb("train", split="rows", collect="batches")
+    @dispatch("train", split="rows", collect="batches")
     def each(self, batch: Batch) -> Iterator[Batch]:
         for row in range(len(batch)):
             yield batch.slice(row, 1)
 
-    @verb("train", collect="shards")
+    @dispatch("train", collect="shards")
     def shards(self) -> Iterator[Shard]:
         for index in range(3):
             values = torch.full((2,), float(index))
             dist.all_reduce(values, group=self.place.groups["train"])
             yield Shard.whole(f"w{index}", values)
 
-    @verb(collect="none")
+    @dispatch(collect="none")
     def load(self, shards: Iterable[Shard]) -> None:
         self.held = ",".join(f"{shard.name}={shard.tensor.tolist()}" for shard in shards)
 
-    @verb("train", split="rows", collect="rows")
+    @dispatch("train", split="rows", collect="rows")
     def loaded(self, batch: Batch) -> Batch:
         return Batch.from_columns({"held": [self.held] * len(batch)})
 
-    @verb("train", split="rows", collect="rows")
+    @dispatch("train", split="rows", collect="rows")
     def picky(self, batch: Batch) -> Batch:
         if 3 in batch["x"]:
             raise ZeroDivisionError("three")
         return batch
 
-    @verb("train", split="rows", collect="rows")
+    @dispatch("train", split="rows", collect="rows")
     def total(self, batch: Batch) -> Batch:
         columns = [batch[name] for name in ("x", "y", "z") if name in batch]
         return Batch.from_columns({"total": [sum(values) for values in zip(*columns, strict=True)]})
 
-    @verb("train")
+    @dispatch("train")
     def meet(self, how: str) -> float:
         if self.place.rank == 1:
             if how == "raise":
@@ -99,16 +99,16 @@ def cluster() -> Iterator[None]:
 
 
 @pytest.fixture
-def slots(cluster: None) -> Iterator[Any]:
-    from verl.controller.ray import RaySlots
+def job(cluster: None) -> Iterator[Any]:
+    from verl.controller.ray import RayJob
 
-    made = RaySlots(DeviceMesh("cpu:0-1"), timeout=60)
+    made = RayJob(DeviceMesh("cpu:0-1"), timeout=60)
     yield made
     made.close()
 
 
-def probe(slots: Any) -> Any:
-    return SlotGroup(BOTH, partial(Probe), slots)
+def probe(job: Any) -> Any:
+    return RankGroup(BOTH, partial(Probe), job)
 
 
 @pytest.fixture(scope="module")
@@ -135,8 +135,8 @@ def test_one_slot_rolls_out_and_one_trains(alone: tuple[Path, Path], tmp_path: P
 
 
 @pytest.mark.slow
-def test_data_travel_as_declared(slots: Any) -> None:
-    group = probe(slots)
+def test_data_travel_as_declared(job: Any) -> None:
+    group = probe(job)
     batch = Batch.from_rows([{"x": x, "prompt_tokens": [x], "response_tokens": [3]} for x in range(5)])
     doubled = group.call("double", batch)
     assert doubled["y"] == [0, 2, 4, 6, 8]
@@ -148,7 +148,7 @@ def test_data_travel_as_declared(slots: Any) -> None:
     next(iter(group.call("shards")))  # who stops listening leaves no rank behind
     group.call("load", (shard for shard in group.call("shards")))
     assert set(group.call("loaded", batch)["held"]) == {"w0=[0.0, 0.0],w1=[2.0, 2.0],w2=[4.0, 4.0]"}
-    # A failure of a verb that ranks do apart leaves them as they were.
+    # A failure of a call that ranks do apart leaves them as they were.
     with pytest.raises(ZeroDivisionError, match="three") as caught:
         group.call("picky", batch)
     assert "in picky" in str(caught.value.__cause__) and "role 'probe'" in str(caught.value.__cause__)
@@ -156,35 +156,35 @@ def test_data_travel_as_declared(slots: Any) -> None:
 
 
 @pytest.mark.slow
-def test_what_is_added_to_a_batch_travels_alone(slots: Any) -> None:
-    group = probe(slots)
+def test_what_is_added_to_a_batch_travels_alone(job: Any) -> None:
+    group = probe(job)
     batch = Batch.from_rows([{"x": x, "prompt_tokens": [x], "response_tokens": [3]} for x in range(3, 8)])
     assert group.call("total", batch)["total"] == [3, 4, 5, 6, 7]
     grown = batch.add({"y": [10] * 5}).add({"z": [100 * x for x in range(5)]})
     for _ in range(2):
         assert group.call("total", grown)["total"] == [13, 114, 215, 316, 417]
-        assert ray.get(slots.sent(grown).reference).columns == ["y", "z"]
+        assert ray.get(job.sent(grown).reference).columns == ["y", "z"]
     # After a failure nobody knows what has come along.
     with pytest.raises(ZeroDivisionError):
         group.call("picky", grown)
-    assert [part.at for part in slots.sent(grown).parts()] == [set(), set()]
+    assert [part.at for part in job.sent(grown).parts()] == [set(), set()]
     assert group.call("total", grown)["total"] == [13, 114, 215, 316, 417]
-    assert [part.at for part in slots.sent(grown).parts()] == [{0, 1}, {0, 1}]
+    assert [part.at for part in job.sent(grown).parts()] == [{0, 1}, {0, 1}]
     # There is a bound to what is kept: more than that is sent anew.
     others = [Batch(batch.table.slice(0)) for _ in range(6)]
     for other in [*others, *others]:
         assert group.call("total", other)["total"] == [3, 4, 5, 6, 7]
     assert group.call("total", grown)["total"] == [13, 114, 215, 316, 417]
-    assert len(slots.kept()) == 4
+    assert len(job.kept()) == 4
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("how", "kind", "text"), [
     ("raise", ZeroDivisionError, "the loss of rank 1"),
-    ("die", ClusterError, r"rank 1 of 2 \(slot cpu:1, host .*, pid \d+\) died in 'probe.meet'"),
+    ("die", ClusterError, r"rank 1 of 2 \(device cpu:1, host .*, pid \d+\) died in 'probe.meet'"),
 ])  # fmt: skip
-def test_the_first_failure_ends_the_wait_and_the_slots(slots: Any, how: str, kind: type, text: str) -> None:
-    group = probe(slots)
+def test_the_first_failure_ends_the_wait_and_the_slots(job: Any, how: str, kind: type, text: str) -> None:
+    group = probe(job)
     assert group.call("meet", "well") == 2.0
     began = time.monotonic()
     with pytest.raises(kind, match=text) as caught:
@@ -219,11 +219,11 @@ def test_a_map_works_again_after_its_slots_have_ended(cluster: None) -> None:
 
 
 @pytest.mark.slow
-def test_a_rank_that_hangs_is_named_and_all_stacks_are_told(slots: Any, caplog: pytest.LogCaptureFixture) -> None:
-    group = probe(slots)
+def test_a_rank_that_hangs_is_named_and_all_stacks_are_told(job: Any, caplog: pytest.LogCaptureFixture) -> None:
+    group = probe(job)
     assert group.call("meet", "well") == 2.0
-    slots.timeout = 3.0
-    with pytest.raises(ClusterError, match=r"'probe.meet' did not end within 3 s: waited for .*slot cpu:1"):
+    job.timeout = 3.0
+    with pytest.raises(ClusterError, match=r"'probe.meet' did not end within 3 s: waited for .*device cpu:1"):
         group.call("meet", "hang")
     assert "time.sleep(600)" in caplog.text and "all_reduce" in caplog.text
 
@@ -234,7 +234,7 @@ def test_slots_have_the_deadline_of_the_trainer_that_places_them(cluster: None, 
 
     def timeouts(placement: Any, deadline: float) -> tuple[float, float]:
         trainer = verl.Trainer(str(tiny), reward_fn=len, placement=placement, deadline=deadline, log_dir=False)
-        return trainer.actor.controller.timeout, trainer.actor.controller._slots.timeout
+        return trainer.actor.controller.timeout, trainer.actor.controller._devices.timeout
 
     assert timeouts("cpu:0-1", 77) == (77, 77)
     assert timeouts("cpu:0-1", 88) == (88, 88)  # nothing has started yet
@@ -256,11 +256,11 @@ def test_a_cluster_that_does_not_answer_is_named_at_once() -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("placement", "text"), [
-    ("cuda:0-3", r"asks for slot cuda:0 .* Ray cluster of 1 nodes has 0 cuda slots"),
+    ("cuda:0-3", r"asks for device cuda:0 .* Ray cluster of 1 nodes has 0 cuda job"),
     ({"cpu_ids": [0, 1], "node": "elsewhere"}, r"cpu:0@elsewhere names no one node of the Ray cluster; it has 0 \("),
     ({"cpu_ids": [0, 1], "node": 0, "accelerator": "H100"}, r"wants accelerator H100, and the Ray cluster has: none"),
     ({"actor": "cpu:0", "critic": "cuda:0"}, "of one kind, got cpu and cuda"),
-    ("cpu:0-199", r"200 cpu slots take 0.02 CPUs each or more, and of the 2 CPUs of the Ray cluster [0-9.]+ are free"),
+    ("cpu:0-199", r"200 cpu job take 0.02 CPUs each or more, and of the 2 CPUs of the Ray cluster [0-9.]+ are free"),
 ])  # fmt: skip
 def test_a_map_that_cannot_be_met_fails_with_the_numbers(cluster: None, placement: Any, text: str) -> None:
     from verl.controller.controller import Controller

@@ -247,7 +247,7 @@ def test_ranks_have_the_deadline_of_a_pipeline(tiny: Path, tmp_path: Path) -> No
         "pipeline.add_stage('update', updater)\n"
         "assert {node.deadline for node in pipeline.graph.nodes.values() if node.role} == {154}\n"
         "assert pipeline.run(['a', 'b']).metrics['lr/actor'] > 0\n"
-        "assert actor.controller.timeout == 77 == actor.controller._slots.slot.world.timeout\n"
+        "assert actor.controller.timeout == 77 == actor.controller._job.worker.world.timeout\n"
     )
     job(2, file, tiny)
 
@@ -268,7 +268,7 @@ def test_different_handles_on_the_ranks_are_an_error_that_names_the_first(tiny: 
     )
     done = job(2, file, tiny, check=False)
     assert done.returncode != 0
-    assert "ClusterError: ranks 0 and 1 made different handles before the first verb" in done.stderr
+    assert "ClusterError: ranks 0 and 1 made different handles before the first call" in done.stderr
     assert "number 0 is Actor.model (" in done.stderr and "and Critic.model (ValueModel) on rank 1" in done.stderr
 
 
@@ -277,10 +277,10 @@ def test_a_script_prints_each_line_once(tiny: Path, tmp_path: Path) -> None:
         tmp_path / "script.py",
         "import sys, verl",
         "actor = verl.Actor(sys.argv[1], sampling={'max_new_tokens': 2})",
-        "print('before the first verb')",
+        "print('before the first call')",
         "print(len(actor.generate_sequences(['a', 'b', 'c'])), 'samples')",
     )
-    assert torchrun(2, file, tiny).stdout.splitlines() == ["before the first verb", "3 samples"]
+    assert torchrun(2, file, tiny).stdout.splitlines() == ["before the first call", "3 samples"]
 
 
 def test_the_article_s_loop_prints_each_line_once(tiny: Path) -> None:
@@ -322,7 +322,7 @@ def test_an_object_made_after_the_first_verb_is_refused_by_name(tiny: Path, tmp_
         "again = verl.Actor(sys.argv[1], sampling={'max_new_tokens': 2})",  # a model and a tokenizer travel as data
         "assert len(again.generate_sequences(['a', 'b'])) == 2",
     )
-    assert "Late (__main__) was made after the first verb" in job(2, file, tiny).stdout
+    assert "Late (__main__) was made after the first call" in job(2, file, tiny).stdout
 
 
 def test_the_state_of_an_algorithm_travels_with_each_order(tiny: Path, tmp_path: Path) -> None:
@@ -361,4 +361,4 @@ def test_a_model_that_is_wrapped_after_the_first_verb_is_refused_by_name(tiny: P
         "try: verl.Actor(model, sys.argv[1])",
         "except verl.errors.ModelError as error: print(error)",
     )
-    assert "the model is sharded over several ranks, and after the first verb" in job(2, file, tiny).stdout
+    assert "the model is sharded over several ranks, and after the first call" in job(2, file, tiny).stdout

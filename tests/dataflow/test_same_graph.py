@@ -126,7 +126,7 @@ def test_what_a_traced_loop_cannot_say_is_refused_by_name(tiny: Path) -> None:
     refused(lambda actor, reward, prompts: reward.get_reward(prompts), r"Reward.get_reward .* lacks \['sequences'\]")
     refused(lambda actor, reward, prompts: actor.generate(prompts), "cannot call 'generate' of Actor: did you mean")
     refused(lambda actor, reward, prompts: None, "calls generate_sequences 0 times")
-    refused(lambda actor, reward, prompts: actor.generate_sequences(["a"]), "gets prompts, or what its other verbs")
+    refused(lambda actor, reward, prompts: actor.generate_sequences(["a"]), "gets prompts, or what its other calls")
     refused(
         lambda actor, reward, prompts: actor.generate_sequences(prompts)["response"],
         r"has no numbers yet, and reads sequences\['response'\]",

@@ -138,7 +138,7 @@ def test_a_model_that_the_map_places_has_the_same_scores(tmp_path: Path) -> None
 def test_slots_for_a_reward_without_a_model_or_cut_are_refused() -> None:
     with pytest.raises(ConfigError, match="no reward model of this process"):
         verl.Reward(len, placement={"reward": "cpu:0"})
-    with pytest.raises(ConfigError, match="whole on each of its slots"):
+    with pytest.raises(ConfigError, match="whole on each of its devices"):
         verl.Reward(
             model=make_model("gpt2"),
             tokenizer=make_tokenizer(),

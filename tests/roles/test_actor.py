@@ -1,4 +1,4 @@
-"""The actor's verbs on a tiny real model."""
+"""The actor's calls on a tiny real model."""
 
 from __future__ import annotations
 
@@ -322,13 +322,13 @@ def test_wrong_settings_are_named(tiny: Path, actor: verl.Actor) -> None:
 
 def test_what_is_no_reward_or_no_batch_is_told_by_row(actor: verl.Actor) -> None:
     sequences = actor.generate_sequences(["One", "Two"], max_new_tokens=2)
-    for verb in (actor.update, verl.Updater("gpg", actor=actor).update):
+    for method in (actor.update, verl.Updater("gpg", actor=actor).update):
         with pytest.raises(DataError, match=r"reward of row 1 is 'a': give a number, or None"):
-            verb(sequences, [1.0, "a"])
+            method(sequences, [1.0, "a"])
         with pytest.raises(DataError, match=r"list or tensor of 2 numbers, not 5"):
-            verb(sequences, 5)
+            method(sequences, 5)
         with pytest.raises(DataError, match="sequences are a Batch of generate_sequences, not a int"):
-            verb(5, [1.0])
+            method(5, [1.0])
 
 
 def test_texts_and_token_ids_may_be_mixed(actor: verl.Actor) -> None:

@@ -1,4 +1,4 @@
-"""The critic's verbs, and values across tokenizers."""
+"""The critic's calls, and values across tokenizers."""
 
 from __future__ import annotations
 
@@ -133,9 +133,9 @@ def test_sequences_of_an_unknown_tokenizer_are_refused(tiny: Path) -> None:
     spelt["model"]["vocab"] = dict(sorted(spelt["model"]["vocab"].items(), key=lambda item: item[1]))
     other = PreTrainedTokenizerFast(tokenizer_object=Tokenizer.from_str(json.dumps(spelt)), eos_token="<|end|>")
     critic = verl.Critic(str(tiny), tokenizer=other)
-    for verb in (lambda: critic.compute_values(sequences), lambda: critic.update(sequences, [1.0, 2.0])):
+    for method in (lambda: critic.compute_values(sequences), lambda: critic.update(sequences, [1.0, 2.0])):
         with pytest.raises(ConfigError, match=r"actor_tokenizer=actor\.tokenizer"):
-            verb()
+            method()
     of_known = critic.compute_values(known)["values"]
     critic.read_with(actor.tokenizer)
     assert critic.compute_values(sequences)["values"] == of_known

@@ -108,12 +108,12 @@ def test_what_cannot_be_is_refused_by_name(tiny: Path) -> None:
     with pytest.raises(ConfigError, match="an actor and its critic"):
         verl.PPORoleUpdater("gpt2")
     apart = verl.Actor(str(tiny), placement={"actor": "cpu:0-1", "rollout": "cpu:2-3"})
-    with pytest.raises(ConfigError, match="slots of its own"):
+    with pytest.raises(ConfigError, match="devices of its own"):
         layouts.enable_hybrid_engine(apart)
     own = verl.Actor(str(tiny), rollout=lambda *given: None)
     with pytest.raises(ConfigError, match="engines embedded, hf and vllm"):
         layouts.enable_hybrid_engine(own)
     actor, _ = made(tiny)
     actor.generate_sequences(["One"])
-    with pytest.raises(ConfigError, match="before the first verb"):
+    with pytest.raises(ConfigError, match="before the first call"):
         layouts.enable_hybrid_engine(actor)

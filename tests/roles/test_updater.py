@@ -1,4 +1,4 @@
-"""One call of an updater is what a plain loop over the verbs does."""
+"""One call of an updater is what a plain loop over the calls does."""
 
 from __future__ import annotations
 
@@ -75,9 +75,9 @@ def test_a_critic_over_the_actors_own_model_is_refused(tiny: Path) -> None:
 
 def test_what_verbs_cannot_take_is_told(tiny: Path) -> None:
     actor, critic = verl.Actor(str(tiny)), verl.Critic(str(tiny))
-    for verb in (critic.compute_values, actor.compute_log_probs):
+    for method in (critic.compute_values, actor.compute_log_probs):
         with pytest.raises(DataError, match="a Batch of generate_sequences, not a list"):
-            verb(["text"])
+            method(["text"])
     with pytest.raises(ModelError, match="Linear is no model of transformers"):
         verl.Critic(torch.nn.Linear(2, 2))
 

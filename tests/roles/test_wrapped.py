@@ -102,13 +102,13 @@ def test_a_model_wrapped_over_two_ranks_is_trained_on_both(tiny: Path) -> None:
         assert found["grad_norm"] > 0
         assert found["learnt"] > 1e-4
         assert found["wrapped stays"], how
-        assert "before the first verb" in found["refusal"]  # given to a handle on rank 0 alone
+        assert "before the first call" in found["refusal"]  # given to a handle on rank 0 alone
 
 
 if __name__ == "__main__":
     dist.init_process_group("gloo")
     path, *ways = sys.argv[1:]
-    # Every rank wraps and hands over its part before the first verb: after it only rank 0 runs the script.
+    # Every rank wraps and hands over its part before the first call: after it only rank 0 runs the script.
     options: dict[str, Any] = {"sampling": verl.SamplingParams(max_new_tokens=6), "optim": {"lr": 1e-2}}
     handed = []
     for how in ways:

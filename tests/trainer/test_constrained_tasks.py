@@ -105,7 +105,7 @@ def test_a_constraint_is_needed_and_a_reward_is_measured(tiny: Path) -> None:
     assert trainer.step(PROMPTS)["reward/mean"] > 0
     used = actor(tiny)
     used.generate_sequences(PROMPTS)
-    with pytest.raises(ConfigError, match="give task 'held' its episode before the first verb"):
+    with pytest.raises(ConfigError, match="give task 'held' its episode before the first call"):
         verl.Trainer(used, tasks=[constrained()], log_dir=False)
 
 

@@ -66,7 +66,7 @@ def test_a_killed_rank_ends_the_run_and_the_same_command_resumes(tmp_path: Path,
     line = command(tmp_path / "cut", tiny, "cpu:0-1")
     for rank in (1, 0):
         errors = interrupted(line, tmp_path / "cut", lambda pids, rank=rank: os.kill(pids[rank], signal.SIGKILL), ENV)
-        assert re.search(rf"rank {rank} of 2 \(slot cpu:{rank}, host .*\) died", errors), errors[-3000:]
+        assert re.search(rf"rank {rank} of 2 \(device cpu:{rank}, host .*\) died", errors), errors[-3000:]
     whole(tmp_path / "cut", tiny, "cpu:0-1")
     assert_same_run(run_dir(tmp_path / "whole"), run_dir(tmp_path / "cut"))
 

@@ -153,7 +153,9 @@ def plan(
     network: Annotated[
         float | None, typer.Option(help="Gbit/s between machines, per machine (default: as the vendor builds them).")
     ] = None,
-    within: Annotated[float | None, typer.Option(help="Only maps whose rollout takes at most so many seconds.")] = None,
+    within: Annotated[
+        float | None, typer.Option(help="Only placements whose rollout takes at most these seconds.")
+    ] = None,
     scaling: Annotated[bool, typer.Option("--scaling", help="How throughput grows, and the batch it takes.")] = False,
     picture: Annotated[Path | None, typer.Option(help="Write the timeline to this file, as SVG.")] = None,
     calibrate: Annotated[
@@ -166,7 +168,7 @@ def plan(
 ) -> None:
     """Say what a run would do; with --cluster find where its models should stand there, and in which sizes.
 
-    Loads no model. The map that is found is printed ready to paste into FILE.
+    Loads no model. The placement that is found is printed ready to paste into FILE.
 
     [bold]Examples[/bold]
     $ verl plan recipe.yaml

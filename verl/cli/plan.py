@@ -21,7 +21,7 @@ def plan(config: Config) -> dict[str, str]:
     """The run that `config` describes, as labelled lines; reads no weights and imports no torch.
 
     Raises:
-        ConfigError: the map of placement is none.
+        ConfigError: the placement is none.
     """
     policy, trainer = config.actor_rollout_ref, config.trainer
     lines = {
@@ -102,7 +102,7 @@ def cluster_of(text: str, network: float | None, efficiency: str | None, calibra
 def plan_placement(
     config: Config, cluster: Cluster, *, within: float | None = None, scaling: bool = False, picture: Path | None = None
 ) -> Iterator[str]:
-    """What `verl plan --cluster` prints: the best map ready to paste, the runners-up, memory, a timeline.
+    """What `verl plan --cluster` prints: the best placement ready to paste, the runners-up, memory, a timeline.
 
     Args:
         within: bound of a step's generation, in seconds.

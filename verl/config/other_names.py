@@ -126,7 +126,7 @@ def _reward_model(value: Any, get: Get) -> Mapping[str, Any]:
 
 
 def _gpus(value: Any, get: Get) -> Mapping[str, Any]:
-    """Under torchrun the ranks are there; else a run of several GPUs stands on the slots of a Ray cluster."""
+    """Under torchrun the ranks are there; else a run on several GPUs takes a Ray cluster."""
     if not isinstance(value, int):
         raise _RefusedError("write a whole number")
     count = value * (get("trainer.nnodes") or 1)

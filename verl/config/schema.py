@@ -322,7 +322,7 @@ class TrainerConfig(Record):
     deadline: Seconds = free(1800.0, "seconds after which a phase without progress ends the run")
     threads: Count | None = Field(default=None, description="CPU threads (null: as torch chooses)")
     placement: dict[str, Any] | str | None = free(
-        None, "role -> slots, such as {rollout: cuda:0, actor: cuda:1-3} (null: all ranks of a torchrun job)"
+        None, "role -> devices, such as {rollout: cuda:0, actor: cuda:1-3} (null: all ranks of a torchrun job)"
     )
 
 

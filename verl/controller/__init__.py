@@ -1,1 +1,1 @@
-"""Where workers run and how a verb reaches them."""
+"""Where workers run and how a call reaches them."""

@@ -1,6 +1,6 @@
 """Values between the ranks of a torchrun job: JSON, and bytes beside it. Nothing is pickled, nothing unpickled.
 
-An object that every rank has made before the first verb travels as its number (`ranks.registry`), a module-level
+An object that every rank has made before the first call travels as its number (`ranks.registry`), a module-level
 function or class as its qualified name, a dataclass or pydantic model as its class and fields, tensors and Arrow tables
 as raw bytes. A live model travels as its class, its configuration and its weights. Anything else is refused by name.
 """
@@ -75,8 +75,8 @@ class _Encoder:
             return {"$": "tokenizer", "files": self.files(value)}
         raise ConfigError(
             f"{getattr(value, '__qualname__', type(value).__qualname__)} ({type(value).__module__}) was made after the "
-            "first verb: the other ranks of the torchrun job do not run the script any more, and nothing is pickled. "
-            "Make it, and the handle that it belongs to, before the first verb; or give a module-level function, a "
+            "first call: the other ranks of the torchrun job do not run the script any more, and nothing is pickled. "
+            "Make it, and the handle that it belongs to, before the first call; or give a module-level function, a "
             "dataclass, or 'FILE.py:NAME'"
         )
 
@@ -277,7 +277,7 @@ def _name(value: Any) -> str:
     if _found(module, qualname) is not value:
         raise ConfigError(
             f"{qualname} of {module} is no module-level function or class, and nothing is pickled under torchrun: "
-            "define it at the top of a module, or give it to a handle before the first verb"
+            "define it at the top of a module, or give it to a handle before the first call"
         )
     return f"{module}:{qualname}"
 
@@ -291,7 +291,7 @@ def _named(name: str) -> Any:
     found = _found(module, qualname)
     if not isinstance(found, FunctionType | type) or found.__module__ != module:
         raise ClusterError(
-            f"{qualname} of {module} is not on {who()}: define it, or import its module, before the first verb"
+            f"{qualname} of {module} is not on {who()}: define it, or import its module, before the first call"
         )
     return found
 

@@ -7,12 +7,12 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, TypeVar
 
-from verl import device
-from verl.controller.group import SlotGroup, Slots, Workers
+from verl.controller.group import Job, RankGroup, Workers
 from verl.controller.local import LocalGroup
 from verl.controller.placement import DeviceMesh, ResourcePool
 from verl.controller.ranks import torchrun_ranks
 from verl.controller.world import TIMEOUT, RoleMeshes
+from verl.device import count, default_kind
 from verl.errors import ConfigError
 from verl.hybrid.meshes import generation_mesh
 from verl.layout import Layout, Mesh, ModelShape
@@ -24,18 +24,18 @@ _PLAIN = TrainOptions()
 
 
 class Controller:
-    """Where roles run, by one map; which executor that takes follows from it.
+    """Where roles run, by one placement; which executor that takes follows from it.
 
-    Under torchrun the ranks of the job are the slots, and without a map every role stands on all of them. A plain
-    script is one process, which is one slot; a map of several, or of nodes, takes Ray: the cluster that the script is
-    connected to, else the one at `RAY_ADDRESS`, else one on this machine.
+    Under torchrun each rank of the job has a device, and without a placement every role runs on all of them. A plain
+    script is one process on one device; a placement on several devices, or on nodes, takes Ray: the cluster that the
+    script is connected to, else the one at `RAY_ADDRESS`, else one on this machine.
 
     Args:
-        placement: role -> slots, see `DeviceMesh`; None: one slot, or all ranks of the torchrun job.
+        placement: role -> devices, see `DeviceMesh`; None: one device, or all ranks of the torchrun job.
         timeout: seconds that ranks wait for each other, and the controller for them; None: those of `wait`.
 
     Raises:
-        ConfigError: the map cannot be met; nothing has been started.
+        ConfigError: the placement cannot be met; nothing has been started.
     """
 
     def __init__(self, placement: Any = None, *, timeout: float | None = None) -> None:
@@ -43,27 +43,27 @@ class Controller:
         self._may_change = timeout is None
         ranks = torchrun_ranks()
         self.executor = "torchrun" if ranks > 1 else "local"
-        self._slots: Slots | None = None
+        self._job: Job | None = None
         if placement is None:
             self.mesh = DeviceMesh(ResourcePool.numbered(0, ranks))
             #: Where models run; a kind alone: on whichever device of that kind they are.
-            self.device = device.default_kind()
+            self.device = default_kind()
         else:
             self.mesh = DeviceMesh(placement)
-            if self.is_local and (len(self.mesh.slots) > 1 or self.mesh.slots[0].is_named):
-                self.executor, self._slots = "ray", _ray_slots(self.mesh, self.timeout)
+            if self.is_local and (len(self.mesh.devices) > 1 or self.mesh.devices[0].is_named):
+                self.executor, self._job = "ray", _ray_job(self.mesh, self.timeout)
             else:
                 self._check(ranks)
-            slot = self.mesh.slots[0]
-            self.device = str(slot) if slot.kind == "cuda" else slot.kind
+            device = self.mesh.devices[0]
+            self.device = str(device) if device.kind == "cuda" else device.kind
         if self.executor == "torchrun":
-            from verl.controller.torchrun import torchrun_slots
+            from verl.controller.torchrun import torchrun_job
 
-            self._slots = torchrun_slots(timeout, self.mesh.slots[0].kind)
+            self._job = torchrun_job(timeout, self.mesh.devices[0].kind)
 
     @classmethod
     def of(cls, placement: Any = None) -> Controller:
-        """The controller of a map: handles that are given equal maps share it, and so the processes at its slots.
+        """The controller of a placement: handles that are given equal placements share it, and so its processes.
 
         One that has ended stays with the handles that have it; the next ones get another.
         """
@@ -81,8 +81,8 @@ class Controller:
 
     @property
     def has_ended(self) -> bool:
-        """Whether the processes at its slots were ended, by `close` or by a failure."""
-        return self._slots is not None and self._slots.has_ended
+        """Whether the processes at its devices were ended, by `close` or by a failure."""
+        return self._job is not None and self._job.has_ended
 
     def group(
         self,
@@ -106,12 +106,12 @@ class Controller:
         meshes = self.meshes(role, options, generation_tp)
         for name, mesh in meshes.meshes.items():
             mesh.layout.check(shape, options.strategy if name == "train" else "")
-        if self._slots is None:
+        if self._job is None:
             return LocalGroup(role, recipe, self.device, meshes.meshes)
-        return SlotGroup(meshes, recipe, self._slots)
+        return RankGroup(meshes, recipe, self._job)
 
     def meshes(self, role: str, options: TrainOptions = _PLAIN, generation_tp: int = 1) -> RoleMeshes:
-        """The ranks of a role by mesh. An actor also generates: on slots of its own if the map says so.
+        """The ranks of a role by mesh. An actor also generates: on devices of its own if the placement says so.
 
         Args:
             generation_tp: ranks that share one copy of the actor in generation.
@@ -135,22 +135,22 @@ class Controller:
         return RoleMeshes(role, found)
 
     def _ranks(self, pool: ResourcePool) -> tuple[int, ...]:
-        slots = self.mesh.slots
-        return tuple(slot.index if self.executor == "torchrun" else slots.index(slot) for slot in pool.slots)
+        devices = self.mesh.devices
+        return tuple(device.index if self.executor == "torchrun" else devices.index(device) for device in pool.devices)
 
     def wait(self, seconds: float) -> None:
         """Have ranks and controller wait so long for each other, where no `timeout` was given. Ranks that have met
         already go on with what they met with."""
-        if self._may_change and not (self._slots is not None and self._slots.has_started):
+        if self._may_change and not (self._job is not None and self._job.has_started):
             self.timeout = seconds
-            if self._slots is not None:
-                self._slots.timeout = seconds
+            if self._job is not None:
+                self._job.timeout = seconds
 
     def start(self) -> None:
-        """Start or join the processes at the slots, which the first verb does otherwise. On another rank of a torchrun
-        job than the first it does not return: that rank serves the first one until its script ends."""
-        if self._slots is not None:
-            self._slots.start()
+        """Start or join the processes, which the first call does otherwise. On another rank of a torchrun job than the
+        first it does not return: that rank serves the first one until its script ends."""
+        if self._job is not None:
+            self._job.start()
 
     def everywhere(self, function: Callable[..., Any], *args: Any, each: Sequence[tuple[Any, ...]] = ()) -> list[Any]:
         """Call a function on every rank.
@@ -164,45 +164,45 @@ class Controller:
             What it returned, by rank.
         """
         given = [(*args, *(each[rank] if each else ())) for rank in range(self.size)]
-        if self._slots is None:
+        if self._job is None:
             return [function(*given[0])]
-        return self._slots.everywhere(function, given)
+        return self._job.everywhere(function, given)
 
     @property
     def size(self) -> int:
         """Ranks in all."""
-        return torchrun_ranks() if self.executor == "torchrun" else len(self.mesh.slots)
+        return torchrun_ranks() if self.executor == "torchrun" else len(self.mesh.devices)
 
     def close(self) -> None:
         """End the processes that were started on a Ray cluster; the end of this process does that, too."""
-        if self.executor == "ray" and self._slots is not None:
-            self._slots.close()
+        if self.executor == "ray" and self._job is not None:
+            self._job.close()
 
     def _check(self, ranks: int) -> None:
         if self.is_local:
-            self.mesh.check({"cuda": device.count("cuda"), "cpu": self.mesh.slots[0].index + 1}, "this machine")
+            self.mesh.check({"cuda": count("cuda"), "cpu": self.mesh.devices[0].index + 1}, "this machine")
             return
-        if named := next((slot for slot in self.mesh.slots if slot.is_named), None):
-            raise ConfigError(f"placement: slot {named} names a node or accelerator, which takes Ray, not torchrun")
-        self.mesh.check({self.mesh.slots[0].kind: ranks}, f"this torchrun job of {ranks} ranks")
+        if named := next((device for device in self.mesh.devices if device.is_named), None):
+            raise ConfigError(f"placement: device {named} names a node or accelerator, which takes Ray, not torchrun")
+        self.mesh.check({self.mesh.devices[0].kind: ranks}, f"this torchrun job of {ranks} ranks")
 
 
-def _ray_slots(mesh: DeviceMesh, timeout: float) -> Slots:
+def _ray_job(mesh: DeviceMesh, timeout: float) -> Job:
     try:
-        from verl.controller.ray import RaySlots
+        from verl.controller.ray import RayJob
     except ImportError as error:
-        slots = mesh.slots
+        devices = mesh.devices
         raise ConfigError(
-            f"placement: {len(slots)} slots ({', '.join(map(str, slots))}) need as many processes, and a plain script "
-            "is one. Ray would start them: pip install 'ray>=2.59'; or start them with "
-            f"torchrun --nproc_per_node={max(slot.index for slot in slots) + 1}"
+            f"placement: {len(devices)} devices ({', '.join(map(str, devices))}) need as many processes, and a plain "
+            "script is one. Ray would start them: pip install 'ray>=2.59'; or start them with "
+            f"torchrun --nproc_per_node={max(device.index for device in devices) + 1}"
         ) from error
-    return RaySlots(mesh, timeout)
+    return RayJob(mesh, timeout)
 
 
 def everywhere(function: Callable[..., Any], *args: Any) -> list[Any]:
-    """Call a function on every rank: of the torchrun job, or of the Ray slots that this script has started; in a plain
-    script on the only one. It counts as a verb.
+    """Call a function on every rank: of the torchrun job, or of the Ray workers that this script has started; in a
+    plain script on the only one. It counts as a call.
 
     Args:
         function: under torchrun a module-level one.
@@ -212,17 +212,17 @@ def everywhere(function: Callable[..., Any], *args: Any) -> list[Any]:
         What it returned, by rank.
 
     Raises:
-        ConfigError: there are several sets of slots: call `Controller.everywhere` of one.
+        ConfigError: there are several placements: call `Controller.everywhere` of one.
     """
     if torchrun_ranks() > 1:
         return Controller.of(None).everywhere(function, *args)
     started = [known for known in _known.values() if not (known.is_local or known.has_ended)]
     if len(started) > 1:
-        raise ConfigError(f"there are {len(started)} sets of slots: call everywhere() of one of the controllers")
+        raise ConfigError(f"there are {len(started)} placements: call everywhere() of one of the controllers")
     return started[0].everywhere(function, *args) if started else [function(*args)]
 
 
 def start() -> None:
-    """For a verb that needs no workers: under torchrun only rank 0 goes on with the script."""
+    """For a call that needs no workers: under torchrun only rank 0 goes on with the script."""
     if torchrun_ranks() > 1:
         Controller.of(None).start()

@@ -1,5 +1,5 @@
-"""What a controller holds of a role: its worker group. How a verb's rows are split and answers put together, on
-slots that torchrun or Ray started."""
+"""What a controller holds of a role: its worker group. How a call's rows are split and answers put together, on
+ranks that torchrun or Ray started."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from verl.batch import Batch
 from verl.controller.world import RoleMeshes
 from verl.errors import BrokenCollectiveError, ClusterError, ConfigError, DataError, nearest
 from verl.training.micro_batch import balanced
-from verl.workers.place import ROLE, Verb, verb_of
+from verl.workers.place import ROLE, Dispatch, dispatch_of
 
 logger = logging.getLogger(__name__)
 W_co = TypeVar("W_co", covariant=True)
@@ -27,13 +27,13 @@ STREAMS = ("batches", "shards")
 
 
 class Workers(Protocol[W_co]):
-    """The workers of one role, reached as if they were one. Workers are made at the first verb."""
+    """The workers of one role, reached as if they were one. Workers are made at the first call."""
 
     role: str
     size: int
 
-    def call(self, verb: str, *args: Any, **kwargs: Any) -> Any:
-        """Run a verb on the ranks of its mesh; data travel as the worker's method declares (`verl.workers.place`).
+    def call(self, method: str, *args: Any, **kwargs: Any) -> Any:
+        """Run a call on the ranks of its mesh; data travel as the worker's method declares (`verl.workers.place`).
 
         Raises:
             ClusterError: a worker died, or a deadline passed.
@@ -43,11 +43,11 @@ class Workers(Protocol[W_co]):
 
 @dataclass(frozen=True)
 class Call:
-    """A verb on its way to the ranks of its mesh.
+    """A call on its way to the ranks of its mesh.
 
     Attributes:
         role: the key of the role's workers.
-        what: "ROLE.VERB", for messages.
+        what: "ROLE.METHOD", for messages.
         rows: the ranks of the mesh in its order, each with its rows of the first argument; None: all of it.
         answering: the ranks whose answers count.
         is_stream: whether answers come item by item.
@@ -56,7 +56,7 @@ class Call:
 
     role: int
     what: str
-    verb: str
+    method: str
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
     rows: Mapping[int, Sequence[int] | None]
@@ -65,7 +65,7 @@ class Call:
     is_apart: bool
 
 
-class Slots(Protocol):
+class Job(Protocol):
     """Processes with a rank each: how orders reach them, and answers come back."""
 
     timeout: float
@@ -97,30 +97,30 @@ class Slots(Protocol):
         """End the processes."""
 
 
-class SlotGroup(Generic[W]):
-    """A worker group whose ranks stand on slots. See `Workers`."""
+class RankGroup(Generic[W]):
+    """A worker group on the ranks of a job. See `Workers`."""
 
-    def __init__(self, role: RoleMeshes, recipe: partial[W], slots: Slots) -> None:
-        self.role, self.meshes, self.slots = role.role, role, slots
+    def __init__(self, role: RoleMeshes, recipe: partial[W], job: Job) -> None:
+        self.role, self.meshes, self.job = role.role, role, job
         self.size = len(role.ranks)
         self._recipe = recipe
         self._key: int | None = None
 
-    def call(self, verb: str, *args: Any, **kwargs: Any) -> Any:
-        spec, what = verb_of(self._recipe.func, verb), f"{self.role}.{verb}"  # type: ignore[arg-type]
+    def call(self, method: str, *args: Any, **kwargs: Any) -> Any:
+        spec, what = dispatch_of(self._recipe.func, method), f"{self.role}.{method}"  # type: ignore[arg-type]
         check_call(what, spec, self.meshes.meshes, args)
         if self._key is None:
-            self._key = self.slots.make(self._recipe, self.meshes)
+            self._key = self.job.make(self._recipe, self.meshes)
         mesh = self.meshes.mesh(spec.mesh)
         rows: dict[int, Sequence[int] | None] = dict.fromkeys(mesh.ranks)
         if spec.split == "rows":
-            parts = self.slots.split(args[0], mesh.layout.data_size)
+            parts = self.job.split(args[0], mesh.layout.data_size)
             rows = {rank: parts[index] for rank, (index, _) in ((r, mesh.rows(r) or (0, 1)) for r in mesh.ranks)}
         answering = mesh.answering() if spec.collect in ("rows", "batches") else mesh.answering()[:1]
         call = Call(
             role=self._key,
             what=what,
-            verb=verb,
+            method=method,
             args=args,
             kwargs=kwargs,
             rows=rows,
@@ -129,8 +129,8 @@ class SlotGroup(Generic[W]):
             is_apart=spec.split == "rows",
         )
         if call.is_stream:
-            return (item for _, item in self.slots.run(call))
-        answers = dict(self.slots.run(call))
+            return (item for _, item in self.job.run(call))
+        answers = dict(self.job.run(call))
         if spec.collect == "rows":
             found = [(rows[rank] or [], rank) for rank in answering]
             for part, rank in found:
@@ -147,31 +147,31 @@ def died(who: str, where: str, why: str) -> ClusterError:
     )
 
 
-def stalled(slots: Slots, ranks: Iterable[int], what: str, limit: float, stacks: Mapping[int, str]) -> ClusterError:
-    """The error of a missed deadline. The stacks of all ranks are logged, and the slots ended.
+def stalled(job: Job, ranks: Iterable[int], what: str, limit: float, stacks: Mapping[int, str]) -> ClusterError:
+    """The error of a missed deadline. The stacks of all ranks are logged, and the job ended.
 
     Args:
         ranks: those that have not answered.
         stacks: of every rank.
     """
     for rank, found in stacks.items():
-        logger.error("%s stands at:\n%s", slots.who(rank), found)
-    names = "; ".join(map(slots.who, ranks))
+        logger.error("%s stands at:\n%s", job.who(rank), found)
+    names = "; ".join(map(job.who, ranks))
     reason = f"'{what}' did not end within {limit:g} s: waited for {names}; stacks of all ranks are in the log"
-    slots.close(reason)
+    job.close(reason)
     return ClusterError(reason)
 
 
-def raise_cause(slots: Slots, errors: Mapping[int, Exception], is_broken: bool) -> NoReturn:
+def raise_cause(job: Job, errors: Mapping[int, Exception], is_broken: bool) -> NoReturn:
     """Raise, of the errors of several ranks, that of the first rank which did not just wait for another one.
 
     Args:
-        is_broken: ranks may no longer be in step: the slots are ended.
+        is_broken: ranks may no longer be in step: the job is ended.
     """
     first = (errors[rank] for rank in sorted(errors))
     cause = min(first, key=lambda error: isinstance(error, BrokenCollectiveError))
     if is_broken:
-        slots.close(f"{type(cause).__name__}: {cause}")
+        job.close(f"{type(cause).__name__}: {cause}")
     raise cause from cause.__cause__
 
 
@@ -192,21 +192,21 @@ def join_rows(parts: Sequence[tuple[Sequence[int], Batch]]) -> Batch:
     return Batch.concat(answers).take(sorted(range(len(order)), key=order.__getitem__))
 
 
-def check_call(what: str, spec: Verb, meshes: Iterable[str], args: Sequence[Any]) -> None:
+def check_call(what: str, spec: Dispatch, meshes: Iterable[str], args: Sequence[Any]) -> None:
     """Refuse what no rank could do.
 
     Args:
-        what: "ROLE.VERB", for messages.
+        what: "ROLE.METHOD", for messages.
         meshes: those of the role.
 
     Raises:
-        ConfigError: the verb is of a mesh that the role has not.
+        ConfigError: the call is of a mesh that the role has not.
         DataError: it is split by rows, and its first argument is no batch.
     """
     known = (ROLE, *meshes)
     if spec.mesh not in known:
         raise ConfigError(
-            f"'{what}' is a verb of mesh '{spec.mesh}', which the role has not: {nearest(spec.mesh, known)}"
+            f"'{what}' is a call of mesh '{spec.mesh}', which the role has not: {nearest(spec.mesh, known)}"
         )
     if spec.split == "rows" and not (args and isinstance(args[0], Batch)):
         got = type(args[0]).__name__ if args else "none"
@@ -214,7 +214,7 @@ def check_call(what: str, spec: Verb, meshes: Iterable[str], args: Sequence[Any]
 
 
 def check_answer(what: str, rank: int, rows: int, answer: Any) -> None:
-    """Of a verb that collects rows.
+    """Of a call that collects rows.
 
     Raises:
         DataError: a rank's answer is not one row for each that it got.

@@ -28,7 +28,7 @@ class Message:
     Attributes:
         do: what it is.
         serial: the number of the call that it belongs to.
-        answers: of an order: whether what the verb returns is sent back.
+        answers: of an order: whether what the call returns is sent back.
     """
 
     do: str

@@ -7,7 +7,7 @@ from functools import partial
 from typing import Any, Generic, TypeVar
 
 from verl.controller.group import check_answer, check_call, noted
-from verl.workers.place import Place, verb_of
+from verl.workers.place import Place, dispatch_of
 
 W = TypeVar("W")
 
@@ -15,7 +15,7 @@ W = TypeVar("W")
 class LocalGroup(Generic[W]):
     """A worker group of one rank in this process.
 
-    The worker is made at the first verb, not before: a handle is cheap until it is used.
+    The worker is made at the first call, not before: a handle is cheap until it is used.
     """
 
     size = 1
@@ -33,12 +33,12 @@ class LocalGroup(Generic[W]):
             self._worker = self._recipe(place=self._place)
         return self._worker
 
-    def call(self, verb: str, *args: Any, **kwargs: Any) -> Any:
-        """Run a verb of the worker. An exception keeps its type and says in which role it arose."""
-        with noted(f"in role '{self.role}', verb '{verb}'"):
-            spec = verb_of(type(self.worker), verb)
-            check_call(f"{self.role}.{verb}", spec, self._meshes, args)
-            answer = getattr(self.worker, verb)(*args, **kwargs)
+    def call(self, method: str, *args: Any, **kwargs: Any) -> Any:
+        """Run a call of the worker. An exception keeps its type and says in which role it arose."""
+        with noted(f"in role '{self.role}', call '{method}'"):
+            spec = dispatch_of(type(self.worker), method)
+            check_call(f"{self.role}.{method}", spec, self._meshes, args)
+            answer = getattr(self.worker, method)(*args, **kwargs)
             if spec.collect == "rows":
-                check_answer(f"{self.role}.{verb}", 0, len(args[0]), answer)
+                check_answer(f"{self.role}.{method}", 0, len(args[0]), answer)
             return None if spec.collect == "none" else answer

@@ -31,7 +31,7 @@ logger = logging.getLogger(__name__)
 MAX_DEATHS = 3
 #: Seconds that a pool must have been larger than its work needs before it loses a worker.
 PATIENCE = 30.0
-#: What a worker takes of a node's CPUs: next to none, so that no map of placement keeps it from starting, but nothing
+#: What a worker takes of a node's CPUs: next to none, so that no placement keeps it from starting, but nothing
 #: where there are none for work.
 _CPUS = 0.001
 _POOLS: weakref.WeakSet[Pool] = weakref.WeakSet()

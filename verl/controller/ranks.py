@@ -1,6 +1,6 @@
-"""The ranks of a torchrun job, and what each of them has made by itself before the first verb.
+"""The ranks of a torchrun job, and what each of them has made by itself before the first call.
 
-Under torchrun every rank runs the script up to its first verb. What handles were given until then (models, tokenizers,
+Under torchrun every rank runs the script up to its first call. What handles were given until then (models, tokenizers,
 optimizers, algorithms) is registered on each rank in the same order, so that it can be named by its number later.
 """
 
@@ -33,7 +33,7 @@ def local_ranks() -> int:
 
 
 def is_driver() -> bool:
-    """Whether this process runs the script after the first verb: rank 0 of a torchrun job, or the only process."""
+    """Whether this process runs the script after the first call: rank 0 of a torchrun job, or the only process."""
     return rank_here() == 0
 
 
@@ -49,7 +49,7 @@ class Registry:
         self.labels: list[str] = []
         self.objects: list[Any] = []
         self._numbers: dict[int, int] = {}
-        #: Set at the first verb: later objects are the driver's alone.
+        #: Set at the first call: later objects are the driver's alone.
         self.is_closed = False
 
     def add(self, handle: str, **objects: Any) -> None:

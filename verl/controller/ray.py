@@ -1,7 +1,7 @@
-"""Slots on a Ray cluster: one process each, driven from here.
+"""Ranks on a Ray cluster: one process each, driven from here.
 
-A verb's batch is put into the object store once and each slot takes its rows of it. The first failure ends the wait:
-the others may be waiting for that rank. Slots whose ranks may have come apart are ended, never used again.
+A call's batch is put into the object store once and each rank takes its rows of it. The first failure ends the wait:
+the others may be waiting for that rank. Ranks that may have come apart are ended, never used again.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 from verl.batch import Batch
 from verl.cluster import START_DEADLINE, connect
 from verl.controller.group import GRACE, SPLIT_BY, Call, died, raise_cause, split_rows, stalled
-from verl.controller.placement import DeviceMesh, Slot
-from verl.controller.ray_slot import Part, RaySlot, Stream, WorkerError
-from verl.controller.slot_worker import Order
+from verl.controller.placement import Device, DeviceMesh
+from verl.controller.rank_worker import Order
+from verl.controller.ray_rank import Part, RayRank, Stream, WorkerError
 from verl.controller.world import RoleMeshes
 from verl.errors import ClusterError, ConfigError
 from verl.rewards.loading import user_modules
@@ -40,8 +40,8 @@ _NODE_KEYS = ("NodeName", "NodeID", "NodeManagerAddress", "NodeManagerHostname")
 _ACCELERATOR = "ray.io/accelerator-type"
 
 
-class RaySlots:
-    """The processes at the slots of one map, started at the first use; slot i of the map is rank i of their world.
+class RayJob:
+    """The processes of one placement, started at the first use; its device i is rank i of their world.
 
     The cluster is the one that this process is connected to, else the one at `RAY_ADDRESS`, else one that is started
     on this machine and ends with this process.
@@ -50,12 +50,12 @@ class RaySlots:
         timeout: seconds for any call.
 
     Raises:
-        ConfigError: the cluster does not have what the map asks for; says what it has.
+        ConfigError: the cluster does not have what the placement asks for; says what it has.
     """
 
     def __init__(self, mesh: DeviceMesh, timeout: float) -> None:
         self.mesh, self.timeout = mesh, timeout
-        self.lock = threading.RLock()  # calls reach all slots in one order
+        self.lock = threading.RLock()  # calls reach all ranks in one order
         self._keys = count()
         self._ended: str | None = None
         self._workers: list[Any] = []
@@ -77,25 +77,25 @@ class RaySlots:
         """Start the processes and let them meet.
 
         Raises:
-            ClusterError: what the map asks for is taken by others, or a process does not start.
+            ClusterError: what the placement asks for is taken by others, or a process does not start.
         """
         with self.lock:
             if self._workers or self._ended is not None:
                 return
-            kind = self.mesh.slots[0].kind
+            kind = self.mesh.devices[0].kind
             nodes = _nodes()
             bundle = {"GPU": 1.0} if kind == "cuda" else {"CPU": self._cpus}
-            selectors = [_selector(slot, nodes) for slot in self.mesh.slots]
+            selectors = [_selector(device, nodes) for device in self.mesh.devices]
             strategy = "PACK" if kind == "cuda" else "SPREAD"
             self._group = placement_group([bundle] * len(selectors), strategy, bundle_label_selector=selectors)
             if not self._group.wait(START_DEADLINE):
                 remove_placement_group(self._group)
                 raise ClusterError(
-                    f"placement: {len(selectors)} slots with {bundle} each found no place on the Ray cluster within "
+                    f"placement: {len(selectors)} devices with {bundle} each found no place on the Ray cluster within "
                     f"{START_DEADLINE:g} s: it has {_amounts(ray.cluster_resources())}, of which free: "
                     f"{_amounts(ray.available_resources())}"
                 )
-            made = ray.remote(max_restarts=0, concurrency_groups={"watch": 1})(RaySlot)
+            made = ray.remote(max_restarts=0, concurrency_groups={"watch": 1})(RayRank)
             for index in range(len(selectors)):
                 at = PlacementGroupSchedulingStrategy(self._group, index)
                 share = {"num_gpus": 1, "num_cpus": 0} if kind == "cuda" else {"num_cpus": self._cpus}
@@ -103,7 +103,7 @@ class RaySlots:
             self._meet("cuda:0" if kind == "cuda" else "cpu")
 
     def _meet(self, device: str) -> None:
-        """Let the slots meet at a store that rank 0 opens: the port is its own from the beginning."""
+        """Let the ranks meet at a store that rank 0 opens: the port is its own from the beginning."""
         import torch
 
         self._about = [{"host": "?", "pid": "?"}] * len(self._workers)
@@ -117,7 +117,7 @@ class RaySlots:
         self.each("join", given, "start", START_DEADLINE)
 
     def each(self, method: str, given: Sequence[tuple[Any, ...]], what: str, timeout: float | None = None) -> list[Any]:
-        """A method of every slot, with the arguments of each; the answers."""
+        """A method of every rank, with the arguments of each; the answers."""
         with self.lock:
             self.start()
             calls = {self.submit(rank, method, *args): rank for rank, args in enumerate(given)}
@@ -129,7 +129,7 @@ class RaySlots:
             self.start()
             _own_files_by_value()
             key, shared = next(self._keys), ray.put(recipe)
-            self.each("make", [(key, shared, role)] * len(self.mesh.slots), f"{role.role}.start")
+            self.each("make", [(key, shared, role)] * len(self.mesh.devices), f"{role.role}.start")
             return key
 
     def everywhere(self, function: Callable[..., Any], given: Sequence[tuple[Any, ...]]) -> list[Any]:
@@ -165,14 +165,14 @@ class RaySlots:
                     new=[(part.key, part.base.key if part.base else None) for part in new],
                     kept=kept,
                 )
-                order = Order(call.role, call.verb, args, call.kwargs, rank in call.answering)
+                order = Order(call.role, call.method, args, call.kwargs, rank in call.answering)
                 beside = [part.reference for part in new] if sent else stream
                 method = "stream" if call.is_stream else "call"
                 calls[self.submit(rank, method, ray.cloudpickle.dumps((order, part)), *beside)] = rank
         return calls
 
     def sent(self, batch: Batch) -> _Sent:
-        """A batch in the object store. Several verbs of a step read the same one: it is put there once, and of one
+        """A batch in the object store. Several calls of a step read the same one: it is put there once, and of one
         that came of it by more columns these alone."""
         self._sent = [sent for sent in self._sent if sent.table() is not None]
         known: _Sent | None = None
@@ -186,13 +186,13 @@ class RaySlots:
         return known
 
     def kept(self) -> list[int]:
-        """Keys of the batches that slots shall keep."""
+        """Keys of the batches that ranks shall keep."""
         return [part.key for sent in self._sent for part in sent.parts()]
 
     def submit(self, rank: int, method: str, *args: Any) -> Any:
         """Begin a call; hold the lock where several ranks are called."""
         if self._ended is not None:
-            raise ClusterError(f"the slots have been ended: {self._ended}")
+            raise ClusterError(f"the ranks have been ended: {self._ended}")
         return getattr(self._workers[rank], method).remote(*args)
 
     def gather(
@@ -202,7 +202,7 @@ class RaySlots:
 
         Args:
             calls: reference -> rank.
-            what: "ROLE.VERB", for messages.
+            what: "ROLE.METHOD", for messages.
             safe: a failure of some ranks does not set them apart from the others.
             timeout: seconds; None: `self.timeout`.
         """
@@ -243,7 +243,7 @@ class RaySlots:
     @contextmanager
     def _failing(self, call: Any, calls: Mapping[Any, int], what: str, safe: bool) -> Iterator[None]:
         """Inside, the failure of a rank is raised as the user sees it. The other ranks have `GRACE` seconds to end
-        too; if they do not, or if some went on and others not, all slots are ended."""
+        too; if they do not, or if some went on and others not, all ranks are ended."""
         try:
             yield
         except ray.exceptions.RayError as error:
@@ -274,7 +274,7 @@ class RaySlots:
     def who(self, rank: int) -> str:
         """A rank, for messages."""
         about = self._about[rank]
-        where = f"slot {self.mesh.slots[rank]}, host {about['host']}, pid {about['pid']}"
+        where = f"device {self.mesh.devices[rank]}, host {about['host']}, pid {about['pid']}"
         return f"rank {rank} of {len(self._workers)} ({where})"
 
     def _stalled(self, ranks: Sequence[int], what: str, limit: float) -> ClusterError:
@@ -289,7 +289,7 @@ class RaySlots:
         return stalled(self, ranks, what, limit, stacks)
 
     def close(self, reason: str = "close() was called") -> None:
-        """End the processes and give their slots back."""
+        """End the processes and give what they took of the cluster back."""
         with self.lock:
             if self._ended is None:
                 self._ended = reason
@@ -301,7 +301,7 @@ class RaySlots:
 
 class _Sent:
     """A batch that has been put into the object store, or what was added to one that has; and how its rows are dealt
-    out. A slot keeps what it has read: it gets a reference once."""
+    out. A rank keeps what it has read: it gets a reference once."""
 
     def __init__(self, key: int, batch: Batch, base: _Sent | None) -> None:
         self.key, self.base = key, base
@@ -329,21 +329,21 @@ class _Sent:
 
 
 def _check(mesh: DeviceMesh) -> float:
-    """Compare a map with the cluster; the CPUs that a slot on a CPU takes of it."""
+    """Compare a placement with the cluster; the CPUs that a rank on a CPU takes of it."""
     nodes = _nodes()
-    for slot in mesh.slots:
-        _selector(slot, nodes)
+    for device in mesh.devices:
+        _selector(device, nodes)
     total = ray.cluster_resources()
-    if mesh.slots[0].kind == "cuda":
+    if mesh.devices[0].kind == "cuda":
         mesh.check({"cuda": int(total.get("GPU", 0))}, f"the Ray cluster of {len(nodes)} nodes")
         return 0.0
-    # Half of what is free, so that a second map and other work find a place.
-    free, count = ray.available_resources().get("CPU", 0.0), len(mesh.slots)
+    # Half of what is free, so that a second placement and other work find a place.
+    free, count = ray.available_resources().get("CPU", 0.0), len(mesh.devices)
     share: float = min(1.0, free / 2 / count)
     if share < _LEAST_CPUS:
         raise ConfigError(
-            f"placement: {count} cpu slots take {_LEAST_CPUS} CPUs each or more, and of the {total.get('CPU', 0):g} "
-            f"CPUs of the Ray cluster {free:g} are free, half of which a map may take"
+            f"placement: {count} cpu devices take {_LEAST_CPUS} CPUs each or more, and of the {total.get('CPU', 0):g} "
+            f"CPUs of the Ray cluster {free:g} are free, half of which a placement may take"
         )
     return math.floor(share * 1e4) / 1e4  # the cluster's own precision
 
@@ -354,25 +354,25 @@ def _nodes() -> list[dict[str, Any]]:
     return sorted(alive, key=lambda n: ("node:__internal_head__" not in n["Resources"], n["NodeName"], n["NodeID"]))
 
 
-def _selector(slot: Slot, nodes: list[dict[str, Any]]) -> dict[str, str]:
-    """The labels of the nodes that a slot may stand on."""
+def _selector(device: Device, nodes: list[dict[str, Any]]) -> dict[str, str]:
+    """The labels of the nodes that a rank may stand on."""
     found, labels = nodes, {}
-    if slot.node:
-        found = [n for i, n in enumerate(nodes) if slot.node in (str(i), *(n[key] for key in _NODE_KEYS))]
+    if device.node:
+        found = [n for i, n in enumerate(nodes) if device.node in (str(i), *(n[key] for key in _NODE_KEYS))]
         if len(found) != 1:
             known = ", ".join(f"{i} ({n['NodeName']})" for i, n in enumerate(nodes))
-            raise ConfigError(f"placement: slot {slot} names no one node of the Ray cluster; it has {known}")
+            raise ConfigError(f"placement: device {device} names no one node of the Ray cluster; it has {known}")
         labels["ray.io/node-id"] = found[0]["NodeID"]
-    if slot.accelerator:
+    if device.accelerator:
         kinds = {n["Labels"].get(_ACCELERATOR, "none") for n in found}
-        if slot.accelerator not in kinds:
+        if device.accelerator not in kinds:
             raise ConfigError(
-                f"placement: slot {slot} wants accelerator {slot.accelerator}, and the Ray cluster has: "
+                f"placement: device {device} wants accelerator {device.accelerator}, and the Ray cluster has: "
                 f"{', '.join(sorted(kinds))}"
             )
-        labels[_ACCELERATOR] = slot.accelerator
-    if slot.kind == "cuda" and slot.node and slot.index >= (count := int(found[0]["Resources"].get("GPU", 0))):
-        raise ConfigError(f"placement: slot {slot} is not there: node {slot.node} has {count} GPUs")
+        labels[_ACCELERATOR] = device.accelerator
+    if device.kind == "cuda" and device.node and device.index >= (count := int(found[0]["Resources"].get("GPU", 0))):
+        raise ConfigError(f"placement: device {device} is not there: node {device.node} has {count} GPUs")
     return labels
 
 

@@ -1,6 +1,6 @@
-"""Slots that torchrun has started: rank 0 runs the script and its own part of each verb, the others serve its orders.
+"""Ranks that torchrun has started: rank 0 runs the script and its own part of each call, the others serve its orders.
 
-All ranks run the script up to its first verb. There they compare what they have registered; from then on the script is
+All ranks run the script up to its first call. There they compare what they have registered; from then on the script is
 that of rank 0 alone. The other ranks end when it ends, or when rank 0 is gone.
 """
 
@@ -29,8 +29,8 @@ from verl.controller import ranks
 from verl.controller.codec import decode_error, encode_error
 from verl.controller.group import GRACE, Call, died, raise_cause, split_rows, stalled
 from verl.controller.link import Link, Message, control_group
+from verl.controller.rank_worker import Order, RankWorker, stacks
 from verl.controller.ranks import rank_here, registry, torchrun_ranks, who
-from verl.controller.slot_worker import Order, SlotWorker, stacks
 from verl.controller.world import TIMEOUT, RoleMeshes, World
 from verl.errors import BrokenCollectiveError, ClusterError
 
@@ -40,8 +40,8 @@ logger = logging.getLogger(__name__)
 _LEAVING = 5.0
 
 
-class TorchrunSlots:
-    """The ranks of this torchrun job, seen from rank 0. See `group.Slots`; there is one a process.
+class TorchrunJob:
+    """The ranks of this torchrun job, seen from rank 0. See `group.Job`; there is one a process.
 
     Attributes:
         timeout: seconds that ranks wait for each other.
@@ -50,7 +50,7 @@ class TorchrunSlots:
 
     def __init__(self) -> None:
         self.timeout, self.kind = TIMEOUT, "cpu"
-        self._slot: SlotWorker | None = None
+        self._worker: RankWorker | None = None
         self._links: dict[int, Link] = {}
         self._about: dict[int, Mapping[str, Any]] = {}
         self._lock = threading.RLock()  # orders reach all ranks in the order in which they are carried out here
@@ -64,35 +64,35 @@ class TorchrunSlots:
 
     @property
     def has_started(self) -> bool:
-        return self._slot is not None
+        return self._worker is not None
 
     @property
     def has_ended(self) -> bool:
         return self._ended is not None
 
     @property
-    def slot(self) -> SlotWorker:
+    def worker(self) -> RankWorker:
         """This rank's workers; the first use starts the job."""
         self.start()
-        assert self._slot is not None
-        return self._slot
+        assert self._worker is not None
+        return self._worker
 
     def start(self) -> None:
-        """The first verb: on rank 0 it returns once all ranks are there, on another rank it never returns.
+        """The first call: on rank 0 it returns once all ranks are there, on another rank it never returns.
 
         Raises:
             ClusterError: the ranks have made other handles, or the same in another order.
         """
         with self._lock:
-            if self._slot is not None:
+            if self._worker is not None:
                 return
             local = os.environ.get("LOCAL_RANK", str(rank_here()))
             device = f"cuda:{local}" if self.kind == "cuda" else self.kind
             world = World(rank_here(), torchrun_ranks(), "env://", self.timeout, device)
             group = control_group(world.rank, world.size)
-            self._slot, registry.is_closed = SlotWorker(world), True
+            self._worker, registry.is_closed = RankWorker(world), True
             if world.rank != 0:
-                _Serving(self._slot, group).run()
+                _Serving(self._worker, group).run()
             self._meet(group, world)
 
     def _meet(self, group: Any, world: World) -> None:
@@ -112,25 +112,25 @@ class TorchrunSlots:
         return split_rows(batch, parts)
 
     def make(self, recipe: partial[Any], role: RoleMeshes) -> int:
-        slot, key = self.slot, next(self._keys)
+        worker, key = self.worker, next(self._keys)
         messages = dict.fromkeys(self._links, Message.of("make", body=(key, recipe, role)))
-        own = (make(key, recipe, role) for make in (slot.make,))
+        own = (make(key, recipe, role) for make in (worker.make,))
         deque(_Running(self, f"{role.role}.start", messages, own), maxlen=0)
         return key
 
     def everywhere(self, function: Callable[..., Any], given: Sequence[tuple[Any, ...]]) -> list[Any]:
-        slot = self.slot
+        worker = self.worker
         messages = {rank: Message.of("run", body=(function, given[rank]), answers=True) for rank in self._links}
-        own = (run(function, given[0]) for run in (slot.run,))
+        own = (run(function, given[0]) for run in (worker.run,))
         answers = dict(_Running(self, getattr(function, "__name__", "everywhere"), messages, own))
         return [answers[rank] for rank in range(len(given))]
 
     def run(self, call: Call) -> Iterator[tuple[int, Any]]:
-        slot = self.slot
+        worker = self.worker
         first: Any = call.args[0] if call.args else None
         is_batch, is_stream = isinstance(first, Batch), isinstance(first, Iterator)
         args = call.args[1:] if is_batch or is_stream else call.args
-        order = Order(call.role, call.verb, args, call.kwargs, answers=True)
+        order = Order(call.role, call.method, args, call.kwargs, answers=True)
         whole: Message | None = None
         messages = {}
         for rank, rows in call.rows.items():
@@ -145,7 +145,7 @@ class TorchrunSlots:
         if 0 in call.rows:
             own_rows = call.rows[0]
             given = [fed] if is_stream else [first if own_rows is None else first.take(own_rows)] if is_batch else []
-            own = slot.execute(replace(order, answers=0 in call.answering), *given)
+            own = worker.execute(replace(order, answers=0 in call.answering), *given)
         is_shared = call.is_stream and call.is_apart and len(call.answering) < len(call.rows)
         return iter(_Running(self, call.what, messages, own, fed, call.is_apart, is_shared))
 
@@ -172,7 +172,7 @@ class TorchrunSlots:
             if self._ended is not None:
                 raise ClusterError(f"the ranks have been ended: {self._ended}")
             if gone := self._gone.keys() & messages.keys():
-                raise self._died(min(gone), "before this verb")
+                raise self._died(min(gone), "before this call")
             for stream, busy in self._shared.values():
                 if not busy.isdisjoint(messages):
                     raise ClusterError(
@@ -208,7 +208,7 @@ class TorchrunSlots:
 
         def free() -> None:
             if serial in self._executing:
-                self.close("another rank failed in a verb that this rank is still in")
+                self.close("another rank failed in a call that this rank is still in")
 
         _after(GRACE, free)
 
@@ -275,7 +275,7 @@ class _Running:
         pending: the other ranks that have not ended yet.
     """
 
-    slots: TorchrunSlots
+    job: TorchrunJob
     what: str
     messages: Mapping[int, Message]
     own: Iterator[Any] | None
@@ -299,16 +299,16 @@ class _Running:
     def _items(self) -> Iterator[tuple[int, Any]]:
         """The answers as they come; called again, those that are left."""
         if not self.serial:
-            self.serial = next(self.slots._serials)
+            self.serial = next(self.job._serials)
             self.count, self.pending = len(self.messages) + (self.own is not None), set(self.messages)
-            self.inbox = self.slots.send(self.serial, self.messages, self.what)
+            self.inbox = self.job.send(self.serial, self.messages, self.what)
             if self.is_shared:
-                self.slots._shared[self.serial] = self.what, frozenset(self.messages)
+                self.job._shared[self.serial] = self.what, frozenset(self.messages)
             self.messages = {}
         yield from self._own_items()
         since = time.monotonic()
         while self.pending:
-            limit = min(GRACE, self.slots.timeout) if self.errors else self.slots.timeout
+            limit = min(GRACE, self.job.timeout) if self.errors else self.job.timeout
             try:
                 rank, message = self.inbox.get(timeout=max(0.0, since + limit - time.monotonic()))
             except queue.Empty:
@@ -320,7 +320,7 @@ class _Running:
         self._conclude()
 
     def _own_items(self) -> Iterator[tuple[int, Any]]:
-        self.slots._executing.add(self.serial)
+        self.job._executing.add(self.serial)
         try:
             for item in self.own or ():
                 yield 0, item
@@ -330,9 +330,9 @@ class _Running:
         except Exception as error:
             self.errors[0] = error
             if self.fed is not None:
-                self.slots._tell(Message("cut"), sorted(self.pending))
+                self.job._tell(Message("cut"), sorted(self.pending))
         finally:
-            self.slots._executing.discard(self.serial)
+            self.job._executing.discard(self.serial)
 
     def _taken(self, rank: int, message: Message) -> Iterator[tuple[int, Any]]:
         if message.do == "item":
@@ -343,34 +343,34 @@ class _Running:
         self.pending.discard(rank)
         if message.do == "gone":
             self.dead.add(rank)
-            died = self.slots._died(rank, f"in '{self.what}'")
+            died = self.job._died(rank, f"in '{self.what}'")
             # One that this rank has ended is not the cause.
-            self.errors[rank] = BrokenCollectiveError(str(died)) if self.slots.has_ended else died
+            self.errors[rank] = BrokenCollectiveError(str(died)) if self.job.has_ended else died
         elif message.do == "error":
             body = message.body
-            error = decode_error(body, self.slots.who(rank))
+            error = decode_error(body, self.job.who(rank))
             error.__cause__ = ClusterError(f"the worker's own traceback: {body['traceback']}")
             self.errors[rank] = error
 
     def _conclude(self) -> None:
         """Raise what went wrong. Ranks that may have come apart are ended."""
-        self.slots._inboxes.pop(self.serial, None)
-        self.slots._shared.pop(self.serial, None)
+        self.job._inboxes.pop(self.serial, None)
+        self.job._shared.pop(self.serial, None)
         broken = list(self.errors.values())
         if self.pending and all(isinstance(error, BrokenCollectiveError) for error in broken):
-            late = self.slots.stalled(sorted(self.pending), self.what, self.slots.timeout)
+            late = self.job.stalled(sorted(self.pending), self.what, self.job.timeout)
             raise late from (broken[0] if broken else None)
         if not self.errors:
             return
         is_broken = bool(self.pending or self.dead) or not (self.is_apart or len(self.errors) == self.count)
-        raise_cause(self.slots, self.errors, is_broken)
+        raise_cause(self.job, self.errors, is_broken)
 
 
 class _Serving:
     """A rank that is not the driver: it carries out one order after another."""
 
-    def __init__(self, slot: SlotWorker, group: Any) -> None:
-        self.slot = slot
+    def __init__(self, worker: RankWorker, group: Any) -> None:
+        self.worker = worker
         self.inbox: queue.SimpleQueue[Message] = queue.SimpleQueue()
         self.link = Link(group, 0, self._deliver)
         self.doing = "waiting for orders"
@@ -410,16 +410,16 @@ class _Serving:
         body = message.body
         if message.do == "make":
             self.doing = f"start of {body[2].role}"
-            self.slot.make(*body)
+            self.worker.make(*body)
         elif message.do == "run":
             function, args = body
             self.doing = f"in {getattr(function, '__name__', function)}"
-            yield self.slot.run(function, args)
+            yield self.worker.run(function, args)
         else:
             order, has_stream, batch = body
-            self.doing = f"in '{order.verb}'"
+            self.doing = f"in '{order.method}'"
             stream = self._stream()
-            yield from self.slot.execute(order, *([stream] if has_stream else [] if batch is None else [batch]))
+            yield from self.worker.execute(order, *([stream] if has_stream else [] if batch is None else [batch]))
             if has_stream:
                 deque(stream, maxlen=0)
 
@@ -489,18 +489,18 @@ def _first_difference(ours: Sequence[str], theirs: Sequence[str], rank: int) -> 
     for number, (mine, other) in enumerate(itertools.zip_longest(ours, theirs, fillvalue="nothing")):
         if mine != other:
             return (
-                f"ranks 0 and {rank} made different handles before the first verb: number {number} is {mine} on rank "
+                f"ranks 0 and {rank} made different handles before the first call: number {number} is {mine} on rank "
                 f"0 and {other} on rank {rank}. Make the same handles in the same order on every rank; what must "
-                "happen once belongs after the first verb, where only rank 0 runs the script"
+                "happen once belongs after the first call, where only rank 0 runs the script"
             )
     return None
 
 
-_job: TorchrunSlots | None = None
+_job: TorchrunJob | None = None
 
 
-def torchrun_slots(timeout: float | None, kind: str) -> TorchrunSlots:
-    """The slots of this torchrun job, one object a process; until it has started, the latest arguments count.
+def torchrun_job(timeout: float | None, kind: str) -> TorchrunJob:
+    """This torchrun job, one object a process; until it has started, the latest arguments count.
 
     Args:
         timeout: None: as it is.
@@ -508,7 +508,7 @@ def torchrun_slots(timeout: float | None, kind: str) -> TorchrunSlots:
     """
     global _job
     if _job is None:
-        _job = TorchrunSlots()
+        _job = TorchrunJob()
     if not _job.has_started:
         _job.timeout, _job.kind = _job.timeout if timeout is None else timeout, kind
     return _job

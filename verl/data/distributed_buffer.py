@@ -69,8 +69,8 @@ class DistributedBuffer:
             Batch.from_ipc(held).slice(start, count) for held, (_, start, count) in zip(data, parts, strict=True)
         )
 
-    def _ask(self, verb: str, *args: Any) -> Any:
-        return self._get(getattr(self._ledger, verb).remote(*args))
+    def _ask(self, method: str, *args: Any) -> Any:
+        return self._get(getattr(self._ledger, method).remote(*args))
 
     def _get(self, references: Any) -> Any:
         try:

@@ -27,10 +27,10 @@ from verl.roles.group import WorkerGroup
 
 
 class Flow:
-    """An expression of a step. Its verbs compute nothing: each returns a longer expression, `run` runs it.
+    """An expression of a step. Its calls compute nothing: each returns a longer expression, `run` runs it.
 
     Args:
-        moved: what its verbs have moved so far.
+        moved: what its calls have moved so far.
         groups: symbol -> the workers that compute it.
         nodes: names of registered nodes.
         deadline: seconds, see `RLDataPipeline`.
@@ -125,12 +125,12 @@ class Flow:
         return ORDER[len(self._moved)] if len(self._moved) < len(ORDER) else None
 
     def _then(
-        self, verb: str, what: Symbol, groups: dict[Symbol, WorkerGroup] | None = None, nodes: tuple[str, ...] = ()
+        self, method: str, what: Symbol, groups: dict[Symbol, WorkerGroup] | None = None, nodes: tuple[str, ...] = ()
     ) -> Flow:
-        if what != self._next or verb != what.verb:
+        if what != self._next or method != what.method:
             given = getattr(what, "name", repr(what))
             after = f" after {self._moved[-1].name}" if self._moved else ""
-            raise ConfigError(f"{verb}({given}) has no place{after}: here comes {_call(self._next)}")
+            raise ConfigError(f"{method}({given}) has no place{after}: here comes {_call(self._next)}")
         return Flow((*self._moved, what), self._groups | (groups or {}), (*self._nodes, *nodes), self._deadline)
 
 
@@ -146,4 +146,4 @@ def _call(symbol: Symbol | None) -> str:
     """How a symbol is written."""
     if symbol is None:
         return "sync()"
-    return f"{symbol.verb}({symbol.name}{', worker_group=...' if symbol.verb == 'scatter' else ''})"
+    return f"{symbol.method}({symbol.name}{', worker_group=...' if symbol.method == 'scatter' else ''})"

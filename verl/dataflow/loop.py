@@ -195,7 +195,7 @@ def run_sync(coroutine: Coroutine[Any, Any, T]) -> T:
     try:
         if asyncio.get_running_loop() is loop:
             coroutine.close()
-            raise ConfigError("a synchronous verb was called from an async node: make that function a plain one")
+            raise ConfigError("a synchronous call was made from an async node: make that function a plain one")
     except RuntimeError:
         pass
     future = asyncio.run_coroutine_threadsafe(coroutine, loop)

@@ -210,7 +210,7 @@ class UpdateNode:
 
 
 def deadline_of(handle: Actor | Critic) -> float | None:
-    """On several ranks each verb has a deadline, whose error names the rank that is late; a node makes up to two verb
+    """On several ranks each call has a deadline, whose error names the rank that is late; a node makes up to two such
     calls, and its own deadline, which cannot name a rank, comes after theirs."""
     return None if handle.controller.is_local else 2 * handle.controller.timeout
 

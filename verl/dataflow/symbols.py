@@ -7,14 +7,14 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Symbol:
-    """What a verb of an expression moves; it stands for columns of the batch that nobody has computed yet.
+    """What a call of an expression moves; it stands for columns of the batch that nobody has computed yet.
 
     Attributes:
-        verb: the one that moves it.
+        method: the one that moves it.
     """
 
     name: str
-    verb: str
+    method: str
 
 
 prompts = Symbol("prompts", "broadcast")

@@ -1,4 +1,4 @@
-"""A plain loop over verbs, read as a graph: the loop's step is called once with stand-ins for its handles, which
+"""A plain loop over calls, read as a graph: the loop's step is called once with stand-ins for its handles, which
 compute nothing and note what is asked of them.
 
     def step(actor, reward_model, critic, prompts):
@@ -28,8 +28,8 @@ from verl.roles.reward import Reward
 from verl.roles.updater import Updater
 from verl.rollout.base import as_sampling
 
-#: Kind of handle -> its verbs -> what they are given, and what they give.
-_VERBS: dict[type, dict[str, tuple[tuple[str, ...], str]]] = {
+#: Kind of handle -> its calls -> what they are given, and what they give.
+_CALLS: dict[type, dict[str, tuple[tuple[str, ...], str]]] = {
     Actor: {
         "generate_sequences": (("prompts",), "sequences"),
         "compute_ref_log_probs": (("sequences",), "ref_log_probs"),
@@ -39,13 +39,13 @@ _VERBS: dict[type, dict[str, tuple[tuple[str, ...], str]]] = {
     Reward: {"get_reward": (("sequences",), "reward")},
     Updater: {"update": (("sequences", "reward"), "")},
 }
-#: Keywords of verbs that are columns.
+#: Keywords of calls that are columns.
 _GIVEN = ("prompts", "sequences", "rewards", "values")
 
 
 @dataclass(frozen=True)
 class Columns:
-    """What a verb of a traced step returns: the names of columns, without numbers."""
+    """What a call of a traced step returns: the names of columns, without numbers."""
 
     names: frozenset[str]
 
@@ -72,41 +72,41 @@ class _Notes:
     """What was asked of the handles of a step."""
 
     def __init__(self) -> None:
-        #: (handle, verb) -> the columns given, and keywords.
+        #: (handle, call) -> the columns given, and keywords.
         self.calls: list[tuple[Any, str, frozenset[str], dict[str, Any]]] = []
 
-    def of(self, kind: type, verb: str) -> list[tuple[Any, frozenset[str], dict[str, Any]]]:
-        return [(h, given, options) for h, v, given, options in self.calls if isinstance(h, kind) and v == verb]
+    def of(self, kind: type, method: str) -> list[tuple[Any, frozenset[str], dict[str, Any]]]:
+        return [(h, given, options) for h, v, given, options in self.calls if isinstance(h, kind) and v == method]
 
 
 class _StandIn:
-    """A handle whose verbs are noted."""
+    """A handle whose calls are noted."""
 
     def __init__(self, handle: Any, notes: _Notes) -> None:
         self._handle, self._notes, self._kind = handle, notes, type(handle).__name__
-        self._verbs: dict[str, Any] = next((v for kind, v in _VERBS.items() if isinstance(handle, kind)), {})
-        if not self._verbs:
+        self._methods: dict[str, Any] = next((v for kind, v in _CALLS.items() if isinstance(handle, kind)), {})
+        if not self._methods:
             raise ConfigError(f"a step is traced over an Actor, Critic, Reward or Updater, not a {self._kind}")
 
     def __call__(self, *args: Any, **options: Any) -> Any:
         return self.update(*args, **options)
 
-    def __getattr__(self, verb: str) -> Callable[..., Any]:
-        if verb not in self._verbs:
-            raise ConfigError(f"a traced step cannot call '{verb}' of {self._kind}: {nearest(verb, self._verbs)}")
-        return partial(self._note, verb)
+    def __getattr__(self, method: str) -> Callable[..., Any]:
+        if method not in self._methods:
+            raise ConfigError(f"a traced step cannot call '{method}' of {self._kind}: {nearest(method, self._methods)}")
+        return partial(self._note, method)
 
-    def _note(self, verb: str, *args: Any, **options: Any) -> Any:
+    def _note(self, method: str, *args: Any, **options: Any) -> Any:
         columns = [*args, *(options.pop(name) for name in _GIVEN if name in options)]
         if any(not isinstance(given, Columns) for given in columns):
             raise ConfigError(
-                f"{self._kind}.{verb} of a traced step gets prompts, or what its other verbs return, not {columns!r}"
+                f"{self._kind}.{method} of a traced step gets prompts, or what its other calls return, not {columns!r}"
             )
-        wanted, gives = self._verbs[verb]
+        wanted, gives = self._methods[method]
         given = frozenset[str]().union(*(given.names for given in columns))
         if lacking := sorted({*wanted} - given):
-            raise ConfigError(f"{self._kind}.{verb} of the traced step lacks {lacking}: it got {sorted(given)}")
-        self._notes.calls.append((self._handle, verb, given, options))
+            raise ConfigError(f"{self._kind}.{method} of the traced step lacks {lacking}: it got {sorted(given)}")
+        self._notes.calls.append((self._handle, method, given, options))
         return Columns(frozenset({gives})) if gives else {}
 
 
@@ -118,7 +118,7 @@ def trace(step: Callable[..., Any], *handles: Any) -> RLDataPipeline:
         handles: `Actor`, `Critic`, `Reward` or `Updater`.
 
     Raises:
-        ConfigError: the step reads numbers, calls another verb, leaves a model out that its algorithm trains, or
+        ConfigError: the step reads numbers, makes another call, leaves a model out that its algorithm trains, or
             trains one that the algorithm has not.
     """
     notes = _Notes()

@@ -49,8 +49,8 @@ def unwrapped(model: Any, *, together: bool = True) -> Any:
         return model
     if dist.get_world_size() > 1 and not together:
         raise ModelError(
-            "the model is sharded over several ranks, and after the first verb only rank 0 runs the script: wrap it, "
-            "and give it to its handle, before the first verb"
+            "the model is sharded over several ranks, and after the first call only rank 0 runs the script: wrap it, "
+            "and give it to its handle, before the first call"
         )
     inner = model.module if isinstance(model, FullyShardedDataParallel) else model
     # fully_shard gives a module a class of its own, derived from FSDPModule and from the one that it had.

@@ -104,8 +104,8 @@ def peak(plan: Plan, group: Group) -> float:
 
 
 def runners_up(plans: Iterable[Plan]) -> str:
-    """The best map of each other partition."""
-    rows: list[Sequence[str]] = [("s a step", "tokens/s", *STAGES, "map")]
+    """The best placement of each other partition."""
+    rows: list[Sequence[str]] = [("s a step", "tokens/s", *STAGES, "placement")]
     for plan in plans:
         stages = (f"{seconds:.1f}" for seconds in plan.stages)
         rows.append((f"{plan.seconds:.1f}", f"{plan.throughput:,.0f}", *stages, str(plan)))

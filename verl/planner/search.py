@@ -1,4 +1,4 @@
-"""The best map of placement and its parallel sizes, by the algorithm of HybridFlow (arXiv 2409.19256, section 6).
+"""The best placement and its parallel sizes, by the algorithm of HybridFlow (arXiv 2409.19256, section 6).
 
 All ways to put models together (set partitions) and to deal devices to the sets; for every set and number of devices
 the best layouts that fit in memory together. A step has three stages, generation, preparation and training: sets work
@@ -32,7 +32,7 @@ class Model:
     """A model of the step.
 
     Attributes:
-        role: as a map of placement names it.
+        role: as a placement names it.
         trained: or only read.
         strategies: those to choose from.
         whole: its ranks are data-parallel only.
@@ -115,7 +115,7 @@ class Group:
 
 @dataclass(frozen=True)
 class Plan:
-    """A map: its sets in the order of their slots. `stages` and `seconds` are of a step."""
+    """A placement: its sets in the order of their devices. `stages` and `seconds` are of a step."""
 
     problem: Problem
     groups: tuple[Group, ...]
@@ -146,7 +146,7 @@ class Plan:
 
 
 def search(problem: Problem, partitions: Sequence[Sequence[Sequence[str]]] | None = None) -> list[Plan]:
-    """The best map of every partition of the models, best first.
+    """The best placement of every partition of the models, best first.
 
     Args:
         partitions: those to look at, by role (None: all).

@@ -134,14 +134,14 @@ def settings(plan: Plan) -> dict[str, Any]:
 
 
 def placement(plan: Plan) -> dict[str, str]:
-    """The plan's map: role -> slots."""
-    slots: dict[str, str] = {}
+    """The plan's placement: role -> devices."""
+    devices: dict[str, str] = {}
     start = 0
     for group in plan.groups:
         where = f"cuda:{start}" if group.ranks == 1 else f"cuda:{start}-{start + group.ranks - 1}"
-        slots |= {role: where for choice in group.choices for role in (choice.model.role, *choice.model.beside)}
+        devices |= {role: where for choice in group.choices for role in (choice.model.role, *choice.model.beside)}
         start += group.ranks
-    return {role: slots[role] for role in ("actor", *sorted(slots.keys() - {"actor"}))}
+    return {role: devices[role] for role in ("actor", *sorted(devices.keys() - {"actor"}))}
 
 
 def pasted(plan: Plan) -> str:

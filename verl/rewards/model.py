@@ -61,7 +61,7 @@ class RewardModel(FunctionReward):
             tokenizer = find_tokenizer(self.model)
         self.tokenizer = load_tokenizer(tokenizer) if isinstance(tokenizer, str) else tokenizer
         self.batch_size = batch_size
-        #: Token ids of texts -> their scores; where the map of placement has slots for it, by its workers there.
+        #: Token ids of texts -> their scores; where the placement has devices for it, by its workers there.
         self.score_tokens: Callable[[list[list[int]]], list[float]] = TokenScorer(self.model, batch_size, device)
         self.max_length = max_length or getattr(self.model.config, "max_position_embeddings", None)
         self._at_eos = bool(getattr(self.model.config, SCORE_AT_EOS, False))

@@ -73,9 +73,9 @@ class Remote:
         ask(self, "delattr", name)
 
 
-def ask(remote: Remote, verb: str, *rest: Any) -> Any:
+def ask(remote: Remote, operation: str, *rest: Any) -> Any:
     peer, number, _ = remote._remote
-    return peer.ask(verb, number, *rest)
+    return peer.ask(operation, number, *rest)
 
 
 def let_operate(remote: Remote) -> None:
@@ -146,9 +146,9 @@ class Peer:
         line = self.lines.readline(1 << 24)
         return json.loads(line) if line.endswith("\n") else None
 
-    def ask(self, verb: str, *request: Any) -> Any:
+    def ask(self, operation: str, *request: Any) -> Any:
         """The other side's answer; meanwhile its own requests are answered."""
-        self.send("ask", verb, *map(self.encode, request))
+        self.send("ask", operation, *map(self.encode, request))
         while (message := self.receive()) is not None:
             kind, *content = message
             if kind == "ask":
@@ -160,11 +160,13 @@ class Peer:
                 return self.decode(content[0])
         raise RuntimeError("the solution has ended")
 
-    def answer(self, verb: str, *content: Any) -> None:
+    def answer(self, operation: str, *content: Any) -> None:
         try:
             request = [self.decode(item) for item in content]
-            result = self.encode(self.do(verb, *request))
-            changed = self.encode(request[2:]) if verb == "special" and self.encode(request) != list(content) else None
+            result = self.encode(self.do(operation, *request))
+            changed = (
+                self.encode(request[2:]) if operation == "special" and self.encode(request) != list(content) else None
+            )
             self.send("value", result, changed)
         except BaseException as error:
             try:
@@ -173,18 +175,18 @@ class Peer:
             except Exception:
                 self.send("raised", self.encode(RuntimeError), [f"{type(error).__name__} with no text"], {})
 
-    def do(self, verb: str, target: Any, *rest: Any) -> Any:
-        if verb == "name" and self.names is not None:
+    def do(self, operation: str, target: Any, *rest: Any) -> Any:
+        if operation == "name" and self.names is not None:
             return (True, self.names[target]) if target in self.names else (False, None)
         value = self.kept[target]
-        if verb == "special" and rest[0] in SPECIAL:
+        if operation == "special" and rest[0] in SPECIAL:
             return getattr(type(value), rest[0])(value, *rest[1], **rest[2])
-        if verb == "plain":
+        if operation == "plain":
             return next(base for base in BASES if base.__name__ == rest[0])(value)
         if self.names is None and rest[0].startswith(HIDDEN) and rest[0] not in NAMES:
             raise AttributeError(rest[0])
-        verbs: dict[str, Any] = {"getattr": getattr, "setattr": setattr, "delattr": delattr}
-        return verbs[verb](value, *rest)
+        operations: dict[str, Any] = {"getattr": getattr, "setattr": setattr, "delattr": delattr}
+        return operations[operation](value, *rest)
 
     def take_back(self, request: tuple[Any, ...], changed: Any) -> None:
         """Apply to the arguments what the call changed in place."""

@@ -1,1 +1,1 @@
-"""The handles a user holds: `Actor`, `Critic`, `Reward`, `Updater`. Their verbs are the vocabulary of algorithms."""
+"""The handles a user holds: `Actor`, `Critic`, `Reward`, `Updater`. Their calls are the vocabulary of algorithms."""

@@ -194,10 +194,10 @@ class Actor:
         """Run where `placement` says, see `DeviceMesh`.
 
         Raises:
-            ConfigError: the map cannot be met, or the workers have been made already.
+            ConfigError: the placement cannot be met, or the workers have been made already.
         """
         if self._group is not None or self._reference is not None:
-            raise ConfigError("the actor's workers are in place: say where they run before the first verb")
+            raise ConfigError("the actor's workers are in place: say where they run before the first call")
         self.controller = Controller.of(placement)
         if self.files is not None and self.controller.is_local:
             self.model, self.files = self.files.load(), None
@@ -303,7 +303,7 @@ class Actor:
                 prompts of all tasks.
         """
         if self._group is not None:
-            raise ConfigError(f"the actor's workers are in place: give task '{task}' its episode before the first verb")
+            raise ConfigError(f"the actor's workers are in place: give task '{task}' its episode before the first call")
         if getattr(episode, "schemas", ()):
             raise ConfigError(f"task '{task}': an episode with tools is the actor's: give it Actor(episode=...)")
         if (check := getattr(episode, "check_tokenizer", None)) is not None:
@@ -342,7 +342,7 @@ class Actor:
 
     def compute_ref_log_probs(self, sequences: Batch) -> Batch:
         """Column `ref_log_probs`: the same under the reference policy, the actor as it was when
-        `make_reference` was called, or at the first call of this verb; of an actor with adapters, without these."""
+        `make_reference` was called, or at the first use of this call; of an actor with adapters, without these."""
         self.make_reference()
         if self.reference_model is None:
             return self.group.call("ref_log_probs", sequences, self._temperature(sequences))  # type: ignore[no-any-return]
@@ -522,7 +522,7 @@ class Actor:
 
     def save(self, folder: str, background: bool = False) -> dict[str, Any]:
         """Begin to write the weights and the optimizer's state into a directory that all ranks see, every rank its
-        pieces. The group's verb `saved` ends it and names the files; see `TrainedWorker`.
+        pieces. The group's `saved` ends it and names the files; see `TrainedWorker`.
 
         Args:
             background: copy the pieces to host memory, and write them while training goes on.

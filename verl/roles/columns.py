@@ -1,4 +1,4 @@
-"""Joining what verbs return to the sequences they were asked about."""
+"""Joining what calls return to the sequences they were asked about."""
 
 from __future__ import annotations
 

@@ -89,7 +89,7 @@ class Critic:
         loading, training = with_keywords("Critic", settings, model_options(model, fused_kernels), given)
         training = training if strategy is None else training.replace(strategy=strategy)
         self.train_options = engine_options(training, loading, optim)
-        #: "critic" or "cost_critic": which pool of the map it stands on.
+        #: "critic" or "cost_critic": which pool of the placement it stands on.
         self.role = "critic"
         self._group: Workers[CriticWorker] | None = None
         self._outline: dict[str, Tensor] | None = None
@@ -126,7 +126,7 @@ class Critic:
     def place(self, placement: Any) -> None:
         """As of `Actor`."""
         if self._group is not None:
-            raise ConfigError("the critic's workers are in place: say where they run before the first verb")
+            raise ConfigError("the critic's workers are in place: say where they run before the first call")
         self.controller = Controller.of(placement)
         if self.files is not None and self.controller.is_local:
             self.model, self.files = self.files.load(), None

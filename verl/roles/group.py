@@ -55,6 +55,6 @@ class WorkerGroup:
         """Ranks of the actor."""
         return self.actor.group.size
 
-    def call(self, verb: str, *args: Any, **kwargs: Any) -> Any:
-        """Run a verb on the actor's ranks, see `verl.controller.group.Workers`."""
-        return self.actor.group.call(verb, *args, **kwargs)
+    def call(self, method: str, *args: Any, **kwargs: Any) -> Any:
+        """Run a call on the actor's ranks, see `verl.controller.group.Workers`."""
+        return self.actor.group.call(method, *args, **kwargs)

@@ -30,11 +30,11 @@ _WEIGHTS_SHARE = 0.5
 def lay_out(
     handles: Sequence[Actor | Critic], placement: Any, strategy: Any, device_map: Any, use_amp: bool | None
 ) -> None:
-    """Where the models run, and how their ranks share the training; `strategy` is a way of sharing, or a map."""
+    """Where the models run, and how their ranks share the training; `strategy` is a way of sharing, or a placement."""
     layout = strategy if strategy in get_args(Strategy) else None
     maps = [given for given in (placement, None if layout else strategy, device_map) if given is not None]
     if len(maps) > 1:
-        raise ConfigError("give the trainer one map: placement=..., strategy=... or device_map=...")
+        raise ConfigError("give the trainer one placement: placement=..., strategy=... or device_map=...")
     changes: dict[str, Any] = {} if layout is None else {"strategy": layout}
     changes |= {} if use_amp is None else {"use_amp": use_amp}
     for handle in handles:
@@ -58,21 +58,21 @@ def enable_hybrid_engine(
 
     Raises:
         ConfigError: the actor's workers are in place, it writes no responses, its engine has weights that are served
-            elsewhere, or generation has slots of its own.
+            elsewhere, or generation has devices of its own.
     """
     options = actor.rollout_options
     if actor.has_workers:
-        raise ConfigError("hybrid engine: the actor's workers are in place: enable it before the first verb")
+        raise ConfigError("hybrid engine: the actor's workers are in place: enable it before the first call")
     if actor.head != "lm":
         raise ConfigError(f"hybrid engine: a model with a '{actor.head}' head writes no responses")
     if options.name not in ("embedded", "hf", "vllm"):
         raise ConfigError(f"hybrid engine: it is for the engines embedded, hf and vllm, not {options.name!r}")
     if "rollout" in actor.controller.mesh.pools:
         pools = actor.controller.mesh.pools
-        if set(pools["rollout"].slots) != set(actor.controller.mesh.pool("actor").slots):
+        if set(pools["rollout"].devices) != set(actor.controller.mesh.pool("actor").devices):
             raise ConfigError(
-                "hybrid engine: placement gives generation slots of its own, where weights travel to after each "
-                "update: leave 'rollout' out of the map"
+                "hybrid engine: placement gives generation devices of its own, where weights travel to after each "
+                "update: leave 'rollout' out of the placement"
             )
     chosen = {"overlap_comm": overlap_comm, "tensor_model_parallel_size": tensor_parallel_size}
     changes = {name: value for name, value in chosen.items() if value is not None}

@@ -39,8 +39,8 @@ class Reward:
             one. A sample whose worker hangs or dies is scored by another; see `RewardPool`. `group.scale(n)` changes
             how many there are. A model is loaded in each of them.
         max_workers: let there be up to so many when samples queue up.
-        placement: a map with slots for the role "reward", see `DeviceMesh`: its models run there, and each rank scores
-            its share of the rows. None: the models run in this process, on the accelerator where there is one.
+        placement: names devices for the role "reward", see `DeviceMesh`: its models run there, and each rank
+            scores its share of the rows. None: the models run in this process, on the accelerator where there is one.
         **options: `timeout` in seconds, `retries`, `default_reward` (instead of abstaining), `max_failure_rate`
             (of the latest 256 samples, once there are 64; above it scoring raises), `smoothing` (EMA), `whole_batch` (a
             function is called once on all samples of a step, not on those of each prompt as they are finished).
@@ -82,7 +82,7 @@ class Reward:
         return cls(model=name, **options)
 
     def place(self, placement: Any, role: str = "reward") -> None:
-        """Run the reward's models on the slots that a map has for `role`; without such slots they stay here.
+        """Run the reward's models on the devices that a placement has for `role`; without such devices they stay here.
 
         Raises:
             ConfigError: the reward has no model that could run there, or the ranks shall cut it.
@@ -94,11 +94,11 @@ class Reward:
         models = list(self._models())
         if not models:
             raise ConfigError(
-                f"placement: the map has slots for the {role}, and '{self.source.name}' is no reward model of this "
+                f"placement has devices for the {role}, and '{self.source.name}' is no reward model of this "
                 "process: functions run where the script does, or in processes of their own (workers=N)"
             )
         if pool.parallel != "data":
-            raise ConfigError(f"placement: a {role} model is whole on each of its slots: parallel='data', not others")
+            raise ConfigError(f"placement: a {role} model is whole on each of its devices: parallel='data', not others")
         for source in models:
             recipe = partial(RewardWorker, PortableModel(source.model), source.batch_size)
             source.score_tokens = partial(_scores, controller.group(role, recipe))

@@ -114,5 +114,5 @@ def changed_options(now: EngineOptions, changes: Mapping[str, Any], workers: obj
     options = now.replace(**changes)
     if workers is not None and options != now:
         said = ", ".join(f"{name}={value!r}" for name, value in changes.items())
-        raise ConfigError(f"the {role}'s workers are in place: say how they train ({said}) before the first verb")
+        raise ConfigError(f"the {role}'s workers are in place: say how they train ({said}) before the first call")
     return options

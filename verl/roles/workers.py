@@ -85,7 +85,7 @@ class BuiltWorker(Actor):
         optimizer and a schedule of its learning rate (torch's, or None). Optimizer and schedule may be functions that
         make them, of a list of parameters and of the optimizer: where ranks cut weights, or on Ray, they must be.
 
-        Called by all ranks of a torchrun job, before the first verb.
+        Called by all ranks of a torchrun job, before the first call.
         """
         if override_model_config:
             raise ConfigError(

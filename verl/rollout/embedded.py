@@ -82,7 +82,7 @@ class _Sequence:
 
 
 class EmbeddedEngine:
-    """Continuous batching over a `PackedModel`. See `RolloutEngine` for the verbs.
+    """Continuous batching over a `PackedModel`. See `RolloutEngine` for the methods.
 
     Ranks that share the model by tensor parallelism all make an engine of equal arguments. The first of them is given
     the requests, and the others `follow` it.

@@ -46,7 +46,7 @@ _LOGITS = 1 << 27
 
 
 class HFEngine:
-    """Batches of at most `max_batch` responses through `model`'s forward. See `RolloutEngine` for the verbs.
+    """Batches of at most `max_batch` responses through `model`'s forward. See `RolloutEngine` for the methods.
 
     Args:
         model: any causal LM of transformers; its weights are read where they are.

@@ -38,7 +38,7 @@ SERVER_OPTIONS = (
 
 
 class RemoteEngine:
-    """The common part of engines whose requests run on another thread's event loop. See `RolloutEngine` for the verbs.
+    """The common part of engines whose requests run on another thread's event loop. See `RolloutEngine`.
 
     A request that fails is returned with `finish="abort"` and no tokens, and its error is logged.
 

@@ -48,7 +48,7 @@ _CPU_BLOCK = 32
 
 
 class VLLMEngine:
-    """See `RolloutEngine` for the verbs.
+    """See `RolloutEngine` for the methods.
 
     Args:
         model: determines the architecture, and needs no weights; in float32, bfloat16 or float16.
@@ -310,9 +310,9 @@ class VLLMEngine:
     def _served(self) -> set[int | None]:
         return {answer["version"] for answer in self._call(self.llm.collective_rpc, "verl_served")}
 
-    def _call(self, verb: Any, *args: Any, **kwargs: Any) -> Any:
+    def _call(self, method: Any, *args: Any, **kwargs: Any) -> Any:
         try:
-            return verb(*args, **kwargs)
+            return method(*args, **kwargs)
         except Exception as error:  # vLLM's own, of any kind
             self._broken = f"{type(error).__name__}: {error}"
             raise RolloutError(f"vLLM failed and is not used again: {self._broken}") from error

@@ -134,7 +134,7 @@ class ScaledSampler(Sampler):
 
 
 class WorkerExtension:
-    """Verbs added to vLLM's worker, for `collective_rpc`."""
+    """Methods added to vLLM's worker, for `collective_rpc`."""
 
     def verl_prepare(self) -> dict[str, bool]:
         """Whether log-probs are now of temperature-scaled logits."""

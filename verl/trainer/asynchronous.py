@@ -1,6 +1,6 @@
 """Asynchronous training: workers in processes of their own (Ray actors) sample while this one trains.
 
-The other driver over the same verbs: `replay` (rewards and what else the algorithm reads), `learn`. A step begins as
+The other driver over the same calls: `replay` (rewards and what else the algorithm reads), `learn`. A step begins as
 many rollouts as may be under way, waits until `Schedule` has the groups of a step, trains on them, and hands the new
 weights to the workers, which take them between two tokens: what they are at goes on under the new weights. A sample
 carries the version that wrote its first token; importance weights correct for what has changed since.

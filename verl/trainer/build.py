@@ -26,7 +26,7 @@ from verl.workers.update import UpdatePlan
 
 
 def placed_roles(algorithms: Iterable[BaseAlgorithm]) -> list[str]:
-    """The roles of a run's algorithms that a map of placement names."""
+    """The roles of a run's algorithms that a placement names."""
     algorithms = list(algorithms)
     generates = ["rollout"] if any(algorithm.online for algorithm in algorithms) else []
     models = {role for algorithm in algorithms for role in algorithm.roles} - {"actor", "reward", "cost"}

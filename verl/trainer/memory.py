@@ -109,7 +109,7 @@ class DeviceMemory:
 def memory_on(config: Config, algorithms: Collection[BaseAlgorithm], cluster: Cluster) -> DeviceMemory:
     """What a run takes of devices that need not be here. Models are made of their configurations, without weights.
 
-    Models that a map of placement puts on other devices than the actor's are not counted; models on the same ones are,
+    Models that a placement puts on other devices than the actor's are not counted; models on the same ones are,
     each laid out over all of its ranks.
 
     Raises:
@@ -185,7 +185,7 @@ def _is_apart(config: Config, role: str) -> bool:
     if config.trainer.placement is None:
         return False
     mesh = DeviceMesh(config.trainer.placement)
-    return not set(mesh.pool(role).slots) & set(mesh.pool("actor").slots)
+    return not set(mesh.pool(role).devices) & set(mesh.pool("actor").devices)
 
 
 def _cut_over(config: Config, role: str, train: TrainOptions, cluster: Cluster) -> int:
@@ -193,7 +193,7 @@ def _cut_over(config: Config, role: str, train: TrainOptions, cluster: Cluster) 
     count, parallel = cluster.size, "data"
     if config.trainer.placement is not None:
         pool = DeviceMesh(config.trainer.placement).pool(role)
-        count, parallel = len(pool.slots), pool.parallel
+        count, parallel = len(pool.devices), pool.parallel
         if count > cluster.size:
             raise ConfigError(f"--device: trainer.placement has {role} on {count} devices, and {cluster} are given")
     layout = layout_of(train, count, parallel)

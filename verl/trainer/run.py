@@ -138,7 +138,7 @@ def _open_trainer(config: Config, checked: Checked, run: Run, controller: Contro
     if not controller.is_local:
         sources = {role for task in trainer.tasks.values() for role in task.sources}
         roles = [*build.placed_roles(algorithms.values()), *sorted(sources & controller.mesh.pools.keys())]
-        logger.info("%d ranks:\n%s", len(controller.mesh.slots), controller.mesh.picture(roles))
+        logger.info("%d ranks:\n%s", len(controller.mesh.devices), controller.mesh.picture(roles))
     step = trainer.resume()
     if trainer.position is not None:
         data.train.load_state_dict(trainer.position)  # which refuses other prompts

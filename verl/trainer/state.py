@@ -479,7 +479,7 @@ def rebuild(checkpoint: Checkpoint) -> tuple[Any, str | None]:
         beside = (shard for shard in model_shards(model) if shard.name not in own)
         load_model_shards(model, chain(beside, checkpoint.shards("actor/weights")))
     worker = ActorWorker(PortableModel(model), None, (), EngineOptions(), SamplerOptions(), head=noted.head)
-    found = _probe(lambda verb, batch: getattr(worker, verb)(batch), model, noted.head)
+    found = _probe(lambda method, batch: getattr(worker, method)(batch), model, noted.head)
     gap = max(abs(a - b) for a, b in zip(found["outputs"], noted.outputs, strict=True))
     if gap <= noted.tolerance:
         return model, None
@@ -543,7 +543,7 @@ def _read_probe(checkpoint: Checkpoint) -> _Probe:
 
 
 def _probe(call: Callable[[str, Batch], Batch], model: Any, head: str) -> dict[str, Any]:
-    """Log-probs (or the score) of a few fixed tokens under the live weights, by a verb of an actor's workers."""
+    """Log-probs (or the score) of a few fixed tokens under the live weights, by a call of an actor's workers."""
     vocabulary = model.config.get_text_config().vocab_size
     tokens = [token % vocabulary for token in _PROBE_TOKENS]
     batch = Batch.from_columns({"prompt_tokens": [tokens[:2]], "response_tokens": [tokens[2:]]})

@@ -94,8 +94,8 @@ class Trainer:
             the last one is whole.
         held_out: what `fit` evaluates before its first step, every so many steps, and after its last.
         permute_rewards: a control: rewards are dealt out at random among the samples, so nothing can be learned.
-        placement: the map of all roles, see `DeviceMesh`; None: where the handles say. `device_map=` is the same.
-        strategy: of training, for all models: "ddp", "fsdp", "deepspeed" or "megatron"; or a map of placement.
+        placement: the placement of all roles, see `DeviceMesh`; None: where the handles say. `device_map=` is the same.
+        strategy: of training, for all models: "ddp", "fsdp", "deepspeed" or "megatron"; or a placement.
         timeline: where a trace of what worked when is written; see `Timeline`.
         deadline: seconds for one call of a node, and for ranks to wait for each other.
         **options: of the algorithm, such as `kl_coef`.

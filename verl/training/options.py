@@ -220,8 +220,8 @@ def layout_of(options: TrainOptions, size: int, parallel: str = "data") -> Layou
     """How `size` ranks share a model by these settings. Ranks that they leave over are replicas, or cut it ('fsdp').
 
     Args:
-        parallel: the map's word for the role, a key of `PARALLEL`: its ranks are along that dimension, if the settings
-            do not give it a size.
+        parallel: what the placement says for the role, a key of `PARALLEL`: its ranks are along that dimension, if the
+            settings do not give it a size.
 
     Raises:
         ConfigError: the sizes do not multiply to the ranks, or the strategy has no such setting.

@@ -1,1 +1,1 @@
-"""What one rank of a role does: the verbs behind the handles."""
+"""What one rank of a role does: the calls behind the handles."""

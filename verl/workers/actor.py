@@ -30,7 +30,7 @@ from verl.training.engine import TrainEngine
 from verl.training.options import EngineOptions, Head
 from verl.training.ranks import gather_json
 from verl.workers.generation import GenerationModel, rollout_place
-from verl.workers.place import ALONE, ROLE, WEIGHTS, Place, verb
+from verl.workers.place import ALONE, ROLE, WEIGHTS, Place, dispatch
 from verl.workers.streams import spread_weights, travelling
 from verl.workers.sync import ROWS, SyncCheck
 from verl.workers.trained import TrainedWorker, placed, train_engine
@@ -107,8 +107,8 @@ def make_rollout_engine(
 
 
 class ActorWorker(TrainedWorker):
-    """Generation and training of a policy on one rank: both on the same live tensors, or, where the map of placement
-    puts them on different slots, one of them.
+    """Generation and training of a policy on one rank: both on the same live tensors, or, where the placement
+    puts them on different devices, one of them.
 
     `policy_version` counts updates; every sample carries the version that wrote it.
     """
@@ -172,14 +172,14 @@ class ActorWorker(TrainedWorker):
                 self._rollout_engine.load_shards(self._served(weights), self.policy_version)
         return self._rollout_engine
 
-    @verb("rollout")
+    @dispatch("rollout")
     def exact_rollout(self) -> bool:
         """Whether the rollout engine's log-probs are the trainer's own numbers (`RolloutEngine.exact`)."""
         # Weights in another layout are the same bit for bit, unless a layer of a bf16 model is kept in fp32.
         is_same = self._blank is None or len({spec.dtype for spec in self.engine.specs().values()}) == 1
         return is_same and bool(getattr(self.rollout_engine, "exact", False))
 
-    @verb("rollout", split="rows", collect="batches")
+    @dispatch("rollout", split="rows", collect="batches")
     def generate(self, prompts: Batch, params: SamplingParams, task: str | None = None) -> Iterator[Batch]:
         """Samples as groups finish. Rows carry `id`, `group` and `prompt_tokens`; a row whose column
         `baseline` is true is decoded greedily. `task` may have an episode of its own. Yields the rows with the response
@@ -215,7 +215,7 @@ class ActorWorker(TrainedWorker):
                 self._sync.probe = self._sync.probe or group.take(range(min(ROWS, len(group))))
                 yield group
 
-    @verb("train", split="rows", collect="rows")
+    @dispatch("train", split="rows", collect="rows")
     def log_probs(self, batch: Batch, temperature: float = 1.0, entropy: bool = False) -> Batch:
         """Column `log_probs` (and `entropy`), aligned with `response_tokens`."""
         want = ("log_probs", "entropy") if entropy else ("log_probs",)
@@ -223,22 +223,22 @@ class ActorWorker(TrainedWorker):
         lengths = batch.lengths("response_tokens")
         return Batch.from_columns({name: (values, lengths) for name, values in flat.items()})
 
-    @verb("train", split="rows", collect="rows")
+    @dispatch("train", split="rows", collect="rows")
     def ref_log_probs(self, batch: Batch, temperature: float = 1.0) -> Batch:
         """Column `ref_log_probs`: log-probs without the model's adapters."""
         return _ref_log_probs(self.engine, batch, temperature, adapters=False)
 
-    @verb("train", split="rows", collect="rows")
+    @dispatch("train", split="rows", collect="rows")
     def scores(self, batch: Batch) -> Batch:
         """Column `scores`, one number a row; for a score head."""
         return Batch.from_columns(self.engine.predict(batch, ("scores",)))
 
-    @verb("train")
+    @dispatch("train")
     def loss(self, part: UpdatePart) -> dict[str, float]:
         """`loss` and metrics, as an update has them, without one."""
         return compute_loss(self.engine, part)
 
-    @verb("train")
+    @dispatch("train")
     def update(self, parts: Sequence[UpdatePart], plan: UpdatePlan) -> dict[str, float]:
         """Optimizer steps. Generation gets the new weights at `sync`."""
         if self.policy_version == 0 and hasattr(self._rollout_engine, "score"):
@@ -246,7 +246,7 @@ class ActorWorker(TrainedWorker):
                 self._measure(weights)  # the baseline of later measurements
         return run_updates(self.engine, parts, plan, self.policy_version)
 
-    @verb()
+    @dispatch()
     def sync(self) -> dict[str, float]:
         """After an update: the next policy version on every rank that generates."""
         self.policy_version += 1
@@ -254,7 +254,7 @@ class ActorWorker(TrainedWorker):
             spread_weights(self.engine, self.place)
         return self._hand_over()
 
-    @verb("rollout", collect="shards")
+    @dispatch("rollout", collect="shards")
     def merged_shards(self) -> Iterator[Shard]:
         """The weights of the equal model without adapters, whole."""
         if self._blank is None:
@@ -266,7 +266,7 @@ class ActorWorker(TrainedWorker):
         with whole.filled() as engine:
             yield from engine.merged_shards()
 
-    @verb(collect="none")
+    @dispatch(collect="none")
     def load_shards(self, shards: Iterable[Shard]) -> None:
         self.engine.load_shards(shards)
         self._hand_over()
@@ -274,7 +274,7 @@ class ActorWorker(TrainedWorker):
     def counts(self) -> dict[str, int]:
         return {"policy_version": self.policy_version}
 
-    @verb(collect="none")
+    @dispatch(collect="none")
     def load(
         self,
         weights: Sequence[str],
@@ -331,7 +331,7 @@ class ReferenceWorker:
         live, weights = placed(model, place)
         self.engine = train_engine(live.requires_grad_(False), train.frozen(), "lm", place, weights=weights)
 
-    @verb("train", split="rows", collect="rows")
+    @dispatch("train", split="rows", collect="rows")
     def log_probs(self, batch: Batch, temperature: float = 1.0) -> Batch:
         """Column `ref_log_probs`, aligned with `response_tokens`."""
         return _ref_log_probs(self.engine, batch, temperature)

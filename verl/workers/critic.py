@@ -11,7 +11,7 @@ from verl.models.source import ModelSource
 from verl.shard import Shard
 from verl.tensor_files import read_shards
 from verl.training.options import EngineOptions
-from verl.workers.place import ALONE, Place, verb
+from verl.workers.place import ALONE, Place, dispatch
 from verl.workers.trained import TrainedWorker, placed, train_engine
 from verl.workers.update import UpdatePart, UpdatePlan, run_updates
 
@@ -25,26 +25,26 @@ class CriticWorker(TrainedWorker):
         self.engine = train_engine(live, train, "value", place, weights=weights)
         self.updates = 0
 
-    @verb("train", split="rows", collect="rows")
+    @dispatch("train", split="rows", collect="rows")
     def values(self, batch: Batch) -> Batch:
         """Column `values`: the value of the state before each response token."""
         values = self.engine.predict(batch, ("values",))["values"]
         return Batch.from_columns({"values": (values, batch.lengths("response_tokens"))})
 
-    @verb("train")
+    @dispatch("train")
     def update(self, parts: Sequence[UpdatePart], plan: UpdatePlan) -> dict[str, float]:
         metrics = run_updates(self.engine, parts, plan, self.updates)
         self.updates += 1
         return metrics
 
-    @verb("train", collect="none")
+    @dispatch("train", collect="none")
     def load_shards(self, shards: Iterable[Shard]) -> None:
         self.engine.load_shards(shards)
 
     def counts(self) -> dict[str, int]:
         return {"updates": self.updates}
 
-    @verb("train", collect="none")
+    @dispatch("train", collect="none")
     def load(
         self,
         weights: Sequence[str],

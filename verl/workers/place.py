@@ -1,4 +1,4 @@
-"""Where a worker stands among the ranks of its role, and what its verbs say about their data.
+"""Where a worker stands among the ranks of its role, and what its calls say about their data.
 
 A role has two meshes (`verl.layout.Mesh`): "train" and "rollout", on the same ranks or on others.
 """
@@ -60,14 +60,14 @@ ALONE = Place()
 
 
 @dataclass(frozen=True)
-class Verb:
-    """How a verb's data travel.
+class Dispatch:
+    """How a call's data travel.
 
     mesh: whose ranks run it.
     split: "rows": the first argument, a `Batch` and not by keyword, is cut by rows, balanced by tokens, one part for
         each data-parallel index; "whole": every rank gets all of it.
     collect: "rows": answers are batches, put back into the order of the rows; "first": the answer of the first rank;
-        "batches": the verb yields batches of finished rows, passed on as they come; "shards": every rank yields the
+        "batches": the call yields batches of finished rows, passed on as they come; "shards": every rank yields the
         same stream and the first one's counts; "none": nothing comes back.
     """
 
@@ -76,8 +76,8 @@ class Verb:
     collect: Collect = "first"
 
 
-def verb(mesh: str = ROLE, *, split: Split = "whole", collect: Collect = "first") -> Callable[[F], F]:
-    """Declare a worker's method a verb that a controller may call on all ranks of `mesh`.
+def dispatch(mesh: str = ROLE, *, split: Split = "whole", collect: Collect = "first") -> Callable[[F], F]:
+    """Declare that a controller may call a worker's method on all ranks of `mesh`.
 
     Raises:
         ConfigError: such answers cannot be collected, or the method is async.
@@ -86,27 +86,29 @@ def verb(mesh: str = ROLE, *, split: Split = "whole", collect: Collect = "first"
     def declare(method: F) -> F:
         name = getattr(method, "__qualname__", method)
         if split not in _COLLECTS:
-            raise ConfigError(f"verb '{name}': there is no split '{split}': {nearest(split, _COLLECTS)}")
+            raise ConfigError(f"call '{name}': there is no split '{split}': {nearest(split, _COLLECTS)}")
         if collect not in _COLLECTS[split]:
             known = ", ".join(f"'{way}'" for way in _COLLECTS[split])
-            raise ConfigError(f"verb '{name}': of split='{split}', collect='{collect}' cannot be made: give {known}")
+            raise ConfigError(f"call '{name}': of split='{split}', collect='{collect}' cannot be made: give {known}")
         if inspect.iscoroutinefunction(method) or inspect.isasyncgenfunction(method):
-            raise ConfigError(f"verb '{name}' is async, and ranks call plain functions: use asyncio.run inside of one")
-        method.__verb__ = Verb(mesh, split, collect)  # type: ignore[attr-defined]
+            raise ConfigError(f"call '{name}' is async, and ranks call plain functions: use asyncio.run inside of one")
+        method.__dispatch__ = Dispatch(mesh, split, collect)  # type: ignore[attr-defined]
         return method
 
     return declare
 
 
-def verb_of(worker: type, name: str) -> Verb:
+def dispatch_of(worker: type, name: str) -> Dispatch:
     """What a worker's method declares.
 
     Raises:
-        ConfigError: it is no verb.
+        ConfigError: a controller cannot call it.
     """
     method = getattr(worker, name, None)
-    declared = getattr(method, "__verb__", None)
+    declared = getattr(method, "__dispatch__", None)
     if declared is None:
-        known = [n for n in dir(worker) if hasattr(getattr(worker, n), "__verb__")]
-        raise ConfigError(f"{worker.__name__} has no verb '{name}': {nearest(name, known)}")
+        known = [n for n in dir(worker) if hasattr(getattr(worker, n), "__dispatch__")]
+        raise ConfigError(
+            f"{worker.__name__} has no method '{name}' that a controller may call: {nearest(name, known)}"
+        )
     return declared  # type: ignore[no-any-return]

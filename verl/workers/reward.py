@@ -5,7 +5,7 @@ from __future__ import annotations
 from verl.batch import Batch
 from verl.models.portable import PortableModel
 from verl.rewards.model import TokenScorer
-from verl.workers.place import ALONE, Place, verb
+from verl.workers.place import ALONE, Place, dispatch
 from verl.workers.trained import placed
 
 
@@ -16,7 +16,7 @@ class RewardWorker:
         live, _ = placed(model, place)
         self._score = TokenScorer(live.requires_grad_(False), batch_size, place.device)
 
-    @verb("train", split="rows", collect="rows")
+    @dispatch("train", split="rows", collect="rows")
     def scores(self, batch: Batch) -> Batch:
         """Column `scores`: a number for the text of each row's `prompt_tokens`."""
         return Batch.from_columns({"scores": self._score(batch["prompt_tokens"])})

@@ -21,7 +21,7 @@ from verl.training.engine import TrainEngine
 from verl.training.options import EngineOptions, Head
 from verl.training.ranks import gather_json
 from verl.training.torch_engine import TorchEngine
-from verl.workers.place import ALONE, Place, verb
+from verl.workers.place import ALONE, Place, dispatch
 from verl.workers.saving import Pieces, RankFiles, merged
 from verl.workers.streams import equal_weights, gathered
 
@@ -114,7 +114,7 @@ def summary(engine: TrainEngine, options: EngineOptions, place: Place) -> str:
 
 
 class TrainedWorker:
-    """Verbs that read an engine's weights and state.
+    """Calls that read an engine's weights and state.
 
     Attributes:
         engine: of this rank.
@@ -125,12 +125,12 @@ class TrainedWorker:
     place: Place
     _files: RankFiles | None = None
 
-    @verb("train", collect="shards")
+    @dispatch("train", collect="shards")
     def shards(self) -> Iterator[Shard]:
         """The trained weights, whole."""
         return gathered(Stream(self.engine.shards), self.place.groups.get("train"))
 
-    @verb("train")
+    @dispatch("train")
     def save(self, folder: str, background: bool = False, names: Sequence[str] | None = None) -> dict[str, Any]:
         """Begin to write the weights and the optimizer's tensors into a directory that all ranks see, every rank its
         pieces; `saved` ends it.
@@ -152,7 +152,7 @@ class TrainedWorker:
         self._files = RankFiles(Path(folder), parts, group, background=background)
         return {**merged(gather_json(meta, group)), **self.counts()}
 
-    @verb("train")
+    @dispatch("train")
     def saved(self, wait: bool = True) -> list[dict[str, Any]] | None:
         """What became of the files of the last `save`; see `RankFiles.gathered`."""
         found = None if self._files is None else self._files.gathered(wait)

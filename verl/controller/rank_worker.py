@@ -1,4 +1,4 @@
-"""One slot: a process with one rank of the job, and that rank's workers of all roles. torchrun starts slots, or Ray."""
+"""A process with one rank of the job, and that rank's workers of all roles. torchrun or Ray starts it."""
 
 from __future__ import annotations
 
@@ -16,29 +16,29 @@ from typing import Any
 from verl.controller.group import STREAMS, noted
 from verl.controller.ranks import who
 from verl.controller.world import RoleMeshes, World
-from verl.workers.place import verb_of
+from verl.workers.place import dispatch_of
 
 logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
 class Order:
-    """What a rank shall do: a verb of its worker of a role.
+    """What a rank shall do: a call of its worker of a role.
 
     Attributes:
         role: the key of the role's workers.
-        args: the verb's arguments, without the first where that is a batch or a stream, which travel beside it.
-        answers: whether what the verb returns is sent back.
+        args: the call's arguments, without the first where that is a batch or a stream, which travel beside it.
+        answers: whether what the call returns is sent back.
     """
 
     role: int
-    verb: str
+    method: str
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
     answers: bool
 
 
-class SlotWorker:
+class RankWorker:
     """The workers of one rank.
 
     Args:
@@ -58,15 +58,15 @@ class SlotWorker:
                 logger.info("process %d: rank %d of %d of role '%s'", os.getpid(), place.rank, place.size, place.role)
 
     def execute(self, order: Order, *first: Any) -> Iterator[Any]:
-        """What a verb yields, or the one value that it returns; nothing from a rank that does not answer.
+        """What a call yields, or the one value that it returns; nothing from a rank that does not answer.
 
         Args:
-            first: the verb's first argument, if it is not in the order.
+            first: the call's first argument, if it is not in the order.
         """
         role, worker = self._workers[order.role]
-        with self._noted(role, order.verb):
-            answer = getattr(worker, order.verb)(*first, *order.args, **order.kwargs)
-            is_stream = verb_of(type(worker), order.verb).collect in STREAMS
+        with self._noted(role, order.method):
+            answer = getattr(worker, order.method)(*first, *order.args, **order.kwargs)
+            is_stream = dispatch_of(type(worker), order.method).collect in STREAMS
             for item in answer if is_stream else (answer,):
                 if order.answers:
                     yield item
@@ -78,8 +78,8 @@ class SlotWorker:
             return function(*args)
 
     @contextmanager
-    def _noted(self, role: str, verb: str) -> Iterator[None]:
-        with self.world.collective(f"{role}.{verb}"), noted(f"in role '{role}', {who()}, verb '{verb}'"):
+    def _noted(self, role: str, method: str) -> Iterator[None]:
+        with self.world.collective(f"{role}.{method}"), noted(f"in role '{role}', {who()}, call '{method}'"):
             yield
 
 

@@ -1,4 +1,4 @@
-"""One slot of a Ray cluster: an actor around a `SlotWorker`."""
+"""One rank on a Ray cluster: an actor around a `RankWorker`."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ from typing import Any
 import ray
 
 from verl.batch import Batch
+from verl.controller.rank_worker import Order, RankWorker, stacks
 from verl.controller.ranks import registry, who
-from verl.controller.slot_worker import Order, SlotWorker, stacks
 from verl.controller.world import RoleMeshes, World
 from verl.errors import ClusterError
 from verl.shard import Shard, bunched
@@ -66,7 +66,7 @@ class Part:
     kept: Sequence[int] = ()
 
 
-class RaySlot:
+class RayRank:
     """The methods that the driver calls; one at a time and in the order they were called in, except for `stacks`."""
 
     def __init__(self) -> None:
@@ -74,7 +74,7 @@ class RaySlot:
         self._store: Any = None
 
     def about(self) -> dict[str, Any]:
-        """Where the slot is."""
+        """Where the rank is."""
         host = {"address": ray.util.get_node_ip_address(), "host": socket.gethostname()}
         return {**host, "pid": os.getpid(), "node": ray.get_runtime_context().get_node_id()}
 
@@ -115,19 +115,19 @@ class RaySlot:
         registry.is_closed = True
         torch.set_num_threads(threads)
         store = self._store or TCPStore(*meeting, is_master=False, timeout=timedelta(seconds=timeout))
-        self.slot = SlotWorker(World(rank, len(machines), store, timeout, device))
+        self.worker = RankWorker(World(rank, len(machines), store, timeout, device))
 
     def make(self, key: int, recipe: partial[Any], role: RoleMeshes) -> None:
         with self._reported(role.role):
-            self.slot.make(key, recipe, role)
+            self.worker.make(key, recipe, role)
 
     def call(self, pickled: bytes, *beside: Any) -> Any:
-        """What a verb returns; None from a rank that does not answer."""
+        """What a call returns; None from a rank that does not answer."""
         return next(self._items(pickled, beside), None)
 
     @ray.method(num_returns="streaming")  # type: ignore[untyped-decorator]
     def stream(self, pickled: bytes, *beside: Any) -> Iterator[Any]:
-        """What a verb yields, shards in bunches; nothing from a rank that does not answer."""
+        """What a call yields, shards in bunches; nothing from a rank that does not answer."""
         items = self._items(pickled, beside)
         first = next(items, None)
         if isinstance(first, Shard):
@@ -138,8 +138,8 @@ class RaySlot:
     def _items(self, pickled: bytes, beside: Sequence[Any]) -> Iterator[Any]:
         order: Order
         order, part = pickle.loads(pickled)
-        with self._reported(order.verb):
-            yield from self.slot.execute(order, *self._first(part, beside))
+        with self._reported(order.method):
+            yield from self.worker.execute(order, *self._first(part, beside))
 
     def _first(self, part: Part, beside: Sequence[Any]) -> list[Any]:
         if part.batch is None:
@@ -153,7 +153,7 @@ class RaySlot:
     def run(self, function: Callable[..., Any], args: tuple[Any, ...]) -> Any:
         """A function in this process."""
         with self._reported("run"):
-            return self.slot.run(function, args)
+            return self.worker.run(function, args)
 
     @ray.method(concurrency_group="watch")  # type: ignore[untyped-decorator]
     def stacks(self) -> str:
