@@ -39,12 +39,12 @@ HARMLESS = {"torch.load": ("weights_only", True)}
 
 ALLOWED = {
     ("batch.py", "_unpickled", "pickle.loads"): "is part of a batch's pickle, which only Ray makes and reads",
-    ("controller/ray_slot.py", "_items", "pickle.loads"): "an order of the driver, the argument of a Ray call",
-    ("controller/ray_slot.py", "_portable", "pickle.loads"): "what the same line has just pickled",
+    ("controller/ray_rank.py", "_items", "pickle.loads"): "an order of the driver, the argument of a Ray call",
+    ("controller/ray_rank.py", "_portable", "pickle.loads"): "what the same line has just pickled",
     ("workers/scorer.py", "load", "cloudpickle.loads"): "the user's reward, sent by the driver through Ray",
-    ("controller/ray_slot.py", "open_store", "TCPStore"): "torch's store; a test lists the addresses below",
-    ("controller/ray_slot.py", "open_store", "bind"): "the socket of torch's store",
-    ("controller/ray_slot.py", "join", "TCPStore"): "a client of that store",
+    ("controller/ray_rank.py", "open_store", "TCPStore"): "torch's store; a test lists the addresses below",
+    ("controller/ray_rank.py", "open_store", "bind"): "the socket of torch's store",
+    ("controller/ray_rank.py", "join", "TCPStore"): "a client of that store",
     ("cli/doctor.py", "_free_port", "bind"): "a port number for torchrun; it never listens",
     ("rollout/tools.py", "call", "bind"): "the arguments of a signature",
     ("rewards/run_tests.py", "serve", "builtins.exec"): "a solution, in a process of the sandbox",
@@ -170,7 +170,7 @@ def test_a_running_job_on_ray_listens_on_the_loopback_interface_alone(tiny: Path
     up = job.stdout.readline()
     processes = family(job.pid)
     lines = {pid: Path(f"/proc/{pid}/cmdline").read_bytes() for pid in processes if Path(f"/proc/{pid}").exists()}
-    own = [pid for pid, line in lines.items() if line.startswith((b"ray::RaySlot", b"ray::Scorer"))]
+    own = [pid for pid, line in lines.items() if line.startswith((b"ray::RayRank", b"ray::Scorer"))]
     found, theirs = listeners(processes), listeners(own)
     _, errors = job.communicate(timeout=100)
     assert up == "up\n" and job.returncode == 0, errors[-3000:]

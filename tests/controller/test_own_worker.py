@@ -10,6 +10,7 @@ import pytest
 
 from tests import ranks
 from verl.errors import ConfigError
+from verl.workers.place import dispatch
 
 SCRIPT = Path(__file__).with_name("own_worker.py")
 
@@ -42,11 +43,11 @@ def test_what_cannot_be_collected_is_refused_when_it_is_declared(options: dict[s
     def method(self: Any) -> None: ...
 
     with pytest.raises(ConfigError, match=message):
-        method("train", **options)(method)
+        dispatch("train", **options)(method)
 
 
 def test_an_async_verb_is_refused() -> None:
     async def method(self: Any) -> None: ...
 
     with pytest.raises(ConfigError, match="is async"):
-        method("train")(method)
+        dispatch("train")(method)

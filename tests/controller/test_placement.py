@@ -47,7 +47,7 @@ def test_every_form_names_its_slots(given: Any, devices: list[str]) -> None:
         ("first gpu", "no device"),
         ([], "at least one device"),
         ({"actor": 0}, "at least one device, not 0"),
-        ({}, "the map is empty"),
+        ({}, "it is empty: name at least"),
         (["cpu:0", "cuda:0"], "one kind of device"),
         ("cdua:0-1", r"no kind of device 'cdua': did you mean 'cuda'"),
         ({"actor": "tpu:0"}, "no kind of device 'tpu'"),

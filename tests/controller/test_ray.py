@@ -234,7 +234,7 @@ def test_slots_have_the_deadline_of_the_trainer_that_places_them(cluster: None, 
 
     def timeouts(placement: Any, deadline: float) -> tuple[float, float]:
         trainer = verl.Trainer(str(tiny), reward_fn=len, placement=placement, deadline=deadline, log_dir=False)
-        return trainer.actor.controller.timeout, trainer.actor.controller._devices.timeout
+        return trainer.actor.controller.timeout, trainer.actor.controller._job.timeout
 
     assert timeouts("cpu:0-1", 77) == (77, 77)
     assert timeouts("cpu:0-1", 88) == (88, 88)  # nothing has started yet
