@@ -46,6 +46,34 @@ def loss_of(name: str, batch: Batch, flat: torch.Tensor, **options: object) -> f
     return float(algorithm.compute_loss(loss_input(algorithm, done, log_probs=flat)).total)
 
 
+SCORED = {
+    "group": ["a", "a", "a", "b", "b", "c", "c"],
+    "reward": [1.0, 3.0, 2.0, 5.0, 5.0, math.nan, 1.0],
+    "prompt_tokens": [[1], [1], [1], [2], [2], [3], [3]],
+    "response_tokens": [[4]] * 7,
+}
+
+
+@pytest.mark.parametrize("name", ["dpo", "ipo", "simpo", "orpo"])
+def test_pairs_are_the_best_and_the_worst_sample_of_a_prompt(name: str) -> None:
+    algorithm = make_algorithm(name)
+    batch = algorithm.extend(Batch.from_columns(SCORED))
+    assert (batch["group"], batch["reward"], batch["label"]) == (["a", "a"], [1.0, 3.0], [0.0, 1.0])
+    labelled = Batch.from_columns({**SCORED, "label": [0.0, 1.0] * 3 + [0.0]})
+    assert algorithm.extend(labelled) is labelled
+    with pytest.raises(DataError, match=r"no pairs among 2 samples: .* at least two a prompt"):
+        algorithm.extend(Batch.from_columns({key: value[3:5] for key, value in SCORED.items()}))
+
+
+def test_labels_of_kto_are_by_the_mean_of_a_prompt() -> None:
+    batch = make_algorithm("kto").extend(Batch.from_columns(SCORED))
+    labels = [label for label, added in zip(batch["label"], batch["mismatched"], strict=True) if not added]
+    assert labels[:2] == [0.0, 1.0] and all(map(math.isnan, labels[2:]))  # at the mean, of equals, abstained, alone
+    single = Batch.from_columns({**SCORED, "group": list("abcdefg")})  # the mean is 17 / 6
+    labels = [label for label in make_algorithm("kto").extend(single)["label"] if label is not None]
+    assert [label for label in labels if not math.isnan(label)] == [0.0, 1.0, 0.0, 1.0, 1.0, 0.0]
+
+
 @pytest.mark.parametrize("seed", range(3))
 def test_dpo_family(seed: int) -> None:
     batch = preferences(LENGTHS, seed)

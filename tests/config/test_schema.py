@@ -124,6 +124,15 @@ def test_settings_that_contradict_each_other():
     )
     assert "trainer.eval_every: is set, but data.eval" in problem(trainer={"eval_every": 5})
     assert "data.train: must name either a task" in problem(data={"train": {"size": 3}})
+    for weights in ([1], [1, 2, 3], 0.5):
+        mixed = {"path": ["a.jsonl", "b.jsonl"], "weights": weights}
+        assert "data.train: weights are a list of one number for each" in problem(data={"train": mixed})
+    for weights in ([1, 0], [1, -1], [1, float("inf")], [1, "2"], [True, 1]):
+        mixed = {"path": ["a.jsonl", "b.jsonl"], "weights": weights}
+        assert "data.train: weights must be numbers above 0" in problem(data={"train": mixed})
+    mixed = {"path": ["a.jsonl", "b.jsonl"], "weights": [1, 2]}
+    assert "data.eval: has no weights" in problem(data={"eval": mixed})
+    assert "data.train: mixes no files for task 'one'" in problem(data={"train": {"one": mixed}})
     for template in ("Q:", "{{prompt}}"):
         assert "data.prompt_template: must contain {prompt}" in problem(data={"prompt_template": template})
     assert "reward: give one of" in problem(reward={"name": "task", "path": "r.py:f"})

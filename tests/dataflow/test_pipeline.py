@@ -90,7 +90,7 @@ def test_same_graph_as_one_written_by_hand() -> None:
     assert pipeline.graph == Graph([Echo().as_node("rollout"), score, *learner.as_node("update")])
 
 
-def tiny_actor() -> Actor:
+def tiny_actor(lr: float = 1e-6) -> Actor:
     letters = ["<pad>", "<eos>", *"abcdefghijklmnopqrstuvwxyz "]
     core = Tokenizer(models.WordLevel({letter: i for i, letter in enumerate(letters)}, unk_token="<pad>"))
     core.pre_tokenizer = pre_tokenizers.Split("", "isolated")
@@ -106,7 +106,7 @@ def tiny_actor() -> Actor:
         eos_token_id=1,
         pad_token_id=0,
     )
-    return Actor(LlamaForCausalLM(config), tokenizer, sampling=SamplingParams(max_new_tokens=6))
+    return Actor(LlamaForCausalLM(config), tokenizer, sampling=SamplingParams(max_new_tokens=6), lr=lr)
 
 
 def text_lengths(texts: list[str]) -> list[float]:
@@ -125,6 +125,22 @@ def test_three_stages_are_a_training_step_and_the_same_graph_as_the_trainers(alg
     assert "loss/actor" in result.metrics
     assert any(not torch.equal(old, shard.tensor) for old, shard in zip(before, actor.shards(), strict=True))
     assert Trainer(tiny_actor(), reward_fn=text_lengths, algorithm=algorithm, log_dir=False).graph == pipeline.graph
+
+
+def share_of_a(texts: list[str]) -> list[float]:
+    return [text.count("a") / max(len(text), 1) for text in texts]
+
+
+@pytest.mark.parametrize("name", ["dpo", "kto"])
+def test_algorithms_of_labels_learn_from_the_rewards_of_a_pipeline(name: str) -> None:
+    def learned(lr: float) -> float:
+        actor = tiny_actor(lr)
+        pipeline = RLDataPipeline(n=8).add_stage("rollout", actor).add_stage("reward", share_of_a)
+        pipeline.add_stage("update", Updater(name, actor=actor))
+        rewards = [sum(pipeline.run(["once upon a time"] * 8)["reward"]) / 64 for _ in range(16)]
+        return sum(rewards[-4:]) / 4 - sum(rewards[:4]) / 4
+
+    assert learned(1e-2) > 0.1 > 0.04 > abs(learned(0.0))
 
 
 def test_a_node_gets_the_name_of_its_stage() -> None:

@@ -16,6 +16,7 @@ import pytest
 import torch
 
 from verl.algorithms import registry
+from verl.batch import Batch
 from verl.config import build_config
 from verl.errors import CheckpointError, ConfigError, DataError, ModelError, RewardError
 from verl.trainer.check import check_settings
@@ -164,6 +165,27 @@ def test_steps_equal_steps_before_and_after_a_resume(tmp_path: Path, tiny: Path,
     assert verify(a / "checkpoints" / "latest").ok
     for name in ("report.html", "summary.json", "config.yaml", "completions/step-000000.parquet"):
         assert (a / name).exists(), name
+
+
+def test_files_are_mixed_by_their_weights_and_a_resume_goes_on(tmp_path: Path, tiny: Path) -> None:
+    def source(folder: Path) -> dict[str, Any]:
+        files = [folder / "few.jsonl", folder / "many.jsonl"]
+        for file, count in zip(files, (3, 30), strict=True):
+            file.write_text("".join(json.dumps({"prompt": f"{file.stem} {i}"}) + "\n" for i in range(count)))
+        return {"data.train": {"path": list(map(str, files)), "weights": [2, 1]}, "data.batch_size": 6}
+
+    for name in ("a", "b"):
+        (tmp_path / name).mkdir()
+    train(build_config(settings(tmp_path / "a", tiny, **source(tmp_path / "a"))))
+    train(build_config(settings(tmp_path / "b", tiny, **source(tmp_path / "b"), **{"trainer.total_steps": 4})))
+    train(build_config(settings(tmp_path / "b", tiny, **source(tmp_path / "b"))))
+    a, b = run_dir(tmp_path / "a"), run_dir(tmp_path / "b")
+    first, second = final_state(a), final_state(b)
+    assert [name for name in first if not torch.equal(first[name], second[name])] == []
+    seen = [Batch.from_parquet(file) for file in sorted((a / "completions").glob("train-*"))]
+    assert len(seen) == 6
+    for batch in seen:  # six prompts of four samples, two thirds of them of the file with three rows
+        assert [sum(prompt.startswith(name) for prompt in batch["prompt"]) for name in ("few", "many")] == [16, 8]
 
 
 def run_process(tmp_path: Path, configuration: dict[str, Any], **env: str) -> subprocess.Popen[str]:

@@ -17,6 +17,7 @@ import verl.trainer.task
 from tests.trainer.cases import PROMPTS, SHORT, low_bytes, make
 from verl.data.buffers import DiskBuffer
 from verl.errors import ConfigError, DataError, TrainingError
+from verl.roles.layouts import by_workers, lay_out
 from verl.shard import checksum
 from verl.trainer.samples import permuted
 from verl.training.options import OptimConfig
@@ -427,12 +428,19 @@ def test_the_learning_rate_is_a_keyword_of_an_actor(tiny: Path) -> None:
     [
         ("lr", r"Actor\(MODEL, lr=...\)"),
         ("train_micro_batch_size_per_gpu", r"Actor\(MODEL, train_micro_batch_size_per_gpu=...\)"),
-        ("num_rollout_workers", r"Actor\(MODEL, placement=\{'rollout': N, 'actor': M\}\)"),
     ],
 )
 def test_what_belongs_to_the_actor_is_said_so(tiny: Path, option: str, where: str) -> None:
     with pytest.raises(ConfigError, match=rf"'{option}' is no keyword of a trainer, it goes to the actor: {where}"):
         verl.PPOTrainer(actor=verl.Actor(tiny), reward_fn=len, log_dir=False, **{option: 1})
+
+
+def test_one_placement_is_given() -> None:
+    assert by_workers(None, None) is None
+    assert by_workers(2, None) == {"rollout": 2, "actor": 1}
+    assert by_workers(None, 2) == {"actor": 2}
+    with pytest.raises(ConfigError, match="give the trainer one placement"):
+        lay_out([], ("cpu:0", None, by_workers(1, 1)), None, None)
 
 
 def test_metrics_of_an_evaluation_by_name_as_a_list_or_alone(tiny: Path) -> None:

@@ -158,8 +158,8 @@ class BaseAlgorithm(ABC):
         return None
 
     def extend(self, batch: Batch) -> Batch:
-        """The batch with rows added that only statistics need, before any model reads it (KTO's mismatched pairs); an
-        extended batch is returned as it is."""
+        """The rows that models read, before any does: with labels made of rewards, and rows that only statistics need
+        (KTO's mismatched pairs). An extended batch is returned as it is."""
         return batch
 
     def prompt_prefixes(self, batch: Batch) -> Sequence[str] | None:

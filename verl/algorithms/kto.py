@@ -9,13 +9,14 @@ agree.
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Sequence
 from typing import ClassVar
 
 import torch
 
-from verl.algorithms.base import NOT_BY_TOKEN, BaseAlgorithm, Loss, LossInput, NotNegative, Positive
+from verl.algorithms.base import NOT_BY_TOKEN, BaseAlgorithm, Loss, LossInput, NotNegative, Positive, present
 from verl.algorithms.pairs import sequence_log_probs
 from verl.algorithms.registry import register_algorithm
 from verl.algorithms.responses import Responses
@@ -38,14 +39,18 @@ class KTO(BaseAlgorithm):
     unread = NOT_BY_TOKEN
     online: ClassVar[bool] = False
     needs_log_probs: ClassVar[bool] = True
+    samples_per_prompt: ClassVar[int] = 4
 
     beta: Positive = 0.1
     desirable_weight: NotNegative = 1.0
     undesirable_weight: NotNegative = 1.0
 
     def extend(self, batch: Batch) -> Batch:
+        """With labels (samples with rewards get them, see `labels_by_reward`) and mismatched rows."""
         if "mismatched" in batch:
             return batch
+        if "label" not in batch and "reward" in batch:
+            batch = batch.add({"label": labels_by_reward(batch)})
         if len(batch) < 2:
             raise DataError("kto needs at least two rows a batch: its KL is of prompts with other rows' responses")
         names = [name for name in ("id", "group", "prompt_tokens", *_OF_THE_RESPONSE) if name in batch]
@@ -86,6 +91,23 @@ class KTO(BaseAlgorithm):
         rows = max(x.total_sequences, 1)
         margin = self.beta * (sign * ratio).detach().sum() / rows
         return Loss(total=losses.sum() / rows, metrics={"kto/margin": margin})
+
+
+def labels_by_reward(batch: Batch) -> list[float]:
+    """1 where a sample's reward is above the mean of its prompt's samples, 0 where it is below, NaN (no label) at it.
+    Where no prompt has two samples, the mean is of the batch."""
+    rewards, scored = batch.tensor("reward", torch.float64), present(batch)
+    groups = batch.group_indices()
+    if all(len(group) == 1 for group in groups):
+        groups = [list(range(len(batch)))]
+    labels = [math.nan] * len(batch)
+    for group in groups:
+        rows = [row for row in group if scored[row]]
+        low, high = (float(rewards[rows].min()), float(rewards[rows].max())) if rows else (0.0, 0.0)
+        for row in rows if low < high else ():
+            difference = float(rewards[row] - rewards[rows].mean())
+            labels[row] = math.nan if difference == 0 else float(difference > 0)
+    return labels
 
 
 def _of_another_prompt(prompts: Sequence[Sequence[int]]) -> list[int]:

@@ -9,7 +9,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from verl.algorithms.base import NOT_BY_TOKEN, BaseAlgorithm, Loss, LossInput, Positive
+from verl.algorithms.base import NOT_BY_TOKEN, BaseAlgorithm, Loss, LossInput, Positive, present
 from verl.batch import Batch
 from verl.errors import DataError
 
@@ -32,6 +32,30 @@ def only_pairs(batch: Batch) -> tuple[Batch, dict[str, float]]:
             "one with label 1 and one with label 0"
         )
     return (batch.filter(paired) if dropped else batch), {"pairs/dropped_rows": float(dropped)}
+
+
+def pairs_by_reward(batch: Batch) -> Batch:
+    """Of each group of samples the one with the highest reward, with `label` 1, and the one with the lowest, with 0.
+
+    Groups with a single finite reward, or of equal ones, say nothing and are left out. As online DPO forms its pairs
+    (arXiv:2402.04792), of two samples there.
+
+    Raises:
+        DataError: no column `reward`, or no group with two different rewards.
+    """
+    rewards, scored = batch.tensor("reward", torch.float64), present(batch)
+    label: dict[int, float] = {}
+    for group in batch.group_indices():
+        rows = sorted((row for row in group if scored[row]), key=lambda row: float(rewards[row]))
+        if rows and rewards[rows[0]] < rewards[rows[-1]]:
+            label |= {rows[0]: 0.0, rows[-1]: 1.0}
+    if not label:
+        raise DataError(
+            f"no pairs among {len(batch)} samples: a pair is two samples of one prompt with different rewards, so "
+            "sample at least two a prompt (n=2)"
+        )
+    chosen = sorted(label)
+    return batch.take(chosen).add({"label": [label[row] for row in chosen]})
 
 
 def split_pairs(x: LossInput, values: Tensor) -> tuple[Tensor, Tensor]:
@@ -63,6 +87,7 @@ class PreferenceAlgorithm(BaseAlgorithm):
     unread = NOT_BY_TOKEN
     online: ClassVar[bool] = False
     coupled: ClassVar[bool] = True
+    samples_per_prompt: ClassVar[int] = 2
 
     beta: Positive = 0.1
 
@@ -81,6 +106,10 @@ class PreferenceAlgorithm(BaseAlgorithm):
     def scores(self, x: LossInput, log_probs: Tensor) -> Tensor:
         """`[S]`: the log-ratio of each row to the reference."""
         return sequence_log_probs(x, log_probs - x.columns["ref_log_probs"])
+
+    def extend(self, batch: Batch) -> Batch:
+        """Samples with rewards instead of labels become pairs, see `pairs_by_reward`."""
+        return pairs_by_reward(batch) if "label" not in batch and "reward" in batch else batch
 
     def prepare(self, batch: Batch) -> tuple[Batch, dict[str, float]]:
         return only_pairs(batch)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 import re
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -46,6 +47,22 @@ def is_by_task(source: Any) -> bool:
     if not isinstance(source, dict) or source.keys() & {"task", "path"}:
         return False
     return bool(source) and all(isinstance(part, str | dict) for part in source.values())
+
+
+def mixed(source: Any) -> dict[str, float]:
+    """The files of `{path: [FILE, ...], weights: [NUMBER, ...]}` with their weights; empty for any other source.
+
+    Raises:
+        ValueError: there is not one positive weight for each of several files.
+    """
+    if not isinstance(source, dict) or "weights" not in source:
+        return {}
+    paths, weights = source.get("path"), source["weights"]
+    if not (isinstance(paths, list) and isinstance(weights, list) and len(set(paths)) == len(paths) == len(weights)):
+        raise ValueError("weights are a list of one number for each file of a list, path: [FILE, ...]")
+    if not all(type(weight) in (int, float) and 0 < weight < math.inf for weight in weights):
+        raise ValueError(f"weights must be numbers above 0, not {weights}")
+    return dict(zip(paths, map(float, weights), strict=True))
 
 
 def _source(value: str | dict[str, Any]) -> str | dict[str, Any]:
@@ -145,6 +162,7 @@ class DataConfig(Record):
     train: Source | None = Field(
         default=None,
         description="training prompts or recorded responses: a parquet or JSONL file; or {task: NAME, size: N, ...}; "
+        "{path: [FILE, FILE], weights: [0.7, 0.3]} draws by shares; "
         "for several tasks {NAME: such a source, ...}, or one whose rows name their task in the column task",
     )
     eval: Source | None = Field(
@@ -182,7 +200,15 @@ class DataConfig(Record):
             raise wrong("prompt_template", "must contain {prompt}, where the prompt goes")
         for name in ("train", "eval"):
             source = getattr(self, name)
+            try:
+                is_mixed = bool(mixed(source))
+            except ValueError as error:
+                raise wrong(name, str(error)) from None
+            if is_mixed and name == "eval":
+                raise wrong(name, "has no weights: all held-out rows count alike")
             for task, part in source.items() if is_by_task(source) else [(None, source)]:
+                if isinstance(part, dict) and task is not None and "weights" in part:
+                    raise wrong(name, f"mixes no files for task '{task}': give weights to a run of one task")
                 if isinstance(part, dict) and bool(part.get("task")) == bool(part.get("path")):
                     of = "" if task is None else f" for task '{task}'"
                     raise wrong(name, f"must name{of} either a task (task: NAME) or a file (path: FILE)")

@@ -152,6 +152,8 @@ class UpdateNode:
         self.updater = updater
 
     def as_node(self, name: str) -> list[Node]:
+        if not self.updater.algorithm.online:
+            return [self._whole(name)]
         return [*self.experience(), *self.updates(name)]
 
     def experience(self) -> list[Node]:
@@ -186,6 +188,18 @@ class UpdateNode:
             deadline=deadline_of(updater.actor),
         )
         return [prepare, *(self._update(f"{name}_{role}", role, handle) for role, handle in trained.items())]
+
+    def _whole(self, name: str) -> Node:
+        """All of it at once: algorithms of labelled data choose and add rows before any model reads them."""
+        return Node(
+            name=name,
+            run=lambda samples: (None, self.updater.update(samples)),
+            kind="batch",
+            inputs=(*_SEQUENCE, "reward?", ANY),
+            slot=SLOT,
+            role="actor",
+            deadline=deadline_of(self.updater.actor),
+        )
 
     def _update(self, name: str, role: str, handle: Actor | Critic) -> Node:
         algorithm = self.updater.algorithm

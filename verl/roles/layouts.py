@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, get_args
 
 from verl.device import count, device_name, free_memory
@@ -27,20 +27,29 @@ logger = logging.getLogger(__name__)
 _WEIGHTS_SHARE = 0.5
 
 
-def lay_out(
-    handles: Sequence[Actor | Critic], placement: Any, strategy: Any, device_map: Any, use_amp: bool | None
-) -> None:
-    """Where the models run, and how their ranks share the training; `strategy` is a way of sharing, or a placement."""
+def lay_out(handles: Sequence[Actor | Critic], placements: Iterable[Any], strategy: Any, use_amp: bool | None) -> None:
+    """Where the models run, and how their ranks share the training; `strategy` is a way of sharing, or a placement.
+
+    Raises:
+        ConfigError: more than one placement is given.
+    """
     layout = strategy if strategy in get_args(Strategy) else None
-    maps = [given for given in (placement, None if layout else strategy, device_map) if given is not None]
-    if len(maps) > 1:
-        raise ConfigError("give the trainer one placement: placement=..., strategy=... or device_map=...")
+    given = [one for one in (*placements, None if layout else strategy) if one is not None]
+    if len(given) > 1:
+        raise ConfigError("give the trainer one placement: placement=, strategy=, device_map= or num_rollout_workers=")
     changes: dict[str, Any] = {} if layout is None else {"strategy": layout}
     changes |= {} if use_amp is None else {"use_amp": use_amp}
     for handle in handles:
-        if maps:
-            handle.place(maps[0])
+        if given:
+            handle.place(given[0])
         handle.train_with(**changes)
+
+
+def by_workers(rollout: int | None, update: int | None) -> dict[str, int] | None:
+    """The placement of so many ranks that only generate and, beside them, so many that train; None: none is given."""
+    if rollout is None:
+        return None if update is None else {"actor": update}
+    return {"rollout": rollout, "actor": 1 if update is None else update}
 
 
 def enable_hybrid_engine(

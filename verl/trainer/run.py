@@ -106,8 +106,7 @@ def _with_steps(config: Config, checked: Checked) -> Config:
         return config
     if config.tasks:
         raise ConfigError("trainer.total_epochs: each of several tasks has data of its own: give trainer.total_steps")
-    (train,) = checked.data.train.values()
-    steps = max(1, epochs * len(train) // config.data.batch_size)
+    steps = max(1, epochs * checked.data.rows // config.data.batch_size)
     return config.replace(trainer=config.trainer.replace(total_steps=steps, total_epochs=None))
 
 

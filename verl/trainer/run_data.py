@@ -3,20 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from math import ceil
 from typing import TYPE_CHECKING, Any
 
 from verl.algorithms import BaseAlgorithm
 from verl.batch import Batch
 from verl.config import Config
-from verl.config.schema import is_by_task
+from verl.config.schema import is_by_task, mixed
 from verl.data.by_task import COLUMN, by_task
 from verl.data.loader import PromptLoader
 from verl.data.offline import OfflineDatasetLoader, is_recorded
 from verl.data.prefetch import Loader, Prefetch
 from verl.data.prompts import PromptDataset, check_disjoint, load_prompts
-from verl.data.task_loader import TaskLoader
+from verl.data.task_loader import MixedLoader, TaskLoader
 from verl.data.tokenize import tokenize_prompts
 from verl.errors import ConfigError, DataError
 
@@ -28,10 +28,19 @@ Data = PromptDataset | OfflineDatasetLoader
 
 @dataclass(frozen=True)
 class ReadData:
-    """What `data.train`, by task, and `data.eval` name, read and not tokenised yet."""
+    """What `data.train` and `data.eval` name, read and not tokenised yet.
+
+    `train` is by task; of one task that is trained on several files, by their numbers, with the `shares` of these.
+    """
 
     train: dict[str, Data]
     held_out: Data | None
+    shares: dict[str, float] = field(default_factory=dict)
+
+    @property
+    def rows(self) -> int:
+        """Of training."""
+        return sum(map(len, self.train.values()))
 
 
 @dataclass
@@ -48,7 +57,8 @@ class RunData:
 
 def is_offline(config: Config, algorithm: BaseAlgorithm) -> bool:
     """Whether the run learns from recorded responses: the algorithm always does, or the data are experience."""
-    return not algorithm.online or (not config.tasks and is_recorded(_file(config.data.train) or ""))
+    files = _file(config.data.train) or [*mixed(config.data.train)]
+    return not algorithm.online or (not config.tasks and is_recorded(files))
 
 
 def read_data(config: Config, algorithms: Mapping[str, BaseAlgorithm]) -> ReadData:
@@ -63,11 +73,15 @@ def read_data(config: Config, algorithms: Mapping[str, BaseAlgorithm]) -> ReadDa
     if config.tasks:
         return ReadData(_train_by_task(config, algorithms), _held_out_by_task(config, algorithms))
     ((name, algorithm),) = algorithms.items()
-    train = _read(config, "train", recorded=is_offline(config, algorithm))
+    weights, recorded = mixed(config.data.train), is_offline(config, algorithm)
+    # Numbers, not paths: ids begin with them, ids seed the samples, and a run does not depend on where its files lie.
+    shares = {str(number): weight for number, weight in enumerate(weights.values())}
+    parts: dict[str, Any] = dict(zip(shares, weights, strict=True)) or {name: config.data.train}
+    train = {key: _read(config, source, "train", recorded=recorded) for key, source in parts.items()}
     if config.data.eval is None:
-        return ReadData({name: train}, None)
+        return ReadData(train, None, shares)
     # An online algorithm may learn from what is recorded; it is judged by its own samples.
-    return ReadData({name: train}, _read(config, "eval", recorded=not algorithm.online))
+    return ReadData(train, _read(config, config.data.eval, "eval", recorded=not algorithm.online), shares)
 
 
 def step_rows(config: Config, data: ReadData, samples: Mapping[str, int]) -> int:
@@ -76,9 +90,10 @@ def step_rows(config: Config, data: ReadData, samples: Mapping[str, int]) -> int
     Raises:
         ConfigError: a mini-batch would be larger.
     """
-    shares = {task.name: task.share for task in config.tasks} or dict.fromkeys(data.train, 1.0)
+    shares = data.shares or {task.name: task.share for task in config.tasks} or dict.fromkeys(data.train, 1.0)
     total = sum(shares[name] for name in data.train)
-    each = {name: _rows_a_prompt(rows, samples[name]) * shares[name] / total for name, rows in data.train.items()}
+    drawn = dict.fromkeys(data.train, next(iter(samples.values()))) if data.shares else samples
+    each = {name: _rows_a_prompt(rows, drawn[name]) * shares[name] / total for name, rows in data.train.items()}
     rows = ceil(config.data.batch_size * sum(each.values()))
     kinds = ", ".join(dict.fromkeys(getattr(rows, "kind", "prompts") for rows in data.train.values()))
     for key, update in (("actor_rollout_ref.actor", config.actor_rollout_ref.actor), ("critic", config.critic)):
@@ -99,19 +114,22 @@ def build_data(config: Config, actor: Actor, data: ReadData) -> RunData:
     notes: list[str] = []
     train = {name: _tokenized(config, rows, actor, "train", notes) for name, rows in data.train.items()}
     held_out = None if data.held_out is None else _tokenized(config, data.held_out, actor, "eval", notes)
-    return RunData(_loader(config, train), None if held_out is None else _unseen(held_out, train, notes), notes)
+    loader = _loader(config, train, data.shares)
+    return RunData(loader, None if held_out is None else _unseen(held_out, train, notes), notes)
 
 
-def _loader(config: Config, train: Mapping[str, Data]) -> Loader:
+def _loader(config: Config, train: Mapping[str, Data], mixture: Mapping[str, float]) -> Loader:
     data, seed = config.data, config.trainer.seed
     shares = {task.name: task.share for task in config.tasks if task.name in train}
-    size = 1 if shares else data.batch_size
+    size = 1 if shares or mixture else data.batch_size
     sources: dict[str, PromptLoader | OfflineDatasetLoader] = {
         name: PromptLoader(of, size, seed=seed, shuffle=data.shuffle) if isinstance(of, PromptDataset) else of
         for name, of in train.items()
     }
     if shares:
         return TaskLoader(sources, shares, batch_size=data.batch_size, seed=seed)
+    if mixture:
+        return MixedLoader(sources, mixture, batch_size=data.batch_size, seed=seed)
     (source,) = sources.values()
     return Prefetch(source)
 
@@ -175,8 +193,7 @@ def _rows_a_prompt(data: Data, samples: int) -> float:
     return samples if isinstance(data, PromptDataset) else len(data.batch) / len(data)
 
 
-def _read(config: Config, split: str, *, recorded: bool) -> Data:
-    source = getattr(config.data, split)
+def _read(config: Config, source: Any, split: str, *, recorded: bool) -> Data:
     return _recorded(config, source, split) if recorded else _prompts(config, source)
 
 

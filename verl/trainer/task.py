@@ -114,8 +114,6 @@ def _of_the_actor(option: str) -> str | None:
     """How an actor takes such a setting."""
     from verl.roles.settings import KEYWORDS
 
-    if option in ("num_rollout_workers", "num_update_workers"):
-        return "Actor(MODEL, placement={'rollout': N, 'actor': M})"
     records = (ModelOptions, TrainOptions, RolloutOptions, OptimConfig)
     known = option in KEYWORDS or any(option in record.model_fields for record in records)
     return f"Actor(MODEL, {option}=...)" if known else None

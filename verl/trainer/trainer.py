@@ -32,7 +32,7 @@ from verl.layout import Mesh
 from verl.rewards.failures import Failures
 from verl.roles.actor import Actor
 from verl.roles.critic import Critic
-from verl.roles.layouts import enable_hybrid_engine, lay_out
+from verl.roles.layouts import by_workers, enable_hybrid_engine, lay_out
 from verl.roles.reward import Reward
 from verl.roles.updater import Updater
 from verl.rollout.base import SamplingParams
@@ -95,6 +95,7 @@ class Trainer:
         held_out: what `fit` evaluates before its first step, every so many steps, and after its last.
         permute_rewards: a control: rewards are dealt out at random among the samples, so nothing can be learned.
         placement: the placement of all roles, see `DeviceMesh`; None: where the handles say. `device_map=` is the same.
+        num_rollout_workers, num_update_workers: instead of a placement: ranks that only generate, and ranks that train.
         strategy: of training, for all models: "ddp", "fsdp", "deepspeed" or "megatron"; or a placement.
         timeline: where a trace of what worked when is written; see `Timeline`.
         deadline: seconds for one call of a node, and for ranks to wait for each other.
@@ -149,6 +150,8 @@ class Trainer:
         held_out: HeldOut | None = None,
         permute_rewards: bool = False,
         placement: Any = None,
+        num_rollout_workers: int | None = None,
+        num_update_workers: int | None = None,
         strategy: Any = None,
         device_map: Any = None,
         timeline: str | Path | None = None,
@@ -186,7 +189,8 @@ class Trainer:
             )
         critics = critics_of(tasks, critic)
         models: list[Actor | Critic] = [self.actor, *(made for made in critics.values() if made is not None)]
-        lay_out(models, placement, strategy, device_map, use_amp)
+        workers = by_workers(num_rollout_workers, num_update_workers)
+        lay_out(models, (placement, device_map, workers), strategy, use_amp)
         self.deadline = deadline
         self._slots = {SLOT: Slot()} if several else {}
         #: By name.
