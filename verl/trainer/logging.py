@@ -32,7 +32,7 @@ logger = logging.getLogger(__name__)
 Record = Mapping[str, Any]
 Hook = Callable[[int, dict[str, Any]], None]
 _LEVELS = ("DEBUG", "INFO", "WARNING", "ERROR", "CRITICAL")
-EXTRAS = ("wandb", "mlflow")
+EXTRAS = ("wandb", "trackio", "mlflow")
 SINKS = ("console", "tensorboard", *EXTRAS)
 
 
@@ -228,6 +228,28 @@ class WandbSink:
         self._run.finish()
 
 
+class TrackioSink:
+    """Trackio, a local database that `trackio show` shows. The run id makes a resumed run go on in the same run."""
+
+    name = "trackio"
+
+    def __init__(self, project: str, run_id: str, config: Mapping[str, Any]) -> None:
+        trackio = _optional("trackio")
+        # Not embedded: in a notebook that would start its server within this process.
+        self._run = trackio.init(project=project, name=run_id, config=dict(config), resume="allow", embed=False)
+
+    def write(self, step: int, record: Record) -> None:
+        self._run.log({name: _plain(value) for name, value in record.items()}, step=step)
+
+    def completions(self, step: int, table: pa.Table) -> None:
+        shown = table.slice(0, SHOWN)
+        rows = [list(row.values()) for row in shown.to_pylist()]
+        self._run.log({"completions": _optional("trackio").Table(columns=shown.column_names, data=rows)}, step=step)
+
+    def close(self) -> None:
+        self._run.finish()
+
+
 class MlflowSink:
     """MLflow, at `MLFLOW_TRACKING_URI`; each attempt is an MLflow run of its own, tagged with the run id."""
 
@@ -280,7 +302,7 @@ def open_logger(
     and what else `sinks` names.
 
     Args:
-        config: flat settings for W&B and MLflow.
+        config: flat settings for W&B, Trackio and MLflow.
         total_steps: the length of the run.
         resume_step: the last committed step of a run that is resumed; -1: none was; None: nothing was logged before.
 
@@ -292,6 +314,7 @@ def open_logger(
     makers: dict[str, Callable[[], Sink]] = {
         "console": lambda: ConsoleSink(total_steps, start=max(resume_step or 0, 0)),
         "wandb": lambda: WandbSink(project, run_id, directory or ".", config or {}),
+        "trackio": lambda: TrackioSink(project, run_id, config or {}),
         "mlflow": lambda: MlflowSink(project, run_id, config or {}),
     }
     wanted = list(sinks)

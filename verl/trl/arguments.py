@@ -70,7 +70,7 @@ _KINDS: dict[str, Any] = {
 }
 #: How a command line gives an argument that may be True: with a value or without.
 _FLAG = {"nargs": "?", "const": True}
-_SINKS = ("tensorboard", "wandb", "mlflow")
+_SINKS = ("tensorboard", "wandb", "trackio", "mlflow")
 
 
 def _kind_of(name: str, default: Any) -> Any:
