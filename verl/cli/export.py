@@ -28,7 +28,7 @@ def export(
 ) -> None:
     """Write the trained model of a run as a plain Hugging Face directory: config, safetensors, tokenizer.
 
-    The model is first checked like by `verl verify`: its outputs must be those noted when the checkpoint was saved.
+    The model is first checked as `verl verify` does: its outputs must be those noted when the checkpoint was saved.
     OUT loads in transformers and vLLM, and is a MODEL for `verl generate` and further training. Adapters are merged
     into the weights, unless --adapter is given.
 

@@ -48,8 +48,8 @@ def generate(
     out: Annotated[Path, typer.Argument(metavar="OUT", help="Output, .jsonl or .parquet.", show_default=False)],
     n: Annotated[int, typer.Option("-n", min=1, help="Responses to each prompt.")] = 1,
     max_new_tokens: Annotated[int, typer.Option(min=1, help="Longest response, in tokens.")] = 256,
-    temperature: Annotated[float, typer.Option(help="0 takes the likeliest token.")] = 1.0,
-    top_k: Annotated[int, typer.Option(help="Among the k likeliest tokens only (0: off).")] = 0,
+    temperature: Annotated[float, typer.Option(help="0: always the most likely token.")] = 1.0,
+    top_k: Annotated[int, typer.Option(help="Sample from the k most likely tokens only (0: off).")] = 0,
     top_p: Annotated[float, typer.Option(help="Within this probability mass only (1: off).")] = 1.0,
     min_p: Annotated[float, typer.Option(help="Drop tokens below this share of the likeliest (0: off).")] = 0.0,
     stop: Annotated[list[str] | None, typer.Option(help="Text that ends a response; may be repeated.")] = None,
@@ -66,7 +66,7 @@ def generate(
 ) -> None:
     """Generate responses to the prompts of a file.
 
-    Cut off, the same command (without --fresh) goes on where it was; other prompts or settings are refused.
+    If it was interrupted, the same command (without --fresh) continues; other prompts or settings are refused.
 
     A row of the output holds the prompt's columns and `id`, `response`, `finish` (stop, length; refused, with the
     reason in `error`), `response_tokens`. In .jsonl dates are ISO text and bytes base64.

@@ -78,13 +78,16 @@ def main(
 @app.command()
 def train(
     file: Annotated[
-        Path, typer.Argument(metavar="[FILE]", help="Settings in YAML; all may be on the line.", show_default=False)
+        Path,
+        typer.Argument(
+            metavar="[FILE]", help="Settings in YAML; not needed where KEY=VALUE say all.", show_default=False
+        ),
     ],
     overrides: Annotated[
         list[str] | None,
         typer.Argument(
             metavar="KEY=VALUE",
-            help="Settings that replace those of the file; a mapping joins the file's, and KEY=null takes one out.",
+            help="Settings that replace those of the file; a mapping is merged into the file's, KEY=null removes one.",
         ),
     ] = None,
     fresh: Annotated[bool, typer.Option("--fresh", help="Start anew, even if this run is unfinished.")] = False,
@@ -93,9 +96,7 @@ def train(
     ] = False,
     device: Annotated[
         str | None,
-        typer.Option(
-            help="With --dry-run: the memory it takes of such a device, or of several: H100-80GB, 8xA100, 2x8xH200."
-        ),
+        typer.Option(help="With --dry-run: predict the memory on such devices: H100-80GB, 8xA100, 2x8xH200."),
     ] = None,
 ) -> None:
     """Train a model, or go on with a run that was interrupted.
@@ -154,21 +155,28 @@ def plan(
         float | None, typer.Option(help="Gbit/s between machines, per machine (default: as the vendor builds them).")
     ] = None,
     within: Annotated[
-        float | None, typer.Option(help="Only placements whose rollout takes at most these seconds.")
+        float | None, typer.Option(help="Only placements whose rollout takes no more seconds than this.")
     ] = None,
-    scaling: Annotated[bool, typer.Option("--scaling", help="How throughput grows, and the batch it takes.")] = False,
+    scaling: Annotated[
+        bool,
+        typer.Option("--scaling", help="Show how throughput grows with the cluster, and the batch size that takes."),
+    ] = False,
     picture: Annotated[Path | None, typer.Option(help="Write the timeline to this file, as SVG.")] = None,
     calibrate: Annotated[
-        bool, typer.Option("--calibrate", help="Measure this machine (seconds) in the place of the usual shares.")
+        bool,
+        typer.Option(
+            "--calibrate", help="Measure this machine (takes seconds) instead of assuming typical efficiency."
+        ),
     ] = False,
     efficiency: Annotated[
-        str | None, typer.Option(help="Shares of the data sheet: COMPUTE,MEMORY,NETWORK, such as 0.5,0.6,0.5.")
+        str | None,
+        typer.Option(help="Fractions of the data-sheet rates to assume: COMPUTE,MEMORY,NETWORK, such as 0.5,0.6,0.5."),
     ] = None,
     graph: Annotated[bool, typer.Option("--graph", help="Draw the graph of a step: nodes and their columns.")] = False,
 ) -> None:
-    """Say what a run would do; with --cluster find where its models should stand there, and in which sizes.
+    """Show what a run would do; with --cluster, find the best placement and parallel sizes on that cluster.
 
-    Loads no model. The placement that is found is printed ready to paste into FILE.
+    Loads no model. The placement is printed ready to paste into FILE.
 
     [bold]Examples[/bold]
     $ verl plan recipe.yaml

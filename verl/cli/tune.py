@@ -46,10 +46,10 @@ def tune(
 ) -> None:
     """Search for the best values of settings: each trial is a run of FILE, and Optuna proposes the next.
 
-    Any key can be searched; values that a run would refuse are refused at once. A trial that crashes or is killed costs
-    that trial alone. The same command goes on with an unfinished study, the run that was cut off included; a larger
-    --trials continues a finished one. A space of no more than --trials combinations is tried whole. The directory gets
-    the runs, best.yaml (for verl train) and report.html.
+    Any key can be searched; values that a run would refuse are refused at once. If a trial crashes or is killed, only
+    that trial is lost. The same command continues an unfinished study, its interrupted run included; a larger --trials
+    continues a finished one. A space of at most --trials combinations is searched whole. The directory gets the runs,
+    best.yaml (for verl train) and report.html.
 
     [bold]Examples[/bold]
     $ verl tune recipe.yaml --search actor_rollout_ref.actor.optim.lr=1e-6..1e-4:log --out runs/tune
