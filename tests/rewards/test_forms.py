@@ -208,6 +208,7 @@ def test_openrlhfs_file_and_data_unchanged(tmp_path: Path) -> None:
     assert score(f"{path}:plain", batch) == [9.0, 9.0]
     one = run_reward(make_reward(f"{path}:reward_func"), batch.take([1]))
     assert one.reward == [0.0] and one.components["length"] == [1.0]
+    print("\nOpenRLHF 3 of 3")  # its JSONL, its reward function, what that returns
 
 
 def test_parameters_are_filled_from_columns() -> None:
