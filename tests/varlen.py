@@ -45,5 +45,6 @@ def varlen_attn(
         k, v = (x.repeat_interleave(groups, 1) for x in (k, v))
         scores = (torch.einsum("qhd,khd->hqk", q, k) * scale).masked_fill(~seen, -torch.inf)
         out.append(torch.einsum("hqk,khd->qhd", scores.softmax(-1), v))
-    assert (max_q, max_k) == (max(lengths_q), max(lengths_k))
+    # A recorded step has bounds that hold for all its calls.
+    assert max_q == max(lengths_q) and max_k >= max(lengths_k)
     return torch.cat(out)

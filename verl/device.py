@@ -5,10 +5,11 @@ The one place that asks which devices there are. Imported without torch.
 
 from __future__ import annotations
 
+import logging
 import os
 import sys
 from collections.abc import Callable, Iterator, Mapping
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -17,6 +18,8 @@ if TYPE_CHECKING:
     from torch import nn
 
     M = TypeVar("M", bound=nn.Module)
+
+logger = logging.getLogger(__name__)
 
 #: Kinds without fp64, which sampling needs: taken only where a placement names them.
 _NOT_BY_DEFAULT = ("mps",)
@@ -99,20 +102,84 @@ def of(module: nn.Module) -> str:
     return next((str(weight.device) for weight in module.parameters()), "cpu")
 
 
-def to_host(*columns: torch.Tensor) -> list[list[float]]:
-    """Columns `[N]`, whole numbers below 2^53 among them, as lists: one copy from the device, one wait.
+class HostCopy:
+    """Numbers on their way from a device: one copy, into pinned memory, which the host does not wait for until it
+    reads them.
 
-    What a decode step needs to know of its results comes by this function alone.
+    What a decode step needs to know of its results comes by this class alone.
+
+    Args:
+        columns: `[N]` each, whole numbers below 2^53 among them.
     """
-    import torch
 
-    numbers: list[list[float]] = torch.stack([column.detach().double() for column in columns]).tolist()
-    return numbers
+    def __init__(self, *columns: torch.Tensor) -> None:
+        import torch
+
+        values = torch.stack([column.detach().double() for column in columns])
+        self._done: Any = None
+        if _can_pin(values.device):
+            self._values = torch.empty(values.shape, dtype=values.dtype, pin_memory=True)
+            self._values.copy_(values, non_blocking=True)
+            self._done = _module(str(values.device)).Event()
+            self._done.record()
+        else:
+            self._values = values
+
+    def read(self) -> list[list[float]]:
+        """The columns as lists."""
+        if self._done is not None:
+            self._done.synchronize()
+        numbers: list[list[float]] = self._values.tolist()
+        return numbers
 
 
 def to_device(values: torch.Tensor, device: torch.device, dtype: torch.dtype | None = None) -> torch.Tensor:
     """Values of the host there. The host does not wait for what the device has to do before."""
+    if _can_pin(device) and values.is_cpu:
+        values = values.pin_memory()
     return values.to(device, dtype, non_blocking=True)
+
+
+def is_host(device: torch.device) -> bool:
+    """Whether the host reads this device's numbers without waiting. Tests put another in its place."""
+    return device.type == "cpu"
+
+
+def _can_pin(device: torch.device) -> bool:
+    return device.type in ("cuda", "xpu")
+
+
+def recorded(function: Callable[[], None]) -> Callable[[], None] | None:
+    """The function, which reads and writes the same memory at each call, as a CUDA graph: its kernels are launched
+    together. None where it cannot be recorded, because it waits for the device.
+
+    It is called here a few times; only a call of what is returned counts. Tests put another in its place.
+    """
+    import torch
+
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    try:
+        with torch.cuda.stream(stream):
+            for _ in range(2):  # what is made at first use is made here
+                function()
+        torch.cuda.current_stream().wait_stream(stream)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, pool=_graph_pool()):
+            function()
+    except RuntimeError as error:
+        logger.warning("no CUDA graph of a decode step, whose kernels are launched one by one: %s", error)
+        return None
+    replay: Callable[[], None] = graph.replay
+    return replay
+
+
+@cache
+def _graph_pool() -> Any:
+    """Graphs are replayed one at a time and share their memory."""
+    import torch
+
+    return torch.cuda.graph_pool_handle()
 
 
 def free_memory(device: torch.device | str = "cpu") -> int:

@@ -21,7 +21,9 @@ from verl.rollout.kv_cache import KVCache
 MAX_LENGTH = 160
 
 
-def make_engine(packed: PackedModel, tokenizer: PreTrainedTokenizerFast, blocks: int) -> EmbeddedEngine:
+def make_engine(
+    packed: PackedModel, tokenizer: PreTrainedTokenizerFast, blocks: int, ahead: bool = False
+) -> EmbeddedEngine:
     size = KVCache.block_bytes(packed.num_layers, packed.num_kv_heads, packed.head_dim, packed.dtype)
     return EmbeddedEngine(
         packed,
@@ -32,6 +34,8 @@ def make_engine(packed: PackedModel, tokenizer: PreTrainedTokenizerFast, blocks:
         kv_memory=blocks * size,
         max_length=MAX_LENGTH,
         step_tokens=64,
+        compiled=not ahead,
+        ahead=ahead,
     )
 
 
@@ -109,18 +113,20 @@ def disturb(rng: random.Random, engine: EmbeddedEngine, waiting: dict[str, Reque
 
 @pytest.mark.timeout(3600)
 @pytest.mark.parametrize(
-    ("count", "blocks"),
+    ("count", "blocks", "ahead"),
     [
-        pytest.param(300, 14, id="tight"),
-        pytest.param(300, 200, id="roomy"),
-        pytest.param(10_000, 14, id="ten thousand", marks=pytest.mark.slow),
+        pytest.param(300, 14, False, id="tight"),
+        pytest.param(300, 200, False, id="roomy"),
+        pytest.param(300, 14, True, id="tight, as on a device"),
+        pytest.param(300, 200, True, id="roomy, as on a device"),
+        pytest.param(10_000, 14, False, id="ten thousand", marks=pytest.mark.slow),
     ],
 )
 def test_every_request_is_answered_or_refused_with_a_reason(
-    packed64: PackedModel, tokenizer: PreTrainedTokenizerFast, count: int, blocks: int
+    packed64: PackedModel, tokenizer: PreTrainedTokenizerFast, count: int, blocks: int, ahead: bool
 ) -> None:
     rng = random.Random(blocks)
-    engine = make_engine(packed64, tokenizer, blocks)
+    engine = make_engine(packed64, tokenizer, blocks, ahead)
     assert engine.cache.num_blocks == blocks
     beginnings = [[rng.randrange(300) for _ in range(rng.choice([0, 3, 99, MAX_LENGTH]))] for _ in range(6)]
     waiting: dict[str, Request] = {}

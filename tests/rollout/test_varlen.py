@@ -4,20 +4,24 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
-from transformers import PreTrainedModel
+from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
+from tests import recording
 from tests.rollout.test_exactness import run
 from tests.varlen import varlen_attn
 from tests.waits import no_waits, unwatched
-from verl.device import to_host
+from verl import device
+from verl.device import HostCopy
 from verl.models import varlen
 from verl.models.packed import PackedModel
-from verl.rollout import embedded, kv_cache, response
-from verl.rollout.base import Request, SamplingParams
+from verl.rollout import attention, embedded, kv_cache, response, sampler
+from verl.rollout.base import Request, SamplingParams, generate
 from verl.rollout.embedded import EmbeddedEngine
+from verl.rollout.grammar import Grammar, GrammarMask
 from verl.rollout.kv_cache import KVCache
 
 MakeModel = Callable[..., PreTrainedModel]
@@ -34,32 +38,50 @@ def random_requests(rng: random.Random) -> list[Request]:
     return requests
 
 
+def as_device(monkeypatch: pytest.MonkeyPatch) -> list[object]:
+    """Take the CPU for a device with flash attention, CUDA graphs, and numbers that the host waits for. Returns the
+    block tables of the calls to come."""
+    tables: list[object] = []
+
+    def kernel(*args: object, **kwargs: object) -> torch.Tensor:
+        tables.append(kwargs["block_table"])
+        return varlen_attn(*args, **kwargs)  # type: ignore[arg-type]
+
+    whole = recording.kernel(kernel)
+    monkeypatch.setattr(varlen, "flash_attention", lambda value: whole)
+    monkeypatch.setattr(device, "recorded", recording.recorded)
+    for module in (attention, embedded, response, sampler):
+        monkeypatch.setattr(module, "is_host", lambda device: False)
+    for module in (kv_cache, embedded):
+        monkeypatch.setattr(module, "block_tokens", lambda device: 16)
+    return tables
+
+
 @pytest.mark.parametrize("seed", range(4))
 @pytest.mark.parametrize("kind", ["llama", "mistral", "gpt2"])
+@pytest.mark.parametrize("ahead", [None, False], ids=["ahead", "in turn"])
 def test_tokens_and_log_probs_are_those_of_the_cpu(
-    make_model: MakeModel, monkeypatch: pytest.MonkeyPatch, kind: str, seed: int
+    make_model: MakeModel, monkeypatch: pytest.MonkeyPatch, kind: str, seed: int, ahead: bool | None
 ) -> None:
     """Over shared prompts, chunked prefill, preemption, sliding windows and fewer heads of keys than of queries."""
     rng = random.Random(f"{kind} {seed}")
     packed = PackedModel(make_model(kind))
     requests, step_tokens, blocks = random_requests(rng), rng.choice([5, 29, 500]), rng.choice([14, 400])
     expected = run(EmbeddedEngine(packed, eos_token_ids=(2,), seed=3, kv_memory=64 << 20), requests)
-    calls = []
-
-    def kernel(*args: object, **kwargs: object) -> torch.Tensor:
-        calls.append(kwargs["block_table"])
-        return varlen_attn(*args, **kwargs)  # type: ignore[arg-type]
-
-    monkeypatch.setattr(varlen, "flash_attention", lambda value: kernel)
-    for module in (kv_cache, embedded):
-        monkeypatch.setattr(module, "block_tokens", lambda device: 16)
+    tables = as_device(monkeypatch)
     size = KVCache.block_bytes(packed.num_layers, packed.num_kv_heads, packed.head_dim, packed.dtype, 16)
     engine = EmbeddedEngine(
-        packed, eos_token_ids=(2,), seed=3, kv_memory=blocks * size, step_tokens=step_tokens, compiled=False
+        packed,
+        eos_token_ids=(2,),
+        seed=3,
+        kv_memory=blocks * size,
+        step_tokens=step_tokens,
+        compiled=False,
+        ahead=ahead,
     )
-    assert engine.cache.block == 16
+    assert engine.cache.block == 16 and engine.ahead == (ahead is None)
     samples = run(engine, requests)
-    assert calls
+    assert tables
     assert engine.cache.available == engine.cache.num_blocks == blocks
     for name, sample in expected.items():
         assert samples[name].tokens == sample.tokens
@@ -71,26 +93,127 @@ def test_blocks_are_as_large_as_flash_attention_reads_them() -> None:
     assert kv_cache.block_tokens(torch.device("cpu")) == kv_cache.BLOCK
 
 
+@pytest.fixture
+def copies(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """What was launched and read, in order."""
+    events: list[str] = []
+    make, read = HostCopy.__init__, HostCopy.read
+
+    def noted(self: HostCopy, *columns: torch.Tensor) -> None:
+        events.append("launch")
+        make(self, *columns)
+
+    def counted(self: HostCopy) -> list[list[float]]:
+        events.append("read")
+        numbers: list[list[float]] = unwatched(read)(self)
+        return numbers
+
+    monkeypatch.setattr(HostCopy, "__init__", noted)
+    monkeypatch.setattr(HostCopy, "read", counted)
+    return events
+
+
+WAYS = [{"temperature": 0}, {"temperature": 0.7}, {"top_k": 5}, {"top_p": 0.9, "min_p": 0.01}]
+
+
 def test_a_decode_step_copies_to_the_host_once_and_waits_for_nothing_else(
-    make_model: MakeModel, monkeypatch: pytest.MonkeyPatch
+    make_model: MakeModel, monkeypatch: pytest.MonkeyPatch, copies: list[str]
 ) -> None:
+    """And it is launched before the tokens of the one before are read."""
     packed = PackedModel(make_model("llama"))
-    monkeypatch.setattr(varlen, "flash_attention", lambda value: unwatched(varlen_attn))
-    copies = []
-
-    def counted(*columns: torch.Tensor) -> list[list[float]]:
-        copies.append(len(columns))
-        host: list[list[float]] = unwatched(to_host)(*columns)
-        return host
-
-    monkeypatch.setattr(response, "to_host", counted)
+    as_device(monkeypatch)
+    monkeypatch.setattr(varlen, "flash_attention", lambda value: recording.kernel(unwatched(varlen_attn)))
     engine = EmbeddedEngine(packed, eos_token_ids=(2,), seed=3, kv_memory=64 << 20, compiled=False)
-    ways = [{"temperature": 0}, {"temperature": 0.7}, {"top_k": 5}, {"top_p": 0.9, "min_p": 0.01}]
-    for i, way in enumerate(ways):
+    for i, way in enumerate(WAYS):
         engine.add(Request(str(i), [5, 6, 7 + i], SamplingParams(max_new_tokens=8, ignore_eos=True, **way)))
     engine.step()  # of the prompts
     copies.clear()
     with no_waits():
         for _ in range(5):
             engine.step()
-    assert copies == [2] * 5
+    assert copies == ["launch", "read"] * 5
+
+
+def test_single_rows_with_edits_wait_for_nothing_either(
+    make_model: MakeModel, tokenizer: PreTrainedTokenizerFast, monkeypatch: pytest.MonkeyPatch, copies: list[str]
+) -> None:
+    """A grammar needs the token before, so the step before is read first; its mask goes to the device."""
+    packed = PackedModel(make_model("llama"))
+    as_device(monkeypatch)
+    monkeypatch.setattr(varlen, "flash_attention", lambda value: recording.kernel(unwatched(varlen_attn)))
+    monkeypatch.setattr(GrammarMask, "_allowed", unwatched(GrammarMask._allowed))  # on the host alone
+    engine = EmbeddedEngine(packed, eos_token_ids=(2,), seed=3, tokenizer=tokenizer, kv_memory=64 << 20, compiled=False)
+    ways = [*WAYS, {"min_new_tokens": 8}]
+    for i, way in enumerate(ways):
+        engine.add(Request(str(i), [5, 6, 7 + i], SamplingParams(max_new_tokens=8, **way)))
+    engine.add(Request("numbers", [9], SamplingParams(max_new_tokens=8), grammar=Grammar.regex("[0-9]{8,}")))
+    engine.step()
+    copies.clear()
+    with no_waits():
+        for _ in range(5):
+            engine.step()
+    assert copies == ["read", "launch"] * 5
+    samples = {sample.id: sample for sample in generate(engine, [])}
+    assert tokenizer.decode(samples["numbers"].tokens).isdigit()
+    assert len(samples["4"].tokens) == 8
+
+
+@pytest.mark.parametrize("ways", [WAYS, [{"top_k": 3, "top_p": 0.9}], [{"min_new_tokens": 5}, {"stop": ("e", "ab")}]])
+def test_every_way_of_sampling_gives_the_tokens_of_the_cpu(
+    make_model: MakeModel, tokenizer: PreTrainedTokenizerFast, monkeypatch: pytest.MonkeyPatch, ways: list[Any]
+) -> None:
+    packed = PackedModel(make_model("llama"))
+    settings: dict[str, Any] = {"eos_token_ids": (2,), "seed": 4, "tokenizer": tokenizer, "kv_memory": 64 << 20}
+    requests = [
+        Request(f"{i}/{j}", [5, 6, 7 + j], SamplingParams(max_new_tokens=12, **way))
+        for i, way in enumerate(ways)
+        for j in range(5)
+    ]
+    expected = run(EmbeddedEngine(packed, **settings), requests)
+    as_device(monkeypatch)
+    samples = run(EmbeddedEngine(packed, compiled=False, **settings), requests)
+    for name, sample in expected.items():
+        assert (samples[name].tokens, samples[name].finish) == (sample.tokens, sample.finish)
+        assert samples[name].log_probs == pytest.approx(sample.log_probs, abs=1e-10)
+
+
+def test_what_cannot_be_recorded_is_launched_each_time(make_model: MakeModel, monkeypatch: pytest.MonkeyPatch) -> None:
+    packed = PackedModel(make_model("llama"))
+    requests = [Request(str(i), [5, 6 + i], SamplingParams(max_new_tokens=6)) for i in range(3)]
+    expected = run(EmbeddedEngine(packed, eos_token_ids=(2,), seed=3, kv_memory=64 << 20), requests)
+    as_device(monkeypatch)
+    monkeypatch.setattr(device, "recorded", lambda function: None)
+    samples = run(EmbeddedEngine(packed, eos_token_ids=(2,), seed=3, kv_memory=64 << 20, compiled=False), requests)
+    assert {name: s.tokens for name, s in samples.items()} == {name: s.tokens for name, s in expected.items()}
+
+
+def test_new_weights_in_the_same_memory_are_used_by_recorded_steps(
+    make_model: MakeModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    packed = PackedModel(make_model("llama"))
+    as_device(monkeypatch)
+    made = []
+
+    def recorded(function: Callable[[], None]) -> Callable[[], None]:
+        made.append(function)
+        return recording.recorded(function)
+
+    monkeypatch.setattr(device, "recorded", recorded)
+    settings: dict[str, Any] = {"eos_token_ids": (2,), "seed": 3, "kv_memory": 64 << 20, "compiled": False}
+    engine = EmbeddedEngine(packed, **settings)
+    params = SamplingParams(max_new_tokens=6, temperature=0)
+
+    def answer(engine: EmbeddedEngine) -> list[int]:
+        return run(engine, [Request("a", [5, 6], params)])["a"].tokens
+
+    first, count = answer(engine), len(made)
+    with torch.no_grad():
+        for weight in packed.model.parameters():
+            weight.mul_(-0.7).add_(0.01)
+    second = answer(engine)
+    assert second != first and len(made) == count
+    assert second == answer(EmbeddedEngine(packed, ahead=False, **settings))
+    count = len(made)
+    engine.sleep()
+    engine.wake()  # the cache is elsewhere
+    assert answer(engine) == second and len(made) == count + 1

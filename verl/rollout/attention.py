@@ -15,7 +15,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from verl.device import to_device
+from verl.device import is_host, to_device
 from verl.errors import ModelError
 from verl.models import varlen
 from verl.rollout.kv_cache import BLOCK, KVCache, blocks_for
@@ -53,6 +53,19 @@ class Plan:
         self.blocks.append(list(blocks[: blocks_for(used, self.block)]))
         self.shared.append(min(shared, len(self.blocks[-1])))
         return len(self.tokens) - 1
+
+    @property
+    def decodes(self) -> bool:
+        """Whether it is one token of each sequence."""
+        return len(self.tokens) == len(self.ends)
+
+    def slots(self) -> list[int]:
+        """Where the keys and values of each token go: block times its size plus row."""
+        return [
+            blocks[position // self.block] * self.block + position % self.block
+            for begin, end, blocks in zip([0, *self.ends], self.ends, self.blocks, strict=False)
+            for position in self.positions[begin:end]
+        ]
 
     def numbers(self) -> list[int]:
         """The plan as whole numbers, which `of_numbers` reads."""
@@ -106,17 +119,12 @@ class Tables:
 
         longest = max(map(len, plan.blocks))
         begins = [0, *plan.ends]
-        slots = [
-            blocks[position // plan.block] * plan.block + position % plan.block
-            for begin, end, blocks in zip(begins, plan.ends, plan.blocks, strict=False)
-            for position in plan.positions[begin:end]
-        ]
         return cls(
             cu_seq_q=ints(begins),
             seqused_k=ints(plan.used),
             block_table=ints([[*blocks, *[0] * (longest - len(blocks))] for blocks in plan.blocks]),
             shared=ints(plan.shared),
-            slots=ints(slots, torch.int64),
+            slots=ints(plan.slots(), torch.int64),
             max_q=max(end - begin for begin, end in zip(begins, plan.ends, strict=False)),
             max_k=max(plan.used),
         )
@@ -129,11 +137,11 @@ class PagedAttention:
     computes every product for this many tokens, independent of the plan; kernels do not need it.
     """
 
-    def __init__(self, cache: KVCache, plan: Plan, rows: int | None = None) -> None:
+    def __init__(self, cache: KVCache, plan: Plan | Tables, rows: int | None = None) -> None:
         self.cache = cache
-        self._tokens = len(plan.tokens)
         self._rows = rows
-        self._tables = Tables.of(plan, cache.device)
+        self._tables = Tables.of(plan, cache.device) if isinstance(plan, Plan) else plan
+        self._tokens = len(self._tables.slots)
 
     def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, scale: float, window: int | None) -> Tensor:
         """Raises: ModelError: keys, values or queries are not of the shape that the cache was made for."""
@@ -212,7 +220,8 @@ def varlen_attn(
     exact = torch.float64 if query.dtype == torch.float64 else torch.float32
     q = (query.to(exact) * (query.shape[-1] ** -0.5 if scale is None else scale)).unflatten(1, (kv_heads, -1))
     lengths = cu_seq_q.diff()
-    sequence = torch.repeat_interleave(torch.arange(len(lengths), device=device), lengths)
+    # The host knows how many there are: it need not wait for the lengths.
+    sequence = torch.arange(len(lengths), device=device).repeat_interleave(lengths, output_size=len(query))
     position = (seqused_k - cu_seq_q[1:])[sequence] + torch.arange(len(query), device=device)
     most = rows or max(1, _GATHER_BYTES // (2 * _RUN * key[0].numel() * exact.itemsize))
     out = torch.empty_like(query, memory_format=_DENSE)
@@ -222,18 +231,22 @@ def varlen_attn(
         # Filled up with the part's first token: blocks of others may never have been written.
         index = torch.arange(rows or count, device=device)
         index = start + index.masked_fill_(index >= count, 0)
-        mixed = _attend_rows(q[index], key, value, block_table[sequence[index]], position[index], window_size[0])
+        table = block_table[sequence[index]]
+        mixed = _attend_rows(q[index], key, value, table, position[index], window_size[0], max_k)
         out[part] = mixed[:count].flatten(1, 2).to(query.dtype)
     return out
 
 
-def _attend_rows(query: Tensor, key: Tensor, value: Tensor, table: Tensor, position: Tensor, past: int) -> Tensor:
-    """Of single tokens `[R, K, G, D]` at `position` `[R]` with blocks `table` `[R, B]`; softmax over runs of blocks."""
+def _attend_rows(
+    query: Tensor, key: Tensor, value: Tensor, table: Tensor, position: Tensor, past: int, max_k: int
+) -> Tensor:
+    """Of single tokens `[R, K, G, D]` at `position` `[R]`, none beyond `max_k`, with blocks `table` `[R, B]`; softmax
+    over runs of blocks."""
     peak = query.new_full(query.shape[:3], torch.finfo(query.dtype).min)
     total, out = torch.zeros_like(peak), torch.zeros_like(query)
     size = key.shape[1]
-    blocks = int(position.max()) // size + 1
-    for first in range(0, blocks, _RUN):
+    longest = int(position.max()) + 1 if is_host(position.device) else max_k
+    for first in range(0, blocks_for(longest, size), _RUN):
         chosen = table[:, first : first + _RUN]
         chosen = torch.nn.functional.pad(chosen, (0, _RUN - chosen.shape[1]))
         k, v = (pool[chosen].flatten(1, 2).to(query.dtype).transpose(1, 2) for pool in (key, value))  # [R, K, keys, D]

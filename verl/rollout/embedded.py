@@ -4,6 +4,9 @@ Continuous batching: each step computes one token of every running response and 
 prefilled yet; waiting responses start as soon as others finish. Responses with equal prompts share one prefill and one
 copy of the prompt's keys and values; prompts share those of a common prefix. When the cache is full, the newest
 response is preempted and recomputed later; its random numbers, and so its tokens, stay the same.
+
+On an accelerator a step is launched before the tokens of the one before are read (`ahead`), so that the device does not
+wait for the host. A response whose end is found that way has had one token computed too many, which is dropped.
 """
 
 from __future__ import annotations
@@ -18,7 +21,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from verl.device import free_memory, to_device
+from verl.device import free_memory, is_host, to_device
 from verl.errors import ConfigError, ModelError, RolloutError
 from verl.models.cuts import local_part
 from verl.models.packed import PackedModel
@@ -26,8 +29,9 @@ from verl.models.rope import original_length
 from verl.models.shards import take_model_shards
 from verl.rollout.attention import Plan
 from verl.rollout.base import Request, Sample, check_new
+from verl.rollout.decode import Decoder
 from verl.rollout.kv_cache import KVCache, block_tokens, blocks_for
-from verl.rollout.response import Response, draw
+from verl.rollout.response import Drawn, Response, draw
 from verl.rollout.runner import FIXED_ROWS, Runner
 from verl.shard import Shard
 
@@ -69,6 +73,16 @@ class _Sequence:
     prompt: _Prompt | None = None
     blocks: list[int] = field(default_factory=list)
     computed: int = 0
+    row: int = 0
+    """Its row in the last draw."""
+
+    def tokens(self, most: int) -> list[int]:
+        """Its next tokens to compute, at most so many; one in flight is -1 - i, where i is its row in the last draw."""
+        response = self.response
+        chunk = response.tokens[self.computed : self.computed + most]
+        if response.in_flight and len(chunk) < most:
+            chunk.append(-1 - self.row)
+        return chunk
 
     @property
     def tail(self) -> int:
@@ -78,7 +92,8 @@ class _Sequence:
     @property
     def needed(self) -> int:
         """Blocks for its tokens and the next one."""
-        return blocks_for(self.tail + len(self.response.tokens) + 1, self.block)
+        tokens = min(self.response.drawn + 1, self.response.max_new_tokens)
+        return blocks_for(self.tail + tokens, self.block)
 
 
 class EmbeddedEngine:
@@ -94,12 +109,14 @@ class EmbeddedEngine:
         tokenizer: for stop strings, guards and grammars.
         max_batch: responses that run at a time.
         kv_memory: bytes of the KV cache; None: as much as `max_batch` responses of `max_length` need, half of the
-            free memory at most.
+            free memory at most. Without the CPU's kernels there is one block more, which padding is written to.
         max_length: prompt and response together; None: what the model allows.
         step_tokens: prompt tokens computed in one step, besides one token of each running response.
         batch_invariant: every forward has the same shape (64 tokens), so a response is bit for bit the same beside any
             other responses and after any preemption, at the price of speed.
         compiled: on CPU use the compiled kernels where they can be built.
+        ahead: launch a step before the tokens of the one before are read, decode steps from memory that stays where it
+            is; None: on an accelerator. Not where ranks share the model.
 
     Raises:
         ModelError: the model has no packed forward, or its layers have keys and values of different shapes.
@@ -123,6 +140,7 @@ class EmbeddedEngine:
         step_tokens: int = 2048,
         batch_invariant: bool = False,
         compiled: bool = True,
+        ahead: bool | None = None,
     ) -> None:
         if not packed.supports_paged:
             lack = "keys and values of one shape, once a layer," if packed.supports_packed else "packed forward"
@@ -145,6 +163,15 @@ class EmbeddedEngine:
         self.runner = Runner(
             packed, self.cache, batch_invariant=batch_invariant, max_batch=max_batch, compiled=compiled
         )
+        self.ahead = (not is_host(packed.device) if ahead is None else ahead) and packed.tensor_group is None
+        self._decoder: Decoder | None = None
+        if self.ahead and self.cache.kernels is None and not batch_invariant:
+            self._decoder = Decoder(
+                packed, self.cache, max_batch=self.runner.filled(max_batch), max_length=self.max_length
+            )
+        #: What was drawn last and is not read yet, and its tokens.
+        self._drawn: list[Drawn] = []
+        self._last: Tensor | None = None
         self._waiting: deque[_Sequence] = deque()
         self._running: list[_Sequence] = []
         self._prompts: dict[tuple[int, ...], _Prompt] = {}
@@ -193,14 +220,19 @@ class EmbeddedEngine:
         """
         if self.cache.asleep and self._waiting:
             raise RolloutError("the rollout engine sleeps while requests wait: call wake() first")
-        self._admit()
-        self._make_room()
-        plan = Plan(self.cache.block)
-        read = self._plan_prompts(plan)
-        rows, copies = self._plan_responses(plan)
         try:
-            hidden = self._forward(plan, read, copies)
-            self._draw(rows, hidden)
+            if any(sequence.response.reads_tokens for sequence in self._running):
+                self._read(self._drawn)
+            self._admit()
+            self._make_room()
+            plan = Plan(self.cache.block)
+            read = self._plan_prompts(plan)
+            rows, copies = self._plan_responses(plan)
+            before = self._drawn
+            self._drawn = self._compute(plan, read, rows, copies)
+            self._read(before)
+            if not self.ahead:
+                self._read(self._drawn)
         except BaseException:
             # Blocks are marked as filled when they are planned, so the cache is not valid.
             self._put_all_back()
@@ -209,6 +241,8 @@ class EmbeddedEngine:
         done, self._finished = self._finished, []
         for sequence in done:
             del self._by_id[sequence.response.id]
+        if not self._by_id:
+            self._drawn = []
         return [sequence.response.sample(self.policy_version) for sequence in done]
 
     def abort(self, ids: Iterable[str]) -> None:
@@ -218,11 +252,7 @@ class EmbeddedEngine:
             if sequence is None or sequence.response.finish is not None:
                 continue
             sequence.response.finish = "abort"
-            if sequence.prompt is None:
-                self._waiting.remove(sequence)
-            else:
-                self._leave(sequence)
-            self._finished.append(sequence)
+            self._end(sequence)
 
     def load_shards(self, shards: Iterable[Shard], version: int) -> None:
         """Take new weights in place; nothing is copied for tensors that are the model's own.
@@ -232,6 +262,7 @@ class EmbeddedEngine:
         Raises:
             CheckpointError: a shard does not fit the model.
         """
+        self._read(self._drawn)
         take_model_shards(self.packed.model, shards)
         self._put_all_back()
         self.cache.clear()
@@ -240,9 +271,12 @@ class EmbeddedEngine:
 
     def sleep(self) -> None:
         """Free the memory of the KV cache; unfinished requests are kept. Ranks that follow this one go on."""
+        self._read(self._drawn)
         self._put_all_back()
         self.cache.release()
         self.runner.end()
+        if self._decoder is not None:
+            self._decoder.forget()
 
     @property
     def leads(self) -> bool:
@@ -272,6 +306,8 @@ class EmbeddedEngine:
         weights = map(local_part, self.packed.model.parameters())
         state = [(weight.data_ptr(), weight._version) for weight in weights]
         if state != self._model_state:
+            if self._decoder is not None and [at for at, _ in state] != [at for at, _ in self._model_state]:
+                self._decoder.forget()
             self._model_state = state
             self.cache.clear()
         self.runner.look_at_model()
@@ -369,8 +405,9 @@ class EmbeddedEngine:
             if prompt.computed < len(prompt.tokens):
                 continue
             for sequence in prompt.running:
-                tokens = sequence.response.tokens
-                chunk = tokens[sequence.computed : sequence.computed + max(1, budget)]
+                if sequence.response.is_full:  # its last token is on its way
+                    continue
+                chunk = sequence.tokens(max(1, budget))
                 index = -1
                 if chunk and prompt.hidden is None:  # prefilled in this step: there is nothing to copy yet
                     continue
@@ -383,24 +420,78 @@ class EmbeddedEngine:
                     sequence.computed += len(chunk)
                     budget -= len(chunk) - 1
                     self.stats.recomputed_tokens += len(chunk) - 1
-                if sequence.computed == len(tokens):
+                if sequence.computed == sequence.response.drawn:
                     rows.append((sequence, index))
         return rows, copies
+
+    def _compute(
+        self,
+        plan: Plan,
+        read: list[tuple[_Prompt, int]],
+        rows: list[tuple[_Sequence, int]],
+        copies: list[tuple[int, int]],
+    ) -> list[Drawn]:
+        """Compute the planned tokens, and draw one for each of `rows`."""
+        decoder, responses = self._decoder, [sequence.response for sequence, _ in rows]
+        for row, (sequence, _) in enumerate(rows):
+            sequence.row = row
+        decodes = plan.decodes and rows and len(rows) == len(plan.tokens) and self.packed.ready is None
+        if decoder is not None and decodes:
+            started = time.perf_counter()
+            self.cache.copy(copies)
+            self._carry_to(decoder)
+            drawn = [decoder.step(plan, self.runner.filled(len(rows)), responses, self.policy_version)]
+            self._last = decoder.last
+            self.stats.steps += 1
+            self.stats.forward_seconds += time.perf_counter() - started
+            return drawn
+        hidden = self._forward(plan, read, copies)
+        drawn = self._draw(rows, hidden)
+        self._last = torch.cat([one.tokens for one in drawn]) if self.ahead and drawn else None
+        return drawn
+
+    def _carry_to(self, decoder: Decoder) -> None:
+        """Put the tokens in flight where the decoder reads them."""
+        if self._last is not None and self._last is not decoder.last:
+            decoder.last[: len(self._last)].copy_(self._last)
+
+    def _read(self, drawn: list[Drawn]) -> None:
+        """Add what was drawn to its responses, and release those that have ended."""
+        started = time.perf_counter()
+        for one in drawn:
+            going_on = [response for response in one.responses if response.finish is None]
+            try:
+                one.take()
+            finally:
+                for response in going_on:
+                    if response.finish is not None:
+                        self._end(self._by_id[response.id])
+            self.stats.generated_tokens += len(going_on)
+        if drawn is self._drawn:
+            self._drawn = []
+        self.stats.sampling_seconds += time.perf_counter() - started
+
+    def _end(self, sequence: _Sequence) -> None:
+        if sequence.prompt is None:
+            self._waiting.remove(sequence)
+        else:
+            self._leave(sequence)
+        self._finished.append(sequence)
 
     def _forward(self, plan: Plan, read: list[tuple[_Prompt, int]], copies: list[tuple[int, int]]) -> Tensor:
         """Final hidden states `[T, d]` of the planned tokens; completed prompts keep their last one."""
         started = time.perf_counter()
-        hidden = self.runner.hidden(plan, copies)
+        hidden = self.runner.hidden(plan, copies, self._last)
         for prompt, index in read:
             prompt.hidden = hidden[index].clone()
         self.stats.steps += bool(plan.tokens)
         self.stats.forward_seconds += time.perf_counter() - started
         return hidden
 
-    def _draw(self, rows: list[tuple[_Sequence, int]], hidden: Tensor) -> None:
-        """Sample a token for each of `rows`, and release the finished responses."""
+    def _draw(self, rows: list[tuple[_Sequence, int]], hidden: Tensor) -> list[Drawn]:
+        """Draw a token for each of `rows`."""
         if not rows:
-            return
+            return []
         started = time.perf_counter()
         first = [s.prompt.hidden for s, index in rows if index < 0 and s.prompt and s.prompt.hidden is not None]
         # States of prompts, for responses without a token, follow those of this step.
@@ -408,20 +499,15 @@ class EmbeddedEngine:
         fresh = iter(range(len(hidden), len(states)))
         index = [next(fresh) if index < 0 else index for _, index in rows]
         size = FIXED_ROWS if self.batch_invariant else len(rows)
-        try:
-            for start in range(0, len(rows), size):
-                some = index[start : start + size]
-                some += some[:1] * (self.runner.filled(len(some)) - len(some))
-                logits = self.runner.logits(states.index_select(0, to_device(torch.tensor(some), hidden.device)))
-                responses = [sequence.response for sequence, _ in rows[start : start + size]]
-                draw(responses, logits, self.policy_version, self.compiled)
-        finally:
-            for sequence, _ in rows:
-                if sequence.response.finish is not None:
-                    self._leave(sequence)
-                    self._finished.append(sequence)
-        self.stats.generated_tokens += len(rows)
+        drawn = []
+        for start in range(0, len(rows), size):
+            some = index[start : start + size]
+            some += some[:1] * (self.runner.filled(len(some)) - len(some))
+            logits = self.runner.logits(states.index_select(0, to_device(torch.tensor(some), hidden.device)))
+            responses = [sequence.response for sequence, _ in rows[start : start + size]]
+            drawn.append(draw(responses, logits, self.policy_version, self.compiled))
         self.stats.sampling_seconds += time.perf_counter() - started
+        return drawn
 
     def _leave(self, sequence: _Sequence) -> None:
         """Remove a running response and free its blocks; those of its prompt too, if it was the last one."""
@@ -440,7 +526,9 @@ class EmbeddedEngine:
         self._waiting.appendleft(sequence)
 
     def _put_all_back(self) -> None:
+        self._drawn = []
         for sequence in reversed(self._running.copy()):
+            sequence.response.in_flight = 0
             self._put_back(sequence)
 
 

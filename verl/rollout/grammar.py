@@ -18,6 +18,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from verl.device import to_device
 from verl.errors import ConfigError, RolloutError
 
 if TYPE_CHECKING:
@@ -84,7 +85,7 @@ class GrammarMask:
         self._accepted = 0
 
     def __call__(self, tokens: Sequence[int], logits: Tensor) -> Tensor:
-        return logits.masked_fill_(~self._allowed(tokens, len(logits)).to(logits.device), -torch.inf)
+        return logits.masked_fill_(to_device(~self._allowed(tokens, len(logits)), logits.device), -torch.inf)
 
     def choose(
         self, tokens: Sequence[int], first: int, logits: Tensor, temperature: float, uniform: float

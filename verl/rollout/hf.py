@@ -121,7 +121,7 @@ class HFEngine:
             self._next_batch()
         if self._batch:
             try:
-                draw(self._batch, self._forward(), self.policy_version)
+                draw(self._batch, self._forward(), self.policy_version).take()
             except BaseException:
                 self._restart_batch()  # the cache is ahead of the responses
                 raise

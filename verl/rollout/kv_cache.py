@@ -61,6 +61,7 @@ class KVCache:
         keys, values: `[L, N, B, K, D]`, or for kernels `[L, N, K, D / P, B, P]` and `[L, N, K, B / P, W, P]`; absent
             while asleep.
         kernels: those that the layout is for, if any.
+        spare: a block more, which padding is written to; without kernels.
         filled: for each block whether it holds the keys and values of its prompt; set by the user of the block.
     """
 
@@ -76,7 +77,8 @@ class KVCache:
     ) -> None:
         self.num_blocks = num_blocks
         self.block = block_tokens(device)
-        self._shape = (num_layers, num_blocks)
+        self.spare = num_blocks
+        self._layers = num_layers
         self.heads = num_heads
         self.head_dim = head_dim
         self.dtype = dtype
@@ -102,7 +104,7 @@ class KVCache:
     @property
     def bytes(self) -> int:
         """Memory of the blocks while awake."""
-        return self.num_blocks * self.block_bytes(self._shape[0], self.heads, self.head_dim, self.dtype, self.block)
+        return self.num_blocks * self.block_bytes(self._layers, self.heads, self.head_dim, self.dtype, self.block)
 
     def allocate(self) -> None:
         """Allocate the memory. On CPU pages are committed at the first write, low block numbers first."""
@@ -132,7 +134,7 @@ class KVCache:
                     layer.index_copy_(0, to, layer.index_select(0, source))
 
     def _empty(self, block: tuple[int, ...]) -> Tensor:
-        shape = (*self._shape, *block)
+        shape = (self._layers, self.num_blocks + (self.kernels is None), *block)
         if self.device.type != "cpu" or not self.num_blocks or not hasattr(mmap, "MADV_HUGEPAGE"):
             return torch.empty(shape, dtype=self.dtype, device=self.device)
         # Blocks are read in any order; large pages keep address translation cheap.

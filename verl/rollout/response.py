@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Container, Mapping, Sequence
 from typing import TYPE_CHECKING
 
+import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from verl.device import to_device, to_host
+from verl.device import HostCopy, is_host, to_device
 from verl.errors import RolloutError
-from verl.rollout.base import Finish, Guard, LongPromptError, Request, Sample
+from verl.rollout.base import Finish, Guard, LongPromptError, Request, Sample, SamplingParams
 from verl.rollout.randomness import stream_key, uniforms
 from verl.rollout.sampler import SamplingTable, sample
 from verl.rollout.stop_strings import StopWatch, special_token
@@ -27,6 +29,9 @@ _SECOND_DRAWS = 1 << 32
 
 class Response:
     """The tokens of a request so far.
+
+    Attributes:
+        in_flight: tokens that are drawn and not read yet.
 
     Raises:
         RolloutError: the request is invalid.
@@ -74,9 +79,25 @@ class Response:
         self.guard = request.guard
         self.stream = stream_key(seed, request.id)
         self.tokens: list[int] = []
+        self.in_flight = 0
         self.log_probs: list[float] = []
         self.policy_version = 0
         self.finish: Finish | None = None if self.max_new_tokens else "length"
+
+    @property
+    def drawn(self) -> int:
+        """Tokens that are drawn, those in flight included."""
+        return len(self.tokens) + self.in_flight
+
+    @property
+    def is_full(self) -> bool:
+        """Whether no further token will be drawn."""
+        return self.drawn >= self.max_new_tokens
+
+    @property
+    def reads_tokens(self) -> bool:
+        """Whether what comes next depends on the host's reading of the tokens so far."""
+        return bool(self.processors) or self.mask is not None
 
     def append(self, token: int, log_prob: float, policy_version: int) -> None:
         """Add the next token; sets `finish` if it is the last."""
@@ -111,7 +132,7 @@ class Response:
     def edited(self) -> bool:
         """Whether the logits must be edited before its next token is sampled."""
         filters = self.params.top_k > 0 or self.params.top_p < 1 or self.params.min_p > 0
-        bans = bool(self.end_tokens) and len(self.tokens) < self.params.min_new_tokens
+        bans = bool(self.end_tokens) and self.drawn < self.params.min_new_tokens
         return bool(self.processors) or bans or (self.mask is not None and filters)
 
     def edit(self, logits: Tensor) -> Tensor:
@@ -128,8 +149,9 @@ class Response:
                 raise RolloutError(f"a logits processor of sample '{self.id}' must return {tuple(shape)}, gave {got}")
         if self.mask is not None:
             logits = self.mask(self.tokens, logits)
-        if self.end_tokens and len(self.tokens) < self.params.min_new_tokens:
-            logits[list(self.end_tokens)] = -torch.inf
+        if self.end_tokens and self.drawn < self.params.min_new_tokens:
+            ends = to_device(torch.tensor(sorted(self.end_tokens)), logits.device)
+            logits.index_fill_(0, ends, -torch.inf)
         return logits
 
     def keep_to_grammar(self, token: int, log_prob: float, logits: Tensor) -> tuple[int, float] | None:
@@ -158,39 +180,86 @@ class Response:
         return Sample(self.id, self.tokens, self.log_probs, self.finish or "abort", version, self.text())
 
 
-def draw(responses: Sequence[Response], logits: Tensor, policy_version: int, compiled: bool = True) -> None:
+def draw(responses: Sequence[Response], logits: Tensor, policy_version: int, compiled: bool = True) -> Drawn:
     """Sample the next token of each response from its row of `logits` `[N, V]`, which may be overwritten. Rows beyond
     the responses are padding.
 
     Raises:
-        RolloutError: logits are not finite, or a processor or guard returns something invalid.
+        RolloutError: a processor returns something invalid.
     """
-    edits = {row: response.edit for row, response in enumerate(responses) if response.edited}
-    kept = {row: logits[row].clone() for row, r in enumerate(responses) if r.mask is not None and not r.edited}
-    numbers = torch.zeros(len(logits), dtype=torch.float64)
-    numbers[: len(responses)] = torch.from_numpy(
-        uniforms([r.stream for r in responses], [len(r.tokens) for r in responses])
-    )
-    filling = [responses[0].params] * (len(logits) - len(responses))
-    table = SamplingTable.of([*(r.params for r in responses), *filling], edits, logits.device)
-    drawn = to_host(*sample(logits, to_device(numbers, logits.device), table, compiled))
-    tokens, log_probs = [int(token) for token in drawn[0][: len(responses)]], drawn[1][: len(responses)]
-    rejected = {row for row in edits if log_probs[row] == -math.inf}
-    broken = [row for row, value in enumerate(log_probs) if not math.isfinite(value) and row not in rejected]
-    if broken:
-        row = broken[0]
+    on_host = is_host(logits.device)
+    # Where asking whether a token is allowed would wait for the device, the grammar's mask comes before the draw.
+    masks = {row for row, response in enumerate(responses) if response.mask is not None}
+    edits = {row: r.edit for row, r in enumerate(responses) if r.edited or (row in masks and not on_host)}
+    kept = {row: logits[row].clone() for row in masks if row not in edits}
+    params, numbers = draws_of(responses, len(logits))
+    table = SamplingTable.of(params, edits, logits.device)
+    uniforms_ = to_device(torch.from_numpy(numbers), logits.device)
+    return Drawn(responses, *sample(logits, uniforms_, table, compiled), policy_version, logits.dtype, edits, kept)
+
+
+def draws_of(responses: Sequence[Response], rows: int) -> tuple[list[SamplingParams], npt.NDArray[np.float64]]:
+    """How the next tokens are drawn: parameters, and uniform numbers `[N]`; filled up to `rows`."""
+    numbers = np.zeros(rows)
+    numbers[: len(responses)] = uniforms([r.stream for r in responses], [r.drawn for r in responses])
+    filling = [responses[0].params] * (rows - len(responses))
+    return [*(r.params for r in responses), *filling], numbers
+
+
+class Drawn:
+    """Tokens that were drawn for responses, on their way to the host.
+
+    Attributes:
+        responses: those that they are for.
+        tokens: `[N]` int64, where they were drawn; rows beyond the responses are padding.
+    """
+
+    def __init__(
+        self,
+        responses: Sequence[Response],
+        tokens: Tensor,
+        log_probs: Tensor,
+        policy_version: int,
+        dtype: torch.dtype,
+        edited: Container[int] = (),
+        kept: Mapping[int, Tensor] | None = None,
+    ) -> None:
+        self.responses, self.tokens = responses, tokens
+        self._copy = HostCopy(tokens, log_probs)
+        self._version, self._dtype = policy_version, dtype
+        self._edited, self._kept = edited, kept or {}
+        for response in responses:
+            response.in_flight += 1
+
+    def take(self) -> None:
+        """Wait for the tokens, and add them to those responses that have not ended meanwhile.
+
+        Raises:
+            RolloutError: logits were not finite, or a processor or guard returned something invalid.
+        """
+        tokens, log_probs = self._copy.read()
+        for response in self.responses:
+            response.in_flight -= 1
+        going_on = [(row, r) for row, r in enumerate(self.responses) if r.finish is None]
+        for row, response in going_on:
+            self._check(response, row, log_probs[row])
+        for row, response in going_on:
+            drawn = int(tokens[row]), log_probs[row]
+            chosen = response.keep_to_grammar(*drawn, self._kept[row]) if row in self._kept else drawn
+            if chosen is None or drawn[1] == -math.inf:
+                response.finish = "reject"
+            else:
+                response.append(*chosen, self._version)
+        _check_guards([response for _, response in going_on])
+
+    def _check(self, response: Response, row: int, log_prob: float) -> None:
+        if math.isfinite(log_prob) or (log_prob == -math.inf and row in self._edited):
+            return
         raise RolloutError(
-            f"the logits of sample '{responses[row].id}' at token {len(responses[row].tokens)} are not finite: "
-            f"the weights of policy version {policy_version} are broken, or overflow in {logits.dtype}"
-            + (", or a logits processor gave NaN or plus infinity" if responses[row].processors else "")
+            f"the logits of sample '{response.id}' at token {len(response.tokens)} are not finite: "
+            f"the weights of policy version {self._version} are broken, or overflow in {self._dtype}"
+            + (", or a logits processor gave NaN or plus infinity" if response.processors else "")
         )
-    for row, (response, token, log_prob) in enumerate(zip(responses, tokens, log_probs, strict=True)):
-        chosen = (token, log_prob) if row not in kept else response.keep_to_grammar(token, log_prob, kept[row])
-        if row in rejected or chosen is None:
-            response.finish = "reject"
-        else:
-            response.append(*chosen, policy_version)
-    _check_guards(responses)
 
 
 def _check_guards(responses: Sequence[Response]) -> None:

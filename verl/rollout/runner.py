@@ -61,6 +61,7 @@ class Runner:
         self._plain_head = has_kernels and _head_is_plain(packed)
         self._most_rows = max_batch
         self._logit_space = torch.empty(0, dtype=packed.dtype)
+        self._last: Tensor | None = None
         self.look_at_model()
 
     def look_at_model(self) -> None:
@@ -68,8 +69,10 @@ class Runner:
         self._forward = self.packed.inference()
 
     @torch.no_grad()
-    def hidden(self, plan: Plan, copies: Sequence[tuple[int, int]]) -> Tensor:
-        """Final hidden states `[T, d]` of the planned tokens, after blocks of the cache were copied (from, to)."""
+    def hidden(self, plan: Plan, copies: Sequence[tuple[int, int]], last: Tensor | None = None) -> Tensor:
+        """Final hidden states `[T, d]` of the planned tokens, after blocks of the cache were copied (from, to). A token
+        of -1 - i is `last[i]`."""
+        self._last = last
         if self.group is not None and (plan.tokens or copies):
             self._order(_HIDDEN, [*plan.numbers(), len(copies), *(block for pair in copies for block in pair)])
         return self._hidden(plan, copies)
@@ -142,8 +145,11 @@ class Runner:
         tokens, device = len(plan.tokens), self.packed.device
         filling = [0] * (self.filled(tokens) - tokens)
         forward = self._forward if self.packed.ready is None else self.packed.hidden
+        given = to_device(torch.tensor(plan.tokens + filling), device)
+        if self._last is not None:
+            given = torch.where(given < 0, self._last.index_select(0, (-1 - given).clamp(min=0)), given)
         hidden = forward(
-            to_device(torch.tensor(plan.tokens + filling), device),
+            given,
             to_device(torch.tensor(plan.positions + filling), device),
             PagedAttention(self.cache, plan, self._rows),
         )

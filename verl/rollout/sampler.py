@@ -12,13 +12,14 @@ Legend: N rows, V vocabulary, B = ceil(V / BLOCK) blocks.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from verl.device import to_device
+from verl.device import is_host, to_device
 from verl.models.compiled import kernels
 from verl.rollout.base import SamplingParams
 
@@ -29,19 +30,54 @@ _PIECE_BYTES = 4 << 20
 _CANDIDATES = 1024
 
 
-@dataclass(frozen=True)
-class SamplingTable:
-    """The parameters of N rows; as tensors `[N]`, fp64 or int64, too. `inverse_temperature` 0 is greedy.
+class Ways(NamedTuple):
+    """What there is to do for the rows of a table, known to the host: a question to tensors would wait for the device.
 
-    What is to be done follows from `params`: a question to the tensors would wait for the device.
+    Attributes:
+        is_greedy, is_scaled, has_top_p, has_min_p: whether there is a row with this.
+        top_k: at least the largest `top_k` of a row; 0: none has one.
     """
 
-    params: Sequence[SamplingParams]
+    is_greedy: bool
+    is_scaled: bool
+    top_k: int
+    has_top_p: bool
+    has_min_p: bool
+
+    @classmethod
+    def of(cls, params: Iterable[SamplingParams]) -> Ways:
+        params = set(params)
+        sampled = [p for p in params if p.temperature]
+        top_k = max((p.top_k for p in sampled), default=0)
+        return cls(
+            is_greedy=len(sampled) < len(params),
+            is_scaled=any(p.temperature != 1 for p in sampled),
+            top_k=1 << (top_k - 1).bit_length() if top_k else 0,
+            has_top_p=any(p.top_p < 1 for p in sampled),
+            has_min_p=any(p.min_p > 0 for p in sampled),
+        )
+
+    @property
+    def is_filtered(self) -> bool:
+        return self.top_k > 0 or self.has_top_p or self.has_min_p
+
+
+def numbers_of(params: Sequence[SamplingParams]) -> list[list[float]]:
+    """Inverse temperatures (0: greedy), top-k, top-p and min-p, a list each."""
+    inverse = [1 / p.temperature if p.temperature else 0.0 for p in params]
+    return [inverse, [float(p.top_k) for p in params], [p.top_p for p in params], [p.min_p for p in params]]
+
+
+@dataclass(frozen=True)
+class SamplingTable:
+    """The parameters of N rows as tensors `[N]`, fp64 or int64. `inverse_temperature` 0 is greedy."""
+
+    ways: Ways
     inverse_temperature: Tensor
     top_k: Tensor
     top_p: Tensor
     min_p: Tensor
-    edits: Mapping[int, Callable[[Tensor], Tensor]]
+    edits: Mapping[int, Callable[[Tensor], Tensor]] = field(default_factory=dict)
 
     @classmethod
     def of(
@@ -51,30 +87,14 @@ class SamplingTable:
         device: torch.device | str = "cpu",
     ) -> SamplingTable:
         """`edits[row]` returns the logits `[V]` to sample the row from, given its own, which it may overwrite."""
-        device = torch.device(device)
+        numbers = to_device(torch.tensor(numbers_of(params), dtype=torch.float64), torch.device(device))
+        return cls(Ways.of(params), numbers[0], numbers[1].long(), numbers[2], numbers[3], edits or {})
 
-        def numbers(values: list[float] | list[int], dtype: torch.dtype) -> Tensor:
-            return to_device(torch.tensor(values, dtype=dtype), device)
-
-        return cls(
-            params=params,
-            inverse_temperature=numbers([1 / p.temperature if p.temperature else 0.0 for p in params], torch.float64),
-            top_k=numbers([p.top_k for p in params], torch.int64),
-            top_p=numbers([p.top_p for p in params], torch.float64),
-            min_p=numbers([p.min_p for p in params], torch.float64),
-            edits=edits or {},
-        )
-
-    def rows(self, index: list[int]) -> SamplingTable:
-        """Some of the rows, not edited."""
-        return SamplingTable(
-            [self.params[row] for row in index],
-            self.inverse_temperature[index],
-            self.top_k[index],
-            self.top_p[index],
-            self.min_p[index],
-            {},
-        )
+    def rows(self, index: Tensor) -> SamplingTable:
+        """Some of the rows, not edited; `index` `[R]` int64."""
+        columns = (self.inverse_temperature, self.top_k, self.top_p, self.min_p)
+        inverse, top_k, top_p, min_p = (column.index_select(0, index) for column in columns)
+        return SamplingTable(self.ways, inverse, top_k, top_p, min_p)
 
 
 def sample(logits: Tensor, uniforms: Tensor, table: SamplingTable, compiled: bool = True) -> tuple[Tensor, Tensor]:
@@ -93,23 +113,22 @@ def sample(logits: Tensor, uniforms: Tensor, table: SamplingTable, compiled: boo
     Deviation: where weights tie at the boundary of top-k or top-p all of them are kept, so that the outcome
     does not depend on an order of sorting.
     """
-    rows = list(table.edits)
-    if not rows:
+    if not table.edits:
         return _sample(logits, uniforms, table, compiled)
-    full = logits[rows].to(_accumulate(logits.dtype))
-    edited = torch.stack([table.edits[row](own.clone()) for row, own in zip(rows, full, strict=True)]).to(full)
+    rows = to_device(torch.tensor(list(table.edits)), logits.device)
+    full = logits.index_select(0, rows).to(_accumulate(logits.dtype))
+    edits = zip(full.clone(), table.edits.values(), strict=True)
+    edited = torch.stack([edit(own) for own, edit in edits]).to(full)
     top = edited.amax(-1)
     tokens, log_probs = _sample(logits, uniforms, table, compiled)
     special = table.rows(rows)
-    chosen, _ = _sample(edited, uniforms[rows], special, compiled)
+    chosen, _ = _sample(edited, uniforms.index_select(0, rows), special, compiled)
     # What an edit rules out belongs to the distribution that the log-prob is of.
     inverse = special.inverse_temperature.masked_fill(special.inverse_temperature == 0, 1.0)
-    both = full.gather(1, torch.stack([chosen, tokens[rows]], 1)).double()
-    chosen_log_probs = log_probs[rows] + (both[:, 0] - both[:, 1]) * inverse
-    chosen_log_probs[top == -torch.inf] = -torch.inf
-    chosen_log_probs[~(top < torch.inf)] = torch.nan
-    tokens[rows], log_probs[rows] = chosen, chosen_log_probs
-    return tokens, log_probs
+    both = full.gather(1, torch.stack([chosen, tokens.index_select(0, rows)], 1)).double()
+    chosen_log_probs = log_probs.index_select(0, rows) + (both[:, 0] - both[:, 1]) * inverse
+    chosen_log_probs.masked_fill_(top == -torch.inf, -torch.inf).masked_fill_(~(top < torch.inf), torch.nan)
+    return tokens.index_copy(0, rows, chosen), log_probs.index_copy(0, rows, chosen_log_probs)
 
 
 def _accumulate(dtype: torch.dtype) -> torch.dtype:
@@ -128,32 +147,30 @@ def _sample(logits: Tensor, uniforms: Tensor, table: SamplingTable, compiled: bo
 def _sample_torch(logits: Tensor, uniforms: Tensor, table: SamplingTable) -> tuple[Tensor, Tensor]:
     """The same in torch operations; fp32 or fp64 logits are overwritten."""
     greedy = table.inverse_temperature == 0
-    weights, sums, best = _weights(logits, torch.where(greedy, 1.0, table.inverse_temperature), table.params)
+    weights, sums, best = _weights(logits, torch.where(greedy, 1.0, table.inverse_temperature), table.ways)
     log_total = sums.double().sum(-1).log()
-    filtered = [row for row, p in enumerate(table.params) if p.temperature and (p.top_k or p.top_p < 1 or p.min_p)]
-    if filtered:
-        _filter(weights, sums, table, filtered)
+    if table.ways.is_filtered:
+        # The log-prob below is of a kept token, whose weight stays as it is.
+        _filter(weights, sums, table)
     tokens = torch.where(greedy, best, _inverse_cdf(weights, sums, uniforms))
     log_probs = weights.gather(1, tokens[:, None])[:, 0].double().log() - log_total
     return tokens, log_probs
 
 
-def _weights(logits: Tensor, inverse: Tensor, params: Sequence[SamplingParams]) -> tuple[Tensor, Tensor, Tensor]:
+def _weights(logits: Tensor, inverse: Tensor, ways: Ways) -> tuple[Tensor, Tensor, Tensor]:
     """exp((x - max) / T) `[N, V]`, which overwrites the logits; its block sums `[N, B]`; greedy choices `[N]`."""
     rows, vocab = logits.shape
     sums = logits.new_empty(rows, -(-vocab // BLOCK))
     best = torch.zeros(rows, dtype=torch.int64, device=logits.device)
-    greedy = not all(p.temperature for p in params)
-    scaled = any((p.temperature or 1) != 1 for p in params)
     inverse = inverse.to(logits.dtype)[:, None]
     piece = max(1, _PIECE_BYTES // (vocab * logits.element_size())) if logits.is_cpu else rows
     for start in range(0, rows, piece):
         x = logits[start : start + piece]
         peak = x.amax(-1)
-        if greedy:
+        if ways.is_greedy:
             best[start : start + piece] = x.argmax(-1)
         x.sub_(peak[:, None])
-        if scaled:
+        if ways.is_scaled:
             x.mul_(inverse[start : start + piece])
         x.exp_()
         _block_sums(x, sums[start : start + piece])
@@ -167,45 +184,41 @@ def _block_sums(weights: Tensor, out: Tensor) -> None:
         torch.sum(weights[:, whole:], -1, out=out[:, -1])
 
 
-def _filter(weights: Tensor, sums: Tensor, table: SamplingTable, rows: list[int]) -> None:
-    """Set the weights of tokens that may not be sampled to 0; order as in transformers: top-k, top-p, min-p."""
-    kept, table = weights[rows], table.rows(rows)
-    kept *= kept >= _smallest_top_k(kept, table)[:, None]
-    kept *= kept >= _smallest_top_p(kept, table)[:, None]
-    kept *= kept >= table.min_p[:, None].to(kept.dtype)
-    filtered_sums = sums[rows]
-    _block_sums(kept, filtered_sums)
-    sums[rows] = filtered_sums
-    weights[rows] = kept
+def _filter(weights: Tensor, sums: Tensor, table: SamplingTable) -> None:
+    """Set the weights of tokens that may not be sampled to 0; order as in transformers: top-k, top-p, min-p. Rows
+    without a filter stay as they are."""
+    ways = table.ways
+    if ways.top_k:
+        weights *= weights >= _smallest_top_k(weights, table)[:, None]
+    if ways.has_top_p:
+        weights *= weights >= _smallest_top_p(weights, table)[:, None]
+    if ways.has_min_p:
+        weights *= weights >= table.min_p[:, None].to(weights.dtype)
+    _block_sums(weights, sums)
 
 
 def _smallest_top_k(weights: Tensor, table: SamplingTable) -> Tensor:
     """The smallest weight `[N]` that top-k keeps (0 where it is off)."""
-    smallest = weights.new_zeros(len(weights))
-    on = [row for row, p in enumerate(table.params) if 0 < p.top_k < weights.shape[1]]
-    if on:
-        largest = weights[on].topk(max(table.params[row].top_k for row in on), -1).values
-        smallest[on] = largest.gather(1, table.top_k[on][:, None] - 1)[:, 0]
-    return smallest
+    count = min(table.ways.top_k, weights.shape[1])
+    largest = weights.topk(count, -1).values
+    smallest = largest.gather(1, (table.top_k - 1).clamp(0, count - 1)[:, None])[:, 0]
+    return smallest.masked_fill_((table.top_k == 0) | (table.top_k > weights.shape[1]), 0)
 
 
 def _smallest_top_p(weights: Tensor, table: SamplingTable) -> Tensor:
     """The smallest weight `[N]` of the nucleus (0 where top-p is off): kept while the weights before sum to < p."""
-    smallest = weights.new_zeros(len(weights))
-    on = [row for row, p in enumerate(table.params) if p.top_p < 1]
-    # On CPU a few largest weights mostly suffice; elsewhere asking whether they do takes longer than all of them.
-    count = min(_CANDIDATES, weights.shape[1]) if weights.is_cpu else weights.shape[1]
-    while on:
-        largest = weights[on].topk(count, -1).values.double()
+    needed = (table.top_p * weights.sum(-1, dtype=torch.float64))[:, None]
+    off = table.top_p >= 1
+    # Where the host can ask whether a few largest weights suffice, they mostly do.
+    count = min(_CANDIDATES, weights.shape[1]) if is_host(weights.device) else weights.shape[1]
+    largest = weights.topk(count, -1).values.double()
+    reached = largest.cumsum(-1)
+    if count < weights.shape[1] and bool(((reached[:, -1] < needed[:, 0]) & ~off).any()):
+        largest = weights.sort(-1, descending=True).values.double()
         reached = largest.cumsum(-1)
-        needed = (table.top_p[on] * weights[on].sum(-1, dtype=torch.float64))[:, None]
-        last = (reached - largest < needed).sum(-1, keepdim=True) - 1
-        smallest[on] = largest.gather(1, last)[:, 0].to(weights.dtype)
-        if count == weights.shape[1]:
-            break
-        on = [row for row, short in zip(on, (reached[:, -1] < needed[:, 0]).tolist(), strict=True) if short]
-        count = weights.shape[1]
-    return smallest
+    # In a row that is not finite nothing is below.
+    last = ((reached - largest < needed).sum(-1, keepdim=True) - 1).clamp(min=0)
+    return largest.gather(1, last)[:, 0].to(weights.dtype).masked_fill_(off, 0)
 
 
 def _inverse_cdf(weights: Tensor, sums: Tensor, uniforms: Tensor) -> Tensor:
