@@ -160,8 +160,10 @@ def check_kernels() -> Finding:
 
 def check_space() -> Finding:
     """What is free for a model, and for its checkpoints (up to 14 bytes a parameter)."""
-    folder = Path.cwd()
-    free = f"{device.free_memory() / 1e9:.1f} GB of memory, {shutil.disk_usage(folder).free / 1e9:.1f} GB in {folder}"
+    folder, kind = Path.cwd(), device.default_kind()
+    memory = device.free_memory(kind if kind == "cpu" else f"{kind}:0") / 1e9
+    where = "" if kind == "cpu" else f" on {kind}:0"
+    free = f"{memory:.1f} GB of memory{where}, {shutil.disk_usage(folder).free / 1e9:.1f} GB in {folder}"
     if os.access(folder, os.W_OK):
         return Finding("free", "ok", free)
     return Finding("free", "fail", f"{free}, which cannot be written", "set trainer.output_dir elsewhere")

@@ -90,9 +90,9 @@ def cluster_of(text: str, network: float | None, efficiency: str | None, calibra
     from verl import device
     from verl.planner.calibrate import as_device, measure
 
-    found, kind = measure(), device.accelerator()
+    found, kind = measure(), device.default_kind()
     count = int(text.lower().split("x")[-2]) if text.lower().endswith("xhere") and text[:1].isdigit() else 1
-    memory = device.total_memory(kind) if kind else device.free_memory() / count
+    memory = device.free_memory("cpu") / count if kind == "cpu" else device.total_memory(f"{kind}:0")
     here, shares = as_device(found, memory)
     if not text.lower().endswith("xhere") and found.sheet() != DEVICES.get(text.lower().rpartition("x")[2]):
         raise ConfigError(f"--calibrate measures this machine, a {found.kind}: write --cluster {count}xhere")

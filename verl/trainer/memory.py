@@ -36,6 +36,9 @@ def check_memory(config: Config, algorithms: Iterable[BaseAlgorithm], actor: Act
     policy = config.actor_rollout_ref
     size = ModelSize.from_model(actor.model)
     size = replace(size, fused=size.fused and policy.model.use_fused_kernels)
+    if not device.is_here(actor.controller.device):
+        logger.info("memory is not checked: this process sees no '%s'", actor.controller.device)
+        return
     layout = actor.controller.meshes("actor", policy.actor).meshes["train"].layout
     available = _available(actor, size) - _others(list(algorithms), size)
     estimate = _check_actor(config, size, layout.shard * layout.tp * layout.pp, available)
@@ -61,7 +64,7 @@ def _available(actor: Actor, size: ModelSize) -> int:
     host."""
     where = actor.controller.device
     if where == "cpu":
-        return device.free_memory() // local_ranks()
+        return device.free_memory("cpu") // local_ranks()
     loaded = device.of(actor.model).startswith(where)
     return device.free_memory(where) - (0 if loaded else size.weight_bytes)
 

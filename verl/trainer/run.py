@@ -20,7 +20,6 @@ from verl.config import Config, config_hash, run_id, to_yaml
 from verl.controller.controller import Controller
 from verl.data.prefetch import Loader
 from verl.data.prompts import PromptDataset
-from verl.device import peak_memory
 from verl.errors import ConfigError, DataError, ModelError, VerlError
 from verl.trainer import build
 from verl.trainer.check import Checked, check_settings
@@ -202,7 +201,7 @@ def _summary(config: Config, trainer: Trainer, run: Run) -> dict[str, Any]:
     summary: dict[str, Any] = {
         "seconds": total("time/step") + total("time/evaluation"),
         "train_tokens_per_second": total("train/tokens") / max(total("time/update"), 1e-9),
-        "peak_memory_bytes": peak_memory(trainer.actor.device),
+        "peak_memory_bytes": trainer.actor.peak_memory(),
         "control": config.trainer.control,
     }
     if seconds := total("time/rollout"):
