@@ -97,8 +97,8 @@ def doctor(
 def examine(timeout: float = 60.0) -> Iterator[Finding]:
     """All checks, one after the other."""
     checks: tuple[Callable[[], Finding | Iterator[Finding]], ...] = (
-        check_parts, check_extras, check_devices, check_kernels, check_space, check_shared_memory, check_host,
-        lambda: check_collective(timeout),
+        check_parts, check_extras, check_devices, check_engine, check_kernels, check_space, check_shared_memory,
+        check_host, lambda: check_collective(timeout),
     )  # fmt: skip
     for check in checks:
         found = check()
@@ -141,6 +141,18 @@ def check_devices() -> Finding:
     ]
     found = ", ".join(names) or f"cpu ({platform.machine()}, {os.cpu_count()} cores)"
     return Finding("devices", "ok", f"{found}; a run's default: {device.default_kind()}")
+
+
+def check_engine() -> Finding:
+    """What `rollout.name: auto` is here, where nothing else is set."""
+    from verl.rollout.choice import choose_engine
+    from verl.rollout.options import RolloutOptions
+
+    kind = device.default_kind()
+    name, why = choose_engine(RolloutOptions(), kind)
+    missing = kind == "cuda" and name != "vllm"
+    advice = "vLLM generates faster on a GPU: pip install 'verl-hybrid[vllm]'" if missing else ""
+    return Finding("engine", "ok", f"rollout.name=auto is {name}: {why}", advice)
 
 
 def check_kernels() -> Finding:

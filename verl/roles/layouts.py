@@ -19,6 +19,7 @@ from verl.planner.search import Choice, Model, Problem, generations
 from verl.roles.actor import Actor
 from verl.roles.critic import Critic
 from verl.roles.updater import Updater
+from verl.rollout.options import ENGINES
 from verl.training.options import Strategy
 
 logger = logging.getLogger(__name__)
@@ -74,7 +75,7 @@ def enable_hybrid_engine(
         raise ConfigError("hybrid engine: the actor's workers are in place: enable it before the first call")
     if actor.head != "lm":
         raise ConfigError(f"hybrid engine: a model with a '{actor.head}' head writes no responses")
-    if options.name not in ("embedded", "hf", "vllm"):
+    if options.name not in ("auto", *ENGINES):
         raise ConfigError(f"hybrid engine: it is for the engines embedded, hf and vllm, not {options.name!r}")
     if "rollout" in actor.controller.mesh.pools:
         pools = actor.controller.mesh.pools
@@ -85,7 +86,9 @@ def enable_hybrid_engine(
             )
     chosen = {"overlap_comm": overlap_comm, "tensor_model_parallel_size": tensor_parallel_size}
     changes = {name: value for name, value in chosen.items() if value is not None}
-    actor.rollout_options = options = options.replace(**changes)
+    actor.rollout_options = options.replace(**changes)
+    actor.settle_engine()
+    options = actor.rollout_options
     if tensor_parallel_size is None and options.name == "embedded" and options.tensor_model_parallel_size == 1:
         actor.rollout_options = options = options.replace(tensor_model_parallel_size=_best_size(actor))
     meshes = actor.controller.meshes("actor", actor.train_options, options.tensor_parallel).meshes

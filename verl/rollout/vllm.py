@@ -114,6 +114,9 @@ class VLLMEngine:
         self._asleep = False
         # If the trainer has a process group, vLLM creates its own in another process.
         self._by_file = tensor_parallel_size > 1 or torch.distributed.is_initialized()
+        index = where.partition(":")[2]
+        if index and tensor_parallel_size == 1:  # this rank's own device, which vLLM counts among the visible ones
+            options = {"device_ids": [int(index)], **options}
         self.llm = _start(
             model,
             tokenizer,

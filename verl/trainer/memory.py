@@ -20,6 +20,7 @@ from verl.models.options import ModelOptions
 from verl.planner.hardware import Cluster
 from verl.planner.memory import RESERVE
 from verl.roles.actor import Actor
+from verl.rollout.choice import planned_engine
 from verl.training.options import TrainOptions, layout_of
 
 logger = logging.getLogger(__name__)
@@ -167,7 +168,12 @@ def _beside(
                 scored = _size(ModelOptions(path=part.model, dtype=part.dtype), "score")
                 yield f"{role} model", estimate_memory(scored, trained=False)
     online = any(algorithm.online for algorithm in algorithms)
-    copies = online and policy.rollout.name == "vllm" and not _is_apart(config, "rollout")
+    copies = (
+        online
+        and not policy.rollout.url
+        and planned_engine(policy.rollout, policy.model).name == "vllm"
+        and not _is_apart(config, "rollout")
+    )
     # An actor that is cut counts a whole copy for generation, which is vLLM's then.
     if copies and _cut_over(config, "actor", policy.actor, cluster) == 1:
         yield "vLLM", MemoryEstimate(actor.weight_bytes // policy.rollout.tensor_model_parallel_size)
