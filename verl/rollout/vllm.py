@@ -16,14 +16,11 @@ import random
 import tempfile
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
 from itertools import chain
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
-from safetensors.torch import save_file
 
 from verl.device import free_memory
 from verl.errors import ConfigError, RolloutError
@@ -32,7 +29,8 @@ from verl.models.shards import tied_names
 from verl.rollout.base import Finish, Request, Sample, SamplingParams, check_new
 from verl.rollout.randomness import stream_key
 from verl.rollout.response import check_prompt
-from verl.shard import Shard, bunched, checksum, in_rows
+from verl.rollout.vllm_transport import DeviceTransport, FileTransport, Transport, places_of
+from verl.shard import Shard, bunched, in_rows
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -113,7 +111,8 @@ class VLLMEngine:
         self._broken: str | None = None
         self._asleep = False
         # If the trainer has a process group, vLLM creates its own in another process.
-        self._by_file = tensor_parallel_size > 1 or torch.distributed.is_initialized()
+        apart = tensor_parallel_size > 1 or torch.distributed.is_initialized()
+        self._transport = _transport(str(device or model.device), where, tensor_parallel_size) if apart else None
         index = where.partition(":")[2]
         if index and tensor_parallel_size == 1:  # this rank's own device, which vLLM counts among the visible ones
             options = {"device_ids": [int(index)], **options}
@@ -225,7 +224,7 @@ class VLLMEngine:
                 engine is not used again.
         """
         self._check_alive()
-        bunches = bunched(in_rows(shards), on_host=self._by_file)
+        bunches = bunched(in_rows(shards), on_host=self._transport is not None and self._transport.on_host)
         first = next(bunches, [])  # of a stream that fails at once, nothing is applied
         if self._asleep:
             self._call(self.llm.wake_up, ["weights"])
@@ -290,12 +289,12 @@ class VLLMEngine:
         return Sample(name, tokens, sampled(completion.logprobs), finish, self._versions.pop(name), text)
 
     def _send(self, update: dict[str, Any], shards: Sequence[Shard]) -> None:
-        if not self._by_file:
-            update = {**update, "places": _places(shards), "pieces": [shard.tensor for shard in shards]}
+        if self._transport is None:
+            update = {**update, "places": places_of(shards), "pieces": [shard.tensor for shard in shards]}
             self.llm.update_weights({"update_info": update})
             return
-        with weight_file(shards) as file:
-            self.llm.update_weights({"update_info": {**update, **file}})
+        with self._transport.lend(shards) as message:
+            self.llm.update_weights({"update_info": {**update, **message}})
 
     @contextmanager
     def _all_or_broken(self, version: int) -> Iterator[None]:
@@ -356,22 +355,6 @@ def sampling_arguments(request: Request, seed: int, eos_token_ids: Sequence[int]
     }
 
 
-@contextmanager
-def weight_file(shards: Sequence[Shard]) -> Iterator[dict[str, Any]]:
-    """`path`, `places` and `checksum` of a safetensors file with these shards, in /dev/shm if there is one. It is
-    deleted at the end of the block."""
-    memory = "/dev/shm" if os.path.isdir("/dev/shm") else None
-    with tempfile.TemporaryDirectory(prefix="verl-weights-", dir=memory) as folder:
-        path = Path(folder) / "weights.safetensors"
-        shards = [replace(shard, tensor=shard.tensor.detach().cpu().contiguous()) for shard in shards]
-        save_file({str(number): shard.tensor for number, shard in enumerate(shards)}, path)
-        yield {"path": str(path), "places": _places(shards), "checksum": checksum(shards)}
-
-
-def _places(shards: Sequence[Shard]) -> list[tuple[str, tuple[int, ...], tuple[int, ...]]]:
-    return [(shard.name, shard.global_shape, shard.offset) for shard in shards]
-
-
 def sampled(log_probs: Any) -> list[float]:
     """Log-probs of the sampled tokens from vLLM's flat record, which has one entry per token."""
     return [] if log_probs is None else list(map(float, log_probs.logprobs))
@@ -399,6 +382,13 @@ def _device(model: torch.device | str) -> str:
     """Where vLLM computes, whose model is there: its build decides the kind, which may be another than the model's."""
     kind = str(_platform().device_type)
     return str(model) if str(model).partition(":")[0] == kind else kind
+
+
+def _transport(trainer: str, engine: str, ranks: int) -> Transport:
+    """How weights of a trainer on one device reach an engine of so many ranks, in other processes."""
+    if trainer.startswith("cuda") and engine.startswith("cuda"):
+        return DeviceTransport(trainer, ranks)
+    return FileTransport()
 
 
 def _start(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, *, in_process: bool, **options: Any) -> Any:
