@@ -26,7 +26,7 @@ from verl.device import free_memory
 from verl.errors import ConfigError, RolloutError
 from verl.models.memory import ModelSize
 from verl.models.shards import tied_names
-from verl.rollout.base import Finish, Request, Sample, SamplingParams, check_new
+from verl.rollout.base import Finish, NoWeightsError, Request, Sample, SamplingParams, check_new
 from verl.rollout.randomness import stream_key
 from verl.rollout.response import check_prompt
 from verl.rollout.vllm_transport import DeviceTransport, FileTransport, Transport, places_of
@@ -100,7 +100,8 @@ class VLLMEngine:
         self.max_length = min(longest, blocks * _CPU_BLOCK)
         self.eos_token_ids = tuple(eos_token_ids)
         self.seed = seed
-        self.policy_version = 0
+        #: None: the weights were dropped in sleep.
+        self.policy_version: int | None = 0
         self._vocab_size = int(config.vocab_size)
         self._tied = tied_names(model)
         self._versions: dict[str, int] = {}
@@ -109,7 +110,8 @@ class VLLMEngine:
         self._masked: dict[str, list[int]] = {}
         self._scoring: dict[str, Sample] = {}
         self._broken: str | None = None
-        self._asleep = False
+        #: What has no memory now, by vLLM's names.
+        self._asleep: set[str] = set()
         # If the trainer has a process group, vLLM creates its own in another process.
         apart = tensor_parallel_size > 1 or torch.distributed.is_initialized()
         self._transport = _transport(str(device or model.device), where, tensor_parallel_size) if apart else None
@@ -138,9 +140,10 @@ class VLLMEngine:
         """Queue a request.
 
         Raises:
+            NoWeightsError: the weights were dropped in sleep.
             RolloutError: it is invalid, its id is in use, or vLLM does not support it.
         """
-        self._check_alive()
+        version = self._version()
         check_new(request, self._versions)
         check_new(request, [sample.id for sample in (*self._ready, *self._scoring.values())])
         if request.processors or request.guard is not None:
@@ -158,11 +161,11 @@ class VLLMEngine:
             )
         room = self.max_length - len(prompt)
         if min(request.params.max_new_tokens, room) == 0:
-            self._ready.append(Sample(request.id, [], [], "length", self.policy_version))
+            self._ready.append(Sample(request.id, [], [], "length", version))
             return
         params = sampling_arguments(request, self.seed, self.eos_token_ids, room)
         self._submit(request.id, prompt, params | {"flat_logprobs": True})
-        self._versions[request.id] = self.policy_version
+        self._versions[request.id] = version
         if request.grammar is not None:
             self._masked[request.id] = prompt
 
@@ -170,9 +173,10 @@ class VLLMEngine:
         """One step of vLLM's engine; the samples that finished.
 
         Raises:
+            NoWeightsError: the weights were dropped in sleep.
             RolloutError: vLLM failed; it is not used again.
         """
-        self._check_alive()
+        self._version()
         if self._versions or self._scoring:
             self._advance()
         done, self._ready = self._ready, []
@@ -219,20 +223,22 @@ class VLLMEngine:
     def load_shards(self, shards: Iterable[Shard], version: int) -> None:
         """Take new weights; unfinished requests continue with them, after their keys and values are recomputed.
 
+        After `sleep`, memory for the KV cache is taken last, when what weights took on their way is free.
+
         Raises:
-            RolloutError: the weights are incomplete or were not taken. If none was applied, the old ones stay; else the
-                engine is not used again.
+            RolloutError: the weights are incomplete or were not taken. If none was applied, the old ones stay; if there
+                were none, it may be given weights again; else the engine is not used again.
         """
         self._check_alive()
         bunches = bunched(in_rows(shards), on_host=self._transport is not None and self._transport.on_host)
         first = next(bunches, [])  # of a stream that fails at once, nothing is applied
-        if self._asleep:
-            self._call(self.llm.wake_up, ["weights"])
+        self._wake("weights")
         with self._all_or_broken(version):
             self.llm.start_weight_update()
             for bunch in chain([first], bunches):
                 self._send({"version": version, "tied": self._tied}, bunch)
         self._call(self.llm.finish_weight_update, str(version))
+        self._wake("kv_cache")
         self._call(self.llm.reset_prefix_cache, reset_running_requests=True)
         if (served := self._served()) != {version}:
             self._broken = f"it serves weights of versions {served}, not {version}"
@@ -240,7 +246,13 @@ class VLLMEngine:
         self.policy_version = version
 
     def score(self, prompt_tokens: Sequence[int], response_tokens: Sequence[int]) -> list[float]:
-        """Log-probs of a response under the served weights, at temperature 1. No request may be unfinished."""
+        """Log-probs of a response under the served weights, at temperature 1. No request may be unfinished.
+
+        Raises:
+            NoWeightsError: the weights were dropped in sleep.
+            RolloutError: a request is unfinished, or vLLM failed.
+        """
+        self._version()
         if self.unfinished:
             raise RolloutError(f"the engine cannot score: {self.unfinished} requests are unfinished")
         self._submit("score", [*prompt_tokens, *response_tokens], {"max_tokens": 1, "prompt_logprobs": 0})
@@ -251,16 +263,23 @@ class VLLMEngine:
 
     def sleep(self) -> None:
         """Free the memory of weights and KV cache, where this build of vLLM can (on CUDA; the CPU build cannot). With
-        unfinished requests nothing is freed."""
+        unfinished requests nothing is freed.
+
+        The weights are dropped, not copied to the host: `load_shards` brings them again, and wakes the engine.
+        """
         if self._can_sleep and not self._asleep and not self.unfinished:
-            self._call(self.llm.sleep, 1)
-            self._asleep = True
+            self.policy_version = None
+            self._call(self.llm.sleep, 2)
+            self._asleep = {"weights", "kv_cache"}
+            self._call(self.llm.collective_rpc, "verl_dropped")
 
     def wake(self) -> None:
-        """Be ready again after `sleep`."""
-        if self._asleep:
-            self._call(self.llm.wake_up)
-            self._asleep = False
+        """Nothing to do: `load_shards` wakes it, since there are no weights before."""
+
+    def _wake(self, what: str) -> None:
+        if what in self._asleep:
+            self._call(self.llm.wake_up, [what])
+            self._asleep.remove(what)
 
     def close(self) -> None:
         """End vLLM and its processes."""
@@ -298,12 +317,13 @@ class VLLMEngine:
 
     @contextmanager
     def _all_or_broken(self, version: int) -> Iterator[None]:
-        """Where an update fails after a part of it was applied, the engine is not used again."""
-        before = self._served()
+        """Where an update fails after a part of it was applied over weights that were served, the engine is not used
+        again."""
+        before, dropped = self._served(), self.policy_version is None
         try:
             yield
         except BaseException as error:  # vLLM's own, of any kind, or the stream's
-            if self._served() != before or None in before:
+            if not dropped and (self._served() != before or None in before):
                 self._broken = f"it has a part of the weights of version {version}: {type(error).__name__}: {error}"
             if not isinstance(error, Exception):
                 raise
@@ -318,6 +338,13 @@ class VLLMEngine:
         except Exception as error:  # vLLM's own, of any kind
             self._broken = f"{type(error).__name__}: {error}"
             raise RolloutError(f"vLLM failed and is not used again: {self._broken}") from error
+
+    def _version(self) -> int:
+        """That of the weights that are served."""
+        self._check_alive()
+        if self.policy_version is None:
+            raise NoWeightsError("vLLM dropped its weights in its sleep: give it some (load_shards) first")
+        return self.policy_version
 
     def _check_alive(self) -> None:
         if self._broken is not None:

@@ -137,6 +137,10 @@ class WorkerExtension:
             runner.sampler.__class__ = ScaledSampler
         return {"scaled": isinstance(getattr(runner, "sampler", None), ScaledSampler)}
 
+    def verl_dropped(self) -> None:
+        """The weights are gone: whatever was served is not any more."""
+        self.weight_transfer_engine.served = None  # type: ignore[attr-defined]
+
     def verl_served(self) -> dict[str, int | None]:
         """The policy version whose weights this worker has."""
         transfer = self.weight_transfer_engine  # type: ignore[attr-defined]
