@@ -35,6 +35,7 @@ from verl.planner.hardware import sheet_of
 from verl.roles.layouts import generation_seconds
 from verl.rollout.embedded import EmbeddedEngine
 from verl.rollout.options import SamplerOptions
+from verl.rollout.vllm import VLLMEngine
 from verl.trainer import build
 from verl.trainer.memory import check_memory
 from verl.trainer.rng import rng_state, set_rng_state
@@ -314,6 +315,16 @@ def test_vllms_share_is_of_the_device_that_it_computes_on(
     else:
         make_rollout_engine(PackedModel(load_model(str(tiny))), load_tokenizer(str(tiny)), (0,), options)
     assert vllm[0]["kv_cache_memory_bytes"] == ((9 << 20) + (3 << 20)) // 4
+
+
+@pytest.mark.usefixtures("fake")
+def test_vllm_of_one_rank_stands_on_the_ranks_own_device(tiny: Path, vllm: list[dict[str, Any]]) -> None:
+    for where, ranks in (("meta:1", 1), ("meta:1", 2), ("meta", 1)):
+        VLLMEngine(
+            load_model(str(tiny)), load_tokenizer(str(tiny)), eos_token_ids=(0,), seed=0, device=where,
+            tensor_parallel_size=ranks,
+        )  # fmt: skip
+    assert [made.get("device_ids") for made in vllm] == [[1], None, None]
 
 
 class Named:

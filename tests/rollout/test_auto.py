@@ -16,11 +16,13 @@ import verl
 from tests.test_device import Fake
 from tests.trainer.test_run import settings
 from verl import device
+from verl.algorithms import make_algorithm
 from verl.cli.doctor import check_engine
 from verl.cli.plan import plan
 from verl.config import Config, build_config
 from verl.errors import ConfigError
 from verl.models.options import LoraOptions
+from verl.planner.hardware import Cluster
 from verl.roles.layouts import enable_hybrid_engine
 from verl.rollout import choice
 from verl.rollout.choice import Choice, choose_engine
@@ -29,6 +31,7 @@ from verl.rollout.embedded import EmbeddedEngine
 from verl.rollout.options import RolloutOptions
 from verl.rollout.tools import ToolEpisode
 from verl.trainer.engine import FILE, settle_engine, with_engine
+from verl.trainer.memory import memory_on
 from verl.trainer.run import train
 from verl.workers.standalone import EngineRecipe
 
@@ -164,6 +167,13 @@ def test_a_run_keeps_its_engine(install: Install, tiny: Path, tmp_path: Path) ->
     train(config(tmp_path, tiny))
     (kept,) = (tmp_path / "runs").glob(f"test*/{FILE}")
     assert kept.read_text() == '{"name": "embedded"}\n'
+
+
+def test_a_plan_for_gpus_counts_what_the_run_would_take(gpu: Install, tiny: Path, tmp_path: Path) -> None:
+    for there, parts in ((True, {"actor", "vLLM"}), (False, {"actor"})):
+        gpu(there)
+        found = memory_on(config(tmp_path, tiny), [make_algorithm("reinforce_plus_plus")], Cluster.parse("1xL4"))
+        assert found.parts.keys() - {"reference"} == parts
 
 
 def test_the_dry_run_and_the_doctor_show_it(gpu: Install, tiny: Path, tmp_path: Path) -> None:
