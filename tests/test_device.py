@@ -6,10 +6,14 @@ be put anywhere.
 
 from __future__ import annotations
 
+import json
+import logging
 import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -17,19 +21,26 @@ import torch
 import verl
 from verl import device
 from verl.algorithms import make_algorithm
-from verl.cli.doctor import check_devices
+from verl.cli.doctor import check_devices, check_space
+from verl.cli.plan import cluster_of
 from verl.config import build_config
 from verl.controller.controller import Controller
 from verl.controller.placement import DeviceMesh
 from verl.device import free_memory, peak_memory
 from verl.errors import ConfigError, ModelError
-from verl.models.loading import load_model
+from verl.models.loading import load_model, load_tokenizer
 from verl.models.packed import PackedModel
+from verl.planner import calibrate
+from verl.planner.hardware import sheet_of
 from verl.roles.layouts import generation_seconds
 from verl.rollout.embedded import EmbeddedEngine
+from verl.rollout.options import SamplerOptions
+from verl.rollout.vllm import VLLMEngine
 from verl.trainer import build
 from verl.trainer.memory import check_memory
 from verl.trainer.rng import rng_state, set_rng_state
+from verl.trainer.run import train
+from verl.workers.actor import make_rollout_engine
 from verl.workers.standalone import EngineRecipe
 
 
@@ -61,6 +72,9 @@ class Fake:
     def max_memory_allocated(self, name: str) -> int:
         return 7 << 20
 
+    def synchronize(self) -> None:
+        """Nothing runs beside the host."""
+
 
 @pytest.fixture
 def fake(monkeypatch: pytest.MonkeyPatch) -> Fake:
@@ -71,11 +85,32 @@ def fake(monkeypatch: pytest.MonkeyPatch) -> Fake:
     return there
 
 
+@pytest.fixture
+def no_host(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The host's memory is not asked about."""
+
+    def host() -> int:
+        raise AssertionError("the host was asked about a device's memory")
+
+    monkeypatch.setattr(device, "_free_on_host", host)
+    monkeypatch.setattr(device, "_peak_on_host", host)
+
+
 def test_the_machine_is_asked() -> None:
-    assert 10e6 < free_memory() < 1e15
-    before = peak_memory()
+    assert 10e6 < free_memory("cpu") < 1e15
+    before = peak_memory("cpu")
     block = torch.ones(50_000_000)
-    assert peak_memory() >= before + 0.5 * block.nbytes or peak_memory() > 2 * block.nbytes
+    assert peak_memory("cpu") >= before + 0.5 * block.nbytes or peak_memory("cpu") > 2 * block.nbytes
+
+
+def test_the_host_stands_for_no_device_that_is_not_here(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(device, "_accelerators", lambda: Fake(count=0))
+    for question in (free_memory, peak_memory, device.total_memory):
+        with pytest.raises(ConfigError, match="no device 'cuda:1' here"):
+            question("cuda:1")
+    with pytest.raises(ConfigError, match="of an accelerator"):
+        device.total_memory("cpu")
+    assert device.device_name("cuda:1") == "cuda:1" and not device.is_here("cuda:1") and device.is_here("cpu")
 
 
 def test_cgroup_files(tmp_path: Path) -> None:
@@ -129,6 +164,7 @@ def test_memory_is_that_of_the_device(fake: Fake) -> None:
     assert free_memory("cpu") > 10e6 and peak_memory("cpu") > 10 << 20
 
 
+@pytest.mark.usefixtures("no_host")
 @pytest.mark.parametrize("loaded", [False, True])
 def test_a_run_is_refused_by_what_the_device_has(fake: Fake, tiny: Path, loaded: bool) -> None:
     config = build_config({"actor_rollout_ref": {"model": {"path": str(tiny)}}})
@@ -144,7 +180,20 @@ def test_a_run_is_refused_by_what_the_device_has(fake: Fake, tiny: Path, loaded:
         check_memory(config, [algorithm], actor)
 
 
+def test_memory_of_devices_that_the_driver_does_not_see_is_not_checked(
+    tiny: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    config = build_config({"actor_rollout_ref": {"model": {"path": str(tiny)}}})
+    actor = build.build_actor(config, "lm", 8)
+    monkeypatch.setattr(actor.controller, "device", "cuda:0")
+    with caplog.at_level(logging.INFO, "verl"):
+        check_memory(config, [make_algorithm("gpg")], actor)
+    assert "memory is not checked: this process sees no 'cuda:0'" in caplog.text
+
+
+@pytest.mark.usefixtures("no_host")
 def test_the_doctor_shows_the_devices(fake: Fake) -> None:
+    assert check_space().detail.startswith("3.2 GB of memory on meta:0, ")
     found = check_devices()
     assert found.detail == "meta:0 (80 GiB), meta:1 (80 GiB); a run's default: meta"
 
@@ -205,17 +254,6 @@ def test_a_worker_has_the_device_that_its_process_sees(monkeypatch: pytest.Monke
     assert EngineRecipe.of(actor).device == "cuda"  # of which a process with one device has number 0
 
 
-@pytest.fixture
-def no_host(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The host's memory is not asked about."""
-
-    def host() -> int:
-        raise AssertionError("the host was asked about a device's memory")
-
-    monkeypatch.setattr(device, "_free_on_host", host)
-    monkeypatch.setattr(device, "_peak_on_host", host)
-
-
 @pytest.mark.usefixtures("no_host")
 def test_a_layout_is_chosen_by_the_devices_memory_before_the_model_is_there(fake: Fake, tiny: Path) -> None:
     actor = verl.Actor(str(tiny))
@@ -235,3 +273,111 @@ def test_a_kv_cache_is_of_the_device_not_the_host(fake: Fake, tiny: Path, free: 
     room = (free + (3 << 20)) // 2
     assert room - cache.bytes / cache.num_blocks < cache.bytes <= room
     assert peak_memory(packed.device) == 7 << 20
+
+
+@pytest.fixture
+def vllm(fake: Fake, monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
+    """A build of vLLM for the accelerator; what engines are made with."""
+    made: list[dict[str, Any]] = []
+    config = SimpleNamespace(vllm_config=SimpleNamespace(model_config=SimpleNamespace(enable_sleep_mode=False)))
+
+    def llm(**options: Any) -> Any:
+        made.append(options)
+        return SimpleNamespace(llm_engine=config, collective_rpc=lambda name: [{"scaled": True, "version": None}])
+
+    class Platform:
+        @property
+        def device_type(self) -> str:
+            return fake.kind
+
+        def is_cpu(self) -> bool:
+            return False
+
+        is_sleep_mode_available = is_cpu
+
+    monkeypatch.setitem(sys.modules, "vllm", SimpleNamespace(LLM=llm))
+    monkeypatch.setitem(sys.modules, "vllm.platforms", SimpleNamespace(current_platform=Platform()))
+    return made
+
+
+@pytest.mark.parametrize("place", ["device", "host", "worker"])
+@pytest.mark.usefixtures("no_host")
+def test_vllms_share_is_of_the_device_that_it_computes_on(
+    fake: Fake, tiny: Path, vllm: list[dict[str, Any]], place: str
+) -> None:
+    """Wherever the model is that it is made from; also in a worker's process of asynchronous training."""
+    fake.free = 9 << 20
+    if place != "host":
+        fake.kind = "cpu"  # an accelerator on which a model can be
+    options = SamplerOptions(name="vllm", max_num_seqs=4096)
+    if place == "worker":
+        EngineRecipe.of(verl.Actor(str(tiny), rollout="vllm", max_num_seqs=4096)).make()
+    else:
+        make_rollout_engine(PackedModel(load_model(str(tiny))), load_tokenizer(str(tiny)), (0,), options)
+    assert vllm[0]["kv_cache_memory_bytes"] == ((9 << 20) + (3 << 20)) // 4
+
+
+@pytest.mark.usefixtures("fake")
+def test_vllm_of_one_rank_stands_on_the_ranks_own_device(tiny: Path, vllm: list[dict[str, Any]]) -> None:
+    for where, ranks in (("meta:1", 1), ("meta:1", 2), ("meta", 1)):
+        VLLMEngine(
+            load_model(str(tiny)), load_tokenizer(str(tiny)), eos_token_ids=(0,), seed=0, device=where,
+            tensor_parallel_size=ranks,
+        )  # fmt: skip
+    assert [made.get("device_ids") for made in vllm] == [[1], None, None]
+
+
+class Named:
+    """`torch.cuda` of a machine, as far as the name of a device goes."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+
+    def get_device_name(self, where: str) -> str:
+        return self.name
+
+
+@pytest.mark.parametrize("name", ["NVIDIA H100 80GB HBM3", "NVIDIA A100-SXM4-40GB", "Accelerator 7"])
+@pytest.mark.usefixtures("no_host")
+def test_a_calibration_is_of_the_accelerator(fake: Fake, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    places, linked = [], []
+
+    def product(x: torch.Tensor, w: torch.Tensor) -> None:
+        places.append((x.device.type, w.device.type, x.dtype))
+
+    def link(megabytes: int, kind: str) -> float:
+        linked.append(kind)
+        return 1e9
+
+    monkeypatch.setattr(device, "_module", lambda where: Named(name))
+    monkeypatch.setattr(torch.nn.functional, "linear", product)
+    monkeypatch.setattr(torch.Tensor, "pin_memory", lambda self: self)
+    monkeypatch.setattr(calibrate, "_collective", link)
+    found = cluster_of("2xhere", None, None, True).device
+    assert set(places) == {("meta", "meta", torch.bfloat16)} and linked == ["meta"]
+    assert found.memory == 80 << 30
+    sheet = sheet_of(name)
+    if sheet is None:
+        assert (found.name, found.link) == (name, 1e9) and found.host != found.bandwidth
+    else:
+        assert replace(sheet, memory=found.memory) == found
+        assert sheet.name == {"H": "H100", "A": "A100-40"}[name[7]]
+
+
+@pytest.mark.usefixtures("no_host")
+def test_the_figures_of_a_run_are_of_the_device(fake: Fake, tiny: Path, tmp_path: Path) -> None:
+    fake.kind = "cpu"  # an accelerator on which a run can compute
+    settings = {
+        "actor_rollout_ref": {
+            "model": {"path": str(tiny)},
+            "rollout": {"n": 2, "max_new_tokens": 4, "max_num_seqs": 4},
+        },
+        "data": {"train": {"task": "chain_sum", "size": 8}, "batch_size": 2},
+        "reward": {"name": "task"},
+        "trainer": {"total_steps": 1, "output_dir": str(tmp_path)},
+    }
+    summary = train(build_config(settings))
+    run = tmp_path / "latest"
+    row = json.loads((run / "metrics.jsonl").read_text().splitlines()[-1])
+    assert summary["peak_memory_bytes"] == 7 << 20 and row["memory/peak_gb"] == (7 << 20) / 1e9
+    assert "0.01 GB" in (run / "report.html").read_text()

@@ -13,6 +13,8 @@ from functools import cache, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
+from verl.errors import ConfigError
+
 if TYPE_CHECKING:
     import torch
     from torch import nn
@@ -54,7 +56,12 @@ def count(kind: str) -> int:
 def device_name(device: str) -> str:
     """What the driver calls a device, such as "NVIDIA H100 80GB HBM3"; its kind where that is unknown."""
     read = getattr(_module(device), "get_device_name", None)
-    return device if _is_host(device) or read is None else str(read(device))
+    return device if device.partition(":")[0] != accelerator() or read is None else str(read(device))
+
+
+def is_here(device: str) -> bool:
+    """Whether this process can ask about its memory: it is the host, or of the kind of the accelerators here."""
+    return device.partition(":")[0] in ("cpu", accelerator())
 
 
 def synchronize() -> None:
@@ -182,8 +189,12 @@ def _graph_pool() -> Any:
     return torch.cuda.graph_pool_handle()
 
 
-def free_memory(device: torch.device | str = "cpu") -> int:
-    """Bytes that this process can still allocate on a device, or on the host."""
+def free_memory(device: torch.device | str) -> int:
+    """Bytes that this process can still allocate on a device, or on the host ("cpu").
+
+    Raises:
+        ConfigError: there is no device of that kind here.
+    """
     name = str(device)
     if _is_host(name):
         return _free_on_host()
@@ -192,12 +203,18 @@ def free_memory(device: torch.device | str = "cpu") -> int:
 
 
 def total_memory(device: torch.device | str) -> int:
-    """Bytes that an accelerator has."""
+    """Bytes that an accelerator has. Raises ConfigError: there is none of that kind here, or it is the host."""
+    if _is_host(str(device)):
+        raise ConfigError("the total memory is of an accelerator; of the host there is what is free")
     return int(_info(str(device))[1])
 
 
-def peak_memory(device: torch.device | str = "cpu") -> int:
-    """Most bytes so far that this process held at once: tensors on a device, resident memory on the host."""
+def peak_memory(device: torch.device | str) -> int:
+    """Most bytes so far that this process held at once: tensors on a device, resident memory on the host ("cpu").
+
+    Raises:
+        ConfigError: there is no device of that kind here.
+    """
     return _peak_on_host() if _is_host(str(device)) else int(_memory(str(device)).max_memory_allocated(str(device)))
 
 
@@ -209,6 +226,9 @@ def _module(device: str) -> Any:
 
 
 def _is_host(device: str) -> bool:
+    """The host's memory stands for no device that is not here."""
+    if not is_here(device):
+        raise ConfigError(f"there is no device '{device}' here, so nothing is known of its memory")
     return device.partition(":")[0] != accelerator()
 
 

@@ -97,7 +97,7 @@ def test_the_engine_is_one_of_ours_or_of_a_file():
     assert "did you mean 'vllm'?" in problem(**policy(rollout={"name": "vlm"}))
     assert "FILE.py:FUNCTION" in problem(**policy(rollout={"name": "engine.txt:Mine"}))
     assert "'hf' does not split a model" in problem(**policy(rollout={"name": "hf", "tensor_model_parallel_size": 2}))
-    for name in ("embedded", "vllm", "engines/mine.py:Mine"):
+    for name in ("auto", "embedded", "vllm", "engines/mine.py:Mine"):
         Config(**policy(rollout={"name": name, "tensor_model_parallel_size": 2}))
 
 
@@ -116,6 +116,10 @@ def test_settings_that_contradict_each_other():
     assert "rollout.min_new_tokens: must be at most max_new_tokens (4)" in problem(
         **policy(rollout={"min_new_tokens": 5, "max_new_tokens": 4})
     )
+    assert "rollout.url: is of vLLM servers: leave rollout.name=hf out" in problem(
+        **policy(rollout={"name": "hf", "url": ["http://localhost:1"]})
+    )
+    Config(**policy(rollout={"url": ["http://localhost:1"], "batch_invariant": True}))
     assert "rollout.batch_invariant: is for the embedded engine" in problem(
         **policy(rollout={"name": "hf", "batch_invariant": True})
     )

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import pytest
@@ -19,6 +20,7 @@ from verl.models.options import LoraOptions
 from verl.models.shards import model_shards
 from verl.rollout.base import Request, Sample, SamplingParams, generate
 from verl.rollout.vllm import VLLMEngine
+from verl.rollout.vllm_transport import DeviceTransport, FileTransport
 from verl.shard import Shard
 
 pytest.importorskip("vllm")
@@ -210,8 +212,8 @@ def test_what_fails_before_weights_are_put_in_place_leaves_the_old_ones(
     version = engine.policy_version
     with pytest.raises(OSError, match="disk"):
         engine.load_shards(stream(), 9)
-    monkeypatch.setattr("verl.rollout.vllm_worker.load_file", None)
-    monkeypatch.setattr(engine, "_by_file", True)
+    monkeypatch.setattr("verl.rollout.vllm_transport.load_file", None)
+    monkeypatch.setattr(engine, "_transport", FileTransport())
     with pytest.raises(RolloutError, match=r"did not take the weights of version 9"):
         engine.load_shards(model_shards(model), 9)
     monkeypatch.undo()
@@ -219,6 +221,13 @@ def test_what_fails_before_weights_are_put_in_place_leaves_the_old_ones(
     assert {s.policy_version for s in samples} == {version}
     assert differences(model, samples).max() < 1e-3
     engine.load_shards(model_shards(model), 9)
+
+
+class Damaged(FileTransport):
+    @contextmanager
+    def lend(self, shards: Sequence[Shard]) -> Iterator[dict[str, Any]]:
+        with super().lend(shards) as message:
+            yield {**message, "checksum": "0"}
 
 
 def test_untied_weights_travel_by_file_too_and_damage_is_seen(
@@ -234,11 +243,11 @@ def test_untied_weights_travel_by_file_too_and_damage_is_seen(
     with pytest.raises(ConfigError, match="holds no block"):
         VLLMEngine(model, tokenizer, eos_token_ids=(2,), seed=0, kv_memory=40 * token)
     nudge(model)
-    monkeypatch.setattr(engine, "_by_file", True)
+    monkeypatch.setattr(engine, "_transport", FileTransport())
     engine.load_shards(model_shards(model), 1)
     samples = list(generate(engine, requests("f", SamplingParams(max_new_tokens=20))))
     assert differences(model, samples).max() < 1e-3
-    monkeypatch.setattr("verl.rollout.vllm.checksum", lambda shards: "0")
+    monkeypatch.setattr(engine, "_transport", Damaged())
     with pytest.raises(RolloutError, match="not those that were sent"):
         engine.load_shards(model_shards(model), 2)
     assert {s.policy_version for s in generate(engine, requests("f", SamplingParams(max_new_tokens=20)))} == {1}
@@ -303,16 +312,28 @@ def test_bf16_is_as_near_after_updates_as_a_fresh_engine(
     assert after < 1.2 * fresh
 
 
+@pytest.mark.parametrize("transport", [FileTransport(), DeviceTransport("cpu", 2)], ids=["file", "device"])
 def test_two_ranks_share_the_model(
-    make_model: Callable[..., PreTrainedModel], tokenizer: PreTrainedTokenizerFast
+    make_model: Callable[..., PreTrainedModel],
+    tokenizer: PreTrainedTokenizerFast,
+    transport: FileTransport | DeviceTransport,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    """Weights come in a file, or, in many bunches, in memory that the workers open, as that of a GPU would be."""
+    monkeypatch.setattr("verl.shard.BUNCH", 1 << 14)
     model = make_model("llama", torch.float32)
     engine = started(model, tokenizer, tensor_parallel_size=2)
     try:
+        assert isinstance(engine._transport, FileTransport)
+        engine._transport = transport
         nudge(model)
         engine.load_shards(model_shards(model), 1)
         samples = list(generate(engine, requests("t", SamplingParams(max_new_tokens=12, temperature=0.8))))
         assert differences(model, samples, 0.8).max() < 1e-3
+        nudge(model)
+        engine.load_shards(model_shards(model), 2)  # now in place
+        samples = list(generate(engine, requests("u", SamplingParams(max_new_tokens=12))))
+        assert differences(model, samples).max() < 1e-3
     finally:
         engine.close()
 

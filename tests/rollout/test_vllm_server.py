@@ -160,7 +160,7 @@ def test_an_update_that_is_damaged_on_the_way_leaves_the_old_weights(
     model = load_model(wide)
     engine = verl.vLLMWorker(api_url=server.url, tokenizer=str(wide)).engine(model, (0,), 0)
     engine.load_shards(model_shards(model), 20)
-    monkeypatch.setattr("verl.rollout.vllm.checksum", lambda shards: "0")
+    monkeypatch.setattr("verl.rollout.vllm_transport.checksum", lambda shards: "0")
     with pytest.raises(RolloutError, match="no rollout server took the weights of version 21"):
         engine.load_shards(model_shards(model), 21)
     answer = httpx.post(f"{server.url}/collective_rpc", json={"method": "verl_served"}).json()

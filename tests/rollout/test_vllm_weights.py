@@ -64,7 +64,7 @@ def test_pieces_are_put_in_place(
     found, peak = [], 0
     for versions in (3, 1):
         engine = VLLMEngine(model, tokenizer, eos_token_ids=(2,), seed=0, max_num_seqs=16, kv_memory=1 << 23)
-        assert not engine._by_file  # the weights are counted in this process
+        assert engine._transport is None  # the weights are counted in this process
         for version in range(versions):
             if versions > 1:
                 with torch.no_grad():

@@ -97,8 +97,8 @@ def doctor(
 def examine(timeout: float = 60.0) -> Iterator[Finding]:
     """All checks, one after the other."""
     checks: tuple[Callable[[], Finding | Iterator[Finding]], ...] = (
-        check_parts, check_extras, check_devices, check_kernels, check_space, check_shared_memory, check_host,
-        lambda: check_collective(timeout),
+        check_parts, check_extras, check_devices, check_engine, check_kernels, check_space, check_shared_memory,
+        check_host, lambda: check_collective(timeout),
     )  # fmt: skip
     for check in checks:
         found = check()
@@ -143,6 +143,18 @@ def check_devices() -> Finding:
     return Finding("devices", "ok", f"{found}; a run's default: {device.default_kind()}")
 
 
+def check_engine() -> Finding:
+    """What `rollout.name: auto` is here, where nothing else is set."""
+    from verl.rollout.choice import choose_engine
+    from verl.rollout.options import RolloutOptions
+
+    kind = device.default_kind()
+    name, why = choose_engine(RolloutOptions(), kind)
+    missing = kind == "cuda" and name != "vllm"
+    advice = "vLLM generates faster on a GPU: pip install 'verl-hybrid[vllm]'" if missing else ""
+    return Finding("engine", "ok", f"rollout.name=auto is {name}: {why}", advice)
+
+
 def check_kernels() -> Finding:
     """What compiles the kernels for CPU, and where they are kept."""
     from verl.kernels.build import find_compiler, library
@@ -160,8 +172,10 @@ def check_kernels() -> Finding:
 
 def check_space() -> Finding:
     """What is free for a model, and for its checkpoints (up to 14 bytes a parameter)."""
-    folder = Path.cwd()
-    free = f"{device.free_memory() / 1e9:.1f} GB of memory, {shutil.disk_usage(folder).free / 1e9:.1f} GB in {folder}"
+    folder, kind = Path.cwd(), device.default_kind()
+    memory = device.free_memory(kind if kind == "cpu" else f"{kind}:0") / 1e9
+    where = "" if kind == "cpu" else f" on {kind}:0"
+    free = f"{memory:.1f} GB of memory{where}, {shutil.disk_usage(folder).free / 1e9:.1f} GB in {folder}"
     if os.access(folder, os.W_OK):
         return Finding("free", "ok", free)
     return Finding("free", "fail", f"{free}, which cannot be written", "set trainer.output_dir elsewhere")

@@ -58,7 +58,9 @@ def generate(
     prompt_column: Annotated[str | None, typer.Option(help="Column of the prompt (else found by itself).")] = None,
     limit: Annotated[int | None, typer.Option(min=1, help="Take the first prompts only.")] = None,
     seed: Annotated[int, typer.Option(help="Fixes the samples.")] = 0,
-    engine: Annotated[str, typer.Option(help="embedded, hf, vllm or FILE.py:CLASS.")] = "embedded",
+    engine: Annotated[
+        str, typer.Option(help="auto (vllm on a GPU, where it is installed), embedded, hf, vllm or FILE.py:CLASS.")
+    ] = "auto",
     dtype: Annotated[str, typer.Option(help="auto, float32, bfloat16 or float16.")] = "auto",
     max_num_seqs: Annotated[int, typer.Option(min=1, help="Sequences generated at the same time.")] = 256,
     kv_cache_gb: Annotated[float | None, typer.Option(help="Memory for keys and values, in GB.")] = None,
@@ -77,13 +79,18 @@ def generate(
     $ echo 'Once upon a time' | verl generate models/SmolLM2-135M-Instruct - story.jsonl
     """
     from verl.data.prompts import load_prompts
+    from verl.device import default_kind
     from verl.kernels.library_memory import limit_library_memory
     from verl.rollout.base import Request, SamplingParams
-    from verl.rollout.options import SamplerOptions
+    from verl.rollout.choice import choose_engine
+    from verl.rollout.options import RolloutOptions, SamplerOptions
 
     if system is not None and chat is False:
         raise ConfigError("--system starts a chat and --plain makes none: leave one of them out")
     limit_library_memory()
+    if engine == "auto":
+        known = "bfloat16" if dtype == "auto" else dtype
+        engine = choose_engine(RolloutOptions(), default_kind(), dtype=known).name
     params = SamplingParams(
         max_new_tokens=max_new_tokens,
         temperature=temperature,

@@ -10,8 +10,11 @@ from typing import TYPE_CHECKING, Any
 from verl.config import Config, CostConfig, RewardPart, run_id
 from verl.controller.placement import DeviceMesh
 from verl.errors import ConfigError
+from verl.models.options import ModelOptions
 from verl.planner.hardware import DEVICES, Cluster, Efficiency
 from verl.planner.search import Plan, search
+from verl.rollout.choice import planned_engine
+from verl.rollout.options import RolloutOptions
 
 if TYPE_CHECKING:
     from verl.algorithms import BaseAlgorithm
@@ -34,6 +37,7 @@ def plan(config: Config) -> dict[str, str]:
         "reward": _reward(config.reward),
         **({"cost": _reward(config.cost)} if config.cost.is_given else {}),
         "a step": _step(config),
+        "engine": _engine(policy.rollout, policy.model),
         "steps": f"{trainer.total_steps}, {_evaluated(config)}, saved {_every(trainer.save_every)}",
     }
     if trainer.placement is not None:
@@ -90,9 +94,9 @@ def cluster_of(text: str, network: float | None, efficiency: str | None, calibra
     from verl import device
     from verl.planner.calibrate import as_device, measure
 
-    found, kind = measure(), device.accelerator()
+    found, kind = measure(), device.default_kind()
     count = int(text.lower().split("x")[-2]) if text.lower().endswith("xhere") and text[:1].isdigit() else 1
-    memory = device.total_memory(kind) if kind else device.free_memory() / count
+    memory = device.free_memory("cpu") / count if kind == "cpu" else device.total_memory(f"{kind}:0")
     here, shares = as_device(found, memory)
     if not text.lower().endswith("xhere") and found.sheet() != DEVICES.get(text.lower().rpartition("x")[2]):
         raise ConfigError(f"--calibrate measures this machine, a {found.kind}: write --cluster {count}xhere")
@@ -164,6 +168,13 @@ def _model(path: str) -> str:
         return f"{path} (no directory here: looked up as a hub name)"
     size = sum(file.stat().st_size for file in directory.glob("*.safetensors"))
     return f"{path} ({size / 1e6:,.0f} MB of weights)" if size else f"{path} (a directory without weights)"
+
+
+def _engine(rollout: RolloutOptions, model: ModelOptions) -> str:
+    if rollout.name != "auto" or rollout.url:
+        return "vLLM servers" if rollout.url else rollout.name
+    name, why = planned_engine(rollout, model)
+    return f"embedded (auto: on a GPU {'too' if name == 'embedded' else name}, because {why})"
 
 
 def _source(source: str | dict[str, Any] | None) -> str:

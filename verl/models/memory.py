@@ -11,7 +11,6 @@ from dataclasses import asdict, dataclass
 from functools import partial
 from typing import TYPE_CHECKING
 
-from verl.device import free_memory
 from verl.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -155,14 +154,14 @@ def preflight(
     gradient_checkpointing: bool = False,
     moments: str | None = None,
     cut_over: int = 1,
-    available: int | None = None,
+    available: int,
 ) -> MemoryEstimate:
     """What training this model takes at its peak; an error before the start if the machine has less. Its weights are in
     memory already, and not free any more.
 
     Args:
         key: the section of the configuration that a message names, such as "actor_rollout_ref.actor".
-        available: bytes; by default what the host has free.
+        available: bytes that are free where it is trained.
 
     Raises:
         ConfigError: it does not fit; the message says how much is missing and which setting makes it fit.
@@ -173,7 +172,7 @@ def preflight(
         return fixed(micro_batch_tokens=tokens, gradient_checkpointing=checkpointing)
 
     estimate = need(max_tokens_per_micro_batch, gradient_checkpointing)
-    have = (free_memory() if available is None else available) + estimate.weights
+    have = available + estimate.weights
     if estimate.total <= have:
         return estimate
     missing = f"{key}: training needs {estimate}, and {have / 1e9:.2f} GB are there"

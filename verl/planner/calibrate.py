@@ -12,9 +12,13 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from verl.errors import ClusterError
 from verl.planner.hardware import GB, Device, Efficiency, sheet_of
+
+if TYPE_CHECKING:
+    import torch
 
 #: Seconds that the ranks of the collective may take to start, and to finish.
 DEADLINE = 120
@@ -22,12 +26,14 @@ DEADLINE = 120
 
 @dataclass(frozen=True)
 class Measured:
-    """Rates that were reached. `network` is None where there are not two devices."""
+    """Rates that a device reached. `network` is None where there are not two devices, `host` (from the host's memory to
+    the device's) on CPU."""
 
     kind: str
     flops: float
     bandwidth: float
     network: float | None
+    host: float | None = None
 
     def efficiency(self, device: Device, usual: Efficiency | None = None) -> Efficiency:
         """As shares of a device's data sheet; a share that was not measured stays as usual."""
@@ -38,7 +44,7 @@ class Measured:
     def device(self, memory: float) -> Device:
         """A machine without a data sheet: what was measured is all that it can do (shares of 1)."""
         network = self.network or GB
-        return Device(self.kind, self.flops, memory, self.bandwidth, network, network, self.bandwidth)
+        return Device(self.kind, self.flops, memory, self.bandwidth, network, network, self.host or self.bandwidth)
 
     def sheet(self) -> Device | None:
         """The data sheet of this machine's device, if it is known."""
@@ -46,10 +52,10 @@ class Measured:
 
 
 def measure(megabytes: int = 32) -> Measured:
-    """Measure this machine's first accelerator, else its CPU (seconds).
+    """Measure what runs take by default: this machine's first accelerator, else its CPU (seconds).
 
     Args:
-        megabytes: size of what is copied and summed over two ranks.
+        megabytes: size of what is gathered over two ranks, and copied (on an accelerator 16 times as much).
 
     Raises:
         ClusterError: the ranks of the collective do not answer within the deadline.
@@ -58,22 +64,33 @@ def measure(megabytes: int = 32) -> Measured:
 
     from verl import device
 
-    name = device.accelerator()
-    where = torch.device(name or "cpu")
-    dtype = torch.bfloat16 if name else torch.float32
-    rows, width, inner = (8192, 8192, 8192) if name else (512, 1024, 1024)
+    kind = device.default_kind()
+    is_cpu = kind == "cpu"
+    where = torch.device("cpu") if is_cpu else torch.device(kind, 0)
+    dtype = torch.float32 if is_cpu else torch.bfloat16
+    rows, width, inner = (512, 1024, 1024) if is_cpu else (8192, 8192, 8192)
     x, w = torch.randn(rows, width, device=where, dtype=dtype), torch.randn(inner, width, device=where, dtype=dtype)
     product = _seconds(lambda: torch.nn.functional.linear(x, w))
-    source = torch.randn(megabytes * (1 << 18) * (16 if name else 1), device=where)
+    source = torch.randn(megabytes * (1 << 18) * (1 if is_cpu else 16), device=where)
     target = torch.empty_like(source)
     copy = _seconds(lambda: target.copy_(source))
-    count = device.count(name) if name else 2
+    count = 2 if is_cpu else device.count(kind)
     return Measured(
         device.device_name(str(where)),
         2 * rows * width * inner / product,
         2 * source.nbytes / copy,
-        _collective(megabytes, where.type) if count > 1 else None,
+        _collective(megabytes, kind) if count > 1 else None,
+        None if is_cpu else _from_host(megabytes, where),
     )
+
+
+def _from_host(megabytes: int, where: torch.device) -> float:
+    """Bytes/s of a copy to the device."""
+    import torch
+
+    source = torch.ones(megabytes << 18).pin_memory()
+    target = torch.empty_like(source, device=where)
+    return source.nbytes / _seconds(lambda: target.copy_(source, non_blocking=True))
 
 
 def _seconds(run: Callable[[], object], times: int = 7) -> float:
@@ -113,15 +130,16 @@ def _rank(directory: str, megabytes: int, kind: str, rank: int) -> None:
     import torch
     import torch.distributed as dist
 
-    backend = "nccl" if kind == "cuda" else "gloo"
+    if kind != "cpu":
+        torch.accelerator.set_device_index(rank)
     dist.init_process_group(
-        backend,
+        dist.get_default_backend_for_device(kind),  # of GPUs their own, so that their links are measured
         init_method=f"file://{Path(directory) / 'store'}",
         rank=rank,
         world_size=2,
         timeout=timedelta(seconds=DEADLINE),
     )
-    where = torch.device(kind, rank) if kind == "cuda" else torch.device(kind)
+    where = torch.device("cpu") if kind == "cpu" else torch.device(kind, rank)
     piece = torch.ones(megabytes << 17, device=where)
     whole = [torch.empty_like(piece) for _ in range(2)]
     seconds = _seconds(lambda: dist.all_gather(whole, piece))

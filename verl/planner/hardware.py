@@ -63,9 +63,13 @@ CPU = Device("cpu", 200 * GB, 16 * GB, 20 * GB, 2 * GB, GB, 20 * GB)
 
 
 def sheet_of(name: str) -> Device | None:
-    """The data sheet of a device by the name that its driver gives it, such as "NVIDIA H100 80GB HBM3"."""
+    """The data sheet of a device by the name that its driver gives it, such as "NVIDIA A100-SXM4-40GB"."""
     words = name.lower().replace("-", " ").split()
-    return next((DEVICES[key] for key in sorted(DEVICES, key=len, reverse=True) if key in words), None)
+    kind = next((key for key in sorted(DEVICES, key=len, reverse=True) if key in words), None)
+    if kind is None:
+        return None
+    sizes = (word.removesuffix("gb") for word in words if re.fullmatch(r"\d+gb", word))
+    return next((DEVICES[key] for size in sizes if (key := f"{kind}-{size}") in DEVICES), DEVICES[kind])
 
 
 @dataclass(frozen=True)

@@ -17,6 +17,7 @@ from verl.planner.cost import Workload
 from verl.planner.hardware import Cluster
 from verl.planner.memory import Strategy, ddp, fsdp
 from verl.planner.search import Choice, Model, Plan, Problem
+from verl.rollout.choice import planned_engine
 from verl.training.options import DeepSpeedOptions, FSDPConfig, TrainOptions
 
 _BYTES = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}
@@ -76,7 +77,7 @@ def _workload(config: Config) -> Workload:
         micro_tokens=min(update.max_tokens_per_micro_batch or rows * length, rows * length),
         checkpointing=policy.model.enable_gradient_checkpointing,
         max_num_seqs=rollout.max_num_seqs,
-        old_log_probs=updates > 1 or rollout.name != "embedded",
+        old_log_probs=updates > 1 or planned_engine(policy.rollout, policy.model).name != "embedded",
     )
 
 

@@ -40,6 +40,7 @@ from verl.roles.settings import (
     model_options,
     optimizer_settings,
     sampler_options,
+    with_engine,
     with_keywords,
 )
 from verl.rollout.base import SamplingParams, as_sampling
@@ -80,8 +81,9 @@ class Actor:
             values, else GRPO where every prompt has several samples, else REINFORCE++ (a whitened batch baseline).
         optim: `OptimConfig`, a mapping of its fields, your own `torch.optim.Optimizer` over the model's parameters, or
             a function that makes one of a list of parameters (where ranks cut weights, of their pieces).
-        rollout: the engine that generates: "embedded" (on the very tensors that are trained), "hf", "vllm", a function
-            or class that makes a `RolloutEngine`, "FILE.py:NAME" of one, or `RolloutOptions`.
+        rollout: the engine that generates: "auto" (vLLM on a GPU where it is installed and can do what is set, else
+            embedded), "embedded" (on the very tensors that are trained), "hf", "vllm", a function or class that makes a
+            `RolloutEngine`, "FILE.py:NAME" of one, or `RolloutOptions`.
         episode: `async episode(client, row)`, what happens between a prompt and its response (several turns, tools,
             constraints), or "FILE.py:NAME" of one; None: a single turn.
         sampling: how responses are drawn, or a mapping of its fields; keywords of `generate_sequences` override it
@@ -114,7 +116,7 @@ class Actor:
         placement: Any = None,
         algorithm: str | BaseAlgorithm | None = None,
         optim: OptimConfig | Mapping[str, Any] | Any = None,
-        rollout: str | EngineFactory | RolloutOptions = "embedded",
+        rollout: str | EngineFactory | RolloutOptions = "auto",
         episode: Episode | str | None = None,
         sampling: SamplingParams | Mapping[str, Any] | None = None,
         fused_kernels: bool | str | None = None,
@@ -124,7 +126,8 @@ class Actor:
     ) -> None:
         model, tokenizer = as_name(model), as_name(tokenizer)
         generating = sampler_options(rollout, episode, seed)
-        engine_factory(generating.name)  # a misspelt engine is refused before a model is read
+        if generating.name != "auto":
+            engine_factory(generating.name)  # a misspelt engine is refused before a model is read
         given = TrainOptions.of(train, "train")
         optim = optimizer_settings("Actor", settings, given, optim)
         loading, training, self.rollout_options = with_keywords(
@@ -222,6 +225,16 @@ class Actor:
             return self.controller.device
         return device.of(self.model) if self.has_workers else device.target(self.model, self.controller.device)
 
+    def peak_memory(self) -> int:
+        """Most bytes so far that a rank which trains held at once on its device; on CPU, the memory of its process."""
+        return int(self.group.call("peak_memory"))
+
+    def settle_engine(self) -> Any:
+        """The engine that generates, a name or a factory. "auto" is settled now, by where the actor is and what it is
+        asked for, and stays."""
+        self.rollout_options = with_engine(self.rollout_options, self.model, self.device)
+        return self.rollout_options.name
+
     @property
     def outline(self) -> Mapping[str, Tensor]:
         """The whole weights on the meta device, by name. Workers of this process may cut the model that was given."""
@@ -231,6 +244,7 @@ class Actor:
     def group(self) -> Workers[ActorWorker]:
         """The workers; made when they are first needed."""
         if self._group is None:
+            self.settle_engine()
             self._outline = outline(self.model)
             recipe = partial(
                 ActorWorker,

@@ -6,7 +6,7 @@ import logging
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, get_args
 
-from verl.device import count, device_name, free_memory
+from verl.device import count, device_name, free_memory, is_here
 from verl.errors import ConfigError
 from verl.hybrid.meshes import paper_table
 from verl.layout import Layout, Mesh, ModelShape
@@ -19,6 +19,7 @@ from verl.planner.search import Choice, Model, Problem, generations
 from verl.roles.actor import Actor
 from verl.roles.critic import Critic
 from verl.roles.updater import Updater
+from verl.rollout.options import ENGINES
 from verl.training.options import Strategy
 
 logger = logging.getLogger(__name__)
@@ -74,7 +75,7 @@ def enable_hybrid_engine(
         raise ConfigError("hybrid engine: the actor's workers are in place: enable it before the first call")
     if actor.head != "lm":
         raise ConfigError(f"hybrid engine: a model with a '{actor.head}' head writes no responses")
-    if options.name not in ("embedded", "hf", "vllm"):
+    if options.name not in ("auto", *ENGINES):
         raise ConfigError(f"hybrid engine: it is for the engines embedded, hf and vllm, not {options.name!r}")
     if "rollout" in actor.controller.mesh.pools:
         pools = actor.controller.mesh.pools
@@ -85,7 +86,9 @@ def enable_hybrid_engine(
             )
     chosen = {"overlap_comm": overlap_comm, "tensor_model_parallel_size": tensor_parallel_size}
     changes = {name: value for name, value in chosen.items() if value is not None}
-    actor.rollout_options = options = options.replace(**changes)
+    actor.rollout_options = options.replace(**changes)
+    actor.settle_engine()
+    options = actor.rollout_options
     if tensor_parallel_size is None and options.name == "embedded" and options.tensor_model_parallel_size == 1:
         actor.rollout_options = options = options.replace(tensor_model_parallel_size=_best_size(actor))
     meshes = actor.controller.meshes("actor", actor.train_options, options.tensor_parallel).meshes
@@ -139,8 +142,9 @@ def generation_seconds(actor: Actor, train: Layout, sizes: Sequence[int], ranks:
         train: the layout of training.
     """
     size, options, is_cpu = ModelSize.from_model(actor.model), actor.rollout_options, actor.device == "cpu"
-    free = free_memory(actor.device) // (ranks if is_cpu else 1)
     device = CPU if is_cpu else sheet_of(device_name(actor.device)) or DEVICES["a100"]
+    # The driver of a cluster may see no device: then the data sheet's.
+    free = free_memory(actor.device) // (ranks if is_cpu else 1) if is_here(actor.device) else int(device.memory)
     per_machine = ranks if is_cpu else min(ranks, max(1, count(actor.device.partition(":")[0])))
     cluster = Cluster(-(-ranks // per_machine), per_machine, device, device.network * per_machine)
     strategy = fsdp(size.itemsize) if train.shard > 1 else ddp(size.itemsize)

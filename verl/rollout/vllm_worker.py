@@ -8,11 +8,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import load_file
 from torch import Tensor
 from vllm.distributed.weight_transfer.base import (
     WeightTransferEngine,
@@ -23,8 +21,9 @@ from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
 from vllm.v1.sample.metadata import SamplingMetadata
 from vllm.v1.sample.sampler import Sampler
 
+from verl.rollout.vllm_transport import received
 from verl.rollout.vllm_weights import WeightSink
-from verl.shard import Shard, checksum
+from verl.shard import Shard
 
 BACKEND = "verl"
 _GREEDY = 1e-5  # vLLM's own bound: a lower temperature is greedy
@@ -44,6 +43,7 @@ class UpdateInfo(WeightTransferUpdateInfo):
         places: of each piece the name and shape of the weight, and where the piece begins.
         path: a safetensors file that the worker can read, with the pieces under the keys "0", "1" and so on, and
             `checksum` of them; or
+        memory, handles, pieces_at: a buffer on a device, likewise with a `checksum`, see `DeviceTransport`; or
         pieces: the pieces themselves, for a worker in the trainer's process.
     """
 
@@ -52,6 +52,9 @@ class UpdateInfo(WeightTransferUpdateInfo):
     places: Sequence[tuple[str, Sequence[int], Sequence[int]]] = ()
     path: str | None = None
     checksum: str | None = None
+    memory: str | None = None
+    handles: Sequence[Sequence[Any]] = ()
+    pieces_at: Sequence[tuple[str, Sequence[int], int]] = ()
     pieces: Sequence[Tensor] | None = None
 
 
@@ -83,7 +86,7 @@ class ShardTransfer(WeightTransferEngine[InitInfo, UpdateInfo]):
         Raises:
             ValueError: there are none, or not those that were sent.
         """
-        shards = _read(update_info)
+        shards = self._read(update_info)
         if self._version is None:
             self.served, self._version = None, update_info.version
             self._sink.begin()
@@ -105,20 +108,11 @@ class ShardTransfer(WeightTransferEngine[InitInfo, UpdateInfo]):
     def shutdown(self) -> None:
         self._version = None
 
-
-def _read(update: UpdateInfo) -> list[Shard]:
-    if update.pieces is not None:
-        pieces = update.pieces
-    elif update.path is not None and Path(update.path).is_file():
-        stored = load_file(update.path)
-        pieces = [stored[str(number)] for number in range(len(update.places))]
-    else:
-        raise ValueError(f"no weights came: there is no file '{update.path}' where this worker runs")
-    places = zip(update.places, pieces, strict=True)
-    shards = [Shard(name, tuple(shape), tuple(offset), piece) for (name, shape, offset), piece in places]
-    if update.path is not None and checksum(shards) != update.checksum:
-        raise ValueError(f"the weights in {update.path} are not those that were sent")
-    return shards
+    def _read(self, update: UpdateInfo) -> list[Shard]:
+        if update.pieces is None:
+            return received(vars(update), self.parallel_config.rank, self.device)
+        places = zip(update.places, update.pieces, strict=True)
+        return [Shard(name, tuple(shape), tuple(offset), piece) for (name, shape, offset), piece in places]
 
 
 class ScaledSampler(Sampler):
@@ -142,6 +136,10 @@ class WorkerExtension:
         if type(getattr(runner, "sampler", None)) is Sampler:
             runner.sampler.__class__ = ScaledSampler
         return {"scaled": isinstance(getattr(runner, "sampler", None), ScaledSampler)}
+
+    def verl_dropped(self) -> None:
+        """The weights are gone: whatever was served is not any more."""
+        self.weight_transfer_engine.served = None  # type: ignore[attr-defined]
 
     def verl_served(self) -> dict[str, int | None]:
         """The policy version whose weights this worker has."""

@@ -20,6 +20,7 @@ from verl.models.options import ModelOptions
 from verl.planner.hardware import Cluster
 from verl.planner.memory import RESERVE
 from verl.roles.actor import Actor
+from verl.rollout.choice import planned_engine
 from verl.training.options import TrainOptions, layout_of
 
 logger = logging.getLogger(__name__)
@@ -36,6 +37,9 @@ def check_memory(config: Config, algorithms: Iterable[BaseAlgorithm], actor: Act
     policy = config.actor_rollout_ref
     size = ModelSize.from_model(actor.model)
     size = replace(size, fused=size.fused and policy.model.use_fused_kernels)
+    if not device.is_here(actor.controller.device):
+        logger.info("memory is not checked: this process sees no '%s'", actor.controller.device)
+        return
     layout = actor.controller.meshes("actor", policy.actor).meshes["train"].layout
     available = _available(actor, size) - _others(list(algorithms), size)
     estimate = _check_actor(config, size, layout.shard * layout.tp * layout.pp, available)
@@ -61,7 +65,7 @@ def _available(actor: Actor, size: ModelSize) -> int:
     host."""
     where = actor.controller.device
     if where == "cpu":
-        return device.free_memory() // local_ranks()
+        return device.free_memory("cpu") // local_ranks()
     loaded = device.of(actor.model).startswith(where)
     return device.free_memory(where) - (0 if loaded else size.weight_bytes)
 
@@ -164,7 +168,12 @@ def _beside(
                 scored = _size(ModelOptions(path=part.model, dtype=part.dtype), "score")
                 yield f"{role} model", estimate_memory(scored, trained=False)
     online = any(algorithm.online for algorithm in algorithms)
-    copies = online and policy.rollout.name == "vllm" and not _is_apart(config, "rollout")
+    copies = (
+        online
+        and not policy.rollout.url
+        and planned_engine(policy.rollout, policy.model).name == "vllm"
+        and not _is_apart(config, "rollout")
+    )
     # An actor that is cut counts a whole copy for generation, which is vLLM's then.
     if copies and _cut_over(config, "actor", policy.actor, cluster) == 1:
         yield "vLLM", MemoryEstimate(actor.weight_bytes // policy.rollout.tensor_model_parallel_size)

@@ -20,10 +20,10 @@ from verl.config import Config, config_hash, run_id, to_yaml
 from verl.controller.controller import Controller
 from verl.data.prefetch import Loader
 from verl.data.prompts import PromptDataset
-from verl.device import peak_memory
 from verl.errors import ConfigError, DataError, ModelError, VerlError
 from verl.trainer import build
 from verl.trainer.check import Checked, check_settings
+from verl.trainer.engine import settle_engine, with_engine
 from verl.trainer.evaluation import Evaluation, HeldOut, accuracy, save_completions
 from verl.trainer.logging import Logger, open_logger, setup_logging
 from verl.trainer.memory import check_memory
@@ -113,7 +113,7 @@ def _with_steps(config: Config, checked: Checked) -> Config:
 def _open_trainer(config: Config, checked: Checked, run: Run, controller: Controller) -> tuple[Trainer, Loader]:
     """The trainer where the run's newest checkpoint left it, and its prompts."""
     settings, algorithms, rows, identity = config.trainer, checked.algorithms, checked.rows, config_hash(config)
-    config = with_dtypes(config, run.path)
+    config = with_engine(with_dtypes(config, run.path), run.path)
     actor = build.build_actor(config, next(iter(algorithms.values())).head, rows, controller)
     check_memory(config, algorithms.values(), actor)
     data = build_data(config, actor, checked.data)
@@ -134,6 +134,8 @@ def _open_trainer(config: Config, checked: Checked, run: Run, controller: Contro
         timeline=run.path / "timeline.json" if settings.timeline else None,
     )
     trainer.settings = identity
+    if actor.head == "lm" and any(algorithm.online for algorithm in algorithms.values()):
+        config = settle_engine(config, actor, run.path)
     if not controller.is_local:
         sources = {role for task in trainer.tasks.values() for role in task.sources}
         roles = [*build.placed_roles(algorithms.values()), *sorted(sources & controller.mesh.pools.keys())]
@@ -202,7 +204,7 @@ def _summary(config: Config, trainer: Trainer, run: Run) -> dict[str, Any]:
     summary: dict[str, Any] = {
         "seconds": total("time/step") + total("time/evaluation"),
         "train_tokens_per_second": total("train/tokens") / max(total("time/update"), 1e-9),
-        "peak_memory_bytes": peak_memory(trainer.actor.device),
+        "peak_memory_bytes": trainer.actor.peak_memory(),
         "control": config.trainer.control,
     }
     if seconds := total("time/rollout"):

@@ -26,7 +26,6 @@ from verl.dataflow import loop
 from verl.dataflow.executor import Result, Slot, run_graph
 from verl.dataflow.graph import Graph
 from verl.dataflow.nodes import SLOT
-from verl.device import peak_memory
 from verl.errors import CheckpointError, ConfigError, DataError
 from verl.layout import Mesh
 from verl.rewards.failures import Failures
@@ -384,7 +383,7 @@ class Trainer:
         """What every step ends with: its time, its log record, a checkpoint where one is due."""
         record["time/step"] = time.perf_counter() - began
         record.update(busy_shares(self.spans, record["time/step"]))
-        record["memory/peak_gb"] = peak_memory(self.actor.device) / 1e9
+        record["memory/peak_gb"] = self.actor.peak_memory() / 1e9
         self.steps += 1
         updated = record["updated"] and "actor" not in skipped_roles(record)
         self.updates += updated

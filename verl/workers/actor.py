@@ -188,6 +188,7 @@ class ActorWorker(TrainedWorker):
         engine = self.rollout_engine
         with self._weights(overlap=self.rollout.overlap_comm) as weights:
             engine.wake()
+            self._refill(weights)
             self._sync.probe = None
             try:
                 if isinstance(engine, EmbeddedEngine) and not engine.leads:
@@ -243,7 +244,9 @@ class ActorWorker(TrainedWorker):
         """Optimizer steps. Generation gets the new weights at `sync`."""
         if self.policy_version == 0 and hasattr(self._rollout_engine, "score"):
             with self._weights() as weights:
+                self._refill(weights)
                 self._measure(weights)  # the baseline of later measurements
+                self.rollout_engine.sleep()
         return run_updates(self.engine, parts, plan, self.policy_version)
 
     @dispatch()
@@ -301,6 +304,15 @@ class ActorWorker(TrainedWorker):
         with self._weights() as weights:
             engine.load_shards(self._served(weights), self.policy_version)
             return self._measure(weights)
+
+    def _refill(self, weights: TrainEngine) -> None:
+        """Send the weights once more, if the engine dropped them in its sleep."""
+        engine = self.rollout_engine
+        dropped = engine.policy_version is None
+        if self._is_fed:  # all ranks send together
+            dropped = any(gather_json(dropped, self.place.groups[ROLE]))
+        if dropped:
+            engine.load_shards(self._served(weights), self.policy_version)
 
     def _outline(self) -> PackedModel | None:
         """What an engine that is fed is made from: the model without weights."""

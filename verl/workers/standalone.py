@@ -44,6 +44,7 @@ class EngineRecipe:
     def of(cls, actor: Actor) -> EngineRecipe:
         from verl.models.loading import eos_token_ids
 
+        actor.settle_engine()
         return cls(
             config=actor.model.config.to_dict(),
             dtype=str(actor.model.dtype).removeprefix("torch."),

@@ -10,7 +10,7 @@ from itertools import chain
 from pathlib import Path
 from typing import Any
 
-from verl.device import put
+from verl.device import peak_memory, put
 from verl.layout import Mesh
 from verl.models.packed import PackedModel
 from verl.models.portable import PortableModel
@@ -158,6 +158,13 @@ class TrainedWorker:
         found = None if self._files is None else self._files.gathered(wait)
         self._files = self._files if found is None else None
         return found
+
+    @dispatch("train")
+    def peak_memory(self) -> int:
+        """Most bytes so far that one of the ranks held at once, on its device; on CPU, the memory of its process."""
+        where = self.place.device or next(shard.tensor.device for shard in self.engine.shards())
+        here = peak_memory(where)
+        return int(max(gather_json(here, self.place.groups.get("train"))))
 
     def load_weights(self, files: Sequence[str], names: Sequence[str] | None) -> None:
         """The weights that `save` wrote; those beside `names` stay as they are."""

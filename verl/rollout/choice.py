@@ -1,0 +1,70 @@
+"""What `rollout.name: auto` stands for. Imported without torch."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from importlib.util import find_spec
+from typing import NamedTuple
+
+from verl.models.options import ModelOptions
+from verl.rollout.options import RolloutOptions
+
+_DTYPES = ("float32", "bfloat16", "float16")
+
+
+class Choice(NamedTuple):
+    """An engine's name, and why it was chosen."""
+
+    name: str
+    why: str
+
+
+def choose_engine(
+    options: RolloutOptions,
+    device: str,
+    *,
+    dtype: str = "bfloat16",
+    adapters: bool = False,
+    episodes: Iterable[object] = (),
+) -> Choice:
+    """The engine that "auto" stands for: vLLM on a GPU where it is installed and can do what is asked, else embedded.
+
+    Args:
+        device: of the actor, such as "cuda:0".
+        dtype: of its weights, by name.
+        adapters: whether it has some.
+        episodes: what happens between prompts and responses; tools are known by their `schemas`.
+    """
+    if options.url:
+        return Choice("vllm", "rollout.url names servers")
+    if device.partition(":")[0] != "cuda":
+        return Choice("embedded", f"the actor is on {device}")
+    if find_spec("vllm") is None:
+        return Choice("embedded", "vLLM is not installed")
+    reason = next(_only_embedded(options, dtype, adapters, episodes), None)
+    if reason is not None:
+        return Choice("embedded", reason)
+    return Choice("vllm", f"the actor is on {device}, and vLLM is installed")
+
+
+def planned_engine(rollout: RolloutOptions, model: ModelOptions) -> Choice:
+    """The engine of a run on GPUs, as far as its settings and this environment say; its episode is not known yet."""
+    if rollout.name != "auto":
+        return Choice(rollout.name, "rollout.name says so")
+    dtype = "bfloat16" if model.dtype == "auto" else model.dtype
+    return choose_engine(rollout, "cuda", dtype=dtype, adapters=model.lora is not None)
+
+
+def _only_embedded(options: RolloutOptions, dtype: str, adapters: bool, episodes: Iterable[object]) -> Iterator[str]:
+    """Reasons against vLLM."""
+    for name in ("batch_invariant", "overlap_comm"):
+        if getattr(options, name):
+            yield f"{name} is for the embedded engine"
+    if options.tensor_model_parallel_size > 1:
+        yield "tensor_model_parallel_size has ranks of the job share a copy"
+    if dtype not in _DTYPES:
+        yield f"vLLM has no {dtype}"
+    if adapters:
+        yield "vLLM would get the adapters merged into a copy of all weights at each update"
+    if any(episode is not None and not hasattr(episode, "schemas") for episode in episodes):
+        yield "an episode other than tools may use guards and logits processors, which vLLM lacks"

@@ -1,0 +1,198 @@
+"""How weights reach vLLM's workers in other processes: in a file, or in the memory of a device.
+
+Either way a bunch of shards becomes a message of plain data that says where they are. It travels over vLLM's own
+channel, and nothing in it is unpickled. What is lent stays until the workers have answered.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import tempfile
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, NamedTuple, Protocol
+
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from verl.device import synchronize
+from verl.shard import Shard, checksum
+
+#: Every piece begins at a multiple of so many bytes, whatever its dtype.
+_ALIGNED = 256
+
+
+class Transport(Protocol):
+    """One way to lend shards to other processes.
+
+    Attributes:
+        on_host: whether shards are wanted on the CPU.
+    """
+
+    on_host: bool
+
+    def lend(self, shards: Sequence[Shard]) -> AbstractContextManager[dict[str, Any]]:
+        """A message, JSON but for tuples, from which `received` makes the shards until the end of the block."""
+
+
+class FileTransport:
+    """A safetensors file, in /dev/shm if there is one, deleted at the end of the block."""
+
+    on_host = True
+
+    @contextmanager
+    def lend(self, shards: Sequence[Shard]) -> Iterator[dict[str, Any]]:
+        """`path`, `places` and `checksum`."""
+        memory = "/dev/shm" if os.path.isdir("/dev/shm") else None
+        with tempfile.TemporaryDirectory(prefix="verl-weights-", dir=memory) as folder:
+            path = Path(folder) / "weights.safetensors"
+            shards = [replace(shard, tensor=shard.tensor.detach().cpu().contiguous()) for shard in shards]
+            save_file({str(number): shard.tensor for number, shard in enumerate(shards)}, path)
+            yield {"path": str(path), "places": places_of(shards), "checksum": checksum(shards)}
+
+
+class DeviceTransport:
+    """One buffer on a device, which holds a bunch of shards and is opened by the workers: nothing passes through the
+    host.
+
+    Args:
+        device: where the buffer is; its kind is one of `MEMORIES`.
+        ranks: workers. Each gets a handle of its own, since a handle counts one reader.
+    """
+
+    on_host = False
+
+    def __init__(self, device: str, ranks: int) -> None:
+        self._device, self._ranks = torch.device(device), ranks
+
+    @contextmanager
+    def lend(self, shards: Sequence[Shard]) -> Iterator[dict[str, Any]]:
+        """`memory`, `handles` (one a rank), `pieces_at` (dtype, shape and first byte of each), `places`, `checksum`."""
+        sizes = [math.ceil(shard.nbytes / _ALIGNED) * _ALIGNED for shard in shards]
+        begins = [sum(sizes[:number]) for number in range(len(sizes))]
+        buffer = torch.zeros(max(sum(sizes), _ALIGNED), dtype=torch.uint8, device=self._device)
+        pieces_at = [
+            (str(s.tensor.dtype).removeprefix("torch."), tuple(s.tensor.shape), begin)
+            for s, begin in zip(shards, begins, strict=True)
+        ]
+        for piece, shard in zip(_pieces(buffer, pieces_at), shards, strict=True):
+            piece.copy_(shard.tensor.detach())
+        memory = MEMORIES[self._device.type]
+        message = {
+            "memory": self._device.type,
+            "pieces_at": pieces_at,
+            "places": places_of(shards),
+            "checksum": device_checksum(buffer),
+            "handles": [_as_plain(memory.share(buffer.untyped_storage())) for _ in range(self._ranks)],
+        }
+        synchronize()  # what fills the buffer is done before another process reads it
+        yield message
+
+
+class Memory(NamedTuple):
+    """How the storage of a device is lent to another process: as numbers and bytes, from which that one opens it."""
+
+    share: Callable[[torch.UntypedStorage], Sequence[Any]]
+    open: Callable[..., torch.UntypedStorage]
+
+
+def _share_on_cuda(storage: torch.UntypedStorage) -> Sequence[Any]:
+    index, *handle = storage._share_cuda_()
+    return [str(torch.cuda.get_device_properties(index).uuid).encode(), *handle]
+
+
+def _open_on_cuda(uuid: bytes, *handle: Any) -> torch.UntypedStorage:
+    """Devices have other numbers in another process: the one that the memory is on is found by its UUID."""
+    seen = [str(torch.cuda.get_device_properties(index).uuid) for index in range(torch.cuda.device_count())]
+    if uuid.decode() not in seen:
+        raise ValueError(f"the weights are on device {uuid.decode()}, which this worker does not see, only {seen}")
+    return torch.UntypedStorage._new_shared_cuda(seen.index(uuid.decode()), *handle)
+
+
+#: Kind of device -> how its memory is lent. That of the CPU is torch's shared memory.
+MEMORIES: Mapping[str, Memory] = {
+    "cuda": Memory(_share_on_cuda, _open_on_cuda),
+    "cpu": Memory(
+        lambda storage: storage._share_filename_cpu_(),
+        lambda *handle: torch.UntypedStorage._new_shared_filename_cpu(*handle),
+    ),
+}
+
+
+def received(message: Mapping[str, Any], rank: int, device: torch.device | str) -> list[Shard]:
+    """The shards of a message, in a worker's own memory.
+
+    Args:
+        rank: of the worker.
+        device: of the worker; shards of a file are on the CPU.
+
+    Raises:
+        ValueError: they cannot be reached, or are not those that were sent.
+    """
+    places = message["places"]
+    if message.get("memory") is not None:
+        pieces = _from_device(message, rank, torch.device(device))
+        return _shards(places, pieces)
+    path = message.get("path")
+    if path is None or not Path(path).is_file():
+        raise ValueError(f"no weights came: there is no file '{path}' where this worker runs")
+    stored = load_file(path)
+    shards = _shards(places, [stored[str(number)] for number in range(len(places))])
+    if checksum(shards) != message["checksum"]:
+        raise ValueError(f"the weights in {path} are not those that were sent")
+    return shards
+
+
+def _from_device(message: Mapping[str, Any], rank: int, device: torch.device) -> list[Tensor]:
+    memory = MEMORIES.get(message["memory"])
+    if memory is None:
+        raise ValueError(f"this worker cannot open memory of '{message['memory']}', only of {', '.join(MEMORIES)}")
+    storage = memory.open(*_as_handle(message["handles"][rank]))
+    lent = torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
+    # A copy, since vLLM may keep pieces until a layer is whole, and the sender uses its memory again.
+    buffer = lent.to(device, copy=True)
+    found = device_checksum(buffer)  # which waits for the copy
+    if found != message["checksum"]:
+        raise ValueError("the weights in device memory are not those that were sent")
+    return _pieces(buffer, message["pieces_at"])
+
+
+def places_of(shards: Sequence[Shard]) -> list[tuple[str, tuple[int, ...], tuple[int, ...]]]:
+    """Of each shard the name and shape of the weight, and where the piece begins."""
+    return [(shard.name, shard.global_shape, shard.offset) for shard in shards]
+
+
+def device_checksum(buffer: Tensor) -> str:
+    """Of a buffer `[bytes]` (a multiple of 8), computed on its device: two sums modulo 2^64, one of them weighted by
+    odd multipliers, so that swapped words are seen. It finds damage, and is no defence."""
+    words = buffer.view(torch.int64)
+    odd = torch.arange(words.numel(), device=buffer.device).mul_(0x1E3779B97F4A7C15).bitwise_or_(1)
+    sums = torch.stack([words.sum(), odd.mul_(words).sum()]).tolist()
+    return f"{sums[0] % (1 << 64):016x}{sums[1] % (1 << 64):016x}"
+
+
+def _shards(places: Sequence[Sequence[Any]], pieces: Sequence[Tensor]) -> list[Shard]:
+    paired = zip(places, pieces, strict=True)
+    return [Shard(name, tuple(shape), tuple(offset), piece) for (name, shape, offset), piece in paired]
+
+
+def _pieces(buffer: Tensor, pieces_at: Sequence[Sequence[Any]]) -> list[Tensor]:
+    """Views of the parts of a buffer `[bytes]`."""
+    found = []
+    for name, shape, begin in pieces_at:
+        dtype: torch.dtype = getattr(torch, name)
+        end = begin + math.prod(shape) * dtype.itemsize
+        found.append(buffer[begin:end].view(dtype).view(tuple(shape)))
+    return found
+
+
+def _as_plain(handle: Sequence[Any]) -> list[Any]:
+    return [part.hex() if isinstance(part, bytes) else part for part in handle]
+
+
+def _as_handle(plain: Sequence[Any]) -> list[Any]:
+    return [bytes.fromhex(part) if isinstance(part, str) else part for part in plain]
