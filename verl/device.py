@@ -8,7 +8,7 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Callable, Iterator, Mapping
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -126,7 +126,12 @@ def free_memory(device: torch.device | str = "cpu") -> int:
 
 def total_memory(device: torch.device | str) -> int:
     """Bytes that an accelerator has."""
-    return int(_info(str(device))[1])
+    return _total(_memory(str(device)), str(device))
+
+
+@cache
+def _total(api: Any, device: str) -> int:
+    return int(_info(device)[1])  # asked for once: the driver may take its time to answer
 
 
 def peak_memory(device: torch.device | str = "cpu") -> int:
@@ -141,8 +146,13 @@ def _module(device: str) -> Any:
     return getattr(torch, device.partition(":")[0], None)
 
 
+def is_accelerator(device: str) -> bool:
+    """Whether a device is one of this machine's accelerators."""
+    return device.partition(":")[0] == accelerator()
+
+
 def _is_host(device: str) -> bool:
-    return device.partition(":")[0] != accelerator()
+    return not is_accelerator(device)
 
 
 def _memory(device: str) -> Any:
