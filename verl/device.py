@@ -56,7 +56,7 @@ def count(kind: str) -> int:
 def device_name(device: str) -> str:
     """What the driver calls a device, such as "NVIDIA H100 80GB HBM3"; its kind where that is unknown."""
     read = getattr(_module(device), "get_device_name", None)
-    return device if device.partition(":")[0] != accelerator() or read is None else str(read(device))
+    return device if not is_accelerator(device) or read is None else str(read(device))
 
 
 def is_here(device: str) -> bool:
@@ -206,7 +206,12 @@ def total_memory(device: torch.device | str) -> int:
     """Bytes that an accelerator has. Raises ConfigError: there is none of that kind here, or it is the host."""
     if _is_host(str(device)):
         raise ConfigError("the total memory is of an accelerator; of the host there is what is free")
-    return int(_info(str(device))[1])
+    return _total(_memory(str(device)), str(device))
+
+
+@cache
+def _total(api: Any, device: str) -> int:
+    return int(_info(device)[1])  # asked for once: the driver may take its time to answer
 
 
 def peak_memory(device: torch.device | str) -> int:
@@ -225,11 +230,16 @@ def _module(device: str) -> Any:
     return getattr(torch, device.partition(":")[0], None)
 
 
+def is_accelerator(device: str) -> bool:
+    """Whether a device is one of this machine's accelerators."""
+    return device.partition(":")[0] == accelerator()
+
+
 def _is_host(device: str) -> bool:
     """The host's memory stands for no device that is not here."""
     if not is_here(device):
         raise ConfigError(f"there is no device '{device}' here, so nothing is known of its memory")
-    return device.partition(":")[0] != accelerator()
+    return not is_accelerator(device)
 
 
 def _memory(device: str) -> Any:

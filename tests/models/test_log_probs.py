@@ -6,6 +6,10 @@ import pytest
 import torch
 from torch import Tensor
 
+from tests.test_device import Fake
+from verl import device
+from verl.models import head_sizes, log_probs
+from verl.models.head_sizes import HeadSizes
 from verl.models.log_probs import token_log_probs
 
 N, D, V = 13, 7, 29
@@ -121,3 +125,45 @@ def test_temperature_zero_is_refused() -> None:
     hidden, weight, _, targets = inputs()
     with pytest.raises(ValueError, match="score greedy samples at 1"):
         token_log_probs(hidden, weight, targets, temperature=0.0)
+
+
+@pytest.mark.parametrize("chunk", [1, 50, 29 * 13, 1 << 20])
+@pytest.mark.parametrize("block", [1, 60, 1 << 20])
+@pytest.mark.parametrize("gradient", [1, 20, 1 << 20])
+def test_any_sizes_give_the_same_numbers(
+    monkeypatch: pytest.MonkeyPatch, chunk: int, block: int, gradient: int
+) -> None:
+    monkeypatch.setattr(head_sizes, "CPU", HeadSizes(chunk, block, gradient))
+    hidden, weight, bias, targets = inputs()
+    expected = reference(hidden, weight, bias, targets, 0.7, 1.0, 4.0)
+    found = token_log_probs(hidden, weight, targets, bias=bias, temperature=0.7, entropy=True, softcap=4.0)
+    factors = torch.randn(2, N, dtype=torch.float64)
+    leaves = [hidden, weight, bias]
+    gradients = [torch.autograd.grad(torch.stack([*pair]).mul(factors).sum(), leaves) for pair in (found, expected)]
+    for a, b in [*zip(found, expected, strict=True), *zip(*gradients, strict=True)]:
+        assert torch.allclose(a, b, rtol=0, atol=1e-12)
+
+
+def test_an_accelerator_works_on_whole_chunks_of_a_size_that_its_memory_gives(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The host's memory is not asked; nor is what is free, so that sums repeat."""
+
+    def host() -> int:
+        raise AssertionError("the host was asked about a device's memory")
+
+    there = Fake("cpu", free=0)  # an accelerator on which the head can run
+    monkeypatch.setattr(device, "_accelerators", lambda: there)
+    monkeypatch.setattr(device, "_free_on_host", host)
+    assert HeadSizes.on("cpu:1") == HeadSizes(*[(80 << 30) // 512] * 3)
+    there = Fake("cpu")
+    monkeypatch.setattr(there, "get_memory_info", lambda name: (0, 512 * 3 * V))
+    blocks = []
+    monkeypatch.setattr(log_probs, "_softmax_rows", lambda product, *_: blocks.extend(_block_shapes(product)))
+    hidden, weight, _, targets = inputs()
+    token_log_probs(hidden, weight, targets)
+    assert blocks == [(3, V)] * 4 + [(1, V)]
+
+
+def _block_shapes(product: Tensor) -> list[tuple[int, ...]]:
+    return [tuple(block.shape) for _, block in log_probs._blocks(product, torch.float64)]

@@ -10,6 +10,7 @@ import torch
 from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedModel
 
 from verl.errors import ConfigError
+from verl.models.head_sizes import CPU, HeadSizes
 from verl.models.memory import ModelSize, estimate_memory, preflight
 from verl.models.packed import PackedModel
 from verl.models.segments import pack_rows
@@ -85,3 +86,13 @@ def test_preflight_names_the_setting_that_helps(llama: PreTrainedModel) -> None:
         preflight(size, **options, available=least.total - least.weights)
     with pytest.raises(ConfigError, match="smaller model"):
         preflight(size, **options, available=1000)
+
+
+def test_the_head_is_counted_by_the_sizes_of_its_device() -> None:
+    logits, weight = 16384 * 152_064, 152_064 * 3584
+    assert CPU.work_bytes(logits, weight, 2) == 64 << 20
+    chunk = 80_000_000_000 // 512
+    # bf16 logits and two copies of them in fp32.
+    assert HeadSizes.of(80e9).work_bytes(logits, weight, 2) == chunk * (2 + 2 * 4)
+    assert HeadSizes.of(80e9).work_bytes(1000, weight, 2) == 1000 * 2 + 2 * chunk  # a piece of the gradient is more
+    assert HeadSizes.of(None) == CPU

@@ -3,24 +3,31 @@
 from __future__ import annotations
 
 import gc
+import importlib
+import logging
 
 import pytest
 import torch
 from torch import Tensor
 
-from verl.training import adamw
+from tests.test_device import Fake
+from verl import device
+from verl.models import inductor
+from verl.training import adamw, masters
 from verl.training.gradients import Weight
 from verl.training.optimizer import MixedPrecisionOptimizer
 from verl.training.options import OptimConfig
 
-in_both_codes = pytest.mark.parametrize("code", ["compiled", "torch"])
+in_all_codes = pytest.mark.parametrize("code", ["compiled", "torch", "fused"])
 
 
 @pytest.fixture(autouse=True)
 def _code(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     chosen = request.node.callspec.params.get("code") if hasattr(request.node, "callspec") else None
-    if chosen == "torch":
+    if chosen in ("torch", "fused"):
         monkeypatch.setattr(adamw, "kernels", lambda dtype, device: None)
+    if chosen == "fused":  # as on an accelerator, by inductor's back end for CPU
+        monkeypatch.setattr(adamw, "_code", lambda device: (adamw._fused(), adamw._LARGEST))
     elif chosen == "compiled":
         assert adamw.kernels(torch.bfloat16, torch.device("cpu")) is not None, (
             "the kernels must build where the tests run"
@@ -45,7 +52,7 @@ def _state(optimizer: adamw.SplitAdamW) -> dict[str, Tensor]:
     return {name: value.clone() for _, name, value in optimizer.state()}
 
 
-@in_both_codes
+@in_all_codes
 @pytest.mark.parametrize("shape", [(24, 16), (7, 5)], ids=["vectors", "odd"])
 def test_with_fp32_moments_it_is_torch_adamw_on_fp32_masters(code: str, shape: tuple[int, ...]) -> None:
     config = OptimConfig(betas=(0.8, 0.95), adam_eps=1e-7, weight_decay=0.1, moments="float32")
@@ -66,7 +73,7 @@ def test_with_fp32_moments_it_is_torch_adamw_on_fp32_masters(code: str, shape: t
     assert ((weight.live.float() - state["master"]).abs() <= state["master"].abs() * 2**-8).all()
 
 
-@in_both_codes
+@in_all_codes
 def test_bf16_moments_are_right_on_average_and_to_their_precision(code: str) -> None:
     weight, exact = _weight((64, 64)), _weight((64, 64))
     rounded = adamw.SplitAdamW([weight], OptimConfig(moments="bfloat16"))
@@ -149,3 +156,97 @@ def test_a_weight_without_gradient_does_not_count_the_step() -> None:
     assert torch.equal(other.live, before)
     assert [name for _, name, _ in optimizer.state()].count("step") == 1
     assert not torch.equal(weight.live, _weight().live)
+
+
+def _mixed_in_int64(x: Tensor) -> Tensor:
+    """MurmurHash3's finaliser of numbers in [0, 2^32)."""
+    x = x ^ (x >> 16)
+    x = (x * 0x85EBCA6B) & 0xFFFFFFFF
+    x = x ^ (x >> 13)
+    x = (x * 0xC2B2AE35) & 0xFFFFFFFF
+    return x ^ (x >> 16)
+
+
+@pytest.mark.parametrize("start", [0, 2**30, 2**31 - 500, 2**32 - 500, 5 * 2**32 - 3, 7 * 2**31 + 11])
+@pytest.mark.parametrize("seed", [0, 1, 2**31 - 1, 2**31, 2**32 - 1, 0x9E3779B9])
+def test_random_bits_in_int32_are_those_of_unsigned_numbers(start: int, seed: int) -> None:
+    index = torch.arange(1000)
+    want = _mixed_in_int64(((index + start) & 0xFFFFFFFF) ^ seed)
+    got = adamw._mixed((index.int() + adamw._index_of(start, index.device)) ^ adamw._signed(seed))
+    assert got.dtype == torch.int32
+    assert torch.equal(got.long() & 0xFFFFFFFF, want)
+
+
+def _parts(count: int, moments: torch.dtype) -> list[Tensor]:
+    draw = torch.Generator().manual_seed(count)
+    live, first, second, gradient = torch.randn(4, count, generator=draw)
+    remainder = torch.randint(-(2**15), 2**15, (count,), generator=draw).to(torch.int16)
+    return [live.bfloat16(), remainder, first.to(moments), second.square().to(moments), gradient]
+
+
+def _ulps(a: Tensor, b: Tensor) -> int:
+    """Largest distance of fp32 numbers of equal signs, in units of the last place."""
+    return int((a.view(torch.int32).long() - b.view(torch.int32).long()).abs().max())
+
+
+@pytest.mark.parametrize("moments", [torch.float32, torch.bfloat16])
+def test_the_fused_kernel_is_compiled_once_for_all_sizes_and_steps(moments: torch.dtype) -> None:
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
+    fused = torch.compile(adamw._update, dynamic=True, fullgraph=True)
+    for step, count in enumerate([64, 7, 5000, 33, 4096, 12345, 2], start=1):
+        config = OptimConfig(betas=(0.8, 0.95), weight_decay=0.1)
+        formula = adamw._Formula.of(config, 1e-3 / step, 0.5 / step, step, adamw._signed(77777 * step * 99991))
+        one, other = _parts(count, moments), _parts(count, moments)
+        start = adamw._index_of(2**31 - 100, torch.device("cpu"))
+        with torch.no_grad():
+            adamw._update(*one, formula.numbers(), start)
+            fused(*other, formula.numbers(), start)
+        # A product and a sum may be rounded at once, in the divisor and in the master: each a unit in the last place of
+        # the change of the master (at most |before| + |after|).
+        before, want, got = (adamw._master(*parts[:2]) for parts in (_parts(count, moments), one, other))
+        assert ((want - got).abs() <= 2**-22 * (before.abs() + want.abs())).all()
+        assert (want != got).float().mean() < 0.01
+        for a, b in zip(one[2:4], other[2:4], strict=True):
+            assert _ulps(a.float(), b.float()) <= (1 if moments == torch.float32 else 1 << 16)
+            assert (a != b).float().mean() <= (1 if moments == torch.float32 else 0.01)
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] <= 2
+
+
+def test_the_fused_kernel_is_one() -> None:
+    from torch._inductor import metrics
+
+    torch._dynamo.reset()
+    metrics.reset()
+    with torch.no_grad(), torch._inductor.config.patch(force_disable_caches=True):
+        formula = adamw._Formula.of(OptimConfig(), 1e-3, 1.0, 1, 5)
+        fused = torch.compile(adamw._update, dynamic=True, fullgraph=True)
+        fused(*_parts(4096, torch.bfloat16), formula.numbers(), adamw._index_of(0, torch.device("cpu")))
+    assert metrics.generated_kernel_count == 1
+
+
+def test_without_a_compiler_an_accelerator_takes_the_torch_code_in_blocks_of_its_memory(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(device, "_accelerators", lambda: Fake("cuda"))
+    monkeypatch.setattr(inductor, "find_spec", lambda name: None)
+    adamw._say_once.cache_clear()
+    with caplog.at_level(logging.WARNING):
+        found = [adamw._code(torch.device("cuda", index)) for index in (0, 1)]
+    assert found == [(adamw._update, (80 << 30) // 4000)] * 2
+    assert [record.getMessage().partition(": ")[2] for record in caplog.records] == [
+        "torch.compile needs triton here: pip install triton"
+    ]
+    monkeypatch.setattr(inductor, "find_spec", lambda name: name)
+    assert adamw._code(torch.device("cuda")) == (adamw._fused(), adamw._LARGEST)
+
+
+def test_fp32_weights_are_stepped_by_torchs_fused_kernel_where_they_are(monkeypatch: pytest.MonkeyPatch) -> None:
+    theirs = importlib.import_module("torch.optim.optimizer")
+    monkeypatch.setattr(theirs, "_get_fused_kernels_supported_devices", lambda: ["meta"])
+    live = torch.nn.Parameter(torch.empty(8, 8, device="meta"))
+    optimizer = masters.MasterOptimizer([weight := Weight("w", live, live)], OptimConfig())
+    weight.gradient, weight.has_gradient = torch.empty(8, 8, device="meta"), True
+    optimizer.step(1e-3, 1.0)
+    assert optimizer._optimizer.param_groups[0]["fused"] is True
+    assert {value.device.type for _, _, value in optimizer.state()} == {"meta"}

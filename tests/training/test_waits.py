@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
 from typing import Any
 
 import pytest
@@ -33,7 +34,11 @@ def test_forward_and_backward_wait_for_nothing(monkeypatch: pytest.MonkeyPatch, 
         assert run_updates(engine, [UpdatePart(batch, objective)], UpdatePlan(), 0)["update/skipped"] == 0
 
 
-def watch(monkeypatch: pytest.MonkeyPatch, engine: TorchEngine) -> None:
+def watch(
+    monkeypatch: pytest.MonkeyPatch,
+    engine: TorchEngine,
+    watched: Callable[[], AbstractContextManager[Any]] = no_waits,
+) -> None:
     """What is computed of micro-batches is watched; how rows of the host become tensors is not."""
     monkeypatch.setattr(MiniBatch, "_input", unwatched(MiniBatch._input))
     monkeypatch.setattr(engine._forward, "pack", unwatched(engine._forward.pack))
@@ -41,7 +46,7 @@ def watch(monkeypatch: pytest.MonkeyPatch, engine: TorchEngine) -> None:
 
     def forward_backward(batches: Iterator[Any], scale: float) -> Iterator[Any]:
         for batch in batches:
-            with no_waits():
+            with watched():
                 yield from original(iter([batch]), scale)
 
     monkeypatch.setattr(engine._schedule, "forward_backward", forward_backward)

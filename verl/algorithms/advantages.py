@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from verl.algorithms.responses import Responses
+from verl.models.ordered_sums import sum_rows
 
 #: Added to a group's standard deviation.
 _STD_EPSILON = 1e-6
@@ -20,8 +21,7 @@ _VARIANCE_EPSILON = 1e-8
 
 def group_sums(values: Tensor, groups: Tensor) -> Tensor:
     """`[S]` -> `[S]`: for each row the sum over its group."""
-    totals = values.new_zeros(int(groups.max()) + 1 if len(groups) else 0)
-    return totals.index_add(0, groups, values)[groups]
+    return sum_rows(values, groups, int(groups.max()) + 1 if len(groups) else 0)[groups]
 
 
 def group_sizes(groups: Tensor) -> Tensor:

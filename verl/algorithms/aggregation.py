@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from verl.errors import ConfigError, nearest
+from verl.models.ordered_sums import sum_rows
 
 AggregationMode: TypeAlias = Literal[
     "token-mean", "token-sum", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm"
@@ -43,7 +44,7 @@ def aggregation_weights(
         ConfigError: an unknown mode.
     """
     counted = mask.double()
-    per_row = counted.new_zeros(num_sequences).index_add(0, sequence, counted)
+    per_row = sum_rows(counted, sequence, num_sequences)
     sequences = (per_row > 0).sum().clamp(min=1)
     if mode == "token-mean":
         return counted / counted.sum().clamp(min=1)

@@ -37,6 +37,7 @@ from verl.algorithms.registry import register_algorithm
 from verl.algorithms.responses import Responses
 from verl.batch import Batch
 from verl.errors import ConfigError
+from verl.models.ordered_sums import sum_rows
 
 #: Loss of a pair from a and b `[G]`, of those without options.
 _LOSSES: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
@@ -120,7 +121,7 @@ def _with_shift(batch: Batch) -> Batch:
     def margins(column: str) -> Tensor:
         sums = responses.sum(torch.where(responses.written, responses.tokens(column), 0.0))
         groups = responses.groups
-        return sums.new_zeros(int(groups.max()) + 1).index_add(0, groups, sign * sums)
+        return sum_rows(sign * sums, groups, int(groups.max()) + 1)
 
     policy, reference = margins("log_probs"), margins("ref_log_probs")
     rank = policy.argsort(stable=True).argsort()

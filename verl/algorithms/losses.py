@@ -13,6 +13,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from verl.models.ordered_sums import sum_rows
+
 _MAX_LOG_RATIO = 20.0
 _MAX_LOG_SEQUENCE_RATIO = 10.0
 
@@ -39,9 +41,8 @@ class PolicyTerms:
     def row_mean(self, values: Tensor) -> Tensor:
         """`[R]` -> `[R]`: at each token the mean over its row's active tokens (0 if there are none)."""
         active = self.active.to(values.dtype)
-        zeros = values.new_zeros(self.num_sequences)
-        total = zeros.index_add(0, self.sequence, values * active)
-        return (total / zeros.index_add(0, self.sequence, active).clamp(min=1))[self.sequence]
+        total, count = (sum_rows(x, self.sequence, self.num_sequences) for x in (values * active, active))
+        return (total / count.clamp(min=1))[self.sequence]
 
 
 @dataclass(frozen=True)

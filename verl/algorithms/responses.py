@@ -15,6 +15,7 @@ from torch import Tensor
 
 from verl.batch import Batch
 from verl.errors import DataError
+from verl.models.ordered_sums import sum_rows
 
 
 class Responses:
@@ -76,7 +77,7 @@ class Responses:
 
     def sum(self, values: Tensor) -> Tensor:
         """`[R]` -> `[S]`: the sum over each row's tokens."""
-        return values.new_zeros(self.rows).index_add(0, self.sequence, values)
+        return sum_rows(values, self.sequence, self.rows)
 
     def spread(self, values: Tensor) -> Tensor:
         """`[S]` -> `[R]`: each row's number at each of its tokens."""

@@ -24,6 +24,7 @@ from torch.autograd.function import once_differentiable
 from torch.nn.functional import scaled_dot_product_attention
 
 from verl.models.compiled import VECTOR, layer_kernels
+from verl.models.ordered_sums import add_rows
 
 if TYPE_CHECKING:
     from verl.kernels.interface import Kernels
@@ -211,7 +212,7 @@ class _TorchSteps:
     def scatter_add(self, rows: Tensor, total: Tensor) -> None:
         """Add what the bucket's keys got, `[B, K, M, D]`, to `[T, K, D]`."""
         real = self.bucket.keys >= 0
-        total.index_add_(0, self.bucket.keys[real], rows.transpose(1, 2)[real].to(total.dtype))
+        add_rows(total, self.bucket.keys[real], rows.transpose(1, 2)[real])
 
     def softmax(self, scores: Tensor, start: int) -> Tensor:
         """Probabilities of scores `[B, H, C, M]` of the queries from `start`."""

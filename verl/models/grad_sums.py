@@ -12,6 +12,8 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from verl.models.ordered_sums import sum_rows
+
 
 class GradientSum(Protocol):
     """The sum of a weight's gradients."""
@@ -52,4 +54,4 @@ class Embedding(torch.autograd.Function):
         if total is not None:
             total.add_rows(tokens, grads[0])
             return None, None
-        return torch.zeros_like(weight).index_add_(0, tokens, grads[0]), None
+        return sum_rows(grads[0], tokens, len(weight)), None

@@ -28,13 +28,7 @@ from verl.models.collectives import shared
 from verl.models.compiled import accumulate, layer_kernels
 from verl.models.cuts import blocks_of, local_part
 from verl.models.grad_sums import grad_sum
-
-# Elements of one chunk of logits: 64 MB in bf16. Smaller ones starve the matrix products.
-_CHUNK_ELEMENTS = 1 << 25
-# Elements of the head's gradient that are computed at a time: whole, it takes longer and is of the head's own size.
-_GRADIENT_ELEMENTS = 1 << 22
-# Elements that are worked on in full precision at a time: 4 MB, which stays in the caches.
-_BLOCK_ELEMENTS = 1 << 20
+from verl.models.head_sizes import HeadSizes
 
 
 def token_log_probs(
@@ -60,7 +54,7 @@ def token_log_probs(
 
     Args:
         temperature: > 0. A greedy rollout (temperature 0) is scored at 1.
-        chunk: tokens at a time; by default as many as give 2^25 logits.
+        chunk: tokens at a time; by default as many as `HeadSizes` has logits for the device.
     """
     if temperature <= 0:
         raise ValueError(f"temperature must be positive, got {temperature}: score greedy samples at 1")
@@ -68,7 +62,7 @@ def token_log_probs(
     if cut is not None:
         hidden, weight = shared(hidden, cut.group), _local(weight)
         bias = None if bias is None else local_part(bias)
-    chunk = chunk or max(1, _CHUNK_ELEMENTS // weight.shape[0])
+    chunk = chunk or max(1, HeadSizes.on(weight.device).chunk // weight.shape[0])
     formula = _Formula(scale, softcap, temperature)
     log_probs, entropies = _TokenLogProbs.apply(  # type: ignore[no-untyped-call]
         hidden, weight, bias, targets, formula, entropy, chunk, cut
@@ -273,6 +267,7 @@ def _softmax_rows_backward(
             p = log_p.exp()
             grad = log_p.add_(entropies[block, None]).mul_(-to_entropies[block, None]).sub_(by_log_prob)
             grad.mul_(p)
+        # One addition to an element of each row: their order cannot matter.
         grad.scatter_add_(1, targets[block, None], to_targets[block, None])
         formula.backward(grad, tanh)
         product[block] = grad
@@ -294,8 +289,8 @@ def linear_into(x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor) -> 
 
 
 def _blocks(product: Tensor, dtype: torch.dtype) -> Iterator[tuple[slice, Tensor]]:
-    """Copies in full precision of a few rows at a time, so that the passes over them stay in the cache."""
-    rows = max(1, _BLOCK_ELEMENTS // product.shape[1])
+    """Copies in full precision, of as many rows at a time as the device is given."""
+    rows = max(1, HeadSizes.on(product.device).block // product.shape[1])
     for start in range(0, product.shape[0], rows):
         block = slice(start, start + rows)
         yield block, product[block].to(dtype, copy=True)
@@ -311,7 +306,7 @@ class _Sum:
 
     def add(self, product: Tensor, hidden: Tensor) -> None:
         """Of a chunk: the gradient of its products `[N, V]`, and its hidden states `[N, d]`."""
-        rows = max(1, _GRADIENT_ELEMENTS // hidden.shape[1])
+        rows = max(1, HeadSizes.on(hidden.device).gradient // hidden.shape[1])
         for start in range(0, product.shape[1], rows):
             gradient = product[:, start : start + rows].t() @ hidden
             if self.given is not None:

@@ -12,6 +12,7 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from verl.errors import ConfigError
+from verl.models.head_sizes import CPU, HeadSizes
 
 if TYPE_CHECKING:
     from torch import nn
@@ -113,6 +114,7 @@ def estimate_memory(
     gradient_checkpointing: bool = False,
     moments: str | None = None,
     cut_over: int = 1,
+    head: HeadSizes = CPU,
 ) -> MemoryEstimate:
     """Bytes that a model needs at its peak.
 
@@ -123,6 +125,7 @@ def estimate_memory(
             fp32 master.
         moments: dtype of the moments of weights under fp32; by default that of the weights.
         cut_over: ranks that each train a part (FSDP), all of it in fp32 or more, beside a whole copy for generation.
+        head: sizes of the device that it is trained on.
     """
     weights = size.weight_bytes
     cache = kv_tokens * size.kv_bytes_per_token
@@ -139,8 +142,7 @@ def estimate_memory(
         moments=2 * moment // cut_over,
         gradients=full // cut_over,
         activations=size.layers * inputs + layer if gradient_checkpointing else size.layers * layer,
-        # A chunk of at most 2^25 logits.
-        head=min(1 << 25, micro_batch_tokens * size.vocab) * size.itemsize,
+        head=head.work_bytes(micro_batch_tokens * size.vocab, size.vocab * size.hidden, size.itemsize),
         kv_cache=cache,
     )
 
@@ -154,6 +156,7 @@ def preflight(
     gradient_checkpointing: bool = False,
     moments: str | None = None,
     cut_over: int = 1,
+    head: HeadSizes = CPU,
     available: int,
 ) -> MemoryEstimate:
     """What training this model takes at its peak; an error before the start if the machine has less. Its weights are in
@@ -161,12 +164,13 @@ def preflight(
 
     Args:
         key: the section of the configuration that a message names, such as "actor_rollout_ref.actor".
+        head: sizes of the device that it is trained on.
         available: bytes that are free where it is trained.
 
     Raises:
         ConfigError: it does not fit; the message says how much is missing and which setting makes it fit.
     """
-    fixed = partial(estimate_memory, size, kv_tokens=kv_tokens, moments=moments, cut_over=cut_over)
+    fixed = partial(estimate_memory, size, kv_tokens=kv_tokens, moments=moments, cut_over=cut_over, head=head)
 
     def need(tokens: int, checkpointing: bool) -> MemoryEstimate:
         return fixed(micro_batch_tokens=tokens, gradient_checkpointing=checkpointing)

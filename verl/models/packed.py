@@ -30,6 +30,7 @@ from verl.errors import ModelError
 from verl.models.blank import sample
 from verl.models.llama import AttentionRecorder, FusedLayers
 from verl.models.log_probs import token_log_probs
+from verl.models.ordered_sums import take_rows
 from verl.models.segments import Packed, PaddedRows, pack_rows
 from verl.models.shards import named_weights
 
@@ -258,7 +259,7 @@ class PackedModel:
         # Padding stands on the right, where causality hides it. Masking it too would leave rows without any
         # visible key under a sliding window, and these are NaN.
         output = self.backbone(input_ids=ids, attention_mask=torch.ones_like(ids), use_cache=False)
-        return cast(Tensor, output[0].flatten(0, 1).index_select(0, rows.place))
+        return take_rows(output[0].flatten(0, 1), rows.place)
 
     def _enable(self) -> bool:
         """Switch the model to our attention; keep it if the packed forward agrees with the model's own."""

@@ -13,6 +13,7 @@ from functools import cache
 from itertools import product
 
 from verl.errors import ConfigError, nearest
+from verl.models.head_sizes import HeadSizes
 
 GB = 1e9
 #: Seconds of one hop of a collective beside its bytes: within a machine, between machines.
@@ -39,6 +40,11 @@ class Device:
     link: float
     network: float
     host: float = 32 * GB
+
+    @property
+    def head(self) -> HeadSizes:
+        """How much of a model's head is computed at a time there."""
+        return HeadSizes.of(None if self.name == "cpu" else self.memory)
 
 
 DEVICES = {

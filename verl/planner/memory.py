@@ -6,6 +6,7 @@ import math
 from dataclasses import dataclass, field, replace
 
 from verl.layout import Layout
+from verl.models.head_sizes import CPU, HeadSizes
 from verl.models.memory import ModelSize
 
 #: Share of a device's memory that its runtime, communication buffers and fragmentation take.
@@ -95,22 +96,25 @@ def training(
     *,
     checkpointing: bool = False,
     trained: bool = True,
+    head: HeadSizes = CPU,
 ) -> Usage:
     """What a model that is trained, or only read, takes on each of its ranks.
 
     Args:
         tokens: of a micro-batch.
         checkpointing: activations are computed again in the backward pass.
+        head: sizes of the device.
     """
     count, stage = size.parameters, math.ceil(size.layers / layout.pp)
     gathered = 0.0
     if strategy.gathers:  # the unit that computes and the next one; the largest is the embedding with the head
         layer = (count - size.vocab * size.hidden) / size.layers
         gathered = strategy.wire[0] * max(2 * layer, size.vocab * size.hidden) / (layout.tp * layout.pp)
-    head = min(1 << 25, tokens * size.vocab / layout.tp) * size.itemsize
+    vocab = size.vocab / layout.tp
+    logits = head.work_bytes(tokens * vocab, vocab * size.hidden, size.itemsize)
     if not trained:
         weights = count * size.itemsize / shared_by(strategy, layout, "weights")
-        work = tokens * _layer_bytes(size, layout.tp) + head
+        work = tokens * _layer_bytes(size, layout.tp) + logits
         return Usage({"weights": weights}, {"activations": work, "gathered": gathered})
     parts = {"weights": strategy.weights, "gradients": strategy.gradients, "optimizer": strategy.optimizer}
     kept = {part: count * amount / shared_by(strategy, layout, part) for part, amount in parts.items()}
@@ -121,7 +125,7 @@ def training(
     # One forward, one backward: the first stage holds as many micro-batches as there are stages.
     # Gradients inside of a layer: of the norms' inputs, of gate, up and their product.
     inside = tokens * (2 * size.hidden + 3 * size.intermediate / layout.tp) * size.itemsize
-    activations = layout.pp * (stage * inputs + per_layer if checkpointing else stage * per_layer) + max(head, inside)
+    activations = layout.pp * (stage * inputs + per_layer if checkpointing else stage * per_layer) + max(logits, inside)
     parked = kept["gradients"] + kept["optimizer"] if strategy.parked else 0.0
     return Usage(kept, {"activations": activations, "gathered": gathered}, parked)
 

@@ -184,7 +184,13 @@ def choices(problem: Problem, model: Model, ranks: int) -> list[Choice]:
     for strategy, layout in _layouts(problem, model, ranks):
         tokens = work.micro_batch * work.length
         usage = memory.training(
-            model.size, strategy, layout, tokens, checkpointing=work.checkpointing, trained=model.trained
+            model.size,
+            strategy,
+            layout,
+            tokens,
+            checkpointing=work.checkpointing,
+            trained=model.trained,
+            head=problem.cluster.device.head,
         )
         scores = not (model.trained and model.role == "actor") or work.old_log_probs
         times = 1 + len(model.beside)
@@ -387,7 +393,9 @@ def _too_small(problem: Problem) -> str:
     cluster, least = problem.cluster, []
     for model in problem.models:
         usages = [
-            memory.training(model.size, strategy, layout, problem.work.length, trained=model.trained).peak
+            memory.training(
+                model.size, strategy, layout, problem.work.length, trained=model.trained, head=cluster.device.head
+            ).peak
             for strategy, layout in _layouts(problem, model, cluster.size)
         ]
         least.append(f"{model.role} at least {min(usages, default=0) / GB:.1f} GB")

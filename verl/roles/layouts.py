@@ -150,7 +150,7 @@ def generation_seconds(actor: Actor, train: Layout, sizes: Sequence[int], ranks:
     strategy = fsdp(size.itemsize) if train.shard > 1 else ddp(size.itemsize)
     model = Model("actor", size, True, (strategy,))
     work = Workload(response=actor.sampling.max_new_tokens, max_num_seqs=options.max_num_seqs)
-    usage = memory.training(size, strategy, train, work.micro_batch * work.length)
+    usage = memory.training(size, strategy, train, work.micro_batch * work.length, head=device.head)
     choice = Choice(model, strategy, train, usage, infer=0.0, train=0.0)
     found = generations(Problem((model,), work, cluster), choice, ranks, free)
     seconds = {engine.tp: engine.seconds for engine, _ in found if engine.tp in sizes}

@@ -13,6 +13,7 @@ from verl.config import Config
 from verl.controller.placement import DeviceMesh
 from verl.controller.ranks import local_ranks
 from verl.errors import ConfigError
+from verl.models.head_sizes import HeadSizes
 from verl.models.loading import configured_model
 from verl.models.lora import add_lora
 from verl.models.memory import MemoryEstimate, ModelSize, estimate_memory, preflight
@@ -42,11 +43,12 @@ def check_memory(config: Config, algorithms: Iterable[BaseAlgorithm], actor: Act
         return
     layout = actor.controller.meshes("actor", policy.actor).meshes["train"].layout
     available = _available(actor, size) - _others(list(algorithms), size)
-    estimate = _check_actor(config, size, layout.shard * layout.tp * layout.pp, available)
+    head = HeadSizes.on(actor.controller.device)
+    estimate = _check_actor(config, size, layout.shard * layout.tp * layout.pp, available, head)
     logger.info("memory of training the actor: about %s", estimate)
 
 
-def _check_actor(config: Config, size: ModelSize, cut_over: int, available: int) -> MemoryEstimate:
+def _check_actor(config: Config, size: ModelSize, cut_over: int, available: int, head: HeadSizes) -> MemoryEstimate:
     policy = config.actor_rollout_ref
     return preflight(
         size,
@@ -56,6 +58,7 @@ def _check_actor(config: Config, size: ModelSize, cut_over: int, available: int)
         gradient_checkpointing=policy.model.enable_gradient_checkpointing,
         moments=policy.actor.optim.moments,
         cut_over=cut_over,
+        head=head,
         available=available,
     )
 
@@ -127,7 +130,7 @@ def memory_on(config: Config, algorithms: Collection[BaseAlgorithm], cluster: Cl
     reserve = int(RESERVE * cluster.device.memory)
     others = dict(_beside(config, algorithms, size, cluster))
     room = int(cluster.device.memory) - reserve - sum(part.total for part in others.values())
-    actor = _check_actor(config, size, cut, room - size.weight_bytes)
+    actor = _check_actor(config, size, cut, room - size.weight_bytes, cluster.device.head)
     cache, actor = actor.kv_cache, replace(actor, kv_cache=0)
     if cut > 1:  # the copy that generates is cut as its engine is
         actor = replace(actor, weights=actor.weights // policy.rollout.tensor_model_parallel_size)

@@ -13,24 +13,33 @@ hold one weight round it alike.
 
 from __future__ import annotations
 
+import logging
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from functools import cache
 from zlib import crc32
 
 import torch
 from torch import Tensor
 
+from verl.device import total_memory
 from verl.models.compiled import VECTOR, kernels
 from verl.models.cuts import blocks_of
+from verl.models.inductor import lacking
 from verl.models.shards import Part, overlap
 from verl.shard import Shard
 from verl.training.gradients import Weight, zeros_like
 from verl.training.options import OptimConfig
 
-# Elements that the torch code works on at a time: its fp32 copies stay small.
+logger = logging.getLogger(__name__)
+
+# Elements that the torch code works on at a time on CPU: its fp32 copies stay small.
 _BLOCK = 1 << 20
-_MASK = 0xFFFFFFFF
+# Bytes of temporaries that it makes of an element, at most.
+_TEMPORARIES = 40
+# Elements that the fused kernel is given at a time: their index is an int32.
+_LARGEST = 1 << 30
 
 
 @dataclass(eq=False)
@@ -64,7 +73,8 @@ class SplitAdamW:
             if not weight.has_gradient or weight.gradient is None:
                 continue
             state.steps += 1
-            seed = int(_mixed(_mixed(torch.tensor(crc32(weight.drawn_as.encode()))) ^ state.steps))
+            name = torch.tensor(_signed(crc32(weight.drawn_as.encode())), dtype=torch.int32)
+            seed = int(_mixed(_mixed(name) ^ state.steps))
             formula = _Formula.of(self._config, lr, gradient_scale, state.steps, seed)
             _step(weight.live, weight.gradient, state, formula)
 
@@ -118,7 +128,7 @@ class SplitAdamW:
 
 @dataclass(frozen=True)
 class _Formula:
-    """The numbers of a step."""
+    """The numbers of a step; `seed` as an int32."""
 
     seed: int
     gradient_scale: float
@@ -143,6 +153,14 @@ class _Formula:
             decay=1 - lr * config.weight_decay,
         )
 
+    def numbers(self) -> Tensor:
+        """int32 `[10]`, as `_update` takes it: the bits of nine fp32 numbers, and the seed. Differences are taken in
+        fp64, before they are rounded."""
+        rates = (self.beta1, 1 - self.beta1, self.beta2, 1 - self.beta2)
+        floats = (self.gradient_scale, *rates, self.step_size, self.second_scale, self.eps, self.decay)
+        bits = torch.tensor(floats, dtype=torch.float32).view(torch.int32)
+        return torch.cat([bits, torch.tensor([self.seed], dtype=torch.int32)])
+
 
 def _step(live: Tensor, gradient: Tensor, state: _State, formula: _Formula) -> None:
     tensors = (live, state.remainder, state.first, state.second, gradient)
@@ -157,21 +175,59 @@ def _step(live: Tensor, gradient: Tensor, state: _State, formula: _Formula) -> N
 def _step_in_torch(live: Tensor, gradient: Tensor, state: _State, formula: _Formula) -> None:
     # A view where the memory allows it; otherwise the results are copied back.
     flat = [t.reshape(-1) for t in (live.detach(), state.remainder, state.first, state.second, gradient)]
-    index = torch.arange(min(_BLOCK, live.numel()), device=live.device)
-    for start in range(0, live.numel(), _BLOCK):
-        w, remainder, first, second, g = (t[start : start + _BLOCK] for t in flat)
-        g = g * formula.gradient_scale
-        m = first.float() * formula.beta1 + g * (1 - formula.beta1)
-        v = second.float() * formula.beta2 + g * g * (1 - formula.beta2)
-        master = _master(w, remainder) * formula.decay
-        master -= formula.step_size * m / (v.sqrt() * formula.second_scale + formula.eps)
-        noise = _mixed((index[: len(w)] + start).bitwise_and_(_MASK) ^ formula.seed)
-        _store_moment(first, m, noise & 0xFFFF)
-        _store_moment(second, v, noise >> 16)
-        _split(master, w, remainder)
+    update, block = _code(live.device)
+    numbers = formula.numbers().to(live.device, non_blocking=True)
+    for start in range(0, live.numel(), block):
+        update(*(t[start : start + block] for t in flat), numbers, _index_of(start, live.device))
     for tensor, values in zip((live.detach(), state.remainder, state.first, state.second), flat, strict=False):
         if tensor.data_ptr() != values.data_ptr():
             tensor.copy_(values.view(tensor.shape))
+
+
+def _index_of(start: int, device: torch.device) -> Tensor:
+    """int32 of no dimension: an element's number, of which the lowest 32 bits count."""
+    return torch.full((), _signed(start), dtype=torch.int32, device=device)
+
+
+def _code(device: torch.device) -> tuple[Callable[..., None], int]:
+    """What updates a part of a weight, and of how many elements: on an accelerator one kernel for all of it."""
+    if device.type == "cpu":
+        return _update, _BLOCK
+    if (lack := lacking(device.type)) is None:
+        return _fused(), _LARGEST
+    _say_once(device.type, lack)
+    return _update, min(_LARGEST, total_memory(device) // (100 * _TEMPORARIES))
+
+
+@cache
+def _say_once(kind: str, lack: str) -> None:
+    logger.warning(
+        "AdamW runs on '%s' by single torch operations, which is slower than one fused kernel: %s", kind, lack
+    )
+
+
+@cache
+def _fused() -> Callable[..., None]:
+    """`_update` as one kernel for weights of any size."""
+    return torch.compile(_update, dynamic=True, fullgraph=True)
+
+
+def _update(
+    live: Tensor, remainder: Tensor, first: Tensor, second: Tensor, gradient: Tensor, numbers: Tensor, start: Tensor
+) -> None:
+    """One step of `[N]` elements from number `start`, in place. All that changes from step to step comes in tensors:
+    torch would compile a Python number into the kernel."""
+    scale, beta1, rest1, beta2, rest2, step_size, second_scale, eps, decay = numbers[:9].view(torch.float32).unbind()
+    g = gradient * scale
+    m = first.float() * beta1 + g * rest1
+    v = second.float() * beta2 + g * g * rest2
+    master = _master(live, remainder) * decay
+    master -= step_size * m / (v.sqrt() * second_scale + eps)
+    index = torch.arange(live.numel(), dtype=torch.int32, device=live.device)
+    noise = _mixed((index + start) ^ numbers[9])
+    _store_moment(first, m, noise & 0xFFFF)
+    _store_moment(second, v, (noise >> 16) & 0xFFFF)
+    _split(master, live, remainder)
 
 
 def _master(live: Tensor, remainder: Tensor) -> Tensor:
@@ -196,14 +252,20 @@ def _store_moment(moment: Tensor, value: Tensor, noise: Tensor) -> None:
     if moment.dtype == torch.float32:
         moment.copy_(value)
     else:
-        bits = value.view(torch.int32) + noise.to(torch.int32)
+        bits = value.view(torch.int32) + noise
         moment.copy_((bits & -0x10000).view(torch.float32))
 
 
 def _mixed(x: Tensor) -> Tensor:
-    """The finaliser of MurmurHash3 of 32-bit numbers, in int64."""
-    x = x ^ (x >> 16)
-    x = (x * 0x85EBCA6B) & _MASK
-    x = x ^ (x >> 13)
-    x = (x * 0xC2B2AE35) & _MASK
-    return x ^ (x >> 16)
+    """The finaliser of MurmurHash3 in int32, whose products wrap around: the bits are those of unsigned numbers. Shifts
+    repeat the sign, which the masks take away."""
+    x = x ^ ((x >> 16) & 0xFFFF)
+    x = x * _signed(0x85EBCA6B)
+    x = x ^ ((x >> 13) & 0x7FFFF)
+    x = x * _signed(0xC2B2AE35)
+    return x ^ ((x >> 16) & 0xFFFF)
+
+
+def _signed(x: int) -> int:
+    """The int32 with the lowest 32 bits of a number."""
+    return (x + (1 << 31)) % (1 << 32) - (1 << 31)

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from verl.batch import Batch
 from verl.errors import DataError, TrainingError
+from verl.models.ordered_sums import take_rows
 from verl.models.packed import PackedModel
 from verl.models.segments import Packed, pack_rows
 from verl.training.options import Head
@@ -93,8 +94,8 @@ class Forward(nn.Module):
         if self.stage is not None and self.stage.outgoing is not None:
             return {"hidden": self.stage.outgoing}
         if self.head == "score":
-            return {"scores": flat.gather(self.model.predict(hidden.index_select(0, flat.last)))}
-        hidden = hidden.index_select(0, flat.predict)
+            return {"scores": flat.gather(self.model.predict(take_rows(hidden, flat.last)))}
+        hidden = take_rows(hidden, flat.predict)
         if self.head == "value":
             return {"values": flat.gather(self.model.predict(hidden))}
         log_probs, entropies = self.packed.log_probs(

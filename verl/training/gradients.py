@@ -17,6 +17,7 @@ from torch import Tensor
 
 from verl.errors import TrainingError
 from verl.models.compiled import accumulate
+from verl.models.ordered_sums import add_rows
 
 # fp16 gradients below 6e-8 are lost, so the loss is multiplied before the backward pass.
 _FP16_SCALE = 4096.0
@@ -59,7 +60,7 @@ class Weight:
         total = self._sum()
         if not self.has_gradient:
             total.zero_()
-        total.index_add_(0, rows, gradient.to(total.dtype), alpha=1.0 / self.loss_scale)
+        add_rows(total, rows, gradient, 1.0 / self.loss_scale)
         self.has_gradient = True
 
     def _sum(self) -> Tensor:

@@ -12,6 +12,7 @@ from typing import TypeAlias
 from torch import Tensor
 
 from verl.batch import Batch
+from verl.models.ordered_sums import sum_rows
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -51,7 +52,7 @@ class LossInput:
 
     def sum_by_sequence(self, values: Tensor) -> Tensor:
         """`[R]` -> `[S]`: the sum over each row's tokens (0 for an empty response). Differentiable."""
-        return values.new_zeros(self.num_sequences).index_add(0, self.sequence, values)
+        return sum_rows(values, self.sequence, self.num_sequences)
 
 
 @dataclass(kw_only=True)
