@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import sys
+from collections.abc import Iterator
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch import Tensor
 
 from tests.models.test_packed import PROMPTS, RESPONSES, Make, difference, gradients, log_probs
 from tests.varlen import varlen_attn
@@ -107,3 +111,73 @@ def test_log_probs_and_gradients_of_models_are_those_of_the_cpu(
         values = log_probs(packed, pack_rows(PROMPTS, RESPONSES, share_prompts=share))
         assert (values - expected).abs().max() < 1e-10
         assert difference(gradients(packed.model, values), expected_gradient) < 1e-10
+
+
+@pytest.fixture
+def package(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[bool]]:
+    """A stand-in for the package flash-attn (2.5 or newer); the list has `deterministic` of its calls."""
+    calls: list[bool] = []
+
+    def flash_attn_varlen_func(
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        cu_seqlens_q: Tensor,
+        cu_seqlens_k: Tensor,
+        max_seqlen_q: int,
+        max_seqlen_k: int,
+        dropout_p: float = 0.0,
+        softmax_scale: float | None = None,
+        causal: bool = False,
+        window_size: tuple[int, int] = (-1, -1),
+        deterministic: bool = False,
+        block_table: Tensor | None = None,
+    ) -> Tensor:
+        calls.append(deterministic)
+        assert causal and not dropout_p
+        lengths = {} if block_table is None else {"seqused_k": cu_seqlens_k.diff(), "block_table": block_table}
+        sizes = (cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
+        options = {"scale": softmax_scale, "window_size": window_size, "enable_gqa": True}
+        return varlen_attn(q, k, v, *sizes, **options, **lengths)
+
+    module = ModuleType("flash_attn")
+    module.flash_attn_varlen_func = flash_attn_varlen_func  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "flash_attn", module)
+    monkeypatch.setattr(varlen, "_torch_kernel", lambda: None)
+    varlen._package_kernel.cache_clear()
+    yield calls
+    varlen._package_kernel.cache_clear()
+
+
+@pytest.mark.parametrize("window", [None, 3])
+def test_an_older_torch_takes_the_package(package: list[bool], window: int | None) -> None:
+    half = SimpleNamespace(device=torch.device("cuda"), dtype=torch.bfloat16, shape=(5, 2, 64))
+    kernel = varlen.flash_attention(half)  # type: ignore[arg-type]
+    assert kernel is not None and not varlen.has_splits(kernel)
+    rows = [Row(0, 4), Row(4, 3, (0, 4)), Row(7, 2, (0, 4))]
+    inputs = [torch.randn(9, heads, 8, dtype=torch.float64) for heads in (4, 2, 2)]
+    expected = attend(*inputs, _buckets(rows, torch.device("cpu")), SCALE, window)
+    found = varlen.varlen_attend(kernel, *inputs, varlen.Ragged(rows), SCALE, window)
+    assert (found - expected).abs().max() < 1e-12
+    # Over a paged cache.
+    pools = [torch.randn(6, 4, 2, 8, dtype=torch.float64) for _ in range(2)]
+    tables = {
+        "seqused_k": torch.tensor([5, 9], dtype=torch.int32),
+        "block_table": torch.tensor([[3, 1, 0], [2, 5, 4]], dtype=torch.int32),
+    }
+    arguments = (inputs[0][:3], *pools, torch.tensor([0, 1, 3], dtype=torch.int32), None, 2, 9)
+    options = {"scale": SCALE, "window_size": (-1 if window is None else window - 1, 0), "enable_gqa": True}
+    expected = varlen_attn(*arguments, **options, **tables)
+    assert (kernel(*arguments, **options, **tables) - expected).abs().max() < 1e-12
+    assert package == [True, True]
+
+
+def test_without_either_there_is_no_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "flash_attn", None)
+    monkeypatch.setattr(varlen, "_torch_kernel", lambda: None)
+    varlen._package_kernel.cache_clear()
+    assert (
+        varlen.flash_attention(SimpleNamespace(device=torch.device("cuda"), dtype=torch.float16, shape=(1, 1, 64)))
+        is None
+    )  # type: ignore[arg-type]
+    varlen._package_kernel.cache_clear()

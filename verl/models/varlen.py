@@ -1,5 +1,5 @@
 """Causal attention over a flat row of tokens by one call a layer of torch's flash attention for sequences of
-different lengths (`torch.nn.attention.varlen.varlen_attn`).
+different lengths (`torch.nn.attention.varlen.varlen_attn`), or of flash-attn's.
 
 The queries of the call are the flat row as it stands. Its keys are gathered: before its own keys each row has those of
 its prefix, so nothing is padded and there is no mask. In the backward the gradients of a prefix's copies are added in
@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Sequence
+from functools import cache
 from itertools import accumulate, zip_longest
 from typing import TYPE_CHECKING, Any
 
@@ -30,10 +31,15 @@ _DTYPES = (torch.float16, torch.bfloat16)
 
 
 def flash_attention(value: Tensor) -> Callable[..., Tensor] | None:
-    """torch's kernel (from 2.12) where it takes values `[T, K, D]` such as these: half precision on CUDA or ROCm."""
+    """The kernel for values `[T, K, D]` such as these, in half precision on CUDA or ROCm: torch's own from 2.12 on, else
+    that of the package flash-attn where it is installed."""
     size = value.shape[-1]
     if value.device.type != "cuda" or value.dtype not in _DTYPES or size > _LARGEST_HEAD or size % 8:
         return None
+    return _torch_kernel() or _package_kernel()
+
+
+def _torch_kernel() -> Callable[..., Tensor] | None:
     try:
         from torch.nn.attention.varlen import varlen_attn
     except ImportError:
@@ -41,6 +47,46 @@ def flash_attention(value: Tensor) -> Callable[..., Tensor] | None:
     kernel: Callable[..., Any] = varlen_attn
     # An older one has neither windows nor fewer heads of keys than of queries.
     return kernel if {"window_size", "enable_gqa"} <= (varlen_attn.__kwdefaults__ or {}).keys() else None
+
+
+def has_splits(kernel: Callable[..., Tensor]) -> bool:
+    """Whether it can be kept from splitting a sequence's keys by how many sequences there are."""
+    return "num_splits" in (getattr(kernel, "__kwdefaults__", None) or {})
+
+
+@cache
+def _package_kernel() -> Callable[..., Tensor] | None:
+    """flash-attn's, with the arguments of torch's; it has no `num_splits`."""
+    try:
+        from flash_attn import flash_attn_varlen_func
+    except ImportError:
+        return None
+
+    def kernel(
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        cu_seq_q: Tensor,
+        cu_seq_k: Tensor | None,
+        max_q: int,
+        max_k: int,
+        *,
+        scale: float | None = None,
+        window_size: tuple[int, int] = (-1, 0),
+        enable_gqa: bool = False,
+        seqused_k: Tensor | None = None,
+        block_table: Tensor | None = None,
+    ) -> Tensor:
+        if cu_seq_k is None and seqused_k is not None:  # it reads the lengths of a paged cache from where they end
+            cu_seq_k = torch.nn.functional.pad(seqused_k.cumsum(0, dtype=torch.int32), (1, 0))
+        options = {"softmax_scale": scale, "causal": True, "window_size": window_size, "block_table": block_table}
+        # Its backward adds by atomics unless it is told otherwise.
+        out: Tensor = flash_attn_varlen_func(
+            query, key, value, cu_seq_q, cu_seq_k, max_q, max_k, **options, deterministic=True
+        )
+        return out
+
+    return kernel
 
 
 class Ragged:

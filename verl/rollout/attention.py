@@ -164,6 +164,8 @@ class PagedAttention:
             compiled.varlen_attn(query, keys, values, out, *lists, window or 0, scale, heads)
         else:
             flash = varlen.flash_attention(values)
+            if self._rows is not None and flash is not None and not varlen.has_splits(flash):
+                flash = None
             invariant = {} if self._rows is None else {"num_splits": 1} if flash else {"rows": self._rows}
             out[:count] = (flash or varlen_attn)(
                 query[:count],
