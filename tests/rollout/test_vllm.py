@@ -270,7 +270,7 @@ def test_wrong_weights_are_detected_and_never_served(
     model = make_model("llama", torch.bfloat16)
     engine = started(model, tokenizer)
     inner: Any = engine.llm.llm_engine.model_executor.driver_worker.worker.weight_transfer_engine.model
-    load = type(inner).load_weights
+    receive = ShardTransfer.receive_weights
     if fault == "skipped":
         monkeypatch.setattr(ShardTransfer, "finish_weight_update", lambda self: None)
     elif fault == "missing":
@@ -281,11 +281,11 @@ def test_wrong_weights_are_detected_and_never_served(
         monkeypatch.setattr(method, "apply", lambda layer, x, bias=None: torch.nn.functional.linear(x, old, bias))
     else:
 
-        def broken(self: Any, weights: Any) -> Any:
-            load(self, weights)
+        def broken(self: Any, *args: Any) -> Any:
+            receive(self, *args)
             raise MemoryError("no memory is left")
 
-        monkeypatch.setattr(type(inner), "load_weights", broken)
+        monkeypatch.setattr(ShardTransfer, "receive_weights", broken)
     nudge(model, 1e-4)
     try:
         with pytest.raises(RolloutError, match=message):

@@ -182,6 +182,14 @@ class PackedModel:
         """The module of the head, if there is one."""
         return cast("torch.nn.Module | None", self.model.get_output_embeddings())
 
+    def compile_layers(self) -> None:
+        """Compile the layers of the model's own code, in place; they take the place of fused ones. Layers of one kind
+        share their graphs. Attention is left out: it is a kernel already, and depends on the context."""
+        AttentionInterface.register(_IMPLEMENTATION, torch.compiler.disable(_attention))
+        self.use_own_code()
+        for layer in _layers(self.backbone, self.num_layers):
+            layer.compile(dynamic=True)
+
     def use_own_code(self) -> None:
         """Leave fused layers out from now on: the model's modules compute something else than their class says."""
         self._fused = None
@@ -465,6 +473,13 @@ def _parts(module: torch.nn.Module, layers: int) -> Iterator[torch.nn.Module]:
             yield from _parts(child, layers)
         else:
             yield child
+
+
+def _layers(module: torch.nn.Module, layers: int) -> Iterator[torch.nn.Module]:
+    for found in module.modules():
+        if isinstance(found, torch.nn.ModuleList) and len(found) == layers:
+            yield from found.children()
+            return
 
 
 @contextmanager

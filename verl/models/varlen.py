@@ -31,8 +31,8 @@ _DTYPES = (torch.float16, torch.bfloat16)
 
 
 def flash_attention(value: Tensor) -> Callable[..., Tensor] | None:
-    """The kernel for values `[T, K, D]` such as these, in half precision on CUDA or ROCm: torch's own from 2.12 on, else
-    that of the package flash-attn where it is installed."""
+    """The kernel for values `[T, K, D]` such as these, in half precision on CUDA or ROCm: torch's own from 2.12 on,
+    else that of the package flash-attn where it is installed."""
     size = value.shape[-1]
     if value.device.type != "cuda" or value.dtype not in _DTYPES or size > _LARGEST_HEAD or size % 8:
         return None
@@ -80,7 +80,7 @@ def _package_kernel() -> Callable[..., Tensor] | None:
         if cu_seq_k is None and seqused_k is not None:  # it reads the lengths of a paged cache from where they end
             cu_seq_k = torch.nn.functional.pad(seqused_k.cumsum(0, dtype=torch.int32), (1, 0))
         options = {"softmax_scale": scale, "causal": True, "window_size": window_size, "block_table": block_table}
-        # Its backward adds by atomics unless it is told otherwise.
+        # By default its backward adds by atomics.
         out: Tensor = flash_attn_varlen_func(
             query, key, value, cu_seq_q, cu_seq_k, max_q, max_k, **options, deterministic=True
         )

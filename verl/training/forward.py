@@ -14,7 +14,8 @@ import torch
 from torch import Tensor, nn
 
 from verl.batch import Batch
-from verl.errors import DataError, TrainingError
+from verl.errors import ConfigError, DataError, TrainingError
+from verl.models.inductor import lacking
 from verl.models.ordered_sums import take_rows
 from verl.models.packed import PackedModel
 from verl.models.segments import Packed, pack_rows
@@ -62,6 +63,18 @@ class Forward(nn.Module):
         self.autocast = autocast and self.packed.dtype == torch.float32
         #: The part of the model that is here, where a pipeline cuts it.
         self.stage: Stage | None = None
+
+    def compile_layers(self) -> None:
+        """Compile each layer of the model by torch.compile, in place.
+
+        Raises:
+            ConfigError: rows are padded, or torch.compile lacks something here.
+        """
+        if self.is_padded:
+            raise ConfigError("use_torch_compile is for packed rows: set it to false, or use_remove_padding to true")
+        if (lack := lacking(self.packed.device.type)) is not None:
+            raise ConfigError(f"use_torch_compile: {lack}")
+        self.packed.compile_layers()
 
     def wanted(self, entropy: bool) -> tuple[str, ...]:
         """The predictions that a loss reads."""

@@ -152,6 +152,10 @@ class TrainSettings(Record):
         default=False,
         description="fp32 weights are multiplied in bfloat16 (autocast), and stay as they are",
     )
+    use_torch_compile: bool = Field(
+        default=False,
+        description="compile each layer by torch.compile, in the place of fused kernels (strategies single and ddp)",
+    )
     strategy: Strategy = free(
         "ddp",
         "how ranks share training: ddp (each has the whole model), fsdp (each a part), "
@@ -237,6 +241,11 @@ def layout_of(options: TrainOptions, size: int, parallel: str = "data") -> Layou
         given = " x ".join(f"{setting}={sizes[dim]}" for setting, dim in _SIZES.items() if sizes[dim] > 1)
         raise ConfigError(f"layout: {given} does not divide the {size} rank{'s' * (size > 1)} that the model has")
     fsdp = options.fsdp_config
+    if options.use_torch_compile and (options.strategy not in ("single", "ddp") or max(sizes.values()) > 1):
+        other_than = next(
+            (setting for setting, dim in _SIZES.items() if sizes[dim] > 1), f"strategy '{options.strategy}'"
+        )
+        raise ConfigError(f"use_torch_compile is for whole layers (strategy 'ddp' or 'single'), not with {other_than}")
     if options.strategy == "single" and size > 1:
         raise ConfigError(f"strategy 'single' trains on one rank, and there are {size}: use 'ddp' or 'fsdp'")
     other = [setting for setting, dim in _SIZES.items() if dim in ("sp", "ep") and sizes[dim] > 1]

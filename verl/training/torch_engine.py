@@ -91,6 +91,8 @@ class TorchEngine:
         self.precision = torch.float64 if self._forward.packed.dtype == torch.float64 else torch.float32
         self._ranks = Ranks(self.mesh, group, parts)
         model.eval()
+        if options.use_torch_compile:
+            self._forward.compile_layers()
         if options.gradient_checkpointing:
             enable_checkpointing(self._forward.packed.model)
         self._lay_out(weights, trains=options.optim is not None or options.optimizer is not None)
