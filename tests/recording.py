@@ -36,7 +36,7 @@ class Recording(TorchDispatchMode):
 _active: list[Recording] = []
 
 
-def recorded(function: Callable[[], None]) -> Callable[[], None]:
+def recorded(function: Callable[[], None], device: torch.device) -> Callable[[], None]:
     """As `verl.device.recorded`."""
     for _ in range(2):
         function()

@@ -15,6 +15,10 @@ from transformers import AutoModelForCausalLM
 
 import verl
 from verl import device
+from verl.models import varlen
+from verl.models.packed import PackedModel
+from verl.rollout.base import Request, generate
+from verl.rollout.embedded import EmbeddedEngine
 
 pytestmark = pytest.mark.gpu
 PROMPTS = ["Once upon a time", "In the beginning"]
@@ -53,6 +57,27 @@ def test_log_probs_are_those_of_transformers_on_the_cpu(tiny: Path, kind: str) -
         expected.append(logits.log_softmax(-1).gather(1, torch.tensor(response)[:, None])[:, 0])
     for found in (samples.tensor("rollout_log_probs"), actor.compute_log_probs(samples).tensor("log_probs")):
         torch.testing.assert_close(found, torch.cat(expected), atol=1e-4, rtol=0)
+
+
+def test_recorded_steps_ahead_give_the_tokens_of_steps_in_turn(tiny: Path, kind: str) -> None:
+    model = AutoModelForCausalLM.from_pretrained(tiny, dtype=torch.bfloat16).to(kind)
+    packed = PackedModel(model)
+    params = verl.SamplingParams(max_new_tokens=20, temperature=0, ignore_eos=True)
+    requests = [Request(str(i), [5 + i, 6, 7], params) for i in range(11)]
+    samples = []
+    for ahead in (False, True):
+        engine = EmbeddedEngine(packed, eos_token_ids=(2,), seed=0, max_length=64, compiled=False, ahead=ahead)
+        samples.append({sample.id: sample for sample in generate(engine, requests)})
+    assert engine._decoder is not None and engine._decoder._steps
+    if kind == "cuda" and varlen.flash_attention(engine.cache.values) is not None:
+        assert all(step._recorded is not None for step in engine._decoder._steps.values())
+    # Keys may be split differently, so a tie of two tokens may be decided otherwise: then what follows differs.
+    first, second = samples
+    same = [first[name].tokens == sample.tokens for name, sample in second.items()]
+    assert sum(same) >= 9, same
+    for name, equal in zip(second, same, strict=True):
+        if equal:
+            assert first[name].log_probs == pytest.approx(second[name].log_probs, abs=0.05)
 
 
 def test_nothing_of_the_cpu_kernels_is_imported_or_built(tiny: Path, kind: str) -> None:

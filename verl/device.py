@@ -127,8 +127,9 @@ class HostCopy:
         if _can_pin(values.device):
             self._values = torch.empty(values.shape, dtype=values.dtype, pin_memory=True)
             self._values.copy_(values, non_blocking=True)
-            self._done = _module(str(values.device)).Event()
-            self._done.record()
+            module = _module(str(values.device))
+            self._done = module.Event()
+            self._done.record(module.current_stream(values.device))
         else:
             self._values = values
 
@@ -156,34 +157,35 @@ def _can_pin(device: torch.device) -> bool:
     return device.type in ("cuda", "xpu")
 
 
-def recorded(function: Callable[[], None]) -> Callable[[], None] | None:
-    """The function, which reads and writes the same memory at each call, as a CUDA graph: its kernels are launched
-    together. None where it cannot be recorded, because it waits for the device.
+def recorded(function: Callable[[], None], device: torch.device) -> Callable[[], None] | None:
+    """The function, which reads and writes the same memory of a device at each call, as a CUDA graph: its kernels are
+    launched together. None where it cannot be recorded, because it waits for the device.
 
     It is called here a few times; only a call of what is returned counts. Tests put another in its place.
     """
     import torch
 
-    stream = torch.cuda.Stream()
-    stream.wait_stream(torch.cuda.current_stream())
-    try:
-        with torch.cuda.stream(stream):
-            for _ in range(2):  # what is made at first use is made here
+    with torch.cuda.device(device):
+        try:
+            stream, current = torch.cuda.Stream(), torch.cuda.current_stream()
+            stream.wait_stream(current)
+            with torch.cuda.stream(stream):
+                for _ in range(2):  # what is made at first use is made here
+                    function()
+            current.wait_stream(stream)
+            graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(graph, pool=_graph_pool(str(device))):
                 function()
-        torch.cuda.current_stream().wait_stream(stream)
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, pool=_graph_pool()):
-            function()
-    except RuntimeError as error:
-        logger.warning("no CUDA graph of a decode step, whose kernels are launched one by one: %s", error)
-        return None
+        except RuntimeError as error:
+            logger.warning("no CUDA graph of a decode step, whose kernels are launched one by one: %s", error)
+            return None
     replay: Callable[[], None] = graph.replay
     return replay
 
 
 @cache
-def _graph_pool() -> Any:
-    """Graphs are replayed one at a time and share their memory."""
+def _graph_pool(device: str) -> Any:
+    """Graphs of a device are replayed one at a time and share their memory."""
     import torch
 
     return torch.cuda.graph_pool_handle()

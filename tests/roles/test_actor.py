@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -401,6 +402,7 @@ def test_a_section_of_a_file_is_what_the_constructor_takes(tiny: Path) -> None:
 def test_responses_that_the_model_cannot_finish_are_mentioned(
     actor: verl.Actor, caplog: pytest.LogCaptureFixture
 ) -> None:
+    caplog.set_level(logging.WARNING)
     actor.generate_sequences(["One"], max_new_tokens=2)
     assert not caplog.records
     positions = actor.model.config.max_position_embeddings

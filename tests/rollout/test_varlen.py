@@ -182,7 +182,7 @@ def test_what_cannot_be_recorded_is_launched_each_time(make_model: MakeModel, mo
     requests = [Request(str(i), [5, 6 + i], SamplingParams(max_new_tokens=6)) for i in range(3)]
     expected = run(EmbeddedEngine(packed, eos_token_ids=(2,), seed=3, kv_memory=64 << 20), requests)
     as_device(monkeypatch)
-    monkeypatch.setattr(device, "recorded", lambda function: None)
+    monkeypatch.setattr(device, "recorded", lambda function, device: None)
     samples = run(EmbeddedEngine(packed, eos_token_ids=(2,), seed=3, kv_memory=64 << 20, compiled=False), requests)
     assert {name: s.tokens for name, s in samples.items()} == {name: s.tokens for name, s in expected.items()}
 
@@ -194,9 +194,9 @@ def test_new_weights_in_the_same_memory_are_used_by_recorded_steps(
     as_device(monkeypatch)
     made = []
 
-    def recorded(function: Callable[[], None]) -> Callable[[], None]:
+    def recorded(function: Callable[[], None], device: torch.device) -> Callable[[], None]:
         made.append(function)
-        return recording.recorded(function)
+        return recording.recorded(function, device)
 
     monkeypatch.setattr(device, "recorded", recorded)
     settings: dict[str, Any] = {"eos_token_ids": (2,), "seed": 3, "kv_memory": 64 << 20, "compiled": False}

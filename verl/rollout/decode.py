@@ -10,6 +10,7 @@ Legend: S rows with padding, B blocks of the longest sequence that there can be.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 
 import numpy as np
 import torch
@@ -56,7 +57,8 @@ class Decoder:
         if step is None:
             step = self._steps[rows, ways] = _Step(self, rows, ways)
         step.give(plan, uniforms, numbers_of(params))
-        with evaluating(self._packed.model):
+        model = self._packed.model
+        with evaluating(model) if model.training else nullcontext():
             step.run(max(plan.used))
         if ways is None:
             drawn = draw(responses, step.logits, policy_version, compiled=False)
@@ -102,7 +104,9 @@ class _Step:
         if self._is_new:
             self._is_new = False
             if varlen.flash_attention(self._cache.values) is not None:
-                self._recorded = device.recorded(lambda: self._compute(self._width * self._cache.block))
+                self._recorded = device.recorded(
+                    lambda: self._compute(self._width * self._cache.block), self.given.device
+                )
         if self._recorded is not None:
             self._recorded()
         else:
