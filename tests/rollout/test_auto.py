@@ -183,3 +183,12 @@ def test_the_dry_run_and_the_doctor_show_it(gpu: Install, tiny: Path, tmp_path: 
     gpu(False)
     assert plan(given)["engine"] == "embedded (auto: on a GPU too, because vLLM is not installed)"
     assert "verl-hybrid[vllm]" in check_engine().advice
+
+
+def test_an_old_vllm_is_not_taken(gpu: Install, monkeypatch: pytest.MonkeyPatch) -> None:
+    for found, name in (("0.11.2", "embedded"), ("0.32.0", "vllm"), ("1.0.0rc1", "vllm")):
+        monkeypatch.setattr(choice, "version", lambda package, found=found: found)
+        chosen, why = choice.choose_engine(RolloutOptions(), "cuda:0")
+        assert chosen == name, why
+    monkeypatch.setattr(choice, "version", lambda package: "0.11.2")
+    assert "vLLM 0.11.2 is older than 0.32" in choice.choose_engine(RolloutOptions(), "cuda:0").why

