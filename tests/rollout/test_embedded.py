@@ -140,7 +140,7 @@ def test_several_attentions_a_layer_are_for_the_hf_engine(make_model: MakeModel)
     assert packed.supports_packed
     with pytest.raises(ModelError, match="once a layer"):
         EmbeddedEngine(packed, eos_token_ids=(2,), seed=0)
-    assert isinstance(make_rollout_engine(packed, None, (2,), SamplerOptions()), HFEngine)
+    assert isinstance(make_rollout_engine(packed, None, (2,), SamplerOptions(name="embedded")), HFEngine)
 
 
 @pytest.mark.parametrize("compiled", [True, False], ids=["kernel", "torch"])

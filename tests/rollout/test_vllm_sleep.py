@@ -63,7 +63,7 @@ def test_weights_are_dropped_and_come_before_the_cache(engine: VLLMEngine, model
 def test_without_weights_nothing_is_served(engine: VLLMEngine, model: PreTrainedModel) -> None:
     engine.sleep()
     engine.wake()
-    assert engine.policy_version is None
+    assert engine.lacks_weights
     for use in (lambda: engine.add(request("a")), engine.step, lambda: engine.score([5], [6])):
         with pytest.raises(NoWeightsError, match="dropped its weights in its sleep"):
             use()
@@ -96,7 +96,7 @@ def test_an_update_that_fails_in_its_sleep_can_be_made_again(
     LLM.made[0].broken = fault == "end"
     with pytest.raises((OSError, RolloutError)):
         engine.load_shards(stream(), 4)
-    assert engine.policy_version is None
+    assert engine.lacks_weights
     if fault == "end":  # all was sent: what vLLM has is unknown
         with pytest.raises(RolloutError, match="not used again"):
             engine.step()

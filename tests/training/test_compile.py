@@ -65,8 +65,8 @@ def test_log_probs_and_gradients_are_those_of_the_model(kind: str, options: dict
 
 
 def test_what_is_missing_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(inductor.shutil, "which", lambda name: None)
-    with pytest.raises(ConfigError, match=r"use_torch_compile: torch\.compile needs a compiler of the host: install g"):
+    monkeypatch.setattr(inductor, "_finds_compiler", lambda: False)
+    with pytest.raises(ConfigError, match=r"use_torch_compile: torch\.compile needs a C\+\+ compiler of the host"):
         make_engine(tiny_model("llama"), use_torch_compile=True)
 
 

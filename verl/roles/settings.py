@@ -122,7 +122,7 @@ def with_engine(options: SamplerOptions, model: Any, device: str) -> SamplerOpti
     name, why = choose_engine(
         options,
         device,
-        dtype=str(model.dtype).removeprefix("torch."),
+        dtype=str(next(iter(model.parameters())).dtype).removeprefix("torch."),
         adapters=has_adapters(model),
         episodes=map(load_episode, (options.episode, *options.episodes.values())),
     )

@@ -193,12 +193,10 @@ class RolloutEngine(Protocol):
     computes its own, measures the mismatch and corrects for it. One that computes with the very model that it was made
     with has `is_live = True`: it gets that model's own tensors as shards, and the model has its weights from `wake` to
     `sleep`. Any other gets the weights of a plain model, with adapters merged into them. It may drop them in its
-    sleep: then `policy_version` is None, and it takes no requests until `load_shards`.
+    sleep: then it has `lacks_weights = True`, and takes no requests until `load_shards`.
     """
 
-    @property
-    def policy_version(self) -> int | None:
-        """That of the weights which sample."""
+    policy_version: int
 
     @property
     def unfinished(self) -> int:

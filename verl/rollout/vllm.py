@@ -101,7 +101,8 @@ class VLLMEngine:
         self.eos_token_ids = tuple(eos_token_ids)
         self.seed = seed
         #: None: the weights were dropped in sleep.
-        self.policy_version: int | None = 0
+        self.policy_version = 0
+        self.lacks_weights = False
         self._vocab_size = int(config.vocab_size)
         self._tied = tied_names(model)
         self._versions: dict[str, int] = {}
@@ -243,7 +244,7 @@ class VLLMEngine:
         if (served := self._served()) != {version}:
             self._broken = f"it serves weights of versions {served}, not {version}"
             self._check_alive()
-        self.policy_version = version
+        self.policy_version, self.lacks_weights = version, False
 
     def score(self, prompt_tokens: Sequence[int], response_tokens: Sequence[int]) -> list[float]:
         """Log-probs of a response under the served weights, at temperature 1. No request may be unfinished.
@@ -268,7 +269,7 @@ class VLLMEngine:
         The weights are dropped, not copied to the host: `load_shards` brings them again, and wakes the engine.
         """
         if self._can_sleep and not self._asleep and not self.unfinished:
-            self.policy_version = None
+            self.lacks_weights = True
             self._call(self.llm.sleep, 2)
             self._asleep = {"weights", "kv_cache"}
             self._call(self.llm.collective_rpc, "verl_dropped")
@@ -319,7 +320,7 @@ class VLLMEngine:
     def _all_or_broken(self, version: int) -> Iterator[None]:
         """Where an update fails after a part of it was applied over weights that were served, the engine is not used
         again."""
-        before, dropped = self._served(), self.policy_version is None
+        before, dropped = self._served(), self.lacks_weights
         try:
             yield
         except BaseException as error:  # vLLM's own, of any kind, or the stream's
@@ -342,7 +343,7 @@ class VLLMEngine:
     def _version(self) -> int:
         """That of the weights that are served."""
         self._check_alive()
-        if self.policy_version is None:
+        if self.lacks_weights:
             raise NoWeightsError("vLLM dropped its weights in its sleep: give it some (load_shards) first")
         return self.policy_version
 

@@ -23,7 +23,7 @@ from zlib import crc32
 import torch
 from torch import Tensor
 
-from verl.device import total_memory
+from verl.device import is_accelerator, total_memory
 from verl.models.compiled import VECTOR, kernels
 from verl.models.cuts import blocks_of
 from verl.models.inductor import lacking
@@ -191,7 +191,7 @@ def _index_of(start: int, device: torch.device) -> Tensor:
 
 def _code(device: torch.device) -> tuple[Callable[..., None], int]:
     """What updates a part of a weight, and of how many elements: on an accelerator one kernel for all of it."""
-    if device.type == "cpu":
+    if not is_accelerator(str(device)):
         return _update, _BLOCK
     if (lack := lacking(device.type)) is None:
         return _fused(), _LARGEST

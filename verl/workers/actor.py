@@ -308,7 +308,7 @@ class ActorWorker(TrainedWorker):
     def _refill(self, weights: TrainEngine) -> None:
         """Send the weights once more, if the engine dropped them in its sleep."""
         engine = self.rollout_engine
-        dropped = engine.policy_version is None
+        dropped = getattr(engine, "lacks_weights", False)
         if self._is_fed:  # all ranks send together
             dropped = any(gather_json(dropped, self.place.groups[ROLE]))
         if dropped:
