@@ -58,7 +58,7 @@ SplitAdamW([weight], OptimConfig()).step(1e-3, 1.0)
 plan = Plan()
 plan.add([5, 6], 0, [0], 1)
 attention = PagedAttention(KVCache(2, 1, 1, 32, torch.bfloat16, meta), plan)
-assert attention.cache.keys[0].shape == (2, 32, 1, 32)
+assert attention.cache.keys[0].shape == (3, 32, 1, 32)  # with the spare block
 assert not [name for name in sys.modules if name.startswith("verl.kernels")], "imported"
 """
 

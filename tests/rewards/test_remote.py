@@ -124,6 +124,6 @@ def test_wrong_settings_are_told(serve: Callable[..., Plain]) -> None:
     policy = {"model": {"path": "m"}}
     with pytest.raises(ValueError, match="it needs url"):
         Config(actor_rollout_ref=policy, reward={"template": "{response}"})
-    with pytest.raises(ValueError, match=r"rollout\.name=vllm with it"):
+    with pytest.raises(ValueError, match=r"leave rollout\.name=hf out"):
         Config(actor_rollout_ref={**policy, "rollout": {"name": "hf", "url": "http://localhost:1"}})
     Config(actor_rollout_ref={**policy, "rollout": {"name": "vllm", "url": ["http://a:1", "http://b:1"]}})
