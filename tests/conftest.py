@@ -21,12 +21,18 @@ from transformers import (
     Qwen2Config,
 )
 
+from tests import leaks
 from tests.session import (  # noqa: F401 - hooks
     pytest_addoption,
     pytest_collection_modifyitems,
     pytest_runtest_protocol,
     pytest_sessionfinish,
 )
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    config.pluginmanager.register(leaks)
+
 
 os.environ["HF_HUB_OFFLINE"] = "1"
 os.environ["RAY_DEDUP_LOGS"] = "0"  # read when Ray is imported, which a test may do before the package

@@ -37,7 +37,7 @@ class Node:
     def start(self, *command: str | Path, env: Mapping[str, str] | None = None) -> subprocess.Popen[str]:
         """Begin a command; gloo is told which interface to use."""
         line = ["ip", "netns", "exec", self.name, "sh", "-c", _OWN_RAY, "sh", str(self._folder), *map(str, command)]
-        environment = {**ENV, "GLOO_SOCKET_IFNAME": _CABLE, **(env or {})}
+        environment = {**ENV, "GLOO_SOCKET_IFNAME": _CABLE, "RAY_TMPDIR": "/tmp", **(env or {})}
         return subprocess.Popen(line, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
 
 

@@ -1,17 +1,29 @@
-"""What the server of `tests/ranks.py` imports before it forks ranks."""
+"""What the server of `tests/forked.py` imports before it forks: what commands, trainers and models would import."""
 
 from __future__ import annotations
 
+import pyarrow.dataset
+import reasoning_gym
+import rich.live
+import rich.progress
 import torch
+from torch.utils.tensorboard import SummaryWriter
+from transformers import GPT2LMHeadModel, LlamaForCausalLM, Qwen2ForCausalLM  # loaded by name when first asked for
 
 import tests.conftest
 import verl
+import verl.algorithms
 import verl.cli.main
+import verl.kernels
+import verl.roles
+import verl.rollout.embedded
+import verl.trainer.run
 import verl.training.torch_engine
 import verl.workers.actor
 
 torch.set_num_threads(1)
-# Loaded by name when they are first asked for: the models that tests are made of.
-from transformers import GPT2LMHeadModel, LlamaForCausalLM, Qwen2ForCausalLM  # noqa: E402
 
-__all__ = ["GPT2LMHeadModel", "LlamaForCausalLM", "Qwen2ForCausalLM", "tests", "verl"]
+__all__ = [
+    "GPT2LMHeadModel", "LlamaForCausalLM", "Qwen2ForCausalLM", "SummaryWriter", "pyarrow", "reasoning_gym", "rich",
+    "tests", "verl",
+]  # fmt: skip

@@ -13,7 +13,7 @@ from types import ModuleType
 
 import pytest
 
-from tests import ranks
+from tests import forked, ranks
 from verl.config import load_config
 
 EXAMPLES = Path(__file__).resolve().parent.parent / "examples"
@@ -31,13 +31,13 @@ def load(name: str) -> ModuleType:
 def test_ppo_simple_as_a_script(tmp_path: Path, make_tiny: Callable[..., Path], tiny: Path) -> None:
     command = [sys.executable, str(EXAMPLES / "ppo_simple.py"), "--actor_model", str(make_tiny("gpt2"))]
     command += ["--critic-model", str(tiny), "--steps=2"]
-    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=240)
+    done = forked.run(command, cwd=tmp_path, timeout=240)
     assert done.returncode == 0, done.stderr[-3000:]
     assert re.search(
         r"^step 1  reward [\d.]+  kl [\d.]+  loss/actor [+-][\d.]+  loss/critic [\d.]+$", done.stdout, re.M
     )
     workers = ["--num_rollout_workers", "2", "--num-update-workers", "1"]
-    done = subprocess.run([*command, *workers], cwd=tmp_path, capture_output=True, text=True, timeout=240)
+    done = forked.run([*command, *workers], cwd=tmp_path, timeout=240)
     assert done.returncode == 0, done.stderr[-3000:]
     assert "cpu:2  ·        0/1" in done.stdout and "step 1  reward" in done.stdout
 
@@ -49,7 +49,7 @@ SMALL += ["data.train.size=40", "data.eval.size=4", "algorithm.gamma=0.9"]
 
 def test_ppo_simple_follows_every_setting_of_its_recipe(tmp_path: Path, tiny: Path) -> None:
     command = [sys.executable, str(EXAMPLES / "ppo_simple.py"), *SMALL, "--actor_model", str(tiny), "--lr", "0.5"]
-    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=240)
+    done = forked.run(command, cwd=tmp_path, timeout=240)
     assert done.returncode == 0, done.stderr[-3000:]
     assert re.search(
         r"^step 2/2  reward [\d.]+  kl [\d.]+  loss/actor [+-][\d.]+  loss/critic [\d.]+", done.stdout, re.M
@@ -159,7 +159,7 @@ def test_the_calculator_is_called_from_yaml(tmp_path: Path, tiny: Path) -> None:
     command = [sys.executable, "-m", "verl", "train", "examples/calculator.yaml"]
     command += [f"actor_rollout_ref.model.path={tiny}", f"trainer.output_dir={tmp_path}", "trainer.total_steps=2"]
     command += ["data.train.size=20", "data.eval.size=4", "data.batch_size=2", "actor_rollout_ref.model.dtype=float32"]
-    done = subprocess.run(command, cwd=EXAMPLES.parent, capture_output=True, text=True, timeout=240)
+    done = forked.run(command, cwd=EXAMPLES.parent, timeout=240)
     assert done.returncode == 0, done.stderr[-3000:]
     assert "step 2/2" in done.stderr + done.stdout
     (run,) = (path for path in tmp_path.iterdir() if path.is_dir() and not path.is_symlink())
@@ -173,7 +173,7 @@ def test_three_tasks_from_yaml(tmp_path: Path, tiny: Path) -> None:
     command = [sys.executable, "-m", "verl", "train", "examples/multi_task/tasks.yaml"]
     command += [f"actor_rollout_ref.model.path={tiny}", f"trainer.output_dir={tmp_path}", "trainer.total_steps=2"]
     command += ["data.train.sums.size=20", "data.eval.sums.size=4", "data.batch_size=4"]
-    done = subprocess.run(command, cwd=EXAMPLES.parent, capture_output=True, text=True, timeout=240)
+    done = forked.run(command, cwd=EXAMPLES.parent, timeout=240)
     assert done.returncode == 0, done.stderr[-3000:]
     (run,) = (path for path in tmp_path.iterdir() if path.is_dir() and not path.is_symlink())
     records = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]

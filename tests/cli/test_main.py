@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from tests import forked
 from verl.cli.plan import draw, plan
 from verl.config import load_config
 
@@ -20,10 +21,9 @@ COMMANDS = ("init", "train", "plan", "config", "report", "check", "verify", "exp
 
 
 def verl(*args, cwd=ROOT, **environment):
-    return subprocess.run(
+    return forked.run(
         [sys.executable, "-m", "verl", *map(str, args)],
         cwd=cwd,
-        capture_output=True,
         text=True,
         timeout=120,
         env={**os.environ, "NO_COLOR": "1", "COLUMNS": "100", "PYTHONPATH": str(ROOT), **environment},
@@ -58,8 +58,8 @@ def test_dry_run_prints_settings_and_plan_and_loads_no_model(tmp_path):
         "standalone_mode=False)\n"
         "print('heavy:', sorted({'transformers', 'vllm'} & set(sys.modules)))"
     )
-    result = subprocess.run(
-        [sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True, timeout=120, env=os.environ
+    result = subprocess.run(  # from cold: what it imports is asked for
+        [sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True, timeout=120
     )
     assert result.returncode == 0, result.stderr
     assert "  seed: 41" in result.stdout
@@ -137,7 +137,7 @@ def test_config_prints_the_documented_settings():
 def test_ctrl_c_ends_with_130(tmp_path):
     rewards = tmp_path / "rewards.py"
     rewards.write_text(f"import pathlib, time\npathlib.Path({str(tmp_path / 'here')!r}).touch()\ntime.sleep(300)\n")
-    process = subprocess.Popen(
+    process = forked.Popen(
         [sys.executable, "-m", "verl", "train", RECIPE, "reward.name=null", "reward.answer=whole",
          f"reward.path={rewards}:score", "--dry-run"],
         cwd=ROOT, stderr=subprocess.PIPE, text=True,
@@ -154,9 +154,9 @@ def test_ctrl_c_ends_with_130(tmp_path):
 @pytest.mark.parametrize("arguments", [["config"], ["train", RECIPE, "--dry-run"], ["--help"]])
 def test_a_full_disk_behind_the_output_is_named(arguments):
     with open("/dev/full", "w") as full:
-        result = subprocess.run(
+        result = forked.run(
             [sys.executable, "-m", "verl", *map(str, arguments)],
-            cwd=ROOT, stdout=full, stderr=subprocess.PIPE, text=True, timeout=120,
+            cwd=ROOT, stdout=full, stderr=subprocess.PIPE, timeout=120,
             env={**os.environ, "NO_COLOR": "1", "PYTHONPATH": str(ROOT)},
         )  # fmt: skip
     assert result.returncode == 1

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import subprocess
 import sys
 from pathlib import Path
 
@@ -11,6 +10,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
+from tests import forked
 from verl.config import load_config
 from verl.errors import ConfigError
 
@@ -114,9 +114,9 @@ def test_a_run_by_their_keys_alone(tiny: Path, tmp_path: Path) -> None:
         "val_files",
     )
     keys = [key.replace("MODEL", str(tiny)) for key in KEYS if not any(word in key for word in left_out)]
-    done = subprocess.run(
+    done = forked.run(
         [sys.executable, "-m", "verl", "train", *keys],
-        cwd=tmp_path, capture_output=True, text=True, timeout=300, env={**os.environ, "PYTHONPATH": str(ROOT)},
+        cwd=tmp_path, timeout=300, env={**os.environ, "PYTHONPATH": str(ROOT)},
     )  # fmt: skip
     assert done.returncode == 0, done.stderr[-2000:]
     assert "step 4/4" in done.stdout and "of no effect here" in done.stderr

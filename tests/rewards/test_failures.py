@@ -6,7 +6,6 @@ import asyncio
 import math
 import os
 import re
-import subprocess
 import sys
 import threading
 import time
@@ -19,6 +18,7 @@ import numpy as np
 import pytest
 import torch
 
+from tests import forked
 from verl.batch import Batch
 from verl.errors import RewardError
 from verl.rewards.calls import MAX_HUNG
@@ -360,7 +360,7 @@ def test_a_function_that_ends_the_process_is_named(tmp_path: Path, define: str, 
 
     def run(*texts: str) -> str:
         command = [sys.executable, str(script), *texts]
-        return subprocess.run(command, capture_output=True, text=True, timeout=120).stderr
+        return forked.run(command, timeout=120).stderr
 
     assert "ended while it computed reward grade: the function ended it" in run("good", "end")
     assert run("good", "good") == ""

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import os
-import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
+from tests import forked
 from tests.browser import PROGRAM, Browser
 
 pytestmark = pytest.mark.skipif(PROGRAM is None, reason="needs Chromium (Debian: apt-get install chromium)")
@@ -27,9 +27,7 @@ WIDTHS = pytest.mark.parametrize("width", [1280, 390], ids=["desktop", "phone"])
 
 def verl(*command: str, cwd: Path) -> None:
     env = {**os.environ, "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(
-        [sys.executable, "-m", "verl", *command], cwd=cwd, env=env, capture_output=True, text=True, timeout=280
-    )
+    done = forked.run([sys.executable, "-m", "verl", *command], cwd=cwd, env=env, timeout=280)
     assert done.returncode == 0, done.stdout + done.stderr
 
 

@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from tests import forked
 from tests.trainer.test_checkpoint import IDENTITY, assert_holds, contents, store_with
 from verl.durable import staging_of
 from verl.errors import CheckpointError
@@ -20,7 +21,7 @@ from verl.trainer.checkpoint import CheckpointStore, load_checkpoint, save_check
 
 def process(script: str, path: Path) -> subprocess.Popen[str]:
     """A process that reads and writes lines, and ends with its input."""
-    return subprocess.Popen(
+    return forked.Popen(
         [sys.executable, "-c", textwrap.dedent(script), str(path)],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,

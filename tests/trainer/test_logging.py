@@ -4,7 +4,6 @@ import logging
 import os
 import re
 import resource
-import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -18,6 +17,7 @@ import torch
 from rich.console import Console
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
+from tests import forked
 from verl.errors import ConfigError
 from verl.trainer.logging import JsonlSink, Logger, TensorBoardSink, default_logger, open_logger, setup_logging
 from verl.trainer.progress import ConsoleSink, describe, duration
@@ -370,6 +370,6 @@ def test_log_level_is_followed_in_a_script(tiny: Path, level: str, is_shown: boo
         "trainer.step(['a'])\n"
     )
     command, env = [sys.executable, "-c", script, str(tiny)], {**os.environ, "LOG_LEVEL": level}
-    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=120, check=True)
+    done = forked.run(command, env=env, timeout=120, check=True)
     assert ("step 1: rollout (actor) took" in done.stderr) is is_shown
     assert ("reward/mean=1.0" in done.stderr) is is_shown

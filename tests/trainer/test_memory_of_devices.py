@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
+from tests import forked
 from verl import device
 from verl.algorithms import make_algorithm
 from verl.config import Config, load_config
@@ -38,7 +38,7 @@ def shapes(tmp_path_factory: pytest.TempPathFactory) -> Path:
             str(folder / shape),
             "--config-only",
         ]
-        subprocess.run(command, check=True, timeout=200, capture_output=True)
+        forked.run(command, check=True, timeout=200)
     return folder
 
 
@@ -108,10 +108,10 @@ def test_a_name_may_end_with_the_memory() -> None:
 def test_the_command(tiny: Path) -> None:
     settings = [f"actor_rollout_ref.model.path={tiny}", "data.train={task: chain_sum, size: 64}", "reward.name=task"]
     command = [sys.executable, "-m", "verl", "train", *settings, "--device", "H100-80GB"]
-    done = subprocess.run([*command, "--dry-run"], capture_output=True, text=True, timeout=200)
+    done = forked.run([*command, "--dry-run"], timeout=200)
     assert done.returncode == 0, done.stderr
     assert "1 x 1 H100-80GB, 80 GB each" in done.stdout and "of 80.0: fits\n" in done.stdout
-    done = subprocess.run(command, capture_output=True, text=True, timeout=200)
+    done = forked.run(command, timeout=200)
     assert done.returncode == 2 and "give --dry-run too" in done.stderr
 
 

@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 import torch
 
+from tests import forked
 from verl.algorithms import registry
 from verl.batch import Batch
 from verl.config import build_config
@@ -191,7 +192,7 @@ def test_files_are_mixed_by_their_weights_and_a_resume_goes_on(tmp_path: Path, t
 def run_process(tmp_path: Path, configuration: dict[str, Any], **env: str) -> subprocess.Popen[str]:
     file = tmp_path / "run.yaml"
     file.write_text(json.dumps(configuration))
-    return subprocess.Popen(
+    return forked.Popen(
         [sys.executable, "-m", "verl", "train", str(file)],
         env={**os.environ, "OMP_NUM_THREADS": "1", **env},
         stdout=subprocess.PIPE,
@@ -447,7 +448,7 @@ def test_a_full_disk_stops_neither_training_nor_the_last_checkpoint(tmp_path: Pa
     longer = {"trainer.total_steps": 5, "trainer.save_every": 1, "trainer.eval_every": None}
     file.write_text(json.dumps(settings(tmp_path, tiny, **longer)))
     command = [sys.executable, "-c", limit, str(file)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=200, check=False)
+    done = forked.run(command, timeout=200, check=False)
     assert [row["step"] for row in rows(run_dir(tmp_path)) if "reward" in row] == [1, 2, 3, 4, 5]
     assert done.returncode == 1
     assert "trained but not saved" in done.stderr

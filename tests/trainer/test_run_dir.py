@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from tests import forked
 from verl.batch import Batch
 from verl.errors import CheckpointError, ConfigError
 from verl.trainer.run_dir import Run, open_run, rewind_jsonl
@@ -133,7 +134,7 @@ time.sleep(60)
 
 
 def hold(root: Path) -> subprocess.Popen[bytes]:
-    child = subprocess.Popen([sys.executable, "-c", HOLD, str(root)], stdout=subprocess.PIPE)
+    child = forked.Popen([sys.executable, "-c", HOLD, str(root)], stdout=subprocess.PIPE)
     assert child.stdout is not None
     assert child.stdout.readline() == b"new\n"
     return child
@@ -167,10 +168,10 @@ def test_lock_of_a_process_whose_id_was_used_again_is_taken_over(tmp_path: Path)
 def test_closed_run_is_free_for_others(tmp_path: Path) -> None:
     with open_run(tmp_path, "grpo-tiny-12ab"):
         code = "import sys; from verl.trainer.run_dir import open_run; open_run(sys.argv[1], 'grpo-tiny-12ab')"
-        refused = subprocess.run([sys.executable, "-c", code, str(tmp_path)], capture_output=True, check=False)
+        refused = forked.run([sys.executable, "-c", code, str(tmp_path)], check=False)
         assert refused.returncode != 0
-        assert b"works on the run" in refused.stderr
-    subprocess.run([sys.executable, "-c", code, str(tmp_path)], check=True)
+        assert "works on the run" in refused.stderr
+    forked.run([sys.executable, "-c", code, str(tmp_path)], check=True)
 
 
 def test_unusable_place_is_a_config_error(tmp_path: Path) -> None:

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from tests import forked
 from verl.durable import alive
 from verl.trainer.signals import StopSignal
 
@@ -34,7 +35,7 @@ TRAIN = """
 
 def train(where: Path, mode: str) -> subprocess.Popen[bytes]:
     command = [sys.executable, "-c", textwrap.dedent(TRAIN), str(where), mode]
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    process = forked.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
     assert process.stdout is not None
     assert process.stdout.readline() == b"ready\n"
     return process

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import signal
-import subprocess
 import sys
 import time
 from collections.abc import Callable
@@ -15,6 +14,7 @@ from typing import Any
 
 import pytest
 
+from tests import forked
 from verl.config import load_config
 from verl.durable import alive
 from verl.errors import ConfigError, VerlError
@@ -86,9 +86,7 @@ def until(condition: Callable[[], object], seconds: float = 120) -> None:
 
 def test_a_trial_that_dies_costs_itself_alone(recipe: Path) -> None:
     rewards = ",".join(f"{recipe.parent / 'reward.py'}:{name}" for name in ("half", "dies", "low"))
-    done = subprocess.run(
-        command(recipe, "--search", f"reward.path={rewards}"), env=ENV, capture_output=True, text=True, timeout=200
-    )
+    done = forked.run(command(recipe, "--search", f"reward.path={rewards}"), env=ENV, timeout=200)
     assert done.returncode == 0, done.stdout + done.stderr
     study = recipe.parent / "study"
     assert "killed by SIGKILL (out of memory?)" in done.stdout
@@ -109,7 +107,7 @@ def test_a_trial_that_dies_costs_itself_alone(recipe: Path) -> None:
 def test_a_study_that_is_killed_goes_on_with_the_run_that_was_cut_off(recipe: Path) -> None:
     runs, held = recipe.parent / "study" / "runs", f"reward.path={recipe.parent / 'reward.py'}:held"
     arguments = ["--search", f"{LR}=1e-4..1e-2:log", "--trials", "2", held, "trainer.total_steps=4"]
-    process = subprocess.Popen(command(recipe, *arguments), env=ENV)
+    process = forked.Popen(command(recipe, *arguments), env=ENV)
     until(lambda: process.poll() is not None or any(runs.glob("trial-000-*/checkpoints/step-000002")))
     (run,) = runs.glob("trial-000-*")
     trainer = json.loads((runs / f".{run.name}.lock").read_text())["pid"]
