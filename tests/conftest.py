@@ -21,6 +21,7 @@ from transformers import (
     Qwen2Config,
 )
 
+import tests.properties  # noqa: F401 - its profiles
 from tests import leaks
 from tests.session import (  # noqa: F401 - hooks
     pytest_addoption,

@@ -3,9 +3,10 @@ import pickle
 import pyarrow as pa
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
+from tests.properties import examples
 from verl.batch import Batch
 from verl.errors import DataError
 
@@ -98,7 +99,7 @@ def test_parquet_round_trip_keeps_types(tmp_path: object) -> None:
         Batch.from_parquet(path)
 
 
-@settings(max_examples=50, deadline=None)
+@examples(50)
 @given(st.lists(st.lists(st.integers(0, 2**31 - 1), max_size=5), max_size=8), st.data())
 def test_slice_take_concat_agree_with_lists(rows: list[list[int]], data: st.DataObject) -> None:
     batch = Batch.from_columns({"response_tokens": rows})

@@ -3,7 +3,7 @@
 import math
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from verl.controller.world import RoleMeshes
@@ -20,7 +20,6 @@ def meshes(draw: st.DrawFn) -> Mesh:
     return Mesh(tuple(draw(st.permutations(range(layout.size)))), layout)
 
 
-@settings(deadline=None)
 @given(meshes())
 def test_each_part_of_the_rows_is_answered_by_one_rank(mesh: Mesh) -> None:
     answering = [mesh.rows(rank) for rank in mesh.ranks if mesh.answers(rank)]
@@ -29,14 +28,12 @@ def test_each_part_of_the_rows_is_answered_by_one_rank(mesh: Mesh) -> None:
     assert [mesh.rows(rank) for rank in mesh.answering()] == [(index, parts) for index in range(parts)]
 
 
-@settings(deadline=None)
 @given(meshes())
 def test_ranks_of_a_model_group_get_the_same_rows(mesh: Mesh) -> None:
     for rank in mesh.ranks:
         assert {mesh.rows(other) for other in mesh.group(rank, "pp", "sp", "tp")} == {mesh.rows(rank)}
 
 
-@settings(deadline=None)
 @given(meshes(), st.sets(st.sampled_from(DIMS)))
 def test_groups_cut_the_mesh_into_equal_parts(mesh: Mesh, dims: set[str]) -> None:
     groups = {mesh.group(rank, *dims) for rank in mesh.ranks}
@@ -45,7 +42,6 @@ def test_groups_cut_the_mesh_into_equal_parts(mesh: Mesh, dims: set[str]) -> Non
     assert sorted(rank for group in groups for rank in group) == sorted(mesh.ranks)
 
 
-@settings(deadline=None)
 @given(meshes(), st.sets(st.sampled_from(DIMS)))
 def test_parts_are_all_groups_along_some_dimensions(mesh: Mesh, dims: set[str]) -> None:
     groups = {tuple(sorted(mesh.group(rank, *dims))) for rank in mesh.ranks}
@@ -53,7 +49,6 @@ def test_parts_are_all_groups_along_some_dimensions(mesh: Mesh, dims: set[str]) 
     assert len(set(mesh.parts())) == len(mesh.parts())
 
 
-@settings(deadline=None)
 @given(meshes())
 def test_process_groups_are_of_ranks_that_ascend(mesh: Mesh) -> None:
     groups = [mesh.group(rank, dim) for rank in mesh.ranks for dim in DIMS if dim != "replicate"]

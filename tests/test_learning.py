@@ -12,6 +12,7 @@ from types import ModuleType
 
 import pytest
 
+pytestmark = pytest.mark.slow  # a model is pre-trained for 20 s; tests/algorithms/test_learning.py is quick
 BENCHMARK = Path(__file__).resolve().parent.parent / "benchmarks" / "learning.py"
 
 
@@ -53,7 +54,6 @@ def test_the_reward_is_told_and_permuted_rewards_tell_nothing(learning: ModuleTy
     assert abs(learning.distance(permuted.last, permuted.first)) < 3.5
 
 
-@pytest.mark.slow
 def test_a_constraint_is_kept_and_would_not_be_by_itself(learning: ModuleType, base: Path) -> None:
     curves = [learning.run("safe_rlhf", 0, control, base) for control in learning.runs_of("safe_rlhf")]
     verdict = learning.judge(*curves)

@@ -6,10 +6,11 @@ import random
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.algorithms.support import OFFLINE, ONLINE, loss_input, prepared
+from tests.properties import examples
 from verl.algorithms.base import BaseAlgorithm, RoleObjective
 from verl.batch import Batch
 
@@ -62,7 +63,7 @@ def random_parts(batch: Batch, coupled: bool, seed: int) -> list[list[int]]:
 
 
 @pytest.mark.parametrize(("name", "options"), VARIANTS, ids=[f"{n}-{i}" for i, (n, _) in enumerate(VARIANTS)])
-@settings(max_examples=12, deadline=None)
+@examples(12)
 @given(seed=st.integers(0, 10_000))
 def test_any_split_in_any_order_gives_one_gradient(name: str, options: dict[str, object], seed: int) -> None:
     algorithm, batch = prepared(name, seed % 7, **options)

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import ast
 from collections.abc import Iterator
-from pathlib import Path
+from functools import cache
 
-import verl
+from tests.package import PACKAGE, modules
 from verl.algorithms import algorithm_names, make_algorithm
 
-PACKAGE = Path(verl.__file__).parent
 #: verl's data sets have a column `reward_model`; a reward that is a model is called so; a task's reward has this key.
 OTHER_MEANING = {
     ("config/tasks.py", "reward_model"),
@@ -37,10 +36,16 @@ def mentions(tree: ast.AST) -> Iterator[str]:
             yield from node.name.split(".")
 
 
-def found(source: str) -> set[str]:
-    names = {name for name in algorithm_names() if type(make_algorithm(name)).__module__.startswith("verl.")}
-    classes = {type(make_algorithm(name)).__name__ for name in names} - {"RewardModel"}
-    return (names | classes) & set(mentions(ast.parse(source)))
+@cache
+def names() -> frozenset[str]:
+    """Of the algorithms of this package, and of their classes."""
+    made = {name: type(make_algorithm(name)) for name in algorithm_names()}
+    ours = {name: kind for name, kind in made.items() if kind.__module__.startswith("verl.")}
+    return frozenset(ours) | {kind.__name__ for kind in ours.values()} - {"RewardModel"}
+
+
+def found(source: str | ast.Module) -> set[str]:
+    return names() & set(mentions(ast.parse(source) if isinstance(source, str) else source))
 
 
 def test_the_search_finds_names() -> None:
@@ -51,11 +56,10 @@ def test_the_search_finds_names() -> None:
 
 def test_no_code_outside_names_an_algorithm() -> None:
     offenders = set()
-    for file in PACKAGE.rglob("*.py"):
-        place = file.relative_to(PACKAGE).as_posix()
+    for place, (_, tree) in modules().items():
         # These are nothing but other libraries' names, some of which name an algorithm.
         if not place.startswith(("algorithms/", "trl/", "config/other_names.py")):
-            offenders |= {(place, name) for name in found(file.read_text(encoding="utf-8"))}
+            offenders |= {(place, name) for name in found(tree)}
     # Two classes whose own names say PPO.
     named = {"trainer/trainer.py": "class PPOTrainer(Trainer)", "roles/layouts.py": "class PPORoleUpdater(Updater)"}
     assert offenders - OTHER_MEANING == {(place, "ppo") for place in named}

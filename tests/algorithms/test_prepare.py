@@ -6,10 +6,11 @@ import math
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.algorithms.support import GRADIENT, experience, loss_input, random_experience
+from tests.properties import examples
 from verl.algorithms import make_algorithm
 from verl.algorithms.kl import KLController
 from verl.batch import Batch
@@ -329,7 +330,7 @@ def test_safe_rlhf_two_critics() -> None:
         assert torch.autograd.grad(loss.total, values)[0].any()
 
 
-@settings(max_examples=60, deadline=None)
+@examples(60)
 @given(
     stream=st.lists(
         st.lists(st.one_of(st.none(), st.floats(allow_nan=True, allow_infinity=True)), min_size=2, max_size=2),

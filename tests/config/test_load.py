@@ -5,9 +5,10 @@ from itertools import pairwise
 from pathlib import Path
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
+from tests.properties import examples
 from verl.config import build_config, describe, load_config, to_yaml
 from verl.errors import ConfigError
 
@@ -307,7 +308,7 @@ def test_a_list_may_not_take_a_mapping_s_place(recipe):
 ODD = ["true", "[]", "[a]", "{}", "{a: b}", "yes please", ".nan", ".inf", "1e400", "-1", "0", str(10**30), "1.5", "''"]
 
 
-@settings(max_examples=150, deadline=None)
+@examples(150)
 @given(key=st.sampled_from([key.path for key in describe()]), value=st.sampled_from(ODD))
 def test_any_value_is_taken_or_refused_by_its_key(key, value, tmp_path_factory):
     file = tmp_path_factory.mktemp("odd") / "recipe.yaml"
@@ -355,7 +356,7 @@ def test_what_is_printed_reads_back_to_the_same(recipe, tmp_path):
     assert load_config(again) == config
 
 
-@settings(max_examples=60, deadline=None)
+@examples(60)
 @given(text=st.text(st.sampled_from("\\${}:.# '\"\n\téab"), max_size=12))
 def test_any_text_survives_printing_and_reading(text, tmp_path_factory):
     content = {"actor_rollout_ref": {"model": {"path": "m"}}, "data": {"system_prompt": text}}
@@ -368,7 +369,7 @@ def test_any_text_survives_printing_and_reading(text, tmp_path_factory):
 KEYS = [key.path for key in describe() if "." in key.path and not key.path.startswith("algorithm.")]
 
 
-@settings(max_examples=80, deadline=None)
+@examples(80)
 @given(st.sampled_from(KEYS), st.integers(0, 40), st.sampled_from("abcxyz_"))
 def test_a_misspelt_key_is_always_named_with_a_valid_one(key, place, letter):
     section, _, name = key.rpartition(".")

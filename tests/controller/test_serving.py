@@ -19,6 +19,7 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
+from tests import forked
 from tests.ranks import ENV
 from tests.sockets import LOOPBACK, listeners
 
@@ -45,7 +46,7 @@ class Job:
             "TORCHELASTIC_RESTART_COUNT": "0",
         }
         self.processes = [
-            subprocess.Popen(
+            forked.Popen(
                 [sys.executable, str(file)], env={**env, "RANK": str(rank), "LOCAL_RANK": str(rank)},
                 stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
             )

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import json
 import math
+import subprocess
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 import pytest
 import torch
@@ -19,6 +20,9 @@ from verl.data.buffers import DiskBuffer
 
 SCRIPT = Path(__file__).with_name("three_steps.py")
 CLOCK = ("busy/",)
+#: How the ranks of a job are started.
+Start: TypeAlias = Callable[..., subprocess.CompletedProcess[str]]
+STARTS = pytest.mark.parametrize("start", [job, pytest.param(torchrun, marks=pytest.mark.slow)])
 
 
 def outcome(folder: Path) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
@@ -58,9 +62,10 @@ def test_roles_that_overlap_in_part_have_groups_of_their_own_along_dimensions() 
     assert json.loads(next(line for line in done.stdout.splitlines() if line.startswith("{"))) == alone | together
 
 
-def test_two_ranks_equal_one_process(alone: tuple[Path, Path], tmp_path: Path) -> None:
+@STARTS
+def test_two_ranks_equal_one_process(alone: tuple[Path, Path], tmp_path: Path, start: Start) -> None:
     model, expected = alone
-    torchrun(2, SCRIPT, model, tmp_path)
+    start(2, SCRIPT, model, tmp_path)
     assert_equal_runs(expected, tmp_path)
 
 
@@ -272,7 +277,8 @@ def test_different_handles_on_the_ranks_are_an_error_that_names_the_first(tiny: 
     assert "number 0 is Actor.model (" in done.stderr and "and Critic.model (ValueModel) on rank 1" in done.stderr
 
 
-def test_a_script_prints_each_line_once(tiny: Path, tmp_path: Path) -> None:
+@STARTS
+def test_a_script_prints_each_line_once(tiny: Path, tmp_path: Path, start: Start) -> None:
     file = script(
         tmp_path / "script.py",
         "import sys, verl",
@@ -280,12 +286,13 @@ def test_a_script_prints_each_line_once(tiny: Path, tmp_path: Path) -> None:
         "print('before the first call')",
         "print(len(actor.generate_sequences(['a', 'b', 'c'])), 'samples')",
     )
-    assert torchrun(2, file, tiny).stdout.splitlines() == ["before the first call", "3 samples"]
+    assert start(2, file, tiny).stdout.splitlines() == ["before the first call", "3 samples"]
 
 
-def test_the_article_s_loop_prints_each_line_once(tiny: Path) -> None:
+@STARTS
+def test_the_article_s_loop_prints_each_line_once(tiny: Path, start: Start) -> None:
     options = ["--actor_model", tiny, "--steps", 2, "--batch_size", 4, "--max_new_tokens", 4]
-    done = torchrun(2, "examples/ppo_simple.py", *map(str, options))
+    done = start(2, "examples/ppo_simple.py", *map(str, options))
     assert [line[:6] for line in done.stdout.splitlines() if line.startswith("step")] == ["step 0", "step 1"]
 
 

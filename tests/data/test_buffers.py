@@ -9,9 +9,10 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, given
 from hypothesis import strategies as st
 
+from tests.properties import examples
 from verl.batch import Batch
 from verl.data.buffers import Buffer, DiskBuffer, MemoryBuffer, make_buffer
 from verl.durable import staging_of
@@ -68,7 +69,7 @@ def test_state_goes_through_a_checkpoint(make: Callable[[int], Buffer]) -> None:
 steps = st.lists(st.tuples(st.sampled_from(["add", "drain", "reopen", "state"]), st.integers(0, 5)), max_size=40)
 
 
-@settings(max_examples=30, suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None)
+@examples(30, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(steps=steps)
 def test_no_sample_is_lost_or_given_twice(
     steps: list[tuple[str, int]], tmp_path_factory: pytest.TempPathFactory

@@ -10,9 +10,10 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
+from tests.properties import examples
 from verl.batch import Batch
 from verl.dataflow import loop
 from verl.dataflow.executor import Result, run_graph
@@ -451,7 +452,7 @@ def graphs(draw: st.DrawFn) -> list[tuple[list[str], str, bool, int | None]]:
     return nodes
 
 
-@settings(max_examples=60, deadline=None)
+@examples(60)
 @given(specs=graphs(), seed=st.integers(0, 2**16), with_source=st.booleans())
 def test_random_graphs_give_what_sequential_execution_gives(specs: Any, seed: int, with_source: bool) -> None:
     rng = random.Random(seed)

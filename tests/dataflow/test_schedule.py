@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import pytest
-from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
+from tests.properties import examples
 from verl.dataflow.schedule import Schedule
 from verl.errors import ConfigError, DataError
 
@@ -107,7 +107,7 @@ class AnySchedule(RuleBasedStateMachine):
 
 
 TestAnySchedule = AnySchedule.TestCase
-TestAnySchedule.settings = settings(max_examples=100, stateful_step_count=50, deadline=None)
+TestAnySchedule.settings = examples(100, stateful_step_count=50)
 
 
 def test_a_step_waits_for_a_rollout_that_would_grow_too_old() -> None:

@@ -6,9 +6,10 @@ import random
 
 import pytest
 import torch
-from hypothesis import assume, given, settings
+from hypothesis import assume, given
 from hypothesis import strategies as st
 
+from tests.properties import examples
 from verl.errors import ConfigError
 from verl.hybrid.meshes import generation_mesh, micro_groups, paper_table
 from verl.hybrid.plan import Plan, transition
@@ -84,7 +85,7 @@ def _place(block: PartBlock, region: object) -> tuple[slice, ...]:
     return box(tuple(p + a - b for p, a, b in zip(block.place, offset, block.offset, strict=True)), shape)
 
 
-@settings(max_examples=12, deadline=None)
+@examples(12)
 @given(layouts(), st.sampled_from([64, 1 << 10, 1 << 20]))
 def test_every_element_arrives_once_and_nothing_that_is_there_moves(meshes: tuple[Mesh, Mesh], limit: int) -> None:
     train, generation = meshes
@@ -112,7 +113,7 @@ def test_every_element_arrives_once_and_nothing_that_is_there_moves(meshes: tupl
         assert len(sent) == len(set(sent))
 
 
-@settings(max_examples=25, deadline=None)
+@examples(25)
 @given(layouts())
 def test_bytes_are_those_of_the_paper(meshes: tuple[Mesh, Mesh]) -> None:
     train, generation = meshes
@@ -129,7 +130,7 @@ def test_bytes_are_those_of_the_paper(meshes: tuple[Mesh, Mesh]) -> None:
         assert moved.source - moved.own == ours.redundant
 
 
-@settings(max_examples=25, deadline=None)
+@examples(25)
 @given(layouts())
 def test_ranks_exchange_inside_of_micro_groups_alone(meshes: tuple[Mesh, Mesh]) -> None:
     train, generation = meshes

@@ -11,15 +11,14 @@ from pathlib import Path
 
 import pytest
 
+from tests.package import PACKAGE, modules
 from verl.kernels.build import library
-
-PACKAGE = Path(__file__).parents[2] / "verl"
 
 
 def test_ctypes_and_compilers_are_named_by_the_kernels_and_the_sandbox_alone() -> None:
     named = re.compile(r"\bctypes\b|\bCDLL\b|\bg\+\+|clang|\bcpp_extension\b|\bcffi\b")
-    files = {path.relative_to(PACKAGE) for path in PACKAGE.rglob("*.py") if named.search(path.read_text())}
-    assert {path.parts[0] for path in files} == {"kernels", "sandbox"}
+    files = {place for place, (text, _) in modules().items() if named.search(text)}
+    assert {place.partition("/")[0] for place in files} == {"kernels", "sandbox"}
     assert {path.relative_to(PACKAGE).parts[0] for path in PACKAGE.rglob("*.cpp")} == {"kernels"}
 
 

@@ -44,6 +44,7 @@ print(resident() - before)
 """
 
 
+@pytest.mark.slow  # 1,500 shapes, three times from cold
 @pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="no /proc here")
 def test_memory_for_shapes_of_products_is_bounded() -> None:
     env = {name: value for name, value in ENV.items() if name not in _CACHES}

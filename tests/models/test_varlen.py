@@ -9,10 +9,11 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
+from tests.properties import examples
 from tests.models.test_packed import PROMPTS, RESPONSES, Make, difference, gradients, log_probs
 from tests.varlen import varlen_attn
 from verl.models import varlen
@@ -52,7 +53,7 @@ def flat_rows(draw: st.DrawFn) -> list[Row]:
     return rows
 
 
-@settings(max_examples=60, deadline=None)
+@examples(60)
 @given(flat_rows(), st.sampled_from([None, 1, 3, 100]), st.sampled_from([(4, 4), (6, 2), (3, 1)]))
 def test_ragged_rows_equal_buckets(rows: list[Row], window: int | None, heads: tuple[int, int]) -> None:
     torch.manual_seed(0)

@@ -35,7 +35,10 @@ def batch_of(rows: int, length: int) -> Batch:
 
 @pytest.mark.parametrize("checkpointing", [False, True])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize(("hidden", "layers", "rows", "length"), [(128, 4, 2, 64), (256, 4, 4, 256), (256, 8, 8, 256)])
+@pytest.mark.parametrize(
+    ("hidden", "layers", "rows", "length"),
+    [(128, 4, 2, 64), (256, 4, 4, 256), pytest.param(256, 8, 8, 256, marks=pytest.mark.slow)],
+)
 def test_predicted_training_memory_is_that_of_one_process(
     hidden: int, layers: int, rows: int, length: int, dtype: torch.dtype, checkpointing: bool
 ) -> None:

@@ -123,6 +123,7 @@ def test_13b_trains_on_four_ranks_within_24_gb_with_the_optimizer_offloaded() ->
         search(Problem((replace(models[0], strategies=(memory.fsdp(),)), models[1]), work, cluster))
 
 
+@pytest.mark.slow
 def test_a_thousand_gpus_scale_to_nine_tenths_with_a_batch_that_grows_with_them() -> None:
     """Row F4: 13B on machines of 8 A100 with 8 x 200 Gbit/s."""
     problem = evaluation("13B", 64, cluster=Cluster.parse("8x8xA100"))

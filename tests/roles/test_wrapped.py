@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -19,6 +17,7 @@ from transformers import AutoModelForCausalLM
 from transformers.models.llama.modeling_llama import LlamaDecoderLayer
 
 import verl
+from tests.ranks import job
 from verl.errors import ConfigError, ModelError
 from verl.shard import checksum
 
@@ -76,10 +75,7 @@ def refusal(model: torch.nn.Module) -> str:
 
 
 def run(path: Path, ways: list[str], ranks: int) -> list[dict[str, Any]]:
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={ranks}", __file__]
-    env = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(sys.path)}
-    done = subprocess.run([*command, str(path), *ways], env=env, capture_output=True, text=True, timeout=600)
-    assert done.returncode == 0, done.stderr[-3000:]
+    done = job(ranks, __file__, path, *ways)
     return [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
 
 

@@ -8,10 +8,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 import verl
+from tests.properties import examples
 from tests.trainer.test_tasks import loader, tasks, trainer_of
 from verl.errors import CheckpointError, ConfigError
 from verl.utils import DynamicTaskWeightScheduler
@@ -24,7 +25,7 @@ def metrics(**rewards: float) -> dict[str, dict[str, float]]:
     return {name: {"reward/mean": value} for name, value in rewards.items()}
 
 
-@settings(deadline=None, max_examples=60)
+@examples(60)
 @given(values, st.integers(1, 40), st.floats(0, 1 / 3), st.lists(st.floats(0.01, 5), min_size=3, max_size=3))
 def test_weights_sum_to_one_and_keep_the_floor_and_resume(
     steps: list[dict[str, float]], patience: int, floor: float, initial: list[float]

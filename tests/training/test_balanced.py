@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from verl.batch import Batch
 from verl.training.micro_batch import balanced
 
 
-@settings(deadline=None)
 @given(
     st.lists(st.tuples(st.integers(0, 3), st.integers(1, 40)), max_size=24),
     st.integers(1, 5),

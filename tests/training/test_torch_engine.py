@@ -8,7 +8,7 @@ from functools import cache
 
 import pytest
 import torch
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, given
 from hypothesis import strategies as st
 from torch import Tensor
 from transformers import (
@@ -17,6 +17,7 @@ from transformers import (
     PreTrainedModel,
 )
 
+from tests.properties import examples
 from tests.training.cases import (
     OPTIM,
     ROWS,
@@ -124,7 +125,7 @@ def test_padded_rows_give_the_losses_of_packed_ones(kind: str) -> None:
     assert shapes == {(2, 5), (2, 12), (3, 12)}  # rows, and tokens of the longest
 
 
-@settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@examples(25, suppress_health_check=[HealthCheck.too_slow])
 @given(
     st.lists(st.tuples(st.integers(0, 5), st.integers(0, 9)), min_size=1, max_size=8).filter(
         lambda r: any(n for _, n in r)
