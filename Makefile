@@ -12,9 +12,9 @@ MODEL := models/SmolLM2-135M-Instruct
 # One OpenMP pool a process, and no test reaches for a model hub.
 TEST_ENV := OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 TOKENIZERS_PARALLELISM=false
 VLLM_TESTS := $(wildcard tests/rollout/test_vllm*.py)
-PYTEST := $(TEST_ENV) $(BIN)/python -m pytest -n $(WORKERS)
+PYTEST := $(TEST_ENV) $(BIN)/python -m pytest -n $(WORKERS) --dist worksteal
 
-.PHONY: help install model train test test-all vllm test-vllm lint docs environments gpu clean
+.PHONY: help install model train test test-all vllm test-vllm style lint docs environments gpu clean
 
 help: ## say what there is
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-10s %s\n", $$1, $$2 }' $(firstword $(MAKEFILE_LIST))
@@ -39,14 +39,16 @@ model: $(INSTALLED) ## get SmolLM2-135M-Instruct into models/
 train: model ## train SmolLM2-135M-Instruct on a procedural task, and report
 	$(BIN)/verl train $(RECIPE) $(ARGS)
 
-lint: $(INSTALLED) ## style, words and types
+style: $(INSTALLED)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/python scripts/plain_words.py
+
+lint: style ## style, words and types
 	$(BIN)/mypy
 
-test: lint ## style, types and the fast tests
-	$(PYTEST) -m "not slow and not gpu"
+test: style ## style, types and the fast tests
+	@$(BIN)/mypy & types=$$!; $(PYTEST) -m "not slow and not gpu"; tests=$$?; wait $$types || { echo "mypy has errors: see above"; exit 1; }; exit $$tests
 
 test-all: lint model ## the slow tests too
 	$(PYTEST) -m "not gpu"
