@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import nn
 
@@ -26,6 +28,28 @@ class ExactRouter(nn.Module):
         logits = nn.functional.linear(x.flatten(0, -2), self.weight)
         scores, indices = logits.softmax(-1).topk(self.top_k, dim=-1)
         return logits, scores / scores.sum(-1, keepdim=True), indices
+
+
+class ExactRotary(nn.Module):
+    """Rotations at angles of the dtype of `x`: transformers' are in fp32, whose last digit depends on the processor."""
+
+    config: Any
+
+    def forward(self, x: torch.Tensor, position_ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        size = getattr(self.config, "head_dim", None) or self.config.hidden_size // self.config.num_attention_heads
+        steps = torch.arange(0, size, 2, dtype=x.dtype, device=x.device) / size
+        angles = position_ids.to(x.dtype)[..., None] * self.config.rope_parameters["rope_theta"] ** -steps
+        angles = torch.cat((angles, angles), -1)
+        return angles.cos(), angles.sin()
+
+
+def rotate_in_fp64(model: nn.Module) -> None:
+    """Let the plain rotary embeddings of a model compute in the model's own dtype."""
+    for module in model.modules():
+        if type(module).__name__.endswith("RotaryEmbedding"):
+            if module.rope_type != "default":
+                raise ValueError(f"rotary embeddings of type '{module.rope_type}' have no exact form here")
+            module.__class__ = ExactRotary
 
 
 def norm_in_fp64(model: nn.Module) -> None:

@@ -21,6 +21,8 @@ from contextlib import aclosing, nullcontext, suppress
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, TypeVar
 
+import pyarrow as pa
+
 from verl.errors import ConfigError, RolloutError
 from verl.rollout.base import Finish, Guard, LogitsProcessor, Request, RolloutEngine, Sample, SamplingParams, check_new
 
@@ -73,10 +75,13 @@ class Turns:
         return self
 
 
-def response_columns(turns: Sequence[Turns]) -> dict[str, Any]:
-    """The columns of finished responses."""
+def response_columns(turns: Sequence[Turns], is_double: bool = False) -> dict[str, Any]:
+    """The columns of finished responses. Their log-probs stay in fp64 if `is_double`; else they become fp32."""
     names = ("response_tokens", "response_mask", "rollout_log_probs", "finish", "policy_version")
-    return {name: [getattr(turn, name) for turn in turns] for name in names}
+    columns: dict[str, Any] = {name: [getattr(turn, name) for turn in turns] for name in names}
+    if is_double:  # lists would be stored as fp32
+        columns["rollout_log_probs"] = pa.array(columns["rollout_log_probs"], pa.large_list(pa.float64()))
+    return columns
 
 
 Episode = Callable[["Client", Mapping[str, Any]], Awaitable[Sequence[Turns]]]

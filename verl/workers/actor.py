@@ -407,9 +407,7 @@ def _with_responses(rows: Batch, ended: list[Outcome], version: int | None, prec
         logger.warning("%s", error)
     none = Turns(finish="abort", policy_version=version or 0)
     turns = [none if error else outcome.responses[0] for outcome, error in zip(ended, errors, strict=True)]
-    columns = response_columns(turns)
-    if precision == torch.float64:  # lists would be stored as fp32
-        columns["rollout_log_probs"] = pa.array(columns["rollout_log_probs"], pa.large_list(pa.float64()))
+    columns = response_columns(turns, is_double=precision == torch.float64)
     if version is not None:
         columns["rejected"] = [turn.rejected for turn in turns]
         columns["episode_error"] = pa.array(errors, pa.string())

@@ -110,6 +110,7 @@ class StandaloneWorker(PooledWorker):
         self._groups: dict[str, tuple[Batch, dict[str, Turns]]] = {}
         self._of: dict[str, str] = {}
         self._busy: list[tuple[float, float]] = []
+        self._is_double = False
 
     def post(self, order: Weights | tuple[str, Batch, Mapping[str, Any]]) -> None:
         """New weights; or a group to sample: its name, its rows and the sampling parameters."""
@@ -124,6 +125,7 @@ class StandaloneWorker(PooledWorker):
             finished: a `ray.util.queue.Queue` that the groups go into; None: they are yielded.
         """
         engine = recipe.make()
+        self._is_double = recipe.dtype == "float64"
         yield None
         while True:
             try:
@@ -163,7 +165,7 @@ class StandaloneWorker(PooledWorker):
             turns[sample.id] = Turns().wrote(sample)
             if len(turns) == len(rows):
                 del self._groups[group]
-                done = rows.add(response_columns([turns[id_] for id_ in rows["id"]]))
+                done = rows.add(response_columns([turns[id_] for id_ in rows["id"]], self._is_double))
                 spans, self._busy = self._busy, []
                 yield Finished(group, done, index, spans)
 
