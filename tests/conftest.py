@@ -24,8 +24,9 @@ from transformers import (
 from tests.session import (  # noqa: F401 - hooks
     pytest_addoption,
     pytest_collection_modifyitems,
+    pytest_configure,
+    pytest_report_collectionfinish,
     pytest_runtest_protocol,
-    pytest_sessionfinish,
 )
 
 os.environ["HF_HUB_OFFLINE"] = "1"
