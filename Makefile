@@ -4,6 +4,8 @@ VENV ?= .venv
 RECIPE ?= examples/grpo_arithmetic.yaml
 ARGS ?=
 TORCH_ARGS ?=
+TEST_ARGS ?=
+TURN ?=
 WORKERS ?= 2
 
 BIN := $(VENV)/bin
@@ -12,14 +14,16 @@ MODEL := models/SmolLM2-135M-Instruct
 # One OpenMP pool a process, and no test reaches for a model hub.
 TEST_ENV := OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 TOKENIZERS_PARALLELISM=false
 VLLM_TESTS := $(wildcard tests/rollout/test_vllm*.py)
-PYTEST := $(TEST_ENV) $(BIN)/python -m pytest -n $(WORKERS) --dist worksteal
+PYTEST := $(TEST_ENV) $(BIN)/python -m pytest -n $(WORKERS) --dist worksteal $(TEST_ARGS)
+# One test at a time: they start processes of their own.
+SERIAL := $(if $(TURN),--turn $(TURN)) $(TEST_ARGS)
 
-.PHONY: help install model train test test-all vllm test-vllm style lint docs environments gpu clean
+.PHONY: help install model train test test-slow test-all vllm test-vllm style lint docs environments gpu clean
 
 help: ## say what there is
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-10s %s\n", $$1, $$2 }' $(firstword $(MAKEFILE_LIST))
 	@echo
-	@echo "  Settings: PYTHON=python3.12  ARGS='trainer.seed=1'  RECIPE=file.yaml  WORKERS=4 (test processes)"
+	@echo "  Settings: PYTHON=python3.12  ARGS='trainer.seed=1'  RECIPE=file.yaml  WORKERS=4 (test processes)  TEST_ARGS='-x'"
 	@echo "            TORCH_ARGS='--index-url URL'  (where pip takes torch from, such as PyTorch's CPU index)"
 
 # torch goes first and alone: whichever build it is, nothing that follows replaces it.
@@ -50,14 +54,17 @@ lint: style ## style, words and types
 test: style ## style, types and the fast tests
 	@$(BIN)/mypy & types=$$!; $(PYTEST) -m "not slow and not gpu"; tests=$$?; wait $$types || { echo "mypy has errors: see above"; exit 1; }; exit $$tests
 
+test-slow: model ## the slow tests; TURN=0 to TURN=5: a sixth of them
+	$(TEST_ENV) $(BIN)/python -m pytest -m "slow and not gpu and not peer" $(SERIAL)
+
 test-all: lint model ## the slow tests too
-	$(PYTEST) -m "not gpu"
+	$(PYTEST) -m "not gpu and not peer"
 
 vllm: ## make an environment with vLLM's CPU build in .venv-vllm
 	@PYTHON="$(PYTHON)" TORCH_ARGS="$(TORCH_ARGS)" scripts/vllm_env.sh
 
-test-vllm: vllm ## the tests of vLLM itself, in that environment
-	$(TEST_ENV) .venv-vllm/bin/python -m pytest $(VLLM_TESTS)
+test-vllm: vllm ## the tests of vLLM itself, in that environment; TURN as above
+	$(TEST_ENV) .venv-vllm/bin/python -m pytest $(VLLM_TESTS) $(SERIAL)
 
 docs: ## build the documentation as a site, in an environment of its own
 	test -e .venv-docs/.installed -a .venv-docs/.installed -nt scripts/docs_requirements.txt || { $(PYTHON) -m venv .venv-docs && \
@@ -65,7 +72,7 @@ docs: ## build the documentation as a site, in an environment of its own
 	NO_MKDOCS_2_WARNING=1 .venv-docs/bin/mkdocs build --strict --quiet
 	@echo build/site/index.html
 
-environments: $(INSTALLED) ## install and try it with Python 3.10 to 3.13, lower bounds, no compiler, a read-only home
+environments: $(INSTALLED) ## install and try it with Python 3.10 to 3.13, lower bounds, no compiler, a read-only home, TRL
 	$(BIN)/python scripts/environments.py --torch-args='$(TORCH_ARGS)' $(ARGS)
 
 gpu: $(INSTALLED) ## the tests and benchmarks that want an accelerator, and a page of results; fails where there is none

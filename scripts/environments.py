@@ -5,7 +5,8 @@
 The environments: python3.10 to python3.13 with the newest dependencies (what pyenv has, or PATH; one that is not there
 is named), lower-bounds (each dependency of pyproject.toml as old as it says), no-compiler and read-only-home (these two
 in the environment that runs this script). Each runs the README's quick start, `verl init` with two steps of
-`verl train`, and `verl doctor`, on a tiny model of random weights, offline. The exit code is 1 if one failed.
+`verl train`, and `verl doctor`, on a tiny model of random weights, offline. trl is the environment of that peer, and
+runs the tests that compare with it. The exit code is 1 if one failed, 77 if one that was named cannot be made here.
 """
 
 from __future__ import annotations
@@ -28,7 +29,13 @@ VERSIONS = ("3.10", "3.11", "3.12", "3.13")
 #: The one that has wheels of every lower bound.
 _OLDEST = "3.11"
 _COMPILER = re.compile(r"(.*-)?(cc|c\+\+|gcc|g\+\+|clang|clang\+\+|c89|c99)(-[\d.]+)?")
-_INSTALL_SECONDS, _TRIAL_SECONDS = 3600, 600
+_INSTALL_SECONDS, _TRIAL_SECONDS = 900, 600
+#: What an installation says that this machine, not the package, is to blame for.
+_UNAVAILABLE = re.compile(
+    r"connection broken|Could not fetch URL|\(from versions: none\)|No matching distribution found for torch\b"
+    r"|ensurepip is not available|: not done after "
+)
+_NOT_MADE = 77
 _SETTINGS = (
     "trainer.total_steps=2", "data.batch_size=2", "actor_rollout_ref.rollout.n=2",
     "actor_rollout_ref.rollout.max_new_tokens=8", "trainer.output_dir=runs",
@@ -37,6 +44,10 @@ _SETTINGS = (
 
 class FailedError(Exception):
     """With the end of what the command printed."""
+
+
+class UnavailableError(Exception):
+    """The environment cannot be made on this machine."""
 
 
 @dataclass(frozen=True)
@@ -48,12 +59,14 @@ class Environment:
         requirements: what is installed beside the package.
         before: what a command begins with.
         env: changes of the variables; None removes one.
+        peer: whose environment (benchmarks/peer_env.sh) is made for the tests that compare with it.
     """
 
     version: str | None = None
     requirements: Sequence[str] = ()
     before: Sequence[str] = ()
     env: Mapping[str, str | None] = field(default_factory=dict)
+    peer: str | None = None
 
 
 def environments(scratch: Path) -> dict[str, Environment]:
@@ -68,6 +81,7 @@ def environments(scratch: Path) -> dict[str, Environment]:
         "lower-bounds": Environment(_OLDEST, lower_bounds((ROOT / "pyproject.toml").read_text())),
         "no-compiler": Environment(env={"PATH": str(_without_compilers(scratch / "bin")), "CC": None, "CXX": None}),
         "read-only-home": Environment(before=weaker, env={"HOME": str(home), "XDG_CACHE_HOME": None, "HF_HOME": None}),
+        "trl": Environment(peer="trl"),
     }
 
 
@@ -97,14 +111,48 @@ def find_python(version: str) -> str | None:
 
 
 def install(environment: Environment, python: str, folder: Path, torch_args: Sequence[str]) -> str:
-    """A new environment in `folder`, torch first; returns its Python."""
-    run([python, "-m", "venv", folder], cwd=folder.parent)
+    """A new environment in `folder`, torch first; returns its Python.
+
+    Raises:
+        UnavailableError: there is no torch for it, or no registry.
+        FailedError: the package cannot be installed.
+    """
+    make([python, "-m", "venv", folder], cwd=folder.parent)
     inside = str(folder / "bin" / "python")
     pip = [inside, "-m", "pip", "install", "--quiet"]
     torch = next((item for item in environment.requirements if item.startswith("torch==")), "torch")
-    run([*pip, *torch_args, torch], cwd=folder, seconds=_INSTALL_SECONDS)
-    run([*pip, *environment.requirements, str(ROOT)], cwd=folder, seconds=_INSTALL_SECONDS)
+    make([*pip, *torch_args, torch], cwd=folder)
+    make([*pip, *environment.requirements, str(ROOT)], cwd=folder)
     return inside
+
+
+def make(command: Sequence[str | Path], *, cwd: Path, env: Mapping[str, str] | None = None) -> None:
+    """Run a command that makes an environment.
+
+    Raises:
+        UnavailableError: it failed because of this machine.
+        FailedError: it failed otherwise.
+    """
+    try:
+        run(command, cwd=cwd, env=env, seconds=_INSTALL_SECONDS)
+    except FailedError as error:
+        if reason := _UNAVAILABLE.search(str(error)):
+            line = next(line for line in str(error).splitlines() if reason[0] in line)
+            raise UnavailableError(f"the environment cannot be made here: {line[:300]}") from error
+        raise
+
+
+def compare_with_peer(peer: str, torch_args: Sequence[str]) -> None:
+    """The tests marked `peer`, with its environment there.
+
+    Raises:
+        UnavailableError: there is no registry.
+        FailedError: it cannot be installed, or a test failed.
+    """
+    env = {**os.environ, "TORCH_ARGS": " ".join(torch_args)}
+    make([ROOT / "benchmarks" / "peer_env.sh", peer], cwd=ROOT, env=env)
+    tests = ROOT / "tests" / peer
+    print(run([sys.executable, "-m", "pytest", "-m", "peer", "-rA", tests], cwd=ROOT), flush=True)
 
 
 def attempt(environment: Environment, python: str, model: Path, folder: Path) -> None:
@@ -176,23 +224,25 @@ def made_model(folder: Path) -> Path:
     return folder / "model"
 
 
-def try_one(environment: Environment, scratch: Path, model: Path, torch_args: Sequence[str]) -> str:
-    """What became of it, in words: "passed", or why there is nothing to say.
+def try_one(environment: Environment, scratch: Path, model: Path, torch_args: Sequence[str]) -> None:
+    """Make it and try it.
 
     Raises:
+        UnavailableError: it cannot be made here.
         FailedError: it failed.
     """
+    if environment.peer is not None:
+        return compare_with_peer(environment.peer, torch_args)
     python: str | None = sys.executable
     if environment.version is not None:
         python = find_python(environment.version)
     if python is None:
-        return f"not tried: there is no Python {environment.version} here"
+        raise UnavailableError(f"there is no Python {environment.version} here")
     if environment.before and shutil.which(environment.before[0]) is None:
-        return f"not tried: it needs {environment.before[0]}, or a user other than root"
+        raise UnavailableError(f"it needs {environment.before[0]}, or a user other than root")
     if environment.version is not None:
         python = install(environment, python, scratch / "venv", torch_args)
     attempt(environment, python, model, scratch)
-    return "passed"
 
 
 def main() -> None:
@@ -201,7 +251,7 @@ def main() -> None:
     parser.add_argument("--torch-args", default=os.environ.get("TORCH_ARGS", ""), help="where pip takes torch from")
     parser.add_argument("--keep", action="store_true", help="leave the folders of environments that failed")
     options = parser.parse_args()
-    failed = False
+    failed = unavailable = False
     with tempfile.TemporaryDirectory(prefix="verl-environments-") as top:
         model = made_model(Path(top))
         known = environments(Path(top))
@@ -210,13 +260,16 @@ def main() -> None:
         for name in options.names or known:
             scratch, begun = Path(tempfile.mkdtemp(prefix=f"verl-{name}-")), time.monotonic()
             try:
-                outcome = try_one(known[name], scratch, model, options.torch_args.split())
+                try_one(known[name], scratch, model, options.torch_args.split())
+                outcome = "passed"
+            except UnavailableError as error:
+                unavailable, outcome = True, f"not tried: {error}"
             except FailedError as error:
                 failed, outcome = True, f"FAILED: {error}" + (f"\nleft in {scratch}" if options.keep else "")
             if not (options.keep and outcome.startswith("FAILED")):
                 shutil.rmtree(scratch)
             print(f"{name:>15}  {time.monotonic() - begun:5.0f} s  {outcome}", flush=True)
-    sys.exit(failed)
+    sys.exit(1 if failed else _NOT_MADE if unavailable and options.names else 0)
 
 
 if __name__ == "__main__":

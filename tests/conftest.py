@@ -22,17 +22,18 @@ from transformers import (
 )
 
 import tests.properties  # noqa: F401 - its profiles
-from tests import leaks
+from tests import leaks, session
 from tests.session import (  # noqa: F401 - hooks
     pytest_addoption,
     pytest_collection_modifyitems,
+    pytest_report_collectionfinish,
     pytest_runtest_protocol,
-    pytest_sessionfinish,
 )
 
 
 def pytest_configure(config: pytest.Config) -> None:
     config.pluginmanager.register(leaks)
+    session.pytest_configure(config)
 
 
 os.environ["HF_HUB_OFFLINE"] = "1"

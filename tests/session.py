@@ -1,39 +1,176 @@
-"""Hooks of pytest for the order and the time of a session: slow tests are divided over commits."""
+"""Hooks of pytest that deal the slow tests to six commits in turn, and record what each of them costs."""
 
 from __future__ import annotations
 
-import hashlib
-import math
+import json
+import threading
 import time
-from collections.abc import Generator
+import zlib
+from collections import Counter, defaultdict
+from collections.abc import Generator, Iterable, Mapping
+from pathlib import Path
 
 import pytest
 
-BEGAN = time.monotonic()
+TURNS = 6
+#: CPU seconds of each slow test. A file's name stands for all of its tests, which then stay together.
+RECORD = Path(__file__).with_name("slow_seconds.json")
+#: What a test without a record counts as.
+UNKNOWN_SECONDS = 20.0
+SLOW = pytest.StashKey[list[str]]()
+CLOCK = pytest.StashKey["CpuClock"]()
+MEASURED = pytest.StashKey[dict[str, float]]()
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption("--shard", help="run the tests in an order that this text (a commit) decides")
-    parser.addoption("--seconds", type=float, default=math.inf, help="begin no test after so much time")
+    parser.addoption("--turn", type=int, choices=range(TURNS), help=f"of the slow tests, this share of {TURNS} alone")
+    parser.addoption("--record-seconds", type=Path, metavar="FILE", help="write the CPU seconds of each test to a file")
     parser.addoption("--device", help="where the tests marked `gpu` run (the accelerator of this machine)")
 
 
+def read_record(path: Path) -> dict[str, float]:
+    return json.loads(path.read_text()) if path.exists() else {}
+
+
+def name_of(test: str, record: Mapping[str, float]) -> str:
+    """The name under which a test is recorded: its file's, if that stays together, or its own."""
+    file = test.split("::")[0]
+    return file if file in record else test
+
+
+def deal(record: Mapping[str, float]) -> dict[str, int]:
+    """The turn of each name in the record: the longest first, to the turn that has the least to do.
+
+    Whole rounds are dealt, whatever is collected, so that the tests of one environment do not move those of another.
+    """
+    load, turns = [0.0] * TURNS, {}
+    for name in sorted(record, key=lambda name: (-record[name], name)):
+        turns[name] = load.index(min(load))
+        load[turns[name]] += record[name]
+    return turns
+
+
+def shares(tests: Iterable[str], record: Mapping[str, float]) -> list[list[str]]:
+    """The tests of each turn. One without a record goes where its name says, so that it moves no other."""
+    turns, dealt = deal(record), [[] for _ in range(TURNS)]
+    for test in tests:
+        name = name_of(test, record)
+        dealt[turns.get(name, zlib.crc32(name.encode()) % TURNS)].append(test)
+    return dealt
+
+
+def seconds(tests: Iterable[str], record: Mapping[str, float]) -> float:
+    return sum(record.get(name, UNKNOWN_SECONDS) for name in {name_of(test, record) for test in tests})
+
+
+def gone(record: Mapping[str, float], slow: Iterable[str], root: Path) -> list[str]:
+    """Names in the record that are no slow test's. A file none of whose tests was collected counts if it is there."""
+    slow = set(slow)
+    files = {test.split("::")[0] for test in slow}
+    return [
+        name for name in record
+        if name not in slow | files and (name.split("::")[0] in files or not (root / name.split("::")[0]).exists())
+    ]  # fmt: skip
+
+
+def is_slow(item: pytest.Item) -> bool:
+    """One that is dealt: `gpu` and `peer` want a machine or an environment of their own."""
+    return {"slow"} == {mark.name for mark in item.iter_markers()} & {"slow", "gpu", "peer"}
+
+
+@pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Every commit has an order of its own, so that no test is always beyond the end of the time."""
-    if (commit := config.getoption("--shard")) is not None:
-        items.sort(key=lambda item: hashlib.sha256(f"{commit} {item.nodeid}".encode()).digest())
+    config.stash[SLOW] = [item.nodeid for item in items if is_slow(item)]
+    if (turn := config.getoption("--turn")) is None:
+        return
+    record = read_record(RECORD)
+    if stale := gone(record, config.stash[SLOW], config.rootpath):
+        raise pytest.UsageError(f"{RECORD.name} names no slow test that is there: take out {', '.join(stale)}")
+    share = set(shares(config.stash[SLOW], record)[turn])
+    others = [item for item in items if is_slow(item) and item.nodeid not in share]
+    config.hook.pytest_deselected(items=others)
+    items[:] = [item for item in items if not is_slow(item) or item.nodeid in share]
+
+
+def pytest_report_collectionfinish(config: pytest.Config) -> list[str]:
+    """What this turn does, and what it leaves to the others."""
+    if (turn := config.getoption("--turn")) is None:
+        return []
+    record, lines = read_record(RECORD), []
+    for number, share in enumerate(shares(config.stash[SLOW], record)):
+        text = f"{len(share)} of {len(config.stash[SLOW])} slow tests, {seconds(share, record):.0f} CPU s by the record"
+        if unknown := sum(name_of(test, record) not in record for test in share):
+            text += f" ({unknown} without one, {UNKNOWN_SECONDS:.0f} s each)"
+        files = Counter(test.split("::")[0] for test in share)
+        text += ": " + ", ".join(f"{file} ({count})" for file, count in sorted(files.items()))
+        lines.append((f"turn {number} of {TURNS}: " if number == turn else f"left to turn {number}: ") + text)
+    return lines
+
+
+class CpuClock(threading.Thread):
+    """CPU seconds of this process and of all below it, daemons among them, which are nobody's children any more."""
+
+    def __init__(self) -> None:
+        import psutil
+
+        super().__init__(daemon=True)
+        self.psutil, self.lock, self.root = psutil, threading.Lock(), psutil.Process()
+        #: Of each process: seconds, with those of children that it waited for, and its parent if that is one of these.
+        self.there: dict[psutil.Process, tuple[float, psutil.Process | None]] = {self.root: (0.0, None)}
+        self.orphans = self.total = 0.0
+
+    def run(self) -> None:
+        while True:
+            self.read()
+            time.sleep(0.5)
+
+    def read(self) -> float:
+        """The sum up to now. What an orphan did since the last look, half a second ago, is missed when it ends."""
+        with self.lock:
+            children, there = defaultdict(list), {}
+            for process in self.psutil.process_iter(["ppid"]):
+                children[process.info["ppid"]].append(process)
+            # Those known are looked below one by one: an orphan is nobody's child any more.
+            todo = [(self.root, None), *((process, None) for process in self.there if process.is_running())]
+            while todo:
+                process, parent = todo.pop()
+                if parent is None and process in there:
+                    continue
+                try:
+                    times = process.cpu_times()
+                except self.psutil.NoSuchProcess:
+                    continue
+                there[process] = sum(times[:4]), parent
+                todo += [(child, process) for child in children[process.pid]]
+            for process in self.there.keys() - there.keys():
+                # Of one that its parent waited for, the parent's seconds tell.
+                seconds, parent = self.there[process]
+                while parent is not None and parent not in there:
+                    parent = self.there[parent][1]
+                self.orphans += seconds if parent is None else 0.0
+            self.there = there
+            self.total = max(self.total, self.orphans + sum(seconds for seconds, _ in there.values()))
+            return self.total
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    if config.getoption("--record-seconds") is None:
+        return
+    if config.getoption("numprocesses", None):
+        raise pytest.UsageError("--record-seconds measures one test at a time: leave -n out")
+    config.stash[MEASURED], config.stash[CLOCK] = defaultdict(float), CpuClock()
+    config.stash[CLOCK].start()
 
 
 @pytest.hookimpl(wrapper=True)
-def pytest_runtest_protocol(item: pytest.Item, nextitem: pytest.Item | None) -> Generator[None, object, object]:
+def pytest_runtest_protocol(item: pytest.Item) -> Generator[None, object, object]:
+    if (file := item.config.getoption("--record-seconds")) is None:
+        return (yield)
+    before = item.config.stash[CLOCK].read()
     result = yield
-    if nextitem is not None and time.monotonic() - BEGAN > item.config.getoption("--seconds"):
-        left = len(item.session.items) - item.session.items.index(item) - 1
-        item.session.shouldstop = f"the time is up: {left} of {len(item.session.items)} tests are left to other commits"
+    record, measured = read_record(file), item.config.stash[MEASURED]
+    measured[name_of(item.nodeid, record)] += item.config.stash[CLOCK].read() - before
+    # Written after each test: a session that is cut off has recorded what it did.
+    record |= {name: round(seconds, 1) for name, seconds in measured.items()}
+    file.write_text(json.dumps(record, indent=0, sort_keys=True) + "\n")
     return result
-
-
-def pytest_sessionfinish(session: pytest.Session) -> None:
-    """Tests that are left to other commits are no failure."""
-    if str(session.shouldstop).startswith("the time is up") and not session.testsfailed:
-        session.exitstatus = pytest.ExitCode.OK

@@ -77,6 +77,7 @@ def test_a_script_of_trl_runs_with_its_import_line_changed(
 
 
 @pytest.mark.slow
+@pytest.mark.peer
 @pytest.mark.skipif(not PEER.exists(), reason="needs TRL: benchmarks/peer_env.sh trl")
 def test_the_script_is_one_that_trl_runs(tiny: Path, tmp_path: Path) -> None:
     env = {**os.environ, "MODEL": str(tiny), "OUTPUT": str(tmp_path / "out"), "PYTHONPATH": ""}
@@ -333,6 +334,7 @@ def test_a_live_model_and_an_optimizer_of_the_callers(tiny: Path, tmp_path: Path
     assert not torch.equal(before, model.model.layers[0].mlp.up_proj.weight)
 
 
+@pytest.mark.peer
 @pytest.mark.skipif(not PEER.exists(), reason="needs TRL: benchmarks/peer_env.sh trl")
 def test_every_argument_of_trl_is_known(tmp_path: Path) -> None:
     """Mapped, without effect, or done otherwise: none is a misspelling; and defaults that are mapped are TRL's."""

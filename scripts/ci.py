@@ -1,0 +1,171 @@
+"""What continuous integration runs on a fresh machine, within 45 minutes.
+
+    python scripts/ci.py            CI_BUDGET_SECONDS: another bound
+
+`make test` and `make docs` as a whole. The slow tests, vLLM's among them, and what needs an environment of its own take
+turns: six successive commits run each once. The turn is the number of commits up to this one, or, where history is
+shallow, the hash of this one, modulo 6. Whatever the time was too short for is a failure.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import signal
+import subprocess
+import sys
+import threading
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import IO
+
+ROOT = Path(__file__).resolve().parent.parent
+TURNS = 6
+BUDGET_SECONDS = 2700.0
+#: By turn: what is tried in an environment of its own (scripts/environments.py).
+ENVIRONMENTS = (
+    ("python3.10", "no-compiler"), ("python3.11", "read-only-home"), ("python3.12",), ("python3.13",),
+    ("lower-bounds",), ("trl",),
+)  # fmt: skip
+#: Exit status of a job whose environment cannot be made on this machine.
+NOT_MADE = 77
+#: How long a part that is out of time has to say where it was.
+_INTERRUPT_SECONDS = 30.0
+_SUMMARY = re.compile(r"=+ (.* in [\d.]+s.*?) =+$")
+#: As tests/session.py says it.
+_LEFT = "left to turn "
+_COLOUR = re.compile(r"\x1b\[[\d;]*m")
+_DURATION = re.compile(r"([\d.]+)s (call|setup|teardown) +(.+)$")
+
+
+@dataclass
+class Part:
+    """A command and what came of it.
+
+    Attributes:
+        may_be_missing: it needs an environment that this machine may be unable to make.
+        outcome: in words.
+        failed: neither passed nor missing.
+        seconds: wall time.
+        summaries: what pytest said last.
+        left: what pytest said of the shares of other turns.
+        durations: the slowest of its tests: seconds, phase and name.
+    """
+
+    command: list[str]
+    may_be_missing: bool = False
+    outcome: str = "NOT RUN: the time was up before"
+    failed: bool = True
+    seconds: float = 0.0
+    summaries: list[str] = field(default_factory=list)
+    left: list[str] = field(default_factory=list)
+    durations: list[tuple[float, str]] = field(default_factory=list)
+
+    def run(self, until: float) -> None:
+        """Run it, copying its output, and end it at `until` (of the monotonic clock)."""
+        begun = time.monotonic()
+        print(f"\n{'#' * 8} {' '.join(self.command)}", flush=True)
+        environment = {**os.environ, "TEST_ARGS": "--durations=10"}
+        process = subprocess.Popen(
+            self.command, cwd=ROOT, env=environment, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT, start_new_session=True,
+        )  # fmt: skip
+        assert process.stdout is not None
+        # A daemon that a test left may hold the pipe open: the process is waited for, not the end of its output.
+        reader = threading.Thread(target=self._copy, args=(process.stdout,), daemon=True)
+        reader.start()
+        try:
+            status = process.wait(max(until - time.monotonic(), 0))
+            self.failed = status != 0 and not (self.may_be_missing and status == NOT_MADE)
+            self.outcome = "passed" if status == 0 else f"FAILED with exit status {status}"
+            if status and not self.failed:
+                self.outcome = "not run: the environment cannot be made here"
+        except subprocess.TimeoutExpired:
+            self.outcome = "FAILED: the time was up"
+            _end(process)
+        reader.join(5)
+        self.seconds = time.monotonic() - begun
+
+    def _copy(self, output: IO[bytes]) -> None:
+        line = b""
+        while chunk := output.read1(1 << 16):  # type: ignore[attr-defined]
+            sys.stdout.buffer.write(chunk)
+            sys.stdout.flush()
+            *lines, line = (line + chunk).split(b"\n")
+            for each in lines:
+                text = _COLOUR.sub("", each.decode(errors="replace").rstrip())
+                if match := _SUMMARY.match(text):
+                    self.summaries.append(match[1])
+                elif match := _DURATION.match(text):
+                    self.durations.append((float(match[1]), f"{match[2]:8} {match[3]}"))
+                elif text.startswith(_LEFT):
+                    self.left.append(text)
+
+
+def _end(process: subprocess.Popen[bytes]) -> None:
+    """Interrupt its group, so that pytest says where it was; kill what is left."""
+    os.killpg(process.pid, signal.SIGINT)
+    with contextlib.suppress(subprocess.TimeoutExpired):
+        process.wait(_INTERRUPT_SECONDS)
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGKILL)
+    process.wait(_INTERRUPT_SECONDS)
+
+
+def git(root: Path, *words: str) -> str:
+    # A checkout may be another user's than root's.
+    command = ["git", "-c", "safe.directory=*", *words]
+    return subprocess.run(command, cwd=root, check=True, stdout=subprocess.PIPE, text=True, timeout=60).stdout.strip()
+
+
+def turn(root: Path) -> tuple[int, str]:
+    """This commit's turn, and why it is that one."""
+    if git(root, "rev-parse", "--is-shallow-repository") == "true":
+        commit = git(root, "rev-parse", "HEAD")
+        return int(commit, 16) % TURNS, f"by the hash {commit}: history is shallow, so that commits cannot be counted"
+    count = int(git(root, "rev-list", "--count", "HEAD"))
+    return count % TURNS, f"by the number of commits, {count}"
+
+
+def parts(number: int) -> list[Part]:
+    """All of this turn, in order."""
+    python = str(Path(os.environ.get("VENV", ".venv")) / "bin" / "python")
+    return [
+        Part(["make", "test"]),
+        Part(["make", "docs"]),
+        Part(["make", "test-slow", f"TURN={number}"]),
+        Part(["make", "test-vllm", f"TURN={number}"]),
+        *(Part([python, "scripts/environments.py", name], may_be_missing=True) for name in ENVIRONMENTS[number]),
+    ]
+
+
+def main() -> None:
+    begun, budget = time.monotonic(), float(os.environ.get("CI_BUDGET_SECONDS", BUDGET_SECONDS))
+    number, why = turn(ROOT)
+    print(f"turn {number} of {TURNS} (0 to {TURNS - 1}), {why}; {budget:.0f} s", flush=True)
+    every = parts(number)
+    for part in every:
+        if time.monotonic() - begun < budget:
+            part.run(begun + budget)
+    print(f"\n{'#' * 8} turn {number} of {TURNS}, {why}: {time.monotonic() - begun:.0f} of {budget:.0f} s")
+    print("The ten slowest:")
+    for seconds, name in sorted((pair for part in every for pair in part.durations), reverse=True)[:10]:
+        print(f"  {seconds:7.1f} s  {name}")
+    print("Left to other commits:")
+    for line in sorted(line for part in every for line in part.left):
+        print(f"  {line}")
+    for other in range(TURNS):
+        if other != number:
+            print(f"  {_LEFT}{other}: {', '.join(ENVIRONMENTS[other])}")
+    print("Done by this one:")
+    for part in every:
+        print(f"  {part.seconds:6.0f} s  {' '.join(part.command)}: {part.outcome}")
+        for summary in part.summaries:
+            print(f"            {summary}")
+    sys.exit(any(part.failed for part in every))
+
+
+if __name__ == "__main__":
+    main()
