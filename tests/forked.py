@@ -17,7 +17,6 @@ import signal
 import subprocess
 import sys
 import threading
-import traceback
 import types
 from collections.abc import Mapping, Sequence
 from multiprocessing.reduction import DupFd
@@ -120,7 +119,7 @@ def _run(
         if isinstance(code, str):
             print(code, file=sys.stderr)
     except BaseException as error:
-        traceback.print_exc()
+        sys.excepthook(type(error), error, error.__traceback__)
         code = 1
         if isinstance(error, KeyboardInterrupt):
             signal.signal(signal.SIGINT, signal.SIG_DFL)

@@ -36,6 +36,11 @@ def test_ppo_simple_as_a_script(tmp_path: Path, make_tiny: Callable[..., Path], 
     assert re.search(
         r"^step 1  reward [\d.]+  kl [\d.]+  loss/actor [+-][\d.]+  loss/critic [\d.]+$", done.stdout, re.M
     )
+
+
+@pytest.mark.slow
+def test_ppo_simple_with_workers_on_ray(tmp_path: Path, tiny: Path) -> None:
+    command = [sys.executable, str(EXAMPLES / "ppo_simple.py"), "--actor_model", str(tiny), "--steps=2"]
     workers = ["--num_rollout_workers", "2", "--num-update-workers", "1"]
     done = forked.run([*command, *workers], cwd=tmp_path, timeout=240)
     assert done.returncode == 0, done.stderr[-3000:]
@@ -109,6 +114,7 @@ def test_ppo_train_on_four_ranks_trains_and_resumes(
     assert run("3") == alone[1:]
 
 
+@pytest.mark.slow
 def test_an_algorithm_of_the_users_own_learns(tiny: Path) -> None:
     example = load("custom_algorithm")
     learned = example.main(["--model", str(tiny), "--steps", "60", "--lr", "0.01"])

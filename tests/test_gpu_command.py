@@ -29,6 +29,7 @@ def test_without_an_accelerator_it_says_so_and_fails(tmp_path: Path) -> None:
     assert not (tmp_path / "page.md").exists()
 
 
+@pytest.mark.slow
 def test_every_command_runs_on_a_cpu(tmp_path: Path) -> None:
     page, made = tmp_path / "page.md", tmp_path / "made"
     done = gpu("--device", "cpu", "--models", "tiny", "--no-peers", "--page", str(page), "--made", str(made))
@@ -45,6 +46,7 @@ def test_every_command_runs_on_a_cpu(tmp_path: Path) -> None:
     assert "greedy: 3 of 3 equal" in text and '"engine": "embedded"' in text and "micro-batch 32" in text
 
 
+@pytest.mark.slow
 def test_a_command_that_fails_is_on_the_page_and_fails_the_whole(tmp_path: Path) -> None:
     nowhere, page = tmp_path / "no model here", tmp_path / "page.md"
     done = gpu("--device", "cpu", "--models", str(nowhere), "--no-peers", "--page", str(page), "--only", "Rollout")

@@ -211,6 +211,7 @@ def test_whatever_ends_the_supervisor_is_told_to_those_who_wait(monkeypatch: pyt
     assert str(found[0]) == "reward 'length': its workers cannot be kept: KeyError: 'lost'"
 
 
+@pytest.mark.slow
 def test_functions_of_a_script_travel_by_value(tmp_path: Path) -> None:
     script = tmp_path / "script.py"
     script.write_text(
@@ -323,6 +324,7 @@ def classifier() -> Any:
     return AutoModelForSequenceClassification.from_config(config, dtype=torch.float64).eval(), byte_tokenizer()
 
 
+@pytest.mark.slow
 def test_reward_models_are_scaled_replaced_and_score_as_one_in_this_process(
     make: Callable[..., Reward], tmp_path: Path
 ) -> None:

@@ -57,7 +57,7 @@ def brute_force(problem: Problem) -> float:
     return best
 
 
-@pytest.mark.parametrize("cluster", ["2x4xA100", "8xH100", "8x1xL40S"])
+@pytest.mark.parametrize("cluster", ["2x4xA100", pytest.param("8xH100", marks=pytest.mark.slow), "8x1xL40S"])
 @pytest.mark.parametrize("response", [64, 2048])
 def test_the_choice_is_within_a_tenth_of_brute_force(cluster: str, response: int) -> None:
     work = Workload(samples=128, prompt=512, response=response, updates=2)

@@ -108,6 +108,7 @@ def test_the_mesh_has_the_names_that_are_given() -> None:
         init_device_mesh("cpu", (1, 1))
 
 
+@pytest.mark.slow
 def test_megatron_worker_learns_what_an_actor_learns(make_tiny: Callable[..., Path], tmp_path: Path) -> None:
     model, files = make_tiny("qwen2", torch.float64), [tmp_path / name for name in ("alone", "megatron")]
     script = Path(__file__).with_name("rank_megatron_worker.py")

@@ -47,6 +47,7 @@ def test_a_task_is_trained_while_anothers_reward_is_waited_for(tiny: Path) -> No
     assert trainer.actor.policy_version == 6
 
 
+@pytest.mark.slow
 def test_interleaved_tasks_learn_and_a_control_does_not(tiny: Path) -> None:
     finals = {}
     for lr in (1e-2, 0.0):

@@ -111,6 +111,7 @@ def test_a_task_of_weight_0_is_sampled_and_not_learned(tiny: Path) -> None:
         assert torch.allclose(weights(both)[name], expected, rtol=1e-9, atol=1e-12), name
 
 
+@pytest.mark.slow
 def test_tasks_with_algorithms_of_their_own_learn_and_a_control_does_not(tiny: Path) -> None:
     curves: dict[float, list[dict[str, Any]]] = {}
     for lr in (1e-2, 0.0):

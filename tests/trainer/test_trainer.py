@@ -23,7 +23,10 @@ from verl.trainer.samples import permuted
 from verl.training.options import OptimConfig
 
 
-@pytest.mark.parametrize(("algorithm", "n"), [("grpo", 8), ("ppo", 8), ("remax", 15)])
+@pytest.mark.parametrize(
+    ("algorithm", "n"),
+    [("grpo", 8), *(pytest.param(*case, marks=pytest.mark.slow) for case in (("ppo", 8), ("remax", 15)))],
+)
 def test_algorithms_learn_and_their_control_does_not(tiny: Path, algorithm: str, n: int) -> None:
     curves = {}
     for lr in (1e-2, 0.0):

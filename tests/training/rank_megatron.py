@@ -85,6 +85,8 @@ KINDS = ("llama", "qwen2", "qwen3")
 CASES = {
     "fast": [
         Case("llama", "tp2", "grpo actor"),
+    ],
+    "mixed": [
         Case("qwen2", "tp2 pp2", "all", checkpointing=True),
         Case("qwen3", "dp2 tp2", "ppo critic"),
     ],

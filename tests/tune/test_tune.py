@@ -84,6 +84,7 @@ def until(condition: Callable[[], object], seconds: float = 120) -> None:
         time.sleep(0.02)
 
 
+@pytest.mark.slow
 def test_a_trial_that_dies_costs_itself_alone(recipe: Path) -> None:
     rewards = ",".join(f"{recipe.parent / 'reward.py'}:{name}" for name in ("half", "dies", "low"))
     done = forked.run(command(recipe, "--search", f"reward.path={rewards}"), env=ENV, timeout=200)
@@ -104,6 +105,7 @@ def test_a_trial_that_dies_costs_itself_alone(recipe: Path) -> None:
     assert f"{values[2]:.6g}" in page
 
 
+@pytest.mark.slow
 def test_a_study_that_is_killed_goes_on_with_the_run_that_was_cut_off(recipe: Path) -> None:
     runs, held = recipe.parent / "study" / "runs", f"reward.path={recipe.parent / 'reward.py'}:held"
     arguments = ["--search", f"{LR}=1e-4..1e-2:log", "--trials", "2", held, "trainer.total_steps=4"]
