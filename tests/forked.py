@@ -119,6 +119,7 @@ def _run(
         if isinstance(code, str):
             print(code, file=sys.stderr)
     except BaseException as error:
+        sys.last_type, sys.last_value, sys.last_traceback = type(error), error, error.__traceback__
         sys.excepthook(type(error), error, error.__traceback__)
         code = 1
         if isinstance(error, KeyboardInterrupt):
