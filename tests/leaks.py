@@ -6,11 +6,13 @@ Whatever the tests start inherits `MARK` with the pid of the first pytest proces
 
 from __future__ import annotations
 
+import atexit
 import os
 import shutil
 import tempfile
 import time
 from collections.abc import Iterator
+from multiprocessing import forkserver
 from pathlib import Path
 
 import pytest
@@ -120,6 +122,9 @@ def pytest_sessionfinish(session: pytest.Session) -> None:
     leaks = session.config.stash.get(_LEAKS, None)
     if leaks is None:
         return
+    # What ends with this process is nothing left behind.
+    forkserver._forkserver._stop()  # type: ignore[attr-defined]
+    atexit._run_exitfuncs()
     left = leaks.found()
     shutil.rmtree(os.environ.pop("RAY_TMPDIR"), ignore_errors=True)
     del os.environ[MARK]
