@@ -12,7 +12,7 @@ import shutil
 import tempfile
 import time
 from collections.abc import Iterator
-from multiprocessing import forkserver
+from multiprocessing import forkserver, resource_tracker
 from pathlib import Path
 
 import pytest
@@ -125,6 +125,7 @@ def pytest_sessionfinish(session: pytest.Session) -> None:
     # What ends with this process is nothing left behind.
     forkserver._forkserver._stop()  # type: ignore[attr-defined]
     atexit._run_exitfuncs()
+    resource_tracker._resource_tracker._stop()  # type: ignore[attr-defined]
     left = leaks.found()
     shutil.rmtree(os.environ.pop("RAY_TMPDIR"), ignore_errors=True)
     del os.environ[MARK]
