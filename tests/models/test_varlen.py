@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
@@ -20,6 +20,8 @@ from verl.models import varlen
 from verl.models.attention import Row, attend
 from verl.models.packed import PackedModel
 from verl.models.segments import _buckets, pack_rows
+from verl.rollout.attention import PagedAttention, Plan
+from verl.rollout.kv_cache import KVCache
 
 SCALE = 0.3
 
@@ -114,12 +116,29 @@ def test_log_probs_and_gradients_of_models_are_those_of_the_cpu(
         assert difference(gradients(packed.model, values), expected_gradient) < 1e-10
 
 
-@pytest.fixture
-def package(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[bool]]:
-    """A stand-in for the package flash-attn (2.5 or newer); the list has `deterministic` of its calls."""
-    calls: list[bool] = []
+def half(size: int = 64) -> Any:
+    """Values of a GPU, as far as the choice of a kernel looks at them."""
+    return SimpleNamespace(device=torch.device("cuda"), dtype=torch.bfloat16, shape=(5, 2, size))
 
-    def flash_attn_varlen_func(
+
+Package = Callable[..., list[dict[str, Any]]]
+
+
+@pytest.fixture
+def looked_for() -> Iterator[None]:
+    """The package flash-attn is looked for anew, here and afterwards."""
+    varlen._package_kernel.cache_clear()
+    yield
+    varlen._package_kernel.cache_clear()
+
+
+@pytest.fixture
+def package(monkeypatch: pytest.MonkeyPatch, looked_for: None) -> Package:
+    """Makes a stand-in for the package flash-attn, of a release that splits keys of a page table or of 2.5 to 2.8,
+    which does not; gives what its calls are given by name."""
+    calls: list[dict[str, Any]] = []
+
+    def older(
         q: Tensor,
         k: Tensor,
         v: Tensor,
@@ -134,51 +153,123 @@ def package(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[bool]]:
         deterministic: bool = False,
         block_table: Tensor | None = None,
     ) -> Tensor:
-        calls.append(deterministic)
-        assert causal and not dropout_p
-        lengths = {} if block_table is None else {"seqused_k": cu_seqlens_k.diff(), "block_table": block_table}
-        sizes = (cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
-        options = {"scale": softmax_scale, "window_size": window_size, "enable_gqa": True}
-        return varlen_attn(q, k, v, *sizes, **options, **lengths)
+        return newer(
+            q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, dropout_p, softmax_scale, causal,
+            window_size, deterministic, block_table, 1,
+        )  # fmt: skip
 
-    module = ModuleType("flash_attn")
-    module.flash_attn_varlen_func = flash_attn_varlen_func  # type: ignore[attr-defined]
-    monkeypatch.setitem(sys.modules, "flash_attn", module)
-    monkeypatch.setattr(varlen, "_torch_kernel", lambda: None)
-    varlen._package_kernel.cache_clear()
-    yield calls
-    varlen._package_kernel.cache_clear()
+    def newer(
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        cu_seqlens_q: Tensor,
+        cu_seqlens_k: Tensor,
+        max_seqlen_q: int,
+        max_seqlen_k: int,
+        dropout_p: float = 0.0,
+        softmax_scale: float | None = None,
+        causal: bool = False,
+        window_size: tuple[int, int] = (-1, -1),
+        deterministic: bool = False,
+        block_table: Tensor | None = None,
+        num_splits: int | None = None,
+    ) -> Tensor:
+        calls.append({"deterministic": deterministic, "window_size": window_size})
+        assert not dropout_p
+        lengths: dict[str, Any] = {}
+        if block_table is not None:
+            lengths = {"seqused_k": cu_seqlens_k.diff(), "block_table": block_table, "num_splits": num_splits}
+        if causal:
+            window_size = (window_size[0], 0)
+        return varlen_attn(
+            q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, scale=softmax_scale,
+            window_size=window_size, enable_gqa=True, page=4, **lengths,
+        )  # fmt: skip
+
+    def make(splits: bool) -> list[dict[str, Any]]:
+        module = ModuleType("flash_attn")
+        module.flash_attn_varlen_func = newer if splits else older  # type: ignore[attr-defined]
+        monkeypatch.setitem(sys.modules, "flash_attn", module)
+        return calls
+
+    monkeypatch.setattr(varlen, "_torch_kernel", lambda paged: None)
+    return make
 
 
 @pytest.mark.parametrize("window", [None, 3])
-def test_an_older_torch_takes_the_package(package: list[bool], window: int | None) -> None:
-    half = SimpleNamespace(device=torch.device("cuda"), dtype=torch.bfloat16, shape=(5, 2, 64))
-    kernel = varlen.flash_attention(half)  # type: ignore[arg-type]
+@pytest.mark.parametrize("splits", [False, True])
+def test_an_older_torch_takes_the_package(package: Package, window: int | None, splits: bool) -> None:
+    calls = package(splits)
+    kernel = varlen.flash_attention(half())
     assert kernel is not None and not varlen.has_splits(kernel)
     rows = [Row(0, 4), Row(4, 3, (0, 4)), Row(7, 2, (0, 4))]
     inputs = [torch.randn(9, heads, 8, dtype=torch.float64) for heads in (4, 2, 2)]
     expected = attend(*inputs, _buckets(rows, torch.device("cpu")), SCALE, window)
     found = varlen.varlen_attend(kernel, *inputs, varlen.Ragged(rows), SCALE, window)
     assert (found - expected).abs().max() < 1e-12
-    # Over a paged cache.
-    pools = [torch.randn(6, 4, 2, 8, dtype=torch.float64) for _ in range(2)]
-    tables = {
-        "seqused_k": torch.tensor([5, 9], dtype=torch.int32),
-        "block_table": torch.tensor([[3, 1, 0], [2, 5, 4]], dtype=torch.int32),
-    }
-    arguments = (inputs[0][:3], *pools, torch.tensor([0, 1, 3], dtype=torch.int32), None, 2, 9)
-    options = {"scale": SCALE, "window_size": (-1 if window is None else window - 1, 0), "enable_gqa": True}
-    expected = varlen_attn(*arguments, **options, **tables)
-    assert (kernel(*arguments, **options, **tables) - expected).abs().max() < 1e-12
-    assert package == [True, True]
+    assert [call["deterministic"] for call in calls] == [True]
 
 
+@pytest.mark.parametrize("window", [None, 3])
+@pytest.mark.parametrize("splits", [False, True])
+@pytest.mark.parametrize("queries", [1, 2])
+def test_the_package_reads_a_paged_cache(package: Package, window: int | None, splits: bool, queries: int) -> None:
+    """In a decode step without a window the query heads of a group are folded."""
+    calls = package(splits)
+    cache = KVCache(6, 1, 2, 8, torch.float64, torch.device("cpu"), compiled=False)
+    plan = Plan(cache.block)
+    plan.add([1] * queries, 40, [3, 1], 0)
+    plan.add([1], 5, [2], 0)
+    for pool in (cache.keys, cache.values):
+        pool.normal_()
+    inputs = [torch.randn(queries + 1, heads, 8, dtype=torch.float64) for heads in (4, 2, 2)]
+    expected = PagedAttention(cache, plan).attend(0, *inputs, SCALE, window)
+    with pytest.MonkeyPatch.context() as patch:
+        kernel = varlen.flash_attention(half(), paged=True)
+        patch.setattr(varlen, "flash_attention", lambda value, paged: kernel)
+        found = PagedAttention(cache, plan).attend(0, *inputs, SCALE, window)
+    assert (found - expected).abs().max() < 1e-12
+    whole = (-1, -1) if queries == 1 else (-1, 0)
+    assert [call["window_size"] for call in calls] == [whole if window is None else (2, 0)]
+
+
+def older_varlen_attn(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    cu_seq_q: Tensor,
+    cu_seq_k: Tensor,
+    max_q: int,
+    max_k: int,
+    *,
+    return_aux: Any = None,
+    scale: float | None = None,
+    window_size: tuple[int, int] = (-1, -1),
+) -> Tensor:
+    """As torch 2.11 has it: heads need not be as many, and there are no pages."""
+    sizes = (cu_seq_q, cu_seq_k, max_q, max_k)
+    return varlen_attn(query, key, value, *sizes, scale=scale, window_size=window_size, enable_gqa=True)
+
+
+@pytest.mark.usefixtures("looked_for")
+@pytest.mark.parametrize("window", [None, 3])
+def test_a_torch_without_pages_takes_its_kernel_for_training(
+    monkeypatch: pytest.MonkeyPatch, window: int | None
+) -> None:
+    monkeypatch.setitem(sys.modules, "flash_attn", None)
+    monkeypatch.setattr("torch.nn.attention.varlen.varlen_attn", older_varlen_attn)
+    assert varlen.flash_attention(half(), paged=True) is None
+    kernel = varlen.flash_attention(half())
+    assert kernel is not None
+    rows = [Row(0, 4), Row(4, 3, (0, 4))]
+    inputs = [torch.randn(7, heads, 8, dtype=torch.float64) for heads in (4, 2, 2)]
+    expected = attend(*inputs, _buckets(rows, torch.device("cpu")), SCALE, window)
+    found = varlen.varlen_attend(kernel, *inputs, varlen.Ragged(rows), SCALE, window)
+    assert (found - expected).abs().max() < 1e-12
+
+
+@pytest.mark.usefixtures("looked_for")
 def test_without_either_there_is_no_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "flash_attn", None)
-    monkeypatch.setattr(varlen, "_torch_kernel", lambda: None)
-    varlen._package_kernel.cache_clear()
-    assert (
-        varlen.flash_attention(SimpleNamespace(device=torch.device("cuda"), dtype=torch.float16, shape=(1, 1, 64)))
-        is None
-    )  # type: ignore[arg-type]
-    varlen._package_kernel.cache_clear()
+    monkeypatch.setattr(varlen, "_torch_kernel", lambda paged: None)
+    assert varlen.flash_attention(half()) is None

@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
 from tests import recording
 from tests.rollout.test_exactness import run
-from tests.varlen import varlen_attn
+from tests.varlen import PAGE, varlen_attn
 from tests.waits import no_waits, unwatched
 from verl import device
 from verl.device import HostCopy
@@ -38,23 +40,34 @@ def random_requests(rng: random.Random) -> list[Request]:
     return requests
 
 
-def as_device(monkeypatch: pytest.MonkeyPatch) -> list[object]:
-    """Take the CPU for a device with flash attention, CUDA graphs, and numbers that the host waits for. Returns the
-    block tables of the calls to come."""
-    tables: list[object] = []
+def as_device(monkeypatch: pytest.MonkeyPatch, page: int = 16) -> list[dict[str, Any]]:
+    """Take the CPU for a device with flash attention, CUDA graphs, and numbers that the host waits for. Returns what
+    the calls to come are given by name; 16 tokens a page make short sequences take several."""
+    calls: list[dict[str, Any]] = []
 
-    def kernel(*args: object, **kwargs: object) -> torch.Tensor:
-        tables.append(kwargs["block_table"])
-        return varlen_attn(*args, **kwargs)  # type: ignore[arg-type]
+    def noted(*args: Any, **kwargs: Any) -> torch.Tensor:
+        calls.append(kwargs)
+        return varlen_attn(*args, **kwargs, page=page)
 
-    whole = recording.kernel(kernel)
-    monkeypatch.setattr(varlen, "flash_attention", lambda value: whole)
+    take(monkeypatch, noted)
     monkeypatch.setattr(device, "recorded", recording.recorded)
     for module in (attention, embedded, response, sampler):
         monkeypatch.setattr(module, "is_host", lambda device: False)
     for module in (kv_cache, embedded):
-        monkeypatch.setattr(module, "block_tokens", lambda device: 16)
-    return tables
+        monkeypatch.setattr(module, "block_tokens", lambda device: page)
+    return calls
+
+
+def take(monkeypatch: pytest.MonkeyPatch, function: Callable[..., torch.Tensor]) -> None:
+    """Take a function of the kernel's arguments for the kernel."""
+    kernel = recording.kernel(function)
+    kernel.__kwdefaults__ = {"num_splits": None}  # by which it is known what torch's kernel can do
+
+    def flash_attention(value: torch.Tensor, *, paged: bool = False) -> Callable[..., torch.Tensor]:
+        assert paged
+        return kernel
+
+    monkeypatch.setattr(varlen, "flash_attention", flash_attention)
 
 
 @pytest.mark.parametrize("seed", range(4))
@@ -68,7 +81,7 @@ def test_tokens_and_log_probs_are_those_of_the_cpu(
     packed = PackedModel(make_model(kind))
     requests, step_tokens, blocks = random_requests(rng), rng.choice([5, 29, 500]), rng.choice([14, 400])
     expected = run(EmbeddedEngine(packed, eos_token_ids=(2,), seed=3, kv_memory=64 << 20), requests)
-    tables = as_device(monkeypatch)
+    calls = as_device(monkeypatch)
     size = KVCache.block_bytes(packed.num_layers, packed.num_kv_heads, packed.head_dim, packed.dtype, 16)
     engine = EmbeddedEngine(
         packed,
@@ -81,16 +94,73 @@ def test_tokens_and_log_probs_are_those_of_the_cpu(
     )
     assert engine.cache.block == 16 and engine.ahead == (ahead is None)
     samples = run(engine, requests)
-    assert tables
+    assert calls
     assert engine.cache.available == engine.cache.num_blocks == blocks
     for name, sample in expected.items():
         assert samples[name].tokens == sample.tokens
         assert samples[name].log_probs == pytest.approx(sample.log_probs, abs=1e-10)
 
 
+@pytest.mark.parametrize("kind", ["llama", "mistral", "gpt2"])
+@pytest.mark.parametrize("invariant", [False, True], ids=["", "batch-invariant"])
+def test_pages_are_as_large_and_keys_as_whole_as_the_kernel_wants_them(
+    make_model: MakeModel, monkeypatch: pytest.MonkeyPatch, kind: str, invariant: bool
+) -> None:
+    """The query heads of a group share their keys in a decode step without a window, and only then may torch split
+    them; where no number is to depend on the others each call takes the same kernel."""
+    packed = PackedModel(make_model(kind))
+    settings: dict[str, Any] = {"eos_token_ids": (2,), "seed": 3, "kv_memory": 64 << 20, "batch_invariant": invariant}
+    params = SamplingParams(max_new_tokens=12, ignore_eos=True)
+    prompts = [list(range(5, 5 + length)) for length in (250, 3)]
+    requests = [Request(f"{i}/{j}", prompt, params) for i, prompt in enumerate(prompts) for j in range(2)]
+    expected = run(EmbeddedEngine(packed, **settings), requests)
+    calls = as_device(monkeypatch, page=PAGE)
+    samples = run(EmbeddedEngine(packed, compiled=False, **settings), requests)
+    for name, sample in expected.items():
+        assert samples[name].tokens == sample.tokens
+        assert samples[name].log_probs == pytest.approx(sample.log_probs, abs=1e-10)
+    folded = [call for call in calls if call["window_size"] == (-1, -1)]
+    assert bool(folded) == (kind == "llama" and not invariant)
+    assert all(call["enable_gqa"] and "num_splits" not in call for call in folded)
+    assert all(call["num_splits"] == 1 for call in calls if call["window_size"] != (-1, -1))
+
+
 def test_blocks_are_as_large_as_flash_attention_reads_them() -> None:
     assert kv_cache.block_tokens(torch.device("cuda:1")) == 256
     assert kv_cache.block_tokens(torch.device("cpu")) == kv_cache.BLOCK
+
+
+class Reads(TorchDispatchMode):
+    """Notes how many numbers are read through an index at most."""
+
+    most = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        if func is torch.ops.aten.index.Tensor:
+            self.most = max(self.most, out.numel())
+        return out
+
+
+@pytest.mark.parametrize("length", [3, 300])
+def test_without_flash_attention_no_more_blocks_are_read_than_are_used(
+    monkeypatch: pytest.MonkeyPatch, length: int
+) -> None:
+    """Whatever a block holds, by as many keys at a time."""
+    monkeypatch.setattr(attention, "is_host", lambda device: False)
+    read, outputs = {}, {}
+    for size in (kv_cache.BLOCK, kv_cache._FLASH_BLOCK):
+        torch.manual_seed(0)
+        cache = KVCache(1024 // size, 1, 2, 8, torch.float64, torch.device("cpu"), compiled=False)
+        cache.keys, cache.values = (x.unflatten(1, (-1, size)) for x in torch.randn(2, 1, 1024, 2, 8).double())
+        plan = attention.Plan(size)
+        plan.add([1], length - 1, range(1024 // size), 0)
+        inputs = [torch.randn(1, heads, 8, dtype=torch.float64) for heads in (4, 2, 2)]
+        with Reads() as reads:
+            outputs[size] = attention.PagedAttention(cache, plan).attend(0, *inputs, 0.3, None)
+        read[size] = reads.most
+    assert read[kv_cache.BLOCK] == read[kv_cache._FLASH_BLOCK] == 256 * 2 * 8
+    assert (outputs[kv_cache.BLOCK] - outputs[kv_cache._FLASH_BLOCK]).abs().max() < 1e-12
 
 
 @pytest.fixture
@@ -122,7 +192,7 @@ def test_a_decode_step_copies_to_the_host_once_and_waits_for_nothing_else(
     """And it is launched before the tokens of the one before are read."""
     packed = PackedModel(make_model("llama"))
     as_device(monkeypatch)
-    monkeypatch.setattr(varlen, "flash_attention", lambda value: recording.kernel(unwatched(varlen_attn)))
+    take(monkeypatch, unwatched(partial(varlen_attn, page=16)))
     engine = EmbeddedEngine(packed, eos_token_ids=(2,), seed=3, kv_memory=64 << 20, compiled=False)
     for i, way in enumerate(WAYS):
         engine.add(Request(str(i), [5, 6, 7 + i], SamplingParams(max_new_tokens=8, ignore_eos=True, **way)))
@@ -140,7 +210,7 @@ def test_single_rows_with_edits_wait_for_nothing_either(
     """A grammar needs the token before, so the step before is read first; its mask goes to the device."""
     packed = PackedModel(make_model("llama"))
     as_device(monkeypatch)
-    monkeypatch.setattr(varlen, "flash_attention", lambda value: recording.kernel(unwatched(varlen_attn)))
+    take(monkeypatch, unwatched(partial(varlen_attn, page=16)))
     monkeypatch.setattr(GrammarMask, "_allowed", unwatched(GrammarMask._allowed))  # on the host alone
     engine = EmbeddedEngine(packed, eos_token_ids=(2,), seed=3, tokenizer=tokenizer, kv_memory=64 << 20, compiled=False)
     ways = [*WAYS, {"min_new_tokens": 8}]

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 
 import torch
 from torch import Tensor
@@ -20,8 +21,8 @@ from verl.errors import ModelError
 from verl.models import varlen
 from verl.rollout.kv_cache import BLOCK, KVCache, blocks_for
 
-# Blocks of a sequence that the torch code reads at a time, and bytes of all that it reads at a time.
-_RUN = 8
+# Keys of a sequence that the torch code reads at a time, in whole blocks, and bytes of all that it reads at a time.
+_KEYS = 256
 _GATHER_BYTES = 64 << 20
 
 
@@ -105,6 +106,7 @@ class Tables:
     """A plan as `varlen_attn` takes it, and where the new keys go."""
 
     cu_seq_q: Tensor  # [N + 1] int32
+    cu_seq_k: Tensor  # [N + 1] int32, sums of `seqused_k`
     seqused_k: Tensor  # [N] int32
     block_table: Tensor  # [N, B] int32
     shared: Tensor  # [N] int32
@@ -121,6 +123,7 @@ class Tables:
         begins = [0, *plan.ends]
         return cls(
             cu_seq_q=ints(begins),
+            cu_seq_k=ints([0, *accumulate(plan.used)]),
             seqused_k=ints(plan.used),
             block_table=ints([[*blocks, *[0] * (longest - len(blocks))] for blocks in plan.blocks]),
             shared=ints(plan.shared),
@@ -163,24 +166,34 @@ class PagedAttention:
             lists = (tables.cu_seq_q, tables.seqused_k, tables.block_table, tables.shared)
             compiled.varlen_attn(query, keys, values, out, *lists, window or 0, scale, heads)
         else:
-            flash = varlen.flash_attention(values)
+            flash = varlen.flash_attention(values, paged=True)
             if self._rows is not None and flash is not None and not varlen.has_splits(flash):
                 flash = None
-            invariant = {} if self._rows is None else {"num_splits": 1} if flash else {"rows": self._rows}
+            is_grouped = query.shape[1] != heads
+            window_size = (-1 if window is None else window - 1, 0)
+            options: dict[str, int] = {}
+            if flash is None:
+                options = {} if self._rows is None else {"rows": self._rows}
+            elif is_grouped and window is None and tables.max_q == 1 and self._rows is None:
+                # One query sees all keys, causal or not, and only where it is not said to be do the query heads of a
+                # group share each read. Steps whose numbers depend on nothing else in them take one kernel throughout.
+                window_size = (-1, -1)
+            elif varlen.has_splits(flash):
+                options = {"num_splits": 1}  # else torch splits the keys, and writes most sequences to the wrong place
             out[:count] = (flash or varlen_attn)(
                 query[:count],
                 keys,
                 values,
                 tables.cu_seq_q,
-                None,
+                tables.cu_seq_k,
                 tables.max_q,
                 tables.max_k,
                 scale=scale,
-                window_size=(-1 if window is None else window - 1, 0),
-                enable_gqa=query.shape[1] != heads,
+                window_size=window_size,
+                enable_gqa=is_grouped,
                 seqused_k=tables.seqused_k,
                 block_table=tables.block_table,
-                **invariant,
+                **options,
             )
         return out
 
@@ -193,7 +206,7 @@ def varlen_attn(
     key: Tensor,
     value: Tensor,
     cu_seq_q: Tensor,
-    cu_seq_k: Tensor | None,
+    cu_seq_k: Tensor,
     max_q: int,
     max_k: int,
     *,
@@ -210,7 +223,7 @@ def varlen_attn(
         query: `[T, H, D]`, the last tokens of each sequence.
         key, value: the pool, `[blocks, tokens of a block, K, D]`.
         cu_seq_q: `[N + 1]`, where the queries of each sequence begin and end.
-        cu_seq_k: None: `seqused_k` `[N]` says how many keys each sequence has.
+        cu_seq_k: not read: `seqused_k` `[N]` says how many keys each sequence has.
         window_size: (w, 0): a token sees itself and the w before it; (-1, 0): all before it.
         block_table: `[N, B]`, the blocks of each sequence.
         rows: compute products for so many tokens at a time, so that a token's numbers do not depend on the others.
@@ -225,7 +238,7 @@ def varlen_attn(
     # The host knows how many there are: it need not wait for the lengths.
     sequence = torch.arange(len(lengths), device=device).repeat_interleave(lengths, output_size=len(query))
     position = (seqused_k - cu_seq_q[1:])[sequence] + torch.arange(len(query), device=device)
-    most = rows or max(1, _GATHER_BYTES // (2 * _RUN * key[0].numel() * exact.itemsize))
+    most = rows or max(1, _GATHER_BYTES // (2 * _KEYS * key[0, 0].numel() * exact.itemsize))
     out = torch.empty_like(query, memory_format=_DENSE)
     for start in range(0, len(query), most):
         part = slice(start, min(start + most, len(query)))
@@ -247,12 +260,13 @@ def _attend_rows(
     peak = query.new_full(query.shape[:3], torch.finfo(query.dtype).min)
     total, out = torch.zeros_like(peak), torch.zeros_like(query)
     size = key.shape[1]
+    run = max(1, _KEYS // size)
     longest = int(position.max()) + 1 if is_host(position.device) else max_k
-    for first in range(0, blocks_for(longest, size), _RUN):
-        chosen = table[:, first : first + _RUN]
-        chosen = torch.nn.functional.pad(chosen, (0, _RUN - chosen.shape[1]))
+    for first in range(0, blocks_for(longest, size), run):
+        chosen = table[:, first : first + run]
+        chosen = torch.nn.functional.pad(chosen, (0, run - chosen.shape[1]))
         k, v = (pool[chosen].flatten(1, 2).to(query.dtype).transpose(1, 2) for pool in (key, value))  # [R, K, keys, D]
-        at = first * size + torch.arange(_RUN * size, device=query.device)
+        at = first * size + torch.arange(run * size, device=query.device)
         seen = at <= position[:, None]
         if past >= 0:
             seen &= at >= position[:, None] - past

@@ -103,7 +103,7 @@ class _Step:
         """Compute it; `longest`: tokens of the longest sequence."""
         if self._is_new:
             self._is_new = False
-            if varlen.flash_attention(self._cache.values) is not None:
+            if varlen.flash_attention(self._cache.values, paged=True) is not None:
                 self._recorded = device.recorded(
                     lambda: self._compute(self._width * self._cache.block), self.given.device
                 )
@@ -120,7 +120,8 @@ class _Step:
         tokens = torch.where(tokens < 0, last.index_select(0, (-1 - tokens).clamp(min=0)), tokens)
         used = given[_USED].int()
         table = given[_TABLE:].t().int().contiguous()
-        tables = Tables(self._begins, used, table, used, given[_SLOT], max_q=1, max_k=longest)
+        ends = torch.nn.functional.pad(used.cumsum(0, dtype=torch.int32), (1, 0))
+        tables = Tables(self._begins, ends, used, table, used, given[_SLOT], max_q=1, max_k=longest)
         hidden = self._packed.inference()(tokens, given[_POSITION], PagedAttention(self._cache, tables))
         self.logits = self._packed.logits(hidden)
         if self._ways is None:
