@@ -165,6 +165,38 @@ def test_memory_is_that_of_the_device(fake: Fake) -> None:
 
 
 @pytest.mark.usefixtures("no_host")
+@pytest.mark.parametrize("release", ["2.8", "2.9", "2.10"])
+def test_memory_is_that_of_the_device_with_every_torch(
+    fake: Fake, monkeypatch: pytest.MonkeyPatch, release: str
+) -> None:
+    """2.8 has it in `torch.cuda` alone, 2.9 all but what is free in `torch.accelerator`, too."""
+
+    def info(name: str) -> tuple[int, int]:
+        return 1 << 30, 8 << 30
+
+    basics, held = (
+        {name: getattr(fake, name) for name in names}
+        for names in (
+            ("is_available", "current_accelerator", "device_count"),
+            ("memory_reserved", "memory_allocated", "max_memory_allocated"),
+        )
+    )
+    of_all = {"2.8": basics, "2.9": basics | held, "2.10": basics | held | {"get_memory_info": info}}
+    api, module = Interface(**of_all[release]), Interface(**held, mem_get_info=info)
+    monkeypatch.setattr(device, "_accelerators", lambda: api)
+    monkeypatch.setattr(device, "_module", lambda kind: module)
+    assert free_memory("meta:1") == (1 << 30) + (3 << 20)
+    assert (device.total_memory("meta:1"), device.free_share("meta:1")) == (8 << 30, 1 / 8)
+    assert peak_memory("meta:1") == 7 << 20
+
+
+class Interface(SimpleNamespace):
+    """Functions of a module, which is what torch has them in."""
+
+    __hash__ = object.__hash__
+
+
+@pytest.mark.usefixtures("no_host")
 @pytest.mark.parametrize("loaded", [False, True])
 def test_a_run_is_refused_by_what_the_device_has(fake: Fake, tiny: Path, loaded: bool) -> None:
     config = build_config({"actor_rollout_ref": {"model": {"path": str(tiny)}}})
@@ -201,14 +233,14 @@ def test_the_doctor_shows_the_devices(fake: Fake) -> None:
 class Generators:
     """`torch.cuda` of a machine, as far as names and random generators go."""
 
-    def __init__(self, count: int) -> None:
-        self.states = {f"cuda:{i}": torch.full((4,), i, dtype=torch.uint8) for i in range(count)}
+    def __init__(self, count: int, kind: str = "cuda") -> None:
+        self.states = {f"{kind}:{i}": torch.full((4,), i, dtype=torch.uint8) for i in range(count)}
 
     def get_device_name(self, name: str) -> str:
         return f"Accelerator {name}"
 
     def get_rng_state(self, name: str) -> torch.Tensor:
-        return self.states[name]
+        return self.states[name].clone()
 
     def set_rng_state(self, state: torch.Tensor, device: str) -> None:
         self.states[device] = state
@@ -283,6 +315,8 @@ def vllm(fake: Fake, monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
 
     def llm(**options: Any) -> Any:
         made.append(options)
+        if fake.free < (80 << 30) * options.get("gpu_memory_utilization", 0.92):
+            raise ValueError("Free memory on device on startup is less than desired GPU memory utilization")
         return SimpleNamespace(llm_engine=config, collective_rpc=lambda name: [{"scaled": True, "version": None}])
 
     class Platform:
@@ -325,6 +359,38 @@ def test_vllm_of_one_rank_stands_on_the_ranks_own_device(tiny: Path, vllm: list[
             tensor_parallel_size=ranks,
         )  # fmt: skip
     assert [made.get("device_ids") for made in vllm] == [[1], None, None]
+
+
+def test_vllm_starts_beside_a_trainer_that_holds_most_of_the_memory(
+    fake: Fake, tiny: Path, vllm: list[dict[str, Any]]
+) -> None:
+    """It wants a part of the memory to be free, of all devices that it is to use."""
+    free = {"meta:0": 40 << 30, "meta:1": 3 << 30}
+    fake.get_memory_info = lambda name: (free[name], 80 << 30)  # type: ignore[method-assign]
+    for where, ranks in (("meta:0", 1), ("meta:1", 1), ("meta:1", 2)):
+        fake.free = free["meta:0" if where == "meta:0" else "meta:1"]
+        VLLMEngine(
+            load_model(str(tiny)), load_tokenizer(str(tiny)), eos_token_ids=(0,), seed=0, device=where,
+            tensor_parallel_size=ranks,
+        )  # fmt: skip
+    assert [made["gpu_memory_utilization"] for made in vllm] == pytest.approx([0.45, 0.03375, 0.03375])
+
+
+def test_vllm_leaves_the_random_generators_of_devices_as_they_were(
+    fake: Fake, tiny: Path, vllm: list[dict[str, Any]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    there = Generators(2, "meta")
+    monkeypatch.setattr(device, "_module", lambda name: there)
+    start = sys.modules["vllm"].LLM
+
+    def seeds(**options: Any) -> Any:
+        for state in there.states.values():
+            state.fill_(options["seed"])
+        return start(**options)
+
+    monkeypatch.setattr(sys.modules["vllm"], "LLM", seeds)
+    VLLMEngine(load_model(str(tiny)), load_tokenizer(str(tiny)), eos_token_ids=(0,), seed=9)
+    assert [state[0].item() for state in there.states.values()] == [0, 1]
 
 
 class Named:

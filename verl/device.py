@@ -204,6 +204,16 @@ def free_memory(device: torch.device | str) -> int:
     return int(_info(name)[0]) + int(api.memory_reserved(name)) - int(api.memory_allocated(name))
 
 
+def free_share(device: str) -> float:
+    """What part of an accelerator's memory is still the driver's, to be had by any process: 0 to 1.
+
+    Raises:
+        ConfigError: there is none of that kind here, or it is the host.
+    """
+    total = total_memory(device)
+    return int(_info(device)[0]) / total
+
+
 def total_memory(device: torch.device | str) -> int:
     """Bytes that an accelerator has. Raises ConfigError: there is none of that kind here, or it is the host."""
     if _is_host(str(device)):
@@ -251,9 +261,9 @@ def _memory(device: str) -> Any:
 
 
 def _info(device: str) -> Any:
-    """Free and total bytes."""
-    api = _memory(device)
-    return api.get_memory_info(device) if hasattr(api, "get_memory_info") else api.mem_get_info(device)
+    """Free and total bytes: torch 2.9 has all but these for every kind alike."""
+    api = _accelerators()
+    return api.get_memory_info(device) if hasattr(api, "get_memory_info") else _module(device).mem_get_info(device)
 
 
 def _free_on_host() -> int:

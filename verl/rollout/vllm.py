@@ -4,8 +4,8 @@ The engine has its own copy of the weights. It is made from the model's configur
 first included, through vLLM's weight-transfer interface (`vllm_worker`), and then reports the version that it serves.
 A sample's tokens are determined by (run seed, sample id) up to rounding; vLLM draws them with its own generator.
 
-With one rank vLLM runs without subprocesses. What it changes in this process (random number generators, the number of
-threads) is restored.
+With one rank vLLM runs without subprocesses. What it changes in this process (random number generators, of the
+devices too, the number of threads) is restored.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
-from verl.device import free_memory
+from verl.device import count, free_memory, free_share, is_accelerator, rng_states, set_rng_states
 from verl.errors import ConfigError, RolloutError
 from verl.models.memory import ModelSize
 from verl.models.shards import tied_names
@@ -43,6 +43,8 @@ _TYPICAL_LENGTH = 1024
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 #: Tokens. On CPU only whole blocks of a prompt are shared, and vLLM's default of 128 is longer than many prompts.
 _CPU_BLOCK = 32
+#: Of the memory that is free, what vLLM is to find at its start; a process of its own takes some of it before.
+_GUARD = 0.9
 
 
 class VLLMEngine:
@@ -119,6 +121,12 @@ class VLLMEngine:
         index = where.partition(":")[2]
         if index and tensor_parallel_size == 1:  # this rank's own device, which vLLM counts among the visible ones
             options = {"device_ids": [int(index)], **options}
+        if is_accelerator(where):
+            # Its memory is set below. But vLLM does not start where less is free than this part, 0.92 by default.
+            kind = where.partition(":")[0]
+            devices = [where] if tensor_parallel_size == 1 else [f"{kind}:{i}" for i in range(count(kind))]
+            share = min(map(free_share, devices[:tensor_parallel_size]))
+            options = {"gpu_memory_utilization": _GUARD * share, **options}
         self.llm = _start(
             model,
             tokenizer,
@@ -466,6 +474,7 @@ def _process_kept(in_process: bool) -> Iterator[None]:
     variable = "VLLM_ENABLE_V1_MULTIPROCESSING"
     before, threads, set_threads = os.environ.get(variable), torch.get_num_threads(), torch.set_num_threads
     states = random.getstate(), np.random.get_state(), torch.get_rng_state()
+    of_devices = rng_states() if in_process else {}
     os.environ[variable] = "0" if in_process else "1"
     try:
         yield
@@ -479,3 +488,4 @@ def _process_kept(in_process: bool) -> Iterator[None]:
         random.setstate(states[0])
         np.random.set_state(states[1])
         torch.set_rng_state(states[2])
+        set_rng_states(of_devices)
