@@ -11,10 +11,11 @@ import os
 import queue
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
+from verl import device
 from verl.errors import ClusterError, ConfigError
 
 #: Seconds for the head of a cluster to answer the first question.
@@ -26,6 +27,7 @@ START_DEADLINE = 300.0
 _INLINE = 1 << 20
 _CLUSTER_ID = "/ray.rpc.NodeInfoGcsService/GetClusterId"
 _lock = threading.Lock()
+logger = logging.getLogger(__name__)
 #: Addresses of the cluster that this process has checked, and of the one that it started.
 _checked, _own = "", ""
 
@@ -79,6 +81,17 @@ def is_own() -> bool:
     import ray
 
     return bool(ray.is_initialized() and ray.get_runtime_context().gcs_address == _own)
+
+
+def device_variables() -> set[str]:
+    """Names of the environment variables that say which devices a process sees: Ray sets them for each worker."""
+    from ray._private.accelerators import get_all_accelerator_managers
+
+    known = set()
+    for manager in get_all_accelerator_managers():
+        with suppress(RuntimeError):  # that of AMD's devices, where another variable of theirs is set
+            known.add(manager.get_visible_accelerator_ids_env_var())
+    return {name for name in os.environ if name in known or name.endswith("_VISIBLE_DEVICES")}
 
 
 def check(address: str) -> None:
@@ -145,16 +158,47 @@ def _init(ray: Any) -> None:
     before, name = ray_constants.ENABLE_RAY_CLUSTER, ray_constants.ENABLE_RAY_CLUSTERS_ENV_VAR
     ray_constants.ENABLE_RAY_CLUSTER, os.environ[name] = False, "0"
     try:
-        ray.init(
-            "local",
-            logging_level=logging.ERROR,
-            include_dashboard=False,
-            # Ray's own default, 15, starves its workers as soon as anything else wants the processors.
-            _system_config={"max_direct_call_object_size": _INLINE, "worker_niceness": 0},
-        )
+        with _devices_of_workers():
+            ray.init(
+                "local",
+                logging_level=logging.ERROR,
+                include_dashboard=False,
+                # Ray's own default, 15, starves its workers as soon as anything else wants the processors.
+                _system_config={"max_direct_call_object_size": _INLINE, "worker_niceness": 0},
+            )
     finally:
         ray_constants.ENABLE_RAY_CLUSTER = before
         del os.environ[name]
+
+
+@contextmanager
+def _devices_of_workers() -> Iterator[None]:
+    """A cluster that starts here has the GPUs that this process does not use itself. Where it uses all of them, workers
+    share them."""
+    from ray._private.accelerators import get_accelerator_manager_for_resource
+
+    manager = get_accelerator_manager_for_resource("GPU")
+    visible = manager.get_current_process_visible_accelerator_ids()
+    if visible is None:
+        visible = [str(index) for index in range(manager.get_current_node_num_accelerators())]
+    used = device.claimed()
+    others = [number for index, number in enumerate(visible) if index not in used]
+    if len(others) == len(visible):
+        yield
+        return
+    if not others:
+        logger.warning("workers share the GPUs of this process, which uses all %d that it sees", len(visible))
+        others = visible
+    device.initialize()  # what it sees is settled before the variable says something else
+    name = manager.get_visible_accelerator_ids_env_var()
+    before, os.environ[name] = os.environ.get(name), ",".join(others)
+    try:
+        yield
+    finally:
+        if before is None:
+            del os.environ[name]
+        else:
+            os.environ[name] = before
 
 
 def _join(ray: Any, address: str) -> None:

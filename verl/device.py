@@ -23,6 +23,8 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
+_claimed: set[tuple[str, int]] = set()
+
 #: Kinds without fp64, which sampling needs: taken only where a placement names them.
 _NOT_BY_DEFAULT = ("mps",)
 # cgroup v1 writes "no limit" as the largest multiple of the page size.
@@ -59,6 +61,19 @@ def device_name(device: str) -> str:
     return device if not is_accelerator(device) or read is None else str(read(device))
 
 
+def claim(device: str) -> None:
+    """Say that this process, or another rank of its job on this machine, computes on a device, now or later."""
+    kind, _, index = device.partition(":")
+    _claimed.add((kind, int(index or 0)))
+
+
+def claimed() -> set[int]:
+    """Numbers of the accelerators that are claimed, or hold tensors of this process."""
+    kind = accelerator()
+    holding = {i for i in range(count(kind)) if _memory(kind).memory_reserved(f"{kind}:{i}")} if kind else set()
+    return holding | {index for claimed_kind, index in _claimed if claimed_kind == kind}
+
+
 def is_here(device: str) -> bool:
     """Whether this process can ask about its memory: it is the host, or of the kind of the accelerators here."""
     return device.partition(":")[0] in ("cpu", accelerator())
@@ -68,6 +83,13 @@ def synchronize() -> None:
     """Wait until the accelerator, if there is one, has done what it was given."""
     if accelerator() is not None:
         _accelerators().synchronize()
+
+
+def initialize() -> None:
+    """Have this process see the accelerators that it sees now for as long as it lives."""
+    kind = accelerator()
+    if kind is not None and hasattr(_module(kind), "init"):
+        _module(kind).init()
 
 
 def rng_states() -> dict[str, torch.Tensor]:

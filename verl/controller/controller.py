@@ -10,9 +10,9 @@ from typing import Any, TypeVar
 from verl.controller.group import Job, RankGroup, Workers
 from verl.controller.local import LocalGroup
 from verl.controller.placement import DeviceMesh, ResourcePool
-from verl.controller.ranks import torchrun_ranks
+from verl.controller.ranks import local_ranks, torchrun_ranks
 from verl.controller.world import TIMEOUT, RoleMeshes
-from verl.device import count, default_kind
+from verl.device import claim, count, default_kind
 from verl.errors import ConfigError
 from verl.hybrid.meshes import generation_mesh
 from verl.layout import Layout, Mesh, ModelShape
@@ -59,7 +59,10 @@ class Controller:
         if self.executor == "torchrun":
             from verl.controller.torchrun import torchrun_job
 
-            self._job = torchrun_job(timeout, self.mesh.devices[0].kind)
+            kind = self.mesh.devices[0].kind
+            for index in range(local_ranks()):
+                claim(f"{kind}:{index}")
+            self._job = torchrun_job(timeout, kind)
 
     @classmethod
     def of(cls, placement: Any = None) -> Controller:

@@ -7,6 +7,7 @@ from functools import partial
 from typing import Any, Generic, TypeVar
 
 from verl.controller.group import check_answer, check_call, noted
+from verl.device import claim
 from verl.workers.place import Place, dispatch_of
 
 W = TypeVar("W")
@@ -25,6 +26,7 @@ class LocalGroup(Generic[W]):
         self._meshes = tuple(meshes)
         self._recipe = recipe
         self._place = Place(role=role, device=device)
+        claim(device)
         self._worker: W | None = None
 
     @property

@@ -22,7 +22,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
-from verl.cluster import connect, is_own
+from verl.cluster import connect, device_variables, is_own
 from verl.errors import ClusterError, ConfigError
 
 logger = logging.getLogger(__name__)
@@ -257,9 +257,11 @@ def _how(error: Exception) -> str:
 
 
 def _surroundings() -> tuple[dict[str, str], Sequence[str], str]:
-    """What a worker takes over from this process: environment, import path, working directory. On a cluster that is
-    not this run's own the environment is that of its nodes, but for the number of threads."""
-    env = {name: value for name, value in os.environ.items() if not name.startswith("RAY_")}
+    """What a worker takes over from this process: environment, import path, working directory. Which devices it sees is
+    Ray's to say. On a cluster that is not this run's own the environment is that of its nodes, but for the number of
+    threads."""
+    kept = device_variables()
+    env = {name: value for name, value in os.environ.items() if not name.startswith("RAY_") and name not in kept}
     if not is_own():
         env = {name: env[name] for name in ("OMP_NUM_THREADS",) if name in env}
     return env, sys.path, os.getcwd() if is_own() else ""
