@@ -25,7 +25,7 @@ HERE = Path(__file__).resolve().parent
 def run(python: str, script: str, *options: str) -> dict[str, Any]:
     """One measurement in a process of its own."""
     command = [python, str(HERE / script), *options]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=1800)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=1800, env=workload.environment(python))
     if done.returncode:
         raise SystemExit(f"{' '.join(command)} failed:\n{done.stderr[-3000:]}")
     result: dict[str, Any] = json.loads(done.stdout.strip().splitlines()[-1])

@@ -265,12 +265,12 @@ def vllm_python(args: argparse.Namespace) -> str:
     return args.vllm_python or (sys.executable if here else str(ROOT / ".venv-vllm" / "bin" / "python"))
 
 
-def measured(args: argparse.Namespace, engine: str, environment: dict[str, str], batch: int) -> dict[str, Any]:
+def measured(args: argparse.Namespace, engine: str, more: dict[str, str], batch: int) -> dict[str, Any]:
     """The result of one engine, from a process of its own; printed as well."""
     python = vllm_python(args) if engine == "vllm" else sys.executable
     arguments = [value for value in sys.argv[1:] if value != "--engines" and value not in ENGINES]
     command = [python, __file__, *arguments, "--engine", engine, "--batch", str(batch)]
-    done = subprocess.run(command, stdout=subprocess.PIPE, text=True, env=environment)
+    done = subprocess.run(command, stdout=subprocess.PIPE, text=True, env=workload.environment(python, **more))
     if done.returncode:
         raise SystemExit(f"{engine} failed")
     line = done.stdout.splitlines()[-1]
@@ -305,10 +305,10 @@ def main() -> None:
         args.dtype = resolved_dtype(args.model, args.dtype) or args.dtype
         print(json.dumps(measure(args)))
         return
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": str(args.threads)}
+    more = {"OMP_NUM_THREADS": str(args.threads)}
     if args.device == "cpu" and not args.no_preload:
         made = subprocess.run([ROOT / "benchmarks" / "peer_env.sh", "preload"], stdout=subprocess.PIPE, text=True)
-        environment["LD_PRELOAD"] = made.stdout.strip()
+        more["LD_PRELOAD"] = made.stdout.strip()
     best: dict[str, float] = {}
     if "vllm" in args.engines and not Path(vllm_python(args)).exists():
         args.engines.remove("vllm")
@@ -316,7 +316,7 @@ def main() -> None:
     for engine in args.engines:
         batches = [args.batch] if args.batch else BATCHES if engine == "generate" else [256]
         for batch in batches:
-            speed = measured(args, engine, environment, batch)["tokens_per_second"]
+            speed = measured(args, engine, more, batch)["tokens_per_second"]
             best[engine] = max(best.get(engine, 0.0), speed)
     if "embedded" in best:
         print(json.dumps({f"embedded / {name}": round(best["embedded"] / best[name], 2) for name in best}))

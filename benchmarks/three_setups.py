@@ -94,7 +94,7 @@ def run(args: argparse.Namespace, setup: str, micro_batch: int) -> dict[str, Any
         "--micro-batch",
         str(micro_batch),
     ]
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": str(args.threads)}
+    environment = workload.environment(python, OMP_NUM_THREADS=str(args.threads))
     done = subprocess.run(command, capture_output=True, text=True, timeout=1800, env=environment)
     lines = [line for line in done.stdout.splitlines() if line.startswith('{"rollout_seconds"')]
     if done.returncode or not lines:

@@ -65,6 +65,18 @@ def reward(completion: str) -> float:
     return float(completion.count("e"))
 
 
+def environment(python: str = sys.executable, **more: str) -> dict[str, str]:
+    """Of a process that imports the package from this tree.
+
+    Args:
+        python: the interpreter; what this one finds beside its own packages is not for another.
+        more: further variables.
+    """
+    root = str(Path(__file__).resolve().parent.parent)
+    found = os.environ.get("PYTHONPATH") if python == sys.executable else None
+    return {**os.environ, "PYTHONPATH": os.pathsep.join([root, *filter(None, [found])]), **more}
+
+
 def peak_memory_gb(device: str = "cpu") -> float:
     """The most this process has held, in 10**9 bytes: of a CPU the largest resident set, of an accelerator what torch
     took of it."""
