@@ -196,6 +196,7 @@ def main() -> None:
     parser.add_argument("--page", type=Path, help="the page to write (docs/gpu_results.md; none for the CPU)")
     parser.add_argument("--made", type=Path, default=ROOT / "models" / "made", help="where models are made")
     args = parser.parse_args()
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # the part that runs ends, too
     with tempfile.TemporaryDirectory(prefix="verl-wheels-") as folder:
         first = [str(ROOT), *(unpacked(args.wheels, Path(folder)) if args.wheels else ())]
         sys.path[:0] = first
