@@ -24,7 +24,7 @@ def gpu(*arguments: str, python: str = sys.executable, root: Path = ROOT) -> sub
     """From elsewhere, the package not installed as far as this command is concerned."""
     environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
     command = [python, str(root / "benchmarks" / "gpu.py"), *arguments]
-    return subprocess.run(command, capture_output=True, text=True, timeout=900, env=environment, cwd=root.anchor)
+    return subprocess.run(command, capture_output=True, text=True, timeout=800, env=environment, cwd=root.anchor)
 
 
 @pytest.mark.skipif(device.accelerator() is not None, reason="there is an accelerator")
@@ -36,6 +36,7 @@ def test_without_an_accelerator_it_says_so_and_fails(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(900)
 def test_every_command_runs_on_a_cpu(tmp_path: Path) -> None:
     page, made = tmp_path / "page.md", tmp_path / "made"
     done = gpu("--device", "cpu", "--models", "tiny", "--no-peers", "--page", str(page), "--made", str(made))
@@ -173,18 +174,8 @@ def wheels(tmp_path_factory: pytest.TempPathFactory) -> Path:
 TINY = ("--device", "cpu", "--models", "tiny", "--no-peers")
 
 
-def test_a_bare_machine_says_what_training_lacks(bare: tuple[Path, str], tmp_path: Path) -> None:
-    tree, python = bare
-    page = tmp_path / "page.md"
-    rest = ("--page", str(page), "--made", str(tmp_path / "made"), "--only", "GRPO")
-    done = gpu(*TINY, *rest, python=python, root=tree)
-    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
-    headings = [line for line in page.read_text().splitlines() if line.startswith("## ")]
-    assert headings[0].startswith("## Model, tiny: passed in ")
-    assert headings[1].startswith("## GRPO step, tiny: NOT RUN, package pydantic is missing, in ")
-
-
 @pytest.mark.slow
+@pytest.mark.timeout(900)
 @pytest.mark.parametrize("carried", [False, True], ids=["bare", "with wheels"])
 def test_a_copied_tree_runs_on_a_bare_machine(
     bare: tuple[Path, str], wheels: Path, tmp_path: Path, carried: bool
