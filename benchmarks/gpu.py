@@ -214,8 +214,10 @@ def measure(args: argparse.Namespace) -> None:
     if args.models is None:
         roomy = args.device != "cpu" and device.total_memory(args.device) > ENOUGH_FOR_7B
         args.models = ["qwen2.5-0.5b", "qwen2.5-7b"] if roomy else ["qwen2.5-0.5b"]
-    # A model that a part needs is made whichever parts are asked for.
-    plan = [part for part in parts(args) if part.heading.startswith((args.only, "Model"))]
+    plan = [part for part in parts(args) if part.heading.startswith(args.only)]
+    # What is made for those that were asked for, first.
+    models = {part.heading.partition(", ")[2] for part in plan}
+    plan = [part for part in parts(args) if part in plan or part.heading.removeprefix("Model, ") in models]
     page, about = args.page or (PAGE if args.device != "cpu" else None), machine(args.device)
     for part in plan:
         run(part, args.seconds)
