@@ -95,7 +95,7 @@ def test_a_dry_run_refuses_what_the_run_would():
 @pytest.mark.parametrize(
     ("overrides", "said"),
     [
-        (["data.eval=null"], "never evaluated"),
+        (["data.eval=null", "trainer.eval_metrics=[]"], "never evaluated"),
         ([], "evaluated before and after, saved"),
         (["trainer.eval_every=5"], "evaluated before and after and every 5 steps"),
     ],
@@ -211,7 +211,8 @@ def test_check_describes_a_model_and_refuses_what_is_none(tiny, tmp_path):
 
 def test_the_plan_draws_the_graph_of_a_step_and_loads_no_model():
     reward = ("reward.name=null", "reward.answer=whole", "reward.model=nobody/has-this")
-    result = verl("plan", RECIPE, *reward, "actor_rollout_ref.model.path=nor/this", "--graph")
+    options = ("algorithm.kl_in=loss", "actor_rollout_ref.model.path=nor/this")
+    result = verl("plan", RECIPE, *reward, *options, "--graph")
     assert result.returncode == 0, result.stderr
     lines = {line.replace("└▶", "").split()[0]: line for line in result.stdout.splitlines()}
     assert list(lines) == ["rollout", "reward", "reference", "prepare", "update_actor"]

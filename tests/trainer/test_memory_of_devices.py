@@ -75,6 +75,14 @@ def test_eight_ranks_cut_the_training_state_and_the_reference(shapes: Path) -> N
     assert found.kv_cache == pytest.approx(16 * 2**30, rel=1e-4)
 
 
+def test_a_reference_that_evaluations_alone_read_is_counted(shapes: Path) -> None:
+    without, with_kl = (
+        of(recipe("grpo_qwen2.5-0.5b", shapes, *more), "1xL4").parts for more in ([], ["trainer.eval_metrics=[kl]"])
+    )
+    assert with_kl.keys() - without.keys() == {"reference"}
+    assert with_kl["reference"].total == PARAMETERS["qwen2.5-0.5b"] * 2
+
+
 def test_what_does_not_fit_is_refused_with_the_setting_to_change(shapes: Path) -> None:
     far = recipe("grpo_qwen2.5-7b", shapes, "actor_rollout_ref.model.enable_gradient_checkpointing=false")
     with pytest.raises(ConfigError, match=r"set actor_rollout_ref.actor.max_tokens_per_micro_batch=\d+ \(now 16384\)"):

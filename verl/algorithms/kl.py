@@ -25,6 +25,8 @@ KL_ESTIMATORS = ("k1", "k2", "k3", "abs", *_ALIASES)
 # Bounds against overflow: a single token off by e^20 says that something is wrong, not how wrong.
 _MAX_LOG_RATIO = 20.0
 _MAX_K3 = 10.0
+# Less beside a token is the rounding of its log-prob in fp32.
+_LEAST_REST = 2.0**-23
 
 
 def check_estimator(name: str) -> None:
@@ -42,6 +44,16 @@ def kl_estimate(log_probs: Tensor, ref_log_probs: Tensor, estimator: str = "k3")
         return value
     k2 = 0.5 * (log_probs - ref_log_probs).square()
     return k2 - k2.detach() + value.detach()
+
+
+def kl_of_token(log_probs: Tensor, ref_log_probs: Tensor) -> Tensor:
+    """KL(policy || reference) of what comes next being a token or any other, given the token's log-probs; their shape.
+
+    Whatever the token, it is at most the KL over the whole vocabulary (data processing), and near it where the policy
+    has little besides the token.
+    """
+    policy, reference = ((-log_p.expm1()).clamp(min=_LEAST_REST) for log_p in (log_probs, ref_log_probs))
+    return log_probs.exp() * (log_probs - ref_log_probs) + policy * (policy / reference).log()
 
 
 def _value(difference: Tensor, estimator: str) -> Tensor:

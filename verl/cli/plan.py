@@ -119,8 +119,9 @@ def plan_placement(
     from verl.algorithms import make_algorithm
     from verl.planner import picture as show
     from verl.planner.settings import pasted, problem_of
+    from verl.trainer.check import roles_of
 
-    roles = make_algorithm(config.algorithm.name, **config.algorithm.options).roles
+    roles = roles_of(config, [make_algorithm(config.algorithm.name, **config.algorithm.options)])
     problem = problem_of(config, roles, cluster, within or float("inf"))
     plans = search(problem)
     best, engine, shares = plans[0], plans[0].generation, cluster.efficiency

@@ -41,6 +41,9 @@ from verl.training.options import TrainOptions, TrainSettings
 #: Names of rewards: the built-in ones, and those of users that are registered.
 REWARDS = {"task", "code", "code_evaluator", "math", "reasoning_gym", "rm_hf"}
 
+#: The metric of `trainer.eval_metrics` that is not a function: it needs a model.
+KL = "kl"
+
 
 def is_by_task(source: Any) -> bool:
     """Whether this is a mapping of tasks to a source each."""
@@ -90,6 +93,12 @@ def _algorithm_name(value: str) -> str:
     return function_path(value) if ":" in value else value
 
 
+def _eval_metric(value: str) -> str:
+    if value != KL and ":" not in value:
+        raise ValueError(f"must be kl, or a function as FILE.py:FUNCTION, not '{value}'")
+    return value if value == KL else function_path(value)
+
+
 def _reward_name(value: str) -> str:
     if value not in REWARDS:
         raise ValueError(f"no reward is called '{value}': {nearest(value, REWARDS)}")
@@ -102,6 +111,7 @@ def _directory_name(value: str) -> str:
     return value
 
 
+EvalMetric = Annotated[str, AfterValidator(_eval_metric)]
 DirectoryName = Annotated[str, AfterValidator(_directory_name)]
 Logger = Literal["console", "tensorboard", "wandb", "trackio", "mlflow"]
 #: A parquet or JSONL file (or several), or a procedural task with its options.
@@ -320,8 +330,10 @@ class TrainerConfig(Record):
     eval_temperature: Annotated[float, AfterValidator(_greedy_or_warm)] = Field(
         default=0.0, description="temperature of evaluation (0: greedy)"
     )
-    eval_metrics: Annotated[tuple[FunctionPath, ...], AsTuple] = Field(
-        default=(), description="metric functions of your own over evaluated samples, as FILE.py:FUNCTION"
+    eval_metrics: Annotated[tuple[EvalMetric, ...], AsTuple] = Field(
+        default=(),
+        description="metric functions of your own over evaluated samples, as FILE.py:FUNCTION; kl: the KL to the "
+        "reference policy, as kl/eval, for which the actor's start (or ref.path) is kept beside it",
     )
     save_every: Count | None = free(10, "steps between checkpoints (null: only at the end)")
     keep_checkpoints: Count = free(2, "how many checkpoints to keep")
@@ -389,6 +401,8 @@ class Config(Record):
                 )
         if self.trainer.eval_every is not None and self.data.eval is None:
             raise wrong("trainer.eval_every", "is set, but data.eval names no problems to evaluate on")
+        if self.trainer.eval_metrics and self.data.eval is None:
+            raise wrong("trainer.eval_metrics", "is set, but data.eval names no problems to evaluate on")
         if self.trainer.total_steps == 0 and self.data.eval is None:
             raise wrong("trainer.total_steps", "is 0 and data.eval names nothing to evaluate on: nothing would run")
         return self

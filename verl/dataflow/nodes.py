@@ -16,6 +16,7 @@ from verl.errors import ConfigError
 from verl.rewards.source import columns_read
 from verl.roles.actor import Actor, expand
 from verl.roles.critic import Critic
+from verl.roles.reads import VALUES, Read, reference
 from verl.roles.reward import Reward
 from verl.roles.updater import Updater, role_metrics
 from verl.rollout.base import SamplingParams
@@ -158,19 +159,7 @@ class UpdateNode:
 
     def experience(self) -> list[Node]:
         """Reference log-probs and values."""
-        return [
-            Node(
-                name=read.role if read.role == "reference" else f"{read.role}_values",
-                run=read.compute,
-                inputs=(*_SEQUENCE, *(["temperature?"] if read.role == "reference" else [])),
-                outputs=(read.column,),
-                slot=SLOT,
-                groups=None,
-                role=read.role,
-                deadline=deadline_of(self.updater.critics.get(read.role, self.updater.actor)),
-            )
-            for read in self.updater.reads
-        ]
+        return [_node(read, self.updater.critics.get(read.role, self.updater.actor)) for read in self.updater.reads]
 
     def updates(self, name: str) -> list[Node]:
         """Prepare the whole batch, then update every model of the algorithm."""
@@ -221,6 +210,25 @@ class UpdateNode:
             deadline=deadline_of(handle),
             skip_empty=True,
         )
+
+
+def log_prob_nodes(actor: Actor) -> list[Node]:
+    """Log-probs of the policy as it is now, and of the reference."""
+    return [_node(Read("log_probs", "actor", actor.compute_log_probs), actor), _node(reference(actor), actor)]
+
+
+def _node(read: Read, handle: Actor | Critic) -> Node:
+    is_values = read.role in VALUES
+    return Node(
+        name=f"{read.role}_values" if is_values else read.role,
+        run=read.compute,
+        inputs=(*_SEQUENCE, *([] if is_values else ["temperature?"])),
+        outputs=(read.column,),
+        slot=SLOT,
+        groups=None,
+        role=read.role,
+        deadline=deadline_of(handle),
+    )
 
 
 def deadline_of(handle: Actor | Critic) -> float | None:

@@ -30,8 +30,13 @@ def reads(algorithm: BaseAlgorithm, actor: Actor, critics: Mapping[str, Critic])
     """Reference log-probs and values, as the algorithm's roles say; `critics` by role."""
     found = [Read(VALUES[role], role, _values(critic, VALUES[role])) for role, critic in critics.items()]
     if "reference" in algorithm.roles:
-        found.insert(0, Read("ref_log_probs", "reference", actor.compute_ref_log_probs))
+        found.insert(0, reference(actor))
     return found
+
+
+def reference(actor: Actor) -> Read:
+    """Log-probs under the actor's reference policy."""
+    return Read("ref_log_probs", "reference", actor.compute_ref_log_probs)
 
 
 def experience(algorithm: BaseAlgorithm, sequences: Batch, wanted: Iterable[Read]) -> Batch:

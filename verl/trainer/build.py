@@ -15,7 +15,7 @@ from verl.roles.actor import Actor
 from verl.roles.critic import Critic
 from verl.roles.reward import Reward
 from verl.trainer.asynchronous import AsyncTrainer
-from verl.trainer.check import source_options
+from verl.trainer.check import roles_of, source_options
 from verl.trainer.interleaved import InterleavedTrainer
 from verl.trainer.logging import Logger
 from verl.trainer.task import Task
@@ -25,11 +25,11 @@ from verl.training.options import TrainOptions
 from verl.workers.update import UpdatePlan
 
 
-def placed_roles(algorithms: Iterable[BaseAlgorithm]) -> list[str]:
-    """The roles of a run's algorithms that a placement names."""
+def placed_roles(config: Config, algorithms: Iterable[BaseAlgorithm]) -> list[str]:
+    """The roles of a run of these algorithms that a placement names."""
     algorithms = list(algorithms)
     generates = ["rollout"] if any(algorithm.online for algorithm in algorithms) else []
-    models = {role for algorithm in algorithms for role in algorithm.roles} - {"actor", "reward", "cost"}
+    models = roles_of(config, algorithms) - {"actor", "reward", "cost"}
     return ["actor", *generates, *(role for role in ROLES if role in models)]
 
 

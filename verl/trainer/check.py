@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -12,6 +12,7 @@ from typing import Any
 from verl.algorithms import BaseAlgorithm, make_algorithm
 from verl.batch import Batch
 from verl.config import Config, CostConfig, CriticConfig, RewardPart
+from verl.config.schema import KL
 from verl.errors import ConfigError
 from verl.rewards.forms import recognise
 from verl.rewards.loading import load_function
@@ -58,7 +59,7 @@ def check_settings(config: Config) -> Checked:
     for section in (config.reward, config.cost):
         for part in section.components.values() or [section]:
             _check_source(part)
-    metrics = {spec: load_function(spec) for spec in config.trainer.eval_metrics}
+    metrics = {spec: load_function(spec) for spec in config.trainer.eval_metrics if spec != KL}
     data = read_data(config, algorithms)
     samples = {task.name: samples_of(task, algorithms[task.name]) for task in config.tasks}
     rows = step_rows(config, data, samples or {MAIN: config.actor_rollout_ref.rollout.n})
@@ -73,6 +74,12 @@ def source_options(part: RewardPart) -> dict[str, Any]:
     if origin == "model":
         return {"source": part.model, "dtype": part.dtype}
     return {"source": getattr(part, origin), **({} if part.template is None else {"template": part.template})}
+
+
+def roles_of(config: Config, algorithms: Iterable[BaseAlgorithm]) -> set[str]:
+    """The roles of a run: those of its algorithms, and the reference where evaluations measure the KL to it."""
+    roles = {role for algorithm in algorithms for role in algorithm.roles}
+    return roles | ({"reference"} if KL in config.trainer.eval_metrics else set())
 
 
 def check_permuted(algorithm: BaseAlgorithm) -> None:
@@ -124,7 +131,7 @@ def _check_together(config: Config, algorithms: Mapping[str, BaseAlgorithm]) -> 
     """Sections that no algorithm of the run reads."""
     algorithm = next(iter(algorithms.values()))
     of = f"algorithm '{algorithm.name}' has" if not config.tasks else "the algorithms of the tasks have"
-    roles = {role for each in algorithms.values() for role in each.roles}
+    roles = roles_of(config, algorithms.values())
     reference = config.actor_rollout_ref.ref
     if (reference.path or reference.dtype) is not None and "reference" not in roles:
         can = any(hasattr(each, "kl_in") for each in algorithms.values())

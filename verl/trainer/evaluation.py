@@ -68,6 +68,8 @@ class HeldOut:
         rows: problems to sample and score, or recorded rows whose loss is measured.
         every: steps from one evaluation to the next; None: only before the first step and after the last.
         metrics, n, temperature: see `Trainer.evaluate`; for problems.
+        kl: also log `kl/eval`, the KL to the reference policy (`kl_to_reference`); for problems. The reference is the
+            actor as it is when the trainer is made, unless `Actor.make_reference` was called before.
         name: what an error calls these data.
         on_result: called with each result and, where samples were scored, their `Evaluation`.
         first, last: a result is {step, headline, metrics, problems}; with `by_problem` where samples were scored, with
@@ -79,10 +81,18 @@ class HeldOut:
     metrics: Mapping[str, MetricFn] = field(default_factory=dict)
     n: int = 1
     temperature: float = 0.0
+    kl: bool = False
     name: str = "the held-out data"
     on_result: Callable[[dict[str, Any], Evaluation | None], None] | None = None
     first: dict[str, Any] | None = None
     last: dict[str, Any] | None = None
+
+    def __post_init__(self) -> None:
+        if self.kl and isinstance(self.rows, Batch):
+            raise ConfigError(
+                f"{self.name} are recorded responses, and kl/eval is of sampled ones: leave it out of "
+                "trainer.eval_metrics (kl of HeldOut), or give problems"
+            )
 
     def is_due(self, step: int) -> bool:
         return self.every is not None and step % self.every == 0

@@ -22,6 +22,7 @@ from verl.planner.hardware import Cluster
 from verl.planner.memory import RESERVE
 from verl.roles.actor import Actor
 from verl.rollout.choice import planned_engine
+from verl.trainer.check import roles_of
 from verl.training.options import TrainOptions, layout_of
 
 logger = logging.getLogger(__name__)
@@ -42,7 +43,7 @@ def check_memory(config: Config, algorithms: Iterable[BaseAlgorithm], actor: Act
         logger.info("memory is not checked: this process sees no '%s'", actor.controller.device)
         return
     layout = actor.controller.meshes("actor", policy.actor).meshes["train"].layout
-    available = _available(actor, size) - _others(list(algorithms), size)
+    available = _available(actor, size) - _others(config, list(algorithms), size)
     head = HeadSizes.on(actor.controller.device)
     estimate = _check_actor(config, size, layout.shard * layout.tp * layout.pp, available, head)
     logger.info("memory of training the actor: about %s", estimate)
@@ -73,10 +74,10 @@ def _available(actor: Actor, size: ModelSize) -> int:
     return device.free_memory(where) - (0 if loaded else size.weight_bytes)
 
 
-def _others(algorithms: Collection[BaseAlgorithm], size: ModelSize) -> int:
+def _others(config: Config, algorithms: Collection[BaseAlgorithm], size: ModelSize) -> int:
     """Bytes of the models beside the actor, taken to be of its size; each task has critics of its own."""
     own = size.trained == size.parameters  # the reference of a LoRA is its own base
-    needed = own and any("reference" in algorithm.roles for algorithm in algorithms)
+    needed = own and "reference" in roles_of(config, algorithms)
     reference = estimate_memory(size, trained=False).total if needed else 0
     critics = sum(len(algorithm.roles & {"critic", "cost_critic"}) for algorithm in algorithms)
     return reference + critics * estimate_memory(size).total
@@ -151,7 +152,7 @@ def _beside(
 ) -> Iterator[tuple[str, MemoryEstimate]]:
     """The models on the actor's devices."""
     policy = config.actor_rollout_ref
-    roles = {role for algorithm in algorithms for role in algorithm.roles}
+    roles = roles_of(config, algorithms)
     if "reference" in roles and not _is_apart(config, "reference") and policy.model.lora is None:
         path = policy.ref.path or policy.model.path
         model = ModelOptions(path=path, dtype=policy.ref.dtype or policy.model.dtype)

@@ -52,6 +52,7 @@ FIRST = (
     "response/length",
     "rollout/entropy",
     "kl",
+    "kl/eval",
     "policy/kl",
 )
 #: Headline metrics that are shares, shown in per cent.

@@ -17,6 +17,7 @@ from rich.table import Table
 
 from verl.batch import Batch
 from verl.config import Config, config_hash, run_id, to_yaml
+from verl.config.schema import KL
 from verl.controller.controller import Controller
 from verl.data.prefetch import Loader
 from verl.data.prompts import PromptDataset
@@ -138,7 +139,7 @@ def _open_trainer(config: Config, checked: Checked, run: Run, controller: Contro
         config = settle_engine(config, actor, run.path)
     if not controller.is_local:
         sources = {role for task in trainer.tasks.values() for role in task.sources}
-        roles = [*build.placed_roles(algorithms.values()), *sorted(sources & controller.mesh.pools.keys())]
+        roles = [*build.placed_roles(config, algorithms.values()), *sorted(sources & controller.mesh.pools.keys())]
         logger.info("%d ranks:\n%s", len(controller.mesh.devices), controller.mesh.picture(roles))
     step = trainer.resume()
     if trainer.position is not None:
@@ -169,6 +170,7 @@ def _held_out(config: Config, checked: Checked, run: Run, rows: PromptDataset | 
         {"accuracy": accuracy, **checked.metrics},
         n=settings.eval_n,
         temperature=settings.eval_temperature,
+        kl=KL in settings.eval_metrics,
         name=f"data.eval ({config.data.eval})",
         on_result=note,
     )

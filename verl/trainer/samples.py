@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 
+from verl.algorithms.kl import kl_of_token
 from verl.batch import Batch
 
 
@@ -45,9 +46,19 @@ def permuted(samples: Batch, seed: int) -> Batch:
     return samples.drop(gone).add(dealt)
 
 
-def kl_to_reference(batch: Batch) -> float:
-    """Mean over the policy's tokens of k3 = exp(-d) - 1 + d, d = log p - log p_ref (Schulman, "Approximating KL
-    divergence")."""
-    delta = batch.tensor("rollout_log_probs", torch.float64) - batch.tensor("ref_log_probs", torch.float64)
-    delta = delta[batch.tensor("response_mask").bool()]
-    return float((torch.exp(-delta) - 1 + delta).mean()) if delta.numel() else float("nan")
+def kl_to_reference(batch: Batch, column: str = "rollout_log_probs", *, greedy: bool = False) -> float:
+    """KL(policy || reference) in nats a token, estimated from the policy's tokens; NaN without any.
+
+    Of tokens that were drawn, the mean of k3 = exp(-d) - 1 + d, d = log p - log p_ref (Schulman, "Approximating KL
+    divergence"), which is unbiased. Greedy tokens were not: their k3 may be far off on either side. Of these it is the
+    mean of `kl_of_token`, which is at most the KL over the vocabulary.
+
+    Args:
+        column: the policy's log-probs; the reference's are in `ref_log_probs`.
+        greedy: the tokens are greedy ones.
+    """
+    is_token = batch.tensor("response_mask").bool()
+    log_probs, ref_log_probs = (batch.tensor(name, torch.float64)[is_token] for name in (column, "ref_log_probs"))
+    delta = log_probs - ref_log_probs
+    values = kl_of_token(log_probs, ref_log_probs) if greedy else torch.exp(-delta) - 1 + delta
+    return float(values.mean()) if values.numel() else float("nan")

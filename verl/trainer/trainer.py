@@ -25,7 +25,7 @@ from verl.data.prefetch import Loader
 from verl.dataflow import loop
 from verl.dataflow.executor import Result, Slot, run_graph
 from verl.dataflow.graph import Graph
-from verl.dataflow.nodes import SLOT
+from verl.dataflow.nodes import SLOT, log_prob_nodes
 from verl.errors import CheckpointError, ConfigError, DataError
 from verl.layout import Mesh
 from verl.rewards.failures import Failures
@@ -49,6 +49,7 @@ from verl.trainer.learning import Learning, skipped_roles
 from verl.trainer.logging import Logger, default_logger, follow_log_level
 from verl.trainer.mixture import Mixture, TaskScheduler
 from verl.trainer.outcome import check_finite, check_learned
+from verl.trainer.samples import kl_to_reference
 from verl.trainer.signals import StopSignal
 from verl.trainer.task import Task, algorithm_beside, check_counts, check_tasks
 from verl.trainer.task_file import read_tasks
@@ -221,6 +222,8 @@ class Trainer:
         self.buffer = self.waiting.buffer
         self.max_skipped_updates = max_skipped_updates
         self.held_out = held_out
+        if held_out is not None and held_out.kl:
+            self.actor.make_reference()
         self.dataloader = dataloader
         #: Digest of the settings of `verl train`; part of its checkpoints' identity.
         self.settings: str | None = None
@@ -527,16 +530,23 @@ class Trainer:
         rows, began = self.held_out.rows, time.perf_counter()
         self.logger.phase(f"evaluating {len(rows)} held-out rows")
         found: Evaluation | dict[str, float]
+        measured: dict[str, float] = {}
         if isinstance(rows, Batch):
             found = self.evaluate_loss(rows)
         else:
             options = self.held_out
             found = self.evaluate(rows.batch, options.metrics, n=options.n, temperature=options.temperature)
+            if options.kl:
+                measured["kl/eval"] = self._kl_to_reference(found.samples, greedy=options.temperature == 0)
         result = self.held_out.note(self.steps, found)
-        metrics = {f"eval/{name}": value for name, value in result["metrics"].items()}
+        metrics = {f"eval/{name}": value for name, value in result["metrics"].items()} | measured
         self.logger.log(self.steps, {**metrics, "time/evaluation": time.perf_counter() - began})
         self.guards.observe(metrics)
         return result
+
+    def _kl_to_reference(self, samples: Batch, *, greedy: bool) -> float:
+        graph = Graph([*log_prob_nodes(self.actor)], samples.columns)
+        return kl_to_reference(self._run(graph, samples).batch, "log_probs", greedy=greedy)
 
     def close(self) -> None:
         """End what the trainer has started besides itself; the next step starts it anew."""
