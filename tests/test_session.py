@@ -219,3 +219,4 @@ def test_ci_fails_when_the_time_is_up(monkeypatch: pytest.MonkeyPatch, capfd: py
     status, said = run_ci(monkeypatch, capfd, [part(where), part("print('later')", may_be_missing=True)])
     assert status == 1 and time.monotonic() - begun < 60
     assert "\nhere\n" in said and "FAILED: the time was up" in said and "NOT RUN: the time was up before" in said
+    assert "print('later')" in said[said.rindex("\nFAILED: ") :]
