@@ -15,6 +15,9 @@ PAGE = ROOT / "docs" / "guarantees.md"
 ONLY_SLOW = {
     "A checkpoint of two ranks goes on with one process": "three jobs from cold",
     "One placement over two nodes": "two clusters in network namespaces",
+    "The same where several ranks write it": "ranks are killed in saves",
+    "A rank on Ray that hangs is named": "deadlines of Ray",
+    "An error on one rank ends the job": "jobs of ranks and of Ray",
     "The same when a node of a Ray cluster is lost": "a cluster of two nodes",
 }
 

@@ -28,13 +28,24 @@ class _Witness:
         command = ["sh", "-c", _SCRIPT, str(os.getpid())]
         subprocess.Popen(command, stdin=read, stdout=subprocess.DEVNULL, start_new_session=True)
         os.close(read)
-        atexit.register(self._report, [])
-        os.register_at_fork(after_in_child=lambda: os.close(self._write))
+        atexit.register(self._close)
+        os.register_at_fork(after_in_child=self._close_pipe)
 
     def change(self, name: str, by: int) -> None:
         with self._lock:
             self._running[" ".join(name.split())] += by
             self._report([name for name, calls in self._running.items() if calls > 0])
+
+    def _close(self) -> None:
+        """This process ends as it should: so does the shell, without a word."""
+        with self._lock:
+            self._report([])
+            self._close_pipe()
+
+    def _close_pipe(self) -> None:
+        write, self._write = self._write, -1
+        if write != -1:
+            os.close(write)
 
     def _report(self, names: list[str]) -> None:
         with suppress(OSError):  # the shell process was ended
