@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
 
 import pytest
 import torch
@@ -37,12 +38,43 @@ def test_any_batch_gives_finite_columns_and_a_finite_gradient(name: str, seed: i
 def test_abstained_rows_change_nothing(name: str) -> None:
     algorithm = make_algorithm(name)
     everyone = random_experience(1, algorithm.greedy_baseline)
+    scored = Counter(
+        group for group, reward in zip(everyone["group"], everyone["reward"], strict=True) if reward is not None
+    )
+    everyone = everyone.filter([scored[group] != 1 for group in everyone["group"]])  # see the next test
     present = everyone.filter([reward is not None for reward in everyone["reward"]])
     assert len(present) < len(everyone)
     with_gaps, metrics = algorithm.prepare(everyone)
     without, clean = make_algorithm(name).prepare(present)
     assert with_gaps == without
     assert metrics["abstained"] > clean["abstained"] == 0
+
+
+@pytest.mark.parametrize("name", GRADIENT)
+def test_a_sample_that_is_left_alone_in_its_group_does_not_train_where_the_group_is_the_baseline(
+    name: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    algorithm = make_algorithm(name)
+    groups, rewards = [*"aaaa", *"bb", "c"], [2.0, None, math.nan, math.inf, 1.0, 0.0, 3.0]
+    columns = {"baseline": [False] * 7} if algorithm.greedy_baseline else {}
+    prepared, metrics = algorithm.prepare(experience([2] * 7, groups, rewards, **columns))
+    if algorithm.needs_groups:
+        assert prepared["group"] == ["b", "b", "c"], "a group that was sampled as one stays"
+        assert (metrics["abstained"], metrics["left_alone"]) == (3, 1)
+        assert "1 of 7 samples are left out" in caplog.text
+    else:
+        assert prepared["group"] == ([] if algorithm.greedy_baseline else ["a", "b", "b", "c"])
+        assert "left_alone" not in metrics
+    alone, _ = algorithm.prepare(experience([2] * 4, [*"aaaa"], rewards[:4], **{k: v[:4] for k, v in columns.items()}))
+    assert len(alone) == (not algorithm.needs_groups and not algorithm.greedy_baseline)
+
+
+@pytest.mark.parametrize("missing", ["reward", "cost"])
+def test_a_sample_alone_with_reward_and_cost_does_not_train_on_them(missing: str) -> None:
+    batch = experience([2] * 3, [*"aaa"], [2.0, 1.0, 0.0], cost=[0.5, 0.25, 1.0])
+    batch = batch.drop([missing]).add({missing: [1.0, None, None]})
+    assert not len(make_algorithm("safe_rlhf").prepare(batch)[0])
+    assert len(make_algorithm("safe_rlhf", baseline="critics").prepare(batch)[0]) == 1
 
 
 @pytest.mark.parametrize("name", GRADIENT)
@@ -105,14 +137,14 @@ def test_token_rewards_take_the_place_of_the_outcome() -> None:
 
 
 def test_token_rewards_that_are_no_number_abstain_alone() -> None:
-    batch = experience([1, 2, 2, 1], ["a", "a", "b", "b"], [0.0] * 4).drop(["response_mask"])
-    batch = batch.add({"token_rewards": [[1.0], [2.0, math.nan], [0.0, 1.0], [3.0]]})
+    batch = experience([1, 2, 2, 1, 1], [*"aabba"], [0.0] * 5).drop(["response_mask"])
+    batch = batch.add({"token_rewards": [[1.0], [2.0, math.nan], [0.0, 1.0], [3.0], [2.0]]})
     for name in ("rloo", "ppo", "safe_rlhf"):
         algorithm = make_algorithm(name, **({"kl_in": "none"} if name == "ppo" else {}))
         done, metrics = algorithm.prepare(batch)
-        assert metrics["abstained"] == 1 and done["id"] == [batch["id"][row] for row in (0, 2, 3)]
+        assert metrics["abstained"] == 1 and done["id"] == [batch["id"][row] for row in (0, 2, 3, 4)]
         assert done.tensor("advantages").isfinite().all()
-    assert make_algorithm("rloo").prepare(batch)[0]["advantages"] == [[1.0], [-2.0, -2.0], [2.0]]
+    assert make_algorithm("rloo").prepare(batch)[0]["advantages"] == [[-1.0], [-2.0, -2.0], [2.0], [1.0]]
 
 
 def test_token_rewards_of_a_tool_are_its_callers() -> None:

@@ -9,7 +9,6 @@ import pytest
 
 from verl.batch import Batch
 from verl.errors import ConfigError
-from verl.rewards.code import extract_code
 from verl.rewards.make import make_reward
 from verl.rewards.source import RewardResult, run_reward
 
@@ -303,25 +302,6 @@ def test_a_program_may_print_as_much_as_is_expected() -> None:
     ]
     assert judge(*rows).reward == [1.0, 0.0]
     assert judge({"response": reference, "reference": reference}).reward == [1.0]
-
-
-def test_the_last_block_is_the_program() -> None:
-    assert extract_code("```python\na\n```\n```py\nb\n```") == "b"
-    assert extract_code("```\nc") == "c"
-    assert extract_code("d") == "d"
-
-
-@pytest.mark.parametrize("label", ["", "python3", "Python", " py3", "python \r", "bash"])
-def test_prose_after_a_block_is_no_program(label: str) -> None:
-    assert extract_code(f"Here:\n```{label}\na\n```\nIt adds.") == "a"
-    assert extract_code(f"In ```one``` line: ```{label}\na\n```\nIt ```adds```.") == "a"
-
-
-def test_blocks_of_another_language_come_second() -> None:
-    assert extract_code("```python\na\n```\nRun it:\n```bash\nb\n```\nThat is all.") == "a"
-    assert extract_code("```c\na\n```\n```rust\nb\n```\n") == "b"
-    assert extract_code("```json\n```\n```python\na\n\nb\n```") == "a\n\nb"
-    assert extract_code("Use ```a``` here\nb") == "Use ```a``` here\nb"
 
 
 def test_options_are_checked() -> None:

@@ -11,7 +11,7 @@ import pytest
 
 import verl
 from verl.config import build_config
-from verl.errors import ConfigError
+from verl.errors import ConfigError, RewardError
 from verl.rewards.make import make_reward
 from verl.rewards.maths import is_equal
 
@@ -41,6 +41,81 @@ TOWER = r"\boxed{9^{9^{9^{9}}}}"
 )
 def test_answers_are_equal_as_mathematics(response: str, answer: Any, expected: float) -> None:
     assert is_equal(response, answer) == expected
+
+
+#: The row's answer; responses that are right; responses that are wrong.
+READ = [
+    ("The answer is 10", [r"\boxed{10}", "It is 10.", r"\boxed{The answer is 10}"], [r"\boxed{11}", "10 and then 11"]),
+    ("10.", [r"\boxed{10}", "10"], [r"\boxed{10.5}"]),
+    ("**73**", ["**73**", "Final answer: **73**"], ["**72**"]),
+    ("Therefore, 1+2 = 3", [r"\boxed{3}", r"\boxed{1+2=3}"], [r"\boxed{1+2=4}", r"\boxed{1}"]),
+    ("7 - 3 = 4", [r"\boxed{4}"], [r"\boxed{7}", r"\boxed{7-3=5}"]),
+    ("We get \\boxed{7} apples.", [r"\boxed{7}", "so 7"], [r"\boxed{8}"]),
+    ("The area is \\frac{1}{2}.", [r"\boxed{0.5}", r"$\frac12$"], [r"\boxed{2}"]),
+    (
+        "5 m/s",
+        [r"\boxed{5 \mathrm{m/s}}", r"\boxed{5}", r"\boxed{5 m/s}", "It is 5 m/s."],
+        [r"\boxed{6 m/s}", r"\boxed{50}"],
+    ),
+    ("10 cm^2", [r"\boxed{10\text{ cm}^2}", r"\boxed{10 cm^2}", r"\boxed{10}"], [r"\boxed{20 cm^2}"]),
+    ("12 dogs", [r"\boxed{12}", r"\boxed{12 dogs}", r"\boxed{12 \text{ dogs}}"], [r"\boxed{13 dogs}"]),
+    ("10", [r"\boxed{10 cm}", r"\boxed{10 apples}"], [r"\boxed{10x}", r"\boxed{10 + y}"]),
+    ("1331 and 1728", [r"\boxed{1331, 1728}", r"\boxed{1728 \text{ and } 1331}"], [r"\boxed{1728}", r"\boxed{1331}"]),
+    ("The solutions are 1331 and 1728.", [r"\boxed{1728, 1331}"], [r"\boxed{1728}", r"\boxed{1331, 1729}"]),
+    ("3x-y+13=0", [r"\boxed{6x-2y+26=0}"], [r"\boxed{3x+4y+14=0}", r"\boxed{0}", r"\boxed{13}"]),
+    ("x = 2 or x = 3", [r"\boxed{2, 3}", r"\boxed{x=3 \text{ or } x=2}"], [r"\boxed{3}", r"\boxed{2, 4}"]),
+    ("2pi", [r"\boxed{2\pi}"], [r"\boxed{2}"]),
+    ("1e5", [r"\boxed{100000}"], [r"\boxed{1}"]),
+    ("2xyz", [r"\boxed{2xyz}"], [r"\boxed{2}"]),
+    (
+        "Paris",
+        [r"\boxed{Paris}", "The answer is Paris.", r"\boxed{\text{paris}}"],
+        [r"\boxed{pairs}", "Rome", "Is it 7?"],
+    ),
+    ("The answer is no solution", [r"\boxed{\text{no solution}}"], [r"\boxed{0}"]),
+    ("(B)", [r"\boxed{B}", "The answer is (B)."], [r"\boxed{A}", "The answer is A"]),
+    ("The two numbers: 4 and 5", [r"\boxed{5, 4}"], [r"\boxed{4}", r"\boxed{2}"]),
+    (["4"], [r"\boxed{4}"], [r"\boxed{5}"]),
+    ([1, 2], [r"\boxed{1, 2}"], [r"\boxed{2}"]),
+]
+
+
+@needs_math_verify
+@pytest.mark.parametrize(("answer", "right", "wrong"), READ, ids=[str(case[0]) for case in READ])
+def test_answers_in_words_are_read(answer: Any, right: list[str], wrong: list[str]) -> None:
+    assert {response: is_equal(response, answer) for response in right} == dict.fromkeys(right, 1.0)
+    assert {response: is_equal(response, answer) for response in wrong} == dict.fromkeys(wrong, 0.0)
+
+
+@needs_math_verify
+@pytest.mark.parametrize(
+    "answer",
+    [
+        "",
+        "  ",
+        "???",
+        "There are 5 apples and 3 pears",
+        "3 hours 20 minutes",
+        "1.5 million",
+        "twelve",
+        "####",
+        float("nan"),
+    ],
+)
+def test_an_answer_that_cannot_be_read_leaves_the_sample_out(answer: Any) -> None:
+    for response in (str(answer), r"\boxed{5}", "3", "20"):
+        with pytest.raises(RewardError, match="the row"):
+            is_equal(response, answer)
+
+
+@needs_math_verify
+def test_a_data_set_without_an_answer_that_can_be_read_ends_the_run_by_name() -> None:
+    reward = verl.Reward("math", timeout=30.0)
+    try:
+        with pytest.raises(RewardError, match=r"'math' failed on 64 of the latest 64 .*cannot be read: 'twelve'"):
+            reward.get_reward(verl.Batch.from_rows([{"response": r"\boxed{12}", "answer": "twelve"}] * 64))
+    finally:
+        reward.close()
 
 
 @needs_math_verify

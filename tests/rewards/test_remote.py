@@ -40,10 +40,10 @@ def test_a_judge_reads_the_template_and_its_score_is_parsed_out(
 ) -> None:
     server = serve(1)
     template = '{"json": {prompt}|{response}|{hint}|{unknown}}'
-    worker = verl.vLLMWorker(api_url=server.url + path, template=template)
+    worker = verl.vLLMWorker(api_url=server.url + path, template=template, scale=(0, 100))
     expected = len('{"json": Why?|yes|sky|{unknown}}')
     batch = rows("yes", "mumble", chat=chat)
-    for reward in (verl.Reward(worker), verl.Reward(url=server.url + path, template=template)):
+    for reward in (verl.Reward(worker), verl.Reward(url=server.url + path, template=template, scale=(0, 100))):
         scored = reward.get_reward(batch)
         assert scored["reward"] == [expected, None]
         assert "gave no score" in scored["abstain_reason"][1]
@@ -54,7 +54,7 @@ def test_a_judge_reads_the_template_and_its_score_is_parsed_out(
 
 def test_a_judge_at_generate_is_asked_as_a_chat_where_there_is_no_generate(serve: Callable[..., Plain]) -> None:
     urls = [f"{server.url}/generate" for server in (serve(1, "described"), serve(2))]
-    worker = verl.vLLMWorker(api_url=urls, template="{prompt}|{response}")
+    worker = verl.vLLMWorker(api_url=urls, template="{prompt}|{response}", scale=(0, 100))
     assert worker.get_reward(rows(*["yes"] * 20))["reward"] == [float(len("Why?|yes"))] * 20
 
 
@@ -75,19 +75,47 @@ def test_what_a_judge_cannot_do_abstains_or_ends_the_run(serve: Callable[..., Pl
     [
         *[("Score: 7", 7), ("Score:-1", -1), ("Score: -0.5", -0.5), ("score = .5", 0.5), ("**Score:** +3", 3)],
         *[("Score (0-10): 7/10", 7), ('{"score": 4.25}', 4.25), ("final_score: 2", 2), ("Score: \u22123", -3)],
-        *[("Score: 1. On second thought, Score: 9.", 9), ("Score: 10.", 10)],
         *[
-            ("Score: 0-10", None),
-            ("Score: 10 - 20", None),
-            ("Score - 7", None),
-            ("I scored 7", None),
-            ("Score: N", None),
+            ("Score: 1. On second thought, Score: 9.", 9),
+            ("Score: 10.", 10),
+            ("Score: 10/10", 10),
+            ("Score: 5e-1", 0.5),
         ],
+        *[("Score: 7 out of 10", 7), ("**Score**: **7** / **10**", 7), ("Score: 7 of 10.0", 7), ("Score: 0", 0)],
+        *[("Score: 0-10", None), ("Score: 10 - 20", None), ("Score - 7", None), ("I scored 7", None)],
+        *[("Score: N", None), ("Score: nan", None), ("Score: inf", None), ("Score: 7%", None), ("Score: 7 %", None)],
+        *[
+            ("Score: 1e9", None),
+            ("Score: 1e400", None),
+            ("Score: 1,000", None),
+            ("Score: 11", None),
+            ("Score: -10.5", None),
+        ],
+        *[("Score: 85/100", None), ("Score: 4/5", None), ("Score: 7 out of 100", None), ("Score: 7th", None)],
     ],
 )
 def test_what_a_judge_says_is_read_with_its_sign(serve: Callable[..., Plain], said: str, score: float | None) -> None:
-    judge = verl.Reward(url=serve(1).url, template="{response}")
+    judge = verl.Reward(url=serve(1).url, template="{response}", scale=(-10, 10))
     assert judge.get_reward(rows(f"say {said}"))["reward"] == [score]
+
+
+def test_a_judge_stays_in_its_scale_which_is_0_to_10(serve: Callable[..., Plain]) -> None:
+    said, url = rows("say Score: 10", "say Score: -1", "say Score: 10.01", "say Score: 0.75"), serve(1).url
+    scored = verl.Reward(url=url, template="{response}").get_reward(said)
+    assert scored["reward"] == [10.0, None, None, 0.75]
+    assert "score -1 is not on the scale 0 to 10" in scored["abstain_reason"][1]
+    shares = verl.Reward(url=url, template="{response}", scale=(0, 1)).get_reward(said)
+    assert shares["reward"] == [None, None, None, 0.75]
+    own = verl.Reward(url=url, template="{response}", parse=lambda text: {"score": float(text.split()[-1]), "more": 1})
+    assert own.get_reward(said)["reward"] == [10.0, None, None, 0.75]
+    outside = verl.Reward(url=url, template="{response}", default_reward=-1.0, max_failure_rate=1.0)
+    assert outside.get_reward(rows("say Score: 85/100"))["reward"] == [-1.0]
+
+
+def test_a_judge_that_is_never_in_its_scale_ends_the_run_by_name(serve: Callable[..., Plain]) -> None:
+    reward = verl.Reward(url=serve(1).url, template="{response}")
+    with pytest.raises(RewardError, match=r"'judge' failed on 64 of the latest 64 .*not on the scale 0 to 10"):
+        reward.get_reward(rows(*["say Score: 77"] * 64))
 
 
 def test_what_cannot_be_read_of_one_answer_leaves_the_others(serve: Callable[..., Plain]) -> None:
@@ -121,6 +149,9 @@ def test_wrong_settings_are_told(serve: Callable[..., Plain]) -> None:
         verl.Reward(url="http://localhost:1/proxy", template="{response}")
     with pytest.raises(ConfigError, match="has no option 'temperatur'"):
         verl.Reward(url="http://localhost:1", template="{response}", temperatur=1)
+    for scale in ((0, 0), (10, 0), (0, float("nan")), (0, float("inf")), 10, (0, 5, 10), "ab"):
+        with pytest.raises(ConfigError, match="scale is the least and the most"):
+            verl.vLLMWorker("http://localhost:1", template="{response}", scale=scale)
     policy = {"model": {"path": "m"}}
     with pytest.raises(ValueError, match="it needs url"):
         Config(actor_rollout_ref=policy, reward={"template": "{response}"})

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pickle
+import re
 import statistics
 from collections.abc import Mapping
 from pathlib import Path
@@ -132,11 +133,35 @@ def test_a_language_model_writes_its_verdict(tiny: Path) -> None:
     model, tokenizer = AutoModelForCausalLM.from_pretrained(tiny), AutoTokenizer.from_pretrained(tiny)
     tokens = tokenizer("Is this so? good", return_tensors="pt")
     written = model.generate(**tokens, max_new_tokens=4, do_sample=False)[0, tokens["input_ids"].shape[1] :]
-    verdict = tokenizer.decode(written)
-    first = verdict.strip().lower()[:1]
+    first = re.findall(r"[^\W_]+", tokenizer.decode(written))[0]
     options: dict[str, Any] = {"max_new_tokens": 4, "template": "Is this so? {response}"}
-    assert not GuardModel(str(tiny), refuses=(first,), **options).judge("", "good")
-    assert GuardModel(str(tiny), refuses=("\x00",), **options).judge("", "good")
+    assert not GuardModel(str(tiny), refuses=(first.upper(),), **options).judge("", "good")
+    assert GuardModel(str(tiny), refuses=(first + "x", "x"), **options).judge("", "good")
+
+
+@pytest.mark.parametrize(
+    ("verdict", "accepted"),
+    [
+        *[
+            ("Nothing in it is harmful.", True),
+            ("Nobody is hurt", True),
+            ("No-one is named.", True),
+            ("Falsehoods: 0", True),
+        ],
+        *[("safe", True), ("", True), ("Note: unsafe is not the word", True), ("It is not safe", True)],
+        *[("no", False), ("No, it is not.", False), ("**Unsafe**\nS1", False), ("\n\n- FALSE!", False)],
+        *[("'incorrect'", False), ("not  safe at all", False), ("Not, as I said, safe", True)],
+    ],
+)
+def test_a_verdict_is_compared_by_words(verdict: str, accepted: bool) -> None:
+    refuses = ("unsafe", "false", "no", "incorrect", "not safe")
+    assert GuardModel("any", refuses=refuses).accepts(verdict) is accepted
+
+
+def test_words_of_a_refusal_are_words() -> None:
+    for wrong in ((), ("",), ("no", "?")):
+        with pytest.raises(ConfigError, match="refuses of a guard model"):
+            make_constraint("guard_model", model_name="any", refuses=wrong)
 
 
 def test_a_guard_model_holds_responses_of_a_run_back(tiny: Path, tmp_path: Path) -> None:

@@ -11,6 +11,7 @@ Losses may run in other processes than `prepare`: what they need travels in the 
 
 from __future__ import annotations
 
+import logging
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
@@ -21,7 +22,7 @@ from pydantic import Field, TypeAdapter, ValidationError
 from torch import Tensor
 from typing_extensions import dataclass_transform
 
-from verl.algorithms.advantages import group_centred
+from verl.algorithms.advantages import group_centred, group_sizes, group_sums
 from verl.algorithms.aggregation import AggregationMode, aggregation_weights
 from verl.algorithms.responses import Responses
 from verl.batch import Batch
@@ -29,6 +30,8 @@ from verl.errors import ConfigError, DataError, nearest
 from verl.training.loss import Loss, LossFn, LossInput
 
 __all__ = ["ROLES", "BaseAlgorithm", "Loss", "LossInput", "RoleObjective", "drop_abstained", "old_log_probs", "present"]
+
+logger = logging.getLogger(__name__)
 
 #: Types of options with bounds.
 Positive: TypeAlias = Annotated[float, Field(gt=0)]
@@ -181,7 +184,7 @@ class BaseAlgorithm(ABC):
         """
         if "reward" not in self.roles:
             return batch, {}
-        batch, metrics = drop_abstained(batch)
+        batch, metrics = drop_abstained(batch, by_group=True)
         responses = Responses(batch)
         rewards = batch.tensor("reward", torch.float64)
         advantages = responses.spread(group_centred(rewards, responses.groups))
@@ -270,17 +273,33 @@ class RoleObjective:
         return losses[self.role](x)
 
 
-def drop_abstained(batch: Batch, columns: tuple[str, ...] = ("reward",)) -> tuple[Batch, dict[str, float]]:
-    """Rows that are `present`, and how many were dropped.
+def drop_abstained(
+    batch: Batch, columns: tuple[str, ...] = ("reward",), *, by_group: bool = False
+) -> tuple[Batch, dict[str, float]]:
+    """Rows that are `present`, and how many are not (`abstained`).
 
     A group whose rows all abstained is gone; groups that lost some rows go on with the others.
+
+    Args:
+        by_group: the baseline is the group. A row that is the only one left of a larger group has none, so it is
+            dropped, too, and counted as `left_alone`.
 
     Raises:
         DataError: there is no such column.
     """
     good = present(batch, columns)
-    dropped = int((~good).sum())
-    return (batch.filter(good.tolist()) if dropped else batch), {"abstained": float(dropped)}
+    metrics = {"abstained": float((~good).sum())}
+    if by_group:
+        groups = Responses(batch).groups
+        alone = good & (group_sums(good.double(), groups) == 1) & (group_sizes(groups) > 1)
+        if alone.any():
+            metrics["left_alone"] = float(alone.sum())
+            logger.warning(
+                "%d of %d samples are left out of the update: all others of their prompt abstained, which leaves "
+                "nothing to compare them with", int(alone.sum()), len(batch)
+            )  # fmt: skip
+        good &= ~alone
+    return (batch if good.all() else batch.filter(good.tolist())), metrics
 
 
 def present(batch: Batch, columns: tuple[str, ...] = ("reward",)) -> Tensor:

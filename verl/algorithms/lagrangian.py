@@ -51,7 +51,7 @@ class ConstrainedPolicyGradient(PolicyGradient):
         return super().roles | {"cost"}
 
     def prepare(self, batch: Batch) -> tuple[Batch, dict[str, float]]:
-        batch, abstained = drop_abstained(batch, ("reward", "cost"))
+        batch, abstained = drop_abstained(batch, ("reward", "cost"), by_group=self.needs_groups)
         costs = batch.tensor("cost", torch.float64).tolist()
         self._ascend(costs)
         prepared, metrics = super().prepare(batch)

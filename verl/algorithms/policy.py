@@ -172,7 +172,7 @@ class PolicyGradient(BaseAlgorithm):
         return weights
 
     def prepare(self, batch: Batch) -> tuple[Batch, dict[str, float]]:
-        batch, metrics = drop_abstained(batch)
+        batch, metrics = drop_abstained(batch, by_group=self.needs_groups)
         batch, measured = self._correct(old_log_probs(batch))
         responses = Responses(batch)
         coefficient = self._kl.value  # of this batch; measuring its KL moves it for the next

@@ -9,7 +9,6 @@ from __future__ import annotations
 import asyncio
 import json
 import os
-import re
 import time
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -21,12 +20,10 @@ from typing_extensions import Unpack
 
 from verl import sandbox
 from verl.errors import RewardError
+from verl.rewards.blocks import extract_code
 from verl.rewards.calls import Slots
 from verl.rewards.functions import FunctionReward, OnFailure
 
-# Code within a line (no block), or a block: its label and text, up to the closing fence or the end.
-_FENCE = re.compile(r"```[^`\n]+```|```([^`\n]*)\n(.*?)\n?(?:^```|\Z)", re.DOTALL | re.MULTILINE)
-_PYTHON = ("", "py", "py3", "python", "python3")
 #: Seconds for a sample's processes to start and to be ended.
 _GRACE = 60.0
 #: Bytes that a reference may print.
@@ -37,8 +34,9 @@ _HERE = Path(__file__).parent
 class CodeReward(FunctionReward):
     """1 if the response's program passes every test of its row, else 0; component `passed` is the share it passes.
 
-    The program is the last fenced block of the response that is Python's or has no label, else the last of any label,
-    or all of the response. One of two columns of a row says what is expected; without either it abstains:
+    The program is the last fenced block of the response that is labelled as Python, else the last without a label, else
+    the last of any, or all of the response. One of two columns of a row says what is expected; without either it
+    abstains:
 
     - `tests`: a test in Python, or a list of them, which call the program's functions by name, such as
       `assert add(1, 2) == 3`; or inputs and outputs of the whole program: `{"input": ..., "output": ...}`, a list of
@@ -121,13 +119,6 @@ def _judge(
     if programs:
         return run_tests(program, programs, limits, packages)
     return [passes(given, wanted) for given, wanted in cases]
-
-
-def extract_code(response: str) -> str:
-    """The last fenced block of a response, Python's before others, or all of it where there is none."""
-    blocks = [found.groups() for found in _FENCE.finditer(response) if found[2] is not None]
-    python = [text for label, text in blocks if label.strip().casefold() in _PYTHON]
-    return (python or [text for _, text in blocks] or [response])[-1]
 
 
 def run_tests(

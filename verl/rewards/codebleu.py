@@ -26,7 +26,7 @@ from typing import Any
 from typing_extensions import Unpack
 
 from verl.errors import ConfigError
-from verl.rewards.code import extract_code
+from verl.rewards.blocks import extract_code
 from verl.rewards.functions import FunctionReward, OnFailure
 
 _SKIPPED = (tokenize.ENCODING, tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT)

@@ -11,11 +11,10 @@ from typing import Any, ClassVar
 from typing_extensions import Unpack
 
 from verl.errors import ConfigError, RewardError
+from verl.rewards.answers import after_mark, amount, boxes, expression, words
 from verl.rewards.calls import Caller
 from verl.rewards.functions import FunctionReward, OnFailure
 
-#: What precedes the answer in GSM8K.
-_GSM8K = "####"
 #: What shows that a text has LaTeX in it.
 _LATEX = ("$", "\\boxed", "\\[", "\\(")
 
@@ -24,8 +23,8 @@ class MathReward(FunctionReward):
     """1 if the answer in the response equals the row's as mathematics, else 0, by math-verify.
 
     The row's answer is its column `ground_truth` (verl's, which may stand within `reward_model`), or else `answer`: a
-    number, an expression, LaTeX, or a solution that ends with its answer. In both it is what follows the last `####`
-    (GSM8K), or stands in `\\boxed{}`, or the last expression.
+    number, an expression, LaTeX, a word, or a text that ends with its answer. In both it is what follows the last
+    `####` (GSM8K), or stands in `\\boxed{}`, or the last expression. A row whose answer cannot be read is left out.
 
     Comparing expressions may take without end, and the library cannot be interrupted: it runs in worker processes, also
     where none were asked for. One that is late is killed, and its sample abstains.
@@ -76,24 +75,51 @@ def is_equal(solution_str: str, ground_truth: Any = None, answer: Any = None) ->
     from math_verify import verify
 
     given = answer if ground_truth is None else ground_truth
-    if given is None:
+    if isinstance(given, list | tuple):
+        given = ", ".join(map(str, given))
+    if given is None or given != given or not str(given).strip():
         raise RewardError("the row has no answer: give it a column ground_truth or answer")
-    if not (wanted := _parse(str(given), is_answer=True)):
-        raise RewardError(f"the row's answer cannot be read: {str(given)[-100:]!r}")
-    return float(verify(wanted, _parse(solution_str), timeout_seconds=None))
+    text = after_mark(str(given))
+    if wanted := _read(text):
+        return float(verify(wanted, _answers(solution_str), timeout_seconds=None))
+    if wanted_words := words((boxes(text) or [text])[-1]):
+        return float(words(_last(solution_str)) == wanted_words)
+    raise RewardError(f"the row's answer cannot be read: {str(given)[-100:]!r}")
 
 
-def _parse(text: str, *, is_answer: bool = False) -> list[Any]:
-    """The expressions that a text may end with; none if it has none."""
+def _answers(response: str) -> list[Any]:
+    """The expressions that a response may end with; none if it has none."""
+    if after_mark(response) != response:
+        return _read(after_mark(response))
+    found, inside = _parse(response), boxes(response)
+    if len(inside) == 1 and (amount(inside[0]) or expression(inside[0]) != inside[0].strip()):
+        found += _read(inside[0])  # a sentence or a unit, which the library reads as a product of letters
+    return found or _read(_last(response))
+
+
+def _last(response: str) -> str:
+    """Where a response has its answer: the last box, or else the last line."""
+    return (boxes(response) or after_mark(response).strip().splitlines() or [""])[-1]
+
+
+def _read(text: str) -> list[Any]:
+    """What a text says that is an answer, by the first reading of it that is an expression; none: no reading is."""
+    if any(sign in text for sign in _LATEX) and (found := _parse(text)):
+        return found
+    said = expression(text)
+    if said is None:
+        return []
+    number = amount(said)
+    return [found for part in (number, said) if part for found in _parse(f"\\boxed{{{part}}}")]
+
+
+def _parse(text: str) -> list[Any]:
+    """The expressions that the library finds in a text, without those that it only copies."""
     from math_verify import parse
 
     # It warns that without a deadline of its own, which takes signals, somebody else must keep one.
     logging.getLogger("math_verify.parser").setLevel(logging.ERROR)
     logging.getLogger("math_verify.grader").setLevel(logging.ERROR)
-    _, marked, last = text.rpartition(_GSM8K)
-    if marked:
-        text, is_answer = last.strip().partition("\n")[0], True
-    found: list[Any] = []
-    if is_answer and not any(sign in text for sign in _LATEX):
-        found = parse(f"\\boxed{{{text.strip()}}}", parsing_timeout=None)
-    return list(found or parse(text, parsing_timeout=None))
+    found = [item for item in parse(text, parsing_timeout=None) if not isinstance(item, str)]
+    # Of an equation without variables the library would compare either side.
+    return [item.rhs if getattr(item, "is_Equality", False) and not item.free_symbols else item for item in found]

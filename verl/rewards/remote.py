@@ -31,11 +31,15 @@ TEMPLATE = """Grade the response to the prompt.
 {response}
 
 Say in a sentence what is right or wrong with it. End with a line "Score: N", N from 0 (useless) to 10 (perfect)."""
-#: "Score: 7", "**Score** (0-10): -1.5", '"score": .5'; not "Score: 0-10".
+#: "Score: 7", "**Score** (0-10): 1.5", '"score": .5', "Score: 7/10", "Score: 7 out of 10"; not "Score: 0-10".
+#: The second group is what the number is out of.
 SCORE = (
     r"(?i)(?<![a-z])score(?:\s*\([^)\n]{0,40}\))?[\s:=*_\"'`]{0,6}"
-    r"([-+\u2212]?(?:\d+(?:\.\d+)?|\.\d+))(?!\d|\.\d|\s*[-\u2013]\s*\d)"
+    r"([-+\u2212]?(?:\d+(?:\.\d+)?|\.\d+)(?:e[-+]?\d+)?)(?![\w%]|[.,]\d|\s*[-\u2013]\s*\d|\s*%)"
+    r"(?:[\s*_\"'`]{0,6}(?:/|out\s+of|of)[\s*_\"'`]{0,6}(\d+(?:\.\d+)?))?"
 )
+#: Of the template above.
+SCALE = (0.0, 10.0)
 _AT_ONCE = 64
 #: Seconds between the deadlines of a call's requests and its own, in a worker.
 _GRACE = 30.0
@@ -138,8 +142,11 @@ class JudgeReward(_ServedReward):
         source: an OpenAI-style server ("http://host:8000"), a text server (".../generate", which gets {"prompt": ...}
             and answers with {"text": ...}; without that path, as in today's vLLM, it gets chat completions), or a list.
         template: the judge's prompt; {prompt}, {response} and names of the data's columns are filled in.
-        parse: a regular expression, whose last match's group is the number; or a function from the reply to a number,
-            None (the sample abstains), or anything else that a reward function may return.
+        parse: a regular expression, whose last match's first group is the number, and its second, if it has one, the
+            most that it could be; or a function from the reply to a number, None (the sample abstains), or anything
+            else that a reward function may return.
+        scale: the least and the most that the judge may give. A sample with any other number abstains, and so does one
+            whose number is out of another most ("4/5" on a scale to 10).
         system: a system message.
         model: the judge's name on the server; None: the first model that it lists.
         max_tokens, temperature: of the reply.
@@ -147,7 +154,8 @@ class JudgeReward(_ServedReward):
         name, **options: see `FunctionReward`.
 
     Raises:
-        ConfigError: the template has no {response}, `parse` has no group, or an address cannot be a model server's.
+        ConfigError: the template has no {response}, `parse` has no group, `scale` is not two numbers of which the first
+            is lower, or an address cannot be a model server's.
     """
 
     def __init__(
@@ -156,6 +164,7 @@ class JudgeReward(_ServedReward):
         *,
         template: str = TEMPLATE,
         parse: str | Callable[[str], Any] = SCORE,
+        scale: tuple[float, float] = SCALE,
         system: str | None = None,
         model: str | None = None,
         max_tokens: int = 256,
@@ -172,6 +181,7 @@ class JudgeReward(_ServedReward):
             raise ConfigError(
                 f"reward '{name}': '{parse}' has to be a regular expression with a group (...) around the number"
             )
+        self.scale = _scale(name, scale)
         for url in [source] if isinstance(source, str) else source:
             check_model_path(url)
         self.template, self.parse, self.system, self.model = template, parse, system, model
@@ -202,18 +212,36 @@ class JudgeReward(_ServedReward):
             chat["model"] = model
         said = await self.pool.ask(bodies, lambda answer: _said(text, answer))
         try:
-            return [self._parsed(said)]
+            return [self._within(self._parsed(said), said)]
         except Exception as error:  # the reply and the user's function may be wrong in any way
             return [failure(f"the judge's answer cannot be read ({type(error).__name__}: {error}): {said[-200:]!r}")]
 
     def _parsed(self, said: str) -> Score:
         if callable(self.parse):
             return read_scores(self.parse(said), 1)[0]
-        numbers = re.findall(self.parse, said)
+        numbers = list(re.finditer(self.parse, said))
         if not numbers:
             return failure(f"the judge gave no score: {said[-200:]!r}")
-        last = numbers[-1] if isinstance(numbers[-1], str) else numbers[-1][0]
-        return read_scores(float(last.replace("\u2212", "-")), 1)[0]
+        number, most = (*numbers[-1].groups(), None)[:2]
+        if most is not None and float(most) != self.scale[1]:
+            return failure(f"the judge's score is out of {most}, the scale ends at {self.scale[1]:g}: {said[-200:]!r}")
+        return read_scores(float(number.replace("\u2212", "-")), 1)[0]
+
+    def _within(self, score: Score, said: str) -> Score:
+        low, high = self.scale
+        if score.value is None or low <= score.value <= high:
+            return score
+        return failure(f"the judge's score {score.value:g} is not on the scale {low:g} to {high:g}: {said[-200:]!r}")
+
+
+def _scale(name: str, scale: Any) -> tuple[float, float]:
+    try:
+        low, high = map(float, scale)
+    except (TypeError, ValueError):
+        low = high = math.nan
+    if not -math.inf < low < high < math.inf:
+        raise ConfigError(f"reward '{name}': scale is the least and the most of a judge's score, not {scale!r}")
+    return low, high
 
 
 def _groups(expression: str) -> int:

@@ -134,7 +134,9 @@ def run_updates(engine: TrainEngine, parts: Sequence[UpdatePart], plan: UpdatePl
         DataError: there are no samples.
     """
     if not sum(len(part.rows) for part in parts):
-        raise DataError("the update got no samples: every reward abstained, or every group was filtered out")
+        raise DataError(
+            "the update got no samples: every reward abstained, or every group was filtered out or had one sample left"
+        )
     found = []
     for batches in mini_batches([part.rows for part in parts], plan, round_):
         present = [(part, rows) for part, rows in zip(parts, batches, strict=True) if len(rows) and part.weight]

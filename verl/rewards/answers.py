@@ -1,0 +1,119 @@
+"""What an answer in words says: the expression in a sentence, a number with its unit, or a word."""
+
+from __future__ import annotations
+
+import re
+
+#: What precedes the answer in GSM8K.
+_MARK = "####"
+#: Words that belong to an expression.
+_MATHS = ("and", "or", "sqrt", "frac", "infinity", "infty", "mod", "arcsin", "arccos", "arctan", "sinh", "cosh", "tanh")
+#: Words of a sentence that are as short as the names of variables.
+_SHORT = """
+the is are was has not yes no so we he she it its at by an as be if of on to in for per all you who one two six ten day
+age sum
+"""
+#: Words with a value, and those that multiply the number before them.
+_VALUES = """
+zero one two three four five six seven eight nine ten eleven twelve thirteen fourteen fifteen sixteen seventeen eighteen
+nineteen twenty thirty forty fifty sixty seventy eighty ninety
+"""
+_SCALES = ("hundred", "thousand", "million", "billion", "trillion", "dozen", "half", "third", "quarter")
+_UNIT = (
+    r"(?:[mµnkMG]?(?:m|g|s|l|L|W|J|N|V|A|Pa|Hz|eV|Wh)|[cd]m|hr?|min|sec|ft|in|yd|mi|lb|oz|mol|k?cal|[mk]ph|rpm|K|°[CF])"
+    r"(?:\^?\{?-?\d\}?)?"
+)
+_NUMBER = r"([-+]?\$?[\d.,]*\d(?:\s*(?:\\times|\\cdot|[×*])\s*10\^\{?-?\d+\}?)?)"
+#: A number and its unit. A lone letter is a variable, but for a square metre: 5 m is five times m.
+_MEASURE = re.compile(rf"{_NUMBER}\s*(?!\w(?:\s|\^|$))({_UNIT}(?:\s*[/*·]\s*{_UNIT})*)|{_NUMBER} m\^?[23]")
+#: Names that LaTeX has as commands, and a number with a power of ten, as programs write them.
+_PLAIN = re.compile(r"(?<![\\A-Za-z])(pi|theta|alpha|beta|sin|cos|tan|log|ln)(?![A-Za-z])")
+_POWER = re.compile(r"(?<![\w.])(\d+(?:\.\d+)?)[eE]([-+]?\d+)(?![\w.])")
+_INTRODUCES = ("is", "are", "equals", "be", "was", "=")
+_MARKS = " .,;:!?*\"'()[]"
+
+
+def after_mark(text: str) -> str:
+    """The line behind the last "####" of a text, or all of it."""
+    return text.rpartition(_MARK)[2].strip().partition("\n")[0] if _MARK in text else text
+
+
+def boxes(text: str) -> list[str]:
+    """The contents of each `\\boxed{}`, with their braces balanced; one that is not closed has none."""
+    found = []
+    for start in re.finditer(r"\\boxed\s*\{", text):
+        depth, end = 1, start.end()
+        while depth and end < len(text):
+            depth += {"{": 1, "}": -1}.get(text[end], 0)
+            end += 1
+        if not depth:
+            found.append(text[start.end() : end - 1])
+    return found
+
+
+def expression(text: str) -> str | None:
+    """The one expression in a text without LaTeX's dollars and boxes; None: it has none, or several of which none is
+    introduced as the answer ("5 apples and 3 pears")."""
+    tokens = text.strip(" \n*").rstrip(" .,;").split()
+    if any(_word(token) in _SCALES for token in tokens):
+        return None
+    runs: list[tuple[int, list[str]]] = []
+    for place, token in enumerate(tokens):
+        if not _is_prose(token):
+            if runs and runs[-1][0] + len(runs[-1][1]) == place:
+                runs[-1][1].append(token)
+            else:
+                runs.append((place, [token]))
+    if len(runs) == 1 and len(runs[0][1]) == len(tokens):
+        return _as_latex(" ".join(tokens))
+    told = [(place, run) for place, run in runs if _says(tokens, place, run)]
+    if len(told) > 1:
+        told = [told[-1]] if _is_introduced(tokens, told[-1][0]) else []
+    if not told:
+        return None
+    run = told[0][1]
+    while run[0].casefold() in ("and", "or"):
+        run = run[1:]
+    return _as_latex(" ".join(run).strip(" ,;:")) or None
+
+
+def amount(text: str) -> str | None:
+    """The number of a number with a unit."""
+    measure = _MEASURE.fullmatch(text.strip())
+    return measure and (measure[1] or measure[3])
+
+
+def words(text: str) -> str | None:
+    """The answer of a text that is words alone, in lower case; None: it is more or less than that."""
+    tokens = re.sub(r"\\(?:text|mathrm|textbf|mathbf)\s*\{([^{}]*)\}", r" \1 ", text).split()
+    start = max((place + 1 for place in range(len(tokens)) if _is_introduced(tokens, place + 1)), default=0)
+    found = [_word(token) for token in tokens[start:] if _word(token)]
+    plain = all(re.fullmatch(r"[^\W\d_]+(?:['\u2019-][^\W\d_]+)*", word) for word in found)
+    valued = not {*_SCALES, *_VALUES.split()}.isdisjoint(found)
+    return " ".join(found) if found and plain and not valued else None
+
+
+def _as_latex(text: str) -> str:
+    return _POWER.sub(r"\1 \\times 10^{\2}", _PLAIN.sub(r"\\\1 ", text))
+
+
+def _word(token: str) -> str:
+    return token.strip(_MARKS).casefold()
+
+
+def _is_prose(token: str) -> bool:
+    word = token.strip(_MARKS)
+    if not word.replace("-", "").replace("'", "").isalpha() or word.casefold() in _MATHS:
+        return False
+    return len(word) > 3 or word.casefold() in _SHORT.split() or (len(word) == 3 and word.istitle())
+
+
+def _is_introduced(tokens: list[str], place: int) -> bool:
+    return place > 0 and (tokens[place - 1].endswith(":") or _word(tokens[place - 1]) in _INTRODUCES)
+
+
+def _says(tokens: list[str], place: int, run: list[str]) -> bool:
+    """Whether a run of tokens is an expression, and no article or name in a sentence."""
+    return any(re.search(r"[\d\\=+*/^<>]", token) for token in run) or (
+        place + len(run) == len(tokens) and _is_introduced(tokens, place)
+    )
