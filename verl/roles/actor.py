@@ -16,6 +16,7 @@ from verl.controller.controller import Controller
 from verl.controller.group import Workers
 from verl.controller.ranks import registry
 from verl.data.prefixes import with_prefixes
+from verl.data.text import ResponseText
 from verl.data.tokenize import to_prompts
 from verl.data.vocabulary import vocabulary_id
 from verl.errors import ConfigError, DataError, ModelError
@@ -345,7 +346,8 @@ class Actor:
     def stamped(self, samples: Batch) -> Batch:
         """Samples that have just come from an engine, with their text (`response`) and what wrote them: `tokenizer`
         and `policy_id`, which is null where older weights than the present ones began them."""
-        texts = self.tokenizer.batch_decode(samples["response_tokens"], skip_special_tokens=True)
+        decode = ResponseText(self.tokenizer, eos_token_ids(self.model, self.tokenizer))
+        texts = list(map(decode, samples["response_tokens"]))
         writers = [self.policy_id if v == self.policy_version else None for v in samples["policy_version"]]
         vocabulary = [vocabulary_id(self.tokenizer)] * len(samples)
         return samples.add({"response": texts, "policy_id": writers, "tokenizer": vocabulary})

@@ -84,8 +84,7 @@ class ConstrainedEpisode:
             turns = Turns(rejected=rejected).wrote(sample)
             holds = sample.finish == "stop" or (sample.finish == "length" and grammar is None)
             if holds and self.accept is not None:
-                text = client.tokenizer.decode(sample.tokens, skip_special_tokens=True)
-                accepted = self.accept(str(text), row)
+                accepted = self.accept(client.text(sample.tokens), row)
                 holds = bool(await accepted if inspect.isawaitable(accepted) else accepted)
             if holds:
                 return [turns]

@@ -10,6 +10,9 @@ from functools import cached_property
 from typing import Any, TypeVar
 
 from verl import device
+from verl.data.chat import ChatTokenizer
+from verl.data.text import ResponseText
+from verl.data.tokenize import encode_plain
 from verl.errors import ConfigError, nearest
 
 _T = TypeVar("_T", bound=Callable[..., Any])
@@ -118,6 +121,8 @@ class GuardModel:
         """
         import torch
 
+        from verl.models.loading import eos_token_ids
+
         with self._one_at_a_time, torch.inference_mode():
             model, tokenizer, is_classifier = self._loaded
             tokens = torch.tensor([self._question(tokenizer, prompt, response)], device=model.device)
@@ -126,7 +131,8 @@ class GuardModel:
             found = model.generate(
                 tokens, attention_mask=torch.ones_like(tokens), max_new_tokens=self.max_new_tokens, do_sample=False
             )
-            verdict = str(tokenizer.decode(found[0, tokens.shape[1] :], skip_special_tokens=True))
+            read = ResponseText(tokenizer, eos_token_ids(model, tokenizer))
+            verdict = read(found[0, tokens.shape[1] :].tolist())
             return not verdict.strip().lower().startswith(self.refuses)
 
     @cached_property
@@ -147,7 +153,7 @@ class GuardModel:
             text = tokenizer.apply_chat_template(turns, tokenize=False, add_generation_prompt=True)
             return list(tokenizer(text, add_special_tokens=False)["input_ids"])
         text = (self.template or TEMPLATE).replace("{prompt}", prompt).replace("{response}", response)
-        return list(tokenizer(text)["input_ids"])
+        return encode_plain(ChatTokenizer(tokenizer), text, closed=True)
 
 
 def _asked(row: Mapping[str, Any]) -> str:
