@@ -64,7 +64,8 @@ LLAMA2 = (
     "{% else %}{{ raise_exception('roles are system, user and assistant') }}{% endif %}{% endfor %}"
 )
 LLAMA3 = (
-    "{{ bos_token }}{% if tools %}<|start_header_id|>tools<|end_header_id|>\n\n{{ tools | tojson }}<|eot_id|>{% endif %}"
+    "{{ bos_token }}"
+    "{% if tools %}<|start_header_id|>tools<|end_header_id|>\n\n{{ tools | tojson }}<|eot_id|>{% endif %}"
     "{% for m in messages %}<|start_header_id|>{{ m.role }}<|end_header_id|>\n\n"
     "{% if m.tool_calls %}{{ m.tool_calls[0].function | tojson }}{{ '<|eom_id|>' if tools else '<|eot_id|>' }}"
     "{% else %}{{ m.content | trim }}<|eot_id|>{% endif %}{% endfor %}"
@@ -72,10 +73,11 @@ LLAMA3 = (
 )
 _CALLS = "{% for c in m.tool_calls or [] %}\n<tool_call>\n{{ c.function | tojson }}\n</tool_call>{% endfor %}"
 QWEN25 = (
-    "{% if messages[0].role != 'system' %}<|im_start|>system\nBe helpful.{{ tools | tojson if tools else '' }}<|im_end|>\n"
+    "{% if messages[0].role != 'system' %}<|im_start|>system\nHelp.{{ tools | tojson if tools else '' }}<|im_end|>\n"
     "{% elif tools %}<|im_start|>system\n{{ messages[0].content }}{{ tools | tojson }}<|im_end|>\n{% endif %}"
-    "{% for m in messages %}{% if m.role == 'tool' %}<|im_start|>user\n<tool_response>\n{{ m.content }}\n</tool_response>"
-    "<|im_end|>\n{% elif not (m.role == 'system' and tools) %}<|im_start|>{{ m.role }}\n{{ m.content or '' }}"
+    "{% for m in messages %}{% if m.role == 'tool' %}<|im_start|>user\n<tool_response>\n{{ m.content }}\n"
+    "</tool_response><|im_end|>\n{% elif not (m.role == 'system' and tools) %}"
+    "<|im_start|>{{ m.role }}\n{{ m.content or '' }}"
     + _CALLS
     + "<|im_end|>\n{% endif %}{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
@@ -93,9 +95,9 @@ QWEN3 = (
 )
 #: The prompt opens the thought that a finished chat does not have.
 R1 = (
-    "{{ bos_token }}{% for m in messages %}{% if m.role == 'assistant' %}<|Assistant|>{{ m.content.split('</think>')[-1] }}"
-    "{{ eos_token }}{% elif m.role == 'user' %}<|User|>{{ m.content }}{% else %}{{ m.content }}{% endif %}{% endfor %}"
-    "{% if add_generation_prompt %}<|Assistant|><think>\n{% endif %}"
+    "{{ bos_token }}{% for m in messages %}{% if m.role == 'assistant' %}<|Assistant|>"
+    "{{ m.content.split('</think>')[-1] }}{{ eos_token }}{% elif m.role == 'user' %}<|User|>{{ m.content }}"
+    "{% else %}{{ m.content }}{% endif %}{% endfor %}{% if add_generation_prompt %}<|Assistant|><think>\n{% endif %}"
 )
 #: The prompt does not; thoughts are left out all the same.
 R1_PLAIN = R1.replace("<think>\n{% endif %}", "{% endif %}")

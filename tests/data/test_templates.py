@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping, Sequence
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 import pytest
@@ -34,6 +34,7 @@ PARTS = [{"type": "text", "text": "two plus two?"}]
 ONE, TWO = [user("two plus two?"), says("four")], [user("two?"), says("four"), user(" three? "), says(" five")]
 CALLING = [user("two plus two?"), says(None, tool_calls=[CALL]), {"role": "tool", "content": "4"}, says("four")]
 THOUGHT = [user("two?"), says("<think>\nhm\n</think>\n\nfour")]
+APART = [user("two?"), says("four", reasoning_content="hm")]
 #: Form -> a row, and the chats that it is of.
 FORMS: dict[str, tuple[dict[str, Any], list[list[dict[str, Any]]]]] = {
     "messages": ({"messages": ONE}, [ONE]),
@@ -50,17 +51,22 @@ FORMS: dict[str, tuple[dict[str, Any], list[list[dict[str, Any]]]]] = {
     ),
     "implicit pairs": ({"chosen": ONE, "rejected": [ONE[0], says("six")]}, [ONE, [ONE[0], says("six")]]),
     "labels": ({"prompt": ONE[:1], "completion": ONE[1:], "label": True}, [ONE]),
-    "sharegpt": ({"conversations": [{"from": "human", "value": "two plus two?"}, {"from": "gpt", "value": "four"}]}, [ONE]),
+    "sharegpt": (
+        {"conversations": [{"from": "human", "value": "two plus two?"}, {"from": "gpt", "value": "four"}]},
+        [ONE],
+    ),
     "alpaca": ({"instruction": "two plus two?", "output": "four", "history": []}, [ONE]),
     "parts": ({"messages": [user(PARTS), says([{"type": "text", "text": "four"}])]}, [ONE]),
     "tools": ({"messages": CALLING, "tools": TOOLS}, [CALLING]),
-    "tools of a pair": ({"prompt": ONE[:1], "chosen": ONE[1:], "rejected": [says("six")], "tools": json.dumps(TOOLS)},
-                        [ONE, [ONE[0], says("six")]]),
+    "tools of a pair": (
+        {"prompt": ONE[:1], "chosen": ONE[1:], "rejected": [says("six")], "tools": json.dumps(TOOLS)},
+        [ONE, [ONE[0], says("six")]],
+    ),
     "thoughts": ({"messages": THOUGHT}, [THOUGHT]),
-    "thoughts apart": ({"messages": [user("two?"), says("four", reasoning_content="hm")]},
-                       [[user("two?"), says("four", reasoning_content="hm")]]),
-}  # fmt: skip
-BEHIND, LEFT_OUT, REWRITTEN = "does not write this reply behind its prompt", "leaves out a part of the reply", "earlier turns"
+    "thoughts apart": ({"messages": APART}, [APART]),
+}
+BEHIND, LEFT_OUT = "does not write this reply behind its prompt", "leaves out a part of the reply"
+REWRITTEN = "writes earlier turns otherwise"
 REFUSED: dict[tuple[str, str], str] = {
     **{("none", form): "no chat template" for form in FORMS},
     **{("r1", form): BEHIND for form in FORMS if form != "thoughts apart"},
@@ -70,7 +76,8 @@ REFUSED: dict[tuple[str, str], str] = {
     ("qwq", "several turns"): REWRITTEN,
     ("r1 plain", "thoughts"): LEFT_OUT,
     ("gemma", "a system's word"): "there is no system",
-    **{(family, "tools"): "does not write tool_calls" for family in ("chatml", "chatml of a base model", "gemma", "phi", "qwq")},
+    **{(family, "tools"): "does not write tool_calls"
+       for family in ("chatml", "chatml of a base model", "gemma", "phi", "qwq")},
     **{(family, "tools"): "cannot render" for family in ("llama2", "r1 plain")},
     **{(family, "thoughts apart"): "does not write reasoning_content"
        for family in FAMILIES if family not in ("none", "qwen3", "qwq", "r1")},
@@ -99,22 +106,18 @@ def filled(value: Any, end: str) -> Any:
 def test_the_laws_hold_or_the_row_is_refused(family: str, form: str) -> None:
     reader, last = tokenizer(family), FAMILIES[family].last
     row, chats = filled(FORMS[form][0], last), filled(FORMS[form][1], last)
-    try:
-        batch = OfflineDatasetLoader([row], reader).batch
-    except DataError as error:
-        assert (family, form) in REFUSED, error
-        assert "row 0" in str(error) and REFUSED[family, form] in str(error)
+    if (family, form) in REFUSED:
+        with pytest.raises(DataError, match=f"row 0: .*{REFUSED[family, form]}"):
+            OfflineDatasetLoader([row], reader)
         return
-    assert (family, form) not in REFUSED
+    batch = OfflineDatasetLoader([row], reader).batch
     assert len(batch) == len(chats)
     for columns, chat in zip(batch.rows(), chats, strict=True):
         check_laws(reader, columns, chat, {"tools": TOOLS} if "tools" in row else {}, last)
 
 
 def check_laws(reader: Any, columns: Mapping[str, Any], chat: list[dict[str, Any]], inputs: Any, last: str) -> None:
-    render: Callable[..., str] = lambda messages, **more: reader.apply_chat_template(  # noqa: E731
-        messages, tokenize=False, **inputs, **more
-    )
+    render: Callable[..., str] = partial(reader.apply_chat_template, tokenize=False, **inputs)
     tokens, mask = columns["response_tokens"], columns["response_mask"]
     whole = [*columns["prompt_tokens"], *tokens]
     assert render(chat).startswith(decode(reader, whole))
@@ -144,6 +147,12 @@ PROMPTS: dict[str, dict[str, Any]] = {
 }
 
 
+UNWRITTEN = {
+    *(("gemma", form) for form in ("a system's word", "sharegpt")),
+    *((family, "tools") for family in ("llama2", "r1", "r1 plain")),
+}
+
+
 @pytest.mark.parametrize("form", PROMPTS)
 @pytest.mark.parametrize("family", [name for name in FAMILIES if name != "none"])
 def test_a_prompt_is_what_the_template_writes(family: str, form: str) -> None:
@@ -152,22 +161,24 @@ def test_a_prompt_is_what_the_template_writes(family: str, form: str) -> None:
     if form == "parts" and family != "gemma":
         chat[0]["content"] = "two plus two? now"
     begun = chat[-1]["role"] == "assistant"
-    try:
-        expected = reader.apply_chat_template(
-            chat, tools=PROMPTS[form].get("tools"), tokenize=False,
-            add_generation_prompt=not begun, continue_final_message=begun,
-        )  # fmt: skip
-    except Exception as error:
-        with pytest.raises(DataError, match="row 0: the chat template cannot render") as told:
+    if (family, form) in UNWRITTEN:
+        with pytest.raises(DataError, match="row 0: the chat template cannot render"):
             encode_prompts(reader, data)
-        assert str(error) in str(told.value)
         return
+    expected = reader.apply_chat_template(
+        chat,
+        tools=PROMPTS[form].get("tools"),
+        tokenize=False,
+        add_generation_prompt=not begun,
+        continue_final_message=begun,
+    )
     (tokens,) = encode_prompts(reader, data)
     assert decode(reader, tokens) == expected
 
 
 READS_ALL = (
-    "{% for t in tools or [] %}({{ t.function.name }}){% endfor %}{% for d in documents or [] %}[{{ d.text }}]{% endfor %}"
+    "{% for t in tools or [] %}({{ t.function.name }}){% endfor %}"
+    "{% for d in documents or [] %}[{{ d.text }}]{% endfor %}"
     "{{ mood or '' }}" + CHATML + "{{ '!' if loud is defined and not loud else '' }}"
 )
 
@@ -210,8 +221,8 @@ def test_what_a_template_reads_reaches_it_from_each_form_of_rows(as_json: bool) 
     assert decode(reader, several["prompt_tokens"][0]).startswith("(sum)[sky]glad<|im_start|>user")
 
 
-def test_columns_that_no_template_is_given(make: Any = FAMILIES["chatml"].make) -> None:
-    reader = make()
+def test_columns_that_no_template_is_given() -> None:
+    reader = FAMILIES["chatml"].make()
     # What the template cannot read may be anything, for rewards.
     rows = {"prompt": ONE[:1], "tools": ["sum"], "documents": ["sky"]}
     assert len(to_prompts(reader, [rows])["prompt_tokens"]) == 1
@@ -258,7 +269,8 @@ MAKERS = {
     "bytes": lambda **more: byte_level(["<s>", "</s>"], bos_token="<s>", eos_token="</s>", pad_token="</s>", **more),
     "spaces": lambda **more: spaced(["<s>", "</s>"], bos_token="<s>", eos_token="</s>", pad_token="</s>", **more),
 }
-TEXTS = [("two?", "four"), ("two?", " four"), ("two? ", "four"), ("A\n", "\nfour"), ("<s>[INST] two? [/INST]", " four"), ("6", "1")]
+TEXTS = [("two?", "four"), ("two?", " four"), ("two? ", "four"), ("A\n", "\nfour"), ("<s>[INST] two? [/INST]", " four"),
+         ("Tw", "o")]  # fmt: skip
 
 
 @pytest.mark.parametrize("maker", MAKERS)
@@ -303,7 +315,8 @@ def test_what_a_tokenizer_puts_around_texts() -> None:
 def test_prompts_that_are_tokens_stay_and_a_second_tokenizer_begins_anew() -> None:
     first, second = MAKERS["bytes"](), MAKERS["spaces"]()
     ids = second("two?", add_special_tokens=False)["input_ids"]
-    loader = OfflineDatasetLoader([{"prompt": ids, "completion": " four"}, {"prompt": "two?", "completion": " four"}], first)
+    rows = [{"prompt": prompt, "completion": " four"} for prompt in (ids, "two?")]
+    loader = OfflineDatasetLoader(rows, first)
     loader.tokenize(second)
     assert loader.batch["prompt_tokens"] == [ids, ids]
     assert [decode(second, [*ids, *reply]) for reply in loader.batch["response_tokens"]] == ["two? four</s>"] * 2
@@ -320,12 +333,12 @@ def test_a_tokenizer_that_spells_no_text_as_it_was_is_read_as_it_writes() -> Non
 
 def test_a_token_that_prompt_and_reply_would_share_is_divided() -> None:
     reader = FAMILIES["chatml"].make()
-    assert len(reader("six", add_special_tokens=False)["input_ids"]) == 1
-    before = CHATML.replace("{{ m.content }}", "{{ 'si' if m.role == 'assistant' else '' }}{{ m.content }}")
-    reader.chat_template = before.replace("assistant\n{% endif", "assistant\nsi{% endif")
-    chat = [user("two?"), says("x")]
+    assert len(reader("Two", add_special_tokens=False)["input_ids"]) == 1
+    before = CHATML.replace("{{ m.content }}", "{{ 'Tw' if m.role == 'assistant' else '' }}{{ m.content }}")
+    reader.chat_template = before.replace("assistant\n{% endif", "assistant\nTw{% endif")
+    chat = [user("two?"), says("o")]
     batch = OfflineDatasetLoader([{"messages": chat}], reader).batch
-    assert decode(reader, batch["response_tokens"][0]) == "x<|im_end|>"
+    assert decode(reader, batch["response_tokens"][0]) == "o<|im_end|>"
     check_laws(reader, next(iter(batch.rows())), chat, {}, "<|im_end|>")
 
 
