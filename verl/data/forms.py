@@ -27,6 +27,11 @@ _ROLES = {
 _SHAREGPT, _ALPACA = "conversations", ("instruction", "output")
 #: What torch's own collation makes of rows is one mapping of columns, or a chat whose roles are lists.
 COLLATED = "a DataLoader needs collate_fn=list, which leaves the rows as they are"
+#: Columns that chat templates write.
+_OF_TEMPLATES = frozenset((
+    "prompt", "messages", "conversations", "completion", "response", "chosen", "rejected", "tools", "documents",
+    "chat_template_kwargs",
+))  # fmt: skip
 #: Columns that hold no text.
 _MEDIA = ("image", "images", "video", "videos", "audio", "audios")
 
@@ -40,9 +45,11 @@ def table_rows(source: Any) -> Iterable[Any]:
     name = type(source).__name__
     if hasattr(source, "iloc") and hasattr(source, "columns"):  # pandas
         return source.to_dict("records")  # type: ignore[no-any-return]
-    for rows in ("to_pylist", "to_dicts", "tolist"):  # Arrow, Polars, arrays
-        if hasattr(source, rows):
-            return getattr(source, rows)()  # type: ignore[no-any-return]
+    for method in ("to_pylist", "to_dicts"):  # Arrow, Polars
+        if hasattr(source, method):
+            return map(without_fills, getattr(source, method)())
+    if hasattr(source, "tolist"):
+        return source.tolist()  # type: ignore[no-any-return]
     if isinstance(source, Mapping):
         if source and all(map(_is_split, source.values())):
             raise DataError(f"a {name} has several sets of rows, {sorted(map(str, source))}: choose one, data['train']")
@@ -50,10 +57,25 @@ def table_rows(source: Any) -> Iterable[Any]:
             raise DataError(f"a mapping as data needs a task or a path; it has {sorted(map(str, source))}; {COLLATED}")
         return uncollated(source, "the batch")
     if hasattr(source, "__len__") and hasattr(source, "__getitem__"):
-        return (source[index] for index in range(len(source)))
+        rows = (source[index] for index in range(len(source)))
+        return map(without_fills, rows) if hasattr(source, "features") else rows  # of Hugging Face: Arrow, too
     if isinstance(source, Iterable):
         raise DataError(f"a {name} has no length: read it with stream_prompts, or make a list of it")
     raise DataError(f"rows cannot be read from a {name}: give a path, a data set, a list or a task")
+
+
+def without_fills(row: Any) -> Any:
+    """A row of a typed table without the nulls that it has for keys which only other mappings of a list have: chat
+    templates would write them."""
+    if not isinstance(row, Mapping):
+        return row
+    return {name: _without_nulls(value) if name in _OF_TEMPLATES else value for name, value in row.items()}
+
+
+def _without_nulls(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        return {key: _without_nulls(item) for key, item in value.items() if item is not None}
+    return list(map(_without_nulls, value)) if isinstance(value, list) else value
 
 
 def _is_split(value: Any) -> bool:

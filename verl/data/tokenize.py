@@ -258,47 +258,43 @@ def _check_order(written: str, before: str, whole: str) -> None:
 
 def encode_behind(chat: ChatTokenizer, before: Sequence[int], text: str, *, end: bool = False) -> list[int]:
     """Tokens of a text that stands behind tokens which stay as they are; with `end`, and of its end."""
-    known = list(before)
-    tokens = chat.encode(spelled(chat.tokenizer, known) + text)
-    tokens = tokens[len(known) :] if tokens[: len(known)] == known else _apart(chat, known, text)
+    tokens = _behind(chat, spelled(chat.tokenizer, before), list(before), text)
     return _ended(chat, tokens) if end else tokens
 
 
 def _pieces(chat: ChatTokenizer, pieces: Sequence[str]) -> list[list[int]]:
     """Tokens of each piece of a text, as the tokenizer writes the whole.
 
-    A token that would be of two pieces is divided, as it is in generation, which goes on behind the tokens of a prompt.
-
     Raises:
         DataError: the tokens are not the text, though the tokenizer can write it.
     """
-    found: list[list[int]] = []
-    context, known = "", found[:0]  # since the last token that never merges with others
+    tokens_of: list[list[int]] = []
+    context, known = "", list[int]()  # since the last token that never merges with others
     for piece in pieces:
-        tokens = chat.encode(context + piece)
-        if tokens[: len(known)] != known:
-            tokens = [*known, *_apart(chat, known, piece)]
-        found.append(tokens[len(known) :])
-        context, known = context + piece, tokens
-        if tokens and tokens[-1] in chat.added:
-            context, known = chat.added[tokens[-1]], tokens[-1:]
-    text, tokens = "".join(pieces), [token for piece in found for token in piece]
+        tokens_of.append(_behind(chat, context, known, piece))
+        context, known = context + piece, [*known, *tokens_of[-1]]
+        if known and known[-1] in chat.added:
+            context, known = chat.added[known[-1]], known[-1:]
+    text, tokens = "".join(pieces), [token for piece in tokens_of for token in piece]
     if spelled(chat.tokenizer, tokens) != text and spelled(chat.tokenizer, chat.encode(text)) == text:
         raise DataError(f"the tokenizer cannot write {pieces[-1][:40]!r} behind what stands before it")
-    return found
+    return tokens_of
 
 
-def _apart(chat: ChatTokenizer, known: list[int], piece: str) -> list[int]:
-    """Tokens of a text that stands behind these. Some tokenizers begin each text with a space, but none behind a token
-    that never merges."""
-    marks = [[], *([token] for token in list(chat.added)[:1])]
-    before, encoded = spelled(chat.tokenizer, known), []
-    for mark in marks:
-        tokens = chat.encode("".join(chat.added[token] for token in mark) + piece)
-        if tokens[: len(mark)] == mark:
-            encoded.append(tokens[len(mark) :])
-    faithful = (tokens for tokens in encoded if spelled(chat.tokenizer, [*known, *tokens]) == before + piece)
-    return next(faithful, encoded[0])
+def _behind(chat: ChatTokenizer, context: str, known: list[int], piece: str) -> list[int]:
+    """Tokens of a text behind `context`, which has the tokens `known`.
+
+    A token that would be of both is divided, as it is in generation, which goes on behind the tokens of a prompt.
+    """
+    whole = chat.encode(context + piece)
+    if whole[: len(known)] == known:
+        return whole[len(known) :]
+    tokens, text = chat.encode(piece), spelled(chat.tokenizer, known) + piece
+    if chat.added and spelled(chat.tokenizer, [*known, *tokens]) != text:
+        # Some tokenizers begin each text with a space, but none behind a token that never merges.
+        marked = chat.encode(next(iter(chat.added.values())) + piece)[1:]
+        return marked if spelled(chat.tokenizer, [*known, *marked]) == text else tokens
+    return tokens
 
 
 def _begun(chat: ChatTokenizer, tokens: list[int]) -> list[int]:

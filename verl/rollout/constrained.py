@@ -77,7 +77,7 @@ class ConstrainedEpisode:
         self.masks = grammar is not None
 
     async def __call__(self, client: Client, row: Mapping[str, Any]) -> list[Turns]:
-        assert client.tokenizer is not None
+        assert client.text is not None
         grammar = self.grammar(row) if callable(self.grammar) else self.grammar
         for rejected in range(self.max_resamples + 1):
             sample = await client.generate(row["prompt_tokens"], grammar=grammar, guard=self.guard)

@@ -110,13 +110,13 @@ class Client:
     Attributes:
         params: sampling parameters of the row.
         tokenizer: the policy's.
-        text: tokens of a response -> their text, as rewards read it.
+        text: tokens of a response -> their text, as rewards read it; None where there is no tokenizer.
     """
 
     def __init__(self, pump: _Pump, row_id: str, params: SamplingParams, text: ResponseText | None) -> None:
         self.params = params
         self.tokenizer: PreTrainedTokenizerBase | None = None if text is None else text.tokenizer
-        self.text: ResponseText = text  # type: ignore[assignment]  # an engine without a tokenizer has no texts
+        self.text = text
         self._pump = pump
         self._row_id = row_id
         self._asked = 0

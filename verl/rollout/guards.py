@@ -148,12 +148,12 @@ class GuardModel:
         return device.put(model, self.device), tokenizer, is_classifier
 
     def _question(self, tokenizer: Any, prompt: str, response: str) -> list[int]:
+        chat = ChatTokenizer(tokenizer)
         if self.template is None and getattr(tokenizer, "chat_template", None):
             turns = [{"role": "user", "content": prompt}, {"role": "assistant", "content": response}]
-            text = tokenizer.apply_chat_template(turns, tokenize=False, add_generation_prompt=True)
-            return list(tokenizer(text, add_special_tokens=False)["input_ids"])
+            return chat.encode(chat.render(turns, begun=False))
         text = (self.template or TEMPLATE).replace("{prompt}", prompt).replace("{response}", response)
-        return encode_plain(ChatTokenizer(tokenizer), text, closed=True)
+        return encode_plain(chat, text, closed=True)
 
 
 def _asked(row: Mapping[str, Any]) -> str:
