@@ -12,6 +12,7 @@ import pyarrow.parquet as pq
 import pytest
 import torch
 
+from tests.data.frame import Frame
 from verl.data.offline import OfflineDatasetLoader
 from verl.data.prompts import check_disjoint, load_prompts, stream_prompts
 from verl.errors import ConfigError, DataError
@@ -281,23 +282,6 @@ def test_wrong_tasks_are_refused_in_plain_words(spec: dict[str, Any], error: typ
         load_prompts(spec)
 
 
-class Table:
-    """What a data frame of pandas shows of itself: its columns, rows by number, and its records."""
-
-    def __init__(self, rows: list[dict[str, Any]]) -> None:
-        self.rows, self.columns, self.iloc = rows, list(rows[0]), rows
-
-    def __len__(self) -> int:
-        return len(self.rows)
-
-    def __getitem__(self, column: str) -> list[Any]:
-        return [row[column] for row in self.rows] if column in self.columns else [][0]
-
-    def to_dict(self, form: str) -> list[dict[str, Any]]:
-        assert form == "records"
-        return self.rows
-
-
 class NaTType(datetime):
     """pandas' own is a datetime of this name."""
 
@@ -312,7 +296,7 @@ WHOLE = [{"prompt": "a", "answer": "x", "when": datetime(2024, 1, 2), "n": 1.0},
          {"prompt": "b", "answer": None, "when": None, "n": None}]  # fmt: skip
 
 
-@pytest.mark.parametrize("source", [Table(FRAME), FRAME, pa.Table.from_pylist(WHOLE)])
+@pytest.mark.parametrize("source", [Frame(FRAME), FRAME, pa.Table.from_pylist(WHOLE)])
 def test_what_is_missing_in_a_table_is_none(source: Any) -> None:
     assert list(load_prompts(source).batch.rows()) == WHOLE
 

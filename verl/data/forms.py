@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterable, Mapping, Sequence, Sized
+from collections.abc import Callable, Iterable, Mapping, Sequence, Sized
+from functools import partial
 from typing import Any
 
 from verl.errors import DataError
@@ -43,11 +44,8 @@ def table_rows(source: Any) -> Iterable[Any]:
         DataError: it is a mapping of splits, has no length, or is no data.
     """
     name = type(source).__name__
-    if hasattr(source, "iloc") and hasattr(source, "columns"):  # pandas
-        return source.to_dict("records")  # type: ignore[no-any-return]
-    for method in ("to_pylist", "to_dicts"):  # Arrow, Polars
-        if hasattr(source, method):
-            return map(without_fills, getattr(source, method)())
+    if (records := records_of(source)) is not None:
+        return map(without_fills, records())
     if hasattr(source, "tolist"):
         return source.tolist()  # type: ignore[no-any-return]
     if isinstance(source, Mapping):
@@ -62,6 +60,13 @@ def table_rows(source: Any) -> Iterable[Any]:
     if isinstance(source, Iterable):
         raise DataError(f"a {name} has no length: read it with stream_prompts, or make a list of it")
     raise DataError(f"rows cannot be read from a {name}: give a path, a data set, a list or a task")
+
+
+def records_of(value: Any) -> Callable[[], Iterable[Any]] | None:
+    """What gives the rows of a table of Arrow, Polars or pandas; None: this is no such table."""
+    if hasattr(value, "iloc") and hasattr(value, "columns"):
+        return partial(value.to_dict, "records")
+    return getattr(value, "to_pylist", None) or getattr(value, "to_dicts", None)
 
 
 def without_fills(row: Any) -> Any:
