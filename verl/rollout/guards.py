@@ -11,6 +11,7 @@ from typing import Any, TypeVar
 
 from verl import device
 from verl.data.chat import ChatTokenizer
+from verl.data.prompts import content_text
 from verl.data.text import ResponseText
 from verl.data.tokenize import encode_plain
 from verl.errors import ConfigError, nearest
@@ -159,6 +160,5 @@ class GuardModel:
 def _asked(row: Mapping[str, Any]) -> str:
     """The prompt of a row as text; of a chat, its last message."""
     if row.get("messages"):
-        content = json.loads(row["messages"])[-1].get("content")
-        return content if isinstance(content, str) else json.dumps(content)
+        return content_text(json.loads(row["messages"])[-1])
     return str(row.get("prompt") or "")
