@@ -322,13 +322,19 @@ class Rows(torch.utils.data.Dataset[dict[str, str]]):
         return {"prompt": "a", "completion": "b"}
 
 
-@pytest.mark.parametrize("read", [load_prompts, OfflineDatasetLoader])
+@pytest.mark.parametrize("read", [load_prompts, OfflineDatasetLoader, stream_prompts])
 @pytest.mark.parametrize(
     "splits", [{"train": Rows(), "test": Rows()}, {"train": [{"prompt": "a"}]}, {"train": iter([{"prompt": "a"}])}]
 )
 def test_of_several_splits_one_has_to_be_chosen(read: Any, splits: dict[str, Any]) -> None:
     with pytest.raises(DataError, match=r"several sets of rows, \['?(test', ')?train'\]: choose one, data\['train'\]"):
         read(splits)
+
+
+def test_a_message_without_content_is_named() -> None:
+    chat = [{"role": "user", "content": math.nan}]
+    with pytest.raises(DataError, match="row 0: column 'messages' is a chat with content nan, which is no text"):
+        load_prompts([{"messages": chat}])
 
 
 PICTURE = PIL.Image.new("RGB", (2, 2))

@@ -15,7 +15,7 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset
 import verl
 from tests.data.frame import Frame
 from tests.trainer.cases import SHORT, low_bytes, make
-from verl.errors import ConfigError
+from verl.errors import ConfigError, DataError
 from verl.models.loading import load_tokenizer
 from verl.shard import checksum
 
@@ -85,6 +85,14 @@ def test_rows_are_taken_as_they_are(tiny: Path, tmp_path: Path, kind: str) -> No
     if kind != "list":
         with pytest.raises(ConfigError, match="needs their number in a step: batch_size=N"):
             seen(tiny, data)
+
+
+def test_several_splits_are_no_batches(tiny: Path) -> None:
+    splits = {"train": Rows(ROWS), "test": Rows(ROWS)}
+    with pytest.raises(ConfigError, match="needs their number in a step: batch_size=N"):
+        seen(tiny, splits, 1)
+    with pytest.raises(DataError, match=r"several sets of rows, \['test', 'train'\]"):
+        seen(tiny, splits, 1, batch_size=2)
 
 
 def test_a_stream_needs_its_number_of_steps(tiny: Path) -> None:

@@ -25,7 +25,7 @@ _NOT_OF_ROWS = frozenset((
     "continue_final_message", "tokenize", "padding", "truncation", "max_length", "return_tensors", "return_dict",
     "return_assistant_tokens_mask", "sanitize_control_tokens", "tokenizer_kwargs",
 ))  # fmt: skip
-#: A text that no template writes of its own accord.
+#: A text that no template writes by itself.
 _PROBE = "8093517"
 _ASK, _REPLY = {"role": "user", "content": _PROBE}, {"role": "assistant", "content": _PROBE[::-1]}
 

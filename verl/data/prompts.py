@@ -212,6 +212,7 @@ def stream_prompts(
 ) -> PromptStream:
     """Prompts of an iterable that may have no end: a torch or Hugging Face `IterableDataset`, a MosaicML
     `StreamingDataset`. Rows and options are those of `load_prompts`."""
+    source = table_rows(source) if isinstance(source, Mapping) else source
     return PromptStream(source, PromptForm(prompt_column, template, system_prompt, chat), type(source).__name__)
 
 
@@ -284,6 +285,8 @@ def chat_json(messages: Sequence[Mapping[str, Any]], where: str) -> str:
         DataError: content is in parts that are no text, such as images, or is no JSON.
     """
     for message in messages:
+        if isinstance(message.get("content"), float):
+            raise DataError(f"{where} is a chat with content {message['content']}, which is no text")
         parts = message["content"] if isinstance(message.get("content"), list) else []
         for part in parts:
             kind = part.get("type", "text") if isinstance(part, Mapping) else type(part).__name__

@@ -8,7 +8,8 @@ from typing import Any
 
 def spelled(tokenizer: Any, tokens: Sequence[int]) -> str:
     """The text of tokens: every special token is spelt out, and no space is "cleaned up"."""
-    return str(tokenizer.decode(list(tokens), skip_special_tokens=False, clean_up_tokenization_spaces=False))
+    options = {"clean_up_tokenization_spaces": False, "spaces_between_special_tokens": False}
+    return str(tokenizer.decode(list(tokens), skip_special_tokens=False, **options))
 
 
 class ResponseText:
