@@ -188,14 +188,14 @@ CHATS = [[{"role": "user", "content": "hi"}], [{"role": "user", "content": [{"ty
 @pytest.mark.parametrize("suffix", ["jsonl", "parquet"])
 def test_every_column_that_can_be_read_can_be_written(tiny, tmp_path, suffix):
     source, out = tmp_path / "in.parquet", tmp_path / f"out.{suffix}"
-    rows = [{"prompt": "hi", "when": MOMENT, "day": MOMENT.date(), "image": b"\x89PNG", "info": {"more": [b"x"]}}] * 2
+    rows = [{"prompt": "hi", "when": MOMENT, "day": MOMENT.date(), "blob": b"\x89PNG", "info": {"more": [b"x"]}}] * 2
     pq.write_table(pa.Table.from_pylist(rows), source)
     result = verl_command("generate", tiny, source, out, "--max-new-tokens", 2)
     assert result.exit_code == 0, result.output
     if suffix == "jsonl":
         row = rows_of(out)[1]
         assert (row["when"], row["day"]) == (MOMENT.isoformat(), "2024-05-06")
-        assert (base64.b64decode(row["image"]), base64.b64decode(row["info"]["more"][0])) == (b"\x89PNG", b"x")
+        assert (base64.b64decode(row["blob"]), base64.b64decode(row["info"]["more"][0])) == (b"\x89PNG", b"x")
     else:
         row = pq.read_table(out).to_pylist()[1]
         assert {key: row[key] for key in rows[0]} == rows[0]

@@ -111,6 +111,28 @@ def test_bad_turns_are_named() -> None:
         OfflineDatasetLoader([{"conversations": [{"from": "me", "value": "x"}]}])
 
 
+@pytest.mark.parametrize(
+    ("row", "told"),
+    [
+        ({"conversations": [{"from": ["human"], "value": "x"}]}, "a turn of 'conversations' has from"),
+        ({"conversations": [{"from": "human", "value": ["x"]}]}, "a turn of 'conversations' has from"),
+        ({"conversations": "human: x"}, "'conversations' is a list of turns"),
+        ({"conversations": {"from": "human", "value": "x"}}, "'conversations' is a list of turns"),
+        ({"conversations": []}, "'conversations' is a list of turns"),
+        ({**SHAREGPT, "system": ["x"]}, "'system' is a text"),
+        ({**ALPACA, "history": [["asked"]]}, "'history' a list of pairs"),
+        ({**ALPACA, "history": ["asked", "said"]}, "'history' a list of pairs"),
+        ({**ALPACA, "history": [["asked", 3]]}, "'history' a list of pairs"),
+        ({**ALPACA, "history": "asked"}, "'history' a list of pairs"),
+        ({**ALPACA, "input": ["x"]}, "'instruction' and 'input' are texts"),
+    ],
+)
+def test_rows_of_almost_such_a_form_are_refused_by_name(row: dict[str, Any], told: str) -> None:
+    for read in (load_prompts, OfflineDatasetLoader):
+        with pytest.raises(DataError, match=f"row 0.*{told}"):
+            read([row])
+
+
 def test_sharegpt_is_a_prompt_too() -> None:
     (messages,) = load_prompts([{"conversations": SHAREGPT["conversations"][:2]}]).batch["messages"]
     assert json.loads(messages) == TURNS[:2]

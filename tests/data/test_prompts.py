@@ -1,14 +1,19 @@
 from __future__ import annotations
 
 import json
+import math
+from datetime import datetime
 from pathlib import Path
 from typing import Any
 
+import PIL.Image
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 import torch
 
+from tests.data.frame import Frame
+from verl.data.offline import OfflineDatasetLoader
 from verl.data.prompts import check_disjoint, load_prompts, stream_prompts
 from verl.errors import ConfigError, DataError
 
@@ -158,7 +163,7 @@ def test_a_broken_line_is_named(tmp_path: Path) -> None:
 
 
 def test_a_directory_named_like_a_file_and_times_beyond_python_are_told(tmp_path: Path) -> None:
-    moments = pa.array([1], pa.timestamp("ns"))
+    moments = pa.array([10**18], pa.timestamp("us"))
     pq.write_table(pa.table({"prompt": ["a"], "when": moments}), tmp_path / "moments.parquet")
     with pytest.raises(DataError, match=r"moments\.parquet"):
         load_prompts(tmp_path / "moments.parquet")
@@ -275,3 +280,101 @@ def test_a_task_without_split_is_the_tasks_own_sequence() -> None:
 def test_wrong_tasks_are_refused_in_plain_words(spec: dict[str, Any], error: type[Exception], message: str) -> None:
     with pytest.raises(error, match=message):
         load_prompts(spec)
+
+
+class NaTType(datetime):
+    """pandas' own is a datetime of this name."""
+
+
+class NAType:
+    pass
+
+
+FRAME = [{"prompt": "a", "answer": "x", "when": datetime(2024, 1, 2), "n": 1.0},
+         {"prompt": "b", "answer": math.nan, "when": NaTType(1, 1, 1), "n": NAType()}]  # fmt: skip
+WHOLE = [{"prompt": "a", "answer": "x", "when": datetime(2024, 1, 2), "n": 1.0},
+         {"prompt": "b", "answer": None, "when": None, "n": None}]  # fmt: skip
+
+
+@pytest.mark.parametrize("source", [Frame(FRAME), FRAME, pa.Table.from_pylist(WHOLE)])
+def test_what_is_missing_in_a_table_is_none(source: Any) -> None:
+    assert list(load_prompts(source).batch.rows()) == WHOLE
+
+
+def test_a_data_frame_of_pandas_is_data() -> None:
+    pandas = pytest.importorskip("pandas")
+    frame = pandas.DataFrame({"prompt": ["a", "b"], "answer": ["x", None], "n": [1, None]}, index=[7, 9])
+    frame["when"] = [pandas.Timestamp("2024-01-02"), pandas.NaT]
+    for source in (frame, frame.to_dict("records")):
+        rows = list(load_prompts(source).batch.rows())
+        assert [(row["prompt"], row["answer"], row["n"]) for row in rows] == [("a", "x", 1.0), ("b", None, None)]
+        assert rows[1]["when"] is None
+    assert load_prompts(frame["prompt"]).batch["prompt"] == ["a", "b"]
+    pairs = pandas.DataFrame({"prompt": ["a"], "chosen": ["x"], "rejected": ["y"], "score": [math.nan]})
+    assert OfflineDatasetLoader(pairs).batch["label"] == [1.0, 0.0]
+
+
+class Rows(torch.utils.data.Dataset[dict[str, str]]):
+    def __len__(self) -> int:
+        return 1
+
+    def __getitem__(self, index: int) -> dict[str, str]:
+        return {"prompt": "a", "completion": "b"}
+
+
+@pytest.mark.parametrize("read", [load_prompts, OfflineDatasetLoader, stream_prompts])
+@pytest.mark.parametrize(
+    "splits", [{"train": Rows(), "test": Rows()}, {"train": [{"prompt": "a"}]}, {"train": iter([{"prompt": "a"}])}]
+)
+def test_of_several_splits_one_has_to_be_chosen(read: Any, splits: dict[str, Any]) -> None:
+    with pytest.raises(DataError, match=r"several sets of rows, \['?(test', ')?train'\]: choose one, data\['train'\]"):
+        read(splits)
+
+
+def test_a_message_without_content_is_named() -> None:
+    chat = [{"role": "user", "content": math.nan}]
+    with pytest.raises(DataError, match="row 0: column 'messages' is a chat with content nan, which is no text"):
+        load_prompts([{"messages": chat}])
+
+
+PICTURE = PIL.Image.new("RGB", (2, 2))
+ASKED = {"prompt": "What is it?", "completion": "A dot."}
+
+
+@pytest.mark.parametrize("read", [load_prompts, OfflineDatasetLoader])
+@pytest.mark.parametrize(
+    "more",
+    [{"image": PICTURE}, {"scan": PICTURE}, {"pages": [PICTURE]}, {"images": ["a.png"]}, {"video": [[0, 1]]},
+     {"scan": {"bytes": b"x", "path": None}}, {"sound": {"array": [0.1], "sampling_rate": 8, "path": ""}},
+     {"image": torch.zeros(3, 2, 2)}],
+)  # fmt: skip
+def test_pictures_and_sounds_are_refused_by_name(read: Any, more: dict[str, Any]) -> None:
+    with pytest.raises(DataError, match=f"row 1: column '{next(iter(more))}' holds images or sounds"):
+        read([ASKED, {**ASKED, **more}])
+    (name,) = more
+    assert read([ASKED, {**ASKED, name: None}]) is not None  # a row without
+
+
+@pytest.mark.parametrize(
+    "part", [{"type": "image"}, {"type": "image_url", "image_url": {"url": "x"}}, "text", {"text": 1}]
+)
+def test_parts_of_a_chat_that_are_no_text_are_refused_by_name(part: Any) -> None:
+    seen = [{"role": "user", "content": [{"type": "text", "text": "What is it?"}, part]}]
+    said = [{"role": "assistant", "content": "A dot."}]
+    told = f"row 0.* is a chat with a part of type '{part.get('type', 'text') if isinstance(part, dict) else 'str'}'"
+    with pytest.raises(DataError, match=told):
+        load_prompts([{"messages": seen}])
+    for row in ({"messages": seen + said}, {"prompt": seen, "completion": said}, {"messages": said + seen + said}):
+        with pytest.raises(DataError, match=f"{told}|begins with the assistant"):
+            OfflineDatasetLoader([row])
+
+
+def test_a_table_adds_no_nulls_to_what_a_template_writes(tmp_path: Path) -> None:
+    tools = [{"name": "a", "parameters": {"x": {"type": "int"}}}, {"name": "b", "parameters": {"y": {"type": "str"}}}]
+    calls = [{"function": {"name": "a", "arguments": {"x": 1}}}, {"function": {"name": "b", "arguments": {"y": "z"}}}]
+    row = {"messages": [{"role": "user", "content": "x"}, {"role": "assistant", "tool_calls": calls}], "tools": tools}
+    table = pa.Table.from_pylist([row])
+    pq.write_table(table, tmp_path / "rows.parquet")
+    for source in (tmp_path / "rows.parquet", table, [row]):
+        batch = load_prompts(source).batch
+        assert json.loads(batch["messages"][0]) == row["messages"] and batch["tools"][0] == tools

@@ -17,7 +17,7 @@ from verl.rewards.remote import JudgeReward
 def rows(*texts: str, chat: bool = False) -> verl.Batch:
     ids = [str(row) for row in range(len(texts))]
     prompts = (
-        {"messages": [json.dumps([{"role": "user", "content": "Why?"}])] * len(texts)}
+        {"messages": [json.dumps([{"role": "user", "content": [{"type": "text", "text": "Why?"}]}])] * len(texts)}
         if chat
         else {"prompt": ["Why?"] * len(texts)}
     )

@@ -9,13 +9,23 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer, Gemma2Config, Gemma2ForCausalLM
+from transformers import (
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    Gemma2Config,
+    Gemma2ForCausalLM,
+    GenerationConfig,
+    LlamaConfig,
+    LlamaForCausalLM,
+)
 
 import verl
 from tests.conftest import CONFIGS
+from tests.templates import FAMILIES
 from tests.workers.test_sync import Copying
 from verl.algorithms import make_algorithm
 from verl.errors import ConfigError, DataError, ModelError, RolloutError
+from verl.models.loading import load_model
 from verl.models.options import ModelOptions
 from verl.models.shards import model_shards
 from verl.rollout.options import RolloutOptions
@@ -67,7 +77,9 @@ def test_samples_carry_their_log_probs_and_texts(actor: verl.Actor) -> None:
         expected = plain_log_probs(actor.model, row)
         torch.testing.assert_close(torch.tensor(row["rollout_log_probs"]), expected, atol=1e-4, rtol=0)
         torch.testing.assert_close(torch.tensor(log_probs), expected, atol=1e-4, rtol=0)
-        assert row["response"] == actor.tokenizer.decode(row["response_tokens"], skip_special_tokens=True)
+        (end,) = actor.ends
+        written = [token for token in row["response_tokens"] if token != end]
+        assert row["response"] == actor.tokenizer.decode(written)  # other special tokens are part of the text
 
 
 def test_the_log_probs_of_an_fp64_models_samples_are_fp64(make_tiny: Callable[..., Path]) -> None:
@@ -410,3 +422,31 @@ def test_responses_that_the_model_cannot_finish_are_mentioned(
     done = actor.generate_sequences([prompt], max_new_tokens=4)
     assert len(done["response_tokens"][0]) <= 2
     assert f"end before max_new_tokens=4: the model has {positions} positions" in caplog.text
+
+
+@pytest.mark.parametrize("engine", ["embedded", "hf"])
+def test_a_base_model_stops_where_its_chat_template_ends_a_reply(engine: str, tmp_path: Path) -> None:
+    """Its EOS is another token, and nothing but the template names this one: what is trained, generation and exports
+    agree on it."""
+    family = FAMILIES["chatml of a base model"]
+    tokenizer = family.make()
+    eos, end = (tokenizer.convert_tokens_to_ids(name) for name in (family.eos, family.last))
+    config = LlamaConfig(
+        vocab_size=len(tokenizer), hidden_size=16, intermediate_size=16, num_hidden_layers=1, num_attention_heads=2,
+        eos_token_id=eos, bos_token_id=None, max_position_embeddings=128,
+    )  # fmt: skip
+    model = LlamaForCausalLM(config)
+    actor = verl.Actor(model, tokenizer, rollout=engine)
+    assert actor.ends == (eos, end)
+    chat = [{"role": "user", "content": "two?"}, {"role": "assistant", "content": "four"}]
+    (trained,) = verl.OfflineDatasetLoader([{"messages": chat}], tokenizer).batch["response_tokens"]
+    assert trained[-1] == end
+    samples = actor.generate_sequences(["two"] * 8, n=4, max_new_tokens=100)
+    stopped = [tokens for tokens, finish in zip(samples["response_tokens"], samples["finish"], strict=True)
+               if finish == "stop"]  # fmt: skip
+    assert {tokens[-1] for tokens in stopped} == {eos, end}
+    assert not {eos, end} & {token for tokens in samples["response_tokens"] for token in tokens[:-1]}
+    assert not any(name in text for text in samples["response"] for name in (family.eos, family.last))
+    actor.save_pretrained(tmp_path / "out")
+    assert GenerationConfig.from_pretrained(tmp_path / "out").eos_token_id == [eos, end]
+    assert load_model(tmp_path / "out").generation_config.eos_token_id == [eos, end]

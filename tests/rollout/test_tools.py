@@ -16,10 +16,12 @@ import pytest
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from tests.conftest import CHAT
+from tests.templates import FAMILIES
+from verl.data.tokenize import to_prompts
 from verl.errors import ConfigError, DataError
 from verl.roles.actor import Actor
 from verl.rollout.base import Request, Sample, SamplingParams
-from verl.rollout.episode import Outcome, run_episodes
+from verl.rollout.episode import Client, Outcome, Turns, run_episodes
 from verl.rollout.response import check_prompt
 from verl.rollout.tools import MAX_HUNG, ToolEpisode, calculator, interpreter, tool
 from verl.sandbox import Limits
@@ -71,10 +73,11 @@ def play(
     turns: Sequence[str],
     prompt: str = "Q",
     engine: type[Scripted] = Scripted,
+    row: Any = None,
     **params: Any,
 ) -> tuple[Outcome, Scripted]:
     scripted = engine(tokenizer, turns)
-    row = {"id": "a", "prompt_tokens": tokenizer(prompt)["input_ids"]}
+    row = row or {"id": "a", "prompt_tokens": tokenizer(prompt)["input_ids"]}
     options = SamplingParams(**{"max_new_tokens": 400, **params})
 
     async def one() -> Outcome:
@@ -377,3 +380,47 @@ def test_the_template_shows_the_tools(chat: PreTrainedTokenizerBase) -> None:
     rows = Batch.from_rows([{"messages": json.dumps([{"role": "user", "content": "2+2?"}])}])
     ids: list[list[int]] = PromptTokenizer(chat, tools=ToolEpisode([calculator]).schemas)(rows)["prompt_tokens"]
     assert chat.decode(ids[0]) == "[calculator]<|user|>2+2?<|end|>\n<|assistant|>"
+
+
+@pytest.mark.parametrize("family", ["qwen2.5", "qwen3", "llama3", "mistral", "chatml of a base model"])
+def test_each_turn_stands_behind_what_the_template_writes_for_it(family: str) -> None:
+    """Several turns, tools and what else the template reads: the prompt of a turn is the rendering of the messages at
+    that turn, and no token that was sampled is encoded again."""
+    reader, end = FAMILIES[family].make(), FAMILIES[family].last
+    asked = [{"role": "user", "content": "two plus two?"}]
+    episode = ToolEpisode([calculator])
+    more: dict[str, Any] = {"tools": episode.schemas}
+    if family == "qwen3":
+        more["chat_template_kwargs"] = {"enable_thinking": False}
+    prompts = to_prompts(reader, [{"prompt": asked, **more}], episode.schemas)
+    said = call("calculator", expression="2 + 2").removesuffix("<|end|>"), "It is 4."
+    space = " " if family == "mistral" else ""  # as its template begins a reply
+    row = {"id": "a", **next(iter(prompts.rows()))}
+    outcome, engine = play(episode, reader, [f"{space}{text}{end}" for text in said], row=row)
+    (response,) = outcome.responses
+    chat = [*asked, {"role": "assistant", "content": said[0]}, {"role": "tool", "content": "4"}]
+    inputs = {"tools": episode.schemas, **more.get("chat_template_kwargs", {})}
+    turns = [asked, chat]
+    for request, messages in zip(engine.requests, turns, strict=True):
+        written = reader.apply_chat_template(messages, tokenize=False, add_generation_prompt=True, **inputs)
+        assert reader.decode(request.prompt_tokens) == written
+    length = len(engine.requests[0].prompt_tokens)
+    whole = [*engine.requests[0].prompt_tokens, *response.response_tokens]
+    assert whole[: len(engine.requests[1].prompt_tokens)] == list(engine.requests[1].prompt_tokens)
+    sampled = [t for t, bit in zip(whole[length:], response.response_mask, strict=True) if bit]
+    assert sampled == [t for text in said for t in reader(f"{space}{text}{end}", add_special_tokens=False)["input_ids"]]
+
+
+def test_a_text_that_a_stop_string_ends_is_that_of_the_response(chat: PreTrainedTokenizerBase) -> None:
+    seen: list[Any] = []
+
+    async def episode(client: Client, row: Any) -> list[Turns]:
+        params = SamplingParams(max_new_tokens=40, stop=("!",))
+        for stops in (params, SamplingParams(max_new_tokens=40)):
+            sample = await client.generate(row["prompt_tokens"], stops)
+            assert client.text is not None
+            seen.append((sample.text, client.text(sample.tokens)))
+        return [Turns().wrote(sample)]
+
+    play(episode, chat, ["<|user|>a , b !", "four<|end|>"])  # type: ignore[arg-type]
+    assert seen == [("<|user|>a , b ", "<|user|>a , b !"), (None, "four")]

@@ -7,13 +7,15 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import pyarrow as pa
 import pytest
 import torch
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 import verl
+from tests.data.frame import Frame
 from tests.trainer.cases import SHORT, low_bytes, make
-from verl.errors import ConfigError
+from verl.errors import ConfigError, DataError
 from verl.models.loading import load_tokenizer
 from verl.shard import checksum
 
@@ -67,15 +69,30 @@ def seen(tiny: Path, data: Any, steps: int | None = None, **options: Any) -> lis
     return steps_seen
 
 
-@pytest.mark.parametrize("kind", ["torch", "hub", "list", "file"])
+@pytest.mark.parametrize("kind", ["torch", "hub", "list", "file", "arrow", "frame"])
 def test_rows_are_taken_as_they_are(tiny: Path, tmp_path: Path, kind: str) -> None:
     (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in ROWS))
-    data = {"torch": Rows(ROWS), "hub": HubRows(ROWS), "list": ROWS, "file": str(tmp_path / "rows.jsonl")}[kind]
+    data: Any = {
+        "torch": Rows(ROWS),
+        "hub": HubRows(ROWS),
+        "list": ROWS,
+        "file": str(tmp_path / "rows.jsonl"),
+        "arrow": pa.Table.from_pylist(ROWS),
+        "frame": Frame(ROWS),
+    }[kind]
     found = seen(tiny, data, batch_size=4)
     assert [len(step) for step in found] == [4, 4] and len({prompt for step in found for prompt in step}) == 6
     if kind != "list":
         with pytest.raises(ConfigError, match="needs their number in a step: batch_size=N"):
             seen(tiny, data)
+
+
+def test_several_splits_are_no_batches(tiny: Path) -> None:
+    splits = {"train": Rows(ROWS), "test": Rows(ROWS)}
+    with pytest.raises(ConfigError, match="needs their number in a step: batch_size=N"):
+        seen(tiny, splits, 1)
+    with pytest.raises(DataError, match=r"several sets of rows, \['test', 'train'\]"):
+        seen(tiny, splits, 1, batch_size=2)
 
 
 def test_a_stream_needs_its_number_of_steps(tiny: Path) -> None:
@@ -111,10 +128,8 @@ def test_a_collator_that_tokenizes(tiny: Path) -> None:
 
     ours, theirs = (offline(tiny, "sft") for _ in range(2))
     ours.fit(DataLoader(Rows(ROWS), 6, collate_fn=labelled), 2)  # type: ignore[arg-type]
-    eos = tokenizer.eos_token
-    tokenizer.eos_token = None
-    data = verl.OfflineDatasetLoader([{**row, "completion": "aaaa"} for row in ROWS], tokenizer, batch_size=6)
-    tokenizer.eos_token = eos
+    rows = [{**row, "completion": "aaaa"} for row in ROWS]
+    data = verl.OfflineDatasetLoader(rows, tokenizer, batch_size=6, max_response_length=4)  # without their ends
     theirs.fit([data.batch, data.batch], 2)
     assert checksum(ours.actor.shards()) == checksum(theirs.actor.shards())
 

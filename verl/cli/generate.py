@@ -160,6 +160,7 @@ class _Writer:
     """A model and its engine, made only if a response is missing."""
 
     def __init__(self, model: str, dtype: str, options: Any) -> None:
+        from verl.data.text import ResponseText
         from verl.device import put
         from verl.models.loading import eos_token_ids, load_model, load_tokenizer
         from verl.models.packed import PackedModel
@@ -168,9 +169,9 @@ class _Writer:
 
         loaded = put(load_model(model, dtype=dtype))
         self.tokenizer = load_tokenizer(model)
-        self.engine: RolloutEngine = make_rollout_engine(
-            PackedModel(loaded), self.tokenizer, eos_token_ids(loaded, self.tokenizer), options
-        )
+        ends = eos_token_ids(loaded, self.tokenizer)
+        self._decode = ResponseText(self.tokenizer, ends)
+        self.engine: RolloutEngine = make_rollout_engine(PackedModel(loaded), self.tokenizer, ends, options)
         self.engine.load_shards(model_shards(loaded), 0)  # an engine with a copy of its own takes the weights so
         self._ahead = _AHEAD * options.max_num_seqs
 
@@ -192,9 +193,7 @@ class _Writer:
                     except RolloutError as error:
                         yield _answer(request.id, None, "refused", [], str(error))
             for sample in self.engine.step():
-                text = sample.text
-                if text is None:
-                    text = str(self.tokenizer.decode(sample.tokens, skip_special_tokens=True))
+                text = self._decode(sample.tokens) if sample.text is None else sample.text
                 yield _answer(sample.id, text, sample.finish, sample.tokens, None)
 
 

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from verl.batch import Batch
+from verl.data.text import spelled
 from verl.errors import ModelError
 
 if TYPE_CHECKING:
@@ -62,7 +63,7 @@ class CharacterAlignment:
         return there.add(carried)
 
     def _text(self, tokens: Sequence[int]) -> str:
-        return str(self.actor.decode(list(tokens)))
+        return spelled(self.actor, tokens)
 
     def _encode(self, text: str) -> tuple[list[int], list[_Span]]:
         """Token ids and the characters that each is written in."""

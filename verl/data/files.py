@@ -15,6 +15,7 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from verl.data.forms import without_fills
 from verl.errors import DataError
 
 SUFFIXES = (".jsonl", ".ndjson", ".json", ".parquet")
@@ -129,7 +130,7 @@ def _read_parquet(path: Path) -> Iterator[Any]:
     try:
         with pq.ParquetFile(path) as file:
             for chunk in file.iter_batches(batch_size=1024):
-                yield from chunk.to_pylist()
+                yield from map(without_fills, chunk.to_pylist())
     except (pa.ArrowException, ValueError, OverflowError, OSError) as error:  # damage, or values Python has no type for
         raise DataError(f"{path} is not a readable Parquet file: {error}") from error
 

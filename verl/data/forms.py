@@ -7,7 +7,9 @@ Alpaca      `instruction`, `input`, `output`, with `system`, `history`
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence, Sized
+from functools import partial
 from typing import Any
 
 from verl.errors import DataError
@@ -24,6 +26,109 @@ _ROLES = {
     "function_call": "assistant",
 }
 _SHAREGPT, _ALPACA = "conversations", ("instruction", "output")
+#: What torch's own collation makes of rows is one mapping of columns, or a chat whose roles are lists.
+COLLATED = "a DataLoader needs collate_fn=list, which leaves the rows as they are"
+#: Columns that chat templates write.
+_OF_TEMPLATES = frozenset((
+    "prompt", "messages", "conversations", "completion", "response", "chosen", "rejected", "tools", "documents",
+    "chat_template_kwargs",
+))  # fmt: skip
+#: Columns that hold no text.
+_MEDIA = ("image", "images", "video", "videos", "audio", "audios")
+
+
+def table_rows(source: Any) -> Iterable[Any]:
+    """The rows of data in memory: a list or data set, a batch of columns, a table of pandas, Arrow or Polars.
+
+    Raises:
+        DataError: it is a mapping of splits, has no length, or is no data.
+    """
+    name = type(source).__name__
+    if (records := records_of(source)) is not None:
+        return map(without_fills, records())
+    if hasattr(source, "tolist"):
+        return source.tolist()  # type: ignore[no-any-return]
+    if isinstance(source, Mapping):
+        if source and all(map(_is_split, source.values())):
+            raise DataError(f"a {name} has several sets of rows, {sorted(map(str, source))}: choose one, data['train']")
+        if not is_collated(source):
+            raise DataError(f"a mapping as data needs a task or a path; it has {sorted(map(str, source))}; {COLLATED}")
+        return uncollated(source, "the batch")
+    if hasattr(source, "__len__") and hasattr(source, "__getitem__"):
+        rows = (source[index] for index in range(len(source)))
+        return map(without_fills, rows) if hasattr(source, "features") else rows  # of Hugging Face: Arrow, too
+    if isinstance(source, Iterable):
+        raise DataError(f"a {name} has no length: read it with stream_prompts, or make a list of it")
+    raise DataError(f"rows cannot be read from a {name}: give a path, a data set, a list or a task")
+
+
+def records_of(value: Any) -> Callable[[], Iterable[Any]] | None:
+    """What gives the rows of a table of Arrow, Polars or pandas; None: this is no such table."""
+    if hasattr(value, "iloc") and hasattr(value, "columns"):
+        return partial(value.to_dict, "records")
+    return getattr(value, "to_pylist", None) or getattr(value, "to_dicts", None)
+
+
+def without_fills(row: Any) -> Any:
+    """A row of a typed table without the nulls that it has for keys which only other mappings of a list have: chat
+    templates would write them."""
+    if not isinstance(row, Mapping):
+        return row
+    return {name: _without_nulls(value) if name in _OF_TEMPLATES else value for name, value in row.items()}
+
+
+def _without_nulls(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        return {key: _without_nulls(item) for key, item in value.items() if item is not None}
+    return list(map(_without_nulls, value)) if isinstance(value, list) else value
+
+
+def _is_split(value: Any) -> bool:
+    """Whether a value of a mapping is a set of rows: columns hold one value a row, and few of them are all mappings."""
+    if isinstance(value, list | tuple):
+        return bool(value) and all(isinstance(row, Mapping) and "role" not in row for row in value)
+    return not isinstance(value, str | Mapping) and not hasattr(value, "tolist") and isinstance(value, Iterable | Sized)
+
+
+def readable_row(row: Mapping[Any, Any], where: str) -> dict[str, Any]:
+    """A row of plain values; what pandas calls missing (NaN, NaT, NA) is None.
+
+    Raises:
+        DataError: a value is an image, a video or a sound.
+    """
+    fields = {str(key): plain(value) for key, value in row.items()}
+    for name, value in fields.items():
+        if isinstance(value, float) and math.isnan(value):
+            fields[name] = None
+        elif _is_media(value) or (name in _MEDIA and value and not isinstance(value, str)):
+            raise DataError(
+                f"{where}: column '{name}' holds images or sounds, and models of text are trained here: leave the "
+                "column out, or rows that cannot be understood without it"
+            )
+    return fields
+
+
+def _is_media(value: Any) -> bool:
+    """Whether this is an image of Pillow, or an encoded one or a sound as Hugging Face's data sets have them."""
+    if isinstance(value, list):
+        return any(map(_is_media, value))
+    if isinstance(value, Mapping):
+        return isinstance(value.get("bytes"), bytes) or {"array", "sampling_rate"} <= value.keys()
+    return type(value).__module__.partition(".")[0] == "PIL"
+
+
+def plain(value: Any) -> Any:
+    """Tensors and arrays as lists, sequences and mappings as lists and dictionaries, all through; pandas' NaT and NA as
+    None."""
+    if hasattr(value, "tolist"):
+        value = value.tolist()
+    if type(value).__name__ in ("NaTType", "NAType"):
+        return None
+    if isinstance(value, Mapping):
+        return {str(key): plain(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [plain(item) for item in value]
+    return value
 
 
 def usual_row(fields: Mapping[str, Any], where: str) -> dict[str, Any]:
@@ -35,21 +140,32 @@ def usual_row(fields: Mapping[str, Any], where: str) -> dict[str, Any]:
     has = {name for name, value in fields.items() if value is not None}
     row = dict(fields)
     if _SHAREGPT in has and not has & {"messages", "prompt"}:
-        turns = [_turn(turn, where) for turn in row.pop(_SHAREGPT)]
-        messages = [*_system(row), *turns]
+        said = row.pop(_SHAREGPT)
+        if not isinstance(said, list) or not said:
+            raise DataError(f"{where}: 'conversations' is a list of turns with from and value, not {said!r:.80}")
+        turns = [_turn(turn, where) for turn in said]
+        messages = [*_system(row, where), *turns]
         given = [name for name in ("chosen", "rejected") if isinstance(row.get(name), dict)]
         replies = {name: [_turn(row[name], where)] for name in given}
         return row | ({"prompt": messages, **replies} if replies else {"messages": messages})
     if has.issuperset(_ALPACA) and "prompt" not in has:
-        asked = "\n".join(text for text in (row.pop("instruction"), row.pop("input", None)) if text)
-        before = [{"role": role, "content": text} for pair in row.pop("history", None) or ()
+        parts = [row.pop(name, None) or "" for name in ("instruction", "input")]
+        history = row.pop("history", None) or []
+        pairs = [*history, parts] if isinstance(history, list) else [history]
+        for pair in pairs:
+            if not isinstance(pair, list) or len(pair) != 2 or not all(isinstance(text, str) for text in pair):
+                raise DataError(
+                    f"{where}: 'instruction' and 'input' are texts, 'history' a list of pairs of texts (asked, "
+                    f"answered), not {pair!r:.80}"
+                )
+        before = [{"role": role, "content": text} for pair in history
                   for role, text in zip(("user", "assistant"), pair, strict=True)]  # fmt: skip
-        prompt = [*_system(row), *before, {"role": "user", "content": asked}]
-        return row | {"prompt": prompt, "completion": row.pop("output")}
+        asked = {"role": "user", "content": "\n".join(filter(None, parts))}
+        return row | {"prompt": [*_system(row, where), *before, asked], "completion": row.pop("output")}
     return row
 
 
-def tool_schemas(value: Any, where: str) -> list[dict[str, Any]]:
+def tool_schemas(value: Any) -> list[dict[str, Any]]:
     """The column `tools`: JSON schemas of functions, a list or JSON of one.
 
     Raises:
@@ -58,9 +174,9 @@ def tool_schemas(value: Any, where: str) -> list[dict[str, Any]]:
     try:
         found = json.loads(value) if isinstance(value, str) else value
     except ValueError as error:
-        raise DataError(f"{where}: column 'tools' is no JSON: {error}") from error
+        raise DataError(f"column 'tools' is no JSON: {error}") from error
     if not isinstance(found, list) or not all(isinstance(tool, Mapping) for tool in found):
-        raise DataError(f"{where}: column 'tools' is a list of JSON schemas, not {value!r:.60}")
+        raise DataError(f"column 'tools' is a list of JSON schemas, not {value!r:.60}")
     return [dict(tool) for tool in found]
 
 
@@ -68,7 +184,7 @@ def _turn(turn: Any, where: str) -> dict[str, Any]:
     if isinstance(turn, Mapping) and "role" in turn:
         return dict(turn)
     speaker = turn.get("from") if isinstance(turn, Mapping) else None
-    if speaker not in _ROLES or not isinstance(turn.get("value"), str):
+    if not isinstance(speaker, str) or speaker not in _ROLES or not isinstance(turn.get("value"), str):
         raise DataError(
             f"{where}: a turn of 'conversations' has from ({', '.join(_ROLES)}) and value, not {turn!r:.80}"
         )
@@ -82,8 +198,10 @@ def _turn(turn: Any, where: str) -> dict[str, Any]:
     return {"role": "assistant", "content": "", "tool_calls": [{"type": "function", "function": c} for c in calls]}
 
 
-def _system(row: dict[str, Any]) -> list[dict[str, Any]]:
+def _system(row: dict[str, Any], where: str) -> list[dict[str, Any]]:
     text = row.pop("system", None)
+    if not isinstance(text, str | None):
+        raise DataError(f"{where}: 'system' is a text, not {text!r:.80}")
     return [{"role": "system", "content": text}] if text else []
 
 

@@ -27,11 +27,12 @@ from typing import Any
 import pyarrow.parquet as pq
 
 from verl.batch import COMPUTED, Batch
+from verl.data.chat import TEMPLATE_COLUMNS, ChatTokenizer, template_inputs
 from verl.data.files import SUFFIXES, digest, inside, is_files, named, rows_by_file
-from verl.data.forms import tool_schemas, usual_row
+from verl.data.forms import readable_row, table_rows, usual_row
 from verl.data.loader import Cursor
-from verl.data.prompts import PromptForm, content_text, is_messages, plain, to_batch
-from verl.data.tokenize import PromptTokenizer, Truncation, encode_reply, encode_text, encode_turns
+from verl.data.prompts import PromptForm, chat_json, content_text, is_messages, to_batch
+from verl.data.tokenize import PromptTokenizer, Truncation, encode_behind, encode_chat, encode_pair, encode_text, naming
 from verl.errors import ConfigError, DataError
 
 _RESPONSES = ("completion", "response")
@@ -91,7 +92,7 @@ class OfflineDatasetLoader:
         self.counts: Counter[str] = Counter()
         self.name = named(source)
         self.kind, self.batch = _read(source, self.name, PromptForm(system_prompt=system_prompt))
-        self._digest = digest(self.batch.rows())
+        self._rows, self._digest = self.batch, digest(self.batch.rows())
         self._begin()
         if tokenizer is not None:
             self.tokenize(tokenizer)
@@ -101,51 +102,41 @@ class OfflineDatasetLoader:
         if self.kind == "experience":
             return
         encode = PromptTokenizer(tokenizer, max_prompt_length=self.max_prompt_length, truncation=self.truncation)
-        bare = self.batch.drop(["response_tokens", "response_mask"])
-        known = self._encoded(tokenizer)
-        if any(known):
-            bare = bare.drop(["prompt_tokens"]).add({"prompt_tokens": [row and row[0] for row in known]})
-        places = {id_: row for row, id_ in enumerate(self.batch["id"])}
-        kept = encode(bare)
+        rows, encoded = self._rows, self._encoded(ChatTokenizer(tokenizer))
+        kept = encode(rows.drop(["prompt_tokens"]).add({"prompt_tokens": [prompt for prompt, _, _ in encoded]}))
         if not len(kept):
             raise DataError(f"every prompt is longer than {self.max_prompt_length} tokens; none is left")
-        found = [known[places[id_]] for id_ in kept["id"]]
-        replies = [
-            (row[1], row[2]) if row is not None else (tokens := _reply(tokenizer, fields), [1] * len(tokens))
-            for row, fields in zip(found, kept.select(("response", "reply", "messages")).rows(), strict=True)
-        ]
-        responses = [tokens for tokens, _ in replies]
+        places = {id_: row for row, id_ in enumerate(rows["id"])}
+        replies = [encoded[places[id_]][1:] for id_ in kept["id"]]
         self.counts = encode.counts
         limits = [self._limit(length) for length in kept.lengths("prompt_tokens")]
-        cut = [tokens[:limit] for tokens, limit in zip(responses, limits, strict=True)]
-        self.counts["responses_truncated"] = sum(len(a) < len(b) for a, b in zip(cut, responses, strict=True))
-        responses = cut
+        cut = [tokens[:limit] for (tokens, _), limit in zip(replies, limits, strict=True)]
+        self.counts["responses_truncated"] = sum(
+            len(short) < len(tokens) for short, (tokens, _) in zip(cut, replies, strict=True)
+        )
         masks = [mask[: len(tokens)] for (_, mask), tokens in zip(replies, cut, strict=True)]
-        self.batch = kept.add({"response_tokens": responses, "response_mask": masks})
+        self.batch = kept.add({"response_tokens": cut, "response_mask": masks})
         self._begin()
 
-    def _encoded(self, tokenizer: Any) -> list[tuple[list[int], list[int], list[int]] | None]:
-        """Tokens of prompt and response, and the mask, of each row that is trained on several turns, or on all of its
-        text; None: of one that has a prompt and a reply."""
-        found: list[tuple[list[int], list[int], list[int]] | None] = []
-        for number, row in enumerate(self.batch.select(("messages", "turns", "tools", "response")).rows()):
-            try:
-                if row.get("turns") is not None:
-                    tools = json.loads(row["tools"]) if row.get("tools") else ()
-                    found.append(encode_turns(tokenizer, json.loads(row["messages"]), json.loads(row["turns"]), tools))
-                elif self.whole_texts:
-                    prompt, response = encode_text(tokenizer, row["response"])
-                    found.append((prompt, response, [1] * len(response)))
+    def _encoded(self, chat: ChatTokenizer) -> list[tuple[list[int], list[int], list[int]]]:
+        """Each row's prompt and response as tokens, and which of the response are trained."""
+        encoded = []
+        names = ("group", "prompt", "messages", "prompt_tokens", "turns", "response", "reply", *TEMPLATE_COLUMNS)
+        for row in self._rows.select(names).rows():
+            with naming(f"{self.name}, row {row['group']}"):
+                if row.get("messages") is not None:
+                    turns = json.loads(row["turns"]) if row.get("turns") else [_reply(row)]
+                    encoded.append(encode_chat(chat, json.loads(row["messages"]), turns, template_inputs(row)))
+                    continue
+                if row.get("prompt") is not None:
+                    prompt, response = encode_pair(chat, row["prompt"], row["response"])
+                elif row.get("prompt_tokens") is not None:
+                    prompt = row["prompt_tokens"]
+                    response = encode_behind(chat, prompt, row["response"], end=True)
                 else:
-                    found.append(None)
-            except DataError as error:
-                raise DataError(f"{self.name}, row {number}: {error}") from error
-        return found
-
-    @property
-    def whole_texts(self) -> bool:
-        """Whether the rows are plain texts, without prompts."""
-        return self.kind == "demonstrations" and not {"prompt", "messages"} & set(self.batch.columns)
+                    prompt, response = encode_text(chat, row["response"])
+                encoded.append((prompt, response, [1] * len(response)))
+        return encoded
 
     def _limit(self, prompt: int) -> int | None:
         """Tokens that the response to a prompt of so many may have."""
@@ -239,32 +230,21 @@ class _Reader:
         return [{**row, **prompted, **_response(response, prompted, where)}]
 
     def _turns(self, messages: list[dict[str, Any]], fields: dict[str, Any], where: str) -> dict[str, Any]:
-        """A chat of which every turn of the assistant is trained; `turns`, where there are several, or tools."""
-        tools = fields.pop("tools", None)
+        """A chat of which every turn of the assistant is trained; `turns`, where there are several."""
         first = next(place for place, message in enumerate(messages) if message["role"] == "assistant")
-        if first == len(messages) - 1 and not tools:
-            prompted = self.form.row({**fields, "prompt": messages[:-1]}, where)
-            return {**prompted, **_response(messages[-1:], prompted, where)}
+        prompted = {**fields, "prompt": messages[:first]}
         if not first:
             raise DataError(f"{where}: the chat begins with the assistant: put what it answers before that")
-        prompted = self.form.row({**fields, "prompt": messages[:first]}, where)
-        turns = [{key: item for key, item in m.items() if item is not None} for m in messages[first:]]
-        try:
-            kept = {"turns": json.dumps(turns, ensure_ascii=False)}
-        except TypeError as error:
-            raise DataError(f"{where}: a turn is no JSON: {error}") from error
-        if tools:
-            kept["tools"] = json.dumps(tool_schemas(tools, where), ensure_ascii=False)
-        return {**prompted, **kept, "response": content_text(messages[-1])}
+        prompted = self.form.row(prompted, where)
+        if first == len(messages) - 1:
+            return {**prompted, **_response(messages[first:], prompted, where)}
+        turns = chat_json(messages[first:], where)
+        return {**prompted, "turns": turns, "response": content_text(messages[-1])}
 
 
-def _reply(tokenizer: Any, row: Mapping[str, Any]) -> list[int]:
-    reply, messages = row.get("reply"), row.get("messages")
-    return encode_reply(
-        tokenizer,
-        row["response"] if reply is None else json.loads(reply),
-        None if messages is None else json.loads(messages),
-    )
+def _reply(row: Mapping[str, Any]) -> Any:
+    """A text, or the whole message."""
+    return row["response"] if row.get("reply") is None else json.loads(row["reply"])
 
 
 def _is_text(fields: Mapping[str, Any]) -> bool:
@@ -279,7 +259,7 @@ def _read(source: Any, name: str, form: PromptForm) -> tuple[str, Batch]:
             return "experience", recorded
         values: Iterator[tuple[Hashable, Any]] = rows_by_file(source)
     else:
-        values = zip(repeat(None), (source[index] for index in range(len(source))), strict=False)
+        values = zip(repeat(None), table_rows(source), strict=False)
     reader, rows, files = None, [], []
     for number, (file, value) in enumerate(values):
         if reader is None:
@@ -374,7 +354,7 @@ def _fields(value: Any, where: str) -> dict[str, Any]:
         raise DataError(
             f"{where} is a {type(value).__name__}, not a mapping of columns such as an OfflineDatasetLoader takes"
         )
-    fields = usual_row({str(key): plain(item) for key, item in value.items()}, where)
+    fields = usual_row(readable_row(value, where), where)
     has = {name for name, item in fields.items() if item is not None}
     replies = {"chosen", "rejected"} <= has or (has.intersection(_RESPONSES) and "messages" not in has)
     if replies and not has & {"prompt", "prompt_tokens"}:
@@ -421,20 +401,16 @@ def _response(value: Any, prompted: Mapping[str, Any], where: str) -> dict[str, 
             f"{where}: the response must be one message of the assistant; put what comes before it into the prompt"
         )
     text = content_text(value[0])
-    message = {**value[0], "content": text}
-    more = [key for key, item in message.items() if key not in ("role", "content") and item is not None]
-    if not more:
-        return {"response": text}
-    if "messages" not in prompted:
+    message = {key: item for key, item in value[0].items() if item is not None}
+    more = [key for key in message if key not in ("role", "content")]
+    if "messages" not in prompted and more:
         raise DataError(
             f"{where}: the response has {', '.join(more)} besides its content, which only a chat template writes: "
             "make the prompt messages, or take them out"
         )
-    try:
-        reply = json.dumps({key: item for key, item in message.items() if item is not None}, ensure_ascii=False)
-    except TypeError as error:
-        raise DataError(f"{where}: the response is a message that is no JSON: {error}") from error
-    return {"response": text, "reply": reply}
+    if message.get("content") == text and not more:
+        return {"response": text}
+    return {"response": text, "reply": chat_json([message], where)[1:-1]}
 
 
 def _label(value: Any, where: str) -> float:

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from verl.batch import Batch
+from verl.data.chat import ChatTokenizer
 from verl.errors import DataError
 
 #: Numbers that models computed for tokens behind the prompt that a sample was drawn with.
@@ -32,7 +33,7 @@ def with_prefixes(tokenizer: Any, batch: Batch, prefixes: Sequence[str]) -> Batc
         if not tokens or (other := text_of.setdefault(tuple(tokens), text)) != text:
             what = f"no tokens for the prefix {text!r}" if not tokens else f"the same tokens for {other!r} and {text!r}"
             raise DataError(f"the tokenizer has {what}, so the policy cannot read it: write it with other words")
-    begin = list(tokenizer("")["input_ids"])
+    begin = ChatTokenizer(tokenizer).around[0]
     former = batch["prefix_tokens"] if "prefix_tokens" in batch else [[]] * len(batch)
     wanted = [tokens_of[text] for text in prefixes]
     if former == wanted:

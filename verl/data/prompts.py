@@ -18,7 +18,7 @@ import pyarrow as pa
 
 from verl.batch import SCHEMA, WRITTEN, Batch
 from verl.data.files import digest, is_files, named, read_rows
-from verl.data.forms import is_collated, uncollated, usual_row
+from verl.data.forms import COLLATED, plain, readable_row, table_rows, usual_row
 from verl.data.tasks import task_rows
 from verl.errors import DataError, nearest
 
@@ -26,8 +26,6 @@ PROMPT_COLUMNS = ("prompt", "messages", "prompt_tokens", "question", "problem")
 USER_PREFIX = "user."
 #: A row's prompt as the system keeps it: the first of these that the row has.
 _PROMPT_FIELDS = ("prompt", "messages", "prompt_tokens")
-#: What torch's own collation makes of rows is one mapping of columns, or a chat whose roles are lists.
-_COLLATED = "a DataLoader needs collate_fn=list, which leaves the rows as they are"
 #: A column in a template, or a doubled brace.
 _BRACES = re.compile(r"\{\{|\}\}|\{([^\W\d]\w*)\}")
 #: Names that the system fills in itself, so that a user's column of that name has to step aside.
@@ -109,11 +107,11 @@ class PromptForm:
 
     def row(self, value: Any, where: str) -> dict[str, Any]:
         """The row as the system keeps it. `where` begins an error's message."""
-        fields = usual_row(_as_mapping(value, where), where)
+        fields = usual_row(readable_row(_as_mapping(value, where), where), where)
         name = self._column(fields, where)
         prompt = fields.pop(name)
-        kept = {(USER_PREFIX + key if key in _RESERVED else key): plain(item) for key, item in fields.items()}
-        return {**self._prompt(plain(prompt), fields, f"{where}: column '{name}'"), **kept}
+        kept = {(USER_PREFIX + key if key in _RESERVED else key): item for key, item in fields.items()}
+        return {**self._prompt(prompt, fields, f"{where}: column '{name}'"), **kept}
 
     def _column(self, fields: Mapping[str, Any], where: str) -> str:
         names = (self.prompt_column,) if self.prompt_column else PROMPT_COLUMNS
@@ -123,7 +121,7 @@ class PromptForm:
         if self.prompt_column:
             raise DataError(f"{where} has no prompt in '{self.prompt_column}': {nearest(self.prompt_column, fields)}")
         found = f"{where} has no prompt: none of {', '.join(names)} among its columns {sorted(fields)}"
-        raise DataError(f"{found}; {_COLLATED}" if isinstance(fields.get("role"), list | tuple) else found)
+        raise DataError(f"{found}; {COLLATED}" if isinstance(fields.get("role"), list | tuple) else found)
 
     def _prompt(self, prompt: Any, fields: Mapping[str, Any], where: str) -> dict[str, Any]:
         if isinstance(prompt, str):
@@ -157,14 +155,9 @@ class PromptForm:
         return _BRACES.sub(lambda found: str(values[found[1]]) if found[1] else found[0][0], self.template)
 
     def _dump(self, messages: list[dict[str, Any]], where: str) -> str:
-        # Arrow fills in null for a key that only other messages have.
-        messages = [{key: item for key, item in message.items() if item is not None} for message in messages]
         if self.system_prompt is not None and messages[0]["role"] != "system":
             messages = [{"role": "system", "content": self.system_prompt}, *messages]
-        try:
-            return json.dumps(messages, ensure_ascii=False)
-        except TypeError as error:
-            raise DataError(f"{where} is a chat with content that is no text: {error}") from error
+        return chat_json(messages, where)
 
 
 def load_prompts(
@@ -191,24 +184,16 @@ def load_prompts(
     """
     is_task = isinstance(source, Mapping) and "task" in source
     form = PromptForm(prompt_column, template, system_prompt, is_task if chat is None else chat)
-    if isinstance(source, Mapping) and not is_task:
-        if "path" not in source and not is_collated(source):
-            raise DataError(f"a mapping as data needs a task or a path; it has {sorted(map(str, source))}; {_COLLATED}")
-        source = source["path"] if "path" in source else uncollated(source, "the batch")
-    is_file = is_files(source)
+    if isinstance(source, Mapping) and "path" in source and not is_task:
+        source = source["path"]
     name = named(source)
+    values: Iterable[Any]
     if is_task:
-        name, values = f"task {source['task']}", iter(task_rows(source))
-    elif is_file:
+        name, values = f"task {source['task']}", task_rows(source)
+    elif is_files(source):
         values = read_rows(source)
-    elif is_messages(source):
-        values = iter([source])
-    elif hasattr(source, "__len__") and hasattr(source, "__getitem__"):
-        values = (source[index] for index in range(len(source)))
-    elif isinstance(source, Iterable):
-        raise DataError(f"a {name} has no length: read it with stream_prompts, or make a list of it")
     else:
-        raise DataError(f"prompts cannot be read from a {name}: give a path, a data set, a list or a task")
+        values = [source] if is_messages(source) else table_rows(source)
     rows = []
     for number, value in enumerate(values):
         if number == limit:
@@ -227,6 +212,7 @@ def stream_prompts(
 ) -> PromptStream:
     """Prompts of an iterable that may have no end: a torch or Hugging Face `IterableDataset`, a MosaicML
     `StreamingDataset`. Rows and options are those of `load_prompts`."""
+    source = table_rows(source) if isinstance(source, Mapping) else source
     return PromptStream(source, PromptForm(prompt_column, template, system_prompt, chat), type(source).__name__)
 
 
@@ -292,6 +278,30 @@ def prompt_text(row: Mapping[str, Any]) -> str:
     return " ".join(map(str, row["prompt_tokens"]))
 
 
+def chat_json(messages: Sequence[Mapping[str, Any]], where: str) -> str:
+    """Messages as JSON, without keys that are null: Arrow fills them in where other messages have a value.
+
+    Raises:
+        DataError: content is in parts that are no text, such as images, or is no JSON.
+    """
+    for message in messages:
+        if isinstance(message.get("content"), float):
+            raise DataError(f"{where} is a chat with content {message['content']}, which is no text")
+        parts = message["content"] if isinstance(message.get("content"), list) else []
+        for part in parts:
+            kind = part.get("type", "text") if isinstance(part, Mapping) else type(part).__name__
+            if kind != "text" or not isinstance(part.get("text"), str):
+                raise DataError(
+                    f"{where} is a chat with a part of type '{kind}': models of text are trained here, and parts are "
+                    '{"type": "text", "text": ...}. Take out what is no text'
+                )
+    kept = [{key: item for key, item in message.items() if item is not None} for message in messages]
+    try:
+        return json.dumps(kept, ensure_ascii=False)
+    except TypeError as error:
+        raise DataError(f"{where} is a chat with content that is no text: {error}") from error
+
+
 def content_text(message: Mapping[str, Any]) -> str:
     """A message's text; of content in parts, its text parts."""
     content = message.get("content")
@@ -301,24 +311,14 @@ def content_text(message: Mapping[str, Any]) -> str:
 
 
 def is_messages(value: Any) -> bool:
-    """Whether this is a chat: a list of mappings that have a role, a text, and a content."""
+    """Whether this is a chat: a list of mappings that have a role, a text, and a content or calls of tools."""
     return (
         isinstance(value, Sequence)
         and not isinstance(value, str)
         and len(value) > 0
-        and all(isinstance(m, Mapping) and "content" in m and isinstance(m.get("role"), str) for m in value)
+        and all(isinstance(m, Mapping) and isinstance(m.get("role"), str) for m in value)
+        and all("content" in m or m.get("tool_calls") for m in value)
     )
-
-
-def plain(value: Any) -> Any:
-    """Tensors and arrays as lists, sequences and mappings as lists and dictionaries, all through."""
-    if hasattr(value, "tolist"):
-        value = value.tolist()
-    if isinstance(value, Mapping):
-        return {str(key): plain(item) for key, item in value.items()}
-    if isinstance(value, list | tuple):
-        return [plain(item) for item in value]
-    return value
 
 
 def _as_mapping(value: Any, where: str) -> dict[str, Any]:

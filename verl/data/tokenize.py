@@ -1,14 +1,22 @@
-"""Prompts to token ids: a string as it is, messages through the chat template, ids as they are."""
+"""Prompts and replies to token ids: a string as it is, messages through the chat template, ids as they are.
+
+A text is tokenised as a whole and its tokens are then divided between prompt and reply, so that they are the tokens of
+that text: `decode(prompt + reply)` is a beginning of what the template writes, and a reply ends with a token that stops
+generation.
+"""
 
 from __future__ import annotations
 
 import json
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any, Literal, get_args, overload
 
 from verl.batch import Batch
-from verl.data.prompts import PromptDataset, PromptStream, load_prompts
+from verl.data.chat import TEMPLATE_COLUMNS, ChatTokenizer, template_inputs
+from verl.data.prompts import PromptDataset, PromptStream, content_text, load_prompts
+from verl.data.text import spelled
 from verl.errors import ConfigError, DataError
 
 Truncation = Literal["left", "right", "drop", "error"]
@@ -121,23 +129,25 @@ def to_prompts(tokenizer: Any, prompts: Any, tools: Sequence[Mapping[str, Any]] 
     if not missing:
         return batch
     texts = batch["prompt"] if "prompt" in batch else [None] * len(batch)
-    tokens, begin = batch["prompt_tokens"], list(tokenizer("")["input_ids"])
+    tokens, begin = batch["prompt_tokens"], ChatTokenizer(tokenizer).around[0]
     for row in missing:
         # Special tokens are spelt out, but those with which the tokenizer begins every text: it would add them again.
         ids = tokens[row][len(begin) :] if tokens[row][: len(begin)] == begin else tokens[row]
-        texts[row] = tokenizer.decode([token for token in ids if token >= 0])  # the engine refuses the others by name
+        texts[row] = spelled(tokenizer, [token for token in ids if token >= 0])  # the engine refuses others by name
     return batch.drop(["prompt"]).add({"prompt": texts})
 
 
 def encode_prompts(
     tokenizer: Any, batch: Batch, first_row: int = 0, tools: Sequence[Mapping[str, Any]] = ()
 ) -> list[list[int]]:
-    """Token ids of each row's prompt.
+    """Token ids of each row's prompt: of a text behind the tokenizer's first tokens (BOS), of a chat as its template
+    writes it with the row's `tools`, `documents` and `chat_template_kwargs`, up to where the reply begins.
 
     Raises:
-        DataError: a prompt is empty (by row), or there is no chat template.
+        DataError: a prompt is empty, or the chat template does not write it (by row), or there is none.
     """
-    rows = batch.select(("prompt_tokens", "prompt", "messages")).rows()
+    names = ("prompt_tokens", "prompt", "messages", *TEMPLATE_COLUMNS)
+    rows, chat = batch.select(names).rows(), ChatTokenizer(tokenizer)
     tokens: list[list[int]] = []
     plain: dict[int, str] = {}
     rendered: dict[int, str] = {}
@@ -146,125 +156,165 @@ def encode_prompts(
         if fields.get("prompt_tokens") is None and fields.get("prompt") is not None:
             plain[row] = fields["prompt"]
         elif fields.get("prompt_tokens") is None and fields.get("messages") is not None:
-            rendered[row] = render(tokenizer, json.loads(fields["messages"]), tools=tools)
-    for texts, special_tokens in ((plain, True), (rendered, False)):
-        if texts:
-            encoded = tokenizer(list(texts.values()), add_special_tokens=special_tokens)["input_ids"]
-            for row, ids in zip(texts, encoded, strict=True):
-                tokens[row] = list(ids)
+            with naming(f"row {first_row + row}"):
+                rendered[row] = chat.render(json.loads(fields["messages"]), template_inputs(fields, tools))
+    if texts := {**plain, **rendered}:
+        encoded = tokenizer(list(texts.values()), add_special_tokens=False)["input_ids"]
+        for row, ids in zip(texts, map(list, encoded), strict=True):
+            tokens[row] = _begun(chat, ids) if row in plain else ids
     for row, ids in enumerate(tokens):
         if not ids or plain.get(row) == "":
             raise DataError(f"row {first_row + row} has an empty prompt: remove the row")
     return tokens
 
 
-def render(
-    tokenizer: Any, messages: Sequence[Any], *, reply: bool = True, tools: Sequence[Mapping[str, Any]] = ()
-) -> str:
-    """A chat as the template writes it, up to where the reply begins; a last message that the assistant has begun
-    goes on. With `reply` false: the finished chat, nothing added.
+def encode_plain(chat: ChatTokenizer, text: str, *, closed: bool = False) -> list[int]:
+    """Tokens of a text behind the tokenizer's first ones (BOS), which stand there once if the text begins with them;
+    with `closed`, before its last ones (EOS), if it has such."""
+    return [*_begun(chat, chat.encode(text)), *(chat.around[1] if closed else ())]
+
+
+def encode_text(chat: ChatTokenizer, text: str) -> tuple[list[int], list[int]]:
+    """Tokens of a plain text and its end: the first one, which nothing predicts, and the others.
 
     Raises:
-        DataError: the tokenizer has no chat template, or the template refuses the chat.
+        DataError: the text is empty, or the tokenizer has no end.
     """
-    if not getattr(tokenizer, "chat_template", None):
-        raise DataError(
-            "the prompts are chats, but the tokenizer has no chat template: give plain text, or another tokenizer"
-        )
-    begun = reply and messages[-1]["role"] == "assistant"
-    try:
-        text = tokenizer.apply_chat_template(
-            messages,
-            tools=list(tools) or None,
-            tokenize=False,
-            add_generation_prompt=reply and not begun,
-            continue_final_message=begun,
-        )
-    except Exception as error:  # a template is a program of its own: it raises what its author chose
-        raise DataError(f"the chat template cannot render {str(messages)[:200]}: {error}") from error
-    return str(text)
+    tokens = _ended(chat, encode_plain(chat, text))
+    if not text or len(tokens) < 2:
+        raise DataError("a text is empty: remove the row")
+    return tokens[:1], tokens[1:]
 
 
-def encode_reply(tokenizer: Any, reply: str | Mapping[str, Any], messages: Sequence[Any] | None = None) -> list[int]:
-    """Tokens of a reply and its end: as the chat template writes it after `messages`, else the text and EOS.
-
-    Args:
-        reply: its text; or a whole message of the assistant, with what only a template writes (`tool_calls`).
+def encode_pair(chat: ChatTokenizer, prompt: str, response: str) -> tuple[list[int], list[int]]:
+    """Tokens of a plain prompt, and of the response behind it with its end.
 
     Raises:
-        DataError: the template does not write a whole message behind `messages`, or not its calls.
+        DataError: the tokenizer has no end.
     """
-    eos = tokenizer.eos_token_id
-    message = {"role": "assistant", "content": reply} if isinstance(reply, str) else reply
-    if messages is not None:
-        before = render(tokenizer, messages)
-        whole = render(tokenizer, [*messages, message], reply=False)
-        if message.get("tool_calls"):
-            silent = {name: item for name, item in message.items() if name != "tool_calls"}
-            if whole == render(tokenizer, [*messages, silent], reply=False):
-                raise DataError("the chat template does not write tool_calls: put the calls into the content")
-        if whole.startswith(before):
-            tokens = list(tokenizer(whole[len(before) :], add_special_tokens=False)["input_ids"])
-            # What the template writes after the end of the turn is never generated.
-            return tokens[: len(tokens) - tokens[::-1].index(eos)] if eos in tokens else tokens
-    if not isinstance(reply, str):
-        raise DataError(f"the chat template does not write this reply behind its prompt: {str(reply)[:200]}")
-    tokens = list(tokenizer(reply, add_special_tokens=False)["input_ids"])
-    return tokens if eos is None or tokens[-1:] == [eos] else [*tokens, eos]
+    before, behind = _pieces(chat, [prompt, response])
+    return _begun(chat, before), _ended(chat, behind)
 
 
-def encode_turns(
-    tokenizer: Any, messages: Sequence[Any], turns: Sequence[Any], tools: Sequence[Mapping[str, Any]] = ()
+def encode_chat(
+    chat: ChatTokenizer, messages: Sequence[Any], turns: Sequence[Any], inputs: Mapping[str, Any] | None = None
 ) -> tuple[list[int], list[int], list[int]]:
-    """Tokens of a chat in which every turn of the assistant is trained.
+    """Tokens of a chat in which the assistant's turns are trained, each up to the token that stops generation.
+
+    Together they are a beginning of what the chat template writes for the whole chat, and each turn stands behind what
+    it writes as the prompt of that turn.
 
     Args:
         messages: before the first of these turns.
-        turns: from there on; the last one is the assistant's.
+        turns: from there on; the last one is the assistant's. A text is a reply; it goes on with the last message if
+            that is the assistant's, too.
+        inputs: what the template reads besides, see `template_inputs`.
 
     Returns:
         Prompt tokens; response tokens; and of these, 1 for what the assistant says and 0 for the rest.
 
     Raises:
-        DataError: the template writes earlier turns otherwise once there are later ones.
+        DataError: the template writes a reply otherwise than its prompt begins it, leaves out a part, writes earlier
+            turns otherwise once there are later ones, or ends one with no token that stops generation.
     """
-    chat, first = [*messages], render(tokenizer, messages, tools=tools)
-    prompt = list(tokenizer(first, add_special_tokens=False)["input_ids"])
-    written, response, mask = first, [], []
+    said, inputs = [*messages], inputs or {}
+    pieces, written = [], ""
     for turn in turns:
-        if turn["role"] == "assistant":
-            before = render(tokenizer, chat, tools=tools)
-            whole = render(tokenizer, [*chat, turn], reply=False, tools=tools)
-            if not before.startswith(written) or not whole.startswith(before):
-                raise DataError(
-                    "the chat template writes earlier turns otherwise once there are later ones: make a row of each "
-                    "turn of the assistant, with the chat before it as its prompt"
-                )
-            between = list(tokenizer(before[len(written) :], add_special_tokens=False)["input_ids"])
-            reply, written = _until_end(tokenizer, whole, len(before))
-            response += [*between, *reply]
-            mask += [*[0] * len(between), *[1] * len(reply)]
-        chat.append(turn)
-    return prompt, response, mask
+        message = {"role": "assistant", "content": turn} if isinstance(turn, str) else turn
+        if message["role"] == "assistant":
+            begun = isinstance(turn, str) and said[-1]["role"] == "assistant"
+            before = chat.render(said, inputs, begun=begun)
+            if begun:
+                start = said.pop()
+                message = {**start, "content": content_text(start) + turn}
+            whole = chat.render([*said, message], inputs, reply=False)
+            _check_order(written, before, whole)
+            chat.check_reply([*said, message], inputs, before[len(written) :], whole[len(written) :])
+            end = chat.reply_end(whole, len(before), calls=bool(message.get("tool_calls")))
+            pieces += [before[len(written) :], whole[len(before) : end]]
+            written = whole[:end]
+        said.append(message)
+    prompt, *behind = _pieces(chat, pieces)
+    mask = [1 - number % 2 for number, tokens in enumerate(behind) for _ in tokens]
+    return prompt, [token for tokens in behind for token in tokens], mask
 
 
-def _until_end(tokenizer: Any, text: str, start: int) -> tuple[list[int], str]:
-    """Tokens of a reply that begins at `start`, up to the end of the turn; and the text up to there."""
-    end, eos = len(text), tokenizer.eos_token
-    if eos and (place := text.rfind(eos, start)) >= 0:
-        end = place + len(eos)
-    return list(tokenizer(text[start:end], add_special_tokens=False)["input_ids"]), text[:end]
+def _check_order(written: str, before: str, whole: str) -> None:
+    """Raises DataError unless each of these renderings is the beginning of the next one."""
+    if not before.startswith(written):
+        raise DataError(
+            "the chat template writes earlier turns otherwise once there are later ones: make a row of each turn of "
+            "the assistant, with the chat before it as its prompt"
+        )
+    if not whole.startswith(before):
+        pairs = enumerate(zip(before, whole, strict=False))
+        same = next((place for place, (mine, other) in pairs if mine != other), len(whole))
+        raise DataError(
+            f"the chat template does not write this reply behind its prompt, which goes on with {before[same:][:40]!r} "
+            f"where the finished chat has {whole[same:][:20]!r}: set the tokenizer's chat_template to one that writes "
+            "both alike, or give prompt and reply as texts"
+        )
 
 
-def encode_text(tokenizer: Any, text: str) -> tuple[list[int], list[int]]:
-    """Tokens of a plain text and its end: the first one, which nothing predicts, and the others.
+def encode_behind(chat: ChatTokenizer, before: Sequence[int], text: str, *, end: bool = False) -> list[int]:
+    """Tokens of a text that stands behind tokens which stay as they are; with `end`, and of its end."""
+    tokens = _behind(chat, spelled(chat.tokenizer, before), list(before), text)
+    return _ended(chat, tokens) if end else tokens
+
+
+def _pieces(chat: ChatTokenizer, pieces: Sequence[str]) -> list[list[int]]:
+    """Tokens of each piece of a text, as the tokenizer writes the whole.
 
     Raises:
-        DataError: the text is empty.
+        DataError: the tokens are not the text, though the tokenizer can write it.
     """
-    tokens, eos = list(tokenizer(text)["input_ids"]), tokenizer.eos_token_id
-    if eos is not None and tokens[-1:] != [eos]:
-        tokens.append(eos)
-    if len(tokens) < 2:
-        raise DataError("a text is empty: remove the row")
-    return tokens[:1], tokens[1:]
+    tokens_of: list[list[int]] = []
+    context, known = "", list[int]()  # since the last token that never merges with others
+    for piece in pieces:
+        tokens_of.append(_behind(chat, context, known, piece))
+        context, known = context + piece, [*known, *tokens_of[-1]]
+        if known and known[-1] in chat.added:
+            context, known = chat.added[known[-1]], known[-1:]
+    text, tokens = "".join(pieces), [token for piece in tokens_of for token in piece]
+    if spelled(chat.tokenizer, tokens) != text and spelled(chat.tokenizer, chat.encode(text)) == text:
+        raise DataError(f"the tokenizer cannot write {pieces[-1][:40]!r} behind what stands before it")
+    return tokens_of
+
+
+def _behind(chat: ChatTokenizer, context: str, known: list[int], piece: str) -> list[int]:
+    """Tokens of a text behind `context`, which has the tokens `known`.
+
+    A token that would be of both is divided, as it is in generation, which goes on behind the tokens of a prompt.
+    """
+    whole = chat.encode(context + piece)
+    if whole[: len(known)] == known:
+        return whole[len(known) :]
+    tokens, text = chat.encode(piece), spelled(chat.tokenizer, known) + piece
+    if chat.added and spelled(chat.tokenizer, [*known, *tokens]) != text:
+        # Some tokenizers begin each text with a space, but none behind a token that never merges.
+        marked = chat.encode(next(iter(chat.added.values())) + piece)[1:]
+        return marked if spelled(chat.tokenizer, [*known, *marked]) == text else tokens
+    return tokens
+
+
+def _begun(chat: ChatTokenizer, tokens: list[int]) -> list[int]:
+    begin, _ = chat.around
+    return tokens if tokens[: len(begin)] == begin else [*begin, *tokens]
+
+
+def _ended(chat: ChatTokenizer, tokens: list[int]) -> list[int]:
+    """The tokens with one that stops generation at their end."""
+    if tokens and tokens[-1] in chat.added and tokens[-1] in chat.ends:
+        return tokens
+    if chat.tokenizer.eos_token_id is None:
+        raise DataError("the tokenizer has no eos_token, so that nothing ends a response: set tokenizer.eos_token")
+    return [*tokens, chat.tokenizer.eos_token_id]
+
+
+@contextmanager
+def naming(row: str) -> Iterator[None]:
+    """Errors in here begin with the name of the row."""
+    try:
+        yield
+    except DataError as error:
+        raise DataError(f"{row}: {error}") from error

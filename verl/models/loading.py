@@ -27,6 +27,7 @@ from transformers import (
 )
 from transformers.utils import logging as transformers_logging
 
+from verl.data.chat import ChatTokenizer
 from verl.errors import ModelError, nearest
 from verl.models.blank import blank
 from verl.models.heads import ValueModel, read_head
@@ -206,9 +207,10 @@ def find_tokenizer(model: PreTrainedModel) -> PreTrainedTokenizerBase:
 
 
 def eos_token_ids(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None = None) -> tuple[int, ...]:
-    """Every token that ends a response: those of the generation config and the tokenizer's, sorted."""
-    found: set[int] = set()
-    for owner in (getattr(model, "generation_config", None), model.config.get_text_config(), tokenizer):
+    """Every token that ends a response: those of the generation config, the tokenizer's, and the one that its chat
+    template ends a reply with, sorted."""
+    found: set[int] = set() if tokenizer is None else {*ChatTokenizer(tokenizer).ends}
+    for owner in (getattr(model, "generation_config", None), model.config.get_text_config()):
         ids = getattr(owner, "eos_token_id", None)
         found.update([ids] if isinstance(ids, int) else ids or [])
     # Default configurations of small models name tokens beyond their vocabulary.

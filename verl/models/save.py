@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from safetensors.torch import save_file
 
+from verl.data.chat import ChatTokenizer
 from verl.models.heads import ValueModel
 from verl.models.lora import has_adapters, merged_shards, save_adapter
 
@@ -39,6 +41,17 @@ def save_pretrained_dir(
         model.save_pretrained(path, state_dict=weights)
     if tokenizer is not None:
         tokenizer.save_pretrained(path)
+        if (settings := path / "generation_config.json").is_file():
+            _name_turn_end(tokenizer, settings)
+
+
+def _name_turn_end(tokenizer: PreTrainedTokenizerBase, settings: Path) -> None:
+    """Have other engines stop where generation stops here: at the token that the chat template ends a reply with, too."""
+    config, end = json.loads(settings.read_text()), ChatTokenizer(tokenizer).turn_end
+    named = config.get("eos_token_id")
+    ends = [named] if isinstance(named, int) else list(named or [])
+    if end is not None and end not in ends:
+        settings.write_text(json.dumps({**config, "eos_token_id": [*ends, end]}, indent=2) + "\n")
 
 
 def _save_classifier(model: ValueModel, path: Path) -> None:

@@ -22,6 +22,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from verl.batch import SCHEMA
+from verl.data.prompts import content_text
 from verl.errors import ConfigError, RewardError, nearest
 
 Row = dict[str, Any]
@@ -161,7 +162,7 @@ def _own_values(kind: str, rows: Sequence[Row]) -> dict[str, Any]:
 def _text(prompt: Any) -> str:
     if not isinstance(prompt, list):
         return str(prompt or "")
-    return "".join(f"{message.get('content')}\n" for message in prompt)
+    return "".join(f"{content_text(message)}\n" for message in prompt)
 
 
 def _label(row: Row) -> Any:

@@ -49,6 +49,7 @@ class RewardModel(FunctionReward):
         retries: int = 0,
         **options: Unpack[OnFailure],
     ) -> None:
+        from verl.data.chat import ChatTokenizer
         from verl.models.heads import SCORE_AT_EOS
         from verl.models.loading import find_tokenizer, load_model, load_tokenizer
 
@@ -60,6 +61,7 @@ class RewardModel(FunctionReward):
         if tokenizer is None:
             tokenizer = find_tokenizer(self.model)
         self.tokenizer = load_tokenizer(tokenizer) if isinstance(tokenizer, str) else tokenizer
+        self._chat = ChatTokenizer(self.tokenizer)
         self.batch_size = batch_size
         #: Token ids of texts -> their scores; where the placement has devices for it, by its workers there.
         self.score_tokens: Callable[[list[list[int]]], list[float]] = TokenScorer(self.model, batch_size, device)
@@ -74,18 +76,19 @@ class RewardModel(FunctionReward):
         return self.score_tokens(tokens)
 
     def _encode(self, prompt: Any, response: str) -> list[int]:
-        from verl.data.tokenize import encode_reply, render
+        from verl.data.tokenize import encode_chat, encode_pair, encode_plain
 
-        if self._at_eos:
-            chat = prompt if isinstance(prompt, list) else None
-            text = (prompt or "") if chat is None else render(self.tokenizer, chat)
-            tokens = self.tokenizer(text, add_special_tokens=chat is None)["input_ids"]
-            tokens = [*tokens, *encode_reply(self.tokenizer, response, chat)]
+        if self._at_eos and isinstance(prompt, list):
+            asked, reply, _ = encode_chat(self._chat, prompt, [response])
+            tokens = [*asked, *reply]
+        elif self._at_eos:
+            asked, reply = encode_pair(self._chat, prompt or "", response)
+            tokens = [*asked, *reply]
         elif isinstance(prompt, list):
-            text = render(self.tokenizer, [*prompt, {"role": "assistant", "content": response}], reply=False)
-            tokens = self.tokenizer(text, add_special_tokens=False)["input_ids"]
+            reply_message = {"role": "assistant", "content": response}
+            tokens = self._chat.encode(self._chat.render([*prompt, reply_message], reply=False))
         else:
-            tokens = self.tokenizer((prompt or "") + response)["input_ids"]
+            tokens = encode_plain(self._chat, (prompt or "") + response, closed=True)
         if not tokens:
             raise DataError("a prompt and a response that are both empty cannot be scored")
         return list(tokens if self.max_length is None else tokens[-self.max_length :])

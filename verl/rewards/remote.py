@@ -16,6 +16,7 @@ from typing import Any
 
 from typing_extensions import Unpack
 
+from verl.data.prompts import content_text
 from verl.errors import ConfigError, RolloutError
 from verl.rewards.calls import Slots
 from verl.rewards.functions import FunctionReward, OnFailure
@@ -291,5 +292,5 @@ def _text(content: Any) -> str:
     if not isinstance(content, list):
         return str(content or "")
     if len(content) == 1:
-        return str(content[0]["content"])
-    return "\n\n".join(f"{message['role']}: {message['content']}" for message in content)
+        return content_text(content[0])
+    return "\n\n".join(f"{message['role']}: {content_text(message)}" for message in content)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import logging
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from functools import partial
+from functools import cached_property, partial
 from typing import TYPE_CHECKING, Any, Literal
 from uuid import uuid4
 
@@ -15,7 +15,9 @@ from verl.batch import Batch
 from verl.controller.controller import Controller
 from verl.controller.group import Workers
 from verl.controller.ranks import registry
+from verl.data.chat import ChatTokenizer
 from verl.data.prefixes import with_prefixes
+from verl.data.text import ResponseText
 from verl.data.tokenize import to_prompts
 from verl.data.vocabulary import vocabulary_id
 from verl.errors import ConfigError, DataError, ModelError
@@ -235,6 +237,14 @@ class Actor:
         self.rollout_options = with_engine(self.rollout_options, self.model, self.device)
         return self.rollout_options.name
 
+    @cached_property
+    def ends(self) -> tuple[int, ...]:
+        """The tokens that end a response, see `eos_token_ids`."""
+        ends, turn_end = eos_token_ids(self.model, self.tokenizer), ChatTokenizer(self.tokenizer).turn_end
+        if turn_end in ends and turn_end not in (*eos_token_ids(self.model), self.tokenizer.eos_token_id):
+            logger.info("generation also stops at %s, with which the chat template ends a reply", turn_end)
+        return ends
+
     @property
     def outline(self) -> Mapping[str, Tensor]:
         """The whole weights on the meta device, by name. Workers of this process may cut the model that was given."""
@@ -250,7 +260,7 @@ class Actor:
                 ActorWorker,
                 self.files or PortableModel(self.model),
                 self.tokenizer,
-                eos_token_ids(self.model, self.tokenizer),
+                self.ends,
                 self.train_options,
                 self.rollout_options,
                 head=self.head,
@@ -345,7 +355,7 @@ class Actor:
     def stamped(self, samples: Batch) -> Batch:
         """Samples that have just come from an engine, with their text (`response`) and what wrote them: `tokenizer`
         and `policy_id`, which is null where older weights than the present ones began them."""
-        texts = self.tokenizer.batch_decode(samples["response_tokens"], skip_special_tokens=True)
+        texts = list(map(ResponseText(self.tokenizer, self.ends), samples["response_tokens"]))
         writers = [self.policy_id if v == self.policy_version else None for v in samples["policy_version"]]
         vocabulary = [vocabulary_id(self.tokenizer)] * len(samples)
         return samples.add({"response": texts, "policy_id": writers, "tokenizer": vocabulary})

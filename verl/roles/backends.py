@@ -11,6 +11,8 @@ from typing import TYPE_CHECKING, Any
 
 from verl.batch import Batch
 from verl.controller.controller import Controller
+from verl.data.chat import ChatTokenizer
+from verl.data.text import ResponseText
 from verl.data.tokenize import to_prompts
 from verl.errors import ConfigError, ModelError
 from verl.models.loading import load_tokenizer
@@ -148,9 +150,12 @@ class RolloutWorker:
         return load_tokenizer(self._tokenizer) if isinstance(self._tokenizer, str) else self._tokenizer
 
     @cached_property
+    def _ends(self) -> tuple[int, ...]:
+        return ChatTokenizer(self.tokenizer).ends
+
+    @cached_property
     def _own_engine(self) -> RolloutEngine:
-        end = self.tokenizer.eos_token_id
-        return self.engine(None, () if end is None else (end,), self.seed)
+        return self.engine(None, self._ends, self.seed)
 
     def generate_sequences(self, prompts: Any, *, n: int = 1, key: str | None = None, **sampling: Any) -> Batch:
         """Sample `n` responses to each prompt; arguments and columns are those of `Actor.generate_sequences`. A request
@@ -164,7 +169,7 @@ class RolloutWorker:
         requests = [Request(name, tokens, params) for name, tokens in pairs]
         by_id = {sample.id: Turns().wrote(sample) for sample in generate(self._own_engine, requests)}
         columns = response_columns([by_id[name] for name in rows["id"]])
-        texts = self.tokenizer.batch_decode(columns["response_tokens"], skip_special_tokens=True)
+        texts = list(map(ResponseText(self.tokenizer, self._ends), columns["response_tokens"]))
         return rows.add({**columns, "response": texts})
 
 

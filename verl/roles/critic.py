@@ -13,6 +13,8 @@ from verl.controller.controller import Controller
 from verl.controller.group import Workers
 from verl.controller.ranks import registry
 from verl.data.alignment import CharacterAlignment
+from verl.data.chat import ChatTokenizer
+from verl.data.text import spelled
 from verl.data.vocabulary import tokenizer_of, vocabulary_id
 from verl.errors import ConfigError, ModelError
 from verl.layout import ModelShape
@@ -202,8 +204,12 @@ class Critic:
         if self.tokenizer is None or "response" not in sequences:
             return
         rows = [row for row in sequences.slice(0, 8).select(["response", "response_tokens"]).rows() if row["response"]]
-        read = self.tokenizer.batch_decode([row["response_tokens"] for row in rows], skip_special_tokens=True)
-        if rows and not any(text == row["response"] for text, row in zip(read, rows, strict=True)):
+        read = [spelled(self.tokenizer, row["response_tokens"]) for row in rows]
+        # A response's text has no ends and padding, and which tokens those are is the actor's affair.
+        added = ChatTokenizer(self.tokenizer).added
+        names = [{added[token] for token in row["response_tokens"] if token in added} for row in rows]
+        pairs = zip(read, rows, names, strict=True)
+        if rows and not any(_without(text, some) == _without(row["response"], some) for text, row, some in pairs):
             raise ConfigError(
                 f"the critic's tokenizer reads {read[0][:50]!r} where the response is {rows[0]['response'][:50]!r}: "
                 "the actor has another. Give Critic(..., actor_tokenizer=actor.tokenizer) for values to be carried over"
@@ -224,6 +230,12 @@ class Critic:
     def load_shards(self, shards: Iterable[Shard]) -> None:
         self.base = None
         self.group.call("load_shards", shards)
+
+
+def _without(text: str, names: Iterable[str]) -> str:
+    for name in names:
+        text = text.replace(name, "")
+    return text
 
 
 def as_critic(critic: Any) -> Critic | None:

@@ -173,8 +173,8 @@ class Sample:
 
     `tokens` include the end-of-sequence token, stop token or stop string that ended it; `log_probs` are aligned with
     them. `policy_version` is that of the weights that sampled the first token. `text` is set for requests with stop
-    strings or a guard: the response up to the stop string that ended it. `temperature` is that of the request, for
-    episodes.
+    strings or a guard: the response as rewards read it, up to the stop string that ended it. `temperature` is that of
+    the request, for episodes.
     """
 
     id: str

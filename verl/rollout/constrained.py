@@ -77,15 +77,14 @@ class ConstrainedEpisode:
         self.masks = grammar is not None
 
     async def __call__(self, client: Client, row: Mapping[str, Any]) -> list[Turns]:
-        assert client.tokenizer is not None
+        assert client.text is not None
         grammar = self.grammar(row) if callable(self.grammar) else self.grammar
         for rejected in range(self.max_resamples + 1):
             sample = await client.generate(row["prompt_tokens"], grammar=grammar, guard=self.guard)
             turns = Turns(rejected=rejected).wrote(sample)
             holds = sample.finish == "stop" or (sample.finish == "length" and grammar is None)
             if holds and self.accept is not None:
-                text = client.tokenizer.decode(sample.tokens, skip_special_tokens=True)
-                accepted = self.accept(str(text), row)
+                accepted = self.accept(client.text(sample.tokens), row)
                 holds = bool(await accepted if inspect.isawaitable(accepted) else accepted)
             if holds:
                 return [turns]

@@ -23,8 +23,11 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import pyarrow as pa
 
+from verl.data.chat import ChatTokenizer
+from verl.data.text import ResponseText
 from verl.errors import ConfigError, RolloutError
 from verl.rollout.base import Finish, Guard, LogitsProcessor, Request, RolloutEngine, Sample, SamplingParams, check_new
+from verl.rollout.stop_strings import cut_text
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -107,13 +110,13 @@ class Client:
     Attributes:
         params: sampling parameters of the row.
         tokenizer: the policy's.
+        text: tokens of a response -> their text, as rewards read it; None where there is no tokenizer.
     """
 
-    def __init__(
-        self, pump: _Pump, row_id: str, params: SamplingParams, tokenizer: PreTrainedTokenizerBase | None
-    ) -> None:
+    def __init__(self, pump: _Pump, row_id: str, params: SamplingParams, text: ResponseText | None) -> None:
         self.params = params
-        self.tokenizer = tokenizer
+        self.tokenizer: PreTrainedTokenizerBase | None = None if text is None else text.tokenizer
+        self.text = text
         self._pump = pump
         self._row_id = row_id
         self._asked = 0
@@ -137,6 +140,8 @@ class Client:
         params = params or self.params
         sample = await self._pump.ask(Request(name, prompt_tokens, params, processors, guard, grammar))
         sample.temperature = params.temperature
+        if self.text is not None and (params.stop or guard is not None):
+            sample.text = cut_text(self.text, sample.tokens, params)
         return sample
 
 
@@ -258,6 +263,7 @@ async def run_episodes(
     episode: Episode = single_turn,
     *,
     tokenizer: PreTrainedTokenizerBase | None = None,
+    ends: Sequence[int] | None = None,
     deadline: float | None = None,
 ) -> AsyncGenerator[Outcome, None]:
     """Run one episode per row and yield the outcomes in the order in which they finish.
@@ -265,6 +271,7 @@ async def run_episodes(
     Args:
         rows: each has `id` and the columns that the episode reads.
         params: of all rows, or one per row.
+        ends: tokens that end a response; None: those of the tokenizer.
         deadline: seconds for an episode; None: its own, or 600. If it raises or exceeds them, its outcome has an error
             and its requests are aborted; the others continue.
 
@@ -275,11 +282,14 @@ async def run_episodes(
     pump = _Pump(engine)
     pumping = asyncio.create_task(pump.run())
     seconds = float(getattr(episode, "deadline", DEADLINE)) if deadline is None else deadline
+    if tokenizer is not None and ends is None:
+        ends = ChatTokenizer(tokenizer).ends
+    text = None if tokenizer is None else ResponseText(tokenizer, ends or ())
 
     async def one(index: int) -> Outcome:
         row = rows[index]
         own = params if isinstance(params, SamplingParams) else params[index]
-        client = Client(pump, str(row["id"]), own, tokenizer)
+        client = Client(pump, str(row["id"]), own, text)
         try:
             responses = await with_deadline(episode(client, row), seconds)
         except LateError:
@@ -321,13 +331,14 @@ def outcomes(
     params: Sequence[SamplingParams],
     episode: Episode,
     tokenizer: PreTrainedTokenizerBase,
+    ends: Sequence[int],
 ) -> Generator[Outcome, None, None]:
     """`run_episodes` for synchronous code, whether or not an event loop runs in this thread."""
     done: queue.SimpleQueue[Outcome | BaseException | None] = queue.SimpleQueue()
     loop = asyncio.new_event_loop()
 
     async def collect() -> None:
-        async with aclosing(run_episodes(engine, rows, params, episode, tokenizer=tokenizer)) as episodes:
+        async with aclosing(run_episodes(engine, rows, params, episode, tokenizer=tokenizer, ends=ends)) as episodes:
             async for outcome in episodes:
                 done.put(outcome)
 

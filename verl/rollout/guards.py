@@ -11,6 +11,10 @@ from functools import cached_property
 from typing import Any, TypeVar
 
 from verl import device
+from verl.data.chat import ChatTokenizer
+from verl.data.prompts import content_text
+from verl.data.text import ResponseText
+from verl.data.tokenize import encode_plain
 from verl.errors import ConfigError, nearest
 
 _T = TypeVar("_T", bound=Callable[..., Any])
@@ -123,6 +127,8 @@ class GuardModel:
         """
         import torch
 
+        from verl.models.loading import eos_token_ids
+
         with self._one_at_a_time, torch.inference_mode():
             model, tokenizer, is_classifier = self._loaded
             tokens = torch.tensor([self._question(tokenizer, prompt, response)], device=model.device)
@@ -131,8 +137,8 @@ class GuardModel:
             found = model.generate(
                 tokens, attention_mask=torch.ones_like(tokens), max_new_tokens=self.max_new_tokens, do_sample=False
             )
-            verdict = str(tokenizer.decode(found[0, tokens.shape[1] :], skip_special_tokens=True))
-            return self.accepts(verdict)
+            read = ResponseText(tokenizer, eos_token_ids(model, tokenizer))
+            return self.accepts(read(found[0, tokens.shape[1] :].tolist()))
 
     def accepts(self, verdict: str) -> bool:
         """Whether a verdict in words is a good one."""
@@ -152,12 +158,12 @@ class GuardModel:
         return device.put(model, self.device), tokenizer, is_classifier
 
     def _question(self, tokenizer: Any, prompt: str, response: str) -> list[int]:
+        chat = ChatTokenizer(tokenizer)
         if self.template is None and getattr(tokenizer, "chat_template", None):
             turns = [{"role": "user", "content": prompt}, {"role": "assistant", "content": response}]
-            text = tokenizer.apply_chat_template(turns, tokenize=False, add_generation_prompt=True)
-            return list(tokenizer(text, add_special_tokens=False)["input_ids"])
+            return chat.encode(chat.render(turns, begun=False))
         text = (self.template or TEMPLATE).replace("{prompt}", prompt).replace("{response}", response)
-        return list(tokenizer(text)["input_ids"])
+        return encode_plain(chat, text, closed=True)
 
 
 def _words(text: str) -> list[str]:
@@ -168,6 +174,5 @@ def _words(text: str) -> list[str]:
 def _asked(row: Mapping[str, Any]) -> str:
     """The prompt of a row as text; of a chat, its last message."""
     if row.get("messages"):
-        content = json.loads(row["messages"])[-1].get("content")
-        return content if isinstance(content, str) else json.dumps(content)
+        return content_text(json.loads(row["messages"])[-1])
     return str(row.get("prompt") or "")

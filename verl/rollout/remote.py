@@ -223,8 +223,7 @@ class ServerEngine(RemoteEngine):
 
     async def _sample(self, request: Request, arguments: dict[str, Any]) -> Sample:
         prompt = list(request.prompt_tokens)
-        ours = {"skip_special_tokens": False, "return_token_ids": True}
-        body = {"model": await self._model(), "prompt": prompt, **arguments, **ours}
+        body = {"model": await self._model(), "prompt": prompt, **arguments, "return_token_ids": True}
         body.pop("detokenize")
         read = lambda answer: _read(request, answer, self._vocab_size)  # noqa: E731
         return await self.pool.ask({_COMPLETIONS: body}, read, key=tuple(prompt))
@@ -317,10 +316,7 @@ def _read(request: Request, answer: Any, vocab_size: int) -> Sample:
         raise ValueError("some tokens are not in the model's vocabulary")
     if not all(-1e9 < number <= 1e-3 for number in log_probs):
         raise ValueError("some log-probs are invalid")
-    text = choice.get("text") if request.params.stop else None
-    if not isinstance(text, str | None):
-        raise TypeError("the text is not a string")
-    return Sample(request.id, tokens, log_probs, FINISH[choice["finish_reason"]], 0, text)
+    return Sample(request.id, tokens, log_probs, FINISH[choice["finish_reason"]], 0)
 
 
 class AsyncVLLMEngine(RemoteEngine):
@@ -369,8 +365,7 @@ class AsyncVLLMEngine(RemoteEngine):
         arguments = arguments | {"flat_logprobs": True}
         completion = (await self._last(request.id, list(request.prompt_tokens), arguments)).outputs[0]
         finish = FINISH.get(completion.finish_reason, "abort")
-        text = completion.text if request.params.stop else None
-        return Sample(request.id, list(completion.token_ids), sampled(completion.logprobs), finish, 0, text)
+        return Sample(request.id, list(completion.token_ids), sampled(completion.logprobs), finish, 0)
 
     async def _score(self, prompt: list[int], response: list[int]) -> list[float]:
         output = await self._last("verl-score", prompt + response, {"max_tokens": 1, "prompt_logprobs": 0})

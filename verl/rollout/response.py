@@ -11,6 +11,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from verl.data.text import ResponseText
 from verl.device import HostCopy, is_host, to_device
 from verl.errors import RolloutError
 from verl.rollout.base import Finish, Guard, LongPromptError, Request, Sample, SamplingParams
@@ -67,7 +68,7 @@ class Response:
                 f"request '{request.id}' has stop strings, a guard or a grammar; the engine was given no tokenizer"
             )
         if tokenizer is not None and (self.params.stop or request.guard is not None):
-            self.watch = StopWatch(tokenizer, self.params.stop)
+            self.watch = StopWatch(ResponseText(tokenizer, eos_token_ids), self.params.stop)
         if request.guard is not None and request.guard.every < 1:
             raise RolloutError(
                 f"request '{request.id}': its guard checks every {request.guard.every} tokens, it must be at least 1"

@@ -5,8 +5,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
+from verl.data.text import ResponseText, spelled
+
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
+
+    from verl.rollout.base import SamplingParams
 
 _UNFINISHED = "\ufffd"
 
@@ -18,10 +22,10 @@ class StopWatch:
     are no whole character yet are held back.
     """
 
-    def __init__(self, tokenizer: PreTrainedTokenizerBase, stops: Sequence[str]) -> None:
+    def __init__(self, decode: ResponseText, stops: Sequence[str]) -> None:
         self.text = ""
         self._whole = ""  # of tokens that need not be decoded again
-        self._tokenizer = tokenizer
+        self._decode = decode
         self._stops = tuple(stops)
         self._before: list[int] = []  # the newest tokens that wrote something of it
         self._read = self._seen = 0
@@ -38,7 +42,7 @@ class StopWatch:
         if final or not after.endswith(_UNFINISHED):
             self._whole += new
             self._read = len(tokens)
-            # Behind tokens that write nothing (special ones) the next would be decoded as the beginning of a text.
+            # Behind tokens that write nothing (ends, padding) the next would be decoded as the beginning of a text.
             if new:
                 self._before = newest
             elif not self._whole:
@@ -61,14 +65,18 @@ class StopWatch:
         """Read on; a stop string that has ended by now does not count."""
         self._seen = len(self.read(tokens))
 
-    def _decode(self, tokens: list[int]) -> str:
-        text = self._tokenizer.decode(tokens, skip_special_tokens=True, clean_up_tokenization_spaces=False)
-        return str(text)
+
+def cut_text(decode: ResponseText, tokens: Sequence[int], params: SamplingParams) -> str:
+    """The text of a finished response, up to the stop string that ended it."""
+    watch = StopWatch(decode, params.stop)
+    watch.pass_over(tokens[: max(params.min_new_tokens - 1, 0)])
+    watch.saw_stop(tokens, final=True)
+    return watch.text
 
 
 def special_token(tokenizer: PreTrainedTokenizerBase, stop: str) -> int | None:
-    """The special token that is written so, if there is one: the text of a response never shows it."""
+    """The special token that is written so, if there is one: of an end or padding the text shows nothing."""
     token: Any = tokenizer.convert_tokens_to_ids(stop)
-    if not isinstance(token, int) or tokenizer.decode([token]) != stop:
+    if not isinstance(token, int) or spelled(tokenizer, [token]) != stop:
         return None
     return None if tokenizer.decode([token], skip_special_tokens=True) else token

@@ -28,7 +28,9 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Literal
 
 from verl import sandbox
-from verl.data.tokenize import render
+from verl.data.chat import ChatTokenizer, template_inputs
+from verl.data.text import spelled
+from verl.data.tokenize import encode_behind
 from verl.errors import ConfigError, DataError, nearest
 from verl.rollout.base import LongPromptError, Sample
 from verl.rollout.episode import Client, LateError, Turns, with_deadline
@@ -233,6 +235,7 @@ class ToolEpisode:
     async def __call__(self, client: Client, row: Mapping[str, Any]) -> list[Turns]:
         assert client.tokenizer is not None
         turns, limit, turn = Turns(), client.params.max_new_tokens, 0
+        chat, inputs = ChatTokenizer(client.tokenizer), template_inputs(row, self.schemas)
         reply: list[int] = []
         while turn < self.max_turns:
             written = len(turns.response_tokens) + len(reply)
@@ -258,7 +261,7 @@ class ToolEpisode:
             if not calls:
                 return [turns]
             results = await asyncio.gather(*(self._answer(call, client.tokenizer) for call in calls))
-            reply, turn = self.form.reply(client.tokenizer, sample, results), turn + 1
+            reply, turn = self.form.reply(chat, inputs, sample, results), turn + 1
         turns.finish = "length"  # cut before a result
         return [turns]
 
@@ -269,7 +272,7 @@ class ToolEpisode:
         tokens = tokenizer(text, add_special_tokens=False)["input_ids"]
         if len(tokens) <= self.max_result_tokens and len(text) == len(whole):
             return text
-        return str(tokenizer.decode(tokens[: self.max_result_tokens])) + " [cut]"
+        return spelled(tokenizer, tokens[: self.max_result_tokens]) + " [cut]"
 
     async def _result(self, call: _Call) -> str:
         if isinstance(call, str):
@@ -288,7 +291,7 @@ class _ChatForm:
     stop: tuple[str, ...] = ()
 
     def calls(self, tokenizer: PreTrainedTokenizerBase, sample: Sample, stop: Sequence[str]) -> list[_Call] | None:
-        return [self._read(call) for call in _CALL.findall(str(tokenizer.decode(sample.tokens)))]
+        return [self._read(call) for call in _CALL.findall(spelled(tokenizer, sample.tokens))]
 
     def _read(self, text: str) -> _Call:
         try:
@@ -301,19 +304,21 @@ class _ChatForm:
         return name, arguments
 
     def check(self, tokenizer: PreTrainedTokenizerBase) -> None:
-        self._behind(tokenizer, [_RESULT])
+        self._behind(ChatTokenizer(tokenizer), {}, [_RESULT])
 
-    def reply(self, tokenizer: PreTrainedTokenizerBase, sample: Sample, results: Sequence[str]) -> list[int]:
+    def reply(
+        self, chat: ChatTokenizer, inputs: Mapping[str, Any], sample: Sample, results: Sequence[str]
+    ) -> list[int]:
         """What the template writes after the policy's message: the rest of its end, the results, a new turn."""
-        text, last = self._behind(tokenizer, results), sample.tokens[-1]
-        if last == tokenizer.eos_token_id or last in tokenizer.added_tokens_decoder:
+        text, last = self._behind(chat, inputs, results), sample.tokens[-1]
+        if last in chat.added:
             # A template ends a message by the token that ends a response, then continues: do not repeat that token.
             # Look for it before the results only, as each of them may end with it, too.
-            before, end = self._behind(tokenizer, [_RESULT]).partition(_RESULT)[0], str(tokenizer.decode([last]))
+            before, end = self._behind(chat, inputs, [_RESULT]).partition(_RESULT)[0], chat.added[last]
             text = text[before.index(end) + len(end) :] if end in before else text
-        return list(tokenizer(text, add_special_tokens=False)["input_ids"])
+        return encode_behind(chat, [last], text)
 
-    def _behind(self, tokenizer: PreTrainedTokenizerBase, results: Sequence[str]) -> str:
+    def _behind(self, chat: ChatTokenizer, inputs: Mapping[str, Any], results: Sequence[str]) -> str:
         """What the template writes after a message that these results answer.
 
         Rendered as one chat, since a template may write the last message differently from earlier ones.
@@ -323,7 +328,7 @@ class _ChatForm:
         """
         spoken = [{"role": "user", "content": "?"}, {"role": "assistant", "content": _SPOKEN}]
         messages = [*spoken, *({"role": "tool", "content": result} for result in results)]
-        _, found, text = render(tokenizer, messages).partition(_SPOKEN)
+        _, found, text = chat.render(messages, inputs).partition(_SPOKEN)
         if not found or (_RESULT in results and _RESULT not in text):
             raise DataError(
                 "the chat template does not write messages of the role tool after the assistant's: use form='plain', "
@@ -348,7 +353,7 @@ class _PlainForm:
         Args:
             stop: further strings that end a response.
         """
-        text, before = (str(tokenizer.decode(tokens)) for tokens in (sample.tokens, sample.tokens[:-1]))
+        text, before = (spelled(tokenizer, tokens) for tokens in (sample.tokens, sample.tokens[:-1]))
         ends = [end for end in (*stop, *self.stop) if text.rfind(end) > before.rfind(end)]
         if ">>" not in ends:  # a call before `min_new_tokens` was ignored
             return []
@@ -366,8 +371,10 @@ class _PlainForm:
         names = self.arguments.get(name.strip(), [""])
         return [(name.strip(), {names[0]: argument.strip()})]
 
-    def reply(self, tokenizer: PreTrainedTokenizerBase, sample: Sample, results: Sequence[str]) -> list[int]:
-        return list(tokenizer(f" [{results[0]}]", add_special_tokens=False)["input_ids"])
+    def reply(
+        self, chat: ChatTokenizer, inputs: Mapping[str, Any], sample: Sample, results: Sequence[str]
+    ) -> list[int]:
+        return encode_behind(chat, sample.tokens[-1:], f" [{results[0]}]")
 
 
 _Form = _ChatForm | _PlainForm

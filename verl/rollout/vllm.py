@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
+from verl.data.text import ResponseText
 from verl.device import count, free_memory, free_share, is_accelerator, rng_states, set_rng_states
 from verl.errors import ConfigError, RolloutError
 from verl.models.memory import ModelSize
@@ -29,6 +30,7 @@ from verl.models.shards import tied_names
 from verl.rollout.base import Finish, NoWeightsError, Request, Sample, SamplingParams, check_new
 from verl.rollout.randomness import stream_key
 from verl.rollout.response import check_prompt
+from verl.rollout.stop_strings import cut_text
 from verl.rollout.vllm_transport import DeviceTransport, FileTransport, Transport, places_of
 from verl.shard import Shard, bunched, in_rows
 
@@ -111,6 +113,9 @@ class VLLMEngine:
         self._ready: list[Sample] = []
         #: Requests with a grammar -> prompt; requests that score such a response -> the sample.
         self._masked: dict[str, list[int]] = {}
+        #: Requests with stop strings -> their settings.
+        self._stops: dict[str, SamplingParams] = {}
+        self._decode = ResponseText(tokenizer, eos_token_ids)
         self._scoring: dict[str, Sample] = {}
         self._broken: str | None = None
         #: What has no memory now, by vLLM's names.
@@ -175,6 +180,8 @@ class VLLMEngine:
         params = sampling_arguments(request, self.seed, self.eos_token_ids, room)
         self._submit(request.id, prompt, params | {"flat_logprobs": True})
         self._versions[request.id] = version
+        if request.params.stop:
+            self._stops[request.id] = request.params
         if request.grammar is not None:
             self._masked[request.id] = prompt
 
@@ -225,6 +232,7 @@ class VLLMEngine:
             log_probs = sampled(state.logprobs_processor.logprobs)[: len(tokens)]
             self._call(self.llm.llm_engine.abort_request, [name])
             self._masked.pop(name, None)
+            self._stops.pop(name, None)
             self._ready.append(Sample(name, tokens, log_probs, "abort", self._versions.pop(name)))
         while any(sample.id in ids for sample in self._scoring.values()):
             self._advance()
@@ -313,7 +321,8 @@ class VLLMEngine:
         name = output.request_id
         tokens = list(completion.token_ids)
         finish = FINISH.get(completion.finish_reason, "abort")
-        text = completion.text if completion.text or isinstance(completion.stop_reason, str) else None
+        params = self._stops.pop(name, None)
+        text = None if params is None else cut_text(self._decode, tokens, params)
         return Sample(name, tokens, sampled(completion.logprobs), finish, self._versions.pop(name), text)
 
     def _send(self, update: dict[str, Any], shards: Sequence[Shard]) -> None:
@@ -387,6 +396,9 @@ def sampling_arguments(request: Request, seed: int, eos_token_ids: Sequence[int]
         "ignore_eos": True,  # the end tokens are listed, since transformers and vLLM differ in theirs
         "logprobs": 0,
         "detokenize": bool(params.stop),
+        # Stop strings are looked for in the text that rewards read.
+        "skip_special_tokens": False,
+        "spaces_between_special_tokens": False,
         **({"structured_outputs": {request.grammar.kind: request.grammar.text}} if request.grammar else {}),
     }
 

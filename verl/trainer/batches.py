@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 from torch.utils.data import DataLoader, Dataset
 
 from verl.data.files import is_files
+from verl.data.forms import records_of
 from verl.data.loader import PromptLoader
 from verl.data.offline import OfflineDatasetLoader
 from verl.data.prefetch import Loader, Prefetch
@@ -25,7 +26,8 @@ def as_loader(given: Any, batch_size: int | None, trainer: Trainer) -> Iterable[
     Raises:
         ConfigError: rows without `batch_size`; or with it, what has batches already, or several tasks.
     """
-    is_rows = isinstance(given, Dataset | PromptDataset) or hasattr(given, "column_names") or is_files(given)
+    is_rows = isinstance(given, Dataset | PromptDataset | Mapping) or hasattr(given, "column_names")
+    is_rows = is_rows or is_files(given) or records_of(given) is not None
     if batch_size is None:
         if is_rows:
             raise ConfigError(

@@ -209,7 +209,7 @@ class ActorWorker(TrainedWorker):
         if episode is None:
             ended = _single_turns(engine, prompts, rows)
         else:
-            ended = outcomes(engine, list(prompts.rows()), rows, episode, self.tokenizer)
+            ended = outcomes(engine, list(prompts.rows()), rows, episode, self.tokenizer, self.eos_token_ids)
         with closing(ended):  # cancels unfinished requests before the engine is used again
             version = None if episode is None else engine.policy_version
             for group in _finished_groups(ended, prompts, version, precision):

@@ -42,15 +42,13 @@ class EngineRecipe:
 
     @classmethod
     def of(cls, actor: Actor) -> EngineRecipe:
-        from verl.models.loading import eos_token_ids
-
         actor.settle_engine()
         return cls(
             config=actor.model.config.to_dict(),
             dtype=str(actor.model.dtype).removeprefix("torch."),
             device=actor.device.partition(":")[0],
             tokenizer=actor.tokenizer,
-            eos_token_ids=eos_token_ids(actor.model, actor.tokenizer),
+            eos_token_ids=actor.ends,
             fused_kernels=bool(actor.train_options.fused_kernels),
             options=actor.rollout_options,
         )

@@ -1,0 +1,241 @@
+"""Chats as their template writes them: the one place that renders them.
+
+A chat template is a program of its own. Each row gives it all that it can read (`template_inputs`), and what it does
+in its own way (content in parts, how a reply ends) is read from a small chat that it renders.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from functools import cached_property
+from typing import Any
+
+from verl.data.forms import tool_schemas
+from verl.data.prompts import content_text
+from verl.errors import DataError, nearest
+
+#: Columns of a row that a chat template reads besides the messages.
+TEMPLATE_COLUMNS = ("tools", "documents", "chat_template_kwargs")
+#: What the assistant says in a message besides its content.
+_SAID = ("tool_calls", "reasoning_content", "reasoning", "thinking")
+#: Arguments of `apply_chat_template` that a row does not set.
+_NOT_OF_ROWS = frozenset((
+    "conversation", "messages", "tools", "documents", "chat_template", "add_generation_prompt",
+    "continue_final_message", "tokenize", "padding", "truncation", "max_length", "return_tensors", "return_dict",
+    "return_assistant_tokens_mask", "sanitize_control_tokens", "tokenizer_kwargs",
+))  # fmt: skip
+#: A text that no template writes by itself.
+_PROBE = "8093517"
+_ASK, _REPLY = {"role": "user", "content": _PROBE}, {"role": "assistant", "content": _PROBE[::-1]}
+
+
+def template_inputs(row: Mapping[str, Any], shown: Sequence[Mapping[str, Any]] = ()) -> dict[str, Any]:
+    """What the chat template is given besides a row's messages: its columns `tools` and `documents`, and each entry of
+    `chat_template_kwargs`. All three may be JSON.
+
+    Args:
+        shown: JSON schemas of the episode's tools, for rows without `tools`; those of a row are some of them.
+
+    Raises:
+        DataError: a column is of another form, or names what a row does not set.
+    """
+    options = _loaded(row.get("chat_template_kwargs")) or {}
+    if not isinstance(options, Mapping) or (wrong := sorted(_NOT_OF_ROWS & options.keys())):
+        what = f"sets {', '.join(wrong)}" if isinstance(options, Mapping) else f"is {options!r:.60}"
+        raise DataError(f"column 'chat_template_kwargs' {what}: it is a mapping of variables of the chat template")
+    inputs = {name: value for name, value in options.items() if value is not None}
+    tools, documents = row.get("tools") or list(shown), _loaded(row.get("documents"))
+    if shown and tools != list(shown):
+        known = [str(_tool_name(tool)) for tool in shown]
+        for name in map(_tool_name, tool_schemas(tools)):
+            if name not in known:
+                raise DataError(f"column 'tools' has '{name}', which the episode has not: {nearest(str(name), known)}")
+    return {**inputs, **({"tools": tools} if tools else {}), **({"documents": documents} if documents else {})}
+
+
+def _loaded(value: Any) -> Any:
+    try:
+        return json.loads(value) if isinstance(value, str) else value
+    except ValueError:
+        return value
+
+
+def _tool_name(tool: Mapping[str, Any]) -> Any:
+    function = tool.get("function")
+    return (function if isinstance(function, Mapping) else tool).get("name")
+
+
+class ChatTokenizer:
+    """A tokenizer of transformers, and what its chat template does."""
+
+    def __init__(self, tokenizer: Any) -> None:
+        self.tokenizer = tokenizer
+        self._source = str(getattr(tokenizer, "chat_template", None) or "")
+
+    def render(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        inputs: Mapping[str, Any] | None = None,
+        *,
+        reply: bool = True,
+        begun: bool | None = None,
+    ) -> str:
+        """A chat up to where the reply begins; or, with `reply` false, the finished chat.
+
+        Args:
+            inputs: see `template_inputs`.
+            begun: the reply goes on with the last message; None: if that is the assistant's.
+
+        Raises:
+            DataError: the tokenizer has no chat template, or the template refuses the chat or leaves out its messages.
+        """
+        if not self._source:
+            raise DataError(
+                "the prompts are chats, but the tokenizer has no chat template: give plain text, or another tokenizer"
+            )
+        if not self._writes_text and not self._writes_parts:
+            raise DataError("the chat template does not write what messages say: set the tokenizer's chat_template")
+        begun = reply and (messages[-1]["role"] == "assistant" if begun is None else begun)
+        # Of what it cannot read it would still refuse some forms.
+        read = {k: v for k, v in (inputs or {}).items() if k not in ("tools", "documents") or k in self._source}
+        try:
+            if "tools" in read:
+                read["tools"] = tool_schemas(read["tools"])
+            return self._apply(list(map(self._readable, messages)), reply and not begun, begun, **read)
+        except DataError:
+            raise
+        except Exception as error:  # a template is a program of its own: it raises what its author chose
+            raise DataError(f"the chat template cannot render {str(messages)[:200]}: {error}") from error
+
+    def reply_end(self, chat: str, start: int, *, calls: bool) -> int:
+        """Where in a rendered chat the reply ends that begins at `start`: behind the first token that stops generation,
+        as the rest is never generated.
+
+        Args:
+            calls: the reply calls tools, and may end with another token of its own.
+
+        Raises:
+            DataError: nothing stops generation there, or the reply itself holds what does.
+        """
+        names = [self._spelling(token) for token in self.ends]
+        end = min((at + len(name) for name in names if (at := chat.find(name, start)) >= 0), default=None)
+        if end is None:
+            closing = [chat.rfind(name, start) + len(name) for name in self.added.values() if name in chat[start:]]
+            if not calls or not closing:
+                raise DataError(
+                    f"the chat template ends a reply with {chat[start:][-20:]!r}, where nothing stops generation "
+                    f"({', '.join(names) or 'the tokenizer has no eos_token'}): let it write eos_token there, or set "
+                    "the tokenizer's eos_token to the token that it ends a reply with"
+                )
+            return max(closing)
+        rest = chat[end:]
+        for name in names:
+            rest = rest.replace(name, "")
+        if not calls and rest.strip() and rest.strip() != self._behind.strip():
+            raise DataError(f"the reply holds a token that stops generation ({', '.join(names)}): take it out")
+        return end
+
+    def check_reply(
+        self, chat: Sequence[Mapping[str, Any]], inputs: Mapping[str, Any], before: str, whole: str
+    ) -> None:
+        """Raises DataError if the template leaves out what the last message of a chat says.
+
+        Args:
+            before, whole: what it writes up to that message, and in all.
+        """
+        *earlier, message = chat
+        for name in _SAID:
+            if message.get(name):
+                silent = {key: item for key, item in message.items() if key != name}
+                try:
+                    written = self.render([*earlier, silent], inputs, reply=False)
+                except DataError:  # it refuses a message without
+                    continue
+                if written == whole:
+                    raise DataError(f"the chat template does not write {name}: put what they say into the content")
+        said, before, whole = ("".join(text.split()) for text in (content_text(message), before, whole))
+        if said and whole.count(said) <= before.count(said):
+            raise DataError(
+                "the chat template leaves out a part of the reply, such as its thoughts: set the tokenizer's "
+                "chat_template to one that writes all of it, or give prompt and reply as texts"
+            )
+
+    @property
+    def ends(self) -> tuple[int, ...]:
+        """The tokens that end a reply: the tokenizer's EOS, and the template's own."""
+        found = {self.tokenizer.eos_token_id, self.turn_end} - {None}
+        return tuple(sorted(found))
+
+    @cached_property
+    def turn_end(self) -> int | None:
+        """The token that the template ends a reply with: the first one behind it that always stands alone."""
+        found = {self._tail.find(name): token for token, name in self.added.items() if name in self._tail}
+        visible = [at for at, token in found.items() if self.added[token].strip()]
+        return found[min(visible)] if visible else None
+
+    @property
+    def _behind(self) -> str:
+        """What the template writes behind the end of a finished chat."""
+        rest = self._tail if self.turn_end is None else self._tail.partition(self._spelling(self.turn_end))[2]
+        for token in self.ends:
+            rest = rest.replace(self._spelling(token), "")
+        return rest
+
+    @cached_property
+    def _tail(self) -> str:
+        """What the template writes behind what the assistant says."""
+        written = self._try([_ASK, _REPLY], False)
+        return written.rpartition(_REPLY["content"])[2] if _REPLY["content"] in written else ""
+
+    @cached_property
+    def added(self) -> dict[int, str]:
+        """Tokens that never merge with others, and how they are written."""
+        return {token: str(item) for token, item in self.tokenizer.added_tokens_decoder.items()}
+
+    @cached_property
+    def around(self) -> tuple[list[int], list[int]]:
+        """The tokens that the tokenizer puts before every text (BOS), and behind it (EOS), where none goes on."""
+        bare, text = self.encode("a"), list(self.tokenizer("a")["input_ids"])
+        starts = range(len(text) - len(bare) + 1)
+        start = next((at for at in starts if text[at : at + len(bare)] == bare), 0)
+        return text[:start], text[start + len(bare) :]
+
+    def encode(self, text: str) -> list[int]:
+        """Its tokens, nothing added."""
+        return list(self.tokenizer(text, add_special_tokens=False)["input_ids"])
+
+    def _spelling(self, token: int) -> str:
+        return self.added.get(token) or str(self.tokenizer.convert_ids_to_tokens(token))
+
+    @cached_property
+    def _writes_text(self) -> bool:
+        # A template that refuses this chat may still write others.
+        return _PROBE in (self._try([_ASK], True) or _PROBE)
+
+    @cached_property
+    def _writes_parts(self) -> bool:
+        parts = self._try([{"role": "user", "content": [{"type": "text", "text": _PROBE}]}], True)
+        return _PROBE in parts and (parts == self._try([_ASK], True) or not self._writes_text)
+
+    def _readable(self, message: Mapping[str, Any]) -> Mapping[str, Any]:
+        """The message with its content as this template reads it: parts, or their text."""
+        content = message.get("content")
+        if isinstance(content, list) and not self._writes_parts:
+            return {**message, "content": content_text(message)}
+        if isinstance(content, str) and not self._writes_text:
+            return {**message, "content": [{"type": "text", "text": content}]}
+        return message
+
+    def _try(self, messages: list[dict[str, Any]], reply: bool) -> str:
+        try:
+            return self._apply(messages, reply, False) if self._source else ""
+        except Exception:  # what its author chose
+            return ""
+
+    def _apply(self, messages: list[Any], reply: bool, begun: bool, **read: Any) -> str:
+        return str(
+            self.tokenizer.apply_chat_template(
+                messages, tokenize=False, add_generation_prompt=reply, continue_final_message=begun, **read
+            )
+        )
