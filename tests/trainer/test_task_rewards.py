@@ -44,12 +44,15 @@ def kinds(tmp_path: Path, server: Plain) -> dict[str, dict[str, Any]]:
         "tests": {"reward_model": "code_evaluator", "reward_config": {"timeout": 10, "partial": True}},
         "service": {"reward_model": f"{server.url}/score", "reward_config": {"timeout": 20, "retries": 1}},
         "services": {"reward_model": [f"{server.url}/score", f"{server.url}/score"]},
-        "judge": {"reward_model": server.url, "reward_config": {"template": "{prompt}|{response}", "timeout": 20}},
+        "judge": {
+            "reward_model": server.url,
+            "reward_config": {"template": "{prompt}|{response}", "timeout": 20, "scale": [0, 100]},
+        },
         "sum": {
             "reward_model": {
                 "low": {"source": f"{own}:low_bytes", "weight": 2},
                 "brief": [f"{own}:length", -0.1],
-                "judged": {"source": server.url, "template": "{response}", "weight": 0.5},
+                "judged": {"source": server.url, "template": "{response}", "scale": [0, 100], "weight": 0.5},
             },
         },
         "own": {"reward_model": "test_named"},

@@ -66,12 +66,12 @@ def expression(text: str) -> str | None:
                 runs.append((place, [token]))
     if len(runs) == 1 and len(runs[0][1]) == len(tokens):
         return _as_latex(" ".join(tokens))
-    told = [(place, run) for place, run in runs if _says(tokens, place, run)]
-    if len(told) > 1:
-        told = [told[-1]] if _is_introduced(tokens, told[-1][0]) else []
-    if not told:
+    answers = [(place, run) for place, run in runs if _says(tokens, place, run)]
+    if len(answers) > 1:
+        answers = [answers[-1]] if _is_introduced(tokens, answers[-1][0]) else []
+    if not answers:
         return None
-    run = told[0][1]
+    run = answers[0][1]
     while run[0].casefold() in ("and", "or"):
         run = run[1:]
     return _as_latex(" ".join(run).strip(" ,;:")) or None

@@ -223,8 +223,8 @@ class JudgeReward(_ServedReward):
         numbers = list(re.finditer(self.parse, said))
         if not numbers:
             return failure(f"the judge gave no score: {said[-200:]!r}")
-        number, most = (*numbers[-1].groups(), None)[:2]
-        if most is not None and float(most) != self.scale[1]:
+        number, most = (*numbers[-1].groups(default=""), "")[:2]
+        if most and float(most) != self.scale[1]:
             return failure(f"the judge's score is out of {most}, the scale ends at {self.scale[1]:g}: {said[-200:]!r}")
         return read_scores(float(number.replace("\u2212", "-")), 1)[0]
 

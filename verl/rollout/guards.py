@@ -90,7 +90,7 @@ class GuardModel:
         *,
         max_new_tokens: int = 8,
         template: str | None = None,
-        refuses: tuple[str, ...] = ("unsafe", "false", "no", "incorrect"),
+        refuses: str | tuple[str, ...] = ("unsafe", "false", "no", "incorrect"),
         minimum: float = 0.0,
         device: str | None = None,
         dtype: str = "auto",
