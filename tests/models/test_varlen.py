@@ -13,8 +13,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from tests.properties import examples
 from tests.models.test_packed import PROMPTS, RESPONSES, Make, difference, gradients, log_probs
+from tests.properties import examples
 from tests.varlen import varlen_attn
 from verl.models import varlen
 from verl.models.attention import Row, attend

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from tokenizers.processors import TemplateProcessing
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
 
 import verl
@@ -129,14 +130,21 @@ def test_a_classifier_judges(tiny: Path, tmp_path: Path) -> None:
     assert [guard.judge("Why?", text) for text in texts] == [score >= middle for score in scores]
 
 
-def test_a_language_model_writes_its_verdict(tiny: Path) -> None:
+def test_a_language_model_writes_its_verdict(tiny: Path, tmp_path: Path) -> None:
     model, tokenizer = AutoModelForCausalLM.from_pretrained(tiny), AutoTokenizer.from_pretrained(tiny)
     tokens = tokenizer("Is this so? good", return_tensors="pt")
     written = model.generate(**tokens, max_new_tokens=4, do_sample=False)[0, tokens["input_ids"].shape[1] :]
     first = re.findall(r"[^\W_]+", tokenizer.decode(written))[0]
     options: dict[str, Any] = {"max_new_tokens": 4, "template": "Is this so? {response}"}
-    assert not GuardModel(str(tiny), refuses=(first.upper(),), **options).judge("", "good")
-    assert GuardModel(str(tiny), refuses=(first + "x", "x"), **options).judge("", "good")
+    # One whose tokenizer ends each text is asked the same: nothing is written behind an end.
+    end = (tokenizer.eos_token, tokenizer.eos_token_id)
+    tokenizer.backend_tokenizer.post_processor = TemplateProcessing(single=f"$A {end[0]}", special_tokens=[end])
+    assert tokenizer("a")["input_ids"][-1] == end[1]
+    for saved in (model, tokenizer):
+        saved.save_pretrained(tmp_path)
+    for path in (tiny, tmp_path):
+        assert not GuardModel(str(path), refuses=(first.upper(),), **options).judge("", "good")
+        assert GuardModel(str(path), refuses=(first + "x", "x"), **options).judge("", "good")
 
 
 @pytest.mark.parametrize(

@@ -46,7 +46,7 @@ def save_pretrained_dir(
 
 
 def _name_turn_end(tokenizer: PreTrainedTokenizerBase, settings: Path) -> None:
-    """Have other engines stop where generation stops here: at the token that the chat template ends a reply with, too."""
+    """Have other engines stop where generation does here: also at the token that ends a reply in the chat template."""
     config, end = json.loads(settings.read_text()), ChatTokenizer(tokenizer).turn_end
     named = config.get("eos_token_id")
     ends = [named] if isinstance(named, int) else list(named or [])

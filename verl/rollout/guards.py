@@ -131,7 +131,7 @@ class GuardModel:
 
         with self._one_at_a_time, torch.inference_mode():
             model, tokenizer, is_classifier = self._loaded
-            tokens = torch.tensor([self._question(tokenizer, prompt, response)], device=model.device)
+            tokens = torch.tensor([self._question(tokenizer, prompt, response, is_classifier)], device=model.device)
             if is_classifier:
                 return bool(model(tokens).logits.float().reshape(-1)[0] >= self.minimum)
             found = model.generate(
@@ -157,13 +157,15 @@ class GuardModel:
         model = load_model(self.model_name, dtype=self.dtype, kind="classifier" if is_classifier else "causal")
         return device.put(model, self.device), tokenizer, is_classifier
 
-    def _question(self, tokenizer: Any, prompt: str, response: str) -> list[int]:
+    def _question(self, tokenizer: Any, prompt: str, response: str, closed: bool) -> list[int]:
+        """Tokens of what is asked; `closed`: before those that the tokenizer puts behind every text (EOS), behind which
+        nothing is written."""
         chat = ChatTokenizer(tokenizer)
         if self.template is None and getattr(tokenizer, "chat_template", None):
             turns = [{"role": "user", "content": prompt}, {"role": "assistant", "content": response}]
             return chat.encode(chat.render(turns, begun=False))
         text = (self.template or TEMPLATE).replace("{prompt}", prompt).replace("{response}", response)
-        return encode_plain(chat, text, closed=True)
+        return encode_plain(chat, text, closed=closed)
 
 
 def _words(text: str) -> list[str]:
