@@ -57,13 +57,14 @@ def staging_of(path: Path) -> Path:
     return path.with_name(f".staging-{own.host}~{own.pid}~{own.started}~{path.name}")
 
 
-def clear_staging(directory: Path) -> None:
+def clear_staging(directory: Path, *, alone: bool = False) -> None:
     """Remove what this process and processes that have ended left half made in a directory, and undo half a
-    replacement."""
+    replacement. With `alone`, a lock says that nobody else writes there: what processes of other hosts left goes, too.
+    """
     for entry in directory.iterdir():
         if match := _STAGING.fullmatch(entry.name):
             owner = Process(match[1], int(match[2]), match[3])
-            if owner.ended or owner == Process.current():
+            if alone or owner.ended or owner == Process.current():
                 try_remove(entry)
         elif entry.name.startswith(_REPLACED):
             path = entry.with_name(entry.name.removeprefix(_REPLACED))
@@ -268,10 +269,17 @@ def _started(pid: int) -> str:
     """When a process began: a digest of the boot and the clock ticks since."""
     try:
         stat = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace")
-        boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
     except OSError:
         return ""
-    return hashlib.sha256(f"{boot}:{stat.rpartition(')')[2].split()[19]}".encode()).hexdigest()[:8]
+    return hashlib.sha256(f"{boot_id()}:{stat.rpartition(')')[2].split()[19]}".encode()).hexdigest()[:8]
+
+
+def boot_id() -> str:
+    """What tells this machine, since it was started, from others, whatever its host name; "": unknown."""
+    try:
+        return Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
+    except OSError:
+        return ""
 
 
 @cache
