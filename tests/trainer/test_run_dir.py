@@ -226,9 +226,7 @@ def test_file_that_a_process_of_another_machine_renews_is_held(
 
 
 @pytest.mark.parametrize("number", [errno.ENOLCK, errno.EOPNOTSUPP])
-def test_file_system_without_locks_has_the_lease(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int
-) -> None:
+def test_file_system_without_locks_has_the_lease(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int) -> None:
     def lockf(*_: object) -> None:
         raise OSError(number, os.strerror(number))
 
