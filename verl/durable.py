@@ -80,6 +80,8 @@ def read_json(path: Path, schema: Any) -> Any:
         OSError: the file cannot be read.
         ValueError: it is too large, is no JSON, is nested too deep, or does not pass the schema.
     """
+    if path.exists() and not path.is_file():  # opening a pipe or a device may never end
+        raise ValueError("it is no regular file")
     with path.open("rb") as file:
         return parse_json(file.read(MAX_JSON_BYTES + 1), schema)
 
