@@ -23,6 +23,7 @@ from verl.controller.ranks import is_driver, torchrun_ranks, who
 from verl.durable import LineFile, append_lines
 from verl.errors import ConfigError, nearest
 from verl.trainer.completions import SHOWN, CompletionFiles
+from verl.visible import visible
 
 if TYPE_CHECKING:
     import pyarrow as pa
@@ -107,6 +108,13 @@ class JsonlSink:
 
     def close(self) -> None:
         self._lines.append()
+
+
+class _Lines(logging.Formatter):
+    """One message begins one line, whatever text is in it."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        return visible(super().format(record), "    ")
 
 
 class _LogFile(logging.Handler):
@@ -379,7 +387,7 @@ def setup_logging(log_file: str | Path | None = None) -> None:
     rank = f"{who()} " if torchrun_ranks() > 1 else ""
     for handler in handlers:
         handler.of_verl = True  # type: ignore[attr-defined]
-        handler.setFormatter(logging.Formatter(f"%(asctime)s {rank}%(levelname)s %(name)s: %(message)s"))
+        handler.setFormatter(_Lines(f"%(asctime)s {rank}%(levelname)s %(name)s: %(message)s"))
         root.addHandler(handler)
     root.setLevel(min(logging.INFO, logging.getLevelName(level)))
     root.propagate = False
