@@ -12,9 +12,7 @@ from tests.properties import examples
 from verl.trainer.logging import setup_logging
 from verl.visible import visible
 
-EVIL = (
-    "\x1b]0;title\x07\x1b[2J\r2026-01-01 00:00:00 INFO verl: ok\n2026-01-01 00:00:00 INFO verl: forged\x9b31m\u202e"
-)
+EVIL = "\x1b]0;title\x07\x1b[2J\r2026-01-01 00:00:00 INFO verl: ok\n2026-01-01 00:00:00 INFO verl: forged\x9b31m\u202e"
 
 
 @given(st.text(st.characters(codec="utf-8") | st.sampled_from("\x1b\r\n\b\x9b\u2028\u202e")))
