@@ -362,14 +362,13 @@ def check_loggers(sinks: Iterable[str]) -> None:
             _optional(name)
 
 
-def default_logger(log_dir: str | Path | bool | None, name: str) -> Logger:
-    """The logger of a trainer that was given none: console, and files in `log_dir` (None: `runs/<name>-<time>`;
-    False: no files)."""
+def run_directory(log_dir: str | Path | bool | None, name: str) -> Path | None:
+    """Where a trainer's files go: `log_dir`; None: `runs/<name>-<time>`; False: nowhere."""
     if log_dir is False:
-        return open_logger(None)
+        return None
     if log_dir is None or log_dir is True:
-        log_dir = Path("runs") / f"{name}-{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}"
-    return open_logger(log_dir, run_id=Path(log_dir).name)
+        return Path("runs") / f"{name}-{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}"
+    return Path(log_dir)
 
 
 def setup_logging(log_file: str | Path | None = None) -> None:
