@@ -19,7 +19,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 
 from tests import forked
 from verl.errors import ConfigError
-from verl.trainer.logging import JsonlSink, Logger, TensorBoardSink, default_logger, open_logger, setup_logging
+from verl.trainer.logging import JsonlSink, Logger, TensorBoardSink, open_logger, run_directory, setup_logging
 from verl.trainer.progress import ConsoleSink, describe, duration
 
 RECORD = {"reward/mean": 0.25, "kl": 0.001, "loss/actor": -0.5, "updated": True, "note": "fine"}
@@ -309,17 +309,21 @@ def test_trackers_get_the_same_numbers(tmp_path: Path, monkeypatch: pytest.Monke
     assert calls[-3:] == ["wandb finished", "wandb finished", "mlflow finished"]
 
 
-def test_default_logger_of_a_trainer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_default_directory_of_a_trainer(tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    log = default_logger(None, "ppo")
-    log.log(1, {"x": 1})
-    log.close()
-    (run,) = (tmp_path / "runs").iterdir()
-    assert run.name.startswith("ppo-")
+    actor = verl.Actor(str(tiny), sampling=verl.SamplingParams(max_new_tokens=2))
+
+    def log(log_dir: Any) -> Path | None:
+        trainer = verl.Trainer(actor, reward_fn=len, algorithm="grpo", n=2, log_dir=log_dir)
+        trainer.logger.log(1, {"x": 1})
+        trainer.logger.close()
+        return trainer.log_dir
+
+    run = log(None)
+    assert run is not None and run.parent == Path("runs") and run.name.startswith("grpo-")
     assert (run / "metrics.jsonl").read_text() == '{"step": 1, "x": 1}\n'
-    default_logger(tmp_path / "mine", "ppo").close()
-    assert (tmp_path / "mine" / "tensorboard").is_dir()
-    default_logger(False, "ppo").close()
+    assert log(tmp_path / "mine") == tmp_path / "mine" and (tmp_path / "mine" / "tensorboard").is_dir()
+    assert log(False) is run_directory(False, "grpo") is None
     assert sorted(p.name for p in tmp_path.iterdir()) == ["mine", "runs"]
 
 

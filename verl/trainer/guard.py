@@ -11,7 +11,6 @@ from itertools import accumulate, pairwise
 from typing import TYPE_CHECKING, Any
 
 from verl.errors import CheckpointError, ConfigError, TrainingError
-from verl.trainer.automatic import AutomaticCheckpoints
 
 if TYPE_CHECKING:
     from verl.trainer.trainer import Trainer
@@ -238,17 +237,7 @@ class Guards:
 
     def add(self, guard: SafetyGuard, trainer: Trainer) -> None:
         """Raises ConfigError if there is no place for checkpoints to go back to."""
-        if trainer.checkpoints is None:
-            if trainer.log_dir is None:
-                raise ConfigError(
-                    "a guard goes back to checkpoints, and log_dir=False leaves no place for them: give the trainer "
-                    "checkpoint_dir= and save_every="
-                )
-            folder, every = trainer.log_dir / "checkpoints", max(1, guard.rollback_steps // _CHECKPOINTS)
-            trainer.checkpoints = AutomaticCheckpoints.of(folder, every, 2, False)
-            logger.info("for the guard, a checkpoint is saved to %s every %d steps", folder, every)
-        assert trainer.checkpoints is not None
-        store = trainer.checkpoints.store
+        store = trainer.save_automatically(max(1, guard.rollback_steps // _CHECKPOINTS)).store
         store.reach = max(store.reach, guard.rollback_steps, guard.window + 2)
         self._guards.append(guard)
 

@@ -307,6 +307,22 @@ class Trainer:
         """
         self.guards.add(guard, self)
 
+    def save_automatically(self, every: int) -> AutomaticCheckpoints:
+        """Automatic checkpoints: those that there are, or in `log_dir` from now on, `every` so many steps.
+
+        Raises:
+            ConfigError: `log_dir=False` leaves no place for them.
+        """
+        if self.checkpoints is None:
+            if self.log_dir is None:
+                raise ConfigError(
+                    "a guard goes back to checkpoints, and log_dir=False leaves no place for them: give the trainer "
+                    "checkpoint_dir= and save_every="
+                )
+            self.checkpoints = AutomaticCheckpoints(self.log_dir / "checkpoints", every, 2, background=False)
+            logger.info("a checkpoint is saved to %s every %d steps", self.log_dir / "checkpoints", every)
+        return self.checkpoints
+
     def enable_3d_hybrid_engine(self, **options: Any) -> Mesh:
         """Have the actor generate in a layout of its own on the ranks that train it; before the first step.
 
@@ -395,8 +411,8 @@ class Trainer:
         self.updates += updated
         self.idle += not updated and ("update/empty" in record or record["updated"])
         logger.debug("step %d: %s", self.steps, ", ".join(f"{name}={value}" for name, value in record.items()))
-        if unseen := self.guards.unseen:
-            record["guard/unseen"] = ", ".join(name for name in unseen if name not in record)
+        if unseen := [name for name in self.guards.unseen if name not in record]:
+            record["guard/unseen"] = ", ".join(unseen)
         self.logger.log(self.steps, record)
         self._log_completions()
         self.guards.observe(record, self.steps)
