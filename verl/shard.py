@@ -89,6 +89,11 @@ class Stream(Iterable[Shard]):
         return self._begin()
 
 
+def names_digest(names: Iterable[str]) -> str:
+    """A digest of the names of tensors, in any order."""
+    return hashlib.sha256("\n".join(sorted(names)).encode()).hexdigest()[:16]
+
+
 def checksum(shards: Iterable[Shard]) -> str:
     """SHA-256 over names, places and bytes, the same in whatever order the stream comes."""
     digests = sorted(f"{s.name}{s.offset}:{_digest(s.tensor)}" for s in shards)

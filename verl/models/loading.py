@@ -16,7 +16,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, cast
 
 import torch
-from safetensors import SafetensorError
 from transformers import (
     AutoConfig,
     AutoModel,
@@ -48,9 +47,6 @@ _DTYPES: dict[str, Any] = {
 }
 _HALF = (torch.bfloat16, torch.float16)
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "spiece.model")
-# What transformers, huggingface_hub and safetensors raise for a bad name, a bad file or an unknown
-# architecture.
-_LOAD_ERRORS = (OSError, ValueError, KeyError, ImportError, RuntimeError, SafetensorError)
 
 
 def load_model(
@@ -258,8 +254,8 @@ def _explained(name: str, what: str) -> Iterator[None]:
         yield
     except ModelError:
         raise
-    except _LOAD_ERRORS as error:
-        reason = str(error).strip().split("\n")[0]
+    except Exception as error:  # transformers raises whatever a bad name, file or value leads it to
+        reason = str(error).strip().split("\n")[0] or type(error).__name__
         if os.path.isdir(name):
             raise ModelError(f"the {what} in {name} cannot be loaded: {reason}") from error
         offline = os.environ.get("HF_HUB_OFFLINE", "").upper() in ("1", "ON", "YES", "TRUE")

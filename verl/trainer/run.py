@@ -141,7 +141,7 @@ def _open_trainer(config: Config, checked: Checked, run: Run, controller: Contro
         sources = {role for task in trainer.tasks.values() for role in task.sources}
         roles = [*build.placed_roles(config, algorithms.values()), *sorted(sources & controller.mesh.pools.keys())]
         logger.info("%d ranks:\n%s", len(controller.mesh.devices), controller.mesh.picture(roles))
-    step = trainer.resume()
+    step = trainer.resume(data.train)
     if trainer.position is not None:
         data.train.load_state_dict(trainer.position)  # which refuses other prompts
     run.rewind(-1 if step is None else step)  # once nothing is refused any more

@@ -642,13 +642,17 @@ class Trainer:
         if self.checkpoints is not None:
             self.checkpoints.saved = None
 
-    def resume(self) -> int | None:
+    def resume(self, data: Loader | None = None) -> int | None:
         """Go on from the newest whole checkpoint of `checkpoint_dir`; its step, or None if there is none.
+
+        Args:
+            data: what `fit` will read: a checkpoint with a position that is none is passed over as damaged.
 
         Raises:
             CheckpointError: none is whole, or they belong to another model, algorithm or settings.
+            DataError: they are of other data.
         """
-        step = self._checkpoints().resume(self)
+        step = self._checkpoints().resume(self, data)
         if step is not None:
             logger.info("going on from step %d", step)
         return step

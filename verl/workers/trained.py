@@ -15,7 +15,7 @@ from verl.layout import Mesh
 from verl.models.packed import PackedModel
 from verl.models.portable import PortableModel
 from verl.models.source import ModelFiles, ModelSource
-from verl.shard import Shard, Stream
+from verl.shard import Shard, Stream, names_digest
 from verl.tensor_files import read_shards
 from verl.training.engine import TrainEngine
 from verl.training.options import EngineOptions, Head
@@ -150,7 +150,8 @@ class TrainedWorker:
         weights = Stream(lambda: (s for s in self.engine.shards() if chosen is None or s.name in chosen))
         parts: dict[str, Pieces] = {"weights": weights.__iter__, "optimizer": state.__iter__}
         self._files = RankFiles(Path(folder), parts, group, background=background)
-        return {**merged(gather_json(meta, group)), **self.counts()}
+        held = names_digest(self._files.names["optimizer"])
+        return {**merged(gather_json(meta, group)), "tensors": held, **self.counts()}
 
     @dispatch("train")
     def saved(self, wait: bool = True) -> list[dict[str, Any]] | None:
