@@ -22,6 +22,7 @@ from verl.rewards.calls import Slots
 from verl.rewards.functions import FunctionReward, OnFailure
 from verl.rewards.scores import Score, failure, read_scores
 from verl.rollout.servers import ServerPool, check_model_path
+from verl.user_code import describe, traceback_of
 
 TEMPLATE = """Grade the response to the prompt.
 
@@ -215,7 +216,9 @@ class JudgeReward(_ServedReward):
         try:
             return [self._within(self._parsed(said), said)]
         except Exception as error:  # the reply and the user's function may be wrong in any way
-            return [failure(f"the judge's answer cannot be read ({type(error).__name__}: {error}): {said[-200:]!r}")]
+            return [
+                failure(f"the judge's answer cannot be read ({describe(error)}): {said[-200:]!r}", traceback_of(error))
+            ]
 
     def _parsed(self, said: str) -> Score:
         if callable(self.parse):

@@ -11,6 +11,8 @@ from itertools import islice
 from numbers import Real
 from typing import Any
 
+from verl.user_code import describe, traceback_of
+
 _REASON_LENGTH = 300
 
 _OPENRLHF = ("rewards", "scores", "extra_logs")
@@ -20,16 +22,23 @@ _LARGEST = 3.4028234663852886e38
 
 @dataclass(frozen=True, slots=True)
 class Score:
-    """A number, or the reason why there is none. `failed` is False for a function that returned None."""
+    """A number, or the reason why there is none. `failed` is False for a function that returned None; `traceback` is of
+    one that raised."""
 
     value: float | None
     reason: str | None = None
     failed: bool = False
     components: dict[str, float] = field(default_factory=dict)
+    traceback: str | None = None
 
 
-def failure(reason: str) -> Score:
-    return Score(None, reason[:_REASON_LENGTH], True)
+def failure(reason: str, traceback: str | None = None) -> Score:
+    return Score(None, reason[:_REASON_LENGTH], True, traceback=traceback)
+
+
+def raised(error: BaseException) -> Score:
+    """The failure of a function that raised an error."""
+    return failure(f"raised {describe(error)}", traceback_of(error))
 
 
 def call_plain(
@@ -43,7 +52,7 @@ def call_plain(
         result = function(*args, **kwargs)
         return read_scores(loop.run_until_complete(_wait_for(result)) if inspect.isawaitable(result) else result, rows)
     except BaseException as error:  # sys.exit() in a user's function is a failed call, not the end of the run
-        return [failure(_describe(error))] * rows
+        return [raised(error)] * rows
 
 
 async def call_async(function: Callable[..., Any], args: list[Any], kwargs: dict[str, Any], rows: int) -> list[Score]:
@@ -51,7 +60,7 @@ async def call_async(function: Callable[..., Any], args: list[Any], kwargs: dict
     try:
         return read_scores(await function(*args, **kwargs), rows)
     except BaseException as error:  # as above
-        return [failure(_describe(error))] * rows
+        return [raised(error)] * rows
 
 
 async def _wait_for(result: Awaitable[Any]) -> Any:
@@ -138,13 +147,6 @@ def _transpose(columns: Mapping[str, Any]) -> list[Any]:
         return [dict(columns)]
     aligned = {k: v for k, v in lists.items() if isinstance(v, list | tuple) and len(v) == len(scores)}
     return [dict(zip(aligned, values, strict=True)) for values in zip(*aligned.values(), strict=True)]
-
-
-def _describe(error: BaseException) -> str:
-    try:
-        return f"raised {type(error).__name__}: {str(error)[:_REASON_LENGTH]}"
-    except Exception:  # the text of an exception may raise
-        return f"raised {type(error).__name__}"
 
 
 def _show(value: Any) -> str:
