@@ -14,7 +14,7 @@ from verl.errors import VerlError
 
 _NOT_THE_USERS = tuple(
     str(Path(folder).resolve())
-    for folder in (Path(__file__).parent, *(sysconfig.get_path(name) for name in ("stdlib", "purelib", "platlib")))
+    for folder in (str(Path(__file__).parent), *(sysconfig.get_path(name) for name in ("stdlib", "purelib", "platlib")))
 )
 #: Characters of an error in a message, of which its own text has some at least, and of a traceback.
 _MESSAGE, _TEXT, _TRACEBACK = 280, 100, 10_000

@@ -20,7 +20,7 @@ from verl.data.prompts import content_text
 from verl.errors import ConfigError, RolloutError
 from verl.rewards.calls import Slots
 from verl.rewards.functions import FunctionReward, OnFailure
-from verl.rewards.scores import Score, failure, read_scores
+from verl.rewards.scores import Score, failure, read_score, read_scores
 from verl.rollout.servers import ServerPool, check_model_path
 from verl.user_code import describe, traceback_of
 
@@ -222,14 +222,14 @@ class JudgeReward(_ServedReward):
 
     def _parsed(self, said: str) -> Score:
         if callable(self.parse):
-            return read_scores(self.parse(said), 1)[0]
+            return read_score(self.parse(said))
         numbers = list(re.finditer(self.parse, said))
         if not numbers:
             return failure(f"the judge gave no score: {said[-200:]!r}")
         number, most = (*numbers[-1].groups(default=""), "")[:2]
         if most and float(most) != self.scale[1]:
             return failure(f"the judge's score is out of {most}, the scale ends at {self.scale[1]:g}: {said[-200:]!r}")
-        return read_scores(float(number.replace("\u2212", "-")), 1)[0]
+        return read_score(float(number.replace("\u2212", "-")))
 
     def _within(self, score: Score, said: str) -> Score:
         low, high = self.scale
