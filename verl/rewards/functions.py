@@ -19,6 +19,7 @@ from verl.rewards.forms import name_of, recognise
 from verl.rewards.loading import load_function, split_spec
 from verl.rewards.scores import Score, failure
 from verl.rewards.source import RewardResult
+from verl.user_code import show_once
 
 logger = logging.getLogger(__name__)
 
@@ -178,6 +179,8 @@ class FunctionReward:
             logger.warning(
                 "reward %s: %d of %d failed: %s", self.name, sum(s.failed for s in scores), len(scores), latest
             )
+            for text in dict.fromkeys(score.traceback for score in scores):
+                show_once(logger, f"reward {self.name}", text)
         if too_many is not None:
             raise RewardError(
                 f"reward function '{self.name}' failed on {too_many} (latest: {latest}). "

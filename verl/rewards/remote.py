@@ -20,8 +20,9 @@ from verl.data.prompts import content_text
 from verl.errors import ConfigError, RolloutError
 from verl.rewards.calls import Slots
 from verl.rewards.functions import FunctionReward, OnFailure
-from verl.rewards.scores import Score, failure, read_scores
+from verl.rewards.scores import Score, failure, read_score, read_scores
 from verl.rollout.servers import ServerPool, check_model_path
+from verl.user_code import describe, traceback_of
 
 TEMPLATE = """Grade the response to the prompt.
 
@@ -215,18 +216,20 @@ class JudgeReward(_ServedReward):
         try:
             return [self._within(self._parsed(said), said)]
         except Exception as error:  # the reply and the user's function may be wrong in any way
-            return [failure(f"the judge's answer cannot be read ({type(error).__name__}: {error}): {said[-200:]!r}")]
+            return [
+                failure(f"the judge's answer cannot be read ({describe(error)}): {said[-200:]!r}", traceback_of(error))
+            ]
 
     def _parsed(self, said: str) -> Score:
         if callable(self.parse):
-            return read_scores(self.parse(said), 1)[0]
+            return read_score(self.parse(said))
         numbers = list(re.finditer(self.parse, said))
         if not numbers:
             return failure(f"the judge gave no score: {said[-200:]!r}")
         number, most = (*numbers[-1].groups(default=""), "")[:2]
         if most and float(most) != self.scale[1]:
             return failure(f"the judge's score is out of {most}, the scale ends at {self.scale[1]:g}: {said[-200:]!r}")
-        return read_scores(float(number.replace("\u2212", "-")), 1)[0]
+        return read_score(float(number.replace("\u2212", "-")))
 
     def _within(self, score: Score, said: str) -> Score:
         low, high = self.scale

@@ -139,8 +139,6 @@ class AsyncTrainer(Trainer):
         samples = samples if keep is None else samples.filter(keep)
         record.update(self.learn(samples) if len(samples) else {"update/empty": 1.0})
         record["updated"] = "update/empty" not in record
-        if "policy/kl" in record:
-            record.setdefault("kl", record["policy/kl"])
         self._publish()
         # Enough workers to sample a step's groups while the rest of a step goes on.
         self.group.fit(record["time/rollout"], time.perf_counter() - began - waited)

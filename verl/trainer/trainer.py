@@ -328,7 +328,7 @@ class Trainer:
 
         Returns:
             The log record: `reward` (mean of the step's samples, a float; NaN if all abstained), `reward/mean`,
-            `loss/actor`, `loss/critic`, `kl` (where one is measured), `updated`, and more.
+            `loss/actor`, `loss/critic`, `kl` (where there is a reference), `updated`, and more.
 
         Raises:
             TrainingError: too many updates in a row were not finite.
@@ -377,9 +377,6 @@ class Trainer:
         if due is not None:
             record.update(self.learn(due))
             record["updated"] = "update/empty" not in record
-            # Without a reference the KL is that of the update's policy to the one that sampled.
-            if "ref_log_probs" not in samples and "policy/kl" in record:
-                record["kl"] = record["policy/kl"]
         return record
 
     def _conclude(self, record: dict[str, Any], began: float) -> dict[str, Any]:
