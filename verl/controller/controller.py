@@ -109,6 +109,12 @@ class Controller:
         meshes = self.meshes(role, options, generation_tp)
         for name, mesh in meshes.meshes.items():
             mesh.layout.check(shape, options.strategy if name == "train" else "")
+        trains = meshes.meshes["train"]
+        if options.strategy == "deepspeed" and trains.layout.shard > 1 and trains.size < self.size:
+            raise ConfigError(
+                f"strategy 'deepspeed': ZeRO of stage 3 takes all {self.size} ranks of a job, and '{role}' trains on "
+                f"{trains.size}: give it all of them, zero_stage 1 or 2, or 'fsdp'"
+            )
         if self._job is None:
             return LocalGroup(role, recipe, self.device, meshes.meshes)
         return RankGroup(meshes, recipe, self._job)
