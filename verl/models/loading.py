@@ -180,9 +180,9 @@ def _read(name: str, auto: Any, kind: str, options: dict[str, Any], reports: lis
     more = {"use_safetensors": True, "output_loading_info": True, "ignore_mismatched_sizes": True}
     try:
         model, report = auto.from_pretrained(name, **options, **more)
-    except _LOAD_ERRORS as error:
+    except Exception as error:
         outline = None
-        with suppress(*_LOAD_ERRORS):
+        with suppress(Exception):
             outline = _from_config(name, auto, kind, {**options, "dtype": torch.float32})
         if outline is not None:  # says by name what is wrong, where that is names or shapes
             _check_files(name, outline, kind)
@@ -217,7 +217,7 @@ def _spare_names(name: str, model: Any, kind: str) -> Iterator[str]:
     if kind == "causal":
         return
     yield from head_names(files) if kind != "classifier" else ()
-    with suppress(*_LOAD_ERRORS):  # there may be no such language model
+    with suppress(Exception):  # there may be no such language model
         whole = blank(partial(AutoModelForCausalLM.from_config, inner.config))
         yield from (key for key in whole.state_dict() if not key.startswith(f"{inner.base_model_prefix}."))
 
