@@ -8,13 +8,15 @@ import sys
 from collections.abc import Iterator
 from concurrent import futures
 from pathlib import Path
+from typing import Any
 
 import grpc
 import pytest
 
 from tests.sockets import LOOPBACK, family, listeners
 from verl import cluster
-from verl.errors import ClusterError
+from verl.controller.rewards import RewardPool
+from verl.errors import ClusterError, ConfigError
 
 NEVER = "127.0.0.1:1"
 JOIN = "from verl.cluster import connect\nconnect()"
@@ -103,6 +105,21 @@ def test_the_token_is_made_for_this_user_alone(tmp_path: Path, monkeypatch: pyte
     file.chmod(0o644)
     with pytest.raises(ClusterError, match="can be read or changed by others"):
         cluster._make_token()
+
+
+@pytest.mark.parametrize(
+    "make", [lambda f: RewardPool(f, "r", workers=5000), lambda f: RewardPool(f, "r", workers=1, max_workers=5000)]
+)
+def test_more_workers_than_a_machine_bears_are_refused(make: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    with pytest.raises(ConfigError, match=r"5000 reward workers are more than this machine of \d+ CPUs bears, at most"):
+        make(len)
+    pool = RewardPool(len, "r", workers=1)
+    with pytest.raises(ConfigError, match="5000 reward workers are more"):
+        pool.scale(5000)
+    assert pool.size == 0
+    monkeypatch.setenv("RAY_ADDRESS", "elsewhere:6379")
+    make(len)
 
 
 def test_no_answer_is_said_at_once() -> None:

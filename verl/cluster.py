@@ -31,6 +31,8 @@ _ANSWER = 5.0
 #: Seconds for a cluster, a rank or a worker to start. One that dies is noticed at once: this ends silent hangs, and
 #: leaves time for the imports of many processes on a busy machine.
 START_DEADLINE = 300.0
+#: Processes of one kind that are started on this machine: so many, or so many for each CPU.
+_MANY, _PER_CPU = 64, 8
 #: Bytes of an answer that need not go through the object store.
 _INLINE = 1 << 20
 _CLUSTER_ID = "/ray.rpc.NodeInfoGcsService/GetClusterId"
@@ -86,6 +88,21 @@ def connect() -> Any:
             check(found)
             _checked = found
         return ray
+
+
+def check_count(count: int, what: str) -> None:
+    """Refuse more processes than the machine bears on which a cluster would be started.
+
+    Raises:
+        ConfigError: that many.
+    """
+    cpus = os.cpu_count() or 1
+    most = max(_MANY, _PER_CPU * cpus)
+    if count > most and not os.environ.get("RAY_ADDRESS"):
+        raise ConfigError(
+            f"{count} {what} are more than this machine of {cpus} CPUs bears, at most {most}: ask for fewer, or set "
+            "RAY_ADDRESS to a cluster"
+        )
 
 
 def _end(ray: Any) -> None:

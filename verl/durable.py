@@ -21,7 +21,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
-from typing import IO, Annotated, Any
+from typing import IO, Annotated, Any, AnyStr, Generic
 
 from pydantic import Field, TypeAdapter, ValidationError
 
@@ -131,30 +131,35 @@ def append_lines(path: Path, text: str) -> None:
         OSError: the disk does not take them.
     """
     with path.open("a+b", buffering=0) as file:
-        end = _whole_lines(file)
+        _append_at(file, _whole_lines(file), text.encode())
+
+
+def _append_at(file: IO[bytes], end: int, content: bytes) -> int:
+    """Let the content follow what a file has up to `end`, all or none; returns the new end."""
+    file.truncate(end)
+    try:
+        rest = memoryview(content)
+        while rest:
+            rest = rest[file.write(rest) or 0 :]
+    except OSError:
         file.truncate(end)
-        try:
-            rest = memoryview(text.encode())
-            while rest:
-                rest = rest[file.write(rest) or 0 :]
-        except OSError:
-            file.truncate(end)
-            raise
+        raise
+    return end + len(content)
 
 
-class LineFile:
+class LineFile(Generic[AnyStr]):
     """A file that lines are appended to. What the disk does not take waits (the latest 100,000 lines) and follows when
     it does; a warning says so once each time."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        self._waiting: deque[str] = deque(maxlen=100_000)
+        self._waiting: deque[AnyStr] = deque(maxlen=100_000)
         self._is_refused = False
 
-    def append(self, *lines: str) -> None:
+    def append(self, *lines: AnyStr) -> None:
         self._waiting += lines
         try:
-            append_lines(self.path, "".join(self._waiting))
+            self._write(self._waiting)
         except OSError as error:
             if not self._is_refused:
                 self._is_refused = True  # first, as the warning may be a line of this file
@@ -162,6 +167,19 @@ class LineFile:
         else:
             self._waiting.clear()
             self._is_refused = False
+
+    def _write(self, lines: Iterable[Any]) -> None:
+        append_lines(self.path, "".join(lines))
+
+
+class RecordFile(LineFile[bytes]):
+    """The same of a new file of binary records."""
+
+    _end = 0
+
+    def _write(self, lines: Iterable[bytes]) -> None:
+        with self.path.open("ab", buffering=0) as file:
+            self._end = _append_at(file, min(self._end, file.seek(0, os.SEEK_END)), b"".join(lines))
 
 
 def link_atomic(link: Path, target: str) -> None:

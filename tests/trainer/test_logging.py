@@ -154,6 +154,29 @@ def test_rows_that_a_full_disk_does_not_take_follow_when_there_is_room(
     assert [json.loads(line)["step"] for line in file.read_text().splitlines()] == [1, 2, 3, 4, 5]
 
 
+def test_tensorboards_events_follow_when_there_is_room(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, clean_logging: logging.Logger
+) -> None:
+    log = Logger([TensorBoardSink(tmp_path)])
+    file = next(tmp_path.iterdir())
+    log.log(1, {"loss": 1 / 7})
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    for first in (2, 5):
+        resource.setrlimit(resource.RLIMIT_FSIZE, (file.stat().st_size + 20, hard))
+        try:
+            for step in range(first, first + 2):
+                log.log(step, {"loss": step / 7})
+                assert EventAccumulator(str(tmp_path)).Reload().Scalars("loss")[-1].step == first - 1
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+        log.log(first + 2, {"loss": (first + 2) / 7})
+        shown = [event.step for event in EventAccumulator(str(tmp_path)).Reload().Scalars("loss")]
+        assert shown == list(range(1, first + 3))
+    log.close()
+    assert caplog.text.count("they wait, and follow when it does") == 2
+    assert "is off from now on" not in caplog.text
+
+
 def test_failing_sink_and_hook_are_left_out_with_a_warning(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     class Broken:
         name = "broken"

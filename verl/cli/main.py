@@ -18,6 +18,7 @@ from verl.cli.generate import generate
 from verl.cli.init import init
 from verl.cli.tune import tune
 from verl.errors import ConfigError, VerlError
+from verl.visible import visible
 
 CONFIG_ERROR, OTHER_ERROR, INTERRUPTED = 2, 1, 130
 
@@ -39,7 +40,7 @@ class _Commands(TyperGroup):
         except VerlError as error:
             if os.environ.get("LOG_LEVEL", "").upper() == "DEBUG":
                 traceback.print_exc()
-            typer.secho(f"error: {error}", fg="red", err=True)
+            typer.secho(visible(f"error: {error}"), fg="red", err=True)
             raise typer.Exit(CONFIG_ERROR if isinstance(error, ConfigError) else OTHER_ERROR) from None
         except KeyboardInterrupt:
             typer.secho("interrupted", fg="yellow", err=True)
@@ -280,7 +281,7 @@ def verify(
     from verl.trainer.state import verify as verify_checkpoint
 
     found = verify_checkpoint(checkpoint)
-    typer.secho(str(found), fg="green" if found.ok else "red", err=not found.ok)
+    typer.secho(visible(str(found)), fg="green" if found.ok else "red", err=not found.ok)
     if not found.ok:
         raise typer.Exit(OTHER_ERROR)
 
