@@ -36,6 +36,8 @@ _PLURALS = {
     "prompt": "prompts",
     "query": "queries",
 }
+#: Parameters that get texts.
+TEXTS = frozenset({*_PLURALS, *_PLURALS.values(), "solution_str"})
 _LABELS = ("labels", "label", "answer", "ground_truth")
 _OWN = {
     "texts": frozenset({"texts"}),
@@ -79,13 +81,13 @@ class Form:
         return (*read, *own, *(["*"] if further or self.rest or self.kind == "openrlhf" else []))
 
     def check(self, name: str, row: Row) -> None:
-        """Raises RewardError if a column that the function `name` needs is missing."""
+        """Raises RewardError if a column that the function `name` (a reward or a metric) needs is missing."""
         if "response" not in row:
-            raise RewardError(f"reward '{name}': the samples have no column 'response', the decoded text")
+            raise RewardError(f"{name}: the samples have no column 'response', the decoded text")
         for column in sorted(self.required - _OWN[self.kind]):
             if not _has(row, column):
                 hint = nearest(column, {*user_columns(row), *_OWN[self.kind]} - {"texts"})
-                raise RewardError(f"reward '{name}' needs a column '{column}', which the data do not have: {hint}")
+                raise RewardError(f"{name} needs a column '{column}', which the data do not have: {hint}")
 
     def arguments(self, rows: Sequence[Row]) -> tuple[list[Any], dict[str, Any]]:
         """Positional and named arguments of a call on these samples."""
@@ -152,6 +154,11 @@ def user_columns(row: Row) -> list[str]:
     """The data set's own columns, under their own names."""
     own = [name for name in row if name not in SCHEMA and not name.startswith("reward/")]
     return [name.removeprefix(_USER) for name in own]
+
+
+def has_value(row: Row, name: str) -> bool:
+    """Whether a row has something in a column of the data."""
+    return _has(row, name) and _value(row, name) is not None
 
 
 def name_of(function: Callable[..., Any]) -> str:

@@ -41,6 +41,7 @@ class MathReward(FunctionReward):
         ConfigError: math-verify is not installed.
     """
 
+    one_of: ClassVar[tuple[str, ...]] = ("ground_truth", "answer")
     needs_processes: ClassVar[bool] = True
 
     def __init__(

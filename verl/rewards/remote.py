@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import logging
 import math
 import re
 from collections.abc import Callable, Coroutine, Mapping, Sequence
@@ -17,12 +18,15 @@ from typing import Any
 from typing_extensions import Unpack
 
 from verl.data.prompts import content_text
-from verl.errors import ConfigError, RolloutError
+from verl.errors import ConfigError, RolloutError, nearest
 from verl.rewards.calls import Slots
+from verl.rewards.forms import user_columns
 from verl.rewards.functions import FunctionReward, OnFailure
 from verl.rewards.scores import Score, failure, read_score, read_scores
 from verl.rollout.servers import ServerPool, check_model_path
 from verl.user_code import describe, traceback_of
+
+logger = logging.getLogger(__name__)
 
 TEMPLATE = """Grade the response to the prompt.
 
@@ -189,6 +193,16 @@ class JudgeReward(_ServedReward):
         self.template, self.parse, self.system, self.model = template, parse, system, model
         self.sampling = {"max_tokens": max_tokens, "temperature": temperature}
         super().__init__(self.scores, source, timeout, retries, api_key, name=name, **options)
+
+    def check_data(self, rows: Sequence[Mapping[str, Any]]) -> None:
+        super().check_data(rows)
+        known = {"prompt", "response", *user_columns(dict(rows[0]))}
+        for name in dict.fromkeys(re.findall(r"\{(\w+)\}", self.template)):
+            if name not in known:
+                logger.warning(
+                    "reward '%s': the template's {%s} is no column of the data and stays as it is: %s",
+                    self.name, name, nearest(name, known),
+                )  # fmt: skip
 
     async def scores(self, prompts: list[Any], completions: list[Any], **columns: Any) -> list[Score]:
         """A score for each sample."""
