@@ -6,7 +6,7 @@ import logging
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, get_args
 
-from verl.device import count, device_name, free_memory, is_here
+from verl.device import device_name, free_memory, is_here
 from verl.errors import ConfigError
 from verl.hybrid.meshes import paper_table
 from verl.layout import Layout, Mesh, ModelShape
@@ -145,7 +145,7 @@ def generation_seconds(actor: Actor, train: Layout, sizes: Sequence[int], ranks:
     device = CPU if is_cpu else sheet_of(device_name(actor.device)) or DEVICES["a100"]
     # The driver of a cluster may see no device: then the data sheet's.
     free = free_memory(actor.device) // (ranks if is_cpu else 1) if is_here(actor.device) else int(device.memory)
-    per_machine = ranks if is_cpu else min(ranks, max(1, count(actor.device.partition(":")[0])))
+    per_machine = ranks if is_cpu else min(ranks, max(1, actor.controller.devices_a_machine))
     cluster = Cluster(-(-ranks // per_machine), per_machine, device, device.network * per_machine)
     strategy = fsdp(size.itemsize) if train.shard > 1 else ddp(size.itemsize)
     model = Model("actor", size, True, (strategy,))
