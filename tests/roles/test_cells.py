@@ -178,8 +178,7 @@ def walk(size: int, cells: list[Cell], folder: Path) -> dict[Cell, str | None]:
             continue
         s = named[str(number)]
         one, many = (outcome(folder / name) for name in (f"{s['model']} {s['dtype']} {s['lora']}", str(number)))
-        # ZeRO trains fp32, whose sums ranks round otherwise, and AdamW makes of a rounding what a step is.
-        limit = 1e-9 if s["dtype"] == "float64" else 1e-2
+        limit = 1e-9 if s["dtype"] == "float64" else 1e-4  # ZeRO trains fp32, whose sums ranks round otherwise
         assert farthest(one, many) < limit, cell
     return {cell: refused[str(number)] for number, cell in enumerate(cells)}
 

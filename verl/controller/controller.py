@@ -182,6 +182,11 @@ class Controller:
         """Ranks in all."""
         return torchrun_ranks() if self.executor == "torchrun" else len(self.mesh.devices)
 
+    @property
+    def devices_a_machine(self) -> int:
+        """Most devices that a machine has for ranks, which need not be what this process sees."""
+        return count(self.mesh.devices[0].kind) if self._job is None else self._job.devices_a_machine
+
     def close(self) -> None:
         """End the processes that were started on a Ray cluster; the end of this process does that, too."""
         if self.executor == "ray" and self._job is not None:
