@@ -34,6 +34,7 @@ class ModelShape:
         plan: how transformers cuts it by tensor parallelism, if it does.
         intermediate: width of a layer's inner activations.
         not_megatron: what Megatron-LM's layers lack to compute it; empty: nothing that the configuration shows.
+        adapters: whether it has adapters (LoRA).
     """
 
     layers: int = 0
@@ -44,6 +45,7 @@ class ModelShape:
     plan: Mapping[str, str] | None = None
     intermediate: int = 0
     not_megatron: str = ""
+    adapters: bool = False
 
     @classmethod
     def of(cls, config: Any, *, adapters: bool = False) -> ModelShape:
@@ -62,6 +64,7 @@ class ModelShape:
             plan=getattr(text, "base_model_tp_plan", None),
             intermediate=first("intermediate_size"),
             not_megatron="adapters (LoRA)" if adapters else _not_megatron(text),
+            adapters=adapters,
         )
 
 
@@ -131,6 +134,10 @@ class Layout:
             raise ConfigError("layout: experts are cut by ep or by tp, not by both: use tp=1 or ep=1")
         if self.ep > 1 and (not shape.experts or shape.experts % self.ep):
             raise ConfigError(f"layout: ep={self.ep} does not divide the model's {shape.experts} experts")
+        if strategy == "deepspeed" and self.shard > 1 and shape.adapters:
+            raise ConfigError(
+                "strategy 'deepspeed': ZeRO of stage 3 trains no adapters (LoRA): give zero_stage 1 or 2, or use 'fsdp'"
+            )
         if strategy == "megatron" and not self.is_plain:
             if shape.not_megatron:
                 raise ConfigError(f"strategy 'megatron': its layers have no {shape.not_megatron}: use 'ddp' or 'fsdp'")

@@ -46,12 +46,12 @@ class Cut(NamedTuple):
 
     Attributes:
         dim: of the mesh.
-        axis: of the tensor.
+        axis: of the tensor; None: the flattened tensor is cut, into runs of its elements (the only cut then).
         fused: matrices that lie side by side along the axis, of equal size, each of which is cut by itself.
     """
 
     dim: str
-    axis: int
+    axis: int | None
     fused: int = 1
 
 

@@ -17,6 +17,7 @@ import torch
 from rich.console import Console
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
+import verl
 from tests import forked
 from verl.errors import ConfigError
 from verl.trainer.logging import JsonlSink, Logger, TensorBoardSink, open_logger, run_directory, setup_logging

@@ -101,6 +101,8 @@ class PackedModel:
             raise ModelError(f"{type(model).__name__} is not a transformers model: it has no config or no backbone")
         if hasattr(model, "get_base_model"):
             raise ModelError("the model is wrapped by peft: give its get_base_model(), in which the adapters are")
+        if self.dtype == torch.float64 and hasattr(model, "set_experts_implementation"):
+            model.set_experts_implementation("eager")  # grouped products have no fp64
         if self.device.type == "cpu":
             from verl.kernels.library_memory import limit_library_memory
 

@@ -14,7 +14,7 @@ from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 from typing_extensions import Unpack
 
@@ -61,6 +61,8 @@ class CodeReward(FunctionReward):
     Raises:
         SandboxError: programs cannot be isolated on this machine.
     """
+
+    one_of: ClassVar[tuple[str, ...]] = ("tests", "reference")
 
     def __init__(
         self,

@@ -21,7 +21,7 @@ import re
 import tokenize
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from typing import Any
+from typing import Any, ClassVar
 
 from typing_extensions import Unpack
 
@@ -52,6 +52,8 @@ class CodeBleuReward(FunctionReward):
     Raises:
         ConfigError: there are not four weights of at least 0 that sum to 1.
     """
+
+    one_of: ClassVar[tuple[str, ...]] = ("reference",)
 
     def __init__(
         self,

@@ -12,13 +12,14 @@ from os import PathLike
 from typing import Any, ClassVar, TypedDict
 
 from verl.batch import Batch
-from verl.errors import ConfigError, RewardError
+from verl.errors import ConfigError, RewardError, nearest
 from verl.rewards.calls import Caller, ThreadCaller
 from verl.rewards.failures import Failures
-from verl.rewards.forms import name_of, recognise
+from verl.rewards.forms import has_value, name_of, recognise, user_columns
 from verl.rewards.loading import load_function, split_spec
 from verl.rewards.scores import Score, failure
 from verl.rewards.source import RewardResult
+from verl.user_code import show_once
 
 logger = logging.getLogger(__name__)
 
@@ -52,6 +53,10 @@ class FunctionReward:
         ConfigError: the function has no known signature, or an option is invalid.
     """
 
+    #: What messages call it.
+    what: ClassVar[str] = "reward"
+    #: Columns of which it needs one.
+    one_of: ClassVar[tuple[str, ...]] = ()
     #: Whether a call retries what fails in it.
     has_own_retries: ClassVar[bool] = False
     #: Whether calls are made in worker processes also where none were asked for.
@@ -114,12 +119,26 @@ class FunctionReward:
         """Seconds that one call may take in a worker, by the options of this kind of reward."""
         return float(options["timeout"])
 
+    def check_data(self, rows: Sequence[Mapping[str, Any]]) -> None:
+        """Look at the first rows of the data before anything is sampled.
+
+        Raises:
+            RewardError: a column that the function needs is missing, or all of those of which it needs one.
+        """
+        label = f"{self.what} '{self.name}'"
+        self.form.check(label, {**rows[0], "response": ""})
+        if self.one_of and not any(has_value(dict(row), name) for row in rows for name in self.one_of):
+            raise RewardError(
+                f"{label} reads the column {' or '.join(self.one_of)}, and the data have none: "
+                f"{nearest(self.one_of[0], user_columns(dict(rows[0])))}"
+            )
+
     async def score(self, batch: Batch) -> RewardResult:
         """Raises RewardError if a column that the function needs is missing, or it fails too often."""
         rows = list(batch.rows())
         if not rows:
             return RewardResult([])
-        self.form.check(self.name, rows[0])
+        self.form.check(f"{self.what} '{self.name}'", rows[0])
         cuts = self._cuts(batch)
         scores: list[list[Score]] = [[] for _ in cuts]
         calls = iter(enumerate([rows[row] for row in cut] for cut in cuts))
@@ -175,12 +194,13 @@ class FunctionReward:
         reasons = [score.reason for score in scores]
         latest = next((reason for score, reason in zip(scores, reasons, strict=True) if score.failed), None)
         if latest is not None:
-            logger.warning(
-                "reward %s: %d of %d failed: %s", self.name, sum(s.failed for s in scores), len(scores), latest
-            )
+            failed = sum(score.failed for score in scores)
+            logger.warning("%s %s: %d of %d failed: %s", self.what, self.name, failed, len(scores), latest)
+            for text in dict.fromkeys(score.traceback for score in scores):
+                show_once(logger, f"{self.what} {self.name}", text)
         if too_many is not None:
             raise RewardError(
-                f"reward function '{self.name}' failed on {too_many} (latest: {latest}). "
+                f"{self.what} function '{self.name}' failed on {too_many} (latest: {latest}). "
                 "Fix it, raise its timeout, or raise max_failure_rate"
             )
         counts.update(self.group.take_counts(), failures=sum(score.failed for score in scores))

@@ -11,6 +11,7 @@ from types import ModuleType
 from typing import Any
 
 from verl.errors import ConfigError, RewardError, nearest
+from verl.user_code import describe
 
 DEFAULT_FUNCTION = "compute_score"
 #: Modules imported from users' files, by the names that they have here.
@@ -67,5 +68,5 @@ def _import(path: Path) -> ModuleType:
         del user_modules[name], sys.modules[name]
         if isinstance(error, KeyboardInterrupt):
             raise
-        raise RewardError(f"{path} cannot be imported: {type(error).__name__}: {error}") from error
+        raise RewardError(f"{path} cannot be imported: {describe(error)}") from error
     return module

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import logging
 import math
 import re
 from collections.abc import Callable, Coroutine, Mapping, Sequence
@@ -17,11 +18,15 @@ from typing import Any
 from typing_extensions import Unpack
 
 from verl.data.prompts import content_text
-from verl.errors import ConfigError, RolloutError
+from verl.errors import ConfigError, RolloutError, nearest
 from verl.rewards.calls import Slots
+from verl.rewards.forms import user_columns
 from verl.rewards.functions import FunctionReward, OnFailure
-from verl.rewards.scores import Score, failure, read_scores
+from verl.rewards.scores import Score, failure, read_score, read_scores
 from verl.rollout.servers import ServerPool, check_model_path
+from verl.user_code import describe, traceback_of
+
+logger = logging.getLogger(__name__)
 
 TEMPLATE = """Grade the response to the prompt.
 
@@ -189,6 +194,16 @@ class JudgeReward(_ServedReward):
         self.sampling = {"max_tokens": max_tokens, "temperature": temperature}
         super().__init__(self.scores, source, timeout, retries, api_key, name=name, **options)
 
+    def check_data(self, rows: Sequence[Mapping[str, Any]]) -> None:
+        super().check_data(rows)
+        known = {"prompt", "response", *user_columns(dict(rows[0]))}
+        for name in dict.fromkeys(re.findall(r"\{(\w+)\}", self.template)):
+            if name not in known:
+                logger.warning(
+                    "reward '%s': the template's {%s} is no column of the data and stays as it is: %s",
+                    self.name, name, nearest(name, known),
+                )  # fmt: skip
+
     async def scores(self, prompts: list[Any], completions: list[Any], **columns: Any) -> list[Score]:
         """A score for each sample."""
         texts = [
@@ -215,18 +230,20 @@ class JudgeReward(_ServedReward):
         try:
             return [self._within(self._parsed(said), said)]
         except Exception as error:  # the reply and the user's function may be wrong in any way
-            return [failure(f"the judge's answer cannot be read ({type(error).__name__}: {error}): {said[-200:]!r}")]
+            return [
+                failure(f"the judge's answer cannot be read ({describe(error)}): {said[-200:]!r}", traceback_of(error))
+            ]
 
     def _parsed(self, said: str) -> Score:
         if callable(self.parse):
-            return read_scores(self.parse(said), 1)[0]
+            return read_score(self.parse(said))
         numbers = list(re.finditer(self.parse, said))
         if not numbers:
             return failure(f"the judge gave no score: {said[-200:]!r}")
         number, most = (*numbers[-1].groups(default=""), "")[:2]
         if most and float(most) != self.scale[1]:
             return failure(f"the judge's score is out of {most}, the scale ends at {self.scale[1]:g}: {said[-200:]!r}")
-        return read_scores(float(number.replace("\u2212", "-")), 1)[0]
+        return read_score(float(number.replace("\u2212", "-")))
 
     def _within(self, score: Score, said: str) -> Score:
         low, high = self.scale

@@ -28,6 +28,7 @@ from verl.roles.actor import expand
 from verl.trainer.check import check_asynchronous
 from verl.trainer.checkpoint import Checkpoint
 from verl.trainer.guard import SafetyGuard
+from verl.trainer.metrics import add_metrics
 from verl.trainer.state import Count
 from verl.trainer.timeline import Span
 from verl.trainer.trainer import Trainer
@@ -133,14 +134,12 @@ class AsyncTrainer(Trainer):
             self._feed(prompts)
         waited = time.perf_counter() - began
         samples, record = self.experience.replay(Batch.concat(self.schedule.take()), f"s{self.steps}")
-        own = self.experience.own_metrics(samples)
-        record.update(self._rollout_record(samples), **own, **{"time/wait": waited})
+        record.update(self._rollout_record(samples), **{"time/wait": waited})
+        add_metrics(record, self.experience.own_metrics(samples), self.experience.metrics)
         keep = self.algorithm.keep(samples)
         samples = samples if keep is None else samples.filter(keep)
-        record.update(self.learn(samples) if len(samples) else {"update/empty": 1.0})
+        self._add(record, self.learn(samples) if len(samples) else {"update/empty": 1.0})
         record["updated"] = "update/empty" not in record
-        if "policy/kl" in record:
-            record.setdefault("kl", record["policy/kl"])
         self._publish()
         # Enough workers to sample a step's groups while the rest of a step goes on.
         self.group.fit(record["time/rollout"], time.perf_counter() - began - waited)

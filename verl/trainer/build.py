@@ -15,9 +15,10 @@ from verl.roles.actor import Actor
 from verl.roles.critic import Critic
 from verl.roles.reward import Reward
 from verl.trainer.asynchronous import AsyncTrainer
-from verl.trainer.check import roles_of, source_options
+from verl.trainer.check import roles_of
 from verl.trainer.interleaved import InterleavedTrainer
 from verl.trainer.logging import Logger
+from verl.trainer.reads import source_options
 from verl.trainer.task import Task
 from verl.trainer.task_file import make_tasks
 from verl.trainer.trainer import Trainer

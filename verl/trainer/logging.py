@@ -25,6 +25,7 @@ from verl.controller.ranks import is_driver, torchrun_ranks, who
 from verl.durable import LineFile, RecordFile, append_lines
 from verl.errors import ConfigError, nearest
 from verl.trainer.completions import SHOWN, CompletionFiles
+from verl.user_code import describe, show_once, traceback_of
 from verl.visible import visible
 
 if TYPE_CHECKING:
@@ -88,9 +89,8 @@ class Logger:
             call()
         except Exception as error:  # of whatever library or user function the sink is made
             self.sinks.remove(sink)
-            logger.warning(
-                "log sink '%s' failed and is off from now on: %s: %s", sink.name, type(error).__name__, error
-            )
+            logger.warning("log sink '%s' failed and is off from now on: %s", sink.name, describe(error))
+            show_once(logger, f"log sink '{sink.name}'", traceback_of(error))
 
 
 class JsonlSink:

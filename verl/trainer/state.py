@@ -243,14 +243,14 @@ def contents(trainer: Trainer, *, background: bool = False) -> tuple[dict[str, A
     writers = [RoleWriter(role, handle, background) for role, handle in trainer.roles.items()]
     random_tensors, random_meta = rng_state()
     files = {
-        "actor/config.json": trainer.actor.model.config.to_dict(),
-        "actor/probe.json": _probe(trainer.actor.group.call, trainer.actor.model, trainer.actor.head),
+        "actor/config.json": trainer.actor.modules.config.to_dict(),
+        "actor/probe.json": _probe(trainer.actor.group.call, trainer.actor.modules, trainer.actor.head),
         "buffer.parquet": trainer.buffer.state(),
         "random": random_tensors,
         "trainer.json": lambda: _state(trainer, {writer.role: writer.meta for writer in writers}, random_meta),
         **trainer.extra_files(),
     }
-    if any((layers := layer_changes(trainer.actor.model)).values()):
+    if any((layers := layer_changes(trainer.actor.modules)).values()):
         files["actor/layers.json"] = layers
     return files, identity(trainer), writers
 
@@ -611,5 +611,5 @@ def _probe(call: Callable[[str, Batch], Batch], model: Any, head: str) -> dict[s
 
 
 def _architecture(handle: Actor | Critic) -> str:
-    kind = getattr(handle.model, "backbone", handle.model)
-    return type(kind).__name__
+    model: Any = handle.modules if isinstance(handle, Actor) else handle.model
+    return type(getattr(model, "backbone", model)).__name__

@@ -45,8 +45,9 @@ from verl.trainer.completions import completions
 from verl.trainer.evaluation import Evaluation, HeldOut, Metrics, numbered, together
 from verl.trainer.experience import Experience
 from verl.trainer.guard import Guards, SafetyGuard
-from verl.trainer.learning import Learning, skipped_roles
+from verl.trainer.learning import Learning, of_task, skipped_roles
 from verl.trainer.logging import Logger, follow_log_level, open_logger, run_directory
+from verl.trainer.metrics import Metric, MetricFn, add_metrics
 from verl.trainer.mixture import Mixture, TaskScheduler
 from verl.trainer.outcome import check_finite, check_learned
 from verl.trainer.samples import kl_to_reference
@@ -293,10 +294,19 @@ class Trainer:
         if self._logger is not None:
             self._logger.on_log_hook(fn)
 
-    def add_metric(self, name: str, fn: Callable[[Batch], float]) -> None:
-        """Log `fn(samples)` of each step's samples under `name`; of several tasks, of each one's samples."""
+    def add_metric(self, name: str, fn: MetricFn) -> None:
+        """Log `fn` of each step's samples under `name`; of several tasks, of each one's samples.
+
+        Args:
+            fn: `f(samples)`, of the scored samples as a `Batch`, to one number for all or a list of one for each, of
+                which the mean is logged; or in any form of a reward. One that raises is NaN in this step, with a
+                warning.
+
+        Raises:
+            ConfigError: it has none of these forms. In a step: the trainer has a metric of that name.
+        """
         for task in self.tasks.values():
-            task.experience.metric_fns[name] = fn
+            task.experience.metrics[name] = Metric(name, fn)
 
     def add_guard(self, guard: SafetyGuard) -> None:
         """Watch metrics from now on, and go back to an earlier checkpoint when one falls. Without automatic checkpoints
@@ -346,7 +356,7 @@ class Trainer:
 
         Returns:
             The log record: `reward` (mean of the step's samples, a float; NaN if all abstained), `reward/mean`,
-            `loss/actor`, `loss/critic`, `kl` (where one is measured), `updated`, and more.
+            `loss/actor`, `loss/critic`, `kl` (where there is a reference), `updated`, and more.
 
         Raises:
             TrainingError: too many updates in a row were not finite.
@@ -375,7 +385,7 @@ class Trainer:
         samples = {name: batch for name, (batch, _) in drawn.items()}
         record = joined(samples, {name: own for name, (_, own) in drawn.items()})
         self.learning.weights.update(self.mixture.weights(samples))
-        record.update(self.learn(samples))
+        self._add(record, self.learn(samples))
         record["updated"] = "update/empty" not in record
         self.mixture.update(self.steps + 1, samples, record)
         return record
@@ -392,20 +402,17 @@ class Trainer:
         key = f"s{self.steps}"
         samples, record = self.task.samples(self.task.rows(prompts, key), key)
         due = self.waiting.add(samples)
-        record["updated"] = due is not None
+        self._add(record, {"updated": due is not None})
         if due is not None:
-            record.update(self.learn(due))
+            self._add(record, self.learn(due))
             record["updated"] = "update/empty" not in record
-            # Without a reference the KL is that of the update's policy to the one that sampled.
-            if "ref_log_probs" not in samples and "policy/kl" in record:
-                record["kl"] = record["policy/kl"]
         return record
 
     def _conclude(self, record: dict[str, Any], began: float) -> dict[str, Any]:
         """What every step ends with: its time, its log record, a checkpoint where one is due."""
-        record["time/step"] = time.perf_counter() - began
-        record.update(busy_shares(self.spans, record["time/step"]))
-        record["memory/peak_gb"] = self.actor.peak_memory() / 1e9
+        seconds = time.perf_counter() - began
+        self._add(record, {"time/step": seconds, **busy_shares(self.spans, seconds)})
+        self._add(record, {"memory/peak_gb": self.actor.peak_memory() / 1e9})
         self.steps += 1
         updated = record["updated"] and "actor" not in skipped_roles(record)
         self.updates += updated
@@ -421,6 +428,12 @@ class Trainer:
         if self.steps != self._goal:
             self._keep()
         return record
+
+    def _add(self, record: dict[str, Any], more: Mapping[str, Any]) -> None:
+        """Add to the record of a step; raises ConfigError for what one of the user's metrics is called."""
+        tasks, several = self.tasks.items(), len(self.tasks) > 1
+        own = (of_task(name, task.experience.metrics) if several else task.experience.metrics for name, task in tasks)
+        add_metrics(record, more, set().union(*own))
 
     def _log_completions(self) -> None:
         """Of the samples that the step learned from; recorded data of offline algorithms are no completions."""
@@ -614,8 +627,8 @@ class Trainer:
 
         Args:
             prompts: of several tasks, rows that name theirs in a column `task`, or a mapping of tasks to prompts.
-            metrics: your own, from scored samples to one number a row, or one for all: by name, or as a list (or one
-                alone) under the names of the functions.
+            metrics: your own, as `add_metric` takes them: by name, or as a list (or one alone) under the names of the
+                functions.
             n: samples a prompt.
             temperature: 0 is greedy.
 

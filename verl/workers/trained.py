@@ -102,7 +102,10 @@ def summary(engine: TrainEngine, options: EngineOptions, place: Place) -> str:
     here = Counter[str]()
     for shard in engine.shards():
         here[str(shard.tensor.device)] += shard.tensor.numel()
-    cuts = Counter(" and ".join(f"{dim} along {axis}" for dim, axis, _ in spec.cuts) or "whole" for spec in specs)
+    cuts = Counter(
+        " and ".join(f"{dim} along {'all' if axis is None else axis}" for dim, axis, _ in spec.cuts) or "whole"
+        for spec in specs
+    )
     dtypes = sorted({str(spec.dtype).removeprefix("torch.") for spec in specs})
     parts = [
         f"{sum(math.prod(spec.shape) for spec in specs):,} parameters in {'/'.join(dtypes)}",
