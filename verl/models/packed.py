@@ -169,16 +169,7 @@ class PackedModel:
         Raises:
             ModelError: the model is a backbone without an output head, or the head has something else to train.
         """
-        head = self.model.get_output_embeddings()
-        if head is None:
-            raise ModelError(f"{type(self.model).__name__} has no language-model head: load it as a causal LM")
-        weight, bias = cast(Tensor, head.weight), cast("Tensor | None", getattr(head, "bias", None))
-        if any(p.requires_grad and p is not weight and p is not bias for p in head.parameters()):
-            raise ModelError(
-                "the output layer has an adapter (LoRA on lm_head, or on an embedding tied to it), which would never "
-                "be trained: leave it out of the adapter's target modules, or train it whole (modules_to_save)"
-            )
-        return weight, bias
+        return head_of(self.model)
 
     def output_layer(self) -> torch.nn.Module | None:
         """The module of the head, if there is one."""
@@ -482,6 +473,21 @@ def _layers(module: torch.nn.Module, layers: int) -> Iterator[torch.nn.Module]:
         if isinstance(found, torch.nn.ModuleList) and len(found) == layers:
             yield from found.children()
             return
+
+
+def head_of(model: Any) -> tuple[Tensor, Tensor | None]:
+    """The output weight `[V, d]` and its bias `[V]`, if any; see `PackedModel.head`."""
+    head = model.get_output_embeddings()
+    if head is None:
+        raise ModelError(f"{type(model).__name__} has no language-model head: load it as a causal LM")
+    weight, bias = cast(Tensor, head.weight), cast("Tensor | None", getattr(head, "bias", None))
+    whole = hasattr(head, "modules_to_save")  # trained as it is, beside the one of the base
+    if not whole and any(p.requires_grad and p is not weight and p is not bias for p in head.parameters()):
+        raise ModelError(
+            "the output layer has an adapter (LoRA on lm_head, or on an embedding tied to it), which would never "
+            "be trained: leave it out of the adapter's target modules, or train it whole (modules_to_save)"
+        )
+    return weight, bias
 
 
 @contextmanager

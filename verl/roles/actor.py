@@ -22,10 +22,11 @@ from verl.data.tokenize import to_prompts
 from verl.data.vocabulary import vocabulary_id
 from verl.errors import ConfigError, DataError, ModelError
 from verl.layout import ModelShape
+from verl.models.adapter_check import check_adapters
 from verl.models.heads import ValueModel, score_model
 from verl.models.int4 import to_int4
 from verl.models.loading import eos_token_ids, find_tokenizer, load_model, load_tokenizer
-from verl.models.lora import add_lora, has_adapters
+from verl.models.lora import add_lora, has_adapters, reference_weights
 from verl.models.options import ModelOptions
 from verl.models.portable import PortableModel, twin
 from verl.models.save import save_pretrained_dir
@@ -164,6 +165,10 @@ class Actor:
             self.modules = live if head == "lm" else score_model(live)
             if loading.lora is not None:
                 add_lora(self.modules, loading.lora, seed)
+            elif has_adapters(self.modules):
+                check_adapters(self.modules)
+        #: What the reference of adapters reads beside their base.
+        self._first = reference_weights(self.modules) if head == "lm" else {}
         if loading.lora is not None:
             self.base = LoraBase.of(loading.path and files, self.modules)
         self.tokenizer = _tokenizer(loading.tokenizer if tokenizer is None else tokenizer, self.modules, loading.path)
@@ -176,7 +181,8 @@ class Actor:
             check(self.tokenizer)
         self.reference_model: PreTrainedModel | None = None
         self._reference_files: ModelFiles | None = None
-        self._reference_digest: str | None = None
+        first = [Shard.whole(*item) for item in self._first.items()]
+        self._reference_digest: str | None = checksum(first) if first else None
         #: Updates so far.
         self.policy_version = 0
         #: Stamp of the weights as they are: no other weights, of this actor or another, have the same.
@@ -587,7 +593,7 @@ class Actor:
     def save_pretrained(self, path: str, *, adapter: bool = False) -> None:
         """Write a plain Hugging Face directory: weights (adapters merged into them), config and tokenizer; or
         (`adapter`) a directory of the adapters alone, which peft loads."""
-        save_pretrained_dir(self.present_model(), self.tokenizer, path, adapter=adapter)
+        save_pretrained_dir(self.present_model(), self.tokenizer, path, adapter=adapter, first=self._first)
 
     def present_model(self) -> PreTrainedModel:
         """`model`, with the weights as they are now: those of its workers, where they are other processes."""
