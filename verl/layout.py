@@ -35,6 +35,7 @@ class ModelShape:
         intermediate: width of a layer's inner activations.
         not_megatron: what Megatron-LM's layers lack to compute it; empty: nothing that the configuration shows.
         adapters: whether it has adapters (LoRA).
+        adapts_experts: whether stacked experts have some.
     """
 
     layers: int = 0
@@ -46,10 +47,11 @@ class ModelShape:
     intermediate: int = 0
     not_megatron: str = ""
     adapters: bool = False
+    adapts_experts: bool = False
 
     @classmethod
-    def of(cls, config: Any, *, adapters: bool = False) -> ModelShape:
-        """Of a model of transformers, by its configuration, and whether it has adapters (LoRA)."""
+    def of(cls, config: Any, *, adapters: bool = False, adapts_experts: bool = False) -> ModelShape:
+        """Of a model of transformers, by its configuration, and what of it has adapters (LoRA)."""
         text = config.get_text_config()
 
         def first(*names: str) -> int:
@@ -65,6 +67,7 @@ class ModelShape:
             intermediate=first("intermediate_size"),
             not_megatron="adapters (LoRA)" if adapters else _not_megatron(text),
             adapters=adapters,
+            adapts_experts=adapts_experts,
         )
 
 
@@ -134,6 +137,10 @@ class Layout:
             raise ConfigError("layout: experts are cut by ep or by tp, not by both: use tp=1 or ep=1")
         if self.ep > 1 and (not shape.experts or shape.experts % self.ep):
             raise ConfigError(f"layout: ep={self.ep} does not divide the model's {shape.experts} experts")
+        if shape.adapts_experts and max(self.tp, self.ep) > 1:
+            raise ConfigError(
+                "layout: experts with adapters (LoRA) are not cut by tp or ep: name lora.targets without them"
+            )
         if strategy == "deepspeed" and self.shard > 1 and shape.adapters:
             raise ConfigError(
                 "strategy 'deepspeed': ZeRO of stage 3 trains no adapters (LoRA): give zero_stage 1 or 2, or use 'fsdp'"

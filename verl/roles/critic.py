@@ -17,10 +17,9 @@ from verl.data.chat import ChatTokenizer
 from verl.data.text import spelled
 from verl.data.vocabulary import tokenizer_of, vocabulary_id
 from verl.errors import ConfigError, ModelError
-from verl.layout import ModelShape
 from verl.models.heads import ValueModel
 from verl.models.loading import load_tokenizer
-from verl.models.lora import add_lora
+from verl.models.lora import add_lora, shape_of
 from verl.models.options import ModelOptions
 from verl.models.portable import PortableModel
 from verl.models.shards import outline
@@ -148,7 +147,7 @@ class Critic:
         if self._group is None:
             self._outline = outline(self.model)
             recipe = partial(CriticWorker, self.files or PortableModel(self.model), self.train_options)
-            shape = ModelShape.of(self.model.config)
+            shape = shape_of(self.model)
             self._group = self.controller.group(self.role, recipe, self.train_options, shape)
         return self._group
 
