@@ -53,22 +53,31 @@ class ModelShape:
     def of(cls, config: Any, *, adapters: bool = False, adapts_experts: bool = False) -> ModelShape:
         """Of a model of transformers, by its configuration, and what of it has adapters (LoRA)."""
         text = config.get_text_config()
-
-        def first(*names: str) -> int:
-            return next((int(count) for name in names if (count := getattr(text, name, None))), 0)
-
         return cls(
-            layers=first("num_hidden_layers"),
-            heads=first("num_attention_heads"),
-            kv_heads=first("num_key_value_heads", "num_attention_heads"),
-            experts=first("num_experts", "num_local_experts", "n_routed_experts"),
+            layers=count_of(text, "num_hidden_layers"),
+            heads=count_of(text, "num_attention_heads"),
+            kv_heads=count_of(text, "num_key_value_heads", "num_attention_heads"),
+            experts=count_of(text, "num_experts", "num_local_experts", "n_routed_experts"),
             kind=text.model_type,
             plan=getattr(text, "base_model_tp_plan", None),
-            intermediate=first("intermediate_size"),
+            intermediate=count_of(text, "intermediate_size"),
             not_megatron="adapters (LoRA)" if adapters else _not_megatron(text),
             adapters=adapters,
             adapts_experts=adapts_experts,
         )
+
+
+def count_of(config: Any, *names: str) -> int:
+    """The first of some counts that a configuration of transformers has; where layers have different ones, what divides
+    all of them; 0: it has none."""
+    by_layer = getattr(getattr(config, "_heterogeneity_spec", None), "per_layer_attributes", ())
+    for name in names:
+        configs = [*config.per_layer_config] if name in by_layer else [config]
+        found = [getattr(one, name, None) for one in configs]
+        counts = found[0] if isinstance(found[0], list | tuple) else found
+        if count := math.gcd(*(int(one or 0) for one in counts)):
+            return count
+    return 0
 
 
 @dataclass(frozen=True)
