@@ -26,9 +26,10 @@ from verl.models.adapter_check import check_adapters
 from verl.models.heads import ValueModel, score_model
 from verl.models.int4 import to_int4
 from verl.models.loading import eos_token_ids, find_tokenizer, load_model, load_tokenizer
-from verl.models.lora import add_lora, has_adapters, reference_weights
+from verl.models.lora import add_lora, has_adapters, reference_weights, shape_of
 from verl.models.options import ModelOptions
 from verl.models.portable import PortableModel, twin
+from verl.models.rope import original_length
 from verl.models.save import save_pretrained_dir
 from verl.models.shards import load_model_shards, model_shards, outline
 from verl.models.source import ModelFiles
@@ -281,7 +282,7 @@ class Actor:
                 self.rollout_options,
                 head=self.head,
             )
-            shape = ModelShape.of(self.modules.config, adapters=has_adapters(self.modules))
+            shape = shape_of(self.modules)
             tp = self.rollout_options.tensor_parallel
             self._group = self.controller.group("actor", recipe, self.train_options, shape, tp)
             layout = self.controller.meshes("actor", self.train_options, tp).meshes["train"].layout
@@ -359,18 +360,27 @@ class Actor:
         """Samples for rows that `expand` made, as groups finish, with their decoded text; `temperature`, where it is
         not the one that log-probs and updates are otherwise of."""
         other = params.temperature not in (0, self.plan.temperature)
-        positions = getattr(self.modules.config.get_text_config(), "max_position_embeddings", None)
         longest = max(rows.lengths("prompt_tokens"), default=0)
-        if positions and longest + params.max_new_tokens > positions:
-            logger.warning(
-                "responses to prompts of up to %d tokens end before max_new_tokens=%d: the model has %d positions",
-                longest,
-                params.max_new_tokens,
-                positions,
-            )
+        for positions, reason in self._position_limits():
+            if longest + params.max_new_tokens > positions:
+                wanted = params.max_new_tokens
+                end = f"responses to prompts of up to {longest} tokens end before max_new_tokens={wanted}"
+                logger.warning("%s: the model has %d positions%s", end, positions, reason)
         for chunk in self.group.call("generate", rows, params, task):
             samples = self.stamped(chunk)
             yield samples.add({"temperature": [float(params.temperature)] * len(samples)}) if other else samples
+
+    def _position_limits(self) -> Iterator[tuple[int, str]]:
+        """The longest prompts and responses together, and why."""
+        config = self.modules.config.get_text_config()
+        if limit := getattr(config, "max_position_embeddings", None):
+            yield limit, ""
+        if self.settle_engine() == "embedded" and (original := original_length(config)):
+            yield (
+                original,
+                " (original_max_position_embeddings) that do not depend on a row's length, and the embedded engine "
+                "computes no others: rollout='hf' does",
+            )
 
     def stamped(self, samples: Batch) -> Batch:
         """Samples that have just come from an engine, with their text (`response`) and what wrote them: `tokenizer`

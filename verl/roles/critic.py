@@ -21,7 +21,7 @@ from verl.layout import ModelShape
 from verl.models.adapter_check import check_adapters
 from verl.models.heads import ValueModel
 from verl.models.loading import load_tokenizer
-from verl.models.lora import add_lora, has_adapters
+from verl.models.lora import add_lora, has_adapters, shape_of
 from verl.models.options import ModelOptions
 from verl.models.portable import PortableModel
 from verl.models.shards import outline
@@ -151,7 +151,7 @@ class Critic:
         if self._group is None:
             self._outline = outline(self.model)
             recipe = partial(CriticWorker, self.files or PortableModel(self.model), self.train_options)
-            shape = ModelShape.of(self.model.config)
+            shape = shape_of(self.model)
             self._group = self.controller.group(self.role, recipe, self.train_options, shape)
         return self._group
 
