@@ -499,6 +499,9 @@ def test_a_run_that_learned_nothing_fails_by_name_however_often_it_is_started(
         assert process.returncode == 1 and words in output, output[-3000:]
         assert "Traceback" not in output
     assert not (run_dir(tmp_path) / "summary.json").exists()
+    logs = [log.read_text() for log in sorted((run_dir(tmp_path) / "logs").glob("*.log"))]
+    assert [log.count("Traceback") for log in logs] == [int(reward == "broken")] * 2
+    assert reward != "broken" or all(f"{tmp_path / 'reward.py'} line" in text for text in (output, *logs))
 
 
 def test_two_evaluations_of_a_step_are_one_row(tmp_path: Path, tiny: Path) -> None:

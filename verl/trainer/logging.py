@@ -25,7 +25,7 @@ from verl.controller.ranks import is_driver, torchrun_ranks, who
 from verl.durable import LineFile, RecordFile, append_lines
 from verl.errors import ConfigError, nearest
 from verl.trainer.completions import SHOWN, CompletionFiles
-from verl.user_code import describe, show_once, traceback_of
+from verl.user_code import DETAIL, describe, show_once, traceback_of
 from verl.visible import visible
 
 if TYPE_CHECKING:
@@ -391,6 +391,8 @@ def setup_logging(log_file: str | Path | None = None) -> None:
     if log_file is not None:
         Path(log_file).parent.mkdir(parents=True, exist_ok=True)
         handlers.append(_LogFile(Path(log_file)))
+        if level != "DEBUG":
+            handlers[0].addFilter(lambda record: not hasattr(record, DETAIL))
     rank = f"{who()} " if torchrun_ranks() > 1 else ""
     for handler in handlers:
         handler.of_verl = True  # type: ignore[attr-defined]
