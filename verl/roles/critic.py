@@ -17,7 +17,6 @@ from verl.data.chat import ChatTokenizer
 from verl.data.text import spelled
 from verl.data.vocabulary import tokenizer_of, vocabulary_id
 from verl.errors import ConfigError, ModelError
-from verl.layout import ModelShape
 from verl.models.adapter_check import check_adapters
 from verl.models.heads import ValueModel
 from verl.models.loading import load_tokenizer
