@@ -58,7 +58,8 @@ def brute_force(problem: Problem) -> float:
 
 
 @pytest.mark.parametrize(
-    "cluster", ["2x4xA100", pytest.param("8xH100", marks=pytest.mark.slow), "8x1xL40S", "3xA100", pytest.param("6xA100", marks=pytest.mark.slow)]
+    "cluster",
+    ["2x4xA100", "8x1xL40S", "3xA100", *(pytest.param(kind, marks=pytest.mark.slow) for kind in ("8xH100", "6xA100"))],
 )
 @pytest.mark.parametrize("response", [64, 2048])
 def test_the_choice_is_within_a_tenth_of_brute_force(cluster: str, response: int) -> None:
