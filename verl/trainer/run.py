@@ -29,7 +29,7 @@ from verl.trainer.evaluation import Evaluation, HeldOut, accuracy, save_completi
 from verl.trainer.logging import Logger, open_logger, setup_logging
 from verl.trainer.memory import check_memory
 from verl.trainer.precision import with_dtypes
-from verl.trainer.report import REFRESH_SECONDS, SHARES, read_rows, write_report
+from verl.trainer.report import REFRESH_SECONDS, SHARES, gain_text, read_rows, write_report
 from verl.trainer.rng import seed_everything
 from verl.trainer.run_data import build_data
 from verl.trainer.run_dir import Run, open_run
@@ -263,16 +263,16 @@ def _print_table(summary: Mapping[str, Any], run: Path, page: Path | None) -> No
     if "headline" in summary:
         name = summary["headline"]
         form = "{:.1%}" if name in SHARES else "{:.4f}"
-        unit, points = (100, " points") if name in SHARES else (1, "")
         for when in ("before", "after"):
             value = summary[f"{name}_{when}"]
             table.add_row(f"{name} {when}", "-" if value is None else form.format(value))
         if summary.get("gain") is not None:
-            gain, low, high = (unit * summary[key] for key in ("gain", "gain_low", "gain_high"))
-            table.add_row("gain", f"{gain:+.1f}{points}  (95 % interval {low:+.1f} to {high:+.1f})")
+            gain, interval = gain_text(name, *(summary[key] for key in ("gain", "gain_low", "gain_high")))
+            table.add_row("gain", f"{gain}  ({interval})")
         elif "gain" in summary:
             table.add_row("gain", "-")
-        table.add_row("held-out problems", str(summary["eval_problems"]))
+        unscored = f" ({summary['eval_unscored']} more have no such score)" if summary.get("eval_unscored") else ""
+        table.add_row("held-out problems", f"{summary['eval_problems']}{unscored}")
     if "rollout_tokens_per_second" in summary:
         table.add_row("generated", f"{summary['rollout_tokens_per_second']:,.0f} tokens/s")
     table.add_row("trained", f"{summary['train_tokens_per_second']:,.0f} tokens/s")
@@ -280,9 +280,9 @@ def _print_table(summary: Mapping[str, Any], run: Path, page: Path | None) -> No
     table.add_row("time", f"{summary['seconds'] / 60:.1f} minutes")
     if summary["control"]:
         table.add_row("control", str(summary["control"]))
-    if page is not None:
-        table.add_row("report", str(page))
     console = Console(soft_wrap=True)
     console.print(table)
-    # Outside of the table, which would break it: it is there to be copied.
+    # Paths are outside of the table, which would cut them: they are there to be copied.
+    if page is not None:
+        console.print(f"report: {page}", markup=False, highlight=False)
     console.print(f"the trained model: verl export {shlex.quote(str(run))} OUT", markup=False, highlight=False)
