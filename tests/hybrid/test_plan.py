@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 
 import pytest
 import torch
@@ -111,6 +112,29 @@ def test_every_element_arrives_once_and_nothing_that_is_there_moves(meshes: tupl
             r.source == rank and r in plan.incoming(r.target)[n] for n, b in enumerate(plan.outgoing(rank)) for r in b
         )
         assert len(sent) == len(set(sent))
+
+
+@examples(12)
+@given(st.data())
+def test_any_ranks_become_tensor_parallel_ones(data: st.DataObject) -> None:
+    """Stages, sequence-parallel ranks, odd shards, and weights that are cut as they lie in memory."""
+    sizes = st.sampled_from([1, 2, 3])
+    train = Layout(pp=data.draw(sizes), shard=data.draw(sizes), sp=data.draw(sizes))
+    tg = data.draw(st.sampled_from([n for n in range(1, train.size + 1) if train.size % n == 0]))
+    mesh = Mesh(tuple(range(train.size)), train)
+    generation = generation_mesh(mesh, 1, tg)
+    assert generation.layout.tp == tg and sorted(generation.ranks) == [*mesh.ranks]
+    specs = weights(train, hidden=5)
+    if train.shard > 1 and data.draw(st.booleans()):
+        specs = {name: replace(spec, cuts=(Cut("shard", None),)) for name, spec in specs.items() if spec.shape}
+    target = {name: spec.cuts for name, spec in weights(Layout(tp=tg, replicate=2), hidden=5).items()}
+    plan = transition(mesh, generation, specs, target, bucket_bytes=data.draw(st.sampled_from([64, 1 << 20])))
+    whole = {name: torch.arange(spec.nbytes // 4).view(spec.shape).float() for name, spec in specs.items()}
+    for rank in mesh.ranks:
+        for name, part in fill(plan, rank, whole).items():
+            for block in plan.blocks(rank, name):
+                expected = whole[name][box(block.offset, block.shape)]
+                assert torch.equal(part[box(block.place, block.shape)], expected), name
 
 
 @examples(25)

@@ -10,10 +10,10 @@ from itertools import product
 
 import pytest
 
+from benchmarks.other_systems import evaluation, llama
 from verl.errors import ConfigError
 from verl.layout import Layout
 from verl.planner import memory
-from verl.planner.baselines import evaluation, llama
 from verl.planner.cost import Costs, Workload
 from verl.planner.hardware import GB, Cluster, Efficiency
 from verl.planner.picture import peak

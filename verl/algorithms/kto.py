@@ -86,7 +86,7 @@ class KTO(BaseAlgorithm):
         ratio = sequence_log_probs(x, self.needed_log_probs(x) - x.columns["ref_log_probs"])
         good = x.columns["label"] > 0.5
         sign = torch.where(good, 1.0, -1.0).to(ratio.dtype)
-        weight = torch.where(good, self.desirable_weight, self.undesirable_weight).to(ratio.dtype)
+        weight = torch.where(good, *map(ratio.new_tensor, (self.desirable_weight, self.undesirable_weight)))
         losses = weight * (1 - torch.sigmoid(self.beta * sign * (ratio - x.columns["kto_kl"])))
         rows = max(x.total_sequences, 1)
         margin = self.beta * (sign * ratio).detach().sum() / rows

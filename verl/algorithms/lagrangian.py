@@ -47,6 +47,14 @@ class ConstrainedPolicyGradient(PolicyGradient):
         self._costs: deque[float] = deque(maxlen=self.lambda_window)
 
     @property
+    def unread_options(self) -> dict[str, str]:
+        unread = super().unread_options
+        if self.lambda_lr:
+            return unread
+        ascent = ("cost_limit", "lambda_kp", "lambda_min", "lambda_max", "lambda_delay", "lambda_window")
+        return unread | dict.fromkeys(ascent, "lambda is held with lambda_lr=0: set lambda_lr, or leave it out")
+
+    @property
     def roles(self) -> frozenset[str]:
         return super().roles | {"cost"}
 

@@ -124,3 +124,12 @@ class PreferenceAlgorithm(BaseAlgorithm):
             "pairs/rejected": self.beta * rejected.detach().sum() / pairs,
         }
         return Loss(total=self.pair_losses(chosen, rejected).sum() / pairs, metrics={**metrics})
+
+
+class WithoutReference(PreferenceAlgorithm):
+    """Base of those that compare log-probs per token instead."""
+
+    roles = frozenset({"actor"})
+
+    def scores(self, x: LossInput, log_probs: Tensor) -> Tensor:
+        return sequence_log_probs(x, log_probs) / sequence_tokens(x)

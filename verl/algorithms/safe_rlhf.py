@@ -44,6 +44,13 @@ class SafeRLHF(ConstrainedPolicyGradient):
         return super().roles | ({"critic", "cost_critic"} if self.baseline == "critics" else set())
 
     @property
+    def unread_options(self) -> dict[str, str]:
+        unread = super().unread_options
+        if self.baseline == "critics":
+            return unread | {"norm_adv_by_std": "it is for baseline='group'"}
+        return unread | dict.fromkeys(("gamma", "lam", "cliprange_value"), "it is for baseline='critics'")
+
+    @property
     def needs_groups(self) -> bool:
         return self.baseline == "group"
 

@@ -28,6 +28,7 @@ from verl.record import (
     Processes,
     Record,
     Seconds,
+    Staleness,
     Strings,
     extra,
     free,
@@ -341,7 +342,7 @@ class TrainerConfig(Record):
     loggers: Annotated[tuple[Logger, ...], AsTuple] = free(
         ("console", "tensorboard"), "where metrics go besides metrics.jsonl"
     )
-    max_staleness: Natural | None = Field(
+    max_staleness: Staleness | None = Field(
         default=None,
         description="train asynchronously: steps that a sample may be behind the policy it trains (null: synchronous)",
     )

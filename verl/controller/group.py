@@ -74,6 +74,9 @@ class Job(Protocol):
     def has_started(self) -> bool: ...
     @property
     def has_ended(self) -> bool: ...
+    @property
+    def devices_a_machine(self) -> int:
+        """Most devices of the placement's kind that a machine has for its ranks."""
 
     def start(self) -> None:
         """Start or join the processes, which the first call does otherwise."""

@@ -30,7 +30,7 @@ from verl.controller.codec import decode_error, encode_error
 from verl.controller.group import GRACE, Call, died, raise_cause, split_rows, stalled
 from verl.controller.link import Link, Message, control_group
 from verl.controller.rank_worker import Order, RankWorker, stacks
-from verl.controller.ranks import rank_here, registry, torchrun_ranks, who
+from verl.controller.ranks import local_ranks, rank_here, registry, torchrun_ranks, who
 from verl.controller.world import TIMEOUT, RoleMeshes, World
 from verl.errors import BrokenCollectiveError, ClusterError
 
@@ -69,6 +69,10 @@ class TorchrunJob:
     @property
     def has_ended(self) -> bool:
         return self._ended is not None
+
+    @property
+    def devices_a_machine(self) -> int:
+        return local_ranks()
 
     @property
     def worker(self) -> RankWorker:

@@ -10,7 +10,7 @@ import numpy as np
 
 from verl.batch import Batch
 from verl.data.prompts import PromptDataset, PromptStream
-from verl.errors import ConfigError, DataError
+from verl.errors import ConfigError, DamagedCheckpointError, DataError
 
 logger = logging.getLogger(__name__)
 
@@ -24,6 +24,18 @@ def permutation(size: int, seed: int, epoch: int) -> np.ndarray[Any, np.dtype[np
 def hashed(seed: int, number: int) -> int:
     """64 random bits that are a function of both."""
     return int(_mix(_mix(np.array([seed & (2**64 - 1)], np.uint64)) ^ np.uint64(number))[0])
+
+
+def saved_count(state: Mapping[str, Any], key: str) -> int:
+    """A number of a saved position.
+
+    Raises:
+        DamagedCheckpointError: it is none.
+    """
+    count = state.get(key)
+    if type(count) is not int or not 0 <= count < 2**53:
+        raise DamagedCheckpointError(f"{key} of the saved position is {count!r}")
+    return count
 
 
 def _mix(x: Any) -> Any:
@@ -66,6 +78,7 @@ class Cursor:
 
         Raises:
             DataError: the state belongs to other data, or to another seed or order.
+            DamagedCheckpointError: it is no position.
         """
         for key, mine in self.identity.items():
             if key == "digest" and key not in state:
@@ -77,9 +90,9 @@ class Cursor:
                     f"the saved place belongs to other data than {self.name}: {key} was {state.get(key)}, is {mine}. "
                     "Give the same data and seed, or start anew (--fresh)"
                 )
-        epoch, position = int(state["epoch"]), int(state["position"])
-        if epoch < 0 or not 0 <= position < self.size:
-            raise DataError(f"the saved position, row {position} of epoch {epoch}, is not in {self.name}")
+        epoch, position = saved_count(state, "epoch"), saved_count(state, "position")
+        if position >= self.size:
+            raise DamagedCheckpointError(f"row {position} of epoch {epoch} is not in {self.name}")
         self.epoch, self.position = epoch, position
 
     def _rows(self) -> list[int]:
@@ -177,4 +190,5 @@ class _StreamWalk:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         if not state.get("stream"):
             raise DataError(f"the saved place belongs to a data set with a length, {self.data.name} is a stream")
-        self.epoch, self.position, self._rows = int(state["epoch"]), int(state["position"]), None
+        epoch, position = saved_count(state, "epoch"), saved_count(state, "position")
+        self.epoch, self.position, self._rows = epoch, position, None

@@ -12,7 +12,7 @@ import numpy as np
 
 from verl.batch import Batch
 from verl.data.by_task import COLUMN, by_task
-from verl.data.loader import PromptLoader, hashed
+from verl.data.loader import PromptLoader, hashed, saved_count
 from verl.data.prompts import PromptDataset, PromptStream, load_prompts, stream_prompts
 from verl.errors import ConfigError, DataError, nearest
 
@@ -125,8 +125,8 @@ class TaskLoader:
             raise DataError(f"the saved place is of the tasks {found}, these are {sorted(self.sources)}")
         for name, source in self.sources.items():
             source.load_state_dict(saved[name]["data"])
-            self.draws[name] = int(saved[name]["draws"])
-        self.batches = int(state["batches"])
+            self.draws[name] = saved_count(saved[name], "draws")
+        self.batches = saved_count(state, "batches")
 
 
 class MixedLoader:

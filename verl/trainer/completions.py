@@ -68,8 +68,10 @@ def _questions(batch: Batch) -> list[str | None]:
     """The last message of the user, or a prompt that is a text; null for token ids."""
     texts = batch["prompt"] if "prompt" in batch else [None] * len(batch)
     chats = batch["messages"] if "messages" in batch else [None] * len(batch)
-    said = {chat: [content_text(m) for m in json.loads(chat) if m["role"] == "user"] for chat in {*chats} - {None}}
-    return [text if chat is None else (said[chat] or [None])[-1] for text, chat in zip(texts, chats, strict=True)]
+    said: dict[str | None, str | None] = {None: None}
+    for chat in {*chats} - {None}:
+        said[chat] = next((content_text(m) for m in reversed(json.loads(chat)) if m["role"] == "user"), None)
+    return [text if chat is None else said[chat] for text, chat in zip(texts, chats, strict=True)]
 
 
 def _truths(batch: Batch) -> list[Any]:

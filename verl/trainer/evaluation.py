@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import math
-import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -17,7 +16,7 @@ import numpy as np
 from verl.batch import Batch
 from verl.data.files import digest
 from verl.data.prompts import PromptDataset
-from verl.durable import staging_of, try_remove
+from verl.durable import replace_file, staging_of, try_remove
 from verl.errors import ConfigError, DataError
 from verl.trainer.metrics import Metric, MetricFn, mean
 from verl.trainer.report import SHARES, finite
@@ -302,7 +301,7 @@ def save_completions(samples: Batch, path: Path, limit: int, columns: Sequence[s
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         samples.slice(0, limit).select(columns).to_parquet(staging)
-        os.replace(staging, path)
+        replace_file(staging, path)
     except OSError as error:
         logger.warning("completions were not saved to %s: %s", path, error)
     finally:

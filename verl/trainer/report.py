@@ -104,7 +104,7 @@ def render(run: Path, live: bool = False) -> str:
         "style": (ASSETS / "report.css").read_text(encoding="utf-8"),
         "script": script,
         "data": json.dumps(data, ensure_ascii=True, allow_nan=False).replace("<", "\\u003c"),
-        "chips": "".join(f"<span class=chip>{html.escape(text)}</span>" for text in _chips(summary, config)),
+        "chips": "".join(f"<span class=chip>{html.escape(text)}</span>" for text in _chips(summary, metrics, config)),
         "hero": _hero(summary, evals),
         "tiles": "".join(_tile(*tile) for tile in _tiles(summary, metrics)),
         "files": _files(run),
@@ -261,10 +261,12 @@ def _cut(text: object) -> str:
     return text if len(text) <= MAX_TEXT else text[:MAX_TEXT] + f" ... ({len(text) - MAX_TEXT} more characters)"
 
 
-def _chips(summary: dict[str, Any], config: str) -> Iterator[str]:
+def _chips(summary: dict[str, Any], metrics: list[dict[str, Any]], config: str) -> Iterator[str]:
     yield str(summary.get("state", "not finished"))
     if summary.get("control"):
         yield f"control: {summary['control']}"
+    if metrics and (unseen := metrics[-1].get("guard/unseen")):
+        yield f"the guard's metrics that never came: {unseen}"
     try:
         settings = yaml.safe_load(config)
     except (yaml.YAMLError, ValueError):

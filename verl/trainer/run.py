@@ -22,6 +22,7 @@ from verl.controller.controller import Controller
 from verl.data.prefetch import Loader
 from verl.data.prompts import PromptDataset
 from verl.errors import ConfigError, DataError, ModelError, VerlError
+from verl.rewards.loading import user_files
 from verl.trainer import build
 from verl.trainer.check import Checked, check_settings
 from verl.trainer.engine import settle_engine, with_engine
@@ -40,11 +41,12 @@ logger = logging.getLogger(__name__)
 _COMPLETION_COLUMNS = ("id", "prompt", "response", "reward", "finish")
 
 
-def train(config: Config, *, fresh: bool = False) -> dict[str, Any]:
+def train(config: Config, *, fresh: bool = False, accept_edits: bool = False) -> dict[str, Any]:
     """Run to the end, or on to the end if it was interrupted; prints a table and returns the summary.
 
     Args:
         fresh: start anew even if the run is unfinished.
+        accept_edits: go on even if files of the user's code were edited since the run began.
 
     Raises:
         VerlError: what stops a run, by the boundary where it arose.
@@ -74,6 +76,7 @@ def train(config: Config, *, fresh: bool = False) -> dict[str, Any]:
         logger.info("run directory %s (%s, attempt %d)", run.path, run.status, run.attempt)
         trainer: Trainer | None = None
         try:
+            run.note_code(user_files(), accept_edits=accept_edits)
             trainer, prompts = _open_trainer(config, checked, run, controller)
             trainer.on_log_hook(_LiveReport(run))
             trainer.fit(prompts, settings.total_steps - trainer.steps)
@@ -141,7 +144,7 @@ def _open_trainer(config: Config, checked: Checked, run: Run, controller: Contro
         sources = {role for task in trainer.tasks.values() for role in task.sources}
         roles = [*build.placed_roles(config, algorithms.values()), *sorted(sources & controller.mesh.pools.keys())]
         logger.info("%d ranks:\n%s", len(controller.mesh.devices), controller.mesh.picture(roles))
-    step = trainer.resume()
+    step = trainer.resume(data.train)
     if trainer.position is not None:
         data.train.load_state_dict(trainer.position)  # which refuses other prompts
     run.rewind(-1 if step is None else step)  # once nothing is refused any more

@@ -46,7 +46,7 @@ from verl.trainer.evaluation import Evaluation, HeldOut, Metrics, numbered, toge
 from verl.trainer.experience import Experience
 from verl.trainer.guard import Guards, SafetyGuard
 from verl.trainer.learning import Learning, of_task, skipped_roles
-from verl.trainer.logging import Logger, default_logger, follow_log_level
+from verl.trainer.logging import Logger, follow_log_level, open_logger, run_directory
 from verl.trainer.metrics import Metric, MetricFn, add_metrics
 from verl.trainer.mixture import Mixture, TaskScheduler
 from verl.trainer.outcome import check_finite, check_learned
@@ -240,7 +240,8 @@ class Trainer:
         self._goal: int | None = None
         self._loader: Loader | None = None
         self._position: dict[str, Any] | None = None
-        self._log_dir = log_dir
+        #: Where TensorBoard events, `metrics.jsonl` and a guard's checkpoints go; None: nowhere.
+        self.log_dir = run_directory(log_dir, next(iter(self.tasks.values())).algorithm.name)
         self._logger: Logger | None = None
         self._hooks = [on_log_hook] if on_log_hook else []
         if logger is not None:
@@ -277,7 +278,7 @@ class Trainer:
     @property
     def logger(self) -> Logger:
         if self._logger is None:
-            self.use_logger(default_logger(self._log_dir, next(iter(self.tasks.values())).algorithm.name))
+            self.use_logger(open_logger(self.log_dir, run_id=self.log_dir.name if self.log_dir else ""))
         assert self._logger is not None
         return self._logger
 
@@ -308,12 +309,29 @@ class Trainer:
             task.experience.metrics[name] = Metric(name, fn)
 
     def add_guard(self, guard: SafetyGuard) -> None:
-        """Watch metrics from now on, and go back to an earlier checkpoint when one falls.
+        """Watch metrics from now on, and go back to an earlier checkpoint when one falls. Without automatic checkpoints
+        of your own they are saved in `log_dir`, four within `rollback_steps`.
 
         Raises:
-            ConfigError: there are no automatic checkpoints to go back to.
+            ConfigError: `log_dir=False` leaves no place for checkpoints, where `checkpoint_dir` names none.
         """
         self.guards.add(guard, self)
+
+    def save_automatically(self, every: int) -> AutomaticCheckpoints:
+        """Automatic checkpoints: those that there are, or in `log_dir` from now on, `every` so many steps.
+
+        Raises:
+            ConfigError: `log_dir=False` leaves no place for them.
+        """
+        if self.checkpoints is None:
+            if self.log_dir is None:
+                raise ConfigError(
+                    "a guard goes back to checkpoints, and log_dir=False leaves no place for them: give the trainer "
+                    "checkpoint_dir= and save_every="
+                )
+            self.checkpoints = AutomaticCheckpoints(self.log_dir / "checkpoints", every, 2, background=False)
+            logger.info("a checkpoint is saved to %s every %d steps", self.log_dir / "checkpoints", every)
+        return self.checkpoints
 
     def enable_3d_hybrid_engine(self, **options: Any) -> Mesh:
         """Have the actor generate in a layout of its own on the ranks that train it; before the first step.
@@ -344,6 +362,7 @@ class Trainer:
             TrainingError: too many updates in a row were not finite.
             RewardError, RolloutError: too many of the latest rewards or episodes failed.
         """
+        self.guards.begin(self)
         began = time.perf_counter()
         self.spans.clear()
         record = self._step_of_one(prompts) if len(self.tasks) == 1 else self._step_of_several(prompts)
@@ -399,9 +418,11 @@ class Trainer:
         self.updates += updated
         self.idle += not updated and ("update/empty" in record or record["updated"])
         logger.debug("step %d: %s", self.steps, ", ".join(f"{name}={value}" for name, value in record.items()))
+        if unseen := [name for name in self.guards.unseen if name not in record]:
+            record["guard/unseen"] = ", ".join(unseen)
         self.logger.log(self.steps, record)
         self._log_completions()
-        self.guards.observe(record)
+        self.guards.observe(record, self.steps)
         if (alert := self.guards.check(self)) is not None:
             return {**record, "guard/back_to": float(alert.back_to)}
         if self.steps != self._goal:
@@ -451,8 +472,7 @@ class Trainer:
             with StopSignal() if self.checkpoints is not None else nullcontext() as stop:
                 if self.held_out is not None and self.held_out.first is None:
                     self.evaluate_held_out()
-                if self.guards and self.checkpoints is not None:
-                    self.checkpoints.save(self)  # so that there is one to go back to from the first step on
+                self.guards.begin(self)
                 while self.steps < self._goal and not (stop and stop.requested):
                     record = self.advance(batches)
                 if stop and stop.requested:
@@ -554,7 +574,7 @@ class Trainer:
         result = self.held_out.note(self.steps, found)
         metrics = {f"eval/{name}": value for name, value in result["metrics"].items()} | measured
         self.logger.log(self.steps, {**metrics, "time/evaluation": time.perf_counter() - began})
-        self.guards.observe(metrics)
+        self.guards.observe(metrics, self.steps)
         return result
 
     def _kl_to_reference(self, samples: Batch, *, greedy: bool) -> float:
@@ -655,13 +675,17 @@ class Trainer:
         if self.checkpoints is not None:
             self.checkpoints.saved = None
 
-    def resume(self) -> int | None:
+    def resume(self, data: Loader | None = None) -> int | None:
         """Go on from the newest whole checkpoint of `checkpoint_dir`; its step, or None if there is none.
+
+        Args:
+            data: what `fit` will read: a checkpoint with a position that is none is passed over as damaged.
 
         Raises:
             CheckpointError: none is whole, or they belong to another model, algorithm or settings.
+            DataError: they are of other data.
         """
-        step = self._checkpoints().resume(self)
+        step = self._checkpoints().resume(self, data)
         if step is not None:
             logger.info("going on from step %d", step)
         return step

@@ -1,0 +1,123 @@
+"""Arguments of Python calls, checked as settings of a file are: by the types and bounds in their hints, with the same
+messages. Imported without torch."""
+
+from __future__ import annotations
+
+import builtins
+import collections.abc
+import functools
+import inspect
+import types
+import typing
+from collections.abc import Callable, Mapping
+from typing import Annotated, Any, Literal, TypeVar, Union
+
+from pydantic import ConfigDict, InstanceOf, TypeAdapter, ValidationError
+
+from verl.record import Problem, SettingsError, problems_of, section
+
+_CONFIG = ConfigDict(strict=True, allow_inf_nan=False, arbitrary_types_allowed=True)
+_SCALARS = (bool, int, float, str, bytes, type(None))
+CallableT = TypeVar("CallableT", bound=Callable[..., Any])
+
+
+def checked(function: CallableT) -> CallableT:
+    """Decorator of a function or constructor: each argument must have the type of its hint, strictly (`True` is no
+    number, a number no text, nan no number), and lie within the bounds of an `Annotated` one.
+
+    Scalars, tuples of them, literals and records are checked in full; of other classes only that it is one, and hints
+    of names that are imported for type checkers alone say nothing. A list where a tuple is wanted, or a mapping where
+    a record is, is turned into one.
+
+    Raises:
+        SettingsError: (a `ConfigError`) on the call, naming every wrong argument.
+    """
+    signature = inspect.signature(function)
+    owner = function.__qualname__.removesuffix(".__init__")
+
+    @functools.wraps(function)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        try:
+            bound = signature.bind(*args, **kwargs)
+        except TypeError:
+            return function(*args, **kwargs)  # whose own message names the function
+        hints = hints_of(function)
+        values = {name: value for name, value in bound.arguments.items() if name in hints}
+        bound.arguments.update(validated(owner, hints, values))
+        return function(*bound.args, **bound.kwargs)
+
+    return typing.cast(CallableT, call)
+
+
+def validated(owner: str, hints: Mapping[str, Any], values: Mapping[str, Any]) -> dict[str, Any]:
+    """The values as their hints want them.
+
+    Raises:
+        SettingsError: some are not what their hints say; all are named.
+    """
+    problems: list[Problem] = []
+    results = {}
+    for name, value in values.items():
+        try:
+            results[name] = _adapter(hints[name]).validate_python(value)
+        except ValidationError as error:
+            problems += [((name, *path), *rest) for path, *rest in problems_of(hints[name], error)]
+        except SettingsError as error:  # of a record that the hint names
+            problems += [((name, *path), *rest) for path, *rest in error.problems]
+    if problems:
+        raise SettingsError(owner, problems)
+    return results
+
+
+@functools.cache
+def hints_of(function: Callable[..., Any]) -> dict[str, Any]:
+    """What can be checked of each parameter, by name; those that take any number of arguments are left out."""
+    names = _Names(function.__globals__)
+    return {
+        name: _checkable(_evaluated(parameter.annotation, names))
+        for name, parameter in inspect.signature(function).parameters.items()
+        if parameter.annotation is not parameter.empty
+        and parameter.kind not in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD)
+    }
+
+
+class _Names(dict[str, Any]):
+    """A function's globals, in which a name that only type checkers import stands for any value."""
+
+    def __missing__(self, name: str) -> Any:
+        if hasattr(builtins, name):
+            raise KeyError(name)
+        return Any
+
+
+def _evaluated(annotation: Any, names: Mapping[str, Any]) -> Any:
+    try:
+        return eval(annotation, {}, names) if isinstance(annotation, str) else annotation
+    except (AttributeError, TypeError):  # part of a name that stands for any value
+        return Any
+
+
+def _checkable(hint: Any) -> Any:
+    """The hint with all that pydantic would copy or consume replaced by whether it is an instance."""
+    origin, arguments = typing.get_origin(hint), typing.get_args(hint)
+    if origin is Literal or hint in _SCALARS or section(hint) is not None:
+        return hint
+    if origin is Annotated:
+        inner = _checkable(arguments[0])
+        return Any if inner is Any else Annotated[(inner, *hint.__metadata__)]
+    if origin in (Union, types.UnionType):
+        branches = [_checkable(argument) for argument in arguments]
+        return Any if Any in branches else Union[tuple(branches)]  # noqa: UP007 - of any number
+    if origin is tuple:
+        return hint
+    if origin is collections.abc.Callable or hint is Callable:
+        return Callable
+    kind = origin or hint
+    if not isinstance(kind, type) or getattr(kind, "_is_protocol", False):
+        return Any
+    return InstanceOf[kind]
+
+
+@functools.cache
+def _adapter(hint: Any) -> TypeAdapter[Any]:
+    return TypeAdapter(hint) if section(hint) is not None else TypeAdapter(hint, config=_CONFIG)
