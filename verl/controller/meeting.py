@@ -9,7 +9,7 @@ import time
 from datetime import timedelta
 from typing import NoReturn
 
-import torch.distributed as dist
+from torch.distributed import DistError, PrefixStore, Store, TCPStore  # type: ignore[attr-defined]
 
 from verl.errors import ClusterError, ConfigError
 
@@ -20,7 +20,7 @@ PATIENCE, _LOOK = 5.0, 0.05
 _HOW = "start all ranks with torchrun; of a run in one process, RANK and WORLD_SIZE are left over: unset them"
 
 
-def meet(rank: int, size: int, timeout: float) -> dist.Store:
+def meet(rank: int, size: int, timeout: float) -> Store:
     """The store of all ranks, where `MASTER_ADDR` and `MASTER_PORT` say, once all of them have come to it; after
     `PATIENCE` seconds a warning says who has not.
 
@@ -42,34 +42,34 @@ def meet(rank: int, size: int, timeout: float) -> dist.Store:
 class _Meeting:
     def __init__(self, rank: int, size: int, place: str, timeout: float) -> None:
         self.rank, self.size, self.place, self.timeout = rank, size, place, timeout
-        self.begun, self.told = time.monotonic(), False
+        self.began, self.has_warned = time.monotonic(), False
 
-    def all_come(self, host: str, port: int) -> dist.Store:
+    def all_come(self, host: str, port: int) -> Store:
         """Torch would wait within a call that lets no other thread run, and does not say for whom."""
-        store = dist.PrefixStore(f"verl/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", self._open(host, port))
+        store = PrefixStore(f"verl/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", self._open(host, port))
         store.set(f"come/{self.rank}", "")
         away = list(range(self.size))
         while away := [rank for rank in away if not store.check([f"come/{rank}"])]:
             self._wait(away)
         return store
 
-    def _open(self, host: str, port: int) -> dist.Store:
+    def _open(self, host: str, port: int) -> Store:
         hosts = self.rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
         wait = timedelta(seconds=self.timeout)
         while not hosts and not _listens(host, port):
             self._wait([0])
         try:
-            return dist.TCPStore(host, port, self.size, hosts, wait, wait_for_workers=False, multi_tenant=True)
-        except (dist.DistError, RuntimeError) as error:
+            return TCPStore(host, port, self.size, hosts, wait, wait_for_workers=False, multi_tenant=True)
+        except (DistError, RuntimeError) as error:
             what = "listen" if hosts else "meet rank 0"
             raise ClusterError(f"{self._who()} cannot {what} at {self.place} ({error}): {_HOW}") from error
 
     def _wait(self, away: list[int]) -> None:
-        waited = time.monotonic() - self.begun
+        waited = time.monotonic() - self.began
         if waited > self.timeout:
             self._give_up(away)
-        if waited > PATIENCE and not self.told:
-            self.told = True
+        if waited > PATIENCE and not self.has_warned:
+            self.has_warned = True
             logger.warning("%s waits at %s for rank %s: %s", self._who(), self.place, _listed(away), _HOW)
         time.sleep(_LOOK)
 
