@@ -197,12 +197,9 @@ class JudgeReward(_ServedReward):
     def check_data(self, rows: Sequence[Mapping[str, Any]]) -> None:
         super().check_data(rows)
         known = {"prompt", "response", *user_columns(dict(rows[0]))}
-        for name in dict.fromkeys(re.findall(r"\{(\w+)\}", self.template)):
-            if name not in known:
-                logger.warning(
-                    "reward '%s': the template's {%s} is no column of the data and stays as it is: %s",
-                    self.name, name, nearest(name, known),
-                )  # fmt: skip
+        for name in sorted({*re.findall(r"\{(\w+)\}", self.template)} - known):
+            text = f"the template's {{{name}}} is no column of the data and stays as it is: {nearest(name, known)}"
+            logger.warning("reward '%s': %s", self.name, text)
 
     async def scores(self, prompts: list[Any], completions: list[Any], **columns: Any) -> list[Score]:
         """A score for each sample."""
