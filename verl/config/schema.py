@@ -240,6 +240,9 @@ class RewardPart(Record):
     template: str | None = Field(
         default=None, description="what the judge reads, with {prompt}, {response} and columns by name in it"
     )
+    scale: tuple[float, float] | None = Field(
+        default=None, description="the least and the most that the judge may give (null: 0 to 10)"
+    )
     answer: Literal["last_number", "whole", "tag"] = Field(
         default="whole",
         description="what a verifier reads: the last number, all, or what <answer> encloses",
@@ -253,6 +256,10 @@ class RewardPart(Record):
             raise wrong("dtype", "is for a reward model: it needs model")
         if self.template is not None and (not self.url or "{response}" not in self.template):
             raise wrong("template", "is for a judge: it needs url, and {response} in the template")
+        if self.scale is not None and (
+            self.template is None or not -math.inf < self.scale[0] < self.scale[1] < math.inf
+        ):
+            raise wrong("scale", "is the least and the most of a judge's score, lower first: it needs template")
         return self
 
     def given(self) -> list[str]:
@@ -305,7 +312,12 @@ class RewardConfig(CostConfig):
         "reward's: of failed episodes, too); below 1, a run of which every sample failed ends so, too",
     )
     workers: Annotated[int, Field(ge=0, le=1024)] = Field(
-        default=0, description="processes that score, a sample at a time each (0: the trainer's own process)"
+        default=0, description="processes that score, a sample at a time each (0: see process)"
+    )
+    process: bool = Field(
+        default=True,
+        description="call a function in one process of its own, which is killed when it is late (false, and for what "
+        "reaches a model: in the trainer's, which ends if the function holds the interpreter beyond timeout)",
     )
     max_workers: Processes | None = free(None, "most such processes, when samples queue up (null: always `workers`)")
 

@@ -232,7 +232,7 @@ class Trainer:
         #: What worked when, since the present step began.
         self.spans: list[Span] = []
         self.steps = 0
-        #: Updates that changed the policy, and updates that did not: empty ones, and those without a finite gradient.
+        #: Updates that changed the policy, and those that did not: empty, without a finite gradient, or one of 0.
         self.updates = self.idle = 0
         #: Latest updates in a row that were not finite.
         self.skipped = 0
@@ -414,7 +414,7 @@ class Trainer:
         self._add(record, {"time/step": seconds, **busy_shares(self.spans, seconds)})
         self._add(record, {"memory/peak_gb": self.actor.peak_memory() / 1e9})
         self.steps += 1
-        updated = record["updated"] and "actor" not in skipped_roles(record)
+        updated = record["updated"] and "actor" not in skipped_roles(record) and record.get("grad_norm/actor") != 0
         self.updates += updated
         self.idle += not updated and ("update/empty" in record or record["updated"])
         logger.debug("step %d: %s", self.steps, ", ".join(f"{name}={value}" for name, value in record.items()))
