@@ -46,7 +46,7 @@ from verl.trainer.evaluation import Evaluation, HeldOut, Metrics, numbered, toge
 from verl.trainer.experience import Experience
 from verl.trainer.guard import Guards, SafetyGuard
 from verl.trainer.learning import Learning, of_task, skipped_roles
-from verl.trainer.logging import Logger, follow_log_level, open_logger, run_directory
+from verl.trainer.logging import Logger, open_logger, run_directory
 from verl.trainer.metrics import Metric, MetricFn, add_metrics
 from verl.trainer.mixture import Mixture, TaskScheduler
 from verl.trainer.outcome import check_finite, check_learned
@@ -159,7 +159,6 @@ class Trainer:
         deadline: float = 1800.0,
         **options: Any,
     ) -> None:
-        follow_log_level()
         if reward is not None and reward_fn is not None:
             raise ConfigError("give the trainer one reward: reward=... or reward_fn=...")
         given = {"reward": reward_fn if reward is None else reward, "cost": cost}
