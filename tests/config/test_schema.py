@@ -27,10 +27,10 @@ def policy(**parts):
     return {"actor_rollout_ref": {"model": {"path": "models/tiny"}, **parts}}
 
 
-def test_there_are_fewer_than_150_settings():
+def test_there_are_fewer_than_160_settings():
     keys = [key.path for key in describe()]
     assert len(keys) == len(set(keys))
-    assert 100 < len(keys) < 150
+    assert 100 < len(keys) < 160
 
 
 def test_every_key_says_what_it_is_for():
@@ -135,12 +135,16 @@ def test_settings_that_contradict_each_other():
     for wrong, words in (
         ({"monitor_metrics": []}, "monitor_metrics: is empty"),
         ({"monitor_metrics": ["a"], "threshold_delta": 0.0}, "threshold_delta: is 0"),
-        ({"monitor_metrics": ["a"], "rollback": 3}, "unknown key; did you mean 'rollback_steps'?"),
+        (
+            {"monitor_metrics": ["a"], "rollback_step": 3},
+            "unknown key; did you mean 'trainer.guards.0.rollback_steps'?",
+        ),
     ):
         assert words in problem(trainer={"guards": [wrong]})
     shares = {"initial_weights": {"a": 1.0, "b": 1.0}}
     assert "trainer.task_scheduler: weighs several tasks" in problem(trainer={"task_scheduler": shares})
-    tasks = [{"name": name, "reward_model": "math"} for name in ("a", "bb")]
+    assert "trainer.task_scheduler.patience: must be" in problem(trainer={"task_scheduler": {**shares, "patience": 0}})
+    tasks = [{"name": name, "type": "grpo", "reward_model": "math"} for name in ("a", "bb")]
     assert "trainer.task_scheduler: weighs task 'b': did you mean 'bb'?" in problem(
         tasks=tasks, trainer={"task_scheduler": shares}
     )

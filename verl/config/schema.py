@@ -345,6 +345,10 @@ class TaskSchedulerConfig(Record):
     min_weight: Annotated[float, Field(ge=0, le=1)] = Field(default=0.1, description="least share of a task")
 
 
+def _task_scheduler(value: dict[str, Any]) -> dict[str, Any]:
+    return TaskSchedulerConfig(**value).model_dump()
+
+
 class TrainerConfig(Record):
     total_steps: Natural = free(100, "steps; a longer run goes on from a shorter one")
     total_epochs: Count | None = free(None, "passes over data.train, in the place of total_steps")
@@ -390,8 +394,10 @@ class TrainerConfig(Record):
     guards: Annotated[tuple[GuardConfig, ...], AsTuple] = Field(
         default=(), description="metrics whose fall takes training back to an earlier checkpoint"
     )
-    task_scheduler: TaskSchedulerConfig | None = Field(
-        default=None, description="shares of several tasks that follow how far each has come (null: as set)"
+    task_scheduler: Annotated[dict[str, Any], AfterValidator(_task_scheduler)] | None = Field(
+        default=None,
+        description="shares of several tasks that follow how far each has come: {initial_weights: {TASK: SHARE}, "
+        "metric_key, patience, min_weight} (null: as set)",
     )
     deadline: Seconds = free(1800.0, "seconds after which a phase without progress ends the run")
     threads: Count | None = Field(default=None, description="CPU threads (null: as torch chooses)")
@@ -441,7 +447,7 @@ class Config(Record):
             names = [task.name for task in self.tasks]
             if len(names) < 2:
                 raise wrong("trainer.task_scheduler", "weighs several tasks against each other: name them in tasks")
-            if stray := self.trainer.task_scheduler.initial_weights.keys() - {*names}:
+            if stray := self.trainer.task_scheduler["initial_weights"].keys() - {*names}:
                 stray_name = min(stray)
                 raise wrong("trainer.task_scheduler", f"weighs task '{stray_name}': {nearest(stray_name, names)}")
         if self.trainer.eval_every is not None and self.data.eval is None:

@@ -57,7 +57,7 @@ def check_settings(config: Config) -> Checked:
     _check_trainer(config, algorithms)
     _check_places(config)
     if config.trainer.task_scheduler is not None:
-        DynamicTaskWeightScheduler(**dict(config.trainer.task_scheduler))
+        DynamicTaskWeightScheduler(**config.trainer.task_scheduler)
     sources = sources_of(config)
     for task in config.tasks:
         check_sampling(task)

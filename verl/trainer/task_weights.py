@@ -71,7 +71,7 @@ class DynamicTaskWeightScheduler:
             value = self._value(metrics.get(name, {}))
             if value is not None:
                 level.add(step, value)
-            elif self._unseen and metrics.get(name):
+            elif self._unseen and metrics.get(name, {}).keys() - {"share"}:  # which every task has
                 self._unseen = False
                 near = nearest(self.metric_key, [*metrics[name], *_ALIASES])
                 logger.warning("the scheduler has not seen '%s' of task '%s': %s", self.metric_key, name, near)
