@@ -22,9 +22,8 @@ from verl.errors import ConfigError, RolloutError, nearest
 from verl.rewards.calls import Slots
 from verl.rewards.forms import user_columns
 from verl.rewards.functions import FunctionReward, OnFailure
-from verl.rewards.scores import Score, failure, read_score, read_scores
 from verl.rewards.last_words import computing
-from verl.rewards.scores import Score, failure, read_scores
+from verl.rewards.scores import Score, failure, read_score, read_scores
 from verl.rollout.servers import ServerPool, check_model_path
 from verl.user_code import describe, traceback_of
 

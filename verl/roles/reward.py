@@ -14,6 +14,7 @@ from verl.controller.group import Workers
 from verl.controller.ranks import registry
 from verl.controller.rewards import RewardPool
 from verl.errors import CheckpointError, ConfigError, RewardError
+from verl.log import follow_log_level
 from verl.models.portable import PortableModel
 from verl.rewards.failures import Failures
 from verl.rewards.make import make_reward
@@ -62,6 +63,7 @@ class Reward:
         placement: Any = None,
         **options: Any,
     ) -> None:
+        follow_log_level()
         given = [source for source in (reward_fn, model, url) if source is not None]
         if len(given) != 1:
             raise ConfigError("a Reward takes exactly one of reward_fn=..., model=... and url=...")
