@@ -220,14 +220,17 @@ def _init(ray: Any) -> None:
 def _signals_kept() -> Iterator[None]:
     """Ray's core puts a handler of its own in the place of the process's for SIGTERM, which dumps its stack and aborts.
     Python sets handlers in the main thread alone, and this is not always that one."""
-    libc = ctypes.CDLL(None) if os.name == "posix" else None
+    if os.name != "posix":
+        yield
+        return
+    libc = ctypes.CDLL(None)
     kept = [(number, ctypes.create_string_buffer(1024)) for number in (signal.SIGINT, signal.SIGTERM)]
-    for number, action in kept if libc is not None else ():
+    for number, action in kept:
         libc.sigaction(number, None, action)
     try:
         yield
     finally:
-        for number, action in kept if libc is not None else ():
+        for number, action in kept:
             libc.sigaction(number, action, None)
 
 
@@ -291,9 +294,8 @@ def _token() -> tuple[str, str]:
         mode = stat.S_IMODE(file.stat().st_mode)
         if mode & 0o077 and os.name == "posix":
             raise ClusterError(
-                f"{file} can be read or changed by others (mode {mode:o}): whoever has this token can run code as you "
-                f"on Ray clusters. Delete it, so that a new one is made, or `chmod 600 {file}` if you alone use this "
-                "machine"
+                f"{file} can be read or changed by others (mode {mode:o}), who can then run code as you on Ray "
+                f"clusters. Delete it, so that a new one is made, or `chmod 600 {file}` if you alone use this machine"
             )
         return file.read_text().strip(), f"{file} holds another one"
     except OSError:

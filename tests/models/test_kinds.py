@@ -57,16 +57,20 @@ def within(seconds: int) -> Iterator[None]:
 
 
 def make(kind: str) -> Any:
-    """A small model; None: these settings make none."""
+    """A small model; None: these settings make none that transformers itself computes and generates with."""
     try:
-        with within(20):
+        with within(120):
             config = CONFIG_MAPPING[kind](**{**SIZES, **OTHERS.get(kind, {})})
             with torch.device("meta"):
                 size = sum(weight.numel() for weight in AutoModelForCausalLM.from_config(config).parameters())
             if size > MOST:
                 return None
             torch.manual_seed(0)
-            return AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
+            model = AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
+            with torch.no_grad():
+                model(input_ids=torch.tensor([[5, 6, 7, 8]]))
+            model.generate(torch.tensor([[5, 6, 7]]), max_new_tokens=3, do_sample=False)
+            return model
     except Exception:
         return None
 
@@ -88,7 +92,7 @@ def judge(kind: str) -> dict[str, Any]:
     if (model := make(kind)) is None:
         return {"kind": kind, "is": "none"}
     try:
-        with within(90):
+        with within(300):
             actor = verl.Actor(model=model, tokenizer=byte_tokenizer(), optim={"lr": 1e-3}, algorithm="grpo")
             samples = actor.generate_sequences([[5, 6, 7], [8] * 9], n=2, max_new_tokens=6)
             distance = off(model, samples, actor.compute_log_probs(samples))

@@ -20,7 +20,8 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 import verl
 from tests import forked
 from verl.errors import ConfigError
-from verl.trainer.logging import JsonlSink, Logger, TensorBoardSink, open_logger, run_directory, setup_logging
+from verl.log import setup_logging
+from verl.trainer.logging import JsonlSink, Logger, TensorBoardSink, open_logger, run_directory
 from verl.trainer.progress import ConsoleSink, describe, duration
 
 RECORD = {"reward/mean": 0.25, "kl": 0.001, "loss/actor": -0.5, "updated": True, "note": "fine"}
@@ -404,3 +405,18 @@ def test_log_level_is_followed_in_a_script(tiny: Path, level: str, is_shown: boo
     done = forked.run(command, env=env, timeout=120, check=True)
     assert ("step 1: rollout (actor) took" in done.stderr) is is_shown
     assert ("reward/mean=1.0" in done.stderr) is is_shown
+
+
+@pytest.mark.parametrize(("level", "is_shown"), [("DEBUG", True), ("INFO", False), ("of another program", False)])
+def test_log_level_is_followed_in_a_plain_loop(tiny: Path, level: str, is_shown: bool) -> None:
+    script = (
+        "import sys, verl\n"
+        "actor = verl.Actor(sys.argv[1], sampling={'max_new_tokens': 2}, algorithm='grpo')\n"
+        "reward = verl.Reward(reward_fn=lambda texts: [1.0] * len(texts))\n"
+        "sequences = actor.generate_sequences(['a', 'b'])\n"
+        "actor.update(sequences, reward.get_reward(sequences)['reward'])\n"
+    )
+    command, env = [sys.executable, "-c", script, str(tiny)], {**os.environ, "LOG_LEVEL": level}
+    done = forked.run(command, env=env, timeout=120, check=True)
+    for call in ("actor.generate", "actor.update"):
+        assert (re.search(rf"DEBUG verl.controller.group: {call}\w* took \d", done.stderr) is not None) is is_shown

@@ -196,7 +196,7 @@ def plan(
         typer.echo(draw(config))
         return
     if cluster is None:
-        if network or within or scaling or picture or calibrate or efficiency:
+        if scaling or calibrate or not network is within is picture is efficiency is None:
             raise ConfigError("verl plan: these options are of a cluster: give --cluster too, such as 16x8xA100")
         for label, text in plan(config).items():
             typer.echo(f"{typer.style(f'{label:>14}', bold=True)}  {text}")

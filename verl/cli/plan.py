@@ -124,8 +124,10 @@ def plan_placement(
 
     if config.tasks:
         raise ConfigError("verl plan: several tasks are not modelled: plan for the one that takes most, by itself")
+    if within is not None and not within > 0:
+        raise ConfigError(f"--within: seconds of a rollout are above 0, not {within:g}")
     roles = roles_of(config, [make_algorithm(config.algorithm.name, **config.algorithm.options)])
-    problem = problem_of(config, roles, cluster, within or float("inf"))
+    problem = problem_of(config, roles, cluster, float("inf") if within is None else within)
     plans = search(problem)
     best, engine, shares = plans[0], plans[0].generation, cluster.efficiency
     yield (

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import logging
 from collections.abc import Iterator, Mapping
 from typing import Any
@@ -161,7 +162,8 @@ class _StreamWalk:
     def __init__(self, data: PromptStream) -> None:
         self.data = data
         self.epoch = self.position = 0
-        self._rows: Iterator[tuple[int, dict[str, Any]]] | None = None
+        self._rows: Iterator[tuple[int, dict[str, Any], Any]] | None = None
+        self._mark: Any = None  # of the last row
 
     def visit(self, count: int) -> tuple[list[tuple[int, int]], Batch]:
         visits: list[tuple[int, int]] = []
@@ -169,26 +171,31 @@ class _StreamWalk:
         barren = 0
         while len(rows) < count:
             if self._rows is None:
-                self._rows = self.data.rows(self.epoch, self.position)
-            number, row = next(self._rows, (-1, {}))
+                self._rows = self.data.rows(self.epoch, self.position, self._mark)
+            number, row, mark = next(self._rows, (-1, {}, None))
             if row:
                 visits.append((self.epoch, number))
                 rows.append(row)
-                self.position, barren = number + 1, 0
+                self.position, self._mark, barren = number + 1, mark, 0
                 continue
             barren += 1
             if barren == 2:
                 raise DataError(
                     f"{self.data.name} gives no prompts: it is empty, can be read only once, or all are dropped"
                 )
-            self.epoch, self.position, self._rows = self.epoch + 1, 0, None
+            self.epoch, self.position, self._mark, self._rows = self.epoch + 1, 0, None, None
         return visits, Batch.from_rows(rows)
 
     def state_dict(self) -> dict[str, Any]:
-        return {"epoch": self.epoch, "position": self.position, "stream": True}
+        place: dict[str, Any] = {"epoch": self.epoch, "position": self.position, "stream": True}
+        try:
+            json.dumps(self._mark, allow_nan=False)
+        except (TypeError, ValueError):  # a state that JSON cannot hold: its rows are skipped
+            return place
+        return place if self._mark is None else {**place, "mark": self._mark}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         if not state.get("stream"):
             raise DataError(f"the saved place belongs to a data set with a length, {self.data.name} is a stream")
         epoch, position = saved_count(state, "epoch"), saved_count(state, "position")
-        self.epoch, self.position, self._rows = epoch, position, None
+        self.epoch, self.position, self._mark, self._rows = epoch, position, state.get("mark"), None

@@ -14,6 +14,7 @@ from verl.batch import Batch
 from verl.data.by_task import COLUMN, by_task
 from verl.data.loader import PromptLoader, hashed, saved_count
 from verl.data.prompts import PromptDataset, PromptStream, load_prompts, stream_prompts
+from verl.data.shared_source import read_once
 from verl.errors import ConfigError, DataError, nearest
 
 
@@ -50,6 +51,11 @@ class TaskLoader:
     ) -> None:
         if batch_size < 1 or not sources:
             raise ConfigError(f"a batch has at least 1 prompt of at least 1 task, not {batch_size} of {len(sources)}")
+        streams = [
+            data for source in sources.values() if isinstance(data := getattr(source, "data", None), PromptStream)
+        ]
+        if len({id(stream.source) for stream in streams}) < len(streams):
+            raise ConfigError("two tasks read one iterable, rows of which may reach one alone: use get_dataloader")
         self.sources, self.batch_size, self.seed = dict(sources), batch_size, seed
         self.batches = 0
         self.draws = dict.fromkeys(self.sources, 0)
@@ -148,10 +154,11 @@ class MixedLoader:
         seed: int = 0,
         **form: Any,
     ) -> None:
-        sources: dict[str, Any] = {}
-        for name, given in data.items():
-            is_loader = hasattr(given, "take") and hasattr(given, "state_dict")
-            sources[name] = given if is_loader else PromptLoader(_prompts(given, form), 1, seed=seed)
+        loaders = {
+            name: given for name, given in data.items() if hasattr(given, "take") and hasattr(given, "state_dict")
+        }
+        rows = read_once({name: _prompts(given, form) for name, given in data.items() if name not in loaders})
+        sources = {name: loaders.get(name) or PromptLoader(rows[name], 1, seed=seed) for name in data}
         shares = shares or {name: len(getattr(source, "data", source)) for name, source in sources.items()}
         self.mixture = TaskLoader(sources, shares, batch_size=batch_size, seed=seed)
 
@@ -185,7 +192,7 @@ def get_dataloader(
 
     Args:
         dataset_path: what `load_prompts` takes; an iterable without a length (`stream_prompts`), which is read once for
-            each task; or a mapping of tasks to such data, whose rows need no column.
+            all tasks; or a mapping of tasks to such data, whose rows need no column.
         task_weights: the tasks and their shares of the prompts; None: those of the data, by their rows.
         batch_size: prompts of all tasks together.
         **form: of the prompts, see `load_prompts`.
@@ -197,6 +204,7 @@ def get_dataloader(
         data = {name: _prompts(rows, form) for name, rows in dataset_path.items()}
     else:
         data = dict(_split(_prompts(dataset_path, form), task_weights))
+    data = read_once(data)
     weights = task_weights or {n: len(d) if isinstance(d, PromptDataset) else 1 for n, d in data.items()}
     sources = {name: PromptLoader(rows, 1, seed=seed, shuffle=shuffle) for name, rows in data.items()}
     return TaskLoader(sources, weights, batch_size=batch_size, seed=seed)

@@ -17,6 +17,7 @@ from verl.rewards.calls import Caller, ThreadCaller
 from verl.rewards.failures import Failures
 from verl.rewards.forms import has_value, name_of, recognise, user_columns
 from verl.rewards.loading import load_function, split_spec
+from verl.rewards.processes import ProcessCaller, can_travel
 from verl.rewards.scores import Score, failure
 from verl.rewards.source import RewardResult
 from verl.user_code import show_once
@@ -29,6 +30,7 @@ class OnFailure(TypedDict, total=False):
 
     default_reward: float | None
     max_failure_rate: float
+    process: bool
 
 
 class FunctionReward:
@@ -37,8 +39,8 @@ class FunctionReward:
     Args:
         source: the function, plain or async, or "FILE.py:FUNCTION".
         name: for messages and columns; the function's own if not given.
-        timeout: seconds for one call. A plain call that is late is left behind in its thread. After three late calls in
-            one `score` the remaining samples abstain.
+        timeout: seconds for one call. One that is late is ended with its process, and left behind in its thread where
+            there is none. After three late calls in one `score` the remaining samples abstain.
         retries: further calls after one that raised or was late.
         default_reward: the reward of a sample whose scoring failed; None: it abstains. (If the function returns None
             for a sample, that is no failure: the sample abstains in any case.)
@@ -47,7 +49,11 @@ class FunctionReward:
             signature. Samples without a column `group` are one group.
         whole_batch: one call gets all samples of a step, once the last is there: for scores that depend on those of
             other prompts. None: as the function's attribute `whole_batch` says, if it has one.
-        workers: makes a `Caller` with worker processes from (source, name); None: a thread calls the function.
+        workers: makes a `Caller` with worker processes from (source, name); None: see `process`.
+        process: call the function in one process of its own, for the whole run. It is forked at the first call: what it
+            changes in objects of the script is not seen there. False, or for functions that reach a model or a tensor:
+            a thread of this process calls it, and if it holds the interpreter 10 s longer than `timeout` (a regular
+            expression, a huge power), this process ends by name.
 
     Raises:
         ConfigError: the function has no known signature, or an option is invalid.
@@ -74,6 +80,7 @@ class FunctionReward:
         batch_size: int | None = None,
         whole_batch: bool | None = None,
         workers: Callable[[Callable[..., Any] | str, str], Caller] | None = None,
+        process: bool = True,
     ) -> None:
         spec = None if callable(source) else str(source)
         function = source if callable(source) else load_function(str(source))
@@ -98,10 +105,14 @@ class FunctionReward:
         self.timeout, self.retries = timeout, retries
         self.default_reward, self.failures = default_reward, Failures(max_failure_rate)
         self._rows = 1 if self.form.by_row or (workers and batch_size is None) else batch_size
-        #: Makes the calls: a `RewardPool` with `workers`, else a `ThreadCaller`.
-        self.group: Caller = ThreadCaller(function, self.name)
+        if not isinstance(process, bool):
+            raise ConfigError(f"reward '{self.name}': process is True or False, not {process!r}")
+        #: Makes the calls: a `RewardPool` with `workers`, else a `ProcessCaller` or a `ThreadCaller`.
+        self.group: Caller = (ProcessCaller if process and can_travel(function) else ThreadCaller)(function, self.name)
         if workers:
             self.call_in(workers, spec)
+        else:
+            weakref.finalize(self, self.group.close)
         self._lock = threading.Lock()
 
     def call_in(self, workers: Callable[[Callable[..., Any] | str, str], Caller], spec: str | None = None) -> None:

@@ -22,6 +22,7 @@ from verl.errors import ConfigError, RolloutError, nearest
 from verl.rewards.calls import Slots
 from verl.rewards.forms import user_columns
 from verl.rewards.functions import FunctionReward, OnFailure
+from verl.rewards.last_words import computing
 from verl.rewards.scores import Score, failure, read_score, read_scores
 from verl.rollout.servers import ServerPool, check_model_path
 from verl.user_code import describe, traceback_of
@@ -68,7 +69,7 @@ class _ServedReward(FunctionReward):
     ) -> None:
         self._servers = (servers, timeout, retries, api_key)
         self._at_once = Slots(_AT_ONCE)
-        super().__init__(function, timeout=math.inf, **options)  # each call has its own deadline
+        super().__init__(function, timeout=math.inf, **{**options, "process": False})  # each call has its own deadline
 
     @staticmethod
     def call_seconds(options: Mapping[str, Any]) -> float:
@@ -225,7 +226,8 @@ class JudgeReward(_ServedReward):
             chat["model"] = model
         said = await self.pool.ask(bodies, lambda answer: _said(text, answer))
         try:
-            return [self._within(self._parsed(said), said)]
+            with computing(self.name, self._servers[1]):
+                return [self._within(self._parsed(said), said)]
         except Exception as error:  # the reply and the user's function may be wrong in any way
             return [
                 failure(f"the judge's answer cannot be read ({describe(error)}): {said[-200:]!r}", traceback_of(error))

@@ -22,6 +22,7 @@ from verl.data.tokenize import to_prompts
 from verl.data.vocabulary import vocabulary_id
 from verl.errors import ConfigError, DataError, ModelError
 from verl.layout import ModelShape
+from verl.log import follow_log_level
 from verl.models.adapter_check import check_adapters
 from verl.models.heads import ValueModel, score_model
 from verl.models.int4 import to_int4
@@ -130,6 +131,7 @@ class Actor:
         seed: int = 0,
         **settings: Any,
     ) -> None:
+        follow_log_level()
         model, tokenizer = as_name(model), as_name(tokenizer)
         generating = sampler_options(rollout, episode, seed)
         if generating.name != "auto":

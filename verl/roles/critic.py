@@ -17,6 +17,7 @@ from verl.data.chat import ChatTokenizer
 from verl.data.text import spelled
 from verl.data.vocabulary import tokenizer_of, vocabulary_id
 from verl.errors import ConfigError, ModelError
+from verl.log import follow_log_level
 from verl.models.adapter_check import check_adapters
 from verl.models.heads import ValueModel
 from verl.models.loading import load_tokenizer
@@ -85,6 +86,7 @@ class Critic:
         seed: int = 0,
         **settings: Any,
     ) -> None:
+        follow_log_level()
         model, tokenizer = as_name(model), as_name(tokenizer)
         given = TrainOptions.of(train, "train")
         optim = optimizer_settings("Critic", settings, given, optim)

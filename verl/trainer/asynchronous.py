@@ -79,6 +79,10 @@ class AsyncTrainer(Trainer):
                 f"asynchronous training has a step for every batch_size groups and keeps no buffer: leave "
                 f"{', '.join(unused)} out, or max_staleness"
             )
+        named = options.pop("num_rollout_workers", None)
+        if named is not None and rollout_workers not in (1, named):
+            raise ConfigError(f"num_rollout_workers={named} is another name of rollout_workers={rollout_workers}")
+        rollout_workers = rollout_workers if named is None else named
         super().__init__(*args, **options)
         rollout = self.actor.rollout_options
         episode = self.task.task.episode or rollout.episode

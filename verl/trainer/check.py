@@ -22,6 +22,7 @@ from verl.trainer.reads import check_reads, sources_of
 from verl.trainer.run_data import ReadData, is_offline, read_data, step_rows
 from verl.trainer.task import MAIN, check_heads
 from verl.trainer.task_file import algorithm_of, check_sampling, samples_of
+from verl.trainer.task_weights import DynamicTaskWeightScheduler
 
 logger = logging.getLogger(__name__)
 
@@ -55,6 +56,8 @@ def check_settings(config: Config) -> Checked:
     _check_together(config, algorithms)
     _check_trainer(config, algorithms)
     _check_places(config)
+    if config.trainer.task_scheduler is not None:
+        DynamicTaskWeightScheduler(**config.trainer.task_scheduler)
     sources = sources_of(config)
     for task in config.tasks:
         check_sampling(task)

@@ -22,12 +22,13 @@ from verl.controller.controller import Controller
 from verl.data.prefetch import Loader
 from verl.data.prompts import PromptDataset
 from verl.errors import ConfigError, DataError, ModelError, VerlError
+from verl.log import setup_logging
 from verl.rewards.loading import user_files
 from verl.trainer import build
 from verl.trainer.check import Checked, check_settings
 from verl.trainer.engine import settle_engine, with_engine
 from verl.trainer.evaluation import Evaluation, HeldOut, accuracy, save_completions
-from verl.trainer.logging import Logger, open_logger, setup_logging
+from verl.trainer.logging import Logger, open_logger
 from verl.trainer.memory import check_memory
 from verl.trainer.precision import with_dtypes
 from verl.trainer.report import REFRESH_SECONDS, SHARES, gain_text, read_rows, write_report

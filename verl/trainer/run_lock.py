@@ -2,8 +2,8 @@
 
 The system's record lock on the file is the lock: it goes when its process goes, and a forked child does not have it. It
 holds between hosts where the file system shares locks. Not all do, so the file is also a lease: it names the holder,
-who touches it every few seconds, and whoever finds the name of a process of another machine looks first whether it
-still does.
+who touches it every few seconds, and a process that finds there one of another machine looks first whether that still
+does.
 """
 
 from __future__ import annotations

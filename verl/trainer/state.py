@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import json
 import math
+from collections import Counter
 from collections.abc import Callable, Mapping
 from functools import partial
 from itertools import chain
@@ -436,10 +437,10 @@ def _check_moments(
     if cut := [name for name, count in lacking.items() if count]:
         raise checkpoint.damaged(f"{role}/optimizer: '{cut[0]}' is incomplete")
     if is_adamw:
-        moments = {key: {n.rpartition(".")[0] for n in lacking if n.endswith(f".{key}")} for key in _MOMENTS}
-        if odd := set.union(*moments.values()) - set.intersection(*moments.values()):
-            raise checkpoint.damaged(f"{role}/optimizer: of {', '.join(_MOMENTS)} of '{min(odd)}' not all are there")
-        if state.completed_steps and not moments["step"]:
+        moments = Counter(name for name, _, key in (n.rpartition(".") for n in lacking) if key in _MOMENTS)
+        if odd := [name for name, count in moments.items() if count < len(_MOMENTS)]:
+            raise checkpoint.damaged(f"{role}/optimizer: of {', '.join(_MOMENTS)} of '{odd[0]}' not all are there")
+        if state.completed_steps and not moments:
             raise checkpoint.damaged(f"{role}/optimizer: after {state.completed_steps} steps no weight has moments")
     if state.tensors not in (None, names_digest(lacking)):
         raise checkpoint.damaged(f"{role}/optimizer: its {len(lacking)} tensors are not those that were saved")

@@ -21,7 +21,8 @@ from verl.batch import Batch
 from verl.controller.controller import start
 from verl.data.buffers import Buffer
 from verl.data.by_task import by_task
-from verl.data.prefetch import Loader
+from verl.data.offline import OfflineDatasetLoader
+from verl.data.prefetch import Loader, Prefetch
 from verl.dataflow import loop
 from verl.dataflow.executor import Result, Slot, run_graph
 from verl.dataflow.graph import Graph
@@ -46,7 +47,7 @@ from verl.trainer.evaluation import Evaluation, HeldOut, Metrics, numbered, toge
 from verl.trainer.experience import Experience
 from verl.trainer.guard import Guards, SafetyGuard
 from verl.trainer.learning import Learning, of_task, skipped_roles
-from verl.trainer.logging import Logger, follow_log_level, open_logger, run_directory
+from verl.trainer.logging import Logger, open_logger, run_directory
 from verl.trainer.metrics import Metric, MetricFn, add_metrics
 from verl.trainer.mixture import Mixture, TaskScheduler
 from verl.trainer.outcome import check_finite, check_learned
@@ -159,7 +160,6 @@ class Trainer:
         deadline: float = 1800.0,
         **options: Any,
     ) -> None:
-        follow_log_level()
         if reward is not None and reward_fn is not None:
             raise ConfigError("give the trainer one reward: reward=... or reward_fn=...")
         given = {"reward": reward_fn if reward is None else reward, "cost": cost}
@@ -232,7 +232,7 @@ class Trainer:
         #: What worked when, since the present step began.
         self.spans: list[Span] = []
         self.steps = 0
-        #: Updates that changed the policy, and updates that did not: empty ones, and those without a finite gradient.
+        #: Updates that changed the policy, and those that did not: empty, without a finite gradient, or one of 0.
         self.updates = self.idle = 0
         #: Latest updates in a row that were not finite.
         self.skipped = 0
@@ -414,7 +414,7 @@ class Trainer:
         self._add(record, {"time/step": seconds, **busy_shares(self.spans, seconds)})
         self._add(record, {"memory/peak_gb": self.actor.peak_memory() / 1e9})
         self.steps += 1
-        updated = record["updated"] and "actor" not in skipped_roles(record)
+        updated = record["updated"] and "actor" not in skipped_roles(record) and record.get("grad_norm/actor") != 0
         self.updates += updated
         self.idle += not updated and ("update/empty" in record or record["updated"])
         logger.debug("step %d: %s", self.steps, ", ".join(f"{name}={value}" for name, value in record.items()))
@@ -466,6 +466,7 @@ class Trainer:
         record: dict[str, Any] = {}
         loader = as_loader(prompts, batch_size, self)
         steps = one_pass(loader) if steps is None else steps
+        loader, given = self._read_ahead(loader), loader
         batches = self._open(loader)
         self._goal = self.steps + steps
         try:
@@ -483,6 +484,9 @@ class Trainer:
                 self._keep(last=True)
         finally:
             self._goal = None
+            if loader is not given:
+                self._loader = given
+                loader.close()
         return record
 
     def stop(self) -> None:
@@ -523,13 +527,20 @@ class Trainer:
     def position(self, position: dict[str, Any] | None) -> None:
         self._loader, self._position = None, position
 
+    def _read_ahead(self, loader: Any) -> Any:
+        """A loader whose next batch is read while this one trains. The shares that a scheduler changes after a step are
+        those of the next batch, which is not read before."""
+        if not isinstance(loader, Loader) or isinstance(loader, Prefetch | OfflineDatasetLoader):
+            return loader
+        return loader if self.mixture.scheduler is not None else Prefetch(loader)
+
     def _place_of(self, loader: Loader) -> dict[str, Any]:
         return loader.state_dict()
 
     def _open(self, prompts: Iterable[Any]) -> Iterator[Any]:
         position, self._position = self._position, None
         self._loader = prompts if isinstance(prompts, Loader) else None
-        self.mixture.adopt(prompts)
+        self.mixture.adopt(getattr(prompts, "loader", prompts))
         if position is not None and self._loader is not None:
             try:
                 self._loader.load_state_dict(position)
