@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from os import PathLike
 from typing import Any, ClassVar, TypedDict
 
-from verl.batch import Batch
+from verl.batch import WRITTEN, Batch
 from verl.errors import ConfigError, RewardError, nearest
 from verl.rewards.calls import Caller, ThreadCaller
 from verl.rewards.failures import Failures
@@ -137,7 +137,7 @@ class FunctionReward:
             RewardError: a column that the function needs is missing, or all of those of which it needs one.
         """
         label = f"{self.what} '{self.name}'"
-        self.form.check(label, {**rows[0], "response": ""})
+        self.form.check(label, {**dict.fromkeys(WRITTEN), **rows[0], "response": ""})
         if self.one_of and not any(has_value(dict(row), name) for row in rows for name in self.one_of):
             raise RewardError(
                 f"{label} reads the column {' or '.join(self.one_of)}, and the data have none: "
