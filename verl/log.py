@@ -10,6 +10,7 @@ from pathlib import Path
 from verl.controller.ranks import is_driver, torchrun_ranks, who
 from verl.durable import LineFile
 from verl.errors import ConfigError, nearest
+from verl.user_code import DETAIL
 from verl.visible import visible
 
 _LEVELS = ("DEBUG", "INFO", "WARNING", "ERROR", "CRITICAL")
@@ -35,6 +36,8 @@ def setup_logging(log_file: str | Path | None = None) -> None:
     if log_file is not None:
         Path(log_file).parent.mkdir(parents=True, exist_ok=True)
         handlers.append(_LogFile(Path(log_file)))
+        if level != "DEBUG":
+            handlers[0].addFilter(lambda record: not hasattr(record, DETAIL))
     rank = f"{who()} " if torchrun_ranks() > 1 else ""
     for handler in handlers:
         handler.of_verl = True  # type: ignore[attr-defined]

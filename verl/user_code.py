@@ -20,6 +20,8 @@ _NOT_THE_USERS = tuple(
 _MESSAGE, _TEXT, _TRACEBACK = 280, 100, 10_000
 #: Places whose traceback is shown, at most.
 _MOST = 100
+#: Marks a log record that people need only when they look for it: a run's goes to its log file alone.
+DETAIL = "is_detail"
 _shown: set[tuple[str, ...]] = set()
 _lock = threading.Lock()
 
@@ -54,7 +56,7 @@ def show_once(logger: logging.Logger, what: str, text: str | None) -> None:
         if lines in _shown or len(_shown) >= _MOST:
             return
         _shown.add(lines)
-    logger.warning("%s: the traceback, shown once:\n%s", what, text.rstrip())
+    logger.warning("%s: the traceback, shown once:\n%s", what, text.rstrip(), extra={DETAIL: True})
 
 
 def _place(frames: TracebackType | None) -> str | None:

@@ -101,6 +101,9 @@ def test_an_evaluation_without_any_score_says_so() -> None:
 
 def test_descriptions() -> None:
     assert describe({"kl": float("nan"), "reward/mean": None}) == "kl nan"
+    assert describe({"kl": 0.00003, "reward/mean": -0.0004, "loss/actor": 0.0}) == (
+        "reward -0.0004  kl 3e-05  loss/actor +0.0000"
+    )
     assert (
         describe({"eval/loss": 0.5, "eval/pairs/accuracy": 0.75}) == "held-out pairs right 75.0%  held-out loss 0.5000"
     )

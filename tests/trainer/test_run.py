@@ -20,6 +20,7 @@ from verl.algorithms import registry
 from verl.batch import Batch
 from verl.config import build_config
 from verl.errors import CheckpointError, ConfigError, DataError, ModelError, RewardError
+from verl.rewards import loading
 from verl.trainer.check import check_settings
 from verl.trainer.checkpoint import load_checkpoint
 from verl.trainer.run import train
@@ -499,6 +500,32 @@ def test_a_run_that_learned_nothing_fails_by_name_however_often_it_is_started(
         assert process.returncode == 1 and words in output, output[-3000:]
         assert "Traceback" not in output
     assert not (run_dir(tmp_path) / "summary.json").exists()
+    logs = [log.read_text() for log in sorted((run_dir(tmp_path) / "logs").glob("*.log"))]
+    assert [log.count("Traceback") for log in logs] == [int(reward == "broken")] * 2
+    assert reward != "broken" or all(f"{tmp_path / 'reward.py'} line" in text for text in (output, *logs))
+
+
+def test_an_edited_reward_is_another_run_unless_it_is_accepted(
+    tmp_path: Path, tiny: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    changes = {"data.eval": None, "trainer.eval_every": None}
+    config = build_config(settings(tmp_path, tiny, **changes))
+    file = tmp_path / "reward.py"
+
+    def begin(steps: int, **options: bool) -> None:
+        for name in ("user_modules", "_imported"):  # as a process of its own has them
+            monkeypatch.setattr(loading, name, {})
+        train(config.replace(trainer=config.trainer.replace(total_steps=steps)), **options)
+
+    begin(1)
+    file.write_text(file.read_text() + "\n# another\n")
+    with pytest.raises(ConfigError, match=r"reward\.py has changed since this run began"):
+        begin(2)
+    assert len(rows(run_dir(tmp_path))) == 1
+    begin(2, accept_edits=True)
+    assert len(rows(run_dir(tmp_path))) == 2
+    (edit,) = json.loads((run_dir(tmp_path) / "code.json").read_text())["edits"]
+    assert edit["file"].endswith("reward.py") and edit["before"] != edit["after"]
 
 
 def test_two_evaluations_of_a_step_are_one_row(tmp_path: Path, tiny: Path) -> None:

@@ -92,6 +92,9 @@ def train(
         ),
     ] = None,
     fresh: Annotated[bool, typer.Option("--fresh", help="Start anew, even if this run is unfinished.")] = False,
+    accept_edits: Annotated[
+        bool, typer.Option("--accept-edits", help="Go on although files of your own code have changed; it is recorded.")
+    ] = False,
     dry_run: Annotated[
         bool, typer.Option("--dry-run", help="Check and print all settings and what would run; load no model.")
     ] = False,
@@ -139,7 +142,7 @@ def train(
     limit_library_memory()
     from verl.trainer.run import train as run
 
-    run(config, fresh=fresh)
+    run(config, fresh=fresh, accept_edits=accept_edits)
 
 
 @app.command()
@@ -193,7 +196,7 @@ def plan(
         typer.echo(draw(config))
         return
     if cluster is None:
-        if network or within or scaling or picture or calibrate or efficiency:
+        if scaling or calibrate or not network is within is picture is efficiency is None:
             raise ConfigError("verl plan: these options are of a cluster: give --cluster too, such as 16x8xA100")
         for label, text in plan(config).items():
             typer.echo(f"{typer.style(f'{label:>14}', bold=True)}  {text}")

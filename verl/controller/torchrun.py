@@ -92,7 +92,7 @@ class TorchrunJob:
                 return
             local = os.environ.get("LOCAL_RANK", str(rank_here()))
             device = f"cuda:{local}" if self.kind == "cuda" else self.kind
-            world = World(rank_here(), torchrun_ranks(), "env://", self.timeout, device)
+            world = World(rank_here(), torchrun_ranks(), None, self.timeout, device)
             group = control_group(world.rank, world.size)
             self._worker, registry.is_closed = RankWorker(world), True
             if world.rank != 0:

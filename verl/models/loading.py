@@ -30,7 +30,7 @@ from transformers.utils import logging as transformers_logging
 from verl.data.chat import ChatTokenizer
 from verl.errors import ModelError, nearest
 from verl.models.blank import blank
-from verl.models.fit import Fit, compare, is_tied_apart, stored_shapes
+from verl.models.fit import Fit, compare, is_tied_apart, stored_shapes, weight_sources
 from verl.models.heads import ValueModel, head_names, read_head, weight_files
 from verl.models.int4 import to_int4
 from verl.models.lora import has_adapters
@@ -219,7 +219,9 @@ def _spare_names(name: str, model: Any, kind: str) -> Iterator[str]:
     yield from head_names(files) if kind != "classifier" else ()
     with suppress(Exception):  # there may be no such language model
         whole = blank(partial(AutoModelForCausalLM.from_config, inner.config))
-        yield from (key for key in whole.state_dict() if not key.startswith(f"{inner.base_model_prefix}."))
+        sources, own = weight_sources(whole, files), whole.state_dict()
+        for target in own.keys() - {f"{inner.base_model_prefix}.{key}" for key in whole.base_model.state_dict()}:
+            yield from (target, *(source.key for source in sources.get(target, ())))
 
 
 def _tie_config(model: Any) -> None:

@@ -133,8 +133,10 @@ class Cluster:
         if device is None:
             raise ConfigError(f"{option}: no data sheet of '{match[3]}': {nearest(match[3].lower(), devices)}")
         machines, per_machine = int(match[1] or 1), int(match[2])
-        if not 1 <= machines * per_machine <= 1 << 14 or not per_machine or (network_gbps or 1) <= 0:
-            raise ConfigError(f"{option}: '{text}' needs 1 to 16384 devices, and a network above 0 Gbit/s")
+        if not 1 <= machines * per_machine <= 1 << 14 or not per_machine:
+            raise ConfigError(f"{option}: '{text}' needs 1 to 16384 devices")
+        if network_gbps is not None and not 0 < network_gbps < math.inf:
+            raise ConfigError(f"--network: Gbit/s of a machine are above 0, not {network_gbps:g}")
         network = device.network * per_machine if network_gbps is None else network_gbps * GB / 8
         return cls(machines, per_machine, device, network, efficiency or Efficiency())
 

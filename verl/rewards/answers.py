@@ -5,6 +5,8 @@ from __future__ import annotations
 import re
 from itertools import pairwise
 
+from verl.data.text import behind_thoughts
+
 #: What precedes the answer in GSM8K.
 _MARK = "####"
 #: Words that belong to an expression.
@@ -45,7 +47,7 @@ def after_mark(text: str) -> str:
 def conclusion(text: str) -> str:
     """Where a text has its answer: what follows its thoughts; within that the last `<answer>`; within that the last
     `\\boxed{}`, with those that it is joined to ("x = \\boxed{1} and y = \\boxed{2}"), and what stands around them."""
-    text = text.rpartition("</think>")[2]
+    text = behind_thoughts(text)
     if answers := _ANSWER.findall(text):
         text = answers[-1]
     start = 0

@@ -108,29 +108,6 @@ class CompositeReward:
             self.parts[name].load_state_dict(content)  # type: ignore[attr-defined]
 
 
-class LengthPenalty:
-    """DAPO's soft penalty for long responses (arXiv 2503.14476, equation 13), by the number of response tokens.
-
-    0 up to `max_length - buffer` tokens, then linearly down to -1 at `max_length`, and -1 beyond.
-
-    Raises:
-        ConfigError: not 0 < buffer <= max_length.
-    """
-
-    name = "length_penalty"
-    whole_batch = False
-    columns = ("response_tokens",)
-
-    def __init__(self, max_length: int, buffer: int) -> None:
-        if not 0 < buffer <= max_length:
-            raise ConfigError(f"0 < buffer <= max_length must hold, not buffer {buffer}, max_length {max_length}")
-        self.max_length, self.buffer = max_length, buffer
-
-    async def score(self, batch: Batch) -> RewardResult:
-        start = self.max_length - self.buffer
-        return RewardResult([-min(1.0, max(0.0, (n - start) / self.buffer)) for n in batch.lengths("response_tokens")])
-
-
 def _part(part: Any, make: Callable[..., RewardSource], options: dict[str, Any]) -> tuple[RewardSource, float]:
     weight = 1.0
     if isinstance(part, tuple | list) and len(part) == 2 and isinstance(part[1], int | float):

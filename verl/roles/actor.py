@@ -23,12 +23,14 @@ from verl.data.vocabulary import vocabulary_id
 from verl.errors import ConfigError, DataError, ModelError
 from verl.layout import ModelShape
 from verl.log import follow_log_level
+from verl.models.adapter_check import check_adapters
 from verl.models.heads import ValueModel, score_model
 from verl.models.int4 import to_int4
 from verl.models.loading import eos_token_ids, find_tokenizer, load_model, load_tokenizer
-from verl.models.lora import add_lora, has_adapters
+from verl.models.lora import add_lora, has_adapters, reference_weights, shape_of
 from verl.models.options import ModelOptions
 from verl.models.portable import PortableModel, twin
+from verl.models.rope import original_length
 from verl.models.save import save_pretrained_dir
 from verl.models.shards import load_model_shards, model_shards, outline
 from verl.models.source import ModelFiles
@@ -166,6 +168,10 @@ class Actor:
             self.modules = live if head == "lm" else score_model(live)
             if loading.lora is not None:
                 add_lora(self.modules, loading.lora, seed)
+            elif has_adapters(self.modules):
+                check_adapters(self.modules)
+        #: What the reference of adapters reads beside their base.
+        self._first = reference_weights(self.modules) if head == "lm" else {}
         if loading.lora is not None:
             self.base = LoraBase.of(loading.path and files, self.modules)
         self.tokenizer = _tokenizer(loading.tokenizer if tokenizer is None else tokenizer, self.modules, loading.path)
@@ -178,7 +184,8 @@ class Actor:
             check(self.tokenizer)
         self.reference_model: PreTrainedModel | None = None
         self._reference_files: ModelFiles | None = None
-        self._reference_digest: str | None = None
+        first = [Shard.whole(*item) for item in self._first.items()]
+        self._reference_digest: str | None = checksum(first) if first else None
         #: Updates so far.
         self.policy_version = 0
         #: Stamp of the weights as they are: no other weights, of this actor or another, have the same.
@@ -277,7 +284,7 @@ class Actor:
                 self.rollout_options,
                 head=self.head,
             )
-            shape = ModelShape.of(self.modules.config, adapters=has_adapters(self.modules))
+            shape = shape_of(self.modules)
             tp = self.rollout_options.tensor_parallel
             self._group = self.controller.group("actor", recipe, self.train_options, shape, tp)
             layout = self.controller.meshes("actor", self.train_options, tp).meshes["train"].layout
@@ -355,18 +362,27 @@ class Actor:
         """Samples for rows that `expand` made, as groups finish, with their decoded text; `temperature`, where it is
         not the one that log-probs and updates are otherwise of."""
         other = params.temperature not in (0, self.plan.temperature)
-        positions = getattr(self.modules.config.get_text_config(), "max_position_embeddings", None)
         longest = max(rows.lengths("prompt_tokens"), default=0)
-        if positions and longest + params.max_new_tokens > positions:
-            logger.warning(
-                "responses to prompts of up to %d tokens end before max_new_tokens=%d: the model has %d positions",
-                longest,
-                params.max_new_tokens,
-                positions,
-            )
+        for positions, reason in self._position_limits():
+            if longest + params.max_new_tokens > positions:
+                wanted = params.max_new_tokens
+                end = f"responses to prompts of up to {longest} tokens end before max_new_tokens={wanted}"
+                logger.warning("%s: the model has %d positions%s", end, positions, reason)
         for chunk in self.group.call("generate", rows, params, task):
             samples = self.stamped(chunk)
             yield samples.add({"temperature": [float(params.temperature)] * len(samples)}) if other else samples
+
+    def _position_limits(self) -> Iterator[tuple[int, str]]:
+        """The longest prompts and responses together, and why."""
+        config = self.modules.config.get_text_config()
+        if limit := getattr(config, "max_position_embeddings", None):
+            yield limit, ""
+        if self.settle_engine() == "embedded" and (original := original_length(config)):
+            yield (
+                original,
+                " (original_max_position_embeddings) that do not depend on a row's length, and the embedded engine "
+                "computes no others: rollout='hf' does",
+            )
 
     def stamped(self, samples: Batch) -> Batch:
         """Samples that have just come from an engine, with their text (`response`) and what wrote them: `tokenizer`
@@ -589,7 +605,7 @@ class Actor:
     def save_pretrained(self, path: str, *, adapter: bool = False) -> None:
         """Write a plain Hugging Face directory: weights (adapters merged into them), config and tokenizer; or
         (`adapter`) a directory of the adapters alone, which peft loads."""
-        save_pretrained_dir(self.present_model(), self.tokenizer, path, adapter=adapter)
+        save_pretrained_dir(self.present_model(), self.tokenizer, path, adapter=adapter, first=self._first)
 
     def present_model(self) -> PreTrainedModel:
         """`model`, with the weights as they are now: those of its workers, where they are other processes."""

@@ -148,6 +148,7 @@ class HeldOut:
         if "by_problem" not in last:
             return found
         before, after = first["by_problem"], last["by_problem"]
+        found |= {"eval_problems": len(after) - after.count(None), "eval_unscored": after.count(None)}
         # What abstained has no value, and two headlines are no pair.
         if name != first["headline"] or all(None in pair for pair in zip(before, after, strict=True)):
             return found | dict.fromkeys(("gain", "gain_low", "gain_high"))

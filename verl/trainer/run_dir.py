@@ -4,6 +4,7 @@
         latest -> grpo-tiny-1a2b3c4d
         grpo-tiny-1a2b3c4d/
             config.yaml, metrics.jsonl, eval.jsonl, summary.json
+            code.json             digests of the user's files, and what was edited between attempts
             logs/001.log          one for each attempt; logs/001.rank1.log of another rank
             completions/          step-N.parquet of an evaluation, train-N.parquet of what step N learned from
             checkpoints/, tensorboard/
@@ -32,6 +33,14 @@ logger = logging.getLogger(__name__)
 
 Status = Literal["new", "resumed", "anew"]
 _COMPLETIONS = re.compile(r"(?:step|train)-(\d+)\.parquet")
+
+
+@dataclass(frozen=True)
+class _Code:
+    """`code.json`: digests of the user's files by path, and each edit that was accepted."""
+
+    files: dict[str, str]
+    edits: list[dict[str, int | str]]
 
 
 @dataclass(frozen=True)
@@ -109,6 +118,34 @@ class Run:
             write_atomic(file, json.dumps(environment, indent=1) + "\n")
         except OSError as error:
             logger.warning("%s was not written: %s", file, error)
+
+    def note_code(self, files: Mapping[str, str], *, accept_edits: bool = False) -> None:
+        """Keep the digests of the user's files in `code.json`, and what was edited since the run began.
+
+        Args:
+            files: path -> SHA-256, see `verl.rewards.loading.user_files`.
+            accept_edits: go on with files that have changed.
+
+        Raises:
+            ConfigError: one has changed, or `code.json` is damaged.
+        """
+        file, kept = self.path / "code.json", _Code({}, [])
+        try:
+            if self.status == "resumed" and file.exists():
+                kept = read_json(file, _Code)
+        except (OSError, ValueError) as error:
+            raise ConfigError(f"{file} is damaged ({error}): remove it to go on, or start anew (--fresh)") from error
+        edited = [path for path, digest in files.items() if kept.files.get(path, digest) != digest]
+        if edited and not accept_edits:
+            raise ConfigError(
+                f"{', '.join(edited)} has changed since this run began, and steps before and after would be of other "
+                "code: put it back, start anew (--fresh), or go on with it (--accept-edits), which is recorded"
+            )
+        for path in edited:
+            logger.warning("%s has changed since the run began; this is recorded in %s", path, file)
+            kept.edits.append({"attempt": self.attempt, "file": path, "before": kept.files[path], "after": files[path]})
+        with self._written():
+            write_atomic(file, json.dumps({"files": kept.files | dict(files), "edits": kept.edits}, indent=1) + "\n")
 
     def finish(self, summary: Mapping[str, Any], *, steps: int) -> None:
         """Write `summary.json` and mark the run as finished after `steps` steps.
