@@ -10,7 +10,9 @@ from typing import Any, ClassVar
 
 from typing_extensions import Unpack
 
+from verl.checked import checked
 from verl.errors import ConfigError, RewardError
+from verl.record import Retries, Seconds
 from verl.rewards.answers import after_mark, amount, boxes, expression, words
 from verl.rewards.calls import Caller
 from verl.rewards.functions import FunctionReward, OnFailure
@@ -39,12 +41,13 @@ class MathReward(FunctionReward):
 
     needs_processes: ClassVar[bool] = True
 
+    @checked
     def __init__(
         self,
         *,
         name: str = "math",
-        timeout: float = 10.0,
-        retries: int = 0,
+        timeout: Seconds = 10.0,
+        retries: Retries = 0,
         workers: Callable[..., Caller] | None = None,
         **options: Unpack[OnFailure],
     ) -> None:

@@ -19,9 +19,11 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 
+from verl.checked import checked
 from verl.controller.ranks import is_driver, torchrun_ranks, who
 from verl.durable import LineFile, append_lines
 from verl.errors import ConfigError, nearest
+from verl.record import Natural
 from verl.trainer.completions import SHOWN, CompletionFiles
 
 if TYPE_CHECKING:
@@ -288,6 +290,7 @@ class _HookSink:
         pass
 
 
+@checked
 def open_logger(
     directory: str | Path | None,
     sinks: Iterable[str] = ("console", "tensorboard"),
@@ -295,8 +298,8 @@ def open_logger(
     run_id: str = "run",
     project: str = "verl",
     config: Mapping[str, Any] | None = None,
-    total_steps: int | None = None,
-    resume_step: int | None = None,
+    total_steps: Natural | None = None,
+    resume_step: Natural | None = None,
 ) -> Logger:
     """A logger that writes `metrics.jsonl`, `completions/` and TensorBoard events under `directory` (None: no files),
     and what else `sinks` names.
