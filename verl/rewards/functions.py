@@ -12,7 +12,9 @@ from os import PathLike
 from typing import Any, ClassVar, TypedDict
 
 from verl.batch import WRITTEN, Batch
+from verl.checked import checked
 from verl.errors import ConfigError, RewardError, nearest
+from verl.record import Count, Portion, Retries, Seconds
 from verl.rewards.calls import Caller, ThreadCaller
 from verl.rewards.failures import Failures
 from verl.rewards.forms import has_value, name_of, recognise, user_columns
@@ -68,16 +70,17 @@ class FunctionReward:
     #: Whether calls are made in worker processes also where none were asked for.
     needs_processes: ClassVar[bool] = False
 
+    @checked
     def __init__(
         self,
         source: Callable[..., Any] | str | PathLike[str],
         *,
         name: str | None = None,
-        timeout: float = 30.0,
-        retries: int = 0,
+        timeout: Seconds = 30.0,
+        retries: Retries = 0,
         default_reward: float | None = None,
-        max_failure_rate: float = 0.5,
-        batch_size: int | None = None,
+        max_failure_rate: Portion = 0.5,
+        batch_size: Count | None = None,
         whole_batch: bool | None = None,
         workers: Callable[[Callable[..., Any] | str, str], Caller] | None = None,
         process: bool = True,
@@ -86,22 +89,14 @@ class FunctionReward:
         function = source if callable(source) else load_function(str(source))
         self.function, self.form = function, recognise(function)
         self.name = name or (split_spec(spec)[1] if spec else name_of(function))
-        if timeout <= 0 or retries < 0 or not 0 < max_failure_rate <= 1:
-            raise ConfigError(
-                f"reward '{self.name}': timeout > 0, retries >= 0 and 0 < max_failure_rate <= 1 must hold"
-            )
-        if batch_size is not None and (batch_size < 1 or self.form.by_row):
-            raise ConfigError(
-                f"reward '{self.name}': batch_size must be at least 1, and its signature take several samples"
-            )
+        if batch_size is not None and self.form.by_row:
+            raise ConfigError(f"reward '{self.name}': with batch_size its signature must take several samples")
         self.whole_batch = getattr(function, "whole_batch", False) if whole_batch is None else whole_batch
         if self.whole_batch and (self.form.by_row or batch_size is not None or workers):
             raise ConfigError(
                 f"reward '{self.name}': whole_batch is one call on all samples: its signature must take several, and "
                 "batch_size and workers be left out"
             )
-        if workers is not None and not callable(workers):
-            raise ConfigError(f"reward '{self.name}': workers are given to the Reward, not to one of its parts")
         self.timeout, self.retries = timeout, retries
         self.default_reward, self.failures = default_reward, Failures(max_failure_rate)
         self._rows = 1 if self.form.by_row or (workers and batch_size is None) else batch_size

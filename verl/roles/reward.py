@@ -6,9 +6,12 @@ import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
-from typing import Any
+from typing import Annotated, Any
+
+from pydantic import Field
 
 from verl.batch import Batch
+from verl.checked import checked
 from verl.controller.controller import Controller, start
 from verl.controller.group import Workers
 from verl.controller.ranks import registry
@@ -16,6 +19,7 @@ from verl.controller.rewards import RewardPool
 from verl.errors import CheckpointError, ConfigError, RewardError
 from verl.log import follow_log_level
 from verl.models.portable import PortableModel
+from verl.record import Processes
 from verl.rewards.failures import Failures
 from verl.rewards.make import make_reward
 from verl.rewards.model import RewardModel
@@ -52,14 +56,15 @@ class Reward:
     `abstain_reason`. So does one whose response was aborted or rejected, which is not scored.
     """
 
+    @checked
     def __init__(
         self,
         reward_fn: Any = None,
         *,
         model: Any = None,
         url: Any = None,
-        workers: int = 0,
-        max_workers: int | None = None,
+        workers: Annotated[int, Field(ge=0, le=1024)] = 0,
+        max_workers: Processes | None = None,
         placement: Any = None,
         **options: Any,
     ) -> None:
