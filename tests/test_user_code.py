@@ -60,11 +60,12 @@ def shown(caplog: pytest.LogCaptureFixture, line: str) -> list[str]:
     return [text for text in records if "Traceback (most recent call last)" in text and line in text]
 
 
+@pytest.mark.parametrize("process", [True, False])
 @pytest.mark.parametrize("name", ["score", "score_async"])
 def test_a_reward_says_the_line_and_shows_the_traceback_once(
-    file: Path, name: str, caplog: pytest.LogCaptureFixture
+    file: Path, name: str, process: bool, caplog: pytest.LogCaptureFixture
 ) -> None:
-    reward = verl.Reward(f"{file}:{name}")
+    reward = verl.Reward(f"{file}:{name}", process=process)
     for _ in range(2):
         scores = reward.get_reward(["{", "{"])
         assert scores["reward"] == [None, None]

@@ -197,7 +197,7 @@ def _serve(function: Callable[..., Any], is_awaited: bool, requests: BinaryIO, b
     tasks: dict[int, asyncio.Task[Any]] = {}
 
     def answer(number: int | None, scores: list[Score]) -> None:
-        fields = [[score.value, score.reason, score.failed, score.components] for score in scores]
+        fields = [[score.value, score.reason, score.failed, score.components, score.traceback] for score in scores]
         back.write(json.dumps([number, *fields]) + "\n")
         back.flush()
 
