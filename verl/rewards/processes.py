@@ -216,11 +216,11 @@ def _serve(function: Callable[..., Any], is_awaited: bool, requests: BinaryIO, b
         reading = partial(lambda: [loop.call_soon_threadsafe(take, *request) for request in _requests(requests)])
         threading.Thread(target=reading, daemon=True).start()
         loop.run_forever()
-    for number, *call in _requests(requests):
-        answer(number, call_plain(function, *call, loop))
+    for number, args, kwargs, rows in _requests(requests):
+        answer(number, call_plain(function, args, kwargs, rows, loop))
 
 
-def _requests(pipe: BinaryIO) -> Iterator[Any]:
+def _requests(pipe: BinaryIO) -> Iterator[tuple[Any, ...]]:
     while len(size := pipe.read(8)) == 8:
         yield pickle.loads(pipe.read(struct.unpack("Q", size)[0]))
 
