@@ -20,7 +20,7 @@ import types
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import astuple, dataclass, field
 from functools import partial
 from typing import Any, BinaryIO
 
@@ -197,8 +197,7 @@ def _serve(function: Callable[..., Any], is_awaited: bool, requests: BinaryIO, b
     tasks: dict[int, asyncio.Task[Any]] = {}
 
     def answer(number: int | None, scores: list[Score]) -> None:
-        fields = [[score.value, score.reason, score.failed, score.components] for score in scores]
-        back.write(json.dumps([number, *fields]) + "\n")
+        back.write(json.dumps([number, *map(astuple, scores)]) + "\n")
         back.flush()
 
     async def score(number: int, args: list[Any], kwargs: dict[str, Any], rows: int) -> None:

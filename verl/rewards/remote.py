@@ -69,7 +69,8 @@ class _ServedReward(FunctionReward):
     ) -> None:
         self._servers = (servers, timeout, retries, api_key)
         self._at_once = Slots(_AT_ONCE)
-        super().__init__(function, timeout=math.inf, **{**options, "process": False})  # each call has its own deadline
+        options["process"] = False  # it waits for servers
+        super().__init__(function, timeout=math.inf, **options)  # each call has its own deadline
 
     @staticmethod
     def call_seconds(options: Mapping[str, Any]) -> float:
