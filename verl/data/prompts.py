@@ -126,7 +126,7 @@ class PromptStream:
         before = self._state(0)
         try:
             source.load_state_dict(mark["state"])
-            values = iter(source)
+            values: Iterator[Any] = iter(source)
             if _row_digest(next(values)) == mark["row"]:
                 return values
             reason = "another row is there"

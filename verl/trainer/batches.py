@@ -53,7 +53,9 @@ def as_loader(
     if isinstance(given, Loader | DataLoader):
         raise ConfigError(f"a {type(given).__name__} has batches of its own size: leave batch_size out")
     seed = trainer.actor.plan.seed
-    limits = {} if max_prompt_length is None else {"max_prompt_length": max_prompt_length, "truncation": truncation}
+    limits: dict[str, Any] = (
+        {} if max_prompt_length is None else {"max_prompt_length": max_prompt_length, "truncation": truncation}
+    )
     if not trainer.task.algorithm.online:
         return OfflineDatasetLoader(given, trainer.actor.tokenizer, batch_size=batch_size, seed=seed, **limits)
     if not is_files(given) and not hasattr(given, "__len__"):

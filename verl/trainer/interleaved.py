@@ -51,7 +51,9 @@ class InterleavedTrainer(Trainer):
         if len(self.tasks) < 2:
             raise ConfigError("interleaved training is of several tasks: for one, use AsyncTrainer")
         if not 1 <= max_staleness <= 1000:
-            raise ConfigError(f"max_staleness is 1 to 1000, not {max_staleness}: 0 is synchronous, see Trainer")
+            raise ConfigError(
+                f"max_staleness must be at least 1 and at most 1000, not {max_staleness}: 0 is synchronous, see Trainer"
+            )
         for task in self.tasks.values():
             check_corrected(task.algorithm)
         self.max_staleness = max_staleness
