@@ -40,7 +40,7 @@ ALLOWED = {
     ("controller/ray_rank.py", "_items", "pickle.loads"): "an order of the driver, the argument of a Ray call",
     ("controller/ray_rank.py", "_portable", "pickle.loads"): "what the same line has just pickled",
     ("workers/scorer.py", "load", "cloudpickle.loads"): "the user's reward, sent by the driver through Ray",
-    ("controller/meeting.py", "_open", "TCPStore"): "the store of torchrun's ranks, where torch would make it",
+    ("controller/meeting.py", "meet", "TCPStore"): "the store of torchrun's ranks, where torch would make it",
     ("controller/ray_rank.py", "open_store", "TCPStore"): "torch's store; a test lists the addresses below",
     ("controller/ray_rank.py", "open_store", "bind"): "the socket of torch's store",
     ("controller/ray_rank.py", "join", "TCPStore"): "a client of that store",

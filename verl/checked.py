@@ -7,12 +7,13 @@ import builtins
 import collections.abc
 import functools
 import inspect
+import numbers
 import types
 import typing
 from collections.abc import Callable, Mapping
 from typing import Annotated, Any, Literal, TypeVar, Union
 
-from pydantic import ConfigDict, InstanceOf, TypeAdapter, ValidationError
+from pydantic import ConfigDict, InstanceOf, PlainValidator, TypeAdapter, ValidationError
 
 from verl.record import Problem, SettingsError, problems_of, section
 
@@ -22,8 +23,8 @@ CallableT = TypeVar("CallableT", bound=Callable[..., Any])
 
 
 def checked(function: CallableT) -> CallableT:
-    """Decorator of a function or constructor: each argument must have the type of its hint, strictly (`True` is no
-    number, a number no text, nan no number), and lie within the bounds of an `Annotated` one.
+    """Decorator of a function, a constructor or a dataclass: each argument must have the type of its hint, strictly
+    (`True` is no number, a number no text, nan no number), and lie within the bounds of an `Annotated` one.
 
     Scalars, tuples of them, literals and records are checked in full; of other classes only that it is one, and hints
     of names that are imported for type checkers alone say nothing. A list where a tuple is wanted, or a mapping where
@@ -32,6 +33,9 @@ def checked(function: CallableT) -> CallableT:
     Raises:
         SettingsError: (a `ConfigError`) on the call, naming every wrong argument.
     """
+    if isinstance(function, type):
+        function.__init__ = checked(function.__init__)  # type: ignore[misc]
+        return function
     signature = inspect.signature(function)
     owner = function.__qualname__.removesuffix(".__init__")
 
@@ -59,14 +63,19 @@ def validated(owner: str, hints: Mapping[str, Any], values: Mapping[str, Any]) -
     results = {}
     for name, value in values.items():
         try:
-            results[name] = _adapter(hints[name]).validate_python(value)
+            results[name] = _adapter(hints[name]).validate_python(_plain(value))
         except ValidationError as error:
-            problems += [((name, *path), *rest) for path, *rest in problems_of(hints[name], error)]
-        except SettingsError as error:  # of a record that the hint names
-            problems += [((name, *path), *rest) for path, *rest in error.problems]
+            problems += [((name, *path), text, details) for path, text, details in problems_of(hints[name], error)]
     if problems:
         raise SettingsError(owner, problems)
     return results
+
+
+def _plain(value: Any) -> Any:
+    """A number of another library, such as NumPy's, as one of Python's."""
+    if isinstance(value, int | float) or not isinstance(value, numbers.Real):
+        return value
+    return int(value) if isinstance(value, numbers.Integral) else float(value)
 
 
 @functools.cache
@@ -100,24 +109,35 @@ def _evaluated(annotation: Any, names: Mapping[str, Any]) -> Any:
 def _checkable(hint: Any) -> Any:
     """The hint with all that pydantic would copy or consume replaced by whether it is an instance."""
     origin, arguments = typing.get_origin(hint), typing.get_args(hint)
-    if origin is Literal or hint in _SCALARS or section(hint) is not None:
+    if hint is Any or origin is Literal or hint in _SCALARS:
         return hint
+    if section(hint) is not None:
+        return Annotated[hint, PlainValidator(functools.partial(hint.of, name=hint.__name__))]
     if origin is Annotated:
         inner = _checkable(arguments[0])
         return Any if inner is Any else Annotated.__class_getitem__((inner, *hint.__metadata__))
     if origin in (Union, types.UnionType):
         branches = [_checkable(argument) for argument in arguments]
         return Any if Any in branches else Union[tuple(branches)]  # noqa: UP007 - of any number
-    if origin is tuple:
+    if origin is tuple or (origin in (collections.abc.Mapping, collections.abc.Sequence) and _are_scalars(arguments)):
         return hint
     if origin is collections.abc.Callable or hint is Callable:
         return Callable
     kind = origin or hint
     if not isinstance(kind, type) or getattr(kind, "_is_protocol", False):
         return Any
-    return InstanceOf[kind]
+    return InstanceOf[kind]  # type: ignore[valid-type, misc]
+
+
+def _are_scalars(hints: tuple[Any, ...]) -> bool:
+    for hint in hints:
+        origin, arguments = typing.get_origin(hint), typing.get_args(hint)
+        inner = arguments[:1] if origin is Annotated else arguments
+        if hint not in _SCALARS and not (origin in (Annotated, Union, types.UnionType) and _are_scalars(inner)):
+            return False
+    return True
 
 
 @functools.cache
 def _adapter(hint: Any) -> TypeAdapter[Any]:
-    return TypeAdapter(hint) if section(hint) is not None else TypeAdapter(hint, config=_CONFIG)
+    return TypeAdapter(hint, config=_CONFIG)

@@ -44,6 +44,17 @@ def _tuple(value: object) -> object:
 AsTuple = BeforeValidator(_tuple)
 Count = Annotated[int, Field(ge=1, lt=2**31)]
 Natural = Annotated[int, Field(ge=0, lt=2**31)]
+Seed = Annotated[int, Field(ge=0, lt=2**32)]
+#: Numbers that can be squared and summed: what is larger is a mistake, and its results would not be finite.
+Number = Annotated[float, Field(ge=-1e9, le=1e9)]
+Positive = Annotated[float, Field(gt=0, le=1e9)]
+NotNegative = Annotated[float, Field(ge=0, le=1e9)]
+Share = Annotated[float, Field(ge=0, le=1)]
+#: A share of which nothing would be none at all.
+Portion = Annotated[float, Field(gt=0, le=1)]
+Retries = Annotated[int, Field(ge=0, le=100)]
+#: Shares by name, in any unit.
+Weights = Annotated[Mapping[str, NotNegative], Field(min_length=1)]
 #: Upper bound: what timers of the operating system can wait for.
 Seconds = Annotated[float, Field(gt=0, le=1e6)]
 
@@ -189,8 +200,8 @@ def problems_of(kind: Any, error: ValidationError) -> list[Problem]:
         if isinstance(inner, SettingsError):  # a record within this one
             for below, text, more in inner.problems:
                 found.setdefault((*path, *below), (text, more))
-        else:
-            found.setdefault(path, (_text(kind, details, annotation), details))
+        elif path not in found or len(details["loc"]) > len(found[path][1]["loc"]):  # of a branch that fits further
+            found[path] = (_text(kind, details, annotation), details)
     return [(path, *rest) for path, rest in found.items()]
 
 
@@ -201,16 +212,19 @@ def _path(here: Any, details: ErrorDetails) -> tuple[tuple[str, ...], Any]:
     if details["type"] == "key":
         parts = details["ctx"]["key"].split(".")
     for part in parts:
+        here = typing.get_args(here)[0] if typing.get_origin(here) is Annotated else here
         inside = section(here)
         if inside is not None and (part in inside.model_fields or not path):
             path.append(part)
             here = inside.model_fields[part].annotation if part in inside.model_fields else None
-        elif typing.get_origin(here) is dict and part != "[key]":
+        elif typing.get_origin(here) in (dict, Mapping) and part != "[key]":
             path.append(part)
             here = typing.get_args(here)[1]
         elif typing.get_origin(here) is tuple and part.isdigit():
             path.append(part)
             here = typing.get_args(here)[0]
+        elif part.isdigit():  # an item of one branch of a union
+            here = None
     return tuple(path), here
 
 
@@ -226,10 +240,12 @@ def _text(record: Any, details: ErrorDetails, annotation: Any) -> str:
         return details["msg"].removeprefix("Value error, ")
     given = _shown(details["input"])
     if kind == "too_short":
-        return f"must have at least {context['min_length']} items, not {given}"
+        least = context["min_length"]
+        return f"must have at least {least} item{'s' if least > 1 else ''}, not {given}"
     if kind in _LIMITS:
         return f"must be {_LIMITS[kind].format(**context)}, not {given}"
-    text = f"must be {in_words(annotation) if annotation not in (None, Any) else details['msg']}, not {given}"
+    said = details["msg"].removeprefix("Input should be ")
+    text = f"must be {in_words(annotation) if annotation not in (None, Any) else said}, not {given}"
     close = difflib.get_close_matches(str(details["input"]), map(str, typing.get_args(annotation)), n=1)
     return f"{text}: did you mean '{close[0]}'?" if kind == "literal_error" and close else text
 

@@ -41,10 +41,7 @@ def traceback_of(error: BaseException) -> str | None:
     """The traceback of an error as text; None for the package's own errors, whose message says all."""
     if isinstance(error, VerlError):
         return None
-    try:
-        return "".join(traceback.format_exception(error))[-_TRACEBACK:]
-    except Exception:  # as above
-        return "".join(traceback.format_tb(error.__traceback__))[-_TRACEBACK:]
+    return "".join(traceback.format_exception(error))[-_TRACEBACK:]
 
 
 def show_once(logger: logging.Logger, what: str, text: str | None) -> None:

@@ -284,7 +284,7 @@ def test_a_program_may_print_as_much_as_is_expected() -> None:
 
 
 def test_options_are_checked() -> None:
-    with pytest.raises(ConfigError, match="seconds must be positive"):
+    with pytest.raises(ConfigError, match=r"CodeReward\.timeout: must be more than 0"):
         make_reward("code_evaluator", timeout=0)
     with pytest.raises(ConfigError, match="CodeReward has no option 'tiemout': did you mean 'timeout'"):
         make_reward("code", tiemout=1)

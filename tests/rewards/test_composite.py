@@ -71,8 +71,8 @@ def test_whole_batch_is_asked_of_the_parts() -> None:
     [
         ({"a": length}, {"weights": {"b": 1.0}}, r"weights name \['b'\]"),
         ([length], {"weights": [1, 2]}, "2 weights for 1 rewards"),
-        ({"a": (length, float("nan"))}, {}, "weight of reward 'a' is nan: give a finite number"),
-        ([length, odd], {"weights": [1, float("-inf")]}, "weight of reward 'odd' is -inf"),
+        ({"a": (length, float("nan"))}, {}, "reward 'a'.weight: must be a number, not nan"),
+        ([length, odd], {"weights": [1, float("-inf")]}, "CompositeReward.weights: must be a finite number, not -inf"),
         ({"a": length}, {"timeot": 1}, "did you mean 'timeout'"),
     ],
 )

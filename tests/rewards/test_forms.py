@@ -307,7 +307,7 @@ def test_a_file_is_imported_once(files: Path) -> None:
     ("source", "options", "message"),
     [
         (lambda texts: 0, {"timeot": 3}, "did you mean 'timeout'"),
-        (lambda texts: 0, {"timeout": 0}, "timeout > 0"),
+        (lambda texts: 0, {"timeout": 0}, "FunctionReward.timeout: must be more than 0"),
         (lambda texts: 0, {"workers": 1}, "not to one of its parts"),
         (3.5, {}, "cannot be made from a float"),
         ({}, {}, "at least one reward"),

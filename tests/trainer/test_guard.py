@@ -133,9 +133,10 @@ def test_a_slow_decline_is_seen_against_the_best_level() -> None:
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        ({"monitor_metrics": "reward"}, "monitor_metrics is a list of names"),
-        ({"threshold_delta": 0.0}, "threshold_delta is a change such as -0.15"),
-        ({"rollback_steps": 0}, "rollback_steps must be a whole number of at least 1"),
+        ({"monitor_metrics": []}, "monitor_metrics: must have at least 1 item,"),
+        ({"threshold_delta": -2}, "threshold_delta: must be a change such as -0.15"),
+        ({"threshold_delta": 0.0}, "threshold_delta: must be a change such as -0.15"),
+        ({"rollback_steps": 0}, "rollback_steps: must be at least 1"),
     ],
 )
 def test_arguments_out_of_range_are_refused_by_name(options: dict[str, Any], words: str) -> None:

@@ -109,7 +109,7 @@ def test_a_model_or_a_judge_is_not_read(run: Callable[..., Any], caplog: pytest.
     parts = {"a": {"model": "no/such-model"}, "b": {"url": "http://127.0.0.1:9", "template": "{response} {anwser} {}"}}
     config = build_config(run(reward={"components": parts}, data={"eval": None}))
     check_settings(config)
-    (text,) = (record.getMessage() for record in caplog.records)
+    (text,) = (text for record in caplog.records if "template" in (text := record.getMessage()))
     assert "the template's {anwser} is no column of the data" in text and "did you mean 'answer'" in text
     assert [*outline(config)] == ["main"]
 

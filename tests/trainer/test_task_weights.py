@@ -81,11 +81,11 @@ def test_with_all_converged_the_weights_are_the_first_ones_again() -> None:
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        ({"initial_weights": {}}, "must be a number"),
-        ({"initial_weights": {"a": -1.0}}, "must be a number"),
+        ({"initial_weights": {}}, "must have at least 1 item"),
+        ({"initial_weights": {"a": -1.0}}, "initial_weights.a: must be at least 0"),
         ({"initial_weights": {"a": 0.0}}, "all 0"),
         ({"initial_weights": {"a": 1, "b": 1}, "min_weight": 0.6}, "between 0 and 1"),
-        ({"initial_weights": {"a": 1}, "patience": 0}, "at least 1 step"),
+        ({"initial_weights": {"a": 1}, "patience": 0}, "patience: must be at least 1"),
     ],
 )
 def test_what_it_cannot_take_is_refused(options: dict[str, Any], words: str) -> None:

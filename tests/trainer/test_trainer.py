@@ -369,9 +369,9 @@ def test_bad_arguments(tiny: Path, make_tiny: Callable[..., Path]) -> None:
     with pytest.raises(ConfigError, match="keep_checkpoints is of automatic"):
         verl.Trainer(actor, reward_fn=low_bytes, keep_checkpoints=2)
     for name, value in (("n", 0), ("n", 2.5), ("update_freq", 0), ("buffer_size", 0), ("max_skipped_updates", 0)):
-        with pytest.raises(ConfigError, match=f"{name} must be a whole number of at least 1, not {value}"):
+        with pytest.raises(ConfigError, match=rf"Trainer\.{name}: must be .*, not {value}"):
             verl.Trainer(actor, reward_fn=low_bytes, **{name: value})
-    with pytest.raises(ConfigError, match="max_resamples must be a whole number of at least 0"):
+    with pytest.raises(ConfigError, match="max_resamples: must be at least 0"):
         verl.Trainer(actor, reward_fn=low_bytes, max_resamples=-1)
     with pytest.raises(ConfigError, match=r"at most what the buffer holds \(4\), not 8"):
         verl.Trainer(actor, reward_fn=low_bytes, update_freq=8, buffer_size=4)

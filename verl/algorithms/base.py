@@ -15,10 +15,9 @@ import logging
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
-from typing import Annotated, Any, ClassVar, Literal, TypeAlias, get_type_hints
+from typing import Any, ClassVar, Literal, get_type_hints
 
 import torch
-from pydantic import Field
 from torch import Tensor
 from typing_extensions import dataclass_transform
 
@@ -28,16 +27,12 @@ from verl.algorithms.responses import Responses
 from verl.batch import Batch
 from verl.checked import validated
 from verl.errors import ConfigError, DataError, nearest
+from verl.record import Positive
 from verl.training.loss import Loss, LossFn, LossInput
 
 __all__ = ["ROLES", "BaseAlgorithm", "Loss", "LossInput", "RoleObjective", "drop_abstained", "old_log_probs", "present"]
 
 logger = logging.getLogger(__name__)
-
-#: Types of options with bounds.
-Positive: TypeAlias = Annotated[float, Field(gt=0)]
-NotNegative: TypeAlias = Annotated[float, Field(ge=0)]
-Share: TypeAlias = Annotated[float, Field(ge=0, le=1)]
 
 #: `unread` of a loss that is a mean over rows or pairs.
 NOT_BY_TOKEN = {"loss_agg_mode": "its loss is a mean over rows, not over tokens"}

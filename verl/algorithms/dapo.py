@@ -10,13 +10,13 @@ import torch
 from torch import Tensor
 
 from verl.algorithms.advantages import group_equal, group_sizes
-from verl.algorithms.base import NotNegative, Positive, present
+from verl.algorithms.base import present
 from verl.algorithms.grpo import GRPO
 from verl.algorithms.registry import register_algorithm
 from verl.algorithms.responses import Responses
 from verl.batch import Batch
 from verl.errors import ConfigError
-from verl.record import Count, Natural
+from verl.record import Count, Natural, NotNegative, Positive
 
 
 @register_algorithm("dapo")

@@ -9,10 +9,10 @@ from __future__ import annotations
 from torch import Tensor
 
 from verl.algorithms.advantages import gpg
-from verl.algorithms.base import Positive
 from verl.algorithms.losses import PolicyLoss, PolicyTerms, reinforce_loss
 from verl.algorithms.policy import Experience, PolicyGradient
 from verl.algorithms.registry import register_algorithm
+from verl.record import Positive
 
 
 @register_algorithm("gpg")

@@ -9,9 +9,10 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from verl.algorithms.base import NOT_BY_TOKEN, BaseAlgorithm, Loss, LossInput, Positive, present
+from verl.algorithms.base import NOT_BY_TOKEN, BaseAlgorithm, Loss, LossInput, present
 from verl.batch import Batch
 from verl.errors import DataError
+from verl.record import Positive
 
 
 def only_pairs(batch: Batch) -> tuple[Batch, dict[str, float]]:

@@ -17,7 +17,7 @@ import torch
 from pydantic import AfterValidator, Field
 from torch import Tensor
 
-from verl.algorithms.base import BaseAlgorithm, Loss, LossInput, NotNegative, Positive, drop_abstained, old_log_probs
+from verl.algorithms.base import BaseAlgorithm, Loss, LossInput, drop_abstained, old_log_probs
 from verl.algorithms.correction import (
     Level,
     LogRatio,
@@ -34,6 +34,7 @@ from verl.algorithms.losses import PolicyLoss, PolicyTerms, clipped_loss
 from verl.algorithms.responses import Responses
 from verl.batch import Batch
 from verl.errors import ConfigError, DataError
+from verl.record import Count, NotNegative, Number, Positive
 
 #: `unread` of a token loss without PPO's dual clip.
 NO_DUAL_CLIP = {"clip_ratio_c": "its loss has no dual clip"}
@@ -78,13 +79,13 @@ class PolicyGradient(BaseAlgorithm):
     clip_ratio: NotNegative = 0.2
     clip_ratio_low: NotNegative | None = None
     clip_ratio_high: NotNegative | None = None
-    clip_ratio_c: Annotated[float, Field(gt=1)] | None = 3.0
-    entropy_coeff: float = 0.0
+    clip_ratio_c: Annotated[float, Field(gt=1, le=1e9)] | None = 3.0
+    entropy_coeff: Number = 0.0
     kl_in: Literal["none", "reward", "loss"] = "none"
     kl_estimator: Annotated[str, AfterValidator(check_estimator)] | None = None
     kl_coef: NotNegative = 0.01
     kl_target: Positive | None = None
-    kl_horizon: Annotated[int, Field(gt=0)] = 10_000
+    kl_horizon: Count = 10_000
     rollout_is: Level | None = "token"
     rollout_is_threshold: Positive = 2.0
     rollout_is_lower: NotNegative | None = None

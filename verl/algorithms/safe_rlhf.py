@@ -18,11 +18,12 @@ import torch
 from torch import Tensor
 
 from verl.algorithms.advantages import gae, grpo, whiten
-from verl.algorithms.base import Loss, LossInput, Positive, Share
+from verl.algorithms.base import Loss, LossInput
 from verl.algorithms.lagrangian import ConstrainedPolicyGradient
 from verl.algorithms.policy import Experience
 from verl.algorithms.ppo import critic_loss
 from verl.algorithms.registry import register_algorithm
+from verl.record import Positive, Share
 
 
 @register_algorithm("safe_rlhf")

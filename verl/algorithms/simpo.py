@@ -5,9 +5,9 @@ from __future__ import annotations
 from torch import Tensor
 from torch.nn.functional import logsigmoid
 
-from verl.algorithms.base import NotNegative, Positive
 from verl.algorithms.pairs import WithoutReference
 from verl.algorithms.registry import register_algorithm
+from verl.record import NotNegative, Positive
 
 
 @register_algorithm("simpo")

@@ -25,9 +25,12 @@ from verl.record import (
     Count,
     FunctionPath,
     Natural,
+    Portion,
     Processes,
     Record,
+    Retries,
     Seconds,
+    Seed,
     Staleness,
     Strings,
     extra,
@@ -36,7 +39,7 @@ from verl.record import (
     home,
     wrong,
 )
-from verl.rollout.options import RolloutOptions
+from verl.rollout.options import RolloutOptions, Temperature
 from verl.training.options import TrainOptions, TrainSettings
 
 #: Names of rewards: the built-in ones, and those of users that are registered.
@@ -82,12 +85,6 @@ def _source(value: str | dict[str, Any]) -> str | dict[str, Any]:
         case [*paths]:
             return {**given, "path": [home(path) if isinstance(path, str) else path for path in paths]}
     return given
-
-
-def _greedy_or_warm(value: float) -> float:
-    if value and not 1e-6 <= value <= 1e6:
-        raise ValueError(f"must be 0 (greedy) or lie between 1e-06 and 1000000, not {value}")
-    return value
 
 
 def _algorithm_name(value: str) -> str:
@@ -240,6 +237,9 @@ class RewardPart(Record):
     template: str | None = Field(
         default=None, description="what the judge reads, with {prompt}, {response} and columns by name in it"
     )
+    scale: tuple[float, float] | None = Field(
+        default=None, description="the least and the most that the judge may give (null: 0 to 10)"
+    )
     answer: Literal["last_number", "whole", "tag"] = Field(
         default="whole",
         description="what a verifier reads: the last number, all, or what <answer> encloses",
@@ -253,6 +253,10 @@ class RewardPart(Record):
             raise wrong("dtype", "is for a reward model: it needs model")
         if self.template is not None and (not self.url or "{response}" not in self.template):
             raise wrong("template", "is for a judge: it needs url, and {response} in the template")
+        if self.scale is not None and (
+            self.template is None or not -math.inf < self.scale[0] < self.scale[1] < math.inf
+        ):
+            raise wrong("scale", "is the least and the most of a judge's score, lower first: it needs template")
         return self
 
     def given(self) -> list[str]:
@@ -295,17 +299,22 @@ class RewardConfig(CostConfig):
         default=30.0,
         description="seconds for one call: of a prompt's samples, with workers of one sample, with url of one request",
     )
-    retries: Annotated[int, Field(ge=0, le=100)] = Field(default=1, description="further tries after a failure")
+    retries: Retries = Field(default=1, description="further tries after a failure")
     on_failure: Literal["abstain"] | float = Field(
         default="abstain", description="a sample without a score abstains, or gets this number"
     )
-    max_failure_rate: Annotated[float, Field(gt=0, le=1)] = Field(
+    max_failure_rate: Portion = Field(
         default=0.5,
         description="share of failures that ends the run, of the latest 256 samples once there are 64 (the "
         "reward's: of failed episodes, too); below 1, a run of which every sample failed ends so, too",
     )
     workers: Annotated[int, Field(ge=0, le=1024)] = Field(
-        default=0, description="processes that score, a sample at a time each (0: the trainer's own process)"
+        default=0, description="processes that score, a sample at a time each (0: see process)"
+    )
+    process: bool = Field(
+        default=True,
+        description="call a function in one process of its own, which is killed when it is late (false, and for what "
+        "reaches a model: in the trainer's, which ends if the function holds the interpreter beyond timeout)",
     )
     max_workers: Processes | None = free(None, "most such processes, when samples queue up (null: always `workers`)")
 
@@ -352,7 +361,7 @@ def _task_scheduler(value: dict[str, Any]) -> dict[str, Any]:
 class TrainerConfig(Record):
     total_steps: Natural = free(100, "steps; a longer run goes on from a shorter one")
     total_epochs: Count | None = free(None, "passes over data.train, in the place of total_steps")
-    seed: Annotated[int, Field(ge=0, lt=2**32)] = Field(default=0, description="seed of everything random")
+    seed: Seed = Field(default=0, description="seed of everything random")
     project: str = free("verl", "the project's name in W&B and MLflow")
     run_name: DirectoryName | None = free(None, "begins the run directory's name (null: algorithm, model and data)")
     output_dir: Annotated[str, AfterValidator(home)] = free("runs", "where run directories are made")
@@ -361,9 +370,7 @@ class TrainerConfig(Record):
         description="steps between evaluations (null: only before the first and after the last step)",
     )
     eval_n: Count = Field(default=1, description="samples per held-out problem")
-    eval_temperature: Annotated[float, AfterValidator(_greedy_or_warm)] = Field(
-        default=0.0, description="temperature of evaluation (0: greedy)"
-    )
+    eval_temperature: Temperature = Field(default=0.0, description="temperature of evaluation (0: greedy)")
     eval_metrics: Annotated[tuple[EvalMetric, ...], AsTuple] = Field(
         default=(),
         description="metric functions of your own over evaluated samples, as FILE.py:FUNCTION; kl: the KL to the "

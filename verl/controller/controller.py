@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, TypeVar
 
+from verl.checked import checked
 from verl.controller.group import Job, RankGroup, Workers
 from verl.controller.local import LocalGroup
 from verl.controller.placement import DeviceMesh, ResourcePool
@@ -16,6 +17,7 @@ from verl.device import claim, count, default_kind
 from verl.errors import ConfigError
 from verl.hybrid.meshes import generation_mesh
 from verl.layout import Layout, Mesh, ModelShape
+from verl.record import Seconds
 from verl.training.options import TrainOptions, layout_of
 
 W = TypeVar("W")
@@ -38,7 +40,8 @@ class Controller:
         ConfigError: the placement cannot be met; nothing has been started.
     """
 
-    def __init__(self, placement: Any = None, *, timeout: float | None = None) -> None:
+    @checked
+    def __init__(self, placement: Any = None, *, timeout: Seconds | None = None) -> None:
         self.timeout = TIMEOUT if timeout is None else timeout
         self._may_change = timeout is None
         ranks = torchrun_ranks()

@@ -22,8 +22,10 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
+from verl.checked import checked
 from verl.cluster import check_count, connect, device_variables, is_own
 from verl.errors import ClusterError, ConfigError
+from verl.record import Processes
 
 logger = logging.getLogger(__name__)
 
@@ -131,7 +133,8 @@ class Pool:
         """Of the workers that have started."""
         return [worker.pid for worker in self.workers if worker.pid]
 
-    def scale(self, size: int) -> None:
+    @checked
+    def scale(self, size: Processes) -> None:
         """Have this many workers from now on.
 
         Raises:

@@ -14,7 +14,7 @@ from typing import Any
 from verl.data.forms import tool_schemas
 from verl.data.prompts import content_text
 from verl.data.time_limit import time_limit
-from verl.errors import DataError, nearest
+from verl.errors import ConfigError, DataError, nearest
 
 #: Columns of a row that a chat template reads besides the messages.
 TEMPLATE_COLUMNS = ("tools", "documents", "chat_template_kwargs")
@@ -73,6 +73,8 @@ class ChatTokenizer:
     """A tokenizer of transformers, and what its chat template does."""
 
     def __init__(self, tokenizer: Any) -> None:
+        if not callable(tokenizer):
+            raise ConfigError(f"tokenizer: must be one of transformers' or one like them, not {tokenizer!r}")
         self.tokenizer = tokenizer
         self._source = str(getattr(tokenizer, "chat_template", None) or "")
 

@@ -10,8 +10,10 @@ from typing import Any
 import numpy as np
 
 from verl.batch import Batch
+from verl.checked import checked
 from verl.data.prompts import PromptDataset, PromptStream
 from verl.errors import ConfigError, DamagedCheckpointError, DataError
+from verl.record import Count
 
 logger = logging.getLogger(__name__)
 
@@ -110,8 +112,9 @@ class PromptLoader:
     is resumed by skipping.
     """
 
+    @checked
     def __init__(
-        self, data: PromptDataset | PromptStream, batch_size: int, *, seed: int = 0, shuffle: bool | None = None
+        self, data: PromptDataset | PromptStream, batch_size: Count, *, seed: int = 0, shuffle: bool | None = None
     ) -> None:
         if batch_size < 1:
             raise ConfigError(f"batch_size must be at least 1, not {batch_size}")

@@ -22,10 +22,12 @@ from typing import Any
 import pyarrow as pa
 
 from verl.batch import SCHEMA, WRITTEN, Batch
+from verl.checked import checked
 from verl.data.files import digest, is_files, named, read_rows
 from verl.data.forms import COLLATED, plain, readable_row, table_rows, usual_row
 from verl.data.tasks import task_rows
 from verl.errors import DataError, nearest
+from verl.record import Count
 
 logger = logging.getLogger(__name__)
 
@@ -212,6 +214,7 @@ class PromptForm:
         return chat_json(messages, where)
 
 
+@checked
 def load_prompts(
     source: Any,
     *,
@@ -219,7 +222,7 @@ def load_prompts(
     template: str | None = None,
     system_prompt: str | None = None,
     chat: bool | None = None,
-    limit: int | None = None,
+    limit: Count | None = None,
 ) -> PromptDataset:
     """Prompts from `source`, in memory. (Data without a length: `stream_prompts`.)
 
@@ -254,6 +257,7 @@ def load_prompts(
     return PromptDataset(to_batch(rows, name), name)
 
 
+@checked
 def stream_prompts(
     source: Iterable[Any],
     *,

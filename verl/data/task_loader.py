@@ -11,11 +11,13 @@ from typing import Any, Protocol
 import numpy as np
 
 from verl.batch import Batch
+from verl.checked import checked
 from verl.data.by_task import COLUMN, by_task
 from verl.data.loader import PromptLoader, hashed, saved_count
 from verl.data.prompts import PromptDataset, PromptStream, load_prompts, stream_prompts
 from verl.data.shared_source import read_once
 from verl.errors import ConfigError, DataError, nearest
+from verl.record import Count, Weights
 
 
 class Source(Protocol):
@@ -41,16 +43,17 @@ class TaskLoader:
         ConfigError: there is no task, a share is negative or of no task, or `batch_size` is below 1.
     """
 
+    @checked
     def __init__(
         self,
         sources: Mapping[str, Source],
-        shares: Mapping[str, float] | None = None,
+        shares: Weights | None = None,
         *,
-        batch_size: int,
+        batch_size: Count,
         seed: int = 0,
     ) -> None:
-        if batch_size < 1 or not sources:
-            raise ConfigError(f"a batch has at least 1 prompt of at least 1 task, not {batch_size} of {len(sources)}")
+        if not sources:
+            raise ConfigError("TaskLoader.sources: a batch has prompts of at least 1 task, not of none")
         streams = [
             data for source in sources.values() if isinstance(data := getattr(source, "data", None), PromptStream)
         ]
@@ -63,18 +66,17 @@ class TaskLoader:
         if shares is not None:
             self.set_shares(shares)
 
-    def set_shares(self, shares: Mapping[str, float]) -> None:
+    @checked
+    def set_shares(self, shares: Weights) -> None:
         """Draw the batches from now on by these shares; a task that is not named keeps its share, and the named ones
         have the rest.
 
         Raises:
             ConfigError: a share is negative, not finite, or of no task; or all are 0.
         """
-        for name, share in shares.items():
+        for name in shares:
             if name not in self.sources:
                 raise ConfigError(f"there is no task '{name}' to give a share: {nearest(name, self.sources)}")
-            if not 0 <= share < math.inf:
-                raise ConfigError(f"the share of task '{name}' must be a number of at least 0, not {share}")
         self.shares = rescaled(self.shares, shares)
 
     def __len__(self) -> int:
@@ -145,12 +147,13 @@ class MixedLoader:
         **form: of the prompts, see `load_prompts`.
     """
 
+    @checked
     def __init__(
         self,
         data: Mapping[str, Any],
         shares: Mapping[str, float] | None = None,
         *,
-        batch_size: int,
+        batch_size: Count,
         seed: int = 0,
         **form: Any,
     ) -> None:
@@ -181,10 +184,11 @@ class MixedLoader:
         self.mixture.load_state_dict(state)
 
 
+@checked
 def get_dataloader(
     dataset_path: Any,
     task_weights: Mapping[str, float] | None = None,
-    batch_size: int = 8,
+    batch_size: Count = 8,
     *,
     seed: int = 0,
     shuffle: bool | None = None,

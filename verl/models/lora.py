@@ -10,7 +10,7 @@ from __future__ import annotations
 import copy
 import math
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
@@ -46,7 +46,10 @@ def add_lora(model: nn.Module, options: LoraOptions, seed: int = 0) -> None:
         raise ConfigError("model.lora: the model has adapters already, which are trained: leave lora out")
     peft = _peft()
     targets = "all-linear" if options.targets == ("all-linear",) else list(options.targets)
-    config = peft.LoraConfig(r=options.r, lora_alpha=options.alpha, target_modules=targets)
+    base = getattr(_inner(model), "name_or_path", None) or None
+    config = peft.LoraConfig(
+        r=options.r, lora_alpha=options.alpha, target_modules=targets, base_model_name_or_path=base
+    )
     with torch.random.fork_rng(), torch.device("meta") if is_blank(model) else nullcontext():
         torch.manual_seed(seed)
         try:
@@ -194,7 +197,7 @@ def merged_shards(model: nn.Module) -> Iterator[Shard]:
 def merged_forwards(model: nn.Module) -> Iterator[None]:
     """Inside, each layer computes as the plain one that an export makes of it, which lives for that call alone."""
     adapted = _adapted(model)
-    outer = [name for name in adapted if not any(name.startswith(f"{other}.") for other in adapted)]
+    outer = _outer(adapted)
     try:
         for name in outer:
             layer = adapted[name]
@@ -234,7 +237,9 @@ def save_adapter(model: nn.Module, path: str | Path, first: Mapping[str, torch.T
         weights = {key: _beside(key, weight, before[key]) for key, weight in weights.items()}
         _double_rank(config)
     path.mkdir(parents=True, exist_ok=True)
-    prefixed = {f"base_model.model.{key}": weight.detach().cpu().contiguous() for key, weight in weights.items()}
+    # Some forms have tensors in common, which a file has once each.
+    prefixed = {f"base_model.model.{key}": weight.detach().cpu().clone() for key, weight in weights.items()}
+    prefixed = {key: weight.contiguous() for key, weight in prefixed.items()}
     save_file(prefixed, path / "adapter_model.safetensors", metadata={"format": "pt"})
     config.inference_mode = True
     config.base_model_name_or_path = config.base_model_name_or_path or getattr(inner, "name_or_path", None)
@@ -299,6 +304,30 @@ def _merged(module: nn.Module) -> nn.Module:
             part.merge()
     layer = getattr(layer, "token_adapter", layer)
     return layer.get_base_layer()  # type: ignore[no-any-return]
+
+
+def _base(module: nn.Module) -> nn.Module:
+    if isinstance(module, Int4Linear):
+        return module.dense()
+    layer: Any = getattr(module, "original_module", None) or module
+    layer = layer.get_base_layer() if hasattr(layer, "get_base_layer") else layer
+    return layer.dense() if isinstance(layer, Int4Linear) else layer
+
+
+def without_adapters(model: nn.Module) -> Any:
+    """A copy of a transformers model, not trained yet, as it was before it got them."""
+    plain = copy.deepcopy(_inner(model))
+    adapted, of = _adapted(plain), _merged if changes_base(model) else _base
+    for name in _outer(adapted):
+        plain.set_submodule(name, of(adapted[name]))
+    del plain.peft_config
+    plain._hf_peft_config_loaded = False
+    return plain
+
+
+def _outer(names: Iterable[str]) -> list[str]:
+    """Those that lie in none of the others."""
+    return [name for name in names if not any(name.startswith(f"{other}.") for other in names)]
 
 
 def _adapted(model: nn.Module) -> dict[str, nn.Module]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -28,8 +28,7 @@ def outputs(model: Any, tokens: Tensor | None = None) -> Tensor:
         else:
             found = model(input_ids=ids, attention_mask=torch.ones_like(ids), use_cache=False).logits
     found = found if found.dtype == torch.float64 else found.float()
-    result: Tensor = found if is_scalar(model) else found.log_softmax(-1)
-    return result
+    return cast(Tensor, found if is_scalar(model) else found.log_softmax(-1))
 
 
 def is_scalar(model: Any) -> bool:
@@ -46,4 +45,4 @@ def probe_tokens(model: Any) -> Tensor:
     )
     trained = [int(token) for indices in layers for of_adapter in indices.values() for token in of_adapter]
     ids[1 : 1 + len(trained)] = torch.tensor(trained[: 2 * LENGTH - 1], dtype=ids.dtype)
-    return ids.view(2, LENGTH)
+    return cast(Tensor, ids.view(2, LENGTH))

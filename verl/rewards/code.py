@@ -7,12 +7,15 @@ import os
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Annotated, Any, ClassVar
 
+from pydantic import Field
 from typing_extensions import Unpack
 
 from verl import sandbox
+from verl.checked import checked
 from verl.errors import RewardError
+from verl.record import Processes, Retries, Seconds
 from verl.rewards.blocks import extract_code
 from verl.rewards.calls import Slots
 from verl.rewards.functions import FunctionReward, OnFailure
@@ -61,22 +64,25 @@ class CodeReward(FunctionReward):
 
     one_of: ClassVar[tuple[str, ...]] = ("tests", "reference")
 
+    @checked
     def __init__(
         self,
         *,
-        timeout: float = 30.0,
+        timeout: Seconds = 30.0,
         partial: bool = False,
         packages: Sequence[str | Path] = (),
-        memory: int = 512 << 20,
-        parallel: int | None = None,
+        memory: Annotated[int, Field(ge=1)] = 512 << 20,
+        parallel: Processes | None = None,
         name: str = "code",
-        retries: int = 0,
+        retries: Retries = 0,
         **options: Unpack[OnFailure],
     ) -> None:
         self.limits = sandbox.Limits(seconds=timeout, memory=memory)
         self.partial, self.packages = partial, packages
         sandbox.require()
-        super().__init__(self.scores, name=name, timeout=timeout + _GRACE, retries=retries, **options)
+        super().__init__(
+            self.scores, name=name, timeout=timeout + _GRACE, retries=retries, **{**options, "process": False}
+        )
         self.group.width = parallel or os.cpu_count() or 1
         self.group.slots = Slots(self.group.width)
 

@@ -25,7 +25,9 @@ from typing import Any, ClassVar
 
 from typing_extensions import Unpack
 
+from verl.checked import checked
 from verl.errors import ConfigError
+from verl.record import Seconds
 from verl.rewards.blocks import extract_code
 from verl.rewards.functions import FunctionReward, OnFailure
 
@@ -55,11 +57,12 @@ class CodeBleuReward(FunctionReward):
 
     one_of: ClassVar[tuple[str, ...]] = ("reference",)
 
+    @checked
     def __init__(
         self,
         *,
         weights: Sequence[float] = (0.25, 0.25, 0.25, 0.25),
-        timeout: float = 30.0,
+        timeout: Seconds = 30.0,
         name: str = "codebleu",
         **options: Unpack[OnFailure],
     ) -> None:

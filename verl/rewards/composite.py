@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import asyncio
-import math
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from verl.batch import Batch
+from verl.checked import checked, validated
 from verl.errors import CheckpointError, ConfigError
 from verl.rewards.source import RewardResult, RewardSource, source_of
 
@@ -30,6 +30,7 @@ class CompositeReward:
         ConfigError: there is no part, or the weights do not fit the parts or are not finite.
     """
 
+    @checked
     def __init__(
         self,
         parts: Mapping[str, Any] | Sequence[Any],
@@ -52,8 +53,7 @@ class CompositeReward:
         if weights is not None:
             self._set_weights(weights)
         for key, weight in self.weights.items():
-            if not math.isfinite(weight):
-                raise ConfigError(f"the weight of reward '{key}' is {weight}: give a finite number")
+            validated(f"reward '{key}'", {"weight": float}, {"weight": weight})
         self.whole_batch = any(source.whole_batch for source in self.parts.values())
 
     async def score(self, batch: Batch) -> RewardResult:
@@ -87,7 +87,7 @@ class CompositeReward:
         unknown = set(weights) - set(self.parts)
         if unknown:
             raise ConfigError(f"weights name {sorted(unknown)}, the rewards are {sorted(self.parts)}")
-        self.weights.update({name: float(weight) for name, weight in weights.items()})
+        self.weights.update(weights)
 
     def state_dict(self) -> dict[str, Any]:
         return {name: part.state_dict() for name, part in self.parts.items() if hasattr(part, "state_dict")}
@@ -116,7 +116,7 @@ def _part(part: Any, make: Callable[..., RewardSource], options: dict[str, Any])
         weight = part.get("weight", 1.0)
         part = {key: value for key, value in part.items() if key != "weight"}
     made = isinstance(source_of(part), RewardSource)
-    return make(part, **({} if made else options)), float(weight)
+    return make(part, **({} if made else options)), weight
 
 
 def _name_parts(parts: list[tuple[RewardSource, float]]) -> dict[str, tuple[RewardSource, float]]:

@@ -29,13 +29,7 @@ Row = dict[str, Any]
 #: A data set's column with one of the system's names is kept as "user.<name>".
 _USER = "user."
 #: What one sample would be called, and what several are.
-_PLURALS = {
-    "text": "texts",
-    "response": "responses",
-    "completion": "completions",
-    "prompt": "prompts",
-    "query": "queries",
-}
+_PLURALS = {one: f"{one}s" for one in ("text", "response", "completion", "prompt")} | {"query": "queries"}
 #: Parameters that get texts.
 TEXTS = frozenset({*_PLURALS, *_PLURALS.values(), "solution_str"})
 _LABELS = ("labels", "label", "answer", "ground_truth")

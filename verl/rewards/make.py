@@ -111,13 +111,14 @@ def _code(options: dict[str, Any]) -> RewardSource:
 def _build(module: str, name: str, options: dict[str, Any], *source: Any) -> RewardSource:
     kind = getattr(importlib.import_module(f"verl.rewards.{module}"), name)
     known = {*inspect.signature(kind).parameters, *OnFailure.__annotations__} - {"source", "options"}
+    workers = options.get("workers")
+    if workers and not callable(workers):
+        raise ConfigError(f"{name}: workers are given to the Reward, not to one of its parts")
     workers = None if "workers" in known else options.pop("workers", None)
     for option in options:
         if option not in known:
             raise ConfigError(f"{name} has no option '{option}': {nearest(option, known)}")
     if workers:
-        if not callable(workers):
-            raise ConfigError(f"{name}: workers are given to the Reward, not to one of its parts")
         from verl.rewards.portable import in_workers
 
         return in_workers(kind, source, options, workers)

@@ -11,7 +11,9 @@ from typing import Any, ClassVar
 
 from typing_extensions import Unpack
 
+from verl.checked import checked
 from verl.errors import ConfigError, RewardError
+from verl.record import Retries, Seconds
 from verl.rewards.answers import after_mark, amount, boxes, conclusion, expression, words
 from verl.rewards.calls import Caller
 from verl.rewards.functions import FunctionReward, OnFailure
@@ -44,12 +46,13 @@ class MathReward(FunctionReward):
     one_of: ClassVar[tuple[str, ...]] = ("ground_truth", "answer")
     needs_processes: ClassVar[bool] = True
 
+    @checked
     def __init__(
         self,
         *,
         name: str = "math",
-        timeout: float = 10.0,
-        retries: int = 0,
+        timeout: Seconds = 10.0,
+        retries: Retries = 0,
         workers: Callable[..., Caller] | None = None,
         **options: Unpack[OnFailure],
     ) -> None:

@@ -9,8 +9,10 @@ from typing import Any, Literal, get_args
 
 from typing_extensions import Unpack
 
+from verl.checked import checked
 from verl.data.tasks import decode_problem, make_task
 from verl.errors import ConfigError, RewardError
+from verl.record import Retries, Seconds
 from verl.rewards.calls import Caller
 from verl.rewards.forms import has_value
 from verl.rewards.functions import FunctionReward, OnFailure
@@ -36,14 +38,15 @@ class TaskReward(FunctionReward):
         ConfigError: `answer` is none of these.
     """
 
+    @checked
     def __init__(
         self,
         *,
         answer: Answer = "whole",
         exact: bool = False,
         name: str = "task",
-        timeout: float = 30.0,
-        retries: int = 0,
+        timeout: Seconds = 30.0,
+        retries: Retries = 0,
         workers: Callable[..., Caller] | None = None,
         **options: Unpack[OnFailure],
     ) -> None:

@@ -6,12 +6,14 @@ import copy
 import logging
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import cached_property, partial
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 from uuid import uuid4
 
 from verl import device
 from verl.algorithms import BaseAlgorithm, default_algorithm, make_algorithm
 from verl.batch import Batch
+from verl.checked import checked
 from verl.controller.controller import Controller
 from verl.controller.group import Workers
 from verl.controller.ranks import registry
@@ -35,6 +37,7 @@ from verl.models.save import save_pretrained_dir
 from verl.models.shards import load_model_shards, model_shards, outline
 from verl.models.source import ModelFiles
 from verl.models.wrapped import unwrapped
+from verl.record import Count, Seed
 from verl.roles.columns import add_rewards, aligned, as_sequences
 from verl.roles.lora_base import LoraBase, load_role, save_role
 from verl.roles.reads import experience, prepare, reads
@@ -113,11 +116,12 @@ class Actor:
     #: Whether ranks have parts of the model that was given; `modules` has no weights then.
     is_cut = False
 
+    @checked
     def __init__(
         self,
         model: PreTrainedModel | ValueModel | ModelOptions | str,
         tokenizer: PreTrainedTokenizerBase | str | None = None,
-        strategy: str | None = None,
+        strategy: Any = None,
         *,
         train: TrainOptions | Mapping[str, Any] | None = None,
         placement: Any = None,
@@ -128,7 +132,7 @@ class Actor:
         sampling: SamplingParams | Mapping[str, Any] | None = None,
         fused_kernels: bool | str | None = None,
         head: Literal["lm", "score"] = "lm",
-        seed: int = 0,
+        seed: Seed = 0,
         **settings: Any,
     ) -> None:
         follow_log_level()
@@ -318,7 +322,8 @@ class Actor:
         prefixes = algorithm.prompt_prefixes(batch)
         return batch if prefixes is None else with_prefixes(self.tokenizer, batch, prefixes)
 
-    def generate_sequences(self, prompts: Any, *, n: int = 1, key: str | None = None, **sampling: Any) -> Batch:
+    @checked
+    def generate_sequences(self, prompts: Any, *, n: Count = 1, key: str | None = None, **sampling: Any) -> Batch:
         """Sample `n` responses to each prompt.
 
         Args:
@@ -425,6 +430,7 @@ class Actor:
             raise DataError(f"samples were drawn at temperatures {sorted(found)}: give those of one at a time")
         return found.pop() if found else usual
 
+    @checked
     def make_reference(self, model: PreTrainedModel | str | None = None, *, dtype: str | None = None) -> None:
         """Freeze a reference policy: a copy of the actor as it is now, or another model. A second call does nothing.
 
@@ -602,7 +608,8 @@ class Actor:
         load_role(self, weights, optimizer, rest)
         self.policy_version = int(rest["policy_version"])
 
-    def save_pretrained(self, path: str, *, adapter: bool = False) -> None:
+    @checked
+    def save_pretrained(self, path: str | Path, *, adapter: bool = False) -> None:
         """Write a plain Hugging Face directory: weights (adapters merged into them), config and tokenizer; or
         (`adapter`) a directory of the adapters alone, which peft loads."""
         save_pretrained_dir(self.present_model(), self.tokenizer, path, adapter=adapter, first=self._first)

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from verl.algorithms import BaseAlgorithm, make_algorithm, value_algorithm
 from verl.batch import Batch
+from verl.checked import checked
 from verl.controller.controller import Controller
 from verl.controller.group import Workers
 from verl.controller.ranks import registry
@@ -27,6 +28,7 @@ from verl.models.portable import PortableModel
 from verl.models.shards import outline
 from verl.models.source import ModelFiles
 from verl.models.wrapped import unwrapped
+from verl.record import Seed
 from verl.roles.columns import add_rewards, as_sequences
 from verl.roles.lora_base import LoraBase, load_role, save_role
 from verl.roles.settings import (
@@ -71,19 +73,20 @@ class Critic:
     files: ModelFiles | None = None
     base: LoraBase | None = None
 
+    @checked
     def __init__(
         self,
         model: PreTrainedModel | ValueModel | ModelOptions | str,
         tokenizer: PreTrainedTokenizerBase | str | None = None,
         *,
         train: TrainOptions | Mapping[str, Any] | None = None,
-        strategy: str | None = None,
+        strategy: Any = None,
         placement: Any = None,
         actor_tokenizer: PreTrainedTokenizerBase | None = None,
         algorithm: str | BaseAlgorithm | None = None,
         optim: OptimConfig | Mapping[str, Any] | Any = None,
         fused_kernels: bool | str | None = None,
-        seed: int = 0,
+        seed: Seed = 0,
         **settings: Any,
     ) -> None:
         follow_log_level()

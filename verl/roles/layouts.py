@@ -6,6 +6,7 @@ import logging
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, get_args
 
+from verl.checked import checked
 from verl.device import device_name, free_memory, is_here
 from verl.errors import ConfigError
 from verl.hybrid.meshes import paper_table
@@ -171,6 +172,7 @@ class PPORoleUpdater(Updater):
         ConfigError: `model` is none of these; no engine has that name, or it cannot be.
     """
 
+    @checked
     def __init__(
         self, model: Any, engine: str | None = None, *, overlap_comm: bool | None = None, **options: Any
     ) -> None:

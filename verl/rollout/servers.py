@@ -23,7 +23,9 @@ from urllib.parse import urlsplit
 
 import httpx
 
+from verl.checked import checked
 from verl.errors import ConfigError, RolloutError
+from verl.record import Retries, Seconds
 
 T = TypeVar("T")
 logger = logging.getLogger(__name__)
@@ -102,12 +104,13 @@ class ServerPool:
         ConfigError: an address is not one, or the paths differ.
     """
 
+    @checked
     def __init__(
         self,
         urls: str | Sequence[str],
         *,
-        timeout: float = 600.0,
-        retries: int = 3,
+        timeout: Seconds = 600.0,
+        retries: Retries = 3,
         api_key: str | None = None,
         kind: str = "server",
     ) -> None:

@@ -93,8 +93,8 @@ def encode(value: Any, other: Callable[[Any], Any]) -> Any:
     if kind.__module__ == "numpy" and hasattr(value, "tolist"):
         content = encode(value.tolist(), other)
         return {"array": [str(value.dtype), content]} if kind.__name__ == "ndarray" else content
-    if kind in (type, types.BuiltinFunctionType) and getattr(builtins, str(getattr(value, "__name__", "")), 0) is value:
-        return {"builtin": value.__name__}
+    if kind in (type, types.BuiltinFunctionType) and vars(builtins).get(getattr(value, "__name__", "")) is value:
+        return {"builtin": getattr(value, "__name__", "")}
     if kind.__module__ in MODULES and kind.__name__ in BY_VALUE.split():
         return {"made": [kind.__module__, kind.__name__, encode(value.__reduce_ex__(2)[1], other)]}
     if isinstance(value, tuple) and hasattr(kind, "_fields"):

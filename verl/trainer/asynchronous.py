@@ -14,22 +14,24 @@ import threading
 import time
 from collections.abc import Iterator
 from functools import partial
-from typing import Any
+from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict
 
 from verl.batch import Batch
+from verl.checked import checked
 from verl.controller.pool import check_range
 from verl.controller.standalone import RolloutPool
 from verl.dataflow.schedule import Schedule
 from verl.dataflow.scores import sample_metrics
 from verl.errors import ConfigError, TrainingError
+from verl.record import Count, Processes, Staleness
 from verl.roles.actor import expand
 from verl.trainer.check import check_asynchronous
 from verl.trainer.checkpoint import Checkpoint
 from verl.trainer.guard import SafetyGuard
 from verl.trainer.metrics import add_metrics
-from verl.trainer.state import Count
+from verl.trainer.state import Count as SavedCount
 from verl.trainer.timeline import Span
 from verl.trainer.trainer import Trainer
 from verl.workers.standalone import EngineRecipe, Finished
@@ -43,8 +45,8 @@ class ScheduleState(BaseModel):
 
     model_config = ConfigDict(extra="forbid")
 
-    version: Count
-    began: dict[str, Count]
+    version: SavedCount
+    began: dict[str, SavedCount]
 
 
 class AsyncTrainer(Trainer):
@@ -64,14 +66,15 @@ class AsyncTrainer(Trainer):
             training (a buffer, `update_freq`) is set.
     """
 
+    @checked
     def __init__(
         self,
         *args: Any,
-        batch_size: int,
-        max_staleness: int = 1,
-        rollout_workers: int = 1,
-        max_rollout_workers: int | None = None,
-        transport: str = "shared_memory",
+        batch_size: Count,
+        max_staleness: Staleness = 1,
+        rollout_workers: Processes = 1,
+        max_rollout_workers: Processes | None = None,
+        transport: Literal["shared_memory", "queue"] = "shared_memory",
         **options: Any,
     ) -> None:
         if unused := [name for name, usual in _SYNCHRONOUS.items() if options.get(name, usual) != usual]:

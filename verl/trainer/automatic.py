@@ -12,7 +12,6 @@ from verl.errors import CheckpointError, ConfigError, VerlError
 from verl.trainer import state
 from verl.trainer.checkpoint import Checkpoint, CheckpointStore, load_checkpoint
 from verl.trainer.saving import Saving
-from verl.trainer.task import check_counts
 
 if TYPE_CHECKING:
     from verl.data.prefetch import Loader
@@ -34,7 +33,6 @@ class AutomaticCheckpoints:
     """
 
     def __init__(self, directory: str | Path, every: int, keep: int | None, background: bool) -> None:
-        check_counts(1, save_every=every, keep_checkpoints=keep)
         self.every, self.store = every, CheckpointStore(directory, _ALL if keep is None else keep)
         self._background = background
         self._pending: Saving | None = None

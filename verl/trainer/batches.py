@@ -42,6 +42,8 @@ def as_loader(
     """
     is_rows = isinstance(given, Dataset | PromptDataset | Mapping) or hasattr(given, "column_names")
     is_rows = is_rows or is_files(given) or records_of(given) is not None
+    if not is_rows and not isinstance(given, Iterable):
+        raise ConfigError(f"Trainer.fit goes over batches of prompts, or rows with batch_size=N, not {given!r}")
     if batch_size is None:
         if is_rows:
             raise ConfigError(

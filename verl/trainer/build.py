@@ -71,7 +71,7 @@ def build_source(given: CostConfig, called: RewardConfig) -> Reward | None:
     none."""
     if not given.is_given:
         return None
-    names = ("timeout", "retries", "max_failure_rate", "workers", "max_workers")
+    names = ("timeout", "retries", "max_failure_rate", "workers", "max_workers", "process")
     options: dict[str, Any] = {name: getattr(called, name) for name in names}
     options["default_reward"] = None if called.on_failure == "abstain" else called.on_failure
     if given.components:

@@ -23,12 +23,13 @@ import stat
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path, PurePosixPath
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import pyarrow as pa
-from pydantic import BaseModel, NonNegativeInt
+from pydantic import BaseModel, Field, NonNegativeInt
 
 from verl.batch import Batch
+from verl.checked import checked
 from verl.durable import (
     clear_staging,
     digest,
@@ -39,6 +40,7 @@ from verl.durable import (
     staging_of,
 )
 from verl.errors import CheckpointError, DamagedCheckpointError, DataError
+from verl.record import Natural
 from verl.shard import Shard
 from verl.trainer.saving import (
     FORMAT,
@@ -142,7 +144,8 @@ class CheckpointStore:
     is made.
     """
 
-    def __init__(self, directory: str | Path, keep: int = 2) -> None:
+    @checked
+    def __init__(self, directory: str | Path, keep: Annotated[int, Field(ge=1)] = 2) -> None:
         if keep < 1:
             raise CheckpointError(f"at least one checkpoint must be kept, not {keep}")
         self.directory = Path(directory)
@@ -273,9 +276,10 @@ class CheckpointStore:
         remove(doomed)
 
 
+@checked
 def save_checkpoint(
     path: str | Path,
-    step: int,
+    step: Natural,
     files: Mapping[str, Any],
     identity: Mapping[str, str] | None = None,
     writers: Sequence[Writer] = (),

@@ -14,10 +14,13 @@ from typing import Any
 import numpy as np
 
 from verl.batch import Batch
+from verl.checked import checked
 from verl.data.files import digest
 from verl.data.prompts import PromptDataset
 from verl.durable import replace_file, staging_of, try_remove
 from verl.errors import ConfigError, DataError
+from verl.record import Count, Natural, Seed
+from verl.rollout.options import Temperature
 from verl.trainer.metrics import Metric, MetricFn, mean
 from verl.trainer.report import SHARES, finite
 
@@ -58,6 +61,7 @@ class Evaluation:
         return [None if math.isnan(value) else value for value in means]
 
 
+@checked
 @dataclass
 class HeldOut:
     """Held-out data: how they are evaluated during training, and the first and the latest result.
@@ -75,10 +79,10 @@ class HeldOut:
     """
 
     rows: PromptDataset | Batch
-    every: int | None = None
+    every: Count | None = None
     metrics: Mapping[str, MetricFn] = field(default_factory=dict)
-    n: int = 1
-    temperature: float = 0.0
+    n: Count = 1
+    temperature: Temperature = 0.0
     kl: bool = False
     name: str = "the held-out data"
     on_result: Callable[[dict[str, Any], Evaluation | None], None] | None = None
@@ -241,11 +245,12 @@ def together(found: Mapping[str, Evaluation]) -> Evaluation:
     return Evaluation(Batch.concat(evaluation.samples for evaluation in found.values()), rows, metrics)
 
 
+@checked
 def paired_bootstrap(
-    before: Sequence[float | None],
-    after: Sequence[float | None],
-    n: int = 10_000,
-    seed: int = 0,
+    before: Sequence[float | bool | None],
+    after: Sequence[float | bool | None],
+    n: Count = 10_000,
+    seed: Seed = 0,
 ) -> Interval:
     """Mean of `after - before` over the same problems, with its 95 % percentile bootstrap interval (Efron 1979).
 
@@ -274,14 +279,15 @@ def paired_bootstrap(
     return Interval(float(differences.mean()), float(low), float(high))
 
 
-def binomial_interval(successes: float, total: int) -> Interval:
+@checked
+def binomial_interval(successes: float, total: Natural) -> Interval:
     """A share of successes with its 95 % Wilson score interval (Wilson 1927); stays within 0 and 1, and is of use for
     shares near them.
 
     Raises:
         DataError: there is nothing to take a share of.
     """
-    if not 0 <= successes <= total or total < 1:
+    if not 0 <= successes <= total or not total:
         raise DataError(f"{successes} successes of {total} are no share")
     z = NormalDist().inv_cdf(1 - _TAIL)
     share = successes / total

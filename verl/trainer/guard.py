@@ -8,9 +8,13 @@ import statistics
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
+from pydantic import Field
+
+from verl.checked import checked
 from verl.errors import CheckpointError, ConfigError, TrainingError
+from verl.record import Count, Natural, Strings
 
 if TYPE_CHECKING:
     from verl.trainer.trainer import Trainer
@@ -75,28 +79,24 @@ class SafetyGuard:
         ConfigError: an argument out of its range.
     """
 
+    @checked
     def __init__(
         self,
-        monitor_metrics: Sequence[str],
+        monitor_metrics: Annotated[Strings, Field(min_length=1)],
         threshold_delta: float = -0.15,
-        rollback_steps: int = 100,
+        rollback_steps: Count = 100,
         *,
         absolute: bool = False,
-        window: int = 10,
-        baseline: int = 30,
-        max_rollbacks: int = 3,
+        window: Count = 10,
+        baseline: Annotated[int, Field(ge=2)] = 30,
+        max_rollbacks: Natural = 3,
         on_alert: Callable[[Alert], None] | None = None,
     ) -> None:
-        if isinstance(monitor_metrics, str) or not monitor_metrics:
-            raise ConfigError(f"monitor_metrics is a list of names of metrics, not {monitor_metrics!r}")
-        if not math.isfinite(threshold_delta) or not threshold_delta:
-            raise ConfigError(f"threshold_delta is a change such as -0.15, not {threshold_delta!r}")
-        from verl.trainer.task import check_counts  # loads models' libraries, which `verl train --dry-run` does without
-
-        check_counts(1, rollback_steps=rollback_steps, window=window)
-        check_counts(2, baseline=baseline)
-        check_counts(0, max_rollbacks=max_rollbacks)
-        self.monitor_metrics = tuple(monitor_metrics)
+        if not threshold_delta or (threshold_delta <= -1 and not absolute):
+            raise ConfigError(
+                f"SafetyGuard.threshold_delta: must be a change such as -0.15, a fall by 15 %, not {threshold_delta}"
+            )
+        self.monitor_metrics = monitor_metrics
         self.threshold_delta, self.rollback_steps, self.absolute = threshold_delta, rollback_steps, absolute
         self.window, self.baseline = window, baseline
         self.max_rollbacks, self.on_alert = max_rollbacks, on_alert

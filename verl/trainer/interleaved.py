@@ -11,12 +11,16 @@ import time
 from collections.abc import Iterator
 from concurrent.futures import FIRST_COMPLETED, Future, wait
 from dataclasses import dataclass
-from typing import Any
+from typing import Annotated, Any
+
+from pydantic import Field
 
 from verl.batch import Batch
+from verl.checked import checked
 from verl.data.prefetch import Loader
 from verl.data.task_loader import TaskLoader
 from verl.errors import ConfigError, TrainingError
+from verl.record import Staleness
 from verl.trainer.check import check_corrected
 from verl.trainer.trainer import Trainer
 
@@ -46,14 +50,11 @@ class InterleavedTrainer(Trainer):
         ConfigError: there is one task, or one whose algorithm does not correct for samples of an older policy.
     """
 
-    def __init__(self, *args: Any, max_staleness: int = 2, **options: Any) -> None:
+    @checked
+    def __init__(self, *args: Any, max_staleness: Annotated[Staleness, Field(ge=1)] = 2, **options: Any) -> None:
         super().__init__(*args, **options)
         if len(self.tasks) < 2:
             raise ConfigError("interleaved training is of several tasks: for one, use AsyncTrainer")
-        if not 1 <= max_staleness <= 1000:
-            raise ConfigError(
-                f"max_staleness must be at least 1 and at most 1000, not {max_staleness}: 0 is synchronous, see Trainer"
-            )
         for task in self.tasks.values():
             check_corrected(task.algorithm)
         self.max_staleness = max_staleness

@@ -20,8 +20,10 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 
+from verl.checked import checked
 from verl.durable import LineFile, RecordFile, append_lines
 from verl.errors import ConfigError, nearest
+from verl.record import Natural
 from verl.trainer.completions import SHOWN, CompletionFiles
 from verl.user_code import describe, show_once, traceback_of
 
@@ -278,6 +280,7 @@ class _HookSink:
         pass
 
 
+@checked
 def open_logger(
     directory: str | Path | None,
     sinks: Iterable[str] = ("console", "tensorboard"),
@@ -285,8 +288,8 @@ def open_logger(
     run_id: str = "run",
     project: str = "verl",
     config: Mapping[str, Any] | None = None,
-    total_steps: int | None = None,
-    resume_step: int | None = None,
+    total_steps: Natural | None = None,
+    resume_step: Natural | None = None,
 ) -> Logger:
     """A logger that writes `metrics.jsonl`, `completions/` and TensorBoard events under `directory` (None: no files),
     and what else `sinks` names.

@@ -56,20 +56,19 @@ class Metric:
         if self.by_row is not None:
             rows = run_reward(self.by_row, samples).reward
             return mean(rows), rows
+        failed: Exception | None = None
         try:
             value = self.function(samples)
         except Exception as error:  # a user's code may raise anything
-            self._failed(error, len(samples))
-            return math.nan, None
-        self._failures.add([False] * len(samples))
-        return self._read(value, len(samples))
-
-    def _failed(self, error: Exception, rows: int) -> None:
-        self._failures.add([True] * rows)
-        logger.warning("metric %s raised %s", self.name, describe(error))
-        show_once(logger, f"metric {self.name}", traceback_of(error))
+            failed = error
+        self._failures.add([failed is not None] * len(samples))
+        if failed is None:
+            return self._read(value, len(samples))
+        logger.warning("metric %s raised %s", self.name, describe(failed))
+        show_once(logger, f"metric {self.name}", traceback_of(failed))
         if self._failures.too_many:
-            raise RewardError(f"metric '{self.name}' failed on {self._failures} (latest: {describe(error)}): mend it")
+            raise RewardError(f"metric '{self.name}' failed on {self._failures} (latest: {describe(failed)}): mend it")
+        return math.nan, None
 
     def _read(self, value: Any, rows: int) -> tuple[float, list[float | None] | None]:
         value = value.tolist() if hasattr(value, "tolist") else value

@@ -40,7 +40,8 @@ def source_options(part: RewardPart) -> dict[str, Any]:
         return {"source": part.name, **({} if part.answer == "whole" else {"answer": part.answer})}
     if origin == "model":
         return {"source": part.model, "dtype": part.dtype}
-    return {"source": getattr(part, origin), **({} if part.template is None else {"template": part.template})}
+    judge = {"template": part.template, "scale": part.scale}
+    return {"source": getattr(part, origin), **{name: value for name, value in judge.items() if value is not None}}
 
 
 def sources_of(config: Config) -> dict[str, dict[str, RewardSource]]:

@@ -18,6 +18,7 @@ from typing import Any, ClassVar
 
 from verl.algorithms import BaseAlgorithm
 from verl.batch import Batch
+from verl.checked import checked
 from verl.controller.controller import start
 from verl.data.buffers import Buffer
 from verl.data.by_task import by_task
@@ -30,6 +31,7 @@ from verl.dataflow.graph import Graph
 from verl.dataflow.nodes import SLOT, log_prob_nodes
 from verl.errors import CheckpointError, ConfigError, DataError
 from verl.layout import Mesh
+from verl.record import Count, Natural, Portion, Processes, Seconds
 from verl.rewards.failures import Failures
 from verl.roles.actor import Actor
 from verl.roles.critic import Critic
@@ -37,6 +39,7 @@ from verl.roles.layouts import by_workers, enable_hybrid_engine, lay_out
 from verl.roles.reward import Reward
 from verl.roles.updater import Updater
 from verl.rollout.base import SamplingParams
+from verl.rollout.options import Temperature
 from verl.trainer import state
 from verl.trainer.active_task import ActiveTask, critics_of
 from verl.trainer.automatic import AutomaticCheckpoints
@@ -54,7 +57,7 @@ from verl.trainer.mixture import Mixture, TaskScheduler
 from verl.trainer.outcome import check_finite, check_learned
 from verl.trainer.samples import kl_to_reference
 from verl.trainer.signals import StopSignal
-from verl.trainer.task import Task, algorithm_beside, check_counts, check_tasks
+from verl.trainer.task import Task, algorithm_beside, check_tasks
 from verl.trainer.task_file import read_tasks
 from verl.trainer.task_records import joined
 from verl.trainer.timeline import Span, Timeline, busy_shares, spans_of
@@ -120,6 +123,7 @@ class Trainer:
     episodes: Failures = _of_the_task("episodes")
     n: int = _of_the_task("n")
 
+    @checked
     def __init__(
         self,
         actor: Actor | Any,
@@ -129,36 +133,36 @@ class Trainer:
         reward_fn: Any = None,
         cost: Any = None,
         algorithm: str | BaseAlgorithm | None = None,
-        n: int | None = None,
+        n: Count | None = None,
         sampling: SamplingParams | Mapping[str, Any] | None = None,
         nodes: Mapping[str, Any] | Iterable[str] = (),
         tasks: Sequence[Task] | None = None,
         config_path: str | Path | None = None,
         dataloader: Iterable[Any] | None = None,
         buffer: str | Buffer = "memory",
-        buffer_size: int | None = None,
+        buffer_size: Count | None = None,
         buffer_dir: str | Path = "buffer",
-        update_freq: int | None = None,
+        update_freq: Count | None = None,
         use_amp: bool | None = None,
-        max_resamples: int = 4,
-        max_skipped_updates: int = 5,
-        max_failed_episodes: float = 0.5,
+        max_resamples: Natural = 4,
+        max_skipped_updates: Count = 5,
+        max_failed_episodes: Portion = 0.5,
         log_dir: str | Path | bool | None = None,
         logger: Logger | None = None,
         on_log_hook: Callable[[int, dict[str, Any]], None] | None = None,
         checkpoint_dir: str | Path | None = None,
-        save_every: int | None = None,
-        keep_checkpoints: int | None = None,
+        save_every: Count | None = None,
+        keep_checkpoints: Count | None = None,
         async_save: bool = False,
         held_out: HeldOut | None = None,
         permute_rewards: bool = False,
         placement: Any = None,
-        num_rollout_workers: int | None = None,
-        num_update_workers: int | None = None,
+        num_rollout_workers: Processes | None = None,
+        num_update_workers: Processes | None = None,
         strategy: Any = None,
         device_map: Any = None,
         timeline: str | Path | None = None,
-        deadline: float = 1800.0,
+        deadline: Seconds = 1800.0,
         **options: Any,
     ) -> None:
         if reward is not None and reward_fn is not None:
@@ -181,8 +185,6 @@ class Trainer:
             for task in tasks:
                 check_permuted(task.algorithm)
         self.checkpoints = AutomaticCheckpoints.of(checkpoint_dir, save_every, keep_checkpoints, async_save)
-        check_counts(1, buffer_size=buffer_size, update_freq=update_freq, max_skipped_updates=max_skipped_updates)
-        check_counts(0, max_resamples=max_resamples)
         self.actor = actor if isinstance(actor, Actor) else Actor(actor, head=tasks[0].algorithm.head)
         several = len(tasks) > 1
         if several and (update_freq, buffer, buffer_size) != (None, "memory", None):
@@ -233,7 +235,7 @@ class Trainer:
         #: What worked when, since the present step began.
         self.spans: list[Span] = []
         self.steps = 0
-        #: Updates that changed the policy, and updates that did not: empty ones, and those without a finite gradient.
+        #: Updates that changed the policy, and those that did not: empty, without a finite gradient, or one of 0.
         self.updates = self.idle = 0
         #: Latest updates in a row that were not finite.
         self.skipped = 0
@@ -295,6 +297,7 @@ class Trainer:
         if self._logger is not None:
             self._logger.on_log_hook(fn)
 
+    @checked
     def add_metric(self, name: str, fn: MetricFn) -> None:
         """Log `fn` of each step's samples under `name`; of several tasks, of each one's samples.
 
@@ -309,6 +312,7 @@ class Trainer:
         for task in self.tasks.values():
             task.experience.metrics[name] = Metric(name, fn)
 
+    @checked
     def add_guard(self, guard: SafetyGuard) -> None:
         """Watch metrics from now on, and go back to an earlier checkpoint when one falls. Without automatic checkpoints
         of your own they are saved in `log_dir`, four within `rollback_steps`.
@@ -415,7 +419,7 @@ class Trainer:
         self._add(record, {"time/step": seconds, **busy_shares(self.spans, seconds)})
         self._add(record, {"memory/peak_gb": self.actor.peak_memory() / 1e9})
         self.steps += 1
-        updated = record["updated"] and "actor" not in skipped_roles(record)
+        updated = record["updated"] and "actor" not in skipped_roles(record) and record.get("grad_norm/actor") != 0
         self.updates += updated
         self.idle += not updated and ("update/empty" in record or record["updated"])
         logger.debug("step %d: %s", self.steps, ", ".join(f"{name}={value}" for name, value in record.items()))
@@ -442,13 +446,14 @@ class Trainer:
         if latest is not None and (given := {k: v for k, v in latest[0].items() if self.tasks[k].algorithm.online}):
             self.logger.completions(self.steps, lambda: completions(given, latest[1], self.actor.tokenizer.decode))
 
+    @checked
     def fit(
         self,
         prompts: Any,
-        steps: int | None = None,
+        steps: Natural | None = None,
         *,
-        batch_size: int | None = None,
-        max_prompt_length: int | None = None,
+        batch_size: Count | None = None,
+        max_prompt_length: Count | None = None,
         truncation: Truncation = "error",
     ) -> dict[str, Any]:
         """`steps` steps over batches of prompts; the last record.
@@ -504,7 +509,8 @@ class Trainer:
         if self._goal is not None:
             self._goal = self.steps
 
-    def train(self, steps: int | None = None) -> dict[str, Any]:
+    @checked
+    def train(self, steps: Natural | None = None) -> dict[str, Any]:
         """`fit` over the trainer's `dataloader`; None: as many steps as it has batches.
 
         Raises:
@@ -643,7 +649,10 @@ class Trainer:
             check_finite(self, metrics)
         return metrics
 
-    def evaluate(self, prompts: Any, metrics: Metrics = None, *, n: int = 1, temperature: float = 0.0) -> Evaluation:
+    @checked
+    def evaluate(
+        self, prompts: Any, metrics: Metrics = None, *, n: Count = 1, temperature: Temperature = 0.0
+    ) -> Evaluation:
         """Sample and score held-out prompts; nothing is learned.
 
         Args:
@@ -671,6 +680,7 @@ class Trainer:
         `OfflineDatasetLoader` takes them; nothing is learned."""
         return self.task.evaluate_loss(batch)
 
+    @checked
     def save_checkpoint(self, path: str | Path) -> None:
         """Write everything an exact resume needs to a directory, whole or not at all.
 
@@ -686,6 +696,7 @@ class Trainer:
                 f"{result.error}; what was there before is untouched: free space or name another directory"
             )
 
+    @checked
     def load_checkpoint(self, path: str | Path) -> None:
         """Go on exactly from what `save_checkpoint` wrote.
 
@@ -711,7 +722,8 @@ class Trainer:
             logger.info("going on from step %d", step)
         return step
 
-    def rollback(self, step: int, *, skip_data: bool = False) -> None:
+    @checked
+    def rollback(self, step: Natural, *, skip_data: bool = False) -> None:
         """Go back to the automatic checkpoint of `step`; later ones are removed, so that it is the newest.
 
         Args:
