@@ -34,6 +34,7 @@ House rules: columns are added, never overwritten; nulls stand at row level only
 from __future__ import annotations
 
 import mmap
+import operator
 import pickle
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import accumulate, groupby
@@ -44,8 +45,10 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
+from verl.checked import checked
 from verl.errors import DataError, nearest
 from verl.exact import ExactType, exact, unified
+from verl.record import Natural
 
 if TYPE_CHECKING:
     import torch
@@ -109,12 +112,15 @@ class Batch:
         self.base = base
 
     @classmethod
+    @checked
     def from_columns(cls, columns: Mapping[str, Any]) -> Batch:
         """Columns by name: lists, lists of lists, Arrow arrays, or pairs `(flat tensor, lengths)` for ragged ones.
 
         Raises:
             DataError: columns differ in length, or a known column holds the wrong type.
         """
+        if any(not isinstance(odd := name, str) for name in columns):
+            raise DataError(f"a column's name is a text, not {odd!r}")
         arrays = {name: _to_arrow(name, values) for name, values in columns.items()}
         lengths = {name: len(array) for name, array in arrays.items()}
         if len(set(lengths.values())) > 1:
@@ -122,9 +128,12 @@ class Batch:
         return cls(pa.table(arrays))
 
     @classmethod
+    @checked
     def from_rows(cls, rows: Sequence[Mapping[str, Any]]) -> Batch:
         """One mapping a row; a key that a row lacks is null there. What one Arrow type would change is kept as it is,
         see `verl.exact`."""
+        if any(not isinstance(odd := row, Mapping) for row in rows):
+            raise DataError(f"a row is a mapping of columns to values, not {odd!r}")
         names = dict.fromkeys(name for row in rows for name in row)
         columns: dict[str, Any] = {name: [row.get(name) for row in rows] for name in names}
         for name in names.keys() - SCHEMA.keys() - WRITTEN:
@@ -208,8 +217,9 @@ class Batch:
         for chunk in self.table.to_batches(max_chunksize=256):
             yield from chunk.to_pylist()
 
-    def row(self, index: int) -> dict[str, Any]:
-        return self.table.slice(index, 1).to_pylist()[0]  # type: ignore[no-any-return]
+    @checked
+    def row(self, index: Natural) -> dict[str, Any]:
+        return next(self.take([index]).rows())
 
     def add(self, columns: Mapping[str, Any] | Batch) -> Batch:
         """This batch with more columns, aligned row for row. A `Batch` adds the columns this one lacks.
@@ -236,10 +246,23 @@ class Batch:
         dropped = set(names)
         return Batch(self.table.select([name for name in self.columns if name not in dropped]))
 
-    def slice(self, start: int, length: int | None = None) -> Batch:
+    @checked
+    def slice(self, start: Natural, length: Natural | None = None) -> Batch:
+        """The rows from number `start` on, at most `length` of them; None: all."""
         return Batch(self.table.slice(start, length))
 
     def take(self, indices: Sequence[int]) -> Batch:
+        """The rows of these numbers, in this order.
+
+        Raises:
+            DataError: there is no such row.
+        """
+        try:
+            wrong = [index for index in map(operator.index, indices) if not 0 <= index < len(self)][:3]
+        except TypeError as error:
+            raise DataError(f"rows are taken by their numbers: {error}") from None
+        if wrong:
+            raise DataError(f"the batch has {len(self)} rows: there is none of number {', '.join(map(str, wrong))}")
         runs = _runs(indices)
         if len(runs) == 1:
             return self.slice(*runs[0])

@@ -7,7 +7,7 @@ import json
 import os
 import types
 import typing
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Annotated, Any, Literal, Union
 
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
@@ -30,7 +30,7 @@ _WORDS: dict[Any, str] = {
     str: "text",
     dict: "a mapping",
 }
-_WORDS |= {type(None): "null", Callable: "a function"}
+_WORDS |= {type(None): "null", Callable: "a function", Mapping: "a mapping", Sequence: "a list", Iterable: "a list"}
 
 
 def _tuple(value: object) -> object:
@@ -44,6 +44,17 @@ def _tuple(value: object) -> object:
 AsTuple = BeforeValidator(_tuple)
 Count = Annotated[int, Field(ge=1, lt=2**31)]
 Natural = Annotated[int, Field(ge=0, lt=2**31)]
+Seed = Annotated[int, Field(ge=0, lt=2**32)]
+#: Numbers that can be squared and summed: what is larger is a mistake, and its results would not be finite.
+Number = Annotated[float, Field(ge=-1e9, le=1e9)]
+Positive = Annotated[float, Field(gt=0, le=1e9)]
+NotNegative = Annotated[float, Field(ge=0, le=1e9)]
+Share = Annotated[float, Field(ge=0, le=1)]
+#: A share of which nothing would be none at all.
+Portion = Annotated[float, Field(gt=0, le=1)]
+Retries = Annotated[int, Field(ge=0, le=100)]
+#: Shares by name, in any unit.
+Weights = Annotated[Mapping[str, NotNegative], Field(min_length=1)]
 #: Upper bound: what timers of the operating system can wait for.
 Seconds = Annotated[float, Field(gt=0, le=1e6)]
 
@@ -74,6 +85,8 @@ def free(default: Any, description: str) -> Any:
 
 FunctionPath = Annotated[str, AfterValidator(function_path)]
 Strings = Annotated[tuple[str, ...], AsTuple, AfterValidator(_no_empty)]
+#: Steps that a sample may be behind: prompts and samples of each are held.
+Staleness = Annotated[int, Field(ge=0, le=1000)]
 #: Processes of one kind: more are a mistake that would bring any machine down.
 Processes = Annotated[int, Field(ge=1, le=1024)]
 
@@ -122,7 +135,7 @@ class Record(BaseModel):
         try:
             super().__init__(**settings)
         except ValidationError as error:
-            raise SettingsError(type(self).__name__, _problems(type(self), error)) from None
+            raise SettingsError(type(self).__name__, problems_of(type(self), error)) from None
 
     @model_validator(mode="after")
     def _refuse_what_is_not_there_yet(self) -> Self:
@@ -178,45 +191,47 @@ def section(annotation: Any) -> type[BaseModel] | None:
     return annotation if is_section else None
 
 
-def _problems(record: type[BaseModel], error: ValidationError) -> list[Problem]:
-    """What is wrong, one entry a setting: of the branches of a union only the first."""
+def problems_of(kind: Any, error: ValidationError) -> list[Problem]:
+    """What is wrong with a value of this type, one entry a setting: of the branches of a union only the first."""
     found: dict[tuple[str, ...], tuple[str, ErrorDetails]] = {}
     for details in error.errors(include_url=False):
-        path, annotation = _path(record, details)
+        path, annotation = _path(kind, details)
         inner = details.get("ctx", {}).get("error")
         if isinstance(inner, SettingsError):  # a record within this one
             for below, text, more in inner.problems:
                 found.setdefault((*path, *below), (text, more))
-        else:
-            found.setdefault(path, (_text(record, details, annotation), details))
+        elif path not in found or len(details["loc"]) > len(found[path][1]["loc"]):  # of a branch that fits further
+            found[path] = (_text(kind, details, annotation), details)
     return [(path, *rest) for path, rest in found.items()]
 
 
-def _path(record: type[BaseModel], details: ErrorDetails) -> tuple[tuple[str, ...], Any]:
+def _path(here: Any, details: ErrorDetails) -> tuple[tuple[str, ...], Any]:
     """The setting that an error is about and its type, without what pydantic adds for the branches of a union."""
     path: list[str] = []
-    here: Any = record
     parts = [*map(str, details["loc"])]
     if details["type"] == "key":
         parts = details["ctx"]["key"].split(".")
     for part in parts:
+        here = typing.get_args(here)[0] if typing.get_origin(here) is Annotated else here
         inside = section(here)
         if inside is not None and (part in inside.model_fields or not path):
             path.append(part)
             here = inside.model_fields[part].annotation if part in inside.model_fields else None
-        elif typing.get_origin(here) is dict and part != "[key]":
+        elif typing.get_origin(here) in (dict, Mapping) and part != "[key]":
             path.append(part)
             here = typing.get_args(here)[1]
         elif typing.get_origin(here) is tuple and part.isdigit():
             path.append(part)
             here = typing.get_args(here)[0]
+        elif part.isdigit():  # an item of one branch of a union
+            here = None
     return tuple(path), here
 
 
-def _text(record: type[BaseModel], details: ErrorDetails, annotation: Any) -> str:
+def _text(record: Any, details: ErrorDetails, annotation: Any) -> str:
     kind, context = details["type"], details.get("ctx", {})
     if kind in ("extra_forbidden", "unexpected_keyword_argument"):
-        return f"unknown key; {nearest(str(details['loc'][-1]), record.model_fields)}"
+        return f"unknown key; {nearest(str(details['loc'][-1]), getattr(record, 'model_fields', ()))}"
     if kind == "missing":
         return "is missing"
     if kind in ("key", "several"):
@@ -224,9 +239,13 @@ def _text(record: type[BaseModel], details: ErrorDetails, annotation: Any) -> st
     if kind == "value_error":
         return details["msg"].removeprefix("Value error, ")
     given = _shown(details["input"])
+    if kind == "too_short":
+        least = context["min_length"]
+        return f"must have at least {least} item{'s' if least > 1 else ''}, not {given}"
     if kind in _LIMITS:
         return f"must be {_LIMITS[kind].format(**context)}, not {given}"
-    text = f"must be {in_words(annotation) if annotation not in (None, Any) else details['msg']}, not {given}"
+    said = details["msg"].removeprefix("Input should be ")
+    text = f"must be {in_words(annotation) if annotation not in (None, Any) else said}, not {given}"
     close = difflib.get_close_matches(str(details["input"]), map(str, typing.get_args(annotation)), n=1)
     return f"{text}: did you mean '{close[0]}'?" if kind == "literal_error" and close else text
 
@@ -234,5 +253,8 @@ def _text(record: type[BaseModel], details: ErrorDetails, annotation: Any) -> st
 def _shown(value: object) -> str:
     if value is None or isinstance(value, bool):
         return json.dumps(value)
-    text = f"'{value}'" if isinstance(value, str) else str(value)
+    try:
+        text = f"'{value}'" if isinstance(value, str) else " ".join(str(value).split())
+    except Exception:  # an integer of more digits than Python writes, or an object whose text fails
+        text = f"such a {type(value).__name__}"
     return text if len(text) <= 60 else text[:57] + "..."

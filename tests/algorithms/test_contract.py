@@ -104,20 +104,20 @@ def test_wrong_names_options_and_values() -> None:
         make_algorithm("rlo")
     with pytest.raises(ConfigError, match="'grpo' has no option 'clip_ration': did you mean 'clip_ratio'"):
         make_algorithm("grpo", clip_ration=0.1)
-    with pytest.raises(ConfigError, match=r"option 'clip_ratio': .*number"):
+    with pytest.raises(ConfigError, match=r"grpo\.clip_ratio: must be a number, not 'wide'"):
         make_algorithm("grpo", clip_ratio="wide")
-    with pytest.raises(ConfigError, match=r"option 'loss_agg_mode': .*'token-mean'"):
+    with pytest.raises(ConfigError, match=r"grpo\.loss_agg_mode: must be one of token-mean, "):
         make_algorithm("grpo", loss_agg_mode="mean")
     with pytest.raises(ConfigError, match="unknown KL estimator 'k9'"):
         make_algorithm("ppo", kl_estimator="k9")
-    with pytest.raises(ConfigError, match=r"clip_ratio_c.*greater than 1, got 0.5"):
+    with pytest.raises(ConfigError, match=r"clip_ratio_c: must be more than 1.*, not 0.5"):
         make_algorithm("ppo", clip_ratio_c=0.5)
     for name, option, value in (
         ("dpo", "beta", 0.0), ("kto", "beta", -1.0), ("dpo", "label_smoothing", 0.5), ("ppo", "gamma", 1.5),
         ("gpg", "f_norm", 0), ("grpo", "clip_ratio", -0.1), ("safe_rlhf", "lambda_window", 0),
         ("grpo", "rollout_is_threshold", float("nan")),
     ):  # fmt: skip
-        with pytest.raises(ConfigError, match=f"'{name}', option '{option}': Input should be .*, got {value}"):
+        with pytest.raises(ConfigError, match=rf"^{name}\.{option}: must be .*, not {value}"):
             make_algorithm(name, **{option: value})
     with pytest.raises(ConfigError, match="'seq_mean_k3' has an upper bound only"):
         make_algorithm("grpo", rollout_rs="seq_mean_k3", rollout_rs_lower=0.5)
@@ -125,7 +125,6 @@ def test_wrong_names_options_and_values() -> None:
         make_algorithm("safe_rlhf", lambda_init=1e4)
     with pytest.raises(ConfigError, match="overlong_buffer"):
         make_algorithm("dapo", overlong_length=100)
-    assert make_algorithm("ppo", clip_ratio="0.3").clip_ratio == 0.3  # type: ignore[attr-defined]
 
 
 def test_a_wrong_class_is_told_what_is_wrong() -> None:

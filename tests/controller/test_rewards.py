@@ -128,7 +128,7 @@ def test_workers_come_and_go_while_samples_are_scored(make: Callable[..., Reward
     assert len(served[1]) == 3 and None not in served[1]
     score(3)
     assert served[2] == served[0] == {float(pid) for pid in first}  # the first one has never stopped
-    with pytest.raises(ConfigError, match="at least one reward worker"):
+    with pytest.raises(ConfigError, match="size: must be at least 1"):
         group.scale(0)
 
 

@@ -214,5 +214,5 @@ def test_names_of_buffers(tmp_path: Path) -> None:
         make_buffer("memry", 5)
     with pytest.raises(ConfigError, match="needs a directory"):
         make_buffer("disk", 5)
-    with pytest.raises(ConfigError, match="at least one"):
+    with pytest.raises(ConfigError, match=r"MemoryBuffer\.capacity: must be at least 1, not 0"):
         make_buffer("memory", 0)

@@ -24,7 +24,7 @@ def samples(start: int, count: int) -> Batch:
 
 
 def test_a_buffer_without_room_is_refused() -> None:
-    with pytest.raises(ConfigError, match="at least one sample"):
+    with pytest.raises(ConfigError, match="capacity: must be at least 1"):
         make_buffer("distributed", 0)
 
 

@@ -89,7 +89,7 @@ def test_sampling_may_be_a_mapping(tiny: Path) -> None:
     assert trainer.sampling == verl.SamplingParams(max_new_tokens=3, stop=("x",), temperature=0.5)
     with pytest.raises(ConfigError, match=r"no sampling setting 'temprature'.*temperature"):
         verl.Actor(str(tiny), sampling={"temprature": 1})
-    with pytest.raises(ConfigError, match="sampling is SamplingParams or a mapping"):
+    with pytest.raises(ConfigError, match="sampling: must be SamplingParams or a mapping"):
         verl.Actor(str(tiny), sampling=3)
 
 

@@ -4,6 +4,7 @@ import itertools
 from collections.abc import Callable, Mapping
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from transformers import MinPLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
@@ -167,7 +168,7 @@ def test_logits_that_are_not_finite_give_no_finite_log_prob(compiled: bool) -> N
         {"min_p": 2},
         {"max_new_tokens": -1},
         {"min_new_tokens": 9, "max_new_tokens": 8},
-        {"stop": "text"},
+        {"stop": 3},
         {"stop": ("",)},
     ],
     ids=str,
@@ -213,13 +214,20 @@ def test_broken_weights_are_no_choice_of_an_edit(compiled: bool) -> None:
         *[("max_new_tokens", value) for value in (2.5, "5", None)],
         *[("top_k", value) for value in (-1, 1.5, 2**31)],
         *[("temperature", value) for value in (None, float("nan"), -1, 1e-46, float("inf"))],
-        *[("stop", value) for value in ("a", ["a"], ("a", 3), (b"a",), ("",))],
-        *[("stop_token_ids", value) for value in (5, [5], ("a",))],
+        *[("stop", value) for value in (3, ("a", 3), (b"a",), ("",))],
+        *[("stop_token_ids", value) for value in (5, (-1,), ("a",), (True,))],
+        *[(name, True) for name in ("max_new_tokens", "top_k", "temperature", "top_p")],
     ],
 )
 def test_sampling_parameters_that_cannot_be_are_named(name: str, value: Any) -> None:
-    with pytest.raises(ConfigError, match=f"sampling: {name} must"):
+    with pytest.raises(ConfigError, match=rf"^SamplingParams\.{name}(\.\d)?: must"):
         SamplingParams(**{name: value})
+
+
+def test_lists_and_numbers_of_numpy_are_taken() -> None:
+    params = SamplingParams(np.int64(5), stop=["a"], stop_token_ids=[3], temperature=np.float32(0.5))  # type: ignore[arg-type]
+    assert params == SamplingParams(5, stop=("a",), stop_token_ids=(3,), temperature=0.5)
+    assert type(params.max_new_tokens) is int and SamplingParams(stop="a").stop == ("a",)  # type: ignore[arg-type]
 
 
 def test_a_prompt_is_token_ids() -> None:

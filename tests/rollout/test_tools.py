@@ -355,7 +355,7 @@ def test_schemas_come_from_signature_and_docstring() -> None:
     for problem, make in {
         "tool bare": lambda: tool(bare),
         "different names": lambda: ToolEpisode([calculator, calculator]),
-        "chat or plain": lambda: ToolEpisode([calculator], form="xml"),  # type: ignore[arg-type]
+        "one of chat, plain": lambda: ToolEpisode([calculator], form="xml"),  # type: ignore[arg-type]
         "the plain form passes one": lambda: ToolEpisode([tool(_two)], form="plain"),
     }.items():
         with pytest.raises(ConfigError, match=problem):

@@ -156,8 +156,9 @@ def test_a_language_model_writes_its_verdict(tiny: Path, tmp_path: Path) -> None
             ("No-one is named.", True),
             ("Falsehoods: 0", True),
         ],
-        *[("safe", True), ("", True), ("Note: unsafe is not the word", True), ("It is not safe", True)],
+        *[("safe", True), ("", False), ("Note: unsafe is not the word", True), ("It is not safe", True)],
         *[("no", False), ("No, it is not.", False), ("**Unsafe**\nS1", False), ("\n\n- FALSE!", False)],
+        *[("<think>unsafe?</think>\nsafe", True), ("Is it safe? No.</think>\n\nunsafe", False), ("<think>It", False)],
         *[("'incorrect'", False), ("not  safe at all", False), ("Not, as I said, safe", True)],
     ],
 )
@@ -168,7 +169,7 @@ def test_a_verdict_is_compared_by_words(verdict: str, accepted: bool) -> None:
 
 def test_words_of_a_refusal_are_words() -> None:
     for wrong in ((), ("",), ("no", "?")):
-        with pytest.raises(ConfigError, match="refuses of a guard model"):
+        with pytest.raises(ConfigError, match=r"refuses of a guard model|GuardModel\.refuses"):
             make_constraint("guard_model", model_name="any", refuses=wrong)
 
 

@@ -87,7 +87,7 @@ def test_what_was_on_its_way_is_drawn_again_after_a_stop(tiny: Path, tmp_path: P
 def test_what_it_cannot_do_is_refused(tiny: Path) -> None:
     with pytest.raises(ConfigError, match="is of several tasks"):
         trainer_of(tiny, made()[:1])
-    with pytest.raises(ConfigError, match="max_staleness must be at least 1"):
+    with pytest.raises(ConfigError, match="max_staleness: must be at least 1"):
         trainer_of(tiny, made(), max_staleness=0)
     algorithm = verl.trainer.task.make_algorithm("grpo", rollout_is=None)
     uncorrected = [Task(name, algorithm, {"reward": low_bytes}, n=4) for name in ("low", "high")]

@@ -255,8 +255,8 @@ def test_what_several_tasks_cannot_have_is_refused(tiny: Path) -> None:
             trainer_of(tiny, made, **options)
     for options, words in (
         ({"name": "a/b"}, "letters, digits"),
-        ({"share": -1}, "share must"),
-        ({"loss_weight": float("nan")}, "loss_weight must"),
+        ({"share": -1}, "share: must"),
+        ({"loss_weight": float("nan")}, "loss_weight: must"),
     ):
         with pytest.raises(ConfigError, match=words):
             Task(**{"name": "a", "algorithm": "grpo", "sources": {"reward": low_bytes}, **options})

@@ -8,7 +8,9 @@ from typing import Any
 import pytest
 from transformers import HfArgumentParser, TrainingArguments
 
+from verl.errors import ConfigError
 from verl.trl import DPOConfig, GRPOConfig, KTOConfig, RewardConfig, SFTConfig
+from verl.trl.losses import dpo_algorithm, grpo_algorithm
 from verl.trl.names import NO_EFFECT, OTHERWISE, removed
 
 RECORDS = [DPOConfig, GRPOConfig, KTOConfig, RewardConfig, SFTConfig]
@@ -60,3 +62,41 @@ def test_every_field_of_transformers_is_mapped_or_known() -> None:
     fields = {field.name for field in dataclasses.fields(TrainingArguments) if field.init}
     known = GRPOConfig.defaults.keys() | NO_EFFECT | OTHERWISE.keys()
     assert not {name for name in fields - known if removed(name) is None}
+
+
+@pytest.mark.parametrize(
+    ("config", "name", "value"),
+    [
+        *[(SFTConfig, name, True) for name in ("packing", "dataloader_drop_last", "assistant_only_loss")],
+        *[(SFTConfig, name, False) for name in ("shuffle_dataset", "average_tokens_across_devices", "disable_dropout")],
+        *[(GRPOConfig, name, 2.0) for name in ("vllm_importance_sampling_cap", "vespo_k_neg", "entropy_target")],
+        (GRPOConfig, "vllm_importance_sampling_mode", "token_mask"), (GRPOConfig, "data_seed", 3),
+        (DPOConfig, "ref_model_sync_steps", 64), (DPOConfig, "f_alpha_divergence_coef", 0.5),
+    ],
+)  # fmt: skip
+def test_what_would_change_numbers_is_refused_by_name(config: Any, name: str, value: Any) -> None:
+    with pytest.raises(ConfigError, match=rf"{config.__name__}: {name}={value!r} is not done here: "):
+        config(**{name: value})
+    setattr(config(), name, None)  # nobody said anything
+
+
+def test_the_correction_of_samples_can_be_switched_off() -> None:
+    assert grpo_algorithm(GRPOConfig()).rollout_is == "token"
+    assert grpo_algorithm(GRPOConfig(vllm_importance_sampling_correction=False)).rollout_is is None
+
+
+@pytest.mark.parametrize(
+    ("algorithm", "given", "name"),
+    [
+        *[(grpo_algorithm, GRPOConfig(loss_type="cispo", epsilon_high=5.0, **{name: value}), name)
+          for name, value in (("epsilon", 0.3), ("delta", 2.0), ("importance_sampling_level", "sequence"))],
+        (grpo_algorithm, GRPOConfig(importance_sampling_level="sequence", delta=2.0), "delta"),
+        (dpo_algorithm, DPOConfig(loss_type="hinge", discopop_tau=0.5), "discopop_tau"),
+        (dpo_algorithm, DPOConfig(loss_type="discopop", label_smoothing=0.1), "label_smoothing"),
+        (dpo_algorithm, DPOConfig(loss_type="ipo", label_smoothing=0.1), "label_smoothing"),
+        (dpo_algorithm, DPOConfig(loss_type="sft", beta=0.5), "beta"),
+    ],
+)  # fmt: skip
+def test_an_argument_that_a_loss_does_not_read_is_refused(algorithm: Any, given: Any, name: str) -> None:
+    with pytest.raises(ConfigError, match=f"{name}=.* is not read with "):
+        algorithm(given)

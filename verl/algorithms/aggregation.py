@@ -45,7 +45,7 @@ def aggregation_weights(
     """
     counted = mask.double()
     per_row = sum_rows(counted, sequence, num_sequences)
-    sequences = (per_row > 0).sum().clamp(min=1)
+    sequences = (per_row > 0).sum().clamp(min=1).double()  # times an int64 a float would be rounded to fp32
     if mode == "token-mean":
         return counted / counted.sum().clamp(min=1)
     if mode == "token-sum":

@@ -15,10 +15,9 @@ import logging
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
-from typing import Annotated, Any, ClassVar, Literal, TypeAlias, get_type_hints
+from typing import Any, ClassVar, Literal, get_type_hints
 
 import torch
-from pydantic import Field, TypeAdapter, ValidationError
 from torch import Tensor
 from typing_extensions import dataclass_transform
 
@@ -26,17 +25,14 @@ from verl.algorithms.advantages import group_centred, group_sizes, group_sums
 from verl.algorithms.aggregation import AggregationMode, aggregation_weights
 from verl.algorithms.responses import Responses
 from verl.batch import Batch
+from verl.checked import validated
 from verl.errors import ConfigError, DataError, nearest
+from verl.record import Positive
 from verl.training.loss import Loss, LossFn, LossInput
 
 __all__ = ["ROLES", "BaseAlgorithm", "Loss", "LossInput", "RoleObjective", "drop_abstained", "old_log_probs", "present"]
 
 logger = logging.getLogger(__name__)
-
-#: Types of options with bounds.
-Positive: TypeAlias = Annotated[float, Field(gt=0)]
-NotNegative: TypeAlias = Annotated[float, Field(ge=0)]
-Share: TypeAlias = Annotated[float, Field(ge=0, le=1)]
 
 #: `unread` of a loss that is a mean over rows or pairs.
 NOT_BY_TOKEN = {"loss_agg_mode": "its loss is a mean over rows, not over tokens"}
@@ -89,13 +85,9 @@ class BaseAlgorithm(ABC):
 
     def __post_init__(self) -> None:
         label = self.name or type(self).__name__
-        for option, hint in _option_types(type(self)).items():
-            value = getattr(self, option)
-            try:
-                setattr(self, option, TypeAdapter(hint).validate_python(value))
-            except ValidationError as error:
-                message = f"{error.errors()[0]['msg']}, got {value!r}"
-                raise ConfigError(f"algorithm '{label}', option '{option}': {message}") from None
+        hints = _option_types(type(self))
+        for option, value in validated(label, hints, {name: getattr(self, name) for name in hints}).items():
+            setattr(self, option, value)
         self._refuse_unread(label)
         for role in self.roles:
             if role not in ROLES:

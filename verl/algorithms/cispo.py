@@ -6,11 +6,11 @@ The paper leaves its upper bound open; a ratio of at most 5, no lower bound, is 
 
 from __future__ import annotations
 
-from verl.algorithms.base import NotNegative
 from verl.algorithms.grpo import GRPO
 from verl.algorithms.losses import PolicyLoss, PolicyTerms, cispo_loss
 from verl.algorithms.policy import NO_DUAL_CLIP
 from verl.algorithms.registry import register_algorithm
+from verl.record import NotNegative
 
 
 @register_algorithm("cispo")

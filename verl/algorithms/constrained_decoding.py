@@ -30,6 +30,11 @@ class ConstrainedDecoding(SFT):
 
     learn: bool = True
 
+    @property
+    def unread_options(self) -> dict[str, str]:
+        unread = dict.fromkeys(("loss_agg_mode", "loss_scale_factor"), "nothing is learned with learn=False")
+        return super().unread_options if self.learn else unread
+
     def prepare(self, batch: Batch) -> tuple[Batch, dict[str, float]]:
         """The rows whose response holds, recorded ones all; `constraint/accepted` is their share."""
         ended = batch["finish"] if "finish" in batch else ["stop"] * len(batch)

@@ -118,10 +118,11 @@ def rejection_bounds(rule: Rejection, upper: float, lower: float | None = None) 
     """
     least = 1 / upper if lower is None and upper > 0 else lower
     if upper <= 0 or least is None or least <= 0 or (rule.endswith("k1") and least > upper):
-        raise ConfigError(f"rejection '{rule}' needs bounds 0 < lower <= upper, got {lower} and {upper}")
+        bounds = f"rollout_rs_lower={lower} and rollout_rs_threshold={upper}"
+        raise ConfigError(f"rejection '{rule}' needs bounds 0 < lower <= upper, got {bounds}")
     if not rule.endswith("k1"):
         if lower is not None:
-            raise ConfigError(f"rejection '{rule}' has an upper bound only, got a lower bound of {lower}")
+            raise ConfigError(f"rejection '{rule}' has an upper bound only: leave out rollout_rs_lower={lower}")
         return -math.inf, upper
     return math.log(least), math.log(upper)
 

@@ -10,12 +10,13 @@ import torch
 from torch import Tensor
 
 from verl.algorithms.advantages import group_equal, group_sizes
-from verl.algorithms.base import NotNegative, present
+from verl.algorithms.base import present
 from verl.algorithms.grpo import GRPO
 from verl.algorithms.registry import register_algorithm
 from verl.algorithms.responses import Responses
 from verl.batch import Batch
 from verl.errors import ConfigError
+from verl.record import Count, Natural, NotNegative, Positive
 
 
 @register_algorithm("dapo")
@@ -31,14 +32,24 @@ class DAPO(GRPO):
     clip_ratio_high: NotNegative | None = 0.28
     filter_groups: bool = True
     filter_metric: str = "reward"
-    overlong_length: int | None = None
-    overlong_buffer: int = 0
-    overlong_penalty: NotNegative = 1.0
+    overlong_length: Count | None = None
+    overlong_buffer: Natural = 0
+    overlong_penalty: Positive = 1.0
 
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.overlong_length is not None and not 0 < self.overlong_buffer <= self.overlong_length:
             raise ConfigError("dapo: overlong_length needs 0 < overlong_buffer <= overlong_length")
+
+    @property
+    def unread_options(self) -> dict[str, str]:
+        unread = super().unread_options
+        if not self.filter_groups:
+            unread["filter_metric"] = "no group is filtered: set filter_groups, or leave it out"
+        if self.overlong_length is None:
+            overlong = ("overlong_buffer", "overlong_penalty")
+            unread |= dict.fromkeys(overlong, "no response is too long: set overlong_length, or leave it out")
+        return unread
 
     @property
     def own_rewards(self) -> str | None:

@@ -10,15 +10,15 @@ teacher costs one forward pass and no memory for logits.
 
 from __future__ import annotations
 
-from typing import Annotated, ClassVar
+from typing import ClassVar
 
 import torch
-from pydantic import Field
 
 from verl.algorithms.base import BaseAlgorithm, Loss, LossInput, old_log_probs
 from verl.algorithms.registry import register_algorithm
 from verl.algorithms.responses import Responses
 from verl.batch import Batch
+from verl.record import Positive
 
 _MAX_LOG_RATIO = 20.0
 
@@ -35,7 +35,7 @@ class Distillation(BaseAlgorithm):
     measures: ClassVar[frozenset[str]] = frozenset({"reward"})
     samples_per_prompt: ClassVar[int] = 4
 
-    max_log_ratio: Annotated[float, Field(gt=0)] | None = 10.0
+    max_log_ratio: Positive | None = 10.0
 
     def prepare(self, batch: Batch) -> tuple[Batch, dict[str, float]]:
         """Column `advantages`; `kl` is the mean estimate a token, before the bound.

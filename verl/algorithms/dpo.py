@@ -31,13 +31,14 @@ from pydantic import Field
 from torch import Tensor
 from torch.nn.functional import logsigmoid, relu
 
-from verl.algorithms.base import LossInput, Positive
+from verl.algorithms.base import LossInput
 from verl.algorithms.pairs import PreferenceAlgorithm, sequence_tokens
 from verl.algorithms.registry import register_algorithm
 from verl.algorithms.responses import Responses
 from verl.batch import Batch
 from verl.errors import ConfigError
 from verl.models.ordered_sums import sum_rows
+from verl.record import Positive
 
 #: Loss of a pair from a and b `[G]`, of those without options.
 _LOSSES: dict[str, Callable[[Tensor, Tensor], Tensor]] = {

@@ -8,11 +8,11 @@ from __future__ import annotations
 from torch import Tensor
 
 from verl.algorithms.aggregation import AggregationMode
-from verl.algorithms.base import NotNegative
 from verl.algorithms.grpo import GRPO
 from verl.algorithms.losses import PolicyLoss, PolicyTerms, gmpo_loss
 from verl.algorithms.policy import NO_DUAL_CLIP
 from verl.algorithms.registry import register_algorithm
+from verl.record import NotNegative
 
 _TINY = 1e-10
 

@@ -1,6 +1,7 @@
 """GPG: Chu et al., "GPG: A Simple and Strong Reinforcement Learning Baseline" (arXiv:2504.02546).
 
-As in verl, the correction factor counts rows whose reward is not 0; a KL penalty is not counted.
+Deviation, as in verl: advantages are multiplied by rows / rows whose reward is not 0 (before a KL penalty); the paper's
+factor is rows / rows of groups whose rewards differ.
 """
 
 from __future__ import annotations
@@ -8,10 +9,10 @@ from __future__ import annotations
 from torch import Tensor
 
 from verl.algorithms.advantages import gpg
-from verl.algorithms.base import Positive
 from verl.algorithms.losses import PolicyLoss, PolicyTerms, reinforce_loss
 from verl.algorithms.policy import Experience, PolicyGradient
 from verl.algorithms.registry import register_algorithm
+from verl.record import Positive
 
 
 @register_algorithm("gpg")

@@ -1,6 +1,7 @@
 """GRPO for pass@k: Tang et al., "Optimizing Language Models for Inference Time Objectives" (arXiv:2503.19595).
 
-Deviation from verl: a group of one has advantage 0 instead of being an error.
+Deviations: the loss is PPO's clipped one, as in verl, which on the first step of a batch is plain REINFORCE. A group of
+one has advantage 0; in verl it is an error.
 """
 
 from __future__ import annotations
@@ -16,6 +17,8 @@ from verl.algorithms.registry import register_algorithm
 @register_algorithm("grpo_passk")
 class GRPOPassK(GRPO):
     """Only the best sample of a group learns, by its lead over the second best."""
+
+    unread = dict.fromkeys(("clip_ratio_low", "clip_ratio_c"), "it clips negative advantages, and there are none")
 
     def estimate(self, e: Experience) -> dict[str, Tensor]:
         return {"advantages": e.responses.spread(passk(e.outcome, e.responses.groups, self.norm_adv_by_std))}

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from verl.algorithms.aggregation import AggregationMode
-from verl.algorithms.base import NotNegative
 from verl.algorithms.grpo import GRPO
 from verl.algorithms.losses import PolicyLoss, PolicyTerms, gspo_loss
 from verl.algorithms.policy import NO_DUAL_CLIP
 from verl.algorithms.registry import register_algorithm
+from verl.record import NotNegative
 
 
 @register_algorithm("gspo")

@@ -29,10 +29,15 @@ _MAX_K3 = 10.0
 _LEAST_REST = 2.0**-23
 
 
-def check_estimator(name: str) -> None:
-    """Raises ConfigError for a name that `kl_estimate` does not know."""
+def check_estimator(name: str) -> str:
+    """The name, as it is.
+
+    Raises:
+        ConfigError: `kl_estimate` does not know it.
+    """
     if name.removesuffix("+") not in KL_ESTIMATORS:
         raise ConfigError(f"unknown KL estimator '{name}': {nearest(name, KL_ESTIMATORS)} (each also with a '+')")
+    return name
 
 
 def kl_estimate(log_probs: Tensor, ref_log_probs: Tensor, estimator: str = "k3") -> Tensor:

@@ -16,12 +16,13 @@ from typing import ClassVar
 
 import torch
 
-from verl.algorithms.base import NOT_BY_TOKEN, BaseAlgorithm, Loss, LossInput, NotNegative, Positive, present
+from verl.algorithms.base import NOT_BY_TOKEN, BaseAlgorithm, Loss, LossInput, present
 from verl.algorithms.pairs import sequence_log_probs
 from verl.algorithms.registry import register_algorithm
 from verl.algorithms.responses import Responses
 from verl.batch import Batch
 from verl.errors import DataError
+from verl.record import NotNegative, Positive
 
 _OF_THE_RESPONSE = ("response_tokens", "response_mask")
 
@@ -86,7 +87,8 @@ class KTO(BaseAlgorithm):
         ratio = sequence_log_probs(x, self.needed_log_probs(x) - x.columns["ref_log_probs"])
         good = x.columns["label"] > 0.5
         sign = torch.where(good, 1.0, -1.0).to(ratio.dtype)
-        weight = torch.where(good, self.desirable_weight, self.undesirable_weight).to(ratio.dtype)
+        desirable, undesirable = map(ratio.new_tensor, (self.desirable_weight, self.undesirable_weight))
+        weight = torch.where(good, desirable, undesirable)
         losses = weight * (1 - torch.sigmoid(self.beta * sign * (ratio - x.columns["kto_kl"])))
         rows = max(x.total_sequences, 1)
         margin = self.beta * (sign * ratio).detach().sum() / rows

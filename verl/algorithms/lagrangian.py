@@ -8,15 +8,15 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from typing import Annotated, Any
+from typing import Any
 
 import torch
-from pydantic import Field
 
-from verl.algorithms.base import NotNegative, drop_abstained
+from verl.algorithms.base import drop_abstained
 from verl.algorithms.policy import PolicyGradient
 from verl.batch import Batch
 from verl.errors import ConfigError
+from verl.record import Count, Natural, NotNegative, Number, Positive
 
 
 class ConstrainedPolicyGradient(PolicyGradient):
@@ -29,22 +29,30 @@ class ConstrainedPolicyGradient(PolicyGradient):
         lambda_delay: batches before the first update; lambda_window: samples whose costs are averaged.
     """
 
-    cost_limit: float = 0.0
+    cost_limit: Number = 0.0
     lambda_init: NotNegative = 1.0
     lambda_lr: NotNegative = 0.1
     lambda_kp: NotNegative = 10.0
-    lambda_min: float = 1e-3
-    lambda_max: float = 100.0
-    lambda_delay: Annotated[int, Field(ge=0)] = 0
-    lambda_window: Annotated[int, Field(ge=1)] = 128
+    lambda_min: Positive = 1e-3
+    lambda_max: Positive = 100.0
+    lambda_delay: Natural = 0
+    lambda_window: Count = 128
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.lambda_lr and not 0 < self.lambda_min <= self.lambda_init <= self.lambda_max < math.inf:
-            raise ConfigError(f"{self.name} needs 0 < lambda_min <= lambda_init <= lambda_max (or lambda_lr=0)")
+        if self.lambda_lr and not self.lambda_min <= self.lambda_init <= self.lambda_max:
+            raise ConfigError(f"{self.name} needs lambda_min <= lambda_init <= lambda_max (or lambda_lr=0)")
         self.price = self._accumulated = self.lambda_init
         self._batches = 0
         self._costs: deque[float] = deque(maxlen=self.lambda_window)
+
+    @property
+    def unread_options(self) -> dict[str, str]:
+        unread = super().unread_options
+        if self.lambda_lr:
+            return unread
+        ascent = ("cost_limit", "lambda_kp", "lambda_min", "lambda_max", "lambda_delay", "lambda_window")
+        return unread | dict.fromkeys(ascent, "lambda is held with lambda_lr=0: set lambda_lr, or leave it out")
 
     @property
     def roles(self) -> frozenset[str]:

@@ -1,4 +1,7 @@
-"""OPO: Hao et al., "On-Policy RL with Optimal Reward Baseline" (arXiv:2505.23585)."""
+"""OPO: Hao et al., "On-Policy RL with Optimal Reward Baseline" (arXiv:2505.23585).
+
+Deviation, as in verl: the loss is PPO's clipped one, which on the first step of a batch is the paper's.
+"""
 
 from __future__ import annotations
 

@@ -1,7 +1,8 @@
 """ORPO: Hong et al., "Monolithic Preference Optimization without Reference Model" (arXiv:2403.07691), eq. 6 and 7.
 
-Deviation: the likelihood term counts the tokens of the chosen response; TRL's counts the prompt's too, which the
-paper does not.
+Deviations. The likelihood term is a mean over all tokens of the mini-batch's chosen responses; the paper's is a mean
+over responses of each one's mean, so that a token of a short response counts for more there. It does not count the
+prompt's tokens, as TRL's does and the paper's does not.
 """
 
 from __future__ import annotations
@@ -11,18 +12,16 @@ from torch import Tensor
 from torch.nn.functional import logsigmoid
 
 from verl.algorithms.aggregation import aggregation_weights
-from verl.algorithms.base import Loss, LossInput, Positive
+from verl.algorithms.base import Loss, LossInput
+from verl.algorithms.pairs import WithoutReference
 from verl.algorithms.registry import register_algorithm
 from verl.algorithms.responses import Responses
-from verl.algorithms.simpo import SimPO
 from verl.batch import Batch
 
 
 @register_algorithm("orpo")
-class ORPO(SimPO):
+class ORPO(WithoutReference):
     """No reference: the chosen response's likelihood, and `beta` times the log-sigmoid of the log odds ratio."""
-
-    beta: Positive = 0.1
 
     def token_weights(self, batch: Batch) -> Tensor:
         """One over the tokens of all chosen responses; 0 on the rejected."""

@@ -9,9 +9,10 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from verl.algorithms.base import NOT_BY_TOKEN, BaseAlgorithm, Loss, LossInput, Positive, present
+from verl.algorithms.base import NOT_BY_TOKEN, BaseAlgorithm, Loss, LossInput, present
 from verl.batch import Batch
 from verl.errors import DataError
+from verl.record import Positive
 
 
 def only_pairs(batch: Batch) -> tuple[Batch, dict[str, float]]:
@@ -124,3 +125,12 @@ class PreferenceAlgorithm(BaseAlgorithm):
             "pairs/rejected": self.beta * rejected.detach().sum() / pairs,
         }
         return Loss(total=self.pair_losses(chosen, rejected).sum() / pairs, metrics={**metrics})
+
+
+class WithoutReference(PreferenceAlgorithm):
+    """Base of those that compare log-probs per token instead."""
+
+    roles = frozenset({"actor"})
+
+    def scores(self, x: LossInput, log_probs: Tensor) -> Tensor:
+        return sequence_log_probs(x, log_probs) / sequence_tokens(x)

@@ -14,10 +14,10 @@ from dataclasses import dataclass
 from typing import Annotated, Any, Literal
 
 import torch
-from pydantic import Field
+from pydantic import AfterValidator, Field
 from torch import Tensor
 
-from verl.algorithms.base import BaseAlgorithm, Loss, LossInput, NotNegative, Positive, drop_abstained, old_log_probs
+from verl.algorithms.base import BaseAlgorithm, Loss, LossInput, drop_abstained, old_log_probs
 from verl.algorithms.correction import (
     Level,
     LogRatio,
@@ -34,6 +34,7 @@ from verl.algorithms.losses import PolicyLoss, PolicyTerms, clipped_loss
 from verl.algorithms.responses import Responses
 from verl.batch import Batch
 from verl.errors import ConfigError, DataError
+from verl.record import Count, NotNegative, Number, Positive
 
 #: `unread` of a token loss without PPO's dual clip.
 NO_DUAL_CLIP = {"clip_ratio_c": "its loss has no dual clip"}
@@ -78,13 +79,13 @@ class PolicyGradient(BaseAlgorithm):
     clip_ratio: NotNegative = 0.2
     clip_ratio_low: NotNegative | None = None
     clip_ratio_high: NotNegative | None = None
-    clip_ratio_c: Annotated[float, Field(gt=1)] | None = 3.0
-    entropy_coeff: float = 0.0
+    clip_ratio_c: Annotated[float, Field(gt=1, le=1e9)] | None = 3.0
+    entropy_coeff: Number = 0.0
     kl_in: Literal["none", "reward", "loss"] = "none"
-    kl_estimator: str | None = None
+    kl_estimator: Annotated[str, AfterValidator(check_estimator)] | None = None
     kl_coef: NotNegative = 0.01
     kl_target: Positive | None = None
-    kl_horizon: Annotated[int, Field(gt=0)] = 10_000
+    kl_horizon: Count = 10_000
     rollout_is: Level | None = "token"
     rollout_is_threshold: Positive = 2.0
     rollout_is_lower: NotNegative | None = None
@@ -95,7 +96,6 @@ class PolicyGradient(BaseAlgorithm):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        check_estimator(self.kl_name)
         if self.kl_in != "none" and self.kl_target is not None and self.kl_coef == 0:
             raise ConfigError(
                 f"algorithm '{self.name}': kl_coef=0 stays 0 whatever kl_target asks for: give a kl_coef above 0 to "
@@ -109,13 +109,16 @@ class PolicyGradient(BaseAlgorithm):
     @property
     def unread_options(self) -> dict[str, str]:
         unread = super().unread_options
-        if self.clip_ratio_low is not None and self.clip_ratio_high is not None:
-            unread["clip_ratio"] = "clip_ratio_low and clip_ratio_high take its place"
+        sides = [side for side in ("clip_ratio_low", "clip_ratio_high") if side not in self.unread]
+        if all(getattr(self, side) is not None for side in sides):
+            unread["clip_ratio"] = " and ".join(sides) + " take its place"
         if self.kl_in == "none":
             kl = ("kl_estimator", "kl_coef", "kl_target", "kl_horizon")
             unread |= dict.fromkeys(kl, "there is no KL: set kl_in to 'reward' or 'loss', or leave it out")
         elif self.kl_target is None:
             unread["kl_horizon"] = "the KL coefficient is fixed: set kl_target, or leave it out"
+        if self.kl_in == "reward" and (self.kl_estimator or "").endswith("+"):
+            unread["kl_estimator"] = "a '+' is about the gradient, and a reward has none: leave the '+' out"
         if self.rollout_is is None:
             bounds = ("rollout_is_threshold", "rollout_is_lower", "rollout_is_normalize")
             unread |= dict.fromkeys(bounds, "there are no importance weights: set rollout_is, or leave it out")

@@ -11,11 +11,12 @@ import torch
 from torch import Tensor
 
 from verl.algorithms.advantages import gae, whiten
-from verl.algorithms.base import Loss, LossInput, Positive, Share
+from verl.algorithms.base import Loss, LossInput
 from verl.algorithms.losses import value_loss
 from verl.algorithms.policy import Experience, PolicyGradient
 from verl.algorithms.registry import register_algorithm
 from verl.errors import DataError
+from verl.record import Positive, Share
 
 
 def critic_loss(x: LossInput, prefix: str, clip: float | None) -> Loss:

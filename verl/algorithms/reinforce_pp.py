@@ -7,9 +7,9 @@ from typing import ClassVar
 from torch import Tensor
 
 from verl.algorithms.advantages import discounted_returns, group_centred, whiten
-from verl.algorithms.base import Share
 from verl.algorithms.policy import Experience, PolicyGradient
 from verl.algorithms.registry import register_algorithm
+from verl.record import Share
 
 
 @register_algorithm("reinforce_plus_plus")

@@ -1,7 +1,8 @@
 """ReMax: Li et al., "ReMax: A Simple, Effective, and Efficient Reinforcement Learning Method" (arXiv:2310.10505).
 
 The greedy sample of each prompt is part of the same rollout. Where its reward abstained there is no baseline,
-so the group does not train.
+so the group does not train. Deviation, as in verl: the loss is PPO's clipped one, which on the first step of a batch is
+plain REINFORCE.
 """
 
 from __future__ import annotations

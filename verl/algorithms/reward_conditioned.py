@@ -26,6 +26,7 @@ from verl.algorithms.registry import register_algorithm
 from verl.algorithms.responses import Responses
 from verl.algorithms.sft import SFT
 from verl.batch import Batch
+from verl.record import AsTuple
 
 
 @register_algorithm("reward_conditioned")
@@ -42,7 +43,9 @@ class RewardConditioned(SFT):
     roles = frozenset({"actor", "reward"})
     online: ClassVar[bool] = True
 
-    prefixes: Annotated[tuple[str, ...], Field(min_length=2)] = tuple(f"Reward {i} of 5.\n" for i in range(1, 6))
+    prefixes: Annotated[tuple[str, ...], AsTuple, Field(min_length=2)] = tuple(
+        f"Reward {i} of 5.\n" for i in range(1, 6)
+    )
 
     def prompt_prefixes(self, batch: Batch) -> list[str]:
         """Those of the column `condition`, which `prepare` adds; without it, of the highest."""

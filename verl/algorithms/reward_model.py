@@ -6,11 +6,12 @@ from typing import ClassVar, Literal
 
 from torch.nn.functional import logsigmoid
 
-from verl.algorithms.base import NOT_BY_TOKEN, BaseAlgorithm, Loss, LossInput, NotNegative
+from verl.algorithms.base import NOT_BY_TOKEN, BaseAlgorithm, Loss, LossInput
 from verl.algorithms.pairs import accuracy, only_pairs, split_pairs
 from verl.algorithms.registry import register_algorithm
 from verl.batch import Batch
 from verl.errors import DataError
+from verl.record import NotNegative
 
 
 @register_algorithm("reward_model")

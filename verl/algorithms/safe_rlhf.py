@@ -18,11 +18,12 @@ import torch
 from torch import Tensor
 
 from verl.algorithms.advantages import gae, grpo, whiten
-from verl.algorithms.base import Loss, LossInput, Positive, Share
+from verl.algorithms.base import Loss, LossInput
 from verl.algorithms.lagrangian import ConstrainedPolicyGradient
 from verl.algorithms.policy import Experience
 from verl.algorithms.ppo import critic_loss
 from verl.algorithms.registry import register_algorithm
+from verl.record import Positive, Share
 
 
 @register_algorithm("safe_rlhf")
@@ -42,6 +43,13 @@ class SafeRLHF(ConstrainedPolicyGradient):
     @property
     def roles(self) -> frozenset[str]:
         return super().roles | ({"critic", "cost_critic"} if self.baseline == "critics" else set())
+
+    @property
+    def unread_options(self) -> dict[str, str]:
+        unread = super().unread_options
+        if self.baseline == "critics":
+            return unread | {"norm_adv_by_std": "it is for baseline='group'"}
+        return unread | dict.fromkeys(("gamma", "lam", "cliprange_value"), "it is for baseline='critics'")
 
     @property
     def needs_groups(self) -> bool:

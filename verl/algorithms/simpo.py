@@ -5,22 +5,17 @@ from __future__ import annotations
 from torch import Tensor
 from torch.nn.functional import logsigmoid
 
-from verl.algorithms.base import LossInput, NotNegative, Positive
-from verl.algorithms.pairs import PreferenceAlgorithm, sequence_log_probs, sequence_tokens
+from verl.algorithms.pairs import WithoutReference
 from verl.algorithms.registry import register_algorithm
+from verl.record import NotNegative, Positive
 
 
 @register_algorithm("simpo")
-class SimPO(PreferenceAlgorithm):
+class SimPO(WithoutReference):
     """No reference: log-probs per token, with a target margin of `gamma` (in units of the implicit reward)."""
-
-    roles = frozenset({"actor"})
 
     beta: Positive = 2.0
     gamma: NotNegative = 0.5
-
-    def scores(self, x: LossInput, log_probs: Tensor) -> Tensor:
-        return sequence_log_probs(x, log_probs) / sequence_tokens(x)
 
     def pair_losses(self, chosen: Tensor, rejected: Tensor) -> Tensor:
         return -logsigmoid(self.beta * (chosen - rejected) - self.gamma)

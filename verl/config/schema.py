@@ -25,9 +25,13 @@ from verl.record import (
     Count,
     FunctionPath,
     Natural,
+    Portion,
     Processes,
     Record,
+    Retries,
     Seconds,
+    Seed,
+    Staleness,
     Strings,
     extra,
     free,
@@ -35,7 +39,7 @@ from verl.record import (
     home,
     wrong,
 )
-from verl.rollout.options import RolloutOptions
+from verl.rollout.options import RolloutOptions, Temperature
 from verl.training.options import TrainOptions, TrainSettings
 
 #: Names of rewards: the built-in ones, and those of users that are registered.
@@ -81,12 +85,6 @@ def _source(value: str | dict[str, Any]) -> str | dict[str, Any]:
         case [*paths]:
             return {**given, "path": [home(path) if isinstance(path, str) else path for path in paths]}
     return given
-
-
-def _greedy_or_warm(value: float) -> float:
-    if value and not 1e-6 <= value <= 1e6:
-        raise ValueError(f"must be 0 (greedy) or lie between 1e-06 and 1000000, not {value}")
-    return value
 
 
 def _algorithm_name(value: str) -> str:
@@ -239,6 +237,9 @@ class RewardPart(Record):
     template: str | None = Field(
         default=None, description="what the judge reads, with {prompt}, {response} and columns by name in it"
     )
+    scale: tuple[float, float] | None = Field(
+        default=None, description="the least and the most that the judge may give (null: 0 to 10)"
+    )
     answer: Literal["last_number", "whole", "tag"] = Field(
         default="whole",
         description="what a verifier reads: the last number, all, or what <answer> encloses",
@@ -252,6 +253,10 @@ class RewardPart(Record):
             raise wrong("dtype", "is for a reward model: it needs model")
         if self.template is not None and (not self.url or "{response}" not in self.template):
             raise wrong("template", "is for a judge: it needs url, and {response} in the template")
+        if self.scale is not None and (
+            self.template is None or not -math.inf < self.scale[0] < self.scale[1] < math.inf
+        ):
+            raise wrong("scale", "is the least and the most of a judge's score, lower first: it needs template")
         return self
 
     def given(self) -> list[str]:
@@ -294,17 +299,22 @@ class RewardConfig(CostConfig):
         default=30.0,
         description="seconds for one call: of a prompt's samples, with workers of one sample, with url of one request",
     )
-    retries: Annotated[int, Field(ge=0, le=100)] = Field(default=1, description="further tries after a failure")
+    retries: Retries = Field(default=1, description="further tries after a failure")
     on_failure: Literal["abstain"] | float = Field(
         default="abstain", description="a sample without a score abstains, or gets this number"
     )
-    max_failure_rate: Annotated[float, Field(gt=0, le=1)] = Field(
+    max_failure_rate: Portion = Field(
         default=0.5,
         description="share of failures that ends the run, of the latest 256 samples once there are 64 (the "
         "reward's: of failed episodes, too); below 1, a run of which every sample failed ends so, too",
     )
     workers: Annotated[int, Field(ge=0, le=1024)] = Field(
-        default=0, description="processes that score, a sample at a time each (0: the trainer's own process)"
+        default=0, description="processes that score, a sample at a time each (0: see process)"
+    )
+    process: bool = Field(
+        default=True,
+        description="call a function in one process of its own, which is killed when it is late (false, and for what "
+        "reaches a model: in the trainer's, which ends if the function holds the interpreter beyond timeout)",
     )
     max_workers: Processes | None = free(None, "most such processes, when samples queue up (null: always `workers`)")
 
@@ -315,10 +325,43 @@ class RewardConfig(CostConfig):
         return self
 
 
+class GuardConfig(Record):
+    """See `SafetyGuard`."""
+
+    monitor_metrics: Strings = Field(description="metrics of the log record, such as reward or eval/accuracy")
+    threshold_delta: float = Field(default=-0.15, description="change that counts: -0.15 is a fall by 15 %")
+    rollback_steps: Count = Field(default=100, description="how far to go back, in steps")
+    absolute: bool = Field(default=False, description="threshold_delta is in the metric's own unit")
+    window: Count = Field(default=10, description="latest values that are compared with the baseline")
+    baseline: Annotated[int, Field(ge=2, lt=2**31)] = Field(default=30, description="values in a row of a baseline")
+    max_rollbacks: Natural = Field(default=3, description="after so many, the next fall ends the run")
+
+    @model_validator(mode="after")
+    def _check(self) -> GuardConfig:
+        if not self.threshold_delta:
+            raise wrong("threshold_delta", "is 0: a change is below 0 for a fall, above 0 for a rise")
+        if not self.monitor_metrics:
+            raise wrong("monitor_metrics", "is empty: name what is watched")
+        return self
+
+
+class TaskSchedulerConfig(Record):
+    """See `DynamicTaskWeightScheduler`."""
+
+    initial_weights: dict[str, Annotated[float, Field(ge=0)]] = Field(description="of tasks; others keep their shares")
+    metric_key: str = Field(default="reward_score", description="a task's metric that is to be high")
+    patience: Count = Field(default=500, description="steps without a gain after which a task has converged")
+    min_weight: Annotated[float, Field(ge=0, le=1)] = Field(default=0.1, description="least share of a task")
+
+
+def _task_scheduler(value: dict[str, Any]) -> dict[str, Any]:
+    return TaskSchedulerConfig(**value).model_dump()
+
+
 class TrainerConfig(Record):
     total_steps: Natural = free(100, "steps; a longer run goes on from a shorter one")
     total_epochs: Count | None = free(None, "passes over data.train, in the place of total_steps")
-    seed: Annotated[int, Field(ge=0, lt=2**32)] = Field(default=0, description="seed of everything random")
+    seed: Seed = Field(default=0, description="seed of everything random")
     project: str = free("verl", "the project's name in W&B and MLflow")
     run_name: DirectoryName | None = free(None, "begins the run directory's name (null: algorithm, model and data)")
     output_dir: Annotated[str, AfterValidator(home)] = free("runs", "where run directories are made")
@@ -327,9 +370,7 @@ class TrainerConfig(Record):
         description="steps between evaluations (null: only before the first and after the last step)",
     )
     eval_n: Count = Field(default=1, description="samples per held-out problem")
-    eval_temperature: Annotated[float, AfterValidator(_greedy_or_warm)] = Field(
-        default=0.0, description="temperature of evaluation (0: greedy)"
-    )
+    eval_temperature: Temperature = Field(default=0.0, description="temperature of evaluation (0: greedy)")
     eval_metrics: Annotated[tuple[EvalMetric, ...], AsTuple] = Field(
         default=(),
         description="metric functions of your own over evaluated samples, as FILE.py:FUNCTION; kl: the KL to the "
@@ -341,7 +382,7 @@ class TrainerConfig(Record):
     loggers: Annotated[tuple[Logger, ...], AsTuple] = free(
         ("console", "tensorboard"), "where metrics go besides metrics.jsonl"
     )
-    max_staleness: Natural | None = Field(
+    max_staleness: Staleness | None = Field(
         default=None,
         description="train asynchronously: steps that a sample may be behind the policy it trains (null: synchronous)",
     )
@@ -356,6 +397,14 @@ class TrainerConfig(Record):
     )
     max_skipped_updates: Count = Field(
         default=5, description="updates in a row that may be skipped for a non-finite loss or gradient"
+    )
+    guards: Annotated[tuple[GuardConfig, ...], AsTuple] = Field(
+        default=(), description="metrics whose fall takes training back to an earlier checkpoint"
+    )
+    task_scheduler: Annotated[dict[str, Any], AfterValidator(_task_scheduler)] | None = Field(
+        default=None,
+        description="shares of several tasks that follow how far each has come: {initial_weights: {TASK: SHARE}, "
+        "metric_key, patience, min_weight} (null: as set)",
     )
     deadline: Seconds = free(1800.0, "seconds after which a phase without progress ends the run")
     threads: Count | None = Field(default=None, description="CPU threads (null: as torch chooses)")
@@ -399,6 +448,15 @@ class Config(Record):
                     f"actor_rollout_ref.rollout.{name}",
                     "is for asynchronous training: set trainer.max_staleness to 1 or more",
                 )
+        if self.trainer.guards and self.trainer.max_staleness is not None:
+            raise wrong("trainer.guards", "go back between synchronous steps: leave trainer.max_staleness out")
+        if self.trainer.task_scheduler is not None:
+            names = [task.name for task in self.tasks]
+            if len(names) < 2:
+                raise wrong("trainer.task_scheduler", "weighs several tasks against each other: name them in tasks")
+            if stray := self.trainer.task_scheduler["initial_weights"].keys() - {*names}:
+                stray_name = min(stray)
+                raise wrong("trainer.task_scheduler", f"weighs task '{stray_name}': {nearest(stray_name, names)}")
         if self.trainer.eval_every is not None and self.data.eval is None:
             raise wrong("trainer.eval_every", "is set, but data.eval names no problems to evaluate on")
         if self.trainer.eval_metrics and self.data.eval is None:

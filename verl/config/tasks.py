@@ -7,7 +7,7 @@ from typing import Annotated, Any
 
 from pydantic import AfterValidator, Field, model_validator
 
-from verl.record import AsTuple, Count, Record, wrong
+from verl.record import AsTuple, Count, NotNegative, Record, wrong
 from verl.record import function_path as as_function
 
 
@@ -17,6 +17,9 @@ def _name(value: str) -> str:
     return value
 
 
+TaskName = Annotated[str, AfterValidator(_name)]
+
+
 def _algorithm(value: str) -> str:
     return as_function(value) if ":" in value else value
 
@@ -24,7 +27,7 @@ def _algorithm(value: str) -> str:
 class TaskConfig(Record):
     """One of several tasks: what is sampled and learned, and what is good."""
 
-    name: Annotated[str, AfterValidator(_name)] = Field(description="what metrics call it, and its rows' column `task`")
+    name: TaskName = Field(description="what metrics call it, and its rows' column `task`")
     type: Annotated[str, AfterValidator(_algorithm)] = Field(description="the algorithm, by name or FILE.py:CLASS")
     options: dict[str, Any] = Field(default={}, description="the algorithm's own options")
     reward_model: str | list[str] | dict[str, Any] | None = Field(
@@ -39,8 +42,8 @@ class TaskConfig(Record):
         default=None, description="what checks responses while they are generated: a built-in guard or FILE.py:FUNCTION"
     )
     constraint_config: dict[str, Any] = Field(default={}, description="options of that guard")
-    share: Annotated[float, Field(ge=0)] = Field(default=1.0, description="of the prompts, relative to other tasks")
-    loss_weight: Annotated[float, Field(ge=0)] | None = Field(
+    share: NotNegative = Field(default=1.0, description="of the prompts, relative to other tasks")
+    loss_weight: NotNegative | None = Field(
         default=None, description="of its loss, where 1 is an equal weight for each task (null: its share)"
     )
     n: Count | None = Field(default=None, description="samples a prompt (null: what suits the algorithm)")

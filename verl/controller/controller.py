@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, TypeVar
 
+from verl.checked import checked
 from verl.controller.group import Job, RankGroup, Workers
 from verl.controller.local import LocalGroup
 from verl.controller.placement import DeviceMesh, ResourcePool
@@ -16,6 +17,7 @@ from verl.device import claim, count, default_kind
 from verl.errors import ConfigError
 from verl.hybrid.meshes import generation_mesh
 from verl.layout import Layout, Mesh, ModelShape
+from verl.record import Seconds
 from verl.training.options import TrainOptions, layout_of
 
 W = TypeVar("W")
@@ -38,7 +40,8 @@ class Controller:
         ConfigError: the placement cannot be met; nothing has been started.
     """
 
-    def __init__(self, placement: Any = None, *, timeout: float | None = None) -> None:
+    @checked
+    def __init__(self, placement: Any = None, *, timeout: Seconds | None = None) -> None:
         self.timeout = TIMEOUT if timeout is None else timeout
         self._may_change = timeout is None
         ranks = torchrun_ranks()
@@ -109,6 +112,12 @@ class Controller:
         meshes = self.meshes(role, options, generation_tp)
         for name, mesh in meshes.meshes.items():
             mesh.layout.check(shape, options.strategy if name == "train" else "")
+        trains = meshes.meshes["train"]
+        if options.strategy == "deepspeed" and trains.layout.shard > 1 and trains.size < self.size:
+            raise ConfigError(
+                f"strategy 'deepspeed': ZeRO of stage 3 takes all {self.size} ranks of a job, and '{role}' trains on "
+                f"{trains.size}: give it all of them, zero_stage 1 or 2, or 'fsdp'"
+            )
         if self._job is None:
             return LocalGroup(role, recipe, self.device, meshes.meshes)
         return RankGroup(meshes, recipe, self._job)
@@ -175,6 +184,11 @@ class Controller:
     def size(self) -> int:
         """Ranks in all."""
         return torchrun_ranks() if self.executor == "torchrun" else len(self.mesh.devices)
+
+    @property
+    def devices_a_machine(self) -> int:
+        """Most devices that a machine has for ranks, which need not be what this process sees."""
+        return count(self.mesh.devices[0].kind) if self._job is None else self._job.devices_a_machine
 
     def close(self) -> None:
         """End the processes that were started on a Ray cluster; the end of this process does that, too."""

@@ -12,6 +12,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from verl.checked import checked
 from verl.device import default_kind
 from verl.errors import ConfigError, nearest
 from verl.layout import PARALLEL
@@ -60,6 +61,7 @@ class ResourcePool:
     devices: tuple[Device, ...]
     parallel: str = "data"
 
+    @checked
     def __init__(self, devices: str | Device | Iterable[str | Device], parallel: str = "data") -> None:
         found = [
             device

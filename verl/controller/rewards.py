@@ -15,9 +15,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from verl.checked import checked
 from verl.cluster import START_DEADLINE, import_ray
 from verl.controller.pool import Pool, Worker, kill
 from verl.errors import ClusterError, ConfigError, RewardError
+from verl.record import Processes
 from verl.rewards.calls import Slots
 from verl.rewards.loading import digest, split_spec, user_modules
 from verl.rewards.scores import Score, failure
@@ -77,8 +79,9 @@ class RewardPool(Pool):
     max_late = math.inf  # a late call costs a process, no thread that cannot be ended
     backlog = 2.0
 
+    @checked
     def __init__(
-        self, source: Callable[..., Any] | str, name: str, *, workers: int, max_workers: int | None = None
+        self, source: Callable[..., Any] | str, name: str, *, workers: Processes, max_workers: Processes | None = None
     ) -> None:
         super().__init__(workers, max_workers)
         self.name = name
@@ -105,7 +108,8 @@ class RewardPool(Pool):
             self._assign()
         return await asyncio.wrap_future(job.future)
 
-    def scale(self, size: int) -> None:
+    @checked
+    def scale(self, size: Processes) -> None:
         """Have so many workers from now on. Those that leave finish the call they are at."""
         with self.lock:
             self._wanted = size

@@ -30,7 +30,7 @@ from verl.controller.codec import decode_error, encode_error
 from verl.controller.group import GRACE, Call, died, raise_cause, split_rows, stalled
 from verl.controller.link import Link, Message, control_group
 from verl.controller.rank_worker import Order, RankWorker, stacks
-from verl.controller.ranks import rank_here, registry, torchrun_ranks, who
+from verl.controller.ranks import local_ranks, rank_here, registry, torchrun_ranks, who
 from verl.controller.world import TIMEOUT, RoleMeshes, World
 from verl.errors import BrokenCollectiveError, ClusterError
 
@@ -71,6 +71,10 @@ class TorchrunJob:
         return self._ended is not None
 
     @property
+    def devices_a_machine(self) -> int:
+        return local_ranks()
+
+    @property
     def worker(self) -> RankWorker:
         """This rank's workers; the first use starts the job."""
         self.start()
@@ -88,7 +92,7 @@ class TorchrunJob:
                 return
             local = os.environ.get("LOCAL_RANK", str(rank_here()))
             device = f"cuda:{local}" if self.kind == "cuda" else self.kind
-            world = World(rank_here(), torchrun_ranks(), "env://", self.timeout, device)
+            world = World(rank_here(), torchrun_ranks(), None, self.timeout, device)
             group = control_group(world.rank, world.size)
             self._worker, registry.is_closed = RankWorker(world), True
             if world.rank != 0:
@@ -230,7 +234,7 @@ class TorchrunJob:
         """The error of a missed deadline, once the stacks of all ranks are in the log."""
         inbox: queue.SimpleQueue[tuple[int, Message]] = queue.SimpleQueue()
         self._inboxes[0] = inbox
-        self._tell(Message("stacks"), list(self._links))
+        self._tell(Message("stacks"), list(self._links), wait=0.0)
         found, until = {0: stacks()}, time.monotonic() + GRACE
         while len(found) <= len(self._links) and (left := until - time.monotonic()) > 0:
             try:
@@ -245,14 +249,22 @@ class TorchrunJob:
         """End the other ranks. Their exit code is 0: what the failure means is for the script to say."""
         if self._ended is None:
             self._ended = reason
-            self._tell(Message("exit"), list(self._links))
+            self._tell(Message("exit"), list(self._links), wait=1.0)
 
-    def _tell(self, message: Message, to: Sequence[int]) -> None:
-        for rank in to:
-            try:
-                self._links[rank].send(message)
-            except ClusterError as error:
-                logger.debug("%s", error)
+    def _tell(self, message: Message, to: Sequence[int], wait: float = GRACE) -> None:
+        """Send a message to ranks, of which one that is stopped does not take it: leave it so after `wait` seconds."""
+        threads = [threading.Thread(target=self._try_to_send, args=(message, rank), daemon=True) for rank in to]
+        for thread in threads:
+            thread.start()
+        until = time.monotonic() + wait
+        for thread in threads:
+            thread.join(max(0.0, until - time.monotonic()))
+
+    def _try_to_send(self, message: Message, rank: int) -> None:
+        try:
+            self._links[rank].send(message)
+        except ClusterError as error:
+            logger.debug("%s", error)
 
     def _end(self, world: World) -> None:
         """At the end of the script. An error that ended it ends the others with an exit code of 1."""

@@ -13,13 +13,14 @@ import os
 import weakref
 from collections import deque
 from pathlib import Path
-from typing import Any, Protocol, runtime_checkable
+from typing import Annotated, Any, Protocol, runtime_checkable
 
 import pyarrow as pa
 import pyarrow.parquet as pq
 from pydantic import BaseModel, Field
 
 from verl.batch import Batch
+from verl.checked import checked
 from verl.durable import clear_staging, read_json, write_atomic
 from verl.errors import ConfigError, DataError, nearest
 
@@ -75,11 +76,16 @@ def make_buffer(kind: Any, capacity: int, path: str | Path | None = None) -> Buf
     raise ConfigError(f"there is no buffer '{kind}': {nearest(kind, ('memory', 'disk', 'distributed'))}")
 
 
+#: Most samples that a buffer holds.
+Capacity = Annotated[int, Field(ge=1, le=2**62)]
+
+
 class MemoryBuffer:
     """A queue of batches in this process."""
 
-    def __init__(self, capacity: int) -> None:
-        self.capacity = checked_capacity(capacity)
+    @checked
+    def __init__(self, capacity: Capacity) -> None:
+        self.capacity = capacity
         self._batches: deque[Batch] = deque()
         self._size = 0
 
@@ -127,8 +133,9 @@ class DiskBuffer:
     A segment that cannot be read when the buffer is opened is left where it is and skipped with a warning.
     """
 
-    def __init__(self, path: str | Path, capacity: int) -> None:
-        self.path, self.capacity = Path(path), checked_capacity(capacity)
+    @checked
+    def __init__(self, path: str | Path, capacity: Capacity) -> None:
+        self.path, self.capacity = Path(path), capacity
         self.path.mkdir(parents=True, exist_ok=True)
         self._unlock = weakref.finalize(self, os.close, _lock(self.path))
         clear_staging(self.path)
@@ -237,13 +244,6 @@ class _Cursor(BaseModel):
 
     segment: int = Field(ge=0, lt=2**53)
     row: int = Field(ge=0, lt=2**53)
-
-
-def checked_capacity(capacity: int) -> int:
-    """The capacity; raises ConfigError if it is below 1."""
-    if capacity < 1:
-        raise ConfigError(f"a buffer's capacity is at least one sample, not {capacity}")
-    return capacity
 
 
 def no_room(buffer: Buffer, batch: Batch) -> DataError:

@@ -10,8 +10,9 @@ from collections import deque
 from typing import Any
 
 from verl.batch import Batch
+from verl.checked import checked
 from verl.cluster import connect
-from verl.data.buffers import check_saved, checked_capacity, no_room
+from verl.data.buffers import Capacity, check_saved, no_room
 from verl.errors import ClusterError, DataError
 
 #: Seconds that the ledger's actor or the samples of a node may take to answer.
@@ -30,8 +31,8 @@ class DistributedBuffer:
         ClusterError: there is no Ray cluster, see `cluster.connect`.
     """
 
-    def __init__(self, capacity: int, name: str = "verl-buffer") -> None:
-        checked_capacity(capacity)
+    @checked
+    def __init__(self, capacity: Capacity, name: str = "verl-buffer") -> None:
         self._ray = ray = connect()
         made = ray.remote(_Ledger).options(name=name, namespace="verl", get_if_exists=True, num_cpus=0)
         self._ledger: Any = made.remote(capacity)

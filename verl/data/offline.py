@@ -22,11 +22,13 @@ from collections.abc import Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import count, filterfalse, repeat
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import pyarrow.parquet as pq
+from pydantic import Field
 
 from verl.batch import COMPUTED, Batch
+from verl.checked import checked
 from verl.data.chat import TEMPLATE_COLUMNS, ChatTokenizer, template_inputs
 from verl.data.files import SUFFIXES, digest, inside, is_files, named, rows_by_file
 from verl.data.forms import readable_row, table_rows, usual_row
@@ -34,6 +36,7 @@ from verl.data.loader import Cursor
 from verl.data.prompts import PromptForm, chat_json, content_text, is_messages, to_batch
 from verl.data.tokenize import PromptTokenizer, Truncation, encode_behind, encode_chat, encode_pair, encode_text, naming
 from verl.errors import ConfigError, DataError
+from verl.record import Count
 
 _RESPONSES = ("completion", "response")
 #: In the place of a prompt, beside responses that have none.
@@ -65,27 +68,26 @@ class OfflineDatasetLoader:
         DataError: no rows, or a row is not of the kind of the first; the message has its number.
     """
 
+    @checked
     def __init__(
         self,
         source: Any,
         tokenizer: Any = None,
         *,
-        batch_size: int = 32,
+        batch_size: Count = 32,
         seed: int = 0,
         shuffle: bool = True,
         system_prompt: str | None = None,
-        max_prompt_length: int | None = None,
-        max_response_length: int | None = None,
-        max_length: int | None = None,
+        max_prompt_length: Count | None = None,
+        max_response_length: Count | None = None,
+        max_length: Annotated[int, Field(ge=2)] | None = None,
         truncation: Truncation = "error",
     ) -> None:
         if max_length is not None:
-            if max_length < 2 or max_prompt_length is not None or truncation != "error":
-                raise ConfigError(f"max_length is at least 2, without max_prompt_length and truncation: {max_length}")
+            if max_prompt_length is not None or truncation != "error":
+                raise ConfigError("OfflineDatasetLoader.max_length: goes without max_prompt_length and truncation")
             max_prompt_length, truncation = max_length - 1, "drop"
         self.max_length = max_length
-        if batch_size < 1:
-            raise ConfigError(f"batch_size must be at least 1, not {batch_size}")
         self.batch_size, self.seed, self.shuffle = batch_size, seed, shuffle
         self.max_prompt_length, self.max_response_length = max_prompt_length, max_response_length
         self.truncation: Truncation = truncation

@@ -11,10 +11,13 @@ from typing import Any, Protocol
 import numpy as np
 
 from verl.batch import Batch
+from verl.checked import checked
 from verl.data.by_task import COLUMN, by_task
-from verl.data.loader import PromptLoader, hashed
+from verl.data.loader import PromptLoader, hashed, saved_count
 from verl.data.prompts import PromptDataset, PromptStream, load_prompts, stream_prompts
+from verl.data.shared_source import read_once
 from verl.errors import ConfigError, DataError, nearest
+from verl.record import Count, Weights
 
 
 class Source(Protocol):
@@ -40,16 +43,22 @@ class TaskLoader:
         ConfigError: there is no task, a share is negative or of no task, or `batch_size` is below 1.
     """
 
+    @checked
     def __init__(
         self,
         sources: Mapping[str, Source],
-        shares: Mapping[str, float] | None = None,
+        shares: Weights | None = None,
         *,
-        batch_size: int,
+        batch_size: Count,
         seed: int = 0,
     ) -> None:
-        if batch_size < 1 or not sources:
-            raise ConfigError(f"a batch has at least 1 prompt of at least 1 task, not {batch_size} of {len(sources)}")
+        if not sources:
+            raise ConfigError("TaskLoader.sources: a batch has prompts of at least 1 task, not of none")
+        streams = [
+            data for source in sources.values() if isinstance(data := getattr(source, "data", None), PromptStream)
+        ]
+        if len({id(stream.source) for stream in streams}) < len(streams):
+            raise ConfigError("two tasks read one iterable, rows of which may reach one alone: use get_dataloader")
         self.sources, self.batch_size, self.seed = dict(sources), batch_size, seed
         self.batches = 0
         self.draws = dict.fromkeys(self.sources, 0)
@@ -57,18 +66,17 @@ class TaskLoader:
         if shares is not None:
             self.set_shares(shares)
 
-    def set_shares(self, shares: Mapping[str, float]) -> None:
+    @checked
+    def set_shares(self, shares: Weights) -> None:
         """Draw the batches from now on by these shares; a task that is not named keeps its share, and the named ones
         have the rest.
 
         Raises:
             ConfigError: a share is negative, not finite, or of no task; or all are 0.
         """
-        for name, share in shares.items():
+        for name in shares:
             if name not in self.sources:
                 raise ConfigError(f"there is no task '{name}' to give a share: {nearest(name, self.sources)}")
-            if not 0 <= share < math.inf:
-                raise ConfigError(f"the share of task '{name}' must be a number of at least 0, not {share}")
         self.shares = rescaled(self.shares, shares)
 
     def __len__(self) -> int:
@@ -125,8 +133,8 @@ class TaskLoader:
             raise DataError(f"the saved place is of the tasks {found}, these are {sorted(self.sources)}")
         for name, source in self.sources.items():
             source.load_state_dict(saved[name]["data"])
-            self.draws[name] = int(saved[name]["draws"])
-        self.batches = int(state["batches"])
+            self.draws[name] = saved_count(saved[name], "draws")
+        self.batches = saved_count(state, "batches")
 
 
 class MixedLoader:
@@ -139,19 +147,23 @@ class MixedLoader:
         **form: of the prompts, see `load_prompts`.
     """
 
+    @checked
     def __init__(
         self,
         data: Mapping[str, Any],
         shares: Mapping[str, float] | None = None,
         *,
-        batch_size: int,
+        batch_size: Count,
         seed: int = 0,
         **form: Any,
     ) -> None:
-        sources: dict[str, Any] = {}
-        for name, given in data.items():
-            is_loader = hasattr(given, "take") and hasattr(given, "state_dict")
-            sources[name] = given if is_loader else PromptLoader(_prompts(given, form), 1, seed=seed)
+        loaders = {
+            name: given for name, given in data.items() if hasattr(given, "take") and hasattr(given, "state_dict")
+        }
+        rows: Mapping[str, Any] = read_once(
+            {name: _prompts(given, form) for name, given in data.items() if name not in loaders}
+        )
+        sources: dict[str, Any] = {n: loaders.get(n) or PromptLoader(rows[n], 1, seed=seed) for n in data}
         shares = shares or {name: len(getattr(source, "data", source)) for name, source in sources.items()}
         self.mixture = TaskLoader(sources, shares, batch_size=batch_size, seed=seed)
 
@@ -172,10 +184,11 @@ class MixedLoader:
         self.mixture.load_state_dict(state)
 
 
+@checked
 def get_dataloader(
     dataset_path: Any,
     task_weights: Mapping[str, float] | None = None,
-    batch_size: int = 8,
+    batch_size: Count = 8,
     *,
     seed: int = 0,
     shuffle: bool | None = None,
@@ -185,7 +198,7 @@ def get_dataloader(
 
     Args:
         dataset_path: what `load_prompts` takes; an iterable without a length (`stream_prompts`), which is read once for
-            each task; or a mapping of tasks to such data, whose rows need no column.
+            all tasks; or a mapping of tasks to such data, whose rows need no column.
         task_weights: the tasks and their shares of the prompts; None: those of the data, by their rows.
         batch_size: prompts of all tasks together.
         **form: of the prompts, see `load_prompts`.
@@ -197,6 +210,7 @@ def get_dataloader(
         data = {name: _prompts(rows, form) for name, rows in dataset_path.items()}
     else:
         data = dict(_split(_prompts(dataset_path, form), task_weights))
+    data = read_once(data)
     weights = task_weights or {n: len(d) if isinstance(d, PromptDataset) else 1 for n, d in data.items()}
     sources = {name: PromptLoader(rows, 1, seed=seed, shuffle=shuffle) for name, rows in data.items()}
     return TaskLoader(sources, weights, batch_size=batch_size, seed=seed)

@@ -9,13 +9,29 @@ import hashlib
 import itertools
 import json
 from collections.abc import Iterator, Mapping
-from typing import Any
+from typing import Annotated, Any, Literal
 
+from pydantic import ConfigDict, Field
+
+from verl.checked import checked
 from verl.errors import ConfigError, DataError, nearest
+from verl.record import Count, Record, Seed
 
 #: The column that carries a problem to its verifier.
 TASK_COLUMN = "reasoning_gym"
 _DRAWS_PER_ROW = 50
+
+
+class TaskSource(Record):
+    """Problems of a procedural task: a source of the section `data` of a file, beside whose fields stand the task's own
+    options."""
+
+    model_config = ConfigDict(extra="allow")
+    task: str
+    size: Count = 500
+    seed: Seed = 0
+    split: Literal["train", "eval"] | None = None
+    holdout: Annotated[float, Field(gt=0, lt=1)] = 0.2
 
 
 def task_rows(spec: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
@@ -30,11 +46,9 @@ def task_rows(spec: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
         ConfigError: reasoning-gym is not installed, or the task, an option or the split is unknown.
         DataError: the task has too few distinct problems for the split.
     """
-    settings = dict(spec)
-    task, size, seed = str(settings.pop("task")), int(settings.pop("size", 500)), int(settings.pop("seed", 0))
-    split, holdout = settings.pop("split", None), float(settings.pop("holdout", 0.2))
-    if split not in (None, "train", "eval") or not 0 < holdout < 1 or size < 1:
-        raise ConfigError(f"task {task}: split is train or eval, holdout within 0 and 1, size at least 1")
+    source = TaskSource.of(spec, f"task {spec.get('task')}")
+    task, size, seed, split, holdout = source.task, source.size, source.seed, source.split, source.holdout
+    settings = dict(source.model_extra or {})
     problems = make_task(task, seed=seed, size=size, **settings)
     draws = range(size) if split is None else range(size * _DRAWS_PER_ROW)
     try:
@@ -57,7 +71,8 @@ def task_rows(spec: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
         )
 
 
-def make_task(task: str, *, seed: int = 0, size: int = 1, **options: Any) -> Any:
+@checked
+def make_task(task: str, *, seed: Seed = 0, size: Count = 1, **options: Any) -> Any:
     """The procedural data set `task` of reasoning-gym, imported only now."""
     try:
         import reasoning_gym

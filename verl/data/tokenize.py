@@ -14,10 +14,12 @@ from contextlib import contextmanager
 from typing import Any, Literal, get_args, overload
 
 from verl.batch import Batch
+from verl.checked import checked
 from verl.data.chat import TEMPLATE_COLUMNS, ChatTokenizer, template_inputs
 from verl.data.prompts import PromptDataset, PromptStream, content_text, load_prompts
 from verl.data.text import spelled
 from verl.errors import ConfigError, DataError
+from verl.record import Count
 
 Truncation = Literal["left", "right", "drop", "error"]
 
@@ -33,11 +35,12 @@ class PromptTokenizer:
     `counts` sums up what was done: "rows", "truncated", "dropped", and "longest" (tokens, before the policy).
     """
 
+    @checked
     def __init__(
         self,
         tokenizer: Any,
         *,
-        max_prompt_length: int | None = None,
+        max_prompt_length: Count | None = None,
         truncation: Truncation = "error",
         tools: Sequence[Mapping[str, Any]] = (),
     ) -> None:

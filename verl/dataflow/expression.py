@@ -1,5 +1,6 @@
 """A step as an expression of collectives, which is lazy and a graph like any other:
 
+from verl.checked import checked
 from verl.dataflow import prompts, responses, experience, advantages, updates
 
 flow = (controller.broadcast(prompts)

@@ -11,8 +11,10 @@ from typing import Any, ClassVar
 
 from verl.algorithms import BaseAlgorithm
 from verl.batch import COMPUTED, SCHEMA, Batch
+from verl.checked import checked
 from verl.dataflow.graph import ANY, OPTIONAL, Node
 from verl.errors import ConfigError
+from verl.record import Count
 from verl.rewards.source import columns_read
 from verl.roles.actor import Actor, expand
 from verl.roles.critic import Critic
@@ -42,16 +44,19 @@ class RolloutNode:
         task: whose prompts these are, which may have an episode of its own (`Actor.play`).
     """
 
+    @checked
     def __init__(
         self,
-        actor: Actor,
+        actor: Actor | Any,
         *,
-        n: int = 1,
+        n: Count = 1,
         params: SamplingParams | None = None,
         algorithm: BaseAlgorithm | None = None,
         greedy_baseline: bool = False,
         task: str | None = None,
     ) -> None:
+        if not hasattr(actor, "controller"):
+            raise ConfigError(f"RolloutNode.actor: must be an Actor, not {actor!r}")
         self.actor, self.n, self.params, self.task = actor, n, params, task
         self.algorithm, self.greedy_baseline = algorithm, greedy_baseline
 
@@ -113,6 +118,7 @@ class RewardNode:
     name: ClassVar[str] = "reward"
     column: str = "reward"
 
+    @checked
     def __init__(self, reward: Any = None, *, column: str | None = None, **options: Any) -> None:
         given = getattr(self, "score", None) if reward is None else reward
         if given is None:
@@ -149,7 +155,10 @@ class UpdateNode:
     """What learns: the columns that the algorithm reads of other models, the statistics of the whole batch, and an
     update of every model."""
 
-    def __init__(self, updater: Updater) -> None:
+    @checked
+    def __init__(self, updater: Updater | Any) -> None:
+        if not hasattr(updater, "algorithm"):
+            raise ConfigError(f"UpdateNode.updater: must be an Updater, not {updater!r}")
         self.updater = updater
 
     def as_node(self, name: str) -> list[Node]:

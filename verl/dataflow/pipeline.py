@@ -5,12 +5,14 @@ from __future__ import annotations
 from typing import Any
 
 from verl.batch import Batch
+from verl.checked import checked
 from verl.controller.controller import Controller
 from verl.dataflow.executor import DEADLINE, Result, run_graph
 from verl.dataflow.graph import Graph, Node
 from verl.dataflow.nodes import RolloutNode, UpdateNode
 from verl.dataflow.stages import is_reward_function, make_stage, rollout_of, stage_nodes
 from verl.errors import ConfigError
+from verl.record import Count, Seconds
 from verl.roles.actor import Actor
 from verl.roles.updater import Updater
 
@@ -37,7 +39,8 @@ class RLDataPipeline:
         deadline: seconds for one call of a stage, and for ranks to wait for each other.
     """
 
-    def __init__(self, *, n: int | None = None, deadline: float = DEADLINE) -> None:
+    @checked
+    def __init__(self, *, n: Count | None = None, deadline: Seconds = DEADLINE) -> None:
         self.n = n
         self.deadline = deadline
         self.stages: dict[str, Any] = {}

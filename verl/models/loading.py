@@ -17,7 +17,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, cast
 
 import torch
-from safetensors import SafetensorError
 from transformers import (
     AutoConfig,
     AutoModel,
@@ -56,9 +55,6 @@ _ADAPTERS = (
 )
 _COLOUR = re.compile(r"\x1b\[[0-9;]*m")
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "spiece.model")
-# What transformers, huggingface_hub and safetensors raise for a bad name, a bad file or an unknown
-# architecture.
-_LOAD_ERRORS = (OSError, ValueError, KeyError, ImportError, RuntimeError, SafetensorError)
 
 
 def load_model(
@@ -184,9 +180,9 @@ def _read(name: str, auto: Any, kind: str, options: dict[str, Any], reports: lis
     more = {"use_safetensors": True, "output_loading_info": True, "ignore_mismatched_sizes": True}
     try:
         model, report = auto.from_pretrained(name, **options, **more)
-    except _LOAD_ERRORS as error:
+    except Exception as error:
         outline = None
-        with suppress(*_LOAD_ERRORS):
+        with suppress(Exception):
             outline = _from_config(name, auto, kind, {**options, "dtype": torch.float32})
         if outline is not None:  # says by name what is wrong, where that is names or shapes
             _check_files(name, outline, kind)
@@ -221,7 +217,7 @@ def _spare_names(name: str, model: Any, kind: str) -> Iterator[str]:
     if kind == "causal":
         return
     yield from head_names(files) if kind != "classifier" else ()
-    with suppress(*_LOAD_ERRORS):  # there may be no such language model
+    with suppress(Exception):  # there may be no such language model
         whole = blank(partial(AutoModelForCausalLM.from_config, inner.config))
         sources, own = weight_sources(whole, files), whole.state_dict()
         for target in own.keys() - {f"{inner.base_model_prefix}.{key}" for key in whole.base_model.state_dict()}:
@@ -324,8 +320,8 @@ def _explained(name: str, what: str) -> Iterator[None]:
         yield
     except ModelError:
         raise
-    except _LOAD_ERRORS as error:
-        reason = str(error).strip()
+    except Exception as error:  # transformers raises whatever a bad name, file or value leads it to
+        reason = str(error).strip() or type(error).__name__
         if os.path.isdir(name):
             raise ModelError(f"the {what} in {name} cannot be loaded: {reason}") from error
         offline = os.environ.get("HF_HUB_OFFLINE", "").upper() in ("1", "ON", "YES", "TRUE")

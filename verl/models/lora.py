@@ -20,6 +20,7 @@ from safetensors.torch import save_file
 from torch import nn
 
 from verl.errors import ConfigError, ModelError
+from verl.layout import ModelShape
 from verl.models.blank import is_blank
 from verl.models.cuts import blocks_of, local_part
 from verl.models.int4 import Int4Linear, make_int4
@@ -85,6 +86,13 @@ def is_adapter(name: str) -> bool:
 def has_adapters(model: Any) -> bool:
     """Whether a transformers model (or the backbone of a `ValueModel`) has adapters of peft."""
     return bool(getattr(_inner(model), "peft_config", None))
+
+
+def shape_of(model: Any) -> ModelShape:
+    """What of a model and its adapters decides which layouts are possible."""
+    weights = model.named_parameters()
+    stacked = any(weight.dim() > 2 and ".base_layer." in name and not is_adapter(name) for name, weight in weights)
+    return ModelShape.of(model.config, adapters=has_adapters(model), adapts_experts=stacked)
 
 
 def layer_changes(model: Any) -> dict[str, Any]:

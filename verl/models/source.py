@@ -13,6 +13,7 @@ from typing import Any, Literal, NamedTuple, TypeAlias
 import torch
 from safetensors import SafetensorError, safe_open
 
+from verl.durable import digest
 from verl.errors import ModelError
 from verl.models.blank import sample
 from verl.models.fit import Source, model_weights, tied, weight_sources
@@ -150,7 +151,7 @@ class ModelFiles:
         found = hashlib.sha256()
         for path in paths:
             with open(path, "rb") as file:
-                found.update(hashlib.file_digest(file, "sha256").digest())
+                found.update(bytes.fromhex(digest(file.fileno())))
         return found.hexdigest()
 
     def stream(self) -> Iterator[Shard]:

@@ -11,9 +11,14 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import cache
 from itertools import product
+from typing import Annotated
 
+from pydantic import Field
+
+from verl.checked import checked
 from verl.errors import ConfigError, nearest
 from verl.models.head_sizes import HeadSizes
+from verl.record import Portion
 
 GB = 1e9
 #: Seconds of one hop of a collective beside its bytes: within a machine, between machines.
@@ -78,6 +83,7 @@ def sheet_of(name: str) -> Device | None:
     return next((DEVICES[key] for size in sizes if (key := f"{kind}-{size}") in DEVICES), DEVICES[kind])
 
 
+@checked
 @dataclass(frozen=True)
 class Efficiency:
     """Shares of the data sheets that are reached: of matrix products, of memory bandwidth, of links and network.
@@ -85,16 +91,9 @@ class Efficiency:
     The defaults were fitted to the paper's results on 64 GPUs (docs/planner.md); `verl plan --calibrate` measures them.
     """
 
-    compute: float = 0.5
-    memory: float = 0.6
-    network: float = 0.5
-
-    def __post_init__(self) -> None:
-        for name, value in vars(self).items():
-            if not 0 < value <= 1:
-                raise ConfigError(
-                    f"efficiency: {name} is a share of the data sheet, above 0 and at most 1, not {value}"
-                )
+    compute: Portion = 0.5
+    memory: Portion = 0.6
+    network: Portion = 0.5
 
 
 @dataclass(frozen=True)
@@ -108,10 +107,11 @@ class Cluster:
     efficiency: Efficiency = Efficiency()
 
     @classmethod
+    @checked
     def parse(
         cls,
         text: str,
-        network_gbps: float | None = None,
+        network_gbps: Annotated[float, Field(gt=0, le=1e9)] | None = None,
         efficiency: Efficiency | None = None,
         devices: Mapping[str, Device] = DEVICES,
         option: str = "--cluster",
@@ -133,8 +133,10 @@ class Cluster:
         if device is None:
             raise ConfigError(f"{option}: no data sheet of '{match[3]}': {nearest(match[3].lower(), devices)}")
         machines, per_machine = int(match[1] or 1), int(match[2])
-        if not 1 <= machines * per_machine <= 1 << 14 or not per_machine or (network_gbps or 1) <= 0:
-            raise ConfigError(f"{option}: '{text}' needs 1 to 16384 devices, and a network above 0 Gbit/s")
+        if not 1 <= machines * per_machine <= 1 << 14:
+            raise ConfigError(f"{option}: '{text}' needs 1 to 16384 devices")
+        if network_gbps is not None and not 0 < network_gbps < math.inf:
+            raise ConfigError(f"--network: Gbit/s of a machine are above 0, not {network_gbps:g}")
         network = device.network * per_machine if network_gbps is None else network_gbps * GB / 8
         return cls(machines, per_machine, device, network, efficiency or Efficiency())
 

@@ -21,11 +21,13 @@ import re
 import tokenize
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from typing import Any
+from typing import Any, ClassVar
 
 from typing_extensions import Unpack
 
+from verl.checked import checked
 from verl.errors import ConfigError
+from verl.record import Seconds
 from verl.rewards.blocks import extract_code
 from verl.rewards.functions import FunctionReward, OnFailure
 
@@ -53,11 +55,14 @@ class CodeBleuReward(FunctionReward):
         ConfigError: there are not four weights of at least 0 that sum to 1.
     """
 
+    one_of: ClassVar[tuple[str, ...]] = ("reference",)
+
+    @checked
     def __init__(
         self,
         *,
         weights: Sequence[float] = (0.25, 0.25, 0.25, 0.25),
-        timeout: float = 30.0,
+        timeout: Seconds = 30.0,
         name: str = "codebleu",
         **options: Unpack[OnFailure],
     ) -> None:

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import asyncio
-import math
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from verl.batch import Batch
+from verl.checked import checked, validated
 from verl.errors import CheckpointError, ConfigError
 from verl.rewards.source import RewardResult, RewardSource, source_of
 
@@ -30,6 +30,7 @@ class CompositeReward:
         ConfigError: there is no part, or the weights do not fit the parts or are not finite.
     """
 
+    @checked
     def __init__(
         self,
         parts: Mapping[str, Any] | Sequence[Any],
@@ -52,8 +53,7 @@ class CompositeReward:
         if weights is not None:
             self._set_weights(weights)
         for key, weight in self.weights.items():
-            if not math.isfinite(weight):
-                raise ConfigError(f"the weight of reward '{key}' is {weight}: give a finite number")
+            validated(f"reward '{key}'", {"weight": float}, {"weight": weight})
         self.whole_batch = any(source.whole_batch for source in self.parts.values())
 
     async def score(self, batch: Batch) -> RewardResult:
@@ -87,7 +87,7 @@ class CompositeReward:
         unknown = set(weights) - set(self.parts)
         if unknown:
             raise ConfigError(f"weights name {sorted(unknown)}, the rewards are {sorted(self.parts)}")
-        self.weights.update({name: float(weight) for name, weight in weights.items()})
+        self.weights.update(weights)
 
     def state_dict(self) -> dict[str, Any]:
         return {name: part.state_dict() for name, part in self.parts.items() if hasattr(part, "state_dict")}
@@ -108,29 +108,6 @@ class CompositeReward:
             self.parts[name].load_state_dict(content)  # type: ignore[attr-defined]
 
 
-class LengthPenalty:
-    """DAPO's soft penalty for long responses (arXiv 2503.14476, equation 13), by the number of response tokens.
-
-    0 up to `max_length - buffer` tokens, then linearly down to -1 at `max_length`, and -1 beyond.
-
-    Raises:
-        ConfigError: not 0 < buffer <= max_length.
-    """
-
-    name = "length_penalty"
-    whole_batch = False
-    columns = ("response_tokens",)
-
-    def __init__(self, max_length: int, buffer: int) -> None:
-        if not 0 < buffer <= max_length:
-            raise ConfigError(f"0 < buffer <= max_length must hold, not buffer {buffer}, max_length {max_length}")
-        self.max_length, self.buffer = max_length, buffer
-
-    async def score(self, batch: Batch) -> RewardResult:
-        start = self.max_length - self.buffer
-        return RewardResult([-min(1.0, max(0.0, (n - start) / self.buffer)) for n in batch.lengths("response_tokens")])
-
-
 def _part(part: Any, make: Callable[..., RewardSource], options: dict[str, Any]) -> tuple[RewardSource, float]:
     weight = 1.0
     if isinstance(part, tuple | list) and len(part) == 2 and isinstance(part[1], int | float):
@@ -139,7 +116,7 @@ def _part(part: Any, make: Callable[..., RewardSource], options: dict[str, Any])
         weight = part.get("weight", 1.0)
         part = {key: value for key, value in part.items() if key != "weight"}
     made = isinstance(source_of(part), RewardSource)
-    return make(part, **({} if made else options)), float(weight)
+    return make(part, **({} if made else options)), weight
 
 
 def _name_parts(parts: list[tuple[RewardSource, float]]) -> dict[str, tuple[RewardSource, float]]:

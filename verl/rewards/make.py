@@ -73,7 +73,7 @@ def _make(source: Any, options: dict[str, Any]) -> RewardSource:
         return _build("model", "RewardModel", options, options.pop("model_name"))
     if isinstance(source, str) and source in REWARDS:
         return _code(options)
-    if isinstance(source, str) and (name := _misspelt(source)):
+    if isinstance(source, str) and (name := misspelt(source)):
         raise ConfigError(f"no reward is called '{source}': did you mean '{name}'?")
     if isinstance(source, str | os.PathLike) or hasattr(source, "forward"):
         return _build("model", "RewardModel", options, source)
@@ -111,20 +111,21 @@ def _code(options: dict[str, Any]) -> RewardSource:
 def _build(module: str, name: str, options: dict[str, Any], *source: Any) -> RewardSource:
     kind = getattr(importlib.import_module(f"verl.rewards.{module}"), name)
     known = {*inspect.signature(kind).parameters, *OnFailure.__annotations__} - {"source", "options"}
+    workers = options.get("workers")
+    if workers and not callable(workers):
+        raise ConfigError(f"{name}: workers are given to the Reward, not to one of its parts")
     workers = None if "workers" in known else options.pop("workers", None)
     for option in options:
         if option not in known:
             raise ConfigError(f"{name} has no option '{option}': {nearest(option, known)}")
     if workers:
-        if not callable(workers):
-            raise ConfigError(f"{name}: workers are given to the Reward, not to one of its parts")
         from verl.rewards.portable import in_workers
 
         return in_workers(kind, source, options, workers)
     return kind(*source, **options)  # type: ignore[no-any-return]
 
 
-def _misspelt(source: str) -> str | None:
+def misspelt(source: str) -> str | None:
     """The built-in reward with a similar name, if any. Names of models on a hub have an owner, "owner/name"."""
     close = [] if Path(source).exists() else difflib.get_close_matches(source, REWARDS, n=1, cutoff=0.8)
     return close[0] if close else None

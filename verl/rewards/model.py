@@ -7,8 +7,10 @@ from typing import TYPE_CHECKING, Any
 
 from typing_extensions import Unpack
 
+from verl.checked import checked
 from verl.device import put
-from verl.errors import ConfigError, DataError, ModelError
+from verl.errors import DataError, ModelError
+from verl.record import Count, Retries, Seconds
 from verl.rewards.functions import FunctionReward, OnFailure
 
 if TYPE_CHECKING:
@@ -35,26 +37,25 @@ class RewardModel(FunctionReward):
         ModelError: the model has more than one label, no head, or no tokenizer.
     """
 
+    @checked
     def __init__(
         self,
         source: Any,
         *,
         tokenizer: Any = None,
-        batch_size: int = 8,
-        max_length: int | None = None,
+        batch_size: Count = 8,
+        max_length: Count | None = None,
         dtype: str = "auto",
         device: Any = None,
         name: str = "reward_model",
-        timeout: float = 600.0,
-        retries: int = 0,
+        timeout: Seconds = 600.0,
+        retries: Retries = 0,
         **options: Unpack[OnFailure],
     ) -> None:
         from verl.data.chat import ChatTokenizer
         from verl.models.heads import SCORE_AT_EOS
         from verl.models.loading import find_tokenizer, load_model, load_tokenizer
 
-        if batch_size < 1:
-            raise ConfigError(f"batch_size must be at least 1, not {batch_size}")
         self.model = source if hasattr(source, "forward") else load_model(source, dtype=dtype, kind="classifier")
         if getattr(self.model.config, "num_labels", 1) != 1 and not hasattr(self.model, "predict"):
             raise ModelError(f"a reward model has one label, this one has {self.model.config.num_labels}")

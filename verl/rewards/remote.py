@@ -8,20 +8,28 @@ from __future__ import annotations
 
 import asyncio
 import json
+import logging
 import math
 import re
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from functools import cached_property
-from typing import Any
+from typing import Annotated, Any
 
 from typing_extensions import Unpack
 
+from verl.checked import checked
 from verl.data.prompts import content_text
-from verl.errors import ConfigError, RolloutError
+from verl.errors import ConfigError, RolloutError, nearest
+from verl.record import AsTuple, Count, NotNegative, Retries, Seconds
 from verl.rewards.calls import Slots
+from verl.rewards.forms import user_columns
 from verl.rewards.functions import FunctionReward, OnFailure
-from verl.rewards.scores import Score, failure, read_scores
+from verl.rewards.last_words import computing
+from verl.rewards.scores import Score, failure, read_score, read_scores
 from verl.rollout.servers import ServerPool, check_model_path
+from verl.user_code import describe, traceback_of
+
+logger = logging.getLogger(__name__)
 
 TEMPLATE = """Grade the response to the prompt.
 
@@ -63,7 +71,8 @@ class _ServedReward(FunctionReward):
     ) -> None:
         self._servers = (servers, timeout, retries, api_key)
         self._at_once = Slots(_AT_ONCE)
-        super().__init__(function, timeout=math.inf, **options)  # each call has its own deadline
+        super().__init__(function, **{**options, "process": False})
+        self.timeout = math.inf  # each call has its own deadline
 
     @staticmethod
     def call_seconds(options: Mapping[str, Any]) -> float:
@@ -105,19 +114,18 @@ class RemoteReward(_ServedReward):
         name, **options: see `FunctionReward`.
     """
 
+    @checked
     def __init__(
         self,
         source: str | Sequence[str],
         *,
-        batch_size: int = 32,
-        timeout: float = 60.0,
-        retries: int = 3,
+        batch_size: Count = 32,
+        timeout: Seconds = 60.0,
+        retries: Retries = 3,
         api_key: str | None = None,
         name: str = "remote",
         **options: Unpack[OnFailure],
     ) -> None:
-        if batch_size < 1:
-            raise ConfigError(f"reward '{name}': batch_size must be at least 1, not {batch_size}")
         self.batch_size = batch_size
         super().__init__(self.scores, source, timeout, retries, api_key, name=name, **options)
 
@@ -159,19 +167,20 @@ class JudgeReward(_ServedReward):
             is lower, or an address cannot be a model server's.
     """
 
+    @checked
     def __init__(
         self,
         source: str | Sequence[str],
         *,
         template: str = TEMPLATE,
         parse: str | Callable[[str], Any] = SCORE,
-        scale: tuple[float, float] = SCALE,
+        scale: Annotated[tuple[float, float], AsTuple] = SCALE,
         system: str | None = None,
         model: str | None = None,
-        max_tokens: int = 256,
-        temperature: float = 0.0,
-        timeout: float = 60.0,
-        retries: int = 3,
+        max_tokens: Count = 256,
+        temperature: NotNegative = 0.0,
+        timeout: Seconds = 60.0,
+        retries: Retries = 3,
         api_key: str | None = None,
         name: str = "judge",
         **options: Unpack[OnFailure],
@@ -182,12 +191,21 @@ class JudgeReward(_ServedReward):
             raise ConfigError(
                 f"reward '{name}': '{parse}' has to be a regular expression with a group (...) around the number"
             )
-        self.scale = _scale(name, scale)
+        if scale[0] >= scale[1]:
+            raise ConfigError(f"JudgeReward.scale: is the least and the most of a judge's score, not {scale}")
+        self.scale = scale
         for url in [source] if isinstance(source, str) else source:
             check_model_path(url)
         self.template, self.parse, self.system, self.model = template, parse, system, model
         self.sampling = {"max_tokens": max_tokens, "temperature": temperature}
         super().__init__(self.scores, source, timeout, retries, api_key, name=name, **options)
+
+    def check_data(self, rows: Sequence[Mapping[str, Any]]) -> None:
+        super().check_data(rows)
+        known = {"prompt", "response", *user_columns(dict(rows[0]))}
+        for name in sorted({*re.findall(r"\{(\w+)\}", self.template)} - known):
+            text = f"the template's {{{name}}} is no column of the data and stays as it is: {nearest(name, known)}"
+            logger.warning("reward '%s': %s", self.name, text)
 
     async def scores(self, prompts: list[Any], completions: list[Any], **columns: Any) -> list[Score]:
         """A score for each sample."""
@@ -213,36 +231,29 @@ class JudgeReward(_ServedReward):
             chat["model"] = model
         said = await self.pool.ask(bodies, lambda answer: _said(text, answer))
         try:
-            return [self._within(self._parsed(said), said)]
+            with computing(self.name, self._servers[1]):
+                return [self._within(self._parsed(said), said)]
         except Exception as error:  # the reply and the user's function may be wrong in any way
-            return [failure(f"the judge's answer cannot be read ({type(error).__name__}: {error}): {said[-200:]!r}")]
+            return [
+                failure(f"the judge's answer cannot be read ({describe(error)}): {said[-200:]!r}", traceback_of(error))
+            ]
 
     def _parsed(self, said: str) -> Score:
         if callable(self.parse):
-            return read_scores(self.parse(said), 1)[0]
+            return read_score(self.parse(said))
         numbers = list(re.finditer(self.parse, said))
         if not numbers:
             return failure(f"the judge gave no score: {said[-200:]!r}")
         number, most = (*numbers[-1].groups(default=""), "")[:2]
         if most and float(most) != self.scale[1]:
             return failure(f"the judge's score is out of {most}, the scale ends at {self.scale[1]:g}: {said[-200:]!r}")
-        return read_scores(float(number.replace("\u2212", "-")), 1)[0]
+        return read_score(float(number.replace("\u2212", "-")))
 
     def _within(self, score: Score, said: str) -> Score:
         low, high = self.scale
         if score.value is None or low <= score.value <= high:
             return score
         return failure(f"the judge's score {score.value:g} is not on the scale {low:g} to {high:g}: {said[-200:]!r}")
-
-
-def _scale(name: str, scale: Any) -> tuple[float, float]:
-    try:
-        low, high = map(float, scale)
-    except (TypeError, ValueError):
-        low = high = math.nan
-    if not -math.inf < low < high < math.inf:
-        raise ConfigError(f"reward '{name}': scale is the least and the most of a judge's score, not {scale!r}")
-    return low, high
 
 
 def _groups(expression: str) -> int:

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Annotated, Any
+
+from pydantic import Field
 
 from verl.batch import Batch
-from verl.errors import CheckpointError, ConfigError
+from verl.checked import checked
+from verl.errors import CheckpointError
 from verl.rewards.source import RewardResult, RewardSource
 
 
@@ -22,9 +25,8 @@ class Smoothed:
 
     whole_batch = True
 
-    def __init__(self, source: RewardSource, decay: float) -> None:
-        if not 0 <= decay < 1:
-            raise ConfigError(f"smoothing is a decay of at least 0 and below 1, not {decay}")
+    @checked
+    def __init__(self, source: RewardSource, decay: Annotated[float, Field(ge=0, lt=1)]) -> None:
         self.source, self.decay, self.name = source, decay, source.name
         self.parts = {source.name: source}
         self.mean: float | None = None

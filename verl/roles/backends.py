@@ -10,12 +10,14 @@ from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 from verl.batch import Batch
+from verl.checked import checked
 from verl.controller.controller import Controller
 from verl.data.chat import ChatTokenizer
 from verl.data.text import ResponseText
 from verl.data.tokenize import to_prompts
 from verl.errors import ConfigError, ModelError
 from verl.models.loading import load_tokenizer
+from verl.record import Count, Retries, Seconds, Seed
 from verl.rewards.remote import JudgeReward
 from verl.rewards.source import RewardResult, run_reward
 from verl.roles.actor import Actor, expand
@@ -49,6 +51,7 @@ class VLLMActor(Actor):
 VLLMActorModel = VLLMActor
 
 
+@checked
 def get_actor_critic(
     model_name: str, use_vllm: bool = False, device_map: Any = None, **options: Any
 ) -> tuple[Actor, Critic]:
@@ -99,12 +102,13 @@ class ActorRolloutRefWorker(BuiltWorker):
             generation.
     """
 
+    @checked
     def __init__(
         self,
         model_path: Any,
         tokenizer: Any = None,
         *,
-        max_batch_size: int = 256,
+        max_batch_size: Count = 256,
         rollout_backend: Any = "vllm",
         **options: Any,
     ) -> None:
@@ -191,17 +195,18 @@ class vLLMWorker(RolloutWorker):  # noqa: N801  (the name that users know)
 
     whole_batch = False
 
+    @checked
     def __init__(
         self,
         api_url: str | Sequence[str],
         tokenizer: Any = None,
         *,
         model: str | None = None,
-        timeout: float = 600.0,
-        retries: int = 3,
+        timeout: Seconds = 600.0,
+        retries: Retries = 3,
         api_key: str | None = None,
         sampling: SamplingParams | None = None,
-        seed: int = 0,
+        seed: Seed = 0,
         **judge: Any,
     ) -> None:
         super().__init__(tokenizer, sampling, seed)
@@ -239,6 +244,7 @@ class vLLMAdapter(RolloutWorker):  # noqa: N801
         ModelError: the engine cannot generate, or not asynchronously.
     """
 
+    @checked
     def __init__(
         self,
         engine: Any,
@@ -246,7 +252,7 @@ class vLLMAdapter(RolloutWorker):  # noqa: N801
         *,
         loop: Any = None,
         sampling: SamplingParams | None = None,
-        seed: int = 0,
+        seed: Seed = 0,
     ) -> None:
         function = getattr(engine, "generate", None)
         if function is None:

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from verl.algorithms import BaseAlgorithm, make_algorithm, value_algorithm
 from verl.batch import Batch
+from verl.checked import checked
 from verl.controller.controller import Controller
 from verl.controller.group import Workers
 from verl.controller.ranks import registry
@@ -17,16 +18,17 @@ from verl.data.chat import ChatTokenizer
 from verl.data.text import spelled
 from verl.data.vocabulary import tokenizer_of, vocabulary_id
 from verl.errors import ConfigError, ModelError
-from verl.layout import ModelShape
+from verl.log import follow_log_level
 from verl.models.adapter_check import check_adapters
 from verl.models.heads import ValueModel
 from verl.models.loading import load_tokenizer
-from verl.models.lora import add_lora, has_adapters
+from verl.models.lora import add_lora, has_adapters, shape_of
 from verl.models.options import ModelOptions
 from verl.models.portable import PortableModel
 from verl.models.shards import outline
 from verl.models.source import ModelFiles
 from verl.models.wrapped import unwrapped
+from verl.record import Seed
 from verl.roles.columns import add_rewards, as_sequences
 from verl.roles.lora_base import LoraBase, load_role, save_role
 from verl.roles.settings import (
@@ -71,21 +73,23 @@ class Critic:
     files: ModelFiles | None = None
     base: LoraBase | None = None
 
+    @checked
     def __init__(
         self,
         model: PreTrainedModel | ValueModel | ModelOptions | str,
         tokenizer: PreTrainedTokenizerBase | str | None = None,
         *,
         train: TrainOptions | Mapping[str, Any] | None = None,
-        strategy: str | None = None,
+        strategy: Any = None,
         placement: Any = None,
         actor_tokenizer: PreTrainedTokenizerBase | None = None,
         algorithm: str | BaseAlgorithm | None = None,
         optim: OptimConfig | Mapping[str, Any] | Any = None,
         fused_kernels: bool | str | None = None,
-        seed: int = 0,
+        seed: Seed = 0,
         **settings: Any,
     ) -> None:
+        follow_log_level()
         model, tokenizer = as_name(model), as_name(tokenizer)
         given = TrainOptions.of(train, "train")
         optim = optimizer_settings("Critic", settings, given, optim)
@@ -151,7 +155,7 @@ class Critic:
         if self._group is None:
             self._outline = outline(self.model)
             recipe = partial(CriticWorker, self.files or PortableModel(self.model), self.train_options)
-            shape = ModelShape.of(self.model.config)
+            shape = shape_of(self.model)
             self._group = self.controller.group(self.role, recipe, self.train_options, shape)
         return self._group
 

@@ -9,6 +9,7 @@ from typing import Any
 
 from verl.algorithms import BaseAlgorithm, make_algorithm
 from verl.batch import Batch
+from verl.checked import checked
 from verl.controller.ranks import registry
 from verl.errors import ConfigError
 from verl.models.options import ModelOptions
@@ -35,6 +36,7 @@ class Updater:
         ConfigError: no such algorithm or option; actor and critic are over one model.
     """
 
+    @checked
     def __init__(
         self,
         algorithm: str | BaseAlgorithm,
@@ -63,7 +65,7 @@ class Updater:
         }
         if not self.algorithm.online:  # what nobody sampled has no temperature
             actor.plan = replace(actor.plan, temperature=1.0)
-        own = set(map(id, actor.model.parameters()))
+        own = set(map(id, actor.modules.parameters()))
         for role, handle in self.critics.items():
             if not own.isdisjoint(map(id, handle.model.parameters())):
                 raise ConfigError(

@@ -11,10 +11,12 @@ import operator
 import reprlib
 from collections.abc import Container, Generator, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from numbers import Integral, Real
-from typing import TYPE_CHECKING, Any, Literal, Protocol
+from typing import TYPE_CHECKING, Annotated, Any, Literal, Protocol
 
+from verl.checked import checked
 from verl.errors import ConfigError, RolloutError, nearest
+from verl.record import AsTuple, Natural, Portion, Share, Strings
+from verl.rollout.options import Temperature
 from verl.shard import Shard
 
 if TYPE_CHECKING:
@@ -65,6 +67,7 @@ class Guard(Protocol):
         """A verdict per text: "stop" ends the response as it is, "reject" ends it with `finish="reject"`."""
 
 
+@checked
 @dataclass(frozen=True, slots=True)
 class SamplingParams:
     """How one response is sampled.
@@ -78,37 +81,22 @@ class SamplingParams:
         ConfigError: a value is out of range.
     """
 
-    max_new_tokens: int = 128
-    min_new_tokens: int = 0
-    temperature: float = 1.0
-    top_k: int = 0
-    top_p: float = 1.0
-    min_p: float = 0.0
-    stop: tuple[str, ...] = ()
-    stop_token_ids: tuple[int, ...] = ()
+    max_new_tokens: Natural = 128
+    min_new_tokens: Natural = 0
+    temperature: Temperature = 1.0
+    top_k: Natural = 0
+    top_p: Portion = 1.0
+    min_p: Share = 0.0
+    stop: Strings = ()
+    stop_token_ids: Annotated[tuple[Natural, ...], AsTuple] = ()
     ignore_eos: bool = False
 
     def __post_init__(self) -> None:
-        kinds = {Integral: ("max_new_tokens", "min_new_tokens", "top_k"), Real: ("temperature", "top_p", "min_p")}
-        for kind, names in kinds.items():
-            for name in names:
-                if not isinstance(getattr(self, name), kind):
-                    word = "whole number" if kind is Integral else "number"
-                    raise ConfigError(f"sampling: {name} must be a {word}, got {getattr(self, name)!r}")
-        checks = {
-            "max_new_tokens must be at least 0": self.max_new_tokens >= 0,
-            "min_new_tokens must lie between 0 and max_new_tokens": 0 <= self.min_new_tokens <= self.max_new_tokens,
-            "temperature must be 0 (greedy) or lie in [1e-6, 1e6]": not self.temperature
-            or 1e-6 <= self.temperature <= 1e6,
-            "top_k must lie in [0, 2^31) (0 is off)": 0 <= self.top_k < 1 << 31,
-            "top_p must lie in (0, 1] (1 is off)": 0 < self.top_p <= 1,
-            "min_p must lie in [0, 1] (0 is off)": 0 <= self.min_p <= 1,
-            "stop must be a tuple of non-empty strings": _is_tuple_of(str, self.stop) and all(self.stop),
-            "stop_token_ids must be a tuple of whole numbers": _is_tuple_of(Integral, self.stop_token_ids),
-        }
-        for message, holds in checks.items():
-            if not holds:
-                raise ConfigError(f"sampling: {message}, got {self}")
+        if self.min_new_tokens > self.max_new_tokens:
+            raise ConfigError(
+                f"SamplingParams.min_new_tokens: must be at most max_new_tokens ({self.max_new_tokens}), not "
+                f"{self.min_new_tokens}"
+            )
 
 
 def as_sampling(given: Any, base: SamplingParams | None = None) -> SamplingParams:
@@ -122,14 +110,10 @@ def as_sampling(given: Any, base: SamplingParams | None = None) -> SamplingParam
         return given or base
     if not isinstance(given, Mapping):
         raise ConfigError(f"sampling is SamplingParams or a mapping of their fields, not {given!r}")
-    if unknown := next((name for name in given if name not in SamplingParams.__dataclass_fields__), None):
+    fields = {str(name): value for name, value in given.items()}
+    if unknown := next((name for name in fields if name not in SamplingParams.__dataclass_fields__), None):
         raise ConfigError(f"there is no sampling setting '{unknown}': {nearest(unknown, base.__dataclass_fields__)}")
-    fields: dict[str, Any] = {name: tuple(v) if isinstance(v, list) else v for name, v in given.items()}
     return replace(base, **fields)
-
-
-def _is_tuple_of(kind: type, values: object) -> bool:
-    return isinstance(values, tuple) and all(isinstance(value, kind) for value in values)
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,11 +11,13 @@ from functools import cached_property
 from typing import Any, TypeVar
 
 from verl import device
+from verl.checked import checked
 from verl.data.chat import ChatTokenizer
 from verl.data.prompts import content_text
-from verl.data.text import ResponseText
+from verl.data.text import ResponseText, behind_thoughts
 from verl.data.tokenize import encode_plain
 from verl.errors import ConfigError, nearest
+from verl.record import Count, Strings
 
 _T = TypeVar("_T", bound=Callable[..., Any])
 _GUARDS: dict[str, Callable[..., Any]] = {}
@@ -84,23 +86,22 @@ class GuardModel:
             there is no such device.
     """
 
+    @checked
     def __init__(
         self,
         model_name: str,
         *,
-        max_new_tokens: int = 8,
+        max_new_tokens: Count = 8,
         template: str | None = None,
-        refuses: str | tuple[str, ...] = ("unsafe", "false", "no", "incorrect"),
+        refuses: Strings = ("unsafe", "false", "no", "incorrect"),
         minimum: float = 0.0,
         device: str | None = None,
         dtype: str = "auto",
     ) -> None:
         if template is not None and "{response}" not in template:
             raise ConfigError("the template of a guard model must contain {response}")
-        if max_new_tokens < 1:
-            raise ConfigError(f"max_new_tokens of a guard model must be at least 1, not {max_new_tokens}")
         self.model_name, self.max_new_tokens, self.template = model_name, max_new_tokens, template
-        self.refuses = (refuses,) if isinstance(refuses, str) else tuple(refuses)
+        self.refuses = refuses
         if not self.refuses or not all(map(_words, self.refuses)):
             raise ConfigError(f"refuses of a guard model are words, such as 'unsafe', not {refuses!r}")
         self.minimum, self.device, self.dtype = minimum, device, dtype
@@ -141,9 +142,9 @@ class GuardModel:
             return self.accepts(read(found[0, tokens.shape[1] :].tolist()))
 
     def accepts(self, verdict: str) -> bool:
-        """Whether a verdict in words is a good one."""
-        said = _words(verdict)
-        return not any(said[: len(bad)] == bad for bad in map(_words, self.refuses))
+        """Whether a verdict in words, behind the thoughts of a model that thinks, is a good one. None is not."""
+        said = _words(behind_thoughts(verdict).partition("<think>")[0])
+        return bool(said) and not any(said[: len(bad)] == bad for bad in map(_words, self.refuses))
 
     @cached_property
     def _loaded(self) -> tuple[Any, Any, bool]:

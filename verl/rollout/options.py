@@ -26,6 +26,15 @@ ENGINES = ("embedded", "hf", "vllm")
 _NAMES = ("auto", *ENGINES)
 
 
+def _greedy_or_warm(value: float) -> float:
+    if value and not 1e-6 <= value <= 1e6:
+        raise ValueError(f"must be 0 (greedy) or lie between 1e-06 and 1000000, not {value}")
+    return value
+
+
+Temperature = Annotated[float, AfterValidator(_greedy_or_warm)]
+
+
 def _engine_name(value: str) -> str:
     if value not in _NAMES and ":" not in value:
         raise ValueError(f"no engine is called '{value}': {nearest(value, _NAMES)}; or give FILE.py:CLASS")

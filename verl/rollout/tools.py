@@ -28,12 +28,15 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Literal
 
 from verl import sandbox
+from verl.checked import checked
 from verl.data.chat import ChatTokenizer, template_inputs
 from verl.data.text import spelled
 from verl.data.tokenize import encode_behind
 from verl.errors import ConfigError, DataError, nearest
+from verl.record import Count, Processes, Seconds
 from verl.rollout.base import LongPromptError, Sample
 from verl.rollout.episode import Client, LateError, Turns, with_deadline
+from verl.user_code import show_once, traceback_of
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -91,6 +94,7 @@ class Tool:
         except LateError:
             return f"error: {self.name} took longer than {self.timeout:g} s"
         except Exception as error:  # a user's code may raise anything; the model gets it as the result
+            show_once(logger, f"tool {self.name}", traceback_of(error))
             return f"error: {type(error).__name__}: {error}"
 
     async def _start(self, arguments: Mapping[str, Any]) -> Any:
@@ -120,7 +124,8 @@ def _run(function: Callable[..., Any], arguments: Mapping[str, Any], future: con
         future.set_exception(error if ordinary else RuntimeError(repr(error)))
 
 
-def tool(function: Callable[..., Any], *, timeout: float = 10.0) -> Tool:
+@checked
+def tool(function: Callable[..., Any], *, timeout: Seconds = 10.0) -> Tool:
     """A function, plain or async, as a tool; its schema is derived from its annotations and docstring.
 
     Raises:
@@ -134,7 +139,7 @@ def tool(function: Callable[..., Any], *, timeout: float = 10.0) -> Tool:
 
     try:
         schema = get_json_schema(function)
-    except (DocstringParsingException, TypeHintParsingException) as error:
+    except (DocstringParsingException, TypeHintParsingException, ValueError) as error:  # of built-in ones
         name = getattr(function, "__name__", function)
         raise ConfigError(f"tool {name}: {error}; write annotations and a docstring with Args") from error
     return Tool(str(schema["function"]["name"]), schema, function, timeout)
@@ -162,8 +167,9 @@ def _evaluate(node: ast.AST) -> float:
     raise ValueError("only numbers, + - * / // % and parentheses are allowed")
 
 
+@checked
 def interpreter(
-    limits: sandbox.Limits | None = None, *, packages: Sequence[str | Path] = (), parallel: int | None = None
+    limits: sandbox.Limits | None = None, *, packages: Sequence[str | Path] = (), parallel: Processes | None = None
 ) -> Tool:
     """A tool `python` that runs a program in the sandbox, `parallel` at a time (None: one per core).
 
@@ -207,23 +213,20 @@ class ToolEpisode:
         ConfigError: there is no tool, two have one name, or the plain form cannot call one.
     """
 
+    @checked
     def __init__(
         self,
         tools: Sequence[Tool | Callable[..., Any]],
         *,
         form: Literal["chat", "plain"] = "chat",
-        max_turns: int = 4,
-        max_result_tokens: int = 256,
-        deadline: float = 600.0,
+        max_turns: Count = 4,
+        max_result_tokens: Count = 256,
+        deadline: Seconds = 600.0,
     ) -> None:
         made = [given if isinstance(given, Tool) else tool(given) for given in tools]
         self.tools = {one.name: one for one in made}
-        if not made or len(self.tools) < len(made) or max_turns < 1 or max_result_tokens < 1:
-            raise ConfigError(
-                "ToolEpisode needs tools with different names, and max_turns and max_result_tokens of at least 1"
-            )
-        if form not in ("chat", "plain"):
-            raise ConfigError(f"form must be chat or plain, not '{form}'")
+        if not made or len(self.tools) < len(made):
+            raise ConfigError("ToolEpisode.tools: must be one tool or more, of different names")
         self.form: _Form = _PlainForm(self.tools) if form == "plain" else _ChatForm()
         self.schemas = [] if form == "plain" else [one.schema for one in made]
         self.max_turns, self.max_result_tokens, self.deadline = max_turns, max_result_tokens, deadline

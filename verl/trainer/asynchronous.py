@@ -14,21 +14,24 @@ import threading
 import time
 from collections.abc import Iterator
 from functools import partial
-from typing import Any
+from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict
 
 from verl.batch import Batch
+from verl.checked import checked
 from verl.controller.pool import check_range
 from verl.controller.standalone import RolloutPool
 from verl.dataflow.schedule import Schedule
 from verl.dataflow.scores import sample_metrics
 from verl.errors import ConfigError, TrainingError
+from verl.record import Count, Processes, Staleness
 from verl.roles.actor import expand
 from verl.trainer.check import check_asynchronous
 from verl.trainer.checkpoint import Checkpoint
 from verl.trainer.guard import SafetyGuard
-from verl.trainer.state import Count
+from verl.trainer.metrics import add_metrics
+from verl.trainer.state import Count as SavedCount
 from verl.trainer.timeline import Span
 from verl.trainer.trainer import Trainer
 from verl.workers.standalone import EngineRecipe, Finished
@@ -42,8 +45,8 @@ class ScheduleState(BaseModel):
 
     model_config = ConfigDict(extra="forbid")
 
-    version: Count
-    began: dict[str, Count]
+    version: SavedCount
+    began: dict[str, SavedCount]
 
 
 class AsyncTrainer(Trainer):
@@ -53,6 +56,7 @@ class AsyncTrainer(Trainer):
         batch_size: prompts that a step trains on.
         max_staleness: training steps that may pass between the begin of a sample's rollout and its own training.
         rollout_workers: processes that sample; `group.scale(n)` changes their number while training runs.
+        num_rollout_workers: the same.
         max_rollout_workers: let there be up to so many when sampling for a step takes longer than the rest of it, and
             fewer again, down to `rollout_workers`, when they are not needed; None: as many as `rollout_workers`.
         transport: how samples come to this process, "shared_memory" or "queue", see `RolloutPool`.
@@ -63,14 +67,16 @@ class AsyncTrainer(Trainer):
             training (a buffer, `update_freq`) is set.
     """
 
+    @checked
     def __init__(
         self,
         *args: Any,
-        batch_size: int,
-        max_staleness: int = 1,
-        rollout_workers: int = 1,
-        max_rollout_workers: int | None = None,
-        transport: str = "shared_memory",
+        batch_size: Count,
+        max_staleness: Staleness = 1,
+        rollout_workers: Processes = 1,
+        max_rollout_workers: Processes | None = None,
+        num_rollout_workers: Processes | None = None,
+        transport: Literal["shared_memory", "queue"] = "shared_memory",
         **options: Any,
     ) -> None:
         if unused := [name for name, usual in _SYNCHRONOUS.items() if options.get(name, usual) != usual]:
@@ -78,6 +84,11 @@ class AsyncTrainer(Trainer):
                 f"asynchronous training has a step for every batch_size groups and keeps no buffer: leave "
                 f"{', '.join(unused)} out, or max_staleness"
             )
+        if num_rollout_workers is not None and rollout_workers not in (1, num_rollout_workers):
+            raise ConfigError(
+                f"num_rollout_workers={num_rollout_workers} is another name of rollout_workers={rollout_workers}"
+            )
+        rollout_workers = num_rollout_workers or rollout_workers
         super().__init__(*args, **options)
         rollout = self.actor.rollout_options
         episode = self.task.task.episode or rollout.episode
@@ -133,14 +144,12 @@ class AsyncTrainer(Trainer):
             self._feed(prompts)
         waited = time.perf_counter() - began
         samples, record = self.experience.replay(Batch.concat(self.schedule.take()), f"s{self.steps}")
-        own = self.experience.own_metrics(samples)
-        record.update(self._rollout_record(samples), **own, **{"time/wait": waited})
+        record.update(self._rollout_record(samples), **{"time/wait": waited})
+        add_metrics(record, self.experience.own_metrics(samples), self.experience.metrics)
         keep = self.algorithm.keep(samples)
         samples = samples if keep is None else samples.filter(keep)
-        record.update(self.learn(samples) if len(samples) else {"update/empty": 1.0})
+        self._add(record, self.learn(samples) if len(samples) else {"update/empty": 1.0})
         record["updated"] = "update/empty" not in record
-        if "policy/kl" in record:
-            record.setdefault("kl", record["policy/kl"])
         self._publish()
         # Enough workers to sample a step's groups while the rest of a step goes on.
         self.group.fit(record["time/rollout"], time.perf_counter() - began - waited)

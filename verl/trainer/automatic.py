@@ -12,9 +12,9 @@ from verl.errors import CheckpointError, ConfigError, VerlError
 from verl.trainer import state
 from verl.trainer.checkpoint import Checkpoint, CheckpointStore, load_checkpoint
 from verl.trainer.saving import Saving
-from verl.trainer.task import check_counts
 
 if TYPE_CHECKING:
+    from verl.data.prefetch import Loader
     from verl.trainer.trainer import Trainer
 
 logger = logging.getLogger(__name__)
@@ -33,7 +33,6 @@ class AutomaticCheckpoints:
     """
 
     def __init__(self, directory: str | Path, every: int, keep: int | None, background: bool) -> None:
-        check_counts(1, save_every=every, keep_checkpoints=keep)
         self.every, self.store = every, CheckpointStore(directory, _ALL if keep is None else keep)
         self._background = background
         self._pending: Saving | None = None
@@ -99,11 +98,11 @@ class AutomaticCheckpoints:
         except VerlError as error:
             logger.warning("the last checkpoint was not saved: %s", error)
 
-    def resume(self, trainer: Trainer) -> int | None:
+    def resume(self, trainer: Trainer, data: Loader | None = None) -> int | None:
         """See `Trainer.resume`."""
         self.finish()
         start()
-        checkpoint = self.store.load(state.identity(trainer), partial(state.check, trainer))
+        checkpoint = self.store.load(state.identity(trainer), partial(state.check, trainer, data=data))
         if checkpoint is None:
             return None
         self._restore(trainer, checkpoint)

@@ -11,12 +11,16 @@ import time
 from collections.abc import Iterator
 from concurrent.futures import FIRST_COMPLETED, Future, wait
 from dataclasses import dataclass
-from typing import Any
+from typing import Annotated, Any
+
+from pydantic import Field
 
 from verl.batch import Batch
+from verl.checked import checked
 from verl.data.prefetch import Loader
 from verl.data.task_loader import TaskLoader
 from verl.errors import ConfigError, TrainingError
+from verl.record import Staleness
 from verl.trainer.check import check_corrected
 from verl.trainer.trainer import Trainer
 
@@ -46,12 +50,11 @@ class InterleavedTrainer(Trainer):
         ConfigError: there is one task, or one whose algorithm does not correct for samples of an older policy.
     """
 
-    def __init__(self, *args: Any, max_staleness: int = 2, **options: Any) -> None:
+    @checked
+    def __init__(self, *args: Any, max_staleness: Annotated[Staleness, Field(ge=1)] = 2, **options: Any) -> None:
         super().__init__(*args, **options)
         if len(self.tasks) < 2:
             raise ConfigError("interleaved training is of several tasks: for one, use AsyncTrainer")
-        if max_staleness < 1:
-            raise ConfigError(f"max_staleness must be at least 1, not {max_staleness}: 0 is synchronous, see Trainer")
         for task in self.tasks.values():
             check_corrected(task.algorithm)
         self.max_staleness = max_staleness
@@ -60,13 +63,18 @@ class InterleavedTrainer(Trainer):
     def step(self, prompts: Any) -> dict[str, Any]:
         raise ConfigError("interleaved training draws prompts task by task: call fit(task_loader, n)")
 
-    def fit(self, prompts: Any, steps: int | None = None, *, batch_size: int | None = None) -> dict[str, Any]:
+    def fit(
+        self, prompts: Any, steps: int | None = None, *, batch_size: int | None = None, **options: Any
+    ) -> dict[str, Any]:
         if not isinstance(prompts, TaskLoader):
             raise ConfigError(f"interleaved training draws from a TaskLoader, not from a {type(prompts).__name__}")
         try:
-            return super().fit(prompts, steps, batch_size=batch_size)
+            return super().fit(prompts, steps, batch_size=batch_size, **options)
         finally:
             self._land()
+
+    def _read_ahead(self, loader: Any) -> Any:
+        return loader  # what is drawn depends on which tasks are waited for
 
     def advance(self, prompts: Iterator[Any]) -> dict[str, Any]:
         """Begin what may be begun, wait for the samples of a task, train on all that have come.

@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 import inspect
-import math
-import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from difflib import get_close_matches
-from numbers import Integral
 from typing import Any
 
 from verl.algorithms import BaseAlgorithm, make_algorithm
+from verl.checked import checked
+from verl.config.tasks import TaskName
 from verl.dataflow.graph import Node
 from verl.errors import ConfigError
 from verl.models.options import ModelOptions
+from verl.record import Count, NotNegative
 from verl.rollout.base import SamplingParams
 from verl.rollout.episode import Episode
 from verl.rollout.options import RolloutOptions
@@ -46,15 +46,16 @@ class Task:
             is missing, or that the algorithm does not have; an `n` that does not suit the algorithm.
     """
 
+    @checked
     def __init__(
         self,
-        name: str = MAIN,
+        name: TaskName = MAIN,
         algorithm: str | BaseAlgorithm | type[BaseAlgorithm] | None = None,
         sources: Mapping[str, Any] | None = None,
         *,
-        n: int | None = None,
-        share: float = 1.0,
-        loss_weight: float | None = None,
+        n: Count | None = None,
+        share: NotNegative = 1.0,
+        loss_weight: NotNegative | None = None,
         sampling: SamplingParams | Mapping[str, Any] | None = None,
         critic: Any = None,
         episode: Episode | None = None,
@@ -65,11 +66,6 @@ class Task:
         from verl.dataflow.stages import make_stages, stage_nodes
         from verl.roles.reward import Reward
 
-        if not re.fullmatch(r"\w[\w-]*", str(name)):
-            raise ConfigError(f"the name of a task must be letters, digits, _ and -, not '{name}'")
-        for what, number in (("share", share), ("loss_weight", loss_weight)):
-            if number is not None and not 0 <= number < math.inf:
-                raise ConfigError(f"task '{name}': {what} must be a number of at least 0, not {number!r}")
         self.name, self.share, self.loss_weight, self.sampling = name, share, loss_weight, sampling
         self.critic, self.episode = critic, episode
         self.algorithm = make_algorithm(algorithm)
@@ -87,7 +83,6 @@ class Task:
         for name, stage in stages.items():
             if isinstance(stage, RewardNode):
                 self.sources[stage.column if stage.column in ("reward", "cost") else name] = stage.reward
-        check_counts(1, n=n)
         self.n = self.algorithm.samples_per_prompt if n is None else n
         self.algorithm.check_samples(self.n)
 
@@ -155,10 +150,3 @@ def check_tasks(tasks: Sequence[Task]) -> None:
         )
     if not sum(task.share for task in tasks):
         raise ConfigError(f"the shares of the tasks {', '.join(names)} are all 0: nothing would be trained")
-
-
-def check_counts(least: int, **counts: Any) -> None:
-    """Raises ConfigError for a count that is given and is no whole number of at least `least`."""
-    for name, count in counts.items():
-        if count is not None and (isinstance(count, bool) or not isinstance(count, Integral) or count < least):
-            raise ConfigError(f"{name} must be a whole number of at least {least}, not {count!r}")

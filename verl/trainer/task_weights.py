@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import logging
 import math
 import statistics
 from collections.abc import Mapping
 from typing import Any
 
-from verl.errors import CheckpointError, ConfigError
+from verl.checked import checked
+from verl.errors import CheckpointError, ConfigError, nearest
+from verl.record import Count, Share, Weights
+
+logger = logging.getLogger(__name__)
 
 #: Words for a metric of a task's record.
 _ALIASES = {"reward_score": "reward/mean", "score": "reward/mean"}
@@ -38,27 +43,25 @@ class DynamicTaskWeightScheduler:
         ConfigError: no task, a weight that is negative or not finite, or a floor that leaves nothing to give.
     """
 
+    @checked
     def __init__(
         self,
-        initial_weights: Mapping[str, float],
+        initial_weights: Weights,
         metric_key: str = "reward_score",
-        patience: int = 500,
-        min_weight: float = 0.1,
+        patience: Count = 500,
+        min_weight: Share = 0.1,
     ) -> None:
-        if not initial_weights or not all(0 <= weight < math.inf for weight in initial_weights.values()):
-            raise ConfigError(f"initial_weights must be a number of at least 0 a task, not {dict(initial_weights)}")
         if not sum(initial_weights.values()):
-            raise ConfigError("initial_weights are all 0: give one of them more")
+            raise ConfigError("DynamicTaskWeightScheduler.initial_weights: are all 0: give one of them more")
         if not 0 <= min_weight * len(initial_weights) <= 1:
             raise ConfigError(
                 f"min_weight={min_weight} for each of {len(initial_weights)} tasks must come to between 0 and 1"
             )
-        if patience < 1:
-            raise ConfigError(f"patience must be at least 1 step, not {patience}")
         self.metric_key, self.patience, self.min_weight = metric_key, patience, min_weight
         total = sum(initial_weights.values())
         self._initial = {name: weight / total for name, weight in initial_weights.items()}
         self.weights: dict[str, float] = self._floored(self._initial)
+        self._unseen = True  # until the metric has been asked for in vain, which is said once
         self._levels = {name: _Level(max(1, patience // 2)) for name in self._initial}
 
     def update(self, step: int, metrics: Mapping[str, Mapping[str, float]]) -> dict[str, float]:
@@ -67,6 +70,10 @@ class DynamicTaskWeightScheduler:
             value = self._value(metrics.get(name, {}))
             if value is not None:
                 level.add(step, value)
+            elif self._unseen and metrics.get(name, {}).keys() - {"share"}:  # which every task has
+                self._unseen = False
+                near = nearest(self.metric_key, [*metrics[name], *_ALIASES])
+                logger.warning("the scheduler has not seen '%s' of task '%s': %s", self.metric_key, name, near)
         learning = {name: w for name, w in self._initial.items() if not self._has_converged(name, step)}
         goal = self._floored(learning if sum(learning.values()) else self._initial)
         rate = 1 / max(1, self.patience // 10)

@@ -250,6 +250,7 @@ class GRPOConfig(Config):
         "scale_rewards": "group",
         "loss_type": "dapo",
         "entropy_coef": 0.0,
+        "vllm_importance_sampling_correction": True,
     }
     otherwise: ClassVar = {
         "vllm_mode": ("colocate", "give the engine itself: GRPOTrainer(rollout=RolloutOptions(url=...))"),

@@ -32,7 +32,10 @@ def grpo_algorithm(args: Any) -> BaseAlgorithm:
     options: dict[str, Any] = {"norm_adv_by_std": norm, "entropy_coeff": args.entropy_coef}
     if args.beta:
         options |= {"kl_in": "loss", "kl_coef": args.beta}
+    if not args.vllm_importance_sampling_correction:
+        options |= {"rollout_is": None}
     if args.loss_type == "cispo":
+        _refuse_unread(args, "loss_type='cispo'", "epsilon", "delta", "importance_sampling_level")
         return make_algorithm("cispo", **options, clip_ratio_low=1.0, clip_ratio_high=high - 1)
     if args.loss_type not in _AGGREGATION:
         raise ConfigError(f"loss_type='{args.loss_type}': {nearest(args.loss_type, [*_AGGREGATION, 'cispo'])}")
@@ -41,6 +44,7 @@ def grpo_algorithm(args: Any) -> BaseAlgorithm:
     if args.loss_type == "dr_grpo":
         options |= {"loss_scale_factor": float(args.max_completion_length)}
     if args.importance_sampling_level == "sequence":
+        _refuse_unread(args, "importance_sampling_level='sequence'", "delta")
         return make_algorithm("gspo", **options)
     if args.importance_sampling_level != "token":
         raise ConfigError(f"importance_sampling_level='{args.importance_sampling_level}': it is token or sequence")
@@ -53,6 +57,10 @@ def dpo_algorithm(args: Any) -> BaseAlgorithm:
     if len(given) != 1:
         raise ConfigError(f"loss_type={given}: one loss is trained, name one")
     (name,) = given
+    if name != "discopop":
+        _refuse_unread(args, f"loss_type='{name}'", "discopop_tau")
+    if name in (*_OTHERS, "discopop"):
+        _refuse_unread(args, f"loss_type='{name}'", "label_smoothing", *(["beta"] if name == "sft" else []))
     if name in _OTHERS:
         return make_algorithm(name, **({} if name == "sft" else {"beta": args.beta}))
     if name not in _PAIRS:
@@ -61,3 +69,10 @@ def dpo_algorithm(args: Any) -> BaseAlgorithm:
         raise ConfigError("label_smoothing is not of loss_type='sigmoid': set loss_type='robust'")
     options = {"discopop_tau": args.discopop_tau} if name == "discopop" else {"label_smoothing": args.label_smoothing}
     return make_algorithm("dpo", beta=args.beta, loss_type=_PAIRS[name], **options)
+
+
+def _refuse_unread(args: Any, beside: str, *names: str) -> None:
+    """Raises ConfigError for an argument that is set and not read beside another."""
+    for name in names:
+        if (value := getattr(args, name)) != args.defaults[name]:
+            raise ConfigError(f"{name}={value!r} is not read with {beside}: leave it out")

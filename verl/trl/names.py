@@ -5,35 +5,23 @@ from __future__ import annotations
 #: They say how the other library works, not what is learned.
 NO_EFFECT = frozenset((
     "accelerator_config", "activation_checkpointing", "activation_checkpointing_kwargs", "activation_offloading",
-    "assistant_only_loss", "auto_find_batch_size", "average_tokens_across_devices", "batch_eval_metrics",
-    "bf16_full_eval", "cache_implementation", "cast_lm_head_to_fp32", "data_seed", "dataloader_drop_last",
-    "dataloader_in_order", "dataloader_multiprocessing_context", "dataloader_num_workers",
-    "dataloader_persistent_workers", "dataloader_pin_memory", "dataloader_prefetch_factor", "dataset_num_proc",
-    "ddp_backend", "ddp_broadcast_buffers", "ddp_bucket_cap_mb", "ddp_find_unused_parameters", "ddp_static_graph",
-    "ddp_timeout", "debug", "disable_dropout", "disable_tqdm", "do_eval", "do_predict", "do_train",
-    "ds3_gather_for_generation", "enable_jit_checkpoint", "entropy_coef_delta", "entropy_coef_max",
-    "entropy_coef_min", "entropy_target", "eval_accumulation_steps", "eval_delay", "eval_do_concat_batches",
-    "eval_on_start", "eval_packing", "eval_use_gather_object", "f_alpha_divergence_coef", "fp16_full_eval",
-    "full_determinism", "gradient_checkpointing_kwargs", "greater_is_better", "hub_always_push", "hub_model_id",
-    "hub_private_repo", "hub_revision", "hub_strategy", "hub_token", "ignore_data_skip", "include_for_metrics",
+    "batch_eval_metrics", "cache_implementation", "dataloader_in_order", "dataloader_multiprocessing_context",
+    "dataloader_num_workers", "dataloader_persistent_workers", "dataloader_pin_memory",
+    "dataloader_prefetch_factor", "dataset_num_proc", "ddp_backend", "ddp_broadcast_buffers", "ddp_bucket_cap_mb",
+    "ddp_find_unused_parameters", "ddp_static_graph", "ddp_timeout", "debug", "disable_tqdm", "do_eval",
+    "do_predict", "do_train", "ds3_gather_for_generation", "enable_jit_checkpoint", "eval_accumulation_steps",
+    "eval_do_concat_batches", "eval_on_start", "eval_use_gather_object", "full_determinism",
+    "gradient_checkpointing_kwargs", "hub_private_repo", "hub_strategy", "hub_token", "include_for_metrics",
     "include_num_input_tokens_seen", "label_names", "length_column_name", "liger_kernel_config", "local_rank",
     "log_completions", "log_level", "log_level_replica", "log_multimodal", "log_on_each_node", "log_unique_prompts",
-    "logging_dir", "logging_first_step", "logging_nan_inf_filter", "logging_strategy",
-    "max_tool_calling_iterations", "metric_for_best_model", "num_completions_to_print", "optim_args",
-    "optim_target_modules", "overwrite_output_dir", "packing", "packing_strategy", "pad_to_multiple_of",
-    "pad_token", "padding_free", "parallelism_config", "per_device_eval_batch_size", "precompute_ref_batch_size",
-    "precompute_ref_log_probs", "prediction_loss_only", "ref_model_mixup_alpha", "ref_model_sync_steps",
-    "remove_unused_columns", "restore_callback_states_from_checkpoint", "sapo_temperature_neg",
-    "sapo_temperature_pos", "save_on_each_node", "save_only_model", "shuffle_dataset", "skip_memory_metrics",
-    "tf32", "torch_compile", "torch_compile_backend", "torch_compile_mode", "torch_empty_cache_steps",
-    "trackio_bucket_id", "trackio_space_id", "trackio_static_space_id", "train_sampling_strategy",
-    "transformers_continuous_batching_config", "use_bias_correction_kl", "use_cache", "use_liger_kernel",
-    "use_transformers_continuous_batching", "use_transformers_paged", "vespo_k_neg", "vespo_k_pos",
-    "vespo_lambda_neg", "vespo_lambda_pos", "vllm_enable_sleep_mode", "vllm_gpu_memory_utilization",
-    "vllm_group_port", "vllm_importance_sampling_cap", "vllm_importance_sampling_clip_max",
-    "vllm_importance_sampling_clip_min", "vllm_importance_sampling_correction", "vllm_importance_sampling_mode",
-    "vllm_max_model_length", "vllm_model_impl", "vllm_server_host", "vllm_server_port", "vllm_server_timeout",
-    "vllm_tensor_parallel_size",
+    "logging_first_step", "logging_nan_inf_filter", "num_completions_to_print", "overwrite_output_dir",
+    "pad_to_multiple_of", "padding_free", "parallelism_config", "per_device_eval_batch_size",
+    "precompute_ref_batch_size", "precompute_ref_log_probs", "prediction_loss_only", "remove_unused_columns",
+    "restore_callback_states_from_checkpoint", "save_on_each_node", "skip_memory_metrics", "torch_compile",
+    "torch_compile_backend", "torch_compile_mode", "torch_empty_cache_steps", "trackio_bucket_id",
+    "trackio_space_id", "trackio_static_space_id", "transformers_continuous_batching_config", "use_cache",
+    "use_liger_kernel", "use_transformers_continuous_batching", "use_transformers_paged", "vllm_enable_sleep_mode",
+    "vllm_gpu_memory_utilization", "vllm_max_model_length", "vllm_model_impl",
 ))  # fmt: skip
 
 #: Name -> (what it is where it says nothing, what to do in the place of another value).
@@ -49,6 +37,61 @@ OTHERWISE: dict[str, tuple[object, str]] = {
     "fsdp_config": (None, "give the trainer strategy='fsdp', under torchrun"),
     "label_smoothing_factor": (0.0, "DPOConfig has label_smoothing"),
     "neftune_noise_alpha": (None, "leave it out"),
+    "assistant_only_loss": (False, "the loss is of completions, and of the replies in rows of messages"),
+    "auto_find_batch_size": (False, "set per_device_train_batch_size"),
+    "average_tokens_across_devices": (True, "a loss is a mean over the tokens of all ranks"),
+    "cast_lm_head_to_fp32": (False, "log-probs are computed in fp32 or better"),
+    "data_seed": (None, "seed orders the data, too"),
+    "dataloader_drop_last": (False, "rows that are left over begin the next batch"),
+    "disable_dropout": (True, "dropout is off"),
+    "eval_delay": (0, "evaluation begins before the first step"),
+    "f_alpha_divergence_coef": (None, "the divergence is the reverse KL"),
+    "hub_always_push": (False, "nothing is uploaded"),
+    "ignore_data_skip": (False, "a run goes on in the data where it was"),
+    "logging_dir": (None, "logs are in output_dir"),
+    "logging_strategy": ("steps", "set logging_steps"),
+    "max_tool_calling_iterations": (None, "give the trainer a ToolEpisode, which has max_turns"),
+    "packing": (False, "batches are counted in rows, and packed without padding"),
+    "pad_token": (None, "set the tokenizer's pad_token"),
+    "save_only_model": (False, "checkpoints hold all that a run goes on from"),
+    "shuffle_dataset": (True, "batches are drawn at random; GRPOConfig alone has shuffle_dataset=False"),
+    "train_sampling_strategy": ("random", "batches are drawn at random"),
+    "tf32": (None, "set torch.backends.cuda.matmul.allow_tf32"),
+    "use_bias_correction_kl": (False, "see kl_estimator in docs/algorithms.md"),
+    "vllm_tensor_parallel_size": (1, "give the engine itself: GRPOTrainer(rollout=RolloutOptions(...))"),
+    **dict.fromkeys(("bf16_full_eval", "fp16_full_eval"), (False, "evaluation has the model's dtype")),
+    **dict.fromkeys(
+        ("entropy_coef_delta", "entropy_coef_max", "entropy_coef_min", "entropy_target"),
+        (None, "entropy_coef is fixed"),
+    ),
+    **dict.fromkeys(
+        ("eval_packing", "packing_strategy"), (None, "batches are counted in rows, and packed without padding")
+    ),
+    **dict.fromkeys(
+        ("greater_is_better", "metric_for_best_model"), (None, "checkpoints of all steps are in output_dir")
+    ),
+    **dict.fromkeys(("hub_model_id", "hub_revision"), (None, "nothing is uploaded")),
+    **dict.fromkeys(
+        ("optim_args", "optim_target_modules"), (None, "pass your own optimizer as optimizers=(optimizer, None)")
+    ),
+    **dict.fromkeys(
+        ("ref_model_mixup_alpha", "ref_model_sync_steps"), (None, "the reference is the model as it was at first")
+    ),
+    **dict.fromkeys(
+        ("sapo_temperature_neg", "sapo_temperature_pos"), (None, "it is of loss_type='sapo', which is not here")
+    ),
+    **dict.fromkeys(
+        ("vespo_k_neg", "vespo_k_pos", "vespo_lambda_neg", "vespo_lambda_pos"),
+        (None, "it is of loss_type='vespo', which is not here"),
+    ),
+    **dict.fromkeys(
+        [f"vllm_importance_sampling_{name}" for name in ("cap", "clip_max", "clip_min", "mode")],
+        (None, "see rollout_is in docs/algorithms.md: verl.Trainer has these bounds"),
+    ),
+    **dict.fromkeys(
+        ("vllm_server_host", "vllm_server_port", "vllm_group_port", "vllm_server_timeout"),
+        (None, "give the engine itself: GRPOTrainer(rollout=RolloutOptions(url=...))"),
+    ),
     "vllm_server_base_url": (None, "give the engine itself: GRPOTrainer(rollout=RolloutOptions(url=...))"),
 }
 

@@ -5,8 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
+from verl.checked import checked
 from verl.data.loader import permutation
 from verl.errors import ConfigError, DataError
+from verl.record import Count, Natural, Portion, Seed
 
 if TYPE_CHECKING:
     import torch
@@ -33,20 +35,21 @@ class DynamicBatchSampler:
         DataError: a row's length cannot be seen.
     """
 
+    @checked
     def __init__(
         self,
         dataset: Any,
-        max_tokens_per_batch: int = 4096,
+        max_tokens_per_batch: Count = 4096,
         *,
-        lengths: Sequence[int] | None = None,
+        lengths: Sequence[Natural] | None = None,
         length_fn: Callable[[Any], int] | None = None,
-        max_padding: float = 0.1,
+        max_padding: Portion = 0.1,
         shuffle: bool = True,
-        seed: int = 0,
-        pad_token_id: int = 0,
+        seed: Seed = 0,
+        pad_token_id: Natural = 0,
     ) -> None:
-        if max_tokens_per_batch < 1 or not 0 < max_padding <= 1:
-            raise ConfigError("max_tokens_per_batch is at least 1, max_padding above 0 and at most 1")
+        if isinstance(dataset, Mapping) or not (hasattr(dataset, "__len__") and hasattr(dataset, "__getitem__")):
+            raise ConfigError(f"DynamicBatchSampler.dataset: must have a length and rows by number, not {dataset!r}")
         if lengths is None:
             look = length_fn or _row_length
             lengths = [int(look(dataset[row])) for row in range(len(dataset))]
@@ -93,7 +96,8 @@ class DynamicBatchSampler:
         return [*bounds, (start, len(lengths))] if lengths else []
 
 
-def collate_fn(rows: Sequence[Any], pad_token_id: int = 0) -> dict[str, Any]:
+@checked
+def collate_fn(rows: Sequence[Any], pad_token_id: Natural = 0) -> dict[str, Any]:
     """Rows as one padded batch of tensors `[B, T]`, T the longest row.
 
     `input_ids` (also of rows that are bare token ids) is padded with `pad_token_id`, `labels` with -100, other integer

@@ -1,0 +1,143 @@
+"""Arguments of Python calls, checked as settings of a file are: by the types and bounds in their hints, with the same
+messages. Imported without torch."""
+
+from __future__ import annotations
+
+import builtins
+import collections.abc
+import functools
+import inspect
+import numbers
+import types
+import typing
+from collections.abc import Callable, Mapping
+from typing import Annotated, Any, Literal, TypeVar, Union
+
+from pydantic import ConfigDict, InstanceOf, PlainValidator, TypeAdapter, ValidationError
+
+from verl.record import Problem, SettingsError, problems_of, section
+
+_CONFIG = ConfigDict(strict=True, allow_inf_nan=False, arbitrary_types_allowed=True)
+_SCALARS = (bool, int, float, str, bytes, type(None))
+CallableT = TypeVar("CallableT", bound=Callable[..., Any])
+
+
+def checked(function: CallableT) -> CallableT:
+    """Decorator of a function, a constructor or a dataclass: each argument must have the type of its hint, strictly
+    (`True` is no number, a number no text, nan no number), and lie within the bounds of an `Annotated` one.
+
+    Scalars, tuples of them, literals and records are checked in full; of other classes only that it is one, and hints
+    of names that are imported for type checkers alone say nothing. A list where a tuple is wanted, or a mapping where
+    a record is, is turned into one.
+
+    Raises:
+        SettingsError: (a `ConfigError`) on the call, naming every wrong argument.
+    """
+    if isinstance(function, type):
+        function.__init__ = checked(function.__init__)  # type: ignore[misc]
+        return function
+    signature = inspect.signature(function)
+    owner = function.__qualname__.removesuffix(".__init__")
+
+    @functools.wraps(function)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        try:
+            bound = signature.bind(*args, **kwargs)
+        except TypeError:
+            return function(*args, **kwargs)  # whose own message names the function
+        hints = hints_of(function)
+        values = {name: value for name, value in bound.arguments.items() if name in hints}
+        bound.arguments.update(validated(owner, hints, values))
+        return function(*bound.args, **bound.kwargs)
+
+    return typing.cast(CallableT, call)
+
+
+def validated(owner: str, hints: Mapping[str, Any], values: Mapping[str, Any]) -> dict[str, Any]:
+    """The values as their hints want them.
+
+    Raises:
+        SettingsError: some are not what their hints say; all are named.
+    """
+    problems: list[Problem] = []
+    results = {}
+    for name, value in values.items():
+        try:
+            results[name] = _adapter(hints[name]).validate_python(_plain(value))
+        except ValidationError as error:
+            problems += [((name, *path), text, details) for path, text, details in problems_of(hints[name], error)]
+    if problems:
+        raise SettingsError(owner, problems)
+    return results
+
+
+def _plain(value: Any) -> Any:
+    """A number of another library, such as NumPy's, as one of Python's."""
+    if isinstance(value, int | float) or not isinstance(value, numbers.Real):
+        return value
+    return int(value) if isinstance(value, numbers.Integral) else float(value)
+
+
+@functools.cache
+def hints_of(function: Callable[..., Any]) -> dict[str, Any]:
+    """What can be checked of each parameter, by name; those that take any number of arguments are left out."""
+    names = _Names(function.__globals__)
+    return {
+        name: _checkable(_evaluated(parameter.annotation, names))
+        for name, parameter in inspect.signature(function).parameters.items()
+        if parameter.annotation is not parameter.empty
+        and parameter.kind not in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD)
+    }
+
+
+class _Names(dict[str, Any]):
+    """A function's globals, in which a name that only type checkers import stands for any value."""
+
+    def __missing__(self, name: str) -> Any:
+        if hasattr(builtins, name):
+            raise KeyError(name)
+        return Any
+
+
+def _evaluated(annotation: Any, names: Mapping[str, Any]) -> Any:
+    try:
+        return eval(annotation, {}, names) if isinstance(annotation, str) else annotation
+    except (AttributeError, TypeError):  # part of a name that stands for any value
+        return Any
+
+
+def _checkable(hint: Any) -> Any:
+    """The hint with all that pydantic would copy or consume replaced by whether it is an instance."""
+    origin, arguments = typing.get_origin(hint), typing.get_args(hint)
+    if hint is Any or origin is Literal or hint in _SCALARS:
+        return hint
+    if section(hint) is not None:
+        return Annotated[hint, PlainValidator(functools.partial(hint.of, name=hint.__name__))]
+    if origin is Annotated:
+        inner = _checkable(arguments[0])
+        return Any if inner is Any else Annotated.__class_getitem__((inner, *hint.__metadata__))
+    if origin in (Union, types.UnionType):
+        branches = [_checkable(argument) for argument in arguments]
+        return Any if Any in branches else Union[tuple(branches)]  # noqa: UP007 - of any number
+    if origin is tuple or (origin in (collections.abc.Mapping, collections.abc.Sequence) and _are_scalars(arguments)):
+        return hint
+    if origin is collections.abc.Callable or hint is Callable:
+        return Callable
+    kind = origin or hint
+    if not isinstance(kind, type) or getattr(kind, "_is_protocol", False):
+        return Any
+    return InstanceOf[kind]  # type: ignore[valid-type, misc]
+
+
+def _are_scalars(hints: tuple[Any, ...]) -> bool:
+    for hint in hints:
+        origin, arguments = typing.get_origin(hint), typing.get_args(hint)
+        inner = arguments[:1] if origin is Annotated else arguments
+        if hint not in _SCALARS and not (origin in (Annotated, Union, types.UnionType) and _are_scalars(inner)):
+            return False
+    return True
+
+
+@functools.cache
+def _adapter(hint: Any) -> TypeAdapter[Any]:
+    return TypeAdapter(hint, config=_CONFIG)
