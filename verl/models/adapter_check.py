@@ -1,5 +1,5 @@
 """Whether adapters of a caller's own can be trained, compared with their base, and exported: tried out on the model
-itself, since peft has more forms than can be told apart by name."""
+itself, since peft has more forms than names would cover."""
 
 from __future__ import annotations
 

@@ -167,10 +167,13 @@ def compare(model: nn.Module, stored: Mapping[str, Shape]) -> Fit | None:
         missing.update([] if there else names[:1])
         for name in there:
             _compare_weight(fit, name, weights[name], sources[name], stored)
-    info = LoadStateDictInfo(missing, sources.keys() - weights.keys(), set(), [], {}, set())
+    strange = sources.keys() - weights.keys()
+    info = LoadStateDictInfo(set(missing), set(strange), set(), [], {}, set())
     inner._adjust_missing_and_unexpected_keys(info)  # by what the architecture says of its own files
+    # Its patterns also take weights for buffers: what would be a missing one but for a prefix is none.
+    renamed = {name for name in strange if name.endswith(tuple(f".{lacking}" for lacking in info.missing_keys))}
     fit.missing += sorted(info.missing_keys)
-    fit.unexpected += sorted(source.key for name in info.unexpected_keys for source in sources[name])
+    fit.unexpected += sorted(source.key for name in info.unexpected_keys | renamed for source in sources[name])
     return fit
 
 
