@@ -32,10 +32,14 @@ from verl.record import (
     Seconds,
     Seed,
     Strings,
+    cost,
     extra,
     free,
     function_path,
     home,
+    limit,
+    output,
+    result,
     wrong,
 )
 from verl.rollout.options import RolloutOptions, Temperature
@@ -116,10 +120,10 @@ Source = Annotated[str | dict[str, Any], AfterValidator(_source)]
 
 
 class RefConfig(Record):
-    path: str | None = Field(
+    path: str | None = result(
         default=None, description="model of the reference policy (null: the actor as it is at the start)"
     )
-    dtype: Dtype | None = Field(default=None, description="its precision (null: the actor's)")
+    dtype: Dtype | None = result(default=None, description="its precision (null: the actor's)")
 
 
 class ActorRolloutRefConfig(Record):
@@ -153,7 +157,7 @@ class AlgorithmConfig(Record):
     """The algorithm and its own options, which the algorithm checks by its own fields."""
 
     model_config = ConfigDict(extra="allow")
-    name: Annotated[str, AfterValidator(_algorithm_name)] | None = Field(
+    name: Annotated[str, AfterValidator(_algorithm_name)] | None = result(
         default=None,
         description="the algorithm (null: the default one), or a class of your own, as FILE.py:CLASS; its options "
         "stand beside its name",
@@ -166,38 +170,38 @@ class AlgorithmConfig(Record):
 
 
 class DataConfig(Record):
-    train: Source | None = Field(
+    train: Source | None = result(
         default=None,
         description="training prompts or recorded responses: a parquet or JSONL file; or {task: NAME, size: N, ...}; "
         "{path: [FILE, FILE], weights: [0.7, 0.3]} draws by shares; "
         "for several tasks {NAME: such a source, ...}, or one whose rows name their task in the column task",
     )
-    eval: Source | None = Field(
+    eval: Source | None = result(
         default=None, description="held-out problems or rows, in the same form; prompts of training are left out"
     )
-    prompt_column: str | None = Field(
+    prompt_column: str | None = result(
         default=None, description="column that holds the prompt (null: prompt, messages, question, ...)"
     )
-    prompt_template: str | None = Field(
+    prompt_template: str | None = result(
         default=None, description="text with {prompt} in the prompt's place, other columns by name; {{ is a {"
     )
-    system_prompt: str | None = Field(default=None, description="system message that starts each chat")
-    chat: bool | None = Field(
+    system_prompt: str | None = result(default=None, description="system message that starts each chat")
+    chat: bool | None = result(
         default=None,
         description="put plain prompts in the chat template (null: a task's questions are, others not)",
     )
-    batch_size: Count = Field(
+    batch_size: Count = result(
         default=32,
         description="prompts (of recorded data: groups, such as pairs) per step (also: rollout_batch_size)",
     )
-    shuffle: bool = Field(default=True, description="a new order of the prompts each epoch")
-    max_prompt_length: Count | None = Field(
+    shuffle: bool = result(default=True, description="a new order of the prompts each epoch")
+    max_prompt_length: Count | None = result(
         default=None, description="longest prompt, in tokens (null: what the model can take)"
     )
-    max_response_length: Count | None = Field(
+    max_response_length: Count | None = result(
         default=None, description="recorded responses lose their end after so many tokens (null: never)"
     )
-    truncation: Literal["left", "right", "drop", "error"] = Field(
+    truncation: Literal["left", "right", "drop", "error"] = result(
         default="error", description="what becomes of a longer prompt: cut at that side, dropped, or refused"
     )
 
@@ -225,18 +229,18 @@ class DataConfig(Record):
 class RewardPart(Record):
     """Where a reward comes from: exactly one of a function, a built-in, a model, a server."""
 
-    path: FunctionPath | None = Field(default=None, description="a function of your own, as FILE.py:FUNCTION")
-    name: Annotated[str, AfterValidator(_reward_name)] | None = Field(
+    path: FunctionPath | None = result(default=None, description="a function of your own, as FILE.py:FUNCTION")
+    name: Annotated[str, AfterValidator(_reward_name)] | None = result(
         default=None,
         description="a reward by name: task (its own verifier), code (tests in a sandbox), math, or a registered one",
     )
-    model: str | None = Field(default=None, description="a reward model: directory or hub name")
-    dtype: Dtype = Field(default="auto", description="precision of the reward model (auto: as in the files)")
-    url: Strings = Field(default=(), description="addresses of a scoring service; with template, of an LLM judge")
-    template: str | None = Field(
+    model: str | None = result(default=None, description="a reward model: directory or hub name")
+    dtype: Dtype = result(default="auto", description="precision of the reward model (auto: as in the files)")
+    url: Strings = result(default=(), description="addresses of a scoring service; with template, of an LLM judge")
+    template: str | None = result(
         default=None, description="what the judge reads, with {prompt}, {response} and columns by name in it"
     )
-    answer: Literal["last_number", "whole", "tag"] = Field(
+    answer: Literal["last_number", "whole", "tag"] = result(
         default="whole",
         description="what a verifier reads: the last number, all, or what <answer> encloses",
     )
@@ -259,13 +263,13 @@ class RewardPart(Record):
 class RewardComponent(RewardPart):
     """One of several rewards."""
 
-    weight: float = Field(default=1.0, description="factor in the sum of rewards")
+    weight: float = result(default=1.0, description="factor in the sum of rewards")
 
 
 class CostConfig(RewardPart):
     """A reward, or a cost, which is called as the reward is (`reward.timeout` and so on)."""
 
-    components: dict[str, RewardComponent] = Field(
+    components: dict[str, RewardComponent] = result(
         default={},
         description="several rewards by name, each with path, name, model or url, and weight; summed",
     )
@@ -287,23 +291,25 @@ class CostConfig(RewardPart):
 
 
 class RewardConfig(CostConfig):
-    timeout: Seconds = Field(
+    timeout: Seconds = limit(
         default=30.0,
         description="seconds for one call: of a prompt's samples, with workers of one sample, with url of one request",
     )
-    retries: Retries = Field(default=1, description="further tries after a failure")
-    on_failure: Literal["abstain"] | float = Field(
+    retries: Retries = limit(default=1, description="further tries after a failure")
+    on_failure: Literal["abstain"] | float = result(
         default="abstain", description="a sample without a score abstains, or gets this number"
     )
-    max_failure_rate: Portion = Field(
+    max_failure_rate: Portion = limit(
         default=0.5,
         description="share of failures that ends the run, of the latest 256 samples once there are 64 (the "
         "reward's: of failed episodes, too); below 1, a run of which every sample failed ends so, too",
     )
-    workers: Annotated[int, Field(ge=0, le=1024)] = Field(
+    workers: Annotated[int, Field(ge=0, le=1024)] = cost(
         default=0, description="processes that score, a sample at a time each (0: the trainer's own process)"
     )
-    max_workers: Processes | None = free(None, "most such processes, when samples queue up (null: always `workers`)")
+    max_workers: Processes | None = free(
+        "cost", None, "most such processes, when samples queue up (null: always `workers`)"
+    )
 
     @model_validator(mode="after")
     def _check(self) -> RewardConfig:
@@ -313,49 +319,53 @@ class RewardConfig(CostConfig):
 
 
 class TrainerConfig(Record):
-    total_steps: Natural = free(100, "steps; a longer run goes on from a shorter one")
-    total_epochs: Count | None = free(None, "passes over data.train, in the place of total_steps")
-    seed: Seed = Field(default=0, description="seed of everything random")
-    project: str = free("verl", "the project's name in W&B and MLflow")
-    run_name: DirectoryName | None = free(None, "begins the run directory's name (null: algorithm, model and data)")
-    output_dir: Annotated[str, AfterValidator(home)] = free("runs", "where run directories are made")
-    eval_every: Count | None = Field(
+    total_steps: Natural = free("limit", 100, "steps; a longer run goes on from a shorter one")
+    total_epochs: Count | None = free("limit", None, "passes over data.train, in the place of total_steps")
+    seed: Seed = result(default=0, description="seed of everything random")
+    project: str = free("output", "verl", "the project's name in W&B and MLflow")
+    run_name: DirectoryName | None = free(
+        "output", None, "begins the run directory's name (null: algorithm, model and data)"
+    )
+    output_dir: Annotated[str, AfterValidator(home)] = free("output", "runs", "where run directories are made")
+    eval_every: Count | None = output(
         default=None,
         description="steps between evaluations (null: only before the first and after the last step)",
     )
-    eval_n: Count = Field(default=1, description="samples per held-out problem")
-    eval_temperature: Temperature = Field(default=0.0, description="temperature of evaluation (0: greedy)")
-    eval_metrics: Annotated[tuple[EvalMetric, ...], AsTuple] = Field(
+    eval_n: Count = output(default=1, description="samples per held-out problem")
+    eval_temperature: Temperature = output(default=0.0, description="temperature of evaluation (0: greedy)")
+    eval_metrics: Annotated[tuple[EvalMetric, ...], AsTuple] = output(
         default=(),
         description="metric functions of your own over evaluated samples, as FILE.py:FUNCTION; kl: the KL to the "
         "reference policy, as kl/eval, for which the actor's start (or ref.path) is kept beside it",
     )
-    save_every: Count | None = free(10, "steps between checkpoints (null: only at the end)")
-    keep_checkpoints: Count = free(2, "how many checkpoints to keep")
-    async_save: bool = free(False, "write checkpoints while training goes on, from a copy in host memory")
+    save_every: Count | None = free("output", 10, "steps between checkpoints (null: only at the end)")
+    keep_checkpoints: Count = free("output", 2, "how many checkpoints to keep")
+    async_save: bool = free("cost", False, "write checkpoints while training goes on, from a copy in host memory")
     loggers: Annotated[tuple[Logger, ...], AsTuple] = free(
-        ("console", "tensorboard"), "where metrics go besides metrics.jsonl"
+        "output", ("console", "tensorboard"), "where metrics go besides metrics.jsonl"
     )
-    max_staleness: Natural | None = Field(
+    max_staleness: Natural | None = result(
         default=None,
         description="train asynchronously: steps that a sample may be behind the policy it trains (null: synchronous)",
     )
-    timeline: bool = free(False, "write timeline.json, a Chrome trace of what worked when, into the run directory")
-    log_completions: Natural = free(64, "samples kept of each evaluation, to be read")
-    control: Literal["permute_rewards", "zero_lr"] | None = Field(
+    timeline: bool = free(
+        "output", False, "write timeline.json, a Chrome trace of what worked when, into the run directory"
+    )
+    log_completions: Natural = free("output", 64, "samples kept of each evaluation, to be read")
+    control: Literal["permute_rewards", "zero_lr"] | None = result(
         default=None,
         description="a run that should learn nothing: rewards dealt out at random, or learning rate 0",
     )
-    max_resamples: Natural = Field(
+    max_resamples: Natural = limit(
         default=4, description="further rollouts in one step when an algorithm rejects samples"
     )
-    max_skipped_updates: Count = Field(
+    max_skipped_updates: Count = limit(
         default=5, description="updates in a row that may be skipped for a non-finite loss or gradient"
     )
-    deadline: Seconds = free(1800.0, "seconds after which a phase without progress ends the run")
-    threads: Count | None = Field(default=None, description="CPU threads (null: as torch chooses)")
+    deadline: Seconds = free("limit", 1800.0, "seconds after which a phase without progress ends the run")
+    threads: Count | None = cost(default=None, description="CPU threads (null: as torch chooses)")
     placement: dict[str, Any] | str | None = free(
-        None, "role -> devices, such as {rollout: cuda:0, actor: cuda:1-3} (null: all ranks of a torchrun job)"
+        "cost", None, "role -> devices, such as {rollout: cuda:0, actor: cuda:1-3} (null: all ranks of a torchrun job)"
     )
 
 
@@ -370,7 +380,7 @@ class Config(Record):
     cost: CostConfig = Field(
         default=CostConfig(), description="what is kept below a limit, for algorithms that have a cost"
     )
-    tasks: Annotated[tuple[TaskConfig, ...], AsTuple] = Field(
+    tasks: Annotated[tuple[TaskConfig, ...], AsTuple] = result(
         default=(), description="several tasks that train the one actor, in the place of algorithm, reward and cost"
     )
     trainer: TrainerConfig = Field(default=TrainerConfig(), description="length, evaluation, checkpoints, logs")
