@@ -118,7 +118,11 @@ def run_small(checkout: Path, names: Sequence[str], folder: Path) -> None:
 
 def run_main(checkout: Path, folder: Path, full: bool) -> None:
     """The main job by the command line; leaves `main.json` and `main.safetensors` in `folder`."""
-    shorter = [] if full else ["trainer.total_steps=3", "trainer.eval_every=null", "data.eval=null"]
+    shorter = (
+        []
+        if full
+        else ["trainer.total_steps=3", "trainer.eval_every=null", "data.eval=null", "trainer.eval_metrics=null"]
+    )
     settings = {
         "actor_rollout_ref.model.path": MODEL,
         "actor_rollout_ref.model.dtype": "float32",

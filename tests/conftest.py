@@ -31,6 +31,14 @@ from tests.session import (  # noqa: F401 - hooks
 )
 
 
+@pytest.fixture(autouse=True)
+def rewards_in_this_process(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rewards of a test tell it what they were called with, unless it is about their processes. Runs that a test
+    starts as processes are as a user's are."""
+    if request.node.get_closest_marker("reward_processes") is None:
+        monkeypatch.setattr("verl.rewards.functions.can_travel", lambda function: False)
+
+
 def pytest_configure(config: pytest.Config) -> None:
     config.pluginmanager.register(leaks)
     session.pytest_configure(config)

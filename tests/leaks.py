@@ -49,6 +49,8 @@ def processes(session: str) -> Iterator[str]:
             continue
         if environment.get(MARK) != session or folder.name == str(os.getpid()) or not command:
             continue
+        if Path(command).name == "torch_shm_manager":  # it ends with the last process that shares memory through it
+            continue
         ports = sorted(port for inode, port in _listeners().items() if inode in inodes)
         listens = f", which listens on {', '.join(map(str, ports))}" if ports else ""
         test = environment.get("PYTEST_CURRENT_TEST", "").removesuffix(" (call)")

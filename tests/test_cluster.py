@@ -8,13 +8,15 @@ import sys
 from collections.abc import Iterator
 from concurrent import futures
 from pathlib import Path
+from typing import Any
 
 import grpc
 import pytest
 
 from tests.sockets import LOOPBACK, family, listeners
 from verl import cluster
-from verl.errors import ClusterError
+from verl.controller.rewards import RewardPool
+from verl.errors import ClusterError, ConfigError
 
 NEVER = "127.0.0.1:1"
 JOIN = "from verl.cluster import connect\nconnect()"
@@ -41,6 +43,7 @@ class Head(grpc.GenericRpcHandler):
 def heads(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[dict[str, str]]:
     """Addresses of two heads, by the token that they want; this user's token is "mine", in a file."""
     (tmp_path / "token").write_text("mine\n")
+    (tmp_path / "token").chmod(0o600)
     monkeypatch.setenv("RAY_AUTH_TOKEN_PATH", str(tmp_path / "token"))
     monkeypatch.delenv("RAY_AUTH_TOKEN", raising=False)
     monkeypatch.delenv("RAY_AUTH_MODE", raising=False)
@@ -75,6 +78,48 @@ def test_a_cluster_without_authentication_is_refused_unless_the_user_says_so(
     cluster.check(heads[""])
     with pytest.raises(ClusterError, match="RAY_AUTH_MODE=disabled keeps Ray from sending it"):
         cluster.check(heads["mine"])
+
+
+@pytest.mark.parametrize("mode", [0o644, 0o640, 0o602, 0o604])
+def test_a_token_that_others_can_read_is_refused(heads: dict[str, str], tmp_path: Path, mode: int) -> None:
+    (tmp_path / "token").chmod(mode)
+    with pytest.raises(ClusterError, match=rf"token can be read or changed by others \(mode {mode:o}\).*chmod 600"):
+        cluster.check(heads["mine"])
+
+
+def test_the_token_is_made_for_this_user_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    for name in ("RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH", "RAY_AUTH_MODE"):
+        monkeypatch.delenv(name, raising=False)
+    file = tmp_path / ".ray" / "auth_token"
+    before = os.umask(0)
+    try:
+        cluster._make_token()
+    finally:
+        os.umask(before)
+    assert file.stat().st_mode & 0o777 == 0o600 and file.parent.stat().st_mode & 0o777 == 0o700
+    made = file.read_text()
+    assert len(made) == 64
+    cluster._make_token()
+    assert file.read_text() == made and [*file.parent.iterdir()] == [file]
+    file.chmod(0o644)
+    with pytest.raises(ClusterError, match="can be read or changed by others"):
+        cluster._make_token()
+
+
+@pytest.mark.parametrize(
+    "make", [lambda f: RewardPool(f, "r", workers=5000), lambda f: RewardPool(f, "r", workers=1, max_workers=5000)]
+)
+def test_more_workers_than_a_machine_bears_are_refused(make: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    with pytest.raises(ConfigError, match=r"5000 reward workers are more than this machine of \d+ CPUs bears, at most"):
+        make(len)
+    pool = RewardPool(len, "r", workers=1)
+    with pytest.raises(ConfigError, match="5000 reward workers are more"):
+        pool.scale(5000)
+    assert pool.size == 0
+    monkeypatch.setenv("RAY_ADDRESS", "elsewhere:6379")
+    make(len)
 
 
 def test_no_answer_is_said_at_once() -> None:

@@ -40,13 +40,16 @@ ALLOWED = {
     ("controller/ray_rank.py", "_items", "pickle.loads"): "an order of the driver, the argument of a Ray call",
     ("controller/ray_rank.py", "_portable", "pickle.loads"): "what the same line has just pickled",
     ("workers/scorer.py", "load", "cloudpickle.loads"): "the user's reward, sent by the driver through Ray",
+    ("controller/meeting.py", "meet", "TCPStore"): "the store of torchrun's ranks, where torch would make it",
     ("controller/ray_rank.py", "open_store", "TCPStore"): "torch's store; a test lists the addresses below",
     ("controller/ray_rank.py", "open_store", "bind"): "the socket of torch's store",
     ("controller/ray_rank.py", "join", "TCPStore"): "a client of that store",
     ("cli/doctor.py", "_free_port", "bind"): "a port number for torchrun; it never listens",
     ("rollout/tools.py", "call", "bind"): "the arguments of a signature",
-    ("rewards/run_tests.py", "serve", "builtins.exec"): "a solution, in a process of the sandbox",
-    ("rewards/run_tests.py", "verdicts", "builtins.exec"): "its tests, in another process of the sandbox",
+    ("sandbox/run_tests.py", "run_program", "builtins.exec"): "a program, in a process of the sandbox",
+    ("sandbox/run_tests.py", "run_text", "builtins.exec"): "its tests, in a process of a sandbox",
+    ("sandbox/run_tests.py", "entry_point", "builtins.eval"): "the name of what they are of, as above",
+    ("sandbox/run_tests.py", "judge", "builtins.exec"): "our stand-in for pytest, as above",
     ("sandbox/jail.py", "run", "builtins.exec"): "a program, in a process of the sandbox",
 }
 

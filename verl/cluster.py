@@ -6,16 +6,24 @@ alone and wants Ray's token, and one that answers without a token is refused unl
 
 from __future__ import annotations
 
+import atexit
+import ctypes
 import logging
 import os
 import queue
+import secrets
+import shutil
+import signal
+import stat
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from verl import device
+from verl.durable import staging_of
 from verl.errors import ClusterError, ConfigError
 
 #: Seconds for the head of a cluster to answer the first question.
@@ -23,6 +31,8 @@ _ANSWER = 5.0
 #: Seconds for a cluster, a rank or a worker to start. One that dies is noticed at once: this ends silent hangs, and
 #: leaves time for the imports of many processes on a busy machine.
 START_DEADLINE = 300.0
+#: Processes of one kind that are started on this machine: so many, or so many for each CPU.
+_MANY, _PER_CPU = 64, 8
 #: Bytes of an answer that need not go through the object store.
 _INLINE = 1 << 20
 _CLUSTER_ID = "/ray.rpc.NodeInfoGcsService/GetClusterId"
@@ -30,6 +40,8 @@ _lock = threading.Lock()
 logger = logging.getLogger(__name__)
 #: Addresses of the cluster that this process has checked, and of the one that it started.
 _checked, _own = "", ""
+#: Directories in which clusters that this process started have their logs and sockets.
+_sessions: list[Path] = []
 
 
 def import_ray() -> Any:
@@ -67,6 +79,8 @@ def connect() -> Any:
         address = os.environ.get("RAY_ADDRESS") or "local"
         if not ray.is_initialized() and address == "local":
             _start(ray)
+            _sessions.append(Path(ray._private.worker.global_worker.node.get_session_dir_path()))
+            atexit.register(_end, ray)
             _own = ray.get_runtime_context().gcs_address
         elif not ray.is_initialized():
             _join(ray, address)
@@ -74,6 +88,36 @@ def connect() -> Any:
             check(found)
             _checked = found
         return ray
+
+
+def check_count(count: int, what: str) -> None:
+    """Refuse more processes than the machine bears on which a cluster would be started.
+
+    Raises:
+        ConfigError: that many.
+    """
+    cpus = os.cpu_count() or 1
+    most = max(_MANY, _PER_CPU * cpus)
+    if count > most and not os.environ.get("RAY_ADDRESS"):
+        raise ConfigError(
+            f"{count} {what} are more than this machine of {cpus} CPUs bears, at most {most}: ask for fewer, or set "
+            "RAY_ADDRESS to a cluster"
+        )
+
+
+def _end(ray: Any) -> None:
+    ray.shutdown()
+    remove_sessions()
+
+
+def remove_sessions() -> None:
+    """Remove what clusters that this process started leave on the disk, once their processes have ended."""
+    while _sessions:
+        session = _sessions.pop()
+        shutil.rmtree(session, ignore_errors=True)
+        latest = session.with_name("session_latest")
+        if latest.is_symlink() and not latest.exists():
+            latest.unlink(missing_ok=True)
 
 
 def is_own() -> bool:
@@ -152,13 +196,14 @@ def _start(ray: Any) -> None:
 def _init(ray: Any) -> None:
     from ray._private import ray_constants
 
+    _make_token()
     # Ray warns of what is meant here.
     logging.getLogger("ray._private.authentication.authentication_token_setup").setLevel(logging.ERROR)
     # Ray's one way to have all its processes listen on the loopback interface; they inherit the variable.
     before, name = ray_constants.ENABLE_RAY_CLUSTER, ray_constants.ENABLE_RAY_CLUSTERS_ENV_VAR
     ray_constants.ENABLE_RAY_CLUSTER, os.environ[name] = False, "0"
     try:
-        with _devices_of_workers():
+        with _devices_of_workers(), _signals_kept():
             ray.init(
                 "local",
                 logging_level=logging.ERROR,
@@ -169,6 +214,24 @@ def _init(ray: Any) -> None:
     finally:
         ray_constants.ENABLE_RAY_CLUSTER = before
         del os.environ[name]
+
+
+@contextmanager
+def _signals_kept() -> Iterator[None]:
+    """Ray's core puts a handler of its own in the place of the process's for SIGTERM, which dumps its stack and aborts.
+    Python sets handlers in the main thread alone, and this is not always that one."""
+    if os.name != "posix":
+        yield
+        return
+    libc = ctypes.CDLL(None)
+    kept = [(number, ctypes.create_string_buffer(1024)) for number in (signal.SIGINT, signal.SIGTERM)]
+    for number, action in kept:
+        libc.sigaction(number, None, action)
+    try:
+        yield
+    finally:
+        for number, action in kept:
+            libc.sigaction(number, action, None)
 
 
 @contextmanager
@@ -211,21 +274,48 @@ def _join(ray: Any, address: str) -> None:
 
         _enable_token_auth()
     try:
-        ray.init(address, logging_level=logging.WARNING)
+        with _signals_kept():
+            ray.init(address, logging_level=logging.WARNING)
     except (OSError, RuntimeError, ValueError) as error:
         why = " ".join(str(error).split())
         raise ClusterError(f"the Ray cluster at RAY_ADDRESS={address} cannot be joined: {why}") from error
 
 
 def _token() -> tuple[str, str]:
-    """The token that this user has for Ray, and what there is to say about it, for messages."""
+    """The token that this user has for Ray, and what there is to say about it, for messages.
+
+    Raises:
+        ClusterError: it is in a file that others can read.
+    """
     if token := os.environ.get("RAY_AUTH_TOKEN"):
         return token.strip(), "RAY_AUTH_TOKEN is another one"
     file = Path(os.environ.get("RAY_AUTH_TOKEN_PATH") or Path.home() / ".ray" / "auth_token")
     try:
+        mode = stat.S_IMODE(file.stat().st_mode)
+        if mode & 0o077 and os.name == "posix":
+            raise ClusterError(
+                f"{file} can be read or changed by others (mode {mode:o}), who can then run code as you on Ray "
+                f"clusters. Delete it, so that a new one is made, or `chmod 600 {file}` if you alone use this machine"
+            )
         return file.read_text().strip(), f"{file} holds another one"
     except OSError:
         return "", f"there is none here ({file})"
+
+
+def _make_token() -> None:
+    """Make the token of this user's clusters where there is none, before Ray does, which lets others read it."""
+    if os.environ.get("RAY_AUTH_MODE") == "disabled" or _token()[0] or os.environ.get("RAY_AUTH_TOKEN_PATH"):
+        return
+    file = Path.home() / ".ray" / "auth_token"
+    file.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+    staging = staging_of(file)
+    try:
+        with open(staging, "x", opener=partial(os.open, mode=0o600)) as made:
+            made.write(secrets.token_hex(32))
+        with suppress(FileExistsError):  # another process was faster
+            os.link(staging, file)
+    finally:
+        staging.unlink(missing_ok=True)
 
 
 @contextmanager

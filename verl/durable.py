@@ -6,26 +6,29 @@ when that process is known to have ended: it ran on this host, and its pid is fr
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import logging
 import os
 import re
 import shutil
 import socket
+import stat
 from collections import deque
 from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
-from typing import IO, Annotated, Any
+from typing import IO, Annotated, Any, AnyStr, Generic
 
 from pydantic import Field, TypeAdapter, ValidationError
 
 logger = logging.getLogger(__name__)
 
-_STAGING = re.compile(r"\.staging-([^~]+)~(\d{1,9})~([0-9a-f]*)~.*")
-_REPLACED = ".replaced-"
+#: Names of what is being made and of what makes room for it: the process, and the name meanwhile taken away.
+_MARKED = re.compile(r"\.(staging|replaced)-([^~]+)~(\d{1,9})~([0-9a-f]*)~(.*)", re.DOTALL)
 #: Most bytes of a JSON file that is read. The parser refuses more than 200 levels of nesting by itself.
 MAX_JSON_BYTES = 1 << 27
 
@@ -53,22 +56,20 @@ class Process:
 
 def staging_of(path: Path) -> Path:
     """Where this process makes what is then renamed to `path`."""
-    own = Process.current()
-    return path.with_name(f".staging-{own.host}~{own.pid}~{own.started}~{path.name}")
+    return _marked(path, "staging")
 
 
-def clear_staging(directory: Path) -> None:
+def clear_staging(directory: Path, *, alone: bool = False) -> None:
     """Remove what this process and processes that have ended left half made in a directory, and undo half a
-    replacement."""
-    for entry in directory.iterdir():
-        if match := _STAGING.fullmatch(entry.name):
-            owner = Process(match[1], int(match[2]), match[3])
-            if owner.ended or owner == Process.current():
-                try_remove(entry)
-        elif entry.name.startswith(_REPLACED):
-            path = entry.with_name(entry.name.removeprefix(_REPLACED))
-            recover(path)
-            if path.exists():
+    replacement. With `alone`, a lock says that nobody else writes there: what processes of other hosts left goes, too.
+    """
+    for entry in list(directory.iterdir()):
+        if match := _MARKED.fullmatch(entry.name):
+            kind, host, pid, started, name = match.groups()
+            owner = Process(host, int(pid), started)
+            if kind == "replaced" and not os.path.lexists(entry.with_name(name)):
+                os.rename(entry, entry.with_name(name))
+            elif alone or owner.ended or owner == Process.current():
                 try_remove(entry)
 
 
@@ -79,6 +80,8 @@ def read_json(path: Path, schema: Any) -> Any:
         OSError: the file cannot be read.
         ValueError: it is too large, is no JSON, is nested too deep, or does not pass the schema.
     """
+    if path.exists() and not path.is_file():  # opening a pipe or a device may never end
+        raise ValueError("it is no regular file")
     with path.open("rb") as file:
         return parse_json(file.read(MAX_JSON_BYTES + 1), schema)
 
@@ -103,10 +106,22 @@ def write_atomic(path: Path, content: str | bytes) -> None:
             file.write(content.encode() if isinstance(content, str) else content)
             file.flush()
             os.fsync(file.fileno())
-        os.replace(staging, path)
+        replace_file(staging, path)
     finally:
         staging.unlink(missing_ok=True)
     sync_directory(path.parent)
+
+
+def replace_file(staging: Path, path: Path) -> None:
+    """Give a finished file its name, in place of a regular file or of nothing.
+
+    Raises:
+        OSError: something else has the name, such as a device, a pipe or a link, or the disk refuses.
+    """
+    with suppress(FileNotFoundError):
+        if not stat.S_ISREG(path.lstat().st_mode):
+            raise FileExistsError(errno.EEXIST, "it is no regular file, and is not replaced", str(path))
+    os.replace(staging, path)
 
 
 def append_lines(path: Path, text: str) -> None:
@@ -116,30 +131,35 @@ def append_lines(path: Path, text: str) -> None:
         OSError: the disk does not take them.
     """
     with path.open("a+b", buffering=0) as file:
-        end = _whole_lines(file)
+        _append_at(file, _whole_lines(file), text.encode())
+
+
+def _append_at(file: IO[bytes], end: int, content: bytes) -> int:
+    """Let the content follow what a file has up to `end`, all or none; returns the new end."""
+    file.truncate(end)
+    try:
+        rest = memoryview(content)
+        while rest:
+            rest = rest[file.write(rest) or 0 :]
+    except OSError:
         file.truncate(end)
-        try:
-            rest = memoryview(text.encode())
-            while rest:
-                rest = rest[file.write(rest) or 0 :]
-        except OSError:
-            file.truncate(end)
-            raise
+        raise
+    return end + len(content)
 
 
-class LineFile:
+class LineFile(Generic[AnyStr]):
     """A file that lines are appended to. What the disk does not take waits (the latest 100,000 lines) and follows when
     it does; a warning says so once each time."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        self._waiting: deque[str] = deque(maxlen=100_000)
+        self._waiting: deque[AnyStr] = deque(maxlen=100_000)
         self._is_refused = False
 
-    def append(self, *lines: str) -> None:
+    def append(self, *lines: AnyStr) -> None:
         self._waiting += lines
         try:
-            append_lines(self.path, "".join(self._waiting))
+            self._write(self._waiting)
         except OSError as error:
             if not self._is_refused:
                 self._is_refused = True  # first, as the warning may be a line of this file
@@ -148,16 +168,33 @@ class LineFile:
             self._waiting.clear()
             self._is_refused = False
 
+    def _write(self, lines: Iterable[Any]) -> None:
+        append_lines(self.path, "".join(lines))
+
+
+class RecordFile(LineFile[bytes]):
+    """The same of a new file of binary records."""
+
+    _end = 0
+
+    def _write(self, lines: Iterable[bytes]) -> None:
+        with self.path.open("ab", buffering=0) as file:
+            self._end = _append_at(file, min(self._end, file.seek(0, os.SEEK_END)), b"".join(lines))
+
 
 def link_atomic(link: Path, target: str) -> None:
-    """Replace a symbolic link atomically. A failure is ignored: links are a convenience."""
+    """Replace a symbolic link, and nothing else, atomically. A failure is no error: links are a convenience."""
     staging = staging_of(link)
     try:
         staging.unlink(missing_ok=True)
         staging.symlink_to(target)
-        os.replace(staging, link)
-    except OSError:
-        staging.unlink(missing_ok=True)
+        if link.is_symlink() or not link.exists():
+            os.replace(staging, link)
+    except OSError as error:
+        logger.debug("the link %s was not written: %s", link, error)
+    finally:
+        with suppress(OSError):
+            staging.unlink(missing_ok=True)
 
 
 def seal(path: Path) -> str:
@@ -202,10 +239,10 @@ def sync_directory(path: Path) -> None:
 def publish(staging: Path, path: Path) -> None:
     """Give a finished directory its name, in place of what has it now.
 
-    A directory cannot be replaced by one rename. Between the two that it takes, the old one is called
-    `.replaced-<name>`, and `recover` puts it back.
+    A directory cannot be replaced by one rename. Between the two that it takes, the old one has a name that says so,
+    and `recover` puts it back.
     """
-    old = _replaced(path)
+    old = _marked(path, "replaced")
     if path.exists() or path.is_symlink():
         remove(old)
         os.rename(path, old)
@@ -216,9 +253,13 @@ def publish(staging: Path, path: Path) -> None:
 
 def recover(path: Path) -> None:
     """Undo a replacement that a crash left half done."""
-    old = _replaced(path)
-    if old.exists() and not path.exists():
-        os.rename(old, path)
+    if path.exists() or not path.parent.is_dir():
+        return
+    for entry in path.parent.iterdir():
+        match = _MARKED.fullmatch(entry.name)
+        if match and (match[1], match[5]) == ("replaced", path.name):
+            os.rename(entry, path)
+            return
 
 
 def remove(path: Path) -> None:
@@ -260,18 +301,26 @@ def _whole_lines(file: IO[bytes]) -> int:
     return 0
 
 
-def _replaced(path: Path) -> Path:
-    return path.with_name(f"{_REPLACED}{path.name}")
+def _marked(path: Path, kind: str) -> Path:
+    own = Process.current()
+    return path.with_name(f".{kind}-{own.host}~{own.pid}~{own.started}~{path.name}")
 
 
 def _started(pid: int) -> str:
     """When a process began: a digest of the boot and the clock ticks since."""
     try:
         stat = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace")
-        boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
     except OSError:
         return ""
-    return hashlib.sha256(f"{boot}:{stat.rpartition(')')[2].split()[19]}".encode()).hexdigest()[:8]
+    return hashlib.sha256(f"{boot_id()}:{stat.rpartition(')')[2].split()[19]}".encode()).hexdigest()[:8]
+
+
+def boot_id() -> str:
+    """What tells this machine, since it was started, from others, whatever its host name; "": unknown."""
+    try:
+        return Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
+    except OSError:
+        return ""
 
 
 @cache

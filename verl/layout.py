@@ -34,6 +34,8 @@ class ModelShape:
         plan: how transformers cuts it by tensor parallelism, if it does.
         intermediate: width of a layer's inner activations.
         not_megatron: what Megatron-LM's layers lack to compute it; empty: nothing that the configuration shows.
+        adapters: whether it has adapters (LoRA).
+        adapts_experts: whether stacked experts have some.
     """
 
     layers: int = 0
@@ -44,25 +46,38 @@ class ModelShape:
     plan: Mapping[str, str] | None = None
     intermediate: int = 0
     not_megatron: str = ""
+    adapters: bool = False
+    adapts_experts: bool = False
 
     @classmethod
-    def of(cls, config: Any, *, adapters: bool = False) -> ModelShape:
-        """Of a model of transformers, by its configuration, and whether it has adapters (LoRA)."""
+    def of(cls, config: Any, *, adapters: bool = False, adapts_experts: bool = False) -> ModelShape:
+        """Of a model of transformers, by its configuration, and what of it has adapters (LoRA)."""
         text = config.get_text_config()
-
-        def first(*names: str) -> int:
-            return next((int(count) for name in names if (count := getattr(text, name, None))), 0)
-
         return cls(
-            layers=first("num_hidden_layers"),
-            heads=first("num_attention_heads"),
-            kv_heads=first("num_key_value_heads", "num_attention_heads"),
-            experts=first("num_experts", "num_local_experts", "n_routed_experts"),
+            layers=count_of(text, "num_hidden_layers"),
+            heads=count_of(text, "num_attention_heads"),
+            kv_heads=count_of(text, "num_key_value_heads", "num_attention_heads"),
+            experts=count_of(text, "num_experts", "num_local_experts", "n_routed_experts"),
             kind=text.model_type,
             plan=getattr(text, "base_model_tp_plan", None),
-            intermediate=first("intermediate_size"),
+            intermediate=count_of(text, "intermediate_size"),
             not_megatron="adapters (LoRA)" if adapters else _not_megatron(text),
+            adapters=adapters,
+            adapts_experts=adapts_experts,
         )
+
+
+def count_of(config: Any, *names: str) -> int:
+    """The first of some counts that a configuration of transformers has; where layers have different ones, what divides
+    all of them; 0: it has none."""
+    by_layer = getattr(getattr(config, "_heterogeneity_spec", None), "per_layer_attributes", ())
+    for name in names:
+        configs = [*config.per_layer_config] if name in by_layer else [config]
+        found = [getattr(one, name, None) for one in configs]
+        counts = found[0] if isinstance(found[0], list | tuple) else found
+        if count := math.gcd(*(int(one or 0) for one in counts)):
+            return count
+    return 0
 
 
 @dataclass(frozen=True)
@@ -131,6 +146,14 @@ class Layout:
             raise ConfigError("layout: experts are cut by ep or by tp, not by both: use tp=1 or ep=1")
         if self.ep > 1 and (not shape.experts or shape.experts % self.ep):
             raise ConfigError(f"layout: ep={self.ep} does not divide the model's {shape.experts} experts")
+        if shape.adapts_experts and max(self.tp, self.ep) > 1:
+            raise ConfigError(
+                "layout: experts with adapters (LoRA) are not cut by tp or ep: name lora.targets without them"
+            )
+        if strategy == "deepspeed" and self.shard > 1 and shape.adapters:
+            raise ConfigError(
+                "strategy 'deepspeed': ZeRO of stage 3 trains no adapters (LoRA): give zero_stage 1 or 2, or use 'fsdp'"
+            )
         if strategy == "megatron" and not self.is_plain:
             if shape.not_megatron:
                 raise ConfigError(f"strategy 'megatron': its layers have no {shape.not_megatron}: use 'ddp' or 'fsdp'")

@@ -95,6 +95,8 @@ def free(changes: Change, default: Any, description: str) -> Any:
 
 FunctionPath = Annotated[str, AfterValidator(function_path)]
 Strings = Annotated[tuple[str, ...], AsTuple, AfterValidator(_no_empty)]
+#: Steps that a sample may be behind: prompts and samples of each are held.
+Staleness = Annotated[int, Field(ge=0, le=1000)]
 #: Processes of one kind: more are a mistake that would bring any machine down.
 Processes = Annotated[int, Field(ge=1, le=1024)]
 

@@ -46,12 +46,12 @@ class Cut(NamedTuple):
 
     Attributes:
         dim: of the mesh.
-        axis: of the tensor.
+        axis: of the tensor; None: the flattened tensor is cut, into runs of its elements (the only cut then).
         fused: matrices that lie side by side along the axis, of equal size, each of which is cut by itself.
     """
 
     dim: str
-    axis: int
+    axis: int | None
     fused: int = 1
 
 
@@ -87,6 +87,11 @@ class Stream(Iterable[Shard]):
 
     def __iter__(self) -> Iterator[Shard]:
         return self._begin()
+
+
+def names_digest(names: Iterable[str]) -> str:
+    """A digest of the names of tensors, in any order."""
+    return hashlib.sha256("\n".join(sorted(names)).encode()).hexdigest()[:16]
 
 
 def checksum(shards: Iterable[Shard]) -> str:

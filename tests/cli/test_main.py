@@ -251,3 +251,52 @@ def test_init_writes_a_recipe_that_trains(tiny, tmp_path):
     assert run.returncode == 0, run.stderr
     again = verl("init", "sums", cwd=tmp_path)
     assert again.returncode == 2 and "not an empty directory" in again.stderr
+
+
+TASKS = """
+actor_rollout_ref: {model: {path: a/model}, rollout: {max_new_tokens: 32}}
+data:
+  train: {sums: {task: chain_sum, size: 100}, others: {task: chain_sum, size: 50}}
+  batch_size: 8
+tasks:
+  - {name: sums, type: grpo, n: 4, reward_model: task, share: 3}
+  - {name: others, type: rloo, reward_model: {one: {source: task, weight: 2.0}}, options: {kl_in: loss}}
+"""
+
+
+@pytest.fixture
+def tasks(tmp_path):
+    (tmp_path / "tasks.yaml").write_text(TASKS)
+    return tmp_path / "tasks.yaml"
+
+
+@pytest.mark.parametrize("command", [["train", "--dry-run"], ["plan"]])
+def test_what_several_tasks_would_do_is_told_by_task(tasks, command):
+    result = verl(command[0], tasks, *command[1:])
+    assert result.returncode == 0, result.stderr
+    lines = {line[:14].strip(): line[16:] for line in result.stdout.splitlines()[:9]}
+    assert lines["task sums"] == "grpo 75% of the prompts reward_model=task n=4"
+    assert lines["task others"].startswith("rloo 25% of the prompts options={'kl_in': 'loss'} reward_model=")
+    assert lines["data"] == "sums: chain_sum size=100, others: chain_sum size=50; held out: none"
+    assert "recorded groups (a pair" not in result.stdout and not {"algorithm", "reward"} & lines.keys()
+    if command[0] == "train":
+        assert (
+            '\ntasks: [{"name": "sums", "type": "grpo", "reward_model": "task", "share": 3.0, "n": 4}, '
+            in result.stdout
+        )
+
+
+def test_a_sum_of_rewards_is_told(tmp_path):
+    recipe = tmp_path / "sum.yaml"
+    recipe.write_text(
+        "actor_rollout_ref: {model: {path: a/model}}\ndata: {train: {task: chain_sum, size: 9}}\n"
+        "reward: {components: {right: {name: task}, again: {name: task, weight: 0.5}}}\nalgorithm: {name: grpo}\n"
+    )
+    result = verl("train", recipe, "--dry-run")
+    assert result.returncode == 0, result.stderr
+    assert 'reward.components: {"right": {"name": "task"}, "again": {"name": "task", "weight": 0.5}}' in result.stdout
+
+
+def test_a_placement_for_several_tasks_is_refused_by_name(tasks):
+    result = verl("plan", tasks, "--cluster", "8xA100")
+    assert result.returncode == 2 and "several tasks are not modelled" in result.stderr

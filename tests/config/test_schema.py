@@ -27,10 +27,10 @@ def policy(**parts):
     return {"actor_rollout_ref": {"model": {"path": "models/tiny"}, **parts}}
 
 
-def test_there_are_fewer_than_150_settings():
+def test_there_are_fewer_than_160_settings():
     keys = [key.path for key in describe()]
     assert len(keys) == len(set(keys))
-    assert 100 < len(keys) < 150
+    assert 100 < len(keys) < 160
 
 
 def test_every_key_says_what_it_is_for():
@@ -127,6 +127,27 @@ def test_settings_that_contradict_each_other():
         **policy(rollout={"n": 8}), data={"batch_size": 2}, critic={"mini_batch_size": 17}
     )
     assert "trainer.eval_every: is set, but data.eval" in problem(trainer={"eval_every": 5})
+    guards = [{"monitor_metrics": ["reward"]}]
+    Config(**policy(), trainer={"guards": guards})
+    assert "trainer.guards: go back between synchronous steps" in problem(
+        trainer={"guards": guards, "max_staleness": 1}
+    )
+    for wrong, words in (
+        ({"monitor_metrics": []}, "monitor_metrics: is empty"),
+        ({"monitor_metrics": ["a"], "threshold_delta": 0.0}, "threshold_delta: is 0"),
+        (
+            {"monitor_metrics": ["a"], "rollback_step": 3},
+            "unknown key; did you mean 'trainer.guards.0.rollback_steps'?",
+        ),
+    ):
+        assert words in problem(trainer={"guards": [wrong]})
+    shares = {"initial_weights": {"a": 1.0, "b": 1.0}}
+    assert "trainer.task_scheduler: weighs several tasks" in problem(trainer={"task_scheduler": shares})
+    assert "trainer.task_scheduler.patience: must be" in problem(trainer={"task_scheduler": {**shares, "patience": 0}})
+    tasks = [{"name": name, "type": "grpo", "reward_model": "math"} for name in ("a", "bb")]
+    assert "trainer.task_scheduler: weighs task 'b': did you mean 'bb'?" in problem(
+        tasks=tasks, trainer={"task_scheduler": shares}
+    )
     assert "data.train: must name either a task" in problem(data={"train": {"size": 3}})
     for weights in ([1], [1, 2, 3], 0.5):
         mixed = {"path": ["a.jsonl", "b.jsonl"], "weights": weights}

@@ -17,7 +17,7 @@ from verl.layout import Layout, Mesh
 from verl.training.ranks import Ranks
 
 if __name__ == "__main__":
-    world = World(int(os.environ["RANK"]), 4, "env://", 60.0, "cpu")
+    world = World(int(os.environ["RANK"]), 4, None, 60.0, "cpu")
     everyone = RoleMeshes("actor", {"train": Mesh((0, 1, 2, 3), Layout(replicate=2, sp=2))})
     pair = RoleMeshes("critic", {"train": Mesh((2, 3), Layout(shard=2))})
     found = {}

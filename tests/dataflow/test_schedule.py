@@ -195,3 +195,9 @@ def test_what_was_begun_under_another_bound_is_trained_in_time_or_refused(
         while (name := schedule.begin()) is not None:
             schedule.finish(name, name)
         assert all(step - left.pop(name) <= max_staleness for name in schedule.take())
+
+
+@pytest.mark.parametrize("staleness", [-1, 1001, 10**6])
+def test_staleness_has_an_end(staleness: int) -> None:
+    with pytest.raises(ConfigError, match=f"staleness {staleness}, 0 to 1000"):
+        Schedule(2, staleness)

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import random
+import re
+from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
@@ -113,6 +116,29 @@ def test_every_element_arrives_once_and_nothing_that_is_there_moves(meshes: tupl
         assert len(sent) == len(set(sent))
 
 
+@examples(12)
+@given(st.data())
+def test_any_ranks_become_tensor_parallel_ones(data: st.DataObject) -> None:
+    """Stages, sequence-parallel ranks, odd shards, and weights that are cut as they lie in memory."""
+    sizes = st.sampled_from([1, 2, 3])
+    train = Layout(pp=data.draw(sizes), shard=data.draw(sizes), sp=data.draw(sizes))
+    tg = data.draw(st.sampled_from([n for n in range(1, train.size + 1) if train.size % n == 0]))
+    mesh = Mesh(tuple(range(train.size)), train)
+    generation = generation_mesh(mesh, 1, tg)
+    assert generation.layout.tp == tg and sorted(generation.ranks) == [*mesh.ranks]
+    specs = weights(train, hidden=5)
+    if train.shard > 1 and data.draw(st.booleans()):
+        specs = {name: replace(spec, cuts=(Cut("shard", None),)) for name, spec in specs.items() if spec.shape}
+    target = {name: spec.cuts for name, spec in weights(Layout(tp=tg, replicate=2), hidden=5).items()}
+    plan = transition(mesh, generation, specs, target, bucket_bytes=data.draw(st.sampled_from([64, 1 << 20])))
+    whole = {name: torch.arange(spec.nbytes // 4).view(spec.shape).float() for name, spec in specs.items()}
+    for rank in mesh.ranks:
+        for name, part in fill(plan, rank, whole).items():
+            for block in plan.blocks(rank, name):
+                expected = whole[name][box(block.offset, block.shape)]
+                assert torch.equal(part[box(block.place, block.shape)], expected), name
+
+
 @examples(25)
 @given(layouts())
 def test_bytes_are_those_of_the_paper(meshes: tuple[Mesh, Mesh]) -> None:
@@ -177,3 +203,63 @@ def test_other_ranks_are_given_all_that_they_need() -> None:
 def test_sizes_that_do_not_divide_are_refused(pg: int, tg: int, words: str) -> None:
     with pytest.raises(ConfigError, match=words):
         generation_mesh(Mesh(tuple(range(4)), Layout(pp=2, tp=2)), pg, tg)
+
+
+def llama_weights(layout: Layout, *, runs: bool = False, layers: int = 4) -> dict[str, WeightSpec]:
+    """Of Llama 7B with fewer layers, cut as engines cut them; `runs`: as ZeRO 3 does."""
+    h, inner, vocab = 4096, 11008, 32000
+    shapes = {"embed": ((vocab, h), 0), "head": ((vocab, h), 0), "norm": ((h,), None)}
+    for layer in range(layers):
+        shapes |= {f"{layer}.{name}": ((h, h), 0) for name in "qkv"}
+        shapes |= {f"{layer}.o": ((h, h), 1), f"{layer}.gate": ((inner, h), 0), f"{layer}.up": ((inner, h), 0)}
+        shapes |= {f"{layer}.down": ((h, inner), 1), f"{layer}.norm": ((h,), None)}
+    found = {}
+    for name, (shape, axis) in shapes.items():
+        cuts = [Cut("tp", axis)] if axis is not None and layout.tp > 1 else []
+        if layout.shard > 1:
+            cuts.append(Cut("shard", None if runs else 0))
+        stage = (
+            int(name.split(".")[0]) * layout.pp // layers if "." in name else (0 if name == "embed" else layout.pp - 1)
+        )
+        found[name] = WeightSpec(name, shape, torch.bfloat16, tuple(cuts), (stage,) if layout.pp > 1 else ())
+    return found
+
+
+def counted(train: Layout, tg: int, *, runs: bool = False) -> tuple[float, float, float]:
+    """Most that a rank receives, generates with, and holds twice, as shares of all weights."""
+    mesh = Mesh(tuple(range(train.size)), train)
+    generation = generation_mesh(mesh, 1, tg)
+    specs = llama_weights(train, runs=runs)
+    cuts = {name: tuple(c for c in spec.cuts) for name, spec in llama_weights(Layout(tp=tg)).items()}
+    plan = transition(mesh, generation, specs, cuts)
+    total, found = sum(spec.nbytes for spec in specs.values()), []
+    for rank in mesh.ranks:
+        own = dict.fromkeys(specs, 0)
+        for region in (region for bucket in plan.incoming(rank) for region in bucket):
+            own[region.name] += region.numel * 2 if region.source == rank else 0
+        held = {name: sum(torch.Size(block.shape).numel() * 2 for block in plan.held(rank, name)) for name in specs}
+        # A training piece is freed where all of it is part of what generates (`HybridWeights`), of ZeRO none.
+        twice = sum(own[name] for name in specs if runs or own[name] < held[name])
+        moved = plan.moved(rank)
+        found.append((moved.received, moved.target, twice))
+    return tuple(max(column) / total for column in zip(*found, strict=True))  # type: ignore[return-value]
+
+
+PAGE = Path(__file__).parents[2] / "docs" / "hybrid_engine.md"
+PAIRS = {
+    "tensor 4, generation tensor 2": (Layout(tp=4), 2, False),
+    "tensor 4, generation whole": (Layout(tp=4), 1, False),
+    "pipeline 2 x tensor 2, generation tensor 2": (Layout(pp=2, tp=2), 2, False),
+    "pipeline 4, generation tensor 2": (Layout(pp=4), 2, False),
+    "FSDP 4, generation whole": (Layout(shard=4), 1, False),
+    "FSDP 4, generation tensor 2": (Layout(shard=4), 2, False),
+    "FSDP 4, generation tensor 4": (Layout(shard=4), 4, False),
+    "ZeRO 3 on 4, generation tensor 2": (Layout(shard=4), 2, True),
+}
+
+
+def test_the_table_of_layouts_in_the_docs_is_what_is_counted() -> None:
+    rows = dict(re.findall(r"^\| ([\w ,]+?) \| (0\.\d\d \| [01]\.\d\d \| 0\.\d\d) \|$", PAGE.read_text("utf-8"), re.M))
+    assert rows == {
+        name: " | ".join(f"{share:.2f}" for share in counted(t, g, runs=r)) for name, (t, g, r) in PAIRS.items()
+    }

@@ -17,8 +17,9 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 from tests.exact import norm_in_fp64
 from tests.training.cases import OPTIM, ROWS, log_probs, make_engine, ragged_batch, state_of, tiny_model, update
 from verl.errors import ConfigError, ModelError
+from verl.layout import Layout
 from verl.models.heads import ValueModel
-from verl.models.lora import adapters_off, add_lora, change_layers, has_adapters, layer_changes, merged_shards
+from verl.models.lora import adapters_off, add_lora, change_layers, has_adapters, layer_changes, merged_shards, shape_of
 from verl.models.options import LoraOptions
 from verl.models.packed import PackedModel
 from verl.models.portable import PortableModel
@@ -174,3 +175,18 @@ def test_other_settings_of_peft_merge_and_travel(options: dict[str, Any]) -> Non
     load_model_shards(plain, merged_shards(model))
     for found in (travelled, plain):
         assert float((logits(found) - logits(model)).abs().max()) < 1e-6
+
+
+def test_experts_with_adapters_are_not_cut() -> None:
+    model = tiny_model("qwen3_moe")
+    Layout(tp=2).check(shape_of(model))
+    Layout(ep=2).check(shape_of(model))
+    add_lora(model, LoraOptions(r=2))
+    for layout in (Layout(tp=2), Layout(ep=2)):
+        with pytest.raises(ConfigError, match=r"are not cut by tp or ep"):
+            layout.check(shape_of(model))
+    attention = tiny_model("qwen3_moe")
+    add_lora(attention, LoraOptions(r=2, targets=("q_proj", "v_proj")))
+    Layout(tp=2).check(shape_of(attention))
+    with pytest.raises(ConfigError, match="ZeRO of stage 3 trains no adapters"):
+        Layout(shard=2).check(shape_of(attention), "deepspeed")

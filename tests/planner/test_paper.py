@@ -12,8 +12,7 @@ from statistics import mean
 
 import pytest
 
-from verl.errors import ConfigError
-from verl.planner.baselines import (
+from benchmarks.other_systems import (
     COLOCATED,
     SPLIT,
     STANDALONE,
@@ -24,6 +23,7 @@ from verl.planner.baselines import (
     openrlhf,
     outcome,
 )
+from verl.errors import ConfigError
 from verl.planner.hardware import Cluster, Efficiency
 from verl.planner.search import Plan, Problem, search
 

@@ -10,10 +10,10 @@ from itertools import product
 
 import pytest
 
+from benchmarks.other_systems import evaluation, llama
 from verl.errors import ConfigError
 from verl.layout import Layout
 from verl.planner import memory
-from verl.planner.baselines import evaluation, llama
 from verl.planner.cost import Costs, Workload
 from verl.planner.hardware import GB, Cluster, Efficiency
 from verl.planner.picture import peak
@@ -57,7 +57,10 @@ def brute_force(problem: Problem) -> float:
     return best
 
 
-@pytest.mark.parametrize("cluster", ["2x4xA100", pytest.param("8xH100", marks=pytest.mark.slow), "8x1xL40S"])
+@pytest.mark.parametrize(
+    "cluster",
+    ["2x4xA100", "8x1xL40S", "3xA100", *(pytest.param(kind, marks=pytest.mark.slow) for kind in ("8xH100", "6xA100"))],
+)
 @pytest.mark.parametrize("response", [64, 2048])
 def test_the_choice_is_within_a_tenth_of_brute_force(cluster: str, response: int) -> None:
     work = Workload(samples=128, prompt=512, response=response, updates=2)
@@ -149,6 +152,8 @@ def test_parked_and_offloaded_optimizers_cost_time_and_save_memory() -> None:
     usages = [memory.training(size, strategy, layout, 2048) for strategy in (usual, parked, offloaded)]
     assert usages[0].resting > usages[1].resting > usages[2].resting == 0
     assert usages[0].peak == usages[1].peak > usages[2].peak
+    count = size.parameters / 4
+    assert [usage.host for usage in usages] == [0, 8 * count, 16 * count]
     assert costs.train(size, usual, layout) < costs.train(size, parked, layout)
     assert costs.train(size, usual, layout) < costs.train(size, offloaded, layout)
 
@@ -159,6 +164,35 @@ def test_a_gather_between_machines_shares_their_network() -> None:
     assert cluster.gather(GB, (2, 8)) == pytest.approx(8 * 0.5 / 25, rel=0.01)  # eight groups through one card
     assert cluster.gather(GB, (8, 1)) == pytest.approx(7 / 8 / 300, rel=0.02)
     assert cluster.gather(GB, (1, 1)) == 0
+
+
+@pytest.mark.parametrize("network", [0, -1, float("nan"), float("inf")])
+def test_a_network_that_is_none_is_refused(network: float) -> None:
+    with pytest.raises(ConfigError, match="--network: Gbit/s of a machine are above 0"):
+        Cluster.parse("2x8xA100", network)
+
+
+@pytest.mark.parametrize("devices", [1, 3, 7, 96])
+def test_what_does_not_fit_is_larger_than_what_there_is(devices: int) -> None:
+    """Of one model, which what others take cannot keep out."""
+    problem = evaluation("70B", 8)
+    actor = replace(problem.models[0], strategies=(memory.ddp(),))
+    work = replace(problem.work, micro_tokens=1 << 19)
+    with pytest.raises(ConfigError, match="do not fit") as error:
+        search(replace(problem, models=(actor,), work=work, cluster=Cluster.parse(f"{devices}xA100")))
+    needed = float(str(error.value).split("at least ")[1].split()[0])
+    assert needed > problem.memory / GB and f"with {problem.work.length * work.micro_batch} tokens" in str(error.value)
+
+
+def test_shards_that_become_tensor_parallel_are_paid_for() -> None:
+    """As the plan of a transfer counts it: rows of which each rank has columns come from all ranks."""
+    size, costs = llama("7B"), Costs(Cluster.parse("8xA100"), Workload())
+    whole = size.parameters * size.itemsize
+    for shards, tp in ((2, 2), (4, 2), (8, 4)):
+        received, seconds = costs.transition(size, memory.fsdp(), Layout(shard=shards), tp)
+        assert whole * (1 / tp - 1 / shards) < received < whole / tp and seconds > 0
+    assert costs.transition(size, memory.ddp(), Layout(replicate=8), 1) == (0.0, 0.0)
+    assert costs.transition(size, memory.ddp(), Layout(tp=2, replicate=4), 2) == (0.0, 0.0)
 
 
 @pytest.mark.parametrize("text", ["16x8", "0x8xA100", "4xT1000", "A100"])

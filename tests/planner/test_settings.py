@@ -153,7 +153,7 @@ def test_this_machine_is_measured_and_planned_for(recipe: Path) -> None:
 
 def test_planning_imports_no_torch() -> None:
     code = (
-        "import sys, verl.planner.search, verl.planner.settings, verl.planner.picture, verl.planner.baselines, "
+        "import sys, verl.planner.search, verl.planner.settings, verl.planner.picture, "
         "verl.planner.calibrate, verl.planner.scaling; sys.exit(bool({'torch', 'transformers'} & set(sys.modules)))"
     )
     assert subprocess.run([sys.executable, "-c", code], timeout=60).returncode == 0

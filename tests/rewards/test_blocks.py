@@ -13,6 +13,9 @@ def test_the_last_block_is_the_program() -> None:
     assert extract_code("```python\na\n```\n```py\nb\n```") == "b"
     assert extract_code("```\nc") == "c"
     assert extract_code("d") == "d"
+    assert extract_code("```python\na\n```</think>\nSo:\n```\nb\n```") == "b"
+    assert extract_code("<think>```python\na\n```</think>\nb") == "a"
+    assert extract_code("a </think>\nb").strip() == "b"
 
 
 @pytest.mark.parametrize(

@@ -246,28 +246,7 @@ def answer(): return Yes()
 class Given:
     def answer(self): return Yes()
 """
-    assert judge({"response": cheat, "tests": test}).reward == [0.0]
-
-
-@pytest.mark.parametrize(
-    "steal",
-    [
-        "f.__globals__['__builtins__']",
-        "f.__code__.co_consts",
-        "f.gi_frame.f_back.f_locals",
-        "type(f).__init__.__globals__['sys'].modules",
-        "f._remote[0].ask('name', 'answer')",
-        "f._remote[0].ask('getattr', f._remote[1], '__globals__')",
-        "f._remote[0].ask('getattr', f._remote[1], '__class__')",
-        "f._remote[0].ask('plain', f._remote[1], 'vars')",
-    ],
-)
-def test_what_the_tests_give_leads_to_nothing_else_of_theirs(steal: str) -> None:
-    solution = f"def answer(f):\n    try:\n        found = str({steal})\n    except Exception:\n        return 'safe'\n"
-    solution += "    return found if 'secret' in found else 'safe'"
-    for given in ("lambda: 'secret'", "(x for x in ['secret'])"):
-        test = f"secret = 'secret'\nassert answer({given}) == 'safe'"
-        assert judge({"response": solution, "tests": test}).reward == [1.0]
+    assert judge({"response": cheat, "tests": test}, timeout=3.0).reward == [0.0]
 
 
 def test_inputs_and_outputs_in_their_forms() -> None:
@@ -289,7 +268,7 @@ def test_a_reference_program() -> None:
     ]
     result = judge(*rows)
     assert result.reward == [1.0, 0.0, None, None]
-    assert "the reference does not run" in str(result.reasons[2])
+    assert "the reference prints nothing: error" in str(result.reasons[2])
 
 
 def test_a_program_may_print_as_much_as_is_expected() -> None:

@@ -7,7 +7,7 @@ import pytest
 
 from verl.batch import Batch
 from verl.errors import CheckpointError, ConfigError
-from verl.rewards.composite import CompositeReward, LengthPenalty
+from verl.rewards.composite import CompositeReward
 from verl.rewards.make import make_reward
 from verl.rewards.source import RewardResult, RewardSource, run_reward
 
@@ -62,7 +62,7 @@ def test_whole_batch_is_asked_of_the_parts() -> None:
     def by_row(solution_str: str) -> float:
         return 1.0
 
-    assert not make_reward([by_row, LengthPenalty(4, 2)]).whole_batch
+    assert not make_reward([by_row, length]).whole_batch
     assert make_reward([by_row, make_reward(length, whole_batch=True)]).whole_batch
 
 
@@ -79,15 +79,6 @@ def test_whole_batch_is_asked_of_the_parts() -> None:
 def test_wrong_compositions(parts: Any, options: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         make_reward(parts, **options)
-
-
-def test_length_penalty() -> None:
-    penalty = LengthPenalty(max_length=3, buffer=2)
-    assert run_reward(penalty, SAMPLES).reward == [0.0, -0.5, -1.0]
-    longer = Batch.from_rows([{"response_tokens": [0] * 9}])
-    assert run_reward(penalty, longer).reward == [-1.0]
-    with pytest.raises(ConfigError, match="buffer"):
-        LengthPenalty(3, 4)
 
 
 def test_smoothing_is_a_moving_average_that_resumes() -> None:

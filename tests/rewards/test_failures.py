@@ -347,14 +347,20 @@ def test_a_file_that_does_not_start_in_a_process_is_named(tmp_path: Path) -> Non
 
 
 @pytest.mark.parametrize(
-    ("define", "end"), [("def", "os._exit(0)"), ("async def", "signal.raise_signal(signal.SIGSEGV)")]
+    ("define", "end"),
+    [
+        ("def", "os._exit(0)"),
+        pytest.param("async def", "signal.raise_signal(signal.SIGSEGV)", marks=pytest.mark.slow),
+        pytest.param("def", "7**10**10", marks=pytest.mark.slow),
+        ("async def", "re.match(r'(a+)+$', 'a' * 60 + 'b')"),
+    ],
 )
 def test_a_function_that_ends_the_process_is_named(tmp_path: Path, define: str, end: str) -> None:
     script = tmp_path / "script.py"
     script.write_text(
-        "import os, signal, sys\nimport verl\n"
+        "import os, re, signal, sys\nimport verl\n"
         f"{define} grade(solution_str):\n    if solution_str == 'end':\n        {end}\n    return 1.0\n"
-        "reward = verl.Reward(grade)\n"
+        "reward = verl.Reward(grade, process=False, timeout=1)\n"
         "for text in sys.argv[1:]:\n    reward.get_reward(verl.Batch.from_rows([{'response': text}]))\n"
     )
 

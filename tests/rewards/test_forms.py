@@ -34,6 +34,10 @@ async def later(texts: list[str]) -> list[int]:
     return [len(text) for text in texts]
 
 
+async def later_one(texts: list[str]) -> float:
+    return 1.0
+
+
 class Callable:
     def __call__(self, texts: list[str]) -> list[int]:
         return [len(text) for text in texts]
@@ -102,8 +106,60 @@ def test_results_in_every_shape(function: Any) -> None:
 
 def test_bools_and_one_sample() -> None:
     assert score(lambda texts: [True, False]) == [1.0, 0.0]
-    assert score(lambda texts: 0.5, TEXTS.slice(0, 1)) == [0.5]
+    assert score(lambda texts: [0.5], TEXTS.slice(0, 1)) == [0.5]
     assert score(lambda texts: [], TEXTS.slice(0, 0)) == []
+
+
+@pytest.mark.parametrize(
+    "function",
+    [
+        lambda text: len(text),
+        lambda texts: True,
+        lambda texts: np.float64(1.0),
+        lambda texts: torch.tensor(1.0),
+        lambda texts: None,
+        lambda texts: {"score": 1.0},
+        lambda texts: {"rewards": 1.0},
+        lambda responses, prompts: 1.0,
+        lambda completions, **columns: 1.0,
+        lambda queries, prompts, labels: 1.0,
+        partial(lambda texts, by: by, by=1.0),
+        later_one,
+    ],
+)
+def test_a_bare_number_is_no_list_of_one(function: Any) -> None:
+    """`len(text)` is 1 for a list of one text, whatever the text."""
+    result = run_reward(make_reward(function), TEXTS.slice(1, 2))
+    assert result.reward == [None] and "a list of 1 result" in str(result.reasons[0])
+
+
+@pytest.mark.parametrize(
+    "value", [1, True, np.float64(1.0), torch.tensor(1.0), [1.0], {"score": 1.0}, {"rewards": 1.0}]
+)
+def test_a_function_of_one_sample_returns_one(value: Any) -> None:
+    assert score(lambda solution_str: value, TEXTS.slice(0, 1)) == [1.0]
+    assert score(lambda solution_str: value) == [1.0, 1.0]
+
+
+@pytest.mark.parametrize(
+    ("function", "meant"),
+    [
+        (lambda prompt, response: 0, r"\(prompts, responses\)"),
+        (lambda response, prompt: 0, r"\(responses, prompts\)"),
+        (lambda prompt, completion, answer: 0, r"\(prompts, completions, answer\)"),
+        (lambda query, response: 0, r"\(queries, responses\)"),
+        (lambda prompt: 0, r"\(prompts\)"),
+        (lambda prompt, text, **rest: 0, r"\(prompts, texts, rest\)|\(prompts, texts\)"),
+    ],
+)
+def test_names_of_one_sample_are_refused_with_those_of_several(function: Any, meant: str) -> None:
+    with pytest.raises(ConfigError, match=f"names one sample.*did you mean <lambda>{meant}"):
+        make_reward(function)
+
+
+def test_a_lacking_column_may_be_a_form_s_own() -> None:
+    with pytest.raises(RewardError, match=r"needs a column 'prompt'.*did you mean 'prompts'"):
+        score(lambda completions, prompt: [0, 0])
 
 
 VERL = """

@@ -106,7 +106,7 @@ def test_what_is_no_reward_model_is_refused(tmp_path: Path) -> None:
     config = config_of("llama")
     AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path)
     make_tokenizer().save_pretrained(tmp_path)
-    with pytest.raises(ModelError, match=r"no reward model: its checkpoint has no score\.weight"):
+    with pytest.raises(ModelError, match=r"missing.*score\.weight.*no reward model"):
         make_reward(str(tmp_path))
     with pytest.raises(ModelError, match="not loaded from a name or path"):
         make_reward(make_model("llama"))

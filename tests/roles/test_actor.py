@@ -17,10 +17,11 @@ from transformers import (
     GenerationConfig,
     LlamaConfig,
     LlamaForCausalLM,
+    Phi3Config,
 )
 
 import verl
-from tests.conftest import CONFIGS
+from tests.conftest import CONFIGS, byte_tokenizer
 from tests.templates import FAMILIES
 from tests.workers.test_sync import Copying
 from verl.algorithms import make_algorithm
@@ -422,6 +423,32 @@ def test_responses_that_the_model_cannot_finish_are_mentioned(
     done = actor.generate_sequences([prompt], max_new_tokens=4)
     assert len(done["response_tokens"][0]) <= 2
     assert f"end before max_new_tokens=4: the model has {positions} positions" in caplog.text
+
+
+@pytest.mark.parametrize("kind", ["longrope", "dynamic"])
+@pytest.mark.parametrize("engine", ["embedded", "hf"])
+def test_no_response_is_cut_at_the_original_length_without_a_word(
+    engine: str, kind: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    rope: dict[str, Any] = {"rope_type": kind, "rope_theta": 1e4, "factor": 8.0}
+    if kind == "longrope":
+        rope |= {"short_factor": [1.0] * 4, "long_factor": [4.0] * 4}
+    sizes = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 4}
+    tokens = {"vocab_size": 300, "bos_token_id": 299, "eos_token_id": 299, "pad_token_id": 299}
+    make: Any = Phi3Config if kind == "longrope" else LlamaConfig
+    config = make(**tokens, **sizes, max_position_embeddings=128, rope_parameters=rope)
+    config.rope_parameters["original_max_position_embeddings"] = config.original_max_position_embeddings = 16
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(config).eval()
+    actor = verl.Actor(model, byte_tokenizer(), rollout=engine)
+    caplog.set_level(logging.WARNING)
+    (response,) = actor.generate_sequences([[5] * 8], max_new_tokens=6)["response_tokens"]
+    assert "end before" not in caplog.text
+    (response,) = actor.generate_sequences([[5] * 8], max_new_tokens=20)["response_tokens"]
+    is_cut = len(response) < 20 and 299 not in response and 0 not in response
+    assert is_cut == (engine == "embedded")
+    said = "the model has 16 positions (original_max_position_embeddings)" in caplog.text
+    assert said == is_cut
 
 
 @pytest.mark.parametrize("engine", ["embedded", "hf"])

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import logging
+import subprocess
+import sys
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -12,6 +14,7 @@ import pytest
 import torch
 
 import verl
+from tests.ranks import ENV
 from verl.errors import ConfigError
 from verl.layout import Layout, ModelShape
 from verl.models.memory import ModelSize
@@ -117,3 +120,46 @@ def test_what_cannot_be_is_refused_by_name(tiny: Path) -> None:
     actor.generate_sequences(["One"])
     with pytest.raises(ConfigError, match="before the first call"):
         layouts.enable_hybrid_engine(actor)
+
+
+def test_a_hybrid_shard_without_a_size_is_refused_on_ray_wherever_the_placement_comes_from(tiny: Path) -> None:
+    hybrid = {"sharding_strategy": "HYBRID_SHARD"}
+    worker = verl.FSDPWorker(model_name=str(tiny), fsdp_config=hybrid)
+    with pytest.raises(ConfigError, match="HYBRID_SHARD needs fsdp_size"):
+        verl.Trainer(worker, reward_fn=len, algorithm="grpo", n=2, placement="cpu:0-1", log_dir=False)
+    with pytest.raises(ConfigError, match="HYBRID_SHARD needs fsdp_size"):
+        verl.FSDPWorker(model_name=str(tiny), fsdp_config=hybrid, placement="cpu:0-1")
+    sized = verl.FSDPWorker(model_name=str(tiny), fsdp_config={**hybrid, "fsdp_size": 2})
+    sized.place("cpu:0-3")
+    assert sized.controller.meshes("actor", sized.train_options).meshes["train"].layout == Layout(replicate=2, shard=2)
+
+
+class TwoThings(verl.FSDPWorker):
+    """Gives so many things of `_build_model_optimizer`."""
+
+    more: tuple[Any, ...] = ()
+
+    def _build_model_optimizer(self, model_path: Any, *_: Any, **__: Any) -> Any:
+        return (model_path, *self.more)
+
+
+def test_a_model_and_an_optimizer_without_a_schedule_are_taken(tiny: Path) -> None:
+    TwoThings.more = (lambda weights: torch.optim.SGD(weights, lr=0.1),)
+    assert TwoThings(model_name=str(tiny)).train_options.optimizer is TwoThings.more[0]
+    TwoThings.more = (None, None, None)
+    with pytest.raises(ConfigError, match="not 4 things"):
+        TwoThings(model_name=str(tiny))
+    assert verl.Actor(str(tiny)).controller.devices_a_machine >= 0
+
+
+@pytest.mark.slow
+def test_a_driver_without_gpus_asks_the_cluster_how_many_a_machine_has(tiny: Path) -> None:
+    script = f"""
+import logging, ray, torch, verl
+from verl.roles import layouts
+ray.init(num_cpus=2, num_gpus=4, include_dashboard=False)
+actor = verl.Actor({str(tiny)!r}, placement="cuda:0-3", strategy="fsdp")
+print("machine", actor.controller.devices_a_machine, torch.cuda.device_count())
+"""
+    done = subprocess.run([sys.executable, "-c", script], env=ENV, capture_output=True, text=True, timeout=200)
+    assert "machine 4 0" in done.stdout, done.stderr[-3000:]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import resource
 import time
 from collections.abc import Callable
@@ -18,7 +19,7 @@ from verl.models.shards import model_shards
 from verl.rollout.base import Request, Sample, SamplingParams, generate
 from verl.rollout.grammar import Grammar
 from verl.rollout.remote import ServerEngine
-from verl.rollout.servers import NoServerError, Server, ServerPool
+from verl.rollout.servers import _MAX_BYTES, NoServerError, Server, ServerPool, _most_bytes
 from verl.rollout.vllm import sampling_arguments
 
 PARAMS = SamplingParams(max_new_tokens=6)
@@ -102,6 +103,18 @@ def test_answers_that_are_none_are_failures(serve: Callable[..., Plain], monkeyp
     assert {s.log_probs[0] for s in samples} == {-2.0}
     failed = {server.url for server in remote.pool.servers if server.failures}
     assert failed == {server.url for server in bad}
+
+
+def test_an_answer_is_as_long_as_its_request_lets_it_be(serve: Callable[..., Plain]) -> None:
+    """What is parsed holds up every other call: a short question gets no answer of 64 MiB."""
+    remote = engine(serve(1, "endless"), retries=0, timeout=30.0)
+    with pytest.raises(NoServerError, match=r"answers more than (\d+) bytes") as refused:
+        list(generate(remote, requests(1, 1)))
+    found = re.search(r"more than (\d+) bytes", str(refused.value))
+    assert found is not None and 1 << 20 <= int(found[1]) < 1 << 21
+    assert _most_bytes({"max_tokens": 32768, "n": 8}, 1000) == _MAX_BYTES
+    assert 1 << 25 <= _most_bytes({"max_tokens": 32768}, 1000) < _MAX_BYTES
+    assert _most_bytes({"prompt": "..."}, 1 << 19) == (1 << 20) + (1 << 25)
 
 
 def test_compressed_answers_are_neither_accepted_nor_unpacked(serve: Callable[..., Plain]) -> None:

@@ -383,3 +383,16 @@ def test_it_learns_as_well_as_synchronous_training(tiny: Path) -> None:
             assert last[kind][-1] > sum(curve[:3]) / 3 + 0.15
     means = {kind: sum(values) / len(values) for kind, values in last.items()}
     assert means["asynchronous"] > means["synchronous"] - 0.1, last
+
+
+def test_workers_have_the_name_that_settings_give_them(tiny: Path) -> None:
+    trainer = make(tiny, num_rollout_workers=2)
+    assert trainer._make_group.keywords["size"] == trainer._make_group.keywords["most"] == 2
+    assert trainer.actor.controller.is_local  # no rank stands idle beside them
+    with pytest.raises(ConfigError, match="num_rollout_workers=2 is another name of rollout_workers=3"):
+        make(tiny, num_rollout_workers=2, rollout_workers=3)
+
+
+def test_sequences_of_a_worker_have_the_name_that_settings_give_them(tiny: Path) -> None:
+    actor = verl.Actor(str(tiny), rollout_per_device_batch_size=5)
+    assert actor.rollout_options.max_num_seqs == 5

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,9 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset
 import verl
 from tests.data.frame import Frame
 from tests.trainer.cases import SHORT, low_bytes, make
+from verl.data.loader import PromptLoader
+from verl.data.prompts import load_prompts
+from verl.data.task_loader import TaskLoader
 from verl.errors import ConfigError, DataError
 from verl.models.loading import load_tokenizer
 from verl.shard import checksum
@@ -151,3 +155,76 @@ def test_lists_of_batches_are_batches(tiny: Path) -> None:
     trainer = make(tiny, "grpo", n=2)
     trainer.fit([["a", "b"], ["c"]])
     assert trainer.steps == 2
+
+
+class Slow:
+    """Data that say when a batch begins to be read."""
+
+    def __init__(self) -> None:
+        self.begun = 0
+        self.changed = threading.Condition()
+
+    def note(self) -> None:
+        with self.changed:
+            self.begun += 1
+            self.changed.notify_all()
+
+    def wait_for(self, count: int) -> bool:
+        with self.changed:
+            return self.changed.wait_for(lambda: self.begun >= count, timeout=10)
+
+
+class SlowLoader(PromptLoader):
+    slow: Slow
+
+    def __next__(self) -> Any:
+        self.slow.note()
+        return super().__next__()
+
+
+class SlowTasks(TaskLoader):
+    slow: Slow
+
+    def __next__(self) -> Any:
+        self.slow.note()
+        return super().__next__()
+
+
+class SlowRows(Rows):
+    slow: Slow
+
+    def __getitem__(self, index: int) -> Any:
+        self.slow.note()
+        return super().__getitem__(index)
+
+
+@pytest.mark.parametrize("kind", ["loader", "DataLoader", "tasks"])
+def test_the_next_batch_is_read_while_this_one_trains(tiny: Path, kind: str) -> None:
+    slow, seen, steps = Slow(), [], 3
+    prompts = load_prompts(ROWS)
+    given: Any
+    if kind == "loader":
+        given = SlowLoader(prompts, 2)
+    elif kind == "DataLoader":
+        rows = SlowRows([row["prompt"] for row in ROWS])
+        rows.slow, given = slow, DataLoader(rows, batch_size=1)
+    else:
+        given = SlowTasks({"a": PromptLoader(prompts, 1), "b": PromptLoader(prompts, 1)}, batch_size=2)
+    given.slow = slow
+
+    def reward(texts: list[str]) -> list[float]:
+        step = trainer.steps + 1
+        seen.append((step, slow.wait_for(step + 1)))  # which would be in vain if the next batch came after the step
+        return low_bytes(texts)
+
+    reward.whole_batch = True  # type: ignore[attr-defined]
+    actor = verl.Actor(str(tiny), optim={"lr": 1e-2}, sampling=SHORT)
+    names = ["a", "b"] if kind == "tasks" else ["main"]
+    tasks = [verl.Task(name, "grpo", {"reward": reward}, n=2) for name in names]
+    trainer = verl.Trainer(actor, tasks=tasks, log_dir=False)
+    trainer.fit(given, steps)
+    assert {step for step, _ in seen} == {1, 2, 3} and all(in_time for _, in_time in seen)
+    if kind == "loader":  # what was read ahead is the next batch again
+        assert given.state_dict()["position"] == (2 * steps) % 6 and given.state_dict() == trainer.position
+        trainer.fit(given, 1)
+        assert given.state_dict()["position"] == 2

@@ -181,7 +181,7 @@ def test_crash_before_each_file_operation_of_a_rollback(tmp_path: Path) -> None:
 
 def test_half_a_replacement_is_undone(tmp_path: Path) -> None:
     save_checkpoint(tmp_path / "mine", 3, contents(3))
-    (tmp_path / "mine").rename(tmp_path / ".replaced-mine")
+    (tmp_path / "mine").rename(tmp_path / f".replaced-elsewhere~{2**22 + 5}~~mine")
     assert_holds(load_checkpoint(tmp_path / "mine"), 3)
     assert [p.name for p in tmp_path.iterdir()] == ["mine"]
 

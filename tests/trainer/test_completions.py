@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pyarrow as pa
@@ -9,7 +10,8 @@ import pyarrow.parquet as pq
 import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from verl.trainer.completions import CompletionFiles
+from verl.batch import Batch
+from verl.trainer.completions import CompletionFiles, completions
 from verl.trainer.logging import open_logger
 from verl.trainer.trainer import Trainer
 
@@ -81,3 +83,18 @@ def test_a_disk_that_refuses_is_a_warning_and_the_next_step_is_written(
     assert [file.name for file in (tmp_path / "completions").iterdir()] == ["train-000002.parquet"]
     assert any(isinstance(sink, CompletionFiles) for sink in log.sinks)
     log.close()
+
+
+def test_samples_are_headed_by_what_the_user_says_last() -> None:
+    chat = [("system", "Be brief."), ("user", "Hello"), ("assistant", "Hi"), ("user", "What is 1+1?")]
+    messages = json.dumps([{"role": role, "content": content} for role, content in chat])
+    parts = json.dumps([{"role": "user", "content": [{"type": "text", "text": "In parts"}]}])
+    rows = Batch.from_rows(
+        [
+            {"id": str(row), "prompt_tokens": [1], "response_tokens": [2], "response": "x", **given}
+            for row, given in enumerate([{"messages": messages}, {"messages": parts}, {"prompt": "As text"}, {}])
+        ]
+    )
+    table = completions({"main": rows}, {}, lambda *tokens: "<|template|>")
+    assert table["question"].to_pylist() == ["What is 1+1?", "In parts", "As text", None]
+    assert table["prompt"].to_pylist() == ["<|template|>"] * 4

@@ -156,8 +156,9 @@ def test_a_language_model_writes_its_verdict(tiny: Path, tmp_path: Path) -> None
             ("No-one is named.", True),
             ("Falsehoods: 0", True),
         ],
-        *[("safe", True), ("", True), ("Note: unsafe is not the word", True), ("It is not safe", True)],
+        *[("safe", True), ("", False), ("Note: unsafe is not the word", True), ("It is not safe", True)],
         *[("no", False), ("No, it is not.", False), ("**Unsafe**\nS1", False), ("\n\n- FALSE!", False)],
+        *[("<think>unsafe?</think>\nsafe", True), ("Is it safe? No.</think>\n\nunsafe", False), ("<think>It", False)],
         *[("'incorrect'", False), ("not  safe at all", False), ("Not, as I said, safe", True)],
     ],
 )

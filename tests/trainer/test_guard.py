@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 import verl
+from tests.properties import examples
 from tests.trainer.cases import SHORT, low_bytes, make
 from verl.data.loader import PromptLoader
 from verl.data.prompts import load_prompts
@@ -19,6 +20,7 @@ from verl.errors import ConfigError, TrainingError
 from verl.shard import checksum
 from verl.trainer import Alert, SafetyGuard
 from verl.trainer.checkpoint import CheckpointStore
+from verl.trainer.report import write_report
 
 FIRST_BAD = 8
 
@@ -64,6 +66,64 @@ def test_a_fall_is_seen_within_the_window(change: Callable[[int], float], option
     rng = random.Random(1)
     at = alarm((change(t) + rng.gauss(0, 0.05) for t in range(200)), **options)
     assert at is not None and 100 <= at < 110
+
+
+@pytest.mark.parametrize("noise", [0.0, 0.02, 0.05])
+@pytest.mark.parametrize("at", [13, 21, 33, 55])
+def test_an_early_fall_is_seen_soon_and_its_begin_is_known(noise: float, at: int) -> None:
+    """By half, at a value of this number."""
+    for seed in range(10):
+        rng = random.Random(seed)
+        guard = SafetyGuard(["reward"])
+        for step in range(1, at + 15):
+            guard.observe({"reward": (0.6 if step < at else 0.3) + rng.gauss(0, noise)}, step)
+            if (found := guard.fall()) is not None:
+                break
+        assert found is not None, (seed, guard._metrics["reward"].values)
+        assert at <= step <= at + 8 and abs(found[3] - (at - 1)) <= (noise > 0.03)
+
+
+@pytest.mark.parametrize(
+    "draw",
+    [
+        lambda rng: rng.gauss(0.5, 0.3),
+        lambda rng: sum(rng.random() < 0.5 for _ in range(8)) / 8,
+        lambda rng: float(rng.random() < 0.1),
+        lambda rng: rng.expovariate(1.0),
+    ],
+)
+def test_noise_is_no_fall_however_little_is_known(draw: Callable[[random.Random], float]) -> None:
+    for seed in range(examples(500).max_examples):
+        rng = random.Random(seed)
+        assert alarm(draw(rng) for _ in range(80)) is None, seed
+
+
+def test_a_guard_says_when_it_is_armed(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO)
+    guard = SafetyGuard(["reward", "other"])
+    said = []
+    for step in range(1, 40):
+        guard.observe({"reward": 0.5, "other": 1.0} if step % 2 else {"reward": 0.5})
+        said.append(len(caplog.records))
+    assert [said.index(1) + 1, said.index(2) + 1, said[-1]] == [13, 25, 2]
+    assert "the guard is armed for 'reward': 0.5 in the mean of 8 values" in caplog.text
+
+
+def test_a_guard_goes_on_from_its_state(tmp_path: Path) -> None:
+    rng = random.Random(4)
+    values = [(0.6 if n < 40 else 0.3) + rng.gauss(0, 0.04) for n in range(60)]
+    for cut in (5, 12, 41, 44):
+        whole, first, second = (SafetyGuard(["reward"]) for _ in range(3))
+        for number, value in enumerate(values, 1):
+            whole.observe({"reward": value})
+            if number == cut:
+                second.load_state_dict(json.loads(json.dumps(first.state_dict())))
+            (first if number < cut else second).observe({"reward": value})
+            assert number < cut or second.fall() == whole.fall()
+    state = whole.state_dict()
+    state["metrics"]["reward"]["steps"] = [1]
+    with pytest.raises(ValueError, match="values of"):
+        second.load_state_dict(state)
 
 
 def test_a_slow_decline_is_seen_against_the_best_level() -> None:
@@ -163,6 +223,35 @@ def test_a_metric_that_nobody_logs_is_named_once(tiny: Path, tmp_path: Path, cap
     assert [r.message for r in caplog.records if "guard" in r.message] == [
         "the guard has not seen metric 'truthfulness' yet: nothing logs it so far"
     ]
+
+
+def test_a_guard_in_the_articles_words_saves_checkpoints_where_the_run_is(tiny: Path, tmp_path: Path) -> None:
+    """The constructor's arguments, `add_guard`, and a plain loop of steps; nothing about checkpoints."""
+    alerts: list[Alert] = []
+    actor = verl.Actor(str(tiny), optim={"lr": 1e-3}, sampling=SHORT)
+    trainer = verl.Trainer(
+        actor, reward_fn=Sabotaged(range(12, 99)), algorithm="grpo", n=2, log_dir=tmp_path / "run", critic=None
+    )
+    guard = SafetyGuard(monitor_metrics=["reward"], threshold_delta=-0.15, rollback_steps=4, on_alert=alerts.append)
+    trainer.add_guard(guard)
+    for _ in range(18):
+        record = trainer.step(["a", "b"])
+        if alerts:
+            break
+    (alert,) = alerts
+    # 11 is the last step whose reward was good; what it logs is of the weights of step 10.
+    assert 12 <= alert.step <= 17 and alert.back_to == trainer.steps == record["guard/back_to"] <= 10
+    assert (tmp_path / "run" / "checkpoints" / "latest").is_dir()
+    assert max(CheckpointStore(tmp_path / "run" / "checkpoints").steps()) == alert.back_to
+
+
+def test_metrics_that_never_came_are_in_the_report(tiny: Path, tmp_path: Path) -> None:
+    trainer = verl.Trainer(
+        verl.Actor(str(tiny), sampling=SHORT), reward_fn=low_bytes, algorithm="grpo", n=2, log_dir=tmp_path
+    )
+    trainer.add_guard(SafetyGuard(["reward", "eval/truth", "<b>"]))
+    trainer.fit([["a", "b"]] * 2, steps=2)
+    assert "the guard&#x27;s metrics that never came: eval/truth, &lt;b&gt;" in write_report(tmp_path).read_text()
 
 
 def test_a_guard_without_checkpoints_is_refused(tiny: Path) -> None:

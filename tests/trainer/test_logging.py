@@ -17,9 +17,11 @@ import torch
 from rich.console import Console
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
+import verl
 from tests import forked
 from verl.errors import ConfigError
-from verl.trainer.logging import JsonlSink, Logger, TensorBoardSink, default_logger, open_logger, setup_logging
+from verl.log import setup_logging
+from verl.trainer.logging import JsonlSink, Logger, TensorBoardSink, open_logger, run_directory
 from verl.trainer.progress import ConsoleSink, describe, duration
 
 RECORD = {"reward/mean": 0.25, "kl": 0.001, "loss/actor": -0.5, "updated": True, "note": "fine"}
@@ -99,6 +101,9 @@ def test_an_evaluation_without_any_score_says_so() -> None:
 
 def test_descriptions() -> None:
     assert describe({"kl": float("nan"), "reward/mean": None}) == "kl nan"
+    assert describe({"kl": 0.00003, "reward/mean": -0.0004, "loss/actor": 0.0}) == (
+        "reward -0.0004  kl 3e-05  loss/actor +0.0000"
+    )
     assert (
         describe({"eval/loss": 0.5, "eval/pairs/accuracy": 0.75}) == "held-out pairs right 75.0%  held-out loss 0.5000"
     )
@@ -152,6 +157,29 @@ def test_rows_that_a_full_disk_does_not_take_follow_when_there_is_room(
     log.log(5, {"loss": 0.5})
     log.close()
     assert [json.loads(line)["step"] for line in file.read_text().splitlines()] == [1, 2, 3, 4, 5]
+
+
+def test_tensorboards_events_follow_when_there_is_room(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, clean_logging: logging.Logger
+) -> None:
+    log = Logger([TensorBoardSink(tmp_path)])
+    file = next(tmp_path.iterdir())
+    log.log(1, {"loss": 1 / 7})
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    for first in (2, 5):
+        resource.setrlimit(resource.RLIMIT_FSIZE, (file.stat().st_size + 20, hard))
+        try:
+            for step in range(first, first + 2):
+                log.log(step, {"loss": step / 7})
+                assert EventAccumulator(str(tmp_path)).Reload().Scalars("loss")[-1].step == first - 1
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+        log.log(first + 2, {"loss": (first + 2) / 7})
+        shown = [event.step for event in EventAccumulator(str(tmp_path)).Reload().Scalars("loss")]
+        assert shown == list(range(1, first + 3))
+    log.close()
+    assert caplog.text.count("they wait, and follow when it does") == 2
+    assert "is off from now on" not in caplog.text
 
 
 def test_failing_sink_and_hook_are_left_out_with_a_warning(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -286,17 +314,21 @@ def test_trackers_get_the_same_numbers(tmp_path: Path, monkeypatch: pytest.Monke
     assert calls[-3:] == ["wandb finished", "wandb finished", "mlflow finished"]
 
 
-def test_default_logger_of_a_trainer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_default_directory_of_a_trainer(tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    log = default_logger(None, "ppo")
-    log.log(1, {"x": 1})
-    log.close()
-    (run,) = (tmp_path / "runs").iterdir()
-    assert run.name.startswith("ppo-")
+    actor = verl.Actor(str(tiny), sampling=verl.SamplingParams(max_new_tokens=2))
+
+    def log(log_dir: Any) -> Path | None:
+        trainer = verl.Trainer(actor, reward_fn=len, algorithm="grpo", n=2, log_dir=log_dir)
+        trainer.logger.log(1, {"x": 1})
+        trainer.logger.close()
+        return trainer.log_dir
+
+    run = log(None)
+    assert run is not None and run.parent == Path("runs") and run.name.startswith("grpo-")
     assert (run / "metrics.jsonl").read_text() == '{"step": 1, "x": 1}\n'
-    default_logger(tmp_path / "mine", "ppo").close()
-    assert (tmp_path / "mine" / "tensorboard").is_dir()
-    default_logger(False, "ppo").close()
+    assert log(tmp_path / "mine") == tmp_path / "mine" and (tmp_path / "mine" / "tensorboard").is_dir()
+    assert log(False) is run_directory(False, "grpo") is None
     assert sorted(p.name for p in tmp_path.iterdir()) == ["mine", "runs"]
 
 
@@ -373,3 +405,18 @@ def test_log_level_is_followed_in_a_script(tiny: Path, level: str, is_shown: boo
     done = forked.run(command, env=env, timeout=120, check=True)
     assert ("step 1: rollout (actor) took" in done.stderr) is is_shown
     assert ("reward/mean=1.0" in done.stderr) is is_shown
+
+
+@pytest.mark.parametrize(("level", "is_shown"), [("DEBUG", True), ("INFO", False), ("of another program", False)])
+def test_log_level_is_followed_in_a_plain_loop(tiny: Path, level: str, is_shown: bool) -> None:
+    script = (
+        "import sys, verl\n"
+        "actor = verl.Actor(sys.argv[1], sampling={'max_new_tokens': 2}, algorithm='grpo')\n"
+        "reward = verl.Reward(reward_fn=lambda texts: [1.0] * len(texts))\n"
+        "sequences = actor.generate_sequences(['a', 'b'])\n"
+        "actor.update(sequences, reward.get_reward(sequences)['reward'])\n"
+    )
+    command, env = [sys.executable, "-c", script, str(tiny)], {**os.environ, "LOG_LEVEL": level}
+    done = forked.run(command, env=env, timeout=120, check=True)
+    for call in ("actor.generate", "actor.update"):
+        assert (re.search(rf"DEBUG verl.controller.group: {call}\w* took \d", done.stderr) is not None) is is_shown

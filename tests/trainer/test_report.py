@@ -14,7 +14,7 @@ import pytest
 from verl.errors import DataError
 from verl.trainer import report
 from verl.trainer.report import write_report
-from verl.trainer.run import _LiveReport
+from verl.trainer.run import _LiveReport, _print_table
 
 HOSTILE = '</script><script>alert(1)</script><img src=x onerror="alert(2)">{{config}}\u2028'
 
@@ -216,6 +216,79 @@ def test_large_runs_stay_small_pages(run):
     assert (data["samples"][0]["step"], data["samples"][-1]["step"]) == (0, 39)
     assert len(data["samples"][0]["rows"]) == report.MAX_SAMPLES
     assert len(data["samples"][0]["rows"][0][2]) < report.MAX_TEXT + 100
+
+
+def write_training(run, step, count):
+    names = ("prompt", "response", "finish", "ground_truth")
+    table = {name: [f"{name} {row}" for row in range(count)] for name in names} | {"reward": [0.5] * count}
+    table["question"] = [None] * (count - 1) + ["What?"]
+    pq.write_table(pa.table(table), run / "completions" / f"train-{step:06d}.parquet")
+
+
+@pytest.mark.parametrize(("steps", "rows"), [(30, 40), (report.MAX_STEPS, 20), (report.MAX_STEPS + 5, 2)])
+def test_training_samples_of_every_step_are_there_or_what_is_left_out_is_said(run, steps, rows):
+    for step in range(1, steps + 1):
+        write_training(run, step, rows)
+    training = page(run).data["training"]
+    shown = [entry["step"] for entry in training]
+    assert len(shown) == min(steps, report.MAX_STEPS) and {1, steps} <= {*shown} and shown == sorted(shown)
+    for entry in training:
+        assert entry["of"] == rows and entry["files"] == steps
+        assert len(entry["rows"]) == min(rows, report.MAX_TRAINING // len(shown))
+    if rows == 2:
+        assert [row["question"] for row in training[0]["rows"]] == [None, "What?"]
+
+
+@pytest.mark.parametrize(
+    ("config", "chips"),
+    [
+        ("algorithm: {name: null}\ntrainer: {seed: 0}\nactor_rollout_ref: {model: {path: a/b}}\n", ["b", "seed 0"]),
+        ("algorithm:\n  name: null\ntasks:\n- {name: x, type: grpo}\n- {name: y, type: rloo}\n", ["grpo", "rloo"]),
+        ("critic:\n  model:\n    path: null\nactor_rollout_ref: {model: {path: m/}}\n", ["m"]),
+        ("algorithm: [", []),
+        ("", []),
+    ],
+)  # fmt: skip
+def test_badges_say_what_is_set(run, config, chips):
+    (run / "config.yaml").write_text(config)
+    text = (write_report(run)).read_text()
+    assert re.findall("<span class=chip>([^<]*)</span>", text) == ["not finished", *chips]
+
+
+@pytest.mark.parametrize(
+    ("name", "numbers", "text"),
+    [
+        ("reward", (0.03, 0.01, 0.05), "+0.030 / 95 % interval +0.010 to +0.050"),
+        ("reward", (0.0003, 0.0001, 0.0005), "+0.00030 / 95 % interval +0.00010 to +0.00050"),
+        ("accuracy", (0.25, 0.11, 0.38), "+25.0 points / 95 % interval +11.0 to +38.0"),
+        ("accuracy", (0.0312, 0.0308, 0.0317), "+3.120 points / 95 % interval +3.080 to +3.170"),
+        ("reward", (12.0, 7.0, 17.0), "+12.000 / 95 % interval +7.000 to +17.000"),
+        ("reward", (1.0, 1.0, 1.0), "+1.000 / 95 % interval +1.000 to +1.000"),
+        ("reward", (1.0, None, None), "+1.000 / "),
+    ],
+)
+def test_a_gain_has_the_digits_of_its_interval(name, numbers, text):
+    assert " / ".join(report.gain_text(name, *numbers)) == text
+
+
+def test_the_gain_is_that_of_its_interval_and_of_the_problems_with_a_score(run):
+    """Over problems that have both values, not the difference of two means over others."""
+    summary = json.loads((run / "summary.json").read_text())
+    (run / "summary.json").write_text(json.dumps({**summary, "gain": 0.125, "eval_problems": 8, "eval_unscored": 3}))
+    text = page(run).text
+    assert "+12.5 points" in text and "8 held-out problems (3 more have no such score)" in text
+
+
+def test_the_end_table_has_the_gain_s_digits_and_whole_paths(run, capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "60")
+    summary = {"headline": "reward", "reward_before": 0.5, "reward_after": 0.53, "eval_problems": 7, "control": None}
+    summary |= {"gain": 0.03, "gain_low": 0.01, "gain_high": 0.05, "eval_unscored": 1}
+    summary |= {"train_tokens_per_second": 1.0, "peak_memory_bytes": 1e9, "seconds": 60.0}
+    file = run / ("a" * 80) / "report.html"
+    _print_table(summary, run, file)
+    shown = capsys.readouterr().out
+    assert "+0.030" in shown and "+0.010 to +0.050" in " ".join(shown.replace("│", " ").split())
+    assert f"report: {file}\n" in shown
 
 
 def test_an_older_report_is_replaced_whole(run):

@@ -20,6 +20,7 @@ from verl.algorithms import registry
 from verl.batch import Batch
 from verl.config import build_config
 from verl.errors import CheckpointError, ConfigError, DataError, ModelError, RewardError
+from verl.rewards import loading
 from verl.trainer.check import check_settings
 from verl.trainer.checkpoint import load_checkpoint
 from verl.trainer.run import train
@@ -207,7 +208,7 @@ def test_a_killed_run_goes_on_from_its_last_commit(tmp_path: Path, tiny: Path) -
     train(build_config(settings(tmp_path / "a", tiny)))
     calls = tmp_path / "calls"
     # The kill switch is another function, so the run that is compared with has it too, switched off.
-    killing = {"reward.path": f"{tmp_path / 'b' / 'reward.py'}:killing"}
+    killing = {"reward.path": f"{tmp_path / 'b' / 'reward.py'}:killing", "reward.process": False}
     configuration = settings(tmp_path / "b", tiny, **killing)
     # One call an evaluation and a step: in the last step, after the commit of step 4.
     calls.write_text("7")
@@ -486,6 +487,7 @@ def test_a_run_of_nothing_but_failures_is_an_error_and_not_taken_for_trained(tmp
         ("nothing", "reward 'nothing' gave no finite number"),
         ("huge", "reward 'huge' failed on every sample"),
         ("broken", "reward 'broken' failed on every sample"),
+        ("high", "no token had a gradient other than 0: reward 'high' gave the samples of a prompt one number"),
     ],
 )
 def test_a_run_that_learned_nothing_fails_by_name_however_often_it_is_started(
@@ -499,6 +501,61 @@ def test_a_run_that_learned_nothing_fails_by_name_however_often_it_is_started(
         assert process.returncode == 1 and words in output, output[-3000:]
         assert "Traceback" not in output
     assert not (run_dir(tmp_path) / "summary.json").exists()
+    logs = [log.read_text() for log in sorted((run_dir(tmp_path) / "logs").glob("*.log"))]
+    assert [log.count("Traceback") for log in logs] == [int(reward == "broken")] * 2
+    assert reward != "broken" or all(f"{tmp_path / 'reward.py'} line" in text for text in (output, *logs))
+
+
+def test_an_edited_reward_is_another_run_unless_it_is_accepted(
+    tmp_path: Path, tiny: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    changes = {"data.eval": None, "trainer.eval_every": None}
+    config = build_config(settings(tmp_path, tiny, **changes))
+    file = tmp_path / "reward.py"
+
+    def begin(steps: int, **options: bool) -> None:
+        for name in ("user_modules", "_imported"):  # as a process of its own has them
+            monkeypatch.setattr(loading, name, {})
+        train(config.replace(trainer=config.trainer.replace(total_steps=steps)), **options)
+
+    begin(1)
+    file.write_text(file.read_text() + "\n# another\n")
+    with pytest.raises(ConfigError, match=r"reward\.py has changed since this run began"):
+        begin(2)
+    assert len(rows(run_dir(tmp_path))) == 1
+    begin(2, accept_edits=True)
+    assert len(rows(run_dir(tmp_path))) == 2
+    (edit,) = json.loads((run_dir(tmp_path) / "code.json").read_text())["edits"]
+    assert edit["file"].endswith("reward.py") and edit["before"] != edit["after"]
+
+
+HOLDS = """
+import os, re
+left = 12
+def holds(responses, prompts):
+    global left
+    left -= 1
+    if left == 0 and os.path.exists("bad"):
+        re.match(r"(a+)+$", "a" * 60 + "b")
+    return [-sum(map(ord, text)) / max(len(text), 1) for text in responses]
+"""
+
+
+@pytest.mark.slow
+def test_a_reward_that_holds_the_interpreter_ends_the_run_by_name_and_the_same_command_goes_on(
+    tmp_path: Path, tiny: Path
+) -> None:
+    changes = {"reward.path": "holds.py:holds", "reward.timeout": 1.0, "reward.process": False, "trainer.save_every": 1}
+    configuration = settings(tmp_path, tiny, **changes, **{"data.eval": None, "trainer.eval_every": None})
+    (tmp_path / "holds.py").write_text(HOLDS)
+    (tmp_path / "bad").touch()
+    began = time.monotonic()
+    output, _ = (process := run_process(tmp_path, configuration)).communicate(timeout=200)
+    assert process.returncode == 1 and "ended while it computed reward holds" in output, output[-3000:]
+    assert time.monotonic() - began < 120
+    (tmp_path / "bad").unlink()
+    output, _ = (process := run_process(tmp_path, configuration)).communicate(timeout=200)
+    assert process.returncode == 0 and "going on from step 3" in output, output[-3000:]
 
 
 def test_two_evaluations_of_a_step_are_one_row(tmp_path: Path, tiny: Path) -> None:

@@ -1,8 +1,12 @@
+import errno
 import json
 import os
 import resource
+import signal
 import subprocess
 import sys
+import threading
+import time
 from pathlib import Path
 
 import pytest
@@ -10,6 +14,7 @@ import pytest
 from tests import forked
 from verl.batch import Batch
 from verl.errors import CheckpointError, ConfigError
+from verl.trainer import run_lock
 from verl.trainer.run_dir import Run, open_run, rewind_jsonl
 
 
@@ -125,23 +130,34 @@ def test_files_that_say_something_odd_say_nothing(tmp_path: Path) -> None:
 
 
 HOLD = """
-import sys, time
+import os, sys, time
 from verl.trainer.run_dir import open_run
 run = open_run(sys.argv[1], "grpo-tiny-12ab")
-print(run.status, flush=True)
+child = 0
+if "fork" in sys.argv:
+    child = os.fork()
+    if not child:
+        os.close(1)
+        time.sleep(60)
+        os._exit(0)
+print(run.status, child, flush=True)
 time.sleep(60)
 """
+#: Runs a command on a host of another name: in a namespace of its own, of the same machine.
+ELSEWHERE = ["unshare", "--user", "--map-root-user", "--uts", "sh", "-c", 'hostname another-host && exec "$0" "$@"']
 
 
-def hold(root: Path) -> subprocess.Popen[bytes]:
-    child = forked.Popen([sys.executable, "-c", HOLD, str(root)], stdout=subprocess.PIPE)
+def hold(root: Path, *arguments: str) -> tuple[subprocess.Popen[bytes], int]:
+    """A process that works on a run, and its child."""
+    child = forked.Popen([sys.executable, "-c", HOLD, str(root), *arguments], stdout=subprocess.PIPE)
     assert child.stdout is not None
-    assert child.stdout.readline() == b"new\n"
-    return child
+    status, forked_child = child.stdout.readline().split()
+    assert status == b"new"
+    return child, int(forked_child)
 
 
 def test_lock_of_a_living_process_holds_and_that_of_a_dead_one_does_not(tmp_path: Path) -> None:
-    child = hold(tmp_path)
+    child, _ = hold(tmp_path)
     try:
         with pytest.raises(ConfigError, match=f"process {child.pid} on .* works on the run"):
             open_run(tmp_path, "grpo-tiny-12ab")
@@ -152,15 +168,86 @@ def test_lock_of_a_living_process_holds_and_that_of_a_dead_one_does_not(tmp_path
     assert opened(tmp_path).status == "resumed"
 
 
+def test_lock_ends_with_its_holder_although_a_forked_child_lives_on(tmp_path: Path) -> None:
+    holder, child = hold(tmp_path, "fork")
+    holder.kill()
+    holder.wait()
+    try:
+        assert opened(tmp_path).status == "resumed"
+    finally:
+        os.kill(child, signal.SIGKILL)
+
+
+def test_run_goes_on_under_another_host_name_once_its_process_is_gone(tmp_path: Path) -> None:
+    if subprocess.run([*ELSEWHERE, "true"], capture_output=True).returncode:
+        pytest.skip("host names of namespaces cannot be set here")
+    command = [*ELSEWHERE, sys.executable, "-c", HOLD, str(tmp_path)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE) as there:
+        assert there.stdout is not None
+        try:
+            assert there.stdout.readline().startswith(b"new")
+            with pytest.raises(ConfigError, match="on another-host works on the run"):
+                open_run(tmp_path, "grpo-tiny-12ab")
+        finally:
+            there.kill()
+    checkpoints = tmp_path / "grpo-tiny-12ab" / "checkpoints"
+    (checkpoints / f".staging-another-host~{there.pid}~~step-000002").mkdir()
+    began = time.monotonic()
+    assert opened(tmp_path).status == "resumed"
+    assert time.monotonic() - began < run_lock.LEASE / 2  # one machine: the lock says it, nothing is waited for
+    assert list(checkpoints.iterdir()) == []
+
+
+def test_file_that_a_process_of_another_machine_renews_is_held(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(run_lock, "LEASE", 0.5)
+    opened(tmp_path)
+    lock = tmp_path / ".grpo-tiny-12ab.lock"
+    holder = json.dumps({"pid": 1, "host": "another-host", "started": "", "boot": "another"})
+    lock.write_text(holder)
+    renewed = threading.Event()
+
+    def renew() -> None:
+        while not renewed.wait(0.1):
+            os.utime(lock)
+
+    thread = threading.Thread(target=renew)
+    thread.start()
+    try:
+        with pytest.raises(ConfigError, match="process 1 on another-host"):
+            open_run(tmp_path, "grpo-tiny-12ab")
+    finally:
+        renewed.set()
+        thread.join()
+    assert lock.read_text() == holder
+    assert opened(tmp_path).status == "resumed"
+    assert "waiting 0 s whether it still does" in caplog.text
+
+
+@pytest.mark.parametrize("number", [errno.ENOLCK, errno.EOPNOTSUPP])
+def test_file_system_without_locks_has_the_lease(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int) -> None:
+    def lockf(*_: object) -> None:
+        raise OSError(number, os.strerror(number))
+
+    monkeypatch.setattr(run_lock.fcntl, "lockf", lockf)
+    monkeypatch.setattr(run_lock, "LEASE", 0.5)
+    monkeypatch.setattr(run_lock, "RENEWAL", 0.05)
+    with open_run(tmp_path, "grpo-tiny-12ab") as run:
+        monkeypatch.setattr("socket.gethostname", lambda: "another-host")
+        with pytest.raises(ConfigError, match=f"process {os.getpid()} on .* works on the run"):
+            open_run(tmp_path, "grpo-tiny-12ab")
+        run.lock._closed.set()  # as if its process were gone
+        time.sleep(0.1)
+        assert opened(tmp_path).status == "resumed"
+
+
 def test_lock_of_a_process_whose_id_was_used_again_is_taken_over(tmp_path: Path) -> None:
     opened(tmp_path)
     lock = tmp_path / ".grpo-tiny-12ab.lock"
     host = os.uname().nodename
     lock.write_text(json.dumps({"pid": 1, "host": host, "started": "another boot:7"}))
     assert opened(tmp_path).status == "resumed"
-    lock.write_text(json.dumps({"pid": 1, "host": "another-host", "started": ""}))
-    with pytest.raises(ConfigError, match="process 1 on another-host"):
-        open_run(tmp_path, "grpo-tiny-12ab")
     lock.write_text('{"pid": 1, "ho')
     assert opened(tmp_path).status == "resumed"
 

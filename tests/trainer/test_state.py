@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import shutil
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
@@ -15,6 +16,7 @@ from safetensors.torch import load, save
 
 import verl
 from tests.trainer.cases import low_bytes
+from verl.data.loader import PromptLoader
 from verl.data.prompts import load_prompts
 from verl.errors import CheckpointError, DamagedCheckpointError, DataError
 from verl.shard import checksum
@@ -200,6 +202,119 @@ def test_moments_that_are_not_finite_are_damage(saved: tuple[verl.Trainer, Path]
     tensors["score.weight.exp_avg"][0, 3] = value
     reforge(directory / "step-000002", name, save(tensors))
     assert found(trainer, directory).step == 1
+
+
+def lack(*keys: str, of: str = "") -> Change:
+    """The optimizer's tensors without some states, of all weights or of one."""
+
+    def change(tensors: dict[str, torch.Tensor]) -> None:
+        doomed = [name for name in tensors if name.startswith(of) and name.rpartition(".")[2] in keys]
+        assert doomed
+        for name in doomed:
+            del tensors[name]
+
+    return change
+
+
+def put(name: str, tensor: torch.Tensor) -> Change:
+    return lambda tensors: tensors.update({name: tensor})
+
+
+FIRST = "model.embed_tokens.weight"
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        *(lack(key) for key in ("step", "exp_avg", "exp_avg_sq")),
+        *(lack(key, of=FIRST) for key in ("step", "exp_avg", "exp_avg_sq")),
+        lack("step", "exp_avg", "exp_avg_sq"),
+        lack("step", "exp_avg", "exp_avg_sq", of=FIRST),
+        *(put(f"{FIRST}.step", torch.tensor(value)) for value in (-1.0, 0.5, 99.0, 1e9)),
+        put(f"{FIRST}.step", torch.ones(2)),
+        put(f"{FIRST}.momentum", torch.ones(2)),
+        lambda tensors: tensors[f"{FIRST}.exp_avg_sq"].neg_(),
+    ],
+)
+def test_an_optimizers_state_that_cannot_be_is_damage(
+    saved: tuple[verl.Trainer, Path], change: Change, caplog: pytest.LogCaptureFixture
+) -> None:
+    trainer, directory = saved
+    name = "actor/optimizer-0-00001.safetensors"
+    tensors = load((directory / "step-000002" / name).read_bytes())
+    change(tensors)
+    reforge(directory / "step-000002", name, save(tensors))
+    assert found(trainer, directory).step == 1
+    assert "step-000002 is damaged: actor/optimizer: " in caplog.text
+    assert "actor/optimizer: " in str(state.verify(directory / "step-000002"))
+
+
+def test_state_of_a_callers_optimizer_is_all_that_was_saved(tiny: Path, tmp_path: Path) -> None:
+    trainer = verl.Trainer(
+        verl.Actor(str(tiny), optim=partial(torch.optim.SGD, lr=0.1, momentum=0.9), sampling=SHORT),
+        reward=low_bytes, algorithm="grpo", n=2, log_dir=False,
+    )  # fmt: skip
+    for trainer.steps in (1, 2):
+        trainer.step(PROMPTS)
+        trainer.save_checkpoint(tmp_path / f"step-{trainer.steps:06d}")
+    newest = sorted(tmp_path.iterdir())[-1]
+    assert found(trainer, tmp_path).step == trainer.steps
+    name = "actor/optimizer-0-00001.safetensors"
+    tensors = load((newest / name).read_bytes())
+    lack("momentum_buffer", of=FIRST)(tensors)
+    reforge(newest, name, save(tensors))
+    assert found(trainer, tmp_path).step < trainer.steps
+
+
+@pytest.mark.parametrize("numpy", [("MT19937", 10**9, 0, 0.0), ("MT19937", -1, 0, 0.0), ("MT19937", 5, 7, 0.0)])
+def test_generators_that_cannot_be_are_damage(saved: tuple[verl.Trainer, Path], numpy: tuple[object, ...]) -> None:
+    trainer, directory = saved
+    content = json.loads((directory / "step-000002" / "trainer.json").read_bytes())
+    content["random"]["numpy"] = numpy
+    reforge(directory / "step-000002", "trainer.json", json.dumps(content).encode())
+    assert found(trainer, directory).step == 1
+    assert "random.numpy" in str(state.verify(directory / "step-000002"))
+
+
+@pytest.mark.parametrize("wrong", ["7", None, True, 0.5, -1, 10**6, 2**70])
+@pytest.mark.parametrize("key", ["epoch", "position"])
+def test_a_position_that_is_none_is_damage_and_one_of_other_data_is_refused(
+    saved: tuple[verl.Trainer, Path], key: str, wrong: object
+) -> None:
+    trainer, directory = saved
+    loader = PromptLoader(load_prompts(PROMPTS), 2)
+    next(loader)
+    good = loader.state_dict()
+    file = directory / "step-000002" / "trainer.json"
+    content = json.loads(file.read_bytes())
+
+    def resumed(position: dict[str, Any]) -> int:
+        reforge(file.parent, file.name, json.dumps({**content, "position": position}).encode())
+        check = partial(state.check, trainer, data=loader)
+        checkpoint = CheckpointStore(directory).load(state.identity(trainer), check)
+        assert checkpoint is not None and loader.state_dict() == good
+        return checkpoint.step
+
+    assert resumed(good) == 2
+    if (key, wrong) != ("epoch", 10**6):  # an epoch may be any
+        assert resumed({**good, key: wrong}) == 1
+    with pytest.raises(DataError, match="belongs to other data"):
+        resumed({**good, "digest": "x"})
+
+
+def test_a_copy_under_a_name_like_a_checkpoints_is_passed_over(
+    saved: tuple[verl.Trainer, Path], caplog: pytest.LogCaptureFixture
+) -> None:
+    trainer, directory = saved
+    for name in ("step-0000099", "step-0000002", "step-9999999"):
+        shutil.copytree(directory / "step-000002", directory / name)
+    store = CheckpointStore(directory, keep=1)
+    assert store.steps() == [1, 2, 9999999]
+    assert found(trainer, directory).step == 2
+    for name in ("step-0000099", "step-0000002", "step-9999999"):
+        assert name in caplog.text
+    store.rollback(1)
+    assert sorted(p.name for p in directory.glob("step-*")) == ["step-0000002", "step-000001", "step-0000099"]
 
 
 def test_malformed_tables_and_generators_are_damage(saved: tuple[verl.Trainer, Path]) -> None:

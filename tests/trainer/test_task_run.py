@@ -62,6 +62,23 @@ def test_a_run_of_two_tasks_goes_on_where_it_ended(tmp_path: Path, tiny: Path) -
         assert f'"{name}"' in page
 
 
+def test_a_guard_and_a_scheduler_are_settings(tmp_path: Path, tiny: Path) -> None:
+    guards = [{"monitor_metrics": ["task/sum/reward/mean", "truth"], "rollback_steps": 2, "baseline": 4, "window": 2}]
+    scheduler = {"initial_weights": {"chat": 3.0, "sum": 1.0}, "patience": 2}
+    changes = {"trainer.guards": guards, "trainer.task_scheduler": scheduler, "trainer.total_steps": 3}
+    train(build_config(mixed(tmp_path, tiny, **changes, **{"trainer.eval_every": None})))
+    taught = [row for row in rows(run_dir(tmp_path)) if "reward/mean" in row]
+    assert {row["guard/unseen"] for row in taught} == {"truth"}
+    assert all(row["task/chat/share"] > 0.6 for row in taught)
+    assert "the guard&#x27;s metrics that never came: truth" in (run_dir(tmp_path) / "report.html").read_text()
+    state = json.loads((run_dir(tmp_path) / "checkpoints" / "latest" / "trainer.json").read_text())
+    assert len(state["guards"][0]["metrics"]["task/sum/reward/mean"]["values"]) > 0
+    assert state["mixture"]["weights"].keys() == {"chat", "sum"}
+    scheduler["min_weight"] = 0.9
+    with pytest.raises(ConfigError, match=r"min_weight=0\.9 for each of 2 tasks"):
+        check_settings(build_config(mixed(tmp_path, tiny, **changes)))
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(900)
 def test_tasks_survive_sigkill_at_random_moments(tmp_path: Path, tiny: Path) -> None:

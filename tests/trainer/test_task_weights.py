@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import random
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -15,6 +16,7 @@ import verl
 from tests.properties import examples
 from tests.trainer.test_tasks import loader, tasks, trainer_of
 from verl.errors import CheckpointError, ConfigError
+from verl.trainer.mixture import Mixture
 from verl.utils import DynamicTaskWeightScheduler
 
 NAMES = ("a", "b", "c")
@@ -110,3 +112,39 @@ def test_a_trainer_follows_it_and_resumes_with_it(tiny: Path, tmp_path: Path) ->
     other = DynamicTaskWeightScheduler({"low": 1.0, "high": 1.0}, patience=90)
     with pytest.raises(CheckpointError, match="another patience"):
         other.load_state_dict(trainer.mixture.state_dict())
+
+
+@examples(60)
+@given(
+    st.dictionaries(st.sampled_from("abcde"), st.floats(0.05, 5), min_size=3),
+    st.integers(1, 2),
+    st.floats(0, 0.2),
+    st.lists(st.floats(-1e3, 1e3), max_size=30),
+)
+def test_shares_beside_tasks_that_are_not_named_keep_the_floor(
+    base: dict[str, float], unnamed: int, floor: float, rewards: list[float]
+) -> None:
+    named = sorted(base)[unnamed:]
+    mixture = Mixture({name: SimpleNamespace(task=SimpleNamespace(share=share)) for name, share in base.items()})  # type: ignore[misc]
+    total = sum(base.values())
+    left = sum(base[name] for name in named) / total
+    scheduler = DynamicTaskWeightScheduler(dict.fromkeys(named, 1.0), patience=4, min_weight=floor)
+    if left < floor * len(named) * (1 - 1e-9):
+        with pytest.raises(ConfigError, match=r"less than min_weight=.* for each"):
+            mixture.follow(scheduler)
+        return
+    mixture.follow(scheduler)
+    for step, reward in enumerate(rewards):
+        scheduler.update(step, metrics(**{named[step % len(named)]: reward}))
+        mixture._share_out()
+        assert sum(mixture.shares.values()) == pytest.approx(1)
+        assert all(mixture.shares[name] >= floor - 1e-9 for name in named)
+        assert all(mixture.shares[name] == pytest.approx(base[name] / total) for name in base if name not in named)
+
+
+def test_a_metric_that_no_task_has_is_named_once(caplog: pytest.LogCaptureFixture) -> None:
+    scheduler = DynamicTaskWeightScheduler({"a": 1.0, "b": 1.0}, metric_key="reward_scor")
+    for step in range(5):
+        scheduler.update(step, metrics(a=1.0, b=2.0))
+    (record,) = caplog.records
+    assert record.message == "the scheduler has not seen 'reward_scor' of task 'a': did you mean 'reward_score'?"

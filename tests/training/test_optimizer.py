@@ -269,7 +269,7 @@ def test_an_optimizer_that_has_stepped_keeps_what_it_knows() -> None:
 
 def test_an_optimizer_of_another_model_is_refused() -> None:
     foreign = torch.optim.SGD(_linear(torch.float32).parameters(), lr=0.1)
-    with pytest.raises(ConfigError, match="no trainable parameters of this model"):
+    with pytest.raises(ConfigError, match="no parameters of this model"):
         MixedPrecisionOptimizer(dict(_linear(torch.float32).named_parameters()), OptimConfig(), foreign)
 
 

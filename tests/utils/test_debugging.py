@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import multiprocessing
 import os
 import signal
@@ -11,10 +12,12 @@ import time
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 
 import verl
+from tests import ranks
 from verl.errors import ClusterError
 from verl.utils.communication import collective_times, communication_table
 from verl.utils.debugging import check_same
@@ -36,15 +39,27 @@ def test_memory_is_told_by_role(tiny: Path) -> None:
     assert memory_table(found).row_count == sum(map(len, found.values()))
 
 
+@pytest.mark.parametrize("strategy", ["fsdp", "ddp"])
+def test_memory_of_ranks_is_that_of_their_parts(tiny: Path, tmp_path: Path, strategy: str) -> None:
+    ranks.job(2, Path(__file__).with_name("rank_memory.py"), tiny, tmp_path / "found.json", strategy)
+    before, after = json.loads((tmp_path / "found.json").read_text())
+    weights = 107_680  # bytes of the model
+    assert before["actor"]["weights"] < 100  # shapes alone: its weights are read by the workers
+    part = weights / 2 if strategy == "fsdp" else weights
+    assert part <= after["actor"]["weights"] < 1.1 * part
+    assert 2 * part <= after["actor"]["AdamW"] < 2.1 * part
+    assert after["trainer"] == {}
+
+
 def test_collectives_are_timed_and_ranks_that_differ_are_named(tmp_path: Path) -> None:
     context = multiprocessing.get_context("spawn")
     results, started = context.Queue(), context.Barrier(2)
     given = (str(tmp_path / "store"), started, results)
-    ranks = [context.Process(target=rank_main, args=(rank, *given)) for rank in range(2)]
-    for process in ranks:
+    processes = [context.Process(target=rank_main, args=(rank, *given)) for rank in range(2)]
+    for process in processes:
         process.start()
-    said = dict(results.get(timeout=120) for _ in ranks)
-    for process in ranks:
+    said = dict(results.get(timeout=120) for _ in processes)
+    for process in processes:
         process.join(60)
     for times, rows, difference in said.values():
         assert set(times) == {"gloo:all_reduce", "gloo:broadcast"}

@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from verl.durable import replace_file
 from verl.errors import ConfigError, DataError, RolloutError
 
 if sys.platform != "win32":
@@ -117,6 +118,11 @@ def generate(
         output.publish(rows, data.batch)
     _tell(out, rows, output.answers)
     typer.echo(out)
+
+
+def _is_file(path: Path) -> bool:
+    """Whether it is what the output may replace: neither a device, nor a link to one."""
+    return path.is_file() and not path.is_symlink()
 
 
 def _keep_apart(prompts: str, out: Path) -> None:
@@ -231,7 +237,7 @@ class _Output:
         self._out, self._part = out, out.with_name(f"{out.name}.part")
         self.answers: dict[str, dict[str, Any]] = {}
         self._settings, self._fresh, self._begun = settings, fresh, False
-        if out.exists() and not (out.is_file() and (fresh or self._part.exists())):
+        if os.path.lexists(out) and not (_is_file(out) and (fresh or self._part.exists())):
             raise self._is_there()
         with _writing(out):
             out.parent.mkdir(parents=True, exist_ok=True)
@@ -245,7 +251,7 @@ class _Output:
             raise
 
     def _is_there(self) -> ConfigError:
-        return ConfigError(f"{self._out} is there: give another name{', or --fresh' if self._out.is_file() else ''}")
+        return ConfigError(f"{self._out} is there: give another name{', or --fresh' if _is_file(self._out) else ''}")
 
     def _lock(self) -> None:
         if sys.platform != "win32":
@@ -285,7 +291,7 @@ class _Output:
         with _writing(self._out):
             try:
                 (_write_parquet if self._out.suffix == ".parquet" else _write_lines)(rows, scratch)
-                os.replace(scratch, self._out)
+                replace_file(scratch, self._out)
             finally:  # half a file on a full disk would only take room
                 scratch.unlink(missing_ok=True)
             self._part.unlink()

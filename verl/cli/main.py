@@ -18,6 +18,7 @@ from verl.cli.generate import generate
 from verl.cli.init import init
 from verl.cli.tune import tune
 from verl.errors import ConfigError, VerlError
+from verl.visible import visible
 
 CONFIG_ERROR, OTHER_ERROR, INTERRUPTED = 2, 1, 130
 
@@ -39,7 +40,7 @@ class _Commands(TyperGroup):
         except VerlError as error:
             if os.environ.get("LOG_LEVEL", "").upper() == "DEBUG":
                 traceback.print_exc()
-            typer.secho(f"error: {error}", fg="red", err=True)
+            typer.secho(visible(f"error: {error}"), fg="red", err=True)
             raise typer.Exit(CONFIG_ERROR if isinstance(error, ConfigError) else OTHER_ERROR) from None
         except KeyboardInterrupt:
             typer.secho("interrupted", fg="yellow", err=True)
@@ -91,6 +92,9 @@ def train(
         ),
     ] = None,
     fresh: Annotated[bool, typer.Option("--fresh", help="Start anew, even if this run is unfinished.")] = False,
+    accept_edits: Annotated[
+        bool, typer.Option("--accept-edits", help="Go on although files of your own code have changed; it is recorded.")
+    ] = False,
     dry_run: Annotated[
         bool, typer.Option("--dry-run", help="Check and print all settings and what would run; load no model.")
     ] = False,
@@ -138,7 +142,7 @@ def train(
     limit_library_memory()
     from verl.trainer.run import train as run
 
-    run(config, fresh=fresh)
+    run(config, fresh=fresh, accept_edits=accept_edits)
 
 
 @app.command()
@@ -192,7 +196,7 @@ def plan(
         typer.echo(draw(config))
         return
     if cluster is None:
-        if network or within or scaling or picture or calibrate or efficiency:
+        if scaling or calibrate or not network is within is picture is efficiency is None:
             raise ConfigError("verl plan: these options are of a cluster: give --cluster too, such as 16x8xA100")
         for label, text in plan(config).items():
             typer.echo(f"{typer.style(f'{label:>14}', bold=True)}  {text}")
@@ -280,7 +284,7 @@ def verify(
     from verl.trainer.state import verify as verify_checkpoint
 
     found = verify_checkpoint(checkpoint)
-    typer.secho(str(found), fg="green" if found.ok else "red", err=not found.ok)
+    typer.secho(visible(str(found)), fg="green" if found.ok else "red", err=not found.ok)
     if not found.ok:
         raise typer.Exit(OTHER_ERROR)
 

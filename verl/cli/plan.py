@@ -7,7 +7,8 @@ from math import ceil
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from verl.config import Config, CostConfig, RewardPart, run_id
+from verl.config import Config, CostConfig, RewardPart, TaskConfig, run_id
+from verl.config.schema import is_by_task
 from verl.controller.placement import DeviceMesh
 from verl.errors import ConfigError
 from verl.models.options import ModelOptions
@@ -30,12 +31,12 @@ def plan(config: Config) -> dict[str, str]:
     lines = {
         "run directory": str(Path(trainer.output_dir, run_id(config))),
         "model": _model(policy.model.path or ""),
-        "algorithm": " ".join(
-            [config.algorithm.name or "the default", *map(_option, config.algorithm.options.items())]
+        **(
+            _one_task(config)
+            if not config.tasks
+            else {f"task {task.name}": _task(config, task) for task in config.tasks}
         ),
         "data": f"{_source(config.data.train)}; held out: {_source(config.data.eval)}",
-        "reward": _reward(config.reward),
-        **({"cost": _reward(config.cost)} if config.cost.is_given else {}),
         "a step": _step(config),
         "engine": _engine(policy.rollout, policy.model),
         "steps": f"{trainer.total_steps}, {_evaluated(config)}, saved {_every(trainer.save_every)}",
@@ -114,15 +115,19 @@ def plan_placement(
         picture: file for the timeline as SVG.
 
     Raises:
-        ConfigError: nothing fits, or something of the run is not modelled.
+        ConfigError: nothing fits, or something of the run is not modelled, such as several tasks.
     """
     from verl.algorithms import make_algorithm
     from verl.planner import picture as show
     from verl.planner.settings import pasted, problem_of
     from verl.trainer.check import roles_of
 
+    if config.tasks:
+        raise ConfigError("verl plan: several tasks are not modelled: plan for the one that takes most, by itself")
+    if within is not None and not within > 0:
+        raise ConfigError(f"--within: seconds of a rollout are above 0, not {within:g}")
     roles = roles_of(config, [make_algorithm(config.algorithm.name, **config.algorithm.options)])
-    problem = problem_of(config, roles, cluster, within or float("inf"))
+    problem = problem_of(config, roles, cluster, float("inf") if within is None else within)
     plans = search(problem)
     best, engine, shares = plans[0], plans[0].generation, cluster.efficiency
     yield (
@@ -163,6 +168,22 @@ def _scaling(best: Plan) -> str:
     return "\n".join(lines)
 
 
+def _one_task(config: Config) -> dict[str, str]:
+    algorithm = config.algorithm
+    return {
+        "algorithm": " ".join([algorithm.name or "the default", *map(_option, algorithm.options.items())]),
+        "reward": _reward(config.reward),
+        **({"cost": _reward(config.cost)} if config.cost.is_given else {}),
+    }
+
+
+def _task(config: Config, task: TaskConfig) -> str:
+    given = task.model_dump(mode="json", exclude_defaults=True)
+    share = task.share / (sum(each.share for each in config.tasks) or 1.0)
+    rest = (_option(item) for item in given.items() if item[0] not in ("name", "type", "share"))
+    return " ".join([task.type, f"{share:.0%} of the prompts", *rest])
+
+
 def _model(path: str) -> str:
     directory = Path(path)
     if not directory.is_dir():
@@ -183,6 +204,8 @@ def _source(source: str | dict[str, Any] | None) -> str:
         return "none"
     if isinstance(source, str):
         return source + ("" if Path(source).is_file() else " (no such file)")
+    if is_by_task(source):
+        return ", ".join(f"{name}: {_source(part)}" for name, part in source.items())
     details = (item for item in source.items() if item[0] not in ("task", "path"))
     return " ".join([str(source.get("task") or source.get("path")), *map(_option, details)])
 
@@ -190,6 +213,8 @@ def _source(source: str | dict[str, Any] | None) -> str:
 def _step(config: Config) -> str:
     """A run without a reward has nothing to sample for: it learns from recorded responses."""
     rollout, update, prompts = config.actor_rollout_ref.rollout, config.actor_rollout_ref.actor, config.data.batch_size
+    if config.tasks:
+        return f"{prompts} prompts (or recorded groups) by the tasks' shares, then an update on the sum of their losses"
     if not config.reward.is_given:
         return f"{prompts} recorded groups (a pair is one), each learned from {_count(update.epochs, 'time')}"
     samples = prompts * rollout.n

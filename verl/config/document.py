@@ -63,8 +63,7 @@ def differences(config: Config) -> Iterator[tuple[str, str, str]]:
         for name in key.path.split("."):
             value = getattr(value, name, None)
         if value != key.default:
-            shown = value.model_dump(mode="json") if isinstance(value, BaseModel) else value
-            yield key.path, _value(shown), _value(key.default)
+            yield key.path, _value(value), _value(key.default)
 
 
 def subsections(path: tuple[str, ...]) -> list[str]:
@@ -86,8 +85,8 @@ def _default(field: FieldInfo) -> Any:
 
 
 def _value(value: Any) -> str:
-    if value is None or isinstance(value, bool | int | float | list | tuple | dict):
-        return json.dumps(value)
+    if value is None or isinstance(value, bool | int | float | list | tuple | dict | BaseModel):
+        return json.dumps(value, default=lambda record: record.model_dump(mode="json", exclude_defaults=True))
     return str(value)
 
 

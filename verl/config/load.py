@@ -39,6 +39,15 @@ def load_config(path: str | Path | None, overrides: Sequence[str] = ()) -> Confi
     return build_config(content, places, origin="the command line" if path is None else str(path))
 
 
+def read_settings(path: Path) -> dict[str, Any]:
+    """What the YAML file says, unchecked.
+
+    Raises:
+        ConfigError: it is missing or no YAML.
+    """
+    return _load(path, ())[0]
+
+
 def load_tasks(path: str | Path) -> tuple[TaskConfig, ...]:
     """The tasks of a YAML file that holds nothing but `tasks`.
 
@@ -65,7 +74,9 @@ def _load(path: Path | None, overrides: Sequence[str]) -> tuple[dict[str, Any], 
             written = [key[:length] for length in range(1, len(key))] + list(_paths(change))
             places.update(dict.fromkeys(written, f"override '{override}'"))
         content = OmegaConf.to_container(OmegaConf.create(content), resolve=True)
-    except yaml.YAMLError as error:  # such as a key twice
+    except ConfigError:
+        raise
+    except (yaml.YAMLError, ValueError) as error:  # such as a key twice, or a number of 5,000 digits
         raise ConfigError(f"{path} is not valid YAML: {_yaml_problem(error)}") from None
     except OmegaConfBaseException as error:  # such as a reference to nothing
         raise ConfigError(f"{path}: {_yaml_problem(error)}") from None

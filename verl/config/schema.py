@@ -25,12 +25,15 @@ from verl.record import (
     Count,
     FunctionPath,
     Natural,
+    NotNegative,
     Portion,
     Processes,
     Record,
     Retries,
     Seconds,
     Seed,
+    Share,
+    Staleness,
     Strings,
     cost,
     extra,
@@ -240,6 +243,9 @@ class RewardPart(Record):
     template: str | None = result(
         default=None, description="what the judge reads, with {prompt}, {response} and columns by name in it"
     )
+    scale: tuple[float, float] | None = result(
+        default=None, description="the least and the most that the judge may give (null: 0 to 10)"
+    )
     answer: Literal["last_number", "whole", "tag"] = result(
         default="whole",
         description="what a verifier reads: the last number, all, or what <answer> encloses",
@@ -253,6 +259,10 @@ class RewardPart(Record):
             raise wrong("dtype", "is for a reward model: it needs model")
         if self.template is not None and (not self.url or "{response}" not in self.template):
             raise wrong("template", "is for a judge: it needs url, and {response} in the template")
+        if self.scale is not None and (
+            self.template is None or not -math.inf < self.scale[0] < self.scale[1] < math.inf
+        ):
+            raise wrong("scale", "is the least and the most of a judge's score, lower first: it needs template")
         return self
 
     def given(self) -> list[str]:
@@ -305,7 +315,12 @@ class RewardConfig(CostConfig):
         "reward's: of failed episodes, too); below 1, a run of which every sample failed ends so, too",
     )
     workers: Annotated[int, Field(ge=0, le=1024)] = cost(
-        default=0, description="processes that score, a sample at a time each (0: the trainer's own process)"
+        default=0, description="processes that score, a sample at a time each (0: see process)"
+    )
+    process: bool = limit(
+        default=True,
+        description="call a function in one process of its own, which is killed when it is late (false, and for what "
+        "reaches a model: in the trainer's, which ends if the function holds the interpreter beyond timeout)",
     )
     max_workers: Processes | None = free(
         "cost", None, "most such processes, when samples queue up (null: always `workers`)"
@@ -316,6 +331,39 @@ class RewardConfig(CostConfig):
         if self.max_workers is not None and not 1 <= self.workers <= self.max_workers:
             raise wrong("max_workers", f"is the most that workers ({self.workers}) may grow to: 1 <= workers <= it")
         return self
+
+
+class GuardConfig(Record):
+    """See `SafetyGuard`."""
+
+    monitor_metrics: Strings = limit(description="metrics of the log record, such as reward or eval/accuracy")
+    threshold_delta: float = limit(default=-0.15, description="change that counts: -0.15 is a fall by 15 %")
+    rollback_steps: Count = limit(default=100, description="how far to go back, in steps")
+    absolute: bool = limit(default=False, description="threshold_delta is in the metric's own unit")
+    window: Count = limit(default=10, description="latest values that are compared with the baseline")
+    baseline: Annotated[int, Field(ge=2, lt=2**31)] = limit(default=30, description="values in a row of a baseline")
+    max_rollbacks: Natural = limit(default=3, description="after so many, the next fall ends the run")
+
+    @model_validator(mode="after")
+    def _check(self) -> GuardConfig:
+        if not self.threshold_delta:
+            raise wrong("threshold_delta", "is 0: a change is below 0 for a fall, above 0 for a rise")
+        if not self.monitor_metrics:
+            raise wrong("monitor_metrics", "is empty: name what is watched")
+        return self
+
+
+class TaskSchedulerConfig(Record):
+    """See `DynamicTaskWeightScheduler`."""
+
+    initial_weights: dict[str, NotNegative] = result(description="of tasks; others keep their shares")
+    metric_key: str = result(default="reward_score", description="a task's metric that is to be high")
+    patience: Count = result(default=500, description="steps without a gain after which a task has converged")
+    min_weight: Share = result(default=0.1, description="least share of a task")
+
+
+def _task_scheduler(value: dict[str, Any]) -> dict[str, Any]:
+    return TaskSchedulerConfig(**value).model_dump()
 
 
 class TrainerConfig(Record):
@@ -344,7 +392,7 @@ class TrainerConfig(Record):
     loggers: Annotated[tuple[Logger, ...], AsTuple] = free(
         "output", ("console", "tensorboard"), "where metrics go besides metrics.jsonl"
     )
-    max_staleness: Natural | None = result(
+    max_staleness: Staleness | None = result(
         default=None,
         description="train asynchronously: steps that a sample may be behind the policy it trains (null: synchronous)",
     )
@@ -361,6 +409,14 @@ class TrainerConfig(Record):
     )
     max_skipped_updates: Count = limit(
         default=5, description="updates in a row that may be skipped for a non-finite loss or gradient"
+    )
+    guards: Annotated[tuple[GuardConfig, ...], AsTuple] = limit(
+        default=(), description="metrics whose fall takes training back to an earlier checkpoint"
+    )
+    task_scheduler: Annotated[dict[str, Any], AfterValidator(_task_scheduler)] | None = result(
+        default=None,
+        description="shares of several tasks that follow how far each has come: {initial_weights: {TASK: SHARE}, "
+        "metric_key, patience, min_weight} (null: as set)",
     )
     deadline: Seconds = free("limit", 1800.0, "seconds after which a phase without progress ends the run")
     threads: Count | None = cost(default=None, description="CPU threads (null: as torch chooses)")
@@ -404,6 +460,15 @@ class Config(Record):
                     f"actor_rollout_ref.rollout.{name}",
                     "is for asynchronous training: set trainer.max_staleness to 1 or more",
                 )
+        if self.trainer.guards and self.trainer.max_staleness is not None:
+            raise wrong("trainer.guards", "go back between synchronous steps: leave trainer.max_staleness out")
+        if self.trainer.task_scheduler is not None:
+            names = [task.name for task in self.tasks]
+            if len(names) < 2:
+                raise wrong("trainer.task_scheduler", "weighs several tasks against each other: name them in tasks")
+            if stray := self.trainer.task_scheduler["initial_weights"].keys() - {*names}:
+                stray_name = min(stray)
+                raise wrong("trainer.task_scheduler", f"weighs task '{stray_name}': {nearest(stray_name, names)}")
         if self.trainer.eval_every is not None and self.data.eval is None:
             raise wrong("trainer.eval_every", "is set, but data.eval names no problems to evaluate on")
         if self.trainer.eval_metrics and self.data.eval is None:

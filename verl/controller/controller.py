@@ -112,6 +112,12 @@ class Controller:
         meshes = self.meshes(role, options, generation_tp)
         for name, mesh in meshes.meshes.items():
             mesh.layout.check(shape, options.strategy if name == "train" else "")
+        trains = meshes.meshes["train"]
+        if options.strategy == "deepspeed" and trains.layout.shard > 1 and trains.size < self.size:
+            raise ConfigError(
+                f"strategy 'deepspeed': ZeRO of stage 3 takes all {self.size} ranks of a job, and '{role}' trains on "
+                f"{trains.size}: give it all of them, zero_stage 1 or 2, or 'fsdp'"
+            )
         if self._job is None:
             return LocalGroup(role, recipe, self.device, meshes.meshes)
         return RankGroup(meshes, recipe, self._job)
@@ -178,6 +184,11 @@ class Controller:
     def size(self) -> int:
         """Ranks in all."""
         return torchrun_ranks() if self.executor == "torchrun" else len(self.mesh.devices)
+
+    @property
+    def devices_a_machine(self) -> int:
+        """Most devices that a machine has for ranks, which need not be what this process sees."""
+        return count(self.mesh.devices[0].kind) if self._job is None else self._job.devices_a_machine
 
     def close(self) -> None:
         """End the processes that were started on a Ray cluster; the end of this process does that, too."""

@@ -4,6 +4,7 @@ ranks that torchrun or Ray started."""
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -74,6 +75,9 @@ class Job(Protocol):
     def has_started(self) -> bool: ...
     @property
     def has_ended(self) -> bool: ...
+    @property
+    def devices_a_machine(self) -> int:
+        """Most devices of the placement's kind that a machine has for its ranks."""
 
     def start(self) -> None:
         """Start or join the processes, which the first call does otherwise."""
@@ -130,7 +134,8 @@ class RankGroup(Generic[W]):
         )
         if call.is_stream:
             return (item for _, item in self.job.run(call))
-        answers = dict(self.job.run(call))
+        with timed(what):
+            answers = dict(self.job.run(call))
         if spec.collect == "rows":
             found = [(rows[rank] or [], rank) for rank in answering]
             for part, rank in found:
@@ -225,6 +230,14 @@ def check_answer(what: str, rank: int, rows: int, answer: Any) -> None:
             f"'{what}' collects rows, and rank {rank} answered {rows} rows with {found}: return a Batch of one row for "
             "each that came"
         )
+
+
+@contextmanager
+def timed(what: str) -> Iterator[None]:
+    """Log how long a call took."""
+    began = time.perf_counter()
+    yield
+    logger.debug("%s took %.3f s", what, time.perf_counter() - began)
 
 
 @contextmanager

@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from functools import partial
 from typing import Any, Generic, TypeVar
 
-from verl.controller.group import check_answer, check_call, noted
+from verl.controller.group import check_answer, check_call, noted, timed
 from verl.device import claim
 from verl.workers.place import Place, dispatch_of
 
@@ -37,7 +37,7 @@ class LocalGroup(Generic[W]):
 
     def call(self, method: str, *args: Any, **kwargs: Any) -> Any:
         """Run a call of the worker. An exception keeps its type and says in which role it arose."""
-        with noted(f"in role '{self.role}', call '{method}'"):
+        with noted(f"in role '{self.role}', call '{method}'"), timed(f"{self.role}.{method}"):
             spec = dispatch_of(type(self.worker), method)
             check_call(f"{self.role}.{method}", spec, self._meshes, args)
             answer = getattr(self.worker, method)(*args, **kwargs)

@@ -23,7 +23,7 @@ from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
 from verl.checked import checked
-from verl.cluster import connect, device_variables, is_own
+from verl.cluster import check_count, connect, device_variables, is_own
 from verl.errors import ClusterError, ConfigError
 from verl.record import Processes
 
@@ -55,10 +55,11 @@ def check_range(role: str, least: int, most: int | None) -> tuple[int, int]:
     """Fewest and most workers of a pool; `most` None: as many as `least`.
 
     Raises:
-        ConfigError: this is no range that begins at 1 or above.
+        ConfigError: this is no range that begins at 1 or above, or ends above what this machine bears.
     """
     if least < 1 or (most or least) < least:
         raise ConfigError(f"{role} workers: at least one, and {least} to {most or least} of them is no range")
+    check_count(most or least, f"{role} workers")
     return least, most or least
 
 
@@ -137,11 +138,12 @@ class Pool:
         """Have this many workers from now on.
 
         Raises:
-            ConfigError: fewer than one, or Ray is not installed.
+            ConfigError: fewer than one, more than this machine bears, or Ray is not installed.
             ClusterError: there is no Ray cluster, see `cluster.connect`.
         """
         if size < 1:
             raise ConfigError(f"there must be at least one {self.role} worker, not {size}")
+        check_count(size, f"{self.role} workers")
         with self.lock:
             self._ample_since, self._needed = time.monotonic(), 0
             for worker in self.workers[size:]:

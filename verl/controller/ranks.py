@@ -14,22 +14,31 @@ import sys
 from collections.abc import Callable
 from typing import Any
 
+from verl.errors import ConfigError
+
 logger = logging.getLogger(__name__)
 
 
 def torchrun_ranks() -> int:
     """Ranks of the torchrun job that this process belongs to; 1 outside of one."""
-    return int(os.environ.get("WORLD_SIZE", "1")) if "RANK" in os.environ else 1
+    return _number("WORLD_SIZE", 1) if "RANK" in os.environ else 1
 
 
 def rank_here() -> int:
     """The rank of this process in its job; 0 outside of one."""
-    return int(os.environ.get("RANK", "0"))
+    return _number("RANK", 0) if torchrun_ranks() > 1 else 0
 
 
 def local_ranks() -> int:
     """Ranks of the job on this machine, which share its memory."""
-    return int(os.environ.get("LOCAL_WORLD_SIZE", "1")) if torchrun_ranks() > 1 else 1
+    return _number("LOCAL_WORLD_SIZE", 1) if torchrun_ranks() > 1 else 1
+
+
+def _number(name: str, default: int) -> int:
+    text = os.environ.get(name, str(default))
+    if not text.isdecimal():
+        raise ConfigError(f"the environment has {name}='{text}', which is no number: start with torchrun, or unset it")
+    return int(text)
 
 
 def is_driver() -> bool:

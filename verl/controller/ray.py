@@ -73,6 +73,11 @@ class RayJob:
     def has_started(self) -> bool:
         return bool(self._workers)
 
+    @property
+    def devices_a_machine(self) -> int:
+        kind = "GPU" if self.mesh.devices[0].kind == "cuda" else "CPU"
+        return int(max(node["Resources"].get(kind, 0) for node in _nodes()))
+
     def start(self) -> None:
         """Start the processes and let them meet.
 

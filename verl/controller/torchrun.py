@@ -30,7 +30,7 @@ from verl.controller.codec import decode_error, encode_error
 from verl.controller.group import GRACE, Call, died, raise_cause, split_rows, stalled
 from verl.controller.link import Link, Message, control_group
 from verl.controller.rank_worker import Order, RankWorker, stacks
-from verl.controller.ranks import rank_here, registry, torchrun_ranks, who
+from verl.controller.ranks import local_ranks, rank_here, registry, torchrun_ranks, who
 from verl.controller.world import TIMEOUT, RoleMeshes, World
 from verl.errors import BrokenCollectiveError, ClusterError
 
@@ -71,6 +71,10 @@ class TorchrunJob:
         return self._ended is not None
 
     @property
+    def devices_a_machine(self) -> int:
+        return local_ranks()
+
+    @property
     def worker(self) -> RankWorker:
         """This rank's workers; the first use starts the job."""
         self.start()
@@ -88,7 +92,7 @@ class TorchrunJob:
                 return
             local = os.environ.get("LOCAL_RANK", str(rank_here()))
             device = f"cuda:{local}" if self.kind == "cuda" else self.kind
-            world = World(rank_here(), torchrun_ranks(), "env://", self.timeout, device)
+            world = World(rank_here(), torchrun_ranks(), None, self.timeout, device)
             group = control_group(world.rank, world.size)
             self._worker, registry.is_closed = RankWorker(world), True
             if world.rank != 0:

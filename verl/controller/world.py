@@ -12,6 +12,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from verl.controller.meeting import meet
 from verl.controller.ranks import who
 from verl.errors import BrokenCollectiveError
 from verl.layout import Mesh
@@ -58,21 +59,21 @@ class World:
     """This rank's side of a torch.distributed job.
 
     Args:
-        meeting: where the ranks meet, or a store that they share.
+        store: which the ranks share; None: they `meet`.
         timeout: seconds for any collective.
         device: where this rank's tensors live.
     """
 
-    def __init__(self, rank: int, size: int, meeting: Any, timeout: float, device: str) -> None:
+    def __init__(self, rank: int, size: int, store: Any, timeout: float, device: str) -> None:
         self.rank, self.size, self.timeout, self.device = rank, size, timeout, device
         if device.startswith("cuda"):
             torch.cuda.set_device(device)
         if not dist.is_initialized():
             stay_on_loopback(size)
-            where = {"init_method": meeting} if isinstance(meeting, str) else {"store": meeting}
             backend = "cpu:gloo,cuda:nccl" if device.startswith("cuda") else "gloo"
             wait = timedelta(seconds=timeout)
-            dist.init_process_group(backend, rank=rank, world_size=size, timeout=wait, **where)
+            store = meet(rank, size, timeout) if store is None else store
+            dist.init_process_group(backend, rank=rank, world_size=size, timeout=wait, store=store)
         self._groups: dict[tuple[int, ...], Any] = {}
         #: Collectives that this rank is in, or that broke.
         self._open: set[object] = set()

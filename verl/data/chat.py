@@ -13,6 +13,7 @@ from typing import Any
 
 from verl.data.forms import tool_schemas
 from verl.data.prompts import content_text
+from verl.data.time_limit import time_limit
 from verl.errors import ConfigError, DataError, nearest
 
 #: Columns of a row that a chat template reads besides the messages.
@@ -25,6 +26,8 @@ _NOT_OF_ROWS = frozenset((
     "continue_final_message", "tokenize", "padding", "truncation", "max_length", "return_tensors", "return_dict",
     "return_assistant_tokens_mask", "sanitize_control_tokens", "tokenizer_kwargs",
 ))  # fmt: skip
+#: Seconds that a template may take for a chat.
+RENDER_SECONDS = 10.0
 #: A text that no template writes by itself.
 _PROBE = "8093517"
 _ASK, _REPLY = {"role": "user", "content": _PROBE}, {"role": "assistant", "content": _PROBE[::-1]}
@@ -232,12 +235,15 @@ class ChatTokenizer:
     def _try(self, messages: list[dict[str, Any]], reply: bool) -> str:
         try:
             return self._apply(messages, reply, False) if self._source else ""
+        except DataError:  # too late, as every other chat would be
+            raise
         except Exception:  # what its author chose
             return ""
 
     def _apply(self, messages: list[Any], reply: bool, begun: bool, **read: Any) -> str:
-        return str(
-            self.tokenizer.apply_chat_template(
-                messages, tokenize=False, add_generation_prompt=reply, continue_final_message=begun, **read
-            )
-        )
+        options = {"tokenize": False, "add_generation_prompt": reply, "continue_final_message": begun, **read}
+        try:
+            with time_limit(RENDER_SECONDS):
+                return str(self.tokenizer.apply_chat_template(messages, **options))
+        except TimeoutError as error:
+            raise DataError(f"the chat template cannot render {str(messages)[:200]}: {error}") from None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import logging
 from collections.abc import Iterator, Mapping
 from typing import Any
@@ -11,7 +12,7 @@ import numpy as np
 from verl.batch import Batch
 from verl.checked import checked
 from verl.data.prompts import PromptDataset, PromptStream
-from verl.errors import ConfigError, DataError
+from verl.errors import ConfigError, DamagedCheckpointError, DataError
 from verl.record import Count
 
 logger = logging.getLogger(__name__)
@@ -26,6 +27,18 @@ def permutation(size: int, seed: int, epoch: int) -> np.ndarray[Any, np.dtype[np
 def hashed(seed: int, number: int) -> int:
     """64 random bits that are a function of both."""
     return int(_mix(_mix(np.array([seed & (2**64 - 1)], np.uint64)) ^ np.uint64(number))[0])
+
+
+def saved_count(state: Mapping[str, Any], key: str) -> int:
+    """A number of a saved position.
+
+    Raises:
+        DamagedCheckpointError: it is none.
+    """
+    count = state.get(key)
+    if type(count) is not int or not 0 <= count < 2**53:
+        raise DamagedCheckpointError(f"{key} of the saved position is {count!r}")
+    return count
 
 
 def _mix(x: Any) -> Any:
@@ -68,6 +81,7 @@ class Cursor:
 
         Raises:
             DataError: the state belongs to other data, or to another seed or order.
+            DamagedCheckpointError: it is no position.
         """
         for key, mine in self.identity.items():
             if key == "digest" and key not in state:
@@ -79,9 +93,9 @@ class Cursor:
                     f"the saved place belongs to other data than {self.name}: {key} was {state.get(key)}, is {mine}. "
                     "Give the same data and seed, or start anew (--fresh)"
                 )
-        epoch, position = int(state["epoch"]), int(state["position"])
-        if epoch < 0 or not 0 <= position < self.size:
-            raise DataError(f"the saved position, row {position} of epoch {epoch}, is not in {self.name}")
+        epoch, position = saved_count(state, "epoch"), saved_count(state, "position")
+        if position >= self.size:
+            raise DamagedCheckpointError(f"row {position} of epoch {epoch} is not in {self.name}")
         self.epoch, self.position = epoch, position
 
     def _rows(self) -> list[int]:
@@ -151,7 +165,8 @@ class _StreamWalk:
     def __init__(self, data: PromptStream) -> None:
         self.data = data
         self.epoch = self.position = 0
-        self._rows: Iterator[tuple[int, dict[str, Any]]] | None = None
+        self._rows: Iterator[tuple[int, dict[str, Any], Any]] | None = None
+        self._mark: Any = None  # of the last row
 
     def visit(self, count: int) -> tuple[list[tuple[int, int]], Batch]:
         visits: list[tuple[int, int]] = []
@@ -159,25 +174,31 @@ class _StreamWalk:
         barren = 0
         while len(rows) < count:
             if self._rows is None:
-                self._rows = self.data.rows(self.epoch, self.position)
-            number, row = next(self._rows, (-1, {}))
+                self._rows = self.data.rows(self.epoch, self.position, self._mark)
+            number, row, mark = next(self._rows, (-1, {}, None))
             if row:
                 visits.append((self.epoch, number))
                 rows.append(row)
-                self.position, barren = number + 1, 0
+                self.position, self._mark, barren = number + 1, mark, 0
                 continue
             barren += 1
             if barren == 2:
                 raise DataError(
                     f"{self.data.name} gives no prompts: it is empty, can be read only once, or all are dropped"
                 )
-            self.epoch, self.position, self._rows = self.epoch + 1, 0, None
+            self.epoch, self.position, self._mark, self._rows = self.epoch + 1, 0, None, None
         return visits, Batch.from_rows(rows)
 
     def state_dict(self) -> dict[str, Any]:
-        return {"epoch": self.epoch, "position": self.position, "stream": True}
+        place: dict[str, Any] = {"epoch": self.epoch, "position": self.position, "stream": True}
+        try:
+            json.dumps(self._mark, allow_nan=False)
+        except (TypeError, ValueError):  # a state that JSON cannot hold: its rows are skipped
+            return place
+        return place if self._mark is None else {**place, "mark": self._mark}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         if not state.get("stream"):
             raise DataError(f"the saved place belongs to a data set with a length, {self.data.name} is a stream")
-        self.epoch, self.position, self._rows = int(state["epoch"]), int(state["position"]), None
+        epoch, position = saved_count(state, "epoch"), saved_count(state, "position")
+        self.epoch, self.position, self._mark, self._rows = epoch, position, state.get("mark"), None

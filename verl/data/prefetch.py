@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from queue import SimpleQueue
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, Protocol, TypeVar, runtime_checkable
 
-from verl.batch import Batch
+T = TypeVar("T")
 
 
 @runtime_checkable
@@ -20,6 +20,35 @@ class Loader(Protocol):
     def load_state_dict(self, state: dict[str, Any]) -> None: ...
 
 
+def ahead(batches: Iterator[Any]) -> Iterator[Any]:
+    """The same batches, each read while the one before is used."""
+    coming = _read(batches, lambda: None)
+    while True:
+        found = coming.get()
+        if isinstance(found, StopIteration):
+            return
+        if isinstance(found, BaseException):
+            raise found
+        coming = _read(batches, lambda: None)
+        yield found[0]
+
+
+def _read(source: Iterator[Any], place: Callable[[], T]) -> SimpleQueue[tuple[Any, T] | BaseException]:
+    """Begin to read the next batch in a thread, and the place behind it."""
+    result: SimpleQueue[tuple[Any, T] | BaseException] = SimpleQueue()
+
+    def read() -> None:
+        try:
+            batch = next(source)
+            result.put((batch, place()))
+        except BaseException as error:  # raised where this batch is taken
+            result.put(error)
+
+    # A daemon: a data source that hangs does not keep the process from ending.
+    threading.Thread(target=read, name="prefetch", daemon=True).start()
+    return result
+
+
 class Prefetch:
     """Reads a loader one batch ahead, in a thread. `state_dict` is the position of the first batch that has not been
     returned yet, so that a batch read ahead of a checkpoint is read again after a resume."""
@@ -27,14 +56,14 @@ class Prefetch:
     def __init__(self, loader: Loader) -> None:
         self.loader = loader
         self._place = loader.state_dict()
-        self._ahead: SimpleQueue[tuple[Batch, dict[str, Any]] | BaseException] | None = None
+        self._ahead: SimpleQueue[tuple[Any, dict[str, Any]] | BaseException] | None = None
 
-    def __iter__(self) -> Iterator[Batch]:
+    def __iter__(self) -> Iterator[Any]:
         return self
 
-    def __next__(self) -> Batch:
-        ahead, self._ahead = self._ahead or self._read(), None
-        found = ahead.get()
+    def __next__(self) -> Any:
+        coming, self._ahead = self._ahead or self._read(), None
+        found = coming.get()
         if isinstance(found, BaseException):
             raise found
         batch, self._place = found
@@ -51,16 +80,10 @@ class Prefetch:
         self.loader.load_state_dict(state)
         self._place = state
 
-    def _read(self) -> SimpleQueue[tuple[Batch, dict[str, Any]] | BaseException]:
-        result: SimpleQueue[tuple[Batch, dict[str, Any]] | BaseException] = SimpleQueue()
+    def close(self) -> None:
+        """Put the loader where this has come to: the batch that was read ahead is its next one again."""
+        if self._ahead is not None:
+            self.load_state_dict(self._place)
 
-        def read() -> None:
-            try:
-                batch = next(self.loader)
-                result.put((batch, self.loader.state_dict()))
-            except BaseException as error:  # raised where this batch is taken
-                result.put(error)
-
-        # A daemon: a data source that hangs does not keep the process from ending.
-        threading.Thread(target=read, name="prefetch", daemon=True).start()
-        return result
+    def _read(self) -> SimpleQueue[tuple[Any, dict[str, Any]] | BaseException]:
+        return _read(self.loader, self.loader.state_dict)

@@ -8,10 +8,15 @@ the system needs for itself is kept as `user.<name>`; rewards see it under its o
 
 from __future__ import annotations
 
+import copy
+import hashlib
 import json
+import logging
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from inspect import signature
+from itertools import count
 from typing import Any
 
 import pyarrow as pa
@@ -23,6 +28,8 @@ from verl.data.forms import COLLATED, plain, readable_row, table_rows, usual_row
 from verl.data.tasks import task_rows
 from verl.errors import DataError, nearest
 from verl.record import Count
+
+logger = logging.getLogger(__name__)
 
 PROMPT_COLUMNS = ("prompt", "messages", "prompt_tokens", "question", "problem")
 USER_PREFIX = "user."
@@ -66,7 +73,8 @@ class PromptStream:
     """Prompts read one after another from an iterable that has no length and is not shuffled here.
 
     The source is iterated anew each epoch (after `set_epoch(epoch)`, where it has that) and must repeat itself:
-    resuming skips the rows that were consumed.
+    resuming skips the rows that were consumed, by the source's own `state_dict` and `load_state_dict` where it has them
+    and they lead to the row at which the state was taken.
 
     Attributes:
         prepare: applied to each row, with its number; it may drop the row.
@@ -77,19 +85,59 @@ class PromptStream:
     name: str = "stream"
     prepare: Callable[[Batch, int], Batch] | None = None
 
-    def rows(self, epoch: int, start: int = 0) -> Iterator[tuple[int, dict[str, Any]]]:
-        """Row numbers and rows from number `start` on; a row that `prepare` drops is left out."""
+    def rows(self, epoch: int, start: int = 0, mark: Any = None) -> Iterator[tuple[int, dict[str, Any], Any]]:
+        """Row numbers, rows and marks from number `start` on; a row that `prepare` drops is left out.
+
+        Args:
+            mark: that of row `start - 1`: what the source itself says of where it is, None if it says nothing.
+        """
         if hasattr(self.source, "set_epoch"):
             self.source.set_epoch(epoch)
-        for number, value in enumerate(self.source):
+        values, first = (self._resumed(mark), start) if start and mark else (None, 0)
+        if values is None:
+            values, first = iter(self.source), 0
+        for number in count(first):
+            state = self._state(number) if number >= start else None
+            try:
+                value = next(values)
+            except StopIteration:
+                return
             if number < start:
                 continue
+            mark = None if state is None else {"state": state, "row": _row_digest(value)}
             row = self.form.row(value, f"{self.name}, row {number}")
-            if self.prepare is None:
-                yield number, row
-            else:
-                for prepared in self.prepare(Batch.from_rows([row]), number).rows():
-                    yield number, prepared
+            prepared = [row] if self.prepare is None else self.prepare(Batch.from_rows([row]), number).rows()
+            for each in prepared:
+                yield number, each, mark
+
+    def _state(self, number: int) -> Any:
+        """What the source says of where it is, before its row of this number."""
+        if not (hasattr(self.source, "state_dict") and hasattr(self.source, "load_state_dict")):
+            return None
+        if "num_samples" in signature(self.source.state_dict).parameters:  # of MosaicML's StreamingDataset
+            return copy.deepcopy(self.source.state_dict(number, True))
+        return copy.deepcopy(self.source.state_dict())
+
+    def _resumed(self, mark: Any) -> Iterator[Any] | None:
+        """The source behind the row of a mark; None: its state does not lead there, as that of a shuffled buffer."""
+        source: Any = self.source
+        before = self._state(0)
+        try:
+            source.load_state_dict(mark["state"])
+            values = iter(source)
+            if _row_digest(next(values)) == mark["row"]:
+                return values
+            reason = "another row is there"
+        except Exception as error:  # of whatever kind of source the user has
+            reason = f"{type(error).__name__}: {error}"
+        logger.warning("%s: its own state does not lead on (%s): what was read is read again", self.name, reason)
+        if before is not None:
+            source.load_state_dict(before)
+        return None
+
+
+def _row_digest(value: Any) -> str:
+    return hashlib.sha256(repr(value).encode(errors="replace")).hexdigest()[:16]
 
 
 @dataclass(frozen=True, slots=True)

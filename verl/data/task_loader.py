@@ -13,8 +13,9 @@ import numpy as np
 from verl.batch import Batch
 from verl.checked import checked
 from verl.data.by_task import COLUMN, by_task
-from verl.data.loader import PromptLoader, hashed
+from verl.data.loader import PromptLoader, hashed, saved_count
 from verl.data.prompts import PromptDataset, PromptStream, load_prompts, stream_prompts
+from verl.data.shared_source import read_once
 from verl.errors import ConfigError, DataError, nearest
 from verl.record import Count, Weights
 
@@ -53,6 +54,11 @@ class TaskLoader:
     ) -> None:
         if not sources:
             raise ConfigError("TaskLoader.sources: a batch has prompts of at least 1 task, not of none")
+        streams = [
+            data for source in sources.values() if isinstance(data := getattr(source, "data", None), PromptStream)
+        ]
+        if len({id(stream.source) for stream in streams}) < len(streams):
+            raise ConfigError("two tasks read one iterable, rows of which may reach one alone: use get_dataloader")
         self.sources, self.batch_size, self.seed = dict(sources), batch_size, seed
         self.batches = 0
         self.draws = dict.fromkeys(self.sources, 0)
@@ -127,8 +133,8 @@ class TaskLoader:
             raise DataError(f"the saved place is of the tasks {found}, these are {sorted(self.sources)}")
         for name, source in self.sources.items():
             source.load_state_dict(saved[name]["data"])
-            self.draws[name] = int(saved[name]["draws"])
-        self.batches = int(state["batches"])
+            self.draws[name] = saved_count(saved[name], "draws")
+        self.batches = saved_count(state, "batches")
 
 
 class MixedLoader:
@@ -151,10 +157,11 @@ class MixedLoader:
         seed: int = 0,
         **form: Any,
     ) -> None:
-        sources: dict[str, Any] = {}
-        for name, given in data.items():
-            is_loader = hasattr(given, "take") and hasattr(given, "state_dict")
-            sources[name] = given if is_loader else PromptLoader(_prompts(given, form), 1, seed=seed)
+        loaders = {
+            name: given for name, given in data.items() if hasattr(given, "take") and hasattr(given, "state_dict")
+        }
+        rows = read_once({name: _prompts(given, form) for name, given in data.items() if name not in loaders})
+        sources = {name: loaders.get(name) or PromptLoader(rows[name], 1, seed=seed) for name in data}
         shares = shares or {name: len(getattr(source, "data", source)) for name, source in sources.items()}
         self.mixture = TaskLoader(sources, shares, batch_size=batch_size, seed=seed)
 
@@ -189,7 +196,7 @@ def get_dataloader(
 
     Args:
         dataset_path: what `load_prompts` takes; an iterable without a length (`stream_prompts`), which is read once for
-            each task; or a mapping of tasks to such data, whose rows need no column.
+            all tasks; or a mapping of tasks to such data, whose rows need no column.
         task_weights: the tasks and their shares of the prompts; None: those of the data, by their rows.
         batch_size: prompts of all tasks together.
         **form: of the prompts, see `load_prompts`.
@@ -201,6 +208,7 @@ def get_dataloader(
         data = {name: _prompts(rows, form) for name, rows in dataset_path.items()}
     else:
         data = dict(_split(_prompts(dataset_path, form), task_weights))
+    data = read_once(data)
     weights = task_weights or {n: len(d) if isinstance(d, PromptDataset) else 1 for n, d in data.items()}
     sources = {name: PromptLoader(rows, 1, seed=seed, shuffle=shuffle) for name, rows in data.items()}
     return TaskLoader(sources, weights, batch_size=batch_size, seed=seed)

@@ -12,6 +12,11 @@ def spelled(tokenizer: Any, tokens: Sequence[int]) -> str:
     return str(tokenizer.decode(list(tokens), skip_special_tokens=False, **options))
 
 
+def behind_thoughts(text: str) -> str:
+    """A response without the thoughts that end with `</think>`, whether the prompt or the model began them."""
+    return text.rpartition("</think>")[2]
+
+
 class ResponseText:
     """The text of a response: everything but its ends and padding. Other special tokens, such as `<think>`, are spelt
     out.

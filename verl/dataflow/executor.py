@@ -23,6 +23,7 @@ from verl.dataflow.graph import ANY, Graph, Node
 from verl.dataflow.pieces import Pieces
 from verl.errors import ClusterError, DataError, RolloutError, TrainingError, VerlError, nearest
 from verl.rewards.calls import is_async
+from verl.user_code import describe
 
 #: Seconds that one call of a node, or the wait for the next sample, may take when nobody says otherwise.
 DEADLINE = 1800.0
@@ -281,7 +282,7 @@ class _Run:
         except VerlError as error:
             raise type(error)(f"node '{node.name}': {error}") from error
         except Exception as error:
-            raise TrainingError(f"node '{node.name}' failed: {type(error).__name__}: {error}") from error
+            raise TrainingError(f"node '{node.name}' failed: {describe(error)}") from error
         finally:
             task.cancel()
         if job is not None:

@@ -40,8 +40,8 @@ class Schedule(Generic[T]):
     """
 
     def __init__(self, groups: int, max_staleness: int) -> None:
-        if groups < 1 or max_staleness < 0:
-            raise ConfigError(f"asynchronous: {groups} groups a step, staleness {max_staleness}: at least 1 and 0")
+        if groups < 1 or not 0 <= max_staleness <= 1000:
+            raise ConfigError(f"asynchronous: {groups} groups a step, at least 1; staleness {max_staleness}, 0 to 1000")
         self.groups, self.max_staleness = groups, max_staleness
         #: Training steps so far.
         self.version = 0

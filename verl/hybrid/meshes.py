@@ -14,7 +14,7 @@ def generation_mesh(train: Mesh, pg: int = 1, tg: int = 1) -> Mesh:
     Tensor groups are ranks at stride t / tg, pipeline groups at stride p / pg (in stages), so that what a rank trains
     is a part of what it generates with. The ranks between (a micro data-parallel group) hold together what each
     of them generates with. Without tensor parallelism in training, ranks along `shard` (FSDP) become
-    tensor-parallel ones.
+    tensor-parallel ones. Where `tg` divides neither, the tensor-parallel ranks of generation are neighbours.
 
     Args:
         train: of any layout.
@@ -24,6 +24,8 @@ def generation_mesh(train: Mesh, pg: int = 1, tg: int = 1) -> Mesh:
         ConfigError: the sizes do not divide those of training.
     """
     layout = train.layout
+    if tg > 0 and pg == 1 and not train.size % tg and layout.tp % tg and (layout.tp > 1 or layout.shard % tg):
+        return Mesh(tuple(sorted(train.ranks)), Layout(replicate=train.size // tg, tp=tg))
     split = _shards_a_part(layout, tg)
     if pg < 1 or layout.pp % pg:
         raise ConfigError(f"generation: pp={pg} does not divide the {layout.pp} pipeline stages of training")

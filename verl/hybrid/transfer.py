@@ -13,6 +13,7 @@ from torch import Tensor
 
 from verl.errors import ConfigError
 from verl.hybrid.plan import Plan, Region
+from verl.models.shards import fill_block
 from verl.shard import Shard
 
 #: Buckets under way at a time: while one is copied to its places the next is on the line.
@@ -159,17 +160,17 @@ class _Pieces:
         self._found: dict[str, list[Shard]] = {}
 
     def find(self, region: Region) -> Tensor:
-        """The block of a piece that is a region.
+        """A region: a block of one piece, or a copy put together from several.
 
         Raises:
-            ConfigError: this rank does not hold it.
+            ConfigError: this rank does not hold all of it.
         """
         while (found := self._look_up(region)) is None:
             shard = next(self._coming, None)
             if shard is None:
                 raise ConfigError(
-                    f"transition: this rank was expected to hold '{region.name}' from {list(region.offset)} on, and "
-                    "does not: its engine cuts weights otherwise than its specs say (ZeRO stage 3 does: use FSDP)"
+                    f"transition: this rank was expected to hold {list(region.shape)} of '{region.name}' from "
+                    f"{list(region.offset)} on, and does not: its engine cuts weights otherwise than its specs say"
                 )
             self._found.setdefault(shard.name, []).append(shard)
         return found
@@ -179,11 +180,18 @@ class _Pieces:
             self._found.pop(name, None)
 
     def _look_up(self, region: Region) -> Tensor | None:
-        for shard in self._found.get(region.name, ()):
+        shards = self._found.get(region.name, ())
+        for shard in shards:
             inside = [at - start for at, start in zip(region.offset, shard.offset, strict=True)]
             if _within(inside, region.shape, tuple(shard.tensor.shape)):
                 return _narrowed(shard.tensor, inside, region.shape)
-        return None
+        outline = torch.empty(region.shape, device="meta")
+        if sum(fill_block(region.offset, outline, shard, copy=False) for shard in shards) < region.numel:
+            return None
+        whole = shards[0].tensor.new_empty(region.shape)
+        for shard in shards:
+            fill_block(region.offset, whole, shard)
+        return whole
 
 
 def _by_peer(regions: Iterable[Region], side: str) -> dict[int, list[Region]]:

@@ -45,7 +45,7 @@ def blocks_of(tensor: Tensor, local: Tensor | None = None) -> Iterator[tuple[tup
 
 
 class PartBlock(NamedTuple):
-    """A block of a part of a tensor: where it begins in the tensor, where in the part, and its shape."""
+    """A block of a part of a tensor: where it begins in the tensor, where in the part (nowhere in a run), its shape."""
 
     offset: tuple[int, ...]
     place: tuple[int, ...]
@@ -63,8 +63,11 @@ def part_blocks(
         sizes: ranks along each mesh dimension.
         at: where the rank stands along each.
     """
+    if cuts and cuts[0].axis is None:
+        return _run_blocks(shape, sizes[cuts[0].dim], at[cuts[0].dim])
     steps: list[list[tuple[int, int, int]]] = [[] for _ in shape]
     for dim, axis, fused in cuts:
+        assert axis is not None
         steps[axis].append((sizes[dim], at[dim], fused))
     runs = [_runs(size, tuple(cut)) for size, cut in zip(shape, steps, strict=True)]
     return tuple(
@@ -97,6 +100,16 @@ def run_blocks(shape: tuple[int, ...], start: int, run: Tensor) -> Iterator[tupl
             size = left - left % inner
             yield (row, *(0,) * (len(shape) - 1)), run[at : at + size].view(-1, *shape[1:])
         at += size
+
+
+@lru_cache(maxsize=4096)
+def _run_blocks(shape: tuple[int, ...], ranks: int, at: int) -> tuple[PartBlock, ...]:
+    """The blocks of one of equal runs of a flattened tensor, of which the last may be shorter."""
+    total = math.prod(shape)
+    each = -(-total // ranks)
+    run = torch.empty(max(0, min(each, total - at * each)), device="meta")
+    blocks = (PartBlock(offset, (), tuple(block.shape)) for offset, block in run_blocks(shape, at * each, run))
+    return tuple(blocks)
 
 
 @contextmanager

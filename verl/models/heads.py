@@ -6,7 +6,7 @@ Shapes: N positions, d hidden size.
 from __future__ import annotations
 
 import json
-import os
+from collections.abc import Container
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
@@ -20,8 +20,8 @@ from verl.models.packed import backbone_of, evaluating
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-# Names that scalar heads have in checkpoints: sequence and token classifiers, and common value models.
-_HEADS = ("score", "classifier", "value_head", "v_head.summary", "v_head")
+#: Names that scalar heads have in checkpoints: sequence and token classifiers, and common value models.
+HEADS = ("score", "classifier", "value_head", "v_head.summary", "v_head")
 #: In a model's config: its score is that of the EOS after a reply, as reward models are trained here.
 SCORE_AT_EOS = "score_at_eos"
 
@@ -66,7 +66,7 @@ class ValueModel(nn.Module):
         backbone = cast("PreTrainedModel", backbone_of(model))
         if hasattr(model, "peft_config"):
             backbone.peft_config = model.peft_config
-        for name in _HEADS[:2]:
+        for name in HEADS[:2]:
             head = getattr(model, name, None)
             if isinstance(head, nn.Linear) and head.out_features == 1:
                 return cls(backbone, (head.weight.detach(), getattr(head.bias, "data", None)))
@@ -124,30 +124,35 @@ def read_head(name: str) -> tuple[Tensor, Tensor | None] | None:
     """
     files = weight_files(name)
 
-    def read(key: str) -> Tensor | None:
-        if key not in files:
-            return None
+    def read(key: str) -> Tensor:
         with safe_open(files[key], framework="pt") as weights:
             return cast(Tensor, weights.get_tensor(key))
 
-    for head in _HEADS:
-        if (weight := read(f"{head}.weight")) is not None:
-            return weight, read(f"{head}.bias")
-    return None
+    tensors = [read(key) for key in head_names(files)]
+    return (tensors[0], tensors[1] if len(tensors) > 1 else None) if tensors else None
+
+
+def head_names(names: Container[str]) -> list[str]:
+    """The names of a scalar head's weight, and of its bias if it has one, among those in the files; none: no head."""
+    head = next((head for head in HEADS if f"{head}.weight" in names), None)
+    return [] if head is None else [name for name in (f"{head}.weight", f"{head}.bias") if name in names]
 
 
 def weight_files(name: str) -> dict[str, str]:
-    """The safetensors file that holds each weight of a checkpoint directory or hub model.
+    """The safetensors file that holds each tensor of a checkpoint directory or hub model, by what the files say
+    themselves.
 
     Raises:
-        OSError: there are none.
+        OSError: there are none, or one of them is not there.
+        SafetensorError: one is damaged.
     """
-    index = cached_file(name, "model.safetensors.index.json", _raise_exceptions_for_missing_entries=False)
-    if index is not None:
-        with open(index, encoding="utf-8") as file:
-            places = json.load(file)["weight_map"]
-        paths = {place: str(cached_file(name, place)) for place in set(places.values())}
-        return {weight: paths[place] for weight, place in places.items()}
-    single = cached_file(name, "model.safetensors")
-    with safe_open(single, framework="pt") as weights:
-        return dict.fromkeys(weights.keys(), os.fspath(cast(str, single)))
+    files = [cached_file(name, "model.safetensors", _raise_exceptions_for_missing_entries=False)]
+    if files[0] is None:  # in transformers' order
+        with open(cast(str, cached_file(name, "model.safetensors.index.json")), encoding="utf-8") as file:
+            places = json.load(file)["weight_map"].values()
+        files = [cached_file(name, place) for place in dict.fromkeys(places)]
+    found: dict[str, str] = {}
+    for path in map(str, files):
+        with safe_open(path, framework="pt") as weights:
+            found.update(dict.fromkeys(weights.keys(), path))
+    return found

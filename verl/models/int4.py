@@ -18,12 +18,11 @@ from torch.autograd.function import once_differentiable
 from torch.nn.functional import linear
 
 from verl.errors import ModelError
+from verl.models.outputs import LENGTH, is_scalar, outputs
 
 logger = logging.getLogger(__name__)
 
 _GROUPS = (64, 32)
-# Two rows of so many tokens are what the error of a model is measured on.
-_PROBE = 32
 
 
 class Int4Linear(nn.Linear):
@@ -116,19 +115,19 @@ def to_int4(model: Any) -> Int4Error:
     Raises:
         ModelError: it has no linear layer with rows that can be cut into groups.
     """
-    expected, before = _outputs(model), weight_bytes(model)
+    expected, before = outputs(model), weight_bytes(model)
     layers = int4_layers(model)
     if not layers:
         raise ModelError(f"{type(model).__name__} has no linear layers that int4 could keep: load it in another dtype")
     for name in layers:
         _replace(model, name, Int4Linear.of(model.get_submodule(name)))
     model.requires_grad_(False)
-    gap = (_outputs(model) - expected).abs()
+    gap = (outputs(model) - expected).abs()
     error = Int4Error(float(gap.mean()), float(gap.max()), before, weight_bytes(model))
     logger.info(
         "%s in int4: on a probe of %d tokens %s differ from those in full precision by %.3g on average, %.3g at most; "
         "its weights take %.1f MB, before %.1f",
-        *(type(model).__name__, 2 * _PROBE, "scores" if _is_scalar(model) else "log-probs", error.mean, error.max),
+        *(type(model).__name__, 2 * LENGTH, "scores" if is_scalar(model) else "log-probs", error.mean, error.max),
         *(error.after / 1e6, error.before / 1e6),
     )
     return error
@@ -165,18 +164,3 @@ def int4_bytes(model: nn.Module) -> int:
 def _replace(model: nn.Module, name: str, layer: nn.Module) -> None:
     parent, _, last = name.rpartition(".")
     setattr(model.get_submodule(parent), last, layer)
-
-
-def _is_scalar(model: Any) -> bool:
-    return not hasattr(model, "get_output_embeddings") or model.get_output_embeddings() is None
-
-
-def _outputs(model: Any) -> Tensor:
-    """Log-probs `[2, _PROBE, vocabulary]` on two rows of fixed tokens, or scores `[2]`, or values `[2 * _PROBE]`."""
-    vocabulary = model.config.get_text_config().vocab_size
-    ids = (torch.arange(2 * _PROBE).view(2, -1) * 7919 + 13) % vocabulary
-    ids = ids.to(next(model.parameters()).device)
-    if hasattr(model, "backbone"):
-        return model.predict(model.backbone(input_ids=ids, use_cache=False)[0].flatten(0, 1)).float()  # type: ignore[no-any-return]
-    found = model(input_ids=ids, attention_mask=torch.ones_like(ids), use_cache=False).logits.float()
-    return found if _is_scalar(model) else found.log_softmax(-1)  # type: ignore[no-any-return]

@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 import os
 import platform
+import re
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from functools import lru_cache, partial
@@ -16,7 +17,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, cast
 
 import torch
-from safetensors import SafetensorError
 from transformers import (
     AutoConfig,
     AutoModel,
@@ -30,8 +30,10 @@ from transformers.utils import logging as transformers_logging
 from verl.data.chat import ChatTokenizer
 from verl.errors import ModelError, nearest
 from verl.models.blank import blank
-from verl.models.heads import ValueModel, read_head
+from verl.models.fit import Fit, compare, is_tied_apart, stored_shapes, weight_sources
+from verl.models.heads import ValueModel, head_names, read_head, weight_files
 from verl.models.int4 import to_int4
+from verl.models.lora import has_adapters
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -47,10 +49,12 @@ _DTYPES: dict[str, Any] = {
     "int4": "auto",
 }
 _HALF = (torch.bfloat16, torch.float16)
+_ADAPTERS = (
+    "{} holds adapters of peft, not a model: give their base and lora, or write the model that they make with it by "
+    "PeftModel.from_pretrained(base, ...).merge_and_unload().save_pretrained(...)"
+)
+_COLOUR = re.compile(r"\x1b\[[0-9;]*m")
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "spiece.model")
-# What transformers, huggingface_hub and safetensors raise for a bad name, a bad file or an unknown
-# architecture.
-_LOAD_ERRORS = (OSError, ValueError, KeyError, ImportError, RuntimeError, SafetensorError)
 
 
 def load_model(
@@ -72,19 +76,19 @@ def load_model(
         trust_remote_code: run Python code that comes with the model.
 
     Raises:
-        ModelError: nothing is there, it is no model, it has no safetensors weights, or it is not loadable.
+        ModelError: nothing is there, it is no model, it has no safetensors weights, these are not all that the model
+            wants and nothing else (see `verl.models.fit`), or it is not loadable.
     """
     if dtype not in _DTYPES:
         raise ModelError(f"dtype '{dtype}' is not one that a model can be loaded in: {nearest(dtype, _DTYPES)}")
     name = _located(path_or_name, "model")
-    options = {"dtype": _DTYPES[dtype], "use_safetensors": True, "trust_remote_code": trust_remote_code}
-    with _explained(name, "model"), _quiet():
-        if kind == "causal":
-            model: Any = AutoModelForCausalLM.from_pretrained(name, **options)
-        elif kind == "classifier":
-            model = _load_classifier(name, options)
-        else:
-            model = ValueModel(AutoModel.from_pretrained(name, **options), read_head(name))
+    auto = {"causal": AutoModelForCausalLM, "classifier": AutoModelForSequenceClassification}.get(kind, AutoModel)
+    options: dict[str, Any] = {"dtype": _DTYPES[dtype], "trust_remote_code": trust_remote_code}
+    options |= {"num_labels": 1} if kind == "classifier" else {}
+    with _explained(name, "model"), _quiet() as reports:
+        model, report = _read(name, auto, kind, options, reports)
+        _check_files(name, model, kind, Fit.of_report(report))
+        _tie_config(model)
     if _DTYPES[dtype] == "auto" and next(model.parameters()).dtype in _HALF and slow_in_half_precision():
         model = model.float()
     model.eval()
@@ -107,15 +111,16 @@ def blank_model(
         ModelError: nothing is there, or it is no model.
     """
     name = _located(path_or_name, "model")
+    auto = AutoModelForCausalLM if kind == "causal" else AutoModel
+    options = {"dtype": _DTYPES[dtype], "trust_remote_code": trust_remote_code}
     with _explained(name, "model"), _quiet():
-        config = AutoConfig.from_pretrained(name, trust_remote_code=trust_remote_code)
-        auto = AutoModelForCausalLM if kind == "causal" else AutoModel
-        options = {"dtype": _DTYPES[dtype], "trust_remote_code": trust_remote_code}
-        model = blank(partial(auto.from_config, config, **options), device)
-        if kind != "causal":
-            return ValueModel(model, read_head(name)).eval()
+        model = _from_config(name, auto, kind, options, device)
+        _check_files(name, model, kind)
+        if is_tied_apart(model, weight_files(name)):
+            model = _from_config(name, auto, kind, {**options, "tie_word_embeddings": False}, device)
         with suppress(OSError):  # it has none
-            model.generation_config = GenerationConfig.from_pretrained(name)
+            if kind == "causal":
+                model.generation_config = GenerationConfig.from_pretrained(name)
         return model
 
 
@@ -166,13 +171,68 @@ def slow_in_half_precision() -> bool:
     return slow
 
 
-def _load_classifier(name: str, options: dict[str, Any]) -> Any:
-    load = AutoModelForSequenceClassification.from_pretrained
-    model, report = load(name, num_labels=1, output_loading_info=True, **options)
-    if report["missing_keys"]:
-        missing = ", ".join(sorted(report["missing_keys"])[:3])
-        raise ModelError(f"{name} is no reward model: its checkpoint has no {missing}, which would be random")
-    return model
+def _read(name: str, auto: Any, kind: str, options: dict[str, Any], reports: list[str]) -> tuple[Any, dict[str, Any]]:
+    """The model, and transformers' report of it.
+
+    Args:
+        reports: what transformers logs meanwhile, for its errors that refer to it.
+    """
+    more = {"use_safetensors": True, "output_loading_info": True, "ignore_mismatched_sizes": True}
+    try:
+        model, report = auto.from_pretrained(name, **options, **more)
+    except Exception as error:
+        outline = None
+        with suppress(Exception):
+            outline = _from_config(name, auto, kind, {**options, "dtype": torch.float32})
+        if outline is not None:  # says by name what is wrong, where that is names or shapes
+            _check_files(name, outline, kind)
+        raise RuntimeError("\n".join([str(error), *reports])) from error
+    if has_adapters(model):
+        raise ModelError(_ADAPTERS.format(name))
+    return (ValueModel(model, read_head(name)) if kind in ("value", "score") else model), report
+
+
+def _from_config(name: str, auto: Any, kind: str, options: dict[str, Any], device: torch.device | str = "cpu") -> Any:
+    """The model without weights."""
+    changes = {key: value for key, value in options.items() if key not in ("dtype", "trust_remote_code")}
+    config = AutoConfig.from_pretrained(name, trust_remote_code=options["trust_remote_code"], **changes)
+    model = blank(partial(auto.from_config, config, **{k: options[k] for k in ("dtype", "trust_remote_code")}), device)
+    return ValueModel(model, read_head(name)).eval() if kind in ("value", "score") else model
+
+
+def _check_files(name: str, model: Any, kind: str, report: Fit | None = None) -> None:
+    """Raises ModelError: the files are not those of the model, by their names and shapes or by transformers' report."""
+    for fit in (compare(model, stored_shapes(weight_files(name))), report):
+        if fit is not None:
+            fit.without(partial(_spare_names, name, model, kind)).check(name, model)
+
+
+def _spare_names(name: str, model: Any, kind: str) -> Iterator[str]:
+    """Names of what the files may hold beside the weights of the model: buffers that it fills itself; the head that is
+    read apart, and the output layer of a language model, of which a model with another head has no use."""
+    inner, files = getattr(model, "backbone", model), weight_files(name)
+    for buffer, _ in inner.named_buffers():
+        yield from (buffer, f"{inner.base_model_prefix}.{buffer}")
+    yield from (key for key in files if key.endswith(".masked_bias"))  # of attention in older releases
+    if kind == "causal":
+        return
+    yield from head_names(files) if kind != "classifier" else ()
+    with suppress(Exception):  # there may be no such language model
+        whole = blank(partial(AutoModelForCausalLM.from_config, inner.config))
+        sources, own = weight_sources(whole, files), whole.state_dict()
+        for target in own.keys() - {f"{inner.base_model_prefix}.{key}" for key in whole.base_model.state_dict()}:
+            yield from (target, *(source.key for source in sources.get(target, ())))
+
+
+def _tie_config(model: Any) -> None:
+    """Say in the configuration that weights are not tied where transformers found that the files have them apart."""
+    output = model.get_output_embeddings() if hasattr(model, "get_output_embeddings") else None
+    if output is None or output.weight is model.get_input_embeddings().weight:
+        return
+    for config in (model.config, model.config.get_text_config()):
+        if getattr(config, "tie_word_embeddings", False):
+            logger.warning("the files of %s have an output layer of their own, which is not tied", model.name_or_path)
+            config.tie_word_embeddings = False
 
 
 def load_tokenizer(path_or_name: str | Path, *, trust_remote_code: bool = False) -> PreTrainedTokenizerBase:
@@ -240,6 +300,8 @@ def _check_directory(directory: Path) -> None:
             f"{directory} is a checkpoint or a run, not a model directory: `verl export {of_run or directory} OUT` "
             "writes its model as one"
         )
+    if (directory / "adapter_config.json").is_file():
+        raise ModelError(_ADAPTERS.format(directory))
     if not has_config:
         raise ModelError(f"{directory} is not a model directory: it has no config.json")
     if any(directory.glob("*.safetensors")):
@@ -258,8 +320,8 @@ def _explained(name: str, what: str) -> Iterator[None]:
         yield
     except ModelError:
         raise
-    except _LOAD_ERRORS as error:
-        reason = str(error).strip().split("\n")[0]
+    except Exception as error:  # transformers raises whatever a bad name, file or value leads it to
+        reason = str(error).strip() or type(error).__name__
         if os.path.isdir(name):
             raise ModelError(f"the {what} in {name} cannot be loaded: {reason}") from error
         offline = os.environ.get("HF_HUB_OFFLINE", "").upper() in ("1", "ON", "YES", "TRUE")
@@ -270,15 +332,30 @@ def _explained(name: str, what: str) -> Iterator[None]:
 
 
 @contextmanager
-def _quiet() -> Iterator[None]:
-    """Without the reports of unused heads, which are meant here."""
-    level = transformers_logging.get_verbosity()
+def _quiet() -> Iterator[list[str]]:
+    """Without the reports of transformers, since what they say is checked here; yields them, for its errors that refer
+    to them."""
+    library = transformers_logging.get_logger("transformers")
+    handlers, level, spreads = library.handlers, library.level, library.propagate
     bars = transformers_logging.is_progress_bar_enabled()
-    transformers_logging.set_verbosity_error()
+    reports = _Reports()
+    library.handlers, library.propagate = [reports], False
+    library.setLevel(logging.WARNING)
     transformers_logging.disable_progress_bar()
     try:
-        yield
+        yield reports.texts
     finally:
-        transformers_logging.set_verbosity(level)
+        library.handlers, library.propagate = handlers, spreads
+        library.setLevel(level)
         if bars:
             transformers_logging.enable_progress_bar()
+
+
+class _Reports(logging.Handler):
+    def __init__(self) -> None:
+        super().__init__()
+        self.texts: list[str] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        if "LOAD REPORT" in (text := record.getMessage()):
+            self.texts.append(_COLOUR.sub("", text))

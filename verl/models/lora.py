@@ -10,7 +10,7 @@ from __future__ import annotations
 import copy
 import math
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
@@ -20,11 +20,15 @@ from safetensors.torch import save_file
 from torch import nn
 
 from verl.errors import ConfigError, ModelError
+from verl.layout import ModelShape
 from verl.models.blank import is_blank
+from verl.models.cuts import blocks_of, local_part
 from verl.models.int4 import Int4Linear, make_int4
 from verl.models.options import LoraOptions
-from verl.models.shards import model_shards
 from verl.shard import Shard
+
+#: Ways to begin an adapter that take its beginning out of the base, so that both together are the published base.
+_FROM_BASE = ("pissa", "olora", "corda", "lora_ga")
 
 
 def add_lora(model: nn.Module, options: LoraOptions, seed: int = 0) -> None:
@@ -42,7 +46,10 @@ def add_lora(model: nn.Module, options: LoraOptions, seed: int = 0) -> None:
         raise ConfigError("model.lora: the model has adapters already, which are trained: leave lora out")
     peft = _peft()
     targets = "all-linear" if options.targets == ("all-linear",) else list(options.targets)
-    config = peft.LoraConfig(r=options.r, lora_alpha=options.alpha, target_modules=targets)
+    base = getattr(_inner(model), "name_or_path", None) or None
+    config = peft.LoraConfig(
+        r=options.r, lora_alpha=options.alpha, target_modules=targets, base_model_name_or_path=base
+    )
     with torch.random.fork_rng(), torch.device("meta") if is_blank(model) else nullcontext():
         torch.manual_seed(seed)
         try:
@@ -81,6 +88,13 @@ def has_adapters(model: Any) -> bool:
     return bool(getattr(_inner(model), "peft_config", None))
 
 
+def shape_of(model: Any) -> ModelShape:
+    """What of a model and its adapters decides which layouts are possible."""
+    weights = model.named_parameters()
+    stacked = any(weight.dim() > 2 and ".base_layer." in name and not is_adapter(name) for name, weight in weights)
+    return ModelShape.of(model.config, adapters=has_adapters(model), adapts_experts=stacked)
+
+
 def layer_changes(model: Any) -> dict[str, Any]:
     """Which layers of a model are not those that its configuration makes, as JSON: those in 4 bits, and adapters."""
     inner = _inner(model)
@@ -104,58 +118,150 @@ def change_layers(model: Any, saved: Mapping[str, Any]) -> None:
 
 
 @contextmanager
-def adapters_off(model: nn.Module) -> Iterator[None]:
-    """Inside, forwards are those of the base. Weights and what of them is trained stay as they are."""
+def adapters_off(model: nn.Module, first: Mapping[str, torch.Tensor] | None = None) -> Iterator[None]:
+    """Inside, forwards are those of the published base. Weights and what of them is trained stay as they are.
+
+    Args:
+        first: see `reference_weights`.
+    """
     layers = [module for module in model.modules() if hasattr(module, "_disable_adapters")]
     before = [module._disable_adapters for module in layers]
+    live = {name: local_part(w.detach()) for name, w in model.named_parameters() if name in (first or ())}
+    trained = {name: weight.clone() for name, weight in live.items()}
     try:
+        for name, weight in live.items():
+            weight.copy_((first or {})[name])
         for module in layers:
             # Not by `enable_adapters`: it freezes the adapters, and FSDP notes that in their gathered copies.
-            module._disable_adapters = True  # type: ignore[assignment]
+            module._disable_adapters = not changes_base(model)  # type: ignore[assignment]
         yield
     finally:
         for module, flag in zip(layers, before, strict=True):
             module._disable_adapters = flag
+        for name, weight in live.items():
+            weight.copy_(trained[name])
+
+
+def reference_names(model: Any) -> list[str]:
+    """The trained weights that the published base needs as they were before training: those that are not switched off
+    with the adapters (biases), and adapters that took their beginning out of the base (PiSSA, OLoRA)."""
+    own = set[str]()
+    for name, module in model.named_modules():
+        if hasattr(module, "_disable_adapters"):
+            layers = tuple(getattr(module, "adapter_layer_names", ()))
+            own.update(f"{name}.{part}" for part, _ in module.named_parameters() if part.startswith(layers))
+    trained = [name for name, weight in model.named_parameters() if weight.requires_grad]
+    return [name for name in trained if changes_base(model) or name not in own]
+
+
+def reference_weights(model: Any) -> dict[str, torch.Tensor]:
+    """Copies of these, of a model that has not been trained yet: what is here of them."""
+    if not has_adapters(model):
+        return {}
+    weights = dict(model.named_parameters())
+    return {name: local_part(weights[name].detach()).clone() for name in reference_names(model)}
+
+
+def changes_base(model: Any) -> bool:
+    """Whether its adapters took their beginning out of the base."""
+    configs = getattr(_inner(model), "peft_config", {}).values()
+    starts = [getattr(config, "init_lora_weights", None) for config in configs]
+    return any(isinstance(start, str) and start.lower().startswith(_FROM_BASE) for start in starts)
 
 
 @torch.no_grad()
 def merged_shards(model: nn.Module) -> Iterator[Shard]:
     """The weights of the equal plain model, under its names: each adapter is added to a copy of its layer, and weights
     in 4 bits are restored, one layer at a time. The live weights stay as they are. All of them must be whole."""
-    adapted = {name: module for name, module in model.named_modules() if _is_changed(module)}
-    done: set[str] = set()
-    for shard in model_shards(model):
-        parts = shard.name.split(".")
+    adapted, state = _adapted(model), model.state_dict(keep_vars=True)
+    live = {id(tensor) for tensor in state.values()}
+    done, seen = set[str](), set[int]()
+    for name, tensor in state.items():
+        parts = name.split(".")
         prefixes = (".".join(parts[:count]) for count in range(1, len(parts)))
         owner = next((prefix for prefix in prefixes if prefix in adapted), None)
         if owner is None:
-            yield shard
+            # Tied ones once; a weight whose alias is adapted is no alias of what that becomes.
+            if id(tensor) not in seen:
+                seen.add(id(tensor))
+                yield from (Shard(name, tuple(tensor.shape), *block) for block in blocks_of(tensor.detach()))
         elif owner not in done:
             done.add(owner)
-            for name, tensor in _merged(adapted[owner]).state_dict().items():
-                yield Shard.whole(f"{owner}.{name}", tensor)
+            for part, merged in _merged(adapted[owner]).state_dict(keep_vars=True).items():
+                if id(merged) not in seen:
+                    seen.update({id(merged)} & live)  # others are gone at once, and their ids come again
+                    yield Shard.whole(f"{owner}.{part}", merged.detach())
 
 
-def save_adapter(model: nn.Module, path: str | Path) -> None:
-    """Write the adapters alone as a directory that peft loads: `adapter_config.json` and `adapter_model.safetensors`.
+@contextmanager
+def merged_forwards(model: nn.Module) -> Iterator[None]:
+    """Inside, each layer computes as the plain one that an export makes of it, which lives for that call alone."""
+    adapted = _adapted(model)
+    outer = _outer(adapted)
+    try:
+        for name in outer:
+            layer = adapted[name]
+            layer.forward = lambda *args, layer=layer, **kwargs: _merged(layer)(*args, **kwargs)
+        yield
+    finally:
+        for name in outer:
+            adapted[name].__dict__.pop("forward", None)
+
+
+def save_adapter(model: nn.Module, path: str | Path, first: Mapping[str, torch.Tensor] | None = None) -> None:
+    """Write the adapters alone as a directory that peft loads over the published base: `adapter_config.json` and
+    `adapter_model.safetensors`.
+
+    Args:
+        first: see `reference_weights`; whole.
 
     Raises:
-        ModelError: the model has none.
+        ModelError: the model has none, or `first` is not known any more.
     """
     if not has_adapters(model):
         raise ModelError("the model has no adapters: write it whole")
+    if changes_base(model) and not first:
+        raise ModelError(
+            "these adapters changed their base when they began, and what they began with is not known here: write the "
+            "model whole, or its adapters from the actor that trained them"
+        )
     from peft import get_peft_model_state_dict
 
     inner, path = _inner(model), Path(path)
     ((name, config),) = inner.peft_config.items()
-    weights = get_peft_model_state_dict(inner, adapter_name=name, save_embedding_layers=False)
-    path.mkdir(parents=True, exist_ok=True)
-    prefixed = {f"base_model.model.{key}": weight.detach().cpu().contiguous() for key, weight in weights.items()}
-    save_file(prefixed, path / "adapter_model.safetensors", metadata={"format": "pt"})
     config = copy.deepcopy(config)
+    weights = get_peft_model_state_dict(inner, adapter_name=name, save_embedding_layers=False)
+    if changes_base(inner):
+        # The base lacks what the adapters began with: B A - B0 A0 is an adapter of twice the rank over the whole one.
+        before = get_peft_model_state_dict(inner, {**inner.state_dict(), **(first or {})}, adapter_name=name)
+        weights = {key: _beside(key, weight, before[key]) for key, weight in weights.items()}
+        _double_rank(config)
+    path.mkdir(parents=True, exist_ok=True)
+    # Some forms have tensors in common, which a file has once each.
+    prefixed = {f"base_model.model.{key}": weight.detach().cpu().clone() for key, weight in weights.items()}
+    prefixed = {key: weight.contiguous() for key, weight in prefixed.items()}
+    save_file(prefixed, path / "adapter_model.safetensors", metadata={"format": "pt"})
     config.inference_mode = True
     config.base_model_name_or_path = config.base_model_name_or_path or getattr(inner, "name_or_path", None)
     config.save_pretrained(path)
+
+
+def _beside(key: str, weight: torch.Tensor, before: torch.Tensor) -> torch.Tensor:
+    """A matrix of an adapter beside the one that it began with."""
+    if "lora_A" in key or "lora_embedding_A" in key:
+        return torch.cat([weight, before.to(weight)], 0)
+    if "lora_B" in key or "lora_embedding_B" in key:
+        return torch.cat([weight, -before.to(weight)], 1)
+    return weight
+
+
+def _double_rank(config: Any) -> None:
+    """At the same scale."""
+    factor = math.sqrt(2) if config.use_rslora else 2
+    config.init_lora_weights = True
+    config.r, config.lora_alpha = 2 * config.r, factor * config.lora_alpha
+    config.rank_pattern = {key: 2 * rank for key, rank in config.rank_pattern.items()}
+    config.alpha_pattern = {key: factor * alpha for key, alpha in config.alpha_pattern.items()}
 
 
 def _adapter_config(inner: Any) -> dict[str, Any]:
@@ -163,17 +269,24 @@ def _adapter_config(inner: Any) -> dict[str, Any]:
     dtype = next(weight.dtype for weight_name, weight in inner.named_parameters() if f".{name}" in weight_name)
     values = {key: sorted(value) if isinstance(value, set) else value for key, value in config.to_dict().items()}
     # By their full names: a value model's backbone has others than the language model it was taken from.
-    layers = [layer for layer, module in inner.named_modules() if hasattr(module, "base_layer")]
-    values["target_modules"] = layers
+    layers = {layer: module for layer, module in inner.named_modules() if hasattr(module, "base_layer")}
+    # Those of single parameters (experts) are named apart, by target_parameters.
+    values["target_modules"] = [name for name, module in layers.items() if not hasattr(module, "parameter_name")]
+    if "feedforward_modules" in values:
+        values["feedforward_modules"] = [layer for layer, module in layers.items() if module.is_feedforward]
     values["peft_type"] = str(getattr(config.peft_type, "value", config.peft_type))
     return {"name": name, "dtype": str(dtype).removeprefix("torch."), "config": values}
 
 
 def _restore_adapters(inner: Any, saved: Mapping[str, Any]) -> None:
-    values = {**saved["config"], "init_lora_weights": True}  # other starts change the base, whose weights come too
+    values = dict(saved["config"])
+    if "init_lora_weights" in values:
+        values["init_lora_weights"] = True  # other starts change the base, whose weights come too
     with torch.random.fork_rng():
         config = _peft().PeftConfig.from_peft_type(**values)
         _inject(inner, config, saved["name"], getattr(torch, saved["dtype"]))
+    if "init_lora_weights" in values:
+        config.init_lora_weights = saved["config"]["init_lora_weights"]
 
 
 def _merged(module: nn.Module) -> nn.Module:
@@ -183,11 +296,42 @@ def _merged(module: nn.Module) -> nn.Module:
     if (whole := getattr(module, "modules_to_save", None)) is not None:
         return whole[module.active_adapter]  # type: ignore[no-any-return]
     layer: Any = copy.deepcopy(module)
+    layer.__dict__.pop("forward", None)
     for part in reversed([part for part in layer.modules() if hasattr(part, "_disable_adapters")]):
         if isinstance(base := getattr(part, "base_layer", None), Int4Linear):
             part.base_layer = base.dense()
-        part.merge()
+        if hasattr(part, "merge"):
+            part.merge()
+    layer = getattr(layer, "token_adapter", layer)
     return layer.get_base_layer()  # type: ignore[no-any-return]
+
+
+def _base(module: nn.Module) -> nn.Module:
+    if isinstance(module, Int4Linear):
+        return module.dense()
+    layer: Any = getattr(module, "original_module", None) or module
+    layer = layer.get_base_layer() if hasattr(layer, "get_base_layer") else layer
+    return layer.dense() if isinstance(layer, Int4Linear) else layer
+
+
+def without_adapters(model: nn.Module) -> Any:
+    """A copy of a transformers model, not trained yet, as it was before it got them."""
+    plain = copy.deepcopy(_inner(model))
+    adapted, of = _adapted(plain), _merged if changes_base(model) else _base
+    for name in _outer(adapted):
+        plain.set_submodule(name, of(adapted[name]))
+    del plain.peft_config
+    plain._hf_peft_config_loaded = False
+    return plain
+
+
+def _outer(names: Iterable[str]) -> list[str]:
+    """Those that lie in none of the others."""
+    return [name for name in names if not any(name.startswith(f"{other}.") for other in names)]
+
+
+def _adapted(model: nn.Module) -> dict[str, nn.Module]:
+    return {name: module for name, module in model.named_modules() if _is_changed(module)}
 
 
 def _is_changed(module: nn.Module) -> bool:
@@ -201,6 +345,7 @@ def _inject(model: Any, config: Any, name: str, dtype: torch.dtype) -> None:
         _peft().inject_adapter_in_model(config, model, adapter_name=name)
     for weight in set(model.parameters()) - before:
         weight.data = weight.data.to(dtype)
+    model._hf_peft_config_loaded = True  # its own `save_pretrained` writes the adapters
 
 
 def _inner(model: Any) -> Any:

@@ -17,6 +17,8 @@ from verl.models.head_sizes import CPU, HeadSizes
 if TYPE_CHECKING:
     from torch import nn
 
+from verl.layout import count_of
+
 
 @dataclass(frozen=True)
 class ModelSize:
@@ -45,18 +47,17 @@ class ModelSize:
 
         config = model.config.get_text_config()  # type: ignore[union-attr,operator]
         parameters = list(model.parameters())
-        heads = config.num_attention_heads
-        intermediate = getattr(config, "intermediate_size", None) or getattr(config, "n_inner", None)
-        head_dim = getattr(config, "head_dim", None) or config.hidden_size // heads
+        heads = count_of(config, "num_attention_heads") or 1  # state-space models have none
+        head_dim = count_of(config, "head_dim") or config.hidden_size // heads
         compiled = layer_kernels(parameters[0].dtype, parameters[0].device)
         backbone = getattr(model, "base_model", model)
         return cls(
             parameters=sum(parameter.numel() for parameter in parameters),
             layers=config.num_hidden_layers,
             hidden=config.hidden_size,
-            intermediate=intermediate or 4 * config.hidden_size,
+            intermediate=count_of(config, "intermediate_size", "n_inner") or 4 * config.hidden_size,
             heads=heads,
-            kv_heads=getattr(config, "num_key_value_heads", None) or heads,
+            kv_heads=count_of(config, "num_key_value_heads") or heads,
             head_dim=head_dim,
             vocab=config.vocab_size,
             itemsize=max(parameter.element_size() for parameter in parameters if parameter.dim() > 1),

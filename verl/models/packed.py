@@ -27,6 +27,7 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
 from verl.errors import ModelError
+from verl.layout import count_of
 from verl.models.blank import sample
 from verl.models.llama import AttentionRecorder, FusedLayers
 from verl.models.log_probs import token_log_probs
@@ -101,6 +102,8 @@ class PackedModel:
             raise ModelError(f"{type(model).__name__} is not a transformers model: it has no config or no backbone")
         if hasattr(model, "get_base_model"):
             raise ModelError("the model is wrapped by peft: give its get_base_model(), in which the adapters are")
+        if self.dtype == torch.float64 and hasattr(model, "set_experts_implementation"):
+            model.set_experts_implementation("eager")  # grouped products have no fp64
         if self.device.type == "cpu":
             from verl.kernels.library_memory import limit_library_memory
 
@@ -108,10 +111,10 @@ class PackedModel:
         self.backbone: torch.nn.Module = backbone_of(self.model)
         self.config = self.model.config.get_text_config()
         self.num_layers = int(self.config.num_hidden_layers)
-        self.num_heads = int(getattr(self.config, "num_attention_heads", None) or 1)  # state-space models have none
-        self.num_kv_heads = int(getattr(self.config, "num_key_value_heads", None) or self.num_heads)
+        self.num_heads = count_of(self.config, "num_attention_heads") or 1  # state-space models have none
+        self.num_kv_heads = count_of(self.config, "num_key_value_heads") or self.num_heads
         self.hidden_size = int(self.config.hidden_size)
-        self.head_dim = int(getattr(self.config, "head_dim", None) or self.hidden_size // self.num_heads)
+        self.head_dim = count_of(self.config, "head_dim") or self.hidden_size // self.num_heads
         self.vocab_size = int(self.config.vocab_size)
         limit = getattr(self.config, "max_position_embeddings", None)
         self.max_positions = int(limit) if limit else None
@@ -167,16 +170,7 @@ class PackedModel:
         Raises:
             ModelError: the model is a backbone without an output head, or the head has something else to train.
         """
-        head = self.model.get_output_embeddings()
-        if head is None:
-            raise ModelError(f"{type(self.model).__name__} has no language-model head: load it as a causal LM")
-        weight, bias = cast(Tensor, head.weight), cast("Tensor | None", getattr(head, "bias", None))
-        if any(p.requires_grad and p is not weight and p is not bias for p in head.parameters()):
-            raise ModelError(
-                "the output layer has an adapter (LoRA on lm_head, or on an embedding tied to it), which would never "
-                "be trained: leave it out of the adapter's target modules, or train it whole (modules_to_save)"
-            )
-        return weight, bias
+        return head_of(self.model)
 
     def output_layer(self) -> torch.nn.Module | None:
         """The module of the head, if there is one."""
@@ -480,6 +474,21 @@ def _layers(module: torch.nn.Module, layers: int) -> Iterator[torch.nn.Module]:
         if isinstance(found, torch.nn.ModuleList) and len(found) == layers:
             yield from found.children()
             return
+
+
+def head_of(model: Any) -> tuple[Tensor, Tensor | None]:
+    """The output weight `[V, d]` and its bias `[V]`, if any; see `PackedModel.head`."""
+    head = model.get_output_embeddings()
+    if head is None:
+        raise ModelError(f"{type(model).__name__} has no language-model head: load it as a causal LM")
+    weight, bias = cast(Tensor, head.weight), cast("Tensor | None", getattr(head, "bias", None))
+    whole = hasattr(head, "modules_to_save")  # trained as it is, beside the one of the base
+    if not whole and any(p.requires_grad and p is not weight and p is not bias for p in head.parameters()):
+        raise ModelError(
+            "the output layer has an adapter (LoRA on lm_head, or on an embedding tied to it), which would never "
+            "be trained: leave it out of the adapter's target modules, or train it whole (modules_to_save)"
+        )
+    return weight, bias
 
 
 @contextmanager

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -11,38 +13,60 @@ from safetensors.torch import save_file
 from verl.data.chat import ChatTokenizer
 from verl.models.heads import ValueModel
 from verl.models.lora import has_adapters, merged_shards, save_adapter
+from verl.models.probe import check_export
 
 if TYPE_CHECKING:
+    from torch import Tensor
     from transformers import PreTrainedTokenizerBase
 
 
 def save_pretrained_dir(
-    model: Any, tokenizer: PreTrainedTokenizerBase | None, path: str | Path, *, adapter: bool = False
+    model: Any,
+    tokenizer: PreTrainedTokenizerBase | None,
+    path: str | Path,
+    *,
+    adapter: bool = False,
+    first: Mapping[str, Tensor] | None = None,
 ) -> None:
-    """Write a plain Hugging Face directory: `config.json`, safetensors weights, and the tokenizer's files.
+    """Write a plain Hugging Face directory: `config.json`, safetensors weights, and the tokenizer's files; it is opened
+    again and compared with the model, see `check_export`.
 
     Adapters are merged into the weights that are written. A `ValueModel` is written as a token classifier with one
     label.
 
     Args:
         adapter: write the adapters alone, as a directory that peft loads.
+        first: see `save_adapter`.
 
     Raises:
-        ModelError: `adapter`, and the model has none.
+        ModelError: `adapter`, and the model has none; or what was written is not the model.
     """
     path = Path(path)
     path.mkdir(parents=True, exist_ok=True)
     if adapter:
-        save_adapter(model, path)
+        save_adapter(model, path, first)
     elif isinstance(model, ValueModel):
         _save_classifier(model, path)
+    elif has_adapters(model):
+        with _no_adapters_of_transformers(model):
+            model.save_pretrained(path, state_dict={shard.name: shard.tensor for shard in merged_shards(model)})
     else:
-        weights = {shard.name: shard.tensor for shard in merged_shards(model)} if has_adapters(model) else None
-        model.save_pretrained(path, state_dict=weights)
+        model.save_pretrained(path)
     if tokenizer is not None:
         tokenizer.save_pretrained(path)
         if (settings := path / "generation_config.json").is_file():
             _name_turn_end(tokenizer, settings)
+    check_export(model, path, adapter=adapter)
+
+
+@contextmanager
+def _no_adapters_of_transformers(model: Any) -> Iterator[None]:
+    """`model.save_pretrained` writes a whole model inside, not its adapters alone."""
+    before, model._hf_peft_config_loaded = getattr(model, "_hf_peft_config_loaded", False), False
+    try:
+        yield
+    finally:
+        model._hf_peft_config_loaded = before
 
 
 def _name_turn_end(tokenizer: PreTrainedTokenizerBase, settings: Path) -> None:

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import hashlib
-import math
 import os
-import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import groupby
@@ -15,8 +13,10 @@ from typing import Any, Literal, NamedTuple, TypeAlias
 import torch
 from safetensors import SafetensorError, safe_open
 
+from verl.durable import digest
 from verl.errors import ModelError
 from verl.models.blank import sample
+from verl.models.fit import Source, model_weights, tied, weight_sources
 from verl.models.heads import ValueModel, read_head, score_model, weight_files
 from verl.models.loading import blank_model, load_model, resolved_dtype
 from verl.models.lora import add_lora, base_name, first_adapters, is_adapter
@@ -28,37 +28,10 @@ from verl.shard import Shard
 Kind = Literal["causal", "value", "score"]
 
 
-class _Source(NamedTuple):
-    """A tensor in the files: a weight, or a block of one. transformers puts the matrices of all experts together, and
-    those with the same inputs (gate and up) side by side.
-
-    Attributes:
-        expert: None: it is the whole weight.
-        place: which of the matrices of an expert that stand side by side, of how many.
-    """
-
-    key: str
-    expert: int | None = None
-    place: int = 0
-    of: int = 1
-
-    def shape_in(self, weight: torch.Tensor) -> tuple[int, ...]:
-        """What the tensor's shape must be; of a block in a weight `[experts, of * rows, columns]`: one expert's."""
-        if self.expert is None:
-            return tuple(weight.shape)
-        return (weight.shape[1] // self.of, *weight.shape[2:])
-
-    def shard(self, name: str, weight: _Weight, tensor: torch.Tensor) -> Shard:
-        if self.expert is None:
-            return Shard.whole(name, tensor)
-        offset = (self.expert, self.place * len(tensor), *(0,) * (tensor.dim() - 1))
-        return Shard(name, weight.shape, offset, tensor[None])
-
-
 class _Weight(NamedTuple):
     shape: tuple[int, ...]
     dtype: torch.dtype
-    sources: tuple[_Source, ...]
+    sources: tuple[Source, ...]
 
 
 #: Weight by name -> where it comes from.
@@ -126,38 +99,21 @@ class ModelFiles:
             return "some of its layers are kept in float32"
         try:
             sample(backbone)
-            files = weight_files(self.path)
-            sources = _sources(backbone, files)
-        except (ModelError, OSError, ValueError, TypeError) as error:
+            sources = weight_sources(model, weight_files(self.path))
+        except (ModelError, OSError, SafetensorError, ValueError, TypeError) as error:
             return str(error)
-        shapes = {name: tuple(weight.shape) for name, weight in named_weights(model)}
-        adapters = {name for name, _ in first_adapters(shapes, self.seed)}
-        for full_name, weight in named_weights(model):
-            name = base_name(full_name)
-            if full_name in adapters or (name.startswith("score.") and isinstance(model, ValueModel)):
-                continue
-            if name not in sources:
-                return f"the files have no '{name}'"
-            count = 0
-            for source in sources[name]:
-                with safe_open(files[source.key], framework="pt") as file:
-                    shape = tuple(file.get_slice(source.key).get_shape())
-                if shape != source.shape_in(weight):
-                    return f"'{name}' has another shape in the files"
-                count += math.prod(shape)
-            if count != weight.numel():
-                return f"the files have a part of '{name}'"
-        return None
+        lacking = (names[0] for names in tied(model_weights(model)) if not sources.keys() & {*names})
+        return next((f"the files have no '{name}'" for name in lacking), None)
 
     def plan(self, model: Any) -> Plan:
         """Where the weights of a blank model come from, tied ones under every name."""
-        sources = _sources(getattr(model, "backbone", model), weight_files(self.path))
-        first: dict[int, str] = {}
+        sources, weights = weight_sources(model, weight_files(self.path)), model_weights(model)
+        stored = {name: names for names in tied(weights) for name in names}
         found: Plan = {}
         for name, weight in model.state_dict(keep_vars=True).items():
-            stored = first.setdefault(id(weight), base_name(name))
-            if stored in sources or is_adapter(name):
-                found[name] = _Weight(tuple(weight.shape), weight.dtype, tuple(sources.get(stored, ())))
+            there = next((n for n in stored.get(base_name(name), ()) if n in sources), None)
+            if there is not None or is_adapter(name):
+                found[name] = _Weight(tuple(weight.shape), weight.dtype, tuple(sources.get(there or "", ())))
         return found
 
     def shards(self, model: Any, plan: Plan) -> Iterator[Shard]:
@@ -183,7 +139,7 @@ class ModelFiles:
                 path = files[source.key]
                 if path not in opened:
                     opened[path] = safe_open(path, framework="pt")
-                yield source.shard(name, weight, opened[path].get_tensor(source.key).to(weight.dtype))
+                yield _shard(source, name, weight, opened[path].get_tensor(source.key).to(weight.dtype))
 
     @cached_property
     def digest(self) -> str | None:
@@ -195,7 +151,7 @@ class ModelFiles:
         found = hashlib.sha256()
         for path in paths:
             with open(path, "rb") as file:
-                found.update(hashlib.file_digest(file, "sha256").digest())
+                found.update(bytes.fromhex(digest(file.fileno())))
         return found.hexdigest()
 
     def stream(self) -> Iterator[Shard]:
@@ -214,34 +170,11 @@ class ModelFiles:
             yield f"score.{name}", torch.zeros(weight.shape, dtype=weight.dtype) if given is None else given
 
 
-def _sources(model: Any, names: Iterable[str]) -> dict[str, list[_Source]]:
-    """The weights of a transformers model by name -> what of the tensors `names` they are made of.
-
-    Raises:
-        ModelError: transformers makes other things of them when it loads the model.
-    """
-    from transformers.conversion_mapping import get_model_conversion_mapping
-    from transformers.core_model_loading import WeightConverter, WeightRenaming, rename_source_key
-
-    changes = get_model_conversion_mapping(model)
-    converters = [change for change in changes if isinstance(change, WeightConverter)]
-    renamings = [change for change in changes if isinstance(change, WeightRenaming)]
-    found: dict[str, list[_Source]] = {}
-    for key in names:
-        target, pattern = rename_source_key(key, renamings, converters)
-        if pattern is None:
-            found.setdefault(target, []).append(_Source(key))
-            continue
-        converter = next(c for c in converters if pattern in c.source_patterns)
-        patterns = converter.source_patterns
-        done = [(type(step).__name__, getattr(step, "dim", None)) for step in converter.operations]
-        if done != [("MergeModulelist", 0), ("Concatenate", 1)][: 1 + (len(patterns) > 1)]:
-            raise ModelError("its weights are laid out otherwise in the files")
-        number = re.search(re.escape(pattern).replace(r"\*", r"(\d+)"), rename_source_key(key, renamings, [])[0])
-        assert number is not None
-        source = _Source(key, int(number[1]), patterns.index(pattern), len(patterns))
-        found.setdefault(target, []).append(source)
-    return found
+def _shard(source: Source, name: str, weight: _Weight, tensor: torch.Tensor) -> Shard:
+    if source.expert is None:
+        return Shard.whole(name, tensor)
+    offset = (source.expert, source.place * len(tensor), *(0,) * (tensor.dim() - 1))
+    return Shard(name, weight.shape, offset, tensor[None])
 
 
 def _joined(shards: list[Shard]) -> Shard:

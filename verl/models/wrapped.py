@@ -75,7 +75,9 @@ def _without_peft(model: Any) -> Any:
         )
     if len(names := [*getattr(model, "peft_config", {})]) > 1:
         raise ModelError(f"the model has several adapters ({', '.join(names)}): merge or delete all but one")
-    return base()
+    inner = base()
+    inner._hf_peft_config_loaded = True  # its own `save_pretrained` writes the adapters
+    return inner
 
 
 def _filled(plain: Any, weights: dict[str, nn.Parameter], inner: Any) -> Any:

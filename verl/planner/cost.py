@@ -126,15 +126,25 @@ class Costs:
 
     def transition(self, size: ModelSize, strategy: Strategy, layout: Layout, tp: int) -> tuple[float, float]:
         """(bytes that a rank receives, seconds) of the hybrid engine: one gather inside the group of ranks whose pieces
-        make up one generation shard; nothing else moves."""
+        make up one generation shard. Where FSDP's rows become tensor-parallel columns, of which each rank has a part,
+        the group is all ranks with pieces."""
         whole = size.parameters * size.itemsize
         pieces = layout.tp * layout.pp
         dims = [(layout.pp, layout.data_size * layout.tp), (max(1, layout.tp // tp), 1)]
+        across = 0.0
         if strategy.gathers:
             pieces *= layout.data_size
-            dims.append((layout.data_size * min(layout.tp, tp) // tp, max(layout.tp, tp)))
-        received = whole * (1 / tp - 1 / pieces)
-        return received, self.cluster.gather(whole / tp, *dims)
+            if tp > layout.tp:
+                columns = size.layers * size.hidden * (size.heads * size.head_dim + size.intermediate)
+                across = min(1.0, columns / size.parameters)
+        own = (1 - across + across * layout.tp / tp) / pieces
+
+        def seconds(share: float, shards: int, stride: int) -> float:
+            cut = [(shards, stride)] if strategy.gathers else []
+            return self.cluster.gather(share * whole / tp, *dims, *cut) if share else 0.0
+
+        rows = seconds(1 - across, layout.data_size * min(layout.tp, tp) // tp, max(layout.tp, tp))
+        return whole * (1 / tp - own), rows + seconds(across, layout.data_size, layout.tp)
 
     def _passes(self, size: ModelSize, strategy: Strategy, layout: Layout, rows: int, *, backward: bool) -> float:
         """Forward (and backward) passes over so many rows of each data-parallel rank, in a pipeline."""

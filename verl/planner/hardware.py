@@ -135,6 +135,8 @@ class Cluster:
         machines, per_machine = int(match[1] or 1), int(match[2])
         if not 1 <= machines * per_machine <= 1 << 14:
             raise ConfigError(f"{option}: '{text}' needs 1 to 16384 devices")
+        if network_gbps is not None and not 0 < network_gbps < math.inf:
+            raise ConfigError(f"--network: Gbit/s of a machine are above 0, not {network_gbps:g}")
         network = device.network * per_machine if network_gbps is None else network_gbps * GB / 8
         return cls(machines, per_machine, device, network, efficiency or Efficiency())
 

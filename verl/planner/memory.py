@@ -67,11 +67,13 @@ class Usage:
         kept: always there, by part.
         step: there during an optimizer step, or a forward pass of a model that is only read, by part.
         parked: of what is kept, what is elsewhere while the model is not updated.
+        host: bytes in host memory, at some time.
     """
 
     kept: dict[str, float] = field(default_factory=dict)
     step: dict[str, float] = field(default_factory=dict)
     parked: float = 0.0
+    host: float = 0.0
 
     @property
     def total_kept(self) -> float:
@@ -118,8 +120,9 @@ def training(
         return Usage({"weights": weights}, {"activations": work, "gathered": gathered})
     parts = {"weights": strategy.weights, "gradients": strategy.gradients, "optimizer": strategy.optimizer}
     kept = {part: count * amount / shared_by(strategy, layout, part) for part, amount in parts.items()}
+    host = kept["optimizer"] if strategy.parked else 0.0
     if strategy.offloaded:
-        kept = dict.fromkeys(kept, 0.0)
+        host, kept = sum(kept.values()), dict.fromkeys(kept, 0.0)
     per_layer = tokens * _layer_bytes(size, layout.tp)
     inputs = tokens * size.hidden * size.itemsize
     # One forward, one backward: the first stage holds as many micro-batches as there are stages.
@@ -127,7 +130,7 @@ def training(
     inside = tokens * (2 * size.hidden + 3 * size.intermediate / layout.tp) * size.itemsize
     activations = layout.pp * (stage * inputs + per_layer if checkpointing else stage * per_layer) + max(logits, inside)
     parked = kept["gradients"] + kept["optimizer"] if strategy.parked else 0.0
-    return Usage(kept, {"activations": activations, "gathered": gathered}, parked)
+    return Usage(kept, {"activations": activations, "gathered": gathered}, parked, host)
 
 
 def workspace(size: ModelSize, tp: int, step_tokens: int, sequences: int) -> float:

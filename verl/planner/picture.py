@@ -78,16 +78,17 @@ def svg(plan: Plan) -> str:
 def memory_table(plan: Plan) -> str:
     """GB of a rank by what they are for: each model, and the most that stands there at a time."""
     parts = ("weights", "gradients", "optimizer", "activations", "gathered")
-    rows: list[Sequence[str]] = [("", "layout", *parts, "KV cache", "peak")]
+    rows: list[Sequence[str]] = [("", "layout", *parts, "KV cache", "peak", "host")]
     for group, name in zip(plan.groups, _names(plan), strict=True):
         for choice in group.choices:
             usage, layout = choice.usage, choice.layout
             amounts = {**usage.kept, **usage.step}
             sizes = f"{choice.strategy.name} pp={layout.pp} tp={layout.tp} dp={layout.data_size}"
             cells = (f"{amounts.get(part, 0) / GB:.1f}" for part in parts)
-            rows.append((f"  {choice.model.role}", sizes, *cells, "", f"{usage.peak / GB:.1f}"))
-        rows.append((name, "", *("",) * len(parts), f"{group.kv_bytes / GB:.1f}", f"{peak(plan, group) / GB:.1f}"))
-    return _table(rows) + f"\nof {plan.problem.memory / GB:.1f} GB that a device has for it"
+            ends = (f"{usage.peak / GB:.1f}", f"{usage.host / GB:.1f}")
+            rows.append((f"  {choice.model.role}", sizes, *cells, "", *ends))
+        rows.append((name, "", *("",) * len(parts), f"{group.kv_bytes / GB:.1f}", f"{peak(plan, group) / GB:.1f}", ""))
+    return _table(rows) + f"\nof {plan.problem.memory / GB:.1f} GB that a device has for it; host: in host memory"
 
 
 def peak(plan: Plan, group: Group) -> float:

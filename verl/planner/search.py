@@ -5,7 +5,7 @@ the best layouts that fit in memory together. A step has three stages, generatio
 side by side in a stage, models of a set one after the other.
 
 Two deviations: layouts of a set are chosen jointly, because what one model keeps is missing from another's KV cache;
-and sets of several machines have whole machines, those of one machine powers of two.
+and sets of several machines have whole machines, those of one machine powers of two or what divides it.
 """
 
 from __future__ import annotations
@@ -182,24 +182,29 @@ def choices(problem: Problem, model: Model, ranks: int) -> list[Choice]:
     """All ways to run a model on so many ranks, quickest first."""
     work, costs, found = problem.work, problem.costs, []
     for strategy, layout in _layouts(problem, model, ranks):
-        tokens = work.micro_batch * work.length
-        usage = memory.training(
-            model.size,
-            strategy,
-            layout,
-            tokens,
-            checkpointing=work.checkpointing,
-            trained=model.trained,
-            head=problem.cluster.device.head,
-        )
+        usage = _usage(problem, model, strategy, layout)
         scores = not (model.trained and model.role == "actor") or work.old_log_probs
         times = 1 + len(model.beside)
-        usage = replace(usage, kept={part: times * amount for part, amount in usage.kept.items()})
         infer = times * costs.infer(model.size, strategy, layout) if scores else 0.0
         train = times * costs.train(model.size, strategy, layout) if model.trained else 0.0
         if usage.peak <= problem.memory:
             found.append(Choice(model, strategy, layout, usage, infer, train))
     return sorted(found, key=lambda choice: choice.seconds)
+
+
+def _usage(problem: Problem, model: Model, strategy: Strategy, layout: Layout) -> Usage:
+    """Of a model and those beside it."""
+    work, times = problem.work, 1 + len(model.beside)
+    usage = memory.training(
+        model.size,
+        strategy,
+        layout,
+        work.micro_batch * work.length,
+        checkpointing=work.checkpointing,
+        trained=model.trained,
+        head=problem.cluster.device.head,
+    )
+    return replace(usage, host=times * usage.host, kept={part: times * kept for part, kept in usage.kept.items()})
 
 
 def generations(problem: Problem, actor: Choice, ranks: int, free: float) -> Iterator[tuple[Generation, float]]:
@@ -210,8 +215,8 @@ def generations(problem: Problem, actor: Choice, ranks: int, free: float) -> Ite
     """
     size, layout, work = actor.model.size, actor.layout, problem.work
     most = layout.tp * (layout.data_size if actor.strategy.gathers else 1)
-    for tp in _powers(min(most, problem.cluster.per_machine, size.kv_heads)):
-        if size.heads % tp or ranks % tp or most % tp:
+    for tp in range(1, min(most, problem.cluster.per_machine, size.kv_heads) + 1):
+        if size.heads % tp or size.kv_heads % tp or ranks % tp or most % tp:
             continue
         # Training pieces of the compute dtype are slices of what is gathered.
         own = 0.0 if actor.strategy.gathers else actor.usage.kept["weights"]
@@ -326,7 +331,8 @@ class _Table:
 
 def sizes(cluster: Cluster) -> list[int]:
     """Numbers of devices that a set may have."""
-    inside = _powers(min(cluster.per_machine, cluster.size))
+    machine = min(cluster.per_machine, cluster.size)
+    inside = [count for count in range(1, machine + 1) if not (count & (count - 1) and machine % count)]
     whole = [cluster.per_machine * machines for machines in range(1, cluster.machines + 1)]
     return sorted({*inside, *whole})
 
@@ -364,7 +370,7 @@ def _layouts(problem: Problem, model: Model, ranks: int) -> Iterator[tuple[Strat
             yield strategy, Layout(shard=ranks) if strategy.gathers else Layout(replicate=ranks)
         return
     size = model.size
-    for tp in _powers(min(problem.cluster.per_machine, ranks)):
+    for tp in range(1, min(problem.cluster.per_machine, ranks, size.kv_heads) + 1):
         if ranks % tp or size.heads % tp or size.kv_heads % tp:
             continue
         for pp in range(1, min(problem.most_pipeline, ranks // tp, size.layers) + 1):
@@ -384,25 +390,17 @@ def _agree(chosen: Sequence[Choice]) -> bool:
     return all(choice.key == keys.get(choice.model.follows, choice.key) for choice in chosen)
 
 
-def _powers(most: int) -> list[int]:
-    return [1 << i for i in range(max(1, most).bit_length())]
-
-
 def _too_small(problem: Problem) -> str:
     """Why nothing fits."""
-    cluster, least = problem.cluster, []
+    cluster, work, least = problem.cluster, problem.work, []
     for model in problem.models:
-        usages = [
-            memory.training(
-                model.size, strategy, layout, problem.work.length, trained=model.trained, head=cluster.device.head
-            ).peak
-            for strategy, layout in _layouts(problem, model, cluster.size)
-        ]
-        least.append(f"{model.role} at least {min(usages, default=0) / GB:.1f} GB")
+        layouts = _layouts(problem, model, cluster.size)
+        most = min((_usage(problem, model, *layout).peak for layout in layouts), default=0)
+        least.append(f"{model.role} at least {most / GB:.1f} GB")
     bound = "" if problem.most_seconds == float("inf") else f", or not within {problem.most_seconds:g} s of rollout"
     return (
         f"--cluster: the models do not fit in {cluster}, {problem.memory / GB:.1f} GB of each{bound}: "
-        f"{', '.join(least)}. "
+        f"{', '.join(least)} alone with {work.micro_batch * work.length} tokens at a time. "
         "Take more devices, a shorter max_tokens_per_micro_batch, model.enable_gradient_checkpointing=true, or "
         "fsdp_config.param_offload=true"
     )

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Collection, Mapping
 from math import ceil
 from pathlib import Path
@@ -11,6 +10,7 @@ from typing import Any
 from omegaconf import OmegaConf
 
 from verl.config import Config, RewardConfig
+from verl.durable import read_json
 from verl.errors import ConfigError
 from verl.models.memory import ModelSize
 from verl.planner.cost import Workload
@@ -88,21 +88,26 @@ def model_size(path: str, dtype: str = "auto") -> ModelSize:
         ConfigError: there is none, or it is of a mixture of experts.
     """
     raw = _configuration(path)
-    raw = {**raw, **(raw.get("text_config") or {})}
+    text = raw.get("text_config")
+    raw = {**raw, **(text if isinstance(text, Mapping) else {})}
 
     def first(*names: str, default: Any = None) -> Any:
         return next((raw[name] for name in names if raw.get(name) is not None), default)
 
+    def count(*names: str, default: int | None = None) -> int:
+        value = first(*names, default=default)
+        if type(value) is not int or not 1 <= value < 2**31:
+            raise ConfigError(f"verl plan: {names[0]} of {path}, by its config.json, is {value!r}, no number of them")
+        return value
+
     if first("num_experts", "num_local_experts", "n_routed_experts"):
         raise ConfigError(f"verl plan: {path} is a mixture of experts, which is not modelled")
-    layers, hidden = first("num_hidden_layers", "n_layer"), first("hidden_size", "n_embd")
-    heads, vocab = first("num_attention_heads", "n_head"), first("vocab_size")
-    if not all((layers, hidden, heads, vocab)):
-        raise ConfigError(f"verl plan: config.json of {path} lacks layers, hidden size, heads or vocabulary")
-    kv_heads, width = first("num_key_value_heads", default=heads), first("head_dim", default=hidden // heads)
-    intermediate, is_gpt2 = first("intermediate_size", "n_inner", default=4 * hidden), raw.get("model_type") == "gpt2"
+    layers, hidden = count("num_hidden_layers", "n_layer"), count("hidden_size", "n_embd")
+    heads, vocab = count("num_attention_heads", "n_head"), count("vocab_size")
+    kv_heads, width = count("num_key_value_heads", default=heads), count("head_dim", default=hidden // heads)
+    intermediate, is_gpt2 = count("intermediate_size", "n_inner", default=4 * hidden), raw.get("model_type") == "gpt2"
     embeddings = (1 if first("tie_word_embeddings", default=is_gpt2) else 2) * vocab
-    embeddings += first("n_positions", default=0) if is_gpt2 else 0
+    embeddings += count("n_positions") if is_gpt2 else 0
     layer = 2 * hidden * width * (heads + kv_heads) + (2 if is_gpt2 else 3) * hidden * intermediate + 2 * hidden
     name = str(first("dtype", "torch_dtype", default="bfloat16")) if dtype == "auto" else dtype
     return ModelSize(
@@ -188,6 +193,6 @@ def _configuration(path: str) -> Mapping[str, Any]:
                 f"that can be reached ({type(error).__name__})"
             ) from None
     try:
-        return json.loads(file.read_text(encoding="utf-8"))  # type: ignore[no-any-return]
-    except ValueError as error:
-        raise ConfigError(f"verl plan: {file} is no JSON: {error}") from None
+        return read_json(file, dict[str, Any])  # type: ignore[no-any-return]
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"verl plan: {file} is no JSON of a model: {error}") from None

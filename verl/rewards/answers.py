@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import re
+from itertools import pairwise
+
+from verl.data.text import behind_thoughts
 
 #: What precedes the answer in GSM8K.
 _MARK = "####"
@@ -29,6 +32,9 @@ _MEASURE = re.compile(rf"{_NUMBER}\s*(?!\w(?:\s|\^|$))({_UNIT}(?:\s*[/*·]\s*{_U
 #: Names that LaTeX has as commands, and a number with a power of ten, as programs write them.
 _PLAIN = re.compile(r"(?<![\\A-Za-z])(pi|theta|alpha|beta|sin|cos|tan|log|ln)(?![A-Za-z])")
 _POWER = re.compile(r"(?<![\w.])(\d+(?:\.\d+)?)[eE]([-+]?\d+)(?![\w.])")
+_ANSWER = re.compile(r"<answer>(.*?)</answer>", re.DOTALL)
+#: Between two boxes that are parts of one answer.
+_JOINS = re.compile(r"[\s$]*(?:,|;|,?\s*(?:and|or)\b)?[\s$]*(?:\(?\w\)\s*)?(?:\w{1,3}\s*(?:=|\\in|\\approx)\s*)?")
 _INTRODUCES = ("is", "are", "equals", "be", "was", "=")
 _MARKS = " .,;:!?*\"'()[]"
 
@@ -38,8 +44,26 @@ def after_mark(text: str) -> str:
     return text.rpartition(_MARK)[2].strip().partition("\n")[0] if _MARK in text else text
 
 
+def conclusion(text: str) -> str:
+    """Where a text has its answer: what follows its thoughts; within that the last `<answer>`; within that the last
+    `\\boxed{}`, with those that it is joined to ("x = \\boxed{1} and y = \\boxed{2}"), and what stands around them."""
+    text = behind_thoughts(text)
+    if answers := _ANSWER.findall(text):
+        text = answers[-1]
+    start = 0
+    for (_, end), (begin, _) in pairwise(_spans(text)):
+        if not _JOINS.fullmatch(text, end + 1, begin):
+            start = end + 1
+    return text[start:].lstrip("$") if start else text
+
+
 def boxes(text: str) -> list[str]:
     """The contents of each `\\boxed{}`, with their braces balanced; one that is not closed has none."""
+    return [text[text.index("{", begin) + 1 : end] for begin, end in _spans(text)]
+
+
+def _spans(text: str) -> list[tuple[int, int]]:
+    """Where each `\\boxed{` begins, and its closing brace."""
     found = []
     for start in re.finditer(r"\\boxed\s*\{", text):
         depth, end = 1, start.end()
@@ -47,7 +71,7 @@ def boxes(text: str) -> list[str]:
             depth += {"{": 1, "}": -1}.get(text[end], 0)
             end += 1
         if not depth:
-            found.append(text[start.end() : end - 1])
+            found.append((start.start(), end - 1))
     return found
 
 

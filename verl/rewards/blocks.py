@@ -5,6 +5,8 @@ from __future__ import annotations
 import re
 from collections.abc import Collection
 
+from verl.data.text import behind_thoughts
+
 #: Marks before a fence: of list items and quotations.
 _MARKS = r"(?:[ \t>]|[-*+][ \t]|\d{1,9}[.)][ \t])*"
 _FENCE = re.compile(rf"(?P<before>{_MARKS})(?P<fence>`{{3,}}|~{{3,}})(?P<label>.*)")
@@ -19,10 +21,12 @@ _FURTHER_IN = 4
 
 def extract_code(response: str, names: Collection[str] = ()) -> str:
     """The program of a response: its last block that is labelled as Python, else the last without a label, else the
-    last of any, else all of the response. Blocks that define one of `names` come before those that do not."""
-    blocks = code_blocks(response)
+    last of any, else all of the response. Blocks that define one of `names` come before those that do not. Thoughts
+    count only where nothing else has a block."""
+    answer = behind_thoughts(response)
+    blocks = code_blocks(answer) or code_blocks(response)
     if not blocks:
-        return response
+        return answer
 
     def rank(block: tuple[str, str]) -> tuple[bool, bool, bool]:
         label, text = block

@@ -1,5 +1,5 @@
 """Calls of a user's function with a deadline that it cannot break: in a thread, which is left behind when it is late.
-The alternative is a process, which is killed: `verl.controller.rewards.RewardPool`.
+The alternative is a process, which is killed: `verl.rewards.processes`, or several: `verl.controller.rewards`.
 
 `signal.alarm` is never used: it works in the main thread only and cannot interrupt compiled code.
 """
@@ -22,8 +22,8 @@ from verl.rewards.scores import Score, call_async, call_plain
 
 #: Threads of one function that were left behind and may be alive at the same time.
 MAX_HUNG = 16
-_ASYNC_CALLS = 64
-_PULSE_SECONDS = 0.5
+ASYNC_CALLS = 64
+PULSE_SECONDS = 0.5
 
 
 class Slots:
@@ -89,14 +89,14 @@ class ThreadCaller:
     def __init__(self, function: Callable[..., Any], name: str) -> None:
         self.function, self.name = function, name
         self._is_async = is_async(function)
-        self.width = _ASYNC_CALLS if self._is_async else 1
+        self.width = ASYNC_CALLS if self._is_async else 1
         self.slots = Slots(self.width)
         self._loop: tuple[asyncio.AbstractEventLoop, threading.Thread] | None = None
         self._hung: list[threading.Thread] = []
 
     async def call(self, args: list[Any], kwargs: dict[str, Any], rows: int, timeout: float) -> list[Score] | None:
         start = self._start_async if self._is_async else self._start_plain
-        with computing(self.name):
+        with computing(self.name, timeout):
             future, thread = start(args, kwargs, rows)
             answer = asyncio.wrap_future(future)
             done, _ = await asyncio.wait({answer}, timeout=timeout)
@@ -137,7 +137,7 @@ class ThreadCaller:
             return False
         pulse: concurrent.futures.Future[None] = concurrent.futures.Future()
         self._loop[0].call_soon_threadsafe(pulse.set_result, None)
-        await asyncio.wait({asyncio.wrap_future(pulse)}, timeout=_PULSE_SECONDS)
+        await asyncio.wait({asyncio.wrap_future(pulse)}, timeout=PULSE_SECONDS)
         return not pulse.done()
 
     def _leave_behind(self, thread: threading.Thread) -> None:
@@ -147,7 +147,7 @@ class ThreadCaller:
         if len(self._hung) >= MAX_HUNG:
             raise RewardError(
                 f"reward function '{self.name}' hangs: {len(self._hung)} calls have not returned and cannot be "
-                "stopped. Fix it, or give the Reward workers=1, a process that can be killed"
+                "stopped. Fix it, or leave out process=False, so that it runs in a process that can be killed"
             )
 
 

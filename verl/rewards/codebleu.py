@@ -21,7 +21,7 @@ import re
 import tokenize
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from typing import Any
+from typing import Any, ClassVar
 
 from typing_extensions import Unpack
 
@@ -54,6 +54,8 @@ class CodeBleuReward(FunctionReward):
     Raises:
         ConfigError: there are not four weights of at least 0 that sum to 1.
     """
+
+    one_of: ClassVar[tuple[str, ...]] = ("reference",)
 
     @checked
     def __init__(

@@ -10,7 +10,6 @@ from typing import Any
 from verl.batch import Batch
 from verl.checked import checked, validated
 from verl.errors import CheckpointError, ConfigError
-from verl.record import Count
 from verl.rewards.source import RewardResult, RewardSource, source_of
 
 
@@ -107,30 +106,6 @@ class CompositeReward:
             )
         for name, content in state.items():
             self.parts[name].load_state_dict(content)  # type: ignore[attr-defined]
-
-
-class LengthPenalty:
-    """DAPO's soft penalty for long responses (arXiv 2503.14476, equation 13), by the number of response tokens.
-
-    0 up to `max_length - buffer` tokens, then linearly down to -1 at `max_length`, and -1 beyond.
-
-    Raises:
-        ConfigError: not 0 < buffer <= max_length.
-    """
-
-    name = "length_penalty"
-    whole_batch = False
-    columns = ("response_tokens",)
-
-    @checked
-    def __init__(self, max_length: Count, buffer: Count) -> None:
-        if buffer > max_length:
-            raise ConfigError(f"LengthPenalty.buffer: must be at most max_length ({max_length}), not {buffer}")
-        self.max_length, self.buffer = max_length, buffer
-
-    async def score(self, batch: Batch) -> RewardResult:
-        start = self.max_length - self.buffer
-        return RewardResult([-min(1.0, max(0.0, (n - start) / self.buffer)) for n in batch.lengths("response_tokens")])
 
 
 def _part(part: Any, make: Callable[..., RewardSource], options: dict[str, Any]) -> tuple[RewardSource, float]:

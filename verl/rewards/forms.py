@@ -28,6 +28,10 @@ from verl.errors import ConfigError, RewardError, nearest
 Row = dict[str, Any]
 #: A data set's column with one of the system's names is kept as "user.<name>".
 _USER = "user."
+#: What one sample would be called, and what several are.
+_PLURALS = {one: f"{one}s" for one in ("text", "response", "completion", "prompt")} | {"query": "queries"}
+#: Parameters that get texts.
+TEXTS = frozenset({*_PLURALS, *_PLURALS.values(), "solution_str"})
 _LABELS = ("labels", "label", "answer", "ground_truth")
 _OWN = {
     "texts": frozenset({"texts"}),
@@ -71,13 +75,13 @@ class Form:
         return (*read, *own, *(["*"] if further or self.rest or self.kind == "openrlhf" else []))
 
     def check(self, name: str, row: Row) -> None:
-        """Raises RewardError if a column that the function `name` needs is missing."""
+        """Raises RewardError if a column that the function `name` (a reward or a metric) needs is missing."""
         if "response" not in row:
-            raise RewardError(f"reward '{name}': the samples have no column 'response', the decoded text")
+            raise RewardError(f"{name}: the samples have no column 'response', the decoded text")
         for column in sorted(self.required - _OWN[self.kind]):
             if not _has(row, column):
-                hint = nearest(column, user_columns(row))
-                raise RewardError(f"reward '{name}' needs a column '{column}', which the data do not have: {hint}")
+                hint = nearest(column, {*user_columns(row), *_OWN[self.kind]} - {"texts"})
+                raise RewardError(f"{name} needs a column '{column}', which the data do not have: {hint}")
 
     def arguments(self, rows: Sequence[Row]) -> tuple[list[Any], dict[str, Any]]:
         """Positional and named arguments of a call on these samples."""
@@ -108,6 +112,7 @@ def recognise(function: Callable[..., Any]) -> Form:
     names = [p.name for p in listed]
     named = tuple(p.name for p in listed if p.kind is not p.POSITIONAL_ONLY)
     needed = frozenset(p.name for p in listed if p.default is p.empty)
+    _check_plural(function, names, needed)
     if "completions" in names:
         return Form("trl", (), named, needed, rest)
     if "queries" in names:
@@ -127,10 +132,27 @@ def recognise(function: Callable[..., Any]) -> Form:
     )
 
 
+def _check_plural(function: Callable[..., Any], names: list[str], needed: frozenset[str]) -> None:
+    """Raises ConfigError for parameters that name one sample, as lists of several would be passed to them."""
+    singular = [name for name in names if name in needed and name in _PLURALS]
+    if "solution_str" not in names and (len(singular) > 1 or names[:1] in (["prompt"], ["query"])):
+        renamed = ", ".join(_PLURALS.get(name, name) for name in names)
+        raise ConfigError(
+            f"the reward function {name_of(function)}({', '.join(names)}) names one sample, and functions get lists of "
+            f"several: did you mean {name_of(function)}({renamed}), which returns a list? Only "
+            "f(data_source, solution_str, ground_truth, extra_info) is called on each sample by itself"
+        )
+
+
 def user_columns(row: Row) -> list[str]:
     """The data set's own columns, under their own names."""
     own = [name for name in row if name not in SCHEMA and not name.startswith("reward/")]
     return [name.removeprefix(_USER) for name in own]
+
+
+def has_value(row: Row, name: str) -> bool:
+    """Whether a row has something in a column of the data."""
+    return _has(row, name) and _value(row, name) is not None
 
 
 def name_of(function: Callable[..., Any]) -> str:

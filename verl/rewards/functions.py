@@ -11,16 +11,18 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from os import PathLike
 from typing import Any, ClassVar, TypedDict
 
-from verl.batch import Batch
+from verl.batch import WRITTEN, Batch
 from verl.checked import checked
-from verl.errors import ConfigError, RewardError
+from verl.errors import ConfigError, RewardError, nearest
 from verl.record import Count, Portion, Retries, Seconds
 from verl.rewards.calls import Caller, ThreadCaller
 from verl.rewards.failures import Failures
-from verl.rewards.forms import name_of, recognise
+from verl.rewards.forms import has_value, name_of, recognise, user_columns
 from verl.rewards.loading import load_function, split_spec
+from verl.rewards.processes import ProcessCaller, can_travel
 from verl.rewards.scores import Score, failure
 from verl.rewards.source import RewardResult
+from verl.user_code import show_once
 
 logger = logging.getLogger(__name__)
 
@@ -30,6 +32,7 @@ class OnFailure(TypedDict, total=False):
 
     default_reward: float | None
     max_failure_rate: float
+    process: bool
 
 
 class FunctionReward:
@@ -38,8 +41,8 @@ class FunctionReward:
     Args:
         source: the function, plain or async, or "FILE.py:FUNCTION".
         name: for messages and columns; the function's own if not given.
-        timeout: seconds for one call. A plain call that is late is left behind in its thread. After three late calls in
-            one `score` the remaining samples abstain.
+        timeout: seconds for one call. One that is late is ended with its process, and left behind in its thread where
+            there is none. After three late calls in one `score` the remaining samples abstain.
         retries: further calls after one that raised or was late.
         default_reward: the reward of a sample whose scoring failed; None: it abstains. (If the function returns None
             for a sample, that is no failure: the sample abstains in any case.)
@@ -48,12 +51,20 @@ class FunctionReward:
             signature. Samples without a column `group` are one group.
         whole_batch: one call gets all samples of a step, once the last is there: for scores that depend on those of
             other prompts. None: as the function's attribute `whole_batch` says, if it has one.
-        workers: makes a `Caller` with worker processes from (source, name); None: a thread calls the function.
+        workers: makes a `Caller` with worker processes from (source, name); None: see `process`.
+        process: call the function in one process of its own, for the whole run. It is forked at the first call: what it
+            changes in objects of the script is not seen there. False, or for functions that reach a model or a tensor:
+            a thread of this process calls it, and if it holds the interpreter 10 s longer than `timeout` (a regular
+            expression, a huge power), this process ends by name.
 
     Raises:
         ConfigError: the function has no known signature, or an option is invalid.
     """
 
+    #: What messages call it.
+    what: ClassVar[str] = "reward"
+    #: Columns of which it needs one.
+    one_of: ClassVar[tuple[str, ...]] = ()
     #: Whether a call retries what fails in it.
     has_own_retries: ClassVar[bool] = False
     #: Whether calls are made in worker processes also where none were asked for.
@@ -72,6 +83,7 @@ class FunctionReward:
         batch_size: Count | None = None,
         whole_batch: bool | None = None,
         workers: Callable[[Callable[..., Any] | str, str], Caller] | None = None,
+        process: bool = True,
     ) -> None:
         spec = None if callable(source) else str(source)
         function = source if callable(source) else load_function(str(source))
@@ -88,10 +100,12 @@ class FunctionReward:
         self.timeout, self.retries = timeout, retries
         self.default_reward, self.failures = default_reward, Failures(max_failure_rate)
         self._rows = 1 if self.form.by_row or (workers and batch_size is None) else batch_size
-        #: Makes the calls: a `RewardPool` with `workers`, else a `ThreadCaller`.
-        self.group: Caller = ThreadCaller(function, self.name)
+        #: Makes the calls: a `RewardPool` with `workers`, else a `ProcessCaller` or a `ThreadCaller`.
+        self.group: Caller = (ProcessCaller if process and can_travel(function) else ThreadCaller)(function, self.name)
         if workers:
             self.call_in(workers, spec)
+        else:
+            weakref.finalize(self, self.group.close)
         self._lock = threading.Lock()
 
     def call_in(self, workers: Callable[[Callable[..., Any] | str, str], Caller], spec: str | None = None) -> None:
@@ -109,12 +123,26 @@ class FunctionReward:
         """Seconds that one call may take in a worker, by the options of this kind of reward."""
         return float(options["timeout"])
 
+    def check_data(self, rows: Sequence[Mapping[str, Any]]) -> None:
+        """Look at the first rows of the data before anything is sampled.
+
+        Raises:
+            RewardError: a column that the function needs is missing, or all of those of which it needs one.
+        """
+        label = f"{self.what} '{self.name}'"
+        self.form.check(label, {**dict.fromkeys(WRITTEN), **rows[0], "response": ""})
+        if self.one_of and not any(has_value(dict(row), name) for row in rows for name in self.one_of):
+            raise RewardError(
+                f"{label} reads the column {' or '.join(self.one_of)}, and the data have none: "
+                f"{nearest(self.one_of[0], user_columns(dict(rows[0])))}"
+            )
+
     async def score(self, batch: Batch) -> RewardResult:
         """Raises RewardError if a column that the function needs is missing, or it fails too often."""
         rows = list(batch.rows())
         if not rows:
             return RewardResult([])
-        self.form.check(self.name, rows[0])
+        self.form.check(f"{self.what} '{self.name}'", rows[0])
         cuts = self._cuts(batch)
         scores: list[list[Score]] = [[] for _ in cuts]
         calls = iter(enumerate([rows[row] for row in cut] for cut in cuts))
@@ -170,12 +198,13 @@ class FunctionReward:
         reasons = [score.reason for score in scores]
         latest = next((reason for score, reason in zip(scores, reasons, strict=True) if score.failed), None)
         if latest is not None:
-            logger.warning(
-                "reward %s: %d of %d failed: %s", self.name, sum(s.failed for s in scores), len(scores), latest
-            )
+            failed = sum(score.failed for score in scores)
+            logger.warning("%s %s: %d of %d failed: %s", self.what, self.name, failed, len(scores), latest)
+            for text in dict.fromkeys(score.traceback for score in scores):
+                show_once(logger, f"{self.what} {self.name}", text)
         if too_many is not None:
             raise RewardError(
-                f"reward function '{self.name}' failed on {too_many} (latest: {latest}). "
+                f"{self.what} function '{self.name}' failed on {too_many} (latest: {latest}). "
                 "Fix it, raise its timeout, or raise max_failure_rate"
             )
         counts.update(self.group.take_counts(), failures=sum(score.failed for score in scores))

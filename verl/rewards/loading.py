@@ -11,10 +11,13 @@ from types import ModuleType
 from typing import Any
 
 from verl.errors import ConfigError, RewardError, nearest
+from verl.user_code import describe
 
 DEFAULT_FUNCTION = "compute_score"
 #: Modules imported from users' files, by the names that they have here.
 user_modules: dict[str, ModuleType] = {}
+#: SHA-256 of these files as they were imported.
+_imported: dict[Path, str] = {}
 
 
 def split_spec(spec: str) -> tuple[Path, str]:
@@ -28,6 +31,19 @@ def split_spec(spec: str) -> tuple[Path, str]:
 def digest(spec: str) -> str:
     """SHA-256 of the file of "file.py:function"."""
     return hashlib.sha256(split_spec(spec)[0].read_bytes()).hexdigest()
+
+
+def user_files() -> dict[str, str]:
+    """SHA-256 of the files of users' code that this process runs, by path (relative, below the working folder): those
+    that settings name, as they were imported, and what these import from their own folders."""
+    folders = {path.parent for path in _imported}
+    names = {getattr(module, "__file__", None) for module in list(sys.modules.values())}
+    beside = {path for name in names if name and (path := Path(name).resolve()).parent in folders and path.is_file()}
+    digests = {path: hashlib.sha256(path.read_bytes()).hexdigest() for path in beside - _imported.keys()} | _imported
+    here = Path.cwd()
+    return {
+        str(path.relative_to(here) if path.is_relative_to(here) else path): digests[path] for path in sorted(digests)
+    }
 
 
 def load_function(spec: str) -> Callable[..., Any]:
@@ -59,13 +75,14 @@ def _import(path: Path) -> ModuleType:
     spec = importlib.util.spec_from_file_location(name, path)
     if spec is None or spec.loader is None:
         raise ConfigError(f"{path} is no Python file")
+    _imported[path] = digest(str(path))
     module = importlib.util.module_from_spec(spec)
     user_modules[name] = sys.modules[name] = module
     try:
         spec.loader.exec_module(module)
     except BaseException as error:  # a user's file may raise anything, exit included
-        del user_modules[name], sys.modules[name]
+        del user_modules[name], sys.modules[name], _imported[path]
         if isinstance(error, KeyboardInterrupt):
             raise
-        raise RewardError(f"{path} cannot be imported: {type(error).__name__}: {error}") from error
+        raise RewardError(f"{path} cannot be imported: {describe(error)}") from error
     return module

@@ -73,7 +73,7 @@ def _make(source: Any, options: dict[str, Any]) -> RewardSource:
         return _build("model", "RewardModel", options, options.pop("model_name"))
     if isinstance(source, str) and source in REWARDS:
         return _code(options)
-    if isinstance(source, str) and (name := _misspelt(source)):
+    if isinstance(source, str) and (name := misspelt(source)):
         raise ConfigError(f"no reward is called '{source}': did you mean '{name}'?")
     if isinstance(source, str | os.PathLike) or hasattr(source, "forward"):
         return _build("model", "RewardModel", options, source)
@@ -125,7 +125,7 @@ def _build(module: str, name: str, options: dict[str, Any], *source: Any) -> Rew
     return kind(*source, **options)  # type: ignore[no-any-return]
 
 
-def _misspelt(source: str) -> str | None:
+def misspelt(source: str) -> str | None:
     """The built-in reward with a similar name, if any. Names of models on a hub have an owner, "owner/name"."""
     close = [] if Path(source).exists() else difflib.get_close_matches(source, REWARDS, n=1, cutoff=0.8)
     return close[0] if close else None

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import importlib.util
 import logging
+import re
 from collections.abc import Callable
 from typing import Any, ClassVar
 
@@ -13,12 +14,15 @@ from typing_extensions import Unpack
 from verl.checked import checked
 from verl.errors import ConfigError, RewardError
 from verl.record import Retries, Seconds
-from verl.rewards.answers import after_mark, amount, boxes, expression, words
+from verl.rewards.answers import after_mark, amount, boxes, conclusion, expression, words
 from verl.rewards.calls import Caller
 from verl.rewards.functions import FunctionReward, OnFailure
 
 #: What shows that a text has LaTeX in it.
 _LATEX = ("$", "\\boxed", "\\[", "\\(")
+
+#: A space between the thousands of a number: LaTeX's or Unicode's.
+_THOUSANDS = re.compile(r"(?<=\d)(?:\\[,;: !]|[\u2009\u202f\xa0])(?=\d{3}(?!\d))")
 
 
 class MathReward(FunctionReward):
@@ -39,6 +43,7 @@ class MathReward(FunctionReward):
         ConfigError: math-verify is not installed.
     """
 
+    one_of: ClassVar[tuple[str, ...]] = ("ground_truth", "answer")
     needs_processes: ClassVar[bool] = True
 
     @checked
@@ -82,7 +87,7 @@ def is_equal(solution_str: str, ground_truth: Any = None, answer: Any = None) ->
         given = ", ".join(map(str, given))
     if given is None or given != given or not str(given).strip():
         raise RewardError("the row has no answer: give it a column ground_truth or answer")
-    text = after_mark(str(given))
+    text, solution_str = conclusion(after_mark(str(given))), conclusion(solution_str)
     if wanted := _read(text):
         return float(verify(wanted, _answers(solution_str), timeout_seconds=None))
     if wanted_words := words((boxes(text) or [text])[-1]):
@@ -123,6 +128,6 @@ def _parse(text: str) -> list[Any]:
     # It warns that without a deadline of its own, which takes signals, somebody else must keep one.
     logging.getLogger("math_verify.parser").setLevel(logging.ERROR)
     logging.getLogger("math_verify.grader").setLevel(logging.ERROR)
-    found = [item for item in parse(text, parsing_timeout=None) if not isinstance(item, str)]
+    found = [item for item in parse(_THOUSANDS.sub("", text), parsing_timeout=None) if not isinstance(item, str)]
     # Of an equation without variables the library would compare either side.
     return [item.rhs if getattr(item, "is_Equality", False) and not item.free_symbols else item for item in found]

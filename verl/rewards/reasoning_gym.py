@@ -4,16 +4,17 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal, get_args
 
 from typing_extensions import Unpack
 
 from verl.checked import checked
 from verl.data.tasks import decode_problem, make_task
-from verl.errors import ConfigError
+from verl.errors import ConfigError, RewardError
 from verl.record import Retries, Seconds
 from verl.rewards.calls import Caller
+from verl.rewards.forms import has_value
 from verl.rewards.functions import FunctionReward, OnFailure
 
 Answer = Literal["last_number", "whole", "tag"]
@@ -51,6 +52,13 @@ class TaskReward(FunctionReward):
     ) -> None:
         verifier = _Verifier(answer, exact)
         super().__init__(verifier, name=name, timeout=timeout, retries=retries, workers=workers, **options)
+
+    def check_data(self, rows: Sequence[Mapping[str, Any]]) -> None:
+        if not has_value(dict(rows[0]), "reasoning_gym"):
+            raise RewardError(
+                f"reward '{self.name}' verifies the answers of procedural tasks, such as data.train={{task: chain_sum, "
+                "size: 1000}}, and these rows are of none: give them a reward of their own"
+            )
 
 
 class _Verifier:

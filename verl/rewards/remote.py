@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import logging
 import math
 import re
 from collections.abc import Callable, Coroutine, Mapping, Sequence
@@ -18,12 +19,17 @@ from typing_extensions import Unpack
 
 from verl.checked import checked
 from verl.data.prompts import content_text
-from verl.errors import ConfigError, RolloutError
+from verl.errors import ConfigError, RolloutError, nearest
 from verl.record import AsTuple, Count, NotNegative, Retries, Seconds
 from verl.rewards.calls import Slots
+from verl.rewards.forms import user_columns
 from verl.rewards.functions import FunctionReward, OnFailure
-from verl.rewards.scores import Score, failure, read_scores
+from verl.rewards.last_words import computing
+from verl.rewards.scores import Score, failure, read_score, read_scores
 from verl.rollout.servers import ServerPool, check_model_path
+from verl.user_code import describe, traceback_of
+
+logger = logging.getLogger(__name__)
 
 TEMPLATE = """Grade the response to the prompt.
 
@@ -65,7 +71,7 @@ class _ServedReward(FunctionReward):
     ) -> None:
         self._servers = (servers, timeout, retries, api_key)
         self._at_once = Slots(_AT_ONCE)
-        super().__init__(function, **options)
+        super().__init__(function, **{**options, "process": False})
         self.timeout = math.inf  # each call has its own deadline
 
     @staticmethod
@@ -194,6 +200,13 @@ class JudgeReward(_ServedReward):
         self.sampling = {"max_tokens": max_tokens, "temperature": temperature}
         super().__init__(self.scores, source, timeout, retries, api_key, name=name, **options)
 
+    def check_data(self, rows: Sequence[Mapping[str, Any]]) -> None:
+        super().check_data(rows)
+        known = {"prompt", "response", *user_columns(dict(rows[0]))}
+        for name in sorted({*re.findall(r"\{(\w+)\}", self.template)} - known):
+            text = f"the template's {{{name}}} is no column of the data and stays as it is: {nearest(name, known)}"
+            logger.warning("reward '%s': %s", self.name, text)
+
     async def scores(self, prompts: list[Any], completions: list[Any], **columns: Any) -> list[Score]:
         """A score for each sample."""
         texts = [
@@ -218,20 +231,23 @@ class JudgeReward(_ServedReward):
             chat["model"] = model
         said = await self.pool.ask(bodies, lambda answer: _said(text, answer))
         try:
-            return [self._within(self._parsed(said), said)]
+            with computing(self.name, self._servers[1]):
+                return [self._within(self._parsed(said), said)]
         except Exception as error:  # the reply and the user's function may be wrong in any way
-            return [failure(f"the judge's answer cannot be read ({type(error).__name__}: {error}): {said[-200:]!r}")]
+            return [
+                failure(f"the judge's answer cannot be read ({describe(error)}): {said[-200:]!r}", traceback_of(error))
+            ]
 
     def _parsed(self, said: str) -> Score:
         if callable(self.parse):
-            return read_scores(self.parse(said), 1)[0]
+            return read_score(self.parse(said))
         numbers = list(re.finditer(self.parse, said))
         if not numbers:
             return failure(f"the judge gave no score: {said[-200:]!r}")
         number, most = (*numbers[-1].groups(default=""), "")[:2]
         if most and float(most) != self.scale[1]:
             return failure(f"the judge's score is out of {most}, the scale ends at {self.scale[1]:g}: {said[-200:]!r}")
-        return read_scores(float(number.replace("\u2212", "-")), 1)[0]
+        return read_score(float(number.replace("\u2212", "-")))
 
     def _within(self, score: Score, said: str) -> Score:
         low, high = self.scale

@@ -11,6 +11,8 @@ from itertools import islice
 from numbers import Real
 from typing import Any
 
+from verl.user_code import describe, traceback_of
+
 _REASON_LENGTH = 300
 
 _OPENRLHF = ("rewards", "scores", "extra_logs")
@@ -20,69 +22,89 @@ _LARGEST = 3.4028234663852886e38
 
 @dataclass(frozen=True, slots=True)
 class Score:
-    """A number, or the reason why there is none. `failed` is False for a function that returned None."""
+    """A number, or the reason why there is none. `failed` is False for a function that returned None; `traceback` is of
+    one that raised."""
 
     value: float | None
     reason: str | None = None
     failed: bool = False
     components: dict[str, float] = field(default_factory=dict)
+    traceback: str | None = None
 
 
-def failure(reason: str) -> Score:
-    return Score(None, reason[:_REASON_LENGTH], True)
+def failure(reason: str, traceback: str | None = None) -> Score:
+    return Score(None, reason[:_REASON_LENGTH], True, traceback=traceback)
+
+
+def raised(error: BaseException) -> Score:
+    """The failure of a function that raised an error."""
+    return failure(f"raised {describe(error)}", traceback_of(error))
 
 
 def call_plain(
     function: Callable[..., Any], args: list[Any], kwargs: dict[str, Any], rows: int, loop: asyncio.AbstractEventLoop
 ) -> list[Score]:
-    """Call a function on `rows` samples; errors become scores, too. What it may return: see `read_scores`.
+    """Call a function on `rows` samples; errors become scores, too. What it may return: see `read_result`.
 
     No event loop runs during the call, so the function may run its own; `loop` awaits an awaitable result.
     """
     try:
         result = function(*args, **kwargs)
-        return read_scores(loop.run_until_complete(_wait_for(result)) if inspect.isawaitable(result) else result, rows)
+        result = loop.run_until_complete(_wait_for(result)) if inspect.isawaitable(result) else result
+        return read_result(result, rows, kwargs)
     except BaseException as error:  # sys.exit() in a user's function is a failed call, not the end of the run
-        return [failure(_describe(error))] * rows
+        return [raised(error)] * rows
 
 
 async def call_async(function: Callable[..., Any], args: list[Any], kwargs: dict[str, Any], rows: int) -> list[Score]:
     """The same for an async function, on the loop that runs."""
     try:
-        return read_scores(await function(*args, **kwargs), rows)
+        return read_result(await function(*args, **kwargs), rows, kwargs)
     except BaseException as error:  # as above
-        return [failure(_describe(error))] * rows
+        return [raised(error)] * rows
 
 
 async def _wait_for(result: Awaitable[Any]) -> Any:
     return await result
 
 
+def read_result(result: Any, rows: int, kwargs: Mapping[str, Any]) -> list[Score]:
+    """The scores in what a function returned: of one that gets a single `solution_str` its entry (`read_score`), else
+    one for each row (`read_scores`)."""
+    return [read_score(result)] if "solution_str" in kwargs else read_scores(result, rows)
+
+
 def read_scores(result: Any, rows: int) -> list[Score]:
     """The scores in a result: a sequence, an array or a tensor with an entry per sample, or a mapping of such columns
-    (OpenRLHF's has `rewards`, `scores` and `extra_logs`).
-
-    An entry is a number, None, or a mapping with `score` (or `reward`) and further numbers, which become components.
-    """
-    if isinstance(result, Mapping) and "rewards" in result:
-        rest = {**(result.get("extra_logs") or {}), **{k: v for k, v in result.items() if k not in _OPENRLHF}}
-        result = {**rest, **({"scores": result["scores"]} if "scores" in result else {}), "reward": result["rewards"]}
-    if rows == 1 and (isinstance(result, Mapping | Real | Score) or result is None):
-        return [_score(result)]
+    (OpenRLHF's has `rewards`, `scores` and `extra_logs`). A bare entry is no list, not even of one sample."""
+    result = _renamed(result)
     if isinstance(result, Mapping) and _number_key(result) is not None:
         result = _transpose(result)
     if hasattr(result, "tolist"):
         result = result.tolist()
     # The entries of a mapping or a set do not belong to samples.
     if isinstance(result, str | bytes | Mapping | Set) or not isinstance(result, Iterable):
-        if rows == 1:
-            return [_score(result)]
-        return [failure(f"returned {_show(result)} instead of {rows} results")] * rows
+        wanted = f"{rows} results" if rows > 1 else "a list of 1 result: it gets a list, of however many samples"
+        return [failure(f"returned {_show(result)} instead of {wanted}")] * rows
     values = list(islice(result, rows + 1))
     if len(values) != rows:
         count = len(result) if isinstance(result, Sized) else "more" if len(values) > rows else len(values)
         return [failure(f"returned {count} results for {rows} samples")] * rows
-    return [_score(value) for value in values]
+    return [read_score(value) for value in values]
+
+
+def read_score(entry: Any) -> Score:
+    """The score of one sample: a number, None, or a mapping with `score` (or `reward`) and further numbers, which are
+    components then."""
+    return entry if isinstance(entry, Score) else _score(_renamed(entry))
+
+
+def _renamed(result: Any) -> Any:
+    """OpenRLHF's mapping with `reward` in the place of `rewards`, and its `extra_logs` as columns."""
+    if not isinstance(result, Mapping) or "rewards" not in result:
+        return result
+    rest = {**(result.get("extra_logs") or {}), **{k: v for k, v in result.items() if k not in _OPENRLHF}}
+    return {**rest, **({"scores": result["scores"]} if "scores" in result else {}), "reward": result["rewards"]}
 
 
 def is_usable(number: float) -> bool:
@@ -91,8 +113,6 @@ def is_usable(number: float) -> bool:
 
 
 def _score(value: Any) -> Score:
-    if isinstance(value, Score):
-        return value
     components: dict[str, float] = {}
     if isinstance(value, Mapping):
         key = _number_key(value)
@@ -130,21 +150,15 @@ def _number_key(value: Mapping[Any, Any]) -> str | None:
     return next((key for key in ("score", "reward") if key in value), None)
 
 
-def _transpose(columns: Mapping[str, Any]) -> list[Any]:
-    """A mapping of columns as one mapping per sample; columns of another length than the scores' are left out."""
+def _transpose(columns: Mapping[str, Any]) -> Any:
+    """A mapping of columns as one mapping per sample, without columns of another length than the scores'; as it is if
+    its scores are no column."""
     lists = {name: item.tolist() if hasattr(item, "tolist") else item for name, item in columns.items()}
     scores = lists[_number_key(columns)]  # type: ignore[index]
     if not isinstance(scores, list | tuple):
-        return [dict(columns)]
+        return columns
     aligned = {k: v for k, v in lists.items() if isinstance(v, list | tuple) and len(v) == len(scores)}
     return [dict(zip(aligned, values, strict=True)) for values in zip(*aligned.values(), strict=True)]
-
-
-def _describe(error: BaseException) -> str:
-    try:
-        return f"raised {type(error).__name__}: {str(error)[:_REASON_LENGTH]}"
-    except Exception:  # the text of an exception may raise
-        return f"raised {type(error).__name__}"
 
 
 def _show(value: Any) -> str:

@@ -24,12 +24,15 @@ from verl.data.tokenize import to_prompts
 from verl.data.vocabulary import vocabulary_id
 from verl.errors import ConfigError, DataError, ModelError
 from verl.layout import ModelShape
+from verl.log import follow_log_level
+from verl.models.adapter_check import check_adapters
 from verl.models.heads import ValueModel, score_model
 from verl.models.int4 import to_int4
 from verl.models.loading import eos_token_ids, find_tokenizer, load_model, load_tokenizer
-from verl.models.lora import add_lora, has_adapters
+from verl.models.lora import add_lora, has_adapters, reference_weights, shape_of
 from verl.models.options import ModelOptions
 from verl.models.portable import PortableModel, twin
+from verl.models.rope import original_length
 from verl.models.save import save_pretrained_dir
 from verl.models.shards import load_model_shards, model_shards, outline
 from verl.models.source import ModelFiles
@@ -106,10 +109,12 @@ class Actor:
         ModelError: the model or its tokenizer cannot be found or used.
     """
 
-    #: What workers in other processes read the model from; `model` has no weights then.
+    #: What workers in other processes read the model from; it has no weights here then.
     files: ModelFiles | None = None
     #: What adapters were added to, if checkpoints need not hold it.
     base: LoraBase | None = None
+    #: Whether ranks have parts of the model that was given; `modules` has no weights then.
+    is_cut = False
 
     @checked
     def __init__(
@@ -130,6 +135,7 @@ class Actor:
         seed: Seed = 0,
         **settings: Any,
     ) -> None:
+        follow_log_level()
         model, tokenizer = as_name(model), as_name(tokenizer)
         generating = sampler_options(rollout, episode, seed)
         if generating.name != "auto":
@@ -153,22 +159,27 @@ class Actor:
         self._reference: Workers[ReferenceWorker] | None = None
         self.place(placement)
         # A score model stands in a language model's place: all but its engine read only what both have.
-        self.model: PreTrainedModel
+        #: The model's modules and configuration; the weights may be elsewhere, see `model`.
+        self.modules: PreTrainedModel
         if loading.path is not None:
             kind: Literal["causal", "score"] = "causal" if head == "lm" else "score"
             files = ModelFiles.of(loading, kind, seed)
             is_elsewhere = not self.controller.is_local and loading.dtype != "int4"
             self.files = files if is_elsewhere else None
-            self.model = files.blank() if is_elsewhere else files.load()
+            self.modules = files.blank() if is_elsewhere else files.load()
         else:
             live: Any = model if isinstance(model, ValueModel) else _language_model(model)
-            self.model = live if head == "lm" else score_model(live)
+            self.modules = live if head == "lm" else score_model(live)
             if loading.lora is not None:
-                add_lora(self.model, loading.lora, seed)
+                add_lora(self.modules, loading.lora, seed)
+            elif has_adapters(self.modules):
+                check_adapters(self.modules)
+        #: What the reference of adapters reads beside their base.
+        self._first = reference_weights(self.modules) if head == "lm" else {}
         if loading.lora is not None:
-            self.base = LoraBase.of(loading.path and files, self.model)
-        self.tokenizer = _tokenizer(loading.tokenizer if tokenizer is None else tokenizer, self.model, loading.path)
-        _check_vocabulary(self.model, self.tokenizer)
+            self.base = LoraBase.of(loading.path and files, self.modules)
+        self.tokenizer = _tokenizer(loading.tokenizer if tokenizer is None else tokenizer, self.modules, loading.path)
+        _check_vocabulary(self.modules, self.tokenizer)
         played = load_episode(self.rollout_options.episode)
         #: The episode's tools, as chat templates show them; whether it masks what may be sampled.
         self.tools: list[dict[str, Any]] = list(getattr(played, "schemas", ()))
@@ -177,7 +188,8 @@ class Actor:
             check(self.tokenizer)
         self.reference_model: PreTrainedModel | None = None
         self._reference_files: ModelFiles | None = None
-        self._reference_digest: str | None = None
+        first = [Shard.whole(*item) for item in self._first.items()]
+        self._reference_digest: str | None = checksum(first) if first else None
         #: Updates so far.
         self.policy_version = 0
         #: Stamp of the weights as they are: no other weights, of this actor or another, have the same.
@@ -186,7 +198,7 @@ class Actor:
         self._calls = 0
         registry.add(
             "Actor",
-            model=self.model,
+            model=self.modules,
             tokenizer=self.tokenizer,
             algorithm=self.algorithm,
             optimizer=self.train_options.optimizer,
@@ -209,7 +221,14 @@ class Actor:
             raise ConfigError("the actor's workers are in place: say where they run before the first call")
         self.controller = Controller.of(placement)
         if self.files is not None and self.controller.is_local:
-            self.model, self.files = self.files.load(), None
+            self.modules, self.files = self.files.load(), None
+
+    @property
+    def model(self) -> PreTrainedModel:
+        """The model: the one that is trained, where this process has it whole. Where ranks have parts of a model that
+        was given, a copy with the weights as they are now. Of a model that workers in other processes read by its name,
+        modules without weights: `present_model` has them."""
+        return self.present_model() if self.is_cut else self.modules
 
     @property
     def has_workers(self) -> bool:
@@ -227,9 +246,9 @@ class Actor:
     @property
     def device(self) -> str:
         """Where this process computes with the model, or will once its workers are made."""
-        if self.files is not None:
+        if self.files is not None or self.is_cut:
             return self.controller.device
-        return device.of(self.model) if self.has_workers else device.target(self.model, self.controller.device)
+        return device.of(self.modules) if self.has_workers else device.target(self.modules, self.controller.device)
 
     def peak_memory(self) -> int:
         """Most bytes so far that a rank which trains held at once on its device; on CPU, the memory of its process."""
@@ -238,40 +257,44 @@ class Actor:
     def settle_engine(self) -> Any:
         """The engine that generates, a name or a factory. "auto" is settled now, by where the actor is and what it is
         asked for, and stays."""
-        self.rollout_options = with_engine(self.rollout_options, self.model, self.device)
+        self.rollout_options = with_engine(self.rollout_options, self.modules, self.device)
         return self.rollout_options.name
 
     @cached_property
     def ends(self) -> tuple[int, ...]:
         """The tokens that end a response, see `eos_token_ids`."""
-        ends, turn_end = eos_token_ids(self.model, self.tokenizer), ChatTokenizer(self.tokenizer).turn_end
-        if turn_end in ends and turn_end not in (*eos_token_ids(self.model), self.tokenizer.eos_token_id):
+        ends, turn_end = eos_token_ids(self.modules, self.tokenizer), ChatTokenizer(self.tokenizer).turn_end
+        if turn_end in ends and turn_end not in (*eos_token_ids(self.modules), self.tokenizer.eos_token_id):
             logger.info("generation also stops at %s, with which the chat template ends a reply", turn_end)
         return ends
 
     @property
     def outline(self) -> Mapping[str, Tensor]:
         """The whole weights on the meta device, by name. Workers of this process may cut the model that was given."""
-        return outline(self.model) if self._outline is None else self._outline
+        return outline(self.modules) if self._outline is None else self._outline
 
     @property
     def group(self) -> Workers[ActorWorker]:
         """The workers; made when they are first needed."""
         if self._group is None:
             self.settle_engine()
-            self._outline = outline(self.model)
+            self._outline = outline(self.modules)
             recipe = partial(
                 ActorWorker,
-                self.files or PortableModel(self.model),
+                self.files or PortableModel(self.modules),
                 self.tokenizer,
                 self.ends,
                 self.train_options,
                 self.rollout_options,
                 head=self.head,
             )
-            shape = ModelShape.of(self.model.config, adapters=has_adapters(self.model))
+            shape = shape_of(self.modules)
             tp = self.rollout_options.tensor_parallel
             self._group = self.controller.group("actor", recipe, self.train_options, shape, tp)
+            layout = self.controller.meshes("actor", self.train_options, tp).meshes["train"].layout
+            self.is_cut = self.files is None and self.controller.executor == "torchrun" and not layout.is_plain
+            if self.is_cut:
+                self.modules = twin(self.modules, "meta")
         return self._group
 
     def prompts(self, prompts: Any, key: str | None = None) -> Batch:
@@ -344,18 +367,27 @@ class Actor:
         """Samples for rows that `expand` made, as groups finish, with their decoded text; `temperature`, where it is
         not the one that log-probs and updates are otherwise of."""
         other = params.temperature not in (0, self.plan.temperature)
-        positions = getattr(self.model.config.get_text_config(), "max_position_embeddings", None)
         longest = max(rows.lengths("prompt_tokens"), default=0)
-        if positions and longest + params.max_new_tokens > positions:
-            logger.warning(
-                "responses to prompts of up to %d tokens end before max_new_tokens=%d: the model has %d positions",
-                longest,
-                params.max_new_tokens,
-                positions,
-            )
+        for positions, reason in self._position_limits():
+            if longest + params.max_new_tokens > positions:
+                wanted = params.max_new_tokens
+                end = f"responses to prompts of up to {longest} tokens end before max_new_tokens={wanted}"
+                logger.warning("%s: the model has %d positions%s", end, positions, reason)
         for chunk in self.group.call("generate", rows, params, task):
             samples = self.stamped(chunk)
             yield samples.add({"temperature": [float(params.temperature)] * len(samples)}) if other else samples
+
+    def _position_limits(self) -> Iterator[tuple[int, str]]:
+        """The longest prompts and responses together, and why."""
+        config = self.modules.config.get_text_config()
+        if limit := getattr(config, "max_position_embeddings", None):
+            yield limit, ""
+        if self.settle_engine() == "embedded" and (original := original_length(config)):
+            yield (
+                original,
+                " (original_max_position_embeddings) that do not depend on a row's length, and the embedded engine "
+                "computes no others: rollout='hf' does",
+            )
 
     def stamped(self, samples: Batch) -> Batch:
         """Samples that have just come from an engine, with their text (`response`) and what wrote them: `tokenizer`
@@ -415,7 +447,7 @@ class Actor:
         """
         if dtype not in (None, "int4") and not isinstance(model, str):
             raise ConfigError(f"make_reference: dtype='{dtype}' is for a model by name, 'int4' for a copy, too")
-        if self.reference_model is not None or (model is None and has_adapters(self.model)):
+        if self.reference_model is not None or (model is None and has_adapters(self.modules)):
             return
         if model is None and self.policy_version > 0:
             raise ModelError(
@@ -543,7 +575,7 @@ class Actor:
 
     def merged_shards(self) -> Iterator[Shard]:
         """The weights of the equal model without adapters, under its names."""
-        return self.group.call("merged_shards") if has_adapters(self.model) else self.shards()
+        return self.group.call("merged_shards") if has_adapters(self.modules) else self.shards()
 
     def load_shards(self, shards: Iterable[Shard]) -> None:
         """Replace the weights, those that generate included; `policy_version` counts updates, and stays."""
@@ -580,15 +612,15 @@ class Actor:
     def save_pretrained(self, path: str | Path, *, adapter: bool = False) -> None:
         """Write a plain Hugging Face directory: weights (adapters merged into them), config and tokenizer; or
         (`adapter`) a directory of the adapters alone, which peft loads."""
-        save_pretrained_dir(self.present_model(), self.tokenizer, path, adapter=adapter)
+        save_pretrained_dir(self.present_model(), self.tokenizer, path, adapter=adapter, first=self._first)
 
     def present_model(self) -> PreTrainedModel:
         """`model`, with the weights as they are now: those of its workers, where they are other processes."""
         if self._group is None:
-            return self.model if self.files is None else self.files.load()
+            return self.modules if self.files is None else self.files.load()
         if self.controller.is_local:
-            return self.model
-        model = self.model if self.files is None else twin(self.model, "cpu")
+            return self.modules
+        model = twin(self.modules, "cpu") if self.is_cut or self.files is not None else self.modules
         load_model_shards(model, self.shards())
         return model
 

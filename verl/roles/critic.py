@@ -18,10 +18,11 @@ from verl.data.chat import ChatTokenizer
 from verl.data.text import spelled
 from verl.data.vocabulary import tokenizer_of, vocabulary_id
 from verl.errors import ConfigError, ModelError
-from verl.layout import ModelShape
+from verl.log import follow_log_level
+from verl.models.adapter_check import check_adapters
 from verl.models.heads import ValueModel
 from verl.models.loading import load_tokenizer
-from verl.models.lora import add_lora
+from verl.models.lora import add_lora, has_adapters, shape_of
 from verl.models.options import ModelOptions
 from verl.models.portable import PortableModel
 from verl.models.shards import outline
@@ -88,6 +89,7 @@ class Critic:
         seed: Seed = 0,
         **settings: Any,
     ) -> None:
+        follow_log_level()
         model, tokenizer = as_name(model), as_name(tokenizer)
         given = TrainOptions.of(train, "train")
         optim = optimizer_settings("Critic", settings, given, optim)
@@ -111,6 +113,8 @@ class Critic:
             self.model = plain if isinstance(plain, ValueModel) else ValueModel.from_model(plain)
             if loading.lora is not None:
                 add_lora(self.model, loading.lora, seed)
+            elif has_adapters(self.model):
+                check_adapters(self.model)
         if loading.lora is not None:
             self.base = LoraBase.of(loading.path and files, self.model)
         self.algorithm = value_algorithm() if algorithm is None else make_algorithm(algorithm)
@@ -151,7 +155,7 @@ class Critic:
         if self._group is None:
             self._outline = outline(self.model)
             recipe = partial(CriticWorker, self.files or PortableModel(self.model), self.train_options)
-            shape = ModelShape.of(self.model.config)
+            shape = shape_of(self.model)
             self._group = self.controller.group(self.role, recipe, self.train_options, shape)
         return self._group
 

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, get_args
 
 from verl.checked import checked
-from verl.device import count, device_name, free_memory, is_here
+from verl.device import device_name, free_memory, is_here
 from verl.errors import ConfigError
 from verl.hybrid.meshes import paper_table
 from verl.layout import Layout, Mesh, ModelShape
@@ -94,7 +94,7 @@ def enable_hybrid_engine(
         actor.rollout_options = options = options.replace(tensor_model_parallel_size=_best_size(actor))
     meshes = actor.controller.meshes("actor", actor.train_options, options.tensor_parallel).meshes
     train, generation = meshes["train"].layout, meshes["rollout"].layout
-    generation.check(ModelShape.of(actor.model.config))
+    generation.check(ModelShape.of(actor.modules.config))
     if train.is_plain and generation.is_plain:
         logger.info("hybrid engine: every rank trains and generates on the same whole weights: nothing moves")
     else:
@@ -124,7 +124,7 @@ def _best_size(actor: Actor) -> int:
 
 def _possible_sizes(actor: Actor, ranks: int) -> list[int]:
     """Those that divide the ranks, the layout of training and the model's heads."""
-    shape, possible = ModelShape.of(actor.model.config), []
+    shape, possible = ModelShape.of(actor.modules.config), []
     for size in range(1, ranks + 1):
         try:
             meshes = actor.controller.meshes("actor", actor.train_options, size).meshes
@@ -142,11 +142,11 @@ def generation_seconds(actor: Actor, train: Layout, sizes: Sequence[int], ranks:
     Args:
         train: the layout of training.
     """
-    size, options, is_cpu = ModelSize.from_model(actor.model), actor.rollout_options, actor.device == "cpu"
+    size, options, is_cpu = ModelSize.from_model(actor.modules), actor.rollout_options, actor.device == "cpu"
     device = CPU if is_cpu else sheet_of(device_name(actor.device)) or DEVICES["a100"]
     # The driver of a cluster may see no device: then the data sheet's.
     free = free_memory(actor.device) // (ranks if is_cpu else 1) if is_here(actor.device) else int(device.memory)
-    per_machine = ranks if is_cpu else min(ranks, max(1, count(actor.device.partition(":")[0])))
+    per_machine = ranks if is_cpu else min(ranks, max(1, actor.controller.devices_a_machine))
     cluster = Cluster(-(-ranks // per_machine), per_machine, device, device.network * per_machine)
     strategy = fsdp(size.itemsize) if train.shard > 1 else ddp(size.itemsize)
     model = Model("actor", size, True, (strategy,))

@@ -17,6 +17,7 @@ from verl.controller.group import Workers
 from verl.controller.ranks import registry
 from verl.controller.rewards import RewardPool
 from verl.errors import CheckpointError, ConfigError, RewardError
+from verl.log import follow_log_level
 from verl.models.portable import PortableModel
 from verl.record import Processes
 from verl.rewards.failures import Failures
@@ -39,15 +40,17 @@ class Reward:
         model: a reward model (`AutoModelForSequenceClassification` with one label), or its name or directory.
         url: the address, or a list of addresses, of a scoring service (`RemoteReward`) or, with `template`, of an LLM
             judge (`JudgeReward`).
-        workers: score in this many processes (Ray actors), one sample (or `batch_size`) at a time in each; 0: in this
-            one. A sample whose worker hangs or dies is scored by another; see `RewardPool`. `group.scale(n)` changes
-            how many there are. A model is loaded in each of them.
+        workers: score in this many processes (Ray actors), one sample (or `batch_size`) at a time in each. A sample
+            whose worker hangs or dies is scored by another; see `RewardPool`. `group.scale(n)` changes how many there
+            are. A model is loaded in each of them. 0: a function is called in one process of its own (see `process` of
+            `FunctionReward`), anything else in this one.
         max_workers: let there be up to so many when samples queue up.
         placement: names devices for the role "reward", see `DeviceMesh`: its models run there, and each rank
             scores its share of the rows. None: the models run in this process, on the accelerator where there is one.
         **options: `timeout` in seconds, `retries`, `default_reward` (instead of abstaining), `max_failure_rate`
             (of the latest 256 samples, once there are 64; above it scoring raises), `smoothing` (EMA), `whole_batch` (a
-            function is called once on all samples of a step, not on those of each prompt as they are finished).
+            function is called once on all samples of a step, not on those of each prompt as they are finished),
+            `process` (False: a function is called in this process, and ends it if it holds the interpreter).
 
     A sample whose reward fails, is late, or is not a finite number abstains: its reward is null, with an
     `abstain_reason`. So does one whose response was aborted or rejected, which is not scored.
@@ -65,6 +68,7 @@ class Reward:
         placement: Any = None,
         **options: Any,
     ) -> None:
+        follow_log_level()
         given = [source for source in (reward_fn, model, url) if source is not None]
         if len(given) != 1:
             raise ConfigError("a Reward takes exactly one of reward_fn=..., model=... and url=...")
@@ -182,9 +186,10 @@ class Reward:
             self.load_state_dict(state)
 
     def close(self) -> None:
-        """End its workers; the next sample starts new ones."""
-        for group in self.groups.values():
-            group.close()
+        """End its processes; the next sample starts new ones."""
+        for source in leaves(self.source):
+            if hasattr(source, "group"):
+                source.group.close()
 
     def state_dict(self) -> dict[str, Any]:
         """What changes from batch to batch (a running average), as JSON; of a source that can take it back."""

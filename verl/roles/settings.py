@@ -22,6 +22,7 @@ logger = logging.getLogger(__name__)
 
 #: Keyword -> field, where a handle's name for a setting differs from the file's.
 KEYWORDS = {
+    "rollout_per_device_batch_size": "max_num_seqs",
     "gradient_checkpointing": "enable_gradient_checkpointing",
     "tensor_parallel_size": "tensor_model_parallel_size",
     "train_micro_batch_size_per_gpu": "micro_batch_size",

@@ -65,7 +65,7 @@ class Updater:
         }
         if not self.algorithm.online:  # what nobody sampled has no temperature
             actor.plan = replace(actor.plan, temperature=1.0)
-        own = set(map(id, actor.model.parameters()))
+        own = set(map(id, actor.modules.parameters()))
         for role, handle in self.critics.items():
             if not own.isdisjoint(map(id, handle.model.parameters())):
                 raise ConfigError(

@@ -62,7 +62,12 @@ class BuiltWorker(Actor):
             training = training.replace(optim=OptimConfig.of(optim_config, "optim_config"))
         overrides = dict(override_model_config or {})
         built = self._build_model_optimizer(model_path, training.fsdp_config, training.optim, overrides, role="actor")
-        model, optimizer, scheduler = built if isinstance(built, tuple) else (built, None, None)
+        parts = built if isinstance(built, tuple) else (built,)
+        if not 1 <= len(parts) <= 3:
+            raise ConfigError(
+                f"_build_model_optimizer gives a model, an optimizer and a schedule, not {len(parts)} things"
+            )
+        model, optimizer, scheduler = (*parts, None, None)[:3]
         if optimizer is not None:
             options["optim"] = optimizer
         elif scheduler is not None:
@@ -138,13 +143,17 @@ class FSDPWorker(BuiltWorker):
         is_cut, is_freed = _STRATEGIES[name]
         if not is_freed:
             given.setdefault("reshard_after_forward", False)
-        if "HYBRID" in name and "fsdp_size" not in given:
-            if torchrun_ranks() == 1 and options.get("placement") is not None:
-                raise ConfigError("fsdp_config: HYBRID_SHARD needs fsdp_size, the ranks that one copy is cut over")
+        self._lacks_size = "HYBRID" in name and "fsdp_size" not in given
+        if self._lacks_size:
             given["fsdp_size"] = local_ranks()
         config = fsdp_config if isinstance(fsdp_config, FSDPConfig) else given
         strategy = "fsdp" if is_cut else "ddp"
         super().__init__(model_name, tokenizer, **{"fsdp_config": config, "strategy": strategy, **options})
+
+    def place(self, placement: Any) -> None:
+        super().place(placement)
+        if self._lacks_size and self.controller.executor == "ray":
+            raise ConfigError("fsdp_config: HYBRID_SHARD needs fsdp_size, the ranks that one copy is cut over")
 
 
 class MegatronWorker(BuiltWorker):

@@ -13,6 +13,7 @@ is decoded and encoded again. An episode may have an attribute `deadline`, in se
 from __future__ import annotations
 
 import asyncio
+import logging
 import queue
 import threading
 from collections.abc import AsyncGenerator, Awaitable, Callable, Generator, Mapping, Sequence
@@ -28,11 +29,14 @@ from verl.data.text import ResponseText
 from verl.errors import ConfigError, RolloutError
 from verl.rollout.base import Finish, Guard, LogitsProcessor, Request, RolloutEngine, Sample, SamplingParams, check_new
 from verl.rollout.stop_strings import cut_text
+from verl.user_code import describe, show_once, traceback_of
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
     from verl.rollout.grammar import Grammar
+
+logger = logging.getLogger(__name__)
 
 _T = TypeVar("_T")
 #: Seconds for an episode that has no deadline of its own.
@@ -295,7 +299,8 @@ async def run_episodes(
         except LateError:
             return Outcome(index, [], f"episode of row '{row['id']}' took longer than {seconds:g} s")
         except Exception as error:  # a user's code may raise anything; only this row fails
-            return Outcome(index, [], f"episode of row '{row['id']}': {type(error).__name__}: {error}")
+            show_once(logger, "episode", traceback_of(error))
+            return Outcome(index, [], f"episode of row '{row['id']}': {describe(error)}")
         _check_temperatures(responses, own, str(row["id"]))
         return Outcome(index, responses)
 

@@ -14,7 +14,7 @@ from verl import device
 from verl.checked import checked
 from verl.data.chat import ChatTokenizer
 from verl.data.prompts import content_text
-from verl.data.text import ResponseText
+from verl.data.text import ResponseText, behind_thoughts
 from verl.data.tokenize import encode_plain
 from verl.errors import ConfigError, nearest
 from verl.record import Count, Strings
@@ -142,9 +142,9 @@ class GuardModel:
             return self.accepts(read(found[0, tokens.shape[1] :].tolist()))
 
     def accepts(self, verdict: str) -> bool:
-        """Whether a verdict in words is a good one."""
-        said = _words(verdict)
-        return not any(said[: len(bad)] == bad for bad in map(_words, self.refuses))
+        """Whether a verdict in words, behind the thoughts of a model that thinks, is a good one. None is not."""
+        said = _words(behind_thoughts(verdict).partition("<think>")[0])
+        return bool(said) and not any(said[: len(bad)] == bad for bad in map(_words, self.refuses))
 
     @cached_property
     def _loaded(self) -> tuple[Any, Any, bool]:

@@ -34,7 +34,9 @@ _STICKY_SLACK = 8  # so many more calls than the idlest server has do not move a
 _CONNECT_SECONDS = 10.0
 _LONGEST_PAUSE = 60.0
 _REFUSED = (400, 413, 422)
-_MAX_BYTES = 1 << 26
+# Bytes of an answer, which is parsed while every other call waits: what it may have in any case, for each byte that was
+# sent, for each token that was asked for, and at most.
+_FREE_BYTES, _FOR_A_BYTE, _FOR_A_TOKEN, _MAX_BYTES = 1 << 20, 64, 1 << 10, 1 << 26
 _MODEL_PATH = re.compile(r"(/v1(/.*)?|/generate)$")
 
 
@@ -209,14 +211,15 @@ class ServerPool:
             RefusedError: a status that says the request is invalid.
             StatusError: any other error status.
             httpx.HTTPError, OSError, ValueError, asyncio.TimeoutError: it fails, is late, or answers something else
-                than at most 64 MiB of plain JSON.
+                than plain JSON of a size that fits the request, at most 64 MiB.
         """
         if self._client is None:
             limits = httpx.Limits(max_connections=None, max_keepalive_connections=256)
             timeout = httpx.Timeout(self.timeout, connect=min(_CONNECT_SECONDS, self.timeout))
             self._client = httpx.AsyncClient(limits=limits, timeout=timeout, headers=self._headers)
         request = self._client.build_request(method, server.url + path, json=body, params=params)
-        status, content = await asyncio.wait_for(_answer(self._client, request), self.timeout)
+        most = _most_bytes(body, int(request.headers.get("Content-Length", 0)))
+        status, content = await asyncio.wait_for(_answer(self._client, request, most), self.timeout)
         if not 200 <= status < 300:
             said = f"{server.url}{path} answers {status}: {content[:300].decode(errors='replace')}"
             raise RefusedError(said) if status in _REFUSED else StatusError(status, said)
@@ -254,7 +257,14 @@ def check_model_path(url: str) -> None:
         raise ConfigError(f"servers of models are addresses like http://host:8000, .../v1 or .../generate, not '{url}'")
 
 
-async def _answer(client: httpx.AsyncClient, request: httpx.Request) -> tuple[int, bytes]:
+def _most_bytes(body: Any, sent: int) -> int:
+    """How long the answer to a request may be."""
+    asked = body if isinstance(body, Mapping) else {}
+    tokens = int(asked.get("max_tokens") or 0) * int(asked.get("n") or 1)
+    return min(_MAX_BYTES, _FREE_BYTES + _FOR_A_BYTE * sent + _FOR_A_TOKEN * tokens)
+
+
+async def _answer(client: httpx.AsyncClient, request: httpx.Request, most: int) -> tuple[int, bytes]:
     """Status and body.
 
     Raises:
@@ -266,8 +276,8 @@ async def _answer(client: httpx.AsyncClient, request: httpx.Request) -> tuple[in
             raise ValueError(f"{request.url} answers in the encoding '{encoding}', none was accepted")
         async for part in response.aiter_raw():
             content += part
-            if len(content) > _MAX_BYTES:
-                raise ValueError(f"{request.url} answers more than {_MAX_BYTES} bytes")
+            if len(content) > most:
+                raise ValueError(f"{request.url} answers more than {most} bytes")
     finally:
         await response.aclose()
     return response.status_code, bytes(content)

@@ -36,6 +36,7 @@ from verl.errors import ConfigError, DataError, nearest
 from verl.record import Count, Processes, Seconds
 from verl.rollout.base import LongPromptError, Sample
 from verl.rollout.episode import Client, LateError, Turns, with_deadline
+from verl.user_code import show_once, traceback_of
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -93,6 +94,7 @@ class Tool:
         except LateError:
             return f"error: {self.name} took longer than {self.timeout:g} s"
         except Exception as error:  # a user's code may raise anything; the model gets it as the result
+            show_once(logger, f"tool {self.name}", traceback_of(error))
             return f"error: {type(error).__name__}: {error}"
 
     async def _start(self, arguments: Mapping[str, Any]) -> Any:

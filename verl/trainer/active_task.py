@@ -22,6 +22,8 @@ from verl.roles.updater import Updater
 from verl.rollout.base import as_sampling
 from verl.trainer.evaluation import Evaluation, Metrics, evaluate
 from verl.trainer.experience import Experience
+from verl.trainer.metrics import add_metrics
+from verl.trainer.reads import check_reads
 from verl.trainer.task import Task
 
 logger = logging.getLogger(__name__)
@@ -64,6 +66,7 @@ class ActiveTask:
         self.sources, self.n, self._run = task.sources, task.n, run
         self.actor = actor
         self.sampling = as_sampling(task.sampling, actor.sampling)
+        self._has_asked = False  # whether the prompts have what the rewards read
         if task.episode is not None:
             actor.play(task.name, task.episode)
         if self.algorithm.needs_constraint and not (task.episode or actor.rollout_options.episode):
@@ -100,8 +103,14 @@ class ActiveTask:
 
     def samples(self, prompts: Batch, key: str) -> tuple[Batch, dict[str, Any]]:
         """Scored samples of a batch of prompts, or of recorded responses, and metrics."""
-        recorded = "response_tokens" in prompts
-        return self.experience.replay(prompts, key) if recorded else self.experience.collect(prompts)
+        if "response_tokens" not in prompts:
+            if not self._has_asked and len(self.task.nodes) == len(self.sources):  # others may write what rewards read
+                check_reads({"the prompts": prompts}, [reward.source for reward in self.sources.values()])
+            self._has_asked = True
+            return self.experience.collect(prompts)
+        samples, record = self.experience.replay(prompts, key)
+        add_metrics(record, self.experience.own_metrics(samples), self.experience.metrics)
+        return samples, record
 
     def evaluate(self, prompts: Any, metrics: Metrics = None, *, n: int = 1, temperature: float = 0.0) -> Evaluation:
         """See `Trainer.evaluate`."""

@@ -25,11 +25,12 @@ from verl.controller.standalone import RolloutPool
 from verl.dataflow.schedule import Schedule
 from verl.dataflow.scores import sample_metrics
 from verl.errors import ConfigError, TrainingError
-from verl.record import Count, Natural, Processes
+from verl.record import Count, Processes, Staleness
 from verl.roles.actor import expand
 from verl.trainer.check import check_asynchronous
 from verl.trainer.checkpoint import Checkpoint
 from verl.trainer.guard import SafetyGuard
+from verl.trainer.metrics import add_metrics
 from verl.trainer.state import Count as SavedCount
 from verl.trainer.timeline import Span
 from verl.trainer.trainer import Trainer
@@ -70,7 +71,7 @@ class AsyncTrainer(Trainer):
         self,
         *args: Any,
         batch_size: Count,
-        max_staleness: Natural = 1,
+        max_staleness: Staleness = 1,
         rollout_workers: Processes = 1,
         max_rollout_workers: Processes | None = None,
         transport: Literal["shared_memory", "queue"] = "shared_memory",
@@ -81,6 +82,10 @@ class AsyncTrainer(Trainer):
                 f"asynchronous training has a step for every batch_size groups and keeps no buffer: leave "
                 f"{', '.join(unused)} out, or max_staleness"
             )
+        named = options.pop("num_rollout_workers", None)
+        if named is not None and rollout_workers not in (1, named):
+            raise ConfigError(f"num_rollout_workers={named} is another name of rollout_workers={rollout_workers}")
+        rollout_workers = rollout_workers if named is None else named
         super().__init__(*args, **options)
         rollout = self.actor.rollout_options
         episode = self.task.task.episode or rollout.episode
@@ -136,14 +141,12 @@ class AsyncTrainer(Trainer):
             self._feed(prompts)
         waited = time.perf_counter() - began
         samples, record = self.experience.replay(Batch.concat(self.schedule.take()), f"s{self.steps}")
-        own = self.experience.own_metrics(samples)
-        record.update(self._rollout_record(samples), **own, **{"time/wait": waited})
+        record.update(self._rollout_record(samples), **{"time/wait": waited})
+        add_metrics(record, self.experience.own_metrics(samples), self.experience.metrics)
         keep = self.algorithm.keep(samples)
         samples = samples if keep is None else samples.filter(keep)
-        record.update(self.learn(samples) if len(samples) else {"update/empty": 1.0})
+        self._add(record, self.learn(samples) if len(samples) else {"update/empty": 1.0})
         record["updated"] = "update/empty" not in record
-        if "policy/kl" in record:
-            record.setdefault("kl", record["policy/kl"])
         self._publish()
         # Enough workers to sample a step's groups while the rest of a step goes on.
         self.group.fit(record["time/rollout"], time.perf_counter() - began - waited)

@@ -14,6 +14,7 @@ from verl.trainer.checkpoint import Checkpoint, CheckpointStore, load_checkpoint
 from verl.trainer.saving import Saving
 
 if TYPE_CHECKING:
+    from verl.data.prefetch import Loader
     from verl.trainer.trainer import Trainer
 
 logger = logging.getLogger(__name__)
@@ -97,11 +98,11 @@ class AutomaticCheckpoints:
         except VerlError as error:
             logger.warning("the last checkpoint was not saved: %s", error)
 
-    def resume(self, trainer: Trainer) -> int | None:
+    def resume(self, trainer: Trainer, data: Loader | None = None) -> int | None:
         """See `Trainer.resume`."""
         self.finish()
         start()
-        checkpoint = self.store.load(state.identity(trainer), partial(state.check, trainer))
+        checkpoint = self.store.load(state.identity(trainer), partial(state.check, trainer, data=data))
         if checkpoint is None:
             return None
         self._restore(trainer, checkpoint)

@@ -12,7 +12,7 @@ from verl.data.files import is_files
 from verl.data.forms import records_of
 from verl.data.loader import PromptLoader
 from verl.data.offline import OfflineDatasetLoader
-from verl.data.prefetch import Loader, Prefetch
+from verl.data.prefetch import Loader, Prefetch, ahead
 from verl.data.prompts import PromptDataset, load_prompts, stream_prompts
 from verl.errors import ConfigError
 
@@ -80,7 +80,7 @@ class _Repeated:
     def __iter__(self) -> Iterator[Any]:
         while True:
             batch = None
-            for batch in self._loader:
+            for batch in ahead(iter(self._loader)):
                 yield batch
             if batch is None:
                 return

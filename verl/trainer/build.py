@@ -15,11 +15,14 @@ from verl.roles.actor import Actor
 from verl.roles.critic import Critic
 from verl.roles.reward import Reward
 from verl.trainer.asynchronous import AsyncTrainer
-from verl.trainer.check import roles_of, source_options
+from verl.trainer.check import roles_of
+from verl.trainer.guard import SafetyGuard
 from verl.trainer.interleaved import InterleavedTrainer
 from verl.trainer.logging import Logger
+from verl.trainer.reads import source_options
 from verl.trainer.task import Task
 from verl.trainer.task_file import make_tasks
+from verl.trainer.task_weights import DynamicTaskWeightScheduler
 from verl.trainer.trainer import Trainer
 from verl.training.options import TrainOptions
 from verl.workers.update import UpdatePlan
@@ -68,7 +71,7 @@ def build_source(given: CostConfig, called: RewardConfig) -> Reward | None:
     none."""
     if not given.is_given:
         return None
-    names = ("timeout", "retries", "max_failure_rate", "workers", "max_workers")
+    names = ("timeout", "retries", "max_failure_rate", "workers", "max_workers", "process")
     options: dict[str, Any] = {name: getattr(called, name) for name in names}
     options["default_reward"] = None if called.on_failure == "abstain" else called.on_failure
     if given.components:
@@ -96,9 +99,9 @@ def build_trainer(
     config: Config, tasks: list[Task], actor: Actor, rows: int, logger: Logger, **options: Any
 ) -> Trainer:
     """The trainer over all of it; `options` are further ones of `Trainer`."""
-    settings = config.trainer
+    settings, scheduler = config.trainer, config.trainer.task_scheduler
     has_critic = any("critic" in task.algorithm.roles for task in tasks)
-    return _kind(config)(
+    trainer = _kind(config)(
         actor,
         build_critic(config, rows, actor.controller) if has_critic else None,
         tasks=tasks,
@@ -111,6 +114,11 @@ def build_trainer(
         logger=logger,
         **options,
     )
+    for guard in settings.guards:
+        trainer.add_guard(SafetyGuard(**dict(guard)))
+    if scheduler is not None:
+        trainer.set_task_scheduler(DynamicTaskWeightScheduler(**scheduler))
+    return trainer
 
 
 def _kind(config: Config) -> Callable[..., Trainer]:

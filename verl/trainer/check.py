@@ -4,23 +4,25 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from verl.algorithms import BaseAlgorithm, make_algorithm
-from verl.batch import Batch
-from verl.config import Config, CostConfig, CriticConfig, RewardPart
+from verl.config import Config, CostConfig, CriticConfig
 from verl.config.schema import KL
+from verl.data.by_task import by_task
+from verl.data.prompts import PromptDataset
 from verl.errors import ConfigError
-from verl.rewards.forms import recognise
 from verl.rewards.loading import load_function
-from verl.rewards.make import make_reward
+from verl.rewards.source import RewardSource
 from verl.trainer.logging import check_loggers
+from verl.trainer.metrics import Metric
+from verl.trainer.reads import check_reads, sources_of
 from verl.trainer.run_data import ReadData, is_offline, read_data, step_rows
 from verl.trainer.task import MAIN, check_heads
-from verl.trainer.task_file import algorithm_of, functions_in, samples_of
+from verl.trainer.task_file import algorithm_of, check_sampling, samples_of
+from verl.trainer.task_weights import DynamicTaskWeightScheduler
 
 logger = logging.getLogger(__name__)
 
@@ -34,7 +36,7 @@ class Checked:
     """
 
     algorithms: dict[str, BaseAlgorithm]
-    metrics: dict[str, Callable[[Batch], Any]]
+    metrics: dict[str, Metric]
     data: ReadData
     rows: int
 
@@ -45,7 +47,8 @@ def check_settings(config: Config) -> Checked:
 
     Raises:
         ConfigError: settings contradict each other, or name what is not there.
-        DataError: the data are unusable; see `load_prompts` and `OfflineDatasetLoader`.
+        DataError: the data are unusable (see `load_prompts` and `OfflineDatasetLoader`), or their first rows lack a
+            column that a reward or a metric reads.
         RewardError: a file of the user's cannot be imported.
     """
     algorithms = {task.name: algorithm_of(task) for task in config.tasks} or {MAIN: _algorithm(config)}
@@ -53,27 +56,17 @@ def check_settings(config: Config) -> Checked:
     _check_together(config, algorithms)
     _check_trainer(config, algorithms)
     _check_places(config)
+    if config.trainer.task_scheduler is not None:
+        DynamicTaskWeightScheduler(**config.trainer.task_scheduler)
+    sources = sources_of(config)
     for task in config.tasks:
-        for spec in functions_in(task.reward_model):
-            recognise(load_function(spec))
-    for section in (config.reward, config.cost):
-        for part in section.components.values() or [section]:
-            _check_source(part)
-    metrics = {spec: load_function(spec) for spec in config.trainer.eval_metrics if spec != KL}
+        check_sampling(task)
+    metrics = {spec: Metric(spec, load_function(spec)) for spec in config.trainer.eval_metrics if spec != KL}
     data = read_data(config, algorithms)
+    _check_reads(config, data, sources, list(metrics.values()))
     samples = {task.name: samples_of(task, algorithms[task.name]) for task in config.tasks}
     rows = step_rows(config, data, samples or {MAIN: config.actor_rollout_ref.rollout.n})
     return Checked(algorithms, metrics, data, rows)
-
-
-def source_options(part: RewardPart) -> dict[str, Any]:
-    """The one origin of a reward as `source`, with its own options."""
-    (origin,) = part.given()
-    if origin == "name":
-        return {"source": part.name, **({} if part.answer == "whole" else {"answer": part.answer})}
-    if origin == "model":
-        return {"source": part.model, "dtype": part.dtype}
-    return {"source": getattr(part, origin), **({} if part.template is None else {"template": part.template})}
 
 
 def roles_of(config: Config, algorithms: Iterable[BaseAlgorithm]) -> set[str]:
@@ -190,9 +183,15 @@ def _check_places(config: Config) -> None:
             load_function(spec)
 
 
-def _check_source(part: RewardPart) -> None:
-    """The function or built-in reward of a section; a model or a server is met later."""
-    if part.path is not None:
-        recognise(load_function(part.path))
-    if part.name is not None:
-        make_reward(**source_options(part))
+def _check_reads(
+    config: Config, data: ReadData, sources: Mapping[str, Mapping[str, RewardSource]], metrics: list[Metric]
+) -> None:
+    """The data have what the rewards and metrics of their tasks read; what is recorded has been scored already."""
+    made = {name: of.values() for name, of in sources.items()}
+    for name, rows in data.train.items():
+        if isinstance(rows, PromptDataset):  # numbers are files of the one task
+            check_reads({f"data.train ({rows.name})": rows.batch}, made[name if name in made else MAIN])
+    if isinstance(data.held_out, PromptDataset):
+        held_out = by_task(data.held_out.batch, [*made]) if config.tasks else {MAIN: data.held_out.batch}
+        for name, batch in held_out.items():
+            check_reads({f"data.eval ({data.held_out.name})": batch}, made[name], metrics)

@@ -161,7 +161,7 @@ class CheckpointStore:
         return bool(_steps(directory))
 
     def path(self, step: int) -> Path:
-        return self.directory / f"step-{step:06d}"
+        return self.directory / _name(step)
 
     def steps(self) -> list[int]:
         """Steps with a checkpoint, damaged ones included, ascending."""
@@ -218,6 +218,7 @@ class CheckpointStore:
             CheckpointError: it belongs to another model or configuration; none is whole.
         """
         skipped: list[str] = []
+        self._tell_others()
         for step in reversed(self.steps()):
             try:
                 checkpoint = self._open(step, identity)
@@ -232,6 +233,11 @@ class CheckpointStore:
                 f"no checkpoint is whole: {'; '.join(skipped)}. Put one back from a copy, or start anew (--fresh)"
             )
         return None
+
+    def _tell_others(self) -> None:
+        for entry in self.directory.glob("step-*"):
+            if (match := _STEP.fullmatch(entry.name)) and entry.name != self.path(int(match[1])).name:
+                logger.warning("%s is passed over: a checkpoint of that step has another name; is it a copy?", entry)
 
     def _open(self, step: int, identity: Mapping[str, str] | None) -> Checkpoint:
         path = self.path(step)
@@ -385,11 +391,17 @@ def verify(path: str | Path) -> VerifyReport:
     return report
 
 
+def _name(step: int) -> str:
+    return f"step-{step:06d}"
+
+
 def _steps(directory: Path) -> list[int]:
     if not directory.is_dir():
         return []
     found = ((_STEP.fullmatch(entry.name), entry) for entry in directory.iterdir())
-    return sorted(int(match[1]) for match, entry in found if match and entry.is_dir())
+    return sorted(
+        int(match[1]) for match, entry in found if match and entry.name == _name(int(match[1])) and entry.is_dir()
+    )
 
 
 def _may_replace(path: Path) -> bool:

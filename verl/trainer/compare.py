@@ -14,10 +14,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import yaml  # type: ignore[import-untyped]
-
+from verl.config.load import read_settings
 from verl.durable import write_atomic
-from verl.errors import DataError
+from verl.errors import ConfigError, DataError
 from verl.trainer.report import ASSETS, FIRST, curves_of
 
 Points = list[list[float]]
@@ -97,8 +96,8 @@ def spread(runs: Sequence[Points]) -> list[tuple[float, float, float, float]]:
 
 def _settings(file: Path) -> dict[str, Any]:
     try:
-        content = yaml.safe_load(file.read_text(encoding="utf-8"))
-    except (OSError, UnicodeDecodeError, yaml.YAMLError):
+        content = read_settings(file)
+    except ConfigError:
         return {}
     return {key: value for key, value in _flat(content, ()) if key not in _NOT_SETTINGS}
 

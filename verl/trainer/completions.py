@@ -13,6 +13,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from verl.batch import Batch
+from verl.data.prompts import content_text
 from verl.dataflow.scores import own_samples
 from verl.durable import write_atomic
 
@@ -20,7 +21,7 @@ logger = logging.getLogger(__name__)
 
 #: How many of a step a tracker is shown; the file has all.
 SHOWN = 16
-_TEXTS = ("id", "group", "task", "prompt", "response", "finish", "ground_truth", "abstain_reason")
+_TEXTS = ("id", "group", "task", "question", "prompt", "response", "finish", "ground_truth", "abstain_reason")
 Decode = Callable[..., Any]  # as tokenizers type it
 
 
@@ -33,7 +34,8 @@ def completions(samples: Mapping[str, Batch], prepared: Mapping[str, Batch], dec
         decode: token ids to text.
 
     Returns:
-        `id`, `group`, `task`, `prompt`, `response`, `finish`, `ground_truth`, `abstain_reason` (text), `reward`, its
+        `id`, `group`, `task`, `question` (what the user says last in the prompt), `prompt` (as the model reads it),
+        `response`, `finish`, `ground_truth`, `abstain_reason` (text), `reward`, its
         components (`reward/<name>`), `cost`, `advantage` (mean over the tokens that the policy wrote) (double), and
         `length` (tokens of the response). What the samples lack is null; components that no sample has are no columns.
     """
@@ -47,6 +49,7 @@ def _table(task: str, batch: Batch, prepared: Batch | None, decode: Decode) -> p
     found["task"] = [task] * size
     prompts = [tuple(tokens) for tokens in batch["prompt_tokens"]]
     text_of = {prompt: decode(list(prompt)) for prompt in dict.fromkeys(prompts)}  # a group has one prompt
+    found["question"] = _questions(batch)
     found["prompt"] = [text_of[prompt] for prompt in prompts]
     if "response" not in batch:
         found["response"] = [decode(tokens) for tokens in batch["response_tokens"]]
@@ -59,6 +62,16 @@ def _table(task: str, batch: Batch, prepared: Batch | None, decode: Decode) -> p
     numbers["advantage"] = [advantages.get(name) for name in found["id"]]
     columns = texts | {name: pa.array(values, pa.float64()) for name, values in numbers.items()}
     return pa.table(columns | {"length": pa.array(batch.lengths("response_tokens"), pa.int64())})
+
+
+def _questions(batch: Batch) -> list[str | None]:
+    """The last message of the user, or a prompt that is a text; null for token ids."""
+    texts = batch["prompt"] if "prompt" in batch else [None] * len(batch)
+    chats = batch["messages"] if "messages" in batch else [None] * len(batch)
+    said: dict[str | None, str | None] = {None: None}
+    for chat in {*chats} - {None}:
+        said[chat] = next((content_text(m) for m in reversed(json.loads(chat)) if m["role"] == "user"), None)
+    return [text if chat is None else said[chat] for text, chat in zip(texts, chats, strict=True)]
 
 
 def _truths(batch: Batch) -> list[Any]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import math
-import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -18,17 +17,16 @@ from verl.batch import Batch
 from verl.checked import checked
 from verl.data.files import digest
 from verl.data.prompts import PromptDataset
-from verl.durable import staging_of, try_remove
+from verl.durable import replace_file, staging_of, try_remove
 from verl.errors import ConfigError, DataError
 from verl.record import Count, Natural, Seed
 from verl.rollout.options import Temperature
+from verl.trainer.metrics import Metric, MetricFn, mean
 from verl.trainer.report import SHARES, finite
 
 logger = logging.getLogger(__name__)
 
-#: From scored samples to one number a row (None: none), or to one number for all of them.
-MetricFn = Callable[[Batch], "float | Sequence[float | None]"]
-#: Such functions by name; or one, or several, by their own names.
+#: Metrics of the user's own by name; or one, or several, by their own names.
 Metrics = Mapping[str, MetricFn] | Sequence[MetricFn] | MetricFn | None
 #: What an interval of confidence leaves out on either side.
 _TAIL = (1 - 0.95) / 2
@@ -92,6 +90,7 @@ class HeldOut:
     last: dict[str, Any] | None = None
 
     def __post_init__(self) -> None:
+        self.metrics = named_metrics(self.metrics)
         if self.kl and isinstance(self.rows, Batch):
             raise ConfigError(
                 f"{self.name} are recorded responses, and kl/eval is of sampled ones: leave it out of "
@@ -153,6 +152,7 @@ class HeldOut:
         if "by_problem" not in last:
             return found
         before, after = first["by_problem"], last["by_problem"]
+        found |= {"eval_problems": len(after) - after.count(None), "eval_unscored": after.count(None)}
         # What abstained has no value, and two headlines are no pair.
         if name != first["headline"] or all(None in pair for pair in zip(before, after, strict=True)):
             return found | dict.fromkeys(("gain", "gain_low", "gain_high"))
@@ -177,11 +177,11 @@ def accuracy(samples: Batch) -> list[float | None]:
     return [None] * len(samples)
 
 
-def named_metrics(metrics: Metrics) -> dict[str, MetricFn]:
+def named_metrics(metrics: Metrics) -> dict[str, Metric]:
     """By name; those of a list, or a single one, have the names of their functions.
 
     Raises:
-        ConfigError: one is no function, or two have one name.
+        ConfigError: one is no metric, or two have one name.
     """
     if metrics is None or isinstance(metrics, Mapping):
         named = dict(metrics or {})
@@ -190,10 +190,7 @@ def named_metrics(metrics: Metrics) -> dict[str, MetricFn]:
         named = {getattr(fn, "__name__", type(fn).__name__): fn for fn in listed}
         if len(named) < len(listed):
             raise ConfigError("two metrics have one name: give a mapping, metrics={NAME: FUNCTION, ...}")
-    for name, fn in named.items():
-        if not callable(fn):
-            raise ConfigError(f"metric '{name}' is a {type(fn).__name__}: give a function of the scored samples")
-    return named
+    return {name: fn if isinstance(fn, Metric) else Metric(name, fn) for name, fn in named.items()}
 
 
 def evaluate(
@@ -208,7 +205,8 @@ def evaluate(
         metrics: the user's own, by name.
 
     Raises:
-        DataError: there is no problem, or a metric returns no number, or not as many as there are rows.
+        DataError: there is no problem; or see `Metric`.
+        RewardError: see `Metric`.
         ConfigError: a metric is called "reward", "cost" or "abstained".
     """
     if not len(problems):
@@ -217,22 +215,12 @@ def evaluate(
     rows: dict[str, list[float | None]] = {name: samples[name] for name in ("reward", "cost") if name in samples}
     found = {name: mean(values) for name, values in rows.items()}
     found["abstained"] = float(rows["reward"].count(None))
-    for name, fn in named_metrics(metrics).items():
+    for name, metric in named_metrics(metrics).items():
         if name in found:
             raise ConfigError(f"a metric cannot be called '{name}': that one is there already")
-        value: Any = fn(samples)
-        value = value.tolist() if hasattr(value, "tolist") else value
-        if isinstance(value, Sequence) and not isinstance(value, str):
-            if len(value) != len(samples):
-                raise DataError(f"metric '{name}' returned {len(value)} values for {len(samples)} samples")
-            rows[name] = list(value)
-        try:
-            found[name] = mean(rows[name]) if name in rows else float(value)
-        except (TypeError, ValueError) as error:
-            raise DataError(
-                f"metric '{name}' returned {value!r:.60}: give one number for all samples, or a list of one number (or "
-                "None) for each"
-            ) from error
+        found[name], values = metric(samples)
+        if values is not None:
+            rows[name] = values
     return Evaluation(samples, rows, found)
 
 
@@ -255,15 +243,6 @@ def together(found: Mapping[str, Evaluation]) -> Evaluation:
     for task, evaluation in found.items():
         metrics |= {f"task/{task}/{name}": value for name, value in evaluation.metrics.items()}
     return Evaluation(Batch.concat(evaluation.samples for evaluation in found.values()), rows, metrics)
-
-
-def mean(values: Sequence[float | None]) -> float:
-    """Mean of the values that are there; NaN if none is."""
-    present = [float(value) for value in values if value is not None]
-    try:
-        return math.fsum(present) / len(present) if present else math.nan
-    except OverflowError:  # of the sum alone
-        return math.fsum(value / len(present) for value in present)
 
 
 @checked
@@ -328,7 +307,7 @@ def save_completions(samples: Batch, path: Path, limit: int, columns: Sequence[s
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         samples.slice(0, limit).select(columns).to_parquet(staging)
-        os.replace(staging, path)
+        replace_file(staging, path)
     except OSError as error:
         logger.warning("completions were not saved to %s: %s", path, error)
     finally:

@@ -16,6 +16,7 @@ from verl.rewards.failures import Failures
 from verl.roles.actor import Actor
 from verl.roles.updater import Updater
 from verl.rollout.base import SamplingParams
+from verl.trainer.metrics import Metric, add_metrics
 from verl.trainer.samples import kl_to_reference, rejected_rows, retried_groups
 
 logger = logging.getLogger(__name__)
@@ -55,7 +56,7 @@ class Experience:
             made_for["task"] = task
             self.nodes.insert(0, RolloutNode(updater.actor, n=n, params=sampling, **made_for).as_node("rollout"))
         self.graph = Graph(self.nodes)
-        self.metric_fns: dict[str, Callable[[Batch], float]] = {}
+        self.metrics: dict[str, Metric] = {}
 
     def collect(self, prompts: Batch) -> tuple[Batch, dict[str, Any]]:
         """Samples for a batch of prompts, and metrics.
@@ -100,16 +101,10 @@ class Experience:
         """What the user's functions compute from the policy's samples.
 
         Raises:
-            DataError: one returns no number.
+            DataError, RewardError: see `Metric`.
         """
-        samples, found = own_samples(samples), {}
-        for name, fn in self.metric_fns.items():
-            value: Any = fn(samples)
-            try:
-                found[name] = float(value)
-            except (TypeError, ValueError):
-                raise DataError(f"metric '{name}' returned {value!r}: give one number for all samples") from None
-        return found
+        samples = own_samples(samples)
+        return {name: metric(samples)[0] for name, metric in self.metrics.items()}
 
     def _draw(self, prompts: Batch) -> Result:
         result = self._run(self.graph, prompts)
@@ -131,7 +126,6 @@ class Experience:
             "time/rollout": busy,
             **({"kl": kl_to_reference(batch)} if "ref_log_probs" in batch else {}),
             **combined([(len(result.batch), result.metrics) for result in drawn]),
-            **self.own_metrics(batch),
         }
         if "reward" in batch:
             record["reward/abstained"] = sum(samples["reward"].count(None) for samples in batches)
@@ -141,6 +135,7 @@ class Experience:
             ended = sum(end in ("stop", "length") for samples in batches for end in samples["finish"])
             record["rollout/rejection_rate"] = 1 - ended / max(tried, 1)
             record["rollout/failed_episodes"] = failed
+        add_metrics(record, self.own_metrics(batch), self.metrics)
         return record
 
     def _count_episodes(self, errors: list[str | None]) -> None:

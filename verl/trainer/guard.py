@@ -7,6 +7,7 @@ import math
 import statistics
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import accumulate, pairwise
 from typing import TYPE_CHECKING, Annotated, Any
 
 from pydantic import Field
@@ -20,8 +21,14 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-#: A change counts from so many standard errors of the difference of two means on.
-_STANDARD_ERRORS = 6.0
+#: A change counts from so many standard errors of the difference of two means on; and how much more that is where the
+#: noise is known from few changes.
+_STANDARD_ERRORS, _UNKNOWN = 6.0, 5.0
+#: Checkpoints within `rollback_steps`, where the trainer has none of its own.
+_CHECKPOINTS = 4
+#: Values that a baseline is made of at least.
+_LEAST = 8
+_KEPT = ("values", "steps", "best", "count", "changes", "squares")
 
 
 @dataclass(frozen=True)
@@ -50,11 +57,13 @@ class Alert:
 class SafetyGuard:
     """Watches metrics; when one falls below its own baseline, training goes back and goes on with other data.
 
-    The baseline of a metric is the highest mean of `baseline` values in a row so far. The metric has fallen once the
-    mean of the `window` values after them is lower by more than `threshold_delta`, and by more than six standard
-    errors of the difference, the noise being that of its changes from one value to the next. So a noisy metric takes
-    a larger fall, or a longer `window`. Then the trainer loads the checkpoint of `rollback_steps` before (or the oldest
-    one kept), skips the data seen since, so that the same fall is not simply repeated, and goes on.
+    The baseline of a metric is the highest mean of `baseline` values in a row so far; until there are so many, the mean
+    of those that there are, from 8 on (the log says so). The metric has fallen once the mean of its latest values, half
+    a `window` of them or up to a whole one, is lower than the baseline before them by more than `threshold_delta`, and
+    by more than six standard errors of the difference, the noise being that of its changes from one value to the next
+    (ten, while only 8 values are known). So a noisy metric takes a larger fall, or a longer `window`. Then the trainer
+    loads the checkpoint of `rollback_steps` before, or an earlier one if the fall began before that (or the oldest one
+    kept), skips the data seen since, so that the same fall is not simply repeated, and goes on.
 
     Args:
         monitor_metrics: names in the log record, such as "reward", "eval/accuracy", or one of `Trainer.add_metric`.
@@ -92,26 +101,37 @@ class SafetyGuard:
         self.window, self.baseline = window, baseline
         self.max_rollbacks, self.on_alert = max_rollbacks, on_alert
         self.rollbacks = 0
-        self._metrics = {name: _Metric() for name in self.monitor_metrics}
+        self._metrics = {name: _Metric(baseline, window, threshold_delta > 0) for name in self.monitor_metrics}
+        self._steps = 0
 
-    def observe(self, record: Mapping[str, Any]) -> None:
-        """Take the monitored metrics of a log record; those that are absent or not finite are passed over."""
+    def observe(self, record: Mapping[str, Any], step: int | None = None) -> None:
+        """Take the monitored metrics of the log record of a step (None: the next one); those that are absent or not
+        finite are passed over."""
+        self._steps = self._steps + 1 if step is None else step
         for name, metric in self._metrics.items():
             value = record.get(name)
             if isinstance(value, int | float) and math.isfinite(value):
-                metric.add(float(value), self.baseline, self.window, self.threshold_delta > 0)
+                metric.add(float(value), self._steps)
+                if metric.count == metric.least + metric.shortest:
+                    logger.info(
+                        "the guard is armed for '%s': %.4g in the mean of %d values, and better known with each",
+                        name, statistics.fmean(metric.values[: metric.least]), metric.least,
+                    )  # fmt: skip
 
     def fallen(self) -> tuple[str, float, float] | None:
         """The first metric that has fallen (or risen), with its baseline and present level."""
+        found = self.fall()
+        return None if found is None else found[:3]
+
+    def fall(self) -> tuple[str, float, float, int] | None:
+        """As `fallen`, and the step of the latest value before the fall."""
         for name, metric in self._metrics.items():
-            if len(metric.values) < self.baseline + self.window or metric.best is None:
-                continue
-            level = statistics.fmean(metric.values[-self.window :])
-            change = (level - metric.best) * math.copysign(1.0, self.threshold_delta)
-            least = abs(self.threshold_delta) * (1.0 if self.absolute else abs(metric.best))
-            error = metric.noise * math.sqrt(1 / self.window + 1 / self.baseline)
-            if change > max(least, _STANDARD_ERRORS * error):
-                return name, metric.best, level
+            for latest in metric.windows():
+                best, level = metric.best_before(latest), statistics.fmean(metric.values[-latest:])
+                change = (level - best) * math.copysign(1.0, self.threshold_delta)
+                least = abs(self.threshold_delta) * (1.0 if self.absolute else abs(best))
+                if change > max(least, metric.error(latest)):
+                    return name, best, level, metric.last_good()
         return None
 
     @property
@@ -121,39 +141,88 @@ class SafetyGuard:
 
     def state_dict(self) -> dict[str, Any]:
         """For a checkpoint."""
-        metrics = {name: dict(vars(metric)) for name, metric in self._metrics.items()}
-        return {"rollbacks": self.rollbacks, "metrics": metrics}
+        metrics = {name: metric.state_dict() for name, metric in self._metrics.items()}
+        return {"rollbacks": self.rollbacks, "steps": self._steps, "metrics": metrics}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        self.rollbacks = int(state["rollbacks"])
+        self.rollbacks, self._steps = int(state["rollbacks"]), int(state["steps"])
         for name, metric in self._metrics.items():
-            saved = state["metrics"][name]
-            metric.values, metric.best = [float(value) for value in saved["values"]], saved["best"]
-            metric.changes, metric.squares = int(saved["changes"]), float(saved["squares"])
+            metric.load(state["metrics"][name])
 
 
 class _Metric:
-    """The latest values of a metric, its best level, and the changes from each value to the next before the window."""
+    """The latest values of a metric and their steps, its best level, and the changes from each value to the next.
 
-    def __init__(self) -> None:
+    Attributes:
+        least: values that make a baseline at least.
+        shortest: values that make a level at least.
+        count: of values so far.
+        best: the best mean of `baseline` values in a row, a window ago or more.
+        changes, squares: number, and sum of squares, of the changes that are behind the values that are kept.
+    """
+
+    def __init__(self, baseline: int, window: int, is_rise: bool) -> None:
+        self._baseline, self._window, self._better = baseline, window, min if is_rise else max
+        self.least, self.shortest = min(_LEAST, baseline), (window + 1) // 2
         self.values: list[float] = []
+        self.steps: list[int] = []
         self.best: float | None = None
-        self.changes, self.squares = 0, 0.0
+        self.count = self.changes = 0
+        self.squares = 0.0
 
-    def add(self, value: float, baseline: int, window: int, is_rise: bool) -> None:
-        self.values = [*self.values, value][-(baseline + window) :]
-        before = self.values[:-window]  # a fall is not to be taken for noise
-        if len(before) > 1:
-            self.changes, self.squares = self.changes + 1, self.squares + (before[-1] - before[-2]) ** 2
-        if len(self.values) == baseline + window:
-            level = statistics.fmean(self.values[:baseline])
-            better = min if is_rise else max
-            self.best = level if self.best is None else better(self.best, level)
+    def add(self, value: float, step: int) -> None:
+        self.values.append(value)
+        self.steps.append(step)
+        self.count += 1
+        if len(self.values) > self._baseline + self._window:
+            self.changes, self.squares = self.changes + 1, self.squares + (self.values[1] - self.values[0]) ** 2
+            del self.values[0], self.steps[0]
+        if len(self.values) == self._baseline + self._window:
+            self.best = self.best_before(self._window)
 
-    @property
-    def noise(self) -> float:
-        """Standard deviation of a value about a level that drifts."""
-        return math.sqrt(self.squares / max(self.changes, 1) / 2)
+    def windows(self) -> range:
+        """The numbers of latest values that can be compared with a baseline before them."""
+        return range(self.shortest, min(self._window, len(self.values) - self.least) + 1)
+
+    def best_before(self, latest: int) -> float:
+        """The best level before the `latest` values. A mean of few values is the level that there is, and not yet the
+        best of several, of which one would be too high by chance."""
+        level = statistics.fmean(self._before(latest))
+        return level if self.best is None else self._better(self.best, level)
+
+    def error(self, latest: int) -> float:
+        """How much the mean of so many values may differ from a baseline by chance."""
+        before = self.values[:-latest]  # a fall is not to be taken for noise
+        changes = self.changes + len(before) - 1
+        squares = self.squares + sum((b - a) ** 2 for a, b in pairwise(before))
+        noise = math.sqrt(squares / max(changes, 1) / 2)
+        # A noise that is itself known from few changes may be more.
+        errors = _STANDARD_ERRORS * (1 + _UNKNOWN / max(changes, 1))
+        return errors * noise * math.sqrt(1 / latest + 1 / min(len(before), self._baseline))
+
+    def last_good(self) -> int:
+        """The step of the last value before the fall, which is where the values are divided best into two levels."""
+        sums = list(accumulate(self.values, initial=0.0))
+        total = len(self.values)
+
+        def gap(at: int) -> float:
+            before, after = sums[at] / at, (sums[-1] - sums[at]) / (total - at)
+            return (before - after) * (1 if self._better is max else -1) * math.sqrt(at * (total - at))
+
+        return self.steps[max(range(1, total), key=gap) - 1]
+
+    def state_dict(self) -> dict[str, Any]:
+        return {name: value for name, value in vars(self).items() if name in _KEPT}
+
+    def load(self, saved: Mapping[str, Any]) -> None:
+        self.values, self.steps = [float(v) for v in saved["values"]], [int(s) for s in saved["steps"]]
+        self.best = None if saved["best"] is None else float(saved["best"])
+        self.count, self.changes, self.squares = int(saved["count"]), int(saved["changes"]), float(saved["squares"])
+        if len(self.values) != len(self.steps) or len(self.values) > self._baseline + self._window:
+            raise ValueError(f"{len(self.values)} values of {len(self.steps)} steps")
+
+    def _before(self, latest: int) -> list[float]:
+        return self.values[:-latest][-self._baseline :]
 
 
 class Guards:
@@ -167,16 +236,25 @@ class Guards:
         return bool(self._guards)
 
     def add(self, guard: SafetyGuard, trainer: Trainer) -> None:
-        """Raises ConfigError if the trainer has no automatic checkpoints to go back to."""
-        if trainer.checkpoints is None:
-            raise ConfigError("a guard goes back to checkpoints: give the trainer checkpoint_dir= and save_every=")
-        trainer.checkpoints.store.reach = max(trainer.checkpoints.store.reach, guard.rollback_steps)
+        """Raises ConfigError if there is no place for checkpoints to go back to."""
+        store = trainer.save_automatically(max(1, guard.rollback_steps // _CHECKPOINTS)).store
+        store.reach = max(store.reach, guard.rollback_steps, guard.window + 2)
         self._guards.append(guard)
 
-    def observe(self, record: Mapping[str, Any]) -> None:
-        """Take the metrics of a log record."""
+    def begin(self, trainer: Trainer) -> None:
+        """Save a first checkpoint, so that there is one to go back to from the first step on."""
+        if self._guards and trainer.checkpoints is not None and not trainer.checkpoints.store.steps():
+            trainer.checkpoints.save(trainer)
+
+    def observe(self, record: dict[str, Any], step: int) -> None:
+        """Take the metrics of the log record of a step."""
         for guard in self._guards:
-            guard.observe(record)
+            guard.observe(record, step)
+
+    @property
+    def unseen(self) -> list[str]:
+        """Monitored metrics that no record has had so far."""
+        return [name for guard in self._guards for name in guard.unseen]
 
     def check(self, trainer: Trainer) -> Alert | None:
         """Go back if a guard says so; what it found.
@@ -188,14 +266,17 @@ class Guards:
             for name in (name for name in guard.unseen if name not in self._warned):
                 self._warned.add(name)
                 logger.warning("the guard has not seen metric '%s' yet: nothing logs it so far", name)
-            if (found := guard.fallen()) is not None:
+            if (found := guard.fall()) is not None:
                 return self._go_back(guard, trainer, *found)
         return None
 
-    def _go_back(self, guard: SafetyGuard, trainer: Trainer, metric: str, baseline: float, value: float) -> Alert:
+    def _go_back(
+        self, guard: SafetyGuard, trainer: Trainer, metric: str, baseline: float, value: float, good: int
+    ) -> Alert:
         assert trainer.checkpoints is not None
         step = trainer.steps
-        target = trainer.checkpoints.before(step - guard.rollback_steps)
+        # What a step logs is of the weights before its update: those are the last that are known to be good.
+        target = trainer.checkpoints.before(min(step - guard.rollback_steps, good - 1))
         alert = Alert(step, metric, baseline, value, target)
         if guard.on_alert is not None:
             guard.on_alert(alert)

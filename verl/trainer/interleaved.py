@@ -11,14 +11,16 @@ import time
 from collections.abc import Iterator
 from concurrent.futures import FIRST_COMPLETED, Future, wait
 from dataclasses import dataclass
-from typing import Any
+from typing import Annotated, Any
+
+from pydantic import Field
 
 from verl.batch import Batch
 from verl.checked import checked
 from verl.data.prefetch import Loader
 from verl.data.task_loader import TaskLoader
 from verl.errors import ConfigError, TrainingError
-from verl.record import Count
+from verl.record import Staleness
 from verl.trainer.check import check_corrected
 from verl.trainer.trainer import Trainer
 
@@ -49,7 +51,7 @@ class InterleavedTrainer(Trainer):
     """
 
     @checked
-    def __init__(self, *args: Any, max_staleness: Count = 2, **options: Any) -> None:
+    def __init__(self, *args: Any, max_staleness: Annotated[Staleness, Field(ge=1)] = 2, **options: Any) -> None:
         super().__init__(*args, **options)
         if len(self.tasks) < 2:
             raise ConfigError("interleaved training is of several tasks: for one, use AsyncTrainer")
@@ -68,6 +70,9 @@ class InterleavedTrainer(Trainer):
             return super().fit(prompts, steps, batch_size=batch_size)
         finally:
             self._land()
+
+    def _read_ahead(self, loader: Any) -> Any:
+        return loader  # what is drawn depends on which tasks are waited for
 
     def advance(self, prompts: Iterator[Any]) -> dict[str, Any]:
         """Begin what may be begun, wait for the samples of a task, train on all that have come.

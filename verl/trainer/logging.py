@@ -6,11 +6,12 @@ A record is a flat mapping of names such as "reward/mean" to numbers, booleans o
 from __future__ import annotations
 
 import importlib
+import io
 import json
 import logging
 import math
 import os
-import sys
+import socket
 import time
 from collections.abc import Callable, Iterable, Mapping
 from functools import partial
@@ -20,11 +21,11 @@ from typing import TYPE_CHECKING, Any, Protocol
 import numpy as np
 
 from verl.checked import checked
-from verl.controller.ranks import is_driver, torchrun_ranks, who
-from verl.durable import LineFile, append_lines
+from verl.durable import LineFile, RecordFile, append_lines
 from verl.errors import ConfigError, nearest
 from verl.record import Natural
 from verl.trainer.completions import SHOWN, CompletionFiles
+from verl.user_code import describe, show_once, traceback_of
 
 if TYPE_CHECKING:
     import pyarrow as pa
@@ -33,7 +34,6 @@ logger = logging.getLogger(__name__)
 
 Record = Mapping[str, Any]
 Hook = Callable[[int, dict[str, Any]], None]
-_LEVELS = ("DEBUG", "INFO", "WARNING", "ERROR", "CRITICAL")
 EXTRAS = ("wandb", "trackio", "mlflow")
 SINKS = ("console", "tensorboard", *EXTRAS)
 
@@ -87,9 +87,8 @@ class Logger:
             call()
         except Exception as error:  # of whatever library or user function the sink is made
             self.sinks.remove(sink)
-            logger.warning(
-                "log sink '%s' failed and is off from now on: %s: %s", sink.name, type(error).__name__, error
-            )
+            logger.warning("log sink '%s' failed and is off from now on: %s", sink.name, describe(error))
+            show_once(logger, f"log sink '{sink.name}'", traceback_of(error))
 
 
 class JsonlSink:
@@ -99,7 +98,7 @@ class JsonlSink:
     name = "metrics.jsonl"
 
     def __init__(self, path: str | Path) -> None:
-        self._lines = LineFile(Path(path))
+        self._lines: LineFile[str] = LineFile(Path(path))
         self._lines.path.parent.mkdir(parents=True, exist_ok=True)
         append_lines(self._lines.path, "")
 
@@ -109,21 +108,6 @@ class JsonlSink:
 
     def close(self) -> None:
         self._lines.append()
-
-
-class _LogFile(logging.Handler):
-    """Log messages to a file; while the disk is full they wait."""
-
-    def __init__(self, path: Path) -> None:
-        super().__init__()
-        self._lines = LineFile(path)
-        self._lines.append()
-
-    def emit(self, record: logging.LogRecord) -> None:
-        try:
-            self._lines.append(self.format(record) + "\n")
-        except Exception:  # a message that its arguments do not fit
-            self.handleError(record)
 
 
 class TensorBoardSink:
@@ -138,22 +122,28 @@ class TensorBoardSink:
 
     def __init__(self, directory: str | Path, resume_step: int | None = None) -> None:
         from tensorboard.compat.proto import event_pb2, summary_pb2
-        from tensorboard.summary.writer.event_file_writer import EventFileWriter
 
         self._event, self._session = event_pb2.Event, event_pb2.SessionLog
         self._summary = summary_pb2.Summary
+        Path(directory).mkdir(parents=True, exist_ok=True)
         _await_new_second(Path(directory))
-        self._writer = EventFileWriter(str(directory))
+        name = f"events.out.tfevents.{int(time.time()):010d}.{socket.gethostname()}.{os.getpid()}.0"
+        self._records = RecordFile(Path(directory) / name)
+        self._add(file_version="brain.Event:2")
         if resume_step is not None:
-            at = {"wall_time": time.time(), "step": resume_step + 1}
-            self._writer.add_event(self._event(file_version="brain.Event:2", **at))
-            start = self._session(status=self._session.START)
-            self._writer.add_event(self._event(session_log=start, **at))
+            self._add(file_version="brain.Event:2", step=resume_step + 1)
+            self._add(session_log=self._session(status=self._session.START), step=resume_step + 1)
 
     def write(self, step: int, record: Record) -> None:
         values = [self._summary.Value(tag=name, simple_value=value) for name, value in _numbers(record).items()]
-        self._writer.add_event(self._event(wall_time=time.time(), step=step, summary=self._summary(value=values)))
-        self._writer.flush()
+        self._add(step=step, summary=self._summary(value=values))
+
+    def _add(self, **event: Any) -> None:
+        from tensorboard.summary.writer.record_writer import RecordWriter
+
+        framed = io.BytesIO()
+        RecordWriter(framed).write(self._event(wall_time=time.time(), **event).SerializeToString())
+        self._records.append(framed.getvalue())
 
     def completions(self, step: int, table: pa.Table) -> None:
         """Histograms of rewards and lengths, and some samples as text."""
@@ -169,10 +159,10 @@ class TensorBoardSink:
         tensor = TensorProto(dtype="DT_STRING", string_val=texts, tensor_shape=shape)
         metadata = create_summary_metadata(display_name="completions", description="")
         values.append(self._summary.Value(tag="completions", metadata=metadata, tensor=tensor))
-        self._writer.add_event(self._event(wall_time=time.time(), step=step, summary=self._summary(value=values)))
+        self._add(step=step, summary=self._summary(value=values))
 
     def close(self) -> None:
-        self._writer.close()
+        self._records.append()
 
 
 def _histogram(values: Any) -> Any:
@@ -349,55 +339,13 @@ def check_loggers(sinks: Iterable[str]) -> None:
             _optional(name)
 
 
-def default_logger(log_dir: str | Path | bool | None, name: str) -> Logger:
-    """The logger of a trainer that was given none: console, and files in `log_dir` (None: `runs/<name>-<time>`;
-    False: no files)."""
+def run_directory(log_dir: str | Path | bool | None, name: str) -> Path | None:
+    """Where a trainer's files go: `log_dir`; None: `runs/<name>-<time>`; False: nowhere."""
     if log_dir is False:
-        return open_logger(None)
+        return None
     if log_dir is None or log_dir is True:
-        log_dir = Path("runs") / f"{name}-{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}"
-    return open_logger(log_dir, run_id=Path(log_dir).name)
-
-
-def setup_logging(log_file: str | Path | None = None) -> None:
-    """Send the package's log messages to standard error and, all of them, to a file. `LOG_LEVEL` sets what standard
-    error shows (INFO); the file gets that too, and at least INFO. Of several ranks, those after the first show errors
-    alone, and each says which it is.
-
-    Raises:
-        ConfigError: `LOG_LEVEL` is no level.
-    """
-    level = os.environ.get("LOG_LEVEL", "INFO").upper()
-    if level not in _LEVELS:
-        raise ConfigError(f"LOG_LEVEL is '{level}': {nearest(level, _LEVELS)}")
-    root = logging.getLogger("verl")
-    for handler in [h for h in root.handlers if getattr(h, "of_verl", False)]:
-        root.removeHandler(handler)
-        handler.close()
-    handlers: list[logging.Handler] = [logging.StreamHandler(sys.stderr)]
-    handlers[0].setLevel(level if is_driver() else "ERROR")
-    if log_file is not None:
-        Path(log_file).parent.mkdir(parents=True, exist_ok=True)
-        handlers.append(_LogFile(Path(log_file)))
-    rank = f"{who()} " if torchrun_ranks() > 1 else ""
-    for handler in handlers:
-        handler.of_verl = True  # type: ignore[attr-defined]
-        handler.setFormatter(logging.Formatter(f"%(asctime)s {rank}%(levelname)s %(name)s: %(message)s"))
-        root.addHandler(handler)
-    root.setLevel(min(logging.INFO, logging.getLevelName(level)))
-    root.propagate = False
-
-
-def follow_log_level() -> None:
-    """For a script: what `LOG_LEVEL` names is shown, on standard error, or by the script's own handlers if it has some.
-    Levels that are not ours are meant for others."""
-    level, root = os.environ.get("LOG_LEVEL", "").upper(), logging.getLogger("verl")
-    if level not in _LEVELS or any(getattr(handler, "of_verl", False) for handler in root.handlers):
-        return
-    if root.hasHandlers():
-        root.setLevel(level)
-    else:
-        setup_logging()
+        return Path("runs") / f"{name}-{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}"
+    return Path(log_dir)
 
 
 def _optional(module: str) -> Any:

@@ -37,7 +37,7 @@ def check_memory(config: Config, algorithms: Iterable[BaseAlgorithm], actor: Act
         ConfigError: with what is needed, what there is, and the setting to change.
     """
     policy = config.actor_rollout_ref
-    size = ModelSize.from_model(actor.model)
+    size = ModelSize.from_model(actor.modules)
     size = replace(size, fused=size.fused and policy.model.use_fused_kernels)
     if not device.is_here(actor.controller.device):
         logger.info("memory is not checked: this process sees no '%s'", actor.controller.device)
@@ -70,7 +70,7 @@ def _available(actor: Actor, size: ModelSize) -> int:
     where = actor.controller.device
     if where == "cpu":
         return device.free_memory("cpu") // local_ranks()
-    loaded = device.of(actor.model).startswith(where)
+    loaded = device.of(actor.modules).startswith(where)
     return device.free_memory(where) - (0 if loaded else size.weight_bytes)
 
 

@@ -100,9 +100,25 @@ class Mixture:
             self._share_out()
 
     def _share_out(self) -> None:
-        self.shares = self._base if self.scheduler is None else rescaled(self._base, self.scheduler.weights)
+        self.shares = self._base if self.scheduler is None else self._scheduled(self.scheduler)
         if self._loader is not None:
             self._loader.set_shares({name: self.shares[name] for name in self._loader.sources})
+
+    def _scheduled(self, scheduler: TaskScheduler) -> dict[str, float]:
+        """The shares of a scheduler's tasks together stay as they were, and none is below its floor."""
+        shares, weights = rescaled(self._base, scheduler.weights), scheduler.weights
+        floor, count = getattr(scheduler, "min_weight", 0.0), len(weights)
+        left = sum(shares[name] for name in weights)
+        if left < floor * count * (1 - 1e-9):
+            raise ConfigError(
+                f"the scheduler's {count} tasks have {left:.3g} of the shares together, less than min_weight={floor:g} "
+                "for each: lower it, or name the other tasks, too"
+            )
+        free = 1 - floor * count
+        if free > 1e-9:
+            above = (left - floor * count) / free
+            shares |= {name: floor + above * max(weight - floor, 0.0) for name, weight in weights.items()}
+        return shares
 
 
 def _by_task(tasks: Mapping[str, ActiveTask], record: Mapping[str, Any]) -> dict[str, dict[str, float]]:

@@ -26,10 +26,13 @@ def check_learned(trainer: Trainer, record: Mapping[str, Any]) -> None:
         raise TrainingError("the evaluation found nothing: no held-out sample has a reward (the warnings say why)")
     if not trainer.idle or trainer.updates:
         return
+    sources = [task.sources["reward"] for task in trainer.tasks.values() if "reward" in task.sources]
+    names = ", ".join(f"'{reward.source.name}'" for reward in sources)
     if math.isnan(record.get("reward", 0.0)):
-        sources = [task.sources["reward"] for task in trainer.tasks.values() if "reward" in task.sources]
-        names = ", ".join(f"'{reward.source.name}'" for reward in sources)
         cause = f"reward {names} gave no finite number for any sample of the last step"
+    elif record.get("grad_norm/actor") == 0 and "update/empty" not in record:
+        cause = "no token had a gradient other than 0"
+        cause += f": reward {names} gave the samples of a prompt one number" if names else ""
     elif trainer.skipped:
         cause = "the loss or its gradient was not finite: lower the learning rate, or train in float32"
     else:

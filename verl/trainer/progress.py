@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 import time
 from collections.abc import Mapping
 from typing import Any
@@ -101,7 +102,9 @@ def describe(record: Mapping[str, Any]) -> str:
     for label, name, form in COLUMNS:
         value = record.get(name)
         if isinstance(value, int | float) and math.isfinite(value):
-            parts.append(f"{label} {form.format(value)}")
+            text = form.format(value)
+            # What is too small for the form is no 0.
+            parts.append(f"{label} {text if not value or re.search('[1-9]', text) else f'{value:.2g}'}")
         elif value is not None:
             parts.append(f"{label} {value}")
     return "  ".join(parts)

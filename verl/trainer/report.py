@@ -33,13 +33,15 @@ from typing import Any, TypeGuard
 
 import pyarrow as pa
 import pyarrow.parquet as pq
+import yaml  # type: ignore[import-untyped]
 
 from verl.durable import parse_json, read_json, write_atomic
 from verl.errors import DataError
 
 ASSETS = Path(__file__).parent / "assets"
-#: Bounds that keep the page quick: points of a curve, evaluations and samples to compare, characters of a text.
-MAX_POINTS, MAX_EVALS, MAX_SAMPLES, MAX_TEXT = 2000, 8, 300, 4000
+#: Bounds that keep the page quick: points of a curve, evaluations to compare, training steps, samples of each of these
+#: and of all training steps together, characters of a text. What they leave out is said on the page.
+MAX_POINTS, MAX_EVALS, MAX_STEPS, MAX_SAMPLES, MAX_TRAINING, MAX_TEXT = 2000, 8, 400, 300, 6000, 4000
 #: After so many seconds the page of a live run is written anew, and reloads itself.
 REFRESH_SECONDS = 30
 #: Metrics that people look at first.
@@ -58,7 +60,9 @@ FIRST = (
 #: Headline metrics that are shares, shown in per cent.
 SHARES = ("accuracy", "pairs/accuracy")
 _SAMPLE_COLUMNS = ("id", "prompt", "response", "reward")
-_TRAINING_COLUMNS = ("prompt", "response", "finish", "ground_truth", "reward", "advantage", "length")
+_TRAINING_COLUMNS = ("question", "prompt", "response", "finish", "ground_truth", "reward", "advantage", "length")
+#: Files of samples by kind: of evaluations, and of training steps.
+_MOST = {"step": MAX_EVALS, "train": MAX_STEPS}
 _LOG_TAIL = 4000
 _NO_CURVES = frozenset({"step", "time", "problems", "low", "high"})
 
@@ -100,7 +104,7 @@ def render(run: Path, live: bool = False) -> str:
         "style": (ASSETS / "report.css").read_text(encoding="utf-8"),
         "script": script,
         "data": json.dumps(data, ensure_ascii=True, allow_nan=False).replace("<", "\\u003c"),
-        "chips": "".join(f"<span class=chip>{html.escape(text)}</span>" for text in _chips(summary, config)),
+        "chips": "".join(f"<span class=chip>{html.escape(text)}</span>" for text in _chips(summary, metrics, config)),
         "hero": _hero(summary, evals),
         "tiles": "".join(_tile(*tile) for tile in _tiles(summary, metrics)),
         "files": _files(run),
@@ -183,23 +187,26 @@ def _thinned(points: list[list[float]]) -> list[list[float]]:
 
 
 def _samples(directory: Path) -> list[dict[str, Any]]:
-    """Samples of some evaluations, first and last among them: `{"step", "rows": [[id, prompt, response, reward]]}`."""
-    found = []
-    for step, table in _tables(directory, "step"):
+    """Samples of some evaluations, first and last among them: `{"step", "of", "files", "rows": [[id, prompt,
+    response, reward]]}`; `of` is how many there are of the step, `files` how many steps."""
+    found, files = [], len(_files_of(directory, "step"))
+    for step, table, count in _tables(directory, "step", MAX_SAMPLES):
         columns = [_column(table, name) for name in _SAMPLE_COLUMNS]
         rows = [
             [str(number if id_ is None else id_), _cut(prompt), _cut(response), reward if is_number(reward) else None]
             for number, (id_, prompt, response, reward) in enumerate(zip(*columns, strict=True))
         ]
         if rows:
-            found.append({"step": step, "rows": rows})
+            found.append({"step": step, "of": count, "files": files, "rows": rows})
     return found
 
 
 def _training(directory: Path) -> list[dict[str, Any]]:
-    """Samples of some training steps, first and last among them: `{"step", "rows": [{column: value}]}`."""
-    found = []
-    for step, table in _tables(directory, "train"):
+    """Samples of the training steps: `{"step", "of", "files", "rows": [{column: value}]}`, as of evaluations. The
+    more steps, the fewer of each."""
+    found, files = [], len(_files_of(directory, "train"))
+    limit = min(MAX_SAMPLES, MAX_TRAINING // min(max(files, 1), MAX_STEPS))
+    for step, table, count in _tables(directory, "train", limit):
         names = [*_TRAINING_COLUMNS, *(name for name in table.column_names if name.startswith("reward/"))]
         if len(set(_column(table, "task"))) > 1:
             names.append("task")
@@ -208,26 +215,33 @@ def _training(directory: Path) -> list[dict[str, Any]]:
             for row in zip(*(_column(table, name) for name in names), strict=True)
         ]
         if rows:
-            found.append({"step": step, "rows": rows})
+            found.append({"step": step, "of": count, "files": files, "rows": rows})
     return found
 
 
-def _tables(directory: Path, kind: str) -> Iterator[tuple[int, pa.Table]]:
-    """At most `MAX_EVALS` of the files `kind-STEP.parquet`, evenly chosen, each with at most `MAX_SAMPLES` rows."""
+def _files_of(directory: Path, kind: str) -> dict[int, Path]:
+    """The files `kind-STEP.parquet` by step."""
     files = {
         int(match[1]): file
         for file in directory.glob(f"{kind}-*.parquet")
         if (match := re.fullmatch(rf"{kind}-(\d+)", file.stem))
     }
-    steps = sorted(files)
-    if len(steps) > MAX_EVALS:
-        steps = sorted({steps[round(i * (len(steps) - 1) / (MAX_EVALS - 1))] for i in range(MAX_EVALS)})
+    return dict(sorted(files.items()))
+
+
+def _tables(directory: Path, kind: str, limit: int) -> Iterator[tuple[int, pa.Table, int]]:
+    """Step, first `limit` rows, and number of rows of the files of a kind; of too many, as many as may be, evenly
+    chosen."""
+    files, most = _files_of(directory, kind), _MOST[kind]
+    steps = [*files]
+    if len(steps) > most:
+        steps = sorted({steps[round(i * (len(steps) - 1) / (most - 1))] for i in range(most)})
     for step in steps:
         try:
             table = pq.read_table(files[step])
         except (OSError, pa.ArrowException):
             continue
-        yield step, table.slice(0, MAX_SAMPLES)
+        yield step, table.slice(0, limit), table.num_rows
 
 
 def _column(table: pa.Table, name: str) -> list[Any]:
@@ -247,13 +261,44 @@ def _cut(text: object) -> str:
     return text if len(text) <= MAX_TEXT else text[:MAX_TEXT] + f" ... ({len(text) - MAX_TEXT} more characters)"
 
 
-def _chips(summary: dict[str, Any], config: str) -> Iterator[str]:
+def _chips(summary: dict[str, Any], metrics: list[dict[str, Any]], config: str) -> Iterator[str]:
     yield str(summary.get("state", "not finished"))
     if summary.get("control"):
         yield f"control: {summary['control']}"
-    for pattern in (r"^algorithm:\n  name: (.+)$", r"^  model:\n    path: (.+)$", r"^  seed: (\d+)$"):
-        if match := re.search(pattern, config, re.MULTILINE):
-            yield f"seed {match[1]}" if "seed" in pattern else match[1].rsplit("/", 1)[-1]
+    if metrics and (unseen := metrics[-1].get("guard/unseen")):
+        yield f"the guard's metrics that never came: {unseen}"
+    try:
+        settings = yaml.safe_load(config)
+    except (yaml.YAMLError, ValueError):
+        return
+    tasks = _at(settings, "tasks")
+    kinds = [str(_at(task, "type")) for task in tasks] if isinstance(tasks, list) else []
+    yield from dict.fromkeys(kinds or filter(None, [_at(settings, "algorithm", "name")]))
+    if isinstance(model := _at(settings, "actor_rollout_ref", "model", "path"), str):
+        yield model.rstrip("/").rsplit("/", 1)[-1]
+    if (seed := _at(settings, "trainer", "seed")) is not None:
+        yield f"seed {seed}"
+
+
+def _at(settings: Any, *path: str) -> Any:
+    """A setting by its path; None where there is none."""
+    for name in path:
+        settings = settings.get(name) if isinstance(settings, dict) else None
+    return settings
+
+
+def gain_text(name: str, gain: float, low: object, high: object) -> tuple[str, str]:
+    """A gain in a headline metric and its interval, in as many decimals as give half of the interval two figures."""
+    factor, unit, least = (100, " points", 1) if name in SHARES else (1, "", 3)
+    if not is_number(low) or not is_number(high):
+        return f"{gain * factor:+.{least}f}{unit}", ""
+    form = f"+.{decimals((high - low) / 2 * factor, least)}f"
+    return f"{gain * factor:{form}}{unit}", f"95 % interval {low * factor:{form}} to {high * factor:{form}}"
+
+
+def decimals(half: float, least: int) -> int:
+    """Decimals in which an uncertainty of `half` has two figures, from `least` to 6."""
+    return min(6, max(least, 1 - math.floor(math.log10(half)))) if half > 0 and math.isfinite(half) else least
 
 
 def _hero(summary: dict[str, Any], evals: list[dict[str, Any]]) -> str:
@@ -268,26 +313,26 @@ def _hero(summary: dict[str, Any], evals: list[dict[str, Any]]) -> str:
             if is_number(value):
                 return f"<div class=big><span>{_headline(name, value)}</span></div><p>{label} {when} training</p>"
         return "<p class=none>No evaluation yet.</p>"
-    count = summary.get("eval_problems")
+    count, unscored = summary.get("eval_problems"), summary.get("eval_unscored")
     problems = f"{count:,} held-out problems" if is_number(count) else "held-out problems"
+    if is_number(unscored) and unscored:
+        problems += f" ({unscored:,} more have no such score)"
+    gain = summary.get("gain")
     return (
         f"<div class=big><span class=before>{_headline(name, before)}</span><span class=arrow>→</span>"
         f"<span class=after>{_headline(name, after)}</span></div><p>{label} on {problems}, before and after</p>"
-        + _gain(name, after - before, summary.get("gain_low"), summary.get("gain_high"))
+        + _gain(name, gain if is_number(gain) else after - before, summary.get("gain_low"), summary.get("gain_high"))
     )
 
 
 def _gain(name: str, gain: float, low: object, high: object) -> str:
-    factor, unit, form = (100, " points", "+.1f") if name in SHARES else (1, "", "+.3f")
-    interval = ""
-    if is_number(low) and is_number(high):
-        interval = f"<small>95 % interval {low * factor:{form}} to {high * factor:{form}}</small>"
+    text, interval = gain_text(name, gain, low, high)
     better = gain < 0 if name == "loss" else gain > 0
-    return f"<p class='gain {'up' if better else 'down'}'>{gain * factor:{form}}{unit} {interval}</p>"
+    return f"<p class='gain {'up' if better else 'down'}'>{text} <small>{interval}</small></p>"
 
 
 def _headline(name: str, value: float) -> str:
-    return f"{value * 100:.1f} %" if name in SHARES else f"{value:.3f}"
+    return f"{value * 100:.1f} %" if name in SHARES else f"{value:.{decimals(abs(value), 3)}f}"
 
 
 def _tiles(summary: dict[str, Any], metrics: list[dict[str, Any]]) -> Iterator[tuple[str, str]]:
@@ -304,7 +349,7 @@ def _tiles(summary: dict[str, Any], metrics: list[dict[str, Any]]) -> Iterator[t
         yield f"{metrics[-1]['step']:,}", "steps"
     rewards = [row["reward/mean"] for row in metrics if is_number(row.get("reward/mean"))]
     if rewards:
-        yield f"{rewards[-1]:.3f}", "mean reward, last step"
+        yield f"{rewards[-1]:.{decimals(abs(rewards[-1]), 3)}f}", "mean reward, last step"
     if is_number(value := summary.get("seconds")):
         yield _duration(value), "duration"
 

@@ -22,14 +22,16 @@ from verl.controller.controller import Controller
 from verl.data.prefetch import Loader
 from verl.data.prompts import PromptDataset
 from verl.errors import ConfigError, DataError, ModelError, VerlError
+from verl.log import setup_logging
+from verl.rewards.loading import user_files
 from verl.trainer import build
 from verl.trainer.check import Checked, check_settings
 from verl.trainer.engine import settle_engine, with_engine
 from verl.trainer.evaluation import Evaluation, HeldOut, accuracy, save_completions
-from verl.trainer.logging import Logger, open_logger, setup_logging
+from verl.trainer.logging import Logger, open_logger
 from verl.trainer.memory import check_memory
 from verl.trainer.precision import with_dtypes
-from verl.trainer.report import REFRESH_SECONDS, SHARES, read_rows, write_report
+from verl.trainer.report import REFRESH_SECONDS, SHARES, gain_text, read_rows, write_report
 from verl.trainer.rng import seed_everything
 from verl.trainer.run_data import build_data
 from verl.trainer.run_dir import Run, open_run
@@ -40,11 +42,12 @@ logger = logging.getLogger(__name__)
 _COMPLETION_COLUMNS = ("id", "prompt", "response", "reward", "finish")
 
 
-def train(config: Config, *, fresh: bool = False) -> dict[str, Any]:
+def train(config: Config, *, fresh: bool = False, accept_edits: bool = False) -> dict[str, Any]:
     """Run to the end, or on to the end if it was interrupted; prints a table and returns the summary.
 
     Args:
         fresh: start anew even if the run is unfinished.
+        accept_edits: go on even if files of the user's code were edited since the run began.
 
     Raises:
         VerlError: what stops a run, by the boundary where it arose.
@@ -74,6 +77,7 @@ def train(config: Config, *, fresh: bool = False) -> dict[str, Any]:
         logger.info("run directory %s (%s, attempt %d)", run.path, run.status, run.attempt)
         trainer: Trainer | None = None
         try:
+            run.note_code(user_files(), accept_edits=accept_edits)
             trainer, prompts = _open_trainer(config, checked, run, controller)
             trainer.on_log_hook(_LiveReport(run))
             trainer.fit(prompts, settings.total_steps - trainer.steps)
@@ -141,7 +145,7 @@ def _open_trainer(config: Config, checked: Checked, run: Run, controller: Contro
         sources = {role for task in trainer.tasks.values() for role in task.sources}
         roles = [*build.placed_roles(config, algorithms.values()), *sorted(sources & controller.mesh.pools.keys())]
         logger.info("%d ranks:\n%s", len(controller.mesh.devices), controller.mesh.picture(roles))
-    step = trainer.resume()
+    step = trainer.resume(data.train)
     if trainer.position is not None:
         data.train.load_state_dict(trainer.position)  # which refuses other prompts
     run.rewind(-1 if step is None else step)  # once nothing is refused any more
@@ -263,16 +267,16 @@ def _print_table(summary: Mapping[str, Any], run: Path, page: Path | None) -> No
     if "headline" in summary:
         name = summary["headline"]
         form = "{:.1%}" if name in SHARES else "{:.4f}"
-        unit, points = (100, " points") if name in SHARES else (1, "")
         for when in ("before", "after"):
             value = summary[f"{name}_{when}"]
             table.add_row(f"{name} {when}", "-" if value is None else form.format(value))
         if summary.get("gain") is not None:
-            gain, low, high = (unit * summary[key] for key in ("gain", "gain_low", "gain_high"))
-            table.add_row("gain", f"{gain:+.1f}{points}  (95 % interval {low:+.1f} to {high:+.1f})")
+            gain, interval = gain_text(name, *(summary[key] for key in ("gain", "gain_low", "gain_high")))
+            table.add_row("gain", f"{gain}  ({interval})")
         elif "gain" in summary:
             table.add_row("gain", "-")
-        table.add_row("held-out problems", str(summary["eval_problems"]))
+        unscored = f" ({summary['eval_unscored']} more have no such score)" if summary.get("eval_unscored") else ""
+        table.add_row("held-out problems", f"{summary['eval_problems']}{unscored}")
     if "rollout_tokens_per_second" in summary:
         table.add_row("generated", f"{summary['rollout_tokens_per_second']:,.0f} tokens/s")
     table.add_row("trained", f"{summary['train_tokens_per_second']:,.0f} tokens/s")
@@ -280,9 +284,9 @@ def _print_table(summary: Mapping[str, Any], run: Path, page: Path | None) -> No
     table.add_row("time", f"{summary['seconds'] / 60:.1f} minutes")
     if summary["control"]:
         table.add_row("control", str(summary["control"]))
-    if page is not None:
-        table.add_row("report", str(page))
     console = Console(soft_wrap=True)
     console.print(table)
-    # Outside of the table, which would break it: it is there to be copied.
+    # Paths are outside of the table, which would cut them: they are there to be copied.
+    if page is not None:
+        console.print(f"report: {page}", markup=False, highlight=False)
     console.print(f"the trained model: verl export {shlex.quote(str(run))} OUT", markup=False, highlight=False)

@@ -247,7 +247,7 @@ def _tokenized(config: Config, data: Data, actor: Actor, split: str, notes: list
 
 def _positions(actor: Actor) -> int:
     """The longest sequence the model takes; without bound where it states none."""
-    return getattr(actor.model.config.get_text_config(), "max_position_embeddings", None) or 2**31
+    return getattr(actor.modules.config.get_text_config(), "max_position_embeddings", None) or 2**31
 
 
 def _prompt_limit(config: Config, actor: Actor) -> int:

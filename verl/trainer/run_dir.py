@@ -4,6 +4,7 @@
         latest -> grpo-tiny-1a2b3c4d
         grpo-tiny-1a2b3c4d/
             config.yaml, metrics.jsonl, eval.jsonl, summary.json
+            code.json             digests of the user's files, and what was edited between attempts
             logs/001.log          one for each attempt; logs/001.rank1.log of another rank
             completions/          step-N.parquet of an evaluation, train-N.parquet of what step N learned from
             checkpoints/, tensorboard/
@@ -18,18 +19,15 @@ import json
 import logging
 import os
 import re
-import sys
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, TextIO
+from typing import Any, Literal
 
-from verl.durable import Process, clear_staging, link_atomic, parse_json, read_json, remove, write_atomic
+from verl.durable import clear_staging, link_atomic, parse_json, read_json, remove, write_atomic
 from verl.errors import CheckpointError, ConfigError
-
-if sys.platform != "win32":
-    import fcntl
+from verl.trainer.run_lock import RunLock
 
 logger = logging.getLogger(__name__)
 
@@ -38,11 +36,20 @@ _COMPLETIONS = re.compile(r"(?:step|train)-(\d+)\.parquet")
 
 
 @dataclass(frozen=True)
+class _Code:
+    """`code.json`: digests of the user's files by path, and each edit that was accepted."""
+
+    files: dict[str, str]
+    edits: list[dict[str, int | str]]
+
+
+@dataclass(frozen=True)
 class Run:
     """An open run, locked for this process until `close`.
 
     status: "new", "resumed" (an unfinished one was there), "anew" (a finished one was there, or `fresh` set one aside).
     attempt: 1 for the first process that worked on it.
+    lock: keeps other processes away.
     aside: where the run went that made room for this one; None: none did.
     latest: what the link `latest` pointed to before.
     """
@@ -50,6 +57,7 @@ class Run:
     path: Path
     status: Status
     attempt: int
+    lock: RunLock
     aside: Path | None = None
     latest: str | None = None
 
@@ -111,6 +119,34 @@ class Run:
         except OSError as error:
             logger.warning("%s was not written: %s", file, error)
 
+    def note_code(self, files: Mapping[str, str], *, accept_edits: bool = False) -> None:
+        """Keep the digests of the user's files in `code.json`, and what was edited since the run began.
+
+        Args:
+            files: path -> SHA-256, see `verl.rewards.loading.user_files`.
+            accept_edits: go on with files that have changed.
+
+        Raises:
+            ConfigError: one has changed, or `code.json` is damaged.
+        """
+        file, kept = self.path / "code.json", _Code({}, [])
+        try:
+            if self.status == "resumed" and file.exists():
+                kept = read_json(file, _Code)
+        except (OSError, ValueError) as error:
+            raise ConfigError(f"{file} is damaged ({error}): remove it to go on, or start anew (--fresh)") from error
+        edited = [path for path, digest in files.items() if kept.files.get(path, digest) != digest]
+        if edited and not accept_edits:
+            raise ConfigError(
+                f"{', '.join(edited)} has changed since this run began, and steps before and after would be of other "
+                "code: put it back, start anew (--fresh), or go on with it (--accept-edits), which is recorded"
+            )
+        for path in edited:
+            logger.warning("%s has changed since the run began; this is recorded in %s", path, file)
+            kept.edits.append({"attempt": self.attempt, "file": path, "before": kept.files[path], "after": files[path]})
+        with self._written():
+            write_atomic(file, json.dumps({"files": kept.files | dict(files), "edits": kept.edits}, indent=1) + "\n")
+
     def finish(self, summary: Mapping[str, Any], *, steps: int) -> None:
         """Write `summary.json` and mark the run as finished after `steps` steps.
 
@@ -150,9 +186,7 @@ class Run:
 
     def close(self) -> None:
         """Release the lock."""
-        with _lock_file(self.path) as file:
-            if _holder(file) == Process.current():
-                file.truncate(0)
+        self.lock.close()
 
     def __enter__(self) -> Run:
         return self
@@ -180,9 +214,10 @@ def open_run(
         ConfigError: another process works on the run, or the directory cannot be made.
     """
     path = Path(output_dir).absolute() / run_id
+    lock = None
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        _lock(path)
+        lock = RunLock(path)
         status: Status = "new"
         aside, link = None, path.parent / "latest"
         latest = os.readlink(link) if link.is_symlink() else None
@@ -193,15 +228,18 @@ def open_run(
             os.rename(path, aside)
         for folder in ("checkpoints", "completions", "logs"):
             (path / folder).mkdir(parents=True, exist_ok=True)
-        for place in (path.parent, path, path / "completions"):
-            clear_staging(place)
+        clear_staging(path.parent)
+        for place in (path, path / "completions", path / "checkpoints"):
+            clear_staging(place, alone=True)
         attempts = [int(file.stem) for file in (path / "logs").glob("*.log") if file.stem.isdigit()]
-        run = Run(path, status, max(attempts, default=0) + 1, aside, latest)
+        run = Run(path, status, max(attempts, default=0) + 1, lock, aside, latest)
         run.log.touch()
         if config:
             write_atomic(path / "config.yaml", config)
         link_atomic(link, path.name)
     except OSError as error:
+        if lock is not None:
+            lock.close()
         raise ConfigError(
             f"the run directory {path} cannot be used: {error.strerror or error}; set trainer.output_dir elsewhere"
         ) from error
@@ -241,35 +279,3 @@ def _aside(path: Path) -> Path:
     while (aside := path.with_name(f"{path.name}.{number}")).exists():
         number += 1
     return aside
-
-
-# The lock names its holder rather than being held by the system: a child process that outlives a killed trainer
-# would go on holding an inherited `flock`. The flock guards just the moment of looking and taking.
-
-
-def _lock(path: Path) -> None:
-    with _lock_file(path) as file:
-        holder = _holder(file)
-        if holder and holder != Process.current() and not holder.ended:
-            raise ConfigError(
-                f"process {holder.pid} on {holder.host} works on the run {path}: wait for it or stop it, or "
-                f"choose another trainer.run_name (if that process is gone for sure, delete {file.name})"
-            )
-        file.truncate(0)
-        file.write(json.dumps(asdict(Process.current())))
-
-
-@contextmanager
-def _lock_file(path: Path) -> Iterator[TextIO]:
-    with path.with_name(f".{path.name}.lock").open("a+", encoding="utf-8") as file:
-        if sys.platform != "win32":
-            fcntl.flock(file, fcntl.LOCK_EX)
-        yield file
-
-
-def _holder(file: TextIO) -> Process | None:
-    file.seek(0)
-    try:
-        return parse_json(file.read().encode(), Process)  # type: ignore[no-any-return]
-    except ValueError:
-        return None

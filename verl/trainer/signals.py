@@ -11,6 +11,7 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
+from verl import cluster
 from verl.controller import ranks
 
 logger = logging.getLogger(__name__)
@@ -62,6 +63,7 @@ class StopSignal:
     def _handle(self, number: int, frame: FrameType | None) -> None:
         if self.received is not None:
             kill_children()
+            cluster.remove_sessions()
             os._exit(128 + number)
         self.received = signal.Signals(number)
         # The log's lock may be held by the very code that the signal interrupts; `write` takes none.

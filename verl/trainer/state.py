@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import json
 import math
+from collections import Counter
 from collections.abc import Callable, Mapping
 from functools import partial
 from itertools import chain
@@ -34,6 +35,7 @@ from verl.models.source import ModelFiles
 from verl.roles.actor import Actor
 from verl.roles.critic import Critic
 from verl.roles.lora_base import check_base
+from verl.shard import names_digest
 from verl.tensor_files import is_finite
 from verl.trainer.checkpoint import (
     Checkpoint,
@@ -48,6 +50,7 @@ from verl.trainer.saving import SaveResult
 from verl.training.optimizer import check_masters, check_optimizer, optimizer_name
 
 if TYPE_CHECKING:
+    from verl.data.prefetch import Loader
     from verl.trainer.trainer import Trainer
 
 
@@ -91,6 +94,8 @@ class RoleState(BaseModel):
     updates: Count = 0
     policy_id: str = ""
     base: SavedBase | None = None
+    #: `names_digest` of the optimizer's tensors.
+    tensors: str | None = None
 
 
 class HeldOutRows(BaseModel):
@@ -197,6 +202,7 @@ class _Probe(BaseModel):
 _PROBE_TOKENS = [1, 5, 3, 8, 2, 13, 7, 21]
 _REQUIRED = ("trainer.json", "buffer.parquet", "random", "actor/config.json", "actor/probe.json")
 _LIKE_THE_WEIGHT = ("master", "exp_avg", "exp_avg_sq")
+_MOMENTS = ("step", "exp_avg", "exp_avg_sq")
 
 
 def save(trainer: Trainer, path: Path) -> SaveResult:
@@ -238,14 +244,14 @@ def contents(trainer: Trainer, *, background: bool = False) -> tuple[dict[str, A
     writers = [RoleWriter(role, handle, background) for role, handle in trainer.roles.items()]
     random_tensors, random_meta = rng_state()
     files = {
-        "actor/config.json": trainer.actor.model.config.to_dict(),
-        "actor/probe.json": _probe(trainer.actor.group.call, trainer.actor.model, trainer.actor.head),
+        "actor/config.json": trainer.actor.modules.config.to_dict(),
+        "actor/probe.json": _probe(trainer.actor.group.call, trainer.actor.modules, trainer.actor.head),
         "buffer.parquet": trainer.buffer.state(),
         "random": random_tensors,
         "trainer.json": lambda: _state(trainer, {writer.role: writer.meta for writer in writers}, random_meta),
         **trainer.extra_files(),
     }
-    if any((layers := layer_changes(trainer.actor.model)).values()):
+    if any((layers := layer_changes(trainer.actor.modules)).values()):
         files["actor/layers.json"] = layers
     return files, identity(trainer), writers
 
@@ -309,13 +315,16 @@ def _state(trainer: Trainer, roles: Mapping[str, Any], random: RandomState) -> d
     return state
 
 
-def check(trainer: Trainer, checkpoint: Checkpoint) -> TrainerState:
+def check(trainer: Trainer, checkpoint: Checkpoint, data: Loader | None = None) -> TrainerState:
     """Look through all that `restore` takes from a checkpoint; nothing is replaced.
+
+    Args:
+        data: what goes on at the saved position.
 
     Raises:
         DamagedCheckpointError: a file does not pass its schema, or disagrees with another.
         CheckpointError: an optimizer, a reward or the dtype of the weights is another.
-        DataError: the held-out data are others.
+        DataError: the held-out data, or `data`, are others.
     """
     roles = trainer.roles
     needed = [*_REQUIRED, *(f"{role}/{part}" for role in roles for part in ("weights", "optimizer"))]
@@ -329,13 +338,7 @@ def check(trainer: Trainer, checkpoint: Checkpoint) -> TrainerState:
     _read_probe(checkpoint)
     checkpoint.json("actor/config.json", dict[str, Any])
     checkpoint.batch("buffer.parquet")
-    before = rng_state()
-    try:
-        set_rng_state(checkpoint.tensors("random"), state.random)
-    except CheckpointError as error:
-        raise checkpoint.damaged(f"random: {error}") from None
-    finally:
-        set_rng_state(*before)
+    _check_random(checkpoint, state)
     if state.tasks.keys() != trainer.tasks.keys():
         raise CheckpointError(
             f"{checkpoint.path} is of the tasks {', '.join(state.tasks)}, and these are {', '.join(trainer.tasks)}"
@@ -345,6 +348,8 @@ def check(trainer: Trainer, checkpoint: Checkpoint) -> TrainerState:
         _try_state(checkpoint, "algorithm", task.algorithm, saved.algorithm)
         for role, source in task.sources.items():
             _try_state(checkpoint, role, source, saved.sources.get(role, {}))
+    if data is not None and state.position is not None:
+        _try_state(checkpoint, "the data", data, state.position)
     _try_state(checkpoint, "the task scheduler", trainer.mixture, state.mixture)
     if len(state.guards) == len(trainer.guards.state_dict()):
         _try_state(checkpoint, "the guards", trainer.guards, state.guards)
@@ -391,19 +396,62 @@ def _check_role(checkpoint: Checkpoint, role: str, handle: Actor | Critic, state
     options = handle.train_options
     check_optimizer(optimizer_name(options.optimizer), state.model_dump(exclude_unset=True))
     own = handle.outline
-    found = set()
-    for shard in checkpoint.shards(f"{role}/optimizer"):
-        found.add(shard.name)
-        name, _, key = shard.name.rpartition(".")
-        fits = name in own and (key not in _LIKE_THE_WEIGHT or shard.global_shape == tuple(own[name].shape))
-        if not fits or not is_finite(shard.tensor) or not shard.tensor.is_floating_point():
-            raise checkpoint.damaged(f"{role}/optimizer: '{shard.name}' is not finite, or not of this model")
+    found = _check_moments(checkpoint, role, own, state, is_adamw=options.optimizer is None)
     if options.optimizer is None:  # which weights a caller's own trains, it alone knows
         check_masters({name: weight for name, weight in own.items() if weight.requires_grad}, found)
     if state.base is not None:
         check_base(state.base.model_dump(), handle.base)
         own = {name: weight for name, weight in own.items() if weight.requires_grad}
     _check_weights(checkpoint, role, own)
+
+
+def _check_random(checkpoint: Checkpoint, state: TrainerState) -> None:
+    before = rng_state()
+    try:
+        set_rng_state(checkpoint.tensors("random"), state.random)
+    except CheckpointError as error:
+        raise checkpoint.damaged(f"random: {error}") from None
+    finally:
+        set_rng_state(*before)
+
+
+def _check_moments(
+    checkpoint: Checkpoint, role: str, weights: Mapping[str, torch.Tensor], state: RoleState, *, is_adamw: bool
+) -> set[str]:
+    """Look through an optimizer's tensors: whole, of this model, finite, and all that there were; returns their names.
+
+    Args:
+        is_adamw: it is ours, of whose tensors more is known.
+    """
+    lacking: dict[str, int] = {}
+    for shard in checkpoint.shards(f"{role}/optimizer"):
+        name, _, key = shard.name.rpartition(".")
+        shape = tuple(weights[name].shape) if name in weights else None
+        fits = shape is not None and (key not in _LIKE_THE_WEIGHT or shard.global_shape == shape)
+        if fits and is_adamw:
+            fits = key in (*_LIKE_THE_WEIGHT, "step") and _is_possible(key, shard.tensor, state.completed_steps)
+        if not fits or not is_finite(shard.tensor) or not shard.tensor.is_floating_point():
+            raise checkpoint.damaged(f"{role}/optimizer: '{shard.name}' is not finite, or not of this model")
+        lacking.setdefault(shard.name, math.prod(shard.global_shape))
+        lacking[shard.name] -= shard.tensor.numel()
+    if cut := [name for name, count in lacking.items() if count]:
+        raise checkpoint.damaged(f"{role}/optimizer: '{cut[0]}' is incomplete")
+    if is_adamw:
+        moments = Counter(name for name, _, key in (n.rpartition(".") for n in lacking) if key in _MOMENTS)
+        if odd := [name for name, count in moments.items() if count < len(_MOMENTS)]:
+            raise checkpoint.damaged(f"{role}/optimizer: of {', '.join(_MOMENTS)} of '{odd[0]}' not all are there")
+        if state.completed_steps and not moments:
+            raise checkpoint.damaged(f"{role}/optimizer: after {state.completed_steps} steps no weight has moments")
+    if state.tensors not in (None, names_digest(lacking)):
+        raise checkpoint.damaged(f"{role}/optimizer: its {len(lacking)} tensors are not those that were saved")
+    return {*lacking}
+
+
+def _is_possible(key: str, tensor: torch.Tensor, steps: int) -> bool:
+    """Whether AdamW can have come to such a state in so many steps."""
+    if key == "step":
+        return tensor.numel() == 1 and float(tensor) in range(steps + 1)
+    return key != "exp_avg_sq" or not tensor.numel() or bool(tensor.min() >= 0)
 
 
 def _check_weights(checkpoint: Checkpoint, role: str, weights: Mapping[str, torch.Tensor]) -> None:
@@ -427,9 +475,13 @@ def _try_state(checkpoint: Checkpoint, name: str, holder: Any, state: Any) -> No
     before = holder.state_dict()
     try:
         holder.load_state_dict(state)
+    except DamagedCheckpointError as error:
+        raise checkpoint.damaged(f"trainer.json: the state of {name}: {error}") from None
     except CheckpointError:
         raise
-    except Exception as error:  # of whatever algorithm or reward the user has
+    except Exception as error:  # of whatever algorithm, reward or data the user has
+        if name == "the data" and isinstance(error, DataError):
+            raise
         raise checkpoint.damaged(f"trainer.json: the state of {name}: {type(error).__name__}: {error}") from None
     finally:
         holder.load_state_dict(before)
@@ -445,7 +497,12 @@ def verify(path: str | Path) -> VerifyReport:
     if "actor/probe.json" not in checkpoint:
         return report
     try:
-        _read_state(checkpoint)
+        state = _read_state(checkpoint)
+        _check_random(checkpoint, state)
+        for role, saved in state.roles.items():
+            shapes = {s.name: torch.empty(s.global_shape, device="meta") for s in checkpoint.shards(f"{role}/weights")}
+            is_ours = saved.optimizer == "AdamW" and not saved.groups
+            _check_moments(checkpoint, role, shapes, saved, is_adamw=is_ours)
         _, fault = rebuild(checkpoint)
     except DamagedCheckpointError as error:
         fault = str(error)
@@ -555,5 +612,5 @@ def _probe(call: Callable[[str, Batch], Batch], model: Any, head: str) -> dict[s
 
 
 def _architecture(handle: Actor | Critic) -> str:
-    kind = getattr(handle.model, "backbone", handle.model)
-    return type(kind).__name__
+    model: Any = handle.modules if isinstance(handle, Actor) else handle.model
+    return type(getattr(model, "backbone", model)).__name__

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from verl.algorithms import BaseAlgorithm, make_algorithm
 from verl.config import TaskConfig, load_tasks
 from verl.errors import ConfigError
+from verl.rollout.base import as_sampling
 from verl.rollout.episode import Episode
 from verl.trainer.task import Task, check_sources
 
@@ -46,16 +47,13 @@ def algorithm_of(config: TaskConfig) -> BaseAlgorithm:
     return algorithm
 
 
-def functions_in(source: Any) -> Iterator[str]:
-    """Every FILE.py:FUNCTION in a task's `reward_model`."""
-    if isinstance(source, str):
-        yield from [source] if ".py:" in source else []
-    elif isinstance(source, Mapping):
-        for part in [source["source"]] if "source" in source else source.values():
-            yield from functions_in(part)
-    elif isinstance(source, Sequence):
-        for part in source:
-            yield from functions_in(part)
+def check_sampling(config: TaskConfig) -> None:
+    """Raises ConfigError where a task's responses cannot be sampled as its settings say."""
+    try:
+        as_sampling(config.sampling)
+        _episode(config)
+    except ConfigError as error:
+        raise ConfigError(f"task '{config.name}': {error}") from error
 
 
 def samples_of(config: TaskConfig, algorithm: BaseAlgorithm) -> int:

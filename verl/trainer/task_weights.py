@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import logging
 import math
 import statistics
 from collections.abc import Mapping
 from typing import Any
 
 from verl.checked import checked
-from verl.errors import CheckpointError, ConfigError
+from verl.errors import CheckpointError, ConfigError, nearest
 from verl.record import Count, Share, Weights
+
+logger = logging.getLogger(__name__)
 
 #: Words for a metric of a task's record.
 _ALIASES = {"reward_score": "reward/mean", "score": "reward/mean"}
@@ -58,6 +61,7 @@ class DynamicTaskWeightScheduler:
         total = sum(initial_weights.values())
         self._initial = {name: weight / total for name, weight in initial_weights.items()}
         self.weights: dict[str, float] = self._floored(self._initial)
+        self._unseen = True  # until the metric has been asked for in vain, which is said once
         self._levels = {name: _Level(max(1, patience // 2)) for name in self._initial}
 
     def update(self, step: int, metrics: Mapping[str, Mapping[str, float]]) -> dict[str, float]:
@@ -66,6 +70,10 @@ class DynamicTaskWeightScheduler:
             value = self._value(metrics.get(name, {}))
             if value is not None:
                 level.add(step, value)
+            elif self._unseen and metrics.get(name, {}).keys() - {"share"}:  # which every task has
+                self._unseen = False
+                near = nearest(self.metric_key, [*metrics[name], *_ALIASES])
+                logger.warning("the scheduler has not seen '%s' of task '%s': %s", self.metric_key, name, near)
         learning = {name: w for name, w in self._initial.items() if not self._has_converged(name, step)}
         goal = self._floored(learning if sum(learning.values()) else self._initial)
         rate = 1 / max(1, self.patience // 10)

@@ -22,7 +22,8 @@ from verl.checked import checked
 from verl.controller.controller import start
 from verl.data.buffers import Buffer
 from verl.data.by_task import by_task
-from verl.data.prefetch import Loader
+from verl.data.offline import OfflineDatasetLoader
+from verl.data.prefetch import Loader, Prefetch
 from verl.dataflow import loop
 from verl.dataflow.executor import Result, Slot, run_graph
 from verl.dataflow.graph import Graph
@@ -48,8 +49,9 @@ from verl.trainer.completions import completions
 from verl.trainer.evaluation import Evaluation, HeldOut, Metrics, numbered, together
 from verl.trainer.experience import Experience
 from verl.trainer.guard import Guards, SafetyGuard
-from verl.trainer.learning import Learning, skipped_roles
-from verl.trainer.logging import Logger, default_logger, follow_log_level
+from verl.trainer.learning import Learning, of_task, skipped_roles
+from verl.trainer.logging import Logger, open_logger, run_directory
+from verl.trainer.metrics import Metric, MetricFn, add_metrics
 from verl.trainer.mixture import Mixture, TaskScheduler
 from verl.trainer.outcome import check_finite, check_learned
 from verl.trainer.samples import kl_to_reference
@@ -162,7 +164,6 @@ class Trainer:
         deadline: Seconds = 1800.0,
         **options: Any,
     ) -> None:
-        follow_log_level()
         if reward is not None and reward_fn is not None:
             raise ConfigError("give the trainer one reward: reward=... or reward_fn=...")
         given = {"reward": reward_fn if reward is None else reward, "cost": cost}
@@ -233,7 +234,7 @@ class Trainer:
         #: What worked when, since the present step began.
         self.spans: list[Span] = []
         self.steps = 0
-        #: Updates that changed the policy, and updates that did not: empty ones, and those without a finite gradient.
+        #: Updates that changed the policy, and those that did not: empty, without a finite gradient, or one of 0.
         self.updates = self.idle = 0
         #: Latest updates in a row that were not finite.
         self.skipped = 0
@@ -241,7 +242,8 @@ class Trainer:
         self._goal: int | None = None
         self._loader: Loader | None = None
         self._position: dict[str, Any] | None = None
-        self._log_dir = log_dir
+        #: Where TensorBoard events, `metrics.jsonl` and a guard's checkpoints go; None: nowhere.
+        self.log_dir = run_directory(log_dir, next(iter(self.tasks.values())).algorithm.name)
         self._logger: Logger | None = None
         self._hooks = [on_log_hook] if on_log_hook else []
         if logger is not None:
@@ -278,7 +280,7 @@ class Trainer:
     @property
     def logger(self) -> Logger:
         if self._logger is None:
-            self.use_logger(default_logger(self._log_dir, next(iter(self.tasks.values())).algorithm.name))
+            self.use_logger(open_logger(self.log_dir, run_id=self.log_dir.name if self.log_dir else ""))
         assert self._logger is not None
         return self._logger
 
@@ -295,19 +297,45 @@ class Trainer:
             self._logger.on_log_hook(fn)
 
     @checked
-    def add_metric(self, name: str, fn: Callable[[Batch], float]) -> None:
-        """Log `fn(samples)` of each step's samples under `name`; of several tasks, of each one's samples."""
+    def add_metric(self, name: str, fn: MetricFn) -> None:
+        """Log `fn` of each step's samples under `name`; of several tasks, of each one's samples.
+
+        Args:
+            fn: `f(samples)`, of the scored samples as a `Batch`, to one number for all or a list of one for each, of
+                which the mean is logged; or in any form of a reward. One that raises is NaN in this step, with a
+                warning.
+
+        Raises:
+            ConfigError: it has none of these forms. In a step: the trainer has a metric of that name.
+        """
         for task in self.tasks.values():
-            task.experience.metric_fns[name] = fn
+            task.experience.metrics[name] = Metric(name, fn)
 
     @checked
     def add_guard(self, guard: SafetyGuard) -> None:
-        """Watch metrics from now on, and go back to an earlier checkpoint when one falls.
+        """Watch metrics from now on, and go back to an earlier checkpoint when one falls. Without automatic checkpoints
+        of your own they are saved in `log_dir`, four within `rollback_steps`.
 
         Raises:
-            ConfigError: there are no automatic checkpoints to go back to.
+            ConfigError: `log_dir=False` leaves no place for checkpoints, where `checkpoint_dir` names none.
         """
         self.guards.add(guard, self)
+
+    def save_automatically(self, every: int) -> AutomaticCheckpoints:
+        """Automatic checkpoints: those that there are, or in `log_dir` from now on, `every` so many steps.
+
+        Raises:
+            ConfigError: `log_dir=False` leaves no place for them.
+        """
+        if self.checkpoints is None:
+            if self.log_dir is None:
+                raise ConfigError(
+                    "a guard goes back to checkpoints, and log_dir=False leaves no place for them: give the trainer "
+                    "checkpoint_dir= and save_every="
+                )
+            self.checkpoints = AutomaticCheckpoints(self.log_dir / "checkpoints", every, 2, background=False)
+            logger.info("a checkpoint is saved to %s every %d steps", self.log_dir / "checkpoints", every)
+        return self.checkpoints
 
     def enable_3d_hybrid_engine(self, **options: Any) -> Mesh:
         """Have the actor generate in a layout of its own on the ranks that train it; before the first step.
@@ -332,12 +360,13 @@ class Trainer:
 
         Returns:
             The log record: `reward` (mean of the step's samples, a float; NaN if all abstained), `reward/mean`,
-            `loss/actor`, `loss/critic`, `kl` (where one is measured), `updated`, and more.
+            `loss/actor`, `loss/critic`, `kl` (where there is a reference), `updated`, and more.
 
         Raises:
             TrainingError: too many updates in a row were not finite.
             RewardError, RolloutError: too many of the latest rewards or episodes failed.
         """
+        self.guards.begin(self)
         began = time.perf_counter()
         self.spans.clear()
         record = self._step_of_one(prompts) if len(self.tasks) == 1 else self._step_of_several(prompts)
@@ -360,7 +389,7 @@ class Trainer:
         samples = {name: batch for name, (batch, _) in drawn.items()}
         record = joined(samples, {name: own for name, (_, own) in drawn.items()})
         self.learning.weights.update(self.mixture.weights(samples))
-        record.update(self.learn(samples))
+        self._add(record, self.learn(samples))
         record["updated"] = "update/empty" not in record
         self.mixture.update(self.steps + 1, samples, record)
         return record
@@ -377,33 +406,38 @@ class Trainer:
         key = f"s{self.steps}"
         samples, record = self.task.samples(self.task.rows(prompts, key), key)
         due = self.waiting.add(samples)
-        record["updated"] = due is not None
+        self._add(record, {"updated": due is not None})
         if due is not None:
-            record.update(self.learn(due))
+            self._add(record, self.learn(due))
             record["updated"] = "update/empty" not in record
-            # Without a reference the KL is that of the update's policy to the one that sampled.
-            if "ref_log_probs" not in samples and "policy/kl" in record:
-                record["kl"] = record["policy/kl"]
         return record
 
     def _conclude(self, record: dict[str, Any], began: float) -> dict[str, Any]:
         """What every step ends with: its time, its log record, a checkpoint where one is due."""
-        record["time/step"] = time.perf_counter() - began
-        record.update(busy_shares(self.spans, record["time/step"]))
-        record["memory/peak_gb"] = self.actor.peak_memory() / 1e9
+        seconds = time.perf_counter() - began
+        self._add(record, {"time/step": seconds, **busy_shares(self.spans, seconds)})
+        self._add(record, {"memory/peak_gb": self.actor.peak_memory() / 1e9})
         self.steps += 1
-        updated = record["updated"] and "actor" not in skipped_roles(record)
+        updated = record["updated"] and "actor" not in skipped_roles(record) and record.get("grad_norm/actor") != 0
         self.updates += updated
         self.idle += not updated and ("update/empty" in record or record["updated"])
         logger.debug("step %d: %s", self.steps, ", ".join(f"{name}={value}" for name, value in record.items()))
+        if unseen := [name for name in self.guards.unseen if name not in record]:
+            record["guard/unseen"] = ", ".join(unseen)
         self.logger.log(self.steps, record)
         self._log_completions()
-        self.guards.observe(record)
+        self.guards.observe(record, self.steps)
         if (alert := self.guards.check(self)) is not None:
             return {**record, "guard/back_to": float(alert.back_to)}
         if self.steps != self._goal:
             self._keep()
         return record
+
+    def _add(self, record: dict[str, Any], more: Mapping[str, Any]) -> None:
+        """Add to the record of a step; raises ConfigError for what one of the user's metrics is called."""
+        tasks, several = self.tasks.items(), len(self.tasks) > 1
+        own = (of_task(name, task.experience.metrics) if several else task.experience.metrics for name, task in tasks)
+        add_metrics(record, more, set().union(*own))
 
     def _log_completions(self) -> None:
         """Of the samples that the step learned from; recorded data of offline algorithms are no completions."""
@@ -437,14 +471,14 @@ class Trainer:
         record: dict[str, Any] = {}
         loader = as_loader(prompts, batch_size, self)
         steps = one_pass(loader) if steps is None else steps
+        loader, given = self._read_ahead(loader), loader
         batches = self._open(loader)
         self._goal = self.steps + steps
         try:
             with StopSignal() if self.checkpoints is not None else nullcontext() as stop:
                 if self.held_out is not None and self.held_out.first is None:
                     self.evaluate_held_out()
-                if self.guards and self.checkpoints is not None:
-                    self.checkpoints.save(self)  # so that there is one to go back to from the first step on
+                self.guards.begin(self)
                 while self.steps < self._goal and not (stop and stop.requested):
                     record = self.advance(batches)
                 if stop and stop.requested:
@@ -455,6 +489,9 @@ class Trainer:
                 self._keep(last=True)
         finally:
             self._goal = None
+            if loader is not given:
+                self._loader = given
+                loader.close()
         return record
 
     def stop(self) -> None:
@@ -496,13 +533,20 @@ class Trainer:
     def position(self, position: dict[str, Any] | None) -> None:
         self._loader, self._position = None, position
 
+    def _read_ahead(self, loader: Any) -> Any:
+        """A loader whose next batch is read while this one trains. The shares that a scheduler changes after a step are
+        those of the next batch, which is not read before."""
+        if not isinstance(loader, Loader) or isinstance(loader, Prefetch | OfflineDatasetLoader):
+            return loader
+        return loader if self.mixture.scheduler is not None else Prefetch(loader)
+
     def _place_of(self, loader: Loader) -> dict[str, Any]:
         return loader.state_dict()
 
     def _open(self, prompts: Iterable[Any]) -> Iterator[Any]:
         position, self._position = self._position, None
         self._loader = prompts if isinstance(prompts, Loader) else None
-        self.mixture.adopt(prompts)
+        self.mixture.adopt(getattr(prompts, "loader", prompts))
         if position is not None and self._loader is not None:
             try:
                 self._loader.load_state_dict(position)
@@ -547,7 +591,7 @@ class Trainer:
         result = self.held_out.note(self.steps, found)
         metrics = {f"eval/{name}": value for name, value in result["metrics"].items()} | measured
         self.logger.log(self.steps, {**metrics, "time/evaluation": time.perf_counter() - began})
-        self.guards.observe(metrics)
+        self.guards.observe(metrics, self.steps)
         return result
 
     def _kl_to_reference(self, samples: Batch, *, greedy: bool) -> float:
@@ -603,8 +647,8 @@ class Trainer:
 
         Args:
             prompts: of several tasks, rows that name theirs in a column `task`, or a mapping of tasks to prompts.
-            metrics: your own, from scored samples to one number a row, or one for all: by name, or as a list (or one
-                alone) under the names of the functions.
+            metrics: your own, as `add_metric` takes them: by name, or as a list (or one alone) under the names of the
+                functions.
             n: samples a prompt.
             temperature: 0 is greedy.
 
@@ -653,13 +697,17 @@ class Trainer:
         if self.checkpoints is not None:
             self.checkpoints.saved = None
 
-    def resume(self) -> int | None:
+    def resume(self, data: Loader | None = None) -> int | None:
         """Go on from the newest whole checkpoint of `checkpoint_dir`; its step, or None if there is none.
+
+        Args:
+            data: what `fit` will read: a checkpoint with a position that is none is passed over as damaged.
 
         Raises:
             CheckpointError: none is whole, or they belong to another model, algorithm or settings.
+            DataError: they are of other data.
         """
-        step = self._checkpoints().resume(self)
+        step = self._checkpoints().resume(self, data)
         if step is not None:
             logger.info("going on from step %d", step)
         return step

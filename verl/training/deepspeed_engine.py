@@ -79,7 +79,7 @@ class DeepSpeedEngine(TorchEngine):
         return {**metrics, "grad_norm": self._adam.grad_norm, "lr": lr, "update/skipped": skipped}
 
     def specs(self) -> dict[str, WeightSpec]:
-        cuts = (Cut("shard", 0),) if self._cut else ()
+        cuts = (Cut("shard", None),) if self._cut else ()
         return {
             name: WeightSpec(name, _shape(weight), weight.dtype, cuts if hasattr(weight, "ds_tensor") else ())
             for name, weight in named_weights(self.model)
@@ -93,10 +93,9 @@ class DeepSpeedEngine(TorchEngine):
             for offset, block in _held(weight):
                 yield Shard(name, _shape(weight), offset, block)
 
-    def merged_shards(self) -> Iterator[Shard]:
-        if self._cut:
-            raise ConfigError("ZeRO of stage 3 cuts the weights that adapters are merged into: use zero_stage 1 or 2")
-        return super().merged_shards()
+    def lend(self, name: str) -> int:
+        """Nothing: pieces share the memory of what DeepSpeed has flattened."""
+        return 0
 
     @torch.no_grad()
     def load_shards(self, shards: Iterable[Shard]) -> None:

@@ -154,27 +154,27 @@ class MasterOptimizer:
     def _take_over(self) -> None:
         masters = {weight.live: master for weight, master in self._masters.items()}
         for group in self._optimizer.param_groups:
-            group["params"] = [masters[p] for p in group["params"]]
+            group["params"] = [masters[p] for p in group["params"] if p in masters]  # without frozen ones
         for live, master in masters.items():
             if master is not live and live in self._optimizer.state:
                 state = self._optimizer.state.pop(live)
                 self._optimizer.state[master] = {key: _widened(value) for key, value in state.items()}
 
 
-def held(trained: Mapping[str, torch.nn.Parameter], optimizer: torch.optim.Optimizer) -> dict[str, torch.nn.Parameter]:
-    """Those of the `trained` weights that the caller's optimizer holds.
+def held(weights: Mapping[str, torch.nn.Parameter], optimizer: torch.optim.Optimizer) -> dict[str, torch.nn.Parameter]:
+    """Those of a model's weights that the caller's optimizer holds.
 
     Raises:
         ConfigError: it holds a tensor that is none of them.
     """
     ours = {id(p) for group in optimizer.param_groups for p in group["params"]}
-    foreign = ours - {id(live) for live in trained.values()}
+    foreign = ours - {id(live) for live in weights.values()}
     if foreign:
         raise ConfigError(
-            f"the optimizer holds {len(foreign)} tensors that are no trainable parameters of this model: "
+            f"the optimizer holds {len(foreign)} tensors that are no parameters of this model: "
             "make it from model.parameters() of the model that is trained"
         )
-    return {name: live for name, live in trained.items() if id(live) in ours}
+    return {name: live for name, live in weights.items() if id(live) in ours}
 
 
 def _master(live: torch.nn.Parameter) -> Tensor:

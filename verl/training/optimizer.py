@@ -29,7 +29,7 @@ class MixedPrecisionOptimizer:
         weights: the model's parameters by name, tied ones once; frozen ones are ignored.
         config: AdamW, its schedule, and clipping.
         optimizer: takes the place of AdamW and its schedule (clipping stays). It holds some of `weights`; the
-            others are not trained. Or a function that makes one of the list of pieces.
+            others, and frozen ones, are not trained. Or a function that makes one of the list of pieces.
         pieces: the part of each weight that this rank steps; None: all of it.
         is_scaled: gradients are computed in fp16, whatever the pieces are in.
         scheduler: torch's, of the caller's optimizer, or a function that makes it of the optimizer.
@@ -51,7 +51,7 @@ class MixedPrecisionOptimizer:
     ) -> None:
         watched = trained = {name: live for name, live in weights.items() if live.requires_grad}
         if isinstance(optimizer, torch.optim.Optimizer):
-            trained = held(trained, optimizer)
+            trained = {name: live for name, live in held(weights, optimizer).items() if live.requires_grad}
         if not trained:
             raise ConfigError("no weight of the model requires a gradient: there is nothing to train")
         self.config = config

@@ -19,7 +19,7 @@ from verl.errors import CheckpointError, ConfigError, DataError, TrainingError
 from verl.layout import DATA_DIMS, Layout, Mesh
 from verl.models.blank import give_memory
 from verl.models.cuts import blocks_of, cuts_of, local_part
-from verl.models.lora import adapters_off, merged_shards
+from verl.models.lora import adapters_off, merged_shards, reference_weights
 from verl.models.packed import PackedModel
 from verl.models.shards import Part, load_model_shards, model_shards, named_weights
 from verl.shard import Cut, Shard, Stream, WeightSpec
@@ -108,6 +108,8 @@ class TorchEngine:
         if weights is not None:
             give_memory(self._forward, self._forward.packed.device)
             load_model_shards(model, weights(model), self._shapes)
+        #: What the reference of adapters reads beside the base.
+        self._first = reference_weights(model) if trains and self._forward.head == "lm" else {}
         self._schedule: Schedule = self._parallel.schedule or OneStage(self._forward)
         self._specs = self._all_specs(names)
         self._optimizer: MixedPrecisionOptimizer | None = None
@@ -126,7 +128,7 @@ class TorchEngine:
     def predict(
         self, batch: Batch, want: Collection[str], *, temperature: float = 1.0, adapters: bool = True
     ) -> dict[str, Tensor]:
-        with nullcontext() if adapters else adapters_off(self.model):
+        with nullcontext() if adapters else adapters_off(self.model, self._first):
             return self._predict(batch, want, temperature)
 
     def _predict(self, batch: Batch, want: Collection[str], temperature: float) -> dict[str, Tensor]:

@@ -98,7 +98,7 @@ class _Trainer(ABC):
         self._events = Events(
             args if hasattr(args, "learning_rate") else self.args,
             callbacks or (),
-            {"model": self.actor.model, "processing_class": self.processing_class},
+            {"model": self.actor.modules, "processing_class": self.processing_class},
             updates=self.updates,
             epoch_steps=self._per_epoch,
             total=self._total,
@@ -157,7 +157,7 @@ class _Trainer(ABC):
             output_dir: None: that of the arguments.
         """
         self.actor.save_pretrained(
-            str(self._output() if output_dir is None else output_dir), adapter=has_adapters(self.actor.model)
+            str(self._output() if output_dir is None else output_dir), adapter=has_adapters(self.actor.modules)
         )
 
     def _report(self, result: Mapping[str, Any], _: Any) -> None:

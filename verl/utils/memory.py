@@ -19,14 +19,18 @@ def memory_by_role(roles: Mapping[str, Any]) -> dict[str, dict[str, int]]:
     it: `memory_by_role({"actor": actor, "critic": critic})`.
 
     Within a role: `weights` (parameters and buffers of modules), `gradients`, and for all other tensors the class
-    that holds them, such as the optimizer's or the KV cache's. Tensors in other processes are not seen.
+    that holds them, such as the optimizer's or the KV cache's. Tensors in other processes are not seen; of those that
+    ranks share, the part that is here.
     """
     seen: set[int] = set()
     found = {}
     for role, thing in roles.items():
         sizes: Counter[str] = Counter()
         for kind, tensor in _tensors(thing, type(thing).__name__, set()):
-            storage = tensor.untyped_storage()
+            local = getattr(tensor, "_local_tensor", tensor)  # of one that is cut over ranks, the piece that is here
+            if local.is_meta:  # shapes alone
+                continue
+            storage = local.untyped_storage()
             if storage.data_ptr() not in seen and storage.nbytes():
                 seen.add(storage.data_ptr())
                 sizes[kind] += storage.nbytes()

@@ -129,7 +129,8 @@ class ActorWorker(TrainedWorker):
         self.policy_version = 0
         live, weights = placed(model, place)
         trains, generates = ("train" in place.meshes), head == "lm" and "rollout" in place.meshes
-        self.train = train if trains else train.frozen()
+        # Who only generates computes with the model of transformers, whatever it is trained by.
+        self.train = train if trains else train.frozen().replace(strategy="ddp")
         here = place if trains else rollout_place(place)
         apart = WEIGHTS in place.groups and head == "lm"
         #: The model without weights, where generation has another layout than training.

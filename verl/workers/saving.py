@@ -35,7 +35,10 @@ class RankFiles:
         self._folder, self._group = folder, group
         self._rank = 0 if group is None else dist.get_rank(group)
         self._result: dict[str, Any] | None = None
-        own = {stem: own_share(pieces, group) for stem, pieces in parts.items()}
+        shares = {stem: own_share(pieces, group) for stem, pieces in parts.items()}
+        #: Of the tensors of all ranks, by stem.
+        self.names = {stem: names for stem, (_, names) in shares.items()}
+        own = {stem: pieces for stem, (pieces, _) in shares.items()}
         self._thread: threading.Thread | None = None
         if not background:
             self._write(own)
@@ -76,9 +79,9 @@ class RankFiles:
                 raise CheckpointError(f"{self._folder.name}/{stem}: {error}") from None
 
 
-def own_share(pieces: Pieces, group: Any) -> Pieces:
+def own_share(pieces: Pieces, group: Any) -> tuple[Pieces, set[str]]:
     """Of the pieces that the ranks of a group hold, those that this rank writes: each piece is written once, by the
-    rank of its holders that has least to write."""
+    rank of its holders that has least to write. And the names of all."""
     held = map(_entry, pieces())  # which keeps none of them
     of_all = gather_json([entry for entry in held if entry is not None], group)
     holders: dict[tuple[str, tuple[int, ...]], list[int]] = {}
@@ -93,7 +96,7 @@ def own_share(pieces: Pieces, group: Any) -> Pieces:
         load[writer] += sizes[key]
         if group is None or writer == dist.get_rank(group):
             own.add(key)
-    return lambda: filter(lambda piece: (piece.name, piece.offset) in own, pieces())
+    return lambda: filter(lambda piece: (piece.name, piece.offset) in own, pieces()), {name for name, _ in holders}
 
 
 def merged(metas: Iterable[Mapping[str, Any]]) -> dict[str, Any]:

@@ -15,7 +15,7 @@ from verl.layout import Mesh
 from verl.models.packed import PackedModel
 from verl.models.portable import PortableModel
 from verl.models.source import ModelFiles, ModelSource
-from verl.shard import Shard, Stream
+from verl.shard import Shard, Stream, names_digest
 from verl.tensor_files import read_shards
 from verl.training.engine import TrainEngine
 from verl.training.options import EngineOptions, Head
@@ -102,7 +102,10 @@ def summary(engine: TrainEngine, options: EngineOptions, place: Place) -> str:
     here = Counter[str]()
     for shard in engine.shards():
         here[str(shard.tensor.device)] += shard.tensor.numel()
-    cuts = Counter(" and ".join(f"{dim} along {axis}" for dim, axis, _ in spec.cuts) or "whole" for spec in specs)
+    cuts = Counter(
+        " and ".join(f"{dim} along {'all' if axis is None else axis}" for dim, axis, _ in spec.cuts) or "whole"
+        for spec in specs
+    )
     dtypes = sorted({str(spec.dtype).removeprefix("torch.") for spec in specs})
     parts = [
         f"{sum(math.prod(spec.shape) for spec in specs):,} parameters in {'/'.join(dtypes)}",
@@ -150,7 +153,8 @@ class TrainedWorker:
         weights = Stream(lambda: (s for s in self.engine.shards() if chosen is None or s.name in chosen))
         parts: dict[str, Pieces] = {"weights": weights.__iter__, "optimizer": state.__iter__}
         self._files = RankFiles(Path(folder), parts, group, background=background)
-        return {**merged(gather_json(meta, group)), **self.counts()}
+        held = names_digest(self._files.names["optimizer"])
+        return {**merged(gather_json(meta, group)), "tensors": held, **self.counts()}
 
     @dispatch("train")
     def saved(self, wait: bool = True) -> list[dict[str, Any]] | None:

@@ -143,6 +143,8 @@ def run_updates(engine: TrainEngine, parts: Sequence[UpdatePart], plan: UpdatePl
         losses = [_loss(part, rows) for part, rows in present]
         if losses := [loss for (part, _), loss in zip(present, losses, strict=True) if _counts(part, loss)]:
             found.append(engine.update(losses))
+    if torch.accelerator.is_available():  # a device's memory is the KV cache's until the next update
+        engine.offload(("gradients",))
     skipped = [step for step in found if step["update/skipped"]]
     counts = {"update/steps": float(len(found)), "update/skipped": float(len(skipped))}
     if not found:

@@ -134,9 +134,11 @@ class Chart {
 const pointAt = (step) => charts.forEach((chart) => chart.panel.offsetParent && chart.point(step));
 const drawAll = () => charts.forEach((chart) => chart.panel.offsetParent && chart.draw());
 
+const SHARES = ["accuracy", "pairs/accuracy"];
+
 function drawHeadline() {
   const name = data.evals.length && data.evals[0].headline || "accuracy";
-  const show = (value) => (name === "accuracy" ? `${format(value * 100)} %` : format(value));
+  const show = (value) => (SHARES.includes(name) ? `${format(value * 100)} %` : format(value));
   const rows = data.evals.filter((row) => typeof row[name] === "number");
   const panel = byId("headline");
   if (rows.length < 2) return;
@@ -235,7 +237,7 @@ function showPairs() {
   byId("pairs").replaceChildren(...found.slice(0, shown).map(([a, b]) => element("div", { class: "pair" },
     element("div", { class: "prompt" }, element("div", { class: "text" }, a[1])),
     element("div", {}, completion(`step ${first}`, a), completion(`step ${second}`, b)))));
-  byId("count").textContent = `${found.length} problems`;
+  byId("count").textContent = `${found.length} problems` + leftOut("step", data.samples[byId("after").value]);
   byId("more").hidden = found.length <= shown;
 }
 
@@ -251,6 +253,16 @@ function buildCompletions() {
   for (const id of ["before", "after", "change", "search"]) byId(id).addEventListener("input", () => { shown = PAGE; showPairs(); });
   byId("more").addEventListener("click", () => { shown += PAGE; showPairs(); });
   showPairs();
+}
+
+// What the page leaves out, and where it is.
+const PLACES = { step: ["evaluations", "samples"], train: ["steps", "training"] };
+
+function leftOut(kind, sample) {
+  const [what, name] = PLACES[kind], shown = data[name].length, notes = [];
+  if (sample.files > shown) notes.push(`${shown} of ${sample.files} ${what}`);
+  if (sample.of > sample.rows.length) notes.push(`the first ${sample.rows.length} of ${sample.of} samples of step ${sample.step}`);
+  return notes.length ? `; this page has ${notes.join(", and ")}: all are in completions/${kind}-*.parquet` : "";
 }
 
 const numbers = (name, rows) => rows.map((row) => row[name]).filter((value) => typeof value === "number");
@@ -287,7 +299,7 @@ let rowsShown = PAGE;
 function trainingRows() {
   const wanted = byId("find").value.toLowerCase(), order = ORDERS[byId("sort").value];
   const rows = data.training[byId("step").value].rows.filter((row) => WHICH[byId("which").value](row)
-    && ["prompt", "response", "ground_truth"].some((name) => (row[name] ?? "").toLowerCase().includes(wanted)));
+    && ["question", "prompt", "response", "ground_truth"].some((name) => (row[name] ?? "").toLowerCase().includes(wanted)));
   if (!order) return rows;
   const [name, sign] = order; // samples without the number come last
   return rows.sort((a, b) => (a[name] === null) - (b[name] === null) || sign * (a[name] - b[name]));
@@ -297,7 +309,7 @@ function trainingRow(row) {
   const facts = ["advantage", "length", "finish", "ground_truth", "task", ...Object.keys(row).filter((name) => name.startsWith("reward/"))]
     .filter((name) => row[name] !== null && row[name] !== undefined)
     .map((name) => element("span", {}, `${name.replace("_", " ")} ${typeof row[name] === "number" ? format(row[name]) : row[name]}`));
-  const prompt = element("details", {}, element("summary", {}, row.prompt ?? ""), element("div", { class: "text" }, row.prompt ?? ""));
+  const prompt = element("details", {}, element("summary", {}, row.question ?? row.prompt ?? ""), element("div", { class: "text" }, row.prompt ?? ""));
   const text = row.response ? element("div", { class: "text" }, row.response) : element("div", { class: "text empty" }, "(nothing)");
   return element("article", { class: "pair row" }, element("header", {}, mark(row.reward), ...facts), prompt, text);
 }
@@ -306,7 +318,7 @@ function showTraining() {
   const rows = trainingRows();
   byId("histograms").replaceChildren(histogram("reward", rows), histogram("length", rows));
   byId("rows").replaceChildren(...rows.slice(0, rowsShown).map(trainingRow));
-  byId("found").textContent = `${rows.length} samples`;
+  byId("found").textContent = `${rows.length} samples` + leftOut("train", data.training[byId("step").value]);
   byId("more-rows").hidden = rows.length <= rowsShown;
 }
 

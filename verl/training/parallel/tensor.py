@@ -202,6 +202,8 @@ def _rows(cutter: _Cutter, name: str, module: Any, *, whole_input: bool = False)
 
 def _experts(cutter: _Cutter, name: str, module: nn.Module) -> None:
     """Matrices `[experts, ...]` in one module: each rank computes a summand of every expert's result."""
+    if _has_adapters(module):
+        raise ConfigError(f"layout: tp does not cut {name}, which has adapters (LoRA)")
     for weight, _ in [*module.named_parameters(recurse=False)]:
         style, parameter = cutter.plan.get(f"{_generic(name)}.{weight}"), module.get_parameter(weight)
         if style not in ("packed_colwise", "colwise", "rowwise") or parameter.dim() != 3:

@@ -1,0 +1,160 @@
+"""Functions as rewards in a process of their own: what holds the interpreter, hangs or ends it abstains."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import re
+import signal
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.rewards.test_failures import WHOLE_BATCH, alive
+from verl.batch import Batch
+from verl.errors import ConfigError
+from verl.rewards.calls import ThreadCaller
+from verl.rewards.functions import FunctionReward
+from verl.rewards.source import run_reward
+from verl.roles.reward import Reward
+
+pytestmark = pytest.mark.reward_processes
+
+
+def texts(*responses: str) -> Batch:
+    return Batch.from_rows([{"prompt": "p", "response": response} for response in responses])
+
+
+def spends_forever_on_a_regex(solution_str: str) -> float:
+    return float(bool(re.match(r"(a+)+$", "a" * 60 + "b"))) if solution_str == "bad" else 1.0
+
+
+def spends_forever_on_a_power(solution_str: str) -> float:
+    return float(7**10**10 > 0) if solution_str == "bad" else 1.0
+
+
+async def spends_forever_on_an_event_loop(solution_str: str) -> float:
+    return spends_forever_on_a_regex(solution_str)
+
+
+def ends_its_process(solution_str: str) -> float:
+    if solution_str == "bad":
+        os._exit(0)
+    return 1.0
+
+
+@pytest.mark.parametrize(
+    ("function", "reason"),
+    [
+        (spends_forever_on_a_regex, "no answer within 0.5 s"),
+        (spends_forever_on_a_power, "no answer within 0.5 s"),
+        (spends_forever_on_an_event_loop, "no answer within 0.5 s"),
+        (ends_its_process, "its process died"),
+    ],
+)
+def test_what_holds_the_interpreter_abstains(function: Any, reason: str) -> None:
+    reward, start = Reward(function, timeout=0.5), time.monotonic()
+    for rows in (texts("good"), texts("bad"), texts("good", "good")):
+        result = run_reward(reward.source, rows)
+        assert result.reward == [None if row == "bad" else 1.0 for row in rows["response"]]
+    assert time.monotonic() - start < 10
+    assert reason in str(run_reward(reward.source, texts("bad")).reasons[0])
+    reward.close()
+
+
+@pytest.mark.parametrize("name", [name for name in WHOLE_BATCH if name not in ("spins", "blocks its loop")])
+def test_a_bad_call_abstains_for_its_samples(name: str) -> None:
+    function, reason = WHOLE_BATCH[name]
+    reward = Reward(function, timeout=0.3)
+    result = run_reward(reward.source, texts("a", "b", "c"))
+    assert result.reward == [None] * 3
+    assert all(re.search(reason, str(text)) for text in result.reasons)
+    reward.close()
+
+
+def test_one_process_a_function_keeps_its_state_and_no_other_objects(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO, "verl")
+    seen: list[str] = []
+    lock = threading.Lock()
+
+    def counts(responses: list[str]) -> list[dict[str, float]]:
+        with lock:
+            seen.extend(responses)
+        return [{"score": float(len(seen)), "pid": float(os.getpid())} for _ in responses]
+
+    reward = Reward(counts)
+    results = [run_reward(reward.source, texts("a", "b")) for _ in range(3)]
+    assert [result.reward for result in results] == [[2.0] * 2, [4.0] * 2, [6.0] * 2]
+    (pid,) = {value for result in results for value in result.components["pid"]}
+    assert pid != os.getpid() and seen == []
+    assert [record.getMessage().count("is not seen here") for record in caplog.records] == [1]
+    reward.close()
+    here = Reward(counts, process=False)
+    assert run_reward(here.source, texts("a")).components["pid"] == [os.getpid()] and seen == ["a"]
+
+
+def test_async_calls_are_under_way_together_and_a_late_one_is_ended_alone() -> None:
+    async def waits(solution_str: str) -> float:
+        await asyncio.sleep(30 if solution_str == "late" else 0.3)
+        return 1.0
+
+    reward, start = Reward(waits, timeout=2.0), time.monotonic()
+    result = run_reward(reward.source, texts(*["a", "late", "b"] * 5))
+    assert result.reward == [1.0, None, 1.0] * 5
+    assert run_reward(reward.source, texts("a")).counts == {}  # the process is the same
+    assert time.monotonic() - start < 6
+    reward.close()
+
+
+def test_what_reaches_a_model_or_a_tensor_stays() -> None:
+    weight, layer = torch.ones(2), torch.nn.Linear(2, 2)
+
+    class Scored:
+        def __init__(self) -> None:
+            self.layers = [layer]
+
+        def __call__(self, responses: list[str]) -> list[float]:
+            return [1.0] * len(responses)
+
+    functions = [lambda responses: [float(weight[0])] * len(responses), Scored()]
+    for function in functions:
+        assert isinstance(FunctionReward(function).group, ThreadCaller)
+    with pytest.raises(ConfigError, match="process: must be true or false, not 'no'"):
+        Reward(spends_forever_on_a_power, process="no")
+
+
+SCRIPT = """
+import os, sys, time
+import verl
+def f(texts):
+    open(sys.argv[1], "w").write(str(os.getpid()))
+    time.sleep(60 if texts == ["wait"] else 0)
+    return [1.0] * len(texts)
+print(verl.Reward(f).get_reward([sys.argv[2]])["reward"], flush=True)
+os.kill(os.getpid(), int(sys.argv[3]))
+"""
+
+
+@pytest.mark.parametrize("how", [pytest.param(0, marks=pytest.mark.slow), int(signal.SIGKILL)])
+def test_the_process_ends_with_the_script(tmp_path: Path, how: int) -> None:
+    (tmp_path / "script.py").write_text(SCRIPT)
+    command = [sys.executable, str(tmp_path / "script.py"), str(tmp_path / "pid"), "go", str(how)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=100, check=False)
+    assert done.stdout == "[1.0]\n" and done.returncode == -how, done.stderr
+    pid, end = int((tmp_path / "pid").read_text()), time.monotonic() + 10
+    while time.monotonic() < end:
+        try:
+            if not alive(pid):
+                break
+        except FileNotFoundError:
+            break
+        time.sleep(0.05)
+    else:
+        raise AssertionError("it lives on")

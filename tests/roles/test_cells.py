@@ -1,0 +1,197 @@
+"""What a layout, a strategy or an engine accepts works: an actor trains, generates, is saved, exported and loaded
+elsewhere as in one process, or it is refused before anything starts."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable, Iterator
+from itertools import combinations, product
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, GPT2Config, LlamaConfig, Qwen2Config, Qwen3MoeConfig
+
+from tests import ranks
+from tests.conftest import IDS, byte_tokenizer
+
+SCRIPT = Path(__file__).with_name("rank_cells.py")
+ODD = {**IDS, "vocab_size": 259}
+SIZES = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2}
+HEADS = {"num_attention_heads": 4, "num_key_value_heads": 2}
+EXPERTS = {"head_dim": 8, "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
+MODELS: dict[str, Callable[[], Any]] = {
+    # 9 heads and 3 key-value heads: two ranks cannot share them.
+    "nine heads": lambda: LlamaConfig(
+        **ODD, **SIZES | {"hidden_size": 36}, num_attention_heads=9, num_key_value_heads=3, tie_word_embeddings=True
+    ),
+    # Two key-value heads for each of two ranks.
+    "groups": lambda: LlamaConfig(
+        **ODD, **SIZES, num_attention_heads=8, num_key_value_heads=4, tie_word_embeddings=False
+    ),
+    "tied": lambda: Qwen2Config(**ODD, **SIZES, **HEADS, tie_word_embeddings=True),
+    "experts": lambda: Qwen3MoeConfig(**ODD, **SIZES, **HEADS, **EXPERTS, norm_topk_prob=True),
+    "gpt2": lambda: GPT2Config(**ODD, n_embd=32, n_layer=2, n_head=4, n_positions=128),
+}
+
+
+def zero(stage: int) -> dict[str, Any]:
+    return {"strategy": "deepspeed", "deepspeed_config": {"zero_stage": stage}}
+
+
+TENSOR, PIPELINE = {"tensor_parallel_size": 2}, {"pipeline_parallel_size": 2}
+MEGATRON = {"strategy": "megatron"}
+STRATEGIES: dict[str, dict[str, Any]] = {
+    "ddp": {},
+    "fsdp": {"strategy": "fsdp"},
+    "hsdp": {"strategy": "fsdp", "fsdp_config": {"fsdp_size": 2}},
+    "tp": TENSOR,
+    "pp": PIPELINE,
+    "tp x pp": TENSOR | PIPELINE,
+    "fsdp x tp": {"strategy": "fsdp"} | TENSOR,
+    "ulysses": {"ulysses_sequence_parallel_size": 2},
+    "ulysses 4": {"ulysses_sequence_parallel_size": 4},
+    "experts": {"expert_parallel_size": 2},
+    "zero 1": zero(1),
+    "zero 2": zero(2),
+    "zero 3": zero(3),
+    "megatron tp": MEGATRON | TENSOR,
+    "megatron pp": MEGATRON | PIPELINE,
+    "megatron tp x pp": MEGATRON | TENSOR | PIPELINE,
+}
+#: Settings of generation, and where it is.
+ROLLOUTS: dict[str, dict[str, Any]] = {
+    "same": {},
+    "tensor": {"rollout": {"tensor_parallel_size": 2}},
+    "tensor, overlapped": {"rollout": {"tensor_parallel_size": 2, "overlap_comm": True}},
+    "hf": {"rollout": {"rollout": "hf"}},
+    "apart": {"placement": {"actor": "cpu:0-1", "rollout": "cpu:2-3"}},
+    "apart, tensor": {
+        "placement": {"actor": "cpu:0-1", "rollout": "cpu:2-3"},
+        "rollout": {"tensor_parallel_size": 2},
+    },
+}
+AXES: list[list[Any]] = [[*STRATEGIES], [*MODELS], [*ROLLOUTS], [False, True]]
+Cell = tuple[str, str, str, bool]
+#: Of 2 ranks, in `make test`.
+QUICK: list[Cell] = [
+    ("megatron pp", "tied", "tensor", False),
+    ("zero 3", "tied", "same", False),
+    ("zero 3", "tied", "same", True),
+]
+#: Found broken, or made for a reason; of 4 ranks.
+CHOSEN: list[Cell] = [
+    ("megatron tp", "groups", "same", False),
+    ("ulysses", "tied", "tensor", True),
+    ("megatron tp x pp", "groups", "same", False),
+    ("megatron tp", "groups", "apart, tensor", False),
+    ("zero 3", "nine heads", "apart", False),
+    ("ulysses 4", "tied", "tensor", False),
+    ("pp", "gpt2", "tensor", False),
+    ("experts", "experts", "tensor", False),
+]
+
+
+def pairs(cell: Cell) -> Iterator[tuple[int, Any, int, Any]]:
+    return ((a, cell[a], b, cell[b]) for a, b in combinations(range(len(cell)), 2))
+
+
+def pairwise() -> list[Cell]:
+    """Cells in which every two values of every two axes meet: each time the one with most pairs that are missing."""
+    every: list[Cell] = [*product(*AXES)]  # type: ignore[list-item]
+    missing = {pair for cell in every for pair in pairs(cell)} - {pair for cell in CHOSEN for pair in pairs(cell)}
+    found = list(CHOSEN)
+    while missing:
+        found.append(max(every, key=lambda cell: len(missing.intersection(pairs(cell)))))
+        missing.difference_update(pairs(found[-1]))
+    return found
+
+
+def settings(cell: Cell) -> dict[str, Any]:
+    strategy, model, rollout, lora = cell
+    dtype = "float32" if strategy.startswith("zero") else "float64"
+    return {"model": model, "dtype": dtype, "lora": lora, "train": STRATEGIES[strategy], **ROLLOUTS[rollout]}
+
+
+def launch(size: int, folder: Path, cells: dict[str, dict[str, Any]]) -> dict[str, str | None]:
+    """Why each of some cells was refused, by name."""
+    arguments = (SCRIPT, folder, json.dumps(cells))
+    done = ranks.alone(*arguments, check=False) if size == 1 else ranks.job(size, *arguments, check=False)
+    lines = (json.loads(line) for line in done.stdout.splitlines() if line.startswith("{"))
+    refused = {line["cell"]: line["refused"] for line in lines}
+    assert refused.keys() == cells.keys(), done.stderr[-4000:]
+    return refused
+
+
+def make_models(folder: Path, names: set[str]) -> None:
+    for name in names:
+        torch.manual_seed(0)
+        model = AutoModelForCausalLM.from_config(MODELS[name](), dtype=torch.float64)
+        with torch.no_grad():
+            for weight in model.parameters():
+                weight.add_(torch.randn_like(weight), alpha=0.1)
+        model.save_pretrained(folder / name)
+        byte_tokenizer().save_pretrained(folder / name)
+
+
+def farthest(a: Any, b: Any) -> float:
+    """Between numbers and tensors of two structures, which are equal otherwise; infinite if they are not."""
+    if isinstance(a, dict):
+        return max(farthest(a[key], b[key]) for key in a) if a.keys() == b.keys() else math.inf
+    if isinstance(a, list):
+        return max(map(farthest, a, b), default=0.0) if len(a) == len(b) else math.inf
+    if isinstance(a, str):
+        return 0.0 if a == b else math.inf
+    return float((torch.as_tensor(a) - torch.as_tensor(b)).abs().max())
+
+
+def outcome(folder: Path) -> dict[str, Any]:
+    run, loaded = (json.loads((folder / name).read_text()) for name in ("run.json", "loaded.json"))
+    model = AutoModelForCausalLM.from_pretrained(folder / "export", dtype=torch.float64)
+    return {
+        **{key: run[key] for key in ("samples", "metrics", "after")},
+        "loaded": loaded,
+        "weights": torch.load(folder / "weights.pt"),
+        "export": {name: weight.detach() for name, weight in model.state_dict().items()},
+    }
+
+
+def walk(size: int, cells: list[Cell], folder: Path) -> dict[Cell, str | None]:
+    """Run cells on `size` ranks, and compare each that works with one process: why the others were refused."""
+    make_models(folder, {model for _, model, _, _ in cells})
+    named = {str(number): settings(cell) for number, cell in enumerate(cells)}
+    plain = {
+        f"{s['model']} {s['dtype']} {s['lora']}": {k: s[k] for k in ("model", "dtype", "lora")} for s in named.values()
+    }
+    assert set(launch(1, folder, plain).values()) == {None}
+    refused = launch(size, folder, named)
+    loads = {f"load {name}": {**plain_of, "loads": name} for name, plain_of in plain.items()}
+    loads |= {f"load {name}": {**named[name], "loads": name} for name, reason in refused.items() if reason is None}
+    assert set(launch(1, folder, loads).values()) == {None}
+    for number, cell in enumerate(cells):
+        if (reason := refused[str(number)]) is not None:
+            assert not reason.startswith("!!") and "transfer" not in reason, (cell, reason)
+            continue
+        s = named[str(number)]
+        one, many = (outcome(folder / name) for name in (f"{s['model']} {s['dtype']} {s['lora']}", str(number)))
+        limit = 1e-9 if s["dtype"] == "float64" else 1e-4  # ZeRO trains fp32, whose sums ranks round otherwise
+        off = {name: farthest(one[name], many[name]) for name in one}
+        assert max(off.values()) < limit, (cell, off)
+    return {cell: refused[str(number)] for number, cell in enumerate(cells)}
+
+
+def test_a_cell_is_one_process_or_refused(tmp_path: Path) -> None:
+    refused = walk(2, QUICK, tmp_path)
+    assert [cell for cell, reason in refused.items() if reason] == [("zero 3", "tied", "same", True)]
+    assert "ZeRO of stage 3" in str(refused["zero 3", "tied", "same", True])
+
+
+@pytest.mark.slow
+def test_every_two_values_of_two_axes_meet_in_a_cell_that_works_or_is_refused(tmp_path: Path) -> None:
+    cells = pairwise()
+    for low in range(0, len(cells), 20):
+        (folder := tmp_path / str(low)).mkdir()
+        for cell, reason in walk(4, cells[low : low + 20], folder).items():
+            print(" | ".join(map(str, cell)), "|", reason or "works")

@@ -1,0 +1,79 @@
+"""Where the ranks of a torchrun job meet, and who has not come."""
+
+from __future__ import annotations
+
+import logging
+import os
+import socket
+import time
+from datetime import timedelta
+
+from torch.distributed import DistError, PrefixStore, Store, TCPStore  # type: ignore[attr-defined]
+
+from verl.errors import ClusterError, ConfigError
+
+logger = logging.getLogger(__name__)
+
+#: Seconds until it is said who is waited for, and between two looks.
+PATIENCE, _LOOK = 5.0, 0.05
+_HOW = "start all ranks with torchrun; of a run in one process, RANK and WORLD_SIZE are left over: unset them"
+
+
+def meet(rank: int, size: int, timeout: float) -> Store:
+    """The store of all ranks, where `MASTER_ADDR` and `MASTER_PORT` say, once all of them have come to it; after
+    `PATIENCE` seconds a warning says who has not. (Torch waits within a call that lets no other thread run.)
+
+    Raises:
+        ConfigError: the environment has RANK and WORLD_SIZE, but not where to meet, or they contradict each other.
+        ClusterError: others did not come within `timeout` seconds, or the place is taken.
+    """
+    try:
+        host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+    except (KeyError, ValueError) as error:
+        what = f"RANK={rank} and WORLD_SIZE={size} are set, but {error} is not a place to meet"
+        raise ConfigError(f"{what}: {_HOW}") from None
+    if not 0 <= rank < size:
+        raise ConfigError(f"RANK={rank} is not below WORLD_SIZE={size}: {_HOW}")
+    waiting = _Waiting(f"rank {rank} of {size}", f"{host}:{port}", timeout)
+    is_host = rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
+    while not is_host and not _listens(host, port):
+        waiting.look([0])
+    try:
+        wait = timedelta(seconds=timeout)
+        store: Store = TCPStore(host, port, size, is_host, wait, wait_for_workers=False, multi_tenant=True)
+    except (DistError, RuntimeError) as error:
+        what = f"{waiting.who} cannot {'listen' if is_host else 'meet rank 0'} at {waiting.place}"
+        raise ClusterError(f"{what} ({error}): {_HOW}") from error
+    store = PrefixStore(f"verl/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)
+    store.set(f"come/{rank}", "")
+    away = list(range(size))
+    while away := [other for other in away if not store.check([f"come/{other}"])]:
+        waiting.look(away)
+    return store
+
+
+class _Waiting:
+    def __init__(self, who: str, place: str, timeout: float) -> None:
+        self.who, self.place, self.timeout = who, place, timeout
+        self.began, self.has_warned = time.monotonic(), False
+
+    def look(self, away: list[int]) -> None:
+        """Some ranks are away: wait a moment, warn or give up."""
+        waited = time.monotonic() - self.began
+        ranks = ", ".join(map(str, away[:16])) + (f" and {len(away) - 16} others" if len(away) > 16 else "")
+        if waited > self.timeout:
+            text = f"{self.who} waited {self.timeout:g} s at {self.place} for rank {ranks}, in vain: {_HOW}"
+            raise ClusterError(text)
+        if waited > PATIENCE and not self.has_warned:
+            self.has_warned = True
+            logger.warning("%s waits at %s for rank %s: %s", self.who, self.place, ranks, _HOW)
+        time.sleep(_LOOK)
+
+
+def _listens(host: str, port: int) -> bool:
+    """Whether somebody does there; of a store that nobody is at, torch writes stacks to stderr."""
+    try:
+        socket.create_connection((host, port), 1.0).close()
+    except OSError:
+        return False
+    return True

@@ -1,0 +1,272 @@
+"""Whether the files of a model hold what the model wants: names and shapes, which are read without the weights."""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple, TypeAlias
+
+import torch
+from safetensors import safe_open
+from torch import nn
+
+from verl.errors import ModelError
+from verl.models.heads import HEADS, ValueModel
+from verl.models.lora import base_name, is_adapter
+
+Shape: TypeAlias = tuple[int, ...]
+#: Names that a message has room for.
+_SHOWN = 6
+_WRAPPERS = {
+    "_orig_mod.": "torch.compile",
+    "_fsdp_wrapped_module.": "FullyShardedDataParallel",
+    "_checkpoint_wrapped_module.": "checkpoint_wrapper",
+    "base_model.model.": "peft",
+    "pretrained_model.": "a value head of TRL",
+    "module.": "DistributedDataParallel or DeepSpeed",
+}
+
+
+class Source(NamedTuple):
+    """A tensor in the files: a weight, or a block of one. transformers puts the matrices of all experts together, and
+    those with the same inputs (gate and up) side by side.
+
+    Attributes:
+        expert: None: it is the whole weight.
+        place: which of the matrices of an expert that stand side by side, of how many.
+    """
+
+    key: str
+    expert: int | None = None
+    place: int = 0
+    of: int = 1
+
+    def shape_in(self, weight: torch.Tensor) -> Shape:
+        """What the tensor's shape must be; of a block in a weight `[experts, of * rows, columns]`: one expert's."""
+        if self.expert is None:
+            return tuple(weight.shape)
+        return (weight.shape[1] // self.of, *weight.shape[2:])
+
+
+@dataclass
+class Fit:
+    """How the files differ from the model.
+
+    Attributes:
+        missing: names of weights that the model has and the files lack.
+        unexpected: names of tensors in the files that the model has no place for.
+        reshaped: name -> shape in the files and in the model.
+    """
+
+    missing: list[str] = field(default_factory=list)
+    unexpected: list[str] = field(default_factory=list)
+    reshaped: dict[str, tuple[Shape, Shape]] = field(default_factory=dict)
+
+    @classmethod
+    def of_report(cls, report: Mapping[str, Any]) -> Fit:
+        """That of transformers' own `loading_info`."""
+        reshaped = {name: (tuple(there), tuple(here)) for name, there, here in report["mismatched_keys"]}
+        return cls(sorted(report["missing_keys"]), sorted(report["unexpected_keys"]), reshaped)
+
+    def without(self, spare: Callable[[], Iterable[str]]) -> Fit:
+        """The same, if tensors of these names are no fault."""
+        names = {*spare()} if self.unexpected else set[str]()
+        return Fit(self.missing, [name for name in self.unexpected if name not in names], self.reshaped)
+
+    def check(self, where: str, model: Any) -> None:
+        """Raises ModelError: something differs."""
+        if not (self.missing or self.unexpected or self.reshaped):
+            return
+        shapes = [f"{n}: {list(there)} there, {list(here)} here" for n, (there, here) in self.reshaped.items()]
+        parts = [
+            f"{len(names)} {what} ({', '.join(names[:_SHOWN])}{', ...' if len(names) > _SHOWN else ''})"
+            for what, names in (
+                ("missing, which would be random", self.missing),
+                ("unexpected", self.unexpected),
+                ("of another shape", shapes),
+            )
+            if names
+        ]
+        kind = type(getattr(model, "backbone", model)).__name__
+        raise ModelError(f"the files of {where} are not those of a {kind}, weights are {'; '.join(parts)}{self._why()}")
+
+    def _why(self) -> str:
+        """What is likely."""
+        heads = [name for name in self.unexpected if name.startswith(tuple(f"{head}." for head in HEADS))]
+        if prefix := self._prefix():
+            wrapper = next((by for known, by in _WRAPPERS.items() if known in prefix), None)
+            by = f", which {wrapper} adds: save the model inside the wrapper, or" if wrapper else ":"
+            return f". They stand there under the prefix '{prefix}'{by} rename them"
+        if heads:
+            return ". They are those of a reward model or critic, which is no language model"
+        if any(name.startswith(HEADS[:2]) for name in self.missing):
+            return ". It is no reward model: it has no head that gives a score"
+        if [name.rpartition(".")[0].rpartition(".")[2] for name in self.missing] in (["lm_head"], ["embed_out"]):
+            return ". It has no output layer: it is a backbone, or its config.json lacks tie_word_embeddings"
+        if self.missing and self.unexpected:
+            return ". They are of another architecture than its config.json says"
+        if self.missing or self.reshaped:
+            return ". They are cut short, or its config.json is of another model or size"
+        return ". Its config.json is of another model, or of a part of this one"
+
+    def _prefix(self) -> str:
+        """What stands before, or in, the names of missing weights in the files."""
+        missing, found = {*self.missing}, Counter[str]()
+        for name in self.unexpected:
+            for known in _WRAPPERS:
+                if known in name and name.replace(known, "") in missing:
+                    found[known] += 1
+            parts = name.split(".")
+            for count in range(1, len(parts)):
+                if ".".join(parts[count:]) in missing:
+                    found[".".join(parts[:count]) + "."] += 1
+        return found.most_common(1)[0][0] if found else ""
+
+
+def stored_shapes(files: Mapping[str, str]) -> dict[str, Shape]:
+    """The shape of each tensor in the files, by its name there.
+
+    Args:
+        files: see `weight_files`.
+
+    Raises:
+        SafetensorError: a file is damaged.
+    """
+    found: dict[str, Shape] = {}
+    for path in dict.fromkeys(files.values()):
+        with safe_open(path, framework="pt") as file:
+            found.update({key: tuple(file.get_slice(key).get_shape()) for key in file.keys()})  # noqa: SIM118
+    return found
+
+
+def compare(model: nn.Module, stored: Mapping[str, Shape]) -> Fit | None:
+    """How files differ from a transformers model, or a `ValueModel` up to its head; None: transformers makes other
+    things of them when it loads them, so that their names do not say it.
+
+    Tied weights may be there under any of their names.
+
+    Args:
+        model: live or without weights.
+        stored: see `stored_shapes`.
+    """
+    from transformers.utils.loading_report import LoadStateDictInfo
+
+    inner: Any = getattr(model, "backbone", model)
+    if getattr(inner.config, "quantization_config", None) is not None:
+        return None
+    weights = model_weights(model)
+    try:
+        sources = weight_sources(model, stored)
+    except ModelError:
+        return None
+    fit, missing = Fit(), set[str]()
+    for names in tied(weights):
+        there = [name for name in names if name in sources]
+        missing.update([] if there else names[:1])
+        for name in there:
+            _compare_weight(fit, name, weights[name], sources[name], stored)
+    info = LoadStateDictInfo(missing, sources.keys() - weights.keys(), set(), [], {}, set())
+    inner._adjust_missing_and_unexpected_keys(info)  # by what the architecture says of its own files
+    fit.missing += sorted(info.missing_keys)
+    fit.unexpected += sorted(source.key for name in info.unexpected_keys for source in sources[name])
+    return fit
+
+
+def _compare_weight(
+    fit: Fit, name: str, weight: torch.Tensor, sources: list[Source], stored: Mapping[str, Shape]
+) -> None:
+    """Note how the tensors that a weight is made of differ from it."""
+    for source in sources:
+        if stored[source.key] != source.shape_in(weight):
+            fit.reshaped[source.key] = (stored[source.key], source.shape_in(weight))
+    if sources[0].expert is None:
+        fit.unexpected += [source.key for source in sources[1:]]  # which another name stands for already
+        return
+    blocks = {(source.expert, source.place): source.key for source in sources}
+    experts, places = range(weight.shape[0]), range(sources[0].of)
+    fit.unexpected += [source.key for source in sources if source.expert not in experts]
+    for expert in experts:
+        for place in places:
+            if (expert, place) not in blocks:
+                alike = next((key for (_, p), key in blocks.items() if p == place), None)
+                named = None if alike is None else re.sub(r"(experts\D*)\d+", rf"\g<1>{expert}", alike)
+                fit.missing.append(named or f"{name} (a part of expert {expert})")
+
+
+def model_weights(model: nn.Module) -> dict[str, torch.Tensor]:
+    """The weights and persistent buffers that a model wants of its files by the names that they have without adapters,
+    tied ones under every name."""
+    state = model.state_dict(keep_vars=True)
+    is_value = isinstance(model, ValueModel)
+    names = [name for name in state if not (is_adapter(name) or (is_value and name.startswith("score.")))]
+    return {base_name(name): state[name] for name in names}
+
+
+def tied(weights: Mapping[str, torch.Tensor]) -> list[list[str]]:
+    """The names of each weight."""
+    names: dict[int, list[str]] = {}
+    for name, weight in weights.items():
+        names.setdefault(id(weight), []).append(name)
+    return [*names.values()]
+
+
+def is_tied_apart(model: nn.Module, files: Mapping[str, str]) -> bool:
+    """Whether files hold weights that are tied in the model under several names, with values that differ: transformers
+    does not tie them then, whatever the configuration says."""
+    weights = model_weights(model)
+    try:
+        sources = weight_sources(model, files)
+    except ModelError:
+        return False
+    for names in tied(weights):
+        first, *others = [sources[name][0].key for name in names if name in sources] or [""]
+        if any(not torch.equal(_read(files, first), _read(files, other)) for other in others):
+            return True
+    return False
+
+
+def _read(files: Mapping[str, str], key: str) -> torch.Tensor:
+    with safe_open(files[key], framework="pt") as file:
+        return file.get_tensor(key)  # type: ignore[no-any-return]
+
+
+def weight_sources(model: nn.Module, keys: Iterable[str]) -> dict[str, list[Source]]:
+    """The weights of a transformers model or `ValueModel` by name -> what of the tensors `keys` they are made of.
+    Tensors that it has no place for are there under the name that they would have.
+
+    Raises:
+        ModelError: transformers makes other things of them when it loads the model.
+    """
+    from transformers.conversion_mapping import get_model_conversion_mapping
+    from transformers.core_model_loading import (
+        WeightConverter,
+        WeightRenaming,
+        dot_natural_key,
+        rename_source_key,
+    )
+
+    inner: Any = getattr(model, "backbone", model)
+    changes = get_model_conversion_mapping(inner)
+    converters = [change for change in changes if isinstance(change, WeightConverter)]
+    renamings = [change for change in changes if isinstance(change, WeightRenaming)]
+    weights = model_weights(model)
+    placing = (inner.base_model_prefix, weights)
+    found: dict[str, list[Source]] = {}
+    for key in sorted(keys, key=dot_natural_key):  # in transformers' order: some renamings go by what came before
+        target, pattern = rename_source_key(key, renamings, converters, *placing)
+        if target not in weights and key in weights:
+            target, pattern = rename_source_key(key, [], [], *placing)
+        if pattern is None:
+            found.setdefault(target, []).append(Source(key))
+            continue
+        converter = next(c for c in converters if pattern in c.source_patterns)
+        patterns = converter.source_patterns
+        done = [(type(step).__name__, getattr(step, "dim", None)) for step in converter.operations]
+        if done != [("MergeModulelist", 0), ("Concatenate", 1)][: 1 + (len(patterns) > 1)]:
+            raise ModelError("its weights are laid out otherwise in the files")
+        number = re.search(re.escape(pattern).replace(r"\*", r"(\d+)"), rename_source_key(key, renamings, [])[0])
+        assert number is not None
+        found.setdefault(target, []).append(Source(key, int(number[1]), patterns.index(pattern), len(patterns)))
+    return found

@@ -1,0 +1,48 @@
+"""What a model says to a few fixed tokens, to compare it with another."""
+
+from __future__ import annotations
+
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+
+from verl.models.packed import evaluating
+
+#: Tokens of a row, of two.
+LENGTH = 32
+
+
+@torch.no_grad()
+def outputs(model: Any, tokens: Tensor | None = None) -> Tensor:
+    """Log-probs `[2, LENGTH, vocabulary]` on two rows of tokens, or scores `[2]`, or values `[2 * LENGTH]`, in fp32, or
+    fp64 of an fp64 model.
+
+    Args:
+        tokens: None: `probe_tokens`.
+    """
+    ids = (probe_tokens(model) if tokens is None else tokens).to(next(model.parameters()).device)
+    with evaluating(model):
+        if hasattr(model, "backbone"):
+            found = model.predict(model.backbone(input_ids=ids, use_cache=False)[0].flatten(0, 1))
+        else:
+            found = model(input_ids=ids, attention_mask=torch.ones_like(ids), use_cache=False).logits
+    found = found if found.dtype == torch.float64 else found.float()
+    return cast(Tensor, found if is_scalar(model) else found.log_softmax(-1))
+
+
+def is_scalar(model: Any) -> bool:
+    """Whether it gives numbers, not log-probs."""
+    return not hasattr(model, "get_output_embeddings") or model.get_output_embeddings() is None
+
+
+def probe_tokens(model: Any) -> Tensor:
+    """`[2, LENGTH]`, always the same; those among them that adapters train."""
+    vocabulary = model.config.get_text_config().vocab_size
+    ids = (torch.arange(2 * LENGTH) * 7919 + 13) % vocabulary
+    layers = (
+        module.token_indices for module in model.modules() if isinstance(getattr(module, "token_indices", None), dict)
+    )
+    trained = [int(token) for indices in layers for of_adapter in indices.values() for token in of_adapter]
+    ids[1 : 1 + len(trained)] = torch.tensor(trained[: 2 * LENGTH - 1], dtype=ids.dtype)
+    return cast(Tensor, ids.view(2, LENGTH))

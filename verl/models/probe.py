@@ -1,0 +1,119 @@
+"""What is written is opened again and compared with the model that it was written from."""
+
+from __future__ import annotations
+
+import logging
+from itertools import zip_longest
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from verl import device
+from verl.errors import ModelError
+from verl.models.heads import ValueModel
+from verl.models.int4 import Int4Linear, has_int4, weight_bytes
+from verl.models.lora import changes_base, merged_shards
+from verl.models.outputs import outputs, probe_tokens
+
+logger = logging.getLogger(__name__)
+
+#: What rounding explains: the mean of |differences| of log-probs, or of values.
+_TOLERANCE = {torch.float64: 1e-6, torch.float32: 1e-3}
+_HALF = 0.2
+
+
+def check_export(model: Any, path: Path, *, adapter: bool = False) -> None:
+    """Compare a directory that was written with the live model: log-probs (or values) on a probe where a second model
+    fits into memory, else tensor by tensor. What is not compared, and what an export loses, is logged.
+
+    Args:
+        model: whole, with the weights that were written.
+        adapter: the directory holds adapters alone: they are compared over the base that they name.
+
+    Raises:
+        ModelError: the directory is another model.
+    """
+    from verl.models.loading import load_model
+
+    # A second model with the probe's activations, and the copy of a layer.
+    needed = 1.2 * (
+        weight_bytes(model) + 4 * sum(m.codes.numel() for m in model.modules() if isinstance(m, Int4Linear))
+    )
+    fits = needed < device.free_memory("cpu")
+    if adapter:
+        _check_adapter(model, path, fits)
+    elif fits:
+        again = load_model(path, dtype=_dtype(model), kind=_kind(model))
+        _check_gap(model, again, str(path))
+    else:
+        _check_tensors(model, path)
+        logger.info("%s: all tensors are the live model's; outputs, for %.1f GB, not compared", path, needed / 1e9)
+
+
+def _check_adapter(model: Any, path: Path, fits: bool) -> None:
+    """Raises ModelError: over the base that it names it is not the live model."""
+    from peft import PeftConfig, PeftModel
+
+    from verl.models.loading import load_model
+
+    base = PeftConfig.from_pretrained(str(path)).base_model_name_or_path
+    try:
+        if not base or isinstance(model, ValueModel) or not fits:
+            raise ModelError("it is not named, has another head, or does not fit beside it")
+        plain = load_model(base, dtype=_dtype(model))
+    except ModelError as error:
+        logger.warning("%s was not compared with the live model, its base is not at hand: %s", path, error)
+        return
+    again = PeftModel.from_pretrained(plain, str(path), autocast_adapter_dtype=False)
+    if not has_int4(model):
+        # Bases that adapters changed when they began were rounded, in fp32 at best.
+        _check_gap(model, again, f"{path} over {base}", at_least=1e-3 if changes_base(model) else 0.0)
+        return
+    gap = _gap(model, again)
+    logger.warning(
+        "%s: over %s in full precision log-probs differ from those of the trained model, whose base is in int4, by "
+        "%.3g on average and %.3g at most: export the merged model if that is too much",
+        *(path, base, float(gap.mean()), float(gap.max())),
+    )
+
+
+def _check_gap(model: Any, again: Any, what: str, at_least: float = 0.0) -> None:
+    gap = _gap(model, again)
+    mean, most = float(gap.mean()), float(gap.max())
+    allowed = max(at_least, _TOLERANCE.get(_torch_dtype(model), _HALF))
+    if not mean <= allowed:
+        raise ModelError(
+            f"{what} is not the model it was written from: on a probe outputs differ by {mean:.3g} on average and "
+            f"{most:.3g} at most, of which rounding explains {allowed:g}"
+        )
+    logger.info("%s was opened again: on a probe outputs differ by %.3g on average, %.3g at most", what, mean, most)
+
+
+def _gap(model: Any, again: Any) -> Tensor:
+    tokens = probe_tokens(model)
+    return (outputs(again.to(next(model.parameters()).device), tokens) - outputs(model, tokens)).abs()
+
+
+def _check_tensors(model: Any, path: Path) -> None:
+    """Raises ModelError: a tensor of the directory is not that of the merged model."""
+    from verl.models.source import ModelFiles
+
+    stored = ModelFiles(str(path), _kind(model), _dtype(model)).stream()  # type: ignore[arg-type]
+    for own, there in zip_longest(merged_shards(model), stored):
+        if own is None or there is None or own.name != there.name or not torch.equal(own.tensor.cpu(), there.tensor):
+            name = (own or there).name
+            raise ModelError(f"{path} is not the model it was written from: '{name}' differs there, or is not there")
+
+
+def _kind(model: Any) -> Any:
+    return "value" if isinstance(model, ValueModel) else "causal"
+
+
+def _torch_dtype(model: Any) -> torch.dtype:
+    return getattr(model, "backbone", model).dtype  # type: ignore[no-any-return]
+
+
+def _dtype(model: Any) -> str:
+    return str(_torch_dtype(model)).removeprefix("torch.")

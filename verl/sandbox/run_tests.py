@@ -1,0 +1,589 @@
+"""Runs in a sandbox: a program, its tests, or both. `code_tests.py` starts it.
+
+Globals given: `side`, `program` (text), `cases`, `pytest` (the text of `pytest_stub.py`), and the file descriptors
+`incoming` and `outgoing`. Verdicts are lines of JSON on stdout. Standard library alone.
+
+- "program" and "tests" have a sandbox each. The tests ask the program over two pipes, in JSON. Arguments and results
+  are values of exactly a type of Python's. An object of the program stays there; the tests get a `Handle` of it,
+  without operators that take another operand: they could agree with everything, and would learn what is expected.
+- "both" is for tests that need live objects, such as a function that the program gets. Cases and a secret, with which
+  every verdict begins, come over a pipe once the program is loaded.
+"""
+
+from __future__ import annotations
+
+import ast
+import builtins
+import contextlib
+import functools
+import importlib
+import io
+import itertools
+import json
+import operator
+import os
+import sys
+import types
+
+TYPE_CHECKING = False  # loading typing takes longer than all the rest
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+    from typing import Any
+
+#: Classes whose objects travel by value; those that derive from a builtin class travel as that.
+BY_VALUE = "range slice Fraction Decimal datetime date time timedelta timezone"
+MODULES = ("builtins", "fractions", "decimal", "datetime")
+BASES = (int, float, complex, str, bytes, list, tuple, dict, set, frozenset)
+#: Names that tests use without an import: of modules, and of what modules define.
+ALIASES = {"np": "numpy", "pd": "pandas"}
+COMMON = {
+    "math": "isclose inf nan pi sqrt floor ceil",
+    "collections": "Counter OrderedDict defaultdict deque namedtuple",
+    "typing": "Any Callable Dict Iterable Iterator List Optional Sequence Set Tuple Union",
+    "functools": "partial reduce",
+    "datetime": "datetime date timedelta",
+    "fractions": "Fraction",
+    "decimal": "Decimal",
+}
+#: Modules as which tests import the program.
+PROGRAM = ("solution", "main", "program", "submission", "answer", "implementation", "your_module", "my_module")
+#: What a handle passes on: operations without an operand that the tests could expect something of; and the others.
+FORWARDED = "bool len iter next reversed str repr hash int float index abs neg getitem setitem delitem enter exit"
+OPERANDS = "add sub mul matmul truediv floordiv mod pow and or xor lshift rshift lt le gt ge eq"
+OPERATIONS: dict[str, Callable[..., Any]] = {
+    **{name: getattr(operator if hasattr(operator, name) else builtins, name, getattr) for name in FORWARDED.split()},
+    "call": lambda function, args, kwargs: function(*args, **kwargs),
+    "enter": lambda context: type(context).__enter__(context),
+    "exit": lambda context, *error: type(context).__exit__(context, *error),
+    "getattr": getattr,
+    "setattr": setattr,
+    "await": lambda awaitable: waited_for(awaitable),
+}
+
+
+class NeedsLive(BaseException):
+    """The test needs an object of one side on the other."""
+
+
+class Over(BaseException):
+    """The program does not run, or has ended."""
+
+
+@functools.cache
+def event_loop() -> Any:
+    return importlib.import_module("asyncio").new_event_loop()
+
+
+def waited_for(result: Any) -> Any:
+    return event_loop().run_until_complete(result) if hasattr(type(result), "__await__") else result
+
+
+def encode(value: Any, other: Callable[[Any], Any]) -> Any:
+    """A value as JSON; what JSON does not have is a mapping of its kind to its content, `other` says how objects go."""
+    kind: Any = type(value)
+    if kind in (type(None), bool, int, float, str):
+        return value
+    if kind in (list, tuple, set, frozenset):
+        items = [encode(item, other) for item in value]
+        return items if kind is list else {kind.__name__: items}
+    if kind is dict:
+        return {"dict": [[encode(key, other), encode(item, other)] for key, item in value.items()]}
+    if kind in (bytes, complex):
+        return {kind.__name__: value.hex() if kind is bytes else [value.real, value.imag]}
+    if kind.__module__ == "numpy" and hasattr(value, "tolist"):
+        content = encode(value.tolist(), other)
+        return {"array": [str(value.dtype), content]} if kind.__name__ == "ndarray" else content
+    if kind in (type, types.BuiltinFunctionType) and vars(builtins).get(getattr(value, "__name__", "")) is value:
+        return {"builtin": getattr(value, "__name__", "")}
+    if kind.__module__ in MODULES and kind.__name__ in BY_VALUE.split():
+        return {"made": [kind.__module__, kind.__name__, encode(value.__reduce_ex__(2)[1], other)]}
+    if isinstance(value, tuple) and hasattr(kind, "_fields"):
+        return {"named": [kind.__name__, list(kind._fields), [encode(item, other) for item in value]]}
+    base: Any = next((base for base in BASES if isinstance(value, base)), None)
+    return other(value) if base is None else encode(base(value), other)
+
+
+def decode(content: Any, other: Callable[[str, Any], Any]) -> Any:
+    """The inverse of `encode`; `other(kind, inner)` gives the objects."""
+    if isinstance(content, list):
+        return [decode(item, other) for item in content]
+    if not isinstance(content, dict):
+        return content
+    ((kind, inner),) = content.items()
+    if kind in ("tuple", "set", "frozenset"):
+        return getattr(builtins, kind)([decode(item, other) for item in inner])
+    if kind == "dict":
+        return {decode(key, other): decode(item, other) for key, item in inner}
+    if kind in ("bytes", "complex"):
+        return bytes.fromhex(inner) if kind == "bytes" else complex(*inner)
+    if kind == "named":
+        return importlib.import_module("collections").namedtuple(*inner[:2])(*decode(inner[2], other))
+    if kind == "array":
+        return importlib.import_module("numpy").array(decode(inner[1], other), dtype=inner[0])
+    if kind == "made" and inner[0] in MODULES and inner[1] in BY_VALUE.split():
+        return getattr(importlib.import_module(inner[0]), inner[1])(*decode(inner[2], other))
+    return other(kind, inner)
+
+
+class Handle:
+    """The tests' side of an object of the program: its number there, and whether the tests made it themselves, from a
+    class that they name. Operators of those are the program's own matter, and need them live."""
+
+    __slots__ = ("_held",)
+
+    def __init__(self, asker: Asker, number: int) -> None:
+        object.__setattr__(self, "_held", [asker, number, False])
+
+    def __getattr__(self, name: str) -> Any:
+        return self._held[0].ask("getattr", self, name)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        self._held[0].ask("setattr", self, name, value)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        result = self._held[0].ask("call", self, list(args), kwargs)
+        return mark(result) if self._held[2] else result
+
+    def __await__(self) -> Any:
+        yield from ()
+        return self._held[0].ask("await", self)
+
+    def __instancecheck__(self, value: Any) -> Any:
+        raise self._held[0].live()
+
+
+def mark(value: Any) -> Any:
+    if type(value) is Handle:
+        value._held[2] = True
+    return value
+
+
+def operand(handle: Handle, other: Any) -> Any:
+    for value in (handle, other):
+        if type(value) is Handle and value._held[2] and handle is not other:
+            raise value._held[0].live()
+    return True if handle is other else NotImplemented
+
+
+def forward(name: str) -> Callable[..., Any]:
+    return lambda handle, *rest: handle._held[0].ask(name, handle, *rest)
+
+
+for _name in OPERANDS.split():
+    setattr(Handle, f"__{_name}__", operand)
+    setattr(Handle, f"__r{_name}__", operand)
+for _name in FORWARDED.split():
+    setattr(Handle, f"__{_name}__", forward(_name))
+
+
+class Asker:
+    """The tests' side of the pipes. Counts what it asks, and what was there to be asked."""
+
+    asked = found = 0
+    needs_live = False
+    over: str | None = None
+
+    def __init__(self, incoming: int, outgoing: int) -> None:
+        self.lines, self.out = os.fdopen(incoming), os.fdopen(outgoing, "w")
+        self.handles: dict[int, Handle] = {}
+
+    def begin(self) -> None:
+        self.asked, self.found, self.needs_live = 0, 0, False
+
+    def live(self) -> NeedsLive:
+        self.needs_live = True
+        return NeedsLive()
+
+    def lookup(self, name: str) -> Any:
+        """(whether the program defines this name, its value)."""
+        found, value, is_error = self.ask("name", name)
+        if name[:1].isupper() and is_error:  # to be caught by its class
+            raise self.live()
+        self.found += found
+        return found, mark(value) if name[:1].isupper() else value
+
+    def ask(self, operation: str, *request: Any) -> Any:
+        """What the program answers."""
+        self.asked += 1
+        if self.over is None:
+            self.out.write(json.dumps([operation, *(encode(item, self.number) for item in request)]) + "\n")
+            with contextlib.suppress(BrokenPipeError):
+                self.out.flush()
+            line = self.lines.readline(1 << 24)
+            kind, content, changed = (
+                json.loads(line) if line.endswith("\n") else ("over", "the program has ended", None)
+            )
+            self.over = str(content) if kind == "over" else None
+        if self.over is not None:
+            raise Over(self.over)
+        self.found += operation in OPERATIONS
+        if kind == "raised":
+            raise self.error(operation, *content)
+        if changed is not None:
+            take_back(request[1:], decode(changed, self.handle))
+        return decode(content, self.handle)
+
+    def number(self, value: Any) -> Any:
+        if type(value) is not Handle:
+            raise self.live()
+        return {"yours": value._held[1]}
+
+    def handle(self, kind: str, inner: Any) -> Any:
+        if kind not in ("object", "coroutine"):
+            raise ValueError(f"the program answered with a {kind}")
+        handle = self.handles.setdefault(int(inner), Handle(self, int(inner)))
+        return awaited(handle) if kind == "coroutine" else handle
+
+    def error(self, operation: str, name: str, args: Any) -> BaseException:
+        """The program's error as one of Python's; not one that ends a loop of the tests."""
+        kind: Any = getattr(builtins, name, None)
+        ends = operation != "next" and name in ("StopIteration", "StopAsyncIteration")
+        if ends or not isinstance(kind, type) or not issubclass(kind, Exception | SystemExit):
+            kind = RuntimeError
+        error: BaseException = kind.__new__(kind)
+        error.args = tuple(decode(args, self.handle))
+        error.of_program = True  # type: ignore[attr-defined]
+        return error
+
+
+async def awaited(handle: Handle) -> Any:
+    return await handle
+
+
+def take_back(request: tuple[Any, ...], changed: Any) -> None:
+    """Apply to the arguments what the call changed in place."""
+    (args, kwargs), (new_args, new_kwargs) = request, changed
+    for old, new in [*zip(args, new_args, strict=True), *((kwargs[name], new_kwargs[name]) for name in kwargs)]:
+        if type(old) is list:
+            old[:] = new
+        elif type(old) in (dict, set):
+            old.clear()
+            old.update(new)
+
+
+class Server:
+    """The program's side of the pipes."""
+
+    def __init__(self, program: str) -> None:
+        self.kept: list[Any] = []
+        self.numbers: dict[int, int] = {}
+        self.names, self.broken = run_program(program)
+
+    def run(self, incoming: int, outgoing: int) -> None:
+        lines, out = os.fdopen(incoming), os.fdopen(outgoing, "w")
+        while (line := lines.readline()).endswith("\n"):
+            out.write(json.dumps(("over", self.broken, None) if self.broken else self.answer(*json.loads(line))) + "\n")
+            out.flush()
+
+    def answer(self, operation: str, *content: Any) -> tuple[str, Any, Any]:
+        try:
+            request = [decode(item, self.mine) for item in content]
+            if operation == "name":
+                name = entry_of(self.names) if request[0] == "candidate" else request[0]
+                value = self.names.get(name)
+                is_error = isinstance(value, type) and issubclass(value, BaseException)
+                return "value", [name in self.names, encode(value, self.number), is_error], None
+            if operation == "names":
+                return "value", [name for name in self.names if not name.startswith("_")], None
+            result = encode(OPERATIONS[operation](*request), self.number)
+            changed = [encode(item, self.number) for item in request[1:]]
+            return "value", result, changed if operation == "call" and changed != list(content[1:]) else None
+        except BaseException as error:
+            return "raised", described(error), None
+
+    def mine(self, kind: str, inner: Any) -> Any:
+        return self.kept[inner] if kind == "yours" else getattr(builtins, inner)
+
+    def number(self, value: Any) -> Any:
+        if id(value) not in self.numbers:
+            self.numbers[id(value)] = len(self.kept)
+            self.kept.append(value)
+        return {"coroutine" if type(value) is types.CoroutineType else "object": self.numbers[id(value)]}
+
+
+def described(error: BaseException) -> list[Any]:
+    """The nearest class of Python's own, and the arguments or the text."""
+    kind = next(kind for kind in type(error).__mro__ if getattr(builtins, kind.__name__, None) is kind)
+    try:
+        return [kind.__name__, encode(list(error.args) if kind is type(error) else [str(error)], str)]
+    except Exception:  # the text of an error may raise
+        return [kind.__name__, []]
+
+
+def run_program(program: str) -> tuple[dict[str, Any], str | None]:
+    """What a program defines, as module "solution", and why it does not run."""
+    module = sys.modules["solution"] = types.ModuleType("solution")
+    try:
+        exec(compile(program, "<solution>", "exec", dont_inherit=True), vars(module))
+    except BaseException as error:
+        return vars(module), ": ".join(map(str, described(error)))[:500]
+    return vars(module), None
+
+
+def entry_of(names: dict[str, Any]) -> str:
+    """The last function that a program defines."""
+    functions = [name for name, value in names.items() if callable(value) and not isinstance(value, type)]
+    own = [name for name in functions if getattr(names[name], "__module__", None) == "solution"]
+    return own[-1] if own else "candidate"
+
+
+class Beside:
+    """The program in the process of the tests, in the place of an `Asker`."""
+
+    asked = found = 0
+    needs_live = False
+
+    def __init__(self, program: str) -> None:
+        self.names, self.over = run_program(program)
+        self.wrapped: dict[int, Any] = {}
+
+    def begin(self) -> None:
+        self.asked += self.over is not None
+
+    def lookup(self, name: str) -> Any:
+        name = entry_of(self.names) if name == "candidate" else name
+        self.asked, self.found = self.asked + 1, self.found + (name in self.names)
+        value = self.names.get(name)
+        if type(value) is types.FunctionType:
+            value = self.wrapped.setdefault(id(value), without_stop(value))
+        return name in self.names, value
+
+
+def without_stop(function: Callable[..., Any]) -> Callable[..., Any]:
+    """A function that cannot end a loop of the tests."""
+
+    @functools.wraps(function)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        try:
+            return function(*args, **kwargs)
+        except StopIteration as error:
+            raise RuntimeError("StopIteration") from error
+
+    return call
+
+
+def as_module(source: Asker | Beside) -> types.ModuleType:
+    """The program, for tests that import it."""
+    if isinstance(source, Beside):
+        return sys.modules["solution"]
+
+    def read(name: str) -> Any:
+        if name == "__all__":
+            return source.ask("names")
+        found, value = (False, None) if name.startswith("__") else source.lookup(name)
+        if not found:
+            raise AttributeError(f"the program does not define {name}")
+        return value
+
+    module = types.ModuleType("solution")
+    vars(module)["__getattr__"] = read
+    return module
+
+
+class Names(dict[str, object]):
+    """The globals of a test. What it does not define is Python's or a library's, by its usual name, else the
+    program's. Only where a test has no other name of the program, a name of Python's is the program's (a task was to
+    write `sum`); a module never is."""
+
+    def __init__(self, tree: ast.AST, source: Asker | Beside, entry: str | None) -> None:
+        super().__init__({"__name__": "__main__"})
+        self.source, self.entry = source, entry
+        free = free_names(tree)
+        self.modules = {name: module for name in free if (module := module_of(name, tree)) is not None}
+        self.libraries = {name: module for module, names in COMMON.items() for name in names.split()}
+        self.checked = checked_names(tree)
+        others = {name for name in free if not hasattr(builtins, name) and not name.startswith("__")}
+        self.keeps_to_python = bool(entry or self.checked or others - self.libraries.keys() - self.modules.keys())
+
+    def __missing__(self, name: str) -> Any:
+        if name in self.modules:
+            return self.modules[name]
+        of_python = name not in self.checked and (hasattr(builtins, name) or name in self.libraries)
+        if not of_python or not self.keeps_to_python:
+            if name == "candidate" and self.entry:
+                return self.entry_point(self.entry)
+            found, value = self.source.lookup(name)
+            if found:
+                return value
+        if name in self.libraries:
+            return getattr(importlib.import_module(self.libraries[name]), name)
+        raise KeyError(name) if hasattr(builtins, name) else NameError(f"the program does not define '{name}'")
+
+    def entry_point(self, path: str) -> Any:
+        """The function "f", or "Solution().f", or the method `f` of class Solution."""
+        found, value = self.source.lookup(path) if path.isidentifier() else (True, eval(path, self))
+        return value if found else eval(f"Solution().{path}", self)
+
+
+def module_of(name: str, tree: ast.AST) -> Any:
+    """The module that a test means by a name of which it reads attributes."""
+    nodes = [node for node in ast.walk(tree) if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name)]
+    read = [node.attr for node in nodes if node.value.id == name]  # type: ignore[attr-defined]
+    if not read or (name not in ALIASES and name not in sys.stdlib_module_names):
+        return None
+    module = importlib.import_module(ALIASES.get(name, name))
+    return module if name in ALIASES or all(hasattr(module, attribute) for attribute in read) else None
+
+
+def free_names(tree: ast.AST) -> set[str]:
+    """Names that a test reads and nowhere defines."""
+    read: set[str] = set()
+    defined: set[str] = set()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Name):
+            (read if isinstance(node.ctx, ast.Load) else defined).add(node.id)
+        elif isinstance(node, ast.arg):
+            defined.add(node.arg)
+        elif isinstance(node, ast.alias):
+            defined.add((node.asname or node.name).partition(".")[0])
+        elif name := getattr(node, "name", None):  # of a function, a class, a caught exception
+            defined.add(name)
+    return read - defined
+
+
+def checked_names(tree: ast.AST) -> set[str]:
+    """Names that are the program's whatever they are: what `check` is called with, what is imported from it, and
+    constants that are called."""
+    checked = set()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import | ast.ImportFrom):
+            names = [alias.name for alias in node.names]
+            of_program = PROGRAM if isinstance(node, ast.Import) else names if node.module in PROGRAM else []
+            checked |= {*names} & {*of_program}
+        elif isinstance(node, ast.Call) and isinstance(node.func, ast.Name):
+            given = (
+                node.args if node.func.id == "check" else [node.func] if node.func.id in ("inf", "nan", "pi") else []
+            )
+            checked |= {argument.id for argument in given if isinstance(argument, ast.Name)}
+    return checked
+
+
+def units(case: dict[str, Any], source: Asker | Beside) -> Iterator[Callable[[], Any]]:
+    """The parts of a case, each with a verdict of its own: its text, then the tests of unittest and pytest in it."""
+    names: dict[str, Any] = {}
+
+    def run_text() -> None:
+        nonlocal names
+        tree = ast.parse(case["text"])
+        names = Names(tree, source, case["entry"])
+        names.update(__agrees__=agrees, __result__=result_of)
+        source.asked += isinstance(source, Beside) and bool(names.checked)
+        exec(compile(tree, "<test>", "exec", dont_inherit=True), names)
+
+    yield run_text
+    unittest: Any = importlib.import_module("unittest")
+    for name, value in list(names.items()):
+        if isinstance(value, type) and issubclass(value, unittest.TestCase) and value.__module__ == "__main__":
+            for test in unittest.defaultTestLoader.loadTestsFromTestCase(value):
+                yield functools.partial(run_case, test, unittest.TestResult())
+        elif isinstance(value, type) and name.startswith("Test"):
+            for method, function in vars(value).items():
+                yield from calls(method, function, value)
+        else:
+            yield from calls(name, value)
+
+
+def run_case(test: Any, result: Any) -> None:
+    type(test)._classSetupFailed = False
+    sys.modules["unittest"].TestSuite([test]).run(result)
+    problems = [*result.errors, *result.failures, *result.skipped, *result.expectedFailures]
+    if problems or not result.testsRun or not result.wasSuccessful():
+        raise AssertionError(str(problems)[-200:])
+
+
+def calls(name: str, function: Any, owner: type | None = None) -> Iterator[Callable[[], Any]]:
+    """A pytest function, once for each set of its parameters."""
+    if type(function) is not types.FunctionType or not name.startswith("test"):
+        return
+    sets = [[dict(zip(keys, row, strict=True)) for row in rows] for keys, rows in getattr(function, "cases", [])]
+    code = function.__code__
+    wanted = code.co_varnames[owner is not None : code.co_argcount - len(function.__defaults__ or ())]
+    for choice in itertools.product(*sets):
+        values = {key: value for part in choice for key, value in part.items()}
+        yield functools.partial(call, function, owner, values, [name for name in wanted if name not in values])
+
+
+def call(function: Any, owner: Any, values: dict[str, Any], missing: list[str]) -> None:
+    if missing:
+        raise ImportError(f"the tests need the fixture '{missing[0]}', and there are none here")
+    instance = owner and owner()
+    if hasattr(instance, "setup_method"):
+        instance.setup_method(*[function][: instance.setup_method.__code__.co_argcount - 1])
+    waited_for(function(*([instance] if owner else []), **values))
+
+
+def result_of(function: Any, args: list[Any]) -> Any:
+    """What a function gives, as JSON has it."""
+    return json.loads(json.dumps(waited_for(function(*args))))
+
+
+altered = 0
+
+
+def agrees(one: Any, two: Any) -> bool:
+    """Whether two values that should be equal also equal something else."""
+    global altered
+    altered += 1
+    return bool(one == other(two) or other(one) == two)
+
+
+def other(value: Any) -> Any:
+    noise, kind = os.urandom(8).hex(), type(value)
+    if kind is bool:
+        return not value
+    if kind in (int, float):
+        return kind(int(noise, 16))
+    if kind in (list, tuple, set, frozenset):
+        return kind([noise])
+    return noise if kind is str else {noise: noise} if kind is dict else object()
+
+
+def outcome(unit: Callable[[], Any], source: Asker | Beside) -> dict[str, Any]:
+    """The verdict of one part: whether it passed, or what is wrong with the tests themselves."""
+    global altered
+    altered = 0
+    source.begin()
+    reason, fault = None, None
+    try:
+        with contextlib.redirect_stdout(io.StringIO()):
+            unit()
+    except BaseException as error:
+        reason = f"{type(error).__name__}: {error}"[:200]
+        if isinstance(error, ImportError) and not hasattr(error, "of_program"):
+            fault = reason
+    if source.asked == 0:
+        fault = fault or reason or "they ask nothing of the program"
+    passed = reason is None and source.over is None and source.found > 0
+    return {"passed": passed, "fault": fault, "live": source.needs_live, "altered": altered, "reason": reason}
+
+
+def judge(cases: list[dict[str, Any]], source: Asker | Beside, prefix: str, pytest: str) -> None:
+    sys.modules["pytest"] = types.ModuleType("pytest")
+    exec(compile(pytest, "<pytest>", "exec", dont_inherit=True), vars(sys.modules["pytest"]))
+    vars(importlib.import_module("unittest"))["main"] = lambda *args, **kwargs: None
+    sys.modules.update(dict.fromkeys(PROGRAM, as_module(source)))
+    out = sys.stdout
+    for number, case in enumerate(cases):
+        verdicts = [outcome(unit, source) for unit in units(case, source)]
+        if len(verdicts) > 1 and verdicts[0]["fault"] == "they ask nothing of the program":
+            del verdicts[0]  # the text only defines tests
+        print(f"\n{prefix}{json.dumps([number, verdicts])}", file=out, flush=True)
+
+
+def main(given: dict[str, Any]) -> None:
+    if hasattr(sys, "set_int_max_str_digits"):
+        sys.set_int_max_str_digits(0)
+    sys.setrecursionlimit(4000)
+    if given["side"] == "program":
+        Server(given["program"]).run(given["incoming"], given["outgoing"])
+    elif given["side"] == "tests":
+        judge(given["cases"], Asker(given["incoming"], given["outgoing"]), "", given["pytest"])
+    else:
+        source = Beside(given["program"])
+        with os.fdopen(given["incoming"]) as lines:
+            secret, cases = json.loads(lines.readline())
+        judge(cases, source, secret, given["pytest"])
+
+
+if __name__ == "__main__":
+    main(globals())

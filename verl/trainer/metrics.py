@@ -1,0 +1,123 @@
+"""Metrics of the user's own, over scored samples."""
+
+from __future__ import annotations
+
+import inspect
+import logging
+import math
+from collections.abc import Callable, Collection, Mapping, MutableMapping, Sequence
+from typing import Any, ClassVar
+
+from verl.batch import Batch
+from verl.errors import ConfigError, DataError, RewardError
+from verl.rewards.failures import Failures
+from verl.rewards.forms import TEXTS, recognise
+from verl.rewards.functions import FunctionReward
+from verl.rewards.source import run_reward
+from verl.user_code import describe, show_once, traceback_of
+
+logger = logging.getLogger(__name__)
+
+#: From scored samples to one number a row (None: none), or to one number for all of them; or a function in a form of
+#: rewards (`verl.rewards.forms`), which gives one number a row.
+MetricFn = Callable[..., Any]
+#: The share of the latest samples that a metric may fail on, as of a reward.
+_MOST_FAILURES = 0.5
+
+
+class _MetricByRow(FunctionReward):
+    what: ClassVar[str] = "metric"
+
+
+class Metric:
+    """A user's function as a metric: `metric(samples)`.
+
+    Args:
+        name: what it is called in records.
+        function: of the scored samples, `f(samples)`, or in a form of rewards.
+
+    Raises:
+        ConfigError: it is no function, or has neither form.
+    """
+
+    def __init__(self, name: str, function: MetricFn) -> None:
+        if not callable(function):
+            raise ConfigError(f"metric '{name}' is a {type(function).__name__}: give a function of the scored samples")
+        self.name, self.function, self._failures = name, function, Failures(_MOST_FAILURES)
+        self.by_row = None if takes_batch(function) else _by_row(name, function)
+
+    def __call__(self, samples: Batch) -> tuple[float, list[float | None] | None]:
+        """The metric (NaN: it failed, or no row has a number), and the number of each row where it gives those.
+
+        Raises:
+            DataError: it returns no number, or not as many as there are rows.
+            RewardError: it needs a column that is missing, or failed on too many of the latest samples.
+        """
+        if self.by_row is not None:
+            rows = run_reward(self.by_row, samples).reward
+            return mean(rows), rows
+        failed: Exception | None = None
+        try:
+            value = self.function(samples)
+        except Exception as error:  # a user's code may raise anything
+            failed = error
+        self._failures.add([failed is not None] * len(samples))
+        if failed is None:
+            return self._read(value, len(samples))
+        logger.warning("metric %s raised %s", self.name, describe(failed))
+        show_once(logger, f"metric {self.name}", traceback_of(failed))
+        if self._failures.too_many:
+            raise RewardError(f"metric '{self.name}' failed on {self._failures} (latest: {describe(failed)}): mend it")
+        return math.nan, None
+
+    def _read(self, value: Any, rows: int) -> tuple[float, list[float | None] | None]:
+        value = value.tolist() if hasattr(value, "tolist") else value
+        is_list = isinstance(value, Sequence) and not isinstance(value, str)
+        if is_list and len(value) != rows:
+            raise DataError(f"metric '{self.name}' returned {len(value)} values for {rows} samples")
+        try:
+            return (mean(value), list(value)) if is_list else (float(value), None)
+        except (TypeError, ValueError) as error:
+            raise DataError(
+                f"metric '{self.name}' returned {value!r:.60}: give one number for all samples, or a list of one "
+                "number (or None) for each"
+            ) from error
+
+
+def takes_batch(function: MetricFn) -> bool:
+    """Whether a metric is of the samples as a `Batch`: it has at most one parameter without a default, and none with a
+    name that texts have in rewards."""
+    try:
+        parameters = inspect.signature(function).parameters.values()
+    except (TypeError, ValueError):  # compiled code may have no signature
+        return True
+    needed = [p for p in parameters if p.default is p.empty and p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)]
+    return len(needed) <= 1 and not TEXTS & {p.name for p in parameters}
+
+
+def _by_row(name: str, function: MetricFn) -> FunctionReward:
+    try:
+        whole_batch = not recognise(function).by_row
+        return _MetricByRow(function, name=name, whole_batch=whole_batch)
+    except ConfigError as error:
+        raise ConfigError(f"metric '{name}' is no f(samples), which reads their columns itself, and {error}") from None
+
+
+def add_metrics(record: MutableMapping[str, Any], more: Mapping[str, Any], own: Collection[str]) -> None:
+    """Add to the record of a step, in which the user's own metrics are called `own`.
+
+    Raises:
+        ConfigError: the trainer has a metric of such a name.
+    """
+    if twice := sorted(record.keys() & more.keys() & set(own)):
+        raise ConfigError(f"the trainer has a metric '{twice[0]}' of its own: give add_metric another name")
+    record.update(more)
+
+
+def mean(values: Sequence[float | None]) -> float:
+    """Mean of the values that are there; NaN if none is."""
+    present = [float(value) for value in values if value is not None]
+    try:
+        return math.fsum(present) / len(present) if present else math.nan
+    except OverflowError:  # of the sum alone
+        return math.fsum(value / len(present) for value in present)
