@@ -37,7 +37,7 @@ OTHERWISE: dict[str, tuple[object, str]] = {
     "fsdp_config": (None, "give the trainer strategy='fsdp', under torchrun"),
     "label_smoothing_factor": (0.0, "DPOConfig has label_smoothing"),
     "neftune_noise_alpha": (None, "leave it out"),
-    "assistant_only_loss": (False, "the loss is of completions, and of the replies in rows of messages"),
+    "assistant_only_loss": (True, "the loss is of the assistant's turns alone"),
     "auto_find_batch_size": (False, "set per_device_train_batch_size"),
     "average_tokens_across_devices": (True, "a loss is a mean over the tokens of all ranks"),
     "cast_lm_head_to_fp32": (False, "log-probs are computed in fp32 or better"),
