@@ -39,6 +39,7 @@ ALLOWED = {
     ("batch.py", "_unpickled", "pickle.loads"): "is part of a batch's pickle, which only Ray makes and reads",
     ("controller/ray_rank.py", "_items", "pickle.loads"): "an order of the driver, the argument of a Ray call",
     ("controller/ray_rank.py", "_portable", "pickle.loads"): "what the same line has just pickled",
+    ("rewards/processes.py", "_requests", "pickle.loads"): "a call, from the process that forked this one, over a pipe",
     ("workers/scorer.py", "load", "cloudpickle.loads"): "the user's reward, sent by the driver through Ray",
     ("controller/meeting.py", "meet", "TCPStore"): "the store of torchrun's ranks, where torch would make it",
     ("controller/ray_rank.py", "open_store", "TCPStore"): "torch's store; a test lists the addresses below",

@@ -324,4 +324,4 @@ def test_references_of_ranks_that_share_a_model(tmp_path: Path) -> None:
     (line,) = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
     assert {*line} == {"bias=all", "pissa", "modules_to_save=lm_head", "ia3"}
     for form, gaps in line.items():
-        assert gaps["reference"] < 1e-9 < gaps["policy"] and gaps["merged"] < 1e-5, (form, gaps)
+        assert gaps["reference"] < 1e-9 and gaps["policy"] > 1e-3, (form, gaps)

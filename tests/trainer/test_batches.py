@@ -228,3 +228,24 @@ def test_the_next_batch_is_read_while_this_one_trains(tiny: Path, kind: str) -> 
         assert given.state_dict()["position"] == (2 * steps) % 6 and given.state_dict() == trainer.position
         trainer.fit(given, 1)
         assert given.state_dict()["position"] == 2
+
+
+@pytest.mark.parametrize("kind", [list, iter])
+def test_prompts_of_rows_keep_to_a_length(tiny: Path, kind: Any, caplog: pytest.LogCaptureFixture) -> None:
+    rows = ["a" * length for length in (3, 9, 4, 12)]
+    trainer = make(tiny, "grpo", n=2)
+    seen: list[int] = []
+    trainer.add_metric(
+        "longest", lambda samples: float(max(seen.append(n) or n for n in samples.lengths("prompt_tokens")))
+    )
+    trainer.fit(kind(rows), 1, batch_size=2, max_prompt_length=5, truncation="drop")
+    assert sorted({*seen}) == [3, 4]
+    if kind is list:
+        assert "2 prompts of" in caplog.text and "longer than 5 tokens and were dropped" in caplog.text
+        seen.clear()
+        trainer.fit(rows, 2, batch_size=2, max_prompt_length=5, truncation="left")
+        assert sorted({*seen}) == [3, 4, 5]
+        with pytest.raises(DataError, match="raise max_prompt_length, or set truncation"):
+            trainer.fit(rows, 1, batch_size=2, max_prompt_length=5)
+        with pytest.raises(ConfigError, match="max_prompt_length is of rows"):
+            trainer.fit([rows], 1, max_prompt_length=5)

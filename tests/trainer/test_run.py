@@ -535,7 +535,7 @@ left = 12
 def holds(responses, prompts):
     global left
     left -= 1
-    if left == 0 and os.path.exists("bad"):
+    if left == 0 and os.path.exists(os.path.join(os.path.dirname(__file__), "bad")):
         re.match(r"(a+)+$", "a" * 60 + "b")
     return [-sum(map(ord, text)) / max(len(text), 1) for text in responses]
 """
@@ -545,7 +545,12 @@ def holds(responses, prompts):
 def test_a_reward_that_holds_the_interpreter_ends_the_run_by_name_and_the_same_command_goes_on(
     tmp_path: Path, tiny: Path
 ) -> None:
-    changes = {"reward.path": "holds.py:holds", "reward.timeout": 1.0, "reward.process": False, "trainer.save_every": 1}
+    changes = {
+        "reward.path": f"{tmp_path / 'holds.py'}:holds",
+        "reward.timeout": 1.0,
+        "reward.process": False,
+        "trainer.save_every": 1,
+    }
     configuration = settings(tmp_path, tiny, **changes, **{"data.eval": None, "trainer.eval_every": None})
     (tmp_path / "holds.py").write_text(HOLDS)
     (tmp_path / "bad").touch()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 
+import pytest
 import torch
 
 from tests.training.cases import OPTIM, make_engine, policy_loss, ragged_batch, tiny_model, token_weights
@@ -71,3 +72,17 @@ def test_an_update_of_which_every_mini_batch_was_skipped_shows_what_was_not_fini
     metrics = updated(0, 1, 2, 3)
     assert metrics["update/steps"] == metrics["update/skipped"] == 4
     assert math.isnan(metrics["loss"])
+
+
+def test_gradient_sums_are_freed_after_an_update_where_a_device_has_the_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    results = []
+    for has_device in (False, True):
+        monkeypatch.setattr(torch.accelerator, "is_available", lambda has_device=has_device: has_device)
+        engine = make_engine(tiny_model(), optim=OPTIM)
+        batch = ragged_batch([(p, 5) for p in range(4)])
+        for round_ in range(2):
+            run_updates(engine, [UpdatePart(batch, Objective())], UpdatePlan(2), round_)
+            sums = [weight.gradient for weight in engine._trained().gradients.weights]
+            assert all((total is None) is has_device for total in sums)
+        results.append([weight.detach().clone() for weight in engine.model.parameters()])
+    assert all(map(torch.equal, *results))

@@ -196,7 +196,8 @@ def plan(
         typer.echo(draw(config))
         return
     if cluster is None:
-        if scaling or calibrate or not network is within is picture is efficiency is None:
+        given = (network, within, picture, efficiency)
+        if scaling or calibrate or any(option is not None for option in given):
             raise ConfigError("verl plan: these options are of a cluster: give --cluster too, such as 16x8xA100")
         for label, text in plan(config).items():
             typer.echo(f"{typer.style(f'{label:>14}', bold=True)}  {text}")

@@ -317,7 +317,7 @@ class RewardConfig(CostConfig):
     workers: Annotated[int, Field(ge=0, le=1024)] = cost(
         default=0, description="processes that score, a sample at a time each (0: see process)"
     )
-    process: bool = limit(
+    process: bool = cost(
         default=True,
         description="call a function in one process of its own, which is killed when it is late (false, and for what "
         "reaches a model: in the trainer's, which ends if the function holds the interpreter beyond timeout)",
@@ -336,13 +336,13 @@ class RewardConfig(CostConfig):
 class GuardConfig(Record):
     """See `SafetyGuard`."""
 
-    monitor_metrics: Strings = limit(description="metrics of the log record, such as reward or eval/accuracy")
-    threshold_delta: float = limit(default=-0.15, description="change that counts: -0.15 is a fall by 15 %")
-    rollback_steps: Count = limit(default=100, description="how far to go back, in steps")
-    absolute: bool = limit(default=False, description="threshold_delta is in the metric's own unit")
-    window: Count = limit(default=10, description="latest values that are compared with the baseline")
-    baseline: Annotated[int, Field(ge=2, lt=2**31)] = limit(default=30, description="values in a row of a baseline")
-    max_rollbacks: Natural = limit(default=3, description="after so many, the next fall ends the run")
+    monitor_metrics: Strings = result(description="metrics of the log record, such as reward or eval/accuracy")
+    threshold_delta: float = result(default=-0.15, description="change that counts: -0.15 is a fall by 15 %")
+    rollback_steps: Count = result(default=100, description="how far to go back, in steps")
+    absolute: bool = result(default=False, description="threshold_delta is in the metric's own unit")
+    window: Count = result(default=10, description="latest values that are compared with the baseline")
+    baseline: Annotated[int, Field(ge=2, lt=2**31)] = result(default=30, description="values in a row of a baseline")
+    max_rollbacks: Natural = result(default=3, description="after so many, the next fall ends the run")
 
     @model_validator(mode="after")
     def _check(self) -> GuardConfig:
@@ -410,7 +410,7 @@ class TrainerConfig(Record):
     max_skipped_updates: Count = limit(
         default=5, description="updates in a row that may be skipped for a non-finite loss or gradient"
     )
-    guards: Annotated[tuple[GuardConfig, ...], AsTuple] = limit(
+    guards: Annotated[tuple[GuardConfig, ...], AsTuple] = result(
         default=(), description="metrics whose fall takes training back to an earlier checkpoint"
     )
     task_scheduler: Annotated[dict[str, Any], AfterValidator(_task_scheduler)] | None = result(

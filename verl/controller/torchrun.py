@@ -234,7 +234,7 @@ class TorchrunJob:
         """The error of a missed deadline, once the stacks of all ranks are in the log."""
         inbox: queue.SimpleQueue[tuple[int, Message]] = queue.SimpleQueue()
         self._inboxes[0] = inbox
-        self._tell(Message("stacks"), list(self._links))
+        self._tell(Message("stacks"), list(self._links), wait=0.0)
         found, until = {0: stacks()}, time.monotonic() + GRACE
         while len(found) <= len(self._links) and (left := until - time.monotonic()) > 0:
             try:
@@ -249,14 +249,22 @@ class TorchrunJob:
         """End the other ranks. Their exit code is 0: what the failure means is for the script to say."""
         if self._ended is None:
             self._ended = reason
-            self._tell(Message("exit"), list(self._links))
+            self._tell(Message("exit"), list(self._links), wait=1.0)
 
-    def _tell(self, message: Message, to: Sequence[int]) -> None:
-        for rank in to:
-            try:
-                self._links[rank].send(message)
-            except ClusterError as error:
-                logger.debug("%s", error)
+    def _tell(self, message: Message, to: Sequence[int], wait: float = GRACE) -> None:
+        """Send a message to ranks, of which one that is stopped does not take it: leave it so after `wait` seconds."""
+        threads = [threading.Thread(target=self._try_to_send, args=(message, rank), daemon=True) for rank in to]
+        for thread in threads:
+            thread.start()
+        until = time.monotonic() + wait
+        for thread in threads:
+            thread.join(max(0.0, until - time.monotonic()))
+
+    def _try_to_send(self, message: Message, rank: int) -> None:
+        try:
+            self._links[rank].send(message)
+        except ClusterError as error:
+            logger.debug("%s", error)
 
     def _end(self, world: World) -> None:
         """At the end of the script. An error that ended it ends the others with an exit code of 1."""

@@ -138,8 +138,13 @@ class World:
 
 
 def is_broken_collective(error: BaseException) -> bool:
-    """Whether torch.distributed raised it because another rank is gone or late. Gloo has no class for that."""
-    return isinstance(error, dist.DistError) or (type(error) is RuntimeError and "gloo" in str(error).lower())
+    """Whether it, or what it came from, is torch.distributed's because another rank is gone or late. Gloo has no class
+    for that."""
+    if isinstance(error, dist.DistError | BrokenCollectiveError):
+        return True
+    if type(error) is RuntimeError and "gloo" in str(error).lower():
+        return True
+    return error.__cause__ is not None and is_broken_collective(error.__cause__)
 
 
 def stay_on_loopback(size: int) -> None:

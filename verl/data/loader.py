@@ -174,7 +174,7 @@ class _StreamWalk:
         barren = 0
         while len(rows) < count:
             if self._rows is None:
-                self._rows = self.data.rows(self.epoch, self.position, self._mark)
+                self._rows = self.data.marked_rows(self.epoch, self.position, self._mark)
             number, row, mark = next(self._rows, (-1, {}, None))
             if row:
                 visits.append((self.epoch, number))

@@ -85,8 +85,12 @@ class PromptStream:
     name: str = "stream"
     prepare: Callable[[Batch, int], Batch] | None = None
 
-    def rows(self, epoch: int, start: int = 0, mark: Any = None) -> Iterator[tuple[int, dict[str, Any], Any]]:
-        """Row numbers, rows and marks from number `start` on; a row that `prepare` drops is left out.
+    def rows(self, epoch: int, start: int = 0) -> Iterator[tuple[int, dict[str, Any]]]:
+        """Row numbers and rows from number `start` on; a row that `prepare` drops is left out."""
+        return ((number, row) for number, row, _ in self.marked_rows(epoch, start))
+
+    def marked_rows(self, epoch: int, start: int = 0, mark: Any = None) -> Iterator[tuple[int, dict[str, Any], Any]]:
+        """The same, each with a mark.
 
         Args:
             mark: that of row `start - 1`: what the source itself says of where it is, None if it says nothing.
@@ -124,7 +128,7 @@ class PromptStream:
         before = self._state(0)
         try:
             source.load_state_dict(mark["state"])
-            values = iter(source)
+            values: Iterator[Any] = iter(source)
             if _row_digest(next(values)) == mark["row"]:
                 return values
             reason = "another row is there"

@@ -22,7 +22,7 @@ def read_once(data: Mapping[str, DataT]) -> dict[str, DataT]:
     for name, stream in data.items():
         if isinstance(stream, PromptStream) and counts[id(stream.source)] > 1:
             source = shared.setdefault(id(stream.source), SharedSource(stream.source))
-            found[name] = replace(stream, source=source.reader())  # type: ignore[assignment]
+            found[name] = replace(stream, source=source.reader())
     return found
 
 

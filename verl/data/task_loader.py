@@ -160,8 +160,10 @@ class MixedLoader:
         loaders = {
             name: given for name, given in data.items() if hasattr(given, "take") and hasattr(given, "state_dict")
         }
-        rows = read_once({name: _prompts(given, form) for name, given in data.items() if name not in loaders})
-        sources = {name: loaders.get(name) or PromptLoader(rows[name], 1, seed=seed) for name in data}
+        rows: Mapping[str, Any] = read_once(
+            {name: _prompts(given, form) for name, given in data.items() if name not in loaders}
+        )
+        sources: dict[str, Any] = {n: loaders.get(n) or PromptLoader(rows[n], 1, seed=seed) for n in data}
         shares = shares or {name: len(getattr(source, "data", source)) for name, source in sources.items()}
         self.mixture = TaskLoader(sources, shares, batch_size=batch_size, seed=seed)
 

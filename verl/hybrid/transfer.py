@@ -180,7 +180,7 @@ class _Pieces:
             self._found.pop(name, None)
 
     def _look_up(self, region: Region) -> Tensor | None:
-        shards = self._found.get(region.name, ())
+        shards = self._found.get(region.name, [])
         for shard in shards:
             inside = [at - start for at, start in zip(region.offset, shard.offset, strict=True)]
             if _within(inside, region.shape, tuple(shard.tensor.shape)):

@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from verl.errors import ConfigError, TrainingError, nearest
+from verl.errors import BrokenCollectiveError, ConfigError, TrainingError, nearest
 from verl.hybrid.plan import BUCKET_BYTES, transition
 from verl.hybrid.transfer import Transfer
 from verl.layout import Mesh
@@ -134,7 +134,8 @@ class HybridWeights:
         """Wait until the weight `name` is there, and return this rank's part of it.
 
         Raises:
-            TrainingError: the transfer failed, or did not go on within the deadline.
+            TrainingError: the transfer failed.
+            BrokenCollectiveError: it did not go on within the deadline.
         """
         self._wait(self._last[name])
         return self.buffers[name]
@@ -189,7 +190,7 @@ class HybridWeights:
                 if not self._filled:
                     raise TrainingError("the generation weights were released: start() the transfer first")
                 if not self._progress.wait(self._deadline) and self._finished == before and self._error is None:
-                    raise TrainingError(
+                    raise BrokenCollectiveError(
                         f"the transfer of weights did not go on within {self._deadline:g} s, at bucket {before} of "
                         f"{len(self.plan.buckets)}: a rank is missing or very slow"
                     )

@@ -80,9 +80,8 @@ class CodeReward(FunctionReward):
         self.limits = sandbox.Limits(seconds=timeout, memory=memory)
         self.partial, self.packages = partial, packages
         sandbox.require()
-        super().__init__(
-            self.scores, name=name, timeout=timeout + _GRACE, retries=retries, **{**options, "process": False}
-        )
+        options["process"] = False  # the programs have processes of their own
+        super().__init__(self.scores, name=name, timeout=timeout + _GRACE, retries=retries, **options)
         self.group.width = parallel or os.cpu_count() or 1
         self.group.slots = Slots(self.group.width)
 

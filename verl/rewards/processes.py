@@ -20,7 +20,7 @@ import types
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import astuple, dataclass, field
 from functools import partial
 from typing import Any, BinaryIO
 
@@ -197,8 +197,7 @@ def _serve(function: Callable[..., Any], is_awaited: bool, requests: BinaryIO, b
     tasks: dict[int, asyncio.Task[Any]] = {}
 
     def answer(number: int | None, scores: list[Score]) -> None:
-        fields = [[score.value, score.reason, score.failed, score.components, score.traceback] for score in scores]
-        back.write(json.dumps([number, *fields]) + "\n")
+        back.write(json.dumps([number, *map(astuple, scores)]) + "\n")
         back.flush()
 
     async def score(number: int, args: list[Any], kwargs: dict[str, Any], rows: int) -> None:
@@ -216,11 +215,11 @@ def _serve(function: Callable[..., Any], is_awaited: bool, requests: BinaryIO, b
         reading = partial(lambda: [loop.call_soon_threadsafe(take, *request) for request in _requests(requests)])
         threading.Thread(target=reading, daemon=True).start()
         loop.run_forever()
-    for number, *call in _requests(requests):
-        answer(number, call_plain(function, *call, loop))
+    for number, args, kwargs, rows in _requests(requests):
+        answer(number, call_plain(function, args, kwargs, rows, loop))
 
 
-def _requests(pipe: BinaryIO) -> Iterator[Any]:
+def _requests(pipe: BinaryIO) -> Iterator[tuple[Any, ...]]:
     while len(size := pipe.read(8)) == 8:
         yield pickle.loads(pipe.read(struct.unpack("Q", size)[0]))
 

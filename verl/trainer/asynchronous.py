@@ -56,6 +56,7 @@ class AsyncTrainer(Trainer):
         batch_size: prompts that a step trains on.
         max_staleness: training steps that may pass between the begin of a sample's rollout and its own training.
         rollout_workers: processes that sample; `group.scale(n)` changes their number while training runs.
+        num_rollout_workers: the same.
         max_rollout_workers: let there be up to so many when sampling for a step takes longer than the rest of it, and
             fewer again, down to `rollout_workers`, when they are not needed; None: as many as `rollout_workers`.
         transport: how samples come to this process, "shared_memory" or "queue", see `RolloutPool`.
@@ -74,6 +75,7 @@ class AsyncTrainer(Trainer):
         max_staleness: Staleness = 1,
         rollout_workers: Processes = 1,
         max_rollout_workers: Processes | None = None,
+        num_rollout_workers: Processes | None = None,
         transport: Literal["shared_memory", "queue"] = "shared_memory",
         **options: Any,
     ) -> None:
@@ -82,10 +84,11 @@ class AsyncTrainer(Trainer):
                 f"asynchronous training has a step for every batch_size groups and keeps no buffer: leave "
                 f"{', '.join(unused)} out, or max_staleness"
             )
-        named = options.pop("num_rollout_workers", None)
-        if named is not None and rollout_workers not in (1, named):
-            raise ConfigError(f"num_rollout_workers={named} is another name of rollout_workers={rollout_workers}")
-        rollout_workers = rollout_workers if named is None else named
+        if num_rollout_workers is not None and rollout_workers not in (1, num_rollout_workers):
+            raise ConfigError(
+                f"num_rollout_workers={num_rollout_workers} is another name of rollout_workers={rollout_workers}"
+            )
+        rollout_workers = num_rollout_workers or rollout_workers
         super().__init__(*args, **options)
         rollout = self.actor.rollout_options
         episode = self.task.task.episode or rollout.episode

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import math
 from collections.abc import Iterable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
@@ -14,14 +15,27 @@ from verl.data.loader import PromptLoader
 from verl.data.offline import OfflineDatasetLoader
 from verl.data.prefetch import Loader, Prefetch, ahead
 from verl.data.prompts import PromptDataset, load_prompts, stream_prompts
+from verl.data.tokenize import Truncation, tokenize_prompts
 from verl.errors import ConfigError
 
 if TYPE_CHECKING:
     from verl.trainer.trainer import Trainer
 
 
-def as_loader(given: Any, batch_size: int | None, trainer: Trainer) -> Iterable[Any]:
+logger = logging.getLogger(__name__)
+
+
+def as_loader(
+    given: Any,
+    batch_size: int | None,
+    trainer: Trainer,
+    max_prompt_length: int | None = None,
+    truncation: Truncation = "error",
+) -> Iterable[Any]:
     """Batches for the trainer: those that are given, or with a `batch_size` those of the rows that are.
+
+    Args:
+        max_prompt_length, truncation: of the rows' prompts, see `PromptTokenizer`.
 
     Raises:
         ConfigError: rows without `batch_size`; or with it, what has batches already, or several tasks.
@@ -35,15 +49,33 @@ def as_loader(given: Any, batch_size: int | None, trainer: Trainer) -> Iterable[
             raise ConfigError(
                 f"fit over the rows of a {type(given).__name__} needs their number in a step: batch_size=N"
             )
+        if max_prompt_length is not None:
+            raise ConfigError("max_prompt_length is of rows: give them and batch_size=N, not batches")
         return _Repeated(given) if isinstance(given, DataLoader) else given
     if isinstance(given, Loader | DataLoader):
         raise ConfigError(f"a {type(given).__name__} has batches of its own size: leave batch_size out")
     seed = trainer.actor.plan.seed
+    limits: dict[str, Any] = (
+        {} if max_prompt_length is None else {"max_prompt_length": max_prompt_length, "truncation": truncation}
+    )
     if not trainer.task.algorithm.online:
-        return OfflineDatasetLoader(given, trainer.actor.tokenizer, batch_size=batch_size, seed=seed)
+        return OfflineDatasetLoader(given, trainer.actor.tokenizer, batch_size=batch_size, seed=seed, **limits)
     if not is_files(given) and not hasattr(given, "__len__"):
-        return Prefetch(PromptLoader(stream_prompts(given), batch_size))
-    return _Passes(given if isinstance(given, PromptDataset) else load_prompts(given), batch_size, seed)
+        stream = stream_prompts(given)
+        return Prefetch(PromptLoader(_limited(stream, trainer, limits) if limits else stream, batch_size))
+    rows = given if isinstance(given, PromptDataset) else load_prompts(given)
+    return _Passes(_limited(rows, trainer, limits) if limits else rows, batch_size, seed)
+
+
+def _limited(data: Any, trainer: Trainer, limits: Mapping[str, Any]) -> Any:
+    """Prompts whose tokens keep to a limit; the log says what became of the others."""
+    actor = trainer.actor
+    found, counts = tokenize_prompts(data, actor.tokenizer, tools=actor.tools, **limits)
+    for what in ("dropped", "truncated"):
+        if counts[what]:
+            longer = f"longer than {limits['max_prompt_length']} tokens"
+            logger.warning("%d prompts of %s are %s and were %s", counts[what], data.name, longer, what)
+    return found
 
 
 def one_pass(loader: Any) -> int:

@@ -63,11 +63,13 @@ class InterleavedTrainer(Trainer):
     def step(self, prompts: Any) -> dict[str, Any]:
         raise ConfigError("interleaved training draws prompts task by task: call fit(task_loader, n)")
 
-    def fit(self, prompts: Any, steps: int | None = None, *, batch_size: int | None = None) -> dict[str, Any]:
+    def fit(
+        self, prompts: Any, steps: int | None = None, *, batch_size: int | None = None, **options: Any
+    ) -> dict[str, Any]:
         if not isinstance(prompts, TaskLoader):
             raise ConfigError(f"interleaved training draws from a TaskLoader, not from a {type(prompts).__name__}")
         try:
-            return super().fit(prompts, steps, batch_size=batch_size)
+            return super().fit(prompts, steps, batch_size=batch_size, **options)
         finally:
             self._land()
 

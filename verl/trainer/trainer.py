@@ -24,6 +24,7 @@ from verl.data.buffers import Buffer
 from verl.data.by_task import by_task
 from verl.data.offline import OfflineDatasetLoader
 from verl.data.prefetch import Loader, Prefetch
+from verl.data.tokenize import Truncation
 from verl.dataflow import loop
 from verl.dataflow.executor import Result, Slot, run_graph
 from verl.dataflow.graph import Graph
@@ -446,7 +447,15 @@ class Trainer:
             self.logger.completions(self.steps, lambda: completions(given, latest[1], self.actor.tokenizer.decode))
 
     @checked
-    def fit(self, prompts: Any, steps: Natural | None = None, *, batch_size: Count | None = None) -> dict[str, Any]:
+    def fit(
+        self,
+        prompts: Any,
+        steps: Natural | None = None,
+        *,
+        batch_size: Count | None = None,
+        max_prompt_length: Count | None = None,
+        truncation: Truncation = "error",
+    ) -> dict[str, Any]:
         """`steps` steps over batches of prompts; the last record.
 
         Args:
@@ -455,6 +464,7 @@ class Trainer:
                 a list, files. For offline algorithms the rows are those of an `OfflineDatasetLoader`.
             steps: None: one pass.
             batch_size: rows of a step.
+            max_prompt_length, truncation: of rows: tokens of a prompt at most, and what becomes of longer ones.
 
         What is held out is evaluated on the way; with `checkpoint_dir`, the first Ctrl-C or SIGTERM ends it after the
         step at hand, with a checkpoint. A loader's position is in every checkpoint; after `load_checkpoint` or `resume`
@@ -469,7 +479,7 @@ class Trainer:
         """
         start()
         record: dict[str, Any] = {}
-        loader = as_loader(prompts, batch_size, self)
+        loader = as_loader(prompts, batch_size, self, max_prompt_length, truncation)
         steps = one_pass(loader) if steps is None else steps
         loader, given = self._read_ahead(loader), loader
         batches = self._open(loader)

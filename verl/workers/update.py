@@ -12,8 +12,10 @@ import torch
 
 from verl.batch import Batch
 from verl.errors import ConfigError, DataError
-from verl.training.engine import TrainEngine
+from verl.training.engine import Memory, TrainEngine
 from verl.training.loss import Loss, LossInput, LossNeeds, LossPart
+
+_SUMS: tuple[Memory, ...] = ("gradients",)
 
 
 class Objective(Protocol):
@@ -144,7 +146,7 @@ def run_updates(engine: TrainEngine, parts: Sequence[UpdatePart], plan: UpdatePl
         if losses := [loss for (part, _), loss in zip(present, losses, strict=True) if _counts(part, loss)]:
             found.append(engine.update(losses))
     if torch.accelerator.is_available():  # a device's memory is the KV cache's until the next update
-        engine.offload(("gradients",))
+        engine.offload(_SUMS)
     skipped = [step for step in found if step["update/skipped"]]
     counts = {"update/steps": float(len(found)), "update/skipped": float(len(skipped))}
     if not found:
