@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import atexit
 import os
+import secrets
 import shutil
 import tempfile
 import time
@@ -116,6 +117,7 @@ def pytest_configure(config: pytest.Config) -> None:
         os.environ[MARK] = str(os.getpid())
         # Ray keeps the logs of each of its sessions: these go with this directory. Its sockets want a short path.
         os.environ["RAY_TMPDIR"] = tempfile.mkdtemp(prefix="ray-", dir="/tmp")
+        os.environ.setdefault("RAY_AUTH_TOKEN", secrets.token_hex(32))  # else Ray leaves one in the home directory
         config.stash[_LEAKS] = Leaks(os.environ[MARK])
 
 

@@ -108,15 +108,15 @@ def test_the_token_is_made_for_this_user_alone(tmp_path: Path, monkeypatch: pyte
 
 
 @pytest.mark.parametrize(
-    "make", [lambda f: RewardPool(f, "r", workers=5000), lambda f: RewardPool(f, "r", workers=1, max_workers=5000)]
+    "make", [lambda f: RewardPool(f, "r", workers=1000), lambda f: RewardPool(f, "r", workers=1, max_workers=1000)]
 )
 def test_more_workers_than_a_machine_bears_are_refused(make: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("RAY_ADDRESS", raising=False)
-    with pytest.raises(ConfigError, match=r"5000 reward workers are more than this machine of \d+ CPUs bears, at most"):
+    with pytest.raises(ConfigError, match=r"1000 reward workers are more than this machine of \d+ CPUs bears, at most"):
         make(len)
     pool = RewardPool(len, "r", workers=1)
-    with pytest.raises(ConfigError, match="5000 reward workers are more"):
-        pool.scale(5000)
+    with pytest.raises(ConfigError, match="1000 reward workers are more"):
+        pool.scale(1000)
     assert pool.size == 0
     monkeypatch.setenv("RAY_ADDRESS", "elsewhere:6379")
     make(len)

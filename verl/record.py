@@ -8,6 +8,7 @@ import os
 import types
 import typing
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
 from typing import Annotated, Any, Literal, Union
 
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
@@ -78,9 +79,18 @@ def _no_empty(values: tuple[str, ...]) -> tuple[str, ...]:
     return values
 
 
-def free(default: Any, description: str) -> Any:
-    """A field that does not change the numbers of a run but by rounding."""
-    return Field(default, description=description, json_schema_extra={"identity": False})
+#: What a setting changes, stated where it is defined: losses or samples; what they cost, and no more than their
+#: rounding; what is written or shown; what is refused, or when something ends.
+Change = Literal["result", "cost", "output", "limit"]
+result: Any = partial(Field, json_schema_extra={"changes": "result"})
+cost: Any = partial(Field, json_schema_extra={"changes": "cost"})
+output: Any = partial(Field, json_schema_extra={"changes": "output"})
+limit: Any = partial(Field, json_schema_extra={"changes": "limit"})
+
+
+def free(changes: Change, default: Any, description: str) -> Any:
+    """A field that does not change the numbers of a run but by rounding, or only their end."""
+    return Field(default, description=description, json_schema_extra={"changes": changes, "identity": False})
 
 
 FunctionPath = Annotated[str, AfterValidator(function_path)]
@@ -110,13 +120,13 @@ class SettingsError(ConfigError):
 ONLY_GPUS = "only GPUs can show it, and it has not been shown"
 
 
-def later(default: Any, reason: str, description: str) -> Any:
+def later(changes: Change, default: Any, reason: str, description: str) -> Any:
     """A field of which only the default is accepted so far: better refused than read and ignored."""
-    return Field(default, description=description, json_schema_extra={"later": reason})
+    return Field(default, description=description, json_schema_extra={"changes": changes, "later": reason})
 
 
 def extra(field: FieldInfo, name: str) -> Any:
-    """What `free` or `later` noted of a field under a name; None: nothing."""
+    """What is noted of a field under "changes", "identity" or "later"; None: nothing."""
     noted = field.json_schema_extra
     return noted.get(name) if isinstance(noted, dict) else None
 

@@ -245,7 +245,7 @@ def test_init_writes_a_recipe_that_trains(tiny, tmp_path):
     assert program == "verl"
     dry = verl(*arguments, cwd=where)
     assert dry.returncode == 0, dry.stderr
-    few = ("trainer.total_steps=2", "data.batch_size=2", "actor_rollout_ref.rollout.n=2", "data.eval=null")
+    few = ("trainer.total_steps=1", "data.batch_size=2", "actor_rollout_ref.rollout.n=2", "data.eval=null")
     few += ("actor_rollout_ref.rollout.max_new_tokens=4", "data.chat=false", "trainer.eval_every=null")
     run = verl(*arguments[:2], *few, cwd=where)
     assert run.returncode == 0, run.stderr

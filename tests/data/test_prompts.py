@@ -272,7 +272,7 @@ def test_a_task_without_split_is_the_tasks_own_sequence() -> None:
         ({"task": "chain_som"}, ConfigError, "did you mean 'chain_sum'"),
         ({"task": "chain_sum", "min_term": 2}, ConfigError, "no option 'min_term': did you mean 'min_terms'"),
         ({"task": "chain_sum", "min_terms": 9, "max_terms": 2}, ConfigError, "max_terms"),
-        ({"task": "chain_sum", "split": "test"}, ConfigError, "split is train or eval"),
+        ({"task": "chain_sum", "split": "test"}, ConfigError, "split: must be one of train, eval"),
         ({"task": "chain_sum", "max_terms": 2, "max_digits": 1, "size": 300, "split": "eval"}, DataError, "gave only"),
         ({"tusk": "chain_sum"}, DataError, "needs a task or a path"),
     ],

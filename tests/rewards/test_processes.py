@@ -126,7 +126,7 @@ def test_what_reaches_a_model_or_a_tensor_stays() -> None:
     functions = [lambda responses: [float(weight[0])] * len(responses), Scored()]
     for function in functions:
         assert isinstance(FunctionReward(function).group, ThreadCaller)
-    with pytest.raises(ConfigError, match="process is True or False, not 'no'"):
+    with pytest.raises(ConfigError, match="process: must be true or false, not 'no'"):
         Reward(spends_forever_on_a_power, process="no")
 
 

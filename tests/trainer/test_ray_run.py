@@ -74,17 +74,13 @@ def test_a_killed_rank_ends_the_run_and_the_same_command_resumes(tmp_path: Path,
 @pytest.fixture
 def cluster(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
     """Two nodes of one CPU each, on this machine."""
-    from ray._private.authentication.authentication_token_setup import (
-        _enable_token_auth,
-        ensure_token_if_auth_enabled,
-    )
+    from ray._private.authentication.authentication_token_setup import _enable_token_auth
     from ray.cluster_utils import Cluster
 
     if ray.is_initialized():
         ray.shutdown()  # what another module's tests were connected to
     monkeypatch.setenv("RAY_AUTH_MODE", "token")  # restored afterwards
     _enable_token_auth()  # as any Ray that this process had before: the mode is read once
-    ensure_token_if_auth_enabled()
     small = {"num_cpus": 1, "object_store_memory": 100 << 20}
     made = Cluster(initialize_head=True, head_node_args={**small, "include_dashboard": False})
     made.small = small

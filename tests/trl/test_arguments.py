@@ -67,8 +67,8 @@ def test_every_field_of_transformers_is_mapped_or_known() -> None:
 @pytest.mark.parametrize(
     ("config", "name", "value"),
     [
-        *[(SFTConfig, name, True) for name in ("packing", "dataloader_drop_last", "assistant_only_loss")],
-        *[(SFTConfig, name, False) for name in ("shuffle_dataset", "average_tokens_across_devices", "disable_dropout")],
+        *[(SFTConfig, name, True) for name in ("packing", "dataloader_drop_last", "save_only_model")],
+        *[(SFTConfig, name, False) for name in ("shuffle_dataset", "assistant_only_loss", "disable_dropout")],
         *[(GRPOConfig, name, 2.0) for name in ("vllm_importance_sampling_cap", "vespo_k_neg", "entropy_target")],
         (GRPOConfig, "vllm_importance_sampling_mode", "token_mask"), (GRPOConfig, "data_seed", 3),
         (DPOConfig, "ref_model_sync_steps", 64), (DPOConfig, "f_alpha_divergence_coef", 0.5),

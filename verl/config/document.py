@@ -17,12 +17,14 @@ from verl.record import extra, in_words, section
 
 @dataclass(frozen=True)
 class Key:
-    """One setting. `later` says why nothing but the default is accepted yet, if that is so."""
+    """One setting. `changes`: see `verl.record.Change`. `later` says why nothing but the default is accepted yet, if
+    that is so."""
 
     path: str
     type: str
     default: Any
     description: str
+    changes: str
     later: str | None
 
 
@@ -33,9 +35,8 @@ def describe(record: type[BaseModel] = Config, prefix: str = "") -> Iterator[Key
         if inner is not None:
             yield from describe(inner, f"{prefix}{name}.")
             continue
-        yield Key(
-            prefix + name, in_words(field.annotation), _default(field), field.description or "", extra(field, "later")
-        )
+        about = (field.description or "", extra(field, "changes"), extra(field, "later"))
+        yield Key(prefix + name, in_words(field.annotation), _default(field), *about)
 
 
 def commented_yaml() -> str:
@@ -47,10 +48,10 @@ def commented_yaml() -> str:
 
 def markdown() -> str:
     """The keys as a Markdown table."""
-    rows = ["| key | takes | default | meaning |", "|---|---|---|---|"]
+    rows = ["| key | takes | default | changes | meaning |", "|---|---|---|---|---|"]
     for key in describe():
         meaning = key.description + (f" (only the default so far: {key.later})" if key.later else "")
-        cells = (f"`{key.path}`", key.type, f"`{_value(key.default)}`", meaning)
+        cells = (f"`{key.path}`", key.type, f"`{_value(key.default)}`", key.changes, meaning)
         rows.append("| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |")
     return "\n".join(rows) + "\n"
 

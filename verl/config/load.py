@@ -140,6 +140,8 @@ def _compose(text: str, origin: str) -> yaml.Node | None:
                 line = event.start_mark.line + 1
                 raise ConfigError(f"{origin}: line {line}: nested more than {MOST_LEVELS} levels deep")
         root = yaml.compose(text, Loader=yaml.SafeLoader)
+    except RecursionError:
+        raise ConfigError(f"{origin}: nested too deeply") from None
     except (yaml.YAMLError, ValueError) as error:
         raise ConfigError(f"{origin} is not valid YAML: {_yaml_problem(error)}") from None
     if root is not None and _nodes(root, {}) > MOST_NODES:

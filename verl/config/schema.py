@@ -25,18 +25,24 @@ from verl.record import (
     Count,
     FunctionPath,
     Natural,
+    NotNegative,
     Portion,
     Processes,
     Record,
     Retries,
     Seconds,
     Seed,
+    Share,
     Staleness,
     Strings,
+    cost,
     extra,
     free,
     function_path,
     home,
+    limit,
+    output,
+    result,
     wrong,
 )
 from verl.rollout.options import RolloutOptions, Temperature
@@ -117,10 +123,10 @@ Source = Annotated[str | dict[str, Any], AfterValidator(_source)]
 
 
 class RefConfig(Record):
-    path: str | None = Field(
+    path: str | None = result(
         default=None, description="model of the reference policy (null: the actor as it is at the start)"
     )
-    dtype: Dtype | None = Field(default=None, description="its precision (null: the actor's)")
+    dtype: Dtype | None = result(default=None, description="its precision (null: the actor's)")
 
 
 class ActorRolloutRefConfig(Record):
@@ -154,7 +160,7 @@ class AlgorithmConfig(Record):
     """The algorithm and its own options, which the algorithm checks by its own fields."""
 
     model_config = ConfigDict(extra="allow")
-    name: Annotated[str, AfterValidator(_algorithm_name)] | None = Field(
+    name: Annotated[str, AfterValidator(_algorithm_name)] | None = result(
         default=None,
         description="the algorithm (null: the default one), or a class of your own, as FILE.py:CLASS; its options "
         "stand beside its name",
@@ -167,38 +173,38 @@ class AlgorithmConfig(Record):
 
 
 class DataConfig(Record):
-    train: Source | None = Field(
+    train: Source | None = result(
         default=None,
         description="training prompts or recorded responses: a parquet or JSONL file; or {task: NAME, size: N, ...}; "
         "{path: [FILE, FILE], weights: [0.7, 0.3]} draws by shares; "
         "for several tasks {NAME: such a source, ...}, or one whose rows name their task in the column task",
     )
-    eval: Source | None = Field(
+    eval: Source | None = result(
         default=None, description="held-out problems or rows, in the same form; prompts of training are left out"
     )
-    prompt_column: str | None = Field(
+    prompt_column: str | None = result(
         default=None, description="column that holds the prompt (null: prompt, messages, question, ...)"
     )
-    prompt_template: str | None = Field(
+    prompt_template: str | None = result(
         default=None, description="text with {prompt} in the prompt's place, other columns by name; {{ is a {"
     )
-    system_prompt: str | None = Field(default=None, description="system message that starts each chat")
-    chat: bool | None = Field(
+    system_prompt: str | None = result(default=None, description="system message that starts each chat")
+    chat: bool | None = result(
         default=None,
         description="put plain prompts in the chat template (null: a task's questions are, others not)",
     )
-    batch_size: Count = Field(
+    batch_size: Count = result(
         default=32,
         description="prompts (of recorded data: groups, such as pairs) per step (also: rollout_batch_size)",
     )
-    shuffle: bool = Field(default=True, description="a new order of the prompts each epoch")
-    max_prompt_length: Count | None = Field(
+    shuffle: bool = result(default=True, description="a new order of the prompts each epoch")
+    max_prompt_length: Count | None = result(
         default=None, description="longest prompt, in tokens (null: what the model can take)"
     )
-    max_response_length: Count | None = Field(
+    max_response_length: Count | None = result(
         default=None, description="recorded responses lose their end after so many tokens (null: never)"
     )
-    truncation: Literal["left", "right", "drop", "error"] = Field(
+    truncation: Literal["left", "right", "drop", "error"] = result(
         default="error", description="what becomes of a longer prompt: cut at that side, dropped, or refused"
     )
 
@@ -226,21 +232,21 @@ class DataConfig(Record):
 class RewardPart(Record):
     """Where a reward comes from: exactly one of a function, a built-in, a model, a server."""
 
-    path: FunctionPath | None = Field(default=None, description="a function of your own, as FILE.py:FUNCTION")
-    name: Annotated[str, AfterValidator(_reward_name)] | None = Field(
+    path: FunctionPath | None = result(default=None, description="a function of your own, as FILE.py:FUNCTION")
+    name: Annotated[str, AfterValidator(_reward_name)] | None = result(
         default=None,
         description="a reward by name: task (its own verifier), code (tests in a sandbox), math, or a registered one",
     )
-    model: str | None = Field(default=None, description="a reward model: directory or hub name")
-    dtype: Dtype = Field(default="auto", description="precision of the reward model (auto: as in the files)")
-    url: Strings = Field(default=(), description="addresses of a scoring service; with template, of an LLM judge")
-    template: str | None = Field(
+    model: str | None = result(default=None, description="a reward model: directory or hub name")
+    dtype: Dtype = result(default="auto", description="precision of the reward model (auto: as in the files)")
+    url: Strings = result(default=(), description="addresses of a scoring service; with template, of an LLM judge")
+    template: str | None = result(
         default=None, description="what the judge reads, with {prompt}, {response} and columns by name in it"
     )
-    scale: tuple[float, float] | None = Field(
+    scale: tuple[float, float] | None = result(
         default=None, description="the least and the most that the judge may give (null: 0 to 10)"
     )
-    answer: Literal["last_number", "whole", "tag"] = Field(
+    answer: Literal["last_number", "whole", "tag"] = result(
         default="whole",
         description="what a verifier reads: the last number, all, or what <answer> encloses",
     )
@@ -267,13 +273,13 @@ class RewardPart(Record):
 class RewardComponent(RewardPart):
     """One of several rewards."""
 
-    weight: float = Field(default=1.0, description="factor in the sum of rewards")
+    weight: float = result(default=1.0, description="factor in the sum of rewards")
 
 
 class CostConfig(RewardPart):
     """A reward, or a cost, which is called as the reward is (`reward.timeout` and so on)."""
 
-    components: dict[str, RewardComponent] = Field(
+    components: dict[str, RewardComponent] = result(
         default={},
         description="several rewards by name, each with path, name, model or url, and weight; summed",
     )
@@ -295,28 +301,30 @@ class CostConfig(RewardPart):
 
 
 class RewardConfig(CostConfig):
-    timeout: Seconds = Field(
+    timeout: Seconds = limit(
         default=30.0,
         description="seconds for one call: of a prompt's samples, with workers of one sample, with url of one request",
     )
-    retries: Retries = Field(default=1, description="further tries after a failure")
-    on_failure: Literal["abstain"] | float = Field(
+    retries: Retries = limit(default=1, description="further tries after a failure")
+    on_failure: Literal["abstain"] | float = result(
         default="abstain", description="a sample without a score abstains, or gets this number"
     )
-    max_failure_rate: Portion = Field(
+    max_failure_rate: Portion = limit(
         default=0.5,
         description="share of failures that ends the run, of the latest 256 samples once there are 64 (the "
         "reward's: of failed episodes, too); below 1, a run of which every sample failed ends so, too",
     )
-    workers: Annotated[int, Field(ge=0, le=1024)] = Field(
+    workers: Annotated[int, Field(ge=0, le=1024)] = cost(
         default=0, description="processes that score, a sample at a time each (0: see process)"
     )
-    process: bool = Field(
+    process: bool = cost(
         default=True,
         description="call a function in one process of its own, which is killed when it is late (false, and for what "
         "reaches a model: in the trainer's, which ends if the function holds the interpreter beyond timeout)",
     )
-    max_workers: Processes | None = free(None, "most such processes, when samples queue up (null: always `workers`)")
+    max_workers: Processes | None = free(
+        "cost", None, "most such processes, when samples queue up (null: always `workers`)"
+    )
 
     @model_validator(mode="after")
     def _check(self) -> RewardConfig:
@@ -328,13 +336,13 @@ class RewardConfig(CostConfig):
 class GuardConfig(Record):
     """See `SafetyGuard`."""
 
-    monitor_metrics: Strings = Field(description="metrics of the log record, such as reward or eval/accuracy")
-    threshold_delta: float = Field(default=-0.15, description="change that counts: -0.15 is a fall by 15 %")
-    rollback_steps: Count = Field(default=100, description="how far to go back, in steps")
-    absolute: bool = Field(default=False, description="threshold_delta is in the metric's own unit")
-    window: Count = Field(default=10, description="latest values that are compared with the baseline")
-    baseline: Annotated[int, Field(ge=2, lt=2**31)] = Field(default=30, description="values in a row of a baseline")
-    max_rollbacks: Natural = Field(default=3, description="after so many, the next fall ends the run")
+    monitor_metrics: Strings = result(description="metrics of the log record, such as reward or eval/accuracy")
+    threshold_delta: float = result(default=-0.15, description="change that counts: -0.15 is a fall by 15 %")
+    rollback_steps: Count = result(default=100, description="how far to go back, in steps")
+    absolute: bool = result(default=False, description="threshold_delta is in the metric's own unit")
+    window: Count = result(default=10, description="latest values that are compared with the baseline")
+    baseline: Annotated[int, Field(ge=2, lt=2**31)] = result(default=30, description="values in a row of a baseline")
+    max_rollbacks: Natural = result(default=3, description="after so many, the next fall ends the run")
 
     @model_validator(mode="after")
     def _check(self) -> GuardConfig:
@@ -348,10 +356,10 @@ class GuardConfig(Record):
 class TaskSchedulerConfig(Record):
     """See `DynamicTaskWeightScheduler`."""
 
-    initial_weights: dict[str, Annotated[float, Field(ge=0)]] = Field(description="of tasks; others keep their shares")
-    metric_key: str = Field(default="reward_score", description="a task's metric that is to be high")
-    patience: Count = Field(default=500, description="steps without a gain after which a task has converged")
-    min_weight: Annotated[float, Field(ge=0, le=1)] = Field(default=0.1, description="least share of a task")
+    initial_weights: dict[str, NotNegative] = result(description="of tasks; others keep their shares")
+    metric_key: str = result(default="reward_score", description="a task's metric that is to be high")
+    patience: Count = result(default=500, description="steps without a gain after which a task has converged")
+    min_weight: Share = result(default=0.1, description="least share of a task")
 
 
 def _task_scheduler(value: dict[str, Any]) -> dict[str, Any]:
@@ -359,57 +367,61 @@ def _task_scheduler(value: dict[str, Any]) -> dict[str, Any]:
 
 
 class TrainerConfig(Record):
-    total_steps: Natural = free(100, "steps; a longer run goes on from a shorter one")
-    total_epochs: Count | None = free(None, "passes over data.train, in the place of total_steps")
-    seed: Seed = Field(default=0, description="seed of everything random")
-    project: str = free("verl", "the project's name in W&B and MLflow")
-    run_name: DirectoryName | None = free(None, "begins the run directory's name (null: algorithm, model and data)")
-    output_dir: Annotated[str, AfterValidator(home)] = free("runs", "where run directories are made")
-    eval_every: Count | None = Field(
+    total_steps: Natural = free("limit", 100, "steps; a longer run goes on from a shorter one")
+    total_epochs: Count | None = free("limit", None, "passes over data.train, in the place of total_steps")
+    seed: Seed = result(default=0, description="seed of everything random")
+    project: str = free("output", "verl", "the project's name in W&B and MLflow")
+    run_name: DirectoryName | None = free(
+        "output", None, "begins the run directory's name (null: algorithm, model and data)"
+    )
+    output_dir: Annotated[str, AfterValidator(home)] = free("output", "runs", "where run directories are made")
+    eval_every: Count | None = output(
         default=None,
         description="steps between evaluations (null: only before the first and after the last step)",
     )
-    eval_n: Count = Field(default=1, description="samples per held-out problem")
-    eval_temperature: Temperature = Field(default=0.0, description="temperature of evaluation (0: greedy)")
-    eval_metrics: Annotated[tuple[EvalMetric, ...], AsTuple] = Field(
+    eval_n: Count = output(default=1, description="samples per held-out problem")
+    eval_temperature: Temperature = output(default=0.0, description="temperature of evaluation (0: greedy)")
+    eval_metrics: Annotated[tuple[EvalMetric, ...], AsTuple] = output(
         default=(),
         description="metric functions of your own over evaluated samples, as FILE.py:FUNCTION; kl: the KL to the "
         "reference policy, as kl/eval, for which the actor's start (or ref.path) is kept beside it",
     )
-    save_every: Count | None = free(10, "steps between checkpoints (null: only at the end)")
-    keep_checkpoints: Count = free(2, "how many checkpoints to keep")
-    async_save: bool = free(False, "write checkpoints while training goes on, from a copy in host memory")
+    save_every: Count | None = free("output", 10, "steps between checkpoints (null: only at the end)")
+    keep_checkpoints: Count = free("output", 2, "how many checkpoints to keep")
+    async_save: bool = free("cost", False, "write checkpoints while training goes on, from a copy in host memory")
     loggers: Annotated[tuple[Logger, ...], AsTuple] = free(
-        ("console", "tensorboard"), "where metrics go besides metrics.jsonl"
+        "output", ("console", "tensorboard"), "where metrics go besides metrics.jsonl"
     )
-    max_staleness: Staleness | None = Field(
+    max_staleness: Staleness | None = result(
         default=None,
         description="train asynchronously: steps that a sample may be behind the policy it trains (null: synchronous)",
     )
-    timeline: bool = free(False, "write timeline.json, a Chrome trace of what worked when, into the run directory")
-    log_completions: Natural = free(64, "samples kept of each evaluation, to be read")
-    control: Literal["permute_rewards", "zero_lr"] | None = Field(
+    timeline: bool = free(
+        "output", False, "write timeline.json, a Chrome trace of what worked when, into the run directory"
+    )
+    log_completions: Natural = free("output", 64, "samples kept of each evaluation, to be read")
+    control: Literal["permute_rewards", "zero_lr"] | None = result(
         default=None,
         description="a run that should learn nothing: rewards dealt out at random, or learning rate 0",
     )
-    max_resamples: Natural = Field(
+    max_resamples: Natural = limit(
         default=4, description="further rollouts in one step when an algorithm rejects samples"
     )
-    max_skipped_updates: Count = Field(
+    max_skipped_updates: Count = limit(
         default=5, description="updates in a row that may be skipped for a non-finite loss or gradient"
     )
-    guards: Annotated[tuple[GuardConfig, ...], AsTuple] = Field(
+    guards: Annotated[tuple[GuardConfig, ...], AsTuple] = result(
         default=(), description="metrics whose fall takes training back to an earlier checkpoint"
     )
-    task_scheduler: Annotated[dict[str, Any], AfterValidator(_task_scheduler)] | None = Field(
+    task_scheduler: Annotated[dict[str, Any], AfterValidator(_task_scheduler)] | None = result(
         default=None,
         description="shares of several tasks that follow how far each has come: {initial_weights: {TASK: SHARE}, "
         "metric_key, patience, min_weight} (null: as set)",
     )
-    deadline: Seconds = free(1800.0, "seconds after which a phase without progress ends the run")
-    threads: Count | None = Field(default=None, description="CPU threads (null: as torch chooses)")
+    deadline: Seconds = free("limit", 1800.0, "seconds after which a phase without progress ends the run")
+    threads: Count | None = cost(default=None, description="CPU threads (null: as torch chooses)")
     placement: dict[str, Any] | str | None = free(
-        None, "role -> devices, such as {rollout: cuda:0, actor: cuda:1-3} (null: all ranks of a torchrun job)"
+        "cost", None, "role -> devices, such as {rollout: cuda:0, actor: cuda:1-3} (null: all ranks of a torchrun job)"
     )
 
 
@@ -424,7 +436,7 @@ class Config(Record):
     cost: CostConfig = Field(
         default=CostConfig(), description="what is kept below a limit, for algorithms that have a cost"
     )
-    tasks: Annotated[tuple[TaskConfig, ...], AsTuple] = Field(
+    tasks: Annotated[tuple[TaskConfig, ...], AsTuple] = result(
         default=(), description="several tasks that train the one actor, in the place of algorithm, reward and cost"
     )
     trainer: TrainerConfig = Field(default=TrainerConfig(), description="length, evaluation, checkpoints, logs")

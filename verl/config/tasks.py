@@ -5,9 +5,9 @@ from __future__ import annotations
 import re
 from typing import Annotated, Any
 
-from pydantic import AfterValidator, Field, model_validator
+from pydantic import AfterValidator, model_validator
 
-from verl.record import AsTuple, Count, NotNegative, Record, wrong
+from verl.record import AsTuple, Count, NotNegative, Record, output, result, wrong
 from verl.record import function_path as as_function
 
 
@@ -27,27 +27,27 @@ def _algorithm(value: str) -> str:
 class TaskConfig(Record):
     """One of several tasks: what is sampled and learned, and what is good."""
 
-    name: TaskName = Field(description="what metrics call it, and its rows' column `task`")
-    type: Annotated[str, AfterValidator(_algorithm)] = Field(description="the algorithm, by name or FILE.py:CLASS")
-    options: dict[str, Any] = Field(default={}, description="the algorithm's own options")
-    reward_model: str | list[str] | dict[str, Any] | None = Field(
+    name: TaskName = output(description="what metrics call it, and its rows' column `task`")
+    type: Annotated[str, AfterValidator(_algorithm)] = result(description="the algorithm, by name or FILE.py:CLASS")
+    options: dict[str, Any] = result(default={}, description="the algorithm's own options")
+    reward_model: str | list[str] | dict[str, Any] | None = result(
         default=None,
         description="a reward by name (rm_hf, code_evaluator, math, ...), FILE.py:FUNCTION, a model, or an address; "
         "several addresses; or a mapping of names to rewards, {source, weight} each, which are summed",
     )
-    reward_config: dict[str, Any] = Field(
+    reward_config: dict[str, Any] = result(
         default={}, description="options of the reward: model_name, device, timeout, ..."
     )
-    constraint_model: str | None = Field(
+    constraint_model: str | None = result(
         default=None, description="what checks responses while they are generated: a built-in guard or FILE.py:FUNCTION"
     )
-    constraint_config: dict[str, Any] = Field(default={}, description="options of that guard")
-    share: NotNegative = Field(default=1.0, description="of the prompts, relative to other tasks")
-    loss_weight: NotNegative | None = Field(
+    constraint_config: dict[str, Any] = result(default={}, description="options of that guard")
+    share: NotNegative = result(default=1.0, description="of the prompts, relative to other tasks")
+    loss_weight: NotNegative | None = result(
         default=None, description="of its loss, where 1 is an equal weight for each task (null: its share)"
     )
-    n: Count | None = Field(default=None, description="samples a prompt (null: what suits the algorithm)")
-    sampling: dict[str, Any] = Field(default={}, description="how responses are drawn, where not as the actor does")
+    n: Count | None = result(default=None, description="samples a prompt (null: what suits the algorithm)")
+    sampling: dict[str, Any] = result(default={}, description="how responses are drawn, where not as the actor does")
 
     @model_validator(mode="after")
     def _check(self) -> TaskConfig:
@@ -60,7 +60,7 @@ class TaskConfig(Record):
 class TasksFile(Record):
     """A file of tasks alone, such as `Trainer(config_path=...)` takes."""
 
-    tasks: Annotated[tuple[TaskConfig, ...], AsTuple] = Field(description="the tasks")
+    tasks: Annotated[tuple[TaskConfig, ...], AsTuple] = result(description="the tasks")
 
 
 def check_names(tasks: tuple[TaskConfig, ...]) -> None:

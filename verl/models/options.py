@@ -6,7 +6,7 @@ from typing import Annotated, Literal
 
 from pydantic import BeforeValidator, Field, model_validator
 
-from verl.record import Count, Record, Strings, wrong
+from verl.record import Count, Record, Strings, cost, limit, result, wrong
 
 _SHORT = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32", "fp64": "float64"}
 
@@ -20,7 +20,7 @@ Dtype = Annotated[Literal["auto", "float64", "float32", "bfloat16", "float16", "
 
 
 class FusedKernelOptions(Record):
-    impl_backend: str | None = Field(
+    impl_backend: str | None = cost(
         default=None,
         description="which fused kernels to use: compiled (ours, for CPU); in the place of any other name, such as "
         "xformers, the nearest that are here, with a warning (null: those that are here)",
@@ -30,9 +30,9 @@ class FusedKernelOptions(Record):
 class LoraOptions(Record):
     """Adapters of low rank, which are trained in the place of the weights."""
 
-    r: Count = Field(default=16, description="rank of the adapters")
-    alpha: float = Field(default=32.0, gt=0, description="their output is multiplied by alpha / r")
-    targets: Strings = Field(
+    r: Count = result(default=16, description="rank of the adapters")
+    alpha: float = result(default=32.0, gt=0, description="their output is multiplied by alpha / r")
+    targets: Strings = result(
         default=("all-linear",),
         description="names of the layers that get adapters, such as q_proj (all-linear: all but the output layer)",
     )
@@ -41,32 +41,32 @@ class LoraOptions(Record):
 class ModelOptions(Record):
     """A model by name or directory: the sections `model` of a file."""
 
-    path: str | None = Field(
+    path: str | None = result(
         default=None, description="model directory or hub name (for a critic, null: the actor's model)"
     )
-    tokenizer: str | None = Field(
+    tokenizer: str | None = result(
         default=None, description="tokenizer directory or hub name (null: the one beside the model)"
     )
-    dtype: Dtype = Field(
+    dtype: Dtype = result(
         default="auto",
         description="precision of the live weights (auto: as in the files; float32 on a CPU without bf16; int4: of the "
         "base of a LoRA)",
     )
-    lora: LoraOptions | None = Field(
+    lora: LoraOptions | None = result(
         default=None,
         description="train adapters in the place of the weights, by peft: {r: 16, alpha: 32, targets: all-linear}, the "
         "defaults, or lists of layers by name as targets (null: train the weights)",
     )
-    trust_remote_code: bool = Field(default=False, description="run Python code that comes with the model")
-    enable_gradient_checkpointing: bool = Field(
+    trust_remote_code: bool = limit(default=False, description="run Python code that comes with the model")
+    enable_gradient_checkpointing: bool = cost(
         default=False,
         description="recompute activations in the backward pass: less memory, about a third slower",
     )
-    use_remove_padding: bool = Field(
+    use_remove_padding: bool = cost(
         default=True,
         description="train on packed sequences (false: on padded rows, through transformers' own forward)",
     )
-    use_fused_kernels: bool = Field(
+    use_fused_kernels: bool = cost(
         default=True,
         description="run a model's layers by fused kernels where its architecture, device and dtype have some",
     )

@@ -100,8 +100,6 @@ class FunctionReward:
         self.timeout, self.retries = timeout, retries
         self.default_reward, self.failures = default_reward, Failures(max_failure_rate)
         self._rows = 1 if self.form.by_row or (workers and batch_size is None) else batch_size
-        if not isinstance(process, bool):
-            raise ConfigError(f"reward '{self.name}': process is True or False, not {process!r}")
         #: Makes the calls: a `RewardPool` with `workers`, else a `ProcessCaller` or a `ThreadCaller`.
         self.group: Caller = (ProcessCaller if process and can_travel(function) else ThreadCaller)(function, self.name)
         if workers:

@@ -16,9 +16,11 @@ from verl.record import (
     Processes,
     Record,
     Strings,
+    cost,
     free,
     function_path,
     later,
+    result,
     wrong,
 )
 
@@ -44,65 +46,65 @@ def _engine_name(value: str) -> str:
 class RolloutOptions(Record):
     """Generation: the section `actor_rollout_ref.rollout` of a file, `rollout=` of an actor."""
 
-    name: Annotated[str, AfterValidator(_engine_name)] = Field(
+    name: Annotated[str, AfterValidator(_engine_name)] = cost(
         default="auto",
         description="engine: embedded (on the trained weights themselves), hf (plain generate), vllm, your own, as "
         "FILE.py:CLASS, or auto: vllm on a GPU where it is installed and can do what is set, else embedded",
     )
-    episode: FunctionPath | None = Field(
+    episode: FunctionPath | None = result(
         default=None, description="turns, tools or constraints of your own, as FILE.py:NAME (null: a single turn)"
     )
-    n: Count = Field(default=8, description="samples per prompt")
-    max_new_tokens: Count = Field(default=128, description="longest response, in tokens")
-    min_new_tokens: Natural = Field(default=0, description="no end of sequence before this many tokens")
-    temperature: Annotated[float, Field(ge=1e-6, le=1e6)] = Field(
+    n: Count = result(default=8, description="samples per prompt")
+    max_new_tokens: Count = result(default=128, description="longest response, in tokens")
+    min_new_tokens: Natural = result(default=0, description="no end of sequence before this many tokens")
+    temperature: Annotated[float, Field(ge=1e-6, le=1e6)] = result(
         default=1.0, description="softmax temperature, in generation and in training alike"
     )
-    top_k: Annotated[int, Field(ge=0, lt=2**31)] = Field(
+    top_k: Annotated[int, Field(ge=0, lt=2**31)] = result(
         default=0, description="sample among the k likeliest tokens only (0: off); biases the gradient"
     )
-    top_p: Annotated[float, Field(gt=0, le=1)] = Field(
+    top_p: Annotated[float, Field(gt=0, le=1)] = result(
         default=1.0, description="sample within this probability mass only (1: off); biases the gradient"
     )
-    min_p: Annotated[float, Field(ge=0, lt=1)] = Field(
+    min_p: Annotated[float, Field(ge=0, lt=1)] = result(
         default=0.0,
         description="drop tokens below this share of the likeliest one (0: off); biases the gradient",
     )
-    stop: Strings = Field(default=(), description="texts that end a response")
-    url: Strings = Field(
+    stop: Strings = result(default=(), description="texts that end a response")
+    url: Strings = result(
         default=(), description="addresses of running vLLM servers, which generate in the place of an engine of ours"
     )
-    max_num_seqs: Count = Field(
+    max_num_seqs: Count = cost(
         default=256,
         description="sequences that one worker generates at the same time (also: rollout_per_device_batch_size)",
     )
-    kv_cache_gb: Annotated[float, Field(gt=0, le=1e6)] | None = Field(
+    kv_cache_gb: Annotated[float, Field(gt=0, le=1e6)] | None = cost(
         default=None, description="memory for keys and values, in GB (null: from the memory that is free)"
     )
-    batch_invariant: bool = Field(
+    batch_invariant: bool = cost(
         default=False,
         description="a response is the same bit for bit in any batch, at the price of speed (embedded)",
     )
-    tensor_model_parallel_size: Count = Field(
+    tensor_model_parallel_size: Count = cost(
         default=1,
         description="ranks that share one copy of the model in generation (embedded; vllm: processes of its own)",
     )
-    overlap_comm: bool = Field(
+    overlap_comm: bool = cost(
         default=False,
         description="where training has another layout: the weights of a layer arrive while those before it compute "
         "(embedded)",
     )
-    num_rollout_workers: Processes = Field(
+    num_rollout_workers: Processes = cost(
         default=1, description="processes that sample, in asynchronous training (trainer.max_staleness)"
     )
     max_rollout_workers: Processes | None = free(
-        None, "most such processes, when training waits for samples (null: always num_rollout_workers)"
+        "cost", None, "most such processes, when training waits for samples (null: always num_rollout_workers)"
     )
     transport: Literal["shared_memory", "queue"] = free(
-        "shared_memory", "how samples and weights travel between processes; the results are the same"
+        "cost", "shared_memory", "how samples and weights travel between processes; the results are the same"
     )
     gpus_per_rollout_worker: int | None = later(
-        None, ONLY_GPUS, "accelerators of one rollout worker (null: the one the model is on)"
+        "cost", None, ONLY_GPUS, "accelerators of one rollout worker (null: the one the model is on)"
     )
 
     @model_validator(mode="after")

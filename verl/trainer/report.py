@@ -33,10 +33,10 @@ from typing import Any, TypeGuard
 
 import pyarrow as pa
 import pyarrow.parquet as pq
-import yaml  # type: ignore[import-untyped]
 
+from verl.config.load import read_settings
 from verl.durable import parse_json, read_json, write_atomic
-from verl.errors import DataError
+from verl.errors import ConfigError, DataError
 
 ASSETS = Path(__file__).parent / "assets"
 #: Bounds that keep the page quick: points of a curve, evaluations to compare, training steps, samples of each of these
@@ -104,7 +104,9 @@ def render(run: Path, live: bool = False) -> str:
         "style": (ASSETS / "report.css").read_text(encoding="utf-8"),
         "script": script,
         "data": json.dumps(data, ensure_ascii=True, allow_nan=False).replace("<", "\\u003c"),
-        "chips": "".join(f"<span class=chip>{html.escape(text)}</span>" for text in _chips(summary, metrics, config)),
+        "chips": "".join(
+            f"<span class=chip>{html.escape(text)}</span>" for text in _chips(summary, metrics, run / "config.yaml")
+        ),
         "hero": _hero(summary, evals),
         "tiles": "".join(_tile(*tile) for tile in _tiles(summary, metrics)),
         "files": _files(run),
@@ -261,15 +263,15 @@ def _cut(text: object) -> str:
     return text if len(text) <= MAX_TEXT else text[:MAX_TEXT] + f" ... ({len(text) - MAX_TEXT} more characters)"
 
 
-def _chips(summary: dict[str, Any], metrics: list[dict[str, Any]], config: str) -> Iterator[str]:
+def _chips(summary: dict[str, Any], metrics: list[dict[str, Any]], config: Path) -> Iterator[str]:
     yield str(summary.get("state", "not finished"))
     if summary.get("control"):
         yield f"control: {summary['control']}"
     if metrics and (unseen := metrics[-1].get("guard/unseen")):
         yield f"the guard's metrics that never came: {unseen}"
     try:
-        settings = yaml.safe_load(config)
-    except (yaml.YAMLError, ValueError):
+        settings = read_settings(config)
+    except ConfigError:
         return
     tasks = _at(settings, "tasks")
     kinds = [str(_at(task, "type")) for task in tasks] if isinstance(tasks, list) else []

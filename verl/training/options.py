@@ -12,7 +12,7 @@ from pydantic import BeforeValidator, Field, model_validator
 from verl.errors import ConfigError, nearest
 from verl.layout import PARALLEL, Layout
 from verl.models.options import full_name
-from verl.record import AsTuple, Count, FunctionPath, Natural, Record, Strings, free, wrong
+from verl.record import AsTuple, Count, FunctionPath, Natural, Record, Strings, cost, free, result, wrong
 
 _Beta = Annotated[float, Field(ge=0, lt=1)]
 Head = Literal["lm", "value", "score"]
@@ -22,21 +22,21 @@ Strategy = Literal["single", "ddp", "fsdp", "deepspeed", "megatron"]
 class OptimConfig(Record):
     """AdamW (Loshchilov and Hutter, 2019) with a learning-rate schedule. A step here is an optimizer step."""
 
-    lr: float = Field(default=1e-6, ge=0, description="highest learning rate")
-    betas: Annotated[tuple[_Beta, _Beta], AsTuple] = Field(
+    lr: float = result(default=1e-6, ge=0, description="highest learning rate")
+    betas: Annotated[tuple[_Beta, _Beta], AsTuple] = result(
         default=(0.9, 0.999), description="decay rates of the two moments"
     )
-    adam_eps: float = Field(default=1e-6, gt=0, description="added to the root of the second moment")
-    weight_decay: float = Field(default=0.0, ge=0, description="decoupled; acts on every trained weight")
-    moments: Literal["bfloat16", "float32"] | None = Field(
+    adam_eps: float = result(default=1e-6, gt=0, description="added to the root of the second moment")
+    weight_decay: float = result(default=0.0, ge=0, description="decoupled; acts on every trained weight")
+    moments: Literal["bfloat16", "float32"] | None = result(
         default=None, description="dtype of the moments of bf16 weights (null: bfloat16, rounded at random)"
     )
-    max_grad_norm: float | None = Field(default=1.0, gt=0, description="global norm to clip to; null: none")
-    warmup_steps: Natural = Field(default=0, description="steps of linear warm-up; the first is not zero")
-    schedule: Literal["constant", "linear", "cosine"] = Field(
+    max_grad_norm: float | None = result(default=1.0, gt=0, description="global norm to clip to; null: none")
+    warmup_steps: Natural = result(default=0, description="steps of linear warm-up; the first is not zero")
+    schedule: Literal["constant", "linear", "cosine"] = result(
         default="constant", description="course of the learning rate after the warm-up"
     )
-    total_steps: Count | None = Field(default=None, description="where linear and cosine reach zero")
+    total_steps: Count | None = result(default=None, description="where linear and cosine reach zero")
 
     @model_validator(mode="after")
     def _warmup_ends_in_time(self) -> OptimConfig:
@@ -66,37 +66,40 @@ _Dtype = Annotated[Literal["bfloat16", "float32"], BeforeValidator(full_name)]
 
 
 class WrapPolicy(Record):
-    transformer_layer_cls_to_wrap: Strings | None = Field(
+    transformer_layer_cls_to_wrap: Strings | None = cost(
         default=None, description="classes of the modules that are cut and gathered as a unit (null: each layer)"
     )
 
 
 class MixedPrecision(Record):
-    param_dtype: _Dtype | None = Field(
+    param_dtype: _Dtype | None = result(
         default=None, description="dtype of gathered parameters, also bf16, fp32 (null: the model's)"
     )
-    reduce_dtype: _Dtype | None = Field(
+    reduce_dtype: _Dtype | None = result(
         default=None, description="dtype that gradients are reduced in (null: float32 of bf16 weights, else theirs)"
     )
-    buffer_dtype: _Dtype | None = Field(default=None, description="dtype of buffers (null: as the model has them)")
+    buffer_dtype: _Dtype | None = result(default=None, description="dtype of buffers (null: as the model has them)")
 
 
 class FSDPConfig(Record):
     """Fully sharded data parallelism, of the strategy 'fsdp'. `wrap_policy_fn` may also be set as an attribute."""
 
-    fsdp_size: Literal[-1] | Count = free(-1, "ranks that a model is cut over, of which there are replicas (-1: all)")
+    fsdp_size: Literal[-1] | Count = free(
+        "cost", -1, "ranks that a model is cut over, of which there are replicas (-1: all)"
+    )
     param_offload: bool = free(
-        False, "keep this rank's pieces, and step them, in host memory (ranks on CPU have them there anyway)"
+        "cost", False, "keep this rank's pieces, and step them, in host memory (ranks on CPU have them there anyway)"
     )
     optimizer_offload: bool = free(
-        False, "between updates keep the optimizer's state in host memory, and free the gradient sums"
+        "cost", False, "between updates keep the optimizer's state in host memory, and free the gradient sums"
     )
     reshard_after_forward: bool = free(
-        True, "free gathered parameters after the forward pass, and gather them again for backward"
+        "cost", True, "free gathered parameters after the forward pass, and gather them again for backward"
     )
-    forward_prefetch: bool = free(False, "gather the next unit while the present one computes")
-    wrap_policy: WrapPolicy = free(WrapPolicy(), "what is cut and gathered as a unit")
+    forward_prefetch: bool = free("cost", False, "gather the next unit while the present one computes")
+    wrap_policy: WrapPolicy = free("cost", WrapPolicy(), "what is cut and gathered as a unit")
     wrap_policy_fn: FunctionPath | Callable[..., Any] | None = free(
+        "cost",
         None,
         "FILE.py:FUNCTION of a module that says whether it is a unit, or a policy of FSDP1 "
         "(transformer_auto_wrap_policy)",
@@ -126,7 +129,7 @@ class FSDPConfig(Record):
 
 
 class DeepSpeedOptions(Record):
-    zero_stage: Literal[1, 2, 3] = Field(
+    zero_stage: Literal[1, 2, 3] = cost(
         default=2,
         description="what DeepSpeed cuts over ranks: masters and moments (1), gradients too (2), weights too (3)",
     )
@@ -136,42 +139,43 @@ class TrainSettings(Record):
     """How one model is trained: the section `critic` of a file."""
 
     optim: OptimConfig = Field(default=OptimConfig(), description="optimizer, learning rate and its schedule")
-    mini_batch_size: Count | None = Field(
+    mini_batch_size: Count | None = result(
         default=None, description="samples per optimizer step (null: all of the rollout batch)"
     )
-    epochs: Count = Field(default=1, description="passes over each rollout batch")
-    micro_batch_size: Count | None = Field(
+    epochs: Count = result(default=1, description="passes over each rollout batch")
+    micro_batch_size: Count | None = cost(
         default=None,
         description="most samples in one forward and backward pass (null: as max_tokens_per_micro_batch allows; also: "
         "train_micro_batch_size_per_gpu)",
     )
-    max_tokens_per_micro_batch: Count | None = Field(
+    max_tokens_per_micro_batch: Count | None = cost(
         default=16384, description="most tokens in one forward and backward pass; a longer sample goes alone"
     )
-    use_amp: bool = Field(
+    use_amp: bool = result(
         default=False,
         description="fp32 weights are multiplied in bfloat16 (autocast), and stay as they are",
     )
-    use_torch_compile: bool = Field(
+    use_torch_compile: bool = cost(
         default=False,
         description="compile each layer by torch.compile, in the place of fused kernels (strategies single and ddp)",
     )
     strategy: Strategy = free(
+        "cost",
         "ddp",
         "how ranks share training: ddp (each has the whole model), fsdp (each a part), "
         "deepspeed (ZeRO), megatron (Megatron-LM's layers), single (one rank)",
     )
-    tensor_parallel_size: Count = free(1, "ranks that share the matrices of each layer")
-    pipeline_parallel_size: Count = free(1, "ranks that share the layers, in stages")
-    ulysses_sequence_parallel_size: Count = free(1, "ranks that share the tokens of a sequence")
-    expert_parallel_size: Count = free(1, "ranks that share the experts of a mixture")
+    tensor_parallel_size: Count = free("cost", 1, "ranks that share the matrices of each layer")
+    pipeline_parallel_size: Count = free("cost", 1, "ranks that share the layers, in stages")
+    ulysses_sequence_parallel_size: Count = free("cost", 1, "ranks that share the tokens of a sequence")
+    expert_parallel_size: Count = free("cost", 1, "ranks that share the experts of a mixture")
 
 
 class TrainOptions(TrainSettings):
     """The section `actor_rollout_ref.actor` of a file, and `train=` of a handle."""
 
     fsdp_config: FSDPConfig = Field(default_factory=FSDPConfig, description="fully sharded data parallelism")
-    deepspeed_config: DeepSpeedOptions = free(DeepSpeedOptions(), "ZeRO by DeepSpeed")
+    deepspeed_config: DeepSpeedOptions = free("cost", DeepSpeedOptions(), "ZeRO by DeepSpeed")
 
 
 class EngineOptions(TrainOptions):

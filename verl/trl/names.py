@@ -37,7 +37,7 @@ OTHERWISE: dict[str, tuple[object, str]] = {
     "fsdp_config": (None, "give the trainer strategy='fsdp', under torchrun"),
     "label_smoothing_factor": (0.0, "DPOConfig has label_smoothing"),
     "neftune_noise_alpha": (None, "leave it out"),
-    "assistant_only_loss": (False, "the loss is of completions, and of the replies in rows of messages"),
+    "assistant_only_loss": (True, "the loss is of the assistant's turns alone"),
     "auto_find_batch_size": (False, "set per_device_train_batch_size"),
     "average_tokens_across_devices": (True, "a loss is a mean over the tokens of all ranks"),
     "cast_lm_head_to_fp32": (False, "log-probs are computed in fp32 or better"),
@@ -59,41 +59,25 @@ OTHERWISE: dict[str, tuple[object, str]] = {
     "tf32": (None, "set torch.backends.cuda.matmul.allow_tf32"),
     "use_bias_correction_kl": (False, "see kl_estimator in docs/algorithms.md"),
     "vllm_tensor_parallel_size": (1, "give the engine itself: GRPOTrainer(rollout=RolloutOptions(...))"),
-    **dict.fromkeys(("bf16_full_eval", "fp16_full_eval"), (False, "evaluation has the model's dtype")),
-    **dict.fromkeys(
-        ("entropy_coef_delta", "entropy_coef_max", "entropy_coef_min", "entropy_target"),
-        (None, "entropy_coef is fixed"),
-    ),
-    **dict.fromkeys(
-        ("eval_packing", "packing_strategy"), (None, "batches are counted in rows, and packed without padding")
-    ),
-    **dict.fromkeys(
-        ("greater_is_better", "metric_for_best_model"), (None, "checkpoints of all steps are in output_dir")
-    ),
-    **dict.fromkeys(("hub_model_id", "hub_revision"), (None, "nothing is uploaded")),
-    **dict.fromkeys(
-        ("optim_args", "optim_target_modules"), (None, "pass your own optimizer as optimizers=(optimizer, None)")
-    ),
-    **dict.fromkeys(
-        ("ref_model_mixup_alpha", "ref_model_sync_steps"), (None, "the reference is the model as it was at first")
-    ),
-    **dict.fromkeys(
-        ("sapo_temperature_neg", "sapo_temperature_pos"), (None, "it is of loss_type='sapo', which is not here")
-    ),
-    **dict.fromkeys(
-        ("vespo_k_neg", "vespo_k_pos", "vespo_lambda_neg", "vespo_lambda_pos"),
-        (None, "it is of loss_type='vespo', which is not here"),
-    ),
-    **dict.fromkeys(
-        [f"vllm_importance_sampling_{name}" for name in ("cap", "clip_max", "clip_min", "mode")],
-        (None, "see rollout_is in docs/algorithms.md: verl.Trainer has these bounds"),
-    ),
-    **dict.fromkeys(
-        ("vllm_server_host", "vllm_server_port", "vllm_group_port", "vllm_server_timeout"),
-        (None, "give the engine itself: GRPOTrainer(rollout=RolloutOptions(url=...))"),
-    ),
-    "vllm_server_base_url": (None, "give the engine itself: GRPOTrainer(rollout=RolloutOptions(url=...))"),
+    "bf16_full_eval": (False, "evaluation has the model's dtype"),
+    "fp16_full_eval": (False, "evaluation has the model's dtype"),
 }
+#: What to do -> names of which any value is another one.
+OTHERWISE |= {name: (None, hint) for hint, names in {
+    "entropy_coef is fixed": "entropy_coef_delta entropy_coef_max entropy_coef_min entropy_target",
+    "batches are counted in rows, and packed without padding": "eval_packing packing_strategy",
+    "checkpoints of all steps are in output_dir": "greater_is_better metric_for_best_model",
+    "nothing is uploaded": "hub_model_id hub_revision",
+    "pass your own optimizer as optimizers=(optimizer, None)": "optim_args optim_target_modules",
+    "the reference is the model as it was at first": "ref_model_mixup_alpha ref_model_sync_steps",
+    "it is of loss_type='sapo', which is not here": "sapo_temperature_neg sapo_temperature_pos",
+    "it is of loss_type='vespo', which is not here": "vespo_k_neg vespo_k_pos vespo_lambda_neg vespo_lambda_pos",
+    "see rollout_is in docs/algorithms.md: verl.Trainer has these bounds":
+        "vllm_importance_sampling_cap vllm_importance_sampling_clip_max vllm_importance_sampling_clip_min "
+        "vllm_importance_sampling_mode",
+    "give the engine itself: GRPOTrainer(rollout=RolloutOptions(url=...))":
+        "vllm_server_base_url vllm_server_host vllm_server_port vllm_group_port vllm_server_timeout",
+}.items() for name in names.split()}  # fmt: skip
 
 _REMOVED = {
     "batch_size": "per_device_train_batch_size x gradient_accumulation_steps is the batch",
