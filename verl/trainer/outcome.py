@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import math
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
@@ -12,13 +13,16 @@ from verl.trainer.learning import skipped_roles
 if TYPE_CHECKING:
     from verl.trainer.trainer import Trainer
 
+logger = logging.getLogger(__name__)
+
 
 def check_learned(trainer: Trainer, record: Mapping[str, Any]) -> None:
     """For the end of training, whose last record is given.
 
     Raises:
         RewardError, RolloutError: see `Trainer.check_failures`.
-        TrainingError: there were updates, and none has changed the policy.
+        TrainingError: there were updates, and none has changed the policy. One alone whose gradient is 0 may be chance,
+            and is warned of.
     """
     trainer.check_failures()
     last = None if trainer.held_out is None else trainer.held_out.last
@@ -40,6 +44,9 @@ def check_learned(trainer: Trainer, record: Mapping[str, Any]) -> None:
     else:
         names = ", ".join(f"'{task.algorithm.name}'" for task in trainer.tasks.values())
         cause = f"algorithm {names} found no sample to learn from"
+    if trainer.idle == 1 and record.get("grad_norm/actor") == 0 and "update/empty" not in record:
+        logger.warning("the only update did not change the policy: %s", cause)
+        return
     raise TrainingError(f"nothing was learned, none of {trainer.idle} updates changed the policy: {cause}")
 
 
