@@ -292,7 +292,7 @@ def test_two_do_not_write_one_file(tiny, tmp_path):
         ("folder", "out.jsonl", 1, "folder/x.jsonl is not a regular file"),
         ("no.txt", "out.jsonl", 1, "no.txt cannot be read"),
         ("empty.txt", "out.jsonl", 1, "empty.txt has no lines"),
-        ("-", "out.jsonl", 2, "top_p must lie in"),
+        ("-", "out.jsonl", 2, "top_p: must be at most 1"),
     ],
 )
 def test_wrong_arguments_are_told_before_a_model_is_loaded(tmp_path, monkeypatch, prompts, out, code, message):
