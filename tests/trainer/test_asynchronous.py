@@ -352,7 +352,7 @@ def test_two_ranks_of_torchrun_equal_one_process(make_tiny: Callable[..., Path],
 def test_what_cannot_be_is_refused(tiny: Path) -> None:
     with pytest.raises(ConfigError, match="does not correct for samples of an older policy"):
         make(tiny, rollout_is=None)
-    with pytest.raises(ConfigError, match="rollout workers: at least one"):
+    with pytest.raises(ConfigError, match="rollout_workers: must be at least 1"):
         make(tiny, rollout_workers=0)
     with pytest.raises(ConfigError, match="leave update_freq, buffer_size out"):
         make(tiny, update_freq=8, buffer_size=16)
