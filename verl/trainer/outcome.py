@@ -35,18 +35,16 @@ def check_learned(trainer: Trainer, record: Mapping[str, Any]) -> None:
     if math.isnan(record.get("reward", 0.0)):
         cause = f"reward {names} gave no finite number for any sample of the last step"
     elif record.get("grad_norm/actor") == 0 and "update/empty" not in record:
-        if trainer.idle == 1:  # samples of one update may score alike by chance
-            return
         cause = "no token had a gradient other than 0"
         cause += f": reward {names} gave the samples of a prompt one number" if names else ""
+        if trainer.idle == 1:  # samples of one update may score alike by chance
+            logger.warning("the only update did not change the policy: %s", cause)
+            return
     elif trainer.skipped:
         cause = "the loss or its gradient was not finite: lower the learning rate, or train in float32"
     else:
         names = ", ".join(f"'{task.algorithm.name}'" for task in trainer.tasks.values())
         cause = f"algorithm {names} found no sample to learn from"
-    if trainer.idle == 1 and record.get("grad_norm/actor") == 0 and "update/empty" not in record:
-        logger.warning("the only update did not change the policy: %s", cause)
-        return
     raise TrainingError(f"nothing was learned, none of {trainer.idle} updates changed the policy: {cause}")
 
 
