@@ -57,7 +57,7 @@ def test_ppo_simple_follows_every_setting_of_its_recipe(tmp_path: Path, tiny: Pa
     done = forked.run(command, cwd=tmp_path, timeout=240)
     assert done.returncode == 0, done.stderr[-3000:]
     assert re.search(
-        r"^step 2/2  reward [\d.]+  kl [\d.]+  loss/actor [+-][\d.]+  loss/critic [\d.]+", done.stdout, re.M
+        r"^step 2/2  reward [\d.]+  kl [\d.e-]+  loss/actor [+-][\d.]+  loss/critic [\d.]+", done.stdout, re.M
     )
     run = (tmp_path / "runs" / "latest").resolve()
     assert len((run / "eval.jsonl").read_text().splitlines()) == 2 and (run / "checkpoints" / "step-000002").is_dir()
@@ -161,16 +161,16 @@ def test_rewards_of_every_form() -> None:
 
 
 def test_the_calculator_is_called_from_yaml(tmp_path: Path, tiny: Path) -> None:
-    """Two steps with a model that knows nothing; what it learns to do takes a real one and minutes."""
+    """A step with a model that knows nothing; what it learns to do takes a real one and minutes."""
     command = [sys.executable, "-m", "verl", "train", "examples/calculator.yaml"]
-    command += [f"actor_rollout_ref.model.path={tiny}", f"trainer.output_dir={tmp_path}", "trainer.total_steps=2"]
+    command += [f"actor_rollout_ref.model.path={tiny}", f"trainer.output_dir={tmp_path}", "trainer.total_steps=1"]
     command += ["data.train.size=20", "data.eval.size=4", "data.batch_size=2", "actor_rollout_ref.model.dtype=float32"]
     done = forked.run(command, cwd=EXAMPLES.parent, timeout=240)
     assert done.returncode == 0, done.stderr[-3000:]
-    assert "step 2/2" in done.stderr + done.stdout
+    assert "step 1/1" in done.stderr + done.stdout
     (run,) = (path for path in tmp_path.iterdir() if path.is_dir() and not path.is_symlink())
     records = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
-    assert sum("rollout/failed_episodes" in record for record in records) == 2
+    assert sum("rollout/failed_episodes" in record for record in records) == 1
     assert not any(record.get("rollout/failed_episodes") for record in records)
 
 

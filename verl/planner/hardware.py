@@ -11,9 +11,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import cache
 from itertools import product
-from typing import Annotated
-
-from pydantic import Field
 
 from verl.checked import checked
 from verl.errors import ConfigError, nearest
@@ -111,7 +108,7 @@ class Cluster:
     def parse(
         cls,
         text: str,
-        network_gbps: Annotated[float, Field(gt=0, le=1e9)] | None = None,
+        network_gbps: float | None = None,
         efficiency: Efficiency | None = None,
         devices: Mapping[str, Device] = DEVICES,
         option: str = "--cluster",
@@ -135,7 +132,7 @@ class Cluster:
         machines, per_machine = int(match[1] or 1), int(match[2])
         if not 1 <= machines * per_machine <= 1 << 14:
             raise ConfigError(f"{option}: '{text}' needs 1 to 16384 devices")
-        if network_gbps is not None and not 0 < network_gbps < math.inf:
+        if network_gbps is not None and not 0 < network_gbps <= 1e9:
             raise ConfigError(f"--network: Gbit/s of a machine are above 0, not {network_gbps:g}")
         network = device.network * per_machine if network_gbps is None else network_gbps * GB / 8
         return cls(machines, per_machine, device, network, efficiency or Efficiency())
