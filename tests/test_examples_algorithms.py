@@ -18,6 +18,7 @@ from verl.errors import ConfigError
 
 ROOT = Path(__file__).resolve().parent.parent
 EXAMPLES = ROOT / "examples" / "algorithms"
+TWO = "trainer.total_steps=2"
 NAMES = sorted(file.stem for file in EXAMPLES.glob("*.yaml"))
 
 
@@ -144,10 +145,10 @@ def test_a_schedule_over_recorded_pairs_has_one_update_a_step(
     tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(ROOT)
-    path = run("dpo", tiny, tmp_path, "actor_rollout_ref.actor.optim={lr: 0.001, schedule: linear}")
+    path = run("dpo", tiny, tmp_path, "actor_rollout_ref.actor.optim={lr: 0.001, schedule: linear}", TWO)
     records = [json.loads(line) for line in (path / "metrics.jsonl").read_text().splitlines()]
     assert [r["lr/actor"] for r in records if "lr/actor" in r] == pytest.approx([0.001, 0.0005])
     half = "actor_rollout_ref.actor.mini_batch_size=2"  # two updates a step of two pairs
-    path = run("dpo", tiny, tmp_path, "actor_rollout_ref.actor.optim={lr: 0.001, schedule: linear}", half)
+    path = run("dpo", tiny, tmp_path, "actor_rollout_ref.actor.optim={lr: 0.001, schedule: linear}", half, TWO)
     records = [json.loads(line) for line in (path / "metrics.jsonl").read_text().splitlines()]
     assert [r["lr/actor"] for r in records if "lr/actor" in r][1] == pytest.approx(0.000375)
