@@ -121,7 +121,7 @@ def run_main(checkout: Path, folder: Path, full: bool) -> None:
     shorter = (
         []
         if full
-        else ["trainer.total_steps=3", "trainer.eval_every=null", "data.eval=null", "trainer.eval_metrics=null"]
+        else ["trainer.total_steps=3", "trainer.eval_every=null", "data.eval=null", "trainer.eval_metrics=[]"]
     )
     settings = {
         "actor_rollout_ref.model.path": MODEL,

@@ -17,7 +17,7 @@ from tests import forked, ranks
 from verl.config import load_config
 
 EXAMPLES = Path(__file__).resolve().parent.parent / "examples"
-NUMBERS = r"reward [\d.]+  kl [\d.]+  loss/actor [+-][\d.]+  loss/critic [\d.]+"
+NUMBERS = r"reward [\d.]+  kl [\d.e-]+  loss/actor [+-][\d.e-]+  loss/critic [\d.e-]+"
 
 
 def load(name: str) -> ModuleType:
@@ -34,7 +34,7 @@ def test_ppo_simple_as_a_script(tmp_path: Path, make_tiny: Callable[..., Path], 
     done = forked.run(command, cwd=tmp_path, timeout=240)
     assert done.returncode == 0, done.stderr[-3000:]
     assert re.search(
-        r"^step 1  reward [\d.]+  kl [\d.]+  loss/actor [+-][\d.]+  loss/critic [\d.]+$", done.stdout, re.M
+        r"^step 1  reward [\d.]+  kl [\d.e-]+  loss/actor [+-][\d.e-]+  loss/critic [\d.e-]+$", done.stdout, re.M
     )
 
 
@@ -57,7 +57,7 @@ def test_ppo_simple_follows_every_setting_of_its_recipe(tmp_path: Path, tiny: Pa
     done = forked.run(command, cwd=tmp_path, timeout=240)
     assert done.returncode == 0, done.stderr[-3000:]
     assert re.search(
-        r"^step 2/2  reward [\d.]+  kl [\d.e-]+  loss/actor [+-][\d.]+  loss/critic [\d.]+", done.stdout, re.M
+        r"^step 2/2  reward [\d.]+  kl [\d.e-]+  loss/actor [+-][\d.e-]+  loss/critic [\d.e-]+", done.stdout, re.M
     )
     run = (tmp_path / "runs" / "latest").resolve()
     assert len((run / "eval.jsonl").read_text().splitlines()) == 2 and (run / "checkpoints" / "step-000002").is_dir()

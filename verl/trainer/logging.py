@@ -16,9 +16,10 @@ import time
 from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Annotated, Any, Protocol
 
 import numpy as np
+from pydantic import Field
 
 from verl.checked import checked
 from verl.durable import LineFile, RecordFile, append_lines
@@ -289,7 +290,7 @@ def open_logger(
     project: str = "verl",
     config: Mapping[str, Any] | None = None,
     total_steps: Natural | None = None,
-    resume_step: Natural | None = None,
+    resume_step: Annotated[int, Field(ge=-1)] | None = None,
 ) -> Logger:
     """A logger that writes `metrics.jsonl`, `completions/` and TensorBoard events under `directory` (None: no files),
     and what else `sinks` names.
