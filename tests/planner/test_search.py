@@ -168,7 +168,7 @@ def test_a_gather_between_machines_shares_their_network() -> None:
 
 @pytest.mark.parametrize("network", [0, -1, float("nan"), float("inf")])
 def test_a_network_that_is_none_is_refused(network: float) -> None:
-    with pytest.raises(ConfigError, match="--network: Gbit/s of a machine are above 0|network_gbps: must be a number"):
+    with pytest.raises(ConfigError, match=r"--network: Gbit/s of a machine are above 0|network_gbps: must be a number"):
         Cluster.parse("2x8xA100", network)
 
 
