@@ -4,7 +4,7 @@
 
 The environments: python3.10 to python3.13 with the newest dependencies (what pyenv has, or PATH; one that is not there
 is named), lower-bounds (each dependency of pyproject.toml as old as it says), no-compiler and read-only-home (these two
-in the environment that runs this script). Each runs the README's quick start, `verl init` with two steps of
+in the environment that runs this script). Each runs the README's quick start, `verl init` with a step of
 `verl train`, and `verl doctor`, on a tiny model of random weights, offline. trl is the environment of that peer, and
 runs the tests that compare with it. The exit code is 1 if one failed, 77 if one that was named cannot be made here.
 """
@@ -37,7 +37,7 @@ _UNAVAILABLE = re.compile(
 )
 _NOT_MADE = 77
 _SETTINGS = (
-    "trainer.total_steps=2", "data.batch_size=2", "actor_rollout_ref.rollout.n=2",
+    "trainer.total_steps=1", "data.batch_size=2", "actor_rollout_ref.rollout.n=2",
     "actor_rollout_ref.rollout.max_new_tokens=8", "trainer.output_dir=runs",
 )  # fmt: skip
 
