@@ -54,6 +54,19 @@ assert asyncio.run(add(2, 2)) == 4
 #: Tests, the row's entry_point, a right program, and a wrong one.
 FORMS: dict[str, tuple[Any, str | None, str, str]] = {
     "asserts": ("assert add(1, 2) == 3", None, ADD, SUB),
+    "a list that prepares": (
+        [
+            "import math",
+            "",
+            "def twice(x):\n    return 2 * x",
+            "total = add(1, 2)",
+            "assert math.sqrt(twice(total)) > 2",
+        ],
+        None,
+        ADD,
+        SUB,
+    ),
+    "a list of which some ask nothing": (["assert True", "assert add(1, 2) == 3", "assert 1 < 2"], None, ADD, SUB),
     "asserts of names without an import": (
         "assert math.isclose(add(0.1, 0.2), 0.3) and Counter([add(1, 2)]) == Counter([3])",
         None,

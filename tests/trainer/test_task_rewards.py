@@ -59,7 +59,7 @@ def kinds(tmp_path: Path, server: Plain) -> dict[str, dict[str, Any]]:
     }
 
 
-ROWS = [{"prompt": f"What is {i}?", "answer": str(i), "tests": ["assert f() == 1"]} for i in range(2)]
+ROWS = [{"prompt": f"What is {i}?", "answer": str(i), "tests": ["assert f() == 1", "assert True"]} for i in range(2)]
 
 
 def write(tmp_path: Path, kind: str, given: dict[str, Any]) -> Path:

@@ -36,9 +36,20 @@ _STDIN = ("stdin", "stdin_stdout", "stdio", "standard_input")
 _CALLS = ("functional", "function_call", "function", "call_based")
 #: What tests read that only exists beside the program: its output, and what they replace in it.
 _LIVE = frozenset(("stdout", "stderr", "stdin", "redirect_stdout", "patch", "mock"))
+_PREPARATIONS = (
+    ast.Import,
+    ast.ImportFrom,
+    ast.FunctionDef,
+    ast.AsyncFunctionDef,
+    ast.ClassDef,
+    ast.Assign,
+    ast.AnnAssign,
+)
 _EQUALITY = re.compile("assert(?!Not).*Equals?")
 #: Bytes that the tests' side may print.
 _VERDICTS = 4 << 20
+#: As `run_tests.py` says it.
+_ASKS_NOTHING = "they ask nothing of the program"
 _FAILED = {"passed": False, "fault": None, "live": False, "altered": 0}
 
 
@@ -71,7 +82,10 @@ class Tests:
             self._add_mapping({key: value for key, value in tests.items() if value is not None}, entry, setup)
         elif isinstance(tests, Sequence):
             for test in tests:
-                self.add(test, entry, setup)
+                if isinstance(test, str) and _only_prepares(test):  # what follows
+                    setup = f"{setup}\n{test}"
+                else:
+                    self.add(test, entry, setup)
         else:
             raise RewardError(f"a test is a text, a mapping or a list of these, not a {type(tests).__name__}")
 
@@ -160,6 +174,18 @@ def _calls(pairs: list[tuple[Any, Any]]) -> Iterator[str]:
         yield f"assert __result__(candidate, {args!r}) in {[wanted, *(wanted if wrapped else [])]!r}"
 
 
+def _only_prepares(text: str) -> bool:
+    """Whether a text imports, defines and assigns, and tests nothing; an empty one does, too."""
+    try:
+        tree = ast.parse(text)
+    except (SyntaxError, ValueError, RecursionError, MemoryError):
+        return False
+    names = [node.name for node in tree.body if isinstance(node, ast.ClassDef | ast.FunctionDef)]
+    tests = any(name == "check" or name.casefold().startswith("test") for name in names)
+    derived = any(isinstance(node, ast.ClassDef) and node.bases for node in tree.body)  # of TestCase, say
+    return not tests and not derived and all(isinstance(node, _PREPARATIONS) for node in tree.body)
+
+
 def _first(given: Mapping[str, Any], keys: Sequence[str]) -> Any:
     return next((given[key] for key in keys if key in given), None)
 
@@ -230,7 +256,9 @@ def judge(program: str, tests: Tests, limits: Limits, packages: Sequence[str | P
     if live := [at for at, found in enumerate(verdicts) if any(verdict["live"] for verdict in found)]:
         beside = _ask_beside(program, [tests.cases[at] for at in live], run)
         verdicts = [beside.pop(0) if at in live else found for at, found in enumerate(verdicts)]
-    for verdict in (verdict for found in verdicts for verdict in found):
+    every = [verdict for of_case in verdicts for verdict in of_case]
+    # Where others ask, what asks nothing is no test.
+    for verdict in [verdict for verdict in every if verdict["fault"] != _ASKS_NOTHING] or every:
         if verdict["fault"]:
             raise RewardError(f"the tests are at fault: {verdict['fault']}")
         passed.append(verdict["passed"])
