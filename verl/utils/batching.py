@@ -151,7 +151,7 @@ def _row_length(row: Any) -> int:
                 return _row_length(row[name])
         if isinstance(row.get("length"), int):
             return int(row["length"])
-    elif hasattr(row, "__len__") and getattr(row, "ndim", 1) and not isinstance(row, str):
+    elif hasattr(row, "__len__") and getattr(row, "ndim", None) != 0 and not isinstance(row, str):
         return len(row)
     text = "row" if isinstance(row, str) else "row['text']"
     raise DataError(
