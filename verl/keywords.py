@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from typing import Any
 
 #: Names of other libraries, and of settings files.
 _OTHERS = {
@@ -26,18 +27,20 @@ def takes(keyword: str) -> str:
 
 
 def _calls() -> Iterator[tuple[str, set[str]]]:
-    import verl
     from verl.rewards.functions import FunctionReward, OnFailure
     from verl.roles.settings import handle_keywords
+    from verl.trainer.asynchronous import AsyncTrainer
     from verl.trainer.evaluation import HeldOut
+    from verl.trainer.interleaved import InterleavedTrainer
+    from verl.trainer.trainer import Trainer
 
-    yield "fit(PROMPTS, {}=...)", _parameters(verl.Trainer.fit)
+    yield "fit(PROMPTS, {}=...)", _parameters(Trainer.fit)
     yield "Actor(MODEL, {}=...)", handle_keywords()
-    for trainer in (verl.Trainer, verl.AsyncTrainer, verl.InterleavedTrainer):
+    for trainer in (Trainer, AsyncTrainer, InterleavedTrainer):
         yield f"{trainer.__name__}(ACTOR, {{}}=...)", _parameters(trainer)
     yield "Reward(FUNCTION, {}=...)", _parameters(FunctionReward) | {*OnFailure.__annotations__}
     yield "HeldOut(ROWS, {}=...)", _parameters(HeldOut)
 
 
-def _parameters(call: object) -> set[str]:
-    return {*inspect.signature(call).parameters} - {"self", "prompts", "rows", "source", "options", "args"}  # type: ignore[arg-type]
+def _parameters(call: Callable[..., Any]) -> set[str]:
+    return {*inspect.signature(call).parameters} - {"self", "prompts", "rows", "source", "options", "args"}
