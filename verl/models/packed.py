@@ -77,6 +77,12 @@ class _UnsupportedError(ModelError):
     """The model asks its attention function for something that a packed forward does not compute."""
 
 
+def one_by_one_in_fp64(model: Any) -> None:
+    """Let a model in fp64 compute its experts one by one: torch has no grouped products of that type."""
+    if model.dtype == torch.float64 and hasattr(model, "set_experts_implementation"):
+        model.set_experts_implementation("eager")
+
+
 class PackedModel:
     """A transformers causal LM (or a bare backbone) as flat tokens in, final hidden states out.
 
@@ -102,8 +108,7 @@ class PackedModel:
             raise ModelError(f"{type(model).__name__} is not a transformers model: it has no config or no backbone")
         if hasattr(model, "get_base_model"):
             raise ModelError("the model is wrapped by peft: give its get_base_model(), in which the adapters are")
-        if self.dtype == torch.float64 and hasattr(model, "set_experts_implementation"):
-            model.set_experts_implementation("eager")  # grouped products have no fp64
+        one_by_one_in_fp64(model)
         if self.device.type == "cpu":
             from verl.kernels.library_memory import limit_library_memory
 
