@@ -12,6 +12,7 @@ import pytest
 import yaml
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from tests import forked
 from verl.cli.plan import cluster_of, plan_placement
 from verl.config import load_config
 from verl.controller.placement import DeviceMesh
@@ -143,7 +144,8 @@ def test_shares_are_read_and_refused() -> None:
             cluster_of("8xA100", None, text, False)
 
 
-def test_this_machine_is_measured_and_planned_for(recipe: Path) -> None:
+def test_this_machine_is_measured_and_planned_for(recipe: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("verl.planner.calibrate.subprocess.Popen", forked.Popen)
     cluster = cluster_of("2xhere", None, None, True)
     assert cluster.size == 2
     assert min(cluster.device.flops, cluster.device.bandwidth, cluster.device.link) > 1e6
