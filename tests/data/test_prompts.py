@@ -195,11 +195,48 @@ def test_other_columns_or_token_ids_are_other_data() -> None:
         ([{"prompt": "a", "x": 1}, {"prompt": "b", "x": "one"}], "column 'x' mixes types: row 1"),
         ([{"prompt": "a"}, {"prompt": "b", "x": 2**64}], "column 'x' has a whole number of more than 64 bits in row 1"),
         ([{"prompt": "a", "x": [1]}, {"prompt": "b", "x": [2**64]}], "more than 64 bits in row 1"),
+        (
+            [{"prompt": "a"}, {"prompt": [{"role": "user", "content": None}]}],
+            "row 1: .* role 'user' whose content is null",
+        ),
+        (
+            [{"messages": [CHAT[0], {"role": "assistant", "content": "b"}]}],
+            "row 0: the messages end with what the assistant",
+        ),
+        (
+            [{"prompt": "[{'role': 'user', 'content': 'a'}]"}],
+            "row 0: column 'prompt' is the text of a chat that is no JSON",
+        ),
+        ([{"prompt": "a", "x": json.loads("[" * 400 + "]" * 400)}], "row 0: .* nested too deeply"),
     ],
 )
 def test_bad_rows_are_named(tmp_path: Path, rows: list[Any], message: str) -> None:
     with pytest.raises(DataError, match=message):
         load_prompts(write(tmp_path / "x.jsonl", rows))
+
+
+def test_a_chat_may_be_text_of_json() -> None:
+    text = chat = json.dumps(CHAT)
+    said = json.dumps([{"from": "human", "value": "Name a colour."}])
+    for row in ({"prompt": text}, {"messages": text}, {"conversations": said}, {"mine": text}):
+        column = "mine" if "mine" in row else None
+        assert load_prompts([row], prompt_column=column).batch["messages"] == [chat]
+    assert load_prompts([{"prompt": "a", "x": text}]).batch.row(0) == {"prompt": "a", "x": text}
+    assert load_prompts(["[1, 2]"]).batch["prompt"] == ["[1, 2]"]
+
+
+def test_a_template_without_a_place_for_the_prompt_is_refused() -> None:
+    for template in ("Solve it.", "Solve {{prompt}}.", "\\boxed{}"):
+        with pytest.raises(ConfigError, match="template: names no column"):
+            load_prompts(["a"], template=template)
+
+
+def test_a_file_with_two_columns_of_one_name_is_refused(tmp_path: Path) -> None:
+    pq.write_table(
+        pa.Table.from_arrays([pa.array(["a"]), pa.array(["b"])], names=["prompt", "prompt"]), tmp_path / "x.parquet"
+    )
+    with pytest.raises(DataError, match="columns of one name"):
+        load_prompts(tmp_path / "x.parquet")
 
 
 @pytest.mark.parametrize("name", ["../secret.jsonl", "/etc/passwd", "link.jsonl", "sub/../../secret.jsonl"])
@@ -350,9 +387,9 @@ ASKED = {"prompt": "What is it?", "completion": "A dot."}
 )  # fmt: skip
 def test_pictures_and_sounds_are_refused_by_name(read: Any, more: dict[str, Any]) -> None:
     with pytest.raises(DataError, match=f"row 1: column '{next(iter(more))}' holds images or sounds"):
-        read([ASKED, {**ASKED, **more}])
+        read([CHAT[0], {**ASKED, **more}])
     (name,) = more
-    assert read([ASKED, {**ASKED, name: None}]) is not None  # a row without
+    assert read([CHAT[0], {**ASKED, name: None}]) is not None  # a row without
 
 
 @pytest.mark.parametrize(
@@ -372,9 +409,9 @@ def test_parts_of_a_chat_that_are_no_text_are_refused_by_name(part: Any) -> None
 def test_a_table_adds_no_nulls_to_what_a_template_writes(tmp_path: Path) -> None:
     tools = [{"name": "a", "parameters": {"x": {"type": "int"}}}, {"name": "b", "parameters": {"y": {"type": "str"}}}]
     calls = [{"function": {"name": "a", "arguments": {"x": 1}}}, {"function": {"name": "b", "arguments": {"y": "z"}}}]
-    row = {"messages": [{"role": "user", "content": "x"}, {"role": "assistant", "tool_calls": calls}], "tools": tools}
+    row = {"prompt": [{"role": "user", "content": "x"}, {"role": "assistant", "tool_calls": calls}], "tools": tools}
     table = pa.Table.from_pylist([row])
     pq.write_table(table, tmp_path / "rows.parquet")
     for source in (tmp_path / "rows.parquet", table, [row]):
         batch = load_prompts(source).batch
-        assert json.loads(batch["messages"][0]) == row["messages"] and batch["tools"][0] == tools
+        assert json.loads(batch["messages"][0]) == row["prompt"] and batch["tools"][0] == tools
