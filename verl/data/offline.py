@@ -387,8 +387,8 @@ def _split_pair(prompt: Any, chosen: Any, rejected: Any, where: str) -> tuple[An
                 and all(t.startswith(prompt) for t in (chosen, rejected))
             ):
                 raise DataError(
-                    f"{where}: chosen and rejected begin with the prompt, which would stand there twice: take it off them, "
-                    "or leave out the column 'prompt'"
+                    f"{where}: chosen and rejected begin with the prompt, which would stand there twice: take it off "
+                    "them, or leave out the column 'prompt'"
                 )
             return prompt, (chosen, rejected)
         # A word is not divided: the prompt ends before the last space of what both begin with.

@@ -172,8 +172,8 @@ class PromptForm:
         prompt = chat_of(fields.pop(name), f"{where}: column '{name}'")
         if name == "messages" and is_messages(prompt) and prompt[-1]["role"] == "assistant":
             raise DataError(
-                f"{where}: the messages end with what the assistant says: take it off, as a prompt ends with what is to "
-                "be answered; or call the column 'prompt', if the response is to go on with it"
+                f"{where}: the messages end with what the assistant says: take it off, as a prompt ends with what is "
+                "to be answered; or call the column 'prompt', if the response is to go on with it"
             )
         kept = {(USER_PREFIX + key if key in _RESERVED else key): item for key, item in fields.items()}
         return {**self._prompt(prompt, fields, f"{where}: column '{name}'"), **kept}
