@@ -168,6 +168,37 @@ FORMS: dict[str, tuple[Any, str | None, str, str]] = {
         ADD,
         SUB,
     ),
+    "fractions of a function": (
+        {"fn_name": "add", "inputs": [[0.1, 0.2], [0.1, 0.7]], "outputs": [0.3, 0.8]},
+        None,
+        ADD,
+        ADD.replace("a + b", "a + b + 0.00001"),
+    ),
+    "a program for a class Solution": (
+        CHECK,
+        "Solution().add",
+        "class Solution:\n    def add(self, a: int, b: Optional[int]) -> int: return sum(Counter([a, b]).elements())",
+        "class Solution:\n    def add(self, a: List[int], b: int) -> int: return a - b",
+    ),
+    "a failed assert that is printed alone": (
+        "try:\n    assert add(1, 2) == 3\n    print('passed')\nexcept AssertionError:\n    print('failed')",
+        None,
+        ADD,
+        SUB,
+    ),
+    "one of two": (
+        "try:\n    assert add(1, 2) == 4\nexcept AssertionError:\n    assert add(1, 2) == 3",
+        None,
+        ADD,
+        SUB,
+    ),
+    "numbers as they may be printed": (
+        {"inputs": ["1\r\n2\r\n"], "outputs": ["\n0.333333333  2.50\r\n1\n\n"]},
+        None,
+        "a, b = input(), input()\nprint(1 / 3, 2.5)\nprint(len(a))\nexit()",
+        "print(0.3333, 2.5)\nprint(1)",
+    ),
+    "digits that are no fraction": ({"inputs": [""], "outputs": ["05 30"]}, None, "print('05 30')", "print(5, 30)"),
     "assert_case": (json.dumps({"assert_case": ["assert add(1, 2) == 3"]}), None, ADD, SUB),
 }
 
@@ -196,7 +227,6 @@ def test_a_right_program_is_1_and_a_wrong_one_0(form: str) -> None:
         ("add(1, 2)\nassert True", "asks? nothing"),
         ("assert add", "asks? nothing"),
         ("assert callable(add) and add is not None", "asks? nothing"),
-        ("try:\n    assert add(1, 2) == 3\nexcept AssertionError:\n    print('wrong')", "asks? nothing"),
         ("import contextlib\nwith contextlib.suppress(Exception):\n    assert add(1, 2) == 3", "asks? nothing"),
         ("def help():\n    assert add(1, 2) == 3\nprint(add(1, 2))", "asks? nothing"),
         ("def test_it():\n    add(1, 2)\n    assert True", "asks? nothing"),

@@ -14,6 +14,7 @@ from verl import device
 from verl.algorithms import BaseAlgorithm, default_algorithm, make_algorithm
 from verl.batch import Batch
 from verl.checked import checked
+from verl.combinations import check
 from verl.controller.controller import Controller
 from verl.controller.group import Workers
 from verl.controller.ranks import registry
@@ -23,13 +24,12 @@ from verl.data.text import ResponseText
 from verl.data.tokenize import to_prompts
 from verl.data.vocabulary import vocabulary_id
 from verl.errors import ConfigError, DataError, ModelError
-from verl.layout import ModelShape
 from verl.log import follow_log_level
 from verl.models.adapter_check import check_adapters
 from verl.models.heads import ValueModel, score_model
 from verl.models.int4 import to_int4
 from verl.models.loading import as_tokenizer, eos_token_ids, find_tokenizer, load_model
-from verl.models.lora import add_lora, has_adapters, reference_weights, shape_of
+from verl.models.lora import add_lora, has_adapters, reference_weights
 from verl.models.options import ModelOptions
 from verl.models.portable import PortableModel, twin
 from verl.models.rope import original_length
@@ -289,10 +289,9 @@ class Actor:
                 self.rollout_options,
                 head=self.head,
             )
-            shape = shape_of(self.modules)
-            tp = self.rollout_options.tensor_parallel
-            self._group = self.controller.group("actor", recipe, self.train_options, shape, tp)
-            layout = self.controller.meshes("actor", self.train_options, tp).meshes["train"].layout
+            rollout = self.rollout_options if self.head == "lm" else None
+            self._group = self.controller.group("actor", recipe, self.train_options, self.modules, rollout)
+            layout = self.controller.meshes("actor", self.train_options).meshes["train"].layout
             self.is_cut = self.files is None and self.controller.executor == "torchrun" and not layout.is_plain
             if self.is_cut:
                 self.modules = twin(self.modules, "meta")
@@ -367,6 +366,7 @@ class Actor:
     def rollout(self, rows: Batch, params: SamplingParams, task: str | None = None) -> Iterator[Batch]:
         """Samples for rows that `expand` made, as groups finish, with their decoded text; `temperature`, where it is
         not the one that log-probs and updates are otherwise of."""
+        check({"responses": "responses", self.head: self.head})
         other = params.temperature not in (0, self.plan.temperature)
         longest = max(rows.lengths("prompt_tokens"), default=0)
         for positions, reason in self._position_limits():
@@ -412,8 +412,8 @@ class Actor:
             _ = self.reference_digest  # of the whole model: workers of this process may cut the one that was given
             source = self._reference_files or PortableModel(self.reference_model)
             recipe = partial(ReferenceWorker, source, self.train_options)
-            shape = ModelShape.of(self.reference_model.config)
-            self._reference = self.controller.group("reference", recipe, self.train_options, shape)
+            frozen = self.train_options.frozen()
+            self._reference = self.controller.group("reference", recipe, frozen, self.reference_model)
         return self._reference.call("log_probs", sequences, self._temperature(sequences))  # type: ignore[no-any-return]
 
     def _temperature(self, batch: Batch) -> float:

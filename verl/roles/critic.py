@@ -22,7 +22,7 @@ from verl.log import follow_log_level
 from verl.models.adapter_check import check_adapters
 from verl.models.heads import ValueModel
 from verl.models.loading import as_tokenizer
-from verl.models.lora import add_lora, has_adapters, shape_of
+from verl.models.lora import add_lora, has_adapters
 from verl.models.options import ModelOptions
 from verl.models.portable import PortableModel
 from verl.models.shards import outline
@@ -155,8 +155,7 @@ class Critic:
         if self._group is None:
             self._outline = outline(self.model)
             recipe = partial(CriticWorker, self.files or PortableModel(self.model), self.train_options)
-            shape = shape_of(self.model)
-            self._group = self.controller.group(self.role, recipe, self.train_options, shape)
+            self._group = self.controller.group(self.role, recipe, self.train_options, self.model)
         return self._group
 
     def read_with(self, actor_tokenizer: PreTrainedTokenizerBase | None) -> None:

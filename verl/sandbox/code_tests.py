@@ -17,11 +17,13 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
+from decimal import Decimal
 from pathlib import Path
 from typing import Any
 
 from verl.errors import RewardError, nearest
 from verl.sandbox.run import Limits, Run, run_python
+from verl.sandbox.run_tests import alike
 
 _HERE = Path(__file__).parent
 #: Keys of tests in mappings.
@@ -47,6 +49,7 @@ _PREPARATIONS = (
 )
 #: Without any of these, a text only fails where the program does.
 _CHECKS = re.compile("assert|raise|fail|exit")
+_DECIMAL = re.compile(r"[-+]?(?:\d+(?:\.\d*)?|\.\d+)(?:[eE][-+]?\d+)?")
 _EQUALITY = re.compile("assert(?!Not).*Equals?")
 #: Bytes that the tests' side may print.
 _VERDICTS = 4 << 20
@@ -181,7 +184,7 @@ def _calls(pairs: list[tuple[Any, Any]]) -> Iterator[str]:
             raise RewardError(f"the arguments or the result of a function are no JSON: {error}") from error
     wrapped = all(isinstance(wanted, list) and len(wanted) == 1 for _, wanted in with_args)
     for args, wanted in with_args:
-        yield f"assert __result__(candidate, {args!r}) in {[wanted, *(wanted if wrapped else [])]!r}"
+        yield f"assert __gives__(candidate, {args!r}, {[wanted, *(wanted if wrapped else [])]!r})"
 
 
 def _only_prepares(text: Any, before: str = "", behind: Sequence[Any] = ()) -> bool:
@@ -212,7 +215,7 @@ def _text(content: Any) -> str:
     if isinstance(content, list):
         return "\n".join(map(_text, content))
     if isinstance(content, str | int | float):
-        return str(content)
+        return str(content).replace("\r\n", "\n")
     raise RewardError(f"the input or output of a program is a text, not a {type(content).__name__}")
 
 
@@ -339,9 +342,21 @@ def _verdicts(run: Run, count: int, prefix: str) -> list[list[dict[str, Any]]]:
 
 
 def _prints(run: Run, wanted: str) -> bool:
-    """Whether a program ended well and printed this, but for blanks at the ends of lines."""
-    return run.status == "ok" and _lines(run.stdout) == _lines(wanted)
+    """Whether a program ended well and printed this, but for blank lines around it, blanks at the ends of lines and
+    between numbers, and digits of a fraction that are beyond its precision."""
+    lines, others = (text.strip("\r\n \t").splitlines() for text in (run.stdout, wanted))
+    return run.status == "ok" and len(lines) == len(others) and all(map(_same_line, lines, others))
 
 
-def _lines(text: str) -> list[str]:
-    return [line.rstrip() for line in text.rstrip().splitlines()]
+def _same_line(line: str, wanted: str) -> bool:
+    numbers, others = line.split(), wanted.split()
+    same = len(numbers) == len(others) and all(map(_same_number, numbers, others))
+    return same or line.rstrip() == wanted.rstrip()
+
+
+def _same_number(text: str, wanted: str) -> bool:
+    if not (_DECIMAL.fullmatch(text) and _DECIMAL.fullmatch(wanted)):
+        return False
+    if "." not in text + wanted:  # "05" may have to be printed so
+        return text == wanted
+    return Decimal(text) == Decimal(wanted) or ("." in wanted and alike(float(text), float(wanted)))
