@@ -7,17 +7,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 #: Names of other libraries, and of settings files.
-_OTHERS = {
-    "total_steps": "steps",
-    "max_steps": "steps",
-    "num_steps": "steps",
-    "total_training_steps": "steps",
-    "learning_rate": "lr",
-    "num_generations": "n",
-    "eval_every": "every",
-    "eval_steps": "every",
-    "save_steps": "save_every",
-}
+_OTHERS = {"total_steps": "steps", "max_steps": "steps", "learning_rate": "lr", "eval_every": "every"}
 
 
 def takes(keyword: str) -> str:
