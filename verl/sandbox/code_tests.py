@@ -63,7 +63,8 @@ class Tests:
     """Tests of one program.
 
     Attributes:
-        cases: tests in Python: `text`, the name of what it checks (`entry`), and whether it runs beside it (`live`).
+        cases: tests in Python: `text`, the name of what it checks (`entry`), whether it runs beside it (`live`), and
+            whether it is known to ask something (`asks`).
         outputs: code that is put behind the program, its input, and the output that is expected.
         names: what the tests read, the names that they check among it.
     """
@@ -96,7 +97,7 @@ class Tests:
         else:
             raise RewardError(f"a test is a text, a mapping or a list of these, not a {type(tests).__name__}")
 
-    def _add_text(self, text: str, entry: str | None) -> None:
+    def _add_text(self, text: str, entry: str | None, asks: bool = False) -> None:
         try:
             nodes = list(ast.walk(ast.parse(text)))
         except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
@@ -106,7 +107,7 @@ class Tests:
             text += "\ncheck(candidate)"
         read = {getattr(node, name, None) for node in nodes for name in ("id", "attr", "name", "arg")}
         live = any(isinstance(node, ast.AsyncFor | ast.AsyncWith) for node in nodes) or not _LIVE.isdisjoint(read)
-        self.cases.append({"text": text, "entry": entry, "live": live})
+        self.cases.append({"text": text, "entry": entry, "live": live, "asks": asks})
         self.names |= {name for name in (*called, entry) if name}
 
     def _add_mapping(self, given: Mapping[str, Any], entry: str | None, setup: str) -> None:
@@ -148,7 +149,7 @@ class Tests:
             raise RewardError("tests of a function do not say its name: give them fn_name, or the row entry_point")
         else:
             for text in _calls(pairs):
-                self._add_text(text, entry)
+                self._add_text(text, entry, asks=True)
 
 
 def parse(tests: Any, entry: str | None = None) -> Tests:

@@ -648,14 +648,19 @@ def judge(cases: list[dict[str, Any]], source: Asker | Beside, prefix: str, pyte
     for number, case in enumerate(cases):
         every.append([dict(LIVE)] if apart and case["live"] else verdicts_of(case, source))
         print(f"\n{prefix}{json.dumps([number, every[-1]])}", file=out, flush=True)
-    for number, case in enumerate(cases if apart else []):  # beside the program, that could make anything pass
-        runs = [
-            [verdict["reason"] is None for verdict in verdicts_of(case, Nonsense(truth))] for truth in (False, True)
-        ]
-        idle = [all(passed) for passed in zip(*runs, strict=False)]
+    for number, case in enumerate(cases):
+        if not apart or case["asks"]:  # beside the program, that could make anything pass
+            continue
+        idle = passing(case, False)
+        idle = [all(passed) for passed in zip(idle, passing(case, True), strict=False)] if any(idle) else idle
         for verdict, is_idle in zip(every[number], [all(idle)] if case["live"] else idle, strict=False):
             verdict.update({"live": False, "fault": ASKS_NOTHING} if is_idle else {})
         print(f"\n{prefix}{json.dumps([number, every[number]])}", file=out, flush=True)
+
+
+def passing(case: dict[str, Any], truth: bool) -> list[bool]:
+    """Which parts of a case pass with `Nonsense`."""
+    return [verdict["reason"] is None for verdict in verdicts_of(case, Nonsense(truth))]
 
 
 def verdicts_of(case: dict[str, Any], source: Asker | Beside | Nonsense) -> list[dict[str, Any]]:
