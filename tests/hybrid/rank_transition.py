@@ -16,6 +16,7 @@ import torch.distributed as dist
 from torch import Tensor
 from transformers import AutoModelForCausalLM, GPT2Config, LlamaConfig, PreTrainedModel, Qwen2Config
 
+from benchmarks.moved import moved_bytes
 from tests.training.cases import OPTIM, ROWS, log_probs, part, ragged_batch
 from verl.errors import TrainingError
 from verl.hybrid.meshes import generation_mesh
@@ -171,7 +172,7 @@ def run(case: Case, group: Any) -> dict[str, Any]:
     if model is not None:
         expected = log_probs(TorchEngine(tiny_model(case.kind, case.vocabulary), EngineOptions()), batch)
         found["log_probs"] = float((log_probs(model, batch) - expected).abs().max())
-    moved = weights.plan.moved(rank)
+    moved = moved_bytes(weights.plan, rank)
     found["bytes"] = [weights.received, moved.received]
     found["redundant"], found["peak"] = weights.redundant, [weights.peak, moved.target]
     found["kept"] = moved.source if weights.redundant else 0
