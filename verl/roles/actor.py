@@ -28,7 +28,7 @@ from verl.log import follow_log_level
 from verl.models.adapter_check import check_adapters
 from verl.models.heads import ValueModel, score_model
 from verl.models.int4 import to_int4
-from verl.models.loading import eos_token_ids, find_tokenizer, load_model, load_tokenizer
+from verl.models.loading import as_tokenizer, eos_token_ids, find_tokenizer, load_model
 from verl.models.lora import add_lora, has_adapters, reference_weights
 from verl.models.options import ModelOptions
 from verl.models.portable import PortableModel, twin
@@ -178,7 +178,8 @@ class Actor:
         self._first = reference_weights(self.modules) if head == "lm" else {}
         if loading.lora is not None:
             self.base = LoraBase.of(loading.path and files, self.modules)
-        self.tokenizer = _tokenizer(loading.tokenizer if tokenizer is None else tokenizer, self.modules, loading.path)
+        names = [name for name in (tokenizer, loading.tokenizer, loading.path) if name is not None]
+        self.tokenizer = as_tokenizer(names[0]) if names else find_tokenizer(self.modules)
         _check_vocabulary(self.modules, self.tokenizer)
         played = load_episode(self.rollout_options.episode)
         #: The episode's tools, as chat templates show them; whether it masks what may be sampled.
@@ -464,7 +465,7 @@ class Actor:
         elif isinstance(model, str):
             self.reference_model = load_model(model, dtype=dtype or "auto")
         else:
-            self.reference_model = copy.deepcopy(self.present_model()) if model is None else model
+            self.reference_model = copy.deepcopy(self.present_model()) if model is None else _language_model(model)
             if dtype == "int4":
                 to_int4(self.reference_model)
         registry.add("Actor", reference=self.reference_model)
@@ -645,16 +646,6 @@ def _check_vocabulary(model: Any, tokenizer: PreTrainedTokenizerBase) -> None:
             highest,
             size,
         )
-
-
-def _tokenizer(tokenizer: Any, model: PreTrainedModel, name: Any) -> PreTrainedTokenizerBase:
-    if tokenizer is None:
-        return load_tokenizer(name) if isinstance(name, str) else find_tokenizer(model)
-    if isinstance(tokenizer, str):
-        return load_tokenizer(tokenizer)
-    if not hasattr(tokenizer, "get_vocab"):
-        raise ModelError(f"tokenizer is a tokenizer of transformers, or its name or directory, not {tokenizer!r}")
-    return tokenizer  # type: ignore[no-any-return]
 
 
 def _language_model(model: Any) -> PreTrainedModel:
