@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -47,6 +47,8 @@ from verl.workers.update import UpdatePart, UpdatePlan
 if TYPE_CHECKING:
     from torch import Tensor
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+    from verl.roles.actor import Actor
 
 
 class Critic:
@@ -253,17 +255,27 @@ def as_critic(critic: Any) -> Critic | None:
 
 def twin_of(critic: Critic) -> Critic:
     """Another critic that begins with the same weights."""
-    options = critic.train_options
+    return critic_like(critic, critic.files, lambda: critic.model, critic.tokenizer)
+
+
+def critic_like(
+    handle: Actor | Critic,
+    files: ModelFiles | None,
+    model: Callable[[], Any],
+    tokenizer: PreTrainedTokenizerBase | None = None,
+) -> Critic:
+    """A critic, trained as `handle` is and where that stands, of these files; None: of a copy of the model."""
+    options = handle.train_options
     return Critic(
-        copy.deepcopy(critic.model)
-        if critic.files is None
-        else ModelOptions(path=critic.files.path, dtype=critic.files.dtype),
-        critic.tokenizer,
+        copy.deepcopy(model())
+        if files is None
+        else ModelOptions(path=files.path, dtype=files.dtype, trust_remote_code=files.trust_remote_code),
+        tokenizer,
         train=options,
         optim=options.optim or OptimConfig(),
         gradient_checkpointing=options.gradient_checkpointing,
         fused_kernels=options.fused_kernels,
         use_remove_padding=options.remove_padding,
-        placement=critic.controller,
-        seed=critic.plan.seed,
+        placement=handle.controller,
+        seed=handle.plan.seed,
     )
