@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import math
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -189,7 +190,7 @@ class Config:
             "weight_decay": self.weight_decay,
             "max_grad_norm": self.max_grad_norm or None,
             "schedule": _SCHEDULES[self.lr_scheduler_type],
-            "warmup_steps": round(warmup * total) if warmup < 1 else int(warmup),
+            "warmup_steps": math.ceil(warmup * total) if warmup < 1 else int(warmup),
             "total_steps": total,
         }
 
