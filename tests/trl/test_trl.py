@@ -273,6 +273,16 @@ def test_a_rollout_of_several_optimizer_steps(tiny: Path, tmp_path: Path) -> Non
     assert trainer.actor.plan.mini_batch_size == 4 and trainer.actor.plan.epochs == 2
 
 
+@pytest.mark.reward_processes
+def test_a_reward_sees_the_state_of_its_step(tiny: Path, tmp_path: Path) -> None:
+    def step(completions: list[str], trainer_state: Any) -> list[float]:
+        return [trainer_state.global_step + i % 2 for i in range(len(completions))]
+
+    trainer = grpo(str(tiny), tmp_path, [step])
+    trainer.train()
+    assert [logs["reward"] for logs in trainer.state.log_history[:2]] == [0.5, 1.5]
+
+
 def test_rewards_get_the_state_and_may_abstain(tiny: Path, tmp_path: Path) -> None:
     steps: list[int] = []
 
@@ -280,18 +290,13 @@ def test_rewards_get_the_state_and_may_abstain(tiny: Path, tmp_path: Path) -> No
         steps.append(trainer_state.global_step)
         return [None if i % 2 else 1.0 for i in range(len(completions))]
 
-    def step(completions: list[str], trainer_state: Any) -> list[float]:
-        return [float(trainer_state.global_step)] * len(completions)
-
-    trainer = grpo(str(tiny), tmp_path, [some, low_bytes, step])
+    trainer = grpo(str(tiny), tmp_path, [some, low_bytes])
     trainer.train()
-    assert steps == [0, 1] and [logs["rewards/step/mean"] for logs in trainer.state.log_history[:2]] == [0.0, 1.0]
+    assert steps == [0, 1]
     records = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
     assert all(record["abstained"] == 0 for record in records), "a sum over the rewards that there are"
     logged = trainer.state.log_history[0]
-    assert {name for name in logged if name.startswith("rewards/")} == {
-        f"rewards/{name}/mean" for name in ("some", "low_bytes", "step")
-    }
+    assert {name for name in logged if name.startswith("rewards/")} == {"rewards/some/mean", "rewards/low_bytes/mean"}
     assert logged["rewards/some/mean"] == 1.0 and logged["reward"] == records[0]["reward/mean"]
     assert {"loss", "grad_norm", "learning_rate", "completions/mean_length", "epoch", "step"} <= logged.keys()
 
