@@ -29,6 +29,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from moved import is_cut, moved_bytes
 from torch import nn
 from transformers import AutoModelForCausalLM, LlamaConfig
 
@@ -130,12 +131,12 @@ def measure_transition(args: argparse.Namespace, train: Layout, group: Any) -> d
         target = generation_mesh(mesh, pg, tg)
         weights = HybridWeights(engine, target, group, overlap=False, bucket_bytes=int(args.bucket * MB))
         seconds = [timed_transition(weights) for _ in range(1 + args.repeats)][1:]
-        moved = weights.plan.moved(dist.get_rank(), cut_alone=True)
-        copies = weights.plan.moved(dist.get_rank()).target - moved.target
+        moved = moved_bytes(weights.plan, dist.get_rank(), cut_alone=True)
+        copies = moved_bytes(weights.plan, dist.get_rank()).target - moved.target
         specs = weights.plan.specs.values()
         found[name] = {
             "seconds": seconds,
-            "cut": sum(spec.nbytes for spec in specs if weights.plan.is_cut(spec.name)),
+            "cut": sum(spec.nbytes for spec in specs if is_cut(weights.plan, spec.name)),
             "received": weights.received,
             "planned": moved.received,
             "peak": weights.peak,

@@ -60,7 +60,7 @@ def test_what_is_left_out_is_the_default() -> None:
 def test_every_field_of_transformers_is_mapped_or_known() -> None:
     """None is dropped in silence: it is mapped, has no effect on numbers, or is refused with what to do."""
     fields = {field.name for field in dataclasses.fields(TrainingArguments) if field.init}
-    known = GRPOConfig.defaults.keys() | NO_EFFECT | OTHERWISE.keys()
+    known = GRPOConfig.defaults().keys() | NO_EFFECT | OTHERWISE.keys()
     assert not {name for name in fields - known if removed(name) is None}
 
 

@@ -357,8 +357,8 @@ def test_every_argument_of_trl_is_known(tmp_path: Path) -> None:
     done = subprocess.run([PEER, "-c", code], capture_output=True, text=True, timeout=200, cwd=tmp_path)
     theirs = json.loads(done.stdout.splitlines()[-1])
     for config in (GRPOConfig, DPOConfig, SFTConfig, KTOConfig, RewardConfig):
-        known = {*config.defaults, *config.otherwise, *OTHERWISE, *NO_EFFECT}
+        known = {*config.defaults(), *config.otherwise, *OTHERWISE, *NO_EFFECT}
         assert theirs[config.__name__].keys() - known == set(), config.__name__
-        differ = {name for name, value in config.defaults.items()
+        differ = {name for name, value in config.defaults().items()
                   if name in theirs[config.__name__] and theirs[config.__name__][name] != value}  # fmt: skip
         assert differ <= {"gradient_checkpointing", "report_to", "optim", "loss_type"}, (config.__name__, differ)

@@ -61,21 +61,6 @@ def memory(config: Config, algorithms: Collection[BaseAlgorithm], devices: str) 
     return "\n".join(memory_on(config, algorithms, cluster).lines())
 
 
-def draw(config: Config) -> str:
-    """The graph of a step, of several tasks each one's.
-
-    Raises:
-        ConfigError, RewardError: see `verl.trainer.outline.outline`.
-    """
-    from verl.trainer.outline import outline
-
-    drawn = outline(config)
-    if len(drawn) == 1:
-        return str(next(iter(drawn.values())))
-    parts = [f"task {name}\n{graph}" for name, graph in drawn.items()]
-    return "\n\n".join([*parts, "update_actor is one for all tasks, on the weighted sum of their losses"])
-
-
 def cluster_of(text: str, network: float | None, efficiency: str | None, calibrate: bool) -> Cluster:
     """The cluster that the options of `verl plan` describe.
 
@@ -105,14 +90,13 @@ def cluster_of(text: str, network: float | None, efficiency: str | None, calibra
 
 
 def plan_placement(
-    config: Config, cluster: Cluster, *, within: float | None = None, scaling: bool = False, picture: Path | None = None
+    config: Config, cluster: Cluster, *, within: float | None = None, scaling: bool = False
 ) -> Iterator[str]:
     """What `verl plan --cluster` prints: the best placement ready to paste, the runners-up, memory, a timeline.
 
     Args:
         within: bound of a step's generation, in seconds.
         scaling: also how the batch must grow with the cluster.
-        picture: file for the timeline as SVG.
 
     Raises:
         ConfigError: nothing fits, or something of the run is not modelled, such as several tasks.
@@ -144,9 +128,6 @@ def plan_placement(
     yield f"Runners-up\n{show.runners_up(plans[:6])}"
     if scaling:
         yield f"\n{_scaling(best)}"
-    if picture is not None:
-        picture.write_text(show.svg(best), encoding="utf-8")
-        yield f"\n{picture}"
 
 
 def _scaling(best: Plan) -> str:

@@ -53,7 +53,7 @@ def table_rows(source: Any) -> Iterable[Any]:
     if (records := records_of(source)) is not None:
         return map(without_fills, records())
     if hasattr(source, "tolist"):
-        return source.tolist()  # type: ignore[no-any-return]
+        return table_rows(source.tolist())
     if isinstance(source, Mapping):
         if source and all(map(_is_split, source.values())):
             raise DataError(f"a {name} has several sets of rows, {sorted(map(str, source))}: choose one, data['train']")

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from verl.errors import ConfigError
-from verl.layout import DIMS, Layout, Mesh
+from verl.layout import Layout, Mesh
 
 
 def generation_mesh(train: Mesh, pg: int = 1, tg: int = 1) -> Mesh:
@@ -46,18 +46,6 @@ def generation_mesh(train: Mesh, pg: int = 1, tg: int = 1) -> Mesh:
         columns[stage * tg + part][replica] for stage in range(pg) for replica in range(replicas) for part in range(tg)
     )
     return Mesh(ranks, Layout(pp=pg, replicate=replicas, tp=tg))
-
-
-def micro_groups(train: Mesh, generation: Mesh) -> list[tuple[int, ...]]:
-    """The micro data-parallel groups: ranks with the same part of the weights in generation, out of one replica of
-    training; each group in the order of the generation replicas."""
-    found: dict[tuple[int, ...], list[int]] = {}
-    gathered = ("pp", "tp", *(("shard",) if train.layout.shard > 1 else ()))
-    for rank in generation.ranks:
-        at, part = train.coordinate(rank), generation.coordinate(rank)
-        key = (part["pp"], part["tp"], *(at[dim] for dim in DIMS if dim not in gathered))
-        found.setdefault(key, []).append(rank)
-    return [*map(tuple, found.values())]
 
 
 class PaperColumn(NamedTuple):

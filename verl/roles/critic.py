@@ -21,8 +21,8 @@ from verl.errors import ConfigError, ModelError
 from verl.log import follow_log_level
 from verl.models.adapter_check import check_adapters
 from verl.models.heads import ValueModel
-from verl.models.loading import load_tokenizer
-from verl.models.lora import add_lora, has_adapters, shape_of
+from verl.models.loading import as_tokenizer
+from verl.models.lora import add_lora, has_adapters
 from verl.models.options import ModelOptions
 from verl.models.portable import PortableModel
 from verl.models.shards import outline
@@ -120,7 +120,7 @@ class Critic:
         self.algorithm = value_algorithm() if algorithm is None else make_algorithm(algorithm)
         self.plan = UpdatePlan(training.mini_batch_size, training.epochs, seed=seed)
         tokenizer = loading.tokenizer if tokenizer is None else tokenizer
-        self.tokenizer = load_tokenizer(tokenizer) if isinstance(tokenizer, str) else tokenizer
+        self.tokenizer = None if tokenizer is None else as_tokenizer(tokenizer)
         self._actor_tokenizer = actor_tokenizer
         #: Id of an actor's vocabulary -> how its tokens are re-encoded.
         self._alignments: dict[str, CharacterAlignment] = {}
@@ -155,8 +155,7 @@ class Critic:
         if self._group is None:
             self._outline = outline(self.model)
             recipe = partial(CriticWorker, self.files or PortableModel(self.model), self.train_options)
-            shape = shape_of(self.model)
-            self._group = self.controller.group(self.role, recipe, self.train_options, shape)
+            self._group = self.controller.group(self.role, recipe, self.train_options, self.model)
         return self._group
 
     def read_with(self, actor_tokenizer: PreTrainedTokenizerBase | None) -> None:

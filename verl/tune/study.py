@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib
-import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -13,15 +12,12 @@ from typing import TYPE_CHECKING, Any, Literal
 import numpy as np
 
 from verl.config import Config, load_config, run_id, to_yaml
-from verl.durable import append_lines
+from verl.durable import append_lines, try_lock
 from verl.errors import ConfigError, VerlError
 from verl.trainer.check import check_settings
 from verl.trainer.run_dir import is_finished
 from verl.tune.space import Dimension, combinations
 from verl.tune.trial import TrialFailedError, UnknownMetricError, points, run_trial, value_of
-
-if sys.platform != "win32":
-    import fcntl
 
 if TYPE_CHECKING:
     from optuna import Study, Trial
@@ -240,14 +236,12 @@ def _locked(out: Path) -> Iterator[None]:
     try:
         (out / "runs").mkdir(parents=True, exist_ok=True)
         file = (out / ".lock").open("a")
+        is_free = try_lock(file)
     except OSError as error:
         raise ConfigError(f"{out} cannot be used: {error.strerror or error}; choose another --out") from None
     with file:
-        if sys.platform != "win32":
-            try:
-                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except OSError:
-                raise ConfigError(f"another process works on the study {out}: wait for it or stop it") from None
+        if not is_free:
+            raise ConfigError(f"another process works on the study {out}: wait for it or stop it")
         yield
 
 
