@@ -51,7 +51,7 @@ def test_examples_load(file):
 
 
 def test_the_end_of_a_text_is_no_comment(recipe):
-    for text in ("{prompt} Answer behind ####", "# One"):
+    for text in ("Solve {prompt} Answer behind ####", "# One"):
         with pytest.raises(ConfigError, match=r"override .data.prompt_template.: .#.* would be a comment"):
             load_config(recipe, [f"data.prompt_template={text}"])
     config = load_config(recipe, ["data.prompt_template='{prompt} # x'", "trainer.output_dir=runs/#1"])
