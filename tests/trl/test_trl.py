@@ -273,6 +273,16 @@ def test_a_rollout_of_several_optimizer_steps(tiny: Path, tmp_path: Path) -> Non
     assert trainer.actor.plan.mini_batch_size == 4 and trainer.actor.plan.epochs == 2
 
 
+@pytest.mark.reward_processes
+def test_a_reward_sees_the_state_of_its_step(tiny: Path, tmp_path: Path) -> None:
+    def step(completions: list[str], trainer_state: Any) -> list[float]:
+        return [trainer_state.global_step + i % 2 for i in range(len(completions))]
+
+    trainer = grpo(str(tiny), tmp_path, [step])
+    trainer.train()
+    assert [logs["reward"] for logs in trainer.state.log_history[:2]] == [0.5, 1.5]
+
+
 def test_rewards_get_the_state_and_may_abstain(tiny: Path, tmp_path: Path) -> None:
     steps: list[int] = []
 

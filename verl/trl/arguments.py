@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import math
 from collections.abc import Mapping
 from typing import Any, ClassVar
 
@@ -151,7 +152,7 @@ class Config(_Quiet):  # type: ignore[misc]
             "weight_decay": self.weight_decay,
             "max_grad_norm": self.max_grad_norm or None,
             "schedule": _SCHEDULES[self.lr_scheduler_type],
-            "warmup_steps": round(warmup * total) if warmup < 1 else int(warmup),
+            "warmup_steps": math.ceil(warmup * total) if warmup < 1 else int(warmup),
             "total_steps": total,
         }
 
