@@ -229,6 +229,8 @@ def test_batches_are_whole_groups_and_resume_exactly() -> None:
         ([{"chosen": "x", "rejected": "y"}], "row 0: column 'prompt' is an empty prompt"),
         ([{"prompt": "a", "chosen": "x", "rejected": GOOD}], "row 0: chosen and rejected must both"),
         ([{"chosen": GOOD, "rejected": BAD}], "row 0 has no prompt"),
+        ([{"prompt": "Why a?", "chosen": "Why a? It", "rejected": "Why a? No"}], "begin with the prompt"),
+        ([{"prompt": ASK, "completion": [{"role": "assistant", "content": None}]}], "row 0.* content is null"),
         ([{"prompt": ASK, "completion": GOOD + ASK}], "row 0: the response must be one message"),
     ],
 )

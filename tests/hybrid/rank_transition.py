@@ -99,12 +99,14 @@ CASES = {
     "fast": [
         Case("llama", Layout(tp=4), 1, 2, bound=True),
         Case("gpt2", Layout(tp=2, pp=2), 1, 1),
-        Case("qwen2", Layout(tp=2, pp=2), 2, 1, overlap=False),
-        Case("gpt2", Layout(shard=2, tp=2), 1, 2, bound=True),
         Case("qwen2", Layout(shard=4), 1, 2, bound=True),
-        Case("llama", Layout(shard=4), 1, 1, overlap=False),
         # 53 rows are cut into 14, 14, 14, 11 and into 27, 26: not all training pieces are within the generation part.
         Case("qwen2", Layout(tp=4), 1, 2, vocabulary=53),
+    ],
+    "4": [
+        Case("qwen2", Layout(tp=2, pp=2), 2, 1, overlap=False),
+        Case("gpt2", Layout(shard=2, tp=2), 1, 2, bound=True),
+        Case("llama", Layout(shard=4), 1, 1, overlap=False),
     ],
     **{f"4 {kind}": cases(4, [kind]) for kind in KINDS},
     **{f"8 {kind} {part}": cases(8, [kind])[part::3] for kind in KINDS for part in range(3)},

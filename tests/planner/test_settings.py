@@ -12,6 +12,7 @@ import yaml
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from benchmarks.calibrate import measure
+from tests import forked
 from verl.cli.plan import cluster_of, plan_placement
 from verl.config import load_config
 from verl.controller.placement import DeviceMesh
@@ -140,7 +141,8 @@ def test_shares_are_read_and_refused() -> None:
             cluster_of("8xA100", None, text)
 
 
-def test_this_machine_is_measured() -> None:
+def test_this_machine_is_measured(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("benchmarks.calibrate.subprocess.Popen", forked.Popen)
     measured = measure()
     assert min(measured.flops, measured.bandwidth, measured.network or 0.0) > 1e6
     assert measured.efficiency is None or measured.efficiency.compute > 0

@@ -430,13 +430,29 @@ def test_the_learning_rate_is_a_keyword_of_an_actor(tiny: Path) -> None:
 @pytest.mark.parametrize(
     ("option", "where"),
     [
-        ("lr", r"Actor\(MODEL, lr=...\)"),
-        ("train_micro_batch_size_per_gpu", r"Actor\(MODEL, train_micro_batch_size_per_gpu=...\)"),
+        ("lr", "Actor(MODEL, lr=...)"),
+        ("learning_rate", "Actor(MODEL, lr=...)"),
+        ("train_micro_batch_size_per_gpu", "Actor(MODEL, train_micro_batch_size_per_gpu=...)"),
+        ("total_steps", "fit(PROMPTS, steps=...)"),
+        ("max_prompt_length", "fit(PROMPTS, max_prompt_length=...)"),
+        ("max_staleness", "AsyncTrainer(ACTOR, max_staleness=...)"),
+        ("retries", "Reward(FUNCTION, retries=...)"),
+        ("eval_every", "HeldOut(ROWS, every=...)"),
     ],
 )
-def test_what_belongs_to_the_actor_is_said_so(tiny: Path, option: str, where: str) -> None:
-    with pytest.raises(ConfigError, match=rf"'{option}' is no keyword of a trainer, it goes to the actor: {where}"):
-        verl.PPOTrainer(actor=verl.Actor(tiny), reward_fn=len, log_dir=False, **{option: 1})
+def test_a_keyword_of_another_call_is_told_by_its_call(tiny: Path, option: str, where: str) -> None:
+    tasks = [verl.Task(name, algorithm="grpo", sources={"reward": len}) for name in ("a", "b")]
+    says = pytest.raises(ConfigError, match=re.escape(f"'{option}': it goes to {where}"))
+    with says:
+        verl.Trainer(verl.Actor(tiny), reward_fn=len, log_dir=False, **{option: 1})
+    with says:
+        verl.Trainer(verl.Actor(tiny), tasks=tasks, log_dir=False, **{option: 1})
+    if "Reward" not in where:
+        with says:
+            verl.Reward(len, **{option: 1})
+    if "Actor(" not in where and option != "total_steps":
+        with says:
+            verl.Critic(str(tiny), **{option: 1})
 
 
 def test_one_placement_is_given() -> None:

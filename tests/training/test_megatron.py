@@ -71,7 +71,7 @@ def test_a_model_that_megatron_does_not_compute_is_refused_before_a_start(
 ) -> None:
     with pytest.raises(ConfigError, match=message):
         layout.check(ModelShape.of(model), "megatron")
-    with pytest.raises(ConfigError, match=r"its layers have no adapters \(LoRA\)"):
+    with pytest.raises(ConfigError, match=r"adapters \(LoRA\) and frozen weights are for 'ddp'"):
         Layout(pp=2).check(ModelShape.of(model, adapters=True), "megatron")
     Layout(replicate=2).check(ModelShape.of(model), "megatron")  # whole models on each rank are torch's
 
@@ -82,7 +82,7 @@ def test_a_model_that_megatron_does_not_compute_is_refused_before_a_start(
         (Layout(tp=2), {"use_amp": True}, "leave use_amp out"),
         (Layout(tp=2), {"remove_padding": False}, "leave use_remove_padding out"),
         (Layout(tp=2), {"optimizer": torch.optim.SGD}, "makes its own optimizer"),
-        (Layout(tp=2, sp=2), {}, "knows pp, tp and replicas"),
+        (Layout(tp=2, sp=2), {}, "cuts by tensor and pipeline, not by sp=2"),
         (Layout(tp=2), {"lora": True}, "adapters \\(LoRA\\) and frozen weights are for 'ddp'"),
     ],
 )

@@ -14,6 +14,7 @@ from verl import device
 from verl.algorithms import BaseAlgorithm, default_algorithm, make_algorithm
 from verl.batch import Batch
 from verl.checked import checked
+from verl.combinations import check
 from verl.controller.group import Workers
 from verl.controller.ranks import registry
 from verl.data.chat import ChatTokenizer
@@ -22,12 +23,11 @@ from verl.data.text import ResponseText
 from verl.data.tokenize import to_prompts
 from verl.data.vocabulary import vocabulary_id
 from verl.errors import ConfigError, DataError, ModelError
-from verl.layout import ModelShape
 from verl.log import follow_log_level
 from verl.models.heads import ValueModel, score_model
 from verl.models.int4 import to_int4
-from verl.models.loading import eos_token_ids, find_tokenizer, load_model, load_tokenizer
-from verl.models.lora import has_adapters, reference_weights, shape_of
+from verl.models.loading import as_tokenizer, eos_token_ids, find_tokenizer, load_model
+from verl.models.lora import has_adapters, reference_weights
 from verl.models.options import ModelOptions
 from verl.models.portable import PortableModel, twin
 from verl.models.rope import original_length
@@ -145,7 +145,8 @@ class Actor(ModelHandle):
         self._read_model(loading, kind, seed, lambda: _live_model(model, head))
         #: What the reference of adapters reads beside their base.
         self._first = reference_weights(self.modules) if head == "lm" else {}
-        self.tokenizer = _tokenizer(loading.tokenizer if tokenizer is None else tokenizer, self.modules, loading.path)
+        names = [name for name in (tokenizer, loading.tokenizer, loading.path) if name is not None]
+        self.tokenizer = as_tokenizer(names[0]) if names else find_tokenizer(self.modules)
         _check_vocabulary(self.modules, self.tokenizer)
         played = load_episode(self.rollout_options.episode)
         #: The episode's tools, as chat templates show them; whether it masks what may be sampled.
@@ -225,10 +226,9 @@ class Actor(ModelHandle):
                 self.rollout_options,
                 head=self.head,
             )
-            shape = shape_of(self.modules)
-            tp = self.rollout_options.tensor_parallel
-            self._group = self.controller.group("actor", recipe, self.train_options, shape, tp)
-            layout = self.controller.meshes("actor", self.train_options, tp).meshes["train"].layout
+            rollout = self.rollout_options if self.head == "lm" else None
+            self._group = self.controller.group("actor", recipe, self.train_options, self.modules, rollout)
+            layout = self.controller.meshes("actor", self.train_options).meshes["train"].layout
             self.is_cut = self.files is None and self.controller.executor == "torchrun" and not layout.is_plain
             if self.is_cut:
                 self.modules = twin(self.modules, "meta")
@@ -303,6 +303,7 @@ class Actor(ModelHandle):
     def rollout(self, rows: Batch, params: SamplingParams, task: str | None = None) -> Iterator[Batch]:
         """Samples for rows that `expand` made, as groups finish, with their decoded text; `temperature`, where it is
         not the one that log-probs and updates are otherwise of."""
+        check({"responses": "responses", self.head: self.head})
         other = params.temperature not in (0, self.plan.temperature)
         longest = max(rows.lengths("prompt_tokens"), default=0)
         for positions, reason in self._position_limits():
@@ -348,8 +349,8 @@ class Actor(ModelHandle):
             _ = self.reference_digest  # of the whole model: workers of this process may cut the one that was given
             source = self._reference_files or PortableModel(self.reference_model)
             recipe = partial(ReferenceWorker, source, self.train_options)
-            shape = ModelShape.of(self.reference_model.config)
-            self._reference = self.controller.group("reference", recipe, self.train_options, shape)
+            frozen = self.train_options.frozen()
+            self._reference = self.controller.group("reference", recipe, frozen, self.reference_model)
         return self._reference.call("log_probs", sequences, self._temperature(sequences))  # type: ignore[no-any-return]
 
     def _temperature(self, batch: Batch) -> float:
@@ -401,7 +402,7 @@ class Actor(ModelHandle):
         elif isinstance(model, str):
             self.reference_model = load_model(model, dtype=dtype or "auto")
         else:
-            self.reference_model = copy.deepcopy(self.present_model()) if model is None else model
+            self.reference_model = copy.deepcopy(self.present_model()) if model is None else _language_model(model)
             if dtype == "int4":
                 to_int4(self.reference_model)
         registry.add("Actor", reference=self.reference_model)
@@ -563,26 +564,19 @@ def _check_vocabulary(model: Any, tokenizer: PreTrainedTokenizerBase) -> None:
         )
 
 
-def _tokenizer(tokenizer: Any, model: PreTrainedModel, name: Any) -> PreTrainedTokenizerBase:
-    if tokenizer is None:
-        return load_tokenizer(name) if isinstance(name, str) else find_tokenizer(model)
-    if isinstance(tokenizer, str):
-        return load_tokenizer(tokenizer)
-    if not hasattr(tokenizer, "get_vocab"):
-        raise ModelError(f"tokenizer is a tokenizer of transformers, or its name or directory, not {tokenizer!r}")
-    return tokenizer  # type: ignore[no-any-return]
-
-
 def _live_model(model: Any, head: str) -> Any:
-    """The model without a caller's wrapper, under the head that is trained.
+    """The given model, without a caller's wrapper, under the head that is trained."""
+    live = model if isinstance(model, ValueModel) else _language_model(model)
+    return live if head == "lm" else score_model(live)
+
+
+def _language_model(model: Any) -> PreTrainedModel:
+    """The model without a caller's wrapper, if it is one that can be trained here.
 
     Raises:
         ModelError: its wrapper cannot be taken off, or it is no model of transformers.
     """
-    if not isinstance(model, ValueModel):
-        model = unwrapped(model, together=not registry.is_closed)
-        if not hasattr(model, "config") or not hasattr(model, "get_output_embeddings"):
-            raise ModelError(
-                f"{type(model).__name__} is no language model of transformers: give an AutoModelForCausalLM"
-            )
-    return model if head == "lm" else score_model(model)
+    model = unwrapped(model, together=not registry.is_closed)
+    if not hasattr(model, "config") or not hasattr(model, "get_output_embeddings"):
+        raise ModelError(f"{type(model).__name__} is no language model of transformers: give an AutoModelForCausalLM")
+    return model  # type: ignore[no-any-return]

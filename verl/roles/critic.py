@@ -19,8 +19,7 @@ from verl.data.vocabulary import tokenizer_of, vocabulary_id
 from verl.errors import ConfigError, ModelError
 from verl.log import follow_log_level
 from verl.models.heads import ValueModel
-from verl.models.loading import load_tokenizer
-from verl.models.lora import shape_of
+from verl.models.loading import as_tokenizer
 from verl.models.options import ModelOptions
 from verl.models.portable import PortableModel
 from verl.models.shards import outline
@@ -85,7 +84,7 @@ class Critic(ModelHandle):
         self.algorithm = value_algorithm() if algorithm is None else make_algorithm(algorithm)
         self.plan = UpdatePlan(training.mini_batch_size, training.epochs, seed=seed)
         tokenizer = loading.tokenizer if tokenizer is None else tokenizer
-        self.tokenizer = load_tokenizer(tokenizer) if isinstance(tokenizer, str) else tokenizer
+        self.tokenizer = None if tokenizer is None else as_tokenizer(tokenizer)
         self._actor_tokenizer = actor_tokenizer
         #: Id of an actor's vocabulary -> how its tokens are re-encoded.
         self._alignments: dict[str, CharacterAlignment] = {}
@@ -108,8 +107,7 @@ class Critic(ModelHandle):
         if self._group is None:
             self._outline = outline(self.modules)
             recipe = partial(CriticWorker, self.files or PortableModel(self.modules), self.train_options)
-            shape = shape_of(self.modules)
-            self._group = self.controller.group(self.role, recipe, self.train_options, shape)
+            self._group = self.controller.group(self.role, recipe, self.train_options, self.modules)
         return self._group
 
     def read_with(self, actor_tokenizer: PreTrainedTokenizerBase | None) -> None:

@@ -13,6 +13,7 @@ import pyarrow as pa
 import torch
 
 from verl.batch import Batch
+from verl.combinations import check
 from verl.errors import ConfigError, nearest
 from verl.models.lora import has_adapters
 from verl.models.packed import PackedModel
@@ -95,14 +96,8 @@ def make_rollout_engine(
     """
     factory = engine_factory(options.name)
     if factory is _embedded and not packed.supports_paged:
-        if packed.tensor_group is not None:
-            raise ConfigError(
-                f"rollout.tensor_model_parallel_size: {type(packed.model).__name__} has no paged forward, which "
-                "generation by tensor parallelism takes: leave it out"
-            )
+        check(options.asked() | {"no paged forward": type(packed.model).__name__})
         factory = _hf
-    if options.batch_invariant and factory is not _embedded:
-        raise ConfigError("batch_invariant is for the embedded engine, which needs a model with a packed forward")
     return factory(packed, tokenizer, eos_token_ids, options)
 
 
@@ -129,8 +124,7 @@ class ActorWorker(TrainedWorker):
         self.policy_version = 0
         live, weights = placed(model, place)
         trains, generates = ("train" in place.meshes), head == "lm" and "rollout" in place.meshes
-        # Who only generates computes with the model of transformers, whatever it is trained by.
-        self.train = train if trains else train.frozen().replace(strategy="ddp")
+        self.train = train if trains else train.generating(place.meshes["rollout"].layout)
         here = place if trains else rollout_place(place)
         apart = WEIGHTS in place.groups and head == "lm"
         #: The model without weights, where generation has another layout than training.
@@ -164,8 +158,6 @@ class ActorWorker(TrainedWorker):
     @property
     def rollout_engine(self) -> RolloutEngine:
         """Made when it is first needed, on all ranks that generate."""
-        if self.head != "lm":
-            raise ConfigError(f"a model with a '{self.head}' head writes no responses")
         if self._rollout_engine is None:
             with self._weights() as weights:
                 packed = self._packed or self._outline() or self._generation_model().packed

@@ -70,12 +70,12 @@ def train_engine(
     mesh = place.meshes.get("train", Mesh())
     group = place.groups.get("train") if "train" in place.meshes else None
     make: type[TorchEngine] = TorchEngine
-    trains = options.optim is not None or options.optimizer is not None
-    if options.strategy == "deepspeed" and trains and mesh.layout.size > 1:
+    back_ends = mesh.layout.asked(options.back_end)
+    if "ZeRO" in back_ends:
         from verl.training.deepspeed_engine import DeepSpeedEngine
 
         make = DeepSpeedEngine
-    elif options.strategy == "megatron" and not mesh.layout.is_plain:
+    elif "Megatron" in back_ends:
         from verl.training.megatron_engine import MegatronEngine
 
         make = MegatronEngine
