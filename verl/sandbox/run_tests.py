@@ -588,7 +588,7 @@ def alike(value: Any, wanted: Any) -> bool:
     return bool(value == wanted)
 
 
-def heard(tree: ast.AST) -> ast.AST:
+def heard(tree: ast.Module) -> ast.Module:
     """Tests in which an assert that fails is known to have failed, also where the tests only print that it did."""
     for node in ast.walk(tree):
         if isinstance(node, ast.Try) and any(map(ignores, node.handlers)):
