@@ -108,6 +108,7 @@ def test_the_driver_is_freed_from_a_collective_whose_other_rank_failed(store: An
     assert all(other == 0 for other, _, _ in others)
 
 
+@pytest.mark.slow
 def test_a_rank_that_is_late_in_a_collective_is_named(store: Any, tmp_path: Path) -> None:
     text = (
         "import torch\nimport torch.distributed as dist\n"

@@ -93,6 +93,7 @@ def rejections(path: Path, lr: float, steps: int) -> float:
     return statistics.fmean([trainer.step(PROMPTS * 4)["rollout/rejection_rate"] for _ in range(steps)][-4:])
 
 
+@pytest.mark.slow
 def test_it_learns_to_keep_to_the_constraint_and_a_control_does_not(tiny: Path) -> None:
     learned, control = rejections(tiny, 3e-2, 16), rejections(tiny, 0.0, 4)
     assert learned < 0.25 < 0.45 < control

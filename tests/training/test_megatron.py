@@ -25,11 +25,10 @@ from verl.training.options import EngineOptions
 SCRIPT = Path(__file__).with_name("rank_megatron.py")
 
 
-@pytest.mark.parametrize(
-    "cases", [name if name == "fast" else pytest.param(name, marks=pytest.mark.slow) for name in CASES]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("cases", CASES)
 def test_megatron_equals_one_process_and_its_state_goes_on_anywhere(cases: str, tmp_path: Path) -> None:
-    done = job(4, SCRIPT, cases, tmp_path)
+    done = job(2 if cases == "fast" else 4, SCRIPT, cases, tmp_path)
     lines = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
     assert [line["case"] for line in lines] == [str(case) for case in CASES[cases]]
     # fp32 as in test_layouts.py; Megatron's code rounds to bf16 at other places, so there it is what is carried over.

@@ -132,7 +132,7 @@ def test_both_scripts_of_the_page_train_the_same_weights(
     sums = []
     for number, block in enumerate(re.findall(r"```python\n(.*?)```", page, re.DOTALL)[1:]):
         script = tmp_path / f"script_{number}.py"
-        script.write_text(block.replace("HuggingFaceTB/SmolLM2-135M-Instruct", str(tiny)).replace("64", "8"))
+        script.write_text(block.replace("64", "8").replace("HuggingFaceTB/SmolLM2-135M-Instruct", str(tiny)))
         sums.append(checksum(runpy.run_path(str(script))["trainer"].actor.shards()))
         assert (tmp_path / "out" / "model" / "model.safetensors").exists()
     first = verl.Actor(str(tiny))

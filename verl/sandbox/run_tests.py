@@ -379,17 +379,20 @@ class Nonsense:
         results |= {"str": "nonsense", "repr": "nonsense", "format": "nonsense", "exit": False}
         answers = itertools.count()
 
-        def method(name: str) -> Callable[..., Any]:
-            def answer(*args: Any, **kwargs: Any) -> Any:
-                if next(answers) > 10_000:  # the tests may loop until something else is true
-                    raise Over("nonsense")
-                return iter([value]) if name in ("iter", "await") else results.get(name, value)
+        def answer(name: str, *args: Any, **kwargs: Any) -> Any:
+            if next(answers) > 10_000:  # the tests may loop until something else is true
+                raise Over("nonsense")
+            return iter([value]) if name in ("iter", "await") else results.get(name, value)
 
-            return answer
+        def attribute(_: Any, name: str) -> Any:
+            if name.startswith("__"):
+                raise AttributeError(name)
+            return value
 
         names = [*results, *FORWARDED.split(), *OPERANDS.split(), *(f"r{name}" for name in OPERANDS.split())]
         names += ["call", "await"]
-        kind: Any = type("Nonsense", (), {f"__{name}__": method(name) for name in names} | {"__getattr__": attribute})
+        methods: dict[str, Any] = {f"__{name}__": functools.partial(answer, name) for name in names}
+        kind: Any = type("Nonsense", (), {**methods, "__getattr__": attribute})
         value = kind()
         self.defined = type("Defined", (kind,), {"__bool__": lambda self: True})()
 
@@ -400,12 +403,6 @@ class Nonsense:
 
     def ask(self, *request: Any) -> list[str]:
         return []
-
-
-def attribute(value: Any, name: str) -> Any:
-    if name.startswith("__"):
-        raise AttributeError(name)
-    return value
 
 
 def without_stop(function: Callable[..., Any]) -> Callable[..., Any]:
