@@ -315,7 +315,7 @@ def test_a_model_without_a_packed_forward(make_tiny: Callable[..., Path], tiny: 
 
 def test_a_directory_that_cannot_be_is_named(actor: verl.Actor, tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
-    with pytest.raises(ModelError, match="the model cannot be written to .*file"):
+    with pytest.raises(ModelError, match=r"the model cannot be written to .*file"):
         actor.save_pretrained(tmp_path / "file")
 
 

@@ -40,7 +40,8 @@ def save_pretrained_dir(
         first: see `save_adapter`.
 
     Raises:
-        ModelError: `adapter`, and the model has none; there can be no such directory; or what was written is not the model.
+        ModelError: `adapter`, and the model has none; there can be no such directory; or what was written is not the
+            model.
     """
     path = Path(path)
     try:
