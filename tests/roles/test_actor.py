@@ -313,6 +313,12 @@ def test_a_model_without_a_packed_forward(make_tiny: Callable[..., Path], tiny: 
     assert actor.update(sequences, [1.0, 0.0, 0.0, 1.0])["grad_norm"] > 0
 
 
+def test_a_directory_that_cannot_be_is_named(actor: verl.Actor, tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(ModelError, match=r"the model cannot be written to .*file"):
+        actor.save_pretrained(tmp_path / "file")
+
+
 def test_save_pretrained_loads_in_transformers(actor: verl.Actor, tmp_path: Path) -> None:
     actor.update(actor.generate_sequences(PROMPTS, n=2), [1.0, 0.0, 0.0, 1.0])
     actor.save_pretrained(str(tmp_path / "out"))

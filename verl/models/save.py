@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 from safetensors.torch import save_file
 
 from verl.data.chat import ChatTokenizer
+from verl.errors import ModelError
 from verl.models.heads import ValueModel
 from verl.models.lora import has_adapters, merged_shards, save_adapter
 from verl.models.probe import check_export
@@ -39,10 +40,14 @@ def save_pretrained_dir(
         first: see `save_adapter`.
 
     Raises:
-        ModelError: `adapter`, and the model has none; or what was written is not the model.
+        ModelError: `adapter`, and the model has none; there can be no such directory; or what was written is not the
+            model.
     """
     path = Path(path)
-    path.mkdir(parents=True, exist_ok=True)
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ModelError(f"the model cannot be written to {path}: {error}") from error
     if adapter:
         save_adapter(model, path, first)
     elif isinstance(model, ValueModel):

@@ -331,12 +331,12 @@ class _ChatForm:
         """
         spoken = [{"role": "user", "content": "?"}, {"role": "assistant", "content": _SPOKEN}]
         messages = [*spoken, *({"role": "tool", "content": result} for result in results)]
-        _, found, text = chat.render(messages, inputs).partition(_SPOKEN)
-        if not found or (_RESULT in results and _RESULT not in text):
-            raise DataError(
-                "the chat template does not write messages of the role tool after the assistant's: use form='plain', "
-                "or a tokenizer whose template does"
-            )
+        try:
+            text = chat.render(messages, inputs).partition(_SPOKEN)[2]
+        except DataError as error:
+            raise DataError(f"{error}; or use form='plain'") from error
+        if not text:
+            raise DataError("the chat template writes nothing behind what the assistant says: use form='plain'")
         return text
 
 
