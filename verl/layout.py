@@ -13,7 +13,7 @@ from dataclasses import dataclass, fields
 from itertools import chain, combinations
 from typing import Any
 
-from verl.combinations import check
+from verl.combinations import MAKE, check, named
 from verl.errors import ConfigError, nearest
 from verl.tensor_plan import tensor_plan
 
@@ -78,15 +78,14 @@ class ModelShape:
     def asked(self) -> dict[str, str]:
         """What the model is, as `verl.combinations` names it."""
         dtype = self.dtypes[0] if len(self.dtypes) == 1 else "several dtypes" * bool(self.dtypes)
-        named = {
+        return named({
             dtype: " and ".join(self.dtypes),
             "adapters": "adapters (LoRA)" * self.adapters,
             "adapted experts": "experts with adapters" * self.adapts_experts,
             "not Megatron": self.not_megatron,
             "other dtype": self.not_trainable,
             "no recomputation": self.no_recomputation,
-        }
-        return {name: text for name, text in named.items() if text}
+        })  # fmt: skip
 
 
 def count_of(config: Any, *names: str) -> int:
@@ -151,14 +150,14 @@ class Layout:
 
     def asked(self, strategy: str = "") -> dict[str, str]:
         """What the layout is, and which back end trains in it under a strategy, as `verl.combinations` names them."""
-        named = {
-            "ZeRO": strategy == "deepspeed" and self.size > 1,
-            "ZeRO 3": strategy == "deepspeed" and self.shard > 1,
-            "Megatron": strategy == "megatron" and not self.is_plain,
-            "parts": self.size > self.replicate,
-        }
-        sizes = {dim: f"{dim}={size}" for dim, size in zip(DIMS, self.sizes, strict=True) if size > 1}
-        return sizes | {name: name for name, is_so in named.items() if is_so}
+        is_zero, name = strategy == "deepspeed" and self.size > 1, f"strategy '{strategy}'"
+        return named({
+            **{dim: f"{dim}={size}" * (size > 1) for dim, size in zip(DIMS, self.sizes, strict=True)},
+            "ZeRO": name * is_zero,
+            "ZeRO 3": f"{name}: ZeRO of stage 3" * (is_zero and self.shard > 1),
+            "Megatron": name * (strategy == "megatron" and not self.is_plain),
+            "parts": MAKE * (not self.is_plain),
+        })  # fmt: skip
 
     def check(self, shape: ModelShape, strategy: str = "") -> None:
         """Refuse a layout that the model cannot have under a training strategy.

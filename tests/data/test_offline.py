@@ -54,6 +54,14 @@ def test_a_question_stands_in_the_place_of_a_prompt(name: str, replies: dict[str
     assert (messages.kind, messages.batch["response"]) == ("demonstrations", ["Blue."])
 
 
+def test_replies_may_be_text_of_json(tokenizer: Any) -> None:
+    plain, text = ({name: write(chat) for name, chat in (("prompt", ASK), ("chosen", GOOD), ("rejected", BAD))}
+                   for write in (list, json.dumps))  # fmt: skip
+    assert OfflineDatasetLoader([plain], tokenizer).batch == OfflineDatasetLoader([text], tokenizer).batch
+    (reply,) = OfflineDatasetLoader([{"prompt": ASK, "completion": json.dumps(GOOD)}], tokenizer).batch["response"]
+    assert reply == GOOD[0]["content"]
+
+
 def test_a_prompt_that_begins_before_what_both_replies_repeat_is_whole(tokenizer: Any) -> None:
     prompt = [{"role": "system", "content": "be nice"}, *ASK]
     pairs = [{"prompt": prompt, "chosen": ASK + GOOD, "rejected": ASK + BAD}]

@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch import Tensor
 from transformers import AutoModelForCausalLM, GPT2Config, LlamaConfig, PreTrainedModel, Qwen2Config
 
-from benchmarks.moved import moved_bytes
+from benchmarks.moved import MeasuredWeights, moved_bytes
 from tests.training.cases import OPTIM, ROWS, log_probs, part, ragged_batch
 from verl.errors import TrainingError
 from verl.hybrid.meshes import generation_mesh
@@ -160,7 +160,7 @@ def run(case: Case, group: Any) -> dict[str, Any]:
     engine = engine_of(case, train, group, trains=True)
     model = engine_of(case, generation, group, trains=False) if case.bound else None
     targets = dict(named_weights(model.model)) if model is not None else None
-    weights = HybridWeights(engine, generation, group, targets, overlap=case.overlap, bucket_bytes=1 << 15)
+    weights = MeasuredWeights(engine, generation, group, targets, overlap=case.overlap, bucket_bytes=1 << 15)
     weights.start()
     for name in weights.buffers:
         weights.ready(name)

@@ -12,10 +12,10 @@ import torch
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
-from benchmarks.moved import micro_groups, moved_bytes
+from benchmarks.moved import micro_groups, moved_bytes, paper_table
 from tests.properties import examples
 from verl.errors import ConfigError
-from verl.hybrid.meshes import generation_mesh, paper_table
+from verl.hybrid.meshes import generation_mesh
 from verl.hybrid.plan import Plan, transition
 from verl.layout import Layout, Mesh
 from verl.models.cuts import PartBlock

@@ -186,6 +186,18 @@ FORMS: dict[str, tuple[Any, str | None, str, str]] = {
         ADD,
         SUB,
     ),
+    "a class that derives from the program's": (
+        "class Both(Adder):\n    pass\nassert Both(1).add(2) == 3",
+        None,
+        "class Adder:\n    def __init__(self, n): self.n = n\n    def add(self, n): return self.n + n",
+        "class Adder:\n    def __init__(self, n): self.n = n\n    def add(self, n): return self.n - n",
+    ),
+    "a class that only the tests define": (
+        "class Node:\n    def __init__(self, n): self.n = n\nassert Solution().add(Node(1), Node(2)) == 3",
+        None,
+        "class Solution:\n    def add(self, a: Optional[Node], b: 'Node') -> int: return a.n + b.n",
+        "class Solution:\n    def add(self, a: Optional[Node], b: 'Node') -> int: return a.n - b.n",
+    ),
     "one of two": (
         "try:\n    assert add(1, 2) == 4\nexcept AssertionError:\n    assert add(1, 2) == 3",
         None,
@@ -259,6 +271,7 @@ def test_what_asks_nothing_of_the_program_is_left_out(tests: Any, reason: str) -
         ({"input": "1", "output": "2", "type": "image"}, "type 'image' are not known"),
         ({"input": "1", "output": "2", "type": "functional"}, "give them fn_name"),
         ({"input": "1,2", "output": "2", "fn_name": "add"}, "no JSON"),
+        ({"inputs": [{"a": 1, "b": 2}], "outputs": [3], "fn_name": "add"}, "are a mapping: make them a list"),
         ({"input": "1", "output": ""}, "any program would pass"),
         ({"language": "rust", "input": "1", "output": "2"}, "in rust, not in Python"),
         ({"input": {"a": 1}, "output": "2"}, "is a text, not a dict"),

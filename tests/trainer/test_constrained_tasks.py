@@ -168,6 +168,12 @@ def test_a_verdict_is_compared_by_words(verdict: str, accepted: bool) -> None:
     assert GuardModel("any", refuses=refuses).accepts(verdict) is accepted
 
 
+def test_a_prompt_that_names_the_response_keeps_its_words(tiny: Path) -> None:
+    guard, tokenizer = GuardModel("any", template="{prompt}|{response}"), AutoTokenizer.from_pretrained(tiny)
+    asked = guard._question(tokenizer, "say {response}", "{prompt}", closed=False)
+    assert tokenizer.decode(asked) == "say {response}|{prompt}"
+
+
 def test_words_of_a_refusal_are_words() -> None:
     for wrong in ((), ("",), ("no", "?")):
         with pytest.raises(ConfigError, match=r"refuses of a guard model|GuardModel\.refuses"):

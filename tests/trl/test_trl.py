@@ -132,7 +132,7 @@ def test_both_scripts_of_the_page_train_the_same_weights(
     sums = []
     for number, block in enumerate(re.findall(r"```python\n(.*?)```", page, re.DOTALL)[1:]):
         script = tmp_path / f"script_{number}.py"
-        script.write_text(block.replace("HuggingFaceTB/SmolLM2-135M-Instruct", str(tiny)).replace("64", "8"))
+        script.write_text(block.replace("64", "8").replace("HuggingFaceTB/SmolLM2-135M-Instruct", str(tiny)))
         sums.append(checksum(runpy.run_path(str(script))["trainer"].actor.shards()))
         assert (tmp_path / "out" / "model" / "model.safetensors").exists()
     first = verl.Actor(str(tiny))
@@ -271,6 +271,16 @@ def test_a_rollout_of_several_optimizer_steps(tiny: Path, tmp_path: Path) -> Non
     trainer = grpo(str(tiny), tmp_path, given={"generation_batch_size": 8, "num_iterations": 2, "max_steps": 8})
     assert trainer.train().global_step == 8 and trainer.trainer.steps == 2
     assert trainer.actor.plan.mini_batch_size == 4 and trainer.actor.plan.epochs == 2
+
+
+@pytest.mark.reward_processes
+def test_a_reward_sees_the_state_of_its_step(tiny: Path, tmp_path: Path) -> None:
+    def step(completions: list[str], trainer_state: Any) -> list[float]:
+        return [trainer_state.global_step + i % 2 for i in range(len(completions))]
+
+    trainer = grpo(str(tiny), tmp_path, [step])
+    trainer.train()
+    assert [logs["reward"] for logs in trainer.state.log_history[:2]] == [0.5, 1.5]
 
 
 def test_rewards_get_the_state_and_may_abstain(tiny: Path, tmp_path: Path) -> None:

@@ -153,7 +153,7 @@ def plan(
     ] = None,
     cluster: Annotated[
         str | None,
-        typer.Option(help="MACHINESxDEVICESxKIND, such as 16x8xA100; with --calibrate also 2xhere, this machine."),
+        typer.Option(help="MACHINESxDEVICESxKIND, such as 16x8xA100."),
     ] = None,
     network: Annotated[
         float | None, typer.Option(help="Gbit/s between machines, per machine (default: as the vendor builds them).")
@@ -164,12 +164,6 @@ def plan(
     scaling: Annotated[
         bool,
         typer.Option("--scaling", help="Show how throughput grows with the cluster, and the batch size that takes."),
-    ] = False,
-    calibrate: Annotated[
-        bool,
-        typer.Option(
-            "--calibrate", help="Measure this machine (takes seconds) instead of assuming typical efficiency."
-        ),
     ] = False,
     efficiency: Annotated[
         str | None,
@@ -191,12 +185,12 @@ def plan(
     config = load_config(file, overrides or ())
     if cluster is None:
         given = (network, within, efficiency)
-        if scaling or calibrate or any(option is not None for option in given):
+        if scaling or any(option is not None for option in given):
             raise ConfigError("verl plan: these options are of a cluster: give --cluster too, such as 16x8xA100")
         for label, text in plan(config).items():
             typer.echo(f"{typer.style(f'{label:>14}', bold=True)}  {text}")
         return
-    on = cluster_of(cluster, network, efficiency, calibrate)
+    on = cluster_of(cluster, network, efficiency)
     for text in plan_placement(config, on, within=within, scaling=scaling):
         typer.echo(text)
 

@@ -8,7 +8,7 @@ from functools import partial
 from typing import Any, TypeVar
 
 from verl.checked import checked
-from verl.combinations import check
+from verl.combinations import MAKE, check
 from verl.controller.group import Job, RankGroup, Workers
 from verl.controller.local import LocalGroup
 from verl.controller.placement import DeviceMesh, ResourcePool
@@ -122,10 +122,9 @@ class Controller:
 
     def _check_model(self, meshes: RoleMeshes, options: TrainOptions, model: Any, rollout: Any) -> None:
         shape, trains, generates = shape_of(model), meshes.meshes["train"], meshes.meshes.get("rollout")
-        asked = {"Ray": "Ray"} if self.executor == "ray" else {}
-        if trains.size < self.size:
-            some = f"all {self.size} ranks of a job, and '{meshes.role}' trains on {trains.size}"
-            asked["other ranks"] = some
+        asked = {"Ray": f"{MAKE}, or run in one process or under torchrun"} if self.executor == "ray" else {}
+        others = f"all {self.size} ranks of a job, and '{meshes.role}' trains on {trains.size}"
+        asked |= {"other ranks": others} if trains.size < self.size else {}
         check_training(options, trains.layout, shape, **asked)
         generation = {} if rollout is None else rollout.asked()
         if generates is not None:

@@ -36,7 +36,7 @@ _OF_TEMPLATES = frozenset((
     "prompt", "messages", "conversations", "completion", "response", "chosen", "rejected", "tools", "documents",
     "chat_template_kwargs",
 ))  # fmt: skip
-_CHATS = ("prompt", "messages", "conversations", "completion", "response", "chosen", "rejected")
+_CHATS = ("prompt", "messages", "conversations")
 #: How the text of a chat begins.
 _WRITTEN_CHAT = re.compile(r"\s*\[\s*\{\s*[\"'](?:role|from|content|value)[\"']\s*:")
 #: Columns that hold no text.

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
 from verl.errors import ConfigError
 from verl.layout import Layout, Mesh
 
@@ -48,30 +46,12 @@ def generation_mesh(train: Mesh, pg: int = 1, tg: int = 1) -> Mesh:
     return Mesh(ranks, Layout(pp=pg, replicate=replicas, tp=tg))
 
 
-class PaperColumn(NamedTuple):
-    """What each rank receives, holds at most, and holds twice, as shares of the bytes of the weights."""
-
-    received: float
-    peak: float
-    redundant: float
-
-
-def paper_table(train: Layout, generation: Layout) -> dict[str, PaperColumn]:
-    """Table 2 of the paper for weights that tensor and pipeline parallelism cut evenly. With FSDP the pieces are
-    smaller by `shard`, and so much more is received.
-
-    Returns:
-        `all ranks`: gathering over all of them (DeepSpeed-Chat); `model-parallel group`: over tensor and pipeline
-        ranks (HybridFlow-V; with FSDP over the shards too); `ours`.
-    """
-    pieces = train.pp * train.tp * train.shard
-    ranks = pieces * train.replicate
+def transition_shares(train: Layout, generation: Layout) -> tuple[float, float]:
+    """What each rank receives before a rollout and then holds, as shares of the bytes of weights that tensor and
+    pipeline parallelism cut evenly (table 2 of the paper). With FSDP the pieces are smaller by `shard`, and so much
+    more is received."""
     parts = generation.pp * generation.tp
-    return {
-        "all ranks": PaperColumn((ranks - 1) / ranks, 1.0, 1 / ranks),
-        "model-parallel group": PaperColumn((pieces - 1) / pieces, 1.0, 1 / pieces),
-        "ours": PaperColumn(1 / parts - 1 / pieces, 1 / parts, 0.0),
-    }
+    return 1 / parts - 1 / (train.pp * train.tp * train.shard), 1 / parts
 
 
 #: What tells replicas of generation apart, those of one replica of training next to each other.

@@ -20,6 +20,7 @@ from safetensors.torch import save_file
 from torch import nn
 
 from verl.errors import ConfigError, ModelError
+from verl.extras import load_extra
 from verl.layout import ModelShape
 from verl.models.blank import is_blank
 from verl.models.cuts import blocks_of, local_part
@@ -362,8 +363,4 @@ def _inner(model: Any) -> Any:
 
 
 def _peft() -> Any:
-    try:
-        import peft
-    except ImportError as error:
-        raise ConfigError("model.lora needs peft, which is not installed: pip install 'verl-hybrid[lora]'") from error
-    return peft
+    return load_extra("peft", "lora", "model.lora")

@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, Field, model_validator
 
-from verl.combinations import conflicts
+from verl.combinations import conflicts, named
 from verl.errors import nearest
 from verl.record import (
     ONLY_GPUS,
@@ -123,12 +123,12 @@ class RolloutOptions(Record):
     def asked(self) -> dict[str, str]:
         """What the settings are, as `verl.combinations` names it."""
         engine = self.name if self.name in _NAMES else "other engine"
-        named = {
+        return named({
+            engine: f"'{self.name}'",
             "tensor_model_parallel_size": self.tensor_model_parallel_size > 1,
             "batch_invariant": self.batch_invariant,
             "overlap_comm": self.overlap_comm,
-        }
-        return {name: name for name, is_so in named.items() if is_so} | {engine: f"'{self.name}'"}
+        })  # fmt: skip
 
     @property
     def tensor_parallel(self) -> int:

@@ -102,6 +102,9 @@ class VLLMEngine:
                 f"vLLM: a KV cache of {kv_memory} bytes holds no block besides the one that vLLM reserves"
             )
         self.max_length = min(longest, blocks * _CPU_BLOCK)
+        if self.max_length < longest:
+            text = "vLLM: prompt and response end at the %d tokens of the KV cache, the model has %d positions"
+            logger.warning(f"{text}: set more of rollout.kv_cache_gb for longer ones", self.max_length, longest)
         self.eos_token_ids = tuple(eos_token_ids)
         self.seed = seed
         #: None: the weights were dropped in sleep.

@@ -175,6 +175,8 @@ def _calls(pairs: list[tuple[Any, Any]]) -> Iterator[str]:
     all results are lists of one (APPS has them so), either the list or what is in it may be meant."""
     with_args = []
     for args, wanted in pairs:
+        if isinstance(args, Mapping):
+            raise RewardError("the arguments of a function are a mapping: make them a list, in the function's order")
         try:
             if isinstance(args, str):
                 args = [json.loads(line) for line in args.splitlines() if line.strip()]

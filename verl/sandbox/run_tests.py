@@ -11,6 +11,7 @@ Globals given: `side`, `program` (text), `cases`, `pytest` (the text of `pytest_
 """
 
 from __future__ import annotations
+import __future__
 
 import ast
 import builtins
@@ -153,6 +154,9 @@ class Handle:
         return self._held[0].ask("await", self)
 
     def __instancecheck__(self, value: Any) -> Any:
+        raise self._held[0].live()
+
+    def __mro_entries__(self, bases: tuple[Any, ...]) -> Any:  # a class of the tests derives from it
         raise self._held[0].live()
 
 
@@ -321,11 +325,16 @@ def run_program(program: str) -> tuple[dict[str, Any], str | None]:
     usual = {name: library for library, names in COMMON.items() for name in names.split() if name in program}
     usual = {name: getattr(importlib.import_module(library), name) for name, library in usual.items()}
     vars(module)["__builtins__"] = {**vars(builtins), **usual}
-    try:
-        exec(compile(program, "<solution>", "exec", dont_inherit=True), vars(module))
-    except BaseException as error:
-        return vars(module), ": ".join(map(str, described(error)))[:500]
-    return vars(module), None
+    problem: BaseException | None = None
+    for flags in (0, __future__.annotations.compiler_flag):  # an annotation may name a class of the tests
+        try:
+            exec(compile(program, "<solution>", "exec", flags, dont_inherit=True), vars(module))
+            return vars(module), None
+        except BaseException as error:
+            problem = problem or error
+            if not isinstance(error, NameError):
+                break
+    return vars(module), ": ".join(map(str, described(problem)))[:500]  # type: ignore[arg-type]
 
 
 def entry_of(names: dict[str, Any]) -> str:
@@ -370,17 +379,20 @@ class Nonsense:
         results |= {"str": "nonsense", "repr": "nonsense", "format": "nonsense", "exit": False}
         answers = itertools.count()
 
-        def method(name: str) -> Callable[..., Any]:
-            def answer(*args: Any, **kwargs: Any) -> Any:
-                if next(answers) > 10_000:  # the tests may loop until something else is true
-                    raise Over("nonsense")
-                return iter([value]) if name in ("iter", "await") else results.get(name, value)
+        def answer(name: str, *args: Any, **kwargs: Any) -> Any:
+            if next(answers) > 10_000:  # the tests may loop until something else is true
+                raise Over("nonsense")
+            return iter([value]) if name in ("iter", "await") else results.get(name, value)
 
-            return answer
+        def attribute(_: Any, name: str) -> Any:
+            if name.startswith("__"):
+                raise AttributeError(name)
+            return value
 
         names = [*results, *FORWARDED.split(), *OPERANDS.split(), *(f"r{name}" for name in OPERANDS.split())]
         names += ["call", "await"]
-        kind: Any = type("Nonsense", (), {f"__{name}__": method(name) for name in names} | {"__getattr__": attribute})
+        methods: dict[str, Any] = {f"__{name}__": functools.partial(answer, name) for name in names}
+        kind: Any = type("Nonsense", (), {**methods, "__getattr__": attribute})
         value = kind()
         self.defined = type("Defined", (kind,), {"__bool__": lambda self: True})()
 
@@ -391,12 +403,6 @@ class Nonsense:
 
     def ask(self, *request: Any) -> list[str]:
         return []
-
-
-def attribute(value: Any, name: str) -> Any:
-    if name.startswith("__"):
-        raise AttributeError(name)
-    return value
 
 
 def without_stop(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -579,7 +585,7 @@ def alike(value: Any, wanted: Any) -> bool:
     return bool(value == wanted)
 
 
-def heard(tree: ast.AST) -> ast.AST:
+def heard(tree: ast.Module) -> ast.Module:
     """Tests in which an assert that fails is known to have failed, also where the tests only print that it did."""
     for node in ast.walk(tree):
         if isinstance(node, ast.Try) and any(map(ignores, node.handlers)):

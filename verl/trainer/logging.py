@@ -5,7 +5,6 @@ A record is a flat mapping of names such as "reward/mean" to numbers, booleans o
 
 from __future__ import annotations
 
-import importlib
 import io
 import json
 import logging
@@ -23,6 +22,7 @@ from pydantic import Field
 from verl.checked import checked
 from verl.durable import LineFile, RecordFile, append_lines
 from verl.errors import ConfigError, nearest
+from verl.extras import load_extra
 from verl.record import Natural
 from verl.trainer.completions import SHOWN, CompletionFiles
 from verl.user_code import describe, show_once, traceback_of
@@ -188,7 +188,7 @@ class _RunSink:
     def completions(self, step: int, table: pa.Table) -> None:
         shown = table.slice(0, SHOWN)
         rows = [list(row.values()) for row in shown.to_pylist()]
-        self._run.log({"completions": _optional(self.name).Table(columns=shown.column_names, data=rows)}, step=step)
+        self._run.log({"completions": _library(self.name).Table(columns=shown.column_names, data=rows)}, step=step)
 
     def close(self) -> None:
         self._run.finish()
@@ -200,7 +200,7 @@ class WandbSink(_RunSink):
     name = "wandb"
 
     def __init__(self, project: str, run_id: str, directory: str | Path, config: Mapping[str, Any]) -> None:
-        self._run = _optional("wandb").init(
+        self._run = _library("wandb").init(
             project=project, id=run_id, name=run_id, dir=str(directory), config=dict(config), resume="allow"
         )
 
@@ -211,7 +211,7 @@ class TrackioSink(_RunSink):
     name = "trackio"
 
     def __init__(self, project: str, run_id: str, config: Mapping[str, Any]) -> None:
-        trackio = _optional("trackio")
+        trackio = _library("trackio")
         # Not embedded: in a notebook that would start its server within this process.
         self._run = trackio.init(project=project, name=run_id, config=dict(config), resume="allow", embed=False)
 
@@ -222,7 +222,7 @@ class MlflowSink:
     name = "mlflow"
 
     def __init__(self, project: str, run_id: str, config: Mapping[str, Any]) -> None:
-        mlflow = _optional("mlflow")
+        mlflow = _library("mlflow")
         self._client = mlflow.MlflowClient()
         experiment = mlflow.set_experiment(project)
         tags = {"verl.run_id": run_id, "mlflow.runName": run_id}
@@ -310,7 +310,7 @@ def check_loggers(sinks: Iterable[str]) -> None:
         if name not in SINKS:
             raise ConfigError(f"trainer.loggers: unknown logger '{name}', {nearest(name, SINKS)}")
         if name in EXTRAS:
-            _optional(name)
+            _library(name)
 
 
 def run_directory(log_dir: str | Path | bool | None, name: str) -> Path | None:
@@ -322,13 +322,8 @@ def run_directory(log_dir: str | Path | bool | None, name: str) -> Path | None:
     return Path(log_dir)
 
 
-def _optional(module: str) -> Any:
-    try:
-        return importlib.import_module(module)
-    except ImportError as error:
-        raise ConfigError(
-            f"trainer.loggers names {module}, which is not installed: pip install 'verl-hybrid[{module}]'"
-        ) from error
+def _library(name: str) -> Any:
+    return load_extra(name, name, "trainer.loggers")
 
 
 def _numbers(record: Record) -> dict[str, float]:

@@ -98,7 +98,7 @@ def algorithm_beside(owner: Callable[..., Any], algorithm: Any, options: Mapping
         own = [name for name in inspect.signature(owner).parameters if name not in ("self", "options")]
         for option in (option for option in options if f"has no option '{option}'" in str(error)):
             close = [f"did you mean '{name}'?" for name in get_close_matches(option, own, 1, 0.75)]
-            if phrase := takes(option) or "".join(close):
+            if phrase := takes(option, "Trainer") or "".join(close):
                 raise ConfigError(f"there is no keyword '{option}': {phrase}") from None
         raise
 

@@ -178,7 +178,7 @@ class Trainer:
             made = algorithm_beside(Trainer.__init__, algorithm or self.algorithm_name, options)
             tasks = [Task(algorithm=made, sources=given, n=n, sampling=sampling, nodes=nodes)]
         elif given or options or nodes or (algorithm, n, sampling) != (None, None, None):
-            others = "".join(f"; '{option}': {phrase}" for option in options if (phrase := takes(option)))
+            others = "".join(f"; '{option}': {phrase}" for option in options if (phrase := takes(option, "Trainer")))
             raise ConfigError(
                 f"tasks have their own reward, cost, algorithm, n, sampling and nodes: give the trainer none{others}"
             )

@@ -9,7 +9,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field, model_validator
 
-from verl.combinations import check
+from verl.combinations import check, named
 from verl.errors import ConfigError, nearest
 from verl.layout import PARALLEL, Layout, ModelShape
 from verl.models.options import full_name
@@ -191,19 +191,18 @@ class TrainOptions(TrainSettings):
     def asked(self) -> dict[str, str]:
         """What the settings are, as `verl.combinations` names it."""
         fsdp, optim = self.fsdp_config, self.optim if self.trains else None
-        gathers = fsdp.param_offload or fsdp.mixed_precision != MixedPrecision()
-        named = {
+        decays = optim is not None and optim.total_steps is None and optim.schedule != "constant"
+        return named({
+            self.strategy: f"strategy '{self.strategy}'",
             "fsdp_config": fsdp != FSDPConfig(),
             "deepspeed_config": self.deepspeed_config != DeepSpeedOptions(),
-            "gathered weights": self.strategy == "fsdp" and gathers,
+            "gathered weights": fsdp.param_offload or fsdp.mixed_precision != MixedPrecision(),
             "use_torch_compile": self.use_torch_compile,
             "use_amp": self.use_amp,
             "training": self.trains,
             "moments in bfloat16": optim is not None and optim.moments == "bfloat16",
-        }
-        schedule = optim.schedule if optim and optim.total_steps is None and optim.schedule != "constant" else ""
-        asked = {name: name for name, is_so in named.items() if is_so} | {self.strategy: f"'{self.strategy}'"}
-        return asked | ({"no end": schedule} if schedule else {})
+            "no end": optim.schedule if optim is not None and decays else "",
+        })  # fmt: skip
 
 
 class EngineOptions(TrainOptions):
@@ -234,14 +233,14 @@ class EngineOptions(TrainOptions):
         return self.optim is not None or self.optimizer is not None
 
     def asked(self) -> dict[str, str]:
-        named = {
-            "optimizer": self.optimizer and "optimizer",
-            "live optimizer": type(self.optimizer).__name__ if hasattr(self.optimizer, "param_groups") else "",
-            "gradient checkpointing": self.gradient_checkpointing and "gradient checkpointing",
-            "padding": not self.remove_padding and "padding",
-            "padded rows": not self.remove_padding and "use_remove_padding is false",
+        own: dict[str, str | bool] = {
+            "optimizer": "own optimizer" * (self.optimizer is not None),
+            "live optimizer": type(self.optimizer).__name__ * hasattr(self.optimizer, "param_groups"),
+            "gradient checkpointing": self.gradient_checkpointing,
+            "padding": not self.remove_padding,
+            "padded rows": "use_remove_padding is false" * (not self.remove_padding),
         }
-        return super().asked() | {name: text for name, text in named.items() if text}
+        return super().asked() | named(own)
 
     def frozen(self) -> EngineOptions:
         """The same for a model that is only read."""
@@ -286,9 +285,9 @@ def layout_of(options: TrainOptions, size: int, parallel: str = "data") -> Layou
     if rest:
         given = " x ".join(f"{setting}={sizes[dim]}" for setting, dim in _SIZES.items() if sizes[dim] > 1)
         raise ConfigError(f"layout: {given} does not divide the {size} rank{'s' * (size > 1)} that the model has")
-    asked = {dim: setting for setting, dim in _SIZES.items() if sizes[dim] > 1}
-    asked |= {"several ranks": str(size)} if size > 1 else {}
-    check(options.asked() | asked | ({"one data-parallel rank": "one"} if data == 1 else {}))
+    cut = {dim: setting for setting, dim in _SIZES.items() if sizes[dim] > 1}
+    ranks = {"several ranks": str(size) * (size > 1), "one data-parallel rank": data == 1}
+    check(options.asked() | cut | named(ranks))
     fsdp = options.fsdp_config
     if options.strategy != "fsdp":
         if options.strategy == "deepspeed" and options.deepspeed_config.zero_stage == 3:
@@ -310,6 +309,6 @@ def check_training(options: TrainOptions, layout: Layout, shape: ModelShape, **m
         ConfigError: the settings, the layout and the model do not go together.
     """
     layout.check(shape, options.back_end)
-    of_weights = {"frozen weights": False in shape.trained, "nothing to train": True not in shape.trained}
-    frozen = {name: name for name, is_so in of_weights.items() if is_so and options.trains}
-    check(options.asked() | layout.asked(options.back_end) | shape.asked() | frozen | more)
+    frozen = {"frozen weights": False in shape.trained, "nothing to train": True not in shape.trained}
+    asked = options.asked() | layout.asked(options.back_end) | shape.asked()
+    check(asked | (named(frozen) if options.trains else {}) | more)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Collection
 from typing import Any
 
@@ -13,6 +12,7 @@ from verl.errors import ModelError
 from verl.layout import Layout
 from verl.models.cuts import local_part
 from verl.models.heads import ValueModel
+from verl.models.portable import twin
 from verl.training.forward import Forward
 from verl.training.options import FSDPConfig, TrainOptions
 from verl.training.parallel.data import replicate, shard
@@ -65,14 +65,16 @@ def rehearse(
     """
     if layout.is_plain and splits == 1 and "batch_invariant" not in rollout:
         return
-    head = "value" if isinstance(model, ValueModel) else "lm"
     try:
-        forward = _outlined(model, head, options)
+        forward = Forward(
+            twin(model, "meta"), "value" if isinstance(model, ValueModel) else "lm", None, share_prompts=True,
+            fused_kernels=False, autocast=False, device="cpu", remove_padding=getattr(options, "remove_padding", True),
+        )  # fmt: skip
     except ModelError:  # ranks find out: there is no small model that computes as this one does
         return
     check(options.asked() | layout.asked(options.back_end) | forward.asked())
     if "embedded" in rollout and not forward.packed.supports_paged:
-        check({**{name: name for name in rollout}, "no paged forward": type(forward.packed.model).__name__})
+        check({name: name for name in rollout} | {"no paged forward": type(forward.packed.model).__name__})
     if options.back_end == "megatron":
         return
     if layout.pp > 1:
@@ -82,25 +84,7 @@ def rehearse(
     if layout.shard > 1 and options.back_end == "fsdp":
         units(forward.packed, options.fsdp_config)
     for size in {layout.tp, splits} - {1}:
-        check_tensor(_outlined(model, head, options).packed, size)
-
-
-def _outlined(model: Any, head: Any, options: TrainOptions) -> Forward:
-    """The computation of a copy without memory."""
-    weights = {
-        id(weight): nn.Parameter(weight.detach().to("meta"), weight.requires_grad) for weight in model.parameters()
-    }
-    buffers = {id(buffer): buffer.detach().to("meta") for buffer in model.buffers()}
-    return Forward(
-        copy.deepcopy(model, {**weights, **buffers}),
-        head,
-        None,
-        share_prompts=True,
-        fused_kernels=False,
-        autocast=False,
-        device="cpu",
-        remove_padding=getattr(options, "remove_padding", True),
-    )
+        check_tensor(forward.packed, size)
 
 
 def piece(weight: nn.Parameter) -> nn.Parameter:

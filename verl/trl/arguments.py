@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import math
 from collections.abc import Mapping
 from typing import Any, ClassVar
 
@@ -11,7 +12,7 @@ from typing_extensions import Self
 
 from verl.controller.ranks import torchrun_ranks
 from verl.errors import ConfigError, nearest
-from verl.trl.names import NO_EFFECT, OTHERWISE, removed
+from verl.trl.names import NO_EFFECT, OTHERWISE, REMOVED
 
 #: TRL's schedule -> ours.
 _SCHEDULES = {
@@ -88,7 +89,7 @@ class Config(_Quiet):  # type: ignore[misc]
             if value is not None and value != default and (value or default):
                 raise ConfigError(f"{kind}: {name}={value!r} is not done here: {hint}")
         elif name not in known and name not in NO_EFFECT:
-            if instead := removed(name):
+            if instead := REMOVED.get(name):
                 raise ConfigError(f"{kind} has no argument '{name}': {instead}")
             raise ConfigError(f"{kind} has no argument '{name}': {nearest(name, [*known, *NO_EFFECT])}")
         self.__dict__[name] = value
@@ -151,7 +152,7 @@ class Config(_Quiet):  # type: ignore[misc]
             "weight_decay": self.weight_decay,
             "max_grad_norm": self.max_grad_norm or None,
             "schedule": _SCHEDULES[self.lr_scheduler_type],
-            "warmup_steps": round(warmup * total) if warmup < 1 else int(warmup),
+            "warmup_steps": math.ceil(warmup * total) if warmup < 1 else int(warmup),
             "total_steps": total,
         }
 
@@ -161,7 +162,8 @@ class Config(_Quiet):  # type: ignore[misc]
         Raises:
             ConfigError: there is no such logger.
         """
-        given = [self.report_to] if isinstance(self.report_to, str) else list(self.report_to or ())
+        named: Any = self.report_to  # a script may give a list
+        given = [named] if isinstance(named, str) else list(named or ())
         names = list(_SINKS[:1]) if given == ["all"] else [name for name in given if name != "none"]
         for name in names:
             if name not in _SINKS:
@@ -174,7 +176,7 @@ class Config(_Quiet):  # type: ignore[misc]
         Raises:
             ConfigError: `model_init_kwargs` has one that there is not here.
         """
-        kwargs = self.model_init_kwargs or {}
+        kwargs: Any = self.model_init_kwargs or {}
         given = json.loads(kwargs) if isinstance(kwargs, str) else dict(kwargs)  # a command line has JSON
         for name in ("attn_implementation", "device_map", "use_cache", "low_cpu_mem_usage"):
             given.pop(name, None)  # how the model is laid out and run is decided here

@@ -463,5 +463,5 @@ def _with_state(source: Any, state: Any) -> Any:
     if "completions" not in parameters:
         return source
     bound = partial(source, trainer_state=state) if takes else partial(source)
-    bound.whole_batch = True  # type: ignore[attr-defined]
+    bound.whole_batch, bound.process = True, not takes  # type: ignore[attr-defined]  # a process would see an old state
     return bound

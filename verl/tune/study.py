@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -14,6 +13,7 @@ import numpy as np
 from verl.config import Config, load_config, run_id, to_yaml
 from verl.durable import append_lines, try_lock
 from verl.errors import ConfigError, VerlError
+from verl.extras import load_extra
 from verl.trainer.check import check_settings
 from verl.trainer.run_dir import is_finished
 from verl.tune.space import Dimension, combinations
@@ -121,7 +121,7 @@ def tune(search: Search) -> Iterator[dict[int, Outcome]]:
 
 def _open(search: Search) -> Study:
     """The study of a directory, begun if there is none."""
-    optuna = _optuna()
+    optuna = load_extra("optuna", "tune", "verl tune")
     from optuna.storages import JournalStorage
     from optuna.storages.journal import JournalFileBackend
 
@@ -243,10 +243,3 @@ def _locked(out: Path) -> Iterator[None]:
         if not is_free:
             raise ConfigError(f"another process works on the study {out}: wait for it or stop it")
         yield
-
-
-def _optuna() -> Any:
-    try:
-        return importlib.import_module("optuna")
-    except ImportError as error:
-        raise ConfigError("verl tune needs optuna, which is not installed: pip install 'verl-hybrid[tune]'") from error

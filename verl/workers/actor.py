@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from contextlib import closing, contextmanager
 from dataclasses import replace
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pyarrow as pa
@@ -26,7 +25,6 @@ from verl.rollout.episode import Episode, Outcome, Turns, outcomes, response_col
 from verl.rollout.hf import HFEngine
 from verl.rollout.options import SamplerOptions
 from verl.shard import Shard, Stream
-from verl.tensor_files import read_shards
 from verl.training.engine import TrainEngine
 from verl.training.options import EngineOptions, Head
 from verl.training.ranks import gather_json
@@ -107,6 +105,8 @@ class ActorWorker(TrainedWorker):
 
     `policy_version` counts updates; every sample carries the version that wrote it.
     """
+
+    counter = "policy_version"
 
     def __init__(
         self,
@@ -261,30 +261,6 @@ class ActorWorker(TrainedWorker):
             whole = GenerationModel(self._blank, self.train, self.place, self.engine, whole=True)
         with whole.filled() as engine:
             yield from engine.merged_shards()
-
-    @dispatch(collect="none")
-    def load_shards(self, shards: Iterable[Shard]) -> None:
-        self.engine.load_shards(shards)
-        self._hand_over()
-
-    def counts(self) -> dict[str, int]:
-        return {"policy_version": self.policy_version}
-
-    @dispatch(collect="none")
-    def load(
-        self,
-        weights: Sequence[str],
-        optimizer: Sequence[str],
-        meta: Mapping[str, Any],
-        names: Sequence[str] | None = None,
-    ) -> None:
-        """Go on from what `save` wrote, at any layout: every rank reads its pieces out of the files."""
-        rest = dict(meta)
-        self.policy_version = int(rest.pop("policy_version"))
-        self.load_weights(weights, names)
-        if "train" in self.place.meshes:
-            self.engine.load_state(read_shards(map(Path, optimizer)), rest)
-        self._hand_over()
 
     def _hand_over(self) -> dict[str, float]:
         """Give the rollout engine the weights and their version; the metrics of `SyncCheck`."""
