@@ -53,7 +53,7 @@ def test_a_process_that_listens_is_named_with_its_test(tmp_path: Path, options: 
     assert "(started by test_it.py::test_one)" in output
 
 
-@pytest.mark.parametrize("wrong", ["", "assert False"])
+@pytest.mark.parametrize("wrong", [pytest.param("", marks=pytest.mark.slow), "assert False"])
 def test_shared_memory_and_mounts_are_named(tmp_path: Path, wrong: str) -> None:
     if os.geteuid():
         pytest.skip("only root may mount")

@@ -60,7 +60,7 @@ def test_a_policy_comes_nearer_to_its_teacher(tiny: Path, tmp_path: Path) -> Non
         actor = verl.Actor(str(tiny), optim={"lr": lr}, sampling={"max_new_tokens": 8, "ignore_eos": True})
         actor.make_reference(str(tmp_path / "teacher"))
         trainer = verl.Trainer(actor, algorithm="distillation", n=32, log_dir=False)
-        records = [trainer.step(PROMPTS) for _ in range(30)]
+        records = [trainer.step(PROMPTS) for _ in range(30 if lr else 5)]
         assert "reward" not in records[0]
         curves[lr] = [record["kl"] for record in records]
     learned, control = (sum(curves[lr][-5:]) / 5 for lr in (1e-2, 0.0))

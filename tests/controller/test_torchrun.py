@@ -69,6 +69,7 @@ def test_two_ranks_equal_one_process(alone: tuple[Path, Path], tmp_path: Path, s
     assert_equal_runs(expected, tmp_path)
 
 
+@pytest.mark.slow
 def test_two_ranks_with_a_part_of_the_models_each_equal_one_process(alone: tuple[Path, Path], tmp_path: Path) -> None:
     model, expected = alone
     job(2, SCRIPT, model, tmp_path, "null", json.dumps({"strategy": "fsdp"}))

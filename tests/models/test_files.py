@@ -262,7 +262,17 @@ def harmless() -> dict[str, tuple[str, Weights]]:
     }
 
 
-@pytest.mark.parametrize("what", [*harmless()])
+HARMLESS = (
+    "tied under both names", "tied under the other name", "buffers", "masks of attention", "without the prefix",
+    "experts one by one", "position ids", "gemma", "qwen2",
+)  # fmt: skip
+
+
+def test_what_is_no_fault_has_its_cases() -> None:
+    assert {*HARMLESS} == harmless().keys()
+
+
+@pytest.mark.parametrize("what", HARMLESS)
 @pytest.mark.parametrize("shards", [1, 2])
 def test_what_is_no_fault_is_loaded_whole_and_by_parts(what: str, shards: int, tmp_path: Path) -> None:
     kind, weights = harmless()[what]

@@ -33,8 +33,15 @@ def batch_of(rows: int, length: int) -> Batch:
     )
 
 
-@pytest.mark.parametrize("checkpointing", [False, True])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(
+    ("dtype", "checkpointing"),
+    [
+        (torch.float32, False),
+        (torch.bfloat16, True),
+        pytest.param(torch.float32, True, marks=pytest.mark.slow),
+        pytest.param(torch.bfloat16, False, marks=pytest.mark.slow),
+    ],
+)
 @pytest.mark.parametrize(
     ("hidden", "layers", "rows", "length"),
     [

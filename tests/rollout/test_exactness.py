@@ -201,7 +201,7 @@ def test_the_hf_engine_generates_across_a_change_of_rotary_embeddings(make_model
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
-@pytest.mark.parametrize("kind", ["llama", "qwen2", "mistral"])
+@pytest.mark.parametrize("kind", ["llama", pytest.param("qwen2", marks=pytest.mark.slow), "mistral"])
 def test_batch_invariant_responses_do_not_depend_on_how_steps_are_divided(
     make_model: MakeModel, kind: str, dtype: torch.dtype
 ) -> None:

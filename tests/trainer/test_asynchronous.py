@@ -174,7 +174,8 @@ def test_in_flight_prompts_survive_a_resume(tiny: Path, tmp_path: Path) -> None:
     assert {id_.split("/")[0] for id_ in every} | set(untrained) == {f"p{n}" for n in range(prompts.position)}
 
 
-@pytest.mark.parametrize("transport", ["shared_memory", pytest.param("queue", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("transport", ["shared_memory", "queue"])
 def test_transports_and_staleness_zero_are_synchronous_training(tiny: Path, transport: str) -> None:
     """With no staleness and a policy that does not move within a step, both drivers sample the same tokens."""
     asynchronous = make(tiny, max_staleness=0, transport=transport)

@@ -1,6 +1,7 @@
 """The user's files are part of a run: an edit between two attempts is refused, or recorded."""
 
 import json
+import os
 import sys
 from pathlib import Path
 
@@ -50,6 +51,17 @@ def test_a_damaged_record_is_told(content: str) -> None:
     (run.path / "code.json").write_text(content)
     with pytest.raises(ConfigError, match=r"code\.json is damaged"):
         attempt({"a": "1"})
+
+
+def test_an_edit_of_equal_size_within_a_second_is_what_is_imported(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys, "dont_write_bytecode", False)
+    for value in (1, 2):
+        (tmp_path / "mine.py").write_text(f"def f():\n    return {value}\n")
+        os.utime(tmp_path / "mine.py", (10**9, 10**9))
+        monkeypatch.setattr(loading, "user_modules", {})
+        assert load_function("mine.py:f")() == value
 
 
 def test_files_are_those_that_settings_name_as_imported_and_what_they_import(

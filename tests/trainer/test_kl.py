@@ -135,7 +135,9 @@ def test_a_run_measures_it_and_learns_as_without(tmp_path: Path, tiny: Path) -> 
 @pytest.mark.parametrize(
     "layout",
     [
-        {"trainer.placement": {"rollout": "cpu:0", "actor": "cpu:1", "reference": "cpu:0"}},
+        pytest.param(
+            {"trainer.placement": {"rollout": "cpu:0", "actor": "cpu:1", "reference": "cpu:0"}}, marks=pytest.mark.slow
+        ),
         {"trainer.placement": "cpu:0-1", "actor_rollout_ref.actor.strategy": "fsdp"},
     ],
     ids=["apart", "fsdp"],

@@ -485,7 +485,7 @@ def test_a_run_of_nothing_but_failures_is_an_error_and_not_taken_for_trained(tmp
     ("reward", "words"),
     [
         ("nothing", "reward 'nothing' gave no finite number"),
-        ("huge", "reward 'huge' failed on every sample"),
+        pytest.param("huge", "reward 'huge' failed on every sample", marks=pytest.mark.slow),
         ("broken", "reward 'broken' failed on every sample"),
         ("high", "no token had a gradient other than 0: reward 'high' gave the samples of a prompt one number"),
     ],

@@ -8,8 +8,9 @@ import os
 import sys
 from collections.abc import Callable
 from functools import cache
+from importlib.machinery import SourceFileLoader
 from pathlib import Path
-from types import ModuleType
+from types import CodeType, ModuleType
 from typing import Any
 
 from verl.errors import ConfigError, RewardError, nearest
@@ -72,11 +73,19 @@ def load_function(spec: str) -> Callable[..., Any]:
     return function  # type: ignore[no-any-return]
 
 
+class _Uncached(SourceFileLoader):
+    """Compiles the file as it is: Python's cached bytecode stays valid for edits of equal size within a second."""
+
+    def get_code(self, fullname: str) -> CodeType:
+        return self.source_to_code(self.get_data(self.path), self.path)
+
+
 def _import(path: Path) -> ModuleType:
     name = f"verl_user_{path.stem}_{hashlib.sha256(str(path).encode()).hexdigest()[:8]}"
     if name in user_modules:
         return user_modules[name]
-    spec = importlib.util.spec_from_file_location(name, path)
+    loader = _Uncached(name, str(path)) if path.suffix == ".py" else None
+    spec = importlib.util.spec_from_file_location(name, path, loader=loader)
     if spec is None or spec.loader is None:
         raise ConfigError(f"{path} is no Python file")
     _imported[path] = digest(str(path))
