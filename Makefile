@@ -11,8 +11,8 @@ WORKERS ?= 2
 BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
 MODEL := models/SmolLM2-135M-Instruct
-# One OpenMP pool a process, and no test reaches for a model hub.
-TEST_ENV := OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 TOKENIZERS_PARALLELISM=false
+# One OpenMP pool a process, no test reaches for a model hub, and what is compiled is kept for the many processes of tests.
+TEST_ENV := OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 TOKENIZERS_PARALLELISM=false PYTHONDONTWRITEBYTECODE=
 VLLM_TESTS := $(wildcard tests/rollout/test_vllm*.py)
 PYTEST := $(TEST_ENV) $(BIN)/python -m pytest -n $(WORKERS) --dist worksteal $(TEST_ARGS)
 # One test at a time: they start processes of their own.

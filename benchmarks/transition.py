@@ -29,12 +29,12 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from moved import MeasuredWeights, is_cut, moved_bytes, paper_table
 from torch import nn
 from transformers import AutoModelForCausalLM, LlamaConfig
 
 from verl.batch import Batch
-from verl.hybrid.meshes import generation_mesh, paper_table
-from verl.hybrid.weights import HybridWeights
+from verl.hybrid.meshes import generation_mesh
 from verl.layout import Layout, Mesh
 from verl.models.shards import named_weights
 from verl.training.options import EngineOptions
@@ -128,14 +128,14 @@ def measure_transition(args: argparse.Namespace, train: Layout, group: Any) -> d
         mesh = Mesh(tuple(range(layout.size)), layout)
         engine = engine_of(args, mesh, group)
         target = generation_mesh(mesh, pg, tg)
-        weights = HybridWeights(engine, target, group, overlap=False, bucket_bytes=int(args.bucket * MB))
+        weights = MeasuredWeights(engine, target, group, overlap=False, bucket_bytes=int(args.bucket * MB))
         seconds = [timed_transition(weights) for _ in range(1 + args.repeats)][1:]
-        moved = weights.plan.moved(dist.get_rank(), cut_alone=True)
-        copies = weights.plan.moved(dist.get_rank()).target - moved.target
+        moved = moved_bytes(weights.plan, dist.get_rank(), cut_alone=True)
+        copies = moved_bytes(weights.plan, dist.get_rank()).target - moved.target
         specs = weights.plan.specs.values()
         found[name] = {
             "seconds": seconds,
-            "cut": sum(spec.nbytes for spec in specs if weights.plan.is_cut(spec.name)),
+            "cut": sum(spec.nbytes for spec in specs if is_cut(weights.plan, spec.name)),
             "received": weights.received,
             "planned": moved.received,
             "peak": weights.peak,
@@ -146,7 +146,7 @@ def measure_transition(args: argparse.Namespace, train: Layout, group: Any) -> d
     return found
 
 
-def timed_transition(weights: HybridWeights) -> float:
+def timed_transition(weights: MeasuredWeights) -> float:
     dist.barrier()
     began = time.perf_counter()
     weights.start()
@@ -163,7 +163,7 @@ def measure_overlap(args: argparse.Namespace, train: Layout, group: Any) -> dict
     target = generation_mesh(mesh, 1, args.tg)
     model = engine_of(args, target, dist.new_group(timeout=timedelta(seconds=DEADLINE)))
     targets = dict(named_weights(model.model))
-    weights = HybridWeights(engine, target, group, targets, bucket_bytes=int(args.bucket * MB))
+    weights = MeasuredWeights(engine, target, group, targets, bucket_bytes=int(args.bucket * MB))
     forward = Forwards(model, weights)
     length = min(args.tokens, 512) - 1
     rows = max(1, args.tokens // (length + 1))
@@ -204,7 +204,7 @@ class Forwards:
         spans: (name, begin, end) in seconds of `time.perf_counter`.
     """
 
-    def __init__(self, engine: TorchEngine, weights: HybridWeights) -> None:
+    def __init__(self, engine: TorchEngine, weights: MeasuredWeights) -> None:
         self.spans: list[tuple[str, float, float]] = []
         known = {id(weight): name for name, weight in named_weights(engine.model)}
         for module in engine.model.modules():
@@ -214,7 +214,7 @@ class Forwards:
         for number, layer in enumerate(engine.model.model.layers):
             self._note(f"layer {number}", layer)
 
-    def _waiting(self, names: list[str], weights: HybridWeights) -> Any:
+    def _waiting(self, names: list[str], weights: MeasuredWeights) -> Any:
         def wait(module: nn.Module, args: Any) -> None:
             began = time.perf_counter()
             for name in names:
@@ -230,7 +230,7 @@ class Forwards:
         layer.register_forward_hook(lambda *_: self.spans.append((name, begun.pop(), time.perf_counter())))
 
 
-def chrome_trace(began: float, weights: HybridWeights, forward: Forwards) -> list[dict[str, Any]]:
+def chrome_trace(began: float, weights: MeasuredWeights, forward: Forwards) -> list[dict[str, Any]]:
     """Events of one rank: buckets in one row, layers in another."""
     rows = [(f"bucket {number}", *span, "weights") for number, span in enumerate(weights.spans)]
     rows += [(*span, "waiting" if span[0].startswith("wait") else "prompts") for span in forward.spans]

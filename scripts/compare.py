@@ -11,8 +11,9 @@ and the first three steps of the main job, examples/grpo_arithmetic.yaml, in fp3
 and the final weights, have to be equal. A metric that OLD does not have is listed and no difference. The scripts and
 the recipe are those of this checkout, whatever OLD and NEW have, and use the command line and public names alone.
 
---time lets both work in turn on the same prompts, for seven pairs, and gives the median of their ratios: about 1.00 for
-equal work, more where NEW takes longer. Beyond 1.00 ± 0.02 it is different.
+--time lets both do the same work at the same time on one core, which the system shares out between them every few
+milliseconds: whatever else the machine does slows both alike. The median ratio of seven pairs is about 1.00 for equal
+work, more where NEW takes longer. Beyond 1.00 ± 0.02 it is different.
 
 Exit status: 0 equal, 1 different, 2 could not run.
 """
@@ -60,7 +61,7 @@ MEASURED, STAMPS = ("time/", "busy/", "_per_s", "memory/"), ("time",)
 SECONDS_A_PROCESS, SECONDS_FOR_ALL_STEPS, SECONDS_A_WINDOW = 1800, 36000, 600
 PAIRS, TOLERANCE = 7, 0.02
 #: What is timed -> how many times each checkout does it in a pair.
-WINDOWS = {"rollout": 4, "step": 2}
+WINDOWS = {"rollout": 2, "step": 1}
 
 Steps = Sequence[Mapping[str, float]]
 
@@ -290,11 +291,15 @@ class Worker:
         line, _, self._answer = self._answer.partition(b"\n")
         return line.decode()
 
-    def seconds(self, work: str) -> float:
-        """CPU seconds of this work, done now."""
+    def begin(self, work: str) -> None:
+        """Let it work; the answer is its CPU seconds."""
         assert self.process.stdin is not None
         self.process.stdin.write(f"{work}\n".encode())
-        return float(self.answer(SECONDS_A_WINDOW))
+
+    def move_to(self, core: int) -> None:
+        """Let every thread run on this core alone."""
+        for thread in os.listdir(f"/proc/{self.process.pid}/task"):
+            os.sched_setaffinity(int(thread), {core})
 
     def close(self) -> None:
         self.process.kill()
@@ -302,12 +307,13 @@ class Worker:
 
 
 def pair(workers: Sequence[Worker], work: str, windows: int) -> float:
-    """NEW's CPU seconds over OLD's. Both work in turn in short windows, A B B A: what else the machine does in these
-    seconds is the same for both."""
+    """NEW's CPU seconds over OLD's, of work that both do at the same time."""
     spent = [0.0, 0.0]
-    for window in range(windows):
-        for which in (0, 1) if window % 2 == 0 else (1, 0):
-            spent[which] += workers[which].seconds(work)
+    for _ in range(windows):
+        for worker in workers:
+            worker.begin(work)
+        for side, worker in enumerate(workers):
+            spent[side] += float(worker.answer(SECONDS_A_WINDOW))
     return spent[1] / spent[0]
 
 
@@ -321,19 +327,22 @@ def time_both(old: Path, new: Path) -> bool:
             workers.append(Worker(checkout, Path(scratch, side)))
             stack.callback(workers[-1].close)
             workers[-1].answer(SECONDS_A_PROCESS)
+        core = min(os.sched_getaffinity(0))
+        for worker in workers:
+            worker.move_to(core)
         ratios: dict[str, list[float]] = {work: [] for work in WINDOWS}
         for number in range(1, PAIRS + 1):
             for work, windows in WINDOWS.items():
                 ratios[work].append(pair(workers, work, windows))
             say(began, f"pair {number} of {PAIRS}: " + ", ".join(f"{w} {r[-1]:.3f}" for w, r in ratios.items()))
     good = True
-    for work, found in ratios.items():
-        middle = statistics.median(found)
+    for work, of_pairs in ratios.items():
+        middle = statistics.median(of_pairs)
         same = abs(middle - 1) <= TOLERANCE
         good &= same
         more = f"{abs(middle - 1):.1%} {'more' if middle > 1 else 'less'}"
         verdict = "as fast" if same else f"DIFFERENT: NEW takes {more}"
-        print(f"{work:8} {middle:.3f} of OLD's CPU seconds ({min(found):.3f} to {max(found):.3f}): {verdict}")
+        print(f"{work:8} {middle:.3f} of OLD's CPU seconds ({min(of_pairs):.3f} to {max(of_pairs):.3f}): {verdict}")
     return good
 
 

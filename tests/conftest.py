@@ -2,33 +2,32 @@
 
 from __future__ import annotations
 
+import gc
 import os
+import shutil
 import signal
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator, Iterator
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import pytest
-import torch
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-from transformers import (
-    AutoModelForCausalLM,
-    AutoTokenizer,
-    GPT2Config,
-    LlamaConfig,
-    PreTrainedTokenizerFast,
-    Qwen2Config,
-)
 
 import tests.properties  # noqa: F401 - its profiles
-from tests import leaks, session
+from tests import forked, leaks, session
 from tests.session import (  # noqa: F401 - hooks
     pytest_addoption,
     pytest_collection_modifyitems,
     pytest_report_collectionfinish,
     pytest_runtest_protocol,
 )
+
+if TYPE_CHECKING:
+    import torch
+    from transformers import PreTrainedTokenizerFast
+
+#: Libraries are imported where they are used: the first process of xdist, which runs no test, needs none of them.
 
 
 @pytest.fixture(autouse=True)
@@ -44,9 +43,25 @@ def pytest_configure(config: pytest.Config) -> None:
     session.pytest_configure(config)
 
 
+@pytest.hookimpl(wrapper=True)
+def pytest_collection(session: pytest.Session) -> Generator[None, object, object]:
+    """Modules and tests stay to the end: without them the collector of garbage has a hundredth of the objects to walk
+    through, again and again."""
+    if session.config.getoption("numprocesses", None):
+        return (yield)  # the tests are collected by other processes
+    import torch
+
+    torch.set_num_threads(1)
+    gc.disable()
+    try:
+        return (yield)
+    finally:
+        gc.freeze()
+        gc.enable()
+
+
 os.environ["HF_HUB_OFFLINE"] = "1"
 os.environ["RAY_DEDUP_LOGS"] = "0"  # read when Ray is imported, which a test may do before the package
-torch.set_num_threads(1)
 # A shell's background job ignores Ctrl-C, and so would all that the tests start.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -59,17 +74,26 @@ CHAT = (
 )
 IDS = {"vocab_size": 260, "bos_token_id": 0, "eos_token_id": 0, "pad_token_id": 0}
 SIZES = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
-CONFIGS = {
-    "llama": lambda: LlamaConfig(**IDS, **SIZES, num_key_value_heads=2, tie_word_embeddings=True),
-    "qwen2": lambda: Qwen2Config(**IDS, **SIZES, num_key_value_heads=2),
-    # Heads as wide as vLLM's CPU kernels want them.
-    "wide": lambda: LlamaConfig(**IDS, **SIZES | {"hidden_size": 128}, num_key_value_heads=2, tie_word_embeddings=True),
-    "gpt2": lambda: GPT2Config(**IDS, n_embd=32, n_layer=2, n_head=4, n_positions=256),
-}
+
+
+def config_of(kind: str) -> Any:
+    """The configuration of a tiny model."""
+    from transformers import GPT2Config, LlamaConfig, Qwen2Config
+
+    if kind == "gpt2":
+        return GPT2Config(**IDS, n_embd=32, n_layer=2, n_head=4, n_positions=256)
+    if kind == "qwen2":
+        return Qwen2Config(**IDS, **SIZES, num_key_value_heads=2)
+    # "wide": heads as wide as vLLM's CPU kernels want them.
+    sizes = SIZES | ({"hidden_size": 128} if kind == "wide" else {})
+    return LlamaConfig(**IDS, **sizes, num_key_value_heads=2, tie_word_embeddings=True)
 
 
 def byte_tokenizer(merges: tuple[tuple[str, str], ...] = ()) -> PreTrainedTokenizerFast:
     """One token a byte, and one for each merge."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
     letters = sorted(pre_tokenizers.ByteLevel.alphabet())
     tokens = [*SPECIAL, *letters, *(a + b for a, b in merges)]
     core = Tokenizer(models.BPE(vocab={token: i for i, token in enumerate(tokens)}, merges=list(merges)))
@@ -79,10 +103,13 @@ def byte_tokenizer(merges: tuple[tuple[str, str], ...] = ()) -> PreTrainedTokeni
     return PreTrainedTokenizerFast(tokenizer_object=core, eos_token="<|end|>", pad_token="<|end|>", chat_template=CHAT)
 
 
-def save_tiny(path: Path, kind: str = "llama", dtype: torch.dtype = torch.float32, seed: int = 0) -> Path:
-    """A tiny random model and its tokenizer, as a Hugging Face directory."""
+def save_tiny(path: Path, kind: str = "llama", dtype: torch.dtype | None = None, seed: int = 0) -> Path:
+    """A tiny random model (in fp32 unless `dtype` says otherwise) and its tokenizer, as a Hugging Face directory."""
+    import torch
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
     torch.manual_seed(seed)
-    model = AutoModelForCausalLM.from_config(CONFIGS[kind](), dtype=dtype)
+    model = AutoModelForCausalLM.from_config(config_of(kind), dtype=dtype or torch.float32)
     model.save_pretrained(path)
     byte_tokenizer().save_pretrained(path)
     assert AutoTokenizer.from_pretrained(path).eos_token_id == 0
@@ -98,9 +125,15 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="session")
 def make_tiny(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
     """Tiny model directories: `make_tiny(kind, dtype, seed)`."""
-    return lambda kind="llama", dtype=torch.float32, seed=0: save_tiny(
-        tmp_path_factory.mktemp("models") / f"tiny-{kind}", kind, dtype, seed
-    )
+    models: dict[Any, Path] = {}
+
+    def make(kind: str = "llama", dtype: torch.dtype | None = None, seed: int = 0) -> Path:
+        folder = tmp_path_factory.mktemp("models")
+        if (kind, dtype, seed) not in models:
+            models[kind, dtype, seed] = save_tiny(folder / f"saved-{kind}", kind, dtype, seed)
+        return Path(shutil.copytree(models[kind, dtype, seed], folder / f"tiny-{kind}"))
+
+    return make
 
 
 class Plain:
@@ -115,7 +148,7 @@ class Plain:
             mode,
             *([] if version is None else [str(version)]),
         ]
-        self.process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+        self.process = forked.Popen(command, stdout=subprocess.PIPE, text=True)
         assert self.process.stdout is not None
         self.port = int(self.process.stdout.readline())
         self.url = f"http://127.0.0.1:{self.port}"

@@ -10,6 +10,7 @@ import atexit
 import os
 import secrets
 import shutil
+import signal
 import tempfile
 import time
 from collections.abc import Iterator
@@ -127,7 +128,11 @@ def pytest_sessionfinish(session: pytest.Session) -> None:
     if leaks is None:
         return
     # What ends with this process is nothing left behind.
-    forkserver._forkserver._stop()  # type: ignore[attr-defined]
+    server = forkserver._forkserver  # type: ignore[attr-defined]
+    if server._forkserver_pid is not None:
+        # It would end with a pipe that processes forked from this one, such as a reward's, hold open too.
+        os.kill(server._forkserver_pid, signal.SIGTERM)
+    server._stop()
     atexit._run_exitfuncs()
     resource_tracker._resource_tracker._stop()  # type: ignore[attr-defined]
     left = leaks.found()

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+
 import pyarrow.dataset
 import reasoning_gym
 import rich.live
@@ -22,6 +24,7 @@ import verl.training.torch_engine
 import verl.workers.actor
 
 torch.set_num_threads(1)
+gc.freeze()  # in no forked process does the collector walk through what is here
 
 __all__ = [
     "GPT2LMHeadModel", "LlamaForCausalLM", "Qwen2ForCausalLM", "SummaryWriter", "pyarrow", "reasoning_gym", "rich",

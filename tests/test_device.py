@@ -19,10 +19,10 @@ import pytest
 import torch
 
 import verl
+from benchmarks import calibrate
 from verl import device
 from verl.algorithms import make_algorithm
 from verl.cli.doctor import check_devices, check_space
-from verl.cli.plan import cluster_of
 from verl.config import build_config
 from verl.controller.controller import Controller
 from verl.controller.placement import DeviceMesh
@@ -30,7 +30,6 @@ from verl.device import free_memory, peak_memory
 from verl.errors import ConfigError, ModelError
 from verl.models.loading import load_model, load_tokenizer
 from verl.models.packed import PackedModel
-from verl.planner import calibrate
 from verl.planner.hardware import sheet_of
 from verl.roles.layouts import generation_seconds
 from verl.rollout.embedded import EmbeddedEngine
@@ -419,15 +418,15 @@ def test_a_calibration_is_of_the_accelerator(fake: Fake, monkeypatch: pytest.Mon
     monkeypatch.setattr(torch.nn.functional, "linear", product)
     monkeypatch.setattr(torch.Tensor, "pin_memory", lambda self: self)
     monkeypatch.setattr(calibrate, "_collective", link)
-    found = cluster_of("2xhere", None, None, True).device
+    measured = calibrate.measure()
     assert set(places) == {("meta", "meta", torch.bfloat16)} and linked == ["meta"]
-    assert found.memory == 80 << 30
-    sheet = sheet_of(name)
+    assert (measured.kind, measured.network) == (name, 1e9) and measured.host is not None
+    sheet, shares = sheet_of(name), measured.efficiency
     if sheet is None:
-        assert (found.name, found.link) == (name, 1e9) and found.host != found.bandwidth
+        assert shares is None
     else:
-        assert replace(sheet, memory=found.memory) == found
         assert sheet.name == {"H": "H100", "A": "A100-40"}[name[7]]
+        assert shares is not None and shares.network == 1e9 / sheet.link
 
 
 @pytest.mark.usefixtures("no_host")

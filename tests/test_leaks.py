@@ -21,7 +21,7 @@ LISTENER = (
 
 def session(folder: Path, test: str, *options: str) -> tuple[int, str]:
     """Exit status and output of a session of one test."""
-    (folder / "conftest.py").write_text(CONFTEST + "import tests.leaks\ntests.leaks.GRACE = 1.0\n")
+    (folder / "conftest.py").write_text(CONFTEST + "import tests.leaks\ntests.leaks.GRACE = 0.3\n")
     (folder / "test_it.py").write_text(test)
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "--rootdir", str(folder), *options]
     env = {name: value for name, value in os.environ.items() if name not in (MARK, "PYTEST_CURRENT_TEST", "RAY_TMPDIR")}
@@ -34,7 +34,9 @@ def test_a_clean_session_passes(tmp_path: Path) -> None:
     assert (status, "left behind" in output) == (0, False), output
 
 
-@pytest.mark.parametrize("options", [(), ("-n", "1")], ids=["one process", "xdist"])
+@pytest.mark.parametrize(
+    "options", [(), pytest.param(("-n", "1"), marks=pytest.mark.slow)], ids=["one process", "xdist"]
+)
 def test_a_process_that_listens_is_named_with_its_test(tmp_path: Path, options: tuple[str, ...]) -> None:
     test = (
         "import subprocess, sys, pathlib\n"

@@ -1,16 +1,25 @@
 """Whatever a public constructor or call is given: an error of this package, a TypeError about a missing or unknown
-argument, or something that works with finite numbers. Calls are made from signatures."""
+argument, or something that works with finite numbers, within seconds and bounded memory. Calls are made from
+signatures, each in a process of its own."""
 
 from __future__ import annotations
 
 import inspect
 import itertools
+import json
 import math
+import os
+import pkgutil
 import random
 import re
-from collections.abc import Callable, Iterator
+import resource
+import signal
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import asdict, dataclass
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +36,8 @@ from verl.data.prompts import load_prompts
 from verl.data.task_loader import get_dataloader
 from verl.errors import VerlError
 from verl.rewards.make import make_reward
+from verl.rewards.source import run_reward, source_of
+from verl.roles.columns import as_responses
 from verl.rollout.guards import GuardModel
 from verl.rollout.tools import ToolEpisode, tool
 from verl.trainer.evaluation import HeldOut, binomial_interval, paired_bootstrap
@@ -40,6 +51,8 @@ ODD: tuple[Any, ...] = (
     object(),
     Path("some/where"), torch.zeros(2), range(3), complex(1, 1),
 )  # fmt: skip
+#: What a call may take, with one step of what it makes.
+SECONDS, BYTES = 5.0, 1 << 30
 #: Arguments that no call is tried with: they start processes or listen.
 LEFT_OUT = {"placement", "device_map", "num_rollout_workers", "num_update_workers", "workers"}
 
@@ -75,92 +88,135 @@ def step(trainer: Any) -> Any:
     return [value for value in numbers.values() if isinstance(value, float)]
 
 
-def sampled(actor: verl.Actor, params: verl.SamplingParams) -> Any:
-    if params.max_new_tokens > 50:
-        return []
-    return actor.generate_sequences(["ab"], **asdict(params)).tensor("rollout_log_probs").tolist()
+def trained(actor: verl.Actor) -> Any:
+    return step(verl.Trainer(actor, reward_fn=letters, log_dir=False, n=2, sampling={"max_new_tokens": 3}))
 
 
-def learned(name: str) -> Callable[[Any], Any]:
-    def use(algorithm: Any) -> Any:
-        batch = algorithm.extend(test_options.samples(name, 0))
-        if name == "kto":
-            return []
-        return test_options.losses(algorithm, "actor", algorithm.prepare(batch)[0], 0)[:1]
+def sampled(actor: verl.Actor, **sampling: Any) -> Any:
+    return actor.generate_sequences(["ab"], n=2, **sampling).tensor("rollout_log_probs").tolist()
 
-    return use
+
+def scored(reward: Any) -> Any:
+    return run_reward(source_of(reward), as_responses(["ab", "c"])).as_batch()["reward"]
+
+
+def ran(actor: verl.Actor, *stages: Any) -> Any:
+    pipeline = verl.RLDataPipeline()
+    for number, stage in enumerate(stages or [actor]):
+        pipeline.add_stage(f"stage {number}", stage)
+    return list(pipeline.run(["ab"]).metrics.values())
 
 
 def targets(folder: Path) -> Iterator[Target]:
     actor = model(folder)
-    path = actor.path if hasattr(actor, "path") else str(folder / "fuzzed")
-    options = ("lr", "max_new_tokens", "top_p", "micro_batch_size", "use_amp", "dtype", "epochs", "kv_cache_gb")
-    yield Target(verl.Actor, {"model": path}, lambda made: made.generate_sequences(["ab"], max_new_tokens=2), options)
-    yield Target(verl.Critic, {"model": path}, further=options[:1])
-    reward = (
-        "timeout",
-        "retries",
-        "default_reward",
-        "max_failure_rate",
-        "smoothing",
-        "batch_size",
-        "whole_batch",
-        "name",
-    )
-    yield Target(verl.Reward, {"reward_fn": letters}, lambda made: made.get_reward(["ab", "c"])["reward"], reward)
-    yield Target(
-        make_reward, {"source": {"a": letters, "b": (letters, 0.5)}}, further=("weights", "partial", "timeout")
-    )
-    for kind in ("math", "code", "task"):
+    path = str(folder / "fuzzed")
+    samples = actor.generate_sequences(["ab"], n=2, max_new_tokens=3)
+    yield from models(actor, path, samples)
+    yield from rewards()
+    yield from trainers(actor)
+    yield from data(actor, samples)
+    yield Target(SafetyGuard, {"monitor_metrics": ["reward"]}, lambda guard: guard.observe({"reward": 0.5, "step": 1}))
+    weights = {"initial_weights": {"a": 1.0, "b": 2.0}}
+    yield Target(DynamicTaskWeightScheduler, weights, lambda tasks: tasks.update(1, {"a": {"reward/mean": 1.0}}))
+    yield Target(binomial_interval, {"successes": 1, "total": 2}, lambda share: [share.low, share.high])
+    yield Target(paired_bootstrap, {"before": [0.0, 1.0], "after": [1.0, 1.0]}, lambda gain: [gain.low, gain.high])
+    yield Target(ToolEpisode, {"tools": [count]})
+    yield Target(tool, {"function": count})
+    yield Target(GuardModel, {"model_name": path}, lambda guard: guard.judge("a", "b"))
+    for name in (*ONLINE, *OFFLINE):
+        further = tuple(field for field in vars(make_algorithm(name)) if not field.startswith("_"))
         yield Target(
-            make_reward, {"source": kind}, further=("timeout", "retries", "name", "exact", "parallel", "partial")
+            lambda _name=name, **options: make_algorithm(_name, **options),
+            {},
+            partial(test_options.answers, name),
+            further,
         )
+
+
+def models(actor: verl.Actor, path: str, samples: Batch) -> Iterator[Target]:
+    options = ("lr", "max_new_tokens", "top_p", "micro_batch_size", "use_amp", "dtype", "epochs", "kv_cache_gb")
+    yield Target(verl.Actor, {"model": path, "sampling": {"max_new_tokens": 3}}, trained, options)
+    values = lambda critic: critic.compute_values(samples).tensor("values").tolist()  # noqa: E731
+    yield Target(verl.Critic, {"model": path}, values, ("lr", "micro_batch_size", "epochs", "dtype"))
+    update = lambda updater: [*updater.update(samples, [0.0, 1.0]).values()]  # noqa: E731
+    further = ("clip_ratio", "kl_in", "norm_adv_by_std")
+    yield Target(verl.Updater, {"algorithm": "grpo", "actor": actor}, update, further)
+    yield Target(verl.SamplingParams, {"max_new_tokens": 3}, lambda params: sampled(actor, **asdict(params)))
+    sampling = ("max_new_tokens", "temperature", "top_k", "stop")
+    yield Target(actor.generate_sequences, {"prompts": ["ab"], "max_new_tokens": 3}, further=sampling)
+    yield Target(actor.update, {"sequences": samples, "rewards": [0.0, 1.0]}, lambda metrics: [*metrics.values()])
+    yield Target(actor.compute_log_probs, {"sequences": samples})
+    yield Target(actor.make_reference, {}, lambda _: actor.compute_ref_log_probs(samples)["ref_log_probs"])
+    critic = verl.Critic(path)
+    yield Target(critic.compute_values, {"sequences": samples})
+    yield Target(critic.update, {"sequences": samples, "rewards": [0.0, 1.0]}, lambda metrics: [*metrics.values()])
+
+
+def rewards() -> Iterator[Target]:
+    further = ("timeout", "retries", "default_reward", "max_failure_rate", "smoothing", "batch_size")
+    further = (*further, "whole_batch", "name")
+    yield Target(verl.Reward, {"reward_fn": letters}, scored, further)
+    several = {"source": {"a": letters, "b": (letters, 0.5)}}
+    yield Target(make_reward, several, scored, ("weights", "partial", "timeout"))
+    for kind in ("math", "code", "task"):
+        options = ("timeout", "retries", "name", "exact", "parallel", "partial")
+        yield Target(make_reward, {"source": kind}, scored, options)
     url = {"url": "http://127.0.0.1:9"}
     judge = ("template", "parse", "scale", "system", "max_tokens", "temperature", "timeout", "retries", "api_key")
-    yield Target(verl.Reward, {**url, "template": "{response}"}, further=judge)
-    yield Target(
-        verl.Updater, {"algorithm": "grpo", "actor": actor}, further=("clip_ratio", "kl_in", "norm_adv_by_std")
-    )
+    yield Target(verl.Reward, {**url, "template": "{response}"}, further=judge)  # a retry waits
+    yield Target(verl.Reward(letters).get_reward, {"sequences": ["ab"]}, lambda scores: scores["reward"])
+
+
+def trainers(actor: verl.Actor) -> Iterator[Target]:
     trainer = {"actor": actor, "reward_fn": letters, "log_dir": False, "n": 2}
     yield Target(verl.Trainer, trainer, step, ("clip_ratio", "kl_coef", "gamma"))
     yield Target(verl.AsyncTrainer, {**trainer, "batch_size": 2}, further=("clip_ratio", "n", "save_every"))
     task = {"algorithm": "grpo", "sources": {"reward": letters}}
-    yield Target(verl.Task, {"name": "a", **task})
+    alone = lambda task: step(verl.Trainer(actor, tasks=[task], log_dir=False))  # noqa: E731
+    yield Target(verl.Task, {"name": "a", **task, "n": 2}, alone)
     both = [verl.Task(name, **task) for name in ("a", "b")]
     yield Target(verl.InterleavedTrainer, {"actor": actor, "tasks": both, "log_dir": False}, further=("update_freq",))
-    yield Target(verl.SamplingParams, {"max_new_tokens": 3}, lambda made: sampled(actor, params=made))
-    yield Target(
-        actor.generate_sequences, {"prompts": ["ab"]}, further=("max_new_tokens", "temperature", "top_k", "stop")
-    )
+    first = verl.Trainer(**trainer)
+    yield Target(first.fit, {"prompts": [["ab"], ["cd"]], "steps": 1})
+    yield Target(first.step, {"prompts": ["ab"]})
+    yield Target(first.evaluate, {"prompts": ["ab"]})
+    yield Target(first.add_metric, {"name": "length", "fn": letters}, lambda _: step(first))
+    yield Target(first.add_guard, {"guard": SafetyGuard(["reward"])})
+    yield Target(first.rollback, {"step": 0})
+    yield Target(first.save_checkpoint, {"path": "saved"})
+    yield Target(first.load_checkpoint, {"path": "saved"})
+    rows = {"rows": load_prompts(["ab"])}
+    evaluated = lambda held_out: verl.Trainer(**trainer, held_out=held_out).evaluate_held_out()["metrics"]  # noqa: E731
+    yield Target(HeldOut, rows, evaluated)
+    yield Target(verl.RolloutNode, {"actor": actor}, lambda node: ran(actor, node))
+    yield Target(verl.RewardNode, {"reward": letters}, lambda node: ran(actor, actor, node), ("timeout", "retries"))
+    yield Target(verl.UpdateNode, {"updater": verl.Updater("grpo", actor=actor)})
+    yield Target(verl.RLDataPipeline, {}, lambda pipeline: pipeline.add_stage("a", actor).run(["ab"]))
+    yield Target(verl.RLDataPipeline().add_stage, {"name": "a", "stage": actor}, lambda pipeline: pipeline.run(["ab"]))
+
+
+def data(actor: verl.Actor, samples: Batch) -> Iterator[Target]:
     rows = [{"prompt": "ab", "task": "x"}, {"prompt": "cd", "task": "y"}]
     yield Target(get_dataloader, {"dataset_path": rows}, next)
-    yield Target(load_prompts, {"source": rows})
+    yield Target(load_prompts, {"source": rows}, lambda prompts: prompts[0])
     yield Target(verl.OfflineDatasetLoader, {"source": [{"prompt": "a", "response": "b"}]}, next)
     yield Target(DynamicBatchSampler, {"dataset": ["ab", "abc"]}, list)
-    yield Target(verl.RLDataPipeline, {})
-    yield Target(verl.RolloutNode, {"actor": actor})
-    yield Target(verl.RewardNode, {"reward": letters}, further=reward)
-    yield Target(verl.UpdateNode, {"updater": verl.Updater("grpo", actor=actor)})
     yield Target(verl.ResourcePool, {"devices": "cpu:0-1"}, len)
     yield Target(verl.DeviceMesh, {"placement": {"actor": "cpu:0"}}, str)
     batch = Batch.from_columns({"a": [1.0, 2.0]})
     yield Target(batch.take, {"indices": [0, 1]}, len)
     yield Target(batch.slice, {"start": 0}, len)
     yield Target(batch.row, {"index": 0})
+    yield Target(batch.add, {"columns": {"b": [1, 2]}}, len)
+    yield Target(batch.select, {"names": ["a"]}, len)
+    yield Target(batch.drop, {"names": ["a"]}, len)
+    yield Target(batch.filter, {"keep": [True, False]}, len)
+    yield Target(batch.tensor, {"name": "a"}, lambda column: column.tolist())
+    yield Target(samples.lengths, {"name": "response_tokens"})
+    yield Target(Batch.from_parquet, {"path": "rows.parquet"}, len)
+    yield Target(Batch.concat, {"batches": [batch, batch]}, len)
     yield Target(Batch.from_columns, {"columns": {"a": [1]}}, len)
     yield Target(Batch.from_rows, {"rows": [{"a": 1}]}, len)
-    yield Target(SafetyGuard, {"monitor_metrics": ["reward"]}, lambda made: made.observe({"reward": 0.5, "step": 1}))
-    weights = {"initial_weights": {"a": 1.0, "b": 2.0}}
-    yield Target(DynamicTaskWeightScheduler, weights, lambda made: made.update(1, {"a": {"reward/mean": 1.0}}))
-    yield Target(HeldOut, {"rows": load_prompts(["ab"])})
-    yield Target(binomial_interval, {"successes": 1, "total": 2}, lambda made: [made.low, made.high])
-    yield Target(paired_bootstrap, {"before": [0.0, 1.0], "after": [1.0, 1.0]}, lambda made: [made.low, made.high])
-    yield Target(ToolEpisode, {"tools": [count]})
-    yield Target(tool, {"function": count})
-    yield Target(GuardModel, {"model_name": path})
-    for name in (*ONLINE, *OFFLINE):
-        further = tuple(field for field in vars(make_algorithm(name)) if not field.startswith("_"))
-        yield Target(lambda _name=name, **given: make_algorithm(_name, **given), {}, learned(name), further)
 
 
 def count(text: str) -> int:
@@ -182,12 +238,10 @@ def numbers_of(value: Any) -> Iterator[float]:
 
 def attempt(target: Target, name: str, value: Any) -> str | None:
     """What is wrong with what came of it; None: nothing."""
-    given = {**target.good, name: value}
     try:
-        made = target.call(**given)
-        if not (isinstance(value, int) and abs(value) > 2**20):  # what is large in earnest may take its time
-            numbers = list(numbers_of(target.use(made)))
-            return None if all(map(math.isfinite, numbers)) else f"numbers that are not finite: {numbers[:5]}"
+        result = target.call(**{**target.good, name: value})
+        numbers = list(numbers_of(target.use(result)))
+        return None if all(map(math.isfinite, numbers)) else f"numbers that are not finite: {numbers[:5]}"
     except VerlError as error:
         return None if str(error) else "an error without a message"
     except TypeError as error:
@@ -196,28 +250,83 @@ def attempt(target: Target, name: str, value: Any) -> str | None:
         return f"{type(error).__name__}: {error}"
     except Exception as error:
         return f"{type(error).__name__}: {error}"
-    return None
 
 
-def check(folder: Path, share: float = 1.0) -> int:
-    """So many calls of all, drawn at random; how many there were."""
-    rng, wrong, calls = random.Random(0), [], 0
-    for target in targets(folder):
-        for name, value in itertools.product(target.names, ODD):
-            if rng.random() < share:
-                calls += 1
-                if problem := attempt(target, name, value):
-                    wrong.append(f"{target.call.__qualname__}({name}={value!r}): {problem}")
+def outcomes(target: Target, calls: list[tuple[str, Any]]) -> Iterator[str | None]:
+    """The same of each call, in a forked process, which ends when one takes more than `SECONDS` or `BYTES`; then
+    another one goes on."""
+    done = 0
+    while done < len(calls):
+        with tempfile.TemporaryFile("w+") as file:
+            if (pid := os.fork()) == 0:
+                try:
+                    for name, value in calls[done:]:
+                        _limit()
+                        print(json.dumps(attempt(target, name, value)), file=file, flush=True)
+                finally:
+                    os._exit(0)
+            _, status = os.waitpid(pid, 0)
+            file.seek(0)
+            results = [json.loads(line) for line in file]
+        done += len(results)
+        yield from results
+        if done < len(calls):  # the next one ended it
+            done += 1
+            late = os.WIFSIGNALED(status) and os.WTERMSIG(status) == signal.SIGALRM
+            yield f"more than {SECONDS:g} s" if late else f"it ended the process (status {status})"
+
+
+def _limit() -> None:
+    """Give the next call its seconds, and its bytes beyond what the process has."""
+    pages = int(Path("/proc/self/statm").read_text().split()[0])
+    _, most = resource.getrlimit(resource.RLIMIT_AS)
+    resource.setrlimit(resource.RLIMIT_AS, (pages * resource.getpagesize() + BYTES, most))
+    signal.signal(signal.SIGALRM, signal.SIG_DFL)
+    signal.setitimer(signal.ITIMER_REAL, SECONDS)
+
+
+def check(targets: Iterable[Target], share: float = 1.0) -> int:
+    """So many calls of all, drawn at random; how many there were. Fails with every call that went wrong."""
+    rng, wrong, count = random.Random(0), [], 0
+    for target in targets:
+        calls = [call for call in itertools.product(target.names, ODD) if rng.random() < share]
+        count += len(calls)
+        for (name, value), problem in zip(calls, outcomes(target, calls), strict=True):
+            if problem:
+                wrong.append(f"{target.call.__qualname__}({name}={value!r:.60}): {problem}")
     assert not wrong, "\n".join(wrong)
-    return calls
+    return count
 
 
 def test_odd_arguments_are_refused_by_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    assert check(tmp_path, 0.04) >= 300
+    assert check(targets(tmp_path), 0.0125) >= 300
+
+
+def test_all_of_the_api_reference_is_called(tmp_path: Path) -> None:
+    names = re.findall(r"^::: (\S+)", (Path(verl.__file__).parents[1] / "docs" / "api.md").read_text(), re.MULTILINE)
+    called = {target.call for target in targets(tmp_path)}
+    # Of these, the methods are called, and what is made by name.
+    assert {name for name in names if pkgutil.resolve_name(name) not in called} == {"verl.Batch", "verl.BaseAlgorithm"}
+
+
+@pytest.mark.parametrize(
+    ("call", "problem"),
+    [
+        (lambda x: time.sleep(60), "more than 1 s"),
+        (lambda x: bytearray(2 * BYTES), "MemoryError"),
+        (lambda x: os._exit(3), "ended the process"),
+        (lambda x: [math.nan], "not finite"),
+        (lambda x: x.y, "AttributeError"),
+    ],
+)
+def test_what_takes_too_much_or_ends_is_told(call: Any, problem: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys.modules[__name__], "SECONDS", 1.0)
+    fine = Target(lambda x: call(x) if x == 1 else None, {}, lambda value: value)
+    assert [bool(told) and problem in told for told in outcomes(fine, [("x", 0), ("x", 1), ("x", 2)])] == [0, 1, 0]
 
 
 @pytest.mark.slow
 def test_every_odd_argument_is_refused_by_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    assert check(tmp_path) >= 3000
+    assert check(targets(tmp_path), 0.2) >= 3000

@@ -6,6 +6,8 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
+import pytest
+
 QUICK_START = """
 import verl as rl
 
@@ -24,6 +26,7 @@ for _ in range(10):
 """
 
 
+@pytest.mark.slow
 def test_quick_start_offline(make_tiny: Callable[..., Path], tmp_path: Path) -> None:
     cached = tmp_path / "hub" / "models--gpt2"
     (cached / "refs").mkdir(parents=True)

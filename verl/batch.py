@@ -46,7 +46,7 @@ import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
 from verl.checked import checked
-from verl.errors import DataError, nearest
+from verl.errors import ConfigError, DataError, nearest
 from verl.exact import ExactType, exact, unified
 from verl.record import Natural
 
@@ -141,6 +141,7 @@ class Batch:
         return cls.from_columns(columns)
 
     @classmethod
+    @checked
     def concat(cls, batches: Iterable[Batch]) -> Batch:
         """Rows of all batches in order; a column that one of them lacks is null there. A user's column of several types
         keeps its values, see `verl.exact`.
@@ -148,6 +149,9 @@ class Batch:
         Raises:
             DataError: a column's types have nothing in common, and some of its values are no JSON.
         """
+        batches = list(batches)
+        if any(not isinstance(odd := batch, Batch) for batch in batches):
+            raise DataError(f"only batches are put behind each other, not {odd!r}")
         tables = [b.table for b in batches if len(b) or b.columns]
         if not tables:
             return cls(pa.table({}))
@@ -221,6 +225,7 @@ class Batch:
     def row(self, index: Natural) -> dict[str, Any]:
         return next(self.take([index]).rows())
 
+    @checked
     def add(self, columns: Mapping[str, Any] | Batch) -> Batch:
         """This batch with more columns, aligned row for row. A `Batch` adds the columns this one lacks.
 
@@ -239,9 +244,11 @@ class Batch:
             table = table.append_column(name, array) if table.column_names else pa.table({name: array})
         return Batch(table, base=self if len(self.columns) else None)
 
+    @checked
     def select(self, names: Iterable[str]) -> Batch:
         return Batch(self.table.select([name for name in names if name in self]))
 
+    @checked
     def drop(self, names: Iterable[str]) -> Batch:
         dropped = set(names)
         return Batch(self.table.select([name for name in self.columns if name not in dropped]))
@@ -268,7 +275,10 @@ class Batch:
             return self.slice(*runs[0])
         return Batch(pa.table({name: _take(self.arrow(name), indices, runs) for name in self.columns}))
 
+    @checked
     def filter(self, keep: Sequence[bool]) -> Batch:
+        if len(keep) != len(self):
+            raise DataError(f"keep has {len(keep)} values, the batch has {len(self)} rows")
         return Batch(self.table.filter(pa.array(keep, pa.bool_())))
 
     def lengths(self, name: str) -> list[int]:
@@ -305,7 +315,12 @@ class Batch:
         if array.null_count and not pa.types.is_floating(array.type):
             raise DataError(f"column '{name}' has nulls; an integer tensor cannot hold them")
         values = np.array(array.to_numpy(zero_copy_only=False), copy=True)
-        return torch.from_numpy(values).to(device=device, dtype=dtype)
+        try:
+            return torch.from_numpy(values).to(device=device, dtype=dtype)
+        except (TypeError, ValueError, RuntimeError) as error:
+            raise ConfigError(
+                f"column '{name}' cannot be a tensor of dtype={dtype} on device={device!r}: {error}"
+            ) from error
 
     def to_ipc(self) -> bytes:
         """Arrow IPC stream of just these rows."""
@@ -324,10 +339,12 @@ class Batch:
         with pa.ipc.open_stream(pa.py_buffer(data)) as reader:
             return cls(reader.read_all())
 
+    @checked
     def to_parquet(self, path: str | Path) -> None:
         pq.write_table(self.table, path, compression="zstd")
 
     @classmethod
+    @checked
     def from_parquet(cls, path: str | Path) -> Batch:
         try:
             return cls(_canonical(pq.read_table(path)))

@@ -115,9 +115,16 @@ def _generators() -> dict[str, tuple[Callable[[], torch.Tensor], Callable[[torch
 
 
 def put(module: M, device: str | None = None) -> M:
-    """The module on `device` (None: the default kind). A kind without a number leaves it on a device of that kind."""
+    """The module on `device` (None: the default kind). A kind without a number leaves it on a device of that kind.
+
+    Raises:
+        ConfigError: there is no such device, or no room on it.
+    """
     to = target(module, device)
-    return module if to == of(module) else module.to(to)
+    try:
+        return module if to == of(module) else module.to(to)
+    except RuntimeError as error:
+        raise ConfigError(f"a model cannot be put on device='{to}': {error}") from error
 
 
 def target(module: nn.Module, device: str | None = None) -> str:

@@ -14,6 +14,7 @@ import re
 import shutil
 import socket
 import stat
+import sys
 from collections import deque
 from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
@@ -24,6 +25,9 @@ from pathlib import Path
 from typing import IO, Annotated, Any, AnyStr, Generic
 
 from pydantic import Field, TypeAdapter, ValidationError
+
+if sys.platform != "win32":
+    import fcntl
 
 logger = logging.getLogger(__name__)
 
@@ -180,6 +184,20 @@ class RecordFile(LineFile[bytes]):
     def _write(self, lines: Iterable[bytes]) -> None:
         with self.path.open("ab", buffering=0) as file:
             self._end = _append_at(file, min(self._end, file.seek(0, os.SEEK_END)), b"".join(lines))
+
+
+def try_lock(file: IO[Any]) -> bool:
+    """Lock an open file for this process until it is closed; False: another one has it. Windows has no such lock.
+
+    Raises:
+        OSError: the file system has none.
+    """
+    if sys.platform != "win32":
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return False
+    return True
 
 
 def link_atomic(link: Path, target: str) -> None:

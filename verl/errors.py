@@ -58,10 +58,10 @@ class BrokenCollectiveError(ClusterError):
     """A rank waited in vain for another one, which died, failed or is late."""
 
 
-def nearest(name: str, known: Iterable[str]) -> str:
+def nearest(name: object, known: Iterable[str]) -> str:
     """The phrase that ends an unknown-name message: the nearest valid name, else all of them."""
     names = sorted(known)
-    close = difflib.get_close_matches(name, names, n=1, cutoff=0.6)
+    close = difflib.get_close_matches(str(name), names, n=1, cutoff=0.6)
     if close:
         return f"did you mean '{close[0]}'?"
     return "known: " + ", ".join(names) if names else "none is known here"

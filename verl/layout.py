@@ -13,6 +13,7 @@ from dataclasses import dataclass, fields
 from itertools import chain, combinations
 from typing import Any
 
+from verl.combinations import MAKE, check, named
 from verl.errors import ConfigError, nearest
 from verl.tensor_plan import tensor_plan
 
@@ -36,6 +37,10 @@ class ModelShape:
         not_megatron: what Megatron-LM's layers lack to compute it; empty: nothing that the configuration shows.
         adapters: whether it has adapters (LoRA).
         adapts_experts: whether stacked experts have some.
+        dtypes: of its weights.
+        trained: whether its weights are trained: all, none, or some and others not.
+        not_trainable: a dtype that is trained here and cannot be.
+        no_recomputation: its class, if that has no gradient checkpointing.
     """
 
     layers: int = 0
@@ -48,10 +53,14 @@ class ModelShape:
     not_megatron: str = ""
     adapters: bool = False
     adapts_experts: bool = False
+    dtypes: tuple[str, ...] = ()
+    trained: frozenset[bool] = frozenset({True})
+    not_trainable: str = ""
+    no_recomputation: str = ""
 
     @classmethod
-    def of(cls, config: Any, *, adapters: bool = False, adapts_experts: bool = False) -> ModelShape:
-        """Of a model of transformers, by its configuration, and what of it has adapters (LoRA)."""
+    def of(cls, config: Any, *, adapters: bool = False, **of_weights: Any) -> ModelShape:
+        """Of a model of transformers, by its configuration, and what else is known of it."""
         text = config.get_text_config()
         return cls(
             layers=count_of(text, "num_hidden_layers"),
@@ -61,10 +70,22 @@ class ModelShape:
             kind=text.model_type,
             plan=getattr(text, "base_model_tp_plan", None),
             intermediate=count_of(text, "intermediate_size"),
-            not_megatron="adapters (LoRA)" if adapters else _not_megatron(text),
+            not_megatron=_not_megatron(text),
             adapters=adapters,
-            adapts_experts=adapts_experts,
+            **of_weights,
         )
+
+    def asked(self) -> dict[str, str]:
+        """What the model is, as `verl.combinations` names it."""
+        dtype = self.dtypes[0] if len(self.dtypes) == 1 else "several dtypes" * bool(self.dtypes)
+        return named({
+            dtype: " and ".join(self.dtypes),
+            "adapters": "adapters (LoRA)" * self.adapters,
+            "adapted experts": "experts with adapters" * self.adapts_experts,
+            "not Megatron": self.not_megatron,
+            "other dtype": self.not_trainable,
+            "no recomputation": self.no_recomputation,
+        })  # fmt: skip
 
 
 def count_of(config: Any, *names: str) -> int:
@@ -127,6 +148,17 @@ class Layout:
         """Parts that the rows of a batch are split into."""
         return math.prod(getattr(self, dim) for dim in DATA_DIMS)
 
+    def asked(self, strategy: str = "") -> dict[str, str]:
+        """What the layout is, and which back end trains in it under a strategy, as `verl.combinations` names them."""
+        is_zero, name = strategy == "deepspeed" and self.size > 1, f"strategy '{strategy}'"
+        return named({
+            **{dim: f"{dim}={size}" * (size > 1) for dim, size in zip(DIMS, self.sizes, strict=True)},
+            "ZeRO": name * is_zero,
+            "ZeRO 3": f"{name}: ZeRO of stage 3" * (is_zero and self.shard > 1),
+            "Megatron": name * (strategy == "megatron" and not self.is_plain),
+            "parts": MAKE * (not self.is_plain),
+        })  # fmt: skip
+
     def check(self, shape: ModelShape, strategy: str = "") -> None:
         """Refuse a layout that the model cannot have under a training strategy.
 
@@ -142,21 +174,11 @@ class Layout:
             tensor_plan(shape.kind, shape.plan)
         if shape.kv_heads and shape.kv_heads % self.tp:
             raise ConfigError(f"layout: tp={self.tp} does not divide the model's {shape.kv_heads} key-value heads")
-        if self.ep > 1 and self.tp > 1:
-            raise ConfigError("layout: experts are cut by ep or by tp, not by both: use tp=1 or ep=1")
         if self.ep > 1 and (not shape.experts or shape.experts % self.ep):
             raise ConfigError(f"layout: ep={self.ep} does not divide the model's {shape.experts} experts")
-        if shape.adapts_experts and max(self.tp, self.ep) > 1:
-            raise ConfigError(
-                "layout: experts with adapters (LoRA) are not cut by tp or ep: name lora.targets without them"
-            )
-        if strategy == "deepspeed" and self.shard > 1 and shape.adapters:
-            raise ConfigError(
-                "strategy 'deepspeed': ZeRO of stage 3 trains no adapters (LoRA): give zero_stage 1 or 2, or use 'fsdp'"
-            )
-        if strategy == "megatron" and not self.is_plain:
-            if shape.not_megatron:
-                raise ConfigError(f"strategy 'megatron': its layers have no {shape.not_megatron}: use 'ddp' or 'fsdp'")
+        asked = self.asked(strategy)
+        check(asked | shape.asked())
+        if "Megatron" in asked:
             if shape.layers % self.pp:
                 raise ConfigError(
                     f"strategy 'megatron': its stages have equally many layers, and pp={self.pp} does not divide the "

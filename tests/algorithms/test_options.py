@@ -52,8 +52,11 @@ def random(shape: int, seed: int, low: float, high: float) -> Tensor:
 
 
 def result(name: str, options: dict[str, Any]) -> list[Any]:
+    return answers(name, make_algorithm(name, **options))
+
+
+def answers(name: str, algorithm: BaseAlgorithm) -> list[Any]:
     """All that an algorithm says to two batches, one after the other: rows, columns, losses, gradients, state."""
-    algorithm = make_algorithm(name, **options)
     said: list[Any] = [sorted(algorithm.roles), algorithm.needs_groups, algorithm.needs_entropy]
     for seed in (0, 1):
         batch = samples(name, seed)

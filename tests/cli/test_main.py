@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from tests import forked
-from verl.cli.plan import draw, plan
+from verl.cli.plan import plan
 from verl.config import load_config
 
 ROOT = Path(__file__).parents[2]
@@ -207,32 +207,6 @@ def test_check_describes_a_model_and_refuses_what_is_none(tiny, tmp_path):
     none = verl("check", tmp_path)
     assert none.returncode == 1
     assert "is not a model directory" in none.stderr
-
-
-def test_the_plan_draws_the_graph_of_a_step_and_loads_no_model():
-    reward = ("reward.name=null", "reward.answer=whole", "reward.model=nobody/has-this")
-    options = ("algorithm.kl_in=loss", "actor_rollout_ref.model.path=nor/this")
-    result = verl("plan", RECIPE, *reward, *options, "--graph")
-    assert result.returncode == 0, result.stderr
-    lines = {line.replace("└▶", "").split()[0]: line for line in result.stdout.splitlines()}
-    assert list(lines) == ["rollout", "reward", "reference", "prepare", "update_actor"]
-    assert (
-        "episode_error?, finish?, messages?, prompt?, response ─▶ abstain_reason, reward, reward/*" in lines["reward"]
-    )
-    assert "prompt_tokens, ref_log_probs, response_tokens, reward ─▶ *, advantages?" in lines["prepare"]
-
-
-def test_the_plan_draws_each_of_several_tasks(tmp_path):
-    (tmp_path / "f.py").write_text("def f(texts):\n    return [0.0 for _ in texts]\n")
-    tasks = f"tasks:\n  - {{name: one, type: grpo, reward_model: '{tmp_path}/f.py:f'}}\n"
-    tasks += "  - {name: two, type: ppo, reward_model: some/reward-model}\n"
-    (tmp_path / "tasks.yaml").write_text(f"actor_rollout_ref: {{model: {{path: nobody/has-this}}}}\n{tasks}")
-    drawn = draw(load_config(tmp_path / "tasks.yaml", ()))
-    one, two = drawn.split("task two\n")
-    assert one.startswith("task one\nrollout") and "critic" not in one
-    assert "update_critic" in two and two.endswith(
-        "update_actor is one for all tasks, on the weighted sum of their losses"
-    )
 
 
 def test_init_writes_a_recipe_that_trains(tiny, tmp_path):

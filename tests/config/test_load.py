@@ -50,6 +50,14 @@ def test_examples_load(file):
     assert load_config(file).actor_rollout_ref.model.path
 
 
+def test_the_end_of_a_text_is_no_comment(recipe):
+    for text in ("Solve {prompt} Answer behind ####", "# One"):
+        with pytest.raises(ConfigError, match=r"override .data.prompt_template.: .#.* would be a comment"):
+            load_config(recipe, [f"data.prompt_template={text}"])
+    config = load_config(recipe, ["data.prompt_template='{prompt} # x'", "trainer.output_dir=runs/#1"])
+    assert config.data.prompt_template == "{prompt} # x" and config.trainer.output_dir == "runs/#1"
+
+
 def test_overrides_replace_what_the_file_says(recipe):
     config = load_config(
         recipe,

@@ -21,6 +21,7 @@ ROOT = Path(__file__).resolve().parent.parent.parent
 NAME = "CUDA_VISIBLE_DEVICES"
 
 
+@pytest.mark.slow
 def test_workers_have_devices_of_their_own() -> None:
     """Of four the driver uses the first, where its model goes, and the third, where it holds a tensor."""
     env = {**os.environ, "PYTHONPATH": str(ROOT), "OF_THE_DRIVER": "yes", NAME: "4,5,6,7"}

@@ -29,15 +29,17 @@ APART = {"actor": "cpu:0-1", "rollout": "cpu:2-3"}
 
 
 @pytest.mark.parametrize(
-    "names", [[*LAYOUTS][:1], pytest.param([*LAYOUTS][1:], marks=pytest.mark.slow)], ids=["one", "others"]
+    ("size", "names"),
+    [(2, [*LAYOUTS][:1]), pytest.param(4, [*LAYOUTS], marks=pytest.mark.slow)],
+    ids=["one", "all"],
 )
 def test_generation_in_another_layout_equals_one_process(
-    make_tiny: Callable[..., Path], tmp_path: Path, names: list[str]
+    make_tiny: Callable[..., Path], tmp_path: Path, size: int, names: list[str]
 ) -> None:
     model = make_tiny("gpt2", torch.float64)
     ranks.alone(SCRIPT, model, tmp_path / "alone")
     cases = {name: (*LAYOUTS[name], APART if "apart" in name else None) for name in names}
-    ranks.job(4, SCRIPT.with_name("layouts.py"), model, tmp_path, json.dumps(cases))
+    ranks.job(size, SCRIPT.with_name("layouts.py"), model, tmp_path, json.dumps(cases))
     for name in names:
         assert_equal_runs(tmp_path / "alone", tmp_path / name)
 

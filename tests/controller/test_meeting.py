@@ -31,10 +31,10 @@ def test_those_that_are_away_are_named_soon_and_at_the_deadline(
 ) -> None:
     begun = time.monotonic()
     with ThreadPoolExecutor() as threads:
-        ends = [threads.submit(meet, rank, 4, 2.0) for rank in ranks]
+        ends = [threads.submit(meet, rank, 4, 1.0) for rank in ranks]
         for rank, end in zip(ranks, ends, strict=True):
             with pytest.raises(
-                ClusterError, match=rf"rank {rank} of 4 waited 2 s at .*:{port} for rank {away}, in vain"
+                ClusterError, match=rf"rank {rank} of 4 waited 1 s at .*:{port} for rank {away}, in vain"
             ):
                 end.result()
     assert time.monotonic() - begun < 6

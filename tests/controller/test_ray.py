@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 
 import verl
-from tests import ranks
+from tests import forked, ranks
 from tests.controller.test_torchrun import SCRIPT, assert_equal_runs
 from verl.batch import Batch
 from verl.controller.group import RankGroup
@@ -119,7 +119,8 @@ def alone(make_tiny: Callable[..., Path], tmp_path_factory: pytest.TempPathFacto
     return model, out
 
 
-@pytest.mark.parametrize("strategy", ["ddp", pytest.param("fsdp", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
 def test_two_slots_equal_one_process(alone: tuple[Path, Path], tmp_path: Path, strategy: str) -> None:
     model, expected = alone
     ranks.alone(SCRIPT, model, tmp_path, json.dumps("cpu:0-1"), json.dumps({"strategy": strategy}))
@@ -250,7 +251,7 @@ def test_slots_have_the_deadline_of_the_trainer_that_places_them(cluster: None, 
 def test_a_cluster_that_does_not_answer_is_named_at_once() -> None:
     script = "import verl\nverl.Controller('cpu:0-1')"
     env = {**ranks.ENV, "RAY_ADDRESS": "127.0.0.1:1"}
-    done = subprocess.run([sys.executable, "-c", script], env=env, capture_output=True, text=True, timeout=60)
+    done = forked.run([sys.executable, "-c", script], env=env, timeout=60)
     assert "ClusterError: no Ray cluster answers at 127.0.0.1:1 (UNAVAILABLE)" in done.stderr
 
 
@@ -279,7 +280,7 @@ def test_what_cannot_travel_is_refused_by_name() -> None:
 
 def test_without_ray_a_map_of_two_slots_says_what_to_do() -> None:
     code = "import sys; sys.modules['ray'] = None; import verl; verl.Controller('cpu:0-1')"
-    done = subprocess.run([sys.executable, "-c", code], env=ranks.ENV, capture_output=True, text=True, timeout=120)
+    done = forked.run([sys.executable, "-c", code], env=ranks.ENV)
     assert "ConfigError" in done.stderr
     assert "pip install 'ray>=2.59'" in done.stderr and "torchrun --nproc_per_node=2" in done.stderr
 

@@ -108,6 +108,7 @@ def test_workers_that_are_killed_at_any_moment_lose_nothing(make: Callable[..., 
     assert reward.group.size == 2 and kills >= 2
 
 
+@pytest.mark.slow
 def test_workers_come_and_go_while_samples_are_scored(make: Callable[..., Reward]) -> None:
     reward = make(who, workers=1)
     served: list[set[float]] = []
@@ -187,8 +188,8 @@ def test_a_third_death_while_it_starts_ends_the_run(
 def test_workers_that_die_together_are_one_death(
     make: Callable[..., Reward], dies_first: Callable[[int], str], tmp_path: Path
 ) -> None:
-    assert make(dies_first(4), workers=4).get_reward(texts_of("abc"))["reward"] == [3.0]
-    assert len((tmp_path / "starts").read_text().split()) > 1 + 4
+    assert make(dies_first(3), workers=3).get_reward(texts_of("abc"))["reward"] == [3.0]
+    assert len((tmp_path / "starts").read_text().split()) > 1 + 3
 
 
 def outcome(reward: Reward, *texts: str) -> Any:
@@ -286,6 +287,7 @@ def test_a_file_that_is_edited_ends_the_run_where_it_would_be_read_again(
     assert make(f"{file}:f", workers=1).get_reward(texts_of("a"))["reward"] == [2.0]
 
 
+@pytest.mark.slow
 def test_what_a_function_started_does_not_outlive_a_driver_that_is_killed(tmp_path: Path) -> None:
     (tmp_path / "child.py").write_text(
         "import subprocess\n"
@@ -343,6 +345,7 @@ def test_reward_models_are_scaled_replaced_and_score_as_one_in_this_process(
         assert counts["workers/max"] == 2 and counts["deaths/count"] == 1
 
 
+@pytest.mark.slow
 def test_a_reward_model_that_cannot_be_made_ends_the_run(make: Callable[..., Reward], tmp_path: Path) -> None:
     with pytest.raises(RewardError, match=r"(?s)reward worker 0 .* failed:.*ModelError.*no such model"):
         make(None, model=str(tmp_path / "no such model"), workers=1).get_reward(texts_of("a"))

@@ -75,6 +75,7 @@ def test_two_ranks_with_a_part_of_the_models_each_equal_one_process(alone: tuple
     assert_equal_runs(expected, tmp_path)
 
 
+@pytest.mark.slow
 def test_two_ranks_that_read_the_base_of_adapters_in_parts_equal_one_process(
     alone: tuple[Path, Path], tmp_path: Path
 ) -> None:

@@ -99,8 +99,8 @@ def test_tools_are_shown_and_their_results_not_trained(tiny: Path) -> None:
 def test_a_template_that_rewrites_earlier_turns_is_refused(tiny: Path) -> None:
     tokenizer = load_tokenizer(tiny)
     tokenizer.chat_template = (
-        "{% for m in messages %}<|{{ m.role }}|>{% if loop.last or m.role == 'user' %}{{ m.content }}{% endif %}<|end|>"
-        "{% endfor %}{% if add_generation_prompt %}<|assistant|>{% endif %}"
+        "{% for m in messages %}<|{{ m.role }}|>{% if loop.last or m.role != 'assistant' %}{{ m.content }}"
+        "{% endif %}<|end|>{% endfor %}{% if add_generation_prompt %}<|assistant|>{% endif %}"
     )
     with pytest.raises(DataError, match="row 0: the chat template writes earlier turns otherwise"):
         OfflineDatasetLoader([{"messages": TURNS}], tokenizer)

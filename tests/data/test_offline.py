@@ -54,6 +54,14 @@ def test_a_question_stands_in_the_place_of_a_prompt(name: str, replies: dict[str
     assert (messages.kind, messages.batch["response"]) == ("demonstrations", ["Blue."])
 
 
+def test_replies_may_be_text_of_json(tokenizer: Any) -> None:
+    plain, text = ({name: write(chat) for name, chat in (("prompt", ASK), ("chosen", GOOD), ("rejected", BAD))}
+                   for write in (list, json.dumps))  # fmt: skip
+    assert OfflineDatasetLoader([plain], tokenizer).batch == OfflineDatasetLoader([text], tokenizer).batch
+    (reply,) = OfflineDatasetLoader([{"prompt": ASK, "completion": json.dumps(GOOD)}], tokenizer).batch["response"]
+    assert reply == GOOD[0]["content"]
+
+
 def test_a_prompt_that_begins_before_what_both_replies_repeat_is_whole(tokenizer: Any) -> None:
     prompt = [{"role": "system", "content": "be nice"}, *ASK]
     pairs = [{"prompt": prompt, "chosen": ASK + GOOD, "rejected": ASK + BAD}]
@@ -229,6 +237,8 @@ def test_batches_are_whole_groups_and_resume_exactly() -> None:
         ([{"chosen": "x", "rejected": "y"}], "row 0: column 'prompt' is an empty prompt"),
         ([{"prompt": "a", "chosen": "x", "rejected": GOOD}], "row 0: chosen and rejected must both"),
         ([{"chosen": GOOD, "rejected": BAD}], "row 0 has no prompt"),
+        ([{"prompt": "Why a?", "chosen": "Why a? It", "rejected": "Why a? No"}], "begin with the prompt"),
+        ([{"prompt": ASK, "completion": [{"role": "assistant", "content": None}]}], "row 0.* content is null"),
         ([{"prompt": ASK, "completion": GOOD + ASK}], "row 0: the response must be one message"),
     ],
 )

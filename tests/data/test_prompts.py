@@ -195,11 +195,55 @@ def test_other_columns_or_token_ids_are_other_data() -> None:
         ([{"prompt": "a", "x": 1}, {"prompt": "b", "x": "one"}], "column 'x' mixes types: row 1"),
         ([{"prompt": "a"}, {"prompt": "b", "x": 2**64}], "column 'x' has a whole number of more than 64 bits in row 1"),
         ([{"prompt": "a", "x": [1]}, {"prompt": "b", "x": [2**64]}], "more than 64 bits in row 1"),
+        (
+            [{"prompt": "a"}, {"prompt": [{"role": "user", "content": None}]}],
+            "row 1: .* role 'user' whose content is null",
+        ),
+        (
+            [{"messages": [CHAT[0], {"role": "assistant", "content": "b"}]}],
+            "row 0: the messages end with what the assistant",
+        ),
+        (
+            [{"prompt": "[{'role': 'user', 'content': 'a'}]"}],
+            "row 0: column 'prompt' is the text of a chat that is no JSON",
+        ),
     ],
 )
 def test_bad_rows_are_named(tmp_path: Path, rows: list[Any], message: str) -> None:
     with pytest.raises(DataError, match=message):
         load_prompts(write(tmp_path / "x.jsonl", rows))
+
+
+def test_a_chat_may_be_text_of_json() -> None:
+    text = chat = json.dumps(CHAT)
+    said = json.dumps([{"from": "human", "value": "Name a colour."}])
+    for row in ({"prompt": text}, {"messages": text}, {"conversations": said}, {"mine": text}):
+        column = "mine" if "mine" in row else None
+        assert load_prompts([row], prompt_column=column).batch["messages"] == [chat]
+    assert load_prompts([{"prompt": "a", "completion": text}]).batch.row(0) == {"prompt": "a", "completion": text}
+    assert load_prompts(["[1, 2]"]).batch["prompt"] == ["[1, 2]"]
+
+
+def test_a_template_without_a_place_for_the_prompt_is_refused() -> None:
+    for template in ("Solve it.", "Solve {{prompt}}.", "\\boxed{}"):
+        with pytest.raises(ConfigError, match="template: names no column"):
+            load_prompts(["a"], template=template)
+
+
+def test_a_value_that_is_nested_too_deeply_is_named() -> None:
+    deep: list[Any] = []
+    for _ in range(5000):
+        deep = [deep]
+    with pytest.raises(DataError, match="row 1: a value is nested too deeply"):
+        load_prompts(["a", {"prompt": "b", "x": deep}])
+
+
+def test_a_file_with_two_columns_of_one_name_is_refused(tmp_path: Path) -> None:
+    pq.write_table(
+        pa.Table.from_arrays([pa.array(["a"]), pa.array(["b"])], names=["prompt", "prompt"]), tmp_path / "x.parquet"
+    )
+    with pytest.raises(DataError, match="columns of one name"):
+        load_prompts(tmp_path / "x.parquet")
 
 
 @pytest.mark.parametrize("name", ["../secret.jsonl", "/etc/passwd", "link.jsonl", "sub/../../secret.jsonl"])
@@ -372,9 +416,9 @@ def test_parts_of_a_chat_that_are_no_text_are_refused_by_name(part: Any) -> None
 def test_a_table_adds_no_nulls_to_what_a_template_writes(tmp_path: Path) -> None:
     tools = [{"name": "a", "parameters": {"x": {"type": "int"}}}, {"name": "b", "parameters": {"y": {"type": "str"}}}]
     calls = [{"function": {"name": "a", "arguments": {"x": 1}}}, {"function": {"name": "b", "arguments": {"y": "z"}}}]
-    row = {"messages": [{"role": "user", "content": "x"}, {"role": "assistant", "tool_calls": calls}], "tools": tools}
+    row = {"prompt": [{"role": "user", "content": "x"}, {"role": "assistant", "tool_calls": calls}], "tools": tools}
     table = pa.Table.from_pylist([row])
     pq.write_table(table, tmp_path / "rows.parquet")
     for source in (tmp_path / "rows.parquet", table, [row]):
         batch = load_prompts(source).batch
-        assert json.loads(batch["messages"][0]) == row["messages"] and batch["tools"][0] == tools
+        assert json.loads(batch["messages"][0]) == row["prompt"] and batch["tools"][0] == tools

@@ -150,6 +150,7 @@ PROMPTS: dict[str, dict[str, Any]] = {
 UNWRITTEN = {
     *(("gemma", form) for form in ("a system's word", "sharegpt")),
     *((family, "tools") for family in ("llama2", "r1", "r1 plain")),
+    *((family, "tools") for family in ("chatml", "chatml of a base model", "gemma", "phi", "qwq")),
 }
 
 
@@ -162,7 +163,7 @@ def test_a_prompt_is_what_the_template_writes(family: str, form: str) -> None:
         chat[0]["content"] = "two plus two? now"
     begun = chat[-1]["role"] == "assistant"
     if (family, form) in UNWRITTEN:
-        with pytest.raises(DataError, match="row 0: the chat template cannot render"):
+        with pytest.raises(DataError, match=r"row 0: the chat template (cannot render|does not write tool_calls)"):
             encode_prompts(reader, data)
         return
     expected = reader.apply_chat_template(
@@ -263,6 +264,64 @@ def test_a_broken_template_is_refused_by_name(kind: str) -> None:
     chat = [user("two?"), says("four is it and not five nor six, as all can see"), user("three?"), says("five")]
     with pytest.raises(DataError, match=f"(?s)row 1: .*{told}"):
         OfflineDatasetLoader([{"prompt": "two?", "completion": "x"}, {"messages": chat}], reader)
+
+
+@pytest.mark.parametrize("role", ["system", "developer", "tool", "User"])
+def test_a_message_that_the_template_leaves_out_is_refused(role: str) -> None:
+    reader = FAMILIES["chatml"].make()
+    known = "{% if m.role in ('user', 'assistant') %}<|im_start|>"
+    reader.chat_template = CHATML.replace("<|im_start|>{{", known + "{{").replace(
+        "|>\n{% endfor", "|>\n{% endif %}{% endfor"
+    )
+    chat = [user("two?"), {"role": role, "content": "Be short."}]
+    for row in (
+        {"prompt": chat},
+        {"prompt": chat, "completion": "four"},
+        {"prompt": chat, "chosen": "4", "rejected": "5"},
+    ):
+        with pytest.raises(
+            DataError, match=f"row 0: the chat template does not write messages of the role {role} .'Be sh"
+        ):
+            OfflineDatasetLoader([row], reader) if len(row) > 1 else to_prompts(reader, [row])
+    assert decode(reader, to_prompts(reader, [{"prompt": chat[:1]}])["prompt_tokens"][0]).count("two?") == 1
+
+
+#: A template that joins the arguments to a text.
+AS_TEXT = CHATML.replace(
+    "{{ m.content }}",
+    "{{ m.content }}{% for c in m.tool_calls or [] %}{{ c.function.name + c.function.arguments }}{% endfor %}",
+)
+WRITTEN_CALLS = {"text": 'sum{"of": [2, 2]}'} | dict.fromkeys(("qwen3", "llama3"), '"arguments": {"of": [2, 2]}')
+
+
+@pytest.mark.parametrize("as_json", [False, True])
+@pytest.mark.parametrize("family", WRITTEN_CALLS)
+def test_arguments_of_calls_are_written_once_whatever_their_form(family: str, as_json: bool) -> None:
+    written = WRITTEN_CALLS[family]
+    reader = FAMILIES["chatml" if family == "text" else family].make()
+    if family == "text":
+        reader.chat_template = AS_TEXT
+    arguments = {"of": [2, 2]}
+    function = {"name": "sum", "arguments": json.dumps(arguments) if as_json else arguments}
+    chat = [*ONE[:1], says("", tool_calls=[{"type": "function", "function": function}]), CALLING[2], says("four")]
+    assert written in decode(reader, to_prompts(reader, [{"prompt": chat[:3]}])["prompt_tokens"][0])
+    assert written in decode(reader, OfflineDatasetLoader([{"messages": chat}], reader).batch["response_tokens"][0])
+
+
+@pytest.mark.parametrize("key", ["weight", "train"])
+def test_a_turn_without_weight_is_not_trained(key: str) -> None:
+    reader, off = tokenizer("chatml"), {"weight": 0, "train": False}[key]
+    chat = [user("two?"), {**says("three"), key: off}, user("no, two?"), {**says("four"), key: 1}]
+    turns = [{"from": "gpt" if m["role"] == "assistant" else "human", "value": m["content"], **{
+        name: m[name] for name in m if name == key}} for m in chat]  # fmt: skip
+    for row in ({"messages": chat}, {"conversations": turns}):
+        batch = OfflineDatasetLoader([row], reader).batch
+        (tokens,), (mask,) = batch["response_tokens"], batch["response_mask"]
+        assert decode(reader, [token for token, bit in zip(tokens, mask, strict=True) if bit]) == "four<|im_end|>"
+        assert "three" in decode(reader, tokens)
+    for wrong, told in ((off, "no turn of the assistant is trained"), (0.5, f"{key} of a message is 0 or 1")):
+        with pytest.raises(DataError, match=f"row 0: {told}"):
+            OfflineDatasetLoader([{"messages": [user("two?"), {**says("four"), key: wrong}]}], reader)
 
 
 MAKERS = {

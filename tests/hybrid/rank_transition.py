@@ -16,6 +16,7 @@ import torch.distributed as dist
 from torch import Tensor
 from transformers import AutoModelForCausalLM, GPT2Config, LlamaConfig, PreTrainedModel, Qwen2Config
 
+from benchmarks.moved import MeasuredWeights, moved_bytes
 from tests.training.cases import OPTIM, ROWS, log_probs, part, ragged_batch
 from verl.errors import TrainingError
 from verl.hybrid.meshes import generation_mesh
@@ -98,12 +99,14 @@ CASES = {
     "fast": [
         Case("llama", Layout(tp=4), 1, 2, bound=True),
         Case("gpt2", Layout(tp=2, pp=2), 1, 1),
-        Case("qwen2", Layout(tp=2, pp=2), 2, 1, overlap=False),
-        Case("gpt2", Layout(shard=2, tp=2), 1, 2, bound=True),
         Case("qwen2", Layout(shard=4), 1, 2, bound=True),
-        Case("llama", Layout(shard=4), 1, 1, overlap=False),
         # 53 rows are cut into 14, 14, 14, 11 and into 27, 26: not all training pieces are within the generation part.
         Case("qwen2", Layout(tp=4), 1, 2, vocabulary=53),
+    ],
+    "4": [
+        Case("qwen2", Layout(tp=2, pp=2), 2, 1, overlap=False),
+        Case("gpt2", Layout(shard=2, tp=2), 1, 2, bound=True),
+        Case("llama", Layout(shard=4), 1, 1, overlap=False),
     ],
     **{f"4 {kind}": cases(4, [kind]) for kind in KINDS},
     **{f"8 {kind} {part}": cases(8, [kind])[part::3] for kind in KINDS for part in range(3)},
@@ -157,7 +160,7 @@ def run(case: Case, group: Any) -> dict[str, Any]:
     engine = engine_of(case, train, group, trains=True)
     model = engine_of(case, generation, group, trains=False) if case.bound else None
     targets = dict(named_weights(model.model)) if model is not None else None
-    weights = HybridWeights(engine, generation, group, targets, overlap=case.overlap, bucket_bytes=1 << 15)
+    weights = MeasuredWeights(engine, generation, group, targets, overlap=case.overlap, bucket_bytes=1 << 15)
     weights.start()
     for name in weights.buffers:
         weights.ready(name)
@@ -169,7 +172,7 @@ def run(case: Case, group: Any) -> dict[str, Any]:
     if model is not None:
         expected = log_probs(TorchEngine(tiny_model(case.kind, case.vocabulary), EngineOptions()), batch)
         found["log_probs"] = float((log_probs(model, batch) - expected).abs().max())
-    moved = weights.plan.moved(rank)
+    moved = moved_bytes(weights.plan, rank)
     found["bytes"] = [weights.received, moved.received]
     found["redundant"], found["peak"] = weights.redundant, [weights.peak, moved.target]
     found["kept"] = moved.source if weights.redundant else 0

@@ -12,9 +12,10 @@ import torch
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
+from benchmarks.moved import micro_groups, moved_bytes, paper_table
 from tests.properties import examples
 from verl.errors import ConfigError
-from verl.hybrid.meshes import generation_mesh, micro_groups, paper_table
+from verl.hybrid.meshes import generation_mesh
 from verl.hybrid.plan import Plan, transition
 from verl.layout import Layout, Mesh
 from verl.models.cuts import PartBlock
@@ -107,7 +108,7 @@ def test_every_element_arrives_once_and_nothing_that_is_there_moves(meshes: tupl
                 held = [block for block in plan.held(rank, name) if contains(block, region)]
                 assert (region.source == rank) == bool(held), region
         # The training piece lies within the generation part.
-        moved = plan.moved(rank)
+        moved = moved_bytes(plan, rank)
         assert moved.own == moved.source
         sent = [r for bucket in plan.outgoing(rank) for r in bucket]
         assert all(
@@ -150,7 +151,7 @@ def test_bytes_are_those_of_the_paper(meshes: tuple[Mesh, Mesh]) -> None:
     total = sum(spec.nbytes for spec in specs.values())
     ours = paper_table(layout, generation.layout)["ours"]
     for rank in train.ranks[:4]:
-        moved = plan.moved(rank)
+        moved = moved_bytes(plan, rank)
         assert moved.received == pytest.approx(ours.received * total)
         assert moved.target == pytest.approx(ours.peak * total)
         assert moved.source - moved.own == ours.redundant
@@ -179,9 +180,9 @@ def test_fsdp_becomes_whole_and_tensor_parallel() -> None:
     train = Mesh((0, 1, 2, 3), Layout(shard=4))
     specs = {"up": WeightSpec("up", (8, 4), torch.float32, (Cut("shard", 0),))}
     whole = transition(train, generation_mesh(train), specs)
-    assert [whole.moved(rank)[:2] for rank in train.ranks] == [(96, 32)] * 4
+    assert [moved_bytes(whole, rank)[:2] for rank in train.ranks] == [(96, 32)] * 4
     cut = transition(train, generation_mesh(train, 1, 2), specs, {"up": (Cut("tp", 0),)})
-    assert [cut.moved(rank)[:2] for rank in train.ranks] == [(32, 32)] * 4
+    assert [moved_bytes(cut, rank)[:2] for rank in train.ranks] == [(32, 32)] * 4
     assert cut.groups == [(0, 1), (2, 3)]
     assert generation_mesh(train, 1, 2).ranks == (0, 2, 1, 3)
     with pytest.raises(ConfigError, match="not cut along tp in the source"):
@@ -193,7 +194,7 @@ def test_other_ranks_are_given_all_that_they_need() -> None:
     specs = weights(train.layout)
     plan = transition(train, apart, specs)
     total = sum(spec.nbytes for spec in specs.values())
-    assert [plan.moved(rank).received for rank in apart.ranks] == [total, total]
+    assert [moved_bytes(plan, rank).received for rank in apart.ranks] == [total, total]
     assert plan.incoming(0) == ((),) * len(plan.buckets)
     sources = {r.source for bucket in plan.incoming(2) for r in bucket}
     assert sources == {0, 1}
@@ -240,7 +241,7 @@ def counted(train: Layout, tg: int, *, runs: bool = False) -> tuple[float, float
         held = {name: sum(torch.Size(block.shape).numel() * 2 for block in plan.held(rank, name)) for name in specs}
         # A training piece is freed where all of it is part of what generates (`HybridWeights`), of ZeRO none.
         twice = sum(own[name] for name in specs if runs or own[name] < held[name])
-        moved = plan.moved(rank)
+        moved = moved_bytes(plan, rank)
         found.append((moved.received, moved.target, twice))
     return tuple(max(column) / total for column in zip(*found, strict=True))  # type: ignore[return-value]
 

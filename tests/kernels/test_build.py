@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from tests import forked
 from tests.package import PACKAGE, modules
 from verl.kernels.build import library
 
@@ -26,12 +27,15 @@ def test_ctypes_and_compilers_are_named_by_the_kernels_and_the_sandbox_and_three
 
 def test_for_another_device_nothing_is_imported_or_compiled() -> None:
     """A model in memory of another kind: a forward with its backward, generation, and an optimizer step."""
-    done = subprocess.run([sys.executable, "-c", OTHER_DEVICE], capture_output=True, text=True, timeout=300)
+    done = forked.run([sys.executable, "-c", OTHER_DEVICE])
     assert done.returncode == 0, done.stderr
 
 
 OTHER_DEVICE = """
-import sys, torch
+import sys
+for name in [name for name in sys.modules if name.startswith("verl.")]:
+    del sys.modules[name]
+import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 import verl.models.compiled as compiled
 from verl.models.log_probs import token_log_probs

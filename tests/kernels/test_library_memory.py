@@ -20,11 +20,11 @@ if sys.argv[1] == "limited":
     limit_library_memory()
 import torch
 from transformers import AutoModelForCausalLM
-from tests.conftest import CONFIGS
+from tests.conftest import config_of
 from verl.models.packed import PackedModel
 
 if sys.argv[1] == "model":
-    PackedModel(AutoModelForCausalLM.from_config(CONFIGS["llama"](), dtype=torch.bfloat16))
+    PackedModel(AutoModelForCausalLM.from_config(config_of("llama"), dtype=torch.bfloat16))
 
 def resident():
     lines = Path("/proc/self/status").read_text().splitlines()

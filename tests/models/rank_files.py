@@ -1,7 +1,7 @@
 """What a job of ranks makes of model directories.
 
-python rank_files.py FOLDER NAME...; prints a line of JSON a rank and directory: why an actor and a critic
-of it were refused, or the checksum of the actor's weights.
+python rank_files.py FOLDER NAME...; prints a line of JSON a rank and directory: why an actor, a critic, a reference and
+a reward model of it were refused, or the checksum of the actor's weights. FOLDER has a good model, "good".
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -29,14 +30,19 @@ def refusal(call: Callable[[], Any]) -> str:
 
 if __name__ == "__main__":
     torch.set_num_threads(1)
+    folder = Path(sys.argv[1])
     for name in sys.argv[2:]:
-        path = str(Path(sys.argv[1], name))
-        found: dict[str, Any] = {"files": name}
+        path = str(folder / name)
         makes = (
             lambda path=path: verl.Actor(path, strategy="fsdp"),
             lambda path=path: verl.Critic(path, strategy="fsdp"),
+            lambda path=path: verl.Reward(path),
         )
-        found["refused"] = [*map(refusal, makes)]
-        if not found["refused"][0]:
-            found["checksum"] = checksum(makes[0]().shards())
-        sys.stdout.write(json.dumps(found) + "\n")
+        line: dict[str, Any] = {"files": name, "refused": [*map(refusal, makes)]}
+        if not line["refused"][0]:
+            line["checksum"] = checksum(makes[0]().shards())
+        sys.stdout.write(json.dumps(line) + "\n")
+    for name in sys.argv[2:]:
+        good = verl.Actor(str(folder / "good"), strategy="fsdp")
+        said = refusal(partial(good.make_reference, str(folder / name)))
+        sys.stdout.write(json.dumps({"files": name, "reference": said}) + "\n")

@@ -305,26 +305,51 @@ def test_an_output_layer_of_its_own_is_not_tied_whatever_the_configuration_says(
 
 
 def on_ranks(path: Path, *names: str) -> list[dict[str, Any]]:
+    write(path / "good", "llama", stored("llama"))
     done = job(2, Path(__file__).with_name("rank_files.py"), path, *names)
-    return [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
+    lines = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
+    references = {line["files"]: line["reference"] for line in lines if "reference" in line}
+    return [{**line, "reference": references[line["files"]]} for line in lines if "refused" in line]
 
 
 def test_ranks_refuse_and_take_the_same_files(tmp_path: Path) -> None:
     weights, bad = stored("llama"), {}
     for name, damage in {"model.norm.weight": "dropped", "lm_head.weight": "prefixed"}.items():
         bad[name] = write(tmp_path / damage, "llama", damaged(weights, name, damage)).name
-    good = {f"good-{n}": item for n, item in enumerate(harmless().values()) if n in (0, 4)}
-    for folder, (kind, content) in good.items():
-        write(tmp_path / folder, kind, content)
-    found = on_ranks(tmp_path, *bad.values(), *good)
+    take_harmless(tmp_path, [item for n, item in enumerate(harmless().values()) if n in (0, 4)], bad)
+
+
+@pytest.mark.slow
+def test_ranks_take_all_that_is_no_fault(tmp_path: Path) -> None:
+    take_harmless(tmp_path, [*harmless().values()])
+
+
+def take_harmless(path: Path, good: list[tuple[str, Weights]], bad: dict[str, str] | None = None) -> None:
+    bad = bad or {}
+    # New heads and unused ones: a critic takes a policy, a critic and a reward model take what has both heads.
+    both = {**stored("llama", "score"), "lm_head.weight": stored("llama")["lm_head.weight"]}
+    folders = {f"good-{n}": item for n, item in enumerate([*good, ("llama", both)])}
+    for n, (folder, (kind, content)) in enumerate(folders.items()):
+        write(path / folder, kind, content, 1 + n % 2)
+    lines = on_ranks(path, *bad.values(), *folders)
     # A driver goes on alone once its first role is laid out: the other ranks serve it.
-    assert [line["files"] for line in found].count("dropped") == 2 and len(found) == 2 * len(bad) + len(good)
-    for line in found:
+    assert len(lines) == 2 * len(bad) + len(folders)
+    for line in lines:
+        (actor, critic, reward), reference = line["refused"], line["reference"]
         if (name := next((n for n, folder in bad.items() if folder == line["files"]), None)) is not None:
-            assert all(name in text for text in line["refused"]), line
+            assert all(name in text for text in (actor, critic, reward, reference)), line
+        elif folders[line["files"]][1] is both:
+            assert "reward model or critic" in actor and not critic and not reward, line
         else:
-            alone = verl.Actor(str(tmp_path / line["files"])).present_model()
+            assert not actor and not reference and "is no reward model" in reward, line
+            assert "lm_head.weight" not in critic, line
+            assert ("embed_tokens" in critic) == (folders[line["files"]] in tied_otherwise()), line
+            alone = verl.Actor(str(path / line["files"])).present_model()
             assert line["checksum"] == checksum(model_shards(alone))
+
+
+def tied_otherwise() -> list[tuple[str, Weights]]:
+    return [harmless()["tied under the other name"]]
 
 
 @pytest.mark.slow
@@ -336,8 +361,32 @@ def test_ranks_refuse_every_kind_of_damage(tmp_path: Path) -> None:
             damage = DAMAGES[number % len(DAMAGES)]
             folder = write(tmp_path / f"{kind}-{number}", kind, damaged(weights, name, damage), 1 + number % 2).name
             names[folder] = name
-    for line in on_ranks(tmp_path, *names):
-        actor, *values = line["refused"]
+    lines = on_ranks(tmp_path, *names)
+    assert {line["files"] for line in lines} == {*names}
+    for line in lines:
+        (actor, critic, reward), reference = line["refused"], line["reference"]
         name = names[line["files"]]
-        assert name in actor, line
-        assert name == "lm_head.weight" or all(name.partition(".")[2] in text for text in values), line
+        assert name in actor and name in reference, line
+        assert name == "lm_head.weight" or all(name.partition(".")[2] in text for text in (critic, reward)), line
+
+
+@pytest.mark.parametrize(
+    ("command", "damage"),
+    [
+        ("check", "dropped"),
+        *(
+            pytest.param(command, damage, marks=pytest.mark.slow)
+            for command in ("check", "generate")
+            for damage in ("dropped", "prefixed", "reshaped")
+            if (command, damage) != ("check", "dropped")
+        ),
+    ],
+)
+def test_commands_on_ranks_refuse_files_that_lack_a_weight(command: str, damage: str, tmp_path: Path) -> None:
+    name = "model.layers.1.mlp.up_proj.weight"
+    path = write(tmp_path / "bad", "llama", damaged(stored("llama"), name, damage))
+    (tmp_path / "prompts.jsonl").write_text('{"prompt": "a"}\n')
+    files = [tmp_path / "prompts.jsonl", tmp_path / "out.jsonl"] if command == "generate" else []
+    done = job(2, "-m", "verl", command, path, *files, check=False)
+    assert done.returncode and name in done.stderr, done.stderr
+    assert "Traceback" not in done.stderr and not (tmp_path / "out.jsonl").exists()

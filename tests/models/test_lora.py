@@ -19,8 +19,10 @@ from tests.training.cases import OPTIM, ROWS, log_probs, make_engine, ragged_bat
 from verl.errors import ConfigError, ModelError
 from verl.layout import Layout
 from verl.models.heads import ValueModel
+from verl.models.loading import load_model
 from verl.models.lora import adapters_off, add_lora, change_layers, has_adapters, layer_changes, merged_shards, shape_of
 from verl.models.options import LoraOptions
+from verl.models.outputs import outputs
 from verl.models.packed import PackedModel
 from verl.models.portable import PortableModel
 from verl.models.save import save_pretrained_dir
@@ -175,6 +177,15 @@ def test_other_settings_of_peft_merge_and_travel(options: dict[str, Any]) -> Non
     load_model_shards(plain, merged_shards(model))
     for found in (travelled, plain):
         assert float((logits(found) - logits(model)).abs().max()) < 1e-6
+
+
+@pytest.mark.parametrize("kind", ["qwen3_moe", "mixtral"])
+def test_experts_in_fp64_are_written_and_compared(kind: str, tmp_path: Path) -> None:
+    save_pretrained_dir(tiny_model(kind), None, tmp_path / "made")
+    model = load_model(str(tmp_path / "made"), dtype="float64")
+    save_pretrained_dir(model, None, tmp_path / "loaded")
+    again = load_model(str(tmp_path / "loaded"), dtype="float64")
+    assert float((outputs(again) - outputs(model)).abs().max()) < 1e-9
 
 
 def test_experts_with_adapters_are_not_cut() -> None:

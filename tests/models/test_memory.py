@@ -4,16 +4,19 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from functools import partial
 
 import pytest
 import torch
 from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedModel
 
+from verl.config import build_config
 from verl.errors import ConfigError
 from verl.models.head_sizes import CPU, HeadSizes
-from verl.models.memory import ModelSize, estimate_memory, preflight
+from verl.models.memory import ModelSize, estimate_memory
 from verl.models.packed import PackedModel
 from verl.models.segments import pack_rows
+from verl.trainer.memory import actor_memory
 
 
 def test_import_without_torch() -> None:
@@ -74,18 +77,19 @@ def test_a_model_without_memory_is_measured() -> None:
     assert ModelSize.from_model(model).parameters == sum(parameter.numel() for parameter in model.parameters())
 
 
-def test_preflight_names_the_setting_that_helps(llama: PreTrainedModel) -> None:
-    size = ModelSize.from_model(llama)
-    options = {"key": "actor_rollout_ref.actor", "max_tokens_per_micro_batch": 1 << 20}
-    estimate = preflight(size, **options, available=1 << 50)
+def test_what_does_not_fit_names_the_setting_that_helps(llama: PreTrainedModel) -> None:
+    size, actor = ModelSize.from_model(llama), {"max_tokens_per_micro_batch": 1 << 20}
+    config = build_config({"actor_rollout_ref": {"model": {"path": "x"}, "actor": actor}, "data": {"train": "x"}})
+    check = partial(actor_memory, config, size, 1, head=CPU)
+    estimate = check(1 << 50)
     fixed = estimate.total - estimate.activations
     with pytest.raises(ConfigError, match=r"actor\.max_tokens_per_micro_batch=262144 \(now 1048576\)$"):
-        preflight(size, **options, available=fixed + estimate.activations // 3)
+        check(fixed + estimate.activations // 3)
     least = estimate_memory(size, micro_batch_tokens=256, gradient_checkpointing=True)
     with pytest.raises(ConfigError, match=r"and actor_rollout_ref\.model\.enable_gradient_checkpointing=true"):
-        preflight(size, **options, available=least.total - least.weights)
+        check(least.total - least.weights)
     with pytest.raises(ConfigError, match="smaller model"):
-        preflight(size, **options, available=1000)
+        check(1000)
 
 
 def test_the_head_is_counted_by_the_sizes_of_its_device() -> None:

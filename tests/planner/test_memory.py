@@ -37,7 +37,11 @@ def batch_of(rows: int, length: int) -> Batch:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize(
     ("hidden", "layers", "rows", "length"),
-    [(128, 4, 2, 64), (256, 4, 4, 256), pytest.param(256, 8, 8, 256, marks=pytest.mark.slow)],
+    [
+        (128, 4, 2, 64),
+        pytest.param(256, 4, 4, 256, marks=pytest.mark.slow),
+        pytest.param(256, 8, 8, 256, marks=pytest.mark.slow),
+    ],
 )
 def test_predicted_training_memory_is_that_of_one_process(
     hidden: int, layers: int, rows: int, length: int, dtype: torch.dtype, checkpointing: bool

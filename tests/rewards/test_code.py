@@ -92,7 +92,7 @@ def test_the_solution_may_be_called_like_a_builtin() -> None:
     ],
 )
 def test_a_program_that_cheats_passes_nothing(cheat: str) -> None:
-    assert judge({"response": cheat, "tests": "assert answer() == 'expected'"}, timeout=3.0).reward == [0.0]
+    assert judge({"response": cheat, "tests": "assert answer() == 'expected'"}, timeout=1.5).reward == [0.0]
 
 
 #: A solution, and a test that it passes as it would in one process with it.
@@ -246,7 +246,7 @@ def answer(): return Yes()
 class Given:
     def answer(self): return Yes()
 """
-    assert judge({"response": cheat, "tests": test}, timeout=3.0).reward == [0.0]
+    assert judge({"response": cheat, "tests": test}, timeout=1.5).reward == [0.0]
 
 
 def test_inputs_and_outputs_in_their_forms() -> None:

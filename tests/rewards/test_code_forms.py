@@ -74,6 +74,42 @@ FORMS: dict[str, tuple[Any, str | None, str, str]] = {
         SUB,
     ),
     "check, called": (CHECK + "check(add)", None, ADD, SUB),
+    "a list of check and its call": ([CHECK, "check(add)"], None, ADD, SUB),
+    "a list of a test and its call": (["def test():\n    assert add(1, 2) == 3", "test()"], None, ADD, SUB),
+    "a list of tests of one name": (
+        [f"def test():\n    assert add({n}, 2) == {n} + 2" for n in (1, 2)],
+        None,
+        ADD,
+        SUB,
+    ),
+    "calls between asserts": (
+        ["a = Sum()", "a.add(1)", "print(a.add(2))", "assert a.add(0) == 3"],
+        None,
+        "class Sum:\n    n = 0\n    def add(self, m): self.n += m; return self.n",
+        "class Sum:\n    def add(self, m): return m",
+    ),
+    "what is printed beside an assert": (["print(add(1, 2))", "assert add(1, 2) == 3"], None, ADD, SUB),
+    "what is printed and expected": ({"test": "print(add(1, 2))", "output": "3"}, None, ADD, SUB),
+    "what several print and is expected": (
+        {"test_list": ["x = add(1, 2)\nprint(x)", "print(add(x, 2))"], "outputs": ["3", "5"]},
+        None,
+        ADD,
+        SUB,
+    ),
+    "an error of the tests": ("if add(1, 2) != 3:\n    raise ValueError('no')", None, ADD, SUB),
+    "an exit of the tests": ("import sys\nif add(1, 2) != 3:\n    sys.exit(1)", None, ADD, SUB),
+    "a loop until it is right": (
+        "n = add(1, 2)\nwhile n != 9:\n    assert 0 < n < 9\n    n = add(n, 1)",
+        None,
+        ADD,
+        SUB,
+    ),
+    "an error that is wanted": (
+        "try:\n    add(1, 'a')\n    assert False\nexcept TypeError:\n    pass",
+        None,
+        ADD,
+        "def add(a, b): return 0",
+    ),
     "check of a candidate": (CHECK + "check(candidate)", None, ADD, SUB),
     "check, not called": (CHECK, None, f"def help(): return 1\n{ADD}", SUB),
     "check of the entry point": (CHECK, "add", f"{ADD}\ndef main(): return 1", SUB),
@@ -132,6 +168,49 @@ FORMS: dict[str, tuple[Any, str | None, str, str]] = {
         ADD,
         SUB,
     ),
+    "fractions of a function": (
+        {"fn_name": "add", "inputs": [[0.1, 0.2], [0.1, 0.7]], "outputs": [0.3, 0.8]},
+        None,
+        ADD,
+        ADD.replace("a + b", "a + b + 0.00001"),
+    ),
+    "a program for a class Solution": (
+        CHECK,
+        "Solution().add",
+        "class Solution:\n    def add(self, a: int, b: Optional[int]) -> int: return sum(Counter([a, b]).elements())",
+        "class Solution:\n    def add(self, a: List[int], b: int) -> int: return a - b",
+    ),
+    "a failed assert that is printed alone": (
+        "try:\n    assert add(1, 2) == 3\n    print('passed')\nexcept AssertionError:\n    print('failed')",
+        None,
+        ADD,
+        SUB,
+    ),
+    "a class that derives from the program's": (
+        "class Both(Adder):\n    pass\nassert Both(1).add(2) == 3",
+        None,
+        "class Adder:\n    def __init__(self, n): self.n = n\n    def add(self, n): return self.n + n",
+        "class Adder:\n    def __init__(self, n): self.n = n\n    def add(self, n): return self.n - n",
+    ),
+    "a class that only the tests define": (
+        "class Node:\n    def __init__(self, n): self.n = n\nassert Solution().add(Node(1), Node(2)) == 3",
+        None,
+        "class Solution:\n    def add(self, a: Optional[Node], b: 'Node') -> int: return a.n + b.n",
+        "class Solution:\n    def add(self, a: Optional[Node], b: 'Node') -> int: return a.n - b.n",
+    ),
+    "one of two": (
+        "try:\n    assert add(1, 2) == 4\nexcept AssertionError:\n    assert add(1, 2) == 3",
+        None,
+        ADD,
+        SUB,
+    ),
+    "numbers as they may be printed": (
+        {"inputs": ["1\r\n2\r\n"], "outputs": ["\n0.333333333  2.50\r\n1\n\n"]},
+        None,
+        "a, b = input(), input()\nprint(1 / 3, 2.5)\nprint(len(a))\nexit()",
+        "print(0.3333, 2.5)\nprint(1)",
+    ),
+    "digits that are no fraction": ({"inputs": [""], "outputs": ["05 30"]}, None, "print('05 30')", "print(5, 30)"),
     "assert_case": (json.dumps({"assert_case": ["assert add(1, 2) == 3"]}), None, ADD, SUB),
 }
 
@@ -150,14 +229,33 @@ def test_a_right_program_is_1_and_a_wrong_one_0(form: str) -> None:
         ("", "asks? nothing"),
         ("assert 1 + 1 == 2", "asks? nothing"),
         ("def test_nothing():\n    assert True", "asks? nothing"),
+        ("print(add(1, 2))", "asks? nothing"),
+        ("print(', '.join(add('a', 'b')))", "asks? nothing"),
+        (["add(1, 2)", "x = add(2, 2)", "print(x)"], "asks? nothing"),
+        ("add(1, 2) == 3", "asks? nothing"),
+        ("# assert add(1, 2) == 3", "asks? nothing"),
+        ('"""\nassert add(1, 2) == 3\n"""', "asks? nothing"),
+        ("pass", "asks? nothing"),
+        ("add(1, 2)\nassert True", "asks? nothing"),
+        ("assert add", "asks? nothing"),
+        ("assert callable(add) and add is not None", "asks? nothing"),
+        ("import contextlib\nwith contextlib.suppress(Exception):\n    assert add(1, 2) == 3", "asks? nothing"),
+        ("def help():\n    assert add(1, 2) == 3\nprint(add(1, 2))", "asks? nothing"),
+        ("def test_it():\n    add(1, 2)\n    assert True", "asks? nothing"),
+        ("import sys\nprint(add(1, 2), file=sys.stdout)\nassert True", "asks? nothing"),
+        (
+            "import unittest\nfrom solution import add\nclass T(unittest.TestCase):\n"
+            "    def test(self):\n        add(1, 2)\n        self.assertTrue(True)",
+            "asks? nothing",
+        ),
         ("import nowhere_to_be_found\nassert add(1, 2) == 3", "No module named"),
         ("def test_add(capfd):\n    assert add(1, 2) == 3", "fixture 'capfd'"),
     ],
 )
 def test_what_asks_nothing_of_the_program_is_left_out(tests: Any, reason: str) -> None:
-    result = judge({"response": ADD, "tests": tests})
-    assert result.reward == [None]
-    assert result.counts["failures"] == 1
+    result = judge(*[{"response": program, "tests": tests} for program in (ADD, SUB, "def add(a, b): return None")])
+    assert result.reward == [None] * 3
+    assert result.counts["failures"] == 3
     with pytest.raises(AssertionError, match=reason):
         raise AssertionError(result.reasons[0])
 
@@ -173,6 +271,7 @@ def test_what_asks_nothing_of_the_program_is_left_out(tests: Any, reason: str) -
         ({"input": "1", "output": "2", "type": "image"}, "type 'image' are not known"),
         ({"input": "1", "output": "2", "type": "functional"}, "give them fn_name"),
         ({"input": "1,2", "output": "2", "fn_name": "add"}, "no JSON"),
+        ({"inputs": [{"a": 1, "b": 2}], "outputs": [3], "fn_name": "add"}, "are a mapping: make them a list"),
         ({"input": "1", "output": ""}, "any program would pass"),
         ({"language": "rust", "input": "1", "output": "2"}, "in rust, not in Python"),
         ({"input": {"a": 1}, "output": "2"}, "is a text, not a dict"),

@@ -94,6 +94,19 @@ READ = [
     ("The two numbers: 4 and 5", [r"\boxed{5, 4}"], [r"\boxed{4}", r"\boxed{2}"]),
     (["4"], [r"\boxed{4}"], [r"\boxed{5}"]),
     ([1, 2], [r"\boxed{1, 2}"], [r"\boxed{2}"]),
+    (r"1.6 \times 10^{-19}", [r"\boxed{1.6e-19}", r"\boxed{16 \times 10^{-20}}"], [r"\boxed{0}", r"\boxed{1.6e-18}"]),
+    (r"\frac{1}{2^{99}}", [r"\boxed{2^{-99}}"], [r"\boxed{\frac{1}{2^{98}}}"]),
+    ("0", [r"\boxed{0.0}", r"\boxed{-0}"], [r"\boxed{0.0000001}"]),
+    (
+        "C",
+        ["The answer is **C**.", "C. Paris", r"\boxed{\textbf{(C)}\ 4}", "It is (C) Paris", "**C.** Paris"],
+        ["D. Paris", r"\boxed{\textbf{(B)}\ 4}", "$C = 4$", "Cats. Paris"],
+    ),
+    (r"\textbf{(B)}\ 4", [r"\boxed{B}", r"\boxed{\text{(B)}}"], [r"\boxed{A}"]),
+    ("2 1/3", [r"\boxed{\frac{7}{3}}", r"\boxed{2\frac13}", r"\boxed{2⅓}"], [r"\boxed{2/3}", r"\boxed{21/3}"]),
+    (r"\sqrt{2} + x^2", [r"\boxed{√2 + x²}", r"\boxed{x² + √(2)}"], [r"\boxed{√2 + x2}", r"\boxed{√3 + x²}"]),
+    ("42", [r"$x = \mathbf{42}$", r"\boxed{４２}", "so **42**"], [r"$x = \mathbf{24}$", "4**2"]),
+    (r"\emptyset", [r"\boxed{\varnothing}"], [r"\boxed{0}"]),
 ]
 
 
@@ -114,6 +127,7 @@ def test_answers_in_words_are_read(answer: Any, right: list[str], wrong: list[st
         "There are 5 apples and 3 pears",
         "3 hours 20 minutes",
         "1.5 million",
+        r"1, 2, \ldots, n",
         "twelve",
         "####",
         float("nan"),

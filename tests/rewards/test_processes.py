@@ -7,7 +7,6 @@ import logging
 import os
 import re
 import signal
-import subprocess
 import sys
 import threading
 import time
@@ -17,6 +16,7 @@ from typing import Any
 import pytest
 import torch
 
+from tests import forked
 from tests.rewards.test_failures import WHOLE_BATCH, alive
 from verl.batch import Batch
 from verl.errors import ConfigError
@@ -146,7 +146,7 @@ os.kill(os.getpid(), int(sys.argv[3]))
 def test_the_process_ends_with_the_script(tmp_path: Path, how: int) -> None:
     (tmp_path / "script.py").write_text(SCRIPT)
     command = [sys.executable, str(tmp_path / "script.py"), str(tmp_path / "pid"), "go", str(how)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=100, check=False)
+    done = forked.run(command, timeout=100)
     assert done.stdout == "[1.0]\n" and done.returncode == -how, done.stderr
     pid, end = int((tmp_path / "pid").read_text()), time.monotonic() + 10
     while time.monotonic() < end:

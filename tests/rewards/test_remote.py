@@ -91,6 +91,11 @@ def test_what_a_judge_cannot_do_abstains_or_ends_the_run(serve: Callable[..., Pl
             ("Score: 11", None),
             ("Score: -10.5", None),
         ],
+        *[
+            ("<think>Score: 9?</think> Score: 2", 2),
+            ("Score: 2? Or 9.</think>None", None),
+            ("<think>Score: 9, as", None),
+        ],
         *[("Score: 85/100", None), ("Score: 4/5", None), ("Score: 7 out of 100", None), ("Score: 7th", None)],
     ],
 )

@@ -1,13 +1,15 @@
 """Cells of the matrix of layouts: an actor trains, generates, is saved and exported; one job for many of them.
 
-python rank_cells.py FOLDER CELLS, the last as JSON: name -> cell. Prints one line of JSON a cell: its name and why it
-was refused, or null. FOLDER/NAME then has run.json, weights.pt, a checkpoint, and a directory for transformers.
+python rank_cells.py FOLDER CELLS, the last as JSON: name -> cell. Prints one line of JSON a cell: its name, why it was
+refused, or null, and its seconds. FOLDER/NAME then has run.json, weights.pt, a checkpoint, and a
+directory for transformers.
 """
 
 from __future__ import annotations
 
 import json
 import sys
+import time
 import traceback
 from pathlib import Path
 from typing import Any
@@ -69,8 +71,13 @@ def steps(actor: verl.Actor, count: int) -> dict[str, Any]:
     }
 
 
-def run(folder: Path, out: Path, cell: dict[str, Any]) -> None:
-    actor = make_actor(folder, cell)
+def run(folder: Path, out: Path, cell: dict[str, Any]) -> str | None:
+    """Why it was refused before anything was started; what is refused later is an error."""
+    try:
+        actor = make_actor(folder, cell)
+        actor.group  # noqa: B018
+    except ConfigError as error:
+        return str(error)
     found = steps(actor, 2)
     weights = {shard.name: shard.tensor.cpu().clone() for shard in actor.shards()}
     (out / "checkpoint").mkdir(parents=True)
@@ -82,6 +89,7 @@ def run(folder: Path, out: Path, cell: dict[str, Any]) -> None:
     found["after"] = list(after["response_tokens"])
     torch.save(weights, out / "weights.pt")
     (out / "run.json").write_text(json.dumps({**found, "meta": meta}))
+    return None
 
 
 def load(folder: Path, out: Path, cell: dict[str, Any]) -> dict[str, Any]:
@@ -100,16 +108,15 @@ if __name__ == "__main__":
     make_exact()
     root = Path(sys.argv[1])
     for name, one_cell in json.loads(sys.argv[2]).items():
-        refused = None
+        refused, began = None, time.monotonic()
         try:
             if one_cell.get("loads"):
                 done = load(root, root / one_cell["loads"], one_cell)
                 (root / one_cell["loads"] / "loaded.json").write_text(json.dumps(done))
             else:
-                run(root, root / name, one_cell)
-        except ConfigError as error:
-            refused = str(error)
+                refused = run(root, root / name, one_cell)
         except Exception:
             refused = "!! " + traceback.format_exc()[-600:]
-        sys.stdout.write(json.dumps({"cell": name, "refused": refused}) + "\n")
+        seconds = time.monotonic() - began
+        sys.stdout.write(json.dumps({"cell": name, "refused": refused, "seconds": seconds}) + "\n")
         sys.stdout.flush()

@@ -1,6 +1,7 @@
-"""A rank stops or dies in the middle of a call; prints what the driver's error says, and after how many seconds.
+"""A rank stops or dies in the middle of a phase; prints what the driver's error says, and after how many seconds.
 
-python rank_stops.py MODEL SIGNAL PHASE, PHASE one of transfer, generate, update
+python rank_stops.py MODEL SIGNAL PHASE FOLDER, PHASE one of start and those of `PHASES`; a job of two ranks that
+something like torchrun started, or (without RANK) two ranks on Ray.
 """
 
 from __future__ import annotations
@@ -11,6 +12,8 @@ import signal
 import sys
 import time
 from collections.abc import Callable
+from importlib import import_module
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -19,46 +22,84 @@ import verl
 from verl.controller.controller import Controller
 from verl.controller.ranks import rank_here
 from verl.errors import VerlError
-from verl.hybrid.transfer import Transfer
-from verl.rollout.embedded import EmbeddedEngine
-from verl.training.torch_engine import TorchEngine
 
-PHASES: dict[str, tuple[Any, str]] = {
-    "transfer": (Transfer, "_post"),
-    "generate": (EmbeddedEngine, "step"),
-    "update": (TorchEngine, "_step"),
+DEADLINE = 8.0
+#: Where a phase is on a rank: module, class, method, and the call of it in which the rank stops.
+PHASES: dict[str, tuple[str, str, str, int]] = {
+    "start": ("verl.controller.world", "World", "__init__", 1),
+    "load": ("verl.training.torch_engine", "TorchEngine", "_lay_out", 1),
+    "generate": ("verl.rollout.embedded", "EmbeddedEngine", "step", 2),
+    "transfer": ("verl.hybrid.transfer", "Transfer", "_post", 2),
+    "update": ("verl.training.torch_engine", "TorchEngine", "_step", 2),
+    "hand-over": ("verl.workers.actor", "ActorWorker", "_hand_over", 1),
+    "save": ("verl.workers.saving", "RankFiles", "gathered", 1),
 }
 
 
-def stop_in(owner: Any, name: str, number: int) -> None:
-    """Let the second call of a method end this process, or stop it."""
-    method: Callable[..., Any] = getattr(owner, name)
+def stop_in(module: str, owner: str, name: str, count: int, number: int) -> None:
+    """Let a call of a method end this process, or stop it, if it is rank 1; import what the ranks of Ray lack."""
+    for name_of in ("verl.workers.actor", "transformers.models.llama.modeling_llama"):
+        import_module(name_of)
+    if rank_here() != 1:
+        return
+    kind = getattr(import_module(module), owner)
+    method: Callable[..., Any] = getattr(kind, name)
     calls = []
 
     def stops(*args: Any, **kwargs: Any) -> Any:
         calls.append(1)
-        if len(calls) == 2:
+        if len(calls) == count:
             os.kill(os.getpid(), number)
         return method(*args, **kwargs)
 
-    setattr(owner, name, stops)
+    setattr(kind, name, stops)
+
+
+def stop_at_the_start(number: int) -> None:
+    """Of ranks on Ray, that join when the driver tells them to."""
+    from verl.controller import ray as on_ray
+
+    each = on_ray.RayJob.each
+    on_ray.START_DEADLINE = DEADLINE  # of ranks that join
+
+    def stops(job: Any, method: str, *args: Any) -> Any:
+        if method == "join":
+            os.kill(job._about[1]["pid"], number)
+        return each(job, method, *args)
+
+    on_ray.RayJob.each = stops  # type: ignore[method-assign, assignment]
 
 
 if __name__ == "__main__":
     torch.set_num_threads(1)
-    model, which, phase = sys.argv[1:]
-    if rank_here() == 1:
-        stop_in(*PHASES[phase], getattr(signal, which))
-    controller = Controller(timeout=8)
-    options: dict[str, Any] = {"train": {"strategy": "fsdp"}, "optim": {"lr": 1e-2}, "placement": controller}
-    actor = verl.Actor(model, sampling=verl.SamplingParams(max_new_tokens=4), dtype="float64", **options)
+    model, which, phase, folder = sys.argv[1:]
+    is_ray, which_signal = "RANK" not in os.environ, getattr(signal, which)
+    if is_ray and phase == "start":
+        stop_at_the_start(which_signal)
+    elif not is_ray:
+        stop_in(*PHASES[phase], which_signal)
+    controller = Controller({"actor": "cpu:0-1"}, timeout=DEADLINE) if is_ray else Controller(timeout=DEADLINE)
     began = time.monotonic()
     try:
+        options: dict[str, Any] = {"train": {"strategy": "fsdp"}, "optim": {"lr": 1e-2}, "placement": controller}
+        actor = verl.Actor(model, sampling=verl.SamplingParams(max_new_tokens=4), dtype="float64", **options)
+        if is_ray:
+            controller.start()
+            if phase != "start":
+                job: Any = controller._job
+                job.timeout = 120.0  # imports
+                controller.everywhere(stop_in, *PHASES[phase], int(which_signal))
+                job.timeout = DEADLINE
         while True:
             began = time.monotonic()
             samples = actor.generate_sequences(["Once upon a time", "And"], n=2)
             began = time.monotonic()
             actor.update(samples, [1.0, 0.0, 0.0, 1.0])
+            began = time.monotonic()
+            if phase == "save":
+                Path(folder, "checkpoint").mkdir(exist_ok=True)
+                actor.save(str(Path(folder, "checkpoint")))
+                actor.group.call("saved")
     except VerlError as error:
         texts, cause = [], error
         while cause is not None:

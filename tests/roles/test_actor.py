@@ -21,7 +21,7 @@ from transformers import (
 )
 
 import verl
-from tests.conftest import CONFIGS, byte_tokenizer
+from tests.conftest import byte_tokenizer, config_of
 from tests.templates import FAMILIES
 from tests.workers.test_sync import Copying
 from verl.algorithms import make_algorithm
@@ -137,7 +137,7 @@ def test_a_live_model_and_its_tokenizer(tiny: Path) -> None:
         actor = verl.Actor(model=model, tokenizer=given, strategy="fsdp")
         assert actor.tokenizer.get_vocab() == tokenizer.get_vocab()
         assert actor.model is model
-    fresh = AutoModelForCausalLM.from_config(CONFIGS["llama"]())
+    fresh = AutoModelForCausalLM.from_config(config_of("llama"))
     with pytest.raises(ModelError, match="tokenizer="):
         verl.Actor(model=fresh)
     with pytest.raises(ConfigError, match="did you mean 'fsdp'"):

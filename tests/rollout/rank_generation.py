@@ -1,6 +1,6 @@
 """Generation under tensor parallelism; a job of several ranks. The first one also generates by itself.
 
-Prints one line of JSON a case: what both wrote.
+Arguments: how many tokens, and the kinds of models. Prints one line of JSON a case: what both wrote.
 """
 
 from __future__ import annotations
@@ -35,17 +35,17 @@ class NoEven:
         return logits
 
 
-def requests() -> Iterator[Request]:
+def requests(tokens: int) -> Iterator[Request]:
     """Greedy and sampled ones, some of a prompt in common, more than the cache holds at a time."""
     for row in range(10):
         prompt = [(5 * row // 3 + i * i) % 37 for i in range(40 if row % 3 else 3)]
-        params = SamplingParams(max_new_tokens=40 + row, temperature=float(row % 4), min_p=0.01 * (row == 7))
+        params = SamplingParams(max_new_tokens=tokens + row, temperature=float(row % 4), min_p=0.01 * (row == 7))
         yield Request(f"r{row}", prompt, params, (NoEven(),) if row == 5 else ())
 
 
-def answers(engine: RolloutEngine) -> list[dict[str, Any]]:
+def answers(engine: RolloutEngine, tokens: int) -> list[dict[str, Any]]:
     found: dict[str, Any] = {}
-    for sample in generate(engine, requests()):
+    for sample in generate(engine, requests(tokens)):
         found[sample.id] = asdict(sample)
         if len(found) == 1:
             engine.abort(["r9"])
@@ -68,7 +68,7 @@ def model_of(kind: str) -> Any:
     return model
 
 
-def run(kind: str, size: int, group: Any, invariant: bool = False) -> None:
+def run(kind: str, tokens: int, size: int, group: Any, invariant: bool = False) -> None:
     mesh = Mesh(tuple(range(size)), Layout(tp=size))
     packed = PackedModel(model_of(kind))
     TorchEngine(packed.model, EngineOptions(), mesh=mesh, group=group, packed=packed)
@@ -83,7 +83,7 @@ def run(kind: str, size: int, group: Any, invariant: bool = False) -> None:
     found = []
     for _ in range(2):
         engine.wake()
-        found.append(answers(engine))
+        found.append(answers(engine, tokens))
         engine.sleep()
     alone = make(PackedModel(model_of(kind)), invariant)
     line = {
@@ -92,7 +92,7 @@ def run(kind: str, size: int, group: Any, invariant: bool = False) -> None:
         "bytes": engine.cache.bytes / alone.cache.bytes,
         "preemptions": engine.stats.preemptions,
         "together": found,
-        "alone": answers(alone),
+        "alone": answers(alone, tokens),
     }
     sys.stdout.write(json.dumps(line) + "\n")
 
@@ -102,7 +102,8 @@ if __name__ == "__main__":
     dist.init_process_group("gloo")
     ranks = dist.get_world_size()
     everyone = dist.new_group(list(range(ranks)))
-    for name in sys.argv[1:]:
-        run(name, ranks, everyone)
-    run(sys.argv[1], ranks, everyone, invariant=True)
+    longest, *kinds = sys.argv[1:]
+    for name in kinds:
+        run(name, int(longest), ranks, everyone)
+    run(kinds[0], int(longest), ranks, everyone, invariant=True)
     dist.destroy_process_group()

@@ -5,6 +5,7 @@ There is no GPU here: an accelerator is made up, and whether vLLM is installed.
 
 from __future__ import annotations
 
+import json
 import logging
 from collections.abc import Callable
 from pathlib import Path
@@ -30,8 +31,8 @@ from verl.rollout.constrained import ConstrainedEpisode
 from verl.rollout.embedded import EmbeddedEngine
 from verl.rollout.options import RolloutOptions
 from verl.rollout.tools import ToolEpisode
-from verl.trainer.engine import FILE, settle_engine, with_engine
 from verl.trainer.memory import memory_on
+from verl.trainer.resolved import FILE, resolve, settle_engine
 from verl.trainer.run import train
 from verl.workers.standalone import EngineRecipe
 
@@ -150,23 +151,23 @@ def test_a_run_goes_on_with_the_engine_with_which_it_began(
     given, name = config(tmp_path, tiny), "vllm" if began else "embedded"
     for there in (began, not began):  # the second time vLLM has been removed, or added
         gpu(there)
-        kept = with_engine(given, tmp_path)
+        kept = resolve(given, tmp_path)
         actor = verl.Actor(kept.actor_rollout_ref.model, rollout=kept.actor_rollout_ref.rollout)
         settled = settle_engine(kept, actor, tmp_path)
         assert (actor.settle_engine(), settled.actor_rollout_ref.rollout.name) == (name, name)
 
 
-@pytest.mark.parametrize("text", ["", "[]", "{}", '{"name": "vlm"}'])
+@pytest.mark.parametrize("text", ["", "[]", "{}", '{"dtypes": {}, "engine": "vlm"}'])
 def test_a_damaged_record_is_named(tiny: Path, tmp_path: Path, text: str) -> None:
     (tmp_path / FILE).write_text(text)
     with pytest.raises(ConfigError, match=FILE):
-        with_engine(config(tmp_path, tiny), tmp_path)
+        resolve(config(tmp_path, tiny), tmp_path)
 
 
 def test_a_run_keeps_its_engine(install: Install, tiny: Path, tmp_path: Path) -> None:
     train(config(tmp_path, tiny))
     (kept,) = (tmp_path / "runs").glob(f"test*/{FILE}")
-    assert kept.read_text() == '{"name": "embedded"}\n'
+    assert json.loads(kept.read_text())["engine"] == "embedded"
 
 
 def test_a_plan_for_gpus_counts_what_the_run_would_take(gpu: Install, tiny: Path, tmp_path: Path) -> None:

@@ -43,6 +43,27 @@ def test_a_single_turn_is_a_request_under_the_id_of_the_row(engine: EmbeddedEngi
         assert turns.response_mask == [1] * 12
 
 
+def test_a_later_turn_that_positions_end_is_named_before_it_is_sampled(
+    packed64: PackedModel, caplog: pytest.LogCaptureFixture
+) -> None:
+    engine = EmbeddedEngine(packed64, eos_token_ids=(2,), seed=0, kv_memory=8 << 20, max_length=20)
+    said: list[tuple[int, str]] = []
+
+    async def two_turns(client: Client, row: Mapping[str, Any]) -> Sequence[Turns]:
+        turns = Turns()
+        for _ in range(2):
+            asked = asyncio.ensure_future(client.generate([*row["prompt_tokens"], *turns.response_tokens]))
+            await asyncio.sleep(0)
+            said.append((3 + len(turns.response_tokens), caplog.text))
+            turns.wrote(await asked)
+        return [turns]
+
+    lengths = {len(outcome.responses[0].response_tokens) for outcome in outcomes(engine, two_turns).values()}
+    assert lengths == {20 - 3}
+    assert {prompt: "may have 20" in text for prompt, text in said} == {3: False, 15: True}
+    assert caplog.text.count("a response to a prompt of 15 tokens ends before max_new_tokens=12") == 1
+
+
 def test_turns_mask_what_the_policy_did_not_write(engine: EmbeddedEngine) -> None:
     async def with_tool(client: Client, row: Mapping[str, Any]) -> Sequence[Turns]:
         turns = Turns()

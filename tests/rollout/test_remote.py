@@ -97,7 +97,7 @@ def test_answers_that_are_none_are_failures(serve: Callable[..., Plain], monkeyp
     """Cut off, endless, dripping, redirected, not HTTP: each at a server of its own beside a good one."""
     monkeypatch.setattr("verl.rollout.servers._MAX_BYTES", 1 << 20)
     bad = [serve(1, mode) for mode in BODIES]
-    remote = engine(*bad, serve(2), path="/generate", timeout=3.0, retries=len(bad))
+    remote = engine(*bad, serve(2), path="/generate", timeout=1.5, retries=len(bad))
     samples = list(generate(remote, requests(20, 2)))
     assert len(samples) == 40 and all(map(whole, samples))
     assert {s.log_probs[0] for s in samples} == {-2.0}
@@ -286,7 +286,7 @@ def test_a_server_that_only_fails_is_named_at_once(serve: Callable[..., Plain]) 
 
 
 def test_a_server_that_hangs_costs_twice_the_timeout_at_most(serve: Callable[..., Plain]) -> None:
-    remote = engine(serve(1, "hang"), timeout=2.0, retries=50)
+    remote = engine(serve(1, "hang"), timeout=1.0, retries=50)
     start = time.monotonic()
     with pytest.raises(NoServerError, match="TimeoutError"):
         list(generate(remote, requests(1, 1)))

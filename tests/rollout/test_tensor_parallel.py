@@ -17,15 +17,15 @@ SCRIPT = Path(__file__).with_name("rank_generation.py")
 
 
 @pytest.mark.parametrize(
-    ("size", "kinds"),
+    ("size", "tokens", "kinds"),
     [
-        (2, ("qwen2",)),
-        pytest.param(2, KINDS, marks=pytest.mark.slow),
-        pytest.param(4, ("gpt2",), marks=pytest.mark.slow),
+        (2, 24, ("qwen2",)),
+        pytest.param(2, 40, KINDS, marks=pytest.mark.slow),
+        pytest.param(4, 40, ("gpt2",), marks=pytest.mark.slow),
     ],
 )
-def test_greedy_and_sampled_tokens_are_those_of_one_process(size: int, kinds: tuple[str, ...]) -> None:
-    done = ranks.job(size, SCRIPT, *kinds)
+def test_greedy_and_sampled_tokens_are_those_of_one_process(size: int, tokens: int, kinds: tuple[str, ...]) -> None:
+    done = ranks.job(size, SCRIPT, tokens, *kinds)
     found = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
     assert [case["kind"] for case in found] == [*kinds, f"{kinds[0]} invariant"]
     for case in found:

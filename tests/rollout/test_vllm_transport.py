@@ -5,7 +5,6 @@ are numbers and bytes, too; vLLM's own workers open it in `test_vllm.py`.
 from __future__ import annotations
 
 import json
-import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -16,6 +15,7 @@ import pytest
 import torch
 from transformers import PreTrainedModel
 
+from tests import forked
 from verl.models.shards import model_shards
 from verl.rollout import vllm_transport
 from verl.rollout.vllm import _transport
@@ -47,9 +47,7 @@ def test_another_process_reads_what_was_lent(shards: list[Shard], transport: Tra
     with transport.lend(shards) as message:
         text = json.dumps(message)
         for rank in ("0", "1"):
-            done = subprocess.run(
-                [sys.executable, "-c", READER, rank], input=text, capture_output=True, text=True, timeout=120
-            )
+            done = forked.run([sys.executable, "-c", READER, rank], input=text)
             assert done.stdout.strip() == checksum(shards), done.stderr
     with pytest.raises((ValueError, RuntimeError)):  # it is lent until then
         received(json.loads(text), 0, "cpu")

@@ -16,7 +16,7 @@ from verl import sandbox
 from verl.errors import ConfigError, SandboxError
 from verl.sandbox import Limits, Run, run_python
 
-SHORT = Limits(seconds=2.0)
+SHORT = Limits(seconds=1.0)
 
 
 def inside() -> set[str]:

@@ -168,7 +168,7 @@ def test_a_change_of_1e_12_in_a_loss_is_named(tmp_path: Path) -> None:
     assert "1e-12 of it" in done.stdout and "dpo      equal: 5 steps" in done.stdout
 
 
-def test_times_are_compared_in_turn_and_more_work_is_named(
+def test_times_are_compared_side_by_side_and_more_work_is_named(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (tmp_path / "timing.py").write_text(STAND_IN)

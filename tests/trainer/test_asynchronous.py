@@ -123,6 +123,7 @@ def test_twenty_runs_in_which_a_worker_dies_at_a_random_moment(tiny: Path, monke
         assert groups == set(range(prompts.position))
 
 
+@pytest.mark.slow
 def test_a_worker_of_each_kind_dies_between_two_steps(tiny: Path) -> None:
     reward = verl.Reward(slow_low_bytes, workers=1)
     trainer, prompts = make(tiny, reward_fn=reward), Prompts()
@@ -173,25 +174,41 @@ def test_in_flight_prompts_survive_a_resume(tiny: Path, tmp_path: Path) -> None:
     assert {id_.split("/")[0] for id_ in every} | set(untrained) == {f"p{n}" for n in range(prompts.position)}
 
 
-def test_transports_and_staleness_zero_are_synchronous_training(tiny: Path) -> None:
+@pytest.mark.parametrize("transport", ["shared_memory", pytest.param("queue", marks=pytest.mark.slow)])
+def test_transports_and_staleness_zero_are_synchronous_training(tiny: Path, transport: str) -> None:
     """With no staleness and a policy that does not move within a step, both drivers sample the same tokens."""
-    rewards: dict[str, list[float]] = {}
-    for transport in ("queue", "shared_memory"):
-        trainer = make(tiny, max_staleness=0, transport=transport)
-        try:
-            records = [trainer.advance(prompts) for prompts in [Prompts()] * 3]  # one cursor, three steps
-        finally:
-            trainer.close()
-        assert [record["rollout/staleness/max"] for record in records] == [0, 0, 0]
-        rewards[transport] = [record["reward"] for record in records]
+    asynchronous = make(tiny, max_staleness=0, transport=transport)
+    try:
+        records = [asynchronous.advance(prompts) for prompts in [Prompts()] * 3]  # one cursor, three steps
+    finally:
+        asynchronous.close()
+    assert [record["rollout/staleness/max"] for record in records] == [0, 0, 0]
     actor = verl.Actor(str(tiny), optim={"lr": 1e-2}, sampling=SamplingParams(max_new_tokens=6, ignore_eos=True))
     trainer = verl.Trainer(actor, reward_fn=low_bytes, algorithm="grpo", n=2, log_dir=False)
     prompts = Prompts()
-    rewards["synchronous"] = [trainer.advance(prompts)["reward"] for _ in range(3)]
-    assert rewards["queue"] == rewards["shared_memory"] == rewards["synchronous"]
+    assert [record["reward"] for record in records] == [trainer.advance(prompts)["reward"] for _ in range(3)]
 
 
-def test_every_process_of_the_cluster_pulls_the_weights_with_their_version(tiny: Path) -> None:
+@pytest.fixture(scope="module")
+def running(tiny: Path) -> Iterator[Recorder]:
+    """A trainer that has made a step. A test that uses it leaves nothing on its way."""
+    trainer = make(tiny)
+    try:
+        trainer.fit(iter([["a", "b"]]), 1)
+        yield trainer
+    finally:
+        trainer.close()
+
+
+def test_a_rollout_worker_that_dies_between_two_steps_is_replaced(running: Recorder) -> None:
+    before = len(running.trained)
+    kill(running.group.pids[0])
+    running.fit(iter([["c", "d"]]), 1)
+    assert len(running.trained) == len(set(running.trained)) == before + 4
+    assert running.schedule.untrained == 0 and running.group.size == 1
+
+
+def test_every_process_of_the_cluster_pulls_the_weights_with_their_version(running: Recorder) -> None:
     ray = connect()
 
     @ray.remote(num_cpus=0.001)
@@ -200,14 +217,9 @@ def test_every_process_of_the_cluster_pulls_the_weights_with_their_version(tiny:
 
         return weights.version, [shard.name for shard in weights.shards()], checksum(weights.shards())
 
-    trainer = make(tiny)
-    try:
-        trainer.advance(Prompts())
-        version, names, sums = ray.get(pull.remote(trainer.group.weights), timeout=120)
-        shards = list(trainer.actor.shards())
-    finally:
-        trainer.close()
-    assert version == trainer.actor.policy_version == 1
+    version, names, sums = ray.get(pull.remote(running.group.weights), timeout=120)
+    shards = list(running.actor.shards())
+    assert version == running.actor.policy_version > 0
     assert names == [shard.name for shard in shards] and sums == checksum(shards)
 
 
@@ -229,14 +241,12 @@ def test_as_many_steps_as_there_are_batches(tiny: Path) -> None:
 
 
 def test_a_checkpoint_with_samples_on_their_way_is_not_taken_where_they_would_be_lost(
-    tiny: Path, tmp_path: Path
+    running: Recorder, tiny: Path, tmp_path: Path
 ) -> None:
-    first = make(tiny)
-    try:
-        first.fit(Prompts(), 1)
-        first.save_checkpoint(tmp_path / "checkpoint")
-    finally:
-        first.close()
+    prompts = iter([["e", "f"], ["g", "h"]])
+    running.fit(prompts, 1)
+    running.save_checkpoint(tmp_path / "checkpoint")
+    running.fit(prompts, 1)
     actor = verl.Actor(str(tiny), sampling=SamplingParams(max_new_tokens=6, ignore_eos=True))
     synchronous = verl.Trainer(actor, reward_fn=low_bytes, algorithm="grpo", n=2, log_dir=False)
     with pytest.raises(CheckpointError, match="asynchronous training, with prompts and samples on their way"):
@@ -245,13 +255,9 @@ def test_a_checkpoint_with_samples_on_their_way_is_not_taken_where_they_would_be
         make(tiny, batch_size=3, max_staleness=0).load_checkpoint(tmp_path / "checkpoint")
 
 
-def test_metrics_of_ones_own_are_logged(tiny: Path) -> None:
-    trainer = make(tiny)
-    trainer.add_metric("my/rows", lambda samples: len(samples["reward"]))
-    try:
-        assert trainer.advance(Prompts())["my/rows"] == 4
-    finally:
-        trainer.close()
+def test_metrics_of_ones_own_are_logged(running: Recorder) -> None:
+    running.add_metric("my/rows", lambda samples: len(samples["reward"]))
+    assert running.advance(iter([["i", "j"]]))["my/rows"] == 4
 
 
 @pytest.mark.slow
@@ -281,6 +287,7 @@ def test_an_engine_that_fails_ends_the_run_with_its_own_traceback(tiny: Path, tm
         trainer.close()
 
 
+@pytest.mark.slow
 def test_a_worker_that_hangs_ends_the_run_by_its_deadline(tiny: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SLOW_ENGINE_SECONDS", "600")
     trainer = make(tiny, engine=f"{ENGINE}:SlowEngine", deadline=1)

@@ -50,8 +50,8 @@ def test_the_table_has_what_was_sampled_scored_and_learned(tiny: Path, tmp_path:
     assert any(row["advantage"] for row in rows)
 
     events = EventAccumulator(str(tmp_path / "tensorboard")).Reload()
-    assert "completions" in events.Tags()["tensors"]
-    text = events.Tensors("completions")[0].tensor_proto.string_val[0].decode()
+    assert events.Tags()["tensors"] == ["completions/text_summary"]
+    text = events.Tensors("completions/text_summary")[0].tensor_proto.string_val[0].decode()
     assert rows[0]["prompt"].strip().splitlines()[0] in text
     assert {h.histogram_value.num for h in events.Histograms("reward/histogram")} == {8}
     assert {h.histogram_value.num for h in events.Histograms("response/length_histogram")} == {8}

@@ -86,15 +86,16 @@ def test_without_learning_the_constraint_acts_and_the_weights_stay(tiny: Path) -
     assert checksum(trainer.actor.shards()) == before
 
 
-def rejections(path: Path, lr: float) -> float:
-    """Mean share of rejected responses in the last steps of a run."""
+def rejections(path: Path, lr: float, steps: int) -> float:
+    """Mean share of rejected responses in the last four steps of a run."""
     made = verl.Actor(str(path), optim={"lr": lr}, sampling=SHORT)
     trainer = verl.Trainer(made, tasks=[constrained(ends_low, 3)], log_dir=False)
-    return statistics.fmean([trainer.step(PROMPTS * 4)["rollout/rejection_rate"] for _ in range(16)][-4:])
+    return statistics.fmean([trainer.step(PROMPTS * 4)["rollout/rejection_rate"] for _ in range(steps)][-4:])
 
 
+@pytest.mark.slow
 def test_it_learns_to_keep_to_the_constraint_and_a_control_does_not(tiny: Path) -> None:
-    learned, control = rejections(tiny, 3e-2), rejections(tiny, 0.0)
+    learned, control = rejections(tiny, 3e-2, 16), rejections(tiny, 0.0, 4)
     assert learned < 0.25 < 0.45 < control
 
 
@@ -165,6 +166,12 @@ def test_a_language_model_writes_its_verdict(tiny: Path, tmp_path: Path) -> None
 def test_a_verdict_is_compared_by_words(verdict: str, accepted: bool) -> None:
     refuses = ("unsafe", "false", "no", "incorrect", "not safe")
     assert GuardModel("any", refuses=refuses).accepts(verdict) is accepted
+
+
+def test_a_prompt_that_names_the_response_keeps_its_words(tiny: Path) -> None:
+    guard, tokenizer = GuardModel("any", template="{prompt}|{response}"), AutoTokenizer.from_pretrained(tiny)
+    asked = guard._question(tokenizer, "say {response}", "{prompt}", closed=False)
+    assert tokenizer.decode(asked) == "say {response}|{prompt}"
 
 
 def test_words_of_a_refusal_are_words() -> None:

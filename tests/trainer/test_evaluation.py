@@ -8,7 +8,8 @@ import pytest
 
 from verl.batch import Batch
 from verl.errors import ConfigError, DataError
-from verl.trainer.evaluation import binomial_interval, evaluate, paired_bootstrap, save_completions
+from verl.trainer.completions import save_table
+from verl.trainer.evaluation import binomial_interval, evaluate, paired_bootstrap
 
 PROBLEMS = Batch.from_columns({"group": ["a", "b", "c"], "answer": ["1", "2", "3"]})
 
@@ -111,14 +112,14 @@ def test_share_of_nothing_is_refused() -> None:
 def test_completions_are_kept(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     samples = collect(PROBLEMS)
     path = tmp_path / "completions" / "step-0.parquet"
-    save_completions(samples, path, limit=3, columns=["id", "response", "score"])
+    save_table(path, samples.slice(0, 3).select(["id", "response", "score"]).table)
     read = Batch.from_parquet(path)
     assert read["id"] == samples["id"][:3]
     assert read.columns == ["id", "response"]
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (100, hard))
     try:
-        save_completions(samples, path, limit=6, columns=samples.columns)
+        save_table(path, samples.table)
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
     assert "were not saved" in caplog.text

@@ -13,7 +13,7 @@ from tests.trainer.test_run import settings
 from verl.config.load import build_config
 from verl.errors import ConfigError
 from verl.models import loading
-from verl.trainer.precision import FILE, with_dtypes
+from verl.trainer.resolved import FILE, resolve
 
 
 def dtypes(config: Any) -> tuple[str, str]:
@@ -30,17 +30,17 @@ def test_a_run_goes_on_in_the_dtype_in_which_it_began(
         directory.mkdir()
         for slow in (began_slow, not began_slow):  # the second time on another machine
             monkeypatch.setattr(loading, "slow_in_half_precision", lambda slow=slow: slow)
-            assert dtypes(with_dtypes(config, directory)) == (dtype, dtype)
+            assert dtypes(resolve(config, directory)) == (dtype, dtype)
 
 
 def test_a_dtype_that_the_settings_name_stays(tmp_path: Path, make_tiny: Callable[..., Path]) -> None:
     changes = {"actor_rollout_ref.model.dtype": "float16"}
     config = build_config(settings(tmp_path, make_tiny("llama", torch.float32), **changes))
-    assert dtypes(with_dtypes(config, tmp_path)) == ("float16", "float32")
+    assert dtypes(resolve(config, tmp_path)) == ("float16", "float32")
 
 
-@pytest.mark.parametrize("text", ["", "[]", '{"actor_rollout_ref": "int8"}'])
+@pytest.mark.parametrize("text", ["", "[]", '{"dtypes": {"actor_rollout_ref": "int8"}}'])
 def test_a_damaged_record_is_named(tmp_path: Path, make_tiny: Callable[..., Path], text: str) -> None:
     (tmp_path / FILE).write_text(text)
     with pytest.raises(ConfigError, match=FILE):
-        with_dtypes(build_config(settings(tmp_path, make_tiny())), tmp_path)
+        resolve(build_config(settings(tmp_path, make_tiny())), tmp_path)

@@ -52,6 +52,7 @@ def test_a_run_of_two_ranks_is_one_run(tmp_path: Path, tiny: Path) -> None:
     assert json.loads((two / "summary.json").read_text())["state"] == "finished"
 
 
+@pytest.mark.slow
 def test_a_run_goes_on_under_another_strategy(tmp_path: Path, make_tiny: Callable[..., Path]) -> None:
     for name in ("whole", "parts"):
         (tmp_path / name).mkdir()

@@ -11,7 +11,6 @@ import verl
 from verl.config import build_config
 from verl.errors import ConfigError, DataError, RewardError
 from verl.trainer.check import check_settings
-from verl.trainer.outline import outline
 
 ROWS = [{"prompt": f"1+{i}", "answer": str(1 + i), "level": i} for i in range(3)]
 CODE = """
@@ -111,7 +110,6 @@ def test_a_model_or_a_judge_is_not_read(run: Callable[..., Any], caplog: pytest.
     check_settings(config)
     (text,) = (text for record in caplog.records if "template" in (text := record.getMessage()))
     assert "the template's {anwser} is no column of the data" in text and "did you mean 'answer'" in text
-    assert [*outline(config)] == ["main"]
 
 
 def test_a_trainer_asks_before_its_first_rollout(tiny: Path, monkeypatch: pytest.MonkeyPatch) -> None:

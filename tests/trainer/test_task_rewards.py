@@ -14,10 +14,8 @@ import pytest
 import verl
 from tests.conftest import Plain
 from tests.trainer.cases import SHORT
-from verl.config import load_config
 from verl.data.prompts import load_prompts
 from verl.errors import ConfigError
-from verl.trainer.outline import outline
 from verl.trainer.task_file import read_tasks
 
 FUNCTIONS = """
@@ -88,10 +86,6 @@ def test_a_reward_of_each_kind_is_trained_with(
             assert samples["reward"] == pytest.approx(wanted, abs=1e-5)
         record = trainer.step(prompts)
         assert record["reward/mean"] is not None and not record.get("reward/failures/count")
-        assert (
-            trainer.graph
-            == outline(load_config(file, [f"actor_rollout_ref.model.path={tiny}", "data.train=x.jsonl"]))[kind]
-        )
     finally:
         trainer.close()
 

@@ -430,13 +430,40 @@ def test_the_learning_rate_is_a_keyword_of_an_actor(tiny: Path) -> None:
 @pytest.mark.parametrize(
     ("option", "where"),
     [
-        ("lr", r"Actor\(MODEL, lr=...\)"),
-        ("train_micro_batch_size_per_gpu", r"Actor\(MODEL, train_micro_batch_size_per_gpu=...\)"),
+        ("lr", "Actor(MODEL, lr=...)"),
+        ("learning_rate", "Actor(MODEL, lr=...)"),
+        ("train_micro_batch_size_per_gpu", "Actor(MODEL, train_micro_batch_size_per_gpu=...)"),
+        ("total_steps", "fit(steps=...)"),
+        ("steps", "fit(steps=...)"),
+        ("prompts", "fit(prompts=...)"),
+        ("max_prompt_length", "fit(max_prompt_length=...)"),
+        ("max_staleness", "AsyncTrainer(ACTOR, max_staleness=...)"),
+        ("retries", "Reward(FUNCTION, retries=...)"),
+        ("eval_every", "HeldOut(ROWS, every=...)"),
     ],
 )
-def test_what_belongs_to_the_actor_is_said_so(tiny: Path, option: str, where: str) -> None:
-    with pytest.raises(ConfigError, match=rf"'{option}' is no keyword of a trainer, it goes to the actor: {where}"):
-        verl.PPOTrainer(actor=verl.Actor(tiny), reward_fn=len, log_dir=False, **{option: 1})
+def test_a_keyword_of_another_call_is_told_by_its_call(tiny: Path, option: str, where: str) -> None:
+    tasks = [verl.Task(name, algorithm="grpo", sources={"reward": len}) for name in ("a", "b")]
+    says = pytest.raises(ConfigError, match=re.escape(f"'{option}': it goes to {where}"))
+    with says:
+        verl.Trainer(verl.Actor(tiny), reward_fn=len, log_dir=False, **{option: 1})
+    with says:
+        verl.Trainer(verl.Actor(tiny), tasks=tasks, log_dir=False, **{option: 1})
+    if "Reward" not in where:
+        with says:
+            verl.Reward(len, **{option: 1})
+    if "Actor(" not in where and option != "total_steps":
+        with says:
+            verl.Critic(str(tiny), **{option: 1})
+
+
+def test_an_option_of_algorithms_goes_to_the_trainer(tiny: Path) -> None:
+    says = pytest.raises(ConfigError, match=re.escape("'clip_ratio': it goes to Trainer(ACTOR, clip_ratio=...)"))
+    for call in (verl.Actor, verl.Critic):
+        with says:
+            call(str(tiny), clip_ratio=0.1)
+    with pytest.raises(ConfigError, match="algorithm 'grpo' has no option 'lam'"):
+        verl.Trainer(verl.Actor(tiny), reward_fn=len, log_dir=False, lam=0.9)
 
 
 def test_one_placement_is_given() -> None:

@@ -121,11 +121,11 @@ OF_EXPERTS = (
 )
 CASES = {
     "fast": [
-        Case("gpt2", Layout(replicate=2, shard=2), Layout(shard=4)),
         Case("llama", Layout(tp=2, pp=2), Layout(shard=2, tp=2), "ppo actor"),
-        Case("gpt2", Layout(shard=2, sp=2), Layout(sp=4)),
+        Case("gpt2", Layout(shard=2, sp=2), Layout(replicate=2, shard=2)),
     ],
     "mixed": [
+        Case("gpt2", Layout(replicate=2, shard=2), Layout(shard=4)),
         Case("llama", Layout(pp=4), Layout(replicate=2, shard=2), checkpointing=True),
         Case("gpt2", Layout(shard=2, pp=2), Layout(replicate=2, pp=2), "ppo critic"),
         Case("qwen3_moe", Layout(replicate=2, pp=2), Layout(pp=4), "grpo actor"),

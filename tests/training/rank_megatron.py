@@ -1,5 +1,5 @@
 """Megatron-LM's layers beside one process of `TorchEngine`, and weights and state in other layouts and engines; a job
-of 4 ranks.
+of 4 ranks, or of the 2 that the first list takes.
 
 Prints one line of JSON a case: how far it is from one process. Arguments: the list of cases to run, and a
 directory for their checkpoints.
@@ -164,7 +164,7 @@ def compare(case: Case, groups: Groups, folder: Path) -> dict[str, Any]:
 if __name__ == "__main__":
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
-    layouts = [layout for pair in LAYOUTS.values() for layout in pair]
+    layouts = [layout for pair in LAYOUTS.values() for layout in pair if layout.size <= dist.get_world_size()]
     meshes = [Mesh(tuple(range(layout.size)), layout) for layout in layouts]
     several = dict.fromkeys(ranks for mesh in meshes for ranks in (mesh.ranks, *mesh.parts()))
     by_ranks: Groups = {ranks: dist.new_group(list(ranks)) for ranks in several}

@@ -111,7 +111,7 @@ if __name__ == "__main__":
         "skipped": gather_json(skipped(staged(Layout(pp=4), every, torch.float16)), every),
         "one_row": gather_json(one_row(every), every),
     }
-    short = dist.new_group([0, 1, 2, 3], timeout=timedelta(seconds=10))
+    short = dist.new_group([0, 1, 2, 3], timeout=timedelta(seconds=4))
     line["late"] = gather_json(without_a_stage(short), every)
     if dist.get_rank() == 0:
         sys.stdout.write(json.dumps(line) + "\n")

@@ -17,29 +17,32 @@ from verl.models.shards import model_shards
 from verl.models.source import ModelFiles
 from verl.shard import checksum
 
-CASES = [
+QUICK = [
     ("llama", "causal", "fsdp2"),
+    ("mixtral", "causal", "ep2"),
+    ("gpt2", "causal", "pp2", "lora"),
+]
+OTHERS = [
     ("llama", "value", "tp2"),
     ("gpt2", "causal", "tp2"),
     ("gpt2", "score", "fsdp2"),
     ("gpt2", "causal", "pp2"),
     ("llama", "value", "pp2"),
-    ("mixtral", "causal", "ep2"),
     ("mixtral", "causal", "fsdp2"),
     ("llama", "causal", "sp2"),
     ("llama", "causal", "fsdp2", "lora"),
     ("llama", "value", "tp2", "lora"),
-    ("gpt2", "causal", "pp2", "lora"),
     ("gpt2", "score", "fsdp2", "lora"),
 ]
 
 
-def test_ranks_read_their_own_parts_and_hold_no_more(tmp_path: Path) -> None:
+@pytest.mark.parametrize("cases", [QUICK, pytest.param(OTHERS, marks=pytest.mark.slow)], ids=["some", "others"])
+def test_ranks_read_their_own_parts_and_hold_no_more(tmp_path: Path, cases: list[tuple[str, ...]]) -> None:
     for kind in ("llama", "gpt2", "mixtral"):
         tiny_model(kind, layers=8).save_pretrained(tmp_path / kind)
-    done = job(2, Path(__file__).with_name("rank_sources.py"), tmp_path, json.dumps(CASES))
+    done = job(2, Path(__file__).with_name("rank_sources.py"), tmp_path, json.dumps(cases))
     lines = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
-    assert [tuple(line["case"]) for line in lines] == CASES
+    assert [tuple(line["case"]) for line in lines] == cases
     for line in lines:
         assert line["reason"] is None and line["weights"] and line["predicted"] < line["tolerance"], line
         assert line["adapters"] == line["case"][3:].count("lora")

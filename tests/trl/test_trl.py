@@ -132,7 +132,7 @@ def test_both_scripts_of_the_page_train_the_same_weights(
     sums = []
     for number, block in enumerate(re.findall(r"```python\n(.*?)```", page, re.DOTALL)[1:]):
         script = tmp_path / f"script_{number}.py"
-        script.write_text(block.replace("HuggingFaceTB/SmolLM2-135M-Instruct", str(tiny)).replace("64", "8"))
+        script.write_text(block.replace("64", "8").replace("HuggingFaceTB/SmolLM2-135M-Instruct", str(tiny)))
         sums.append(checksum(runpy.run_path(str(script))["trainer"].actor.shards()))
         assert (tmp_path / "out" / "model" / "model.safetensors").exists()
     first = verl.Actor(str(tiny))
@@ -273,6 +273,16 @@ def test_a_rollout_of_several_optimizer_steps(tiny: Path, tmp_path: Path) -> Non
     assert trainer.actor.plan.mini_batch_size == 4 and trainer.actor.plan.epochs == 2
 
 
+@pytest.mark.reward_processes
+def test_a_reward_sees_the_state_of_its_step(tiny: Path, tmp_path: Path) -> None:
+    def step(completions: list[str], trainer_state: Any) -> list[float]:
+        return [trainer_state.global_step + i % 2 for i in range(len(completions))]
+
+    trainer = grpo(str(tiny), tmp_path, [step])
+    trainer.train()
+    assert [logs["reward"] for logs in trainer.state.log_history[:2]] == [0.5, 1.5]
+
+
 def test_rewards_get_the_state_and_may_abstain(tiny: Path, tmp_path: Path) -> None:
     steps: list[int] = []
 
@@ -347,8 +357,8 @@ def test_every_argument_of_trl_is_known(tmp_path: Path) -> None:
     done = subprocess.run([PEER, "-c", code], capture_output=True, text=True, timeout=200, cwd=tmp_path)
     theirs = json.loads(done.stdout.splitlines()[-1])
     for config in (GRPOConfig, DPOConfig, SFTConfig, KTOConfig, RewardConfig):
-        known = {*config.defaults, *config.otherwise, *OTHERWISE, *NO_EFFECT}
+        known = {*config.defaults(), *config.otherwise, *OTHERWISE, *NO_EFFECT}
         assert theirs[config.__name__].keys() - known == set(), config.__name__
-        differ = {name for name, value in config.defaults.items()
+        differ = {name for name, value in config.defaults().items()
                   if name in theirs[config.__name__] and theirs[config.__name__][name] != value}  # fmt: skip
         assert differ <= {"gradient_checkpointing", "report_to", "optim", "loss_type"}, (config.__name__, differ)

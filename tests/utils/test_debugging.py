@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 
 import verl
-from tests import ranks
+from tests import forked, ranks
 from verl.errors import ClusterError
 from verl.utils.communication import collective_times, communication_table
 from verl.utils.debugging import check_same
@@ -52,7 +52,7 @@ def test_memory_of_ranks_is_that_of_their_parts(tiny: Path, tmp_path: Path, stra
 
 
 def test_collectives_are_timed_and_ranks_that_differ_are_named(tmp_path: Path) -> None:
-    context = multiprocessing.get_context("spawn")
+    context = multiprocessing.get_context("forkserver")  # that of `tests.forked`
     results, started = context.Queue(), context.Barrier(2)
     given = (str(tmp_path / "store"), started, results)
     processes = [context.Process(target=rank_main, args=(rank, *given)) for rank in range(2)]
@@ -102,7 +102,7 @@ def test_a_hung_process_shows_its_stacks_when_asked(tmp_path: Path) -> None:
         "stuck_here()"
     )
     file = tmp_path / "stacks"
-    process = subprocess.Popen([sys.executable, "-c", code, str(file)], stdout=subprocess.PIPE)
+    process = forked.Popen([sys.executable, "-c", code, str(file)], stdout=subprocess.PIPE)
     try:
         assert process.stdout is not None and process.stdout.readline() == b"ready\n"
         os.kill(process.pid, signal.SIGUSR1)

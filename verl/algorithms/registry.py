@@ -9,6 +9,7 @@ from typing import Any, TypeVar
 
 from verl.algorithms.base import BaseAlgorithm
 from verl.errors import ConfigError, nearest
+from verl.names import give_name
 from verl.rewards.loading import load_function
 
 #: What a trainer or a run uses when nobody said.
@@ -29,13 +30,8 @@ def register_algorithm(name: str) -> Callable[[AlgorithmT], AlgorithmT]:
 
     def register(cls: AlgorithmT) -> AlgorithmT:
         check_class(cls)
-        known = _ALGORITHMS.get(name)
-        if known is not None and (known.__module__, known.__qualname__) != (cls.__module__, cls.__qualname__):
-            raise ConfigError(
-                f"algorithm name '{name}' is taken by {known.__module__}.{known.__qualname__}: choose another"
-            )
+        give_name(_ALGORITHMS, "algorithm", name, cls)
         cls.name = name
-        _ALGORITHMS[name] = cls
         return cls
 
     return register

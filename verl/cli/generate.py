@@ -20,11 +20,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from verl.durable import replace_file
+from verl.durable import append_lines, replace_file, try_lock
 from verl.errors import ConfigError, DataError, RolloutError
-
-if sys.platform != "win32":
-    import fcntl
 
 if TYPE_CHECKING:
     from verl.batch import Batch
@@ -244,7 +241,8 @@ class _Output:
             self._file = self._part.open("a", buffering=1, encoding="utf-8")
         try:
             with _writing(out):
-                self._lock()
+                if not try_lock(self._file):
+                    raise ConfigError(f"{out} is being written by another process")
                 self._go_on([] if fresh else self._whole_lines())
         except BaseException:
             self.close()
@@ -252,13 +250,6 @@ class _Output:
 
     def _is_there(self) -> ConfigError:
         return ConfigError(f"{self._out} is there: give another name{', or --fresh' if _is_file(self._out) else ''}")
-
-    def _lock(self) -> None:
-        if sys.platform != "win32":
-            try:
-                fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except BlockingIOError as error:
-                raise ConfigError(f"{self._out} is being written by another process") from error
 
     def _go_on(self, lines: list[dict[str, Any]]) -> None:
         self._begun = len(lines) > 1  # without an answer the settings may be others now
@@ -298,12 +289,9 @@ class _Output:
 
     def _whole_lines(self) -> list[dict[str, Any]]:
         """What was written before; a line that was cut off is cut away."""
-        content = self._part.read_bytes()
-        whole = content[: content.rfind(b"\n") + 1]
-        if len(whole) < len(content):
-            os.truncate(self._part, len(whole))
+        append_lines(self._part, "")
         try:
-            lines = [json.loads(line) for line in whole.splitlines()]
+            lines = [json.loads(line) for line in self._part.read_bytes().splitlines()]
             for number, line in enumerate(lines):
                 if not isinstance(line, dict) or (number and not line.keys() >= {"id", "finish", "error"}):
                     raise ValueError(f"line {number + 1} is none of this command's")

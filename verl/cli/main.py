@@ -153,7 +153,7 @@ def plan(
     ] = None,
     cluster: Annotated[
         str | None,
-        typer.Option(help="MACHINESxDEVICESxKIND, such as 16x8xA100; with --calibrate also 2xhere, this machine."),
+        typer.Option(help="MACHINESxDEVICESxKIND, such as 16x8xA100."),
     ] = None,
     network: Annotated[
         float | None, typer.Option(help="Gbit/s between machines, per machine (default: as the vendor builds them).")
@@ -165,18 +165,10 @@ def plan(
         bool,
         typer.Option("--scaling", help="Show how throughput grows with the cluster, and the batch size that takes."),
     ] = False,
-    picture: Annotated[Path | None, typer.Option(help="Write the timeline to this file, as SVG.")] = None,
-    calibrate: Annotated[
-        bool,
-        typer.Option(
-            "--calibrate", help="Measure this machine (takes seconds) instead of assuming typical efficiency."
-        ),
-    ] = False,
     efficiency: Annotated[
         str | None,
         typer.Option(help="Fractions of the data-sheet rates to assume: COMPUTE,MEMORY,NETWORK, such as 0.5,0.6,0.5."),
     ] = None,
-    graph: Annotated[bool, typer.Option("--graph", help="Draw the graph of a step: nodes and their columns.")] = False,
 ) -> None:
     """Show what a run would do; with --cluster, find the best placement and parallel sizes on that cluster.
 
@@ -184,26 +176,22 @@ def plan(
 
     [bold]Examples[/bold]
     $ verl plan recipe.yaml
-    $ verl plan recipe.yaml --graph
-    $ verl plan recipe.yaml --cluster 16x8xA100 --network 200 --picture plan.svg
+    $ verl plan recipe.yaml --cluster 16x8xA100 --network 200
     $ verl plan recipe.yaml data.batch_size=4096 --cluster 128x8xH100 --scaling --within 60
     """
-    from verl.cli.plan import cluster_of, draw, plan, plan_placement
+    from verl.cli.plan import cluster_of, plan, plan_placement
     from verl.config import load_config
 
     config = load_config(file, overrides or ())
-    if graph:
-        typer.echo(draw(config))
-        return
     if cluster is None:
-        given = (network, within, picture, efficiency)
-        if scaling or calibrate or any(option is not None for option in given):
+        given = (network, within, efficiency)
+        if scaling or any(option is not None for option in given):
             raise ConfigError("verl plan: these options are of a cluster: give --cluster too, such as 16x8xA100")
         for label, text in plan(config).items():
             typer.echo(f"{typer.style(f'{label:>14}', bold=True)}  {text}")
         return
-    on = cluster_of(cluster, network, efficiency, calibrate)
-    for text in plan_placement(config, on, within=within, scaling=scaling, picture=picture):
+    on = cluster_of(cluster, network, efficiency)
+    for text in plan_placement(config, on, within=within, scaling=scaling):
         typer.echo(text)
 
 

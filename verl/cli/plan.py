@@ -12,7 +12,7 @@ from verl.config.schema import is_by_task
 from verl.controller.placement import DeviceMesh
 from verl.errors import ConfigError
 from verl.models.options import ModelOptions
-from verl.planner.hardware import DEVICES, Cluster, Efficiency
+from verl.planner.hardware import Cluster, Efficiency
 from verl.planner.search import Plan, search
 from verl.rollout.choice import planned_engine
 from verl.rollout.options import RolloutOptions
@@ -61,26 +61,11 @@ def memory(config: Config, algorithms: Collection[BaseAlgorithm], devices: str) 
     return "\n".join(memory_on(config, algorithms, cluster).lines())
 
 
-def draw(config: Config) -> str:
-    """The graph of a step, of several tasks each one's.
-
-    Raises:
-        ConfigError, RewardError: see `verl.trainer.outline.outline`.
-    """
-    from verl.trainer.outline import outline
-
-    drawn = outline(config)
-    if len(drawn) == 1:
-        return str(next(iter(drawn.values())))
-    parts = [f"task {name}\n{graph}" for name, graph in drawn.items()]
-    return "\n\n".join([*parts, "update_actor is one for all tasks, on the weighted sum of their losses"])
-
-
-def cluster_of(text: str, network: float | None, efficiency: str | None, calibrate: bool) -> Cluster:
+def cluster_of(text: str, network: float | None, efficiency: str | None) -> Cluster:
     """The cluster that the options of `verl plan` describe.
 
     Raises:
-        ConfigError: an option cannot be read, or this machine is measured for devices of another kind.
+        ConfigError: an option cannot be read.
     """
     shares = None
     if efficiency is not None:
@@ -90,29 +75,17 @@ def cluster_of(text: str, network: float | None, efficiency: str | None, calibra
             raise ConfigError(
                 f"--efficiency: '{efficiency}' is not three shares such as 0.5,0.6,0.5: {error}"
             ) from None
-    if not calibrate:
-        return Cluster.parse(text, network, shares)
-    from verl import device
-    from verl.planner.calibrate import as_device, measure
-
-    found, kind = measure(), device.default_kind()
-    count = int(text.lower().split("x")[-2]) if text.lower().endswith("xhere") and text[:1].isdigit() else 1
-    memory = device.free_memory("cpu") / count if kind == "cpu" else device.total_memory(f"{kind}:0")
-    here, shares = as_device(found, memory)
-    if not text.lower().endswith("xhere") and found.sheet() != DEVICES.get(text.lower().rpartition("x")[2]):
-        raise ConfigError(f"--calibrate measures this machine, a {found.kind}: write --cluster {count}xhere")
-    return Cluster.parse(text, network, shares, {**DEVICES, "here": here})
+    return Cluster.parse(text, network, shares)
 
 
 def plan_placement(
-    config: Config, cluster: Cluster, *, within: float | None = None, scaling: bool = False, picture: Path | None = None
+    config: Config, cluster: Cluster, *, within: float | None = None, scaling: bool = False
 ) -> Iterator[str]:
     """What `verl plan --cluster` prints: the best placement ready to paste, the runners-up, memory, a timeline.
 
     Args:
         within: bound of a step's generation, in seconds.
         scaling: also how the batch must grow with the cluster.
-        picture: file for the timeline as SVG.
 
     Raises:
         ConfigError: nothing fits, or something of the run is not modelled, such as several tasks.
@@ -144,9 +117,6 @@ def plan_placement(
     yield f"Runners-up\n{show.runners_up(plans[:6])}"
     if scaling:
         yield f"\n{_scaling(best)}"
-    if picture is not None:
-        picture.write_text(show.svg(best), encoding="utf-8")
-        yield f"\n{picture}"
 
 
 def _scaling(best: Plan) -> str:

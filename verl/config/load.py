@@ -172,6 +172,8 @@ def _override(override: str) -> tuple[tuple[str, ...], dict[str, Any]]:
     name, equals, value = override.partition("=")
     if not equals or not re.fullmatch(r"[\w-]+(\.[\w-]+)*", name) or name.startswith("-"):
         raise ConfigError(f"'{override}' is no override: write key=value, such as trainer.total_steps=20")
+    if (comment := re.search(r"(?:^|\s)#.*", value)) and value.lstrip()[0] not in "'\"[{":
+        raise ConfigError(f"override '{name}': {comment[0].strip()!r} would be a comment: put quotes around a text")
     try:
         _compose(value, f"override '{name}'")
         change: Any = OmegaConf.to_container(OmegaConf.from_dotlist([override]))

@@ -12,11 +12,11 @@ import dataclasses
 import importlib
 import sys
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
 from types import FunctionType
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from pydantic import BaseModel
@@ -64,9 +64,11 @@ class _Encoder:
             return [self.tree(item) for item in value]
         if (number := registry.number(value)) is not None:
             return {"$": "known", "number": number, **self.changes(value)}
-        for kind, method in _KINDS:
-            if isinstance(value, kind):
-                return {"$": method, **getattr(self, method)(value)}
+        if isinstance(value, torch.Tensor):
+            return {"$": "tensor", **self.tensor(value)}
+        for name, form in _FORMS.items():
+            if isinstance(value, form.kind):
+                return {"$": name, "parts": self.tree(form.parts(value))}
         if isinstance(value, FunctionType | type):
             return {"$": "name", "name": _name(value)}
         if dataclasses.is_dataclass(value) or isinstance(value, BaseModel):
@@ -80,42 +82,10 @@ class _Encoder:
             "dataclass, or 'FILE.py:NAME'"
         )
 
-    def bytes(self, value: bytes | bytearray | memoryview) -> dict[str, Any]:
-        self.buffers.append(torch.frombuffer(bytearray(value), dtype=torch.uint8) if value else torch.empty(0).byte())
-        return {"at": len(self.buffers) - 1}
-
     def tensor(self, value: torch.Tensor) -> dict[str, Any]:
         flat = value.detach().cpu().contiguous().reshape(-1)
         self.buffers.append(flat.view(torch.uint8) if flat.numel() else torch.empty(0, dtype=torch.uint8))
-        return {"at": len(self.buffers) - 1, "dtype": str(value.dtype)[6:], "shape": list(value.shape)}
-
-    def batch(self, value: Batch) -> dict[str, Any]:
-        return self.bytes(value.to_ipc())
-
-    def tuple(self, value: tuple[Any, ...]) -> dict[str, Any]:
-        if type(value) is not tuple:  # a named tuple is a class of its own
-            raise ConfigError(f"a {type(value).__qualname__} cannot travel to another rank: give a plain tuple")
-        return {"items": [self.tree(item) for item in value]}
-
-    def set(self, value: Any) -> dict[str, Any]:
-        return {"items": [self.tree(item) for item in value], "frozen": isinstance(value, frozenset)}
-
-    def mapping(self, value: Mapping[Any, Any]) -> dict[str, Any]:
-        return {"items": [[self.tree(key), self.tree(item)] for key, item in value.items()]}
-
-    def dtype(self, value: torch.dtype) -> dict[str, Any]:
-        return {"name": str(value)[6:]}
-
-    def path(self, value: Path) -> dict[str, Any]:
-        return {"path": str(value)}
-
-    def partial(self, value: partial[Any]) -> dict[str, Any]:
-        return {"function": self.tree(value.func), "args": self.tree(value.args), "kwargs": self.tree(value.keywords)}
-
-    def model(self, value: PortableModel) -> dict[str, Any]:
-        if registry.number(value.model) is not None:
-            return {"live": self.tree(value.model)}
-        return {"parts": self.tree(value.parts())}
+        return {"at": len(self.buffers) - 1, "dtype": _dtype_name(value.dtype), "shape": list(value.shape)}
 
     def fields(self, value: Any) -> dict[str, Any]:
         return {name: self.tree(getattr(value, name)) for name in _field_names(type(value))}
@@ -144,19 +114,61 @@ class _Encoder:
         return {name: self.tree(content) for name, content in files.items()}
 
 
-#: What has a form of its own, in the order in which it is tried: the name of the `_Encoder`'s and `_Decoder`'s method.
-_KINDS: list[tuple[Any, str]] = [
-    (bytes | bytearray | memoryview, "bytes"),
-    (torch.Tensor, "tensor"),
-    (Batch, "batch"),
-    (tuple, "tuple"),
-    (set | frozenset, "set"),
-    (Mapping, "mapping"),
-    (torch.dtype, "dtype"),
-    (Path, "path"),
-    (partial, "partial"),
-    (PortableModel, "model"),
-]
+class _Form(NamedTuple):
+    """How values of a kind travel: as `parts`, of kinds that have a form themselves, and made again of these."""
+
+    kind: Any
+    parts: Callable[[Any], Any]
+    whole: Callable[[Any], Any]
+
+
+def _items(value: tuple[Any, ...]) -> list[Any]:
+    if type(value) is not tuple:  # a named tuple is a class of its own
+        raise ConfigError(f"a {type(value).__qualname__} cannot travel to another rank: give a plain tuple")
+    return list(value)
+
+
+def _dtype(name: str) -> torch.dtype:
+    found = getattr(torch, name, None)
+    if not isinstance(found, torch.dtype):
+        raise ClusterError(f"a message between ranks names the dtype {name!r}, which there is not")
+    return found
+
+
+def _dtype_name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def _model_parts(value: PortableModel) -> Any:
+    """Those of a new model; or the model itself, which all ranks know."""
+    return value.parts() if registry.number(value.model) is None else value.model
+
+
+def _model(parts: Any) -> PortableModel:
+    return PortableModel.of_parts(parts) if isinstance(parts, dict) else PortableModel(parts)
+
+
+#: In the order in which they are tried.
+_FORMS = {
+    "bytes": _Form(
+        bytes | bytearray | memoryview,
+        lambda value: torch.frombuffer(bytearray(value), dtype=torch.uint8) if value else torch.empty(0).byte(),
+        lambda tensor: bytes(tensor.numpy()),
+    ),
+    "batch": _Form(Batch, Batch.to_ipc, Batch.from_ipc),
+    "tuple": _Form(tuple, _items, tuple),
+    "set": _Form(set, list, set),
+    "frozenset": _Form(frozenset, list, frozenset),
+    "mapping": _Form(Mapping, lambda value: [[key, item] for key, item in value.items()], dict),
+    "dtype": _Form(torch.dtype, _dtype_name, _dtype),
+    "path": _Form(Path, str, Path),
+    "partial": _Form(
+        partial,
+        lambda value: [value.func, list(value.args), dict(value.keywords)],
+        lambda parts: partial(parts[0], *parts[1], **parts[2]),
+    ),
+    "model": _Form(PortableModel, _model_parts, _model),
+}
 
 
 class _Decoder:
@@ -169,46 +181,16 @@ class _Decoder:
         if not isinstance(tree, dict):
             return tree
         kind = tree.get("$")
+        if kind in _FORMS:
+            return _FORMS[kind].whole(self.value(tree["parts"]))
         if kind not in _DECODED:
             raise ClusterError(f"a message between ranks has a value of unknown kind {kind!r}")
         return getattr(self, kind)(tree)
 
-    def bytes(self, tree: Any) -> bytes:
-        return bytes(self.buffers[tree["at"]].numpy())
-
     def tensor(self, tree: Any) -> torch.Tensor:
-        dtype = self.dtype({"name": tree["dtype"]})
+        dtype = _dtype(tree["dtype"])
         raw = self.buffers[tree["at"]]
         return (raw.view(dtype) if raw.numel() else torch.empty(0, dtype=dtype)).reshape(tree["shape"])
-
-    def batch(self, tree: Any) -> Batch:
-        return Batch.from_ipc(self.bytes(tree))
-
-    def tuple(self, tree: Any) -> tuple[Any, ...]:
-        return tuple(self.value(tree["items"]))
-
-    def set(self, tree: Any) -> Any:
-        return (frozenset if tree["frozen"] else set)(self.value(tree["items"]))
-
-    def mapping(self, tree: Any) -> dict[Any, Any]:
-        return {self.value(key): self.value(item) for key, item in tree["items"]}
-
-    def dtype(self, tree: Any) -> torch.dtype:
-        found = getattr(torch, tree["name"], None)
-        if not isinstance(found, torch.dtype):
-            raise ClusterError(f"a message between ranks names the dtype {tree['name']!r}, which there is not")
-        return found
-
-    def path(self, tree: Any) -> Path:
-        return Path(tree["path"])
-
-    def partial(self, tree: Any) -> partial[Any]:
-        return partial(self.value(tree["function"]), *self.value(tree["args"]), **self.value(tree["kwargs"]))
-
-    def model(self, tree: Any) -> PortableModel:
-        if "live" in tree:
-            return PortableModel(self.value(tree["live"]))
-        return PortableModel.of_parts(self.value(tree["parts"]))
 
     def name(self, tree: Any) -> Any:
         return _named(tree["name"])
@@ -242,7 +224,7 @@ class _Decoder:
             return load_tokenizer(folder)
 
 
-_DECODED = {*(method for _, method in _KINDS), "name", "known", "record", "tokenizer"}
+_DECODED = ("tensor", "name", "known", "record", "tokenizer")
 
 
 def encode_error(error: BaseException) -> dict[str, Any]:

@@ -8,6 +8,7 @@ from functools import partial
 from typing import Any, TypeVar
 
 from verl.checked import checked
+from verl.combinations import MAKE, check
 from verl.controller.group import Job, RankGroup, Workers
 from verl.controller.local import LocalGroup
 from verl.controller.placement import DeviceMesh, ResourcePool
@@ -16,9 +17,12 @@ from verl.controller.world import TIMEOUT, RoleMeshes
 from verl.device import claim, count, default_kind
 from verl.errors import ConfigError
 from verl.hybrid.meshes import generation_mesh
-from verl.layout import Layout, Mesh, ModelShape
+from verl.layout import Layout, Mesh
+from verl.models.lora import shape_of
 from verl.record import Seconds
-from verl.training.options import TrainOptions, layout_of
+from verl.rollout.options import SamplerOptions
+from verl.training.options import TrainOptions, check_training, layout_of
+from verl.training.parallelize import rehearse
 
 W = TypeVar("W")
 _known: dict[tuple[Any, ...], Controller] = {}
@@ -95,32 +99,40 @@ class Controller:
         role: str,
         recipe: partial[W],
         options: TrainOptions = _PLAIN,
-        shape: ModelShape = ModelShape(),  # noqa: B008  (frozen)
-        generation_tp: int = 1,
+        model: Any = None,
+        rollout: SamplerOptions | None = None,
     ) -> Workers[W]:
         """The workers of a role.
 
         Args:
             recipe: makes one rank's worker: a `partial` of its class that lacks only `place`.
             options: how the role's ranks share its model.
-            shape: of that model.
-            generation_tp: see `meshes`.
+            model: that model, with or without weights.
+            rollout: how it generates, if it does.
 
         Raises:
-            ConfigError: the model or the ranks cannot have that layout.
+            ConfigError: the settings, the ranks and the model do not go together; nothing has been started.
         """
-        meshes = self.meshes(role, options, generation_tp)
-        for name, mesh in meshes.meshes.items():
-            mesh.layout.check(shape, options.strategy if name == "train" else "")
-        trains = meshes.meshes["train"]
-        if options.strategy == "deepspeed" and trains.layout.shard > 1 and trains.size < self.size:
-            raise ConfigError(
-                f"strategy 'deepspeed': ZeRO of stage 3 takes all {self.size} ranks of a job, and '{role}' trains on "
-                f"{trains.size}: give it all of them, zero_stage 1 or 2, or 'fsdp'"
-            )
+        meshes = self.meshes(role, options, 1 if rollout is None else rollout.tensor_parallel)
+        if model is not None:
+            self._check_model(meshes, options, model, rollout)
         if self._job is None:
             return LocalGroup(role, recipe, self.device, meshes.meshes)
         return RankGroup(meshes, recipe, self._job)
+
+    def _check_model(self, meshes: RoleMeshes, options: TrainOptions, model: Any, rollout: Any) -> None:
+        shape, trains, generates = shape_of(model), meshes.meshes["train"], meshes.meshes.get("rollout")
+        asked = {"Ray": f"{MAKE}, or run in one process or under torchrun"} if self.executor == "ray" else {}
+        others = f"all {self.size} ranks of a job, and '{meshes.role}' trains on {trains.size}"
+        asked |= {"other ranks": others} if trains.size < self.size else {}
+        check_training(options, trains.layout, shape, **asked)
+        generation = {} if rollout is None else rollout.asked()
+        if generates is not None:
+            generates.layout.check(shape)
+            check(generation | shape.asked())
+        if self._job is not None:
+            splits = 1 if generates is None else generates.layout.tp
+            rehearse(model, options, trains.layout, splits=splits, rollout=generation)
 
     def meshes(self, role: str, options: TrainOptions = _PLAIN, generation_tp: int = 1) -> RoleMeshes:
         """The ranks of a role by mesh. An actor also generates: on devices of its own if the placement says so.

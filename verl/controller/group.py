@@ -23,6 +23,8 @@ W = TypeVar("W")
 
 #: Seconds in which the other ranks may end once one has failed.
 GRACE = 3.0
+#: In the place of the stack of a rank whose process does not run.
+NO_ANSWER = "no answer"
 #: What is collected item by item.
 STREAMS = ("batches", "shards")
 
@@ -157,11 +159,12 @@ def stalled(job: Job, ranks: Iterable[int], what: str, limit: float, stacks: Map
 
     Args:
         ranks: those that have not answered.
-        stacks: of every rank.
+        stacks: of every rank; those of `ranks` that have none are named alone: the others wait for them.
     """
     for rank, found in stacks.items():
         logger.error("%s stands at:\n%s", job.who(rank), found)
-    names = "; ".join(map(job.who, ranks))
+    pending = [*ranks]
+    names = "; ".join(map(job.who, [rank for rank in pending if stacks[rank] == NO_ANSWER] or pending))
     reason = f"'{what}' did not end within {limit:g} s: waited for {names}; stacks of all ranks are in the log"
     job.close(reason)
     return ClusterError(reason)

@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 
 from verl.controller.codec import decode, encode
+from verl.controller.meeting import joining
 from verl.errors import BrokenCollectiveError, ClusterError
 
 #: Seconds without a message after which the other rank is taken for dead. A process that ends is noticed at once.
@@ -48,11 +49,17 @@ class Message:
         return decode(self.tree, self.buffers)
 
 
-def control_group(rank: int, size: int) -> Any:
+def control_group(rank: int, size: int, timeout: float) -> Any:
     """The gloo group that messages go through, made by all ranks. It is not one of `torch.distributed`'s own, so that a
-    script may call `destroy_process_group` at its end."""
+    script may call `destroy_process_group` at its end.
+
+    Args:
+        timeout: of calls, in seconds: a shorter one than `SILENCE` ends a silence, too, after three signs of life.
+    """
     store = dist.PrefixStore("verl/control", dist.distributed_c10d._get_default_store())  # type: ignore[attr-defined]
-    return dist.ProcessGroupGloo(store, rank, size, timedelta(seconds=SILENCE))
+    silence = timedelta(seconds=min(SILENCE, max(timeout, 3 * _BEAT)))
+    with joining(store, rank, size, "the control group"):
+        return dist.ProcessGroupGloo(store, rank, size, silence)
 
 
 class Link:

@@ -6,6 +6,8 @@ import logging
 import os
 import socket
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from datetime import timedelta
 
 from torch.distributed import DistError, PrefixStore, Store, TCPStore  # type: ignore[attr-defined]
@@ -16,6 +18,8 @@ logger = logging.getLogger(__name__)
 
 #: Seconds until it is said who is waited for, and between two looks.
 PATIENCE, _LOOK = 5.0, 0.05
+#: Seconds in which all ranks that waited for the same one have given up.
+_GRACE = 2.0
 _HOW = "start all ranks with torchrun; of a run in one process, RANK and WORLD_SIZE are left over: unset them"
 
 
@@ -50,6 +54,19 @@ def meet(rank: int, size: int, timeout: float) -> Store:
     while away := [other for other in away if not store.check([f"come/{other}"])]:
         waiting.look(away)
     return store
+
+
+@contextmanager
+def joining(store: Store, rank: int, size: int, what: str) -> Iterator[None]:
+    """Inside, all ranks make something together. If that fails, a `ClusterError` names those that did not even wait."""
+    try:
+        yield
+    except (DistError, RuntimeError) as error:
+        store.set(f"waited/{what}/{rank}", "")
+        time.sleep(_GRACE)
+        away = [f"rank {other} of {size}" for other in range(size) if not store.check([f"waited/{what}/{other}"])]
+        names = ", ".join(away) or "each other"
+        raise ClusterError(f"rank {rank} of {size} waited in vain for {names} to join {what}: {error}") from error
 
 
 class _Waiting:

@@ -24,12 +24,12 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from verl.batch import Batch
 from verl.cluster import START_DEADLINE, connect
-from verl.controller.group import GRACE, SPLIT_BY, Call, died, raise_cause, split_rows, stalled
+from verl.controller.group import GRACE, NO_ANSWER, SPLIT_BY, Call, died, raise_cause, split_rows, stalled
 from verl.controller.placement import Device, DeviceMesh
 from verl.controller.rank_worker import Order
 from verl.controller.ray_rank import Part, RayRank, Stream, WorkerError
 from verl.controller.world import RoleMeshes
-from verl.errors import ClusterError, ConfigError
+from verl.errors import BrokenCollectiveError, ClusterError, ConfigError
 from verl.rewards.loading import user_modules
 from verl.shard import bunched
 
@@ -131,9 +131,9 @@ class RayJob:
 
     def make(self, recipe: partial[Any], role: RoleMeshes) -> int:
         with self.lock:
-            self.start()
             _own_files_by_value()
-            key, shared = next(self._keys), ray.put(recipe)
+            key, shared = next(self._keys), ray.put(recipe)  # what cannot travel is refused before the start
+            self.start()
             self.each("make", [(key, shared, role)] * len(self.mesh.devices), f"{role.role}.start")
             return key
 
@@ -264,6 +264,8 @@ class RayJob:
                     failed[others[other]] = their
             alive = all(isinstance(e, ray.exceptions.RayTaskError) for e in failed.values())
             errors = {rank: self._as_seen(rank, error, what) for rank, error in failed.items()}
+            if late and all(isinstance(seen, BrokenCollectiveError) for seen in errors.values()):
+                raise self._stalled(sorted(others[other] for other in late), what, self.timeout) from error
             raise_cause(self, errors, bool(late) or not alive or not (safe or len(failed) == len(calls)))
 
     def _as_seen(self, rank: int, error: Exception, what: str) -> Exception:
@@ -288,7 +290,7 @@ class RayJob:
         stacks: dict[int, str] = {}
         for rank, call in enumerate(calls):
             try:
-                stacks[rank] = ray.get(call, timeout=START_DEADLINE) if call in done else "no answer"
+                stacks[rank] = ray.get(call, timeout=START_DEADLINE) if call in done else NO_ANSWER
             except ray.exceptions.RayError as error:
                 stacks[rank] = _line(error)
         return stalled(self, ranks, what, limit, stacks)

@@ -27,7 +27,7 @@ from typing import Any, NoReturn
 from verl.batch import Batch
 from verl.controller import ranks
 from verl.controller.codec import decode_error, encode_error
-from verl.controller.group import GRACE, Call, died, raise_cause, split_rows, stalled
+from verl.controller.group import GRACE, NO_ANSWER, Call, died, raise_cause, split_rows, stalled
 from verl.controller.link import Link, Message, control_group
 from verl.controller.rank_worker import Order, RankWorker, stacks
 from verl.controller.ranks import local_ranks, rank_here, registry, torchrun_ranks, who
@@ -93,7 +93,7 @@ class TorchrunJob:
             local = os.environ.get("LOCAL_RANK", str(rank_here()))
             device = f"cuda:{local}" if self.kind == "cuda" else self.kind
             world = World(rank_here(), torchrun_ranks(), None, self.timeout, device)
-            group = control_group(world.rank, world.size)
+            group = control_group(world.rank, world.size, self.timeout)
             self._worker, registry.is_closed = RankWorker(world), True
             if world.rank != 0:
                 _Serving(self._worker, group).run()
@@ -102,7 +102,12 @@ class TorchrunJob:
     def _meet(self, group: Any, world: World) -> None:
         for rank in range(1, world.size):
             link = Link(group, rank, partial(self._deliver, rank))
-            self._about[rank] = link.receive().body
+            try:
+                self._about[rank] = link.receive().body
+            except RuntimeError as error:
+                raise died(
+                    f"rank {rank} of {world.size}", "before the first call", f"it was silent ({error})"
+                ) from error
             self._links[rank] = link
         for link in self._links.values():
             link.open()
@@ -242,7 +247,7 @@ class TorchrunJob:
             except queue.Empty:
                 break
             found[rank] = str(message.tree)
-        of_all = {rank: found.get(rank, "no answer") for rank in range(torchrun_ranks())}
+        of_all = {rank: found.get(rank, NO_ANSWER) for rank in range(torchrun_ranks())}
         return stalled(self, pending, what, limit, of_all)
 
     def close(self, reason: str = "close() was called") -> None:

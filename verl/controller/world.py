@@ -12,7 +12,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from verl.controller.meeting import meet
+from verl.controller.meeting import joining, meet
 from verl.controller.ranks import who
 from verl.errors import BrokenCollectiveError
 from verl.layout import Mesh
@@ -73,7 +73,8 @@ class World:
             backend = "cpu:gloo,cuda:nccl" if device.startswith("cuda") else "gloo"
             wait = timedelta(seconds=timeout)
             store = meet(rank, size, timeout) if store is None else store
-            dist.init_process_group(backend, rank=rank, world_size=size, timeout=wait, store=store)
+            with joining(store, rank, size, "the process group"):
+                dist.init_process_group(backend, rank=rank, world_size=size, timeout=wait, store=store)
         self._groups: dict[tuple[int, ...], Any] = {}
         #: Collectives that this rank is in, or that broke.
         self._open: set[object] = set()

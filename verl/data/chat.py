@@ -12,14 +12,12 @@ from functools import cached_property
 from typing import Any
 
 from verl.data.forms import tool_schemas
-from verl.data.prompts import content_text
+from verl.data.prompts import SAID, content_text
 from verl.data.time_limit import time_limit
 from verl.errors import ConfigError, DataError, nearest
 
 #: Columns of a row that a chat template reads besides the messages.
 TEMPLATE_COLUMNS = ("tools", "documents", "chat_template_kwargs")
-#: What the assistant says in a message besides its content.
-_SAID = ("tool_calls", "reasoning_content", "reasoning", "thinking")
 #: Arguments of `apply_chat_template` that a row does not set.
 _NOT_OF_ROWS = frozenset((
     "conversation", "messages", "tools", "documents", "chat_template", "add_generation_prompt",
@@ -107,11 +105,27 @@ class ChatTokenizer:
         try:
             if "tools" in read:
                 read["tools"] = tool_schemas(read["tools"])
-            return self._apply(list(map(self._readable, messages)), reply and not begun, begun, **read)
+            chat = self._apply(list(map(self._readable, messages)), reply and not begun, begun, **read)
         except DataError:
             raise
         except Exception as error:  # a template is a program of its own: it raises what its author chose
             raise DataError(f"the chat template cannot render {str(messages)[:200]}: {error}") from error
+        self._check_written(messages, chat)
+        return chat
+
+    def _check_written(self, messages: Sequence[Mapping[str, Any]], chat: str) -> None:
+        """Raises DataError if a chat lacks what others than the assistant say (it may drop earlier thoughts)."""
+        written = "".join(chat.split())
+        for message in messages:
+            text = content_text(message)
+            forms = (text, json.dumps(text, ensure_ascii=False)[1:-1])
+            if message["role"] != "assistant" and not any("".join(form.split()) in written for form in forms):
+                raise DataError(
+                    f"the chat template does not write messages of the role {message['role']} ({text[:40]!r}): take "
+                    "them out, put what they say into one of the user's, or set the tokenizer's chat_template"
+                )
+            if not all("".join(str(_tool_name(call)).split()) in written for call in message.get("tool_calls") or ()):
+                raise DataError("the chat template does not write tool_calls: put what they say into the content")
 
     def reply_end(self, chat: str, start: int, *, calls: bool) -> int:
         """Where in a rendered chat the reply ends that begins at `start`: behind the first token that stops generation,
@@ -150,7 +164,7 @@ class ChatTokenizer:
             before, whole: what it writes up to that message, and in all.
         """
         *earlier, message = chat
-        for name in _SAID:
+        for name in SAID:
             if message.get(name):
                 silent = {key: item for key, item in message.items() if key != name}
                 try:
@@ -226,11 +240,34 @@ class ChatTokenizer:
     def _readable(self, message: Mapping[str, Any]) -> Mapping[str, Any]:
         """The message with its content as this template reads it: parts, or their text."""
         content = message.get("content")
+        if message.get("tool_calls"):
+            message = {**message, "tool_calls": list(map(self._readable_call, message["tool_calls"]))}
         if isinstance(content, list) and not self._writes_parts:
             return {**message, "content": content_text(message)}
         if isinstance(content, str) and not self._writes_text:
             return {**message, "content": [{"type": "text", "text": content}]}
         return message
+
+    def _readable_call(self, call: Mapping[str, Any]) -> Mapping[str, Any]:
+        """A call of a tool with its arguments as this template reads them: a mapping, or JSON of it."""
+        if isinstance(call.get("function"), Mapping):
+            return {**call, "function": self._readable_call(call["function"])}
+        arguments, of_text, of_mapping = call.get("arguments"), *self._writes_arguments
+        if isinstance(arguments, str) and of_mapping and not of_text:
+            arguments = _loaded(arguments)
+        elif isinstance(arguments, Mapping) and of_text and not of_mapping:
+            arguments = json.dumps(arguments, ensure_ascii=False)
+        return {**call, "arguments": arguments} if "arguments" in call else call
+
+    @cached_property
+    def _writes_arguments(self) -> tuple[bool, bool]:
+        """Whether the template writes the arguments of calls that are JSON text as they are, and those of a mapping."""
+        arguments = {"of": _PROBE}
+        texts = []
+        for given in (json.dumps(arguments), arguments):
+            call = {"id": "000000000", "type": "function", "function": {"name": "f", "arguments": given}}
+            texts.append(self._try([_ASK, {"role": "assistant", "content": "", "tool_calls": [call]}], False))
+        return json.dumps(arguments) in texts[0], texts[1].count(_PROBE) > 1 and str(arguments) not in texts[1]
 
     def _try(self, messages: list[dict[str, Any]], reply: bool) -> str:
         try:

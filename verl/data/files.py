@@ -129,6 +129,8 @@ def _read_json(path: Path) -> Iterator[tuple[Path, Any]]:
 def _read_parquet(path: Path) -> Iterator[Any]:
     try:
         with pq.ParquetFile(path) as file:
+            if len({*file.schema_arrow.names}) < len(file.schema_arrow.names):
+                raise ValueError(f"columns of one name: {file.schema_arrow.names}")
             for chunk in file.iter_batches(batch_size=1024):
                 yield from map(without_fills, chunk.to_pylist())
     except (pa.ArrowException, ValueError, OverflowError, OSError) as error:  # damage, or values Python has no type for

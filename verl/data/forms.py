@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 from collections.abc import Callable, Iterable, Mapping, Sequence, Sized
 from functools import partial
 from typing import Any
@@ -28,11 +29,16 @@ _ROLES = {
 _SHAREGPT, _ALPACA = "conversations", ("instruction", "output")
 #: What torch's own collation makes of rows is one mapping of columns, or a chat whose roles are lists.
 COLLATED = "a DataLoader needs collate_fn=list, which leaves the rows as they are"
+#: Keys of the assistant's messages that say whether they are trained: OpenAI's, Axolotl's.
+TRAINED = ("weight", "train")
 #: Columns that chat templates write.
 _OF_TEMPLATES = frozenset((
     "prompt", "messages", "conversations", "completion", "response", "chosen", "rejected", "tools", "documents",
     "chat_template_kwargs",
 ))  # fmt: skip
+_CHATS = ("prompt", "messages", "conversations")
+#: How the text of a chat begins.
+_WRITTEN_CHAT = re.compile(r"\s*\[\s*\{\s*[\"'](?:role|from|content|value)[\"']\s*:")
 #: Columns that hold no text.
 _MEDIA = ("image", "images", "video", "videos", "audio", "audios")
 
@@ -47,7 +53,7 @@ def table_rows(source: Any) -> Iterable[Any]:
     if (records := records_of(source)) is not None:
         return map(without_fills, records())
     if hasattr(source, "tolist"):
-        return source.tolist()  # type: ignore[no-any-return]
+        return table_rows(source.tolist())
     if isinstance(source, Mapping):
         if source and all(map(_is_split, source.values())):
             raise DataError(f"a {name} has several sets of rows, {sorted(map(str, source))}: choose one, data['train']")
@@ -96,7 +102,10 @@ def readable_row(row: Mapping[Any, Any], where: str) -> dict[str, Any]:
     Raises:
         DataError: a value is an image, a video or a sound.
     """
-    fields = {str(key): plain(value) for key, value in row.items()}
+    try:
+        fields = {str(key): plain(value) for key, value in row.items()}
+    except RecursionError as error:
+        raise DataError(f"{where}: a value is nested too deeply") from error
     for name, value in fields.items():
         if isinstance(value, float) and math.isnan(value):
             fields[name] = None
@@ -131,6 +140,20 @@ def plain(value: Any) -> Any:
     return value
 
 
+def chat_of(value: Any, where: str) -> Any:
+    """A chat that is written as text of JSON as the chat; anything else as it is.
+
+    Raises:
+        DataError: it is written as Python prints one.
+    """
+    if not isinstance(value, str) or not _WRITTEN_CHAT.match(value):
+        return value
+    try:
+        return json.loads(value)
+    except ValueError as error:
+        raise DataError(f"{where} is the text of a chat that is no JSON ({error}): write it with json.dumps") from error
+
+
 def usual_row(fields: Mapping[str, Any], where: str) -> dict[str, Any]:
     """A row in TRL's columns: `messages`, or `prompt` and `completion`; rows of other forms are returned as they are.
 
@@ -138,7 +161,7 @@ def usual_row(fields: Mapping[str, Any], where: str) -> dict[str, Any]:
         DataError: a turn is none of ShareGPT's.
     """
     has = {name for name, value in fields.items() if value is not None}
-    row = dict(fields)
+    row = {name: chat_of(v, f"{where}: column '{name}'") if name in _CHATS else v for name, v in fields.items()}
     if _SHAREGPT in has and not has & {"messages", "prompt"}:
         said = row.pop(_SHAREGPT)
         if not isinstance(said, list) or not said:
@@ -189,7 +212,7 @@ def _turn(turn: Any, where: str) -> dict[str, Any]:
             f"{where}: a turn of 'conversations' has from ({', '.join(_ROLES)}) and value, not {turn!r:.80}"
         )
     if speaker != "function_call":
-        return {"role": _ROLES[speaker], "content": turn["value"]}
+        return {"role": _ROLES[speaker], "content": turn["value"], **{k: turn[k] for k in TRAINED if k in turn}}
     try:
         calls = json.loads(turn["value"])
     except ValueError as error:

@@ -31,7 +31,7 @@ from verl.batch import COMPUTED, Batch
 from verl.checked import checked
 from verl.data.chat import TEMPLATE_COLUMNS, ChatTokenizer, template_inputs
 from verl.data.files import SUFFIXES, digest, inside, is_files, named, rows_by_file
-from verl.data.forms import readable_row, table_rows, usual_row
+from verl.data.forms import chat_of, readable_row, table_rows, usual_row
 from verl.data.loader import Cursor
 from verl.data.prompts import PromptForm, chat_json, content_text, is_messages, to_batch
 from verl.data.tokenize import PromptTokenizer, Truncation, encode_behind, encode_chat, encode_pair, encode_text, naming
@@ -356,7 +356,9 @@ def _fields(value: Any, where: str) -> dict[str, Any]:
         raise DataError(
             f"{where} is a {type(value).__name__}, not a mapping of columns such as an OfflineDatasetLoader takes"
         )
-    fields = usual_row(readable_row(value, where), where)
+    row = {name: chat_of(item, f"{where}: column '{name}'") if name in (*_RESPONSES, "chosen", "rejected") else item
+           for name, item in readable_row(value, where).items()}  # fmt: skip
+    fields = usual_row(row, where)
     has = {name for name, item in fields.items() if item is not None}
     replies = {"chosen", "rejected"} <= has or (has.intersection(_RESPONSES) and "messages" not in has)
     if replies and not has & {"prompt", "prompt_tokens"}:
@@ -381,6 +383,15 @@ def _split_pair(prompt: Any, chosen: Any, rejected: Any, where: str) -> tuple[An
         return prompt if is_whole else chosen[:shared], (chosen[shared:], rejected[shared:])
     if isinstance(chosen, str) and isinstance(rejected, str):
         if prompt is not None:
+            if (
+                isinstance(prompt, str)
+                and " " in prompt.strip()
+                and all(t.startswith(prompt) for t in (chosen, rejected))
+            ):
+                raise DataError(
+                    f"{where}: chosen and rejected begin with the prompt, which would stand there twice: take it off "
+                    "them, or leave out the column 'prompt'"
+                )
             return prompt, (chosen, rejected)
         # A word is not divided: the prompt ends before the last space of what both begin with.
         end = 0

@@ -24,9 +24,9 @@ import pyarrow as pa
 from verl.batch import SCHEMA, WRITTEN, Batch
 from verl.checked import checked
 from verl.data.files import digest, is_files, named, read_rows
-from verl.data.forms import COLLATED, plain, readable_row, table_rows, usual_row
+from verl.data.forms import COLLATED, chat_of, plain, readable_row, table_rows, usual_row
 from verl.data.tasks import task_rows
-from verl.errors import DataError, nearest
+from verl.errors import ConfigError, DataError, nearest
 from verl.record import Count
 
 logger = logging.getLogger(__name__)
@@ -35,6 +35,8 @@ PROMPT_COLUMNS = ("prompt", "messages", "prompt_tokens", "question", "problem")
 USER_PREFIX = "user."
 #: A row's prompt as the system keeps it: the first of these that the row has.
 _PROMPT_FIELDS = ("prompt", "messages", "prompt_tokens")
+#: What the assistant says in a message besides its content.
+SAID = ("tool_calls", "reasoning_content", "reasoning", "thinking")
 #: A column in a template, or a doubled brace.
 _BRACES = re.compile(r"\{\{|\}\}|\{([^\W\d]\w*)\}")
 #: Names that the system fills in itself, so that a user's column of that name has to step aside.
@@ -159,11 +161,20 @@ class PromptForm:
     system_prompt: str | None = None
     chat: bool = False
 
+    def __post_init__(self) -> None:
+        if self.template is not None and not any(_BRACES.findall(self.template)):
+            raise ConfigError("template: names no column: the prompt goes where {prompt} stands in it")
+
     def row(self, value: Any, where: str) -> dict[str, Any]:
         """The row as the system keeps it. `where` begins an error's message."""
         fields = usual_row(readable_row(_as_mapping(value, where), where), where)
         name = self._column(fields, where)
-        prompt = fields.pop(name)
+        prompt = chat_of(fields.pop(name), f"{where}: column '{name}'")
+        if name == "messages" and is_messages(prompt) and prompt[-1]["role"] == "assistant":
+            raise DataError(
+                f"{where}: the messages end with what the assistant says: take it off, as a prompt ends with what is "
+                "to be answered; or call the column 'prompt', if the response is to go on with it"
+            )
         kept = {(USER_PREFIX + key if key in _RESERVED else key): item for key, item in fields.items()}
         return {**self._prompt(prompt, fields, f"{where}: column '{name}'"), **kept}
 
@@ -338,9 +349,11 @@ def chat_json(messages: Sequence[Mapping[str, Any]], where: str) -> str:
     """Messages as JSON, without keys that are null: Arrow fills them in where other messages have a value.
 
     Raises:
-        DataError: content is in parts that are no text, such as images, or is no JSON.
+        DataError: a message says nothing, or content is in parts that are no text, such as images, or is no JSON.
     """
     for message in messages:
+        if all(message.get(name) is None for name in ("content", *SAID)):
+            raise DataError(f"{where} is a chat with a message of role '{message['role']}' whose content is null")
         if isinstance(message.get("content"), float):
             raise DataError(f"{where} is a chat with content {message['content']}, which is no text")
         parts = message["content"] if isinstance(message.get("content"), list) else []

@@ -16,6 +16,7 @@ from typing import Any, Literal, get_args, overload
 from verl.batch import Batch
 from verl.checked import checked
 from verl.data.chat import TEMPLATE_COLUMNS, ChatTokenizer, template_inputs
+from verl.data.forms import TRAINED
 from verl.data.prompts import PromptDataset, PromptStream, content_text, load_prompts
 from verl.data.text import spelled
 from verl.errors import ConfigError, DataError
@@ -214,14 +215,15 @@ def encode_chat(
         inputs: what the template reads besides, see `template_inputs`.
 
     Returns:
-        Prompt tokens; response tokens; and of these, 1 for what the assistant says and 0 for the rest.
+        Prompt tokens; response tokens; and of these, 1 for what the assistant says (unless its `weight` or `train` is
+        0) and 0 for the rest.
 
     Raises:
         DataError: the template writes a reply otherwise than its prompt begins it, leaves out a part, writes earlier
             turns otherwise once there are later ones, or ends one with no token that stops generation.
     """
     said, inputs = [*messages], inputs or {}
-    pieces, written = [], ""
+    pieces, trained, written = [], list[int](), ""
     for turn in turns:
         message = {"role": "assistant", "content": turn} if isinstance(turn, str) else turn
         if message["role"] == "assistant":
@@ -236,10 +238,20 @@ def encode_chat(
             end = chat.reply_end(whole, len(before), calls=bool(message.get("tool_calls")))
             pieces += [before[len(written) :], whole[len(before) : end]]
             written = whole[:end]
+            trained += [0, _is_trained(message)]
         said.append(message)
     prompt, *behind = _pieces(chat, pieces)
-    mask = [1 - number % 2 for number, tokens in enumerate(behind) for _ in tokens]
+    mask = [bit for bit, tokens in zip(trained[1:], behind, strict=True) for _ in tokens]
+    if not any(mask):
+        raise DataError(f"no turn of the assistant is trained, as {' and '.join(TRAINED)} say: remove the row")
     return prompt, [token for tokens in behind for token in tokens], mask
+
+
+def _is_trained(message: Mapping[str, Any]) -> int:
+    for name in TRAINED:
+        if message.get(name) not in (None, 0, 1):
+            raise DataError(f"{name} of a message is 0 or 1, not {message[name]!r:.40}")
+    return int(all(message.get(name) in (None, 1) for name in TRAINED))
 
 
 def _check_order(written: str, before: str, whole: str) -> None:

@@ -45,6 +45,7 @@ class RLDataPipeline:
         self.deadline = deadline
         self.stages: dict[str, Any] = {}
 
+    @checked
     def add_stage(self, name: str, stage: Any = None) -> RLDataPipeline:
         """Append a stage and return the pipeline; None: the node that is registered by this name.
 

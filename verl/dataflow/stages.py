@@ -11,6 +11,7 @@ from verl.batch import Batch
 from verl.dataflow.graph import ANY, Node
 from verl.dataflow.nodes import RewardNode, RolloutNode, UpdateNode
 from verl.errors import ConfigError, nearest
+from verl.names import give_name
 from verl.roles.actor import Actor
 from verl.roles.reward import Reward
 from verl.roles.updater import Updater
@@ -31,12 +32,9 @@ def register_node(name: str) -> Callable[[StageT], StageT]:
     def register(stage: StageT) -> StageT:
         if inspect.isclass(stage) and not hasattr(stage, "as_node"):
             raise ConfigError(f"{stage.__name__} is no node: write a subclass of RewardNode, or as_node(self, name)")
-        known = _REGISTERED.get(name)
-        if known is not None and (known.__module__, known.__qualname__) != (stage.__module__, stage.__qualname__):
-            raise ConfigError(f"node name '{name}' is taken by {known.__module__}.{known.__qualname__}: choose another")
+        give_name(_REGISTERED, "node", name, stage)
         if inspect.isclass(stage):
             stage.name = name  # type: ignore[attr-defined]
-        _REGISTERED[name] = stage
         return stage
 
     return register

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
 from verl.errors import ConfigError
-from verl.layout import DIMS, Layout, Mesh
+from verl.layout import Layout, Mesh
 
 
 def generation_mesh(train: Mesh, pg: int = 1, tg: int = 1) -> Mesh:
@@ -48,42 +46,12 @@ def generation_mesh(train: Mesh, pg: int = 1, tg: int = 1) -> Mesh:
     return Mesh(ranks, Layout(pp=pg, replicate=replicas, tp=tg))
 
 
-def micro_groups(train: Mesh, generation: Mesh) -> list[tuple[int, ...]]:
-    """The micro data-parallel groups: ranks with the same part of the weights in generation, out of one replica of
-    training; each group in the order of the generation replicas."""
-    found: dict[tuple[int, ...], list[int]] = {}
-    gathered = ("pp", "tp", *(("shard",) if train.layout.shard > 1 else ()))
-    for rank in generation.ranks:
-        at, part = train.coordinate(rank), generation.coordinate(rank)
-        key = (part["pp"], part["tp"], *(at[dim] for dim in DIMS if dim not in gathered))
-        found.setdefault(key, []).append(rank)
-    return [*map(tuple, found.values())]
-
-
-class PaperColumn(NamedTuple):
-    """What each rank receives, holds at most, and holds twice, as shares of the bytes of the weights."""
-
-    received: float
-    peak: float
-    redundant: float
-
-
-def paper_table(train: Layout, generation: Layout) -> dict[str, PaperColumn]:
-    """Table 2 of the paper for weights that tensor and pipeline parallelism cut evenly. With FSDP the pieces are
-    smaller by `shard`, and so much more is received.
-
-    Returns:
-        `all ranks`: gathering over all of them (DeepSpeed-Chat); `model-parallel group`: over tensor and pipeline
-        ranks (HybridFlow-V; with FSDP over the shards too); `ours`.
-    """
-    pieces = train.pp * train.tp * train.shard
-    ranks = pieces * train.replicate
+def transition_shares(train: Layout, generation: Layout) -> tuple[float, float]:
+    """What each rank receives before a rollout and then holds, as shares of the bytes of weights that tensor and
+    pipeline parallelism cut evenly (table 2 of the paper). With FSDP the pieces are smaller by `shard`, and so much
+    more is received."""
     parts = generation.pp * generation.tp
-    return {
-        "all ranks": PaperColumn((ranks - 1) / ranks, 1.0, 1 / ranks),
-        "model-parallel group": PaperColumn((pieces - 1) / pieces, 1.0, 1 / pieces),
-        "ours": PaperColumn(1 / parts - 1 / pieces, 1 / parts, 0.0),
-    }
+    return 1 / parts - 1 / (train.pp * train.tp * train.shard), 1 / parts
 
 
 #: What tells replicas of generation apart, those of one replica of training next to each other.

@@ -111,32 +111,6 @@ class Plan:
         found = {tuple(sorted(group)) for group in group_of.values() if len(group) > 1}
         return sorted(found)
 
-    def moved(self, rank: int, *, cut_alone: bool = False) -> Moved:
-        """What the transition is for a rank, in bytes.
-
-        Args:
-            cut_alone: of the weights that source or target cuts over `tp`, `ep` or `shard`, and of all weights of a
-                source with stages.
-        """
-        received = own = 0
-        for region in (region for bucket in self.incoming(rank) for region in bucket):
-            if cut_alone and not self.is_cut(region.name):
-                continue
-            size = region.numel * self.specs[region.name].dtype.itemsize
-            received, own = (received, own + size) if region.source == rank else (received + size, own)
-        held = sum(
-            math.prod(block.shape) * spec.dtype.itemsize
-            for spec in self.specs.values()
-            if not cut_alone or self.is_cut(spec.name)
-            for block in self.held(rank, spec.name)
-        )
-        return Moved(received=received, own=own, target=received + own, source=held)
-
-    def is_cut(self, name: str) -> bool:
-        """Whether ranks of the source have different parts of a weight, or some have none."""
-        spec = self.specs[name]
-        return bool(spec.cuts) or 0 < len(spec.stages) < self.source.layout.pp
-
     def _stage_holds(self, rank: int, name: str) -> bool:
         """Whether the target's stage of a rank has a weight: stages of the source that follow each other are one."""
         if rank not in self.target:
@@ -174,15 +148,6 @@ class Plan:
             holder = self.source.ranks[_index(place, layout.sizes)]
             for block in _blocks(spec, spec.cuts, self.source, place):
                 yield holder, block
-
-
-class Moved(NamedTuple):
-    """Bytes of one rank: what it receives, what of its target part it holds already, its parts in target and source."""
-
-    received: int
-    own: int
-    target: int
-    source: int
 
 
 def transition(

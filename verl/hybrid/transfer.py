@@ -13,6 +13,7 @@ from torch import Tensor
 
 from verl.errors import ConfigError
 from verl.hybrid.plan import Plan, Region
+from verl.models.cuts import block_at
 from verl.models.shards import fill_block
 from verl.shard import Shard
 
@@ -112,7 +113,7 @@ class Transfer:
             inside = [at - start for at, start in zip(region.offset, block.offset, strict=True)]
             if _within(inside, region.shape, block.shape):
                 starts = [a + b for a, b in zip(inside, block.place, strict=True)]
-                return _narrowed(self._buffers[region.name], starts, region.shape)
+                return block_at(self._buffers[region.name], starts, region.shape)
         raise AssertionError(f"{region} is not of rank {self._rank}")
 
 
@@ -184,7 +185,7 @@ class _Pieces:
         for shard in shards:
             inside = [at - start for at, start in zip(region.offset, shard.offset, strict=True)]
             if _within(inside, region.shape, tuple(shard.tensor.shape)):
-                return _narrowed(shard.tensor, inside, region.shape)
+                return block_at(shard.tensor, inside, region.shape)
         outline = torch.empty(region.shape, device="meta")
         if sum(fill_block(region.offset, outline, shard, copy=False) for shard in shards) < region.numel:
             return None
@@ -203,12 +204,6 @@ def _by_peer(regions: Iterable[Region], side: str) -> dict[int, list[Region]]:
 
 def _within(starts: Sequence[int], shape: Sequence[int], outer: Sequence[int]) -> bool:
     return all(a >= 0 and a + n <= size for a, n, size in zip(starts, shape, outer, strict=True))
-
-
-def _narrowed(tensor: Tensor, starts: Sequence[int], shape: Sequence[int]) -> Tensor:
-    for dim, (start, length) in enumerate(zip(starts, shape, strict=True)):
-        tensor = tensor.narrow(dim, start, length)
-    return tensor
 
 
 def _bytes(tensor: Tensor) -> Tensor:

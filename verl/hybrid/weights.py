@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import math
 import threading
-import time
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, Protocol
 
@@ -21,7 +20,7 @@ from verl.errors import BrokenCollectiveError, ConfigError, TrainingError, neare
 from verl.hybrid.plan import BUCKET_BYTES, transition
 from verl.hybrid.transfer import Transfer
 from verl.layout import Mesh
-from verl.models.cuts import cuts_of, local_part
+from verl.models.cuts import block_at, cuts_of, local_part
 from verl.shard import Shard, WeightSpec
 
 
@@ -54,11 +53,7 @@ class HybridWeights:
         plan: what moves.
         buffers: this rank's part of each weight by checkpoint name. The tensors are made once, so that a model can be
             bound to them; they have memory from `start` to `release`.
-        received, sent: bytes of the last transfer from and to other ranks.
-        peak: bytes that weights and messages took at most: buffers, training pieces that were there too, and staging.
-        staged: bytes of messages in `peak`.
-        spans: of each bucket, when it began and was in place (seconds, `time.perf_counter`).
-        redundant: bytes of training pieces that were held twice once all was filled.
+        transfer: the last one.
 
     Raises:
         ConfigError: the layouts or the tensors do not go together.
@@ -105,9 +100,7 @@ class HybridWeights:
         self._finished = 0
         self._filled = False
         self._lent: set[str] = set()
-        self.received = self.sent = self.peak = self.staged = self.redundant = 0
-        self.spans: list[tuple[float, float]] = []
-        self._bytes = 0
+        self.transfer: Transfer | None = None
         for name in self.buffers:
             self._resize(name, 0)
 
@@ -120,10 +113,6 @@ class HybridWeights:
         if self._filled:
             raise TrainingError("the generation weights are there already: release() them before the next transfer")
         self._filled, self._finished, self._error = True, 0, None
-        self._bytes = sum(shard.nbytes for shard in self.engine.shards())
-        self.peak = self._bytes
-        self.spans = []
-        self._begun: list[float] = []
         if self._overlap:
             self._thread = threading.Thread(target=self._run, name="weights", daemon=True)
             self._thread.start()
@@ -169,15 +158,10 @@ class HybridWeights:
 
     def _run(self) -> None:
         try:
-            transfer = Transfer(
+            self.transfer = Transfer(
                 self.plan, self.rank, self.group, self.engine.shards(), self.buffers, self._begin, self._end
             )
-            transfer.run()
-            self.received, self.sent = transfer.received, transfer.sent
-            self.staged = transfer.staged
-            self.peak += transfer.staged
-            held = {name: self._held_bytes(name) for name in self.plan.specs}
-            self.redundant = sum(min(own, held[name]) for name, own in self._own.items() if name not in self._lent)
+            self.transfer.run()
         except BaseException as error:
             with self._progress:
                 self._error = error
@@ -198,20 +182,15 @@ class HybridWeights:
                 raise TrainingError(f"the transfer of weights failed: {self._error}") from self._error
 
     def _begin(self, number: int) -> None:
-        self._begun.append(time.perf_counter())
         for item in self.plan.buckets[number]:
             if item.name in self.buffers:
                 self._resize(item.name, self._sizes[item.name])
-        self.peak = max(self.peak, self._bytes)
 
     def _end(self, number: int) -> None:
         for item in self.plan.buckets[number]:
-            if self._last[item.name] == number and item.name in self._within and item.name not in self._lent:
-                freed = self.engine.lend(item.name)
-                if freed:
-                    self._lent.add(item.name)
-                    self._bytes -= freed
-        self.spans.append((self._begun[number], time.perf_counter()))
+            is_due = self._last[item.name] == number and item.name in self._within and item.name not in self._lent
+            if is_due and self.engine.lend(item.name):
+                self._lent.add(item.name)
         with self._progress:
             self._finished = number + 1
             self._progress.notify_all()
@@ -219,14 +198,11 @@ class HybridWeights:
     def _resize(self, name: str, size: int) -> None:
         storage = self.buffers[name].untyped_storage()
         if storage.nbytes() != size:  # resizing moves the memory even to the same size
-            self._bytes += size - storage.nbytes()
             storage.resize_(size)
 
     def _shards_of(self, name: str, buffer: Tensor) -> Iterator[Shard]:
         for block in self.plan.blocks(self.rank, name):
-            part = buffer
-            for dim, (start, length) in enumerate(zip(block.place, block.shape, strict=True)):
-                part = part.narrow(dim, start, length)
+            part = block_at(buffer, block.place, block.shape)
             yield Shard(name, self.plan.specs[name].shape, block.offset, part)
 
     def _held_bytes(self, name: str) -> int:
@@ -235,11 +211,16 @@ class HybridWeights:
 
     def _pieces_within(self) -> frozenset[str]:
         """Weights of which this rank's whole training piece lies within its generation part."""
-        self._own = dict.fromkeys(self.buffers, 0)
+        own = self._own_bytes()
+        return frozenset(name for name, size in own.items() if size and size == self._held_bytes(name))
+
+    def _own_bytes(self) -> dict[str, int]:
+        """What of its part of each weight in the target this rank has already."""
+        own = dict.fromkeys(self.buffers, 0)
         for region in (region for bucket in self.plan.incoming(self.rank) for region in bucket):
             if region.source == self.rank:
-                self._own[region.name] += region.numel * self.plan.specs[region.name].dtype.itemsize
-        return frozenset(name for name, own in self._own.items() if own and own == self._held_bytes(name))
+                own[region.name] += region.numel * self.plan.specs[region.name].dtype.itemsize
+        return own
 
 
 def _given(targets: Mapping[str, Tensor], name: str) -> Tensor:

@@ -38,10 +38,14 @@ def blocks_of(tensor: Tensor, local: Tensor | None = None) -> Iterator[tuple[tup
     mesh = cut.device_mesh
     sizes, at = (dict(zip(mesh.mesh_dim_names, of, strict=True)) for of in (mesh.shape, mesh.get_coordinate()))
     for offset, place, shape in part_blocks(tuple(tensor.shape), cuts_of(tensor), sizes, at):
-        block = local
-        for dim, (start, length) in enumerate(zip(place, shape, strict=True)):
-            block = block.narrow(dim, start, length)
-        yield offset, block
+        yield offset, block_at(local, place, shape)
+
+
+def block_at(tensor: Tensor, starts: Sequence[int], shape: Sequence[int]) -> Tensor:
+    """The block of a tensor that begins at `starts`, on the same memory."""
+    for dim, (start, length) in enumerate(zip(starts, shape, strict=True)):
+        tensor = tensor.narrow(dim, start, length)
+    return tensor
 
 
 class PartBlock(NamedTuple):

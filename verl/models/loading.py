@@ -251,6 +251,19 @@ def load_tokenizer(path_or_name: str | Path, *, trust_remote_code: bool = False)
     return cast("PreTrainedTokenizerBase", tokenizer)
 
 
+def as_tokenizer(tokenizer: Any) -> PreTrainedTokenizerBase:
+    """A tokenizer as it is, or the one of this name or directory.
+
+    Raises:
+        ModelError: it is neither.
+    """
+    if isinstance(tokenizer, str):
+        return load_tokenizer(tokenizer)
+    if not hasattr(tokenizer, "get_vocab"):
+        raise ModelError(f"tokenizer is a tokenizer of transformers, or its name or directory, not {tokenizer!r}")
+    return cast("PreTrainedTokenizerBase", tokenizer)
+
+
 def find_tokenizer(model: PreTrainedModel) -> PreTrainedTokenizerBase:
     """The tokenizer of a live model, by the name or path it was loaded from.
 

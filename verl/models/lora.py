@@ -20,6 +20,7 @@ from safetensors.torch import save_file
 from torch import nn
 
 from verl.errors import ConfigError, ModelError
+from verl.extras import load_extra
 from verl.layout import ModelShape
 from verl.models.blank import is_blank
 from verl.models.cuts import blocks_of, local_part
@@ -27,6 +28,7 @@ from verl.models.int4 import Int4Linear, make_int4
 from verl.models.options import LoraOptions
 from verl.shard import Shard
 
+_TRAINED = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 #: Ways to begin an adapter that take its beginning out of the base, so that both together are the published base.
 _FROM_BASE = ("pissa", "olora", "corda", "lora_ga")
 
@@ -90,9 +92,17 @@ def has_adapters(model: Any) -> bool:
 
 def shape_of(model: Any) -> ModelShape:
     """What of a model and its adapters decides which layouts are possible."""
-    weights = model.named_parameters()
-    stacked = any(weight.dim() > 2 and ".base_layer." in name and not is_adapter(name) for name, weight in weights)
-    return ModelShape.of(model.config, adapters=has_adapters(model), adapts_experts=stacked)
+    weights = dict(model.named_parameters())
+    inner = _inner(model)
+    return ModelShape.of(
+        model.config,
+        adapters=has_adapters(model),
+        adapts_experts=any(w.dim() > 2 and ".base_layer." in n and not is_adapter(n) for n, w in weights.items()),
+        dtypes=tuple(sorted({str(weight.dtype).removeprefix("torch.") for weight in weights.values()})),
+        trained=frozenset(weight.requires_grad for weight in weights.values()),
+        not_trainable=next((str(w.dtype) for w in weights.values() if w.requires_grad and w.dtype not in _TRAINED), ""),
+        no_recomputation="" if getattr(inner, "supports_gradient_checkpointing", True) else type(inner).__name__,
+    )
 
 
 def layer_changes(model: Any) -> dict[str, Any]:
@@ -353,8 +363,4 @@ def _inner(model: Any) -> Any:
 
 
 def _peft() -> Any:
-    try:
-        import peft
-    except ImportError as error:
-        raise ConfigError("model.lora needs peft, which is not installed: pip install 'verl-hybrid[lora]'") from error
-    return peft
+    return load_extra("peft", "lora", "model.lora")

@@ -8,10 +8,8 @@ layer of a Llama-shaped model on CPU.
 from __future__ import annotations
 
 from dataclasses import asdict, dataclass
-from functools import partial
 from typing import TYPE_CHECKING
 
-from verl.errors import ConfigError
 from verl.models.head_sizes import CPU, HeadSizes
 
 if TYPE_CHECKING:
@@ -146,48 +144,3 @@ def estimate_memory(
         head=head.work_bytes(micro_batch_tokens * size.vocab, size.vocab * size.hidden, size.itemsize),
         kv_cache=cache,
     )
-
-
-def preflight(
-    size: ModelSize,
-    *,
-    key: str,
-    max_tokens_per_micro_batch: int,
-    kv_tokens: int = 0,
-    gradient_checkpointing: bool = False,
-    moments: str | None = None,
-    cut_over: int = 1,
-    head: HeadSizes = CPU,
-    available: int,
-) -> MemoryEstimate:
-    """What training this model takes at its peak; an error before the start if the machine has less. Its weights are in
-    memory already, and not free any more.
-
-    Args:
-        key: the section of the configuration that a message names, such as "actor_rollout_ref.actor".
-        head: sizes of the device that it is trained on.
-        available: bytes that are free where it is trained.
-
-    Raises:
-        ConfigError: it does not fit; the message says how much is missing and which setting makes it fit.
-    """
-    fixed = partial(estimate_memory, size, kv_tokens=kv_tokens, moments=moments, cut_over=cut_over, head=head)
-
-    def need(tokens: int, checkpointing: bool) -> MemoryEstimate:
-        return fixed(micro_batch_tokens=tokens, gradient_checkpointing=checkpointing)
-
-    estimate = need(max_tokens_per_micro_batch, gradient_checkpointing)
-    have = available + estimate.weights
-    if estimate.total <= have:
-        return estimate
-    missing = f"{key}: training needs {estimate}, and {have / 1e9:.2f} GB are there"
-    for checkpointing in dict.fromkeys((gradient_checkpointing, True)):
-        tokens = max_tokens_per_micro_batch
-        while tokens > 256 and need(tokens, checkpointing).total > have:
-            tokens //= 2
-        if need(tokens, checkpointing).total <= have:
-            settings = [f"{key}.max_tokens_per_micro_batch={tokens} (now {max_tokens_per_micro_batch})"]
-            if checkpointing != gradient_checkpointing:
-                settings.append(f"{key.rpartition('.')[0] or key}.model.enable_gradient_checkpointing=true")
-            raise ConfigError(f"{missing}: set {' and '.join(settings)}")
-    raise ConfigError(f"{missing}: no micro-batch is small enough, take a smaller model or a machine with more memory")

@@ -7,7 +7,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
-from verl.models.packed import evaluating
+from verl.models.packed import compute_experts, evaluating
 
 #: Tokens of a row, of two.
 LENGTH = 32
@@ -22,6 +22,7 @@ def outputs(model: Any, tokens: Tensor | None = None) -> Tensor:
         tokens: None: `probe_tokens`.
     """
     ids = (probe_tokens(model) if tokens is None else tokens).to(next(model.parameters()).device)
+    compute_experts(getattr(model, "backbone", model))
     with evaluating(model):
         if hasattr(model, "backbone"):
             found = model.predict(model.backbone(input_ids=ids, use_cache=False)[0].flatten(0, 1))

@@ -102,8 +102,7 @@ class PackedModel:
             raise ModelError(f"{type(model).__name__} is not a transformers model: it has no config or no backbone")
         if hasattr(model, "get_base_model"):
             raise ModelError("the model is wrapped by peft: give its get_base_model(), in which the adapters are")
-        if self.dtype == torch.float64 and hasattr(model, "set_experts_implementation"):
-            model.set_experts_implementation("eager")  # grouped products have no fp64
+        compute_experts(model)
         if self.device.type == "cpu":
             from verl.kernels.library_memory import limit_library_memory
 
@@ -489,6 +488,12 @@ def head_of(model: Any) -> tuple[Tensor, Tensor | None]:
             "be trained: leave it out of the adapter's target modules, or train it whole (modules_to_save)"
         )
     return weight, bias
+
+
+def compute_experts(model: Any) -> None:
+    """Let an fp64 model compute its experts one by one: grouped products have no fp64."""
+    if model.dtype == torch.float64 and hasattr(model, "set_experts_implementation"):
+        model.set_experts_implementation("eager")
 
 
 @contextmanager

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import cache
 from itertools import product
@@ -66,7 +65,7 @@ DEVICES = {
 }
 
 
-#: A CPU that was not calibrated, one rank of it: round numbers of a small server.
+#: One rank of a CPU: round numbers of a small server.
 CPU = Device("cpu", 200 * GB, 16 * GB, 20 * GB, 2 * GB, GB, 20 * GB)
 
 
@@ -85,7 +84,8 @@ def sheet_of(name: str) -> Device | None:
 class Efficiency:
     """Shares of the data sheets that are reached: of matrix products, of memory bandwidth, of links and network.
 
-    The defaults were fitted to the paper's results on 64 GPUs (docs/planner.md); `verl plan --calibrate` measures them.
+    The defaults were fitted to the paper's results on 64 GPUs (docs/planner.md); `benchmarks/calibrate.py` measures
+    them.
     """
 
     compute: Portion = 0.5
@@ -110,14 +110,12 @@ class Cluster:
         text: str,
         network_gbps: float | None = None,
         efficiency: Efficiency | None = None,
-        devices: Mapping[str, Device] = DEVICES,
         option: str = "--cluster",
     ) -> Cluster:
         """From "16x8xA100" (machines x devices x kind), "4xL4" (one machine) or "1xH100-80GB" (its memory beside it).
 
         Args:
             network_gbps: Gbit/s between machines, per machine (None: as the vendor's machines have it).
-            devices: those known, by lower-case name.
             option: what messages call the text.
 
         Raises:
@@ -126,9 +124,9 @@ class Cluster:
         match = re.fullmatch(r"(?:(\d+)x)?(\d+)x([A-Za-z][\w.-]*)", text.strip())
         if match is None:
             raise ConfigError(f"{option}: '{text}' is no cluster: write MACHINESxDEVICESxKIND, such as 16x8xA100")
-        device = _device(match[3].lower(), devices)
+        device = _device(match[3].lower())
         if device is None:
-            raise ConfigError(f"{option}: no data sheet of '{match[3]}': {nearest(match[3].lower(), devices)}")
+            raise ConfigError(f"{option}: no data sheet of '{match[3]}': {nearest(match[3].lower(), DEVICES)}")
         machines, per_machine = int(match[1] or 1), int(match[2])
         if not 1 <= machines * per_machine <= 1 << 14:
             raise ConfigError(f"{option}: '{text}' needs 1 to 16384 devices")
@@ -181,14 +179,14 @@ class Cluster:
         return amount / (rate * self.efficiency.network) + HOP[stride >= self.per_machine]
 
 
-def _device(name: str, devices: Mapping[str, Device]) -> Device | None:
+def _device(name: str) -> Device | None:
     """The device of a name in lower case, which may end with its memory: "h100", "a100-40", "h100-94gb"."""
     kind, _, memory = name.rpartition("-")
-    if name in devices:
-        return devices[name]
-    if kind in devices and re.fullmatch(r"\d+(gb)?", memory):
+    if name in DEVICES:
+        return DEVICES[name]
+    if kind in DEVICES and re.fullmatch(r"\d+(gb)?", memory):
         amount = memory.removesuffix("gb")
-        exact = devices.get(f"{kind}-{amount}", devices[kind])
+        exact = DEVICES.get(f"{kind}-{amount}", DEVICES[kind])
         return replace(exact, name=name.upper(), memory=int(amount) * GB)
     return None
 

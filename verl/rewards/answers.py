@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
 from itertools import pairwise
+from unicodedata import normalize
 
 from verl.data.text import behind_thoughts
 
@@ -35,6 +37,23 @@ _POWER = re.compile(r"(?<![\w.])(\d+(?:\.\d+)?)[eE]([-+]?\d+)(?![\w.])")
 _ANSWER = re.compile(r"<answer>(.*?)</answer>", re.DOTALL)
 #: Between two boxes that are parts of one answer.
 _JOINS = re.compile(r"[\s$]*(?:,|;|,?\s*(?:and|or)\b)?[\s$]*(?:\(?\w\)\s*)?(?:\w{1,3}\s*(?:=|\\in|\\approx)\s*)?")
+#: What Unicode and Markdown have for LaTeX, in order.
+_SIGNS: tuple[tuple[str, str | Callable[[re.Match[str]], str]], ...] = (
+    (r"(?<=\d)(?:\\[,;: !]|[\u2009\u202f\xa0])(?=\d{3}(?!\d))", ""),  # a space between thousands
+    (r"[\u2070\xb9\xb2\xb3\u2074-\u2079\u207b]+", lambda found: f"^{{{normalize('NFKC', found[0])}}}"),
+    (r"[\xbc-\xbe\u2150-\u215e]", lambda found: f" {normalize('NFKC', found[0])}"),
+    ("(?s).*", lambda found: normalize("NFKC", found[0])),
+    ("\u2044", "/"),
+    (r"(?<![\w/.])(\d+) (\d+)/(\d+)(?![\w/.])", r"(\1+\2/\3)"),
+    (r"\u221a\s*(?:\(([^()]*)\)|(\d+|[A-Za-z]))", lambda found: rf"\sqrt{{{found[1] or found[2]}}}"),
+    (r"(?<![\w)*])\*\*(?=\S)([^*]+)(?<=\S)\*\*(?![\w(*])", r"\1"),
+    (r"\\(?:mathbf|boldsymbol|textbf)\s*\{([^{}]*)\}", r"\1"),
+    (r"\\text\s*\{(\([A-J]\))\}", r"\1"),
+    (r"\\varnothing(?![A-Za-z])", r"\\emptyset"),
+)
+_CHOICE = re.compile(
+    r"(?:.*\b(?:is|answer|option|choice)\b:?\s*)?(?:\(([A-J])\)|([A-J])[.):])(?:\W.*)?|\(?([A-J])\)?", re.DOTALL
+)
 _INTRODUCES = ("is", "are", "equals", "be", "was", "=")
 _MARKS = " .,;:!?*\"'()[]"
 
@@ -48,6 +67,8 @@ def conclusion(text: str) -> str:
     """Where a text has its answer: what follows its thoughts; within that the last `<answer>`; within that the last
     `\\boxed{}`, with those that it is joined to ("x = \\boxed{1} and y = \\boxed{2}"), and what stands around them."""
     text = behind_thoughts(text)
+    for sign, latex in _SIGNS:
+        text = re.sub(sign, latex, text)
     if answers := _ANSWER.findall(text):
         text = answers[-1]
     start = 0
@@ -73,6 +94,12 @@ def _spans(text: str) -> list[tuple[int, int]]:
         if not depth:
             found.append((start.start(), end - 1))
     return found
+
+
+def choice(text: str) -> str | None:
+    """The letter of an option: of "C", "(C) Paris" or "The answer is C. Paris"."""
+    found = _CHOICE.fullmatch(text.strip())
+    return found and (found[1] or found[2] or found[3])
 
 
 def expression(text: str) -> str | None:

@@ -81,8 +81,8 @@ class Caller(Protocol):
         """End what it has started; the next call starts it again."""
 
 
-class ThreadCaller:
-    """Calls in daemon threads: of a plain function one after the other, of an async one together on one event loop."""
+class FunctionCaller:
+    """Calls of a plain function are one after the other, of an async one together on one event loop."""
 
     max_late = 3.0
 
@@ -91,6 +91,13 @@ class ThreadCaller:
         self._is_async = is_async(function)
         self.width = ASYNC_CALLS if self._is_async else 1
         self.slots = Slots(self.width)
+
+
+class ThreadCaller(FunctionCaller):
+    """Calls in daemon threads."""
+
+    def __init__(self, function: Callable[..., Any], name: str) -> None:
+        super().__init__(function, name)
         self._loop: tuple[asyncio.AbstractEventLoop, threading.Thread] | None = None
         self._hung: list[threading.Thread] = []
 

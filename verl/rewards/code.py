@@ -105,7 +105,7 @@ class CodeReward(FunctionReward):
 
     def _judge(self, response: str, tests: Any, reference: Any, entry_point: str | None) -> list[bool]:
         if tests is None:
-            wanted = Tests(outputs=[("", self._printed(str(reference)))])
+            wanted = Tests(outputs=[("", "", self._printed(str(reference)))])
             return judge(extract_code(response), wanted, self.limits, self.packages)
         wanted = parse(tests, entry_point)
         return judge(extract_code(response, wanted.names), wanted, self.limits, self.packages)

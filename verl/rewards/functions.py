@@ -53,9 +53,9 @@ class FunctionReward:
             other prompts. None: as the function's attribute `whole_batch` says, if it has one.
         workers: makes a `Caller` with worker processes from (source, name); None: see `process`.
         process: call the function in one process of its own, for the whole run. It is forked at the first call: what it
-            changes in objects of the script is not seen there. False, or for functions that reach a model or a tensor:
-            a thread of this process calls it, and if it holds the interpreter 10 s longer than `timeout` (a regular
-            expression, a huge power), this process ends by name.
+            changes in objects of the script is not seen there. False (as an attribute of the function may say), or for
+            functions that reach a model or a tensor: a thread of this process calls it, and if it holds the interpreter
+            8 s longer than `timeout` (a regular expression, a huge power), this process ends by name.
 
     Raises:
         ConfigError: the function has no known signature, or an option is invalid.
@@ -101,7 +101,8 @@ class FunctionReward:
         self.default_reward, self.failures = default_reward, Failures(max_failure_rate)
         self._rows = 1 if self.form.by_row or (workers and batch_size is None) else batch_size
         #: Makes the calls: a `RewardPool` with `workers`, else a `ProcessCaller` or a `ThreadCaller`.
-        self.group: Caller = (ProcessCaller if process and can_travel(function) else ThreadCaller)(function, self.name)
+        process = process and getattr(function, "process", True) and can_travel(function)
+        self.group: Caller = (ProcessCaller if process else ThreadCaller)(function, self.name)
         if workers:
             self.call_in(workers, spec)
         else:

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import hashlib
 import importlib.util
+import os
 import sys
 from collections.abc import Callable
+from functools import cache
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -36,9 +38,11 @@ def digest(spec: str) -> str:
 def user_files() -> dict[str, str]:
     """SHA-256 of the files of users' code that this process runs, by path (relative, below the working folder): those
     that settings name, as they were imported, and what these import from their own folders."""
-    folders = {path.parent for path in _imported}
+    folders, real = {str(path.parent) for path in _imported}, cache(os.path.realpath)
     names = {getattr(module, "__file__", None) for module in list(sys.modules.values())}
-    beside = {path for name in names if name and (path := Path(name).resolve()).parent in folders and path.is_file()}
+    # Of thousands of modules all but a few are passed over by their folders, of which there are hundreds.
+    near = {name for name in names if name and (real(os.path.dirname(name)) in folders or os.path.islink(name))}
+    beside = {path for name in near if str((path := Path(name).resolve()).parent) in folders and path.is_file()}
     digests = {path: hashlib.sha256(path.read_bytes()).hexdigest() for path in beside - _imported.keys()} | _imported
     here = Path.cwd()
     return {

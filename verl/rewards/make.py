@@ -12,6 +12,7 @@ from typing import Any
 
 from verl.config.schema import REWARDS
 from verl.errors import ConfigError, nearest
+from verl.keywords import takes
 from verl.rewards.composite import CompositeReward
 from verl.rewards.functions import OnFailure
 from verl.rewards.loading import split_spec
@@ -117,7 +118,7 @@ def _build(module: str, name: str, options: dict[str, Any], *source: Any) -> Rew
     workers = None if "workers" in known else options.pop("workers", None)
     for option in options:
         if option not in known:
-            raise ConfigError(f"{name} has no option '{option}': {nearest(option, known)}")
+            raise ConfigError(f"{name} has no option '{option}': {takes(option) or nearest(option, known)}")
     if workers:
         from verl.rewards.portable import in_workers
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import importlib
 import importlib.util
 import logging
-import re
 from collections.abc import Callable
 from typing import Any, ClassVar
 
@@ -14,15 +13,12 @@ from typing_extensions import Unpack
 from verl.checked import checked
 from verl.errors import ConfigError, RewardError
 from verl.record import Retries, Seconds
-from verl.rewards.answers import after_mark, amount, boxes, conclusion, expression, words
+from verl.rewards.answers import after_mark, amount, boxes, choice, conclusion, expression, words
 from verl.rewards.calls import Caller
 from verl.rewards.functions import FunctionReward, OnFailure
 
 #: What shows that a text has LaTeX in it.
 _LATEX = ("$", "\\boxed", "\\[", "\\(")
-
-#: A space between the thousands of a number: LaTeX's or Unicode's.
-_THOUSANDS = re.compile(r"(?<=\d)(?:\\[,;: !]|[\u2009\u202f\xa0])(?=\d{3}(?!\d))")
 
 
 class MathReward(FunctionReward):
@@ -88,11 +84,24 @@ def is_equal(solution_str: str, ground_truth: Any = None, answer: Any = None) ->
     if given is None or given != given or not str(given).strip():
         raise RewardError("the row has no answer: give it a column ground_truth or answer")
     text, solution_str = conclusion(after_mark(str(given))), conclusion(solution_str)
-    if wanted := _read(text):
-        return float(verify(wanted, _answers(solution_str), timeout_seconds=None))
+    if (letter := choice((boxes(text) or [text])[-1])) and choice(_last(solution_str)) == letter:
+        return 1.0
+    # Of a row that goes on ("1, 2, \\ldots") the library would compare the terms that are written.
+    if wanted := [] if "dots" in text else _read(text):
+        pairs = ((one, two) for one in wanted for two in _answers(solution_str) if not _tiny_apart(one, two))
+        return float(any(verify(*pair, timeout_seconds=None) for pair in pairs))
     if wanted_words := words((boxes(text) or [text])[-1]):
         return float(words(_last(solution_str)) == wanted_words)
     raise RewardError(f"the row's answer cannot be read: {str(given)[-100:]!r}")
+
+
+def _tiny_apart(*values: Any) -> bool:
+    """Whether two numbers only agree because the library rounds both to six digits behind the point."""
+    if not all(getattr(value, "is_comparable", False) and value.is_finite for value in values):
+        return False
+    one, two = (value.doit().evalf() for value in values)
+    most = max(abs(one), abs(two))
+    return bool(most < 1e-3 and abs(one - two) > 1e-4 * most)
 
 
 def _answers(response: str) -> list[Any]:
@@ -128,6 +137,6 @@ def _parse(text: str) -> list[Any]:
     # It warns that without a deadline of its own, which takes signals, somebody else must keep one.
     logging.getLogger("math_verify.parser").setLevel(logging.ERROR)
     logging.getLogger("math_verify.grader").setLevel(logging.ERROR)
-    found = [item for item in parse(_THOUSANDS.sub("", text), parsing_timeout=None) if not isinstance(item, str)]
+    found = [item for item in parse(text, parsing_timeout=None) if not isinstance(item, str)]
     # Of an equation without variables the library would compare either side.
     return [item.rhs if getattr(item, "is_Equality", False) and not item.free_symbols else item for item in found]

@@ -24,7 +24,7 @@ from dataclasses import astuple, dataclass, field
 from functools import partial
 from typing import Any, BinaryIO
 
-from verl.rewards.calls import ASYNC_CALLS, PULSE_SECONDS, Slots, is_async
+from verl.rewards.calls import PULSE_SECONDS, FunctionCaller
 from verl.rewards.scores import Score, call_async, call_plain, failure
 
 logger = logging.getLogger(__name__)
@@ -69,17 +69,12 @@ class _Process:
             self.out.flush()
 
 
-class ProcessCaller:
-    """Calls in one process: of a plain function one after the other, of an async one together on one event loop. What
-    the function keeps stays until a call is late or ends the process; then it begins anew."""
-
-    max_late = 3.0
+class ProcessCaller(FunctionCaller):
+    """Calls in one process. What the function keeps stays until a call is late or ends the process; then it begins
+    anew."""
 
     def __init__(self, function: Callable[..., Any], name: str) -> None:
-        self.function, self.name = function, name
-        self._is_async = is_async(function)
-        self.width = ASYNC_CALLS if self._is_async else 1
-        self.slots = Slots(self.width)
+        super().__init__(function, name)
         self._numbers = itertools.count()
         self._process: _Process | None = None
         self._deaths = 0

@@ -7,6 +7,7 @@ from typing import Any, TypeVar
 
 from verl.config.schema import REWARDS
 from verl.errors import ConfigError
+from verl.names import give_name
 
 RewardT = TypeVar("RewardT", bound=Callable[..., Any])
 _REGISTERED: dict[str, Any] = {}
@@ -24,14 +25,9 @@ def register_reward(name: str) -> Callable[[RewardT], RewardT]:
     def register(made: RewardT) -> RewardT:
         if not callable(made):
             raise ConfigError(f"reward '{name}' must be a function or a class, not a {type(made).__name__}")
-        known = _REGISTERED.get(name)
-        if known is None and name in REWARDS:
+        if name in REWARDS and name not in _REGISTERED:
             raise ConfigError(f"reward name '{name}' is taken by a built-in reward: choose another")
-        if known is not None and (known.__module__, known.__qualname__) != (made.__module__, made.__qualname__):
-            raise ConfigError(
-                f"reward name '{name}' is taken by {known.__module__}.{known.__qualname__}: choose another"
-            )
-        _REGISTERED[name] = made
+        give_name(_REGISTERED, "reward", name, made)
         REWARDS.add(name)
         return made
 

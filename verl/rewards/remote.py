@@ -19,6 +19,7 @@ from typing_extensions import Unpack
 
 from verl.checked import checked
 from verl.data.prompts import content_text
+from verl.data.text import behind_thoughts
 from verl.errors import ConfigError, RolloutError, nearest
 from verl.record import AsTuple, Count, NotNegative, Retries, Seconds
 from verl.rewards.calls import Slots
@@ -241,7 +242,7 @@ class JudgeReward(_ServedReward):
     def _parsed(self, said: str) -> Score:
         if callable(self.parse):
             return read_score(self.parse(said))
-        numbers = list(re.finditer(self.parse, said))
+        numbers = list(re.finditer(self.parse, behind_thoughts(said).partition("<think>")[0]))
         if not numbers:
             return failure(f"the judge gave no score: {said[-200:]!r}")
         number, most = (*numbers[-1].groups(default=""), "")[:2]

@@ -14,7 +14,7 @@ from verl import device
 from verl.algorithms import BaseAlgorithm, default_algorithm, make_algorithm
 from verl.batch import Batch
 from verl.checked import checked
-from verl.controller.controller import Controller
+from verl.combinations import check
 from verl.controller.group import Workers
 from verl.controller.ranks import registry
 from verl.data.chat import ChatTokenizer
@@ -23,13 +23,11 @@ from verl.data.text import ResponseText
 from verl.data.tokenize import to_prompts
 from verl.data.vocabulary import vocabulary_id
 from verl.errors import ConfigError, DataError, ModelError
-from verl.layout import ModelShape
 from verl.log import follow_log_level
-from verl.models.adapter_check import check_adapters
 from verl.models.heads import ValueModel, score_model
 from verl.models.int4 import to_int4
-from verl.models.loading import eos_token_ids, find_tokenizer, load_model, load_tokenizer
-from verl.models.lora import add_lora, has_adapters, reference_weights, shape_of
+from verl.models.loading import as_tokenizer, eos_token_ids, find_tokenizer, load_model
+from verl.models.lora import has_adapters, reference_weights
 from verl.models.options import ModelOptions
 from verl.models.portable import PortableModel, twin
 from verl.models.rope import original_length
@@ -39,17 +37,12 @@ from verl.models.source import ModelFiles
 from verl.models.wrapped import unwrapped
 from verl.record import Count, Seed
 from verl.roles.columns import add_rewards, aligned, as_sequences
-from verl.roles.lora_base import LoraBase, load_role, save_role
+from verl.roles.handle import ModelHandle
 from verl.roles.reads import experience, prepare, reads
 from verl.roles.settings import (
     as_name,
-    changed_options,
-    engine_options,
-    model_options,
-    optimizer_settings,
     sampler_options,
     with_engine,
-    with_keywords,
 )
 from verl.rollout.base import SamplingParams, as_sampling
 from verl.rollout.episode import Episode
@@ -66,13 +59,12 @@ from verl.workers.actor import (
 from verl.workers.update import UpdatePart, UpdatePlan
 
 if TYPE_CHECKING:
-    from torch import Tensor
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 logger = logging.getLogger(__name__)
 
 
-class Actor:
+class Actor(ModelHandle):
     """A policy: generates, scores and learns.
 
     Args:
@@ -109,10 +101,7 @@ class Actor:
         ModelError: the model or its tokenizer cannot be found or used.
     """
 
-    #: What workers in other processes read the model from; it has no weights here then.
-    files: ModelFiles | None = None
-    #: What adapters were added to, if checkpoints need not hold it.
-    base: LoraBase | None = None
+    modules: PreTrainedModel
     #: Whether ranks have parts of the model that was given; `modules` has no weights then.
     is_cut = False
 
@@ -140,13 +129,9 @@ class Actor:
         generating = sampler_options(rollout, episode, seed)
         if generating.name != "auto":
             engine_factory(generating.name)  # a misspelt engine is refused before a model is read
-        given = TrainOptions.of(train, "train")
-        optim = optimizer_settings("Actor", settings, given, optim)
-        loading, training, self.rollout_options = with_keywords(
-            "Actor", settings, model_options(model, fused_kernels), given, generating
+        loading, training, self.rollout_options = self._read_settings(
+            "Actor", settings, model, train, optim, strategy, fused_kernels, generating
         )
-        training = training if strategy is None else training.replace(strategy=strategy)
-        self.train_options = engine_options(training, loading, optim)
         self.sampling = as_sampling(sampling, SamplingParams(**self.rollout_options.sampling))
         self.algorithm = None if algorithm is None else make_algorithm(algorithm)
         samples = self.algorithm is None or self.algorithm.online
@@ -154,31 +139,14 @@ class Actor:
             training.mini_batch_size, training.epochs, (samples and self.sampling.temperature) or 1.0, seed
         )
         self.head = head
-        self._group: Workers[ActorWorker] | None = None
-        self._outline: dict[str, Tensor] | None = None
-        self._reference: Workers[ReferenceWorker] | None = None
         self.place(placement)
         # A score model stands in a language model's place: all but its engine read only what both have.
-        #: The model's modules and configuration; the weights may be elsewhere, see `model`.
-        self.modules: PreTrainedModel
-        if loading.path is not None:
-            kind: Literal["causal", "score"] = "causal" if head == "lm" else "score"
-            files = ModelFiles.of(loading, kind, seed)
-            is_elsewhere = not self.controller.is_local and loading.dtype != "int4"
-            self.files = files if is_elsewhere else None
-            self.modules = files.blank() if is_elsewhere else files.load()
-        else:
-            live: Any = model if isinstance(model, ValueModel) else _language_model(model)
-            self.modules = live if head == "lm" else score_model(live)
-            if loading.lora is not None:
-                add_lora(self.modules, loading.lora, seed)
-            elif has_adapters(self.modules):
-                check_adapters(self.modules)
+        kind: Literal["causal", "score"] = "causal" if head == "lm" else "score"
+        self._read_model(loading, kind, seed, lambda: _live_model(model, head))
         #: What the reference of adapters reads beside their base.
         self._first = reference_weights(self.modules) if head == "lm" else {}
-        if loading.lora is not None:
-            self.base = LoraBase.of(loading.path and files, self.modules)
-        self.tokenizer = _tokenizer(loading.tokenizer if tokenizer is None else tokenizer, self.modules, loading.path)
+        names = [name for name in (tokenizer, loading.tokenizer, loading.path) if name is not None]
+        self.tokenizer = as_tokenizer(names[0]) if names else find_tokenizer(self.modules)
         _check_vocabulary(self.modules, self.tokenizer)
         played = load_episode(self.rollout_options.episode)
         #: The episode's tools, as chat templates show them; whether it masks what may be sampled.
@@ -211,37 +179,12 @@ class Actor:
         """The actor over a model of transformers by name or directory; options are those of `Actor`."""
         return cls(name, **options)
 
-    def place(self, placement: Any) -> None:
-        """Run where `placement` says, see `DeviceMesh`.
-
-        Raises:
-            ConfigError: the placement cannot be met, or the workers have been made already.
-        """
-        if self._group is not None or self._reference is not None:
-            raise ConfigError("the actor's workers are in place: say where they run before the first call")
-        self.controller = Controller.of(placement)
-        if self.files is not None and self.controller.is_local:
-            self.modules, self.files = self.files.load(), None
-
     @property
     def model(self) -> PreTrainedModel:
         """The model: the one that is trained, where this process has it whole. Where ranks have parts of a model that
         was given, a copy with the weights as they are now. Of a model that workers in other processes read by its name,
         modules without weights: `present_model` has them."""
         return self.present_model() if self.is_cut else self.modules
-
-    @property
-    def has_workers(self) -> bool:
-        """Whether its workers have been made, so that how they are laid out is settled."""
-        return self._group is not None
-
-    def train_with(self, **options: Any) -> None:
-        """Change fields of `train_options` (`EngineOptions`).
-
-        Raises:
-            ConfigError: the workers have been made already, with others.
-        """
-        self.train_options = changed_options(self.train_options, options, self._group, "actor")
 
     @property
     def device(self) -> str:
@@ -269,11 +212,6 @@ class Actor:
         return ends
 
     @property
-    def outline(self) -> Mapping[str, Tensor]:
-        """The whole weights on the meta device, by name. Workers of this process may cut the model that was given."""
-        return outline(self.modules) if self._outline is None else self._outline
-
-    @property
     def group(self) -> Workers[ActorWorker]:
         """The workers; made when they are first needed."""
         if self._group is None:
@@ -288,10 +226,9 @@ class Actor:
                 self.rollout_options,
                 head=self.head,
             )
-            shape = shape_of(self.modules)
-            tp = self.rollout_options.tensor_parallel
-            self._group = self.controller.group("actor", recipe, self.train_options, shape, tp)
-            layout = self.controller.meshes("actor", self.train_options, tp).meshes["train"].layout
+            rollout = self.rollout_options if self.head == "lm" else None
+            self._group = self.controller.group("actor", recipe, self.train_options, self.modules, rollout)
+            layout = self.controller.meshes("actor", self.train_options).meshes["train"].layout
             self.is_cut = self.files is None and self.controller.executor == "torchrun" and not layout.is_plain
             if self.is_cut:
                 self.modules = twin(self.modules, "meta")
@@ -366,6 +303,7 @@ class Actor:
     def rollout(self, rows: Batch, params: SamplingParams, task: str | None = None) -> Iterator[Batch]:
         """Samples for rows that `expand` made, as groups finish, with their decoded text; `temperature`, where it is
         not the one that log-probs and updates are otherwise of."""
+        check({"responses": "responses", self.head: self.head})
         other = params.temperature not in (0, self.plan.temperature)
         longest = max(rows.lengths("prompt_tokens"), default=0)
         for positions, reason in self._position_limits():
@@ -411,8 +349,8 @@ class Actor:
             _ = self.reference_digest  # of the whole model: workers of this process may cut the one that was given
             source = self._reference_files or PortableModel(self.reference_model)
             recipe = partial(ReferenceWorker, source, self.train_options)
-            shape = ModelShape.of(self.reference_model.config)
-            self._reference = self.controller.group("reference", recipe, self.train_options, shape)
+            frozen = self.train_options.frozen()
+            self._reference = self.controller.group("reference", recipe, frozen, self.reference_model)
         return self._reference.call("log_probs", sequences, self._temperature(sequences))  # type: ignore[no-any-return]
 
     def _temperature(self, batch: Batch) -> float:
@@ -464,7 +402,7 @@ class Actor:
         elif isinstance(model, str):
             self.reference_model = load_model(model, dtype=dtype or "auto")
         else:
-            self.reference_model = copy.deepcopy(self.present_model()) if model is None else model
+            self.reference_model = copy.deepcopy(self.present_model()) if model is None else _language_model(model)
             if dtype == "int4":
                 to_int4(self.reference_model)
         registry.add("Actor", reference=self.reference_model)
@@ -569,43 +507,22 @@ class Actor:
         part = UpdatePart(prepared, algorithm.objective("actor"), self._temperature(prepared))
         return self.group.call("loss", part)  # type: ignore[no-any-return]
 
-    def shards(self) -> Iterator[Shard]:
-        """The weights as a stream of named shards."""
-        return self.group.call("shards")  # type: ignore[no-any-return]
-
     def merged_shards(self) -> Iterator[Shard]:
         """The weights of the equal model without adapters, under its names."""
         return self.group.call("merged_shards") if has_adapters(self.modules) else self.shards()
 
     def load_shards(self, shards: Iterable[Shard]) -> None:
         """Replace the weights, those that generate included; `policy_version` counts updates, and stays."""
-        self.policy_id, self.base = uuid4().hex, None
-        self.group.call("load_shards", shards)
+        self.policy_id = uuid4().hex
+        super().load_shards(shards)
 
     def save(self, folder: str, background: bool = False) -> dict[str, Any]:
-        """Begin to write the weights and the optimizer's state into a directory that all ranks see, every rank its
-        pieces. The group's `saved` ends it and names the files; see `TrainedWorker`.
-
-        Args:
-            background: copy the pieces to host memory, and write them while training goes on.
-
-        Returns:
-            What `load` needs beside the files, as JSON.
-        """
-        return {**save_role(self, folder, background), "policy_id": self.policy_id}
+        return {**super().save(folder, background), "policy_id": self.policy_id}
 
     def load(self, weights: Sequence[str], optimizer: Sequence[str], meta: Mapping[str, Any]) -> None:
-        """Go on from what `save` wrote and returned, at any layout.
-
-        Args:
-            weights, optimizer: files, which every rank reads its pieces from.
-
-        Raises:
-            CheckpointError: it is of another model or optimizer, or incomplete.
-        """
         rest = dict(meta)
         self.policy_id = rest.pop("policy_id")
-        load_role(self, weights, optimizer, rest)
+        super().load(weights, optimizer, rest)
         self.policy_version = int(rest["policy_version"])
 
     @checked
@@ -647,14 +564,10 @@ def _check_vocabulary(model: Any, tokenizer: PreTrainedTokenizerBase) -> None:
         )
 
 
-def _tokenizer(tokenizer: Any, model: PreTrainedModel, name: Any) -> PreTrainedTokenizerBase:
-    if tokenizer is None:
-        return load_tokenizer(name) if isinstance(name, str) else find_tokenizer(model)
-    if isinstance(tokenizer, str):
-        return load_tokenizer(tokenizer)
-    if not hasattr(tokenizer, "get_vocab"):
-        raise ModelError(f"tokenizer is a tokenizer of transformers, or its name or directory, not {tokenizer!r}")
-    return tokenizer  # type: ignore[no-any-return]
+def _live_model(model: Any, head: str) -> Any:
+    """The given model, without a caller's wrapper, under the head that is trained."""
+    live = model if isinstance(model, ValueModel) else _language_model(model)
+    return live if head == "lm" else score_model(live)
 
 
 def _language_model(model: Any) -> PreTrainedModel:

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from verl.algorithms import BaseAlgorithm, make_algorithm, value_algorithm
 from verl.batch import Batch
 from verl.checked import checked
-from verl.controller.controller import Controller
 from verl.controller.group import Workers
 from verl.controller.ranks import registry
 from verl.data.alignment import CharacterAlignment
@@ -19,37 +18,28 @@ from verl.data.text import spelled
 from verl.data.vocabulary import tokenizer_of, vocabulary_id
 from verl.errors import ConfigError, ModelError
 from verl.log import follow_log_level
-from verl.models.adapter_check import check_adapters
 from verl.models.heads import ValueModel
-from verl.models.loading import load_tokenizer
-from verl.models.lora import add_lora, has_adapters, shape_of
+from verl.models.loading import as_tokenizer
 from verl.models.options import ModelOptions
 from verl.models.portable import PortableModel
 from verl.models.shards import outline
-from verl.models.source import ModelFiles
 from verl.models.wrapped import unwrapped
 from verl.record import Seed
 from verl.roles.columns import add_rewards, as_sequences
-from verl.roles.lora_base import LoraBase, load_role, save_role
-from verl.roles.settings import (
-    as_name,
-    changed_options,
-    engine_options,
-    model_options,
-    optimizer_settings,
-    with_keywords,
-)
-from verl.shard import Shard
+from verl.roles.handle import ModelHandle
+from verl.roles.settings import as_name
 from verl.training.options import OptimConfig, TrainOptions
 from verl.workers.critic import CriticWorker
 from verl.workers.update import UpdatePart, UpdatePlan
 
 if TYPE_CHECKING:
-    from torch import Tensor
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+    from verl.models.source import ModelFiles
+    from verl.roles.actor import Actor
 
-class Critic:
+
+class Critic(ModelHandle):
     """A value model: predicts the value of the state before each response token, and learns it.
 
     It may be smaller than the actor, of another architecture, or read another vocabulary. In the last case the text is
@@ -69,10 +59,6 @@ class Critic:
         ModelError: the model cannot be found or used.
     """
 
-    #: As of `Actor`.
-    files: ModelFiles | None = None
-    base: LoraBase | None = None
-
     @checked
     def __init__(
         self,
@@ -91,40 +77,19 @@ class Critic:
     ) -> None:
         follow_log_level()
         model, tokenizer = as_name(model), as_name(tokenizer)
-        given = TrainOptions.of(train, "train")
-        optim = optimizer_settings("Critic", settings, given, optim)
-        loading, training = with_keywords("Critic", settings, model_options(model, fused_kernels), given)
-        training = training if strategy is None else training.replace(strategy=strategy)
-        self.train_options = engine_options(training, loading, optim)
+        loading, training = self._read_settings("Critic", settings, model, train, optim, strategy, fused_kernels)
         #: "critic" or "cost_critic": which pool of the placement it stands on.
         self.role = "critic"
-        self._group: Workers[CriticWorker] | None = None
-        self._outline: dict[str, Tensor] | None = None
         self.place(placement)
-        self.model: ValueModel
-        if loading.path is not None:
-            files = ModelFiles.of(loading, "value", seed)
-            self.files = None if self.controller.is_local or loading.dtype == "int4" else files
-            self.model = files.load() if self.files is None else files.blank()
-        else:
-            plain = unwrapped(model, together=not registry.is_closed)
-            if not isinstance(plain, ValueModel) and not hasattr(plain, "base_model"):
-                raise ModelError(f"{type(plain).__name__} is no model of transformers: give an AutoModel, or its name")
-            self.model = plain if isinstance(plain, ValueModel) else ValueModel.from_model(plain)
-            if loading.lora is not None:
-                add_lora(self.model, loading.lora, seed)
-            elif has_adapters(self.model):
-                check_adapters(self.model)
-        if loading.lora is not None:
-            self.base = LoraBase.of(loading.path and files, self.model)
+        self._read_model(loading, "value", seed, lambda: _value_model(model))
         self.algorithm = value_algorithm() if algorithm is None else make_algorithm(algorithm)
         self.plan = UpdatePlan(training.mini_batch_size, training.epochs, seed=seed)
         tokenizer = loading.tokenizer if tokenizer is None else tokenizer
-        self.tokenizer = load_tokenizer(tokenizer) if isinstance(tokenizer, str) else tokenizer
+        self.tokenizer = None if tokenizer is None else as_tokenizer(tokenizer)
         self._actor_tokenizer = actor_tokenizer
         #: Id of an actor's vocabulary -> how its tokens are re-encoded.
         self._alignments: dict[str, CharacterAlignment] = {}
-        registry.add("Critic", model=self.model, algorithm=self.algorithm, optimizer=self.train_options.optimizer)
+        registry.add("Critic", model=self.modules, algorithm=self.algorithm, optimizer=self.train_options.optimizer)
 
     @classmethod
     def from_pretrained(cls, name: str, **options: Any) -> Critic:
@@ -132,31 +97,18 @@ class Critic:
         options.setdefault("tokenizer", name)
         return cls(name, **options)
 
-    def place(self, placement: Any) -> None:
-        """As of `Actor`."""
-        if self._group is not None:
-            raise ConfigError("the critic's workers are in place: say where they run before the first call")
-        self.controller = Controller.of(placement)
-        if self.files is not None and self.controller.is_local:
-            self.model, self.files = self.files.load(), None
-
-    def train_with(self, **options: Any) -> None:
-        """As of `Actor`."""
-        self.train_options = changed_options(self.train_options, options, self._group, self.role)
-
     @property
-    def outline(self) -> Mapping[str, Tensor]:
-        """As of `Actor`."""
-        return outline(self.model) if self._outline is None else self._outline
+    def model(self) -> ValueModel:
+        """The model; without weights where workers in other processes have it."""
+        return self.modules  # type: ignore[no-any-return]
 
     @property
     def group(self) -> Workers[CriticWorker]:
         """The workers; made when they are first needed."""
         if self._group is None:
-            self._outline = outline(self.model)
-            recipe = partial(CriticWorker, self.files or PortableModel(self.model), self.train_options)
-            shape = shape_of(self.model)
-            self._group = self.controller.group(self.role, recipe, self.train_options, shape)
+            self._outline = outline(self.modules)
+            recipe = partial(CriticWorker, self.files or PortableModel(self.modules), self.train_options)
+            self._group = self.controller.group(self.role, recipe, self.train_options, self.modules)
         return self._group
 
     def read_with(self, actor_tokenizer: PreTrainedTokenizerBase | None) -> None:
@@ -222,21 +174,15 @@ class Critic:
                 "the actor has another. Give Critic(..., actor_tokenizer=actor.tokenizer) for values to be carried over"
             )
 
-    def shards(self) -> Iterator[Shard]:
-        """The weights, value head included, as a stream of named shards."""
-        return self.group.call("shards")  # type: ignore[no-any-return]
 
-    def save(self, folder: str, background: bool = False) -> dict[str, Any]:
-        """As of `Actor`."""
-        return save_role(self, folder, background)
-
-    def load(self, weights: Sequence[str], optimizer: Sequence[str], meta: Mapping[str, Any]) -> None:
-        """As of `Actor`."""
-        load_role(self, weights, optimizer, dict(meta))
-
-    def load_shards(self, shards: Iterable[Shard]) -> None:
-        self.base = None
-        self.group.call("load_shards", shards)
+def _value_model(model: Any) -> ValueModel:
+    """The model without a caller's wrapper, under a value head."""
+    plain = unwrapped(model, together=not registry.is_closed)
+    if isinstance(plain, ValueModel):
+        return plain
+    if not hasattr(plain, "base_model"):
+        raise ModelError(f"{type(plain).__name__} is no model of transformers: give an AutoModel, or its name")
+    return ValueModel.from_model(plain)
 
 
 def _without(text: str, names: Iterable[str]) -> str:
@@ -254,17 +200,27 @@ def as_critic(critic: Any) -> Critic | None:
 
 def twin_of(critic: Critic) -> Critic:
     """Another critic that begins with the same weights."""
-    options = critic.train_options
+    return critic_like(critic, critic.files, lambda: critic.model, critic.tokenizer)
+
+
+def critic_like(
+    handle: Actor | Critic,
+    files: ModelFiles | None,
+    model: Callable[[], Any],
+    tokenizer: PreTrainedTokenizerBase | None = None,
+) -> Critic:
+    """A critic, trained as `handle` is and where that stands, of these files; None: of a copy of the model."""
+    options = handle.train_options
     return Critic(
-        copy.deepcopy(critic.model)
-        if critic.files is None
-        else ModelOptions(path=critic.files.path, dtype=critic.files.dtype),
-        critic.tokenizer,
+        copy.deepcopy(model())
+        if files is None
+        else ModelOptions(path=files.path, dtype=files.dtype, trust_remote_code=files.trust_remote_code),
+        tokenizer,
         train=options,
         optim=options.optim or OptimConfig(),
         gradient_checkpointing=options.gradient_checkpointing,
         fused_kernels=options.fused_kernels,
         use_remove_padding=options.remove_padding,
-        placement=critic.controller,
-        seed=critic.plan.seed,
+        placement=handle.controller,
+        seed=handle.plan.seed,
     )

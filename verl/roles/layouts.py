@@ -9,7 +9,7 @@ from typing import Any, get_args
 from verl.checked import checked
 from verl.device import device_name, free_memory, is_here
 from verl.errors import ConfigError
-from verl.hybrid.meshes import paper_table
+from verl.hybrid.meshes import transition_shares
 from verl.layout import Layout, Mesh, ModelShape
 from verl.models.memory import ModelSize
 from verl.planner import memory
@@ -98,14 +98,14 @@ def enable_hybrid_engine(
     if train.is_plain and generation.is_plain:
         logger.info("hybrid engine: every rank trains and generates on the same whole weights: nothing moves")
     else:
-        share = paper_table(train, generation)["ours"]
+        received, held = transition_shares(train, generation)
         logger.info(
             "hybrid engine: training %s, generation %s; before a rollout a rank receives %.0f %% of the weights and "
             "then holds %.0f %% of them%s",
             train.shown,
             generation.shown,
-            100 * share.received,
-            100 * share.peak,
+            100 * received,
+            100 * held,
             ", which arrive while prompts are computed" if options.overlap_comm else "",
         )
     return meshes["rollout"]

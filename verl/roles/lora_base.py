@@ -2,16 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from verl.errors import CheckpointError
 from verl.models.source import ModelFiles
-
-if TYPE_CHECKING:
-    from verl.roles.actor import Actor
-    from verl.roles.critic import Critic
 
 
 @dataclass(frozen=True)
@@ -45,26 +40,3 @@ def check_base(saved: dict[str, str], base: LoraBase | None) -> None:
             f"the checkpoint holds adapters alone, of the base that was at {saved['path']}; here they would be added "
             f"to {here}, whose files differ: give model.path the base of then"
         )
-
-
-def save_role(role: Actor | Critic, folder: str, background: bool) -> dict[str, Any]:
-    """Begin to write a role's weights, without its base, and its optimizer's state."""
-    if role.base is None or role.base.files.digest is None:
-        return role.group.call("save", folder, background)  # type: ignore[no-any-return]
-    return {**role.group.call("save", folder, background, role.base.trained), "base": role.base.saved()}
-
-
-def load_role(role: Actor | Critic, weights: Sequence[str], optimizer: Sequence[str], meta: dict[str, Any]) -> None:
-    """Go on from what `save_role` wrote and returned.
-
-    Raises:
-        CheckpointError: its base is another.
-    """
-    saved, names = meta.pop("base", None), None
-    if saved is None:
-        role.base = None  # which the checkpoint replaces
-    else:
-        check_base(saved, role.base)
-        assert role.base is not None
-        names = role.base.trained
-    role.group.call("load", weights, optimizer, meta, names)

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from verl.errors import ConfigError, nearest
+from verl.keywords import takes
 from verl.models.lora import has_adapters
 from verl.models.options import ModelOptions
 from verl.record import Record, SettingsError
@@ -34,6 +35,12 @@ _ELSEWHERE = frozenset((
 ))  # fmt: skip
 
 
+def handle_keywords() -> set[str]:
+    """The settings that an actor takes as keywords."""
+    records = (ModelOptions, TrainOptions, RolloutOptions, OptimConfig)
+    return set(KEYWORDS).union(*(record.model_fields for record in records)) - _ELSEWHERE
+
+
 def with_keywords(owner: str, keywords: Mapping[str, Any], *records: Record) -> list[Any]:
     """The records, with each keyword put into the one that has a field of its name.
 
@@ -47,7 +54,7 @@ def with_keywords(owner: str, keywords: Mapping[str, Any], *records: Record) -> 
         at, name = next(((i, name) for name in spelt for i, names in enumerate(known) if name in names), (None, ""))
         if at is None:
             every = KEYWORDS.keys() | OptimConfig.model_fields.keys() | set().union(*known)
-            raise ConfigError(f"{owner} has no setting '{keyword}': {nearest(keyword, every)}")
+            raise ConfigError(f"{owner} has no setting '{keyword}': {takes(keyword) or nearest(keyword, every)}")
         changes[at][name] = value
     try:
         return [record.replace(**change) if change else record for record, change in zip(records, changes, strict=True)]

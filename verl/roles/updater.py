@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import logging
 from dataclasses import replace
 from typing import Any
@@ -12,12 +11,10 @@ from verl.batch import Batch
 from verl.checked import checked
 from verl.controller.ranks import registry
 from verl.errors import ConfigError
-from verl.models.options import ModelOptions
 from verl.roles.actor import Actor
 from verl.roles.columns import add_rewards
-from verl.roles.critic import Critic
+from verl.roles.critic import Critic, critic_like
 from verl.roles.reads import experience, prepare, reads
-from verl.training.options import OptimConfig
 
 logger = logging.getLogger(__name__)
 
@@ -106,18 +103,4 @@ def role_metrics(role: str, metrics: dict[str, float]) -> dict[str, float]:
 
 def make_critic(actor: Actor) -> Critic:
     """A critic of the actor's own architecture: a copy of its backbone, as it is now, under a new value head."""
-    options, files = actor.train_options, actor.unchanged_files
-    if files is None:
-        model: Any = copy.deepcopy(actor.present_model())
-    else:
-        model = ModelOptions(path=files.path, dtype=files.dtype, trust_remote_code=files.trust_remote_code)
-    return Critic(
-        model,
-        train=options,
-        optim=options.optim or OptimConfig(),
-        gradient_checkpointing=options.gradient_checkpointing,
-        fused_kernels=options.fused_kernels,
-        use_remove_padding=options.remove_padding,
-        placement=actor.controller,
-        seed=actor.plan.seed,
-    )
+    return critic_like(actor, actor.unchanged_files, actor.present_model)

@@ -7,12 +7,12 @@ from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
 from typing import NamedTuple
 
+from verl.combinations import conflicts
 from verl.models.options import ModelOptions
 from verl.rollout.options import RolloutOptions
 
 #: The oldest with which weights were sent and sampled.
 _OLDEST = (0, 32)
-_DTYPES = ("float32", "bfloat16", "float16")
 
 
 class Choice(NamedTuple):
@@ -74,13 +74,10 @@ def planned_engine(rollout: RolloutOptions, model: ModelOptions) -> Choice:
 
 def _only_embedded(options: RolloutOptions, dtype: str, adapters: bool, episodes: Iterable[object]) -> Iterator[str]:
     """Reasons against vLLM."""
-    for name in ("batch_invariant", "overlap_comm"):
-        if getattr(options, name):
-            yield f"{name} is for the embedded engine"
+    for name, why in conflicts(options.asked() | {"vllm": "vllm", dtype: dtype}):
+        yield why if name == "vllm" else f"{name} {why}"
     if options.tensor_model_parallel_size > 1:
         yield "tensor_model_parallel_size has ranks of the job share a copy"
-    if dtype not in _DTYPES:
-        yield f"vLLM has no {dtype}"
     if adapters:
         yield "vLLM would get the adapters merged into a copy of all weights at each update"
     if any(episode is not None and not hasattr(episode, "schemas") for episode in episodes):

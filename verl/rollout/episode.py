@@ -142,6 +142,7 @@ class Client:
         name = self._row_id if self._asked == 0 else f"{self._row_id}#{self._asked}"
         self._asked += 1
         params = params or self.params
+        self._pump.name_limit(len(prompt_tokens), params.max_new_tokens)
         sample = await self._pump.ask(Request(name, prompt_tokens, params, processors, guard, grammar))
         sample.temperature = params.temperature
         if self.text is not None and (params.stop or guard is not None):
@@ -154,11 +155,20 @@ class _Pump:
 
     def __init__(self, engine: RolloutEngine) -> None:
         self._engine = engine
+        self._has_warned = False
         self._waiting: dict[str, asyncio.Future[Sample]] = {}
         self._new: list[Request] = []
         self._dropped: list[str] = []
         self._asked = asyncio.Event()
         self._failure = ""
+
+    def name_limit(self, prompt: int, wanted: int) -> None:
+        """Say, before the first response that it cuts short, how many tokens the engine takes."""
+        limit = getattr(self._engine, "max_length", None)
+        if limit is not None and prompt + wanted > limit and not self._has_warned:
+            self._has_warned = True
+            text = "a response to a prompt of %d tokens ends before max_new_tokens=%d: prompt and response together may"
+            logger.warning(f"{text} have %d", prompt, wanted, limit)
 
     async def ask(self, request: Request) -> Sample:
         if self._failure:

@@ -20,6 +20,7 @@ from torch import Tensor
 
 from verl.device import to_device
 from verl.errors import ConfigError, RolloutError
+from verl.extras import load_extra
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -128,11 +129,7 @@ class GrammarMask:
 
 
 def _xgrammar() -> Any:
-    try:
-        import xgrammar
-    except ImportError as error:
-        raise ConfigError("grammars need xgrammar: pip install 'verl-hybrid[constrained]'") from error
-    return xgrammar
+    return load_extra("xgrammar", "constrained", "a grammar")
 
 
 @functools.lru_cache(maxsize=8)

@@ -165,7 +165,8 @@ class GuardModel:
         if self.template is None and getattr(tokenizer, "chat_template", None):
             turns = [{"role": "user", "content": prompt}, {"role": "assistant", "content": response}]
             return chat.encode(chat.render(turns, begun=False))
-        text = (self.template or TEMPLATE).replace("{prompt}", prompt).replace("{response}", response)
+        parts = {"{prompt}": prompt, "{response}": response}  # neither may stand for the other
+        text = re.sub(r"\{prompt\}|\{response\}", lambda found: parts[found[0]], self.template or TEMPLATE)
         return encode_plain(chat, text, closed=closed)
 
 

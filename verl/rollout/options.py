@@ -7,6 +7,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, Field, model_validator
 
+from verl.combinations import conflicts, named
 from verl.errors import nearest
 from verl.record import (
     ONLY_GPUS,
@@ -109,11 +110,8 @@ class RolloutOptions(Record):
 
     @model_validator(mode="after")
     def _check(self) -> RolloutOptions:
-        if self.tensor_model_parallel_size > 1 and self.name == "hf":
-            raise wrong("tensor_model_parallel_size", "the engine 'hf' does not split a model; embedded and vllm do")
-        for name in ("batch_invariant", "overlap_comm"):
-            if getattr(self, name) and self.name not in ("auto", "embedded"):
-                raise wrong(name, f"is for the embedded engine, not '{self.name}'")
+        for name, why in conflicts(self.asked()):
+            raise wrong(name, why)
         if self.max_rollout_workers is not None and self.max_rollout_workers < self.num_rollout_workers:
             raise wrong("max_rollout_workers", f"must be at least num_rollout_workers ({self.num_rollout_workers})")
         if self.url and self.name not in ("auto", "vllm"):
@@ -121,6 +119,16 @@ class RolloutOptions(Record):
         if self.min_new_tokens > self.max_new_tokens:
             raise wrong("min_new_tokens", f"must be at most max_new_tokens ({self.max_new_tokens})")
         return self
+
+    def asked(self) -> dict[str, str]:
+        """What the settings are, as `verl.combinations` names it."""
+        engine = self.name if self.name in _NAMES else "other engine"
+        return named({
+            engine: f"'{self.name}'",
+            "tensor_model_parallel_size": self.tensor_model_parallel_size > 1,
+            "batch_invariant": self.batch_invariant,
+            "overlap_comm": self.overlap_comm,
+        })  # fmt: skip
 
     @property
     def tensor_parallel(self) -> int:

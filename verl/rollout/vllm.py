@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
+from verl.combinations import check
 from verl.data.text import ResponseText
 from verl.device import count, free_memory, free_share, is_accelerator, rng_states, set_rng_states
 from verl.errors import ConfigError, RolloutError
@@ -42,7 +43,6 @@ logger = logging.getLogger(__name__)
 #: vLLM's words for how a response ended -> ours.
 FINISH: Mapping[Any, Finish] = {"stop": "stop", "length": "length"}
 _TYPICAL_LENGTH = 1024
-_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 #: Tokens. On CPU only whole blocks of a prompt are shared, and vLLM's default of 128 is longer than many prompts.
 _CPU_BLOCK = 32
 #: Of the memory that is free, what vLLM is to find at its start; a process of its own takes some of it before.
@@ -85,8 +85,8 @@ class VLLMEngine:
         device: torch.device | str | None = None,
         **options: Any,
     ) -> None:
-        if model.dtype not in _DTYPES:
-            raise ConfigError(f"vLLM has no {model.dtype}: use float32, bfloat16 or float16")
+        dtype = str(model.dtype).removeprefix("torch.")
+        check({"vllm": "vllm", dtype: dtype})
         where = _device(device or model.device)
         size = ModelSize.from_model(model)
         config = model.config.get_text_config()
@@ -102,6 +102,9 @@ class VLLMEngine:
                 f"vLLM: a KV cache of {kv_memory} bytes holds no block besides the one that vLLM reserves"
             )
         self.max_length = min(longest, blocks * _CPU_BLOCK)
+        if self.max_length < longest:
+            text = "vLLM: prompt and response end at the %d tokens of the KV cache, the model has %d positions"
+            logger.warning(f"{text}: set more of rollout.kv_cache_gb for longer ones", self.max_length, longest)
         self.eos_token_ids = tuple(eos_token_ids)
         self.seed = seed
         #: None: the weights were dropped in sleep.

@@ -13,15 +13,17 @@ import os
 import re
 import secrets
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
+from decimal import Decimal
 from pathlib import Path
 from typing import Any
 
 from verl.errors import RewardError, nearest
 from verl.sandbox.run import Limits, Run, run_python
+from verl.sandbox.run_tests import alike
 
 _HERE = Path(__file__).parent
 #: Keys of tests in mappings.
@@ -45,6 +47,9 @@ _PREPARATIONS = (
     ast.Assign,
     ast.AnnAssign,
 )
+#: Without any of these, a text only fails where the program does.
+_CHECKS = re.compile("assert|raise|fail|exit")
+_DECIMAL = re.compile(r"[-+]?(?:\d+(?:\.\d*)?|\.\d+)(?:[eE][-+]?\d+)?")
 _EQUALITY = re.compile("assert(?!Not).*Equals?")
 #: Bytes that the tests' side may print.
 _VERDICTS = 4 << 20
@@ -59,12 +64,12 @@ class Tests:
 
     Attributes:
         cases: tests in Python: `text`, the name of what it checks (`entry`), and whether it runs beside it (`live`).
-        outputs: pairs of a program's input and output.
+        outputs: code that is put behind the program, its input, and the output that is expected.
         names: what the tests read, the names that they check among it.
     """
 
     cases: list[dict[str, Any]] = field(default_factory=list)
-    outputs: list[tuple[str, str]] = field(default_factory=list)
+    outputs: list[tuple[str, str, str]] = field(default_factory=list)
     names: set[str] = field(default_factory=set)
 
     def add(self, tests: Any, entry: str | None, setup: str = "") -> None:
@@ -77,12 +82,14 @@ class Tests:
             if tests.lstrip()[:1] in ("[", "{"):
                 with suppress(ValueError):  # then it may be Python
                     return self.add(json.loads(tests), entry, setup)
-            self._add_text(f"{setup}\n{tests}" if setup else tests, entry)
+            text = f"{setup}\n{tests}" if setup else tests
+            if not _only_prepares(text):
+                self._add_text(text, entry)
         elif isinstance(tests, Mapping):
             self._add_mapping({key: value for key, value in tests.items() if value is not None}, entry, setup)
         elif isinstance(tests, Sequence):
-            for test in tests:
-                if isinstance(test, str) and _only_prepares(test):  # what follows
+            for number, test in enumerate(tests, 1):
+                if isinstance(test, str) and _only_prepares(test, setup, tests[number:]):  # what follows
                     setup = f"{setup}\n{test}"
                 else:
                     self.add(test, entry, setup)
@@ -94,7 +101,7 @@ class Tests:
             nodes = list(ast.walk(ast.parse(text)))
         except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
             raise RewardError(f"a test is neither Python nor JSON ({error}): {text[:80]!r}") from error
-        called = {node.func.id for node in nodes if isinstance(node, ast.Call) and isinstance(node.func, ast.Name)}
+        called = _called(nodes)
         if "check" not in called and any(isinstance(node, ast.FunctionDef) and node.name == "check" for node in nodes):
             text += "\ncheck(candidate)"
         read = {getattr(node, name, None) for node in nodes for name in ("id", "attr", "name", "arg")}
@@ -114,9 +121,15 @@ class Tests:
         for part in (given[key] for key in _SETUP if key in given):
             setup = "\n".join([setup, *([part] if isinstance(part, str) else part)])
         texts = [given[key] for key in _TEXTS if key in given]
+        inputs, outputs = _first(given, _INPUT), _first(given, _OUTPUT)
+        parts = [part for text in texts for part in ([text] if isinstance(text, str) else text)]
+        if inputs is None and outputs is not None and parts and all(map(_only_prepares, parts)):
+            code = "\n".join([setup, *parts])
+            self.outputs.append((code, "", _text(outputs)))
+            self.names |= _called(ast.walk(ast.parse(code)))
+            return
         for part in texts:
             self.add(part, entry, setup)
-        inputs, outputs = _first(given, _INPUT), _first(given, _OUTPUT)
         if inputs is None or outputs is None:
             if texts:
                 return
@@ -130,7 +143,7 @@ class Tests:
                 raise RewardError("inputs and outputs of tests must be lists of one length")
             pairs = list(zip(inputs, outputs, strict=True))
         if kind in _STDIN:
-            self.outputs += [(_text(one), _text(wanted)) for one, wanted in pairs]
+            self.outputs += [("", _text(one), _text(wanted)) for one, wanted in pairs]
         elif not entry:
             raise RewardError("tests of a function do not say its name: give them fn_name, or the row entry_point")
         else:
@@ -151,8 +164,8 @@ def parse(tests: Any, entry: str | None = None) -> Tests:
     found = Tests()
     found.add(tests, entry)
     if not found.cases and not found.outputs:
-        raise RewardError("there are no tests")
-    if not found.cases and not any(wanted.strip() for _, wanted in found.outputs):
+        raise RewardError("there are no tests: what has no assert, and the like, asks nothing of a program")
+    if not found.cases and not any(wanted.strip() for _, _, wanted in found.outputs):
         raise RewardError("the tests expect no output, so that any program would pass")
     return found
 
@@ -162,6 +175,8 @@ def _calls(pairs: list[tuple[Any, Any]]) -> Iterator[str]:
     all results are lists of one (APPS has them so), either the list or what is in it may be meant."""
     with_args = []
     for args, wanted in pairs:
+        if isinstance(args, Mapping):
+            raise RewardError("the arguments of a function are a mapping: make them a list, in the function's order")
         try:
             if isinstance(args, str):
                 args = [json.loads(line) for line in args.splitlines() if line.strip()]
@@ -171,19 +186,27 @@ def _calls(pairs: list[tuple[Any, Any]]) -> Iterator[str]:
             raise RewardError(f"the arguments or the result of a function are no JSON: {error}") from error
     wrapped = all(isinstance(wanted, list) and len(wanted) == 1 for _, wanted in with_args)
     for args, wanted in with_args:
-        yield f"assert __result__(candidate, {args!r}) in {[wanted, *(wanted if wrapped else [])]!r}"
+        yield f"assert __gives__(candidate, {args!r}, {[wanted, *(wanted if wrapped else [])]!r})"
 
 
-def _only_prepares(text: str) -> bool:
-    """Whether a text imports, defines and assigns, and tests nothing; an empty one does, too."""
+def _only_prepares(text: Any, before: str = "", behind: Sequence[Any] = ()) -> bool:
+    """Whether a text tests nothing itself: it has nothing that could fail, nor calls what is defined `before`; or it
+    only imports, assigns and defines, and what looks like a test is called in a text `behind`."""
     try:
-        tree = ast.parse(text)
-    except (SyntaxError, ValueError, RecursionError, MemoryError):
+        nodes = list(ast.walk(tree := ast.parse(text)))
+    except (SyntaxError, ValueError, TypeError, RecursionError, MemoryError):
         return False
+    if not _CHECKS.search(text) and _called(nodes).isdisjoint(re.findall(r"def (\w+)", before)):
+        return True
     names = [node.name for node in tree.body if isinstance(node, ast.ClassDef | ast.FunctionDef)]
     tests = any(name == "check" or name.casefold().startswith("test") for name in names)
-    derived = any(isinstance(node, ast.ClassDef) and node.bases for node in tree.body)  # of TestCase, say
-    return not tests and not derived and all(isinstance(node, _PREPARATIONS) for node in tree.body)
+    tests |= any(isinstance(node, ast.ClassDef) and node.bases for node in tree.body)  # of TestCase, say
+    is_called = any(re.search(rf"(?m)^{name}\(", later) for later in behind if isinstance(later, str) for name in names)
+    return all(isinstance(node, _PREPARATIONS) for node in tree.body) and (is_called or not tests)
+
+
+def _called(nodes: Iterable[ast.AST]) -> set[str]:
+    return {node.func.id for node in nodes if isinstance(node, ast.Call) and isinstance(node.func, ast.Name)}
 
 
 def _first(given: Mapping[str, Any], keys: Sequence[str]) -> Any:
@@ -194,7 +217,7 @@ def _text(content: Any) -> str:
     if isinstance(content, list):
         return "\n".join(map(_text, content))
     if isinstance(content, str | int | float):
-        return str(content)
+        return str(content).replace("\r\n", "\n")
     raise RewardError(f"the input or output of a program is a text, not a {type(content).__name__}")
 
 
@@ -249,8 +272,8 @@ def judge(program: str, tests: Tests, limits: Limits, packages: Sequence[str | P
 
     # Allow for blanks, which are ignored, and for stderr.
     passed = [
-        _prints(run(program, 2 * len(wanted.encode(errors="replace")) + (64 << 10), stdin=given), wanted)
-        for given, wanted in tests.outputs
+        _prints(run(f"{program}\n{code}", 2 * len(wanted.encode(errors="replace")) + (64 << 10), stdin=given), wanted)
+        for code, given, wanted in tests.outputs
     ]
     verdicts = _ask_apart(program, tests.cases, run) if tests.cases else []
     if live := [at for at, found in enumerate(verdicts) if any(verdict["live"] for verdict in found)]:
@@ -267,15 +290,14 @@ def judge(program: str, tests: Tests, limits: Limits, packages: Sequence[str | P
 
 def _ask_apart(program: str, cases: list[dict[str, Any]], run: Callable[..., Run]) -> list[list[dict[str, Any]]]:
     """The verdicts of each case, from a sandbox beside that of the program; of live ones, that they are live."""
-    apart = [case for case in cases if not case["live"]]
     asked, ask = os.pipe()
     answered, reply = os.pipe()
     with ThreadPoolExecutor(1) as thread:
         # The program ends when its tests do, as its pipe is closed.
         serving = thread.submit(_run_side, run, "program", asked, reply, program=program)
-        found = _verdicts(_run_side(run, "tests", answered, ask, cases=apart), len(apart), "")
+        verdicts = _verdicts(_run_side(run, "tests", answered, ask, cases=cases), len(cases), "")
         serving.result()
-    return [[{**_FAILED, "live": True}] if case["live"] else found.pop(0) for case in cases]
+    return verdicts
 
 
 def _ask_beside(program: str, cases: list[dict[str, Any]], run: Callable[..., Run]) -> list[list[dict[str, Any]]]:
@@ -322,9 +344,21 @@ def _verdicts(run: Run, count: int, prefix: str) -> list[list[dict[str, Any]]]:
 
 
 def _prints(run: Run, wanted: str) -> bool:
-    """Whether a program ended well and printed this, but for blanks at the ends of lines."""
-    return run.status == "ok" and _lines(run.stdout) == _lines(wanted)
+    """Whether a program ended well and printed this, but for blank lines around it, blanks at the ends of lines and
+    between numbers, and digits of a fraction that are beyond its precision."""
+    lines, others = (text.strip("\r\n \t").splitlines() for text in (run.stdout, wanted))
+    return run.status == "ok" and len(lines) == len(others) and all(map(_same_line, lines, others))
 
 
-def _lines(text: str) -> list[str]:
-    return [line.rstrip() for line in text.rstrip().splitlines()]
+def _same_line(line: str, wanted: str) -> bool:
+    numbers, others = line.split(), wanted.split()
+    same = len(numbers) == len(others) and all(map(_same_number, numbers, others))
+    return same or line.rstrip() == wanted.rstrip()
+
+
+def _same_number(text: str, wanted: str) -> bool:
+    if not (_DECIMAL.fullmatch(text) and _DECIMAL.fullmatch(wanted)):
+        return False
+    if "." not in text + wanted:  # "05" may have to be printed so
+        return text == wanted
+    return Decimal(text) == Decimal(wanted) or ("." in wanted and alike(float(text), float(wanted)))

@@ -7,6 +7,7 @@ the processes outside can end. Imports the standard library alone.
 
 from __future__ import annotations
 
+import builtins
 import ctypes
 import json
 import linecache
@@ -239,6 +240,7 @@ def run(job: dict[str, Any]) -> None:
     linecache.cache["<program>"] = (len(source), None, source.splitlines(True), "<program>")
     module = sys.modules["__main__"] = types.ModuleType("__main__")
     vars(module).update(job["inputs"])
+    vars(builtins).update(exit=sys.exit, quit=sys.exit)  # which `site` defines elsewhere
     try:
         exec(compile(source, "<program>", "exec", dont_inherit=True), vars(module))
     except SystemExit:

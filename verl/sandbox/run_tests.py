@@ -11,6 +11,7 @@ Globals given: `side`, `program` (text), `cases`, `pytest` (the text of `pytest_
 """
 
 from __future__ import annotations
+import __future__
 
 import ast
 import builtins
@@ -59,6 +60,10 @@ OPERATIONS: dict[str, Callable[..., Any]] = {
     "setattr": setattr,
     "await": lambda awaitable: waited_for(awaitable),
 }
+
+
+ASKS_NOTHING = "they ask nothing of the program"
+LIVE = {"passed": False, "fault": None, "live": True, "altered": 0}
 
 
 class NeedsLive(BaseException):
@@ -149,6 +154,9 @@ class Handle:
         return self._held[0].ask("await", self)
 
     def __instancecheck__(self, value: Any) -> Any:
+        raise self._held[0].live()
+
+    def __mro_entries__(self, bases: tuple[Any, ...]) -> Any:  # a class of the tests derives from it
         raise self._held[0].live()
 
 
@@ -311,13 +319,22 @@ def described(error: BaseException) -> list[Any]:
 
 
 def run_program(program: str) -> tuple[dict[str, Any], str | None]:
-    """What a program defines, as module "solution", and why it does not run."""
+    """What a program defines, as module "solution", and why it does not run. Common names need no import, as where
+    such programs are written for (a class `Solution` with `List` in its signatures)."""
     module = sys.modules["solution"] = types.ModuleType("solution")
-    try:
-        exec(compile(program, "<solution>", "exec", dont_inherit=True), vars(module))
-    except BaseException as error:
-        return vars(module), ": ".join(map(str, described(error)))[:500]
-    return vars(module), None
+    usual = {name: library for library, names in COMMON.items() for name in names.split() if name in program}
+    usual = {name: getattr(importlib.import_module(library), name) for name, library in usual.items()}
+    vars(module)["__builtins__"] = {**vars(builtins), **usual}
+    problem: BaseException | None = None
+    for flags in (0, __future__.annotations.compiler_flag):  # an annotation may name a class of the tests
+        try:
+            exec(compile(program, "<solution>", "exec", flags, dont_inherit=True), vars(module))
+            return vars(module), None
+        except BaseException as error:
+            problem = problem or error
+            if not isinstance(error, NameError):
+                break
+    return vars(module), ": ".join(map(str, described(problem)))[:500]  # type: ignore[arg-type]
 
 
 def entry_of(names: dict[str, Any]) -> str:
@@ -349,6 +366,45 @@ class Beside:
         return name in self.names, value
 
 
+class Nonsense:
+    """In the place of a program: it defines all that is asked for, and what that gives, in any way, has one truth. What
+    passes with such a program that is always true, and with one that never is, asks nothing."""
+
+    asked = found = 1
+    needs_live, over = False, None
+
+    def __init__(self, truth: bool) -> None:
+        results: dict[str, Any] = dict.fromkeys(["bool", "lt", "le", "gt", "ge", "eq", "ne", "contains"], truth)
+        results |= {"len": int(truth), "int": int(truth), "index": int(truth), "float": float(truth), "hash": 0}
+        results |= {"str": "nonsense", "repr": "nonsense", "format": "nonsense", "exit": False}
+        answers = itertools.count()
+
+        def answer(name: str, *args: Any, **kwargs: Any) -> Any:
+            if next(answers) > 10_000:  # the tests may loop until something else is true
+                raise Over("nonsense")
+            return iter([value]) if name in ("iter", "await") else results.get(name, value)
+
+        def attribute(_: Any, name: str) -> Any:
+            if name.startswith("__"):
+                raise AttributeError(name)
+            return value
+
+        names = [*results, *FORWARDED.split(), *OPERANDS.split(), *(f"r{name}" for name in OPERANDS.split())]
+        names += ["call", "await"]
+        methods: dict[str, Any] = {f"__{name}__": functools.partial(answer, name) for name in names}
+        kind: Any = type("Nonsense", (), {**methods, "__getattr__": attribute})
+        value = kind()
+        self.defined = type("Defined", (kind,), {"__bool__": lambda self: True})()
+
+    def begin(self) -> None: ...
+
+    def lookup(self, name: str) -> Any:
+        return True, self.defined
+
+    def ask(self, *request: Any) -> list[str]:
+        return []
+
+
 def without_stop(function: Callable[..., Any]) -> Callable[..., Any]:
     """A function that cannot end a loop of the tests."""
 
@@ -362,7 +418,7 @@ def without_stop(function: Callable[..., Any]) -> Callable[..., Any]:
     return call
 
 
-def as_module(source: Asker | Beside) -> types.ModuleType:
+def as_module(source: Asker | Beside | Nonsense) -> types.ModuleType:
     """The program, for tests that import it."""
     if isinstance(source, Beside):
         return sys.modules["solution"]
@@ -385,7 +441,7 @@ class Names(dict[str, object]):
     program's. Only where a test has no other name of the program, a name of Python's is the program's (a task was to
     write `sum`); a module never is."""
 
-    def __init__(self, tree: ast.AST, source: Asker | Beside, entry: str | None) -> None:
+    def __init__(self, tree: ast.AST, source: Asker | Beside | Nonsense, entry: str | None) -> None:
         super().__init__({"__name__": "__main__"})
         self.source, self.entry = source, entry
         free = free_names(tree)
@@ -458,15 +514,15 @@ def checked_names(tree: ast.AST) -> set[str]:
     return checked
 
 
-def units(case: dict[str, Any], source: Asker | Beside) -> Iterator[Callable[[], Any]]:
+def units(case: dict[str, Any], source: Asker | Beside | Nonsense) -> Iterator[Callable[[], Any]]:
     """The parts of a case, each with a verdict of its own: its text, then the tests of unittest and pytest in it."""
     names: dict[str, Any] = {}
 
     def run_text() -> None:
         nonlocal names
-        tree = ast.parse(case["text"])
+        tree = ast.fix_missing_locations(heard(ast.parse(case["text"])))
         names = Names(tree, source, case["entry"])
-        names.update(__agrees__=agrees, __result__=result_of)
+        names.update(__agrees__=agrees, __gives__=gives, __holds__=holds)
         source.asked += isinstance(source, Beside) and bool(names.checked)
         exec(compile(tree, "<test>", "exec", dont_inherit=True), names)
 
@@ -512,12 +568,47 @@ def call(function: Any, owner: Any, values: dict[str, Any], missing: list[str]) 
     waited_for(function(*([instance] if owner else []), **values))
 
 
-def result_of(function: Any, args: list[Any]) -> Any:
-    """What a function gives, as JSON has it."""
-    return json.loads(json.dumps(waited_for(function(*args))))
+def gives(function: Any, args: list[Any], wanted: list[Any]) -> bool:
+    """Whether what a function gives, as JSON has it, is one of these."""
+    result = json.loads(json.dumps(waited_for(function(*args))))
+    return any(alike(result, one) for one in wanted)
 
 
-altered = 0
+def alike(value: Any, wanted: Any) -> bool:
+    """Whether two JSON values are equal, but for digits of a float that are beyond its precision."""
+    if isinstance(value, list) and isinstance(wanted, list):
+        return len(value) == len(wanted) and all(map(alike, value, wanted))
+    if isinstance(value, dict) and isinstance(wanted, dict):
+        return value.keys() == wanted.keys() and all(alike(value[key], wanted[key]) for key in wanted)
+    if type(wanted) is float and type(value) in (int, float) and value != wanted:
+        return bool(abs(value - wanted) <= max(1e-9, 1e-6 * abs(wanted)) < float("inf"))
+    return bool(value == wanted)
+
+
+def heard(tree: ast.Module) -> ast.Module:
+    """Tests in which an assert that fails is known to have failed, also where the tests only print that it did."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Try) and any(map(ignores, node.handlers)):
+            for inner in itertools.chain.from_iterable(map(ast.walk, node.body)):
+                if isinstance(inner, ast.Assert):
+                    inner.test = ast.Call(ast.Name("__holds__", ast.Load()), [inner.test], [])
+    return tree
+
+
+def ignores(handler: ast.ExceptHandler) -> bool:
+    """Whether it catches a failed assert, and neither tries something else nor goes on to fail."""
+    caught = ("AssertionError", "Exception", "BaseException")
+    ends = any(isinstance(node, ast.Assert | ast.Raise) for node in ast.walk(handler))
+    return not ends and (handler.type is None or ast.unparse(handler.type) in caught)
+
+
+def holds(value: Any) -> Any:
+    global failed
+    failed = failed or not value
+    return value
+
+
+altered, failed = 0, False
 
 
 def agrees(one: Any, two: Any) -> bool:
@@ -538,10 +629,10 @@ def other(value: Any) -> Any:
     return noise if kind is str else {noise: noise} if kind is dict else object()
 
 
-def outcome(unit: Callable[[], Any], source: Asker | Beside) -> dict[str, Any]:
+def outcome(unit: Callable[[], Any], source: Asker | Beside | Nonsense) -> dict[str, Any]:
     """The verdict of one part: whether it passed, or what is wrong with the tests themselves."""
-    global altered
-    altered = 0
+    global altered, failed
+    altered, failed = 0, False
     source.begin()
     reason, fault = None, None
     try:
@@ -551,8 +642,9 @@ def outcome(unit: Callable[[], Any], source: Asker | Beside) -> dict[str, Any]:
         reason = f"{type(error).__name__}: {error}"[:200]
         if isinstance(error, ImportError) and not hasattr(error, "of_program"):
             fault = reason
+    reason = reason or ("an assert failed" if failed else None)
     if source.asked == 0:
-        fault = fault or reason or "they ask nothing of the program"
+        fault = fault or reason or ASKS_NOTHING
     passed = reason is None and source.over is None and source.found > 0
     return {"passed": passed, "fault": fault, "live": source.needs_live, "altered": altered, "reason": reason}
 
@@ -561,13 +653,23 @@ def judge(cases: list[dict[str, Any]], source: Asker | Beside, prefix: str, pyte
     sys.modules["pytest"] = types.ModuleType("pytest")
     exec(compile(pytest, "<pytest>", "exec", dont_inherit=True), vars(sys.modules["pytest"]))
     vars(importlib.import_module("unittest"))["main"] = lambda *args, **kwargs: None
-    sys.modules.update(dict.fromkeys(PROGRAM, as_module(source)))
-    out = sys.stdout
+    out, apart, every = sys.stdout, isinstance(source, Asker), []
     for number, case in enumerate(cases):
-        verdicts = [outcome(unit, source) for unit in units(case, source)]
-        if len(verdicts) > 1 and verdicts[0]["fault"] == "they ask nothing of the program":
-            del verdicts[0]  # the text only defines tests
-        print(f"\n{prefix}{json.dumps([number, verdicts])}", file=out, flush=True)
+        every.append([dict(LIVE)] if apart and case["live"] else verdicts_of(case, source))
+        print(f"\n{prefix}{json.dumps([number, every[-1]])}", file=out, flush=True)
+    for number, case in enumerate(cases if apart else []):  # beside the program, that could make anything pass
+        runs = [
+            [verdict["reason"] is None for verdict in verdicts_of(case, Nonsense(truth))] for truth in (False, True)
+        ]
+        idle = [all(passed) for passed in zip(*runs, strict=False)]
+        for verdict, is_idle in zip(every[number], [all(idle)] if case["live"] else idle, strict=False):
+            verdict.update({"live": False, "fault": ASKS_NOTHING} if is_idle else {})
+        print(f"\n{prefix}{json.dumps([number, every[number]])}", file=out, flush=True)
+
+
+def verdicts_of(case: dict[str, Any], source: Asker | Beside | Nonsense) -> list[dict[str, Any]]:
+    sys.modules.update(dict.fromkeys(PROGRAM, as_module(source)))
+    return [outcome(unit, source) for unit in units(case, source)]
 
 
 def main(given: dict[str, Any]) -> None:

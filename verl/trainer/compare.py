@@ -191,15 +191,11 @@ def _chart(name: str, groups: Sequence[Group]) -> str:
             drawn.append(f"<path d='M{' L'.join(edge)}Z' fill='{_color(i)}' opacity=.15 />")
         path = " L".join(at(step, mean) for step, mean, _, _ in line)
         shape = f"<path d='M{path}' fill=none stroke='{_color(i)}' stroke-width=2 />"
-        drawn.append(shape if len(line) > 1 else _dot(path, _color(i)))
+        x, y = path.split()[:2]
+        drawn.append(shape if len(line) > 1 else f"<circle cx={x} cy={y} r=4 fill='{_color(i)}' />")
     last = ", ".join(f"<b style='color:{_color(i)}'>{line[-1][1]:.4g}</b>" for i, line in lines)
     label = html.escape(name)
     return (
         f"<div class='panel chart'><header><span>{label}</span><span>{last}</span></header>"
         f"<svg viewBox='0 0 {_WIDTH} {_HEIGHT}' role=img aria-label=\"{label}\">{''.join(drawn)}</svg></div>"
     )
-
-
-def _dot(at: str, color: str) -> str:
-    x, y = at.split()
-    return f"<circle cx={x} cy={y} r=4 fill='{color}' />"

@@ -97,6 +97,17 @@ def _advantages(prepared: Batch) -> dict[str, float]:
     return means
 
 
+def save_table(path: Path, table: pa.Table) -> None:
+    """Write samples to a Parquet file, whole or not at all; a disk that does not take it is a warning."""
+    content = io.BytesIO()
+    pq.write_table(table, content, compression="zstd")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        write_atomic(path, content.getvalue())
+    except OSError as error:  # the next step may find room
+        logger.warning("completions were not saved to %s: %s", path, error)
+
+
 class CompletionFiles:
     """A log sink for `train-<step>.parquet` in a directory, one a step, whole or not there."""
 
@@ -109,14 +120,7 @@ class CompletionFiles:
         pass
 
     def completions(self, step: int, table: pa.Table) -> None:
-        path = self._directory / f"train-{step:06d}.parquet"
-        content = io.BytesIO()
-        pq.write_table(table, content, compression="zstd")
-        try:
-            self._directory.mkdir(parents=True, exist_ok=True)
-            write_atomic(path, content.getvalue())
-        except OSError as error:  # the next step may find room
-            logger.warning("completions were not saved to %s: %s", path, error)
+        save_table(self._directory / f"train-{step:06d}.parquet", table)
 
     def close(self) -> None:
         pass

@@ -7,7 +7,6 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from pathlib import Path
 from statistics import NormalDist
 from typing import Any
 
@@ -17,7 +16,6 @@ from verl.batch import Batch
 from verl.checked import checked
 from verl.data.files import digest
 from verl.data.prompts import PromptDataset
-from verl.durable import replace_file, staging_of, try_remove
 from verl.errors import ConfigError, DataError
 from verl.record import Count, Natural, Seed
 from verl.rollout.options import Temperature
@@ -294,21 +292,3 @@ def binomial_interval(successes: float, total: Natural) -> Interval:
     centre = (share + z * z / (2 * total)) / (1 + z * z / total)
     half = z / (1 + z * z / total) * math.sqrt(share * (1 - share) / total + z * z / (4 * total * total))
     return Interval(share, max(0.0, centre - half), min(1.0, centre + half))
-
-
-def save_completions(samples: Batch, path: Path, limit: int, columns: Sequence[str]) -> None:
-    """Write samples to a Parquet file, whole or not at all; a disk that does not take it is a warning.
-
-    Args:
-        limit: rows to keep, from the first.
-        columns: which to keep, where they are there.
-    """
-    staging = staging_of(path)
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        samples.slice(0, limit).select(columns).to_parquet(staging)
-        replace_file(staging, path)
-    except OSError as error:
-        logger.warning("completions were not saved to %s: %s", path, error)
-    finally:
-        try_remove(staging)

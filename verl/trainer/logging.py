@@ -5,7 +5,6 @@ A record is a flat mapping of names such as "reward/mean" to numbers, booleans o
 
 from __future__ import annotations
 
-import importlib
 import io
 import json
 import logging
@@ -18,12 +17,12 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Protocol
 
-import numpy as np
 from pydantic import Field
 
 from verl.checked import checked
 from verl.durable import LineFile, RecordFile, append_lines
 from verl.errors import ConfigError, nearest
+from verl.extras import load_extra
 from verl.record import Natural
 from verl.trainer.completions import SHOWN, CompletionFiles
 from verl.user_code import describe, show_once, traceback_of
@@ -148,37 +147,16 @@ class TensorBoardSink:
 
     def completions(self, step: int, table: pa.Table) -> None:
         """Histograms of rewards and lengths, and some samples as text."""
-        from tensorboard.compat.proto.tensor_pb2 import TensorProto
-        from tensorboard.compat.proto.tensor_shape_pb2 import TensorShapeProto
-        from tensorboard.plugins.text.metadata import create_summary_metadata
+        from torch.utils.tensorboard import summary
 
-        columns = {"reward/histogram": "reward", "response/length_histogram": "length"}
-        found = {tag: table.column(name).drop_null().to_numpy() for tag, name in columns.items()}
-        values = [self._summary.Value(tag=tag, histo=_histogram(of)) for tag, of in found.items() if len(of)]
-        texts = [_markdown(row).encode() for row in table.slice(0, SHOWN).to_pylist()]
-        shape = TensorShapeProto(dim=[TensorShapeProto.Dim(size=len(texts))])
-        tensor = TensorProto(dtype="DT_STRING", string_val=texts, tensor_shape=shape)
-        metadata = create_summary_metadata(display_name="completions", description="")
-        values.append(self._summary.Value(tag="completions", metadata=metadata, tensor=tensor))
-        self._add(step=step, summary=self._summary(value=values))
+        for tag, name in {"reward/histogram": "reward", "response/length_histogram": "length"}.items():
+            if len(values := table.column(name).drop_null()):
+                self._add(step=step, summary=summary.histogram(tag, values.to_numpy(), bins=30))
+        samples = map(_markdown, table.slice(0, SHOWN).to_pylist())
+        self._add(step=step, summary=summary.text("completions", "\n\n---\n\n".join(samples)))
 
     def close(self) -> None:
         self._records.append()
-
-
-def _histogram(values: Any) -> Any:
-    from tensorboard.compat.proto.summary_pb2 import HistogramProto
-
-    counts, edges = np.histogram(values, bins=30)
-    return HistogramProto(
-        min=values.min(),
-        max=values.max(),
-        num=len(values),
-        sum=values.sum(),
-        sum_squares=(values * values).sum(),
-        bucket_limit=edges[1:].tolist(),
-        bucket=counts.tolist(),
-    )
 
 
 def _markdown(row: Mapping[str, Any]) -> str:
@@ -198,49 +176,44 @@ def _await_new_second(directory: Path) -> None:
         time.sleep(0.05)
 
 
-class WandbSink:
+class _RunSink:
+    """A library that shows what is logged to a run of its own, as W&B does."""
+
+    name: str
+    _run: Any
+
+    def write(self, step: int, record: Record) -> None:
+        self._run.log({name: _plain(value) for name, value in record.items()}, step=step)
+
+    def completions(self, step: int, table: pa.Table) -> None:
+        shown = table.slice(0, SHOWN)
+        rows = [list(row.values()) for row in shown.to_pylist()]
+        self._run.log({"completions": _library(self.name).Table(columns=shown.column_names, data=rows)}, step=step)
+
+    def close(self) -> None:
+        self._run.finish()
+
+
+class WandbSink(_RunSink):
     """Weights & Biases. The run id makes a resumed run go on in the same W&B run."""
 
     name = "wandb"
 
     def __init__(self, project: str, run_id: str, directory: str | Path, config: Mapping[str, Any]) -> None:
-        wandb = _optional("wandb")
-        self._run = wandb.init(
+        self._run = _library("wandb").init(
             project=project, id=run_id, name=run_id, dir=str(directory), config=dict(config), resume="allow"
         )
 
-    def write(self, step: int, record: Record) -> None:
-        self._run.log({name: _plain(value) for name, value in record.items()}, step=step)
 
-    def completions(self, step: int, table: pa.Table) -> None:
-        shown = table.slice(0, SHOWN)
-        rows = [list(row.values()) for row in shown.to_pylist()]
-        self._run.log({"completions": _optional("wandb").Table(columns=shown.column_names, data=rows)}, step=step)
-
-    def close(self) -> None:
-        self._run.finish()
-
-
-class TrackioSink:
+class TrackioSink(_RunSink):
     """Trackio, a local database that `trackio show` shows. The run id makes a resumed run go on in the same run."""
 
     name = "trackio"
 
     def __init__(self, project: str, run_id: str, config: Mapping[str, Any]) -> None:
-        trackio = _optional("trackio")
+        trackio = _library("trackio")
         # Not embedded: in a notebook that would start its server within this process.
         self._run = trackio.init(project=project, name=run_id, config=dict(config), resume="allow", embed=False)
-
-    def write(self, step: int, record: Record) -> None:
-        self._run.log({name: _plain(value) for name, value in record.items()}, step=step)
-
-    def completions(self, step: int, table: pa.Table) -> None:
-        shown = table.slice(0, SHOWN)
-        rows = [list(row.values()) for row in shown.to_pylist()]
-        self._run.log({"completions": _optional("trackio").Table(columns=shown.column_names, data=rows)}, step=step)
-
-    def close(self) -> None:
-        self._run.finish()
 
 
 class MlflowSink:
@@ -249,7 +222,7 @@ class MlflowSink:
     name = "mlflow"
 
     def __init__(self, project: str, run_id: str, config: Mapping[str, Any]) -> None:
-        mlflow = _optional("mlflow")
+        mlflow = _library("mlflow")
         self._client = mlflow.MlflowClient()
         experiment = mlflow.set_experiment(project)
         tags = {"verl.run_id": run_id, "mlflow.runName": run_id}
@@ -337,7 +310,7 @@ def check_loggers(sinks: Iterable[str]) -> None:
         if name not in SINKS:
             raise ConfigError(f"trainer.loggers: unknown logger '{name}', {nearest(name, SINKS)}")
         if name in EXTRAS:
-            _optional(name)
+            _library(name)
 
 
 def run_directory(log_dir: str | Path | bool | None, name: str) -> Path | None:
@@ -349,13 +322,8 @@ def run_directory(log_dir: str | Path | bool | None, name: str) -> Path | None:
     return Path(log_dir)
 
 
-def _optional(module: str) -> Any:
-    try:
-        return importlib.import_module(module)
-    except ImportError as error:
-        raise ConfigError(
-            f"trainer.loggers names {module}, which is not installed: pip install 'verl-hybrid[{module}]'"
-        ) from error
+def _library(name: str) -> Any:
+    return load_extra(name, name, "trainer.loggers")
 
 
 def _numbers(record: Record) -> dict[str, float]:

@@ -16,7 +16,7 @@ from verl.errors import ConfigError
 from verl.models.head_sizes import HeadSizes
 from verl.models.loading import configured_model
 from verl.models.lora import add_lora
-from verl.models.memory import MemoryEstimate, ModelSize, estimate_memory, preflight
+from verl.models.memory import MemoryEstimate, ModelSize, estimate_memory
 from verl.models.options import ModelOptions
 from verl.planner.hardware import Cluster
 from verl.planner.memory import RESERVE
@@ -45,23 +45,50 @@ def check_memory(config: Config, algorithms: Iterable[BaseAlgorithm], actor: Act
     layout = actor.controller.meshes("actor", policy.actor).meshes["train"].layout
     available = _available(actor, size) - _others(config, list(algorithms), size)
     head = HeadSizes.on(actor.controller.device)
-    estimate = _check_actor(config, size, layout.shard * layout.tp * layout.pp, available, head)
+    estimate = actor_memory(config, size, layout.shard * layout.tp * layout.pp, available, head)
     logger.info("memory of training the actor: about %s", estimate)
 
 
-def _check_actor(config: Config, size: ModelSize, cut_over: int, available: int, head: HeadSizes) -> MemoryEstimate:
-    policy = config.actor_rollout_ref
-    return preflight(
-        size,
-        key="actor_rollout_ref.actor",
-        max_tokens_per_micro_batch=policy.actor.max_tokens_per_micro_batch or _MICRO_BATCH,
-        kv_tokens=int((policy.rollout.kv_cache_gb or 0.0) * 2**30 / max(size.kv_bytes_per_token, 1)),
-        gradient_checkpointing=policy.model.enable_gradient_checkpointing,
-        moments=policy.actor.optim.moments,
-        cut_over=cut_over,
-        head=head,
-        available=available,
-    )
+def actor_memory(config: Config, size: ModelSize, cut_over: int, available: int, head: HeadSizes) -> MemoryEstimate:
+    """What training the actor takes at its peak.
+
+    Args:
+        cut_over, head: as of `estimate_memory`.
+        available: bytes that are free where it is trained, its weights being there already.
+
+    Raises:
+        ConfigError: it does not fit; the message says how much is missing and which setting makes it fit.
+    """
+    policy, key = config.actor_rollout_ref, "actor_rollout_ref"
+    most, saves = policy.actor.max_tokens_per_micro_batch or _MICRO_BATCH, policy.model.enable_gradient_checkpointing
+    kv_tokens = int((policy.rollout.kv_cache_gb or 0.0) * 2**30 / max(size.kv_bytes_per_token, 1))
+
+    def need(tokens: int, checkpointing: bool) -> MemoryEstimate:
+        return estimate_memory(
+            size,
+            micro_batch_tokens=tokens,
+            kv_tokens=kv_tokens,
+            gradient_checkpointing=checkpointing,
+            moments=policy.actor.optim.moments,
+            cut_over=cut_over,
+            head=head,
+        )
+
+    estimate = need(most, saves)
+    have = available + estimate.weights
+    if estimate.total <= have:
+        return estimate
+    missing = f"{key}.actor: training needs {estimate}, and {have / 1e9:.2f} GB are there"
+    for checkpointing in dict.fromkeys((saves, True)):
+        tokens = most
+        while tokens > 256 and need(tokens, checkpointing).total > have:
+            tokens //= 2
+        if need(tokens, checkpointing).total <= have:
+            settings = [f"{key}.actor.max_tokens_per_micro_batch={tokens} (now {most})"]
+            if checkpointing != saves:
+                settings.append(f"{key}.model.enable_gradient_checkpointing=true")
+            raise ConfigError(f"{missing}: set {' and '.join(settings)}")
+    raise ConfigError(f"{missing}: no micro-batch is small enough, take a smaller model or a machine with more memory")
 
 
 def _available(actor: Actor, size: ModelSize) -> int:
@@ -131,7 +158,7 @@ def memory_on(config: Config, algorithms: Collection[BaseAlgorithm], cluster: Cl
     reserve = int(RESERVE * cluster.device.memory)
     others = dict(_beside(config, algorithms, size, cluster))
     room = int(cluster.device.memory) - reserve - sum(part.total for part in others.values())
-    actor = _check_actor(config, size, cut, room - size.weight_bytes, cluster.device.head)
+    actor = actor_memory(config, size, cut, room - size.weight_bytes, cluster.device.head)
     cache, actor = actor.kv_cache, replace(actor, kv_cache=0)
     if cut > 1:  # the copy that generates is cut as its engine is
         actor = replace(actor, weights=actor.weights // policy.rollout.tensor_model_parallel_size)

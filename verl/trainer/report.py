@@ -28,6 +28,7 @@ import math
 import re
 import shlex
 from collections.abc import Iterator
+from functools import lru_cache
 from pathlib import Path
 from typing import Any, TypeGuard
 
@@ -270,7 +271,7 @@ def _chips(summary: dict[str, Any], metrics: list[dict[str, Any]], config: Path)
     if metrics and (unseen := metrics[-1].get("guard/unseen")):
         yield f"the guard's metrics that never came: {unseen}"
     try:
-        settings = read_settings(config)
+        settings = _settings_of(config, _text(config))
     except ConfigError:
         return
     tasks = _at(settings, "tasks")
@@ -280,6 +281,12 @@ def _chips(summary: dict[str, Any], metrics: list[dict[str, Any]], config: Path)
         yield model.rstrip("/").rsplit("/", 1)[-1]
     if (seed := _at(settings, "trainer", "seed")) is not None:
         yield f"seed {seed}"
+
+
+@lru_cache(maxsize=2)
+def _settings_of(config: Path, text: str) -> dict[str, Any]:
+    """Parsed once for all pages of a run: `text`, the file's own, tells when it is another file."""
+    return read_settings(config)
 
 
 def _at(settings: Any, *path: str) -> Any:

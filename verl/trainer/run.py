@@ -26,12 +26,12 @@ from verl.log import setup_logging
 from verl.rewards.loading import user_files
 from verl.trainer import build
 from verl.trainer.check import Checked, check_settings
-from verl.trainer.engine import settle_engine, with_engine
-from verl.trainer.evaluation import Evaluation, HeldOut, accuracy, save_completions
+from verl.trainer.completions import save_table
+from verl.trainer.evaluation import Evaluation, HeldOut, accuracy
 from verl.trainer.logging import Logger, open_logger
 from verl.trainer.memory import check_memory
-from verl.trainer.precision import with_dtypes
 from verl.trainer.report import REFRESH_SECONDS, SHARES, gain_text, read_rows, write_report
+from verl.trainer.resolved import resolve, settle_engine
 from verl.trainer.rng import seed_everything
 from verl.trainer.run_data import build_data
 from verl.trainer.run_dir import Run, open_run
@@ -118,7 +118,7 @@ def _with_steps(config: Config, checked: Checked) -> Config:
 def _open_trainer(config: Config, checked: Checked, run: Run, controller: Controller) -> tuple[Trainer, Loader]:
     """The trainer where the run's newest checkpoint left it, and its prompts."""
     settings, algorithms, rows, identity = config.trainer, checked.algorithms, checked.rows, config_hash(config)
-    config = with_engine(with_dtypes(config, run.path), run.path)
+    config = resolve(config, run.path)
     actor = build.build_actor(config, next(iter(algorithms.values())).head, rows, controller)
     check_memory(config, algorithms.values(), actor)
     data = build_data(config, actor, checked.data)
@@ -161,12 +161,9 @@ def _held_out(config: Config, checked: Checked, run: Run, rows: PromptDataset | 
         shown = ("step", "headline", "problems", "low", "high")
         run.note_evaluation({**{name: result[name] for name in shown if name in result}, **result["metrics"]})
         if found is not None and isinstance(rows, PromptDataset):
-            save_completions(
-                _with_prompts(found.samples, rows),
-                run.completions / f"step-{result['step']:06d}.parquet",
-                limit=settings.log_completions,
-                columns=_COMPLETION_COLUMNS,
-            )
+            samples = _with_prompts(found.samples, rows).slice(0, settings.log_completions)
+            path = run.completions / f"step-{result['step']:06d}.parquet"
+            save_table(path, samples.select(_COMPLETION_COLUMNS).table)
 
     return HeldOut(
         rows,

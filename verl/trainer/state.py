@@ -612,5 +612,4 @@ def _probe(call: Callable[[str, Batch], Batch], model: Any, head: str) -> dict[s
 
 
 def _architecture(handle: Actor | Critic) -> str:
-    model: Any = handle.modules if isinstance(handle, Actor) else handle.model
-    return type(getattr(model, "backbone", model)).__name__
+    return type(getattr(handle.modules, "backbone", handle.modules)).__name__

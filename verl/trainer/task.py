@@ -12,12 +12,10 @@ from verl.checked import checked
 from verl.config.tasks import TaskName
 from verl.dataflow.graph import Node
 from verl.errors import ConfigError
-from verl.models.options import ModelOptions
+from verl.keywords import takes
 from verl.record import Count, NotNegative
 from verl.rollout.base import SamplingParams
 from verl.rollout.episode import Episode
-from verl.rollout.options import RolloutOptions
-from verl.training.options import OptimConfig, TrainOptions
 
 #: What a task is called where there is only one.
 MAIN = "main"
@@ -91,27 +89,18 @@ def algorithm_beside(owner: Callable[..., Any], algorithm: Any, options: Mapping
     """The algorithm with the keywords that `owner` does not have itself.
 
     Raises:
-        ConfigError: the algorithm has no such option either; it names the owner's keyword that is nearest.
+        ConfigError: the algorithm has no such option either; it names the call that takes it, or the owner's keyword
+            that is nearest.
     """
     try:
         return make_algorithm(algorithm, **options)
     except ConfigError as error:
         own = [name for name in inspect.signature(owner).parameters if name not in ("self", "options")]
-        for option in options:
-            if f"has no option '{option}'" in str(error) and (meant := get_close_matches(option, own, 1, 0.75)):
-                raise ConfigError(f"there is no keyword '{option}': did you mean '{meant[0]}'?") from None
-            if f"has no option '{option}'" in str(error) and (where := _of_the_actor(option)):
-                raise ConfigError(f"'{option}' is no keyword of a trainer, it goes to the actor: {where}") from None
+        for option in (option for option in options if f"has no option '{option}'" in str(error)):
+            close = [f"did you mean '{name}'?" for name in get_close_matches(option, own, 1, 0.75)]
+            if phrase := takes(option, "Trainer") or "".join(close):
+                raise ConfigError(f"there is no keyword '{option}': {phrase}") from None
         raise
-
-
-def _of_the_actor(option: str) -> str | None:
-    """How an actor takes such a setting."""
-    from verl.roles.settings import KEYWORDS
-
-    records = (ModelOptions, TrainOptions, RolloutOptions, OptimConfig)
-    known = option in KEYWORDS or any(option in record.model_fields for record in records)
-    return f"Actor(MODEL, {option}=...)" if known else None
 
 
 def check_sources(algorithm: BaseAlgorithm, given: Iterable[str]) -> None:

@@ -6,7 +6,10 @@ import logging
 import math
 import statistics
 from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import Any
+
+from pydantic import TypeAdapter
 
 from verl.checked import checked
 from verl.errors import CheckpointError, ConfigError, nearest
@@ -91,8 +94,7 @@ class DynamicTaskWeightScheduler:
         if levels.keys() != self._levels.keys() or any(saved["window"] != window for saved in levels.values()):
             raise CheckpointError("the saved weights are of other tasks or another patience than the scheduler's")
         self.weights = {name: float(state["weights"][name]) for name in self._levels}
-        for name, level in self._levels.items():
-            level.load(levels[name])
+        self._levels = {name: TypeAdapter(_Level).validate_python(levels[name]) for name in self._levels}
 
     def _has_converged(self, name: str, step: int) -> bool:
         level = self._levels[name]
@@ -118,15 +120,16 @@ class DynamicTaskWeightScheduler:
         return {name: weight / total for name, weight in found.items()}
 
 
+@dataclass
 class _Level:
     """Where the metric of a task stands."""
 
-    def __init__(self, window: int) -> None:
-        self.window = window
-        self.values: list[float] = []
-        self.best: float | None = None
-        self.gained = 0
-        self.changes, self.squares = 0, 0.0
+    window: int
+    values: list[float] = field(default_factory=list)
+    best: float | None = None
+    gained: int = 0
+    changes: int = 0
+    squares: float = 0.0
 
     def add(self, step: int, value: float) -> None:
         if self.values:
@@ -147,8 +150,3 @@ class _Level:
     def _noise(self) -> float:
         error = math.sqrt(self.squares / max(self.changes, 1) / 2 / len(self.values))
         return max(_STANDARD_ERRORS * error, 1e-3 * abs(self.best or 0.0))
-
-    def load(self, saved: Mapping[str, Any]) -> None:
-        self.values = [float(value) for value in saved["values"]]
-        self.best = None if saved["best"] is None else float(saved["best"])
-        self.gained, self.changes, self.squares = int(saved["gained"]), int(saved["changes"]), float(saved["squares"])

@@ -14,7 +14,6 @@ from typing import Any
 from verl.dataflow.executor import Result
 from verl.dataflow.graph import Graph
 from verl.durable import LineFile
-from verl.errors import DataError
 
 logger = logging.getLogger(__name__)
 
@@ -90,40 +89,6 @@ class Timeline:
                 }
             )
         self._lines.append(*(json.dumps(event) + ",\n" for event in events))
-
-
-def read_timeline(path: str | Path) -> list[Span]:
-    """The spans of a trace, in the order they were written; a torn last line is left out.
-
-    Raises:
-        DataError: the file is no trace.
-    """
-    lines = Path(path).read_text(encoding="utf-8").splitlines()
-    if not lines or lines[0] != "[":
-        raise DataError(f"{path} is no timeline: its first line is not '['")
-    spans = []
-    for line in lines[1:]:
-        try:
-            event = json.loads(line.rstrip().rstrip(","))
-        except ValueError:
-            continue
-        if event.get("ph") == "X":
-            about = event["args"]
-            spans.append(
-                Span(event["name"], about["role"], event["ts"] / 1e6, event["dur"] / 1e6, about["rank"], about["host"])
-            )
-    return spans
-
-
-def gaps(spans: Iterable[Span], role: str, at_least: float) -> list[tuple[float, float]]:
-    """The (start, seconds) of each stretch between two spans of a role in which it did nothing for so long."""
-    found: list[tuple[float, float]] = []
-    last: float | None = None
-    for start, end in sorted((s.start, s.start + s.seconds) for s in spans if s.role == role):
-        if last is not None and start - last >= at_least:
-            found.append((last, start - last))
-        last = end if last is None else max(last, end)
-    return found
 
 
 def _covered(stretches: list[tuple[float, float]]) -> float:

@@ -30,6 +30,7 @@ from verl.dataflow.executor import Result, Slot, run_graph
 from verl.dataflow.graph import Graph
 from verl.dataflow.nodes import SLOT, log_prob_nodes
 from verl.errors import CheckpointError, ConfigError, DataError
+from verl.keywords import takes
 from verl.layout import Mesh
 from verl.record import Count, Natural, Portion, Processes, Seconds
 from verl.rewards.failures import Failures
@@ -177,8 +178,9 @@ class Trainer:
             made = algorithm_beside(Trainer.__init__, algorithm or self.algorithm_name, options)
             tasks = [Task(algorithm=made, sources=given, n=n, sampling=sampling, nodes=nodes)]
         elif given or options or nodes or (algorithm, n, sampling) != (None, None, None):
+            others = "".join(f"; '{option}': {phrase}" for option in options if (phrase := takes(option, "Trainer")))
             raise ConfigError(
-                "tasks have their own reward, cost, algorithm, n, sampling and nodes: give the trainer none"
+                f"tasks have their own reward, cost, algorithm, n, sampling and nodes: give the trainer none{others}"
             )
         check_tasks(tasks)
         if permute_rewards:

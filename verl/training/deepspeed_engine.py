@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from verl.errors import CheckpointError, ConfigError, TrainingError, nearest
+from verl.errors import CheckpointError, TrainingError, nearest
 from verl.models.blank import give_memory
 from verl.models.cuts import run_blocks
 from verl.models.shards import fill_block, load_model_shards, model_shards, named_weights, tied_names
@@ -22,7 +22,7 @@ from verl.training.engine import Memory, Metrics
 from verl.training.forward import Forward
 from verl.training.loss import Loss, LossPart
 from verl.training.optimizer import check_masters, check_optimizer
-from verl.training.options import EngineOptions, OptimConfig
+from verl.training.options import OptimConfig
 from verl.training.parallel.result import Parallel
 from verl.training.schedule import MicroBatch, OneStage
 from verl.training.torch_engine import TorchEngine
@@ -44,7 +44,6 @@ class DeepSpeedEngine(TorchEngine):
 
     def _lay_out(self, weights: Callable[[Any], Iterable[Shard]] | None, *, trains: bool) -> None:
         options, forward = self.options, self._forward
-        _check(options, forward)
         if weights is not None:  # whole: DeepSpeed cuts what is there
             give_memory(forward, forward.packed.device)
             load_model_shards(self.model, weights(self.model))
@@ -236,21 +235,4 @@ def _check_shape(shard: Shard, shape: tuple[int, ...]) -> None:
     if shard.global_shape != shape:
         raise CheckpointError(
             f"'{shard.name}' has shape {list(shard.global_shape)}, the weight has {list(shape)}: it is of another model"
-        )
-
-
-def _check(options: EngineOptions, forward: Forward) -> None:
-    """Raises ConfigError: another engine is needed."""
-    if options.optimizer is not None:
-        raise ConfigError("strategy 'deepspeed' makes its own optimizer: give optim=OptimConfig(...), or use 'ddp'")
-    if options.optim is not None and options.optim.moments == "bfloat16":
-        raise ConfigError("strategy 'deepspeed' keeps the optimizer's moments in float32: leave optim.moments out")
-    if options.use_amp:
-        raise ConfigError("strategy 'deepspeed' computes in model.dtype: leave use_amp out, or use 'fsdp'")
-    dtypes = {weight.dtype for weight in forward.parameters()}
-    if dtypes not in ({torch.float32}, {torch.bfloat16}):
-        names = " and ".join(sorted(str(dtype).removeprefix("torch.") for dtype in dtypes))
-        raise ConfigError(
-            f"strategy 'deepspeed' trains a model whose weights are all float32 or all bfloat16, not {names}: give "
-            "model.dtype=float32, or use 'fsdp'"
         )

@@ -64,14 +64,19 @@ class Forward(nn.Module):
         #: The part of the model that is here, where a pipeline cuts it.
         self.stage: Stage | None = None
 
+    def asked(self) -> dict[str, str]:
+        """What of the model decides what it goes with, as `verl.combinations` names it."""
+        if not self.is_padded:
+            return {}
+        kind = f"{type(self.packed.model).__name__} cannot be called so"
+        return {"padded rows": "use_remove_padding is false" if self.packed.supports_packed else kind}
+
     def compile_layers(self) -> None:
         """Compile each layer of the model by torch.compile, in place.
 
         Raises:
-            ConfigError: rows are padded, or torch.compile lacks something here.
+            ConfigError: torch.compile lacks something here.
         """
-        if self.is_padded:
-            raise ConfigError("use_torch_compile is for packed rows: set it to false, or use_remove_padding to true")
         if (lack := lacking(self.packed.device.type)) is not None:
             raise ConfigError(f"use_torch_compile: {lack}")
         self.packed.compile_layers()

@@ -9,13 +9,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from verl.errors import CheckpointError, ConfigError, nearest
-from verl.layout import Layout, ModelShape
+from verl.errors import CheckpointError, nearest
 from verl.models.shards import fill_block, model_shards, named_weights, overlap
 from verl.shard import Cut, Shard
 from verl.training.megatron import Block, MegatronModel
 from verl.training.optimizer import MixedPrecisionOptimizer
-from verl.training.options import EngineOptions, OptimConfig
+from verl.training.options import OptimConfig
 from verl.training.parallel.data import replicate
 from verl.training.parallel.pipeline import Pipeline
 from verl.training.parallel.result import Parallel
@@ -41,8 +40,6 @@ class MegatronEngine(TorchEngine):
 
     def _lay_out(self, weights: Callable[[Any], Iterable[Shard]] | None, *, trains: bool) -> None:
         forward, options, layout, given = self._forward, self.options, self.mesh.layout, self.model
-        layout.check(ModelShape.of(forward.packed.config), options.strategy)
-        _check(options, layout, given)
         self._names = {name: weight.dtype for name, weight in named_weights(given)}
         self._shapes = {name: tuple(weight.shape) for name, weight in given.state_dict(keep_vars=True).items()}
         at = self.mesh.coordinate(self._ranks.rank)["pp"]
@@ -186,23 +183,3 @@ class MegatronEngine(TorchEngine):
                     padded.add(full_name)
                     zeros = shard.tensor.new_zeros(shape[0] - end, *shape[1:])
                     yield Shard(full_name, shape, (end, *(0,) * (len(shape) - 1)), zeros)
-
-
-def _check(options: EngineOptions, layout: Layout, model: Any) -> None:
-    """Raises ConfigError: another engine is needed."""
-    if layout.size != layout.pp * layout.replicate * layout.tp:
-        raise ConfigError(
-            "strategy 'megatron' knows pp, tp and replicas of these: use 'ddp' or 'fsdp' for other layouts"
-        )
-    if options.optimizer is not None:
-        raise ConfigError("strategy 'megatron' makes its own optimizer: give optim=OptimConfig(...), or use 'ddp'")
-    if not options.remove_padding:
-        raise ConfigError("strategy 'megatron' computes packed rows: leave use_remove_padding out, or use 'ddp'")
-    if options.use_amp:
-        raise ConfigError("strategy 'megatron' computes in model.dtype: leave use_amp out, or use 'ddp'")
-    trained = {weight.requires_grad for weight in model.parameters()}
-    if hasattr(model, "peft_config") or (options.optim is not None and trained != {True}):
-        raise ConfigError(
-            "strategy 'megatron' trains all weights of a model: adapters (LoRA) and frozen weights are for 'ddp' and "
-            "'fsdp'"
-        )

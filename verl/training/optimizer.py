@@ -70,8 +70,6 @@ class MixedPrecisionOptimizer:
         self._rules = [rule for rule in (self._split, self._masters) if rule is not None]
         self._has_own_lr = optimizer is None
         self.name = optimizer_name(optimizer)
-        if self._has_own_lr:
-            config.lr_factor(config.warmup_steps)  # a schedule that cannot be computed fails here, not later
 
     @property
     def lr(self) -> float:

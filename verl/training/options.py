@@ -9,8 +9,9 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field, model_validator
 
+from verl.combinations import check, named
 from verl.errors import ConfigError, nearest
-from verl.layout import PARALLEL, Layout
+from verl.layout import PARALLEL, Layout, ModelShape
 from verl.models.options import full_name
 from verl.record import AsTuple, Count, FunctionPath, Natural, Record, Strings, cost, free, result, wrong
 
@@ -181,6 +182,32 @@ class TrainOptions(TrainSettings):
     fsdp_config: FSDPConfig = Field(default_factory=FSDPConfig, description="fully sharded data parallelism")
     deepspeed_config: DeepSpeedOptions = free("cost", DeepSpeedOptions(), "ZeRO by DeepSpeed")
 
+    @property
+    def trains(self) -> bool:
+        """Whether the model is trained; else it is only read."""
+        return self.optim is not None
+
+    @property
+    def back_end(self) -> str:
+        """The strategy that computes: a model that is only read needs no ZeRO."""
+        return "fsdp" if self.strategy == "deepspeed" and not self.trains else self.strategy
+
+    def asked(self) -> dict[str, str]:
+        """What the settings are, as `verl.combinations` names it."""
+        fsdp, optim = self.fsdp_config, self.optim if self.trains else None
+        decays = optim is not None and optim.total_steps is None and optim.schedule != "constant"
+        return named({
+            self.strategy: f"strategy '{self.strategy}'",
+            "fsdp_config": fsdp != FSDPConfig(),
+            "deepspeed_config": self.deepspeed_config != DeepSpeedOptions(),
+            "gathered weights": fsdp.param_offload or fsdp.mixed_precision != MixedPrecision(),
+            "use_torch_compile": self.use_torch_compile,
+            "use_amp": self.use_amp,
+            "training": self.trains,
+            "moments in bfloat16": optim is not None and optim.moments == "bfloat16",
+            "no end": optim.schedule if optim is not None and decays else "",
+        })  # fmt: skip
+
 
 class EngineOptions(TrainOptions):
     """What a training engine takes: `TrainOptions`, what the model's own settings add, and a caller's optimizer.
@@ -205,18 +232,32 @@ class EngineOptions(TrainOptions):
     fused_kernels: bool | str = True
     remove_padding: bool = True
 
-    def __getstate__(self) -> dict[Any, Any]:
-        if hasattr(self.optimizer, "param_groups"):
-            raise ConfigError(
-                f"your own {type(self.optimizer).__name__} holds tensors of this process and cannot train in another: "
-                "give a function that makes it (optim=lambda weights: ...), optim={'lr': ...}, or run in one process "
-                "or under torchrun"
-            )
-        return super().__getstate__()
+    @property
+    def trains(self) -> bool:
+        return self.optim is not None or self.optimizer is not None
+
+    def asked(self) -> dict[str, str]:
+        own: dict[str, str | bool] = {
+            "optimizer": "own optimizer" * (self.optimizer is not None),
+            "live optimizer": type(self.optimizer).__name__ * hasattr(self.optimizer, "param_groups"),
+            "gradient checkpointing": self.gradient_checkpointing,
+            "padding": not self.remove_padding,
+            "padded rows": "use_remove_padding is false" * (not self.remove_padding),
+        }
+        return super().asked() | named(own)
 
     def frozen(self) -> EngineOptions:
         """The same for a model that is only read."""
         return self.replace(optim=None, optimizer=None, scheduler=None, gradient_checkpointing=False)
+
+    def generating(self, layout: Layout) -> EngineOptions:
+        """The same for a copy in the layout of generation: a model of transformers, whatever it is trained by."""
+        return self.frozen().replace(
+            strategy="ddp",
+            fsdp_config=FSDPConfig(),
+            deepspeed_config=DeepSpeedOptions(),
+            use_torch_compile=self.use_torch_compile and layout.is_plain,
+        )
 
 
 #: Setting -> the dimension of a layout that it is the size of.
@@ -248,35 +289,30 @@ def layout_of(options: TrainOptions, size: int, parallel: str = "data") -> Layou
     if rest:
         given = " x ".join(f"{setting}={sizes[dim]}" for setting, dim in _SIZES.items() if sizes[dim] > 1)
         raise ConfigError(f"layout: {given} does not divide the {size} rank{'s' * (size > 1)} that the model has")
+    cut = {dim: setting for setting, dim in _SIZES.items() if sizes[dim] > 1}
+    ranks = {"several ranks": str(size) * (size > 1), "one data-parallel rank": data == 1}
+    check(options.asked() | cut | named(ranks))
     fsdp = options.fsdp_config
-    if options.use_torch_compile and (options.strategy not in ("single", "ddp") or max(sizes.values()) > 1):
-        other_than = next(
-            (setting for setting, dim in _SIZES.items() if sizes[dim] > 1), f"strategy '{options.strategy}'"
-        )
-        raise ConfigError(f"use_torch_compile is for whole layers (strategy 'ddp' or 'single'), not with {other_than}")
-    if options.strategy == "single" and size > 1:
-        raise ConfigError(f"strategy 'single' trains on one rank, and there are {size}: use 'ddp' or 'fsdp'")
-    other = [setting for setting, dim in _SIZES.items() if dim in ("sp", "ep") and sizes[dim] > 1]
-    if options.strategy == "megatron" and other:
-        raise ConfigError(f"strategy 'megatron' cuts by tensor and pipeline, not by {other[0]}: use 'ddp' or 'fsdp'")
-    zero = options.deepspeed_config
-    if options.strategy == "deepspeed":
-        if cut := [setting for setting, dim in _SIZES.items() if sizes[dim] > 1]:
-            raise ConfigError(f"strategy 'deepspeed' shares a model by ZeRO alone, not with {cut[0]}: use 'fsdp'")
-    elif zero != DeepSpeedOptions():
-        raise ConfigError(f"deepspeed_config is for strategy 'deepspeed', and this is '{options.strategy}'")
     if options.strategy != "fsdp":
-        if fsdp != FSDPConfig():
-            raise ConfigError(f"fsdp_config is for strategy 'fsdp', and this is '{options.strategy}'")
-        if options.strategy == "deepspeed" and zero.zero_stage == 3:
+        if options.strategy == "deepspeed" and options.deepspeed_config.zero_stage == 3:
             return Layout(shard=data)
         return Layout(replicate=data, **sizes)
-    if data == 1 and (fsdp.param_offload or fsdp.mixed_precision != MixedPrecision()):
-        raise ConfigError(
-            "fsdp_config.param_offload and mixed_precision are of weights that ranks gather, and here is one "
-            "data-parallel rank: leave them out (use_amp computes in bf16)"
-        )
     shard = data if fsdp.fsdp_size == -1 else fsdp.fsdp_size
     if data % shard:
         raise ConfigError(f"layout: fsdp_config.fsdp_size={shard} does not divide the {data} data-parallel ranks")
     return Layout(replicate=data // shard, shard=shard, **sizes)
+
+
+def check_training(options: TrainOptions, layout: Layout, shape: ModelShape, **more: str) -> None:
+    """Refuse training that cannot be: on the driver before anything is started, and in engines of ranks.
+
+    Args:
+        more: what else is asked for, as `verl.combinations` names it.
+
+    Raises:
+        ConfigError: the settings, the layout and the model do not go together.
+    """
+    layout.check(shape, options.back_end)
+    frozen = {"frozen weights": False in shape.trained, "nothing to train": True not in shape.trained}
+    asked = options.asked() | layout.asked(options.back_end) | shape.asked()
+    check(asked | (named(frozen) if options.trains else {}) | more)

@@ -2,18 +2,26 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
+from typing import Any
+
 from torch import nn
 
-from verl.layout import ModelShape
+from verl.combinations import check
+from verl.errors import ModelError
+from verl.layout import Layout
 from verl.models.cuts import local_part
+from verl.models.heads import ValueModel
+from verl.models.portable import twin
 from verl.training.forward import Forward
-from verl.training.options import FSDPConfig
+from verl.training.options import FSDPConfig, TrainOptions
 from verl.training.parallel.data import replicate, shard
-from verl.training.parallel.expert import expert
-from verl.training.parallel.pipeline import pipeline
+from verl.training.parallel.expert import expert, fused_experts
+from verl.training.parallel.pipeline import pipeline, stages
 from verl.training.parallel.result import Parallel
 from verl.training.parallel.sequence import sequence
-from verl.training.parallel.tensor import tensor
+from verl.training.parallel.tensor import check_tensor, tensor
+from verl.training.parallel.units import units
 from verl.training.ranks import Ranks
 
 
@@ -24,7 +32,6 @@ def parallelize(forward: Forward, ranks: Ranks, config: FSDPConfig, *, trains: b
         ConfigError: the model cannot be cut so.
     """
     layout = ranks.mesh.layout
-    layout.check(ModelShape.of(forward.packed.config))
     parallel = Parallel(ranks.mesh)
     if layout.pp > 1:
         pipeline(forward, ranks, parallel, trains=trains)
@@ -41,6 +48,43 @@ def parallelize(forward: Forward, ranks: Ranks, config: FSDPConfig, *, trains: b
     if summed := [dim for dim in over if getattr(layout, dim) > 1]:
         replicate(ranks, parallel, *summed)
     return parallel
+
+
+def rehearse(
+    model: Any, options: TrainOptions, layout: Layout, *, splits: int = 1, rollout: Collection[str] = ()
+) -> None:
+    """Raise on the driver what ranks would, of a model that is to be trained in a layout, and to generate.
+
+    Args:
+        model: with or without weights; it stays as it is, and takes no memory twice.
+        splits: ranks that share a copy in generation.
+        rollout: what is asked of generation (`RolloutOptions.asked`), if it generates.
+
+    Raises:
+        ConfigError: its modules cannot be shared so, or cannot generate so.
+    """
+    if layout.is_plain and splits == 1 and "batch_invariant" not in rollout:
+        return
+    try:
+        forward = Forward(
+            twin(model, "meta"), "value" if isinstance(model, ValueModel) else "lm", None, share_prompts=True,
+            fused_kernels=False, autocast=False, device="cpu", remove_padding=getattr(options, "remove_padding", True),
+        )  # fmt: skip
+    except ModelError:  # ranks find out: there is no small model that computes as this one does
+        return
+    check(options.asked() | layout.asked(options.back_end) | forward.asked())
+    if "embedded" in rollout and not forward.packed.supports_paged:
+        check({name: name for name in rollout} | {"no paged forward": type(forward.packed.model).__name__})
+    if options.back_end == "megatron":
+        return
+    if layout.pp > 1:
+        stages(forward, layout.pp, trains=options.trains)
+    if layout.ep > 1:
+        fused_experts(forward, layout.ep)
+    if layout.shard > 1 and options.back_end == "fsdp":
+        units(forward.packed, options.fsdp_config)
+    for size in {layout.tp, splits} - {1}:
+        check_tensor(forward.packed, size)
 
 
 def piece(weight: nn.Parameter) -> nn.Parameter:

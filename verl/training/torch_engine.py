@@ -15,11 +15,11 @@ import torch.distributed as dist
 from torch import Tensor
 
 from verl.batch import Batch
-from verl.errors import CheckpointError, ConfigError, DataError, TrainingError
-from verl.layout import DATA_DIMS, Layout, Mesh
+from verl.errors import CheckpointError, DataError, TrainingError
+from verl.layout import DATA_DIMS, Mesh
 from verl.models.blank import give_memory
 from verl.models.cuts import blocks_of, cuts_of, local_part
-from verl.models.lora import adapters_off, merged_shards, reference_weights
+from verl.models.lora import adapters_off, merged_shards, reference_weights, shape_of
 from verl.models.packed import PackedModel
 from verl.models.shards import Part, load_model_shards, model_shards, named_weights
 from verl.shard import Cut, Shard, Stream, WeightSpec
@@ -31,7 +31,7 @@ from verl.training.loss import Loss, LossPart, combine_metrics
 from verl.training.micro_batch import balanced, split
 from verl.training.mini_batch import MiniBatch
 from verl.training.optimizer import MixedPrecisionOptimizer
-from verl.training.options import EngineOptions, Head, OptimConfig
+from verl.training.options import EngineOptions, Head, OptimConfig, check_training
 from verl.training.parallelize import parallelize, piece
 from verl.training.ranks import Ranks
 from verl.training.schedule import MicroBatch, OneStage, Schedule
@@ -89,18 +89,18 @@ class TorchEngine:
             remove_padding=options.remove_padding,
         )
         self.precision = torch.float64 if self._forward.packed.dtype == torch.float64 else torch.float32
+        check_training(options, self.mesh.layout, shape_of(model), **self._forward.asked())
         self._ranks = Ranks(self.mesh, group, parts)
         model.eval()
         if options.use_torch_compile:
             self._forward.compile_layers()
         if options.gradient_checkpointing:
             enable_checkpointing(self._forward.packed.model)
-        self._lay_out(weights, trains=options.optim is not None or options.optimizer is not None)
+        self._lay_out(weights, trains=options.trains)
 
     def _lay_out(self, weights: Callable[[Any], Iterable[Shard]] | None, *, trains: bool) -> None:
         """Lay the model out over the ranks, read its weights where it has none, and make what trains it."""
         model, options = self.model, self.options
-        _check_cut(options, self.mesh.layout)
         #: Shapes of all weights by every name they have, those of other pipeline stages too.
         self._shapes = {name: tuple(weight.shape) for name, weight in model.state_dict(keep_vars=True).items()}
         names = [name for name, _ in named_weights(model)]
@@ -378,14 +378,3 @@ def _on_host(outputs: dict[str, Tensor]) -> dict[str, Tensor]:
 def _no_loss(outputs: dict[str, Tensor]) -> Loss:
     """Nothing, with a gradient of zeros for every weight that the outputs depend on."""
     return Loss(total=torch.stack([values.sum() for values in outputs.values()]).sum() * 0.0)
-
-
-def _check_cut(options: EngineOptions, layout: Layout) -> None:
-    """Raises ConfigError: where ranks have parts of weights, the optimizer cannot be as these options want it."""
-    if isinstance(options.optimizer, torch.optim.Optimizer) and layout.size > layout.replicate:
-        raise ConfigError(
-            f"your own {type(options.optimizer).__name__} holds whole weights, and ranks have parts of them here: give "
-            "a function that makes it (optim=lambda weights: ...), or optim={'lr': ...}"
-        )
-    if options.optim is not None and options.optim.moments == "bfloat16" and layout.shard > 1:
-        raise ConfigError("strategy 'fsdp' keeps the optimizer's moments in float32: leave optim.moments out")

@@ -81,7 +81,6 @@ class ZeroAdamW(torch.optim.AdamW):
         self.pieces: list[Piece] = []
         self._flats: list[Tensor] = []
         self.completed_steps, self.may_step, self.grad_norm = 0, True, math.nan
-        config.lr_factor(config.warmup_steps)  # a schedule that cannot be computed fails here, not later
 
     def begin(self, pieces: list[Piece], flats: list[Tensor]) -> None:
         """Take over the pieces that DeepSpeed has made: until then its calls of `step` do nothing."""
@@ -146,8 +145,6 @@ def zero_engine(forward: Forward, stage: int, config: OptimConfig, ranks: Ranks)
     device = forward.packed.device
     deepspeed = _deepspeed(device)
     trained = [weight for weight in forward.parameters() if weight.requires_grad]
-    if not trained:
-        raise ConfigError("no weight of the model requires a gradient: there is nothing to train")
     adam = ZeroAdamW(trained, config, ranks)
     if stage == 3:
         layers = [*{type(layer) for layer in units(forward.packed, FSDPConfig())}]

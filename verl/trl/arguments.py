@@ -4,47 +4,16 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import math
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any, ClassVar
 
 from typing_extensions import Self
 
 from verl.controller.ranks import torchrun_ranks
 from verl.errors import ConfigError, nearest
-from verl.trl.names import NO_EFFECT, OTHERWISE, removed
+from verl.trl.names import NO_EFFECT, OTHERWISE, REMOVED
 
-_COMMON: dict[str, Any] = {
-    "output_dir": None,
-    "learning_rate": 1e-6,
-    "per_device_train_batch_size": 8,
-    "gradient_accumulation_steps": 1,
-    "num_train_epochs": 3.0,
-    "max_steps": -1,
-    "lr_scheduler_type": "linear",
-    "warmup_steps": 0,
-    "warmup_ratio": 0.0,
-    "weight_decay": 0.0,
-    "adam_beta1": 0.9,
-    "adam_beta2": 0.999,
-    "adam_epsilon": 1e-8,
-    "max_grad_norm": 1.0,
-    "optim": "adamw_torch_fused",
-    "logging_steps": 10,
-    "report_to": "none",
-    "run_name": None,
-    "project": "huggingface",
-    "save_strategy": "steps",
-    "save_steps": 500,
-    "save_total_limit": None,
-    "eval_strategy": "no",
-    "eval_steps": None,
-    "bf16": None,
-    "gradient_checkpointing": False,
-    "seed": 42,
-    "model_init_kwargs": None,
-    "trust_remote_code": False,
-    "use_cpu": False,
-}
 #: TRL's schedule -> ours.
 _SCHEDULES = {
     "linear": "linear",
@@ -52,96 +21,90 @@ _SCHEDULES = {
     "constant": "constant",
     "constant_with_warmup": "constant",
 }
-#: Kinds of arguments whose default does not show it.
-_KINDS: dict[str, Any] = {
-    "bf16": bool | None,
-    "save_total_limit": int | None,
-    "eval_steps": int | None,
-    "num_generations_eval": int | None,
-    "max_prompt_length": int | None,
-    "generation_batch_size": int | None,
-    "steps_per_generation": int | None,
-    "min_p": float | None,
-    "epsilon_high": float | None,
-    "delta": float | None,
-    "center_rewards_coefficient": float | None,
-    "reward_weights": list[float] | None,
-    "warmup_steps": float,
-}
 #: How a command line gives an argument that may be True: with a value or without.
 _FLAG = {"nargs": "?", "const": True}
 _SINKS = ("tensorboard", "wandb", "trackio", "mlflow")
 
 
-def _kind_of(name: str, default: Any) -> Any:
-    """The type of an argument, as a command line reads it."""
-    return _KINDS.get(name, (str | None) if default is None else type(default))
+_record = dataclasses.dataclass(init=False, repr=False, eq=False)
+#: Their own code sets every field at the start; an argument without effect is None until somebody does.
+_Quiet: Any = dataclasses.make_dataclass(
+    "_Quiet",
+    [(name, str | None, dataclasses.field(default=None, metadata=_FLAG)) for name in sorted(NO_EFFECT)],
+)
 
 
-class Config:
+@_record
+class Config(_Quiet):  # type: ignore[misc]
     """Arguments of a trainer by TRL's names; each is an attribute, which may be set later.
 
     Raises:
         ConfigError: there is no such argument; the message names the nearest one, or what takes its place.
     """
 
-    defaults: ClassVar[dict[str, Any]] = _COMMON
-    #: As of a dataclass, which `dataclasses.fields`, `HfArgumentParser` and `TrlParser` take it for.
-    __dataclass_fields__: ClassVar[dict[str, dataclasses.Field[Any]]] = {}
+    output_dir: str | None = None
+    learning_rate: float = 1e-6
+    per_device_train_batch_size: int = 8
+    gradient_accumulation_steps: int = 1
+    num_train_epochs: float = 3.0
+    max_steps: int = -1
+    lr_scheduler_type: str = "linear"
+    warmup_steps: float = 0
+    warmup_ratio: float = 0.0
+    weight_decay: float = 0.0
+    adam_beta1: float = 0.9
+    adam_beta2: float = 0.999
+    adam_epsilon: float = 1e-8
+    max_grad_norm: float = 1.0
+    optim: str = "adamw_torch_fused"
+    logging_steps: int = 10
+    report_to: str = "none"
+    run_name: str | None = None
+    project: str = "huggingface"
+    save_strategy: str = "steps"
+    save_steps: int = 500
+    save_total_limit: int | None = None
+    eval_strategy: str = "no"
+    eval_steps: int | None = None
+    bf16: bool | None = dataclasses.field(default=None, metadata=_FLAG)
+    gradient_checkpointing: bool = False
+    seed: int = 42
+    model_init_kwargs: str | None = None
+    trust_remote_code: bool = False
+    use_cpu: bool = False
     #: Arguments of this record that TRL has and that are done otherwise here: name -> (default, what to do).
     otherwise: ClassVar[dict[str, tuple[Any, str]]] = {}
 
-    def __init_subclass__(cls) -> None:
-        # Their own code sets every field at the start; an argument without effect is None until somebody does.
-        quiet = sorted(NO_EFFECT - cls.defaults.keys())
-        fields = [(name, _kind_of(name, value), value) for name, value in cls.defaults.items()]
-        fields += [(name, str | None, None) for name in quiet]
-        flags = {*quiet, "bf16"}
-        made: Any = dataclasses.make_dataclass(
-            cls.__name__,
-            [
-                (name, kind, dataclasses.field(default=value, metadata=_FLAG if name in flags else {}))
-                for name, kind, value in fields
-            ],
-        )
-        cls.__dataclass_fields__ = made.__dataclass_fields__
-        cls.__annotations__ = dict(made.__annotations__)
-        for name in quiet:
-            setattr(cls, name, None)
-
     def __init__(self, output_dir: str | None = None, **given: Any) -> None:
-        self.__dict__.update(self.defaults)
         self.output_dir = output_dir
         for name, value in given.items():
             setattr(self, name, value)
 
     def __setattr__(self, name: str, value: Any) -> None:
         value = getattr(value, "value", value)  # of an enumeration of transformers
-        if name in self.defaults:
-            self.__dict__[name] = value
-            return
+        kind, known = type(self).__name__, self.defaults()
         other = {**OTHERWISE, **self.otherwise}
-        kind = type(self).__name__
-        if name in other:
+        if name in other and name not in known:
             default, hint = other[name]
             if value is not None and value != default and (value or default):
                 raise ConfigError(f"{kind}: {name}={value!r} is not done here: {hint}")
-        elif name not in NO_EFFECT:
-            if instead := removed(name):
+        elif name not in known and name not in NO_EFFECT:
+            if instead := REMOVED.get(name):
                 raise ConfigError(f"{kind} has no argument '{name}': {instead}")
-            raise ConfigError(f"{kind} has no argument '{name}': {nearest(name, [*self.defaults, *NO_EFFECT])}")
+            raise ConfigError(f"{kind} has no argument '{name}': {nearest(name, [*known, *NO_EFFECT])}")
         self.__dict__[name] = value
 
     def __repr__(self) -> str:
-        changed = {name: value for name, value in vars(self).items() if value != self.defaults.get(name)}
+        changed = {name: value for name, value in vars(self).items() if value != self.defaults().get(name)}
         return f"{type(self).__name__}({', '.join(f'{name}={value!r}' for name, value in changed.items())})"
 
-    if TYPE_CHECKING:  # each argument is one
-
-        def __getattr__(self, name: str) -> Any: ...
-
     def to_dict(self) -> dict[str, Any]:
-        return dict(vars(self))
+        return dataclasses.asdict(self)
+
+    @classmethod
+    def defaults(cls) -> dict[str, Any]:
+        """Those of the arguments that have an effect here."""
+        return {field.name: field.default for field in dataclasses.fields(cls) if field.name not in NO_EFFECT}
 
     @classmethod
     def of(cls, args: Any) -> Self:
@@ -160,7 +123,7 @@ class Config:
         if not dataclasses.is_dataclass(args):
             raise ConfigError(f"args is a {cls.__name__} or a transformers.TrainingArguments, not {args!r:.60}")
         found = cls()
-        known = found.defaults.keys() - {"gradient_checkpointing"}  # it changes no number, and costs time
+        known = cls.defaults().keys() - {"gradient_checkpointing"}  # it changes no number, and costs time
         for field in dataclasses.fields(args):
             value = getattr(args, field.name, None)
             if field.name in known or (field.init and value and value != field.default and not _is_made(field)):
@@ -189,7 +152,7 @@ class Config:
             "weight_decay": self.weight_decay,
             "max_grad_norm": self.max_grad_norm or None,
             "schedule": _SCHEDULES[self.lr_scheduler_type],
-            "warmup_steps": round(warmup * total) if warmup < 1 else int(warmup),
+            "warmup_steps": math.ceil(warmup * total) if warmup < 1 else int(warmup),
             "total_steps": total,
         }
 
@@ -199,7 +162,8 @@ class Config:
         Raises:
             ConfigError: there is no such logger.
         """
-        given = [self.report_to] if isinstance(self.report_to, str) else list(self.report_to or ())
+        named: Any = self.report_to  # a script may give a list
+        given = [named] if isinstance(named, str) else list(named or ())
         names = list(_SINKS[:1]) if given == ["all"] else [name for name in given if name != "none"]
         for name in names:
             if name not in _SINKS:
@@ -212,7 +176,7 @@ class Config:
         Raises:
             ConfigError: `model_init_kwargs` has one that there is not here.
         """
-        kwargs = self.model_init_kwargs or {}
+        kwargs: Any = self.model_init_kwargs or {}
         given = json.loads(kwargs) if isinstance(kwargs, str) else dict(kwargs)  # a command line has JSON
         for name in ("attn_implementation", "device_map", "use_cache", "low_cpu_mem_usage"):
             given.pop(name, None)  # how the model is laid out and run is decided here
@@ -226,32 +190,31 @@ class Config:
         return {"dtype": str(dtype).removeprefix("torch."), "trust_remote_code": trust}
 
 
+@_record
 class GRPOConfig(Config):
-    defaults = _COMMON | {
-        "num_generations": 8,
-        "num_generations_eval": None,
-        "max_completion_length": 512,
-        "max_prompt_length": None,
-        "shuffle_dataset": True,
-        "generation_batch_size": None,
-        "steps_per_generation": None,
-        "temperature": 1.0,
-        "top_p": 1.0,
-        "top_k": 0,
-        "min_p": None,
-        "use_vllm": False,
-        "beta": 0.0,
-        "num_iterations": 1,
-        "epsilon": 0.2,
-        "epsilon_high": None,
-        "delta": None,
-        "importance_sampling_level": "token",
-        "reward_weights": None,
-        "scale_rewards": "group",
-        "loss_type": "dapo",
-        "entropy_coef": 0.0,
-        "vllm_importance_sampling_correction": True,
-    }
+    num_generations: int = 8
+    num_generations_eval: int | None = None
+    max_completion_length: int = 512
+    max_prompt_length: int | None = None
+    shuffle_dataset: bool = True
+    generation_batch_size: int | None = None
+    steps_per_generation: int | None = None
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0
+    min_p: float | None = None
+    use_vllm: bool = False
+    beta: float = 0.0
+    num_iterations: int = 1
+    epsilon: float = 0.2
+    epsilon_high: float | None = None
+    delta: float | None = None
+    importance_sampling_level: str = "token"
+    reward_weights: list[float] | None = None
+    scale_rewards: str = "group"
+    loss_type: str = "dapo"
+    entropy_coef: float = 0.0
+    vllm_importance_sampling_correction: bool = True
     otherwise: ClassVar = {
         "vllm_mode": ("colocate", "give the engine itself: GRPOTrainer(rollout=RolloutOptions(url=...))"),
         "multi_objective_aggregation": ("sum_then_normalize", "rewards are summed, then normalised"),
@@ -297,14 +260,13 @@ class GRPOConfig(Config):
         return self.rollout_samples() // self.samples() * int(self.num_iterations)
 
 
+@_record
 class DPOConfig(Config):
-    defaults = _COMMON | {
-        "beta": 0.1,
-        "loss_type": "sigmoid",
-        "label_smoothing": 0.0,
-        "discopop_tau": 0.05,
-        "max_length": 1024,
-    }
+    beta: float = 0.1
+    loss_type: str = "sigmoid"
+    label_smoothing: float = 0.0
+    discopop_tau: float = 0.05
+    max_length: int = 1024
     otherwise: ClassVar = {
         "loss_weights": (None, "one loss is trained: name one loss_type"),
         "truncation_mode": ("keep_start", "the end of a response is cut"),
@@ -315,16 +277,22 @@ class DPOConfig(Config):
     }
 
 
+@_record
 class KTOConfig(Config):
-    defaults = _COMMON | {"beta": 0.1, "desirable_weight": 1.0, "undesirable_weight": 1.0, "max_length": 1024}
+    beta: float = 0.1
+    desirable_weight: float = 1.0
+    undesirable_weight: float = 1.0
+    max_length: int = 1024
     otherwise: ClassVar = {
         "loss_type": ("kto", "the loss is KTO's"),
         "sync_ref_model": (False, "the reference is the model as it was at first"),
     }
 
 
+@_record
 class SFTConfig(Config):
-    defaults = _COMMON | {"learning_rate": 2e-5, "max_length": 1024}
+    learning_rate: float = 2e-5
+    max_length: int = 1024
     otherwise: ClassVar = {
         "truncation_mode": ("keep_start", "the end of a response is cut"),
         "completion_only_loss": (True, "the loss is of completions alone; make it prompt '' to train on all"),
@@ -337,8 +305,11 @@ class SFTConfig(Config):
     }
 
 
+@_record
 class RewardConfig(Config):
-    defaults = _COMMON | {"learning_rate": 1e-4, "max_length": 1024, "center_rewards_coefficient": None}
+    learning_rate: float = 1e-4
+    max_length: int = 1024
+    center_rewards_coefficient: float | None = None
     otherwise: ClassVar = {
         "chat_template_path": (None, "set the tokenizer's chat_template"),
         "eos_token": (None, "set the tokenizer's eos_token"),

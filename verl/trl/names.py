@@ -79,7 +79,8 @@ OTHERWISE |= {name: (None, hint) for hint, names in {
         "vllm_server_base_url vllm_server_host vllm_server_port vllm_group_port vllm_server_timeout",
 }.items() for name in names.split()}  # fmt: skip
 
-_REMOVED = {
+#: What TRL had once, or others have -> what takes its place.
+REMOVED = {
     "batch_size": "per_device_train_batch_size x gradient_accumulation_steps is the batch",
     "epochs": "it is num_train_epochs",
     "evaluation_strategy": "it is eval_strategy",
@@ -91,8 +92,3 @@ _REMOVED = {
     "no_cuda": "it is the trainer's placement='cpu'",
     "tokenizer": "it is the trainer's processing_class",
 }
-
-
-def removed(name: str) -> str | None:
-    """What takes the place of an argument that TRL had once, or that others have."""
-    return _REMOVED.get(name)

@@ -72,14 +72,15 @@ class _Trainer(ABC):
     def __init__(
         self,
         model: Any,
-        args: Any,
-        train_dataset: Any,
-        eval_dataset: Any,
-        processing_class: Any,
-        callbacks: Sequence[Any] | None,
-        optimizers: tuple[Any, Any],
-        peft_config: Any,
-        more: Mapping[str, Any],
+        args: Any = None,
+        *,
+        train_dataset: Any = None,
+        eval_dataset: Any = None,
+        processing_class: Any = None,
+        callbacks: Sequence[Any] | None = None,
+        optimizers: tuple[Any, Any] = (None, None),
+        peft_config: Any = None,
+        **more: Any,
     ) -> None:
         own = self._checked(more)
         if train_dataset is None:
@@ -194,7 +195,8 @@ class _Trainer(ABC):
     def _checked(self, more: Mapping[str, Any]) -> dict[str, Any]:
         for name in more:
             if name not in _OWN:
-                known = [*inspect.signature(type(self).__init__).parameters, *_OWN]
+                signatures = map(inspect.signature, (type(self).__init__, _Trainer.__init__))
+                known = [*_OWN, *(parameter for one in signatures for parameter in one.parameters)]
                 raise ConfigError(
                     f"{type(self).__name__} has no argument '{name}': {_OTHERWISE.get(name) or nearest(name, known)}"
                 )
@@ -281,7 +283,7 @@ class GRPOTrainer(_Trainer):
         callbacks: `transformers.TrainerCallback`s.
         optimizers: (optimizer, scheduler) of torch; (None, None): AdamW, as the arguments say.
         peft_config: `peft.LoraConfig`.
-        **more: `placement`, `strategy` and `rollout` of this package.
+        **more: these keywords; `placement`, `strategy` and `rollout` of this package.
     """
 
     config = GRPOConfig
@@ -295,15 +297,16 @@ class GRPOTrainer(_Trainer):
         train_dataset: Any = None,
         eval_dataset: Any = None,
         processing_class: Any = None,
-        *,
-        callbacks: Sequence[Any] | None = None,
-        optimizers: tuple[Any, Any] = (None, None),
-        peft_config: Any = None,
         **more: Any,
     ) -> None:
         self._reward_funcs = reward_funcs
         super().__init__(
-            model, args, train_dataset, eval_dataset, processing_class, callbacks, optimizers, peft_config, more
+            model,
+            args,
+            train_dataset=train_dataset,
+            eval_dataset=eval_dataset,
+            processing_class=processing_class,
+            **more,
         )
 
     @property
@@ -364,23 +367,6 @@ class GRPOTrainer(_Trainer):
 
 class _Offline(_Trainer):
     """Learns from recorded responses."""
-
-    def __init__(
-        self,
-        model: Any,
-        args: Any = None,
-        *,
-        train_dataset: Any = None,
-        eval_dataset: Any = None,
-        processing_class: Any = None,
-        callbacks: Sequence[Any] | None = None,
-        optimizers: tuple[Any, Any] = (None, None),
-        peft_config: Any = None,
-        **more: Any,
-    ) -> None:
-        super().__init__(
-            model, args, train_dataset, eval_dataset, processing_class, callbacks, optimizers, peft_config, more
-        )
 
     def _data(self, train_dataset: Any) -> tuple[Any, float]:
         loader = self._recorded(train_dataset)
@@ -477,5 +463,5 @@ def _with_state(source: Any, state: Any) -> Any:
     if "completions" not in parameters:
         return source
     bound = partial(source, trainer_state=state) if takes else partial(source)
-    bound.whole_batch = True  # type: ignore[attr-defined]
+    bound.whole_batch, bound.process = True, not takes  # type: ignore[attr-defined]  # a process would see an old state
     return bound

@@ -1,34 +1,27 @@
-"""What a study came to: `best.yaml`, which `verl train` takes as it is, and `report.html`."""
+"""What a study came to: `best.yaml`, which `verl train` takes as it is, and `report.html` of its runs."""
 
 from __future__ import annotations
 
-import html
-import shlex
 from collections.abc import Mapping
 from pathlib import Path
 
 from verl.config import to_yaml
 from verl.durable import write_atomic
-from verl.trainer.report import ASSETS
+from verl.trainer.compare import write_comparison
+from verl.trainer.report import curves_of
 from verl.tune.study import Outcome, Search, best_of
 
-_STYLE = """
-table { border-collapse: collapse; width: 100%; } th, td { text-align: left; padding: 6px 12px; }
-tr { border-bottom: 1px solid var(--line); } td { font-variant-numeric: tabular-nums; overflow-wrap: anywhere; }
-tr.best { background: var(--good-bg); } td a { text-decoration: underline; }
-"""
 
-
-def write_results(search: Search, ended: Mapping[int, Outcome]) -> tuple[Path | None, Path]:
-    """Write `best.yaml`, once a trial has finished, and `report.html` into the study's directory; returns both."""
-    best = best_of(ended, search)
-    settings = None
-    if best is not None:
+def write_results(search: Search, ended: Mapping[int, Outcome]) -> tuple[Path | None, Path | None]:
+    """Write `best.yaml`, once a trial has finished, and `report.html` (`verl report` of all runs), once a run has
+    recorded something, into the study's directory; returns both."""
+    settings = page = None
+    if (best := best_of(ended, search)) is not None:
         settings = search.out / "best.yaml"
         origin = f"# {best.run.name}: {search.metric} {shown(best)}\n"
         write_atomic(settings, origin + to_yaml(search.settings(best.values)))
-    page = search.out / "report.html"
-    write_atomic(page, _page(search, ended, best))
+    if runs := [trial.run for _, trial in sorted(ended.items()) if curves_of(trial.run)]:
+        page = write_comparison(runs, search.out / "report.html")
     return settings, page
 
 
@@ -57,34 +50,3 @@ def short(value: str) -> str:
         return f"{float(value):.4g}" if "." in value or "e" in value else value
     except ValueError:
         return value
-
-
-def _page(search: Search, ended: Mapping[int, Outcome], best: Outcome | None) -> str:
-    style = (ASSETS / "report.css").read_text(encoding="utf-8") + _STYLE
-    title = html.escape(f"{search.out.name}: {search.direction} {search.metric}")
-    head = "".join(f"<th>{html.escape(name)}</th>" for name in columns(search))
-    body = "".join(_row(line, ended[int(line[0])], best) for line in rows(search, ended))
-    hero = "<p class=none>No trial has finished.</p>"
-    if best is not None:
-        chosen = " ".join(f"{key}={value}" for key, value in best.values.items())
-        hero = (
-            f"<div class=big><span class=after>{shown(best)}</span></div><p>{html.escape(search.metric)} of trial "
-            f"{best.number}: {html.escape(chosen)}</p><pre>verl train "
-            f"{html.escape(shlex.quote(str(search.out / 'best.yaml')))}</pre>"
-        )
-    space = "".join(f"<span class=chip>{html.escape(str(dimension))}</span>" for dimension in search.space)
-    policy = "default-src 'none'; style-src 'unsafe-inline'"
-    return (
-        "<!doctype html>\n<html lang=en><head><meta charset=utf-8>"
-        f'<meta http-equiv="Content-Security-Policy" content="{policy}">'
-        f"<title>{title}</title><style>{style}</style></head><body><main><h1>{title}</h1>"
-        f"<div class=chips>{space}</div><section><div class='panel hero'>{hero}</div></section>"
-        f"<section class=panel><table><tr>{head}</tr>{body}</table></section></main></body></html>\n"
-    )
-
-
-def _row(line: tuple[str, ...], trial: Outcome, best: Outcome | None) -> str:
-    cells = [html.escape(text) for text in line]
-    cells[0] = f'<a href="runs/{html.escape(trial.run.name)}/report.html">{cells[0]}</a>'
-    kind = " class=best" if trial is best else ""
-    return f"<tr{kind}>{''.join(f'<td>{cell}</td>' for cell in cells)}</tr>\n"

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
-import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -13,15 +11,13 @@ from typing import TYPE_CHECKING, Any, Literal
 import numpy as np
 
 from verl.config import Config, load_config, run_id, to_yaml
-from verl.durable import append_lines
+from verl.durable import append_lines, try_lock
 from verl.errors import ConfigError, VerlError
+from verl.extras import load_extra
 from verl.trainer.check import check_settings
 from verl.trainer.run_dir import is_finished
 from verl.tune.space import Dimension, combinations
 from verl.tune.trial import TrialFailedError, UnknownMetricError, points, run_trial, value_of
-
-if sys.platform != "win32":
-    import fcntl
 
 if TYPE_CHECKING:
     from optuna import Study, Trial
@@ -125,7 +121,7 @@ def tune(search: Search) -> Iterator[dict[int, Outcome]]:
 
 def _open(search: Search) -> Study:
     """The study of a directory, begun if there is none."""
-    optuna = _optuna()
+    optuna = load_extra("optuna", "tune", "verl tune")
     from optuna.storages import JournalStorage
     from optuna.storages.journal import JournalFileBackend
 
@@ -240,19 +236,10 @@ def _locked(out: Path) -> Iterator[None]:
     try:
         (out / "runs").mkdir(parents=True, exist_ok=True)
         file = (out / ".lock").open("a")
+        is_free = try_lock(file)
     except OSError as error:
         raise ConfigError(f"{out} cannot be used: {error.strerror or error}; choose another --out") from None
     with file:
-        if sys.platform != "win32":
-            try:
-                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except OSError:
-                raise ConfigError(f"another process works on the study {out}: wait for it or stop it") from None
+        if not is_free:
+            raise ConfigError(f"another process works on the study {out}: wait for it or stop it")
         yield
-
-
-def _optuna() -> Any:
-    try:
-        return importlib.import_module("optuna")
-    except ImportError as error:
-        raise ConfigError("verl tune needs optuna, which is not installed: pip install 'verl-hybrid[tune]'") from error

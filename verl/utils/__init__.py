@@ -10,12 +10,11 @@ if TYPE_CHECKING:
 
 __all__ = ["DynamicTaskWeightScheduler", "init_device_mesh"]
 
+#: What is imported when it is used: torch; and what stands above, for scripts that look here.
+_LATER = {"init_device_mesh": "verl.utils.device_mesh", "DynamicTaskWeightScheduler": "verl.trainer.task_weights"}
+
 
 def __getattr__(name: str) -> Any:
-    if name == "init_device_mesh":  # torch is imported when it is used
-        from verl.utils.device_mesh import init_device_mesh
-
-        return init_device_mesh
-    if name == "DynamicTaskWeightScheduler":  # the trainer's, which stands above: by name, for scripts that look here
-        return import_module("verl.trainer.task_weights").DynamicTaskWeightScheduler
-    raise AttributeError(f"module 'verl.utils' has no attribute '{name}'")
+    if name not in _LATER:
+        raise AttributeError(f"module 'verl.utils' has no attribute '{name}'")
+    return getattr(import_module(_LATER[name]), name)

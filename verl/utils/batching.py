@@ -148,10 +148,10 @@ def _row_length(row: Any) -> int:
     if isinstance(row, Mapping):
         for name in ("input_ids", "prompt_tokens"):
             if row.get(name) is not None:
-                return len(row[name])
+                return _row_length(row[name])
         if isinstance(row.get("length"), int):
             return int(row["length"])
-    elif hasattr(row, "__len__") and not isinstance(row, str):
+    elif hasattr(row, "__len__") and getattr(row, "ndim", None) != 0 and not isinstance(row, str):
         return len(row)
     text = "row" if isinstance(row, str) else "row['text']"
     raise DataError(

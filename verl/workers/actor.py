@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from contextlib import closing, contextmanager
 from dataclasses import replace
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pyarrow as pa
 import torch
 
 from verl.batch import Batch
+from verl.combinations import check
 from verl.errors import ConfigError, nearest
 from verl.models.lora import has_adapters
 from verl.models.packed import PackedModel
@@ -25,7 +25,6 @@ from verl.rollout.episode import Episode, Outcome, Turns, outcomes, response_col
 from verl.rollout.hf import HFEngine
 from verl.rollout.options import SamplerOptions
 from verl.shard import Shard, Stream
-from verl.tensor_files import read_shards
 from verl.training.engine import TrainEngine
 from verl.training.options import EngineOptions, Head
 from verl.training.ranks import gather_json
@@ -95,14 +94,8 @@ def make_rollout_engine(
     """
     factory = engine_factory(options.name)
     if factory is _embedded and not packed.supports_paged:
-        if packed.tensor_group is not None:
-            raise ConfigError(
-                f"rollout.tensor_model_parallel_size: {type(packed.model).__name__} has no paged forward, which "
-                "generation by tensor parallelism takes: leave it out"
-            )
+        check(options.asked() | {"no paged forward": type(packed.model).__name__})
         factory = _hf
-    if options.batch_invariant and factory is not _embedded:
-        raise ConfigError("batch_invariant is for the embedded engine, which needs a model with a packed forward")
     return factory(packed, tokenizer, eos_token_ids, options)
 
 
@@ -112,6 +105,8 @@ class ActorWorker(TrainedWorker):
 
     `policy_version` counts updates; every sample carries the version that wrote it.
     """
+
+    counter = "policy_version"
 
     def __init__(
         self,
@@ -129,8 +124,7 @@ class ActorWorker(TrainedWorker):
         self.policy_version = 0
         live, weights = placed(model, place)
         trains, generates = ("train" in place.meshes), head == "lm" and "rollout" in place.meshes
-        # Who only generates computes with the model of transformers, whatever it is trained by.
-        self.train = train if trains else train.frozen().replace(strategy="ddp")
+        self.train = train if trains else train.generating(place.meshes["rollout"].layout)
         here = place if trains else rollout_place(place)
         apart = WEIGHTS in place.groups and head == "lm"
         #: The model without weights, where generation has another layout than training.
@@ -164,8 +158,6 @@ class ActorWorker(TrainedWorker):
     @property
     def rollout_engine(self) -> RolloutEngine:
         """Made when it is first needed, on all ranks that generate."""
-        if self.head != "lm":
-            raise ConfigError(f"a model with a '{self.head}' head writes no responses")
         if self._rollout_engine is None:
             with self._weights() as weights:
                 packed = self._packed or self._outline() or self._generation_model().packed
@@ -269,30 +261,6 @@ class ActorWorker(TrainedWorker):
             whole = GenerationModel(self._blank, self.train, self.place, self.engine, whole=True)
         with whole.filled() as engine:
             yield from engine.merged_shards()
-
-    @dispatch(collect="none")
-    def load_shards(self, shards: Iterable[Shard]) -> None:
-        self.engine.load_shards(shards)
-        self._hand_over()
-
-    def counts(self) -> dict[str, int]:
-        return {"policy_version": self.policy_version}
-
-    @dispatch(collect="none")
-    def load(
-        self,
-        weights: Sequence[str],
-        optimizer: Sequence[str],
-        meta: Mapping[str, Any],
-        names: Sequence[str] | None = None,
-    ) -> None:
-        """Go on from what `save` wrote, at any layout: every rank reads its pieces out of the files."""
-        rest = dict(meta)
-        self.policy_version = int(rest.pop("policy_version"))
-        self.load_weights(weights, names)
-        if "train" in self.place.meshes:
-            self.engine.load_state(read_shards(map(Path, optimizer)), rest)
-        self._hand_over()
 
     def _hand_over(self) -> dict[str, float]:
         """Give the rollout engine the weights and their version; the metrics of `SyncCheck`."""

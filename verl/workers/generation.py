@@ -45,7 +45,7 @@ class GenerationModel:
         whole: bool = False,
     ) -> None:
         mesh = generation_mesh(trained.mesh) if whole else place.meshes["rollout"]
-        frozen, device = options.frozen(), place.device or "cpu"
+        frozen, device = options.generating(mesh.layout), place.device or "cpu"
         is_cut = mesh.layout.tp > 1
         model = twin(blank, "meta" if is_cut else device)
         if is_cut:

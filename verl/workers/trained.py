@@ -5,10 +5,10 @@ from __future__ import annotations
 import logging
 import math
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import chain
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 from verl.device import peak_memory, put
 from verl.layout import Mesh
@@ -70,12 +70,12 @@ def train_engine(
     mesh = place.meshes.get("train", Mesh())
     group = place.groups.get("train") if "train" in place.meshes else None
     make: type[TorchEngine] = TorchEngine
-    trains = options.optim is not None or options.optimizer is not None
-    if options.strategy == "deepspeed" and trains and mesh.layout.size > 1:
+    back_ends = mesh.layout.asked(options.back_end)
+    if "ZeRO" in back_ends:
         from verl.training.deepspeed_engine import DeepSpeedEngine
 
         make = DeepSpeedEngine
-    elif options.strategy == "megatron" and not mesh.layout.is_plain:
+    elif "Megatron" in back_ends:
         from verl.training.megatron_engine import MegatronEngine
 
         make = MegatronEngine
@@ -122,8 +122,10 @@ class TrainedWorker:
     Attributes:
         engine: of this rank.
         place: where the worker stands.
+        counter: the attribute that counts updates.
     """
 
+    counter: ClassVar[str]
     engine: TrainEngine
     place: Place
     _files: RankFiles | None = None
@@ -154,7 +156,7 @@ class TrainedWorker:
         parts: dict[str, Pieces] = {"weights": weights.__iter__, "optimizer": state.__iter__}
         self._files = RankFiles(Path(folder), parts, group, background=background)
         held = names_digest(self._files.names["optimizer"])
-        return {**merged(gather_json(meta, group)), "tensors": held, **self.counts()}
+        return {**merged(gather_json(meta, group)), "tensors": held, self.counter: getattr(self, self.counter)}
 
     @dispatch("train")
     def saved(self, wait: bool = True) -> list[dict[str, Any]] | None:
@@ -170,14 +172,35 @@ class TrainedWorker:
         here = peak_memory(where)
         return int(max(gather_json(here, self.place.groups.get("train"))))
 
-    def load_weights(self, files: Sequence[str], names: Sequence[str] | None) -> None:
-        """The weights that `save` wrote; those beside `names` stay as they are."""
-        saved = read_shards(map(Path, files))
+    @dispatch(collect="none")
+    def load_shards(self, shards: Iterable[Shard]) -> None:
+        self.engine.load_shards(shards)
+        self._hand_over()
+
+    @dispatch(collect="none")
+    def load(
+        self,
+        weights: Sequence[str],
+        optimizer: Sequence[str],
+        meta: Mapping[str, Any],
+        names: Sequence[str] | None = None,
+    ) -> None:
+        """Go on from what `save` wrote, at any layout: every rank reads its pieces out of the files.
+
+        Args:
+            names: of the weights that `save` wrote, where it left out a base; those beside them stay as they are.
+        """
+        rest = dict(meta)
+        setattr(self, self.counter, int(rest.pop(self.counter)))
+        saved = read_shards(map(Path, weights))
         if names is not None:
             here = {*names}
             saved = chain((s for s in self.engine.shards() if s.name not in here), saved)
         self.engine.load_shards(saved)
+        if "train" in self.place.meshes:
+            self.engine.load_state(read_shards(map(Path, optimizer)), rest)
+        self._hand_over()
 
-    def counts(self) -> dict[str, int]:
-        """The worker's own numbers, for `load`."""
-        raise NotImplementedError
+    def _hand_over(self) -> dict[str, float]:
+        """Give the weights to what else works with them here; metrics of that."""
+        return {}

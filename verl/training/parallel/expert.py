@@ -26,22 +26,28 @@ from verl.training.parallel.result import Parallel
 from verl.training.ranks import Ranks
 
 
-def expert(forward: Forward, ranks: Ranks, parallel: Parallel) -> None:
-    """Cut the experts of a model over `ep`: their weights are DTensors from then on, cut along the first dimension.
+def fused_experts(forward: Forward, size: int) -> list[Any]:
+    """The modules whose experts `size` ranks can share.
 
     Raises:
-        ConfigError: the model has no experts that can be cut, or a number that `ep` does not divide.
+        ConfigError: the model has no experts that can be cut, or a number that `size` does not divide.
     """
-    name, size = type(forward.packed.model).__name__, ranks.mesh.layout.ep
+    name = type(forward.packed.model).__name__
     blocks: list[Any] = [module for module in forward.model.modules() if _has_fused_experts(module)]
     if not blocks:
         raise ConfigError(
             f"layout: ep={size} cuts the experts of a model, and {name} has none in weights [experts, ...]: use ep=1"
         )
+    if odd := [block.num_experts for block in blocks if block.num_experts % size]:
+        raise ConfigError(f"layout: ep={size} does not divide the {odd[0]} experts of {name}")
+    return blocks
+
+
+def expert(forward: Forward, ranks: Ranks, parallel: Parallel) -> None:
+    """Cut the experts of a model over `ep`: their weights are DTensors from then on, cut along the first dimension."""
+    size = ranks.mesh.layout.ep
     mesh = ranks.device_mesh(forward.packed.device, "ep")
-    for block in blocks:
-        if block.num_experts % size:
-            raise ConfigError(f"layout: ep={size} does not divide the {block.num_experts} experts of {name}")
+    for block in fused_experts(forward, size):
         for weight, parameter in [*block.named_parameters(recurse=False)]:
             cut = distribute_tensor(parameter.detach(), mesh, [Shard(0)], src_data_rank=None)
             block.register_parameter(weight, nn.Parameter(cut, requires_grad=parameter.requires_grad))

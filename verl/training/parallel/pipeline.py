@@ -27,15 +27,24 @@ from verl.training.ranks import Ranks
 from verl.training.schedule import MicroBatch
 
 
+def stages(forward: Forward, count: int, *, trains: bool) -> Cut:
+    """How the model is cut.
+
+    Raises:
+        ConfigError: it is of a kind that cannot be cut, or a stage has nothing to train.
+    """
+    cut = Cut(forward.model, forward.packed, count)
+    for number in range(count) if trains else ():
+        if not any(weight.requires_grad for weight in cut.parameters(number)):
+            raise ConfigError(f"layout: pp={count} leaves stage {number} with nothing to train: its weights are frozen")
+    return cut
+
+
 def pipeline(forward: Forward, ranks: Ranks, parallel: Parallel, *, trains: bool) -> None:
     """Keep the layers of this rank's stage; embeddings stay on the first, the head on the last."""
     count = ranks.mesh.layout.pp
-    cut = Cut(forward.model, forward.packed, count)
-    parameters = [cut.parameters(number) for number in range(count)]
-    for number, weights in enumerate(parameters):
-        if trains and not any(weight.requires_grad for weight in weights):
-            raise ConfigError(f"layout: pp={count} leaves stage {number} with nothing to train: its weights are frozen")
-    tied = parameters[0] & parameters[-1]
+    cut = stages(forward, count, trains=trains)
+    tied = cut.parameters(0) & cut.parameters(count - 1)
     parallel.tied = frozenset(name for name, weight in forward.model.named_parameters() if weight in tied)
     schedule = Pipeline(forward, cut.keep(ranks.mesh.coordinate(ranks.rank)["pp"]), ranks)
     parallel.schedule = schedule

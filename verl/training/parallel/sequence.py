@@ -20,7 +20,6 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.nn.functional import pad
 
-from verl.errors import ConfigError
 from verl.models.collectives import exchange, joined
 from verl.models.packed import AttentionContext
 from verl.models.segments import Packed
@@ -29,15 +28,7 @@ from verl.training.ranks import Ranks
 
 
 def sequence(forward: Forward, ranks: Ranks) -> None:
-    """Let each rank along `sp` compute a slice of the tokens.
-
-    Raises:
-        ConfigError: tokens of the model see each other elsewhere than in an attention of ours.
-    """
-    if forward.is_padded:
-        kind = type(forward.packed.model).__name__
-        why = "use_remove_padding is false" if forward.packed.supports_packed else f"{kind} cannot be called so"
-        raise ConfigError(f"layout: sp={ranks.mesh.layout.sp} cuts packed sequences at the attention, and {why}")
+    """Let each rank along `sp` compute a slice of the tokens."""
     forward.slicing = SequenceSlices(ranks.group("sp"), per_row=forward.head == "score").cut
 
 

@@ -12,7 +12,7 @@ on this rank's parts of them, so nothing of a model's code is replaced.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
@@ -25,6 +25,7 @@ from transformers.pytorch_utils import Conv1D
 from verl.errors import ConfigError
 from verl.models.collectives import joined, shared, split, summed
 from verl.models.cuts import blocks_of, local_part, local_weights
+from verl.models.packed import PackedModel
 from verl.tensor_plan import tensor_plan
 from verl.training.forward import Forward
 from verl.training.parallel.result import Parallel
@@ -41,7 +42,8 @@ def tensor(forward: Forward, ranks: Ranks, parallel: Parallel) -> None:
     """
     packed = forward.packed
     backbone: Any = packed.backbone
-    cutter = _Cutter(ranks, packed.device, tensor_plan(packed.config.model_type, packed.config.base_model_tp_plan))
+    cutter = _Cutter(packed, ranks.mesh.layout.tp)
+    cutter.mesh, cutter.group = ranks.device_mesh(packed.device, "tp"), ranks.group("tp")
     cutter.cut_backbone(backbone)
     cutter.cut_vocabulary(backbone.get_input_embeddings(), packed.output_layer() if forward.head == "lm" else None)
     packed.use_own_code()
@@ -59,16 +61,25 @@ def tensor(forward: Forward, ranks: Ranks, parallel: Parallel) -> None:
     parallel.cut_dims += ("tp",)
 
 
+def check_tensor(packed: PackedModel, size: int) -> None:
+    """Raise what `tensor` would of a model, which may be without memory and is of no use afterwards."""
+    _Cutter(packed, size).cut_backbone(packed.backbone)
+
+
 class _Cutter:
     """Cuts modules of one model.
 
     Attributes:
+        mesh, group: of the ranks; without them modules are looked at, and nothing is cut.
         partial_sums: whole weights that each rank uses for its heads alone: their gradients add up over ranks.
     """
 
-    def __init__(self, ranks: Ranks, device: torch.device, plan: Mapping[str, str]) -> None:
-        self.mesh, self.group, self.plan = ranks.device_mesh(device, "tp"), ranks.group("tp"), plan
-        self.size = ranks.mesh.layout.tp
+    mesh: Any = None
+    group: Any = None
+
+    def __init__(self, packed: PackedModel, size: int) -> None:
+        self.plan = tensor_plan(packed.config.model_type, packed.config.base_model_tp_plan)
+        self.size = size
         self.partial_sums: list[nn.Parameter] = []
         self._entered: tuple[Tensor, Tensor] | None = None
 
@@ -108,6 +119,8 @@ class _Cutter:
                 f"layout: tp={self.size} does not divide {where or name}, {fused} fused matrices of "
                 f"{weight.shape[placement.dim] // fused}"
             )
+        if self.mesh is None:
+            return weight
         found = distribute_tensor(weight.detach(), self.mesh, [placement], src_data_rank=None)
         module.register_parameter(name, nn.Parameter(found, requires_grad=weight.requires_grad))
         return module.get_parameter(name)

@@ -1,6 +1,8 @@
-"""What this machine reaches: a short measurement of products, memory and a collective. Needs torch.
+"""What this machine reaches: a short measurement of products, memory and a collective (seconds).
 
-python -m verl.planner.calibrate        # prints the three shares, or the machine as a device
+    python benchmarks/calibrate.py
+
+Prints the rates and, of a device whose data sheet the planner has, the shares of it for `verl plan --efficiency`.
 """
 
 from __future__ import annotations
@@ -10,15 +12,16 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
+from datetime import timedelta
 from pathlib import Path
-from typing import TYPE_CHECKING
 
+import torch
+import torch.distributed as dist
+
+from verl import device
 from verl.errors import ClusterError
-from verl.planner.hardware import GB, Device, Efficiency, sheet_of
-
-if TYPE_CHECKING:
-    import torch
+from verl.planner.hardware import Efficiency, sheet_of
 
 #: Seconds that the ranks of the collective may take to start, and to finish.
 DEADLINE = 120
@@ -35,20 +38,14 @@ class Measured:
     network: float | None
     host: float | None = None
 
-    def efficiency(self, device: Device, usual: Efficiency | None = None) -> Efficiency:
-        """As shares of a device's data sheet; a share that was not measured stays as usual."""
-        usual = usual or Efficiency()
-        network = usual.network if self.network is None else min(1.0, self.network / device.link)
-        return Efficiency(min(1.0, self.flops / device.flops), min(1.0, self.bandwidth / device.bandwidth), network)
-
-    def device(self, memory: float) -> Device:
-        """A machine without a data sheet: what was measured is all that it can do (shares of 1)."""
-        network = self.network or GB
-        return Device(self.kind, self.flops, memory, self.bandwidth, network, network, self.host or self.bandwidth)
-
-    def sheet(self) -> Device | None:
-        """The data sheet of this machine's device, if it is known."""
-        return sheet_of(self.kind)
+    @property
+    def efficiency(self) -> Efficiency | None:
+        """As shares of the data sheet, a share that was not measured as usual; None: there is no data sheet."""
+        sheet, usual = sheet_of(self.kind), Efficiency()
+        if sheet is None:
+            return None
+        network = usual.network if self.network is None else min(1.0, self.network / sheet.link)
+        return Efficiency(min(1.0, self.flops / sheet.flops), min(1.0, self.bandwidth / sheet.bandwidth), network)
 
 
 def measure(megabytes: int = 32) -> Measured:
@@ -60,10 +57,6 @@ def measure(megabytes: int = 32) -> Measured:
     Raises:
         ClusterError: the ranks of the collective do not answer within the deadline.
     """
-    import torch
-
-    from verl import device
-
     kind = device.default_kind()
     is_cpu = kind == "cpu"
     where = torch.device("cpu") if is_cpu else torch.device(kind, 0)
@@ -86,8 +79,6 @@ def measure(megabytes: int = 32) -> Measured:
 
 def _from_host(megabytes: int, where: torch.device) -> float:
     """Bytes/s of a copy to the device."""
-    import torch
-
     source = torch.ones(megabytes << 18).pin_memory()
     target = torch.empty_like(source, device=where)
     return source.nbytes / _seconds(lambda: target.copy_(source, non_blocking=True))
@@ -95,8 +86,6 @@ def _from_host(megabytes: int, where: torch.device) -> float:
 
 def _seconds(run: Callable[[], object], times: int = 7) -> float:
     """The median of several runs after a first one."""
-    from verl import device
-
     found = []
     for _ in range(times + 1):
         begun = time.perf_counter()
@@ -109,27 +98,22 @@ def _seconds(run: Callable[[], object], times: int = 7) -> float:
 def _collective(megabytes: int, kind: str) -> float:
     """Bytes/s of an all-gather between two ranks, each a process of its own."""
     with tempfile.TemporaryDirectory() as directory:
-        line = [sys.executable, "-m", "verl.planner.calibrate", directory, str(megabytes), kind]
+        line = [sys.executable, __file__, directory, str(megabytes), kind]
         ranks = [subprocess.Popen([*line, str(rank)], stdout=subprocess.PIPE, text=True) for rank in range(2)]
         try:
             answers = [rank.communicate(timeout=DEADLINE)[0] for rank in ranks]
         except subprocess.TimeoutExpired:
-            raise ClusterError(f"verl plan: two ranks did not gather {megabytes} MB within {DEADLINE} s") from None
+            raise ClusterError(f"two ranks did not gather {megabytes} MB within {DEADLINE} s") from None
         finally:
             for rank in ranks:
                 rank.kill()
     if any(rank.returncode for rank in ranks):
-        raise ClusterError("verl plan: a rank of the measured collective failed; its error is above")
+        raise ClusterError("a rank of the measured collective failed; its error is above")
     return float(answers[0])
 
 
 def _rank(directory: str, megabytes: int, kind: str, rank: int) -> None:
     """One of two ranks; the first prints bytes/s."""
-    from datetime import timedelta
-
-    import torch
-    import torch.distributed as dist
-
     if kind != "cpu":
         torch.accelerator.set_device_index(rank)
     dist.init_process_group(
@@ -148,16 +132,10 @@ def _rank(directory: str, megabytes: int, kind: str, rank: int) -> None:
         print(piece.nbytes / seconds)
 
 
-def as_device(found: Measured, memory: float) -> tuple[Device, Efficiency]:
-    """The device to plan for on this machine, and the shares that it reaches."""
-    sheet = found.sheet()
-    if sheet is None:
-        return found.device(memory), Efficiency(1.0, 1.0, 1.0)
-    return replace(sheet, memory=memory), found.efficiency(sheet)
-
-
 if __name__ == "__main__":
     if len(sys.argv) > 1:
         _rank(sys.argv[1], int(sys.argv[2]), sys.argv[3], int(sys.argv[4]))
     else:
-        print(measure())
+        print(measured := measure())
+        if (shares := measured.efficiency) is not None:
+            print(f"--efficiency {shares.compute:.2f},{shares.memory:.2f},{shares.network:.2f}")

@@ -1,0 +1,158 @@
+"""What `Actor` and `Critic` have in common: a model that is trained, as a script holds it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from verl.controller.controller import Controller
+from verl.controller.group import Workers
+from verl.errors import ConfigError
+from verl.models.adapter_check import check_adapters
+from verl.models.lora import add_lora, has_adapters
+from verl.models.options import ModelOptions
+from verl.models.shards import outline
+from verl.models.source import Kind, ModelFiles
+from verl.record import Record
+from verl.roles.lora_base import LoraBase, check_base
+from verl.roles.settings import changed_options, engine_options, model_options, optimizer_settings, with_keywords
+from verl.shard import Shard
+from verl.training.options import EngineOptions, TrainOptions
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+
+class ModelHandle:
+    """A trained model: where it runs, how it is trained, its weights and state.
+
+    Attributes:
+        role: which pool of the placement it stands on.
+        modules: the model's modules and configuration; the weights may be elsewhere.
+        files: what workers in other processes read the model from; it has no weights here then.
+        base: what adapters were added to, if checkpoints need not hold it.
+        train_options: how it is trained.
+    """
+
+    role = "actor"
+    modules: Any
+    controller: Controller
+    train_options: EngineOptions
+    files: ModelFiles | None = None
+    base: LoraBase | None = None
+    _group: Workers[Any] | None = None
+    #: Of an actor: those of its reference policy.
+    _reference: Workers[Any] | None = None
+    _outline: dict[str, Tensor] | None = None
+
+    @property
+    def group(self) -> Workers[Any]:
+        """The workers; made when they are first needed."""
+        raise NotImplementedError
+
+    @property
+    def has_workers(self) -> bool:
+        """Whether its workers have been made, so that how they are laid out is settled."""
+        return self._group is not None
+
+    @property
+    def outline(self) -> Mapping[str, Tensor]:
+        """The whole weights on the meta device, by name. Workers of this process may cut the model that was given."""
+        return outline(self.modules) if self._outline is None else self._outline
+
+    def place(self, placement: Any) -> None:
+        """Run where `placement` says, see `DeviceMesh`.
+
+        Raises:
+            ConfigError: the placement cannot be met, or the workers have been made already.
+        """
+        if self.has_workers or self._reference is not None:
+            raise ConfigError(f"the {self.role}'s workers are in place: say where they run before the first call")
+        self.controller = Controller.of(placement)
+        if self.files is not None and self.controller.is_local:
+            self.modules, self.files = self.files.load(), None
+
+    def train_with(self, **options: Any) -> None:
+        """Change fields of `train_options` (`EngineOptions`).
+
+        Raises:
+            ConfigError: the workers have been made already, with others.
+        """
+        self.train_options = changed_options(self.train_options, options, self._group, self.role)
+
+    def shards(self) -> Iterator[Shard]:
+        """The weights, a value head included, as a stream of named shards."""
+        return self.group.call("shards")  # type: ignore[no-any-return]
+
+    def load_shards(self, shards: Iterable[Shard]) -> None:
+        """Replace the weights, those that generate included."""
+        self.base = None
+        self.group.call("load_shards", shards)
+
+    def save(self, folder: str, background: bool = False) -> dict[str, Any]:
+        """Begin to write the weights, without their base, and the optimizer's state into a directory that all ranks
+        see, every rank its pieces. The group's `saved` ends it and names the files; see `TrainedWorker`.
+
+        Args:
+            background: copy the pieces to host memory, and write them while training goes on.
+
+        Returns:
+            What `load` needs beside the files, as JSON.
+        """
+        if self.base is None or self.base.files.digest is None:
+            return self.group.call("save", folder, background)  # type: ignore[no-any-return]
+        return {**self.group.call("save", folder, background, self.base.trained), "base": self.base.saved()}
+
+    def load(self, weights: Sequence[str], optimizer: Sequence[str], meta: Mapping[str, Any]) -> None:
+        """Go on from what `save` wrote and returned, at any layout.
+
+        Args:
+            weights, optimizer: files, which every rank reads its pieces from.
+
+        Raises:
+            CheckpointError: it is of another model, base or optimizer, or incomplete.
+        """
+        rest = dict(meta)
+        saved, names = rest.pop("base", None), None
+        if saved is None:
+            self.base = None  # which the checkpoint replaces
+        else:
+            check_base(saved, self.base)
+            assert self.base is not None
+            names = self.base.trained
+        self.group.call("load", weights, optimizer, rest, names)
+
+    def _read_settings(
+        self,
+        owner: str,
+        keywords: dict[str, Any],
+        model: Any,
+        train: TrainOptions | Mapping[str, Any] | None,
+        optim: Any,
+        strategy: Any,
+        fused_kernels: bool | str | None,
+        *more: Record,
+    ) -> list[Any]:
+        """Settle `train_options`; the records of the model, of training, and `more`, with the keywords that are
+        theirs."""
+        options = TrainOptions.of(train, "train")
+        optim = optimizer_settings(owner, keywords, options, optim)
+        loading, training, *others = with_keywords(owner, keywords, model_options(model, fused_kernels), options, *more)
+        training = training if strategy is None else training.replace(strategy=strategy)
+        self.train_options = engine_options(training, loading, optim)
+        return [loading, training, *others]
+
+    def _read_model(self, loading: ModelOptions, kind: Kind, seed: int, live: Callable[[], Any]) -> None:
+        """Take the model that the settings name, else the one that `live` returns."""
+        files = ModelFiles.of(loading, kind, seed) if loading.path is not None else None
+        if files is not None:
+            self.files = None if self.controller.is_local or loading.dtype == "int4" else files
+            self.modules = files.load() if self.files is None else files.blank()
+        else:
+            self.modules = live()
+            if loading.lora is not None:
+                add_lora(self.modules, loading.lora, seed)
+            elif has_adapters(self.modules):
+                check_adapters(self.modules)
+        if loading.lora is not None:
+            self.base = LoraBase.of(files, self.modules)

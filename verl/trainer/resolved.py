@@ -1,0 +1,85 @@
+"""What "auto" stands for in a run, dtypes and the engine: settled when it begins, kept in its directory.
+
+So a run that is resumed on another machine, or where vLLM has been installed or is missing, goes on as it began.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Literal
+
+from verl.config import Config
+from verl.durable import read_json, write_atomic
+from verl.errors import ConfigError
+from verl.models.loading import resolved_dtype
+from verl.roles.actor import Actor
+
+FILE = "resolved.json"
+_SECTIONS = ("actor_rollout_ref", "critic")
+
+
+@dataclass(frozen=True)
+class Resolved:
+    """`resolved.json`.
+
+    Attributes:
+        dtypes: of the model of a section; None: its files say it.
+        engine: that generates; None: not settled yet.
+    """
+
+    dtypes: dict[str, Literal["float64", "float32", "bfloat16", "float16", "int4"] | None]
+    engine: str | None = None
+
+    def write(self, directory: Path) -> None:
+        write_atomic(directory / FILE, json.dumps(asdict(self), indent=1) + "\n")
+
+    def put_into(self, config: Config) -> Config:
+        """`config` with these in the place of each "auto"."""
+        for section in _SECTIONS:
+            part, dtype = getattr(config, section), self.dtypes.get(section)
+            if part.model.dtype == "auto" and dtype is not None:
+                model = part.model.model_copy(update={"dtype": dtype})
+                config = config.model_copy(update={section: part.model_copy(update={"model": model})})
+        policy = config.actor_rollout_ref
+        if policy.rollout.name != "auto" or self.engine is None:
+            return config
+        rollout = policy.rollout.replace(name=self.engine)
+        return config.model_copy(update={"actor_rollout_ref": policy.model_copy(update={"rollout": rollout})})
+
+
+def resolve(config: Config, directory: Path) -> Config:
+    """`config` with what the run's `directory` keeps in the place of each "auto"; where it keeps nothing yet, with the
+    dtypes that this machine has for it, which are kept.
+
+    Raises:
+        ConfigError: what the directory keeps is damaged.
+    """
+    file = directory / FILE
+    if not file.exists():
+        Resolved({section: _dtype(config, section) for section in _SECTIONS}).write(directory)  # type: ignore[misc]
+    try:
+        return read_json(file, Resolved).put_into(config)  # type: ignore[no-any-return]
+    except (OSError, ValueError) as error:
+        raise ConfigError(
+            f"{file} is damaged ({error}): give the dtypes (model.dtype) and rollout.name, or start anew"
+        ) from error
+
+
+def settle_engine(config: Config, actor: Actor, directory: Path) -> Config:
+    """`config` with the engine that the actor takes for "auto", which the run's `directory` keeps from now on."""
+    rollout = config.actor_rollout_ref.rollout
+    if rollout.name != "auto" or rollout.url:
+        return config
+    kept: Resolved = replace(read_json(directory / FILE, Resolved), engine=str(actor.settle_engine()))
+    kept.write(directory)
+    return kept.put_into(config)
+
+
+def _dtype(config: Config, section: str) -> str | None:
+    model = getattr(config, section).model
+    source = model.path or config.actor_rollout_ref.model.path
+    if source is None:
+        return None
+    return resolved_dtype(source, model.dtype, trust_remote_code=model.trust_remote_code)
