@@ -88,7 +88,7 @@ def counted() -> Iterator[Counter[str]]:
     finally:
         sys.setprofile(None)
         threading.setprofile(None)
-        for code, number in list(calls.items()):
+        for code, number in dict(calls).items():  # a copy: threads may still count
             named["/".join(Path(code.co_filename).parts[-2:]) + ":" + code.co_name] += number
 
 
