@@ -27,14 +27,16 @@ def run(name: str, tiny: Path, tmp_path: Path, *more: str, sampled: bool = True)
     overrides = [
         f"actor_rollout_ref.model.path={tiny}",
         "actor_rollout_ref.model.dtype=float32",
-        "actor_rollout_ref.rollout.max_new_tokens=4",
         "actor_rollout_ref.rollout.n=2",
         "data.batch_size=2",
         "trainer.total_steps=1",
-        "trainer.max_resamples=1",
         "trainer.loggers=[]",
         f"trainer.output_dir={tmp_path}",
     ]
+    if make_algorithm(name).online:
+        overrides += ["actor_rollout_ref.rollout.max_new_tokens=4"]
+    if name == "dapo":
+        overrides += ["trainer.max_resamples=1"]
     if make_algorithm(name).online and "reference" in make_algorithm(name).roles:
         overrides += [f"actor_rollout_ref.ref.path={tiny}"]
     if sampled and make_algorithm(name).online:

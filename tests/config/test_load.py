@@ -117,8 +117,8 @@ def test_a_tilde_is_the_home_directory(recipe, monkeypatch):
 
 
 def test_references_to_other_keys(recipe):
-    edited(recipe, "total_steps: 3", "total_steps: 3\n  eval_n: ${trainer.total_steps}")
-    assert load_config(recipe).trainer.eval_n == 3
+    edited(recipe, "total_steps: 3", "total_steps: 3\n  keep_checkpoints: ${trainer.total_steps}")
+    assert load_config(recipe).trainer.keep_checkpoints == 3
     assert "nowhere" in message(recipe, "trainer.seed=${nowhere}")
 
 

@@ -2,157 +2,123 @@
 
 from __future__ import annotations
 
+import functools
+import itertools
+import json
 import typing
-from pathlib import Path
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import pytest
-import torch
 
-import verl
-from tests.conftest import save_tiny
-from verl.algorithms import make_algorithm
-from verl.batch import Batch
-from verl.config import describe
-from verl.config.schema import AlgorithmConfig, Config
-from verl.config.tasks import TasksFile
-from verl.models.options import LoraOptions
+from tests.config.observed import Observer, Seen, distance, observe, with_changes
+from tests.config.shown import BASE, SHOWN, make_world
+from tests.conftest import Plain
+from verl.config import build_config
+from verl.config.schema import Config
+from verl.data.tasks import TaskSource
+from verl.errors import ConfigError
 from verl.record import Change, Record, extra, section
-from verl.roles.updater import Updater
-from verl.training import torch_engine
-from verl.training.micro_batch import split
-from verl.training.options import OptimConfig, TrainSettings
 
 
-def records(record: type[Record]) -> set[type[Record]]:
-    """The record and all below it, also those in lists and mappings."""
-    found, waiting = {record}, [record]
-    while waiting:
-        for field in waiting.pop().model_fields.values():
-            parts = [field.annotation]
-            while parts:
-                part = parts.pop()
-                parts += [argument for argument in typing.get_args(part) if argument is not Ellipsis]
-                inner = section(part)
-                if inner is not None and inner not in found:
-                    found.add(inner)  # type: ignore[arg-type]
-                    waiting.append(inner)  # type: ignore[arg-type]
-    return found
+def paths(record: type[Record], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """Every setting below a record with its field, also of records in lists and mappings (`*`)."""
+    for name, field in record.model_fields.items():
+        if section(field.annotation) is None:
+            yield prefix + name, field
+        for inner, path in below(field.annotation, prefix + name):
+            yield from paths(inner, f"{path}.")
 
 
-def test_every_field_states_what_it_changes() -> None:
+def below(annotation: Any, path: str) -> Iterator[tuple[type[Record], str]]:
+    record = section(annotation)
+    if record is not None:
+        yield record, path  # type: ignore[misc]
+    many = typing.get_origin(annotation) in (tuple, dict)
+    for part in typing.get_args(annotation) if record is None else ():
+        yield from below(part, f"{path}.*" if many else path)
+
+
+SETTINGS = {**dict(paths(Config)), **dict(paths(TaskSource, "data.train."))}
+LATER = {path: extra(field, "later") for path, field in SETTINGS.items() if extra(field, "later")}
+
+
+def test_every_setting_states_what_it_changes_and_has_an_input_that_shows_it() -> None:
     kinds = typing.get_args(Change)
-    assert {LoraOptions, AlgorithmConfig} <= records(Config)
-    for record in records(Config) | records(TasksFile):
-        for name, field in record.model_fields.items():
-            assert section(field.annotation) or extra(field, "changes") in kinds, f"{record.__name__}.{name}"
+    assert [path for path, field in SETTINGS.items() if extra(field, "changes") not in kinds] == []
+    assert sorted(SETTINGS) == sorted({*SHOWN, *LATER})
+
+
+@pytest.mark.parametrize("path", LATER)
+def test_a_setting_of_later_has_one_value(path: str) -> None:
+    with pytest.raises(ConfigError, match=f"{path}: {LATER[path]}"):
+        build_config(with_changes({}, {**BASE, path: 1}))
 
 
 @pytest.fixture(scope="module")
-def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    # Llama's norms are in fp32 whatever its dtype: GPT-2's are not.
-    return save_tiny(tmp_path_factory.mktemp("model") / "tiny", "gpt2", torch.float64)
+def see(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[Observer, Mapping[str, Any]], Seen]]:
+    """What an observer sees of settings, once for each."""
+    world = tmp_path_factory.mktemp("world")
+    make_world(world)
+    servers = [Plain(number) for number in (1, 2)]
+    numbers = itertools.count()
+
+    @functools.cache
+    def seen(observer: Observer, settings: str) -> Seen:
+        for number, server in enumerate(servers, start=1):
+            settings = settings.replace(f"SERVER{number}", server.url)
+        return observe(observer, json.loads(settings), world / f"run-{next(numbers)}")
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(world)
+        yield lambda observer, settings: seen(observer, json.dumps(settings, sort_keys=True))
+    for server in servers:
+        server.kill()
 
 
-PROMPTS = ["one two", "three", "a much longer prompt than the others", "four"]
+def cases() -> Iterator[Any]:
+    for path, case in SHOWN.items():
+        marks = [pytest.mark.slow] if case.slow else []
+        if path.rsplit(".", 1)[-1] in ("process", "workers", "max_workers"):
+            marks.append(pytest.mark.reward_processes)
+        yield pytest.param(path, id=path, marks=marks)
 
 
-def sampled(tiny: Path, **rollout: Any) -> list[list[int]]:
-    settings = {"max_new_tokens": 12, **rollout}
-    actor = verl.Actor(str(tiny), rollout=verl.roles.actor.RolloutOptions(**settings))  # type: ignore[attr-defined]
-    return actor.generate_sequences(PROMPTS * 3)["response_tokens"]  # type: ignore[no-any-return]
+@pytest.mark.parametrize("path", cases())
+def test_two_values_differ_in_what_the_setting_changes(see: Callable[..., Seen], path: str) -> None:
+    case = SHOWN[path]
+    one, other = (
+        see(case.observer, with_changes({}, {**BASE, **case.beside, **case.needs, **along, path: value}))
+        for value, along in ((case.one, {}), (case.other, case.along))
+    )
+    changes = extra(SETTINGS[path], "changes")
+    if changes == "limit":
+        assert one.ended != other.ended
+        return
+    for seen in (one, other):
+        assert not isinstance(seen.ended, str), seen.ended
+    if changes == "result":
+        assert distance(one.numbers, other.numbers) > 1e-9
+        return
+    assert distance(one.numbers, other.numbers) <= case.within
+    if changes == "output":
+        assert distance(one.files, other.files)
+    else:
+        counts = [sum(n for name, n in seen.calls.items() if case.count in name) for seen in (one, other)]
+        assert counts[0] != counts[1]
 
 
-SAMPLING: dict[str, tuple[Any, Any]] = {
-    "max_new_tokens": (4, 9), "min_new_tokens": (0, 9), "temperature": (1.0, 0.3), "top_k": (0, 3), "top_p": (1.0, 0.2),
-    "min_p": (0.0, 0.9), "stop": ((), ("a", "e", "i", "o", "1", "2")),
-}  # fmt: skip
-
-
-@pytest.mark.parametrize("name", SAMPLING)
-def test_a_setting_of_samples_changes_them(tiny: Path, name: str) -> None:
-    one, two = (sampled(tiny, **{name: value}) for value in SAMPLING[name])
-    assert one != two
-
-
-@pytest.mark.parametrize(("name", "value"), [("max_num_seqs", 2), ("kv_cache_gb", 0.01), ("batch_invariant", True)])
-def test_a_setting_of_their_cost_does_not(tiny: Path, name: str, value: Any) -> None:
-    assert sampled(tiny) == sampled(tiny, **{name: value})
-
-
-@pytest.fixture(scope="module")
-def samples(tiny: Path) -> Batch:
-    """Of a policy, with rewards."""
-    actor = verl.Actor(str(tiny), sampling={"max_new_tokens": 9})
-    made = actor.generate_sequences(PROMPTS, n=4)
-    return made.add({"reward": [float(len(tokens) % 3 + sum(tokens) % 5) for tokens in made["response_tokens"]]})
-
-
-def trained(tiny: Path, samples: Batch, *, updates: int = 2, **settings: Any) -> tuple[list[torch.Tensor], list[float]]:
-    """The weights after some updates, and the gradient norms on the way."""
-    actor = verl.Actor(str(tiny), **{"lr": 1e-2, **settings})
-    updater, norms = Updater(make_algorithm("grpo"), actor=actor), []
-    for _ in range(updates):
-        norms.append(updater.update(samples)["grad_norm/actor"])
-    return [weight.detach().clone() for weight in actor.model.parameters()], norms
-
-
-TRAINING: dict[str, tuple[Any, Any]] = {
-    "lr": (1e-2, 2e-2), "betas": ((0.9, 0.999), (0.5, 0.9)), "adam_eps": (1e-6, 1e-1), "weight_decay": (0.0, 0.5),
-    "max_grad_norm": (None, 1e-3), "warmup_steps": (0, 4), "epochs": (1, 2), "mini_batch_size": (None, 4),
-}  # fmt: skip
-
-
-@pytest.mark.parametrize("name", TRAINING)
-def test_a_setting_of_training_changes_the_weights(tiny: Path, samples: Batch, name: str) -> None:
-    one, two = (trained(tiny, samples, **{name: value})[0] for value in TRAINING[name])
-    assert any(not torch.equal(a, b) for a, b in zip(one, two, strict=True))
-
-
-def test_the_schedule_and_its_end_change_the_weights(tiny: Path, samples: Batch) -> None:
-    runs = [{}, {"schedule": "linear", "total_steps": 4}, {"schedule": "cosine", "total_steps": 4},
-            {"schedule": "linear", "total_steps": 8}]  # fmt: skip
-    weights = [trained(tiny, samples, **settings)[0] for settings in runs]
-    for first, one in enumerate(weights):
-        for two in weights[first + 1 :]:
-            assert any(not torch.equal(a, b) for a, b in zip(one, two, strict=True))
-
-
-@pytest.mark.parametrize(
-    ("name", "value"),
-    [
-        ("micro_batch_size", 3), ("max_tokens_per_micro_batch", 40), ("gradient_checkpointing", True),
-        ("use_remove_padding", False), ("fused_kernels", False),
-    ],
-)  # fmt: skip
-def test_a_setting_of_the_cost_of_training_does_not(tiny: Path, samples: Batch, name: str, value: Any) -> None:
-    usual, other = trained(tiny, samples, updates=1), trained(tiny, samples, updates=1, **{name: value})
-    assert other[1] == pytest.approx(usual[1], rel=1e-10)
-    for a, b in zip(usual[0], other[0], strict=True):
-        torch.testing.assert_close(b, a, rtol=1e-7, atol=1e-9)  # Adam magnifies rounding
-
-
-@pytest.mark.parametrize(("name", "value"), [("micro_batch_size", 3), ("max_tokens_per_micro_batch", 40)])
-def test_a_limit_of_micro_batches_changes_their_number(
-    tiny: Path, samples: Batch, name: str, value: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    counts = []
-
-    def counted(*args: Any, **options: Any) -> Any:
-        parts = split(*args, **options)
-        counts.append(len(parts))
-        return parts
-
-    monkeypatch.setattr(torch_engine, "split", counted)
-    trained(tiny, samples, updates=1)
-    usual = max(counts)
-    trained(tiny, samples, updates=1, **{name: value})
-    assert max(counts) > usual == 1
-
-
-def test_what_is_shown_here_is_what_is_stated() -> None:
-    results = {key.path.rsplit(".", 1)[-1] for key in describe() if key.changes == "result"}
-    assert results >= {*SAMPLING, *TRAINING, "schedule"}
-    # Of bf16 weights, and of bf16 products: tests/training.
-    assert OptimConfig.model_fields.keys() <= {*TRAINING, "schedule", "total_steps", "moments"}
-    assert results & TrainSettings.model_fields.keys() <= {*TRAINING, "use_amp"}
+@pytest.mark.parametrize("path", [path for path, case in SHOWN.items() if case.needs])
+def test_a_setting_that_needs_another_is_refused_without_it(see: Callable[..., Seen], path: str) -> None:
+    case = SHOWN[path]
+    usual = SETTINGS[path].default
+    (value, *_) = [
+        v
+        for v in (case.one, case.other)
+        if v not in (None, [], {}) and (tuple(v) if isinstance(v, list) else v) != usual
+    ]
+    seen = see(case.observer, with_changes({}, {**BASE, **case.beside, path: value}))
+    section, *_, name = path.split(".")
+    # Of several settings of a section that nothing reads the first is named.
+    named = [name, f"the section '{section}'", *(["critic."] if section == "critic" else [])]
+    assert isinstance(seen.ended, str) and any(words in seen.ended for words in named)

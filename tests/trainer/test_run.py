@@ -106,6 +106,8 @@ def settings(tmp_path: Path, model: Path, **changes: Any) -> dict[str, Any]:
         "trainer.run_name": "test",
         **changes,
     }
+    if flat.get("algorithm.name") in ("dpo", "sft"):
+        del flat["actor_rollout_ref.rollout.max_new_tokens"]  # nothing is sampled
     nested: dict[str, Any] = {}
     for key, value in flat.items():
         *parents, last = key.split(".")

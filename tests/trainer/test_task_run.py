@@ -35,6 +35,7 @@ def mixed(tmp_path: Path, model: Path, **changes: Any) -> dict[str, Any]:
         **{
             "data.train": str(tmp_path / "train-mixed.jsonl"),
             "data.eval": str(tmp_path / "eval-mixed.jsonl"),
+            "actor_rollout_ref.rollout.n": 8,  # as it is by default: each task has its own
             "tasks": tasks,
             **changes,
         },

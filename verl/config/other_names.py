@@ -143,6 +143,16 @@ def _eval_temperature(value: Any, get: Get) -> Mapping[str, Any]:
     return {"trainer.eval_temperature": value if get(f"{_ROLLOUT}.val_kwargs.do_sample") else 0.0}
 
 
+def _evaluated(translate: Translate) -> Translate:
+    """Of evaluations: of no effect where there are none."""
+    return lambda value, get: translate(value, get) if get("data.val_files") or get("data.eval") else {}
+
+
+def _has_projects(get: Get) -> bool:
+    loggers = get("trainer.logger") or get("trainer.loggers") or ()
+    return any(name in loggers for name in ("wandb", "trackio", "mlflow"))
+
+
 def _update(section: str, optim: str) -> dict[str, Translate]:
     """Of the actor and of the critic."""
     return {
@@ -207,9 +217,9 @@ NAMES: dict[str, Translate] = {
     f"{_ROLLOUT}.layered_summon": _no_effect,
     f"{_ROLLOUT}.enable_chunked_prefill": _no_effect,
     f"{_ROLLOUT}.do_sample": _only(True, instead="training samples: write temperature"),
-    f"{_ROLLOUT}.val_kwargs.n": _to("trainer.eval_n"),
-    f"{_ROLLOUT}.val_kwargs.do_sample": _greedy,
-    f"{_ROLLOUT}.val_kwargs.temperature": _eval_temperature,
+    f"{_ROLLOUT}.val_kwargs.n": _evaluated(_to("trainer.eval_n")),
+    f"{_ROLLOUT}.val_kwargs.do_sample": _evaluated(_greedy),
+    f"{_ROLLOUT}.val_kwargs.temperature": _evaluated(_eval_temperature),
     "actor_rollout_ref.ref.log_prob_micro_batch_size": _no_effect,
     "actor_rollout_ref.ref.log_prob_micro_batch_size_per_gpu": _no_effect,
     "actor_rollout_ref.ref.log_prob_use_dynamic_bsz": _no_effect,
@@ -245,7 +255,7 @@ NAMES: dict[str, Translate] = {
     "trainer.save_freq": _without("trainer.save_every", -1),
     "trainer.test_freq": _without("trainer.eval_every", -1),
     "trainer.logger": _to("trainer.loggers"),
-    "trainer.project_name": _to("trainer.project"),
+    "trainer.project_name": lambda value, get: {"trainer.project": value} if _has_projects(get) else {},
     "trainer.experiment_name": _to("trainer.run_name"),
     "trainer.default_local_dir": _to("trainer.output_dir"),
     "trainer.max_actor_ckpt_to_keep": _to("trainer.keep_checkpoints"),
@@ -255,7 +265,7 @@ NAMES: dict[str, Translate] = {
     "trainer.val_before_train": _no_effect,
     "trainer.critic_warmup": _only(0, instead="there is no such phase here: leave it out"),
     "trainer.balance_batch": _no_effect,
-    "trainer.resume_mode": _only("auto", "disable", instead="the same command goes on; --fresh starts anew"),
+    "trainer.resume_mode": _only("auto", instead="write verl train --fresh: the same command goes on"),
     "trainer.device": _no_effect,
     "trainer.use_legacy_worker_impl": _no_effect,
 }

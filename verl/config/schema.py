@@ -179,7 +179,7 @@ class DataConfig(Record):
         "{path: [FILE, FILE], weights: [0.7, 0.3]} draws by shares; "
         "for several tasks {NAME: such a source, ...}, or one whose rows name their task in the column task",
     )
-    eval: Source | None = result(
+    eval: Source | None = output(
         default=None, description="held-out problems or rows, in the same form; prompts of training are left out"
     )
     prompt_column: str | None = result(
@@ -243,7 +243,7 @@ class RewardPart(Record):
     template: str | None = result(
         default=None, description="what the judge reads, with {prompt}, {response} and columns by name in it"
     )
-    scale: tuple[float, float] | None = result(
+    scale: Annotated[tuple[float, float], AsTuple] | None = result(
         default=None, description="the least and the most that the judge may give (null: 0 to 10)"
     )
     answer: Literal["last_number", "whole", "tag"] = result(
@@ -342,7 +342,7 @@ class GuardConfig(Record):
     absolute: bool = result(default=False, description="threshold_delta is in the metric's own unit")
     window: Count = result(default=10, description="latest values that are compared with the baseline")
     baseline: Annotated[int, Field(ge=2, lt=2**31)] = result(default=30, description="values in a row of a baseline")
-    max_rollbacks: Natural = result(default=3, description="after so many, the next fall ends the run")
+    max_rollbacks: Natural = limit(default=3, description="after so many, the next fall ends the run")
 
     @model_validator(mode="after")
     def _check(self) -> GuardConfig:
@@ -360,10 +360,6 @@ class TaskSchedulerConfig(Record):
     metric_key: str = result(default="reward_score", description="a task's metric that is to be high")
     patience: Count = result(default=500, description="steps without a gain after which a task has converged")
     min_weight: Share = result(default=0.1, description="least share of a task")
-
-
-def _task_scheduler(value: dict[str, Any]) -> dict[str, Any]:
-    return TaskSchedulerConfig(**value).model_dump()
 
 
 class TrainerConfig(Record):
@@ -413,7 +409,7 @@ class TrainerConfig(Record):
     guards: Annotated[tuple[GuardConfig, ...], AsTuple] = result(
         default=(), description="metrics whose fall takes training back to an earlier checkpoint"
     )
-    task_scheduler: Annotated[dict[str, Any], AfterValidator(_task_scheduler)] | None = result(
+    task_scheduler: TaskSchedulerConfig | None = result(
         default=None,
         description="shares of several tasks that follow how far each has come: {initial_weights: {TASK: SHARE}, "
         "metric_key, patience, min_weight} (null: as set)",
@@ -423,6 +419,12 @@ class TrainerConfig(Record):
     placement: dict[str, Any] | str | None = free(
         "cost", None, "role -> devices, such as {rollout: cuda:0, actor: cuda:1-3} (null: all ranks of a torchrun job)"
     )
+
+    @model_validator(mode="after")
+    def _check_length(self) -> TrainerConfig:
+        if self.total_epochs is not None and self.total_steps != type(self).model_fields["total_steps"].default:
+            raise wrong("total_epochs", "is given in the place of total_steps: leave one of them out")
+        return self
 
 
 class Config(Record):
@@ -454,8 +456,9 @@ class Config(Record):
                 step = f"{prompts * n} samples of a step (data.batch_size {prompts} x rollout.n {n})"
                 message = f"must be at most the {step}, not {update.mini_batch_size}"
                 raise wrong(f"{role}.mini_batch_size", message)
-        for name in ("num_rollout_workers", "max_rollout_workers"):
-            if self.trainer.max_staleness is None and (getattr(self.actor_rollout_ref.rollout, name) or 1) > 1:
+        for name in ("num_rollout_workers", "max_rollout_workers", "transport"):
+            usual = RolloutOptions.model_fields[name].default
+            if self.trainer.max_staleness is None and getattr(self.actor_rollout_ref.rollout, name) not in (usual, 1):
                 raise wrong(
                     f"actor_rollout_ref.rollout.{name}",
                     "is for asynchronous training: set trainer.max_staleness to 1 or more",
@@ -466,13 +469,12 @@ class Config(Record):
             names = [task.name for task in self.tasks]
             if len(names) < 2:
                 raise wrong("trainer.task_scheduler", "weighs several tasks against each other: name them in tasks")
-            if stray := self.trainer.task_scheduler["initial_weights"].keys() - {*names}:
+            if stray := self.trainer.task_scheduler.initial_weights.keys() - {*names}:
                 stray_name = min(stray)
                 raise wrong("trainer.task_scheduler", f"weighs task '{stray_name}': {nearest(stray_name, names)}")
-        if self.trainer.eval_every is not None and self.data.eval is None:
-            raise wrong("trainer.eval_every", "is set, but data.eval names no problems to evaluate on")
-        if self.trainer.eval_metrics and self.data.eval is None:
-            raise wrong("trainer.eval_metrics", "is set, but data.eval names no problems to evaluate on")
+        for name in ("eval_every", "eval_n", "eval_temperature", "eval_metrics", "log_completions"):
+            if self.data.eval is None and getattr(self.trainer, name) != TrainerConfig.model_fields[name].default:
+                raise wrong(f"trainer.{name}", "is set, but data.eval names no problems to evaluate on")
         if self.trainer.total_steps == 0 and self.data.eval is None:
             raise wrong("trainer.total_steps", "is 0 and data.eval names nothing to evaluate on: nothing would run")
         return self

@@ -7,7 +7,7 @@ from typing import Annotated, Any
 
 from pydantic import AfterValidator, model_validator
 
-from verl.record import AsTuple, Count, NotNegative, Record, output, result, wrong
+from verl.record import AsTuple, Count, NotNegative, Record, result, wrong
 from verl.record import function_path as as_function
 
 
@@ -27,7 +27,7 @@ def _algorithm(value: str) -> str:
 class TaskConfig(Record):
     """One of several tasks: what is sampled and learned, and what is good."""
 
-    name: TaskName = output(description="what metrics call it, and its rows' column `task`")
+    name: TaskName = result(description="what metrics call it, and its rows' column `task`")
     type: Annotated[str, AfterValidator(_algorithm)] = result(description="the algorithm, by name or FILE.py:CLASS")
     options: dict[str, Any] = result(default={}, description="the algorithm's own options")
     reward_model: str | list[str] | dict[str, Any] | None = result(

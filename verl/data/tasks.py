@@ -9,13 +9,13 @@ import hashlib
 import itertools
 import json
 from collections.abc import Iterator, Mapping
-from typing import Annotated, Any, Literal
+from typing import Any, Literal
 
-from pydantic import ConfigDict, Field
+from pydantic import ConfigDict
 
 from verl.checked import checked
 from verl.errors import ConfigError, DataError, nearest
-from verl.record import Count, Record, Seed
+from verl.record import Count, Record, Seed, result
 
 #: The column that carries a problem to its verifier.
 TASK_COLUMN = "reasoning_gym"
@@ -27,11 +27,11 @@ class TaskSource(Record):
     options."""
 
     model_config = ConfigDict(extra="allow")
-    task: str
-    size: Count = 500
-    seed: Seed = 0
-    split: Literal["train", "eval"] | None = None
-    holdout: Annotated[float, Field(gt=0, lt=1)] = 0.2
+    task: str = result(description="its name")
+    size: Count = result(default=500, description="problems")
+    seed: Seed = result(default=0, description="which problems")
+    split: Literal["train", "eval"] | None = result(default=None, description="only the held-out ones, or the others")
+    holdout: float = result(default=0.2, gt=0, lt=1, description="share that is held out")
 
 
 def task_rows(spec: Mapping[str, Any]) -> Iterator[dict[str, Any]]:

@@ -117,7 +117,7 @@ def build_trainer(
     for guard in settings.guards:
         trainer.add_guard(SafetyGuard(**dict(guard)))
     if scheduler is not None:
-        trainer.set_task_scheduler(DynamicTaskWeightScheduler(**scheduler))
+        trainer.set_task_scheduler(DynamicTaskWeightScheduler(**dict(scheduler)))
     return trainer
 
 

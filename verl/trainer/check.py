@@ -2,21 +2,20 @@
 
 from __future__ import annotations
 
-import logging
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
 from verl.algorithms import BaseAlgorithm, make_algorithm
-from verl.config import Config, CostConfig, CriticConfig
+from verl.config import Config, CostConfig, differences
 from verl.config.schema import KL
 from verl.data.by_task import by_task
 from verl.data.prompts import PromptDataset
 from verl.errors import ConfigError
 from verl.rewards.loading import load_function
 from verl.rewards.source import RewardSource
-from verl.trainer.logging import check_loggers
+from verl.trainer.logging import EXTRAS, check_loggers
 from verl.trainer.metrics import Metric
 from verl.trainer.reads import check_reads, sources_of
 from verl.trainer.run_data import ReadData, is_offline, read_data, step_rows
@@ -24,7 +23,9 @@ from verl.trainer.task import MAIN, check_heads
 from verl.trainer.task_file import algorithm_of, check_sampling, samples_of
 from verl.trainer.task_weights import DynamicTaskWeightScheduler
 
-logger = logging.getLogger(__name__)
+_ROLLOUT = "actor_rollout_ref.rollout"
+_SAMPLING = ("episode", "max_new_tokens", "min_new_tokens", "top_k", "top_p", "min_p", "stop", "url")
+_EVALUATION = ("trainer.eval_n", "trainer.eval_temperature", "trainer.log_completions")
 
 
 @dataclass(frozen=True)
@@ -57,7 +58,7 @@ def check_settings(config: Config) -> Checked:
     _check_trainer(config, algorithms)
     _check_places(config)
     if config.trainer.task_scheduler is not None:
-        DynamicTaskWeightScheduler(**config.trainer.task_scheduler)
+        DynamicTaskWeightScheduler(**dict(config.trainer.task_scheduler))
     sources = sources_of(config)
     for task in config.tasks:
         check_sampling(task)
@@ -125,13 +126,10 @@ def _check_together(config: Config, algorithms: Mapping[str, BaseAlgorithm]) -> 
     algorithm = next(iter(algorithms.values()))
     of = f"algorithm '{algorithm.name}' has" if not config.tasks else "the algorithms of the tasks have"
     roles = roles_of(config, algorithms.values())
-    reference = config.actor_rollout_ref.ref
-    if (reference.path or reference.dtype) is not None and "reference" not in roles:
-        can = any(hasattr(each, "kl_in") for each in algorithms.values())
-        reads = "set algorithm.kl_in to reward or loss, or " if can else ""
-        raise ConfigError(f"actor_rollout_ref.ref: {of} no reference as it is set: {reads}leave the section out")
-    if config.critic != CriticConfig() and "critic" not in roles:
-        logger.warning("%s no critic as it is set: the section 'critic' is not used", of)
+    changed = [key for key, *_ in differences(config)]
+    for name, is_read, reason in _readers(config, algorithms, roles, of):
+        if not is_read and (key := next((key for key in changed if f"{key}.".startswith(f"{name}.")), None)):
+            raise ConfigError(f"{key} would not be read: {reason}; leave it out")
     data, offline = config.data, [is_offline(config, each) for each in algorithms.values()]
     if all(offline):
         for key in ("prompt_column", "prompt_template", "chat"):
@@ -143,6 +141,30 @@ def _check_together(config: Config, algorithms: Mapping[str, BaseAlgorithm]) -> 
         )
     if config.trainer.eval_metrics and not any(each.online for each in algorithms.values()):
         raise ConfigError(f"trainer.eval_metrics are for sampled responses; '{algorithm.name}' samples none")
+
+
+def _readers(
+    config: Config, algorithms: Mapping[str, BaseAlgorithm], roles: set[str], of: str
+) -> Iterator[tuple[str, bool, str]]:
+    """Settings or sections, whether anything in the run reads them beside the others, and why nothing does."""
+    trainer, rollout = config.trainer, config.actor_rollout_ref.rollout
+    rejects = any(type(each).keep is not BaseAlgorithm.keep for each in algorithms.values())
+    calls = bool(config.tasks) or config.reward.is_given or config.cost.is_given or rollout.episode is not None
+    samples = any(each.online for each in algorithms.values())
+    can = any(hasattr(each, "kl_in") for each in algorithms.values())
+    reads = ", unless you set algorithm.kl_in to reward or loss" if can else ""
+    yield "actor_rollout_ref.ref", "reference" in roles, f"{of} no reference as it is set{reads}"
+    yield "critic", "critic" in roles, f"{of} no critic as it is set"
+    for strategy in ("fsdp", "deepspeed"):
+        is_used = config.actor_rollout_ref.actor.strategy == strategy
+        yield f"actor_rollout_ref.actor.{strategy}_config", is_used, f"it is for strategy '{strategy}'"
+    yield "reward", calls, "no reward is given"
+    yield "trainer.project", bool({*trainer.loggers} & {*EXTRAS}), f"it is for trainer.loggers {', '.join(EXTRAS)}"
+    yield "trainer.max_resamples", rejects, f"{of} no samples that are rejected"
+    yield "trainer.max_resamples", trainer.max_staleness is None, "asynchronous training samples nothing again"
+    yield f"{_ROLLOUT}.n", not config.tasks or rollout.n == 1, "each of the tasks has its own n"  # 1: see other_names
+    for name in (*(f"{_ROLLOUT}.{name}" for name in _SAMPLING), *_EVALUATION):
+        yield name, samples, "nothing is sampled: the responses are recorded"
 
 
 def _check_trainer(config: Config, algorithms: Mapping[str, BaseAlgorithm]) -> None:

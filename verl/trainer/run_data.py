@@ -120,7 +120,8 @@ def build_data(config: Config, actor: Actor, data: ReadData) -> RunData:
 
 def _loader(config: Config, train: Mapping[str, Data], mixture: Mapping[str, float]) -> Loader:
     data, seed = config.data, config.trainer.seed
-    shares = {task.name: task.share for task in config.tasks if task.name in train}
+    many = len(config.tasks) > 1  # the batches of one task are those of a run without `tasks`
+    shares = {task.name: task.share for task in config.tasks if many and task.name in train}
     size = 1 if shares or mixture else data.batch_size
     sources: dict[str, PromptLoader | OfflineDatasetLoader] = {
         name: PromptLoader(of, size, seed=seed, shuffle=data.shuffle) if isinstance(of, PromptDataset) else of

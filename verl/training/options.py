@@ -40,8 +40,12 @@ class OptimConfig(Record):
     total_steps: Count | None = result(default=None, description="where linear and cosine reach zero")
 
     @model_validator(mode="after")
-    def _warmup_ends_in_time(self) -> OptimConfig:
-        if self.schedule != "constant" and self.total_steps is not None and self.warmup_steps >= self.total_steps:
+    def _check_length(self) -> OptimConfig:
+        if self.total_steps is None:
+            return self
+        if self.schedule == "constant":
+            raise wrong("total_steps", "is where linear and cosine reach zero: set schedule, or leave it out")
+        if self.warmup_steps >= self.total_steps:
             raise wrong(
                 "warmup_steps", f"{self.warmup_steps} leaves nothing of total_steps={self.total_steps}: lower it"
             )

@@ -1,0 +1,250 @@
+"""What settings do, seen from outside: samples, losses and gradients; calls of functions; files; how it ended."""
+
+from __future__ import annotations
+
+import copy
+import functools
+import itertools
+import json
+import math
+import os
+import re
+import sys
+import threading
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import CodeType, FrameType
+from typing import Any
+
+import pyarrow.parquet as pq
+import torch
+
+from tests import ranks
+from verl.algorithms import make_algorithm
+from verl.batch import Batch
+from verl.config import Config, build_config, to_yaml
+from verl.data.tasks import task_rows
+from verl.errors import VerlError
+from verl.roles.reward import Reward
+from verl.roles.updater import Updater
+from verl.trainer import build
+from verl.trainer.check import check_settings
+from verl.trainer.checkpoint import load_checkpoint
+from verl.trainer.run import train
+from verl.trainer.run_data import build_data
+
+SCRIPT = Path(__file__).with_name("rank_observed.py")
+#: In names of metrics and files, what a clock or the machine decides.
+TIMED = ("time/", "busy/", "_per_s", "memory/", "seconds")
+
+
+@dataclass
+class Seen:
+    """`numbers`: samples, data in their order, losses, gradients, weights. `calls` of Python functions, by the last two
+    parts of the file and the name, and "threads" of torch. `files`: what they hold. `ended`: how."""
+
+    numbers: Any = None
+    calls: Counter[str] = field(default_factory=Counter)
+    files: dict[str, Any] = field(default_factory=dict)
+    ended: Any = None
+
+
+Observer = Callable[[Config], Seen]
+
+
+def with_changes(settings: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:
+    """Nested settings with dotted keys changed; `*` is the first item of a list or a mapping."""
+    settings = copy.deepcopy(dict(settings))
+    for key, value in changes.items():
+        node: Any = settings
+        *above, last = key.split(".")
+        for name in above:
+            if name == "*":
+                node = node[0] if isinstance(node, list) else next(iter(node.values()))
+            else:
+                node[name] = node.get(name) if node.get(name) is not None else {}
+                node = node[name]
+        node[last] = copy.deepcopy(value)
+    return settings
+
+
+@contextmanager
+def counted() -> Iterator[Counter[str]]:
+    """Counts the calls of every Python function, on all threads of this process."""
+    calls: Counter[CodeType] = Counter()
+    named: Counter[str] = Counter()
+
+    def count(frame: FrameType, event: str, argument: Any) -> None:
+        if event == "call" and frame.f_code.co_name != "<module>":
+            calls[frame.f_code] += 1
+
+    threading.setprofile(count)
+    sys.setprofile(count)
+    try:
+        yield named
+    finally:
+        sys.setprofile(None)
+        threading.setprofile(None)
+        for code, number in dict(calls).items():  # a copy: threads may still count
+            named["/".join(Path(code.co_filename).parts[-2:]) + ":" + code.co_name] += number
+
+
+def observe(observer: Observer, settings: Mapping[str, Any], folder: Path) -> Seen:
+    """What an observer sees in an empty folder; an error of ours is an end like any other."""
+    folder.mkdir()
+    before = Path.cwd()
+    os.chdir(folder)
+    threads = torch.get_num_threads()
+    seen = Seen()
+    try:
+        with counted() as calls:
+            config = build_config(settings)
+            check_settings(config)
+            seen = observer(config)
+    except VerlError as error:
+        seen.ended = f"{type(error).__name__}: {error}"
+    finally:
+        calls["threads"] = torch.get_num_threads()
+        torch.set_num_threads(threads)
+        os.chdir(before)
+    seen.calls = seen.calls or calls
+    seen.files = dict(files(folder))
+    return seen
+
+
+def files(folder: Path) -> Iterator[tuple[str, Any]]:
+    """Files by name and what tables and lines of them hold, without what depends on the clock or on the settings."""
+    for path in sorted(path for path in folder.rglob("*") if path.is_file()):
+        name = re.sub(r"-[0-9a-f]{8}(?=[/.])", "", path.relative_to(folder).as_posix())
+        name = re.sub(r"tfevents.*", "tfevents", name)
+        content: Any = None
+        if path.suffix == ".jsonl":
+            content = [untimed(json.loads(line)) for line in path.read_text().splitlines()]
+        elif path.suffix == ".parquet":
+            content = pq.read_table(path).to_pylist()
+        if not path.parts[-2].startswith(("logs", "latest")):
+            yield name, content
+
+
+def untimed(row: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in row.items() if not any(part in name for part in TIMED)}
+
+
+def distance(a: Any, b: Any) -> float:
+    """The largest between the numbers of two structures; infinite if they are not alike."""
+    if isinstance(a, Mapping) and isinstance(b, Mapping):
+        return max((distance(a[key], b[key]) for key in a), default=0.0) if a.keys() == b.keys() else math.inf
+    if isinstance(a, list | tuple) and isinstance(b, list | tuple):
+        return max(map(distance, a, b), default=0.0) if len(a) == len(b) else math.inf
+    if isinstance(a, torch.Tensor) and isinstance(b, torch.Tensor):
+        return float((a.double() - b.double()).abs().max()) if a.shape == b.shape and a.numel() else math.inf
+    if isinstance(a, float | int) and isinstance(b, float | int):
+        return 0.0 if a == b or (a != a and b != b) else abs(a - b)
+    return 0.0 if a == b else math.inf
+
+
+PROMPTS = ["one two", "three", "a much longer prompt than the others", "four"]
+
+
+def rows_of(config: Config) -> int:
+    return config.data.batch_size * config.actor_rollout_ref.rollout.n
+
+
+def samples(config: Config) -> Seen:
+    """Two batches of samples of the actor."""
+    actor = build.build_actor(config, "lm", rows_of(config))
+    batches = [actor.generate_sequences(PROMPTS, n=config.actor_rollout_ref.rollout.n, key=str(i)) for i in range(2)]
+    columns = ("prompt_tokens", "response_tokens", "rollout_log_probs")
+    return Seen([[list(batch[name]) for name in columns] for batch in batches])
+
+
+@functools.cache
+def scored() -> Batch:
+    """Samples of the policy, with rewards."""
+    from verl.roles.actor import Actor
+
+    actor = Actor("../tiny", sampling={"max_new_tokens": 9})
+    batch = actor.generate_sequences(PROMPTS, n=4)
+    return batch.add({"reward": [float(len(tokens) % 3 + sum(tokens) % 5) for tokens in batch["response_tokens"]]})
+
+
+def updates(config: Config) -> Seen:
+    """Losses and gradient norms of three updates on the same samples, and the weights after them."""
+    algorithm = make_algorithm(config.algorithm.name, **config.algorithm.options)
+    batch = scored()
+    actor = build.build_actor(config, "lm", len(batch))
+    roles: dict[str, Any] = {"actor": actor}
+    if "critic" in algorithm.roles:
+        roles["critic"] = build.build_critic(config, len(batch))
+    updater = Updater(algorithm, **roles)
+    metrics = [updater.update(batch) for _ in range(3)]
+    weights = {f"{role}/{s.name}": s.tensor.detach().clone() for role, of in roles.items() for s in of.shards()}
+    return Seen({"metrics": [learned(of) for of in metrics], "weights": weights})
+
+
+@functools.cache
+def two_ranks(observer: Observer) -> Observer:
+    """The same on two ranks, which share the models: what rank 0 sees."""
+
+    def observe_there(config: Config) -> Seen:
+        Path("settings.yaml").write_text(to_yaml(config))
+        ranks.job(2, SCRIPT, observer.__name__, "settings.yaml", "seen.pt")
+        there = torch.load("seen.pt", weights_only=True)
+        return Seen(there["numbers"], Counter(there["calls"]), ended=there["ended"])
+
+    return observe_there
+
+
+def learned(metrics: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in metrics.items() if name.startswith(("loss", "grad_norm"))}
+
+
+def data(config: Config) -> Seen:
+    """The first batches of training, and what is held out."""
+    checked = check_settings(config)
+    actor = build.build_actor(config, next(iter(checked.algorithms.values())).head, checked.rows)
+    of_run = build_data(config, actor, checked.data)
+    batches = [batch.drop([n for n in batch.columns if n not in ("id", "prompt_tokens", "response_tokens")])
+               for batch in itertools.islice(of_run.train, 6)]  # fmt: skip
+    return Seen([[*batch.rows()] for batch in batches])
+
+
+def rewards(config: Config) -> Seen:
+    """Scores of some responses; the end is how many have none."""
+    return _scores(build.build_source(config.reward, config.reward))
+
+
+def costs(config: Config) -> Seen:
+    """The same of a cost."""
+    return _scores(build.build_source(config.cost, config.reward))
+
+
+def _scores(source: Reward | None) -> Seen:
+    assert source is not None
+    rows = []
+    for number, row in enumerate(task_rows({"task": "chain_sum", "size": 6})):
+        answer = row["reward_model"]["ground_truth"]
+        said = answer if number % 2 else f"It is <answer>{answer}</answer>, {'e' * number}."
+        rows.append({**row, "prompt": row["question"], "response": said, "ground_truth": answer})
+    try:
+        scores = list(source.get_reward(Batch.from_rows(rows))["reward"])
+    finally:
+        source.close()
+    return Seen(scores, ended=scores.count(None))
+
+
+def run(config: Config) -> Seen:
+    """A whole run: samples and numbers of each step, the weights at the end, and at what step that was."""
+    train(config)
+    (folder,) = Path(config.trainer.output_dir).glob("latest")
+    lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    tables = [pq.read_table(path) for path in sorted((folder / "completions").glob("train-*.parquet"))]
+    columns = [[*map(list, table.select([c for c in ("id", "prompt", "response") if c in table.column_names])
+                     .to_pydict().values())] for table in tables]  # fmt: skip
+    weights = load_checkpoint(folder / "checkpoints" / "latest").tensors("actor/weights")
+    steps = [learned(line) for line in lines if "loss/actor" in line]
+    ended = {"steps": len(steps), "resamples": sum(line.get("rollout/resamples", 0) for line in lines)}
+    return Seen({"samples": columns, "steps": steps, "weights": {**weights}}, ended=ended)
