@@ -73,6 +73,8 @@ ROLLOUTS: dict[str, dict[str, Any]] = {
         "rollout": {"tensor_parallel_size": 2},
     },
 }
+#: Of the walk, each within the time of a test.
+PARTS = 8
 AXES: list[list[Any]] = [[*STRATEGIES], [*MODELS], [*ROLLOUTS], [False, True]]
 Cell = tuple[str, str, str, bool]
 #: Of 2 ranks; the first of each is in `make test`.
@@ -201,10 +203,8 @@ def test_a_cell_is_one_process_or_refused(tmp_path: Path, cells: str) -> None:
 
 
 @pytest.mark.slow
-def test_every_two_values_of_two_axes_meet_in_a_cell_that_works_or_is_refused(tmp_path: Path) -> None:
-    cells = pairwise()
-    for low in range(0, len(cells), 20):
-        (folder := tmp_path / str(low)).mkdir()
-        for cell, ended in walk(4, cells[low : low + 20], folder).items():
-            found = ended.refused or f"works | {ended.worst:.1e} | {ended.seconds:.1f}"
-            print(" | ".join(map(str, cell)), "|", found, flush=True)
+@pytest.mark.parametrize("part", range(PARTS))
+def test_every_two_values_of_two_axes_meet_in_a_cell_that_works_or_is_refused(tmp_path: Path, part: int) -> None:
+    for cell, ended in walk(4, pairwise()[part::PARTS], tmp_path).items():
+        found = ended.refused or f"works | {ended.worst:.1e} | {ended.seconds:.1f}"
+        print(" | ".join(map(str, cell)), "|", found, flush=True)
