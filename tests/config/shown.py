@@ -85,8 +85,8 @@ def third(responses, prompts):
     return [float(i) if late else 1.0 for i, r in enumerate(responses)]
 
 
-def policy(module, recurse, nonwrapped_numel):
-    return type(module).__name__ in ("Qwen2MLP",)
+def policy(module):
+    return type(module).__name__ in ("Qwen2MLP", "Qwen2Attention")
 
 
 def halved(samples):
@@ -351,10 +351,10 @@ def sharding() -> dict[str, Shown]:
     gathered = "_fsdp_collectives.py:foreach_all_gather"
     cases = {
         "fsdp_size": (-1, 1, gathered), "optimizer_offload": (False, True, "training/optimizer.py:offload"),
-        "param_offload": (False, True, "_fsdp_param.py:offload_dev_to_host"),
+        "param_offload": (False, True, "_fsdp_param_group.py:"),
         "reshard_after_forward": (True, False, gathered),
         "forward_prefetch": (False, True, "_fsdp_param_group.py:_prefetch_unshard"),
-        "wrap_policy.transformer_layer_cls_to_wrap": (None, ["Qwen2MLP"], gathered),
+        "wrap_policy.transformer_layer_cls_to_wrap": (None, ["Qwen2MLP", "Qwen2Attention"], gathered),
         "wrap_policy_fn": (None, "../user.py:policy", gathered),
     }  # fmt: skip
     shown = {
