@@ -85,8 +85,8 @@ def third(responses, prompts):
     return [float(i) if late else 1.0 for i, r in enumerate(responses)]
 
 
-def policy(module, recurse, nonwrapped_numel):
-    return type(module).__name__ in ("Qwen2MLP",)
+def policy(module):
+    return type(module).__name__ in ("Qwen2MLP", "Qwen2Attention")
 
 
 def halved(samples):
@@ -324,8 +324,8 @@ def training(section: str, model: str, needs: Mapping[str, Any]) -> dict[str, Sh
         f"{model}.dtype": Shown(updates, "float64", "float32"),
         f"{model}.lora": Shown(updates, None, {"r": 2}),
         f"{model}.lora.r": Shown(updates, 2, 4),
-        f"{model}.lora.alpha": Shown(updates, 4.0, 8.0, {f"{model}.lora.r": 2}),
-        f"{model}.lora.targets": Shown(updates, ["all-linear"], ["c_attn"], {f"{model}.lora.r": 2}),
+        f"{model}.lora.alpha": Shown(updates, 4.0, 8.0, {f"{model}.lora.r": 2}, slow=True),
+        f"{model}.lora.targets": Shown(updates, ["all-linear"], ["c_attn"], {f"{model}.lora.r": 2}, slow=True),
         f"{model}.trust_remote_code": Shown(updates, False, True, {f"{model}.path": "../coded"}),
         f"{model}.enable_gradient_checkpointing": Shown(
             updates, False, True, count="training/checkpointing.py:_evaluated"
@@ -351,10 +351,10 @@ def sharding() -> dict[str, Shown]:
     gathered = "_fsdp_collectives.py:foreach_all_gather"
     cases = {
         "fsdp_size": (-1, 1, gathered), "optimizer_offload": (False, True, "training/optimizer.py:offload"),
-        "param_offload": (False, True, "_fsdp_param.py:offload_dev_to_host"),
+        "param_offload": (False, True, "_fsdp_param_group.py:"),
         "reshard_after_forward": (True, False, gathered),
         "forward_prefetch": (False, True, "_fsdp_param_group.py:_prefetch_unshard"),
-        "wrap_policy.transformer_layer_cls_to_wrap": (None, ["Qwen2MLP"], gathered),
+        "wrap_policy.transformer_layer_cls_to_wrap": (None, ["Qwen2MLP", "Qwen2Attention"], gathered),
         "wrap_policy_fn": (None, "../user.py:policy", gathered),
     }  # fmt: skip
     shown = {
@@ -391,11 +391,11 @@ def of_data() -> dict[str, Shown]:
         "max_prompt_length": Shown(data, None, 10, cut),
         "max_response_length": Shown(data, None, 3, needs=PAIRS),
         "truncation": Shown(data, "left", "right", {"data.max_prompt_length": 10}),
-        "train.task": Shown(data, "chain_sum", "basic_arithmetic", task),
-        "train.size": Shown(data, 12, 5, task),
-        "train.seed": Shown(data, 0, 100, task),
-        "train.split": Shown(data, "train", "eval", task),
-        "train.holdout": Shown(data, 0.2, 0.6, task),
+        "train.task": Shown(data, "chain_sum", "basic_arithmetic", task, slow=True),
+        "train.size": Shown(data, 12, 5, task, slow=True),
+        "train.seed": Shown(data, 0, 100, task, slow=True),
+        "train.split": Shown(data, "train", "eval", task, slow=True),
+        "train.holdout": Shown(data, 0.2, 0.6, task, slow=True),
     }
     return {f"data.{name}": case for name, case in shown.items()}
 
@@ -406,13 +406,13 @@ def scoring() -> dict[str, Shown]:
     judge = {".path": None, ".url": ["SERVER1"]}
     part = {
         "path": Shown(rewards, "../user.py:low", "../user.py:length"),
-        "name": Shown(rewards, "task", "math", problems),
+        "name": Shown(rewards, "task", "math", problems, slow=True),
         "model": Shown(rewards, "../scorer", "../scorer2", {".path": None}),
         "dtype": Shown(rewards, "float64", "float32", {".path": None}, {".model": "../scorer"}),
         "url": Shown(rewards, ["SERVER1/score"], ["SERVER1/nowhere"], {".path": None}),
         "template": Shown(rewards, "{response}", "{prompt} {response}", judge | {".scale": [0, 1000]}),
         "scale": Shown(rewards, None, [0, 1000], judge, {".template": "{response}"}),
-        "answer": Shown(rewards, "whole", "tag", problems, {".name": "task"}),
+        "answer": Shown(rewards, "whole", "tag", problems, {".name": "task"}, slow=True),
     }
     several = {"a": {"path": "../user.py:length"}}, {"b": {"path": "../user.py:low"}}
     failing = {"reward.path": "../user.py:some", "reward.max_failure_rate": 1.0, "reward.retries": 0}

@@ -23,7 +23,7 @@ from verl.planner.memory import RESERVE
 from verl.roles.actor import Actor
 from verl.rollout.choice import planned_engine
 from verl.trainer.check import roles_of
-from verl.training.options import TrainOptions, layout_of
+from verl.training.options import OptimConfig, TrainOptions, layout_of
 
 logger = logging.getLogger(__name__)
 #: Tokens of a micro-batch where `max_tokens_per_micro_batch` does not say.
@@ -42,7 +42,7 @@ def check_memory(config: Config, algorithms: Iterable[BaseAlgorithm], actor: Act
     if not device.is_here(actor.controller.device):
         logger.info("memory is not checked: this process sees no '%s'", actor.controller.device)
         return
-    layout = actor.controller.meshes("actor", policy.actor).meshes["train"].layout
+    layout = actor.controller.meshes("actor", actor.train_options).meshes["train"].layout
     available = _available(actor, size) - _others(config, list(algorithms), size)
     head = HeadSizes.on(actor.controller.device)
     estimate = actor_memory(config, size, layout.shard * layout.tp * layout.pp, available, head)
@@ -236,5 +236,5 @@ def _cut_over(config: Config, role: str, train: TrainOptions, cluster: Cluster) 
         count, parallel = len(pool.devices), pool.parallel
         if count > cluster.size:
             raise ConfigError(f"--device: trainer.placement has {role} on {count} devices, and {cluster} are given")
-    layout = layout_of(train, count, parallel)
+    layout = layout_of(train.replace(optim=OptimConfig()), count, parallel)  # a schedule's end is not known yet
     return layout.shard * layout.tp * layout.pp
