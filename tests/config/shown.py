@@ -109,7 +109,7 @@ def odd(text, row):
 
 
 def waiting(responses, prompts):
-    time.sleep(20)
+    time.sleep(4)
     return length(responses)
 
 
