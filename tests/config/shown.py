@@ -43,8 +43,19 @@ def falling(responses, prompts):
 
 
 def sagging(responses, prompts):
-    """The same, less low."""
-    return [max(reward, 1.2) for reward in falling(responses, prompts)]
+    """A reward that rises slowly, and falls for four steps by less than it has risen."""
+    step = (calls() - 1) // 2
+    level = 1.2 if 14 <= step < 18 else 1.0 + 0.05 * step
+    return [level + 0.001 * (sum(map(ord, r)) % 7) for r in responses]
+
+
+def dropping(responses, prompts):
+    """1 at first, later 0."""
+    return [float(calls() <= 3) for r in responses]
+
+
+def same(responses, prompts):
+    return [1.0 for r in responses]
 
 
 def slow(responses):
@@ -470,9 +481,11 @@ def tasks() -> dict[str, Shown]:
     }
     shown = {f"tasks.*.{name}": Shown(run, *pair, both, slow=True) for name, pair in values.items()}
     guard = {"tasks.*.constraint_model": "../user.py:odd"}
+    # From the sixth step on a task that has fallen is told from noise; the other, which has converged, gives way to it.
     scheduler = both | {
         "trainer.task_scheduler": {"initial_weights": {"a": 3.0, "b": 1.0}, "patience": 2},
-        "trainer.total_steps": 6,
+        "trainer.total_steps": 9,
+        "tasks": [one | {"reward_model": "../user.py:dropping"}, two | {"reward_model": "../user.py:same"}],
     }
     return shown | {
         "tasks": Shown(run, [one], [one | {"n": 4}], {**both, "data.train": {"a": "../train.jsonl"}}, slow=True),
@@ -486,7 +499,7 @@ def tasks() -> dict[str, Shown]:
         "trainer.task_scheduler.initial_weights": Shown(
             run, {"a": 3.0, "b": 1.0}, {"a": 1.0, "b": 1.0}, scheduler, slow=True
         ),
-        "trainer.task_scheduler.metric_key": Shown(run, "reward_score", "response_length", scheduler, slow=True),
+        "trainer.task_scheduler.metric_key": Shown(run, "reward_score", "response/length", scheduler, slow=True),
         "trainer.task_scheduler.patience": Shown(run, 2, 20, scheduler, slow=True),
         "trainer.task_scheduler.min_weight": Shown(run, 0.1, 0.4, scheduler, slow=True),
     }
@@ -525,7 +538,7 @@ def trainer() -> dict[str, Shown]:
         "log_completions": Shown(run, 64, 2, needs=held_out, slow=True),
         "save_every": Shown(run, None, 1, slow=True),
         "keep_checkpoints": Shown(run, 2, 1, {"trainer.save_every": 1}, slow=True),
-        "async_save": Shown(run, False, True, {"trainer.save_every": 1}, count="trainer/saving.py:", slow=True),
+        "async_save": Shown(run, False, True, {"trainer.save_every": 1}, count="workers/saving.py:_copied", slow=True),
         "loggers": Shown(run, [], ["tensorboard"], slow=True),
         "max_staleness": Shown(run, 0, 2, {"trainer.total_steps": 4}, slow=True),
         "timeline": Shown(run, False, True, slow=True),

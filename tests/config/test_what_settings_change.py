@@ -7,6 +7,7 @@ import itertools
 import json
 import typing
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import fields, is_dataclass
 from typing import Any
 
 import pytest
@@ -19,6 +20,9 @@ from verl.config.schema import Config
 from verl.data.tasks import TaskSource
 from verl.errors import ConfigError
 from verl.record import Change, Record, extra, section
+from verl.rollout.base import SamplingParams
+from verl.rollout.options import SamplerOptions
+from verl.training.options import EngineOptions
 
 
 def paths(record: type[Record], prefix: str = "") -> Iterator[tuple[str, Any]]:
@@ -47,6 +51,16 @@ def test_every_setting_states_what_it_changes_and_has_an_input_that_shows_it() -
     kinds = typing.get_args(Change)
     assert [path for path, field in SETTINGS.items() if extra(field, "changes") not in kinds] == []
     assert sorted(SETTINGS) == sorted({*SHOWN, *LATER})
+
+
+@pytest.mark.parametrize("record", [EngineOptions, SamplerOptions, SamplingParams])
+def test_what_only_python_can_set_states_what_it_changes_too(record: Any) -> None:
+    if is_dataclass(record):
+        stated = {field.name: field.metadata.get("changes") for field in fields(record)}
+    else:
+        stated = {name: extra(field, "changes") for name, field in record.model_fields.items()
+                  if section(field.annotation) is None}  # fmt: skip
+    assert [name for name, changes in stated.items() if changes not in typing.get_args(Change)] == []
 
 
 @pytest.mark.parametrize("path", LATER)
@@ -84,7 +98,7 @@ def cases() -> Iterator[Any]:
         yield pytest.param(path, id=path, marks=marks)
 
 
-@pytest.mark.parametrize("path", cases())
+@pytest.mark.parametrize("path", [*cases()])
 def test_two_values_differ_in_what_the_setting_changes(see: Callable[..., Seen], path: str) -> None:
     case = SHOWN[path]
     one, other = (

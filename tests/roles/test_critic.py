@@ -9,11 +9,12 @@ from pathlib import Path
 import pytest
 import torch
 from tokenizers import Tokenizer, processors
-from transformers import PreTrainedTokenizerFast
+from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 
 import verl
 import verl.data.alignment
 from tests.conftest import byte_tokenizer
+from tests.roles.test_cells import MODELS
 from verl.algorithms import value_algorithm
 from verl.data.alignment import CharacterAlignment
 from verl.errors import ConfigError
@@ -142,3 +143,16 @@ def test_sequences_of_an_unknown_tokenizer_are_refused(tiny: Path) -> None:
     assert critic.compute_values(sequences).lengths("values") == sequences.lengths("response_tokens")
     own = verl.Critic.from_pretrained(str(tiny))
     assert own.compute_values(sequences).lengths("values") == sequences.lengths("response_tokens")
+
+
+def test_a_mixture_of_experts_in_fp64_has_the_values_of_its_fp32(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    AutoModelForCausalLM.from_config(MODELS["experts"]()).save_pretrained(tmp_path)
+    byte_tokenizer().save_pretrained(tmp_path)
+    values = []
+    for dtype in ("float64", "float32"):
+        critic = verl.Critic(str(tmp_path), dtype=dtype)
+        torch.nn.init.ones_(critic.model.score.weight)
+        values.append(torch.tensor(critic.compute_values(sequences_of(["one", "two"]))["values"]))
+    assert values[0].abs().max() > 0.1
+    torch.testing.assert_close(values[0], values[1], rtol=1e-4, atol=1e-4, check_dtype=False)

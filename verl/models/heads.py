@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from transformers.utils.hub import cached_file
 
 from verl.errors import ModelError
-from verl.models.packed import backbone_of, evaluating
+from verl.models.packed import backbone_of, compute_experts, evaluating
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -103,6 +103,7 @@ def width_of(backbone: PreTrainedModel) -> int:
     """Of final hidden states; some models have them narrower than `hidden_size`."""
     if backbone.device.type == "meta":
         return int(backbone.config.get_text_config().hidden_size)
+    compute_experts(backbone)
     token = torch.zeros(1, 1, dtype=torch.int64, device=backbone.device)
     with evaluating(backbone):
         return int(backbone(input_ids=token, use_cache=False)[0].shape[-1])

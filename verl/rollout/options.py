@@ -144,19 +144,15 @@ class RolloutOptions(Record):
 
 
 class SamplerOptions(RolloutOptions):
-    """What a rollout engine is made of: `RolloutOptions`, with what only Python can say.
+    """What a rollout engine is made of: `RolloutOptions`, with what only Python can say."""
 
-    Attributes:
-        name: a name, "FILE.py:NAME" of an `EngineFactory`, or such a factory.
-        episode: what happens between a row and the engine, or "FILE.py:NAME" of it; None: a single turn.
-        episodes: of tasks, by name, in the place of `episode`.
-        seed: of the run; with a sample's id it fixes the sample's randomness.
-    """
-
-    name: Any = "auto"
-    episode: Any = None
-    episodes: Mapping[str, Any] = Field(default={})
-    seed: int = 0
+    name: Any = cost(default="auto", description='a name, "FILE.py:NAME" of an `EngineFactory`, or such a factory')
+    episode: Any = result(
+        default=None,
+        description='what happens between a row and the engine, or "FILE.py:NAME" of it (null: a single turn)',
+    )
+    episodes: Mapping[str, Any] = result(default={}, description="of tasks, by name, in the place of `episode`")
+    seed: int = result(default=0, description="of the run; with a sample's id it fixes the sample's randomness")
 
     @property
     def kv_memory(self) -> int | None:

@@ -210,27 +210,28 @@ class TrainOptions(TrainSettings):
 
 
 class EngineOptions(TrainOptions):
-    """What a training engine takes: `TrainOptions`, what the model's own settings add, and a caller's optimizer.
+    """What a training engine takes: `TrainOptions`, what the model's own settings add, and a caller's optimizer."""
 
-    Attributes:
-        optim: None: the model is only read, unless `optimizer` is given.
-        optimizer: in the place of AdamW a torch optimizer of the caller's over the model's parameters, or a function
-            that makes one of a list of parameters. Where ranks cut weights these are pieces of them, so that it must
-            treat a weight element by element.
-        scheduler: torch's schedule of that optimizer, or a function that makes it of the optimizer; it steps after it.
-        gradient_checkpointing: compute activations again in the backward pass.
-        share_prompts: adjacent rows of one prompt share its forward pass; the numbers stay the same.
-        fused_kernels: see `PackedModel`.
-        remove_padding: false: compute on padded rows, see `Forward`.
-    """
-
-    optim: OptimConfig | None = None  # type: ignore[assignment]
-    optimizer: Any = None
-    scheduler: Any = None
-    gradient_checkpointing: bool = False
-    share_prompts: bool = True
-    fused_kernels: bool | str = True
-    remove_padding: bool = True
+    optim: OptimConfig | None = result(  # type: ignore[assignment]
+        default=None, description="null: the model is only read, unless `optimizer` is given"
+    )
+    optimizer: Any = result(
+        default=None,
+        description="in the place of AdamW a torch optimizer of the caller's over the model's parameters, or a "
+        "function that makes one of a list of parameters; where ranks cut weights these are pieces of them, so that it "
+        "must treat a weight element by element",
+    )
+    scheduler: Any = result(
+        default=None,
+        description="torch's schedule of that optimizer, or a function that makes it of the optimizer; it steps after "
+        "it",
+    )
+    gradient_checkpointing: bool = cost(default=False, description="compute activations again in the backward pass")
+    share_prompts: bool = cost(
+        default=True, description="adjacent rows of one prompt share its forward pass; the numbers stay the same"
+    )
+    fused_kernels: bool | str = cost(default=True, description="see `PackedModel`")
+    remove_padding: bool = cost(default=True, description="false: compute on padded rows, see `Forward`")
 
     @property
     def trains(self) -> bool:
