@@ -95,11 +95,11 @@ def spread(runs: Sequence[Points]) -> list[tuple[float, float, float, float]]:
     for points in runs:
         for step, value in points:
             by_step.setdefault(step, []).append(value)
-    points = [
+    steps = [
         (step, statistics.fmean(by_step[step]), min(by_step[step]), max(by_step[step])) for step in sorted(by_step)
     ]
-    stride = math.ceil(len(points) / MAX_POINTS) or 1
-    stretches = (points[start : start + stride] for start in range(0, len(points), stride))
+    stride = math.ceil(len(steps) / MAX_POINTS) or 1
+    stretches = (steps[start : start + stride] for start in range(0, len(steps), stride))
     return [
         (part[-1][0], statistics.fmean(p[1] for p in part), min(p[2] for p in part), max(p[3] for p in part))
         for part in stretches
