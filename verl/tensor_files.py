@@ -10,8 +10,6 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable, Iterable, Iterator
-from functools import partial
-from itertools import chain
 from pathlib import Path
 from typing import IO, Any, NamedTuple
 
@@ -63,7 +61,7 @@ def write_shards(stem: Path, stream: Callable[[], Iterable[Shard]], max_bytes: i
     # Widest types first keep every tensor aligned, as readers that map the file demand.
     widths = sorted({entry.dtype.itemsize for entry in entries}, reverse=True)
     ordered = [entry for width in widths for entry in entries if entry.dtype.itemsize == width]
-    values = chain.from_iterable(filter(partial(_has_width, width), stream()) for width in widths)
+    values = (shard for width in widths for shard in stream() if shard.tensor.element_size() == width)
     for number, part in enumerate(_parts(ordered, max_bytes), 1):
         yield _write(stem.with_name(f"{stem.name}-{number:05d}{SUFFIX}"), part, values)
 
@@ -125,10 +123,6 @@ def _entry(shard: Shard) -> _Entry:
     if tensor.dtype not in _DTYPES:
         raise CheckpointError(f"tensor '{key}' has dtype {tensor.dtype}, which checkpoints cannot hold")
     return _Entry(key, list(tensor.shape), tensor.dtype, shard.nbytes, None if shard.is_whole else piece)
-
-
-def _has_width(width: int, shard: Shard) -> bool:
-    return shard.tensor.element_size() == width
 
 
 def _parts(entries: Iterable[_Entry], max_bytes: int) -> Iterator[list[_Entry]]:

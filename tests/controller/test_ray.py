@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from transformers import AutoModelForCausalLM
 
 import verl
 from tests import forked, ranks
@@ -27,7 +28,6 @@ from verl.controller.world import RoleMeshes
 from verl.errors import ClusterError, ConfigError
 from verl.layout import Mesh
 from verl.shard import Shard
-from verl.training.options import EngineOptions
 from verl.workers.place import ALONE, Place, dispatch
 
 ray = pytest.importorskip("ray")
@@ -270,12 +270,13 @@ def test_a_map_that_cannot_be_met_fails_with_the_numbers(cluster: None, placemen
         Controller(placement)
 
 
-def test_what_cannot_travel_is_refused_by_name() -> None:
-    import pickle
-
-    optimizer = torch.optim.SGD([torch.zeros(1)], lr=0.1)
+def test_an_optimizer_of_this_process_is_refused_before_ranks_start(
+    cluster: None, make_tiny: Callable[..., Path]
+) -> None:
+    model = AutoModelForCausalLM.from_pretrained(make_tiny("gpt2", torch.float32))
+    actor = verl.Actor(model, placement="cpu:0-1", optim=torch.optim.SGD(model.parameters(), lr=0.1))
     with pytest.raises(ConfigError, match="your own SGD"):
-        pickle.dumps(EngineOptions(optimizer=optimizer))
+        _ = actor.group
 
 
 def test_without_ray_a_map_of_two_slots_says_what_to_do() -> None:

@@ -52,3 +52,34 @@ def test_what_is_no_run_is_named(runs: list[Path], tmp_path: Path) -> None:
     (tmp_path / "empty").mkdir()
     with pytest.raises(DataError, match="empty has no metrics of a run"):
         write_comparison([*runs, tmp_path / "empty"], tmp_path / "out.html")
+
+
+def test_a_run_without_settings_is_a_line_of_its_own(runs: list[Path], tmp_path: Path) -> None:
+    for name in ("script-1", "script-2"):
+        run = make_run(tmp_path, name, lr=1.0, seed=0, rewards=[0.0, 1.0])
+        (run / "config.yaml").unlink()
+        runs.append(run)
+    groups = grouped(runs)
+    assert [group.names for group in groups] == [["a", "b"], ["<c>"], ["script-1"], ["script-2"]]
+    page = write_comparison(runs, tmp_path / "out.html").read_text()
+    assert "script-1" in page and "lr=None" not in page
+
+
+def test_a_run_counts_once_however_often_it_is_named(runs: list[Path], tmp_path: Path) -> None:
+    (tmp_path / "latest").symlink_to("a")
+    (one,) = grouped([tmp_path / "latest", *runs[:2], tmp_path / "." / "b"])
+    assert one.names == ["a", "b"]
+    assert spread([curves["reward/mean"] for curves in one.curves])[0][1] == pytest.approx(0.1)
+
+
+def test_long_runs_of_unequal_length_are_compared_step_by_step(tmp_path: Path) -> None:
+    """Thinned apart, the longer one would have other steps, so that no step had both."""
+    made = [
+        make_run(tmp_path, "low", lr=1e-5, seed=0, rewards=[0.0] * 2000),
+        make_run(tmp_path, "high", lr=1e-5, seed=1, rewards=[1.0] * 2600),
+    ]
+    (group,) = grouped(made)
+    curve = spread([curves["reward/mean"] for curves in group.curves])
+    assert len(curve) <= 2000
+    assert {tuple(point[1:]) for point in curve if point[0] <= 2000} == {(0.5, 0.0, 1.0)}
+    assert {tuple(point[1:]) for point in curve if point[0] > 2001} == {(1.0, 1.0, 1.0)}

@@ -173,30 +173,24 @@ def _update(section: str, optim: str) -> dict[str, Translate]:
     }
 
 
+#: Settings of the actor that are the algorithm's here.
+_OF_ALGORITHMS = ("clip_ratio", "clip_ratio_low", "clip_ratio_high", "clip_ratio_c", "entropy_coeff", "loss_agg_mode")
 NAMES: dict[str, Translate] = {
     "data.rollout_batch_size": _to("data.batch_size"),
     "data.train_files": _source("data.train"),
     "data.val_files": _source("data.eval"),
     "data.train_batch_size": _batch_size,
-    "data.val_batch_size": _no_effect,
     "data.max_response_length": _to(f"{_ROLLOUT}.max_new_tokens"),
     "data.filter_overlong_prompts": lambda value, get: {"data.truncation": "drop"} if value else {},
     "data.truncation": lambda value, get: {} if get("data.filter_overlong_prompts") else {"data.truncation": value},
     "data.prompt_key": _to("data.prompt_column"),
-    "data.return_raw_chat": _no_effect,
     "data.reward_fn_key": _only("data_source", instead="a reward reads any column by its name"),
-    f"{_MODEL}.use_shm": _no_effect,
     f"{_MODEL}.lora_rank": lambda value, get: {f"{_MODEL}.lora.r": value} if value else {},
     f"{_MODEL}.lora_alpha": _lora("alpha"),
     f"{_MODEL}.target_modules": _lora("targets"),
     **_update(_ACTOR, f"{_ACTOR}.optim"),
     f"{_ACTOR}.strategy": lambda value, get: {f"{_ACTOR}.strategy": "fsdp" if value == "fsdp2" else value},
-    f"{_ACTOR}.clip_ratio": _to("algorithm.clip_ratio"),
-    f"{_ACTOR}.clip_ratio_low": _to("algorithm.clip_ratio_low"),
-    f"{_ACTOR}.clip_ratio_high": _to("algorithm.clip_ratio_high"),
-    f"{_ACTOR}.clip_ratio_c": _to("algorithm.clip_ratio_c"),
-    f"{_ACTOR}.entropy_coeff": _to("algorithm.entropy_coeff"),
-    f"{_ACTOR}.loss_agg_mode": _to("algorithm.loss_agg_mode"),
+    **{f"{_ACTOR}.{name}": _to(f"algorithm.{name}") for name in _OF_ALGORITHMS},
     f"{_ACTOR}.use_kl_loss": _kl_in("loss"),
     f"{_ACTOR}.kl_loss_coef": _kl(f"{_ACTOR}.use_kl_loss", "kl_coef"),
     f"{_ACTOR}.kl_loss_type": _kl(f"{_ACTOR}.use_kl_loss", "kl_estimator", _KL),
@@ -205,31 +199,12 @@ NAMES: dict[str, Translate] = {
     ),
     f"{_ROLLOUT}.rollout_per_device_batch_size": _to(f"{_ROLLOUT}.max_num_seqs"),
     f"{_ROLLOUT}.top_k": lambda value, get: {f"{_ROLLOUT}.top_k": 0 if value == -1 else value},
-    f"{_ROLLOUT}.gpu_memory_utilization": _no_effect,
-    f"{_ROLLOUT}.log_prob_micro_batch_size": _no_effect,
-    f"{_ROLLOUT}.log_prob_micro_batch_size_per_gpu": _no_effect,
-    f"{_ROLLOUT}.log_prob_use_dynamic_bsz": _no_effect,
-    f"{_ROLLOUT}.log_prob_max_token_len_per_gpu": _no_effect,
-    f"{_ROLLOUT}.max_num_batched_tokens": _no_effect,
-    f"{_ROLLOUT}.enforce_eager": _no_effect,
-    f"{_ROLLOUT}.free_cache_engine": _no_effect,
-    f"{_ROLLOUT}.load_format": _no_effect,
-    f"{_ROLLOUT}.layered_summon": _no_effect,
-    f"{_ROLLOUT}.enable_chunked_prefill": _no_effect,
     f"{_ROLLOUT}.do_sample": _only(True, instead="training samples: write temperature"),
     f"{_ROLLOUT}.val_kwargs.n": _evaluated(_to("trainer.eval_n")),
     f"{_ROLLOUT}.val_kwargs.do_sample": _evaluated(_greedy),
     f"{_ROLLOUT}.val_kwargs.temperature": _evaluated(_eval_temperature),
-    "actor_rollout_ref.ref.log_prob_micro_batch_size": _no_effect,
-    "actor_rollout_ref.ref.log_prob_micro_batch_size_per_gpu": _no_effect,
-    "actor_rollout_ref.ref.log_prob_use_dynamic_bsz": _no_effect,
-    "actor_rollout_ref.ref.log_prob_max_token_len_per_gpu": _no_effect,
-    "actor_rollout_ref.ref.fsdp_config.param_offload": _no_effect,
     **_update("critic", "critic.optim"),
     "critic.cliprange_value": _option("cliprange_value", 0.5),
-    "critic.model.fsdp_config.param_offload": _no_effect,
-    "critic.model.fsdp_config.grad_offload": _no_effect,
-    "critic.model.fsdp_config.optimizer_offload": _no_effect,
     "algorithm.adv_estimator": _algorithm,
     "algorithm.gamma": _option("gamma", 1.0),
     "algorithm.lam": _option("lam", 1.0),
@@ -241,15 +216,7 @@ NAMES: dict[str, Translate] = {
     "algorithm.kl_ctrl.horizon": _adaptive("kl_horizon"),
     "algorithm.kl_ctrl.target_kl": _adaptive("kl_target"),
     "custom_reward_function.path": _reward,
-    "custom_reward_function.name": _no_effect,
-    "reward_model.enable": _no_effect,
     "reward_model.model.path": _reward_model,
-    "reward_model.model.use_remove_padding": _no_effect,
-    "reward_model.model.fsdp_config.param_offload": _no_effect,
-    "reward_model.micro_batch_size": _no_effect,
-    "reward_model.micro_batch_size_per_gpu": _no_effect,
-    "reward_model.use_dynamic_bsz": _no_effect,
-    "reward_model.forward_max_token_len_per_gpu": _no_effect,
     "reward_model.reward_manager": _only("naive", "batch", "prime", instead="write a reward of your own: reward.path"),
     "trainer.total_training_steps": _to("trainer.total_steps"),
     "trainer.save_freq": _without("trainer.save_every", -1),
@@ -259,27 +226,34 @@ NAMES: dict[str, Translate] = {
     "trainer.experiment_name": _to("trainer.run_name"),
     "trainer.default_local_dir": _to("trainer.output_dir"),
     "trainer.max_actor_ckpt_to_keep": _to("trainer.keep_checkpoints"),
-    "trainer.max_critic_ckpt_to_keep": _no_effect,
     "trainer.n_gpus_per_node": _gpus,
-    "trainer.nnodes": _no_effect,
-    "trainer.val_before_train": _no_effect,
     "trainer.critic_warmup": _only(0, instead="there is no such phase here: leave it out"),
-    "trainer.balance_batch": _no_effect,
     "trainer.resume_mode": _only("auto", instead="write verl train --fresh: the same command goes on"),
-    "trainer.device": _no_effect,
-    "trainer.use_legacy_worker_impl": _no_effect,
 }
+#: Those that say how the other library works, not what is learned.
+NAMES |= {f"{section}.{name}": _no_effect for section, names in {
+    "data": "val_batch_size return_raw_chat",
+    _MODEL: "use_shm",
+    _ROLLOUT:
+        "gpu_memory_utilization log_prob_micro_batch_size log_prob_micro_batch_size_per_gpu log_prob_use_dynamic_bsz "
+        "log_prob_max_token_len_per_gpu max_num_batched_tokens enforce_eager free_cache_engine load_format "
+        "layered_summon enable_chunked_prefill",
+    "actor_rollout_ref.ref":
+        "log_prob_micro_batch_size log_prob_micro_batch_size_per_gpu log_prob_use_dynamic_bsz "
+        "log_prob_max_token_len_per_gpu fsdp_config.param_offload",
+    "critic.model.fsdp_config": "param_offload grad_offload optimizer_offload",
+    "custom_reward_function": "name",
+    "reward_model":
+        "enable model.use_remove_padding model.fsdp_config.param_offload micro_batch_size micro_batch_size_per_gpu "
+        "use_dynamic_bsz forward_max_token_len_per_gpu",
+    "trainer":
+        "max_critic_ckpt_to_keep nnodes val_before_train balance_batch device use_legacy_worker_impl",
+}.items() for name in names.split()}  # fmt: skip
 #: Their names that are ours, too, and mean the same.
-_OWN = frozenset(
-    {
-        "data.max_response_length",
-        "data.truncation",
-        f"{_ROLLOUT}.top_k",
-        f"{_ACTOR}.strategy",
-        "algorithm.gamma",
-        "algorithm.lam",
-    }
-)
+_OWN = frozenset((
+    "data.max_response_length", "data.truncation", f"{_ROLLOUT}.top_k", f"{_ACTOR}.strategy", "algorithm.gamma",
+    "algorithm.lam",
+))  # fmt: skip
 
 
 def translated(content: dict[str, Any], places: dict[tuple[str, ...], str], origin: str) -> dict[str, Any]:

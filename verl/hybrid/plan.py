@@ -10,13 +10,15 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import product
-from typing import NamedTuple
+from typing import NamedTuple, TypeAlias
 
 from verl.errors import ConfigError
 from verl.layout import DIMS, Mesh
 from verl.models.cuts import PartBlock, part_blocks
 from verl.shard import Cut, WeightSpec
 
+#: A block of a weight: where it begins, and its shape.
+Box: TypeAlias = tuple[tuple[int, ...], tuple[int, ...]]
 #: Of the weights that travel at a time, by default.
 BUCKET_BYTES = 32 << 20
 
@@ -124,8 +126,10 @@ class Plan:
 
     def _regions(self, rank: int, item: Item) -> Iterator[Region]:
         spec = self.specs[item.name]
+        dims = len(spec.shape)
+        rows = (item.low, *[0] * dims)[:dims], (item.high - item.low, *spec.shape[1:])[:dims]
         for wanted in self.blocks(rank, item.name):
-            box = _rows(wanted, item)
+            box = _common((wanted.offset, wanted.shape), rows)
             if box is None:
                 continue
             for source, block in self._holders(rank, spec):
@@ -218,18 +222,8 @@ def _holds(spec: WeightSpec, stage: int) -> bool:
     return not spec.stages or stage in spec.stages
 
 
-def _rows(block: PartBlock, item: Item) -> tuple[tuple[int, ...], tuple[int, ...]] | None:
-    """What of a block is within the rows of an item: where it begins in the weight, and its shape."""
-    if not block.shape:
-        return block.offset, block.shape
-    low, high = max(block.offset[0], item.low), min(block.offset[0] + block.shape[0], item.high)
-    return None if low >= high else ((low, *block.offset[1:]), (high - low, *block.shape[1:]))
-
-
-def _common(
-    a: tuple[tuple[int, ...], tuple[int, ...]], b: tuple[tuple[int, ...], tuple[int, ...]]
-) -> tuple[tuple[int, ...], tuple[int, ...]] | None:
-    """What two blocks have in common: where it begins, and its shape."""
+def _common(a: Box, b: Box) -> Box | None:
+    """What two boxes have in common."""
     low = tuple(map(max, a[0], b[0]))
     high = (min(i + m, j + n) for i, m, j, n in zip(a[0], a[1], b[0], b[1], strict=True))
     shape = tuple(end - start for start, end in zip(low, high, strict=True))

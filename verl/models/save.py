@@ -21,6 +21,11 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 
+#: What an earlier export may have left that this one does not write, and that is read as a part of it.
+_TEMPLATES = ("chat_template.*", "additional_chat_templates/*")
+_WEIGHTS = ("model*.safetensors", "model.safetensors.index.json")
+
+
 def save_pretrained_dir(
     model: Any,
     tokenizer: PreTrainedTokenizerBase | None,
@@ -33,21 +38,47 @@ def save_pretrained_dir(
     again and compared with the model, see `check_export`.
 
     Adapters are merged into the weights that are written. A `ValueModel` is written as a token classifier with one
-    label.
+    label. An earlier export in the directory is replaced.
 
     Args:
         adapter: write the adapters alone, as a directory that peft loads.
         first: see `save_adapter`.
 
     Raises:
-        ModelError: `adapter`, and the model has none; there can be no such directory; or what was written is not the
-            model.
+        ModelError: `adapter`, and the model has none; there can be no such directory; it holds a model and `adapter` is
+            set, or adapters and it is not; transformers refuses the model; or what was written is not the model.
     """
     path = Path(path)
     try:
         path.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise ModelError(f"the model cannot be written to {path}: {error}") from error
+    _clear(path, adapter, () if tokenizer is None else _TEMPLATES)
+    try:
+        _save(model, path, adapter, first)
+    except ValueError as error:  # settings of generation that contradict each other, in a model made in Python
+        raise ModelError(f"transformers does not write {type(model).__name__} to {path}: {error}") from error
+    if tokenizer is not None:
+        tokenizer.save_pretrained(path)
+        if (settings := path / "generation_config.json").is_file():
+            _name_turn_end(tokenizer, settings)
+    check_export(model, path, adapter=adapter)
+
+
+def _clear(path: Path, adapter: bool, leftovers: tuple[str, ...]) -> None:
+    """Take away what an earlier export left. Raises ModelError: it is of the other kind, and both would be read."""
+    there, kind = ("config.json", "a model") if adapter else ("adapter_config.json", "adapters of peft")
+    if (path / there).is_file():
+        raise ModelError(
+            f"{path} holds {kind} ({there}), and what reads it would put adapters over a model: name another directory"
+        )
+    for pattern in leftovers if adapter else (*leftovers, *_WEIGHTS):
+        for file in path.glob(pattern):
+            file.unlink()
+
+
+def _save(model: Any, path: Path, adapter: bool, first: Mapping[str, Tensor] | None) -> None:
+    """The weights and the configuration."""
     if adapter:
         save_adapter(model, path, first)
     elif isinstance(model, ValueModel):
@@ -57,11 +88,6 @@ def save_pretrained_dir(
             model.save_pretrained(path, state_dict={shard.name: shard.tensor for shard in merged_shards(model)})
     else:
         model.save_pretrained(path)
-    if tokenizer is not None:
-        tokenizer.save_pretrained(path)
-        if (settings := path / "generation_config.json").is_file():
-            _name_turn_end(tokenizer, settings)
-    check_export(model, path, adapter=adapter)
 
 
 @contextmanager

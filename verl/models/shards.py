@@ -6,7 +6,8 @@ tied weights occur once, under the first of their names (the embedding's).
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from itertools import chain, groupby
 
 import torch
 from torch import Tensor, nn
@@ -54,11 +55,24 @@ class Part:
         self.missing = self.tensor.numel()
         self._blocks = [*blocks_of(like, self.tensor)]
 
-    def fill(self, shard: Shard, copy: bool = True) -> int:
+    def fill(self, shard: Shard) -> int:
         """Copy what a shard of the same tensor has of this part, and return how many elements that are."""
-        count = sum(fill_block(offset, block, shard, copy) for offset, block in self._blocks)
+        count = sum(fill_block(offset, block, shard) for offset, block in self._blocks)
         self.missing -= count
         return count
+
+
+def whole_weights(shards: Iterable[Shard]) -> Iterator[Shard]:
+    """Each weight whole, of shards of which those of one weight follow each other."""
+    for name, parts in groupby(shards, lambda part: part.name):
+        first = next(parts)
+        if first.is_whole:
+            yield first
+            continue
+        whole = Part(first.tensor.new_empty(first.global_shape))
+        for part in chain([first], parts):
+            whole.fill(part)
+        yield Shard.whole(name, whole.tensor)
 
 
 def fill_block(offset: tuple[int, ...], target: Tensor, shard: Shard, copy: bool = True) -> int:
@@ -88,23 +102,53 @@ def tied_names(model: nn.Module) -> dict[str, list[str]]:
     return {first: others for first, *others in names.values() if others}
 
 
-@torch.no_grad()
 def load_model_shards(
     model: nn.Module, shards: Iterable[Shard], shapes: Mapping[str, tuple[int, ...]] | None = None
 ) -> None:
-    """Copy shards, however they are cut, into the live tensors, in their dtype and on their device. Aliases of tied
-    weights may come along.
+    """Copy shards into the live tensors, in their dtype and on their device; see `fill_weights`.
 
     Args:
-        shapes: of all weights by name, where `model` is a part of a model: those that it lacks are passed over. None:
-            they are those of `model`.
+        shapes: of all weights by name, where `model` is a part of a model. None: they are those of `model`.
+    """
+    shapes = shapes or {name: tuple(tensor.shape) for name, tensor in model.state_dict(keep_vars=True).items()}
+    blocks = {name: [*blocks_of(tensor.detach())] for name, tensor in named_weights(model)}
+    fill_weights(blocks, shards, shapes, tied_names(model), type(model).__name__)
+
+
+@torch.no_grad()
+def fill_weights(
+    weights: Mapping[str, Sequence[tuple[tuple[int, ...], Tensor]]],
+    shards: Iterable[Shard],
+    shapes: Mapping[str, tuple[int, ...]],
+    tied: Mapping[str, Sequence[str]],
+    model: str,
+) -> None:
+    """Copy shards, however they are cut, into what is here of a model's weights.
+
+    Args:
+        weights: the blocks of each that are here: where it begins in the weight, and its tensor.
+        shapes: of all weights of the model by name; shards of those that are not here are passed over.
+        tied: see `tied_names`; shards may come under any of the names.
+        model: its class, for messages.
 
     Raises:
         CheckpointError: a name or shape is not the model's, or a weight is missing or incomplete. Of a list nothing is
             copied then; a stream is consumed as it comes, so what was read before the fault has been copied.
     """
+    first = {alias: name for name, aliases in tied.items() for alias in aliases}
     for copy in (False, True) if isinstance(shards, list) else (True,):
-        _load(model, shards, copy, shapes)
+        missing = {name: sum(block.numel() for _, block in blocks) for name, blocks in weights.items()}
+        for shard in shards:
+            _check(shard, shapes, model)
+            name = first.get(shard.name, shard.name)
+            for offset, block in weights.get(name, ()):
+                missing[name] -= fill_block(offset, block, shard, copy)
+        if lacking := [name for name, count in missing.items() if count > 0]:
+            more = f" and {len(lacking) - 3} more" if len(lacking) > 3 else ""
+            raise CheckpointError(
+                f"{len(lacking)} weights of this {model} did not come or came in part: {', '.join(lacking[:3])}{more}. "
+                "The checkpoint is of another model or is cut short"
+            )
 
 
 def take_model_shards(model: nn.Module, shards: Iterable[Shard]) -> None:
@@ -113,25 +157,6 @@ def take_model_shards(model: nn.Module, shards: Iterable[Shard]) -> None:
     shards = list(shards)
     if not all(shard.tensor.data_ptr() in own for shard in shards):
         load_model_shards(model, shards)
-
-
-def _load(model: nn.Module, shards: Iterable[Shard], copy: bool, shapes: Mapping[str, tuple[int, ...]] | None) -> None:
-    state = model.state_dict(keep_vars=True)
-    shapes = shapes or {name: tuple(tensor.shape) for name, tensor in state.items()}
-    parts: dict[int, tuple[str, Part]] = {}
-    for name, tensor in state.items():
-        parts.setdefault(id(tensor), (name, Part(tensor.detach())))
-    for shard in shards:
-        _check(shard, shapes, type(model).__name__)
-        if shard.name in state:
-            parts[id(state[shard.name])][1].fill(shard, copy)
-    lacking = [name for name, part in parts.values() if part.missing > 0]
-    if lacking:
-        more = f" and {len(lacking) - 3} more" if len(lacking) > 3 else ""
-        raise CheckpointError(
-            f"{len(lacking)} weights of this {type(model).__name__} did not come or came in part: "
-            f"{', '.join(lacking[:3])}{more}. The checkpoint is of another model or is cut short"
-        )
 
 
 def _check(shard: Shard, shapes: Mapping[str, tuple[int, ...]], model: str) -> None:

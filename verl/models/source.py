@@ -7,7 +7,6 @@ import os
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import groupby
 from typing import Any, Literal, NamedTuple, TypeAlias
 
 import torch
@@ -22,7 +21,7 @@ from verl.models.loading import blank_model, load_model, resolved_dtype
 from verl.models.lora import add_lora, base_name, first_adapters, is_adapter
 from verl.models.options import Dtype, LoraOptions, ModelOptions
 from verl.models.portable import PortableModel
-from verl.models.shards import fill_block, model_shards, named_weights
+from verl.models.shards import model_shards, named_weights, whole_weights
 from verl.shard import Shard
 
 Kind = Literal["causal", "value", "score"]
@@ -159,8 +158,7 @@ class ModelFiles:
         model = self.blank()
         if self.why_whole(model) is not None:
             return model_shards(self.load())
-        by_name = groupby(self.shards(model, self.plan(model)), key=lambda shard: shard.name)
-        return (_joined([*shards]) for _, shards in by_name)
+        return whole_weights(self.shards(model, self.plan(model)))
 
     def _head(self, model: ValueModel) -> Iterator[tuple[str, torch.Tensor]]:
         """The head's weights in the files, or those of a new one."""
@@ -175,17 +173,6 @@ def _shard(source: Source, name: str, weight: _Weight, tensor: torch.Tensor) -> 
         return Shard.whole(name, tensor)
     offset = (source.expert, source.place * len(tensor), *(0,) * (tensor.dim() - 1))
     return Shard(name, weight.shape, offset, tensor[None])
-
-
-def _joined(shards: list[Shard]) -> Shard:
-    """The whole weight that shards are blocks of."""
-    first = shards[0]
-    if first.is_whole:
-        return first
-    whole = torch.empty(first.global_shape, dtype=first.tensor.dtype)
-    for shard in shards:
-        fill_block((0,) * whole.dim(), whole, shard)
-    return Shard.whole(first.name, whole)
 
 
 ModelSource: TypeAlias = PortableModel | ModelFiles

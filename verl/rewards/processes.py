@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import asyncio
 import concurrent.futures
-import ctypes
 import gc
 import itertools
 import json
@@ -26,11 +25,11 @@ from typing import Any, BinaryIO
 
 from verl.rewards.calls import PULSE_SECONDS, FunctionCaller
 from verl.rewards.scores import Score, call_async, call_plain, failure
+from verl.sandbox.jail import die_with_parent
 
 logger = logging.getLogger(__name__)
 #: Seconds for a function's `load`.
 _START_SECONDS = 300.0
-_PR_SET_PDEATHSIG = 1
 #: Bytes above which the process gives back its copy of a tensor, so that training it copies nothing.
 _LARGE = 1 << 20
 
@@ -169,9 +168,7 @@ def _fork(function: Callable[..., Any], is_awaited: bool) -> _Process:
 def _settle(parent: int) -> None:
     """Become a process of our own, which ends with its parent."""
     os.setsid()
-    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
-    if os.getppid() != parent:
-        os._exit(1)
+    die_with_parent(parent)
     for kind in (signal.SIGTERM, signal.SIGINT):
         signal.signal(kind, signal.SIG_DFL)
     with suppress(OSError):

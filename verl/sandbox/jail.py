@@ -69,8 +69,11 @@ def mount(source: str | None, target: str, kind: str | None = None, flags: int =
     check(libc.mount(*encoded[:3], ctypes.c_ulong(flags), encoded[3]), f"mount {kind or source or 'private'}")
 
 
-def die_with_parent() -> None:
+def die_with_parent(parent: int | None = None) -> None:
+    """End with the parent; at once, where that is no longer the process `parent`."""
     check(libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0), "prctl")
+    if parent not in (None, os.getppid()):
+        os._exit(1)
 
 
 def main() -> None:

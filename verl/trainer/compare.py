@@ -1,13 +1,16 @@
 """`verl report RUN RUN ...`: several runs on one page, without a script and without external parts.
 
 Runs whose settings differ in nothing but the seed are one line: their mean, in a band from the lowest to the highest of
-them. Metrics that all runs have as one constant value are left out. Runs are named by the settings that differ.
+them. A run without settings, as scripts make them, is a line of its own; one that is named twice (`runs/*` has
+`latest`, too) counts once. Metrics that all runs have as one constant value are left out. Runs are named by the
+settings that differ.
 """
 
 from __future__ import annotations
 
 import html
 import json
+import math
 import statistics
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -17,7 +20,7 @@ from typing import Any
 from verl.config.load import read_settings
 from verl.durable import write_atomic
 from verl.errors import ConfigError, DataError
-from verl.trainer.report import ASSETS, FIRST, curves_of
+from verl.trainer.report import ASSETS, FIRST, MAX_POINTS, curves_of
 
 Points = list[list[float]]
 _COLORS = ("#2f6fdb", "#d9622b", "#2a9d62", "#9b51c7", "#c23b5a", "#7a7a2c", "#1f9aa8", "#8a5a3c")
@@ -55,13 +58,13 @@ def write_comparison(runs: Sequence[Path], page: Path) -> Path:
 def grouped(runs: Sequence[Path]) -> list[Group]:
     """The runs by their settings, in the order of the first of each."""
     groups: list[Group] = []
-    for run in runs:
+    for run in {run.resolve(): run for run in runs}.values():
         curves = curves_of(run)
         if not curves:
             raise DataError(f"{run} has no metrics of a run: name run directories, such as runs/latest")
         settings = _settings(run / "config.yaml")
         settings.pop(_SEED, None)
-        group = next((one for one in groups if one.settings == settings), None)
+        group = next((one for one in groups if settings and one.settings == settings), None)
         if group is None:
             groups.append(group := Group(settings))
         group.names.append(run.resolve().name)
@@ -70,9 +73,9 @@ def grouped(runs: Sequence[Path]) -> list[Group]:
 
 
 def differing(groups: Sequence[Group]) -> list[str]:
-    """The settings in which the groups differ."""
+    """The settings in which the groups that have any differ."""
     keys = dict.fromkeys(key for group in groups for key in group.settings)
-    return [key for key in keys if len({_shown(group.settings.get(key)) for group in groups}) > 1]
+    return [key for key in keys if len({_shown(group.settings.get(key)) for group in groups if group.settings}) > 1]
 
 
 def metrics_of(groups: Sequence[Group]) -> list[str]:
@@ -86,12 +89,21 @@ def metrics_of(groups: Sequence[Group]) -> list[str]:
 
 
 def spread(runs: Sequence[Points]) -> list[tuple[float, float, float, float]]:
-    """Step, mean, lowest and highest value of the runs that have the step."""
+    """Step, mean, lowest and highest value of the runs that have the step; of more than `MAX_POINTS` steps, of
+    stretches of them, by their last step. Only before they are thinned, runs of unequal length have the same steps."""
     by_step: dict[float, list[float]] = {}
     for points in runs:
         for step, value in points:
             by_step.setdefault(step, []).append(value)
-    return [(step, statistics.fmean(by_step[step]), min(by_step[step]), max(by_step[step])) for step in sorted(by_step)]
+    steps = [
+        (step, statistics.fmean(by_step[step]), min(by_step[step]), max(by_step[step])) for step in sorted(by_step)
+    ]
+    stride = math.ceil(len(steps) / MAX_POINTS) or 1
+    stretches = (steps[start : start + stride] for start in range(0, len(steps), stride))
+    return [
+        (part[-1][0], statistics.fmean(p[1] for p in part), min(p[2] for p in part), max(p[3] for p in part))
+        for part in stretches
+    ]
 
 
 def _settings(file: Path) -> dict[str, Any]:
@@ -118,7 +130,8 @@ def _labels(groups: Sequence[Group], keys: Sequence[str]) -> list[str]:
     """What is special about each group; the run's name where nothing is."""
     labels = []
     for group in groups:
-        settings = ", ".join(f"{key.rpartition('.')[2]}={group.settings.get(key)}" for key in keys[:3])
+        differences = (f"{key.rpartition('.')[2]}={group.settings.get(key)}" for key in keys[:3])
+        settings = ", ".join(differences) if group.settings else ""
         seeds = f" ({len(group.names)} runs)" if len(group.names) > 1 else ""
         labels.append((settings or group.names[0]) + seeds)
     return labels

@@ -21,6 +21,7 @@ from verl.record import Count, Natural, Seed
 from verl.rollout.options import Temperature
 from verl.trainer.metrics import Metric, MetricFn, mean
 from verl.trainer.report import SHARES, finite
+from verl.trainer.samples import renamed, sample_names
 
 logger = logging.getLogger(__name__)
 
@@ -240,7 +241,12 @@ def together(found: Mapping[str, Evaluation]) -> Evaluation:
     metrics["abstained"] = sum(evaluation.metrics["abstained"] for evaluation in found.values())
     for task, evaluation in found.items():
         metrics |= {f"task/{task}/{name}": value for name, value in evaluation.metrics.items()}
-    return Evaluation(Batch.concat(evaluation.samples for evaluation in found.values()), rows, metrics)
+    samples: list[Batch] = []
+    taken: set[str] = set()
+    for evaluation in found.values():  # each task may have numbered its own problems
+        samples.append(renamed(evaluation.samples, taken))
+        taken |= sample_names(samples[-1])
+    return Evaluation(Batch.concat(samples), rows, metrics)
 
 
 @checked

@@ -90,7 +90,7 @@ def render(run: Path, live: bool = False) -> str:
     metrics, evals = read_rows(run / "metrics.jsonl"), read_rows(run / "eval.jsonl")
     data = {
         "first": FIRST,
-        "curves": _curves(metrics, evals),
+        "curves": {name: _thinned(points) for name, points in _curves(metrics, evals).items()},
         "evals": finite(evals),
         "samples": _samples(run / "completions"),
         "training": _training(run / "completions"),
@@ -167,8 +167,7 @@ def curves_of(run: Path) -> dict[str, list[list[float]]]:
 
 def _curves(metrics: list[dict[str, Any]], evals: list[dict[str, Any]]) -> dict[str, list[list[float]]]:
     """Points (step, value) of each metric; those of evaluations are named "eval/..."."""
-    curves = {f"eval/{name}": points for name, points in _points(evals).items()} | _points(metrics)
-    return {name: _thinned(points) for name, points in curves.items()}
+    return {f"eval/{name}": points for name, points in _points(evals).items()} | _points(metrics)
 
 
 def _points(rows: list[dict[str, Any]]) -> dict[str, list[list[float]]]:

@@ -69,10 +69,14 @@ Count = Annotated[int, Field(ge=0, lt=2**53)]
 Own = dict[str, Annotated[JsonValue, AfterValidator(_check_numbers)]]
 
 
-class SavedBase(BaseModel):
-    """What adapters were added to, where a checkpoint does not hold it; see `LoraBase.saved`."""
+class _Saved(BaseModel):
+    """A part of a checkpoint's JSON: no unknown keys, and no numbers that are not finite."""
 
-    model_config = ConfigDict(extra="forbid")
+    model_config = ConfigDict(extra="forbid", allow_inf_nan=False)
+
+
+class SavedBase(_Saved):
+    """What adapters were added to, where a checkpoint does not hold it; see `LoraBase.saved`."""
 
     path: str
     sha256: str
@@ -98,19 +102,15 @@ class RoleState(BaseModel):
     tensors: str | None = None
 
 
-class HeldOutRows(BaseModel):
+class HeldOutRows(_Saved):
     """Which rows are evaluated."""
-
-    model_config = ConfigDict(extra="forbid")
 
     rows: Count
     digest: str
 
 
-class ResultState(BaseModel):
+class ResultState(_Saved):
     """The result of an evaluation; see `HeldOut`."""
-
-    model_config = ConfigDict(extra="forbid", allow_inf_nan=False)
 
     step: Count
     headline: str
@@ -121,10 +121,8 @@ class ResultState(BaseModel):
     high: float = 0.0
 
 
-class EvaluationState(BaseModel):
+class EvaluationState(_Saved):
     """What `HeldOut` keeps: which rows, and the first and the latest result."""
-
-    model_config = ConfigDict(extra="forbid")
 
     held_out: HeldOutRows
     first: ResultState | None
@@ -142,19 +140,15 @@ class EvaluationState(BaseModel):
         return self
 
 
-class TaskState(BaseModel):
+class TaskState(_Saved):
     """What a task keeps."""
-
-    model_config = ConfigDict(extra="forbid")
 
     algorithm: Own
     sources: dict[str, Own]
 
 
-class TrainerState(BaseModel):
+class TrainerState(_Saved):
     """`trainer.json`: the schema that every save and every load passes."""
-
-    model_config = ConfigDict(extra="forbid", allow_inf_nan=False)
 
     steps: Count
     skipped: Count
@@ -169,20 +163,16 @@ class TrainerState(BaseModel):
     mixture: Own = {}
 
 
-class SavedAdapters(BaseModel):
+class SavedAdapters(_Saved):
     """Adapters as peft describes them."""
-
-    model_config = ConfigDict(extra="forbid", allow_inf_nan=False)
 
     name: str
     dtype: Literal["float64", "float32", "float16", "bfloat16"]
     config: Own
 
 
-class SavedLayers(BaseModel):
+class SavedLayers(_Saved):
     """`actor/layers.json`: see `verl.models.lora.layer_changes`."""
-
-    model_config = ConfigDict(extra="forbid")
 
     int4: list[str]
     adapters: SavedAdapters | None
@@ -227,7 +217,8 @@ def identity(trainer: Trainer) -> dict[str, str]:
         key = "algorithm" if len(trainer.tasks) == 1 else f"task.{name}.algorithm"
         found[key] = task.algorithm.name or type(task.algorithm).__name__
     for role, handle in trainer.roles.items():
-        found |= model_identity(role, _architecture(handle), handle.outline)
+        architecture = type(getattr(handle.modules, "backbone", handle.modules)).__name__
+        found |= model_identity(role, architecture, handle.outline)
     if digest := trainer.actor.reference_digest:
         found["reference.sha256"] = digest
     if trainer.settings is not None:
@@ -609,7 +600,3 @@ def _probe(call: Callable[[str, Batch], Batch], model: Any, head: str) -> dict[s
     tolerance = {"float64": 1e-9, "float32": 1e-4}.get(dtype, 0.1)
     outputs = call("scores", batch)["scores"] if head == "score" else call("log_probs", batch)["log_probs"][0]
     return {"dtype": dtype, "tolerance": tolerance, "head": head, "outputs": outputs}
-
-
-def _architecture(handle: Actor | Critic) -> str:
-    return type(getattr(handle.modules, "backbone", handle.modules)).__name__

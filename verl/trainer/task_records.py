@@ -7,18 +7,21 @@ from collections.abc import Mapping
 from typing import Any
 
 from verl.batch import Batch
+from verl.dataflow.scores import own_samples
 from verl.trainer.learning import of_task
 
 #: What a step counts, summed over tasks.
 _SUMS = ("rollout/tokens", "time/rollout", "reward/abstained", "rollout/resamples", "rollout/rejected_prompts")
-#: What samples have, averaged over all samples.
-_MEANS = ("reward", "reward/mean", "response/length", "response/cut", "rollout/entropy", "kl")
+#: Means over the samples that have a reward, over all, and over tokens.
+_BY_REWARD, _BY_SAMPLE = ("reward", "reward/mean"), ("response/length", "response/cut")
+_BY_TOKEN = ("rollout/entropy", "kl")
 
 
 def joined(samples: Mapping[str, Batch], records: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
     """One record of all tasks, with each task's own under `task/<name>/`.
 
-    `reward` and other means are over all samples: with rewards on several scales, look at those of the tasks.
+    `reward` and other means are over all samples, or tokens, that have a value: with rewards on several scales, look at
+    those of the tasks.
     """
     record: dict[str, Any] = {}
     for name, own in records.items():
@@ -26,16 +29,24 @@ def joined(samples: Mapping[str, Batch], records: Mapping[str, Mapping[str, Any]
     for key in _SUMS:
         if found := [own[key] for own in records.values() if key in own]:
             record[key] = sum(found)
-    for key in _MEANS:
-        weighed = [(len(samples[name]), own[key]) for name, own in records.items() if key in own]
-        weighed = [(rows, value) for rows, value in weighed if rows and not math.isnan(value)]
+    for key in (*_BY_REWARD, *_BY_SAMPLE, *_BY_TOKEN):
+        weighed = [(_count(key, samples[name]), own[key]) for name, own in records.items() if key in own]
+        weighed = [(count, value) for count, value in weighed if count and not math.isnan(value)]
         if weighed:
-            record[key] = sum(rows * value for rows, value in weighed) / sum(rows for rows, _ in weighed)
+            record[key] = sum(count * value for count, value in weighed) / sum(count for count, _ in weighed)
     if any("reward" in own for own in records.values()):
         record.setdefault("reward", math.nan)
     if "rollout/tokens" in record:
         record["rollout/tokens_per_s"] = record["rollout/tokens"] / max(record["time/rollout"], 1e-9)
     return record
+
+
+def _count(key: str, samples: Batch) -> int:
+    """Of how many values a task's number is the mean."""
+    own = own_samples(samples)
+    if key in _BY_TOKEN:
+        return int(own.tensor("response_mask").sum())
+    return len(own) - own["reward"].count(None) if key in _BY_REWARD else len(own)
 
 
 def rates(name: str, samples: Batch, record: Mapping[str, Any], seconds: float) -> dict[str, float]:

@@ -12,10 +12,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from verl.errors import CheckpointError, TrainingError, nearest
+from verl.errors import CheckpointError, TrainingError
 from verl.models.blank import give_memory
 from verl.models.cuts import run_blocks
-from verl.models.shards import fill_block, load_model_shards, model_shards, named_weights, tied_names
+from verl.models.shards import fill_block, fill_weights, load_model_shards, model_shards, named_weights, tied_names
 from verl.shard import Cut, Shard, Stream, WeightSpec
 from verl.training.checkpointing import recomputing
 from verl.training.engine import Memory, Metrics
@@ -99,28 +99,12 @@ class DeepSpeedEngine(TorchEngine):
     @torch.no_grad()
     def load_shards(self, shards: Iterable[Shard]) -> None:
         if self._cut:
-            self._load_pieces(shards)
+            blocks = {name: [*_held(weight)] for name, weight in named_weights(self.model)}
+            shapes = {name: _shape(weight) for name, weight in self.model.state_dict(keep_vars=True).items()}
+            fill_weights(blocks, shards, shapes, tied_names(self.model), type(self.model).__name__)
         else:
             load_model_shards(self.model, shards)
         self._adam.refresh({name: _flat(weight) for name, weight in self.model.named_parameters()})
-
-    def _load_pieces(self, shards: Iterable[Shard]) -> None:
-        weights = dict(named_weights(self.model))
-        aliases = {alias for others in tied_names(self.model).values() for alias in others}
-        blocks = {name: [*_held(weight)] for name, weight in weights.items()}
-        missing = {name: sum(block.numel() for _, block in held) for name, held in blocks.items()}
-        for shard in shards:
-            if shard.name in aliases:
-                continue
-            if shard.name not in weights:
-                raise CheckpointError(f"weight '{shard.name}' is not one of this model: {nearest(shard.name, weights)}")
-            _check_shape(shard, _shape(weights[shard.name]))
-            missing[shard.name] -= sum(fill_block(offset, block, shard) for offset, block in blocks[shard.name])
-        if lacking := [name for name, count in missing.items() if count > 0]:
-            raise CheckpointError(
-                f"{len(lacking)} weights did not come or came in part: {', '.join(lacking[:3])}. The checkpoint is of "
-                "another model or is cut short"
-            )
 
     def state(self) -> tuple[Iterable[Shard], dict[str, Any]]:
         meta = {"completed_steps": self._adam.completed_steps, "values": {}, "optimizer": "AdamW"}

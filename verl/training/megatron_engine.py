@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from verl.errors import CheckpointError, nearest
-from verl.models.shards import fill_block, model_shards, named_weights, overlap
+from verl.errors import CheckpointError
+from verl.models.shards import fill_weights, model_shards, named_weights, overlap
 from verl.shard import Cut, Shard
 from verl.training.megatron import Block, MegatronModel
 from verl.training.optimizer import MixedPrecisionOptimizer
@@ -122,32 +122,13 @@ class MegatronEngine(TorchEngine):
         if self._optimizer is not None:
             self._optimizer.refresh_masters()
 
-    @torch.no_grad()
     def _load(self, shards: Iterable[Shard]) -> None:
-        """Of a list nothing is copied if it lacks something; a stream is copied as it comes."""
         weights = {name: weight.detach() for name, weight in self.model.named_parameters()}
-        for copy in (False, True) if isinstance(shards, list) else (True,):
-            missing = {
-                name: sum(block.of(weights[parameter]).numel() for parameter, block in blocks)
-                for name, blocks in self._owners.items()
-            }
-            for shard in shards:
-                if shard.name not in self._shapes:
-                    raise CheckpointError(
-                        f"weight '{shard.name}' is not one of this model: {nearest(shard.name, self._shapes)}"
-                    )
-                if shard.global_shape != self._shapes[shard.name]:
-                    raise CheckpointError(
-                        f"weight '{shard.name}' has shape {list(shard.global_shape)}, the model's has "
-                        f"{list(self._shapes[shard.name])}: the weights are of another model or size"
-                    )
-                for parameter, block in self._owners.get(shard.name, ()):
-                    missing[shard.name] -= fill_block(block.offset, block.of(weights[parameter]), shard, copy)
-            if lacking := [name for name, count in missing.items() if count > 0]:
-                raise CheckpointError(
-                    f"{len(lacking)} weights did not come or came in part: {', '.join(lacking[:3])}. The checkpoint is "
-                    "of another model or is cut short"
-                )
+        blocks = {
+            name: [(block.offset, block.of(weights[parameter])) for parameter, block in owners]
+            for name, owners in self._owners.items()
+        }
+        fill_weights(blocks, shards, self._shapes, {}, "model")
 
     def _state_shards(self) -> Iterator[Shard]:
         weights = dict(self.model.named_parameters())

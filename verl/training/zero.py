@@ -174,7 +174,7 @@ def zero_engine(forward: Forward, stage: int, config: OptimConfig, ranks: Ranks)
             model=forward,
             optimizer=adam,
             config=settings,
-            mpu=_DataParallel(ranks.group("replicate", "shard")),
+            mpu=_data_parallel(ranks.group("replicate", "shard")),
         )
     finally:
         if lacks_rank:
@@ -205,29 +205,16 @@ def _deepspeed(device: torch.device) -> Any:
     return deepspeed
 
 
-class _DataParallel:
+def _data_parallel(group: Any) -> Namespace:
     """What DeepSpeed asks for the ranks that share a model, in the place of all ranks of the job."""
-
-    def __init__(self, group: Any) -> None:
-        self._group = group
-
-    def get_data_parallel_group(self) -> Any:
-        return self._group
-
-    def get_data_parallel_world_size(self) -> int:
-        return dist.get_world_size(self._group)
-
-    def get_data_parallel_rank(self) -> int:
-        return dist.get_rank(self._group)
-
-    def get_model_parallel_group(self) -> None:
-        return None
-
-    def get_model_parallel_world_size(self) -> int:
-        return 1
-
-    def get_model_parallel_rank(self) -> int:
-        return 0
+    return Namespace(
+        get_data_parallel_group=lambda: group,
+        get_data_parallel_world_size=lambda: dist.get_world_size(group),
+        get_data_parallel_rank=lambda: dist.get_rank(group),
+        get_model_parallel_group=lambda: None,
+        get_model_parallel_world_size=lambda: 1,
+        get_model_parallel_rank=lambda: 0,
+    )
 
 
 def held_run(weight: Any) -> tuple[int, int]:

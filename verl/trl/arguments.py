@@ -145,15 +145,16 @@ class Config(_Quiet):  # type: ignore[misc]
         if self.lr_scheduler_type not in _SCHEDULES:
             raise ConfigError(f"lr_scheduler_type='{self.lr_scheduler_type}': {nearest('', _SCHEDULES)}")
         warmup = self.warmup_steps or self.warmup_ratio
+        schedule = _SCHEDULES[self.lr_scheduler_type]
         return {
             "lr": self.learning_rate,
             "betas": (self.adam_beta1, self.adam_beta2),
             "adam_eps": self.adam_epsilon,
             "weight_decay": self.weight_decay,
             "max_grad_norm": self.max_grad_norm or None,
-            "schedule": _SCHEDULES[self.lr_scheduler_type],
+            "schedule": schedule,
             "warmup_steps": math.ceil(warmup * total) if warmup < 1 else int(warmup),
-            "total_steps": total,
+            "total_steps": None if schedule == "constant" else total,
         }
 
     def sinks(self) -> tuple[str, ...]:

@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Literal
 
@@ -112,14 +113,7 @@ def _parent_watch() -> Callable[[], None] | None:
         return None
     from verl.sandbox.jail import die_with_parent
 
-    parent = os.getpid()
-
-    def watch() -> None:
-        die_with_parent()
-        if os.getppid() != parent:
-            os._exit(1)
-
-    return watch
+    return partial(die_with_parent, os.getpid())
 
 
 def _reason(code: int, log: Path, begin: int) -> str:

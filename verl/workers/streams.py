@@ -5,13 +5,12 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
-from itertools import chain, groupby
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from verl.models.shards import Part, load_model_shards, model_shards
+from verl.models.shards import load_model_shards, model_shards, whole_weights
 from verl.shard import Shard, Stream, in_rows
 from verl.training.engine import TrainEngine
 from verl.training.ranks import gather_json
@@ -77,15 +76,7 @@ def gathered(pieces: Iterable[Shard], group: Any) -> Iterator[Shard]:
     Args:
         pieces, group: see `travelling`.
     """
-    for _, parts in groupby(travelling(pieces, group), lambda part: part.name):
-        first = next(parts)
-        if first.is_whole:
-            yield first
-            continue
-        whole = Part(first.tensor.new_empty(first.global_shape))
-        for part in chain([first], parts):
-            whole.fill(part)
-        yield Shard.whole(first.name, whole.tensor)
+    return whole_weights(travelling(pieces, group))
 
 
 def _device(group: Any) -> Any:
