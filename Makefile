@@ -6,7 +6,7 @@ ARGS ?=
 TORCH_ARGS ?=
 TEST_ARGS ?=
 TURN ?=
-WORKERS ?= 2
+WORKERS ?= 3
 
 BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed

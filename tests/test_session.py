@@ -21,7 +21,7 @@ ci = sys.modules["ci"] = importlib.util.module_from_spec(SPEC)
 SPEC.loader.exec_module(ci)
 
 #: Of 2,700 s, half is in reserve; the fast tests, the documentation and the installations take the rest of the other.
-SHARE_SECONDS = 600.0
+SHARE_SECONDS = 680.0
 CONFTEST = """
 import pathlib, tests.session
 from tests.session import *
