@@ -74,12 +74,16 @@ def with_changes(settings: Mapping[str, Any], changes: Mapping[str, Any]) -> dic
 @contextmanager
 def counted() -> Iterator[Counter[str]]:
     """Counts the calls of every Python function, on all threads of this process."""
-    calls: Counter[CodeType] = Counter()
+    calls: dict[int, int] = {}
+    codes: dict[int, CodeType] = {}  # by identity: a code object's hash is of all of its text
     named: Counter[str] = Counter()
 
     def count(frame: FrameType, event: str, argument: Any) -> None:
-        if event == "call" and frame.f_code.co_name != "<module>":
-            calls[frame.f_code] += 1
+        if event == "call":
+            key = id(frame.f_code)
+            if key not in codes:
+                codes[key] = frame.f_code
+            calls[key] = calls.get(key, 0) + 1
 
     threading.setprofile(count)
     sys.setprofile(count)
@@ -88,8 +92,9 @@ def counted() -> Iterator[Counter[str]]:
     finally:
         sys.setprofile(None)
         threading.setprofile(None)
-        for code, number in dict(calls).items():  # a copy: threads may still count
-            named["/".join(Path(code.co_filename).parts[-2:]) + ":" + code.co_name] += number
+        for key, code in dict(codes).items():  # a copy: threads may still count
+            if code.co_name != "<module>":
+                named["/".join(Path(code.co_filename).parts[-2:]) + ":" + code.co_name] += calls.get(key, 0)
 
 
 def observe(observer: Observer, settings: Mapping[str, Any], folder: Path) -> Seen:

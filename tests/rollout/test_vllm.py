@@ -37,6 +37,50 @@ def started(model: PreTrainedModel, tokenizer: PreTrainedTokenizerFast, **option
     return engine
 
 
+# Before the engine of `fp32`, whose process group lets those beside it run in processes of their own.
+@pytest.mark.parametrize(
+    ("fault", "message"),
+    [("skipped", "versions"), ("head", "output layer"), ("missing", "did not come"), ("dies", "no memory")],
+)
+def test_wrong_weights_are_detected_and_never_served(
+    make_model: Callable[..., PreTrainedModel],
+    tokenizer: PreTrainedTokenizerFast,
+    monkeypatch: pytest.MonkeyPatch,
+    fault: str,
+    message: str,
+) -> None:
+    from verl.rollout.vllm_worker import ShardTransfer
+
+    model = make_model("llama", torch.bfloat16)
+    engine = started(model, tokenizer)
+    inner: Any = engine.llm.llm_engine.model_executor.driver_worker.worker.weight_transfer_engine.model
+    receive = ShardTransfer.receive_weights
+    if fault == "skipped":
+        monkeypatch.setattr(ShardTransfer, "finish_weight_update", lambda self: None)
+    elif fault == "missing":
+        engine._tied = {}  # the output layer's alias is forgotten
+    elif fault == "head":  # a copy that it computes with, as some processors have a packed one, is not made anew
+        old = inner.lm_head.weight.detach().clone()
+        method = inner.lm_head.quant_method
+        monkeypatch.setattr(method, "apply", lambda layer, x, bias=None: torch.nn.functional.linear(x, old, bias))
+    else:
+
+        def broken(self: Any, *args: Any) -> Any:
+            receive(self, *args)
+            raise MemoryError("no memory is left")
+
+        monkeypatch.setattr(ShardTransfer, "receive_weights", broken)
+    nudge(model, 1e-4)
+    try:
+        with pytest.raises(RolloutError, match=message):
+            engine.load_shards(model_shards(model), 1)
+        for use in (engine.step, lambda: engine.add(Request("x", [5])), lambda: engine.load_shards([], 2)):
+            with pytest.raises(RolloutError, match="not used again"):
+                use()
+    finally:
+        engine.close()
+
+
 @pytest.fixture(scope="module")
 def fp32(
     make_model: Callable[..., PreTrainedModel], tokenizer: PreTrainedTokenizerFast
@@ -253,49 +297,6 @@ def test_untied_weights_travel_by_file_too_and_damage_is_seen(
         engine.load_shards(model_shards(model), 2)
     assert {s.policy_version for s in generate(engine, requests("f", SamplingParams(max_new_tokens=20)))} == {1}
     engine.close()
-
-
-@pytest.mark.parametrize(
-    ("fault", "message"),
-    [("skipped", "versions"), ("head", "output layer"), ("missing", "did not come"), ("dies", "no memory")],
-)
-def test_wrong_weights_are_detected_and_never_served(
-    make_model: Callable[..., PreTrainedModel],
-    tokenizer: PreTrainedTokenizerFast,
-    monkeypatch: pytest.MonkeyPatch,
-    fault: str,
-    message: str,
-) -> None:
-    from verl.rollout.vllm_worker import ShardTransfer
-
-    model = make_model("llama", torch.bfloat16)
-    engine = started(model, tokenizer)
-    inner: Any = engine.llm.llm_engine.model_executor.driver_worker.worker.weight_transfer_engine.model
-    receive = ShardTransfer.receive_weights
-    if fault == "skipped":
-        monkeypatch.setattr(ShardTransfer, "finish_weight_update", lambda self: None)
-    elif fault == "missing":
-        engine._tied = {}  # the output layer's alias is forgotten
-    elif fault == "head":  # a copy that it computes with, as some processors have a packed one, is not made anew
-        old = inner.lm_head.weight.detach().clone()
-        method = inner.lm_head.quant_method
-        monkeypatch.setattr(method, "apply", lambda layer, x, bias=None: torch.nn.functional.linear(x, old, bias))
-    else:
-
-        def broken(self: Any, *args: Any) -> Any:
-            receive(self, *args)
-            raise MemoryError("no memory is left")
-
-        monkeypatch.setattr(ShardTransfer, "receive_weights", broken)
-    nudge(model, 1e-4)
-    try:
-        with pytest.raises(RolloutError, match=message):
-            engine.load_shards(model_shards(model), 1)
-        for use in (engine.step, lambda: engine.add(Request("x", [5])), lambda: engine.load_shards([], 2)):
-            with pytest.raises(RolloutError, match="not used again"):
-                use()
-    finally:
-        engine.close()
 
 
 def test_bf16_is_as_near_after_updates_as_a_fresh_engine(
