@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, TypeAlias
 
@@ -151,8 +151,6 @@ def compare(model: nn.Module, stored: Mapping[str, Shape]) -> Fit | None:
         model: live or without weights.
         stored: see `stored_shapes`.
     """
-    from transformers.utils.loading_report import LoadStateDictInfo
-
     inner: Any = getattr(model, "backbone", model)
     if getattr(inner.config, "quantization_config", None) is not None:
         return None
@@ -168,13 +166,22 @@ def compare(model: nn.Module, stored: Mapping[str, Shape]) -> Fit | None:
         for name in there:
             _compare_weight(fit, name, weights[name], sources[name], stored)
     strange = sources.keys() - weights.keys()
-    info = LoadStateDictInfo(set(missing), set(strange), set(), [], {}, set())
-    inner._adjust_missing_and_unexpected_keys(info)  # by what the architecture says of its own files
-    # Its patterns also take weights for buffers: what would be a missing one but for a prefix is none.
-    renamed = {name for name in strange if name.endswith(tuple(f".{lacking}" for lacking in info.missing_keys))}
-    fit.missing += sorted(info.missing_keys)
-    fit.unexpected += sorted(source.key for name in info.unexpected_keys | renamed for source in sources[name])
+    fit.missing += sorted(name for name in missing if not _matches(name, inner._keys_to_ignore_on_load_missing))
+    # An architecture's own patterns also match weights: what would be a missing one but for a prefix is not ignored.
+    renamed = tuple(f".{name}" for name in fit.missing)
+    # Old files hold that buffer for each layer.
+    ignored = [*(inner._keys_to_ignore_on_load_unexpected or ()), r"rotary_emb\.inv_freq"]
+    fit.unexpected += sorted(
+        source.key
+        for name in strange
+        if name.endswith(renamed) or not _matches(name, ignored)
+        for source in sources[name]
+    )
     return fit
+
+
+def _matches(name: str, patterns: Iterable[str] | None) -> bool:
+    return any(re.search(pattern, name) for pattern in patterns or ())
 
 
 def _compare_weight(
@@ -242,15 +249,17 @@ def weight_sources(model: nn.Module, keys: Iterable[str]) -> dict[str, list[Sour
     Raises:
         ModelError: transformers makes other things of them when it loads the model.
     """
-    from transformers.conversion_mapping import get_model_conversion_mapping
-    from transformers.core_model_loading import (
-        WeightConverter,
-        WeightRenaming,
-        dot_natural_key,
-        rename_source_key,
-    )
-
     inner: Any = getattr(model, "backbone", model)
+    try:
+        from transformers.conversion_mapping import get_model_conversion_mapping
+        from transformers.core_model_loading import (
+            WeightConverter,
+            WeightRenaming,
+            dot_natural_key,
+            rename_source_key,
+        )
+    except ImportError:  # transformers 4 keeps the tensors of the files apart as they are
+        return _sources_by_name(inner.base_model_prefix, model_weights(model), keys)
     changes = get_model_conversion_mapping(inner)
     converters = [change for change in changes if isinstance(change, WeightConverter)]
     renamings = [change for change in changes if isinstance(change, WeightRenaming)]
@@ -273,3 +282,12 @@ def weight_sources(model: nn.Module, keys: Iterable[str]) -> dict[str, list[Sour
         assert number is not None
         found.setdefault(target, []).append(Source(key, int(number[1]), patterns.index(pattern), len(patterns)))
     return found
+
+
+def _sources_by_name(prefix: str, weights: Collection[str], keys: Iterable[str]) -> dict[str, list[Source]]:
+    """What `weight_sources` returns where each weight is one tensor, under its name with or without `prefix`."""
+    sources: dict[str, list[Source]] = {}
+    for key in sorted(keys):
+        names = (key, f"{prefix}.{key}", key.removeprefix(f"{prefix}."))
+        sources.setdefault(next((name for name in names if name in weights), key), []).append(Source(key))
+    return sources
