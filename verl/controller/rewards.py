@@ -162,12 +162,12 @@ class RewardPool(Pool):
                     return
 
     def _events(self) -> list[tuple[Worker, str, Any]]:
-        found = []
+        events = []
         with suppress(queue.Empty):
-            found.append(self.events.get(timeout=_TICK))
+            events.append(self.events.get(timeout=_TICK))
             while True:
-                found.append(self.events.get_nowait())
-        return found
+                events.append(self.events.get_nowait())
+        return events
 
     def _take(self, worker: Worker, name: str, answer: Any) -> None:
         from ray.exceptions import RayError, RayTaskError

@@ -40,12 +40,12 @@ _JOINS = re.compile(r"[\s$]*(?:,|;|,?\s*(?:and|or)\b)?[\s$]*(?:\(?\w\)\s*)?(?:\w
 #: What Unicode and Markdown have for LaTeX, in order.
 _SIGNS: tuple[tuple[str, str | Callable[[re.Match[str]], str]], ...] = (
     (r"(?<=\d)(?:\\[,;: !]|[\u2009\u202f\xa0])(?=\d{3}(?!\d))", ""),  # a space between thousands
-    (r"[\u2070\xb9\xb2\xb3\u2074-\u2079\u207b]+", lambda found: f"^{{{normalize('NFKC', found[0])}}}"),
-    (r"[\xbc-\xbe\u2150-\u215e]", lambda found: f" {normalize('NFKC', found[0])}"),
-    ("(?s).*", lambda found: normalize("NFKC", found[0])),
+    (r"[\u2070\xb9\xb2\xb3\u2074-\u2079\u207b]+", lambda match: f"^{{{normalize('NFKC', match[0])}}}"),
+    (r"[\xbc-\xbe\u2150-\u215e]", lambda match: f" {normalize('NFKC', match[0])}"),
+    ("(?s).*", lambda match: normalize("NFKC", match[0])),
     ("\u2044", "/"),
     (r"(?<![\w/.])(\d+) (\d+)/(\d+)(?![\w/.])", r"(\1+\2/\3)"),
-    (r"\u221a\s*(?:\(([^()]*)\)|(\d+|[A-Za-z]))", lambda found: rf"\sqrt{{{found[1] or found[2]}}}"),
+    (r"\u221a\s*(?:\(([^()]*)\)|(\d+|[A-Za-z]))", lambda match: rf"\sqrt{{{match[1] or match[2]}}}"),
     (r"(?<![\w)*])\*\*(?=\S)([^*]+)(?<=\S)\*\*(?![\w(*])", r"\1"),
     (r"\\(?:mathbf|boldsymbol|textbf)\s*\{([^{}]*)\}", r"\1"),
     (r"\\text\s*\{(\([A-J]\))\}", r"\1"),
@@ -85,21 +85,21 @@ def boxes(text: str) -> list[str]:
 
 def _spans(text: str) -> list[tuple[int, int]]:
     """Where each `\\boxed{` begins, and its closing brace."""
-    found = []
+    spans = []
     for start in re.finditer(r"\\boxed\s*\{", text):
         depth, end = 1, start.end()
         while depth and end < len(text):
             depth += {"{": 1, "}": -1}.get(text[end], 0)
             end += 1
         if not depth:
-            found.append((start.start(), end - 1))
-    return found
+            spans.append((start.start(), end - 1))
+    return spans
 
 
 def choice(text: str) -> str | None:
     """The letter of an option: of "C", "(C) Paris" or "The answer is C. Paris"."""
-    found = _CHOICE.fullmatch(text.strip())
-    return found and (found[1] or found[2] or found[3])
+    option = _CHOICE.fullmatch(text.strip())
+    return option and (option[1] or option[2] or option[3])
 
 
 def expression(text: str) -> str | None:
@@ -138,10 +138,10 @@ def words(text: str) -> str | None:
     """The answer of a text that is words alone, in lower case; None: it is more or less than that."""
     tokens = re.sub(r"\\(?:text|mathrm|textbf|mathbf)\s*\{([^{}]*)\}", r" \1 ", text).split()
     start = max((place + 1 for place in range(len(tokens)) if _is_introduced(tokens, place + 1)), default=0)
-    found = [_word(token) for token in tokens[start:] if _word(token)]
-    plain = all(re.fullmatch(r"[^\W\d_]+(?:['\u2019-][^\W\d_]+)*", word) for word in found)
-    valued = not {*_SCALES, *_VALUES.split()}.isdisjoint(found)
-    return " ".join(found) if found and plain and not valued else None
+    answer = [_word(token) for token in tokens[start:] if _word(token)]
+    plain = all(re.fullmatch(r"[^\W\d_]+(?:['\u2019-][^\W\d_]+)*", word) for word in answer)
+    valued = not {*_SCALES, *_VALUES.split()}.isdisjoint(answer)
+    return " ".join(answer) if answer and plain and not valued else None
 
 
 def _as_latex(text: str) -> str:

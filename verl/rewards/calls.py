@@ -7,23 +7,26 @@ The alternative is a process, which is killed: `verl.rewards.processes`, or seve
 from __future__ import annotations
 
 import asyncio
-import concurrent.futures
 import inspect
+import itertools
+import queue
 import threading
-import weakref
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from concurrent.futures import Future
 from functools import partial
 from typing import Any, Protocol
 
 from verl.errors import RewardError
 from verl.rewards.last_words import computing
-from verl.rewards.scores import Score, call_async, call_plain
+from verl.rewards.scores import Score, call_async, call_plain, failure
 
 #: Threads of one function that were left behind and may be alive at the same time.
 MAX_HUNG = 16
 ASYNC_CALLS = 64
 PULSE_SECONDS = 0.5
+#: Seconds for a function's `load`.
+_START_SECONDS = 300.0
 
 
 class Slots:
@@ -31,34 +34,31 @@ class Slots:
 
     def __init__(self, width: int) -> None:
         self._free = width
-        self._waiting: deque[concurrent.futures.Future[None]] = deque()
+        self._waiting: deque[Future[None]] = deque()
         self._lock = threading.Lock()
 
     async def __aenter__(self) -> None:
-        with self._lock:
-            if self._free:
-                self._free -= 1
-                return
-            turn: concurrent.futures.Future[None] = concurrent.futures.Future()
-            self._waiting.append(turn)
+        turn: Future[None] = Future()
+        self._waiting.append(turn)
+        self._add(0)
         try:
             await asyncio.wrap_future(turn)
         except asyncio.CancelledError:
             if not turn.cancel():  # its turn had come already
-                self._leave()
+                self._add(1)
             raise
 
     async def __aexit__(self, *error: object) -> None:
-        self._leave()
+        self._add(1)
 
-    def _leave(self) -> None:
+    def _add(self, free: int) -> None:
         with self._lock:
-            while self._waiting:
+            self._free += free
+            while self._free and self._waiting:
                 turn = self._waiting.popleft()
                 if turn.set_running_or_notify_cancel():
+                    self._free -= 1
                     turn.set_result(None)
-                    return
-            self._free += 1
 
 
 class Caller(Protocol):
@@ -81,96 +81,170 @@ class Caller(Protocol):
         """End what it has started; the next call starts it again."""
 
 
+class Host:
+    """Where a function is called: a thread or a process. Requests have numbers, by which they are answered; number 0
+    is answered when it is ready for calls."""
+
+    def __init__(self) -> None:
+        self.ready: Future[list[Score] | None] = Future()
+        self._answers: dict[int, Future[list[Score] | None]] = {0: self.ready}
+
+    def send(self, number: int, *request: Any) -> None:
+        """Give it a call (args, kwargs, rows), or the number of a call to cancel; without waiting for it."""
+        raise NotImplementedError
+
+    def end(self) -> None:
+        """End it, or let it end once its call returns."""
+        raise NotImplementedError
+
+    def answer(self, number: int, scores: list[Score] | None) -> None:
+        """Pass on the answer to a request; None: the host has died."""
+        future = self._answers.pop(number, None)
+        if future is not None and future.set_running_or_notify_cancel():
+            future.set_result(scores)
+
+    async def ask(self, seconds: float, number: int, *request: Any) -> asyncio.Future[list[Score] | None]:
+        """The answer to a request, or cancelled if it does not come in time."""
+        answer = asyncio.wrap_future(self._answers.setdefault(number, Future()))
+        try:
+            self.send(number, *request)
+            await asyncio.wait({answer}, timeout=seconds)
+            return answer
+        finally:
+            answer.cancel()
+
+
+def serve(
+    function: Callable[..., Any],
+    is_awaited: bool,
+    requests: Iterable[tuple[Any, ...]],
+    answer: Callable[[int, list[Score]], None],
+) -> None:
+    """What a host does: make calls until there are no more requests. Plain functions are called one after the other in
+    this thread, and no event loop runs meanwhile; calls of async ones are under way together."""
+    loop = asyncio.new_event_loop()
+    asyncio.set_event_loop(loop)
+    tasks: dict[int, asyncio.Task[None]] = {}
+
+    async def score(number: int, *call: Any) -> None:
+        answer(number, await call_async(function, *call))
+        tasks.pop(number, None)
+
+    def take(number: int, *request: Any) -> None:
+        if len(request) > 1:
+            tasks[number] = loop.create_task(score(number, *request))
+            return
+        if late := tasks.pop(request[0], None):
+            late.cancel()
+        answer(number, [])
+
+    def read() -> None:
+        for request in requests:
+            loop.call_soon_threadsafe(take, *request)
+        loop.call_soon_threadsafe(loop.stop)
+
+    answer(0, [])
+    if is_awaited:
+        threading.Thread(target=read, daemon=True).start()
+        loop.run_forever()
+    else:
+        for number, args, kwargs, rows in requests:
+            answer(number, call_plain(function, args, kwargs, rows, loop))
+        loop.close()
+
+
 class FunctionCaller:
-    """Calls of a plain function are one after the other, of an async one together on one event loop."""
+    """Calls of a plain function are one after the other, of an async one together on one event loop. What the function
+    keeps stays until a call is late or ends the host; then it begins anew."""
 
     max_late = 3.0
 
     def __init__(self, function: Callable[..., Any], name: str) -> None:
         self.function, self.name = function, name
-        self._is_async = is_async(function)
-        self.width = ASYNC_CALLS if self._is_async else 1
+        self.is_async = is_async(function)
+        self.width = ASYNC_CALLS if self.is_async else 1
         self.slots = Slots(self.width)
+        self._numbers = itertools.count(1)
+        self._host: Host | None = None
+        self._starting = threading.Lock()
+        self._deaths = 0
+
+    async def call(self, args: list[Any], kwargs: dict[str, Any], rows: int, timeout: float) -> list[Score] | None:
+        for _ in range(1 + self.is_async):  # an async call may have ended by the fault of another
+            with self._starting:
+                host = self._host = self._host or self._start()
+            await asyncio.wait({asyncio.wrap_future(host.ready)}, timeout=_START_SECONDS)
+            answer = await host.ask(timeout, number := next(self._numbers), args, kwargs, rows)
+            if answer.cancelled():
+                # A host that still runs its event loop cancels the call, and says so.
+                if not self.is_async or (await host.ask(PULSE_SECONDS, next(self._numbers), number)).cancelled():
+                    self._leave(host)
+                return None
+            if (scores := answer.result()) is not None:
+                return scores
+            self._deaths += self._host is host
+            self._end(host)
+        return [failure("its process died (the function ended it: os._exit, a crash, too much memory)")] * rows
+
+    def take_counts(self) -> dict[str, int]:
+        deaths, self._deaths = self._deaths, 0
+        return {"deaths": deaths}
+
+    def close(self) -> None:
+        if self._host is not None:
+            self._end(self._host)
+
+    def _start(self) -> Host:
+        raise NotImplementedError
+
+    def _end(self, host: Host) -> None:
+        if self._host is host:
+            self._host = None
+            host.end()
+
+    def _leave(self, host: Any) -> None:
+        """End a host at which a call is late."""
+        self._end(host)
+
+
+class _Thread(Host):
+    def __init__(self, function: Callable[..., Any], is_awaited: bool, name: str) -> None:
+        super().__init__()
+        self._requests: queue.SimpleQueue[Any] = queue.SimpleQueue()
+        requests = iter(self._requests.get, None)
+        self.thread = threading.Thread(target=serve, args=(function, is_awaited, requests, self.answer), name=name)
+        self.thread.daemon = True
+        self.thread.start()
+
+    def send(self, number: int, *request: Any) -> None:
+        self._requests.put((number, *request))
+
+    def end(self) -> None:
+        self._requests.put(None)
 
 
 class ThreadCaller(FunctionCaller):
-    """Calls in daemon threads."""
+    """Calls in a daemon thread."""
 
     def __init__(self, function: Callable[..., Any], name: str) -> None:
         super().__init__(function, name)
-        self._loop: tuple[asyncio.AbstractEventLoop, threading.Thread] | None = None
-        self._hung: list[threading.Thread] = []
+        self._hung: set[threading.Thread] = set()
 
     async def call(self, args: list[Any], kwargs: dict[str, Any], rows: int, timeout: float) -> list[Score] | None:
-        start = self._start_async if self._is_async else self._start_plain
         with computing(self.name, timeout):
-            future, thread = start(args, kwargs, rows)
-            answer = asyncio.wrap_future(future)
-            done, _ = await asyncio.wait({answer}, timeout=timeout)
-        if done:
-            return answer.result()
-        answer.cancel()
-        if not self._is_async or await self._is_blocked(thread):
-            self._leave_behind(thread)
-        return None
+            return await super().call(args, kwargs, rows, timeout)
 
-    def take_counts(self) -> dict[str, int]:
-        return {}
+    def _start(self) -> Host:
+        return _Thread(self.function, self.is_async, f"reward {self.name}")
 
-    def close(self) -> None:
-        if self._loop is not None:
-            self._loop[0].call_soon_threadsafe(self._loop[0].stop)
-            self._loop = None
-
-    def _start_plain(self, *call: Any) -> tuple[concurrent.futures.Future[list[Score]], threading.Thread]:
-        future: concurrent.futures.Future[list[Score]] = concurrent.futures.Future()
-        thread = threading.Thread(target=_call, args=(future, self.function, *call), name=f"reward {self.name}")
-        thread.daemon = True
-        thread.start()
-        return future, thread
-
-    def _start_async(self, *call: Any) -> tuple[concurrent.futures.Future[list[Score]], threading.Thread]:
-        if self._loop is None:
-            loop = asyncio.new_event_loop()
-            thread = threading.Thread(target=loop.run_forever, name=f"reward {self.name}", daemon=True)
-            thread.start()
-            weakref.finalize(self, loop.call_soon_threadsafe, loop.stop)
-            self._loop = loop, thread
-        return asyncio.run_coroutine_threadsafe(call_async(self.function, *call), self._loop[0]), self._loop[1]
-
-    async def _is_blocked(self, thread: threading.Thread) -> bool:
-        """Whether this thread's loop does not run: a cancelled call that awaits something does not block it."""
-        if self._loop is None or self._loop[1] is not thread:
-            return False
-        pulse: concurrent.futures.Future[None] = concurrent.futures.Future()
-        self._loop[0].call_soon_threadsafe(pulse.set_result, None)
-        await asyncio.wait({asyncio.wrap_future(pulse)}, timeout=PULSE_SECONDS)
-        return not pulse.done()
-
-    def _leave_behind(self, thread: threading.Thread) -> None:
-        if thread not in self._hung:
-            self.close()
-        self._hung = [old for old in {*self._hung, thread} if old.is_alive()]
+    def _leave(self, host: _Thread) -> None:
+        self._end(host)
+        self._hung = {thread for thread in {*self._hung, host.thread} if thread.is_alive()}
         if len(self._hung) >= MAX_HUNG:
             raise RewardError(
                 f"reward function '{self.name}' hangs: {len(self._hung)} calls have not returned and cannot be "
                 "stopped. Fix it, or leave out process=False, so that it runs in a process that can be killed"
             )
-
-
-def _call(
-    future: concurrent.futures.Future[list[Score]],
-    function: Callable[..., Any],
-    args: list[Any],
-    kwargs: dict[str, Any],
-    rows: int,
-) -> None:
-    loop = asyncio.new_event_loop()
-    asyncio.set_event_loop(loop)
-    scores = call_plain(function, args, kwargs, rows, loop)
-    if future.set_running_or_notify_cancel():
-        future.set_result(scores)
-    loop.close()
 
 
 def is_async(function: Callable[..., Any]) -> bool:

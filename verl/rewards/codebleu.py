@@ -84,17 +84,17 @@ def codebleu(program: str, reference: str, weights: Sequence[float] = (0.25,) * 
     """`score`, and its parts `ngrams`, `weighted_ngrams`, `syntax` and `dataflow`, each from 0 to 1."""
     words, wanted = _words(program), _words(reference)
     tree, wanted_tree = _parsed(program), _parsed(reference)
-    found = {
+    values = {
         "ngrams": _bleu(words, wanted, {}),
         "weighted_ngrams": _bleu(words, wanted, dict.fromkeys(keyword.kwlist, 1.0)),
         "syntax": _share(Counter(_subtrees(wanted_tree)), Counter(_subtrees(tree))),
         "dataflow": _share(_flow(wanted_tree), _flow(tree)),
     }
-    parts = {name: (value, weight) for (name, value), weight in zip(found.items(), weights, strict=True)}
+    parts = {name: (value, weight) for (name, value), weight in zip(values.items(), weights, strict=True)}
     known = [(value, weight) for value, weight in parts.values() if value is not None]
     total = sum(weight for _, weight in known)
     score = sum(value * weight for value, weight in known) / total if total else 0.0
-    return {"score": score, **{name: value for name, value in found.items() if value is not None}}
+    return {"score": score, **{name: value for name, value in values.items() if value is not None}}
 
 
 def _words(program: str) -> list[str]:
@@ -146,8 +146,8 @@ def _flow(tree: ast.AST | None) -> Counter[tuple[int, int]]:
     pairs: set[tuple[int, int]] = set()
 
     def names(*nodes: ast.AST | None) -> list[int]:
-        found = [part for node in nodes if node is not None for part in ast.walk(node) if isinstance(part, ast.Name)]
-        return [numbers.setdefault(part.id, len(numbers)) for part in found]
+        parts = [part for node in nodes if node is not None for part in ast.walk(node) if isinstance(part, ast.Name)]
+        return [numbers.setdefault(part.id, len(numbers)) for part in parts]
 
     for node in ast.walk(tree):
         if isinstance(node, ast.arg):
@@ -164,6 +164,6 @@ def _flow(tree: ast.AST | None) -> Counter[tuple[int, int]]:
     return Counter(pairs)
 
 
-def _share(wanted: Counter[Any], found: Counter[Any]) -> float | None:
+def _share(wanted: Counter[Any], present: Counter[Any]) -> float | None:
     """How much of what is wanted is found; None where nothing is wanted."""
-    return sum((wanted & found).values()) / sum(wanted.values()) if wanted else None
+    return sum((wanted & present).values()) / sum(wanted.values()) if wanted else None

@@ -41,15 +41,15 @@ class CompositeReward:
         name: str = "sum",
         **options: Any,
     ) -> None:
-        given = dict(parts) if isinstance(parts, Mapping) else {str(i): part for i, part in enumerate(parts)}
-        if not given:
+        named = dict(parts) if isinstance(parts, Mapping) else {str(i): part for i, part in enumerate(parts)}
+        if not named:
             raise ConfigError("a composition needs at least one reward")
-        made = {key: _part(part, make, options) for key, part in given.items()}
+        weighted = {key: _part(part, make, options) for key, part in named.items()}
         if not isinstance(parts, Mapping):
-            made = _name_parts(list(made.values()))
+            weighted = _name_parts(list(weighted.values()))
         self.name, self.partial = name, partial
-        self.parts: dict[str, RewardSource] = {key: source for key, (source, _) in made.items()}
-        self.weights = {key: weight for key, (_, weight) in made.items()}
+        self.parts: dict[str, RewardSource] = {key: source for key, (source, _) in weighted.items()}
+        self.weights = {key: weight for key, (_, weight) in weighted.items()}
         if weights is not None:
             self._set_weights(weights)
         for key, weight in self.weights.items():
@@ -115,8 +115,8 @@ def _part(part: Any, make: Callable[..., RewardSource], options: dict[str, Any])
     elif isinstance(part, Mapping) and "source" in part:
         weight = part.get("weight", 1.0)
         part = {key: value for key, value in part.items() if key != "weight"}
-    made = isinstance(source_of(part), RewardSource)
-    return make(part, **({} if made else options)), weight
+    is_source = isinstance(source_of(part), RewardSource)
+    return make(part, **({} if is_source else options)), weight
 
 
 def _name_parts(parts: list[tuple[RewardSource, float]]) -> dict[str, tuple[RewardSource, float]]:

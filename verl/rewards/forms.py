@@ -71,8 +71,8 @@ class Form:
         read = ("response", *(("prompt?", "messages?") if self.kind in ("pairs", "trl", "openrlhf") else ()))
         read = (*read, *(("response_tokens?",) if self.kind == "trl" else ()))
         further = [name for name in self.named if name not in _OWN[self.kind]]
-        own = [f"{name}?" for name in further if name not in SCHEMA]
-        return (*read, *own, *(["*"] if further or self.rest or self.kind == "openrlhf" else []))
+        user = [f"{name}?" for name in further if name not in SCHEMA]
+        return (*read, *user, *(["*"] if further or self.rest or self.kind == "openrlhf" else []))
 
     def check(self, name: str, row: Row) -> None:
         """Raises RewardError if a column that the function `name` (a reward or a metric) needs is missing."""
@@ -87,14 +87,14 @@ class Form:
         """Positional and named arguments of a call on these samples."""
         if self.by_row:
             row = rows[0]
-            own: dict[str, Any] = {"solution_str": row["response"] or "", "extra_info": _value(row, "extra_info") or {}}
-            return [], {k: own[k] if k in own else _value(row, k) for k in self.named if k in own or _has(row, k)}
-        own = _own_values(self.kind, rows)
-        names = [name for name in self.named if name in own or _has(rows[0], name)]
+            known = {"solution_str": row["response"] or "", "extra_info": _value(row, "extra_info") or {}}
+            return [], {k: known[k] if k in known else _value(row, k) for k in self.named if k in known or _has(row, k)}
+        values = _own_values(self.kind, rows)
+        names = [name for name in self.named if name in values or _has(rows[0], name)]
         if self.rest:
-            names += [name for name in (*own, *user_columns(rows[0])) if name not in names and self.kind == "trl"]
-        columns = {name: own[name] if name in own else [_value(row, name) for row in rows] for name in names}
-        return [own[role] for role in self.positional], columns
+            names += [name for name in (*values, *user_columns(rows[0])) if name not in names and self.kind == "trl"]
+        columns = {name: values[name] if name in values else [_value(row, name) for row in rows] for name in names}
+        return [values[role] for role in self.positional], columns
 
 
 def recognise(function: Callable[..., Any]) -> Form:
@@ -146,8 +146,8 @@ def _check_plural(function: Callable[..., Any], names: list[str], needed: frozen
 
 def user_columns(row: Row) -> list[str]:
     """The data set's own columns, under their own names."""
-    own = [name for name in row if name not in SCHEMA and not name.startswith("reward/")]
-    return [name.removeprefix(_USER) for name in own]
+    names = [name for name in row if name not in SCHEMA and not name.startswith("reward/")]
+    return [name.removeprefix(_USER) for name in names]
 
 
 def has_value(row: Row, name: str) -> bool:

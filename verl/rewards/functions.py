@@ -8,6 +8,7 @@ import threading
 import weakref
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from itertools import chain
 from os import PathLike
 from typing import Any, ClassVar, TypedDict
 
@@ -150,8 +151,8 @@ class FunctionReward:
         counts: Counter[str] = Counter()
         width = min(self.group.width, len(cuts))
         await asyncio.gather(*(self._serve(calls, scores, counts) for _ in range(width)))
-        found = {row: s for cut, given in zip(cuts, scores, strict=True) for row, s in zip(cut, given, strict=True)}
-        return self._result([found[row] for row in range(len(rows))], counts)
+        by_row = dict(zip(chain.from_iterable(cuts), chain.from_iterable(scores), strict=True))
+        return self._result([by_row[row] for row in range(len(rows))], counts)
 
     @property
     def _is_by_group(self) -> bool:

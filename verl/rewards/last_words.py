@@ -6,14 +6,12 @@ from __future__ import annotations
 
 import atexit
 import faulthandler
-import itertools
 import math
 import os
 import subprocess
 import sys
 import threading
 import time
-from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 
@@ -25,45 +23,12 @@ while read -r line; do last=$line; done
 """
 
 
-class _Witness:
-    """The shell process: it reads the names of running rewards from a pipe, which closes when this process ends."""
-
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._running: Counter[str] = Counter()
-        read, self._write = os.pipe()
-        command = ["sh", "-c", _SCRIPT, str(os.getpid())]
-        subprocess.Popen(command, stdin=read, stdout=subprocess.DEVNULL, start_new_session=True)
-        os.close(read)
-        atexit.register(self._close)
-        os.register_at_fork(after_in_child=self._close_pipe)
-
-    def change(self, name: str, by: int) -> None:
-        with self._lock:
-            self._running[" ".join(name.split())] += by
-            self._report([name for name, calls in self._running.items() if calls > 0])
-
-    def _close(self) -> None:
-        """This process ends as it should: so does the shell, without a word."""
-        with self._lock:
-            self._report([])
-            self._close_pipe()
-
-    def _close_pipe(self) -> None:
-        write, self._write = self._write, -1
-        if write != -1:
-            os.close(write)
-
-    def _report(self, names: list[str]) -> None:
-        with suppress(OSError):  # the shell process was ended
-            os.write(self._write, f"{', '.join(names)}\n".encode())
-
-
 #: Seconds after its deadline at which a call that holds the interpreter ends this process.
 _LONGER = 8.0
-_witnesses: dict[int, _Witness] = {}
-_deadlines: dict[int, float] = {}
-_numbers = itertools.count()
+#: Of each call that is under way: the name of its reward, and its deadline.
+_calls: dict[object, tuple[str, float]] = {}
+#: Where the shell process reads the names, until this process ends. None: it has not begun; -1: it is over.
+_pipe: int | None = None
 _lock = threading.Lock()
 
 
@@ -71,28 +36,55 @@ _lock = threading.Lock()
 def computing(name: str, timeout: float) -> Iterator[None]:
     """If this process ends inside the block, a message on its stderr names reward `name` as the cause; and it ends if
     nothing else runs in it `timeout` and `_LONGER` seconds after the block began."""
+    call = object()
     with _lock:
-        if (pid := os.getpid()) not in _witnesses:
-            _witnesses[pid] = _Witness()
-            _deadlines.clear()
-        witness, number = _witnesses[pid], next(_numbers)
-    witness.change(name, 1)
-    _set_timer(number, time.monotonic() + timeout)
+        _calls[call] = " ".join(name.split()), time.monotonic() + timeout
+        _record()
     try:
         yield
     finally:
-        _set_timer(number, math.inf)
-        witness.change(name, -1)
+        with _lock:
+            _calls.pop(call, None)
+            _record()
 
 
-def _set_timer(number: int, deadline: float) -> None:
-    """Have the earliest deadline end this process, unless Python runs by then and changes it."""
+def _record() -> None:
+    """Tell the shell process what is under way, and have the earliest deadline end this process, unless Python runs by
+    then and records anew."""
+    global _pipe
+    if _pipe is None:
+        read, _pipe = os.pipe()
+        command = ["sh", "-c", _SCRIPT, str(os.getpid())]
+        subprocess.Popen(command, stdin=read, stdout=subprocess.DEVNULL, start_new_session=True)
+        os.close(read)
+    with suppress(OSError):  # the shell process has ended
+        os.write(_pipe, f"{', '.join(dict.fromkeys(name for name, _ in _calls.values()))}\n".encode())
+    deadline = min((deadline for _, deadline in _calls.values()), default=math.inf)
+    if deadline < math.inf and sys.__stderr__ is not None:
+        left = max(0.0, deadline - time.monotonic())
+        faulthandler.dump_traceback_later(left + _LONGER, exit=True, file=sys.__stderr__)
+    else:
+        faulthandler.cancel_dump_traceback_later()
+
+
+@atexit.register
+def _end() -> None:
+    """This process ends as it should: so does the shell process, without a word."""
+    global _pipe
     with _lock:
-        _deadlines.pop(number, None)
-        if deadline < math.inf:
-            _deadlines[number] = deadline
-        if _deadlines and sys.__stderr__ is not None:
-            left = max(0.0, min(_deadlines.values()) - time.monotonic())
-            faulthandler.dump_traceback_later(left + _LONGER, exit=True, file=sys.__stderr__)
-        else:
-            faulthandler.cancel_dump_traceback_later()
+        if _pipe is not None:
+            _calls.clear()
+            _record()
+            os.close(_pipe)
+            _pipe = -1
+
+
+def _forget() -> None:
+    """In a fork of this process, which records its own calls."""
+    global _calls, _lock, _pipe
+    if _pipe is not None and _pipe != -1:
+        os.close(_pipe)
+    _calls, _lock, _pipe = {}, threading.Lock(), None
+
+
+os.register_at_fork(after_in_child=_forget)

@@ -64,12 +64,12 @@ def load_function(spec: str) -> Callable[..., Any]:
     module = _import(path.resolve())
     function = getattr(module, name, None)
     if not callable(function):
-        own = [
+        names = [
             key
             for key, value in vars(module).items()
             if callable(value) and getattr(value, "__module__", None) == module.__name__
         ]
-        raise ConfigError(f"{path} has no function or class '{name}': {nearest(name, own)}")
+        raise ConfigError(f"{path} has no function or class '{name}': {nearest(name, names)}")
     return function  # type: ignore[no-any-return]
 
 

@@ -60,8 +60,8 @@ def _make(source: Any, options: dict[str, Any]) -> RewardSource:
         return CompositeReward(source, make_reward, **options)
     if isinstance(source, str | os.PathLike) and _is_function_spec(str(source)):
         return _build("functions", "FunctionReward", options, str(source))
-    if isinstance(source, str) and (made := registered(source)) is not None:
-        return _make(_called(made, source, options), options)
+    if isinstance(source, str) and (reward := registered(source)) is not None:
+        return _make(_called(reward, source, options), options)
     if isinstance(source, str) and source in ("task", "reasoning_gym"):
         return _build("reasoning_gym", "TaskReward", options)
     if isinstance(source, str) and source == "math":
@@ -86,18 +86,18 @@ def _make(source: Any, options: dict[str, Any]) -> RewardSource:
     )
 
 
-def _called(made: Any, name: str, options: dict[str, Any]) -> Any:
+def _called(reward: Any, name: str, options: dict[str, Any]) -> Any:
     """A registered function as it is, or an object of a registered class, made with its own options, which are taken
     out of `options`. What is called `name` is called so in messages, too."""
-    if inspect.isclass(made):
-        own = {option: options.pop(option) for option in inspect.signature(made).parameters if option in options}
+    if inspect.isclass(reward):
+        chosen = {option: options.pop(option) for option in inspect.signature(reward).parameters if option in options}
         try:
-            made = made(**own)
+            reward = reward(**chosen)
         except TypeError as error:
             raise ConfigError(f"reward '{name}': {error}") from error
-    if not isinstance(made, RewardSource):
+    if not isinstance(reward, RewardSource):
         options.setdefault("name", name)
-    return made
+    return reward
 
 
 def _code(options: dict[str, Any]) -> RewardSource:

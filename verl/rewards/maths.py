@@ -78,12 +78,12 @@ def is_equal(solution_str: str, ground_truth: Any = None, answer: Any = None) ->
     """
     from math_verify import verify
 
-    given = answer if ground_truth is None else ground_truth
-    if isinstance(given, list | tuple):
-        given = ", ".join(map(str, given))
-    if given is None or given != given or not str(given).strip():
+    expected = answer if ground_truth is None else ground_truth
+    if isinstance(expected, list | tuple):
+        expected = ", ".join(map(str, expected))
+    if expected is None or expected != expected or not str(expected).strip():
         raise RewardError("the row has no answer: give it a column ground_truth or answer")
-    text, solution_str = conclusion(after_mark(str(given))), conclusion(solution_str)
+    text, solution_str = conclusion(after_mark(str(expected))), conclusion(solution_str)
     if (letter := choice((boxes(text) or [text])[-1])) and choice(_last(solution_str)) == letter:
         return 1.0
     # Of a row that goes on ("1, 2, \\ldots") the library would compare the terms that are written.
@@ -92,7 +92,7 @@ def is_equal(solution_str: str, ground_truth: Any = None, answer: Any = None) ->
         return float(any(verify(*pair, timeout_seconds=None) for pair in pairs))
     if wanted_words := words((boxes(text) or [text])[-1]):
         return float(words(_last(solution_str)) == wanted_words)
-    raise RewardError(f"the row's answer cannot be read: {str(given)[-100:]!r}")
+    raise RewardError(f"the row's answer cannot be read: {str(expected)[-100:]!r}")
 
 
 def _tiny_apart(*values: Any) -> bool:
@@ -108,10 +108,10 @@ def _answers(response: str) -> list[Any]:
     """The expressions that a response may end with; none if it has none."""
     if after_mark(response) != response:
         return _read(after_mark(response))
-    found, inside = _parse(response), boxes(response)
+    expressions, inside = _parse(response), boxes(response)
     if len(inside) == 1 and (amount(inside[0]) or expression(inside[0]) != inside[0].strip()):
-        found += _read(inside[0])  # a sentence or a unit, which the library reads as a product of letters
-    return found or _read(_last(response))
+        expressions += _read(inside[0])  # a sentence or a unit, which the library reads as a product of letters
+    return expressions or _read(_last(response))
 
 
 def _last(response: str) -> str:
@@ -121,13 +121,13 @@ def _last(response: str) -> str:
 
 def _read(text: str) -> list[Any]:
     """What a text says that is an answer, by the first reading of it that is an expression; none: no reading is."""
-    if any(sign in text for sign in _LATEX) and (found := _parse(text)):
-        return found
+    if any(sign in text for sign in _LATEX) and (expressions := _parse(text)):
+        return expressions
     said = expression(text)
     if said is None:
         return []
     number = amount(said)
-    return [found for part in (number, said) if part for found in _parse(f"\\boxed{{{part}}}")]
+    return [one for part in (number, said) if part for one in _parse(f"\\boxed{{{part}}}")]
 
 
 def _parse(text: str) -> list[Any]:
@@ -137,6 +137,6 @@ def _parse(text: str) -> list[Any]:
     # It warns that without a deadline of its own, which takes signals, somebody else must keep one.
     logging.getLogger("math_verify.parser").setLevel(logging.ERROR)
     logging.getLogger("math_verify.grader").setLevel(logging.ERROR)
-    found = [item for item in parse(text, parsing_timeout=None) if not isinstance(item, str)]
+    expressions = [item for item in parse(text, parsing_timeout=None) if not isinstance(item, str)]
     # Of an equation without variables the library would compare either side.
-    return [item.rhs if getattr(item, "is_Equality", False) and not item.free_symbols else item for item in found]
+    return [item.rhs if getattr(item, "is_Equality", False) and not item.free_symbols else item for item in expressions]

@@ -41,8 +41,8 @@ class PortableFunction:
         Raises:
             ModelError, ConfigError: it cannot be made.
         """
-        made = self.kind(*(getattr(one, "model", one) for one in self.source), **self.options)
-        self._function = made.function
+        reward = self.kind(*(getattr(one, "model", one) for one in self.source), **self.options)
+        self._function = reward.function
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if self._function is None:
@@ -61,17 +61,17 @@ def in_workers(
         workers: see `FunctionReward`.
     """
     defaults = inspect.signature(kind).parameters.items()
-    given = {name: one.default for name, one in defaults if one.default is not one.empty} | options
+    values = {name: one.default for name, one in defaults if one.default is not one.empty} | options
     inner = {name: value for name, value in options.items() if name not in _OURS}
     if kind.has_own_retries:
-        given["retries"] = 0
+        values["retries"] = 0
     else:
         inner.pop("retries", None)
     return FunctionReward(
         PortableFunction(kind, source, inner),
-        timeout=kind.call_seconds(given),
-        retries=given["retries"],
-        batch_size=given.get("batch_size"),
+        timeout=kind.call_seconds(values),
+        retries=values["retries"],
+        batch_size=values.get("batch_size"),
         workers=workers,
-        **{name: given[name] for name in _OURS if name in given},
+        **{name: values[name] for name in _OURS if name in values},
     )

@@ -22,14 +22,14 @@ def register_reward(name: str) -> Callable[[RewardT], RewardT]:
         ConfigError: it cannot be called, or the name belongs to another reward.
     """
 
-    def register(made: RewardT) -> RewardT:
-        if not callable(made):
-            raise ConfigError(f"reward '{name}' must be a function or a class, not a {type(made).__name__}")
+    def register(reward: RewardT) -> RewardT:
+        if not callable(reward):
+            raise ConfigError(f"reward '{name}' must be a function or a class, not a {type(reward).__name__}")
         if name in REWARDS and name not in _REGISTERED:
             raise ConfigError(f"reward name '{name}' is taken by a built-in reward: choose another")
-        give_name(_REGISTERED, "reward", name, made)
+        give_name(_REGISTERED, "reward", name, reward)
         REWARDS.add(name)
-        return made
+        return reward
 
     return register
 

@@ -138,8 +138,8 @@ class RemoteReward(_ServedReward):
         calls = []
         for start in range(0, len(prompts), self.batch_size):
             part = slice(start, start + self.batch_size)
-            own = {name: values[part] for name, values in columns.items()}
-            body = {"prompts": prompts[part], "responses": responses[part], "columns": own}
+            sent = {name: values[part] for name, values in columns.items()}
+            body = {"prompts": prompts[part], "responses": responses[part], "columns": sent}
             rows = len(body["prompts"])
             calls.append((rows, self.pool.ask({self.pool.path: body}, _reader(rows))))
         return await self._gather(calls)

@@ -33,9 +33,9 @@ class Smoothed:
 
     async def score(self, batch: Batch) -> RewardResult:
         result = await self.source.score(batch)
-        given = [reward for reward in result.reward if reward is not None]
-        if given:
-            mean = sum(given) / len(given)
+        rewards = [reward for reward in result.reward if reward is not None]
+        if rewards:
+            mean = sum(rewards) / len(rewards)
             self.mean = mean if self.mean is None else self.decay * self.mean + (1 - self.decay) * mean
         mean = self.mean or 0.0
         smooth = [None if r is None else (1 - self.decay) * r + self.decay * mean for r in result.reward]

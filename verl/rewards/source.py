@@ -6,7 +6,6 @@ A reward that cannot be computed is null, with a reason: the sample abstains. It
 from __future__ import annotations
 
 import asyncio
-import threading
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol, runtime_checkable
@@ -14,6 +13,7 @@ from typing import Protocol, runtime_checkable
 import pyarrow as pa
 
 from verl.batch import Batch
+from verl.dataflow.loop import beside
 from verl.errors import RewardError
 
 
@@ -58,10 +58,10 @@ class RewardSource(Protocol):
     async def score(self, batch: Batch) -> RewardResult: ...
 
 
-def source_of(given: object) -> object:
+def source_of(reward: object) -> object:
     """The source within a `Reward`; anything else as it is."""
-    held = getattr(given, "source", None)
-    return held if isinstance(held, RewardSource) and not isinstance(given, RewardSource) else given
+    source = getattr(reward, "source", None)
+    return source if isinstance(source, RewardSource) and not isinstance(reward, RewardSource) else reward
 
 
 def leaves(source: RewardSource) -> Iterator[RewardSource]:
@@ -77,8 +77,7 @@ def leaves(source: RewardSource) -> Iterator[RewardSource]:
 def columns_read(source: RewardSource) -> tuple[str, ...]:
     """The columns that a source reads, by its attribute `columns`: as inputs of a `verl.dataflow.graph.Node`, where "?"
     ends the name of one that may be missing. ("*",), all of them, where a part does not say."""
-    found = {column: None for leaf in leaves(source) for column in getattr(leaf, "columns", ("*",))}
-    return tuple(found)
+    return tuple(dict.fromkeys(column for leaf in leaves(source) for column in getattr(leaf, "columns", ("*",))))
 
 
 async def score_finished(source: RewardSource, batch: Batch) -> RewardResult:
@@ -105,17 +104,5 @@ async def score_finished(source: RewardSource, batch: Batch) -> RewardResult:
 
 def run_reward(source: RewardSource, batch: Batch) -> RewardResult:
     """`score_finished` for synchronous code, whether or not an event loop runs in this thread."""
-    done: list[RewardResult | BaseException] = []
-
-    def run() -> None:
-        try:
-            done.append(asyncio.run(score_finished(source, batch)))
-        except BaseException as error:  # raised in the caller's thread
-            done.append(error)
-
-    thread = threading.Thread(target=run, name=f"score {source.name}", daemon=True)
-    thread.start()
-    thread.join()
-    if isinstance(done[0], BaseException):
-        raise done[0]
-    return done[0]
+    result: RewardResult = beside(asyncio.run, score_finished(source, batch)).result()
+    return result
