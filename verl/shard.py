@@ -10,10 +10,12 @@ import hashlib
 import math
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple, TypeVar
 
 if TYPE_CHECKING:
     import torch
+
+T = TypeVar("T")
 
 #: Bytes of shards that travel as one object.
 BUNCH = 64 << 20
@@ -100,19 +102,25 @@ def checksum(shards: Iterable[Shard]) -> str:
     return hashlib.sha256("\n".join(digests).encode()).hexdigest()
 
 
-def bunched(shards: Iterable[Shard], *, on_host: bool = True) -> Iterator[list[Shard]]:
-    """Shards in lists of about `BUNCH` bytes, on the CPU or where they are."""
-    bunch: list[Shard] = []
+def buckets(items: Iterable[T], nbytes: Callable[[T], int], limit: int) -> Iterator[list[T]]:
+    """Items in their order, in lists of at most `limit` bytes or of one item that has more."""
+    bucket: list[T] = []
     size = 0
-    for shard in shards:
-        tensor = shard.tensor.detach()
-        bunch.append(replace(shard, tensor=tensor.cpu() if on_host else tensor))
-        size += shard.nbytes
-        if size >= BUNCH:
-            yield bunch
-            bunch, size = [], 0
-    if bunch:
-        yield bunch
+    for item in items:
+        if bucket and size + nbytes(item) > limit:
+            yield bucket
+            bucket, size = [], 0
+        bucket.append(item)
+        size += nbytes(item)
+    if bucket:
+        yield bucket
+
+
+def bunched(shards: Iterable[Shard], *, on_host: bool = True) -> Iterator[list[Shard]]:
+    """Shards in lists of at most `BUNCH` bytes, or of one shard that has more; on the CPU or where they are."""
+    device = "cpu" if on_host else None
+    detached = (replace(shard, tensor=shard.tensor.detach().to(device)) for shard in shards)
+    return buckets(detached, lambda shard: shard.nbytes, BUNCH)
 
 
 def in_rows(shards: Iterable[Shard]) -> Iterator[Shard]:

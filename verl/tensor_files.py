@@ -18,7 +18,7 @@ from safetensors import SafetensorError, safe_open
 
 from verl.durable import parse_json
 from verl.errors import CheckpointError, DamagedCheckpointError
-from verl.shard import Shard
+from verl.shard import Shard, buckets
 
 MAX_FILE_BYTES = 1 << 28
 SUFFIX = ".safetensors"
@@ -62,7 +62,8 @@ def write_shards(stem: Path, stream: Callable[[], Iterable[Shard]], max_bytes: i
     widths = sorted({entry.dtype.itemsize for entry in entries}, reverse=True)
     ordered = [entry for width in widths for entry in entries if entry.dtype.itemsize == width]
     values = (shard for width in widths for shard in stream() if shard.tensor.element_size() == width)
-    for number, part in enumerate(_parts(ordered, max_bytes), 1):
+    parts = [*buckets(ordered, lambda entry: entry.nbytes, max_bytes)] or [[]]
+    for number, part in enumerate(parts, 1):
         yield _write(stem.with_name(f"{stem.name}-{number:05d}{SUFFIX}"), part, values)
 
 
@@ -123,19 +124,6 @@ def _entry(shard: Shard) -> _Entry:
     if tensor.dtype not in _DTYPES:
         raise CheckpointError(f"tensor '{key}' has dtype {tensor.dtype}, which checkpoints cannot hold")
     return _Entry(key, list(tensor.shape), tensor.dtype, shard.nbytes, None if shard.is_whole else piece)
-
-
-def _parts(entries: Iterable[_Entry], max_bytes: int) -> Iterator[list[_Entry]]:
-    """The tensors of each file; there is one file at least."""
-    part: list[_Entry] = []
-    size = 0
-    for entry in entries:
-        if part and size + entry.nbytes > max_bytes:
-            yield part
-            part, size = [], 0
-        part.append(entry)
-        size += entry.nbytes
-    yield part
 
 
 def _write(path: Path, part: list[_Entry], values: Iterator[Shard]) -> Path:

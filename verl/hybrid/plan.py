@@ -10,12 +10,13 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import product
+from operator import itemgetter
 from typing import NamedTuple, TypeAlias
 
 from verl.errors import ConfigError
 from verl.layout import DIMS, Mesh
 from verl.models.cuts import PartBlock, part_blocks
-from verl.shard import Cut, WeightSpec
+from verl.shard import Cut, WeightSpec, buckets
 
 #: A block of a weight: where it begins, and its shape.
 Box: TypeAlias = tuple[tuple[int, ...], tuple[int, ...]]
@@ -186,32 +187,22 @@ def transition(
             )
     else:
         found = {name: tuple(cuts[name]) for name in specs}
-    return Plan(source, target, specs, found, tuple(_buckets(specs, found, target, bucket_bytes)))
+    sized = buckets(_sized_items(specs, found, target, bucket_bytes), itemgetter(1), bucket_bytes)
+    return Plan(source, target, specs, found, tuple(tuple(item for item, _ in bucket) for bucket in sized))
 
 
-def _buckets(
+def _sized_items(
     specs: Mapping[str, WeightSpec], cuts: Mapping[str, tuple[Cut, ...]], target: Mesh, limit: int
-) -> Iterator[tuple[Item, ...]]:
-    bucket: list[Item] = []
-    size = 0
+) -> Iterator[tuple[Item, int]]:
+    """What moves at once of each weight, and the bytes of a rank's part of the whole weight."""
     for name, spec in specs.items():
         rows = spec.shape[0] if spec.shape else 1
-        parts = math.prod(getattr(target.layout, cut.dim) for cut in cuts[name])
+        part = spec.nbytes // math.prod(getattr(target.layout, cut.dim) for cut in cuts[name])
         # A cut along the rows leaves whole rows, and ranks whose part they are not move nothing of them.
         row_parts = math.prod(getattr(target.layout, cut.dim) for cut in cuts[name] if cut.axis)
         row = max(1, spec.nbytes // max(rows * row_parts, 1))
-        if bucket and size + spec.nbytes // parts > limit:
-            yield tuple(bucket)
-            bucket, size = [], 0
-        step = max(1, limit // row) if spec.nbytes // parts > limit else rows
-        for low in range(0, rows, step):
-            bucket.append(Item(name, low, min(low + step, rows)))
-            size += spec.nbytes // parts
-            if size > limit:
-                yield tuple(bucket)
-                bucket, size = [], 0
-    if bucket:
-        yield tuple(bucket)
+        step = max(1, limit // row) if part > limit else rows
+        yield from ((Item(name, low, min(low + step, rows)), part) for low in range(0, rows, step))
 
 
 def _blocks(spec: WeightSpec, cuts: tuple[Cut, ...], mesh: Mesh, at: Mapping[str, int]) -> tuple[PartBlock, ...]:
