@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from itertools import repeat
 from typing import TYPE_CHECKING, NamedTuple, TypeVar
 
 if TYPE_CHECKING:
@@ -19,6 +20,29 @@ T = TypeVar("T")
 
 #: Bytes of shards that travel as one object.
 BUNCH = 64 << 20
+
+
+class Box(NamedTuple):
+    """A block of a weight: the index where it begins, and its shape."""
+
+    offset: tuple[int, ...]
+    shape: tuple[int, ...]
+
+    def __and__(self, other: Box) -> Box:
+        """What both have in common; without elements if that is nothing."""
+        low = tuple(map(max, self.offset, other.offset))
+        high = (min(a + m, b + n) for a, m, b, n in zip(*self, *other, strict=True))
+        return Box(low, tuple(max(0, end - start) for start, end in zip(low, high, strict=True)))
+
+    @property
+    def numel(self) -> int:
+        return math.prod(self.shape)
+
+    def of(self, tensor: torch.Tensor, offset: Sequence[int] = ()) -> torch.Tensor:
+        """The block of a weight, or of a part of it that begins at `offset`, on the same memory."""
+        for dim, (start, here, size) in enumerate(zip(self.offset, offset or repeat(0), self.shape, strict=False)):
+            tensor = tensor.narrow(dim, min(start - here, tensor.shape[dim]), size)
+        return tensor
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,6 +61,15 @@ class Shard:
     @property
     def is_whole(self) -> bool:
         return tuple(self.tensor.shape) == self.global_shape
+
+    @property
+    def box(self) -> Box:
+        return Box(self.offset, tuple(self.tensor.shape))
+
+    @property
+    def is_inside(self) -> bool:
+        """Whether the block lies in the weight."""
+        return self.box & Box((0,) * len(self.offset), self.global_shape) == self.box
 
     @property
     def nbytes(self) -> int:

@@ -101,11 +101,10 @@ def _shard(key: str, tensor: torch.Tensor, piece: tuple[str, list[int], list[int
     if piece is None:
         return Shard.whole(key, tensor)
     name, shape, offset = piece
-    ends = [begin + size for begin, size in zip(offset, tensor.shape, strict=False)]
-    fits = len(shape) == len(offset) == tensor.dim() and min(offset, default=0) >= 0
-    if not fits or any(end > size for end, size in zip(ends, shape, strict=True)):
+    shard = Shard(name, tuple(shape), tuple(offset), tensor)
+    if not (len(shape) == len(offset) == tensor.dim() and shard.is_inside):
         raise ValueError(f"'{key}' of shape {list(tensor.shape)} at {offset} does not lie in {shape}")
-    return Shard(name, tuple(shape), tuple(offset), tensor)
+    return shard
 
 
 class _Entry(NamedTuple):

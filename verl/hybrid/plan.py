@@ -11,31 +11,26 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import product
 from operator import itemgetter
-from typing import NamedTuple, TypeAlias
+from typing import NamedTuple
 
 from verl.errors import ConfigError
 from verl.layout import DIMS, Mesh
 from verl.models.cuts import PartBlock, part_blocks
-from verl.shard import Cut, WeightSpec, buckets
+from verl.shard import Box, Cut, WeightSpec, buckets
 
-#: A block of a weight: where it begins, and its shape.
-Box: TypeAlias = tuple[tuple[int, ...], tuple[int, ...]]
 #: Of the weights that travel at a time, by default.
 BUCKET_BYTES = 32 << 20
 
 
 class Region(NamedTuple):
-    """A block of a weight, and who gives it to whom; both are the same rank where it has it already."""
+    """A block of a weight, who gives it to whom (both are the same rank where it has it already), and where in the
+    target's part it goes."""
 
     name: str
-    offset: tuple[int, ...]
-    shape: tuple[int, ...]
+    box: Box
     source: int
     target: int
-
-    @property
-    def numel(self) -> int:
-        return math.prod(self.shape)
+    place: Box
 
 
 class Item(NamedTuple):
@@ -77,7 +72,7 @@ class Plan:
     def local_shape(self, rank: int, name: str) -> tuple[int, ...]:
         """Of a rank's part of a weight in the target."""
         blocks, shape = self.blocks(rank, name), self.specs[name].shape
-        ends = ([start + size for start, size in zip(b.place, b.shape, strict=True)] for b in blocks)
+        ends = ([start + size for start, size in zip(*block.place, strict=True)] for block in blocks)
         return tuple(map(max, zip(*ends, strict=True))) if blocks else (0,) * len(shape)
 
     def held(self, rank: int, name: str) -> tuple[PartBlock, ...]:
@@ -128,14 +123,14 @@ class Plan:
     def _regions(self, rank: int, item: Item) -> Iterator[Region]:
         spec = self.specs[item.name]
         dims = len(spec.shape)
-        rows = (item.low, *[0] * dims)[:dims], (item.high - item.low, *spec.shape[1:])[:dims]
-        for wanted in self.blocks(rank, item.name):
-            box = _common((wanted.offset, wanted.shape), rows)
-            if box is None:
-                continue
-            for source, block in self._holders(rank, spec):
-                if (common := _common(box, (block.offset, block.shape))) is not None:
-                    yield Region(item.name, *common, source, rank)
+        rows = Box((item.low, *[0] * dims)[:dims], (item.high - item.low, *spec.shape[1:])[:dims])
+        for block in self.blocks(rank, item.name):
+            wanted = block.box & rows
+            for source, held in self._holders(rank, spec) if wanted.numel else ():
+                if (common := wanted & held.box).numel:
+                    starts = zip(common.offset, block.box.offset, block.place.offset, strict=True)
+                    place = Box(tuple(start - low + at for start, low, at in starts), common.shape)
+                    yield Region(item.name, common, source, rank, place)
 
     def _holders(self, rank: int, spec: WeightSpec) -> Iterator[tuple[int, PartBlock]]:
         """All blocks of a weight, each once, and of the ranks that have it in the source the one nearest to `rank`:
@@ -211,14 +206,6 @@ def _blocks(spec: WeightSpec, cuts: tuple[Cut, ...], mesh: Mesh, at: Mapping[str
 
 def _holds(spec: WeightSpec, stage: int) -> bool:
     return not spec.stages or stage in spec.stages
-
-
-def _common(a: Box, b: Box) -> Box | None:
-    """What two boxes have in common."""
-    low = tuple(map(max, a[0], b[0]))
-    high = (min(i + m, j + n) for i, m, j, n in zip(a[0], a[1], b[0], b[1], strict=True))
-    shape = tuple(end - start for start, end in zip(low, high, strict=True))
-    return (low, shape) if min(shape, default=1) > 0 else None
 
 
 def _index(at: Mapping[str, int], sizes: Sequence[int]) -> int:

@@ -7,7 +7,6 @@ generation weights is copied there (from memory to memory, no rank is asked) and
 
 from __future__ import annotations
 
-import math
 import threading
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, Protocol
@@ -20,7 +19,7 @@ from verl.errors import BrokenCollectiveError, ConfigError, TrainingError, neare
 from verl.hybrid.plan import BUCKET_BYTES, transition
 from verl.hybrid.transfer import Transfer
 from verl.layout import Mesh
-from verl.models.cuts import block_at, cuts_of, local_part
+from verl.models.cuts import cuts_of, local_part
 from verl.shard import Shard, WeightSpec
 
 
@@ -202,12 +201,11 @@ class HybridWeights:
 
     def _shards_of(self, name: str, buffer: Tensor) -> Iterator[Shard]:
         for block in self.plan.blocks(self.rank, name):
-            part = block_at(buffer, block.place, block.shape)
-            yield Shard(name, self.plan.specs[name].shape, block.offset, part)
+            yield Shard(name, self.plan.specs[name].shape, block.box.offset, block.place.of(buffer))
 
     def _held_bytes(self, name: str) -> int:
         size = self.plan.specs[name].dtype.itemsize
-        return sum(math.prod(block.shape) * size for block in self.plan.held(self.rank, name))
+        return sum(block.box.numel * size for block in self.plan.held(self.rank, name))
 
     def _pieces_within(self) -> frozenset[str]:
         """Weights of which this rank's whole training piece lies within its generation part."""
@@ -219,7 +217,7 @@ class HybridWeights:
         own = dict.fromkeys(self.buffers, 0)
         for region in (region for bucket in self.plan.incoming(self.rank) for region in bucket):
             if region.source == self.rank:
-                own[region.name] += region.numel * self.plan.specs[region.name].dtype.itemsize
+                own[region.name] += region.box.numel * self.plan.specs[region.name].dtype.itemsize
         return own
 
 
