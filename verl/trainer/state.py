@@ -47,7 +47,7 @@ from verl.trainer.checkpoint import (
 from verl.trainer.checkpoint import verify as verify_files
 from verl.trainer.rng import RandomState, rng_state, set_rng_state
 from verl.trainer.saving import SaveResult
-from verl.training.optimizer import check_masters, check_optimizer, optimizer_name
+from verl.training.optimizer import LIKE_THE_WEIGHT, MOMENTS, check_masters, check_optimizer, optimizer_name
 
 if TYPE_CHECKING:
     from verl.data.prefetch import Loader
@@ -191,8 +191,7 @@ class _Probe(BaseModel):
 
 _PROBE_TOKENS = [1, 5, 3, 8, 2, 13, 7, 21]
 _REQUIRED = ("trainer.json", "buffer.parquet", "random", "actor/config.json", "actor/probe.json")
-_LIKE_THE_WEIGHT = ("master", "exp_avg", "exp_avg_sq")
-_MOMENTS = ("step", "exp_avg", "exp_avg_sq")
+_MOMENTS = ("step", *MOMENTS)
 
 
 def save(trainer: Trainer, path: Path) -> SaveResult:
@@ -418,9 +417,9 @@ def _check_moments(
     for shard in checkpoint.shards(f"{role}/optimizer"):
         name, _, key = shard.name.rpartition(".")
         shape = tuple(weights[name].shape) if name in weights else None
-        fits = shape is not None and (key not in _LIKE_THE_WEIGHT or shard.global_shape == shape)
+        fits = shape is not None and (key not in LIKE_THE_WEIGHT or shard.global_shape == shape)
         if fits and is_adamw:
-            fits = key in (*_LIKE_THE_WEIGHT, "step") and _is_possible(key, shard.tensor, state.completed_steps)
+            fits = key in (*LIKE_THE_WEIGHT, "step") and _is_possible(key, shard.tensor, state.completed_steps)
         if not fits or not is_finite(shard.tensor) or not shard.tensor.is_floating_point():
             raise checkpoint.damaged(f"{role}/optimizer: '{shard.name}' is not finite, or not of this model")
         lacking.setdefault(shard.name, math.prod(shard.global_shape))

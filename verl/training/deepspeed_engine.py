@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from verl.errors import CheckpointError, TrainingError
+from verl.errors import TrainingError
 from verl.models.blank import give_memory
 from verl.models.cuts import run_blocks
 from verl.models.shards import fill_block, fill_weights, load_model_shards, model_shards, named_weights, tied_names
@@ -21,12 +21,12 @@ from verl.training.checkpointing import recomputing
 from verl.training.engine import Memory, Metrics
 from verl.training.forward import Forward
 from verl.training.loss import Loss, LossPart
-from verl.training.optimizer import check_masters, check_optimizer
+from verl.training.optimizer import MOMENTS, check_masters, check_optimizer, fill_state
 from verl.training.options import OptimConfig
 from verl.training.parallel.result import Parallel
 from verl.training.schedule import MicroBatch, OneStage
 from verl.training.torch_engine import TorchEngine
-from verl.training.zero import MOMENTS, Piece, held_run, zero_engine
+from verl.training.zero import Piece, held_run, zero_engine
 
 _HALF = (torch.bfloat16, torch.float16)
 
@@ -128,26 +128,20 @@ class DeepSpeedEngine(TorchEngine):
     def load_state(self, shards: Iterable[Shard], meta: Mapping[str, Any]) -> None:
         check_optimizer("AdamW", meta)
         self.onload()
-        shapes = {name: spec.shape for name, spec in self.specs().items()}
-        targets = {f"{p.name}.{key}": p.of(t) for p in self._adam.pieces for key, t in self._pieces_of(p)}
-        blocks = {f"{p.name}.{key}": [*p.blocks(t)] for p in self._adam.pieces for key, t in self._pieces_of(p)}
-        missing = {name: len(target) for name, target in targets.items()}
-        seen: set[str] = set()
-        for shard in shards:
-            name, _, key = shard.name.rpartition(".")
-            if name not in shapes:
-                raise CheckpointError(f"the optimizer state '{shard.name}' belongs to no trained weight of this model")
-            seen.add(shard.name)
-            if key in (*MOMENTS, "master"):
-                _check_shape(shard, shapes[name])
-                missing[shard.name] = missing.get(shard.name, 0) - sum(
-                    fill_block(offset, block, shard) for offset, block in blocks.get(shard.name, ())
-                )
-        check_masters({piece.name: torch.empty(0, dtype=piece.dtype) for piece in self._adam.pieces}, seen)
-        if lacking := [name for name in seen if missing.get(name, 0) > 0]:
-            raise CheckpointError(f"the optimizer state '{lacking[0]}' did not come whole: the checkpoint is cut short")
-        for name in targets.keys() - seen:  # of a weight that had no gradient yet
-            targets[name].zero_()
+        targets = {f"{p.name}.{key}": (p, tensor) for p in self._adam.pieces for key, tensor in self._pieces_of(p)}
+        sizes = {piece.name: piece.size for piece in self._adam.pieces}
+
+        def fill(name: str, key: str, shard: Shard) -> int:
+            if shard.name not in targets:  # steps, and masters of weights in full precision
+                return sizes.get(name, 0)
+            piece, tensor = targets[shard.name]
+            return sum(fill_block(offset, block, shard) for offset, block in piece.blocks(tensor))
+
+        weights = {name: (torch.Size(spec.shape), sizes.get(name, 0)) for name, spec in self.specs().items()}
+        came = fill_state(shards, weights, fill)
+        check_masters({piece.name: torch.empty(0, dtype=piece.dtype) for piece in self._adam.pieces}, came)
+        for piece, tensor in (targets[name] for name in targets.keys() - came):  # of a weight without gradient so far
+            piece.of(tensor).zero_()
         self._adam.completed_steps = int(meta["completed_steps"])
         for piece in self._adam.pieces:
             self._adam.state[piece.flat]["step"].fill_(self._adam.completed_steps)
@@ -213,10 +207,3 @@ def _held(weight: Any) -> Iterator[tuple[tuple[int, ...], Tensor]]:
     if hasattr(weight, "ds_tensor"):
         return run_blocks(_shape(weight), held_run(weight)[0], _flat(weight))
     return iter([((0,) * weight.dim(), weight.detach())])
-
-
-def _check_shape(shard: Shard, shape: tuple[int, ...]) -> None:
-    if shard.global_shape != shape:
-        raise CheckpointError(
-            f"'{shard.name}' has shape {list(shard.global_shape)}, the weight has {list(shape)}: it is of another model"
-        )

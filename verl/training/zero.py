@@ -23,13 +23,13 @@ from torch import Tensor, nn
 from verl.errors import ConfigError
 from verl.models.cuts import run_blocks
 from verl.training.forward import Forward
+from verl.training.optimizer import MOMENTS
 from verl.training.options import FSDPConfig, OptimConfig
 from verl.training.parallel.units import units
 from verl.training.ranks import Ranks
 
 #: Elements of gradients that are reduced at once.
 _BUCKET = 1 << 24
-MOMENTS = ("exp_avg", "exp_avg_sq")
 
 
 @dataclass(frozen=True)
