@@ -31,7 +31,7 @@ class Source(Protocol):
     def specs(self) -> Mapping[str, WeightSpec]: ...
     def shards(self) -> Iterator[Shard]: ...
     def lend(self, name: str) -> int: ...
-    def take_back(self, shards: Iterable[Shard]) -> None: ...
+    def take_back(self, name: str, shards: Iterable[Shard]) -> None: ...
 
 
 class HybridWeights:
@@ -150,7 +150,7 @@ class HybridWeights:
             self._thread = None
         for name, buffer in self.buffers.items():
             if name in self._lent:
-                self.engine.take_back(self._shards_of(name, buffer))
+                self.engine.take_back(name, self._shards_of(name, buffer))
                 self._lent.discard(name)
             self._resize(name, 0)
         self._filled = False

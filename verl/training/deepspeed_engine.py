@@ -15,7 +15,7 @@ from torch import Tensor
 from verl.errors import TrainingError
 from verl.models.blank import give_memory
 from verl.models.cuts import run_blocks
-from verl.models.shards import fill_block, fill_weights, load_model_shards, model_shards, named_weights, tied_names
+from verl.models.shards import fill_block, fill_weights, load_model_shards, named_weights, tied_names
 from verl.shard import Cut, Shard, Stream, WeightSpec
 from verl.training.checkpointing import recomputing
 from verl.training.engine import Memory, Metrics
@@ -25,7 +25,7 @@ from verl.training.optimizer import MOMENTS, check_masters, check_optimizer, fil
 from verl.training.options import OptimConfig
 from verl.training.parallel.result import Parallel
 from verl.training.schedule import MicroBatch, OneStage
-from verl.training.torch_engine import TorchEngine
+from verl.training.torch_engine import NO_GRADIENT, TorchEngine
 from verl.training.zero import Piece, held_run, zero_engine
 
 _HALF = (torch.bfloat16, torch.float16)
@@ -48,13 +48,11 @@ class DeepSpeedEngine(TorchEngine):
             give_memory(forward, forward.packed.device)
             load_model_shards(self.model, weights(self.model))
         self._parallel = Parallel(self.mesh, in_step=True)
-        self._cut = options.deepspeed_config.zero_stage == 3
-        if self._cut:
+        if options.deepspeed_config.zero_stage == 3:
             forward.packed.use_own_code()
         optim = options.optim or OptimConfig()
         self._engine, self._adam = zero_engine(forward, options.deepspeed_config.zero_stage, optim, self._ranks)
-        self._zero = _ZeroSchedule(forward, self._engine)
-        self._schedule = self._zero
+        self._zero = self._schedule = _ZeroSchedule(forward, self._engine)
         self._optimizer = None
 
     def update(self, parts: Sequence[LossPart]) -> Metrics:
@@ -70,24 +68,18 @@ class DeepSpeedEngine(TorchEngine):
         self._adam.may_step, self._adam.grad_norm = bool(depends) and math.isfinite(metrics["loss"]), math.nan
         self._engine.step()
         if not depends:
-            raise TrainingError(
-                "the loss does not depend on what the model predicts: compute it from log_probs, values or "
-                "scores, without detach or no_grad"
-            )
+            raise TrainingError(NO_GRADIENT)
         skipped = float(self._adam.completed_steps == before)
         return {**metrics, "grad_norm": self._adam.grad_norm, "lr": lr, "update/skipped": skipped}
 
     def specs(self) -> dict[str, WeightSpec]:
-        cuts = (Cut("shard", None),) if self._cut else ()
+        cuts = (Cut("shard", None),)
         return {
             name: WeightSpec(name, _shape(weight), weight.dtype, cuts if hasattr(weight, "ds_tensor") else ())
             for name, weight in named_weights(self.model)
         }
 
     def shards(self) -> Iterator[Shard]:
-        if not self._cut:
-            yield from model_shards(self.model)
-            return
         for name, weight in named_weights(self.model):
             for offset, block in _held(weight):
                 yield Shard(name, _shape(weight), offset, block)
@@ -98,12 +90,9 @@ class DeepSpeedEngine(TorchEngine):
 
     @torch.no_grad()
     def load_shards(self, shards: Iterable[Shard]) -> None:
-        if self._cut:
-            blocks = {name: [*_held(weight)] for name, weight in named_weights(self.model)}
-            shapes = {name: _shape(weight) for name, weight in self.model.state_dict(keep_vars=True).items()}
-            fill_weights(blocks, shards, shapes, tied_names(self.model), type(self.model).__name__)
-        else:
-            load_model_shards(self.model, shards)
+        blocks = {name: [*_held(weight)] for name, weight in named_weights(self.model)}
+        shapes = {name: _shape(weight) for name, weight in self.model.state_dict(keep_vars=True).items()}
+        fill_weights(blocks, shards, shapes, tied_names(self.model), type(self.model).__name__)
         self._adam.refresh({name: _flat(weight) for name, weight in self.model.named_parameters()})
 
     def state(self) -> tuple[Iterable[Shard], dict[str, Any]]:
