@@ -8,7 +8,6 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property
 from itertools import product
 from operator import itemgetter
 from typing import NamedTuple
@@ -97,17 +96,6 @@ class Plan:
             tuple(region for reader in readers for region in reader[number] if region.source == rank)
             for number in range(len(self.buckets))
         )
-
-    @cached_property
-    def groups(self) -> list[tuple[int, ...]]:
-        """Ranks that exchange weights, directly or through others, ascending; those that exchange none are left out."""
-        group_of: dict[int, set[int]] = {}
-        for rank in self.target.ranks:
-            peers = {region.source for bucket in self.incoming(rank) for region in bucket} | {rank}
-            merged = peers.union(*(group_of.get(peer, set()) for peer in peers))
-            group_of.update(dict.fromkeys(merged, merged))
-        found = {tuple(sorted(group)) for group in group_of.values() if len(group) > 1}
-        return sorted(found)
 
     def _stage_holds(self, rank: int, name: str) -> bool:
         """Whether the target's stage of a rank has a weight: stages of the source that follow each other are one."""
