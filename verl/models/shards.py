@@ -17,13 +17,18 @@ from verl.models.cuts import blocks_of, local_part
 from verl.shard import Box, Shard
 
 
+def tied(weights: Mapping[str, Tensor]) -> list[list[str]]:
+    """The names of each weight."""
+    names: dict[int, list[str]] = {}
+    for name, weight in weights.items():
+        names.setdefault(id(weight), []).append(name)
+    return [*names.values()]
+
+
 def named_weights(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
     """Weights and persistent buffers by name, tied ones once."""
-    seen: set[int] = set()
-    for name, tensor in model.state_dict(keep_vars=True).items():
-        if id(tensor) not in seen:
-            seen.add(id(tensor))
-            yield name, tensor
+    state = model.state_dict(keep_vars=True)
+    return ((name, state[name]) for name, *_ in tied(state))
 
 
 def outline(model: nn.Module) -> dict[str, Tensor]:
@@ -91,10 +96,7 @@ def overlap(offset: tuple[int, ...], target: Tensor, shard: Shard) -> tuple[Tens
 
 def tied_names(model: nn.Module) -> dict[str, list[str]]:
     """The name under which a tied weight is in the stream -> its other names, for a sink that keeps copies."""
-    names: dict[int, list[str]] = {}
-    for name, tensor in model.state_dict(keep_vars=True).items():
-        names.setdefault(id(tensor), []).append(name)
-    return {first: others for first, *others in names.values() if others}
+    return {name: others for name, *others in tied(model.state_dict(keep_vars=True)) if others}
 
 
 def load_model_shards(
