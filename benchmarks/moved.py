@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import time
 from typing import NamedTuple
 
@@ -31,10 +30,10 @@ def moved_bytes(plan: Plan, rank: int, *, cut_alone: bool = False) -> Moved:
     names = {name for name in plan.specs if not cut_alone or is_cut(plan, name)}
     received = own = 0
     for region in (region for bucket in plan.incoming(rank) for region in bucket if region.name in names):
-        size = region.numel * plan.specs[region.name].dtype.itemsize
+        size = region.box.numel * plan.specs[region.name].dtype.itemsize
         received, own = (received, own + size) if region.source == rank else (received + size, own)
     held = sum(
-        math.prod(block.shape) * spec.dtype.itemsize
+        block.box.numel * spec.dtype.itemsize
         for spec in plan.specs.values()
         if spec.name in names
         for block in plan.held(rank, spec.name)

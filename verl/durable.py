@@ -21,6 +21,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import cache
+from mmap import ACCESS_READ, mmap
 from pathlib import Path
 from typing import IO, Annotated, Any, AnyStr, Generic
 
@@ -309,14 +310,10 @@ def alive(pid: int) -> bool:
 
 def _whole_lines(file: IO[bytes]) -> int:
     """Where the last whole line of a file ends."""
-    end = file.seek(0, os.SEEK_END)
-    while end:
-        start = max(0, end - (1 << 16))
-        file.seek(start)
-        if cut := file.read(end - start).rfind(b"\n") + 1:
-            return start + cut
-        end = start
-    return 0
+    if not file.seek(0, os.SEEK_END):
+        return 0
+    with mmap(file.fileno(), 0, access=ACCESS_READ) as content:
+        return content.rfind(b"\n") + 1
 
 
 def _marked(path: Path, kind: str) -> Path:

@@ -8,15 +8,41 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, NamedTuple
+from itertools import repeat
+from typing import TYPE_CHECKING, NamedTuple, TypeVar
 
 if TYPE_CHECKING:
     import torch
 
+T = TypeVar("T")
+
 #: Bytes of shards that travel as one object.
 BUNCH = 64 << 20
+
+
+class Box(NamedTuple):
+    """A block of a weight: the index where it begins, and its shape."""
+
+    offset: tuple[int, ...]
+    shape: tuple[int, ...]
+
+    def __and__(self, other: Box) -> Box:
+        """What both have in common; without elements if that is nothing."""
+        low = tuple(map(max, self.offset, other.offset))
+        high = (min(a + m, b + n) for a, m, b, n in zip(*self, *other, strict=True))
+        return Box(low, tuple(max(0, end - start) for start, end in zip(low, high, strict=True)))
+
+    @property
+    def numel(self) -> int:
+        return math.prod(self.shape)
+
+    def of(self, tensor: torch.Tensor, offset: Sequence[int] = ()) -> torch.Tensor:
+        """The block of a weight, or of a part of it that begins at `offset`, on the same memory."""
+        for dim, (start, here, size) in enumerate(zip(self.offset, offset or repeat(0), self.shape, strict=False)):
+            tensor = tensor.narrow(dim, min(start - here, tensor.shape[dim]), size)
+        return tensor
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,6 +61,15 @@ class Shard:
     @property
     def is_whole(self) -> bool:
         return tuple(self.tensor.shape) == self.global_shape
+
+    @property
+    def box(self) -> Box:
+        return Box(self.offset, tuple(self.tensor.shape))
+
+    @property
+    def is_inside(self) -> bool:
+        """Whether the block lies in the weight."""
+        return self.box & Box((0,) * len(self.offset), self.global_shape) == self.box
 
     @property
     def nbytes(self) -> int:
@@ -100,19 +135,25 @@ def checksum(shards: Iterable[Shard]) -> str:
     return hashlib.sha256("\n".join(digests).encode()).hexdigest()
 
 
-def bunched(shards: Iterable[Shard], *, on_host: bool = True) -> Iterator[list[Shard]]:
-    """Shards in lists of about `BUNCH` bytes, on the CPU or where they are."""
-    bunch: list[Shard] = []
+def buckets(items: Iterable[T], nbytes: Callable[[T], int], limit: int) -> Iterator[list[T]]:
+    """Items in their order, in lists of at most `limit` bytes or of one item that has more."""
+    bucket: list[T] = []
     size = 0
-    for shard in shards:
-        tensor = shard.tensor.detach()
-        bunch.append(replace(shard, tensor=tensor.cpu() if on_host else tensor))
-        size += shard.nbytes
-        if size >= BUNCH:
-            yield bunch
-            bunch, size = [], 0
-    if bunch:
-        yield bunch
+    for item in items:
+        if bucket and size + nbytes(item) > limit:
+            yield bucket
+            bucket, size = [], 0
+        bucket.append(item)
+        size += nbytes(item)
+    if bucket:
+        yield bucket
+
+
+def bunched(shards: Iterable[Shard], *, on_host: bool = True) -> Iterator[list[Shard]]:
+    """Shards in lists of at most `BUNCH` bytes, or of one shard that has more; on the CPU or where they are."""
+    device = "cpu" if on_host else None
+    detached = (replace(shard, tensor=shard.tensor.detach().to(device)) for shard in shards)
+    return buckets(detached, lambda shard: shard.nbytes, BUNCH)
 
 
 def in_rows(shards: Iterable[Shard]) -> Iterator[Shard]:

@@ -9,16 +9,17 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
+from dataclasses import replace
 from pathlib import Path
-from typing import IO, Any, NamedTuple
+from typing import IO, Any
 
 import torch
 from safetensors import SafetensorError, safe_open
 
 from verl.durable import parse_json
 from verl.errors import CheckpointError, DamagedCheckpointError
-from verl.shard import Shard
+from verl.shard import Shard, buckets
 
 MAX_FILE_BYTES = 1 << 28
 SUFFIX = ".safetensors"
@@ -40,29 +41,33 @@ _DTYPES = {
 }
 
 
-def write_shards(stem: Path, stream: Callable[[], Iterable[Shard]], max_bytes: int = MAX_FILE_BYTES) -> Iterator[Path]:
+def write_shards(stem: Path, shards: Iterable[Shard], max_bytes: int = MAX_FILE_BYTES) -> Iterator[Path]:
     """Write tensors to `<stem>-00001.safetensors` and so on, and yield each file when it is written; an empty stream
     makes one empty file.
 
     Args:
-        stream: begins the same stream each time it is called: first to see what there is, then for the values, of
-            which one tensor is held at a time.
+        shards: the same each time they are drawn: first to see what there is, then for the values, of which one tensor
+            is held at a time.
 
     Raises:
         CheckpointError: two tensors have one name; one has a dtype that the format lacks, or values that are not
             finite.
     """
-    entries = [*map(_entry, stream())]
-    names: set[str] = set()
-    for entry in entries:
-        if entry.key in names:
-            raise CheckpointError(f"two tensors of '{stem.name}' are called '{entry.key}'")
-        names.add(entry.key)
+    outlines: dict[str, Shard] = {}
+    for shard in shards:
+        key = shard.name if shard.is_whole else f"{shard.name}@{','.join(map(str, shard.offset))}"
+        if key in outlines:
+            raise CheckpointError(f"two tensors of '{stem.name}' are called '{key}'")
+        if shard.tensor.dtype not in _DTYPES:
+            raise CheckpointError(f"tensor '{key}' has dtype {shard.tensor.dtype}, which checkpoints cannot hold")
+        outlines[key] = replace(shard, tensor=torch.empty_like(shard.tensor, device="meta"))
+        del shard  # before the next one is made
     # Widest types first keep every tensor aligned, as readers that map the file demand.
-    widths = sorted({entry.dtype.itemsize for entry in entries}, reverse=True)
-    ordered = [entry for width in widths for entry in entries if entry.dtype.itemsize == width]
-    values = (shard for width in widths for shard in stream() if shard.tensor.element_size() == width)
-    for number, part in enumerate(_parts(ordered, max_bytes), 1):
+    ordered = sorted(outlines.items(), key=lambda item: -item[1].tensor.itemsize)
+    widths = dict.fromkeys(outline.tensor.itemsize for _, outline in ordered)
+    values = (shard.tensor for width in widths for shard in shards if shard.tensor.itemsize == width)
+    parts = [*buckets(ordered, lambda item: item[1].nbytes, max_bytes)] or [[]]
+    for number, part in enumerate(parts, 1):
         yield _write(stem.with_name(f"{stem.name}-{number:05d}{SUFFIX}"), part, values)
 
 
@@ -100,58 +105,27 @@ def _shard(key: str, tensor: torch.Tensor, piece: tuple[str, list[int], list[int
     if piece is None:
         return Shard.whole(key, tensor)
     name, shape, offset = piece
-    ends = [begin + size for begin, size in zip(offset, tensor.shape, strict=False)]
-    fits = len(shape) == len(offset) == tensor.dim() and min(offset, default=0) >= 0
-    if not fits or any(end > size for end, size in zip(ends, shape, strict=True)):
+    shard = Shard(name, tuple(shape), tuple(offset), tensor)
+    if not (len(shape) == len(offset) == tensor.dim() and shard.is_inside):
         raise ValueError(f"'{key}' of shape {list(tensor.shape)} at {offset} does not lie in {shape}")
-    return Shard(name, tuple(shape), tuple(offset), tensor)
+    return shard
 
 
-class _Entry(NamedTuple):
-    """What a file's header says of a tensor."""
-
-    key: str
-    shape: list[int]
-    dtype: torch.dtype
-    nbytes: int
-    piece: tuple[str, tuple[int, ...], tuple[int, ...]] | None
-
-
-def _entry(shard: Shard) -> _Entry:
-    tensor, piece = shard.tensor, (shard.name, shard.global_shape, shard.offset)
-    key = shard.name if shard.is_whole else f"{shard.name}@{','.join(map(str, shard.offset))}"
-    if tensor.dtype not in _DTYPES:
-        raise CheckpointError(f"tensor '{key}' has dtype {tensor.dtype}, which checkpoints cannot hold")
-    return _Entry(key, list(tensor.shape), tensor.dtype, shard.nbytes, None if shard.is_whole else piece)
-
-
-def _parts(entries: Iterable[_Entry], max_bytes: int) -> Iterator[list[_Entry]]:
-    """The tensors of each file; there is one file at least."""
-    part: list[_Entry] = []
-    size = 0
-    for entry in entries:
-        if part and size + entry.nbytes > max_bytes:
-            yield part
-            part, size = [], 0
-        part.append(entry)
-        size += entry.nbytes
-    yield part
-
-
-def _write(path: Path, part: list[_Entry], values: Iterator[Shard]) -> Path:
+def _write(path: Path, part: list[tuple[str, Shard]], values: Iterator[torch.Tensor]) -> Path:
+    """Write a file of the tensors that `part` outlines by their names there; their values come in the same order."""
     header: dict[str, Any] = {}
-    if pieces := {entry.key: entry.piece for entry in part if entry.piece is not None}:
+    if pieces := {key: (s.name, s.global_shape, s.offset) for key, s in part if not s.is_whole}:
         header["__metadata__"] = {"shards": json.dumps(pieces)}
     at = 0
-    for entry in part:
-        span = [at, at := at + entry.nbytes]
-        header[entry.key] = {"dtype": _DTYPES[entry.dtype], "shape": entry.shape, "data_offsets": span}
+    for key, shard in part:
+        span = [at, at := at + shard.nbytes]
+        header[key] = {"dtype": _DTYPES[shard.tensor.dtype], "shape": [*shard.tensor.shape], "data_offsets": span}
     raw = json.dumps(header).encode()
     raw += b" " * (-len(raw) % 8)
     with path.open("wb") as file:
         file.write(len(raw).to_bytes(8, "little") + raw)
-        for entry in part:
-            _write_values(file, entry.key, next(values).tensor)
+        for key, _ in part:
+            _write_values(file, key, next(values))
     return path
 
 

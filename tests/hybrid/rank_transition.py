@@ -148,8 +148,8 @@ def back(weights: HybridWeights, engine: TorchEngine, group: Any) -> None:
 
 def blocks(plan: Any, rank: int, name: str, buffer: Tensor) -> Iterable[Shard]:
     for block in plan.blocks(rank, name):
-        at = tuple(slice(start, start + size) for start, size in zip(block.place, block.shape, strict=True))
-        yield Shard(name, plan.specs[name].shape, block.offset, buffer[at])
+        at = tuple(slice(start, start + size) for start, size in zip(*block.place, strict=True))
+        yield Shard(name, plan.specs[name].shape, block.box.offset, buffer[at])
 
 
 def run(case: Case, group: Any) -> dict[str, Any]:

@@ -16,10 +16,10 @@ from benchmarks.moved import micro_groups, moved_bytes, paper_table
 from tests.properties import examples
 from verl.errors import ConfigError
 from verl.hybrid.meshes import generation_mesh
-from verl.hybrid.plan import Plan, transition
+from verl.hybrid.plan import Plan, Region, transition
 from verl.layout import Layout, Mesh
 from verl.models.cuts import PartBlock
-from verl.shard import Cut, WeightSpec
+from verl.shard import Box, Cut, WeightSpec
 
 SIZES = st.sampled_from([1, 2, 4])
 
@@ -69,24 +69,29 @@ def fill(plan: Plan, rank: int, whole: dict[str, torch.Tensor]) -> dict[str, tor
             assert any(contains(block, region) for block in plan.held(region.source, name)), region
             place = next(_place(block, region) for block in plan.blocks(rank, name) if contains(block, region))
             assert (part[place] == -1).all(), region
-            part[place] = whole[name][box(region.offset, region.shape)]
+            part[place] = whole[name][slices(region.box)]
         parts[name] = part
     return parts
 
 
-def box(offset: tuple[int, ...], shape: tuple[int, ...]) -> tuple[slice, ...]:
-    return tuple(slice(start, start + size) for start, size in zip(offset, shape, strict=True))
+def exchanging(plan: Plan) -> set[frozenset[int]]:
+    """Pairs of ranks of which one gives the other something."""
+    regions = (region for rank in plan.target.ranks for bucket in plan.incoming(rank) for region in bucket)
+    return {frozenset((region.source, region.target)) for region in regions if region.source != region.target}
 
 
-def contains(block: PartBlock, region: object) -> bool:
-    offset, shape = region.offset, region.shape  # type: ignore[attr-defined]
-    pairs = zip(offset, shape, block.offset, block.shape, strict=True)
+def slices(box: Box) -> tuple[slice, ...]:
+    return tuple(slice(start, start + size) for start, size in zip(*box, strict=True))
+
+
+def contains(block: PartBlock, region: Region) -> bool:
+    pairs = zip(*region.box, *block.box, strict=True)
     return all(a >= b and a + n <= b + m for a, n, b, m in pairs)
 
 
-def _place(block: PartBlock, region: object) -> tuple[slice, ...]:
-    offset, shape = region.offset, region.shape  # type: ignore[attr-defined]
-    return box(tuple(p + a - b for p, a, b in zip(block.place, offset, block.offset, strict=True)), shape)
+def _place(block: PartBlock, region: Region) -> tuple[slice, ...]:
+    starts = zip(block.place.offset, region.box.offset, block.box.offset, strict=True)
+    return slices(Box(tuple(p + a - b for p, a, b in starts), region.box.shape))
 
 
 @examples(12)
@@ -101,7 +106,7 @@ def test_every_element_arrives_once_and_nothing_that_is_there_moves(meshes: tupl
             blocks = plan.blocks(rank, name)
             expected = torch.full_like(part, -2.0)
             for block in blocks:
-                expected[box(block.place, block.shape)] = whole[name][box(block.offset, block.shape)]
+                expected[slices(block.place)] = whole[name][slices(block.box)]
             assert torch.equal(part, expected), name
             # What this rank holds of it is not asked of another.
             for region in (r for bucket in plan.incoming(rank) for r in bucket if r.name == name):
@@ -136,8 +141,8 @@ def test_any_ranks_become_tensor_parallel_ones(data: st.DataObject) -> None:
     for rank in mesh.ranks:
         for name, part in fill(plan, rank, whole).items():
             for block in plan.blocks(rank, name):
-                expected = whole[name][box(block.offset, block.shape)]
-                assert torch.equal(part[box(block.place, block.shape)], expected), name
+                expected = whole[name][slices(block.box)]
+                assert torch.equal(part[slices(block.place)], expected), name
 
 
 @examples(25)
@@ -164,7 +169,7 @@ def test_ranks_exchange_inside_of_micro_groups_alone(meshes: tuple[Mesh, Mesh]) 
     plan = transition(train, generation, weights(train.layout))
     groups = [set(group) for group in micro_groups(train, generation)]
     assert sorted(rank for group in groups for rank in group) == sorted(train.ranks)
-    assert all(any(set(group) <= micro for micro in groups) for group in plan.groups)
+    assert all(any(pair <= micro for micro in groups) for pair in exchanging(plan))
 
 
 def test_the_example_of_the_paper() -> None:
@@ -183,7 +188,7 @@ def test_fsdp_becomes_whole_and_tensor_parallel() -> None:
     assert [moved_bytes(whole, rank)[:2] for rank in train.ranks] == [(96, 32)] * 4
     cut = transition(train, generation_mesh(train, 1, 2), specs, {"up": (Cut("tp", 0),)})
     assert [moved_bytes(cut, rank)[:2] for rank in train.ranks] == [(32, 32)] * 4
-    assert cut.groups == [(0, 1), (2, 3)]
+    assert exchanging(cut) == {frozenset((0, 1)), frozenset((2, 3))}
     assert generation_mesh(train, 1, 2).ranks == (0, 2, 1, 3)
     with pytest.raises(ConfigError, match="not cut along tp in the source"):
         transition(train, generation_mesh(train, 1, 2), specs)
@@ -237,8 +242,8 @@ def counted(train: Layout, tg: int, *, runs: bool = False) -> tuple[float, float
     for rank in mesh.ranks:
         own = dict.fromkeys(specs, 0)
         for region in (region for bucket in plan.incoming(rank) for region in bucket):
-            own[region.name] += region.numel * 2 if region.source == rank else 0
-        held = {name: sum(torch.Size(block.shape).numel() * 2 for block in plan.held(rank, name)) for name in specs}
+            own[region.name] += region.box.numel * 2 if region.source == rank else 0
+        held = {name: sum(block.box.numel * 2 for block in plan.held(rank, name)) for name in specs}
         # A training piece is freed where all of it is part of what generates (`HybridWeights`), of ZeRO none.
         twice = sum(own[name] for name in specs if runs or own[name] < held[name])
         moved = moved_bytes(plan, rank)

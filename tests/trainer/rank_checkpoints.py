@@ -17,6 +17,7 @@ import torch.distributed as dist
 from tests.tensor_memory import TensorMemory
 from tests.training.cases import OPTIM, ROWS, part, ragged_batch, tiny_model
 from verl.layout import Layout, Mesh
+from verl.shard import Stream
 from verl.tensor_files import files_of, read_shards
 from verl.training.options import EngineOptions
 from verl.training.torch_engine import TorchEngine
@@ -57,7 +58,7 @@ def load(at: TorchEngine, folder: Path) -> None:
 def save(at: TorchEngine, folder: Path, group: Any) -> list[int]:
     """How many bytes of tensors each rank wrote."""
     state, meta = at.state()
-    files = RankFiles(folder, {"weights": at.shards, "optimizer": state.__iter__}, group, background=False)
+    files = RankFiles(folder, {"weights": Stream(at.shards), "optimizer": state}, group, background=False)
     found = files.gathered(wait=True)
     assert found is not None
     if dist.get_rank() == 0:

@@ -98,7 +98,7 @@ def test_tensor_files_are_plain_safetensors_of_bounded_size(tmp_path: Path) -> N
     }
     tensors |= {"scalar": torch.tensor(2.5), "empty": torch.empty(0, 4), "flag": torch.tensor([True, False])}
     stream = [Shard.whole(*item) for item in tensors.items()]
-    paths = list(tensor_files.write_shards(tmp_path / "x", lambda: stream, max_bytes=100))
+    paths = list(tensor_files.write_shards(tmp_path / "x", stream, max_bytes=100))
     assert len(paths) > 3
     read: dict[str, torch.Tensor] = {}
     for path in paths:

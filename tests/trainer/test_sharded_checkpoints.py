@@ -64,7 +64,7 @@ def test_a_checkpoint_of_any_layout_goes_on_at_any_other_with_the_same_losses(tm
 
 def test_what_is_written_in_the_background_is_of_the_moment_of_the_save(tmp_path: Path) -> None:
     live = torch.zeros(4 << 20)
-    files = RankFiles(tmp_path, {"weights": lambda: iter([Shard.whole("w", live)])}, None, background=True)
+    files = RankFiles(tmp_path, {"weights": [Shard.whole("w", live)]}, None, background=True)
     live.fill_(1.0)  # training goes on
     assert files.gathered(wait=True) is not None
     (shard,) = read_shards(tmp_path.iterdir())

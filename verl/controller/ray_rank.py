@@ -13,6 +13,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
+from itertools import chain
 from typing import Any
 
 import ray
@@ -131,9 +132,10 @@ class RayRank:
         items = self._items(pickled, beside)
         first = next(items, None)
         if isinstance(first, Shard):
-            yield from bunched(_after(first, items))
+            yield from bunched(chain([first], items))
         elif first is not None:
-            yield from _after(first, items)
+            yield first
+            yield from items
 
     def _items(self, pickled: bytes, beside: Sequence[Any]) -> Iterator[Any]:
         order: Order
@@ -167,11 +169,6 @@ class RayRank:
         except Exception as error:
             text = "".join(traceback.format_exception(error))
             raise WorkerError(_portable(error), f"{who()}, {what}:\n{text}") from None
-
-
-def _after(first: Any, rest: Iterator[Any]) -> Iterator[Any]:
-    yield first
-    yield from rest
 
 
 def _portable(error: Exception) -> Exception:

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-import threading
-from collections.abc import Callable, Iterator
-from queue import SimpleQueue
-from typing import Any, Protocol, TypeVar, runtime_checkable
+from collections.abc import Iterator
+from concurrent.futures import Future
+from typing import Any, Protocol, runtime_checkable
 
-T = TypeVar("T")
+from verl.threads import beside
+
+_END = object()
 
 
 @runtime_checkable
@@ -22,31 +23,10 @@ class Loader(Protocol):
 
 def ahead(batches: Iterator[Any]) -> Iterator[Any]:
     """The same batches, each read while the one before is used."""
-    coming = _read(batches, lambda: None)
-    while True:
-        found = coming.get()
-        if isinstance(found, StopIteration):
-            return
-        if isinstance(found, BaseException):
-            raise found
-        coming = _read(batches, lambda: None)
-        yield found[0]
-
-
-def _read(source: Iterator[Any], place: Callable[[], T]) -> SimpleQueue[tuple[Any, T] | BaseException]:
-    """Begin to read the next batch in a thread, and the place behind it."""
-    result: SimpleQueue[tuple[Any, T] | BaseException] = SimpleQueue()
-
-    def read() -> None:
-        try:
-            batch = next(source)
-            result.put((batch, place()))
-        except BaseException as error:  # raised where this batch is taken
-            result.put(error)
-
-    # A daemon: a data source that hangs does not keep the process from ending.
-    threading.Thread(target=read, name="prefetch", daemon=True).start()
-    return result
+    coming = beside(next, batches, _END, name="prefetch")
+    while (batch := coming.result()) is not _END:
+        coming = beside(next, batches, _END, name="prefetch")
+        yield batch
 
 
 class Prefetch:
@@ -56,18 +36,15 @@ class Prefetch:
     def __init__(self, loader: Loader) -> None:
         self.loader = loader
         self._place = loader.state_dict()
-        self._ahead: SimpleQueue[tuple[Any, dict[str, Any]] | BaseException] | None = None
+        self._ahead: Future[tuple[Any, dict[str, Any]]] | None = None
 
     def __iter__(self) -> Iterator[Any]:
         return self
 
     def __next__(self) -> Any:
-        coming, self._ahead = self._ahead or self._read(), None
-        found = coming.get()
-        if isinstance(found, BaseException):
-            raise found
-        batch, self._place = found
-        self._ahead = self._read()
+        coming, self._ahead = self._ahead or beside(self._read, name="prefetch"), None
+        batch, self._place = coming.result()
+        self._ahead = beside(self._read, name="prefetch")
         return batch
 
     def state_dict(self) -> dict[str, Any]:
@@ -75,7 +52,7 @@ class Prefetch:
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         if self._ahead is not None:
-            self._ahead.get()
+            self._ahead.exception()  # waits for it
             self._ahead = None
         self.loader.load_state_dict(state)
         self._place = state
@@ -85,5 +62,6 @@ class Prefetch:
         if self._ahead is not None:
             self.load_state_dict(self._place)
 
-    def _read(self) -> SimpleQueue[tuple[Any, dict[str, Any]] | BaseException]:
-        return _read(self.loader, self.loader.state_dict)
+    def _read(self) -> tuple[Any, dict[str, Any]]:
+        """The next batch, and the place behind it."""
+        return next(self.loader), self.loader.state_dict()

@@ -146,20 +146,6 @@ if hasattr(os, "register_at_fork"):
 atexit.register(lambda: _threads.end())
 
 
-def beside(function: Callable[..., T], *args: Any) -> concurrent.futures.Future[T]:
-    """Call synchronous code that runs graphs in a thread of its own, beside what the caller does."""
-    future: concurrent.futures.Future[T] = concurrent.futures.Future()
-
-    def call() -> None:
-        try:
-            future.set_result(function(*args))
-        except BaseException as error:  # raised where the result is taken
-            future.set_exception(error)
-
-    threading.Thread(target=call, name="verl-beside", daemon=True).start()
-    return future
-
-
 def on_compute_thread() -> bool:
     return threading.current_thread() is _threads.compute
 

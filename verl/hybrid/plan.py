@@ -8,33 +8,28 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property
 from itertools import product
-from typing import NamedTuple, TypeAlias
+from operator import itemgetter
+from typing import NamedTuple
 
 from verl.errors import ConfigError
 from verl.layout import DIMS, Mesh
 from verl.models.cuts import PartBlock, part_blocks
-from verl.shard import Cut, WeightSpec
+from verl.shard import Box, Cut, WeightSpec, buckets
 
-#: A block of a weight: where it begins, and its shape.
-Box: TypeAlias = tuple[tuple[int, ...], tuple[int, ...]]
 #: Of the weights that travel at a time, by default.
 BUCKET_BYTES = 32 << 20
 
 
 class Region(NamedTuple):
-    """A block of a weight, and who gives it to whom; both are the same rank where it has it already."""
+    """A block of a weight, who gives it to whom (both are the same rank where it has it already), and where in the
+    target's part it goes."""
 
     name: str
-    offset: tuple[int, ...]
-    shape: tuple[int, ...]
+    box: Box
     source: int
     target: int
-
-    @property
-    def numel(self) -> int:
-        return math.prod(self.shape)
+    place: Box
 
 
 class Item(NamedTuple):
@@ -76,7 +71,7 @@ class Plan:
     def local_shape(self, rank: int, name: str) -> tuple[int, ...]:
         """Of a rank's part of a weight in the target."""
         blocks, shape = self.blocks(rank, name), self.specs[name].shape
-        ends = ([start + size for start, size in zip(b.place, b.shape, strict=True)] for b in blocks)
+        ends = ([start + size for start, size in zip(*block.place, strict=True)] for block in blocks)
         return tuple(map(max, zip(*ends, strict=True))) if blocks else (0,) * len(shape)
 
     def held(self, rank: int, name: str) -> tuple[PartBlock, ...]:
@@ -102,17 +97,6 @@ class Plan:
             for number in range(len(self.buckets))
         )
 
-    @cached_property
-    def groups(self) -> list[tuple[int, ...]]:
-        """Ranks that exchange weights, directly or through others, ascending; those that exchange none are left out."""
-        group_of: dict[int, set[int]] = {}
-        for rank in self.target.ranks:
-            peers = {region.source for bucket in self.incoming(rank) for region in bucket} | {rank}
-            merged = peers.union(*(group_of.get(peer, set()) for peer in peers))
-            group_of.update(dict.fromkeys(merged, merged))
-        found = {tuple(sorted(group)) for group in group_of.values() if len(group) > 1}
-        return sorted(found)
-
     def _stage_holds(self, rank: int, name: str) -> bool:
         """Whether the target's stage of a rank has a weight: stages of the source that follow each other are one."""
         if rank not in self.target:
@@ -127,14 +111,14 @@ class Plan:
     def _regions(self, rank: int, item: Item) -> Iterator[Region]:
         spec = self.specs[item.name]
         dims = len(spec.shape)
-        rows = (item.low, *[0] * dims)[:dims], (item.high - item.low, *spec.shape[1:])[:dims]
-        for wanted in self.blocks(rank, item.name):
-            box = _common((wanted.offset, wanted.shape), rows)
-            if box is None:
-                continue
-            for source, block in self._holders(rank, spec):
-                if (common := _common(box, (block.offset, block.shape))) is not None:
-                    yield Region(item.name, *common, source, rank)
+        rows = Box((item.low, *[0] * dims)[:dims], (item.high - item.low, *spec.shape[1:])[:dims])
+        for block in self.blocks(rank, item.name):
+            wanted = block.box & rows
+            for source, held in self._holders(rank, spec) if wanted.numel else ():
+                if (common := wanted & held.box).numel:
+                    starts = zip(common.offset, block.box.offset, block.place.offset, strict=True)
+                    place = Box(tuple(start - low + at for start, low, at in starts), common.shape)
+                    yield Region(item.name, common, source, rank, place)
 
     def _holders(self, rank: int, spec: WeightSpec) -> Iterator[tuple[int, PartBlock]]:
         """All blocks of a weight, each once, and of the ranks that have it in the source the one nearest to `rank`:
@@ -186,32 +170,22 @@ def transition(
             )
     else:
         found = {name: tuple(cuts[name]) for name in specs}
-    return Plan(source, target, specs, found, tuple(_buckets(specs, found, target, bucket_bytes)))
+    sized = buckets(_sized_items(specs, found, target, bucket_bytes), itemgetter(1), bucket_bytes)
+    return Plan(source, target, specs, found, tuple(tuple(item for item, _ in bucket) for bucket in sized))
 
 
-def _buckets(
+def _sized_items(
     specs: Mapping[str, WeightSpec], cuts: Mapping[str, tuple[Cut, ...]], target: Mesh, limit: int
-) -> Iterator[tuple[Item, ...]]:
-    bucket: list[Item] = []
-    size = 0
+) -> Iterator[tuple[Item, int]]:
+    """What moves at once of each weight, and the bytes of a rank's part of the whole weight."""
     for name, spec in specs.items():
         rows = spec.shape[0] if spec.shape else 1
-        parts = math.prod(getattr(target.layout, cut.dim) for cut in cuts[name])
+        part = spec.nbytes // math.prod(getattr(target.layout, cut.dim) for cut in cuts[name])
         # A cut along the rows leaves whole rows, and ranks whose part they are not move nothing of them.
         row_parts = math.prod(getattr(target.layout, cut.dim) for cut in cuts[name] if cut.axis)
         row = max(1, spec.nbytes // max(rows * row_parts, 1))
-        if bucket and size + spec.nbytes // parts > limit:
-            yield tuple(bucket)
-            bucket, size = [], 0
-        step = max(1, limit // row) if spec.nbytes // parts > limit else rows
-        for low in range(0, rows, step):
-            bucket.append(Item(name, low, min(low + step, rows)))
-            size += spec.nbytes // parts
-            if size > limit:
-                yield tuple(bucket)
-                bucket, size = [], 0
-    if bucket:
-        yield tuple(bucket)
+        step = max(1, limit // row) if part > limit else rows
+        yield from ((Item(name, low, min(low + step, rows)), part) for low in range(0, rows, step))
 
 
 def _blocks(spec: WeightSpec, cuts: tuple[Cut, ...], mesh: Mesh, at: Mapping[str, int]) -> tuple[PartBlock, ...]:
@@ -220,14 +194,6 @@ def _blocks(spec: WeightSpec, cuts: tuple[Cut, ...], mesh: Mesh, at: Mapping[str
 
 def _holds(spec: WeightSpec, stage: int) -> bool:
     return not spec.stages or stage in spec.stages
-
-
-def _common(a: Box, b: Box) -> Box | None:
-    """What two boxes have in common."""
-    low = tuple(map(max, a[0], b[0]))
-    high = (min(i + m, j + n) for i, m, j, n in zip(a[0], a[1], b[0], b[1], strict=True))
-    shape = tuple(end - start for start, end in zip(low, high, strict=True))
-    return (low, shape) if min(shape, default=1) > 0 else None
 
 
 def _index(at: Mapping[str, int], sizes: Sequence[int]) -> int:

@@ -13,7 +13,6 @@ from torch import Tensor
 
 from verl.errors import ConfigError
 from verl.hybrid.plan import Plan, Region
-from verl.models.cuts import block_at
 from verl.models.shards import fill_block
 from verl.shard import Shard
 
@@ -77,20 +76,20 @@ class Transfer:
         bucket = _Bucket(number)
         incoming, outgoing = _by_peer(self._incoming[number], "source"), _by_peer(self._outgoing[number], "target")
         for region in incoming.pop(self._rank, ()):
-            self._place(region).copy_(self._pieces.find(region))
+            region.place.of(self._buffers[region.name]).copy_(self._pieces.find(region))
         peers = sorted({*incoming, *outgoing, self._rank})
         here, operations = peers.index(self._rank), []
         messages: dict[Any, Tensor] = {}
         for step in range(1, len(peers)):  # each rank gives to one and receives from one other at a time
             to, source = peers[(here + step) % len(peers)], peers[here - step]
             if to in outgoing:
-                key = tuple(region[:3] for region in outgoing[to])
+                key = tuple(region[:2] for region in outgoing[to])
                 if key not in messages:
                     messages[key] = bucket.message([self._pieces.find(region) for region in outgoing[to]])
                 operations.append(dist.P2POp(dist.isend, messages[key], to, self._group, number))
                 self.sent += messages[key].numel()
             if source in incoming:
-                slot = bucket.slot([self._place(region) for region in incoming[source]])
+                slot = bucket.slot([region.place.of(self._buffers[region.name]) for region in incoming[source]])
                 operations.append(dist.P2POp(dist.irecv, slot, source, self._group, number))
                 self.received += slot.numel()
         bucket.works = dist.batch_isend_irecv(operations) if operations else []
@@ -106,15 +105,6 @@ class Transfer:
                 at += place.nbytes
         self._pieces.drop([name for name, last in self._last.items() if last == bucket.number])
         self._end(bucket.number)
-
-    def _place(self, region: Region) -> Tensor:
-        """Where a region is in this rank's buffers."""
-        for block in self._plan.blocks(self._rank, region.name):
-            inside = [at - start for at, start in zip(region.offset, block.offset, strict=True)]
-            if _within(inside, region.shape, block.shape):
-                starts = [a + b for a, b in zip(inside, block.place, strict=True)]
-                return block_at(self._buffers[region.name], starts, region.shape)
-        raise AssertionError(f"{region} is not of rank {self._rank}")
 
 
 @dataclass
@@ -170,8 +160,8 @@ class _Pieces:
             shard = next(self._coming, None)
             if shard is None:
                 raise ConfigError(
-                    f"transition: this rank was expected to hold {list(region.shape)} of '{region.name}' from "
-                    f"{list(region.offset)} on, and does not: its engine cuts weights otherwise than its specs say"
+                    f"transition: this rank was expected to hold {list(region.box.shape)} of '{region.name}' from "
+                    f"{list(region.box.offset)} on, and does not: its engine cuts weights otherwise than its specs say"
                 )
             self._found.setdefault(shard.name, []).append(shard)
         return found
@@ -181,17 +171,15 @@ class _Pieces:
             self._found.pop(name, None)
 
     def _look_up(self, region: Region) -> Tensor | None:
-        shards = self._found.get(region.name, [])
+        shards, box = self._found.get(region.name, []), region.box
         for shard in shards:
-            inside = [at - start for at, start in zip(region.offset, shard.offset, strict=True)]
-            if _within(inside, region.shape, tuple(shard.tensor.shape)):
-                return block_at(shard.tensor, inside, region.shape)
-        outline = torch.empty(region.shape, device="meta")
-        if sum(fill_block(region.offset, outline, shard, copy=False) for shard in shards) < region.numel:
+            if box & shard.box == box:
+                return box.of(shard.tensor, shard.offset)
+        if sum((box & shard.box).numel for shard in shards) < box.numel:
             return None
-        whole = shards[0].tensor.new_empty(region.shape)
+        whole = shards[0].tensor.new_empty(box.shape)
         for shard in shards:
-            fill_block(region.offset, whole, shard)
+            fill_block(box.offset, whole, shard)
         return whole
 
 
@@ -200,10 +188,6 @@ def _by_peer(regions: Iterable[Region], side: str) -> dict[int, list[Region]]:
     for region in regions:
         found.setdefault(getattr(region, side), []).append(region)
     return found
-
-
-def _within(starts: Sequence[int], shape: Sequence[int], outer: Sequence[int]) -> bool:
-    return all(a >= 0 and a + n <= size for a, n, size in zip(starts, shape, outer, strict=True))
 
 
 def _bytes(tensor: Tensor) -> Tensor:

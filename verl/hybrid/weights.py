@@ -7,10 +7,10 @@ generation weights is copied there (from memory to memory, no rank is asked) and
 
 from __future__ import annotations
 
-import math
 import threading
-from collections.abc import Iterable, Iterator, Mapping
-from typing import Any, Protocol
+from collections.abc import Iterator, Mapping
+from concurrent.futures import Future, TimeoutError
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -20,19 +20,11 @@ from verl.errors import BrokenCollectiveError, ConfigError, TrainingError, neare
 from verl.hybrid.plan import BUCKET_BYTES, transition
 from verl.hybrid.transfer import Transfer
 from verl.layout import Mesh
-from verl.models.cuts import block_at, cuts_of, local_part
-from verl.shard import Shard, WeightSpec
+from verl.models.cuts import cuts_of, local_part
+from verl.shard import Shard
 
-
-class Source(Protocol):
-    """What is used of a training engine (`verl.training.engine.TrainEngine`)."""
-
-    @property
-    def mesh(self) -> Mesh: ...
-    def specs(self) -> Mapping[str, WeightSpec]: ...
-    def shards(self) -> Iterator[Shard]: ...
-    def lend(self, name: str) -> int: ...
-    def take_back(self, shards: Iterable[Shard]) -> None: ...
+if TYPE_CHECKING:
+    from verl.training.engine import TrainEngine
 
 
 class HybridWeights:
@@ -61,7 +53,7 @@ class HybridWeights:
 
     def __init__(
         self,
-        engine: Source,
+        engine: TrainEngine,
         target: Mesh,
         group: Any,
         targets: Mapping[str, Tensor] | None = None,
@@ -93,12 +85,11 @@ class HybridWeights:
         backend: Any = group._get_backend(group._device_types[0])
         self._deadline: float = backend.options._timeout.total_seconds()
         self._last = {item.name: number for number, bucket in enumerate(self.plan.buckets) for item in bucket}
-        self._within = self._pieces_within()
-        self._progress = threading.Condition()
+        #: Weights of which this rank's whole training piece lies within its generation part.
+        self._within = {name for name, size in self._own_bytes().items() if size and size == self._held_bytes(name)}
         self._thread: threading.Thread | None = None
-        self._error: BaseException | None = None
-        self._finished = 0
-        self._filled = False
+        #: By bucket, from `start` to `release`: done when its weights are in place.
+        self._arrived: list[Future[None]] | None = None
         self._lent: set[str] = set()
         self.transfer: Transfer | None = None
         for name in self.buffers:
@@ -110,9 +101,9 @@ class HybridWeights:
         Raises:
             TrainingError: they are filled already.
         """
-        if self._filled:
+        if self._arrived is not None:
             raise TrainingError("the generation weights are there already: release() them before the next transfer")
-        self._filled, self._finished, self._error = True, 0, None
+        self._arrived = [Future() for _ in self.plan.buckets]
         if self._overlap:
             self._thread = threading.Thread(target=self._run, name="weights", daemon=True)
             self._thread.start()
@@ -142,7 +133,7 @@ class HybridWeights:
     def shards(self) -> Iterator[Shard]:
         """This rank's part of the generation weights, on the live buffers."""
         for name, buffer in self.buffers.items():
-            yield from self._shards_of(name, self.ready(name) if self._filled else buffer)
+            yield from self._shards_of(name, buffer if self._arrived is None else self.ready(name))
 
     def release(self) -> None:
         """Give the training engine its pieces back, and free the buffers."""
@@ -151,10 +142,10 @@ class HybridWeights:
             self._thread = None
         for name, buffer in self.buffers.items():
             if name in self._lent:
-                self.engine.take_back(self._shards_of(name, buffer))
+                self.engine.take_back(name, self._shards_of(name, buffer))
                 self._lent.discard(name)
             self._resize(name, 0)
-        self._filled = False
+        self._arrived = None
 
     def _run(self) -> None:
         try:
@@ -163,23 +154,23 @@ class HybridWeights:
             )
             self.transfer.run()
         except BaseException as error:
-            with self._progress:
-                self._error = error
-                self._progress.notify_all()
+            for arrived in self._arrived or ():
+                if not arrived.done():
+                    arrived.set_exception(error)
 
     def _wait(self, bucket: int) -> None:
-        with self._progress:
-            while self._finished <= bucket and self._error is None:
-                before = self._finished
-                if not self._filled:
-                    raise TrainingError("the generation weights were released: start() the transfer first")
-                if not self._progress.wait(self._deadline) and self._finished == before and self._error is None:
-                    raise BrokenCollectiveError(
-                        f"the transfer of weights did not go on within {self._deadline:g} s, at bucket {before} of "
-                        f"{len(self.plan.buckets)}: a rank is missing or very slow"
-                    )
-            if self._error is not None:
-                raise TrainingError(f"the transfer of weights failed: {self._error}") from self._error
+        if self._arrived is None:
+            raise TrainingError("the generation weights were released: start() the transfer first")
+        for number, arrived in enumerate(self._arrived[: bucket + 1]):
+            try:
+                error = arrived.exception(self._deadline)
+            except TimeoutError:
+                raise BrokenCollectiveError(
+                    f"the transfer of weights did not go on within {self._deadline:g} s, at bucket {number} of "
+                    f"{len(self.plan.buckets)}: a rank is missing or very slow"
+                ) from None
+            if error is not None:
+                raise TrainingError(f"the transfer of weights failed: {error}") from error
 
     def _begin(self, number: int) -> None:
         for item in self.plan.buckets[number]:
@@ -191,9 +182,8 @@ class HybridWeights:
             is_due = self._last[item.name] == number and item.name in self._within and item.name not in self._lent
             if is_due and self.engine.lend(item.name):
                 self._lent.add(item.name)
-        with self._progress:
-            self._finished = number + 1
-            self._progress.notify_all()
+        if self._arrived is not None:
+            self._arrived[number].set_result(None)
 
     def _resize(self, name: str, size: int) -> None:
         storage = self.buffers[name].untyped_storage()
@@ -202,24 +192,18 @@ class HybridWeights:
 
     def _shards_of(self, name: str, buffer: Tensor) -> Iterator[Shard]:
         for block in self.plan.blocks(self.rank, name):
-            part = block_at(buffer, block.place, block.shape)
-            yield Shard(name, self.plan.specs[name].shape, block.offset, part)
+            yield Shard(name, self.plan.specs[name].shape, block.box.offset, block.place.of(buffer))
 
     def _held_bytes(self, name: str) -> int:
         size = self.plan.specs[name].dtype.itemsize
-        return sum(math.prod(block.shape) * size for block in self.plan.held(self.rank, name))
-
-    def _pieces_within(self) -> frozenset[str]:
-        """Weights of which this rank's whole training piece lies within its generation part."""
-        own = self._own_bytes()
-        return frozenset(name for name, size in own.items() if size and size == self._held_bytes(name))
+        return sum(block.box.numel * size for block in self.plan.held(self.rank, name))
 
     def _own_bytes(self) -> dict[str, int]:
         """What of its part of each weight in the target this rank has already."""
         own = dict.fromkeys(self.buffers, 0)
         for region in (region for bucket in self.plan.incoming(self.rank) for region in bucket):
             if region.source == self.rank:
-                own[region.name] += region.numel * self.plan.specs[region.name].dtype.itemsize
+                own[region.name] += region.box.numel * self.plan.specs[region.name].dtype.itemsize
         return own
 
 

@@ -4,14 +4,15 @@ ranks, so that a rank has memory for what it keeps alone."""
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from operator import attrgetter
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from verl.errors import ModelError
-from verl.models.shards import Part, named_weights
+from verl.models.shards import Part, named_weights, tied_names
 from verl.shard import Shard
 
 #: More distinct layers than this are no sample of a model.
@@ -42,42 +43,35 @@ def blank(make: Callable[[], Any], device: torch.device | str = "cpu") -> Any:
 @torch.no_grad()
 def give_memory(model: nn.Module, device: torch.device | str) -> None:
     """Give parameters without memory some, not filled in: of cut ones, to this rank's parts. Tied ones stay tied."""
-    places: dict[int, list[tuple[nn.Module, str]]] = {}
-    for module in model.modules():
-        for name, weight in module._parameters.items():
-            if weight is not None and weight.is_meta:
-                places.setdefault(id(weight), []).append((module, name))
+    tied = tied_names(model)
     model._apply(lambda tensor: _with_memory(tensor, device) if tensor.is_meta else tensor)
-    for (first, name), *others in places.values():
-        for module, other in others:
-            module._parameters[other] = first._parameters[name]
+    _tie(model, tied)
 
 
 @torch.no_grad()
 def take_weights(model: nn.Module, shards: Iterable[Shard]) -> None:
-    """Give a model without weights those of a stream that has all of them: the very tensors, where they are whole and
-    in the model's dtype (they may be mapped files); others are put together. Tied ones stay tied."""
-    weights, parts = dict(named_weights(model)), list[Shard]()
+    """Give a model, which may have none, the weights of a stream that has all of them: the very tensors, where they are
+    whole and in the model's dtype (they may be mapped files); others are put together. Tied ones stay tied."""
+    weights, parts, state = dict(named_weights(model)), dict[str, Part](), dict[str, Tensor]()
     for shard in shards:
         weight = weights[shard.name]
-        if weight.is_meta and shard.is_whole and shard.tensor.dtype == weight.dtype:
-            _put(model, weight, shard.tensor)
+        if shard.is_whole:
+            state[shard.name] = shard.tensor.to(weight.dtype)
         else:
-            parts.append(shard)
-    give_memory(model, "cpu")
-    weights = dict(named_weights(model))
-    for shard in parts:
-        Part(weights[shard.name].detach()).fill(shard)
+            part = parts.setdefault(shard.name, Part(torch.empty_like(weight, device="cpu")))
+            part.fill(shard)
+            state[shard.name] = part.tensor
+    tied = tied_names(model)
+    state |= {other: state[first] for first, others in tied.items() for other in others}
+    model.load_state_dict(state, assign=True)
+    _tie(model, tied)
 
 
-def _put(model: nn.Module, weight: Tensor, tensor: Tensor) -> None:
-    """A tensor in the place of a parameter or buffer, wherever it is."""
-    new = nn.Parameter(tensor, weight.requires_grad) if isinstance(weight, nn.Parameter) else tensor
-    for module in model.modules():
-        for held in (module._parameters, module._buffers):
-            for name, there in held.items():
-                if there is weight:
-                    held[name] = new  # type: ignore[assignment]
+def _tie(model: nn.Module, tied: Mapping[str, Sequence[str]]) -> None:
+    """Make the weights of these names (see `tied_names`) one again."""
+    for first, others in tied.items():
+        for owner, _, name in (other.rpartition(".") for other in others):
+            setattr(model.get_submodule(owner), name, attrgetter(first)(model))
 
 
 def _with_memory(tensor: Tensor, device: torch.device | str) -> Tensor:

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from verl.shard import Cut
+from verl.shard import Box, Cut
 
 
 def local_part(tensor: Tensor) -> Tensor:
@@ -37,23 +37,15 @@ def blocks_of(tensor: Tensor, local: Tensor | None = None) -> Iterator[tuple[tup
     cut: Any = tensor
     mesh = cut.device_mesh
     sizes, at = (dict(zip(mesh.mesh_dim_names, of, strict=True)) for of in (mesh.shape, mesh.get_coordinate()))
-    for offset, place, shape in part_blocks(tuple(tensor.shape), cuts_of(tensor), sizes, at):
-        yield offset, block_at(local, place, shape)
-
-
-def block_at(tensor: Tensor, starts: Sequence[int], shape: Sequence[int]) -> Tensor:
-    """The block of a tensor that begins at `starts`, on the same memory."""
-    for dim, (start, length) in enumerate(zip(starts, shape, strict=True)):
-        tensor = tensor.narrow(dim, start, length)
-    return tensor
+    for box, place in part_blocks(tuple(tensor.shape), cuts_of(tensor), sizes, at):
+        yield box.offset, place.of(local)
 
 
 class PartBlock(NamedTuple):
-    """A block of a part of a tensor: where it begins in the tensor, where in the part (nowhere in a run), its shape."""
+    """A block that a part of a tensor is made of: in the tensor, and in the part (of a run: none)."""
 
-    offset: tuple[int, ...]
-    place: tuple[int, ...]
-    shape: tuple[int, ...]
+    box: Box
+    place: Box
 
 
 def part_blocks(
@@ -75,8 +67,8 @@ def part_blocks(
         steps[axis].append((sizes[dim], at[dim], fused))
     runs = [_runs(size, tuple(cut)) for size, cut in zip(shape, steps, strict=True)]
     return tuple(
-        PartBlock(*(tuple(x) for x in zip(*block, strict=True))) if block else PartBlock((), (), ())
-        for block in product(*runs)
+        PartBlock(Box(offset, lengths), Box(start, lengths))
+        for offset, start, lengths in (zip(*block, strict=True) if block else ((), (), ()) for block in product(*runs))
     )
 
 
@@ -112,8 +104,8 @@ def _run_blocks(shape: tuple[int, ...], ranks: int, at: int) -> tuple[PartBlock,
     total = math.prod(shape)
     each = -(-total // ranks)
     run = torch.empty(max(0, min(each, total - at * each)), device="meta")
-    blocks = (PartBlock(offset, (), tuple(block.shape)) for offset, block in run_blocks(shape, at * each, run))
-    return tuple(blocks)
+    blocks = run_blocks(shape, at * each, run)
+    return tuple(PartBlock(Box(offset, tuple(block.shape)), Box((), ())) for offset, block in blocks)
 
 
 @contextmanager

@@ -15,6 +15,7 @@ from torch import nn
 from verl.errors import ModelError
 from verl.models.heads import HEADS, ValueModel
 from verl.models.lora import base_name, is_adapter
+from verl.models.shards import tied
 
 Shape: TypeAlias = tuple[int, ...]
 #: Names that a message has room for.
@@ -212,14 +213,6 @@ def model_weights(model: nn.Module) -> dict[str, torch.Tensor]:
     is_value = isinstance(model, ValueModel)
     names = [name for name in state if not (is_adapter(name) or (is_value and name.startswith("score.")))]
     return {base_name(name): state[name] for name in names}
-
-
-def tied(weights: Mapping[str, torch.Tensor]) -> list[list[str]]:
-    """The names of each weight."""
-    names: dict[int, list[str]] = {}
-    for name, weight in weights.items():
-        names.setdefault(id(weight), []).append(name)
-    return [*names.values()]
 
 
 def is_tied_apart(model: nn.Module, files: Mapping[str, str]) -> bool:

@@ -14,16 +14,21 @@ from torch import Tensor, nn
 
 from verl.errors import CheckpointError, nearest
 from verl.models.cuts import blocks_of, local_part
-from verl.shard import Shard
+from verl.shard import Box, Shard
+
+
+def tied(weights: Mapping[str, Tensor]) -> list[list[str]]:
+    """The names of each weight."""
+    names: dict[int, list[str]] = {}
+    for name, weight in weights.items():
+        names.setdefault(id(weight), []).append(name)
+    return [*names.values()]
 
 
 def named_weights(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
     """Weights and persistent buffers by name, tied ones once."""
-    seen: set[int] = set()
-    for name, tensor in model.state_dict(keep_vars=True).items():
-        if id(tensor) not in seen:
-            seen.add(id(tensor))
-            yield name, tensor
+    state = model.state_dict(keep_vars=True)
+    return ((name, state[name]) for name, *_ in tied(state))
 
 
 def outline(model: nn.Module) -> dict[str, Tensor]:
@@ -85,21 +90,13 @@ def fill_block(offset: tuple[int, ...], target: Tensor, shard: Shard, copy: bool
 
 def overlap(offset: tuple[int, ...], target: Tensor, shard: Shard) -> tuple[Tensor, Tensor]:
     """What the block `target` that begins at `offset` and a shard have in common, as parts of either."""
-    source = shard.tensor
-    for dim, (here, there) in enumerate(zip(offset, shard.offset, strict=True)):
-        low = max(here, there)
-        size = max(0, min(here + target.shape[dim], there + source.shape[dim]) - low)
-        target = target.narrow(dim, min(low - here, target.shape[dim]), size)
-        source = source.narrow(dim, min(low - there, source.shape[dim]), size)
-    return target, source
+    common = Box(offset, tuple(target.shape)) & shard.box
+    return common.of(target, offset), common.of(shard.tensor, shard.offset)
 
 
 def tied_names(model: nn.Module) -> dict[str, list[str]]:
     """The name under which a tied weight is in the stream -> its other names, for a sink that keeps copies."""
-    names: dict[int, list[str]] = {}
-    for name, tensor in model.state_dict(keep_vars=True).items():
-        names.setdefault(id(tensor), []).append(name)
-    return {first: others for first, *others in names.values() if others}
+    return {name: others for name, *others in tied(model.state_dict(keep_vars=True)) if others}
 
 
 def load_model_shards(
@@ -169,6 +166,5 @@ def _check(shard: Shard, shapes: Mapping[str, tuple[int, ...]], model: str) -> N
             f"weight '{shard.name}' has shape {list(shard.global_shape)}, the model's has {list(shape)}: "
             "the weights are of another model or size"
         )
-    ends = (offset + size for offset, size in zip(shard.offset, shard.tensor.shape, strict=True))
-    if min(shard.offset, default=0) < 0 or any(end > size for end, size in zip(ends, shape, strict=True)):
+    if not shard.is_inside:
         raise CheckpointError(f"a shard of '{shard.name}' at {list(shard.offset)} reaches outside the weight")

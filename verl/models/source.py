@@ -15,13 +15,13 @@ from safetensors import SafetensorError, safe_open
 from verl.durable import digest
 from verl.errors import ModelError
 from verl.models.blank import sample
-from verl.models.fit import Source, model_weights, tied, weight_sources
+from verl.models.fit import Source, model_weights, weight_sources
 from verl.models.heads import ValueModel, read_head, score_model, weight_files
 from verl.models.loading import blank_model, load_model, resolved_dtype
 from verl.models.lora import add_lora, base_name, first_adapters, is_adapter
 from verl.models.options import Dtype, LoraOptions, ModelOptions
 from verl.models.portable import PortableModel
-from verl.models.shards import model_shards, named_weights, whole_weights
+from verl.models.shards import model_shards, named_weights, tied, whole_weights
 from verl.shard import Shard
 
 Kind = Literal["causal", "value", "score"]

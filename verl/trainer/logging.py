@@ -126,8 +126,7 @@ class TensorBoardSink:
         self._event, self._session = event_pb2.Event, event_pb2.SessionLog
         self._summary = summary_pb2.Summary
         Path(directory).mkdir(parents=True, exist_ok=True)
-        _await_new_second(Path(directory))
-        name = f"events.out.tfevents.{int(time.time()):010d}.{socket.gethostname()}.{os.getpid()}.0"
+        name = f"events.out.tfevents.{_second_of(Path(directory)):010d}.{socket.gethostname()}.{os.getpid()}.0"
         self._records = RecordFile(Path(directory) / name)
         self._add(file_version="brain.Event:2")
         if resume_step is not None:
@@ -167,13 +166,11 @@ def _markdown(row: Mapping[str, Any]) -> str:
     return head + "\n\n" + "\n".join(f"    {line}" for line in "\n".join(lines).splitlines())
 
 
-def _await_new_second(directory: Path) -> None:
-    """TensorBoard reads files in the order of their names, which begin with the second they were made in: one that is
-    made in the same second as another may come before it."""
-    names = (path.name.split(".") for path in directory.glob("events.out.tfevents.*"))
-    newest = max((int(name[3]) for name in names if name[3].isdigit()), default=0)
-    while newest - 2 < int(time.time()) <= newest:  # a clock that was set back is not waited for
-        time.sleep(0.05)
+def _second_of(directory: Path) -> int:
+    """The second that the next file in a directory is named by: TensorBoard reads files in the order of their names,
+    and one of the same second as another, or of a clock that was set back, would come before it."""
+    seconds = (path.name.split(".")[3] for path in directory.glob("events.out.tfevents.*"))
+    return max([int(time.time()), *(int(second) + 1 for second in seconds if second.isdigit())])
 
 
 class _RunSink:
@@ -242,16 +239,13 @@ class MlflowSink:
         self._client.set_terminated(self._id)
 
 
-class _HookSink:
+class _HookSink(Sink):
     def __init__(self, fn: Hook) -> None:
         self.name = f"hook {getattr(fn, '__qualname__', type(fn).__name__)}"
         self._fn = fn
 
     def write(self, step: int, record: Record) -> None:
         self._fn(step, dict(record))
-
-    def close(self) -> None:
-        pass
 
 
 @checked

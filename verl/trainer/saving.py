@@ -9,13 +9,12 @@ import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
 
 from verl.durable import clear_staging, parse_json, publish, seal, seal_all, staging_of, sync_directory, try_remove
 from verl.errors import CheckpointError
-from verl.shard import Shard
+from verl.shard import Shard, Stream
 
 FORMAT = 4
 MANIFEST = "manifest.json"
@@ -165,7 +164,7 @@ def _write_content(target: Path, content: Any) -> Iterable[Path]:
 
         if isinstance(content, Mapping):
             content = [Shard.whole(*item) for item in content.items()]
-        return write_shards(target, content if callable(content) else partial(iter, content))
+        return write_shards(target, Stream(content) if callable(content) else content)
     content = content() if callable(content) else content
     if target.suffix == ".json":
         try:

@@ -14,7 +14,7 @@ from __future__ import annotations
 import json
 import math
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from itertools import chain
 from pathlib import Path
@@ -30,7 +30,7 @@ from verl.errors import CheckpointError, DamagedCheckpointError, DataError, Mode
 from verl.models.blank import blank, take_weights
 from verl.models.int4 import to_int4
 from verl.models.lora import change_layers, layer_changes
-from verl.models.shards import load_model_shards, model_shards, outline
+from verl.models.shards import model_shards, outline
 from verl.models.source import ModelFiles
 from verl.roles.actor import Actor
 from verl.roles.critic import Critic
@@ -47,7 +47,7 @@ from verl.trainer.checkpoint import (
 from verl.trainer.checkpoint import verify as verify_files
 from verl.trainer.rng import RandomState, rng_state, set_rng_state
 from verl.trainer.saving import SaveResult
-from verl.training.optimizer import check_masters, check_optimizer, optimizer_name
+from verl.training.optimizer import LIKE_THE_WEIGHT, MOMENTS, check_masters, check_optimizer, optimizer_name
 
 if TYPE_CHECKING:
     from verl.data.prefetch import Loader
@@ -191,8 +191,7 @@ class _Probe(BaseModel):
 
 _PROBE_TOKENS = [1, 5, 3, 8, 2, 13, 7, 21]
 _REQUIRED = ("trainer.json", "buffer.parquet", "random", "actor/config.json", "actor/probe.json")
-_LIKE_THE_WEIGHT = ("master", "exp_avg", "exp_avg_sq")
-_MOMENTS = ("step", "exp_avg", "exp_avg_sq")
+_MOMENTS = ("step", *MOMENTS)
 
 
 def save(trainer: Trainer, path: Path) -> SaveResult:
@@ -334,16 +333,10 @@ def check(trainer: Trainer, checkpoint: Checkpoint, data: Loader | None = None) 
         raise CheckpointError(
             f"{checkpoint.path} is of the tasks {', '.join(state.tasks)}, and these are {', '.join(trainer.tasks)}"
         )
-    for name, task in trainer.tasks.items():
-        saved = state.tasks[name]
-        _try_state(checkpoint, "algorithm", task.algorithm, saved.algorithm)
-        for role, source in task.sources.items():
-            _try_state(checkpoint, role, source, saved.sources.get(role, {}))
+    for name, holder, saved in _holders(trainer, state):
+        _try_state(checkpoint, name, holder, saved)
     if data is not None and state.position is not None:
         _try_state(checkpoint, "the data", data, state.position)
-    _try_state(checkpoint, "the task scheduler", trainer.mixture, state.mixture)
-    if len(state.guards) == len(trainer.guards.state_dict()):
-        _try_state(checkpoint, "the guards", trainer.guards, state.guards)
     try:
         trainer.check_extra_files(checkpoint)
     except DataError as error:
@@ -356,11 +349,8 @@ def check(trainer: Trainer, checkpoint: Checkpoint, data: Loader | None = None) 
 def restore(trainer: Trainer, checkpoint: Checkpoint) -> None:
     """Restore the trainer from a checkpoint that has passed `check`."""
     state = _read_state(checkpoint)
-    for name, task in trainer.tasks.items():
-        task.algorithm.load_state_dict(state.tasks[name].algorithm)
-        for role, source in task.sources.items():
-            source.load_state_dict(state.tasks[name].sources.get(role, {}))
-    trainer.mixture.load_state_dict(state.mixture)
+    for _, holder, saved in _holders(trainer, state):
+        holder.load_state_dict(saved)
     for role, handle in trainer.roles.items():
         weights, optimizer = ([*map(str, checkpoint.paths(f"{role}/{part}"))] for part in ("weights", "optimizer"))
         handle.load(weights, optimizer, state.roles[role].model_dump(exclude_unset=True))
@@ -368,12 +358,21 @@ def restore(trainer: Trainer, checkpoint: Checkpoint) -> None:
     trainer.updates, trainer.idle = state.updates, state.idle
     trainer.position = state.position
     if trainer.held_out is not None and state.evaluation is not None:
-        saved = state.evaluation.model_dump(exclude_unset=True)
-        trainer.held_out.first, trainer.held_out.last = saved["first"], saved["last"]
-    trainer.guards.load_state_dict(state.guards)
+        results = state.evaluation.model_dump(exclude_unset=True)
+        trainer.held_out.first, trainer.held_out.last = results["first"], results["last"]
     trainer.buffer.load_state(checkpoint.batch("buffer.parquet"))
     trainer.load_extra_files(checkpoint)
     set_rng_state(checkpoint.tensors("random"), state.random)
+
+
+def _holders(trainer: Trainer, state: TrainerState) -> Iterator[tuple[str, Any, Any]]:
+    """What keeps a state in a form of its own: its name in messages, the object, and the state that was saved."""
+    for name, task in trainer.tasks.items():
+        yield "algorithm", task.algorithm, state.tasks[name].algorithm
+        for role, source in task.sources.items():
+            yield role, source, state.tasks[name].sources.get(role, {})
+    yield "the task scheduler", trainer.mixture, state.mixture
+    yield "the guards", trainer.guards, state.guards
 
 
 def _read_state(checkpoint: Checkpoint) -> TrainerState:
@@ -418,9 +417,9 @@ def _check_moments(
     for shard in checkpoint.shards(f"{role}/optimizer"):
         name, _, key = shard.name.rpartition(".")
         shape = tuple(weights[name].shape) if name in weights else None
-        fits = shape is not None and (key not in _LIKE_THE_WEIGHT or shard.global_shape == shape)
+        fits = shape is not None and (key not in LIKE_THE_WEIGHT or shard.global_shape == shape)
         if fits and is_adamw:
-            fits = key in (*_LIKE_THE_WEIGHT, "step") and _is_possible(key, shard.tensor, state.completed_steps)
+            fits = key in (*LIKE_THE_WEIGHT, "step") and _is_possible(key, shard.tensor, state.completed_steps)
         if not fits or not is_finite(shard.tensor) or not shard.tensor.is_floating_point():
             raise checkpoint.damaged(f"{role}/optimizer: '{shard.name}' is not finite, or not of this model")
         lacking.setdefault(shard.name, math.prod(shard.global_shape))
@@ -521,11 +520,8 @@ def rebuild(checkpoint: Checkpoint) -> tuple[Any, str | None]:
     if base is not None:
         own = {name: weight for name, weight in own.items() if weight.requires_grad}
     _check_weights(checkpoint, "actor", own)
-    if base is None:
-        take_weights(model, checkpoint.shards("actor/weights"))
-    else:
-        beside = (shard for shard in model_shards(model) if shard.name not in own)
-        load_model_shards(model, chain(beside, checkpoint.shards("actor/weights")))
+    beside = (shard for shard in model_shards(model) if shard.name not in own)
+    take_weights(model, chain(beside, checkpoint.shards("actor/weights")))
     worker = ActorWorker(PortableModel(model), None, (), EngineOptions(), SamplerOptions(), head=noted.head)
     found = _probe(lambda method, batch: getattr(worker, method)(batch), model, noted.head)
     gap = max(abs(a - b) for a, b in zip(found["outputs"], noted.outputs, strict=True))

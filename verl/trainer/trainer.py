@@ -25,7 +25,6 @@ from verl.data.by_task import by_task
 from verl.data.offline import OfflineDatasetLoader
 from verl.data.prefetch import Loader, Prefetch
 from verl.data.tokenize import Truncation
-from verl.dataflow import loop
 from verl.dataflow.executor import Result, Slot, run_graph
 from verl.dataflow.graph import Graph
 from verl.dataflow.nodes import SLOT, log_prob_nodes
@@ -41,6 +40,7 @@ from verl.roles.reward import Reward
 from verl.roles.updater import Updater
 from verl.rollout.base import SamplingParams
 from verl.rollout.options import Temperature
+from verl.threads import beside
 from verl.trainer import state
 from verl.trainer.active_task import ActiveTask, critics_of
 from verl.trainer.automatic import AutomaticCheckpoints
@@ -385,7 +385,7 @@ class Trainer:
         """Sample and score prompts of one of several tasks, beside what else goes on."""
         key = f"s{self.steps}.{name}"
         self.mixture.begin(name)
-        return loop.beside(self.tasks[name].samples, self.tasks[name].rows(prompts, key), key)
+        return beside(self.tasks[name].samples, self.tasks[name].rows(prompts, key), key)
 
     def learn_tasks(self, drawn: Mapping[str, tuple[Batch, dict[str, Any]]]) -> dict[str, Any]:
         """Learn from scored samples of several tasks and their metrics; the record of the step."""

@@ -12,21 +12,21 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from verl.errors import CheckpointError, TrainingError
+from verl.errors import TrainingError
 from verl.models.blank import give_memory
 from verl.models.cuts import run_blocks
-from verl.models.shards import fill_block, fill_weights, load_model_shards, model_shards, named_weights, tied_names
+from verl.models.shards import fill_block, fill_weights, load_model_shards, named_weights, tied_names
 from verl.shard import Cut, Shard, Stream, WeightSpec
 from verl.training.checkpointing import recomputing
 from verl.training.engine import Memory, Metrics
 from verl.training.forward import Forward
 from verl.training.loss import Loss, LossPart
-from verl.training.optimizer import check_masters, check_optimizer
+from verl.training.optimizer import MOMENTS, check_masters, check_optimizer, fill_state
 from verl.training.options import OptimConfig
 from verl.training.parallel.result import Parallel
 from verl.training.schedule import MicroBatch, OneStage
-from verl.training.torch_engine import TorchEngine
-from verl.training.zero import MOMENTS, Piece, held_run, zero_engine
+from verl.training.torch_engine import NO_GRADIENT, TorchEngine
+from verl.training.zero import Piece, held_run, zero_engine
 
 _HALF = (torch.bfloat16, torch.float16)
 
@@ -48,13 +48,11 @@ class DeepSpeedEngine(TorchEngine):
             give_memory(forward, forward.packed.device)
             load_model_shards(self.model, weights(self.model))
         self._parallel = Parallel(self.mesh, in_step=True)
-        self._cut = options.deepspeed_config.zero_stage == 3
-        if self._cut:
+        if options.deepspeed_config.zero_stage == 3:
             forward.packed.use_own_code()
         optim = options.optim or OptimConfig()
         self._engine, self._adam = zero_engine(forward, options.deepspeed_config.zero_stage, optim, self._ranks)
-        self._zero = _ZeroSchedule(forward, self._engine)
-        self._schedule = self._zero
+        self._zero = self._schedule = _ZeroSchedule(forward, self._engine)
         self._optimizer = None
 
     def update(self, parts: Sequence[LossPart]) -> Metrics:
@@ -70,24 +68,18 @@ class DeepSpeedEngine(TorchEngine):
         self._adam.may_step, self._adam.grad_norm = bool(depends) and math.isfinite(metrics["loss"]), math.nan
         self._engine.step()
         if not depends:
-            raise TrainingError(
-                "the loss does not depend on what the model predicts: compute it from log_probs, values or "
-                "scores, without detach or no_grad"
-            )
+            raise TrainingError(NO_GRADIENT)
         skipped = float(self._adam.completed_steps == before)
         return {**metrics, "grad_norm": self._adam.grad_norm, "lr": lr, "update/skipped": skipped}
 
     def specs(self) -> dict[str, WeightSpec]:
-        cuts = (Cut("shard", None),) if self._cut else ()
+        cuts = (Cut("shard", None),)
         return {
             name: WeightSpec(name, _shape(weight), weight.dtype, cuts if hasattr(weight, "ds_tensor") else ())
             for name, weight in named_weights(self.model)
         }
 
     def shards(self) -> Iterator[Shard]:
-        if not self._cut:
-            yield from model_shards(self.model)
-            return
         for name, weight in named_weights(self.model):
             for offset, block in _held(weight):
                 yield Shard(name, _shape(weight), offset, block)
@@ -98,12 +90,9 @@ class DeepSpeedEngine(TorchEngine):
 
     @torch.no_grad()
     def load_shards(self, shards: Iterable[Shard]) -> None:
-        if self._cut:
-            blocks = {name: [*_held(weight)] for name, weight in named_weights(self.model)}
-            shapes = {name: _shape(weight) for name, weight in self.model.state_dict(keep_vars=True).items()}
-            fill_weights(blocks, shards, shapes, tied_names(self.model), type(self.model).__name__)
-        else:
-            load_model_shards(self.model, shards)
+        blocks = {name: [*_held(weight)] for name, weight in named_weights(self.model)}
+        shapes = {name: _shape(weight) for name, weight in self.model.state_dict(keep_vars=True).items()}
+        fill_weights(blocks, shards, shapes, tied_names(self.model), type(self.model).__name__)
         self._adam.refresh({name: _flat(weight) for name, weight in self.model.named_parameters()})
 
     def state(self) -> tuple[Iterable[Shard], dict[str, Any]]:
@@ -128,26 +117,20 @@ class DeepSpeedEngine(TorchEngine):
     def load_state(self, shards: Iterable[Shard], meta: Mapping[str, Any]) -> None:
         check_optimizer("AdamW", meta)
         self.onload()
-        shapes = {name: spec.shape for name, spec in self.specs().items()}
-        targets = {f"{p.name}.{key}": p.of(t) for p in self._adam.pieces for key, t in self._pieces_of(p)}
-        blocks = {f"{p.name}.{key}": [*p.blocks(t)] for p in self._adam.pieces for key, t in self._pieces_of(p)}
-        missing = {name: len(target) for name, target in targets.items()}
-        seen: set[str] = set()
-        for shard in shards:
-            name, _, key = shard.name.rpartition(".")
-            if name not in shapes:
-                raise CheckpointError(f"the optimizer state '{shard.name}' belongs to no trained weight of this model")
-            seen.add(shard.name)
-            if key in (*MOMENTS, "master"):
-                _check_shape(shard, shapes[name])
-                missing[shard.name] = missing.get(shard.name, 0) - sum(
-                    fill_block(offset, block, shard) for offset, block in blocks.get(shard.name, ())
-                )
-        check_masters({piece.name: torch.empty(0, dtype=piece.dtype) for piece in self._adam.pieces}, seen)
-        if lacking := [name for name in seen if missing.get(name, 0) > 0]:
-            raise CheckpointError(f"the optimizer state '{lacking[0]}' did not come whole: the checkpoint is cut short")
-        for name in targets.keys() - seen:  # of a weight that had no gradient yet
-            targets[name].zero_()
+        targets = {f"{p.name}.{key}": (p, tensor) for p in self._adam.pieces for key, tensor in self._pieces_of(p)}
+        sizes = {piece.name: piece.size for piece in self._adam.pieces}
+
+        def fill(name: str, key: str, shard: Shard) -> int:
+            if shard.name not in targets:  # steps, and masters of weights in full precision
+                return sizes.get(name, 0)
+            piece, tensor = targets[shard.name]
+            return sum(fill_block(offset, block, shard) for offset, block in piece.blocks(tensor))
+
+        weights = {name: (torch.Size(spec.shape), sizes.get(name, 0)) for name, spec in self.specs().items()}
+        came = fill_state(shards, weights, fill)
+        check_masters({piece.name: torch.empty(0, dtype=piece.dtype) for piece in self._adam.pieces}, came)
+        for piece, tensor in (targets[name] for name in targets.keys() - came):  # of a weight without gradient so far
+            piece.of(tensor).zero_()
         self._adam.completed_steps = int(meta["completed_steps"])
         for piece in self._adam.pieces:
             self._adam.state[piece.flat]["step"].fill_(self._adam.completed_steps)
@@ -213,10 +196,3 @@ def _held(weight: Any) -> Iterator[tuple[tuple[int, ...], Tensor]]:
     if hasattr(weight, "ds_tensor"):
         return run_blocks(_shape(weight), held_run(weight)[0], _flat(weight))
     return iter([((0,) * weight.dim(), weight.detach())])
-
-
-def _check_shape(shard: Shard, shape: tuple[int, ...]) -> None:
-    if shard.global_shape != shape:
-        raise CheckpointError(
-            f"'{shard.name}' has shape {list(shard.global_shape)}, the weight has {list(shape)}: it is of another model"
-        )

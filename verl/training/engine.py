@@ -107,8 +107,8 @@ class TrainEngine(Protocol):
         """
         ...
 
-    def take_back(self, shards: Iterable[Shard]) -> None:
-        """Put lent weights, all pieces of each, back to where they were.
+    def take_back(self, name: str, shards: Iterable[Shard]) -> None:
+        """Put a lent weight, all pieces of it, back to where it was.
 
         Raises:
             CheckpointError: a piece did not come whole.

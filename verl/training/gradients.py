@@ -75,16 +75,11 @@ def zeros_like(weights: Sequence[Tensor], dtype: torch.dtype) -> list[Tensor]:
     One block is mapped and freed as a whole. Single tensors would lie between the activations of a backward pass and
     keep the allocator from returning their memory.
     """
-    by_device: dict[torch.device, list[int]] = {}
-    for index, weight in enumerate(weights):
-        by_device.setdefault(weight.device, []).append(index)
-    found: dict[int, Tensor] = {}
-    for device, indices in by_device.items():
-        sizes = [weights[index].numel() for index in indices]
-        block = torch.zeros(sum(sizes), dtype=dtype, device=device)
-        for index, piece in zip(indices, block.split(sizes), strict=True):
-            found[index] = piece.view(weights[index].shape)
-    return [found[index] for index in range(len(weights))]
+    devices = {weight.device for weight in weights}
+    sizes = {device: [weight.numel() for weight in weights if weight.device == device] for device in devices}
+    blocks = {device: torch.zeros(sum(counts), dtype=dtype, device=device) for device, counts in sizes.items()}
+    pieces = {device: iter(blocks[device].split(counts)) for device, counts in sizes.items()}
+    return [next(pieces[weight.device]).view(weight.shape) for weight in weights]
 
 
 class Gradients:

@@ -186,16 +186,15 @@ def _master(live: torch.nn.Parameter) -> Tensor:
 
 
 def _adamw(masters: list[Tensor], config: OptimConfig) -> torch.optim.Optimizer:
-    options: dict[str, Any] = {
-        "lr": config.lr,
-        "betas": config.betas,
-        "eps": config.adam_eps,
-        "weight_decay": config.weight_decay,
-    }
     try:
-        return torch.optim.AdamW(masters, fused=True, **options)
+        return torch.optim.AdamW(masters, fused=True, **adamw_options(config))
     except RuntimeError:  # no fused kernel for this device
-        return torch.optim.AdamW(masters, foreach=True, **options)
+        return torch.optim.AdamW(masters, foreach=True, **adamw_options(config))
+
+
+def adamw_options(config: OptimConfig) -> dict[str, Any]:
+    """The settings under torch's names."""
+    return {"lr": config.lr, "betas": config.betas, "eps": config.adam_eps, "weight_decay": config.weight_decay}
 
 
 def _widened(value: Any) -> Any:

@@ -117,11 +117,6 @@ class MegatronEngine(TorchEngine):
         """Nothing: pieces share the memory of Megatron's parameters."""
         return 0
 
-    def load_shards(self, shards: Iterable[Shard]) -> None:
-        self._load(shards)
-        if self._optimizer is not None:
-            self._optimizer.refresh_masters()
-
     def _load(self, shards: Iterable[Shard]) -> None:
         weights = {name: weight.detach() for name, weight in self.model.named_parameters()}
         blocks = {

@@ -5,7 +5,7 @@ bf16 weights are stepped by `SplitAdamW`, all others, and those of a caller's ow
 
 from __future__ import annotations
 
-from collections.abc import Collection, Container, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Container, Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -17,6 +17,10 @@ from verl.training.adamw import SplitAdamW
 from verl.training.gradients import Gradients, Weight
 from verl.training.masters import MasterOptimizer, OwnOptimizer, held
 from verl.training.options import OptimConfig
+
+MOMENTS = ("exp_avg", "exp_avg_sq")
+#: What of the state of AdamW has the shape of the weight.
+LIKE_THE_WEIGHT = ("master", *MOMENTS)
 
 
 class MixedPrecisionOptimizer:
@@ -150,27 +154,49 @@ class MixedPrecisionOptimizer:
             rule.move(to_host=False)
 
     def _fill(self, shards: Iterable[Shard]) -> None:
-        found = {weight.name: (weight, rule) for rule in self._rules for weight in rule.weights}
-        missing: dict[str, int] = {}
-        for shard in shards:
-            name, _, key = shard.name.rpartition(".")
-            if name not in found:
-                raise CheckpointError(f"the optimizer state '{shard.name}' belongs to no trained weight of this model")
-            weight, rule = found[name]
-            shape = tuple(weight.source.shape)
-            if key in ("master", "exp_avg", "exp_avg_sq") and shard.global_shape != shape:
-                raise CheckpointError(
-                    f"the optimizer state '{shard.name}' has shape {list(shard.global_shape)}, the weight has "
-                    f"{list(shape)}: it is of another model"
-                )
-            if key == "step" or shard.global_shape != shape:
+        rules = {weight.name: (weight, rule) for rule in self._rules for weight in rule.weights}
+
+        def fill(name: str, key: str, shard: Shard) -> int:
+            weight, rule = rules[name]
+            if key == "step" or shard.global_shape != weight.source.shape:
                 rule.put(weight, key, shard.tensor)
-                continue
-            missing.setdefault(shard.name, weight.live.numel())
-            missing[shard.name] -= rule.fill(weight, key, shard)
-        if lacking := [name for name, count in missing.items() if count > 0]:
-            raise CheckpointError(f"the optimizer state '{lacking[0]}' did not come whole: the checkpoint is cut short")
-        check_masters({weight.name: weight.live for weight in self.gradients.weights}, missing)
+                return weight.live.numel()
+            return rule.fill(weight, key, shard)
+
+        weights = {name: (weight.source.shape, weight.live.numel()) for name, (weight, _) in rules.items()}
+        came = fill_state(shards, weights, fill)
+        check_masters({name: weight.live for name, (weight, _) in rules.items()}, came)
+
+
+def fill_state(
+    shards: Iterable[Shard], weights: Mapping[str, tuple[torch.Size, int]], fill: Callable[[str, str, Shard], int]
+) -> set[str]:
+    """Copy an optimizer's state in, each shard as it comes, and return the names of the tensors that came.
+
+    Args:
+        shards: of tensors "<weight>.<state>".
+        weights: by name, the shape and how many elements of it this rank steps.
+        fill: called with weight, state and shard, copies what of the shard belongs here, and returns how many elements
+            that are.
+
+    Raises:
+        CheckpointError: a weight is unknown or has another shape, or a tensor did not come whole.
+    """
+    missing: dict[str, int] = {}
+    for shard in shards:
+        name, _, key = shard.name.rpartition(".")
+        if name not in weights:
+            raise CheckpointError(f"the optimizer state '{shard.name}' belongs to no trained weight of this model")
+        shape, size = weights[name]
+        if key in LIKE_THE_WEIGHT and shard.global_shape != shape:
+            raise CheckpointError(
+                f"the optimizer state '{shard.name}' has shape {list(shard.global_shape)}, the weight has "
+                f"{list(shape)}: it is of another model"
+            )
+        missing[shard.name] = missing.get(shard.name, size) - fill(name, key, shard)
+    if lacking := [name for name, count in missing.items() if count > 0]:
+        raise CheckpointError(f"the optimizer state '{lacking[0]}' did not come whole: the checkpoint is cut short")
+    return {*missing}
 
 
 def optimizer_name(optimizer: OwnOptimizer | None) -> str:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
+from itertools import groupby
 from typing import Any
 
 import torch
@@ -12,6 +13,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from verl.layout import DIMS, Mesh
+from verl.shard import buckets
 
 _BUCKET_BYTES = 64 << 20
 
@@ -46,11 +48,12 @@ class Ranks:
         group = self.group(*dims)
         if group is None:
             return
-        for bucket in _buckets(tensors):
-            flat = torch.cat([tensor.reshape(-1) for tensor in bucket])
-            dist.all_reduce(flat, op, group=group)
-            for tensor, piece in zip(bucket, flat.split([t.numel() for t in bucket]), strict=True):
-                tensor.copy_(piece.view_as(tensor))
+        for _, alike in groupby(tensors, lambda tensor: tensor.dtype):
+            for bucket in buckets(alike, lambda tensor: tensor.nbytes, _BUCKET_BYTES):  # a collective each
+                flat = torch.cat([tensor.reshape(-1) for tensor in bucket])
+                dist.all_reduce(flat, op, group=group)
+                for tensor, piece in zip(bucket, flat.split([t.numel() for t in bucket]), strict=True):
+                    tensor.copy_(piece.view_as(tensor))
 
     def take_last(self, tensors: Sequence[Tensor], *dims: str) -> None:
         """Give every rank the tensors of the last one, in place."""
@@ -91,17 +94,3 @@ def gather_json(value: Any, group: Any) -> list[Any]:
     texts = [torch.empty(longest, dtype=torch.uint8) for _ in sizes]
     dist.all_gather(texts, torch.nn.functional.pad(own, (0, longest - len(own))), group=group)
     return [json.loads(bytes(text[: int(size)].tolist())) for text, size in zip(texts, sizes, strict=True)]
-
-
-def _buckets(tensors: Sequence[Tensor]) -> Iterator[list[Tensor]]:
-    """Tensors of one dtype in runs of bounded size: a collective each costs less than one a tensor."""
-    bucket: list[Tensor] = []
-    size = 0
-    for tensor in tensors:
-        if bucket and (tensor.dtype != bucket[0].dtype or size + tensor.nbytes > _BUCKET_BYTES):
-            yield bucket
-            bucket, size = [], 0
-        bucket.append(tensor)
-        size += tensor.nbytes
-    if bucket:
-        yield bucket

@@ -15,13 +15,13 @@ import torch.distributed as dist
 from torch import Tensor
 
 from verl.batch import Batch
-from verl.errors import CheckpointError, DataError, TrainingError
+from verl.errors import DataError, TrainingError
 from verl.layout import DATA_DIMS, Mesh
 from verl.models.blank import give_memory
 from verl.models.cuts import blocks_of, cuts_of, local_part
 from verl.models.lora import adapters_off, merged_shards, reference_weights, shape_of
 from verl.models.packed import PackedModel
-from verl.models.shards import Part, load_model_shards, model_shards, named_weights
+from verl.models.shards import fill_weights, load_model_shards, model_shards, named_weights
 from verl.shard import Cut, Shard, Stream, WeightSpec
 from verl.training.checkpointing import enable_checkpointing, recomputing
 from verl.training.engine import Memory, Metrics
@@ -38,6 +38,11 @@ from verl.training.schedule import MicroBatch, OneStage, Schedule
 
 # The row of the forwards that a rank runs for the sake of the others.
 _IDLE = Batch.from_columns({"prompt_tokens": [[0]], "response_tokens": [[0]]})
+
+NO_GRADIENT = (
+    "the loss does not depend on what the model predicts: compute it from log_probs, values or scores, without detach "
+    "or no_grad"
+)
 
 
 class TorchEngine:
@@ -107,7 +112,7 @@ class TorchEngine:
         self._parallel = parallelize(self._forward, self._ranks, options.fsdp_config, trains=trains)
         if weights is not None:
             give_memory(self._forward, self._forward.packed.device)
-            load_model_shards(model, weights(model), self._shapes)
+            self._load(weights(model))
         #: What the reference of adapters reads beside the base.
         self._first = reference_weights(model) if trains and self._forward.head == "lm" else {}
         self._schedule: Schedule = self._parallel.schedule or OneStage(self._forward)
@@ -192,9 +197,13 @@ class TorchEngine:
 
     def load_shards(self, shards: Iterable[Shard]) -> None:
         self._check_here()
-        load_model_shards(self.model, shards, self._shapes)
+        self._load(shards)
         if self._optimizer is not None:
             self._optimizer.refresh_masters()
+
+    def _load(self, shards: Iterable[Shard]) -> None:
+        """Fill this rank's pieces of the weights."""
+        load_model_shards(self.model, shards, self._shapes)
 
     def lend(self, name: str) -> int:
         weights = dict(named_weights(self.model))
@@ -211,17 +220,10 @@ class TorchEngine:
         storage.resize_(0)
         return local.nbytes
 
-    @torch.no_grad()
-    def take_back(self, shards: Iterable[Shard]) -> None:
-        weights, parts = dict(named_weights(self.model)), dict[str, Part]()
-        for shard in shards:
-            if shard.name not in parts:
-                weight = weights[shard.name].detach()
-                _storage(weight).resize_(self._lent.pop(shard.name))
-                parts[shard.name] = Part(weight)
-            parts[shard.name].fill(shard)
-        if lacking := [name for name, part in parts.items() if part.missing]:
-            raise CheckpointError(f"the weight '{lacking[0]}' was lent and did not come back whole")
+    def take_back(self, name: str, shards: Iterable[Shard]) -> None:
+        weight = dict(named_weights(self.model))[name].detach()
+        _storage(weight).resize_(self._lent.pop(name))
+        fill_weights({name: [*blocks_of(weight)]}, shards, self._shapes, {}, type(self.model).__name__)
 
     def _check_here(self) -> None:
         if self._lent:
@@ -315,10 +317,7 @@ class TorchEngine:
             reduce(gradients)
         metrics, grad_norm, lr = self._measured(losses), self._norm(gradients), optimizer.lr
         if not gradients.any():
-            raise TrainingError(
-                "the loss does not depend on what the model predicts: compute it from log_probs, values or "
-                "scores, without detach or no_grad"
-            )
+            raise TrainingError(NO_GRADIENT)
         skipped = not (math.isfinite(metrics["loss"]) and math.isfinite(grad_norm))
         if skipped:
             gradients.rejected()

@@ -23,13 +23,14 @@ from torch import Tensor, nn
 from verl.errors import ConfigError
 from verl.models.cuts import run_blocks
 from verl.training.forward import Forward
+from verl.training.masters import adamw_options
+from verl.training.optimizer import MOMENTS
 from verl.training.options import FSDPConfig, OptimConfig
 from verl.training.parallel.units import units
 from verl.training.ranks import Ranks
 
 #: Elements of gradients that are reduced at once.
 _BUCKET = 1 << 24
-MOMENTS = ("exp_avg", "exp_avg_sq")
 
 
 @dataclass(frozen=True)
@@ -69,14 +70,7 @@ class ZeroAdamW(torch.optim.AdamW):
     """
 
     def __init__(self, weights: Iterable[nn.Parameter], config: OptimConfig, ranks: Ranks) -> None:
-        super().__init__(
-            weights,
-            lr=config.lr,
-            betas=config.betas,
-            eps=config.adam_eps,
-            weight_decay=config.weight_decay,
-            fused=True,
-        )
+        super().__init__(weights, **adamw_options(config), fused=True)
         self._config, self._ranks = config, ranks
         self.pieces: list[Piece] = []
         self._flats: list[Tensor] = []

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import socket
 import threading
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -14,24 +13,21 @@ import torch.distributed as dist
 
 from verl.durable import seal_all
 from verl.errors import CheckpointError
-from verl.shard import Shard
+from verl.shard import Shard, Stream
 from verl.tensor_files import write_shards
 from verl.training.ranks import gather_json
-
-#: Begins the same stream of this rank's pieces each time it is called.
-Pieces = Callable[[], Iterator[Shard]]
 
 
 class RankFiles:
     """Files that this rank of a group writes into a directory; the other ranks of the group write theirs.
 
     Args:
-        parts: this rank's pieces, by the stem of their files.
+        parts: this rank's pieces, the same each time they are drawn, by the stem of their files.
         group: torch's; None for a rank alone.
         background: write in a thread, from a copy of the pieces in host memory.
     """
 
-    def __init__(self, folder: Path, parts: Mapping[str, Pieces], group: Any, *, background: bool) -> None:
+    def __init__(self, folder: Path, parts: Mapping[str, Iterable[Shard]], group: Any, *, background: bool) -> None:
         self._folder, self._group = folder, group
         self._rank = 0 if group is None else dist.get_rank(group)
         self._result: dict[str, Any] | None = None
@@ -43,7 +39,7 @@ class RankFiles:
         if not background:
             self._write(own)
             return
-        copies = {stem: partial(iter, [_copied(shard) for shard in pieces()]) for stem, pieces in own.items()}
+        copies = {stem: [*map(_copied, pieces)] for stem, pieces in own.items()}
         self._thread = threading.Thread(target=self._write, args=(copies,), name="verl-checkpoint")
         self._thread.start()
 
@@ -55,7 +51,7 @@ class RankFiles:
         found = gather_json(self._result, self._group)
         return None if None in found else found
 
-    def _write(self, parts: Mapping[str, Pieces]) -> None:
+    def _write(self, parts: Mapping[str, Iterable[Shard]]) -> None:
         try:
             if not self._folder.is_dir():
                 raise CheckpointError(
@@ -71,7 +67,7 @@ class RankFiles:
             self._result = {"error": f"rank {self._rank}: {type(error).__name__}: {error}"}
             raise
 
-    def _written(self, parts: Mapping[str, Pieces]) -> Iterator[Path]:
+    def _written(self, parts: Mapping[str, Iterable[Shard]]) -> Iterator[Path]:
         for stem, pieces in parts.items():
             try:
                 yield from write_shards(self._folder / f"{stem}-{self._rank}", pieces)
@@ -79,24 +75,23 @@ class RankFiles:
                 raise CheckpointError(f"{self._folder.name}/{stem}: {error}") from None
 
 
-def own_share(pieces: Pieces, group: Any) -> tuple[Pieces, set[str]]:
+def own_share(pieces: Iterable[Shard], group: Any) -> tuple[Iterable[Shard], set[str]]:
     """Of the pieces that the ranks of a group hold, those that this rank writes: each piece is written once, by the
     rank of its holders that has least to write. And the names of all."""
-    held = map(_entry, pieces())  # which keeps none of them
+    held = map(_entry, pieces)  # which keeps none of them
     of_all = gather_json([entry for entry in held if entry is not None], group)
-    holders: dict[tuple[str, tuple[int, ...]], list[int]] = {}
-    sizes = {}
+    holders: dict[tuple[str, tuple[int, ...], int], list[int]] = {}
     for rank, found in enumerate(of_all):
         for name, offset, size in found:
-            holders.setdefault((name, tuple(offset)), []).append(rank)
-            sizes[name, tuple(offset)] = size
+            holders.setdefault((name, tuple(offset), size), []).append(rank)
     load, own = [0] * len(of_all), set()
-    for key, ranks in holders.items():
+    for (name, offset, size), ranks in holders.items():
         writer = min(ranks, key=load.__getitem__)
-        load[writer] += sizes[key]
+        load[writer] += size
         if group is None or writer == dist.get_rank(group):
-            own.add(key)
-    return lambda: filter(lambda piece: (piece.name, piece.offset) in own, pieces()), {name for name, _ in holders}
+            own.add((name, offset))
+    share = Stream(lambda: (piece for piece in pieces if (piece.name, piece.offset) in own))
+    return share, {name for name, *_ in holders}
 
 
 def merged(metas: Iterable[Mapping[str, Any]]) -> dict[str, Any]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -87,19 +87,19 @@ def equal_weights(model: torch.nn.Module, place: Place) -> None:
     """Give every rank of a role the first trainer's weights: a model that each rank has made for itself may differ."""
     if place.size == 1:
         return
-    is_source = place.rank == place.trainer
-    stream = travelling(Stream(lambda: model_shards(model)) if is_source else (), place.groups[ROLE])
-    if is_source:
-        deque(stream, maxlen=0)
-    else:
-        load_model_shards(model, stream)
+    source = Stream(lambda: model_shards(model)) if place.rank == place.trainer else None
+    _spread(source, place, lambda shards: load_model_shards(model, shards))
 
 
 def spread_weights(engine: TrainEngine, place: Place) -> None:
     """Give the ranks of a role that only generate the trained weights."""
-    trains = "train" in place.meshes
-    stream = travelling(Stream(engine.shards) if trains else (), place.groups[ROLE])
-    if trains:
-        deque(stream, maxlen=0)
+    _spread(Stream(engine.shards) if "train" in place.meshes else None, place, engine.load_shards)
+
+
+def _spread(pieces: Iterable[Shard] | None, place: Place, load: Callable[[Iterable[Shard]], None]) -> None:
+    """Let the pieces of those ranks of a role that have some travel, and `load` them on the others."""
+    stream = travelling(pieces or (), place.groups[ROLE])
+    if pieces is None:
+        load(stream)
     else:
-        engine.load_shards(stream)
+        deque(stream, maxlen=0)

@@ -22,7 +22,7 @@ from verl.training.options import EngineOptions, Head
 from verl.training.ranks import gather_json
 from verl.training.torch_engine import TorchEngine
 from verl.workers.place import ALONE, Place, dispatch
-from verl.workers.saving import Pieces, RankFiles, merged
+from verl.workers.saving import RankFiles, merged
 from verl.workers.streams import equal_weights, gathered
 
 logger = logging.getLogger(__name__)
@@ -153,7 +153,7 @@ class TrainedWorker:
         state, meta = self.engine.state()
         chosen = None if names is None else {*names}
         weights = Stream(lambda: (s for s in self.engine.shards() if chosen is None or s.name in chosen))
-        parts: dict[str, Pieces] = {"weights": weights.__iter__, "optimizer": state.__iter__}
+        parts = {"weights": weights, "optimizer": state}
         self._files = RankFiles(Path(folder), parts, group, background=background)
         held = names_digest(self._files.names["optimizer"])
         return {**merged(gather_json(meta, group)), "tensors": held, self.counter: getattr(self, self.counter)}
