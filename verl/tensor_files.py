@@ -11,6 +11,8 @@ import json
 import re
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
+from functools import partial
+from itertools import chain
 from pathlib import Path
 from typing import IO, Any
 
@@ -65,7 +67,8 @@ def write_shards(stem: Path, shards: Iterable[Shard], max_bytes: int = MAX_FILE_
     # Widest types first keep every tensor aligned, as readers that map the file demand.
     ordered = sorted(outlines.items(), key=lambda item: -item[1].tensor.itemsize)
     widths = dict.fromkeys(outline.tensor.itemsize for _, outline in ordered)
-    values = (shard.tensor for width in widths for shard in shards if shard.tensor.itemsize == width)
+    # Unlike a generator expression, a filter lets go of a shard before the next one is made.
+    values = chain.from_iterable(filter(partial(_has_width, width), shards) for width in widths)
     parts = [*buckets(ordered, lambda item: item[1].nbytes, max_bytes)] or [[]]
     for number, part in enumerate(parts, 1):
         yield _write(stem.with_name(f"{stem.name}-{number:05d}{SUFFIX}"), part, values)
@@ -101,6 +104,10 @@ def is_finite(tensor: torch.Tensor) -> bool:
     return all(bool(extreme.isfinite()) for extreme in torch.aminmax(tensor))  # NaN is passed on by both
 
 
+def _has_width(width: int, shard: Shard) -> bool:
+    return shard.tensor.itemsize == width
+
+
 def _shard(key: str, tensor: torch.Tensor, piece: tuple[str, list[int], list[int]] | None) -> Shard:
     if piece is None:
         return Shard.whole(key, tensor)
@@ -111,7 +118,7 @@ def _shard(key: str, tensor: torch.Tensor, piece: tuple[str, list[int], list[int
     return shard
 
 
-def _write(path: Path, part: list[tuple[str, Shard]], values: Iterator[torch.Tensor]) -> Path:
+def _write(path: Path, part: list[tuple[str, Shard]], values: Iterator[Shard]) -> Path:
     """Write a file of the tensors that `part` outlines by their names there; their values come in the same order."""
     header: dict[str, Any] = {}
     if pieces := {key: (s.name, s.global_shape, s.offset) for key, s in part if not s.is_whole}:
@@ -125,7 +132,7 @@ def _write(path: Path, part: list[tuple[str, Shard]], values: Iterator[torch.Ten
     with path.open("wb") as file:
         file.write(len(raw).to_bytes(8, "little") + raw)
         for key, _ in part:
-            _write_values(file, key, next(values))
+            _write_values(file, key, next(values).tensor)
     return path
 
 

@@ -90,7 +90,8 @@ def own_share(pieces: Iterable[Shard], group: Any) -> tuple[Iterable[Shard], set
         load[writer] += size
         if group is None or writer == dist.get_rank(group):
             own.add((name, offset))
-    share = Stream(lambda: (piece for piece in pieces if (piece.name, piece.offset) in own))
+    # A filter lets go of a piece before the next one is made; a generator expression would not.
+    share = Stream(lambda: filter(lambda piece: (piece.name, piece.offset) in own, pieces))
     return share, {name for name, *_ in holders}
 
 
