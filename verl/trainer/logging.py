@@ -239,13 +239,16 @@ class MlflowSink:
         self._client.set_terminated(self._id)
 
 
-class _HookSink(Sink):
+class _HookSink:
     def __init__(self, fn: Hook) -> None:
         self.name = f"hook {getattr(fn, '__qualname__', type(fn).__name__)}"
         self._fn = fn
 
     def write(self, step: int, record: Record) -> None:
         self._fn(step, dict(record))
+
+    def close(self) -> None:
+        pass
 
 
 @checked
