@@ -13,8 +13,8 @@ from typing import Protocol, runtime_checkable
 import pyarrow as pa
 
 from verl.batch import Batch
-from verl.dataflow.loop import beside
 from verl.errors import RewardError
+from verl.threads import beside
 
 
 @dataclass
