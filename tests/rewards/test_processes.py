@@ -100,6 +100,21 @@ def test_one_process_a_function_keeps_its_state_and_no_other_objects(caplog: pyt
     assert run_reward(here.source, texts("a")).components["pid"] == [os.getpid()] and seen == ["a"]
 
 
+def test_a_process_that_dies_between_two_calls_costs_one_call_and_no_deadline() -> None:
+    def who(responses: list[str]) -> list[float]:
+        return [float(os.getpid())] * len(responses)
+
+    reward, start = Reward(who, timeout=60.0), time.monotonic()
+    (pid,) = run_reward(reward.source, texts("a")).reward
+    assert pid is not None
+    os.kill(int(pid), signal.SIGKILL)
+    result = run_reward(reward.source, texts("a"))
+    assert result.reward == [None] and "its process died" in str(result.reasons[0])
+    assert run_reward(reward.source, texts("a")).reward[0] not in (None, pid)
+    assert time.monotonic() - start < 30
+    reward.close()
+
+
 def test_async_calls_are_under_way_together_and_a_late_one_is_ended_alone() -> None:
     async def waits(solution_str: str) -> float:
         await asyncio.sleep(30 if solution_str == "late" else 0.3)

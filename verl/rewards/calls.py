@@ -150,7 +150,7 @@ def serve(
     else:
         for number, args, kwargs, rows in requests:
             answer(number, call_plain(function, args, kwargs, rows, loop))
-    loop.close()
+        loop.close()
 
 
 class FunctionCaller:
