@@ -10,9 +10,11 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 import pytest
 
+import verl
 from tests import forked, ranks
 from verl.config import load_config
 
@@ -28,6 +30,33 @@ def load(name: str) -> ModuleType:
     module = sys.modules[name] = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module
+
+
+def test_grpo_from_scratch_has_the_losses_of_the_trainer(
+    tiny: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    example = load("grpo_from_scratch")
+
+    def reward(text: str, answer: int = 0) -> float:
+        return float(sum(map(ord, text)) % 5)  # a random model sums nothing up
+
+    for name, value in {"PROMPTS": 4, "SAMPLES": 4, "ROWS": 6, "reward": reward}.items():
+        monkeypatch.setattr(example, name, value)
+    settings = ["--model", str(tiny), "--steps", "3", "--dtype", "float64", "--tokens", "8", "--lr", "0.01", "--json"]
+    example.main(settings)
+    records = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+
+    actor = verl.Actor(tiny, dtype="float64", optim={"lr": 0.01})
+    options: dict[str, Any] = {"algorithm": "grpo", "n": 4, "sampling": {"max_new_tokens": 8}, "log_dir": False}
+    trainer = verl.Trainer(actor, reward_fn=lambda texts: [reward(text) for text in texts], **options)
+    for step, record in enumerate(records):
+        questions = [example.problem(step * 4 + row)[0] for row in range(4)]
+        expected = trainer.step([[{"role": "user", "content": question}] for question in questions])
+        assert record["reward"] == expected["reward"]
+        assert record["loss"] == pytest.approx(expected["loss/actor"], abs=1e-9)
+        # transformers' norms compute in fp32 whatever the model's dtype.
+        assert record["grad_norm"] == pytest.approx(expected["grad_norm/actor"], rel=1e-7)
+    assert any(abs(record["loss"]) > 1e-3 for record in records)
 
 
 def test_ppo_simple_as_a_script(tmp_path: Path, make_tiny: Callable[..., Path], tiny: Path) -> None:
