@@ -48,7 +48,7 @@ from verl.trainer.batches import as_loader, one_pass
 from verl.trainer.check import check_permuted
 from verl.trainer.checkpoint import Checkpoint
 from verl.trainer.completions import completions
-from verl.trainer.evaluation import Evaluation, HeldOut, Metrics, numbered, together
+from verl.trainer.evaluation import Evaluation, HeldOut, Metrics, named_metrics, numbered, together
 from verl.trainer.experience import Experience
 from verl.trainer.guard import Guards, SafetyGuard
 from verl.trainer.learning import Learning, of_task, skipped_roles
@@ -669,13 +669,11 @@ class Trainer:
         """
         if len(self.tasks) == 1:
             return self.task.evaluate(prompts, metrics, n=n, temperature=temperature)
-        parts = by_task(numbered(prompts), [*self.tasks])
-        return together(
-            {
-                name: self.tasks[name].evaluate(rows, metrics, n=n, temperature=temperature)
-                for name, rows in parts.items()
-            }
-        )
+        parts, own = by_task(numbered(prompts), [*self.tasks]), named_metrics(metrics)
+        found = {
+            name: self.tasks[name].evaluate(rows, own, n=n, temperature=temperature) for name, rows in parts.items()
+        }
+        return together(found, own)
 
     def evaluate_loss(self, batch: Any) -> dict[str, float]:
         """Loss and metrics of an update (such as preference accuracy) on recorded rows, a `Batch` or rows as
