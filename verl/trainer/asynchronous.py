@@ -132,8 +132,7 @@ class AsyncTrainer(Trainer):
             ConfigError: the next batch of prompts has another size.
             ClusterError, RolloutError: see `RolloutPool.event`.
         """
-        began = time.perf_counter()
-        self.spans.clear()
+        began = self._begin()
         self._tokens = 0
         self._feed(prompts)
         while not self.schedule.due:
