@@ -93,6 +93,8 @@ def test_parquet_round_trip_keeps_types(tmp_path: object) -> None:
     path = f"{tmp_path}/batch.parquet"
     batch.to_parquet(path)
     assert Batch.from_parquet(path) == batch
+    with pytest.raises(DataError, match=r"nowhere.*cannot be written"):
+        batch.to_parquet(f"{tmp_path}/nowhere/batch.parquet")
     with open(path, "r+b") as file:
         file.truncate(20)
     with pytest.raises(DataError, match="not a readable Parquet file"):

@@ -341,7 +341,15 @@ class Batch:
 
     @checked
     def to_parquet(self, path: str | Path) -> None:
-        pq.write_table(self.table, path, compression="zstd")
+        """Write all rows to a file.
+
+        Raises:
+            DataError: it cannot be written there.
+        """
+        try:
+            pq.write_table(self.table, path, compression="zstd")
+        except OSError as error:
+            raise DataError(f"{path} cannot be written: {error}") from error
 
     @classmethod
     @checked

@@ -214,5 +214,8 @@ def test_names_of_buffers(tmp_path: Path) -> None:
         make_buffer("memry", 5)
     with pytest.raises(ConfigError, match="needs a directory"):
         make_buffer("disk", 5)
+    (tmp_path / "file").touch()
+    with pytest.raises(ConfigError, match=r"the buffer cannot lie in .*file"):
+        make_buffer("disk", 5, tmp_path / "file")
     with pytest.raises(ConfigError, match=r"MemoryBuffer\.capacity: must be at least 1, not 0"):
         make_buffer("memory", 0)

@@ -330,6 +330,34 @@ def test_default_directory_of_a_trainer(tiny: Path, tmp_path: Path, monkeypatch:
     assert log(tmp_path / "mine") == tmp_path / "mine" and (tmp_path / "mine" / "tensorboard").is_dir()
     assert log(False) is run_directory(False, "grpo") is None
     assert sorted(p.name for p in tmp_path.iterdir()) == ["mine", "runs"]
+    assert log(None) != run
+
+
+def test_a_second_run_is_not_logged_into_the_directory_of_the_first(tiny: Path, tmp_path: Path) -> None:
+    asked: list[int] = []
+
+    def reward(texts: list[str]) -> list[float]:
+        asked.append(len(texts))
+        return [float(len(set(text))) for text in texts]
+
+    def trainer() -> verl.Trainer:
+        actor = verl.Actor(str(tiny), sampling=verl.SamplingParams(max_new_tokens=4))
+        checkpoints = {"checkpoint_dir": tmp_path / "checkpoints", "save_every": 1}
+        return verl.Trainer(actor, reward_fn=reward, algorithm="grpo", n=2, log_dir=tmp_path / "run", **checkpoints)
+
+    first = trainer()
+    assert first.resume() is None
+    first.fit([["ab"]], 1)
+    scored = len(asked)
+    for call in (lambda: trainer().step(["ab"]), lambda: trainer().fit([["ab"]], 1)):
+        with pytest.raises(ConfigError, match=r"log_dir=.*holds the metrics of another run"):
+            call()
+    assert len(asked) == scored
+    second = trainer()
+    assert second.resume() == 1
+    second.step(["cd"])
+    rows = (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()
+    assert [json.loads(row)["step"] for row in rows] == [1, 2]
 
 
 @pytest.fixture

@@ -58,7 +58,7 @@ def test_a_task_that_abstains_has_no_part_in_the_mean() -> None:
 def test_problems_of_several_tasks_stay_apart_where_each_numbers_its_own() -> None:
     first, second = (scored("0", [reward, reward], [2, 2], -1.0) for reward in (1.0, 0.0))
     found = together(
-        {n: Evaluation(s, {"reward": s["reward"]}, {"abstained": 0.0}) for n, s in (("a", first), ("b", second))}
+        {n: Evaluation(s, {"reward": s["reward"]}, {"abstained": 0.0}) for n, s in (("a", first), ("b", second))}, {}
     )
     assert found.by_problem("reward") == [1.0, 0.0]
     assert len(set(found.samples["id"])) == 4

@@ -174,13 +174,16 @@ def test_a_killed_run_goes_on_with_the_same_mixture_and_weights(tiny: Path, tmp_
 
 def test_evaluation_has_each_tasks_metrics_and_all_together(tiny: Path) -> None:
     trainer = trainer_of(tiny, [*tasks()[:1], Task("high", "grpo", {"reward": high_bytes}, n=2, sampling=SHORT)])
-    found = trainer.evaluate(
-        load_prompts(ROWS), {"length": lambda samples: [float(len(r)) for r in samples["response"]]}
-    )
+    own = {
+        "length": lambda samples: [float(len(r)) for r in samples["response"]],
+        "different": lambda samples: float(len(set(samples["id"]))),  # of all together, no mean of the tasks'
+    }
+    found = trainer.evaluate(load_prompts(ROWS), own)
     assert len(found.samples) == 4 and len(found.by_problem("reward")) == 4
     low, high = (found.metrics[f"task/{name}/reward"] for name in ("low", "high"))
     assert found.metrics["reward"] == pytest.approx((low + high) / 2)
     assert found.metrics["task/low/length"] > 0
+    assert found.metrics["task/low/different"] == 2 and found.metrics["different"] == 4
 
 
 def test_rows_are_told_apart_by_their_task() -> None:

@@ -65,6 +65,15 @@ def test_without_a_reference_there_is_no_kl(tiny: Path) -> None:
     assert "kl" in record
 
 
+def test_a_schedule_without_an_end_is_refused_before_anything_is_sampled(tiny: Path) -> None:
+    endless, other = {"schedule": "cosine"}, verl.Actor(tiny)
+    for actor, critic in ((verl.Actor(tiny, optim=endless), None), (other, verl.Critic(tiny, optim=endless))):
+        with pytest.raises(ConfigError, match=r"optim.schedule=cosine.*set optim.total_steps"):
+            verl.Trainer(actor, critic, reward_fn=low_bytes, algorithm="ppo", log_dir=False)
+    with pytest.raises(ConfigError, match=r"optim.schedule=cosine"):
+        verl.Updater("ppo", actor=verl.Actor(tiny, optim=endless))
+
+
 def test_update_freq_waits_for_samples(tiny: Path) -> None:
     trainer = make(tiny, "grpo", n=2, buffer_size=64, update_freq=8)
     records = [trainer.step(PROMPTS) for _ in range(4)]

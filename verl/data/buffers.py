@@ -136,8 +136,12 @@ class DiskBuffer:
     @checked
     def __init__(self, path: str | Path, capacity: Capacity) -> None:
         self.path, self.capacity = Path(path), capacity
-        self.path.mkdir(parents=True, exist_ok=True)
-        self._unlock = weakref.finalize(self, os.close, _lock(self.path))
+        try:
+            self.path.mkdir(parents=True, exist_ok=True)
+            handle = _lock(self.path)
+        except OSError as error:
+            raise ConfigError(f"the buffer cannot lie in {path}: {error}. Name another directory") from error
+        self._unlock = weakref.finalize(self, os.close, handle)
         clear_staging(self.path)
         self._first, self._offset = self._read_cursor()
         self._sizes: dict[int, int] = {}

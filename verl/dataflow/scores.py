@@ -15,6 +15,13 @@ def own_samples(batch: Batch) -> Batch:
     return batch.take([row for row, greedy in enumerate(batch["baseline"]) if not greedy])
 
 
+def written_tokens(batch: Batch) -> int:
+    """Tokens of the responses that the policy wrote, without those of tools; all of them where no mask says."""
+    if "response_mask" not in batch:
+        return sum(batch.lengths("response_tokens"))
+    return int(batch.tensor("response_mask").sum())
+
+
 def score_metrics(batch: Batch) -> dict[str, Any]:
     """Mean, spread and gaps of the rewards, where there are any, and means of their components."""
     if "reward" not in batch:

@@ -9,6 +9,7 @@ from typing import Any
 from verl.algorithms import BaseAlgorithm, make_algorithm
 from verl.batch import Batch
 from verl.checked import checked
+from verl.combinations import check
 from verl.controller.ranks import registry
 from verl.errors import ConfigError
 from verl.roles.actor import Actor
@@ -30,7 +31,8 @@ class Updater:
         **options: the algorithm's own.
 
     Raises:
-        ConfigError: no such algorithm or option; actor and critic are over one model.
+        ConfigError: no such algorithm or option; actor and critic are over one model; training settings of one that do
+            not go together.
     """
 
     @checked
@@ -71,6 +73,8 @@ class Updater:
                 )
             handle.role = role
             handle.read_with(actor.tokenizer)
+        for model in (actor, *self.critics.values()):  # an optimizer would refuse it once samples have been paid for
+            check(model.train_options.asked())
         if "reference" in self.algorithm.roles:
             actor.make_reference()
         self.reads = reads(self.algorithm, actor, self.critics)

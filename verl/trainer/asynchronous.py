@@ -23,7 +23,7 @@ from verl.checked import checked
 from verl.controller.pool import check_range
 from verl.controller.standalone import RolloutPool
 from verl.dataflow.schedule import Schedule
-from verl.dataflow.scores import sample_metrics
+from verl.dataflow.scores import sample_metrics, written_tokens
 from verl.errors import ConfigError, TrainingError
 from verl.record import Count, Processes, Staleness
 from verl.roles.actor import expand
@@ -132,8 +132,7 @@ class AsyncTrainer(Trainer):
             ConfigError: the next batch of prompts has another size.
             ClusterError, RolloutError: see `RolloutPool.event`.
         """
-        began = time.perf_counter()
-        self.spans.clear()
+        began = self._begin()
         self._tokens = 0
         self._feed(prompts)
         while not self.schedule.due:
@@ -223,7 +222,7 @@ class AsyncTrainer(Trainer):
         if isinstance(event, Finished):
             self.schedule.finish(event.group, self.actor.stamped(event.samples))
             del self._prompts[event.group]
-            self._tokens += sum(event.samples.lengths("response_tokens"))
+            self._tokens += written_tokens(event.samples)
             self._note([Span("rollout", "rollout", start, end - start, event.worker) for start, end in event.busy])
         else:
             for group in reversed(event.groups):

@@ -231,8 +231,12 @@ def numbered(prompts: Any) -> Any:
     return rows.drop(["id", "group"]).add({"group": [f"eval.{row}" for row in range(len(rows))]})
 
 
-def together(found: Mapping[str, Evaluation]) -> Evaluation:
-    """The evaluations of several tasks as one; each metric is also there as `task/<name>/<metric>`."""
+def together(found: Mapping[str, Evaluation], own: Mapping[str, Metric]) -> Evaluation:
+    """The evaluations of several tasks as one; each metric is also there as `task/<name>/<metric>`.
+
+    Args:
+        own: the user's metrics. One that gives a number for all samples is computed of all of them once more.
+    """
     rows: dict[str, list[float | None]] = {}
     for name in dict.fromkeys(name for evaluation in found.values() for name in evaluation.rows):
         parts = (e.rows.get(name, [None] * len(e.samples)) for e in found.values())
@@ -246,7 +250,9 @@ def together(found: Mapping[str, Evaluation]) -> Evaluation:
     for evaluation in found.values():  # each task may have numbered its own problems
         samples.append(renamed(evaluation.samples, taken))
         taken |= sample_names(samples[-1])
-    return Evaluation(Batch.concat(samples), rows, metrics)
+    whole = Batch.concat(samples)
+    metrics |= {name: metric(whole)[0] for name, metric in own.items() if name not in rows}
+    return Evaluation(whole, rows, metrics)
 
 
 @checked

@@ -10,7 +10,7 @@ from verl.batch import Batch
 from verl.dataflow.executor import Result, combined
 from verl.dataflow.graph import Graph, Node
 from verl.dataflow.nodes import RolloutNode, UpdateNode
-from verl.dataflow.scores import own_samples, sample_metrics, score_metrics
+from verl.dataflow.scores import own_samples, sample_metrics, score_metrics, written_tokens
 from verl.errors import DataError, RolloutError
 from verl.rewards.failures import Failures
 from verl.roles.actor import Actor
@@ -116,7 +116,7 @@ class Experience:
         """Of the rollouts of a step: rewards, lengths and KL of the first, which has every prompt once; tokens, time,
         abstentions and failures of all; what nodes measured, combined over all."""
         batch, batches = own_samples(drawn[0].batch), [own_samples(result.batch) for result in drawn]
-        generated = sum(int(result.batch.tensor("response_mask").sum()) for result in drawn)  # what tools wrote is not
+        generated = sum(written_tokens(result.batch) for result in drawn)
         busy = sum(result.timings["rollout"].busy for result in drawn)
         record: dict[str, Any] = {
             **score_metrics(batch),

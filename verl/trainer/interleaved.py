@@ -83,8 +83,7 @@ class InterleavedTrainer(Trainer):
             TrainingError: a sample is older than it may be.
         """
         assert isinstance(prompts, TaskLoader)
-        began = time.perf_counter()
-        self.spans.clear()
+        began = self._begin()
         for name in prompts.sources:
             if name not in self._flights and prompts.shares[name]:
                 place = prompts.place(name)

@@ -6,6 +6,7 @@ A record is a flat mapping of names such as "reward/mean" to numbers, booleans o
 from __future__ import annotations
 
 import io
+import itertools
 import json
 import logging
 import math
@@ -36,6 +37,9 @@ Record = Mapping[str, Any]
 Hook = Callable[[int, dict[str, Any]], None]
 EXTRAS = ("wandb", "trackio", "mlflow")
 SINKS = ("console", "tensorboard", *EXTRAS)
+_METRICS = "metrics.jsonl"
+#: Of the trainers of this process: two that are made in one second have a directory each.
+_numbers_of_runs = itertools.count()
 
 
 class Sink(Protocol):
@@ -95,7 +99,7 @@ class JsonlSink:
     """Appends one JSON object a line: `step` and the record. Numbers that are not finite become null, as JSON has
     none. A line is in the file when `write` returns; what the disk does not take waits, and follows when it does."""
 
-    name = "metrics.jsonl"
+    name = _METRICS
 
     def __init__(self, path: str | Path) -> None:
         self._lines: LineFile[str] = LineFile(Path(path))
@@ -286,10 +290,10 @@ def open_logger(
     if directory is None:
         wanted = [name for name in wanted if name != "tensorboard"]
     else:
-        makers["metrics.jsonl"] = lambda: JsonlSink(Path(directory) / "metrics.jsonl")
+        makers[_METRICS] = lambda: JsonlSink(Path(directory) / _METRICS)
         makers["tensorboard"] = lambda: TensorBoardSink(Path(directory) / "tensorboard", resume_step)
         makers["completions"] = lambda: CompletionFiles(Path(directory) / "completions")
-        wanted[:0] = ["metrics.jsonl", "completions"]
+        wanted[:0] = [_METRICS, "completions"]
     made = []
     for name in wanted:
         try:
@@ -315,8 +319,18 @@ def run_directory(log_dir: str | Path | bool | None, name: str) -> Path | None:
     if log_dir is False:
         return None
     if log_dir is None or log_dir is True:
-        return Path("runs") / f"{name}-{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}"
+        return Path("runs") / f"{name}-{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}-{next(_numbers_of_runs)}"
     return Path(log_dir)
+
+
+def check_unused(directory: Path) -> None:
+    """Raises ConfigError for a directory that has the metrics of another run: both would be one curve."""
+    file = directory / _METRICS
+    if file.is_file() and file.stat().st_size:
+        raise ConfigError(
+            f"log_dir={directory} holds the metrics of another run, and both would draw one curve: name another "
+            f"directory, remove that one, or go on from its checkpoint (resume(), load_checkpoint(path))"
+        )
 
 
 def _library(name: str) -> Any:

@@ -12,6 +12,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
+import pyarrow.parquet as pq
+
 from verl.durable import clear_staging, parse_json, publish, seal, seal_all, staging_of, sync_directory, try_remove
 from verl.errors import CheckpointError
 from verl.shard import Shard, Stream
@@ -174,7 +176,7 @@ def _write_content(target: Path, content: Any) -> Iterable[Path]:
             raise CheckpointError(f"JSON cannot hold the content: {error}") from None
         target.write_bytes(raw)
     elif target.suffix == ".parquet":
-        content.to_parquet(target)
+        pq.write_table(content.table, target, compression="zstd")
     else:
         raise CheckpointError(f"'{target.name}': contents end in .json, .parquet or, for tensors, in nothing")
     return [target]

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from verl.batch import Batch
-from verl.dataflow.scores import own_samples
+from verl.dataflow.scores import own_samples, written_tokens
 from verl.trainer.learning import of_task
 
 #: What a step counts, summed over tasks.
@@ -45,19 +45,19 @@ def _count(key: str, samples: Batch) -> int:
     """Of how many values a task's number is the mean."""
     own = own_samples(samples)
     if key in _BY_TOKEN:
-        return int(own.tensor("response_mask").sum())
+        return written_tokens(own)
     return len(own) - own["reward"].count(None) if key in _BY_REWARD else len(own)
 
 
 def rates(name: str, samples: Batch, record: Mapping[str, Any], seconds: float) -> dict[str, float]:
     """Throughput of a task that took part in a step, over the seconds since it did so before: `samples_per_s`,
-    `updates_per_s`, `rewards_per_s`, `tokens_per_s` (of responses) and `rejection_rate`."""
+    `updates_per_s`, `rewards_per_s`, `tokens_per_s` (that the policy wrote) and `rejection_rate`."""
     scored = len(samples) - samples["reward"].count(None) if "reward" in samples else 0
     counts = {
         "samples": len(samples),
         "updates": 1 if record["updated"] else 0,
         "rewards": scored,
-        "tokens": sum(samples.lengths("response_tokens")),
+        "tokens": written_tokens(samples),
     }
     found = {f"{what}_per_s": count / max(seconds, 1e-9) for what, count in counts.items()}
     rejected = record.get(f"task/{name}/rollout/rejection_rate", 0.0)

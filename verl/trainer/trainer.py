@@ -48,11 +48,11 @@ from verl.trainer.batches import as_loader, one_pass
 from verl.trainer.check import check_permuted
 from verl.trainer.checkpoint import Checkpoint
 from verl.trainer.completions import completions
-from verl.trainer.evaluation import Evaluation, HeldOut, Metrics, numbered, together
+from verl.trainer.evaluation import Evaluation, HeldOut, Metrics, named_metrics, numbered, together
 from verl.trainer.experience import Experience
 from verl.trainer.guard import Guards, SafetyGuard
 from verl.trainer.learning import Learning, of_task, skipped_roles
-from verl.trainer.logging import Logger, open_logger, run_directory
+from verl.trainer.logging import Logger, check_unused, open_logger, run_directory
 from verl.trainer.metrics import Metric, MetricFn, add_metrics
 from verl.trainer.mixture import Mixture, TaskScheduler
 from verl.trainer.outcome import check_finite, check_learned
@@ -92,7 +92,8 @@ class Trainer:
         max_resamples: further rollouts in one step for prompts whose samples the algorithm rejects.
         max_skipped_updates: updates in a row that may be skipped for non-finite numbers before the run ends.
         max_failed_episodes: share of the latest 256 samples, once there are 64, whose episode may fail before it ends.
-        log_dir: where TensorBoard events and `metrics.jsonl` go; None: `runs/<algorithm>-<time>`; False: nowhere.
+        log_dir: where TensorBoard events and `metrics.jsonl` go; None: `runs/<algorithm>-<time>`; False: nowhere. One
+            that holds another run's is refused before the first step, unless this run goes on from a checkpoint.
         on_log_hook: `fn(step, record)` gets every log record.
         checkpoint_dir, save_every: automatic checkpoints, by both together: every so many steps and at the end of
             `fit`. A failed save is a warning, at the end of `fit` an error. Ctrl-C and SIGTERM then end `fit` with one.
@@ -248,6 +249,7 @@ class Trainer:
         #: Where TensorBoard events, `metrics.jsonl` and a guard's checkpoints go; None: nowhere.
         self.log_dir = run_directory(log_dir, next(iter(self.tasks.values())).algorithm.name)
         self._logger: Logger | None = None
+        self._goes_on = False  # from a checkpoint, or where there could have been one
         self._hooks = [on_log_hook] if on_log_hook else []
         if logger is not None:
             self.use_logger(logger)
@@ -283,6 +285,8 @@ class Trainer:
     @property
     def logger(self) -> Logger:
         if self._logger is None:
+            if self.log_dir is not None and not self._goes_on:
+                check_unused(self.log_dir)
             self.use_logger(open_logger(self.log_dir, run_id=self.log_dir.name if self.log_dir else ""))
         assert self._logger is not None
         return self._logger
@@ -370,8 +374,7 @@ class Trainer:
             RewardError, RolloutError: too many of the latest rewards or episodes failed.
         """
         self.guards.begin(self)
-        began = time.perf_counter()
-        self.spans.clear()
+        began = self._begin()
         record = self._step_of_one(prompts) if len(self.tasks) == 1 else self._step_of_several(prompts)
         return self._conclude(record, began)
 
@@ -414,6 +417,12 @@ class Trainer:
             self._add(record, self.learn(due))
             record["updated"] = "update/empty" not in record
         return record
+
+    def _begin(self) -> float:
+        """What every step begins with; the time. The log is open before anything is sampled."""
+        assert self.logger is not None
+        self.spans.clear()
+        return time.perf_counter()
 
     def _conclude(self, record: dict[str, Any], began: float) -> dict[str, Any]:
         """What every step ends with: its time, its log record, a checkpoint where one is due."""
@@ -669,13 +678,11 @@ class Trainer:
         """
         if len(self.tasks) == 1:
             return self.task.evaluate(prompts, metrics, n=n, temperature=temperature)
-        parts = by_task(numbered(prompts), [*self.tasks])
-        return together(
-            {
-                name: self.tasks[name].evaluate(rows, metrics, n=n, temperature=temperature)
-                for name, rows in parts.items()
-            }
-        )
+        parts, own = by_task(numbered(prompts), [*self.tasks]), named_metrics(metrics)
+        found = {
+            name: self.tasks[name].evaluate(rows, own, n=n, temperature=temperature) for name, rows in parts.items()
+        }
+        return together(found, own)
 
     def evaluate_loss(self, batch: Any) -> dict[str, float]:
         """Loss and metrics of an update (such as preference accuracy) on recorded rows, a `Batch` or rows as
@@ -706,6 +713,7 @@ class Trainer:
             CheckpointError: the checkpoint is damaged, or belongs to another model or algorithm.
         """
         state.load(self, Path(path))
+        self._goes_on = True
         if self.checkpoints is not None:
             self.checkpoints.saved = None
 
@@ -720,6 +728,7 @@ class Trainer:
             DataError: they are of other data.
         """
         step = self._checkpoints().resume(self, data)
+        self._goes_on = True
         if step is not None:
             logger.info("going on from step %d", step)
         return step
