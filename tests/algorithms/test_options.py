@@ -1,4 +1,5 @@
-"""Every option of every algorithm is read or refused: another value gives another result, or an error that names it."""
+"""Every option of every algorithm is read or refused: another value gives other losses or other samples on a generated
+input, or an error that names it."""
 
 from __future__ import annotations
 
@@ -8,6 +9,7 @@ import typing
 from collections.abc import Iterator
 from dataclasses import fields, replace
 from functools import cache
+from random import Random
 from typing import Any, Literal
 
 import pytest
@@ -31,19 +33,36 @@ QUICK = ("constrained_decoding", "dapo", "dpo", "gpg", "grpo_passk", "kto", "orp
 NUMBERS = (0.0, 0.02, 0.3, 0.45, 0.9, 1.1, 2.5, 40.0, -0.5)
 
 
+#: Inputs that are tried at most.
+TRIES = 200
+#: How far the policies of a batch are apart, in nats a token: far off-policy first.
+SPREADS = (3.0, 0.1, 1.0, 0.01)
+
+
 @cache
-def samples(name: str, seed: int) -> Batch:
-    """Rows of an older policy: ragged, in groups of five, with rewards, costs and labels."""
+def samples(name: str, number: int) -> Batch:
+    """Generated rows, the same for a number: ragged, in groups of five, with rewards, costs and labels; the policies
+    that sampled them, that trains and that is the reference are near each other or far apart."""
+    draw = Random(number)
+    spread = SPREADS[number // 2 % len(SPREADS)]
     algorithm = make_algorithm(name)
     if name in OFFLINE:
-        return preferences([2 + (seed + row) % 4 for row in range(8)], seed)
-    lengths = [1 + (3 * row + seed) % 7 for row in range(20)]
-    rewards = [0.0 if row < 5 else [0.0, 1.0, 0.25, 1.0, 0.5, 0.0, 2.0][(row + seed) % 7] for row in range(20)]
-    baseline = {"baseline": [row % 5 == 0 for row in range(20)]} if algorithm.greedy_baseline else {}
-    finish = [["stop", "reject", "length"][row % 3] for row in range(20)]
-    cost = [[-0.8, 5.0][seed] + 0.01 * row for row in range(20)]  # lambda meets both of its bounds
+        return preferences([draw.randint(1, 6) for _ in range(8)], number)
+    lengths = [draw.randint(1, 7) for _ in range(20)]
+    rewards = [draw.choice([0.0, 0.0, 0.25, 0.5, 1.0, 1.0, 2.0]) for _ in range(20)]
+    rewards[:5] = [rewards[0]] * 5  # a group that has nothing to tell
+    old = random(sum(lengths), number, -3, -1)
+    columns: dict[str, Any] = {
+        policy: (old + random(len(old), number + shift, -spread, spread), lengths)
+        for shift, policy in enumerate(("log_probs", "rollout_log_probs", "ref_log_probs"), start=1)
+    }
+    if algorithm.greedy_baseline:
+        columns["baseline"] = [row % 5 == 0 for row in range(20)]
+    finish = draw.choices(["stop", "reject", "length"], k=20)
+    level = draw.choice([-0.8, 0.0, 5.0])  # lambda meets both of its bounds
+    cost = [level + draw.uniform(-0.2, 0.2) for _ in range(20)]
     groups = [f"g{row // 5}" for row in range(20)]
-    return experience(lengths, groups, rewards, seed, finish=finish, cost=cost, **baseline)
+    return experience(lengths, groups, rewards, number, finish=finish, cost=cost, **columns)
 
 
 def random(shape: int, seed: int, low: float, high: float) -> Tensor:
@@ -51,41 +70,59 @@ def random(shape: int, seed: int, low: float, high: float) -> Tensor:
     return low + (high - low) * values
 
 
-def result(name: str, options: dict[str, Any]) -> list[Any]:
-    return answers(name, make_algorithm(name, **options))
+def result(name: str, options: dict[str, Any], number: int) -> list[Any]:
+    """What an algorithm makes of two generated batches, one after the other, since some options act by what they leave
+    behind: the samples that it trains on, losses and gradients."""
+    return [answer["learned"] for answer in answers(name, make_algorithm(name, **options), number)]
 
 
-def answers(name: str, algorithm: BaseAlgorithm) -> list[Any]:
-    """All that an algorithm says to two batches, one after the other: rows, columns, losses, gradients, state."""
-    said: list[Any] = [sorted(algorithm.roles), algorithm.needs_groups, algorithm.needs_entropy]
-    for seed in (0, 1):
-        batch = samples(name, seed)
-        said += [algorithm.keep(batch), list(algorithm.prompt_prefixes(batch) or ())]
-        batch = algorithm.extend(batch)
-        if "mismatched" in batch:
-            tokens = batch.lengths("response_tokens")
-            for column in ("log_probs", "ref_log_probs"):
-                batch = batch.drop([column]).add({column: (random(sum(tokens), seed, -2, 0), tokens)})
-        prepared, metrics = algorithm.prepare(batch)
-        said += [metrics, algorithm.state_dict(), prepared["id"] if "id" in prepared else len(prepared)]
-        said += [list(algorithm.prompt_prefixes(prepared) or ())]
-        for role in sorted(algorithm.roles & {"actor", "critic", "cost_critic"}):
-            said += losses(algorithm, role, prepared, seed)
-    return said
+def answers(name: str, algorithm: BaseAlgorithm, number: int = 0) -> list[dict[str, Any]]:
+    """The same with all that it says of them: metrics, state."""
+    return [answer(name, algorithm, 2 * number + second) for second in (0, 1)]
 
 
-def losses(algorithm: BaseAlgorithm, role: str, batch: Batch, seed: int) -> list[Any]:
+def answer(name: str, algorithm: BaseAlgorithm, number: int) -> dict[str, Any]:
+    batch = samples(name, number)
+    learned: list[Any] = [algorithm.keep(batch), list(algorithm.prompt_prefixes(batch) or ())]
+    batch = algorithm.extend(batch)
+    if "mismatched" in batch:
+        tokens = batch.lengths("response_tokens")
+        for column in ("log_probs", "ref_log_probs"):
+            batch = batch.drop([column]).add({column: (random(sum(tokens), number, -2, 0), tokens)})
+    prepared, metrics = algorithm.prepare(batch)
+    learned += [list(prepared["id"]) if "id" in prepared else len(prepared)]
+    learned += [list(algorithm.prompt_prefixes(prepared) or ())]
+    for role in sorted(algorithm.roles & {"actor", "critic", "cost_critic"}):
+        learned += losses(algorithm, role, prepared, number)
+    return {"learned": learned, "told": [metrics, algorithm.state_dict()]}
+
+
+def losses(algorithm: BaseAlgorithm, role: str, batch: Batch, number: int) -> list[Any]:
     """The loss and its gradients."""
     tokens = sum(batch.lengths("response_tokens"))
+    spread = SPREADS[number // 2 % len(SPREADS)]
     objective = algorithm.objective(role)
-    outputs = {"log_probs": random(tokens, seed, -3, 0), "entropy": random(tokens, seed + 1, 0, 2)}
-    outputs = {"values": random(tokens, seed, -3, 3)} if role != "actor" else outputs
-    outputs = {"scores": random(len(batch), seed, -2, 2)} if algorithm.head == "score" else outputs
+    old = batch.tensor("log_probs", torch.float64)
+    outputs = {
+        "log_probs": (old + random(tokens, number + 4, -spread, spread)).clamp(max=0),
+        "entropy": random(tokens, number + 5, 0, 2),
+    }
+    outputs = {"values": random(tokens, number, -3, 3)} if role != "actor" else outputs
+    outputs = {"scores": random(len(batch), number, -2, 2)} if algorithm.head == "score" else outputs
     leaves = [tensor.requires_grad_() for tensor in outputs.values()]
     x = loss_input(objective, batch, **outputs)
     total = objective.compute_loss(x).total
     gradients = torch.autograd.grad(total, leaves, allow_unused=True)
     return [float(total.detach()), *([] if g is None else g.tolist() for g in gradients)]
+
+
+def is_same(a: Any, b: Any) -> bool:
+    """Whether two results differ by no more than rounding."""
+    if isinstance(a, list) and isinstance(b, list):
+        return len(a) == len(b) and all(map(is_same, a, b))
+    if isinstance(a, float) and isinstance(b, float):
+        return math.isclose(a, b, rel_tol=1e-9, abs_tol=1e-12) or (a != a and b != b)
+    return bool(a == b)
 
 
 def other_values(algorithm: BaseAlgorithm, option: str) -> Iterator[Any]:
@@ -142,30 +179,40 @@ def settings(name: str) -> Iterator[dict[str, Any]]:
 
 def check(name: str, setting: dict[str, Any]) -> set[str]:
     """The options that change the result beside this setting; each other one must be refused by name."""
-    algorithm = make_algorithm(name)
     try:
-        before = result(name, setting)
+        usual = [result(name, setting, 0)]
     except VerlError:
         return set()  # which settings go together is the matter of other tests
-    read = set()
+    algorithm, read = make_algorithm(name), set()
     for option in (field.name for field in fields(algorithm) if field.init):
+        same = [setting.get(option), getattr(algorithm, option)] if option in setting else []
+        values = [value for value in other_values(algorithm, option) if value not in same]
+        if is_read(name, setting, option, values, usual):
+            read.add(option)
+    return read
+
+
+def is_read(name: str, setting: dict[str, Any], option: str, values: list[Any], usual: list[Any]) -> bool:
+    """Whether one of the values changes the result of a generated input; False: all are refused by name, but for None,
+    which asks for nothing. `usual`: results without the option, so far."""
+    for number in range(TRIES):
+        if number == len(usual):
+            usual.append(result(name, setting, number))
         accepted = []
-        for value in other_values(algorithm, option):
-            if option in setting and value in (setting[option], getattr(algorithm, option)):
-                continue
+        for value in values:
             try:
-                after = result(name, {**setting, option: value})
+                after = result(name, {**setting, option: value}, number)
             except VerlError as error:
                 if not any(key in str(error) for key in (option, *setting)):
                     raise
                 continue
-            if after != before:
-                read.add(option)
-                break
+            if not is_same(after, usual[number]):
+                return True
             accepted.append(value)
-        said = [value for value in accepted if value is not None]  # None asks for nothing
-        assert option in read or not said, f"{name} {setting}: {option} may be {said}, and nothing changes"
-    return read
+        values = accepted
+        if all(value is None for value in values):
+            return False
+    pytest.fail(f"{name} {setting}: {option} may be {values}, and nothing changes in any of {TRIES} generated inputs")
 
 
 @pytest.mark.parametrize("name", QUICK)

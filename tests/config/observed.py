@@ -23,20 +23,32 @@ import pyarrow.parquet as pq
 import torch
 
 from tests import ranks
+from tests.config import inputs
 from verl.algorithms import make_algorithm
 from verl.batch import Batch
 from verl.config import Config, build_config, to_yaml
-from verl.data.tasks import task_rows
 from verl.errors import VerlError
+from verl.models.loading import load_model, load_tokenizer
+from verl.models.packed import PackedModel
+from verl.models.portable import PortableModel
 from verl.roles.reward import Reward
 from verl.roles.updater import Updater
+from verl.rollout.base import Request, SamplingParams, generate
+from verl.rollout.embedded import EmbeddedEngine
+from verl.rollout.options import SamplerOptions
 from verl.trainer import build
 from verl.trainer.check import check_settings
 from verl.trainer.checkpoint import load_checkpoint
 from verl.trainer.run import train
 from verl.trainer.run_data import build_data
+from verl.training.loss import LossNeeds, LossPart
+from verl.training.options import EngineOptions
+from verl.training.torch_engine import TorchEngine
+from verl.workers.actor import ActorWorker
 
 SCRIPT = Path(__file__).with_name("rank_observed.py")
+#: End-of-sequence tokens of the models of these tests.
+ENDS = (0,)
 #: In names of metrics and files, what a clock or the machine decides.
 TIMED = ("time/", "busy/", "_per_s", "memory/", "seconds")
 
@@ -52,7 +64,8 @@ class Seen:
     ended: Any = None
 
 
-Observer = Callable[[Config], Seen]
+#: What settings do (those of a file, or a record of Python's) to the input of a number, see `tests.config.inputs`.
+Observer = Callable[[Any, int], Seen]
 
 
 def with_changes(settings: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:
@@ -97,8 +110,16 @@ def counted() -> Iterator[Counter[str]]:
                 named["/".join(Path(code.co_filename).parts[-2:]) + ":" + code.co_name] += calls.get(key, 0)
 
 
-def observe(observer: Observer, settings: Mapping[str, Any], folder: Path) -> Seen:
-    """What an observer sees in an empty folder; an error of ours is an end like any other."""
+def checked(settings: Mapping[str, Any]) -> Config:
+    """The settings of a run as a command takes them."""
+    config = build_config(settings)
+    check_settings(config)
+    return config
+
+
+def observe(observer: Observer, make: Callable[[], Any], number: int, folder: Path) -> Seen:
+    """What an observer sees in an empty folder of the settings that `make` makes; an error of ours is an end like any
+    other."""
     folder.mkdir()
     before = Path.cwd()
     os.chdir(folder)
@@ -106,9 +127,7 @@ def observe(observer: Observer, settings: Mapping[str, Any], folder: Path) -> Se
     seen = Seen()
     try:
         with counted() as calls:
-            config = build_config(settings)
-            check_settings(config)
-            seen = observer(config)
+            seen = observer(make(), number)
     except VerlError as error:
         seen.ended = f"{type(error).__name__}: {error}"
     finally:
@@ -151,35 +170,27 @@ def distance(a: Any, b: Any) -> float:
     return 0.0 if a == b else math.inf
 
 
-PROMPTS = ["one two", "three", "a much longer prompt than the others", "four"]
-
-
 def rows_of(config: Config) -> int:
     return config.data.batch_size * config.actor_rollout_ref.rollout.n
 
 
-def samples(config: Config) -> Seen:
+def samples(config: Config, number: int) -> Seen:
     """Two batches of samples of the actor."""
-    actor = build.build_actor(config, "lm", rows_of(config))
-    batches = [actor.generate_sequences(PROMPTS, n=config.actor_rollout_ref.rollout.n, key=str(i)) for i in range(2)]
-    columns = ("prompt_tokens", "response_tokens", "rollout_log_probs")
-    return Seen([[list(batch[name]) for name in columns] for batch in batches])
+    actor, prompts = build.build_actor(config, "lm", rows_of(config)), inputs.texts(number)
+    batches = [
+        actor.generate_sequences(prompts, n=config.actor_rollout_ref.rollout.n, key=f"{number}/{i}") for i in range(2)
+    ]
+    return Seen([written(batch) for batch in batches])
 
 
-@functools.cache
-def scored() -> Batch:
-    """Samples of the policy, with rewards."""
-    from verl.roles.actor import Actor
-
-    actor = Actor("../tiny", sampling={"max_new_tokens": 9})
-    batch = actor.generate_sequences(PROMPTS, n=4)
-    return batch.add({"reward": [float(len(tokens) % 3 + sum(tokens) % 5) for tokens in batch["response_tokens"]]})
+def written(batch: Batch) -> list[Any]:
+    return [list(batch[name]) for name in ("prompt_tokens", "response_tokens", "rollout_log_probs")]
 
 
-def updates(config: Config) -> Seen:
+def updates(config: Config, number: int) -> Seen:
     """Losses and gradient norms of three updates on the same samples, and the weights after them."""
     algorithm = make_algorithm(config.algorithm.name, **config.algorithm.options)
-    batch = scored()
+    batch = inputs.scored(number)
     actor = build.build_actor(config, "lm", len(batch))
     roles: dict[str, Any] = {"actor": actor}
     if "critic" in algorithm.roles:
@@ -190,13 +201,51 @@ def updates(config: Config) -> Seen:
     return Seen({"metrics": [learned(of) for of in metrics], "weights": weights})
 
 
+def engine_updates(path: str) -> Observer:
+    """The same of a training engine alone; one that only reads says what it predicts."""
+
+    def observe_engine(options: EngineOptions, number: int) -> Seen:
+        engine, algorithm = TorchEngine(load_model(path), options), make_algorithm("grpo")
+        batch, _ = algorithm.prepare(inputs.scored(number))
+        if not options.trains:
+            return Seen(engine.predict(batch, ("log_probs",)))
+        needs = LossNeeds(columns=algorithm.loss_columns)
+        part = LossPart(batch, algorithm.compute_loss, algorithm.token_weights(batch), needs)
+        metrics = [engine.update([part]) for _ in range(3)]
+        weights = {shard.name: shard.tensor.detach().clone() for shard in engine.shards()}
+        return Seen({"metrics": [learned(of) for of in metrics], "weights": weights})
+
+    return observe_engine
+
+
+def worker_samples(options: SamplerOptions, number: int) -> Seen:
+    """Samples of the task "a" that a worker draws by its options."""
+    model, tokenizer = load_model("../tiny"), load_tokenizer("../tiny")
+    worker = ActorWorker(PortableModel(model), tokenizer, ENDS, EngineOptions(), options)
+    prompts = inputs.token_prompts(number)
+    names = [f"{number}/{row}" for row in range(len(prompts))]
+    rows = Batch.from_columns({"id": names, "group": names, "prompt_tokens": prompts})
+    batch = Batch.concat([*worker.generate(rows, SamplingParams(max_new_tokens=9), "a")])
+    row_of = {name: row for row, name in enumerate(batch["id"])}
+    return Seen(written(batch.take([row_of[name] for name in names])))
+
+
+def engine_samples(params: SamplingParams, number: int) -> Seen:
+    """Samples that an engine draws by these parameters."""
+    packed, tokenizer = PackedModel(load_model("../tiny")), load_tokenizer("../tiny")
+    engine = EmbeddedEngine(packed, eos_token_ids=ENDS, seed=0, tokenizer=tokenizer)
+    prompts = inputs.token_prompts(number)
+    drawn = generate(engine, [Request(f"{number}/{row}", tokens, params) for row, tokens in enumerate(prompts)])
+    return Seen({sample.id: [sample.tokens, sample.log_probs] for sample in drawn})
+
+
 @functools.cache
 def two_ranks(observer: Observer) -> Observer:
     """The same on two ranks, which share the models: what rank 0 sees."""
 
-    def observe_there(config: Config) -> Seen:
+    def observe_there(config: Config, number: int) -> Seen:
         Path("settings.yaml").write_text(to_yaml(config))
-        ranks.job(2, SCRIPT, observer.__name__, "settings.yaml", "seen.pt")
+        ranks.job(2, SCRIPT, observer.__name__, "settings.yaml", str(number), "seen.pt")
         there = torch.load("seen.pt", weights_only=True)
         return Seen(there["numbers"], Counter(there["calls"]), ended=there["ended"])
 
@@ -207,8 +256,8 @@ def learned(metrics: Mapping[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in metrics.items() if name.startswith(("loss", "grad_norm"))}
 
 
-def data(config: Config) -> Seen:
-    """The first batches of training, and what is held out."""
+def data(config: Config, number: int) -> Seen:
+    """The first batches of training; the rows are those of the files that the settings name."""
     checked = check_settings(config)
     actor = build.build_actor(config, next(iter(checked.algorithms.values())).head, checked.rows)
     of_run = build_data(config, actor, checked.data)
@@ -217,32 +266,28 @@ def data(config: Config) -> Seen:
     return Seen([[*batch.rows()] for batch in batches])
 
 
-def rewards(config: Config) -> Seen:
+def rewards(config: Config, number: int) -> Seen:
     """Scores of some responses; the end is how many have none."""
-    return _scores(build.build_source(config.reward, config.reward))
+    return _scores(build.build_source(config.reward, config.reward), number)
 
 
-def costs(config: Config) -> Seen:
+def costs(config: Config, number: int) -> Seen:
     """The same of a cost."""
-    return _scores(build.build_source(config.cost, config.reward))
+    return _scores(build.build_source(config.cost, config.reward), number)
 
 
-def _scores(source: Reward | None) -> Seen:
+def _scores(source: Reward | None, number: int) -> Seen:
     assert source is not None
-    rows = []
-    for number, row in enumerate(task_rows({"task": "chain_sum", "size": 6})):
-        answer = row["reward_model"]["ground_truth"]
-        said = answer if number % 2 else f"It is <answer>{answer}</answer>, {'e' * number}."
-        rows.append({**row, "prompt": row["question"], "response": said, "ground_truth": answer})
     try:
-        scores = list(source.get_reward(Batch.from_rows(rows))["reward"])
+        scores = list(source.get_reward(Batch.from_rows(inputs.answered(number)))["reward"])
     finally:
         source.close()
     return Seen(scores, ended=scores.count(None))
 
 
-def run(config: Config) -> Seen:
-    """A whole run: samples and numbers of each step, the weights at the end, and at what step that was."""
+def run(config: Config, number: int) -> Seen:
+    """A whole run, of the files that the settings name: samples and numbers of each step, the weights at the end, and
+    at what step that was."""
     train(config)
     (folder,) = Path(config.trainer.output_dir).glob("latest")
     lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]

@@ -1,4 +1,5 @@
-"""For each setting an input on which two of its values differ in what the setting states that it changes."""
+"""For each setting two values, and an observer that sees on some input how they differ in what the setting states that
+it changes."""
 
 from __future__ import annotations
 
@@ -11,9 +12,23 @@ from typing import Any
 import torch
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, GPT2Config
 
-from tests.config.observed import Observer, costs, data, rewards, run, samples, two_ranks, updates
+from tests.config.observed import (
+    Observer,
+    costs,
+    data,
+    engine_samples,
+    engine_updates,
+    rewards,
+    run,
+    samples,
+    two_ranks,
+    updates,
+    worker_samples,
+)
 from tests.conftest import IDS, byte_tokenizer, save_tiny
 from tests.roles.test_cells import MODELS
+from verl.training.options import OptimConfig
+from verl.workers.actor import engine_factory
 
 USER = '''
 import time
@@ -162,6 +177,12 @@ def Table(*args, **options):
 """
 
 
+#: Inputs that are tried at most.
+TRIES = 200
+#: How near the numbers are of what computes in fp32 alone: a rounding of fp32, where others have 1e-10.
+FP32 = 1e-4
+
+
 @dataclass(frozen=True)
 class Shown:
     """Two values of a setting, and an observer that sees their difference.
@@ -184,6 +205,13 @@ class Shown:
     slow: bool = False
     within: float = 1e-10
     along: Mapping[str, Any] = field(default_factory=dict)
+
+    @property
+    def tries(self) -> int:
+        """Inputs that are tried, one after the other, until the two values differ."""
+        if self.observer in (data, run):  # of files, which are as they are
+            return 1
+        return 3 if self.observer in (two_ranks(samples), two_ranks(updates)) else TRIES  # a job takes seconds
 
     def under(self, section: str, beside: Mapping[str, Any]) -> Shown:
         """The same in a section: keys that begin with a dot are of it."""
@@ -208,7 +236,8 @@ def make_world(folder: Path) -> None:
     vocabulary["e"], vocabulary["l"] = vocabulary["l"], vocabulary["e"]
     (folder / "tokenizer" / "tokenizer.json").write_text(json.dumps(tokens))
     torch.manual_seed(2)
-    AutoModelForCausalLM.from_config(MODELS["experts"]()).save_pretrained(folder / "experts")
+    experts = AutoModelForCausalLM.from_config(MODELS["experts"](), dtype=torch.float64)
+    experts.save_pretrained(folder / "experts")
     byte_tokenizer().save_pretrained(folder / "experts")
     for name in ("scorer", "scorer2"):
         sizes = GPT2Config(**IDS, n_embd=16, n_layer=1, n_head=2, n_positions=256, num_labels=1)
@@ -320,9 +349,8 @@ def training(section: str, model: str, needs: Mapping[str, Any]) -> dict[str, Sh
         for name, (one, other, count) in layouts.items()
     }
     shown |= {
-        # Grouped products are of fp32 and bf16.
         f"{section}.expert_parallel_size": Shown(
-            ranks, 1, 2, {f"{model}.path": "../experts"}, count="parallel/expert.py:", slow=True, within=1e-5
+            ranks, 1, 2, {f"{model}.path": "../experts"}, count="parallel/expert.py:", slow=True
         ),
         f"{section}.optim.moments": Shown(updates, "bfloat16", "float32", needs={f"{model}.dtype": "bfloat16"}),
         f"{section}.optim.total_steps": Shown(updates, 4, 8, needs={f"{section}.optim.schedule": "linear"}),
@@ -342,9 +370,9 @@ def training(section: str, model: str, needs: Mapping[str, Any]) -> dict[str, Sh
             updates, False, True, count="training/checkpointing.py:_evaluated"
         ),
         f"{model}.use_remove_padding": Shown(updates, True, False, count="models/packed.py:packed_hidden"),
-        # Compiled kernels are of fp32 and bf16.
+        # Compiled layers are of fp32 and bf16: an fp64 model runs its own code.
         f"{model}.use_fused_kernels": Shown(
-            updates, True, False, {f"{model}.path": "../wide"}, count="models/llama.py:hidden", within=1e-4
+            updates, True, False, {f"{model}.path": "../wide"}, count="models/llama.py:hidden", within=FP32
         ),
         f"{model}.fused_kernel_options.impl_backend": Shown(
             updates, None, "other", {f"{model}.path": "../llama"}, count="models/packed.py:_warn_without"
@@ -374,8 +402,9 @@ def sharding() -> dict[str, Shown]:
     }
     for name in ("param_dtype", "reduce_dtype", "buffer_dtype"):
         shown[f"fsdp_config.mixed_precision.{name}"] = Shown(ranks, None, "bfloat16", half, fsdp, slow=True)
+    # DeepSpeed trains no fp64.
     zero = {f"{ACTOR}.strategy": "deepspeed"}
-    shown["deepspeed_config.zero_stage"] = Shown(ranks, 2, 3, half, zero, "zero/stage3.py:step", True, 1e-4)
+    shown["deepspeed_config.zero_stage"] = Shown(ranks, 2, 3, half, zero, "zero/stage3.py:step", True, FP32)
     return {f"{ACTOR}.{name}": case for name, case in shown.items()}
 
 
@@ -556,8 +585,53 @@ def trainer() -> dict[str, Shown]:
     return {f"trainer.{name}": case for name, case in shown.items()}
 
 
-#: By the path of the setting.
+def plain_sgd(weights: Any) -> torch.optim.Optimizer:
+    return torch.optim.SGD(weights, lr=0.1)
+
+
+def halving(optimizer: torch.optim.Optimizer) -> Any:
+    return torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5)
+
+
+def of_engines() -> dict[str, Shown]:
+    """What only Python sets: of training engines, of workers that sample, of one sample."""
+    tiny, wide = engine_updates("../tiny"), engine_updates("../wide")
+    optim = {".optim": OptimConfig(lr=1e-2, adam_eps=1e-2)}
+    training = {
+        "optim": Shown(tiny, OptimConfig(lr=1e-2), None),
+        "optimizer": Shown(tiny, plain_sgd, torch.optim.Adam),
+        "scheduler": Shown(tiny, None, halving, needs={".optimizer": plain_sgd}),
+        "gradient_checkpointing": Shown(tiny, False, True, optim, count="training/checkpointing.py:_evaluated"),
+        "share_prompts": Shown(
+            tiny, True, False, optim | {".max_tokens_per_micro_batch": 40}, count="training/forward.py:forward"
+        ),
+        "fused_kernels": Shown(wide, True, False, optim, count="models/llama.py:hidden", within=FP32),
+        "remove_padding": Shown(tiny, True, False, optim, count="models/packed.py:packed_hidden"),
+    }
+    embedded, twice = {".name": "embedded"}, "../user.py:twice"
+    sampling = {
+        "name": Shown(worker_samples, "embedded", engine_factory("hf"), count="rollout/hf.py:step"),
+        "episode": Shown(worker_samples, None, twice, embedded),
+        "episodes": Shown(worker_samples, {"b": twice}, {"a": twice}, embedded),
+        "seed": Shown(worker_samples, 0, 1, embedded),
+    }
+    some = range(4, 60)
+    short, ends = {".max_new_tokens": 9}, {".max_new_tokens": 9, ".stop_token_ids": [*some]}
+    values: dict[str, tuple[Any, Any, dict[str, Any]]] = {
+        "max_new_tokens": (4, 9, {}), "min_new_tokens": (0, 6, ends), "temperature": (1.0, 0.3, short),
+        "top_k": (0, 3, short), "top_p": (1.0, 0.2, short), "min_p": (0.0, 0.9, short),
+        "stop": ([], ["a", "e", "i", "o", "1", "2"], short), "stop_token_ids": ([], [*some], short),
+        "ignore_eos": (False, True, short),
+    }  # fmt: skip
+    drawn = {name: Shown(engine_samples, one, other, beside) for name, (one, other, beside) in values.items()}
+    records = {"EngineOptions": training, "SamplerOptions": sampling, "SamplingParams": drawn}
+    return {
+        f"{record}.{name}": case.under(record, {}) for record, cases in records.items() for name, case in cases.items()
+    }
+
+
+#: By the path of the setting; what only Python sets by its record and its name.
 SHOWN: dict[str, Shown] = {
     **sampling(), **training(ACTOR, MODEL, {}), **training("critic", "critic.model", {"algorithm.name": "ppo"}),
-    **sharding(), **reference(), **of_data(), **scoring(), **tasks(), **trainer(),
+    **sharding(), **reference(), **of_data(), **scoring(), **tasks(), **trainer(), **of_engines(),
 }  # fmt: skip

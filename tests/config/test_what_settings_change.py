@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 import functools
+import inspect
 import itertools
 import json
 import typing
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import fields, is_dataclass
 from typing import Any
 
 import pytest
+from pydantic.fields import FieldInfo
 
-from tests.config.observed import Observer, Seen, distance, observe, with_changes
-from tests.config.shown import BASE, SHOWN, make_world
+from tests.config.observed import Observer, Seen, checked, distance, observe, with_changes
+from tests.config.shown import BASE, SHOWN, Shown, make_world
 from tests.conftest import Plain
 from verl.config import build_config
 from verl.config.schema import Config
@@ -43,24 +44,27 @@ def below(annotation: Any, path: str) -> Iterator[tuple[type[Record], str]]:
         yield from below(part, f"{path}.*" if many else path)
 
 
-SETTINGS = {**dict(paths(Config)), **dict(paths(TaskSource, "data.train."))}
-LATER = {path: extra(field, "later") for path, field in SETTINGS.items() if extra(field, "later")}
+#: Records that only Python makes: what they add to those of files, or have otherwise.
+RECORDS: dict[str, Any] = {record.__name__: record for record in (EngineOptions, SamplerOptions, SamplingParams)}
+IN_FILES = {**dict(paths(Config)), **dict(paths(TaskSource, "data.train."))}
+IN_PYTHON = {
+    f"{name}.{field}": (getattr(record, "model_fields", None) or record.__dataclass_fields__)[field]
+    for name, record in RECORDS.items()
+    for field in inspect.get_annotations(record)
+}
+SETTINGS = IN_FILES | IN_PYTHON
+LATER = {path: extra(field, "later") for path, field in IN_FILES.items() if extra(field, "later")}
 
 
-def test_every_setting_states_what_it_changes_and_has_an_input_that_shows_it() -> None:
+def stated(field: Any) -> Change | None:
+    """What a setting states at its definition that it changes."""
+    return extra(field, "changes") if isinstance(field, FieldInfo) else field.metadata.get("changes")
+
+
+def test_every_setting_states_what_it_changes_and_has_two_values_that_show_it() -> None:
     kinds = typing.get_args(Change)
-    assert [path for path, field in SETTINGS.items() if extra(field, "changes") not in kinds] == []
+    assert [path for path, field in SETTINGS.items() if stated(field) not in kinds] == []
     assert sorted(SETTINGS) == sorted({*SHOWN, *LATER})
-
-
-@pytest.mark.parametrize("record", [EngineOptions, SamplerOptions, SamplingParams])
-def test_what_only_python_can_set_states_what_it_changes_too(record: Any) -> None:
-    if is_dataclass(record):
-        stated = {field.name: field.metadata.get("changes") for field in fields(record)}
-    else:
-        stated = {name: extra(field, "changes") for name, field in record.model_fields.items()
-                  if section(field.annotation) is None}  # fmt: skip
-    assert [name for name, changes in stated.items() if changes not in typing.get_args(Change)] == []
 
 
 @pytest.mark.parametrize("path", LATER)
@@ -69,23 +73,32 @@ def test_a_setting_of_later_has_one_value(path: str) -> None:
         build_config(with_changes({}, {**BASE, path: 1}))
 
 
+See = Callable[[Observer, Mapping[str, Any], int], Seen]
+
+
 @pytest.fixture(scope="module")
-def see(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[Observer, Mapping[str, Any]], Seen]]:
-    """What an observer sees of settings, once for each."""
+def see(tmp_path_factory: pytest.TempPathFactory) -> Iterator[See]:
+    """What an observer sees of settings and the input of a number, once for each."""
     world = tmp_path_factory.mktemp("world")
     make_world(world)
     servers = [Plain(number) for number in (1, 2)]
-    numbers = itertools.count()
+    folders = (world / f"run-{count}" for count in itertools.count())
 
     @functools.cache
-    def seen(observer: Observer, settings: str) -> Seen:
-        for number, server in enumerate(servers, start=1):
-            settings = settings.replace(f"SERVER{number}", server.url)
-        return observe(observer, json.loads(settings), world / f"run-{next(numbers)}")
+    def of_file(observer: Observer, settings: str, number: int) -> Seen:
+        for count, server in enumerate(servers, start=1):
+            settings = settings.replace(f"SERVER{count}", server.url)
+        return observe(observer, lambda: checked(json.loads(settings)), number, next(folders))
+
+    def seen(observer: Observer, settings: Mapping[str, Any], number: int) -> Seen:
+        (section, *_) = settings
+        if section in RECORDS:
+            return observe(observer, lambda: RECORDS[section](**settings[section]), number, next(folders))
+        return of_file(observer, json.dumps(settings, sort_keys=True), number)
 
     with pytest.MonkeyPatch.context() as patch:
         patch.syspath_prepend(world)
-        yield lambda observer, settings: seen(observer, json.dumps(settings, sort_keys=True))
+        yield seen
     for server in servers:
         server.kill()
 
@@ -98,32 +111,50 @@ def cases() -> Iterator[Any]:
         yield pytest.param(path, id=path, marks=marks)
 
 
+def settings_of(path: str, case: Shown, *more: Mapping[str, Any]) -> dict[str, Any]:
+    """Nested settings; those of a record of Python's have no others beside them."""
+    base = {} if path in IN_PYTHON else BASE
+    changes: dict[str, Any] = {}
+    for part in (base, case.beside, *more):
+        changes |= part
+    return with_changes({}, changes)
+
+
 @pytest.mark.parametrize("path", [*cases()])
-def test_two_values_differ_in_what_the_setting_changes(see: Callable[..., Seen], path: str) -> None:
-    case = SHOWN[path]
-    one, other = (
-        see(case.observer, with_changes({}, {**BASE, **case.beside, **case.needs, **along, path: value}))
-        for value, along in ((case.one, {}), (case.other, case.along))
-    )
-    changes = extra(SETTINGS[path], "changes")
-    if changes == "limit":
-        assert one.ended != other.ended
-        return
-    for seen in (one, other):
-        assert not isinstance(seen.ended, str), seen.ended
+def test_two_values_differ_in_what_the_setting_changes(see: See, path: str) -> None:
+    """Inputs are generated, one after the other, until the values differ: prompts, samples of a policy near the trained
+    one or far from it, answers (`tests.config.inputs`). Those of whole runs and of data are files, one set made by hand
+    (`make_world`): their rows are what such settings are about, and so are models and functions that settings name."""
+    case, changes = SHOWN[path], stated(SETTINGS[path])
+    for number in range(case.tries):
+        one, other = (
+            see(case.observer, settings_of(path, case, case.needs, along, {path: value}), number)
+            for value, along in ((case.one, {}), (case.other, case.along))
+        )
+        if changes != "limit":
+            for seen in (one, other):
+                assert not isinstance(seen.ended, str), f"input {number}: {seen.ended}"
+        if changes in ("cost", "output"):
+            apart = distance(one.numbers, other.numbers)
+            assert apart <= case.within, f"input {number}: {path} changes numbers by {apart}"
+        if differ(changes, case, one, other):
+            return
+    pytest.fail(f"{path}: {case.one!r} and {case.other!r} have the same {changes} in all of {case.tries} inputs tried")
+
+
+def differ(changes: Change | None, case: Shown, one: Seen, other: Seen) -> bool:
     if changes == "result":
-        assert distance(one.numbers, other.numbers) > 1e-9
-        return
-    assert distance(one.numbers, other.numbers) <= case.within
+        return distance(one.numbers, other.numbers) > 1e-9
     if changes == "output":
-        assert distance(one.files, other.files)
-    else:
-        counts = [sum(n for name, n in seen.calls.items() if case.count in name) for seen in (one, other)]
-        assert counts[0] != counts[1]
+        return distance(one.files, other.files) > 0
+    if changes == "limit":
+        return bool(one.ended != other.ended)
+    counts = [sum(n for name, n in seen.calls.items() if case.count in name) for seen in (one, other)]
+    return counts[0] != counts[1]
 
 
 @pytest.mark.parametrize("path", [path for path, case in SHOWN.items() if case.needs])
-def test_a_setting_that_needs_another_is_refused_without_it(see: Callable[..., Seen], path: str) -> None:
+def test_a_setting_that_needs_another_is_refused_without_it(see: See, path: str) -> None:
     case = SHOWN[path]
     usual = SETTINGS[path].default
     (value, *_) = [
@@ -131,7 +162,7 @@ def test_a_setting_that_needs_another_is_refused_without_it(see: Callable[..., S
         for v in (case.one, case.other)
         if v not in (None, [], {}) and (tuple(v) if isinstance(v, list) else v) != usual
     ]
-    seen = see(case.observer, with_changes({}, {**BASE, **case.beside, path: value}))
+    seen = see(case.observer, settings_of(path, case, {path: value}), 0)
     section, *_, name = path.split(".")
     # Of several settings of a section that nothing reads the first is named.
     named = [name, f"the section '{section}'", *(["critic."] if section == "critic" else [])]

@@ -68,7 +68,8 @@ class ModelOptions(Record):
     )
     use_fused_kernels: bool = cost(
         default=True,
-        description="run a model's layers by fused kernels where its architecture, device and dtype have some",
+        description="run a model's layers by fused kernels where its architecture, device and dtype (bfloat16 or "
+        "float32) have some",
     )
     fused_kernel_options: FusedKernelOptions = Field(
         default=FusedKernelOptions(), description="options of the fused kernels"

@@ -136,7 +136,8 @@ class FSDPConfig(Record):
 class DeepSpeedOptions(Record):
     zero_stage: Literal[1, 2, 3] = cost(
         default=2,
-        description="what DeepSpeed cuts over ranks: masters and moments (1), gradients too (2), weights too (3)",
+        description="what DeepSpeed cuts over ranks: masters and moments (1), gradients too (2), weights too (3); it "
+        "sums in float32",
     )
 
 
@@ -232,6 +233,12 @@ class EngineOptions(TrainOptions):
     )
     fused_kernels: bool | str = cost(default=True, description="see `PackedModel`")
     remove_padding: bool = cost(default=True, description="false: compute on padded rows, see `Forward`")
+
+    @model_validator(mode="after")
+    def _check_scheduler(self) -> EngineOptions:
+        if self.scheduler is not None and self.optimizer is None:
+            raise wrong("scheduler", "is of a caller's optimizer: give optimizer too, or optim.schedule in its place")
+        return self
 
     @property
     def trains(self) -> bool:
