@@ -13,6 +13,7 @@ from typer.testing import CliRunner
 
 import verl.cli.generate
 from verl.cli.main import app
+from verl.durable import staging_of
 
 
 def verl_command(*args, text=""):
@@ -38,16 +39,16 @@ def prompts(tmp_path):
 @pytest.fixture
 def cut_after(monkeypatch):
     """The next `generate` is interrupted after so many answers."""
-    add = verl.cli.generate._Output.add
+    add = verl.cli.generate._Part.add
 
     def cut(count):
         def interrupted(self, answer):
             add(self, answer)
             if len(self.answers) == count:
-                monkeypatch.setattr(verl.cli.generate._Output, "add", add)
+                monkeypatch.setattr(verl.cli.generate._Part, "add", add)
                 raise KeyboardInterrupt
 
-        monkeypatch.setattr(verl.cli.generate._Output, "add", interrupted)
+        monkeypatch.setattr(verl.cli.generate._Part, "add", interrupted)
 
     return cut
 
@@ -96,6 +97,9 @@ def test_a_run_that_was_cut_off_goes_on_and_ends_the_same(tiny, tmp_path, cut_af
     assert verl_command("generate", tiny, source, cut, *options).exit_code == 130
     assert not cut.exists()
     part.write_bytes(part.read_bytes()[:-7])  # as if killed in the middle of a line
+    kept = {json.loads(line)["id"] for line in part.read_text().splitlines()[1:-1]}
+    assert len(kept) == 8
+    staging_of(tmp_path / "other.parquet").touch()  # and as if killed while it wrote an output
     other = verl_command("generate", tiny, source, cut, *options, "--temperature", 0.5)
     assert other.exit_code == 2
     assert "temperature=1.0 (now 0.5)" in other.stderr
@@ -106,7 +110,9 @@ def test_a_run_that_was_cut_off_goes_on_and_ends_the_same(tiny, tmp_path, cut_af
     rows = pq.read_table(cut).to_pylist()
     assert len(rows) == 40
     assert rows == pq.read_table(whole).to_pylist()
-    assert not part.exists()
+    new = sum(len(row["response_tokens"]) for row in rows if row["id"] not in kept)
+    assert f"\n{new:,} tokens, " in f"\n{result.stderr}"  # what was there is not generated again
+    assert {*tmp_path.iterdir()} == {source, whole, cut}
 
 
 def test_fresh_keeps_the_output_until_the_new_one_is_there(tiny, tmp_path, cut_after):
@@ -119,7 +125,8 @@ def test_fresh_keeps_the_output_until_the_new_one_is_there(tiny, tmp_path, cut_a
     before = out.read_text()
     assert command("nowhere", "--fresh").exit_code == 1
     assert out.read_text() == before
-    assert command(tiny).exit_code == 2  # the part file that this left does not make it go on
+    assert command(tiny).exit_code == 2  # and nothing is left that would make it go on
+    assert list(tmp_path.iterdir()) == [out]
 
     cut_after(2)
     assert command(tiny, "--seed", 1, "--fresh").exit_code == 130
@@ -214,7 +221,14 @@ def test_columns_that_parquet_has_no_type_for(tiny, tmp_path, suffix):
     else:
         found = pq.read_table(out).to_pylist()
         assert [json.loads(row["messages"]) for row in found] == CHATS
-        assert [(row["extra_info"], row["deep"]) for row in found] == [(None, {"level": 1, "none": [None]})] * 2
+        assert [(row["extra_info"], row["deep"]) for row in found] == [({}, rows[0]["deep"])] * 2
+
+
+def test_chats_of_one_form_are_lists_in_parquet(tiny, tmp_path):
+    source, out = tmp_path / "in.jsonl", tmp_path / "out.parquet"
+    source.write_text("".join(json.dumps({"messages": chat}) + "\n" for chat in CHATS[:1] * 2))
+    assert verl_command("generate", tiny, source, out, "--max-new-tokens", 2).exit_code == 0
+    assert pq.read_table(out)["messages"].to_pylist() == CHATS[:1] * 2
 
 
 def test_lines_end_at_newlines_only(tiny, tmp_path):
@@ -268,6 +282,7 @@ def test_what_was_begun_without_an_answer_does_not_bind(tiny, tmp_path):
     out = tmp_path / "out.jsonl"
     wrong = verl_command("generate", tiny, "-", out, "--engine", "embeded", text="a prompt\n")
     assert (wrong.exit_code, "did you mean 'embedded'?; or" in wrong.stderr) == (2, True)
+    assert not list(tmp_path.iterdir())
     result = verl_command("generate", tiny, "-", out, "--max-new-tokens", 3, text="another\n")
     assert result.exit_code == 0, result.output
     assert len(rows_of(out)) == 1
@@ -279,6 +294,7 @@ def test_two_do_not_write_one_file(tiny, tmp_path):
         fcntl.flock(part, fcntl.LOCK_EX)
         result = verl_command("generate", tiny, "-", out, text="a prompt\n")
     assert (result.exit_code, "another process" in result.stderr) == (2, True)
+    assert (tmp_path / "out.jsonl.part").exists()  # which is the other one's
 
 
 @pytest.mark.parametrize(
@@ -307,3 +323,4 @@ def test_wrong_arguments_are_told_before_a_model_is_loaded(tmp_path, monkeypatch
     result = verl_command("generate", "nowhere", prompts, tmp_path / out, "--top-p", top_p, text="a prompt\n")
     assert result.exit_code == code
     assert message in result.stderr
+    assert not list(tmp_path.rglob("*.part"))

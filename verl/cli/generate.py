@@ -12,20 +12,23 @@ import json
 import os
 import sys
 import time
+from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import closing, contextmanager
-from dataclasses import asdict
+from contextlib import contextmanager, suppress
+from dataclasses import asdict, dataclass, fields
+from io import BytesIO
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from verl.durable import append_lines, replace_file, try_lock
+from verl.durable import append_lines, clear_staging, parse_json, try_lock, write_atomic
 from verl.errors import ConfigError, DataError, RolloutError
 
 if TYPE_CHECKING:
     from verl.batch import Batch
-    from verl.rollout.base import Request, RolloutEngine
+    from verl.rollout.base import SamplingParams
+    from verl.rollout.options import SamplerOptions
 
 # Full batches of requests that the engine is given ahead, so that it never runs dry.
 _AHEAD = 4
@@ -79,12 +82,15 @@ def generate(
     from verl.data.prompts import load_prompts
     from verl.device import default_kind
     from verl.kernels.library_memory import limit_library_memory
-    from verl.rollout.base import Request, SamplingParams
+    from verl.rollout.base import SamplingParams
     from verl.rollout.choice import choose_engine
     from verl.rollout.options import RolloutOptions, SamplerOptions
 
     if system is not None and chat is False:
         raise ConfigError("--system starts a chat and --plain makes none: leave one of them out")
+    if out.suffix not in (".jsonl", ".parquet"):
+        raise ConfigError(f"{out}: the output must be .jsonl or .parquet")
+    _keep_apart(prompts, out)
     limit_library_memory()
     if engine == "auto":
         known = "bfloat16" if dtype == "auto" else dtype
@@ -97,29 +103,35 @@ def generate(
         min_p=min_p,
         stop=tuple(stop or ()),
     )
-    _keep_apart(prompts, out)
     form: dict[str, Any] = {"prompt_column": prompt_column, "system_prompt": system, "chat": chat}
     data = load_prompts(_source(prompts), **form, limit=limit)
     # A link such as runs/latest may lead to another model the next time.
-    given = {"model": os.path.realpath(model) if os.path.isdir(model) else model, "prompts": data.fingerprint(), **form}
-    given |= {"n": n, "seed": seed, "dtype": dtype, "engine": engine, **asdict(params)}
+    path = os.path.realpath(model) if os.path.isdir(model) else model
+    settings = {"model": path, "prompts": data.fingerprint(), **form, "n": n, "seed": seed, "dtype": dtype}
+    settings |= {"engine": engine, **asdict(params)}
     rows = {f"{row}/{sample}": row for row in range(len(data)) for sample in range(n)}
-    with closing(_Output(out, json.loads(json.dumps(given)), fresh)) as output:
-        if missing := [name for name in rows if name not in output.answers]:
+    with _part_file(out, settings, fresh) as part:
+        if missing := {name: row for name, row in rows.items() if name not in part.answers}:
             options = SamplerOptions(name=engine, max_num_seqs=max_num_seqs, kv_cache_gb=kv_cache_gb, seed=seed)
-            writer = _Writer(model, dtype, options)
-            tokens = writer.encode(data.batch)
-            requests = (Request(name, tokens[rows[name]], params) for name in missing)
-            for answer in _shown(writer.answers(requests), len(rows), len(rows) - len(missing)):
-                output.add(answer)
-        output.publish(rows, data.batch)
-    _tell(out, rows, output.answers)
+            new = _answers(model, dtype, options, data.batch, missing, params)
+            for answer in _shown(new, len(rows), len(rows) - len(missing)):
+                part.add(answer)
+        answers = [part.answers[name] for name in rows]
+        with _writing(out):
+            write_atomic(out, _content(out.suffix, data.batch.take([*rows.values()]), answers))
+    _tell(out, rows.values(), answers)
     typer.echo(out)
 
 
-def _is_file(path: Path) -> bool:
-    """Whether it is what the output may replace: neither a device, nor a link to one."""
-    return path.is_file() and not path.is_symlink()
+@dataclass(frozen=True)
+class _Answer:
+    """A response, or why there is none (`error`). Columns of the output."""
+
+    id: str
+    response: str | None
+    finish: str
+    response_tokens: list[int]
+    error: str | None = None
 
 
 def _keep_apart(prompts: str, out: Path) -> None:
@@ -145,71 +157,62 @@ def _source(prompts: str) -> Any:
     return lines
 
 
-def _tell(out: Path, rows: Mapping[str, int], answers: Mapping[str, Mapping[str, Any]]) -> None:
+def _tell(out: Path, rows: Iterable[int], answers: Sequence[_Answer]) -> None:
     """The last line.
 
     Raises:
         RolloutError: every prompt was refused.
     """
-    refused = {row: answers[name]["error"] for name, row in rows.items() if answers[name]["finish"] == "refused"}
-    there, prompts = sum(row not in refused for row in rows.values()), len(set(rows.values()))
-    note = f"; {len(refused)} of {prompts} prompts refused, see `error` in the output" if refused else ""
-    typer.echo(f"{there} of {len(rows)} responses are there{note}", err=True)
+    prompts = {row: answer.error for row, answer in zip(rows, answers, strict=True)}  # all its samples, or none
+    refused = [error for error in prompts.values() if error is not None]
+    there = sum(answer.error is None for answer in answers)
+    note = f"; {len(refused)} of {len(prompts)} prompts refused, see `error` in the output" if refused else ""
+    typer.echo(f"{there} of {len(answers)} responses are there{note}", err=True)
     if not there:
-        raise RolloutError(f"{out}: every prompt was refused, the first because {next(iter(refused.values()))}")
+        raise RolloutError(f"{out}: every prompt was refused, the first because {refused[0]}")
 
 
-class _Writer:
-    """A model and its engine, made only if a response is missing."""
+def _answers(
+    model: str, dtype: str, options: SamplerOptions, prompts: Batch, missing: Mapping[str, int], params: SamplingParams
+) -> Iterator[_Answer]:
+    """Responses as they finish.
 
-    def __init__(self, model: str, dtype: str, options: Any) -> None:
-        from verl.data.text import ResponseText
-        from verl.device import put
-        from verl.models.loading import eos_token_ids, load_model, load_tokenizer
-        from verl.models.packed import PackedModel
-        from verl.models.shards import model_shards
-        from verl.workers.actor import make_rollout_engine
+    Args:
+        missing: row of the prompt, by the name of the response.
+    """
+    from verl.data.text import ResponseText
+    from verl.data.tokenize import encode_prompts
+    from verl.device import put
+    from verl.models.loading import eos_token_ids, load_model, load_tokenizer
+    from verl.models.packed import PackedModel
+    from verl.models.shards import model_shards
+    from verl.rollout.base import Request
+    from verl.workers.actor import make_rollout_engine
 
-        loaded = put(load_model(model, dtype=dtype))
-        self.tokenizer = load_tokenizer(model)
-        ends = eos_token_ids(loaded, self.tokenizer)
-        self._decode = ResponseText(self.tokenizer, ends)
-        self.engine: RolloutEngine = make_rollout_engine(PackedModel(loaded), self.tokenizer, ends, options)
-        self.engine.load_shards(model_shards(loaded), 0)  # an engine with a copy of its own takes the weights so
-        self._ahead = _AHEAD * options.max_num_seqs
-
-    def encode(self, prompts: Batch) -> list[list[int]]:
-        from verl.data.tokenize import encode_prompts
-
-        return encode_prompts(self.tokenizer, prompts)
-
-    def answers(self, requests: Iterator[Request]) -> Iterator[dict[str, Any]]:
-        """A row for each request, as they finish."""
-        waiting = True
-        while waiting or self.engine.unfinished:
-            while waiting and self.engine.unfinished < self._ahead:
-                request = next(requests, None)
-                waiting = request is not None
-                if request is not None:
-                    try:
-                        self.engine.add(request)
-                    except RolloutError as error:
-                        yield _answer(request.id, None, "refused", [], str(error))
-            for sample in self.engine.step():
-                text = self._decode(sample.tokens) if sample.text is None else sample.text
-                yield _answer(sample.id, text, sample.finish, sample.tokens, None)
+    loaded, tokenizer = put(load_model(model, dtype=dtype)), load_tokenizer(model)
+    ends = eos_token_ids(loaded, tokenizer)
+    decode = ResponseText(tokenizer, ends)
+    engine = make_rollout_engine(PackedModel(loaded), tokenizer, ends, options)
+    engine.load_shards(model_shards(loaded), 0)  # an engine with a copy of its own takes the weights so
+    tokens, waiting = encode_prompts(tokenizer, prompts), deque(missing.items())
+    while waiting or engine.unfinished:
+        while waiting and engine.unfinished < _AHEAD * options.max_num_seqs:
+            name, row = waiting.popleft()
+            try:
+                engine.add(Request(name, tokens[row], params))
+            except RolloutError as error:
+                yield _Answer(name, None, "refused", [], str(error))
+        for sample in engine.step():
+            text = decode(sample.tokens) if sample.text is None else sample.text
+            yield _Answer(sample.id, text, sample.finish, sample.tokens)
 
 
-def _answer(name: str, text: str | None, finish: str, tokens: list[int], error: str | None) -> dict[str, Any]:
-    return {"id": name, "response": text, "finish": finish, "response_tokens": tokens, "error": error}
-
-
-def _shown(answers: Iterable[dict[str, Any]], total: int, done: int) -> Iterator[dict[str, Any]]:
+def _shown(answers: Iterable[_Answer], total: int, done: int) -> Iterator[_Answer]:
     """The answers as they come; prints progress every `_SHOW_EVERY` seconds, and the speed at the end."""
     start, tokens, shown = time.monotonic(), 0, time.monotonic()
     speed = ""
     for answer in answers:
-        tokens, done = tokens + len(answer["response_tokens"]), done + 1
+        tokens, done = tokens + len(answer.response_tokens), done + 1
         now = time.monotonic()
         speed = f"{tokens:,} tokens, {tokens / max(now - start, 1e-9):,.0f} tokens/s"
         if now > shown + _SHOW_EVERY:
@@ -219,93 +222,77 @@ def _shown(answers: Iterable[dict[str, Any]], total: int, done: int) -> Iterator
     typer.echo(speed, err=True)
 
 
-class _Output:
-    """The output file, and the answers that an earlier attempt left in its part file.
+@dataclass
+class _Part:
+    """`OUT.part`: a line with the settings, then one for each response, by name."""
 
-    No file is changed before the first answer, so that a wrong model cannot destroy an earlier output.
+    out: Path
+    path: Path
+    settings: dict[str, Any]
+    answers: dict[str, _Answer]
+
+    def add(self, answer: _Answer) -> None:
+        lines = json.dumps(asdict(answer)) + "\n"
+        with _writing(self.out):
+            if not self.answers:  # only now does it begin anew: a wrong model costs no earlier responses
+                os.truncate(self.path, 0)
+                lines = json.dumps(self.settings) + "\n" + lines
+            append_lines(self.path, lines)
+        self.answers[answer.id] = answer
+
+
+@contextmanager
+def _part_file(out: Path, settings: Mapping[str, Any], fresh: bool) -> Iterator[_Part]:
+    """The part file of an output, locked, with the responses of an earlier attempt unless `fresh`. It is removed at the
+    end; after an error only if it holds no response, and then the next attempt may have other settings.
 
     Raises:
-        ConfigError: the file is there, or was begun with other settings, or is of another kind, or cannot be written.
+        ConfigError: the output is there, or another process writes it; the part file was begun with other settings, or
+            cannot be written.
+        DataError: the part file is damaged.
     """
-
-    def __init__(self, out: Path, settings: Mapping[str, Any], fresh: bool) -> None:
-        if out.suffix not in (".jsonl", ".parquet"):
-            raise ConfigError(f"{out}: the output must be .jsonl or .parquet")
-        self._out, self._part = out, out.with_name(f"{out.name}.part")
-        self.answers: dict[str, dict[str, Any]] = {}
-        self._settings, self._fresh, self._begun = settings, fresh, False
-        if os.path.lexists(out) and not (_is_file(out) and (fresh or self._part.exists())):
-            raise self._is_there()
+    path = out.with_name(f"{out.name}.part")
+    with _writing(out):
+        out.parent.mkdir(parents=True, exist_ok=True)
+        clear_staging(out.parent)  # of a process that was killed while it wrote the output
+        file = path.open("a")
+    with file:
         with _writing(out):
-            out.parent.mkdir(parents=True, exist_ok=True)
-            self._file = self._part.open("a", buffering=1, encoding="utf-8")
+            if not try_lock(file):
+                raise ConfigError(f"{out} is being written by another process")
         try:
             with _writing(out):
-                if not try_lock(self._file):
-                    raise ConfigError(f"{out} is being written by another process")
-                self._go_on([] if fresh else self._whole_lines())
+                before, answers = ({}, {}) if fresh else _read_part(path)
+            can_replace = out.is_file() and not out.is_symlink()  # neither a device, nor a link to one
+            # What was begun with --fresh goes on without: the output that it replaces is still there.
+            if os.path.lexists(out) and not (can_replace and (fresh or before.get("fresh"))):
+                raise ConfigError(f"{out} is there: give another name{', or --fresh' if can_replace else ''}")
+            now = json.loads(json.dumps(settings))
+            other = [f"{key}={before.get(key)} (now {value})" for key, value in now.items() if before.get(key) != value]
+            if answers and other:
+                raise ConfigError(
+                    f"{path} was begun with {', '.join(other)}: give the same settings to go on, or --fresh"
+                )
+            yield _Part(out, path, {**now, "fresh": fresh}, answers)
         except BaseException:
-            self.close()
+            if not path.stat().st_size:
+                path.unlink()
             raise
+        path.unlink()
 
-    def _is_there(self) -> ConfigError:
-        return ConfigError(f"{self._out} is there: give another name{', or --fresh' if _is_file(self._out) else ''}")
 
-    def _go_on(self, lines: list[dict[str, Any]]) -> None:
-        self._begun = len(lines) > 1  # without an answer the settings may be others now
-        # What was begun with --fresh goes on without: the output that it replaces is still there.
-        if self._out.exists() and not (self._fresh or (self._begun and lines[0].get("fresh"))):
-            raise self._is_there()
-        if self._begun:
-            self._check(lines[0])
-            self.answers = {answer["id"]: answer for answer in lines[1:]}
-
-    def add(self, answer: dict[str, Any]) -> None:
-        with _writing(self._out):
-            if not self._begun:
-                os.truncate(self._part, 0)
-                self._file.write(json.dumps({**self._settings, "fresh": self._fresh}) + "\n")
-                self._begun = True
-            self._file.write(json.dumps(answer) + "\n")
-        self.answers[answer["id"]] = answer
-
-    def close(self) -> None:
-        """Release the lock on the output."""
-        with _writing(self._out):
-            self._file.close()
-
-    def publish(self, order: Mapping[str, int], prompts: Batch) -> None:
-        """Write the answers in this order, each behind its prompt's columns; the part file goes."""
-        columns = list(prompts.rows())
-        rows = [_merged(columns[row], self.answers[name]) for name, row in order.items()]
-        scratch = self._out.with_name(f"{self._out.name}.new")
-        with _writing(self._out):
-            try:
-                (_write_parquet if self._out.suffix == ".parquet" else _write_lines)(rows, scratch)
-                replace_file(scratch, self._out)
-            finally:  # half a file on a full disk would only take room
-                scratch.unlink(missing_ok=True)
-            self._part.unlink()
-
-    def _whole_lines(self) -> list[dict[str, Any]]:
-        """What was written before; a line that was cut off is cut away."""
-        append_lines(self._part, "")
-        try:
-            lines = [json.loads(line) for line in self._part.read_bytes().splitlines()]
-            for number, line in enumerate(lines):
-                if not isinstance(line, dict) or (number and not line.keys() >= {"id", "finish", "error"}):
-                    raise ValueError(f"line {number + 1} is none of this command's")
-        except (ValueError, RecursionError) as error:
-            raise DataError(f"{self._part} is damaged ({error}): start anew with --fresh") from error
-        return lines
-
-    def _check(self, before: Mapping[str, Any]) -> None:
-        now = self._settings.items()
-        other = [f"{key}={before.get(key)} (now {value})" for key, value in now if before.get(key) != value]
-        if other:
-            raise ConfigError(
-                f"{self._part} was begun with {', '.join(other)}: give the same settings to go on, or --fresh"
-            )
+def _read_part(path: Path) -> tuple[dict[str, Any], dict[str, _Answer]]:
+    """Settings and responses; a line that was cut off is cut away, and so are settings without a response."""
+    append_lines(path, "")
+    lines = path.read_bytes().splitlines()
+    try:
+        settings = parse_json(lines[0], dict[str, Any]) if lines else {}
+        answers = [parse_json(line, _Answer) for line in lines[1:]]
+    except ValueError as error:
+        raise DataError(f"{path} is damaged ({error}): start anew with --fresh") from error
+    if not answers:
+        os.truncate(path, 0)
+    return settings, {answer.id: answer for answer in answers}
 
 
 @contextmanager
@@ -317,30 +304,37 @@ def _writing(out: Path) -> Iterator[None]:
         raise ConfigError(f"{out} cannot be written: {error}; {later}") from error
 
 
-def _write_lines(rows: Sequence[Mapping[str, Any]], path: Path) -> None:
-    with path.open("w", encoding="utf-8") as file:
-        file.writelines(json.dumps(row, ensure_ascii=False, default=_as_text) + "\n" for row in rows)
+def _content(suffix: str, prompts: Batch, answers: Sequence[_Answer]) -> bytes:
+    """The output: columns of the prompts, then of their answers. One of the prompts that has an answer's name steps
+    aside."""
+    from verl.batch import Batch
+
+    columns = {field.name: [getattr(answer, field.name) for answer in answers] for field in fields(_Answer)}
+    names = [f"user.{name}" if name in columns else name for name in prompts.columns]
+    batch = Batch(prompts.table.rename_columns(names)).add(columns)
+    return _parquet(batch) if suffix == ".parquet" else _lines(batch)
 
 
-def _write_parquet(rows: Sequence[Mapping[str, Any]], path: Path) -> None:
+def _lines(batch: Batch) -> bytes:
+    rows = ({**row, "messages": json.loads(row["messages"])} if row.get("messages") else row for row in batch)
+    return "".join(json.dumps(row, ensure_ascii=False, default=_as_text) + "\n" for row in rows).encode()
+
+
+def _parquet(batch: Batch) -> bytes:
     import pyarrow as pa
     import pyarrow.parquet as pq
 
-    def column(values: list[Any]) -> pa.Array:
-        try:
-            return pa.array([_without_empty(value) for value in values])
-        except pa.ArrowException:  # chats whose contents are text here and parts there: no type of Parquet holds them
-            texts = [json.dumps(value, ensure_ascii=False, default=_as_text) for value in values]
-            return pa.array([None if value is None else text for value, text in zip(values, texts, strict=True)])
+    def content(table: pa.Table) -> bytes:
+        sink = BytesIO()
+        pq.write_table(table, sink)
+        return sink.getvalue()
 
-    pq.write_table(pa.table({name: column([row[name] for row in rows]) for name in rows[0]}), path)
-
-
-def _without_empty(value: Any) -> Any:
-    """Null for a mapping without keys, which Parquet has no form for."""
-    if isinstance(value, Mapping):
-        return {key: _without_empty(item) for key, item in value.items()} or None
-    return [_without_empty(item) for item in value] if isinstance(value, list) else value
+    if "messages" in batch:
+        chats = [text and json.loads(text) for text in batch["messages"]]
+        # Parquet has no type for contents that are text here and parts there, or a mapping without keys: JSON it stays.
+        with suppress(pa.ArrowException):
+            return content(batch.table.set_column(batch.columns.index("messages"), "messages", pa.array(chats)))
+    return content(batch.table)
 
 
 def _as_text(value: Any) -> str:
@@ -348,11 +342,3 @@ def _as_text(value: Any) -> str:
     if isinstance(value, bytes):
         return base64.b64encode(value).decode()
     return str(value.isoformat()) if hasattr(value, "isoformat") else str(value)
-
-
-def _merged(prompt: Mapping[str, Any], answer: Mapping[str, Any]) -> dict[str, Any]:
-    """A prompt's columns, then the answer; columns of the prompt that have an answer's name step aside."""
-    columns = {f"user.{key}" if key in answer else key: value for key, value in prompt.items()}
-    if columns.get("messages") is not None:
-        columns["messages"] = json.loads(columns["messages"])
-    return {**columns, **answer}
