@@ -118,16 +118,33 @@ def test_attention_has_the_arguments_of_torch() -> None:
         assert set(theirs) - set(names) == {"return_aux", "num_splits"}
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16], ids=["fp32", "fp64", "bf16"])
-@pytest.mark.parametrize(
-    ("heads", "kv_heads", "size"),
-    [(1, 1, 8), (3, 1, 33), (6, 2, 80), (9, 3, 64), (7, 1, 64), (8, 8, 40), (16, 2, 18), (12, 2, 128)],
-    ids=str,
-)
-@pytest.mark.parametrize("window", [None, 1, 20, 70])
-def test_attention_over_a_paged_cache(
-    dtype: torch.dtype, heads: int, kv_heads: int, size: int, window: int | None
-) -> None:
+DTYPES = {"fp32": torch.float32, "fp64": torch.float64, "bf16": torch.bfloat16}
+HEADS = [(1, 1, 8), (3, 1, 33), (6, 2, 80), (9, 3, 64), (7, 1, 64), (8, 8, 40), (16, 2, 18), (12, 2, 128)]
+WINDOWS = [None, 1, 20, 70]
+
+
+def cases(turn: int) -> list[tuple[str, tuple[int, int, int], int | None]]:
+    """A third of the product of types, heads and windows, in which every two values of two of them meet."""
+    return [
+        (list(DTYPES)[(i + j + turn) % len(DTYPES)], heads, window)
+        for i, heads in enumerate(HEADS)
+        for j, window in enumerate(WINDOWS)
+    ]
+
+
+@pytest.mark.parametrize(("dtype", "heads", "window"), cases(0), ids=str)
+def test_attention_over_a_paged_cache(dtype: str, heads: tuple[int, int, int], window: int | None) -> None:
+    compare_attention(DTYPES[dtype], *heads, window)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("turn", [1, 2])
+def test_attention_over_a_paged_cache_of_every_type(turn: int) -> None:
+    for dtype, heads, window in cases(turn):
+        compare_attention(DTYPES[dtype], *heads, window)
+
+
+def compare_attention(dtype: torch.dtype, heads: int, kv_heads: int, size: int, window: int | None) -> None:
     """A prompt read in two chunks, then responses of different lengths, one of them read as a chunk."""
     torch.manual_seed(0)
     prompt, own = list(range(10)), [[10 + i] for i in range(5)] + [[15, 16, 17]]

@@ -43,8 +43,15 @@ def plain_log_probs(model: PreTrainedModel, request: Request, sample: Sample) ->
     return logits.log_softmax(-1).gather(1, tokens[0, len(request.prompt_tokens) :, None])[:, 0]
 
 
-@pytest.mark.parametrize("compiled", [True, False], ids=["kernel", "torch"])
-@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float64, 1e-9), (torch.float32, 1e-4)], ids=["fp64", "fp32"])
+@pytest.mark.parametrize(
+    ("dtype", "tolerance", "compiled"),
+    [
+        pytest.param(torch.float64, 1e-9, True, id="fp64-kernel"),
+        pytest.param(torch.float64, 1e-9, False, id="fp64-torch"),
+        pytest.param(torch.float32, 1e-4, True, id="fp32-kernel"),
+        pytest.param(torch.float32, 1e-4, False, id="fp32-torch", marks=pytest.mark.slow),
+    ],
+)
 @pytest.mark.parametrize("kind", KINDS)
 def test_log_probs_are_those_of_a_plain_forward(
     make_model: MakeModel, kind: str, dtype: torch.dtype, tolerance: float, compiled: bool
@@ -109,9 +116,9 @@ def test_greedy_tokens_are_those_of_generate(make_model: MakeModel, kind: str) -
     ("kind", "invariant", "compiled"),
     [
         ("llama", False, True),
-        ("gpt2", False, True),
-        ("llama", True, True),
         ("mistral", True, True),
+        pytest.param("gpt2", False, True, marks=pytest.mark.slow),
+        pytest.param("llama", True, True, marks=pytest.mark.slow),
         pytest.param("mistral", True, False, marks=pytest.mark.slow),
     ],
 )
@@ -200,8 +207,17 @@ def test_the_hf_engine_generates_across_a_change_of_rotary_embeddings(make_model
         run(EmbeddedEngine(PackedModel(model), eos_token_ids=(), seed=9, kv_memory=4 << 20), requests)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
-@pytest.mark.parametrize("kind", ["llama", pytest.param("qwen2", marks=pytest.mark.slow), "mistral"])
+@pytest.mark.parametrize(
+    ("kind", "dtype"),
+    [
+        pytest.param("llama", torch.float32, id="llama-fp32"),
+        pytest.param("mistral", torch.bfloat16, id="mistral-bf16"),
+        pytest.param("llama", torch.bfloat16, id="llama-bf16", marks=pytest.mark.slow),
+        pytest.param("mistral", torch.float32, id="mistral-fp32", marks=pytest.mark.slow),
+        pytest.param("qwen2", torch.float32, id="qwen2-fp32", marks=pytest.mark.slow),
+        pytest.param("qwen2", torch.bfloat16, id="qwen2-bf16", marks=pytest.mark.slow),
+    ],
+)
 def test_batch_invariant_responses_do_not_depend_on_how_steps_are_divided(
     make_model: MakeModel, kind: str, dtype: torch.dtype
 ) -> None:

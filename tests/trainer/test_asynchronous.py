@@ -224,21 +224,18 @@ def test_every_process_of_the_cluster_pulls_the_weights_with_their_version(runni
     assert names == [shard.name for shard in shards] and sums == checksum(shards)
 
 
-def test_as_many_steps_as_there_are_batches(tiny: Path) -> None:
+def test_as_many_steps_as_there_are_batches(running: Recorder) -> None:
     batches = [["a", "b"], ["c", "d"], ["e", "f"]]
-    trainer = make(tiny)
-    try:
-        trainer.fit(iter(batches), 3)
-        assert (trainer.steps, len(set(trainer.trained)), trainer.schedule.untrained) == (3, 12, 0)
-        with pytest.raises(DataError, match="the batches of prompts ended after 3 steps"):
-            trainer.fit(iter([]), 1)
-        odd = iter([*batches[:2], ["g"]])
-        trainer.fit(odd, 2)  # what was taken ahead is told when a step wants it
-        with pytest.raises(ConfigError, match="a batch of 1 prompts came, batch_size is 2"):
-            trainer.fit(odd, 1)
-        trainer.fit(iter(batches), 1)
-    finally:
-        trainer.close()
+    steps, samples = running.steps + 3, len(running.trained) + 12
+    running.fit(iter(batches), 3)
+    assert (running.steps, len(set(running.trained)), running.schedule.untrained) == (steps, samples, 0)
+    with pytest.raises(DataError, match=f"the batches of prompts ended after {steps} steps"):
+        running.fit(iter([]), 1)
+    odd = iter([*batches[:2], ["g"]])
+    running.fit(odd, 2)  # what was taken ahead is told when a step wants it
+    with pytest.raises(ConfigError, match="a batch of 1 prompts came, batch_size is 2"):
+        running.fit(odd, 1)
+    running.fit(iter(batches[:1]), 1)
 
 
 def test_a_checkpoint_with_samples_on_their_way_is_not_taken_where_they_would_be_lost(
