@@ -1,25 +1,26 @@
 """`--search`: what it means, and what is refused."""
 
 import pytest
+from optuna.distributions import CategoricalDistribution, FloatDistribution, IntDistribution
 
 from verl.errors import ConfigError
-from verl.tune.space import Choice, Range, combinations, parse
+from verl.tune.space import combinations, parse
 
 
 def test_ranges_and_choices():
-    assert parse(["a.lr=1e-6..1e-4:log", "b=1..8", "c=.5..2", "d=-1..1"]) == (
-        Range("a.lr", 1e-6, 1e-4, log=True),
-        Range("b", 1, 8),
-        Range("c", 0.5, 2.0),
-        Range("d", -1, 1),
-    )
-    assert type(parse(["b=1..8"])[0].low) is int
-    assert type(parse(["b=1..8.0"])[0].low) is float
+    assert parse(["a.lr=1e-6..1e-4:log", "b=1..8", "c=.5..2", "d=-1..1", "e=1..8.0", "f=1..8:log"]) == {
+        "a.lr": FloatDistribution(1e-6, 1e-4, log=True),
+        "b": IntDistribution(1, 8),
+        "c": FloatDistribution(0.5, 2.0),
+        "d": IntDistribution(-1, 1),
+        "e": FloatDistribution(1.0, 8.0),
+        "f": IntDistribution(1, 8, log=True),
+    }
 
 
 def test_values_are_those_of_an_override_as_written():
-    (found,) = parse(["data.train=../a.jsonl, {task: sum, size: 3}, 'x, y', null, 1e-6"])
-    assert found == Choice("data.train", ("../a.jsonl", "{task: sum, size: 3}", "'x, y'", "null", "1e-6"))
+    values = ("../a.jsonl", "{task: sum, size: 3}", "'x, y'", "null", "1e-6")
+    assert parse([f"data.train={', '.join(values)}"]) == {"data.train": CategoricalDistribution(values)}
 
 
 @pytest.mark.parametrize(

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from optuna.trial import TrialState, create_trial
 
 from tests import forked
 from verl.config import load_config, to_yaml
@@ -20,8 +21,8 @@ from verl.durable import alive
 from verl.errors import ConfigError, VerlError
 from verl.tune import study as studies
 from verl.tune.report import rows, write_results
-from verl.tune.space import parse
-from verl.tune.study import Outcome, Search, tune
+from verl.tune.space import parse, suggest
+from verl.tune.study import Search, ended, tune
 from verl.tune.trial import TrialFailedError, UnknownMetricError, value_of
 
 LR = "actor_rollout_ref.actor.optim.lr"
@@ -120,14 +121,14 @@ def test_a_study_that_is_killed_goes_on_with_the_run_that_was_cut_off(recipe: Pa
 
     overrides = (held, "trainer.total_steps=4")
     search = replace(search_of(recipe, f"{LR}=1e-4..1e-2:log", trials=2), overrides=overrides)
-    before, first, both = tune(search)
-    assert before == {}
-    assert [trial.run.name[:9] for trial in first.values()] == ["trial-000"]
-    assert [trial.state for trial in both.values()] == ["finished", "finished"]
+    before, first, both = map(ended, tune(search))
+    assert before == []
+    assert [trial.user_attrs["run"][:9] for trial in first] == ["trial-000"]
+    assert [trial.state.name for trial in both] == ["COMPLETE", "COMPLETE"]
     attempts = {path.name[:9]: len(list((path / "logs").glob("*.log"))) for path in runs.glob("trial-*")}
     assert attempts == {"trial-000": 2, "trial-001": 1}
     assert "going on from step 2" in (run / "logs" / "002.log").read_text()
-    assert list(tune(search)) == [both]  # nothing is left to do
+    assert list(map(ended, tune(search))) == [both]  # nothing is left to do
 
 
 def lrs(search: Search, anew: bool) -> list[float]:
@@ -141,7 +142,7 @@ def lrs(search: Search, anew: bool) -> list[float]:
             again = studies._next(study, search)
             assert again is not None and again.number == trial.number
             trial = again
-        found.append(float(search.space[0].suggest(trial)))
+        found.append(float(suggest(trial, LR, search.space[LR])))
         study.tell(trial.number, -abs(found[-1] - 1e-3))
     return found
 
@@ -163,7 +164,7 @@ def test_more_trials_continue_a_study_and_a_small_space_is_tried_whole(recipe: P
     def numbers(asked: Search) -> list[int]:
         study, found = studies._open(asked), []
         while (trial := studies._next(study, asked)) is not None:
-            found.append(int(asked.space[0].suggest(trial)))
+            found.extend(int(suggest(trial, key, distribution)) for key, distribution in asked.space.items())
             study.tell(trial.number, 1.0)
         return found
 
@@ -200,7 +201,7 @@ def test_the_ends_of_a_range_are_checked_and_the_file_need_not_be_right_without(
 def test_a_directory_holds_one_study_and_one_process(recipe: Path) -> None:
     search = search_of(recipe, f"{LR}=1e-5..1e-1:log")
     going = tune(search)
-    assert next(going) == {}
+    assert ended(next(going)) == []
     with pytest.raises(ConfigError, match="another process works on the study"):
         next(tune(search))
     going.close()
@@ -211,7 +212,7 @@ def test_a_directory_holds_one_study_and_one_process(recipe: Path) -> None:
     with (search.out / "study.jsonl").open("a") as journal:
         journal.write('{"torn')
     (search.out / "study.jsonl.lock").symlink_to("study.jsonl")
-    assert next(tune(search)) == {}
+    assert ended(next(tune(search))) == []
 
 
 def test_without_the_library_the_extra_is_named(recipe: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -264,11 +265,11 @@ def test_a_run_below_the_median_is_stopped_and_has_saved(recipe: Path, monkeypat
         for step in range(1, 6):
             trial.report(1.0, step)  # more than the reward of an untrained model
         study.tell(trial, 1.0)
-    *_, ended = tune(search)
-    last = ended[5]
-    assert (last.state, last.reason) == ("pruned", "")
+    *_, study = tune(search)
+    last, run = study.trials[5], search.out / "runs" / study.trials[5].user_attrs["run"]
+    assert (last.state.name, [*last.user_attrs]) == ("PRUNED", ["run"])
     assert last.value is not None and 0 < last.value < 1
-    assert (last.run / "checkpoints" / "latest").exists() and not (last.run / "summary.json").exists()
+    assert (run / "checkpoints" / "latest").exists() and not (run / "summary.json").exists()
     assert "finishing this step and saving a checkpoint" in (search.out / "trial-005.log").read_text()
 
 
@@ -285,22 +286,23 @@ def test_a_misspelled_metric_ends_the_study_at_the_first_run(recipe: Path) -> No
 
 def test_trials_are_ranked_and_their_runs_are_on_one_page(recipe: Path) -> None:
     search = search_of(recipe, f"{LR}=1e-4..1e-2", direction="minimize")
-    runs = [search.out / "runs" / f"trial-00{number}" for number in range(4)]
-    ended = {
-        0: Outcome(0, {LR: "0.001"}, "finished", 2.0, "", runs[0]),
-        1: Outcome(1, {LR: "0.002"}, "failed", None, "<script>", runs[1]),
-        2: Outcome(2, {LR: "0.003"}, "finished", 1.0, "", runs[2]),
-        3: Outcome(3, {LR: "0.004"}, "pruned", 0.5, "", runs[3]),
-    }
     search.out.mkdir()
-    assert write_results(search, {1: ended[1]}) == (None, None)
-    for number in (0, 2, 3):
-        runs[number].mkdir(parents=True)
-        settings = search.settings(ended[number].values)
-        (runs[number] / "config.yaml").write_text(to_yaml(settings))
-        metrics(runs[number], [0.0, float(number)])
-    best, page = write_results(search, ended)
+    study = studies._open(search)
+    ends = ((0.002, "FAIL", None), (0.001, "COMPLETE", 2.0), (0.003, "COMPLETE", 1.0), (0.004, "PRUNED", 0.5))
+    for number, (lr, state, value) in enumerate(ends):
+        run = search.out / "runs" / f"trial-{number:03d}"
+        values, known = search.space, {"run": run.name}
+        study.add_trial(
+            create_trial(state=TrialState[state], value=value, params={LR: lr}, distributions=values, user_attrs=known)
+        )
+        if number == 0:
+            assert write_results(search, study) == (None, None)
+            continue
+        run.mkdir(parents=True)
+        (run / "config.yaml").write_text(to_yaml(search.settings({LR: str(lr)})))
+        metrics(run, [0.0, float(number)])
+    best, page = write_results(search, study)
     assert best is not None and load_config(best).actor_rollout_ref.actor.optim.lr == 0.003
-    assert [line[1] for line in rows(search, ended)] == ["0.003", "0.001", "0.004", "0.002"]
+    assert [line[1] for line in rows(search, study)] == ["0.003", "0.001", "0.004", "0.002"]
     assert page is not None
     assert all(f"lr={value}" in page.read_text() for value in ("0.001", "0.003", "0.004"))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import signal
 import sys
-from collections.abc import Mapping
+from collections.abc import Sequence
 from enum import Enum
 from pathlib import Path
 from types import FrameType
@@ -15,7 +15,7 @@ import typer
 from verl.errors import VerlError
 
 if TYPE_CHECKING:
-    from verl.tune.study import Outcome, Search
+    from optuna.trial import FrozenTrial
 
 
 class Direction(str, Enum):
@@ -56,30 +56,30 @@ def tune(
     $ verl tune recipe.yaml trainer.total_steps=30 --search actor_rollout_ref.rollout.n=4..16 --last 5 --prune --out DIR
     $ verl tune recipe.yaml --search algorithm.name=grpo,rloo --metric eval/accuracy --out runs/names
     """
-    from verl.tune.report import write_results
+    from verl.tune.report import columns, rows, write_results
     from verl.tune.space import parse
-    from verl.tune.study import Search, tune
+    from verl.tune.study import Search, ended, tune
 
+    searches = tuple(search or ())
     wanted = Search(
-        file, tuple(overrides or ()), parse(search or ()), metric, direction.value, trials, seed, out, prune, last
+        file, tuple(overrides or ()), parse(searches), metric, direction.value, trials, seed, out, prune, last
     )
     signal.signal(signal.SIGTERM, _leave)
     wanted.check()
-    for dimension in wanted.space:
-        typer.echo(str(dimension))
+    typer.echo(f"searched: {', '.join(searches)}")
     known: set[int] | None = None
-    ended: Mapping[int, Outcome] = {}
-    for ended in tune(wanted):
-        if known is None and ended:
-            typer.echo(f"{len(ended)} trials were there already")
-        for number in sorted(ended.keys() - (ended.keys() if known is None else known)):
-            _say(ended[number], wanted)
-        known = set(ended)
-        best, page = write_results(wanted, ended)
-    _print(wanted, ended)
+    for study in tune(wanted):
+        done = {trial.number: trial for trial in ended(study)}
+        if known is None and done:
+            typer.echo(f"{len(done)} trials were there already")
+        for number in done.keys() - (done.keys() if known is None else known):
+            _say(done[number], metric)
+        known = set(done)
+        best, page = write_results(wanted, study)
+    _print(f"{direction.value} {metric}", columns(wanted), rows(wanted, study))
     if best is None:
-        reason = ended[min(ended)].reason
-        raise VerlError(f"no trial finished; trial {min(ended)}: {reason} (the logs are in {out})")
+        reason = done[min(done)].user_attrs.get("reason")
+        raise VerlError(f"no trial finished; trial {min(done)}: {reason} (the logs are in {out})")
     typer.echo(f"report: {page}\nthe best settings: verl train {best}")
 
 
@@ -88,25 +88,23 @@ def _leave(number: int, frame: FrameType | None) -> None:
     sys.exit(128 + number)
 
 
-def _say(trial: Outcome, search: Search) -> None:
-    from verl.tune.report import short, shown
+def _say(trial: FrozenTrial, metric: str) -> None:
+    from verl.tune.report import STATES, short, shown
 
-    values = " ".join(f"{key}={short(value)}" for key, value in trial.values.items())
-    became = trial.reason if trial.state == "failed" else f"{search.metric} {shown(trial)}"
-    state = "" if trial.state == "finished" else f"{trial.state}: "
-    typer.secho(f"trial {trial.number}: {values}  {state}{became}", fg="red" if trial.state == "failed" else None)
+    values = " ".join(f"{key}={short(value)}" for key, value in trial.params.items())
+    state, reason = STATES[trial.state.name], trial.user_attrs.get("reason")
+    outcome = f"{'' if state == 'finished' else f'{state}: '}{reason or f'{metric} {shown(trial)}'}"
+    typer.secho(f"trial {trial.number}: {values}  {outcome}", fg="red" if state == "failed" else None)
 
 
-def _print(search: Search, ended: Mapping[int, Outcome]) -> None:
+def _print(title: str, columns: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
     from rich.console import Console
     from rich.table import Table
     from rich.text import Text
 
-    from verl.tune.report import columns, rows
-
-    table = Table(title=f"{search.direction} {search.metric}")
-    for name in columns(search):
+    table = Table(title=title)
+    for name in columns:
         table.add_column(Text(name))
-    for line in rows(search, ended):
-        table.add_row(*map(Text, line[:-1]), ended[int(line[0])].state)  # why it failed was said, and is in the report
+    for row in rows:
+        table.add_row(*map(Text, row))
     Console(soft_wrap=True).print(table)

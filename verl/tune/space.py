@@ -1,121 +1,92 @@
-"""What is searched: `KEY=LOW..HIGH`, `KEY=LOW..HIGH:log`, or `KEY=A,B,C`."""
+"""What is searched: `KEY=LOW..HIGH`, `KEY=LOW..HIGH:log`, or `KEY=A,B,C`, as distributions of Optuna."""
 
 from __future__ import annotations
 
 import itertools
+import math
 import re
-from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import yaml  # type: ignore[import-untyped]
 
 from verl.errors import ConfigError
+from verl.extras import load_extra
 
 if TYPE_CHECKING:
     from optuna import Trial
+    from optuna.distributions import BaseDistribution
+
+    #: Distribution of each key; the values of a categorical one are texts, as an override has them.
+    Space: TypeAlias = dict[str, BaseDistribution]
 
 _NUMBER = r"[-+]?(?:\d+\.?\d*|\.\d+)(?:[eE][-+]?\d+)?"
 _RANGE = re.compile(rf"({_NUMBER})\.\.({_NUMBER})(:log)?")
 HOW = "write LOW..HIGH, LOW..HIGH:log or A,B,C, such as actor_rollout_ref.actor.optim.lr=1e-6..1e-4:log"
 
 
-@dataclass(frozen=True)
-class Range:
-    """Numbers from low to high, both included; integers if both ends are written as such."""
-
-    key: str
-    low: float
-    high: float
-    log: bool = False
-
-    @property
-    def ends(self) -> tuple[str, ...]:
-        """What is checked before the first trial, as an override has it."""
-        return (repr(self.low), repr(self.high))
-
-    def suggest(self, trial: Trial) -> str:
-        if isinstance(self.low, int) and isinstance(self.high, int):
-            return repr(trial.suggest_int(self.key, self.low, self.high, log=self.log))
-        return repr(trial.suggest_float(self.key, self.low, self.high, log=self.log))
-
-    def __str__(self) -> str:
-        kind = "integers" if isinstance(self.low, int) else "numbers"
-        return f"{self.key}: {kind} from {self.low} to {self.high}{', by their logarithm' if self.log else ''}"
-
-
-@dataclass(frozen=True)
-class Choice:
-    """One of some values, each as an override has it."""
-
-    key: str
-    values: tuple[str, ...]
-
-    @property
-    def ends(self) -> tuple[str, ...]:
-        return self.values
-
-    def suggest(self, trial: Trial) -> str:
-        return trial.suggest_categorical(self.key, self.values)
-
-    def __str__(self) -> str:
-        return f"{self.key}: one of {', '.join(self.values)}"
-
-
-Dimension = Range | Choice
-
-
-def parse(searches: Sequence[str]) -> tuple[Dimension, ...]:
-    """The dimensions of `--search` options.
+def parse(searches: Sequence[str]) -> Space:
+    """The space of `--search` options. Numbers are integers if both ends are written as such.
 
     Raises:
-        ConfigError: one is no search, or two are of one key.
+        ConfigError: one is no search, or two are of one key; Optuna is not installed.
     """
     if not searches:
         raise ConfigError(f"verl tune: nothing to search: give --search KEY=VALUES; {HOW}")
-    found = tuple(map(_parse, searches))
-    keys = [dimension.key for dimension in found]
-    if twice := next((key for key in keys if keys.count(key) > 1), None):
-        raise ConfigError(f"--search {twice} is given twice: leave one out")
-    return found
+    space: Space = {}
+    for search in searches:
+        key, _, text = search.partition("=")
+        if not key or not text:
+            raise ConfigError(f"--search '{search}' is no search: {HOW}")
+        if key in space:
+            raise ConfigError(f"--search {key} is given twice: leave one out")
+        space[key] = _distribution(key, text)
+    return space
 
 
-def combinations(dimensions: Sequence[Dimension], most: int) -> list[dict[str, Any]]:
+def suggest(trial: Trial, key: str, distribution: Any) -> str:
+    """The trial's value, as an override has it."""
+    from optuna.distributions import CategoricalDistribution, IntDistribution
+
+    if isinstance(distribution, CategoricalDistribution):
+        return str(trial.suggest_categorical(key, distribution.choices))
+    propose = trial.suggest_int if isinstance(distribution, IntDistribution) else trial.suggest_float
+    return repr(propose(key, distribution.low, distribution.high, log=distribution.log))
+
+
+def ends(distribution: Any) -> tuple[str, ...]:
+    """What is checked before the first trial, as an override has it: both ends, or all values."""
+    return getattr(distribution, "choices", None) or (repr(distribution.low), repr(distribution.high))
+
+
+def combinations(space: Mapping[str, Any], most: int) -> list[dict[str, Any]]:
     """All settings of a space that has no more than `most`; none of a larger one."""
-    columns: list[Sequence[Any]] = []
-    size = 1
-    for dimension in dimensions:
-        if isinstance(dimension, Choice):
-            columns.append(dimension.values)
-        elif isinstance(dimension.low, int) and isinstance(dimension.high, int):
-            columns.append(range(dimension.low, dimension.high + 1))
-        else:
-            return []
-        size *= len(columns[-1])
-    if size > most:
+    values: Any = [getattr(d, "choices", None) or (d.step and range(d.low, d.high + 1)) for d in space.values()]
+    if None in values or math.prod(map(len, values)) > most:  # numbers that are no integers have no step
         return []
-    keys = [dimension.key for dimension in dimensions]
-    return [dict(zip(keys, values, strict=True)) for values in itertools.product(*columns)]
+    return [dict(zip(space, chosen, strict=True)) for chosen in itertools.product(*values)]
 
 
-def _parse(search: str) -> Dimension:
-    key, equals, text = search.partition("=")
-    if not equals or not key or not text:
-        raise ConfigError(f"--search '{search}' is no search: {HOW}")
+def _distribution(key: str, text: str) -> BaseDistribution:
+    load_extra("optuna", "tune", "verl tune")
+    from optuna.distributions import CategoricalDistribution, FloatDistribution, IntDistribution
+
     if match := _RANGE.fullmatch(text):
-        whole = all(re.fullmatch(r"[-+]?\d+", end) for end in match.groups()[:2])
-        low, high = (int(end) if whole else float(end) for end in match.groups()[:2])
+        is_whole = all(re.fullmatch(r"[-+]?\d+", end) for end in match.groups()[:2])
+        low, high = (float(end) for end in match.groups()[:2])
         if not low < high:
             raise ConfigError(f"--search {key}: {match[1]} must be below {match[2]}")
         if match[3] and low <= 0:
             raise ConfigError(f"--search {key}: a range by logarithm begins above 0, not at {match[1]}")
-        return Range(key, low, high, log=bool(match[3]))
+        if is_whole:
+            return IntDistribution(int(match[1]), int(match[2]), log=bool(match[3]))
+        return FloatDistribution(low, high, log=bool(match[3]))
     values = _values(key, text)
     if len(values) < 2:
         raise ConfigError(f"--search {key}: '{text}' is a single value: {HOW}; one value is an override, {key}={text}")
     if len(set(values)) < len(values):
         raise ConfigError(f"--search {key}: a value is there twice in '{text}'")
-    return Choice(key, values)
+    return CategoricalDistribution(values)
 
 
 def _values(key: str, text: str) -> tuple[str, ...]:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -16,13 +16,15 @@ from verl.errors import ConfigError, VerlError
 from verl.extras import load_extra
 from verl.trainer.check import check_settings
 from verl.trainer.run_dir import is_finished
-from verl.tune.space import Dimension, combinations
+from verl.tune.space import combinations, ends, suggest
 from verl.tune.trial import TrialFailedError, UnknownMetricError, points, run_trial, value_of
 
 if TYPE_CHECKING:
     from optuna import Study, Trial
+    from optuna.trial import FrozenTrial
 
-State = Literal["finished", "pruned", "failed"]
+    from verl.tune.space import Space
+
 #: Share of a run's steps in which no trial is pruned: the first steps say little.
 WARM_UP = 0.3
 
@@ -36,7 +38,7 @@ class Search:
 
     file: Path
     overrides: tuple[str, ...]
-    space: tuple[Dimension, ...]
+    space: Space
     metric: str
     direction: Literal["maximize", "minimize"]
     trials: int
@@ -46,7 +48,7 @@ class Search:
     last: int = 1
 
     def settings(self, values: dict[str, str]) -> Config:
-        """The settings of the file with searched values."""
+        """The settings of the file with searched values, as overrides have them."""
         return load_config(self.file, self._overrides(values))
 
     def command(self, number: int, values: dict[str, str]) -> tuple[list[str], Path]:
@@ -62,50 +64,38 @@ class Search:
         Raises:
             ConfigError: a key is unknown, or a run would refuse a value.
         """
-        first = {dimension.key: dimension.ends[0] for dimension in self.space}
-        for dimension in self.space:
-            for end in dimension.ends:
+        for key, distribution in self.space.items():
+            for end in ends(distribution):
                 try:
-                    check_settings(self.settings({**first, dimension.key: end}))
+                    check_settings(self.settings({**self.first_values, key: end}))
                 except VerlError as error:
-                    raise ConfigError(f"--search {dimension.key}: {end} is refused: {error}") from error
+                    raise ConfigError(f"--search {key}: {end} is refused: {error}") from error
+
+    @property
+    def first_values(self) -> dict[str, str]:
+        return {key: ends(distribution)[0] for key, distribution in self.space.items()}
 
     def identity(self) -> dict[str, Any]:
         """What a study that goes on must have in common with the one that began."""
-        first = {dimension.key: dimension.ends[0] for dimension in self.space}
         return {
-            "search": [str(dimension) for dimension in self.space],
+            "search": {key: repr(distribution) for key, distribution in self.space.items()},
             "metric": f"{self.metric} ({self.direction}, mean of the last {self.last})",
             "seed": self.seed,
-            "settings": to_yaml(self.settings(first)),
+            "settings": to_yaml(self.settings(self.first_values)),
         }
 
     def _overrides(self, values: dict[str, str]) -> list[str]:
         return [*self.overrides, *(f"{key}={value}" for key, value in values.items())]
 
 
-@dataclass(frozen=True)
-class Outcome:
-    """What became of a trial.
-
-    value: of a finished one, and the last that was seen of a pruned one.
-    reason: why it failed.
-    """
-
-    number: int
-    values: dict[str, str]
-    state: State
-    value: float | None
-    reason: str
-    run: Path
-
-
 def name_of(number: int) -> str:
     return f"trial-{number:03d}"
 
 
-def tune(search: Search) -> Iterator[dict[int, Outcome]]:
-    """Run what is missing of a study; yields all trials that have ended, by number, at first and whenever one more has.
+def tune(search: Search) -> Iterator[Study]:
+    """Run what is missing of a study; yields it at first and whenever one more trial has ended.
+
+    A trial's attribute `run` is the name of its run, `reason` why it failed.
 
     Raises:
         ConfigError: the directory holds another study, or another process works on it; Optuna is not installed.
@@ -113,10 +103,22 @@ def tune(search: Search) -> Iterator[dict[int, Outcome]]:
     """
     with _locked(search.out):
         study = _open(search)
-        yield _ended(study, search)
+        yield study
         while (trial := _next(study, search)) is not None:
             _run(study, trial, search)
-            yield _ended(study, search)
+            yield study
+
+
+def ended(study: Study) -> list[FrozenTrial]:
+    """The trials that have ended, by number."""
+    return [trial for trial in study.trials if trial.state.is_finished()]
+
+
+def best_of(study: Study) -> FrozenTrial | None:
+    """The best of the finished trials; the earliest of equals."""
+    with suppress(ValueError):
+        return study.best_trial
+    return None
 
 
 def _open(search: Search) -> Study:
@@ -133,7 +135,7 @@ def _open(search: Search) -> Study:
         storage = JournalStorage(JournalFileBackend(str(journal)))
     except (OSError, ValueError) as error:
         raise ConfigError(f"{journal} cannot be used: {error}; choose another --out") from None
-    steps = search.settings({d.key: d.ends[0] for d in search.space}).trainer.total_steps
+    steps = search.settings(search.first_values).trainer.total_steps
     study: Study = optuna.create_study(
         study_name="verl",
         storage=storage,
@@ -149,30 +151,6 @@ def _open(search: Search) -> Study:
     for values in combinations(search.space, search.trials):
         study.enqueue_trial(values, skip_if_exists=True)
     return study
-
-
-def _ended(study: Study, search: Search) -> dict[int, Outcome]:
-    """The trials that have ended, by number."""
-    states: dict[str, State] = {"COMPLETE": "finished", "PRUNED": "pruned", "FAIL": "failed"}
-    return {
-        trial.number: Outcome(
-            trial.number,
-            {key: value if isinstance(value, str) else repr(value) for key, value in trial.params.items()},
-            states[trial.state.name],
-            trial.value,
-            str(trial.user_attrs.get("reason", "")),
-            search.out / "runs" / str(trial.user_attrs.get("run", "")),
-        )
-        for trial in study.trials
-        if trial.state.name in states
-    }
-
-
-def best_of(ended: Mapping[int, Outcome], search: Search) -> Outcome | None:
-    """The best of the finished trials; the earliest of equals."""
-    sign = 1 if search.direction == "maximize" else -1
-    finished = [trial for trial in ended.values() if trial.state == "finished" and trial.value is not None]
-    return max(finished, key=lambda trial: (sign * (trial.value or 0.0), -trial.number), default=None)
 
 
 def _next(study: Study, search: Search) -> Trial | None:
@@ -196,21 +174,21 @@ def _run(study: Study, trial: Trial, search: Search) -> None:
     """Run a trial, or on with one that was cut off, and note what became of it."""
     from optuna.trial import TrialState
 
-    values = {dimension.key: dimension.suggest(trial) for dimension in search.space}
+    values = {key: suggest(trial, key, distribution) for key, distribution in search.space.items()}
     try:
         command, run = search.command(trial.number, values)
         trial.set_user_attr("run", run.name)
+        is_hopeless = _pruning(study, trial, run, search) if search.prune else None
+        log = search.out / f"{name_of(trial.number)}.log"
         steps = search.settings(values).trainer.total_steps
-        if not is_finished(run, steps):
-            log = search.out / f"{name_of(trial.number)}.log"
-            if run_trial(command, log, _pruning(study, trial, run, search) if search.prune else None) == "stopped":
-                study.tell(trial, state=TrialState.PRUNED)
-                return
-        study.tell(trial, value_of(run, search.metric, search.last))
+        if is_finished(run, steps) or run_trial(command, log, is_hopeless):
+            study.tell(trial, value_of(run, search.metric, search.last))
+        else:
+            study.tell(trial, state=TrialState.PRUNED)
     except (TrialFailedError, ConfigError) as error:
         trial.set_user_attr("reason", str(error))
         study.tell(trial, state=TrialState.FAIL)
-        if isinstance(error, UnknownMetricError) and best_of(_ended(study, search), search) is None:
+        if isinstance(error, UnknownMetricError) and best_of(study) is None:
             raise VerlError(f"trial {trial.number}: {error}; begin again with another --out") from None
 
 

@@ -10,7 +10,6 @@ import sys
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Literal
 
 from verl.errors import nearest
 from verl.trainer.report import is_number, read_rows
@@ -18,7 +17,6 @@ from verl.trainer.report import is_number, read_rows
 #: Seconds between two looks at the records of a run, and those a run has to save when it is stopped.
 LOOK, SAVE = 1.0, 300.0
 Points = list[tuple[int, float]]
-Ended = Literal["finished", "stopped"]
 
 
 class TrialFailedError(Exception):
@@ -29,8 +27,8 @@ class UnknownMetricError(TrialFailedError):
     """The run finished, and no record of it has the metric."""
 
 
-def run_trial(command: Sequence[str], log: Path, is_hopeless: Callable[[], bool] | None = None) -> Ended:
-    """Run `verl train` with `command` behind it to its end.
+def run_trial(command: Sequence[str], log: Path, is_hopeless: Callable[[], bool] | None = None) -> bool:
+    """Run `verl train` with `command` behind it to its end; False: it was stopped before.
 
     Args:
         log: gets what it prints.
@@ -55,11 +53,9 @@ def run_trial(command: Sequence[str], log: Path, is_hopeless: Callable[[], bool]
             code = _wait(process, is_hopeless)
         finally:
             _stop(process)
-    if code is None:
-        return "stopped"
     if code:
         raise TrialFailedError(_reason(code, log, begin))
-    return "finished"
+    return code == 0
 
 
 def points(run: Path, metric: str) -> Points:
