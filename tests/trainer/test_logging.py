@@ -333,12 +333,14 @@ def test_default_directory_of_a_trainer(tiny: Path, tmp_path: Path, monkeypatch:
     assert log(None) != run
 
 
-def test_a_second_run_is_not_logged_into_the_directory_of_the_first(tiny: Path, tmp_path: Path) -> None:
-    asked: list[int] = []
-
+def test_a_second_run_sets_the_log_of_the_first_aside(
+    tiny: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     def reward(texts: list[str]) -> list[float]:
-        asked.append(len(texts))
         return [float(len(set(text))) for text in texts]
+
+    def steps(folder: Path) -> list[int]:
+        return [json.loads(row)["step"] for row in (folder / "metrics.jsonl").read_text().splitlines()]
 
     def trainer() -> verl.Trainer:
         actor = verl.Actor(str(tiny), sampling=verl.SamplingParams(max_new_tokens=4))
@@ -348,16 +350,16 @@ def test_a_second_run_is_not_logged_into_the_directory_of_the_first(tiny: Path, 
     first = trainer()
     assert first.resume() is None
     first.fit([["ab"]], 1)
-    scored = len(asked)
-    for call in (lambda: trainer().step(["ab"]), lambda: trainer().fit([["ab"]], 1)):
-        with pytest.raises(ConfigError, match=r"log_dir=.*holds the metrics of another run"):
-            call()
-    assert len(asked) == scored
     second = trainer()
     assert second.resume() == 1
     second.step(["cd"])
-    rows = (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()
-    assert [json.loads(row)["step"] for row in rows] == [1, 2]
+    run = tmp_path / "run"
+    assert steps(run) == [1, 2] and not (run / "earlier-1").exists()  # one run, which went on
+    for number in (1, 2):
+        trainer().step(["ab"])
+        assert steps(run) == [1] and steps(run / "earlier-1") == [1, 2]
+        assert (run / f"earlier-{number}" / "tensorboard").is_dir() and (run / "tensorboard").is_dir()
+        assert f"which is in {run / f'earlier-{number}'} from now on" in caplog.text
 
 
 @pytest.fixture

@@ -38,6 +38,8 @@ Hook = Callable[[int, dict[str, Any]], None]
 EXTRAS = ("wandb", "trackio", "mlflow")
 SINKS = ("console", "tensorboard", *EXTRAS)
 _METRICS = "metrics.jsonl"
+#: What is logged in a directory.
+_FILES = (_METRICS, "completions", "tensorboard")
 #: Of the trainers of this process: two that are made in one second have a directory each.
 _numbers_of_runs = itertools.count()
 
@@ -323,14 +325,18 @@ def run_directory(log_dir: str | Path | bool | None, name: str) -> Path | None:
     return Path(log_dir)
 
 
-def check_unused(directory: Path) -> None:
-    """Raises ConfigError for a directory that has the metrics of another run: both would be one curve."""
+def set_aside(directory: Path) -> None:
+    """Move what another run has logged in a directory into a folder `earlier-N` there: both would draw one curve."""
     file = directory / _METRICS
-    if file.is_file() and file.stat().st_size:
-        raise ConfigError(
-            f"log_dir={directory} holds the metrics of another run, and both would draw one curve: name another "
-            f"directory, remove that one, or go on from its checkpoint (resume(), load_checkpoint(path))"
-        )
+    if not file.is_file() or not file.stat().st_size:
+        return
+    numbers = itertools.count(1)
+    folder = next(name for number in numbers if not (name := directory / f"earlier-{number}").exists())
+    folder.mkdir()
+    for name in _FILES:
+        if (directory / name).exists():
+            (directory / name).rename(folder / name)
+    logger.warning("%s has the log of another run, which is in %s from now on", directory, folder)
 
 
 def _library(name: str) -> Any:

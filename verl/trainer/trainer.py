@@ -52,7 +52,7 @@ from verl.trainer.evaluation import Evaluation, HeldOut, Metrics, named_metrics,
 from verl.trainer.experience import Experience
 from verl.trainer.guard import Guards, SafetyGuard
 from verl.trainer.learning import Learning, of_task, skipped_roles
-from verl.trainer.logging import Logger, check_unused, open_logger, run_directory
+from verl.trainer.logging import Logger, open_logger, run_directory, set_aside
 from verl.trainer.metrics import Metric, MetricFn, add_metrics
 from verl.trainer.mixture import Mixture, TaskScheduler
 from verl.trainer.outcome import check_finite, check_learned
@@ -92,8 +92,8 @@ class Trainer:
         max_resamples: further rollouts in one step for prompts whose samples the algorithm rejects.
         max_skipped_updates: updates in a row that may be skipped for non-finite numbers before the run ends.
         max_failed_episodes: share of the latest 256 samples, once there are 64, whose episode may fail before it ends.
-        log_dir: where TensorBoard events and `metrics.jsonl` go; None: `runs/<algorithm>-<time>`; False: nowhere. One
-            that holds another run's is refused before the first step, unless this run goes on from a checkpoint.
+        log_dir: where TensorBoard events and `metrics.jsonl` go; None: `runs/<algorithm>-<time>`; False: nowhere. What
+            another run logged there is moved into `earlier-1` (or -2, ...), unless this one goes on from a checkpoint.
         on_log_hook: `fn(step, record)` gets every log record.
         checkpoint_dir, save_every: automatic checkpoints, by both together: every so many steps and at the end of
             `fit`. A failed save is a warning, at the end of `fit` an error. Ctrl-C and SIGTERM then end `fit` with one.
@@ -286,7 +286,7 @@ class Trainer:
     def logger(self) -> Logger:
         if self._logger is None:
             if self.log_dir is not None and not self._goes_on:
-                check_unused(self.log_dir)
+                set_aside(self.log_dir)
             self.use_logger(open_logger(self.log_dir, run_id=self.log_dir.name if self.log_dir else ""))
         assert self._logger is not None
         return self._logger
