@@ -14,12 +14,12 @@ import grpc
 import pytest
 
 from tests.sockets import LOOPBACK, family, listeners
-from verl import cluster
+from verl import ray_session as cluster
 from verl.controller.rewards import RewardPool
 from verl.errors import ClusterError, ConfigError
 
 NEVER = "127.0.0.1:1"
-JOIN = "from verl.cluster import connect\nconnect()"
+JOIN = "from verl.ray_session import connect\nconnect()"
 
 
 class Head(grpc.GenericRpcHandler):

@@ -13,10 +13,10 @@ from verl.batch import Batch
 from verl.dataflow.executor import run_graph
 from verl.dataflow.graph import Graph, Node
 from verl.errors import RewardError, TrainingError
-from verl.rewards.loading import load_function
 from verl.rollout.tools import Tool
 from verl.trainer.logging import Logger
 from verl.user_code import describe
+from verl.user_functions import load_function
 
 CODE = """
 import json

@@ -7,9 +7,9 @@ import os
 import sys
 from pathlib import Path
 
-from verl.controller.ranks import is_driver, torchrun_ranks, who
 from verl.durable import LineFile
 from verl.errors import ConfigError, nearest
+from verl.ranks import is_driver, torchrun_ranks, who
 from verl.user_code import DETAIL
 from verl.visible import visible
 

@@ -12,7 +12,8 @@ from pathlib import Path
 import pytest
 from ray._private.accelerators import NvidiaGPUAcceleratorManager
 
-from verl import cluster, device
+from verl import device
+from verl import ray_session as cluster
 from verl.controller import pool
 from verl.controller.controller import Controller
 from verl.controller.local import LocalGroup

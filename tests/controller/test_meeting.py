@@ -9,8 +9,8 @@ import pytest
 
 from verl.controller import meeting
 from verl.controller.meeting import meet
-from verl.controller.ranks import is_driver, rank_here, torchrun_ranks
 from verl.errors import ClusterError, ConfigError
+from verl.ranks import is_driver, rank_here, torchrun_ranks
 
 
 @pytest.fixture

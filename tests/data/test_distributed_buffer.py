@@ -7,9 +7,9 @@ from typing import Any
 import pytest
 
 from verl.batch import Batch
-from verl.cluster import connect
 from verl.data.buffers import Buffer, make_buffer
 from verl.errors import ConfigError, DataError
+from verl.ray_session import connect
 
 ray = pytest.importorskip("ray")
 

@@ -20,8 +20,8 @@ import torch
 
 import verl
 from verl.controller.controller import Controller
-from verl.controller.ranks import rank_here
 from verl.errors import VerlError
+from verl.ranks import rank_here
 
 DEADLINE = 8.0
 #: Where a phase is on a rank: module, class, method, and the call of it in which the rank stops.

@@ -20,9 +20,9 @@ import torch
 import verl
 from tests import ranks
 from verl.batch import Batch
-from verl.cluster import connect
 from verl.controller import pool
 from verl.errors import CheckpointError, ClusterError, ConfigError, DataError, RolloutError
+from verl.ray_session import connect
 from verl.rollout.base import SamplingParams
 from verl.shard import checksum
 from verl.trainer.asynchronous import AsyncTrainer

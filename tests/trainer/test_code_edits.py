@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 
+from verl import user_functions as loading
 from verl.errors import ConfigError
-from verl.rewards import loading
-from verl.rewards.loading import load_function, user_files
 from verl.trainer.run_dir import Run, open_run
+from verl.user_functions import load_function, user_files
 
 
 @pytest.fixture(autouse=True)

@@ -16,11 +16,11 @@ import pytest
 import torch
 
 from tests import forked
+from verl import user_functions as loading
 from verl.algorithms import registry
 from verl.batch import Batch
 from verl.config import build_config
 from verl.errors import CheckpointError, ConfigError, DataError, ModelError, RewardError
-from verl.rewards import loading
 from verl.trainer.check import check_settings
 from verl.trainer.checkpoint import load_checkpoint
 from verl.trainer.run import train

@@ -14,9 +14,10 @@ from tests.training.cases import make_engine
 from tests.training.test_waits import watch
 from tests.varlen import varlen_attn
 from tests.waits import unwatched
-from verl.models import ordered_sums, varlen
+from verl import ordered_sums
+from verl.models import varlen
 from verl.models.heads import ValueModel
-from verl.models.ordered_sums import add_rows, sum_rows, take_rows
+from verl.ordered_sums import add_rows, sum_rows, take_rows
 from verl.workers.update import UpdatePart, UpdatePlan, run_updates
 
 #: CUDA adds by atomics in these; in `index_put` with `accumulate` it does not.

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from verl.errors import ConfigError, nearest
-from verl.models.ordered_sums import sum_rows
+from verl.ordered_sums import sum_rows
 
 AggregationMode: TypeAlias = Literal[
     "token-mean", "token-sum", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm"

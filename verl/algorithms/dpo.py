@@ -37,7 +37,7 @@ from verl.algorithms.registry import register_algorithm
 from verl.algorithms.responses import Responses
 from verl.batch import Batch
 from verl.errors import ConfigError
-from verl.models.ordered_sums import sum_rows
+from verl.ordered_sums import sum_rows
 from verl.record import Positive
 
 #: Loss of a pair from a and b `[G]`, of those without options.

@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 from verl.algorithms.base import BaseAlgorithm
 from verl.errors import ConfigError, nearest
 from verl.names import give_name
-from verl.rewards.loading import load_function
+from verl.user_functions import load_function
 
 #: What a trainer or a run uses when nobody said.
 DEFAULT_ALGORITHM = "grpo"

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from verl.batch import Batch
 from verl.errors import DataError
-from verl.models.ordered_sums import sum_rows
+from verl.ordered_sums import sum_rows
 
 
 class Responses:

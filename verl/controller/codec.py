@@ -24,10 +24,10 @@ from pydantic import BaseModel
 import verl.errors
 from verl.algorithms.base import BaseAlgorithm
 from verl.batch import Batch
-from verl.controller.ranks import registry, who
 from verl.errors import ClusterError, ConfigError
 from verl.models.portable import PortableModel
-from verl.rewards.loading import load_function, user_modules
+from verl.ranks import registry, who
+from verl.user_functions import load_function, user_modules
 
 _PLAIN: tuple[Any, ...] = (bool, int, float, str)
 

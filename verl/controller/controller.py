@@ -12,13 +12,13 @@ from verl.combinations import MAKE, check
 from verl.controller.group import Job, RankGroup, Workers
 from verl.controller.local import LocalGroup
 from verl.controller.placement import DeviceMesh, ResourcePool
-from verl.controller.ranks import local_ranks, torchrun_ranks
 from verl.controller.world import TIMEOUT, RoleMeshes
 from verl.device import claim, count, default_kind
 from verl.errors import ConfigError
 from verl.hybrid.meshes import generation_mesh
 from verl.layout import Layout, Mesh
 from verl.models.lora import shape_of
+from verl.ranks import local_ranks, torchrun_ranks
 from verl.record import Seconds
 from verl.rollout.options import SamplerOptions
 from verl.training.options import TrainOptions, check_training, layout_of

@@ -14,8 +14,8 @@ from functools import partial
 from typing import Any
 
 from verl.controller.group import STREAMS, noted
-from verl.controller.ranks import who
 from verl.controller.world import RoleMeshes, World
+from verl.ranks import who
 from verl.workers.place import dispatch_of
 
 logger = logging.getLogger(__name__)

@@ -23,15 +23,15 @@ from ray.util.placement_group import PlacementGroup, placement_group, remove_pla
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from verl.batch import Batch
-from verl.cluster import START_DEADLINE, connect
 from verl.controller.group import GRACE, NO_ANSWER, SPLIT_BY, Call, died, raise_cause, split_rows, stalled
 from verl.controller.placement import Device, DeviceMesh
 from verl.controller.rank_worker import Order
 from verl.controller.ray_rank import Part, RayRank, Stream, WorkerError
 from verl.controller.world import RoleMeshes
 from verl.errors import BrokenCollectiveError, ClusterError, ConfigError
-from verl.rewards.loading import user_modules
+from verl.ray_session import START_DEADLINE, connect
 from verl.shard import bunched
+from verl.user_functions import user_modules
 
 _LEAST_CPUS = 0.02
 # Batches that may be in the object store: a bound for who holds on to more of them.

@@ -20,9 +20,9 @@ import ray
 
 from verl.batch import Batch
 from verl.controller.rank_worker import Order, RankWorker, stacks
-from verl.controller.ranks import registry, who
 from verl.controller.world import RoleMeshes, World
 from verl.errors import ClusterError
+from verl.ranks import registry, who
 from verl.shard import Shard, bunched
 
 logger = logging.getLogger(__name__)

@@ -16,13 +16,13 @@ from pathlib import Path
 from typing import Any
 
 from verl.checked import checked
-from verl.cluster import START_DEADLINE, import_ray
 from verl.controller.pool import Pool, Worker, kill
 from verl.errors import ClusterError, ConfigError, RewardError
+from verl.ray_session import START_DEADLINE, import_ray
 from verl.record import Processes
 from verl.rewards.calls import Slots
-from verl.rewards.loading import digest, split_spec, user_modules
 from verl.rewards.scores import Score, failure
+from verl.user_functions import digest, split_spec, user_modules
 from verl.workers.scorer import Scorer
 
 #: Calls that may stand in the queue.

@@ -9,9 +9,9 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
-from verl.cluster import START_DEADLINE, connect
 from verl.controller.pool import Pool, Worker
 from verl.errors import ClusterError, ConfigError, RolloutError, nearest
+from verl.ray_session import START_DEADLINE, connect
 from verl.shard import Shard, bunched
 from verl.workers.standalone import EngineRecipe, Finished, StandaloneWorker, Weights
 

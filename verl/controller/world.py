@@ -13,9 +13,9 @@ import torch
 import torch.distributed as dist
 
 from verl.controller.meeting import joining, meet
-from verl.controller.ranks import who
 from verl.errors import BrokenCollectiveError
 from verl.layout import Mesh
+from verl.ranks import who
 from verl.workers.place import ROLE, WEIGHTS, Place
 
 #: Seconds that ranks wait for each other when nothing else is set.

@@ -11,9 +11,9 @@ from typing import Any
 
 from verl.batch import Batch
 from verl.checked import checked
-from verl.cluster import connect
 from verl.data.buffers import Capacity, check_saved, no_room
 from verl.errors import ClusterError, DataError
+from verl.ray_session import connect
 
 #: Seconds that the ledger's actor or the samples of a node may take to answer.
 DEADLINE = 60.0

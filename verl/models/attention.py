@@ -24,7 +24,7 @@ from torch.autograd.function import once_differentiable
 from torch.nn.functional import scaled_dot_product_attention
 
 from verl.models.compiled import VECTOR, layer_kernels
-from verl.models.ordered_sums import add_rows
+from verl.ordered_sums import add_rows
 
 if TYPE_CHECKING:
     from verl.kernels.interface import Kernels

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from verl.models.ordered_sums import sum_rows
+from verl.ordered_sums import sum_rows
 
 
 class GradientSum(Protocol):

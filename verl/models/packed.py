@@ -31,9 +31,9 @@ from verl.layout import count_of
 from verl.models.blank import sample
 from verl.models.llama import AttentionRecorder, FusedLayers
 from verl.models.log_probs import token_log_probs
-from verl.models.ordered_sums import take_rows
 from verl.models.segments import Packed, PaddedRows, pack_rows
 from verl.models.shards import named_weights
+from verl.ordered_sums import take_rows
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel

@@ -19,11 +19,11 @@ from verl.record import Count, Portion, Retries, Seconds
 from verl.rewards.calls import Caller, ThreadCaller
 from verl.rewards.failures import Failures
 from verl.rewards.forms import has_value, name_of, recognise, user_columns
-from verl.rewards.loading import load_function, split_spec
 from verl.rewards.processes import ProcessCaller, can_travel
 from verl.rewards.scores import Score, failure
 from verl.rewards.source import RewardResult
 from verl.user_code import show_once
+from verl.user_functions import load_function, split_spec
 
 logger = logging.getLogger(__name__)
 

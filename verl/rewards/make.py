@@ -15,10 +15,10 @@ from verl.errors import ConfigError, nearest
 from verl.keywords import takes
 from verl.rewards.composite import CompositeReward
 from verl.rewards.functions import OnFailure
-from verl.rewards.loading import split_spec
 from verl.rewards.registry import registered
 from verl.rewards.smoothing import Smoothed
 from verl.rewards.source import RewardSource, source_of
+from verl.user_functions import split_spec
 
 
 def make_reward(source: Any, **options: Any) -> RewardSource:

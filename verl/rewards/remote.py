@@ -21,13 +21,13 @@ from verl.checked import checked
 from verl.data.prompts import content_text
 from verl.data.text import behind_thoughts
 from verl.errors import ConfigError, RolloutError, nearest
+from verl.http_servers import ServerPool, check_model_path
 from verl.record import AsTuple, Count, NotNegative, Retries, Seconds
 from verl.rewards.calls import Slots
 from verl.rewards.forms import user_columns
 from verl.rewards.functions import FunctionReward, OnFailure
 from verl.rewards.last_words import computing
 from verl.rewards.scores import Score, failure, read_score, read_scores
-from verl.rollout.servers import ServerPool, check_model_path
 from verl.user_code import describe, traceback_of
 
 logger = logging.getLogger(__name__)

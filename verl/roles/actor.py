@@ -16,7 +16,6 @@ from verl.batch import Batch
 from verl.checked import checked
 from verl.combinations import check
 from verl.controller.group import Workers
-from verl.controller.ranks import registry
 from verl.data.chat import ChatTokenizer
 from verl.data.prefixes import with_prefixes
 from verl.data.text import ResponseText
@@ -35,6 +34,7 @@ from verl.models.save import save_pretrained_dir
 from verl.models.shards import load_model_shards, model_shards, outline
 from verl.models.source import ModelFiles
 from verl.models.wrapped import unwrapped
+from verl.ranks import registry
 from verl.record import Count, Seed
 from verl.roles.columns import add_rewards, aligned, as_sequences
 from verl.roles.handle import ModelHandle

@@ -16,6 +16,7 @@ from verl.data.chat import ChatTokenizer
 from verl.data.text import ResponseText
 from verl.data.tokenize import to_prompts
 from verl.errors import ConfigError, ModelError
+from verl.http_servers import ServerPool
 from verl.models.loading import load_tokenizer
 from verl.record import Count, Retries, Seconds, Seed
 from verl.rewards.remote import JudgeReward
@@ -26,7 +27,6 @@ from verl.roles.workers import BuiltWorker
 from verl.rollout.base import Request, RolloutEngine, SamplingParams, generate
 from verl.rollout.episode import Turns, response_columns
 from verl.rollout.remote import AsyncVLLMEngine, ServerEngine
-from verl.rollout.servers import ServerPool
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase

@@ -11,7 +11,6 @@ from verl.algorithms import BaseAlgorithm, make_algorithm, value_algorithm
 from verl.batch import Batch
 from verl.checked import checked
 from verl.controller.group import Workers
-from verl.controller.ranks import registry
 from verl.data.alignment import CharacterAlignment
 from verl.data.chat import ChatTokenizer
 from verl.data.text import spelled
@@ -24,6 +23,7 @@ from verl.models.options import ModelOptions
 from verl.models.portable import PortableModel
 from verl.models.shards import outline
 from verl.models.wrapped import unwrapped
+from verl.ranks import registry
 from verl.record import Seed
 from verl.roles.columns import add_rewards, as_sequences
 from verl.roles.handle import ModelHandle

@@ -14,11 +14,11 @@ from verl.batch import Batch
 from verl.checked import checked
 from verl.controller.controller import Controller, start
 from verl.controller.group import Workers
-from verl.controller.ranks import registry
 from verl.controller.rewards import RewardPool
 from verl.errors import CheckpointError, ConfigError, RewardError
 from verl.log import follow_log_level
 from verl.models.portable import PortableModel
+from verl.ranks import registry
 from verl.record import Processes
 from verl.rewards.failures import Failures
 from verl.rewards.make import make_reward

@@ -10,8 +10,8 @@ from verl.algorithms import BaseAlgorithm, make_algorithm
 from verl.batch import Batch
 from verl.checked import checked
 from verl.combinations import check
-from verl.controller.ranks import registry
 from verl.errors import ConfigError
+from verl.ranks import registry
 from verl.roles.actor import Actor
 from verl.roles.columns import add_rewards
 from verl.roles.critic import Critic, critic_like

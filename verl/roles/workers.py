@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from verl.controller.ranks import local_ranks, registry, torchrun_ranks
 from verl.errors import ConfigError, nearest
+from verl.ranks import local_ranks, registry, torchrun_ranks
 from verl.roles.actor import Actor
 from verl.training.options import FSDPConfig, OptimConfig, TrainOptions
 

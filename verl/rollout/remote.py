@@ -14,9 +14,9 @@ from concurrent.futures import Future
 from typing import TYPE_CHECKING, Any
 
 from verl.errors import RolloutError
+from verl.http_servers import NoServerError, Server, ServerPool, check_model_path
 from verl.rollout.base import Request, Sample, check_new
 from verl.rollout.response import check_prompt
-from verl.rollout.servers import NoServerError, Server, ServerPool, check_model_path
 from verl.rollout.vllm import FINISH, prompt_scores, sampled, sampling_arguments
 from verl.rollout.vllm_transport import FileTransport
 from verl.shard import Shard

@@ -13,7 +13,6 @@ from verl.config.schema import KL
 from verl.data.by_task import by_task
 from verl.data.prompts import PromptDataset
 from verl.errors import ConfigError
-from verl.rewards.loading import load_function
 from verl.rewards.source import RewardSource
 from verl.trainer.logging import EXTRAS, check_loggers
 from verl.trainer.metrics import Metric
@@ -22,6 +21,7 @@ from verl.trainer.run_data import ReadData, is_offline, read_data, step_rows
 from verl.trainer.task import MAIN, check_heads
 from verl.trainer.task_file import algorithm_of, check_sampling, samples_of
 from verl.trainer.task_weights import DynamicTaskWeightScheduler
+from verl.user_functions import load_function
 
 _ROLLOUT = "actor_rollout_ref.rollout"
 _SAMPLING = ("episode", "max_new_tokens", "min_new_tokens", "top_k", "top_p", "min_p", "stop", "url")

@@ -7,10 +7,10 @@ from collections.abc import Callable
 from typing import Any
 
 from verl.errors import ConfigError
-from verl.rewards.loading import load_function
 from verl.rollout.constrained import ConstrainedEpisode
 from verl.rollout.grammar import Grammar
 from verl.rollout.guards import make_guard
+from verl.user_functions import load_function
 
 _GRAMMARS: dict[str, Callable[[Any], Grammar]] = {
     "regex": Grammar.regex,

@@ -11,7 +11,6 @@ from verl import device
 from verl.algorithms import BaseAlgorithm
 from verl.config import Config
 from verl.controller.placement import DeviceMesh
-from verl.controller.ranks import local_ranks
 from verl.errors import ConfigError
 from verl.models.head_sizes import HeadSizes
 from verl.models.loading import configured_model
@@ -20,6 +19,7 @@ from verl.models.memory import MemoryEstimate, ModelSize, estimate_memory
 from verl.models.options import ModelOptions
 from verl.planner.hardware import Cluster
 from verl.planner.memory import RESERVE
+from verl.ranks import local_ranks
 from verl.roles.actor import Actor
 from verl.rollout.choice import planned_engine
 from verl.trainer.check import roles_of

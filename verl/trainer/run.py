@@ -23,7 +23,6 @@ from verl.data.prefetch import Loader
 from verl.data.prompts import PromptDataset
 from verl.errors import ConfigError, DataError, ModelError, VerlError
 from verl.log import setup_logging
-from verl.rewards.loading import user_files
 from verl.trainer import build
 from verl.trainer.check import Checked, check_settings
 from verl.trainer.completions import save_table
@@ -36,6 +35,7 @@ from verl.trainer.rng import seed_everything
 from verl.trainer.run_data import build_data
 from verl.trainer.run_dir import Run, open_run
 from verl.trainer.trainer import Trainer
+from verl.user_functions import user_files
 
 logger = logging.getLogger(__name__)
 

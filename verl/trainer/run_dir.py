@@ -123,7 +123,7 @@ class Run:
         """Keep the digests of the user's files in `code.json`, and what was edited since the run began.
 
         Args:
-            files: path -> SHA-256, see `verl.rewards.loading.user_files`.
+            files: path -> SHA-256, see `verl.user_functions.user_files`.
             accept_edits: go on with files that have changed.
 
         Raises:

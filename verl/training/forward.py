@@ -16,9 +16,9 @@ from torch import Tensor, nn
 from verl.batch import Batch
 from verl.errors import ConfigError, DataError, TrainingError
 from verl.models.inductor import lacking
-from verl.models.ordered_sums import take_rows
 from verl.models.packed import PackedModel
 from verl.models.segments import Packed, pack_rows
+from verl.ordered_sums import take_rows
 from verl.training.options import Head
 
 if TYPE_CHECKING:

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from verl.errors import TrainingError
 from verl.models.compiled import accumulate
-from verl.models.ordered_sums import add_rows
+from verl.ordered_sums import add_rows
 
 # fp16 gradients below 6e-8 are lost, so the loss is multiplied before the backward pass.
 _FP16_SCALE = 4096.0

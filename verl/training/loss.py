@@ -12,7 +12,7 @@ from typing import TypeAlias
 from torch import Tensor
 
 from verl.batch import Batch
-from verl.models.ordered_sums import sum_rows
+from verl.ordered_sums import sum_rows
 
 
 @dataclass(frozen=True, kw_only=True)

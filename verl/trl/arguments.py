@@ -10,8 +10,8 @@ from typing import Any, ClassVar
 
 from typing_extensions import Self
 
-from verl.controller.ranks import torchrun_ranks
 from verl.errors import ConfigError, nearest
+from verl.ranks import torchrun_ranks
 from verl.trl.names import NO_EFFECT, OTHERWISE, REMOVED
 
 #: TRL's schedule -> ours.

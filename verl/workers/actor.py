@@ -18,7 +18,6 @@ from verl.models.lora import has_adapters
 from verl.models.packed import PackedModel
 from verl.models.portable import twin
 from verl.models.source import ModelSource
-from verl.rewards.loading import load_function
 from verl.rollout.base import Request, RolloutEngine, SamplingParams, generate
 from verl.rollout.embedded import EmbeddedEngine
 from verl.rollout.episode import Episode, Outcome, Turns, outcomes, response_columns
@@ -28,6 +27,7 @@ from verl.shard import Shard, Stream
 from verl.training.engine import TrainEngine
 from verl.training.options import EngineOptions, Head
 from verl.training.ranks import gather_json
+from verl.user_functions import load_function
 from verl.workers.generation import GenerationModel, rollout_place
 from verl.workers.place import ALONE, ROLE, WEIGHTS, Place, dispatch
 from verl.workers.streams import spread_weights, travelling

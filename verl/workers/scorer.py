@@ -8,8 +8,8 @@ from collections.abc import Callable
 from typing import Any
 
 from verl.errors import RewardError
-from verl.rewards.loading import digest, load_function, split_spec
 from verl.rewards.scores import Score, call_plain
+from verl.user_functions import digest, load_function, split_spec
 from verl.workers.pooled import PooledWorker
 
 

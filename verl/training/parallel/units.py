@@ -10,8 +10,8 @@ from torch import nn
 
 from verl.errors import ConfigError, nearest
 from verl.models.packed import PackedModel
-from verl.rewards.loading import load_function
 from verl.training.options import FSDPConfig
+from verl.user_functions import load_function
 
 
 def units(packed: PackedModel, config: FSDPConfig) -> list[nn.Module]:
