@@ -22,12 +22,12 @@ import numpy as np
 import pyarrow as pa
 
 from verl.batch import Batch
-from verl.controller.group import RankGroup
-from verl.controller.placement import DeviceMesh
-from verl.controller.ray import RayJob
-from verl.controller.world import RoleMeshes
+from verl.cluster.group import RankGroup
+from verl.cluster.place import ALONE, Place, dispatch
+from verl.cluster.placement import DeviceMesh
+from verl.cluster.ray.controller import RayJob
+from verl.cluster.world import RoleMeshes
 from verl.layout import Mesh
-from verl.workers.place import ALONE, Place, dispatch
 
 #: Milliseconds a step; the move's share of the speed of a copy.
 STEP_BOUND, MOVE_BOUND = 50.0, 0.5

@@ -15,8 +15,8 @@ import pytest
 
 from tests.sockets import LOOPBACK, family, listeners
 from verl import ray_session as cluster
-from verl.controller.rewards import RewardPool
 from verl.errors import ClusterError, ConfigError
+from verl.roles.reward_pool import RewardPool
 
 NEVER = "127.0.0.1:1"
 JOIN = "from verl.ray_session import connect\nconnect()"

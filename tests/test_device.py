@@ -23,9 +23,9 @@ from benchmarks import calibrate
 from verl import device
 from verl.algorithms import make_algorithm
 from verl.cli.doctor import check_devices, check_space
+from verl.cluster.controller import Controller
+from verl.cluster.placement import DeviceMesh
 from verl.config import build_config
-from verl.controller.controller import Controller
-from verl.controller.placement import DeviceMesh
 from verl.device import free_memory, peak_memory
 from verl.errors import ConfigError, ModelError
 from verl.models.loading import load_model, load_tokenizer
@@ -79,8 +79,8 @@ class Fake:
 def fake(monkeypatch: pytest.MonkeyPatch) -> Fake:
     there = Fake()
     monkeypatch.setattr(device, "_accelerators", lambda: there)
-    monkeypatch.setattr("verl.controller.controller._known", {})
-    monkeypatch.setitem(__import__("verl.controller.placement", fromlist=["_KINDS"])._KINDS, "meta", "meta")
+    monkeypatch.setattr("verl.cluster.controller._known", {})
+    monkeypatch.setitem(__import__("verl.cluster.placement", fromlist=["_KINDS"])._KINDS, "meta", "meta")
     return there
 
 
@@ -278,7 +278,7 @@ def test_a_mac_has_one_generator(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_a_worker_has_the_device_that_its_process_sees(monkeypatch: pytest.MonkeyPatch, tiny: Path) -> None:
     monkeypatch.setattr(device, "_accelerators", lambda: Fake("cuda", 4))
-    monkeypatch.setattr("verl.controller.controller._known", {})
+    monkeypatch.setattr("verl.cluster.controller._known", {})
     assert EngineRecipe.of(verl.Actor(str(tiny), placement="cpu")).device == "cpu"
     actor = verl.Actor(str(tiny), placement="cuda:3")
     assert actor.device == "cuda:3"

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from verl.controller.world import RoleMeshes
+from verl.cluster.world import RoleMeshes
 from verl.errors import ConfigError
 from verl.hybrid.meshes import generation_mesh
 from verl.layout import DATA_DIMS, DIMS, Layout, Mesh, ModelShape

@@ -22,8 +22,8 @@ __version__ = "0.1.0"
 _NAMES = {
     "verl.algorithms": "BaseAlgorithm register_algorithm",
     "verl.batch": "Batch",
-    "verl.controller.controller": "everywhere",
-    "verl.controller.placement": "DeviceMesh ResourcePool",
+    "verl.cluster.controller": "everywhere",
+    "verl.cluster.placement": "DeviceMesh ResourcePool",
     "verl.data.offline": "OfflineDatasetLoader",
     "verl.dataflow.expression": "Controller",
     "verl.dataflow.nodes": "RewardNode RolloutNode UpdateNode",
@@ -54,8 +54,8 @@ __all__ = ["__version__", *sorted(_HOMES)]
 if TYPE_CHECKING:
     from verl.algorithms import BaseAlgorithm, register_algorithm
     from verl.batch import Batch
-    from verl.controller.controller import everywhere
-    from verl.controller.placement import DeviceMesh, ResourcePool
+    from verl.cluster.controller import everywhere
+    from verl.cluster.placement import DeviceMesh, ResourcePool
     from verl.data.offline import OfflineDatasetLoader
     from verl.dataflow.expression import Controller
     from verl.dataflow.nodes import RewardNode, RolloutNode, UpdateNode

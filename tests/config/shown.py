@@ -319,8 +319,8 @@ def sampling() -> dict[str, Shown]:
             count="hybrid/weights.py:ready",
             slow=True,
         ),
-        "num_rollout_workers": Shown(run, 1, 2, {}, ASYNC, "controller/pool.py:_start", True),
-        "max_rollout_workers": Shown(run, None, 2, long, ASYNC, "controller/pool.py:_start", True),
+        "num_rollout_workers": Shown(run, 1, 2, {}, ASYNC, "cluster/ray/pool.py:_start", True),
+        "max_rollout_workers": Shown(run, None, 2, long, ASYNC, "cluster/ray/pool.py:_start", True),
         "transport": Shown(run, "shared_memory", "queue", {}, ASYNC, "util/queue.py:get", True),
     }
     return {f"{ROLLOUT}.{name}": case for name, case in shown.items()}
@@ -463,14 +463,14 @@ def scoring() -> dict[str, Shown]:
         "reward.max_failure_rate": Shown(
             run, 0.5, 1.0, {"reward.path": "../user.py:even", "data.batch_size": 8, f"{ROLLOUT}.n": 8}, slow=True
         ),
-        "reward.workers": Shown(rewards, 0, 1, count="controller/pool.py:_start", slow=True),
+        "reward.workers": Shown(rewards, 0, 1, count="cluster/ray/pool.py:_start", slow=True),
         "reward.max_workers": Shown(
             rewards,
             None,
             2,
             {"reward.path": "../user.py:slow"},
             {"reward.workers": 1},
-            "controller/pool.py:_start",
+            "cluster/ray/pool.py:_start",
             True,
         ),
         "reward.process": Shown(rewards, True, False, count="rewards/processes.py:"),
@@ -579,7 +579,12 @@ def trainer() -> dict[str, Shown]:
         "deadline": Shown(run, 1800.0, 1.0, {"reward.path": "../user.py:waiting"}, slow=True),
         "threads": Shown(run, 1, 2, count="threads", slow=True),
         "placement": Shown(
-            run, None, {"actor": "cpu:0-1"}, {f"{MODEL}.path": "../exact"}, count="controller/ray.py:", slow=True
+            run,
+            None,
+            {"actor": "cpu:0-1"},
+            {f"{MODEL}.path": "../exact"},
+            count="cluster/ray/controller.py:",
+            slow=True,
         ),
     }
     return {f"trainer.{name}": case for name, case in shown.items()}

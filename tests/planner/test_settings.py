@@ -14,8 +14,8 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from benchmarks.calibrate import measure
 from tests import forked
 from verl.cli.plan import cluster_of, plan_placement
+from verl.cluster.placement import DeviceMesh
 from verl.config import load_config
-from verl.controller.placement import DeviceMesh
 from verl.errors import ConfigError
 from verl.layout import ModelShape
 from verl.models.memory import ModelSize

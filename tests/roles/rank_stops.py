@@ -19,14 +19,14 @@ from typing import Any
 import torch
 
 import verl
-from verl.controller.controller import Controller
+from verl.cluster.controller import Controller
 from verl.errors import VerlError
 from verl.ranks import rank_here
 
 DEADLINE = 8.0
 #: Where a phase is on a rank: module, class, method, and the call of it in which the rank stops.
 PHASES: dict[str, tuple[str, str, str, int]] = {
-    "start": ("verl.controller.world", "World", "__init__", 1),
+    "start": ("verl.cluster.world", "World", "__init__", 1),
     "load": ("verl.training.torch_engine", "TorchEngine", "_lay_out", 1),
     "generate": ("verl.rollout.embedded", "EmbeddedEngine", "step", 2),
     "transfer": ("verl.hybrid.transfer", "Transfer", "_post", 2),
@@ -57,7 +57,7 @@ def stop_in(module: str, owner: str, name: str, count: int, number: int) -> None
 
 def stop_at_the_start(number: int) -> None:
     """Of ranks on Ray, that join when the driver tells them to."""
-    from verl.controller import ray as on_ray
+    from verl.cluster.ray import controller as on_ray
 
     each = on_ray.RayJob.each
     on_ray.START_DEADLINE = DEADLINE  # of ranks that join

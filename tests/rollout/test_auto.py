@@ -54,7 +54,7 @@ def install(monkeypatch: pytest.MonkeyPatch) -> Install:
 def gpu(install: Install, monkeypatch: pytest.MonkeyPatch) -> Install:
     """A machine with a GPU, on which vLLM is installed."""
     monkeypatch.setattr(device, "_accelerators", lambda: Fake("cuda", 1))
-    monkeypatch.setattr("verl.controller.controller._known", {})
+    monkeypatch.setattr("verl.cluster.controller._known", {})
     return install
 
 

@@ -20,7 +20,7 @@ import torch
 import verl
 from tests import ranks
 from verl.batch import Batch
-from verl.controller import pool
+from verl.cluster.ray import pool
 from verl.errors import CheckpointError, ClusterError, ConfigError, DataError, RolloutError
 from verl.ray_session import connect
 from verl.rollout.base import SamplingParams

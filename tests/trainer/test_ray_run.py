@@ -23,7 +23,7 @@ from tests.ranks import ENV
 from tests.trainer.test_run import assert_same_run, count_lines, run_dir, settings
 from tests.trainer.test_trainer import low_bytes
 from verl.batch import Batch
-from verl.controller.pool import Pool
+from verl.cluster.ray.pool import Pool
 from verl.trainer.asynchronous import AsyncTrainer
 
 ray = pytest.importorskip("ray")

@@ -7,9 +7,9 @@ from math import ceil
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from verl.cluster.placement import DeviceMesh
 from verl.config import Config, CostConfig, RewardPart, TaskConfig, run_id
 from verl.config.schema import is_by_task
-from verl.controller.placement import DeviceMesh
 from verl.errors import ConfigError
 from verl.models.options import ModelOptions
 from verl.planner.hardware import Cluster, Efficiency

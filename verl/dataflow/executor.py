@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from verl.batch import Batch
-from verl.controller.controller import start
+from verl.cluster.controller import start
 from verl.dataflow import loop
 from verl.dataflow.graph import ANY, Graph, Node
 from verl.dataflow.pieces import Pieces

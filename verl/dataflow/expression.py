@@ -17,7 +17,7 @@ from __future__ import annotations
 from functools import cached_property
 from typing import Any
 
-from verl.controller import controller
+from verl.cluster import controller
 from verl.dataflow.executor import DEADLINE
 from verl.dataflow.graph import Graph
 from verl.dataflow.pipeline import RLDataPipeline

@@ -22,7 +22,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, TypeVar
 
-from verl.controller import pool
+from verl.cluster.ray import pool
 from verl.errors import ClusterError, ConfigError
 
 T = TypeVar("T")

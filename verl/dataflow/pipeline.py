@@ -6,7 +6,7 @@ from typing import Any
 
 from verl.batch import Batch
 from verl.checked import checked
-from verl.controller.controller import Controller
+from verl.cluster.controller import Controller
 from verl.dataflow.executor import DEADLINE, Result, run_graph
 from verl.dataflow.graph import Graph, Node
 from verl.dataflow.nodes import RolloutNode, UpdateNode

@@ -1,5 +1,5 @@
 """Calls of a user's function with a deadline that it cannot break: in a thread, which is left behind when it is late.
-The alternative is a process, which is killed: `verl.rewards.processes`, or several: `verl.controller.rewards`.
+The alternative is a process, which is killed: `verl.rewards.processes`, or several: `verl.roles.reward_pool`.
 
 `signal.alarm` is never used: it works in the main thread only and cannot interrupt compiled code.
 """

@@ -14,8 +14,8 @@ from verl import device
 from verl.algorithms import BaseAlgorithm, default_algorithm, make_algorithm
 from verl.batch import Batch
 from verl.checked import checked
+from verl.cluster.group import Workers
 from verl.combinations import check
-from verl.controller.group import Workers
 from verl.data.chat import ChatTokenizer
 from verl.data.prefixes import with_prefixes
 from verl.data.text import ResponseText

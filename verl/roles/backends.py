@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from verl.batch import Batch
 from verl.checked import checked
-from verl.controller.controller import Controller
+from verl.cluster.controller import Controller
 from verl.data.chat import ChatTokenizer
 from verl.data.text import ResponseText
 from verl.data.tokenize import to_prompts

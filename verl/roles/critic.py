@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from verl.algorithms import BaseAlgorithm, make_algorithm, value_algorithm
 from verl.batch import Batch
 from verl.checked import checked
-from verl.controller.group import Workers
+from verl.cluster.group import Workers
 from verl.data.alignment import CharacterAlignment
 from verl.data.chat import ChatTokenizer
 from verl.data.text import spelled

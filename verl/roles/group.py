@@ -56,5 +56,5 @@ class WorkerGroup:
         return self.actor.group.size
 
     def call(self, method: str, *args: Any, **kwargs: Any) -> Any:
-        """Run a call on the actor's ranks, see `verl.controller.group.Workers`."""
+        """Run a call on the actor's ranks, see `verl.cluster.group.Workers`."""
         return self.actor.group.call(method, *args, **kwargs)

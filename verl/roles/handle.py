@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from verl.controller.controller import Controller
-from verl.controller.group import Workers
+from verl.cluster.controller import Controller
+from verl.cluster.group import Workers
 from verl.errors import ConfigError
 from verl.models.adapter_check import check_adapters
 from verl.models.lora import add_lora, has_adapters

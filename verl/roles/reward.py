@@ -12,9 +12,8 @@ from pydantic import Field
 
 from verl.batch import Batch
 from verl.checked import checked
-from verl.controller.controller import Controller, start
-from verl.controller.group import Workers
-from verl.controller.rewards import RewardPool
+from verl.cluster.controller import Controller, start
+from verl.cluster.group import Workers
 from verl.errors import CheckpointError, ConfigError, RewardError
 from verl.log import follow_log_level
 from verl.models.portable import PortableModel
@@ -25,6 +24,7 @@ from verl.rewards.make import make_reward
 from verl.rewards.model import RewardModel
 from verl.rewards.source import RewardSource, leaves, run_reward, score_finished
 from verl.roles.columns import as_responses
+from verl.roles.reward_pool import RewardPool
 from verl.roles.settings import as_name
 from verl.workers.reward import RewardWorker
 

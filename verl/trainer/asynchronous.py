@@ -20,13 +20,13 @@ from pydantic import BaseModel, ConfigDict
 
 from verl.batch import Batch
 from verl.checked import checked
-from verl.controller.pool import check_range
-from verl.controller.standalone import RolloutPool
+from verl.cluster.ray.pool import check_range
 from verl.dataflow.schedule import Schedule
 from verl.dataflow.scores import sample_metrics, written_tokens
 from verl.errors import ConfigError, TrainingError
 from verl.record import Count, Processes, Staleness
 from verl.roles.actor import expand
+from verl.roles.standalone import RolloutPool
 from verl.trainer.check import check_asynchronous
 from verl.trainer.checkpoint import Checkpoint
 from verl.trainer.guard import SafetyGuard

@@ -7,7 +7,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from verl.controller.controller import start
+from verl.cluster.controller import start
 from verl.errors import CheckpointError, ConfigError, VerlError
 from verl.trainer import state
 from verl.trainer.checkpoint import Checkpoint, CheckpointStore, load_checkpoint

@@ -7,9 +7,9 @@ from functools import partial
 from typing import Any, Literal
 
 from verl.algorithms import BaseAlgorithm
+from verl.cluster.controller import Controller
+from verl.cluster.placement import ROLES
 from verl.config import Config, CostConfig, RewardConfig
-from verl.controller.controller import Controller
-from verl.controller.placement import ROLES
 from verl.models.loading import load_model
 from verl.roles.actor import Actor
 from verl.roles.critic import Critic

@@ -9,8 +9,8 @@ from typing import Literal
 
 from verl import device
 from verl.algorithms import BaseAlgorithm
+from verl.cluster.placement import DeviceMesh
 from verl.config import Config
-from verl.controller.placement import DeviceMesh
 from verl.errors import ConfigError
 from verl.models.head_sizes import HeadSizes
 from verl.models.loading import configured_model

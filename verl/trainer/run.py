@@ -16,9 +16,9 @@ from rich.console import Console
 from rich.table import Table
 
 from verl.batch import Batch
+from verl.cluster.controller import Controller
 from verl.config import Config, config_hash, run_id, to_yaml
 from verl.config.schema import KL
-from verl.controller.controller import Controller
 from verl.data.prefetch import Loader
 from verl.data.prompts import PromptDataset
 from verl.errors import ConfigError, DataError, ModelError, VerlError

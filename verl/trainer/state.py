@@ -24,7 +24,7 @@ import torch
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, JsonValue, PositiveFloat, model_validator
 
 from verl.batch import Batch
-from verl.controller.controller import start
+from verl.cluster.controller import start
 from verl.durable import parse_json
 from verl.errors import CheckpointError, DamagedCheckpointError, DataError, ModelError
 from verl.models.blank import blank, take_weights

@@ -19,7 +19,7 @@ from typing import Any, ClassVar
 from verl.algorithms import BaseAlgorithm
 from verl.batch import Batch
 from verl.checked import checked
-from verl.controller.controller import start
+from verl.cluster.controller import start
 from verl.data.buffers import Buffer
 from verl.data.by_task import by_task
 from verl.data.offline import OfflineDatasetLoader

@@ -11,7 +11,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.device_mesh import init_device_mesh as make_mesh
 
 from verl import device
-from verl.controller.world import stay_on_loopback
+from verl.cluster.world import stay_on_loopback
 from verl.errors import ConfigError
 from verl.ranks import torchrun_ranks
 

@@ -12,6 +12,7 @@ import pyarrow as pa
 import torch
 
 from verl.batch import Batch
+from verl.cluster.place import ALONE, ROLE, WEIGHTS, Place, dispatch
 from verl.combinations import check
 from verl.errors import ConfigError, nearest
 from verl.models.lora import has_adapters
@@ -29,7 +30,6 @@ from verl.training.options import EngineOptions, Head
 from verl.training.ranks import gather_json
 from verl.user_functions import load_function
 from verl.workers.generation import GenerationModel, rollout_place
-from verl.workers.place import ALONE, ROLE, WEIGHTS, Place, dispatch
 from verl.workers.streams import spread_weights, travelling
 from verl.workers.sync import ROWS, SyncCheck
 from verl.workers.trained import TrainedWorker, placed, train_engine

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from verl.batch import Batch
+from verl.cluster.place import ALONE, Place, dispatch
 from verl.models.source import ModelSource
 from verl.training.options import EngineOptions
-from verl.workers.place import ALONE, Place, dispatch
 from verl.workers.trained import TrainedWorker, placed, train_engine
 from verl.workers.update import UpdatePart, UpdatePlan, run_updates
 

@@ -7,6 +7,7 @@ from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
+from verl.cluster.place import WEIGHTS, Place
 from verl.hybrid.meshes import generation_mesh
 from verl.hybrid.weights import HybridWeights
 from verl.models.blank import give_memory
@@ -16,7 +17,6 @@ from verl.models.shards import named_weights
 from verl.training.engine import TrainEngine
 from verl.training.options import EngineOptions
 from verl.training.torch_engine import TorchEngine
-from verl.workers.place import WEIGHTS, Place
 
 
 class GenerationModel:

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from verl.batch import Batch
+from verl.cluster.place import ALONE, Place, dispatch
 from verl.models.portable import PortableModel
 from verl.rewards.model import TokenScorer
-from verl.workers.place import ALONE, Place, dispatch
 from verl.workers.trained import placed
 
 

@@ -10,6 +10,7 @@ from itertools import chain
 from pathlib import Path
 from typing import Any, ClassVar
 
+from verl.cluster.place import ALONE, Place, dispatch
 from verl.device import peak_memory, put
 from verl.layout import Mesh
 from verl.models.packed import PackedModel
@@ -21,7 +22,6 @@ from verl.training.engine import TrainEngine
 from verl.training.options import EngineOptions, Head
 from verl.training.ranks import gather_json
 from verl.training.torch_engine import TorchEngine
-from verl.workers.place import ALONE, Place, dispatch
 from verl.workers.saving import RankFiles, merged
 from verl.workers.streams import equal_weights, gathered
 

@@ -7,8 +7,8 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from verl.controller import meeting
-from verl.controller.meeting import meet
+from verl.cluster.torchrun import meeting
+from verl.cluster.torchrun.meeting import meet
 from verl.errors import ClusterError, ConfigError
 from verl.ranks import is_driver, rank_here, torchrun_ranks
 

@@ -14,8 +14,8 @@ import torch
 from ray._private.accelerators import NvidiaGPUAcceleratorManager
 
 from verl import device
-from verl.controller.local import LocalGroup
-from verl.controller.pool import Pool, Worker, close_all
+from verl.cluster.local import LocalGroup
+from verl.cluster.ray.pool import Pool, Worker, close_all
 from verl.errors import ClusterError
 from verl.workers.pooled import PooledWorker
 

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 import verl
-from verl.controller.placement import Device
+from verl.cluster.placement import Device
 from verl.errors import ConfigError
 
 

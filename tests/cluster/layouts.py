@@ -9,7 +9,7 @@ import json
 import sys
 from pathlib import Path
 
-from tests.controller.three_steps import run, save
+from tests.cluster.three_steps import run, save
 
 if __name__ == "__main__":
     for name, (train, rollout, placement) in json.loads(sys.argv[3]).items():

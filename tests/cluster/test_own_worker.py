@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from tests import ranks
+from verl.cluster.place import dispatch
 from verl.errors import ConfigError
-from verl.workers.place import dispatch
 
 SCRIPT = Path(__file__).with_name("own_worker.py")
 

@@ -21,15 +21,16 @@ import torch
 from transformers import AutoModelForSequenceClassification, LlamaConfig
 
 import verl
+from tests.cluster.functions import length, who
 from tests.conftest import Plain, byte_tokenizer
-from tests.controller.functions import length, who
 from verl.batch import Batch
-from verl.controller import pool, rewards
-from verl.controller.rewards import RewardPool
+from verl.cluster.ray import pool
 from verl.dataflow.loop import dump_stacks
 from verl.errors import ConfigError, RewardError
 from verl.rewards.functions import FunctionReward
+from verl.roles import reward_pool as rewards
 from verl.roles.reward import Reward
+from verl.roles.reward_pool import RewardPool
 
 
 def texts_of(*texts: str) -> Batch:

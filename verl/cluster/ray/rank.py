@@ -19,8 +19,8 @@ from typing import Any
 import ray
 
 from verl.batch import Batch
-from verl.controller.rank_worker import Order, RankWorker, stacks
-from verl.controller.world import RoleMeshes, World
+from verl.cluster.rank_worker import Order, RankWorker, stacks
+from verl.cluster.world import RoleMeshes, World
 from verl.errors import ClusterError
 from verl.ranks import registry, who
 from verl.shard import Shard, bunched

@@ -12,11 +12,11 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from verl.controller.meeting import joining, meet
+from verl.cluster.place import ROLE, WEIGHTS, Place
+from verl.cluster.torchrun.meeting import joining, meet
 from verl.errors import BrokenCollectiveError
 from verl.layout import Mesh
 from verl.ranks import who
-from verl.workers.place import ROLE, WEIGHTS, Place
 
 #: Seconds that ranks wait for each other when nothing else is set.
 TIMEOUT = 1800.0

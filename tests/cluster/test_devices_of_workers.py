@@ -14,9 +14,9 @@ from ray._private.accelerators import NvidiaGPUAcceleratorManager
 
 from verl import device
 from verl import ray_session as cluster
-from verl.controller import pool
-from verl.controller.controller import Controller
-from verl.controller.local import LocalGroup
+from verl.cluster.controller import Controller
+from verl.cluster.local import LocalGroup
+from verl.cluster.ray import pool
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 NAME = "CUDA_VISIBLE_DEVICES"
@@ -75,7 +75,7 @@ def test_a_cluster_has_what_the_driver_does_not_use(
 def test_ranks_of_a_job_have_theirs(monkeypatch: pytest.MonkeyPatch) -> None:
     for name, value in {"RANK": "0", "WORLD_SIZE": "6", "LOCAL_WORLD_SIZE": "3"}.items():
         monkeypatch.setenv(name, value)
-    monkeypatch.setattr("verl.controller.torchrun.torchrun_job", lambda timeout, kind: None)
+    monkeypatch.setattr("verl.cluster.torchrun.controller.torchrun_job", lambda timeout, kind: None)
     Controller()
     assert visible() == "3"
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from tests import ranks
-from tests.controller.test_torchrun import SCRIPT, assert_equal_runs
+from tests.cluster.test_torchrun import SCRIPT, assert_equal_runs
 
 FSDP, TENSOR = {"strategy": "fsdp"}, {"tensor_parallel_size": 4}
 PAIRS = {"tensor_parallel_size": 2}

@@ -8,11 +8,11 @@ from functools import partial
 from typing import Any, TypeVar
 
 from verl.checked import checked
+from verl.cluster.group import Job, RankGroup, Workers
+from verl.cluster.local import LocalGroup
+from verl.cluster.placement import DeviceMesh, ResourcePool
+from verl.cluster.world import TIMEOUT, RoleMeshes
 from verl.combinations import MAKE, check
-from verl.controller.group import Job, RankGroup, Workers
-from verl.controller.local import LocalGroup
-from verl.controller.placement import DeviceMesh, ResourcePool
-from verl.controller.world import TIMEOUT, RoleMeshes
 from verl.device import claim, count, default_kind
 from verl.errors import ConfigError
 from verl.hybrid.meshes import generation_mesh
@@ -64,7 +64,7 @@ class Controller:
             device = self.mesh.devices[0]
             self.device = str(device) if device.kind == "cuda" else device.kind
         if self.executor == "torchrun":
-            from verl.controller.torchrun import torchrun_job
+            from verl.cluster.torchrun.controller import torchrun_job
 
             kind = self.mesh.devices[0].kind
             for index in range(local_ranks()):
@@ -218,7 +218,7 @@ class Controller:
 
 def _ray_job(mesh: DeviceMesh, timeout: float) -> Job:
     try:
-        from verl.controller.ray import RayJob
+        from verl.cluster.ray.controller import RayJob
     except ImportError as error:
         devices = mesh.devices
         raise ConfigError(

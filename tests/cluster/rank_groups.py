@@ -12,7 +12,7 @@ import sys
 import torch
 import torch.distributed as dist
 
-from verl.controller.world import RoleMeshes, World
+from verl.cluster.world import RoleMeshes, World
 from verl.layout import Layout, Mesh
 from verl.training.ranks import Ranks
 

@@ -6,9 +6,9 @@ from collections.abc import Iterable
 from functools import partial
 from typing import Any, Generic, TypeVar
 
-from verl.controller.group import check_answer, check_call, noted, timed
+from verl.cluster.group import check_answer, check_call, noted, timed
+from verl.cluster.place import Place, dispatch_of
 from verl.device import claim
-from verl.workers.place import Place, dispatch_of
 
 W = TypeVar("W")
 

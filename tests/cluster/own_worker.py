@@ -14,7 +14,7 @@ from typing import Any
 
 import verl
 from verl.batch import Batch
-from verl.workers.place import ALONE, Place, dispatch
+from verl.cluster.place import ALONE, Place, dispatch
 
 
 class Mine:

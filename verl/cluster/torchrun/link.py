@@ -12,8 +12,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from verl.controller.codec import decode, encode
-from verl.controller.meeting import joining
+from verl.cluster.torchrun.codec import decode, encode
+from verl.cluster.torchrun.meeting import joining
 from verl.errors import BrokenCollectiveError, ClusterError
 
 #: Seconds without a message after which the other rank is taken for dead. A process that ends is noticed at once.

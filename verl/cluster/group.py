@@ -12,10 +12,10 @@ from functools import partial
 from typing import Any, Generic, NoReturn, Protocol, TypeVar
 
 from verl.batch import Batch
-from verl.controller.world import RoleMeshes
+from verl.cluster.place import ROLE, Dispatch, dispatch_of
+from verl.cluster.world import RoleMeshes
 from verl.errors import BrokenCollectiveError, ClusterError, ConfigError, DataError, nearest
 from verl.training.micro_batch import balanced
-from verl.workers.place import ROLE, Dispatch, dispatch_of
 
 logger = logging.getLogger(__name__)
 W_co = TypeVar("W_co", covariant=True)
@@ -36,7 +36,7 @@ class Workers(Protocol[W_co]):
     size: int
 
     def call(self, method: str, *args: Any, **kwargs: Any) -> Any:
-        """Run a call on the ranks of its mesh; data travel as the worker's method declares (`verl.workers.place`).
+        """Run a call on the ranks of its mesh; data travel as the worker's method declares (`verl.cluster.place`).
 
         Raises:
             ClusterError: a worker died, or a deadline passed.

@@ -20,15 +20,15 @@ from transformers import AutoModelForCausalLM
 
 import verl
 from tests import forked, ranks
-from tests.controller.test_torchrun import SCRIPT, assert_equal_runs
+from tests.cluster.test_torchrun import SCRIPT, assert_equal_runs
 from verl.batch import Batch
-from verl.controller.group import RankGroup
-from verl.controller.placement import DeviceMesh
-from verl.controller.world import RoleMeshes
+from verl.cluster.group import RankGroup
+from verl.cluster.place import ALONE, Place, dispatch
+from verl.cluster.placement import DeviceMesh
+from verl.cluster.world import RoleMeshes
 from verl.errors import ClusterError, ConfigError
 from verl.layout import Mesh
 from verl.shard import Shard
-from verl.workers.place import ALONE, Place, dispatch
 
 ray = pytest.importorskip("ray")
 BOTH = RoleMeshes("probe", {"train": Mesh.data_parallel((0, 1))})
@@ -100,7 +100,7 @@ def cluster() -> Iterator[None]:
 
 @pytest.fixture
 def job(cluster: None) -> Iterator[Any]:
-    from verl.controller.ray import RayJob
+    from verl.cluster.ray.controller import RayJob
 
     made = RayJob(DeviceMesh("cpu:0-1"), timeout=60)
     yield made
@@ -200,7 +200,7 @@ def test_the_first_failure_ends_the_wait_and_the_slots(job: Any, how: str, kind:
 
 @pytest.mark.slow
 def test_a_map_works_again_after_its_slots_have_ended(cluster: None) -> None:
-    from verl.controller.controller import Controller
+    from verl.cluster.controller import Controller
 
     def probe_of(controller: Controller) -> Any:
         return controller.group("actor", partial(Probe))
@@ -231,7 +231,7 @@ def test_a_rank_that_hangs_is_named_and_all_stacks_are_told(job: Any, caplog: py
 
 @pytest.mark.slow
 def test_slots_have_the_deadline_of_the_trainer_that_places_them(cluster: None, tiny: Path) -> None:
-    from verl.controller.controller import Controller
+    from verl.cluster.controller import Controller
 
     def timeouts(placement: Any, deadline: float) -> tuple[float, float]:
         trainer = verl.Trainer(str(tiny), reward_fn=len, placement=placement, deadline=deadline, log_dir=False)
@@ -264,7 +264,7 @@ def test_a_cluster_that_does_not_answer_is_named_at_once() -> None:
     ("cpu:0-199", r"200 cpu devices take 0.02 CPUs each or more, and of the 2 CPUs of the Ray cluster [0-9.]+ are"),
 ])  # fmt: skip
 def test_a_map_that_cannot_be_met_fails_with_the_numbers(cluster: None, placement: Any, text: str) -> None:
-    from verl.controller.controller import Controller
+    from verl.cluster.controller import Controller
 
     with pytest.raises(ConfigError, match=text):
         Controller(placement)

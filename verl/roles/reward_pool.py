@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from verl.checked import checked
-from verl.controller.pool import Pool, Worker, kill
+from verl.cluster.ray.pool import Pool, Worker, kill
 from verl.errors import ClusterError, ConfigError, RewardError
 from verl.ray_session import START_DEADLINE, import_ray
 from verl.record import Processes

@@ -13,10 +13,10 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-from verl.controller.group import STREAMS, noted
-from verl.controller.world import RoleMeshes, World
+from verl.cluster.group import STREAMS, noted
+from verl.cluster.place import dispatch_of
+from verl.cluster.world import RoleMeshes, World
 from verl.ranks import who
-from verl.workers.place import dispatch_of
 
 logger = logging.getLogger(__name__)
 

@@ -17,7 +17,7 @@ import torch
 from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
 from tests import ranks
-from tests.controller.test_torchrun import SCRIPT, assert_equal_runs
+from tests.cluster.test_torchrun import SCRIPT, assert_equal_runs
 from tests.nodes import Node, two_nodes
 
 pytestmark = pytest.mark.slow

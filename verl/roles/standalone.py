@@ -9,7 +9,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
-from verl.controller.pool import Pool, Worker
+from verl.cluster.ray.pool import Pool, Worker
 from verl.errors import ClusterError, ConfigError, RolloutError, nearest
 from verl.ray_session import START_DEADLINE, connect
 from verl.shard import Shard, bunched

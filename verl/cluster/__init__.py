@@ -1,0 +1,1 @@
+"""Ranks and how they are reached: where they are placed, groups of workers, in one process, under torchrun, on Ray."""

@@ -1,0 +1,1 @@
+"""Ranks of a torchrun job: one controller, the others serve it."""

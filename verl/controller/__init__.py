@@ -1,1 +1,0 @@
-"""Where workers run and how a call reaches them."""
