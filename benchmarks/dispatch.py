@@ -27,7 +27,7 @@ from verl.cluster.place import ALONE, Place, dispatch
 from verl.cluster.placement import DeviceMesh
 from verl.cluster.ray.controller import RayJob
 from verl.cluster.world import RoleMeshes
-from verl.layout import Mesh
+from verl.weights.layout import Mesh
 
 #: Milliseconds a step; the move's share of the speed of a copy.
 STEP_BOUND, MOVE_BOUND = 50.0, 0.5

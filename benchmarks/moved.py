@@ -5,10 +5,10 @@ from __future__ import annotations
 import time
 from typing import NamedTuple
 
-from verl.hybrid.meshes import transition_shares
-from verl.hybrid.plan import Plan
-from verl.hybrid.weights import HybridWeights
-from verl.layout import DIMS, Layout, Mesh
+from verl.weights.layout import DIMS, Layout, Mesh
+from verl.weights.meshes import transition_shares
+from verl.weights.plan import Plan
+from verl.weights.transition import HybridWeights
 
 
 class Moved(NamedTuple):

@@ -34,11 +34,11 @@ from torch import nn
 from transformers import AutoModelForCausalLM, LlamaConfig
 
 from verl.batch import Batch
-from verl.hybrid.meshes import generation_mesh
-from verl.layout import Layout, Mesh
-from verl.models.shards import named_weights
 from verl.training.options import EngineOptions
 from verl.training.torch_engine import TorchEngine
+from verl.weights.layout import Layout, Mesh
+from verl.weights.meshes import generation_mesh
+from verl.weights.shards import named_weights
 
 MB = 1e6
 DEADLINE = 300

@@ -1,6 +1,6 @@
 import torch
 
-from verl.shard import Shard, checksum
+from verl.weights.shard import Shard, checksum
 
 
 def test_checksum_depends_on_bytes_names_and_places_not_on_order() -> None:

@@ -40,7 +40,7 @@ _NAMES = {
     "verl.roles.updater": "Updater",
     "verl.roles.workers": "FSDPWorker MegatronWorker",
     "verl.rollout.base": "SamplingParams",
-    "verl.shard": "Shard",
+    "verl.weights.shard": "Shard",
     "verl.trainer.asynchronous": "AsyncTrainer",
     "verl.trainer.interleaved": "InterleavedTrainer",
     "verl.trainer.task": "Task",
@@ -79,12 +79,12 @@ if TYPE_CHECKING:
     from verl.roles.updater import Updater
     from verl.roles.workers import FSDPWorker, MegatronWorker
     from verl.rollout.base import SamplingParams
-    from verl.shard import Shard
     from verl.trainer.asynchronous import AsyncTrainer
     from verl.trainer.interleaved import InterleavedTrainer
     from verl.trainer.task import Task
     from verl.trainer.trainer import PPOTrainer, Trainer
     from verl.training.loss import Loss, LossInput
+    from verl.weights.shard import Shard
 
 
 def __getattr__(name: str) -> Any:

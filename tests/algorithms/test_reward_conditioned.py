@@ -16,7 +16,7 @@ from verl.algorithms import make_algorithm
 from verl.batch import Batch
 from verl.data.prefixes import with_prefixes
 from verl.errors import DataError
-from verl.shard import checksum
+from verl.weights.shard import checksum
 
 
 def conditions(rewards: list[float | None], **columns: Any) -> list[int]:

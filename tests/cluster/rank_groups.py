@@ -13,8 +13,8 @@ import torch
 import torch.distributed as dist
 
 from verl.cluster.world import RoleMeshes, World
-from verl.layout import Layout, Mesh
 from verl.training.ranks import Ranks
+from verl.weights.layout import Layout, Mesh
 
 if __name__ == "__main__":
     world = World(int(os.environ["RANK"]), 4, None, 60.0, "cpu")

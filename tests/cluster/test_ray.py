@@ -27,8 +27,8 @@ from verl.cluster.place import ALONE, Place, dispatch
 from verl.cluster.placement import DeviceMesh
 from verl.cluster.world import RoleMeshes
 from verl.errors import ClusterError, ConfigError
-from verl.layout import Mesh
-from verl.shard import Shard
+from verl.weights.layout import Mesh
+from verl.weights.shard import Shard
 
 ray = pytest.importorskip("ray")
 BOTH = RoleMeshes("probe", {"train": Mesh.data_parallel((0, 1))})

@@ -316,7 +316,7 @@ def sampling() -> dict[str, Shown]:
             False,
             True,
             EXACT | {f"{ROLLOUT}.tensor_model_parallel_size": 2},
-            count="hybrid/weights.py:ready",
+            count="weights/transition.py:ready",
             slow=True,
         ),
         "num_rollout_workers": Shown(run, 1, 2, {}, ASYNC, "cluster/ray/pool.py:_start", True),

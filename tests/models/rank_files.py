@@ -17,7 +17,7 @@ import torch
 
 import verl
 from verl.errors import ModelError
-from verl.shard import checksum
+from verl.weights.shard import checksum
 
 
 def refusal(call: Callable[[], Any]) -> str:

@@ -28,9 +28,9 @@ from verl.cli.main import app
 from verl.errors import ModelError
 from verl.models.heads import ValueModel
 from verl.models.loading import blank_model, load_model
-from verl.models.shards import model_shards
 from verl.models.source import ModelFiles
-from verl.shard import checksum
+from verl.weights.shard import checksum
+from verl.weights.shards import model_shards
 
 Weights = dict[str, Tensor]
 SIZES = {"vocab_size": 260, "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2}

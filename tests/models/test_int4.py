@@ -19,9 +19,9 @@ from verl.models.lora import add_lora, merged_shards
 from verl.models.memory import ModelSize, estimate_memory
 from verl.models.options import LoraOptions
 from verl.models.portable import PortableModel
-from verl.models.shards import load_model_shards, model_shards
 from verl.rewards.model import RewardModel
-from verl.shard import checksum
+from verl.weights.shard import checksum
+from verl.weights.shards import load_model_shards, model_shards
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])

@@ -20,7 +20,7 @@ import verl
 from tests.conftest import byte_tokenizer
 from tests.ranks import alone
 from verl.errors import VerlError
-from verl.layout import count_of
+from verl.weights.layout import count_of
 
 SIZES = {
     **{"vocab_size": 260, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "head_dim": 8},

@@ -17,7 +17,6 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 from tests.exact import norm_in_fp64
 from tests.training.cases import OPTIM, ROWS, log_probs, make_engine, ragged_batch, state_of, tiny_model, update
 from verl.errors import ConfigError, ModelError
-from verl.layout import Layout
 from verl.models.heads import ValueModel
 from verl.models.loading import load_model
 from verl.models.lora import adapters_off, add_lora, change_layers, has_adapters, layer_changes, merged_shards, shape_of
@@ -26,9 +25,10 @@ from verl.models.outputs import outputs
 from verl.models.packed import PackedModel
 from verl.models.portable import PortableModel
 from verl.models.save import save_pretrained_dir
-from verl.models.shards import load_model_shards, model_shards
 from verl.models.wrapped import unwrapped
-from verl.shard import checksum
+from verl.weights.layout import Layout
+from verl.weights.shard import checksum
+from verl.weights.shards import load_model_shards, model_shards
 
 KINDS = ["llama", "gpt2"]
 

@@ -14,8 +14,8 @@ from verl.errors import ModelError
 from verl.models.heads import ValueModel
 from verl.models.loading import load_model
 from verl.models.save import save_pretrained_dir
-from verl.models.shards import model_shards
-from verl.shard import checksum
+from verl.weights.shard import checksum
+from verl.weights.shards import model_shards
 
 
 def word_tokenizer(template: str | dict[str, str] | None) -> PreTrainedTokenizerFast:

@@ -16,10 +16,10 @@ from transformers import PreTrainedModel
 from verl.errors import CheckpointError
 from verl.models.heads import ValueModel
 from verl.models.packed import PackedModel
-from verl.models.shards import fill_block, load_model_shards, model_shards
 from verl.rollout.embedded import EmbeddedEngine
 from verl.rollout.hf import HFEngine
-from verl.shard import Shard, checksum
+from verl.weights.shard import Shard, checksum
+from verl.weights.shards import fill_block, load_model_shards, model_shards
 
 Make = Callable[..., PreTrainedModel]
 

@@ -9,9 +9,9 @@ from transformers import AutoModelForCausalLM, LlamaConfig
 from tests.tensor_memory import TensorMemory
 from tests.training.cases import OPTIM, make_engine, update
 from verl.batch import Batch
-from verl.layout import Layout
 from verl.models.memory import ModelSize
 from verl.planner.memory import ddp, training
+from verl.weights.layout import Layout
 
 VOCAB = 1000
 

@@ -12,13 +12,13 @@ import pytest
 
 from benchmarks.other_systems import evaluation, llama
 from verl.errors import ConfigError
-from verl.layout import Layout
 from verl.planner import memory
 from verl.planner.cost import Costs, Workload
 from verl.planner.hardware import GB, Cluster, Efficiency
 from verl.planner.picture import peak
 from verl.planner.scaling import strong, weak
 from verl.planner.search import Group, Model, Problem, choices, fits, generations, search, set_partitions
+from verl.weights.layout import Layout
 
 Stages = tuple[float, float, float]
 

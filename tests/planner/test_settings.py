@@ -17,12 +17,12 @@ from verl.cli.plan import cluster_of, plan_placement
 from verl.cluster.placement import DeviceMesh
 from verl.config import load_config
 from verl.errors import ConfigError
-from verl.layout import ModelShape
 from verl.models.memory import ModelSize
 from verl.planner.hardware import Cluster, Efficiency
 from verl.planner.search import search
 from verl.planner.settings import model_size, placement, problem_of
 from verl.training.options import layout_of
+from verl.weights.layout import ModelShape
 
 LLAMA = {
     "model_type": "llama",

@@ -22,7 +22,7 @@ from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeRMSNorm, Qw
 import verl
 from tests.exact import ExactRMSNorm, ExactRouter
 from verl.errors import ConfigError
-from verl.tensor_files import files_of
+from verl.weights.tensor_files import files_of
 
 PROMPTS = ["Once upon a time", "A", "And"]
 

@@ -28,10 +28,10 @@ from verl.algorithms import make_algorithm
 from verl.errors import ConfigError, DataError, ModelError, RolloutError
 from verl.models.loading import load_model
 from verl.models.options import ModelOptions
-from verl.models.shards import model_shards
 from verl.rollout.options import RolloutOptions
-from verl.shard import checksum
 from verl.training.options import OptimConfig, TrainOptions
+from verl.weights.shard import checksum
+from verl.weights.shards import model_shards
 
 PROMPTS = ["Once upon a time", "In the beginning"]
 

@@ -27,9 +27,9 @@ from verl.models.loading import load_model
 from verl.models.lora import adapters_off, has_adapters
 from verl.models.probe import check_export
 from verl.models.save import save_pretrained_dir
-from verl.models.shards import model_shards
-from verl.shard import checksum
 from verl.trainer.export import export
+from verl.weights.shard import checksum
+from verl.weights.shards import model_shards
 
 SIZES = {"vocab_size": 260, "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2}
 HEADS = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 4, "max_position_embeddings": 128}

@@ -16,12 +16,12 @@ import torch
 import verl
 from tests.ranks import ENV
 from verl.errors import ConfigError
-from verl.layout import Layout, ModelShape
 from verl.models.memory import ModelSize
 from verl.planner.cost import Costs, Workload
 from verl.planner.hardware import DEVICES, GB, Cluster
 from verl.planner.memory import ddp, fsdp
 from verl.roles import layouts
+from verl.weights.layout import Layout, ModelShape
 
 SAMPLING = {"max_new_tokens": 4}
 

@@ -17,10 +17,10 @@ from verl.algorithms import make_algorithm
 from verl.errors import CheckpointError, ConfigError
 from verl.models.loading import load_model
 from verl.rollout.hf import HFEngine
-from verl.shard import Shard, checksum
 from verl.trainer.checkpoint import load_checkpoint
 from verl.trainer.export import export
 from verl.trainer.state import verify
+from verl.weights.shard import Shard, checksum
 
 LORA = {"r": 4, "alpha": 8}
 SAMPLING = {"max_new_tokens": 8, "ignore_eos": True}

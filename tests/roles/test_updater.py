@@ -10,7 +10,7 @@ import torch
 
 import verl
 from verl.errors import ConfigError, DataError, ModelError
-from verl.shard import checksum
+from verl.weights.shard import checksum
 
 OPTIM = {"lr": 1e-3}
 

@@ -19,7 +19,7 @@ from transformers.models.llama.modeling_llama import LlamaDecoderLayer
 import verl
 from tests.ranks import job
 from verl.errors import ConfigError, ModelError
-from verl.shard import checksum
+from verl.weights.shard import checksum
 
 PROMPTS = ["Hello", "Good day"]
 

@@ -15,7 +15,6 @@ import torch
 import torch.distributed as dist
 
 from tests.training.cases import tiny_model
-from verl.layout import Layout, Mesh
 from verl.models.lora import add_lora
 from verl.models.options import LoraOptions
 from verl.models.packed import PackedModel
@@ -23,6 +22,7 @@ from verl.rollout.base import Request, RolloutEngine, SamplingParams, generate
 from verl.rollout.embedded import EmbeddedEngine
 from verl.training.options import EngineOptions
 from verl.training.torch_engine import TorchEngine
+from verl.weights.layout import Layout, Mesh
 
 KINDS = ("llama", "qwen2", "gpt2", "phi", "phi3", "window", "qwen3_moe", "mixtral")
 

@@ -15,11 +15,11 @@ import torch
 from transformers import AutoModelForCausalLM
 
 import verl
-import verl.shard
+import verl.weights.shard
 import verl.workers.actor
 from tests.tensor_memory import TensorMemory
 from verl.rollout.vllm import VLLMEngine
-from verl.shard import Shard
+from verl.weights.shard import Shard
 
 PROMPTS = ["Once upon a time", "In the beginning", "A", "And"]
 load_shards = VLLMEngine.load_shards
@@ -58,7 +58,7 @@ def main(path: str) -> dict[str, Any]:
 
 if __name__ == "__main__":
     torch.set_num_threads(1)
-    verl.shard.BUNCH = 1 << 14
+    verl.weights.shard.BUNCH = 1 << 14
     verl.workers.actor.GenerationModel = None  # type: ignore[assignment, misc]
     VLLMEngine.load_shards = counted  # type: ignore[method-assign]
     sys.stdout.write(json.dumps(main(sys.argv[1])) + "\n")

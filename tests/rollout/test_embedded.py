@@ -11,14 +11,14 @@ from transformers import PreTrainedModel, PreTrainedTokenizerFast
 from verl.errors import ConfigError, ModelError, RolloutError
 from verl.kernels import build, interface
 from verl.models.packed import PackedModel
-from verl.models.shards import model_shards
 from verl.rollout.attention import PagedAttention, Plan
 from verl.rollout.base import Request, SamplingParams, generate
 from verl.rollout.embedded import EmbeddedEngine
 from verl.rollout.hf import HFEngine
 from verl.rollout.kv_cache import KVCache
 from verl.rollout.options import SamplerOptions
-from verl.shard import Shard
+from verl.weights.shard import Shard
+from verl.weights.shards import model_shards
 from verl.workers.actor import make_rollout_engine
 
 MakeModel = Callable[..., PreTrainedModel]

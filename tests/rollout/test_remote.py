@@ -16,11 +16,11 @@ from tests.conftest import Plain
 from tests.rollout.plain_server import BODIES
 from verl.errors import ConfigError, RolloutError
 from verl.http_servers import _MAX_BYTES, NoServerError, Server, ServerPool, _most_bytes
-from verl.models.shards import model_shards
 from verl.rollout.base import Request, Sample, SamplingParams, generate
 from verl.rollout.grammar import Grammar
 from verl.rollout.remote import ServerEngine
 from verl.rollout.vllm import sampling_arguments
+from verl.weights.shards import model_shards
 
 PARAMS = SamplingParams(max_new_tokens=6)
 

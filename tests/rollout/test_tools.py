@@ -25,7 +25,7 @@ from verl.rollout.episode import Client, Outcome, Turns, run_episodes
 from verl.rollout.response import check_prompt
 from verl.rollout.tools import MAX_HUNG, ToolEpisode, calculator, interpreter, tool
 from verl.sandbox import Limits
-from verl.shard import Shard
+from verl.weights.shard import Shard
 
 
 class Scripted:

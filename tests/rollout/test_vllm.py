@@ -18,11 +18,11 @@ from verl.errors import ConfigError, RolloutError
 from verl.models.lora import adapters_off, add_lora, merged_shards
 from verl.models.memory import ModelSize
 from verl.models.options import LoraOptions
-from verl.models.shards import model_shards
 from verl.rollout.base import Request, Sample, SamplingParams, generate
 from verl.rollout.vllm import VLLMEngine
 from verl.rollout.vllm_transport import DeviceTransport, FileTransport
-from verl.shard import Shard
+from verl.weights.shard import Shard
+from verl.weights.shards import model_shards
 
 pytest.importorskip("vllm")
 pytestmark = pytest.mark.slow
@@ -326,7 +326,7 @@ def test_two_ranks_share_the_model(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Weights come in a file, or, in many bunches, in memory that the workers open, as that of a GPU would be."""
-    monkeypatch.setattr("verl.shard.BUNCH", 1 << 14)
+    monkeypatch.setattr("verl.weights.shard.BUNCH", 1 << 14)
     model = make_model("llama", torch.float32)
     engine = started(model, tokenizer, tensor_parallel_size=2)
     try:

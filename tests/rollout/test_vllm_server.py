@@ -21,7 +21,7 @@ import torch
 import verl
 from verl.errors import RolloutError
 from verl.models.loading import load_model, load_tokenizer
-from verl.models.shards import model_shards
+from verl.weights.shards import model_shards
 
 pytest.importorskip("vllm")
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]

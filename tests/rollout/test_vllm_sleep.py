@@ -17,10 +17,10 @@ from transformers import PreTrainedModel, PreTrainedTokenizerFast
 import verl
 from tests.rollout.stand_in_vllm import LLM, modules
 from verl.errors import RolloutError
-from verl.models.shards import model_shards
 from verl.rollout.base import NoWeightsError, Request, SamplingParams, generate
 from verl.rollout.vllm import VLLMEngine
-from verl.shard import Shard
+from verl.weights.shard import Shard
+from verl.weights.shards import model_shards
 
 WAKING = ["wake weights", "update", "wake kv_cache"]
 
@@ -84,7 +84,7 @@ def test_an_update_that_fails_in_its_sleep_can_be_made_again(
     engine: VLLMEngine, model: PreTrainedModel, monkeypatch: pytest.MonkeyPatch, fault: str
 ) -> None:
     """Nothing was served that could be half replaced."""
-    monkeypatch.setattr("verl.shard.BUNCH", 1 << 12)
+    monkeypatch.setattr("verl.weights.shard.BUNCH", 1 << 12)
     engine.sleep()
 
     def stream() -> Iterator[Shard]:

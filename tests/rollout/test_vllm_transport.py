@@ -16,17 +16,17 @@ import torch
 from transformers import PreTrainedModel
 
 from tests import forked
-from verl.models.shards import model_shards
 from verl.rollout import vllm_transport
 from verl.rollout.vllm import _transport
 from verl.rollout.vllm_transport import DeviceTransport, FileTransport, Transport, device_checksum, received
-from verl.shard import Shard, checksum, in_rows
+from verl.weights.shard import Shard, checksum, in_rows
+from verl.weights.shards import model_shards
 
 #: Reads a message, and prints the checksum of the shards that it stands for.
 READER = """
 import json, sys
 from verl.rollout.vllm_transport import received
-from verl.shard import checksum
+from verl.weights.shard import checksum
 message, rank = json.loads(sys.stdin.read()), int(sys.argv[1])
 print(checksum(received(message, rank, "cpu")))
 """
@@ -35,7 +35,7 @@ print(checksum(received(message, rank, "cpu")))
 @pytest.fixture
 def shards(make_model: Callable[..., PreTrainedModel], monkeypatch: pytest.MonkeyPatch) -> list[Shard]:
     """Of three dtypes, with cut weights, one that is not contiguous, and a number."""
-    monkeypatch.setattr("verl.shard.BUNCH", 3000)
+    monkeypatch.setattr("verl.weights.shard.BUNCH", 3000)
     halves = [Shard.whole(f"half.{i}", torch.randn(3, 5 + i).bfloat16()) for i in range(3)]
     strange = [Shard.whole("turned", torch.randn(4, 7).t()), Shard.whole("number", torch.tensor(3.0).double())]
     return [*in_rows(model_shards(make_model("llama", torch.float32))), *halves, *strange]

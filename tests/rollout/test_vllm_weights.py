@@ -13,10 +13,10 @@ from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
 from tests import ranks
 from tests.tensor_memory import TensorMemory
-from verl.models.shards import model_shards
 from verl.rollout.base import Request, Sample, SamplingParams, generate
 from verl.rollout.vllm import VLLMEngine
-from verl.shard import Shard
+from verl.weights.shard import Shard
+from verl.weights.shards import model_shards
 
 pytest.importorskip("vllm")
 pytestmark = pytest.mark.slow

@@ -16,11 +16,11 @@ import torch.distributed as dist
 
 from tests.tensor_memory import TensorMemory
 from tests.training.cases import OPTIM, ROWS, part, ragged_batch, tiny_model
-from verl.layout import Layout, Mesh
-from verl.shard import Stream
-from verl.tensor_files import files_of, read_shards
 from verl.training.options import EngineOptions
 from verl.training.torch_engine import TorchEngine
+from verl.weights.layout import Layout, Mesh
+from verl.weights.shard import Stream
+from verl.weights.tensor_files import files_of, read_shards
 from verl.workers.saving import RankFiles
 
 LAYOUTS = {

@@ -24,8 +24,8 @@ from verl.cluster.ray import pool
 from verl.errors import CheckpointError, ClusterError, ConfigError, DataError, RolloutError
 from verl.ray_session import connect
 from verl.rollout.base import SamplingParams
-from verl.shard import checksum
 from verl.trainer.asynchronous import AsyncTrainer
+from verl.weights.shard import checksum
 
 ENGINE = Path(__file__).with_name("slow_engine.py")
 
@@ -214,7 +214,7 @@ def test_every_process_of_the_cluster_pulls_the_weights_with_their_version(runni
 
     @ray.remote(num_cpus=0.001)
     def pull(weights: Any) -> tuple[int, list[str], str]:
-        from verl.shard import checksum
+        from verl.weights.shard import checksum
 
         return weights.version, [shard.name for shard in weights.shards()], checksum(weights.shards())
 

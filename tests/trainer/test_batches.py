@@ -21,7 +21,7 @@ from verl.data.prompts import load_prompts
 from verl.data.task_loader import TaskLoader
 from verl.errors import ConfigError, DataError
 from verl.models.loading import load_tokenizer
-from verl.shard import checksum
+from verl.weights.shard import checksum
 
 ROWS = [{"prompt": f"Say {number}: ", "answer": number} for number in range(6)]
 PAIRS = [{"prompt": f"Say {i}: ", "chosen": "aaaa", "rejected": "zzzz zz"} for i in range(4)]

@@ -15,10 +15,8 @@ import torch
 from safetensors.torch import load_file
 from safetensors.torch import save as safetensors
 
-from verl import tensor_files
 from verl.batch import Batch
 from verl.errors import CheckpointError, DamagedCheckpointError
-from verl.shard import Shard
 from verl.trainer.checkpoint import (
     FORMAT,
     CheckpointStore,
@@ -28,6 +26,8 @@ from verl.trainer.checkpoint import (
     verify,
 )
 from verl.trainer.rng import RandomState, rng_state, set_rng_state
+from verl.weights import tensor_files
+from verl.weights.shard import Shard
 
 IDENTITY = {"actor.architecture": "LlamaForCausalLM", "actor.shapes": "ab12", "config": "cafe"}
 

@@ -20,9 +20,9 @@ from verl.algorithms import make_algorithm
 from verl.errors import ConfigError
 from verl.rollout.constrained import ConstrainedEpisode
 from verl.rollout.guards import TEMPLATE, GuardModel
-from verl.shard import checksum
 from verl.trainer.constraints import make_constraint
 from verl.trainer.task import Task
+from verl.weights.shard import checksum
 
 
 def begins_low(text: str, row: Mapping[str, Any]) -> bool:

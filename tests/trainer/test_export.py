@@ -21,12 +21,12 @@ from verl.cli.main import app
 from verl.config import build_config
 from verl.errors import CheckpointError, ConfigError, ModelError
 from verl.models.loading import load_model
-from verl.models.shards import model_shards
-from verl.shard import checksum
 from verl.trainer.checkpoint import load_checkpoint, save_checkpoint
 from verl.trainer.export import export
 from verl.trainer.run import train
 from verl.trainer.state import rebuild, verify
+from verl.weights.shard import checksum
+from verl.weights.shards import model_shards
 
 SHORT = {"trainer.total_steps": 2, "trainer.save_every": 1, "trainer.eval_every": None}
 RUNNER = CliRunner()

@@ -17,10 +17,10 @@ from tests.trainer.cases import SHORT, low_bytes, make
 from verl.data.loader import PromptLoader
 from verl.data.prompts import load_prompts
 from verl.errors import ConfigError, TrainingError
-from verl.shard import checksum
 from verl.trainer import Alert, SafetyGuard
 from verl.trainer.checkpoint import CheckpointStore
 from verl.trainer.report import write_report
+from verl.weights.shard import checksum
 
 FIRST_BAD = 8
 

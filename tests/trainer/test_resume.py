@@ -16,7 +16,7 @@ from tests.trainer.cases import PROMPTS, SHORT, low_bytes, make
 from verl.data.loader import PromptLoader
 from verl.data.prompts import load_prompts
 from verl.errors import CheckpointError, ConfigError, TrainingError
-from verl.shard import checksum
+from verl.weights.shard import checksum
 
 
 def test_updates_that_are_not_finite_are_skipped_and_end_the_run(tiny: Path) -> None:

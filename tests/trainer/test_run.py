@@ -281,7 +281,7 @@ def test_controls(tmp_path: Path, tiny: Path, control: str) -> None:
     train(build_config(settings(tmp_path, tiny, **{"trainer.control": control, "trainer.total_steps": 2})))
     found = load_checkpoint(run_dir(tmp_path) / "checkpoints" / "latest").tensors("actor/weights")
     from verl.models.loading import load_model
-    from verl.models.shards import model_shards
+    from verl.weights.shards import model_shards
 
     start = {shard.name: shard.tensor for shard in model_shards(load_model(str(tiny)))}
     same = all(torch.equal(start[name], found[name]) for name in start)

@@ -23,9 +23,9 @@ from tests.trainer.test_run import assert_same_run, run_dir, settings
 from tests.trainer.test_state import low_bytes
 from tests.training.cases import ROWS, part, ragged_batch
 from verl.errors import CheckpointError
-from verl.shard import Shard, checksum
-from verl.tensor_files import read_shards
 from verl.trainer.checkpoint import CheckpointStore, load_checkpoint, verify
+from verl.weights.shard import Shard, checksum
+from verl.weights.tensor_files import read_shards
 from verl.workers.saving import RankFiles
 
 JOB = Path(__file__).with_name("rank_checkpoints.py")

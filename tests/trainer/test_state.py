@@ -20,11 +20,11 @@ from tests.trainer.cases import low_bytes
 from verl.data.loader import PromptLoader
 from verl.data.prompts import load_prompts
 from verl.errors import CheckpointError, DamagedCheckpointError, DataError
-from verl.shard import checksum
 from verl.trainer import state
 from verl.trainer.asynchronous import AsyncTrainer
 from verl.trainer.checkpoint import Checkpoint, CheckpointStore
 from verl.trainer.evaluation import HeldOut
+from verl.weights.shard import checksum
 
 PROMPTS = ["Once upon a time", "In the beginning"]
 SHORT = verl.SamplingParams(max_new_tokens=6, ignore_eos=True)

@@ -23,8 +23,8 @@ from verl.data.loader import PromptLoader
 from verl.data.prompts import load_prompts
 from verl.data.task_loader import TaskLoader
 from verl.errors import CheckpointError, ConfigError, DataError
-from verl.shard import checksum
 from verl.trainer.task import Task
+from verl.weights.shard import checksum
 
 ROWS = [{"prompt": prompt, "task": name} for prompt in PROMPTS for name in ("low", "high")]
 

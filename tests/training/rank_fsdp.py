@@ -16,9 +16,9 @@ from transformers.models.llama.modeling_llama import LlamaDecoderLayer, LlamaMLP
 
 from tests.training.cases import OPTIM, ROWS, make_engine, part, ragged_batch, tiny_model
 from verl.errors import ConfigError
-from verl.layout import Layout, Mesh
 from verl.training.options import EngineOptions
 from verl.training.torch_engine import TorchEngine
+from verl.weights.layout import Layout, Mesh
 from verl.workers.streams import gathered
 
 

@@ -19,9 +19,9 @@ from tests.algorithms.test_invariance import VARIANTS
 from verl.algorithms.base import RoleObjective
 from verl.batch import Batch
 from verl.cluster.place import Place
-from verl.layout import Mesh
 from verl.models.heads import ValueModel
 from verl.training.options import EngineOptions, OptimConfig, layout_of
+from verl.weights.layout import Mesh
 from verl.workers.streams import gathered
 from verl.workers.trained import train_engine
 from verl.workers.update import UpdatePart, UpdatePlan, run_updates

@@ -18,14 +18,14 @@ from tests.algorithms.support import prepared
 from tests.training.cases import OPTIM, ROWS, part, ragged_batch, tiny_model
 from tests.training.test_parts import two_parts
 from verl.batch import Batch
-from verl.layout import DIMS, Layout, Mesh
 from verl.models.heads import ValueModel
 from verl.models.lora import add_lora
 from verl.models.options import LoraOptions
-from verl.shard import Shard
 from verl.training.engine import Metrics, TrainEngine
 from verl.training.options import EngineOptions, Head
 from verl.training.torch_engine import TorchEngine
+from verl.weights.layout import DIMS, Layout, Mesh
+from verl.weights.shard import Shard
 from verl.workers.streams import gathered
 from verl.workers.update import UpdatePart, UpdatePlan, run_updates
 

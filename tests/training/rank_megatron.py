@@ -20,11 +20,11 @@ from tests.training.cases import OPTIM, ROWS, ragged_batch, tiny_model
 from tests.training.rank_layouts import SUMS, apart, outputs_of, update_of
 from verl.batch import Batch
 from verl.cluster.place import Place
-from verl.layout import DIMS, Layout, Mesh
 from verl.models.heads import ValueModel
-from verl.shard import Shard
 from verl.training.engine import Metrics, TrainEngine
 from verl.training.options import EngineOptions, Head
+from verl.weights.layout import DIMS, Layout, Mesh
+from verl.weights.shard import Shard
 from verl.workers.streams import gathered
 from verl.workers.trained import train_engine
 

@@ -14,11 +14,11 @@ from torch import Tensor
 
 from tests.training.cases import OPTIM, ROWS, part, ragged_batch, tiny_model, update
 from verl.errors import TrainingError
-from verl.layout import Layout, Mesh
 from verl.training.loss import Loss, LossInput
 from verl.training.options import EngineOptions
 from verl.training.ranks import gather_json
 from verl.training.torch_engine import TorchEngine
+from verl.weights.layout import Layout, Mesh
 
 #: Each row is a micro-batch.
 OPTIONS = EngineOptions(optim=OPTIM, micro_batch_size=1)

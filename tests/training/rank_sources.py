@@ -15,11 +15,11 @@ import torch.distributed as dist
 
 from tests.tensor_memory import TensorMemory
 from tests.training.cases import ROWS, ragged_batch
-from verl.layout import Layout, Mesh
 from verl.models.options import LoraOptions
 from verl.models.source import ModelFiles
 from verl.training.options import EngineOptions
 from verl.training.torch_engine import TorchEngine
+from verl.weights.layout import Layout, Mesh
 from verl.workers.streams import gathered
 
 LAYOUTS = {"fsdp2": Layout(shard=2), "tp2": Layout(tp=2), "pp2": Layout(pp=2), "ep2": Layout(ep=2), "sp2": Layout(sp=2)}

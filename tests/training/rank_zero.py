@@ -18,12 +18,12 @@ from tests.algorithms.support import prepared
 from tests.training.cases import OPTIM, ROWS, part, ragged_batch, tiny_model
 from verl.batch import Batch
 from verl.cluster.place import Place
-from verl.layout import Mesh
 from verl.models.heads import ValueModel
-from verl.shard import Shard
 from verl.training.engine import Metrics, TrainEngine
 from verl.training.loss import Loss, LossInput
 from verl.training.options import EngineOptions, Head, layout_of
+from verl.weights.layout import Mesh
+from verl.weights.shard import Shard
 from verl.workers.streams import gathered
 from verl.workers.trained import train_engine
 from verl.workers.update import UpdatePart, UpdatePlan, run_updates

@@ -14,11 +14,11 @@ from tests.ranks import job
 from tests.training.cases import OPTIM, tiny_model
 from tests.training.rank_zero import CASES
 from verl.errors import ConfigError
-from verl.layout import Layout, Mesh
-from verl.models.cuts import run_blocks
 from verl.models.heads import ValueModel
 from verl.training.deepspeed_engine import DeepSpeedEngine
 from verl.training.options import EngineOptions
+from verl.weights.cuts import run_blocks
+from verl.weights.layout import Layout, Mesh
 
 SCRIPT = Path(__file__).with_name("rank_zero.py")
 

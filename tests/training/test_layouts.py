@@ -15,9 +15,9 @@ from tests.ranks import job
 from tests.training.cases import tiny_model
 from tests.training.rank_layouts import CASES
 from verl.errors import ConfigError
-from verl.layout import Layout, Mesh
 from verl.training.options import EngineOptions
 from verl.training.torch_engine import TorchEngine
+from verl.weights.layout import Layout, Mesh
 
 SCRIPT = Path(__file__).with_name("rank_layouts.py")
 

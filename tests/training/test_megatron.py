@@ -16,11 +16,11 @@ from tests.ranks import job
 from tests.training.cases import OPTIM, tiny_model
 from tests.training.rank_megatron import CASES, LAYOUTS
 from verl.errors import ConfigError
-from verl.layout import Layout, Mesh, ModelShape
 from verl.models.lora import add_lora
 from verl.models.options import LoraOptions
 from verl.training.megatron_engine import MegatronEngine
 from verl.training.options import EngineOptions
+from verl.weights.layout import Layout, Mesh, ModelShape
 
 SCRIPT = Path(__file__).with_name("rank_megatron.py")
 

@@ -11,9 +11,9 @@ import torch
 from torch import Tensor
 
 from verl.errors import CheckpointError, ConfigError
-from verl.shard import Shard
 from verl.training.optimizer import MixedPrecisionOptimizer
 from verl.training.options import OptimConfig
+from verl.weights.shard import Shard
 
 
 def _linear(dtype: torch.dtype, seed: int = 0) -> torch.nn.Linear:

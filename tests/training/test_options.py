@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from verl.errors import ConfigError
-from verl.layout import Layout
 from verl.training.options import OptimConfig, TrainOptions, layout_of
+from verl.weights.layout import Layout
 
 
 def _factors(steps: int, **options: object) -> list[float]:

@@ -14,9 +14,9 @@ import pytest
 from tests.ranks import job
 from tests.training.cases import tiny_model
 from verl.errors import ConfigError
-from verl.models.blank import blank
 from verl.models.packed import PackedModel
 from verl.training.parallel.stages import Cut
+from verl.weights.blank import blank
 
 
 def cut(model: Any, count: int) -> Cut:

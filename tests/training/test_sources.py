@@ -11,11 +11,11 @@ import torch
 from tests.ranks import job
 from tests.training.cases import tiny_model
 from verl.errors import ModelError
-from verl.models.blank import blank, is_blank, sample
 from verl.models.packed import PackedModel
-from verl.models.shards import model_shards
 from verl.models.source import ModelFiles
-from verl.shard import checksum
+from verl.weights.blank import blank, is_blank, sample
+from verl.weights.shard import checksum
+from verl.weights.shards import model_shards
 
 QUICK = [
     ("llama", "causal", "fsdp2"),

@@ -36,10 +36,10 @@ from tests.training.cases import (
 from verl.batch import Batch
 from verl.errors import ConfigError, DataError, TrainingError
 from verl.models.heads import ValueModel
-from verl.shard import Shard
 from verl.training.loss import Loss, LossInput
 from verl.training.options import EngineOptions, OptimConfig
 from verl.training.torch_engine import TorchEngine
+from verl.weights.shard import Shard
 
 
 def plain_log_probs(model: PreTrainedModel, batch: Batch, temperature: float = 1.0) -> tuple[Tensor, Tensor]:

@@ -17,7 +17,6 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback, T
 
 import verl
 from verl.errors import ConfigError
-from verl.shard import checksum
 from verl.trl import (
     DPOConfig,
     DPOTrainer,
@@ -33,6 +32,7 @@ from verl.trl import (
 from verl.trl.arguments import Config
 from verl.trl.losses import dpo_algorithm
 from verl.trl.names import NO_EFFECT, OTHERWISE
+from verl.weights.shard import checksum
 
 SCRIPT = Path(__file__).parent / "grpo_script.py"
 PEER = Path(__file__).parents[2] / ".bench" / "trl" / "bin" / "python"

@@ -13,9 +13,9 @@ import torch
 
 import verl
 from verl.errors import ConfigError, RolloutError
-from verl.models.shards import load_model_shards
 from verl.rollout.hf import HFEngine
-from verl.shard import Shard
+from verl.weights.shard import Shard
+from verl.weights.shards import load_model_shards
 
 #: More than a block of the cache: what is kept of it belongs to one version of the weights.
 _LONG = "Once upon a time there was " * 20

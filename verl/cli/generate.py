@@ -185,8 +185,8 @@ def _answers(
     from verl.device import put
     from verl.models.loading import eos_token_ids, load_model, load_tokenizer
     from verl.models.packed import PackedModel
-    from verl.models.shards import model_shards
     from verl.rollout.base import Request
+    from verl.weights.shards import model_shards
     from verl.workers.actor import make_rollout_engine
 
     loaded, tokenizer = put(load_model(model, dtype=dtype)), load_tokenizer(model)

@@ -15,14 +15,14 @@ from verl.cluster.world import TIMEOUT, RoleMeshes
 from verl.combinations import MAKE, check
 from verl.device import claim, count, default_kind
 from verl.errors import ConfigError
-from verl.hybrid.meshes import generation_mesh
-from verl.layout import Layout, Mesh
 from verl.models.lora import shape_of
 from verl.ranks import local_ranks, torchrun_ranks
 from verl.record import Seconds
 from verl.rollout.options import SamplerOptions
 from verl.training.options import TrainOptions, check_training, layout_of
 from verl.training.parallelize import rehearse
+from verl.weights.layout import Layout, Mesh
+from verl.weights.meshes import generation_mesh
 
 W = TypeVar("W")
 _known: dict[tuple[Any, ...], Controller] = {}

@@ -1,6 +1,6 @@
 """Where a worker stands among the ranks of its role, and what its calls say about their data.
 
-A role has two meshes (`verl.layout.Mesh`): "train" and "rollout", on the same ranks or on others.
+A role has two meshes (`verl.weights.layout.Mesh`): "train" and "rollout", on the same ranks or on others.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal, TypeVar
 
 from verl.errors import ConfigError, nearest
-from verl.layout import Mesh
+from verl.weights.layout import Mesh
 
 F = TypeVar("F", bound=Callable[..., Any])
 

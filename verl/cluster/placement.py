@@ -15,7 +15,7 @@ from typing import Any
 from verl.checked import checked
 from verl.device import default_kind
 from verl.errors import ConfigError, nearest
-from verl.layout import PARALLEL
+from verl.weights.layout import PARALLEL
 
 ROLES = ("actor", "rollout", "critic", "cost_critic", "reference", "reward", "cost")
 _KEYS = ("devices", "device", "gpu_ids", "cpu_ids", "parallel", "node", "accelerator")

@@ -15,8 +15,8 @@ import torch.distributed as dist
 from verl.cluster.place import ROLE, WEIGHTS, Place
 from verl.cluster.torchrun.meeting import joining, meet
 from verl.errors import BrokenCollectiveError
-from verl.layout import Mesh
 from verl.ranks import who
+from verl.weights.layout import Mesh
 
 #: Seconds that ranks wait for each other when nothing else is set.
 TIMEOUT = 1800.0

@@ -13,7 +13,6 @@ from typing import Any
 import torch
 
 from verl.errors import ModelError
-from verl.models.blank import blank
 from verl.models.int4 import weight_bytes
 from verl.models.lora import (
     adapters_off,
@@ -27,6 +26,7 @@ from verl.models.lora import (
 )
 from verl.models.outputs import outputs, probe_tokens
 from verl.models.packed import head_of
+from verl.weights.blank import blank
 
 logger = logging.getLogger(__name__)
 

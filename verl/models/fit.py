@@ -15,7 +15,7 @@ from torch import nn
 from verl.errors import ModelError
 from verl.models.heads import HEADS, ValueModel
 from verl.models.lora import base_name, is_adapter
-from verl.models.shards import tied
+from verl.weights.shards import tied
 
 Shape: TypeAlias = tuple[int, ...]
 #: Names that a message has room for.

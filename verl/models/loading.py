@@ -29,11 +29,11 @@ from transformers.utils import logging as transformers_logging
 
 from verl.data.chat import ChatTokenizer
 from verl.errors import ModelError, nearest
-from verl.models.blank import blank
 from verl.models.fit import Fit, compare, is_tied_apart, stored_shapes, weight_sources
 from verl.models.heads import ValueModel, head_names, read_head, weight_files
 from verl.models.int4 import to_int4
 from verl.models.lora import has_adapters
+from verl.weights.blank import blank
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -105,7 +105,7 @@ def blank_model(
     kind: Literal["causal", "value", "score"] = "causal",
     trust_remote_code: bool = False,
 ) -> Any:
-    """The model that `load_model` loads, without weights, see `verl.models.blank`.
+    """The model that `load_model` loads, without weights, see `verl.weights.blank`.
 
     Raises:
         ModelError: nothing is there, or it is no model.

@@ -26,9 +26,9 @@ from torch.autograd.function import once_differentiable
 
 from verl.models.collectives import shared
 from verl.models.compiled import accumulate, layer_kernels
-from verl.models.cuts import blocks_of, local_part
 from verl.models.grad_sums import grad_sum
 from verl.models.head_sizes import HeadSizes
+from verl.weights.cuts import blocks_of, local_part
 
 
 def token_log_probs(

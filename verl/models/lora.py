@@ -21,12 +21,12 @@ from torch import nn
 
 from verl.errors import ConfigError, ModelError
 from verl.extras import load_extra
-from verl.layout import ModelShape
-from verl.models.blank import is_blank
-from verl.models.cuts import blocks_of, local_part
 from verl.models.int4 import Int4Linear, make_int4
 from verl.models.options import LoraOptions
-from verl.shard import Shard
+from verl.weights.blank import is_blank
+from verl.weights.cuts import blocks_of, local_part
+from verl.weights.layout import ModelShape
+from verl.weights.shard import Shard
 
 _TRAINED = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 #: Ways to begin an adapter that take its beginning out of the base, so that both together are the published base.

@@ -15,7 +15,7 @@ from verl.models.head_sizes import CPU, HeadSizes
 if TYPE_CHECKING:
     from torch import nn
 
-from verl.layout import count_of
+from verl.weights.layout import count_of
 
 
 @dataclass(frozen=True)

@@ -12,8 +12,8 @@ from transformers import PreTrainedModel
 from verl.errors import ModelError
 from verl.models.heads import ValueModel, width_of
 from verl.models.lora import change_layers, layer_changes
-from verl.models.shards import load_model_shards, model_shards
-from verl.shard import Shard
+from verl.weights.shard import Shard
+from verl.weights.shards import load_model_shards, model_shards
 
 
 class PortableModel:

@@ -14,15 +14,15 @@ from safetensors import SafetensorError, safe_open
 
 from verl.durable import digest
 from verl.errors import ModelError
-from verl.models.blank import sample
 from verl.models.fit import Source, model_weights, weight_sources
 from verl.models.heads import ValueModel, read_head, score_model, weight_files
 from verl.models.loading import blank_model, load_model, resolved_dtype
 from verl.models.lora import add_lora, base_name, first_adapters, is_adapter
 from verl.models.options import Dtype, LoraOptions, ModelOptions
 from verl.models.portable import PortableModel
-from verl.models.shards import model_shards, named_weights, tied, whole_weights
-from verl.shard import Shard
+from verl.weights.blank import sample
+from verl.weights.shard import Shard
+from verl.weights.shards import model_shards, named_weights, tied, whole_weights
 
 Kind = Literal["causal", "value", "score"]
 
@@ -71,7 +71,7 @@ class ModelFiles:
         return self._changed(model)
 
     def blank(self, device: torch.device | str = "cpu") -> Any:
-        """The model without weights, see `verl.models.blank`.
+        """The model without weights, see `verl.weights.blank`.
 
         Raises:
             ModelError: nothing is there, or it is no model.

@@ -12,8 +12,8 @@ from torch import Tensor, nn
 
 from verl.errors import CheckpointError, ModelError
 from verl.models.lora import change_layers, layer_changes
-from verl.models.shards import load_model_shards
-from verl.shard import Shard
+from verl.weights.shard import Shard
+from verl.weights.shards import load_model_shards
 
 # What wrappers put into the names of the parameters below them.
 _INFIXES = ("_fsdp_wrapped_module.", "_checkpoint_wrapped_module.")

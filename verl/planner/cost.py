@@ -8,10 +8,10 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from verl.layout import Layout
 from verl.models.memory import ModelSize
 from verl.planner.hardware import Cluster
 from verl.planner.memory import Strategy, kv_bytes_per_token, shared_by
+from verl.weights.layout import Layout
 
 #: Seconds in which a layer's kernels are launched: the least that a layer of one decoding step takes.
 LAUNCH = 30e-6

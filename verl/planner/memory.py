@@ -5,9 +5,9 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, field, replace
 
-from verl.layout import Layout
 from verl.models.head_sizes import CPU, HeadSizes
 from verl.models.memory import ModelSize
+from verl.weights.layout import Layout
 
 #: Share of a device's memory that its runtime, communication buffers and fragmentation take.
 RESERVE = 0.08

@@ -15,12 +15,12 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 
 from verl.errors import ConfigError
-from verl.layout import Layout
 from verl.models.memory import ModelSize
 from verl.planner import memory
 from verl.planner.cost import Costs, Generation, Workload
 from verl.planner.hardware import GB, Cluster
 from verl.planner.memory import RESERVE, Strategy, Usage
+from verl.weights.layout import Layout
 
 #: How a model runs, as far as settings say: strategy, tensor- and pipeline-parallel size.
 Key = tuple[str, int, int]

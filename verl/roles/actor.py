@@ -31,7 +31,6 @@ from verl.models.options import ModelOptions
 from verl.models.portable import PortableModel, twin
 from verl.models.rope import original_length
 from verl.models.save import save_pretrained_dir
-from verl.models.shards import load_model_shards, model_shards, outline
 from verl.models.source import ModelFiles
 from verl.models.wrapped import unwrapped
 from verl.ranks import registry
@@ -47,8 +46,9 @@ from verl.roles.settings import (
 from verl.rollout.base import SamplingParams, as_sampling
 from verl.rollout.episode import Episode
 from verl.rollout.options import RolloutOptions
-from verl.shard import Shard, checksum
 from verl.training.options import OptimConfig, TrainOptions
+from verl.weights.shard import Shard, checksum
+from verl.weights.shards import load_model_shards, model_shards, outline
 from verl.workers.actor import (
     ActorWorker,
     EngineFactory,

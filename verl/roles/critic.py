@@ -21,7 +21,6 @@ from verl.models.heads import ValueModel
 from verl.models.loading import as_tokenizer
 from verl.models.options import ModelOptions
 from verl.models.portable import PortableModel
-from verl.models.shards import outline
 from verl.models.wrapped import unwrapped
 from verl.ranks import registry
 from verl.record import Seed
@@ -29,6 +28,7 @@ from verl.roles.columns import add_rewards, as_sequences
 from verl.roles.handle import ModelHandle
 from verl.roles.settings import as_name
 from verl.training.options import OptimConfig, TrainOptions
+from verl.weights.shards import outline
 from verl.workers.critic import CriticWorker
 from verl.workers.update import UpdatePart, UpdatePlan
 

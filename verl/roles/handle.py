@@ -11,13 +11,13 @@ from verl.errors import ConfigError
 from verl.models.adapter_check import check_adapters
 from verl.models.lora import add_lora, has_adapters
 from verl.models.options import ModelOptions
-from verl.models.shards import outline
 from verl.models.source import Kind, ModelFiles
 from verl.record import Record
 from verl.roles.lora_base import LoraBase, check_base
 from verl.roles.settings import changed_options, engine_options, model_options, optimizer_settings, with_keywords
-from verl.shard import Shard
 from verl.training.options import EngineOptions, TrainOptions
+from verl.weights.shard import Shard
+from verl.weights.shards import outline
 
 if TYPE_CHECKING:
     from torch import Tensor

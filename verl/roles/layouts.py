@@ -9,8 +9,6 @@ from typing import Any, get_args
 from verl.checked import checked
 from verl.device import device_name, free_memory, is_here
 from verl.errors import ConfigError
-from verl.hybrid.meshes import transition_shares
-from verl.layout import Layout, Mesh, ModelShape
 from verl.models.memory import ModelSize
 from verl.planner import memory
 from verl.planner.cost import Workload
@@ -22,6 +20,8 @@ from verl.roles.critic import Critic
 from verl.roles.updater import Updater
 from verl.rollout.options import ENGINES
 from verl.training.options import Strategy
+from verl.weights.layout import Layout, Mesh, ModelShape
+from verl.weights.meshes import transition_shares
 
 logger = logging.getLogger(__name__)
 

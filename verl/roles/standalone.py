@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Literal, get_args
 from verl.cluster.ray.pool import Pool, Worker
 from verl.errors import ClusterError, ConfigError, RolloutError, nearest
 from verl.ray_session import START_DEADLINE, connect
-from verl.shard import Shard, bunched
+from verl.weights.shard import Shard, bunched
 from verl.workers.standalone import EngineRecipe, Finished, StandaloneWorker, Weights
 
 if TYPE_CHECKING:

@@ -17,7 +17,7 @@ from verl.checked import checked
 from verl.errors import ConfigError, RolloutError, nearest
 from verl.record import AsTuple, Natural, Portion, Share, Strings
 from verl.rollout.options import Temperature
-from verl.shard import Shard
+from verl.weights.shard import Shard
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -23,17 +23,17 @@ from torch import Tensor
 
 from verl.device import free_memory, is_host, to_device
 from verl.errors import ConfigError, ModelError, RolloutError
-from verl.models.cuts import local_part
 from verl.models.packed import PackedModel
 from verl.models.rope import original_length
-from verl.models.shards import take_model_shards
 from verl.rollout.attention import Plan
 from verl.rollout.base import Request, Sample, check_new
 from verl.rollout.decode import Decoder
 from verl.rollout.kv_cache import KVCache, block_tokens, blocks_for
 from verl.rollout.response import Drawn, Response, draw
 from verl.rollout.runner import FIXED_ROWS, Runner
-from verl.shard import Shard
+from verl.weights.cuts import local_part
+from verl.weights.shard import Shard
+from verl.weights.shards import take_model_shards
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

@@ -25,10 +25,10 @@ from transformers import DynamicCache
 from verl.errors import ConfigError, ModelError
 from verl.models.packed import evaluating
 from verl.models.rope import original_length
-from verl.models.shards import take_model_shards
 from verl.rollout.base import Request, Sample, SamplingParams, check_new
 from verl.rollout.response import Response, draw
-from verl.shard import Shard
+from verl.weights.shard import Shard
+from verl.weights.shards import take_model_shards
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase

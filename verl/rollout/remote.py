@@ -19,7 +19,7 @@ from verl.rollout.base import Request, Sample, check_new
 from verl.rollout.response import check_prompt
 from verl.rollout.vllm import FINISH, prompt_scores, sampled, sampling_arguments
 from verl.rollout.vllm_transport import FileTransport
-from verl.shard import Shard
+from verl.weights.shard import Shard
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -51,7 +51,7 @@ class RemoteEngine:
     """
 
     def __init__(self, model: PreTrainedModel | None, *, eos_token_ids: Sequence[int], seed: int) -> None:
-        from verl.models.shards import tied_names
+        from verl.weights.shards import tied_names
 
         config = model.config.get_text_config() if model is not None else None
         self.eos_token_ids = tuple(eos_token_ids)

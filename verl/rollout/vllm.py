@@ -27,13 +27,13 @@ from verl.data.text import ResponseText
 from verl.device import count, free_memory, free_share, is_accelerator, rng_states, set_rng_states
 from verl.errors import ConfigError, RolloutError
 from verl.models.memory import ModelSize
-from verl.models.shards import tied_names
 from verl.rollout.base import Finish, NoWeightsError, Request, Sample, SamplingParams, check_new
 from verl.rollout.randomness import stream_key
 from verl.rollout.response import check_prompt
 from verl.rollout.stop_strings import cut_text
 from verl.rollout.vllm_transport import DeviceTransport, FileTransport, Transport, places_of
-from verl.shard import Shard, bunched, in_rows
+from verl.weights.shard import Shard, bunched, in_rows
+from verl.weights.shards import tied_names
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase

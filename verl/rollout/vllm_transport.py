@@ -20,7 +20,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from verl.device import synchronize
-from verl.shard import Shard, checksum
+from verl.weights.shard import Shard, checksum
 
 #: Every piece begins at a multiple of so many bytes, whatever its dtype.
 _ALIGNED = 256

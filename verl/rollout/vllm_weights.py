@@ -18,8 +18,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
 from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
 
-from verl.models.shards import Part, fill_block
-from verl.shard import Shard
+from verl.weights.shard import Shard
+from verl.weights.shards import Part, fill_block
 
 _HEAD = "lm_head.weight"
 #: Methods that compute with a layer's weights as they were loaded, on CPU with a packed copy.

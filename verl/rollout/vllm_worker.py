@@ -23,7 +23,7 @@ from vllm.v1.sample.sampler import Sampler
 
 from verl.rollout.vllm_transport import received
 from verl.rollout.vllm_weights import WeightSink
-from verl.shard import Shard
+from verl.weights.shard import Shard
 
 BACKEND = "verl"
 _GREEDY = 1e-5  # vLLM's own bound: a lower temperature is greedy

@@ -41,7 +41,6 @@ from verl.durable import (
 )
 from verl.errors import CheckpointError, DamagedCheckpointError, DataError
 from verl.record import Natural
-from verl.shard import Shard
 from verl.trainer.saving import (
     FORMAT,
     MANIFEST,
@@ -53,6 +52,7 @@ from verl.trainer.saving import (
     manifest_digest,
     reason,
 )
+from verl.weights.shard import Shard
 
 if TYPE_CHECKING:
     import torch
@@ -104,7 +104,7 @@ class Checkpoint:
     def shards(self, name: str) -> Iterator[Shard]:
         """The tensors stored under `name` as a stream, cut as the ranks had them; views of the files, to be copied
         from."""
-        from verl.tensor_files import read_shards
+        from verl.weights.tensor_files import read_shards
 
         return read_shards(self.paths(name))
 
@@ -124,7 +124,7 @@ class Checkpoint:
         return DamagedCheckpointError(f"checkpoint {self.path} is damaged: {fault}")
 
     def _tensor_files(self, name: str) -> list[str]:
-        from verl.tensor_files import files_of
+        from verl.weights.tensor_files import files_of
 
         return files_of(name, self.files)
 
@@ -369,7 +369,7 @@ class VerifyReport:
 
 def verify(path: str | Path) -> VerifyReport:
     """Check a checkpoint through: digests, every tensor loaded and finite, JSON and tables readable."""
-    from verl.tensor_files import is_finite
+    from verl.weights.tensor_files import is_finite
 
     report = VerifyReport(Path(path))
     try:

@@ -16,7 +16,7 @@ import pyarrow.parquet as pq
 
 from verl.durable import clear_staging, parse_json, publish, seal, seal_all, staging_of, sync_directory, try_remove
 from verl.errors import CheckpointError
-from verl.shard import Shard, Stream
+from verl.weights.shard import Shard, Stream
 
 FORMAT = 4
 MANIFEST = "manifest.json"
@@ -162,7 +162,7 @@ def _write_all(staging: Path, files: Mapping[str, Any]) -> Iterator[Path]:
 
 def _write_content(target: Path, content: Any) -> Iterable[Path]:
     if not target.suffix:
-        from verl.tensor_files import write_shards
+        from verl.weights.tensor_files import write_shards
 
         if isinstance(content, Mapping):
             content = [Shard.whole(*item) for item in content.items()]

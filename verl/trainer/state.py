@@ -27,16 +27,12 @@ from verl.batch import Batch
 from verl.cluster.controller import start
 from verl.durable import parse_json
 from verl.errors import CheckpointError, DamagedCheckpointError, DataError, ModelError
-from verl.models.blank import blank, take_weights
 from verl.models.int4 import to_int4
 from verl.models.lora import change_layers, layer_changes
-from verl.models.shards import model_shards, outline
 from verl.models.source import ModelFiles
 from verl.roles.actor import Actor
 from verl.roles.critic import Critic
 from verl.roles.lora_base import check_base
-from verl.shard import names_digest
-from verl.tensor_files import is_finite
 from verl.trainer.checkpoint import (
     Checkpoint,
     VerifyReport,
@@ -48,6 +44,10 @@ from verl.trainer.checkpoint import verify as verify_files
 from verl.trainer.rng import RandomState, rng_state, set_rng_state
 from verl.trainer.saving import SaveResult
 from verl.training.optimizer import LIKE_THE_WEIGHT, MOMENTS, check_masters, check_optimizer, optimizer_name
+from verl.weights.blank import blank, take_weights
+from verl.weights.shard import names_digest
+from verl.weights.shards import model_shards, outline
+from verl.weights.tensor_files import is_finite
 
 if TYPE_CHECKING:
     from verl.data.prefetch import Loader
@@ -531,7 +531,7 @@ def rebuild(checkpoint: Checkpoint) -> tuple[Any, str | None]:
 
 
 def _from_config(checkpoint: Checkpoint, noted: _Probe) -> Any:
-    """The model that a checkpoint holds whole, without weights (`verl.models.blank`)."""
+    """The model that a checkpoint holds whole, without weights (`verl.weights.blank`)."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
     from verl.models.heads import ValueModel, width_of

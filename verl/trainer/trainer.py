@@ -30,7 +30,6 @@ from verl.dataflow.graph import Graph
 from verl.dataflow.nodes import SLOT, log_prob_nodes
 from verl.errors import CheckpointError, ConfigError, DataError
 from verl.keywords import takes
-from verl.layout import Mesh
 from verl.record import Count, Natural, Portion, Processes, Seconds
 from verl.rewards.failures import Failures
 from verl.roles.actor import Actor
@@ -63,6 +62,7 @@ from verl.trainer.task_file import read_tasks
 from verl.trainer.task_records import joined
 from verl.trainer.timeline import Span, Timeline, busy_shares, spans_of
 from verl.trainer.waiting import Waiting
+from verl.weights.layout import Mesh
 
 logger = logging.getLogger(__name__)
 

@@ -25,12 +25,12 @@ from torch import Tensor
 
 from verl.device import is_accelerator, total_memory
 from verl.models.compiled import VECTOR, kernels
-from verl.models.cuts import blocks_of
 from verl.models.inductor import lacking
-from verl.models.shards import Part, overlap
-from verl.shard import Shard
 from verl.training.gradients import Weight, zeros_like
 from verl.training.options import OptimConfig
+from verl.weights.cuts import blocks_of
+from verl.weights.shard import Shard
+from verl.weights.shards import Part, overlap
 
 logger = logging.getLogger(__name__)
 

@@ -13,10 +13,6 @@ import torch.distributed as dist
 from torch import Tensor
 
 from verl.errors import TrainingError
-from verl.models.blank import give_memory
-from verl.models.cuts import run_blocks
-from verl.models.shards import fill_block, fill_weights, load_model_shards, named_weights, tied_names
-from verl.shard import Cut, Shard, Stream, WeightSpec
 from verl.training.checkpointing import recomputing
 from verl.training.engine import Memory, Metrics
 from verl.training.forward import Forward
@@ -27,6 +23,10 @@ from verl.training.parallel.result import Parallel
 from verl.training.schedule import MicroBatch, OneStage
 from verl.training.torch_engine import NO_GRADIENT, TorchEngine
 from verl.training.zero import Piece, held_run, zero_engine
+from verl.weights.blank import give_memory
+from verl.weights.cuts import run_blocks
+from verl.weights.shard import Cut, Shard, Stream, WeightSpec
+from verl.weights.shards import fill_block, fill_weights, load_model_shards, named_weights, tied_names
 
 _HALF = (torch.bfloat16, torch.float16)
 

@@ -12,9 +12,9 @@ import torch
 from torch import Tensor
 
 from verl.batch import Batch
-from verl.layout import Mesh
-from verl.shard import Shard, WeightSpec
 from verl.training.loss import LossPart
+from verl.weights.layout import Mesh
+from verl.weights.shard import Shard, WeightSpec
 
 #: What can be moved out of the way: `optimizer` (masters and moments, to host memory) and `gradients` (their sums,
 #: freed).

@@ -9,10 +9,10 @@ import torch
 from torch import Tensor
 
 from verl.errors import ConfigError
-from verl.models.shards import Part
-from verl.shard import Shard
 from verl.training.gradients import Weight
 from verl.training.options import OptimConfig
+from verl.weights.shard import Shard
+from verl.weights.shards import Part
 
 #: A torch optimizer over a model's parameters, or a function that makes one of a list of parameters.
 OwnOptimizer: TypeAlias = torch.optim.Optimizer | Callable[[list[Tensor]], torch.optim.Optimizer]

@@ -10,8 +10,6 @@ import torch
 from torch import Tensor
 
 from verl.errors import CheckpointError
-from verl.models.shards import fill_weights, model_shards, named_weights, overlap
-from verl.shard import Cut, Shard
 from verl.training.megatron import Block, MegatronModel
 from verl.training.optimizer import MixedPrecisionOptimizer
 from verl.training.options import OptimConfig
@@ -21,6 +19,8 @@ from verl.training.parallel.result import Parallel
 from verl.training.parallel.stages import Stage
 from verl.training.schedule import OneStage
 from verl.training.torch_engine import TorchEngine
+from verl.weights.shard import Cut, Shard
+from verl.weights.shards import fill_weights, model_shards, named_weights, overlap
 
 _EMBEDDING = "gpt.embedding.word_embeddings.weight"
 

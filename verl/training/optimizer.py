@@ -12,11 +12,11 @@ import torch
 from torch import Tensor
 
 from verl.errors import CheckpointError, ConfigError
-from verl.shard import Shard
 from verl.training.adamw import SplitAdamW
 from verl.training.gradients import Gradients, Weight
 from verl.training.masters import MasterOptimizer, OwnOptimizer, held
 from verl.training.options import OptimConfig
+from verl.weights.shard import Shard
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
 #: What of the state of AdamW has the shape of the weight.

@@ -11,9 +11,9 @@ from pydantic import BeforeValidator, Field, model_validator
 
 from verl.combinations import check, named
 from verl.errors import ConfigError, nearest
-from verl.layout import PARALLEL, Layout, ModelShape
 from verl.models.options import full_name
 from verl.record import AsTuple, Count, FunctionPath, Natural, Record, Strings, cost, free, result, wrong
+from verl.weights.layout import PARALLEL, Layout, ModelShape
 
 _Beta = Annotated[float, Field(ge=0, lt=1)]
 Head = Literal["lm", "value", "score"]

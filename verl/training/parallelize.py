@@ -9,8 +9,6 @@ from torch import nn
 
 from verl.combinations import check
 from verl.errors import ModelError
-from verl.layout import Layout
-from verl.models.cuts import local_part
 from verl.models.heads import ValueModel
 from verl.models.portable import twin
 from verl.training.forward import Forward
@@ -23,6 +21,8 @@ from verl.training.parallel.sequence import sequence
 from verl.training.parallel.tensor import check_tensor, tensor
 from verl.training.parallel.units import units
 from verl.training.ranks import Ranks
+from verl.weights.cuts import local_part
+from verl.weights.layout import Layout
 
 
 def parallelize(forward: Forward, ranks: Ranks, config: FSDPConfig, *, trains: bool) -> Parallel:

@@ -12,8 +12,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from verl.layout import DIMS, Mesh
-from verl.shard import buckets
+from verl.weights.layout import DIMS, Mesh
+from verl.weights.shard import buckets
 
 _BUCKET_BYTES = 64 << 20
 

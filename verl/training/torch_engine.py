@@ -16,13 +16,8 @@ from torch import Tensor
 
 from verl.batch import Batch
 from verl.errors import DataError, TrainingError
-from verl.layout import DATA_DIMS, Mesh
-from verl.models.blank import give_memory
-from verl.models.cuts import blocks_of, cuts_of, local_part
 from verl.models.lora import adapters_off, merged_shards, reference_weights, shape_of
 from verl.models.packed import PackedModel
-from verl.models.shards import fill_weights, load_model_shards, model_shards, named_weights
-from verl.shard import Cut, Shard, Stream, WeightSpec
 from verl.training.checkpointing import enable_checkpointing, recomputing
 from verl.training.engine import Memory, Metrics
 from verl.training.forward import Forward
@@ -35,6 +30,11 @@ from verl.training.options import EngineOptions, Head, OptimConfig, check_traini
 from verl.training.parallelize import parallelize, piece
 from verl.training.ranks import Ranks
 from verl.training.schedule import MicroBatch, OneStage, Schedule
+from verl.weights.blank import give_memory
+from verl.weights.cuts import blocks_of, cuts_of, local_part
+from verl.weights.layout import DATA_DIMS, Mesh
+from verl.weights.shard import Cut, Shard, Stream, WeightSpec
+from verl.weights.shards import fill_weights, load_model_shards, model_shards, named_weights
 
 # The row of the forwards that a rank runs for the sake of the others.
 _IDLE = Batch.from_columns({"prompt_tokens": [[0]], "response_tokens": [[0]]})
@@ -57,7 +57,7 @@ class TorchEngine:
         group: their process group; None for one rank.
         parts: groups of some of them, see `Ranks`.
         packed: the model (or its backbone) as a `PackedModel`, if there is one already.
-        weights: for a model without weights (`verl.models.blank`): those of a model, once it is laid out, of which the
+        weights: for a model without weights (`verl.weights.blank`): those of a model, once it is laid out, of which the
             parts that are kept here are read.
         device: where the weights of such a model go.
 

@@ -21,13 +21,13 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from verl.errors import ConfigError
-from verl.models.cuts import run_blocks
 from verl.training.forward import Forward
 from verl.training.masters import adamw_options
 from verl.training.optimizer import MOMENTS
 from verl.training.options import FSDPConfig, OptimConfig
 from verl.training.parallel.units import units
 from verl.training.ranks import Ranks
+from verl.weights.cuts import run_blocks
 
 #: Elements of gradients that are reduced at once.
 _BUCKET = 1 << 24

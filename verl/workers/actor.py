@@ -24,11 +24,11 @@ from verl.rollout.embedded import EmbeddedEngine
 from verl.rollout.episode import Episode, Outcome, Turns, outcomes, response_columns
 from verl.rollout.hf import HFEngine
 from verl.rollout.options import SamplerOptions
-from verl.shard import Shard, Stream
 from verl.training.engine import TrainEngine
 from verl.training.options import EngineOptions, Head
 from verl.training.ranks import gather_json
 from verl.user_functions import load_function
+from verl.weights.shard import Shard, Stream
 from verl.workers.generation import GenerationModel, rollout_place
 from verl.workers.streams import spread_weights, travelling
 from verl.workers.sync import ROWS, SyncCheck

@@ -8,15 +8,15 @@ from dataclasses import replace
 from typing import Any
 
 from verl.cluster.place import WEIGHTS, Place
-from verl.hybrid.meshes import generation_mesh
-from verl.hybrid.weights import HybridWeights
-from verl.models.blank import give_memory
 from verl.models.packed import PackedModel
 from verl.models.portable import twin
-from verl.models.shards import named_weights
 from verl.training.engine import TrainEngine
 from verl.training.options import EngineOptions
 from verl.training.torch_engine import TorchEngine
+from verl.weights.blank import give_memory
+from verl.weights.meshes import generation_mesh
+from verl.weights.shards import named_weights
+from verl.weights.transition import HybridWeights
 
 
 class GenerationModel:

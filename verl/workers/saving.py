@@ -13,9 +13,9 @@ import torch.distributed as dist
 
 from verl.durable import seal_all
 from verl.errors import CheckpointError
-from verl.shard import Shard, Stream
-from verl.tensor_files import write_shards
 from verl.training.ranks import gather_json
+from verl.weights.shard import Shard, Stream
+from verl.weights.tensor_files import write_shards
 
 
 class RankFiles:

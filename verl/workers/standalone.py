@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from verl.rollout.base import RolloutEngine
     from verl.rollout.episode import Turns
     from verl.rollout.options import SamplerOptions
-    from verl.shard import Shard
+    from verl.weights.shard import Shard
 
 #: Seconds for a part of the weights to come from the object store.
 _PART_DEADLINE = 120

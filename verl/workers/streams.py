@@ -11,10 +11,10 @@ import torch
 import torch.distributed as dist
 
 from verl.cluster.place import ROLE, Place
-from verl.models.shards import load_model_shards, model_shards, whole_weights
-from verl.shard import Shard, Stream, in_rows
 from verl.training.engine import TrainEngine
 from verl.training.ranks import gather_json
+from verl.weights.shard import Shard, Stream, in_rows
+from verl.weights.shards import load_model_shards, model_shards, whole_weights
 
 
 def travelling(pieces: Iterable[Shard], group: Any) -> Iterator[Shard]:

@@ -12,16 +12,16 @@ from typing import Any, ClassVar
 
 from verl.cluster.place import ALONE, Place, dispatch
 from verl.device import peak_memory, put
-from verl.layout import Mesh
 from verl.models.packed import PackedModel
 from verl.models.portable import PortableModel
 from verl.models.source import ModelFiles, ModelSource
-from verl.shard import Shard, Stream, names_digest
-from verl.tensor_files import read_shards
 from verl.training.engine import TrainEngine
 from verl.training.options import EngineOptions, Head
 from verl.training.ranks import gather_json
 from verl.training.torch_engine import TorchEngine
+from verl.weights.layout import Mesh
+from verl.weights.shard import Shard, Stream, names_digest
+from verl.weights.tensor_files import read_shards
 from verl.workers.saving import RankFiles, merged
 from verl.workers.streams import equal_weights, gathered
 

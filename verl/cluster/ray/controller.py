@@ -30,8 +30,8 @@ from verl.cluster.ray.rank import Part, RayRank, Stream, WorkerError
 from verl.cluster.world import RoleMeshes
 from verl.errors import BrokenCollectiveError, ClusterError, ConfigError
 from verl.ray_session import START_DEADLINE, connect
-from verl.shard import bunched
 from verl.user_functions import user_modules
+from verl.weights.shard import bunched
 
 _LEAST_CPUS = 0.02
 # Batches that may be in the object store: a bound for who holds on to more of them.

@@ -23,7 +23,7 @@ from verl.cluster.rank_worker import Order, RankWorker, stacks
 from verl.cluster.world import RoleMeshes, World
 from verl.errors import ClusterError
 from verl.ranks import registry, who
-from verl.shard import Shard, bunched
+from verl.weights.shard import Shard, bunched
 
 logger = logging.getLogger(__name__)
 #: Seconds for a bunch of shards to come over from the object store of another node.

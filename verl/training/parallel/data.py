@@ -18,13 +18,13 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, fully_shard
 
-from verl.models.cuts import cuts_of
 from verl.training.forward import Forward
 from verl.training.gradients import Gradients, Weight
 from verl.training.options import FSDPConfig
 from verl.training.parallel.result import Parallel
 from verl.training.parallel.units import units
 from verl.training.ranks import Ranks
+from verl.weights.cuts import cuts_of
 
 
 def replicate(ranks: Ranks, parallel: Parallel, *dims: str) -> None:

@@ -20,10 +20,10 @@ from torch.distributed.tensor import Shard, distribute_tensor
 
 from verl.errors import ConfigError
 from verl.models.collectives import exchange
-from verl.models.cuts import local_weights
 from verl.training.forward import Forward
 from verl.training.parallel.result import Parallel
 from verl.training.ranks import Ranks
+from verl.weights.cuts import local_weights
 
 
 def fused_experts(forward: Forward, size: int) -> list[Any]:

@@ -9,9 +9,9 @@ from typing import Any
 
 import torch
 
-from verl.layout import Mesh
 from verl.training.gradients import Gradients, Weight
 from verl.training.schedule import Schedule
+from verl.weights.layout import Mesh
 
 
 @dataclass

@@ -15,9 +15,9 @@ import torch
 from torch import Tensor, nn
 
 from verl.errors import ConfigError
-from verl.models.blank import is_blank, sample
 from verl.models.packed import PackedModel, is_close
 from verl.models.segments import pack_rows
+from verl.weights.blank import is_blank, sample
 
 _FIRST, _LAST = "first", "last"
 

@@ -24,12 +24,12 @@ from transformers.pytorch_utils import Conv1D
 
 from verl.errors import ConfigError
 from verl.models.collectives import joined, shared, split, summed
-from verl.models.cuts import blocks_of, local_part, local_weights
 from verl.models.packed import PackedModel
-from verl.tensor_plan import tensor_plan
 from verl.training.forward import Forward
 from verl.training.parallel.result import Parallel
 from verl.training.ranks import Ranks
+from verl.weights.cuts import blocks_of, local_part, local_weights
+from verl.weights.tensor_plan import tensor_plan
 
 Style = Callable[["_Cutter", str, Any], None]
 

@@ -21,7 +21,7 @@ from safetensors import SafetensorError, safe_open
 
 from verl.durable import parse_json
 from verl.errors import CheckpointError, DamagedCheckpointError
-from verl.shard import Shard, buckets
+from verl.weights.shard import Shard, buckets
 
 MAX_FILE_BYTES = 1 << 28
 SUFFIX = ".safetensors"

@@ -12,9 +12,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from verl.errors import ConfigError
-from verl.hybrid.plan import Plan, Region
-from verl.models.shards import fill_block
-from verl.shard import Shard
+from verl.weights.plan import Plan, Region
+from verl.weights.shard import Shard
+from verl.weights.shards import fill_block
 
 #: Buckets under way at a time: while one is copied to its places the next is on the line.
 AHEAD = 2

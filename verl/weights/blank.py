@@ -12,8 +12,8 @@ import torch
 from torch import Tensor, nn
 
 from verl.errors import ModelError
-from verl.models.shards import Part, named_weights, tied_names
-from verl.shard import Shard
+from verl.weights.shard import Shard
+from verl.weights.shards import Part, named_weights, tied_names
 
 #: More distinct layers than this are no sample of a model.
 _MOST_LAYERS = 8

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from verl.shard import Box, Cut
+from verl.weights.shard import Box, Cut
 
 
 def local_part(tensor: Tensor) -> Tensor:

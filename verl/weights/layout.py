@@ -15,7 +15,7 @@ from typing import Any
 
 from verl.combinations import MAKE, check, named
 from verl.errors import ConfigError, nearest
-from verl.tensor_plan import tensor_plan
+from verl.weights.tensor_plan import tensor_plan
 
 #: The dimensions of a layout, outermost first: pipeline, replicas, fully sharded, sequence, expert, tensor.
 DIMS = ("pp", "replicate", "shard", "sp", "ep", "tp")

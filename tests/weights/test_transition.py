@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.hybrid.rank_transition import CASES
 from tests.ranks import job
+from tests.weights.rank_transition import CASES
 
 BUCKET = 1 << 15
 SCRIPT = Path(__file__).with_name("rank_transition.py")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from verl.errors import ConfigError
-from verl.layout import Layout, Mesh
+from verl.weights.layout import Layout, Mesh
 
 
 def generation_mesh(train: Mesh, pg: int = 1, tg: int = 1) -> Mesh:

@@ -19,15 +19,15 @@ from transformers import AutoModelForCausalLM, GPT2Config, LlamaConfig, PreTrain
 from benchmarks.moved import MeasuredWeights, moved_bytes
 from tests.training.cases import OPTIM, ROWS, log_probs, part, ragged_batch
 from verl.errors import TrainingError
-from verl.hybrid.meshes import generation_mesh
-from verl.hybrid.plan import transition
-from verl.hybrid.transfer import Transfer
-from verl.hybrid.weights import HybridWeights
-from verl.layout import DIMS, Layout, Mesh
-from verl.models.shards import named_weights
-from verl.shard import Shard
 from verl.training.options import EngineOptions
 from verl.training.torch_engine import TorchEngine
+from verl.weights.layout import DIMS, Layout, Mesh
+from verl.weights.meshes import generation_mesh
+from verl.weights.plan import transition
+from verl.weights.shard import Shard
+from verl.weights.shards import named_weights
+from verl.weights.transfer import Transfer
+from verl.weights.transition import HybridWeights
 from verl.workers.streams import gathered
 
 KINDS = ("llama", "qwen2", "gpt2")

@@ -13,9 +13,9 @@ from operator import itemgetter
 from typing import NamedTuple
 
 from verl.errors import ConfigError
-from verl.layout import DIMS, Mesh
-from verl.models.cuts import PartBlock, part_blocks
-from verl.shard import Box, Cut, WeightSpec, buckets
+from verl.weights.cuts import PartBlock, part_blocks
+from verl.weights.layout import DIMS, Mesh
+from verl.weights.shard import Box, Cut, WeightSpec, buckets
 
 #: Of the weights that travel at a time, by default.
 BUCKET_BYTES = 32 << 20

@@ -15,11 +15,11 @@ from hypothesis import strategies as st
 from benchmarks.moved import micro_groups, moved_bytes, paper_table
 from tests.properties import examples
 from verl.errors import ConfigError
-from verl.hybrid.meshes import generation_mesh
-from verl.hybrid.plan import Plan, Region, transition
-from verl.layout import Layout, Mesh
-from verl.models.cuts import PartBlock
-from verl.shard import Box, Cut, WeightSpec
+from verl.weights.cuts import PartBlock
+from verl.weights.layout import Layout, Mesh
+from verl.weights.meshes import generation_mesh
+from verl.weights.plan import Plan, Region, transition
+from verl.weights.shard import Box, Cut, WeightSpec
 
 SIZES = st.sampled_from([1, 2, 4])
 

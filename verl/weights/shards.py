@@ -13,8 +13,8 @@ import torch
 from torch import Tensor, nn
 
 from verl.errors import CheckpointError, nearest
-from verl.models.cuts import blocks_of, local_part
-from verl.shard import Box, Shard
+from verl.weights.cuts import blocks_of, local_part
+from verl.weights.shard import Box, Shard
 
 
 def tied(weights: Mapping[str, Tensor]) -> list[list[str]]:

@@ -17,11 +17,11 @@ import torch.distributed as dist
 from torch import Tensor
 
 from verl.errors import BrokenCollectiveError, ConfigError, TrainingError, nearest
-from verl.hybrid.plan import BUCKET_BYTES, transition
-from verl.hybrid.transfer import Transfer
-from verl.layout import Mesh
-from verl.models.cuts import cuts_of, local_part
-from verl.shard import Shard
+from verl.weights.cuts import cuts_of, local_part
+from verl.weights.layout import Mesh
+from verl.weights.plan import BUCKET_BYTES, transition
+from verl.weights.shard import Shard
+from verl.weights.transfer import Transfer
 
 if TYPE_CHECKING:
     from verl.training.engine import TrainEngine
@@ -32,7 +32,7 @@ class HybridWeights:
 
     Args:
         engine: of this rank, which trains.
-        target: the ranks that generate, such as `verl.hybrid.meshes.generation_mesh` lays them out.
+        target: the ranks that generate, such as `verl.weights.meshes.generation_mesh` lays them out.
         group: a process group of all ranks of both meshes, used for nothing else meanwhile; its timeout is the deadline
             of each wait.
         targets: the parameters of a generation model by checkpoint name, laid out over `target`. Nothing else may use

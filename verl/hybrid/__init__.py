@@ -1,1 +1,0 @@
-"""The way of weights from the training layout to the generation layout, and back."""
