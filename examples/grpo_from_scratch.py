@@ -28,8 +28,8 @@ import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
+from verl.attention.segments import pack_rows
 from verl.models.packed import PackedModel
-from verl.models.segments import pack_rows
 from verl.rollout.randomness import stream_key, uniforms
 
 PROMPTS, SAMPLES = 16, 8  # a step: so many prompts, and samples of each

@@ -11,8 +11,8 @@ import torch
 import torch.nn.attention.varlen
 import torch.nn.functional as F
 
+from verl.kernels.compiled import kernels
 from verl.kernels.interface import Kernels
-from verl.models.compiled import kernels
 from verl.rollout.attention import PagedAttention, Plan, Tables, varlen_attn
 from verl.rollout.kv_cache import BLOCK, KVCache
 

@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from verl.models import attention
-from verl.models.attention import Bucket, Row, attend, sdpa_attend
+from verl.attention import packed as attention
+from verl.attention.packed import Bucket, Row, attend, sdpa_attend
 
 SCALE = 0.3
 # Three plain rows; the first two are prefixes of rows that stand in one bucket, and of another bucket.

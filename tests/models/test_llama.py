@@ -27,10 +27,10 @@ from transformers import (
     SmolLM3ForCausalLM,
 )
 
+from verl.attention.segments import pack_rows
+from verl.kernels.compiled import kernels
 from verl.kernels.interface import Kernels
-from verl.models.compiled import kernels
 from verl.models.packed import PackedModel
-from verl.models.segments import pack_rows
 
 SIZES = {
     "vocab_size": 100,

@@ -15,6 +15,7 @@ from transformers import (
     PreTrainedTokenizerFast,
 )
 
+from verl.attention.segments import pack_rows
 from verl.errors import ModelError
 from verl.models import loading
 from verl.models.heads import ValueModel
@@ -28,7 +29,6 @@ from verl.models.loading import (
 )
 from verl.models.packed import PackedModel
 from verl.models.save import save_pretrained_dir
-from verl.models.segments import pack_rows
 
 
 @pytest.fixture

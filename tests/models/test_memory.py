@@ -10,12 +10,12 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedModel
 
+from verl.attention.segments import pack_rows
 from verl.config import build_config
 from verl.errors import ConfigError
 from verl.models.head_sizes import CPU, HeadSizes
 from verl.models.memory import ModelSize, estimate_memory
 from verl.models.packed import PackedModel
-from verl.models.segments import pack_rows
 from verl.trainer.memory import actor_memory
 
 

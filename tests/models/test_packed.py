@@ -20,10 +20,10 @@ from transformers import (
     RemBertConfig,
 )
 
+from verl.attention.segments import Packed, pack_rows
 from verl.errors import DataError, ModelError
 from verl.models.heads import ValueModel
 from verl.models.packed import PackedModel
-from verl.models.segments import Packed, pack_rows
 
 Make = Callable[..., PreTrainedModel]
 

@@ -16,10 +16,10 @@ from torch import Tensor
 from tests.models.test_packed import PROMPTS, RESPONSES, Make, difference, gradients, log_probs
 from tests.properties import examples
 from tests.varlen import varlen_attn
-from verl.models import varlen
-from verl.models.attention import Row, attend
+from verl.attention import varlen
+from verl.attention.packed import Row, attend
+from verl.attention.segments import _buckets, pack_rows
 from verl.models.packed import PackedModel
-from verl.models.segments import _buckets, pack_rows
 from verl.rollout.attention import PagedAttention, Plan
 from verl.rollout.kv_cache import KVCache
 

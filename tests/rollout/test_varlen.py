@@ -17,8 +17,8 @@ from tests.rollout.test_exactness import run
 from tests.varlen import PAGE, varlen_attn
 from tests.waits import no_waits, unwatched
 from verl import device
+from verl.attention import varlen
 from verl.device import HostCopy
-from verl.models import varlen
 from verl.models.packed import PackedModel
 from verl.rollout import attention, embedded, kv_cache, response, sampler
 from verl.rollout.base import Request, SamplingParams, generate

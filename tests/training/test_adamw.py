@@ -12,7 +12,7 @@ from torch import Tensor
 
 from tests.test_device import Fake
 from verl import device
-from verl.models import inductor
+from verl.kernels import inductor
 from verl.training import adamw, masters
 from verl.training.gradients import Weight
 from verl.training.optimizer import MixedPrecisionOptimizer

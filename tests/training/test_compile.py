@@ -9,7 +9,7 @@ import torch
 
 from tests.training.cases import make_engine, ragged_batch, tiny_model, update
 from verl.errors import ConfigError
-from verl.models import inductor
+from verl.kernels import inductor
 from verl.models.lora import add_lora
 from verl.models.options import LoraOptions
 from verl.training.options import TrainOptions, layout_of

@@ -15,7 +15,7 @@ from tests.training.test_waits import watch
 from tests.varlen import varlen_attn
 from tests.waits import unwatched
 from verl import ordered_sums
-from verl.models import varlen
+from verl.attention import varlen
 from verl.models.heads import ValueModel
 from verl.ordered_sums import add_rows, sum_rows, take_rows
 from verl.workers.update import UpdatePart, UpdatePlan, run_updates

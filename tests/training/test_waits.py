@@ -14,7 +14,7 @@ from tests.algorithms.test_with_engine import model
 from tests.training.cases import make_engine
 from tests.varlen import varlen_attn
 from tests.waits import no_waits, unwatched
-from verl.models import varlen
+from verl.attention import varlen
 from verl.models.heads import ValueModel
 from verl.training.mini_batch import MiniBatch
 from verl.training.torch_engine import TorchEngine

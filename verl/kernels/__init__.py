@@ -1,7 +1,7 @@
 """Compiled CPU kernels for what stands between matrix products: attention over a paged cache, sampling, norms, rotary
 embeddings, gates, softmax over rows, AdamW. Matrix products are torch's.
 
-`interface.Kernels` is what the rest of the package sees, through `verl.models.compiled`, which imports this package for
+`interface.Kernels` is what the rest of the package sees, through `verl.kernels.compiled`, for
 the CPU alone. Each kernel has torch code beside its caller that computes the same, for other devices and where no
 compiler is found.
 """

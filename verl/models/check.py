@@ -11,9 +11,9 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
+from verl.attention.segments import pack_rows
 from verl.models.loading import eos_token_ids
 from verl.models.packed import PackedModel
-from verl.models.segments import pack_rows
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase

@@ -21,7 +21,7 @@ from torch.autograd.function import once_differentiable
 from torch.nn.functional import linear
 from torch.utils.checkpoint import checkpoint
 
-from verl.models.compiled import VECTOR, layer_kernels
+from verl.kernels.compiled import VECTOR, layer_kernels
 from verl.models.grad_sums import Embedding, give
 
 if TYPE_CHECKING:

@@ -24,8 +24,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from verl.kernels.compiled import accumulate, layer_kernels
 from verl.models.collectives import shared
-from verl.models.compiled import accumulate, layer_kernels
 from verl.models.grad_sums import grad_sum
 from verl.models.head_sizes import HeadSizes
 from verl.weights.cuts import blocks_of, local_part

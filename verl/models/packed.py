@@ -26,10 +26,10 @@ from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
+from verl.attention.segments import Packed, PaddedRows, pack_rows
 from verl.errors import ModelError
 from verl.models.llama import AttentionRecorder, FusedLayers
 from verl.models.log_probs import token_log_probs
-from verl.models.segments import Packed, PaddedRows, pack_rows
 from verl.ordered_sums import take_rows
 from verl.weights.blank import sample
 from verl.weights.layout import count_of

@@ -16,7 +16,7 @@ import numpy as np
 import torch
 
 from verl import device
-from verl.models import varlen
+from verl.attention import varlen
 from verl.models.packed import PackedModel, evaluating
 from verl.rollout.attention import PagedAttention, Plan, Tables
 from verl.rollout.kv_cache import KVCache

@@ -27,7 +27,7 @@ from torch import Tensor
 
 from verl.device import to_device
 from verl.errors import RolloutError
-from verl.models.compiled import kernels
+from verl.kernels.compiled import kernels
 
 BLOCK = 32  # tokens of a block on CPU, as in paged_attention.cpp
 _FLASH_BLOCK = 256  # what flash attention reads

@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from verl.device import to_device
-from verl.models.compiled import kernels
+from verl.kernels.compiled import kernels
 from verl.models.log_probs import linear_into
 from verl.models.packed import PackedModel
 from verl.rollout.attention import PagedAttention, Plan

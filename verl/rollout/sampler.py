@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from verl.device import is_host, to_device
-from verl.models.compiled import kernels
+from verl.kernels.compiled import kernels
 from verl.rollout.base import SamplingParams
 
 BLOCK = 256

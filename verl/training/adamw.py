@@ -24,8 +24,8 @@ import torch
 from torch import Tensor
 
 from verl.device import is_accelerator, total_memory
-from verl.models.compiled import VECTOR, kernels
-from verl.models.inductor import lacking
+from verl.kernels.compiled import VECTOR, kernels
+from verl.kernels.inductor import lacking
 from verl.training.gradients import Weight, zeros_like
 from verl.training.options import OptimConfig
 from verl.weights.cuts import blocks_of

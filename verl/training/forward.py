@@ -13,11 +13,11 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from verl.attention.segments import Packed, pack_rows
 from verl.batch import Batch
 from verl.errors import ConfigError, DataError, TrainingError
-from verl.models.inductor import lacking
+from verl.kernels.inductor import lacking
 from verl.models.packed import PackedModel
-from verl.models.segments import Packed, pack_rows
 from verl.ordered_sums import take_rows
 from verl.training.options import Head
 

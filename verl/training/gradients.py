@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from verl.errors import TrainingError
-from verl.models.compiled import accumulate
+from verl.kernels.compiled import accumulate
 from verl.ordered_sums import add_rows
 
 # fp16 gradients below 6e-8 are lost, so the loss is multiplied before the backward pass.

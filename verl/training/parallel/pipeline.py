@@ -16,8 +16,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from verl.attention.segments import Packed
 from verl.errors import ConfigError
-from verl.models.segments import Packed
 from verl.training.forward import Forward
 from verl.training.gradients import Gradients
 from verl.training.loss import Loss

@@ -20,9 +20,9 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.nn.functional import pad
 
+from verl.attention.segments import Packed
 from verl.models.collectives import exchange, joined
 from verl.models.packed import AttentionContext
-from verl.models.segments import Packed
 from verl.training.forward import Forward
 from verl.training.ranks import Ranks
 

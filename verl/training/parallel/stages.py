@@ -14,9 +14,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from verl.attention.segments import pack_rows
 from verl.errors import ConfigError
 from verl.models.packed import PackedModel, is_close
-from verl.models.segments import pack_rows
 from verl.weights.blank import is_blank, sample
 
 _FIRST, _LAST = "first", "last"

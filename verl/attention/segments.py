@@ -19,10 +19,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from verl.attention import packed as attention
+from verl.attention import varlen
+from verl.attention.packed import Bucket, attend
 from verl.device import to_device
 from verl.errors import DataError
-from verl.models import attention, varlen
-from verl.models.attention import Bucket, attend
 
 # A bucket may hold this many padded scores for each real one before a new bucket is opened.
 _WASTE = 1.5

@@ -23,7 +23,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.nn.functional import scaled_dot_product_attention
 
-from verl.models.compiled import VECTOR, layer_kernels
+from verl.kernels.compiled import VECTOR, layer_kernels
 from verl.ordered_sums import add_rows
 
 if TYPE_CHECKING:

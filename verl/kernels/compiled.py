@@ -1,4 +1,4 @@
-"""The compiled kernels, on CPU where there is a compiler. For any other device `verl.kernels` is not imported."""
+"""The compiled kernels, on CPU where there is a compiler. For any other device they are neither built nor loaded."""
 
 from __future__ import annotations
 

@@ -1,0 +1,1 @@
+"""Attention over packed rows, on every device."""
