@@ -66,7 +66,7 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
 
     from verl.models.loading import eos_token_ids
     from verl.models.packed import PackedModel
-    from verl.rollout.embedded import EmbeddedEngine
+    from verl.rollout.embedded.engine import EmbeddedEngine
     from verl.rollout.hf import HFEngine
 
     torch.set_num_threads(args.threads)

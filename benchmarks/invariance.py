@@ -77,8 +77,8 @@ def compare(args: argparse.Namespace) -> dict[str, Any]:
     import transformers
 
     from verl.models.packed import PackedModel
-    from verl.rollout.embedded import EmbeddedEngine
-    from verl.rollout.kv_cache import KVCache, blocks_for
+    from verl.rollout.embedded.engine import EmbeddedEngine
+    from verl.rollout.embedded.kv_cache import KVCache, blocks_for
 
     torch.set_num_threads(args.threads)
     dtype = getattr(torch, args.dtype)

@@ -69,7 +69,7 @@ def engine_run(args: argparse.Namespace, model: Any) -> tuple[Callable[[], int],
     from verl.models.loading import eos_token_ids
     from verl.models.packed import PackedModel
     from verl.rollout.base import Request, SamplingParams, generate
-    from verl.rollout.embedded import EmbeddedEngine, EngineStats
+    from verl.rollout.embedded.engine import EmbeddedEngine, EngineStats
     from verl.rollout.hf import HFEngine
 
     eos = eos_token_ids(model)

@@ -54,7 +54,7 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
     from verl.kernels.library_memory import limit_library_memory
     from verl.models.packed import PackedModel
     from verl.rollout.base import Request, SamplingParams, generate
-    from verl.rollout.embedded import EmbeddedEngine
+    from verl.rollout.embedded.engine import EmbeddedEngine
 
     limit_library_memory()
     torch.set_num_threads(args.threads)
@@ -104,8 +104,8 @@ def shared(args: argparse.Namespace) -> dict[str, Any]:
 
     from verl.models.packed import PackedModel
     from verl.rollout.base import Request, SamplingParams
-    from verl.rollout.embedded import EmbeddedEngine
-    from verl.rollout.kv_cache import BLOCK, blocks_for
+    from verl.rollout.embedded.engine import EmbeddedEngine
+    from verl.rollout.embedded.kv_cache import BLOCK, blocks_for
 
     torch.set_num_threads(args.threads)
     packed = PackedModel(transformers.AutoModelForCausalLM.from_pretrained(args.model, dtype=args.dtype).eval())

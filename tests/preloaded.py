@@ -18,7 +18,7 @@ import verl.algorithms
 import verl.cli.main
 import verl.kernels
 import verl.roles
-import verl.rollout.embedded
+import verl.rollout.embedded.engine
 import verl.trainer.run
 import verl.training.torch_engine
 import verl.workers.actor

@@ -32,9 +32,9 @@ from verl.models.loading import load_model, load_tokenizer
 from verl.models.packed import PackedModel
 from verl.planner.hardware import sheet_of
 from verl.roles.layouts import generation_seconds
-from verl.rollout.embedded import EmbeddedEngine
+from verl.rollout.embedded.engine import EmbeddedEngine
 from verl.rollout.options import SamplerOptions
-from verl.rollout.vllm import VLLMEngine
+from verl.rollout.vllm.engine import VLLMEngine
 from verl.trainer import build
 from verl.trainer.memory import check_memory
 from verl.trainer.rng import rng_state, set_rng_state

@@ -19,7 +19,7 @@ from verl import device
 from verl.attention import varlen
 from verl.models.packed import PackedModel
 from verl.rollout.base import Request, generate
-from verl.rollout.embedded import EmbeddedEngine
+from verl.rollout.embedded.engine import EmbeddedEngine
 
 pytestmark = pytest.mark.gpu
 _MISSING = [name for name in ("pydantic", "omegaconf") if importlib.util.find_spec(name) is None]

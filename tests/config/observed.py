@@ -34,7 +34,7 @@ from verl.models.portable import PortableModel
 from verl.roles.reward import Reward
 from verl.roles.updater import Updater
 from verl.rollout.base import Request, SamplingParams, generate
-from verl.rollout.embedded import EmbeddedEngine
+from verl.rollout.embedded.engine import EmbeddedEngine
 from verl.rollout.options import SamplerOptions
 from verl.trainer import build
 from verl.trainer.check import check_settings

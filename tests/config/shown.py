@@ -307,9 +307,9 @@ def sampling() -> dict[str, Shown]:
         "url": Shown(samples, ["SERVER1"], ["SERVER2"]),
         "episode": Shown(samples, None, "../user.py:twice"),
         "name": Shown(samples, "embedded", "hf", count="rollout/hf.py:step"),
-        "max_num_seqs": Shown(samples, 256, 1, count="rollout/embedded.py:step"),
-        "kv_cache_gb": Shown(samples, None, 4e-4, count="rollout/embedded.py:step"),
-        "batch_invariant": Shown(samples, False, True, count="rollout/attention.py:split"),
+        "max_num_seqs": Shown(samples, 256, 1, count="rollout/embedded/engine.py:step"),
+        "kv_cache_gb": Shown(samples, None, 4e-4, count="rollout/embedded/engine.py:step"),
+        "batch_invariant": Shown(samples, False, True, count="rollout/embedded/attention.py:split"),
         "tensor_model_parallel_size": Shown(two_ranks(samples), 1, 2, EXACT, count="distributed_c10d.py:", slow=True),
         "overlap_comm": Shown(
             two_ranks(samples),

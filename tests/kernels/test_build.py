@@ -40,9 +40,9 @@ from transformers import LlamaConfig, LlamaForCausalLM
 import verl.kernels.compiled as compiled
 from verl.models.log_probs import token_log_probs
 from verl.models.memory import ModelSize
-from verl.rollout.attention import PagedAttention, Plan
-from verl.rollout.kv_cache import KVCache
-import verl.rollout.embedded
+from verl.rollout.embedded.attention import PagedAttention, Plan
+from verl.rollout.embedded.kv_cache import KVCache
+import verl.rollout.embedded.engine
 from verl.training.adamw import SplitAdamW
 from verl.training.gradients import Weight
 from verl.training.options import OptimConfig

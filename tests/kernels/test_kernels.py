@@ -13,8 +13,8 @@ import torch.nn.functional as F
 
 from verl.kernels.compiled import kernels
 from verl.kernels.interface import Kernels
-from verl.rollout.attention import PagedAttention, Plan, Tables, varlen_attn
-from verl.rollout.kv_cache import BLOCK, KVCache
+from verl.rollout.embedded.attention import PagedAttention, Plan, Tables, varlen_attn
+from verl.rollout.embedded.kv_cache import BLOCK, KVCache
 
 CPU = torch.device("cpu")
 elementwise = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])

@@ -16,7 +16,7 @@ from transformers import PreTrainedModel
 from verl.errors import CheckpointError
 from verl.models.heads import ValueModel
 from verl.models.packed import PackedModel
-from verl.rollout.embedded import EmbeddedEngine
+from verl.rollout.embedded.engine import EmbeddedEngine
 from verl.rollout.hf import HFEngine
 from verl.weights.shard import Shard, checksum
 from verl.weights.shards import fill_block, load_model_shards, model_shards

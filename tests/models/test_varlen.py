@@ -20,8 +20,8 @@ from verl.attention import varlen
 from verl.attention.packed import Row, attend
 from verl.attention.segments import _buckets, pack_rows
 from verl.models.packed import PackedModel
-from verl.rollout.attention import PagedAttention, Plan
-from verl.rollout.kv_cache import KVCache
+from verl.rollout.embedded.attention import PagedAttention, Plan
+from verl.rollout.embedded.kv_cache import KVCache
 
 SCALE = 0.3
 

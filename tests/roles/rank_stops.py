@@ -28,7 +28,7 @@ DEADLINE = 8.0
 PHASES: dict[str, tuple[str, str, str, int]] = {
     "start": ("verl.cluster.world", "World", "__init__", 1),
     "load": ("verl.training.torch_engine", "TorchEngine", "_lay_out", 1),
-    "generate": ("verl.rollout.embedded", "EmbeddedEngine", "step", 2),
+    "generate": ("verl.rollout.embedded.engine", "EmbeddedEngine", "step", 2),
     "transfer": ("verl.weights.transfer", "Transfer", "_post", 2),
     "update": ("verl.training.torch_engine", "TorchEngine", "_step", 2),
     "hand-over": ("verl.workers.actor", "ActorWorker", "_hand_over", 1),

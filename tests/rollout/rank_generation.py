@@ -19,7 +19,7 @@ from verl.models.lora import add_lora
 from verl.models.options import LoraOptions
 from verl.models.packed import PackedModel
 from verl.rollout.base import Request, RolloutEngine, SamplingParams, generate
-from verl.rollout.embedded import EmbeddedEngine
+from verl.rollout.embedded.engine import EmbeddedEngine
 from verl.training.options import EngineOptions
 from verl.training.torch_engine import TorchEngine
 from verl.weights.layout import Layout, Mesh

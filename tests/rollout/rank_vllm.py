@@ -18,7 +18,7 @@ import verl
 import verl.weights.shard
 import verl.workers.actor
 from tests.tensor_memory import TensorMemory
-from verl.rollout.vllm import VLLMEngine
+from verl.rollout.vllm.engine import VLLMEngine
 from verl.weights.shard import Shard
 
 PROMPTS = ["Once upon a time", "In the beginning", "A", "And"]

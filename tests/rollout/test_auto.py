@@ -28,7 +28,7 @@ from verl.roles.layouts import enable_hybrid_engine
 from verl.rollout import choice
 from verl.rollout.choice import Choice, choose_engine
 from verl.rollout.constrained import ConstrainedEpisode
-from verl.rollout.embedded import EmbeddedEngine
+from verl.rollout.embedded.engine import EmbeddedEngine
 from verl.rollout.options import RolloutOptions
 from verl.rollout.tools import ToolEpisode
 from verl.trainer.memory import memory_on

@@ -11,11 +11,11 @@ from transformers import PreTrainedModel, PreTrainedTokenizerFast
 from verl.errors import ConfigError, ModelError, RolloutError
 from verl.kernels import build, interface
 from verl.models.packed import PackedModel
-from verl.rollout.attention import PagedAttention, Plan
 from verl.rollout.base import Request, SamplingParams, generate
-from verl.rollout.embedded import EmbeddedEngine
+from verl.rollout.embedded.attention import PagedAttention, Plan
+from verl.rollout.embedded.engine import EmbeddedEngine
+from verl.rollout.embedded.kv_cache import KVCache
 from verl.rollout.hf import HFEngine
-from verl.rollout.kv_cache import KVCache
 from verl.rollout.options import SamplerOptions
 from verl.weights.shard import Shard
 from verl.weights.shards import model_shards

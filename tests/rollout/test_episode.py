@@ -12,7 +12,7 @@ from tests.conftest import byte_tokenizer
 from verl.errors import ConfigError, RolloutError
 from verl.models.packed import PackedModel
 from verl.rollout.base import Request, SamplingParams, generate
-from verl.rollout.embedded import EmbeddedEngine
+from verl.rollout.embedded.engine import EmbeddedEngine
 from verl.rollout.episode import Client, Outcome, Turns, run_episodes, single_turn
 
 PARAMS = SamplingParams(max_new_tokens=12, ignore_eos=True)

@@ -11,9 +11,9 @@ from transformers import PreTrainedModel
 from verl.errors import RolloutError
 from verl.models.packed import PackedModel
 from verl.rollout.base import Request, RolloutEngine, Sample, SamplingParams, generate
-from verl.rollout.embedded import EmbeddedEngine
+from verl.rollout.embedded.engine import EmbeddedEngine
+from verl.rollout.embedded.kv_cache import KVCache
 from verl.rollout.hf import HFEngine
-from verl.rollout.kv_cache import KVCache
 
 MakeModel = Callable[..., PreTrainedModel]
 KINDS = ["llama", "qwen2", "gpt2", "phi3", "mistral", "granite"]

@@ -12,7 +12,7 @@ from transformers import PreTrainedTokenizerFast
 from verl.errors import RolloutError
 from verl.models.packed import PackedModel
 from verl.rollout.base import Request, RolloutEngine, Sample, SamplingParams, Verdict, generate
-from verl.rollout.embedded import EmbeddedEngine
+from verl.rollout.embedded.engine import EmbeddedEngine
 from verl.rollout.hf import HFEngine
 
 PROMPT = list(range(10, 45))

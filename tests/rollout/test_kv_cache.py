@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from verl.errors import RolloutError
-from verl.rollout.kv_cache import BLOCK, KVCache, blocks_for
+from verl.rollout.embedded.kv_cache import BLOCK, KVCache, blocks_for
 
 
 def make(blocks: int) -> KVCache:

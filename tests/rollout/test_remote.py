@@ -19,7 +19,7 @@ from verl.http_servers import _MAX_BYTES, NoServerError, Server, ServerPool, _mo
 from verl.rollout.base import Request, Sample, SamplingParams, generate
 from verl.rollout.grammar import Grammar
 from verl.rollout.remote import ServerEngine
-from verl.rollout.vllm import sampling_arguments
+from verl.rollout.vllm.engine import sampling_arguments
 from verl.weights.shards import model_shards
 
 PARAMS = SamplingParams(max_new_tokens=6)

@@ -11,7 +11,7 @@ from transformers import MinPLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
 
 from verl.errors import ConfigError, RolloutError
 from verl.rollout.base import Request, SamplingParams
-from verl.rollout.sampler import BLOCK, SamplingTable, sample
+from verl.rollout.embedded.sampler import BLOCK, SamplingTable, sample
 
 both = pytest.mark.parametrize("compiled", [True, False], ids=["kernel", "torch"])
 

@@ -6,7 +6,7 @@ from transformers import PreTrainedTokenizerFast
 from tests.conftest import byte_tokenizer
 from verl.data.text import ResponseText
 from verl.rollout.base import Request, SamplingParams
-from verl.rollout.response import Response
+from verl.rollout.embedded.response import Response
 from verl.rollout.stop_strings import StopWatch
 
 

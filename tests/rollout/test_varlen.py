@@ -20,11 +20,12 @@ from verl import device
 from verl.attention import varlen
 from verl.device import HostCopy
 from verl.models.packed import PackedModel
-from verl.rollout import attention, embedded, kv_cache, response, sampler
 from verl.rollout.base import Request, SamplingParams, generate
-from verl.rollout.embedded import EmbeddedEngine
+from verl.rollout.embedded import attention, kv_cache, response, sampler
+from verl.rollout.embedded import engine as embedded
+from verl.rollout.embedded.engine import EmbeddedEngine
+from verl.rollout.embedded.kv_cache import KVCache
 from verl.rollout.grammar import Grammar, GrammarMask
-from verl.rollout.kv_cache import KVCache
 
 MakeModel = Callable[..., PreTrainedModel]
 

@@ -19,8 +19,8 @@ from verl.models.lora import adapters_off, add_lora, merged_shards
 from verl.models.memory import ModelSize
 from verl.models.options import LoraOptions
 from verl.rollout.base import Request, Sample, SamplingParams, generate
-from verl.rollout.vllm import VLLMEngine
-from verl.rollout.vllm_transport import DeviceTransport, FileTransport
+from verl.rollout.vllm.engine import VLLMEngine
+from verl.rollout.vllm.transport import DeviceTransport, FileTransport
 from verl.weights.shard import Shard
 from verl.weights.shards import model_shards
 
@@ -49,7 +49,7 @@ def test_wrong_weights_are_detected_and_never_served(
     fault: str,
     message: str,
 ) -> None:
-    from verl.rollout.vllm_worker import ShardTransfer
+    from verl.rollout.vllm.worker import ShardTransfer
 
     model = make_model("llama", torch.bfloat16)
     engine = started(model, tokenizer)
@@ -257,7 +257,7 @@ def test_what_fails_before_weights_are_put_in_place_leaves_the_old_ones(
     version = engine.policy_version
     with pytest.raises(OSError, match="disk"):
         engine.load_shards(stream(), 9)
-    monkeypatch.setattr("verl.rollout.vllm_transport.load_file", None)
+    monkeypatch.setattr("verl.rollout.vllm.transport.load_file", None)
     monkeypatch.setattr(engine, "_transport", FileTransport())
     with pytest.raises(RolloutError, match=r"did not take the weights of version 9"):
         engine.load_shards(model_shards(model), 9)

@@ -26,7 +26,7 @@ from verl.weights.shards import model_shards
 pytest.importorskip("vllm")
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 
-OPTIONS = ["--worker-extension-cls", "verl.rollout.vllm_worker.WorkerExtension", "--weight-transfer-config"]
+OPTIONS = ["--worker-extension-cls", "verl.rollout.vllm.worker.WorkerExtension", "--weight-transfer-config"]
 OPTIONS += ['{"backend": "verl"}', "--enforce-eager", "--block-size", "32", "--dtype", "float32"]
 OPTIONS += ["--kv-cache-memory-bytes", str(1 << 24), "--max-num-seqs", "16", "--generation-config", "vllm"]
 
@@ -165,7 +165,7 @@ def test_an_update_that_is_damaged_on_the_way_leaves_the_old_weights(
     model = load_model(wide)
     engine = verl.vLLMWorker(api_url=server.url, tokenizer=str(wide)).engine(model, (0,), 0)
     engine.load_shards(model_shards(model), 20)
-    monkeypatch.setattr("verl.rollout.vllm_transport.checksum", lambda shards: "0")
+    monkeypatch.setattr("verl.rollout.vllm.transport.checksum", lambda shards: "0")
     with pytest.raises(RolloutError, match="no rollout server took the weights of version 21"):
         engine.load_shards(model_shards(model), 21)
     answer = httpx.post(f"{server.url}/collective_rpc", json={"method": "verl_served"}).json()
@@ -180,7 +180,7 @@ def test_an_asynchronous_engine_of_the_callers(wide: Path, monkeypatch: pytest.M
     monkeypatch.setenv("VLLM_CPU_OMP_THREADS_BIND", "nobind")
     arguments = AsyncEngineArgs(
         model=str(wide), dtype="float32", enforce_eager=True, block_size=32, max_num_seqs=16,
-        kv_cache_memory_bytes=1 << 24, worker_extension_cls="verl.rollout.vllm_worker.WorkerExtension",
+        kv_cache_memory_bytes=1 << 24, worker_extension_cls="verl.rollout.vllm.worker.WorkerExtension",
         weight_transfer_config={"backend": "verl"}, generation_config="vllm",
     )  # fmt: skip
     engine = AsyncLLMEngine.from_engine_args(arguments)

@@ -16,16 +16,16 @@ import torch
 from transformers import PreTrainedModel
 
 from tests import forked
-from verl.rollout import vllm_transport
-from verl.rollout.vllm import _transport
-from verl.rollout.vllm_transport import DeviceTransport, FileTransport, Transport, device_checksum, received
+from verl.rollout.vllm import transport as vllm_transport
+from verl.rollout.vllm.engine import _transport
+from verl.rollout.vllm.transport import DeviceTransport, FileTransport, Transport, device_checksum, received
 from verl.weights.shard import Shard, checksum, in_rows
 from verl.weights.shards import model_shards
 
 #: Reads a message, and prints the checksum of the shards that it stands for.
 READER = """
 import json, sys
-from verl.rollout.vllm_transport import received
+from verl.rollout.vllm.transport import received
 from verl.weights.shard import checksum
 message, rank = json.loads(sys.stdin.read()), int(sys.argv[1])
 print(checksum(received(message, rank, "cpu")))

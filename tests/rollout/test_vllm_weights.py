@@ -14,7 +14,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerFast
 from tests import ranks
 from tests.tensor_memory import TensorMemory
 from verl.rollout.base import Request, Sample, SamplingParams, generate
-from verl.rollout.vllm import VLLMEngine
+from verl.rollout.vllm.engine import VLLMEngine
 from verl.weights.shard import Shard
 from verl.weights.shards import model_shards
 

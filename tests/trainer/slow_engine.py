@@ -6,7 +6,7 @@ import os
 import time
 from typing import Any
 
-from verl.rollout.embedded import EmbeddedEngine
+from verl.rollout.embedded.engine import EmbeddedEngine
 
 
 class SlowEngine(EmbeddedEngine):

@@ -274,7 +274,7 @@ def test_a_partial_rollout_goes_on_under_new_weights(tiny: Path, monkeypatch: py
 @pytest.mark.slow
 def test_an_engine_that_fails_ends_the_run_with_its_own_traceback(tiny: Path, tmp_path: Path) -> None:
     (tmp_path / "broken.py").write_text(
-        "from verl.rollout.embedded import EmbeddedEngine\n"
+        "from verl.rollout.embedded.engine import EmbeddedEngine\n"
         "def Broken(packed, tokenizer, eos, options):\n    raise ValueError('no such accelerator')\n"
     )
     trainer = make(tiny, engine=f"{tmp_path / 'broken.py'}:Broken")

@@ -26,7 +26,7 @@ from verl.errors import ConfigError, ModelError
 from verl.models.packed import evaluating
 from verl.models.rope import original_length
 from verl.rollout.base import Request, Sample, SamplingParams, check_new
-from verl.rollout.response import Response, draw
+from verl.rollout.embedded.response import Response, draw
 from verl.weights.shard import Shard
 from verl.weights.shards import take_model_shards
 

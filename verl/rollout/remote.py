@@ -16,9 +16,9 @@ from typing import TYPE_CHECKING, Any
 from verl.errors import RolloutError
 from verl.http_servers import NoServerError, Server, ServerPool, check_model_path
 from verl.rollout.base import Request, Sample, check_new
-from verl.rollout.response import check_prompt
-from verl.rollout.vllm import FINISH, prompt_scores, sampled, sampling_arguments
-from verl.rollout.vllm_transport import FileTransport
+from verl.rollout.embedded.response import check_prompt
+from verl.rollout.vllm.engine import FINISH, prompt_scores, sampled, sampling_arguments
+from verl.rollout.vllm.transport import FileTransport
 from verl.weights.shard import Shard
 
 if TYPE_CHECKING:
@@ -33,7 +33,7 @@ _COMPLETIONS = "/v1/completions"
 _MAX_FAILED = 64
 #: How a vLLM server is started that takes weights.
 SERVER_OPTIONS = (
-    "VLLM_SERVER_DEV_MODE=1 ... --worker-extension-cls verl.rollout.vllm_worker.WorkerExtension "
+    "VLLM_SERVER_DEV_MODE=1 ... --worker-extension-cls verl.rollout.vllm.worker.WorkerExtension "
     """--weight-transfer-config '{"backend": "verl"}'"""
 )
 
@@ -321,7 +321,7 @@ def _read(request: Request, answer: Any, vocab_size: int) -> Sample:
 
 class AsyncVLLMEngine(RemoteEngine):
     """A caller's `vllm.AsyncLLM`. It takes weights if it was made with the `worker_extension_cls` and
-    `weight_transfer_config` of `verl.rollout.vllm_worker`.
+    `weight_transfer_config` of `verl.rollout.vllm.worker`.
 
     Args:
         engine: has `generate(prompt, sampling_params, request_id)`, an asynchronous iterator.

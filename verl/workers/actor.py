@@ -20,7 +20,7 @@ from verl.models.packed import PackedModel
 from verl.models.portable import twin
 from verl.models.source import ModelSource
 from verl.rollout.base import Request, RolloutEngine, SamplingParams, generate
-from verl.rollout.embedded import EmbeddedEngine
+from verl.rollout.embedded.engine import EmbeddedEngine
 from verl.rollout.episode import Episode, Outcome, Turns, outcomes, response_columns
 from verl.rollout.hf import HFEngine
 from verl.rollout.options import SamplerOptions
@@ -67,7 +67,7 @@ def _hf(
 def _vllm(
     packed: PackedModel, tokenizer: PreTrainedTokenizerBase, eos: tuple[int, ...], options: SamplerOptions
 ) -> RolloutEngine:
-    from verl.rollout.vllm import VLLMEngine
+    from verl.rollout.vllm.engine import VLLMEngine
 
     return VLLMEngine(
         packed.model,

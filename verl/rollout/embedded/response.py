@@ -15,8 +15,8 @@ from verl.data.text import ResponseText
 from verl.device import HostCopy, is_host, to_device
 from verl.errors import RolloutError
 from verl.rollout.base import Finish, Guard, LongPromptError, Request, Sample, SamplingParams
+from verl.rollout.embedded.sampler import SamplingTable, sample
 from verl.rollout.randomness import stream_key, uniforms
-from verl.rollout.sampler import SamplingTable, sample
 from verl.rollout.stop_strings import StopWatch, special_token
 
 if TYPE_CHECKING:

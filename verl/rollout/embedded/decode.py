@@ -18,10 +18,10 @@ import torch
 from verl import device
 from verl.attention import varlen
 from verl.models.packed import PackedModel, evaluating
-from verl.rollout.attention import PagedAttention, Plan, Tables
-from verl.rollout.kv_cache import KVCache
-from verl.rollout.response import Drawn, Response, draw, draws_of
-from verl.rollout.sampler import SamplingTable, Ways, numbers_of, sample
+from verl.rollout.embedded.attention import PagedAttention, Plan, Tables
+from verl.rollout.embedded.kv_cache import KVCache
+from verl.rollout.embedded.response import Drawn, Response, draw, draws_of
+from verl.rollout.embedded.sampler import SamplingTable, Ways, numbers_of, sample
 
 # Rows of `_Step.given`, before those of the block table; the last five are fp64.
 _TOKEN, _POSITION, _SLOT, _USED, _UNIFORM, _TABLE = 0, 1, 2, 3, 4, 9

@@ -1,6 +1,6 @@
 """Code that runs in vLLM's workers: a weight-transfer backend, and log-probs as the trainer defines them.
 
-vLLM imports this module where it is given `--worker-extension-cls verl.rollout.vllm_worker.WorkerExtension` and
+vLLM imports this module where it is given `--worker-extension-cls verl.rollout.vllm.worker.WorkerExtension` and
 `--weight-transfer-config '{"backend": "verl"}'`; the in-process engine says so itself.
 """
 
@@ -21,8 +21,8 @@ from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
 from vllm.v1.sample.metadata import SamplingMetadata
 from vllm.v1.sample.sampler import Sampler
 
-from verl.rollout.vllm_transport import received
-from verl.rollout.vllm_weights import WeightSink
+from verl.rollout.vllm.transport import received
+from verl.rollout.vllm.weights import WeightSink
 from verl.weights.shard import Shard
 
 BACKEND = "verl"

@@ -28,10 +28,10 @@ from verl.device import count, free_memory, free_share, is_accelerator, rng_stat
 from verl.errors import ConfigError, RolloutError
 from verl.models.memory import ModelSize
 from verl.rollout.base import Finish, NoWeightsError, Request, Sample, SamplingParams, check_new
+from verl.rollout.embedded.response import check_prompt
 from verl.rollout.randomness import stream_key
-from verl.rollout.response import check_prompt
 from verl.rollout.stop_strings import cut_text
-from verl.rollout.vllm_transport import DeviceTransport, FileTransport, Transport, places_of
+from verl.rollout.vllm.transport import DeviceTransport, FileTransport, Transport, places_of
 from verl.weights.shard import Shard, bunched, in_rows
 from verl.weights.shards import tied_names
 
@@ -464,7 +464,7 @@ def _start(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, *, in_pro
                 enable_prefix_caching=True,
                 enable_sleep_mode=current_platform.is_sleep_mode_available(),
                 disable_log_stats=True,
-                worker_extension_cls="verl.rollout.vllm_worker.WorkerExtension",
+                worker_extension_cls="verl.rollout.vllm.worker.WorkerExtension",
                 weight_transfer_config={"backend": "verl"},
                 **options,
             )

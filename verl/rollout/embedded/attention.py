@@ -19,7 +19,7 @@ from torch import Tensor
 from verl.attention import varlen
 from verl.device import is_host, to_device
 from verl.errors import ModelError
-from verl.rollout.kv_cache import BLOCK, KVCache, blocks_for
+from verl.rollout.embedded.kv_cache import BLOCK, KVCache, blocks_for
 
 # Keys of a sequence that the torch code reads at a time, in whole blocks, and bytes of all that it reads at a time.
 _KEYS = 256

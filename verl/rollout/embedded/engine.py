@@ -25,12 +25,12 @@ from verl.device import free_memory, is_host, to_device
 from verl.errors import ConfigError, ModelError, RolloutError
 from verl.models.packed import PackedModel
 from verl.models.rope import original_length
-from verl.rollout.attention import Plan
 from verl.rollout.base import Request, Sample, check_new
-from verl.rollout.decode import Decoder
-from verl.rollout.kv_cache import KVCache, block_tokens, blocks_for
-from verl.rollout.response import Drawn, Response, draw
-from verl.rollout.runner import FIXED_ROWS, Runner
+from verl.rollout.embedded.attention import Plan
+from verl.rollout.embedded.decode import Decoder
+from verl.rollout.embedded.kv_cache import KVCache, block_tokens, blocks_for
+from verl.rollout.embedded.response import Drawn, Response, draw
+from verl.rollout.embedded.runner import FIXED_ROWS, Runner
 from verl.weights.cuts import local_part
 from verl.weights.shard import Shard
 from verl.weights.shards import take_model_shards

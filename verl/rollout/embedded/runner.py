@@ -19,8 +19,8 @@ from verl.device import to_device
 from verl.kernels.compiled import kernels
 from verl.models.log_probs import linear_into
 from verl.models.packed import PackedModel
-from verl.rollout.attention import PagedAttention, Plan
-from verl.rollout.kv_cache import KVCache
+from verl.rollout.embedded.attention import PagedAttention, Plan
+from verl.rollout.embedded.kv_cache import KVCache
 
 # Matrix products compute blocks of about four rows, and the remaining rows in another order of summation. Padding the
 # rows of a step to a multiple of 8 makes a token's result independent of how many others there are. The step grows with
