@@ -45,7 +45,7 @@ _NAMES = {
     "verl.trainer.interleaved": "InterleavedTrainer",
     "verl.trainer.task": "Task",
     "verl.trainer.trainer": "PPOTrainer Trainer",
-    "verl.training.loss": "Loss LossInput",
+    "verl.algorithms.loss_terms": "Loss LossInput",
 }
 _HOMES = {name: module for module, names in _NAMES.items() for name in names.split()}
 
@@ -53,6 +53,7 @@ __all__ = ["__version__", *sorted(_HOMES)]
 
 if TYPE_CHECKING:
     from verl.algorithms import BaseAlgorithm, register_algorithm
+    from verl.algorithms.loss_terms import Loss, LossInput
     from verl.batch import Batch
     from verl.cluster.controller import everywhere
     from verl.cluster.placement import DeviceMesh, ResourcePool
@@ -83,7 +84,6 @@ if TYPE_CHECKING:
     from verl.trainer.interleaved import InterleavedTrainer
     from verl.trainer.task import Task
     from verl.trainer.trainer import PPOTrainer, Trainer
-    from verl.training.loss import Loss, LossInput
     from verl.weights.shard import Shard
 
 

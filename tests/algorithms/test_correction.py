@@ -10,9 +10,9 @@ import torch
 from tests.algorithms.support import experience, loss_input
 from verl.algorithms import make_algorithm
 from verl.algorithms.correction import LogRatio, Rejection, accepted, importance_weights, mismatch
+from verl.algorithms.loss_terms import combine_metrics
 from verl.algorithms.responses import Responses
 from verl.errors import ConfigError
-from verl.training.loss import combine_metrics
 
 ROWS = [[0.5, -1.0, 0.2], [], [1.5], [-0.1, 0.0]]
 

@@ -9,9 +9,9 @@ import torch
 
 from tests.algorithms.support import OFFLINE, experience, loss_input, preferences, prepared
 from verl.algorithms import make_algorithm
+from verl.algorithms.loss_terms import combine_metrics
 from verl.batch import Batch
 from verl.errors import ConfigError, DataError
-from verl.training.loss import combine_metrics
 
 LENGTHS = [3, 2, 1, 4, 2, 2]
 

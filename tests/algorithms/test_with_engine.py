@@ -11,9 +11,9 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from tests.algorithms.support import OFFLINE, ONLINE, prepared
 from tests.training.cases import make_engine
 from verl.algorithms.base import RoleObjective
+from verl.algorithms.loss_terms import LossNeeds, LossPart
 from verl.batch import Batch
 from verl.models.heads import ValueModel
-from verl.training.loss import LossNeeds, LossPart
 from verl.training.options import OptimConfig
 from verl.workers.update import UpdatePart, UpdatePlan, run_updates
 

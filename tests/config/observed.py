@@ -25,6 +25,7 @@ import torch
 from tests import ranks
 from tests.config import inputs
 from verl.algorithms import make_algorithm
+from verl.algorithms.loss_terms import LossNeeds, LossPart
 from verl.batch import Batch
 from verl.config import Config, build_config, to_yaml
 from verl.errors import VerlError
@@ -41,7 +42,6 @@ from verl.trainer.check import check_settings
 from verl.trainer.checkpoint import load_checkpoint
 from verl.trainer.run import train
 from verl.trainer.run_data import build_data
-from verl.training.loss import LossNeeds, LossPart
 from verl.training.options import EngineOptions
 from verl.training.torch_engine import TorchEngine
 from verl.workers.actor import ActorWorker

@@ -24,9 +24,9 @@ from transformers import (
 )
 
 from tests.exact import norm_in_fp64
+from verl.algorithms.loss_terms import Loss, LossFn, LossInput, LossNeeds, LossPart
 from verl.batch import Batch
 from verl.training.engine import TrainEngine
-from verl.training.loss import Loss, LossFn, LossInput, LossNeeds, LossPart
 from verl.training.options import EngineOptions, Head, OptimConfig
 from verl.training.torch_engine import TorchEngine
 

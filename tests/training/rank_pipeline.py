@@ -13,8 +13,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from tests.training.cases import OPTIM, ROWS, part, ragged_batch, tiny_model, update
+from verl.algorithms.loss_terms import Loss, LossInput
 from verl.errors import TrainingError
-from verl.training.loss import Loss, LossInput
 from verl.training.options import EngineOptions
 from verl.training.ranks import gather_json
 from verl.training.torch_engine import TorchEngine

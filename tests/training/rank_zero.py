@@ -16,11 +16,11 @@ from torch import Tensor
 
 from tests.algorithms.support import prepared
 from tests.training.cases import OPTIM, ROWS, part, ragged_batch, tiny_model
+from verl.algorithms.loss_terms import Loss, LossInput
 from verl.batch import Batch
 from verl.cluster.place import Place
 from verl.models.heads import ValueModel
 from verl.training.engine import Metrics, TrainEngine
-from verl.training.loss import Loss, LossInput
 from verl.training.options import EngineOptions, Head, layout_of
 from verl.weights.layout import Mesh
 from verl.weights.shard import Shard

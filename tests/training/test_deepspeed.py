@@ -15,7 +15,7 @@ from tests.training.cases import OPTIM, tiny_model
 from tests.training.rank_zero import CASES
 from verl.errors import ConfigError
 from verl.models.heads import ValueModel
-from verl.training.deepspeed_engine import DeepSpeedEngine
+from verl.training.backends.deepspeed import DeepSpeedEngine
 from verl.training.options import EngineOptions
 from verl.weights.cuts import run_blocks
 from verl.weights.layout import Layout, Mesh

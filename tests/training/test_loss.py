@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from verl.training.loss import Loss, LossInput, combine_metrics
+from verl.algorithms.loss_terms import Loss, LossInput, combine_metrics
 
 
 def _record(lengths: list[int]) -> LossInput:

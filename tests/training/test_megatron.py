@@ -18,7 +18,7 @@ from tests.training.rank_megatron import CASES, LAYOUTS
 from verl.errors import ConfigError
 from verl.models.lora import add_lora
 from verl.models.options import LoraOptions
-from verl.training.megatron_engine import MegatronEngine
+from verl.training.backends.megatron import MegatronEngine
 from verl.training.options import EngineOptions
 from verl.weights.layout import Layout, Mesh, ModelShape
 

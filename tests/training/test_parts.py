@@ -19,7 +19,7 @@ from tests.training.cases import (
     ragged_batch,
     tiny_model,
 )
-from verl.training.loss import Loss, LossInput, LossPart
+from verl.algorithms.loss_terms import Loss, LossInput, LossPart
 from verl.training.mini_batch import MiniBatch
 
 OTHER_ROWS = [(2, 3), (2, 6), (6, 1)]

@@ -33,10 +33,10 @@ from tests.training.cases import (
     token_weights,
     update,
 )
+from verl.algorithms.loss_terms import Loss, LossInput
 from verl.batch import Batch
 from verl.errors import ConfigError, DataError, TrainingError
 from verl.models.heads import ValueModel
-from verl.training.loss import Loss, LossInput
 from verl.training.options import EngineOptions, OptimConfig
 from verl.training.torch_engine import TorchEngine
 from verl.weights.shard import Shard

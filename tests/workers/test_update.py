@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from tests.training.cases import OPTIM, make_engine, policy_loss, ragged_batch, tiny_model, token_weights
+from verl.algorithms.loss_terms import Loss, LossInput
 from verl.batch import Batch
-from verl.training.loss import Loss, LossInput
 from verl.workers.update import UpdatePart, UpdatePlan, mini_batches, run_updates
 
 #: Prompts in the order of seed 0, round 0: two epochs of eight.

@@ -23,12 +23,12 @@ from typing_extensions import dataclass_transform
 
 from verl.algorithms.advantages import group_centred, group_sizes, group_sums
 from verl.algorithms.aggregation import AggregationMode, aggregation_weights
+from verl.algorithms.loss_terms import Loss, LossFn, LossInput
 from verl.algorithms.responses import Responses
 from verl.batch import Batch
 from verl.checked import validated
 from verl.errors import ConfigError, DataError, nearest
 from verl.record import Positive
-from verl.training.loss import Loss, LossFn, LossInput
 
 __all__ = ["ROLES", "BaseAlgorithm", "Loss", "LossInput", "RoleObjective", "drop_abstained", "old_log_probs", "present"]
 

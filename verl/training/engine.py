@@ -11,8 +11,8 @@ from typing import Any, Literal, Protocol, TypeAlias
 import torch
 from torch import Tensor
 
+from verl.algorithms.loss_terms import LossPart
 from verl.batch import Batch
-from verl.training.loss import LossPart
 from verl.weights.layout import Mesh
 from verl.weights.shard import Shard, WeightSpec
 

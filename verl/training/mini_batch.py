@@ -8,10 +8,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from verl.algorithms.loss_terms import Loss, LossInput, LossPart
 from verl.batch import Batch
 from verl.device import to_device
 from verl.errors import DataError, TrainingError
-from verl.training.loss import Loss, LossInput, LossPart
 
 
 class MiniBatch:

@@ -11,9 +11,9 @@ from typing import Any, Protocol
 
 from torch import Tensor
 
+from verl.algorithms.loss_terms import Loss
 from verl.batch import Batch
 from verl.training.forward import Forward
-from verl.training.loss import Loss
 
 
 @dataclass(frozen=True)

@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from verl.algorithms.loss_terms import Loss, LossPart, combine_metrics
 from verl.batch import Batch
 from verl.errors import DataError, TrainingError
 from verl.models.lora import adapters_off, merged_shards, reference_weights, shape_of
@@ -22,7 +23,6 @@ from verl.training.checkpointing import enable_checkpointing, recomputing
 from verl.training.engine import Memory, Metrics
 from verl.training.forward import Forward
 from verl.training.gradients import Gradients
-from verl.training.loss import Loss, LossPart, combine_metrics
 from verl.training.micro_batch import balanced, split
 from verl.training.mini_batch import MiniBatch
 from verl.training.optimizer import MixedPrecisionOptimizer

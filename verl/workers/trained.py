@@ -72,11 +72,11 @@ def train_engine(
     make: type[TorchEngine] = TorchEngine
     back_ends = mesh.layout.asked(options.back_end)
     if "ZeRO" in back_ends:
-        from verl.training.deepspeed_engine import DeepSpeedEngine
+        from verl.training.backends.deepspeed import DeepSpeedEngine
 
         make = DeepSpeedEngine
     elif "Megatron" in back_ends:
-        from verl.training.megatron_engine import MegatronEngine
+        from verl.training.backends.megatron import MegatronEngine
 
         make = MegatronEngine
     engine = make(

@@ -10,10 +10,10 @@ from typing import Protocol
 
 import torch
 
+from verl.algorithms.loss_terms import Loss, LossInput, LossNeeds, LossPart
 from verl.batch import Batch
 from verl.errors import ConfigError, DataError
 from verl.training.engine import Memory, TrainEngine
-from verl.training.loss import Loss, LossInput, LossNeeds, LossPart
 
 _SUMS: tuple[Memory, ...] = ("gradients",)
 

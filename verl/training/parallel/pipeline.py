@@ -16,11 +16,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from verl.algorithms.loss_terms import Loss
 from verl.attention.segments import Packed
 from verl.errors import ConfigError
 from verl.training.forward import Forward
 from verl.training.gradients import Gradients
-from verl.training.loss import Loss
 from verl.training.parallel.result import Parallel
 from verl.training.parallel.stages import Cut, Stage
 from verl.training.ranks import Ranks

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from verl.errors import CheckpointError
-from verl.training.megatron import Block, MegatronModel
+from verl.training.backends.megatron_model import Block, MegatronModel
 from verl.training.optimizer import MixedPrecisionOptimizer
 from verl.training.options import OptimConfig
 from verl.training.parallel.data import replicate

@@ -12,17 +12,17 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from verl.algorithms.loss_terms import Loss, LossPart
 from verl.errors import TrainingError
+from verl.training.backends.zero import Piece, held_run, zero_engine
 from verl.training.checkpointing import recomputing
 from verl.training.engine import Memory, Metrics
 from verl.training.forward import Forward
-from verl.training.loss import Loss, LossPart
 from verl.training.optimizer import MOMENTS, check_masters, check_optimizer, fill_state
 from verl.training.options import OptimConfig
 from verl.training.parallel.result import Parallel
 from verl.training.schedule import MicroBatch, OneStage
 from verl.training.torch_engine import NO_GRADIENT, TorchEngine
-from verl.training.zero import Piece, held_run, zero_engine
 from verl.weights.blank import give_memory
 from verl.weights.cuts import run_blocks
 from verl.weights.shard import Cut, Shard, Stream, WeightSpec

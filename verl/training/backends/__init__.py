@@ -1,0 +1,1 @@
+"""Back ends with an optimizer of their own: DeepSpeed, Megatron-LM."""
