@@ -13,8 +13,8 @@ from verl.batch import Batch
 from verl.dataflow.executor import run_graph
 from verl.dataflow.graph import Graph, Node
 from verl.errors import RewardError, TrainingError
+from verl.report.sinks import Logger
 from verl.rollout.tools import Tool
-from verl.trainer.logging import Logger
 from verl.user_code import describe
 from verl.user_functions import load_function
 

@@ -15,7 +15,7 @@ OTHER_MEANING = {
     ("data/tasks.py", "reward_model"),
     ("rewards/forms.py", "reward_model"),
     ("rewards/model.py", "reward_model"),
-    ("trainer/completions.py", "reward_model"),
+    ("report/completions.py", "reward_model"),
     ("trainer/reads.py", "reward_model"),
     ("trainer/run_data.py", "reward_model"),
     ("trainer/task_file.py", "reward_model"),

@@ -13,9 +13,9 @@ from tests.trainer.cases import SHORT, low_bytes
 from verl.config import load_config
 from verl.dataflow import advantages, experience, prompts, responses, updates
 from verl.dataflow.graph import Graph
+from verl.report.sinks import open_logger
 from verl.trainer import build
 from verl.trainer.check import check_settings
-from verl.trainer.logging import open_logger
 
 ALGORITHMS: dict[str, dict[str, Any]] = {"grpo": {"kl_in": "loss"}, "ppo": {"kl_in": "reward"}, "remax": {}}
 

@@ -9,7 +9,7 @@ import pytest
 import yaml
 
 from verl.errors import DataError
-from verl.trainer.compare import differing, grouped, metrics_of, spread, write_comparison
+from verl.report.compare import differing, grouped, metrics_of, spread, write_comparison
 
 
 def make_run(folder: Path, name: str, *, lr: float, seed: int, rewards: list[float]) -> Path:

@@ -11,8 +11,8 @@ import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from verl.batch import Batch
-from verl.trainer.completions import CompletionFiles, completions
-from verl.trainer.logging import open_logger
+from verl.report.completions import CompletionFiles, completions
+from verl.report.sinks import open_logger
 from verl.trainer.trainer import Trainer
 
 PROMPTS = [{"prompt": f"Say {i}", "ground_truth": str(i)} for i in range(2)]

@@ -8,7 +8,7 @@ import pytest
 
 from verl.batch import Batch
 from verl.errors import ConfigError, DataError
-from verl.trainer.completions import save_table
+from verl.report.completions import save_table
 from verl.trainer.evaluation import binomial_interval, evaluate, paired_bootstrap
 
 PROBLEMS = Batch.from_columns({"group": ["a", "b", "c"], "answer": ["1", "2", "3"]})

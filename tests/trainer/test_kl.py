@@ -22,9 +22,9 @@ from verl.config import build_config
 from verl.data.offline import OfflineDatasetLoader
 from verl.data.prompts import load_prompts
 from verl.errors import ConfigError
+from verl.report.page import curves_of
 from verl.trainer.build import placed_roles
 from verl.trainer.evaluation import Evaluation, HeldOut
-from verl.trainer.report import curves_of
 from verl.trainer.run import train
 
 HELD_OUT = ["And about", "Tell me", "Why"]

@@ -21,8 +21,8 @@ import verl
 from tests import forked
 from verl.errors import ConfigError
 from verl.log import setup_logging
-from verl.trainer.logging import JsonlSink, Logger, TensorBoardSink, open_logger, run_directory
-from verl.trainer.progress import ConsoleSink, describe, duration
+from verl.report.progress import ConsoleSink, describe, duration
+from verl.report.sinks import JsonlSink, Logger, TensorBoardSink, open_logger, run_directory
 
 RECORD = {"reward/mean": 0.25, "kl": 0.001, "loss/actor": -0.5, "updated": True, "note": "fine"}
 

@@ -12,7 +12,7 @@ import pytest
 import verl
 from verl.batch import Batch
 from verl.errors import ConfigError, RewardError
-from verl.trainer.metrics import Metric
+from verl.report.metrics import Metric
 
 SAMPLES = Batch.from_columns(
     {

@@ -12,8 +12,8 @@ import pyarrow.parquet as pq
 import pytest
 
 from verl.errors import DataError
-from verl.trainer import report
-from verl.trainer.report import write_report
+from verl.report import page as report
+from verl.report.page import write_report
 from verl.trainer.run import _LiveReport, _print_table
 
 HOSTILE = '</script><script>alert(1)</script><img src=x onerror="alert(2)">{{config}}\u2028'

@@ -19,8 +19,8 @@ from tests.trainer.cases import SHORT, low_bytes
 from verl.data import get_dataloader
 from verl.errors import ConfigError, DataError
 from verl.models import get_actor_critic
-from verl.trainer.logging import Logger
-from verl.trainer.progress import ConsoleSink
+from verl.report.progress import ConsoleSink
+from verl.report.sinks import Logger
 from verl.trainer.task import Task
 from verl.trainer.task_file import read_tasks
 

@@ -6,8 +6,8 @@ import pytest
 
 from verl.batch import Batch
 from verl.dataflow.scores import own_samples, sample_metrics, score_metrics
+from verl.report.samples import kl_to_reference
 from verl.trainer.evaluation import Evaluation, together
-from verl.trainer.samples import kl_to_reference
 from verl.trainer.task_records import joined
 
 

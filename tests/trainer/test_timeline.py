@@ -12,7 +12,7 @@ import pytest
 
 import verl
 from tests.trainer.timeline_file import gaps, read_timeline
-from verl.trainer.timeline import Span, Timeline, busy_shares
+from verl.report.timeline import Span, Timeline, busy_shares
 
 PAUSE = 0.6
 

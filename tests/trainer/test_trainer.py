@@ -17,8 +17,8 @@ import verl.trainer.task
 from tests.trainer.cases import PROMPTS, SHORT, low_bytes, make
 from verl.data.buffers import DiskBuffer
 from verl.errors import ConfigError, DataError, TrainingError
+from verl.report.samples import permuted
 from verl.roles.layouts import by_workers, lay_out
-from verl.trainer.samples import permuted
 from verl.training.options import OptimConfig
 from verl.weights.shard import checksum
 

@@ -6,7 +6,7 @@ import json
 from collections.abc import Iterable
 from pathlib import Path
 
-from verl.trainer.timeline import Span
+from verl.report.timeline import Span
 
 
 def read_timeline(path: str | Path) -> list[Span]:

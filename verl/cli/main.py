@@ -225,8 +225,8 @@ def report(
     $ verl report runs/latest
     $ verl report runs/grpo-* runs/rloo-* --out comparison.html
     """
-    from verl.trainer.compare import write_comparison
-    from verl.trainer.report import write_report
+    from verl.report.compare import write_comparison
+    from verl.report.page import write_report
 
     typer.echo(write_report(run_dirs[0]) if len(run_dirs) == 1 else write_comparison(run_dirs, out))
 

@@ -15,6 +15,7 @@ from verl.dataflow.executor import Result
 from verl.dataflow.graph import Graph
 from verl.dataflow.nodes import RolloutNode
 from verl.errors import ConfigError, RolloutError
+from verl.report.metrics import add_metrics
 from verl.rewards.failures import Failures
 from verl.roles.actor import Actor
 from verl.roles.critic import Critic, as_critic, twin_of
@@ -22,7 +23,6 @@ from verl.roles.updater import Updater
 from verl.rollout.base import as_sampling
 from verl.trainer.evaluation import Evaluation, Metrics, evaluate
 from verl.trainer.experience import Experience
-from verl.trainer.metrics import add_metrics
 from verl.trainer.reads import check_reads
 from verl.trainer.task import Task
 

@@ -25,14 +25,14 @@ from verl.dataflow.schedule import Schedule
 from verl.dataflow.scores import sample_metrics, written_tokens
 from verl.errors import ConfigError, TrainingError
 from verl.record import Count, Processes, Staleness
+from verl.report.metrics import add_metrics
+from verl.report.timeline import Span
 from verl.roles.actor import expand
 from verl.roles.standalone import RolloutPool
 from verl.trainer.check import check_asynchronous
 from verl.trainer.checkpoint import Checkpoint
 from verl.trainer.guard import SafetyGuard
-from verl.trainer.metrics import add_metrics
 from verl.trainer.state import Count as SavedCount
-from verl.trainer.timeline import Span
 from verl.trainer.trainer import Trainer
 from verl.workers.standalone import EngineRecipe, Finished
 

@@ -11,6 +11,7 @@ from verl.cluster.controller import Controller
 from verl.cluster.placement import ROLES
 from verl.config import Config, CostConfig, RewardConfig
 from verl.models.loading import load_model
+from verl.report.sinks import Logger
 from verl.roles.actor import Actor
 from verl.roles.critic import Critic
 from verl.roles.reward import Reward
@@ -18,7 +19,6 @@ from verl.trainer.asynchronous import AsyncTrainer
 from verl.trainer.check import roles_of
 from verl.trainer.guard import SafetyGuard
 from verl.trainer.interleaved import InterleavedTrainer
-from verl.trainer.logging import Logger
 from verl.trainer.reads import source_options
 from verl.trainer.task import Task
 from verl.trainer.task_file import make_tasks

@@ -13,9 +13,9 @@ from verl.config.schema import KL
 from verl.data.by_task import by_task
 from verl.data.prompts import PromptDataset
 from verl.errors import ConfigError
+from verl.report.metrics import Metric
+from verl.report.sinks import EXTRAS, check_loggers
 from verl.rewards.source import RewardSource
-from verl.trainer.logging import EXTRAS, check_loggers
-from verl.trainer.metrics import Metric
 from verl.trainer.reads import check_reads, sources_of
 from verl.trainer.run_data import ReadData, is_offline, read_data, step_rows
 from verl.trainer.task import MAIN, check_heads

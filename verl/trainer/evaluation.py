@@ -18,10 +18,10 @@ from verl.data.files import digest
 from verl.data.prompts import PromptDataset
 from verl.errors import ConfigError, DataError
 from verl.record import Count, Natural, Seed
+from verl.report.metrics import Metric, MetricFn, mean
+from verl.report.page import SHARES, finite
+from verl.report.samples import renamed, sample_names
 from verl.rollout.options import Temperature
-from verl.trainer.metrics import Metric, MetricFn, mean
-from verl.trainer.report import SHARES, finite
-from verl.trainer.samples import renamed, sample_names
 
 logger = logging.getLogger(__name__)
 

@@ -12,12 +12,12 @@ from verl.dataflow.graph import Graph, Node
 from verl.dataflow.nodes import RolloutNode, UpdateNode
 from verl.dataflow.scores import own_samples, sample_metrics, score_metrics, written_tokens
 from verl.errors import DataError, RolloutError
+from verl.report.metrics import Metric, add_metrics
+from verl.report.samples import kl_to_reference, rejected_rows, retried_groups
 from verl.rewards.failures import Failures
 from verl.roles.actor import Actor
 from verl.roles.updater import Updater
 from verl.rollout.base import SamplingParams
-from verl.trainer.metrics import Metric, add_metrics
-from verl.trainer.samples import kl_to_reference, rejected_rows, retried_groups
 
 logger = logging.getLogger(__name__)
 

@@ -11,10 +11,10 @@ from verl.dataflow.executor import Result
 from verl.dataflow.graph import Graph, Node
 from verl.dataflow.nodes import SLOT, UpdateNode, deadline_of
 from verl.dataflow.scores import own_samples
+from verl.report.samples import permuted
 from verl.roles.actor import Actor
 from verl.roles.updater import role_metrics
 from verl.trainer.active_task import ActiveTask
-from verl.trainer.samples import permuted
 
 Columns = tuple[None, dict[str, float]]
 

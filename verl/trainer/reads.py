@@ -10,10 +10,10 @@ from verl.batch import Batch
 from verl.config import Config, CostConfig, RewardPart
 from verl.config.schema import REWARDS
 from verl.errors import ConfigError, DataError, RewardError
+from verl.report.metrics import Metric
 from verl.rewards.forms import recognise
 from verl.rewards.make import make_reward, misspelt
 from verl.rewards.source import RewardResult, RewardSource, leaves
-from verl.trainer.metrics import Metric
 from verl.trainer.task import MAIN
 
 #: Rows that are looked at: a column that only later rows have is taken to be missing.

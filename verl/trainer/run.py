@@ -23,13 +23,13 @@ from verl.data.prefetch import Loader
 from verl.data.prompts import PromptDataset
 from verl.errors import ConfigError, DataError, ModelError, VerlError
 from verl.log import setup_logging
+from verl.report.completions import save_table
+from verl.report.page import REFRESH_SECONDS, SHARES, gain_text, read_rows, write_report
+from verl.report.sinks import Logger, open_logger
 from verl.trainer import build
 from verl.trainer.check import Checked, check_settings
-from verl.trainer.completions import save_table
 from verl.trainer.evaluation import Evaluation, HeldOut, accuracy
-from verl.trainer.logging import Logger, open_logger
 from verl.trainer.memory import check_memory
-from verl.trainer.report import REFRESH_SECONDS, SHARES, gain_text, read_rows, write_report
 from verl.trainer.resolved import resolve, settle_engine
 from verl.trainer.rng import seed_everything
 from verl.trainer.run_data import build_data

@@ -31,6 +31,11 @@ from verl.dataflow.nodes import SLOT, log_prob_nodes
 from verl.errors import CheckpointError, ConfigError, DataError
 from verl.keywords import takes
 from verl.record import Count, Natural, Portion, Processes, Seconds
+from verl.report.completions import completions
+from verl.report.metrics import Metric, MetricFn, add_metrics
+from verl.report.samples import kl_to_reference
+from verl.report.sinks import Logger, open_logger, run_directory, set_aside
+from verl.report.timeline import Span, Timeline, busy_shares, spans_of
 from verl.rewards.failures import Failures
 from verl.roles.actor import Actor
 from verl.roles.critic import Critic
@@ -46,21 +51,16 @@ from verl.trainer.automatic import AutomaticCheckpoints
 from verl.trainer.batches import as_loader, one_pass
 from verl.trainer.check import check_permuted
 from verl.trainer.checkpoint import Checkpoint
-from verl.trainer.completions import completions
 from verl.trainer.evaluation import Evaluation, HeldOut, Metrics, named_metrics, numbered, together
 from verl.trainer.experience import Experience
 from verl.trainer.guard import Guards, SafetyGuard
 from verl.trainer.learning import Learning, of_task, skipped_roles
-from verl.trainer.logging import Logger, open_logger, run_directory, set_aside
-from verl.trainer.metrics import Metric, MetricFn, add_metrics
 from verl.trainer.mixture import Mixture, TaskScheduler
 from verl.trainer.outcome import check_finite, check_learned
-from verl.trainer.samples import kl_to_reference
 from verl.trainer.signals import StopSignal
 from verl.trainer.task import Task, algorithm_beside, check_tasks
 from verl.trainer.task_file import read_tasks
 from verl.trainer.task_records import joined
-from verl.trainer.timeline import Span, Timeline, busy_shares, spans_of
 from verl.trainer.waiting import Waiting
 from verl.weights.layout import Mesh
 

@@ -7,7 +7,7 @@ from pathlib import Path
 from verl.batch import Batch
 from verl.data.buffers import Buffer, make_buffer
 from verl.errors import ConfigError
-from verl.trainer.samples import renamed, sample_names
+from verl.report.samples import renamed, sample_names
 
 _UNBOUNDED = 2**62
 

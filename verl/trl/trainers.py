@@ -19,10 +19,10 @@ from verl.data.prompts import load_prompts, stream_prompts
 from verl.data.tokenize import tokenize_prompts
 from verl.errors import ConfigError, nearest
 from verl.models.lora import has_adapters
+from verl.report.sinks import open_logger
 from verl.roles.actor import Actor
 from verl.roles.reward import Reward
 from verl.trainer.evaluation import HeldOut
-from verl.trainer.logging import open_logger
 from verl.training.options import OptimConfig
 from verl.trl.arguments import Config, DPOConfig, GRPOConfig, KTOConfig, RewardConfig, SFTConfig
 from verl.trl.events import Events, ObservedTrainer

@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING
 
 from verl.config import to_yaml
 from verl.durable import write_atomic
-from verl.trainer.compare import write_comparison
-from verl.trainer.report import curves_of
+from verl.report.compare import write_comparison
+from verl.report.page import curves_of
 from verl.tune.study import Search, best_of, ended
 
 if TYPE_CHECKING:

@@ -25,7 +25,7 @@ from verl.durable import LineFile, RecordFile, append_lines
 from verl.errors import ConfigError, nearest
 from verl.extras import load_extra
 from verl.record import Natural
-from verl.trainer.completions import SHOWN, CompletionFiles
+from verl.report.completions import SHOWN, CompletionFiles
 from verl.user_code import describe, show_once, traceback_of
 
 if TYPE_CHECKING:
@@ -77,7 +77,7 @@ class Logger:
                 self._guarded(sink, partial(phase, text))
 
     def completions(self, step: int, make: Callable[[], pa.Table]) -> None:
-        """Send the samples of a step (see `verl.trainer.completions`), which are only made where a sink takes them."""
+        """Send the samples of a step (see `verl.report.completions`), which are only made where a sink takes them."""
         table = None
         for sink in [sink for sink in self.sinks if hasattr(sink, "completions")]:
             table = make() if table is None else table
@@ -279,7 +279,7 @@ def open_logger(
     Raises:
         ConfigError: an unknown sink, or one whose package is not installed.
     """
-    from verl.trainer.progress import ConsoleSink
+    from verl.report.progress import ConsoleSink
 
     makers: dict[str, Callable[[], Sink]] = {
         "console": lambda: ConsoleSink(total_steps, start=max(resume_step or 0, 0)),

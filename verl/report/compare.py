@@ -20,7 +20,7 @@ from typing import Any
 from verl.config.load import read_settings
 from verl.durable import write_atomic
 from verl.errors import ConfigError, DataError
-from verl.trainer.report import ASSETS, FIRST, MAX_POINTS, curves_of
+from verl.report.page import ASSETS, FIRST, MAX_POINTS, curves_of
 
 Points = list[list[float]]
 _COLORS = ("#2f6fdb", "#d9622b", "#2a9d62", "#9b51c7", "#c23b5a", "#7a7a2c", "#1f9aa8", "#8a5a3c")

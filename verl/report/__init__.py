@@ -1,0 +1,1 @@
+"""What people look at: console, sinks, page, completions, timeline."""
