@@ -22,6 +22,7 @@ import verl
 from benchmarks import calibrate
 from verl import device
 from verl.algorithms import make_algorithm
+from verl.checkpoint.rng import rng_state, set_rng_state
 from verl.cli.doctor import check_devices, check_space
 from verl.cluster.controller import Controller
 from verl.cluster.placement import DeviceMesh
@@ -37,7 +38,6 @@ from verl.rollout.options import SamplerOptions
 from verl.rollout.vllm.engine import VLLMEngine
 from verl.trainer import build
 from verl.trainer.memory import check_memory
-from verl.trainer.rng import rng_state, set_rng_state
 from verl.trainer.run import train
 from verl.workers.actor import make_rollout_engine
 from verl.workers.standalone import EngineRecipe

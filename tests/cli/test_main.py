@@ -186,7 +186,7 @@ def test_a_pipe_is_not_read_as_data(tmp_path):
 
 
 def test_verify_tells_a_whole_checkpoint_from_a_damaged_one(tmp_path):
-    from verl.trainer.checkpoint import save_checkpoint
+    from verl.checkpoint.store import save_checkpoint
 
     checkpoint = tmp_path / "step-000003"
     assert save_checkpoint(checkpoint, 3, {"trainer.json": {"step": 3}})

@@ -27,6 +27,7 @@ from tests.config import inputs
 from verl.algorithms import make_algorithm
 from verl.algorithms.loss_terms import LossNeeds, LossPart
 from verl.batch import Batch
+from verl.checkpoint.store import load_checkpoint
 from verl.config import Config, build_config, to_yaml
 from verl.errors import VerlError
 from verl.models.loading import load_model, load_tokenizer
@@ -39,7 +40,6 @@ from verl.rollout.embedded.engine import EmbeddedEngine
 from verl.rollout.options import SamplerOptions
 from verl.trainer import build
 from verl.trainer.check import check_settings
-from verl.trainer.checkpoint import load_checkpoint
 from verl.trainer.run import train
 from verl.trainer.run_data import build_data
 from verl.training.options import EngineOptions

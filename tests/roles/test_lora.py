@@ -14,12 +14,12 @@ from transformers import AutoModelForCausalLM
 
 import verl
 from verl.algorithms import make_algorithm
+from verl.checkpoint.state import verify
+from verl.checkpoint.store import load_checkpoint
 from verl.errors import CheckpointError, ConfigError
 from verl.models.loading import load_model
 from verl.rollout.hf import HFEngine
-from verl.trainer.checkpoint import load_checkpoint
 from verl.trainer.export import export
-from verl.trainer.state import verify
 from verl.weights.shard import Shard, checksum
 
 LORA = {"r": 4, "alpha": 8}

@@ -16,8 +16,8 @@ from safetensors.torch import load_file
 from safetensors.torch import save as safetensors
 
 from verl.batch import Batch
-from verl.errors import CheckpointError, DamagedCheckpointError
-from verl.trainer.checkpoint import (
+from verl.checkpoint.rng import RandomState, rng_state, set_rng_state
+from verl.checkpoint.store import (
     FORMAT,
     CheckpointStore,
     load_checkpoint,
@@ -25,7 +25,7 @@ from verl.trainer.checkpoint import (
     save_checkpoint,
     verify,
 )
-from verl.trainer.rng import RandomState, rng_state, set_rng_state
+from verl.errors import CheckpointError, DamagedCheckpointError
 from verl.weights import tensor_files
 from verl.weights.shard import Shard
 

@@ -17,14 +17,14 @@ from tests.tensor_memory import is_mapped
 from tests.trainer.test_offline import loader, offline_trainer
 from tests.trainer.test_run import run_dir, settings
 from tests.trainer.test_state import reforge
+from verl.checkpoint.state import rebuild, verify
+from verl.checkpoint.store import load_checkpoint, save_checkpoint
 from verl.cli.main import app
 from verl.config import build_config
 from verl.errors import CheckpointError, ConfigError, ModelError
 from verl.models.loading import load_model
-from verl.trainer.checkpoint import load_checkpoint, save_checkpoint
 from verl.trainer.export import export
 from verl.trainer.run import train
-from verl.trainer.state import rebuild, verify
 from verl.weights.shard import checksum
 from verl.weights.shards import model_shards
 

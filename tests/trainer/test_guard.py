@@ -14,12 +14,12 @@ import pytest
 import verl
 from tests.properties import examples
 from tests.trainer.cases import SHORT, low_bytes, make
+from verl.checkpoint.store import CheckpointStore
 from verl.data.loader import PromptLoader
 from verl.data.prompts import load_prompts
 from verl.errors import ConfigError, TrainingError
 from verl.report.page import write_report
 from verl.trainer import Alert, SafetyGuard
-from verl.trainer.checkpoint import CheckpointStore
 from verl.weights.shard import checksum
 
 FIRST_BAD = 8

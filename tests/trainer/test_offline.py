@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 
 import verl
+from verl.checkpoint.state import verify
 from verl.errors import ConfigError, DataError
 from verl.models.loading import load_tokenizer
-from verl.trainer.state import verify
 
 PAIRS = [{"prompt": f"Say {i}: ", "chosen": "aaaa", "rejected": "zzzz zz"} for i in range(8)]
 LABELS = [{"prompt": f"Say {i}: ", "completion": "aaaa" if i % 2 else "zzzz", "label": bool(i % 2)} for i in range(8)]

@@ -15,7 +15,7 @@ import pytest
 
 from tests.ranks import ENV
 from tests.trainer.test_run import count_lines, run_dir, settings
-from verl.trainer.checkpoint import load_checkpoint
+from verl.checkpoint.store import load_checkpoint
 
 pytest.importorskip("ray")
 pytestmark = pytest.mark.slow

@@ -19,12 +19,12 @@ from tests import forked
 from verl import user_functions as loading
 from verl.algorithms import registry
 from verl.batch import Batch
+from verl.checkpoint.state import verify
+from verl.checkpoint.store import load_checkpoint
 from verl.config import build_config
 from verl.errors import CheckpointError, ConfigError, DataError, ModelError, RewardError
 from verl.trainer.check import check_settings
-from verl.trainer.checkpoint import load_checkpoint
 from verl.trainer.run import train
-from verl.trainer.state import verify
 
 REWARD = '''
 import os

@@ -17,12 +17,12 @@ from safetensors.torch import load, save
 
 import verl
 from tests.trainer.cases import low_bytes
+from verl.checkpoint import state
+from verl.checkpoint.store import Checkpoint, CheckpointStore
 from verl.data.loader import PromptLoader
 from verl.data.prompts import load_prompts
 from verl.errors import CheckpointError, DamagedCheckpointError, DataError
-from verl.trainer import state
 from verl.trainer.asynchronous import AsyncTrainer
-from verl.trainer.checkpoint import Checkpoint, CheckpointStore
 from verl.trainer.evaluation import HeldOut
 from verl.weights.shard import checksum
 

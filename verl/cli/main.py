@@ -270,7 +270,7 @@ def verify(
     [bold]Examples[/bold]
     $ verl verify runs/latest/checkpoints/step-000060
     """
-    from verl.trainer.state import verify as verify_checkpoint
+    from verl.checkpoint.state import verify as verify_checkpoint
 
     found = verify_checkpoint(checkpoint)
     typer.secho(visible(str(found)), fg="green" if found.ok else "red", err=not found.ok)

@@ -20,6 +20,8 @@ from pydantic import BaseModel, ConfigDict
 
 from verl.batch import Batch
 from verl.checked import checked
+from verl.checkpoint.state import Count as SavedCount
+from verl.checkpoint.store import Checkpoint
 from verl.cluster.ray.pool import check_range
 from verl.dataflow.schedule import Schedule
 from verl.dataflow.scores import sample_metrics, written_tokens
@@ -30,9 +32,7 @@ from verl.report.timeline import Span
 from verl.roles.actor import expand
 from verl.roles.standalone import RolloutPool
 from verl.trainer.check import check_asynchronous
-from verl.trainer.checkpoint import Checkpoint
 from verl.trainer.guard import SafetyGuard
-from verl.trainer.state import Count as SavedCount
 from verl.trainer.trainer import Trainer
 from verl.workers.standalone import EngineRecipe, Finished
 

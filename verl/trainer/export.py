@@ -8,14 +8,14 @@ from typing import TYPE_CHECKING, Any
 
 from safetensors import SafetensorError
 
+from verl.checkpoint import state
+from verl.checkpoint.saving import MANIFEST
+from verl.checkpoint.store import Checkpoint, CheckpointStore, load_checkpoint
 from verl.config import load_config
 from verl.durable import publish, staging_of, try_remove
 from verl.errors import CheckpointError, ConfigError, ModelError
 from verl.models.loading import load_tokenizer
 from verl.models.save import save_pretrained_dir
-from verl.trainer import state
-from verl.trainer.checkpoint import Checkpoint, CheckpointStore, load_checkpoint
-from verl.trainer.saving import MANIFEST
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

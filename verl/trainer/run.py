@@ -16,6 +16,7 @@ from rich.console import Console
 from rich.table import Table
 
 from verl.batch import Batch
+from verl.checkpoint.rng import seed_everything
 from verl.cluster.controller import Controller
 from verl.config import Config, config_hash, run_id, to_yaml
 from verl.config.schema import KL
@@ -31,7 +32,6 @@ from verl.trainer.check import Checked, check_settings
 from verl.trainer.evaluation import Evaluation, HeldOut, accuracy
 from verl.trainer.memory import check_memory
 from verl.trainer.resolved import resolve, settle_engine
-from verl.trainer.rng import seed_everything
 from verl.trainer.run_data import build_data
 from verl.trainer.run_dir import Run, open_run
 from verl.trainer.trainer import Trainer

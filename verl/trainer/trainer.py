@@ -19,6 +19,9 @@ from typing import Any, ClassVar
 from verl.algorithms import BaseAlgorithm
 from verl.batch import Batch
 from verl.checked import checked
+from verl.checkpoint import state
+from verl.checkpoint.automatic import AutomaticCheckpoints
+from verl.checkpoint.store import Checkpoint
 from verl.cluster.controller import start
 from verl.data.buffers import Buffer
 from verl.data.by_task import by_task
@@ -45,12 +48,9 @@ from verl.roles.updater import Updater
 from verl.rollout.base import SamplingParams
 from verl.rollout.options import Temperature
 from verl.threads import beside
-from verl.trainer import state
 from verl.trainer.active_task import ActiveTask, critics_of
-from verl.trainer.automatic import AutomaticCheckpoints
 from verl.trainer.batches import as_loader, one_pass
 from verl.trainer.check import check_permuted
-from verl.trainer.checkpoint import Checkpoint
 from verl.trainer.evaluation import Evaluation, HeldOut, Metrics, named_metrics, numbered, together
 from verl.trainer.experience import Experience
 from verl.trainer.guard import Guards, SafetyGuard

@@ -30,6 +30,17 @@ from pydantic import BaseModel, Field, NonNegativeInt
 
 from verl.batch import Batch
 from verl.checked import checked
+from verl.checkpoint.saving import (
+    FORMAT,
+    MANIFEST,
+    NAME,
+    SaveResult,
+    Saving,
+    Writer,
+    dump_manifest,
+    manifest_digest,
+    reason,
+)
 from verl.durable import (
     clear_staging,
     digest,
@@ -41,17 +52,6 @@ from verl.durable import (
 )
 from verl.errors import CheckpointError, DamagedCheckpointError, DataError
 from verl.record import Natural
-from verl.trainer.saving import (
-    FORMAT,
-    MANIFEST,
-    NAME,
-    SaveResult,
-    Saving,
-    Writer,
-    dump_manifest,
-    manifest_digest,
-    reason,
-)
 from verl.weights.shard import Shard
 
 if TYPE_CHECKING:

@@ -24,6 +24,16 @@ import torch
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, JsonValue, PositiveFloat, model_validator
 
 from verl.batch import Batch
+from verl.checkpoint.rng import RandomState, rng_state, set_rng_state
+from verl.checkpoint.saving import SaveResult
+from verl.checkpoint.store import (
+    Checkpoint,
+    VerifyReport,
+    load_checkpoint,
+    model_identity,
+    save_checkpoint,
+)
+from verl.checkpoint.store import verify as verify_files
 from verl.cluster.controller import start
 from verl.durable import parse_json
 from verl.errors import CheckpointError, DamagedCheckpointError, DataError, ModelError
@@ -33,16 +43,6 @@ from verl.models.source import ModelFiles
 from verl.roles.actor import Actor
 from verl.roles.critic import Critic
 from verl.roles.lora_base import check_base
-from verl.trainer.checkpoint import (
-    Checkpoint,
-    VerifyReport,
-    load_checkpoint,
-    model_identity,
-    save_checkpoint,
-)
-from verl.trainer.checkpoint import verify as verify_files
-from verl.trainer.rng import RandomState, rng_state, set_rng_state
-from verl.trainer.saving import SaveResult
 from verl.training.optimizer import LIKE_THE_WEIGHT, MOMENTS, check_masters, check_optimizer, optimizer_name
 from verl.weights.blank import blank, take_weights
 from verl.weights.shard import names_digest

@@ -7,11 +7,11 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from verl.checkpoint import state
+from verl.checkpoint.saving import Saving
+from verl.checkpoint.store import Checkpoint, CheckpointStore, load_checkpoint
 from verl.cluster.controller import start
 from verl.errors import CheckpointError, ConfigError, VerlError
-from verl.trainer import state
-from verl.trainer.checkpoint import Checkpoint, CheckpointStore, load_checkpoint
-from verl.trainer.saving import Saving
 
 if TYPE_CHECKING:
     from verl.data.prefetch import Loader

@@ -1,0 +1,1 @@
+"""Checkpoints: the store, the state in them, when one is written."""
