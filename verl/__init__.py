@@ -43,7 +43,7 @@ _NAMES = {
     "verl.weights.shard": "Shard",
     "verl.trainer.asynchronous": "AsyncTrainer",
     "verl.trainer.interleaved": "InterleavedTrainer",
-    "verl.trainer.task": "Task",
+    "verl.tasks.task": "Task",
     "verl.trainer.trainer": "PPOTrainer Trainer",
     "verl.algorithms.loss_terms": "Loss LossInput",
 }
@@ -80,9 +80,9 @@ if TYPE_CHECKING:
     from verl.roles.updater import Updater
     from verl.roles.workers import FSDPWorker, MegatronWorker
     from verl.rollout.base import SamplingParams
+    from verl.tasks.task import Task
     from verl.trainer.asynchronous import AsyncTrainer
     from verl.trainer.interleaved import InterleavedTrainer
-    from verl.trainer.task import Task
     from verl.trainer.trainer import PPOTrainer, Trainer
     from verl.weights.shard import Shard
 

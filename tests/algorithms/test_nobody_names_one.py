@@ -18,7 +18,7 @@ OTHER_MEANING = {
     ("report/completions.py", "reward_model"),
     ("trainer/reads.py", "reward_model"),
     ("trainer/run_data.py", "reward_model"),
-    ("trainer/task_file.py", "reward_model"),
+    ("tasks/file.py", "reward_model"),
 }
 
 

@@ -20,8 +20,8 @@ from verl.algorithms import make_algorithm
 from verl.errors import ConfigError
 from verl.rollout.constrained import ConstrainedEpisode
 from verl.rollout.guards import TEMPLATE, GuardModel
-from verl.trainer.constraints import make_constraint
-from verl.trainer.task import Task
+from verl.tasks.constraints import make_constraint
+from verl.tasks.task import Task
 from verl.weights.shard import checksum
 
 

@@ -23,7 +23,7 @@ from verl.data.loader import PromptLoader
 from verl.data.prompts import load_prompts
 from verl.data.task_loader import TaskLoader
 from verl.errors import CheckpointError, ConfigError, DataError
-from verl.trainer.task import Task
+from verl.tasks.task import Task
 from verl.weights.shard import checksum
 
 ROWS = [{"prompt": prompt, "task": name} for prompt in PROMPTS for name in ("low", "high")]

@@ -13,7 +13,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 import verl
-import verl.trainer.task
+import verl.tasks.task
 from tests.trainer.cases import PROMPTS, SHORT, low_bytes, make
 from verl.data.buffers import DiskBuffer
 from verl.errors import ConfigError, DataError, TrainingError
@@ -321,10 +321,10 @@ def test_rounds_of_resampling_are_in_the_metrics(tiny: Path) -> None:
 
 
 def test_the_only_task_is_weighed_against_nothing(tiny: Path) -> None:
-    task = verl.trainer.task.Task("letters", "grpo", {"reward": low_bytes}, n=2, sampling=SHORT)
+    task = verl.tasks.task.Task("letters", "grpo", {"reward": low_bytes}, n=2, sampling=SHORT)
     trainer = verl.Trainer(verl.Actor(str(tiny)), tasks=[task], log_dir=False)
     assert trainer.step(PROMPTS)["updated"] and trainer.n == 2
-    other = verl.trainer.task.Task("digits", "grpo", {"reward": low_bytes}, share=2.0)
+    other = verl.tasks.task.Task("digits", "grpo", {"reward": low_bytes}, share=2.0)
     with pytest.raises(ConfigError, match="leave share"):
         verl.Trainer(verl.Actor(str(tiny)), tasks=[other], log_dir=False)
     with pytest.raises(ConfigError, match="tasks have their own reward"):

@@ -21,10 +21,10 @@ from verl.roles.actor import Actor
 from verl.roles.critic import Critic, as_critic, twin_of
 from verl.roles.updater import Updater
 from verl.rollout.base import as_sampling
+from verl.tasks.task import Task
 from verl.trainer.evaluation import Evaluation, Metrics, evaluate
 from verl.trainer.experience import Experience
 from verl.trainer.reads import check_reads
-from verl.trainer.task import Task
 
 logger = logging.getLogger(__name__)
 

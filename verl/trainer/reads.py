@@ -14,7 +14,7 @@ from verl.report.metrics import Metric
 from verl.rewards.forms import recognise
 from verl.rewards.make import make_reward, misspelt
 from verl.rewards.source import RewardResult, RewardSource, leaves
-from verl.trainer.task import MAIN
+from verl.tasks.task import MAIN
 
 #: Rows that are looked at: a column that only later rows have is taken to be missing.
 _ROWS = 256

@@ -47,6 +47,8 @@ from verl.roles.reward import Reward
 from verl.roles.updater import Updater
 from verl.rollout.base import SamplingParams
 from verl.rollout.options import Temperature
+from verl.tasks.file import read_tasks
+from verl.tasks.task import Task, algorithm_beside, check_tasks
 from verl.threads import beside
 from verl.trainer.active_task import ActiveTask, critics_of
 from verl.trainer.batches import as_loader, one_pass
@@ -58,8 +60,6 @@ from verl.trainer.learning import Learning, of_task, skipped_roles
 from verl.trainer.mixture import Mixture, TaskScheduler
 from verl.trainer.outcome import check_finite, check_learned
 from verl.trainer.signals import StopSignal
-from verl.trainer.task import Task, algorithm_beside, check_tasks
-from verl.trainer.task_file import read_tasks
 from verl.trainer.task_records import joined
 from verl.trainer.waiting import Waiting
 from verl.weights.layout import Mesh

@@ -11,7 +11,7 @@ if TYPE_CHECKING:
 __all__ = ["DynamicTaskWeightScheduler", "init_device_mesh"]
 
 #: What is imported when it is used: torch; and what stands above, for scripts that look here.
-_LATER = {"init_device_mesh": "verl.utils.device_mesh", "DynamicTaskWeightScheduler": "verl.trainer.task_weights"}
+_LATER = {"init_device_mesh": "verl.utils.device_mesh", "DynamicTaskWeightScheduler": "verl.tasks.weights"}
 
 
 def __getattr__(name: str) -> Any:

@@ -11,7 +11,7 @@ from verl.config import TaskConfig, load_tasks
 from verl.errors import ConfigError
 from verl.rollout.base import as_sampling
 from verl.rollout.episode import Episode
-from verl.trainer.task import Task, check_sources
+from verl.tasks.task import Task, check_sources
 
 
 def read_tasks(path: str | Path) -> list[Task]:
@@ -86,6 +86,6 @@ def _task(config: TaskConfig, called: dict[str, Any]) -> Task:
 def _episode(config: TaskConfig) -> Episode | None:
     if config.constraint_model is None:
         return None
-    from verl.trainer.constraints import make_constraint
+    from verl.tasks.constraints import make_constraint
 
     return make_constraint(config.constraint_model, **config.constraint_config)

@@ -1,0 +1,1 @@
+"""Several tasks on one actor: shares, weights, constraints, files."""
