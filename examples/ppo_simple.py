@@ -64,7 +64,7 @@ def _underscored(word: str) -> str:
 
 def train_recipe(args: argparse.Namespace, placement: dict[str, int] | None) -> None:
     """What `verl train` does, with the options in the place of the recipe's settings."""
-    from verl.trainer.run import train
+    from verl.run.train import train
 
     file = args.config_path if args.config_path.exists() else Path(__file__).parent / args.config_path
     given = {name: getattr(args, name) for name in OPTIONS if getattr(args, name) is not None}

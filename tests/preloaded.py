@@ -19,7 +19,7 @@ import verl.cli.main
 import verl.kernels
 import verl.roles
 import verl.rollout.embedded.engine
-import verl.trainer.run
+import verl.run.train
 import verl.training.torch_engine
 import verl.workers.actor
 

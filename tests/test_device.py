@@ -36,9 +36,9 @@ from verl.roles.layouts import generation_seconds
 from verl.rollout.embedded.engine import EmbeddedEngine
 from verl.rollout.options import SamplerOptions
 from verl.rollout.vllm.engine import VLLMEngine
-from verl.trainer import build
-from verl.trainer.memory import check_memory
-from verl.trainer.run import train
+from verl.run import build
+from verl.run.memory import check_memory
+from verl.run.train import train
 from verl.workers.actor import make_rollout_engine
 from verl.workers.standalone import EngineRecipe
 

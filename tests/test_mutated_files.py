@@ -20,9 +20,9 @@ from verl.config import build_config, load_config, to_yaml
 from verl.config.load import load_tasks
 from verl.errors import ConfigError, ModelError, VerlError
 from verl.models.loading import configured_model, load_model, load_tokenizer, resolved_dtype
-from verl.planner.settings import model_size
 from verl.report.compare import write_comparison
 from verl.report.page import write_report
+from verl.run.planned import model_size
 
 WRONG: list[Any] = [
     None, True, -1, 0, 0.5, 2**70, 1e12, float("nan"), "x", "", "9" * 30, [], [["x"]], {}, {"a": {"b": []}},

@@ -17,7 +17,7 @@ OTHER_MEANING = {
     ("rewards/model.py", "reward_model"),
     ("report/completions.py", "reward_model"),
     ("trainer/reads.py", "reward_model"),
-    ("trainer/run_data.py", "reward_model"),
+    ("run/data.py", "reward_model"),
     ("tasks/file.py", "reward_model"),
 }
 

@@ -229,7 +229,7 @@ def test_the_run_directory_is_named_by_what_it_is_and_the_hash():
 )
 def test_fused_kernels_reach_the_model(tiny, settings, asked):
     from verl.algorithms import make_algorithm
-    from verl.trainer.build import build_actor
+    from verl.run.build import build_actor
 
     given = config(actor_rollout_ref={"model": {"path": str(tiny), **settings}})
     actor = build_actor(given, make_algorithm("grpo").head, 8)

@@ -14,7 +14,7 @@ from verl.config import load_config
 from verl.dataflow import advantages, experience, prompts, responses, updates
 from verl.dataflow.graph import Graph
 from verl.report.sinks import open_logger
-from verl.trainer import build
+from verl.run import build
 from verl.trainer.check import check_settings
 
 ALGORITHMS: dict[str, dict[str, Any]] = {"grpo": {"kl_in": "loss"}, "ppo": {"kl_in": "reward"}, "remax": {}}

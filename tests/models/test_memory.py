@@ -16,7 +16,7 @@ from verl.errors import ConfigError
 from verl.models.head_sizes import CPU, HeadSizes
 from verl.models.memory import ModelSize, estimate_memory
 from verl.models.packed import PackedModel
-from verl.trainer.memory import actor_memory
+from verl.run.memory import actor_memory
 
 
 def test_import_without_torch() -> None:

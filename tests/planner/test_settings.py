@@ -20,7 +20,7 @@ from verl.errors import ConfigError
 from verl.models.memory import ModelSize
 from verl.planner.hardware import Cluster, Efficiency
 from verl.planner.search import search
-from verl.planner.settings import model_size, placement, problem_of
+from verl.run.planned import model_size, placement, problem_of
 from verl.training.options import layout_of
 from verl.weights.layout import ModelShape
 
@@ -150,7 +150,7 @@ def test_this_machine_is_measured(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_planning_imports_no_torch() -> None:
     code = (
-        "import sys, verl.planner.search, verl.planner.settings, verl.planner.picture, "
+        "import sys, verl.planner.search, verl.run.planned, verl.planner.picture, "
         "verl.planner.scaling; sys.exit(bool({'torch', 'transformers'} & set(sys.modules)))"
     )
     assert subprocess.run([sys.executable, "-c", code], timeout=60).returncode == 0

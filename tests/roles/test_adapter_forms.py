@@ -27,7 +27,7 @@ from verl.models.loading import load_model
 from verl.models.lora import adapters_off, has_adapters
 from verl.models.probe import check_export
 from verl.models.save import save_pretrained_dir
-from verl.trainer.export import export
+from verl.run.export import export
 from verl.weights.shard import checksum
 from verl.weights.shards import model_shards
 

@@ -19,7 +19,7 @@ from verl.checkpoint.store import load_checkpoint
 from verl.errors import CheckpointError, ConfigError
 from verl.models.loading import load_model
 from verl.rollout.hf import HFEngine
-from verl.trainer.export import export
+from verl.run.export import export
 from verl.weights.shard import Shard, checksum
 
 LORA = {"r": 4, "alpha": 8}

@@ -31,9 +31,9 @@ from verl.rollout.constrained import ConstrainedEpisode
 from verl.rollout.embedded.engine import EmbeddedEngine
 from verl.rollout.options import RolloutOptions
 from verl.rollout.tools import ToolEpisode
-from verl.trainer.memory import memory_on
-from verl.trainer.resolved import FILE, resolve, settle_engine
-from verl.trainer.run import train
+from verl.run.memory import memory_on
+from verl.run.resolved import FILE, resolve, settle_engine
+from verl.run.train import train
 from verl.workers.standalone import EngineRecipe
 
 Install = Callable[[bool], None]

@@ -9,7 +9,7 @@ import pytest
 
 from verl import user_functions as loading
 from verl.errors import ConfigError
-from verl.trainer.run_dir import Run, open_run
+from verl.run.folder import Run, open_run
 from verl.user_functions import load_function, user_files
 
 

@@ -23,8 +23,8 @@ from verl.cli.main import app
 from verl.config import build_config
 from verl.errors import CheckpointError, ConfigError, ModelError
 from verl.models.loading import load_model
-from verl.trainer.export import export
-from verl.trainer.run import train
+from verl.run.export import export
+from verl.run.train import train
 from verl.weights.shard import checksum
 from verl.weights.shards import model_shards
 

@@ -23,9 +23,9 @@ from verl.data.offline import OfflineDatasetLoader
 from verl.data.prompts import load_prompts
 from verl.errors import ConfigError
 from verl.report.page import curves_of
-from verl.trainer.build import placed_roles
+from verl.run.build import placed_roles
+from verl.run.train import train
 from verl.trainer.evaluation import Evaluation, HeldOut
-from verl.trainer.run import train
 
 HELD_OUT = ["And about", "Tell me", "Why"]
 WITH_KL = {"trainer.eval_metrics": ["kl"]}

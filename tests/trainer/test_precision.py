@@ -13,7 +13,7 @@ from tests.trainer.test_run import settings
 from verl.config.load import build_config
 from verl.errors import ConfigError
 from verl.models import loading
-from verl.trainer.resolved import FILE, resolve
+from verl.run.resolved import FILE, resolve
 
 
 def dtypes(config: Any) -> tuple[str, str]:

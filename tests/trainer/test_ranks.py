@@ -20,7 +20,7 @@ import torch
 from tests.ranks import ENV, command, job
 from tests.trainer.test_run import assert_same_run, count_lines, final_state, rows, run_dir, settings
 from verl.config import build_config
-from verl.trainer.run import train
+from verl.run.train import train
 
 
 def start(file: Path, configuration: dict[str, Any]) -> list[str]:

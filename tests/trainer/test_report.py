@@ -14,7 +14,7 @@ import pytest
 from verl.errors import DataError
 from verl.report import page as report
 from verl.report.page import write_report
-from verl.trainer.run import _LiveReport, _print_table
+from verl.run.train import _LiveReport, _print_table
 
 HOSTILE = '</script><script>alert(1)</script><img src=x onerror="alert(2)">{{config}}\u2028'
 
@@ -299,7 +299,7 @@ def test_an_older_report_is_replaced_whole(run):
 
 
 def test_the_page_of_a_live_run_reloads_itself_until_it_ends(run, monkeypatch):
-    monkeypatch.setattr("verl.trainer.run.REFRESH_SECONDS", 0)
+    monkeypatch.setattr("verl.run.train.REFRESH_SECONDS", 0)
     hook = _LiveReport(SimpleNamespace(path=run))
     hook(1, {})
     live = Page((run / "report.html").read_text())

@@ -23,8 +23,8 @@ from verl.checkpoint.state import verify
 from verl.checkpoint.store import load_checkpoint
 from verl.config import build_config
 from verl.errors import CheckpointError, ConfigError, DataError, ModelError, RewardError
+from verl.run.train import train
 from verl.trainer.check import check_settings
-from verl.trainer.run import train
 
 REWARD = '''
 import os
@@ -373,7 +373,7 @@ def test_the_cause_of_what_the_user_can_mend_is_not_shown(
     def failing(*args: Any) -> None:
         raise error("told in one message") from ValueError("somewhere below")
 
-    monkeypatch.setattr("verl.trainer.run.build_data", failing)
+    monkeypatch.setattr("verl.run.train.build_data", failing)
     with pytest.raises(error):
         train(build_config(settings(tmp_path, tiny)))
     assert ("Traceback" in capsys.readouterr().err) == (error is RewardError)
@@ -432,7 +432,7 @@ def test_a_finished_run_stays_if_the_next_cannot_begin(
     def failing(*args: Any) -> None:
         raise DataError("no such data")
 
-    monkeypatch.setattr("verl.trainer.run.build_data", failing)
+    monkeypatch.setattr("verl.run.train.build_data", failing)
     with pytest.raises(DataError):
         train(config)
     assert (run_dir(tmp_path) / "summary.json").read_text() == summary
@@ -665,7 +665,7 @@ def test_of_recorded_rows_only_those_that_lost_something_are_told(tmp_path: Path
         (tmp_path / f"{name}.jsonl").write_text("".join(lines))
     train(build_config(configuration))
     log = (run_dir(tmp_path) / "logs" / "001.log").read_text().splitlines()
-    told = [line.partition("verl.trainer.run: ")[2] for line in log if "WARNING" in line]
+    told = [line.partition("verl.run.train: ")[2] for line in log if "WARNING" in line]
     # Five bytes and the end of sequence are six tokens.
     assert told == ["5 rows of data.train have responses longer than data.max_response_length, which lost their end"]
 

@@ -14,8 +14,8 @@ import pytest
 from tests import forked
 from verl.batch import Batch
 from verl.errors import CheckpointError, ConfigError
-from verl.trainer import run_lock
-from verl.trainer.run_dir import Run, open_run, rewind_jsonl
+from verl.run import lock as run_lock
+from verl.run.folder import Run, open_run, rewind_jsonl
 
 
 def opened(root: Path, **options: object) -> Run:
@@ -131,7 +131,7 @@ def test_files_that_say_something_odd_say_nothing(tmp_path: Path) -> None:
 
 HOLD = """
 import os, sys, time
-from verl.trainer.run_dir import open_run
+from verl.run.folder import open_run
 run = open_run(sys.argv[1], "grpo-tiny-12ab")
 child = 0
 if "fork" in sys.argv:
@@ -254,7 +254,7 @@ def test_lock_of_a_process_whose_id_was_used_again_is_taken_over(tmp_path: Path)
 
 def test_closed_run_is_free_for_others(tmp_path: Path) -> None:
     with open_run(tmp_path, "grpo-tiny-12ab"):
-        code = "import sys; from verl.trainer.run_dir import open_run; open_run(sys.argv[1], 'grpo-tiny-12ab')"
+        code = "import sys; from verl.run.folder import open_run; open_run(sys.argv[1], 'grpo-tiny-12ab')"
         refused = forked.run([sys.executable, "-c", code, str(tmp_path)], check=False)
         assert refused.returncode != 0
         assert "works on the run" in refused.stderr

@@ -37,7 +37,7 @@ def export(
     $ verl export runs/latest/checkpoints/step-000060 models/mine-60
     $ verl generate models/mine prompts.jsonl answers.jsonl --chat
     """
-    from verl.trainer.export import export as write
+    from verl.run.export import export as write
 
     found = write(checkpoint, out, tokenizer, adapter=adapter)
     typer.echo(f"step {found.step} of {found.path}", err=True)

@@ -140,7 +140,7 @@ def train(
     from verl.kernels.library_memory import limit_library_memory
 
     limit_library_memory()
-    from verl.trainer.run import train as run
+    from verl.run.train import train as run
 
     run(config, fresh=fresh, accept_edits=accept_edits)
 

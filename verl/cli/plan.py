@@ -55,7 +55,7 @@ def memory(config: Config, algorithms: Collection[BaseAlgorithm], devices: str) 
         ConfigError: it does not fit (with the setting to change), or there is no such device.
         ModelError: a model's configuration cannot be found.
     """
-    from verl.trainer.memory import memory_on
+    from verl.run.memory import memory_on
 
     cluster = Cluster.parse(devices if devices[:1].isdigit() else f"1x{devices}", option="--device")
     return "\n".join(memory_on(config, algorithms, cluster).lines())
@@ -92,7 +92,7 @@ def plan_placement(
     """
     from verl.algorithms import make_algorithm
     from verl.planner import picture as show
-    from verl.planner.settings import pasted, problem_of
+    from verl.run.planned import pasted, problem_of
     from verl.trainer.check import roles_of
 
     if config.tasks:

@@ -16,11 +16,11 @@ from verl.errors import ConfigError
 from verl.report.metrics import Metric
 from verl.report.sinks import EXTRAS, check_loggers
 from verl.rewards.source import RewardSource
+from verl.run.data import ReadData, is_offline, read_data, step_rows
 from verl.tasks.file import algorithm_of, check_sampling, samples_of
 from verl.tasks.task import MAIN, check_heads
 from verl.tasks.weights import DynamicTaskWeightScheduler
 from verl.trainer.reads import check_reads, sources_of
-from verl.trainer.run_data import ReadData, is_offline, read_data, step_rows
 from verl.user_functions import load_function
 
 _ROLLOUT = "actor_rollout_ref.rollout"

@@ -27,7 +27,7 @@ from typing import Any, Literal
 
 from verl.durable import clear_staging, link_atomic, parse_json, read_json, remove, write_atomic
 from verl.errors import CheckpointError, ConfigError
-from verl.trainer.run_lock import RunLock
+from verl.run.lock import RunLock
 
 logger = logging.getLogger(__name__)
 

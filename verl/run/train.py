@@ -27,13 +27,13 @@ from verl.log import setup_logging
 from verl.report.completions import save_table
 from verl.report.page import REFRESH_SECONDS, SHARES, gain_text, read_rows, write_report
 from verl.report.sinks import Logger, open_logger
-from verl.trainer import build
+from verl.run import build
+from verl.run.data import build_data
+from verl.run.folder import Run, open_run
+from verl.run.memory import check_memory
+from verl.run.resolved import resolve, settle_engine
 from verl.trainer.check import Checked, check_settings
 from verl.trainer.evaluation import Evaluation, HeldOut, accuracy
-from verl.trainer.memory import check_memory
-from verl.trainer.resolved import resolve, settle_engine
-from verl.trainer.run_data import build_data
-from verl.trainer.run_dir import Run, open_run
 from verl.trainer.trainer import Trainer
 from verl.user_functions import user_files
 

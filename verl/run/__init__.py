@@ -1,0 +1,1 @@
+"""`verl train`: settings to objects, run directory, resume, export."""
