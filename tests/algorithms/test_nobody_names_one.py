@@ -16,7 +16,7 @@ OTHER_MEANING = {
     ("rewards/forms.py", "reward_model"),
     ("rewards/model.py", "reward_model"),
     ("report/completions.py", "reward_model"),
-    ("trainer/reads.py", "reward_model"),
+    ("run/rewards.py", "reward_model"),
     ("run/data.py", "reward_model"),
     ("tasks/file.py", "reward_model"),
 }

@@ -39,9 +39,9 @@ from verl.rollout.base import Request, SamplingParams, generate
 from verl.rollout.embedded.engine import EmbeddedEngine
 from verl.rollout.options import SamplerOptions
 from verl.run import build
+from verl.run.check import check_settings
 from verl.run.data import build_data
 from verl.run.train import train
-from verl.trainer.check import check_settings
 from verl.training.options import EngineOptions
 from verl.training.torch_engine import TorchEngine
 from verl.workers.actor import ActorWorker

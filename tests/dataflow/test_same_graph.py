@@ -15,7 +15,7 @@ from verl.dataflow import advantages, experience, prompts, responses, updates
 from verl.dataflow.graph import Graph
 from verl.report.sinks import open_logger
 from verl.run import build
-from verl.trainer.check import check_settings
+from verl.run.check import check_settings
 
 ALGORITHMS: dict[str, dict[str, Any]] = {"grpo": {"kl_in": "loss"}, "ppo": {"kl_in": "reward"}, "remax": {}}
 

@@ -23,8 +23,8 @@ from verl.checkpoint.state import verify
 from verl.checkpoint.store import load_checkpoint
 from verl.config import build_config
 from verl.errors import CheckpointError, ConfigError, DataError, ModelError, RewardError
+from verl.run.check import check_settings
 from verl.run.train import train
-from verl.trainer.check import check_settings
 
 REWARD = '''
 import os

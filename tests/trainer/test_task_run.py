@@ -13,8 +13,8 @@ import pytest
 from tests.trainer.test_run import assert_same_run, count_lines, evals, rows, run_dir, run_process, settings
 from verl.config import build_config
 from verl.errors import ConfigError, DataError
+from verl.run.check import check_settings
 from verl.run.train import train
-from verl.trainer.check import check_settings
 
 SHORT = {"max_new_tokens": 6}
 

@@ -125,7 +125,7 @@ def train(
         raise ConfigError("--device asks what a run would take of a device that may be elsewhere: give --dry-run too")
     if dry_run:
         from verl.cli.plan import memory, plan
-        from verl.trainer.check import check_settings
+        from verl.run.check import check_settings
 
         checked = check_settings(config)
         for label, text in plan(config).items():

@@ -92,8 +92,8 @@ def plan_placement(
     """
     from verl.algorithms import make_algorithm
     from verl.planner import picture as show
+    from verl.run.check import roles_of
     from verl.run.planned import pasted, problem_of
-    from verl.trainer.check import roles_of
 
     if config.tasks:
         raise ConfigError("verl plan: several tasks are not modelled: plan for the one that takes most, by itself")

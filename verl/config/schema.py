@@ -45,11 +45,9 @@ from verl.record import (
     result,
     wrong,
 )
+from verl.rewards.registry import REWARDS
 from verl.rollout.options import RolloutOptions, Temperature
 from verl.training.options import TrainOptions, TrainSettings
-
-#: Names of rewards: the built-in ones, and those of users that are registered.
-REWARDS = {"task", "code", "code_evaluator", "math", "reasoning_gym", "rm_hf"}
 
 #: The metric of `trainer.eval_metrics` that is not a function: it needs a model.
 KL = "kl"

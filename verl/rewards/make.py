@@ -10,12 +10,11 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from verl.config.schema import REWARDS
 from verl.errors import ConfigError, nearest
 from verl.keywords import takes
 from verl.rewards.composite import CompositeReward
 from verl.rewards.functions import OnFailure
-from verl.rewards.registry import registered
+from verl.rewards.registry import REWARDS, registered
 from verl.rewards.smoothing import Smoothed
 from verl.rewards.source import RewardSource, source_of
 from verl.user_functions import split_spec

@@ -5,12 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, TypeVar
 
-from verl.config.schema import REWARDS
 from verl.errors import ConfigError
 from verl.names import give_name
 
 RewardT = TypeVar("RewardT", bound=Callable[..., Any])
 _REGISTERED: dict[str, Any] = {}
+#: Names of rewards: the built-in ones, and those of users that are registered.
+REWARDS = {"task", "code", "code_evaluator", "math", "reasoning_gym", "rm_hf"}
 
 
 def register_reward(name: str) -> Callable[[RewardT], RewardT]:

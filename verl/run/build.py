@@ -15,14 +15,14 @@ from verl.report.sinks import Logger
 from verl.roles.actor import Actor
 from verl.roles.critic import Critic
 from verl.roles.reward import Reward
+from verl.run.check import roles_of
+from verl.run.rewards import source_options
 from verl.tasks.file import make_tasks
 from verl.tasks.task import Task
 from verl.tasks.weights import DynamicTaskWeightScheduler
 from verl.trainer.asynchronous import AsyncTrainer
-from verl.trainer.check import roles_of
 from verl.trainer.guard import SafetyGuard
 from verl.trainer.interleaved import InterleavedTrainer
-from verl.trainer.reads import source_options
 from verl.trainer.trainer import Trainer
 from verl.training.options import TrainOptions
 from verl.workers.update import UpdatePlan

@@ -22,7 +22,7 @@ from verl.planner.memory import RESERVE
 from verl.ranks import local_ranks
 from verl.roles.actor import Actor
 from verl.rollout.choice import planned_engine
-from verl.trainer.check import roles_of
+from verl.run.check import roles_of
 from verl.training.options import OptimConfig, TrainOptions, layout_of
 
 logger = logging.getLogger(__name__)

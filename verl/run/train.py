@@ -28,11 +28,11 @@ from verl.report.completions import save_table
 from verl.report.page import REFRESH_SECONDS, SHARES, gain_text, read_rows, write_report
 from verl.report.sinks import Logger, open_logger
 from verl.run import build
+from verl.run.check import Checked, check_settings
 from verl.run.data import build_data
 from verl.run.folder import Run, open_run
 from verl.run.memory import check_memory
 from verl.run.resolved import resolve, settle_engine
-from verl.trainer.check import Checked, check_settings
 from verl.trainer.evaluation import Evaluation, HeldOut, accuracy
 from verl.trainer.trainer import Trainer
 from verl.user_functions import user_files

@@ -31,8 +31,8 @@ from verl.report.metrics import add_metrics
 from verl.report.timeline import Span
 from verl.roles.actor import expand
 from verl.roles.standalone import RolloutPool
-from verl.trainer.check import check_asynchronous
 from verl.trainer.guard import SafetyGuard
+from verl.trainer.requirements import check_asynchronous
 from verl.trainer.trainer import Trainer
 from verl.workers.standalone import EngineRecipe, Finished
 

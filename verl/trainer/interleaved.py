@@ -21,7 +21,7 @@ from verl.data.prefetch import Loader
 from verl.data.task_loader import TaskLoader
 from verl.errors import ConfigError, TrainingError
 from verl.record import Staleness
-from verl.trainer.check import check_corrected
+from verl.trainer.requirements import check_corrected
 from verl.trainer.trainer import Trainer
 
 

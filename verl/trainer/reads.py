@@ -4,63 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
 from itertools import islice
-from typing import Any
 
 from verl.batch import Batch
-from verl.config import Config, CostConfig, RewardPart
-from verl.config.schema import REWARDS
-from verl.errors import ConfigError, DataError, RewardError
+from verl.errors import DataError, RewardError
 from verl.report.metrics import Metric
-from verl.rewards.forms import recognise
-from verl.rewards.make import make_reward, misspelt
-from verl.rewards.source import RewardResult, RewardSource, leaves
-from verl.tasks.task import MAIN
+from verl.rewards.source import RewardSource, leaves
 
 #: Rows that are looked at: a column that only later rows have is taken to be missing.
 _ROWS = 256
-#: Options of a task's reward that are of how it is called.
-_OF_THE_CALLS = ("workers", "max_workers")
-
-
-class UnreadModel:
-    """Stands for a reward model, whose weights are not read."""
-
-    name = "model"
-    whole_batch = True
-    columns = recognise(lambda responses, prompts: []).columns
-
-    async def score(self, batch: Batch) -> RewardResult:
-        raise NotImplementedError("a stand-in computes nothing")
-
-
-def source_options(part: RewardPart) -> dict[str, Any]:
-    """The one origin of a reward as `source`, with its own options."""
-    (origin,) = part.given()
-    if origin == "name":
-        return {"source": part.name, **({} if part.answer == "whole" else {"answer": part.answer})}
-    if origin == "model":
-        return {"source": part.model, "dtype": part.dtype}
-    judge = {"template": part.template, "scale": part.scale}
-    return {"source": getattr(part, origin), **{name: value for name, value in judge.items() if value is not None}}
-
-
-def sources_of(config: Config) -> dict[str, dict[str, RewardSource]]:
-    """The rewards of each task by role, with a stand-in for each model in them. Imports the user's functions.
-
-    Raises:
-        ConfigError, RewardError: one is none, or has no such option.
-    """
-    if not config.tasks:
-        sections = {"reward": config.reward, "cost": config.cost}
-        return {MAIN: {role: _of_section(section) for role, section in sections.items() if section.is_given}}
-    made: dict[str, dict[str, RewardSource]] = {}
-    for task in config.tasks:
-        options = {name: value for name, value in task.reward_config.items() if name not in _OF_THE_CALLS}
-        try:
-            made[task.name] = {} if task.reward_model is None else {"reward": _made(task.reward_model, options)}
-        except ConfigError as error:
-            raise ConfigError(f"task '{task.name}': {error}") from error
-    return made
 
 
 def check_reads(data: Mapping[str, Batch], sources: Iterable[RewardSource], metrics: Iterable[Metric] = ()) -> None:
@@ -75,31 +26,3 @@ def check_reads(data: Mapping[str, Batch], sources: Iterable[RewardSource], metr
                 check(rows)
             except RewardError as error:
                 raise DataError(f"{name}: {error}") from error
-
-
-def _of_section(section: CostConfig) -> RewardSource:
-    if not section.components:
-        options = source_options(section)
-        return _made(options.pop("source"), options)
-    parts = {name: (source_options(part), part.weight) for name, part in section.components.items()}
-    return make_reward({name: (_made(own.pop("source"), own), weight) for name, (own, weight) in parts.items()})
-
-
-def _made(source: Any, options: Mapping[str, Any]) -> RewardSource:
-    unread = _unread(source)
-    return unread if isinstance(unread, UnreadModel) else make_reward(unread, **options)
-
-
-def _unread(source: Any) -> Any:
-    """A source with the stand-in in the place of every model in it."""
-    if isinstance(source, Mapping):
-        if "source" not in source:
-            return {name: _unread(part) for name, part in source.items()}
-        inner = _unread(source["source"])
-        return inner if isinstance(inner, UnreadModel) else {**source, "source": inner}
-    if isinstance(source, list | tuple):
-        return type(source)(_unread(part) for part in source)
-    if not isinstance(source, str):
-        return source
-    is_other = source in REWARDS or ".py:" in source or "://" in source or misspelt(source)
-    return source if is_other and source != "rm_hf" else UnreadModel()

@@ -52,13 +52,13 @@ from verl.tasks.task import Task, algorithm_beside, check_tasks
 from verl.threads import beside
 from verl.trainer.active_task import ActiveTask, critics_of
 from verl.trainer.batches import as_loader, one_pass
-from verl.trainer.check import check_permuted
 from verl.trainer.evaluation import Evaluation, HeldOut, Metrics, named_metrics, numbered, together
 from verl.trainer.experience import Experience
 from verl.trainer.guard import Guards, SafetyGuard
 from verl.trainer.learning import Learning, of_task, skipped_roles
 from verl.trainer.mixture import Mixture, TaskScheduler
 from verl.trainer.outcome import check_finite, check_learned
+from verl.trainer.requirements import check_permuted
 from verl.trainer.signals import StopSignal
 from verl.trainer.task_records import joined
 from verl.trainer.waiting import Waiting

@@ -14,8 +14,8 @@ from verl.config import Config, load_config, run_id, to_yaml
 from verl.durable import append_lines, try_lock
 from verl.errors import ConfigError, VerlError
 from verl.extras import load_extra
+from verl.run.check import check_settings
 from verl.run.folder import is_finished
-from verl.trainer.check import check_settings
 from verl.tune.space import combinations, ends, suggest
 from verl.tune.trial import TrialFailedError, UnknownMetricError, points, run_trial, value_of
 

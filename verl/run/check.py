@@ -17,10 +17,12 @@ from verl.report.metrics import Metric
 from verl.report.sinks import EXTRAS, check_loggers
 from verl.rewards.source import RewardSource
 from verl.run.data import ReadData, is_offline, read_data, step_rows
+from verl.run.rewards import sources_of
 from verl.tasks.file import algorithm_of, check_sampling, samples_of
 from verl.tasks.task import MAIN, check_heads
 from verl.tasks.weights import DynamicTaskWeightScheduler
-from verl.trainer.reads import check_reads, sources_of
+from verl.trainer.reads import check_reads
+from verl.trainer.requirements import check_asynchronous, check_corrected, check_permuted
 from verl.user_functions import load_function
 
 _ROLLOUT = "actor_rollout_ref.rollout"
@@ -74,38 +76,6 @@ def roles_of(config: Config, algorithms: Iterable[BaseAlgorithm]) -> set[str]:
     """The roles of a run: those of its algorithms, and the reference where evaluations measure the KL to it."""
     roles = {role for algorithm in algorithms for role in algorithm.roles}
     return roles | ({"reference"} if KL in config.trainer.eval_metrics else set())
-
-
-def check_permuted(algorithm: BaseAlgorithm) -> None:
-    """Raises ConfigError where rewards that are dealt out at random would be no control."""
-    if "reward" not in algorithm.roles:
-        raise ConfigError(f"algorithm '{algorithm.name}' has no rewards to permute: use a zero learning rate")
-    if (option := algorithm.own_rewards) is not None:
-        raise ConfigError(f"permuted rewards must teach nothing, but {option} rewards by itself: leave it out")
-
-
-def check_corrected(algorithm: BaseAlgorithm) -> None:
-    """Raises ConfigError for an algorithm that takes its samples to be of the present policy."""
-    if getattr(algorithm, "rollout_is", None) is None and getattr(algorithm, "rollout_rs", None) is None:
-        raise ConfigError(
-            f"algorithm '{algorithm.name}' does not correct for samples of an older policy: asynchronous "
-            "training needs rollout_is (or rollout_rs) of an online algorithm"
-        )
-
-
-def check_asynchronous(algorithm: BaseAlgorithm, engine: object, episode: object, tensor_parallel: int = 1) -> None:
-    """Raises ConfigError for what asynchronous training cannot do."""
-    check_corrected(algorithm)
-    if episode is not None or not isinstance(engine, str):
-        raise ConfigError(
-            "standalone rollout workers take an engine by name or FILE.py:CLASS, and no episode: train "
-            "synchronously, or leave rollout.episode out"
-        )
-    if tensor_parallel > 1:
-        raise ConfigError(
-            "a standalone rollout worker has a whole model: leave rollout.tensor_model_parallel_size out, train "
-            "synchronously, or generate with vllm"
-        )
 
 
 def _algorithm(config: Config) -> BaseAlgorithm:
