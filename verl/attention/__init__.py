@@ -1,1 +1,4 @@
-"""Attention over packed rows, on every device."""
+"""Attention over packed rows, on every device.
+
+Reading order: `segments`, `packed`, `varlen`.
+"""

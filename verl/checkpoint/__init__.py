@@ -1,1 +1,4 @@
-"""Checkpoints: the store, the state in them, when one is written."""
+"""Checkpoints: the store, the state in them, when one is written.
+
+Reading order: `store`, `state`, `saving`, `automatic`, `rng`.
+"""

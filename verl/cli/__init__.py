@@ -1,1 +1,4 @@
-"""The command line."""
+"""The command line.
+
+Reading order: `main`, `init`, `plan`, `generate`, `export`, `tune`, `doctor`.
+"""

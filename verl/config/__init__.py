@@ -1,4 +1,7 @@
-"""Settings of a run: the schema, reading YAML with `key=value` overrides, and the identity of a run."""
+"""Settings of a run: the schema, reading YAML with `key=value` overrides, and the identity of a run.
+
+Reading order: `schema`, `tasks`, `load`, `document`, `other_names`.
+"""
 
 from verl.config.document import commented_yaml, describe, differences, markdown
 from verl.config.load import build_config, load_config, load_tasks, to_yaml

@@ -4,4 +4,6 @@ embeddings, gates, softmax over rows, AdamW. Matrix products are torch's.
 `interface.Kernels` is what the rest of the package sees, through `verl.kernels.compiled`, for
 the CPU alone. Each kernel has torch code beside its caller that computes the same, for other devices and where no
 compiler is found.
+
+Reading order: `interface`, `compiled`, `build`, `inductor`, `library_memory`.
 """

@@ -1,4 +1,9 @@
-"""Transformers models: the packed forward, log-probs, value heads, loading, weights as shards, memory."""
+"""Transformers models: the packed forward, log-probs, value heads, loading, weights as shards, memory.
+
+Reading order: `loading`, `source`, `fit`, `heads`, `packed`, `log_probs`, `outputs`, `lora`, `adapter_check`,
+`llama`, `rope`, `wrapped`, `save`, `portable`, `options`, `memory`, `head_sizes`, `grad_sums`, `collectives`, `int4`,
+`probe`, `check`.
+"""
 
 from __future__ import annotations
 

@@ -3,4 +3,6 @@
 `hardware` has data sheets, `memory` and `cost` predict bytes and seconds of one model, `search` looks for the best
 placement, `scaling` says what more devices bring, `picture` shows a plan, `settings` translates from and to a run's
 settings.
+
+Reading order: `search`, `cost`, `memory`, `hardware`, `scaling`, `picture`.
 """

@@ -1,1 +1,4 @@
-"""What people look at: console, sinks, page, completions, timeline."""
+"""What people look at: console, sinks, page, completions, timeline.
+
+Reading order: `page`, `completions`, `samples`, `metrics`, `timeline`, `progress`, `sinks`, `compare`.
+"""

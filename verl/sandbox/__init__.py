@@ -1,4 +1,7 @@
-"""A sandbox for untrusted programs."""
+"""A sandbox for untrusted programs.
+
+Reading order: `run`, `jail`, `code_tests`, `run_tests`, `pytest_stub`.
+"""
 
 from verl.sandbox.run import Limits, Run, require, run_python
 

@@ -1,1 +1,4 @@
-"""Search over settings: many short runs of one file, by Optuna."""
+"""Search over settings: many short runs of one file, by Optuna.
+
+Reading order: `space`, `study`, `trial`, `report`.
+"""

@@ -1,4 +1,7 @@
-"""Helpers that are useful beside training."""
+"""Helpers that are useful beside training.
+
+Reading order: `memory`, `batching`, `communication`, `debugging`, `device_mesh`.
+"""
 
 from __future__ import annotations
 

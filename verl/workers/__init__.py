@@ -1,1 +1,5 @@
-"""What one rank of a role does: the calls behind the handles."""
+"""What one rank of a role does: the calls behind the handles.
+
+Reading order: `trained`, `actor`, `critic`, `reward`, `update`, `generation`, `streams`, `sync`, `saving`, `scorer`,
+`pooled`, `standalone`.
+"""

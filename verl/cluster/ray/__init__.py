@@ -1,1 +1,4 @@
-"""Ranks as Ray actors."""
+"""Ranks as Ray actors.
+
+Reading order: `controller`, `rank`, `pool`.
+"""

@@ -1,1 +1,4 @@
-"""vLLM as an engine, in its own processes."""
+"""vLLM as an engine, in its own processes.
+
+Reading order: `engine`, `worker`, `weights`, `transport`.
+"""

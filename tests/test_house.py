@@ -1,0 +1,189 @@
+"""The house: which package may import which, and what each says of itself."""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections.abc import Iterator
+from functools import cache
+from pathlib import Path
+
+import pytest
+
+from tests.package import modules
+
+#: From the roof down. A package imports those of the lines below, and modules of its own folder.
+FLOORS = (
+    "cli",
+    "trl tune",
+    "run",
+    "trainer",
+    "tasks",
+    "checkpoint report",
+    "dataflow",
+    "config",
+    "roles",
+    "workers utils",
+    "cluster",
+    "rollout training",
+    "algorithms rewards planner",
+    "models",
+    "data sandbox",
+    "attention",
+    "kernels",
+    "weights",
+    "ground",
+)
+#: Files that are no package: import paths of the handles, and the command line's.
+FACADES = {"actor": "roles", "critic": "roles", "reward": "roles", "worker": "roles", "__main__": "cli"}
+#: The message about a misplaced keyword reads the signatures of all calls, when it is written.
+UPWARD = {("keywords", floor) for floor in ("algorithms", "rewards", "roles", "trainer")}
+ROOT = Path(__file__).resolve().parents[1]
+
+
+def module_name(place: str) -> str:
+    """ "trainer/__init__.py" -> "trainer"; "" is the root."""
+    return ".".join(Path(place).with_suffix("").parts).removesuffix("__init__").removesuffix(".")
+
+
+def imports(tree: ast.AST, known: frozenset[str]) -> Iterator[str]:
+    """The modules of the package that code imports when it runs, at once or in a function; "" is the root."""
+    for node in ast.iter_child_nodes(tree):
+        if isinstance(node, ast.If) and ast.unparse(node.test).endswith("TYPE_CHECKING"):
+            continue
+        if isinstance(node, ast.Import):
+            yield from (name.name[5:] for name in node.names if f"{name.name}.".startswith("verl."))
+        elif isinstance(node, ast.ImportFrom) and node.module and f"{node.module}.".startswith("verl."):
+            parent = node.module[5:]
+            inner = (f"{parent}.{name.name}".lstrip(".") for name in node.names)
+            yield from (name if name in known else parent for name in inner)
+        else:
+            yield from imports(node, known)
+
+
+@cache
+def graph() -> dict[str, frozenset[str]]:
+    """Module -> what it imports."""
+    trees = {module_name(place): tree for place, (_, tree) in modules().items()}
+    return {name: frozenset(imports(tree, frozenset(trees))) - {name} for name, tree in trees.items()}
+
+
+@cache
+def packages() -> frozenset[str]:
+    return frozenset(place.split("/")[0] for place in modules() if "/" in place)
+
+
+def room(module: str) -> str:
+    first = module.split(".")[0]
+    return first if first in packages() else FACADES.get(first, "ground") if first else "root"
+
+
+def floor(name: str) -> int:
+    return next(number for number, line in enumerate(FLOORS) if name in line.split())
+
+
+def test_the_search_sees_imports_of_every_form() -> None:
+    code = (
+        "import verl.run.train\nfrom verl import errors\ndef f():\n    from verl.models import lora, X\n"
+        "if TYPE_CHECKING:\n    import verl.cli\nfrom verlx import y\n"
+    )
+    found = set(imports(ast.parse(code), frozenset({"run.train", "errors", "models", "models.lora"})))
+    assert found == {"run.train", "errors", "models.lora", "models"}
+
+
+def test_every_package_has_a_floor() -> None:
+    assert sorted(packages() | {"ground"}) == sorted(name for line in FLOORS for name in line.split())
+
+
+def test_no_import_goes_up() -> None:
+    """Neither to a floor above nor to a neighbour on the same floor. The root, which has every public name, is for
+    `run` and what is above it."""
+    upward = set()
+    for module, targets in graph().items():
+        for target in targets if module else ():
+            start, end = room(module), room(target)
+            above = floor(start) > floor("run") if end == "root" else start != end and floor(end) <= floor(start)
+            if above and (module, end) not in UPWARD:
+                upward.add(f"{module} -> {target or 'verl'}")
+    assert sorted(upward) == []
+
+
+@pytest.mark.parametrize("folder", sorted({place.rpartition("/")[0] for place in modules()} - {""}))
+def test_a_folder_says_its_subject_and_its_reading_order(folder: str) -> None:
+    _, tree = modules()[f"{folder}/__init__.py"]
+    subject, _, order = (ast.get_docstring(tree) or "").partition("Reading order: ")
+    inside = [
+        Path(place).relative_to(folder).with_suffix("").parts for place in modules() if place.startswith(f"{folder}/")
+    ]
+    there = {parts[0] for parts in inside} - {"__init__"}
+    assert subject and sorted(re.findall(r"`(\w+)`", order)) == sorted(there)
+
+
+def test_the_picture_and_the_table_of_the_house_are_this_one() -> None:
+    page = (ROOT / "docs" / "architecture.md").read_text()
+    picture = re.search(r"```\n(.*?)```", page, re.DOTALL)
+    rows = re.findall(r"^\| ((?:`\w+/`(?:, )?)+) \|", page, re.MULTILINE)
+    assert picture is not None
+    lines = [re.split(r"\s{4,}", line.strip().replace("      ·      ", " · "))[0] for line in picture[1].splitlines()]
+    assert [line.replace(" · ", " ").split() for line in lines] == [line.split() for line in FLOORS]
+    assert [" ".join(re.findall(r"`(\w+)/`", row)) for row in rows] == [line for line in FLOORS if line != "ground"]
+
+
+def shape(node: object) -> object:
+    """A syntax tree without names and constants."""
+    if isinstance(node, list):
+        return tuple(map(shape, node))
+    if not isinstance(node, ast.AST):
+        return None
+    return type(node).__name__, *(shape(value) for _, value in ast.iter_fields(node))
+
+
+def long_runs(tree: ast.AST, least: int = 10) -> Iterator[list[ast.stmt]]:
+    """Statements that follow each other, each run as short as it can be of so many lines. Declarations (imports, fields
+    of records, docstrings) are no code that could be shared."""
+    for node in ast.walk(tree):
+        for block in (getattr(node, name, None) for name in ("body", "orelse", "finalbody")):
+            code = [
+                statement
+                for statement in (block if isinstance(block, list) else [])
+                if not isinstance(statement, _DECLARATIONS)
+                and not isinstance(getattr(statement, "value", None), ast.Constant | ast.JoinedStr)
+            ]
+            lengths = [(statement.end_lineno or 0) - statement.lineno + 1 for statement in code]
+            for start in range(len(code)):
+                ends = (end for end in range(start + 1, len(code) + 1) if sum(lengths[start:end]) >= least)
+                if (end := next(ends, None)) is not None:
+                    yield code[start:end]
+
+
+_DECLARATIONS = (ast.Import, ast.ImportFrom, ast.AnnAssign, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
+
+
+def clones(trees: dict[str, ast.Module]) -> list[str]:
+    """Pairs of places whose code is the same but for names and constants."""
+    numbers: dict[object, int] = {}  # of the shapes of statements
+    known: dict[tuple[int, ...], tuple[str, int, int]] = {}
+    pairs = []
+    for place, tree in trees.items():
+        number_of = {
+            statement: numbers.setdefault(shape(statement), len(numbers))
+            for statement in ast.walk(tree)
+            if isinstance(statement, ast.stmt) and not isinstance(statement, _DECLARATIONS)
+        }
+        for run in long_runs(tree):
+            here = (place, run[0].lineno, run[-1].end_lineno or 0)
+            there = known.setdefault(tuple(number_of[statement] for statement in run), here)
+            if there[0] != place or there[2] < here[1]:
+                pairs.append(f"{there[0]}:{there[1]} {place}:{here[1]}")
+    return pairs
+
+
+def test_the_search_finds_clones() -> None:
+    code = "def f(a):\n    b = a\n" + "".join(f"    b += g({n})\n" for n in range(9)) + "    return b\n"
+    other = code.replace("b", "x").replace("(a)", "(y)").replace("= a", "= y").replace("g(3)", "h(7)")
+    assert clones({"one": ast.parse(code), "two": ast.parse(other)})
+    assert not clones({"one": ast.parse(code), "two": ast.parse(other.replace("+= h", "-= h"))})
+
+
+def test_no_code_is_there_twice() -> None:
+    assert clones({place: tree for place, (_, tree) in modules().items()}) == []
