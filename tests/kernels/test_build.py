@@ -20,7 +20,7 @@ def test_ctypes_and_compilers_are_named_by_the_kernels_and_the_sandbox_and_three
     named = re.compile(r"\bctypes\b|\bCDLL\b|\bg\+\+|clang|\bcpp_extension\b|\bcffi\b")
     files = {place for place, (text, _) in modules().items() if named.search(text)}
     # Of a signal's handler in C, of another thread, and of a process's parent, Python says nothing.
-    of_the_system = {"cluster.py", "data/time_limit.py", "rewards/processes.py"}
+    of_the_system = {"ray_session.py", "data/time_limit.py", "rewards/processes.py"}
     assert {place.partition("/")[0] for place in files - of_the_system} == {"kernels", "sandbox"}
     assert {path.relative_to(PACKAGE).parts[0] for path in PACKAGE.rglob("*.cpp")} == {"kernels"}
 

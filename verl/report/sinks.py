@@ -330,8 +330,8 @@ def set_aside(directory: Path) -> None:
     file = directory / _METRICS
     if not file.is_file() or not file.stat().st_size:
         return
-    numbers = itertools.count(1)
-    folder = next(name for number in numbers if not (name := directory / f"earlier-{number}").exists())
+    folders = (directory / f"earlier-{number}" for number in itertools.count(1))
+    folder = next(path for path in folders if not path.exists())
     folder.mkdir()
     for name in _FILES:
         if (directory / name).exists():
