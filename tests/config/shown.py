@@ -307,9 +307,9 @@ def sampling() -> dict[str, Shown]:
         "url": Shown(samples, ["SERVER1"], ["SERVER2"]),
         "episode": Shown(samples, None, "../user.py:twice"),
         "name": Shown(samples, "embedded", "hf", count="rollout/hf.py:step"),
-        "max_num_seqs": Shown(samples, 256, 1, count="rollout/embedded/engine.py:step"),
-        "kv_cache_gb": Shown(samples, None, 4e-4, count="rollout/embedded/engine.py:step"),
-        "batch_invariant": Shown(samples, False, True, count="rollout/embedded/attention.py:split"),
+        "max_num_seqs": Shown(samples, 256, 1, count="embedded/engine.py:step"),
+        "kv_cache_gb": Shown(samples, None, 4e-4, count="embedded/engine.py:step"),
+        "batch_invariant": Shown(samples, False, True, count="embedded/attention.py:split"),
         "tensor_model_parallel_size": Shown(two_ranks(samples), 1, 2, EXACT, count="distributed_c10d.py:", slow=True),
         "overlap_comm": Shown(
             two_ranks(samples),
@@ -319,8 +319,8 @@ def sampling() -> dict[str, Shown]:
             count="weights/transition.py:ready",
             slow=True,
         ),
-        "num_rollout_workers": Shown(run, 1, 2, {}, ASYNC, "cluster/ray/pool.py:_start", True),
-        "max_rollout_workers": Shown(run, None, 2, long, ASYNC, "cluster/ray/pool.py:_start", True),
+        "num_rollout_workers": Shown(run, 1, 2, {}, ASYNC, "ray/pool.py:_start", True),
+        "max_rollout_workers": Shown(run, None, 2, long, ASYNC, "ray/pool.py:_start", True),
         "transport": Shown(run, "shared_memory", "queue", {}, ASYNC, "util/queue.py:get", True),
     }
     return {f"{ROLLOUT}.{name}": case for name, case in shown.items()}
@@ -463,14 +463,14 @@ def scoring() -> dict[str, Shown]:
         "reward.max_failure_rate": Shown(
             run, 0.5, 1.0, {"reward.path": "../user.py:even", "data.batch_size": 8, f"{ROLLOUT}.n": 8}, slow=True
         ),
-        "reward.workers": Shown(rewards, 0, 1, count="cluster/ray/pool.py:_start", slow=True),
+        "reward.workers": Shown(rewards, 0, 1, count="ray/pool.py:_start", slow=True),
         "reward.max_workers": Shown(
             rewards,
             None,
             2,
             {"reward.path": "../user.py:slow"},
             {"reward.workers": 1},
-            "cluster/ray/pool.py:_start",
+            "ray/pool.py:_start",
             True,
         ),
         "reward.process": Shown(rewards, True, False, count="rewards/processes.py:"),
@@ -583,7 +583,7 @@ def trainer() -> dict[str, Shown]:
             None,
             {"actor": "cpu:0-1"},
             {f"{MODEL}.path": "../exact"},
-            count="cluster/ray/controller.py:",
+            count="ray/controller.py:",
             slow=True,
         ),
     }
