@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 from verl.weights.layout import DIMS, Layout, Mesh
 from verl.weights.meshes import transition_shares
-from verl.weights.plan import Plan
+from verl.weights.plan import ReshardPlan
 from verl.weights.transition import HybridWeights
 
 
@@ -20,7 +20,7 @@ class Moved(NamedTuple):
     source: int
 
 
-def moved_bytes(plan: Plan, rank: int, *, cut_alone: bool = False) -> Moved:
+def moved_bytes(plan: ReshardPlan, rank: int, *, cut_alone: bool = False) -> Moved:
     """What the transition is for a rank, in bytes.
 
     Args:
@@ -41,7 +41,7 @@ def moved_bytes(plan: Plan, rank: int, *, cut_alone: bool = False) -> Moved:
     return Moved(received=received, own=own, target=received + own, source=held)
 
 
-def is_cut(plan: Plan, name: str) -> bool:
+def is_cut(plan: ReshardPlan, name: str) -> bool:
     """Whether ranks of the source have different parts of a weight, or some have none."""
     spec = plan.specs[name]
     return bool(spec.cuts) or 0 < len(spec.stages) < plan.source.layout.pp

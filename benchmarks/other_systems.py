@@ -15,7 +15,7 @@ from verl.models.memory import ModelSize
 from verl.planner.cost import Workload
 from verl.planner.hardware import Cluster
 from verl.planner.memory import ALL, Strategy
-from verl.planner.search import Choice, Model, Plan, Problem, choices, fits, search, sizes
+from verl.planner.search import Choice, Model, PlacementPlan, Problem, choices, fits, search, sizes
 
 #: Llama's sizes (34B is CodeLlama's): (layers, hidden, intermediate, heads, key-value heads).
 _LLAMA = {
@@ -72,7 +72,7 @@ class Outcome:
     received: float
 
 
-def outcome(plan: Plan) -> Outcome:
+def outcome(plan: PlacementPlan) -> Outcome:
     """Of one of our own plans."""
     actor, engine = plan.choice("actor"), plan.generation
     received, _ = plan.problem.costs.transition(actor.model.size, actor.strategy, actor.layout, engine.tp)
@@ -135,7 +135,7 @@ def _pairs(problem: Problem, by_role: Mapping[str, list[Choice]], *roles: str) -
     return [pair for pair in product(*(by_role[role] for role in roles)) if fits(problem, pair) >= 0]
 
 
-def _best_micro_batch(problem: Problem, partition: Sequence[Sequence[str]]) -> Plan:
+def _best_micro_batch(problem: Problem, partition: Sequence[Sequence[str]]) -> PlacementPlan:
     """ZeRO-3 gathers all weights for every micro-batch: the best size of it, with or without checkpointing."""
     models = tuple(replace(model, strategies=(ZERO3,), whole=True) for model in problem.models)
     plans = []

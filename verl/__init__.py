@@ -16,6 +16,8 @@ from __future__ import annotations
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
+from verl import keywords
+
 __version__ = "0.1.0"
 
 #: Module -> the public names that it defines.
@@ -97,3 +99,6 @@ def __getattr__(name: str) -> Any:
 
 def __dir__() -> list[str]:
     return __all__
+
+
+keywords.public_calls = lambda: import_module("verl.trainer.calls").public_calls()

@@ -40,7 +40,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 import verl.kernels.compiled as compiled
 from verl.models.log_probs import token_log_probs
 from verl.models.memory import ModelSize
-from verl.rollout.embedded.attention import PagedAttention, Plan
+from verl.rollout.embedded.attention import PagedAttention, ScheduledBatch
 from verl.rollout.embedded.kv_cache import KVCache
 import verl.rollout.embedded.engine
 from verl.training.adamw import SplitAdamW
@@ -60,7 +60,7 @@ with meta:
     weight.gradient, weight.has_gradient = torch.empty(4, 16), True
 assert compiled.kernels(torch.bfloat16, meta) is None
 SplitAdamW([weight], OptimConfig()).step(1e-3, 1.0)
-plan = Plan()
+plan = ScheduledBatch()
 plan.add([5, 6], 0, [0], 1)
 attention = PagedAttention(KVCache(2, 1, 1, 32, torch.bfloat16, meta), plan)
 assert attention.cache.keys[0].shape == (3, 32, 1, 32)  # with the spare block

@@ -13,7 +13,7 @@ import torch.nn.functional as F
 
 from verl.kernels.compiled import kernels
 from verl.kernels.interface import Kernels
-from verl.rollout.embedded.attention import PagedAttention, Plan, Tables, varlen_attn
+from verl.rollout.embedded.attention import PagedAttention, ScheduledBatch, Tables, varlen_attn
 from verl.rollout.embedded.kv_cache import BLOCK, KVCache
 
 CPU = torch.device("cpu")
@@ -154,7 +154,7 @@ def compare_attention(dtype: torch.dtype, heads: int, kv_heads: int, size: int, 
         cache.keys.fill_(torch.nan)
         cache.values.fill_(torch.nan)
     for step in range(4):
-        plan = Plan()
+        plan = ScheduledBatch()
         if step < 2:
             plan.add([0] * (150 + step), 150 * step, prompt, len(prompt))
         else:
@@ -204,7 +204,7 @@ def test_a_token_sees_the_same_in_any_company(dtype: torch.dtype, group: int, wi
     query, key, value = torch.randn(40, 2 * group, 40).to(dtype), *torch.randn(2, 40, 2, 40).to(dtype)
 
     def attend(rows: list[int]) -> torch.Tensor:
-        plan = Plan()
+        plan = ScheduledBatch()
         for i in rows:
             plan.add([0], 301 + lengths[i], [*prompt, *own[i]], len(prompt))
         return PagedAttention(cache, plan).attend(0, query[rows], key[rows], value[rows], 0.2, window)
@@ -216,7 +216,7 @@ def test_a_token_sees_the_same_in_any_company(dtype: torch.dtype, group: int, wi
 
 
 def test_a_plan_is_divided_within_sequences() -> None:
-    plan = Plan()
+    plan = ScheduledBatch()
     plan.add(range(100, 150), 20, [3, 1, 2], 3)
     plan.add([7], 40, [4, 5], 1)
     parts = plan.split(20)

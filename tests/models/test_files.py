@@ -27,7 +27,7 @@ from tests.ranks import job
 from verl.cli.main import app
 from verl.errors import ModelError
 from verl.models.heads import ValueModel
-from verl.models.loading import blank_model, load_model
+from verl.models.loading import load_model, meta_model
 from verl.models.source import ModelFiles
 from verl.weights.shard import checksum
 from verl.weights.shards import model_shards
@@ -102,8 +102,8 @@ def readings(path: Path, kind: str) -> dict[str, Callable[[], Any]]:
         "causal": lambda: load_model(path),
         "value": lambda: load_model(path, kind="value"),
         "score": lambda: load_model(path, kind="score"),
-        "causal by parts": lambda: blank_model(path, dtype="float32"),
-        "value by parts": lambda: blank_model(path, dtype="float32", kind="value"),
+        "causal by parts": lambda: meta_model(path, dtype="float32"),
+        "value by parts": lambda: meta_model(path, dtype="float32", kind="value"),
     }
 
 
@@ -190,7 +190,7 @@ def test_the_message_says_how_many_and_what_is_likely(tmp_path: Path) -> None:
     }
     for number, (reason, changed) in enumerate(likely.items()):
         path = write(tmp_path / str(number), "llama", changed)
-        for read in (lambda p=path: load_model(p), lambda p=path: blank_model(p, dtype="float32")):
+        for read in (lambda p=path: load_model(p), lambda p=path: meta_model(p, dtype="float32")):
             said = refusal(read)
             assert reason in said, said
     assert f"weights are {len(weights)} missing" in refusal(lambda: load_model(tmp_path / "0"))
@@ -208,7 +208,7 @@ def test_an_expert_too_few_or_out_of_order_is_named(tmp_path: Path) -> None:
     gone = write(tmp_path / "gone", "mixtral", {n: w for n, w in weights.items() if not n.startswith(key)})
     moved = {n.replace(key, key.replace(".2.", ".7.")): w for n, w in weights.items()}
     for path in (gone, write(tmp_path / "moved", "mixtral", moved)):
-        for read in (load_model, lambda p: blank_model(p, dtype="float32")):
+        for read in (load_model, lambda p: meta_model(p, dtype="float32")):
             assert f"{key}w1.weight" in refusal(lambda read=read, path=path: read(path))
 
 
@@ -283,7 +283,7 @@ def test_what_is_no_fault_is_loaded_whole_and_by_parts(what: str, shards: int, t
             assert "embed_tokens" in refusal(files.load)  # transformers' backbones read no output layer
             continue
         model = files.load()
-        assert files.why_whole(files.blank()) is None
+        assert files.why_whole(files.on_meta()) is None
         assert checksum(files.stream()) == checksum(model_shards(model))
         inner = model if files.kind == "causal" else model.backbone
         own = expected.base_model.state_dict() if files.kind == "value" else expected.state_dict()
@@ -293,20 +293,20 @@ def test_what_is_no_fault_is_loaded_whole_and_by_parts(what: str, shards: int, t
 def test_new_and_unused_heads_are_no_fault(tmp_path: Path) -> None:
     path = write(tmp_path / "policy", "llama", stored("llama"))
     for kind in ("value", "score"):
-        assert load_model(path, kind=kind).new_head and blank_model(path, dtype="float32", kind=kind).new_head
+        assert load_model(path, kind=kind).new_head and meta_model(path, dtype="float32", kind=kind).new_head
     scores = {**stored("llama", "score"), "lm_head.weight": stored("llama")["lm_head.weight"]}
     path = write(tmp_path / "both", "llama", scores)
     assert torch.equal(load_model(path, kind="classifier").score.weight, scores["score.weight"])
     critic = load_model(path, kind="value")
     assert isinstance(critic, ValueModel) and torch.equal(critic.score.weight, scores["score.weight"])
-    blank_model(path, dtype="float32", kind="value")
+    meta_model(path, dtype="float32", kind="value")
 
 
 def test_an_output_layer_of_its_own_is_not_tied_whatever_the_configuration_says(tmp_path: Path, caplog: Any) -> None:
     own = stored("llama")["lm_head.weight"]
     path = write(tmp_path, "llama-tied", {**stored("llama-tied"), "lm_head.weight": own})
     files = ModelFiles(str(path), dtype="float32")
-    model, empty = files.load(), files.blank()
+    model, empty = files.load(), files.on_meta()
     assert "output layer of their own" in caplog.text
     assert torch.equal(model.lm_head.weight, own)
     assert model.config.tie_word_embeddings is empty.config.tie_word_embeddings is False

@@ -20,7 +20,7 @@ from verl.attention import varlen
 from verl.attention.packed import Row, attend
 from verl.attention.segments import _buckets, pack_rows
 from verl.models.packed import PackedModel
-from verl.rollout.embedded.attention import PagedAttention, Plan
+from verl.rollout.embedded.attention import PagedAttention, ScheduledBatch
 from verl.rollout.embedded.kv_cache import KVCache
 
 SCALE = 0.3
@@ -217,7 +217,7 @@ def test_the_package_reads_a_paged_cache(package: Package, window: int | None, s
     """In a decode step without a window the query heads of a group are folded."""
     calls = package(splits)
     cache = KVCache(6, 1, 2, 8, torch.float64, torch.device("cpu"), compiled=False)
-    plan = Plan(cache.block)
+    plan = ScheduledBatch(cache.block)
     plan.add([1] * queries, 40, [3, 1], 0)
     plan.add([1], 5, [2], 0)
     for pool in (cache.keys, cache.values):

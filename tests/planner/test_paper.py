@@ -25,14 +25,14 @@ from benchmarks.other_systems import (
 )
 from verl.errors import ConfigError
 from verl.planner.hardware import Cluster, Efficiency
-from verl.planner.search import Plan, Problem, search
+from verl.planner.search import PlacementPlan, Problem, search
 
 SIZES = {"7B": (8, 16, 32, 64, 96, 128), "13B": (16, 32, 64, 96, 128), "34B": (32, 64, 96, 128), "70B": (64, 96, 128)}
 CASES = [(model, gpus) for model, sizes in SIZES.items() for gpus in sizes]
 
 
 @cache
-def best(model: str, gpus: int) -> Plan:
+def best(model: str, gpus: int) -> PlacementPlan:
     return search(evaluation(model, gpus))[0]
 
 

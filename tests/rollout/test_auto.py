@@ -32,7 +32,7 @@ from verl.rollout.embedded.engine import EmbeddedEngine
 from verl.rollout.options import RolloutOptions
 from verl.rollout.tools import ToolEpisode
 from verl.run.memory import memory_on
-from verl.run.resolved import FILE, resolve, settle_engine
+from verl.run.resolved import FILE, resolve, resolve_engine
 from verl.run.train import train
 from verl.workers.standalone import EngineRecipe
 
@@ -105,21 +105,21 @@ def test_an_actor_says_its_engine_once(gpu: Install, tiny: Path, caplog: pytest.
     actor = verl.Actor(str(tiny))
     assert actor.rollout_options.name == "auto"
     with caplog.at_level(logging.INFO, "verl"):
-        assert (actor.settle_engine(), actor.settle_engine()) == ("vllm", "vllm")
+        assert (actor.resolve_engine(), actor.resolve_engine()) == ("vllm", "vllm")
     assert caplog.text.count("rollout.name=auto: vllm, because the actor is on cuda, and vLLM is installed") == 1
     gpu(False)
-    assert actor.settle_engine() == "vllm"  # it stays
+    assert actor.resolve_engine() == "vllm"  # it stays
     assert EngineRecipe.of(verl.Actor(str(tiny))).options.name == "embedded"
-    assert verl.Actor(str(tiny), rollout="hf").settle_engine() == "hf"
+    assert verl.Actor(str(tiny), rollout="hf").resolve_engine() == "hf"
 
 
 def test_an_actor_is_asked_for_what_it_has(gpu: Install, tiny: Path) -> None:
-    assert verl.Actor(str(tiny), lora=LoraOptions(r=2)).settle_engine() == "embedded"
-    assert verl.Actor(str(tiny), dtype="float64").settle_engine() == "embedded"
+    assert verl.Actor(str(tiny), lora=LoraOptions(r=2)).resolve_engine() == "embedded"
+    assert verl.Actor(str(tiny), dtype="float64").resolve_engine() == "embedded"
     actor = verl.Actor(str(tiny))
     actor.play("task", ConstrainedEpisode(accept=lambda text, row: True))
-    assert actor.settle_engine() == "embedded"
-    assert verl.Actor(str(tiny), placement="cpu").settle_engine() == "embedded"
+    assert actor.resolve_engine() == "embedded"
+    assert verl.Actor(str(tiny), placement="cpu").resolve_engine() == "embedded"
 
 
 def test_a_layout_of_the_hybrid_engine_is_for_the_embedded_one(gpu: Install, tiny: Path) -> None:
@@ -153,8 +153,8 @@ def test_a_run_goes_on_with_the_engine_with_which_it_began(
         gpu(there)
         kept = resolve(given, tmp_path)
         actor = verl.Actor(kept.actor_rollout_ref.model, rollout=kept.actor_rollout_ref.rollout)
-        settled = settle_engine(kept, actor, tmp_path)
-        assert (actor.settle_engine(), settled.actor_rollout_ref.rollout.name) == (name, name)
+        settled = resolve_engine(kept, actor, tmp_path)
+        assert (actor.resolve_engine(), settled.actor_rollout_ref.rollout.name) == (name, name)
 
 
 @pytest.mark.parametrize("text", ["", "[]", "{}", '{"dtypes": {}, "engine": "vlm"}'])

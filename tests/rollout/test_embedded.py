@@ -12,7 +12,7 @@ from verl.errors import ConfigError, ModelError, RolloutError
 from verl.kernels import build, interface
 from verl.models.packed import PackedModel
 from verl.rollout.base import Request, SamplingParams, generate
-from verl.rollout.embedded.attention import PagedAttention, Plan
+from verl.rollout.embedded.attention import PagedAttention, ScheduledBatch
 from verl.rollout.embedded.engine import EmbeddedEngine
 from verl.rollout.embedded.kv_cache import KVCache
 from verl.rollout.hf import HFEngine
@@ -146,7 +146,7 @@ def test_several_attentions_a_layer_are_for_the_hf_engine(make_model: MakeModel)
 @pytest.mark.parametrize("compiled", [True, False], ids=["kernel", "torch"])
 def test_keys_of_another_shape_than_the_cache_are_not_written(compiled: bool) -> None:
     cache = KVCache(2, 1, 2, 8, torch.float32, torch.device("cpu"), compiled)
-    plan = Plan()
+    plan = ScheduledBatch()
     plan.add([5, 6], 0, [0], 1)
     attention, heads = PagedAttention(cache, plan), torch.ones(2, 4, 8)
     attention.attend(0, heads, heads[:, :2], heads[:, :2], 1.0, None)

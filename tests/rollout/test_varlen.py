@@ -154,7 +154,7 @@ def test_without_flash_attention_no_more_blocks_are_read_than_are_used(
         torch.manual_seed(0)
         cache = KVCache(1024 // size, 1, 2, 8, torch.float64, torch.device("cpu"), compiled=False)
         cache.keys, cache.values = (x.unflatten(1, (-1, size)) for x in torch.randn(2, 1, 1024, 2, 8).double())
-        plan = attention.Plan(size)
+        plan = attention.ScheduledBatch(size)
         plan.add([1], length - 1, range(1024 // size), 0)
         inputs = [torch.randn(1, heads, 8, dtype=torch.float64) for heads in (4, 2, 2)]
         with Reads() as reads:

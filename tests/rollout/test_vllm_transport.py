@@ -19,7 +19,7 @@ from tests import forked
 from verl.rollout.vllm import transport as vllm_transport
 from verl.rollout.vllm.engine import _transport
 from verl.rollout.vllm.transport import DeviceTransport, FileTransport, Transport, device_checksum, received
-from verl.weights.shard import Shard, checksum, in_rows
+from verl.weights.shard import Shard, checksum, split_large
 from verl.weights.shards import model_shards
 
 #: Reads a message, and prints the checksum of the shards that it stands for.
@@ -38,7 +38,7 @@ def shards(make_model: Callable[..., PreTrainedModel], monkeypatch: pytest.Monke
     monkeypatch.setattr("verl.weights.shard.BUNCH", 3000)
     halves = [Shard.whole(f"half.{i}", torch.randn(3, 5 + i).bfloat16()) for i in range(3)]
     strange = [Shard.whole("turned", torch.randn(4, 7).t()), Shard.whole("number", torch.tensor(3.0).double())]
-    return [*in_rows(model_shards(make_model("llama", torch.float32))), *halves, *strange]
+    return [*split_large(model_shards(make_model("llama", torch.float32))), *halves, *strange]
 
 
 @pytest.mark.parametrize("transport", [FileTransport(), DeviceTransport("cpu", 2)], ids=["file", "device"])

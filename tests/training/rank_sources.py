@@ -29,7 +29,7 @@ WANT = {"causal": ("lm", "log_probs"), "value": ("value", "values"), "score": ("
 def compare(files: ModelFiles, layout: Layout, group: Any) -> dict[str, Any]:
     head, want = WANT[files.kind]
     batch, whole = ragged_batch(ROWS), TorchEngine(files.load(), EngineOptions(), head=head)
-    blank = files.blank()
+    blank = files.on_meta()
     plan = files.plan(blank)
     options = {"mesh": Mesh((0, 1), layout), "group": group, "device": "cpu"}
     with TensorMemory() as memory:

@@ -16,7 +16,7 @@ from tests.training.cases import tiny_model
 from verl.errors import ConfigError
 from verl.models.packed import PackedModel
 from verl.training.parallel.stages import Cut
-from verl.weights.blank import blank
+from verl.weights.meta import on_meta
 
 
 def cut(model: Any, count: int) -> Cut:
@@ -37,7 +37,7 @@ def test_each_weight_is_on_one_stage_and_a_tied_embedding_on_both_ends(kind: str
 @pytest.mark.parametrize("kind", ["llama", "gpt2"])
 def test_a_model_without_weights_is_cut_as_one_with_them(kind: str) -> None:
     model = tiny_model(kind, layers=4)
-    empty = blank(lambda: type(model)(model.config))
+    empty = on_meta(lambda: type(model)(model.config))
     for number in range(3):
         stages = [cut(net, 3).parameters(number) for net in (model, empty)]
         names = [

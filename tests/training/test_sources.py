@@ -13,7 +13,7 @@ from tests.training.cases import tiny_model
 from verl.errors import ModelError
 from verl.models.packed import PackedModel
 from verl.models.source import ModelFiles
-from verl.weights.blank import blank, is_blank, sample
+from verl.weights.meta import is_on_meta, on_meta, sample
 from verl.weights.shard import checksum
 from verl.weights.shards import model_shards
 
@@ -53,8 +53,8 @@ def test_ranks_read_their_own_parts_and_hold_no_more(tmp_path: Path, cases: list
 @pytest.mark.parametrize("kind", ["llama", "gpt2", "falcon"])
 def test_a_model_without_weights_is_taken_as_the_model_itself_is(kind: str) -> None:
     live = tiny_model(kind, torch.float32, layers=3)
-    empty = blank(lambda: type(live)._from_config(live.config, dtype=torch.float32))
-    assert is_blank(empty) and not is_blank(live)
+    empty = on_meta(lambda: type(live)._from_config(live.config, dtype=torch.float32))
+    assert is_on_meta(empty) and not is_on_meta(live)
     for (name, buffer), (_, expected) in zip(empty.named_buffers(), live.named_buffers(), strict=True):
         assert torch.equal(buffer, expected), name
     taken, expected = PackedModel(empty, device="cpu"), PackedModel(live, fused_kernels=False)
@@ -62,14 +62,14 @@ def test_a_model_without_weights_is_taken_as_the_model_itself_is(kind: str) -> N
         assert getattr(taken, name) == getattr(expected, name), name
     assert empty.config._attn_implementation == live.config._attn_implementation
     with pytest.raises(ModelError, match="on the meta device"):
-        PackedModel(blank(lambda: type(live)._from_config(live.config)))
+        PackedModel(on_meta(lambda: type(live)._from_config(live.config)))
 
 
 def test_a_sample_of_a_model_has_every_kind_of_layer() -> None:
     same = sample(tiny_model("llama", layers=5))
     assert same.config.num_hidden_layers == 1 == len(same.model.layers)
     config = tiny_model("llama", layers=5).config
-    model = blank(lambda: type(tiny_model("llama"))._from_config(config))
+    model = on_meta(lambda: type(tiny_model("llama"))._from_config(config))
     model.model.layers[3].self_attn.scaling = 0.5
     assert sample(model).config.num_hidden_layers == 4
 
@@ -78,7 +78,7 @@ def test_files_of_a_backbone_are_read_by_parts_too(tmp_path: Path) -> None:
     backbone = tiny_model("gpt2").transformer
     backbone.save_pretrained(tmp_path / "gpt2")
     files = ModelFiles(str(tmp_path / "gpt2"), dtype="float64")
-    assert files.why_whole(files.blank()) is None
+    assert files.why_whole(files.on_meta()) is None
     assert checksum(files.stream()) == checksum(model_shards(files.load()))
 
 
@@ -89,5 +89,5 @@ def test_weights_from_files_are_those_of_the_model_that_is_loaded(tmp_path: Path
     for kind in ("causal", "value"):
         files = ModelFiles(str(tmp_path), kind, dtype)
         whole = files.load()
-        assert files.why_whole(files.blank()) is None
+        assert files.why_whole(files.on_meta()) is None
         assert checksum(files.stream()) == checksum(model_shards(whole))

@@ -18,7 +18,7 @@ from verl.errors import ConfigError
 from verl.weights.cuts import PartBlock
 from verl.weights.layout import Layout, Mesh
 from verl.weights.meshes import generation_mesh
-from verl.weights.plan import Plan, Region, transition
+from verl.weights.plan import Region, ReshardPlan, transition
 from verl.weights.shard import Box, Cut, WeightSpec
 
 SIZES = st.sampled_from([1, 2, 4])
@@ -60,7 +60,7 @@ def layouts(draw: st.DrawFn) -> tuple[Mesh, Mesh]:
     return train, generation_mesh(train, pg, tg)
 
 
-def fill(plan: Plan, rank: int, whole: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+def fill(plan: ReshardPlan, rank: int, whole: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     """A rank's parts in the target as the plan's regions make them; -1 where none came."""
     parts = {}
     for name in plan.names(rank):
@@ -74,7 +74,7 @@ def fill(plan: Plan, rank: int, whole: dict[str, torch.Tensor]) -> dict[str, tor
     return parts
 
 
-def exchanging(plan: Plan) -> set[frozenset[int]]:
+def exchanging(plan: ReshardPlan) -> set[frozenset[int]]:
     """Pairs of ranks of which one gives the other something."""
     regions = (region for rank in plan.target.ranks for bucket in plan.incoming(rank) for region in bucket)
     return {frozenset((region.source, region.target)) for region in regions if region.source != region.target}

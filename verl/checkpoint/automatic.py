@@ -69,7 +69,7 @@ class AutomaticCheckpoints:
         Returns:
             Why the disk did not take it, which is also logged.
         """
-        with trainer.at_rest():
+        with trainer.models_idle():
             if trainer.steps not in (self.saved, self._pending and self._pending.step):
                 self.finish()
                 start()

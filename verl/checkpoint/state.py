@@ -44,7 +44,7 @@ from verl.roles.actor import Actor
 from verl.roles.critic import Critic
 from verl.roles.lora_base import check_base
 from verl.training.optimizer import LIKE_THE_WEIGHT, MOMENTS, check_masters, check_optimizer, optimizer_name
-from verl.weights.blank import blank, take_weights
+from verl.weights.meta import on_meta, take_weights
 from verl.weights.shard import names_digest
 from verl.weights.shards import model_shards, outline
 from verl.weights.tensor_files import is_finite
@@ -531,14 +531,14 @@ def rebuild(checkpoint: Checkpoint) -> tuple[Any, str | None]:
 
 
 def _from_config(checkpoint: Checkpoint, noted: _Probe) -> Any:
-    """The model that a checkpoint holds whole, without weights (`verl.weights.blank`)."""
+    """The model that a checkpoint holds whole, without weights (`verl.weights.meta`)."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
     from verl.models.heads import ValueModel, width_of
 
     try:
         config = AutoConfig.for_model(**checkpoint.json("actor/config.json", dict[str, Any]))
-        model = blank(partial(AutoModelForCausalLM.from_config, config, dtype=getattr(torch, noted.dtype)))
+        model = on_meta(partial(AutoModelForCausalLM.from_config, config, dtype=getattr(torch, noted.dtype)))
     except CheckpointError:
         raise
     except Exception as error:  # the settings may say anything

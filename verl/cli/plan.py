@@ -13,7 +13,7 @@ from verl.config.schema import is_by_task
 from verl.errors import ConfigError
 from verl.models.options import ModelOptions
 from verl.planner.hardware import Cluster, Efficiency
-from verl.planner.search import Plan, search
+from verl.planner.search import PlacementPlan, search
 from verl.rollout.choice import planned_engine
 from verl.rollout.options import RolloutOptions
 
@@ -119,7 +119,7 @@ def plan_placement(
         yield f"\n{_scaling(best)}"
 
 
-def _scaling(best: Plan) -> str:
+def _scaling(best: PlacementPlan) -> str:
     """How throughput grows with the cluster, and the batch that keeps 90 % of linear scaling on all of it."""
     from verl.planner.scaling import strong, weak
 

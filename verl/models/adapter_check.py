@@ -26,7 +26,7 @@ from verl.models.lora import (
 )
 from verl.models.outputs import outputs, probe_tokens
 from verl.models.packed import head_of
-from verl.weights.blank import blank
+from verl.weights.meta import on_meta
 
 logger = logging.getLogger(__name__)
 
@@ -109,7 +109,7 @@ def _try_out(model: Any, form: str) -> None:
             gap,
         )
     saved = json.loads(json.dumps(layer_changes(model)))
-    empty = blank(lambda: type(inner)._from_config(inner.config, dtype=inner.dtype))
+    empty = on_meta(lambda: type(inner)._from_config(inner.config, dtype=inner.dtype))
     change_layers(empty, saved)
     here, there = ({name: tuple(w.shape) for name, w in m.state_dict().items()} for m in (inner, empty))
     if here != there:

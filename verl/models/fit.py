@@ -30,7 +30,7 @@ _WRAPPERS = {
 }
 
 
-class Source(NamedTuple):
+class WeightSource(NamedTuple):
     """A tensor in the files: a weight, or a block of one. transformers puts the matrices of all experts together, and
     those with the same inputs (gate and up) side by side.
 
@@ -186,7 +186,7 @@ def _matches(name: str, patterns: Iterable[str] | None) -> bool:
 
 
 def _compare_weight(
-    fit: Fit, name: str, weight: torch.Tensor, sources: list[Source], stored: Mapping[str, Shape]
+    fit: Fit, name: str, weight: torch.Tensor, sources: list[WeightSource], stored: Mapping[str, Shape]
 ) -> None:
     """Note how the tensors that a weight is made of differ from it."""
     for source in sources:
@@ -235,7 +235,7 @@ def _read(files: Mapping[str, str], key: str) -> torch.Tensor:
         return file.get_tensor(key)  # type: ignore[no-any-return]
 
 
-def weight_sources(model: nn.Module, keys: Iterable[str]) -> dict[str, list[Source]]:
+def weight_sources(model: nn.Module, keys: Iterable[str]) -> dict[str, list[WeightSource]]:
     """The weights of a transformers model or `ValueModel` by name -> what of the tensors `keys` they are made of.
     Tensors that it has no place for are there under the name that they would have.
 
@@ -258,13 +258,13 @@ def weight_sources(model: nn.Module, keys: Iterable[str]) -> dict[str, list[Sour
     renamings = [change for change in changes if isinstance(change, WeightRenaming)]
     weights = model_weights(model)
     placing = (inner.base_model_prefix, weights)
-    found: dict[str, list[Source]] = {}
+    found: dict[str, list[WeightSource]] = {}
     for key in sorted(keys, key=dot_natural_key):  # in transformers' order: some renamings go by what came before
         target, pattern = rename_source_key(key, renamings, converters, *placing)
         if target not in weights and key in weights:
             target, pattern = rename_source_key(key, [], [], *placing)
         if pattern is None:
-            found.setdefault(target, []).append(Source(key))
+            found.setdefault(target, []).append(WeightSource(key))
             continue
         converter = next(c for c in converters if pattern in c.source_patterns)
         patterns = converter.source_patterns
@@ -273,14 +273,14 @@ def weight_sources(model: nn.Module, keys: Iterable[str]) -> dict[str, list[Sour
             raise ModelError("its weights are laid out otherwise in the files")
         number = re.search(re.escape(pattern).replace(r"\*", r"(\d+)"), rename_source_key(key, renamings, [])[0])
         assert number is not None
-        found.setdefault(target, []).append(Source(key, int(number[1]), patterns.index(pattern), len(patterns)))
+        found.setdefault(target, []).append(WeightSource(key, int(number[1]), patterns.index(pattern), len(patterns)))
     return found
 
 
-def _sources_by_name(prefix: str, weights: Collection[str], keys: Iterable[str]) -> dict[str, list[Source]]:
+def _sources_by_name(prefix: str, weights: Collection[str], keys: Iterable[str]) -> dict[str, list[WeightSource]]:
     """What `weight_sources` returns where each weight is one tensor, under its name with or without `prefix`."""
-    sources: dict[str, list[Source]] = {}
+    sources: dict[str, list[WeightSource]] = {}
     for key in sorted(keys):
         names = (key, f"{prefix}.{key}", key.removeprefix(f"{prefix}."))
-        sources.setdefault(next((name for name in names if name in weights), key), []).append(Source(key))
+        sources.setdefault(next((name for name in names if name in weights), key), []).append(WeightSource(key))
     return sources

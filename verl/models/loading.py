@@ -33,7 +33,7 @@ from verl.models.fit import Fit, compare, is_tied_apart, stored_shapes, weight_s
 from verl.models.heads import ValueModel, head_names, read_head, weight_files
 from verl.models.int4 import to_int4
 from verl.models.lora import has_adapters
-from verl.weights.blank import blank
+from verl.weights.meta import on_meta
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -97,7 +97,7 @@ def load_model(
     return model
 
 
-def blank_model(
+def meta_model(
     path_or_name: str | Path,
     device: torch.device | str = "cpu",
     *,
@@ -105,7 +105,7 @@ def blank_model(
     kind: Literal["causal", "value", "score"] = "causal",
     trust_remote_code: bool = False,
 ) -> Any:
-    """The model that `load_model` loads, without weights, see `verl.weights.blank`.
+    """The model that `load_model` loads, without weights, see `verl.weights.meta`.
 
     Raises:
         ModelError: nothing is there, or it is no model.
@@ -139,7 +139,7 @@ def configured_model(
         auto = AutoModelForCausalLM if kind == "causal" else AutoModel
         stored = getattr(config.get_text_config(), "dtype", None) or torch.float32
         options = {"dtype": stored if dtype == "auto" else _DTYPES[dtype], "trust_remote_code": trust_remote_code}
-        return blank(partial(auto.from_config, config, **options))
+        return on_meta(partial(auto.from_config, config, **options))
 
 
 def resolved_dtype(path_or_name: str | Path, dtype: str, *, trust_remote_code: bool = False) -> str | None:
@@ -196,7 +196,9 @@ def _from_config(name: str, auto: Any, kind: str, options: dict[str, Any], devic
     """The model without weights."""
     changes = {key: value for key, value in options.items() if key not in ("dtype", "trust_remote_code")}
     config = AutoConfig.from_pretrained(name, trust_remote_code=options["trust_remote_code"], **changes)
-    model = blank(partial(auto.from_config, config, **{k: options[k] for k in ("dtype", "trust_remote_code")}), device)
+    model = on_meta(
+        partial(auto.from_config, config, **{k: options[k] for k in ("dtype", "trust_remote_code")}), device
+    )
     return ValueModel(model, read_head(name)).eval() if kind in ("value", "score") else model
 
 
@@ -218,7 +220,7 @@ def _spare_names(name: str, model: Any, kind: str) -> Iterator[str]:
         return
     yield from head_names(files) if kind != "classifier" else ()
     with suppress(Exception):  # there may be no such language model
-        whole = blank(partial(AutoModelForCausalLM.from_config, inner.config))
+        whole = on_meta(partial(AutoModelForCausalLM.from_config, inner.config))
         sources, own = weight_sources(whole, files), whole.state_dict()
         for target in own.keys() - {f"{inner.base_model_prefix}.{key}" for key in whole.base_model.state_dict()}:
             yield from (target, *(source.key for source in sources.get(target, ())))

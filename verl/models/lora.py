@@ -23,9 +23,9 @@ from verl.errors import ConfigError, ModelError
 from verl.extras import load_extra
 from verl.models.int4 import Int4Linear, make_int4
 from verl.models.options import LoraOptions
-from verl.weights.blank import is_blank
 from verl.weights.cuts import blocks_of, local_part
 from verl.weights.layout import ModelShape
+from verl.weights.meta import is_on_meta
 from verl.weights.shard import Shard
 
 _TRAINED = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
@@ -52,7 +52,7 @@ def add_lora(model: nn.Module, options: LoraOptions, seed: int = 0) -> None:
     config = peft.LoraConfig(
         r=options.r, lora_alpha=options.alpha, target_modules=targets, base_model_name_or_path=base
     )
-    with torch.random.fork_rng(), torch.device("meta") if is_blank(model) else nullcontext():
+    with torch.random.fork_rng(), torch.device("meta") if is_on_meta(model) else nullcontext():
         torch.manual_seed(seed)
         try:
             _inject(_inner(model), config, "default", _inner(model).dtype)

@@ -31,8 +31,8 @@ from verl.errors import ModelError
 from verl.models.llama import AttentionRecorder, FusedLayers
 from verl.models.log_probs import token_log_probs
 from verl.ordered_sums import take_rows
-from verl.weights.blank import sample
 from verl.weights.layout import count_of
+from verl.weights.meta import sample
 from verl.weights.shards import named_weights
 
 if TYPE_CHECKING:
@@ -85,7 +85,7 @@ class PackedModel:
     Args:
         fused_kernels: run the layers by fused kernels where there are some; a name asks for those of that library, in
             whose place others are taken with a warning. Ours are "compiled", for Llama-shaped models on CPU.
-        device: where the weights of a model without any (`verl.weights.blank`) will be.
+        device: where the weights of a model without any (`verl.weights.meta`) will be.
 
     Raises:
         ModelError: it is no transformers model with a text configuration, its head is not a linear map (with the

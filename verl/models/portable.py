@@ -64,7 +64,7 @@ class PortableModel:
         return cls(model.eval())
 
 
-def twin(model: Any, device: Any) -> Any:
+def empty_copy(model: Any, device: Any) -> Any:
     """A copy of a model with parameters of its own, on `device` and not filled in; "meta": without memory."""
     weights = {
         id(weight): torch.nn.Parameter(torch.empty_like(weight, device=device), requires_grad=weight.requires_grad)

@@ -14,13 +14,13 @@ from safetensors import SafetensorError, safe_open
 
 from verl.durable import digest
 from verl.errors import ModelError
-from verl.models.fit import Source, model_weights, weight_sources
+from verl.models.fit import WeightSource, model_weights, weight_sources
 from verl.models.heads import ValueModel, read_head, score_model, weight_files
-from verl.models.loading import blank_model, load_model, resolved_dtype
+from verl.models.loading import load_model, meta_model, resolved_dtype
 from verl.models.lora import add_lora, base_name, first_adapters, is_adapter
 from verl.models.options import Dtype, LoraOptions, ModelOptions
 from verl.models.portable import PortableModel
-from verl.weights.blank import sample
+from verl.weights.meta import sample
 from verl.weights.shard import Shard
 from verl.weights.shards import model_shards, named_weights, tied, whole_weights
 
@@ -30,11 +30,11 @@ Kind = Literal["causal", "value", "score"]
 class _Weight(NamedTuple):
     shape: tuple[int, ...]
     dtype: torch.dtype
-    sources: tuple[Source, ...]
+    sources: tuple[WeightSource, ...]
 
 
 #: Weight by name -> where it comes from.
-Plan: TypeAlias = dict[str, _Weight]
+WeightSources: TypeAlias = dict[str, _Weight]
 
 
 @dataclass(frozen=True)
@@ -70,8 +70,8 @@ class ModelFiles:
         model = load_model(self.path, dtype=self.dtype, kind=self.kind, trust_remote_code=self.trust_remote_code)
         return self._changed(model)
 
-    def blank(self, device: torch.device | str = "cpu") -> Any:
-        """The model without weights, see `verl.weights.blank`.
+    def on_meta(self, device: torch.device | str = "cpu") -> Any:
+        """The model without weights, see `verl.weights.meta`.
 
         Raises:
             ModelError: nothing is there, or it is no model.
@@ -79,7 +79,7 @@ class ModelFiles:
         """
         dtype = resolved_dtype(self.path, self.dtype, trust_remote_code=self.trust_remote_code) or "float32"
         trust = self.trust_remote_code
-        model = blank_model(self.path, device, dtype=dtype, kind=self.kind, trust_remote_code=trust)
+        model = meta_model(self.path, device, dtype=dtype, kind=self.kind, trust_remote_code=trust)
         return self._changed(model)
 
     def _changed(self, model: Any) -> Any:
@@ -104,18 +104,18 @@ class ModelFiles:
         lacking = (names[0] for names in tied(model_weights(model)) if not sources.keys() & {*names})
         return next((f"the files have no '{name}'" for name in lacking), None)
 
-    def plan(self, model: Any) -> Plan:
+    def plan(self, model: Any) -> WeightSources:
         """Where the weights of a blank model come from, tied ones under every name."""
         sources, weights = weight_sources(model, weight_files(self.path)), model_weights(model)
         stored = {name: names for names in tied(weights) for name in names}
-        found: Plan = {}
+        found: WeightSources = {}
         for name, weight in model.state_dict(keep_vars=True).items():
             there = next((n for n in stored.get(base_name(name), ()) if n in sources), None)
             if there is not None or is_adapter(name):
                 found[name] = _Weight(tuple(weight.shape), weight.dtype, tuple(sources.get(there or "", ())))
         return found
 
-    def shards(self, model: Any, plan: Plan) -> Iterator[Shard]:
+    def shards(self, model: Any, plan: WeightSources) -> Iterator[Shard]:
         """The weights of `model` (a blank one, or what is here of it once it is laid out) from the files: views of
         these where the dtype is theirs, so that reading a part touches no more.
 
@@ -155,7 +155,7 @@ class ModelFiles:
 
     def stream(self) -> Iterator[Shard]:
         """All weights, in the dtype of the model, one at a time where the files allow it."""
-        model = self.blank()
+        model = self.on_meta()
         if self.why_whole(model) is not None:
             return model_shards(self.load())
         return whole_weights(self.shards(model, self.plan(model)))
@@ -168,7 +168,7 @@ class ModelFiles:
             yield f"score.{name}", torch.zeros(weight.shape, dtype=weight.dtype) if given is None else given
 
 
-def _shard(source: Source, name: str, weight: _Weight, tensor: torch.Tensor) -> Shard:
+def _shard(source: WeightSource, name: str, weight: _Weight, tensor: torch.Tensor) -> Shard:
     if source.expert is None:
         return Shard.whole(name, tensor)
     offset = (source.expert, source.place * len(tensor), *(0,) * (tensor.dim() - 1))

@@ -6,13 +6,13 @@ from collections.abc import Iterable, Iterator, Sequence
 
 from verl.planner import memory
 from verl.planner.hardware import GB
-from verl.planner.search import STAGES, Group, Plan
+from verl.planner.search import STAGES, Group, PlacementPlan
 
 #: Width of the text timeline.
 _COLUMNS = 72
 
 
-def bars(plan: Plan, group: Group) -> Iterator[tuple[float, float, str]]:
+def bars(plan: PlacementPlan, group: Group) -> Iterator[tuple[float, float, str]]:
     """(start, seconds, kind) of what a set does; sets meet at the end of each stage."""
     engine = group.generation
     if engine is not None:
@@ -29,7 +29,7 @@ def bars(plan: Plan, group: Group) -> Iterator[tuple[float, float, str]]:
         at += choice.train
 
 
-def timeline(plan: Plan) -> str:
+def timeline(plan: PlacementPlan) -> str:
     """One line a set, a letter for what it does: w(eights), p(rompts), d(ecode), s(cores), t(raining)."""
     lines = []
     for group, name in zip(plan.groups, _names(plan), strict=True):
@@ -43,7 +43,7 @@ def timeline(plan: Plan) -> str:
     return _table(lines)
 
 
-def memory_table(plan: Plan) -> str:
+def memory_table(plan: PlacementPlan) -> str:
     """GB of a rank by what they are for: each model, and the most that stands there at a time."""
     parts = ("weights", "gradients", "optimizer", "activations", "gathered")
     rows: list[Sequence[str]] = [("", "layout", *parts, "KV cache", "peak", "host")]
@@ -59,7 +59,7 @@ def memory_table(plan: Plan) -> str:
     return _table(rows) + f"\nof {plan.problem.memory / GB:.1f} GB that a device has for it; host: in host memory"
 
 
-def peak(plan: Plan, group: Group) -> float:
+def peak(plan: PlacementPlan, group: Group) -> float:
     """Most bytes of a rank at a time: while a model works, or the actor generates."""
     resting = sum(choice.usage.resting for choice in group.choices)
     working = max(choice.usage.peak - choice.usage.resting for choice in group.choices)
@@ -72,7 +72,7 @@ def peak(plan: Plan, group: Group) -> float:
     return resting + max(working, size.weight_bytes / engine.tp - own + step + group.kv_bytes)
 
 
-def runners_up(plans: Iterable[Plan]) -> str:
+def runners_up(plans: Iterable[PlacementPlan]) -> str:
     """The best placement of each other partition."""
     rows: list[Sequence[str]] = [("s a step", "tokens/s", *STAGES, "placement")]
     for plan in plans:
@@ -81,7 +81,7 @@ def runners_up(plans: Iterable[Plan]) -> str:
     return _table(rows)
 
 
-def _names(plan: Plan) -> list[str]:
+def _names(plan: PlacementPlan) -> list[str]:
     """Of each set: its devices and models."""
     names, start = [], 0
     for group in plan.groups:

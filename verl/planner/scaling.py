@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from verl.errors import ConfigError
-from verl.planner.search import Plan, Problem, search
+from verl.planner.search import PlacementPlan, Problem, search
 
 
 @dataclass(frozen=True)
@@ -16,7 +16,7 @@ class Scaled:
 
     ranks: int
     factor: int
-    plan: Plan
+    plan: PlacementPlan
     efficiency: float
 
 

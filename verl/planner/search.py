@@ -114,7 +114,7 @@ class Group:
 
 
 @dataclass(frozen=True)
-class Plan:
+class PlacementPlan:
     """A placement: its sets in the order of their devices. `stages` and `seconds` are of a step."""
 
     problem: Problem
@@ -145,7 +145,7 @@ class Plan:
         return " | ".join(f"{'+'.join(group.roles)} on {group.ranks}" for group in self.groups)
 
 
-def search(problem: Problem, partitions: Sequence[Sequence[Sequence[str]]] | None = None) -> list[Plan]:
+def search(problem: Problem, partitions: Sequence[Sequence[Sequence[str]]] | None = None) -> list[PlacementPlan]:
     """The best placement of every partition of the models, best first.
 
     Args:
@@ -337,7 +337,7 @@ def sizes(cluster: Cluster) -> list[int]:
     return sorted({*inside, *whole})
 
 
-def _best_allocation(problem: Problem, partition: Sequence[Sequence[Model]], table: _Table) -> Plan | None:
+def _best_allocation(problem: Problem, partition: Sequence[Sequence[Model]], table: _Table) -> PlacementPlan | None:
     """The best way to deal the devices to the sets of a partition; bounded by the stages of the sets dealt so far."""
     counts, total = sizes(problem.cluster), problem.cluster.size
     best: tuple[float, tuple[Group, ...]] | None = None
@@ -361,7 +361,7 @@ def _best_allocation(problem: Problem, partition: Sequence[Sequence[Model]], tab
 
     for key in table.keys(order[0]):
         deal(key, 0, total, (0.0,) * len(STAGES), ())
-    return Plan(problem, best[1]) if best else None
+    return PlacementPlan(problem, best[1]) if best else None
 
 
 def _layouts(problem: Problem, model: Model, ranks: int) -> Iterator[tuple[Strategy, Layout]]:

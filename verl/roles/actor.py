@@ -28,7 +28,7 @@ from verl.models.int4 import to_int4
 from verl.models.loading import as_tokenizer, eos_token_ids, find_tokenizer, load_model
 from verl.models.lora import has_adapters, reference_weights
 from verl.models.options import ModelOptions
-from verl.models.portable import PortableModel, twin
+from verl.models.portable import PortableModel, empty_copy
 from verl.models.rope import original_length
 from verl.models.save import save_pretrained_dir
 from verl.models.source import ModelFiles
@@ -197,7 +197,7 @@ class Actor(ModelHandle):
         """Most bytes so far that a rank which trains held at once on its device; on CPU, the memory of its process."""
         return int(self.group.call("peak_memory"))
 
-    def settle_engine(self) -> Any:
+    def resolve_engine(self) -> Any:
         """The engine that generates, a name or a factory. "auto" is settled now, by where the actor is and what it is
         asked for, and stays."""
         self.rollout_options = with_engine(self.rollout_options, self.modules, self.device)
@@ -215,7 +215,7 @@ class Actor(ModelHandle):
     def group(self) -> Workers[ActorWorker]:
         """The workers; made when they are first needed."""
         if self._group is None:
-            self.settle_engine()
+            self.resolve_engine()
             self._outline = outline(self.modules)
             recipe = partial(
                 ActorWorker,
@@ -231,7 +231,7 @@ class Actor(ModelHandle):
             layout = self.controller.meshes("actor", self.train_options).meshes["train"].layout
             self.is_cut = self.files is None and self.controller.executor == "torchrun" and not layout.is_plain
             if self.is_cut:
-                self.modules = twin(self.modules, "meta")
+                self.modules = empty_copy(self.modules, "meta")
         return self._group
 
     def prompts(self, prompts: Any, key: str | None = None) -> Batch:
@@ -320,7 +320,7 @@ class Actor(ModelHandle):
         config = self.modules.config.get_text_config()
         if limit := getattr(config, "max_position_embeddings", None):
             yield limit, ""
-        if self.settle_engine() == "embedded" and (original := original_length(config)):
+        if self.resolve_engine() == "embedded" and (original := original_length(config)):
             yield (
                 original,
                 " (original_max_position_embeddings) that do not depend on a row's length, and the embedded engine "
@@ -398,7 +398,7 @@ class Actor(ModelHandle):
             files = self.unchanged_files if model is None else files
         self._reference_files = files
         if files is not None:
-            self.reference_model = files.blank()
+            self.reference_model = files.on_meta()
         elif isinstance(model, str):
             self.reference_model = load_model(model, dtype=dtype or "auto")
         else:
@@ -537,7 +537,7 @@ class Actor(ModelHandle):
             return self.modules if self.files is None else self.files.load()
         if self.controller.is_local:
             return self.modules
-        model = twin(self.modules, "cpu") if self.is_cut or self.files is not None else self.modules
+        model = empty_copy(self.modules, "cpu") if self.is_cut or self.files is not None else self.modules
         load_model_shards(model, self.shards())
         return model
 

@@ -198,7 +198,7 @@ def as_critic(critic: Any) -> Critic | None:
     return Critic.from_pretrained(critic) if isinstance(critic, str) else Critic(critic)
 
 
-def twin_of(critic: Critic) -> Critic:
+def copy_of(critic: Critic) -> Critic:
     """Another critic that begins with the same weights."""
     return critic_like(critic, critic.files, lambda: critic.model, critic.tokenizer)
 

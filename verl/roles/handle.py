@@ -147,7 +147,7 @@ class ModelHandle:
         files = ModelFiles.of(loading, kind, seed) if loading.path is not None else None
         if files is not None:
             self.files = None if self.controller.is_local or loading.dtype == "int4" else files
-            self.modules = files.load() if self.files is None else files.blank()
+            self.modules = files.load() if self.files is None else files.on_meta()
         else:
             self.modules = live()
             if loading.lora is not None:

@@ -88,7 +88,7 @@ def enable_hybrid_engine(
     chosen = {"overlap_comm": overlap_comm, "tensor_model_parallel_size": tensor_parallel_size}
     changes = {name: value for name, value in chosen.items() if value is not None}
     actor.rollout_options = options.replace(**changes)
-    actor.settle_engine()
+    actor.resolve_engine()
     options = actor.rollout_options
     if tensor_parallel_size is None and options.name == "embedded" and options.tensor_model_parallel_size == 1:
         actor.rollout_options = options = options.replace(tensor_model_parallel_size=_best_size(actor))

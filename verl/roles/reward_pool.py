@@ -195,7 +195,7 @@ class RewardPool(Pool):
         jobs = [job for job in worker.jobs.values() if not job.future.done()]  # done: was late, or nobody waits for it
         self._queue.extendleft(jobs)
         self._dead += not worker.is_leaving
-        how = self._bury(worker, error)
+        how = self._replace_dead(worker, error)
         for job in jobs:
             if job.has_lost_a_worker:
                 self._queue.remove(job)

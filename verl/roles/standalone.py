@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Literal, get_args
 from verl.cluster.ray.pool import Pool, Worker
 from verl.errors import ClusterError, ConfigError, RolloutError, nearest
 from verl.ray_session import START_DEADLINE, connect
-from verl.weights.shard import Shard, bunched
+from verl.weights.shard import Shard, in_buckets
 from verl.workers.standalone import EngineRecipe, Finished, StandaloneWorker, Weights
 
 if TYPE_CHECKING:
@@ -86,7 +86,7 @@ class RolloutPool(Pool):
         """
         import ray
 
-        parts = tuple(ray.put(part) for part in bunched(shards))
+        parts = tuple(ray.put(part) for part in in_buckets(shards))
         with self.lock:
             self.weights = Weights(version, parts)
             for worker in self.workers:
@@ -144,7 +144,7 @@ class RolloutPool(Pool):
         from ray.exceptions import RayError
 
         if isinstance(answer, RayError):
-            how = self._bury(worker, answer)
+            how = self._replace_dead(worker, answer)
             return Lost(sorted(worker.jobs), f"{worker} {how}") if worker.jobs else None
         if isinstance(answer, Exception):
             raise answer

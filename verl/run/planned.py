@@ -16,7 +16,7 @@ from verl.models.memory import ModelSize
 from verl.planner.cost import Workload
 from verl.planner.hardware import Cluster
 from verl.planner.memory import Strategy, ddp, fsdp
-from verl.planner.search import Choice, Model, Plan, Problem
+from verl.planner.search import Choice, Model, PlacementPlan, Problem
 from verl.rollout.choice import planned_engine
 from verl.training.options import DeepSpeedOptions, FSDPConfig, TrainOptions
 
@@ -123,7 +123,7 @@ def model_size(path: str, dtype: str = "auto") -> ModelSize:
     )
 
 
-def settings(plan: Plan) -> dict[str, Any]:
+def settings(plan: PlacementPlan) -> dict[str, Any]:
     """The plan as settings, as in a YAML file."""
     actor, engine = plan.choice("actor"), plan.generation
     group = next(group for group in plan.groups if group.generation)
@@ -139,7 +139,7 @@ def settings(plan: Plan) -> dict[str, Any]:
     return found
 
 
-def placement(plan: Plan) -> dict[str, str]:
+def placement(plan: PlacementPlan) -> dict[str, str]:
     """The plan's placement: role -> devices."""
     devices: dict[str, str] = {}
     start = 0
@@ -150,7 +150,7 @@ def placement(plan: Plan) -> dict[str, str]:
     return {role: devices[role] for role in ("actor", *sorted(devices.keys() - {"actor"}))}
 
 
-def pasted(plan: Plan) -> str:
+def pasted(plan: PlacementPlan) -> str:
     """`settings` as YAML."""
     return OmegaConf.to_yaml(OmegaConf.create(settings(plan)))
 

@@ -67,12 +67,12 @@ def resolve(config: Config, directory: Path) -> Config:
         ) from error
 
 
-def settle_engine(config: Config, actor: Actor, directory: Path) -> Config:
+def resolve_engine(config: Config, actor: Actor, directory: Path) -> Config:
     """`config` with the engine that the actor takes for "auto", which the run's `directory` keeps from now on."""
     rollout = config.actor_rollout_ref.rollout
     if rollout.name != "auto" or rollout.url:
         return config
-    kept: Resolved = replace(read_json(directory / FILE, Resolved), engine=str(actor.settle_engine()))
+    kept: Resolved = replace(read_json(directory / FILE, Resolved), engine=str(actor.resolve_engine()))
     kept.write(directory)
     return kept.put_into(config)
 

@@ -32,7 +32,7 @@ from verl.run.check import Checked, check_settings
 from verl.run.data import build_data
 from verl.run.folder import Run, open_run
 from verl.run.memory import check_memory
-from verl.run.resolved import resolve, settle_engine
+from verl.run.resolved import resolve, resolve_engine
 from verl.trainer.evaluation import Evaluation, HeldOut, accuracy
 from verl.trainer.trainer import Trainer
 from verl.user_functions import user_files
@@ -140,7 +140,7 @@ def _open_trainer(config: Config, checked: Checked, run: Run, controller: Contro
     )
     trainer.settings = identity
     if actor.head == "lm" and any(algorithm.online for algorithm in algorithms.values()):
-        config = settle_engine(config, actor, run.path)
+        config = resolve_engine(config, actor, run.path)
     if not controller.is_local:
         sources = {role for task in trainer.tasks.values() for role in task.sources}
         roles = [*build.placed_roles(config, algorithms.values()), *sorted(sources & controller.mesh.pools.keys())]

@@ -18,7 +18,7 @@ from verl.errors import ConfigError, RolloutError
 from verl.report.metrics import add_metrics
 from verl.rewards.failures import Failures
 from verl.roles.actor import Actor
-from verl.roles.critic import Critic, as_critic, twin_of
+from verl.roles.critic import Critic, as_critic, copy_of
 from verl.roles.updater import Updater
 from verl.rollout.base import as_sampling
 from verl.tasks.task import Task
@@ -37,7 +37,7 @@ def critics_of(tasks: Sequence[Task], given: Any) -> dict[str, Critic | None]:
     for task in tasks:
         found[task.name] = as_critic(task.critic)
         if task.critic is None and shared is not None and ("critic" in task.algorithm.roles or len(tasks) == 1):
-            found[task.name] = twin_of(shared) if used else shared
+            found[task.name] = copy_of(shared) if used else shared
             used = True
     if shared is not None and not used:
         logger.warning("no task has a critic: the one that is given is not used")

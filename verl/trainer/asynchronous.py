@@ -152,7 +152,7 @@ class AsyncTrainer(Trainer):
         self._publish()
         # Enough workers to sample a step's groups while the rest of a step goes on.
         self.group.fit(record["time/rollout"], time.perf_counter() - began - waited)
-        return self._conclude(record, began)
+        return self._finish_step(record, began)
 
     def close(self) -> None:
         super().close()

@@ -102,7 +102,7 @@ class InterleavedTrainer(Trainer):
         record = self.learn_tasks(drawn)
         record |= {f"task/{name}/rollout/staleness/max": float(age) for name, age in staleness.items()}
         record |= {"rollout/staleness/max": float(max(staleness.values())), "time/wait": waited}
-        return self._conclude(record, began)
+        return self._finish_step(record, began)
 
     def rollback(self, step: int, *, skip_data: bool = False) -> None:
         self._land()

@@ -376,7 +376,7 @@ class Trainer:
         self.guards.begin(self)
         began = self._begin()
         record = self._step_of_one(prompts) if len(self.tasks) == 1 else self._step_of_several(prompts)
-        return self._conclude(record, began)
+        return self._finish_step(record, began)
 
     def _step_of_several(self, prompts: Any) -> dict[str, Any]:
         parts = by_task(prompts, [*self.tasks])
@@ -424,7 +424,7 @@ class Trainer:
         self.spans.clear()
         return time.perf_counter()
 
-    def _conclude(self, record: dict[str, Any], began: float) -> dict[str, Any]:
+    def _finish_step(self, record: dict[str, Any], began: float) -> dict[str, Any]:
         """What every step ends with: its time, its log record, a checkpoint where one is due."""
         seconds = time.perf_counter() - began
         self._add(record, {"time/step": seconds, **busy_shares(self.spans, seconds)})
@@ -442,7 +442,7 @@ class Trainer:
         if (alert := self.guards.check(self)) is not None:
             return {**record, "guard/back_to": float(alert.back_to)}
         if self.steps != self._goal:
-            self._keep()
+            self._evaluate_and_save()
         return record
 
     def _add(self, record: dict[str, Any], more: Mapping[str, Any]) -> None:
@@ -507,7 +507,7 @@ class Trainer:
                     logger.info("stopped by %s after step %d; the same command goes on", stop.received, self.steps)
                     raise SystemExit(stop.exit_code)
                 check_learned(self, record)
-                self._keep(last=True)
+                self._evaluate_and_save(last=True)
         finally:
             self._goal = None
             if loader is not given:
@@ -581,7 +581,7 @@ class Trainer:
             "without end, such as verl.data.loader.PromptLoader"
         )
 
-    def _keep(self, *, last: bool = False) -> None:
+    def _evaluate_and_save(self, *, last: bool = False) -> None:
         """Evaluate and save, where that is due; after the last step of `fit` both are."""
         held_out = self.held_out
         evaluated = None if held_out is None or held_out.last is None else held_out.last["step"]
@@ -590,7 +590,7 @@ class Trainer:
         if self.checkpoints is None:
             return
         if not last and self.steps % self.checkpoints.every:
-            with self.at_rest():
+            with self.models_idle():
                 self.checkpoints.finish(wait=False)
         elif (error := self.checkpoints.save(self, last=last)) is not None and last:
             raise CheckpointError(f"{error}; the run is trained but not saved: free space and run it again")
@@ -698,7 +698,7 @@ class Trainer:
         """
         if self.checkpoints is not None:
             self.checkpoints.close()  # one save at a time
-        with self.at_rest():
+        with self.models_idle():
             result = state.save(self, Path(path))
         if not result:
             raise CheckpointError(
@@ -753,7 +753,7 @@ class Trainer:
             raise ConfigError("this trainer has no automatic checkpoints: give it checkpoint_dir= and save_every=")
         return self.checkpoints
 
-    def at_rest(self) -> AbstractContextManager[Any]:
+    def models_idle(self) -> AbstractContextManager[Any]:
         """No node of a task works on the models meanwhile."""
         return self._slots[SLOT].hold() if self._slots else nullcontext()
 

@@ -98,16 +98,16 @@ class TrainEngine(Protocol):
         """
         ...
 
-    def lend(self, name: str) -> int:
+    def release_weight(self, name: str) -> int:
         """Free the memory of this rank's piece of a weight, whose values the caller holds from now on; until
-        `take_back`, whatever needs the weights raises `TrainingError`.
+        `restore_weights`, whatever needs the weights raises `TrainingError`.
 
         Returns:
             Bytes freed; 0 where it keeps the piece: the live one is wider than `specs`, or shares its memory.
         """
         ...
 
-    def take_back(self, name: str, shards: Iterable[Shard]) -> None:
+    def restore_weights(self, name: str, shards: Iterable[Shard]) -> None:
         """Put a lent weight, all pieces of it, back to where it was.
 
         Raises:

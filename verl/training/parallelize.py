@@ -10,7 +10,7 @@ from torch import nn
 from verl.combinations import check
 from verl.errors import ModelError
 from verl.models.heads import ValueModel
-from verl.models.portable import twin
+from verl.models.portable import empty_copy
 from verl.training.forward import Forward
 from verl.training.options import FSDPConfig, TrainOptions
 from verl.training.parallel.data import replicate, shard
@@ -67,7 +67,7 @@ def rehearse(
         return
     try:
         forward = Forward(
-            twin(model, "meta"), "value" if isinstance(model, ValueModel) else "lm", None, share_prompts=True,
+            empty_copy(model, "meta"), "value" if isinstance(model, ValueModel) else "lm", None, share_prompts=True,
             fused_kernels=False, autocast=False, device="cpu", remove_padding=getattr(options, "remove_padding", True),
         )  # fmt: skip
     except ModelError:  # ranks find out: there is no small model that computes as this one does

@@ -30,9 +30,9 @@ from verl.training.options import EngineOptions, Head, OptimConfig, check_traini
 from verl.training.parallelize import parallelize, piece
 from verl.training.ranks import Ranks
 from verl.training.schedule import MicroBatch, OneStage, Schedule
-from verl.weights.blank import give_memory
 from verl.weights.cuts import blocks_of, cuts_of, local_part
 from verl.weights.layout import DATA_DIMS, Mesh
+from verl.weights.meta import give_memory
 from verl.weights.shard import Cut, Shard, Stream, WeightSpec
 from verl.weights.shards import fill_weights, load_model_shards, model_shards, named_weights
 
@@ -57,7 +57,7 @@ class TorchEngine:
         group: their process group; None for one rank.
         parts: groups of some of them, see `Ranks`.
         packed: the model (or its backbone) as a `PackedModel`, if there is one already.
-        weights: for a model without weights (`verl.weights.blank`): those of a model, once it is laid out, of which the
+        weights: for a model without weights (`verl.weights.meta`): those of a model, once it is laid out, of which the
             parts that are kept here are read.
         device: where the weights of such a model go.
 
@@ -205,7 +205,7 @@ class TorchEngine:
         """Fill this rank's pieces of the weights."""
         load_model_shards(self.model, shards, self._shapes)
 
-    def lend(self, name: str) -> int:
+    def release_weight(self, name: str) -> int:
         weights = dict(named_weights(self.model))
         if not self._lent:
             self._users = Counter(_storage(weight)._cdata for weight in weights.values())
@@ -220,7 +220,7 @@ class TorchEngine:
         storage.resize_(0)
         return local.nbytes
 
-    def take_back(self, name: str, shards: Iterable[Shard]) -> None:
+    def restore_weights(self, name: str, shards: Iterable[Shard]) -> None:
         weight = dict(named_weights(self.model))[name].detach()
         _storage(weight).resize_(self._lent.pop(name))
         fill_weights({name: [*blocks_of(weight)]}, shards, self._shapes, {}, type(self.model).__name__)

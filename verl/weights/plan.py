@@ -41,7 +41,7 @@ class Item(NamedTuple):
 
 
 @dataclass(frozen=True, eq=False)
-class Plan:
+class ReshardPlan:
     """See `transition`.
 
     Attributes:
@@ -144,7 +144,7 @@ def transition(
     specs: Mapping[str, WeightSpec],
     cuts: Mapping[str, Sequence[Cut]] | None = None,
     bucket_bytes: int = BUCKET_BYTES,
-) -> Plan:
+) -> ReshardPlan:
     """How weights laid out over `source` get into the layout of `target`, on the same or on other ranks.
 
     Args:
@@ -171,7 +171,7 @@ def transition(
     else:
         found = {name: tuple(cuts[name]) for name in specs}
     sized = buckets(_sized_items(specs, found, target, bucket_bytes), itemgetter(1), bucket_bytes)
-    return Plan(source, target, specs, found, tuple(tuple(item for item, _ in bucket) for bucket in sized))
+    return ReshardPlan(source, target, specs, found, tuple(tuple(item for item, _ in bucket) for bucket in sized))
 
 
 def _sized_items(

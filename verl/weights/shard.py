@@ -149,14 +149,14 @@ def buckets(items: Iterable[T], nbytes: Callable[[T], int], limit: int) -> Itera
         yield bucket
 
 
-def bunched(shards: Iterable[Shard], *, on_host: bool = True) -> Iterator[list[Shard]]:
+def in_buckets(shards: Iterable[Shard], *, on_host: bool = True) -> Iterator[list[Shard]]:
     """Shards in lists of at most `BUNCH` bytes, or of one shard that has more; on the CPU or where they are."""
     device = "cpu" if on_host else None
     detached = (replace(shard, tensor=shard.tensor.detach().to(device)) for shard in shards)
     return buckets(detached, lambda shard: shard.nbytes, BUNCH)
 
 
-def in_rows(shards: Iterable[Shard]) -> Iterator[Shard]:
+def split_large(shards: Iterable[Shard]) -> Iterator[Shard]:
     """Shards of at most `BUNCH` bytes, or one row: larger ones come as several, on the same memory."""
     for shard in shards:
         if shard.nbytes <= BUNCH or not shard.tensor.dim():

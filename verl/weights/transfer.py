@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from verl.errors import ConfigError
-from verl.weights.plan import Plan, Region
+from verl.weights.plan import Region, ReshardPlan
 from verl.weights.shard import Shard
 from verl.weights.shards import fill_block
 
@@ -39,7 +39,7 @@ class Transfer:
 
     def __init__(
         self,
-        plan: Plan,
+        plan: ReshardPlan,
         rank: int,
         group: Any,
         pieces: Iterable[Shard],

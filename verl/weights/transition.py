@@ -142,7 +142,7 @@ class HybridWeights:
             self._thread = None
         for name, buffer in self.buffers.items():
             if name in self._lent:
-                self.engine.take_back(name, self._shards_of(name, buffer))
+                self.engine.restore_weights(name, self._shards_of(name, buffer))
                 self._lent.discard(name)
             self._resize(name, 0)
         self._arrived = None
@@ -180,7 +180,7 @@ class HybridWeights:
     def _end(self, number: int) -> None:
         for item in self.plan.buckets[number]:
             is_due = self._last[item.name] == number and item.name in self._within and item.name not in self._lent
-            if is_due and self.engine.lend(item.name):
+            if is_due and self.engine.release_weight(item.name):
                 self._lent.add(item.name)
         if self._arrived is not None:
             self._arrived[number].set_result(None)

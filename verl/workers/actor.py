@@ -17,7 +17,7 @@ from verl.combinations import check
 from verl.errors import ConfigError, nearest
 from verl.models.lora import has_adapters
 from verl.models.packed import PackedModel
-from verl.models.portable import twin
+from verl.models.portable import empty_copy
 from verl.models.source import ModelSource
 from verl.rollout.base import Request, RolloutEngine, SamplingParams, generate
 from verl.rollout.embedded.engine import EmbeddedEngine
@@ -30,7 +30,7 @@ from verl.training.ranks import gather_json
 from verl.user_functions import load_function
 from verl.weights.shard import Shard, Stream
 from verl.workers.generation import GenerationModel, rollout_place
-from verl.workers.streams import spread_weights, travelling
+from verl.workers.streams import broadcast_shards, broadcast_weights
 from verl.workers.sync import ROWS, SyncCheck
 from verl.workers.trained import TrainedWorker, placed, train_engine
 from verl.workers.update import UpdatePart, UpdatePlan, compute_loss, run_updates
@@ -128,7 +128,7 @@ class ActorWorker(TrainedWorker):
         here = place if trains else rollout_place(place)
         apart = WEIGHTS in place.groups and head == "lm"
         #: The model without weights, where generation has another layout than training.
-        self._blank = twin(live, "meta") if apart else None
+        self._blank = empty_copy(live, "meta") if apart else None
         #: It computes with weights of its own, and takes those of another layout piece by piece.
         self._is_fed = apart and engine_factory(rollout.name) is _vllm and not has_adapters(live)
         self._generation: GenerationModel | None = None
@@ -247,7 +247,7 @@ class ActorWorker(TrainedWorker):
         """After an update: the next policy version on every rank that generates."""
         self.policy_version += 1
         if self.place.is_apart:
-            spread_weights(self.engine, self.place)
+            broadcast_weights(self.engine, self.place)
         return self._hand_over()
 
     @dispatch("rollout", collect="shards")
@@ -293,7 +293,7 @@ class ActorWorker(TrainedWorker):
         """The weights for the engine: the live ones, where it computes with them; else without adapters, merged; or
         all pieces, where it takes these."""
         if self._is_fed:
-            return travelling(Stream(weights.shards), self.place.groups[ROLE])
+            return broadcast_shards(Stream(weights.shards), self.place.groups[ROLE])
         return weights.shards() if getattr(self._rollout_engine, "is_live", False) else weights.merged_shards()
 
     def _measure(self, weights: TrainEngine) -> dict[str, float]:

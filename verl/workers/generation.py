@@ -9,12 +9,12 @@ from typing import Any
 
 from verl.cluster.place import WEIGHTS, Place
 from verl.models.packed import PackedModel
-from verl.models.portable import twin
+from verl.models.portable import empty_copy
 from verl.training.engine import TrainEngine
 from verl.training.options import EngineOptions
 from verl.training.torch_engine import TorchEngine
-from verl.weights.blank import give_memory
 from verl.weights.meshes import generation_mesh
+from verl.weights.meta import give_memory
 from verl.weights.shards import named_weights
 from verl.weights.transition import HybridWeights
 
@@ -47,7 +47,7 @@ class GenerationModel:
         mesh = generation_mesh(trained.mesh) if whole else place.meshes["rollout"]
         frozen, device = options.generating(mesh.layout), place.device or "cpu"
         is_cut = mesh.layout.tp > 1
-        model = twin(blank, "meta" if is_cut else device)
+        model = empty_copy(blank, "meta" if is_cut else device)
         if is_cut:
             self.packed = PackedModel(model, fused_kernels=options.fused_kernels, device=device)
             group = place.groups.get("rollout")

@@ -42,7 +42,7 @@ class EngineRecipe:
 
     @classmethod
     def of(cls, actor: Actor) -> EngineRecipe:
-        actor.settle_engine()
+        actor.resolve_engine()
         return cls(
             config=actor.model.config.to_dict(),
             dtype=str(actor.model.dtype).removeprefix("torch."),

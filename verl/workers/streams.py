@@ -13,11 +13,11 @@ import torch.distributed as dist
 from verl.cluster.place import ROLE, Place
 from verl.training.engine import TrainEngine
 from verl.training.ranks import gather_json
-from verl.weights.shard import Shard, Stream, in_rows
+from verl.weights.shard import Shard, Stream, split_large
 from verl.weights.shards import load_model_shards, model_shards, whole_weights
 
 
-def travelling(pieces: Iterable[Shard], group: Any) -> Iterator[Shard]:
+def broadcast_shards(pieces: Iterable[Shard], group: Any) -> Iterator[Shard]:
     """The weights whose pieces the ranks of a group hold (some may hold none), at every rank: a piece of bounded size
     at a time, those of one weight one after the other.
 
@@ -50,7 +50,7 @@ def travelling(pieces: Iterable[Shard], group: Any) -> Iterator[Shard]:
         once = {piece.offset: (rank, piece) for rank, piece in reversed(whole[:1] or held_by)}
         for rank, piece in reversed(once.values()):
             is_own = rank == dist.get_rank()
-            for part in in_rows([own.take(name, piece.offset) if is_own else piece]):
+            for part in split_large([own.take(name, piece.offset) if is_own else piece]):
                 moved = part.tensor.contiguous() if is_own else torch.empty_like(part.tensor, device=_device(group))
                 dist.broadcast(moved, rank, group=group)
                 yield replace(part, tensor=moved)
@@ -74,9 +74,9 @@ def gathered(pieces: Iterable[Shard], group: Any) -> Iterator[Shard]:
     """The same, each weight whole.
 
     Args:
-        pieces, group: see `travelling`.
+        pieces, group: see `broadcast_shards`.
     """
-    return whole_weights(travelling(pieces, group))
+    return whole_weights(broadcast_shards(pieces, group))
 
 
 def _device(group: Any) -> Any:
@@ -91,14 +91,14 @@ def equal_weights(model: torch.nn.Module, place: Place) -> None:
     _spread(source, place, lambda shards: load_model_shards(model, shards))
 
 
-def spread_weights(engine: TrainEngine, place: Place) -> None:
+def broadcast_weights(engine: TrainEngine, place: Place) -> None:
     """Give the ranks of a role that only generate the trained weights."""
     _spread(Stream(engine.shards) if "train" in place.meshes else None, place, engine.load_shards)
 
 
 def _spread(pieces: Iterable[Shard] | None, place: Place, load: Callable[[Iterable[Shard]], None]) -> None:
     """Let the pieces of those ranks of a role that have some travel, and `load` them on the others."""
-    stream = travelling(pieces or (), place.groups[ROLE])
+    stream = broadcast_shards(pieces or (), place.groups[ROLE])
     if pieces is None:
         load(stream)
     else:

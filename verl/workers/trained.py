@@ -42,7 +42,7 @@ def placed(source: ModelSource, place: Place) -> tuple[Any, Weights | None]:
     if isinstance(source, ModelFiles):
         layout = place.meshes.get("train", Mesh()).layout
         if not place.is_apart and not layout.is_plain:
-            model = source.blank(place.device or "cpu")
+            model = source.on_meta(place.device or "cpu")
             reason = source.why_whole(model)
             if reason is None:
                 plan = source.plan(model)

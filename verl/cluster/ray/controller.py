@@ -31,7 +31,7 @@ from verl.cluster.world import RoleMeshes
 from verl.errors import BrokenCollectiveError, ClusterError, ConfigError
 from verl.ray_session import START_DEADLINE, connect
 from verl.user_functions import user_modules
-from verl.weights.shard import bunched
+from verl.weights.shard import in_buckets
 
 _LEAST_CPUS = 0.02
 # Batches that may be in the object store: a bound for who holds on to more of them.
@@ -158,7 +158,7 @@ class RayJob:
             _own_files_by_value()
             first, *rest = call.args or (None,)
             sent = self.sent(first) if isinstance(first, Batch) else None
-            stream = [Stream([ray.put(bunch) for bunch in bunched(first)])] if isinstance(first, Iterator) else []
+            stream = [Stream([ray.put(bunch) for bunch in in_buckets(first)])] if isinstance(first, Iterator) else []
             args = tuple(rest) if sent or stream else call.args
             kept = self.kept() if sent else []
             calls = {}

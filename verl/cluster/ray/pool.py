@@ -211,7 +211,7 @@ class Pool:
         self._workers.remove(worker)
         kill(worker)
 
-    def _bury(self, worker: Worker, error: Exception) -> str:
+    def _replace_dead(self, worker: Worker, error: Exception) -> str:
         """How a worker died; another one takes its place, unless it was to leave.
 
         Raises:

@@ -23,7 +23,7 @@ from verl.cluster.rank_worker import Order, RankWorker, stacks
 from verl.cluster.world import RoleMeshes, World
 from verl.errors import ClusterError
 from verl.ranks import registry, who
-from verl.weights.shard import Shard, bunched
+from verl.weights.shard import Shard, in_buckets
 
 logger = logging.getLogger(__name__)
 #: Seconds for a bunch of shards to come over from the object store of another node.
@@ -132,7 +132,7 @@ class RayRank:
         items = self._items(pickled, beside)
         first = next(items, None)
         if isinstance(first, Shard):
-            yield from bunched(chain([first], items))
+            yield from in_buckets(chain([first], items))
         elif first is not None:
             yield first
             yield from items

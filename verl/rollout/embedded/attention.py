@@ -1,8 +1,8 @@
 """Attention of one step of generation over the paged KV cache.
 
 `varlen_attn` has the arguments of `torch.nn.attention.varlen.varlen_attn`: sequences of different lengths whose keys
-lie in blocks of a pool. `Plan` collects the sequences of a step; `PagedAttention` writes their new keys and values and
-attends, once a layer.
+lie in blocks of a pool. `ScheduledBatch` collects the sequences of a step; `PagedAttention` writes their new keys and
+values and attends, once a layer.
 
 Legend: T tokens of the step, N sequences, B blocks of the longest one, H query heads, K key/value heads, D head size.
 """
@@ -26,7 +26,7 @@ _KEYS = 256
 _GATHER_BYTES = 64 << 20
 
 
-class Plan:
+class ScheduledBatch:
     """The sequences of a step: the new tokens of each, its blocks of `block` tokens, and how many may be shared."""
 
     def __init__(self, block: int = BLOCK) -> None:
@@ -77,7 +77,7 @@ class Plan:
         return found
 
     @classmethod
-    def of_numbers(cls, numbers: Sequence[int], block: int) -> tuple[Plan, Sequence[int]]:
+    def of_numbers(cls, numbers: Sequence[int], block: int) -> tuple[ScheduledBatch, Sequence[int]]:
         """The plan, and what follows it."""
         plan, at = cls(block), 1
         for _ in range(numbers[0]):
@@ -87,14 +87,14 @@ class Plan:
             at = end
         return plan, numbers[at:]
 
-    def split(self, size: int) -> list[Plan]:
+    def split(self, size: int) -> list[ScheduledBatch]:
         """The same tokens as plans of at most `size`, to be computed in this order."""
-        parts: list[Plan] = []
+        parts: list[ScheduledBatch] = []
         begin = 0
         for end, used, blocks, shared in zip(self.ends, self.used, self.blocks, self.shared, strict=True):
             while begin < end:
                 if not parts or len(parts[-1].tokens) == size:
-                    parts.append(Plan(self.block))
+                    parts.append(ScheduledBatch(self.block))
                 count = min(end - begin, size - len(parts[-1].tokens))
                 parts[-1].add(self.tokens[begin : begin + count], used - (end - begin), blocks, shared)
                 begin += count
@@ -115,7 +115,7 @@ class Tables:
     max_k: int
 
     @classmethod
-    def of(cls, plan: Plan, device: torch.device) -> Tables:
+    def of(cls, plan: ScheduledBatch, device: torch.device) -> Tables:
         def ints(values: list[int] | list[list[int]], dtype: torch.dtype = torch.int32) -> Tensor:
             return to_device(torch.tensor(values, dtype=dtype), device)
 
@@ -140,10 +140,10 @@ class PagedAttention:
     computes every product for this many tokens, independent of the plan; kernels do not need it.
     """
 
-    def __init__(self, cache: KVCache, plan: Plan | Tables, rows: int | None = None) -> None:
+    def __init__(self, cache: KVCache, plan: ScheduledBatch | Tables, rows: int | None = None) -> None:
         self.cache = cache
         self._rows = rows
-        self._tables = Tables.of(plan, cache.device) if isinstance(plan, Plan) else plan
+        self._tables = Tables.of(plan, cache.device) if isinstance(plan, ScheduledBatch) else plan
         self._tokens = len(self._tables.slots)
 
     def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, scale: float, window: int | None) -> Tensor:

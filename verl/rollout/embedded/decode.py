@@ -18,10 +18,10 @@ import torch
 from verl import device
 from verl.attention import varlen
 from verl.models.packed import PackedModel, evaluating
-from verl.rollout.embedded.attention import PagedAttention, Plan, Tables
+from verl.rollout.embedded.attention import PagedAttention, ScheduledBatch, Tables
 from verl.rollout.embedded.kv_cache import KVCache
-from verl.rollout.embedded.response import Drawn, Response, draw, draws_of
-from verl.rollout.embedded.sampler import SamplingTable, Ways, numbers_of, sample
+from verl.rollout.embedded.response import PendingTokens, Response, draw, draws_of
+from verl.rollout.embedded.sampler import SamplingFlags, SamplingTable, numbers_of, sample
 
 # Rows of `_Step.given`, before those of the block table; the last five are fp64.
 _TOKEN, _POSITION, _SLOT, _USED, _UNIFORM, _TABLE = 0, 1, 2, 3, 4, 9
@@ -45,14 +45,16 @@ class Decoder:
 
     def forget(self) -> None:
         """Weights or keys and values are elsewhere now."""
-        self._steps: dict[tuple[int, Ways | None], _Step] = {}
+        self._steps: dict[tuple[int, SamplingFlags | None], _Step] = {}
 
-    def step(self, plan: Plan, rows: int, responses: Sequence[Response], policy_version: int) -> Drawn:
+    def step(
+        self, plan: ScheduledBatch, rows: int, responses: Sequence[Response], policy_version: int
+    ) -> PendingTokens:
         """Draw the next token of each response, given its last one in `plan`; `rows`: those to compute."""
         # Edits are the caller's code, so what they change is sampled outside of the recorded step.
         is_edited = any(response.edited or response.mask is not None for response in responses)
         params, uniforms = draws_of(responses, rows)
-        ways = None if is_edited else Ways.of(params)
+        ways = None if is_edited else SamplingFlags.of(params)
         step = self._steps.get((rows, ways))
         if step is None:
             step = self._steps[rows, ways] = _Step(self, rows, ways)
@@ -63,7 +65,7 @@ class Decoder:
         if ways is None:
             drawn = draw(responses, step.logits, policy_version, compiled=False)
         else:
-            drawn = Drawn(responses, step.tokens, step.log_probs, policy_version, step.logits.dtype)
+            drawn = PendingTokens(responses, step.tokens, step.log_probs, policy_version, step.logits.dtype)
         self.last[:rows].copy_(drawn.tokens)
         return drawn
 
@@ -77,7 +79,7 @@ class _Step:
         tokens, log_probs: `[S]` int64 and fp64.
     """
 
-    def __init__(self, owner: Decoder, rows: int, ways: Ways | None) -> None:
+    def __init__(self, owner: Decoder, rows: int, ways: SamplingFlags | None) -> None:
         self._owner, self._ways = owner, ways
         self._packed, self._cache = owner._packed, owner._cache
         self._width = owner._width
@@ -86,7 +88,7 @@ class _Step:
         self._recorded: Callable[[], None] | None = None
         self._is_new = True
 
-    def give(self, plan: Plan, uniforms: np.ndarray, sampling: list[list[float]]) -> None:
+    def give(self, plan: ScheduledBatch, uniforms: np.ndarray, sampling: list[list[float]]) -> None:
         """Copy a step's numbers. Padding is a first token whose key and value go to the spare block."""
         rows, count = self.given.shape[1], len(plan.tokens)
         numbers = np.zeros(self.given.shape, np.int64)

@@ -26,10 +26,10 @@ from verl.errors import ConfigError, ModelError, RolloutError
 from verl.models.packed import PackedModel
 from verl.models.rope import original_length
 from verl.rollout.base import Request, Sample, check_new
-from verl.rollout.embedded.attention import Plan
+from verl.rollout.embedded.attention import ScheduledBatch
 from verl.rollout.embedded.decode import Decoder
 from verl.rollout.embedded.kv_cache import KVCache, block_tokens, blocks_for
-from verl.rollout.embedded.response import Drawn, Response, draw
+from verl.rollout.embedded.response import PendingTokens, Response, draw
 from verl.rollout.embedded.runner import FIXED_ROWS, Runner
 from verl.weights.cuts import local_part
 from verl.weights.shard import Shard
@@ -170,7 +170,7 @@ class EmbeddedEngine:
                 packed, self.cache, max_batch=self.runner.filled(max_batch), max_length=self.max_length
             )
         #: What was drawn last and is not read yet, and its tokens.
-        self._drawn: list[Drawn] = []
+        self._drawn: list[PendingTokens] = []
         self._last: Tensor | None = None
         self._waiting: deque[_Sequence] = deque()
         self._running: list[_Sequence] = []
@@ -225,7 +225,7 @@ class EmbeddedEngine:
                 self._read(self._drawn)
             self._admit()
             self._make_room()
-            plan = Plan(self.cache.block)
+            plan = ScheduledBatch(self.cache.block)
             read = self._plan_prompts(plan)
             rows, copies = self._plan_responses(plan)
             before = self._drawn
@@ -365,7 +365,7 @@ class EmbeddedEngine:
                     self.stats.preemptions += 1
                     self._put_back(self._running[-1])
 
-    def _plan_prompts(self, plan: Plan) -> list[tuple[_Prompt, int]]:
+    def _plan_prompts(self, plan: ScheduledBatch) -> list[tuple[_Prompt, int]]:
         """Plan chunks of prompts in their order of arrival. Returns those that this step completes, with the index of
         their last token."""
         budget, read, size = self.step_tokens, [], self.cache.block
@@ -391,7 +391,7 @@ class EmbeddedEngine:
         self.stats.prompt_tokens += self.step_tokens - budget
         return read
 
-    def _plan_responses(self, plan: Plan) -> tuple[list[tuple[_Sequence, int]], list[tuple[int, int]]]:
+    def _plan_responses(self, plan: ScheduledBatch) -> tuple[list[tuple[_Sequence, int]], list[tuple[int, int]]]:
         """Plan the tokens of responses whose prompts are prefilled.
 
         Returns:
@@ -426,11 +426,11 @@ class EmbeddedEngine:
 
     def _compute(
         self,
-        plan: Plan,
+        plan: ScheduledBatch,
         read: list[tuple[_Prompt, int]],
         rows: list[tuple[_Sequence, int]],
         copies: list[tuple[int, int]],
-    ) -> list[Drawn]:
+    ) -> list[PendingTokens]:
         """Compute the planned tokens, and draw one for each of `rows`."""
         decoder, responses = self._decoder, [sequence.response for sequence, _ in rows]
         for row, (sequence, _) in enumerate(rows):
@@ -455,7 +455,7 @@ class EmbeddedEngine:
         if self._last is not None and self._last is not decoder.last:
             decoder.last[: len(self._last)].copy_(self._last)
 
-    def _read(self, drawn: list[Drawn]) -> None:
+    def _read(self, drawn: list[PendingTokens]) -> None:
         """Add what was drawn to its responses, and release those that have ended."""
         started = time.perf_counter()
         for one in drawn:
@@ -478,7 +478,7 @@ class EmbeddedEngine:
             self._leave(sequence)
         self._finished.append(sequence)
 
-    def _forward(self, plan: Plan, read: list[tuple[_Prompt, int]], copies: list[tuple[int, int]]) -> Tensor:
+    def _forward(self, plan: ScheduledBatch, read: list[tuple[_Prompt, int]], copies: list[tuple[int, int]]) -> Tensor:
         """Final hidden states `[T, d]` of the planned tokens; completed prompts keep their last one."""
         started = time.perf_counter()
         hidden = self.runner.hidden(plan, copies, self._last)
@@ -488,7 +488,7 @@ class EmbeddedEngine:
         self.stats.forward_seconds += time.perf_counter() - started
         return hidden
 
-    def _draw(self, rows: list[tuple[_Sequence, int]], hidden: Tensor) -> list[Drawn]:
+    def _draw(self, rows: list[tuple[_Sequence, int]], hidden: Tensor) -> list[PendingTokens]:
         """Draw a token for each of `rows`."""
         if not rows:
             return []

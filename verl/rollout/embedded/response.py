@@ -181,7 +181,7 @@ class Response:
         return Sample(self.id, self.tokens, self.log_probs, self.finish or "abort", version, self.text())
 
 
-def draw(responses: Sequence[Response], logits: Tensor, policy_version: int, compiled: bool = True) -> Drawn:
+def draw(responses: Sequence[Response], logits: Tensor, policy_version: int, compiled: bool = True) -> PendingTokens:
     """Sample the next token of each response from its row of `logits` `[N, V]`, which may be overwritten. Rows beyond
     the responses are padding.
 
@@ -196,7 +196,9 @@ def draw(responses: Sequence[Response], logits: Tensor, policy_version: int, com
     params, numbers = draws_of(responses, len(logits))
     table = SamplingTable.of(params, edits, logits.device)
     uniforms_ = to_device(torch.from_numpy(numbers), logits.device)
-    return Drawn(responses, *sample(logits, uniforms_, table, compiled), policy_version, logits.dtype, edits, kept)
+    return PendingTokens(
+        responses, *sample(logits, uniforms_, table, compiled), policy_version, logits.dtype, edits, kept
+    )
 
 
 def draws_of(responses: Sequence[Response], rows: int) -> tuple[list[SamplingParams], npt.NDArray[np.float64]]:
@@ -207,7 +209,7 @@ def draws_of(responses: Sequence[Response], rows: int) -> tuple[list[SamplingPar
     return [*(r.params for r in responses), *filling], numbers
 
 
-class Drawn:
+class PendingTokens:
     """Tokens that were drawn for responses, on their way to the host.
 
     Attributes:

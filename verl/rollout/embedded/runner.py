@@ -1,8 +1,8 @@
 """The forward passes of the embedded engine: on one rank, or on the ranks that share a model by tensor parallelism.
 
-Those ranks compute one forward together, each with its heads and its part of the KV cache. One of them, the first,
-has the requests: it decides what is computed (`Plan`), samples, and sends the others what they need to follow it. So
-order, admission, preemption, aborts, episodes and guards are decided once, and nothing has to be equal by luck.
+Those ranks compute one forward together, each with its heads and its part of the KV cache. One of them, the first, has
+the requests: it decides what is computed (`ScheduledBatch`), samples, and sends the others what they need to follow it.
+So order, admission, preemption, aborts, episodes and guards are decided once, and nothing has to be equal by luck.
 
 Shapes: T tokens of a step, N rows that are sampled for, d hidden size, V vocabulary.
 """
@@ -19,7 +19,7 @@ from verl.device import to_device
 from verl.kernels.compiled import kernels
 from verl.models.log_probs import linear_into
 from verl.models.packed import PackedModel
-from verl.rollout.embedded.attention import PagedAttention, Plan
+from verl.rollout.embedded.attention import PagedAttention, ScheduledBatch
 from verl.rollout.embedded.kv_cache import KVCache
 
 # Matrix products compute blocks of about four rows, and the remaining rows in another order of summation. Padding the
@@ -69,7 +69,7 @@ class Runner:
         self._forward = self.packed.inference()
 
     @torch.no_grad()
-    def hidden(self, plan: Plan, copies: Sequence[tuple[int, int]], last: Tensor | None = None) -> Tensor:
+    def hidden(self, plan: ScheduledBatch, copies: Sequence[tuple[int, int]], last: Tensor | None = None) -> Tensor:
         """Final hidden states `[T, d]` of the planned tokens, after blocks of the cache were copied (from, to). A token
         of -1 - i is `last[i]`."""
         self._last = last
@@ -112,7 +112,7 @@ class Runner:
             dist.broadcast(body, self._first, group=self.group)
             numbers = body.tolist()
             if order == _HIDDEN:
-                plan, rest = Plan.of_numbers(numbers, self.cache.block)
+                plan, rest = ScheduledBatch.of_numbers(numbers, self.cache.block)
                 self._hidden(plan, [*zip(rest[1::2], rest[2::2], strict=True)])
             else:
                 states = torch.empty(
@@ -126,7 +126,7 @@ class Runner:
         if numbers:
             dist.broadcast(torch.tensor(numbers), self._first, group=self.group)
 
-    def _hidden(self, plan: Plan, copies: Sequence[tuple[int, int]]) -> Tensor:
+    def _hidden(self, plan: ScheduledBatch, copies: Sequence[tuple[int, int]]) -> Tensor:
         packed = self.packed
         self.cache.copy(copies)
         if not plan.tokens:
@@ -141,7 +141,7 @@ class Runner:
                 packed.model.train()
         return states[0] if len(states) == 1 else torch.cat(states)
 
-    def _part(self, plan: Plan) -> Tensor:
+    def _part(self, plan: ScheduledBatch) -> Tensor:
         tokens, device = len(plan.tokens), self.packed.device
         filling = [0] * (self.filled(tokens) - tokens)
         forward = self._forward if self.packed.ready is None else self.packed.hidden

@@ -30,7 +30,7 @@ _PIECE_BYTES = 4 << 20
 _CANDIDATES = 1024
 
 
-class Ways(NamedTuple):
+class SamplingFlags(NamedTuple):
     """What there is to do for the rows of a table, known to the host: a question to tensors would wait for the device.
 
     Attributes:
@@ -45,7 +45,7 @@ class Ways(NamedTuple):
     has_min_p: bool
 
     @classmethod
-    def of(cls, params: Iterable[SamplingParams]) -> Ways:
+    def of(cls, params: Iterable[SamplingParams]) -> SamplingFlags:
         params = set(params)
         sampled = [p for p in params if p.temperature]
         top_k = max((p.top_k for p in sampled), default=0)
@@ -72,7 +72,7 @@ def numbers_of(params: Sequence[SamplingParams]) -> list[list[float]]:
 class SamplingTable:
     """The parameters of N rows as tensors `[N]`, fp64 or int64. `inverse_temperature` 0 is greedy."""
 
-    ways: Ways
+    ways: SamplingFlags
     inverse_temperature: Tensor
     top_k: Tensor
     top_p: Tensor
@@ -88,7 +88,7 @@ class SamplingTable:
     ) -> SamplingTable:
         """`edits[row]` returns the logits `[V]` to sample the row from, given its own, which it may overwrite."""
         numbers = to_device(torch.tensor(numbers_of(params), dtype=torch.float64), torch.device(device))
-        return cls(Ways.of(params), numbers[0], numbers[1].long(), numbers[2], numbers[3], edits or {})
+        return cls(SamplingFlags.of(params), numbers[0], numbers[1].long(), numbers[2], numbers[3], edits or {})
 
     def rows(self, index: Tensor) -> SamplingTable:
         """Some of the rows, not edited; `index` `[R]` int64."""
@@ -157,7 +157,7 @@ def _sample_torch(logits: Tensor, uniforms: Tensor, table: SamplingTable) -> tup
     return tokens, log_probs
 
 
-def _weights(logits: Tensor, inverse: Tensor, ways: Ways) -> tuple[Tensor, Tensor, Tensor]:
+def _weights(logits: Tensor, inverse: Tensor, ways: SamplingFlags) -> tuple[Tensor, Tensor, Tensor]:
     """exp((x - max) / T) `[N, V]`, which overwrites the logits; its block sums `[N, B]`; greedy choices `[N]`."""
     rows, vocab = logits.shape
     sums = logits.new_empty(rows, -(-vocab // BLOCK))

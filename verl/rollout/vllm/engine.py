@@ -32,7 +32,7 @@ from verl.rollout.embedded.response import check_prompt
 from verl.rollout.randomness import stream_key
 from verl.rollout.stop_strings import cut_text
 from verl.rollout.vllm.transport import DeviceTransport, FileTransport, Transport, places_of
-from verl.weights.shard import Shard, bunched, in_rows
+from verl.weights.shard import Shard, in_buckets, split_large
 from verl.weights.shards import tied_names
 
 if TYPE_CHECKING:
@@ -250,7 +250,7 @@ class VLLMEngine:
                 were none, it may be given weights again; else the engine is not used again.
         """
         self._check_alive()
-        bunches = bunched(in_rows(shards), on_host=self._transport is not None and self._transport.on_host)
+        bunches = in_buckets(split_large(shards), on_host=self._transport is not None and self._transport.on_host)
         first = next(bunches, [])  # of a stream that fails at once, nothing is applied
         self._wake("weights")
         with self._all_or_broken(version):

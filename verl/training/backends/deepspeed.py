@@ -23,8 +23,8 @@ from verl.training.options import OptimConfig
 from verl.training.parallel.result import Parallel
 from verl.training.schedule import MicroBatch, OneStage
 from verl.training.torch_engine import NO_GRADIENT, TorchEngine
-from verl.weights.blank import give_memory
 from verl.weights.cuts import run_blocks
+from verl.weights.meta import give_memory
 from verl.weights.shard import Cut, Shard, Stream, WeightSpec
 from verl.weights.shards import fill_block, fill_weights, load_model_shards, named_weights, tied_names
 
@@ -84,7 +84,7 @@ class DeepSpeedEngine(TorchEngine):
             for offset, block in _held(weight):
                 yield Shard(name, _shape(weight), offset, block)
 
-    def lend(self, name: str) -> int:
+    def release_weight(self, name: str) -> int:
         """Nothing: pieces share the memory of what DeepSpeed has flattened."""
         return 0
 

@@ -113,7 +113,7 @@ class MegatronEngine(TorchEngine):
     def merged_shards(self) -> Iterator[Shard]:
         return self.shards()
 
-    def lend(self, name: str) -> int:
+    def release_weight(self, name: str) -> int:
         """Nothing: pieces share the memory of Megatron's parameters."""
         return 0
 

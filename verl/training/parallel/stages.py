@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from verl.attention.segments import pack_rows
 from verl.errors import ConfigError
 from verl.models.packed import PackedModel, is_close
-from verl.weights.blank import is_blank, sample
+from verl.weights.meta import is_on_meta, sample
 
 _FIRST, _LAST = "first", "last"
 
@@ -82,7 +82,7 @@ class Cut:
         self._stack: Any = model.get_submodule(path)
         self._gives_tuple, self._width = False, 0
         self._tokens = pack_rows([[5, 17, 3], [23, 2]], [[19, 7, 31], [4, 11]], self._packed.device, keep_last=True)
-        if not is_blank(model):
+        if not is_on_meta(model):
             self._around, expected = self._trial(model, path)
             self._check(expected)
             return

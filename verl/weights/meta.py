@@ -21,11 +21,11 @@ _MOST_LAYERS = 8
 _VOCABULARY = 64
 
 
-def is_blank(model: nn.Module) -> bool:
+def is_on_meta(model: nn.Module) -> bool:
     return any(weight.is_meta for weight in model.parameters())
 
 
-def blank(make: Callable[[], Any], device: torch.device | str = "cpu") -> Any:
+def on_meta(make: Callable[[], Any], device: torch.device | str = "cpu") -> Any:
     """A transformers model without weights. Its buffers are on `device`, filled by the model's own code."""
     with torch.device("meta"):
         model = make()

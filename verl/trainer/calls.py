@@ -1,0 +1,31 @@
+"""The keywords of public calls, for messages about a keyword that was given to the wrong one."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from verl.algorithms import algorithm_names, make_algorithm
+from verl.rewards.functions import FunctionReward, OnFailure
+from verl.roles.settings import handle_keywords
+from verl.trainer.asynchronous import AsyncTrainer
+from verl.trainer.evaluation import HeldOut
+from verl.trainer.interleaved import InterleavedTrainer
+from verl.trainer.trainer import Trainer
+
+
+def public_calls() -> Iterator[tuple[str, set[str]]]:
+    """How each is shown, "fit({}=...)", and the names of its keywords."""
+    yield "fit({}=...)", _parameters(Trainer.fit)
+    yield "Actor(MODEL, {}=...)", handle_keywords()
+    for trainer in (Trainer, AsyncTrainer, InterleavedTrainer):
+        yield f"{trainer.__name__}(ACTOR, {{}}=...)", _parameters(trainer)
+    yield "Reward(FUNCTION, {}=...)", _parameters(FunctionReward) | {*OnFailure.__annotations__}
+    yield "HeldOut(ROWS, {}=...)", _parameters(HeldOut)
+    kinds = {type(make_algorithm(name)) for name in algorithm_names()}
+    yield "Trainer(ACTOR, {}=...)", set().union(*map(_parameters, kinds))
+
+
+def _parameters(call: Callable[..., Any]) -> set[str]:
+    return {*inspect.signature(call).parameters} - {"self", "rows", "source", "options", "args"}
